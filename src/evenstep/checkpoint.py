@@ -1,0 +1,156 @@
+"""Checkpoint folders: written beside, flushed, hashed, renamed; `latest` moved last; the last good one never touched.
+
+runs/NAME/checkpoints/
+  step-00000120/
+    weights.safetensors     the user's own parameter names, whole tensors
+    optimizer.safetensors   "parameter/state" names, whole tensors
+    state.json              step, position, scheduler, generators, plan
+    SHA256SUMS              `sha256sum -c SHA256SUMS` agrees
+  latest -> step-00000120
+  best -> step-00000080
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import shutil
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from evenstep.errors import CheckpointError
+
+FORMAT = 1
+FOLDER = "checkpoints"
+SUMS = "SHA256SUMS"
+WEIGHTS = "weights.safetensors"
+OPTIMIZER = "optimizer.safetensors"
+STATE = "state.json"
+
+
+def write(folder: Path, step: int, files: Mapping[str, Callable[[Path], None]]) -> Path:
+    """Write one checkpoint of `files` (each a function that fills a path) below `folder`; its final path.
+
+    Killed at any point, this leaves the older checkpoints as they were.
+    """
+    final = folder / f"step-{step:08d}"
+    beside = folder / f".{final.name}.{os.getpid()}"
+    beside.mkdir(parents=True)
+    try:
+        for name, fill in files.items():
+            fill(beside / name)
+        sums = "".join(f"{_sha256(beside / name)}  {name}\n" for name in sorted(files))
+        (beside / SUMS).write_text(sums)
+        for path in [*beside.iterdir(), beside]:
+            _flush(path)
+        replaced = folder / f".{final.name}.replaced"
+        if final.exists():
+            final.rename(replaced)
+        beside.rename(final)
+        _flush(folder)
+        shutil.rmtree(replaced, ignore_errors=True)
+    except BaseException:
+        shutil.rmtree(beside, ignore_errors=True)
+        raise
+    point(folder, "latest", final.name)
+    return final
+
+
+def point(folder: Path, link: str, target: str) -> None:
+    """Move `latest` or `best` to a checkpoint, at once or not at all."""
+    temporary = folder / f".{link}.{os.getpid()}"
+    temporary.unlink(missing_ok=True)
+    temporary.symlink_to(target)
+    temporary.replace(folder / link)
+    _flush(folder)
+
+
+def prune(folder: Path, keep: int) -> None:
+    """Delete all but the last `keep` checkpoints, the best one, and the one that `latest` names."""
+    spared = {(folder / link).resolve() for link in ("latest", "best")}
+    for path in whole(folder)[:-keep]:
+        if path.resolve() not in spared:
+            shutil.rmtree(path)
+
+
+def whole(folder: Path) -> list[Path]:
+    """The finished checkpoints below a folder, oldest first."""
+    return sorted(path for path in folder.glob("step-*") if path.is_dir())
+
+
+def verify(path: Path) -> None:
+    """Raise CheckpointError unless every file is byte for byte what was written."""
+    try:
+        lines = (path / SUMS).read_text().splitlines()
+        expected = dict(reversed(line.split("  ", 1)) for line in lines)
+    except (OSError, ValueError) as error:
+        raise CheckpointError(f"{path} is no checkpoint: its {SUMS} cannot be read ({error})") from error
+    missing = {WEIGHTS, STATE} - set(expected)
+    if missing:
+        raise CheckpointError(f"{path} is no whole checkpoint: {SUMS} does not list {', '.join(sorted(missing))}")
+    for name, digest in expected.items():
+        file = path / Path(name).name
+        if not file.is_file():
+            raise CheckpointError(f"{path} is damaged: {name} is missing")
+        if _sha256(file) != digest:
+            raise CheckpointError(f"{path} is damaged: {name} is not what was written (SHA-256 differs)")
+
+
+def read_state(path: Path) -> dict[str, Any]:
+    """The JSON part of a checkpoint that was verified."""
+    state: dict[str, Any] = json.loads((path / STATE).read_text())
+    if state.get("format", 0) > FORMAT:
+        raise CheckpointError(
+            f"{path} has format {state['format']} and this evenstep reads up to {FORMAT}; "
+            f"it was written by evenstep {state.get('evenstep')}: upgrade to load it"
+        )
+    return state
+
+
+def find(where: str) -> tuple[Path, list[str]]:
+    """The newest whole checkpoint of a run folder (or the checkpoint itself), verified, and warnings about others."""
+    path = Path(where)
+    if not path.exists():
+        raise CheckpointError(f"{where} does not exist; give a run folder, such as runs/2026-11-15-digits-ddp")
+    if (path / SUMS).exists() or (path / STATE).exists():
+        verify(path)
+        return path.resolve(), []
+    folder = path if path.name == FOLDER else path / FOLDER
+    candidates = whole(folder)
+    if not candidates:
+        raise CheckpointError(f"{where} holds no checkpoint; one is written at the end of every epoch")
+    warnings = []
+    for candidate in reversed(candidates):
+        try:
+            verify(candidate)
+            read_state(candidate)
+        except CheckpointError as error:
+            warnings.append(f"{error}; using the one before it")
+            continue
+        return candidate.resolve(), warnings
+    raise CheckpointError(f"no whole checkpoint in {where}; {warnings[0].removesuffix('; using the one before it')}")
+
+
+def tensor_table(path: Path) -> dict[str, tuple[str, list[int]]]:
+    """Names, types and shapes of a safetensors file, from its header alone."""
+    with path.open("rb") as file:
+        length = int.from_bytes(file.read(8), "little")
+        if length > path.stat().st_size:
+            raise CheckpointError(f"{path} is no safetensors file")
+        header = json.loads(file.read(length))
+    return {name: (entry["dtype"], entry["shape"]) for name, entry in header.items() if name != "__metadata__"}
+
+
+def _sha256(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def _flush(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

@@ -1,0 +1,180 @@
+"""The command `evenstep`: argv to one call. torch is imported inside commands, so that help is instant."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import sys
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from evenstep.errors import EvenstepError
+
+STOPPED = 130
+
+app = typer.Typer(
+    name="evenstep",
+    help="Train one PyTorch task, unchanged, on one device or many; every way learns the same thing.",
+    no_args_is_help=True,
+    add_completion=False,
+    rich_markup_mode="rich",
+    pretty_exceptions_enable=False,
+)
+checkpoint_app = typer.Typer(help="Look into checkpoints.", no_args_is_help=True)
+app.add_typer(checkpoint_app, name="checkpoint")
+
+TRAIN_EXAMPLES = """
+[bold]Examples[/bold]
+
+evenstep train digits
+
+evenstep train digits --strategy ddp --devices 2
+
+evenstep train my_task.py --strategy fsdp --devices 4 --batch 512 --epochs 10 --precision bf16
+
+evenstep train my_task.py --resume runs/2026-11-15-digits-ddp
+"""
+
+
+@app.command(epilog=TRAIN_EXAMPLES)
+def train(
+    task: Annotated[
+        str | None, typer.Argument(help="digits, file.py, file.py:function or package.module:function.")
+    ] = None,
+    strategy: Annotated[str | None, typer.Option(help="single, dp, ddp or fsdp.")] = None,
+    devices: Annotated[str | None, typer.Option(help="A count, or a list: cuda:0,cuda:1 or cpu,cpu.")] = None,
+    batch: Annotated[int | None, typer.Option(help="Samples of one optimizer step, over all devices.")] = None,
+    epochs: Annotated[int | None, typer.Option(help="Passes over the data.")] = None,
+    steps: Annotated[int | None, typer.Option(help="Optimizer steps, instead of epochs.")] = None,
+    seed: Annotated[int | None, typer.Option(help="Of weights, order, dropout and augmentation.")] = None,
+    precision: Annotated[str | None, typer.Option(help="fp64, fp32, tf32, bf16 or fp16.")] = None,
+    accumulate: Annotated[int | None, typer.Option(help="Micro-batches per optimizer step.")] = None,
+    clip: Annotated[float | None, typer.Option(help="Largest gradient norm, the same under all strategies.")] = None,
+    name: Annotated[str | None, typer.Option(help="Of the folder runs/NAME.")] = None,
+    checkpoint_every: Annotated[
+        int | None, typer.Option(metavar="STEPS", help="Also save every so many steps.")
+    ] = None,
+    keep: Annotated[int | None, typer.Option(help="Checkpoints to keep, besides the best.")] = None,
+    resume: Annotated[str | None, typer.Option(help="A run, a checkpoint, or a file of weights.")] = None,
+    data: Annotated[str | None, typer.Option(help="Folder of the data, for tasks that take one.")] = None,
+    plan: Annotated[str | None, typer.Option(help="Repeat the run of this plan.json.")] = None,
+    threads: Annotated[int | None, typer.Option(help="Per process; default: cores shared out.")] = None,
+    deterministic: Annotated[
+        bool | None, typer.Option("--deterministic", help="Deterministic algorithms only.")
+    ] = None,
+    cudnn_benchmark: Annotated[bool | None, typer.Option("--cudnn-benchmark", help="Let cuDNN try algorithms.")] = None,
+    compile: Annotated[bool | None, typer.Option("--compile", help="torch.compile the model.")] = None,
+    sync_batchnorm: Annotated[
+        bool | None, typer.Option("--sync-batchnorm", help="BatchNorm over all processes.")
+    ] = None,
+    allow_pickle: Annotated[
+        bool | None, typer.Option("--allow-pickle", help="Load weights files that can run code.")
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the summary as one line of JSON.")] = False,
+) -> None:
+    """Train a task."""
+    choices = {key: value for key, value in locals().items() if key not in ("task", "as_json")}
+    from evenstep.launch.prepare import prepare
+    from evenstep.launch.train import watch
+
+    prepared = prepare(task, choices)
+    errors = Console(stderr=True, highlight=False)
+    for line in prepared.said:
+        errors.print(line, style="yellow", markup=False)
+    if not as_json:
+        errors.print(prepared.plan.describe(), style="dim", markup=False)
+        errors.print(f"\n{prepared.arithmetic}", style="bold", markup=False)
+    record = watch(prepared, progress=True)
+    _finish(record, as_json)
+
+
+def _finish(record: Any, as_json: bool) -> None:
+    from evenstep.report.table import summary_table
+
+    summary = record.summary
+    if as_json:
+        print(json.dumps(dataclasses.asdict(summary)))
+        return
+    console = Console(highlight=False)
+    if summary.shown:
+        console.print(summary.shown, markup=False)
+        console.print()
+    console.print(summary_table(summary))
+
+
+@app.command(
+    context_settings={"allow_extra_args": True, "ignore_unknown_options": True, "allow_interspersed_args": False}
+)
+def run(
+    context: typer.Context,
+    script: Annotated[str, typer.Argument(help="A script written for torchrun, or with evenstep.join().")],
+    devices: Annotated[int, typer.Option(help="How many processes, one for each device.")] = 1,
+) -> None:
+    """Run a script as several processes, as torchrun would; all that follows the script is the script's."""
+    from evenstep.launch.script import run_script
+
+    arguments = context.args[1:] if context.args[:1] == ["--"] else context.args
+    run_script(script, arguments, devices)
+
+
+@checkpoint_app.command()
+def inspect(
+    path: Annotated[Path, typer.Argument(help="A run folder or a checkpoint.")],
+    as_json: Annotated[bool, typer.Option("--json", help="Print as one line of JSON.")] = False,
+) -> None:
+    """Show what a checkpoint holds, after checking that it is whole."""
+    from evenstep import checkpoint
+
+    found, warnings = checkpoint.find(str(path))
+    state = checkpoint.read_state(found)
+    tensors = checkpoint.tensor_table(found / checkpoint.WEIGHTS)
+    facts = {
+        "checkpoint": str(found),
+        "step": state["step"],
+        "position": state["loader"]["position"],
+        "samples": state["loader"]["num_samples"],
+        "valid": state.get("valid", {}),
+        "strategy": state.get("plan", {}).get("strategy"),
+        "evenstep": state["evenstep"],
+        "torch": state["torch"],
+        "whole": True,
+    }
+    if as_json:
+        weights = {name: {"dtype": dtype, "shape": shape} for name, (dtype, shape) in tensors.items()}
+        print(json.dumps({**facts, "warnings": warnings, "weights": weights}))
+        return
+    console = Console(highlight=False)
+    for warning in warnings:
+        console.print(warning, style="yellow", markup=False)
+    for key, value in facts.items():
+        console.print(f"{key:<12} {value}", markup=False)
+    table = Table(box=None, pad_edge=False, header_style="bold")
+    for column in ("weight", "type", "shape"):
+        table.add_column(column)
+    for name, (dtype, shape) in tensors.items():
+        table.add_row(name, dtype, " x ".join(map(str, shape)) or "one number")
+    console.print()
+    console.print(table)
+
+
+def main() -> None:
+    """Run the command, and end with a code that means something: 0 done, 1 failed, 2 bad input, 130 stopped."""
+    try:
+        app()
+    except EvenstepError as error:
+        _say_error(str(error))
+        sys.exit(error.exit_code)
+    except KeyboardInterrupt:
+        _say_error("stopped")
+        sys.exit(STOPPED)
+
+
+def _say_error(message: str) -> None:
+    first, *rest = message.splitlines()
+    console = Console(stderr=True, highlight=False, soft_wrap=True)
+    console.print("[bold red]error:[/bold red] ", end="")
+    console.print("\n".join([first, *rest]), markup=False)

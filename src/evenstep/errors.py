@@ -1,0 +1,49 @@
+"""Every error a user can meet, and the exit code each one ends a command with.
+
+    EvenstepError
+    ├── BadInput                exit 2: what was asked cannot be done; nothing was started
+    │   ├── TaskError           the task: not found, does not import, its loss or data do not fit
+    │   ├── PlanError           the plan: an unknown strategy, a batch that cannot be cut up, too few devices
+    │   └── CheckpointError     the checkpoint: not one, damaged, from another model or a newer version
+    └── TrainingError           exit 1: it started and could not go on
+        ├── NonFiniteLoss       the loss became NaN or infinite; all ranks stopped before the weights were touched
+        └── WorkerFailed        a worker process failed; the message holds the first cause
+
+A message says what was given, what is allowed and what to do next, in one or two lines.
+"""
+
+
+class EvenstepError(Exception):
+    """Anything evenstep says no to."""
+
+    exit_code = 1
+
+
+class BadInput(EvenstepError):
+    """What was asked cannot be done; nothing was started."""
+
+    exit_code = 2
+
+
+class TaskError(BadInput):
+    """The task cannot be found, imported or trained."""
+
+
+class PlanError(BadInput):
+    """The plan contradicts itself, the machine or the data."""
+
+
+class CheckpointError(BadInput):
+    """The checkpoint is damaged, foreign or from another model."""
+
+
+class TrainingError(EvenstepError):
+    """The training started and could not go on."""
+
+
+class NonFiniteLoss(TrainingError):
+    """The loss is NaN or infinite; the weights are those of the step before."""
+
+
+class WorkerFailed(TrainingError):
+    """A worker process ended early."""

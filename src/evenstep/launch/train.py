@@ -1,0 +1,143 @@
+"""Running a prepared plan, in this process or in many, and watching it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import IO, Any
+
+import torch
+
+from evenstep.errors import PlanError
+from evenstep.launch.failure import failure, stopped_where
+from evenstep.launch.prepare import Prepared, prepare
+from evenstep.launch.processes import RankLogs, Workers, python, workers
+from evenstep.record import FILE, Record, rows
+from evenstep.report.progress import Progress
+from evenstep.task import Task, TaskFunction
+from evenstep.worker.job import Event, perform
+from evenstep.worker.machine import share_threads
+from evenstep.worker.main import work
+from evenstep.worker.strategies import STRATEGIES
+
+
+def train(task: str | TaskFunction | Task, *, progress: bool = True, **choices: Any) -> Record:
+    """Train a task and return its Record; the choices are the fields of a Plan, and may be left out.
+
+    record = evenstep.train(task, strategy="ddp", devices=2, batch=512, epochs=10)
+    """
+    unknown = set(choices) - set(CHOICES)
+    if unknown:
+        raise PlanError(f"unknown {', '.join(sorted(unknown))}; train takes {', '.join(CHOICES)}")
+    return watch(prepare(task, choices), progress)
+
+
+def watch(prepared: Prepared, progress: bool) -> Record:
+    """Carry the plan out, show how it goes, and read back what it wrote."""
+    with _settings_kept(), Progress(prepared.plan.num_steps(prepared.num_samples), quiet=not progress) as shown:
+        try:
+            for event in run(prepared):
+                shown.show(event)
+        except KeyboardInterrupt:
+            shown.say(stopped_where(prepared.folder))
+            raise
+    return Record.read(prepared.folder)
+
+
+@contextmanager
+def _settings_kept() -> Iterator[None]:
+    """A training in this process must not change how the user's own torch computes afterwards."""
+    threads, deterministic = torch.get_num_threads(), torch.are_deterministic_algorithms_enabled()
+    flags = (torch.backends.cudnn.deterministic, torch.backends.cudnn.benchmark)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(threads)
+        torch.use_deterministic_algorithms(deterministic)
+        torch.backends.cudnn.deterministic, torch.backends.cudnn.benchmark = flags
+
+
+CHOICES = ["strategy", "devices", "batch", "epochs", "steps", "seed", "precision", "accumulate", "clip", "name", "checkpoint_every", "keep", "resume", "data", "plan", "threads", "deterministic", "cudnn_benchmark", "compile", "sync_batchnorm", "allow_pickle"]
+
+
+def run(prepared: Prepared) -> Iterator[Event]:
+    """Carry the plan out, yielding what happens as it happens."""
+    if STRATEGIES[prepared.plan.strategy].processes_per_device:  # type: ignore[attr-defined]
+        return _in_processes(prepared)
+    return perform(prepared.plan, prepared.task, prepared.folder)
+
+
+def _in_processes(prepared: Prepared) -> Iterator[Event]:
+    plan, folder = prepared.plan, prepared.folder.resolve()
+    entry: Any
+    if prepared.spec is not None:
+        entry, arguments = python("-m", "evenstep.worker", str(folder))
+    else:
+        _refuse_fork_after_cuda()
+        entry, arguments = work, (str(folder), prepared.task)
+    threads = share_threads(plan.threads, plan.devices)
+    environment = {"OMP_NUM_THREADS": str(threads)}
+    logs = RankLogs(folder / "logs")
+    with workers(entry, arguments, len(plan.devices), logs, environment) as started:
+        yield from _watch(started, folder)
+        assert started.exit_codes is not None
+        if started.exit_codes:
+            raise failure(prepared.folder, started.exit_codes, len(plan.devices))
+
+
+def _watch(started: Workers, folder: Path) -> Iterator[Event]:
+    """Rank 0's rows and lines as they are written, until all workers have ended."""
+    record = _Record(folder / FILE)
+    spoken = _Lines(folder / "logs" / "rank0.out")
+    working = True
+    while working:
+        working = started.poll()
+        yield from spoken.new()
+        yield from record.new()
+
+
+class _Record:
+    """The new rows of a record file that another process writes."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._file: IO[bytes] | None = None
+        self._record: Record | None = None
+
+    def new(self) -> Iterator[Event]:
+        if self._file is None and self._path.exists():
+            self._file = self._path.open("rb")
+        for row in rows(self._file) if self._file is not None else ():
+            if self._record is None:
+                self._record = Record.begin(row)
+                continue
+            event = self._record.take(row)
+            if event is not None:
+                yield event
+
+
+class _Lines:
+    """The new lines of a log."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._at = 0
+
+    def new(self) -> Iterator[str]:
+        if not self._path.exists() or self._path.stat().st_size <= self._at:
+            return
+        with self._path.open("rb") as file:
+            file.seek(self._at)
+            whole, newline, _ = file.read().rpartition(b"\n")
+        self._at += len(whole) + len(newline)
+        if newline:
+            yield from whole.decode(errors="replace").split("\n")
+
+
+def _refuse_fork_after_cuda() -> None:
+    if torch.cuda.is_initialized():
+        raise PlanError(
+            "this process has used CUDA already, and a process that has cannot be copied for ddp or fsdp.\n"
+            "Put the task in a file and pass 'file.py', or restart the notebook and train before touching the card"
+        )

@@ -1,0 +1,192 @@
+"""What to run, as one frozen value: the only thing that goes into a training."""
+
+from __future__ import annotations
+
+import difflib
+import json
+import math
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
+from typing import Any, Literal, get_args
+
+from evenstep.errors import PlanError
+from evenstep.order import share
+
+StrategyName = Literal["single", "dp", "ddp", "fsdp"]
+PrecisionName = Literal["fp64", "fp32", "tf32", "bf16", "fp16"]
+
+STRATEGY_NAMES: tuple[str, ...] = get_args(StrategyName)
+PRECISION_NAMES: tuple[str, ...] = get_args(PrecisionName)
+
+_DEVICE = re.compile(r"(cpu|mps|cuda(:\d+)?)$")
+_ABSENT = (None, False)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Plan:
+    """One run. The batch is global: strategy, devices and accumulation only cut it up.
+
+    >>> Plan(task="digits", batch=512, strategy="ddp", devices=("cpu",) * 4, accumulate=2, epochs=1).arithmetic(60_000)
+    '512 = 4 devices x 64 x 2 micro-batches, 118 steps an epoch'
+    """
+
+    batch: int
+    task: str = "(in this process)"
+    strategy: StrategyName = "single"
+    devices: tuple[str, ...] = ("cpu",)
+    epochs: int | None = None
+    steps: int | None = None
+    seed: int = 0
+    precision: PrecisionName = "fp32"
+    accumulate: int = 1
+    clip: float | None = None
+    name: str = "run"
+    checkpoint_every: int | None = None
+    keep: int = 2
+    resume: str | None = None
+    data: str | None = None
+    threads: int | None = None
+    deterministic: bool = False
+    cudnn_benchmark: bool = False
+    compile: bool = False
+    sync_batchnorm: bool = False
+    allow_pickle: bool = False
+
+    def __post_init__(self) -> None:
+        _one_of("strategy", self.strategy, STRATEGY_NAMES)
+        _one_of("precision", self.precision, PRECISION_NAMES)
+        for device in self.devices:
+            if not _DEVICE.match(device):
+                raise PlanError(f"unknown device {device!r}; write cpu, mps or cuda:0, or a count such as --devices 2")
+        for name in ("batch", "epochs", "steps", "accumulate", "checkpoint_every", "keep", "threads"):
+            _at_least_one(name, getattr(self, name))
+        self._check_length()
+        self._check_devices()
+        self._check_cut()
+        check_name(self.name)
+
+    def _check_length(self) -> None:
+        if (self.epochs is None) == (self.steps is None):
+            raise PlanError("a run is so many epochs or so many steps: give one of --epochs and --steps")
+        if self.clip is not None and not (0 < self.clip < math.inf):
+            raise PlanError(f"clip is {self.clip}; it is the largest allowed gradient norm, such as 1.0")
+        if not 0 <= self.seed < 2**63:
+            raise PlanError(f"seed is {self.seed}; it goes from 0 to 2**63 - 1")
+
+    def _check_devices(self) -> None:
+        num = len(self.devices)
+        if num == 0:
+            raise PlanError("no device given; try --devices 1")
+        if self.strategy == "single" and num > 1:
+            raise PlanError(f"single runs on one device and {num} were given; use --strategy dp, ddp or fsdp")
+        kinds = {device.split(":")[0] for device in self.devices}
+        if len(kinds) > 1 and self.strategy != "dp":
+            raise PlanError(f"devices of different kinds ({', '.join(sorted(kinds))}); {self.strategy} needs one kind")
+        if "mps" in kinds and self.strategy != "single":
+            raise PlanError(f"mps runs with --strategy single alone, and {self.strategy} was asked for")
+        if self.precision == "tf32" and kinds != {"cuda"}:
+            raise PlanError("tf32 is a way of CUDA devices to multiply; on others use --precision fp32 or bf16")
+        if self.precision == "fp64" and "mps" in kinds:
+            raise PlanError("mps has no float64; use --precision fp32")
+        if self.compile and self.strategy == "dp":
+            raise PlanError("torch.compile does not trace in several threads, which dp needs; use --strategy ddp")
+        if self.sync_batchnorm and self.strategy not in ("ddp", "fsdp"):
+            raise PlanError(
+                f"--sync-batchnorm joins processes, and {self.strategy} has one; use --strategy ddp or fsdp"
+            )
+
+    def _check_cut(self) -> None:
+        smallest = len(self.devices) * self.accumulate
+        if self.batch < smallest:
+            raise PlanError(
+                f"a global batch of {self.batch} does not fill {len(self.devices)} devices x "
+                f"{self.accumulate} micro-batches; use --batch {smallest} or more"
+            )
+
+    def steps_an_epoch(self, num_samples: int) -> int:
+        """Optimizer steps in one pass over the data, a short last one included."""
+        return math.ceil(num_samples / self.batch)
+
+    def num_steps(self, num_samples: int) -> int:
+        """Optimizer steps of the whole run."""
+        if self.steps is not None:
+            return self.steps
+        assert self.epochs is not None
+        return self.epochs * self.steps_an_epoch(num_samples)
+
+    def arithmetic(self, num_samples: int) -> str:
+        """The batch, cut up, in one line."""
+        num = len(self.devices)
+        micro_sizes = {
+            len(share(len(share(self.batch, seat, num)), part, self.accumulate))
+            for seat in range(num)
+            for part in range(self.accumulate)
+        }
+        sizes = "-".join(str(size) for size in sorted(micro_sizes))
+        parts = f" x {self.accumulate} micro-batches" if self.accumulate > 1 else ""
+        devices = "1 device" if num == 1 else f"{num} devices"
+        steps = self.steps_an_epoch(num_samples)
+        last = num_samples % self.batch
+        short = f" (the last holds {last})" if last and steps > 1 else ""
+        return f"{self.batch} = {devices} x {sizes}{parts}, {steps} step{'s' * (steps != 1)} an epoch{short}"
+
+    def describe(self) -> str:
+        """The plan as a block for people; what is left at 'none' or 'off' is not shown."""
+        shown = {name: value for name, value in asdict(self).items() if value not in _ABSENT}
+        shown["devices"] = ", ".join(self.devices)
+        return "\n".join(f"{name.replace('_', ' '):<18} {value}" for name, value in shown.items())
+
+    def to_json(self) -> dict[str, Any]:
+        """The plan as JSON values; `from_json` reads them back."""
+        return {**asdict(self), "devices": list(self.devices)}
+
+    @classmethod
+    def from_json(cls, values: Mapping[str, Any]) -> Plan:
+        """The plan that `to_json` wrote."""
+        known = {field.name for field in fields(cls)}
+        unknown = sorted(set(values) - known)
+        if unknown:
+            raise PlanError(f"the plan has {', '.join(unknown)}, unknown here; a newer evenstep wrote it")
+        try:
+            return cls(**{**values, "devices": tuple(values["devices"])})
+        except (TypeError, KeyError) as error:
+            raise PlanError(f"not a plan: {error}; a run folder's plan.json is one") from error
+
+
+def read_plan(path: str) -> dict[str, Any]:
+    """The values of a plan.json, or of the one in a run folder."""
+    file = Path(path) / "plan.json" if Path(path).is_dir() else Path(path)
+    try:
+        values = json.loads(file.read_text())
+    except (OSError, ValueError) as error:
+        raise PlanError(f"{file} is no plan: {error}; give the plan.json of a run folder") from error
+    if not isinstance(values, dict):
+        raise PlanError(f"{file} is no plan: it holds {type(values).__name__}; give the plan.json of a run folder")
+    return Plan.from_json(values).to_json()
+
+
+def parse_devices(text: str) -> int | tuple[str, ...]:
+    """`2` is a count; `cuda:0,cuda:1` or `cpu,cpu` is a list."""
+    if re.fullmatch(r"-?\d+", text.strip()):
+        return int(text)
+    return tuple(part.strip() for part in text.split(","))
+
+
+def check_name(name: str) -> None:
+    """Refuse a run name that is no plain folder name."""
+    if not re.fullmatch(r"[^\s/\\.][^/\\\x00-\x1f]{0,99}", name) or ".." in name:
+        raise PlanError(f"{name!r} cannot name a run; use letters, digits, '-' and '_', with no slash or leading dot")
+
+
+def _one_of(what: str, given: str, allowed: Sequence[str]) -> None:
+    if given not in allowed:
+        close = difflib.get_close_matches(str(given), allowed, n=1)
+        hint = f"; did you mean {close[0]}?" if close else ""
+        raise PlanError(f"unknown {what} {given!r}; allowed are {', '.join(allowed)}{hint}")
+
+
+def _at_least_one(name: str, value: int | None) -> None:
+    if value is not None and value < 1:
+        raise PlanError(f"{name.replace('_', '-')} is {value}; it is a whole number from 1 up")

@@ -1,0 +1,150 @@
+"""What happened: one file of JSON lines per run, append-only, readable while it grows and after a crash."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import IO, Any
+
+from evenstep.errors import BadInput
+from evenstep.plan import Plan
+
+FILE = "record.jsonl"
+FLUSH_SECONDS = 0.2
+
+
+@dataclass(frozen=True, kw_only=True)
+class Step:
+    """One optimizer step: `loss` is the mean over the whole global batch."""
+
+    step: int
+    epoch: int
+    loss: float
+    samples: int
+    seconds: float
+    input_seconds: float
+    lr: float
+    peak_bytes: dict[str, int]
+    """Peak of every device so far; gathered from the other ranks at evaluations and at the end, own ones live."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Evaluation:
+    """The whole validation set, every sample once, after `step` steps."""
+
+    step: int
+    epoch: int
+    values: dict[str, float]
+    samples: int
+    seconds: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class Summary:
+    """The end of a run in the words that `--json` prints."""
+
+    strategy: str
+    devices: list[str]
+    steps: int
+    samples: int
+    train_loss: float | None
+    """Mean over the samples of the last epoch, or of what was run of it."""
+    valid: dict[str, float]
+    samples_per_second: float
+    """Of the steps alone, the first one left out; evaluation, checkpoints and start-up are not in it."""
+    seconds: float
+    peak_bytes: dict[str, int]
+    checkpoint: str | None
+    run: str
+    shown: str | None = None
+
+
+@dataclass
+class Record:
+    """A run, read back from its file."""
+
+    plan: Plan
+    machine: dict[str, Any] = field(default_factory=dict)
+    steps: list[Step] = field(default_factory=list)
+    evaluations: list[Evaluation] = field(default_factory=list)
+    summary: Summary | None = None
+    path: Path | None = None
+
+    @property
+    def losses(self) -> list[float]:
+        """The loss of every step."""
+        return [step.loss for step in self.steps]
+
+    @classmethod
+    def read(cls, run: str | Path) -> Record:
+        """The Record of a run folder (or of a record file)."""
+        path = Path(run) / FILE if Path(run).is_dir() else Path(run)
+        if not path.is_file():
+            raise BadInput(f"{run} is no run folder: it has no {FILE}")
+        record: Record | None = None
+        with path.open("rb") as file:
+            for row in rows(file):
+                if record is None:
+                    record = cls.begin(row, path)
+                else:
+                    record.take(row)
+        if record is None:
+            raise BadInput(f"{path} is empty: the run ended before its first line")
+        return record
+
+    @classmethod
+    def begin(cls, row: Mapping[str, Any], path: Path | None = None) -> Record:
+        """A Record that has its first row alone."""
+        return cls(Plan.from_json(row["plan"]), machine=row["machine"], path=path)
+
+    def take(self, row: Mapping[str, Any]) -> Step | Evaluation | Summary | None:
+        """Add one row of the file; the value it became."""
+        values = {name: value for name, value in row.items() if name != "kind"}
+        if row["kind"] == "step":
+            self.steps.append(Step(**values))
+            return self.steps[-1]
+        if row["kind"] == "evaluation":
+            self.evaluations.append(Evaluation(**values))
+            return self.evaluations[-1]
+        if row["kind"] == "summary":
+            self.summary = Summary(**values)
+            return self.summary
+        return None
+
+
+def rows(file: IO[bytes]) -> Iterator[dict[str, Any]]:
+    """The whole lines from here to the end; a line that is still being written is left for next time."""
+    while True:
+        start = file.tell()
+        line = file.readline()
+        if not line.endswith(b"\n"):
+            file.seek(start)
+            return
+        yield json.loads(line)
+
+
+class RecordWriter:
+    """Appends rows; they reach the file within a fifth of a second, and at once when the training ends or fails."""
+
+    def __init__(self, run_folder: Path, plan: Plan, machine: dict[str, Any]) -> None:
+        self._file = (run_folder / FILE).open("a", encoding="utf-8")
+        self._flushed = 0.0
+        self._write({"kind": "start", "plan": plan.to_json(), "machine": machine})
+
+    def append(self, what: Step | Evaluation | Summary) -> None:
+        """Add one row."""
+        self._write({"kind": type(what).__name__.lower(), **asdict(what)})
+
+    def _write(self, row: dict[str, Any]) -> None:
+        self._file.write(json.dumps(row) + "\n")
+        now = time.monotonic()
+        if now - self._flushed > FLUSH_SECONDS:
+            self._flushed = now
+            self._file.flush()
+
+    def close(self) -> None:
+        """Write what is left."""
+        self._file.close()

@@ -1,0 +1,1 @@
+"""Records in, words for people out."""

@@ -1,0 +1,74 @@
+"""A training while it runs: a bar on a terminal, plain lines anywhere else."""
+
+from __future__ import annotations
+
+import re
+import time
+from types import TracebackType
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeRemainingColumn
+from rich.progress import Progress as Bar
+
+from evenstep.record import Evaluation, Step, Summary
+
+SECONDS_BETWEEN_LINES = 5.0
+_CONTROL = re.compile(r"\x1b\[[0-?]*[ -/]*[@-~]|[\x00-\x08\x0b-\x1f\x7f-\x9f]")
+
+
+class Progress:
+    """Shows steps and evaluations as they come; on stderr, so that stdout stays for results."""
+
+    def __init__(self, num_steps: int, *, quiet: bool = False) -> None:
+        self.console = Console(stderr=True, quiet=quiet, highlight=False)
+        self._num_steps = num_steps
+        self._recent: list[Step] = []
+        self._spoke = time.monotonic()
+        self._bar: Bar | None = None
+        if self.console.is_terminal and not quiet:
+            self._bar = Bar(
+                TextColumn("[bold]epoch {task.fields[epoch]}"),
+                BarColumn(),
+                MofNCompleteColumn(),
+                TextColumn("loss {task.fields[loss]}"),
+                TextColumn("[cyan]{task.fields[speed]} samples/s"),
+                TimeRemainingColumn(),
+                console=self.console,
+                transient=True,
+            )
+            self._bar_task = self._bar.add_task("train", total=num_steps, epoch=1, loss="-", speed="-")
+
+    def __enter__(self) -> Progress:
+        if self._bar is not None:
+            self._bar.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self._bar is not None:
+            self._bar.stop()
+
+    def show(self, event: Step | Evaluation | Summary | str) -> None:
+        """Take one thing that happened."""
+        if isinstance(event, Step):
+            self._show_step(event)
+        elif isinstance(event, Evaluation):
+            values = "  ".join(f"{name} {value:.4f}" for name, value in event.values.items())
+            self.say(f"epoch {event.epoch + 1}  step {event.step}  valid: {values}")
+        elif isinstance(event, str):
+            self.say(event)
+
+    def say(self, line: str) -> None:
+        """Print a line above the bar; control bytes of whoever wrote it do not reach the terminal."""
+        self.console.print(_CONTROL.sub("", line), markup=False, soft_wrap=True)
+
+    def _show_step(self, step: Step) -> None:
+        self._recent = [*self._recent[-49:], step]
+        speed = sum(one.samples for one in self._recent) / sum(one.seconds for one in self._recent)
+        if self._bar is not None:
+            values = {"epoch": step.epoch + 1, "loss": f"{step.loss:.4f}", "speed": f"{speed:,.0f}"}
+            self._bar.update(self._bar_task, completed=step.step, **values)
+        elif time.monotonic() - self._spoke > SECONDS_BETWEEN_LINES:
+            self._spoke = time.monotonic()
+            self.say(f"step {step.step}/{self._num_steps}  loss {step.loss:.4f}  {speed:,.0f} samples/s")

@@ -1,0 +1,212 @@
+"""What is trained: a Task, and finding one by name, file or module."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import inspect
+import os
+import sys
+import traceback
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from types import ModuleType
+from typing import TYPE_CHECKING, Any, TypeAlias
+
+from evenstep.errors import TaskError
+
+if TYPE_CHECKING:
+    import torch
+    from torch.optim.lr_scheduler import LRScheduler
+
+Batch: TypeAlias = Any
+"""Whatever the user's data collates to: a tuple or dict of tensors, most of the time."""
+
+Amount: TypeAlias = "torch.Tensor | tuple[torch.Tensor, torch.Tensor | int | float]"
+"""A mean over the samples of a batch, or a pair (sum, count)."""
+
+Model: TypeAlias = Any
+"""The user's own module, as `Task.model` made it: every method and attribute is there, under every strategy."""
+
+TaskFunction: TypeAlias = "Callable[..., Task]"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Task:
+    """The user's four things (model, data, loss, optimizer) and, if they like, a few more.
+
+    def task() -> Task:
+        return Task(
+            model=lambda: nn.Linear(784, 10),
+            train=(images, labels),
+            loss=lambda model, batch: F.cross_entropy(model(batch[0]), batch[1]),
+            optimizer=lambda parameters: torch.optim.Adam(parameters, lr=1e-3),
+        )
+    """
+
+    model: Callable[[], torch.nn.Module]
+    train: Any
+    """A map-style dataset, or a tuple or dict of tensors or arrays."""
+    loss: Callable[[Model, Batch], Amount]
+    """A mean over the samples of the batch, or a pair (sum, count) such as (token losses, tokens)."""
+    optimizer: Callable[[Iterable[torch.nn.Parameter]], torch.optim.Optimizer]
+    valid: Any = None
+    metrics: Callable[[Model, Batch], Mapping[str, Amount]] | None = None
+    """Named values of a batch: one per sample (a vector), a mean, or a pair (sum, count)."""
+    scheduler: Callable[..., LRScheduler] | None = None
+    """Called with the optimizer, or with the optimizer and the number of steps; counts optimizer steps."""
+    augment: Callable[[Any, torch.Generator], Any] | None = None
+    """Changes one training sample; its generator depends on (seed, epoch, sample) and on nothing else."""
+    collate: Callable[[list[Any]], Batch] | None = None
+    """Makes a batch of a list of samples; torch's default if not given."""
+    show: Callable[[Model], str] | None = None
+    """A text about the trained model, shown at the end: a sampled sentence, say."""
+    batch: int = 64
+    """The global batch, unless the plan gives one."""
+    epochs: int = 1
+    """The length, unless the plan gives one."""
+
+
+BUILT_IN = {
+    "digits": "evenstep.tasks.digits:task",
+    "mnist": "evenstep.tasks.mnist:mnist",
+    "fashion-mnist": "evenstep.tasks.mnist:fashion_mnist",
+    "cifar10": "evenstep.tasks.cifar10:task",
+    "cifar10-resnet18": "evenstep.tasks.cifar10:resnet18",
+    "shakespeare": "evenstep.tasks.shakespeare:task",
+}
+
+
+def load_task(spec: str, data: str | None = None) -> Task:
+    """The Task behind `digits`, `file.py`, `file.py:function` or `package.module:function`."""
+    return call_task(find_task(spec), data)
+
+
+def call_task(source: TaskFunction | Task, data: str | None = None) -> Task:
+    """The Task that a function makes; one with a parameter called `data` is given the folder."""
+    if isinstance(source, Task):
+        return source
+    name = getattr(source, "__name__", repr(source))
+    if not callable(source):
+        raise TaskError(f"{name!r} is neither a Task nor a function that makes one; write: def task() -> Task: ...")
+    takes_data = "data" in inspect.signature(source).parameters
+    made = source(data=data) if takes_data else source()
+    if not isinstance(made, Task):
+        raise TaskError(f"{name}() returned {type(made).__name__}, not a Task; end it with: return Task(...)")
+    return made
+
+
+def find_task(spec: str) -> TaskFunction | Task:
+    """The function (or Task) that a spec names, without calling it."""
+    place, _, name = BUILT_IN.get(spec, spec).partition(":")
+    if place.endswith(".py") or os.sep in place:
+        module = _import_file(Path(place))
+    elif name:
+        module = _import_module(place)
+    else:
+        raise TaskError(
+            f"no task called {spec!r}; built in are {', '.join(BUILT_IN)}.\n"
+            "Your own is given as file.py, file.py:function or package.module:function."
+        )
+    return _pick(module, place, name)
+
+
+def spec_of(source: TaskFunction | Task | str) -> str | None:
+    """The spec under which another process finds `source`; None if it lives in this process alone."""
+    if isinstance(source, str):
+        return source
+    name = getattr(source, "__qualname__", "")
+    module = sys.modules.get(getattr(source, "__module__", None) or "")
+    if module is None or not name.isidentifier() or getattr(module, name, None) is not source:
+        return None
+    if module.__name__ != "__main__":
+        return f"{module.__name__}:{name}"
+    file = getattr(module, "__file__", None)
+    return f"{Path(file).resolve()}:{name}" if file and file.endswith(".py") else None
+
+
+def _pick(module: ModuleType, place: str, name: str) -> TaskFunction | Task:
+    if name:
+        if not hasattr(module, name):
+            raise TaskError(f"{place} has no {name!r}; it has {', '.join(_candidates(module)) or 'no task at all'}")
+        found: TaskFunction | Task = getattr(module, name)
+        return found
+    candidates = _candidates(module)
+    if "task" in candidates:
+        return candidates["task"]
+    if not candidates:
+        raise TaskError(f"{place} has no task; add a function: def task() -> Task: return Task(...)")
+    if len(candidates) > 1:
+        first = next(iter(candidates))
+        raise TaskError(
+            f"{place} has {len(candidates)} tasks: {', '.join(candidates)}; choose one with {place}:{first}"
+        )
+    return next(iter(candidates.values()))
+
+
+def _candidates(module: ModuleType) -> dict[str, TaskFunction | Task]:
+    return {name: value for name, value in vars(module).items() if _is_task(name, value, module)}
+
+
+def _is_task(name: str, value: object, module: ModuleType) -> bool:
+    if isinstance(value, Task):
+        return True
+    if not inspect.isfunction(value) or value.__module__ != module.__name__:
+        return False
+    returns = value.__annotations__.get("return")
+    return name == "task" or returns is Task or returns in ("Task", "evenstep.Task")
+
+
+def _import_file(path: Path) -> ModuleType:
+    if not path.is_file():
+        raise TaskError(f"no file {path}; a task is a built-in name ({', '.join(BUILT_IN)}) or a Python file of yours")
+    # The name is fixed, so that a task pickled or inspected in one process is found in another.
+    name = f"evenstep_task_{path.stem}"
+    module_spec = importlib.util.spec_from_file_location(name, path.resolve())
+    if module_spec is None or module_spec.loader is None:
+        raise TaskError(f"{path} is not a Python file; a task file ends with .py")
+    module = importlib.util.module_from_spec(module_spec)
+    sys.modules[name] = module
+    # Beside the file, as `python file.py` would have it, so that it can import its neighbours.
+    folder = str(path.resolve().parent)
+    if folder not in sys.path:
+        sys.path.insert(0, folder)
+    try:
+        module_spec.loader.exec_module(module)
+    except Exception as error:
+        raise TaskError(f"{path} does not import: {describe(error, str(path))}") from error
+    return module
+
+
+def _import_module(name: str) -> ModuleType:
+    if "" not in sys.path:
+        sys.path.insert(0, "")
+    try:
+        return importlib.import_module(name)
+    except Exception as error:
+        raise TaskError(f"module {name} does not import: {describe(error)}") from error
+
+
+def describe(error: BaseException, prefer: str | None = None) -> str:
+    """One line: what was raised and the line of the user's own code that raised it."""
+    what = f"{type(error).__name__}: {error}".strip().rstrip(":").replace("\n", " ")
+    if isinstance(error, SyntaxError):
+        return what
+    frames = traceback.extract_tb(error.__traceback__)
+    own = [frame for frame in frames if is_users(frame.filename)] or list(frames)
+    preferred = [frame for frame in own if prefer and frame.filename.endswith(prefer)] or own
+    return f"{what} ({preferred[-1].filename}:{preferred[-1].lineno})" if preferred else what
+
+
+def is_users(filename: str) -> bool:
+    """Whether a frame is the user's own code, not ours, torch's or Python's."""
+    ours = str(Path(__file__).parent)
+    libraries = (
+        f"{os.sep}site-packages{os.sep}",
+        f"{os.sep}dist-packages{os.sep}",
+        os.path.dirname(os.__file__) + os.sep,
+    )
+    if filename.startswith("<") and not filename.startswith("<ipython"):
+        return False
+    return not filename.startswith(ours) and not any(part in filename for part in libraries)

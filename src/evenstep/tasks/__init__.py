@@ -1,0 +1,1 @@
+"""The tasks that come with evenstep, one file per data set."""

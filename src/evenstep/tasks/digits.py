@@ -1,0 +1,77 @@
+"""Handwritten digits, 8x8, as they come installed with scikit-learn: needs no download."""
+
+from __future__ import annotations
+
+from importlib.util import find_spec
+from pathlib import Path
+
+import numpy
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.optim.lr_scheduler import LambdaLR
+
+from evenstep.errors import TaskError
+from evenstep.task import Task
+from evenstep.tasks.networks import Normalize
+
+
+class DigitNet(nn.Module):
+    """Two convolutions and two linear layers, for pictures of 8x8."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.normalize = Normalize([4.88], [6.02])
+        self.conv1 = nn.Conv2d(1, 16, 3, padding=1)
+        self.conv2 = nn.Conv2d(16, 32, 3, padding=1)
+        self.hidden = nn.Linear(32 * 4 * 4, 64)
+        self.output = nn.Linear(64, 10)
+
+    def forward(self, images: Tensor) -> Tensor:
+        x = F.relu(self.conv1(self.normalize(images.unsqueeze(1), self.conv1.weight)))
+        x = F.max_pool2d(F.relu(self.conv2(x)), 2)
+        logits: Tensor = self.output(F.relu(self.hidden(x.flatten(1))))
+        return logits
+
+
+def task() -> Task:
+    """Digits 0 to 9 in 1,797 small pictures; a fifth of each digit is held out."""
+    images, labels = _pictures()
+    held_out = hold_out(labels)
+    return Task(
+        model=DigitNet,
+        train=(images[~held_out], labels[~held_out]),
+        valid=(images[held_out], labels[held_out]),
+        loss=lambda model, batch: F.cross_entropy(model(batch[0]), batch[1]),
+        metrics=lambda model, batch: {"accuracy": model(batch[0]).argmax(1) == batch[1]},
+        optimizer=lambda parameters: torch.optim.Adam(parameters, lr=2e-3),
+        scheduler=lambda optimizer, num_steps: LambdaLR(optimizer, lambda step: 1 - step / num_steps),
+        batch=64,
+        epochs=12,
+    )
+
+
+def hold_out(labels: Tensor) -> Tensor:
+    """Which samples are held out: a fifth of each label, always the same ones."""
+    # A generator of its own: the split must not move with the seed of the run.
+    order = torch.randperm(len(labels), generator=torch.Generator().manual_seed(0))
+    held_out = torch.zeros(len(labels), dtype=torch.bool)
+    for label in set(labels.tolist()):
+        own = order[labels[order] == label]
+        held_out[own[: round(len(own) / 5)]] = True
+    return held_out
+
+
+def _pictures() -> tuple[Tensor, Tensor]:
+    installed = find_spec("sklearn")
+    if installed is None or installed.origin is None:
+        raise TaskError("digits needs scikit-learn: pip install 'evenstep[demo]'")
+    # The file that load_digits reads: importing scikit-learn takes seconds, and every worker would wait for it.
+    path = Path(installed.origin).parent / "datasets" / "data" / "digits.csv.gz"
+    if path.is_file():
+        table = numpy.loadtxt(path, delimiter=",", dtype=numpy.uint8)
+    else:
+        from sklearn.datasets import load_digits
+
+        table = numpy.column_stack(load_digits(return_X_y=True)).astype(numpy.uint8)
+    return torch.from_numpy(table[:, :64].reshape(-1, 8, 8)), torch.from_numpy(table[:, 64]).long()

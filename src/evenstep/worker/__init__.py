@@ -1,0 +1,1 @@
+"""Inside every training process."""

@@ -1,0 +1,181 @@
+"""One process's whole part in a run: build, resume, train, evaluate, save, sum up."""
+
+from __future__ import annotations
+
+import inspect
+import time
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim.lr_scheduler import LRScheduler
+
+from evenstep import checkpoint
+from evenstep.plan import Plan
+from evenstep.record import Evaluation, RecordWriter, Step, Summary
+from evenstep.task import Amount, Task
+from evenstep.worker import machine
+from evenstep.worker.batchnorm import synchronised
+from evenstep.worker.run import Run
+from evenstep.worker.team import Team, join
+from evenstep.worker.train import train
+
+Event = Step | Evaluation | Summary | str
+"""What a job yields: rows of the Record, and lines to say."""
+
+
+def perform(plan: Plan, task: Task, run_folder: Path) -> Iterator[Event]:
+    """Run the plan in this process (one of several, or alone), yielding what happens; rank 0 writes the Record."""
+    set_up_torch(plan)
+    team = join(plan.strategy, plan.devices, plan.precision, plan.seed)
+    job = Job(plan, task, run_folder, team)
+    record = RecordWriter(run_folder, plan, machine.facts()) if team.world.is_main else None
+    try:
+        for event in job.events():
+            if record is not None and not isinstance(event, str):
+                record.append(event)
+            yield event
+    except Exception as error:
+        error.add_note(f"at step {job.run.step + 1}")
+        raise
+    finally:
+        if record is not None:
+            record.close()
+
+
+def set_up_torch(plan: Plan) -> None:
+    """Settings of this process, before anything is computed."""
+    torch.set_num_threads(machine.share_threads(plan.threads, plan.devices))
+    if plan.deterministic:
+        torch.use_deterministic_algorithms(True)
+    torch.backends.cudnn.deterministic = plan.deterministic
+    torch.backends.cudnn.benchmark = plan.cudnn_benchmark
+
+
+class Job:
+    """A plan and a task, built and ready."""
+
+    def __init__(self, plan: Plan, task: Task, run_folder: Path, team: Team) -> None:
+        self.plan = plan
+        self.task = task
+        self.team = team
+        self.folder = run_folder
+        self.checkpoints = run_folder / checkpoint.FOLDER
+        self.run = self._build()
+        self.valid = None
+        if task.valid is not None:
+            self.valid = team.loader(task.valid, plan.batch, shuffle=False, collate=task.collate)
+        self.peaks: dict[str, int] = {}
+        self.best: float | None = None
+
+    def events(self) -> Iterator[Event]:
+        """Everything from the first step to the summary."""
+        started = time.perf_counter()
+        if self.plan.resume is not None:
+            yield from self.run.load(self.plan.resume, allow_pickle=self.plan.allow_pickle)
+        taken: list[Step] = []
+        evaluation: Evaluation | None = None
+        saved: Path | None = None
+        for step in train(self.run, self.task, self.plan, self._peak_bytes):
+            taken.append(step)
+            yield step
+            is_end = step.step == self.plan.num_steps(self.run.loader.num_samples)
+            is_epoch_end = self.run.loader.position % self.run.loader.num_samples == 0
+            if is_epoch_end or is_end:
+                evaluation = self._evaluate(step.epoch)
+                if evaluation is not None:
+                    yield evaluation
+            if is_epoch_end or is_end or self._is_due(step.step):
+                saved = self._save(evaluation)
+        shown = self.team.ask(self.task.show, self._model) if self.task.show is not None else None
+        yield self._sum_up(taken, evaluation, saved, shown, time.perf_counter() - started)
+
+    @property
+    def _model(self) -> Any:
+        (model,) = self.run.models.values()
+        return model
+
+    def _build(self) -> Run:
+        plan, task, team = self.plan, self.task, self.team
+        module = task.model()
+        if plan.sync_batchnorm:
+            module = synchronised(module)
+        model = team.spread(module)
+        if plan.compile:
+            for seat in model.seats:
+                seat.compile()
+        optimizer = task.optimizer(model.parameters())
+        loader = team.loader(
+            task.train, plan.batch, accumulate=plan.accumulate, collate=task.collate, augment=task.augment
+        )
+        num_steps = plan.num_steps(loader.num_samples)
+        scheduler = _call_scheduler(task, optimizer, num_steps) if task.scheduler is not None else None
+        return Run(team, model, optimizer, loader, scheduler)
+
+    def _is_due(self, step: int) -> bool:
+        return self.plan.checkpoint_every is not None and step % self.plan.checkpoint_every == 0
+
+    def _evaluate(self, epoch: int) -> Evaluation | None:
+        self.peaks = {
+            name: size
+            for peaks in self.team.world.gather(machine.peak_bytes(self.team.world))
+            for name, size in peaks.items()
+        }
+        if self.valid is None:
+            return None
+        started = time.perf_counter()
+        values = self.team.measure(self._loss_and_metrics, self._model, self.valid)
+        seconds = time.perf_counter() - started
+        return Evaluation(
+            step=self.run.step, epoch=epoch, values=values, samples=self.valid.num_samples, seconds=seconds
+        )
+
+    def _loss_and_metrics(self, model: nn.Module, batch: Any) -> Mapping[str, Amount]:
+        more = self.task.metrics(model, batch) if self.task.metrics is not None else {}
+        return {"loss": self.task.loss(model, batch), **more}
+
+    def _save(self, evaluation: Evaluation | None) -> Path:
+        now = evaluation.values if evaluation is not None and evaluation.step == self.run.step else {}
+        is_best = "loss" in now and (self.best is None or now["loss"] < self.best)
+        if is_best:
+            self.best = now["loss"]
+        return self.run.save(
+            self.checkpoints, keep=self.plan.keep, is_best=is_best, valid=now, plan=self.plan.to_json()
+        )
+
+    def _peak_bytes(self) -> dict[str, int]:
+        return {**self.peaks, **machine.peak_bytes(self.team.world)}
+
+    def _sum_up(
+        self, taken: list[Step], evaluation: Evaluation | None, saved: Path | None, shown: str | None, seconds: float
+    ) -> Summary:
+        last_epoch = [step for step in taken if step.epoch == taken[-1].epoch]
+        timed = taken[1:] or taken
+        return Summary(
+            strategy=self.plan.strategy,
+            devices=list(self.plan.devices),
+            steps=self.run.step,
+            samples=sum(step.samples for step in taken),
+            train_loss=_mean_loss(last_epoch) if taken else None,
+            valid=evaluation.values if evaluation is not None else {},
+            samples_per_second=sum(step.samples for step in timed) / sum(step.seconds for step in timed)
+            if taken
+            else 0.0,
+            seconds=seconds,
+            peak_bytes={**self._peak_bytes()},
+            checkpoint=str(saved) if saved is not None else None,
+            run=str(self.folder),
+            shown=shown,
+        )
+
+
+def _mean_loss(steps: list[Step]) -> float:
+    return sum(step.loss * step.samples for step in steps) / sum(step.samples for step in steps)
+
+
+def _call_scheduler(task: Task, optimizer: torch.optim.Optimizer, num_steps: int) -> LRScheduler:
+    assert task.scheduler is not None
+    takes_steps = len(inspect.signature(task.scheduler).parameters) > 1
+    return task.scheduler(optimizer, num_steps) if takes_steps else task.scheduler(optimizer)

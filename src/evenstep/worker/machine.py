@@ -1,0 +1,96 @@
+"""This machine: its devices, its threads, its versions, and the memory that was used."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import os
+import platform
+import resource
+import sys
+from collections.abc import Sequence
+from typing import Any
+
+import psutil
+import torch
+
+from evenstep.errors import PlanError
+from evenstep.worker.world import World
+
+MOST_PROCESSES_PER_CORE = 8
+
+
+def available_devices(rank: tuple[int, int, int]) -> list[str]:
+    """A device for each process of this machine: cards if there are enough, else the CPU."""
+    num = int(os.environ.get("LOCAL_WORLD_SIZE", rank[1]))
+    return list(choose_devices(num))
+
+
+def choose_devices(count: int) -> tuple[str, ...]:
+    """`count` devices of the best kind that this machine has."""
+    if count < 1:
+        raise PlanError(f"{count} devices were asked for; give 1 or more, or a list such as cpu,cpu")
+    cards = torch.cuda.device_count()
+    if cards:
+        if count > cards:
+            raise PlanError(
+                f"{count} devices were asked for and this machine has {cards} CUDA card{'s' * (cards > 1)}; "
+                f"use --devices {cards}, or name them: --devices {','.join(['cpu'] * min(count, 4))}"
+            )
+        return tuple(f"cuda:{index}" for index in range(count))
+    if count == 1 and torch.backends.mps.is_available():
+        return ("mps",)
+    return ("cpu",) * count
+
+
+def check_devices(devices: Sequence[str]) -> None:
+    """Refuse devices that this machine does not have."""
+    cards = torch.cuda.device_count()
+    for name in devices:
+        if name.startswith("cuda") and int(name.partition(":")[2] or 0) >= cards:
+            have = f"cuda:0 to cuda:{cards - 1}" if cards > 1 else "cuda:0" if cards else "no CUDA card"
+            raise PlanError(f"device {name} does not exist: this machine has {have}; on the CPU use --devices cpu")
+        if name == "mps" and not torch.backends.mps.is_available():
+            raise PlanError("device mps does not exist here; use --devices cpu")
+    most = MOST_PROCESSES_PER_CORE * num_cores()
+    if list(devices).count("cpu") > most:
+        raise PlanError(f"{len(devices)} CPU devices on {num_cores()} cores; {most} is the most that makes sense")
+
+
+def num_cores() -> int:
+    """Cores that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def share_threads(threads: int | None, devices: Sequence[str]) -> int:
+    """Threads for one process (or replica), so that those of one machine do not fight for its cores."""
+    return threads or max(1, num_cores() // len(devices))
+
+
+def facts() -> dict[str, Any]:
+    """Versions and hardware, to stand beside every number; no host name, no user, no environment."""
+    return {
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "evenstep": importlib.metadata.version("evenstep"),
+        "system": f"{platform.system()} {platform.machine()}",
+        "cores": num_cores(),
+        "memory_bytes": psutil.virtual_memory().total,
+        "cuda": torch.version.cuda if torch.cuda.is_available() else None,
+        "cards": [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())],
+        "threads": torch.get_num_threads(),
+    }
+
+
+def peak_bytes(world: World) -> dict[str, int]:
+    """Peak memory of this process's devices: what torch allocated on a card, the whole process on the CPU."""
+    return {
+        f"rank{world.rank} {device}": torch.cuda.max_memory_allocated(device)
+        if device.type == "cuda"
+        else _peak_process()
+        for device in world.devices
+    }
+
+
+def _peak_process() -> int:
+    unit = 1 if sys.platform == "darwin" else 1024
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit

@@ -1,0 +1,82 @@
+"""The life of one worker process, from its first line to the report of its end."""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import os
+import signal
+import sys
+import time
+import traceback
+from pathlib import Path
+
+from evenstep.errors import EvenstepError
+from evenstep.plan import Plan
+from evenstep.task import Task, call_task, is_users, load_task
+from evenstep.worker.world import read_rank
+
+PARENT = "EVENSTEP_PARENT"
+"""The launcher's process id: a worker does not outlive it."""
+
+
+def work(run_folder: str, source: Task | None = None) -> None:
+    """Do this rank's part of the run in `run_folder`; leave a report there if it fails."""
+    rank, _, _ = read_rank()
+    die_with_parent()
+    # Ctrl-C reaches every process of a terminal; the launcher alone decides what it means.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    try:
+        perform_rank(Path(run_folder), source)
+    except BaseException as error:
+        write_report(Path(run_folder), rank, error)
+        traceback.print_exc()
+        sys.stderr.flush()
+        # No clean-up: leaving the process group would wait for ranks that wait for this one.
+        os._exit(error.exit_code if isinstance(error, EvenstepError) else 1)
+
+
+def perform_rank(run_folder: Path, source: Task | None) -> None:
+    """Load the task under the plan's seed and run it to the end."""
+    from evenstep.worker.job import perform
+    from evenstep.worker.randomness import seed_everything
+
+    plan = Plan.from_json(json.loads((run_folder / "plan.json").read_text()))
+    seed_everything(plan.seed)
+    task = call_task(source) if source is not None else load_task(plan.task, plan.data)
+    for event in perform(plan, task, run_folder):
+        if isinstance(event, str):
+            print(event, flush=True)
+    import torch.distributed as dist
+
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+def die_with_parent() -> None:
+    """Ask Linux to kill this process when the launcher dies, however it dies."""
+    parent = os.environ.get(PARENT)
+    if sys.platform != "linux" or not parent:
+        return
+    ctypes.CDLL(None, use_errno=True).prctl(1, signal.SIGKILL)  # 1: PR_SET_PDEATHSIG
+    if os.getppid() != int(parent):
+        os._exit(1)
+
+
+def write_report(run_folder: Path, rank: int, error: BaseException) -> None:
+    """What the launcher shows of this failure, if it is the first cause."""
+    frames = traceback.extract_tb(error.__traceback__)
+    own = [frame for frame in frames if is_users(frame.filename)]
+    report = {
+        "rank": rank,
+        "nanoseconds": time.time_ns(),
+        "type": type(error).__name__,
+        "message": str(error),
+        "is_plain": isinstance(error, EvenstepError),
+        "exit_code": error.exit_code if isinstance(error, EvenstepError) else 1,
+        "where": getattr(error, "__notes__", []),
+        "lines": [f"{frame.filename}:{frame.lineno} in {frame.name}: {frame.line}" for frame in own[-4:]],
+    }
+    path = run_folder / "logs" / f"rank{rank}.error.json"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(report))

@@ -1,0 +1,126 @@
+"""Trying a task on a few samples before anything is started, so that what cannot work is said at once."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import psutil
+import torch
+from torch import nn
+
+from evenstep import checkpoint
+from evenstep.errors import EvenstepError, PlanError, TaskError
+from evenstep.plan import Plan
+from evenstep.task import Task, describe
+from evenstep.worker.loader import Piece
+from evenstep.worker.precision import Precision
+from evenstep.worker.source import Source, open_source, to_device
+from evenstep.worker.state import refuse_difference
+from evenstep.worker.totals import Totals
+from evenstep.worker.world import World
+
+SMALL_ENOUGH = 20_000_000
+"""Parameters up to which the loss is tried on the CPU here; a larger model is tried by the workers themselves."""
+
+
+def probe(plan: Plan, task: Task) -> int:
+    """Check data, model and loss against the plan; the number of training samples."""
+    source = open_source(task.train, task.collate, "train")
+    if task.valid is not None:
+        open_source(task.valid, task.collate, "valid")
+    if plan.batch > source.num_samples:
+        raise PlanError(
+            f"a global batch of {plan.batch} is larger than the {source.num_samples} training samples; "
+            f"use --batch {source.num_samples} or less"
+        )
+    skeleton = _skeleton(task)
+    if skeleton is not None:
+        _check_fits(plan, skeleton)
+        _check_resumes(plan, skeleton, source)
+    num_parameters = sum(weight.numel() for weight in skeleton.parameters()) if skeleton is not None else 0
+    data = _first_samples(source)
+    if skeleton is None or num_parameters <= SMALL_ENOUGH:
+        _check_loss(plan, task, data)
+    return source.num_samples
+
+
+def _first_samples(source: Source) -> Any:
+    import numpy as np
+
+    last = source.num_samples - 1
+    return source.fetch(np.array(sorted({0, min(1, last), last // 2, last}), dtype=np.int64))
+
+
+def _skeleton(task: Task) -> nn.Module | None:
+    """The model with shapes and no memory; None if it cannot be built that way."""
+    try:
+        with torch.device("meta"):
+            model = task.model()
+    except Exception:
+        # Some models compute with real numbers while they are built; they are met on the device.
+        return None
+    if not isinstance(model, nn.Module):
+        raise TaskError(f"Task.model() returned {type(model).__name__}; it must return a torch.nn.Module")
+    return model
+
+
+def _check_fits(plan: Plan, skeleton: nn.Module) -> None:
+    """Weights, gradients and nothing else: what is refused here cannot possibly run."""
+    width = 8 if plan.precision == "fp64" else 4
+    copies = len(plan.devices) if plan.strategy in ("dp", "ddp") else 1
+    on_cpu = plan.devices[0] == "cpu"
+    sharers = copies if on_cpu else 1
+    needed = 2 * width * sharers * sum(weight.numel() for weight in skeleton.parameters())
+    if plan.strategy == "fsdp" and not on_cpu:
+        needed //= len(plan.devices)
+    room = psutil.virtual_memory().available if on_cpu else _card_bytes(plan.devices[0])
+    if room is not None and needed > room:
+        raise PlanError(
+            f"the model does not fit: weights and gradients need {needed / 2**30:.1f} GiB and {plan.devices[0]} has "
+            f"{room / 2**30:.1f} GiB free; use a smaller model, or --strategy fsdp on more cards"
+        )
+
+
+def _card_bytes(device: str) -> int | None:
+    if not device.startswith("cuda"):
+        return None
+    return int(torch.cuda.get_device_properties(device).total_memory)
+
+
+def _check_resumes(plan: Plan, skeleton: nn.Module, source: Source) -> None:
+    if plan.resume is None or Path(plan.resume).is_file():
+        return
+    path = Path(plan.resume)
+    state = checkpoint.read_state(path)
+    table = checkpoint.tensor_table(path / checkpoint.WEIGHTS)
+    own = {name: tuple(value.shape) for name, value in skeleton.state_dict().items() if isinstance(value, torch.Tensor)}
+    refuse_difference(own, {name: tuple(shape) for name, (_, shape) in table.items()}, str(path))
+    if state["step"] >= plan.num_steps(source.num_samples):
+        raise PlanError(
+            f"{path} is at step {state['step']} and the plan ends at step {plan.num_steps(source.num_samples)}: "
+            "there is nothing left to do; give a larger --epochs or --steps to go on"
+        )
+
+
+def _check_loss(plan: Plan, task: Task, data: Any) -> None:
+    """One forward of a throw-away model on the CPU; only what is certainly wrong is refused."""
+    world = World(0, 1, (torch.device("cpu"),))
+    precision = Precision("fp64" if plan.precision == "fp64" else "fp32", world.device)
+    try:
+        model = precision.fit(task.model())
+        amount = task.loss(model, to_device(data, precision.fit_tensor))
+    except EvenstepError:
+        raise
+    except Exception as error:
+        if any(device != "cpu" for device in plan.devices):
+            # It may need the card; the worker will say.
+            return
+        raise TaskError(f"the loss cannot be computed: {describe(error)}") from error
+    Totals(world, 1).take(amount, Piece(data, _no_ids(), 1))
+
+
+def _no_ids() -> Any:
+    import numpy as np
+
+    return np.zeros(0, dtype=np.int64)

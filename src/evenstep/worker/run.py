@@ -1,0 +1,166 @@
+"""What a checkpoint holds: model, optimizer, scheduler, the loader's position, the step, random generators."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+from safetensors.torch import load_file, save_file
+from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
+
+from evenstep import checkpoint
+from evenstep.errors import CheckpointError, TaskError, TrainingError
+from evenstep.worker.loader import Loader
+from evenstep.worker.randomness import host_state, restore_host_state, seed_everything, stream
+from evenstep.worker.spread import Spread
+from evenstep.worker.state import load_optimizer_state, load_weights, optimizer_state, read_foreign, weights
+from evenstep.worker.team import Team
+
+T = TypeVar("T")
+
+
+class Run:
+    """A training as it stands; `save` under any strategy and size, `load` into any other.
+
+    run = evenstep.Run(team, model, optimizer, loader)
+    run.save("checkpoints"); run.load("checkpoints")
+
+    Several models and optimizers are given as dicts: Run(team, {"g": g, "d": d}, {"g": g_optimizer, ...}, loader).
+    """
+
+    def __init__(
+        self,
+        team: Team,
+        model: Spread | Mapping[str, Spread],
+        optimizer: torch.optim.Optimizer | Mapping[str, torch.optim.Optimizer],
+        loader: Loader,
+        scheduler: LRScheduler | None = None,
+    ) -> None:
+        self.team = team
+        self.models = _named(model)
+        self.optimizers = _named(optimizer)
+        self.loader = loader
+        self.scheduler = scheduler
+        self.step = 0
+        if set(self.optimizers) - set(self.models):
+            raise TaskError(f"optimizers {list(self.optimizers)} and models {list(self.models)} need the same names")
+        if scheduler is not None:
+            _check_scheduler(scheduler)
+
+    def save(self, folder: str | Path, *, keep: int = 2, is_best: bool = False, **extra: Any) -> Path:
+        """Write a checkpoint below `folder`; every process calls this, rank 0 writes, all of them know how it went."""
+        main = self.team.world.is_main
+        tensors: dict[str, torch.Tensor] = {}
+        moments: dict[str, torch.Tensor] = {}
+        optimizers: dict[str, Any] = {}
+        for key, model in self.models.items():
+            tensors |= _prefixed(key, weights(model.module, keep=main))
+            if key in self.optimizers:
+                of_optimizer, optimizers[key] = optimizer_state(model.module, self.optimizers[key], keep=main)
+                moments |= _prefixed(key, of_optimizer)
+        state = {**self._state(), "optimizers": optimizers, **extra}
+        problem = None
+        path = Path(folder) / f"step-{self.step:08d}"
+        if main:
+            try:
+                files = {
+                    checkpoint.WEIGHTS: lambda file: save_file(tensors, file),
+                    checkpoint.OPTIMIZER: lambda file: save_file(moments, file),
+                    checkpoint.STATE: lambda file: file.write_text(json.dumps(state)),
+                }
+                checkpoint.write(Path(folder), self.step, files)
+                if is_best:
+                    checkpoint.point(Path(folder), "best", path.name)
+                checkpoint.prune(Path(folder), keep)
+            except (OSError, ValueError, RuntimeError) as error:
+                problem = f"{type(error).__name__}: {error}"
+        problems = self.team.world.agree(problem)
+        if problems:
+            raise TrainingError(
+                f"the checkpoint of step {self.step} could not be written ({problems[0]}).\n"
+                f"Earlier checkpoints in {folder} are whole; free space or rights there, then --resume."
+            )
+        return path
+
+    def load(self, where: str | Path, *, allow_pickle: bool = False) -> list[str]:
+        """Go on from a checkpoint (or a folder of them), or start from a file of weights; what there is to say."""
+        if Path(where).is_file():
+            return self._load_foreign(str(where), allow_pickle)
+        path, said = checkpoint.find(str(where))
+        state = checkpoint.read_state(path)
+        if state["loader"]["num_samples"] != self.loader.num_samples:
+            raise CheckpointError(
+                f"{path} was trained on {state['loader']['num_samples']} samples and the data now has "
+                f"{self.loader.num_samples}; its position means nothing there. Resume from its {checkpoint.WEIGHTS} alone"
+            )
+        tensors = load_file(path / checkpoint.WEIGHTS)
+        moments = load_file(path / checkpoint.OPTIMIZER)
+        for key, model in self.models.items():
+            load_weights(model.module, _unprefixed(key, tensors), str(path))
+            if key in self.optimizers:
+                saved = state["optimizers"][key]
+                load_optimizer_state(model.module, self.optimizers[key], _unprefixed(key, moments), saved)
+        self._restore(state)
+        return said
+
+    def _load_foreign(self, path: str, allow_pickle: bool) -> list[str]:
+        if len(self.models) > 1:
+            raise CheckpointError(f"{path} is one model's weights, and this run has {len(self.models)} models")
+        loaded = read_foreign(path, allow_pickle)
+        (model,) = self.models.values()
+        stripped = load_weights(model.module, loaded, path)
+        return [f"{path}: {stripped or 'weights loaded'}; optimizer and data start from the beginning"]
+
+    def _state(self) -> dict[str, Any]:
+        scaler = self.team.precision.scaler
+        return {
+            "format": checkpoint.FORMAT,
+            "evenstep": importlib.metadata.version("evenstep"),
+            "torch": torch.__version__,
+            "step": self.step,
+            "loader": self.loader.state_dict(),
+            "seed": self.team.seed,
+            "scheduler": self.scheduler.state_dict() if self.scheduler else None,
+            "scaler": scaler.state_dict() if scaler else None,
+            "generators": self.team.world.gather(host_state()),
+        }
+
+    def _restore(self, state: dict[str, Any]) -> None:
+        self.step = state["step"]
+        self.loader.load_state_dict(state["loader"])
+        if self.scheduler is not None and state["scheduler"] is not None:
+            self.scheduler.load_state_dict(state["scheduler"])
+        if self.team.precision.scaler is not None and state["scaler"]:
+            self.team.precision.scaler.load_state_dict(state["scaler"])
+        world = self.team.world
+        if len(state["generators"]) == world.size:
+            restore_host_state(state["generators"][world.rank])
+        else:
+            seed_everything(stream(self.team.seed, "host", self.step, world.rank))
+
+
+def _named(one_or_more: T | Mapping[str, T]) -> dict[str, T]:
+    return dict(one_or_more) if isinstance(one_or_more, Mapping) else {"": one_or_more}
+
+
+def _prefixed(key: str, tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    return {f"{key}.{name}": value for name, value in tensors.items()} if key else tensors
+
+
+def _unprefixed(key: str, tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    if not key:
+        return tensors
+    return {name.removeprefix(f"{key}."): value for name, value in tensors.items() if name.startswith(f"{key}.")}
+
+
+def _check_scheduler(scheduler: LRScheduler) -> None:
+    if isinstance(scheduler, ReduceLROnPlateau):
+        raise TaskError("ReduceLROnPlateau needs a metric at every step; use a scheduler that counts optimizer steps")
+    try:
+        json.dumps(scheduler.state_dict())
+    except TypeError as error:
+        raise TaskError(f"the state of {type(scheduler).__name__} cannot be saved as JSON ({error})") from error

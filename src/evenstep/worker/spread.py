@@ -1,0 +1,48 @@
+"""A model, placed on every seat that this process drives."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any, TypeVar
+
+from torch import nn
+
+T = TypeVar("T")
+
+
+class Bound(nn.Module):
+    """Runs a function of the user's model as its own forward.
+
+    The engine's wrappers (DDP, `fully_shard`) work by hooks around one forward. Wrapping the whole loss instead of
+    the model means that no call of the user's can go around them: `model.encode(x)` is as good as `model(x)`.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, work: Callable[..., T], *arguments: Any) -> T:
+        return work(self.model, *arguments)
+
+
+class Spread:
+    """What `Team.spread` returns: the user's model on the team's devices.
+
+    `module` has the user's own parameter names; optimizers and checkpoints see it. `seats` are called to compute:
+    `seats[i](work, *arguments)` runs `work(model, *arguments)` on the i-th device of this process.
+    """
+
+    def __init__(self, module: nn.Module, seats: list[nn.Module], bounds: list[Bound] | None = None) -> None:
+        self.module = module
+        self.seats = seats
+        self.bounds = bounds if bounds is not None else seats
+
+    def parameters(self) -> Iterator[nn.Parameter]:
+        """The parameters that an optimizer updates."""
+        return self.module.parameters()
+
+    def train(self, mode: bool = True) -> Spread:
+        """Switch dropout and batch statistics on (or, with False, off) on every seat."""
+        for module in (self.module, *self.seats):
+            module.train(mode)
+        return self

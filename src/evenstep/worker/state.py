@@ -1,0 +1,191 @@
+"""Whole tensors under the user's own names: out of any strategy, and into any other."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor, distribute_tensor
+
+from evenstep.errors import CheckpointError
+
+Tensors = dict[str, torch.Tensor]
+Shape = tuple[int, ...]
+_WRAPPERS = ("_orig_mod.", "_fsdp_wrapped_module.", "_checkpoint_wrapped_module.")
+
+
+def whole(tensor: torch.Tensor, keep: bool) -> torch.Tensor | None:
+    """A copy on the CPU, put together from all ranks; where `keep` is false this only takes part."""
+    if isinstance(tensor, DTensor):
+        tensor = tensor.full_tensor()
+    # A copy even on the CPU: parts of one buffer cannot be written as tensors of their own.
+    return tensor.detach().to("cpu", copy=True).contiguous() if keep else None
+
+
+def weights(module: nn.Module, keep: bool) -> Tensors:
+    """Parameters and buffers by name; all ranks call this, the one with `keep` gets them."""
+    taken = {name: whole(value, keep) for name, value in _tensors(module)}
+    return {name: value for name, value in taken.items() if value is not None}
+
+
+def _tensors(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    return ((name, value) for name, value in module.state_dict().items() if isinstance(value, torch.Tensor))
+
+
+@torch.no_grad()
+def load_weights(module: nn.Module, loaded: Mapping[str, torch.Tensor], source: str) -> str | None:
+    """Copy `loaded` into the model; what was stripped from its names, in words. A partial match is refused."""
+    own = dict(_tensors(module))
+    found, stripped = _matching_names(loaded, own)
+    refuse_difference(_shapes(own), _shapes(found), source)
+    for name, target in own.items():
+        target.copy_(_like(found[name], target))
+    return stripped
+
+
+def _shapes(tensors: Mapping[str, torch.Tensor]) -> dict[str, Shape]:
+    return {name: tuple(tensor.shape) for name, tensor in tensors.items()}
+
+
+def _matching_names(loaded: Mapping[str, torch.Tensor], own: Mapping[str, Any]) -> tuple[Tensors, str | None]:
+    if set(loaded) == set(own):
+        return dict(loaded), None
+    bare = {}
+    removed: set[str] = set()
+    for name, value in loaded.items():
+        for wrapper in _WRAPPERS:
+            if wrapper in name:
+                removed.add(wrapper)
+                name = name.replace(wrapper, "")
+        while name.startswith("module.") and name not in own:
+            removed.add("module.")
+            name = name.removeprefix("module.")
+        bare[name] = value
+    said = (
+        f"stripped {' and '.join(repr(prefix) for prefix in sorted(removed))} from parameter names" if removed else None
+    )
+    return bare, said
+
+
+def refuse_difference(own: Mapping[str, Shape], found: Mapping[str, Shape], source: str) -> None:
+    """Raise CheckpointError with the first differing names and shapes, if any differ."""
+    missing = [name for name in own if name not in found]
+    extra = [name for name in found if name not in own]
+    shapes = [
+        f"{name} is {found[name]} there and {own[name]} here"
+        for name in own
+        if name in found and found[name] != own[name]
+    ]
+    problems = [f"it lacks {_first(missing)}"] * bool(missing)
+    problems += [f"it has {_first(extra)}, unknown here"] * bool(extra)
+    problems += [_first(shapes)] * bool(shapes)
+    if problems:
+        raise CheckpointError(f"{source} is from another model: {'; '.join(problems)}.\nNothing was loaded.")
+
+
+def _first(names: list[str], most: int = 3) -> str:
+    return ", ".join(names[:most]) + (f" and {len(names) - most} more" if len(names) > most else "")
+
+
+def _like(tensor: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+    """`tensor` in the way `target` lies on the devices; every rank cuts out its own slice."""
+    if not isinstance(target, DTensor):
+        return tensor
+    local = tensor.to(target.device)
+    return distribute_tensor(local, target.device_mesh, target.placements, src_data_rank=None)
+
+
+def optimizer_state(module: nn.Module, optimizer: torch.optim.Optimizer, keep: bool) -> tuple[Tensors, dict[str, Any]]:
+    """Optimizer state as ("parameter/state" tensors, JSON values); all ranks call this."""
+    names = {id(weight): name for name, weight in module.named_parameters()}
+    tensors: Tensors = {}
+    values: dict[str, dict[str, Any]] = {}
+    for group in optimizer.param_groups:
+        for weight in group["params"]:
+            name = names[id(weight)]
+            for key, value in optimizer.state.get(weight, {}).items():
+                if isinstance(value, torch.Tensor):
+                    full = whole(value, keep)
+                    if full is not None:
+                        tensors[f"{name}/{key}"] = full
+                else:
+                    values.setdefault(name, {})[key] = value
+    groups = [
+        {
+            **{key: _plain(value) for key, value in group.items() if key not in ("params", "param_names")},
+            "params": [names[id(weight)] for weight in group["params"]],
+        }
+        for group in optimizer.param_groups
+    ]
+    return tensors, {"values": values, "groups": groups}
+
+
+def load_optimizer_state(
+    module: nn.Module, optimizer: torch.optim.Optimizer, tensors: Mapping[str, torch.Tensor], saved: dict[str, Any]
+) -> None:
+    """Put back what `optimizer_state` took, by parameter name."""
+    names = {id(weight): name for name, weight in module.named_parameters()}
+    own = [[names[id(weight)] for weight in group["params"]] for group in optimizer.param_groups]
+    if [set(group["params"]) for group in saved["groups"]] != [set(group) for group in own]:
+        raise CheckpointError(
+            f"the checkpoint's optimizer has {len(saved['groups'])} groups of parameters that are not this task's; "
+            "to train these weights with another optimizer, resume from weights.safetensors alone"
+        )
+    by_parameter: dict[str, dict[str, Any]] = {name: dict(state) for name, state in saved["values"].items()}
+    for key, tensor in tensors.items():
+        name, _, kind = key.rpartition("/")
+        by_parameter.setdefault(name, {})[kind] = tensor
+    weights_by_name = dict(module.named_parameters())
+    order = [name for group in own for name in group]
+    for name, state in by_parameter.items():
+        weight = weights_by_name[name]
+        for kind, value in state.items():
+            if isinstance(value, torch.Tensor) and value.shape == weight.shape and value.ndim:
+                state[kind] = _like(value, weight)
+    groups = []
+    start = 0
+    for group, saved_group, group_names in zip(optimizer.param_groups, saved["groups"], own, strict=True):
+        options = {key: _typed(value, group.get(key)) for key, value in saved_group.items() if key != "params"}
+        groups.append({**options, "params": list(range(start, start + len(group_names)))})
+        start += len(group_names)
+    state_by_index = {index: by_parameter[name] for index, name in enumerate(order) if name in by_parameter}
+    optimizer.load_state_dict({"state": state_by_index, "param_groups": groups})
+
+
+def _plain(value: Any) -> Any:
+    return value.item() if isinstance(value, torch.Tensor) else value
+
+
+def _typed(value: Any, now: Any) -> Any:
+    """JSON knows no tuples: AdamW's betas come back as a list. A tensor learning rate stays one."""
+    if isinstance(now, tuple):
+        return tuple(value)
+    return torch.tensor(value, dtype=now.dtype, device=now.device) if isinstance(now, torch.Tensor) else value
+
+
+def read_foreign(path: str, allow_pickle: bool) -> Tensors:
+    """Weights from a file that others made: safetensors, or torch.save with nothing but tensors in it."""
+    try:
+        if path.endswith(".safetensors"):
+            from safetensors.torch import load_file
+
+            return load_file(path)
+        loaded = torch.load(path, map_location="cpu", weights_only=not allow_pickle)
+    except Exception as error:
+        if re.search("weights_only|Unsupported|UnpicklingError", f"{type(error).__name__} {error}"):
+            raise CheckpointError(
+                f"{path} holds Python objects, which can run code when loaded. Ask for a .safetensors file, "
+                "or, if you trust it, add --allow-pickle"
+            ) from None
+        raise CheckpointError(f"{path} is no weights file: {str(error).splitlines()[0]}") from error
+    if isinstance(loaded, nn.Module):
+        loaded = loaded.state_dict()
+    for key in ("state_dict", "model_state_dict", "model"):
+        if isinstance(loaded, Mapping) and isinstance(loaded.get(key), Mapping):
+            loaded = loaded[key]
+    if not isinstance(loaded, Mapping) or not all(isinstance(value, torch.Tensor) for value in loaded.values()):
+        raise CheckpointError(f"{path} holds no table of tensors; save it with torch.save(model.state_dict(), ...)")
+    return dict(loaded)

@@ -1,0 +1,40 @@
+"""How one model is spread over a World; chosen once, at the edge: `STRATEGIES[plan.strategy]`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from typing import Any, Protocol, TypeVar
+
+from torch import nn
+
+from evenstep.worker.spread import Spread
+from evenstep.worker.strategies.ddp import DDP
+from evenstep.worker.strategies.dp import DP
+from evenstep.worker.strategies.fsdp import FSDP
+from evenstep.worker.strategies.single import Single
+from evenstep.worker.world import World
+
+T = TypeVar("T")
+
+
+class Strategy(Protocol):
+    """All that the rest of evenstep knows about a strategy."""
+
+    processes_per_device: bool
+    """True: one process for each device. False: one process drives them all."""
+
+    def spread(self, model: nn.Module, world: World) -> Spread:
+        """The model on every seat of this process."""
+
+    def refresh(self, spread: Spread) -> None:
+        """Give every seat the current weights."""
+
+    def on_seats(self, work: Callable[..., T], arguments: Sequence[tuple[Any, ...]]) -> list[T]:
+        """`work(*arguments[i])` for each seat of this process."""
+
+    def syncing(self, spread: Spread, is_last: bool) -> AbstractContextManager[None]:
+        """Around one micro-batch: gradients travel only in the last one of a step."""
+
+
+STRATEGIES: dict[str, Callable[[], Strategy]] = {"single": Single, "dp": DP, "ddp": DDP, "fsdp": FSDP}

@@ -1,0 +1,57 @@
+"""One process per device; each holds the whole model, and gradients are averaged while backward runs."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from weakref import WeakSet
+
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from evenstep.errors import TaskError
+from evenstep.worker.spread import Bound, Spread
+from evenstep.worker.strategies.single import Single
+from evenstep.worker.world import World
+
+
+class DDP(Single):
+    """torch's DistributedDataParallel around the whole loss."""
+
+    processes_per_device = True
+
+    def __init__(self) -> None:
+        self._checked: WeakSet[Spread] = WeakSet()
+
+    def spread(self, model: nn.Module, world: World) -> Spread:
+        model.to(world.device)
+        bound = Bound(model)
+        if not any(parameter.requires_grad for parameter in model.parameters()):
+            # DDP refuses a model with nothing to train; such a one rides along beside another that trains.
+            return Spread(model, [bound])
+        return Spread(model, [DistributedDataParallel(bound, gradient_as_bucket_view=True)], [bound])
+
+    def syncing(self, spread: Spread, is_last: bool) -> AbstractContextManager[None]:
+        seat = spread.seats[0]
+        if not isinstance(seat, DistributedDataParallel):
+            return nullcontext()
+        if not is_last:
+            return seat.no_sync()  # type: ignore[no-untyped-call,no-any-return]
+        if spread in self._checked:
+            return nullcontext()
+        self._checked.add(spread)
+        return _checking(spread)
+
+
+@contextmanager
+def _checking(spread: Spread) -> Iterator[None]:
+    """After the first backward: DDP waits for every gradient, and would stop at the second step with no names."""
+    yield
+    without = [
+        name for name, weight in spread.module.named_parameters() if weight.requires_grad and weight.grad is None
+    ]
+    if without:
+        raise TaskError(
+            f"no gradient reaches {', '.join(without[:5])}{' ...' if len(without) > 5 else ''}, and ddp waits for one "
+            "from every parameter.\nUse them in the loss, or switch them off: parameter.requires_grad_(False)"
+        )

@@ -1,0 +1,153 @@
+"""One process, one persistent replica per device, one thread each.
+
+A step of nn.DataParallel is scatter, replicate, forward, gather, loss, reduce, update. Here:
+
+    scatter     the loader hands every seat its own share, straight to its device
+    replicate   each device sends the parameters it updates to the others; replicas are never rebuilt
+    forward     in every replica, and the loss and backward with it: no outputs are gathered on device 0
+    reduce      each device receives the gradients of the parameters it updates, in one copy from each other device
+    update      each device updates its part of the parameters, and holds the optimizer state of that part alone
+
+So memory is even: device 0 holds no more than the others.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any, TypeVar
+
+import torch
+from torch import nn
+from torch._utils import _flatten_dense_tensors, _unflatten_dense_tensors
+
+from evenstep.worker.spread import Bound, Spread
+from evenstep.worker.world import World
+
+T = TypeVar("T")
+
+
+class DP:
+    """What nn.DataParallel does, without its flaws."""
+
+    processes_per_device = False
+
+    def __init__(self) -> None:
+        self._threads: list[ThreadPoolExecutor] = []
+
+    def spread(self, model: nn.Module, world: World) -> Spread:
+        while len(self._threads) < len(world.devices):
+            name = f"seat-{len(self._threads)}"
+            self._threads.append(ThreadPoolExecutor(max_workers=1, thread_name_prefix=name))
+        return Replicas(model, world.devices)
+
+    def refresh(self, spread: Spread) -> None:
+        assert isinstance(spread, Replicas)
+        spread.replicate()
+
+    def on_seats(self, work: Callable[..., T], arguments: Sequence[tuple[Any, ...]]) -> list[T]:
+        # A thread per seat, always the same one: what torch keeps per thread (device, streams) stays with its replica.
+        futures = [
+            thread.submit(work, *seat_arguments)
+            for thread, seat_arguments in zip(self._threads, arguments, strict=False)
+        ]
+        return [future.result() for future in futures]
+
+    def syncing(self, spread: Spread, is_last: bool) -> AbstractContextManager[None]:
+        assert isinstance(spread, Replicas)
+        return _reducing(spread) if is_last else nullcontext()
+
+
+@contextmanager
+def _reducing(replicas: Replicas) -> Iterator[None]:
+    yield
+    replicas.reduce()
+
+
+class Replicas(Spread):
+    """The same model on several devices; `module` is made of the parameters that each device owns."""
+
+    def __init__(self, model: nn.Module, devices: Sequence[torch.device]) -> None:
+        models = [model.to(devices[0])]
+        models += [copy.deepcopy(model).to(device) for device in devices[1:]]
+        self.parameters_of = [list(one.parameters()) for one in models]
+        self.buffers_of = [list(one.buffers()) for one in models]
+        self.owned = _balanced([weight.numel() for weight in self.parameters_of[0]], len(devices))
+        # A copy of the tree only: deepcopy takes what its memo names as already copied.
+        memo: dict[int, Any] = {id(buffer): buffer for buffer in self.buffers_of[0]}
+        for owner, indices in enumerate(self.owned):
+            memo |= {id(self.parameters_of[0][index]): self.parameters_of[owner][index] for index in indices}
+        super().__init__(copy.deepcopy(models[0], memo), [Bound(one) for one in models])
+        self.models = models
+
+    @torch.no_grad()
+    def replicate(self) -> None:
+        """Send every parameter from its owner to the other devices, and the buffers of device 0."""
+        for owner, receiver in self._pairs():
+            _copy(
+                [self.parameters_of[owner][index] for index in self.owned[owner]],
+                [self.parameters_of[receiver][index] for index in self.owned[owner]],
+            )
+        # As in nn.DataParallel: device 0 keeps what it saw, the others start from that.
+        self.buffers_of = [list(one.buffers()) for one in self.models]
+        for receiver in range(1, len(self.models)):
+            _copy(self.buffers_of[0], self.buffers_of[receiver])
+
+    @torch.no_grad()
+    def reduce(self) -> None:
+        """Sum every gradient on the device that owns its parameter; the other replicas' gradients are freed."""
+        for owner, sender in self._pairs():
+            sent = [index for index in self.owned[owner] if self.parameters_of[sender][index].grad is not None]
+            gradients = [self.parameters_of[sender][index].grad for index in sent]
+            _add([self.parameters_of[owner][index] for index in sent], gradients)  # type: ignore[arg-type]
+            for index in sent:
+                self.parameters_of[sender][index].grad = None
+        for whole, first in zip(self.module.modules(), self.models[0].modules(), strict=True):
+            # A module may have put a new tensor in a buffer's place; the checkpoint must see that one.
+            whole._buffers.update(first._buffers)
+
+    def _pairs(self) -> list[tuple[int, int]]:
+        num = len(self.models)
+        return [(owner, other) for owner in range(num) for other in range(num) if other != owner]
+
+
+def _balanced(sizes: Sequence[int], num_owners: int) -> list[list[int]]:
+    """Indices dealt to owners, largest first, each to the one that holds least; in model order within an owner."""
+    held = [0] * num_owners
+    owned: list[list[int]] = [[] for _ in range(num_owners)]
+    for index in sorted(range(len(sizes)), key=lambda index: -sizes[index]):
+        owner = held.index(min(held))
+        held[owner] += sizes[index]
+        owned[owner].append(index)
+    return [sorted(indices) for indices in owned]
+
+
+def _sent(tensors: list[torch.Tensor], device: torch.device) -> list[torch.Tensor]:
+    """The tensors on `device`, in one copy per type."""
+    if not tensors or tensors[0].device == device:
+        return tensors
+    arrived: dict[int, torch.Tensor] = {}
+    for dtype in {tensor.dtype for tensor in tensors}:
+        indices = [index for index, tensor in enumerate(tensors) if tensor.dtype == dtype]
+        group = [tensors[index] for index in indices]
+        flat = _flatten_dense_tensors(group).to(device, non_blocking=device.type == "cuda")
+        arrived |= dict(zip(indices, _unflatten_dense_tensors(flat, group), strict=True))
+    return [arrived[index] for index in range(len(tensors))]
+
+
+def _copy(sources: Sequence[torch.Tensor], targets: Sequence[torch.Tensor]) -> None:
+    if sources:
+        torch._foreach_copy_(list(targets), _sent(list(sources), targets[0].device))
+
+
+def _add(parameters: Sequence[nn.Parameter], gradients: Sequence[torch.Tensor]) -> None:
+    if not parameters:
+        return
+    arrived = _sent(list(gradients), parameters[0].device)
+    into = [index for index, parameter in enumerate(parameters) if parameter.grad is not None]
+    if into:
+        torch._foreach_add_([parameters[index].grad for index in into], [arrived[index] for index in into])
+    for index in set(range(len(parameters))) - set(into):
+        parameters[index].grad = arrived[index].clone()

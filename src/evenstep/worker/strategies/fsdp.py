@@ -1,0 +1,62 @@
+"""One process per device; each holds a slice of every parameter, gradient and optimizer state."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, nullcontext
+
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FSDPModule, fully_shard
+
+from evenstep.worker.spread import Bound, Spread
+from evenstep.worker.strategies.single import Single
+from evenstep.worker.world import World
+
+
+class FSDP(Single):
+    """torch's `fully_shard`: every child of a ModuleList or Sequential is gathered on its own, then the rest."""
+
+    processes_per_device = True
+
+    def spread(self, model: nn.Module, world: World) -> Spread:
+        model.to(world.device)
+        mesh = init_device_mesh(world.device.type, (world.size,))
+        for unit in units(model):
+            fully_shard(unit, mesh=mesh)
+        bound = Bound(model)
+        fully_shard(bound, mesh=mesh)
+        return Spread(model, [bound])
+
+    def syncing(self, spread: Spread, is_last: bool) -> AbstractContextManager[None]:
+        root = spread.seats[0]
+        assert isinstance(root, FSDPModule)
+        root.set_requires_gradient_sync(is_last)
+        return nullcontext()
+
+
+def units(model: nn.Module) -> list[nn.Module]:
+    """The parts that are gathered one at a time: the outermost children of ModuleList and Sequential.
+
+    A parameter shared between two parts stays with the root: as part of one unit it would be missing in the other.
+    """
+    shared = _shared_parameters(model)
+    return [unit for unit in _candidates(model) if not any(id(weight) in shared for weight in unit.parameters())]
+
+
+def _candidates(module: nn.Module) -> Iterator[nn.Module]:
+    for child in module.children():
+        if _is_container(module) and not _is_container(child) and next(child.parameters(), None) is not None:
+            yield child
+        else:
+            yield from _candidates(child)
+
+
+def _is_container(module: nn.Module) -> bool:
+    return type(module) in (nn.ModuleList, nn.Sequential)
+
+
+def _shared_parameters(model: nn.Module) -> set[int]:
+    uses = Counter(id(weight) for module in model.modules() for weight in module.parameters(recurse=False))
+    return {key for key, count in uses.items() if count > 1}

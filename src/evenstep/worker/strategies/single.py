@@ -1,0 +1,33 @@
+"""One process, one device."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any, TypeVar
+
+from torch import nn
+
+from evenstep.worker.spread import Bound, Spread
+from evenstep.worker.world import World
+
+T = TypeVar("T")
+
+
+class Single:
+    """The small case that every other strategy is compared with."""
+
+    processes_per_device = False
+
+    def spread(self, model: nn.Module, world: World) -> Spread:
+        model.to(world.device)
+        return Spread(model, [Bound(model)])
+
+    def refresh(self, spread: Spread) -> None:
+        """Nothing: there is one copy."""
+
+    def on_seats(self, work: Callable[..., T], arguments: Sequence[tuple[Any, ...]]) -> list[T]:
+        return [work(*seat_arguments) for seat_arguments in arguments]
+
+    def syncing(self, spread: Spread, is_last: bool) -> AbstractContextManager[None]:
+        return nullcontext()

@@ -1,0 +1,288 @@
+"""The five verbs on which every training here is built: join, spread, backward, step, measure.
+
+team = evenstep.join(strategy="ddp")                    # alone, under evenstep, or under torchrun
+model = team.spread(Net())
+optimizer = torch.optim.Adam(model.parameters())
+for batch in team.loader((images, labels), batch=64):   # 64 is the global batch
+    loss = team.backward(loss_function, model, batch)   # the mean over the global batch
+    team.step(optimizer)
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, TypeVar
+
+import torch
+from torch import nn
+
+from evenstep.errors import NonFiniteLoss, PlanError, TaskError
+from evenstep.order import InOrder, Shuffled
+from evenstep.plan import PrecisionName
+from evenstep.task import Amount
+from evenstep.worker.loader import Augment, Batch, Loader, Piece
+from evenstep.worker.machine import available_devices
+from evenstep.worker.precision import Precision
+from evenstep.worker.randomness import seed_devices, seed_everything, stream
+from evenstep.worker.source import open_source
+from evenstep.worker.spread import Spread
+from evenstep.worker.strategies import STRATEGIES
+from evenstep.worker.totals import Totals, as_sum
+from evenstep.worker.world import World, join_world, read_rank
+
+T = TypeVar("T")
+Models = Spread | Sequence[Spread]
+Measured = dict[str, tuple[float, float]]
+
+
+def join(
+    strategy: str | None = None,
+    devices: Sequence[str] | None = None,
+    precision: PrecisionName = "fp32",
+    seed: int = 0,
+) -> Team:
+    """Become one of the processes that train together; a process alone is a team of one.
+
+    `devices` are those of this machine, one for each process (for `dp`: one for each replica).
+    """
+    _, size, _ = read_rank()
+    chosen = strategy or ("ddp" if size > 1 else "dp" if devices and len(devices) > 1 else "single")
+    if chosen not in STRATEGIES:
+        raise PlanError(f"unknown strategy {chosen!r}; allowed are {', '.join(STRATEGIES)}")
+    many = STRATEGIES[chosen].processes_per_device  # type: ignore[attr-defined]
+    if size > 1 and not many:
+        raise PlanError(f"{chosen} runs in one process, and there are {size}; use ddp or fsdp")
+    world = join_world(devices or available_devices(read_rank()), needs_group=many)
+    seed_everything(seed)
+    return Team(world, chosen, Precision(precision, world.device), seed)
+
+
+class Team:
+    """This process's part in a training: who it is, how the model is spread, what numbers it computes with."""
+
+    def __init__(self, world: World, strategy: str, precision: Precision, seed: int) -> None:
+        self.world = world
+        self.precision = precision
+        self.seed = seed
+        self._strategy = STRATEGIES[strategy]()
+        self._current: Batch | None = None
+        self._backwards = 0
+
+    def spread(self, model: nn.Module) -> Spread:
+        """Put the model on every device of the team."""
+        return self._strategy.spread(self.precision.fit(model), self.world)
+
+    def loader(
+        self,
+        data: Any,
+        batch: int,
+        *,
+        shuffle: bool = True,
+        accumulate: int = 1,
+        collate: Callable[[list[Any]], Any] | None = None,
+        augment: Augment | None = None,
+    ) -> Loader:
+        """This process's part of every global batch of `data`."""
+        source = open_source(data, collate)
+        order = Shuffled(source.num_samples, self.seed) if shuffle else InOrder(source.num_samples)
+        return Loader(
+            source,
+            order,
+            self.world,
+            batch,
+            accumulate=accumulate,
+            fit=self.precision.fit_tensor,
+            augment=augment,
+            seed=self.seed,
+        )
+
+    def backward(self, loss: Callable[[Any, Any], Amount], model: Models, batch: Batch) -> float:
+        """Compute the gradients of the global batch; returns its mean loss.
+
+        Of several models the first is trained, and the others are at hand, frozen: `backward(loss, (d, g), batch)`
+        calls `loss((d, g), data)`.
+        """
+        models = _as_tuple(model)
+        self._draw_for(batch)
+        for one in models:
+            self._strategy.refresh(one)
+        totals = Totals(self.world, batch.num_samples)
+        with _Frozen(models[1:]):
+            for number, pieces in enumerate(batch.micro_batches, 1):
+                is_last = number == len(batch.micro_batches)
+                with self._strategy.syncing(models[0], is_last):
+                    self._strategy.on_seats(
+                        lambda place, piece, last=is_last: self._seat_backward(
+                            loss, models, place, piece, totals, last
+                        ),
+                        list(enumerate(pieces)),
+                    )
+        mean = totals.read()
+        if not math.isfinite(mean):
+            raise NonFiniteLoss(self._explain(mean, totals, batch))
+        if totals.late_factor is not None:
+            gradients = [weight.grad for weight in models[0].parameters() if weight.grad is not None]
+            torch._foreach_mul_(gradients, totals.late_factor)
+        return mean
+
+    def step(self, optimizer: torch.optim.Optimizer, clip: float | None = None) -> bool:
+        """Update the weights and forget the gradients; False if fp16's scaler had every rank skip this one."""
+        scaler = self.precision.scaler
+        if scaler is not None:
+            scaler.unscale_(optimizer)
+        if clip is not None:
+            weights = [weight for group in optimizer.param_groups for weight in group["params"]]
+            torch.nn.utils.clip_grad_norm_(weights, clip)
+        taken = True
+        if scaler is None:
+            optimizer.step()
+        else:
+            before = scaler.get_scale()
+            scaler.step(optimizer)
+            scaler.update()
+            taken = scaler.get_scale() >= before
+        optimizer.zero_grad(set_to_none=True)
+        if self._current is not None:
+            self._current.finish()
+        return taken
+
+    def measure(
+        self, function: Callable[[Any, Any], Mapping[str, Amount]], model: Spread, batches: Loader
+    ) -> dict[str, float]:
+        """Means of named values over all of `batches`, every sample once, the same on every process."""
+        self._strategy.refresh(model)
+        model.train(False)
+        sums: dict[str, torch.Tensor] = {}
+        for batch in batches:
+            for pieces in batch.micro_batches:
+                for measured in self._strategy.on_seats(
+                    lambda place, piece: self._seat_measure(function, model, place, piece), list(enumerate(pieces))
+                ):
+                    for name, pair in measured.items():
+                        sums[name] = sums[name] + pair if name in sums else pair
+        model.train(True)
+        names = list(sums)
+        table = torch.stack([sums[name] for name in names]) if names else torch.zeros(0, 2)
+        work = self.world.total(table)
+        if work is not None:
+            work.wait()
+        return {
+            name: total / count if count else math.nan
+            for name, (total, count) in zip(names, table.tolist(), strict=True)
+        }
+
+    def ask(self, function: Callable[[Any], T], model: Spread) -> T:
+        """`function(model)` on the first seat of every process, with no gradients; all processes must call it."""
+        self._strategy.refresh(model)
+        model.train(False)
+        with torch.no_grad():
+            (answer,) = self._strategy.on_seats(lambda: model.seats[0](function), [()])
+        model.train(True)
+        return answer
+
+    def _seat_backward(
+        self,
+        loss: Callable[..., Amount],
+        models: tuple[Spread, ...],
+        place: int,
+        piece: Piece,
+        totals: Totals,
+        last: bool,
+    ) -> None:
+        device = self.world.devices[place]
+        with _on(device):
+            with self.precision.autocast(device):
+                amount = _call(models, place, loss, piece.data)
+            scaled = totals.take(amount, piece)
+            if last:
+                totals.send()
+            if self.precision.scaler is not None:
+                scaled = self.precision.scaler.scale(scaled)
+            scaled.backward()
+
+    def _seat_measure(
+        self, function: Callable[..., Mapping[str, Amount]], model: Spread, place: int, piece: Piece
+    ) -> dict[str, torch.Tensor]:
+        device = self.world.devices[place]
+        with torch.no_grad(), _on(device), self.precision.autocast(device):
+            values = model.bounds[place](function, piece.data)
+        home = self.world.device
+        return {name: as_sum(amount, piece.num_samples, name).to(home) for name, amount in values.items()}
+
+    def _draw_for(self, batch: Batch) -> None:
+        """Seed dropout for this batch: different on every seat, the same after a restart."""
+        self._backwards = self._backwards + 1 if batch is self._current else 0
+        self._current = batch
+        where = (batch.span.epoch, batch.span.start, self._backwards)
+        seeds = [stream(self.seed, "dropout", *where, seat) for seat in self.world.seats]
+        seed_devices(seeds, self.world.devices)
+
+    def _explain(self, mean: float, totals: Totals, batch: Batch) -> str:
+        """Which rank's samples made the loss non-finite; all ranks call this together."""
+        first, *more = [report for reports in self.world.gather(totals.non_finite()) for report in reports] or [None]
+        where = f"; {first}" if first else "; every part is finite, their sum is not"
+        others = f" (and {len(more)} more)" if more else ""
+        hint = " fp16 holds no number above 65504; try bf16." if self.precision.name == "fp16" else ""
+        return (
+            f"the loss is {mean} in epoch {batch.span.epoch + 1}, samples {batch.span.start} to "
+            f"{batch.span.stop - 1} of its order{where}{others}.\n"
+            f"The weights are those of the step before. A lower learning rate or --clip 1.0 often helps.{hint}"
+        )
+
+
+class _Frozen:
+    """Inside, these models get no gradients of their own, but let them through."""
+
+    def __init__(self, models: Sequence[Spread]) -> None:
+        self._weights = [
+            weight for model in models for seat in model.bounds for weight in seat.parameters() if weight.requires_grad
+        ]
+
+    def __enter__(self) -> None:
+        for weight in self._weights:
+            weight.requires_grad_(False)
+
+    def __exit__(self, *error: object) -> None:
+        for weight in self._weights:
+            weight.requires_grad_(True)
+
+
+def _as_tuple(model: Models) -> tuple[Spread, ...]:
+    models = (model,) if isinstance(model, Spread) else tuple(model)
+    if not models or not all(isinstance(one, Spread) for one in models):
+        raise TaskError("backward takes what Team.spread returned, one or a tuple of them")
+    return models
+
+
+def _call(models: tuple[Spread, ...], place: int, loss: Callable[..., Amount], data: Any) -> Amount:
+    """`loss` of the models on one seat: the trained one through the engine's wrapper, the others directly."""
+    trained, *others = models
+    if not others:
+        return trained.seats[place](loss, data)  # type: ignore[no-any-return]
+
+    def inner(*bare: Any) -> Amount:
+        return loss(bare, data)
+
+    for other in reversed(others):
+        inner = _inside(other.bounds[place], inner)
+    return trained.seats[place](inner)  # type: ignore[no-any-return]
+
+
+def _inside(bound: nn.Module, inner: Callable[..., Amount]) -> Callable[..., Amount]:
+    return lambda *bare: bound(lambda model: inner(*bare, model))
+
+
+class _on:
+    """Make `device` current in this thread: CUDA keeps that per thread."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = torch.cuda.device(device) if device.type == "cuda" else None
+
+    def __enter__(self) -> None:
+        if self._device is not None:
+            self._device.__enter__()
+
+    def __exit__(self, *error: object) -> None:
+        if self._device is not None:
+            self._device.__exit__(*error)  # type: ignore[no-untyped-call]

@@ -1,0 +1,159 @@
+"""A loss is a sum and a count: adding both up over micro-batches, seats and processes."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from evenstep.errors import TaskError
+from evenstep.task import Amount
+from evenstep.worker.loader import Piece
+from evenstep.worker.world import World
+
+
+@dataclass(frozen=True)
+class Part:
+    """What one piece gave: [sum, count] on its device."""
+
+    piece: Piece
+    pair: torch.Tensor
+    host: HostCopy | None
+
+
+class Totals:
+    """The loss of one global batch.
+
+    The sums are sent to the other processes after forward and read after backward, so that their way is hidden
+    behind backward and the host waits for nothing that is still to be computed.
+    """
+
+    def __init__(self, world: World, num_samples: int) -> None:
+        self.late_factor: float | None = None
+        """What the gradients are still to be multiplied by, when the count was not known before backward."""
+        self._world = world
+        self._num_samples = num_samples
+        self._parts: list[Part] = []
+        self._is_late = False
+        self._sent: HostCopy | None = None
+
+    def take(self, amount: Amount, piece: Piece) -> torch.Tensor:
+        """Add one piece's loss; what backward starts from, weighted so that the gradients add up to the global mean.
+
+        Engines with several processes divide by their number; that is undone here.
+        """
+        is_pair = isinstance(amount, tuple | list)
+        loss: torch.Tensor = _checked(amount[0] if is_pair else amount)  # type: ignore[index,arg-type]
+        pair = as_sum(amount if is_pair else loss.detach(), piece.num_samples, "loss")
+        self._parts.append(Part(piece, pair, HostCopy(pair) if self._world.size == 1 else None))
+        weight = float(piece.num_samples)
+        if is_pair:
+            # Counts of the others are not known yet: divide by the samples now, and set it right after backward.
+            self._is_late = True
+            weight = float(piece.num_samples > 0)
+        return loss * (self._world.size * weight / self._num_samples)
+
+    def send(self) -> None:
+        """Start adding up over processes; called once by the only seat of each process, before its last backward."""
+        if self._world.size > 1:
+            self._sent = HostCopy(torch.stack([part.pair for part in self._parts]).sum(0), self._world)
+
+    def read(self) -> float:
+        """The mean loss of the global batch."""
+        copies = [self._sent] if self._sent is not None else [part.host for part in self._parts]
+        pairs = [copy.read() for copy in copies if copy is not None]
+        total, count = (math.fsum(column) for column in zip(*pairs, strict=True))
+        if self._is_late:
+            self.late_factor = self._num_samples / count if count else 1.0
+        return total / count if count else 0.0
+
+    def non_finite(self) -> list[str]:
+        """Which of this process's pieces gave a loss that is NaN or infinite, and their first sample ids."""
+        return [
+            f"rank {self._world.rank} got {part.pair[0].item()} for samples {part.piece.ids[:8].tolist()}"
+            + (" and more" if len(part.piece.ids) > 8 else "")
+            for part in self._parts
+            if not math.isfinite(part.pair[0].item())
+        ]
+
+
+class HostCopy:
+    """A small tensor on its way to the host, added up over processes if a world is given."""
+
+    def __init__(self, values: torch.Tensor, world: World | None = None) -> None:
+        self._work = world.total(values) if world is not None else None
+        self._values = values
+        self._event: torch.cuda.Event | None = None
+        if values.is_cuda:
+            # On a stream of its own: backward must not queue up behind the slowest rank's forward.
+            stream = _side_stream(values.device)
+            stream.wait_stream(torch.cuda.current_stream(values.device))
+            with torch.cuda.stream(stream):
+                if self._work is not None:
+                    self._work.wait()
+                self._values = torch.empty(values.shape, dtype=values.dtype, pin_memory=True)
+                self._values.copy_(values, non_blocking=True)
+                values.record_stream(stream)
+                self._event = torch.cuda.Event()
+                self._event.record(stream)
+
+    def read(self) -> list[float]:
+        """The values; waits until they have arrived."""
+        if self._event is not None:
+            self._event.synchronize()
+        elif self._work is not None:
+            self._work.wait()
+        values: list[float] = self._values.tolist()
+        return values
+
+
+_SIDE_STREAMS: dict[torch.device, torch.cuda.Stream] = {}
+
+
+def _side_stream(device: torch.device) -> torch.cuda.Stream:
+    if device not in _SIDE_STREAMS:
+        _SIDE_STREAMS[device] = torch.cuda.Stream(device)
+    return _SIDE_STREAMS[device]
+
+
+def as_sum(amount: Any, num_samples: int, what: str) -> torch.Tensor:
+    """[sum, count] of a mean over samples, of one value per sample, or of a pair (sum, count).
+
+    A piece that stands in for nothing (`num_samples` 0) gives [0, 0].
+    """
+    if isinstance(amount, tuple | list):
+        if len(amount) != 2:
+            raise TaskError(f"{what} returned {len(amount)} values; return a mean, or a pair (sum, count)")
+        total, count = (torch.as_tensor(part).detach() for part in amount)
+        wide = _wide(total)
+        pair = torch.stack([total.to(wide).reshape(()), count.to(total.device, wide).reshape(())])
+        return pair if num_samples else torch.zeros_like(pair)
+    values = torch.as_tensor(amount).detach()
+    wide = _wide(values)
+    if values.ndim == 0:
+        # The mean of nothing is NaN, and NaN times 0 is not 0.
+        total = values.to(wide) * num_samples if num_samples else values.new_zeros((), dtype=wide)
+        return torch.stack([total, total.new_tensor(num_samples)])
+    if num_samples == 0:
+        return values.new_zeros(2, dtype=wide)
+    return torch.stack([values.to(wide).sum(), values.new_tensor(values.numel(), dtype=wide)])
+
+
+def _wide(tensor: torch.Tensor) -> torch.dtype:
+    return torch.float32 if tensor.device.type == "mps" else torch.float64
+
+
+def _checked(loss: Any) -> torch.Tensor:
+    if not isinstance(loss, torch.Tensor):
+        raise TaskError(
+            f"the loss is a {type(loss).__name__}; return a tensor: the mean over the batch, or (sum, count)"
+        )
+    if loss.numel() != 1:
+        raise TaskError(
+            f"the loss has shape {tuple(loss.shape)}; it must be one number: its mean, or a pair (its sum, its count)"
+        )
+    if not loss.requires_grad:
+        raise TaskError("the loss has no gradient; it must depend on the model's parameters (no detach, no .item())")
+    return loss.reshape(())

@@ -1,0 +1,133 @@
+"""Who this process is among the others, and the few things that all of them do together."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from evenstep.errors import PlanError
+
+STORE = "EVENSTEP_STORE"
+"""The file through which the processes of one machine meet; set by the launcher."""
+
+
+@dataclass(frozen=True)
+class World:
+    """This process: its rank, how many there are, and the devices that it drives.
+
+    A *seat* is a device of the whole world. Under dp one process drives all seats; otherwise each drives one.
+    """
+
+    rank: int
+    size: int
+    devices: tuple[torch.device, ...]
+
+    @property
+    def device(self) -> torch.device:
+        """The first of this process's devices."""
+        return self.devices[0]
+
+    @property
+    def is_main(self) -> bool:
+        """Whether this is the process that prints and writes files."""
+        return self.rank == 0
+
+    @property
+    def num_seats(self) -> int:
+        return self.size * len(self.devices)
+
+    @property
+    def seats(self) -> range:
+        """The seats that this process drives."""
+        return range(self.rank * len(self.devices), (self.rank + 1) * len(self.devices))
+
+    def total(self, values: torch.Tensor) -> dist.Work | None:
+        """Sum `values` over all processes, in place; what is returned must be waited for."""
+        if self.size == 1:
+            return None
+        return dist.all_reduce(values, async_op=True)
+
+    def gather(self, value: Any) -> list[Any]:
+        """`value` (anything JSON can hold) of every process, in the order of ranks, on every process."""
+        if self.size == 1:
+            return [value]
+        mine = torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8)
+        lengths = [torch.zeros(1, dtype=torch.int64) for _ in range(self.size)]
+        dist.all_gather(lengths, torch.tensor([len(mine)]))
+        longest = int(max(lengths))
+        padded = torch.zeros(longest, dtype=torch.uint8)
+        padded[: len(mine)] = mine
+        texts = [torch.empty(longest, dtype=torch.uint8) for _ in range(self.size)]
+        dist.all_gather(texts, padded)
+        return [json.loads(bytes(text[: int(length)].tolist())) for text, length in zip(texts, lengths, strict=True)]
+
+    def agree(self, problem: str | None) -> list[str]:
+        """What went wrong on any process, so that all of them stop together; empty if nothing did."""
+        return [f"rank {rank}: {text}" for rank, text in enumerate(self.gather(problem)) if text]
+
+    def barrier(self) -> None:
+        """Wait for all processes."""
+        self.gather(None)
+
+    def leave(self) -> None:
+        """End the process group; only after a clean end, for it waits for the others."""
+        if dist.is_initialized():
+            dist.destroy_process_group()
+
+
+def read_rank(environment: Mapping[str, str] = os.environ) -> tuple[int, int, int]:
+    """(rank, size, local rank) as torchrun and our launcher give them; (0, 1, 0) for a process alone."""
+    return tuple(int(environment.get(name, default)) for name, default in _RANK_NAMES)  # type: ignore[return-value]
+
+
+_RANK_NAMES = (("RANK", "0"), ("WORLD_SIZE", "1"), ("LOCAL_RANK", "0"))
+
+
+def join_world(devices: Sequence[str], needs_group: bool) -> World:
+    """Bind this process to its device and meet the others.
+
+    `devices` are those of the whole machine if there are several processes, and this process's own if it is alone.
+    """
+    rank, size, local_rank = read_rank()
+    if size > 1 and local_rank >= len(devices):
+        raise PlanError(f"local rank {local_rank} has no device among {', '.join(devices)}; give one per process")
+    own = [devices[local_rank]] if size > 1 else list(devices)
+    world = World(rank, size, tuple(torch.device(_indexed(name)) for name in own))
+    if world.device.type == "cuda":
+        torch.cuda.set_device(world.device)
+    if needs_group or size > 1:
+        _meet(world, backend=backend_for(devices))
+    return world
+
+
+def backend_for(devices: Sequence[str]) -> str:
+    """NCCL where every process has a card of its own; gloo on CPU and where processes share a card."""
+    own_cards = len(set(devices)) == len(devices) and all(name.startswith("cuda") for name in devices)
+    return "cpu:gloo,cuda:nccl" if own_cards else "gloo"
+
+
+def _meet(world: World, backend: str) -> None:
+    if dist.is_initialized():
+        return
+    path = os.environ.get(STORE)
+    if path:
+        # One machine: meet through a file and speak over loopback, so that nothing listens to the outside.
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+        store: dist.Store = dist.FileStore(path, world.size)
+    elif world.size == 1:
+        store = dist.HashStore()
+    else:
+        dist.init_process_group(backend)
+        return
+    dist.init_process_group(backend, store=store, rank=world.rank, world_size=world.size)
+
+
+def _indexed(name: str) -> str:
+    """`cuda` alone means whatever is current at each call; a process must not move between cards."""
+    return "cuda:0" if name == "cuda" else name

@@ -14,8 +14,9 @@ $(STAMP): pyproject.toml constraints.txt
 	@echo "making the environment in $(VENV) ..."
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "evenstep needs Python 3.11 or newer; try make PYTHON=python3.12")'
 	@$(PYTHON) -m venv $(VENV)
+	@# Bytecode is compiled once, here: where Python may not write it, every import of torch would compile it anew.
 	@$(BIN)/python -m pip install -q --disable-pip-version-check uv 2>/dev/null \
-	  && $(BIN)/uv pip install -q --python $(BIN)/python -c constraints.txt -e '.[dev]' \
+	  && $(BIN)/uv pip install -q --compile-bytecode --python $(BIN)/python -c constraints.txt -e '.[dev]' \
 	  || $(BIN)/python -m pip install -q --disable-pip-version-check -c constraints.txt -e '.[dev]'
 	@touch $(STAMP)
 

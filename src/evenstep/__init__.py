@@ -5,23 +5,30 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
-from evenstep.errors import EvenstepError
-from evenstep.plan import Plan
-from evenstep.record import Record
-from evenstep.task import Task
-
 if TYPE_CHECKING:
+    from evenstep.errors import EvenstepError
     from evenstep.launch.train import train
+    from evenstep.plan import Plan
+    from evenstep.record import Record
+    from evenstep.task import Task
     from evenstep.worker.run import Run
     from evenstep.worker.team import join
 
 __all__ = ["EvenstepError", "Plan", "Record", "Run", "Task", "join", "train"]
 
-# These need torch, which takes a second to import; `evenstep --help` should not.
-_LATER = {"Run": "evenstep.worker.run", "join": "evenstep.worker.team", "train": "evenstep.launch.train"}
+# Found when first asked for: torch takes a second to import, and `evenstep --help` should not wait for it.
+_WHERE = {
+    "EvenstepError": "evenstep.errors",
+    "Plan": "evenstep.plan",
+    "Record": "evenstep.record",
+    "Run": "evenstep.worker.run",
+    "Task": "evenstep.task",
+    "join": "evenstep.worker.team",
+    "train": "evenstep.launch.train",
+}
 
 
 def __getattr__(name: str) -> Any:
-    if name not in _LATER:
+    if name not in _WHERE:
         raise AttributeError(f"evenstep has no {name!r}; it has {', '.join(__all__)}")
-    return getattr(importlib.import_module(_LATER[name]), name)
+    return getattr(importlib.import_module(_WHERE[name]), name)

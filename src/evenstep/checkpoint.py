@@ -84,7 +84,7 @@ def verify(path: Path) -> None:
     """Raise CheckpointError unless every file is byte for byte what was written."""
     try:
         lines = (path / SUMS).read_text().splitlines()
-        expected = dict(reversed(line.split("  ", 1)) for line in lines)
+        expected = {name: digest for digest, name in (line.split("  ", 1) for line in lines)}
     except (OSError, ValueError) as error:
         raise CheckpointError(f"{path} is no checkpoint: its {SUMS} cannot be read ({error})") from error
     missing = {WEIGHTS, STATE} - set(expected)

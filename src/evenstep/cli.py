@@ -174,7 +174,8 @@ def main() -> None:
 
 
 def _say_error(message: str) -> None:
-    first, *rest = message.splitlines()
+    from evenstep.report.progress import without_control
+
     console = Console(stderr=True, highlight=False, soft_wrap=True)
     console.print("[bold red]error:[/bold red] ", end="")
-    console.print("\n".join([first, *rest]), markup=False)
+    console.print(without_control(message), markup=False)

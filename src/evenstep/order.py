@@ -44,7 +44,8 @@ def span_at(position: int, batch: int, num_samples: int) -> Span:
 class Order(Protocol):
     """Sample ids by epoch and place."""
 
-    num_samples: int
+    @property
+    def num_samples(self) -> int: ...
 
     def ids(self, span: Span) -> Ids: ...
 

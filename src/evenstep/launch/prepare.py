@@ -14,7 +14,7 @@ import torch
 
 from evenstep import checkpoint
 from evenstep.errors import PlanError
-from evenstep.plan import Plan, check_name, parse_devices, read_plan
+from evenstep.plan import Plan, parse_devices, read_plan
 from evenstep.task import Task, TaskFunction, call_task, find_task, spec_of
 from evenstep.worker.machine import check_devices, choose_devices
 from evenstep.worker.probe import probe
@@ -48,40 +48,39 @@ def prepare(source: str | TaskFunction | Task | None, choices: Mapping[str, Any]
     if source is None:
         raise PlanError("no task given; try: evenstep train digits")
     spec = spec_of(source)
-    values = {**base, **chosen, "task": spec or "(in this process)"}
     if "steps" in chosen:
-        values["epochs"] = None
+        base.pop("epochs", None)
     elif "epochs" in chosen:
-        values["steps"] = None
-    values |= _devices(chosen, base)
-    values.setdefault("batch", 1)
-    values.setdefault("name", _free_name(_label(source), values["strategy"]))
-    check_name(values["name"])
+        base.pop("steps", None)
+    values = {**base, **chosen, **_devices(chosen, base), "task": spec or "(in this process)"}
     # What can be refused without the task is refused before it is loaded: its data may take a while.
-    length = {} if values.get("epochs") or values.get("steps") else {"epochs": 1}
-    early = Plan(
-        **{
-            **values,
-            **length,
-            "batch": max(values["batch"], _smallest(values)) if "batch" not in chosen else values["batch"],
-        }
-    )
-    check_devices(early.devices)
+    draft = _draft(values, _label(source))
     found = find_task(source) if isinstance(source, str) else source
-    seed_everything(early.seed)
-    task = call_task(found, early.data)
-    if "batch" not in chosen and "batch" not in base:
-        values["batch"] = task.batch
-    plan = Plan(**{**values, **({"epochs": task.epochs} if length else {})})
-    resumed, said = _resumed(plan)
-    plan = replace(plan, resume=str(resumed)) if resumed is not None else plan
+    seed_everything(draft.seed)
+    task = call_task(found, draft.data)
+    plan = _completed(draft, values, task)
+    plan, said = _resumed(plan)
     num_samples = probe(plan, task)
-    folder = _make_folder(plan)
-    return Prepared(plan, task, spec, folder, num_samples, said)
+    return Prepared(plan, task, spec, _make_folder(plan), num_samples, said)
 
 
-def _smallest(values: Mapping[str, Any]) -> int:
-    return len(values["devices"]) * int(values.get("accumulate") or 1)
+def _draft(values: dict[str, Any], label: str) -> Plan:
+    """The plan as far as it is known; a batch and a length that are the task's to say are held open by small ones."""
+    smallest = len(values["devices"]) * max(1, int(values.get("accumulate", 1)))
+    held_open: dict[str, Any] = {"batch": smallest, "name": _free_name(label, values["strategy"])}
+    if "epochs" not in values and "steps" not in values:
+        held_open["epochs"] = 1
+    draft = Plan(**{**held_open, **values})
+    check_devices(draft.devices)
+    return draft
+
+
+def _completed(draft: Plan, values: dict[str, Any], task: Task) -> Plan:
+    """The draft, with what the task says where nothing else was said."""
+    batch = values.get("batch", task.batch)
+    if "epochs" in values or "steps" in values:
+        return replace(draft, batch=batch)
+    return replace(draft, batch=batch, epochs=task.epochs)
 
 
 def _base(chosen: dict[str, Any]) -> dict[str, Any]:
@@ -97,19 +96,20 @@ def _base(chosen: dict[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in base.items() if value is not None and name not in ("name", "resume")}
 
 
-def _devices(chosen: dict[str, Any], base: dict[str, Any]) -> dict[str, Any]:
+def _devices(chosen: Mapping[str, Any], base: Mapping[str, Any]) -> dict[str, Any]:
     """Strategy and devices together: each has a say in the other's default."""
-    strategy = chosen.get("strategy") or base.get("strategy")
-    given = chosen.get("devices") or (
-        None if "strategy" in chosen and chosen["strategy"] == "single" else base.get("devices")
-    )
+    strategy = chosen.get("strategy")
+    given = chosen.get("devices")
+    if strategy is None and given is None:
+        strategy, given = base.get("strategy"), base.get("devices")
+    if given is None:
+        given = 1 if strategy in (None, "single") else len(base.get("devices", ())) or max(1, torch.cuda.device_count())
     if isinstance(given, str):
         given = parse_devices(given)
-    if given is None:
-        given = max(1, torch.cuda.device_count()) if strategy not in (None, "single") else 1
     devices = choose_devices(given) if isinstance(given, int) else tuple(given)
-    if strategy is None or ("strategy" not in chosen and strategy == "single" and len(devices) > 1):
-        strategy = "single" if len(devices) == 1 else "ddp"
+    if strategy is None:
+        before = base.get("strategy", "single")
+        strategy = "single" if len(devices) == 1 else before if before != "single" else "ddp"
     return {"strategy": strategy, "devices": devices}
 
 
@@ -129,12 +129,14 @@ def _free_name(label: str, strategy: str) -> str:
     return name
 
 
-def _resumed(plan: Plan) -> tuple[Path | None, list[str]]:
+def _resumed(plan: Plan) -> tuple[Plan, list[str]]:
+    """The plan with the very checkpoint that all ranks will load, and what is to be said about others."""
     if plan.resume is None:
-        return None, []
+        return plan, []
     if Path(plan.resume).is_file():
-        return Path(plan.resume).resolve(), []
-    return checkpoint.find(plan.resume)
+        return replace(plan, resume=str(Path(plan.resume).resolve())), []
+    path, said = checkpoint.find(plan.resume)
+    return replace(plan, resume=str(path)), said
 
 
 def _make_folder(plan: Plan) -> Path:

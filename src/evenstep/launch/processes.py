@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import shutil
 import signal
@@ -100,10 +101,21 @@ def workers(
         raise SystemExit(128 + error.sigval) from None
     finally:
         if context is not None:
-            context.close(signal.SIGTERM, timeout=PATIENCE_SECONDS)
+            _close(context)
         shutil.rmtree(meeting, ignore_errors=True)
         for number, handler in handlers.items():
             signal.signal(number, handler)
+
+
+def _close(context: PContext) -> None:
+    # The engine reports every process it ends; the reader wants the cause alone.
+    logging.getLogger("torch.distributed.elastic").setLevel(logging.ERROR)
+    context.close(signal.SIGTERM, timeout=PATIENCE_SECONDS)
+    for handler in getattr(context, "subprocess_handlers", {}).values():
+        # torch leaves the logs of processes that ended by themselves open.
+        for stream in (handler._stdout, handler._stderr):
+            if stream is not None:
+                stream.close()
 
 
 def _rank_environment(rank: int, size: int) -> dict[str, str]:

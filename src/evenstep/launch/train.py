@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import fields
 from pathlib import Path
 from typing import IO, Any
 
@@ -13,6 +14,7 @@ from evenstep.errors import PlanError
 from evenstep.launch.failure import failure, stopped_where
 from evenstep.launch.prepare import Prepared, prepare
 from evenstep.launch.processes import RankLogs, Workers, python, workers
+from evenstep.plan import Plan
 from evenstep.record import FILE, Record, rows
 from evenstep.report.progress import Progress
 from evenstep.task import Task, TaskFunction
@@ -58,7 +60,7 @@ def _settings_kept() -> Iterator[None]:
         torch.backends.cudnn.deterministic, torch.backends.cudnn.benchmark = flags
 
 
-CHOICES = ["strategy", "devices", "batch", "epochs", "steps", "seed", "precision", "accumulate", "clip", "name", "checkpoint_every", "keep", "resume", "data", "plan", "threads", "deterministic", "cudnn_benchmark", "compile", "sync_batchnorm", "allow_pickle"]
+CHOICES = (*(field.name for field in fields(Plan) if field.name != "task"), "plan")
 
 
 def run(prepared: Prepared) -> Iterator[Event]:
@@ -69,8 +71,9 @@ def run(prepared: Prepared) -> Iterator[Event]:
 
 
 def _in_processes(prepared: Prepared) -> Iterator[Event]:
-    plan, folder = prepared.plan, prepared.folder.resolve()
+    plan, folder = prepared.plan, prepared.folder
     entry: Any
+    arguments: tuple[Any, ...]
     if prepared.spec is not None:
         entry, arguments = python("-m", "evenstep.worker", str(folder))
     else:
@@ -83,7 +86,7 @@ def _in_processes(prepared: Prepared) -> Iterator[Event]:
         yield from _watch(started, folder)
         assert started.exit_codes is not None
         if started.exit_codes:
-            raise failure(prepared.folder, started.exit_codes, len(plan.devices))
+            raise failure(folder, started.exit_codes, len(plan.devices))
 
 
 def _watch(started: Workers, folder: Path) -> Iterator[Event]:

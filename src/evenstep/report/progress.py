@@ -13,7 +13,13 @@ from rich.progress import Progress as Bar
 from evenstep.record import Evaluation, Step, Summary
 
 SECONDS_BETWEEN_LINES = 5.0
+
 _CONTROL = re.compile(r"\x1b\[[0-?]*[ -/]*[@-~]|[\x00-\x08\x0b-\x1f\x7f-\x9f]")
+
+
+def without_control(text: str) -> str:
+    """Text that cannot move the cursor, change colours or ring: what workers print is not trusted with a terminal."""
+    return _CONTROL.sub("", text)
 
 
 class Progress:
@@ -61,14 +67,19 @@ class Progress:
 
     def say(self, line: str) -> None:
         """Print a line above the bar; control bytes of whoever wrote it do not reach the terminal."""
-        self.console.print(_CONTROL.sub("", line), markup=False, soft_wrap=True)
+        self.console.print(without_control(line), markup=False, soft_wrap=True)
 
     def _show_step(self, step: Step) -> None:
         self._recent = [*self._recent[-49:], step]
         speed = sum(one.samples for one in self._recent) / sum(one.seconds for one in self._recent)
         if self._bar is not None:
-            values = {"epoch": step.epoch + 1, "loss": f"{step.loss:.4f}", "speed": f"{speed:,.0f}"}
-            self._bar.update(self._bar_task, completed=step.step, **values)
+            self._bar.update(
+                self._bar_task,
+                completed=step.step,
+                epoch=step.epoch + 1,
+                loss=f"{step.loss:.4f}",
+                speed=f"{speed:,.0f}",
+            )
         elif time.monotonic() - self._spoke > SECONDS_BETWEEN_LINES:
             self._spoke = time.monotonic()
             self.say(f"step {step.step}/{self._num_steps}  loss {step.loss:.4f}  {speed:,.0f} samples/s")

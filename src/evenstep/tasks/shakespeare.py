@@ -46,7 +46,7 @@ def task(data: str | None = None) -> Task:
             optimizer, lambda step: min((step + 1) / WARM_UP_STEPS, 1 - step / num_steps)
         ),
         show=show,
-        batch=32,
+        batch=16,
         epochs=2,
     )
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.nn.functional import all_reduce
 from torch.nn.modules.batchnorm import _BatchNorm
 
 
@@ -28,22 +27,25 @@ class SharedBatchNorm(_BatchNorm):
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         if not self.training or not dist.is_initialized() or dist.get_world_size() == 1:
             return super().forward(input)
+        from torch.distributed.nn.functional import all_reduce
+
         self._check_input_dim(input)
         dims = [dim for dim in range(input.dim()) if dim != 1]
         wide = input.double() if input.dtype == torch.float64 else input.float()
         count = input.numel() / input.size(1)
         sums = torch.cat([wide.sum(dims), wide.new_full((1,), count)])
-        sums = all_reduce(sums)  # type: ignore[no-untyped-call]
+        sums = all_reduce(sums)
         total = sums[-1].detach()
         mean = sums[:-1] / total
         shape = [1, -1] + [1] * (input.dim() - 2)
         centred = wide - mean.view(shape)
-        variance = all_reduce((centred * centred).sum(dims)) / total  # type: ignore[no-untyped-call]
+        variance = all_reduce((centred * centred).sum(dims)) / total
         self._remember(mean.detach(), variance.detach() * total / (total - 1).clamp(min=1))
         normed = centred * torch.rsqrt(variance + self.eps).view(shape)
         if self.weight is not None:
             normed = normed * self.weight.view(shape) + self.bias.view(shape)
-        return normed.to(input.dtype)
+        result: torch.Tensor = normed.to(input.dtype)
+        return result
 
     @torch.no_grad()
     def _remember(self, mean: torch.Tensor, variance: torch.Tensor) -> None:

@@ -37,6 +37,8 @@ def perform(plan: Plan, task: Task, run_folder: Path) -> Iterator[Event]:
             if record is not None and not isinstance(event, str):
                 record.append(event)
             yield event
+        # Nobody leaves while another still reads what it sent.
+        team.world.barrier()
     except Exception as error:
         error.add_note(f"at step {job.run.step + 1}")
         raise

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import ctypes
 import json
 import os
@@ -31,9 +32,19 @@ def work(run_folder: str, source: Task | None = None) -> None:
     except BaseException as error:
         write_report(Path(run_folder), rank, error)
         traceback.print_exc()
-        sys.stderr.flush()
-        # No clean-up: leaving the process group would wait for ranks that wait for this one.
-        os._exit(error.exit_code if isinstance(error, EvenstepError) else 1)
+        end(error.exit_code if isinstance(error, EvenstepError) else 1)
+    end(0)
+
+
+def end(exit_code: int) -> None:
+    """End this process at once.
+
+    Taking the interpreter apart in order would wait for ranks that wait for this one.
+    """
+    atexit._run_exitfuncs()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(exit_code)
 
 
 def perform_rank(run_folder: Path, source: Task | None) -> None:
@@ -47,10 +58,6 @@ def perform_rank(run_folder: Path, source: Task | None) -> None:
     for event in perform(plan, task, run_folder):
         if isinstance(event, str):
             print(event, flush=True)
-    import torch.distributed as dist
-
-    if dist.is_initialized():
-        dist.destroy_process_group()
 
 
 def die_with_parent() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import psutil
 import torch
 from torch import nn
@@ -46,8 +47,6 @@ def probe(plan: Plan, task: Task) -> int:
 
 
 def _first_samples(source: Source) -> Any:
-    import numpy as np
-
     last = source.num_samples - 1
     return source.fetch(np.array(sorted({0, min(1, last), last // 2, last}), dtype=np.int64))
 
@@ -117,10 +116,4 @@ def _check_loss(plan: Plan, task: Task, data: Any) -> None:
             # It may need the card; the worker will say.
             return
         raise TaskError(f"the loss cannot be computed: {describe(error)}") from error
-    Totals(world, 1).take(amount, Piece(data, _no_ids(), 1))
-
-
-def _no_ids() -> Any:
-    import numpy as np
-
-    return np.zeros(0, dtype=np.int64)
+    Totals(world, 1).take(amount, Piece(data, np.zeros(0, dtype=np.int64), 1))

@@ -95,7 +95,7 @@ class Run:
         if state["loader"]["num_samples"] != self.loader.num_samples:
             raise CheckpointError(
                 f"{path} was trained on {state['loader']['num_samples']} samples and the data now has "
-                f"{self.loader.num_samples}; its position means nothing there. Resume from its {checkpoint.WEIGHTS} alone"
+                f"{self.loader.num_samples}, so its position means nothing.\nResume from its {checkpoint.WEIGHTS} alone"
             )
         tensors = load_file(path / checkpoint.WEIGHTS)
         moments = load_file(path / checkpoint.OPTIMIZER)

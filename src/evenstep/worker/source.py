@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any, Protocol
 
 import numpy as np
@@ -68,7 +69,7 @@ class Table:
         if change is None and self._collate is None:
             index = torch.from_numpy(ids)
             return _each(self._data, lambda column: _take(column, ids, index))
-        samples = [_each(self._data, lambda column, row=id_: _row(column, row)) for id_ in ids.tolist()]
+        samples = [_each(self._data, partial(_row, row=id_)) for id_ in ids.tolist()]
         return _collated(samples, ids, change, self._collate)
 
 
@@ -157,8 +158,3 @@ def to_device(data: Batch, move: Callable[[torch.Tensor], torch.Tensor]) -> Batc
     if isinstance(data, tuple | list):
         return type(data)(to_device(value, move) for value in data)
     return data
-
-
-def check_first_samples(source: Source, ids: Sequence[int]) -> Batch:
-    """Read a few samples together, so that what does not fit is said before anything is started."""
-    return source.fetch(np.array(ids, dtype=np.int64))

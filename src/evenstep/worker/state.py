@@ -3,23 +3,33 @@
 from __future__ import annotations
 
 import re
+import sys
 from collections.abc import Iterator, Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
-from torch.distributed.tensor import DTensor, distribute_tensor
+from typing_extensions import TypeIs
 
 from evenstep.errors import CheckpointError
+
+if TYPE_CHECKING:
+    from torch.distributed.tensor import DTensor
 
 Tensors = dict[str, torch.Tensor]
 Shape = tuple[int, ...]
 _WRAPPERS = ("_orig_mod.", "_fsdp_wrapped_module.", "_checkpoint_wrapped_module.")
 
 
+def is_sharded(tensor: torch.Tensor) -> TypeIs[DTensor]:
+    """Whether a tensor is spread over ranks; asked without importing what only fsdp imports."""
+    tensors = sys.modules.get("torch.distributed.tensor")
+    return tensors is not None and isinstance(tensor, tensors.DTensor)
+
+
 def whole(tensor: torch.Tensor, keep: bool) -> torch.Tensor | None:
     """A copy on the CPU, put together from all ranks; where `keep` is false this only takes part."""
-    if isinstance(tensor, DTensor):
+    if is_sharded(tensor):
         tensor = tensor.full_tensor()
     # A copy even on the CPU: parts of one buffer cannot be written as tensors of their own.
     return tensor.detach().to("cpu", copy=True).contiguous() if keep else None
@@ -92,8 +102,10 @@ def _first(names: list[str], most: int = 3) -> str:
 
 def _like(tensor: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
     """`tensor` in the way `target` lies on the devices; every rank cuts out its own slice."""
-    if not isinstance(target, DTensor):
+    if not is_sharded(target):
         return tensor
+    from torch.distributed.tensor import distribute_tensor
+
     local = tensor.to(target.device)
     return distribute_tensor(local, target.device_mesh, target.placements, src_data_rank=None)
 

@@ -18,7 +18,7 @@ import torch
 from torch import nn
 
 from evenstep.errors import NonFiniteLoss, PlanError, TaskError
-from evenstep.order import InOrder, Shuffled
+from evenstep.order import InOrder, Order, Shuffled
 from evenstep.plan import PrecisionName
 from evenstep.task import Amount
 from evenstep.worker.loader import Augment, Batch, Loader, Piece
@@ -85,7 +85,7 @@ class Team:
     ) -> Loader:
         """This process's part of every global batch of `data`."""
         source = open_source(data, collate)
-        order = Shuffled(source.num_samples, self.seed) if shuffle else InOrder(source.num_samples)
+        order: Order = Shuffled(source.num_samples, self.seed) if shuffle else InOrder(source.num_samples)
         return Loader(
             source,
             order,
@@ -177,7 +177,7 @@ class Team:
         self._strategy.refresh(model)
         model.train(False)
         with torch.no_grad():
-            (answer,) = self._strategy.on_seats(lambda: model.seats[0](function), [()])
+            answer: T = model.bounds[0](function)
         model.train(True)
         return answer
 
@@ -285,4 +285,4 @@ class _on:
 
     def __exit__(self, *error: object) -> None:
         if self._device is not None:
-            self._device.__exit__(*error)  # type: ignore[no-untyped-call]
+            self._device.__exit__(*error)

@@ -45,7 +45,7 @@ class Totals:
         Engines with several processes divide by their number; that is undone here.
         """
         is_pair = isinstance(amount, tuple | list)
-        loss: torch.Tensor = _checked(amount[0] if is_pair else amount)  # type: ignore[index,arg-type]
+        loss: torch.Tensor = _checked(amount[0] if is_pair else amount)
         pair = as_sum(amount if is_pair else loss.detach(), piece.num_samples, "loss")
         self._parts.append(Part(piece, pair, HostCopy(pair) if self._world.size == 1 else None))
         weight = float(piece.num_samples)

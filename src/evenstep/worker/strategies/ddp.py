@@ -36,7 +36,7 @@ class DDP(Single):
         if not isinstance(seat, DistributedDataParallel):
             return nullcontext()
         if not is_last:
-            return seat.no_sync()  # type: ignore[no-untyped-call,no-any-return]
+            return seat.no_sync()
         if spread in self._checked:
             return nullcontext()
         self._checked.add(spread)

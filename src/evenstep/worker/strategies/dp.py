@@ -146,8 +146,13 @@ def _add(parameters: Sequence[nn.Parameter], gradients: Sequence[torch.Tensor]) 
     if not parameters:
         return
     arrived = _sent(list(gradients), parameters[0].device)
-    into = [index for index, parameter in enumerate(parameters) if parameter.grad is not None]
-    if into:
-        torch._foreach_add_([parameters[index].grad for index in into], [arrived[index] for index in into])
-    for index in set(range(len(parameters))) - set(into):
-        parameters[index].grad = arrived[index].clone()
+    sums: list[torch.Tensor] = []
+    more: list[torch.Tensor] = []
+    for parameter, gradient in zip(parameters, arrived, strict=True):
+        if parameter.grad is None:
+            parameter.grad = gradient
+        else:
+            sums.append(parameter.grad)
+            more.append(gradient)
+    if sums:
+        torch._foreach_add_(sums, more)

@@ -1,0 +1,70 @@
+"""Many trainings in one start of a few real processes, so that the whole matrix fits into minutes.
+
+`python fleet.py JOBS_FILE` is one rank; `run_jobs` starts all of them through evenstep's own launcher.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from safetensors.torch import load_file
+
+from evenstep.launch.processes import RankLogs, python, workers
+from evenstep.plan import Plan
+from evenstep.record import Record
+
+
+@dataclass(frozen=True)
+class Result:
+    """How one training ended."""
+
+    record: Record
+    weights: dict[str, torch.Tensor]
+
+
+def run_jobs(folder: Path, size: int, jobs: Iterable[tuple[str, Plan, str]], device: str = "cpu") -> None:
+    """Run (name, plan, task key) one after another in a world of `size` processes."""
+    file = folder / f"jobs-{size}.json"
+    file.write_text(json.dumps([[name, plan.to_json(), key] for name, plan, key in jobs]))
+    entry, arguments = python(__file__, str(file))
+    logs = RankLogs(folder / f"logs-{file.stem}")
+    with workers(entry, arguments, size, logs, {"OMP_NUM_THREADS": "1"}) as started:
+        while started.poll():
+            pass
+        said = "".join(path.read_text() for path in sorted(logs.folder.glob("*.err"))) if started.exit_codes else ""
+        assert started.exit_codes == {}, said[-6000:]
+
+
+def result(folder: Path, name: str) -> Result:
+    """What a job left behind."""
+    weights = load_file(folder / name / "checkpoints" / "latest" / "weights.safetensors")
+    return Result(Record.read(folder / name), weights)
+
+
+def furthest(weights: dict[str, torch.Tensor], reference: dict[str, torch.Tensor]) -> float:
+    """The largest difference between two models, relative to the largest weight of its tensor."""
+    assert weights.keys() == reference.keys()
+    return max(float((weights[k] - reference[k]).abs().max() / reference[k].abs().max()) for k in reference)
+
+
+def main(file: Path) -> None:
+    from evenstep.worker.job import perform
+    from evenstep.worker.main import die_with_parent
+    from tests.small_tasks import small_task
+
+    die_with_parent()
+    for name, values, key in json.loads(file.read_text()):
+        folder = file.parent / name
+        folder.mkdir(parents=True, exist_ok=True)
+        for _ in perform(Plan.from_json(values), small_task(key), folder):
+            pass
+
+
+if __name__ == "__main__":
+    sys.path.insert(0, str(Path(__file__).parent.parent))
+    main(Path(sys.argv[1]))

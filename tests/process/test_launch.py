@@ -1,0 +1,174 @@
+"""The command, its processes, and how they end."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+
+from evenstep.record import Record
+
+TASK = """
+import os, signal, sys, time
+import torch
+from torch import nn
+from torch.nn import functional as F
+from evenstep import Task
+
+x = torch.randn(60, 4, generator=torch.Generator().manual_seed(0))
+
+def task() -> Task:
+    return Task(
+        model=lambda: nn.Linear(4, 2),
+        train=(x, (x.sum(1) > 0).long()),
+        valid=(x, (x.sum(1) > 0).long()),
+        loss=loss,
+        optimizer=lambda parameters: torch.optim.SGD(parameters, lr=0.1),
+        batch=6,
+        epochs=2,
+    )
+
+calls = 0
+
+def loss(model, batch):
+    global calls
+    calls += 1
+    if os.environ.get("RANK") == os.environ.get("FAIL_RANK", "none") and calls == 7:
+        fail()
+    if os.environ.get("SLOW"):
+        time.sleep(0.2)
+    return F.cross_entropy(model(batch[0]), batch[1])
+
+def fail():
+    kind = os.environ["FAIL_KIND"]
+    if kind == "raise":
+        raise ValueError("the sky\\x1b[31m is falling")
+    if kind == "nan":
+        globals()["loss_now"] = float("nan")
+    if kind == "kill":
+        os.kill(os.getpid(), signal.SIGKILL)
+    if kind == "exit":
+        sys.exit(3)
+"""
+
+
+@pytest.fixture
+def task_file(tmp_path: Path) -> Path:
+    file = tmp_path / "my_task.py"
+    file.write_text(TASK)
+    return file
+
+
+def evenstep(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "evenstep", *arguments]
+    return subprocess.run(command, capture_output=True, text=True, env={**os.environ, **environment}, timeout=100)
+
+
+def workers_of(folder: Path) -> list[psutil.Process]:
+    return [
+        process
+        for process in psutil.process_iter(["cmdline", "cwd"])
+        if "evenstep.worker" in (process.info["cmdline"] or []) and process.info["cwd"] == str(folder)
+    ]
+
+
+def test_trains_on_two_processes_and_prints_its_summary_as_json(task_file: Path) -> None:
+    done = evenstep("train", "my_task.py", "--strategy", "ddp", "--devices", "2", "--json", "--name", "one")
+    assert done.returncode == 0, done.stderr
+    summary = json.loads(done.stdout.splitlines()[-1])
+    record = Record.read("runs/one")
+    assert summary["strategy"] == "ddp"
+    assert summary["devices"] == ["cpu", "cpu"]
+    assert summary["steps"] == len(record.steps) == 20
+    assert summary["samples"] == 120
+    assert summary["valid"]["loss"] == record.evaluations[-1].values["loss"]
+    assert summary["run"] == "runs/one"
+    assert Path(summary["checkpoint"], "weights.safetensors").is_file()
+    assert set(summary["peak_bytes"]) == {"rank0 cpu", "rank1 cpu"}
+    assert summary["train_loss"] < record.steps[0].loss
+    assert summary["samples_per_second"] > 0
+    assert summary["seconds"] > 0
+
+
+@pytest.mark.parametrize("rank", ["0", "2"])
+def test_a_rank_that_raises_is_explained_in_15_lines(task_file: Path, rank: str) -> None:
+    done = evenstep("train", "my_task.py", "--devices", "3", FAIL_RANK=rank, FAIL_KIND="raise")
+    assert done.returncode == 1
+    report = done.stderr[done.stderr.index("error:") :].strip().splitlines()
+    assert len(report) <= 15
+    assert report[0] == f"error: rank {rank} failed at step 7"
+    assert "my_task.py:" in report[1]
+    assert 'raise ValueError("the sky' in "\n".join(report)
+    assert any(line.startswith("ValueError: the sky") for line in report)
+    assert "\x1b[31m" not in done.stderr
+    assert "full logs: runs/" in report[-1]
+    assert workers_of(task_file.parent) == []
+
+
+def test_a_rank_that_is_killed_is_named_with_its_signal(task_file: Path) -> None:
+    done = evenstep("train", "my_task.py", "--devices", "2", FAIL_RANK="1", FAIL_KIND="kill")
+    assert done.returncode == 1
+    assert "SIGKILL" in done.stderr or "rank 0 failed" in done.stderr
+    assert workers_of(task_file.parent) == []
+
+
+def test_ctrl_c_stops_cleanly_and_says_how_to_go_on(task_file: Path) -> None:
+    process = start_slow_run()
+    process.send_signal(signal.SIGINT)
+    _, said = process.communicate(timeout=20)
+    assert process.returncode == 130
+    assert "--resume runs/slow" in said
+    assert "Traceback" not in said
+    assert workers_of(task_file.parent) == []
+
+
+def test_workers_do_not_outlive_a_killed_launcher(task_file: Path) -> None:
+    process = start_slow_run()
+    process.kill()
+    process.communicate(timeout=20)
+    deadline = time.monotonic() + 5
+    while workers_of(task_file.parent) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert workers_of(task_file.parent) == []
+
+
+def start_slow_run() -> subprocess.Popen[str]:
+    """A run on two processes that has written its first checkpoint and has much left to do."""
+    command = ["train", "my_task.py", "--devices", "2", "--epochs", "50", "--checkpoint-every", "1", "--name", "slow"]
+    process = subprocess.Popen(
+        [sys.executable, "-m", "evenstep", *command],
+        env={**os.environ, "SLOW": "1"},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    deadline = time.monotonic() + 60
+    while not Path("runs/slow/checkpoints/latest").exists():
+        assert process.poll() is None, process.communicate()[1]
+        assert time.monotonic() < deadline, "no checkpoint in a minute"
+        time.sleep(0.1)
+    return process
+
+
+def test_a_run_is_repeated_by_its_plan_and_resumed_by_its_folder(task_file: Path) -> None:
+    assert evenstep("train", "my_task.py", "--epochs", "1", "--seed", "3", "--name", "first").returncode == 0
+    assert evenstep("train", "--plan", "runs/first/plan.json", "--name", "again").returncode == 0
+    first, again = Record.read("runs/first"), Record.read("runs/again")
+    assert first.losses == again.losses
+    assert again.plan.seed == 3
+    done = evenstep("train", "my_task.py", "--resume", "runs/first", "--epochs", "2", "--devices", "2", "--name", "on")
+    assert done.returncode == 0, done.stderr
+    resumed = Record.read("runs/on")
+    assert [step.step for step in resumed.steps] == list(range(11, 21))
+    assert resumed.plan.strategy == "ddp"
+    assert resumed.plan.seed == 3
+    finished = evenstep("train", "my_task.py", "--resume", "runs/on")
+    assert finished.returncode == 2
+    assert "nothing left to do" in finished.stderr

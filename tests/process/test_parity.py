@@ -1,0 +1,75 @@
+"""Every strategy learns what one device learns: the same losses, the same weights, the same evaluation."""
+
+from __future__ import annotations
+
+from itertools import product
+from pathlib import Path
+
+import pytest
+
+from evenstep.plan import Plan
+from tests.fleet import Result, furthest, result, run_jobs
+from tests.small_tasks import LOSSES, MODELS, NUM_VALID, OPTIMIZERS
+
+STEPS = 50
+BATCH = 10  # 3 devices get 4, 3 and 3; the last batch of an epoch holds 3 samples
+WORLDS = {"dp-2": 1, "dp-3": 1, "ddp-2": 2, "ddp-3": 3, "fsdp-2": 2}
+TOLERANCE = {"fp64": 1e-9, "fp32": 1e-4}
+CASES = [
+    (f"{model}/{optimizer}/{loss}", accumulate, precision)
+    for model, optimizer, loss, accumulate, precision in product(MODELS, OPTIMIZERS, LOSSES, (1, 3), TOLERANCE)
+]
+# Without `slow`: every model, optimizer, loss, accumulation and precision, though not every combination.
+QUICK = [case for case in CASES if (case[1] == 3) == ("adamw" in case[0]) or (case[2] == "fp64" and "pair" in case[0])]
+
+
+def plan(where: str, accumulate: int, precision: str) -> Plan:
+    strategy, _, num = where.partition("-")
+    return Plan(
+        strategy=strategy,
+        devices=("cpu",) * int(num or 1),
+        batch=BATCH,
+        steps=STEPS,
+        accumulate=accumulate,
+        precision=precision,
+        clip=1.0,
+        threads=1,
+    )
+
+
+def name(where: str, case: tuple[str, int, str]) -> str:
+    return "_".join([where, *map(str, case)]).replace("/", "-")
+
+
+def run_all(folder: Path, cases: list[tuple[str, int, str]]) -> Path:
+    for size in (1, 2, 3):
+        wheres = [where for where, num in {"single": 1, **WORLDS}.items() if num == size]
+        run_jobs(folder, size, [(name(w, c), plan(w, *c[1:]), c[0]) for w in wheres for c in cases])
+    return folder
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest) -> Path:
+    wanted = {item.callspec.params["case"] for item in request.session.items if "trained" in item.fixturenames}
+    return run_all(tmp_path_factory.mktemp("parity"), [case for case in CASES if case in wanted])
+
+
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("where", WORLDS)
+@pytest.mark.parametrize(
+    "case", [pytest.param(c, id="-".join(map(str, c)), marks=() if c in QUICK else pytest.mark.slow) for c in CASES]
+)
+def test_learns_the_same_as_single(trained: Path, where: str, case: tuple[str, int, str]) -> None:
+    tolerance = TOLERANCE[case[2]]
+    single, other = result(trained, name("single", case)), result(trained, name(where, case))
+    assert len(single.record.losses) == STEPS
+    assert other.record.losses == pytest.approx(single.record.losses, rel=tolerance)
+    assert furthest(other.weights, single.weights) < tolerance
+    check_evaluation(single, other, tolerance)
+
+
+def check_evaluation(single: Result, other: Result, tolerance: float) -> None:
+    assert len(single.record.evaluations) == 5
+    for ours, reference in zip(other.record.evaluations, single.record.evaluations, strict=True):
+        assert ours.samples == NUM_VALID
+        assert ours.values == pytest.approx(reference.values, rel=tolerance)

@@ -1,0 +1,66 @@
+"""A checkpoint of any strategy and size goes on under any other, with the losses of an undisturbed run."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from evenstep.plan import Plan
+from tests.fleet import furthest, result, run_jobs
+from tests.small_tasks import NUM_SAMPLES
+
+TASK = "mlp/adamw/pair"
+CUT = 16  # in the middle of the second epoch of 11 steps
+STEPS = 30
+WORLDS = {
+    1: ["single-1", "dp-1", "dp-2", "dp-3", "ddp-1", "fsdp-1"],
+    2: ["ddp-2", "fsdp-2"],
+    3: ["ddp-3", "fsdp-3"],
+}
+WHERES = [where for wheres in WORLDS.values() for where in wheres]
+
+
+def plan(where: str) -> Plan:
+    strategy, _, num = where.partition("-")
+    devices = ("cpu",) * int(num)
+    return Plan(strategy=strategy, devices=devices, batch=10, steps=STEPS, precision="fp64", accumulate=2, threads=1)
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("resume")
+    run_jobs(folder, 1, [("undisturbed", plan("single-1"), TASK)])
+    for size, wheres in WORLDS.items():
+        # The length is the whole run's, for the schedule depends on it; a checkpoint is written on the way.
+        run_jobs(folder, size, [(w, replace(plan(w), checkpoint_every=CUT, keep=9), TASK) for w in wheres])
+    for size, wheres in WORLDS.items():
+        jobs = [
+            (
+                f"{source}_to_{w}",
+                replace(plan(w), resume=str(folder / source / "checkpoints" / f"step-{CUT:08d}")),
+                TASK,
+            )
+            for w in wheres
+            for source in WHERES
+        ]
+        run_jobs(folder, size, jobs)
+    return folder
+
+
+@pytest.mark.timeout(400)
+@pytest.mark.parametrize("target", WHERES)
+@pytest.mark.parametrize("source", WHERES)
+def test_goes_on_as_if_nothing_had_happened(runs: Path, source: str, target: str) -> None:
+    undisturbed, resumed = result(runs, "undisturbed"), result(runs, f"{source}_to_{target}")
+    assert [step.step for step in resumed.record.steps] == list(range(CUT + 1, STEPS + 1))
+    assert resumed.record.losses == pytest.approx(undisturbed.record.losses[CUT:], rel=1e-9)
+    assert [step.lr for step in resumed.record.steps] == [step.lr for step in undisturbed.record.steps[CUT:]]
+    assert furthest(resumed.weights, undisturbed.weights) < 1e-9
+
+
+def test_an_epoch_that_was_cut_holds_every_sample_once(runs: Path) -> None:
+    first = result(runs, "ddp-3").record.steps[11:CUT]
+    rest = result(runs, "ddp-3_to_dp-2").record.steps[: 22 - CUT]
+    assert sum(step.samples for step in [*first, *rest]) == NUM_SAMPLES

@@ -1,0 +1,106 @@
+"""Small tasks without BatchNorm and dropout: every strategy must learn exactly the same from them."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from evenstep import Task
+from evenstep.tasks.networks import GPT
+
+NUM_SAMPLES = 103
+NUM_VALID = 101
+MODELS = ("mlp", "cnn", "gpt")
+OPTIMIZERS = ("adamw", "sgd")
+LOSSES = ("mean", "pair")
+
+
+def small_task(key: str) -> Task:
+    """`"cnn/adamw/mean"`: a model, an optimizer and the way the loss is given."""
+    model, optimizer, loss = key.split("/")
+    generator = torch.Generator().manual_seed(7)
+    columns = DATA[model](NUM_SAMPLES + NUM_VALID, generator)
+    return Task(
+        model=BUILDERS[model],
+        train=tuple(column[:NUM_SAMPLES] for column in columns),
+        valid=tuple(column[NUM_SAMPLES:] for column in columns),
+        loss=LOSS[model, loss],
+        optimizer=OPTIMIZER[optimizer],
+        metrics=None if model == "gpt" else accuracy,
+        scheduler=lambda optimizer, steps: torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, steps),
+    )
+
+
+def vectors(num: int, generator: torch.Generator) -> tuple[torch.Tensor, torch.Tensor]:
+    return torch.randn(num, 20, generator=generator), torch.randint(0, 5, (num,), generator=generator)
+
+
+def pictures(num: int, generator: torch.Generator) -> tuple[torch.Tensor, torch.Tensor]:
+    return torch.randn(num, 1, 8, 8, generator=generator), torch.randint(0, 5, (num,), generator=generator)
+
+
+def texts(num: int, generator: torch.Generator) -> tuple[torch.Tensor, torch.Tensor]:
+    tokens = torch.randint(0, 11, (num, 9), generator=generator)
+    # Sentences of unequal length: -1 is not counted.
+    lengths = torch.randint(1, 9, (num, 1), generator=generator)
+    targets = tokens[:, 1:].masked_fill(torch.arange(8) >= lengths, -1)
+    return tokens[:, :-1], targets
+
+
+def mlp() -> nn.Module:
+    return nn.Sequential(nn.Linear(20, 32), nn.Tanh(), nn.Linear(32, 5))
+
+
+def cnn() -> nn.Module:
+    return nn.Sequential(
+        nn.Conv2d(1, 6, 3), nn.Tanh(), nn.Conv2d(6, 8, 3, stride=2), nn.Tanh(), nn.Flatten(), nn.Linear(32, 5)
+    )
+
+
+def gpt() -> nn.Module:
+    return GPT(vocabulary=11, context=8, layers=2, heads=2, width=16)
+
+
+def mean_loss(model: nn.Module, batch: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
+    return F.cross_entropy(model(batch[0]), batch[1])
+
+
+def pair_loss(model: nn.Module, batch: tuple[torch.Tensor, torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
+    """Samples of class k count k + 1 times: shares of equal size have unequal counts."""
+    weights = batch[1] + 1
+    return (F.cross_entropy(model(batch[0]), batch[1], reduction="none") * weights).sum(), weights.sum()
+
+
+def token_mean_loss(model: nn.Module, batch: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
+    """A mean over samples of each sample's own mean."""
+    tokens, targets = batch
+    losses = F.cross_entropy(model(tokens).transpose(1, 2), targets, ignore_index=-1, reduction="none")
+    return (losses.sum(1) / (targets >= 0).sum(1)).mean()
+
+
+def token_pair_loss(model: nn.Module, batch: tuple[torch.Tensor, torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
+    tokens, targets = batch
+    losses = F.cross_entropy(model(tokens).transpose(1, 2), targets, ignore_index=-1, reduction="sum")
+    return losses, (targets >= 0).sum()
+
+
+def accuracy(model: nn.Module, batch: tuple[torch.Tensor, torch.Tensor]) -> dict[str, torch.Tensor]:
+    return {"accuracy": model(batch[0]).argmax(1) == batch[1]}
+
+
+DATA = {"mlp": vectors, "cnn": pictures, "gpt": texts}
+BUILDERS = {"mlp": mlp, "cnn": cnn, "gpt": gpt}
+LOSS = {
+    ("mlp", "mean"): mean_loss,
+    ("cnn", "mean"): mean_loss,
+    ("gpt", "mean"): token_mean_loss,
+    ("mlp", "pair"): pair_loss,
+    ("cnn", "pair"): pair_loss,
+    ("gpt", "pair"): token_pair_loss,
+}
+OPTIMIZER = {
+    "adamw": lambda parameters: torch.optim.AdamW(parameters, lr=3e-3, weight_decay=0.1),
+    "still": lambda parameters: torch.optim.SGD(parameters, lr=0.0),
+    "sgd": lambda parameters: torch.optim.SGD(parameters, lr=0.05, momentum=0.9, weight_decay=1e-3),
+}

@@ -111,7 +111,8 @@ class Attention(nn.Module):
     def __init__(self, width: int, heads: int) -> None:
         super().__init__()
         self.heads = heads
-        self.query_key_value = nn.Linear(width, 3 * width)
+        # No bias: softmax cancels that of the keys, so its gradient is rounding noise, which Adam would blow up.
+        self.query_key_value = nn.Linear(width, 3 * width, bias=False)
         self.output = nn.Linear(width, width)
 
     def forward(self, x: Tensor) -> Tensor:

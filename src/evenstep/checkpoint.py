@@ -37,6 +37,9 @@ def write(folder: Path, step: int, files: Mapping[str, Callable[[Path], None]]) 
     """
     final = folder / f"step-{step:08d}"
     beside = folder / f".{final.name}.{os.getpid()}"
+    replaced = folder / f".{final.name}.replaced"
+    # A process that was killed in the middle may have left this, and may have had our process id.
+    shutil.rmtree(beside, ignore_errors=True)
     beside.mkdir(parents=True)
     try:
         for name, fill in files.items():
@@ -45,8 +48,8 @@ def write(folder: Path, step: int, files: Mapping[str, Callable[[Path], None]]) 
         (beside / SUMS).write_text(sums)
         for path in [*beside.iterdir(), beside]:
             _flush(path)
-        replaced = folder / f".{final.name}.replaced"
         if final.exists():
+            shutil.rmtree(replaced, ignore_errors=True)
             final.rename(replaced)
         beside.rename(final)
         _flush(folder)
@@ -100,7 +103,12 @@ def verify(path: Path) -> None:
 
 def read_state(path: Path) -> dict[str, Any]:
     """The JSON part of a checkpoint that was verified."""
-    state: dict[str, Any] = json.loads((path / STATE).read_text())
+    try:
+        state = json.loads((path / STATE).read_text())
+    except (OSError, ValueError) as error:
+        raise CheckpointError(f"{path} is no checkpoint: its {STATE} cannot be read ({error})") from error
+    if not isinstance(state, dict):
+        raise CheckpointError(f"{path} is no checkpoint: its {STATE} holds {type(state).__name__}")
     if state.get("format", 0) > FORMAT:
         raise CheckpointError(
             f"{path} has format {state['format']} and this evenstep reads up to {FORMAT}; "

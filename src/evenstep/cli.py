@@ -12,9 +12,12 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from evenstep.errors import EvenstepError
+from evenstep.errors import BadInput, EvenstepError
 
 STOPPED = 130
+
+# Typer keeps its name for "the command line is wrong" to itself; this public one is made from it.
+_USAGE_ERROR: type[Exception] = typer.BadParameter.__mro__[1]
 
 app = typer.Typer(
     name="evenstep",
@@ -82,7 +85,7 @@ def train(
     from evenstep.launch.train import watch
 
     prepared = prepare(task, choices)
-    errors = Console(stderr=True, highlight=False)
+    errors = Console(stderr=True, highlight=False, emoji=False)
     for line in prepared.said:
         errors.print(line, style="yellow", markup=False)
     if not as_json:
@@ -99,7 +102,7 @@ def _finish(record: Any, as_json: bool) -> None:
     if as_json:
         print(json.dumps(dataclasses.asdict(summary)))
         return
-    console = Console(highlight=False)
+    console = Console(highlight=False, emoji=False)
     if summary.shown:
         console.print(summary.shown, markup=False)
         console.print()
@@ -147,7 +150,7 @@ def inspect(
         weights = {name: {"dtype": dtype, "shape": shape} for name, (dtype, shape) in tensors.items()}
         print(json.dumps({**facts, "warnings": warnings, "weights": weights}))
         return
-    console = Console(highlight=False)
+    console = Console(highlight=False, emoji=False)
     for warning in warnings:
         console.print(warning, style="yellow", markup=False)
     for key, value in facts.items():
@@ -164,18 +167,29 @@ def inspect(
 def main() -> None:
     """Run the command, and end with a code that means something: 0 done, 1 failed, 2 bad input, 130 stopped."""
     try:
-        app()
+        sys.exit(app(standalone_mode=False))
     except EvenstepError as error:
         _say_error(str(error))
         sys.exit(error.exit_code)
+    except _USAGE_ERROR as error:
+        _say_usage(error)
+        sys.exit(BadInput.exit_code)
     except KeyboardInterrupt:
         _say_error("stopped")
         sys.exit(STOPPED)
 
 
+def _say_usage(error: Any) -> None:
+    """What is wrong with the command line; asked for nothing at all, Typer has shown the help already."""
+    message = error.format_message().strip().rstrip(".")
+    if message:
+        _say_error(f"{message}; see {error.ctx.command_path if error.ctx else 'evenstep'} --help")
+
+
 def _say_error(message: str) -> None:
     from evenstep.report.progress import without_control
 
-    console = Console(stderr=True, highlight=False, soft_wrap=True)
+    # emoji: ":100:" is a line number here, not a picture.
+    console = Console(stderr=True, highlight=False, soft_wrap=True, emoji=False)
     console.print("[bold red]error:[/bold red] ", end="")
     console.print(without_control(message), markup=False)

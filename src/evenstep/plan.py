@@ -20,8 +20,7 @@ PrecisionName = Literal["fp64", "fp32", "tf32", "bf16", "fp16"]
 STRATEGY_NAMES: tuple[str, ...] = get_args(StrategyName)
 PRECISION_NAMES: tuple[str, ...] = get_args(PrecisionName)
 
-_DEVICE = re.compile(r"(cpu|mps|cuda(:\d+)?)$")
-_ABSENT = (None, False)
+_DEVICE = re.compile(r"cpu|mps|cuda(:\d+)?")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -29,7 +28,7 @@ class Plan:
     """One run. The batch is global: strategy, devices and accumulation only cut it up.
 
     >>> Plan(task="digits", batch=512, strategy="ddp", devices=("cpu",) * 4, accumulate=2, epochs=1).arithmetic(60_000)
-    '512 = 4 devices x 64 x 2 micro-batches, 118 steps an epoch'
+    '512 = 4 devices x 64 x 2 micro-batches, 118 steps an epoch (the last holds 96)'
     """
 
     batch: int
@@ -58,7 +57,7 @@ class Plan:
         _one_of("strategy", self.strategy, STRATEGY_NAMES)
         _one_of("precision", self.precision, PRECISION_NAMES)
         for device in self.devices:
-            if not _DEVICE.match(device):
+            if not _DEVICE.fullmatch(device):
                 raise PlanError(f"unknown device {device!r}; write cpu, mps or cuda:0, or a count such as --devices 2")
         for name in ("batch", "epochs", "steps", "accumulate", "checkpoint_every", "keep", "threads"):
             _at_least_one(name, getattr(self, name))
@@ -134,7 +133,7 @@ class Plan:
 
     def describe(self) -> str:
         """The plan as a block for people; what is left at 'none' or 'off' is not shown."""
-        shown = {name: value for name, value in asdict(self).items() if value not in _ABSENT}
+        shown = {name: value for name, value in asdict(self).items() if value is not None and value is not False}
         shown["devices"] = ", ".join(self.devices)
         return "\n".join(f"{name.replace('_', ' '):<18} {value}" for name, value in shown.items())
 
@@ -176,7 +175,7 @@ def parse_devices(text: str) -> int | tuple[str, ...]:
 
 def check_name(name: str) -> None:
     """Refuse a run name that is no plain folder name."""
-    if not re.fullmatch(r"[^\s/\\.][^/\\\x00-\x1f]{0,99}", name) or ".." in name:
+    if not re.fullmatch(r"(?![\s.])[^/\\\x00-\x1f\x7f-\x9f]{1,100}", name) or ".." in name:
         raise PlanError(f"{name!r} cannot name a run; use letters, digits, '-' and '_', with no slash or leading dot")
 
 
@@ -188,5 +187,5 @@ def _one_of(what: str, given: str, allowed: Sequence[str]) -> None:
 
 
 def _at_least_one(name: str, value: int | None) -> None:
-    if value is not None and value < 1:
-        raise PlanError(f"{name.replace('_', '-')} is {value}; it is a whole number from 1 up")
+    if value is not None and (not isinstance(value, int) or value < 1):
+        raise PlanError(f"{name.replace('_', '-')} is {value!r}; it is a whole number from 1 up")

@@ -85,12 +85,15 @@ class Record:
         if not path.is_file():
             raise BadInput(f"{run} is no run folder: it has no {FILE}")
         record: Record | None = None
-        with path.open("rb") as file:
-            for row in rows(file):
-                if record is None:
-                    record = cls.begin(row, path)
-                else:
-                    record.take(row)
+        try:
+            with path.open("rb") as file:
+                for row in rows(file):
+                    if record is None:
+                        record = cls.begin(row, path)
+                    else:
+                        record.take(row)
+        except (ValueError, KeyError, TypeError) as error:
+            raise BadInput(f"{path} is no record of a run ({type(error).__name__}: {error})") from error
         if record is None:
             raise BadInput(f"{path} is empty: the run ended before its first line")
         return record

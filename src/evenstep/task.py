@@ -14,7 +14,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, Any, TypeAlias
 
-from evenstep.errors import TaskError
+from evenstep.errors import EvenstepError, TaskError
 
 if TYPE_CHECKING:
     import torch
@@ -68,6 +68,8 @@ class Task:
     """The length, unless the plan gives one."""
 
 
+_OF_FILES = "evenstep_task_"
+
 BUILT_IN = {
     "digits": "evenstep.tasks.digits:task",
     "mnist": "evenstep.tasks.mnist:mnist",
@@ -90,8 +92,13 @@ def call_task(source: TaskFunction | Task, data: str | None = None) -> Task:
     name = getattr(source, "__name__", repr(source))
     if not callable(source):
         raise TaskError(f"{name!r} is neither a Task nor a function that makes one; write: def task() -> Task: ...")
-    takes_data = "data" in inspect.signature(source).parameters
-    made = source(data=data) if takes_data else source()
+    try:
+        takes_data = "data" in inspect.signature(source).parameters
+        made = source(data=data) if takes_data else source()
+    except EvenstepError:
+        raise
+    except Exception as error:
+        raise TaskError(f"{name}() does not make its Task: {describe(error)}") from error
     if not isinstance(made, Task):
         raise TaskError(f"{name}() returned {type(made).__name__}, not a Task; end it with: return Task(...)")
     return made
@@ -120,7 +127,7 @@ def spec_of(source: TaskFunction | Task | str) -> str | None:
     module = sys.modules.get(getattr(source, "__module__", None) or "")
     if module is None or not name.isidentifier() or getattr(module, name, None) is not source:
         return None
-    if module.__name__ != "__main__":
+    if module.__name__ != "__main__" and not module.__name__.startswith(_OF_FILES):
         return f"{module.__name__}:{name}"
     file = getattr(module, "__file__", None)
     return f"{Path(file).resolve()}:{name}" if file and file.endswith(".py") else None
@@ -162,7 +169,7 @@ def _import_file(path: Path) -> ModuleType:
     if not path.is_file():
         raise TaskError(f"no file {path}; a task is a built-in name ({', '.join(BUILT_IN)}) or a Python file of yours")
     # The name is fixed, so that a task pickled or inspected in one process is found in another.
-    name = f"evenstep_task_{path.stem}"
+    name = f"{_OF_FILES}{path.stem}"
     module_spec = importlib.util.spec_from_file_location(name, path.resolve())
     if module_spec is None or module_spec.loader is None:
         raise TaskError(f"{path} is not a Python file; a task file ends with .py")
@@ -174,7 +181,7 @@ def _import_file(path: Path) -> ModuleType:
         sys.path.insert(0, folder)
     try:
         module_spec.loader.exec_module(module)
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         raise TaskError(f"{path} does not import: {describe(error, str(path))}") from error
     return module
 
@@ -184,7 +191,7 @@ def _import_module(name: str) -> ModuleType:
         sys.path.insert(0, "")
     try:
         return importlib.import_module(name)
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         raise TaskError(f"module {name} does not import: {describe(error)}") from error
 
 

@@ -279,7 +279,7 @@ def test_normalize_centres_each_channel_and_stays_out_of_the_checkpoint() -> Non
 
 def test_gpt_has_its_size_and_answers_at_every_position() -> None:
     gpt = GPT(vocabulary=11, context=8, layers=2, heads=2, width=16)
-    block = 4 * 16 + (16 * 48 + 48) + (16 * 16 + 16) + (16 * 64 + 64) + (64 * 16 + 16)
+    block = 4 * 16 + 16 * 48 + (16 * 16 + 16) + (16 * 64 + 64) + (64 * 16 + 16)
     assert num_parameters(gpt) == 11 * 16 + 8 * 16 + 2 * block + 2 * 16 + 16 * 11
     assert gpt(torch.zeros(3, 8, dtype=torch.uint8)).shape == (3, 8, 11)
 

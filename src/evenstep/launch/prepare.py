@@ -5,6 +5,7 @@ from __future__ import annotations
 import datetime
 import json
 import os
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -19,6 +20,7 @@ from evenstep.task import Task, TaskFunction, call_task, find_task, spec_of
 from evenstep.worker.machine import check_devices, choose_devices
 from evenstep.worker.probe import probe
 from evenstep.worker.randomness import seed_everything
+from evenstep.worker.strategies import STRATEGIES
 
 RUNS = Path("runs")
 
@@ -53,6 +55,8 @@ def prepare(source: str | TaskFunction | Task | None, choices: Mapping[str, Any]
     elif "epochs" in chosen:
         base.pop("steps", None)
     values = {**base, **chosen, **_devices(chosen, base), "task": spec or "(in this process)"}
+    if spec is None and STRATEGIES[values["strategy"]].processes_per_device:
+        values["threads"] = _forked_threads(values.get("threads"))
     # What can be refused without the task is refused before it is loaded: its data may take a while.
     draft = _draft(values, _label(source))
     found = find_task(source) if isinstance(source, str) else source
@@ -62,6 +66,16 @@ def prepare(source: str | TaskFunction | Task | None, choices: Mapping[str, Any]
     plan, said = _resumed(plan)
     num_samples = probe(plan, task)
     return Prepared(plan, task, spec, _make_folder(plan), num_samples, said)
+
+
+def _forked_threads(threads: int | None) -> int:
+    """A task that lives in this process alone reaches its workers by fork; OpenMP's threads do not survive that."""
+    if threads not in (None, 1):
+        raise PlanError(
+            f"threads is {threads}, and processes copied from this one can use 1 each; "
+            "put the task in a file and train 'file.py' to use more"
+        )
+    return 1
 
 
 def _draft(values: dict[str, Any], label: str) -> Plan:
@@ -114,10 +128,13 @@ def _devices(chosen: Mapping[str, Any], base: Mapping[str, Any]) -> dict[str, An
 
 
 def _label(source: str | TaskFunction | Task) -> str:
+    """What the run is called after: a part of a folder's name, whatever the task is called."""
     if isinstance(source, str):
         place, _, name = source.partition(":")
-        return Path(place).stem if place.endswith(".py") else name or place
-    return str(getattr(source, "__name__", "task")).strip("<>")
+        label = Path(place).stem if place.endswith(".py") else name or place
+    else:
+        label = str(getattr(source, "__name__", "task"))
+    return re.sub(r"[^\w-]+", "-", label).strip("-")[:50] or "task"
 
 
 def _free_name(label: str, strategy: str) -> str:
@@ -142,10 +159,13 @@ def _resumed(plan: Plan) -> tuple[Plan, list[str]]:
 def _make_folder(plan: Plan) -> Path:
     folder = RUNS / plan.name
     try:
-        RUNS.mkdir(exist_ok=True)
+        if not RUNS.is_dir():
+            RUNS.mkdir()
         folder.mkdir()
         (folder / "plan.json").write_text(json.dumps(plan.to_json(), indent=2) + "\n")
     except FileExistsError:
+        if not RUNS.is_dir():
+            raise PlanError(f"{RUNS} is a file, and runs go into a folder of that name; move it away") from None
         raise PlanError(f"{folder} exists; choose another --name, or go on from it with --resume {folder}") from None
     except OSError as error:
         raise PlanError(

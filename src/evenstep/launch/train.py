@@ -20,7 +20,7 @@ from evenstep.report.progress import Progress
 from evenstep.task import Task, TaskFunction
 from evenstep.worker.job import Event, perform
 from evenstep.worker.machine import share_threads
-from evenstep.worker.main import work
+from evenstep.worker.main import work_forked
 from evenstep.worker.strategies import STRATEGIES
 
 
@@ -65,7 +65,7 @@ CHOICES = (*(field.name for field in fields(Plan) if field.name != "task"), "pla
 
 def run(prepared: Prepared) -> Iterator[Event]:
     """Carry the plan out, yielding what happens as it happens."""
-    if STRATEGIES[prepared.plan.strategy].processes_per_device:  # type: ignore[attr-defined]
+    if STRATEGIES[prepared.plan.strategy].processes_per_device:
         return _in_processes(prepared)
     return perform(prepared.plan, prepared.task, prepared.folder)
 
@@ -76,12 +76,13 @@ def _in_processes(prepared: Prepared) -> Iterator[Event]:
     arguments: tuple[Any, ...]
     if prepared.spec is not None:
         entry, arguments = python("-m", "evenstep.worker", str(folder))
+        logs = RankLogs(folder / "logs")
     else:
         _refuse_fork_after_cuda()
-        entry, arguments = work, (str(folder), prepared.task)
+        entry, arguments = work_forked, (str(folder), prepared.task)
+        logs = RankLogs(folder / "logs", open_ranks=range(len(plan.devices)))
     threads = share_threads(plan.threads, plan.devices)
     environment = {"OMP_NUM_THREADS": str(threads)}
-    logs = RankLogs(folder / "logs")
     with workers(entry, arguments, len(plan.devices), logs, environment) as started:
         yield from _watch(started, folder)
         assert started.exit_codes is not None

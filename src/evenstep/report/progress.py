@@ -26,7 +26,7 @@ class Progress:
     """Shows steps and evaluations as they come; on stderr, so that stdout stays for results."""
 
     def __init__(self, num_steps: int, *, quiet: bool = False) -> None:
-        self.console = Console(stderr=True, quiet=quiet, highlight=False)
+        self.console = Console(stderr=True, quiet=quiet, highlight=False, emoji=False)
         self._num_steps = num_steps
         self._recent: list[Step] = []
         self._spoke = time.monotonic()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 
 from rich.table import Table
@@ -15,9 +16,11 @@ def side_by_side(records: Sequence[Record]) -> Table:
     names = list(dict.fromkeys(name for summary in finished for name in summary.valid))
     table = Table(box=None, pad_edge=False, header_style="bold")
     for column in ("strategy", "devices"):
-        table.add_column(column)
-    for column in ("steps", "train loss", *(f"valid {name}" for name in names), "samples/s", "seconds", "peak memory"):
-        table.add_column(column, justify="right")
+        table.add_column(column, no_wrap=True)
+    measured = ["valid loss" if name == "loss" else name for name in names]
+    for column in ("steps", "train loss", *measured, "samples/s", "seconds"):
+        table.add_column(column, justify="right", no_wrap=True)
+    table.add_column("peak memory")
     for summary in finished:
         table.add_row(
             summary.strategy,
@@ -62,7 +65,8 @@ def devices(names: Sequence[str]) -> str:
 
 def peaks(summary: Summary) -> str:
     """Peak memory for each device; a process on the CPU counts as a whole, with torch itself in it."""
-    return ", ".join(size(value) for value in summary.peak_bytes.values())
+    sizes = Counter(size(value) for value in summary.peak_bytes.values())
+    return ", ".join(text if count == 1 else f"{count} x {text}" for text, count in sizes.items())
 
 
 def size(num_bytes: int) -> str:

@@ -2,7 +2,8 @@
 
 import sys
 
-from evenstep.worker.main import work
+from evenstep.worker.main import end, work
 
 if __name__ == "__main__":
     work(sys.argv[1])
+    end(0)

@@ -39,6 +39,7 @@ def choose_devices(count: int) -> tuple[str, ...]:
         return tuple(f"cuda:{index}" for index in range(count))
     if count == 1 and torch.backends.mps.is_available():
         return ("mps",)
+    _refuse_too_many(count)
     return ("cpu",) * count
 
 
@@ -51,9 +52,15 @@ def check_devices(devices: Sequence[str]) -> None:
             raise PlanError(f"device {name} does not exist: this machine has {have}; on the CPU use --devices cpu")
         if name == "mps" and not torch.backends.mps.is_available():
             raise PlanError("device mps does not exist here; use --devices cpu")
+    _refuse_too_many(list(devices).count("cpu"))
+
+
+def _refuse_too_many(count: int) -> None:
     most = MOST_PROCESSES_PER_CORE * num_cores()
-    if list(devices).count("cpu") > most:
-        raise PlanError(f"{len(devices)} CPU devices on {num_cores()} cores; {most} is the most that makes sense")
+    if count > most:
+        raise PlanError(
+            f"{count} CPU devices on {num_cores()} cores; {most} is the most that makes sense: use --devices {most}"
+        )
 
 
 def num_cores() -> int:

@@ -21,6 +21,16 @@ PARENT = "EVENSTEP_PARENT"
 """The launcher's process id: a worker does not outlive it."""
 
 
+def work_forked(run_folder: str, task: Task) -> None:
+    """`work` in a copy of the launcher's own process; its streams (a notebook's, say) are left to the launcher."""
+    rank, _, _ = read_rank()
+    for number, name in ((1, "out"), (2, "err")):
+        log = open(Path(run_folder, "logs", f"rank{rank}.{name}"), "w", buffering=1)  # noqa: SIM115
+        os.dup2(log.fileno(), number)
+        setattr(sys, f"std{name}", log)
+    work(run_folder, task)
+
+
 def work(run_folder: str, source: Task | None = None) -> None:
     """Do this rank's part of the run in `run_folder`; leave a report there if it fails."""
     rank, _, _ = read_rank()
@@ -33,7 +43,6 @@ def work(run_folder: str, source: Task | None = None) -> None:
         write_report(Path(run_folder), rank, error)
         traceback.print_exc()
         end(error.exit_code if isinstance(error, EvenstepError) else 1)
-    end(0)
 
 
 def end(exit_code: int) -> None:

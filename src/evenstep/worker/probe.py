@@ -17,7 +17,7 @@ from evenstep.task import Task, describe
 from evenstep.worker.loader import Piece
 from evenstep.worker.precision import Precision
 from evenstep.worker.source import Source, open_source, to_device
-from evenstep.worker.state import refuse_difference
+from evenstep.worker.state import check_foreign, refuse_difference, refuse_other_data
 from evenstep.worker.totals import Totals
 from evenstep.worker.world import World
 
@@ -88,10 +88,14 @@ def _card_bytes(device: str) -> int | None:
 
 
 def _check_resumes(plan: Plan, skeleton: nn.Module, source: Source) -> None:
-    if plan.resume is None or Path(plan.resume).is_file():
+    if plan.resume is None:
         return
     path = Path(plan.resume)
+    if path.is_file():
+        check_foreign(skeleton, plan.resume, plan.allow_pickle)
+        return
     state = checkpoint.read_state(path)
+    refuse_other_data(state, source.num_samples, plan.resume)
     table = checkpoint.tensor_table(path / checkpoint.WEIGHTS)
     own = {name: tuple(value.shape) for name, value in skeleton.state_dict().items() if isinstance(value, torch.Tensor)}
     refuse_difference(own, {name: tuple(shape) for name, (_, shape) in table.items()}, str(path))
@@ -109,6 +113,7 @@ def _check_loss(plan: Plan, task: Task, data: Any) -> None:
     try:
         model = precision.fit(task.model())
         amount = task.loss(model, to_device(data, precision.fit_tensor))
+        Totals(world, 1).take(amount, Piece(data, np.zeros(0, dtype=np.int64), 1))
     except EvenstepError:
         raise
     except Exception as error:
@@ -116,4 +121,3 @@ def _check_loss(plan: Plan, task: Task, data: Any) -> None:
             # It may need the card; the worker will say.
             return
         raise TaskError(f"the loss cannot be computed: {describe(error)}") from error
-    Totals(world, 1).take(amount, Piece(data, np.zeros(0, dtype=np.int64), 1))

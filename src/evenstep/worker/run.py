@@ -17,7 +17,14 @@ from evenstep.errors import CheckpointError, TaskError, TrainingError
 from evenstep.worker.loader import Loader
 from evenstep.worker.randomness import host_state, restore_host_state, seed_everything, stream
 from evenstep.worker.spread import Spread
-from evenstep.worker.state import load_optimizer_state, load_weights, optimizer_state, read_foreign, weights
+from evenstep.worker.state import (
+    load_optimizer_state,
+    load_weights,
+    optimizer_state,
+    read_foreign,
+    refuse_other_data,
+    weights,
+)
 from evenstep.worker.team import Team
 
 T = TypeVar("T")
@@ -92,11 +99,7 @@ class Run:
             return self._load_foreign(str(where), allow_pickle)
         path, said = checkpoint.find(str(where))
         state = checkpoint.read_state(path)
-        if state["loader"]["num_samples"] != self.loader.num_samples:
-            raise CheckpointError(
-                f"{path} was trained on {state['loader']['num_samples']} samples and the data now has "
-                f"{self.loader.num_samples}, so its position means nothing.\nResume from its {checkpoint.WEIGHTS} alone"
-            )
+        refuse_other_data(state, self.loader.num_samples, str(path))
         tensors = load_file(path / checkpoint.WEIGHTS)
         moments = load_file(path / checkpoint.OPTIMIZER)
         for key, model in self.models.items():

@@ -61,6 +61,8 @@ class Table:
         lengths = [len(column) for column in columns]
         if len(set(lengths)) > 1:
             raise TaskError(f"the {what} data has columns of {lengths} samples; all need the same number")
+        for column in columns:
+            _check_type(column, what)
         self.num_samples = lengths[0]
         self._data = data
         self._collate = collate
@@ -84,7 +86,7 @@ class Samples:
             )
         try:
             self.num_samples = len(data)
-        except TypeError as error:
+        except (TypeError, NotImplementedError) as error:
             raise TaskError(f"the {what} data ({type(data).__name__}) has no length; give it a __len__") from error
         self._data = data
         self._collate = collate
@@ -92,10 +94,19 @@ class Samples:
     def fetch(self, ids: Ids, change: Change | None = None) -> Batch:
         many = getattr(self._data, "__getitems__", None)
         if callable(many):
-            samples = list(many(ids.tolist()))
+            samples = self._together(many, ids.tolist())
         else:
             samples = [self._one(id_) for id_ in ids.tolist()]
         return _collated(samples, ids, change, self._collate)
+
+    def _together(self, many: Callable[[list[int]], Any], ids: list[int]) -> list[Any]:
+        try:
+            samples = list(many(ids))
+        except Exception as error:
+            raise TaskError(f"samples {_few(ids)} cannot be read: {describe(error)}") from error
+        if len(samples) != len(ids):
+            raise TaskError(f"__getitems__ gave {len(samples)} samples for {len(ids)} ids; it must give one for each")
+        return samples
 
     def _one(self, id_: int) -> Any:
         try:
@@ -110,8 +121,12 @@ def _collated(samples: list[Any], ids: Ids, change: Change | None, collate: Coll
     try:
         return (collate or default_collate)(samples)
     except Exception as error:
-        if collate is not None:
+        if isinstance(error, TaskError):
             raise
+        if collate is not None:
+            raise TaskError(
+                f"the Task's collate cannot join samples {_few(ids.tolist())}: {describe(error)}"
+            ) from error
         shapes = [str(_each(sample, _shape)) for sample in samples]
         odd = next((place for place, shape in enumerate(shapes) if shape != shapes[0]), None)
         if odd is None:
@@ -124,7 +139,22 @@ def _collated(samples: list[Any], ids: Ids, change: Change | None, collate: Coll
         ) from error
 
 
+def _few(ids: list[int]) -> str:
+    return ", ".join(map(str, ids[:4])) + (" and more" if len(ids) > 4 else "")
+
+
+def _check_type(column: Any, what: str) -> None:
+    try:
+        torch.as_tensor(column[:0])
+    except (TypeError, ValueError) as error:
+        raise TaskError(
+            f"the {what} data has an array of {column.dtype}, which no tensor can hold; make it numbers"
+        ) from error
+
+
 def _shape(value: Any) -> Any:
+    if isinstance(value, Mapping | tuple | list):
+        return _each(value, _shape)
     return tuple(value.shape) if hasattr(value, "shape") else type(value).__name__
 
 

@@ -49,11 +49,21 @@ def _tensors(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
 def load_weights(module: nn.Module, loaded: Mapping[str, torch.Tensor], source: str) -> str | None:
     """Copy `loaded` into the model; what was stripped from its names, in words. A partial match is refused."""
     own = dict(_tensors(module))
-    found, stripped = _matching_names(loaded, own)
-    refuse_difference(_shapes(own), _shapes(found), source)
+    found, stripped = _matching(loaded, own, source)
     for name, target in own.items():
         target.copy_(_like(found[name], target))
     return stripped
+
+
+def check_foreign(module: nn.Module, path: str, allow_pickle: bool) -> None:
+    """Refuse a file of weights that would not load into `module`; nothing is changed."""
+    _matching(read_foreign(path, allow_pickle), dict(_tensors(module)), path)
+
+
+def _matching(loaded: Mapping[str, torch.Tensor], own: Tensors, source: str) -> tuple[Tensors, str | None]:
+    found, stripped = _matching_names(loaded, own)
+    refuse_difference(_shapes(own), _shapes(found), source)
+    return found, stripped
 
 
 def _shapes(tensors: Mapping[str, torch.Tensor]) -> dict[str, Shape]:
@@ -93,7 +103,20 @@ def refuse_difference(own: Mapping[str, Shape], found: Mapping[str, Shape], sour
     problems += [f"it has {_first(extra)}, unknown here"] * bool(extra)
     problems += [_first(shapes)] * bool(shapes)
     if problems:
-        raise CheckpointError(f"{source} is from another model: {'; '.join(problems)}.\nNothing was loaded.")
+        raise CheckpointError(
+            f"{source} is from another model: {'; '.join(problems)}.\n"
+            "Nothing was loaded; it goes with the task that wrote it."
+        )
+
+
+def refuse_other_data(state: Mapping[str, Any], num_samples: int, source: str) -> None:
+    """Raise CheckpointError if the checkpoint's position counts samples of other data."""
+    before = state["loader"]["num_samples"]
+    if before != num_samples:
+        raise CheckpointError(
+            f"{source} was trained on {before} samples and the data now has {num_samples}, "
+            "so its position means nothing.\nResume from its weights.safetensors alone"
+        )
 
 
 def _first(names: list[str], most: int = 3) -> str:
@@ -178,6 +201,11 @@ def _typed(value: Any, now: Any) -> Any:
     return torch.tensor(value, dtype=now.dtype, device=now.device) if isinstance(now, torch.Tensor) else value
 
 
+def _in_short(error: Exception) -> str:
+    first_line, *_ = str(error).splitlines() or [""]
+    return f"{type(error).__name__}: {first_line[:100]}".rstrip(": ")
+
+
 def read_foreign(path: str, allow_pickle: bool) -> Tensors:
     """Weights from a file that others made: safetensors, or torch.save with nothing but tensors in it."""
     try:
@@ -187,12 +215,17 @@ def read_foreign(path: str, allow_pickle: bool) -> Tensors:
             return load_file(path)
         loaded = torch.load(path, map_location="cpu", weights_only=not allow_pickle)
     except Exception as error:
-        if re.search("weights_only|Unsupported|UnpicklingError", f"{type(error).__name__} {error}"):
+        if not allow_pickle and re.search(
+            "weights_only|Unsupported|UnpicklingError", f"{type(error).__name__} {error}"
+        ):
             raise CheckpointError(
                 f"{path} holds Python objects, which can run code when loaded. Ask for a .safetensors file, "
                 "or, if you trust it, add --allow-pickle"
             ) from None
-        raise CheckpointError(f"{path} is no weights file: {str(error).splitlines()[0]}") from error
+        raise CheckpointError(
+            f"{path} is no weights file ({_in_short(error)}); "
+            "give a .safetensors file, or one of torch.save(model.state_dict(), ...)"
+        ) from error
     if isinstance(loaded, nn.Module):
         loaded = loaded.state_dict()
     for key in ("state_dict", "model_state_dict", "model"):

@@ -50,7 +50,7 @@ def join(
     chosen = strategy or ("ddp" if size > 1 else "dp" if devices and len(devices) > 1 else "single")
     if chosen not in STRATEGIES:
         raise PlanError(f"unknown strategy {chosen!r}; allowed are {', '.join(STRATEGIES)}")
-    many = STRATEGIES[chosen].processes_per_device  # type: ignore[attr-defined]
+    many = STRATEGIES[chosen].processes_per_device
     if size > 1 and not many:
         raise PlanError(f"{chosen} runs in one process, and there are {size}; use ddp or fsdp")
     world = join_world(devices or available_devices(read_rank()), needs_group=many)

@@ -45,6 +45,8 @@ class Totals:
         Engines with several processes divide by their number; that is undone here.
         """
         is_pair = isinstance(amount, tuple | list)
+        if is_pair:
+            _check_pair(amount, "loss")
         loss: torch.Tensor = _checked(amount[0] if is_pair else amount)
         pair = as_sum(amount if is_pair else loss.detach(), piece.num_samples, "loss")
         self._parts.append(Part(piece, pair, HostCopy(pair) if self._world.size == 1 else None))
@@ -124,8 +126,7 @@ def as_sum(amount: Any, num_samples: int, what: str) -> torch.Tensor:
     A piece that stands in for nothing (`num_samples` 0) gives [0, 0].
     """
     if isinstance(amount, tuple | list):
-        if len(amount) != 2:
-            raise TaskError(f"{what} returned {len(amount)} values; return a mean, or a pair (sum, count)")
+        _check_pair(amount, what)
         total, count = (torch.as_tensor(part).detach() for part in amount)
         wide = _wide(total)
         pair = torch.stack([total.to(wide).reshape(()), count.to(total.device, wide).reshape(())])
@@ -143,6 +144,14 @@ def as_sum(amount: Any, num_samples: int, what: str) -> torch.Tensor:
 
 def _wide(tensor: torch.Tensor) -> torch.dtype:
     return torch.float32 if tensor.device.type == "mps" else torch.float64
+
+
+def _check_pair(amount: Any, what: str) -> None:
+    if len(amount) != 2:
+        raise TaskError(f"{what} returned {len(amount)} values; return a mean, or a pair (sum, count)")
+    count = torch.as_tensor(amount[1])
+    if count.numel() != 1:
+        raise TaskError(f"the count of {what} has shape {tuple(count.shape)}; it is one number, such as its sum()")
 
 
 def _checked(loss: Any) -> torch.Tensor:

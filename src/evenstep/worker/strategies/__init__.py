@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
-from typing import Any, Protocol, TypeVar
+from typing import Any, ClassVar, Protocol, TypeVar
 
 from torch import nn
 
@@ -21,7 +21,7 @@ T = TypeVar("T")
 class Strategy(Protocol):
     """All that the rest of evenstep knows about a strategy."""
 
-    processes_per_device: bool
+    processes_per_device: ClassVar[bool]
     """True: one process for each device. False: one process drives them all."""
 
     def spread(self, model: nn.Module, world: World) -> Spread:
@@ -37,4 +37,4 @@ class Strategy(Protocol):
         """Around one micro-batch: gradients travel only in the last one of a step."""
 
 
-STRATEGIES: dict[str, Callable[[], Strategy]] = {"single": Single, "dp": DP, "ddp": DDP, "fsdp": FSDP}
+STRATEGIES: dict[str, type[Strategy]] = {"single": Single, "dp": DP, "ddp": DDP, "fsdp": FSDP}

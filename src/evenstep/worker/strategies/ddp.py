@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import ClassVar
 from weakref import WeakSet
 
 from torch import nn
@@ -18,7 +19,7 @@ from evenstep.worker.world import World
 class DDP(Single):
     """torch's DistributedDataParallel around the whole loss."""
 
-    processes_per_device = True
+    processes_per_device: ClassVar[bool] = True
 
     def __init__(self) -> None:
         self._checked: WeakSet[Spread] = WeakSet()

@@ -17,7 +17,7 @@ import copy
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import Any, TypeVar
+from typing import Any, ClassVar, TypeVar
 
 import torch
 from torch import nn
@@ -32,7 +32,7 @@ T = TypeVar("T")
 class DP:
     """What nn.DataParallel does, without its flaws."""
 
-    processes_per_device = False
+    processes_per_device: ClassVar[bool] = False
 
     def __init__(self) -> None:
         self._threads: list[ThreadPoolExecutor] = []

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any
+from typing import Any, ClassVar
 
 from torch import nn
 
@@ -17,7 +17,7 @@ from evenstep.worker.world import World
 class FSDP(Single):
     """torch's `fully_shard`: every child of a ModuleList or Sequential is gathered on its own, then the rest."""
 
-    processes_per_device = True
+    processes_per_device: ClassVar[bool] = True
 
     def spread(self, model: nn.Module, world: World) -> Spread:
         # Imported here: these bring sympy along, two seconds that the other strategies need not wait for.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any, TypeVar
+from typing import Any, ClassVar, TypeVar
 
 from torch import nn
 
@@ -17,7 +17,7 @@ T = TypeVar("T")
 class Single:
     """The small case that every other strategy is compared with."""
 
-    processes_per_device = False
+    processes_per_device: ClassVar[bool] = False
 
     def spread(self, model: nn.Module, world: World) -> Spread:
         model.to(world.device)

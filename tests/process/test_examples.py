@@ -1,0 +1,117 @@
+"""Every example runs, as its first lines say."""
+
+from __future__ import annotations
+
+import gzip
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import nbformat
+import numpy as np
+import pytest
+from nbclient import NotebookClient
+
+from evenstep.record import Record
+
+EXAMPLES = Path(__file__).parents[2] / "examples"
+
+
+def run(*command: str | Path) -> str:
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    done = subprocess.run([*map(str, command)], capture_output=True, text=True, env=environment, timeout=100)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+def python(*arguments: str | Path) -> str:
+    return run(sys.executable, *arguments)
+
+
+@pytest.mark.parametrize(
+    "start",
+    [
+        (sys.executable,),
+        (sys.executable, "-m", "evenstep", "run", "--devices", "2"),
+        (sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2"),
+    ],
+    ids=["alone", "evenstep", "torchrun"],
+)
+def test_own_loop_runs_alone_under_evenstep_and_under_torchrun(start: tuple[str, ...]) -> None:
+    said = run(*start, EXAMPLES / "own_loop.py")
+    radius = re.search(r"mean radius (\d\.\d+)", said)
+    assert radius is not None, said
+    assert 0.85 < float(radius.group(1)) < 1.15
+
+
+def test_own_loop_is_under_40_lines() -> None:
+    assert len((EXAMPLES / "own_loop.py").read_text().splitlines()) < 40
+
+
+@pytest.fixture
+def digits_as_mnist(tmp_path: Path) -> Path:
+    """Pictures that can be told apart, in MNIST's own format."""
+    folder = tmp_path / "mnist"
+    folder.mkdir()
+    random = np.random.default_rng(0)
+    for split, num in (("train", 1000), ("t10k", 200)):
+        labels = random.integers(0, 10, num).astype(np.uint8)
+        pictures = random.integers(0, 120, (num, 28, 28)).astype(np.uint8)
+        pictures[np.arange(num), 2 * labels] = 255
+        header = np.array([0x803, num, 28, 28], ">i4").tobytes()
+        write_gz(folder / f"{split}-images-idx3-ubyte.gz", header + pictures.tobytes())
+        header = np.array([0x801, num], ">i4").tobytes()
+        write_gz(folder / f"{split}-labels-idx1-ubyte.gz", header + labels.tobytes())
+    return folder
+
+
+def write_gz(path: Path, content: bytes) -> None:
+    path.write_bytes(gzip.compress(content))
+
+
+def test_mnist_trains_from_the_command_and_from_python(digits_as_mnist: Path) -> None:
+    python("-m", "evenstep", "train", EXAMPLES / "mnist.py", "--data", digits_as_mnist, "--name", "command")
+    said = python(EXAMPLES / "mnist.py", digits_as_mnist)
+    command, script = Record.read("runs/command"), Record.read(next(Path("runs").glob("*-ddp")))
+    assert script.plan.devices == ("cpu", "cpu")
+    assert script.losses == pytest.approx(command.losses, rel=1e-4)
+    assert command.summary is not None
+    assert command.summary.valid["accuracy"] > 0.9
+    assert "accuracy" in said
+
+
+def test_cifar10_sees_the_same_flips_on_one_device_and_on_two(tmp_path: Path) -> None:
+    folder = tmp_path / "cifar"
+    folder.mkdir()
+    random = np.random.default_rng(0)
+    for name in ("data_batch_1.bin", "test_batch.bin"):
+        records = random.integers(0, 256, (64, 3073)).astype(np.uint8)
+        records[:, 0] %= 10
+        records.tofile(folder / name)
+    command = ("-m", "evenstep", "train", EXAMPLES / "cifar10.py", "--data", folder, "--batch", "16", "--steps", "6")
+    python(*command, "--name", "one")
+    python(*command, "--name", "two", "--strategy", "dp", "--devices", "2")
+    assert Record.read("runs/two").losses == pytest.approx(Record.read("runs/one").losses, rel=1e-5)
+
+
+def test_demo_shows_four_strategies_that_learned_the_same() -> None:
+    said = python(EXAMPLES / "demo.py")
+    rows = {line.split()[0]: line for line in said.splitlines() if re.match(r"(single|dp|ddp|fsdp) +(cpu|2 x)", line)}
+    assert list(rows) == ["single", "dp", "ddp", "fsdp"]
+    summaries = [Record.read(path).summary for path in sorted(Path("runs").iterdir())]
+    assert len(summaries) == 4
+    for summary in summaries:
+        assert summary is not None
+        assert summary.valid["accuracy"] >= 0.96
+        assert f"{summary.train_loss:.4f}" in rows[summary.strategy]
+    assert len({round(summary.valid["accuracy"], 9) for summary in summaries if summary}) == 1
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::ResourceWarning")
+def test_notebook_runs_from_its_first_cell_to_its_last(tmp_path: Path) -> None:
+    notebook = nbformat.read(EXAMPLES / "notebook.ipynb", as_version=4)
+    NotebookClient(notebook, timeout=90, resources={"metadata": {"path": str(tmp_path)}}).execute()
+    difference = float(notebook.cells[-1].outputs[0].data["text/plain"])
+    assert difference < 1e-5

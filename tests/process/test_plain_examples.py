@@ -1,0 +1,96 @@
+"""The programs of the tutorials, and the page that leads away from them, do what they say."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+ROOT = Path(__file__).parents[2]
+PLAIN = ROOT / "examples" / "plain"
+PAGE = ROOT / "docs" / "from-plain-torch.md"
+PROGRAMS = {"single.py": (), "data_parallel.py": (), "distributed.py": ("--world-size", "2")}
+
+
+def python(*arguments: str) -> subprocess.CompletedProcess[str]:
+    # No cards: the tests are about the programs, and must mean the same on a machine that has one.
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
+    return subprocess.run([sys.executable, *arguments], capture_output=True, text=True, env=environment, timeout=60)
+
+
+def code_blocks(page: Path) -> list[str]:
+    return re.findall(r"```python\n(.*?)```", page.read_text(), re.DOTALL)
+
+
+@pytest.mark.parametrize("program", PROGRAMS)
+def test_learns_in_one_epoch_and_saves_weights_with_their_own_names(program: str) -> None:
+    done = python("-W", "error", str(PLAIN / program), "--epochs", "1", *PROGRAMS[program])
+    assert done.returncode == 0, done.stderr
+    word, value = done.stdout.splitlines()[-1].split()
+    assert word == "accuracy"
+    assert 0.95 < float(value) <= 1
+    names = list(torch.load("simple_net.pt", weights_only=True))
+    assert names == ["hidden.weight", "hidden.bias", "output.weight", "output.bias"]
+
+
+def test_reads_the_files_of_mnist(tmp_path: Path) -> None:
+    write_mnist(tmp_path / "mnist", num=200)
+    done = python("-W", "error", str(PLAIN / "single.py"), "--data", "mnist", "--epochs", "3", "--batch", "10")
+    assert done.returncode == 0, done.stderr
+    assert "made-up" not in done.stdout
+    assert done.stdout.splitlines()[-1] == "accuracy 1.0000"
+
+
+def write_mnist(folder: Path, num: int) -> None:
+    """Pictures of which a single bright row tells the class."""
+    import gzip
+
+    folder.mkdir()
+    for part in ("train", "t10k"):
+        labels = bytes(index % 10 for index in range(num))
+        rows = (bytes(255 if row == label else 0 for row in range(28) for _ in range(28)) for label in labels)
+        sizes = b"".join(size.to_bytes(4, "big") for size in (num, 28, 28))
+        (folder / f"{part}-images-idx3-ubyte.gz").write_bytes(
+            gzip.compress(b"\0\0\x08\x03" + sizes + b"".join(rows), compresslevel=1)
+        )
+        (folder / f"{part}-labels-idx1-ubyte.gz").write_bytes(
+            gzip.compress(b"\0\0\x08\x01" + sizes[:4] + labels, compresslevel=1)
+        )
+
+
+def test_the_task_file_of_the_page_trains_on_two_processes(tmp_path: Path) -> None:
+    task_file = tmp_path / "my_task.py"
+    task_file.write_text(code_blocks(PAGE)[0])
+    done = python(
+        "-m", "evenstep", "train", "my_task.py", "--strategy", "ddp", "--devices", "2", "--steps", "5", "--json"
+    )
+    assert done.returncode == 0, done.stderr
+    summary = json.loads(done.stdout.splitlines()[-1])
+    assert summary["steps"] == 5
+    assert 0 < summary["valid"]["accuracy"] <= 1
+
+
+def test_the_loop_of_the_page_trains(tmp_path: Path) -> None:
+    task, *_, loop = code_blocks(PAGE)
+    given = """
+import evenstep
+
+chosen = task()
+(images, labels), loss, SimpleNet = chosen.train, chosen.loss, chosen.model
+"""
+    (tmp_path / "my_loop.py").write_text(task + given + loop.replace("range(5)", "range(1)"))
+    done = python("my_loop.py")
+    assert done.returncode == 0, done.stderr
+    assert Path("checkpoints/latest/weights.safetensors").is_file()
+
+
+def test_what_the_page_links_to_is_there() -> None:
+    links = re.findall(r"\]\(([^)#]+)\)", PAGE.read_text())
+    assert links
+    assert [link for link in links if not (PAGE.parent / link).exists()] == []

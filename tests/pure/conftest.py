@@ -1,0 +1,52 @@
+"""The command in this process, and settings of the property tests."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+import pytest
+from hypothesis import settings
+
+from evenstep.cli import main
+
+# Machines that run tests are often busy: how long an example took says nothing.
+settings.register_profile("evenstep", deadline=None, database=None)
+settings.load_profile("evenstep")
+
+
+@dataclass(frozen=True)
+class Ended:
+    """How a command ended and what it said."""
+
+    code: int
+    out: str
+    err: str
+
+
+@pytest.fixture
+def evenstep(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Callable[..., Ended]:
+    """`evenstep("train", "digits")` is the command line, run in this process."""
+    monkeypatch.setenv("COLUMNS", "200")
+
+    def command(*arguments: object) -> Ended:
+        monkeypatch.setattr(sys, "argv", ["evenstep", *map(str, arguments)])
+        capsys.readouterr()
+        with pytest.raises(SystemExit) as ended:
+            main()
+        said = capsys.readouterr()
+        return Ended(int(ended.value.code or 0), said.out, said.err)
+
+    return command
+
+
+@pytest.fixture(autouse=True)
+def _own_imports() -> Iterator[None]:
+    """A task file that a test imported is not there for the next one."""
+    path, modules = list(sys.path), set(sys.modules)
+    yield
+    sys.path[:] = path
+    for name in set(sys.modules) - modules:
+        if not name.startswith(("torch", "evenstep.", "numpy")):
+            del sys.modules[name]

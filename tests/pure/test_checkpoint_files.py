@@ -1,0 +1,250 @@
+"""Checkpoint folders: damage is seen, the one before is used, and a failed save harms nothing."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from evenstep import checkpoint
+from evenstep.errors import CheckpointError
+from tests.pure.conftest import Ended
+
+FOLDER = Path("runs/one/checkpoints")
+
+
+def state(step: int, **changes: object) -> dict[str, object]:
+    loader = {"position": step * 8, "num_samples": 100}
+    versions = {"format": checkpoint.FORMAT, "evenstep": "0.1.0", "torch": "2.13.0"}
+    return {"step": step, "loader": loader, "valid": {}, "plan": {"strategy": "ddp"}, **versions, **changes}
+
+
+def save(step: int, **changes: object) -> Path:
+    """A small real checkpoint."""
+    weights = {"layer.weight": torch.full((3, 4), float(step)), "layer.scale": torch.tensor(1.5)}
+    return checkpoint.write(
+        FOLDER,
+        step,
+        {
+            checkpoint.WEIGHTS: lambda file: save_file(weights, file),
+            checkpoint.OPTIMIZER: lambda file: save_file({"layer.weight/momentum": torch.zeros(3, 4)}, file),
+            checkpoint.STATE: lambda file: file.write_text(json.dumps(state(step, **changes))),
+        },
+    )
+
+
+def flip_a_byte(path: Path) -> None:
+    content = bytearray((path / checkpoint.WEIGHTS).read_bytes())
+    content[-1] ^= 1
+    (path / checkpoint.WEIGHTS).write_bytes(content)
+
+
+def truncate(path: Path) -> None:
+    os.truncate(path / checkpoint.OPTIMIZER, 20)
+
+
+def delete(path: Path) -> None:
+    (path / checkpoint.STATE).unlink()
+
+
+def delete_sums(path: Path) -> None:
+    (path / checkpoint.SUMS).unlink()
+
+
+def scramble_sums(path: Path) -> None:
+    (path / checkpoint.SUMS).write_text("no sums\n")
+
+
+def forget_weights(path: Path) -> None:
+    lines = (path / checkpoint.SUMS).read_text().splitlines()
+    (path / checkpoint.SUMS).write_text("\n".join(line for line in lines if checkpoint.WEIGHTS not in line))
+
+
+DAMAGE = {
+    flip_a_byte: "is damaged: weights.safetensors is not what was written (SHA-256 differs)",
+    truncate: "is damaged: optimizer.safetensors is not what was written (SHA-256 differs)",
+    delete: "is damaged: state.json is missing",
+    delete_sums: "is no checkpoint: its SHA256SUMS cannot be read",
+    scramble_sums: "is no checkpoint: its SHA256SUMS cannot be read",
+    forget_weights: "is no whole checkpoint: SHA256SUMS does not list weights.safetensors",
+}
+damaged_in_any_way = pytest.mark.parametrize("damage", DAMAGE, ids=lambda damage: damage.__name__)
+
+
+def test_a_checkpoint_is_whole_and_found_by_any_of_its_names() -> None:
+    path = save(3)
+    checkpoint.verify(path)
+    assert checkpoint.read_state(path)["step"] == 3
+    for name in ("runs/one", FOLDER, FOLDER / "latest", path):
+        assert checkpoint.find(str(name)) == (path.resolve(), [])
+    assert checkpoint.tensor_table(path / checkpoint.WEIGHTS) == {
+        "layer.weight": ("F32", [3, 4]),
+        "layer.scale": ("F32", []),
+    }
+
+
+def test_sha256sum_agrees() -> None:
+    path = save(3)
+    checked = subprocess.run(["sha256sum", "-c", checkpoint.SUMS], cwd=path, capture_output=True, text=True)
+    assert checked.returncode == 0
+    assert checked.stdout.splitlines() == ["optimizer.safetensors: OK", "state.json: OK", "weights.safetensors: OK"]
+    flip_a_byte(path)
+    assert subprocess.run(["sha256sum", "-c", checkpoint.SUMS], cwd=path, capture_output=True).returncode == 1
+
+
+@damaged_in_any_way
+def test_damage_is_refused_by_name(damage: Callable[[Path], None]) -> None:
+    path = save(3)
+    damage(path)
+    with pytest.raises(CheckpointError) as refused:
+        checkpoint.verify(path)
+    assert str(refused.value).startswith(f"{path} {DAMAGE[damage]}")
+
+
+@damaged_in_any_way
+def test_the_one_before_is_used_and_a_warning_names_the_damaged_one(damage: Callable[[Path], None]) -> None:
+    older, newest = save(3), save(6)
+    damage(newest)
+    found, (warning,) = checkpoint.find("runs/one")
+    assert found == older.resolve()
+    assert warning.startswith(f"{newest} {DAMAGE[damage]}")
+    assert warning.endswith("; using the one before it")
+
+
+@damaged_in_any_way
+def test_nothing_is_used_when_all_are_damaged(damage: Callable[[Path], None]) -> None:
+    for step in (3, 6):
+        damage(save(step))
+    with pytest.raises(CheckpointError, match=r"no whole checkpoint in runs/one; .*step-00000006 is") as refused:
+        checkpoint.find("runs/one")
+    assert "using the one before" not in str(refused.value)
+
+
+def test_what_is_no_checkpoint_is_refused() -> None:
+    Path("runs/empty").mkdir(parents=True)
+    Path("notes.txt").write_text("milk")
+    with pytest.raises(
+        CheckpointError, match="runs/empty holds no checkpoint; one is written at the end of every epoch"
+    ):
+        checkpoint.find("runs/empty")
+    with pytest.raises(CheckpointError, match=r"notes\.txt holds no checkpoint"):
+        checkpoint.find("notes.txt")
+    with pytest.raises(CheckpointError, match="runs/gone does not exist; give a run folder, such as runs/"):
+        checkpoint.find("runs/gone")
+
+
+def test_a_newer_format_is_refused_with_the_version_that_wrote_it() -> None:
+    path = save(3, format=99, evenstep="9.0")
+    message = "has format 99 and this evenstep reads up to 1; it was written by evenstep 9.0: upgrade to load it"
+    with pytest.raises(CheckpointError, match=message):
+        checkpoint.read_state(path)
+    with pytest.raises(CheckpointError, match=message):
+        checkpoint.find("runs/one")
+
+
+@pytest.mark.parametrize("content", ["{", "[1]", ""])
+def test_a_state_that_is_no_json_table_is_refused_although_its_sum_is_right(content: str) -> None:
+    older = save(3)
+    path = checkpoint.write(
+        FOLDER,
+        6,
+        {
+            checkpoint.WEIGHTS: lambda file: save_file({}, file),
+            checkpoint.STATE: lambda file: file.write_text(content),
+        },
+    )
+    with pytest.raises(CheckpointError, match=r"step-00000006 is no checkpoint: its state\.json"):
+        checkpoint.read_state(path)
+    assert checkpoint.find("runs/one")[0] == older.resolve()
+
+
+def test_a_file_outside_the_checkpoint_is_never_read() -> None:
+    path = save(3)
+    with (path / checkpoint.SUMS).open("a") as sums:
+        sums.write(f"{'0' * 64}  ../../../secret\n")
+    Path("secret").write_text("s")
+    with pytest.raises(CheckpointError, match="secret is missing"):
+        checkpoint.verify(path)
+
+
+def test_the_last_ones_the_best_one_and_the_latest_one_are_kept() -> None:
+    for step in range(1, 7):
+        save(step)
+        if step == 2:
+            checkpoint.point(FOLDER, "best", "step-00000002")
+        checkpoint.prune(FOLDER, keep=2)
+    assert [path.name for path in checkpoint.whole(FOLDER)] == ["step-00000002", "step-00000005", "step-00000006"]
+    assert os.readlink(FOLDER / "latest") == "step-00000006"
+    assert os.readlink(FOLDER / "best") == "step-00000002"
+    checkpoint.point(FOLDER, "best", "step-00000006")
+    checkpoint.prune(FOLDER, keep=1)
+    assert [path.name for path in checkpoint.whole(FOLDER)] == ["step-00000006"]
+
+
+def fill_and_fail(file: Path) -> None:
+    file.write_bytes(b"half of it")
+    raise OSError(28, "No space left on device")
+
+
+@pytest.mark.parametrize("step", [3, 6], ids=["over an older one", "as a new one"])
+def test_a_save_that_fails_leaves_the_older_ones_and_no_trace(step: int) -> None:
+    older = save(3)
+    before = sorted(os.listdir(FOLDER))
+    with pytest.raises(OSError, match="No space left"):
+        checkpoint.write(FOLDER, step, {checkpoint.WEIGHTS: lambda file: save_file({}, file), "more": fill_and_fail})
+    assert sorted(os.listdir(FOLDER)) == before == ["latest", "step-00000003"]
+    assert checkpoint.find("runs/one") == (older.resolve(), [])
+
+
+def test_a_step_saved_twice_is_the_second_one() -> None:
+    save(3, valid={"loss": 2.0})
+    path = save(3, valid={"loss": 1.0})
+    checkpoint.verify(path)
+    assert checkpoint.read_state(path)["valid"] == {"loss": 1.0}
+    assert sorted(os.listdir(FOLDER)) == ["latest", "step-00000003"]
+
+
+def test_what_a_killed_process_left_is_not_in_the_way() -> None:
+    path = save(3)
+    # Killed while it wrote, with a process id that is ours now; and killed between its two renames.
+    shutil.copytree(path, FOLDER / f".{path.name}.{os.getpid()}")
+    shutil.copytree(path, FOLDER / f".{path.name}.replaced")
+    checkpoint.verify(save(3))
+    assert sorted(os.listdir(FOLDER)) == ["latest", "step-00000003"]
+
+
+def test_inspect_prints_the_names_and_shapes_of_the_weights(evenstep: Callable[..., Ended]) -> None:
+    path = save(3)
+    ended = evenstep("checkpoint", "inspect", "runs/one")
+    assert ended.code == 0
+    assert ended.err == ""
+    assert str(path.resolve()) in ended.out
+    lines = [line.split() for line in ended.out.splitlines()]
+    assert ["layer.weight", "F32", "3", "x", "4"] in lines
+    assert ["layer.scale", "F32", "one", "number"] in lines
+    assert ["step", "3"] in lines
+
+
+def test_inspect_prints_json_and_warns_in_it(evenstep: Callable[..., Ended]) -> None:
+    save(3)
+    flip_a_byte(save(6))
+    facts = json.loads(evenstep("checkpoint", "inspect", "runs/one", "--json").out)
+    assert facts["step"] == 3
+    assert facts["weights"]["layer.weight"] == {"dtype": "F32", "shape": [3, 4]}
+    assert "step-00000006 is damaged" in facts["warnings"][0]
+
+
+def test_inspect_refuses_a_damaged_checkpoint_with_exit_code_2(evenstep: Callable[..., Ended]) -> None:
+    path = save(3)
+    flip_a_byte(path)
+    ended = evenstep("checkpoint", "inspect", path)
+    assert ended.code == 2
+    assert ended.out == ""
+    assert ended.err.startswith(f"error: {path} is damaged: weights.safetensors")

@@ -1,0 +1,87 @@
+"""Imports point one way, help does not wait for torch, and the public names are these."""
+
+from __future__ import annotations
+
+import ast
+import dataclasses
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import typer
+
+import evenstep
+from evenstep.cli import app
+from evenstep.plan import Plan
+
+SOURCE = Path(evenstep.__file__).parent
+LOW = {"errors", "order", "plan", "record", "task", "checkpoint"}
+MAY_IMPORT = {
+    "errors": set(),
+    "order": {"errors"},
+    "plan": {"errors", "order"},
+    "record": {"errors", "order", "plan"},
+    "task": {"errors", "order", "plan", "record"},
+    "checkpoint": {"errors", "order", "plan", "record"},
+    "tasks": {"errors", "task", "tasks"},
+    "report": {*LOW, "report"},
+    "worker": {*LOW, "worker"},
+    "launch": {*LOW, "worker", "report", "launch"},
+    "cli": {*LOW, "worker", "report", "launch"},
+    "__main__": {"cli"},
+    # Names that are found when first asked for.
+    "__init__": {*LOW, "worker", "launch"},
+}
+NEEDS_TORCH = {"worker", "launch", "tasks"}
+
+
+def layer(file: Path) -> str:
+    return file.relative_to(SOURCE).parts[0].removesuffix(".py")
+
+
+def imported_layers(file: Path) -> set[str]:
+    names: set[str] = set()
+    for node in ast.walk(ast.parse(file.read_text())):
+        if isinstance(node, ast.Import):
+            names |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{file}:{node.lineno} imports relatively"
+            names |= {f"{node.module}.{alias.name}" for alias in node.names}
+    return {name.split(".")[1] for name in names if name.startswith("evenstep.")}
+
+
+def module_name(file: Path) -> str:
+    parts = ("evenstep", *file.relative_to(SOURCE).with_suffix("").parts)
+    return ".".join(parts).removesuffix(".__init__")
+
+
+FILES = sorted(SOURCE.rglob("*.py"))
+
+
+@pytest.mark.parametrize("file", FILES, ids=lambda file: str(file.relative_to(SOURCE)))
+def test_a_module_imports_only_what_lies_below_it(file: Path) -> None:
+    assert imported_layers(file) <= MAY_IMPORT[layer(file)]
+
+
+def test_only_workers_launchers_and_tasks_import_torch() -> None:
+    light = [module_name(file) for file in FILES if layer(file) not in NEEDS_TORCH and file.stem != "__main__"]
+    assert {"evenstep", "evenstep.cli", "evenstep.report.table", "evenstep.checkpoint"} <= set(light)
+    check = "assert 'torch' not in sys.modules, sorted(sys.modules)"
+    subprocess.run([sys.executable, "-c", f"import sys, {', '.join(light)}; {check}"], check=True)
+
+
+def test_the_public_names_are_these_and_each_is_there() -> None:
+    assert evenstep.__all__ == ["EvenstepError", "Plan", "Record", "Run", "Task", "join", "train"]
+    for name in evenstep.__all__:
+        assert getattr(evenstep, name).__name__ == name
+    with pytest.raises(AttributeError, match="evenstep has no 'Trainer'; it has EvenstepError, Plan"):
+        _ = evenstep.Trainer
+
+
+def test_every_option_of_train_is_a_field_of_the_plan_and_the_other_way_round() -> None:
+    command = typer.main.get_command(app).commands["train"]  # type: ignore[attr-defined]
+    flags = {flag for option in command.params for flag in option.opts if flag.startswith("-")}
+    options = {flag.removeprefix("--").replace("-", "_") for flag in flags - {"--json", "--help"}}
+    fields = {field.name for field in dataclasses.fields(Plan)}
+    assert options == fields - {"task"} | {"plan"}

@@ -1,0 +1,235 @@
+"""A plan cuts up its batch in public, travels as JSON, and refuses what cannot run in words that help."""
+
+from __future__ import annotations
+
+import doctest
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from evenstep import order, plan
+from evenstep.errors import PlanError
+from evenstep.plan import PRECISION_NAMES, STRATEGY_NAMES, Plan, check_name, parse_devices, read_plan
+
+
+def cpus(num: int) -> tuple[str, ...]:
+    return ("cpu",) * num
+
+
+def make(**values: Any) -> Plan:
+    return Plan(**{"batch": 64, "steps": 1, **values})
+
+
+@pytest.mark.parametrize(
+    ("values", "num_samples", "line"),
+    [
+        (
+            {"batch": 512, "strategy": "ddp", "devices": cpus(4), "accumulate": 2},
+            60_000,
+            "512 = 4 devices x 64 x 2 micro-batches, 118 steps an epoch (the last holds 96)",
+        ),
+        (
+            {"batch": 500, "strategy": "ddp", "devices": cpus(4)},
+            60_000,
+            "500 = 4 devices x 125, 120 steps an epoch",
+        ),
+        ({"batch": 10, "strategy": "dp", "devices": cpus(3)}, 100, "10 = 3 devices x 3-4, 10 steps an epoch"),
+        (
+            {"batch": 11, "strategy": "ddp", "devices": cpus(2), "accumulate": 3},
+            22,
+            "11 = 2 devices x 1-2 x 3 micro-batches, 2 steps an epoch",
+        ),
+        ({"batch": 64}, 64, "64 = 1 device x 64, 1 step an epoch"),
+        ({"batch": 64}, 65, "64 = 1 device x 64, 2 steps an epoch (the last holds 1)"),
+    ],
+)
+def test_the_batch_is_cut_up_in_one_line(values: dict[str, Any], num_samples: int, line: str) -> None:
+    assert make(**values).arithmetic(num_samples) == line
+
+
+@pytest.mark.parametrize("module", [plan, order])
+def test_examples_in_docstrings_are_true(module: Any) -> None:
+    results = doctest.testmod(module)
+    assert results.attempted > 0
+    assert results.failed == 0
+
+
+@given(
+    num_samples=st.integers(1, 10_000), batch=st.integers(1, 999), epochs=st.integers(1, 9), steps=st.integers(1, 999)
+)
+def test_a_run_is_so_many_steps_or_so_many_passes(num_samples: int, batch: int, epochs: int, steps: int) -> None:
+    an_epoch = make(batch=batch).steps_an_epoch(num_samples)
+    assert (an_epoch - 1) * batch < num_samples <= an_epoch * batch
+    assert Plan(batch=batch, epochs=epochs).num_steps(num_samples) == epochs * an_epoch
+    assert Plan(batch=batch, steps=steps).num_steps(num_samples) == steps
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        make(),
+        Plan(
+            batch=96,
+            task="my_task.py:small",
+            strategy="fsdp",
+            devices=cpus(3),
+            epochs=7,
+            seed=2**63 - 1,
+            precision="bf16",
+            accumulate=4,
+            clip=0.5,
+            name="été 1",
+            checkpoint_every=10,
+            keep=5,
+            resume="runs/before",
+            data="/data",
+            threads=2,
+            deterministic=True,
+            cudnn_benchmark=True,
+            compile=True,
+            sync_batchnorm=True,
+            allow_pickle=True,
+        ),
+    ],
+    ids=["short", "full"],
+)
+def test_a_plan_comes_back_from_json_as_it_went(value: Plan, tmp_path: Path) -> None:
+    text = json.dumps(value.to_json())
+    assert Plan.from_json(json.loads(text)) == value
+    (tmp_path / "plan.json").write_text(text)
+    assert Plan.from_json(read_plan(str(tmp_path))) == Plan.from_json(read_plan(str(tmp_path / "plan.json"))) == value
+
+
+def test_describe_shows_what_is_chosen_and_hides_what_is_off() -> None:
+    text = make(task="digits", devices=cpus(2), strategy="ddp", checkpoint_every=5, deterministic=True).describe()
+    lines = dict(line.split(maxsplit=1) for line in text.replace("checkpoint every", "checkpoint_every").splitlines())
+    assert lines == {
+        "batch": "64",
+        "task": "digits",
+        "strategy": "ddp",
+        "devices": "cpu, cpu",
+        "steps": "1",
+        "seed": "0",
+        "precision": "fp32",
+        "accumulate": "1",
+        "name": "run",
+        "checkpoint_every": "5",
+        "keep": "2",
+        "deterministic": "True",
+    }
+
+
+WHOLE = "it is a whole number from 1 up"
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({"strategy": "dpp"}, "unknown strategy 'dpp'; allowed are single, dp, ddp, fsdp; did you mean"),
+        ({"strategy": "horovod"}, "unknown strategy 'horovod'; allowed are single, dp, ddp, fsdp"),
+        ({"precision": "fp23"}, "unknown precision 'fp23'; allowed are fp64, fp32, tf32, bf16, fp16; did you mean"),
+        ({"devices": ("gpu",)}, "unknown device 'gpu'; write cpu, mps or cuda:0, or a count such as --devices 2"),
+        ({"devices": ("cuda:-1",)}, "unknown device 'cuda:-1'"),
+        ({"devices": ("cpu\n",)}, "unknown device 'cpu\\n'"),
+        ({"batch": 0}, f"batch is 0; {WHOLE}"),
+        ({"batch": -8}, f"batch is -8; {WHOLE}"),
+        ({"batch": 2.5}, f"batch is 2.5; {WHOLE}"),
+        ({"batch": "64"}, f"batch is '64'; {WHOLE}"),
+        ({"steps": 0}, f"steps is 0; {WHOLE}"),
+        ({"steps": None, "epochs": -1}, f"epochs is -1; {WHOLE}"),
+        ({"accumulate": 0}, f"accumulate is 0; {WHOLE}"),
+        ({"checkpoint_every": 0}, f"checkpoint-every is 0; {WHOLE}"),
+        ({"keep": 0}, f"keep is 0; {WHOLE}"),
+        ({"threads": 0}, f"threads is 0; {WHOLE}"),
+        ({"epochs": 1}, "so many epochs or so many steps: give one of --epochs and --steps"),
+        ({"steps": None}, "so many epochs or so many steps: give one of --epochs and --steps"),
+        ({"clip": 0.0}, "clip is 0.0; it is the largest allowed gradient norm, such as 1.0"),
+        ({"clip": float("nan")}, "clip is nan; it is the largest allowed gradient norm"),
+        ({"clip": float("inf")}, "clip is inf; it is the largest allowed gradient norm"),
+        ({"seed": -1}, "seed is -1; it goes from 0 to 2**63 - 1"),
+        ({"seed": 2**63}, f"seed is {2**63}; it goes from 0 to 2**63 - 1"),
+        ({"devices": ()}, "no device given; try --devices 1"),
+        ({"devices": cpus(2)}, "single runs on one device and 2 were given; use --strategy dp, ddp or fsdp"),
+        ({"strategy": "ddp", "devices": ("cpu", "cuda:0")}, "devices of different kinds (cpu, cuda); ddp needs one"),
+        ({"strategy": "ddp", "devices": ("mps",)}, "mps runs with --strategy single alone, and ddp was asked for"),
+        ({"precision": "tf32"}, "tf32 is a way of CUDA devices to multiply; on others use --precision fp32 or bf16"),
+        ({"precision": "fp64", "devices": ("mps",)}, "mps has no float64; use --precision fp32"),
+        ({"strategy": "dp", "compile": True}, "torch.compile does not trace in several threads"),
+        ({"sync_batchnorm": True}, "--sync-batchnorm joins processes, and single has one; use --strategy ddp or fsdp"),
+        (
+            {"strategy": "ddp", "devices": cpus(4), "accumulate": 3, "batch": 11},
+            "a global batch of 11 does not fill 4 devices x 3 micro-batches; use --batch 12 or more",
+        ),
+        ({"name": "a/b"}, "'a/b' cannot name a run; use letters, digits"),
+    ],
+)
+def test_helpful_errors(values: dict[str, Any], message: str) -> None:
+    with pytest.raises(PlanError) as refused:
+        make(**values)
+    assert message in str(refused.value)
+    assert "\n" not in str(refused.value)
+
+
+@pytest.mark.parametrize("strategy", STRATEGY_NAMES)
+@pytest.mark.parametrize("precision", [name for name in PRECISION_NAMES if name != "tf32"])
+def test_every_strategy_goes_with_every_precision_on_a_cpu(strategy: str, precision: str) -> None:
+    make(strategy=strategy, precision=precision)
+
+
+@pytest.mark.parametrize(
+    ("text", "devices"),
+    [
+        ("2", 2),
+        (" 16 ", 16),
+        ("-1", -1),
+        ("cpu", ("cpu",)),
+        ("cuda:0,cuda:1", ("cuda:0", "cuda:1")),
+        ("cpu, cpu", ("cpu", "cpu")),
+        ("", ("",)),
+    ],
+)
+def test_devices_are_a_count_or_a_list(text: str, devices: int | tuple[str, ...]) -> None:
+    assert parse_devices(text) == devices
+
+
+@pytest.mark.parametrize("name", ["a", "run-1_b", "2026-11-15-digits-ddp", "mit Leerzeichen", "v1.2", "x" * 100])
+def test_a_plain_folder_name_names_a_run(name: str) -> None:
+    check_name(name)
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        *("", ".", "..", ".hidden", "a..b", "a/b", "/a", "a\\b", " a", "\ta", "a\nb", "a\n"),
+        *("\x00", "\x1b[2J", "a\x7f", "a\x9b", "x" * 101),
+    ],
+)
+def test_anything_else_does_not(name: str) -> None:
+    with pytest.raises(PlanError, match="cannot name a run; use letters, digits, '-' and '_'"):
+        check_name(name)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("{", "plan.json is no plan: Expecting property name"),
+        ("[1]", "plan.json is no plan: it holds list; give the plan.json of a run folder"),
+        ("{}", "not a plan: 'devices'"),
+        ('{"devices": ["cpu"]}', "not a plan: .*batch"),
+        ('{"devices": ["cpu"], "batch": 1, "warp": 9}', "the plan has warp, unknown here; a newer evenstep wrote it"),
+        ('{"devices": ["cpu"], "batch": "1", "steps": 1}', "batch is '1'"),
+    ],
+)
+def test_a_file_that_is_no_plan_is_refused(text: str, message: str) -> None:
+    Path("plan.json").write_text(text)
+    with pytest.raises(PlanError, match=message):
+        read_plan("plan.json")
+
+
+def test_a_plan_that_is_not_there_is_refused() -> None:
+    with pytest.raises(PlanError, match=r"nowhere\.json is no plan: .*No such file"):
+        read_plan("nowhere.json")

@@ -1,0 +1,140 @@
+"""What was written is read back, also while it is written and after the writer was cut off."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from evenstep.errors import BadInput
+from evenstep.plan import Plan
+from evenstep.record import FILE, Evaluation, Record, RecordWriter, Step, Summary, rows
+
+PLAN = Plan(task="digits", batch=8, epochs=2, strategy="ddp", devices=("cpu", "cpu"), name="été")
+MACHINE = {"python": "3.11", "cores": 2}
+
+
+def step(number: int) -> Step:
+    return Step(
+        step=number,
+        epoch=number // 3,
+        loss=1 / 3 / number,
+        samples=8,
+        seconds=0.1,
+        input_seconds=0.01,
+        lr=1e-3,
+        peak_bytes={"rank0 cpu": 2**31},
+    )
+
+
+EVALUATION = Evaluation(step=2, epoch=0, values={"loss": 0.25, "accuracy": 0.9}, samples=101, seconds=0.5)
+SUMMARY = Summary(
+    strategy="ddp",
+    devices=["cpu", "cpu"],
+    steps=2,
+    samples=16,
+    train_loss=None,
+    valid={"loss": 0.25},
+    samples_per_second=80.0,
+    seconds=1.5,
+    peak_bytes={},
+    checkpoint=None,
+    run="runs/été",
+    shown="a line\nand another",
+)
+ROWS = [step(1), step(2), EVALUATION, SUMMARY]
+
+
+def written(folder: Path) -> Path:
+    writer = RecordWriter(folder, PLAN, MACHINE)
+    for row in ROWS:
+        writer.append(row)
+    writer.close()
+    return folder / FILE
+
+
+def check_whole(record: Record) -> None:
+    assert record.plan == PLAN
+    assert record.machine == MACHINE
+    assert record.steps == [step(1), step(2)]
+    assert record.losses == [step(1).loss, step(2).loss]
+    assert record.evaluations == [EVALUATION]
+    assert record.summary == SUMMARY
+
+
+def test_rows_are_read_back_as_they_were_written(tmp_path: Path) -> None:
+    file = written(tmp_path)
+    check_whole(Record.read(tmp_path))
+    check_whole(Record.read(str(file)))
+    assert Record.read(tmp_path).path == file
+
+
+def test_a_loss_that_is_not_finite_is_kept_too(tmp_path: Path) -> None:
+    writer = RecordWriter(tmp_path, PLAN, MACHINE)
+    writer.append(Step(**{**vars(step(1)), "loss": float("inf")}))
+    writer.close()
+    assert Record.read(tmp_path).losses == [float("inf")]
+
+
+def test_a_file_cut_off_anywhere_gives_its_whole_lines(tmp_path: Path) -> None:
+    file = written(tmp_path)
+    content = file.read_bytes()
+    first = content.index(b"\n") + 1
+    for cut in range(first, len(content)):
+        file.write_bytes(content[:cut])
+        record = Record.read(tmp_path)
+        found = len(record.steps) + len(record.evaluations) + (record.summary is not None)
+        assert found == content[:cut].count(b"\n") - 1
+
+
+def test_a_torn_line_is_left_and_read_once_it_is_whole(tmp_path: Path) -> None:
+    content = written(tmp_path).read_bytes()
+    file = tmp_path / "growing.jsonl"
+    middle = content.index(b"\n") + 20
+    with file.open("wb") as writer, file.open("rb") as reader:
+        writer.write(content[:middle])
+        writer.flush()
+        assert [row["kind"] for row in rows(reader)] == ["start"]
+        assert list(rows(reader)) == []
+        writer.write(content[middle:])
+        writer.flush()
+        assert [row["kind"] for row in rows(reader)] == ["step", "step", "evaluation", "summary"]
+
+
+def test_a_run_can_be_read_from_its_first_row_on(tmp_path: Path) -> None:
+    writer = RecordWriter(tmp_path, PLAN, MACHINE)
+    assert Record.read(tmp_path).plan == PLAN
+    assert Record.read(tmp_path).steps == []
+    writer.append(step(1))
+    writer.close()
+    assert Record.read(tmp_path).steps == [step(1)]
+
+
+def test_rows_of_a_kind_from_the_future_are_passed_over(tmp_path: Path) -> None:
+    file = written(tmp_path)
+    with file.open("a") as more:
+        more.write('{"kind": "dream", "about": "sheep"}\n')
+    check_whole(Record.read(tmp_path))
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ("", "record.jsonl is empty: the run ended before its first line"),
+        ('{"kind": "start", "pl', "record.jsonl is empty: the run ended before its first line"),
+        ("# A heading\n", "record.jsonl is no record of a run"),
+        ('{"kind": "step"}\n', "record.jsonl is no record of a run"),
+        ("[1, 2]\n", "record.jsonl is no record of a run"),
+    ],
+)
+def test_a_file_that_is_no_record_is_refused(tmp_path: Path, content: str, message: str) -> None:
+    (tmp_path / FILE).write_text(content)
+    with pytest.raises(BadInput, match=message):
+        Record.read(tmp_path)
+
+
+def test_a_folder_without_a_record_and_a_missing_one_are_refused() -> None:
+    Path("empty").mkdir()
+    for place in ("empty", "nowhere"):
+        with pytest.raises(BadInput, match=f"{place} is no run folder: it has no record.jsonl"):
+            Record.read(place)

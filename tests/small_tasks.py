@@ -27,7 +27,7 @@ def small_task(key: str) -> Task:
         valid=tuple(column[NUM_SAMPLES:] for column in columns),
         loss=LOSS[model, loss],
         optimizer=OPTIMIZER[optimizer],
-        metrics=None if model == "gpt" else accuracy,
+        metrics=None if model in ("gpt", "tied") else accuracy,
         scheduler=lambda optimizer, steps: torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, steps),
     )
 
@@ -62,6 +62,33 @@ def gpt() -> nn.Module:
     return GPT(vocabulary=11, context=8, layers=2, heads=2, width=16)
 
 
+class Tied(nn.Module):
+    """Two layers that share one weight, and a method beside forward that the loss calls."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([nn.Linear(20, 20), nn.Linear(20, 20)])
+        self.layers[1].weight = self.layers[0].weight
+        self.out = nn.Linear(20, 5)
+
+    def scores(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = torch.tanh(layer(x))
+        return self.out(x)
+
+
+def tied_loss(model: Tied, batch: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
+    return F.cross_entropy(model.scores(batch[0]), batch[1])
+
+
+def normed() -> nn.Module:
+    return nn.Sequential(nn.Linear(20, 32), nn.BatchNorm1d(32), nn.ReLU(), nn.Linear(32, 5))
+
+
+def dropped() -> nn.Module:
+    return nn.Sequential(nn.Linear(20, 32), nn.Dropout(0.5), nn.Linear(32, 5))
+
+
 def mean_loss(model: nn.Module, batch: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
     return F.cross_entropy(model(batch[0]), batch[1])
 
@@ -89,12 +116,15 @@ def accuracy(model: nn.Module, batch: tuple[torch.Tensor, torch.Tensor]) -> dict
     return {"accuracy": model(batch[0]).argmax(1) == batch[1]}
 
 
-DATA = {"mlp": vectors, "cnn": pictures, "gpt": texts}
-BUILDERS = {"mlp": mlp, "cnn": cnn, "gpt": gpt}
+DATA = {"mlp": vectors, "cnn": pictures, "gpt": texts, "tied": vectors, "norm": vectors, "drop": vectors}
+BUILDERS = {"mlp": mlp, "cnn": cnn, "gpt": gpt, "tied": Tied, "norm": normed, "drop": dropped}
 LOSS = {
     ("mlp", "mean"): mean_loss,
     ("cnn", "mean"): mean_loss,
     ("gpt", "mean"): token_mean_loss,
+    ("tied", "mean"): tied_loss,
+    ("norm", "mean"): mean_loss,
+    ("drop", "mean"): mean_loss,
     ("mlp", "pair"): pair_loss,
     ("cnn", "pair"): pair_loss,
     ("gpt", "pair"): token_pair_loss,

@@ -117,6 +117,21 @@ def read_state(path: Path) -> dict[str, Any]:
     return state
 
 
+def check_same_order(path: Path, state: Mapping[str, Any], seed: int, num_samples: int) -> None:
+    """Raise CheckpointError where the position of a checkpoint would mean other samples than it did."""
+    before = state["loader"]["num_samples"]
+    problem = None
+    if before != num_samples:
+        problem = f"was trained on {before} samples and the data now has {num_samples}"
+    elif state["seed"] != seed:
+        problem = f"was trained with seed {state['seed']} and the seed is now {seed}"
+    if problem is not None:
+        raise CheckpointError(
+            f"{path} {problem}: going on would repeat some samples and miss others.\n"
+            f"Give it what it had, or start anew from its weights: --resume {path / WEIGHTS}"
+        )
+
+
 def find(where: str) -> tuple[Path, list[str]]:
     """The newest whole checkpoint of a run folder (or the checkpoint itself), verified, and warnings about others."""
     path = Path(where)
@@ -125,8 +140,7 @@ def find(where: str) -> tuple[Path, list[str]]:
     if (path / SUMS).exists() or (path / STATE).exists():
         verify(path)
         return path.resolve(), []
-    folder = path if path.name == FOLDER else path / FOLDER
-    candidates = whole(folder)
+    candidates = whole(path / FOLDER) or whole(path)
     if not candidates:
         raise CheckpointError(f"{where} holds no checkpoint; one is written at the end of every epoch")
     warnings = []

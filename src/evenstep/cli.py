@@ -167,7 +167,7 @@ def inspect(
 def main() -> None:
     """Run the command, and end with a code that means something: 0 done, 1 failed, 2 bad input, 130 stopped."""
     try:
-        sys.exit(app(standalone_mode=False))
+        sys.exit(app(prog_name="evenstep", standalone_mode=False))
     except EvenstepError as error:
         _say_error(str(error))
         sys.exit(error.exit_code)

@@ -201,7 +201,7 @@ def describe(error: BaseException, prefer: str | None = None) -> str:
     if isinstance(error, SyntaxError):
         return what
     frames = traceback.extract_tb(error.__traceback__)
-    own = [frame for frame in frames if is_users(frame.filename)] or list(frames)
+    own = [frame for frame in frames if is_users(frame.filename)]
     preferred = [frame for frame in own if prefer and frame.filename.endswith(prefer)] or own
     return f"{what} ({preferred[-1].filename}:{preferred[-1].lineno})" if preferred else what
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from pathlib import Path
 
 import pytest
 from hypothesis import settings
@@ -42,11 +43,11 @@ def evenstep(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 
 
 @pytest.fixture(autouse=True)
-def _own_imports() -> Iterator[None]:
-    """A task file that a test imported is not there for the next one."""
-    path, modules = list(sys.path), set(sys.modules)
+def _own_imports(tmp_path: Path) -> Iterator[None]:
+    """A file of one test's folder that was imported is not there for the next one."""
+    path = list(sys.path)
     yield
     sys.path[:] = path
-    for name in set(sys.modules) - modules:
-        if not name.startswith(("torch", "evenstep.", "numpy")):
+    for name, module in list(sys.modules.items()):
+        if str(getattr(module, "__file__", None)).startswith(str(tmp_path)):
             del sys.modules[name]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from itertools import islice
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -189,7 +190,7 @@ def test_samples_of_different_shapes_are_named(
 
 
 def test_samples_that_are_no_data_are_refused() -> None:
-    with pytest.raises(TaskError, match="samples cannot be made into a batch: .*object.*; give the Task a collate"):
+    with pytest.raises(TaskError, match=r"samples cannot be made into a batch: .*object.*; give the Task a collate"):
         fetch(Samples(lambda _: object()))
 
 
@@ -285,7 +286,7 @@ def test_an_epoch_cut_anywhere_goes_on_with_another_number_of_processes(
     first, later = loaders(num, batch, worlds(size), accumulate), loaders(num, batch, worlds(later_size))
     done: list[list[int]] = []
     while len(done) < cut:
-        done += [ids for ids, _ in zip(epoch(first), range(cut - len(done)), strict=False)]
+        done += islice(epoch(first), cut - len(done))
     for loader in later:
         loader.load_state_dict(first[0].state_dict())
     assert len(later[0]) == -(-(num - first[0].position % num) // min(batch, num))
@@ -309,7 +310,7 @@ def augmented(
     seen = {}
     for world in team:
         loader = Loader(source, Shuffled(10, seed), world, batch, accumulate=accumulate, augment=noise, seed=seed)
-        loader.load_state_dict({"position": start, "num_samples": 10})
+        loader.position = start
         for piece in (piece for one in loader for piece in pieces(one)):
             seen |= dict(zip(piece.ids.tolist(), piece.data.tolist(), strict=False))
     return seen

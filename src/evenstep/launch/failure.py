@@ -12,13 +12,18 @@ from evenstep import checkpoint
 from evenstep.errors import BadInput, EvenstepError, WorkerFailed
 
 MOST_MESSAGE_LINES = 5
+_OURS = (0, -signal.SIGTERM)
+"""Exit codes of ranks that did nothing wrong: done, or stopped by the launcher."""
 
 
 def failure(run_folder: Path, exit_codes: Mapping[int, int], num_ranks: int) -> EvenstepError:
     """The error to raise when workers ended with these exit codes."""
     reports = _reports(run_folder)
-    if not reports:
-        return WorkerFailed(_silent_end(run_folder, exit_codes))
+    spoke = {report["rank"] for report in reports}
+    # A rank that was killed could not speak; those that lost their connection to it could.
+    killed = {rank: code for rank, code in exit_codes.items() if rank not in spoke and code not in _OURS}
+    if killed or not reports:
+        return WorkerFailed(_silent_end(run_folder, killed or exit_codes))
     first = min(reports, key=lambda report: int(report["nanoseconds"]))
     if first["exit_code"] == BadInput.exit_code:
         return BadInput(first["message"])
@@ -31,7 +36,8 @@ def failure(run_folder: Path, exit_codes: Mapping[int, int], num_ranks: int) -> 
         *_shortened(f"{first['type']}: {first['message']}"),
     ]
     if others:
-        lines.append(f"rank{'s' * (len(others) > 1)} {', '.join(map(str, others))} did not fail first and were stopped")
+        what = f"ranks {', '.join(map(str, others))} were" if len(others) > 1 else f"rank {others[0]} was"
+        lines.append(f"{what} stopped")
     return WorkerFailed("\n".join([*lines, _where_to_look(run_folder)]))
 
 

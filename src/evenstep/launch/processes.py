@@ -80,6 +80,8 @@ def workers(
 ) -> Iterator[Workers]:
     """Start `entry` (a program, or a function to fork) as ranks 0 to n - 1; none is left when the block ends."""
     meeting = Path(tempfile.mkdtemp(prefix="evenstep-"))  # mode 0700: nobody else can meet here
+    # The engine logs every process that fails or is ended; the reader wants the cause alone.
+    logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)
     context: PContext | None = None
     handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
     try:
@@ -108,8 +110,6 @@ def workers(
 
 
 def _close(context: PContext) -> None:
-    # The engine reports every process it ends; the reader wants the cause alone.
-    logging.getLogger("torch.distributed.elastic").setLevel(logging.ERROR)
     context.close(signal.SIGTERM, timeout=PATIENCE_SECONDS)
     for handler in getattr(context, "subprocess_handlers", {}).values():
         # torch leaves the logs of processes that ended by themselves open.

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import fields
@@ -10,7 +12,7 @@ from typing import IO, Any
 
 import torch
 
-from evenstep.errors import PlanError
+from evenstep.errors import EvenstepError, PlanError
 from evenstep.launch.failure import failure, stopped_where
 from evenstep.launch.prepare import Prepared, prepare
 from evenstep.launch.processes import RankLogs, Workers, python, workers
@@ -20,7 +22,7 @@ from evenstep.report.progress import Progress
 from evenstep.task import Task, TaskFunction
 from evenstep.worker.job import Event, perform
 from evenstep.worker.machine import share_threads
-from evenstep.worker.main import work_forked
+from evenstep.worker.main import work_forked, write_report
 from evenstep.worker.strategies import STRATEGIES
 
 
@@ -67,7 +69,17 @@ def run(prepared: Prepared) -> Iterator[Event]:
     """Carry the plan out, yielding what happens as it happens."""
     if STRATEGIES[prepared.plan.strategy].processes_per_device:
         return _in_processes(prepared)
-    return perform(prepared.plan, prepared.task, prepared.folder)
+    return _in_this_process(prepared)
+
+
+def _in_this_process(prepared: Prepared) -> Iterator[Event]:
+    try:
+        yield from perform(prepared.plan, prepared.task, prepared.folder)
+    except EvenstepError:
+        raise
+    except Exception as error:
+        write_report(prepared.folder, 0, error)
+        raise failure(prepared.folder, {0: 1}, 1) from error
 
 
 def _in_processes(prepared: Prepared) -> Iterator[Event]:
@@ -82,7 +94,9 @@ def _in_processes(prepared: Prepared) -> Iterator[Event]:
         entry, arguments = work_forked, (str(folder), prepared.task)
         logs = RankLogs(folder / "logs", open_ranks=range(len(plan.devices)))
     threads = share_threads(plan.threads, plan.devices)
-    environment = {"OMP_NUM_THREADS": str(threads)}
+    # Workers find the modules that this process finds: a task may be imported from beside the user's script.
+    found_here = os.pathsep.join(dict.fromkeys(str(Path(folder).resolve()) for folder in sys.path))
+    environment = {"OMP_NUM_THREADS": str(threads), "PYTHONPATH": found_here}
     with workers(entry, arguments, len(plan.devices), logs, environment) as started:
         yield from _watch(started, folder)
         assert started.exit_codes is not None

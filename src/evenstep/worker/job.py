@@ -13,6 +13,7 @@ from torch import nn
 from torch.optim.lr_scheduler import LRScheduler
 
 from evenstep import checkpoint
+from evenstep.errors import BadInput, TrainingError
 from evenstep.plan import Plan
 from evenstep.record import Evaluation, RecordWriter, Step, Summary
 from evenstep.task import Amount, Task
@@ -39,6 +40,11 @@ def perform(plan: Plan, task: Task, run_folder: Path) -> Iterator[Event]:
             yield event
         # Nobody leaves while another still reads what it sent.
         team.world.barrier()
+    except BadInput as error:
+        if job.run.step == 0:
+            raise
+        # Bad input is what is refused before anything is started; this was met on the way.
+        raise TrainingError(f"at step {job.run.step + 1}: {error}") from error
     except Exception as error:
         error.add_note(f"at step {job.run.step + 1}")
         raise

@@ -41,8 +41,11 @@ class Batch:
         return len(self.span)
 
     def finish(self) -> None:
-        """Say that the optimizer has taken this step: the loader's position moves past it."""
-        self.loader.position = self.span.epoch * self.loader.num_samples + self.span.stop
+        """Say that the optimizer has taken this step: the loader's position moves past it, once."""
+        end = self.span.epoch * self.loader.num_samples + self.span.stop
+        if self.loader.position < end:
+            self.loader.position = end
+            self.loader.num_finished += 1
 
 
 class Loader:
@@ -62,6 +65,7 @@ class Loader:
     ) -> None:
         self.num_samples = source.num_samples
         self.position = 0
+        self.num_finished = 0
         self._source = source
         self._order = order
         self._world = world
@@ -84,12 +88,13 @@ class Loader:
             batch.finish()
 
     def state_dict(self) -> dict[str, int]:
-        """Where a later run goes on: one integer, and the length that gives it meaning."""
-        return {"position": self.position, "num_samples": self.num_samples}
+        """Where a later run goes on: a position, the steps that led there, and the length that gives it meaning."""
+        return {"position": self.position, "num_finished": self.num_finished, "num_samples": self.num_samples}
 
     def load_state_dict(self, state: dict[str, int]) -> None:
         """Go on from where `state_dict` was taken, by any number of processes."""
         self.position = state["position"]
+        self.num_finished = state["num_finished"]
 
     def _read(self, span: Span) -> Batch:
         ids = self._order.ids(span)

@@ -41,7 +41,6 @@ def work(run_folder: str, source: Task | None = None) -> None:
         perform_rank(Path(run_folder), source)
     except BaseException as error:
         write_report(Path(run_folder), rank, error)
-        traceback.print_exc()
         end(error.exit_code if isinstance(error, EvenstepError) else 1)
 
 
@@ -96,3 +95,5 @@ def write_report(run_folder: Path, rank: int, error: BaseException) -> None:
     path = run_folder / "logs" / f"rank{rank}.error.json"
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps(report))
+    with path.with_name(f"rank{rank}.err").open("a") as log:
+        traceback.print_exception(error, file=log)

@@ -17,7 +17,7 @@ from evenstep.task import Task, describe
 from evenstep.worker.loader import Piece
 from evenstep.worker.precision import Precision
 from evenstep.worker.source import Source, open_source, to_device
-from evenstep.worker.state import check_foreign, refuse_difference, refuse_other_data
+from evenstep.worker.state import check_foreign, refuse_difference
 from evenstep.worker.totals import Totals
 from evenstep.worker.world import World
 
@@ -52,16 +52,18 @@ def _first_samples(source: Source) -> Any:
 
 
 def _skeleton(task: Task) -> nn.Module | None:
-    """The model with shapes and no memory; None if it cannot be built that way."""
-    try:
-        with torch.device("meta"):
-            model = task.model()
-    except Exception:
-        # Some models compute with real numbers while they are built; they are met on the device.
-        return None
-    if not isinstance(model, nn.Module):
-        raise TaskError(f"Task.model() returned {type(model).__name__}; it must return a torch.nn.Module")
-    return model
+    """The model with shapes and no memory if it can be built so, else with memory; None if that fails too."""
+    for device in ("meta", "cpu"):
+        try:
+            with torch.device(device):
+                model = task.model()
+        except Exception:
+            # Some models compute with real numbers while they are built.
+            continue
+        if not isinstance(model, nn.Module):
+            raise TaskError(f"Task.model() returned {type(model).__name__}; it must return a torch.nn.Module")
+        return model
+    return None
 
 
 def _check_fits(plan: Plan, skeleton: nn.Module) -> None:
@@ -95,10 +97,10 @@ def _check_resumes(plan: Plan, skeleton: nn.Module, source: Source) -> None:
         check_foreign(skeleton, plan.resume, plan.allow_pickle)
         return
     state = checkpoint.read_state(path)
-    refuse_other_data(state, source.num_samples, plan.resume)
     table = checkpoint.tensor_table(path / checkpoint.WEIGHTS)
     own = {name: tuple(value.shape) for name, value in skeleton.state_dict().items() if isinstance(value, torch.Tensor)}
     refuse_difference(own, {name: tuple(shape) for name, (_, shape) in table.items()}, str(path))
+    checkpoint.check_same_order(path, state, plan.seed, source.num_samples)
     if state["step"] >= plan.num_steps(source.num_samples):
         raise PlanError(
             f"{path} is at step {state['step']} and the plan ends at step {plan.num_steps(source.num_samples)}: "

@@ -22,7 +22,6 @@ from evenstep.worker.state import (
     load_weights,
     optimizer_state,
     read_foreign,
-    refuse_other_data,
     weights,
 )
 from evenstep.worker.team import Team
@@ -52,11 +51,15 @@ class Run:
         self.optimizers = _named(optimizer)
         self.loader = loader
         self.scheduler = scheduler
-        self.step = 0
         if set(self.optimizers) - set(self.models):
             raise TaskError(f"optimizers {list(self.optimizers)} and models {list(self.models)} need the same names")
         if scheduler is not None:
             _check_scheduler(scheduler)
+
+    @property
+    def step(self) -> int:
+        """Global batches that were finished."""
+        return self.loader.num_finished
 
     def save(self, folder: str | Path, *, keep: int = 2, is_best: bool = False, **extra: Any) -> Path:
         """Write a checkpoint below `folder`; every process calls this, rank 0 writes, all of them know how it went."""
@@ -70,9 +73,9 @@ class Run:
                 of_optimizer, optimizers[key] = optimizer_state(model.module, self.optimizers[key], keep=main)
                 moments |= _prefixed(key, of_optimizer)
         state = {**self._state(), "optimizers": optimizers, **extra}
-        problem = None
+        problem = _first_not_finite(tensors)
         path = Path(folder) / f"step-{self.step:08d}"
-        if main:
+        if main and problem is None:
             try:
                 files = {
                     checkpoint.WEIGHTS: lambda file: save_file(tensors, file),
@@ -89,7 +92,7 @@ class Run:
         if problems:
             raise TrainingError(
                 f"the checkpoint of step {self.step} could not be written ({problems[0]}).\n"
-                f"Earlier checkpoints in {folder} are whole; free space or rights there, then --resume."
+                f"Earlier checkpoints in {folder} are whole: mend the cause, then go on from there."
             )
         return path
 
@@ -99,7 +102,7 @@ class Run:
             return self._load_foreign(str(where), allow_pickle)
         path, said = checkpoint.find(str(where))
         state = checkpoint.read_state(path)
-        refuse_other_data(state, self.loader.num_samples, str(path))
+        checkpoint.check_same_order(path, state, self.team.seed, self.loader.num_samples)
         tensors = load_file(path / checkpoint.WEIGHTS)
         moments = load_file(path / checkpoint.OPTIMIZER)
         for key, model in self.models.items():
@@ -133,7 +136,6 @@ class Run:
         }
 
     def _restore(self, state: dict[str, Any]) -> None:
-        self.step = state["step"]
         self.loader.load_state_dict(state["loader"])
         if self.scheduler is not None and state["scheduler"] is not None:
             self.scheduler.load_state_dict(state["scheduler"])
@@ -158,6 +160,13 @@ def _unprefixed(key: str, tensors: dict[str, torch.Tensor]) -> dict[str, torch.T
     if not key:
         return tensors
     return {name.removeprefix(f"{key}."): value for name, value in tensors.items() if name.startswith(f"{key}.")}
+
+
+def _first_not_finite(tensors: Mapping[str, torch.Tensor]) -> str | None:
+    for name, tensor in tensors.items():
+        if tensor.is_floating_point() and not torch.isfinite(tensor).all():
+            return f"{name} holds NaN or infinity; a gradient was not finite though the loss was"
+    return None
 
 
 def _check_scheduler(scheduler: LRScheduler) -> None:

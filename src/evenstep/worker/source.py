@@ -43,9 +43,10 @@ def _columns(data: Any) -> list[Any] | None:
         return [data]
     if isinstance(data, Mapping):
         values = list(data.values())
-    elif isinstance(data, tuple | list):
+    elif isinstance(data, tuple):
         values = list(data)
     else:
+        # A list is a list of samples, whatever they are.
         return None
     return values if values and all(isinstance(value, torch.Tensor | np.ndarray) for value in values) else None
 
@@ -145,7 +146,7 @@ def _few(ids: list[int]) -> str:
 
 def _check_type(column: Any, what: str) -> None:
     try:
-        torch.as_tensor(column[:0])
+        _take(column, np.zeros(0, dtype=np.int64), torch.zeros(0, dtype=torch.int64))
     except (TypeError, ValueError) as error:
         raise TaskError(
             f"the {what} data has an array of {column.dtype}, which no tensor can hold; make it numbers"

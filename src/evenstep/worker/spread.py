@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any, TypeVar
 
 from torch import nn
@@ -41,8 +42,15 @@ class Spread:
         """The parameters that an optimizer updates."""
         return self.module.parameters()
 
-    def train(self, mode: bool = True) -> Spread:
-        """Switch dropout and batch statistics on (or, with False, off) on every seat."""
-        for module in (self.module, *self.seats):
-            module.train(mode)
-        return self
+    @contextmanager
+    def evaluating(self) -> Iterator[None]:
+        """Inside, dropout and batch statistics are off; afterwards every layer is as the user had it."""
+        modules = [layer for module in (self.module, *self.seats) for layer in module.modules()]
+        modes = [layer.training for layer in modules]
+        for layer in modules:
+            layer.training = False
+        try:
+            yield
+        finally:
+            for layer, mode in zip(modules, modes, strict=True):
+                layer.training = mode

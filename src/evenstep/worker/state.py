@@ -109,16 +109,6 @@ def refuse_difference(own: Mapping[str, Shape], found: Mapping[str, Shape], sour
         )
 
 
-def refuse_other_data(state: Mapping[str, Any], num_samples: int, source: str) -> None:
-    """Raise CheckpointError if the checkpoint's position counts samples of other data."""
-    before = state["loader"]["num_samples"]
-    if before != num_samples:
-        raise CheckpointError(
-            f"{source} was trained on {before} samples and the data now has {num_samples}, "
-            "so its position means nothing.\nResume from its weights.safetensors alone"
-        )
-
-
 def _first(names: list[str], most: int = 3) -> str:
     return ", ".join(names[:most]) + (f" and {len(names) - most} more" if len(names) > most else "")
 
@@ -201,6 +191,11 @@ def _typed(value: Any, now: Any) -> Any:
     return torch.tensor(value, dtype=now.dtype, device=now.device) if isinstance(now, torch.Tensor) else value
 
 
+def _looks_like_torch_save(path: str) -> bool:
+    with open(path, "rb") as file:
+        return file.read(4).startswith((b"PK\x03\x04", b"\x80"))
+
+
 def _in_short(error: Exception) -> str:
     first_line, *_ = str(error).splitlines() or [""]
     return f"{type(error).__name__}: {first_line[:100]}".rstrip(": ")
@@ -215,8 +210,10 @@ def read_foreign(path: str, allow_pickle: bool) -> Tensors:
             return load_file(path)
         loaded = torch.load(path, map_location="cpu", weights_only=not allow_pickle)
     except Exception as error:
-        if not allow_pickle and re.search(
-            "weights_only|Unsupported|UnpicklingError", f"{type(error).__name__} {error}"
+        if (
+            not allow_pickle
+            and _looks_like_torch_save(path)
+            and re.search("weights_only|Unsupported|UnpicklingError", f"{type(error).__name__} {error}")
         ):
             raise CheckpointError(
                 f"{path} holds Python objects, which can run code when loaded. Ask for a .safetensors file, "

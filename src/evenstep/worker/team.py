@@ -106,7 +106,7 @@ class Team:
         models = _as_tuple(model)
         self._draw_for(batch)
         for one in models:
-            self._strategy.refresh(one)
+            self._strategy.refresh(one, is_training=True)
         totals = Totals(self.world, batch.num_samples)
         with _Frozen(models[1:]):
             for number, pieces in enumerate(batch.micro_batches, 1):
@@ -120,7 +120,7 @@ class Team:
                     )
         mean = totals.read()
         if not math.isfinite(mean):
-            raise NonFiniteLoss(self._explain(mean, totals, batch))
+            raise NonFiniteLoss(self._explain(mean, totals, batch, models[0]))
         if totals.late_factor is not None:
             gradients = [weight.grad for weight in models[0].parameters() if weight.grad is not None]
             torch._foreach_mul_(gradients, totals.late_factor)
@@ -151,17 +151,15 @@ class Team:
         self, function: Callable[[Any, Any], Mapping[str, Amount]], model: Spread, batches: Loader
     ) -> dict[str, float]:
         """Means of named values over all of `batches`, every sample once, the same on every process."""
-        self._strategy.refresh(model)
-        model.train(False)
+        self._strategy.refresh(model, is_training=False)
         sums: dict[str, torch.Tensor] = {}
-        for batch in batches:
-            for pieces in batch.micro_batches:
+        with model.evaluating():
+            for pieces in (pieces for batch in batches for pieces in batch.micro_batches):
                 for measured in self._strategy.on_seats(
                     lambda place, piece: self._seat_measure(function, model, place, piece), list(enumerate(pieces))
                 ):
                     for name, pair in measured.items():
                         sums[name] = sums[name] + pair if name in sums else pair
-        model.train(True)
         names = list(sums)
         table = torch.stack([sums[name] for name in names]) if names else torch.zeros(0, 2)
         work = self.world.total(table)
@@ -174,11 +172,9 @@ class Team:
 
     def ask(self, function: Callable[[Any], T], model: Spread) -> T:
         """`function(model)` on the first seat of every process, with no gradients; all processes must call it."""
-        self._strategy.refresh(model)
-        model.train(False)
-        with torch.no_grad():
+        self._strategy.refresh(model, is_training=False)
+        with torch.no_grad(), model.evaluating():
             answer: T = model.bounds[0](function)
-        model.train(True)
         return answer
 
     def _seat_backward(
@@ -218,17 +214,29 @@ class Team:
         seeds = [stream(self.seed, "dropout", *where, seat) for seat in self.world.seats]
         seed_devices(seeds, self.world.devices)
 
-    def _explain(self, mean: float, totals: Totals, batch: Batch) -> str:
+    def _explain(self, mean: float, totals: Totals, batch: Batch, model: Spread) -> str:
         """Which rank's samples made the loss non-finite; all ranks call this together."""
         first, *more = [report for reports in self.world.gather(totals.non_finite()) for report in reports] or [None]
         where = f"; {first}" if first else "; every part is finite, their sum is not"
         others = f" (and {len(more)} more)" if more else ""
+        spoilt = [name for name, weight in model.module.named_parameters() if not _is_finite(weight)]
+        if any(self.world.gather(bool(spoilt))):
+            known = f"{spoilt[0]} is" if spoilt else "Some weights are"
+            advice = (
+                f"{known} not finite since an earlier step: a gradient was not, though the loss was. Try --clip 1.0."
+            )
+        else:
+            advice = "The weights are those of the step before. A lower learning rate or --clip 1.0 often helps."
         hint = " fp16 holds no number above 65504; try bf16." if self.precision.name == "fp16" else ""
         return (
             f"the loss is {mean} in epoch {batch.span.epoch + 1}, samples {batch.span.start} to "
-            f"{batch.span.stop - 1} of its order{where}{others}.\n"
-            f"The weights are those of the step before. A lower learning rate or --clip 1.0 often helps.{hint}"
+            f"{batch.span.stop - 1} of its order{where}{others}.\n{advice}{hint}"
         )
+
+
+def _is_finite(weight: torch.Tensor) -> bool:
+    local = getattr(weight, "to_local", lambda: weight)()
+    return bool(torch.isfinite(local).all())
 
 
 class _Frozen:

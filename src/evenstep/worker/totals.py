@@ -125,21 +125,24 @@ def as_sum(amount: Any, num_samples: int, what: str) -> torch.Tensor:
 
     A piece that stands in for nothing (`num_samples` 0) gives [0, 0].
     """
+    # new_full and not new_tensor: a number that is copied to a card makes the host wait for the card.
     if isinstance(amount, tuple | list):
         _check_pair(amount, what)
-        total, count = (torch.as_tensor(part).detach() for part in amount)
-        wide = _wide(total)
-        pair = torch.stack([total.to(wide).reshape(()), count.to(total.device, wide).reshape(())])
-        return pair if num_samples else torch.zeros_like(pair)
+        total, count = torch.as_tensor(amount[0]).detach().reshape(()), amount[1]
+        if num_samples == 0:
+            return total.new_zeros(2, dtype=_wide(total))
+        total = total.to(_wide(total))
+        if isinstance(count, torch.Tensor):
+            return torch.stack([total, count.detach().to(total.device, total.dtype).reshape(())])
+        return torch.stack([total, total.new_full((), float(count))])
     values = torch.as_tensor(amount).detach()
-    wide = _wide(values)
-    if values.ndim == 0:
-        # The mean of nothing is NaN, and NaN times 0 is not 0.
-        total = values.to(wide) * num_samples if num_samples else values.new_zeros((), dtype=wide)
-        return torch.stack([total, total.new_tensor(num_samples)])
     if num_samples == 0:
-        return values.new_zeros(2, dtype=wide)
-    return torch.stack([values.to(wide).sum(), values.new_tensor(values.numel(), dtype=wide)])
+        # The mean of nothing is NaN, and NaN times 0 is not 0.
+        return values.new_zeros(2, dtype=_wide(values))
+    values = values.to(_wide(values))
+    if values.ndim == 0:
+        return torch.stack([values * num_samples, values.new_full((), num_samples)])
+    return torch.stack([values.sum(), values.new_full((), values.numel())])
 
 
 def _wide(tensor: torch.Tensor) -> torch.dtype:
@@ -149,9 +152,11 @@ def _wide(tensor: torch.Tensor) -> torch.dtype:
 def _check_pair(amount: Any, what: str) -> None:
     if len(amount) != 2:
         raise TaskError(f"{what} returned {len(amount)} values; return a mean, or a pair (sum, count)")
-    count = torch.as_tensor(amount[1])
-    if count.numel() != 1:
+    count = amount[1]
+    if isinstance(count, torch.Tensor) and count.numel() != 1:
         raise TaskError(f"the count of {what} has shape {tuple(count.shape)}; it is one number, such as its sum()")
+    if not isinstance(count, torch.Tensor | int | float):
+        raise TaskError(f"the count of {what} is a {type(count).__name__}; it is one number, such as len(batch)")
 
 
 def _checked(loss: Any) -> torch.Tensor:

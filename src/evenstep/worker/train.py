@@ -24,7 +24,6 @@ def train(run: Run, task: Task, plan: Plan, peak_bytes: Callable[[], dict[str, i
             was_taken = run.team.step(optimizer, clip=plan.clip)
             if was_taken and run.scheduler is not None:
                 run.scheduler.step()
-            run.step += 1
             yield Step(
                 step=run.step,
                 epoch=batch.span.epoch,

@@ -27,8 +27,8 @@ class Strategy(Protocol):
     def spread(self, model: nn.Module, world: World) -> Spread:
         """The model on every seat of this process."""
 
-    def refresh(self, spread: Spread) -> None:
-        """Give every seat the current weights."""
+    def refresh(self, spread: Spread, is_training: bool) -> None:
+        """Give every seat the current weights; before an evaluation also rank 0's buffers, which are those saved."""
 
     def on_seats(self, work: Callable[..., T], arguments: Sequence[tuple[Any, ...]]) -> list[T]:
         """`work(*arguments[i])` for each seat of this process."""

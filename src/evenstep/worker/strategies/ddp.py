@@ -7,6 +7,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import ClassVar
 from weakref import WeakSet
 
+import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -32,6 +33,11 @@ class DDP(Single):
             return Spread(model, [bound])
         return Spread(model, [DistributedDataParallel(bound, gradient_as_bucket_view=True)], [bound])
 
+    def refresh(self, spread: Spread, is_training: bool) -> None:
+        # Before forward in training, DDP does this itself.
+        if not is_training:
+            send_buffers(spread)
+
     def syncing(self, spread: Spread, is_last: bool) -> AbstractContextManager[None]:
         seat = spread.seats[0]
         if not isinstance(seat, DistributedDataParallel):
@@ -42,6 +48,12 @@ class DDP(Single):
             return nullcontext()
         self._checked.add(spread)
         return _checking(spread)
+
+
+def send_buffers(spread: Spread) -> None:
+    """Rank 0's batch statistics to all ranks: every one of them kept its own."""
+    for buffer in spread.module.buffers():
+        dist.broadcast(buffer, src=0)
 
 
 @contextmanager

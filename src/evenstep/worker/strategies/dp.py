@@ -43,7 +43,7 @@ class DP:
             self._threads.append(ThreadPoolExecutor(max_workers=1, thread_name_prefix=name))
         return Replicas(model, world.devices)
 
-    def refresh(self, spread: Spread) -> None:
+    def refresh(self, spread: Spread, is_training: bool) -> None:
         assert isinstance(spread, Replicas)
         spread.replicate()
 

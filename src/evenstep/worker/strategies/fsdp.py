@@ -10,6 +10,7 @@ from typing import Any, ClassVar
 from torch import nn
 
 from evenstep.worker.spread import Bound, Spread
+from evenstep.worker.strategies.ddp import send_buffers
 from evenstep.worker.strategies.single import Single
 from evenstep.worker.world import World
 
@@ -31,6 +32,10 @@ class FSDP(Single):
         bound = Bound(model)
         fully_shard(bound, mesh=mesh)
         return Spread(model, [bound])
+
+    def refresh(self, spread: Spread, is_training: bool) -> None:
+        if not is_training:
+            send_buffers(spread)
 
     def syncing(self, spread: Spread, is_last: bool) -> AbstractContextManager[None]:
         root: Any = spread.seats[0]

@@ -23,7 +23,7 @@ class Single:
         model.to(world.device)
         return Spread(model, [Bound(model)])
 
-    def refresh(self, spread: Spread) -> None:
+    def refresh(self, spread: Spread, is_training: bool) -> None:
         """Nothing: there is one copy."""
 
     def on_seats(self, work: Callable[..., T], arguments: Sequence[tuple[Any, ...]]) -> list[T]:

@@ -1,0 +1,33 @@
+"""One rank of a training with BatchNorm, one of its layers frozen by hand; `python evaluate_together.py OUT`."""
+
+import json
+import sys
+from pathlib import Path
+
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+import evenstep
+
+team = evenstep.join("ddp", devices=("cpu", "cpu"))
+norm, frozen = nn.BatchNorm1d(6), nn.BatchNorm1d(6)
+frozen.eval()
+model = team.spread(nn.Sequential(norm, frozen, nn.Linear(6, 3)))
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+loader = team.loader((torch.randn(40, 6), torch.randint(0, 3, (40,))), batch=10)
+
+
+def loss(model: nn.Module, batch: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
+    return F.cross_entropy(model(batch[0]), batch[1])
+
+
+for batch in loader:
+    team.backward(loss, model, batch)
+    team.step(optimizer)
+before = norm.running_mean.tolist()
+team.measure(lambda model, batch: {"mean": model(batch).mean(1)}, model, team.loader(torch.randn(7, 6), batch=4))
+modes = [norm.training, frozen.training]
+reports = team.world.gather({"while_training": before, "statistics": norm.running_mean.tolist(), "modes": modes})
+if team.world.is_main:
+    Path(sys.argv[1]).write_text(json.dumps(reports))

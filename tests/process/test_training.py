@@ -1,0 +1,122 @@
+"""What the loop promises beyond plain parity: precision, randomness, BatchNorm, shared weights, few collectives."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from evenstep.launch.processes import RankLogs, python, workers
+from evenstep.plan import Plan
+from evenstep.worker.randomness import stream
+from tests.fleet import furthest, result, run_jobs
+
+STEPS = 24
+WORLDS = {1: ["single-1", "dp-2"], 2: ["ddp-2", "fsdp-2"], 3: ["ddp-3"]}
+MANY = ["dp-2", "ddp-2", "fsdp-2", "ddp-3"]
+
+
+def plan(where: str, **more: object) -> Plan:
+    strategy, _, num = where.partition("-")
+    values = {"batch": 12, "steps": STEPS, "precision": "fp64", "threads": 1, **more}
+    return Plan(strategy=strategy, devices=("cpu",) * int(num), **values)
+
+
+def jobs_for(where: str) -> list[tuple[str, Plan, str]]:
+    jobs = [(f"{where}/{half}", plan(where, precision=half), "mlp/adamw/mean") for half in ("bf16", "fp16")]
+    jobs.append((f"{where}/tied", plan(where), "tied/adamw/mean"))
+    jobs.append((f"{where}/norm", plan(where), "norm/adamw/mean"))
+    if where.startswith(("ddp", "fsdp")):
+        jobs.append((f"{where}/sync", plan(where, sync_batchnorm=True), "norm/adamw/mean"))
+    if where in ("single-1", "ddp-2"):
+        jobs.append((f"{where}/drop", plan(where, checkpoint_every=10, keep=9), "drop/adamw/mean"))
+        cut = str(Path("checkpoints", "step-00000010"))
+        jobs.append((f"{where}/drop-on", plan(where, resume=f"FOLDER/{where}/drop/{cut}"), "drop/adamw/mean"))
+    return jobs
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("training")
+    for size, wheres in WORLDS.items():
+        jobs = [(name, _in(folder, p), key) for where in wheres for name, p, key in jobs_for(where)]
+        run_jobs(folder, size, jobs)
+    return folder
+
+
+def _in(folder: Path, plan: Plan) -> Plan:
+    return Plan.from_json({**plan.to_json(), "resume": plan.resume and plan.resume.replace("FOLDER", str(folder))})
+
+
+@pytest.mark.timeout(240)
+@pytest.mark.parametrize("where", MANY)
+@pytest.mark.parametrize("kind", ["bf16", "fp16"])
+def test_half_precision_learns_what_single_does_within_its_rounding(runs: Path, where: str, kind: str) -> None:
+    single, other = result(runs, f"single-1/{kind}").record, result(runs, f"{where}/{kind}").record
+    assert other.losses == pytest.approx(single.losses, rel=0.02)
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
+def test_all_ranks_skip_a_step_that_overflows_on_one(tmp_path: Path, strategy: str) -> None:
+    first, second = run_script("skip_together.py", tmp_path, strategy)
+    assert first == second
+    assert False in first["taken"]
+    assert True in first["taken"]
+
+
+def run_script(name: str, folder: Path, *arguments: str) -> Any:
+    """What a script beside this file wrote, run as two ranks by evenstep's launcher."""
+    out = folder / "out.json"
+    entry, program = python(str(Path(__file__).with_name(name)), *arguments, str(out))
+    with workers(entry, program, 2, RankLogs(folder / "logs"), {"OMP_NUM_THREADS": "1"}) as started:
+        while started.poll():
+            pass
+        assert started.exit_codes == {}, (folder / "logs/rank0.err").read_text()
+    return json.loads(out.read_text())
+
+
+@pytest.mark.parametrize("where", MANY)
+def test_shared_weights_and_calls_beside_forward_train_alike(runs: Path, where: str) -> None:
+    single, other = result(runs, "single-1/tied"), result(runs, f"{where}/tied")
+    assert other.record.losses == pytest.approx(single.record.losses, rel=1e-9)
+    assert furthest(other.weights, single.weights) < 1e-9
+    assert (other.weights["layers.0.weight"] == other.weights["layers.1.weight"]).all()
+
+
+@pytest.mark.parametrize("where", ["ddp-2", "fsdp-2", "ddp-3"])
+def test_synchronised_batchnorm_sees_the_whole_batch(runs: Path, where: str) -> None:
+    single, local, synced = (result(runs, name) for name in ("single-1/norm", f"{where}/norm", f"{where}/sync"))
+    assert synced.record.losses == pytest.approx(single.record.losses, rel=1e-9)
+    assert furthest(synced.weights, single.weights) < 1e-9
+    assert local.record.losses != pytest.approx(single.record.losses, rel=1e-3)
+
+
+@pytest.mark.parametrize("where", ["single-1", "ddp-2"])
+def test_dropout_goes_on_after_a_restart_bit_for_bit(runs: Path, where: str) -> None:
+    undisturbed, resumed = result(runs, f"{where}/drop"), result(runs, f"{where}/drop-on")
+    assert resumed.record.losses == undisturbed.record.losses[10:]
+    assert all((resumed.weights[name] == value).all() for name, value in undisturbed.weights.items())
+
+
+def test_dropout_differs_between_ranks(runs: Path) -> None:
+    seeds = {
+        stream(0, "dropout", epoch, start, 0, seat) for epoch in range(3) for start in (0, 12) for seat in range(4)
+    }
+    assert len(seeds) == 24
+    assert result(runs, "ddp-2/drop").record.losses != result(runs, "single-1/drop").record.losses
+
+
+def test_every_rank_evaluates_the_model_that_is_saved(tmp_path: Path) -> None:
+    """Batch statistics differ between ranks while training; an evaluation uses those of rank 0 everywhere."""
+    first, second = run_script("evaluate_together.py", tmp_path)
+    assert first["while_training"] != second["while_training"]
+    assert first["statistics"] == second["statistics"] == first["while_training"]
+    assert first["modes"] == second["modes"] == [True, False]
+
+
+def test_one_small_and_one_gradient_collective_per_step_under_accumulation(tmp_path: Path) -> None:
+    counts = run_script("count_collectives.py", tmp_path)
+    # 9 of the all-reduces carry the gradients, 9 the loss.
+    assert counts == {"steps": 9, "micro_batches": 27, "gradient_buckets": 9, "all_reduces": 18, "other_collectives": 0}

@@ -62,7 +62,7 @@ def raw(wrap: Callable[[nn.Module], nn.Module] = lambda model: model) -> Callabl
                 last.backward()
                 optimizer.step()
                 optimizer.zero_grad(set_to_none=True)
-        return float(last)
+        return last.item()
 
     return block
 

@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from evenstep.worker.run import Run
     from evenstep.worker.team import join
 
+__version__ = "0.1.0"
 __all__ = ["EvenstepError", "Plan", "Record", "Run", "Task", "join", "train"]
 
 # Found when first asked for: torch takes a second to import, and `evenstep --help` should not wait for it.

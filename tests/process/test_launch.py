@@ -206,3 +206,24 @@ def test_a_parameter_without_gradient_is_named_before_the_second_step(task_file:
     assert done.returncode == 2
     assert "no gradient reaches forgotten.weight, forgotten.bias" in done.stderr
     assert "requires_grad_(False)" in done.stderr
+
+
+def test_a_script_trains_a_task_that_it_imports_from_beside_itself(task_file: Path) -> None:
+    (task_file.parent / "folder").mkdir()
+    task_file.rename("folder/neighbour.py")
+    Path("folder/script.py").write_text(
+        "import evenstep, neighbour\nprint(evenstep.train(neighbour.task, devices=2, steps=3).summary.steps)\n"
+    )
+    done = subprocess.run([sys.executable, "folder/script.py"], capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.strip() == "3"
+
+
+def test_an_error_of_the_users_is_explained_on_one_device_too(task_file: Path) -> None:
+    done = evenstep("train", "my_task.py", RANK="0", FAIL_RANK="0", FAIL_KIND="raise")
+    assert done.returncode == 1
+    report = done.stderr[done.stderr.index("error:") :].strip().splitlines()
+    assert report[0].startswith("error: rank 0 failed at step ")
+    assert "Traceback" not in done.stderr
+    (log,) = Path("runs").glob("*/logs/rank0.err")
+    assert "Traceback" in log.read_text()

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
-import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -150,17 +148,6 @@ def test_another_process_finds_a_function_of_the_script_itself(monkeypatch: pyte
     monkeypatch.setattr(script.task, "__module__", "__main__")
     monkeypatch.setitem(sys.modules, "__main__", script)
     assert spec_of(script.task) == f"{Path('script.py').resolve()}:task"
-
-
-@pytest.mark.xfail(strict=True, reason="workers look beside their working folder, not beside the script")
-def test_another_process_finds_a_function_of_the_scripts_neighbour(monkeypatch: pytest.MonkeyPatch) -> None:
-    """`python folder/script.py`, and in it `from evenstep_test_beside import task; evenstep.train(task, devices=2)`."""
-    write("def task(): return make(7)", "folder/evenstep_test_beside.py")
-    monkeypatch.syspath_prepend("folder")
-    spec = spec_of(importlib.import_module("evenstep_test_beside").task)
-    assert spec is not None
-    find = f"from evenstep.task import find_task; find_task({spec!r})"
-    subprocess.run([sys.executable, "-c", find], check=True, capture_output=True)
 
 
 def nested() -> Callable[[], Task]:

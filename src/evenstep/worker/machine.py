@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.metadata
 import os
 import platform
 import resource
@@ -13,6 +12,7 @@ from typing import Any
 import psutil
 import torch
 
+import evenstep
 from evenstep.errors import PlanError
 from evenstep.worker.world import World
 
@@ -78,7 +78,7 @@ def facts() -> dict[str, Any]:
     return {
         "python": platform.python_version(),
         "torch": torch.__version__,
-        "evenstep": importlib.metadata.version("evenstep"),
+        "evenstep": evenstep.__version__,
         "system": f"{platform.system()} {platform.machine()}",
         "cores": num_cores(),
         "memory_bytes": psutil.virtual_memory().total,

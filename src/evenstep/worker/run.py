@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.metadata
 import json
 from collections.abc import Mapping
 from pathlib import Path
@@ -12,6 +11,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
+import evenstep
 from evenstep import checkpoint
 from evenstep.errors import CheckpointError, TaskError, TrainingError
 from evenstep.worker.loader import Loader
@@ -125,7 +125,7 @@ class Run:
         scaler = self.team.precision.scaler
         return {
             "format": checkpoint.FORMAT,
-            "evenstep": importlib.metadata.version("evenstep"),
+            "evenstep": evenstep.__version__,
             "torch": torch.__version__,
             "step": self.step,
             "loader": self.loader.state_dict(),

@@ -54,7 +54,8 @@ def run_all(folder: Path, cases: list[tuple[str, int, str]]) -> Path:
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest) -> Path:
-    wanted = {item.callspec.params["case"] for item in request.session.items if "trained" in item.fixturenames}
+    of_this = [item for item in request.session.items if item.path == request.path]
+    wanted = {item.callspec.params["case"] for item in of_this}
     return run_all(tmp_path_factory.mktemp("parity"), [case for case in CASES if case in wanted])
 
 

@@ -207,7 +207,7 @@ def test_a_file_without_one_task_is_refused(refused: Refused, text: str, said: l
         ({"loss": "(mean(model, batch), 1, 2)"}, ["loss returned 3 values; return a mean, or a pair (sum, count)"]),
         ({"loss": "()"}, ["loss returned 0 values; return a mean, or a pair (sum, count)"]),
         ({"loss": "(mean(model, batch), batch[1])"}, ["the count of loss has shape (4,); it is one number"]),
-        ({"loss": "(mean(model, batch), None)"}, ["the loss cannot be computed"]),
+        ({"loss": "(mean(model, batch), None)"}, ["the count of loss is a NoneType; it is one number"]),
         ({"loss": "1 / 0"}, ["the loss cannot be computed: ZeroDivisionError", "my_task.py:"]),
         ({"model": "nn.Linear(5, 2)"}, ["the loss cannot be computed: RuntimeError: ", "shapes", "my_task.py:"]),
     ],

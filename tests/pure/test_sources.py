@@ -84,7 +84,6 @@ def fetch(data: Any, collate: Callable[[list[Any]], Any] | None = None) -> Any:
     "make",
     [
         lambda: (X, Y),
-        lambda: [X, Y],
         lambda: (X.numpy(), Y.numpy()),
         lambda: (X, Y.numpy()),
         lambda: (memory_map(), Y),
@@ -93,12 +92,16 @@ def fetch(data: Any, collate: Callable[[list[Any]], Any] | None = None) -> Any:
         lambda: ManyAtOnce(lambda id_: (X[id_], id_)),
         lambda: [(X[id_], id_) for id_ in range(4)],
     ],
-    ids=["tensors", "list", "arrays", "both", "memory map", "TensorDataset", "Dataset", "__getitems__", "samples"],
+    ids=["tensors", "arrays", "both", "memory map", "TensorDataset", "Dataset", "__getitems__", "samples"],
 )
 def test_a_batch_is_the_samples_in_the_order_asked_for(make: Callable[[], Any]) -> None:
     x, y = fetch(make())
     assert torch.equal(x, X[[3, 0, 2]])
     assert y.tolist() == [3, 0, 2]
+
+
+def test_a_list_is_a_list_of_samples_even_if_they_are_tensors() -> None:
+    assert torch.equal(fetch([X[id_] for id_ in range(4)]), X[[3, 0, 2]])
 
 
 def test_one_tensor_alone_gives_a_tensor_and_a_dict_gives_a_dict() -> None:

@@ -16,11 +16,24 @@ from evenstep.worker.world import World
 
 @dataclass(frozen=True)
 class Part:
-    """What one piece gave: [sum, count] on its device."""
+    """What one piece gave: a mean, or [sum, count], on its device."""
 
     piece: Piece
-    pair: torch.Tensor
+    amount: torch.Tensor
     host: HostCopy | None
+
+    def pair(self) -> torch.Tensor:
+        """[sum, count], on the device."""
+        return self.amount if self.amount.ndim else as_sum(self.amount, self.piece.num_samples, "loss")
+
+    def read(self) -> list[float]:
+        """[sum, count], on the host."""
+        assert self.host is not None
+        values = self.host.read()
+        if isinstance(values, list):
+            return values
+        num = self.piece.num_samples
+        return [values * num if num else 0.0, num]
 
 
 class Totals:
@@ -48,24 +61,24 @@ class Totals:
         if is_pair:
             _check_pair(amount, "loss")
         loss: torch.Tensor = _checked(amount[0] if is_pair else amount)
-        pair = as_sum(amount if is_pair else loss.detach(), piece.num_samples, "loss")
-        self._parts.append(Part(piece, pair, HostCopy(pair) if self._world.size == 1 else None))
-        weight = float(piece.num_samples)
+        kept = as_sum(amount, piece.num_samples, "loss") if is_pair else loss.detach()
+        self._parts.append(Part(piece, kept, HostCopy(kept) if self._world.size == 1 else None))
+        weight = piece.num_samples
         if is_pair:
             # Counts of the others are not known yet: divide by the samples now, and set it right after backward.
             self._is_late = True
-            weight = float(piece.num_samples > 0)
-        return loss * (self._world.size * weight / self._num_samples)
+            weight = min(1, piece.num_samples)
+        factor = self._world.size * weight / self._num_samples
+        return loss if factor == 1.0 else loss * factor
 
     def send(self) -> None:
         """Start adding up over processes; called once by the only seat of each process, before its last backward."""
         if self._world.size > 1:
-            self._sent = HostCopy(torch.stack([part.pair for part in self._parts]).sum(0), self._world)
+            self._sent = HostCopy(torch.stack([part.pair() for part in self._parts]).sum(0), self._world)
 
     def read(self) -> float:
         """The mean loss of the global batch."""
-        copies = [self._sent] if self._sent is not None else [part.host for part in self._parts]
-        pairs = [copy.read() for copy in copies if copy is not None]
+        pairs = [part.read() for part in self._parts] if self._sent is None else [self._sent.read()]
         total, count = (math.fsum(column) for column in zip(*pairs, strict=True))
         if self._is_late:
             self.late_factor = self._num_samples / count if count else 1.0
@@ -74,10 +87,10 @@ class Totals:
     def non_finite(self) -> list[str]:
         """Which of this process's pieces gave a loss that is NaN or infinite, and their first sample ids."""
         return [
-            f"rank {self._world.rank} got {part.pair[0].item()} for samples {part.piece.ids[:8].tolist()}"
+            f"rank {self._world.rank} got {part.pair()[0].item()} for samples {part.piece.ids[:8].tolist()}"
             + (" and more" if len(part.piece.ids) > 8 else "")
             for part in self._parts
-            if not math.isfinite(part.pair[0].item())
+            if not math.isfinite(part.pair()[0].item())
         ]
 
 
@@ -101,14 +114,13 @@ class HostCopy:
                 self._event = torch.cuda.Event()
                 self._event.record(stream)
 
-    def read(self) -> list[float]:
-        """The values; waits until they have arrived."""
+    def read(self) -> Any:
+        """The values, as floats; waits until they have arrived."""
         if self._event is not None:
             self._event.synchronize()
         elif self._work is not None:
             self._work.wait()
-        values: list[float] = self._values.tolist()
-        return values
+        return self._values.tolist()
 
 
 _SIDE_STREAMS: dict[torch.device, torch.cuda.Stream] = {}

@@ -49,7 +49,8 @@ def result(folder: Path, name: str) -> Result:
 def furthest(weights: dict[str, torch.Tensor], reference: dict[str, torch.Tensor]) -> float:
     """The largest difference between two models, relative to the largest weight of its tensor."""
     assert weights.keys() == reference.keys()
-    return max(float((weights[k] - reference[k]).abs().max() / reference[k].abs().max()) for k in reference)
+    pairs = [(weights[name].detach(), reference[name].detach()) for name in reference]
+    return max(float((ours - theirs).abs().max() / theirs.abs().max()) for ours, theirs in pairs)
 
 
 def main(file: Path) -> None:

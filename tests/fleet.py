@@ -55,7 +55,7 @@ def furthest(weights: dict[str, torch.Tensor], reference: dict[str, torch.Tensor
 
 def main(file: Path) -> None:
     from evenstep.worker.job import perform
-    from evenstep.worker.main import die_with_parent
+    from evenstep.worker.world import die_with_parent
     from tests.small_tasks import small_task
 
     die_with_parent()

@@ -29,6 +29,10 @@ _WHERE = {
 }
 
 
+def __dir__() -> list[str]:
+    return __all__
+
+
 def __getattr__(name: str) -> Any:
     if name not in _WHERE:
         raise AttributeError(f"evenstep has no {name!r}; it has {', '.join(__all__)}")

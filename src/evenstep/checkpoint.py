@@ -80,6 +80,11 @@ def prune(folder: Path, keep: int) -> None:
 
 def whole(folder: Path) -> list[Path]:
     """The finished checkpoints below a folder, oldest first."""
+    for replaced in folder.glob(".step-*.replaced"):
+        # A process was killed between putting the old one aside and the new one in its place.
+        final = folder / replaced.name.removeprefix(".").removesuffix(".replaced")
+        if not final.exists():
+            replaced.rename(final)
     return sorted(path for path in folder.glob("step-*") if path.is_dir())
 
 
@@ -90,7 +95,7 @@ def verify(path: Path) -> None:
         expected = {name: digest for digest, name in (line.split("  ", 1) for line in lines)}
     except (OSError, ValueError) as error:
         raise CheckpointError(f"{path} is no checkpoint: its {SUMS} cannot be read ({error})") from error
-    missing = {WEIGHTS, STATE} - set(expected)
+    missing = {WEIGHTS, OPTIMIZER, STATE} - set(expected)
     if missing:
         raise CheckpointError(f"{path} is no whole checkpoint: {SUMS} does not list {', '.join(sorted(missing))}")
     for name, digest in expected.items():
@@ -107,14 +112,22 @@ def read_state(path: Path) -> dict[str, Any]:
         state = json.loads((path / STATE).read_text())
     except (OSError, ValueError) as error:
         raise CheckpointError(f"{path} is no checkpoint: its {STATE} cannot be read ({error})") from error
-    if not isinstance(state, dict):
-        raise CheckpointError(f"{path} is no checkpoint: its {STATE} holds {type(state).__name__}")
-    if state.get("format", 0) > FORMAT:
+    if not isinstance(state, dict) or not isinstance(state.get("format"), int):
+        raise CheckpointError(f"{path} is no checkpoint: its {STATE} does not say which format it has")
+    if state["format"] > FORMAT:
         raise CheckpointError(
             f"{path} has format {state['format']} and this evenstep reads up to {FORMAT}; "
             f"it was written by evenstep {state.get('evenstep')}: upgrade to load it"
         )
     return state
+
+
+def start_of(resume: str | None) -> tuple[int, int]:
+    """(step, position) from which a run goes on: those of a checkpoint; a new run, or a file of weights, has (0, 0)."""
+    if resume is None or Path(resume).is_file():
+        return 0, 0
+    state = read_state(Path(resume))
+    return state["step"], state["loader"]["position"]
 
 
 def check_same_order(path: Path, state: Mapping[str, Any], seed: int, num_samples: int) -> None:

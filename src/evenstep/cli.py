@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
 import sys
 from pathlib import Path
 from typing import Annotated, Any
@@ -12,16 +13,18 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
+import evenstep
 from evenstep.errors import BadInput, EvenstepError
+from evenstep.task import BUILT_IN
 
 STOPPED = 130
+TASKS = f"{', '.join(BUILT_IN)}; or your own: file.py, file.py:function, package.module:function."
 
 # Typer keeps its name for "the command line is wrong" to itself; this public one is made from it.
 _USAGE_ERROR: type[Exception] = typer.BadParameter.__mro__[1]
 
 app = typer.Typer(
     name="evenstep",
-    help="Train one PyTorch task, unchanged, on one device or many; every way learns the same thing.",
     no_args_is_help=True,
     add_completion=False,
     rich_markup_mode="rich",
@@ -43,25 +46,38 @@ evenstep train my_task.py --resume runs/2026-11-15-digits-ddp
 """
 
 
+@app.callback()
+def root(
+    version: Annotated[bool, typer.Option("--version", help="Show the version and end.", is_eager=True)] = False,
+) -> None:
+    """Train one PyTorch task, unchanged, on one device or many; every way learns the same thing."""
+    if version:
+        print(f"evenstep {evenstep.__version__}")
+        raise typer.Exit
+
+
 @app.command(epilog=TRAIN_EXAMPLES)
 def train(
     task: Annotated[
-        str | None, typer.Argument(help="digits, file.py, file.py:function or package.module:function.")
+        str | None,
+        typer.Argument(help=TASKS),
     ] = None,
-    strategy: Annotated[str | None, typer.Option(help="single, dp, ddp or fsdp.")] = None,
-    devices: Annotated[str | None, typer.Option(help="A count, or a list: cuda:0,cuda:1 or cpu,cpu.")] = None,
-    batch: Annotated[int | None, typer.Option(help="Samples of one optimizer step, over all devices.")] = None,
-    epochs: Annotated[int | None, typer.Option(help="Passes over the data.")] = None,
+    strategy: Annotated[
+        str | None, typer.Option(help="single, dp, ddp or fsdp; default: ddp if several devices.")
+    ] = None,
+    devices: Annotated[str | None, typer.Option(help="A count, or a list such as cuda:0,cuda:1 or cpu,cpu.")] = None,
+    batch: Annotated[int | None, typer.Option(help="Samples of a step over all devices; default: the task's.")] = None,
+    epochs: Annotated[int | None, typer.Option(help="Passes over the data; default: the task's.")] = None,
     steps: Annotated[int | None, typer.Option(help="Optimizer steps, instead of epochs.")] = None,
-    seed: Annotated[int | None, typer.Option(help="Of weights, order, dropout and augmentation.")] = None,
-    precision: Annotated[str | None, typer.Option(help="fp64, fp32, tf32, bf16 or fp16.")] = None,
-    accumulate: Annotated[int | None, typer.Option(help="Micro-batches per optimizer step.")] = None,
+    seed: Annotated[int | None, typer.Option(help="Of weights, order, dropout and augmentation; default: 0.")] = None,
+    precision: Annotated[str | None, typer.Option(help="fp64, fp32 (default), tf32, bf16 or fp16.")] = None,
+    accumulate: Annotated[int | None, typer.Option(help="Micro-batches per optimizer step; default: 1.")] = None,
     clip: Annotated[float | None, typer.Option(help="Largest gradient norm, the same under all strategies.")] = None,
     name: Annotated[str | None, typer.Option(help="Of the folder runs/NAME.")] = None,
     checkpoint_every: Annotated[
         int | None, typer.Option(metavar="STEPS", help="Also save every so many steps.")
     ] = None,
-    keep: Annotated[int | None, typer.Option(help="Checkpoints to keep, besides the best.")] = None,
+    keep: Annotated[int | None, typer.Option(help="Checkpoints to keep, besides the best; default: 2.")] = None,
     resume: Annotated[str | None, typer.Option(help="A run, a checkpoint, or a file of weights.")] = None,
     data: Annotated[str | None, typer.Option(help="Folder of the data, for tasks that take one.")] = None,
     plan: Annotated[str | None, typer.Option(help="Repeat the run of this plan.json.")] = None,
@@ -96,15 +112,18 @@ def train(
 
 
 def _finish(record: Any, as_json: bool) -> None:
+    from evenstep.report.progress import without_control
     from evenstep.report.table import summary_table
 
     summary = record.summary
     if as_json:
-        print(json.dumps(dataclasses.asdict(summary)))
+        values = dataclasses.asdict(summary)
+        values["valid"] = {name: value if math.isfinite(value) else None for name, value in summary.valid.items()}
+        print(json.dumps(values))
         return
     console = Console(highlight=False, emoji=False)
     if summary.shown:
-        console.print(summary.shown, markup=False)
+        console.print(without_control(summary.shown), markup=False)
         console.print()
     console.print(summary_table(summary))
 
@@ -131,6 +150,7 @@ def inspect(
 ) -> None:
     """Show what a checkpoint holds, after checking that it is whole."""
     from evenstep import checkpoint
+    from evenstep.report.table import plain
 
     found, warnings = checkpoint.find(str(path))
     state = checkpoint.read_state(found)
@@ -138,8 +158,8 @@ def inspect(
     facts = {
         "checkpoint": str(found),
         "step": state["step"],
-        "position": state["loader"]["position"],
-        "samples": state["loader"]["num_samples"],
+        "samples_seen": state["loader"]["position"],
+        "samples_an_epoch": state["loader"]["num_samples"],
         "valid": state.get("valid", {}),
         "strategy": state.get("plan", {}).get("strategy"),
         "evenstep": state["evenstep"],
@@ -154,12 +174,13 @@ def inspect(
     for warning in warnings:
         console.print(warning, style="yellow", markup=False)
     for key, value in facts.items():
-        console.print(f"{key:<12} {value}", markup=False)
+        shown = ", ".join(f"{name} {number:.4f}" for name, number in value.items()) if key == "valid" else value
+        console.print(f"{key.replace('_', ' '):<18} {shown or '-'}", markup=False, soft_wrap=True)
     table = Table(box=None, pad_edge=False, header_style="bold")
     for column in ("weight", "type", "shape"):
         table.add_column(column)
     for name, (dtype, shape) in tensors.items():
-        table.add_row(name, dtype, " x ".join(map(str, shape)) or "one number")
+        table.add_row(plain(name), plain(dtype), " x ".join(map(str, shape)) or "one number")
     console.print()
     console.print(table)
 
@@ -183,7 +204,8 @@ def _say_usage(error: Any) -> None:
     """What is wrong with the command line; asked for nothing at all, Typer has shown the help already."""
     message = error.format_message().strip().rstrip(".")
     if message:
-        _say_error(f"{message}; see {error.ctx.command_path if error.ctx else 'evenstep'} --help")
+        command = error.ctx.command_path if error.ctx else "evenstep"
+        _say_error(f"{message}{'' if message.endswith('?') else ';'} see {command} --help")
 
 
 def _say_error(message: str) -> None:

@@ -69,10 +69,10 @@ class Plan:
     def _check_length(self) -> None:
         if (self.epochs is None) == (self.steps is None):
             raise PlanError("a run is so many epochs or so many steps: give one of --epochs and --steps")
-        if self.clip is not None and not (0 < self.clip < math.inf):
-            raise PlanError(f"clip is {self.clip}; it is the largest allowed gradient norm, such as 1.0")
-        if not 0 <= self.seed < 2**63:
-            raise PlanError(f"seed is {self.seed}; it goes from 0 to 2**63 - 1")
+        if self.clip is not None and not (isinstance(self.clip, int | float) and 0 < self.clip < math.inf):
+            raise PlanError(f"clip is {self.clip!r}; it is the largest allowed gradient norm, such as 1.0")
+        if not isinstance(self.seed, int) or not 0 <= self.seed < 2**63:
+            raise PlanError(f"seed is {self.seed!r}; it goes from 0 to 2**63 - 1")
 
     def _check_devices(self) -> None:
         num = len(self.devices)
@@ -108,12 +108,18 @@ class Plan:
         """Optimizer steps in one pass over the data, a short last one included."""
         return math.ceil(num_samples / self.batch)
 
-    def num_steps(self, num_samples: int) -> int:
-        """Optimizer steps of the whole run."""
+    def num_steps(self, num_samples: int, step: int = 0, position: int = 0) -> int:
+        """Optimizer steps of the whole run, of which `step` are done and have used `position` samples.
+
+        Both are needed: the steps before may have been taken with another batch.
+        """
         if self.steps is not None:
             return self.steps
         assert self.epochs is not None
-        return self.epochs * self.steps_an_epoch(num_samples)
+        epoch, start = divmod(position, num_samples)
+        begun = math.ceil((num_samples - start) / self.batch) if start else 0
+        whole_epochs = self.epochs - epoch - (start > 0)
+        return max(step, step + begun + whole_epochs * self.steps_an_epoch(num_samples))
 
     def arithmetic(self, num_samples: int) -> str:
         """The batch, cut up, in one line."""

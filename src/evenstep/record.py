@@ -24,6 +24,8 @@ class Step:
     epoch: int
     loss: float
     samples: int
+    count: float
+    """What the loss is a mean over: the samples, or the tokens, say, if the loss is a pair (sum, count)."""
     seconds: float
     input_seconds: float
     lr: float
@@ -49,6 +51,7 @@ class Summary:
     strategy: str
     devices: list[str]
     steps: int
+    """Taken by this run; a resumed one does not count what came before."""
     samples: int
     train_loss: float | None
     """Mean over the samples of the last epoch, or of what was run of it."""

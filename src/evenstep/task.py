@@ -92,8 +92,12 @@ def call_task(source: TaskFunction | Task, data: str | None = None) -> Task:
     name = getattr(source, "__name__", repr(source))
     if not callable(source):
         raise TaskError(f"{name!r} is neither a Task nor a function that makes one; write: def task() -> Task: ...")
+    parameters = inspect.signature(source).parameters
+    needed = [one.name for one in parameters.values() if one.default is one.empty and one.kind < one.VAR_POSITIONAL]
+    if set(needed) - {"data"}:
+        raise TaskError(f"{name}({', '.join(needed)}) needs more than it gets; it may take `data` (--data) or nothing")
     try:
-        takes_data = "data" in inspect.signature(source).parameters
+        takes_data = "data" in parameters
         made = source(data=data) if takes_data else source()
     except EvenstepError:
         raise
@@ -159,8 +163,10 @@ def _candidates(module: ModuleType) -> dict[str, TaskFunction | Task]:
 def _is_task(name: str, value: object, module: ModuleType) -> bool:
     if isinstance(value, Task):
         return True
-    if not inspect.isfunction(value) or value.__module__ != module.__name__:
+    if not inspect.isfunction(value):
         return False
+    if value.__module__ != module.__name__:
+        return name == "task"
     returns = value.__annotations__.get("return")
     return name == "task" or returns is Task or returns in ("Task", "evenstep.Task")
 

@@ -10,7 +10,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import evenstep
-from evenstep.errors import CheckpointError, TrainingError
+from evenstep.errors import CheckpointError, NonFiniteLoss, PlanError, TaskError, TrainingError
 from evenstep.worker.run import Run
 
 x = torch.randn(50, 6, generator=torch.Generator().manual_seed(0))
@@ -71,3 +71,78 @@ def test_weights_that_are_not_finite_are_not_saved_over_good_ones(tmp_path: Path
         run.save(tmp_path)
     assert (tmp_path / "latest").resolve() == good.resolve()
     assert sorted(path.name for path in tmp_path.iterdir()) == ["latest", good.name]
+
+
+def test_a_mask_of_minus_infinity_is_no_reason_not_to_save(tmp_path: Path) -> None:
+    team = evenstep.join("single", devices=("cpu",))
+    net = nn.Linear(6, 2)
+    net.register_buffer("mask", torch.full((2, 2), float("-inf")))
+    model = team.spread(net)
+    run = Run(team, model, torch.optim.SGD(model.parameters(), lr=0.1), team.loader(x, batch=10))
+    assert (run.save(tmp_path) / "weights.safetensors").is_file()
+
+
+def test_an_optimizer_over_other_parameters_is_refused() -> None:
+    team = evenstep.join("dp", devices=("cpu", "cpu"))
+    net = nn.Linear(6, 2)
+    before = torch.optim.SGD(net.parameters(), lr=0.1)
+    model = team.spread(net)
+    batch = next(iter(team.loader(x, batch=10)))
+    team.backward(loss, model, batch)
+    with pytest.raises(TaskError, match=r"make it after team\.spread"):
+        team.step(before)
+
+
+def test_parameters_that_are_thawed_after_spreading_are_refused() -> None:
+    team = evenstep.join("dp", devices=("cpu", "cpu"))
+    net = nn.Linear(6, 2)
+    net.bias.requires_grad_(False)
+    model = team.spread(net)
+    batch = next(iter(team.loader(x, batch=10)))
+    team.backward(loss, model, batch)
+    for weight in model.parameters():
+        weight.requires_grad_()
+    with pytest.raises(TaskError, match="requires_grad of some parameters changed"):
+        team.backward(loss, model, batch)
+
+
+@pytest.mark.parametrize("strategy", ["single", "dp"])
+def test_two_backwards_before_a_step_add_up_for_means_and_for_pairs(strategy: str) -> None:
+    def pair(model: nn.Module, batch: torch.Tensor) -> tuple[torch.Tensor, int]:
+        return loss(model, batch) * len(batch) * 3, len(batch) * 3
+
+    weights = []
+    for function in (loss, pair):
+        team = evenstep.join(strategy, devices=("cpu",) * (2 if strategy == "dp" else 1), precision="fp64")
+        torch.manual_seed(0)
+        model = team.spread(nn.Linear(6, 2))
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        first, second, *_ = list(team.loader(x, batch=10))
+        for batch in (first, second):
+            team.backward(function, model, batch)
+        team.step(optimizer)
+        weights.append(model.module.weight.detach().clone())
+    torch.testing.assert_close(weights[0], weights[1], rtol=1e-12, atol=0)
+
+
+def test_measuring_sees_every_sample_and_does_not_move_the_training() -> None:
+    run = new_run()
+    take_steps(run, 2)
+    model = run.models["first"]
+    measured = run.team.measure(lambda model, batch: {"first": batch[:, 0]}, model, run.loader)
+    assert measured["first"] == pytest.approx(float(x[:, 0].double().mean()), rel=1e-12)
+    assert (run.step, run.loader.position) == (1, 10)
+
+
+def test_a_non_finite_loss_leaves_no_gradients_behind() -> None:
+    run = new_run()
+    model = run.models["first"]
+    batch = next(iter(run.loader))
+    with pytest.raises(NonFiniteLoss, match="the loss is nan at step 1"):
+        run.team.backward(lambda model, batch: loss(model, batch) * float("nan"), model, batch)
+    assert all(weight.grad is None for weight in model.parameters())
+
+
+def test_a_loader_refuses_a_batch_of_nothing() -> None:
+    with pytest.raises(PlanError, match="batch is 0"):
+        evenstep.join("single", devices=("cpu",)).loader(x, batch=0)

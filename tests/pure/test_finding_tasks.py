@@ -114,7 +114,7 @@ def test_a_function_with_a_parameter_called_data_is_given_the_folder() -> None:
             "my_task.py",
             "task() does not make its Task: FileNotFoundError: .*/my_task.py:10)",
         ),
-        ("def task(size): return make(size)", "my_task.py", "task() does not make its Task: TypeError: .*'size'"),
+        ("def task(size): return make(size)", "my_task.py", "task(size) needs more than it gets; it may take `data`"),
     ],
 )
 def test_helpful_errors(text: str, spec: str, message: str) -> None:

@@ -177,7 +177,8 @@ def test_helpful_errors(values: dict[str, Any], message: str) -> None:
 @pytest.mark.parametrize("strategy", STRATEGY_NAMES)
 @pytest.mark.parametrize("precision", [name for name in PRECISION_NAMES if name != "tf32"])
 def test_every_strategy_goes_with_every_precision_on_a_cpu(strategy: str, precision: str) -> None:
-    make(strategy=strategy, precision=precision)
+    plan = make(strategy=strategy, precision=precision)
+    assert (plan.strategy, plan.precision) == (strategy, precision)
 
 
 @pytest.mark.parametrize(

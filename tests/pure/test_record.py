@@ -20,6 +20,7 @@ def step(number: int) -> Step:
         epoch=number // 3,
         loss=1 / 3 / number,
         samples=8,
+        count=8,
         seconds=0.1,
         input_seconds=0.01,
         lr=1e-3,

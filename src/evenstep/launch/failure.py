@@ -42,7 +42,7 @@ def failure(run_folder: Path, exit_codes: Mapping[int, int], num_ranks: int) -> 
 
 
 def _reports(run_folder: Path) -> list[dict[str, Any]]:
-    return [json.loads(path.read_text()) for path in (run_folder / "logs").glob("rank*.error.json")]
+    return [json.loads(path.read_text()) for path in sorted((run_folder / "logs").glob("rank*.error.json"))]
 
 
 def _shortened(message: str) -> list[str]:

@@ -6,6 +6,7 @@ import datetime
 import json
 import os
 import re
+import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -17,7 +18,7 @@ from evenstep import checkpoint
 from evenstep.errors import PlanError
 from evenstep.plan import Plan, parse_devices, read_plan
 from evenstep.task import Task, TaskFunction, call_task, find_task, spec_of
-from evenstep.worker.machine import check_devices, choose_devices
+from evenstep.worker.machine import check_devices, choose_devices, num_cores
 from evenstep.worker.probe import probe
 from evenstep.worker.randomness import seed_everything
 from evenstep.worker.strategies import STRATEGIES
@@ -35,6 +36,7 @@ class Prepared:
     """How another process finds the task; None if it lives in this one alone."""
     folder: Path
     num_samples: int
+    num_steps: int
     said: list[str]
 
     @property
@@ -55,17 +57,24 @@ def prepare(source: str | TaskFunction | Task | None, choices: Mapping[str, Any]
     elif "epochs" in chosen:
         base.pop("steps", None)
     values = {**base, **chosen, **_devices(chosen, base), "task": spec or "(in this process)"}
-    if spec is None and STRATEGIES[values["strategy"]].processes_per_device:
-        values["threads"] = _forked_threads(values.get("threads"))
     # What can be refused without the task is refused before it is loaded: its data may take a while.
     draft = _draft(values, _label(source))
-    found = find_task(source) if isinstance(source, str) else source
+    if spec is None and STRATEGIES[draft.strategy].processes_per_device:
+        draft = replace(draft, threads=_forked_threads(draft.threads))
+    # Before the file is imported: data that it makes at its top is then the same here and in every worker.
     seed_everything(draft.seed)
+    found = find_task(source) if isinstance(source, str) else source
     task = call_task(found, draft.data)
     plan = _completed(draft, values, task)
     plan, said = _resumed(plan)
     num_samples = probe(plan, task)
-    return Prepared(plan, task, spec, _make_folder(plan), num_samples, said)
+    num_steps = plan.num_steps(num_samples, *checkpoint.start_of(plan.resume))
+    return Prepared(plan, task, spec, _make_folder(plan), num_samples, num_steps, [*said, *_crowded(plan)])
+
+
+def _crowded(plan: Plan) -> list[str]:
+    num = plan.devices.count("cpu")
+    return [f"{num} CPU devices share {num_cores()} cores"] if num > num_cores() else []
 
 
 def _forked_threads(threads: int | None) -> int:
@@ -106,8 +115,10 @@ def _base(chosen: dict[str, Any]) -> dict[str, Any]:
     resume = chosen.get("resume")
     if resume is not None and not Path(resume).is_file():
         path, _ = checkpoint.find(str(resume))
-        base |= Plan.from_json(checkpoint.read_state(path)["plan"]).to_json()
-    return {name: value for name, value in base.items() if value is not None and name not in ("name", "resume")}
+        # A loop of the user's own saves no plan.
+        saved = checkpoint.read_state(path).get("plan")
+        base |= Plan.from_json(saved).to_json() if saved else {}
+    return {name: value for name, value in base.items() if value is not None and name != "name"}
 
 
 def _devices(chosen: Mapping[str, Any], base: Mapping[str, Any]) -> dict[str, Any]:
@@ -120,7 +131,7 @@ def _devices(chosen: Mapping[str, Any], base: Mapping[str, Any]) -> dict[str, An
         given = 1 if strategy in (None, "single") else len(base.get("devices", ())) or max(1, torch.cuda.device_count())
     if isinstance(given, str):
         given = parse_devices(given)
-    devices = choose_devices(given) if isinstance(given, int) else tuple(given)
+    devices = choose_devices(given) if isinstance(given, int) else tuple(map(str, given))
     if strategy is None:
         before = base.get("strategy", "single")
         strategy = "single" if len(devices) == 1 else before if before != "single" else "ddp"
@@ -134,6 +145,8 @@ def _label(source: str | TaskFunction | Task) -> str:
         label = Path(place).stem if place.endswith(".py") else name or place
     else:
         label = str(getattr(source, "__name__", "task"))
+        file = getattr(sys.modules.get(getattr(source, "__module__", "")), "__file__", None)
+        label = Path(file).stem if label == "task" and file else label
     return re.sub(r"[^\w-]+", "-", label).strip("-")[:50] or "task"
 
 

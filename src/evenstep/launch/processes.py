@@ -8,6 +8,7 @@ import shutil
 import signal
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -16,8 +17,7 @@ from typing import Any
 
 from torch.distributed.elastic.multiprocessing import LogsDest, LogsSpecs, PContext, SignalException, start_processes
 
-from evenstep.worker.main import PARENT
-from evenstep.worker.world import STORE
+from evenstep.worker.world import PARENT, STORE
 
 POLL_SECONDS = 0.05
 PATIENCE_SECONDS = 2
@@ -62,12 +62,23 @@ class Workers:
 
     def poll(self) -> bool:
         """Whether they are still at work; waits a moment."""
+        failed = self._ended_badly()
+        if failed:
+            # Before the engine sees it: that one waits half a minute for the others, and counts them as failed too.
+            self._context.close(signal.SIGTERM, timeout=PATIENCE_SECONDS)
+            self.exit_codes = failed
+            return False
         result = self._context.wait(timeout=0)
         if result is None:
             time.sleep(POLL_SECONDS)
             return True
         self.exit_codes = {rank: failure.exitcode for rank, failure in result.failures.items()}
         return False
+
+    def _ended_badly(self) -> dict[int, int]:
+        handlers = getattr(self._context, "subprocess_handlers", {})
+        codes = {rank: handler.proc.poll() for rank, handler in handlers.items()}
+        return {rank: code for rank, code in codes.items() if code}
 
 
 @contextmanager
@@ -105,8 +116,9 @@ def workers(
         if context is not None:
             _close(context)
         shutil.rmtree(meeting, ignore_errors=True)
-        for number, handler in handlers.items():
-            signal.signal(number, handler)
+        if threading.current_thread() is threading.main_thread():
+            for number, handler in handlers.items():
+                signal.signal(number, handler)
 
 
 def _close(context: PContext) -> None:

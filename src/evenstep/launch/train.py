@@ -22,7 +22,8 @@ from evenstep.report.progress import Progress
 from evenstep.task import Task, TaskFunction
 from evenstep.worker.job import Event, perform
 from evenstep.worker.machine import share_threads
-from evenstep.worker.main import work_forked, write_report
+from evenstep.worker.main import WORKER, work_forked, write_report
+from evenstep.worker.randomness import host_state, restore_host_state
 from evenstep.worker.strategies import STRATEGIES
 
 
@@ -31,15 +32,21 @@ def train(task: str | TaskFunction | Task, *, progress: bool = True, **choices: 
 
     record = evenstep.train(task, strategy="ddp", devices=2, batch=512, epochs=10)
     """
+    if WORKER in os.environ:
+        raise PlanError(
+            "evenstep.train was called by a worker that imports your script; let the script alone call it:\n"
+            'if __name__ == "__main__": evenstep.train(...)'
+        )
     unknown = set(choices) - set(CHOICES)
     if unknown:
         raise PlanError(f"unknown {', '.join(sorted(unknown))}; train takes {', '.join(CHOICES)}")
-    return watch(prepare(task, choices), progress)
+    with _settings_kept():
+        return watch(prepare(task, choices), progress)
 
 
 def watch(prepared: Prepared, progress: bool) -> Record:
     """Carry the plan out, show how it goes, and read back what it wrote."""
-    with _settings_kept(), Progress(prepared.plan.num_steps(prepared.num_samples), quiet=not progress) as shown:
+    with Progress(prepared.num_steps, quiet=not progress) as shown:
         try:
             for event in run(prepared):
                 shown.show(event)
@@ -54,12 +61,17 @@ def _settings_kept() -> Iterator[None]:
     """A training in this process must not change how the user's own torch computes afterwards."""
     threads, deterministic = torch.get_num_threads(), torch.are_deterministic_algorithms_enabled()
     flags = (torch.backends.cudnn.deterministic, torch.backends.cudnn.benchmark)
+    tf32 = (torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn.allow_tf32)
+    generator, host = torch.get_rng_state(), host_state()
     try:
         yield
     finally:
         torch.set_num_threads(threads)
         torch.use_deterministic_algorithms(deterministic)
         torch.backends.cudnn.deterministic, torch.backends.cudnn.benchmark = flags
+        torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn.allow_tf32 = tf32
+        torch.set_rng_state(generator)
+        restore_host_state(host)
 
 
 CHOICES = (*(field.name for field in fields(Plan) if field.name != "task"), "plan")

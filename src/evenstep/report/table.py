@@ -5,9 +5,11 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 
+from rich.markup import escape
 from rich.table import Table
 
 from evenstep.record import Record, Summary
+from evenstep.report.progress import without_control
 
 
 def side_by_side(records: Sequence[Record]) -> Table:
@@ -17,19 +19,17 @@ def side_by_side(records: Sequence[Record]) -> Table:
     table = Table(box=None, pad_edge=False, header_style="bold")
     for column in ("strategy", "devices"):
         table.add_column(column, no_wrap=True)
-    measured = ["valid loss" if name == "loss" else name for name in names]
-    for column in ("steps", "train loss", *measured, "samples/s", "seconds"):
+    measured = ["valid loss" if name == "loss" else plain(name) for name in names]
+    for column in ("train loss", *measured, "samples/s"):
         table.add_column(column, justify="right", no_wrap=True)
     table.add_column("peak memory")
     for summary in finished:
         table.add_row(
             summary.strategy,
             devices(summary.devices),
-            str(summary.steps),
             number(summary.train_loss),
             *(number(summary.valid.get(name)) for name in names),
             f"{summary.samples_per_second:,.0f}",
-            f"{summary.seconds:.1f}",
             peaks(summary),
         )
     return table
@@ -47,12 +47,17 @@ def summary_table(summary: Summary) -> Table:
     if summary.train_loss is not None:
         table.add_row("train loss", number(summary.train_loss))
     for name, value in summary.valid.items():
-        table.add_row(f"valid {name}", number(value))
+        table.add_row(f"valid {plain(name)}", number(value))
     table.add_row("peak memory", peaks(summary))
     if summary.checkpoint:
-        table.add_row("checkpoint", summary.checkpoint)
-    table.add_row("run", summary.run)
+        table.add_row("checkpoint", plain(summary.checkpoint))
+    table.add_row("run", plain(summary.run))
     return table
+
+
+def plain(text: str) -> str:
+    """A name as it is: no markup, no control bytes, whoever chose it."""
+    return escape(without_control(text))
 
 
 def devices(names: Sequence[str]) -> str:

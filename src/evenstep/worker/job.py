@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import os
 import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -19,6 +20,7 @@ from evenstep.record import Evaluation, RecordWriter, Step, Summary
 from evenstep.task import Amount, Task
 from evenstep.worker import machine
 from evenstep.worker.batchnorm import synchronised
+from evenstep.worker.randomness import seed_everything, stream
 from evenstep.worker.run import Run
 from evenstep.worker.team import Team, join
 from evenstep.worker.train import train
@@ -57,6 +59,8 @@ def set_up_torch(plan: Plan) -> None:
     """Settings of this process, before anything is computed."""
     torch.set_num_threads(machine.share_threads(plan.threads, plan.devices))
     if plan.deterministic:
+        # cuBLAS asks for this, and reads it when it is first used.
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
         torch.use_deterministic_algorithms(True)
     torch.backends.cudnn.deterministic = plan.deterministic
     torch.backends.cudnn.benchmark = plan.cudnn_benchmark
@@ -74,7 +78,9 @@ class Job:
         self.run = self._build()
         self.valid = None
         if task.valid is not None:
-            self.valid = team.loader(task.valid, plan.batch, shuffle=False, collate=task.collate)
+            self.valid = team.loader(
+                task.valid, plan.batch, shuffle=False, accumulate=plan.accumulate, collate=task.collate
+            )
         self.peaks: dict[str, int] = {}
         self.best: float | None = None
 
@@ -89,7 +95,7 @@ class Job:
         for step in train(self.run, self.task, self.plan, self._peak_bytes):
             taken.append(step)
             yield step
-            is_end = step.step == self.plan.num_steps(self.run.loader.num_samples)
+            is_end = step.step == self.run.num_steps
             is_epoch_end = self.run.loader.position % self.run.loader.num_samples == 0
             if is_epoch_end or is_end:
                 evaluation = self._evaluate(step.epoch)
@@ -108,6 +114,9 @@ class Job:
     def _build(self) -> Run:
         plan, task, team = self.plan, self.task, self.team
         module = task.model()
+        if not module.training:
+            # As pretrained models often come; without this, dropout and batch statistics would stay off, unsaid.
+            module.train()
         if plan.sync_batchnorm:
             module = synchronised(module)
         model = team.spread(module)
@@ -118,9 +127,11 @@ class Job:
         loader = team.loader(
             task.train, plan.batch, accumulate=plan.accumulate, collate=task.collate, augment=task.augment
         )
-        num_steps = plan.num_steps(loader.num_samples)
+        num_steps = plan.num_steps(loader.num_samples, *checkpoint.start_of(plan.resume))
         scheduler = _call_scheduler(task, optimizer, num_steps) if task.scheduler is not None else None
-        return Run(team, model, optimizer, loader, scheduler)
+        # From here on Python's and NumPy's draws (in a dataset, say) differ between ranks.
+        seed_everything(stream(plan.seed, "host", 0, team.world.rank))
+        return Run(team, model, optimizer, loader, scheduler, num_steps)
 
     def _is_due(self, step: int) -> bool:
         return self.plan.checkpoint_every is not None and step % self.plan.checkpoint_every == 0
@@ -164,7 +175,7 @@ class Job:
         return Summary(
             strategy=self.plan.strategy,
             devices=list(self.plan.devices),
-            steps=self.run.step,
+            steps=len(taken),
             samples=sum(step.samples for step in taken),
             train_loss=_mean_loss(last_epoch) if taken else None,
             valid=evaluation.values if evaluation is not None else {},
@@ -180,7 +191,7 @@ class Job:
 
 
 def _mean_loss(steps: list[Step]) -> float:
-    return sum(step.loss * step.samples for step in steps) / sum(step.samples for step in steps)
+    return sum(step.loss * step.count for step in steps) / (sum(step.count for step in steps) or 1.0)
 
 
 def _call_scheduler(task: Task, optimizer: torch.optim.Optimizer, num_steps: int) -> LRScheduler:

@@ -8,10 +8,11 @@ from typing import Any
 
 import torch
 
+from evenstep.errors import PlanError
 from evenstep.order import Ids, Order, Span, share, span_at
 from evenstep.task import Batch as Data
 from evenstep.worker.randomness import stream
-from evenstep.worker.source import Source, to_device
+from evenstep.worker.source import Samples, Source, to_device
 from evenstep.worker.world import World
 
 Augment = Callable[[Any, torch.Generator], Any]
@@ -63,6 +64,8 @@ class Loader:
         augment: Augment | None = None,
         seed: int = 0,
     ) -> None:
+        if batch < 1 or accumulate < 1:
+            raise PlanError(f"batch is {batch} and accumulate {accumulate}; both are whole numbers from 1 up")
         self.num_samples = source.num_samples
         self.position = 0
         self.num_finished = 0
@@ -87,6 +90,14 @@ class Loader:
             yield batch
             batch.finish()
 
+    def whole_pass(self) -> Iterator[Batch]:
+        """Every sample once, from the first to the last; the position does not move."""
+        place = 0
+        while place < self.num_samples:
+            batch = self._read(span_at(place, self._batch, self.num_samples))
+            yield batch
+            place = batch.span.stop
+
     def state_dict(self) -> dict[str, int]:
         """Where a later run goes on: a position, the steps that led there, and the length that gives it meaning."""
         return {"position": self.position, "num_finished": self.num_finished, "num_samples": self.num_samples}
@@ -97,6 +108,9 @@ class Loader:
         self.num_finished = state["num_finished"]
 
     def _read(self, span: Span) -> Batch:
+        if isinstance(self._source, Samples):
+            # A dataset may draw from torch's own generator; so it draws the same after a restart.
+            torch.manual_seed(stream(self._seed, "data", span.epoch, span.start, self._world.rank))
         ids = self._order.ids(span)
         shares = [ids[_slice(share(len(ids), seat, self._world.num_seats))] for seat in self._world.seats]
         # Seat 0 has the largest share; every seat runs as many micro-batches as it does, for collectives must match.

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import atexit
-import ctypes
 import json
 import os
 import signal
@@ -15,10 +14,10 @@ from pathlib import Path
 from evenstep.errors import EvenstepError
 from evenstep.plan import Plan
 from evenstep.task import Task, call_task, is_users, load_task
-from evenstep.worker.world import read_rank
+from evenstep.worker.world import die_with_parent, read_rank, stay_in_group
 
-PARENT = "EVENSTEP_PARENT"
-"""The launcher's process id: a worker does not outlive it."""
+WORKER = "EVENSTEP_WORKER"
+"""Set in every worker, so that a script that it imports cannot start a training of its own."""
 
 
 def work_forked(run_folder: str, task: Task) -> None:
@@ -34,12 +33,14 @@ def work_forked(run_folder: str, task: Task) -> None:
 def work(run_folder: str, source: Task | None = None) -> None:
     """Do this rank's part of the run in `run_folder`; leave a report there if it fails."""
     rank, _, _ = read_rank()
+    os.environ[WORKER] = str(rank)
     die_with_parent()
     # Ctrl-C reaches every process of a terminal; the launcher alone decides what it means.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     try:
         perform_rank(Path(run_folder), source)
     except BaseException as error:
+        stay_in_group()
         write_report(Path(run_folder), rank, error)
         end(error.exit_code if isinstance(error, EvenstepError) else 1)
 
@@ -68,16 +69,6 @@ def perform_rank(run_folder: Path, source: Task | None) -> None:
             print(event, flush=True)
 
 
-def die_with_parent() -> None:
-    """Ask Linux to kill this process when the launcher dies, however it dies."""
-    parent = os.environ.get(PARENT)
-    if sys.platform != "linux" or not parent:
-        return
-    ctypes.CDLL(None, use_errno=True).prctl(1, signal.SIGKILL)  # 1: PR_SET_PDEATHSIG
-    if os.getppid() != int(parent):
-        os._exit(1)
-
-
 def write_report(run_folder: Path, rank: int, error: BaseException) -> None:
     """What the launcher shows of this failure, if it is the first cause."""
     frames = traceback.extract_tb(error.__traceback__)
@@ -94,6 +85,9 @@ def write_report(run_folder: Path, rank: int, error: BaseException) -> None:
     }
     path = run_folder / "logs" / f"rank{rank}.error.json"
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps(report))
+    # Beside and renamed: this process may be stopped while it writes.
+    beside = path.with_suffix(".writing")
+    beside.write_text(json.dumps(report))
+    beside.replace(path)
     with path.with_name(f"rank{rank}.err").open("a") as log:
         traceback.print_exception(error, file=log)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from pathlib import Path
 from typing import Any
 
@@ -101,9 +102,10 @@ def _check_resumes(plan: Plan, skeleton: nn.Module, source: Source) -> None:
     own = {name: tuple(value.shape) for name, value in skeleton.state_dict().items() if isinstance(value, torch.Tensor)}
     refuse_difference(own, {name: tuple(shape) for name, (_, shape) in table.items()}, str(path))
     checkpoint.check_same_order(path, state, plan.seed, source.num_samples)
-    if state["step"] >= plan.num_steps(source.num_samples):
+    num_steps = plan.num_steps(source.num_samples, *checkpoint.start_of(plan.resume))
+    if state["step"] >= num_steps:
         raise PlanError(
-            f"{path} is at step {state['step']} and the plan ends at step {plan.num_steps(source.num_samples)}: "
+            f"{path} is at step {state['step']} and the plan ends at step {num_steps}: "
             "there is nothing left to do; give a larger --epochs or --steps to go on"
         )
 
@@ -112,14 +114,20 @@ def _check_loss(plan: Plan, task: Task, data: Any) -> None:
     """One forward of a throw-away model on the CPU; only what is certainly wrong is refused."""
     world = World(0, 1, (torch.device("cpu"),))
     precision = Precision("fp64" if plan.precision == "fp64" else "fp32", world.device)
+    what = "loss"
     try:
-        model = precision.fit(task.model())
+        # A copy: the task may hand out the one model that will be trained.
+        model = copy.deepcopy(precision.fit(task.model()))
         amount = task.loss(model, to_device(data, precision.fit_tensor))
         Totals(world, 1).take(amount, Piece(data, np.zeros(0, dtype=np.int64), 1))
+        if task.metrics is not None:
+            what = "metrics"
+            with torch.no_grad():
+                task.metrics(model.eval(), to_device(data, precision.fit_tensor))
     except EvenstepError:
         raise
     except Exception as error:
         if any(device != "cpu" for device in plan.devices):
             # It may need the card; the worker will say.
             return
-        raise TaskError(f"the loss cannot be computed: {describe(error)}") from error
+        raise TaskError(f"the {what} cannot be computed: {describe(error)}") from error

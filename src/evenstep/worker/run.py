@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import warnings
+from collections import Counter
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, TypeVar
@@ -24,9 +26,10 @@ from evenstep.worker.state import (
     read_foreign,
     weights,
 )
-from evenstep.worker.team import Team
+from evenstep.worker.team import Team, is_finite
 
 T = TypeVar("T")
+_PAIRS = "(pairs)"
 
 
 class Run:
@@ -45,12 +48,15 @@ class Run:
         optimizer: torch.optim.Optimizer | Mapping[str, torch.optim.Optimizer],
         loader: Loader,
         scheduler: LRScheduler | None = None,
+        num_steps: int | None = None,
     ) -> None:
         self.team = team
         self.models = _named(model)
         self.optimizers = _named(optimizer)
         self.loader = loader
         self.scheduler = scheduler
+        self.num_steps = num_steps
+        """What the schedule was made for, where it depends on that."""
         if set(self.optimizers) - set(self.models):
             raise TaskError(f"optimizers {list(self.optimizers)} and models {list(self.models)} need the same names")
         if scheduler is not None:
@@ -73,7 +79,7 @@ class Run:
                 of_optimizer, optimizers[key] = optimizer_state(model.module, self.optimizers[key], keep=main)
                 moments |= _prefixed(key, of_optimizer)
         state = {**self._state(), "optimizers": optimizers, **extra}
-        problem = _first_not_finite(tensors)
+        problem = self._first_not_finite()
         path = Path(folder) / f"step-{self.step:08d}"
         if main and problem is None:
             try:
@@ -86,7 +92,7 @@ class Run:
                 if is_best:
                     checkpoint.point(Path(folder), "best", path.name)
                 checkpoint.prune(Path(folder), keep)
-            except (OSError, ValueError, RuntimeError) as error:
+            except (OSError, ValueError, TypeError, RuntimeError) as error:
                 problem = f"{type(error).__name__}: {error}"
         problems = self.team.world.agree(problem)
         if problems:
@@ -105,13 +111,41 @@ class Run:
         checkpoint.check_same_order(path, state, self.team.seed, self.loader.num_samples)
         tensors = load_file(path / checkpoint.WEIGHTS)
         moments = load_file(path / checkpoint.OPTIMIZER)
+        rates = self._other_schedule(state, said)
         for key, model in self.models.items():
             load_weights(model.module, _unprefixed(key, tensors), str(path))
             if key in self.optimizers:
                 saved = state["optimizers"][key]
                 load_optimizer_state(model.module, self.optimizers[key], _unprefixed(key, moments), saved)
         self._restore(state)
+        if rates is None and self.scheduler is not None and state["scheduler"] is not None:
+            self.scheduler.load_state_dict(unpacked(state["scheduler"]))
+        for group, rate in zip(self._first_groups(), rates or [], strict=False):
+            group["lr"] = rate
         return said
+
+    def _other_schedule(self, state: dict[str, Any], said: list[str]) -> list[float] | None:
+        """The learning rates of a schedule made for another length, advanced to this step; None if it is the same."""
+        if self.scheduler is None or state["num_steps"] == self.num_steps:
+            return None
+        said.append(f"the schedule was made for {state['num_steps']} steps and is now made for {self.num_steps}")
+        with warnings.catch_warnings():
+            # "step() before optimizer.step()": so it is, the steps were taken by the run before.
+            warnings.simplefilter("ignore", UserWarning)
+            for _ in range(state["step"]):
+                self.scheduler.step()
+        return [group["lr"] for group in self._first_groups()]
+
+    def _first_groups(self) -> list[dict[str, Any]]:
+        return next(iter(self.optimizers.values())).param_groups
+
+    def _first_not_finite(self) -> str | None:
+        """The first parameter that holds NaN or infinity, on this rank; buffers may (a mask of -inf is fine)."""
+        for key, model in self.models.items():
+            for name, weight in model.module.named_parameters():
+                if not is_finite(weight):
+                    return f"{key}{'.' * bool(key)}{name} holds NaN or infinity; a gradient was not finite though the loss was"
+        return None
 
     def _load_foreign(self, path: str, allow_pickle: bool) -> list[str]:
         if len(self.models) > 1:
@@ -130,15 +164,14 @@ class Run:
             "step": self.step,
             "loader": self.loader.state_dict(),
             "seed": self.team.seed,
-            "scheduler": self.scheduler.state_dict() if self.scheduler else None,
+            "num_steps": self.num_steps,
+            "scheduler": packed(self.scheduler.state_dict()) if self.scheduler else None,
             "scaler": scaler.state_dict() if scaler else None,
             "generators": self.team.world.gather(host_state()),
         }
 
     def _restore(self, state: dict[str, Any]) -> None:
         self.loader.load_state_dict(state["loader"])
-        if self.scheduler is not None and state["scheduler"] is not None:
-            self.scheduler.load_state_dict(state["scheduler"])
         if self.team.precision.scaler is not None and state["scaler"]:
             self.team.precision.scaler.load_state_dict(state["scaler"])
         world = self.team.world
@@ -162,17 +195,28 @@ def _unprefixed(key: str, tensors: dict[str, torch.Tensor]) -> dict[str, torch.T
     return {name.removeprefix(f"{key}."): value for name, value in tensors.items() if name.startswith(f"{key}.")}
 
 
-def _first_not_finite(tensors: Mapping[str, torch.Tensor]) -> str | None:
-    for name, tensor in tensors.items():
-        if tensor.is_floating_point() and not torch.isfinite(tensor).all():
-            return f"{name} holds NaN or infinity; a gradient was not finite though the loss was"
-    return None
+def packed(value: Any) -> Any:
+    """A state as JSON can hold it: JSON's keys are strings, and MultiStepLR's milestones are not."""
+    if isinstance(value, dict):
+        if all(isinstance(key, str) for key in value):
+            return {key: packed(one) for key, one in value.items()}
+        return {_PAIRS: [[key, packed(one)] for key, one in value.items()]}
+    return [packed(one) for one in value] if isinstance(value, list | tuple) else value
+
+
+def unpacked(value: Any) -> Any:
+    """What `packed` was given; tables of counts come back as Counters, which schedulers need."""
+    if isinstance(value, dict):
+        if _PAIRS in value:
+            return Counter({key: unpacked(one) for key, one in value[_PAIRS]})
+        return {key: unpacked(one) for key, one in value.items()}
+    return [unpacked(one) for one in value] if isinstance(value, list) else value
 
 
 def _check_scheduler(scheduler: LRScheduler) -> None:
     if isinstance(scheduler, ReduceLROnPlateau):
         raise TaskError("ReduceLROnPlateau needs a metric at every step; use a scheduler that counts optimizer steps")
     try:
-        json.dumps(scheduler.state_dict())
+        json.dumps(packed(scheduler.state_dict()))
     except TypeError as error:
         raise TaskError(f"the state of {type(scheduler).__name__} cannot be saved as JSON ({error})") from error

@@ -29,7 +29,7 @@ class Source(Protocol):
 
 def open_source(data: Any, collate: Collate | None, what: str = "train") -> Source:
     """The reader that fits `data`, or a TaskError that says what is wrong with it."""
-    if isinstance(data, TensorDataset):
+    if type(data) is TensorDataset:  # a subclass may have a __getitem__ of its own
         data = data.tensors
     columns = _columns(data)
     source: Source = Table(data, collate, what) if columns is not None else Samples(data, collate, what)
@@ -175,7 +175,7 @@ def _take(column: Any, ids: Ids, index: torch.Tensor) -> torch.Tensor:
 
 
 def _row(column: Any, row: int) -> Any:
-    return column[row] if isinstance(column, torch.Tensor) else torch.as_tensor(np.array(column[row]))
+    return column[row].clone() if isinstance(column, torch.Tensor) else torch.as_tensor(np.array(column[row]))
 
 
 def to_device(data: Batch, move: Callable[[torch.Tensor], torch.Tensor]) -> Batch:

@@ -145,7 +145,7 @@ def optimizer_state(module: nn.Module, optimizer: torch.optim.Optimizer, keep: b
         }
         for group in optimizer.param_groups
     ]
-    return tensors, {"values": values, "groups": groups}
+    return tensors, {"class": type(optimizer).__name__, "values": values, "groups": groups}
 
 
 def load_optimizer_state(
@@ -153,6 +153,11 @@ def load_optimizer_state(
 ) -> None:
     """Put back what `optimizer_state` took, by parameter name."""
     names = {id(weight): name for name, weight in module.named_parameters()}
+    if saved["class"] != type(optimizer).__name__:
+        raise CheckpointError(
+            f"the checkpoint was trained with {saved['class']} and the optimizer is now {type(optimizer).__name__};\n"
+            "to go on with another optimizer, start from weights.safetensors alone"
+        )
     own = [[names[id(weight)] for weight in group["params"]] for group in optimizer.param_groups]
     if [set(group["params"]) for group in saved["groups"]] != [set(group) for group in own]:
         raise CheckpointError(

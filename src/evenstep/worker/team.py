@@ -13,6 +13,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
+from weakref import WeakSet
 
 import torch
 from torch import nn
@@ -29,7 +30,7 @@ from evenstep.worker.source import open_source
 from evenstep.worker.spread import Spread
 from evenstep.worker.strategies import STRATEGIES
 from evenstep.worker.totals import Totals, as_sum
-from evenstep.worker.world import World, join_world, read_rank
+from evenstep.worker.world import World, die_with_parent, join_world, read_rank
 
 T = TypeVar("T")
 Models = Spread | Sequence[Spread]
@@ -51,6 +52,7 @@ def join(
     if chosen not in STRATEGIES:
         raise PlanError(f"unknown strategy {chosen!r}; allowed are {', '.join(STRATEGIES)}")
     many = STRATEGIES[chosen].processes_per_device
+    die_with_parent()
     if size > 1 and not many:
         raise PlanError(f"{chosen} runs in one process, and there are {size}; use ddp or fsdp")
     world = join_world(devices or available_devices(read_rank()), needs_group=many)
@@ -66,12 +68,20 @@ class Team:
         self.precision = precision
         self.seed = seed
         self._strategy = STRATEGIES[strategy]()
+        self.last_count = 0.0
+        """What the last loss was a mean over: samples, or whatever the loss counts."""
+        self._known: set[int] = set()
+        self._trainable: dict[Spread, list[bool]] = {}
+        self._checked: WeakSet[torch.optim.Optimizer] = WeakSet()
         self._current: Batch | None = None
         self._backwards = 0
 
     def spread(self, model: nn.Module) -> Spread:
         """Put the model on every device of the team."""
-        return self._strategy.spread(self.precision.fit(model), self.world)
+        spread = self._strategy.spread(self.precision.fit(model), self.world)
+        self._known |= {id(weight) for weight in spread.parameters()}
+        self._trainable[spread] = [weight.requires_grad for weight in spread.parameters()]
+        return spread
 
     def loader(
         self,
@@ -104,7 +114,9 @@ class Team:
         calls `loss((d, g), data)`.
         """
         models = _as_tuple(model)
+        self._refuse_thawed(models[0])
         self._draw_for(batch)
+        earlier = _put_aside(models[0])
         for one in models:
             self._strategy.refresh(one, is_training=True)
         totals = Totals(self.world, batch.num_samples)
@@ -119,15 +131,21 @@ class Team:
                         list(enumerate(pieces)),
                     )
         mean = totals.read()
+        self.last_count = totals.count
         if not math.isfinite(mean):
+            for weight in models[0].parameters():
+                weight.grad = None
             raise NonFiniteLoss(self._explain(mean, totals, batch, models[0]))
         if totals.late_factor is not None:
             gradients = [weight.grad for weight in models[0].parameters() if weight.grad is not None]
             torch._foreach_mul_(gradients, totals.late_factor)
+        for weight, gradient in earlier:
+            weight.grad = gradient if weight.grad is None else weight.grad + gradient
         return mean
 
     def step(self, optimizer: torch.optim.Optimizer, clip: float | None = None) -> bool:
         """Update the weights and forget the gradients; False if fp16's scaler had every rank skip this one."""
+        self._refuse_strange(optimizer)
         scaler = self.precision.scaler
         if scaler is not None:
             scaler.unscale_(optimizer)
@@ -154,14 +172,16 @@ class Team:
         self._strategy.refresh(model, is_training=False)
         sums: dict[str, torch.Tensor] = {}
         with model.evaluating():
-            for pieces in (pieces for batch in batches for pieces in batch.micro_batches):
+            for pieces in (pieces for batch in batches.whole_pass() for pieces in batch.micro_batches):
                 for measured in self._strategy.on_seats(
                     lambda place, piece: self._seat_measure(function, model, place, piece), list(enumerate(pieces))
                 ):
                     for name, pair in measured.items():
                         sums[name] = sums[name] + pair if name in sums else pair
-        names = list(sums)
-        table = torch.stack([sums[name] for name in names]) if names else torch.zeros(0, 2)
+        # A rank may have met no sample of a kind that another one has a name for.
+        names = sorted({name for of_rank in self.world.gather(list(sums)) for name in of_rank})
+        none = torch.zeros(2, dtype=torch.float64, device=self.world.device) if names else torch.zeros(2)
+        table = torch.stack([sums.get(name, none) for name in names]) if names else none.view(1, 2)[:0]
         work = self.world.total(table)
         if work is not None:
             work.wait()
@@ -206,6 +226,25 @@ class Team:
         home = self.world.device
         return {name: as_sum(amount, piece.num_samples, name).to(home) for name, amount in values.items()}
 
+    def _refuse_strange(self, optimizer: torch.optim.Optimizer) -> None:
+        """An optimizer over other parameters than those that were spread would train nothing, without a word."""
+        if optimizer in self._checked:
+            return
+        weights = [weight for group in optimizer.param_groups for weight in group["params"]]
+        if any(id(weight) not in self._known for weight in weights):
+            raise TaskError(
+                "the optimizer holds parameters that are not the team's; make it after team.spread, from what that "
+                "returned:\nmodel = team.spread(Net()); optimizer = Adam(model.parameters())"
+            )
+        self._checked.add(optimizer)
+
+    def _refuse_thawed(self, model: Spread) -> None:
+        """The engines are told at the start which parameters train; later changes would reach one copy of several."""
+        if self.world.num_seats > 1 and [w.requires_grad for w in model.parameters()] != self._trainable[model]:
+            raise TaskError(
+                "requires_grad of some parameters changed after team.spread; set it before the model is spread"
+            )
+
     def _draw_for(self, batch: Batch) -> None:
         """Seed dropout for this batch: different on every seat, the same after a restart."""
         self._backwards = self._backwards + 1 if batch is self._current else 0
@@ -218,8 +257,8 @@ class Team:
         """Which rank's samples made the loss non-finite; all ranks call this together."""
         first, *more = [report for reports in self.world.gather(totals.non_finite()) for report in reports] or [None]
         where = f"; {first}" if first else "; every part is finite, their sum is not"
-        others = f" (and {len(more)} more)" if more else ""
-        spoilt = [name for name, weight in model.module.named_parameters() if not _is_finite(weight)]
+        others = f", and {len(more)} other parts too" if more else ""
+        spoilt = [name for name, weight in model.module.named_parameters() if not is_finite(weight)]
         if any(self.world.gather(bool(spoilt))):
             known = f"{spoilt[0]} is" if spoilt else "Some weights are"
             advice = (
@@ -229,14 +268,23 @@ class Team:
             advice = "The weights are those of the step before. A lower learning rate or --clip 1.0 often helps."
         hint = " fp16 holds no number above 65504; try bf16." if self.precision.name == "fp16" else ""
         return (
-            f"the loss is {mean} in epoch {batch.span.epoch + 1}, samples {batch.span.start} to "
-            f"{batch.span.stop - 1} of its order{where}{others}.\n{advice}{hint}"
+            f"the loss is {mean} at step {batch.loader.num_finished + 1} (epoch {batch.span.epoch + 1})"
+            f"{where}{others}.\n{advice}{hint}"
         )
 
 
-def _is_finite(weight: torch.Tensor) -> bool:
+def is_finite(weight: torch.Tensor) -> bool:
+    """Whether this rank's part of a weight holds neither NaN nor infinity."""
     local = getattr(weight, "to_local", lambda: weight)()
     return bool(torch.isfinite(local).all())
+
+
+def _put_aside(model: Spread) -> list[tuple[nn.Parameter, torch.Tensor]]:
+    """Gradients of an earlier backward, taken off their parameters: what is scaled or averaged next is not theirs."""
+    earlier = [(weight, weight.grad) for weight in model.parameters() if weight.grad is not None]
+    for weight, _ in earlier:
+        weight.grad = None
+    return earlier
 
 
 class _Frozen:

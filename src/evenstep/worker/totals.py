@@ -46,6 +46,7 @@ class Totals:
     def __init__(self, world: World, num_samples: int) -> None:
         self.late_factor: float | None = None
         """What the gradients are still to be multiplied by, when the count was not known before backward."""
+        self.count = 0.0
         self._world = world
         self._num_samples = num_samples
         self._parts: list[Part] = []
@@ -80,6 +81,7 @@ class Totals:
         """The mean loss of the global batch."""
         pairs = [part.read() for part in self._parts] if self._sent is None else [self._sent.read()]
         total, count = (math.fsum(column) for column in zip(*pairs, strict=True))
+        self.count = count
         if self._is_late:
             self.late_factor = self._num_samples / count if count else 1.0
         return total / count if count else 0.0

@@ -16,7 +16,7 @@ def train(run: Run, task: Task, plan: Plan, peak_bytes: Callable[[], dict[str, i
     """Take optimizer steps until the plan is done, yielding what each one did."""
     (model,) = run.models.values()
     (optimizer,) = run.optimizers.values()
-    num_steps = plan.num_steps(run.loader.num_samples)
+    num_steps = run.num_steps or plan.num_steps(run.loader.num_samples)
     while run.step < num_steps:
         for batch, started, arrived in _timed(run.loader):
             lr = float(optimizer.param_groups[0]["lr"])
@@ -29,6 +29,7 @@ def train(run: Run, task: Task, plan: Plan, peak_bytes: Callable[[], dict[str, i
                 epoch=batch.span.epoch,
                 loss=loss,
                 samples=batch.num_samples,
+                count=run.team.last_count,
                 seconds=time.perf_counter() - started,
                 input_seconds=arrived - started,
                 lr=lr,

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import atexit
+import ctypes
 import json
 import os
+import signal
 import sys
 import time
 from collections.abc import Mapping, Sequence
@@ -18,6 +20,8 @@ from evenstep.errors import PlanError
 
 STORE = "EVENSTEP_STORE"
 """The file through which the processes of one machine meet; set by the launcher."""
+PARENT = "EVENSTEP_PARENT"
+"""The launcher's process id: a worker does not outlive it."""
 
 
 @dataclass(frozen=True)
@@ -118,7 +122,7 @@ def _meet(world: World, backend: str) -> None:
     path = os.environ.get(STORE)
     if path:
         # One machine: meet through a file and speak over loopback, so that nothing listens to the outside.
-        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo0" if sys.platform == "darwin" else "lo")
         store: Any = dist.FileStore(path, world.size)  # type: ignore[attr-defined]
     elif world.size == 1:
         store = dist.HashStore()  # type: ignore[attr-defined]
@@ -135,9 +139,28 @@ def _let_go() -> None:
     that is being taken apart refuses, and the process aborts with "terminate called without an active exception"
     (seen in 1 of 20 ends of a process).
     """
-    if not hasattr(sys, "last_value") and dist.is_initialized():
+    if not _failed and not hasattr(sys, "last_value") and dist.is_initialized():
         dist.destroy_process_group()
     time.sleep(0.05)
+
+
+_failed = False
+
+
+def stay_in_group() -> None:
+    """This process failed: leaving the group in order would wait for ranks that wait for this one."""
+    global _failed
+    _failed = True
+
+
+def die_with_parent() -> None:
+    """Ask Linux to kill this process when the launcher dies, however it dies."""
+    parent = os.environ.get(PARENT)
+    if sys.platform != "linux" or not parent:
+        return
+    ctypes.CDLL(None, use_errno=True).prctl(1, signal.SIGKILL)  # 1: PR_SET_PDEATHSIG
+    if os.getppid() != int(parent):
+        os._exit(1)
 
 
 def _indexed(name: str) -> str:

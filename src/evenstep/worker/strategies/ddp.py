@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import ClassVar
+from typing import Any, ClassVar
 from weakref import WeakSet
 
+import torch
 import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
@@ -15,6 +16,8 @@ from evenstep.errors import TaskError
 from evenstep.worker.spread import Bound, Spread
 from evenstep.worker.strategies.single import Single
 from evenstep.worker.world import World
+
+SEND_BYTES = 2**28
 
 
 class DDP(Single):
@@ -52,8 +55,14 @@ class DDP(Single):
 
 def send_buffers(spread: Spread) -> None:
     """Rank 0's batch statistics to all ranks: every one of them kept its own."""
-    for buffer in spread.module.buffers():
-        dist.broadcast(buffer, src=0)
+    send_from_rank_0(list(spread.module.buffers()))
+
+
+def send_from_rank_0(tensors: list[torch.Tensor]) -> None:
+    """Copies of rank 0's tensors to all ranks, a few large messages at a time."""
+    if tensors:
+        group: Any = dist.group.WORLD
+        dist._broadcast_coalesced(group, tensors, SEND_BYTES, 0)  # type: ignore[attr-defined]
 
 
 @contextmanager

@@ -7,10 +7,11 @@ from collections.abc import Iterator
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, ClassVar
 
+import torch
 from torch import nn
 
 from evenstep.worker.spread import Bound, Spread
-from evenstep.worker.strategies.ddp import send_buffers
+from evenstep.worker.strategies.ddp import send_buffers, send_from_rank_0
 from evenstep.worker.strategies.single import Single
 from evenstep.worker.world import World
 
@@ -26,6 +27,8 @@ class FSDP(Single):
         from torch.distributed.fsdp import fully_shard
 
         model.to(world.device)
+        with torch.no_grad():
+            send_from_rank_0([tensor.data for tensor in (*model.parameters(), *model.buffers())])
         mesh = init_device_mesh(world.device.type, (world.size,))
         for unit in units(model):
             fully_shard(unit, mesh=mesh)
@@ -34,8 +37,8 @@ class FSDP(Single):
         return Spread(model, [bound])
 
     def refresh(self, spread: Spread, is_training: bool) -> None:
-        if not is_training:
-            send_buffers(spread)
+        # At every step too: DDP does so, and the strategies are to agree.
+        send_buffers(spread)
 
     def syncing(self, spread: Spread, is_last: bool) -> AbstractContextManager[None]:
         root: Any = spread.seats[0]

@@ -46,14 +46,19 @@ evenstep train my_task.py --resume runs/2026-11-15-digits-ddp
 """
 
 
-@app.callback()
-def root(
-    version: Annotated[bool, typer.Option("--version", help="Show the version and end.", is_eager=True)] = False,
-) -> None:
-    """Train one PyTorch task, unchanged, on one device or many; every way learns the same thing."""
-    if version:
+def _show_version(wanted: bool) -> None:
+    if wanted:
         print(f"evenstep {evenstep.__version__}")
         raise typer.Exit
+
+
+@app.callback()
+def root(
+    version: Annotated[
+        bool, typer.Option("--version", help="Show the version.", callback=_show_version, is_eager=True)
+    ] = False,
+) -> None:
+    """Train one PyTorch task, unchanged, on one device or many; every way learns the same thing."""
 
 
 @app.command(epilog=TRAIN_EXAMPLES)

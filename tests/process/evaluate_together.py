@@ -27,7 +27,12 @@ for batch in loader:
     team.step(optimizer)
 before = norm.running_mean.tolist()
 team.measure(lambda model, batch: {"mean": model(batch).mean(1)}, model, team.loader(torch.randn(7, 6), batch=4))
+# Each rank sees one of the two kinds, and has a name for that one alone.
+kinds = team.loader(torch.tensor([0.0, 0.0, 1.0, 1.0]), batch=4, shuffle=False)
+named = team.measure(lambda model, batch: {f"kind {int(batch[0])}": batch + 5}, model, kinds)
 modes = [norm.training, frozen.training]
-reports = team.world.gather({"while_training": before, "statistics": norm.running_mean.tolist(), "modes": modes})
+reports = team.world.gather(
+    {"while_training": before, "statistics": norm.running_mean.tolist(), "modes": modes, "named": named}
+)
 if team.world.is_main:
     Path(sys.argv[1]).write_text(json.dumps(reports))

@@ -144,7 +144,8 @@ class Run:
         for key, model in self.models.items():
             for name, weight in model.module.named_parameters():
                 if not is_finite(weight):
-                    return f"{key}{'.' * bool(key)}{name} holds NaN or infinity; a gradient was not finite though the loss was"
+                    where = f"{key}.{name}" if key else name
+                    return f"{where} holds NaN or infinity; a gradient was not finite though the loss was"
         return None
 
     def _load_foreign(self, path: str, allow_pickle: bool) -> list[str]:

@@ -78,13 +78,17 @@ def test_the_task_file_of_the_page_trains_on_two_processes(tmp_path: Path) -> No
 def test_the_loop_of_the_page_trains(tmp_path: Path) -> None:
     task, *_, loop = code_blocks(PAGE)
     given = """
+from pathlib import Path
 import evenstep
 
 chosen = task()
 (images, labels), loss, SimpleNet = chosen.train, chosen.loss, chosen.model
 """
-    (tmp_path / "my_loop.py").write_text(task + given + loop.replace("range(5)", "range(1)"))
-    runpy.run_path("my_loop.py")
+    steps = []
+    for epochs in (1, 2):  # the second time it goes on from its own checkpoint
+        (tmp_path / "my_loop.py").write_text(task + given + loop.replace("5 * loader", f"{epochs} * loader"))
+        steps.append(runpy.run_path("my_loop.py")["run"].step)
+    assert steps[1] == 2 * steps[0] > 0
     assert Path("checkpoints/latest/weights.safetensors").is_file()
 
 

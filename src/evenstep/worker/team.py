@@ -179,7 +179,7 @@ class Team:
                     for name, pair in measured.items():
                         sums[name] = sums[name] + pair if name in sums else pair
         # A rank may have met no sample of a kind that another one has a name for.
-        names = sorted({name for of_rank in self.world.gather(list(sums)) for name in of_rank})
+        names = list(dict.fromkeys(name for of_rank in self.world.gather(list(sums)) for name in of_rank))
         none = torch.zeros(2, dtype=torch.float64, device=self.world.device) if names else torch.zeros(2)
         table = torch.stack([sums.get(name, none) for name in names]) if names else none.view(1, 2)[:0]
         work = self.world.total(table)

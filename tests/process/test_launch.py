@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import psutil
@@ -130,10 +131,30 @@ def test_workers_do_not_outlive_a_killed_launcher(task_file: Path) -> None:
     process = start_slow_run()
     process.kill()
     process.communicate(timeout=20)
-    deadline = time.monotonic() + 5
-    while workers_of(task_file.parent) and time.monotonic() < deadline:
+    wait_until(lambda: workers_of(task_file.parent) == [], seconds=5)
+
+
+def test_a_loop_of_ones_own_does_not_outlive_its_launcher(tmp_path: Path) -> None:
+    Path("loop.py").write_text(
+        "import evenstep, time\nevenstep.join()\nopen('joined', 'a').write('x')\ntime.sleep(60)\n"
+    )
+    command = [sys.executable, "-m", "evenstep", "run", "--devices", "2", "loop.py"]
+    launcher = subprocess.Popen(command, stderr=subprocess.DEVNULL)
+    wait_until(lambda: Path("joined").exists() and len(Path("joined").read_text()) == 2, seconds=60)
+    ranks = psutil.Process(launcher.pid).children()
+    assert len(ranks) == 2
+    launcher.kill()
+    launcher.wait()
+    wait_until(
+        lambda: not any(rank.is_running() and rank.status() != psutil.STATUS_ZOMBIE for rank in ranks), seconds=5
+    )
+
+
+def wait_until(happened: Callable[[], bool], seconds: float) -> None:
+    deadline = time.monotonic() + seconds
+    while not happened():
+        assert time.monotonic() < deadline, f"not within {seconds} s"
         time.sleep(0.05)
-    assert workers_of(task_file.parent) == []
 
 
 def start_slow_run() -> subprocess.Popen[str]:

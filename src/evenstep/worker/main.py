@@ -14,7 +14,7 @@ from pathlib import Path
 from evenstep.errors import EvenstepError
 from evenstep.plan import Plan
 from evenstep.task import Task, call_task, is_users, load_task
-from evenstep.worker.world import die_with_parent, read_rank, stay_in_group
+from evenstep.worker.world import PARENT, die_with_parent, read_rank, stay_in_group
 
 WORKER = "EVENSTEP_WORKER"
 """Set in every worker, so that a script that it imports cannot start a training of its own."""
@@ -34,6 +34,8 @@ def work(run_folder: str, source: Task | None = None) -> None:
     """Do this rank's part of the run in `run_folder`; leave a report there if it fails."""
     rank, _, _ = read_rank()
     os.environ[WORKER] = str(rank)
+    if os.getppid() != int(os.environ.get(PARENT, os.getppid())):
+        os._exit(1)  # the launcher was gone before this process could ask to go with it
     die_with_parent()
     # Ctrl-C reaches every process of a terminal; the launcher alone decides what it means.
     signal.signal(signal.SIGINT, signal.SIG_IGN)

@@ -156,7 +156,8 @@ def stay_in_group() -> None:
 def die_with_parent() -> None:
     """Ask Linux to kill this process when the launcher dies, however it dies."""
     parent = os.environ.get(PARENT)
-    if sys.platform != "linux" or not parent:
+    # A process that a worker started itself has inherited the name of a launcher that is not its parent.
+    if sys.platform != "linux" or not parent or os.getppid() != int(parent):
         return
     ctypes.CDLL(None, use_errno=True).prctl(1, signal.SIGKILL)  # 1: PR_SET_PDEATHSIG
     if os.getppid() != int(parent):

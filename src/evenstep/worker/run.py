@@ -79,9 +79,11 @@ class Run:
                 of_optimizer, optimizers[key] = optimizer_state(model.module, self.optimizers[key], keep=main)
                 moments |= _prefixed(key, of_optimizer)
         state = {**self._state(), "optimizers": optimizers, **extra}
-        problem = self._first_not_finite()
+        # Agreed on before anything is written: of a sharded weight, another rank may hold the part that is spoilt.
+        self._stop_if(self._first_not_finite(), folder)
+        problem = None
         path = Path(folder) / f"step-{self.step:08d}"
-        if main and problem is None:
+        if main:
             try:
                 files = {
                     checkpoint.WEIGHTS: lambda file: save_file(tensors, file),
@@ -94,13 +96,17 @@ class Run:
                 checkpoint.prune(Path(folder), keep)
             except (OSError, ValueError, TypeError, RuntimeError) as error:
                 problem = f"{type(error).__name__}: {error}"
+        self._stop_if(problem, folder)
+        return path
+
+    def _stop_if(self, problem: str | None, folder: str | Path) -> None:
+        """Raise on all ranks if any of them has a problem."""
         problems = self.team.world.agree(problem)
         if problems:
             raise TrainingError(
                 f"the checkpoint of step {self.step} could not be written ({problems[0]}).\n"
                 f"Earlier checkpoints in {folder} are whole: mend the cause, then go on from there."
             )
-        return path
 
     def load(self, where: str | Path, *, allow_pickle: bool = False) -> list[str]:
         """Go on from a checkpoint (or a folder of them), or start from a file of weights; what there is to say."""

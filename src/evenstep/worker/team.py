@@ -180,8 +180,10 @@ class Team:
                         sums[name] = sums[name] + pair if name in sums else pair
         # A rank may have met no sample of a kind that another one has a name for.
         names = list(dict.fromkeys(name for of_rank in self.world.gather(list(sums)) for name in of_rank))
-        none = torch.zeros(2, dtype=torch.float64, device=self.world.device) if names else torch.zeros(2)
-        table = torch.stack([sums.get(name, none) for name in names]) if names else none.view(1, 2)[:0]
+        wide = torch.float32 if self.world.device.type == "mps" else torch.float64
+        table = torch.zeros(len(names), 2, dtype=wide, device=self.world.device)
+        for row, name in enumerate(names):
+            table[row] += sums.get(name, 0)
         work = self.world.total(table)
         if work is not None:
             work.wait()
@@ -281,7 +283,8 @@ def is_finite(weight: torch.Tensor) -> bool:
 
 def _put_aside(model: Spread) -> list[tuple[nn.Parameter, torch.Tensor]]:
     """Gradients of an earlier backward, taken off their parameters: what is scaled or averaged next is not theirs."""
-    earlier = [(weight, weight.grad) for weight in model.parameters() if weight.grad is not None]
+    # Copies: DDP's gradients are views of its buckets, which the next backward writes anew.
+    earlier = [(weight, weight.grad.clone()) for weight in model.parameters() if weight.grad is not None]
     for weight, _ in earlier:
         weight.grad = None
     return earlier

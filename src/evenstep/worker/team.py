@@ -283,7 +283,7 @@ def is_finite(weight: torch.Tensor) -> bool:
 
 def _put_aside(model: Spread) -> list[tuple[nn.Parameter, torch.Tensor]]:
     """Gradients of an earlier backward, taken off their parameters: what is scaled or averaged next is not theirs."""
-    # Copies: DDP's gradients are views of its buckets, which the next backward writes anew.
+    # Copies: with gradient_as_bucket_view, DDP's gradients may be views of buckets that the next backward writes.
     earlier = [(weight, weight.grad.clone()) for weight in model.parameters() if weight.grad is not None]
     for weight, _ in earlier:
         weight.grad = None

@@ -2,28 +2,22 @@
 
 python bench/step_cost.py [OUT.json]      on the CPU with one thread, or on the first CUDA card
 
-Blocks are interleaved A B B A in one process; a figure is the median of per-block ratios with a bootstrap 95 %
-interval. "raw again" is the raw loop against itself: no claim smaller than its spread. Losses are compared first.
+The ratios are of interleaved blocks (harness.py). "raw again" is the raw loop against itself: no claim smaller than its
+spread. Losses are compared first.
 """
 
 from __future__ import annotations
 
-import json
-import random
-import statistics
 import sys
 import time
 from collections.abc import Callable
-from pathlib import Path
 
+import harness
 import torch
-from rich.console import Console
-from rich.table import Table
 from torch import nn
 from torch.nn import functional as F
 
 import evenstep
-from evenstep.worker.machine import facts
 
 BATCH = 256
 STEPS_A_BLOCK = 200
@@ -96,28 +90,14 @@ def timed(block: Callable[[], float]) -> float:
     return (time.perf_counter() - started) / STEPS_A_BLOCK * 1e3
 
 
-def race(first: Callable[[], float], second: Callable[[], float]) -> dict[str, float]:
+def race(first: Callable[[], float], second: Callable[[], float]) -> harness.Ratio:
     """Milliseconds of both, and the ratio second / first with its interval."""
     if abs(first() - second()) > 1e-3:
         raise SystemExit("the two loops did not learn the same; no race")
-    pairs = []
-    for number in range(ROUNDS):
-        order = (first, second) if number % 2 == 0 else (second, first)
-        times = {block: timed(block) for block in order}
-        pairs.append((times[first], times[second]))
-    ratios = [b / a for a, b in pairs]
-    draws = sorted(statistics.median(random.choices(ratios, k=len(ratios))) for _ in range(2000))
-    return {
-        "first_ms": statistics.median(a for a, _ in pairs),
-        "second_ms": statistics.median(b for _, b in pairs),
-        "ratio": statistics.median(ratios),
-        "low": draws[50],
-        "high": draws[-51],
-    }
+    return harness.race(lambda: timed(first), lambda: timed(second), ROUNDS)
 
 
 def main() -> None:
-    random.seed(0)
     torch.set_num_threads(1)
     races = {
         "raw again": (raw(), raw()),
@@ -131,14 +111,17 @@ def main() -> None:
             ours("dp", (DEVICE, DEVICE)),
         )
     results = {name: race(*blocks) for name, blocks in races.items()}
-    table = Table("against the raw loop", "raw ms", "ms", "ratio", "95 %", box=None)
-    for name, row in results.items():
-        interval = f"{row['low']:.3f} to {row['high']:.3f}"
-        table.add_row(name, f"{row['first_ms']:.3f}", f"{row['second_ms']:.3f}", f"{row['ratio']:.3f}", interval)
-    Console(width=100).print(f"MLP 20-64-5, batch {BATCH}, fused Adam, {DEVICE}", table)
+    harness.show(
+        f"MLP 20-64-5, batch {BATCH}, fused Adam, {DEVICE}",
+        ("against the raw loop", "raw ms", "ms", "ratio", "95 %"),
+        (
+            (name, f"{row.first:.3f}", f"{row.second:.3f}", f"{row.ratio:.3f}", row.interval)
+            for name, row in results.items()
+        ),
+    )
     if len(sys.argv) > 1:
-        command = "python bench/step_cost.py"
-        Path(sys.argv[1]).write_text(json.dumps({"command": command, "machine": facts(), "results": results}, indent=1))
+        as_json = {name: row.figures("ms") for name, row in results.items()}
+        harness.write(sys.argv[1], "python bench/step_cost.py", as_json)
 
 
 if __name__ == "__main__":

@@ -6,16 +6,18 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from evenstep import samplers
     from evenstep.errors import EvenstepError
     from evenstep.launch.train import train
     from evenstep.plan import Plan
     from evenstep.record import Record
     from evenstep.task import Task
     from evenstep.worker.run import Run
+    from evenstep.worker.scaler import Scaler
     from evenstep.worker.team import join
 
 __version__ = "0.1.0"
-__all__ = ["EvenstepError", "Plan", "Record", "Run", "Task", "join", "train"]
+__all__ = ["EvenstepError", "Plan", "Record", "Run", "Scaler", "Task", "join", "samplers", "train"]
 
 # Found when first asked for: torch takes a second to import, and `evenstep --help` should not wait for it.
 _WHERE = {
@@ -23,6 +25,7 @@ _WHERE = {
     "Plan": "evenstep.plan",
     "Record": "evenstep.record",
     "Run": "evenstep.worker.run",
+    "Scaler": "evenstep.worker.scaler",
     "Task": "evenstep.task",
     "join": "evenstep.worker.team",
     "train": "evenstep.launch.train",
@@ -34,6 +37,8 @@ def __dir__() -> list[str]:
 
 
 def __getattr__(name: str) -> Any:
+    if name == "samplers":
+        return importlib.import_module("evenstep.samplers")
     if name not in _WHERE:
         raise AttributeError(f"evenstep has no {name!r}; it has {', '.join(__all__)}")
     return getattr(importlib.import_module(_WHERE[name]), name)

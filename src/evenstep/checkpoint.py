@@ -130,14 +130,17 @@ def start_of(resume: str | None) -> tuple[int, int]:
     return state["step"], state["loader"]["position"]
 
 
-def check_same_order(path: Path, state: Mapping[str, Any], seed: int, num_samples: int) -> None:
+def check_same_order(path: Path, state: Mapping[str, Any], seed: int, num_samples: int | None, order: str) -> None:
     """Raise CheckpointError where the position of a checkpoint would mean other samples than it did."""
     before = state["loader"]["num_samples"]
+    other_order = state["loader"].get("order", "shuffled")
     problem = None
     if before != num_samples:
         problem = f"was trained on {before} samples and the data now has {num_samples}"
     elif state["seed"] != seed:
         problem = f"was trained with seed {state['seed']} and the seed is now {seed}"
+    elif other_order != order:
+        problem = f"took its samples in another order ({other_order}) than the one now asked for ({order})"
     if problem is not None:
         raise CheckpointError(
             f"{path} {problem}: going on would repeat some samples and miss others.\n"

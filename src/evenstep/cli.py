@@ -7,7 +7,7 @@ import json
 import math
 import sys
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.console import Console
@@ -16,6 +16,9 @@ from rich.table import Table
 import evenstep
 from evenstep.errors import BadInput, EvenstepError
 from evenstep.task import BUILT_IN
+
+if TYPE_CHECKING:
+    from evenstep.audit import Audit
 
 STOPPED = 130
 TASKS = f"{', '.join(BUILT_IN)}; or your own: file.py, file.py:function, package.module:function."
@@ -44,6 +47,17 @@ evenstep train my_task.py --strategy fsdp --devices 4 --batch 512 --epochs 10 --
 
 evenstep train my_task.py --resume runs/2026-11-15-digits-ddp
 """
+
+AUDIT_EXAMPLES = """
+[bold]Examples[/bold]
+
+evenstep train digits --audit --name mine
+
+evenstep audit runs/mine
+
+evenstep audit runs/mine runs/mine-resumed runs/mine-resumed-again
+"""
+SHOWN_PROBLEMS = 10
 
 
 def _show_version(wanted: bool) -> None:
@@ -86,6 +100,14 @@ def train(
     resume: Annotated[str | None, typer.Option(help="A run, a checkpoint, or a file of weights.")] = None,
     data: Annotated[str | None, typer.Option(help="Folder of the data, for tasks that take one.")] = None,
     plan: Annotated[str | None, typer.Option(help="Repeat the run of this plan.json.")] = None,
+    workers: Annotated[
+        int | None,
+        typer.Option(help="Loader processes of a rank, for data that is not tensors; default: free cores."),
+    ] = None,
+    resident: Annotated[bool | None, typer.Option("--resident", help="Keep tensors on the device.")] = None,
+    audit: Annotated[
+        bool | None, typer.Option("--audit", help="Write which samples each step used, and count them.")
+    ] = None,
     threads: Annotated[int | None, typer.Option(help="Per process; default: cores shared out.")] = None,
     deterministic: Annotated[
         bool | None, typer.Option("--deterministic", help="Deterministic algorithms only.")
@@ -131,6 +153,8 @@ def _finish(record: Any, as_json: bool) -> None:
         console.print(without_control(summary.shown), markup=False)
         console.print()
     console.print(summary_table(summary))
+    if summary.audit is not None:
+        console.print(summary.audit["sentence"], markup=False, soft_wrap=True)
 
 
 @app.command(
@@ -146,6 +170,40 @@ def run(
 
     arguments = context.args[1:] if context.args[:1] == ["--"] else context.args
     run_script(script, arguments, devices)
+
+
+@app.command(epilog=AUDIT_EXAMPLES)
+def audit(
+    runs: Annotated[
+        list[Path],
+        typer.Argument(metavar="RUN", help="A run trained with --audit; or it and those resumed from it."),
+    ],
+    as_json: Annotated[bool, typer.Option("--json", help="Print as one line of JSON.")] = False,
+) -> None:
+    """Count the samples that a training repeated or missed, interrupted or not; exit code 1 if there are any."""
+    from evenstep.audit import audit as read_and_count
+
+    found = read_and_count(runs)
+    if as_json:
+        print(json.dumps(found.to_json()))
+    else:
+        _show_audit(found)
+    if not found.is_clean:
+        raise typer.Exit(EvenstepError.exit_code)
+
+
+def _show_audit(found: Audit) -> None:
+    from evenstep.report.progress import without_control
+
+    lines = [(found.sentence(), "bold")]
+    if found.redone:
+        lines.append((f"{found.redone} more were lost when a run was cut off, and done again", "dim"))
+    lines += [(problem, "red") for problem in found.problems[:SHOWN_PROBLEMS]]
+    if found.num_problems > SHOWN_PROBLEMS:
+        lines.append((f"and {found.num_problems - SHOWN_PROBLEMS} problems more", "red"))
+    console = Console(highlight=False, emoji=False, soft_wrap=True)
+    for line, style in lines:
+        console.print(without_control(line), style=style, markup=False)
 
 
 @checkpoint_app.command()

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from functools import lru_cache
-from typing import Protocol
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
-Ids = NDArray[np.int64]
+from evenstep.draws import Ids
+
+BLOCK = 1 << 16
+"""Ids that are computed and kept at a time; a step takes a slice of them."""
 
 
 def share(num: int, seat: int, num_seats: int) -> range:
@@ -35,44 +37,82 @@ class Span:
         return self.stop - self.start
 
 
-def span_at(position: int, batch: int, num_samples: int) -> Span:
-    """The step that begins after `position` samples; it never reaches into the next epoch."""
-    epoch, start = divmod(position, num_samples)
-    return Span(epoch, start, min(start + batch, num_samples))
+@dataclass(frozen=True)
+class Lengths:
+    """How many samples each epoch has: `first` those of the first epochs, `rest` every later one.
 
+    A stream's length is not known before it ends: its `rest` is None, and `first` the epochs that it has finished.
+    """
 
-class Order(Protocol):
-    """Sample ids by epoch and place."""
+    rest: int | None
+    first: tuple[int, ...] = ()
 
-    @property
-    def num_samples(self) -> int: ...
+    def of(self, epoch: int) -> int | None:
+        """Samples of one epoch, if known."""
+        return self.first[epoch] if epoch < len(self.first) else self.rest
 
-    def ids(self, span: Span) -> Ids: ...
+    def locate(self, position: int) -> tuple[int, int]:
+        """(epoch, place in it) after `position` samples; the end of an epoch is the start of the next."""
+        for epoch, length in enumerate(self.first):
+            if position < length:
+                return epoch, position
+            position -= length
+        if self.rest is None:
+            return len(self.first), position
+        more, place = divmod(position, self.rest)
+        return len(self.first) + more, place
+
+    def begin(self, epoch: int) -> int:
+        """The position at which an epoch begins."""
+        return sum(self.first[:epoch]) + max(0, epoch - len(self.first)) * (self.rest or 0)
+
+    def span(self, position: int, batch: int) -> Span:
+        """The step that begins after `position` samples; it never reaches into the next epoch."""
+        epoch, start = self.locate(position)
+        length = self.of(epoch)
+        return Span(epoch, start, start + batch if length is None else min(start + batch, length))
 
 
 @dataclass(frozen=True)
-class InOrder:
-    """0, 1, 2, ... in every epoch."""
+class Order:
+    """Sample ids by epoch and place: what every sampler becomes, and the only thing that a loader knows of it."""
 
-    num_samples: int
+    lengths: Lengths
+    find: Callable[[int, int, int], Ids]
+    """The ids of (epoch, start, stop)."""
+    name: str
+    repeats: bool = False
+    """Whether an id may come twice in an epoch, by promise."""
+    identity: str = ""
+    """Differs between orders that a position would mean different samples in; the seed is kept apart."""
+    in_blocks: bool = True
+    """Whether `find` is as cheap for a part of an epoch as for the whole, by share."""
+    _kept: dict[tuple[int, int], Ids] = field(default_factory=dict, repr=False, compare=False)
 
     def ids(self, span: Span) -> Ids:
-        return np.arange(span.start, span.stop)
+        """The ids of one step."""
+        size = BLOCK if self.in_blocks else self.lengths.of(span.epoch) or 1
+        first, last = span.start // size, max(span.start, span.stop - 1) // size
+        parts = [self._block(span.epoch, number, size) for number in range(first, last + 1)]
+        ids = parts[0] if len(parts) == 1 else np.concatenate(parts)
+        return ids[span.start - first * size : span.stop - first * size]
+
+    def _block(self, epoch: int, number: int, size: int) -> Ids:
+        kept = self._kept.get((epoch, number))
+        if kept is None:
+            stop = min((number + 1) * size, self.lengths.of(epoch) or 0)
+            kept = self.find(epoch, number * size, stop)
+            while len(self._kept) > 1:
+                del self._kept[next(iter(self._kept))]
+            self._kept[epoch, number] = kept
+        return kept
+
+    def facts(self, num_samples: int | None) -> dict[str, Any]:
+        """What an audit needs to know of it."""
+        lengths = {"first": list(self.lengths.first), "rest": self.lengths.rest}
+        return {"sampler": self.name, "repeats": self.repeats, "num_samples": num_samples, **lengths}
 
 
-@dataclass(frozen=True)
-class Shuffled:
-    """Every sample once an epoch, in an order that depends on seed and epoch alone."""
-
-    num_samples: int
-    seed: int
-
-    def ids(self, span: Span) -> Ids:
-        return _permutation(self.num_samples, self.seed, span.epoch)[span.start : span.stop]
-
-
-@lru_cache(maxsize=2)
-def _permutation(num_samples: int, seed: int, epoch: int) -> Ids:
-    # Raw Philox words are the same in every NumPy release; Generator.permutation is not promised to be.
-    words = np.random.Philox(key=np.array([seed, epoch], dtype=np.uint64)).random_raw(num_samples)
-    return np.argsort(words, kind="stable")
+def order_name(order: Order | None) -> str:
+    """Which order a position is a place in; a stream has its own."""
+    return "stream" if order is None else f"{order.name} {order.identity}".strip()

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, Literal, get_args
 
 from evenstep.errors import PlanError
-from evenstep.order import share
+from evenstep.order import Lengths, share
 
 StrategyName = Literal["single", "dp", "ddp", "fsdp"]
 PrecisionName = Literal["fp64", "fp32", "tf32", "bf16", "fp16"]
@@ -27,7 +27,9 @@ _DEVICE = re.compile(r"cpu|mps|cuda(:\d+)?")
 class Plan:
     """One run. The batch is global: strategy, devices and accumulation only cut it up.
 
-    >>> Plan(task="digits", batch=512, strategy="ddp", devices=("cpu",) * 4, accumulate=2, epochs=1).arithmetic(60_000)
+    >>> Plan(task="digits", batch=512, strategy="ddp", devices=("cpu",) * 4, accumulate=2, epochs=1).arithmetic(
+    ...     Lengths(60_000)
+    ... )
     '512 = 4 devices x 64 x 2 micro-batches, 118 steps an epoch (the last holds 96)'
     """
 
@@ -46,6 +48,9 @@ class Plan:
     keep: int = 2
     resume: str | None = None
     data: str | None = None
+    workers: int | None = None
+    resident: bool = False
+    audit: bool = False
     threads: int | None = None
     deterministic: bool = False
     cudnn_benchmark: bool = False
@@ -61,6 +66,8 @@ class Plan:
                 raise PlanError(f"unknown device {device!r}; write cpu, mps or cuda:0, or a count such as --devices 2")
         for name in ("batch", "epochs", "steps", "accumulate", "checkpoint_every", "keep", "threads"):
             _at_least_one(name, getattr(self, name))
+        if self.workers is not None and (not isinstance(self.workers, int) or self.workers < 0):
+            raise PlanError(f"workers is {self.workers!r}; it is the number of loader processes a rank has, from 0 up")
         self._check_length()
         self._check_devices()
         self._check_cut()
@@ -105,23 +112,29 @@ class Plan:
             )
 
     def steps_an_epoch(self, num_samples: int) -> int:
-        """Optimizer steps in one pass over the data, a short last one included."""
+        """Optimizer steps in one pass over so many samples, a short last one included."""
         return math.ceil(num_samples / self.batch)
 
-    def num_steps(self, num_samples: int, step: int = 0, position: int = 0) -> int:
+    def num_steps(self, lengths: Lengths, step: int = 0, position: int = 0) -> int | None:
         """Optimizer steps of the whole run, of which `step` are done and have used `position` samples.
 
-        Both are needed: the steps before may have been taken with another batch.
+        Both are needed: the steps before may have been taken with another batch. None if only a stream's end will tell.
         """
         if self.steps is not None:
             return self.steps
         assert self.epochs is not None
-        epoch, start = divmod(position, num_samples)
-        begun = math.ceil((num_samples - start) / self.batch) if start else 0
-        whole_epochs = self.epochs - epoch - (start > 0)
-        return max(step, step + begun + whole_epochs * self.steps_an_epoch(num_samples))
+        if lengths.rest is None:
+            return None
+        epoch, start = lengths.locate(position)
+        left = [lengths.of(later) or 0 for later in range(epoch, min(self.epochs, len(lengths.first)))]
+        num_alike = max(0, self.epochs - max(epoch, len(lengths.first)))
+        num = sum(map(self.steps_an_epoch, left)) + num_alike * self.steps_an_epoch(lengths.rest)
+        if start and epoch < self.epochs:
+            length = lengths.of(epoch) or 0
+            num += self.steps_an_epoch(length - start) - self.steps_an_epoch(length)
+        return step + num
 
-    def arithmetic(self, num_samples: int) -> str:
+    def arithmetic(self, lengths: Lengths) -> str:
         """The batch, cut up, in one line."""
         num = len(self.devices)
         micro_sizes = {
@@ -132,10 +145,16 @@ class Plan:
         sizes = "-".join(str(size) for size in sorted(micro_sizes))
         parts = f" x {self.accumulate} micro-batches" if self.accumulate > 1 else ""
         devices = "1 device" if num == 1 else f"{num} devices"
-        steps = self.steps_an_epoch(num_samples)
-        last = num_samples % self.batch
+        return f"{self.batch} = {devices} x {sizes}{parts}, {self._epochs_in_words(lengths)}"
+
+    def _epochs_in_words(self, lengths: Lengths) -> str:
+        if lengths.rest is None:
+            return "until the stream ends"
+        steps = self.steps_an_epoch(lengths.rest)
+        growing = "".join(f"{self.steps_an_epoch(length)}, " for length in lengths.first)
+        last = lengths.rest % self.batch
         short = f" (the last holds {last})" if last and steps > 1 else ""
-        return f"{self.batch} = {devices} x {sizes}{parts}, {steps} step{'s' * (steps != 1)} an epoch{short}"
+        return f"{growing}{'then ' if growing else ''}{steps} step{'s' * (steps != 1)} an epoch{short}"
 
     def describe(self) -> str:
         """The plan as a block for people; what is left at 'none' or 'off' is not shown."""

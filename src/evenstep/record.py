@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import IO, Any
@@ -14,6 +14,7 @@ from evenstep.plan import Plan
 
 FILE = "record.jsonl"
 FLUSH_SECONDS = 0.2
+KINDS = ("step", "evaluation", "summary")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -31,6 +32,8 @@ class Step:
     lr: float
     peak_bytes: dict[str, int]
     """Peak of every device so far; gathered from the other ranks at evaluations and at the end, own ones live."""
+    epoch_samples: int = 0
+    """Samples of the whole epoch; grows under a curriculum."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -63,6 +66,8 @@ class Summary:
     checkpoint: str | None
     run: str
     shown: str | None = None
+    audit: dict[str, Any] | None = None
+    """What `--audit` found: samples, how many of them were repeated, how many were missed."""
 
 
 @dataclass
@@ -71,6 +76,8 @@ class Record:
 
     plan: Plan
     machine: dict[str, Any] = field(default_factory=dict)
+    data: dict[str, Any] = field(default_factory=dict)
+    """How samples are drawn and from where this run goes on; empty in records of before there was an audit."""
     steps: list[Step] = field(default_factory=list)
     evaluations: list[Evaluation] = field(default_factory=list)
     summary: Summary | None = None
@@ -82,8 +89,8 @@ class Record:
         return [step.loss for step in self.steps]
 
     @classmethod
-    def read(cls, run: str | Path) -> Record:
-        """The Record of a run folder (or of a record file)."""
+    def read(cls, run: str | Path, kinds: Collection[str] = KINDS) -> Record:
+        """The Record of a run folder (or of a record file); of a long run, perhaps with rows of some `kinds` alone."""
         path = Path(run) / FILE if Path(run).is_dir() else Path(run)
         if not path.is_file():
             raise BadInput(f"{run} is no run folder: it has no {FILE}")
@@ -93,7 +100,7 @@ class Record:
                 for row in rows(file):
                     if record is None:
                         record = cls.begin(row, path)
-                    else:
+                    elif row["kind"] in kinds:
                         record.take(row)
         except (ValueError, KeyError, TypeError) as error:
             raise BadInput(f"{path} is no record of a run ({type(error).__name__}: {error})") from error
@@ -104,7 +111,7 @@ class Record:
     @classmethod
     def begin(cls, row: Mapping[str, Any], path: Path | None = None) -> Record:
         """A Record that has its first row alone."""
-        return cls(Plan.from_json(row["plan"]), machine=row["machine"], path=path)
+        return cls(Plan.from_json(row["plan"]), machine=row["machine"], data=row.get("data", {}), path=path)
 
     def take(self, row: Mapping[str, Any]) -> Step | Evaluation | Summary | None:
         """Add one row of the file; the value it became."""
@@ -135,10 +142,12 @@ def rows(file: IO[bytes]) -> Iterator[dict[str, Any]]:
 class RecordWriter:
     """Appends rows; they reach the file within a fifth of a second, and at once when the training ends or fails."""
 
-    def __init__(self, run_folder: Path, plan: Plan, machine: dict[str, Any]) -> None:
+    def __init__(
+        self, run_folder: Path, plan: Plan, machine: dict[str, Any], data: Mapping[str, Any] | None = None
+    ) -> None:
         self._file = (run_folder / FILE).open("a", encoding="utf-8")
         self._flushed = 0.0
-        self._write({"kind": "start", "plan": plan.to_json(), "machine": machine})
+        self._write({"kind": "start", "plan": plan.to_json(), "machine": machine, "data": dict(data or {})})
 
     def append(self, what: Step | Evaluation | Summary) -> None:
         """Add one row."""

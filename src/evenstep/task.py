@@ -20,6 +20,8 @@ if TYPE_CHECKING:
     import torch
     from torch.optim.lr_scheduler import LRScheduler
 
+    from evenstep.draws import Draws
+
 Batch: TypeAlias = Any
 """Whatever the user's data collates to: a tuple or dict of tensors, most of the time."""
 
@@ -47,7 +49,7 @@ class Task:
 
     model: Callable[[], torch.nn.Module]
     train: Any
-    """A map-style dataset, or a tuple or dict of tensors or arrays."""
+    """A tuple or dict of tensors or arrays, any dataset (map-style or iterable), or a DataLoader."""
     loss: Callable[[Model, Batch], Amount]
     """A mean over the samples of the batch, or a pair (sum, count) such as (token losses, tokens)."""
     optimizer: Callable[[Iterable[torch.nn.Parameter]], torch.optim.Optimizer]
@@ -58,14 +60,23 @@ class Task:
     """Called with the optimizer, or with the optimizer and the number of steps; counts optimizer steps."""
     augment: Callable[[Any, torch.Generator], Any] | None = None
     """Changes one training sample; its generator depends on (seed, epoch, sample) and on nothing else."""
+    augment_batch: Callable[[Batch, Draws], Batch] | None = None
+    """Changes a training batch on the device; `draws.uniform(k)` depends on (seed, epoch, sample) and nothing else."""
+    sampler: Any = None
+    """One of evenstep.samplers, or a torch Sampler; shuffled if not given."""
     collate: Callable[[list[Any]], Batch] | None = None
     """Makes a batch of a list of samples; torch's default if not given."""
     show: Callable[[Model], str] | None = None
     """A text about the trained model, shown at the end: a sampled sentence, say."""
-    batch: int = 64
-    """The global batch, unless the plan gives one."""
+    batch: int | None = None
+    """The global batch, unless the plan gives one; if neither does, that of the DataLoader, or 64."""
     epochs: int = 1
     """The length, unless the plan gives one."""
+
+
+def takes_steps(scheduler: Callable[..., Any]) -> bool:
+    """Whether a scheduler asks for the number of steps beside the optimizer."""
+    return len(inspect.signature(scheduler).parameters) > 1
 
 
 _OF_FILES = "evenstep_task_"

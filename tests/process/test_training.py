@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
+from evenstep.draws import stream
 from evenstep.launch.processes import RankLogs, python, workers
 from evenstep.plan import Plan
-from evenstep.worker.randomness import stream
 from tests.fleet import furthest, result, run_jobs
 
 STEPS = 24

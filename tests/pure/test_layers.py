@@ -16,13 +16,17 @@ from evenstep.cli import app
 from evenstep.plan import Plan
 
 SOURCE = Path(evenstep.__file__).parent
-LOW = {"errors", "order", "plan", "record", "task", "checkpoint"}
+LOW = {"errors", "draws", "seeding", "order", "samplers", "plan", "record", "audit", "task", "checkpoint"}
 MAY_IMPORT = {
     "errors": set(),
-    "order": {"errors"},
+    "draws": set(),
+    "seeding": set(),
+    "order": {"errors", "draws"},
+    "samplers": {"errors", "draws", "seeding", "order"},
     "plan": {"errors", "order"},
     "record": {"errors", "order", "plan"},
-    "task": {"errors", "order", "plan", "record"},
+    "audit": {"errors", "order", "plan", "record", "audit"},
+    "task": {"errors", "draws", "order", "plan", "record"},
     "checkpoint": {"errors", "order", "plan", "record"},
     "tasks": {"errors", "task", "tasks"},
     "report": {*LOW, "report"},
@@ -72,9 +76,9 @@ def test_only_workers_launchers_and_tasks_import_torch() -> None:
 
 
 def test_the_public_names_are_these_and_each_is_there() -> None:
-    assert evenstep.__all__ == ["EvenstepError", "Plan", "Record", "Run", "Task", "join", "train"]
+    assert evenstep.__all__ == ["EvenstepError", "Plan", "Record", "Run", "Scaler", "Task", "join", "samplers", "train"]
     for name in evenstep.__all__:
-        assert getattr(evenstep, name).__name__ == name
+        assert getattr(evenstep, name).__name__.removeprefix("evenstep.") == name
     with pytest.raises(AttributeError, match="evenstep has no 'Trainer'; it has EvenstepError, Plan"):
         _ = evenstep.Trainer
 

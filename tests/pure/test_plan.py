@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 
 from evenstep import order, plan
 from evenstep.errors import PlanError
+from evenstep.order import Lengths
 from evenstep.plan import PRECISION_NAMES, STRATEGY_NAMES, Plan, check_name, parse_devices, read_plan
 
 
@@ -48,7 +49,7 @@ def make(**values: Any) -> Plan:
     ],
 )
 def test_the_batch_is_cut_up_in_one_line(values: dict[str, Any], num_samples: int, line: str) -> None:
-    assert make(**values).arithmetic(num_samples) == line
+    assert make(**values).arithmetic(Lengths(num_samples)) == line
 
 
 @pytest.mark.parametrize("module", [plan, order])
@@ -64,8 +65,38 @@ def test_examples_in_docstrings_are_true(module: Any) -> None:
 def test_a_run_is_so_many_steps_or_so_many_passes(num_samples: int, batch: int, epochs: int, steps: int) -> None:
     an_epoch = make(batch=batch).steps_an_epoch(num_samples)
     assert (an_epoch - 1) * batch < num_samples <= an_epoch * batch
-    assert Plan(batch=batch, epochs=epochs).num_steps(num_samples) == epochs * an_epoch
-    assert Plan(batch=batch, steps=steps).num_steps(num_samples) == steps
+    assert Plan(batch=batch, epochs=epochs).num_steps(Lengths(num_samples)) == epochs * an_epoch
+    assert Plan(batch=batch, steps=steps).num_steps(Lengths(num_samples)) == steps
+
+
+@given(
+    first=st.lists(st.integers(1, 300), max_size=4),
+    rest=st.integers(1, 300),
+    batch=st.integers(1, 99),
+    epochs=st.integers(1, 7),
+    cut=st.integers(0, 50),
+)
+def test_steps_are_counted_over_epochs_of_unequal_length_from_anywhere(
+    first: list[int], rest: int, batch: int, epochs: int, cut: int
+) -> None:
+    lengths, plan = Lengths(rest, tuple(first)), Plan(batch=batch, epochs=epochs)
+    steps, position, at_cut = 0, 0, (0, 0)
+    while lengths.locate(position)[0] < epochs:
+        position += len(lengths.span(position, batch))
+        steps += 1
+        at_cut = (steps, position) if steps <= cut else at_cut
+    assert plan.num_steps(lengths) == plan.num_steps(lengths, *at_cut) == steps
+
+
+def test_a_stream_has_as_many_steps_as_it_has() -> None:
+    assert Plan(batch=8, epochs=2).num_steps(Lengths(None)) is None
+    assert Plan(batch=8, steps=5).num_steps(Lengths(None)) == 5
+    assert Plan(batch=8, epochs=2).arithmetic(Lengths(None)) == "8 = 1 device x 8, until the stream ends"
+
+
+def test_a_growing_epoch_is_said() -> None:
+    line = Plan(batch=8, epochs=2).arithmetic(Lengths(20, (5, 10)))
+    assert line == "8 = 1 device x 8, 1, 2, then 3 steps an epoch (the last holds 4)"
 
 
 @pytest.mark.parametrize(

@@ -16,14 +16,17 @@ import torch
 
 from evenstep import checkpoint
 from evenstep.errors import PlanError
+from evenstep.order import Lengths
 from evenstep.plan import Plan, parse_devices, read_plan
+from evenstep.seeding import seed_everything
 from evenstep.task import Task, TaskFunction, call_task, find_task, spec_of
+from evenstep.worker.adopt import Adopted, adopt
 from evenstep.worker.machine import check_devices, choose_devices, num_cores
 from evenstep.worker.probe import probe
-from evenstep.worker.randomness import seed_everything
 from evenstep.worker.strategies import STRATEGIES
 
 RUNS = Path("runs")
+DEFAULT_BATCH = 64
 
 
 @dataclass(frozen=True)
@@ -35,13 +38,13 @@ class Prepared:
     spec: str | None
     """How another process finds the task; None if it lives in this one alone."""
     folder: Path
-    num_samples: int
-    num_steps: int
+    lengths: Lengths
+    num_steps: int | None
     said: list[str]
 
     @property
     def arithmetic(self) -> str:
-        return self.plan.arithmetic(self.num_samples)
+        return self.plan.arithmetic(self.lengths)
 
 
 def prepare(source: str | TaskFunction | Task | None, choices: Mapping[str, Any]) -> Prepared:
@@ -65,11 +68,13 @@ def prepare(source: str | TaskFunction | Task | None, choices: Mapping[str, Any]
     seed_everything(draft.seed)
     found = find_task(source) if isinstance(source, str) else source
     task = call_task(found, draft.data)
-    plan = _completed(draft, values, task)
+    train = adopt(task.train, task.collate, task.sampler)
+    plan = _completed(draft, values, task, train)
     plan, said = _resumed(plan)
-    num_samples = probe(plan, task)
-    num_steps = plan.num_steps(num_samples, *checkpoint.start_of(plan.resume))
-    return Prepared(plan, task, spec, _make_folder(plan), num_samples, num_steps, [*said, *_crowded(plan)])
+    lengths = probe(plan, task, train)
+    num_steps = plan.num_steps(lengths, *checkpoint.start_of(plan.resume))
+    said = [*said, *train.said, *_crowded(plan)]
+    return Prepared(plan, task, spec, _make_folder(plan), lengths, num_steps, said)
 
 
 def _crowded(plan: Plan) -> list[str]:
@@ -98,9 +103,9 @@ def _draft(values: dict[str, Any], label: str) -> Plan:
     return draft
 
 
-def _completed(draft: Plan, values: dict[str, Any], task: Task) -> Plan:
-    """The draft, with what the task says where nothing else was said."""
-    batch = values.get("batch", task.batch)
+def _completed(draft: Plan, values: dict[str, Any], task: Task, train: Adopted) -> Plan:
+    """The draft, with what the task (or its DataLoader) says where nothing else was said."""
+    batch = values.get("batch") or task.batch or train.batch or DEFAULT_BATCH
     if "epochs" in values or "steps" in values:
         return replace(draft, batch=batch)
     return replace(draft, batch=batch, epochs=task.epochs)

@@ -19,11 +19,11 @@ from evenstep.launch.processes import RankLogs, Workers, python, workers
 from evenstep.plan import Plan
 from evenstep.record import FILE, Record, rows
 from evenstep.report.progress import Progress
+from evenstep.seeding import host_state, restore_host_state
 from evenstep.task import Task, TaskFunction
 from evenstep.worker.job import Event, perform
 from evenstep.worker.machine import share_threads
 from evenstep.worker.main import WORKER, work_forked, write_report
-from evenstep.worker.randomness import host_state, restore_host_state
 from evenstep.worker.strategies import STRATEGIES
 
 

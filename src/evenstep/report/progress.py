@@ -25,7 +25,7 @@ def without_control(text: str) -> str:
 class Progress:
     """Shows steps and evaluations as they come; on stderr, so that stdout stays for results."""
 
-    def __init__(self, num_steps: int, *, quiet: bool = False) -> None:
+    def __init__(self, num_steps: int | None, *, quiet: bool = False) -> None:
         self.console = Console(stderr=True, quiet=quiet, highlight=False, emoji=False)
         self._num_steps = num_steps
         self._recent: list[Step] = []
@@ -82,4 +82,5 @@ class Progress:
             )
         elif time.monotonic() - self._spoke > SECONDS_BETWEEN_LINES:
             self._spoke = time.monotonic()
-            self.say(f"step {step.step}/{self._num_steps}  loss {step.loss:.4f}  {speed:,.0f} samples/s")
+            of = f"/{self._num_steps}" if self._num_steps is not None else ""
+            self.say(f"step {step.step}{of}  loss {step.loss:.4f}  {speed:,.0f} samples/s")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 import os
 import time
 from collections.abc import Iterator, Mapping
@@ -14,16 +13,21 @@ from torch import nn
 from torch.optim.lr_scheduler import LRScheduler
 
 from evenstep import checkpoint
+from evenstep.audit import SamplesWriter, audit
+from evenstep.draws import stream
 from evenstep.errors import BadInput, TrainingError
 from evenstep.plan import Plan
 from evenstep.record import Evaluation, RecordWriter, Step, Summary
-from evenstep.task import Amount, Task
+from evenstep.samplers import InOrder
+from evenstep.seeding import seed_everything
+from evenstep.task import Amount, Task, takes_steps
 from evenstep.worker import machine
 from evenstep.worker.batchnorm import synchronised
-from evenstep.worker.randomness import seed_everything, stream
+from evenstep.worker.loader import Loader
 from evenstep.worker.run import Run
+from evenstep.worker.scaler import unfitted
 from evenstep.worker.team import Team, join
-from evenstep.worker.train import train
+from evenstep.worker.train import is_done, train
 
 Event = Step | Evaluation | Summary | str
 """What a job yields: rows of the Record, and lines to say."""
@@ -34,7 +38,7 @@ def perform(plan: Plan, task: Task, run_folder: Path) -> Iterator[Event]:
     set_up_torch(plan)
     team = join(plan.strategy, plan.devices, plan.precision, plan.seed)
     job = Job(plan, task, run_folder, team)
-    record = RecordWriter(run_folder, plan, machine.facts()) if team.world.is_main else None
+    record = RecordWriter(run_folder, plan, machine.facts(), job.data_facts()) if team.world.is_main else None
     try:
         for event in job.events():
             if record is not None and not isinstance(event, str):
@@ -51,6 +55,7 @@ def perform(plan: Plan, task: Task, run_folder: Path) -> Iterator[Event]:
         error.add_note(f"at step {job.run.step + 1}")
         raise
     finally:
+        job.close()
         if record is not None:
             record.close()
 
@@ -78,11 +83,23 @@ class Job:
         self.run = self._build()
         self.valid = None
         if task.valid is not None:
-            self.valid = team.loader(
-                task.valid, plan.batch, shuffle=False, accumulate=plan.accumulate, collate=task.collate
-            )
+            self.valid = self._loader(task.valid, shuffle=False)
         self.peaks: dict[str, int] = {}
         self.best: float | None = None
+        self.samples = SamplesWriter(run_folder) if plan.audit and team.world.is_main else None
+
+    def data_facts(self) -> dict[str, Any]:
+        """The data, its order, and where this run begins in it."""
+        step, position = checkpoint.start_of(self.plan.resume)
+        return {**self.run.loader.facts(), "step": step, "position": position}
+
+    def close(self) -> None:
+        """End the loaders' worker processes and the log of samples."""
+        for loader in (self.run.loader, self.valid):
+            if loader is not None:
+                loader.close()
+        if self.samples is not None:
+            self.samples.close()
 
     def events(self) -> Iterator[Event]:
         """Everything from the first step to the summary."""
@@ -92,11 +109,13 @@ class Job:
         taken: list[Step] = []
         evaluation: Evaluation | None = None
         saved: Path | None = None
-        for step in train(self.run, self.task, self.plan, self._peak_bytes):
+        for step, ids in train(self.run, self.task, self.plan, self._peak_bytes):
             taken.append(step)
+            if self.plan.audit:
+                self._write_samples(step, ids)
             yield step
-            is_end = step.step == self.run.num_steps
-            is_epoch_end = self.run.loader.position % self.run.loader.num_samples == 0
+            is_end = is_done(self.run, self.plan)
+            is_epoch_end = self.run.loader.is_between_epochs
             if is_epoch_end or is_end:
                 evaluation = self._evaluate(step.epoch)
                 if evaluation is not None:
@@ -114,6 +133,7 @@ class Job:
     def _build(self) -> Run:
         plan, task, team = self.plan, self.task, self.team
         module = task.model()
+        self._fit_scalers(module)
         if not module.training:
             # As pretrained models often come; without this, dropout and batch statistics would stay off, unsaid.
             module.train()
@@ -124,14 +144,50 @@ class Job:
             for seat in model.seats:
                 seat.compile()
         optimizer = task.optimizer(model.parameters())
-        loader = team.loader(
-            task.train, plan.batch, accumulate=plan.accumulate, collate=task.collate, augment=task.augment
-        )
-        num_steps = plan.num_steps(loader.num_samples, *checkpoint.start_of(plan.resume))
+        loader = self._loader(task.train, sampler=task.sampler, augment=task.augment, augment_batch=task.augment_batch)
+        num_steps = plan.num_steps(loader.lengths, *checkpoint.start_of(plan.resume))
         scheduler = _call_scheduler(task, optimizer, num_steps) if task.scheduler is not None else None
         # From here on Python's and NumPy's draws (in a dataset, say) differ between ranks.
         seed_everything(stream(plan.seed, "host", 0, team.world.rank))
         return Run(team, model, optimizer, loader, scheduler, num_steps)
+
+    def _loader(self, data: Any, **how: Any) -> Loader:
+        plan = self.plan
+        return self.team.loader(
+            data,
+            plan.batch,
+            accumulate=plan.accumulate,
+            collate=self.task.collate,
+            workers=plan.workers,
+            resident=plan.resident,
+            **how,
+        )
+
+    def _fit_scalers(self, module: nn.Module) -> None:
+        """Statistics of the whole training data, each rank's share merged; a resumed run has them in its weights."""
+        scalers = unfitted(module) if self.plan.resume is None else []
+        if not scalers:
+            return
+        loader = self._loader(self.task.train, sampler=InOrder())
+        for scaler in scalers:
+            pieces = (piece for batch in loader.whole_pass() for of_seats in batch.micro_batches for piece in of_seats)
+            scaler.fit((piece.data for piece in pieces if piece.num_samples), self.team.world)
+        loader.close()
+
+    def _write_samples(self, step: Step, ids: list[int]) -> None:
+        every = [id_ for of_rank in self.team.world.gather(ids) for id_ in of_rank]
+        if self.samples is not None:
+            self.samples.append(step.epoch, step.step, every)
+
+    def _audit(self) -> dict[str, Any] | None:
+        """What the samples of this run amount to; rank 0 alone looks."""
+        if self.samples is None:
+            return None
+        self.samples.close()
+        found = audit([self.folder])
+        if not found.is_clean:
+            raise TrainingError("\n".join([found.sentence(), *found.problems[:5]]))
+        return found.to_json()
 
     def _is_due(self, step: int) -> bool:
         return self.plan.checkpoint_every is not None and step % self.plan.checkpoint_every == 0
@@ -148,7 +204,7 @@ class Job:
         values = self.team.measure(self._loss_and_metrics, self._model, self.valid)
         seconds = time.perf_counter() - started
         return Evaluation(
-            step=self.run.step, epoch=epoch, values=values, samples=self.valid.num_samples, seconds=seconds
+            step=self.run.step, epoch=epoch, values=values, samples=self.team.last_measured, seconds=seconds
         )
 
     def _loss_and_metrics(self, model: nn.Module, batch: Any) -> Mapping[str, Amount]:
@@ -187,6 +243,7 @@ class Job:
             checkpoint=str(saved) if saved is not None else None,
             run=str(self.folder),
             shown=shown,
+            audit=self._audit(),
         )
 
 
@@ -194,7 +251,6 @@ def _mean_loss(steps: list[Step]) -> float:
     return sum(step.loss * step.count for step in steps) / (sum(step.count for step in steps) or 1.0)
 
 
-def _call_scheduler(task: Task, optimizer: torch.optim.Optimizer, num_steps: int) -> LRScheduler:
+def _call_scheduler(task: Task, optimizer: torch.optim.Optimizer, num_steps: int | None) -> LRScheduler:
     assert task.scheduler is not None
-    takes_steps = len(inspect.signature(task.scheduler).parameters) > 1
-    return task.scheduler(optimizer, num_steps) if takes_steps else task.scheduler(optimizer)
+    return task.scheduler(optimizer, num_steps) if takes_steps(task.scheduler) else task.scheduler(optimizer)

@@ -60,8 +60,8 @@ def end(exit_code: int) -> None:
 
 def perform_rank(run_folder: Path, source: Task | None) -> None:
     """Load the task under the plan's seed and run it to the end."""
+    from evenstep.seeding import seed_everything
     from evenstep.worker.job import perform
-    from evenstep.worker.randomness import seed_everything
 
     plan = Plan.from_json(json.loads((run_folder / "plan.json").read_text()))
     seed_everything(plan.seed)

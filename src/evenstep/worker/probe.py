@@ -13,12 +13,15 @@ from torch import nn
 
 from evenstep import checkpoint
 from evenstep.errors import EvenstepError, PlanError, TaskError
+from evenstep.order import Lengths, Order, order_name
 from evenstep.plan import Plan
-from evenstep.task import Task, describe
+from evenstep.task import Task, describe, takes_steps
+from evenstep.worker.adopt import Adopted, adopt
 from evenstep.worker.loader import Piece
 from evenstep.worker.precision import Precision
-from evenstep.worker.source import Source, open_source, to_device
+from evenstep.worker.source import Source, to_device
 from evenstep.worker.state import check_foreign, refuse_difference
+from evenstep.worker.stream import Stream
 from evenstep.worker.totals import Totals
 from evenstep.worker.world import World
 
@@ -26,28 +29,40 @@ SMALL_ENOUGH = 20_000_000
 """Parameters up to which the loss is tried on the CPU here; a larger model is tried by the workers themselves."""
 
 
-def probe(plan: Plan, task: Task) -> int:
-    """Check data, model and loss against the plan; the number of training samples."""
-    source = open_source(task.train, task.collate, "train")
+def probe(plan: Plan, task: Task, train: Adopted) -> Lengths:
+    """Check data, model and loss against the plan; how many samples each epoch will have."""
     if task.valid is not None:
-        open_source(task.valid, task.collate, "valid")
-    if plan.batch > source.num_samples:
+        adopt(task.valid, task.collate, what="valid")
+    source = train.source
+    if not isinstance(source, Stream) and plan.batch > source.num_samples:
         raise PlanError(
             f"a global batch of {plan.batch} is larger than the {source.num_samples} training samples; "
             f"use --batch {source.num_samples} or less"
         )
+    order = train.order(plan.seed, plan.batch)
+    lengths = order.lengths if order is not None else Lengths(None)
+    _check_schedule(task, plan.num_steps(lengths))
     skeleton = _skeleton(task)
     if skeleton is not None:
         _check_fits(plan, skeleton)
-        _check_resumes(plan, skeleton, source)
+        _check_resumes(plan, skeleton, source, order)
     num_parameters = sum(weight.numel() for weight in skeleton.parameters()) if skeleton is not None else 0
     data = _first_samples(source)
     if skeleton is None or num_parameters <= SMALL_ENOUGH:
         _check_loss(plan, task, data)
-    return source.num_samples
+    return lengths
 
 
-def _first_samples(source: Source) -> Any:
+def _check_schedule(task: Task, num_steps: int | None) -> None:
+    if num_steps is None and task.scheduler is not None and takes_steps(task.scheduler):
+        raise PlanError(
+            "the scheduler asks for the number of steps, and a stream does not know how many it has; give --steps"
+        )
+
+
+def _first_samples(source: Source | Stream) -> Any:
+    if isinstance(source, Stream):
+        return source.first(4)
     last = source.num_samples - 1
     return source.fetch(np.array(sorted({0, min(1, last), last // 2, last}), dtype=np.int64))
 
@@ -90,7 +105,7 @@ def _card_bytes(device: str) -> int | None:
     return int(torch.cuda.get_device_properties(device).total_memory)
 
 
-def _check_resumes(plan: Plan, skeleton: nn.Module, source: Source) -> None:
+def _check_resumes(plan: Plan, skeleton: nn.Module, source: Source | Stream, order: Order | None) -> None:
     if plan.resume is None:
         return
     path = Path(plan.resume)
@@ -101,9 +116,14 @@ def _check_resumes(plan: Plan, skeleton: nn.Module, source: Source) -> None:
     table = checkpoint.tensor_table(path / checkpoint.WEIGHTS)
     own = {name: tuple(value.shape) for name, value in skeleton.state_dict().items() if isinstance(value, torch.Tensor)}
     refuse_difference(own, {name: tuple(shape) for name, (_, shape) in table.items()}, str(path))
-    checkpoint.check_same_order(path, state, plan.seed, source.num_samples)
-    num_steps = plan.num_steps(source.num_samples, *checkpoint.start_of(plan.resume))
-    if state["step"] >= num_steps:
+    num_samples = None if isinstance(source, Stream) else source.num_samples
+    checkpoint.check_same_order(path, state, plan.seed, num_samples, order_name(order))
+    known = tuple(state["loader"].get("stream") or ())
+    lengths = order.lengths if order is not None else Lengths(None, known)
+    num_steps = plan.num_steps(lengths, *checkpoint.start_of(plan.resume))
+    if num_steps is None and plan.epochs is not None and len(known) >= plan.epochs:
+        num_steps = state["step"]
+    if num_steps is not None and state["step"] >= num_steps:
         raise PlanError(
             f"{path} is at step {state['step']} and the plan ends at step {num_steps}: "
             "there is nothing left to do; give a larger --epochs or --steps to go on"

@@ -15,9 +15,11 @@ from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 import evenstep
 from evenstep import checkpoint
+from evenstep.draws import stream
 from evenstep.errors import CheckpointError, TaskError, TrainingError
+from evenstep.order import order_name
+from evenstep.seeding import host_state, restore_host_state, seed_everything
 from evenstep.worker.loader import Loader
-from evenstep.worker.randomness import host_state, restore_host_state, seed_everything, stream
 from evenstep.worker.spread import Spread
 from evenstep.worker.state import (
     load_optimizer_state,
@@ -114,7 +116,7 @@ class Run:
             return self._load_foreign(str(where), allow_pickle)
         path, said = checkpoint.find(str(where))
         state = checkpoint.read_state(path)
-        checkpoint.check_same_order(path, state, self.team.seed, self.loader.num_samples)
+        checkpoint.check_same_order(path, state, self.team.seed, self.loader.num_samples, order_name(self.loader.order))
         tensors = load_file(path / checkpoint.WEIGHTS)
         moments = load_file(path / checkpoint.OPTIMIZER)
         rates = self._other_schedule(state, said)

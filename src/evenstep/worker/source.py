@@ -8,31 +8,70 @@ from typing import Any, Protocol
 
 import numpy as np
 import torch
-from torch.utils.data import IterableDataset, TensorDataset, default_collate
+from torch.utils.data import Subset, TensorDataset, default_collate
 
+from evenstep.draws import Ids, stream
 from evenstep.errors import TaskError
-from evenstep.order import Ids
+from evenstep.seeding import seed_host
 from evenstep.task import Batch, describe
 
 Collate = Callable[[list[Any]], Batch]
-Change = Callable[[Any, int], Any]
+Augment = Callable[[Any, torch.Generator], Any]
+
+
+class Touch:
+    """What is done with each sample of an epoch: draws depend on (seed, epoch, sample), and then it is augmented."""
+
+    def __init__(self, seed: int, epoch: int, augment: Augment | None = None) -> None:
+        self.augments = augment is not None
+        self._where = (seed, epoch)
+        self._augment = augment
+        self._generator = torch.Generator()
+
+    def begin(self, id_: int) -> None:
+        """Seed what a dataset may draw from while it makes this sample."""
+        seed, epoch = self._where
+        seed_host(stream(seed, "data", epoch, id_))
+
+    def change(self, sample: Any, id_: int) -> Any:
+        """The augmented sample."""
+        if self._augment is None:
+            return sample
+        seed, epoch = self._where
+        try:
+            return self._augment(sample, self._generator.manual_seed(stream(seed, "augment", epoch, id_)))
+        except Exception as error:
+            raise TaskError(f"sample {id_} cannot be augmented: {describe(error)}") from error
 
 
 class Source(Protocol):
     """Samples by id."""
 
     num_samples: int
+    draws: bool
+    """Whether reading may draw from Python's, NumPy's or torch's own generators."""
 
-    def fetch(self, ids: Ids, change: Change | None = None) -> Batch:
-        """The samples as one batch; `change(sample, id)` is applied to each first."""
+    def is_slow(self, augments: bool) -> bool:
+        """Whether Python runs for every sample, so that worker processes are of use."""
+
+    def fetch(self, ids: Ids, touch: Touch | None = None, pinned: bool = False) -> Batch:
+        """The samples as one batch."""
+
+    def check_length(self) -> None:
+        """Raise TaskError if there are no longer as many samples as there were."""
 
 
 def open_source(data: Any, collate: Collate | None, what: str = "train") -> Source:
     """The reader that fits `data`, or a TaskError that says what is wrong with it."""
     if type(data) is TensorDataset:  # a subclass may have a __getitem__ of its own
         data = data.tensors
-    columns = _columns(data)
-    source: Source = Table(data, collate, what) if columns is not None else Samples(data, collate, what)
+    source: Source
+    if type(data) is Subset:
+        source = Picked(open_source(data.dataset, collate, what), data.indices, what)
+    elif _columns(data) is not None:
+        source = Table(data, collate, what)
+    else:
+        source = Samples(data, collate, what)
     if source.num_samples == 0:
         raise TaskError(f"the {what} data is empty; it needs at least one sample")
     return source
@@ -54,6 +93,8 @@ def _columns(data: Any) -> list[Any] | None:
 class Table:
     """A tensor or array, or a tuple or dict of them; the first dimension counts samples."""
 
+    draws = False
+
     def __init__(self, data: Any, collate: Collate | None, what: str) -> None:
         columns = _columns(data)
         assert columns is not None
@@ -68,39 +109,70 @@ class Table:
         self._data = data
         self._collate = collate
 
-    def fetch(self, ids: Ids, change: Change | None = None) -> Batch:
-        if change is None and self._collate is None:
+    def is_slow(self, augments: bool) -> bool:
+        return augments or self._collate is not None
+
+    def fetch(self, ids: Ids, touch: Touch | None = None, pinned: bool = False) -> Batch:
+        if self._collate is None and (touch is None or not touch.augments):
             index = torch.from_numpy(ids)
-            return _each(self._data, lambda column: _take(column, ids, index))
+            return _each(self._data, lambda column: _take(column, ids, index, pinned))
         samples = [_each(self._data, partial(_row, row=id_)) for id_ in ids.tolist()]
-        return _collated(samples, ids, change, self._collate)
+        return _collated(samples, ids, touch, self._collate)
+
+    def check_length(self) -> None:
+        pass
+
+    def on(self, device: torch.device) -> Table:
+        """The same samples, in the device's memory."""
+        moved = _each(self._data, lambda column: torch.as_tensor(column).to(device))
+        return Table(moved, self._collate, "resident")
 
 
 class Samples:
     """Any map-style dataset."""
 
+    draws = True
+
     def __init__(self, data: Any, collate: Collate | None, what: str) -> None:
-        if isinstance(data, IterableDataset) or not hasattr(data, "__getitem__"):
+        if not hasattr(data, "__getitem__"):
             raise TaskError(
                 f"the {what} data is a {type(data).__name__}; give a dataset with __len__ and __getitem__, "
                 "or a tuple or dict of tensors or arrays"
             )
-        try:
-            self.num_samples = len(data)
-        except (TypeError, NotImplementedError) as error:
-            raise TaskError(f"the {what} data ({type(data).__name__}) has no length; give it a __len__") from error
         self._data = data
         self._collate = collate
+        self._what = what
+        self.num_samples = self._length()
 
-    def fetch(self, ids: Ids, change: Change | None = None) -> Batch:
+    def is_slow(self, augments: bool) -> bool:
+        return True
+
+    def _length(self) -> int:
+        try:
+            return len(self._data)
+        except (TypeError, NotImplementedError) as error:
+            name = type(self._data).__name__
+            raise TaskError(f"the {self._what} data ({name}) has no length; give it a __len__") from error
+
+    def check_length(self) -> None:
+        now = self._length()
+        if now != self.num_samples:
+            raise TaskError(
+                f"the {self._what} data had {self.num_samples} samples and now has {now}; "
+                "a dataset must not grow or shrink while it is trained on"
+            )
+
+    def fetch(self, ids: Ids, touch: Touch | None = None, pinned: bool = False) -> Batch:
         many = getattr(self._data, "__getitems__", None)
         if callable(many):
-            samples = self._together(many, ids.tolist())
+            samples = self._together(many, ids.tolist(), touch)
         else:
-            samples = [self._one(id_) for id_ in ids.tolist()]
-        return _collated(samples, ids, change, self._collate)
+            samples = [self._one(id_, touch) for id_ in ids.tolist()]
+        return _collated(samples, ids, touch, self._collate)
 
-    def _together(self, many: Callable[[list[int]], Any], ids: list[int]) -> list[Any]:
+    def _together(self, many: Callable[[list[int]], Any], ids: list[int], touch: Touch | None) -> list[Any]:
+        if touch is not None:
+            touch.begin(ids[0])
         try:
             samples = list(many(ids))
         except Exception as error:
@@ -109,16 +181,44 @@ class Samples:
             raise TaskError(f"__getitems__ gave {len(samples)} samples for {len(ids)} ids; it must give one for each")
         return samples
 
-    def _one(self, id_: int) -> Any:
+    def _one(self, id_: int, touch: Touch | None) -> Any:
+        if touch is not None:
+            touch.begin(id_)
         try:
             return self._data[id_]
         except Exception as error:
             raise TaskError(f"sample {id_} cannot be read: {describe(error)}") from error
 
 
-def _collated(samples: list[Any], ids: Ids, change: Change | None, collate: Collate | None) -> Batch:
-    if change is not None:
-        samples = [change(sample, id_) for sample, id_ in zip(samples, ids.tolist(), strict=True)]
+class Picked:
+    """Some samples of another source: what torch's Subset and random_split make."""
+
+    def __init__(self, source: Source, indices: Any, what: str) -> None:
+        self._indices = np.asarray(indices, dtype=np.int64)
+        if len(self._indices) and not 0 <= self._indices.min() <= self._indices.max() < source.num_samples:
+            raise TaskError(f"the {what} data is a Subset with ids outside its {source.num_samples} samples")
+        self._source = source
+        self.num_samples = len(self._indices)
+        self.draws = source.draws
+
+    def is_slow(self, augments: bool) -> bool:
+        return self._source.is_slow(augments)
+
+    def fetch(self, ids: Ids, touch: Touch | None = None, pinned: bool = False) -> Batch:
+        return self._source.fetch(self._indices[ids], touch, pinned)
+
+    def check_length(self) -> None:
+        self._source.check_length()
+
+
+def _collated(samples: list[Any], ids: Ids, touch: Touch | None, collate: Collate | None) -> Batch:
+    if touch is not None and touch.augments:
+        samples = [touch.change(sample, id_) for sample, id_ in zip(samples, ids.tolist(), strict=True)]
+    return collated(samples, ids, collate)
+
+
+def collated(samples: list[Any], ids: Ids, collate: Collate | None) -> Batch:
+    """Samples as one batch, or a TaskError that says which ones do not fit together."""
     try:
         return (collate or default_collate)(samples)
     except Exception as error:
@@ -146,7 +246,7 @@ def _few(ids: list[int]) -> str:
 
 def _check_type(column: Any, what: str) -> None:
     try:
-        _take(column, np.zeros(0, dtype=np.int64), torch.zeros(0, dtype=torch.int64))
+        _take(column, np.zeros(0, dtype=np.int64), torch.zeros(0, dtype=torch.int64), pinned=False)
     except (TypeError, ValueError) as error:
         raise TaskError(
             f"the {what} data has an array of {column.dtype}, which no tensor can hold; make it numbers"
@@ -168,10 +268,14 @@ def _each(data: Any, function: Callable[[Any], Any]) -> Any:
     return function(data)
 
 
-def _take(column: Any, ids: Ids, index: torch.Tensor) -> torch.Tensor:
-    if isinstance(column, torch.Tensor):
-        return column[index]
-    return torch.from_numpy(column[ids])
+def _take(column: Any, ids: Ids, index: torch.Tensor, pinned: bool) -> torch.Tensor:
+    """Whole rows at once; six times as fast as `column[index]`, which copies element by element."""
+    if not isinstance(column, torch.Tensor):
+        return torch.from_numpy(np.ascontiguousarray(column.take(ids, axis=0)))
+    if not pinned or column.is_cuda or column.requires_grad:
+        return column.index_select(0, index.to(column.device, non_blocking=True))
+    rows = torch.empty((len(ids), *column.shape[1:]), dtype=column.dtype, pin_memory=True)
+    return torch.index_select(column, 0, index, out=rows)
 
 
 def _row(column: Any, row: int) -> Any:

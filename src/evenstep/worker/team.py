@@ -18,15 +18,18 @@ from weakref import WeakSet
 import torch
 from torch import nn
 
+from evenstep.draws import Draws, stream
 from evenstep.errors import NonFiniteLoss, PlanError, TaskError
-from evenstep.order import InOrder, Order, Shuffled
 from evenstep.plan import PrecisionName
+from evenstep.seeding import seed_everything
 from evenstep.task import Amount
-from evenstep.worker.loader import Augment, Batch, Loader, Piece
+from evenstep.worker.adopt import adopt
+from evenstep.worker.apart import check_apart
+from evenstep.worker.loader import Batch, Loader, Piece, Reading
 from evenstep.worker.machine import available_devices
 from evenstep.worker.precision import Precision
-from evenstep.worker.randomness import seed_devices, seed_everything, stream
-from evenstep.worker.source import open_source
+from evenstep.worker.randomness import seed_devices
+from evenstep.worker.source import Augment
 from evenstep.worker.spread import Spread
 from evenstep.worker.strategies import STRATEGIES
 from evenstep.worker.totals import Totals, as_sum
@@ -70,6 +73,8 @@ class Team:
         self._strategy = STRATEGIES[strategy]()
         self.last_count = 0.0
         """What the last loss was a mean over: samples, or whatever the loss counts."""
+        self.last_measured = 0
+        """Samples that the last `measure` went over."""
         self._known: set[int] = set()
         self._trainable: dict[Spread, list[bool]] = {}
         self._checked: WeakSet[torch.optim.Optimizer] = WeakSet()
@@ -89,23 +94,27 @@ class Team:
         batch: int,
         *,
         shuffle: bool = True,
+        sampler: Any = None,
         accumulate: int = 1,
         collate: Callable[[list[Any]], Any] | None = None,
         augment: Augment | None = None,
+        augment_batch: Callable[[Any, Draws], Any] | None = None,
+        workers: int | None = None,
+        resident: bool = False,
     ) -> Loader:
-        """This process's part of every global batch of `data`."""
-        source = open_source(data, collate)
-        order: Order = Shuffled(source.num_samples, self.seed) if shuffle else InOrder(source.num_samples)
-        return Loader(
-            source,
-            order,
-            self.world,
-            batch,
-            accumulate=accumulate,
-            fit=self.precision.fit_tensor,
-            augment=augment,
+        """This process's part of every global batch of `data`, in the order of `sampler`, or shuffled, or as it is."""
+        adopted = adopt(data, collate, sampler, shuffle=shuffle)
+        reading = Reading(
             seed=self.seed,
+            accumulate=accumulate,
+            augment=augment,
+            augment_batch=augment_batch,
+            workers=workers if workers is not None else adopted.workers,
+            worker_init=adopted.worker_init,
+            resident=resident,
+            fit=self.precision.fit_tensor,
         )
+        return Loader(adopted.source, adopted.order(self.seed, batch), self.world, batch, reading)
 
     def backward(self, loss: Callable[[Any, Any], Amount], model: Models, batch: Batch) -> float:
         """Compute the gradients of the global batch; returns its mean loss.
@@ -115,6 +124,7 @@ class Team:
         """
         models = _as_tuple(model)
         self._refuse_thawed(models[0])
+        check_apart(self.world, batch)
         self._draw_for(batch)
         earlier = _put_aside(models[0])
         for one in models:
@@ -172,12 +182,14 @@ class Team:
         self._strategy.refresh(model, is_training=False)
         sums: dict[str, torch.Tensor] = {}
         with model.evaluating():
-            for pieces in (pieces for batch in batches.whole_pass() for pieces in batch.micro_batches):
-                for measured in self._strategy.on_seats(
-                    lambda place, piece: self._seat_measure(function, model, place, piece), list(enumerate(pieces))
-                ):
-                    for name, pair in measured.items():
-                        sums[name] = sums[name] + pair if name in sums else pair
+            for batch in batches.whole_pass():
+                self.last_measured = batch.span.stop
+                for pieces in batch.micro_batches:
+                    for measured in self._strategy.on_seats(
+                        lambda place, piece: self._seat_measure(function, model, place, piece), list(enumerate(pieces))
+                    ):
+                        for name, pair in measured.items():
+                            sums[name] = sums[name] + pair if name in sums else pair
         # A rank may have met no sample of a kind that another one has a name for.
         names = list(dict.fromkeys(name for of_rank in self.world.gather(list(sums)) for name in of_rank))
         wide = torch.float32 if self.world.device.type == "mps" else torch.float64

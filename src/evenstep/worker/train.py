@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator
 
+from evenstep.errors import TaskError
 from evenstep.plan import Plan
 from evenstep.record import Step
 from evenstep.task import Task
@@ -12,19 +13,21 @@ from evenstep.worker.loader import Batch, Loader
 from evenstep.worker.run import Run
 
 
-def train(run: Run, task: Task, plan: Plan, peak_bytes: Callable[[], dict[str, int]]) -> Iterator[Step]:
-    """Take optimizer steps until the plan is done, yielding what each one did."""
+def train(
+    run: Run, task: Task, plan: Plan, peak_bytes: Callable[[], dict[str, int]]
+) -> Iterator[tuple[Step, list[int]]]:
+    """Take optimizer steps until the plan is done, yielding what each one did; for an audit, on which samples too."""
     (model,) = run.models.values()
     (optimizer,) = run.optimizers.values()
-    num_steps = run.num_steps or plan.num_steps(run.loader.num_samples)
-    while run.step < num_steps:
+    while not is_done(run, plan):
+        began_at = run.step
         for batch, started, arrived in _timed(run.loader):
             lr = float(optimizer.param_groups[0]["lr"])
             loss = run.team.backward(task.loss, model, batch)
             was_taken = run.team.step(optimizer, clip=plan.clip)
             if was_taken and run.scheduler is not None:
                 run.scheduler.step()
-            yield Step(
+            step = Step(
                 step=run.step,
                 epoch=batch.span.epoch,
                 loss=loss,
@@ -34,9 +37,24 @@ def train(run: Run, task: Task, plan: Plan, peak_bytes: Callable[[], dict[str, i
                 input_seconds=arrived - started,
                 lr=lr,
                 peak_bytes=peak_bytes(),
+                epoch_samples=run.loader.lengths.of(batch.span.epoch) or 0,
             )
-            if run.step == num_steps:
+            yield step, batch.ids.tolist() if plan.audit else []
+            if is_done(run, plan):
                 return
+        if run.step == began_at:
+            raise TaskError(
+                f"the stream ended before place {run.loader.lengths.locate(run.loader.position)[1]}, from where this "
+                "run goes on; it must give as many samples as before"
+            )
+
+
+def is_done(run: Run, plan: Plan) -> bool:
+    """Whether the last step of the plan was taken."""
+    if plan.steps is not None:
+        return run.step >= plan.steps
+    assert plan.epochs is not None
+    return run.loader.epoch >= plan.epochs
 
 
 def _timed(loader: Loader) -> Iterator[tuple[Batch, float, float]]:

@@ -1,0 +1,110 @@
+"""The runs of one training: what they promise, and where each goes on."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+from evenstep.audit.samples import FILE, is_number, unreadable
+from evenstep.errors import BadInput
+from evenstep.order import Lengths
+from evenstep.record import Record
+
+
+@dataclass(frozen=True)
+class Promise:
+    """What the samples of an epoch should be; the same in all runs of a chain."""
+
+    sampler: str
+    repeats: bool
+    num_samples: int | None
+    lengths: Lengths
+    seed: int
+
+    @property
+    def is_stream(self) -> bool:
+        """Ids are then places in the stream, so that an epoch has 0, 1, 2 and so on."""
+        return self.num_samples is None
+
+    def difference(self, later: Promise) -> str | None:
+        """Why a run of the other promise cannot go on where one of this promise ended."""
+        for name in ("sampler", "repeats", "num_samples", "seed"):
+            one, other = getattr(self, name), getattr(later, name)
+            if one != other:
+                return f"{name.replace('_', ' ')} is {one} in one and {other} in the other"
+        # A stream learns how long its epochs are by finishing them.
+        known = len(self.lengths.first) if self.lengths.rest is None else None
+        if self.lengths != Lengths(later.lengths.rest, later.lengths.first[:known]):
+            return "their epochs have different lengths"
+        return None
+
+
+@dataclass(frozen=True)
+class Run:
+    """One folder of a chain, and from where it goes on."""
+
+    folder: Path
+    promise: Promise
+    step: int
+    position: int
+    last_step: int | None
+    """None if it did not come to its end."""
+
+
+def read_chain(runs: Sequence[str | Path]) -> list[Run]:
+    """The runs by where they begin, so that each goes on from one before it; of two that begin alike, as given."""
+    if not runs:
+        raise BadInput("no run given; evenstep audit takes the folders of one or more runs")
+    folders = {path.resolve(): path for path in map(_folder, runs)}
+    chain = sorted(map(_read, folders.values()), key=lambda run: run.step)
+    for one, other in pairwise(chain):
+        difference = one.promise.difference(other.promise)
+        if difference:
+            raise BadInput(
+                f"{one.folder} and {other.folder} are not parts of one training: {difference}.\n"
+                "Give a run together with those that were resumed from it, or one run alone"
+            )
+    return chain
+
+
+def _folder(run: str | Path) -> Path:
+    """The run folder; one of its files may be given for it."""
+    return Path(run).parent if Path(run).is_file() else Path(run)
+
+
+def _read(folder: Path) -> Run:
+    try:
+        # A long run has more steps than should be held at once.
+        record = Record.read(folder, kinds=("summary",))
+        if not (folder / FILE).is_file():
+            raise BadInput(f"{folder} has no {FILE}; train it with --audit")
+    except OSError as error:
+        raise unreadable(folder, error) from error
+    try:
+        return _understood(folder, record)
+    except (KeyError, TypeError, ValueError) as error:
+        raise BadInput(
+            f"the record of {folder} does not say how its samples are drawn ({type(error).__name__}: {error}); "
+            "another version of evenstep wrote it"
+        ) from error
+
+
+def _understood(folder: Path, record: Record) -> Run:
+    data = record.data
+    step, position = _checked("step", data["step"], 0), _checked("position", data["position"], 0)
+    num_samples, rest = (
+        None if data[name] is None else _checked(name, data[name], 1) for name in ("num_samples", "rest")
+    )
+    lengths = Lengths(rest, tuple(_checked("first", length, 1) for length in data["first"]))
+    promise = Promise(str(data["sampler"]), bool(data["repeats"]), num_samples, lengths, record.plan.seed)
+    last_step = None if record.summary is None else step + _checked("steps", record.summary.steps, 0)
+    return Run(folder, promise, step, position, last_step)
+
+
+def _checked(name: str, number: Any, lowest: int) -> int:
+    if not is_number(number, lowest):
+        raise ValueError(f"{name} is {number!r}")
+    return int(number)

@@ -1,0 +1,104 @@
+"""The file of samples: one line for each optimizer step, written while a run trains and read afterwards."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from evenstep.errors import BadInput
+
+FILE = "samples.jsonl"
+MOST_PROBLEMS = 100
+"""Sentences that are kept; a file that is all wrong would fill the memory."""
+
+Ids = NDArray[np.int64]
+
+
+class SamplesWriter:
+    """Writes the samples of every finished step; each line is in the file before the next step begins."""
+
+    def __init__(self, run_folder: Path) -> None:
+        self._file = (run_folder / FILE).open("a", encoding="utf-8")
+
+    def append(self, epoch: int, step: int, ids: Sequence[int] | Ids) -> None:
+        """Add one step: its samples in global order, not in that of one rank."""
+        numbers = ids.tolist() if isinstance(ids, np.ndarray) else list(map(int, ids))
+        line = json.dumps({"epoch": epoch, "step": step, "ids": numbers}, separators=(",", ":"))
+        self._file.write(line + "\n")
+        # At once: what was trained before a kill -9 must be known after it.
+        self._file.flush()
+
+    def close(self) -> None:
+        """Nothing is left to write."""
+        self._file.close()
+
+
+@dataclass(frozen=True)
+class Line:
+    """One step."""
+
+    epoch: int
+    step: int
+    ids: list[Any]
+    """Whole numbers, if all is well."""
+
+
+class Problems:
+    """What is wrong, in sentences: the first ones, and how many there were."""
+
+    def __init__(self) -> None:
+        self.sentences: list[str] = []
+        self.num = 0
+
+    def add(self, sentence: str) -> None:
+        """One more."""
+        self.num += 1
+        if self.num <= MOST_PROBLEMS:
+            self.sentences.append(sentence)
+
+
+def read_lines(path: Path, problems: Problems) -> Iterator[Line]:
+    """The steps of a file; the last one, if torn, is of a step that nobody can go on from."""
+    try:
+        with path.open("rb") as file:
+            for number, text in enumerate(file, 1):
+                if not text.endswith(b"\n"):
+                    return
+                line = _parsed(text)
+                if line is not None:
+                    yield line
+                else:
+                    problems.add(f"line {number} of {path} is not the samples of a step")
+    except OSError as error:
+        raise unreadable(path, error) from error
+
+
+def _parsed(text: bytes) -> Line | None:
+    try:
+        line = json.loads(text)
+        epoch, step, ids = line["epoch"], line["step"], line["ids"]
+    except (ValueError, KeyError, TypeError, RecursionError):
+        return None
+    is_step = is_number(epoch) and is_number(step, lowest=1) and isinstance(ids, list)
+    return Line(epoch, step, ids) if is_step else None
+
+
+def is_number(value: Any, lowest: int = 0) -> bool:
+    """Whether a JSON value is a whole number; true and 1.0 are not."""
+    return type(value) is int and value >= lowest
+
+
+def unreadable(path: Path, error: OSError) -> BadInput:
+    """A file that is there and cannot be opened."""
+    return BadInput(f"{path} cannot be read: {error.strerror or error}")
+
+
+def counted(num: int, thing: str) -> str:
+    """`1 sample`, `2 samples`."""
+    return f"{num} {thing}" if num == 1 else f"{num} {thing}s"

@@ -1,0 +1,116 @@
+"""Random numbers as pure functions of where they are used: no state, so nothing can disturb them."""
+
+from __future__ import annotations
+
+import hashlib
+from typing import TYPE_CHECKING
+
+import numpy as np
+from numpy.typing import NDArray
+
+if TYPE_CHECKING:
+    import torch
+
+Words = NDArray[np.uint64]
+Ids = NDArray[np.int64]
+
+SORTED_UP_TO = 1 << 16
+"""Orders of up to this length are sorted; longer ones are computed place by place, and need no memory."""
+_ROUNDS = 8
+_WORD = 64
+_GOLDEN = np.uint64(0x9E3779B97F4A7C15)
+_MIX = np.uint64(0xD6E8FEB86659FD93)
+_HALF = np.uint64(32)
+
+
+def stream(seed: int, name: str, *where: int) -> int:
+    """A 63-bit seed for one purpose at one place: `stream(0, "augment", epoch, sample)`."""
+    text = ":".join([str(seed), name, *map(str, where)])
+    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little") >> 1
+
+
+def uniforms(key: tuple[int, int], start: int, stop: int) -> NDArray[np.float64]:
+    """Numbers from 0 to 1, the places `start` to `stop` of an endless row that belongs to `key`."""
+    # Raw Philox words are the same in every NumPy release; a Generator's are not promised to be. They come in fours.
+    generator = np.random.Philox(key=np.array(key, dtype=np.uint64), counter=start // 4)
+    words = generator.random_raw(stop - start // 4 * 4)[start % 4 :]
+    return _as_fractions(words)
+
+
+def sample_uniforms(ids: Ids, num: int, key: int) -> NDArray[np.float64]:
+    """`num` numbers from 0 to 1 for each id, which depend on the key and the id alone."""
+    firsts: Words = ids.astype(np.uint64) * np.uint64(num)
+    counters: Words = np.add.outer(firsts, np.arange(num, dtype=np.uint64))
+    words = _mixed(_mixed(counters, np.uint64(key)), np.uint64(key >> 1))
+    return _as_fractions(words)
+
+
+class Draws:
+    """Random numbers for the samples of a batch, on its device; each depends on (seed, epoch, sample) alone.
+
+    def flip(batch, draws):
+        images, labels = batch
+        return torch.where(draws.uniform()[:, None, None, None] < 0.5, images.flip(-1), images), labels
+    """
+
+    def __init__(self, ids: Ids, seed: int, epoch: int, device: torch.device) -> None:
+        self._ids = ids
+        self._where = (seed, epoch)
+        self._device = device
+        self._asked = 0
+
+    def uniform(self, num: int | None = None) -> torch.Tensor:
+        """A number from 0 to 1 for each sample, or `num` of them; new ones at every call."""
+        import torch
+
+        seed, epoch = self._where
+        drawn = sample_uniforms(self._ids, num or 1, stream(seed, "augment batch", epoch, self._asked))
+        self._asked += 1
+        numbers = torch.from_numpy(drawn.astype(np.float32)).to(self._device, non_blocking=True)
+        return numbers if num is not None else numbers[:, 0]
+
+    def integers(self, low: int, high: int) -> torch.Tensor:
+        """A whole number from `low` to `high - 1` for each sample."""
+        return low + (self.uniform() * (high - low)).long().clamp_(max=high - low - 1)
+
+
+def permuted(places: Ids, num: int, key: tuple[int, int]) -> Ids:
+    """What stands at `places` of a random order of 0 to num - 1 that belongs to `key`."""
+    if num <= SORTED_UP_TO:
+        words = np.random.Philox(key=np.array(key, dtype=np.uint64)).random_raw(num)
+        return np.argsort(words, kind="stable")[places]
+    # A Feistel network permutes the numbers below a power of two; what falls outside is sent through it again.
+    rounds = np.random.Philox(key=np.array(key, dtype=np.uint64)).random_raw(_ROUNDS)
+    bits = (num - 1).bit_length()
+    ids = _feistel(places.astype(np.uint64), bits, rounds)
+    outside = np.flatnonzero(ids >= num)
+    while len(outside):
+        ids[outside] = again = _feistel(ids[outside], bits, rounds)
+        outside = outside[again >= num]
+    return ids.astype(np.int64)
+
+
+def _as_fractions(words: Words) -> NDArray[np.float64]:
+    return (words >> np.uint64(11)).astype(np.float64) * 2.0**-53
+
+
+def _feistel(values: Words, bits: int, rounds: Words) -> Words:
+    right_bits = bits // 2
+    left_bits = bits - right_bits
+    left = values >> np.uint64(right_bits)
+    right = values & np.uint64((1 << right_bits) - 1)
+    for number, key in enumerate(rounds):
+        if number % 2 == 0:
+            left ^= _mixed(right, key) >> np.uint64(_WORD - left_bits)
+        else:
+            right ^= _mixed(left, key) >> np.uint64(_WORD - right_bits)
+    return (left << np.uint64(right_bits)) | right
+
+
+def _mixed(values: Words, key: np.uint64) -> Words:
+    with np.errstate(over="ignore"):  # the numbers wrap around, as they should
+        words = (values + key) * _GOLDEN
+        words ^= words >> _HALF
+        words *= _MIX
+        words ^= words >> _HALF
+    return words

@@ -1,0 +1,75 @@
+"""Python's, NumPy's and torch's own generators: seeded together, kept and put back. torch is imported when used."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import numpy as np
+
+
+def seed_everything(seed: int) -> None:
+    """Seed Python, NumPy and torch, on every device."""
+    import torch
+
+    random.seed(seed)
+    np.random.seed(seed % 2**32)
+    torch.manual_seed(seed)
+
+
+def seed_host(seed: int) -> None:
+    """Seed Python, NumPy and torch on the CPU alone: cheap enough to be done for every sample."""
+    import torch
+
+    random.seed(seed)
+    np.random.seed(seed % 2**32)
+    torch.default_generator.manual_seed(seed)
+
+
+def host_state() -> dict[str, Any]:
+    """Python's and NumPy's generators as JSON values. Torch's need no saving: they are seeded anew each step."""
+    version, words, gauss = random.getstate()
+    kind, keys, position, has_gauss, cached = np.random.get_state(legacy=True)
+    return {"python": [version, list(words), gauss], "numpy": [kind, keys.tolist(), position, has_gauss, cached]}  # type: ignore[union-attr]
+
+
+def restore_host_state(state: dict[str, Any]) -> None:
+    """Put Python's and NumPy's generators back to where `host_state` found them."""
+    version, words, gauss = state["python"]
+    random.setstate((version, tuple(words), gauss))
+    kind, keys, position, has_gauss, cached = state["numpy"]
+    np.random.set_state((kind, np.array(keys, dtype=np.uint32), position, has_gauss, cached))
+
+
+class OwnDraws:
+    """Generators of one's own: inside a `with`, Python, NumPy and torch (on the CPU) draw from these and go on from
+    where the last `with` left them; outside, everything draws as if nothing had happened."""
+
+    def __init__(self, seed: int) -> None:
+        outside = _states()
+        seed_host(seed)
+        self._kept = _states()
+        _restore(outside)
+
+    def __enter__(self) -> None:
+        self._outside = _states()
+        _restore(self._kept)
+
+    def __exit__(self, *error: object) -> None:
+        self._kept = _states()
+        _restore(self._outside)
+
+
+def _states() -> tuple[Any, Any, Any]:
+    import torch
+
+    return random.getstate(), np.random.get_state(), torch.get_rng_state()
+
+
+def _restore(states: tuple[Any, Any, Any]) -> None:
+    import torch
+
+    python, numpy, own = states
+    random.setstate(python)
+    np.random.set_state(numpy)
+    torch.set_rng_state(own)

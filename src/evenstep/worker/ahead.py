@@ -1,0 +1,239 @@
+"""Reading ahead: in worker processes (torch's own), and onto the card by a thread with a stream of its own."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import queue
+import signal
+import sys
+import threading
+import warnings
+from collections.abc import Callable, Generator, Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any, Generic, TypeVar
+
+import torch
+from torch.utils.data import DataLoader, Dataset, Sampler
+
+from evenstep.errors import TaskError, TrainingError
+from evenstep.worker.machine import num_cores
+from evenstep.worker.reading import Failure, HostBatch, Reader, Request
+from evenstep.worker.stream import InWorkers
+
+T = TypeVar("T")
+AHEAD = 2
+"""Batches that each worker, and the thread, may be ahead of the training."""
+MOST_WORKERS = 4
+
+
+def choose_workers(workers: int | None, is_slow: bool, num_processes: int) -> int:
+    """Loader workers of one process: as many as asked for; else one for each core that the training leaves free."""
+    if not is_slow:
+        return 0
+    if workers is not None:
+        return workers
+    return max(0, min(MOST_WORKERS, num_cores() // num_processes - 1))
+
+
+class Pool:
+    """Worker processes that read requests; they stay from epoch to epoch."""
+
+    def __init__(self, reader: Reader, num_workers: int, init: Callable[[int], None] | None) -> None:
+        self._queue = _Queue()
+        self._loader = _made(_Readable(reader), num_workers, init, sampler=self._queue, persistent_workers=True)
+        self._iterator: Any = None
+
+    def read(self, requests: Iterable[Request]) -> Iterator[HostBatch]:
+        """What was asked for, in order. Asking again drops what an earlier question had still to give."""
+        self._queue.requests = requests
+        self._iterator = _begun(self._loader)
+        return _opened(self._iterator)
+
+    def close(self) -> None:
+        """End the worker processes."""
+        if self._iterator is not None:
+            _end(self._iterator)
+            self._iterator = None
+
+
+def read_stream(stream: InWorkers, num_workers: int, init: Callable[[int], None] | None) -> Iterator[HostBatch]:
+    """An epoch of a stream, read by worker processes that end with it."""
+    return _opened(_begun(_made(stream, num_workers, init)))
+
+
+def _made(data: Dataset[Any], num_workers: int, init: Callable[[int], None] | None, **how: Any) -> DataLoader[Any]:
+    with _decided():
+        return DataLoader(
+            data,
+            batch_size=None,
+            num_workers=num_workers,
+            prefetch_factor=AHEAD,
+            worker_init_fn=Begin(init),
+            collate_fn=_as_it_is,
+            **how,
+        )
+
+
+def _begun(loader: DataLoader[Any]) -> Any:
+    with _decided():
+        return iter(loader)
+
+
+@contextmanager
+def _decided() -> Iterator[None]:
+    """Without torch's advice on the number of workers, and Python's on forking beside gloo's threads."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "This DataLoader will create")
+        warnings.filterwarnings("ignore", "This process .* is multi-threaded")
+        yield
+
+
+def _end(iterator: Any) -> None:
+    """End a DataLoader's workers; torch may raise for one that died at any moment until they are all gone."""
+    for _ in range(2):
+        try:
+            iterator._shutdown_workers()
+            return
+        except RuntimeError:
+            continue
+
+
+def _opened(batches: Iterator[HostBatch | Failure]) -> Iterator[HostBatch]:
+    while True:
+        try:
+            batch = next(batches, None)
+        except RuntimeError as error:
+            if "worker" not in str(error):
+                raise
+            _end(batches)
+            raise TrainingError(
+                f"a loader worker ended by itself: {str(error).splitlines()[0]}\n"
+                "Often memory or /dev/shm ran out: try fewer --workers, or --workers 0 to see the error itself."
+            ) from error
+        if batch is None:
+            return
+        if isinstance(batch, Failure):
+            raise TaskError(batch.message)
+        yield batch
+
+
+def _as_it_is(batch: T) -> T:
+    return batch
+
+
+class _Readable(Dataset[Any]):
+    def __init__(self, reader: Reader) -> None:
+        self._reader = reader
+
+    def __getitem__(self, request: Request) -> HostBatch | Failure:
+        return self._reader.read_in_worker(request)
+
+
+class _Queue(Sampler[Any]):
+    """Requests for the workers: torch calls what says which samples are next a sampler."""
+
+    requests: Iterable[Request] = ()
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self.requests)
+
+
+class Begin:
+    """The first lines of a loader worker: it goes when its training process goes, and leaves Ctrl-C to that one."""
+
+    def __init__(self, init: Callable[[int], None] | None) -> None:
+        self._init = init
+        self._parent = os.getpid()
+
+    def __call__(self, number: int) -> None:
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
+        if sys.platform == "linux":
+            ctypes.CDLL(None, use_errno=True).prctl(1, signal.SIGKILL)  # 1: PR_SET_PDEATHSIG
+            if os.getppid() != self._parent:
+                os._exit(1)
+        if self._init is not None:
+            self._init(number)
+
+
+class Ahead(Generic[T]):
+    """Does `make` for the next few items in a thread, while the training computes."""
+
+    def __init__(self, items: Iterator[Any], make: Callable[[Any], T]) -> None:
+        self._items = items
+        self._make = make
+        self._ready: queue.Queue[tuple[T | None, BaseException | None]] = queue.Queue(AHEAD)
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=self._work, daemon=True, name="evenstep-ahead")
+        self._thread.start()
+
+    def made(self) -> Generator[T]:
+        """What was made, in order."""
+        try:
+            while True:
+                made, error = self._ready.get()
+                if error is not None:
+                    raise error
+                if made is None:
+                    return
+                yield made
+        finally:
+            self.close()
+
+    def close(self) -> None:
+        """Stop reading; what was read ahead is dropped."""
+        self._stop.set()
+        while self._thread.is_alive():
+            try:
+                self._ready.get(timeout=0.01)
+            except queue.Empty:
+                continue
+
+    def _work(self) -> None:
+        try:
+            for item in self._items:
+                self._put(self._make(item), None)
+                if self._stop.is_set():
+                    return
+            self._put(None, None)
+        except BaseException as error:
+            self._put(None, error)
+
+    def _put(self, made: T | None, error: BaseException | None) -> None:
+        while not self._stop.is_set():
+            try:
+                self._ready.put((made, error), timeout=0.1)
+                return
+            except queue.Full:
+                continue
+
+
+class CardCopy:
+    """Copies host tensors to a card on a stream of its own; `arrive` lets the training's stream wait for them."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self._stream = torch.cuda.Stream(device)
+
+    def send(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Start copying; called within `begin`."""
+        if tensor.is_cuda:
+            return tensor
+        pinned = tensor if tensor.is_pinned() else tensor.pin_memory()
+        return pinned.to(self.device, non_blocking=True)
+
+    def begin(self) -> Any:
+        """The context in which tensors are sent."""
+        return torch.cuda.stream(self._stream)
+
+    def sent(self) -> torch.cuda.Event:
+        """What to wait for before the tensors sent so far are used."""
+        event = torch.cuda.Event()
+        event.record(self._stream)
+        return event
+
+    def arrive(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Say that the training's stream uses a tensor that was sent."""
+        if tensor.is_cuda:
+            tensor.record_stream(torch.cuda.current_stream(self.device))
+        return tensor

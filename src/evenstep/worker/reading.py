@@ -1,0 +1,184 @@
+"""What one process reads for one optimizer step, on the host: in the training process or in a loader worker."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from evenstep.draws import Ids
+from evenstep.errors import TaskError
+from evenstep.order import Order, Span, share
+from evenstep.seeding import OwnDraws
+from evenstep.task import Batch as Data
+from evenstep.worker.source import Augment, Source, Touch
+from evenstep.worker.world import World
+
+MOST_HASHED = 1 << 20
+"""Bytes of each tensor that a digest looks at."""
+
+
+@dataclass(frozen=True)
+class Cut:
+    """How a global batch is cut up: which seats are this process's, and into how many micro-batches."""
+
+    seats: range
+    num_seats: int
+    accumulate: int
+
+    @classmethod
+    def of(cls, world: World, accumulate: int) -> Cut:
+        return cls(world.seats, world.num_seats, accumulate)
+
+    def places(self, num: int) -> list[list[range]]:
+        """For each micro-batch, what each of this process's seats takes of `num` samples."""
+        if self.num_seats == 1 and self.accumulate == 1:
+            return [[range(num)]]
+        # Seat 0 has the largest share; every seat runs as many micro-batches as it does, for collectives must match.
+        num_micro = min(self.accumulate, len(share(num, 0, self.num_seats)))
+        shares = [share(num, seat, self.num_seats) for seat in self.seats]
+        return [
+            [own[part.start : part.stop] for own in shares for part in [share(len(own), micro, num_micro)]]
+            for micro in range(num_micro)
+        ]
+
+
+@dataclass(frozen=True)
+class Request:
+    """The ids of one step, cut up for one process."""
+
+    span: Span
+    ids: Ids
+    """Of the whole global batch."""
+    is_epoch_end: bool
+    is_checked: bool
+    """Whether the ranks will compare what they read."""
+
+
+@dataclass(frozen=True)
+class HostPiece:
+    """What one seat computes at once, still on the host. `ids` may be empty: then the data stands in for nothing."""
+
+    data: Data
+    ids: Ids
+
+
+@dataclass(frozen=True)
+class HostBatch:
+    """One step as it was read: for each micro-batch, a piece for every seat of this process."""
+
+    span: Span
+    micro_batches: list[list[HostPiece]]
+    is_epoch_end: bool
+    digests: list[str] | None = None
+    """What each seat read, and last what all ranks should have read alike; "" where that says nothing."""
+
+
+@dataclass(frozen=True)
+class Failure:
+    """What went wrong in a loader worker, in the words of the TaskError that the training process will raise."""
+
+    message: str
+
+
+def requests(order: Order, batch: int, epoch: int, start: int, num_checked: int) -> Iterator[Request]:
+    """The steps from a place of an epoch to its end; ranks compare what they read in the first `num_checked`."""
+    length = order.lengths.of(epoch)
+    assert length is not None
+    for number, place in enumerate(range(start, length, batch)):
+        span = Span(epoch, place, min(place + batch, length))
+        yield Request(span, order.ids(span), span.stop == length, number < num_checked)
+
+
+class Reader:
+    """Reads requests, for each of this process's seats from its own source: the same one, or a copy on its device."""
+
+    def __init__(self, sources: list[Source], cut: Cut, seed: int, augment: Augment | None, pinned: bool) -> None:
+        self._sources = sources
+        self._cut = cut
+        self._seed = seed
+        self._augment = augment
+        self._pinned = pinned
+        self._touch: tuple[int, Touch] | None = None
+
+    def read(self, request: Request) -> HostBatch:
+        """The data of one step."""
+        touch = self._touch_of(request.span.epoch)
+        ids = request.ids
+        micro_batches = [
+            [self._piece(source, ids, own, touch) for source, own in zip(self._sources, places, strict=True)]
+            for places in self._cut.places(len(ids))
+        ]
+        digests = None
+        if request.is_checked:
+            digests = [*seat_digests(micro_batches), self._common(ids[:1], touch)]
+        return HostBatch(request.span, micro_batches, request.is_epoch_end, digests)
+
+    def read_here(self, request: Request) -> HostBatch:
+        """`read` in the training process: what it draws from is left as it was."""
+        if not self._sources[0].draws:
+            return self.read(request)
+        with OwnDraws(0):
+            return self.read(request)
+
+    def read_in_worker(self, request: Request) -> HostBatch | Failure:
+        """`read` in a loader worker: what is wrong with the data is said in the training process."""
+        try:
+            return self.read(request)
+        except TaskError as error:
+            return Failure(str(error))
+
+    def _piece(self, source: Source, ids: Ids, places: range, touch: Touch) -> HostPiece:
+        mine = ids[places.start : places.stop]
+        # A seat with nothing to do still runs one sample, which counts for nothing: collectives need every rank.
+        return HostPiece(source.fetch(mine if len(mine) else ids[:1], touch, self._pinned), mine)
+
+    def _common(self, ids: Ids, touch: Touch) -> str:
+        """A digest of a sample that every rank reads; empty if it is not the same when it is read twice."""
+        once, again = (digest([self._sources[0].fetch(ids, touch)]) for _ in range(2))
+        return once if once == again else ""
+
+    def _touch_of(self, epoch: int) -> Touch:
+        if self._touch is None or self._touch[0] != epoch:
+            self._touch = (epoch, Touch(self._seed, epoch, self._augment))
+        return self._touch[1]
+
+
+def seat_digests(micro_batches: list[list[HostPiece]]) -> list[str]:
+    """For each seat, a name for what it read; "" for a seat whose samples are none, or all alike."""
+    seats = [[piece.data for piece in pieces if len(piece.ids)] for pieces in zip(*micro_batches, strict=True)]
+    return [digest(data) if any(map(is_varied, data)) else "" for data in seats]
+
+
+def digest(data: Any) -> str:
+    """A short name for the content of tensors, numbers and texts, however nested."""
+    content = hashlib.blake2b(digest_size=8)
+    for leaf in _leaves(data):
+        if isinstance(leaf, torch.Tensor) and leaf.layout is torch.strided:
+            flat = leaf.detach().cpu().contiguous().reshape(-1)[: MOST_HASHED // leaf.element_size()]
+            content.update(flat.view(torch.uint8).numpy().tobytes() if len(flat) else b"")
+        elif isinstance(leaf, str | bytes | int | float):
+            content.update(repr(leaf).encode())
+    return content.hexdigest()
+
+
+def is_varied(data: Any) -> bool:
+    """Whether samples of a batch differ; if all are alike, they say nothing about who read which."""
+    for leaf in _leaves(data):
+        is_tensor = isinstance(leaf, torch.Tensor) and leaf.layout is torch.strided
+        if is_tensor and leaf.ndim and len(leaf) > 1 and bool((leaf[1:] != leaf[:1]).any()):
+            return True
+    return False
+
+
+def _leaves(data: Any) -> Iterator[Any]:
+    if isinstance(data, Mapping):
+        data = list(data.values())
+    if isinstance(data, list | tuple):
+        for value in data:
+            yield from _leaves(value)
+    else:
+        yield data

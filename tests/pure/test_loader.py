@@ -1,0 +1,472 @@
+"""Which process reads what: every sample as often as its sampler promises, however the batch is cut up."""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator
+from itertools import islice
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch.utils.data import Dataset, IterableDataset, get_worker_info
+
+from evenstep import samplers
+from evenstep.errors import PlanError, TaskError, TrainingError
+from evenstep.worker.adopt import adopt
+from evenstep.worker.loader import Batch, Loader, Piece, Reading
+from evenstep.worker.world import World
+
+CPU = torch.device("cpu")
+
+
+def worlds(size: int, seats: int = 1) -> list[World]:
+    return [World(rank, size, (CPU,) * seats) for rank in range(size)]
+
+
+def open_loader(data: Any, world: World, batch: int, sampler: Any = None, **how: Any) -> Loader:
+    adopted = adopt(data, how.pop("collate", None), sampler)
+    reading = Reading(**{"workers": 0, **how})
+    return Loader(adopted.source, adopted.order(reading.seed, batch), world, batch, reading)
+
+
+def loaders(data: Any, batch: int, team: list[World], sampler: Any = None, **how: Any) -> list[Loader]:
+    return [open_loader(data, world, batch, sampler, **how) for world in team]
+
+
+def pieces(batch: Batch) -> list[Piece]:
+    return [piece for micro_batch in batch.micro_batches for piece in micro_batch]
+
+
+def step_ids(batches: tuple[Batch, ...]) -> list[int]:
+    """The ids that all ranks together read in one step, in the global order."""
+    for batch in batches:
+        batch.finish()
+    return [id_ for batch in batches for id_ in batch.ids.tolist()]
+
+
+def epoch(team: list[Loader]) -> Iterator[list[int]]:
+    return map(step_ids, zip(*team, strict=True))
+
+
+class Numbers(IterableDataset[Any]):
+    """0 to n - 1, one after the other."""
+
+    def __init__(self, num: int) -> None:
+        self.num = num
+
+    def __iter__(self) -> Iterator[torch.Tensor]:
+        yield from torch.arange(self.num)
+
+
+def weights(num: int) -> np.ndarray[Any, Any]:
+    return (np.arange(num) % 7 + 0.5).astype(np.float64)
+
+
+SAMPLERS: dict[str, Callable[[int], Any]] = {
+    "shuffled": lambda num: samplers.Shuffled(),
+    "in order": lambda num: samplers.InOrder(),
+    "weighted": lambda num: samplers.Weighted(weights(num)),
+    "weighted once": lambda num: samplers.Weighted(weights(num), replacement=False),
+    "balanced": lambda num: samplers.Balanced(np.arange(num) % 5 // 2),
+    "by length": lambda num: samplers.ByLength(np.arange(num) % 11, pool=3),
+    "curriculum": lambda num: samplers.Curriculum(-np.arange(num), pace=(0.3, 0.6)),
+    "subset": lambda num: samplers.Subset(np.arange(0, num, 2)),
+    "own": lambda num: list(reversed(range(num))),
+}
+sizes = st.integers(1, 5)
+accumulations = st.integers(1, 3)
+kinds = st.sampled_from(sorted(SAMPLERS))
+
+
+@settings(max_examples=150, deadline=None)
+@given(
+    num=st.integers(1, 5000),
+    batch=st.integers(1, 700),
+    size=sizes,
+    seats=st.integers(1, 3),
+    accumulate=accumulations,
+    kind=kinds,
+    start_epoch=st.integers(0, 4),
+)
+def test_all_ranks_together_read_what_one_process_reads_and_what_the_sampler_promises(
+    num: int, batch: int, size: int, seats: int, accumulate: int, kind: str, start_epoch: int
+) -> None:
+    data = torch.arange(num)
+    batch = max(batch, num // 40 + 1)
+    team = loaders(data, batch, worlds(size, seats), SAMPLERS[kind](num), accumulate=accumulate)
+    (alone,) = loaders(data, batch, worlds(1), SAMPLERS[kind](num))
+    for loader in (alone, *team):
+        loader.position = loader.lengths.begin(start_epoch)
+    steps = list(epoch(team))
+    assert steps == list(epoch([alone]))
+    assert {len(step) for step in steps[:-1]} <= {batch}
+    counts = Counter(id_ for step in steps for id_ in step)
+    order = alone.order
+    assert order is not None
+    assert counts.total() == order.lengths.of(start_epoch)
+    assert order.repeats or set(counts.values()) == {1}
+    if kind in ("shuffled", "in order", "by length", "own", "weighted once"):
+        assert counts.keys() == set(range(num))
+    if kind == "subset":
+        assert counts.keys() == set(range(0, num, 2))
+    if kind == "curriculum":
+        in_use = order.lengths.of(start_epoch) or 0
+        assert counts.keys() == set(range(num - in_use, num))
+
+
+@pytest.mark.parametrize("data", [[], torch.zeros(0), Numbers(0)], ids=["list", "tensor", "stream"])
+def test_nothing_at_all_is_refused(data: Any) -> None:
+    with pytest.raises(TaskError, match="is empty; it needs at least one sample"):
+        list(open_loader(data, worlds(1)[0], 4))
+
+
+@settings(max_examples=100, deadline=None)
+@given(
+    num=st.integers(1, 5000),
+    batch=st.integers(1, 500),
+    kind=st.sampled_from([*sorted(SAMPLERS), "stream"]),
+    cuts=st.lists(st.tuples(st.integers(1, 12), sizes, accumulations), min_size=1, max_size=5),
+)
+def test_any_chain_of_interruptions_is_the_uninterrupted_order(
+    num: int, batch: int, kind: str, cuts: list[tuple[int, int, int]]
+) -> None:
+    """Each cut: so many steps, by so many processes, with such accumulation; one more step is lost in each crash."""
+    batch = max(batch, num // 8 + 1)
+    data: Any = Numbers(num) if kind == "stream" else torch.arange(num)
+    sampler = None if kind == "stream" else SAMPLERS[kind](num)
+    total = sum(steps for steps, _, _ in cuts)
+    (alone,) = loaders(data, batch, worlds(1), sampler)
+    undisturbed: list[list[int]] = []
+    while len(undisturbed) < total:
+        undisturbed += islice(epoch([alone]), total - len(undisturbed))
+    done: list[list[int]] = []
+    state = loaders(data, batch, worlds(1), sampler)[0].state_dict()
+    for steps, size, accumulate in cuts:
+        team = loaders(data, batch, worlds(size), sampler, accumulate=accumulate)
+        for loader in team:
+            loader.load_state_dict(state)
+        until = len(done) + steps
+        while len(done) < until:
+            done += islice(epoch(team), until - len(done))
+        state = team[0].state_dict()
+        next(zip(*team, strict=True), None)  # read, never finished: nobody may miss it
+    assert done == undisturbed
+
+
+@given(num=st.integers(1, 60), batch=st.integers(1, 70), size=sizes, accumulate=accumulations, streams=st.booleans())
+def test_every_rank_runs_as_many_micro_batches_and_none_is_without_data(
+    num: int, batch: int, size: int, accumulate: int, streams: bool
+) -> None:
+    data: Any = Numbers(num) if streams else torch.arange(num)
+    for batches in zip(*loaders(data, batch, worlds(size), accumulate=accumulate), strict=True):
+        assert len({len(one.micro_batches) for one in batches}) == 1
+        for piece in (piece for one in batches for piece in pieces(one)):
+            assert piece.num_samples == len(piece.ids)
+            assert len(piece.data) == max(1, piece.num_samples)
+            assert not piece.num_samples or piece.data.tolist() == piece.ids.tolist()
+
+
+def test_ranks_never_see_the_same_stream_of_weighted_samples() -> None:
+    seen = [
+        [batch.ids.tolist() for batch in one]
+        for one in loaders(torch.arange(300), 30, worlds(3), samplers.Weighted(weights(300)))
+    ]
+    assert len({tuple(map(tuple, of_rank)) for of_rank in seen}) == 3
+    assert all(len({tuple(of_rank[step]) for of_rank in seen}) == 3 for step in range(10))
+
+
+def test_weighted_frequencies_on_three_ranks_match_the_weights_and_one_rank_id_for_id() -> None:
+    sampler = samplers.Weighted(weights(50), num_samples=40_000)
+    together = [id_ for step in epoch(loaders(torch.arange(50), 500, worlds(3), sampler)) for id_ in step]
+    alone = [id_ for step in epoch(loaders(torch.arange(50), 500, worlds(1), sampler)) for id_ in step]
+    assert together == alone
+    expected = 40_000 * weights(50) / weights(50).sum()
+    assert float(((np.bincount(together, minlength=50) - expected) ** 2 / expected).sum()) < 85.4  # 49, 1 in 1000
+
+
+# Augmentation, and whatever else draws.
+
+
+def noise(sample: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
+    return sample + torch.rand(3, generator=generator)
+
+
+class Drawing(Dataset[torch.Tensor]):
+    """Draws from every generator that a dataset can reach."""
+
+    def __init__(self, num: int) -> None:
+        self.num = num
+
+    def __len__(self) -> int:
+        return self.num
+
+    def __getitem__(self, id_: int) -> torch.Tensor:
+        return torch.tensor([random.random(), np.random.rand(), torch.rand(()).item()]) + 0 * id_
+
+
+def shift(batch: torch.Tensor, draws: Any) -> torch.Tensor:
+    return batch + draws.uniform(3)
+
+
+WAYS: dict[str, tuple[Any, dict[str, Any]]] = {
+    "augment": (torch.zeros(10, 3), {"augment": noise}),
+    "augment in a stream": (list(torch.zeros(10, 3)), {"augment": noise}),
+    "augment_batch": (torch.zeros(10, 3), {"augment_batch": shift}),
+    "the dataset itself": (Drawing(10), {}),
+}
+
+
+class Listed(IterableDataset[torch.Tensor]):
+    def __init__(self, samples: list[torch.Tensor]) -> None:
+        self.samples = samples
+
+    def __iter__(self) -> Iterator[torch.Tensor]:
+        return iter(self.samples)
+
+
+def changed(way: str, team: list[World], batch: int, seed: int = 0, start: int = 0, **how: Any) -> dict[int, Any]:
+    """What became of each sample in the epoch that holds position `start`."""
+    data, more = WAYS[way]
+    if "stream" in way:
+        data = Listed(data)
+    seen = {}
+    for world in team:
+        loader = open_loader(data, world, batch, seed=seed, **more, **how)
+        if "stream" in way:
+            loader.load_state_dict({"position": start, "num_finished": 0, "stream": [10] * (start // 10)})
+        loader.position = start
+        for piece in (piece for one in loader for piece in pieces(one)):
+            seen |= dict(zip(piece.ids.tolist(), piece.data.tolist(), strict=False))
+        loader.close()
+    return seen
+
+
+ways = pytest.mark.parametrize("way", WAYS)
+
+
+@ways
+@pytest.mark.parametrize("batch", [1, 3, 10])
+@pytest.mark.parametrize("team", [worlds(1), worlds(2), worlds(3), worlds(1, seats=4)], ids=["1", "2", "3", "dp-4"])
+def test_a_sample_is_changed_the_same_way_whoever_reads_it_in_whatever_batch(
+    way: str, team: list[World], batch: int
+) -> None:
+    assert changed(way, team, batch, accumulate=2) == changed(way, worlds(1), 5)
+
+
+@ways
+def test_a_sample_is_changed_the_same_way_by_loader_workers(way: str) -> None:
+    assert changed(way, worlds(2), 4, workers=2) == changed(way, worlds(1), 5)
+
+
+@ways
+def test_a_sample_is_changed_the_same_way_after_a_restart(way: str) -> None:
+    whole, rest = changed(way, worlds(1), 5, start=10), changed(way, worlds(2), 2, start=14)
+    assert len(rest) == 6
+    assert rest == {id_: whole[id_] for id_ in rest}
+
+
+@ways
+def test_epochs_seeds_and_samples_are_changed_differently(way: str) -> None:
+    seen = [changed(way, worlds(1), 5), changed(way, worlds(1), 5, start=10), changed(way, worlds(1), 5, seed=1)]
+    assert len({tuple(value) for one in seen for value in one.values()}) == 30
+
+
+@ways
+def test_reading_does_not_touch_the_data_nor_the_generators_of_the_training(way: str) -> None:
+    before = random.getstate(), np.random.get_state()[1].tolist(), torch.get_rng_state().tolist()
+    changed(way, worlds(1), 5)
+    assert (random.getstate(), np.random.get_state()[1].tolist(), torch.get_rng_state().tolist()) == before
+    assert WAYS["augment"][0].abs().sum() == 0
+
+
+# Loader workers.
+
+
+class Pids(Dataset[int]):
+    def __len__(self) -> int:
+        return 12
+
+    def __getitem__(self, id_: int) -> int:
+        return os.getpid()
+
+
+def test_workers_read_in_turn_and_stay_for_the_next_epoch() -> None:
+    loader = open_loader(Pids(), worlds(1)[0], 3, workers=2)
+    epochs = [[pieces(batch)[0].data.tolist() for batch in loader] for _ in range(2)]
+    readers = {pid for steps in epochs for step in steps for pid in step}
+    assert len(readers) == 2
+    assert os.getpid() not in readers
+    loader.close()
+    for pid in readers:
+        with pytest.raises(ProcessLookupError):
+            os.kill(pid, 0)
+
+
+def test_leaving_an_epoch_early_and_coming_back_goes_on_with_the_next_step() -> None:
+    loader = open_loader(list(range(40)), worlds(1)[0], 4, samplers.InOrder(), workers=2)
+    for batch in loader:
+        batch.finish()
+        if batch.span.start == 8:
+            break
+    assert next(batch.ids.tolist() for batch in loader) == [12, 13, 14, 15]
+    loader.close()
+
+
+class Spoilt(Dataset[int]):
+    def __init__(self, spoil: Callable[[], Any]) -> None:
+        self.spoil = spoil
+
+    def __len__(self) -> int:
+        return 12
+
+    def __getitem__(self, id_: int) -> int:
+        if id_ == 7:
+            self.spoil()
+        return id_
+
+
+def divide() -> None:
+    raise ZeroDivisionError("no such picture")
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_an_exception_names_the_sample_and_the_users_line(workers: int) -> None:
+    loader = open_loader(Spoilt(divide), worlds(1)[0], 4, samplers.InOrder(), workers=workers)
+    with pytest.raises(TaskError, match=r"sample 7 cannot be read: ZeroDivisionError: no such picture .*loader.py:\d+"):
+        list(loader)
+    loader.close()
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_an_exception_in_augment_names_the_sample_and_the_users_line(workers: int) -> None:
+    loader = open_loader(torch.zeros(4, 3), worlds(1)[0], 4, augment=lambda sample, _: divide(), workers=workers)
+    with pytest.raises(TaskError, match=r"sample \d cannot be augmented: ZeroDivisionError: .*loader.py:\d+"):
+        list(loader)
+    loader.close()
+
+
+def test_a_worker_that_is_killed_is_reported() -> None:
+    loader = open_loader(Spoilt(lambda: os.kill(os.getpid(), signal.SIGKILL)), worlds(1)[0], 4, workers=1)
+    with pytest.raises(TrainingError, match=r"a loader worker ended by itself: .*(Killed|exited)"):
+        list(loader)
+    loader.close()
+
+
+class Growing(Dataset[int]):
+    length = 12
+
+    def __len__(self) -> int:
+        return self.length
+
+    def __getitem__(self, id_: int) -> int:
+        return id_
+
+
+def test_a_dataset_whose_length_changes_is_noticed_at_the_next_epoch() -> None:
+    data = Growing()
+    loader = open_loader(data, worlds(1)[0], 4)
+    list(loader)
+    data.length = 13
+    with pytest.raises(TaskError, match="the train data had 12 samples and now has 13; a dataset must not grow"):
+        list(loader)
+
+
+def test_data_on_the_device_is_read_like_any_other() -> None:
+    data = {"x": torch.arange(12.0).reshape(6, 2), "y": np.arange(6)}
+    read, resident = (
+        [pieces(batch)[0].data for batch in open_loader(data, worlds(1)[0], 4, resident=resident)]
+        for resident in (False, True)
+    )
+    assert all(torch.equal(a[name], b[name]) for a, b in zip(read, resident, strict=True) for name in data)
+    with pytest.raises(PlanError, match="--resident keeps tensors and arrays on the device, without augment"):
+        open_loader([1, 2], worlds(1)[0], 2, resident=True)
+
+
+# Streams.
+
+
+class Splitting(IterableDataset[torch.Tensor]):
+    """Shares itself out among workers, as torch's documentation shows; shuffled anew in every epoch."""
+
+    epoch = 0
+
+    def set_epoch(self, epoch: int) -> None:
+        self.epoch = epoch
+
+    def __iter__(self) -> Iterator[torch.Tensor]:
+        info = get_worker_info()
+        first, step = (info.id, info.num_workers) if info is not None else (0, 1)
+        numbers = torch.randperm(23) + 100 * self.epoch
+        yield from numbers[first::step]
+
+
+def values(team: Iterable[Loader]) -> list[list[int]]:
+    """What all ranks together read in each step."""
+    steps = [
+        [value for one in batches for piece in pieces(one) for value in piece.data.tolist()]
+        for batches in zip(*team, strict=True)
+    ]
+    for loader in team:
+        loader.close()
+    return steps
+
+
+@pytest.mark.parametrize("size", [1, 2, 3])
+@pytest.mark.parametrize("workers", [0, 1, 3])
+def test_a_stream_is_the_same_for_any_number_of_ranks_and_workers(size: int, workers: int) -> None:
+    team = loaders(Splitting(), 6, worlds(size), workers=workers)
+    reference = loaders(Splitting(), 6, worlds(1))
+    for number in range(2):
+        steps = values(team)
+        assert steps == values(reference)
+        assert sorted(value - 100 * number for step in steps for value in step) == list(range(23))
+        assert [loader.epoch for loader in team] == [number + 1] * size
+
+
+def test_a_stream_knows_the_last_step_of_an_epoch_by_then() -> None:
+    (loader,) = loaders(Numbers(8), 4, worlds(1))
+    assert [batch.is_epoch_end for batch in loader] == [False, True]
+    assert loader.is_between_epochs
+    assert loader.state_dict()["stream"] == [8]
+    with pytest.raises(TypeError, match="a stream has no length before it ends"):
+        len(loader)
+
+
+class Breaking(IterableDataset[int]):
+    def __iter__(self) -> Iterator[int]:
+        yield from range(5)
+        divide()
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_a_stream_that_fails_says_where(workers: int) -> None:
+    loader = open_loader(Breaking(), worlds(1)[0], 2, workers=workers)
+    with pytest.raises(TaskError, match=r"the train stream failed at sample 5: ZeroDivisionError: .*loader.py:\d+"):
+        list(loader)
+
+
+def test_a_stream_has_no_sampler() -> None:
+    with pytest.raises(TaskError, match="the train data is a stream, which comes in its own order"):
+        open_loader(Numbers(4), worlds(1)[0], 2, samplers.Shuffled())
+
+
+def test_samples_of_any_shape_are_joined_by_a_collate() -> None:
+    def join(samples: list[dict[str, Any]]) -> dict[str, Any]:
+        longest = max(len(sample["tokens"]) for sample in samples)
+        padded = torch.tensor([sample["tokens"] + [0] * (longest - len(sample["tokens"])) for sample in samples])
+        return {"tokens": padded, "more": {"texts": [sample["text"] for sample in samples], "deep": [(padded, 1)]}}
+
+    data = [{"tokens": list(range(id_ + 1)), "text": "a" * id_} for id_ in range(6)]
+    for workers in (0, 1):
+        loader = open_loader(data, worlds(1)[0], 4, samplers.InOrder(), collate=join, workers=workers)
+        first, second = (pieces(batch)[0].data for batch in loader)
+        assert first["more"]["texts"] == ["", "a", "aa", "aaa"]
+        assert second["tokens"].shape == second["more"]["deep"][0][0].shape == (2, 6)
+        loader.close()

@@ -78,7 +78,7 @@ def show(title: str, heads: Sequence[str], rows: Iterable[Sequence[str]]) -> Non
     table = Table(*heads, box=None)
     for row in rows:
         table.add_row(*row)
-    Console(width=120).print(title, table)
+    Console(width=120, markup=False).print(title, table)
 
 
 def write(path: str, command: str, results: object) -> None:

@@ -2,11 +2,19 @@
 
 from __future__ import annotations
 
+import random
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
 import torch
 from torch import nn
 from torch.nn import functional as F
+from torch.utils.data import DataLoader, Dataset, IterableDataset
 
-from evenstep import Task
+from evenstep import Scaler, Task, samplers
+from evenstep.draws import Draws
 from evenstep.tasks.networks import GPT
 
 NUM_SAMPLES = 103
@@ -17,11 +25,11 @@ LOSSES = ("mean", "pair")
 
 
 def small_task(key: str) -> Task:
-    """`"cnn/adamw/mean"`: a model, an optimizer and the way the loss is given."""
-    model, optimizer, loss = key.split("/")
+    """`"cnn/adamw/mean"`: a model, an optimizer and the way the loss is given; `".../stream"`: how data comes."""
+    model, optimizer, loss, *kind = key.split("/")
     generator = torch.Generator().manual_seed(7)
     columns = DATA[model](NUM_SAMPLES + NUM_VALID, generator)
-    return Task(
+    task = Task(
         model=BUILDERS[model],
         train=tuple(column[:NUM_SAMPLES] for column in columns),
         valid=tuple(column[NUM_SAMPLES:] for column in columns),
@@ -30,6 +38,59 @@ def small_task(key: str) -> Task:
         metrics=None if model in ("gpt", "tied") else accuracy,
         scheduler=lambda optimizer, steps: torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, steps),
     )
+    return KINDS[kind[0]](task) if kind else task
+
+
+class Rows(Dataset[Any]):
+    """Samples one by one, with noise from every generator that a dataset may draw from."""
+
+    def __init__(self, columns: tuple[torch.Tensor, ...]) -> None:
+        self.columns = columns
+
+    def __len__(self) -> int:
+        return len(self.columns[0])
+
+    def __getitem__(self, id_: int) -> tuple[torch.Tensor, ...]:
+        noise = random.random() + np.random.rand() + torch.rand(())
+        return self.columns[0][id_] + 0.1 * noise, *(column[id_] for column in self.columns[1:])
+
+
+class Flow(IterableDataset[Any]):
+    """Samples one after the other, mixed by torch's own generator."""
+
+    def __init__(self, columns: tuple[torch.Tensor, ...]) -> None:
+        self.columns = columns
+
+    def __iter__(self) -> Iterator[tuple[torch.Tensor, ...]]:
+        for id_ in torch.randperm(len(self.columns[0])):
+            yield tuple(column[id_] for column in self.columns)
+
+
+def scaled(task: Task) -> Task:
+    return replace(task, model=lambda: nn.Sequential(Scaler(20), *mlp()))
+
+
+def shaken(sample: tuple[torch.Tensor, ...], generator: torch.Generator) -> tuple[torch.Tensor, ...]:
+    return sample[0] + 0.1 * torch.randn(sample[0].shape, generator=generator), *sample[1:]
+
+
+def shaken_batch(batch: tuple[torch.Tensor, ...], draws: Draws) -> tuple[torch.Tensor, ...]:
+    return batch[0] + 0.1 * draws.uniform(20), *batch[1:]
+
+
+KINDS: dict[str, Callable[[Task], Task]] = {
+    "rows": lambda task: replace(task, train=Rows(task.train)),
+    "stream": lambda task: replace(task, train=Flow(task.train), valid=Flow(task.valid)),
+    "augment": lambda task: replace(task, augment=shaken),
+    "augment_batch": lambda task: replace(task, augment_batch=shaken_batch),
+    "loader": lambda task: replace(
+        task, train=DataLoader(Rows(task.train), 10, shuffle=True), valid=DataLoader(Rows(task.valid), 10)
+    ),
+    "weighted": lambda task: replace(task, sampler=samplers.Weighted(task.train[1] + 0.5)),
+    "balanced": lambda task: replace(task, sampler=samplers.Balanced(task.train[1])),
+    "curriculum": lambda task: replace(task, sampler=samplers.Curriculum(task.train[0][:, 0], pace=(0.2, 0.5))),
+    "scaler": scaled,
+}
 
 
 def vectors(num: int, generator: torch.Generator) -> tuple[torch.Tensor, torch.Tensor]:

@@ -96,6 +96,37 @@ def test_cifar10_sees_the_same_flips_on_one_device_and_on_two(tmp_path: Path) ->
     assert Record.read("runs/two").losses == pytest.approx(Record.read("runs/one").losses, rel=1e-5)
 
 
+def test_imbalanced_digits_are_learned_better_balanced_and_alike_on_two_devices() -> None:
+    said = python(EXAMPLES / "imbalanced.py")
+    found = re.findall(r"^(\w+) +(\d+) steps  loss [\d.]+  accuracy ([\d.]+)  of rare digits ([\d.]+)$", said, re.M)
+    (plain, plain_steps, *as_it_is), (balanced, balanced_steps, *evened_out) = found
+    assert (plain, balanced) == ("plain", "balanced")
+    assert plain_steps == balanced_steps
+    # Of ten seeds, the smallest gain was 0.08 in all and 0.17 on the rare digits.
+    assert float(evened_out[0]) > float(as_it_is[0]) + 0.05
+    assert float(evened_out[1]) > float(as_it_is[1]) + 0.10
+    two = ("--strategy", "ddp", "--devices", "2", "--steps", "12", "--name", "two")
+    python("-m", "evenstep", "train", f"{EXAMPLES / 'imbalanced.py'}:balanced", *two)
+    one = next(
+        record for path in Path("runs").glob("*-single") if "balanced" in (record := Record.read(path)).plan.task
+    )
+    assert Record.read("runs/two").losses[0] == pytest.approx(one.losses[0], rel=1e-5)
+
+
+def test_curriculum_keeps_its_pace_and_shows_it_in_the_record() -> None:
+    said = python(EXAMPLES / "curriculum.py")
+    record = Record.read(next(Path("runs").iterdir()))
+    promised = [round(part * 1438) for part in (0.3, 0.6, 0.8, 1, 1)]
+    for epoch, length in enumerate(promised):
+        steps = [step for step in record.steps if step.epoch == epoch]
+        assert {step.epoch_samples for step in steps} == {length}
+        assert sum(step.samples for step in steps) == length
+        assert f"epoch {epoch + 1}: {length} of 1438 samples" in said
+    assert {step.epoch for step in record.steps} == set(range(5))
+    assert record.summary is not None
+    assert record.summary.valid["accuracy"] > 0.85
+
+
 def test_demo_shows_four_strategies_that_learned_the_same() -> None:
     said = python(EXAMPLES / "demo.py")
     rows = {line.split()[0]: line for line in said.splitlines() if re.match(r"(single|dp|ddp|fsdp) +(cpu|2 x)", line)}

@@ -31,7 +31,8 @@ def _refuse_other_data(told: list[dict[str, Any]], is_stream: bool) -> None:
             )
         raise TaskError(
             f"rank {rank} has other data than rank 0: the same sample differs between them.\n"
-            "Were files listed in another order (sort them), or was a split drawn without a seed?"
+            "Were files listed in another order (sort them), or was a split drawn without a seed? In a loop of your "
+            "own, data that is meant to differ goes with team.loader(..., compare=False)"
         )
 
 

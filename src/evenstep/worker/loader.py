@@ -72,6 +72,8 @@ class Reading:
     worker_init: Callable[[int], None] | None = None
     resident: bool = False
     """Whether the data lives in the memory of the devices."""
+    compare: bool = True
+    """Whether the ranks compare what they read in the first batches."""
     fit: Callable[[torch.Tensor], torch.Tensor] = lambda tensor: tensor
     """The last change of a tensor on its device: its type, say."""
 
@@ -97,7 +99,7 @@ class Loader:
         self._batch = batch
         self._reading = reading
         self._cut = Cut.of(world, reading.accumulate)
-        self._left_to_check = NUM_CHECKED if world.num_seats > 1 else 0
+        self._left_to_check = NUM_CHECKED if reading.compare and world.num_seats > 1 else 0
         is_slow = isinstance(source, Stream) or source.is_slow(reading.augment is not None)
         self._num_workers = choose_workers(reading.workers, is_slow, world.size)
         on_card = any(device.type == "cuda" for device in world.devices)

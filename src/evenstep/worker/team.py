@@ -101,8 +101,13 @@ class Team:
         augment_batch: Callable[[Any, Draws], Any] | None = None,
         workers: int | None = None,
         resident: bool = False,
+        compare: bool = True,
     ) -> Loader:
-        """This process's part of every global batch of `data`, in the order of `sampler`, or shuffled, or as it is."""
+        """This process's part of every global batch of `data`, in the order of `sampler`, or shuffled, or as it is.
+
+        All processes give the same data, and compare what they read in the first batches; `compare=False` is for data
+        that is meant to differ, such as what each process has collected by itself.
+        """
         adopted = adopt(data, collate, sampler, shuffle=shuffle)
         reading = Reading(
             seed=self.seed,
@@ -112,6 +117,7 @@ class Team:
             workers=workers if workers is not None else adopted.workers,
             worker_init=adopted.worker_init,
             resident=resident,
+            compare=compare,
             fit=self.precision.fit_tensor,
         )
         return Loader(adopted.source, adopted.order(self.seed, batch), self.world, batch, reading)

@@ -1,0 +1,271 @@
+"""However data is given and read, every way learns the same; every sample once, whatever is killed in between."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from evenstep.audit import audit
+from evenstep.plan import Plan
+from evenstep.record import Record
+from tests.fleet import Result, furthest, result, run_jobs
+from tests.small_tasks import KINDS, NUM_SAMPLES
+
+WAYS = {"dp-2": (1, 0), "ddp-2": (2, 0), "ddp-2 with a worker": (2, 1), "fsdp-3": (3, 0)}
+"""(processes, loader workers of each)."""
+
+
+def plan(where: str, workers: int) -> Plan:
+    strategy, _, num = where.split(" ")[0].partition("-")
+    return Plan(
+        strategy=strategy,
+        devices=("cpu",) * int(num or 1),
+        batch=10,
+        steps=30,
+        accumulate=2,
+        precision="fp64",
+        threads=1,
+        workers=workers,
+        audit=True,
+    )
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("data")
+    ways = {"single": (1, 0), **WAYS}
+    for size in (1, 2, 3):
+        own = {where: workers for where, (num, workers) in ways.items() if num == size}
+        run_jobs(
+            folder, size, [(f"{w} {kind}", plan(w, own[w]), f"mlp/adamw/mean/{kind}") for w in own for kind in KINDS]
+        )
+    return folder
+
+
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("where", WAYS)
+@pytest.mark.parametrize("kind", KINDS)
+def test_data_of_every_kind_teaches_the_same_as_on_one_device(trained: Path, where: str, kind: str) -> None:
+    single, other = result(trained, f"single {kind}"), result(trained, f"{where} {kind}")
+    assert len(single.record.losses) == 30
+    assert other.record.losses == pytest.approx(single.record.losses, rel=1e-9)
+    assert furthest(compared(other), compared(single)) < 1e-9
+    assert other.record.evaluations[-1].values == pytest.approx(single.record.evaluations[-1].values, rel=1e-9)
+    lines = [(trained / f"{name} {kind}" / "samples.jsonl").read_text() for name in ("single", where)]
+    assert lines[0] == lines[1]
+    assert audit([trained / f"{where} {kind}"]).is_clean
+
+
+def compared(trained: Result) -> dict[str, torch.Tensor]:
+    """Its weights; not the last bits of a Scaler's mean, which are kept beside it."""
+    return {name: weight for name, weight in trained.weights.items() if not name.endswith(".rest")}
+
+
+def test_a_curriculum_shows_its_pace_in_the_record(trained: Path) -> None:
+    steps = result(trained, "ddp-2 curriculum").record.steps
+    pace = {step.epoch: step.epoch_samples for step in steps}
+    assert pace == {0: round(0.2 * NUM_SAMPLES), 1: round(0.5 * NUM_SAMPLES), 2: NUM_SAMPLES, 3: NUM_SAMPLES}
+    assert [step.epoch for step in steps].count(0) == 3
+
+
+def test_a_scaler_is_fitted_on_all_ranks_together_and_saved(trained: Path) -> None:
+    of_one, of_three = (result(trained, f"{where} scaler").weights for where in ("single", "fsdp-3"))
+    assert of_one["0.count"] == of_three["0.count"] == NUM_SAMPLES
+    assert furthest({"mean": of_three["0.mean"]}, {"mean": of_one["0.mean"]}) < 1e-12
+    assert of_one["0.deviation"].min() > 0.5
+
+
+# Killed, and gone on with.
+
+TASK = """
+import time
+import torch
+from torch import nn
+from torch.nn import functional as F
+from torch.utils.data import Dataset
+from evenstep import Task
+
+class Slow(Dataset):
+    x = torch.randn(240, 4, generator=torch.Generator().manual_seed(0))
+
+    def __len__(self):
+        return 240
+
+    def __getitem__(self, id_):
+        time.sleep(0.01)
+        return self.x[id_] + 0.1 * torch.randn(4), int(self.x[id_].sum() > 0)
+
+def task() -> Task:
+    return Task(
+        model=lambda: nn.Sequential(nn.Linear(4, 16), nn.Dropout(0.2), nn.Linear(16, 2)),
+        train=Slow(),
+        loss=lambda model, batch: F.cross_entropy(model(batch[0]), batch[1]),
+        optimizer=lambda parameters: torch.optim.Adam(parameters, lr=0.01),
+        batch=12,
+        epochs=2,
+    )
+"""
+
+
+def command(*arguments: str) -> list[str]:
+    options = ("--audit", "--checkpoint-every", "3", "--workers", "2")
+    return [sys.executable, "-m", "evenstep", "train", "my_task.py", *options, *arguments]
+
+
+def train(*arguments: str) -> None:
+    done = subprocess.run(command(*arguments), capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+
+
+def train_and_kill(name: str, at_step: int, *arguments: str) -> None:
+    """Kill -9 the last rank after so many steps."""
+    run = subprocess.Popen(command("--name", name, *arguments), stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    deadline = time.monotonic() + 60
+    while not steps_done(name) or steps_done(name)[-1] < at_step:
+        assert run.poll() is None
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+    ranks = [child for child in psutil.Process(run.pid).children() if "evenstep.worker" in child.cmdline()]
+    readers = [reader for rank in ranks for reader in rank.children()]
+    assert len(readers) >= 2 * len(ranks)
+    ranks[-1].send_signal(signal.SIGKILL)
+    assert run.wait(timeout=60) == 1
+    _, alive = psutil.wait_procs([*ranks, *readers], timeout=3)
+    assert alive == []
+
+
+def steps_done(name: str) -> list[int]:
+    file = Path("runs", name, "samples.jsonl")
+    lines = file.read_text().splitlines() if file.exists() else []
+    return [json.loads(line)["step"] for line in lines if line.endswith("}")]
+
+
+@pytest.mark.timeout(300)
+def test_killed_on_2_gone_on_with_on_3_and_killed_and_finished_on_1(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("my_task.py").write_text(TASK)
+    train("--devices", "2", "--name", "undisturbed")
+    train_and_kill("first", 10, "--devices", "2")
+    train("--resume", "runs/first", "--name", "same", "--devices", "2")
+    train_and_kill("second", 26, "--resume", "runs/first", "--devices", "3")
+    train("--resume", "runs/second", "--name", "third", "--devices", "1", "--strategy", "single", "--workers", "1")
+
+    # The same number of processes: to the last bit what was never disturbed.
+    assert weights("same") == weights("undisturbed")
+    # Other numbers: to the last sample.
+    chain = ["runs/third", "runs/first", "runs/second"]
+    said = subprocess.run(
+        [sys.executable, "-m", "evenstep", "audit", *chain], capture_output=True, text=True, timeout=60
+    )
+    assert said.stdout.startswith("240 samples x 2 epochs, 0 repeated, 0 missed")
+    assert said.returncode == 0
+    assert used(["first", "second", "third"]) == used(["undisturbed"])
+    # Work was lost and done again, so the test was one.
+    assert audit(chain).redone > 0
+
+    # A line lost from the middle is noticed.
+    samples = Path("runs/second/samples.jsonl")
+    lines = samples.read_text().splitlines(keepends=True)
+    samples.write_text("".join(lines[:2] + lines[3:]))
+    spoilt = subprocess.run(
+        [sys.executable, "-m", "evenstep", "audit", *chain], capture_output=True, text=True, timeout=60
+    )
+    assert spoilt.returncode == 1
+    assert "12 missed" in spoilt.stdout
+
+
+def weights(name: str) -> dict[str, list[float]]:
+    file = Path("runs", name, "checkpoints", "latest", "weights.safetensors")
+    return {key: value.flatten().tolist() for key, value in load_file(file).items()}
+
+
+def used(chain: list[str]) -> dict[int, list[int]]:
+    """The samples of every step; of steps that were done again, the last time counts."""
+    steps = {}
+    for name in chain:
+        for line in Path("runs", name, "samples.jsonl").read_text().splitlines():
+            step = json.loads(line)
+            steps[step["step"]] = step["ids"]
+    return steps
+
+
+# What the ranks compare.
+
+SHARED = """
+import os
+import torch
+from torch import nn
+from torch.nn import functional as F
+from torch.utils.data import Dataset
+from evenstep import Task
+
+class Deaf(Dataset):
+    \"\"\"Gives what comes next, whatever it is asked for.\"\"\"
+
+    def __init__(self):
+        self.numbers = iter(torch.arange(10000.0))
+
+    def __len__(self):
+        return 60
+
+    def __getitem__(self, id_):
+        return next(self.numbers).expand(4)
+
+def task_of(train) -> Task:
+    return Task(
+        model=lambda: nn.Linear(4, 1),
+        train=train,
+        loss=lambda model, batch: model(batch).mean(),
+        optimizer=lambda parameters: torch.optim.SGD(parameters, lr=0.1),
+        batch=6,
+    )
+
+def deaf() -> Task:
+    return task_of(Deaf())
+
+def other() -> Task:
+    return task_of(torch.randn(60, 4, generator=torch.Generator().manual_seed(int(os.environ.get("RANK", 0)))))
+
+def alike() -> Task:
+    return task_of(torch.ones(60, 4))
+"""
+
+
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [
+        ("deaf", "ranks 0 and 1 read the same data for different samples"),
+        ("other", "rank 1 has other data than rank 0: the same sample differs between them"),
+    ],
+)
+def test_ranks_that_read_the_same_or_something_else_are_told_so(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, said: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("my_task.py").write_text(SHARED)
+    words = ["train", f"my_task.py:{name}", "--devices", "2"]
+    done = subprocess.run([sys.executable, "-m", "evenstep", *words], capture_output=True, text=True, timeout=60)
+    assert said in done.stderr
+    assert done.returncode == 2
+    assert not Record.read(next(Path("runs").iterdir())).steps
+
+
+def test_samples_that_are_all_alike_are_no_mistake(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("my_task.py").write_text(SHARED)
+    words = ["train", "my_task.py:alike", "--devices", "2"]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    done = subprocess.run([sys.executable, "-m", "evenstep", *words], capture_output=True, env=environment, timeout=60)
+    assert done.returncode == 0, done.stderr

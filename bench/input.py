@@ -1,4 +1,4 @@
-"""How fast samples come: one process, one thread, on the CPU, in three tables.
+"""How fast samples come: one process, one thread, on the CPU, in four tables.
 
 python bench/input.py [OUT.json]
 
@@ -6,8 +6,9 @@ python bench/input.py [OUT.json]
    can be tuned, and what indexing alone would take. What each racer delivers is compared first: every sample once.
 2. What the order of samples costs at 60 thousand, 10 million and a billion samples.
 3. Loader workers: what they hide of a dataset that waits a millisecond for every sample.
+4. A dataset that only gives one sample at a time, and at once: evenstep against DataLoader, with as many workers.
 
-All clocks hold everything: drawing the order, and the start of an epoch. Only the start of worker processes is outside.
+The clock holds the drawing of the order and the start of an epoch; the start of worker processes is outside.
 """
 
 from __future__ import annotations
@@ -50,9 +51,11 @@ MOST_LISTED = 100_000_000
 """A list of all ids is not made beyond this."""
 
 WAIT_SECONDS = 0.001
-WAIT_SAMPLES = 256
+WAIT_SAMPLES = 384
 WAIT_BATCH = 32
-WAIT_ROUNDS = 3
+WAIT_ROUNDS = 2
+
+SINGLE_SAMPLES = 8192
 
 
 def as_tuple(images: Tensor, labels: Tensor) -> Any:
@@ -243,6 +246,10 @@ def race_all(work: Work) -> dict[str, harness.Ratio]:
     return results
 
 
+def as_json(results: dict[str, harness.Ratio]) -> dict[str, dict[str, float]]:
+    return {name: row.figures("samples_per_second") for name, row in results.items()}
+
+
 def show_race(work: Work, results: dict[str, harness.Ratio]) -> None:
     own = statistics.median(row.second for row in results.values())
     harness.show(
@@ -374,8 +381,7 @@ def waits() -> dict[str, dict[str, float]]:
     """With 0, 1 and 2 workers: alone, and beside steps as long as one worker takes for a batch."""
     step = WAIT_SECONDS * WAIT_BATCH
     return {
-        f"{workers} workers": {"alone": waited(workers, 0.0), "beside_steps": waited(workers, step)}
-        for workers in (0, 1, 2)
+        str(workers): {"alone": waited(workers, 0.0), "beside_steps": waited(workers, step)} for workers in (0, 1, 2)
     }
 
 
@@ -384,6 +390,33 @@ def show_waits(results: dict[str, dict[str, float]]) -> None:
         f"\nLoader workers: {WAIT_SECONDS * 1e3:g} ms of waiting for each sample, batch {WAIT_BATCH}, samples/s",
         ("workers", "alone", f"beside steps of {WAIT_SECONDS * WAIT_BATCH * 1e3:g} ms"),
         ((name, f"{row['alone']:,.0f}", f"{row['beside_steps']:,.0f}") for name, row in results.items()),
+    )
+
+
+def race_per_sample(workers: int) -> harness.Ratio:
+    """The same dataset read by evenstep and by DataLoader, as ours / theirs."""
+    work = Work("per sample", (SINGLE_SAMPLES, *FASHION[1:]), as_tuple, 128)
+    data = PerSample(*work.columns(), work.pack)
+    loader = evenstep.join("single", ("cpu",)).loader(data, batch=work.batch, workers=workers)
+    theirs = DataLoader(data, work.batch, shuffle=True, num_workers=workers, persistent_workers=workers > 0)
+    own = Racer(lambda: loader, len(data), lambda batch: batch.micro_batches[0][0].data)
+    peer = Racer(lambda: theirs, len(data))
+    if own.content() != peer.content():
+        raise SystemExit("evenstep and DataLoader do not deliver the same samples; no race")
+    try:
+        return harness.race(peer.samples_per_second, own.samples_per_second, ROUNDS)
+    finally:
+        loader.close()
+
+
+def show_per_sample(results: dict[str, harness.Ratio]) -> None:
+    harness.show(
+        "\nA dataset read sample by sample, Fashion-MNIST, batch 128, samples/s",
+        ("workers", "DataLoader", "evenstep", "ours / theirs", "95 %"),
+        (
+            (name, f"{row.first:,.0f}", f"{row.second:,.0f}", f"{row.ratio:.3f}", row.interval)
+            for name, row in results.items()
+        ),
     )
 
 
@@ -397,12 +430,15 @@ def main() -> None:
     show_orders(orders)
     waiting = waits()
     show_waits(waiting)
+    singles = {str(workers): race_per_sample(workers) for workers in (0, 1, 2)}
+    show_per_sample(singles)
     if len(sys.argv) > 1:
-        as_json = {
-            work: {name: row.figures("samples_per_second") for name, row in rows.items()}
-            for work, rows in races.items()
+        results = {
+            "ours / theirs": {work: as_json(rows) for work, rows in races.items()},
+            "order": orders,
+            "workers": waiting,
+            "per sample, ours / theirs": as_json(singles),
         }
-        results = {"ours / theirs": as_json, "order": orders, "workers": waiting}
         harness.write(sys.argv[1], "python bench/input.py", results)
 
 

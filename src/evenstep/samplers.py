@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 from evenstep.draws import Ids, permuted, stream, uniforms
 from evenstep.errors import TaskError
 from evenstep.order import Lengths, Order
-from evenstep.seeding import OwnDraws
+from evenstep.seeding import left_alone, seed_host
 
 Values: TypeAlias = Any
 """One number per sample: a list, an array or a tensor."""
@@ -270,7 +270,8 @@ class Own:
         if hasattr(self.sampler, "set_epoch"):
             self.sampler.set_epoch(epoch)
         number = stream(seed, "sampler", epoch)
-        with OwnDraws(number):
+        with left_alone():
+            seed_host(number)
             generator = getattr(self.sampler, "generator", None)
             if generator is not None and hasattr(generator, "manual_seed"):
                 generator.manual_seed(number)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
@@ -39,6 +41,16 @@ def restore_host_state(state: dict[str, Any]) -> None:
     random.setstate((version, tuple(words), gauss))
     kind, keys, position, has_gauss, cached = state["numpy"]
     np.random.set_state((kind, np.array(keys, dtype=np.uint32), position, has_gauss, cached))
+
+
+@contextmanager
+def left_alone() -> Iterator[None]:
+    """Whatever is drawn or seeded inside, everything outside goes on as if nothing had been."""
+    states = _states()
+    try:
+        yield
+    finally:
+        _restore(states)
 
 
 class OwnDraws:

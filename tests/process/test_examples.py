@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 from nbclient import NotebookClient
 
+import evenstep
 from evenstep.record import Record
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
@@ -96,21 +97,22 @@ def test_cifar10_sees_the_same_flips_on_one_device_and_on_two(tmp_path: Path) ->
     assert Record.read("runs/two").losses == pytest.approx(Record.read("runs/one").losses, rel=1e-5)
 
 
-def test_imbalanced_digits_are_learned_better_balanced_and_alike_on_two_devices() -> None:
+def test_imbalanced_digits_are_learned_better_when_balanced() -> None:
     said = python(EXAMPLES / "imbalanced.py")
     found = re.findall(r"^(\w+) +(\d+) steps  loss [\d.]+  accuracy ([\d.]+)  of rare digits ([\d.]+)$", said, re.M)
-    (plain, plain_steps, *as_it_is), (balanced, balanced_steps, *evened_out) = found
+    (plain, plain_steps, *as_they_come), (balanced, balanced_steps, *evened_out) = found
     assert (plain, balanced) == ("plain", "balanced")
     assert plain_steps == balanced_steps
-    # Of ten seeds, the smallest gain was 0.08 in all and 0.17 on the rare digits.
-    assert float(evened_out[0]) > float(as_it_is[0]) + 0.05
-    assert float(evened_out[1]) > float(as_it_is[1]) + 0.10
-    two = ("--strategy", "ddp", "--devices", "2", "--steps", "12", "--name", "two")
-    python("-m", "evenstep", "train", f"{EXAMPLES / 'imbalanced.py'}:balanced", *two)
-    one = next(
-        record for path in Path("runs").glob("*-single") if "balanced" in (record := Record.read(path)).plan.task
-    )
-    assert Record.read("runs/two").losses[0] == pytest.approx(one.losses[0], rel=1e-5)
+    # Over ten seeds, the smallest gain was 0.08 in all and 0.16 on the rare digits.
+    assert float(evened_out[0]) > float(as_they_come[0]) + 0.05
+    assert float(evened_out[1]) > float(as_they_come[1]) + 0.10
+
+
+def test_imbalanced_digits_are_balanced_alike_on_one_device_and_on_two() -> None:
+    task = f"{EXAMPLES / 'imbalanced.py'}:balanced"
+    python("-m", "evenstep", "train", task, "--strategy", "ddp", "--devices", "2", "--steps", "14", "--name", "two")
+    one = evenstep.train(task, steps=14, progress=False)  # an epoch has 12
+    assert Record.read("runs/two").losses == pytest.approx(one.losses, rel=1e-4)
 
 
 def test_curriculum_keeps_its_pace_and_shows_it_in_the_record() -> None:

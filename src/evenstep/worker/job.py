@@ -170,8 +170,7 @@ class Job:
             return
         loader = self._loader(self.task.train, sampler=InOrder())
         for scaler in scalers:
-            pieces = (piece for batch in loader.whole_pass() for of_seats in batch.micro_batches for piece in of_seats)
-            scaler.fit((piece.data for piece in pieces if piece.num_samples), self.team.world)
+            scaler.fit(loader.whole_data(), self.team.world)
         loader.close()
 
     def _write_samples(self, step: Step, ids: list[int]) -> None:

@@ -102,10 +102,10 @@ class Loader:
         self._left_to_check = NUM_CHECKED if reading.compare and world.num_seats > 1 else 0
         is_slow = isinstance(source, Stream) or source.is_slow(reading.augment is not None)
         self._num_workers = choose_workers(reading.workers, is_slow, world.size)
-        on_card = any(device.type == "cuda" for device in world.devices)
+        on_cards = all(device.type == "cuda" for device in world.devices)
         # A dataset that may draw at random is not read beside a training that draws.
         self._copies = {}
-        if on_card and not reading.resident and (self._num_workers or not is_slow):
+        if on_cards and not reading.resident and (self._num_workers or not is_slow):
             self._copies = {device: CardCopy(device) for device in world.devices}
         self._pool: Pool | None = None
         self._reader: Reader | None = None
@@ -142,6 +142,13 @@ class Loader:
     def whole_pass(self) -> Iterator[Batch]:
         """Every sample once, from the first to the last; the position does not move."""
         return self._pass(0, 0, 0)
+
+    def whole_data(self) -> Iterator[Data]:
+        """This process's part of every sample once, as its batches hold it: what a Scaler is fitted on."""
+        for batch in self.whole_pass():
+            for piece in (piece for pieces in batch.micro_batches for piece in pieces):
+                if piece.num_samples:
+                    yield piece.data
 
     def state_dict(self) -> dict[str, Any]:
         """Where a later run goes on: a position, the steps that led there, and the order that gives it meaning."""

@@ -12,7 +12,7 @@ import torch
 from evenstep.draws import Ids
 from evenstep.errors import TaskError
 from evenstep.order import Order, Span, share
-from evenstep.seeding import OwnDraws
+from evenstep.seeding import left_alone
 from evenstep.task import Batch as Data
 from evenstep.worker.source import Augment, Source, Touch
 from evenstep.worker.world import World
@@ -121,7 +121,7 @@ class Reader:
         """`read` in the training process: what it draws from is left as it was."""
         if not self._sources[0].draws:
             return self.read(request)
-        with OwnDraws(0):
+        with left_alone():
             return self.read(request)
 
     def read_in_worker(self, request: Request) -> HostBatch | Failure:

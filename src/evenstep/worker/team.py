@@ -29,6 +29,7 @@ from evenstep.worker.loader import Batch, Loader, Piece, Reading
 from evenstep.worker.machine import available_devices
 from evenstep.worker.precision import Precision
 from evenstep.worker.randomness import seed_devices
+from evenstep.worker.scaler import unfitted
 from evenstep.worker.source import Augment
 from evenstep.worker.spread import Spread
 from evenstep.worker.strategies import STRATEGIES
@@ -78,6 +79,7 @@ class Team:
         self._known: set[int] = set()
         self._trainable: dict[Spread, list[bool]] = {}
         self._checked: WeakSet[torch.optim.Optimizer] = WeakSet()
+        self._fitted: WeakSet[Spread] = WeakSet()
         self._current: Batch | None = None
         self._backwards = 0
 
@@ -130,6 +132,7 @@ class Team:
         """
         models = _as_tuple(model)
         self._refuse_thawed(models[0])
+        self._refuse_unfitted(models[0])
         check_apart(self.world, batch)
         self._draw_for(batch)
         earlier = _put_aside(models[0])
@@ -264,6 +267,17 @@ class Team:
             raise TaskError(
                 "requires_grad of some parameters changed after team.spread; set it before the model is spread"
             )
+
+    def _refuse_unfitted(self, model: Spread) -> None:
+        """A Scaler that has seen no data would let everything through as it is, without a word."""
+        if model in self._fitted:
+            return
+        if unfitted(model.module):
+            raise TaskError(
+                "the model has a Scaler that has seen no data; fit it before the model is spread:\n"
+                "scaler.fit(loader.whole_data(), team.world)"
+            )
+        self._fitted.add(model)
 
     def _draw_for(self, batch: Batch) -> None:
         """Seed dropout for this batch: different on every seat, the same after a restart."""

@@ -99,18 +99,28 @@ def _end(iterator: Any) -> None:
             continue
 
 
+def is_worker_end(error: BaseException) -> bool:
+    """Whether torch says that a loader worker died; it may say so anywhere in the training process's main thread."""
+    return isinstance(error, RuntimeError) and str(error).startswith("DataLoader worker")
+
+
+def worker_end(error: BaseException) -> TrainingError:
+    """The same, with what to do."""
+    return TrainingError(
+        f"a loader worker ended by itself: {str(error).splitlines()[0]}\n"
+        "Often memory or /dev/shm ran out: try fewer --workers, or --workers 0 to see the error itself."
+    )
+
+
 def _opened(batches: Iterator[HostBatch | Failure]) -> Iterator[HostBatch]:
     while True:
         try:
             batch = next(batches, None)
         except RuntimeError as error:
-            if "worker" not in str(error):
+            if not is_worker_end(error):
                 raise
             _end(batches)
-            raise TrainingError(
-                f"a loader worker ended by itself: {str(error).splitlines()[0]}\n"
-                "Often memory or /dev/shm ran out: try fewer --workers, or --workers 0 to see the error itself."
-            ) from error
+            raise worker_end(error) from error
         if batch is None:
             return
         if isinstance(batch, Failure):

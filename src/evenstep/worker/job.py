@@ -22,6 +22,7 @@ from evenstep.samplers import InOrder
 from evenstep.seeding import seed_everything
 from evenstep.task import Amount, Task, takes_steps
 from evenstep.worker import machine
+from evenstep.worker.ahead import is_worker_end, worker_end
 from evenstep.worker.batchnorm import synchronised
 from evenstep.worker.loader import Loader
 from evenstep.worker.run import Run
@@ -52,6 +53,8 @@ def perform(plan: Plan, task: Task, run_folder: Path) -> Iterator[Event]:
         # Bad input is what is refused before anything is started; this was met on the way.
         raise TrainingError(f"at step {job.run.step + 1}: {error}") from error
     except Exception as error:
+        if is_worker_end(error):
+            raise worker_end(error) from error
         error.add_note(f"at step {job.run.step + 1}")
         raise
     finally:

@@ -36,6 +36,7 @@ check: $(STAMP)
 
 bench: $(STAMP)
 	$(BIN)/python bench/step_cost.py
+	$(BIN)/python bench/input.py
 
 clean:
 	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache .hypothesis

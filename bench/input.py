@@ -55,7 +55,7 @@ WAIT_SAMPLES = 384
 WAIT_BATCH = 32
 WAIT_ROUNDS = 2
 
-SINGLE_SAMPLES = 8192
+SINGLE_SAMPLES = 4096
 
 
 def as_tuple(images: Tensor, labels: Tensor) -> Any:

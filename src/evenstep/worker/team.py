@@ -30,6 +30,7 @@ from evenstep.worker.machine import available_devices
 from evenstep.worker.precision import Precision
 from evenstep.worker.randomness import seed_devices
 from evenstep.worker.scaler import unfitted
+from evenstep.worker.seats import Frozen, call, on
 from evenstep.worker.source import Augment
 from evenstep.worker.spread import Spread
 from evenstep.worker.strategies import STRATEGIES
@@ -139,7 +140,7 @@ class Team:
         for one in models:
             self._strategy.refresh(one, is_training=True)
         totals = Totals(self.world, batch.num_samples)
-        with _Frozen(models[1:]):
+        with Frozen(models[1:]):
             for number, pieces in enumerate(batch.micro_batches, 1):
                 is_last = number == len(batch.micro_batches)
                 with self._strategy.syncing(models[0], is_last):
@@ -230,9 +231,9 @@ class Team:
         last: bool,
     ) -> None:
         device = self.world.devices[place]
-        with _on(device):
+        with on(device):
             with self.precision.autocast(device):
-                amount = _call(models, place, loss, piece.data)
+                amount = call(models, place, loss, piece.data)
             scaled = totals.take(amount, piece)
             if last:
                 totals.send()
@@ -244,7 +245,7 @@ class Team:
         self, function: Callable[..., Mapping[str, Amount]], model: Spread, place: int, piece: Piece
     ) -> dict[str, torch.Tensor]:
         device = self.world.devices[place]
-        with torch.no_grad(), _on(device), self.precision.autocast(device):
+        with torch.no_grad(), on(device), self.precision.autocast(device):
             values = model.bounds[place](function, piece.data)
         home = self.world.device
         return {name: as_sum(amount, piece.num_samples, name).to(home) for name, amount in values.items()}
@@ -322,58 +323,8 @@ def _put_aside(model: Spread) -> list[tuple[nn.Parameter, torch.Tensor]]:
     return earlier
 
 
-class _Frozen:
-    """Inside, these models get no gradients of their own, but let them through."""
-
-    def __init__(self, models: Sequence[Spread]) -> None:
-        self._weights = [
-            weight for model in models for seat in model.bounds for weight in seat.parameters() if weight.requires_grad
-        ]
-
-    def __enter__(self) -> None:
-        for weight in self._weights:
-            weight.requires_grad_(False)
-
-    def __exit__(self, *error: object) -> None:
-        for weight in self._weights:
-            weight.requires_grad_(True)
-
-
 def _as_tuple(model: Models) -> tuple[Spread, ...]:
     models = (model,) if isinstance(model, Spread) else tuple(model)
     if not models or not all(isinstance(one, Spread) for one in models):
         raise TaskError("backward takes what Team.spread returned, one or a tuple of them")
     return models
-
-
-def _call(models: tuple[Spread, ...], place: int, loss: Callable[..., Amount], data: Any) -> Amount:
-    """`loss` of the models on one seat: the trained one through the engine's wrapper, the others directly."""
-    trained, *others = models
-    if not others:
-        return trained.seats[place](loss, data)  # type: ignore[no-any-return]
-
-    def inner(*bare: Any) -> Amount:
-        return loss(bare, data)
-
-    for other in reversed(others):
-        inner = _inside(other.bounds[place], inner)
-    return trained.seats[place](inner)  # type: ignore[no-any-return]
-
-
-def _inside(bound: nn.Module, inner: Callable[..., Amount]) -> Callable[..., Amount]:
-    return lambda *bare: bound(lambda model: inner(*bare, model))
-
-
-class _on:
-    """Make `device` current in this thread: CUDA keeps that per thread."""
-
-    def __init__(self, device: torch.device) -> None:
-        self._device = torch.cuda.device(device) if device.type == "cuda" else None
-
-    def __enter__(self) -> None:
-        if self._device is not None:
-            self._device.__enter__()
-
-    def __exit__(self, *error: object) -> None:
-        if self._device is not None:
-            self._device.__exit__(*error)

@@ -35,7 +35,7 @@ from evenstep.samplers import Shuffled
 
 ROUNDS = 8
 EPOCHS_A_BLOCK = 2
-SLOW_BATCHES_A_BLOCK = 64
+SLOW_BATCHES_A_BLOCK = 48
 """Racers that run Python for every sample get shorter blocks; figures are rates."""
 GOALS = {
     "DataLoader, per sample": 15.0,

@@ -205,9 +205,9 @@ def used(chain: list[str]) -> dict[int, list[int]]:
 
 SHARED = """
 import os
+from dataclasses import replace
 import torch
 from torch import nn
-from torch.nn import functional as F
 from torch.utils.data import Dataset
 from evenstep import Task
 
@@ -231,6 +231,29 @@ def task_of(train) -> Task:
         optimizer=lambda parameters: torch.optim.SGD(parameters, lr=0.1),
         batch=6,
     )
+
+class Spoilt(Deaf):
+    \"\"\"Comes to grief at sample 7.\"\"\"
+
+    def __init__(self, how):
+        self.how = how
+
+    def __getitem__(self, id_):
+        if id_ == 7:
+            self.how()
+        return torch.arange(4.0) + id_
+
+def divide():
+    return 1 / 0
+
+def kill():
+    os.kill(os.getpid(), 9)
+
+def raising() -> Task:
+    return replace(task_of(Spoilt(divide)), sampler=list(range(59, -1, -1)))
+
+def dying() -> Task:
+    return replace(task_of(Spoilt(kill)), sampler=list(range(59, -1, -1)))
 
 def deaf() -> Task:
     return task_of(Deaf())
@@ -260,6 +283,26 @@ def test_ranks_that_read_the_same_or_something_else_are_told_so(
     assert said in done.stderr
     assert done.returncode == 2
     assert not Record.read(next(Path("runs").iterdir())).steps
+
+
+@pytest.mark.parametrize(
+    ("name", "devices", "said"),
+    [
+        ("raising", "2", "sample 7 cannot be read: ZeroDivisionError: division by zero (MY_TASK:"),
+        ("dying", "1", "a loader worker ended by itself: DataLoader worker (pid"),
+    ],
+)
+def test_what_goes_wrong_in_a_loader_worker_is_told(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, devices: str, said: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("my_task.py").write_text(SHARED)
+    words = ["train", f"my_task.py:{name}", "--devices", devices, "--workers", "1"]
+    done = subprocess.run([sys.executable, "-m", "evenstep", *words], capture_output=True, text=True, timeout=60)
+    last = done.stderr[done.stderr.rindex("error:") :]
+    assert said.replace("MY_TASK", str(tmp_path / "my_task.py")) in last
+    assert len(last.splitlines()) <= 15
+    assert done.returncode == 1
 
 
 def test_samples_that_are_all_alike_are_no_mistake(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

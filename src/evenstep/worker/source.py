@@ -108,6 +108,8 @@ class Table:
         self.num_samples = lengths[0]
         self._data = data
         self._collate = collate
+        first = columns[0]
+        self._device = first.device if isinstance(first, torch.Tensor) else torch.device("cpu")
 
     def is_slow(self, augments: bool) -> bool:
         return augments or self._collate is not None
@@ -115,6 +117,8 @@ class Table:
     def fetch(self, ids: Ids, touch: Touch | None = None, pinned: bool = False) -> Batch:
         if self._collate is None and (touch is None or not touch.augments):
             index = torch.from_numpy(ids)
+            if self._device.type != "cpu":
+                index = index.to(self._device, non_blocking=True)
             return _each(self._data, lambda column: _take(column, ids, index, pinned))
         samples = [_each(self._data, partial(_row, row=id_)) for id_ in ids.tolist()]
         return _collated(samples, ids, touch, self._collate)
@@ -272,8 +276,10 @@ def _take(column: Any, ids: Ids, index: torch.Tensor, pinned: bool) -> torch.Ten
     """Whole rows at once; six times as fast as `column[index]`, which copies element by element."""
     if not isinstance(column, torch.Tensor):
         return torch.from_numpy(np.ascontiguousarray(column.take(ids, axis=0)))
+    if column.device != index.device:
+        index = index.to(column.device)
     if not pinned or column.is_cuda or column.requires_grad:
-        return column.index_select(0, index.to(column.device, non_blocking=True))
+        return column.index_select(0, index)
     rows = torch.empty((len(ids), *column.shape[1:]), dtype=column.dtype, pin_memory=True)
     return torch.index_select(column, 0, index, out=rows)
 

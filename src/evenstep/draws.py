@@ -21,6 +21,7 @@ _WORD = 64
 _GOLDEN = np.uint64(0x9E3779B97F4A7C15)
 _MIX = np.uint64(0xD6E8FEB86659FD93)
 _HALF = np.uint64(32)
+_PLACE = np.uint64(SORTED_UP_TO - 1)
 
 
 def stream(seed: int, name: str, *where: int) -> int:
@@ -78,7 +79,12 @@ def permuted(places: Ids, num: int, key: tuple[int, int]) -> Ids:
     """What stands at `places` of a random order of 0 to num - 1 that belongs to `key`."""
     if num <= SORTED_UP_TO:
         words = np.random.Philox(key=np.array(key, dtype=np.uint64)).random_raw(num)
-        return np.argsort(words, kind="stable")[places]
+        # The place stands in the low bits: no two words are equal, and a plain sort is six times as fast as argsort.
+        words &= ~_PLACE
+        words |= np.arange(num, dtype=np.uint64)
+        words.sort()
+        words &= _PLACE
+        return words.astype(np.int64)[places]
     # A Feistel network permutes the numbers below a power of two; what falls outside is sent through it again.
     rounds = np.random.Philox(key=np.array(key, dtype=np.uint64)).random_raw(_ROUNDS)
     bits = (num - 1).bit_length()
@@ -99,11 +105,16 @@ def _feistel(values: Words, bits: int, rounds: Words) -> Words:
     left_bits = bits - right_bits
     left = values >> np.uint64(right_bits)
     right = values & np.uint64((1 << right_bits) - 1)
+    words, high = np.empty_like(values), np.empty_like(values)
     for number, key in enumerate(rounds):
-        if number % 2 == 0:
-            left ^= _mixed(right, key) >> np.uint64(_WORD - left_bits)
-        else:
-            right ^= _mixed(left, key) >> np.uint64(_WORD - right_bits)
+        into, by, bits_ = (left, right, left_bits) if number % 2 == 0 else (right, left, right_bits)
+        # `_mixed` without new arrays; its last line leaves the upper half as it is, and no more than that is used.
+        np.add(by, key, out=words)
+        words *= _GOLDEN
+        words ^= np.right_shift(words, _HALF, out=high)
+        words *= _MIX
+        words >>= np.uint64(_WORD - bits_)
+        into ^= words
     return (left << np.uint64(right_bits)) | right
 
 

@@ -5,9 +5,11 @@ from __future__ import annotations
 import random
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
+
+States: TypeAlias = tuple[Any, Any, Any]
 
 
 def seed_everything(seed: int) -> None:
@@ -46,11 +48,11 @@ def restore_host_state(state: dict[str, Any]) -> None:
 @contextmanager
 def left_alone() -> Iterator[None]:
     """Whatever is drawn or seeded inside, everything outside goes on as if nothing had been."""
-    states = _states()
+    states = generator_states()
     try:
         yield
     finally:
-        _restore(states)
+        restore_generators(states)
 
 
 class OwnDraws:
@@ -58,30 +60,38 @@ class OwnDraws:
     where the last `with` left them; outside, everything draws as if nothing had happened."""
 
     def __init__(self, seed: int) -> None:
-        outside = _states()
+        outside = generator_states()
         seed_host(seed)
-        self._kept = _states()
-        _restore(outside)
+        self._kept = generator_states()
+        restore_generators(outside)
 
     def __enter__(self) -> None:
-        self._outside = _states()
-        _restore(self._kept)
+        self._outside = generator_states()
+        restore_generators(self._kept)
 
     def __exit__(self, *error: object) -> None:
-        self._kept = _states()
-        _restore(self._outside)
+        self._kept = generator_states()
+        restore_generators(self._outside)
 
 
-def _states() -> tuple[Any, Any, Any]:
+def generator_states() -> States:
+    """Python's, NumPy's and torch's (on the CPU)."""
     import torch
 
     return random.getstate(), np.random.get_state(), torch.get_rng_state()
 
 
-def _restore(states: tuple[Any, Any, Any]) -> None:
+def restore_generators(states: States) -> None:
+    """Put them back."""
     import torch
 
     python, numpy, own = states
     random.setstate(python)
     np.random.set_state(numpy)
     torch.set_rng_state(own)
+
+
+def is_same_state(one: States, other: States) -> bool:
+    """Whether nothing was drawn in between."""
+    same_numpy = one[1][2] == other[1][2] and np.array_equal(one[1][1], other[1][1])
+    return bool(one[0] == other[0] and same_numpy and one[2].equal(other[2]))

@@ -24,7 +24,11 @@ NUM_CHECKED = 2
 """Batches of a loader's first pass that the ranks compare."""
 
 
-@dataclass(frozen=True)
+def as_it_is(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor
+
+
+@dataclass(slots=True, eq=False)
 class Piece:
     """What one seat computes at once. A seat with nothing to do still runs one sample, which counts for nothing:
     collectives need every rank."""
@@ -34,7 +38,7 @@ class Piece:
     num_samples: int
 
 
-@dataclass(frozen=True)
+@dataclass(slots=True, eq=False)
 class Batch:
     """One optimizer step: for each micro-batch, a piece for every seat of this process."""
 
@@ -74,7 +78,7 @@ class Reading:
     """Whether the data lives in the memory of the devices."""
     compare: bool = True
     """Whether the ranks compare what they read in the first batches."""
-    fit: Callable[[torch.Tensor], torch.Tensor] = lambda tensor: tensor
+    fit: Callable[[torch.Tensor], torch.Tensor] = as_it_is
     """The last change of a tensor on its device: its type, say."""
 
 
@@ -103,8 +107,9 @@ class Loader:
         is_slow = isinstance(source, Stream) or source.is_slow(reading.augment is not None)
         self._num_workers = choose_workers(reading.workers, is_slow, world.size)
         on_cards = all(device.type == "cuda" for device in world.devices)
+        self._stays = reading.fit is as_it_is and all(device.type == "cpu" for device in world.devices)
         # A dataset that may draw at random is not read beside a training that draws.
-        self._copies = {}
+        self._copies: dict[torch.device, CardCopy] = {}
         if on_cards and not reading.resident and (self._num_workers or not is_slow):
             self._copies = {device: CardCopy(device) for device in world.devices}
         self._pool: Pool | None = None
@@ -213,12 +218,14 @@ class Loader:
         self._source.check_length()
         asked = requests(self.order, self._batch, epoch, start, num_checked)
         if not self._num_workers:
-            return map(self._reader.read_here, asked)
+            return map(self._reader.read, asked)
         if self._pool is None:
             self._pool = Pool(self._reader, self._num_workers, reading.worker_init)
         return self._pool.read(asked)
 
     def _on_devices(self, host: HostBatch) -> Batch:
+        if self._stays:
+            return self._made(host, lambda piece, device: piece.data)
         return self._made(host, lambda piece, device: to_device(piece.data, lambda tensor: self._move(tensor, device)))
 
     def _move(self, tensor: torch.Tensor, device: torch.device) -> torch.Tensor:

@@ -12,7 +12,6 @@ import torch
 from evenstep.draws import Ids
 from evenstep.errors import TaskError
 from evenstep.order import Order, Span, share
-from evenstep.seeding import left_alone
 from evenstep.task import Batch as Data
 from evenstep.worker.source import Augment, Source, Touch
 from evenstep.worker.world import World
@@ -46,7 +45,7 @@ class Cut:
         ]
 
 
-@dataclass(frozen=True)
+@dataclass(slots=True)
 class Request:
     """The ids of one step, cut up for one process."""
 
@@ -58,7 +57,7 @@ class Request:
     """Whether the ranks will compare what they read."""
 
 
-@dataclass(frozen=True)
+@dataclass(slots=True)
 class HostPiece:
     """What one seat computes at once, still on the host. `ids` may be empty: then the data stands in for nothing."""
 
@@ -66,7 +65,7 @@ class HostPiece:
     ids: Ids
 
 
-@dataclass(frozen=True)
+@dataclass(slots=True)
 class HostBatch:
     """One step as it was read: for each micro-batch, a piece for every seat of this process."""
 
@@ -99,6 +98,7 @@ class Reader:
     def __init__(self, sources: list[Source], cut: Cut, seed: int, augment: Augment | None, pinned: bool) -> None:
         self._sources = sources
         self._cut = cut
+        self._is_whole = cut.num_seats == 1 and cut.accumulate == 1
         self._seed = seed
         self._augment = augment
         self._pinned = pinned
@@ -108,6 +108,9 @@ class Reader:
         """The data of one step."""
         touch = self._touch_of(request.span.epoch)
         ids = request.ids
+        if self._is_whole and not request.is_checked:
+            whole = HostPiece(self._sources[0].fetch(ids, touch, self._pinned), ids)
+            return HostBatch(request.span, [[whole]], request.is_epoch_end)
         micro_batches = [
             [self._piece(source, ids, own, touch) for source, own in zip(self._sources, places, strict=True)]
             for places in self._cut.places(len(ids))
@@ -116,13 +119,6 @@ class Reader:
         if request.is_checked:
             digests = [*seat_digests(micro_batches), self._common(ids[:1], touch)]
         return HostBatch(request.span, micro_batches, request.is_epoch_end, digests)
-
-    def read_here(self, request: Request) -> HostBatch:
-        """`read` in the training process: what it draws from is left as it was."""
-        if not self._sources[0].draws:
-            return self.read(request)
-        with left_alone():
-            return self.read(request)
 
     def read_in_worker(self, request: Request) -> HostBatch | Failure:
         """`read` in a loader worker: what is wrong with the data is said in the training process."""

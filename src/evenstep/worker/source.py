@@ -12,7 +12,7 @@ from torch.utils.data import Subset, TensorDataset, default_collate
 
 from evenstep.draws import Ids, stream
 from evenstep.errors import TaskError
-from evenstep.seeding import seed_host
+from evenstep.seeding import generator_states, is_same_state, restore_generators, seed_host
 from evenstep.task import Batch, describe
 
 Collate = Callable[[list[Any]], Batch]
@@ -48,8 +48,6 @@ class Source(Protocol):
     """Samples by id."""
 
     num_samples: int
-    draws: bool
-    """Whether reading may draw from Python's, NumPy's or torch's own generators."""
 
     def is_slow(self, augments: bool) -> bool:
         """Whether Python runs for every sample, so that worker processes are of use."""
@@ -93,8 +91,6 @@ def _columns(data: Any) -> list[Any] | None:
 class Table:
     """A tensor or array, or a tuple or dict of them; the first dimension counts samples."""
 
-    draws = False
-
     def __init__(self, data: Any, collate: Collate | None, what: str) -> None:
         columns = _columns(data)
         assert columns is not None
@@ -135,8 +131,6 @@ class Table:
 class Samples:
     """Any map-style dataset."""
 
-    draws = True
-
     def __init__(self, data: Any, collate: Collate | None, what: str) -> None:
         if not hasattr(data, "__getitem__"):
             raise TaskError(
@@ -146,6 +140,8 @@ class Samples:
         self._data = data
         self._collate = collate
         self._what = what
+        self._draws = False
+        """Whether it was seen to draw from Python's, NumPy's or torch's own generators."""
         self.num_samples = self._length()
 
     def is_slow(self, augments: bool) -> bool:
@@ -167,12 +163,31 @@ class Samples:
             )
 
     def fetch(self, ids: Ids, touch: Touch | None = None, pinned: bool = False) -> Batch:
+        samples = self._drawn(ids.tolist(), touch) if touch is not None else self._read(ids.tolist(), None)
+        return _collated(samples, ids, touch, self._collate)
+
+    def _drawn(self, ids: list[int], touch: Touch) -> list[Any]:
+        """The samples, whose draws depend on (seed, epoch, sample) alone and disturb nobody.
+
+        Seeding costs more than many a sample, so it is done once a dataset was seen to draw; what was read before did
+        not draw, and is right without.
+        """
+        before = generator_states()
+        if not self._draws:
+            samples = self._read(ids, None)
+            if is_same_state(before, generator_states()):
+                return samples
+            self._draws = True
+        try:
+            return self._read(ids, touch)
+        finally:
+            restore_generators(before)
+
+    def _read(self, ids: list[int], touch: Touch | None) -> list[Any]:
         many = getattr(self._data, "__getitems__", None)
         if callable(many):
-            samples = self._together(many, ids.tolist(), touch)
-        else:
-            samples = [self._one(id_, touch) for id_ in ids.tolist()]
-        return _collated(samples, ids, touch, self._collate)
+            return self._together(many, ids, touch)
+        return self._one_by_one(ids, touch)
 
     def _together(self, many: Callable[[list[int]], Any], ids: list[int], touch: Touch | None) -> list[Any]:
         if touch is not None:
@@ -185,13 +200,16 @@ class Samples:
             raise TaskError(f"__getitems__ gave {len(samples)} samples for {len(ids)} ids; it must give one for each")
         return samples
 
-    def _one(self, id_: int, touch: Touch | None) -> Any:
-        if touch is not None:
-            touch.begin(id_)
+    def _one_by_one(self, ids: list[int], touch: Touch | None) -> list[Any]:
+        samples: list[Any] = []
         try:
-            return self._data[id_]
+            for id_ in ids:
+                if touch is not None:
+                    touch.begin(id_)
+                samples.append(self._data[id_])
         except Exception as error:
-            raise TaskError(f"sample {id_} cannot be read: {describe(error)}") from error
+            raise TaskError(f"sample {ids[len(samples)]} cannot be read: {describe(error)}") from error
+        return samples
 
 
 class Picked:
@@ -203,7 +221,6 @@ class Picked:
             raise TaskError(f"the {what} data is a Subset with ids outside its {source.num_samples} samples")
         self._source = source
         self.num_samples = len(self._indices)
-        self.draws = source.draws
 
     def is_slow(self, augments: bool) -> bool:
         return self._source.is_slow(augments)
@@ -265,10 +282,10 @@ def _shape(value: Any) -> Any:
 
 def _each(data: Any, function: Callable[[Any], Any]) -> Any:
     """`function` of every column (or field of a sample), in the container the user chose."""
+    if isinstance(data, tuple | list):  # before Mapping, which is slow to ask for
+        return tuple([function(value) for value in data])
     if isinstance(data, Mapping):
         return {name: function(value) for name, value in data.items()}
-    if isinstance(data, tuple | list):
-        return tuple(function(value) for value in data)
     return function(data)
 
 

@@ -25,7 +25,7 @@ from evenstep.seeding import seed_everything
 from evenstep.task import Amount
 from evenstep.worker.adopt import adopt
 from evenstep.worker.apart import check_apart
-from evenstep.worker.loader import Batch, Loader, Piece, Reading
+from evenstep.worker.loader import Batch, Loader, Piece, Reading, as_it_is
 from evenstep.worker.machine import available_devices
 from evenstep.worker.precision import Precision
 from evenstep.worker.randomness import seed_devices
@@ -121,7 +121,7 @@ class Team:
             worker_init=adopted.worker_init,
             resident=resident,
             compare=compare,
-            fit=self.precision.fit_tensor,
+            fit=self.precision.fit_tensor if self.precision.name == "fp64" else as_it_is,
         )
         return Loader(adopted.source, adopted.order(self.seed, batch), self.world, batch, reading)
 

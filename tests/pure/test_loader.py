@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import random
-import signal
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from itertools import islice
@@ -18,7 +17,7 @@ from hypothesis import strategies as st
 from torch.utils.data import Dataset, IterableDataset, get_worker_info
 
 from evenstep import samplers
-from evenstep.errors import PlanError, TaskError, TrainingError
+from evenstep.errors import PlanError, TaskError
 from evenstep.worker.adopt import adopt
 from evenstep.worker.loader import Batch, Loader, Piece, Reading
 from evenstep.worker.world import World
@@ -348,13 +347,6 @@ def test_an_exception_names_the_sample_and_the_users_line(workers: int) -> None:
 def test_an_exception_in_augment_names_the_sample_and_the_users_line(workers: int) -> None:
     loader = open_loader(torch.zeros(4, 3), worlds(1)[0], 4, augment=lambda sample, _: divide(), workers=workers)
     with pytest.raises(TaskError, match=r"sample \d cannot be augmented: ZeroDivisionError: .*loader.py:\d+"):
-        list(loader)
-    loader.close()
-
-
-def test_a_worker_that_is_killed_is_reported() -> None:
-    loader = open_loader(Spoilt(lambda: os.kill(os.getpid(), signal.SIGKILL)), worlds(1)[0], 4, workers=1)
-    with pytest.raises((TrainingError, RuntimeError), match=r"DataLoader worker .*(Killed|exited)"):
         list(loader)
     loader.close()
 

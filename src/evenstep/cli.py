@@ -130,7 +130,7 @@ def train(
     prepared = prepare(task, choices)
     errors = Console(stderr=True, highlight=False, emoji=False)
     for line in prepared.said:
-        errors.print(line, style="yellow", markup=False)
+        errors.print(line, style="yellow", markup=False, soft_wrap=True)
     if not as_json:
         errors.print(prepared.plan.describe(), style="dim", markup=False)
         errors.print(f"\n{prepared.arithmetic}", style="bold", markup=False)

@@ -85,6 +85,8 @@ class Order:
     """Whether an id may come twice in an epoch, by promise."""
     identity: str = ""
     """Differs between orders that a position would mean different samples in; the seed is kept apart."""
+    members: Ids | None = None
+    """The ids that it ever gives, if not all."""
     in_blocks: bool = True
     """Whether `find` is as cheap for a part of an epoch as for the whole, by share."""
     _kept: dict[tuple[int, int], Ids] = field(default_factory=dict, repr=False, compare=False)

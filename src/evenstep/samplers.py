@@ -27,6 +27,9 @@ Values: TypeAlias = Any
 """One number per sample: a list, an array or a tensor."""
 
 
+_SAY_SO = "if that is meant, say so: sampler=samplers.Own(sampler, repeats=True)"
+
+
 class Sampler(Protocol):
     """Anything that gives an order of ids."""
 
@@ -85,7 +88,8 @@ class Weighted:
             ids: Ids = np.minimum(np.searchsorted(heaps, drawn, side="right"), last)
             return ids
 
-        return Order(Lengths(num), find, "weighted", repeats=True, identity=_identity(weights, num))
+        members = _members(weights)
+        return Order(Lengths(num), find, "weighted", True, identity=_identity(weights, num), members=members)
 
     def _without_replacement(self, weights: NDArray[np.float64], seed: int) -> Order:
         possible = np.flatnonzero(weights)
@@ -103,7 +107,8 @@ class Weighted:
             return possible[np.argsort(-np.log1p(-drawn) * scales, kind="stable")[start:stop]]
 
         name = "weighted without replacement"
-        return Order(Lengths(num), find, name, identity=_identity(weights, num), in_blocks=False)
+        identity, members = _identity(weights, num), _members(weights)
+        return Order(Lengths(num), find, name, identity=identity, members=members, in_blocks=False)
 
 
 @dataclass(frozen=True, eq=False)
@@ -213,7 +218,7 @@ class Subset:
         ids = np.asarray(self.ids)
         if ids.ndim != 1 or not len(ids) or not np.issubdtype(ids.dtype, np.integer):
             raise TaskError("a subset is a row of sample ids, whole numbers, at least one")
-        check_ids(ids, num_samples, "the subset", repeats=False)
+        check_ids(ids, num_samples, "the subset", repeats=False, advice="give each once")
         chosen = ids.astype(np.int64)
 
         def find(epoch: int, start: int, stop: int) -> Ids:
@@ -221,7 +226,8 @@ class Subset:
                 return chosen[start:stop]
             return chosen[permuted(np.arange(start, stop), len(chosen), (stream(seed, "subset"), epoch))]
 
-        return Order(Lengths(len(chosen)), find, "subset", identity=_identity(chosen, self.shuffle))
+        identity, members = _identity(chosen, self.shuffle), np.sort(chosen)
+        return Order(Lengths(len(chosen)), find, "subset", identity=identity, members=members)
 
 
 @dataclass(frozen=True, eq=False)
@@ -250,9 +256,9 @@ class Own:
             check_ids(ids, num_samples, name, self.repeats)
             return ids[start:stop]
 
-        order = Order(Lengths(length), find, name, self.repeats, identity=_identity(once), in_blocks=False)
-        order.find(0, 0, length)
-        return order
+        check_ids(once, num_samples, name, self.repeats)
+        identity, members = _identity(once), np.unique(once)
+        return Order(Lengths(length), find, name, self.repeats, identity, members, in_blocks=False)
 
     def _length(self) -> int:
         try:
@@ -285,7 +291,7 @@ class Own:
         return np.array(listed, dtype=np.int64)
 
 
-def check_ids(ids: Ids, num_samples: int, what: str, repeats: bool) -> None:
+def check_ids(ids: Ids, num_samples: int, what: str, repeats: bool, advice: str = _SAY_SO) -> None:
     """Raise TaskError for an id that is not in the data, or comes twice against the promise."""
     outside = (ids < 0) | (ids >= num_samples)
     if outside.any():
@@ -298,10 +304,7 @@ def check_ids(ids: Ids, num_samples: int, what: str, repeats: bool) -> None:
     counts = np.bincount(ids, minlength=num_samples)
     twice = np.flatnonzero(counts > 1)
     if len(twice):
-        raise TaskError(
-            f"{what} gave the id {int(twice[0])} {int(counts[twice[0]])} times in one epoch; "
-            "if that is meant, say so: sampler=samplers.Own(sampler, repeats=True)"
-        )
+        raise TaskError(f"{what} gave the id {int(twice[0])} {int(counts[twice[0]])} times in one epoch; {advice}")
 
 
 def _numbers(values: Values, num_samples: int, what: str) -> NDArray[Any]:
@@ -316,6 +319,10 @@ def _checked_num(asked: int | None, otherwise: int) -> int:
     if asked is not None and asked < 1:
         raise TaskError(f"num_samples is {asked}; it is a whole number from 1 up: the samples of an epoch")
     return asked or otherwise
+
+
+def _members(weights: NDArray[np.float64]) -> Ids | None:
+    return None if weights.all() else np.flatnonzero(weights)
 
 
 def _identity(values: NDArray[Any], *more: object) -> str:

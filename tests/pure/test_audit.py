@@ -139,12 +139,12 @@ def test_of_a_resumed_run_alone_its_own_part_is_judged_and_the_sentence_says_so(
     assert middle.is_clean
     assert middle.sentence() == (
         "16 samples in 2 epochs, 0 repeated, 0 missed "
-        "(from step 2 on, 4 samples into epoch 0; the runs before it were not given)"
+        "(from step 2 on, 4 samples into epoch 1; the runs before it were not given)"
     )
     border = audit([write_run("c", batches([range(10)], step=3, first=1), step=3, position=10)])
     assert border.is_clean
     assert border.sentence() == (
-        "10 samples, 0 repeated, 0 missed (from step 4 on, the beginning of epoch 1; the runs before it were not given)"
+        "10 samples, 0 repeated, 0 missed (from step 4 on, the beginning of epoch 2; the runs before it were not given)"
     )
 
 
@@ -187,7 +187,7 @@ def test_a_stream_knows_the_lengths_of_its_finished_epochs_when_it_goes_on() -> 
     assert audit([first, second]).sentence() == "6 samples x 3 epochs, 0 repeated, 0 missed"
     alone = audit([second])
     assert alone.is_clean
-    assert "from step 4 on, 4 samples into epoch 1" in alone.sentence()
+    assert "from step 4 on, 4 samples into epoch 2" in alone.sentence()
 
 
 def test_a_stream_is_held_to_the_lengths_that_a_later_run_knows() -> None:
@@ -195,7 +195,7 @@ def test_a_stream_is_held_to_the_lengths_that_a_later_run_knows() -> None:
     second = write_run("b", [], num_samples=None, first=[6], step=2, position=8)
     found = audit([first, second])
     assert found.missed == 2
-    assert found.problems[0] == "epoch 1 begins at step 2 though epoch 0 has had 4 of 6"
+    assert found.problems[0] == "epoch 2 begins at step 2 though epoch 1 has had 4 of 6"
 
 
 def test_a_run_left_out_of_a_chain_is_missed() -> None:
@@ -206,8 +206,8 @@ def test_a_run_left_out_of_a_chain_is_missed() -> None:
     assert not found.is_clean
     assert found.problems == [
         "steps 4 to 7 are in no file",
-        "epoch 1 begins at step 8 though epoch 0 has had 6 of 10",
-        "epoch 0 has missed 4 of 10 samples: ids 6, 7, 8, ...",
+        "epoch 2 begins at step 8 though epoch 1 has had 6 of 10",
+        "epoch 1 has missed 4 of 10 samples: ids 6, 7, 8, ...",
     ]
     assert found.missed == 4
 
@@ -254,29 +254,29 @@ def test_a_repeated_and_a_missed_sample_do_not_make_up_for_each_other() -> None:
     assert (found.samples, found.repeated, found.missed) == (10, 1, 1)
     assert found.sentence() == "10 samples, 1 repeated, 1 missed"
     assert found.problems == [
-        "epoch 0 has repeated 1 sample: id 3 again in step 3",
-        "epoch 0 has missed 1 of 10 samples: ids 9",
+        "epoch 1 has repeated 1 sample: id 3 again in step 3",
+        "epoch 1 has missed 1 of 10 samples: ids 9",
     ]
 
 
 def test_an_epoch_that_ends_early_has_missed_the_rest() -> None:
     found = audit_of([range(8), range(10)])
     assert found.sentence() == "18 samples in 2 epochs, 0 repeated, 2 missed"
-    assert found.problems[0] == "epoch 1 begins at step 3 though epoch 0 has had 8 of 10"
+    assert found.problems[0] == "epoch 2 begins at step 3 though epoch 1 has had 8 of 10"
 
 
 def test_ids_that_an_epoch_of_some_samples_has_missed_are_not_guessed() -> None:
     found = audit_of([[7, 9], [7, 9, 2]], rest=3)
-    assert found.problems[1:] == ["epoch 0 has missed 1 of 3 samples"]
+    assert found.problems[1:] == ["epoch 1 has missed 1 of 3 samples"]
 
 
 def test_an_epoch_that_is_in_no_file_is_missed_whole() -> None:
     lines = [*batches([range(10)]), *batches([range(10)], step=3, first=2)]
     found = audit([write_run("a", lines)])
     assert found.missed == 10
-    assert found.problems == ["epoch 1 is in no file"]
+    assert found.problems == ["epoch 2 is in no file"]
     far = audit([write_run("b", [*lines, Taken(10**9, 7, [0])])])
-    assert far.problems[1] == f"epochs 3 to {10**9 - 1} are in no file"
+    assert far.problems[1] == f"epochs 4 to {10**9} are in no file"
 
 
 def test_an_epoch_is_not_missed_before_it_is_over_but_a_lost_step_is_a_problem() -> None:
@@ -303,7 +303,7 @@ def test_steps_that_go_backwards_are_a_problem() -> None:
 def test_an_epoch_that_comes_back_is_a_problem() -> None:
     lines = batches([range(10)] * 2)
     found = audit([write_run("a", [*lines, Taken(0, 7, [1])])])
-    assert found.problems == ["step 7 of a is of epoch 0, though epoch 1 has begun"]
+    assert found.problems == ["step 7 of a is of epoch 1, though epoch 2 has begun"]
 
 
 def test_a_step_from_before_the_run_began_is_a_problem() -> None:
@@ -312,7 +312,7 @@ def test_a_step_from_before_the_run_began_is_a_problem() -> None:
 
 
 def test_more_different_samples_than_an_epoch_has_are_a_problem() -> None:
-    assert audit_of([range(7)], rest=5).problems == ["epoch 0 has had 7 samples and should have 5"]
+    assert audit_of([range(7)], rest=5).problems == ["epoch 1 has had 7 samples and should have 5"]
 
 
 def test_a_draw_with_replacement_can_fall_short_too() -> None:
@@ -324,13 +324,13 @@ def test_a_draw_with_replacement_can_fall_short_too() -> None:
 def test_a_gap_in_a_stream_is_missed() -> None:
     found = audit_of([[0, 1, 2, 5, 6], [0, 1]], num_samples=None)
     assert found.sentence() == "7 samples in 2 epochs, 0 repeated, 2 missed"
-    assert found.problems == ["epoch 0 has missed 2 of 7 samples: ids 3, 4"]
+    assert found.problems == ["epoch 1 has missed 2 of 7 samples: ids 3, 4"]
 
 
 def test_a_stream_that_goes_on_too_early_or_too_late_is_found() -> None:
     at: dict[str, Any] = {"num_samples": None, "step": 1, "position": 4}
     late = audit([write_run("a", [Taken(0, 2, [6, 7])], **at)])
-    assert late.problems == ["epoch 0 has missed 2 of 4 samples: ids 4, 5"]
+    assert late.problems == ["epoch 1 has missed 2 of 4 samples: ids 4, 5"]
     early = audit([write_run("b", [Taken(0, 2, [3, 4])], **at)])
     assert early.problems == ["id 3 of step 2 is outside this part of the stream (from place 4 on)"]
 
@@ -547,8 +547,8 @@ def test_the_command_gives_json_in_one_line(evenstep: Callable[..., Ended]) -> N
         "repeats": False,
         "sentence": "3 samples, 1 repeated, 1 missed",
         "problems": [
-            "epoch 0 has repeated 1 sample: id 0 again in step 1",
-            "epoch 0 has missed 1 of 3 samples: ids 2",
+            "epoch 1 has repeated 1 sample: id 0 again in step 1",
+            "epoch 1 has missed 1 of 3 samples: ids 2",
         ],
         "num_problems": 2,
     }

@@ -62,7 +62,9 @@ class Epoch:
         self._look()
         if self._num_repeated:
             examples = ", ".join(self._examples) + ", ..." * (self._num_repeated > len(self._examples))
-            self._problems.add(f"epoch {self.number} has repeated {counted(self._num_repeated, 'sample')}: {examples}")
+            self._problems.add(
+                f"epoch {self.number + 1} has repeated {counted(self._num_repeated, 'sample')}: {examples}"
+            )
         return self._num_repeated
 
     def count_missed(self) -> int:
@@ -75,9 +77,9 @@ class Epoch:
             is_judged = self._promise.is_stream and not self._promise.repeats and have > 0
             promised = self._seen.highest + 1 - self.start if is_judged else have
         if have > promised:
-            self._problems.add(f"epoch {self.number} has had {have} samples and should have {promised}")
+            self._problems.add(f"epoch {self.number + 1} has had {have} samples and should have {promised}")
         elif have < promised:
-            missed = f"epoch {self.number} has missed {promised - have} of {counted(promised, 'sample')}"
+            missed = f"epoch {self.number + 1} has missed {promised - have} of {counted(promised, 'sample')}"
             self._problems.add(missed + self._missed_ids(promised, promised - have))
         return max(0, promised - have)
 

@@ -95,7 +95,11 @@ class Judge:
         number, place = self.promise.lengths.locate(first.position)
         self.start = ""
         if first.step:
-            where = f"{counted(place, 'sample')} into epoch {number}" if place else f"the beginning of epoch {number}"
+            where = (
+                f"{counted(place, 'sample')} into epoch {number + 1}"
+                if place
+                else f"the beginning of epoch {number + 1}"
+            )
             self.start = f"from step {first.step + 1} on, {where}; the runs before it were not given"
         self._seen = Seen(self.promise.num_samples)
         self.epoch = Epoch(number, place, self.promise, self._seen, self.problems)
@@ -117,7 +121,8 @@ class Judge:
         self.position += len(line.ids)
         if line.epoch < self.epoch.number:
             self.problems.add(
-                f"step {line.step} of {run.folder} is of epoch {line.epoch}, though epoch {self.epoch.number} has begun"
+                f"step {line.step} of {run.folder} is of epoch {line.epoch + 1}, "
+                f"though epoch {self.epoch.number + 1} has begun"
             )
             return
         if line.epoch > self.epoch.number:
@@ -171,7 +176,7 @@ class Judge:
         epoch = self.epoch
         if epoch.promised is not None and epoch.num_samples < epoch.promised:
             self.problems.add(
-                f"epoch {line.epoch} begins at step {line.step} though epoch {epoch.number} has had "
+                f"epoch {line.epoch + 1} begins at step {line.step} though epoch {epoch.number + 1} has had "
                 f"{epoch.num_samples} of {epoch.promised}"
             )
         self._close()
@@ -185,7 +190,7 @@ class Judge:
         lengths = self.promise.lengths
         self.missed += lengths.begin(stop) - lengths.begin(first)
         self.problems.add(
-            f"epoch {first} is in no file" if stop == first + 1 else f"epochs {first} to {stop - 1} are in no file"
+            f"epoch {first + 1} is in no file" if stop == first + 1 else f"epochs {first + 1} to {stop} are in no file"
         )
 
     def _close(self) -> None:

@@ -73,7 +73,8 @@ def prepare(source: str | TaskFunction | Task | None, choices: Mapping[str, Any]
     plan, said = _resumed(plan)
     lengths = probe(plan, task, train)
     num_steps = plan.num_steps(lengths, *checkpoint.start_of(plan.resume))
-    said = [*said, *train.said, *_crowded(plan)]
+    valid_said = adopt(task.valid, task.collate, what="valid").said if task.valid is not None else []
+    said = [*said, *train.said, *valid_said, *_crowded(plan)]
     return Prepared(plan, task, spec, _make_folder(plan), lengths, num_steps, said)
 
 

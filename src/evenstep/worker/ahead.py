@@ -71,6 +71,8 @@ def _made(data: Dataset[Any], num_workers: int, init: Callable[[int], None] | No
             prefetch_factor=AHEAD,
             worker_init_fn=Begin(init),
             collate_fn=_as_it_is,
+            # The user's dataset may hold what no pickle takes; a copy of this process has it already.
+            multiprocessing_context="fork" if sys.platform == "linux" else None,
             **how,
         )
 

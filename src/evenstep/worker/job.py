@@ -18,7 +18,7 @@ from evenstep.draws import stream
 from evenstep.errors import BadInput, TrainingError
 from evenstep.plan import Plan
 from evenstep.record import Evaluation, RecordWriter, Step, Summary
-from evenstep.samplers import InOrder
+from evenstep.samplers import InOrder, Subset
 from evenstep.seeding import seed_everything
 from evenstep.task import Amount, Task, takes_steps
 from evenstep.worker import machine
@@ -39,7 +39,8 @@ def perform(plan: Plan, task: Task, run_folder: Path) -> Iterator[Event]:
     set_up_torch(plan)
     team = join(plan.strategy, plan.devices, plan.precision, plan.seed)
     job = Job(plan, task, run_folder, team)
-    record = RecordWriter(run_folder, plan, machine.facts(), job.data_facts()) if team.world.is_main else None
+    yield from job.resume()
+    record = RecordWriter(run_folder, plan, machine.facts(), job.run.loader.facts()) if team.world.is_main else None
     try:
         for event in job.events():
             if record is not None and not isinstance(event, str):
@@ -91,10 +92,11 @@ class Job:
         self.best: float | None = None
         self.samples = SamplesWriter(run_folder) if plan.audit and team.world.is_main else None
 
-    def data_facts(self) -> dict[str, Any]:
-        """The data, its order, and where this run begins in it."""
-        step, position = checkpoint.start_of(self.plan.resume)
-        return {**self.run.loader.facts(), "step": step, "position": position}
+    def resume(self) -> list[str]:
+        """Go on from where the plan says; what there is to say about that."""
+        if self.plan.resume is None:
+            return []
+        return self.run.load(self.plan.resume, allow_pickle=self.plan.allow_pickle)
 
     def close(self) -> None:
         """End the loaders' worker processes and the log of samples."""
@@ -107,8 +109,6 @@ class Job:
     def events(self) -> Iterator[Event]:
         """Everything from the first step to the summary."""
         started = time.perf_counter()
-        if self.plan.resume is not None:
-            yield from self.run.load(self.plan.resume, allow_pickle=self.plan.allow_pickle)
         taken: list[Step] = []
         evaluation: Evaluation | None = None
         saved: Path | None = None
@@ -171,7 +171,10 @@ class Job:
         scalers = unfitted(module) if self.plan.resume is None else []
         if not scalers:
             return
-        loader = self._loader(self.task.train, sampler=InOrder())
+        order = self._loader(self.task.train, sampler=self.task.sampler).order
+        members = order.members if order is not None else None
+        # In the order of the data; not over samples that the training never sees.
+        loader = self._loader(self.task.train, sampler=InOrder() if members is None else Subset(members, shuffle=False))
         for scaler in scalers:
             scaler.fit(loader.whole_data(), self.team.world)
         loader.close()

@@ -238,7 +238,7 @@ class Loader:
             moved = []
             for piece, device in zip(pieces, self._world.devices, strict=True):
                 with self._copies[device].begin():
-                    moved.append(HostPiece(to_device(piece.data, self._copies[device].send), piece.ids))
+                    moved.append(HostPiece(to_device(piece.data, self._copies[device].send), piece.ids, piece.keys))
             micro_batches.append(moved)
         return replace(host, micro_batches=micro_batches), [copy.sent() for copy in self._copies.values()]
 
@@ -266,8 +266,8 @@ class Loader:
         change = self._reading.augment_batch
         if change is None:
             return data
-        ids = piece.ids if len(piece.ids) else np.array([-1])
-        return change(data, Draws(ids, self._reading.seed, span.epoch, device))
+        keys = piece.keys if len(piece.keys) else np.zeros(1, dtype=np.int64)
+        return change(data, Draws(keys, self._reading.seed, span.epoch, device))
 
     def _moved_in(self, source: Source) -> list[Source]:
         if not isinstance(source, Table) or source.is_slow(self._reading.augment is not None):

@@ -70,7 +70,8 @@ def num_cores() -> int:
 
 def share_threads(threads: int | None, devices: Sequence[str]) -> int:
     """Threads for one process (or replica), so that those of one machine do not fight for its cores."""
-    return threads or max(1, num_cores() // len(devices))
+    asked = os.environ.get("OMP_NUM_THREADS", "")
+    return threads or (int(asked) if asked.isdigit() else 0) or max(1, num_cores() // len(devices))
 
 
 def facts() -> dict[str, Any]:

@@ -16,7 +16,7 @@ from evenstep.errors import EvenstepError, PlanError, TaskError
 from evenstep.order import Lengths, Order, order_name
 from evenstep.plan import Plan
 from evenstep.task import Task, describe, takes_steps
-from evenstep.worker.adopt import Adopted, adopt
+from evenstep.worker.adopt import Adopted
 from evenstep.worker.loader import Piece
 from evenstep.worker.precision import Precision
 from evenstep.worker.source import Source, to_device
@@ -31,8 +31,6 @@ SMALL_ENOUGH = 20_000_000
 
 def probe(plan: Plan, task: Task, train: Adopted) -> Lengths:
     """Check data, model and loss against the plan; how many samples each epoch will have."""
-    if task.valid is not None:
-        adopt(task.valid, task.collate, what="valid")
     source = train.source
     if not isinstance(source, Stream) and plan.batch > source.num_samples:
         raise PlanError(

@@ -7,6 +7,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 
 from evenstep.draws import Ids
@@ -55,6 +56,8 @@ class Request:
     is_epoch_end: bool
     is_checked: bool
     """Whether the ranks will compare what they read."""
+    keys: Ids
+    """What the draws for each sample depend on: its id, or its place where samples repeat."""
 
 
 @dataclass(slots=True)
@@ -63,6 +66,7 @@ class HostPiece:
 
     data: Data
     ids: Ids
+    keys: Ids
 
 
 @dataclass(slots=True)
@@ -89,7 +93,9 @@ def requests(order: Order, batch: int, epoch: int, start: int, num_checked: int)
     assert length is not None
     for number, place in enumerate(range(start, length, batch)):
         span = Span(epoch, place, min(place + batch, length))
-        yield Request(span, order.ids(span), span.stop == length, number < num_checked)
+        ids = order.ids(span)
+        keys = np.arange(span.start, span.stop) if order.repeats else ids
+        yield Request(span, ids, span.stop == length, number < num_checked, keys)
 
 
 class Reader:
@@ -107,17 +113,17 @@ class Reader:
     def read(self, request: Request) -> HostBatch:
         """The data of one step."""
         touch = self._touch_of(request.span.epoch)
-        ids = request.ids
+        ids, keys = request.ids, request.keys
         if self._is_whole and not request.is_checked:
-            whole = HostPiece(self._sources[0].fetch(ids, touch, self._pinned), ids)
+            whole = HostPiece(self._sources[0].fetch(ids, keys, touch, self._pinned), ids, keys)
             return HostBatch(request.span, [[whole]], request.is_epoch_end)
         micro_batches = [
-            [self._piece(source, ids, own, touch) for source, own in zip(self._sources, places, strict=True)]
+            [self._piece(source, request, own, touch) for source, own in zip(self._sources, places, strict=True)]
             for places in self._cut.places(len(ids))
         ]
         digests = None
         if request.is_checked:
-            digests = [*seat_digests(micro_batches), self._common(ids[:1], touch)]
+            digests = [*seat_digests(micro_batches), self._common(request, touch)]
         return HostBatch(request.span, micro_batches, request.is_epoch_end, digests)
 
     def read_in_worker(self, request: Request) -> HostBatch | Failure:
@@ -127,14 +133,16 @@ class Reader:
         except TaskError as error:
             return Failure(str(error))
 
-    def _piece(self, source: Source, ids: Ids, places: range, touch: Touch) -> HostPiece:
-        mine = ids[places.start : places.stop]
+    def _piece(self, source: Source, request: Request, places: range, touch: Touch) -> HostPiece:
         # A seat with nothing to do still runs one sample, which counts for nothing: collectives need every rank.
-        return HostPiece(source.fetch(mine if len(mine) else ids[:1], touch, self._pinned), mine)
+        read = slice(places.start, places.stop) if places else slice(1)
+        data = source.fetch(request.ids[read], request.keys[read], touch, self._pinned)
+        own = slice(places.start, places.stop)
+        return HostPiece(data, request.ids[own], request.keys[own])
 
-    def _common(self, ids: Ids, touch: Touch) -> str:
+    def _common(self, request: Request, touch: Touch) -> str:
         """A digest of a sample that every rank reads; empty if it is not the same when it is read twice."""
-        once, again = (digest([self._sources[0].fetch(ids, touch)]) for _ in range(2))
+        once, again = (digest([self._sources[0].fetch(request.ids[:1], request.keys[:1], touch)]) for _ in range(2))
         return once if once == again else ""
 
     def _touch_of(self, epoch: int) -> Touch:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from typing import Any, Protocol
 
@@ -20,7 +20,11 @@ Augment = Callable[[Any, torch.Generator], Any]
 
 
 class Touch:
-    """What is done with each sample of an epoch: draws depend on (seed, epoch, sample), and then it is augmented."""
+    """What is done with each sample of an epoch: draws depend on (seed, epoch, key), and then it is augmented.
+
+    The key is the sample's id; where a sampler repeats samples it is the place in the epoch, so that a sample that
+    comes twice is not changed the same way twice.
+    """
 
     def __init__(self, seed: int, epoch: int, augment: Augment | None = None) -> None:
         self.augments = augment is not None
@@ -28,20 +32,64 @@ class Touch:
         self._augment = augment
         self._generator = torch.Generator()
 
-    def begin(self, id_: int) -> None:
-        """Seed what a dataset may draw from while it makes this sample."""
+    def begin(self, key: int, what: str = "data") -> None:
+        """Seed what the user's code may draw from while it makes this sample."""
         seed, epoch = self._where
-        seed_host(stream(seed, "data", epoch, id_))
+        seed_host(stream(seed, what, epoch, key))
 
-    def change(self, sample: Any, id_: int) -> Any:
+    def change(self, sample: Any, id_: int, key: int) -> Any:
         """The augmented sample."""
         if self._augment is None:
             return sample
         seed, epoch = self._where
         try:
-            return self._augment(sample, self._generator.manual_seed(stream(seed, "augment", epoch, id_)))
+            return self._augment(sample, self._generator.manual_seed(stream(seed, "augment", epoch, key)))
         except Exception as error:
             raise TaskError(f"sample {id_} cannot be augmented: {describe(error)}") from error
+
+
+class PerSample:
+    """Reading by Python code of the user's: `read(ids)` gives samples, which are then augmented and collated.
+
+    Draws of all three from Python's, NumPy's and torch's own generators depend on (seed, epoch, key) alone, and
+    disturb nobody. (What `__getitems__` and `collate` draw depends on the first key of the share that they get.)
+    Seeding costs more than many a sample, so it begins when a draw was first seen: what was made before that did not
+    draw, and is right without.
+    """
+
+    def __init__(self, read: Callable[[list[int]], Iterator[Any]], collate: Collate | None) -> None:
+        self._read = read
+        self._collate = collate
+        self._draws = False
+
+    def make(self, ids: Ids, keys: Ids, touch: Touch | None) -> Batch:
+        """A batch of these samples."""
+        if touch is None:
+            return collated(list(self._read(ids.tolist())), ids, self._collate)
+        before = generator_states()
+        if not self._draws:
+            batch = self._made(ids, keys.tolist(), touch, seeds=False)
+            if is_same_state(before, generator_states()):
+                return batch
+            self._draws = True
+        try:
+            return self._made(ids, keys.tolist(), touch, seeds=True)
+        finally:
+            restore_generators(before)
+
+    def _made(self, ids: Ids, keys: list[int], touch: Touch, seeds: bool) -> Batch:
+        if seeds:
+            touch.begin(keys[0])
+        samples = []
+        reading = self._read(ids.tolist())
+        for id_, key in zip(ids.tolist(), keys, strict=True):
+            if seeds:
+                touch.begin(key)
+            sample = next(reading)
+            samples.append(touch.change(sample, id_, key) if touch.augments else sample)
+        if seeds:
+            touch.begin(keys[0], "collate")
+        return collated(samples, ids, self._collate)
 
 
 class Source(Protocol):
@@ -52,8 +100,8 @@ class Source(Protocol):
     def is_slow(self, augments: bool) -> bool:
         """Whether Python runs for every sample, so that worker processes are of use."""
 
-    def fetch(self, ids: Ids, touch: Touch | None = None, pinned: bool = False) -> Batch:
-        """The samples as one batch."""
+    def fetch(self, ids: Ids, keys: Ids | None = None, touch: Touch | None = None, pinned: bool = False) -> Batch:
+        """The samples as one batch; `keys` are what their draws depend on."""
 
     def check_length(self) -> None:
         """Raise TaskError if there are no longer as many samples as there were."""
@@ -66,7 +114,7 @@ def open_source(data: Any, collate: Collate | None, what: str = "train") -> Sour
     source: Source
     if type(data) is Subset:
         source = Picked(open_source(data.dataset, collate, what), data.indices, what)
-    elif _columns(data) is not None:
+    elif _columns(data, what) is not None:
         source = Table(data, collate, what)
     else:
         source = Samples(data, collate, what)
@@ -75,7 +123,7 @@ def open_source(data: Any, collate: Collate | None, what: str = "train") -> Sour
     return source
 
 
-def _columns(data: Any) -> list[Any] | None:
+def _columns(data: Any, what: str) -> list[Any] | None:
     if isinstance(data, torch.Tensor | np.ndarray):
         return [data]
     if isinstance(data, Mapping):
@@ -85,14 +133,21 @@ def _columns(data: Any) -> list[Any] | None:
     else:
         # A list is a list of samples, whatever they are.
         return None
-    return values if values and all(isinstance(value, torch.Tensor | np.ndarray) for value in values) else None
+    of_numbers = [isinstance(value, torch.Tensor | np.ndarray) for value in values]
+    if any(of_numbers) and not all(of_numbers):
+        odd = type(values[of_numbers.index(False)]).__name__
+        raise TaskError(
+            f"the {what} data has tensors or arrays beside a {odd}; make all of its columns tensors or arrays, "
+            "or give a list of samples"
+        )
+    return values if any(of_numbers) else None
 
 
 class Table:
     """A tensor or array, or a tuple or dict of them; the first dimension counts samples."""
 
     def __init__(self, data: Any, collate: Collate | None, what: str) -> None:
-        columns = _columns(data)
+        columns = _columns(data, what)
         assert columns is not None
         if any(column.ndim == 0 for column in columns):
             raise TaskError(f"the {what} data holds a tensor with no dimensions; the first one counts samples")
@@ -104,20 +159,23 @@ class Table:
         self.num_samples = lengths[0]
         self._data = data
         self._collate = collate
+        self._rows = PerSample(self._read, collate)
         first = columns[0]
         self._device = first.device if isinstance(first, torch.Tensor) else torch.device("cpu")
 
     def is_slow(self, augments: bool) -> bool:
         return augments or self._collate is not None
 
-    def fetch(self, ids: Ids, touch: Touch | None = None, pinned: bool = False) -> Batch:
+    def fetch(self, ids: Ids, keys: Ids | None = None, touch: Touch | None = None, pinned: bool = False) -> Batch:
         if self._collate is None and (touch is None or not touch.augments):
             index = torch.from_numpy(ids)
             if self._device.type != "cpu":
                 index = index.to(self._device, non_blocking=True)
             return _each(self._data, lambda column: _take(column, ids, index, pinned))
-        samples = [_each(self._data, partial(_row, row=id_)) for id_ in ids.tolist()]
-        return _collated(samples, ids, touch, self._collate)
+        return self._rows.make(ids, ids if keys is None else keys, touch)
+
+    def _read(self, ids: list[int]) -> Iterator[Any]:
+        return (_each(self._data, partial(_row, row=id_)) for id_ in ids)
 
     def check_length(self) -> None:
         pass
@@ -138,10 +196,8 @@ class Samples:
                 "or a tuple or dict of tensors or arrays"
             )
         self._data = data
-        self._collate = collate
+        self._rows = PerSample(self._read, collate)
         self._what = what
-        self._draws = False
-        """Whether it was seen to draw from Python's, NumPy's or torch's own generators."""
         self.num_samples = self._length()
 
     def is_slow(self, augments: bool) -> bool:
@@ -162,53 +218,28 @@ class Samples:
                 "a dataset must not grow or shrink while it is trained on"
             )
 
-    def fetch(self, ids: Ids, touch: Touch | None = None, pinned: bool = False) -> Batch:
-        samples = self._drawn(ids.tolist(), touch) if touch is not None else self._read(ids.tolist(), None)
-        return _collated(samples, ids, touch, self._collate)
+    def fetch(self, ids: Ids, keys: Ids | None = None, touch: Touch | None = None, pinned: bool = False) -> Batch:
+        return self._rows.make(ids, ids if keys is None else keys, touch)
 
-    def _drawn(self, ids: list[int], touch: Touch) -> list[Any]:
-        """The samples, whose draws depend on (seed, epoch, sample) alone and disturb nobody.
-
-        Seeding costs more than many a sample, so it is done once a dataset was seen to draw; what was read before did
-        not draw, and is right without.
-        """
-        before = generator_states()
-        if not self._draws:
-            samples = self._read(ids, None)
-            if is_same_state(before, generator_states()):
-                return samples
-            self._draws = True
-        try:
-            return self._read(ids, touch)
-        finally:
-            restore_generators(before)
-
-    def _read(self, ids: list[int], touch: Touch | None) -> list[Any]:
+    def _read(self, ids: list[int]) -> Iterator[Any]:
         many = getattr(self._data, "__getitems__", None)
         if callable(many):
-            return self._together(many, ids, touch)
-        return self._one_by_one(ids, touch)
+            yield from self._together(many, ids)
+            return
+        for id_ in ids:
+            try:
+                sample = self._data[id_]
+            except Exception as error:
+                raise TaskError(f"sample {id_} cannot be read: {describe(error)}") from error
+            yield sample
 
-    def _together(self, many: Callable[[list[int]], Any], ids: list[int], touch: Touch | None) -> list[Any]:
-        if touch is not None:
-            touch.begin(ids[0])
+    def _together(self, many: Callable[[list[int]], Any], ids: list[int]) -> list[Any]:
         try:
             samples = list(many(ids))
         except Exception as error:
             raise TaskError(f"samples {_few(ids)} cannot be read: {describe(error)}") from error
         if len(samples) != len(ids):
             raise TaskError(f"__getitems__ gave {len(samples)} samples for {len(ids)} ids; it must give one for each")
-        return samples
-
-    def _one_by_one(self, ids: list[int], touch: Touch | None) -> list[Any]:
-        samples: list[Any] = []
-        try:
-            for id_ in ids:
-                if touch is not None:
-                    touch.begin(id_)
-                samples.append(self._data[id_])
-        except Exception as error:
-            raise TaskError(f"sample {ids[len(samples)]} cannot be read: {describe(error)}") from error
         return samples
 
 
@@ -225,17 +256,11 @@ class Picked:
     def is_slow(self, augments: bool) -> bool:
         return self._source.is_slow(augments)
 
-    def fetch(self, ids: Ids, touch: Touch | None = None, pinned: bool = False) -> Batch:
-        return self._source.fetch(self._indices[ids], touch, pinned)
+    def fetch(self, ids: Ids, keys: Ids | None = None, touch: Touch | None = None, pinned: bool = False) -> Batch:
+        return self._source.fetch(self._indices[ids], ids if keys is None else keys, touch, pinned)
 
     def check_length(self) -> None:
         self._source.check_length()
-
-
-def _collated(samples: list[Any], ids: Ids, touch: Touch | None, collate: Collate | None) -> Batch:
-    if touch is not None and touch.augments:
-        samples = [touch.change(sample, id_) for sample, id_ in zip(samples, ids.tolist(), strict=True)]
-    return collated(samples, ids, collate)
 
 
 def collated(samples: list[Any], ids: Ids, collate: Collate | None) -> Batch:

@@ -21,7 +21,7 @@ from evenstep.order import Span
 from evenstep.seeding import OwnDraws
 from evenstep.task import describe
 from evenstep.worker.reading import Cut, Failure, HostBatch, HostPiece, digest, seat_digests
-from evenstep.worker.source import Augment, Collate, Touch, collated
+from evenstep.worker.source import Augment, Collate, PerSample, Touch, collated
 
 SKIPPED_AT_ONCE = 1000
 
@@ -56,6 +56,8 @@ class Stream:
         self._data = data
         self._collate = collate
         self._what = what
+        self._kept = PerSample(self._pick, collate)
+        self._held: tuple[int, list[Any]] = (0, [])
 
     def first(self, num: int) -> Any:
         """A batch of the first few samples."""
@@ -97,8 +99,12 @@ class Stream:
     def _piece(self, samples: list[Any], span: Span, places: range, touch: Touch) -> HostPiece:
         ids = span.start + np.arange(places.start, places.stop)
         read = ids if len(ids) else np.array([span.start])
-        kept = [touch.change(samples[id_ - span.start], id_) for id_ in read.tolist()]
-        return HostPiece(collated(kept, read, self._collate), ids)
+        self._held = (span.start, samples)
+        return HostPiece(self._kept.make(read, read, touch), ids, ids)
+
+    def _pick(self, ids: list[int]) -> Iterator[Any]:
+        start, samples = self._held
+        return (samples[id_ - start] for id_ in ids)
 
 
 class _Opened:

@@ -80,7 +80,7 @@ def shaken_batch(batch: tuple[torch.Tensor, ...], draws: Draws) -> tuple[torch.T
 
 KINDS: dict[str, Callable[[Task], Task]] = {
     "rows": lambda task: replace(task, train=Rows(task.train)),
-    "stream": lambda task: replace(task, train=Flow(task.train), valid=Flow(task.valid)),
+    "stream": lambda task: replace(task, train=Flow(task.train), valid=Flow(task.valid), scheduler=None),
     "augment": lambda task: replace(task, augment=shaken),
     "augment_batch": lambda task: replace(task, augment_batch=shaken_batch),
     "loader": lambda task: replace(
@@ -90,6 +90,7 @@ KINDS: dict[str, Callable[[Task], Task]] = {
     "balanced": lambda task: replace(task, sampler=samplers.Balanced(task.train[1])),
     "curriculum": lambda task: replace(task, sampler=samplers.Curriculum(task.train[0][:, 0], pace=(0.2, 0.5))),
     "scaler": scaled,
+    "scaler-of-some": lambda task: replace(scaled(task), sampler=samplers.Subset(range(40))),
 }
 
 

@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import psutil
@@ -19,7 +20,7 @@ from evenstep.audit import audit
 from evenstep.plan import Plan
 from evenstep.record import Record
 from tests.fleet import Result, furthest, result, run_jobs
-from tests.small_tasks import KINDS, NUM_SAMPLES
+from tests.small_tasks import KINDS, NUM_SAMPLES, small_task
 
 WAYS = {"dp-2": (1, 0), "ddp-2 with a worker": (2, 1), "ddp-2": (2, 0), "fsdp-3": (3, 0)}
 """(processes, loader workers of each)."""
@@ -79,7 +80,7 @@ def compared(trained: Result) -> dict[str, torch.Tensor]:
 def test_a_curriculum_shows_its_pace_in_the_record(trained: Path, where: str) -> None:
     steps = result(trained, f"{where} curriculum").record.steps
     pace = {step.epoch: step.epoch_samples for step in steps}
-    assert pace == {0: round(0.2 * NUM_SAMPLES), 1: round(0.5 * NUM_SAMPLES), 2: NUM_SAMPLES}
+    assert pace == {0: round(0.2 * NUM_SAMPLES), 1: round(0.5 * NUM_SAMPLES), 2: NUM_SAMPLES, 3: NUM_SAMPLES}
     assert [step.epoch for step in steps].count(0) == 3
 
 
@@ -89,6 +90,29 @@ def test_a_scaler_is_fitted_on_all_ranks_together_and_saved(trained: Path, where
     assert of_one["0.count"] == of_two["0.count"] == NUM_SAMPLES
     assert furthest({"mean": of_two["0.mean"]}, {"mean": of_one["0.mean"]}) < 1e-12
     assert of_one["0.deviation"].min() > 0.5
+
+
+@pytest.mark.parametrize("where", ["dp-2"])
+def test_a_scaler_sees_what_is_trained_on_and_nothing_else(trained: Path, where: str) -> None:
+    weights = result(trained, f"{where} scaler-of-some").weights
+    assert weights["0.count"] == 40
+    some = small_task("mlp/adamw/mean").train[0][:40].double()
+    torch.testing.assert_close(weights["0.mean"], some.mean(0), rtol=1e-12, atol=1e-15)
+    torch.testing.assert_close(weights["0.deviation"], some.std(0, correction=0), rtol=1e-12, atol=0)
+
+
+def test_a_stream_goes_on_in_the_middle_of_its_third_epoch_and_its_audit_knows(tmp_path: Path) -> None:
+    """Resumed within an epoch whose length nobody knows yet, after two that are known."""
+    key = "mlp/adamw/mean/stream"
+    cut = replace(plan("single", 0), steps=25, checkpoint_every=25)
+    run_jobs(tmp_path, 1, [("cut", cut, key), ("whole", replace(cut, steps=None, epochs=4), key)])
+    saved = tmp_path / "cut" / "checkpoints" / "step-00000025"
+    run_jobs(tmp_path, 1, [("on", replace(cut, steps=None, epochs=4, resume=str(saved)), key)])
+    whole, on = result(tmp_path, "whole"), result(tmp_path, "on")
+    assert on.record.losses == pytest.approx(whole.record.losses[25:], rel=1e-9)
+    assert audit([tmp_path / "on"]).is_clean
+    found = audit([tmp_path / "cut", tmp_path / "on"])
+    assert found.sentence().startswith(f"{NUM_SAMPLES} samples x 4 epochs, 0 repeated, 0 missed")
 
 
 # Killed, and gone on with.

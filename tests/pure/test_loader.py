@@ -214,7 +214,13 @@ def shift(batch: torch.Tensor, draws: Any) -> torch.Tensor:
     return batch + draws.uniform(3)
 
 
+def careless(sample: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
+    """Draws from the generators that everybody shares, not from the one it is given."""
+    return sample + torch.tensor([random.random(), np.random.randn(), torch.rand(()).item()])
+
+
 WAYS: dict[str, tuple[Any, dict[str, Any]]] = {
+    "augment with draws that everybody shares": (torch.zeros(10, 3), {"augment": careless}),
     "augment": (torch.zeros(10, 3), {"augment": noise}),
     "augment in a stream": (list(torch.zeros(10, 3)), {"augment": noise}),
     "augment_batch": (torch.zeros(10, 3), {"augment_batch": shift}),
@@ -283,6 +289,39 @@ def test_reading_does_not_touch_the_data_nor_the_generators_of_the_training(way:
     changed(way, worlds(1), 5)
     assert (random.getstate(), np.random.get_state()[1].tolist(), torch.get_rng_state().tolist()) == before
     assert WAYS["augment"][0].abs().sum() == 0
+
+
+@pytest.mark.parametrize("way", ["augment", "augment_batch", "the dataset itself"])
+@pytest.mark.parametrize("workers", [0, 1])
+def test_a_sample_that_comes_twice_in_an_epoch_is_changed_in_two_ways(way: str, workers: int) -> None:
+    data, how = WAYS[way]
+    seen: dict[int, list[tuple[float, ...]]] = {}
+    for size in (1, 2):
+        told: dict[int, list[tuple[float, ...]]] = {}
+        for world in worlds(size):
+            loader = open_loader(data, world, 4, samplers.Weighted([1.0] * 10, 40), workers=workers, **how)
+            for piece in (piece for batch in loader for piece in pieces(batch)):
+                for id_, value in zip(piece.ids.tolist(), piece.data.tolist(), strict=False):
+                    told.setdefault(id_, []).append(tuple(value))
+            loader.close()
+        assert sum(len(set(values)) for values in told.values()) == 40
+        assert not seen or {id_: sorted(values) for id_, values in told.items()} == seen
+        seen = {id_: sorted(values) for id_, values in told.items()}
+
+
+def test_what_collate_draws_is_the_same_after_a_restart_and_by_any_worker() -> None:
+    def masked(samples: list[torch.Tensor]) -> torch.Tensor:
+        return torch.stack(samples) * (torch.rand(len(samples), 3) + random.random() + np.random.randn())
+
+    whole, rest, by_workers = (
+        [batch.micro_batches[0][0].data.tolist() for batch in loader]
+        for start, workers in ((0, 0), (6, 0), (0, 2))
+        for loader in [open_loader(torch.ones(12, 3), worlds(1)[0], 3, collate=masked, workers=workers)]
+        if loader.load_state_dict({"position": start, "num_finished": 0}) is None
+    )
+    assert by_workers == whole
+    assert rest == whole[2:]
+    assert len({str(batch) for batch in whole}) == 4
 
 
 # Loader workers.

@@ -20,6 +20,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+from evenstep.draws import SORTED_UP_TO
 from evenstep.errors import CheckpointError
 
 FORMAT = 1
@@ -133,7 +134,9 @@ def start_of(resume: str | None) -> tuple[int, int]:
 def check_same_order(path: Path, state: Mapping[str, Any], seed: int, num_samples: int | None, order: str) -> None:
     """Raise CheckpointError where the position of a checkpoint would mean other samples than it did."""
     before = state["loader"]["num_samples"]
-    other_order = state["loader"].get("order", "shuffled")
+    # Before orders had names, long ones were shuffled in another way.
+    unnamed = "shuffled" if before is None or before <= SORTED_UP_TO else "shuffled by an older evenstep"
+    other_order = state["loader"].get("order", unnamed)
     problem = None
     if before != num_samples:
         problem = f"was trained on {before} samples and the data now has {num_samples}"

@@ -10,8 +10,8 @@ Task(..., sampler=samplers.Own(sampler, repeats=True)) # a torch Sampler that dr
 
 from __future__ import annotations
 
-import hashlib
-from collections.abc import Iterable, Sequence
+import operator
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol, TypeAlias
 
@@ -21,13 +21,22 @@ from numpy.typing import NDArray
 from evenstep.draws import Ids, permuted, stream, uniforms
 from evenstep.errors import TaskError
 from evenstep.order import Lengths, Order
-from evenstep.seeding import left_alone, seed_host
+from evenstep.own_sampler import Own, check_ids, identity_of
+
+__all__ = [
+    "Balanced",
+    "ByLength",
+    "Curriculum",
+    "InOrder",
+    "Own",
+    "Sampler",
+    "Shuffled",
+    "Subset",
+    "Weighted",
+]
 
 Values: TypeAlias = Any
 """One number per sample: a list, an array or a tensor."""
-
-
-_SAY_SO = "if that is meant, say so: sampler=samplers.Own(sampler, repeats=True)"
 
 
 class Sampler(Protocol):
@@ -89,7 +98,7 @@ class Weighted:
             return ids
 
         members = _members(weights)
-        return Order(Lengths(num), find, "weighted", True, identity=_identity(weights, num), members=members)
+        return Order(Lengths(num), find, "weighted", True, identity=identity_of(weights, num), members=members)
 
     def _without_replacement(self, weights: NDArray[np.float64], seed: int) -> Order:
         possible = np.flatnonzero(weights)
@@ -107,7 +116,7 @@ class Weighted:
             return possible[np.argsort(-np.log1p(-drawn) * scales, kind="stable")[start:stop]]
 
         name = "weighted without replacement"
-        identity, members = _identity(weights, num), _members(weights)
+        identity, members = identity_of(weights, num), _members(weights)
         return Order(Lengths(num), find, name, identity=identity, members=members, in_blocks=False)
 
 
@@ -123,21 +132,23 @@ class Balanced:
     num_samples: int | None = None
 
     def order(self, num_samples: int, seed: int, batch: int) -> Order:
-        labels = _numbers(self.labels, num_samples, "labels")
+        labels = _numbers(self.labels, num_samples, "labels", only_numbers=False)
         _, kinds = np.unique(labels, return_inverse=True)
         members = np.split(np.argsort(kinds, kind="stable"), np.cumsum(np.bincount(kinds))[:-1])
         num = _checked_num(self.num_samples, num_samples)
 
         def find(epoch: int, start: int, stop: int) -> Ids:
-            slots = permuted(np.arange(start, stop), num, (stream(seed, "balanced"), epoch))
-            ids = np.empty(len(slots), dtype=np.int64)
-            for kind in np.unique(slots % len(members)).tolist():
-                own = slots % len(members) == kind
-                a_epoch = len(range(kind, num, len(members)))
-                ids[own] = _dealt(members[kind], epoch * a_epoch + slots[own] // len(members), seed, kind)
+            # Turns go round the classes, and on from epoch to epoch; within an epoch they are shuffled.
+            turns = epoch * num + permuted(np.arange(start, stop), num, (stream(seed, "balanced"), epoch))
+            deals, kinds_due = np.divmod(turns, len(members))
+            ids = np.empty(len(turns), dtype=np.int64)
+            order = np.argsort(kinds_due, kind="stable")
+            for own in np.split(order, np.flatnonzero(np.diff(kinds_due[order])) + 1):
+                kind = int(kinds_due[own[0]])
+                ids[own] = _dealt(members[kind], deals[own], seed, kind)
             return ids
 
-        return Order(Lengths(num), find, "balanced", repeats=True, identity=_identity(kinds, num))
+        return Order(Lengths(num), find, "balanced", repeats=True, identity=identity_of(kinds, num))
 
 
 def _dealt(members: Ids, turns: Ids, seed: int, kind: int) -> Ids:
@@ -176,7 +187,7 @@ class ByLength:
             whole = ranked[: num_whole * batch].reshape(num_whole, batch)[order]
             return np.concatenate([whole.reshape(-1), ranked[num_whole * batch :]])[start:stop]
 
-        identity = _identity(lengths, batch, self.pool)
+        identity = identity_of(lengths, batch, self.pool)
         return Order(Lengths(num_samples), find, "by length", identity=identity, in_blocks=False)
 
 
@@ -194,17 +205,18 @@ class Curriculum:
         difficulty = _numbers(self.difficulty, num_samples, "difficulty")
         if np.isnan(difficulty.astype(np.float64)).any():
             raise TaskError("the difficulty of some samples is NaN; give every sample a number")
-        if not all(0 < part <= 1 for part in self.pace):
-            raise TaskError(f"pace is {tuple(self.pace)}; its parts of the data are above 0 and at most 1")
+        pace: tuple[Any, ...] = tuple(self.pace) if hasattr(self.pace, "__iter__") else (self.pace,)
+        if not all(isinstance(part, int | float) and 0 < part <= 1 for part in pace):
+            raise TaskError(f"pace is {pace}; give the part of the data in each of the first epochs: (0.3, 0.6)")
         by_ease = np.argsort(difficulty, kind="stable")
-        lengths = Lengths(num_samples, tuple(max(1, round(part * num_samples)) for part in self.pace))
+        lengths = Lengths(num_samples, tuple(max(1, round(part * num_samples)) for part in pace))
 
         def find(epoch: int, start: int, stop: int) -> Ids:
             in_use = lengths.of(epoch)
             assert in_use is not None
             return by_ease[permuted(np.arange(start, stop), in_use, (stream(seed, "curriculum"), epoch))]
 
-        return Order(lengths, find, "curriculum", identity=_identity(by_ease, *lengths.first))
+        return Order(lengths, find, "curriculum", identity=identity_of(by_ease, *lengths.first))
 
 
 @dataclass(frozen=True, eq=False)
@@ -226,107 +238,33 @@ class Subset:
                 return chosen[start:stop]
             return chosen[permuted(np.arange(start, stop), len(chosen), (stream(seed, "subset"), epoch))]
 
-        identity, members = _identity(chosen, self.shuffle), np.sort(chosen)
+        identity, members = identity_of(chosen, self.shuffle), np.sort(chosen)
         return Order(Lengths(len(chosen)), find, "subset", identity=identity, members=members)
 
 
-@dataclass(frozen=True, eq=False)
-class Own:
-    """A torch Sampler of one's own: its ids, listed once an epoch on every rank under the same seeds.
-
-    It may draw from Python's, NumPy's or torch's generator, or from one that it holds as `generator`; `set_epoch` is
-    called if it has one. If it draws with replacement, say so: `Own(sampler, repeats=True)`.
-    """
-
-    sampler: Iterable[int]
-    repeats: bool = False
-
-    def order(self, num_samples: int, seed: int, batch: int) -> Order:
-        name = type(self.sampler).__name__
-        length = self._length()
-        once, again = (self._list(seed, 0, length) for _ in range(2))
-        if not np.array_equal(once, again):
-            raise TaskError(
-                f"{name} gives another order when it is asked twice for the same epoch, so that no run could be "
-                "resumed;\nlet it draw from torch's own generator, or from one that it holds as self.generator"
-            )
-
-        def find(epoch: int, start: int, stop: int) -> Ids:
-            ids = self._list(seed, epoch, length)
-            check_ids(ids, num_samples, name, self.repeats)
-            return ids[start:stop]
-
-        check_ids(once, num_samples, name, self.repeats)
-        identity, members = _identity(once), np.unique(once)
-        return Order(Lengths(length), find, name, self.repeats, identity, members, in_blocks=False)
-
-    def _length(self) -> int:
-        try:
-            length = len(self.sampler)  # type: ignore[arg-type]
-        except (TypeError, NotImplementedError) as error:
-            raise TaskError(f"{type(self.sampler).__name__} has no length; give it a __len__: its ids an epoch") from (
-                error
-            )
-        if length < 1:
-            raise TaskError(f"{type(self.sampler).__name__} is empty; it must give at least one id")
-        return length
-
-    def _list(self, seed: int, epoch: int, length: int) -> Ids:
-        name = type(self.sampler).__name__
-        if hasattr(self.sampler, "set_epoch"):
-            self.sampler.set_epoch(epoch)
-        number = stream(seed, "sampler", epoch)
-        with left_alone():
-            seed_host(number)
-            generator = getattr(self.sampler, "generator", None)
-            if generator is not None and hasattr(generator, "manual_seed"):
-                generator.manual_seed(number)
-            listed = list(self.sampler)
-        if not all(isinstance(id_, int | np.integer) for id_ in listed[:8]):
-            raise TaskError(f"{name} gave {listed[0]!r}; a sampler gives one sample id at a time, a whole number")
-        if len(listed) != length:
-            raise TaskError(
-                f"{name} gave {len(listed)} ids in epoch {epoch + 1} and its length is {length}; make them agree"
-            )
-        return np.array(listed, dtype=np.int64)
-
-
-def check_ids(ids: Ids, num_samples: int, what: str, repeats: bool, advice: str = _SAY_SO) -> None:
-    """Raise TaskError for an id that is not in the data, or comes twice against the promise."""
-    outside = (ids < 0) | (ids >= num_samples)
-    if outside.any():
-        raise TaskError(
-            f"{what} gave the id {int(ids[outside][0])}, and the data has {num_samples} samples: "
-            f"ids go from 0 to {num_samples - 1}"
-        )
-    if repeats:
-        return
-    counts = np.bincount(ids, minlength=num_samples)
-    twice = np.flatnonzero(counts > 1)
-    if len(twice):
-        raise TaskError(f"{what} gave the id {int(twice[0])} {int(counts[twice[0]])} times in one epoch; {advice}")
-
-
-def _numbers(values: Values, num_samples: int, what: str) -> NDArray[Any]:
-    numbers = np.asarray(values)
+def _numbers(values: Values, num_samples: int, what: str, only_numbers: bool = True) -> NDArray[Any]:
+    if hasattr(values, "detach"):  # a tensor, perhaps on a card, or with a gradient
+        values = values.detach().cpu()
+        values = values.float() if values.is_floating_point() and values.element_size() < 4 else values
+    try:
+        numbers = np.asarray(values)
+    except ValueError as error:
+        raise TaskError(f"{what} cannot be read as one number for each sample: {error}") from error
     if numbers.ndim != 1 or len(numbers) != num_samples:
         has = f"shape {numbers.shape}" if numbers.ndim != 1 else f"{len(numbers)} entries"
         raise TaskError(f"{what} has {has} and the data {num_samples} samples; give one number for each sample")
-    return numbers
+    if only_numbers and numbers.dtype.kind not in "biuf":
+        raise TaskError(f"{what} holds {numbers.dtype}, not numbers; give one number for each sample")
+    return numbers.astype(str) if numbers.dtype == object else numbers
 
 
 def _checked_num(asked: int | None, otherwise: int) -> int:
-    if asked is not None and asked < 1:
+    if asked is None:
+        return otherwise
+    if not hasattr(asked, "__index__") or asked < 1:
         raise TaskError(f"num_samples is {asked}; it is a whole number from 1 up: the samples of an epoch")
-    return asked or otherwise
+    return operator.index(asked)
 
 
 def _members(weights: NDArray[np.float64]) -> Ids | None:
     return None if weights.all() else np.flatnonzero(weights)
-
-
-def _identity(values: NDArray[Any], *more: object) -> str:
-    """A short name for the numbers that an order was made of."""
-    content = hashlib.blake2b(np.ascontiguousarray(values).tobytes(), digest_size=8)
-    content.update(repr(more).encode())
-    return content.hexdigest()

@@ -16,18 +16,31 @@ from evenstep.cli import app
 from evenstep.plan import Plan
 
 SOURCE = Path(evenstep.__file__).parent
-LOW = {"errors", "draws", "seeding", "order", "samplers", "plan", "record", "audit", "task", "checkpoint"}
+LOW = {
+    "errors",
+    "draws",
+    "seeding",
+    "order",
+    "own_sampler",
+    "samplers",
+    "plan",
+    "record",
+    "audit",
+    "task",
+    "checkpoint",
+}
 MAY_IMPORT = {
     "errors": set(),
     "draws": set(),
     "seeding": set(),
     "order": {"errors", "draws"},
-    "samplers": {"errors", "draws", "seeding", "order"},
+    "own_sampler": {"errors", "draws", "seeding", "order"},
+    "samplers": {"errors", "draws", "order", "own_sampler"},
     "plan": {"errors", "order"},
     "record": {"errors", "order", "plan"},
     "audit": {"errors", "order", "plan", "record", "audit"},
     "task": {"errors", "draws", "order", "plan", "record"},
-    "checkpoint": {"errors", "order", "plan", "record"},
+    "checkpoint": {"errors", "draws", "order", "plan", "record"},
     "tasks": {"errors", "task", "tasks"},
     "report": {*LOW, "report"},
     "worker": {*LOW, "worker"},

@@ -19,7 +19,8 @@ from torch.utils.data import Dataset, IterableDataset, get_worker_info
 from evenstep import samplers
 from evenstep.errors import PlanError, TaskError
 from evenstep.worker.adopt import adopt
-from evenstep.worker.loader import Batch, Loader, Piece, Reading
+from evenstep.worker.loader import Batch, Loader, Piece
+from evenstep.worker.passes import Reading
 from evenstep.worker.world import World
 
 CPU = torch.device("cpu")

@@ -22,7 +22,8 @@ from torch.utils.data import (
 from evenstep import samplers
 from evenstep.errors import TaskError
 from evenstep.order import Order
-from evenstep.worker.source import Collate, Source, open_source
+from evenstep.worker.persample import Collate
+from evenstep.worker.source import Source, open_source
 from evenstep.worker.stream import Stream, is_stream
 
 
@@ -64,6 +65,9 @@ def adopt(
 
 def _taken_apart(loader: DataLoader[Any], collate: Collate | None, sampler: Any, what: str) -> Adopted:
     said = []
+    batch, own_sampler = loader.batch_size, loader.sampler
+    if loader.batch_size is None and type(loader.batch_sampler) is BatchSampler:
+        batch, own_sampler = loader.batch_sampler.batch_size, loader.batch_sampler.sampler
     own_batches = loader.batch_sampler is not None and type(loader.batch_sampler) is not BatchSampler
     if own_batches:
         raise TaskError(
@@ -71,23 +75,21 @@ def _taken_apart(loader: DataLoader[Any], collate: Collate | None, sampler: Any,
             "batch is evenstep's to cut up;\ngive the dataset, and an order of samples: Task(sampler=...), such as "
             "evenstep.samplers.ByLength"
         )
-    if loader.batch_size is None:
+    if batch is None:
         raise TaskError(f"the {what} DataLoader has batch_size=None: its dataset makes batches; let it give samples")
-    if loader.drop_last:
+    if loader.drop_last or getattr(loader.batch_sampler, "drop_last", False):
         said.append(f"the {what} DataLoader's drop_last is not followed: every sample counts, by what it weighs")
     if collate is None and loader.collate_fn not in (default_collate, default_convert):
         collate = loader.collate_fn
     if sampler is None and not is_stream(loader.dataset):
-        sampler = loader.sampler
+        sampler = own_sampler
     inner = adopt(loader.dataset, collate, sampler, what)
-    return Adopted(
-        inner.source, inner.sampler, loader.batch_size, loader.num_workers, loader.worker_init_fn, [*said, *inner.said]
-    )
+    return Adopted(inner.source, inner.sampler, batch, loader.num_workers, loader.worker_init_fn, [*said, *inner.said])
 
 
 def as_sampler(given: Any) -> samplers.Sampler:
     """One of our samplers for one of torch's, or for one of the user's own."""
-    if hasattr(given, "order"):
+    if callable(getattr(given, "order", None)) and not isinstance(given, Sampler):
         return given  # type: ignore[no-any-return]
     if isinstance(given, BatchSampler):
         raise TaskError("a BatchSampler was given as the sampler; give one that gives single ids: the batch is global")

@@ -14,7 +14,7 @@ from contextlib import contextmanager
 from typing import Any, Generic, TypeVar
 
 import torch
-from torch.utils.data import DataLoader, Dataset, Sampler
+from torch.utils.data import DataLoader, Dataset, Sampler, get_worker_info
 
 from evenstep.errors import TaskError, TrainingError
 from evenstep.worker.machine import num_cores
@@ -39,16 +39,24 @@ def choose_workers(workers: int | None, is_slow: bool, num_processes: int) -> in
 class Pool:
     """Worker processes that read requests; they stay from epoch to epoch."""
 
-    def __init__(self, reader: Reader, num_workers: int, init: Callable[[int], None] | None) -> None:
+    def __init__(self, reader: Reader, num_workers: int, begin: Begin) -> None:
         self._queue = _Queue()
-        self._loader = _made(_Readable(reader), num_workers, init, sampler=self._queue, persistent_workers=True)
+        self._loader = _made(_Readable(reader), num_workers, begin, sampler=self._queue, persistent_workers=True)
         self._iterator: Any = None
+        self._asked = 0
 
     def read(self, requests: Iterable[Request]) -> Iterator[HostBatch]:
         """What was asked for, in order. Asking again drops what an earlier question had still to give."""
         self._queue.requests = requests
+        self._asked += 1
         self._iterator = _begun(self._loader)
-        return _opened(self._iterator)
+        return self._answers(self._asked)
+
+    def _answers(self, number: int) -> Iterator[HostBatch]:
+        for batch in _opened(self._iterator):
+            if number != self._asked:
+                raise TaskError("another pass over this loader has begun; finish one before the next, or make two")
+            yield batch
 
     def close(self) -> None:
         """End the worker processes."""
@@ -57,19 +65,24 @@ class Pool:
             self._iterator = None
 
 
-def read_stream(stream: InWorkers, num_workers: int, init: Callable[[int], None] | None) -> Iterator[HostBatch]:
+def read_stream(stream: InWorkers, num_workers: int, begin: Begin) -> Generator[HostBatch]:
     """An epoch of a stream, read by worker processes that end with it."""
-    return _opened(_begun(_made(stream, num_workers, init)))
+    iterator = _begun(_made(stream, num_workers, begin))
+    try:
+        yield from _opened(iterator)
+    finally:
+        _end(iterator)
 
 
-def _made(data: Dataset[Any], num_workers: int, init: Callable[[int], None] | None, **how: Any) -> DataLoader[Any]:
+def _made(data: Dataset[Any], num_workers: int, begin: Begin, **how: Any) -> DataLoader[Any]:
     with _decided():
         return DataLoader(
             data,
             batch_size=None,
             num_workers=num_workers,
             prefetch_factor=AHEAD,
-            worker_init_fn=Begin(init),
+            worker_init_fn=begin,
+            generator=torch.Generator(),  # not the one that the training draws from
             collate_fn=_as_it_is,
             # The user's dataset may hold what no pickle takes; a copy of this process has it already.
             multiprocessing_context="fork" if sys.platform == "linux" else None,
@@ -154,8 +167,9 @@ class _Queue(Sampler[Any]):
 class Begin:
     """The first lines of a loader worker: it goes when its training process goes, and leaves Ctrl-C to that one."""
 
-    def __init__(self, init: Callable[[int], None] | None) -> None:
+    def __init__(self, init: Callable[[int], None] | None, dataset: Any) -> None:
         self._init = init
+        self._dataset = dataset
         self._parent = os.getpid()
 
     def __call__(self, number: int) -> None:
@@ -165,6 +179,9 @@ class Begin:
             if os.getppid() != self._parent:
                 os._exit(1)
         if self._init is not None:
+            info = get_worker_info()
+            assert info is not None
+            info.__dict__["dataset"] = self._dataset  # the user's own, which their function may look for
             self._init(number)
 
 
@@ -228,7 +245,7 @@ class CardCopy:
         self._stream = torch.cuda.Stream(device)
 
     def send(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Start copying; called within `begin`."""
+        """Start copying; called within `begin`. What lies on a card already is left to `arrive`."""
         if tensor.is_cuda:
             return tensor
         pinned = tensor if tensor.is_pinned() else tensor.pin_memory()
@@ -246,6 +263,7 @@ class CardCopy:
 
     def arrive(self, tensor: torch.Tensor) -> torch.Tensor:
         """Say that the training's stream uses a tensor that was sent."""
-        if tensor.is_cuda:
-            tensor.record_stream(torch.cuda.current_stream(self.device))
+        if tensor.device != self.device:
+            return tensor.to(self.device, non_blocking=True)
+        tensor.record_stream(torch.cuda.current_stream(self.device))
         return tensor

@@ -2,45 +2,66 @@
 
 from __future__ import annotations
 
+from dataclasses import asdict
 from typing import Any
 
 from evenstep.errors import TaskError
+from evenstep.order import order_name
 from evenstep.worker.loader import Batch
 from evenstep.worker.world import World
 
+_MEANT = "In a loop of your own, data that is meant to differ goes with team.loader(..., compare=False)"
+
 
 def check_apart(world: World, batch: Batch) -> None:
-    """Raise TaskError, on every rank, if the ranks read the same samples, or hold different data; all ranks call it."""
-    if batch.digests is None:
+    """Raise TaskError, on every rank, if ranks read the same samples, or other data, or in another order.
+
+    All ranks call this together.
+    """
+    if batch.checked is None:
         return
-    ids = [piece.ids[:2].tolist() for piece in batch.micro_batches[0]]
-    told = world.gather({"seats": batch.digests[:-1], "common": batch.digests[-1], "ids": ids, "span": len(batch.span)})
-    _refuse_other_data(told, is_stream=batch.loader.num_samples is None)
+    loader = batch.loader
+    loader.compared()
+    first_ids = [piece.ids[:2].tolist() for piece in batch.micro_batches[0]]
+    order = [order_name(loader.order), loader.num_samples, batch.checked.ids, len(batch.span)]
+    told = world.gather({**asdict(batch.checked), "first_ids": first_ids, "order": order})
+    is_stream = loader.order is None
+    for rank, other in enumerate(told):
+        if other["order"] != told[0]["order"] and not is_stream:
+            raise TaskError(_other_order(rank, other["order"], told[0]["order"]))
+        # A sample that is not the same when it is read twice (its name is empty) says nothing.
+        is_known = other["common"] and told[0]["common"]
+        if (is_known and other["common"] != told[0]["common"]) or other["order"] != told[0]["order"]:
+            raise TaskError(_OTHER_STREAM.format(rank=rank) if is_stream else _OTHER_DATA.format(rank=rank))
     _refuse_same_data(told)
 
 
-def _refuse_other_data(told: list[dict[str, Any]], is_stream: bool) -> None:
-    for rank, other in enumerate(told):
-        if (other["common"], other["span"]) == (told[0]["common"], told[0]["span"]) or not other["common"]:
-            continue
-        if is_stream:
-            raise TaskError(
-                f"rank {rank} read another stream than rank 0: each rank goes through the whole stream and keeps its "
-                "share.\nLet the dataset give everything, in the same order, to every rank: no sharing out by rank in "
-                "it, and no draws that are not torch's, NumPy's or Python's own"
-            )
-        raise TaskError(
-            f"rank {rank} has other data than rank 0: the same sample differs between them.\n"
-            "Were files listed in another order (sort them), or was a split drawn without a seed? In a loop of your "
-            "own, data that is meant to differ goes with team.loader(..., compare=False)"
-        )
+def _other_order(rank: int, order: list[Any], first: list[Any]) -> str:
+    if order[1] != first[1]:
+        return f"rank {rank} has {order[1]} samples and rank 0 has {first[1]}: all ranks need the same data.\n{_MEANT}"
+    return (
+        f"rank {rank} takes its samples in another order than rank 0: what the sampler was made of (weights, labels, "
+        "a difficulty)\ndiffers between them; make it the same on every rank, from a file or from a seed"
+    )
+
+
+_OTHER_STREAM = (
+    "rank {rank} read another stream than rank 0: each rank goes through the whole stream and keeps its share.\n"
+    "Let the dataset give everything, in the same order, to every rank: no sharing out by rank in it, and no draws "
+    "that are not torch's, NumPy's or Python's own"
+)
+_OTHER_DATA = (
+    "rank {rank} has other data than rank 0: the same sample differs between them.\n"
+    f"Were files listed in another order (sort them), or was a split drawn without a seed? {_MEANT}"
+)
 
 
 def _refuse_same_data(told: list[dict[str, Any]]) -> None:
+    """Samples that are alike may be read by two ranks, if each id always gives the same sample (`common` is known)."""
     seen: dict[str, tuple[int, list[int]]] = {}
     for rank, other in enumerate(told):
-        for digest, ids in zip(other["seats"], other["ids"], strict=True):
-            if digest and digest in seen:
+        for digest, ids in zip(other["seats"], other["first_ids"], strict=True):
+            if digest and digest in seen and not other["common"]:
                 first, first_ids = seen[digest]
                 raise TaskError(
                     f"ranks {first} and {rank} read the same data for different samples ({first_ids} and {ids}).\n"

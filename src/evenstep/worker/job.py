@@ -18,7 +18,6 @@ from evenstep.draws import stream
 from evenstep.errors import BadInput, TrainingError
 from evenstep.plan import Plan
 from evenstep.record import Evaluation, RecordWriter, Step, Summary
-from evenstep.samplers import InOrder, Subset
 from evenstep.seeding import seed_everything
 from evenstep.task import Amount, Task, takes_steps
 from evenstep.worker import machine
@@ -87,7 +86,7 @@ class Job:
         self.run = self._build()
         self.valid = None
         if task.valid is not None:
-            self.valid = self._loader(task.valid, shuffle=False)
+            self.valid = self._loader(task.valid, shuffle=False, what="valid")
         self.peaks: dict[str, int] = {}
         self.best: float | None = None
         self.samples = SamplesWriter(run_folder) if plan.audit and team.world.is_main else None
@@ -135,8 +134,9 @@ class Job:
 
     def _build(self) -> Run:
         plan, task, team = self.plan, self.task, self.team
+        loader = self._loader(task.train, sampler=task.sampler, augment=task.augment, augment_batch=task.augment_batch)
         module = task.model()
-        self._fit_scalers(module)
+        self._fit_scalers(module, loader)
         if not module.training:
             # As pretrained models often come; without this, dropout and batch statistics would stay off, unsaid.
             module.train()
@@ -147,7 +147,6 @@ class Job:
             for seat in model.seats:
                 seat.compile()
         optimizer = task.optimizer(model.parameters())
-        loader = self._loader(task.train, sampler=task.sampler, augment=task.augment, augment_batch=task.augment_batch)
         num_steps = plan.num_steps(loader.lengths, *checkpoint.start_of(plan.resume))
         scheduler = _call_scheduler(task, optimizer, num_steps) if task.scheduler is not None else None
         # From here on Python's and NumPy's draws (in a dataset, say) differ between ranks.
@@ -166,18 +165,18 @@ class Job:
             **how,
         )
 
-    def _fit_scalers(self, module: nn.Module) -> None:
-        """Statistics of the whole training data, each rank's share merged; a resumed run has them in its weights."""
-        scalers = unfitted(module) if self.plan.resume is None else []
-        if not scalers:
+    def _fit_scalers(self, module: nn.Module, loader: Loader) -> None:
+        """Statistics of what is trained on, each rank's share merged; a resumed run has them in its weights."""
+        if self.plan.resume is not None:
             return
-        order = self._loader(self.task.train, sampler=self.task.sampler).order
-        members = order.members if order is not None else None
-        # In the order of the data; not over samples that the training never sees.
-        loader = self._loader(self.task.train, sampler=InOrder() if members is None else Subset(members, shuffle=False))
-        for scaler in scalers:
-            scaler.fit(loader.whole_data(), self.team.world)
-        loader.close()
+        # A stream may have no end: of one that is trained on for so many steps, no more than those are looked at.
+        num_batches = self.plan.steps if loader.num_samples is None else None
+        try:
+            for scaler in unfitted(module):
+                scaler.fit(loader.whole_data(num_batches), self.team.world)
+        except BaseException:
+            loader.close()
+            raise
 
     def _write_samples(self, step: Step, ids: list[int]) -> None:
         every = [id_ for of_rank in self.team.world.gather(ids) for id_ in of_rank]

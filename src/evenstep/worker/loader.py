@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Generator, Iterator
 from contextlib import closing
 from dataclasses import dataclass, replace
+from itertools import islice
 from typing import Any
 
 import numpy as np
@@ -13,19 +14,18 @@ import torch
 from evenstep.draws import Draws, Ids
 from evenstep.errors import PlanError
 from evenstep.order import Lengths, Order, Span, order_name
+from evenstep.samplers import InOrder, Subset
 from evenstep.task import Batch as Data
-from evenstep.worker.ahead import Ahead, CardCopy, Pool, choose_workers, read_stream
-from evenstep.worker.reading import Cut, HostBatch, HostPiece, Reader, requests
-from evenstep.worker.source import Augment, Source, Table, to_device
-from evenstep.worker.stream import InWorkers, Stream, StreamPart
+from evenstep.worker.ahead import Ahead, CardCopy, choose_workers
+from evenstep.worker.passes import Passes, Reading, as_it_is
+from evenstep.worker.reading import Checked, Cut, HostBatch, HostPiece
+from evenstep.worker.source import Source, to_device
+from evenstep.worker.stream import Stream
 from evenstep.worker.world import World
 
+Change = Callable[[Data, Draws], Data]
 NUM_CHECKED = 2
-"""Batches of a loader's first pass that the ranks compare."""
-
-
-def as_it_is(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor
+"""Batches of a loader that the ranks compare."""
 
 
 @dataclass(slots=True, eq=False)
@@ -46,7 +46,7 @@ class Batch:
     micro_batches: list[list[Piece]]
     loader: Loader
     is_epoch_end: bool
-    digests: list[str] | None
+    checked: Checked | None
 
     @property
     def num_samples(self) -> int:
@@ -61,25 +61,6 @@ class Batch:
     def finish(self) -> None:
         """Say that the optimizer has taken this step: the loader's position moves past it, once."""
         self.loader._finished(self)
-
-
-@dataclass(frozen=True)
-class Reading:
-    """How samples are read and made ready."""
-
-    seed: int = 0
-    accumulate: int = 1
-    augment: Augment | None = None
-    augment_batch: Callable[[Data, Draws], Data] | None = None
-    workers: int | None = None
-    """Loader processes; None: one for each core that the training leaves free, where they are of use."""
-    worker_init: Callable[[int], None] | None = None
-    resident: bool = False
-    """Whether the data lives in the memory of the devices."""
-    compare: bool = True
-    """Whether the ranks compare what they read in the first batches."""
-    fit: Callable[[torch.Tensor], torch.Tensor] = as_it_is
-    """The last change of a tensor on its device: its type, say."""
 
 
 class Loader:
@@ -98,6 +79,7 @@ class Loader:
         self.num_samples = None if isinstance(source, Stream) else source.num_samples
         """Samples of the data; None for a stream."""
         self.lengths = order.lengths if order is not None else Lengths(None)
+        is_stream = isinstance(source, Stream)
         self._source = source
         self._world = world
         self._batch = batch
@@ -105,19 +87,19 @@ class Loader:
         self._cut = Cut.of(world, reading.accumulate)
         self._left_to_check = NUM_CHECKED if reading.compare and world.num_seats > 1 else 0
         is_slow = isinstance(source, Stream) or source.is_slow(reading.augment is not None)
-        self._num_workers = choose_workers(reading.workers, is_slow, world.size)
-        on_cards = all(device.type == "cuda" for device in world.devices)
+        num_workers = choose_workers(reading.workers, is_slow, world.size)
+        # Every worker goes through the whole stream: more of them than one do not make it come faster.
+        self._num_workers = min(1, num_workers) if is_stream and reading.workers is None else num_workers
         self._stays = reading.fit is as_it_is and all(device.type == "cpu" for device in world.devices)
+        on_cards = all(device.type == "cuda" for device in world.devices)
         # A dataset that may draw at random is not read beside a training that draws.
         self._copies: dict[torch.device, CardCopy] = {}
         if on_cards and not reading.resident and (self._num_workers or not is_slow):
             self._copies = {device: CardCopy(device) for device in world.devices}
-        self._pool: Pool | None = None
-        self._reader: Reader | None = None
-        if not isinstance(source, Stream):
-            pinned = bool(self._copies) and not self._num_workers
-            sources = self._moved_in(source) if reading.resident else [source] * len(world.devices)
-            self._reader = Reader(sources, self._cut, reading.seed, reading.augment, pinned)
+        self._sources = self._placed()
+        self._training = self._passes(order, reading)
+        self._whole: Passes | None = None
+        self._ahead: Ahead[Any] | None = None
 
     @property
     def epoch(self) -> int:
@@ -138,19 +120,22 @@ class Loader:
         return -(-(length - place) // self._batch)
 
     def __iter__(self) -> Iterator[Batch]:
-        num_checked, self._left_to_check = self._left_to_check, 0
-        with closing(self._pass(*self.lengths.locate(self.position), num_checked)) as batches:
+        read = self._training.begin(*self.lengths.locate(self.position), self._left_to_check)
+        with closing(self._delivered(read, self._reading.augment_batch)) as batches:
             for batch in batches:
                 yield batch
                 batch.finish()
 
     def whole_pass(self) -> Iterator[Batch]:
-        """Every sample once, from the first to the last; the position does not move."""
-        return self._pass(0, 0, 0)
+        """Every sample that is ever used once, as it is, in the order of the data; the position does not move."""
+        if self._whole is None:
+            plain = replace(self._reading, augment=None)
+            self._whole = self._passes(self._in_order(), plain)
+        return self._delivered(self._whole.begin(0, 0, 0), None)
 
-    def whole_data(self) -> Iterator[Data]:
-        """This process's part of every sample once, as its batches hold it: what a Scaler is fitted on."""
-        for batch in self.whole_pass():
+    def whole_data(self, num_batches: int | None = None) -> Iterator[Data]:
+        """This process's part of every sample once (or of so many batches): what a Scaler is fitted on."""
+        for batch in islice(self.whole_pass(), num_batches):
             for piece in (piece for pieces in batch.micro_batches for piece in pieces):
                 if piece.num_samples:
                     yield piece.data
@@ -182,10 +167,17 @@ class Loader:
         return {**order, "step": self.num_finished, "position": self.position}
 
     def close(self) -> None:
-        """End the loader's worker processes, if it has any."""
-        if self._pool is not None:
-            self._pool.close()
-            self._pool = None
+        """End what reads ahead: threads and worker processes."""
+        if self._ahead is not None:
+            self._ahead.close()
+            self._ahead = None
+        for passes in (self._training, self._whole):
+            if passes is not None:
+                passes.close()
+
+    def compared(self) -> None:
+        """Say that the ranks have compared a batch."""
+        self._left_to_check = max(0, self._left_to_check - 1)
 
     def _finished(self, batch: Batch) -> None:
         end = self.lengths.begin(batch.span.epoch) + batch.span.stop
@@ -195,41 +187,34 @@ class Loader:
             if batch.is_epoch_end and self.order is None:
                 self.lengths = replace(self.lengths, first=(*self.lengths.first, batch.span.stop))
 
-    def _pass(self, epoch: int, start: int, num_checked: int) -> Generator[Batch]:
-        """The batches of an epoch from a place on, on their devices."""
-        batches = self._host_batches(epoch, start, num_checked)
+    def _passes(self, order: Order | None, reading: Reading) -> Passes:
+        source = self._source if isinstance(self._source, Stream) else self._sources
+        pinned = bool(self._copies) and not self._num_workers
+        return Passes(source, order, self._cut, self._batch, reading, self._num_workers, pinned)
+
+    def _in_order(self) -> Order | None:
+        if self.order is None or self.num_samples is None:
+            return None
+        sampler = InOrder() if self.order.members is None else Subset(self.order.members, shuffle=False)
+        return sampler.order(self.num_samples, self._reading.seed, self._batch)
+
+    def _delivered(self, batches: Iterator[HostBatch], change: Change | None) -> Generator[Batch]:
+        """Batches on their devices."""
         if not self._copies:
             for host in batches:
-                yield self._on_devices(host)
+                yield self._made(host, self._moved, change)
             return
-        with closing(Ahead(batches, self._sent).made()) as sent:
+        self._ahead = Ahead(batches, self._sent)
+        with closing(self._ahead.made()) as sent:
             for host, events in sent:
-                yield self._arrived(host, events)
+                for event, device in zip(events, self._copies, strict=True):
+                    torch.cuda.current_stream(device).wait_event(event)
+                yield self._made(host, self._arrived, change)
 
-    def _host_batches(self, epoch: int, start: int, num_checked: int) -> Iterator[HostBatch]:
-        reading = self._reading
-        if isinstance(self._source, Stream):
-            part = StreamPart(self._cut, self._batch, reading.seed, reading.augment, epoch, start, num_checked)
-            if self._num_workers:
-                return read_stream(InWorkers(self._source, part), self._num_workers, reading.worker_init)
-            return self._source.batches(part)
-        assert self._reader is not None
-        assert self.order is not None
-        self._source.check_length()
-        asked = requests(self.order, self._batch, epoch, start, num_checked)
-        if not self._num_workers:
-            return map(self._reader.read, asked)
-        if self._pool is None:
-            self._pool = Pool(self._reader, self._num_workers, reading.worker_init)
-        return self._pool.read(asked)
-
-    def _on_devices(self, host: HostBatch) -> Batch:
+    def _moved(self, piece: HostPiece, device: torch.device) -> Data:
         if self._stays:
-            return self._made(host, lambda piece, device: piece.data)
-        return self._made(host, lambda piece, device: to_device(piece.data, lambda tensor: self._move(tensor, device)))
-
-    def _move(self, tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
-        return self._reading.fit(tensor.to(device, non_blocking=True))
+            return piece.data
+        return to_device(piece.data, lambda tensor: self._reading.fit(tensor.to(device, non_blocking=True)))
 
     def _sent(self, host: HostBatch) -> tuple[HostBatch, list[torch.cuda.Event]]:
         """The batch on its way to the cards; called ahead of time, in a thread of its own."""
@@ -242,38 +227,34 @@ class Loader:
             micro_batches.append(moved)
         return replace(host, micro_batches=micro_batches), [copy.sent() for copy in self._copies.values()]
 
-    def _arrived(self, host: HostBatch, events: list[torch.cuda.Event]) -> Batch:
-        for event, device in zip(events, self._copies, strict=True):
-            torch.cuda.current_stream(device).wait_event(event)
+    def _arrived(self, piece: HostPiece, device: torch.device) -> Data:
+        copy = self._copies[device]
+        return to_device(piece.data, lambda tensor: self._reading.fit(copy.arrive(tensor)))
 
-        def place(piece: HostPiece, device: torch.device) -> Data:
-            copy = self._copies[device]
-            return to_device(piece.data, lambda tensor: self._reading.fit(copy.arrive(tensor)))
+    def _made(self, host: HostBatch, place: Callable[[HostPiece, torch.device], Data], change: Change | None) -> Batch:
+        micro_batches = []
+        for pieces in host.micro_batches:
+            made = []
+            for piece, device in zip(pieces, self._world.devices, strict=True):
+                data = place(piece, device)
+                if change is not None:
+                    keys = piece.keys if len(piece.keys) else np.zeros(1, dtype=np.int64)
+                    data = change(data, Draws(keys, self._reading.seed, host.span.epoch, device))
+                made.append(Piece(data, piece.ids, len(piece.ids)))
+            micro_batches.append(made)
+        return Batch(host.span, micro_batches, self, host.is_epoch_end, host.checked)
 
-        return self._made(host, place)
-
-    def _made(self, host: HostBatch, place: Callable[[HostPiece, torch.device], Data]) -> Batch:
-        micro_batches = [
-            [
-                Piece(self._augmented(place(piece, device), piece, host.span, device), piece.ids, len(piece.ids))
-                for piece, device in zip(pieces, self._world.devices, strict=True)
-            ]
-            for pieces in host.micro_batches
-        ]
-        return Batch(host.span, micro_batches, self, host.is_epoch_end, host.digests)
-
-    def _augmented(self, data: Data, piece: HostPiece, span: Span, device: torch.device) -> Data:
-        change = self._reading.augment_batch
-        if change is None:
-            return data
-        keys = piece.keys if len(piece.keys) else np.zeros(1, dtype=np.int64)
-        return change(data, Draws(keys, self._reading.seed, span.epoch, device))
-
-    def _moved_in(self, source: Source) -> list[Source]:
-        if not isinstance(source, Table) or source.is_slow(self._reading.augment is not None):
+    def _placed(self) -> list[Source]:
+        """A source for each of this process's devices: the same one, or a copy in the device's memory."""
+        source, devices = self._source, self._world.devices
+        if isinstance(source, Stream) and not self._reading.resident:
+            return []
+        if not self._reading.resident:
+            return [source] * len(devices)  # type: ignore[list-item]
+        if isinstance(source, Stream) or source.is_slow(self._reading.augment is not None):
             raise PlanError(
                 "--resident keeps tensors and arrays on the device, without augment or collate; use augment_batch, "
                 "which works there, or leave --resident out"
             )
-        copies = {device: source.on(device) for device in set(self._world.devices)}
-        return [copies[device] for device in self._world.devices]
+        copies = {device: source.on(device) for device in set(devices)}
+        return [copies[device] for device in devices]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import pickle
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -14,7 +15,8 @@ from evenstep.draws import Ids
 from evenstep.errors import TaskError
 from evenstep.order import Order, Span, share
 from evenstep.task import Batch as Data
-from evenstep.worker.source import Augment, Source, Touch
+from evenstep.worker.persample import Augment, Touch
+from evenstep.worker.source import Source, to_device
 from evenstep.worker.world import World
 
 MOST_HASHED = 1 << 20
@@ -69,6 +71,18 @@ class HostPiece:
     keys: Ids
 
 
+@dataclass(frozen=True)
+class Checked:
+    """Names for what was read, for the ranks to compare; "" where there is nothing to say."""
+
+    seats: list[str]
+    """What each of this process's seats read."""
+    common: str
+    """What every rank should have read alike."""
+    ids: str
+    """The ids of the global batch."""
+
+
 @dataclass(slots=True)
 class HostBatch:
     """One step as it was read: for each micro-batch, a piece for every seat of this process."""
@@ -76,8 +90,8 @@ class HostBatch:
     span: Span
     micro_batches: list[list[HostPiece]]
     is_epoch_end: bool
-    digests: list[str] | None = None
-    """What each seat read, and last what all ranks should have read alike; "" where that says nothing."""
+    checked: Checked | None = None
+    """What the ranks compare, if they are to."""
 
 
 @dataclass(frozen=True)
@@ -91,8 +105,9 @@ def requests(order: Order, batch: int, epoch: int, start: int, num_checked: int)
     """The steps from a place of an epoch to its end; ranks compare what they read in the first `num_checked`."""
     length = order.lengths.of(epoch)
     assert length is not None
+    begin = order.lengths.begin(epoch)
     for number, place in enumerate(range(start, length, batch)):
-        span = Span(epoch, place, min(place + batch, length))
+        span = order.lengths.span(begin + place, batch)
         ids = order.ids(span)
         keys = np.arange(span.start, span.stop) if order.repeats else ids
         yield Request(span, ids, span.stop == length, number < num_checked, keys)
@@ -121,15 +136,15 @@ class Reader:
             [self._piece(source, request, own, touch) for source, own in zip(self._sources, places, strict=True)]
             for places in self._cut.places(len(ids))
         ]
-        digests = None
+        checked = None
         if request.is_checked:
-            digests = [*seat_digests(micro_batches), self._common(request, touch)]
-        return HostBatch(request.span, micro_batches, request.is_epoch_end, digests)
+            checked = Checked(seat_digests(micro_batches), self._common(request, touch), digest(ids))
+        return HostBatch(request.span, micro_batches, request.is_epoch_end, checked)
 
     def read_in_worker(self, request: Request) -> HostBatch | Failure:
         """`read` in a loader worker: what is wrong with the data is said in the training process."""
         try:
-            return self.read(request)
+            return sendable(self.read(request))
         except TaskError as error:
             return Failure(str(error))
 
@@ -157,15 +172,38 @@ def seat_digests(micro_batches: list[list[HostPiece]]) -> list[str]:
     return [digest(data) if any(map(is_varied, data)) else "" for data in seats]
 
 
+def sendable(batch: HostBatch) -> HostBatch | Failure:
+    """The batch, if a loader worker can send it: torch's sender drops what it cannot pickle, and all would wait."""
+    try:
+        for piece in (piece for pieces in batch.micro_batches for piece in pieces):
+            pickle.dumps(to_device(piece.data, _checked_tensor))
+    except Exception as error:
+        return Failure(
+            f"a batch cannot be sent from a loader worker: {type(error).__name__}: {error}; "
+            "let the data be plain tensors, numbers and texts, or use --workers 0"
+        )
+    return batch
+
+
+def _checked_tensor(tensor: torch.Tensor) -> Any:
+    if tensor.requires_grad and not tensor.is_leaf:
+        raise ValueError("a tensor has a gradient to carry; detach() it")
+    return None
+
+
 def digest(data: Any) -> str:
-    """A short name for the content of tensors, numbers and texts, however nested."""
+    """A short name for the content of tensors, arrays, numbers and texts, however nested; "" if it holds more."""
     content = hashlib.blake2b(digest_size=8)
     for leaf in _leaves(data):
         if isinstance(leaf, torch.Tensor) and leaf.layout is torch.strided:
             flat = leaf.detach().cpu().contiguous().reshape(-1)[: MOST_HASHED // leaf.element_size()]
             content.update(flat.view(torch.uint8).numpy().tobytes() if len(flat) else b"")
-        elif isinstance(leaf, str | bytes | int | float):
+        elif isinstance(leaf, np.ndarray | np.generic) and leaf.dtype != object:
+            content.update(np.ascontiguousarray(leaf).tobytes()[:MOST_HASHED])
+        elif leaf is None or isinstance(leaf, str | bytes | int | float):
             content.update(repr(leaf).encode())
+        else:
+            return ""
     return content.hexdigest()
 
 

@@ -134,7 +134,9 @@ class Run:
 
     def _other_schedule(self, state: dict[str, Any], said: list[str]) -> list[float] | None:
         """The learning rates of a schedule made for another length, advanced to this step; None if it is the same."""
-        if self.scheduler is None or state["num_steps"] == self.num_steps:
+        if self.scheduler is None or None in (state["num_steps"], self.num_steps):
+            return None
+        if state["num_steps"] == self.num_steps:
             return None
         said.append(f"the schedule was made for {state['num_steps']} steps and is now made for {self.num_steps}")
         with warnings.catch_warnings():

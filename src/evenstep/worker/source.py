@@ -8,88 +8,12 @@ from typing import Any, Protocol
 
 import numpy as np
 import torch
-from torch.utils.data import Subset, TensorDataset, default_collate
+from torch.utils.data import Subset, TensorDataset
 
-from evenstep.draws import Ids, stream
+from evenstep.draws import Ids
 from evenstep.errors import TaskError
-from evenstep.seeding import generator_states, is_same_state, restore_generators, seed_host
 from evenstep.task import Batch, describe
-
-Collate = Callable[[list[Any]], Batch]
-Augment = Callable[[Any, torch.Generator], Any]
-
-
-class Touch:
-    """What is done with each sample of an epoch: draws depend on (seed, epoch, key), and then it is augmented.
-
-    The key is the sample's id; where a sampler repeats samples it is the place in the epoch, so that a sample that
-    comes twice is not changed the same way twice.
-    """
-
-    def __init__(self, seed: int, epoch: int, augment: Augment | None = None) -> None:
-        self.augments = augment is not None
-        self._where = (seed, epoch)
-        self._augment = augment
-        self._generator = torch.Generator()
-
-    def begin(self, key: int, what: str = "data") -> None:
-        """Seed what the user's code may draw from while it makes this sample."""
-        seed, epoch = self._where
-        seed_host(stream(seed, what, epoch, key))
-
-    def change(self, sample: Any, id_: int, key: int) -> Any:
-        """The augmented sample."""
-        if self._augment is None:
-            return sample
-        seed, epoch = self._where
-        try:
-            return self._augment(sample, self._generator.manual_seed(stream(seed, "augment", epoch, key)))
-        except Exception as error:
-            raise TaskError(f"sample {id_} cannot be augmented: {describe(error)}") from error
-
-
-class PerSample:
-    """Reading by Python code of the user's: `read(ids)` gives samples, which are then augmented and collated.
-
-    Draws of all three from Python's, NumPy's and torch's own generators depend on (seed, epoch, key) alone, and
-    disturb nobody. (What `__getitems__` and `collate` draw depends on the first key of the share that they get.)
-    Seeding costs more than many a sample, so it begins when a draw was first seen: what was made before that did not
-    draw, and is right without.
-    """
-
-    def __init__(self, read: Callable[[list[int]], Iterator[Any]], collate: Collate | None) -> None:
-        self._read = read
-        self._collate = collate
-        self._draws = False
-
-    def make(self, ids: Ids, keys: Ids, touch: Touch | None) -> Batch:
-        """A batch of these samples."""
-        if touch is None:
-            return collated(list(self._read(ids.tolist())), ids, self._collate)
-        before = generator_states()
-        if not self._draws:
-            batch = self._made(ids, keys.tolist(), touch, seeds=False)
-            if is_same_state(before, generator_states()):
-                return batch
-            self._draws = True
-        try:
-            return self._made(ids, keys.tolist(), touch, seeds=True)
-        finally:
-            restore_generators(before)
-
-    def _made(self, ids: Ids, keys: list[int], touch: Touch, seeds: bool) -> Batch:
-        if seeds:
-            touch.begin(keys[0])
-        samples = []
-        reading = self._read(ids.tolist())
-        for id_, key in zip(ids.tolist(), keys, strict=True):
-            if seeds:
-                touch.begin(key)
-            sample = next(reading)
-            samples.append(touch.change(sample, id_, key) if touch.augments else sample)
-        if seeds:
-            touch.begin(keys[0], "collate")
-        return collated(samples, ids, self._collate)
+from evenstep.worker.persample import Collate, PerSample, Touch, each, few
 
 
 class Source(Protocol):
@@ -105,6 +29,9 @@ class Source(Protocol):
 
     def check_length(self) -> None:
         """Raise TaskError if there are no longer as many samples as there were."""
+
+    def on(self, device: torch.device) -> Source:
+        """The same samples in the device's memory; for those that are not slow."""
 
 
 def open_source(data: Any, collate: Collate | None, what: str = "train") -> Source:
@@ -171,18 +98,18 @@ class Table:
             index = torch.from_numpy(ids)
             if self._device.type != "cpu":
                 index = index.to(self._device, non_blocking=True)
-            return _each(self._data, lambda column: _take(column, ids, index, pinned))
+            return each(self._data, lambda column: _take(column, ids, index, pinned))
         return self._rows.make(ids, ids if keys is None else keys, touch)
 
     def _read(self, ids: list[int]) -> Iterator[Any]:
-        return (_each(self._data, partial(_row, row=id_)) for id_ in ids)
+        return (each(self._data, partial(_row, row=id_)) for id_ in ids)
 
     def check_length(self) -> None:
         pass
 
     def on(self, device: torch.device) -> Table:
         """The same samples, in the device's memory."""
-        moved = _each(self._data, lambda column: torch.as_tensor(column).to(device))
+        moved = each(self._data, lambda column: torch.as_tensor(column).to(device))
         return Table(moved, self._collate, "resident")
 
 
@@ -221,6 +148,9 @@ class Samples:
     def fetch(self, ids: Ids, keys: Ids | None = None, touch: Touch | None = None, pinned: bool = False) -> Batch:
         return self._rows.make(ids, ids if keys is None else keys, touch)
 
+    def on(self, device: torch.device) -> Samples:
+        raise NotImplementedError("samples are made one by one, and live nowhere")
+
     def _read(self, ids: list[int]) -> Iterator[Any]:
         many = getattr(self._data, "__getitems__", None)
         if callable(many):
@@ -237,7 +167,7 @@ class Samples:
         try:
             samples = list(many(ids))
         except Exception as error:
-            raise TaskError(f"samples {_few(ids)} cannot be read: {describe(error)}") from error
+            raise TaskError(f"samples {few(ids)} cannot be read: {describe(error)}") from error
         if len(samples) != len(ids):
             raise TaskError(f"__getitems__ gave {len(samples)} samples for {len(ids)} ids; it must give one for each")
         return samples
@@ -262,32 +192,9 @@ class Picked:
     def check_length(self) -> None:
         self._source.check_length()
 
-
-def collated(samples: list[Any], ids: Ids, collate: Collate | None) -> Batch:
-    """Samples as one batch, or a TaskError that says which ones do not fit together."""
-    try:
-        return (collate or default_collate)(samples)
-    except Exception as error:
-        if isinstance(error, TaskError):
-            raise
-        if collate is not None:
-            raise TaskError(
-                f"the Task's collate cannot join samples {_few(ids.tolist())}: {describe(error)}"
-            ) from error
-        shapes = [str(_each(sample, _shape)) for sample in samples]
-        odd = next((place for place, shape in enumerate(shapes) if shape != shapes[0]), None)
-        if odd is None:
-            raise TaskError(
-                f"samples cannot be made into a batch: {describe(error)}; give the Task a collate"
-            ) from error
-        raise TaskError(
-            f"sample {ids[0]} is {shapes[0]} and sample {ids[odd]} is {shapes[odd]}; "
-            "make them alike, or give the Task a collate that can join them"
-        ) from error
-
-
-def _few(ids: list[int]) -> str:
-    return ", ".join(map(str, ids[:4])) + (" and more" if len(ids) > 4 else "")
+    def on(self, device: torch.device) -> Picked:
+        """The same samples, in the device's memory."""
+        return Picked(self._source.on(device), self._indices, "resident")
 
 
 def _check_type(column: Any, what: str) -> None:
@@ -297,21 +204,6 @@ def _check_type(column: Any, what: str) -> None:
         raise TaskError(
             f"the {what} data has an array of {column.dtype}, which no tensor can hold; make it numbers"
         ) from error
-
-
-def _shape(value: Any) -> Any:
-    if isinstance(value, Mapping | tuple | list):
-        return _each(value, _shape)
-    return tuple(value.shape) if hasattr(value, "shape") else type(value).__name__
-
-
-def _each(data: Any, function: Callable[[Any], Any]) -> Any:
-    """`function` of every column (or field of a sample), in the container the user chose."""
-    if isinstance(data, tuple | list):  # before Mapping, which is slow to ask for
-        return tuple([function(value) for value in data])
-    if isinstance(data, Mapping):
-        return {name: function(value) for name, value in data.items()}
-    return function(data)
 
 
 def _take(column: Any, ids: Ids, index: torch.Tensor, pinned: bool) -> torch.Tensor:
@@ -335,9 +227,18 @@ def to_device(data: Batch, move: Callable[[torch.Tensor], torch.Tensor]) -> Batc
     if isinstance(data, torch.Tensor):
         return move(data)
     if isinstance(data, Mapping):
-        return {name: to_device(value, move) for name, value in data.items()}
+        moved = {name: to_device(value, move) for name, value in data.items()}
+        return moved if type(data) is dict else _like(data, moved)
     if isinstance(data, tuple) and hasattr(data, "_fields"):
         return type(data)(*(to_device(value, move) for value in data))
     if isinstance(data, tuple | list):
         return type(data)(to_device(value, move) for value in data)
     return data
+
+
+def _like(data: Any, moved: dict[Any, Any]) -> Any:
+    """A mapping of the user's own kind, such as a tokenizer's; a plain dict if its kind cannot be made from one."""
+    try:
+        return type(data)(moved)
+    except Exception:
+        return moved

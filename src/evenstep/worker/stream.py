@@ -20,8 +20,8 @@ from evenstep.errors import TaskError
 from evenstep.order import Span
 from evenstep.seeding import OwnDraws
 from evenstep.task import describe
-from evenstep.worker.reading import Cut, Failure, HostBatch, HostPiece, digest, seat_digests
-from evenstep.worker.source import Augment, Collate, PerSample, Touch, collated
+from evenstep.worker.persample import Augment, Collate, PerSample, Touch, collated
+from evenstep.worker.reading import Checked, Cut, Failure, HostBatch, HostPiece, digest, seat_digests, sendable
 
 SKIPPED_AT_ONCE = 1000
 
@@ -56,7 +56,7 @@ class Stream:
         self._data = data
         self._collate = collate
         self._what = what
-        self._kept = PerSample(self._pick, collate)
+        self._kept = PerSample(self._pick, collate, can_read_again=False)
         self._held: tuple[int, list[Any]] = (0, [])
 
     def first(self, num: int) -> Any:
@@ -77,6 +77,11 @@ class Stream:
         opened.skip(part.start)
         # One sample ahead: the last step of an epoch must know that it is the last.
         samples = opened.take(part.batch + 1)
+        if not samples:
+            raise TaskError(
+                f"the {self._what} stream ended before place {part.start}, from where this run goes on; "
+                "it must give as many samples as before"
+            )
         for number in count():
             samples, held = samples[: part.batch], samples[part.batch :]
             if not samples:
@@ -90,11 +95,13 @@ class Stream:
     def _cut(
         self, part: StreamPart, samples: list[Any], span: Span, touch: Touch, is_epoch_end: bool, is_checked: bool
     ) -> HostBatch:
+        # Before the user's code can change the samples in place.
+        common = digest(samples) if is_checked else ""
         micro_batches = [
             [self._piece(samples, span, places, touch) for places in seats] for seats in part.cut.places(len(samples))
         ]
-        digests = [*seat_digests(micro_batches), digest(samples)] if is_checked else None
-        return HostBatch(span, micro_batches, is_epoch_end, digests)
+        checked = Checked(seat_digests(micro_batches), common, "") if is_checked else None
+        return HostBatch(span, micro_batches, is_epoch_end, checked)
 
     def _piece(self, samples: list[Any], span: Span, places: range, touch: Touch) -> HostPiece:
         ids = span.start + np.arange(places.start, places.stop)
@@ -156,6 +163,7 @@ class InWorkers(IterableDataset[Any]):
         # A dataset that shares itself out among workers would share out a share: it is to give everything.
         worker._worker_info = None
         try:
-            yield from self._stream.batches(self._part, info.id, info.num_workers)
+            for batch in self._stream.batches(self._part, info.id, info.num_workers):
+                yield sendable(batch)
         except TaskError as error:
             yield Failure(str(error))

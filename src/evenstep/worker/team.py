@@ -25,13 +25,14 @@ from evenstep.seeding import seed_everything
 from evenstep.task import Amount
 from evenstep.worker.adopt import adopt
 from evenstep.worker.apart import check_apart
-from evenstep.worker.loader import Batch, Loader, Piece, Reading, as_it_is
+from evenstep.worker.loader import Batch, Loader, Piece
 from evenstep.worker.machine import available_devices
+from evenstep.worker.passes import Reading, as_it_is
+from evenstep.worker.persample import Augment
 from evenstep.worker.precision import Precision
 from evenstep.worker.randomness import seed_devices
 from evenstep.worker.scaler import unfitted
 from evenstep.worker.seats import Frozen, call, on
-from evenstep.worker.source import Augment
 from evenstep.worker.spread import Spread
 from evenstep.worker.strategies import STRATEGIES
 from evenstep.worker.totals import Totals, as_sum
@@ -105,13 +106,14 @@ class Team:
         workers: int | None = None,
         resident: bool = False,
         compare: bool = True,
+        what: str = "train",
     ) -> Loader:
         """This process's part of every global batch of `data`, in the order of `sampler`, or shuffled, or as it is.
 
         All processes give the same data, and compare what they read in the first batches; `compare=False` is for data
-        that is meant to differ, such as what each process has collected by itself.
+        that is meant to differ, such as what each process has collected by itself. `what` is its name in messages.
         """
-        adopted = adopt(data, collate, sampler, shuffle=shuffle)
+        adopted = adopt(data, collate, sampler, what, shuffle=shuffle)
         reading = Reading(
             seed=self.seed,
             accumulate=accumulate,
@@ -119,6 +121,7 @@ class Team:
             augment_batch=augment_batch,
             workers=workers if workers is not None else adopted.workers,
             worker_init=adopted.worker_init,
+            dataset=getattr(data, "dataset", data),
             resident=resident,
             compare=compare,
             fit=self.precision.fit_tensor if self.precision.name == "fp64" else as_it_is,

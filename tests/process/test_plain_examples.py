@@ -86,7 +86,9 @@ chosen = task()
 """
     steps = []
     for epochs in (1, 2):  # the second time it goes on from its own checkpoint
-        (tmp_path / "my_loop.py").write_text(task + given + loop.replace("5 * loader", f"{epochs} * loader"))
+        (tmp_path / "my_loop.py").write_text(
+            task + given + loop.replace("loader.epoch < 5", f"loader.epoch < {epochs}")
+        )
         steps.append(runpy.run_path("my_loop.py")["run"].step)
     assert steps[1] == 2 * steps[0] > 0
     assert Path("checkpoints/latest/weights.safetensors").is_file()

@@ -10,12 +10,14 @@ from itertools import islice
 from typing import Any
 
 import numpy as np
+import psutil
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch.utils.data import Dataset, IterableDataset, get_worker_info
+from torch.utils.data import DataLoader, Dataset, IterableDataset, get_worker_info
 
+import evenstep
 from evenstep import samplers
 from evenstep.errors import PlanError, TaskError
 from evenstep.worker.adopt import adopt
@@ -285,9 +287,10 @@ def test_epochs_seeds_and_samples_are_changed_differently(way: str) -> None:
 
 
 @ways
-def test_reading_does_not_touch_the_data_nor_the_generators_of_the_training(way: str) -> None:
+@pytest.mark.parametrize("workers", [0, 1])
+def test_reading_does_not_touch_the_data_nor_the_generators_of_the_training(way: str, workers: int) -> None:
     before = random.getstate(), np.random.get_state()[1].tolist(), torch.get_rng_state().tolist()
-    changed(way, worlds(1), 5)
+    changed(way, worlds(1), 5, workers=workers)
     assert (random.getstate(), np.random.get_state()[1].tolist(), torch.get_rng_state().tolist()) == before
     assert WAYS["augment"][0].abs().sum() == 0
 
@@ -355,6 +358,76 @@ def test_leaving_an_epoch_early_and_coming_back_goes_on_with_the_next_step() -> 
         if batch.span.start == 8:
             break
     assert next(batch.ids.tolist() for batch in loader) == [12, 13, 14, 15]
+    loader.close()
+
+
+def test_a_pass_over_everything_inside_an_epoch_does_not_disturb_it() -> None:
+    loader = open_loader(list(range(24)), worlds(1)[0], 4, samplers.InOrder(), workers=1)
+    seen = []
+    for batch in loader:
+        seen += batch.ids.tolist()
+        if batch.span.start == 8:
+            assert [id_ for whole in loader.whole_pass() for id_ in whole.ids.tolist()] == list(range(24))
+    assert seen == list(range(24))
+    loader.close()
+
+
+def test_of_two_epochs_at_once_by_the_same_workers_the_first_is_told_that_it_ended() -> None:
+    loader = open_loader(list(range(40)), worlds(1)[0], 4, workers=1)
+    first = iter(loader)
+    next(first)
+    next(iter(loader))
+    with pytest.raises(TaskError, match="another pass over this loader has begun"):
+        next(first)
+    loader.close()
+
+
+@pytest.mark.parametrize("kind", ["curriculum", "weighted", "balanced", "shuffled"])
+def test_a_pass_over_everything_is_in_order_and_plain(kind: str) -> None:
+    loader = open_loader(torch.zeros(10, 3), worlds(1)[0], 4, SAMPLERS[kind](10), augment=noise)
+    whole = list(loader.whole_pass())
+    assert [id_ for batch in whole for id_ in batch.ids.tolist()] == list(range(10))
+    assert torch.cat(list(loader.whole_data())).abs().sum() == 0
+    assert loader.position == 0
+
+
+@pytest.mark.parametrize(
+    "spoil",
+    [
+        lambda sample: lambda: 0,
+        lambda sample: sample * torch.ones(1, requires_grad=True),
+        lambda sample: (_ for _ in range(2)),
+    ],
+    ids=["function", "gradient", "generator"],
+)
+@pytest.mark.timeout(30)
+def test_what_cannot_be_sent_from_a_worker_is_said(spoil: Callable[[Any], Any]) -> None:
+    loader = open_loader(list(torch.ones(8, 2)), worlds(1)[0], 4, collate=lambda samples: spoil(samples[0]), workers=1)
+    with pytest.raises(TaskError, match=r"a batch cannot be sent from a loader worker: .*; let the data be plain"):
+        list(loader)
+    loader.close()
+
+
+class Offset(Dataset[int]):
+    offset = 0
+
+    def __len__(self) -> int:
+        return 8
+
+    def __getitem__(self, id_: int) -> int:
+        return id_ + self.offset
+
+
+def test_a_dataloaders_worker_init_fn_finds_its_dataset() -> None:
+    def begin(number: int) -> None:
+        info = get_worker_info()
+        assert info is not None
+        info.dataset.offset = 100
+
+    loader = evenstep.join("single", ("cpu",)).loader(
+        DataLoader(Offset(), 4, worker_init_fn=begin, num_workers=1), batch=4
+    )
+    assert [pieces(batch)[0].data.tolist() for batch in loader] == [[100, 101, 102, 103], [104, 105, 106, 107]]
     loader.close()
 
 
@@ -482,6 +555,40 @@ def test_a_stream_that_fails_says_where(workers: int) -> None:
     loader = open_loader(Breaking(), worlds(1)[0], 2, workers=workers)
     with pytest.raises(TaskError, match=r"the train stream failed at sample 5: ZeroDivisionError: .*loader.py:\d+"):
         list(loader)
+
+
+def test_a_stream_that_became_shorter_says_so() -> None:
+    (loader,) = loaders(Numbers(8), 4, worlds(1))
+    loader.load_state_dict({"position": 12, "num_finished": 3})
+    with pytest.raises(TaskError, match="the train stream ended before place 12, from where this run goes on"):
+        list(loader)
+
+
+def test_closing_a_loader_ends_the_workers_of_its_stream() -> None:
+    before = set(psutil.Process().children())
+    (loader,) = loaders(Numbers(100), 4, worlds(1), workers=2)
+    batches = iter(loader)
+    next(batches)
+    children = set(psutil.Process().children()) - before
+    assert len(children) == 2
+    loader.close()
+    assert psutil.wait_procs(children, timeout=5)[1] == []
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_a_sample_of_a_stream_is_augmented_once_though_in_place(workers: int) -> None:
+    def grow(sample: dict[str, float], generator: torch.Generator) -> dict[str, float]:
+        sample["x"] += 1 + 0 * random.random()
+        return sample
+
+    class Dicts(IterableDataset[dict[str, float]]):
+        def __iter__(self) -> Iterator[dict[str, float]]:
+            for _ in range(12):
+                yield {"x": 0.0}
+
+    (loader,) = loaders(Dicts(), 4, worlds(1), augment=grow, workers=workers)
+    assert [pieces(batch)[0].data["x"].tolist() for batch in loader] == [[1.0] * 4] * 3
+    loader.close()
 
 
 def test_a_stream_has_no_sampler() -> None:

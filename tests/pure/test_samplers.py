@@ -108,6 +108,11 @@ def test_without_replacement_the_first_draw_follows_the_weights() -> None:
             samplers.Curriculum([1.0] * 10, pace=(0.0, 1.0)),
             r"pace is \(0.0, 1.0\); give the part of",
         ),
+        (samplers.Curriculum([1.0] * 10, pace=2), r"pace is \(2,\); give the part of the data"),
+        (samplers.Weighted([1.0] * 10, num_samples=2.5), "num_samples is 2.5; it is a whole number"),  # type: ignore[arg-type]
+        (samplers.Weighted(["a"] * 10), "weights holds <U1, not numbers; give one number for each sample"),
+        (samplers.ByLength(["10", "9"] * 5), "lengths holds <U2, not numbers"),
+        (samplers.Weighted([[1.0], [1.0, 2.0]] * 5), "weights cannot be read as one number for each sample"),
         (samplers.Subset([1, 10]), "the subset gave the id 10, and the data has 10 samples: ids go from 0 to 9"),
         (samplers.Subset([-1]), "the subset gave the id -1"),
         (samplers.Subset([3, 3]), "the subset gave the id 3 2 times in one epoch"),
@@ -120,7 +125,18 @@ def test_what_cannot_be_followed_is_refused(sampler: samplers.Sampler, message: 
         sampler.order(10, seed=0, batch=4)
 
 
+def test_weights_may_be_tensors_of_any_kind() -> None:
+    plain = epoch_of(samplers.Weighted([1.0, 2.0, 4.0]).order(3, seed=0, batch=2))
+    for tensor in (torch.tensor([1.0, 2, 4], requires_grad=True), torch.tensor([1.0, 2, 4], dtype=torch.bfloat16)):
+        assert epoch_of(samplers.Weighted(tensor).order(3, seed=0, batch=2)) == plain
+
+
 # Balanced.
+
+
+def test_classes_that_do_not_fit_into_one_epoch_have_their_turn_in_the_next() -> None:
+    order = samplers.Balanced(list("abcdefghij"), num_samples=3).order(10, seed=0, batch=2)
+    assert Counter(id_ for epoch in range(10) for id_ in epoch_of(order, epoch)) == dict.fromkeys(range(10), 3)
 
 
 @given(labels=st.lists(st.integers(0, 4), min_size=1, max_size=80), seed=seeds, num=st.integers(1, 120))
@@ -276,6 +292,7 @@ def test_a_sampler_is_told_its_epoch() -> None:
         ([0, 12], "list gave the id 12, and the data has 10 samples: ids go from 0 to 9"),
         ([[0, 1], [2, 3]], r"list gave \[0, 1\]; a sampler gives one sample id at a time"),
         ([], "list is empty; it must give at least one id"),
+        ([*range(8), 8.7], r"list gave 8.7; a sampler gives one sample id at a time, a whole number"),
         (BatchSampler(range(10), 2, False), "a BatchSampler was given as the sampler; give one that gives single ids"),
         (7, "the sampler is a int; give one of evenstep.samplers, or a torch Sampler"),
         ((id_ for id_ in range(3)), "generator has no length; give it a __len__"),
@@ -361,6 +378,28 @@ def test_what_the_task_says_goes_before_what_the_dataloader_says() -> None:
     order = adopted.order(0, 4)
     assert order is not None
     assert order.name == "in order"
+
+
+def test_a_dataloader_with_torchs_own_batch_sampler_is_taken_apart_too() -> None:
+    inner = SubsetRandomSampler([1, 2, 3])
+    adopted = adopt(DataLoader(PAIRS, batch_sampler=BatchSampler(inner, 4, False)))  # type: ignore[arg-type]
+    order = adopted.order(seed=0, batch=2)
+    assert order is not None
+    assert sorted(epoch_of(order)) == [1, 2, 3]
+    assert adopted.batch == 4
+
+
+class Sorted(Mine):
+    """Has something called `order` of its own."""
+
+    order = (2, 1, 0)
+
+    def __iter__(self) -> Iterator[int]:
+        yield from torch.tensor(self.order)
+
+
+def test_a_sampler_may_have_an_order_of_its_own_and_give_tensors() -> None:
+    assert epoch_of(as_sampler(Sorted(3)).order(3, seed=0, batch=2)) == [2, 1, 0]
 
 
 def test_dropping_the_last_batch_is_said_not_to_be_done() -> None:

@@ -181,7 +181,8 @@ class Begin:
         if self._init is not None:
             info = get_worker_info()
             assert info is not None
-            info.__dict__["dataset"] = self._dataset  # the user's own, which their function may look for
+            # The user's own, which their function may look for.
+            object.__setattr__(info, "dataset", self._dataset)
             self._init(number)
 
 

@@ -84,7 +84,7 @@ def synchronize() -> None:
 def by_hand(data: tuple[Tensor, Tensor], loader: Loader) -> Batch:
     """A batch as Team.backward takes it, made of tensors that came another way."""
     num = len(data[1])
-    return Batch(Span(0, 0, num), [[Piece(data, np.arange(num), num)]], loader, is_epoch_end=False, digests=None)
+    return Batch(Span(0, 0, num), [[Piece(data, np.arange(num), num)]], loader, is_epoch_end=False, checked=None)
 
 
 def ways(team: Team) -> dict[str, Open]:
@@ -120,7 +120,7 @@ def ways(team: Team) -> dict[str, Open]:
     here = ours()
     # What a loader without reading ahead would do: index and copy when the batch is asked for.
     here._copies = {}
-    here._reader._pinned = False
+    here._training._reader._pinned = False
     return {
         NO_INPUT: lambda: [there[num] for num in sizes],
         "no input, again": lambda: [there[num] for num in sizes],

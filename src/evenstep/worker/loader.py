@@ -92,9 +92,10 @@ class Loader:
         self._num_workers = min(1, num_workers) if is_stream and reading.workers is None else num_workers
         self._stays = reading.fit is as_it_is and all(device.type == "cpu" for device in world.devices)
         on_cards = all(device.type == "cuda" for device in world.devices)
+        is_there = reading.resident or (not isinstance(source, Stream) and source.is_on_card)
         # A dataset that may draw at random is not read beside a training that draws.
         self._copies: dict[torch.device, CardCopy] = {}
-        if on_cards and not reading.resident and (self._num_workers or not is_slow):
+        if on_cards and not is_there and (self._num_workers or not is_slow):
             self._copies = {device: CardCopy(device) for device in world.devices}
         self._sources = self._placed()
         self._training = self._passes(order, reading)

@@ -20,6 +20,8 @@ class Source(Protocol):
     """Samples by id."""
 
     num_samples: int
+    is_on_card: bool
+    """Whether the samples lie in a card's memory already."""
 
     def is_slow(self, augments: bool) -> bool:
         """Whether Python runs for every sample, so that worker processes are of use."""
@@ -89,6 +91,7 @@ class Table:
         self._rows = PerSample(self._read, collate)
         first = columns[0]
         self._device = first.device if isinstance(first, torch.Tensor) else torch.device("cpu")
+        self.is_on_card = self._device.type == "cuda"
 
     def is_slow(self, augments: bool) -> bool:
         return augments or self._collate is not None
@@ -115,6 +118,8 @@ class Table:
 
 class Samples:
     """Any map-style dataset."""
+
+    is_on_card = False
 
     def __init__(self, data: Any, collate: Collate | None, what: str) -> None:
         if not hasattr(data, "__getitem__"):
@@ -182,6 +187,7 @@ class Picked:
             raise TaskError(f"the {what} data is a Subset with ids outside its {source.num_samples} samples")
         self._source = source
         self.num_samples = len(self._indices)
+        self.is_on_card = source.is_on_card
 
     def is_slow(self, augments: bool) -> bool:
         return self._source.is_slow(augments)

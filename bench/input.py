@@ -27,7 +27,7 @@ import harness
 import psutil
 import torch
 from torch import Tensor
-from torch.utils.data import DataLoader, Dataset, RandomSampler, Sampler
+from torch.utils.data import DataLoader, Dataset, RandomSampler, Sampler, TensorDataset
 
 import evenstep
 from evenstep.order import Span
@@ -39,6 +39,7 @@ SLOW_BATCHES_A_BLOCK = 48
 """Racers that run Python for every sample get shorter blocks; figures are rates."""
 GOALS = {
     "DataLoader, per sample": 15.0,
+    "DataLoader, TensorDataset": 15.0,
     "DataLoader, __getitems__": 1.2,
     "X[index]": 0.8,
 }
@@ -220,6 +221,10 @@ def peers(work: Work) -> Iterator[tuple[str, Racer]]:
         return Racer(batches, num)
 
     yield "DataLoader, per sample", dataloader(PerSample)
+    if work.pack is as_tuple:
+        sampler = Some(num)
+        ready_made = DataLoader(TensorDataset(images, labels), work.batch, sampler=sampler)
+        yield "DataLoader, TensorDataset", Racer(lambda: ready_made, num, sampler=sampler)
     for workers in (1, 2):
         name = f"DataLoader, per sample, {workers} worker{'s' * (workers > 1)}"
         yield name, dataloader(PerSample, num_workers=workers, persistent_workers=True)

@@ -26,6 +26,7 @@ from tests.small_tasks import KINDS
 pytestmark = [
     pytest.mark.gpu,
     pytest.mark.timeout(300),
+    pytest.mark.filterwarnings("ignore:Synchronization debug mode is a prototype"),
     pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA card"),
 ]
 

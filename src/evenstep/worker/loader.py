@@ -213,8 +213,6 @@ class Loader:
                 yield self._made(host, self._arrived, change)
 
     def _moved(self, piece: HostPiece, device: torch.device) -> Data:
-        if self._stays:
-            return piece.data
         return to_device(piece.data, lambda tensor: self._reading.fit(tensor.to(device, non_blocking=True)))
 
     def _sent(self, host: HostBatch) -> tuple[HostBatch, list[torch.cuda.Event]]:
@@ -233,6 +231,9 @@ class Loader:
         return to_device(piece.data, lambda tensor: self._reading.fit(copy.arrive(tensor)))
 
     def _made(self, host: HostBatch, place: Callable[[HostPiece, torch.device], Data], change: Change | None) -> Batch:
+        if self._stays and change is None:
+            as_read = [[Piece(one.data, one.ids, len(one.ids)) for one in pieces] for pieces in host.micro_batches]
+            return Batch(host.span, as_read, self, host.is_epoch_end, host.checked)
         micro_batches = []
         for pieces in host.micro_batches:
             made = []

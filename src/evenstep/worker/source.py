@@ -92,6 +92,9 @@ class Table:
         first = columns[0]
         self._device = first.device if isinstance(first, torch.Tensor) else torch.device("cpu")
         self.is_on_card = self._device.type == "cuda"
+        is_plain = all(isinstance(c, torch.Tensor) and c.is_cpu and not c.requires_grad for c in columns)
+        # The way that every step goes: bound once, for it takes as long as little more than the copying itself.
+        self._selects = [column.index_select for column in columns] if is_plain else None
 
     def is_slow(self, augments: bool) -> bool:
         return augments or self._collate is not None
@@ -99,10 +102,19 @@ class Table:
     def fetch(self, ids: Ids, keys: Ids | None = None, touch: Touch | None = None, pinned: bool = False) -> Batch:
         if self._collate is None and (touch is None or not touch.augments):
             index = torch.from_numpy(ids)
+            if self._selects is not None and not pinned:
+                return self._packed([select(0, index) for select in self._selects])
             if self._device.type != "cpu":
                 index = index.to(self._device, non_blocking=True)
             return each(self._data, lambda column: _take(column, ids, index, pinned))
         return self._rows.make(ids, ids if keys is None else keys, touch)
+
+    def _packed(self, columns: list[torch.Tensor]) -> Batch:
+        if type(self._data) is tuple:
+            return tuple(columns)
+        if isinstance(self._data, Mapping):
+            return dict(zip(self._data, columns, strict=True))
+        return type(self._data)(*columns) if isinstance(self._data, tuple) else columns[0]
 
     def _read(self, ids: list[int]) -> Iterator[Any]:
         return (each(self._data, partial(_row, row=id_)) for id_ in ids)

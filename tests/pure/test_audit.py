@@ -10,7 +10,7 @@ import tempfile
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -743,3 +743,31 @@ def test_numbers_are_those_of_counting_by_hand(epochs: list[list[int]], is_strea
         found = audit([write_run(Path(folder) / "a", batches(epochs), num_samples=None if is_stream else 10)])
     assert (found.samples, found.repeated, found.missed) == (sum(map(len, epochs)), repeated, sum(missed))
     assert found.is_clean == (repeated == sum(missed) == 0)
+
+
+# Which runs are one training.
+
+
+def resumed(folder: Path) -> Plan:
+    return replace(PLAN, resume=str(folder.resolve() / "checkpoints" / "step-00000002"))
+
+
+def test_a_run_goes_on_from_one_that_is_given_or_they_are_no_chain() -> None:
+    lines = batches([shuffled(0)])
+    first, stranger = write_run("first", lines[:2]), write_run("stranger", lines[:2])
+    rest = write_run("rest", lines[2:], resumed(first), step=2, position=8)
+    assert audit([first, rest]).is_clean
+    # Begun again because it was cut off before its first checkpoint: one training.
+    assert audit([stranger, first, rest]).is_clean
+    with pytest.raises(BadInput, match="the other was resumed from first, which was not given"):
+        audit([stranger, rest])
+
+
+def test_a_run_that_came_to_its_end_is_not_gone_over_again() -> None:
+    lines = batches([shuffled(0)])
+    done, other = write_run("done", lines), write_run("other", lines[:1])
+    with (done / "record.jsonl").open("a") as record:
+        record.write(json.dumps({"kind": "summary", **asdict(replace(SUMMARY, steps=3))}) + "\n")
+    assert audit([done]).is_clean
+    with pytest.raises(BadInput, match="the first came to its end at step 3, and the other begins at step 0"):
+        audit([done, other])

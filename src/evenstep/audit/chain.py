@@ -52,6 +52,8 @@ class Run:
     position: int
     last_step: int | None
     """None if it did not come to its end."""
+    resumed_from: str | None
+    """The name of the run whose checkpoint it loaded."""
 
 
 def read_chain(runs: Sequence[str | Path]) -> list[Run]:
@@ -61,13 +63,23 @@ def read_chain(runs: Sequence[str | Path]) -> list[Run]:
     folders = {path.resolve(): path for path in map(_folder, runs)}
     chain = sorted(map(_read, folders.values()), key=lambda run: run.step)
     for one, other in pairwise(chain):
-        difference = one.promise.difference(other.promise)
+        difference = one.promise.difference(other.promise) or _no_descent(one, other, chain)
         if difference:
             raise BadInput(
                 f"{one.folder} and {other.folder} are not parts of one training: {difference}.\n"
                 "Give a run together with those that were resumed from it, or one run alone"
             )
     return chain
+
+
+def _no_descent(one: Run, other: Run, chain: Sequence[Run]) -> str | None:
+    """Why a run cannot have gone on from those before it, or been begun again in place of one that was cut off."""
+    if one.last_step is not None and other.step < one.last_step:
+        return f"the first came to its end at step {one.last_step}, and the other begins at step {other.step}"
+    earlier = {run.folder.resolve().name for run in chain if run is not other}
+    if other.step and other.resumed_from is not None and other.resumed_from not in earlier:
+        return f"the other was resumed from {other.resumed_from}, which was not given"
+    return None
 
 
 def _folder(run: str | Path) -> Path:
@@ -101,7 +113,10 @@ def _understood(folder: Path, record: Record) -> Run:
     lengths = Lengths(rest, tuple(_checked("first", length, 1) for length in data["first"]))
     promise = Promise(str(data["sampler"]), bool(data["repeats"]), num_samples, lengths, record.plan.seed)
     last_step = None if record.summary is None else step + _checked("steps", record.summary.steps, 0)
-    return Run(folder, promise, step, position, last_step)
+    # runs/NAME/checkpoints/step-...
+    parents = Path(record.plan.resume or "").parents
+    resumed_from = parents[1].name if record.plan.resume and len(parents) > 1 else None
+    return Run(folder, promise, step, position, last_step, resumed_from)
 
 
 def _checked(name: str, number: Any, lowest: int) -> int:

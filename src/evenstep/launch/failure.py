@@ -10,6 +10,7 @@ from typing import Any
 
 from evenstep import checkpoint
 from evenstep.errors import BadInput, EvenstepError, WorkerFailed
+from evenstep.record import FILE
 
 MOST_MESSAGE_LINES = 5
 _OURS = (0, -signal.SIGTERM)
@@ -69,6 +70,8 @@ def _where_to_look(run_folder: Path) -> str:
 def stopped_where(run_folder: Path) -> str:
     """The last line of a run that was stopped by hand."""
     saved = checkpoint.whole(run_folder / checkpoint.FOLDER)
+    if not (run_folder / FILE).exists():
+        return "stopped before anything was done"
     if not saved:
         return f"stopped before the first checkpoint; what was done is in {run_folder}"
     return f"stopped; go on from {saved[-1].name} with --resume {run_folder}"

@@ -17,7 +17,7 @@ from evenstep.order import Lengths, Order, Span, order_name
 from evenstep.samplers import InOrder, Subset
 from evenstep.task import Batch as Data
 from evenstep.worker.ahead import Ahead, CardCopy, choose_workers
-from evenstep.worker.passes import Passes, Reading, as_it_is
+from evenstep.worker.passes import NOT_RESIDENT, Passes, Reading, as_it_is
 from evenstep.worker.reading import Checked, Cut, HostBatch, HostPiece
 from evenstep.worker.source import Source, to_device
 from evenstep.worker.stream import Stream
@@ -254,9 +254,6 @@ class Loader:
         if not self._reading.resident:
             return [source] * len(devices)  # type: ignore[list-item]
         if isinstance(source, Stream) or source.is_slow(self._reading.augment is not None):
-            raise PlanError(
-                "--resident keeps tensors and arrays on the device, without augment or collate; use augment_batch, "
-                "which works there, or leave --resident out"
-            )
+            raise PlanError(NOT_RESIDENT)
         copies = {device: source.on(device) for device in set(devices)}
         return [copies[device] for device in devices]

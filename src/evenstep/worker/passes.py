@@ -17,6 +17,11 @@ from evenstep.worker.reading import Cut, HostBatch, Reader, requests
 from evenstep.worker.source import Source
 from evenstep.worker.stream import InWorkers, Stream, StreamPart
 
+NOT_RESIDENT = (
+    "--resident keeps tensors and arrays on the device, without augment or collate; use augment_batch, "
+    "which works there, or leave --resident out"
+)
+
 
 def as_it_is(tensor: torch.Tensor) -> torch.Tensor:
     return tensor

@@ -108,6 +108,7 @@ def test_imbalanced_digits_are_learned_better_when_balanced() -> None:
     assert float(evened_out[1]) > float(as_they_come[1]) + 0.10
 
 
+@pytest.mark.slow
 def test_imbalanced_digits_are_balanced_alike_on_one_device_and_on_two() -> None:
     task = f"{EXAMPLES / 'imbalanced.py'}:balanced"
     python("-m", "evenstep", "train", task, "--strategy", "ddp", "--devices", "2", "--steps", "14", "--name", "two")

@@ -47,7 +47,10 @@ def name(where: str, case: tuple[str, int, str]) -> str:
 
 
 def is_quick(where: str, case: tuple[str, int, str]) -> bool:
-    return case in QUICK and (case[0].startswith("mlp") or not where.endswith("-3"))
+    is_mlp, is_fp64 = case[0].startswith("mlp"), case[2] == "fp64"
+    if where.endswith("-3"):
+        return case in QUICK and is_mlp and is_fp64
+    return case in QUICK and (is_mlp or (is_fp64 and not case[0].endswith("adamw/pair")))
 
 
 @pytest.fixture(scope="module")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 import os
 import queue
 import signal
@@ -20,6 +19,7 @@ from evenstep.errors import TaskError, TrainingError
 from evenstep.worker.machine import num_cores
 from evenstep.worker.reading import Failure, HostBatch, Reader, Request
 from evenstep.worker.stream import InWorkers
+from evenstep.worker.world import end_with
 
 T = TypeVar("T")
 AHEAD = 2
@@ -27,13 +27,13 @@ AHEAD = 2
 MOST_WORKERS = 4
 
 
-def choose_workers(workers: int | None, is_slow: bool, num_processes: int) -> int:
+def choose_workers(workers: int | None, is_slow: bool, num_processes: int, most: int = MOST_WORKERS) -> int:
     """Loader workers of one process: as many as asked for; else one for each core that the training leaves free."""
     if not is_slow:
         return 0
     if workers is not None:
         return workers
-    return max(0, min(MOST_WORKERS, num_cores() // num_processes - 1))
+    return max(0, min(most, num_cores() // num_processes - 1))
 
 
 class Pool:
@@ -174,10 +174,7 @@ class Begin:
 
     def __call__(self, number: int) -> None:
         signal.signal(signal.SIGINT, signal.SIG_IGN)
-        if sys.platform == "linux":
-            ctypes.CDLL(None, use_errno=True).prctl(1, signal.SIGKILL)  # 1: PR_SET_PDEATHSIG
-            if os.getppid() != self._parent:
-                os._exit(1)
+        end_with(self._parent)
         if self._init is not None:
             info = get_worker_info()
             assert info is not None

@@ -16,8 +16,8 @@ from evenstep.errors import PlanError
 from evenstep.order import Lengths, Order, Span, order_name
 from evenstep.samplers import InOrder, Subset
 from evenstep.task import Batch as Data
-from evenstep.worker.ahead import Ahead, CardCopy, choose_workers
-from evenstep.worker.passes import NOT_RESIDENT, Passes, Reading, as_it_is
+from evenstep.worker.ahead import MOST_WORKERS, Ahead, CardCopy, choose_workers
+from evenstep.worker.passes import NOT_RESIDENT, Passes, Reading, as_it_is, can_be_resident
 from evenstep.worker.reading import Checked, Cut, HostBatch, HostPiece
 from evenstep.worker.source import Source, to_device
 from evenstep.worker.stream import Stream
@@ -79,7 +79,6 @@ class Loader:
         self.num_samples = None if isinstance(source, Stream) else source.num_samples
         """Samples of the data; None for a stream."""
         self.lengths = order.lengths if order is not None else Lengths(None)
-        is_stream = isinstance(source, Stream)
         self._source = source
         self._world = world
         self._batch = batch
@@ -87,9 +86,9 @@ class Loader:
         self._cut = Cut.of(world, reading.accumulate)
         self._left_to_check = NUM_CHECKED if reading.compare and world.num_seats > 1 else 0
         is_slow = isinstance(source, Stream) or source.is_slow(reading.augment is not None)
-        num_workers = choose_workers(reading.workers, is_slow, world.size)
         # Every worker goes through the whole stream: more of them than one do not make it come faster.
-        self._num_workers = min(1, num_workers) if is_stream and reading.workers is None else num_workers
+        most = 1 if isinstance(source, Stream) else MOST_WORKERS
+        self._num_workers = choose_workers(reading.workers, is_slow, world.size, most)
         self._stays = reading.fit is as_it_is and all(device.type == "cpu" for device in world.devices)
         on_cards = all(device.type == "cuda" for device in world.devices)
         is_there = reading.resident or (not isinstance(source, Stream) and source.is_on_card)
@@ -249,11 +248,11 @@ class Loader:
     def _placed(self) -> list[Source]:
         """A source for each of this process's devices: the same one, or a copy in the device's memory."""
         source, devices = self._source, self._world.devices
-        if isinstance(source, Stream) and not self._reading.resident:
+        if self._reading.resident and not can_be_resident(source, self._reading.augment is not None):
+            raise PlanError(NOT_RESIDENT)
+        if isinstance(source, Stream):
             return []
         if not self._reading.resident:
-            return [source] * len(devices)  # type: ignore[list-item]
-        if isinstance(source, Stream) or source.is_slow(self._reading.augment is not None):
-            raise PlanError(NOT_RESIDENT)
+            return [source for _ in devices]
         copies = {device: source.on(device) for device in set(devices)}
         return [copies[device] for device in devices]

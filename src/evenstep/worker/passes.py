@@ -23,6 +23,11 @@ NOT_RESIDENT = (
 )
 
 
+def can_be_resident(source: Source | Stream, augments: bool) -> bool:
+    """Whether the samples can live in a device's memory."""
+    return not isinstance(source, Stream) and not source.is_slow(augments)
+
+
 def as_it_is(tensor: torch.Tensor) -> torch.Tensor:
     return tensor
 

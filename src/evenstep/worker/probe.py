@@ -18,7 +18,7 @@ from evenstep.plan import Plan
 from evenstep.task import Task, describe, takes_steps
 from evenstep.worker.adopt import Adopted
 from evenstep.worker.loader import Piece
-from evenstep.worker.passes import NOT_RESIDENT
+from evenstep.worker.passes import NOT_RESIDENT, can_be_resident
 from evenstep.worker.precision import Precision
 from evenstep.worker.source import Source, to_device
 from evenstep.worker.state import check_foreign, refuse_difference
@@ -38,7 +38,7 @@ def probe(plan: Plan, task: Task, train: Adopted) -> Lengths:
             f"a global batch of {plan.batch} is larger than the {source.num_samples} training samples; "
             f"use --batch {source.num_samples} or less"
         )
-    if plan.resident and (isinstance(source, Stream) or source.is_slow(task.augment is not None)):
+    if plan.resident and not can_be_resident(source, task.augment is not None):
         raise PlanError(NOT_RESIDENT)
     order = train.order(plan.seed, plan.batch)
     lengths = order.lengths if order is not None else Lengths(None)

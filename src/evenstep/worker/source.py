@@ -93,7 +93,7 @@ class Table:
         self._device = first.device if isinstance(first, torch.Tensor) else torch.device("cpu")
         self.is_on_card = self._device.type == "cuda"
         is_plain = all(isinstance(c, torch.Tensor) and c.is_cpu and not c.requires_grad for c in columns)
-        # The way that every step goes: bound once, for it takes as long as little more than the copying itself.
+        # Bound once: looking them up at every step would cost a good part of the copying itself.
         self._selects = [column.index_select for column in columns] if is_plain else None
 
     def is_slow(self, augments: bool) -> bool:

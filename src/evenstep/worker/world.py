@@ -157,10 +157,16 @@ def die_with_parent() -> None:
     """Ask Linux to kill this process when the launcher dies, however it dies."""
     parent = os.environ.get(PARENT)
     # A process that a worker started itself has inherited the name of a launcher that is not its parent.
-    if sys.platform != "linux" or not parent or os.getppid() != int(parent):
+    if parent and os.getppid() == int(parent):
+        end_with(int(parent))
+
+
+def end_with(parent: int) -> None:
+    """Ask Linux to kill this process when its parent dies, however it dies; elsewhere, nothing."""
+    if sys.platform != "linux":
         return
     ctypes.CDLL(None, use_errno=True).prctl(1, signal.SIGKILL)  # 1: PR_SET_PDEATHSIG
-    if os.getppid() != int(parent):
+    if os.getppid() != parent:
         os._exit(1)
 
 

@@ -7,16 +7,18 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 from safetensors.torch import load_file
 
-from evenstep.launch.processes import RankLogs, python, workers
+from evenstep.launcher.meeting import OneMachine
+from evenstep.launcher.processes import RankLogs, Start, workers
 from evenstep.plan import Plan
 from evenstep.record import Record
+from evenstep.worker.program import Program, run_program
 
 
 @dataclass(frozen=True)
@@ -31,13 +33,23 @@ def run_jobs(folder: Path, size: int, jobs: Iterable[tuple[str, Plan, str]], dev
     """Run (name, plan, task key) one after another in a world of `size` processes."""
     file = folder / f"jobs-{size}.json"
     file.write_text(json.dumps([[name, plan.to_json(), key] for name, plan, key in jobs]))
-    entry, arguments = python(__file__, str(file))
-    logs = RankLogs(folder / f"logs-{file.stem}")
-    with workers(entry, arguments, size, logs, {"OMP_NUM_THREADS": "1"}) as started:
-        while started.poll():
-            pass
-        said = "".join(path.read_text() for path in sorted(logs.folder.glob("*.err"))) if started.exit_codes else ""
-        assert started.exit_codes == {}, said[-6000:]
+    run_processes(Path(__file__), [str(file)], size, folder / f"logs-{file.stem}")
+
+
+def run_processes(script: Path, arguments: Sequence[str], size: int, logs_folder: Path, **more: str) -> None:
+    """Run a script as `size` processes that meet as those of a training do; what they said, if one of them fails."""
+    meeting = OneMachine()
+    environments = meeting.gather(size, 1).environments(size, {"OMP_NUM_THREADS": "1", **more})
+    logs = RankLogs(logs_folder)
+    program = Program(str(script), tuple(arguments))
+    try:
+        with workers(Start(run_program, (str(logs_folder), program), environments, logs)) as started:
+            while started.poll():
+                pass
+            said = [path.read_text() for path in sorted(logs.folder.glob("*.traceback"))]
+            assert started.failed == {}, "".join(said)[-6000:]
+    finally:
+        meeting.close()
 
 
 def result(folder: Path, name: str) -> Result:
@@ -55,7 +67,7 @@ def furthest(weights: dict[str, torch.Tensor], reference: dict[str, torch.Tensor
 
 def main(file: Path) -> None:
     from evenstep.worker.job import perform
-    from evenstep.worker.world import die_with_parent
+    from evenstep.worker.lifeline import die_with_parent
     from tests.small_tasks import small_task
 
     die_with_parent()

@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from evenstep import samplers
     from evenstep.errors import EvenstepError
-    from evenstep.launch.train import train
+    from evenstep.launcher.script import launch
+    from evenstep.launcher.train import train
     from evenstep.plan import Plan
     from evenstep.record import Record
     from evenstep.task import Task
@@ -17,7 +18,7 @@ if TYPE_CHECKING:
     from evenstep.worker.team import join
 
 __version__ = "0.1.0"
-__all__ = ["EvenstepError", "Plan", "Record", "Run", "Scaler", "Task", "join", "samplers", "train"]
+__all__ = ["EvenstepError", "Plan", "Record", "Run", "Scaler", "Task", "join", "launch", "samplers", "train"]
 
 # Found when first asked for: torch takes a second to import, and `evenstep --help` should not wait for it.
 _WHERE = {
@@ -28,7 +29,8 @@ _WHERE = {
     "Scaler": "evenstep.worker.scaler",
     "Task": "evenstep.task",
     "join": "evenstep.worker.team",
-    "train": "evenstep.launch.train",
+    "launch": "evenstep.launcher.script",
+    "train": "evenstep.launcher.train",
 }
 
 

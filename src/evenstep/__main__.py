@@ -1,6 +1,17 @@
-"""`python -m evenstep` is `evenstep`."""
+"""`python -m evenstep`, and the command `evenstep`."""
 
-from evenstep.cli import main
+import sys
+
+from evenstep.launcher.server import start_server_for
+
+
+def main() -> None:
+    """Start what takes longest first, then read the command line."""
+    start_server_for(sys.argv[1:])
+    from evenstep.cli import main as run_command
+
+    run_command()
+
 
 if __name__ == "__main__":
     main()

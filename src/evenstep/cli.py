@@ -120,12 +120,32 @@ def train(
     allow_pickle: Annotated[
         bool | None, typer.Option("--allow-pickle", help="Load weights files that can run code.")
     ] = None,
+    restarts: Annotated[int | None, typer.Option(help="Crashes after which to go on by itself; default: 0.")] = None,
+    stall_after: Annotated[
+        float | None,
+        typer.Option(metavar="SECONDS", help="End a run in which nothing moves; default: by its pace, from 120 up."),
+    ] = None,
+    check_every: Annotated[
+        int | None, typer.Option(metavar="STEPS", help="Compare the replicas so often; default: 100, 0: never.")
+    ] = None,
+    check_collectives: Annotated[
+        bool | None, typer.Option("--check-collectives", help="Compare every collective between ranks; slow.")
+    ] = None,
+    machines: Annotated[
+        str | None, typer.Option(help="How many machines, such as 2, or the least and the most, such as 2:4.")
+    ] = None,
+    rendezvous: Annotated[
+        str | None, typer.Option(metavar="HOST:PORT", help="The first machine, and a free port on it.")
+    ] = None,
+    requeue: Annotated[
+        bool | None, typer.Option("--requeue", help="Under Slurm: when asked to stop, save and queue again.")
+    ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print the summary as one line of JSON.")] = False,
 ) -> None:
     """Train a task."""
     choices = {key: value for key, value in locals().items() if key not in ("task", "as_json")}
-    from evenstep.launch.prepare import prepare
-    from evenstep.launch.train import watch
+    from evenstep.launcher.prepare import prepare
+    from evenstep.launcher.train import watch
 
     prepared = prepare(task, choices)
     errors = Console(stderr=True, highlight=False, emoji=False)
@@ -164,12 +184,28 @@ def run(
     context: typer.Context,
     script: Annotated[str, typer.Argument(help="A script written for torchrun, or with evenstep.join().")],
     devices: Annotated[int, typer.Option(help="How many processes, one for each device.")] = 1,
+    module: Annotated[bool, typer.Option("--module", "-m", help="It is a module, as for python -m.")] = False,
+    restarts: Annotated[int, typer.Option(help="Crashes after which to start it again.")] = 0,
+    stall_after: Annotated[
+        float | None, typer.Option(metavar="SECONDS", help="End it when nothing moves; default: 600.")
+    ] = None,
+    fresh: Annotated[
+        bool, typer.Option("--fresh", help="Start each process anew: for a script that sets torch's environment.")
+    ] = False,
 ) -> None:
     """Run a script as several processes, as torchrun would; all that follows the script is the script's."""
-    from evenstep.launch.script import run_script
+    from evenstep.launcher.script import run_script
 
     arguments = context.args[1:] if context.args[:1] == ["--"] else context.args
-    run_script(script, arguments, devices)
+    run_script(
+        script,
+        arguments,
+        devices,
+        is_module=module,
+        is_fresh=fresh,
+        restarts=restarts,
+        stall_after=stall_after,
+    )
 
 
 @app.command(epilog=AUDIT_EXAMPLES)

@@ -5,9 +5,11 @@
     │   ├── TaskError           the task: not found, does not import, its loss or data do not fit
     │   ├── PlanError           the plan: an unknown strategy, a batch that cannot be cut up, too few devices
     │   └── CheckpointError     the checkpoint: not one, damaged, from another model or a newer version
-    └── TrainingError           exit 1: it started and could not go on
-        ├── NonFiniteLoss       the loss became NaN or infinite; all ranks stopped before the weights were touched
-        └── WorkerFailed        a worker process failed; the message holds the first cause
+    ├── TrainingError           exit 1: it started and could not go on
+    │   ├── NonFiniteLoss       the loss became NaN or infinite; all ranks stopped before the weights were touched
+    │   ├── WorkerFailed        a worker process failed; the message holds the first cause
+    │   └── Stalled             exit 124: nothing moved any more; the message names who the others waited for
+    └── Preempted               exit 75: asked to stop by SIGTERM or SIGUSR1, and saved
 
 A message says what was given, what is allowed and what to do next, in one or two lines.
 """
@@ -47,3 +49,15 @@ class NonFiniteLoss(TrainingError):
 
 class WorkerFailed(TrainingError):
     """A worker process ended early."""
+
+
+class Stalled(TrainingError):
+    """Nothing moved any more."""
+
+    exit_code = 124
+
+
+class Preempted(EvenstepError):
+    """The training was asked to stop, agreed on a step and saved it."""
+
+    exit_code = 75

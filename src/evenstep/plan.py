@@ -57,6 +57,13 @@ class Plan:
     compile: bool = False
     sync_batchnorm: bool = False
     allow_pickle: bool = False
+    restarts: int = 0
+    stall_after: float | None = None
+    check_every: int = 100
+    check_collectives: bool = False
+    machines: str | None = None
+    rendezvous: str | None = None
+    requeue: bool = False
 
     def __post_init__(self) -> None:
         _one_of("strategy", self.strategy, STRATEGY_NAMES)
@@ -68,10 +75,27 @@ class Plan:
             _at_least_one(name, getattr(self, name))
         if self.workers is not None and (not isinstance(self.workers, int) or self.workers < 0):
             raise PlanError(f"workers is {self.workers!r}; it is the number of loader processes a rank has, from 0 up")
+        self._check_launch()
         self._check_length()
         self._check_devices()
         self._check_cut()
         check_name(self.name)
+
+    def _check_launch(self) -> None:
+        for name, what in (("restarts", "crashes to go on after"), ("check_every", "steps between two comparisons")):
+            value = getattr(self, name)
+            if not isinstance(value, int) or value < 0:
+                raise PlanError(f"{name.replace('_', '-')} is {value!r}; it is the number of {what}, from 0 up")
+        if self.stall_after is not None and not (isinstance(self.stall_after, int | float) and self.stall_after >= 1):
+            raise PlanError(f"stall-after is {self.stall_after!r}; it is a number of seconds, from 1 up")
+        if self.machines is not None:
+            parse_machines(self.machines)
+        if (self.machines is None) != (self.rendezvous is None):
+            raise PlanError("--machines and --rendezvous go together: --machines 2:4 --rendezvous head:29400")
+        if self.rendezvous is not None:
+            parse_address(self.rendezvous)
+        if self.machines is not None and self.strategy not in ("ddp", "fsdp"):
+            raise PlanError(f"{self.strategy} runs on one machine; use --strategy ddp or fsdp with --machines")
 
     def _check_length(self) -> None:
         if (self.epochs is None) == (self.steps is None):
@@ -104,10 +128,12 @@ class Plan:
             )
 
     def _check_cut(self) -> None:
-        smallest = len(self.devices) * self.accumulate
+        machines = parse_machines(self.machines)[1] if self.machines is not None else 1
+        smallest = machines * len(self.devices) * self.accumulate
         if self.batch < smallest:
+            of_machines = f"{machines} machines x " if machines > 1 else ""
             raise PlanError(
-                f"a global batch of {self.batch} does not fill {len(self.devices)} devices x "
+                f"a global batch of {self.batch} does not fill {of_machines}{len(self.devices)} devices x "
                 f"{self.accumulate} micro-batches; use --batch {smallest} or more"
             )
 
@@ -196,6 +222,23 @@ def parse_devices(text: str) -> int | tuple[str, ...]:
     if re.fullmatch(r"-?\d+", text.strip()):
         return int(text)
     return tuple(part.strip() for part in text.split(","))
+
+
+def parse_machines(text: str) -> tuple[int, int]:
+    """`2:4` is at least 2 and at most 4; `2` is just so many."""
+    match = re.fullmatch(r"(\d+)(?::(\d+))?", text.strip())
+    least, most = (int(match[1]), int(match[2] or match[1])) if match else (0, 0)
+    if not 1 <= least <= most:
+        raise PlanError(f"machines is {text!r}; write a number such as 2, or the least and the most such as 2:4")
+    return least, most
+
+
+def parse_address(text: str) -> tuple[str, int]:
+    """`head:29400` is a machine and a port on it."""
+    host, _, port = text.strip().rpartition(":")
+    if not host or not port.isdigit() or not 0 < int(port) < 65536:
+        raise PlanError(f"rendezvous is {text!r}; write the first machine and a free port on it, such as head:29400")
+    return host.strip("[]"), int(port)
 
 
 def check_name(name: str) -> None:

@@ -78,6 +78,8 @@ class Record:
     machine: dict[str, Any] = field(default_factory=dict)
     data: dict[str, Any] = field(default_factory=dict)
     """How samples are drawn and from where this run goes on; empty in records of before there was an audit."""
+    restarts: list[dict[str, Any]] = field(default_factory=list)
+    """The same as `data`, for each time that the run went on after a crash or a preemption."""
     steps: list[Step] = field(default_factory=list)
     evaluations: list[Evaluation] = field(default_factory=list)
     summary: Summary | None = None
@@ -100,7 +102,7 @@ class Record:
                 for row in rows(file):
                     if record is None:
                         record = cls.begin(row, path)
-                    elif row["kind"] in kinds:
+                    elif row["kind"] in kinds or row["kind"] == "start":
                         record.take(row)
         except (ValueError, KeyError, TypeError) as error:
             raise BadInput(f"{path} is no record of a run ({type(error).__name__}: {error})") from error
@@ -116,6 +118,9 @@ class Record:
     def take(self, row: Mapping[str, Any]) -> Step | Evaluation | Summary | None:
         """Add one row of the file; the value it became."""
         values = {name: value for name, value in row.items() if name != "kind"}
+        if row["kind"] == "start":
+            self._restart(dict(row.get("data", {})))
+            return None
         if row["kind"] == "step":
             self.steps.append(Step(**values))
             return self.steps[-1]
@@ -126,6 +131,14 @@ class Record:
             self.summary = Summary(**values)
             return self.summary
         return None
+
+    def _restart(self, data: dict[str, Any]) -> None:
+        """What came after the checkpoint from which the run goes on was lost, and is done again."""
+        self.restarts.append(data)
+        last = data.get("step", 0)
+        self.steps = [step for step in self.steps if step.step <= last]
+        self.evaluations = [one for one in self.evaluations if one.step <= last]
+        self.summary = None
 
 
 def rows(file: IO[bytes]) -> Iterator[dict[str, Any]]:
@@ -145,7 +158,9 @@ class RecordWriter:
     def __init__(
         self, run_folder: Path, plan: Plan, machine: dict[str, Any], data: Mapping[str, Any] | None = None
     ) -> None:
-        self._file = (run_folder / FILE).open("a", encoding="utf-8")
+        path = run_folder / FILE
+        _cut_torn_line(path)
+        self._file = path.open("a", encoding="utf-8")
         self._flushed = 0.0
         self._write({"kind": "start", "plan": plan.to_json(), "machine": machine, "data": dict(data or {})})
 
@@ -160,6 +175,19 @@ class RecordWriter:
             self._flushed = now
             self._file.flush()
 
+    def flush(self) -> None:
+        """Write what is left, before something is done that later runs go on from."""
+        self._file.flush()
+
     def close(self) -> None:
         """Write what is left."""
         self._file.close()
+
+
+def _cut_torn_line(path: Path) -> None:
+    """Take off what a process that was killed had begun to write: the next row would be written into it."""
+    if not path.exists():
+        return
+    with path.open("r+b") as file:
+        whole = file.read().rfind(b"\n") + 1
+        file.truncate(whole)

@@ -165,7 +165,8 @@ def train_and_kill(name: str, at_step: int, *arguments: str) -> None:
         assert run.poll() is None
         assert time.monotonic() < deadline
         time.sleep(0.02)
-    ranks = [child for child in psutil.Process(run.pid).children() if "evenstep.worker" in child.cmdline()]
+    children = psutil.Process(run.pid).children(recursive=True)
+    ranks = [child for child in children if child.name().startswith("evenstep-rank")]
     readers = [reader for rank in ranks for reader in rank.children()]
     assert len(readers) >= 2 * len(ranks)
     ranks[-1].send_signal(signal.SIGKILL)

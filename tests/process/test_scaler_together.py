@@ -11,21 +11,20 @@ import pytest
 import torch
 from sklearn.preprocessing import StandardScaler
 
-from evenstep.launch.processes import RankLogs, python, workers
 from evenstep.worker.team import join
+from tests.fleet import run_processes
 from tests.process.scale_together import NUM_RANKS, images, report, table
 
 
 @pytest.fixture(scope="module", params=["ddp", "fsdp"])
 def reports(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Any:
     folder = tmp_path_factory.mktemp("scale")
-    script = str(Path(__file__).with_name("scale_together.py"))
-    entry, arguments = python(script, request.param, str(folder / "out.json"))
-    with workers(entry, arguments, NUM_RANKS, RankLogs(folder / "logs"), {"OMP_NUM_THREADS": "1"}) as started:
-        while started.poll():
-            pass
-        said = "".join(path.read_text() for path in sorted((folder / "logs").glob("*.err")))
-        assert started.exit_codes == {}, said[-6000:]
+    run_processes(
+        Path(__file__).with_name("scale_together.py"),
+        [request.param, str(folder / "out.json")],
+        NUM_RANKS,
+        folder / "logs",
+    )
     return json.loads((folder / "out.json").read_text())
 
 

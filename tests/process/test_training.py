@@ -9,9 +9,8 @@ from typing import Any
 import pytest
 
 from evenstep.draws import stream
-from evenstep.launch.processes import RankLogs, python, workers
 from evenstep.plan import Plan
-from tests.fleet import furthest, result, run_jobs
+from tests.fleet import furthest, result, run_jobs, run_processes
 
 STEPS = 24
 WORLDS = {1: ["single-1", "dp-2"], 2: ["ddp-2", "fsdp-2"], 3: ["ddp-3"]}
@@ -69,11 +68,7 @@ def test_all_ranks_skip_a_step_that_overflows_on_one(tmp_path: Path, strategy: s
 def run_script(name: str, folder: Path, *arguments: str) -> Any:
     """What a script beside this file wrote, run as two ranks by evenstep's launcher."""
     out = folder / "out.json"
-    entry, program = python(str(Path(__file__).with_name(name)), *arguments, str(out))
-    with workers(entry, program, 2, RankLogs(folder / "logs"), {"OMP_NUM_THREADS": "1"}) as started:
-        while started.poll():
-            pass
-        assert started.exit_codes == {}, (folder / "logs/rank0.err").read_text()
+    run_processes(Path(__file__).with_name(name), [*arguments, str(out)], 2, folder / "logs")
     return json.loads(out.read_text())
 
 

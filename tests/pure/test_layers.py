@@ -44,13 +44,13 @@ MAY_IMPORT = {
     "tasks": {"errors", "task", "tasks"},
     "report": {*LOW, "report"},
     "worker": {*LOW, "worker"},
-    "launch": {*LOW, "worker", "report", "launch"},
-    "cli": {*LOW, "worker", "report", "launch"},
+    "launcher": {*LOW, "worker", "report", "launcher"},
+    "cli": {*LOW, "worker", "report", "launcher"},
     "__main__": {"cli"},
     # Names that are found when first asked for.
-    "__init__": {*LOW, "worker", "launch"},
+    "__init__": {*LOW, "worker", "launcher"},
 }
-NEEDS_TORCH = {"worker", "launch", "tasks"}
+NEEDS_TORCH = {"worker", "launcher", "tasks"}
 
 
 def layer(file: Path) -> str:

@@ -22,7 +22,9 @@ def audit(runs: Sequence[str | Path]) -> Audit:
     judge = Judge(chain)
     for run, following in zip(chain, [*chain[1:], None], strict=True):
         judge.begin(run)
-        for line in read_lines(run.folder / FILE, judge.problems):
+        for lost in run.lost_files:
+            judge.redone += sum(len(line.ids) for line in read_lines(lost, judge.problems))
+        for line in read_lines(run.file, judge.problems):
             if following is not None and line.step > following.step:
                 judge.redone += len(line.ids)
             else:

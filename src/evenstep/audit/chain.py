@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-from evenstep.audit.samples import FILE, is_number, unreadable
+from evenstep.audit.samples import FILE, is_number, samples_file, unreadable
 from evenstep.errors import BadInput
 from evenstep.order import Lengths
 from evenstep.record import Record
@@ -44,9 +44,10 @@ class Promise:
 
 @dataclass(frozen=True)
 class Run:
-    """One folder of a chain, and from where it goes on."""
+    """One folder of a chain, or what came after a restart in it, and from where it goes on."""
 
     folder: Path
+    file: Path
     promise: Promise
     step: int
     position: int
@@ -54,6 +55,8 @@ class Run:
     """None if it did not come to its end."""
     resumed_from: str | None
     """The name of the run whose checkpoint it loaded."""
+    lost_files: tuple[Path, ...] = ()
+    """Samples of attempts of which nothing is left: a later one went on from before their beginning."""
 
 
 def read_chain(runs: Sequence[str | Path]) -> list[Run]:
@@ -61,8 +64,10 @@ def read_chain(runs: Sequence[str | Path]) -> list[Run]:
     if not runs:
         raise BadInput("no run given; evenstep audit takes the folders of one or more runs")
     folders = {path.resolve(): path for path in map(_folder, runs)}
-    chain = sorted(map(_read, folders.values()), key=lambda run: run.step)
+    chain = sorted((run for folder in folders.values() for run in _read(folder)), key=lambda run: run.step)
     for one, other in pairwise(chain):
+        if one.folder == other.folder:
+            continue
         difference = one.promise.difference(other.promise) or _no_descent(one, other, chain)
         if difference:
             raise BadInput(
@@ -87,7 +92,7 @@ def _folder(run: str | Path) -> Path:
     return Path(run).parent if Path(run).is_file() else Path(run)
 
 
-def _read(folder: Path) -> Run:
+def _read(folder: Path) -> list[Run]:
     try:
         # A long run has more steps than should be held at once.
         record = Record.read(folder, kinds=("summary",))
@@ -104,19 +109,32 @@ def _read(folder: Path) -> Run:
         ) from error
 
 
-def _understood(folder: Path, record: Record) -> Run:
-    data = record.data
+def _understood(folder: Path, record: Record) -> list[Run]:
+    """One for each time that the run in this folder was started, less those of which nothing is left."""
+    runs: list[Run] = []
+    for attempt, data in enumerate([record.data, *record.restarts], 1):
+        run = _attempt(folder, samples_file(folder, attempt), record, data)
+        lost = [earlier for earlier in runs if earlier.step >= run.step and attempt > 1]
+        runs = [earlier for earlier in runs if earlier not in lost]
+        files = tuple(file for one in lost for file in (*one.lost_files, one.file) if file.exists())
+        runs.append(replace(run, lost_files=files))
+    # Only the last one can have come to the end.
+    return [*(replace(run, last_step=None) for run in runs[:-1]), runs[-1]]
+
+
+def _attempt(folder: Path, file: Path, record: Record, data: dict[str, Any]) -> Run:
     step, position = _checked("step", data["step"], 0), _checked("position", data["position"], 0)
     num_samples, rest = (
         None if data[name] is None else _checked(name, data[name], 1) for name in ("num_samples", "rest")
     )
     lengths = Lengths(rest, tuple(_checked("first", length, 1) for length in data["first"]))
     promise = Promise(str(data["sampler"]), bool(data["repeats"]), num_samples, lengths, record.plan.seed)
-    last_step = None if record.summary is None else step + _checked("steps", record.summary.steps, 0)
+    first_step = _checked("step", record.data["step"], 0)
+    last_step = None if record.summary is None else first_step + _checked("steps", record.summary.steps, 0)
     # runs/NAME/checkpoints/step-...
     parents = Path(record.plan.resume or "").parents
     resumed_from = parents[1].name if record.plan.resume and len(parents) > 1 else None
-    return Run(folder, promise, step, position, last_step, resumed_from)
+    return Run(folder, file, promise, step, position, last_step, resumed_from)
 
 
 def _checked(name: str, number: Any, lowest: int) -> int:

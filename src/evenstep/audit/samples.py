@@ -20,11 +20,16 @@ MOST_PROBLEMS = 100
 Ids = NDArray[np.int64]
 
 
+def samples_file(run_folder: Path, attempt: int) -> Path:
+    """The file of samples; a run that goes on after a crash begins another one beside it."""
+    return run_folder / (FILE if attempt == 1 else f"{Path(FILE).stem}-{attempt}{Path(FILE).suffix}")
+
+
 class SamplesWriter:
     """Writes the samples of every finished step; each line is in the file before the next step begins."""
 
-    def __init__(self, run_folder: Path) -> None:
-        self._file = (run_folder / FILE).open("a", encoding="utf-8")
+    def __init__(self, run_folder: Path, attempt: int = 1) -> None:
+        self._file = samples_file(run_folder, attempt).open("a", encoding="utf-8")
 
     def append(self, epoch: int, step: int, ids: Sequence[int] | Ids) -> None:
         """Add one step: its samples in global order, not in that of one rank."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import time
 from types import TracebackType
+from typing import TextIO
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeRemainingColumn
@@ -15,6 +16,16 @@ from evenstep.record import Evaluation, Step, Summary
 SECONDS_BETWEEN_LINES = 5.0
 
 _CONTROL = re.compile(r"\x1b\[[0-?]*[ -/]*[@-~]|[\x00-\x08\x0b-\x1f\x7f-\x9f]")
+_ALL_BUT_RETURN = re.compile(r"\x1b\[[0-?]*[ -/]*[@-~]|[\x00-\x08\x0b\x0c\x0e-\x1f\x7f-\x9f]")
+
+
+def pass_on(text: str, stream: TextIO) -> None:
+    """Write what a program printed to the stream that it meant; on a terminal, without what could take it over.
+
+    A carriage return stays: progress bars are drawn with it.
+    """
+    stream.write(_ALL_BUT_RETURN.sub("", text) if stream.isatty() else text)
+    stream.flush()
 
 
 def without_control(text: str) -> str:
@@ -25,13 +36,13 @@ def without_control(text: str) -> str:
 class Progress:
     """Shows steps and evaluations as they come; on stderr, so that stdout stays for results."""
 
-    def __init__(self, num_steps: int | None, *, quiet: bool = False) -> None:
+    def __init__(self, num_steps: int | None, *, quiet: bool = False, is_bare: bool = False) -> None:
         self.console = Console(stderr=True, quiet=quiet, highlight=False, emoji=False)
         self._num_steps = num_steps
         self._recent: list[Step] = []
         self._spoke = time.monotonic()
         self._bar: Bar | None = None
-        if self.console.is_terminal and not quiet:
+        if self.console.is_terminal and not quiet and not is_bare:
             self._bar = Bar(
                 TextColumn("[bold]epoch {task.fields[epoch]}"),
                 BarColumn(),

@@ -16,10 +16,10 @@ import torch
 from torch.utils.data import DataLoader, Dataset, Sampler, get_worker_info
 
 from evenstep.errors import TaskError, TrainingError
+from evenstep.worker.lifeline import call_process, end_with
 from evenstep.worker.machine import num_cores
 from evenstep.worker.reading import Failure, HostBatch, Reader, Request
 from evenstep.worker.stream import InWorkers
-from evenstep.worker.world import end_with
 
 T = TypeVar("T")
 AHEAD = 2
@@ -165,7 +165,7 @@ class _Queue(Sampler[Any]):
 
 
 class Begin:
-    """The first lines of a loader worker: it goes when its training process goes, and leaves Ctrl-C to that one."""
+    """The first lines of a loader worker: it goes when its training process goes, and leaves signals to that one."""
 
     def __init__(self, init: Callable[[int], None] | None, dataset: Any) -> None:
         self._init = init
@@ -173,7 +173,10 @@ class Begin:
         self._parent = os.getpid()
 
     def __call__(self, number: int) -> None:
-        signal.signal(signal.SIGINT, signal.SIG_IGN)
+        # A cluster signals every process of a job; what is to be done is the training process's to say.
+        for asked in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):
+            signal.signal(asked, signal.SIG_IGN)
+        call_process("evenstep-reader")
         end_with(self._parent)
         if self._init is not None:
             info = get_worker_info()

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import os
+import signal
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -15,36 +16,57 @@ from torch.optim.lr_scheduler import LRScheduler
 from evenstep import checkpoint
 from evenstep.audit import SamplesWriter, audit
 from evenstep.draws import stream
-from evenstep.errors import BadInput, TrainingError
+from evenstep.errors import BadInput, Preempted, TrainingError
 from evenstep.plan import Plan
-from evenstep.record import Evaluation, RecordWriter, Step, Summary
+from evenstep.record import FILE, Evaluation, Record, RecordWriter, Step, Summary
 from evenstep.seeding import seed_everything
 from evenstep.task import Amount, Task, takes_steps
 from evenstep.worker import machine
 from evenstep.worker.ahead import is_worker_end, worker_end
 from evenstep.worker.batchnorm import synchronised
 from evenstep.worker.loader import Loader
+from evenstep.worker.notes import note
+from evenstep.worker.pace import Pace
+from evenstep.worker.pulse import BUILDING, COMPARING, ENDING, EVALUATING, SAVING
+from evenstep.worker.replicas import ReplicaCheck
+from evenstep.worker.requests import SIGNALS
 from evenstep.worker.run import Run
 from evenstep.worker.scaler import unfitted
-from evenstep.worker.team import Team, join
+from evenstep.worker.team import Interrupted, Team, join
 from evenstep.worker.train import is_done, train
+
+FIRST_CHECKS = (10, 30)
+"""Steps at which replicas are compared early: most of what goes wrong goes wrong at once."""
 
 Event = Step | Evaluation | Summary | str
 """What a job yields: rows of the Record, and lines to say."""
 
 
-def perform(plan: Plan, task: Task, run_folder: Path) -> Iterator[Event]:
-    """Run the plan in this process (one of several, or alone), yielding what happens; rank 0 writes the Record."""
+def perform(plan: Plan, task: Task, run_folder: Path, *more_signals: signal.Signals) -> Iterator[Event]:
+    """Run the plan in this process (one of several, or alone), yielding what happens; rank 0 writes the Record.
+
+    In a folder that has a Record already, the run goes on in it. SIGTERM and SIGUSR1, and `more_signals`, ask it to
+    stop: at a step that all processes agree on it saves, and raises Preempted.
+    """
     set_up_torch(plan)
     team = join(plan.strategy, plan.devices, plan.precision, plan.seed)
-    job = Job(plan, task, run_folder, team)
+    with team.requests.listening(*SIGNALS, *more_signals):
+        yield from _perform(Job(plan, task, run_folder, team))
+
+
+def _perform(job: Job) -> Iterator[Event]:
+    team = job.team
     yield from job.resume()
-    record = RecordWriter(run_folder, plan, machine.facts(), job.run.loader.facts()) if team.world.is_main else None
+    record: RecordWriter | None = None
+    if team.world.is_main:
+        record = RecordWriter(job.folder, job.plan, machine.facts(), job.run.loader.facts())
+        job.before_save = record.flush
     try:
         for event in job.events():
             if record is not None and not isinstance(event, str):
                 record.append(event)
             yield event
+        team.world.pulse.beat(ENDING)
         # Nobody leaves while another still reads what it sent.
         team.world.barrier()
     except BadInput as error:
@@ -55,7 +77,7 @@ def perform(plan: Plan, task: Task, run_folder: Path) -> Iterator[Event]:
     except Exception as error:
         if is_worker_end(error):
             raise worker_end(error) from error
-        error.add_note(f"at step {job.run.step + 1}")
+        note(error, job.run.step + 1, job.trainable_names())
         raise
     finally:
         job.close()
@@ -81,6 +103,8 @@ class Job:
         self.plan = plan
         self.task = task
         self.team = team
+        self.pulse = team.world.pulse
+        self.pulse.beat(BUILDING)
         self.folder = run_folder
         self.checkpoints = run_folder / checkpoint.FOLDER
         self.run = self._build()
@@ -89,13 +113,35 @@ class Job:
             self.valid = self._loader(task.valid, shuffle=False, what="valid")
         self.peaks: dict[str, int] = {}
         self.best: float | None = None
-        self.samples = SamplesWriter(run_folder) if plan.audit and team.world.is_main else None
+        self.taken: list[Step] = []
+        """Steps of this run, those before a restart included; rank 0 alone knows of these."""
+        self.is_evaluation_due = False
+        self.before_save: Callable[[], None] = lambda: None
+        """Rows of steps that a checkpoint holds must not be lost when those after it are."""
+        self.before = _record_before(run_folder) if team.world.is_main else None
+        self.samples: SamplesWriter | None = None
+        if plan.audit and team.world.is_main:
+            self.samples = SamplesWriter(run_folder, attempt=2 + len(self.before.restarts) if self.before else 1)
+        self.replicas = ReplicaCheck(team.world, self._model.module) if team.world.size > 1 else None
+        self.pace = Pace(team.world)
+        if plan.restarts:
+            team.requests.save_by_clock()
 
     def resume(self) -> list[str]:
         """Go on from where the plan says; what there is to say about that."""
-        if self.plan.resume is None:
-            return []
-        return self.run.load(self.plan.resume, allow_pickle=self.plan.allow_pickle)
+        said = []
+        if self.plan.resume is not None:
+            said = self.run.load(self.plan.resume, allow_pickle=self.plan.allow_pickle)
+            self.is_evaluation_due = bool(self.run.loaded.get("evaluation_due"))
+        if self.before is not None:
+            self.taken = [step for step in self.before.steps if step.step <= self.run.step]
+            losses = [one.values["loss"] for one in self.before.evaluations if one.step <= self.run.step]
+            self.best = min(losses, default=None)
+        return said
+
+    def trainable_names(self) -> list[str]:
+        """In the order in which DDP counts parameters."""
+        return [name for name, weight in self._model.module.named_parameters() if weight.requires_grad]
 
     def close(self) -> None:
         """End the loaders' worker processes and the log of samples."""
@@ -108,24 +154,56 @@ class Job:
     def events(self) -> Iterator[Event]:
         """Everything from the first step to the summary."""
         started = time.perf_counter()
-        taken: list[Step] = []
         evaluation: Evaluation | None = None
         saved: Path | None = None
+        requests = self.team.requests
+        if self.is_evaluation_due:
+            evaluation = self._evaluate(self.run.loader.epoch - 1, can_stop=False)
+            if evaluation is not None:
+                yield evaluation
+            saved = self._save(evaluation)
         for step, ids in train(self.run, self.task, self.plan, self._peak_bytes):
-            taken.append(step)
+            self.taken.append(step)
             if self.plan.audit:
                 self._write_samples(step, ids)
             yield step
+            yield from self._compared(step)
             is_end = is_done(self.run, self.plan)
-            is_epoch_end = self.run.loader.is_between_epochs
-            if is_epoch_end or is_end:
-                evaluation = self._evaluate(step.epoch)
+            is_epoch_end = self.run.loader.is_between_epochs or is_end
+            # What is all but done is finished, asked to stop or not.
+            is_asked = requests.stop and not is_end
+            if is_epoch_end and not is_asked:
+                evaluation = self._evaluate(step.epoch, can_stop=not is_end)
                 if evaluation is not None:
                     yield evaluation
-            if is_epoch_end or is_end or self._is_due(step.step):
-                saved = self._save(evaluation)
+                is_asked = requests.stop and not is_end
+            if is_epoch_end or is_asked or requests.save or self._is_due(step.step):
+                is_behind = evaluation is None or evaluation.step < step.step
+                saved = self._save(evaluation, evaluation_due=is_epoch_end and is_behind and self.valid is not None)
+            if is_asked:
+                self._stop(step.step)
         shown = self.team.ask(self.task.show, self._model) if self.task.show is not None else None
-        yield self._sum_up(taken, evaluation, saved, shown, time.perf_counter() - started)
+        yield self._sum_up(evaluation, saved, shown, time.perf_counter() - started)
+
+    def _stop(self, step: int) -> None:
+        """Leave, all ranks together: nobody ends while another still reads what it sent."""
+        self.team.world.barrier()
+        if self.team.requests.by_hand:
+            raise KeyboardInterrupt
+        raise Preempted(f"asked to stop: saved step {step}")
+
+    def _compared(self, step: Step) -> Iterator[str]:
+        """Every so many steps, whether the replicas are still one model, and whether a rank is slow."""
+        own = self.team.last_compute_seconds
+        self.pace.add(step.input_seconds, own, max(0.0, step.seconds - step.input_seconds - own))
+        every = self.plan.check_every
+        if self.replicas is None or not every or (step.step % every and step.step not in FIRST_CHECKS):
+            return
+        with self.pulse.during(COMPARING):
+            self.replicas.compare(step.step)
+            slow = self.pace.judge()
+        if slow:
+            yield slow
 
     @property
     def _model(self) -> Any:
@@ -196,7 +274,8 @@ class Job:
     def _is_due(self, step: int) -> bool:
         return self.plan.checkpoint_every is not None and step % self.plan.checkpoint_every == 0
 
-    def _evaluate(self, epoch: int) -> Evaluation | None:
+    def _evaluate(self, epoch: int, can_stop: bool) -> Evaluation | None:
+        self.pulse.beat(EVALUATING)
         self.peaks = {
             name: size
             for peaks in self.team.world.gather(machine.peak_bytes(self.team.world))
@@ -205,7 +284,10 @@ class Job:
         if self.valid is None:
             return None
         started = time.perf_counter()
-        values = self.team.measure(self._loss_and_metrics, self._model, self.valid)
+        try:
+            values = self.team.measure(self._loss_and_metrics, self._model, self.valid, can_stop=can_stop)
+        except Interrupted:
+            return None
         seconds = time.perf_counter() - started
         return Evaluation(
             step=self.run.step, epoch=epoch, values=values, samples=self.team.last_measured, seconds=seconds
@@ -215,21 +297,30 @@ class Job:
         more = self.task.metrics(model, batch) if self.task.metrics is not None else {}
         return {"loss": self.task.loss(model, batch), **more}
 
-    def _save(self, evaluation: Evaluation | None) -> Path:
+    def _save(self, evaluation: Evaluation | None, evaluation_due: bool = False) -> Path:
+        started = time.monotonic()
         now = evaluation.values if evaluation is not None and evaluation.step == self.run.step else {}
         is_best = "loss" in now and (self.best is None or now["loss"] < self.best)
         if is_best:
             self.best = now["loss"]
-        return self.run.save(
-            self.checkpoints, keep=self.plan.keep, is_best=is_best, valid=now, plan=self.plan.to_json()
-        )
+        self.before_save()
+        with self.pulse.during(SAVING):
+            path = self.run.save(
+                self.checkpoints,
+                keep=self.plan.keep,
+                is_best=is_best,
+                valid=now,
+                plan=self.plan.to_json(),
+                evaluation_due=evaluation_due,
+            )
+        self.team.requests.saved(time.monotonic() - started)
+        return path
 
     def _peak_bytes(self) -> dict[str, int]:
         return {**self.peaks, **machine.peak_bytes(self.team.world)}
 
-    def _sum_up(
-        self, taken: list[Step], evaluation: Evaluation | None, saved: Path | None, shown: str | None, seconds: float
-    ) -> Summary:
+    def _sum_up(self, evaluation: Evaluation | None, saved: Path | None, shown: str | None, seconds: float) -> Summary:
+        taken = self.taken
         last_epoch = [step for step in taken if step.epoch == taken[-1].epoch]
         timed = taken[1:] or taken
         return Summary(
@@ -249,6 +340,12 @@ class Job:
             shown=shown,
             audit=self._audit(),
         )
+
+
+def _record_before(run_folder: Path) -> Record | None:
+    """What the run in this folder did before it was started again."""
+    file = run_folder / FILE
+    return Record.read(run_folder) if file.exists() and file.stat().st_size else None
 
 
 def _mean_loss(steps: list[Step]) -> float:

@@ -2,68 +2,65 @@
 
 from __future__ import annotations
 
-import atexit
 import json
 import os
 import signal
-import sys
 import time
 import traceback
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from evenstep.errors import EvenstepError
 from evenstep.plan import Plan
 from evenstep.task import Task, call_task, is_users, load_task
-from evenstep.worker.world import PARENT, die_with_parent, read_rank, stay_in_group
+from evenstep.worker.answers import answer, is_victim
+from evenstep.worker.lifeline import begin, end, read_rank
+from evenstep.worker.notes import answer_noted, step_noted
+from evenstep.worker.pulse import LOADING
+from evenstep.worker.requests import listen_early
+from evenstep.worker.world import read_pulse, stay_in_group
 
 WORKER = "EVENSTEP_WORKER"
 """Set in every worker, so that a script that it imports cannot start a training of its own."""
 
 
-def work_forked(run_folder: str, task: Task) -> None:
-    """`work` in a copy of the launcher's own process; its streams (a notebook's, say) are left to the launcher."""
-    rank, _, _ = read_rank()
-    for number, name in ((1, "out"), (2, "err")):
-        log = open(Path(run_folder, "logs", f"rank{rank}.{name}"), "w", buffering=1)  # noqa: SIM115
-        os.dup2(log.fileno(), number)
-        setattr(sys, f"std{name}", log)
-    work(run_folder, task)
+@dataclass(frozen=True)
+class Orders:
+    """What a worker process is to do."""
+
+    run_folder: str
+    logs: str
+    """The folder for what this attempt's processes print and report."""
+    resume: str | None = None
+    """The checkpoint from which the run goes on after a crash; None if the plan says."""
 
 
-def work(run_folder: str, source: Task | None = None) -> None:
-    """Do this rank's part of the run in `run_folder`; leave a report there if it fails."""
+def work(orders: Orders, source: Task | None = None) -> None:
+    """Do this rank's part of a run and end the process; leave a report if it fails."""
     rank, _, _ = read_rank()
     os.environ[WORKER] = str(rank)
-    if os.getppid() != int(os.environ.get(PARENT, os.getppid())):
-        os._exit(1)  # the launcher was gone before this process could ask to go with it
-    die_with_parent()
+    begin(orders.logs)
+    listen_early()
     # Ctrl-C reaches every process of a terminal; the launcher alone decides what it means.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     try:
-        perform_rank(Path(run_folder), source)
+        perform_rank(orders, source)
     except BaseException as error:
         stay_in_group()
-        write_report(Path(run_folder), rank, error)
+        write_report(Path(orders.logs), rank, error)
         end(error.exit_code if isinstance(error, EvenstepError) else 1)
+    end(0)
 
 
-def end(exit_code: int) -> None:
-    """End this process at once.
-
-    Taking the interpreter apart in order would wait for ranks that wait for this one.
-    """
-    atexit._run_exitfuncs()
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(exit_code)
-
-
-def perform_rank(run_folder: Path, source: Task | None) -> None:
+def perform_rank(orders: Orders, source: Task | None) -> None:
     """Load the task under the plan's seed and run it to the end."""
     from evenstep.seeding import seed_everything
     from evenstep.worker.job import perform
 
+    run_folder = Path(orders.run_folder)
     plan = Plan.from_json(json.loads((run_folder / "plan.json").read_text()))
+    plan = replace(plan, resume=orders.resume or plan.resume)
+    read_pulse().beat(LOADING)
     seed_everything(plan.seed)
     task = call_task(source) if source is not None else load_task(plan.task, plan.data)
     for event in perform(plan, task, run_folder):
@@ -71,7 +68,7 @@ def perform_rank(run_folder: Path, source: Task | None) -> None:
             print(event, flush=True)
 
 
-def write_report(run_folder: Path, rank: int, error: BaseException) -> None:
+def write_report(logs: Path, rank: int, error: BaseException) -> None:
     """What the launcher shows of this failure, if it is the first cause."""
     frames = traceback.extract_tb(error.__traceback__)
     own = [frame for frame in frames if is_users(frame.filename)]
@@ -82,14 +79,16 @@ def write_report(run_folder: Path, rank: int, error: BaseException) -> None:
         "message": str(error),
         "is_plain": isinstance(error, EvenstepError),
         "exit_code": error.exit_code if isinstance(error, EvenstepError) else 1,
-        "where": getattr(error, "__notes__", []),
+        "step": step_noted(error),
+        "is_victim": is_victim(error),
+        "answer": answer_noted(error) or answer(error),
         "lines": [f"{frame.filename}:{frame.lineno} in {frame.name}: {frame.line}" for frame in own[-4:]],
     }
-    path = run_folder / "logs" / f"rank{rank}.error.json"
+    path = logs / f"rank{rank}.error.json"
     path.parent.mkdir(parents=True, exist_ok=True)
     # Beside and renamed: this process may be stopped while it writes.
     beside = path.with_suffix(".writing")
     beside.write_text(json.dumps(report))
     beside.replace(path)
-    with path.with_name(f"rank{rank}.err").open("a") as log:
+    with path.with_name(f"rank{rank}.traceback").open("a") as log:
         traceback.print_exception(error, file=log)

@@ -59,6 +59,8 @@ class Run:
         self.scheduler = scheduler
         self.num_steps = num_steps
         """What the schedule was made for, where it depends on that."""
+        self.loaded: dict[str, Any] = {}
+        """The state of the checkpoint from which this goes on."""
         if set(self.optimizers) - set(self.models):
             raise TaskError(f"optimizers {list(self.optimizers)} and models {list(self.models)} need the same names")
         if scheduler is not None:
@@ -126,6 +128,7 @@ class Run:
                 saved = state["optimizers"][key]
                 load_optimizer_state(model.module, self.optimizers[key], _unprefixed(key, moments), saved)
         self._restore(state)
+        self.loaded = state
         if rates is None and self.scheduler is not None and state["scheduler"] is not None:
             self.scheduler.load_state_dict(unpacked(state["scheduler"]))
         for group, rate in zip(self._first_groups(), rates or [], strict=False):

@@ -25,22 +25,29 @@ from evenstep.seeding import seed_everything
 from evenstep.task import Amount
 from evenstep.worker.adopt import adopt
 from evenstep.worker.apart import check_apart
+from evenstep.worker.lifeline import die_with_parent, read_rank
 from evenstep.worker.loader import Batch, Loader, Piece
 from evenstep.worker.machine import available_devices
 from evenstep.worker.passes import Reading, as_it_is
 from evenstep.worker.persample import Augment
 from evenstep.worker.precision import Precision
+from evenstep.worker.pulse import BACKWARD, EVALUATING, FORWARD, UPDATE
 from evenstep.worker.randomness import seed_devices
+from evenstep.worker.requests import Requests
 from evenstep.worker.scaler import unfitted
 from evenstep.worker.seats import Frozen, call, on
 from evenstep.worker.spread import Spread
 from evenstep.worker.strategies import STRATEGIES
 from evenstep.worker.totals import Totals, as_sum
-from evenstep.worker.world import World, die_with_parent, join_world, read_rank
+from evenstep.worker.world import World, join_world
 
 T = TypeVar("T")
 Models = Spread | Sequence[Spread]
-Measured = dict[str, tuple[float, float]]
+BATCHES_BETWEEN_AGREEMENTS = 8
+
+
+class Interrupted(Exception):
+    """An evaluation was left because a process is asked to stop."""
 
 
 def join(
@@ -74,6 +81,9 @@ class Team:
         self.precision = precision
         self.seed = seed
         self._strategy = STRATEGIES[strategy]()
+        self.requests = Requests()
+        self.last_compute_seconds = 0.0
+        """How long the last backward was at work before it needed the others."""
         self.last_count = 0.0
         """What the last loss was a mean over: samples, or whatever the loss counts."""
         self.last_measured = 0
@@ -134,6 +144,7 @@ class Team:
         Of several models the first is trained, and the others are at hand, frozen: `backward(loss, (d, g), batch)`
         calls `loss((d, g), data)`.
         """
+        self.world.pulse.beat(FORWARD)
         models = _as_tuple(model)
         self._refuse_thawed(models[0])
         self._refuse_unfitted(models[0])
@@ -142,7 +153,7 @@ class Team:
         earlier = _put_aside(models[0])
         for one in models:
             self._strategy.refresh(one, is_training=True)
-        totals = Totals(self.world, batch.num_samples)
+        totals = Totals(self.world, batch.num_samples, self.requests.wish())
         with Frozen(models[1:]):
             for number, pieces in enumerate(batch.micro_batches, 1):
                 is_last = number == len(batch.micro_batches)
@@ -155,6 +166,8 @@ class Team:
                     )
         mean = totals.read()
         self.last_count = totals.count
+        self.last_compute_seconds = totals.seconds_alone()
+        self.requests.agree(totals.wish)
         if not math.isfinite(mean):
             for weight in models[0].parameters():
                 weight.grad = None
@@ -168,6 +181,7 @@ class Team:
 
     def step(self, optimizer: torch.optim.Optimizer, clip: float | None = None) -> bool:
         """Update the weights and forget the gradients; False if fp16's scaler had every rank skip this one."""
+        self.world.pulse.beat(UPDATE)
         self._refuse_strange(optimizer)
         scaler = self.precision.scaler
         if scaler is not None:
@@ -189,14 +203,25 @@ class Team:
         return taken
 
     def measure(
-        self, function: Callable[[Any, Any], Mapping[str, Amount]], model: Spread, batches: Loader
+        self,
+        function: Callable[[Any, Any], Mapping[str, Amount]],
+        model: Spread,
+        batches: Loader,
+        *,
+        can_stop: bool = False,
     ) -> dict[str, float]:
-        """Means of named values over all of `batches`, every sample once, the same on every process."""
+        """Means of named values over all of `batches`, every sample once, the same on every process.
+
+        Where it `can_stop`, it raises Interrupted on all processes if any of them is asked to stop.
+        """
         self._strategy.refresh(model, is_training=False)
         sums: dict[str, torch.Tensor] = {}
         with model.evaluating():
-            for batch in batches.whole_pass():
+            for number, batch in enumerate(batches.whole_pass(), 1):
+                self.world.pulse.beat(EVALUATING)
                 self.last_measured = batch.span.stop
+                if can_stop and number % BATCHES_BETWEEN_AGREEMENTS == 0:
+                    self._stop_together()
                 for pieces in batch.micro_batches:
                     for measured in self._strategy.on_seats(
                         lambda place, piece: self._seat_measure(function, model, place, piece), list(enumerate(pieces))
@@ -216,6 +241,16 @@ class Team:
             name: total / count if count else math.nan
             for name, (total, count) in zip(names, table.tolist(), strict=True)
         }
+
+    def _stop_together(self) -> None:
+        """Raise Interrupted if any process is asked to stop."""
+        wish = torch.full((), self.requests.wish(), dtype=torch.float64)
+        work = self.world.total(wish)
+        if work is not None:
+            work.wait()
+        self.requests.agree(wish.item())
+        if self.requests.stop:
+            raise Interrupted
 
     def ask(self, function: Callable[[Any], T], model: Spread) -> T:
         """`function(model)` on the first seat of every process, with no gradients; all processes must call it."""
@@ -238,6 +273,7 @@ class Team:
             with self.precision.autocast(device):
                 amount = call(models, place, loss, piece.data)
             scaled = totals.take(amount, piece)
+            self.world.pulse.beat(BACKWARD)
             if last:
                 totals.send()
             if self.precision.scaler is not None:

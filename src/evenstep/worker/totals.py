@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import time
 from dataclasses import dataclass
 from typing import Any
 
@@ -43,7 +44,11 @@ class Totals:
     behind backward and the host waits for nothing that is still to be computed.
     """
 
-    def __init__(self, world: World, num_samples: int) -> None:
+    def __init__(self, world: World, num_samples: int, wish: float = 0.0) -> None:
+        self.wish = wish
+        """What this process asks of all (see `requests`); once read, the sum of what they ask."""
+        self._started = Moment(world)
+        self._arrived: Moment | None = None
         self.late_factor: float | None = None
         """What the gradients are still to be multiplied by, when the count was not known before backward."""
         self.count = 0.0
@@ -75,16 +80,26 @@ class Totals:
     def send(self) -> None:
         """Start adding up over processes; called once by the only seat of each process, before its last backward."""
         if self._world.size > 1:
-            self._sent = HostCopy(torch.stack([part.pair() for part in self._parts]).sum(0), self._world)
+            self._arrived = Moment(self._world)
+            pair = torch.stack([part.pair() for part in self._parts]).sum(0)
+            self._sent = HostCopy(torch.nn.functional.pad(pair, (0, 1), value=self.wish), self._world)
 
     def read(self) -> float:
         """The mean loss of the global batch."""
-        pairs = [part.read() for part in self._parts] if self._sent is None else [self._sent.read()]
+        if self._sent is None:
+            pairs = [part.read() for part in self._parts]
+        else:
+            *pair, self.wish = self._sent.read()
+            pairs = [pair]
         total, count = (math.fsum(column) for column in zip(*pairs, strict=True))
         self.count = count
         if self._is_late:
             self.late_factor = self._num_samples / count if count else 1.0
         return total / count if count else 0.0
+
+    def seconds_alone(self) -> float:
+        """How long this process was at work before the others were needed; once the mean was read."""
+        return self._arrived.seconds_since(self._started) if self._arrived is not None else 0.0
 
     def non_finite(self) -> list[str]:
         """Which of this process's pieces gave a loss that is NaN or infinite, and their first sample ids."""
@@ -94,6 +109,23 @@ class Totals:
             for part in self._parts
             if not math.isfinite(part.pair()[0].item())
         ]
+
+
+class Moment:
+    """A point in time of the device's work: on a card, the host runs ahead of it."""
+
+    def __init__(self, world: World) -> None:
+        self._time = time.perf_counter()
+        self._event: torch.cuda.Event | None = None
+        if world.size > 1 and world.device.type == "cuda":
+            self._event = torch.cuda.Event(enable_timing=True)
+            self._event.record()
+
+    def seconds_since(self, earlier: Moment) -> float:
+        """Both must lie in the past."""
+        if self._event is None or earlier._event is None:
+            return self._time - earlier._time
+        return float(earlier._event.elapsed_time(self._event)) / 1000
 
 
 class HostCopy:

@@ -8,7 +8,8 @@ from collections.abc import Callable, Iterator
 from evenstep.plan import Plan
 from evenstep.record import Step
 from evenstep.task import Task
-from evenstep.worker.loader import Batch, Loader
+from evenstep.worker.loader import Batch
+from evenstep.worker.pulse import INPUT
 from evenstep.worker.run import Run
 
 
@@ -19,7 +20,7 @@ def train(
     (model,) = run.models.values()
     (optimizer,) = run.optimizers.values()
     while not is_done(run, plan):
-        for batch, started, arrived in _timed(run.loader):
+        for batch, started, arrived in _timed(run):
             lr = float(optimizer.param_groups[0]["lr"])
             loss = run.team.backward(task.loss, model, batch)
             was_taken = run.team.step(optimizer, clip=plan.clip)
@@ -50,10 +51,13 @@ def is_done(run: Run, plan: Plan) -> bool:
     return run.loader.epoch >= plan.epochs
 
 
-def _timed(loader: Loader) -> Iterator[tuple[Batch, float, float]]:
+def _timed(run: Run) -> Iterator[tuple[Batch, float, float]]:
     """Each batch with the times at which it was asked for and at which it was there."""
-    batches = iter(loader)
+    batches = iter(run.loader)
+    pulse = run.team.world.pulse
     while True:
+        pulse.step = run.step + 1
+        pulse.beat(INPUT)
         started = time.perf_counter()
         batch = next(batches, None)
         if batch is None:

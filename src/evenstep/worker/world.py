@@ -3,25 +3,25 @@
 from __future__ import annotations
 
 import atexit
-import ctypes
 import json
 import os
-import signal
 import sys
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from evenstep.errors import PlanError
+from evenstep.worker.lifeline import read_rank
+from evenstep.worker.pulse import JOINING, Pulse, open_pulse
 
 STORE = "EVENSTEP_STORE"
 """The file through which the processes of one machine meet; set by the launcher."""
-PARENT = "EVENSTEP_PARENT"
-"""The launcher's process id: a worker does not outlive it."""
+BEATS = "EVENSTEP_BEATS"
+"""The file in which processes leave their signs of life, and the slot of this one in it; set by the launcher."""
 
 
 @dataclass(frozen=True)
@@ -34,6 +34,7 @@ class World:
     rank: int
     size: int
     devices: tuple[torch.device, ...]
+    pulse: Pulse = field(default_factory=Pulse, compare=False, repr=False)
 
     @property
     def device(self) -> torch.device:
@@ -84,12 +85,10 @@ class World:
         self.gather(None)
 
 
-def read_rank(environment: Mapping[str, str] = os.environ) -> tuple[int, int, int]:
-    """(rank, size, local rank) as torchrun and our launcher give them; (0, 1, 0) for a process alone."""
-    return tuple(int(environment.get(name, default)) for name, default in _RANK_NAMES)  # type: ignore[return-value]
-
-
-_RANK_NAMES = (("RANK", "0"), ("WORLD_SIZE", "1"), ("LOCAL_RANK", "0"))
+def read_pulse(environment: Mapping[str, str] = os.environ) -> Pulse:
+    """Where this process leaves its signs of life; nowhere that others look, if no launcher asked for them."""
+    path, _, slot = environment.get(BEATS, "").rpartition(":")
+    return open_pulse(path, int(slot)) if path and os.path.exists(path) else Pulse()
 
 
 def join_world(devices: Sequence[str], needs_group: bool) -> World:
@@ -101,7 +100,8 @@ def join_world(devices: Sequence[str], needs_group: bool) -> World:
     if size > 1 and local_rank >= len(devices):
         raise PlanError(f"local rank {local_rank} has no device among {', '.join(devices)}; give one per process")
     own = [devices[local_rank]] if size > 1 else list(devices)
-    world = World(rank, size, tuple(torch.device(_indexed(name)) for name in own))
+    world = World(rank, size, tuple(torch.device(_indexed(name)) for name in own), read_pulse())
+    world.pulse.beat(JOINING)
     if world.device.type == "cuda":
         torch.cuda.set_device(world.device)
     if needs_group or size > 1:
@@ -151,23 +151,6 @@ def stay_in_group() -> None:
     """This process failed: leaving the group in order would wait for ranks that wait for this one."""
     global _failed
     _failed = True
-
-
-def die_with_parent() -> None:
-    """Ask Linux to kill this process when the launcher dies, however it dies."""
-    parent = os.environ.get(PARENT)
-    # A process that a worker started itself has inherited the name of a launcher that is not its parent.
-    if parent and os.getppid() == int(parent):
-        end_with(int(parent))
-
-
-def end_with(parent: int) -> None:
-    """Ask Linux to kill this process when its parent dies, however it dies; elsewhere, nothing."""
-    if sys.platform != "linux":
-        return
-    ctypes.CDLL(None, use_errno=True).prctl(1, signal.SIGKILL)  # 1: PR_SET_PDEATHSIG
-    if os.getppid() != parent:
-        os._exit(1)
 
 
 def _indexed(name: str) -> str:

@@ -3,27 +3,26 @@
 from __future__ import annotations
 
 import os
-import sys
+import signal
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import fields
-from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 import torch
 
 from evenstep.errors import EvenstepError, PlanError
-from evenstep.launch.failure import failure, stopped_where
-from evenstep.launch.prepare import Prepared, prepare
-from evenstep.launch.processes import RankLogs, Workers, python, workers
+from evenstep.launcher.failure import cause, report, stopped_where
+from evenstep.launcher.meeting import OneMachine
+from evenstep.launcher.prepare import Prepared, prepare
+from evenstep.launcher.supervise import Supervisor, of_plan
 from evenstep.plan import Plan
-from evenstep.record import FILE, Record, rows
+from evenstep.record import Record
 from evenstep.report.progress import Progress
 from evenstep.seeding import host_state, restore_host_state
 from evenstep.task import Task, TaskFunction
 from evenstep.worker.job import Event, perform
-from evenstep.worker.machine import share_threads
-from evenstep.worker.main import WORKER, work_forked, write_report
+from evenstep.worker.main import WORKER, write_report
 from evenstep.worker.strategies import STRATEGIES
 
 
@@ -79,93 +78,30 @@ CHOICES = (*(field.name for field in fields(Plan) if field.name != "task"), "pla
 
 def run(prepared: Prepared) -> Iterator[Event]:
     """Carry the plan out, yielding what happens as it happens."""
-    if STRATEGIES[prepared.plan.strategy].processes_per_device:
+    if STRATEGIES[prepared.plan.strategy].processes_per_device or prepared.plan.restarts:
         return _in_processes(prepared)
     return _in_this_process(prepared)
 
 
 def _in_this_process(prepared: Prepared) -> Iterator[Event]:
+    logs = prepared.folder / "logs"
     try:
-        yield from perform(prepared.plan, prepared.task, prepared.folder)
+        yield from perform(prepared.plan, prepared.task, prepared.folder, signal.SIGINT)
     except EvenstepError:
         raise
-    except Exception as error:
-        write_report(prepared.folder, 0, error)
-        raise failure(prepared.folder, {0: 1}, 1) from error
+    except (Exception, SystemExit) as error:
+        write_report(logs, 0, error)
+        raise report([cause(logs, {0: 1}, {})], prepared.folder) from error
 
 
 def _in_processes(prepared: Prepared) -> Iterator[Event]:
-    plan, folder = prepared.plan, prepared.folder
-    entry: Any
-    arguments: tuple[Any, ...]
-    if prepared.spec is not None:
-        entry, arguments = python("-m", "evenstep.worker", str(folder))
-        logs = RankLogs(folder / "logs")
-    else:
-        _refuse_fork_after_cuda()
-        entry, arguments = work_forked, (str(folder), prepared.task)
-        logs = RankLogs(folder / "logs", open_ranks=range(len(plan.devices)))
-    threads = share_threads(plan.threads, plan.devices)
-    # Workers find the modules that this process finds: a task may be imported from beside the user's script.
-    found_here = os.pathsep.join(dict.fromkeys(str(Path(folder).resolve()) for folder in sys.path))
-    environment = {"OMP_NUM_THREADS": str(threads), "PYTHONPATH": found_here}
-    with workers(entry, arguments, len(plan.devices), logs, environment) as started:
-        yield from _watch(started, folder)
-        assert started.exit_codes is not None
-        if started.exit_codes:
-            raise failure(folder, started.exit_codes, len(plan.devices))
+    if prepared.spec is None:
+        refuse_fork_after_cuda()
+    yield from Supervisor(of_plan(prepared), OneMachine()).events()
 
 
-def _watch(started: Workers, folder: Path) -> Iterator[Event]:
-    """Rank 0's rows and lines as they are written, until all workers have ended."""
-    record = _Record(folder / FILE)
-    spoken = _Lines(folder / "logs" / "rank0.out")
-    working = True
-    while working:
-        working = started.poll()
-        yield from spoken.new()
-        yield from record.new()
-
-
-class _Record:
-    """The new rows of a record file that another process writes."""
-
-    def __init__(self, path: Path) -> None:
-        self._path = path
-        self._file: IO[bytes] | None = None
-        self._record: Record | None = None
-
-    def new(self) -> Iterator[Event]:
-        if self._file is None and self._path.exists():
-            self._file = self._path.open("rb")
-        for row in rows(self._file) if self._file is not None else ():
-            if self._record is None:
-                self._record = Record.begin(row)
-                continue
-            event = self._record.take(row)
-            if event is not None:
-                yield event
-
-
-class _Lines:
-    """The new lines of a log."""
-
-    def __init__(self, path: Path) -> None:
-        self._path = path
-        self._at = 0
-
-    def new(self) -> Iterator[str]:
-        if not self._path.exists() or self._path.stat().st_size <= self._at:
-            return
-        with self._path.open("rb") as file:
-            file.seek(self._at)
-            whole, newline, _ = file.read().rpartition(b"\n")
-        self._at += len(whole) + len(newline)
-        if newline:
-            yield from whole.decode(errors="replace").split("\n")
-
-
-def _refuse_fork_after_cuda() -> None:
+def refuse_fork_after_cuda() -> None:
+    """A card that this process has opened cannot be used by a copy of it."""
     if torch.cuda.is_initialized():
         raise PlanError(
             "this process has used CUDA already, and a process that has cannot be copied for ddp or fsdp.\n"

@@ -1,0 +1,363 @@
+"""How long from the command to the first step, and from a killed rank to the next step: evenstep and torchrun.
+
+python bench/start.py [OUT.json] [--quick]      on the CPU, one thread a process
+
+1. From right before the command is started to the end of the first optimizer step of the last rank, for 2 and 4 ranks.
+2. From the SIGKILL of rank 1, at its step 5, to the end of its first step after the one restart that is allowed; rank 0
+   saves after every step.
+
+The ranks take the times themselves, in the optimizer. All racers train the same network on the same batches, and what
+they learned is compared first. "torchrun again" is the control: no claim smaller than its spread. "by hand" is the
+limit: so many Pythons that import torch, join and add up one number, with nobody to watch them.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from importlib.metadata import PackageNotFoundError, version
+from importlib.util import find_spec
+from pathlib import Path
+
+import harness
+
+ROUNDS = 6
+RANKS = (2, 4)
+START_STEPS = 3
+RECOVERY_STEPS = 10
+LONGEST_SECONDS = 90
+GOAL = 0.5
+"""Of torchrun's time, at most."""
+CONTROL = "torchrun again"
+
+SHARED = f"""
+import os, signal, sys, time
+from pathlib import Path
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+BATCH, NUM_STEPS = 240, {RECOVERY_STEPS}
+KILLED = Path("killed")
+generator = torch.Generator().manual_seed(0)
+x = torch.randn(BATCH * NUM_STEPS, 20, generator=generator)
+y = torch.randint(0, 5, (len(x),), generator=generator)
+
+
+def network():
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(20, 64), nn.ReLU(), nn.Linear(64, 5))
+
+
+class TimedSGD(torch.optim.SGD):
+    '''Leaves the time after its first step, and what it has learned; if asked to, kills rank 1 at step 5, once.'''
+
+    def __init__(self, parameters):
+        super().__init__(parameters, lr=0.1)
+        self.taken = 0
+        self.life = "second" if KILLED.exists() else "first"
+
+    def step(self, closure=None):
+        super().step(closure)
+        now = time.time()
+        self.taken += 1
+        rank = os.environ["RANK"]
+        if self.taken == 1:
+            Path(f"{{self.life}}.{{rank}}").write_text(repr(now))
+        learned = sum(one.detach().double().abs().sum().item() for one in self.param_groups[0]["params"])
+        Path(f"learned.{{rank}}").write_text(repr(learned))
+        if "KILL" in os.environ and self.life == "first" and rank == "1" and self.taken == 5:
+            KILLED.write_text(repr(time.time()))
+            os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+TASK = """
+from torch.utils.data import SequentialSampler
+from evenstep import Task
+
+def task() -> Task:
+    return Task(
+        model=network,
+        train=(x, y),
+        loss=lambda model, batch: F.cross_entropy(model(batch[0]), batch[1]),
+        optimizer=TimedSGD,
+        sampler=SequentialSampler(x),
+        batch=BATCH,
+    )
+"""
+
+SCRIPT = """
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+
+def main():
+    dist.init_process_group("gloo")
+    rank, size = dist.get_rank(), dist.get_world_size()
+    model = network()
+    optimizer = TimedSGD(model.parameters())
+    first = 0
+    if Path("saved.pt").exists():
+        saved = torch.load("saved.pt")
+        model.load_state_dict(saved["model"])
+        optimizer.load_state_dict(saved["optimizer"])
+        first = saved["step"]
+    ddp = DistributedDataParallel(model)
+    for step in range(first, int(sys.argv[1])):
+        mine = slice(step * BATCH + rank * BATCH // size, step * BATCH + (rank + 1) * BATCH // size)
+        optimizer.zero_grad()
+        F.cross_entropy(ddp(x[mine]), y[mine]).backward()
+        optimizer.step()
+        if rank == 0 and "KILL" in os.environ:
+            states = {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "step": step + 1}
+            torch.save(states, "saving.pt")
+            os.replace("saving.pt", "saved.pt")
+    dist.destroy_process_group()
+
+main()
+"""
+
+ACCELERATED = """
+from accelerate import Accelerator
+from torch.utils.data import DataLoader, TensorDataset
+
+def main():
+    accelerator = Accelerator(cpu=True)
+    loader = DataLoader(TensorDataset(x, y), batch_size=BATCH // accelerator.num_processes)
+    model = network()
+    model, optimizer, loader = accelerator.prepare(model, TimedSGD(model.parameters()), loader)
+    for step, (inputs, labels) in enumerate(loader):
+        if step == int(sys.argv[1]):
+            break
+        optimizer.zero_grad()
+        accelerator.backward(F.cross_entropy(model(inputs), labels))
+        optimizer.step()
+    accelerator.end_training()
+
+main()
+"""
+
+JOINING = """
+import os, time
+from pathlib import Path
+import torch
+import torch.distributed as dist
+
+dist.init_process_group("gloo")
+dist.all_reduce(torch.ones(1))
+Path("first." + os.environ["RANK"]).write_text(repr(time.time()))
+dist.destroy_process_group()
+"""
+
+IMPORTING = """
+import time
+from pathlib import Path
+import torch
+
+Path("first.0").write_text(repr(time.time()))
+"""
+
+FILES = {
+    "task.py": SHARED + TASK,
+    "script.py": SHARED + SCRIPT,
+    "accelerated.py": SHARED + ACCELERATED,
+    "joining.py": JOINING,
+    "importing.py": IMPORTING,
+}
+
+Command = list[str]
+
+
+class NotThere(Exception):
+    """A racer that does not run, and why."""
+
+
+@dataclass(frozen=True)
+class Racer:
+    """A command, or several started together, each with its own environment."""
+
+    commands: list[Command]
+    environments: list[dict[str, str]]
+    num_ranks: int
+    is_trained: bool = True
+
+    def start_seconds(self) -> float:
+        """From the command to the end of the first step of the last rank."""
+        return self._run({})[0]
+
+    def recovery_seconds(self) -> float:
+        """From the death of rank 1 to the end of its first step after it."""
+        return self._run({"KILL": "1"})[0]
+
+    def learned(self, more: Mapping[str, str]) -> float | None:
+        """The sum of all weights after the run; None where nothing is trained."""
+        return self._run(more)[1]
+
+    def _run(self, more: Mapping[str, str]) -> tuple[float, float | None]:
+        with tempfile.TemporaryDirectory(prefix="evenstep-bench-") as name:
+            folder = Path(name)
+            for file, text in FILES.items():
+                (folder / file).write_text(text)
+            started = time.time()
+            self._finish(folder, more)
+            if "KILL" in more:
+                seconds = _time(folder / "second.1") - _time(folder / "killed")
+            else:
+                seconds = max(_time(folder / f"first.{rank}") for rank in range(self.num_ranks)) - started
+            return seconds, _time(folder / "learned.0") if self.is_trained else None
+
+    def _finish(self, folder: Path, more: Mapping[str, str]) -> None:
+        with (folder / "said").open("w") as said:
+            processes = [
+                subprocess.Popen(
+                    command,
+                    cwd=folder,
+                    env={**os.environ, "OMP_NUM_THREADS": "1", **environment, **more},
+                    stdout=said,
+                    stderr=said,
+                    start_new_session=True,
+                )
+                for command, environment in zip(self.commands, self.environments, strict=True)
+            ]
+            try:
+                codes = [process.wait(LONGEST_SECONDS) for process in processes]
+            except subprocess.TimeoutExpired as error:
+                raise NotThere(f"not done in {LONGEST_SECONDS} s") from error
+            finally:
+                for process in processes:
+                    if process.poll() is None:
+                        os.killpg(process.pid, signal.SIGKILL)
+                        process.wait()
+        if any(codes):
+            lines = (folder / "said").read_text(errors="replace").strip().splitlines()
+            raise NotThere(next((line for line in lines if "rror" in line), f"exit code {codes}"))
+
+
+def _time(file: Path) -> float:
+    if not file.exists():
+        raise NotThere(f"left no {file.name}")
+    return float(file.read_text())
+
+
+def one(num_ranks: int, *command: str) -> Racer:
+    return Racer([[_program(command[0]), *command[1:]]], [{}], num_ranks)
+
+
+def _program(name: str) -> str:
+    beside = Path(sys.executable).with_name(name)
+    return str(beside) if beside.exists() else name
+
+
+def by_hand(num_ranks: int, script: str) -> Racer:
+    """As many Pythons as ranks, started one after the other."""
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        port = str(listener.getsockname()[1])
+    shared = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "WORLD_SIZE": str(num_ranks)}
+    environments = [{**shared, "RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(num_ranks)]
+    return Racer([[sys.executable, script]] * num_ranks, environments, num_ranks, is_trained=False)
+
+
+def starting(num_ranks: int) -> dict[str, Racer]:
+    num, steps = str(num_ranks), str(START_STEPS)
+    torchrun = one(num_ranks, "torchrun", "--nproc-per-node", num, "script.py", steps)
+    racers = {
+        "torchrun": torchrun,
+        CONTROL: torchrun,
+        "evenstep run": one(num_ranks, "evenstep", "run", "--devices", num, "script.py", steps),
+        "evenstep train": one(num_ranks, "evenstep", "train", "task.py", "--devices", num, "--steps", steps),
+        "limit: import torch, join by hand": by_hand(num_ranks, "joining.py"),
+        "limit: import torch, one process": by_hand(1, "importing.py"),
+    }
+    if find_spec("accelerate"):
+        # `accelerate launch --cpu` starts one process; accelerate's own way to several on a CPU is torchrun (or MPI).
+        racers["accelerate, by torchrun"] = one(num_ranks, "torchrun", "--nproc-per-node", num, "accelerated.py", steps)
+    return racers
+
+
+def recovering(num_ranks: int) -> dict[str, Racer]:
+    num, steps = str(num_ranks), str(RECOVERY_STEPS)
+    torchrun = one(num_ranks, "torchrun", "--nproc-per-node", num, "--max-restarts", "1", "script.py", steps)
+    restarts = ("--devices", num, "--restarts", "1")
+    train = ("evenstep", "train", "task.py", "--steps", steps, "--checkpoint-every", "1")
+    return {
+        "torchrun": torchrun,
+        CONTROL: torchrun,
+        "evenstep run": one(num_ranks, "evenstep", "run", *restarts, "script.py", steps),
+        "evenstep train": one(num_ranks, *train, *restarts),
+    }
+
+
+def able(racers: Mapping[str, Racer], more: Mapping[str, str]) -> tuple[dict[str, Racer], dict[str, str]]:
+    """Those that run and learn what torchrun's script learns, after one run that is not timed; and why not the rest."""
+    expected = racers["torchrun"].learned(more)
+    assert expected is not None
+    absent = {}
+    for name, racer in racers.items():
+        try:
+            learned = racer.learned(more) if name not in ("torchrun", CONTROL) else expected
+        except NotThere as error:
+            absent[name] = f"not there yet: {error}"
+        else:
+            if learned is not None and abs(learned - expected) > 1e-3:
+                absent[name] = f"learned something else: {learned:.4f}, not {expected:.4f}"
+    return {name: racer for name, racer in racers.items() if name not in absent}, absent
+
+
+Results = dict[str, dict[str, float] | str]
+
+
+def race(title: str, racers: Mapping[str, Racer], clock: Callable[[Racer], float], rounds: int) -> Results:
+    """All racers by turns; each against torchrun."""
+    able_racers, absent = able(racers, {"KILL": "1"} if clock is Racer.recovery_seconds else {})
+    figures = harness.interleaved(
+        {name: (lambda racer=racer: clock(racer)) for name, racer in able_racers.items()}, rounds
+    )
+    rows, results = [], dict[str, dict[str, float] | str](absent)
+    for name, seconds in figures.items():
+        ratio = harness.compared(figures["torchrun"], seconds)
+        spread = {"fastest_s": min(seconds), "slowest_s": max(seconds)}
+        results[name] = {**ratio.figures("s"), **spread}
+        reached = ("yes" if ratio.high <= GOAL else "no") if name.startswith("evenstep") else ""
+        between = f"{min(seconds):.2f} to {max(seconds):.2f}"
+        rows.append((name, f"{ratio.second:.2f}", between, f"{ratio.ratio:.3f}", ratio.interval, reached))
+    rows += [(name, "-", why, "", "", "no") for name, why in absent.items()]
+    harness.show(title, ("", "s", "spread", "/ torchrun", "95 %", f"goal {GOAL}"), rows)
+    return results
+
+
+def versions() -> dict[str, str]:
+    found = {}
+    for name in ("torch", "accelerate", "evenstep"):
+        try:
+            found[name] = version(name)
+        except PackageNotFoundError:
+            found[name] = "absent"
+    return found
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("out", nargs="?", metavar="OUT.json")
+    parser.add_argument("--quick", action="store_true", help="one block of each, after the one that is not timed")
+    arguments = parser.parse_args()
+    rounds = 1 if arguments.quick else ROUNDS
+    results: dict[str, object] = {"versions": versions(), "rounds": rounds, "goal": GOAL}
+    for num_ranks in RANKS:
+        title = f"command to the end of the first step, {num_ranks} ranks"
+        results[title] = race(title, starting(num_ranks), Racer.start_seconds, rounds)
+    title = f"SIGKILL of rank 1 to the end of its next step, {RANKS[0]} ranks"
+    results[title] = race(title, recovering(RANKS[0]), Racer.recovery_seconds, rounds)
+    if arguments.out:
+        harness.write(arguments.out, "python bench/start.py", results)
+
+
+if __name__ == "__main__":
+    main()

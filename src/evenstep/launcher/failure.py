@@ -1,0 +1,174 @@
+"""The first cause of a failed run, in at most 15 lines."""
+
+from __future__ import annotations
+
+import json
+import signal
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from evenstep import checkpoint
+from evenstep.errors import BadInput, EvenstepError, WorkerFailed
+from evenstep.launcher.logs import ranks_in_words
+from evenstep.launcher.stall import main_thread
+from evenstep.record import FILE
+from evenstep.task import is_users
+from evenstep.worker.pulse import Beat
+
+MOST_MESSAGE_LINES = 4
+_STOPPED_BY_US = (0, -signal.SIGTERM)
+
+
+@dataclass(frozen=True)
+class Cause:
+    """Why an attempt ended."""
+
+    headline: str
+    """`rank 1 failed at step 7, in forward`."""
+    details: tuple[str, ...]
+    """The user's own lines, the exception, what helps."""
+    step: int
+    """Where it happened; 0 before the first step."""
+    others: str = ""
+    """What the other ranks were doing."""
+    is_final: bool = False
+    """Whether it would happen again: bad input, a loss that is not finite."""
+    error: type[EvenstepError] = WorkerFailed
+    machine: str = ""
+
+    def lines(self) -> list[str]:
+        """All but where to look and how to go on."""
+        where = f" on {self.machine}" if self.machine else ""
+        return [line for line in (self.headline + where, *self.details, self.others) if line]
+
+    def to_json(self) -> dict[str, Any]:
+        """For the launchers of other machines."""
+        return {**vars(self), "details": list(self.details), "error": self.error.__name__}
+
+
+def cause(logs: Path, failed: Mapping[int, int], beats: Mapping[int, Beat], evidence: str = "") -> Cause:
+    """The first cause, from what ranks reported, their exit codes, and what all of them were doing.
+
+    `failed` and `beats` are by global rank; `evidence` is what the kernel says about memory.
+    """
+    reports = _reports(logs)
+    spoke = {report["rank"] for report in reports}
+    # A rank that was killed could not speak; those that lost their connection to it could.
+    killed = {rank: code for rank, code in failed.items() if rank not in spoke and code not in _STOPPED_BY_US}
+    if killed:
+        return _silent(logs, killed, beats, evidence)
+    if not reports:
+        return _silent(logs, failed or {0: 1}, beats, evidence)
+    first = min(reports, key=lambda report: (report["is_victim"], int(report["nanoseconds"])))
+    rank = first["rank"]
+    if first["is_plain"]:
+        kind = BadInput if first["exit_code"] == BadInput.exit_code else WorkerFailed
+        return Cause(first["message"], (), _step(beats, rank), is_final=True, error=kind)
+    details = (
+        *(f"  {line}" for line in first["lines"]),
+        *_shortened(f"{first['type']}: {first['message']}"),
+        *_indented(first["answer"]),
+    )
+    step = _step(beats, rank) or first["step"]
+    return Cause(f"rank {rank} failed{_where(beats, rank, step)}", details, step, _others(beats, {rank}))
+
+
+def _silent(logs: Path, ended: Mapping[int, int], beats: Mapping[int, Beat], evidence: str) -> Cause:
+    """No rank could say why: it was killed, or ended from outside Python."""
+    rank, code = next(iter(sorted(ended.items())))
+    where = _where(beats, rank, 0)
+    details: tuple[str, ...] = ()
+    if code < 0:
+        name = signal.Signals(-code).name
+        headline = f"rank {rank} was ended by {name}{where}"
+        if -code == signal.SIGKILL:
+            headline = f"rank {rank} {'ran out of memory' if evidence else 'was ended by SIGKILL'}{where}"
+            details = (evidence or "Someone killed it: a person, a cluster, or a system that is short of memory.",)
+        else:
+            details = tuple(_crash_frames(logs, rank))
+        if -code == signal.SIGBUS:
+            details = (*details, "Often /dev/shm is too small for loader processes; try --workers 0.")
+    else:
+        headline = f"rank {rank} ended with exit code {code}{where} and left no report"
+    return Cause(headline, details, _step(beats, rank), _others(beats, {rank}))
+
+
+def _crash_frames(logs: Path, rank: int) -> list[str]:
+    """Where C was when the process died of a signal: the user's own line first."""
+    file = logs / f"rank{rank}.crash"
+    frames = main_thread(file.read_text(errors="replace")) if file.exists() else []
+    own = [frame for frame in frames if is_users(frame.file)][:2]
+    said = (logs / f"rank{rank}.err").read_text(errors="replace") if (logs / f"rank{rank}.err").exists() else ""
+    # C++ says what it could not handle before it aborts.
+    what = [line.strip() for line in said.splitlines() if "what():" in line or "terminate called" in line][-2:]
+    return [f"  {frame}" for frame in own or frames[:2]] + what
+
+
+def _where(beats: Mapping[int, Beat], rank: int, step: int) -> str:
+    """Where a rank was, as far as it is known; programs that are no training leave no beats."""
+    if rank in beats and beats[rank].count:
+        return f" {beats[rank].where}"
+    return f" at step {step}" if step else "" if beats else " before the first step"
+
+
+def _step(beats: Mapping[int, Beat], rank: int) -> int:
+    return beats[rank].step if rank in beats else 0
+
+
+def _others(beats: Mapping[int, Beat], failed: set[int]) -> str:
+    """What the rest were doing, in one line."""
+    places: dict[str, list[int]] = {}
+    for rank, beat in beats.items():
+        if rank not in failed:
+            places.setdefault(beat.where if beat.count else "at work", []).append(rank)
+    parts = [
+        f"{ranks_in_words(ranks)} {'was' if len(ranks) == 1 else 'were'} {place}" for place, ranks in places.items()
+    ]
+    return f"{'; '.join(parts[:3])}{'; ...' if len(parts) > 3 else ''}, and stopped" if parts else ""
+
+
+def _reports(logs: Path) -> list[dict[str, Any]]:
+    return [json.loads(path.read_text()) for path in sorted(logs.glob("rank*.error.json"))]
+
+
+def _shortened(message: str) -> list[str]:
+    lines = message.strip().splitlines()
+    return lines if len(lines) <= MOST_MESSAGE_LINES else [*lines[: MOST_MESSAGE_LINES - 1], "..."]
+
+
+def _indented(text: str | None) -> list[str]:
+    return text.splitlines()[:3] if text else []
+
+
+def report(causes: Sequence[Cause], run_folder: Path, why_no_more: str = "") -> EvenstepError:
+    """The error to raise: the last cause in full, those of earlier attempts in a line each."""
+    *earlier, last = causes
+    if last.error is BadInput:
+        return BadInput(last.headline)
+    before = [f"attempt {number}: {one.headline}{_exception(one)}" for number, one in enumerate(earlier, 1)]
+    lines = [*last.lines(), *before[-4:], why_no_more, where_to_look(run_folder)]
+    return last.error("\n".join(line for line in lines if line))
+
+
+def _exception(cause: Cause) -> str:
+    plain = [line for line in cause.details if not line.startswith("  ")]
+    return f" ({plain[0]})" if plain else ""
+
+
+def where_to_look(run_folder: Path) -> str:
+    """The last lines of every report."""
+    look = f"full logs: {run_folder / 'logs'}"
+    saved = checkpoint.whole(run_folder / checkpoint.FOLDER)
+    return f"{look}\ngo on from {saved[-1].name}: add --resume {run_folder}" if saved else look
+
+
+def stopped_where(run_folder: Path) -> str:
+    """The last line of a run that was stopped by hand."""
+    saved = checkpoint.whole(run_folder / checkpoint.FOLDER)
+    if not (run_folder / FILE).exists():
+        return "stopped before anything was done"
+    if not saved:
+        return f"stopped before the first checkpoint; what was done is in {run_folder}"
+    return f"stopped; go on from {saved[-1].name} with --resume {run_folder}"

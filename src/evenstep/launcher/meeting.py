@@ -1,0 +1,98 @@
+"""How the processes of one attempt find each other. A way to start on other machines is one class of this shape."""
+
+from __future__ import annotations
+
+import shutil
+import tempfile
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Protocol
+
+from evenstep.launcher.failure import Cause
+from evenstep.plan import Plan
+from evenstep.worker.world import STORE
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where the processes that this launcher starts stand among all of them."""
+
+    first_rank: int
+    size: int
+    machine: int = 0
+    num_machines: int = 1
+    local_offset: int = 0
+    """How many processes of other launchers on the same machine come before these."""
+    num_local: int = 0
+    """Processes on this machine, those of other launchers included."""
+    environment: Mapping[str, str] = field(default_factory=dict)
+    """What workers need to know in order to meet."""
+
+    def environments(self, num: int, more: Mapping[str, str]) -> list[dict[str, str]]:
+        """What each local process is told, in the words of torchrun."""
+        return [
+            {
+                "RANK": str(self.first_rank + local),
+                "LOCAL_RANK": str(self.local_offset + local),
+                "WORLD_SIZE": str(self.size),
+                "LOCAL_WORLD_SIZE": str(self.num_local or num),
+                "GROUP_RANK": str(self.machine),
+                "GROUP_WORLD_SIZE": str(self.num_machines),
+                "ROLE_RANK": str(self.first_rank + local),
+                "ROLE_WORLD_SIZE": str(self.size),
+                "ROLE_NAME": "default",
+                **self.environment,
+                **more,
+            }
+            for local in range(num)
+        ]
+
+
+class Meeting(Protocol):
+    """The launchers of one run, which may be on many machines."""
+
+    def plan(self, plan: Plan | None) -> Plan:
+        """The plan of the first launcher, for all of them."""
+
+    def gather(self, num: int, attempt: int) -> Place:
+        """Wait until enough machines are there; everyone who comes brings `num` processes."""
+
+    def tell(self, cause: Cause) -> None:
+        """Say that an attempt has failed here, so that nobody waits for it."""
+
+    def heard(self) -> Cause | None:
+        """What failed elsewhere, in this attempt."""
+
+    def is_wanted(self) -> bool:
+        """Whether a machine has come that could take part."""
+
+    def close(self) -> None:
+        """Leave."""
+
+
+class OneMachine:
+    """Processes of one machine meet through a file in a folder of their own; nothing listens to the outside."""
+
+    def __init__(self) -> None:
+        self._folder = Path(tempfile.mkdtemp(prefix="evenstep-"))
+
+    def plan(self, plan: Plan | None) -> Plan:
+        assert plan is not None
+        return plan
+
+    def gather(self, num: int, attempt: int) -> Place:
+        # Of its own for each attempt: what a killed process left in it would be taken for a new one's.
+        return Place(0, num, environment={STORE: str(self._folder / f"store-{attempt}")})
+
+    def tell(self, cause: Cause) -> None:
+        """There is nobody else."""
+
+    def heard(self) -> Cause | None:
+        return None
+
+    def is_wanted(self) -> bool:
+        return False
+
+    def close(self) -> None:
+        shutil.rmtree(self._folder, ignore_errors=True)

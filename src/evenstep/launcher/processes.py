@@ -1,0 +1,182 @@
+"""Worker processes on this machine, started and stopped by PyTorch's elastic engine."""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from torch.distributed.elastic.multiprocessing import LogsDest, LogsSpecs, PContext, start_processes
+
+from evenstep.errors import Preempted
+from evenstep.launcher.server import no_main, server_process
+from evenstep.worker.lifeline import PARENT
+
+POLL_SECONDS = 0.02
+PATIENCE_SECONDS = 2
+"""How long a process that was killed may take to be gone."""
+LAST_WORDS_SECONDS = 0.5
+"""How long the others get to end by themselves when one has failed: their reports tell who was first."""
+_ENGINE_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
+
+How = Literal["server", "fork", "program"]
+"""Copied from the fork server, copied from this very process, or started as a program of its own."""
+
+
+class RankLogs(LogsSpecs):
+    """`rank0.out`, `rank0.err`, ... in one folder, from `first_rank` on."""
+
+    def __init__(self, folder: Path, first_rank: int = 0) -> None:
+        super().__init__()
+        self.folder = folder
+        self.first_rank = first_rank
+        folder.mkdir(parents=True, exist_ok=True)
+
+    def reify(self, envs: dict[int, dict[str, str]]) -> LogsDest:
+        def paths(ending: str) -> dict[int, str]:
+            return {local: str(self.path(local, ending)) for local in envs}
+
+        return LogsDest(
+            stdouts=paths("out"),
+            stderrs=paths("err"),
+            error_files=paths("engine.json"),
+            filtered_stdout=os.devnull,
+            filtered_stderr=os.devnull,
+        )
+
+    def path(self, local: int, ending: str) -> Path:
+        """A file of the local rank's."""
+        return self.folder / f"rank{self.first_rank + local}.{ending}"
+
+    @property
+    def root_log_dir(self) -> str:
+        return str(self.folder)
+
+
+@dataclass(frozen=True)
+class Start:
+    """What to start: `entry` with `arguments`, once for each environment."""
+
+    entry: str | Callable[..., Any]
+    arguments: tuple[Any, ...]
+    environments: Sequence[Mapping[str, str]]
+    logs: RankLogs
+    how: How = "server"
+
+
+class Workers:
+    """The processes of one attempt on this machine, and how they ended."""
+
+    def __init__(self, context: PContext, num: int) -> None:
+        self._context = context
+        self.num = num
+        self.pids: dict[int, int] = context.pids()
+        self.failed: dict[int, int] = {}
+        """Exit codes of those that failed by themselves."""
+
+    def poll(self) -> bool:
+        """Whether they are still at work; waits a moment."""
+        if self._ended_badly():
+            self._hear_last_words()
+            self.failed = self._ended_badly()
+            self.kill()
+            return False
+        if len(self.exit_codes()) == self.num:
+            return False
+        time.sleep(POLL_SECONDS)
+        return True
+
+    def exit_codes(self) -> dict[int, int]:
+        """Of those that have ended."""
+        return {local: code for local, code in enumerate(_exit_codes(self._context)) if code is not None}
+
+    def send(self, number: int) -> None:
+        """Send a signal to all that are there."""
+        for local, pid in self.pids.items():
+            if local not in self.exit_codes():
+                send(pid, number)
+
+    def kill(self) -> None:
+        """End them at once: a rank that waits in a collective never comes to handle anything gentler."""
+        self._context.close(signal.SIGKILL, timeout=PATIENCE_SECONDS)
+
+    def _ended_badly(self) -> dict[int, int]:
+        return {local: code for local, code in self.exit_codes().items() if code not in (0, Preempted.exit_code)}
+
+    def _hear_last_words(self) -> None:
+        deadline = time.monotonic() + LAST_WORDS_SECONDS
+        while time.monotonic() < deadline and len(self.exit_codes()) < self.num:
+            time.sleep(POLL_SECONDS)
+
+
+@contextmanager
+def workers(start: Start) -> Iterator[Workers]:
+    """Start the processes; none is left when the block ends."""
+    # The engine logs every process that fails or is ended; the reader wants the cause alone.
+    logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)
+    parent = server_process() if start.how == "server" else os.getpid()
+    num = len(start.environments)
+    with _own_handlers_kept(), no_main() if start.how == "server" else nullcontext():
+        context = start_processes(
+            name="evenstep",
+            entrypoint=start.entry,
+            args=dict.fromkeys(range(num), start.arguments),
+            envs={local: {**one, PARENT: str(parent)} for local, one in enumerate(start.environments)},
+            logs_specs=start.logs,
+            start_method="forkserver" if start.how == "server" else "fork",
+        )
+    try:
+        yield Workers(context, num)
+    finally:
+        _close(context)
+
+
+@contextmanager
+def _own_handlers_kept() -> Iterator[None]:
+    """The engine puts handlers of its own in place of ours."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    handlers = {number: signal.getsignal(number) for number in _ENGINE_SIGNALS}
+    try:
+        yield
+    finally:
+        for number, handler in handlers.items():
+            signal.signal(number, handler)
+
+
+def _exit_codes(context: PContext) -> list[int | None]:
+    """Looked up before the engine looks: that one waits half a minute for the others, and counts them as failed too."""
+    handlers = getattr(context, "subprocess_handlers", None)
+    if handlers is not None:
+        return [handlers[local].proc.poll() for local in sorted(handlers)]
+    processes = context._pc.processes if context._pc is not None else []  # type: ignore[attr-defined]
+    return [process.exitcode for process in processes]
+
+
+def _close(context: PContext) -> None:
+    context.close(signal.SIGKILL, timeout=PATIENCE_SECONDS)
+    for handler in getattr(context, "subprocess_handlers", {}).values():
+        # torch leaves the logs of processes that ended by themselves open.
+        for stream in (handler._stdout, handler._stderr):
+            if stream is not None:
+                stream.close()
+
+
+def send(pid: int, number: int) -> None:
+    """Send a signal to a process, if it is still there."""
+    with suppress(ProcessLookupError):
+        os.kill(pid, number)
+
+
+def python(*arguments: str) -> tuple[str, tuple[str, ...]]:
+    """This very Python, as a program and its arguments."""
+    return sys.executable, ("-u", *arguments)

@@ -1,0 +1,152 @@
+"""Running a program of the user's as several processes: a script as torchrun would, or a function."""
+
+from __future__ import annotations
+
+import datetime
+import pickle
+import re
+import tempfile
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from evenstep.errors import PlanError
+from evenstep.launcher.loopback import ADDRESS, loopback_store
+from evenstep.launcher.meeting import OneMachine, Place
+from evenstep.launcher.processes import python
+from evenstep.launcher.supervise import Launch, Supervisor
+from evenstep.launcher.train import refuse_fork_after_cuda
+from evenstep.report.progress import Progress
+from evenstep.worker.machine import share_threads
+from evenstep.worker.main import Orders
+from evenstep.worker.program import Program, run_function, run_program
+
+_OLD_FLAG = re.compile(r"""add_argument\([^)]*?["'](--local[-_]rank)["']""", re.DOTALL)
+
+
+class TorchrunMachine(OneMachine):
+    """One machine, as programs for torchrun know it: an address, a port, and names for every number."""
+
+    def __init__(self, restarts: int) -> None:
+        super().__init__()
+        self._store = loopback_store()
+        self._restarts = restarts
+
+    def gather(self, num: int, attempt: int) -> Place:
+        place = super().gather(num, attempt)
+        return replace(place, environment=torchrun_environment(ADDRESS, self._store.port, num, self._restarts))
+
+
+def torchrun_environment(address: str, port: int, size: int, restarts: int) -> dict[str, str]:
+    """What torchrun sets beside the ranks."""
+    return {
+        "MASTER_ADDR": address,
+        "MASTER_PORT": str(port),
+        # The launcher holds the store, so that no other program can take its port. A process alone may be a script
+        # that starts others by itself: its first one must hold it.
+        "TORCHELASTIC_USE_AGENT_STORE": str(size > 1),
+        "TORCHELASTIC_RUN_ID": "evenstep",
+        "TORCHELASTIC_MAX_RESTARTS": str(restarts),
+        "TORCH_NCCL_ASYNC_ERROR_HANDLING": "1",
+    }
+
+
+def run_script(
+    script: str,
+    arguments: Sequence[str],
+    num: int,
+    *,
+    is_module: bool = False,
+    is_fresh: bool = False,
+    restarts: int = 0,
+    stall_after: float | None = None,
+) -> None:
+    """Rank 0 speaks, others warn; what all of them print is in a folder below runs/."""
+    if not is_module and not Path(script).is_file():
+        raise PlanError(f"no file {script}; give the script first, then its own arguments")
+    if num < 1:
+        raise PlanError(f"{num} devices were asked for; give 1 or more")
+    if restarts < 0:
+        raise PlanError(f"restarts is {restarts}; it is the number of crashes to go on after, from 0 up")
+    flag = None if is_module else old_flag(Path(script).read_text(errors="replace"))
+    program = Program(script, tuple(arguments), is_module, flag)
+    launch = Launch(
+        _folder(script if is_module else Path(script).stem),
+        num,
+        python("-m", "evenstep.worker.program")[0] if is_fresh else run_program,
+        lambda orders: _fresh(orders, program) if is_fresh else (orders.logs, program),
+        "program" if is_fresh else "server",
+        restarts,
+        stall_after,
+        {"OMP_NUM_THREADS": str(share_threads(None, ["cpu"] * num))},
+        shows_all=True,
+    )
+    _watch(Supervisor(launch, TorchrunMachine(restarts)))
+
+
+def launch(
+    function: Callable[..., Any],
+    *arguments: Any,
+    devices: int = 1,
+    restarts: int = 0,
+    stall_after: float | None = None,
+) -> list[Any]:
+    """Call `function(*arguments)` in so many processes, from a script or a notebook; what each of them returned.
+
+    def main(rate):
+        team = evenstep.join()
+        ...
+    evenstep.launch(main, 0.1, devices=2)
+    """
+    if not callable(function):
+        raise PlanError(f"launch takes a function, and was given {type(function).__name__}: launch(main, devices=2)")
+    if devices < 1:
+        raise PlanError(f"{devices} devices were asked for; give 1 or more")
+    refuse_fork_after_cuda()
+    with tempfile.TemporaryDirectory(prefix="evenstep-") as results:
+        what = Launch(
+            _folder(getattr(function, "__name__", "function").strip("<>")),
+            devices,
+            run_function,
+            lambda orders: (orders.logs, results, function, arguments),
+            "fork",
+            restarts,
+            stall_after,
+            {"OMP_NUM_THREADS": "1"},
+            shows_all=True,
+        )
+        _watch(Supervisor(what, TorchrunMachine(restarts)))
+        # These files were written by copies of this very process, in a folder that is nobody else's.
+        return [pickle.loads((Path(results) / f"{rank}.pickle").read_bytes()) for rank in range(devices)]
+
+
+def old_flag(source: str) -> str | None:
+    """The spelling of `--local-rank` that a script of before torchrun asks for; torch's own launcher passes one."""
+    spellings = _OLD_FLAG.findall(source)
+    return spellings[0] if spellings else None
+
+
+def _watch(supervisor: Supervisor) -> None:
+    with Progress(None, is_bare=True) as shown:
+        for event in supervisor.events():
+            shown.show(event)
+
+
+def _fresh(orders: Orders, program: Program) -> tuple[str, ...]:
+    return (*python("-m", "evenstep.worker.program")[1], orders.logs, program.to_json())
+
+
+def _folder(label: str) -> Path:
+    stamp = datetime.datetime.now().strftime("%Y-%m-%d-%H%M%S")
+    path = Path("runs") / f"{stamp}-{re.sub(r'[^0-9A-Za-z_.-]+', '-', label)}"
+    number = 1
+    while True:
+        try:
+            path.mkdir(parents=True)
+            return path
+        except FileExistsError:
+            number += 1
+            path = path.with_name(f"{stamp}-{label}-{number}")
+        except OSError as error:
+            raise PlanError(f"{path} cannot be written: {error.strerror}; start in a folder of yours") from error

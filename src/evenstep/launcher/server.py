@@ -1,0 +1,61 @@
+"""A process with torch imported, from which workers are copied: the second that an import takes is spent once.
+
+It is Python's own fork server. It is started before the launcher imports torch itself, so that both imports go on at
+the same time, and a run that goes on after a crash finds it still there.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import sys
+import types
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from multiprocessing import forkserver
+
+LAUNCHER = "EVENSTEP_LAUNCHER"
+"""Tells the server whose death is to be its own (see worker/server.py)."""
+PRELOADED = ("evenstep.worker.server",)
+FOR_FSDP = ("torch.distributed.fsdp", "torch.distributed.device_mesh", "torch.distributed.tensor")
+SEVERAL = ("--devices", "--strategy", "--restarts", "--machines", "--resume", "--plan")
+
+
+def start_server(more: Sequence[str] = ()) -> None:
+    """Start the server, or find it running."""
+    multiprocessing.set_forkserver_preload([*PRELOADED, *more])
+    os.environ[LAUNCHER] = str(os.getpid())
+    try:
+        with no_main():
+            forkserver.ensure_running()
+    finally:
+        del os.environ[LAUNCHER]
+
+
+def start_server_for(arguments: Sequence[str]) -> None:
+    """Start the server if a command line looks as if processes will be started; if it errs, little is lost."""
+    command, *rest = [*arguments, ""]
+    names = [word.partition("=")[0] for word in rest]
+    if "--help" in names or not hasattr(os, "fork") or sys.platform != "linux":
+        return
+    is_spread = command == "train" and ("SLURM_PROCID" in os.environ or any(name in SEVERAL for name in names))
+    if is_spread or (command == "run" and "--fresh" not in names):
+        start_server(FOR_FSDP if "fsdp" in " ".join(rest) else ())
+
+
+def server_process() -> int:
+    """The server's process id: the parent of every worker that is copied from it."""
+    start_server()
+    pid: int = forkserver._forkserver._forkserver_pid  # type: ignore[attr-defined]
+    return pid
+
+
+@contextmanager
+def no_main() -> Iterator[None]:
+    """Hide the program that is running: multiprocessing would run it again in every worker."""
+    main = sys.modules["__main__"]
+    sys.modules["__main__"] = types.ModuleType("__main__")
+    try:
+        yield
+    finally:
+        sys.modules["__main__"] = main

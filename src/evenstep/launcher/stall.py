@@ -1,0 +1,222 @@
+"""A hang explains itself: who the others wait for, at which line, and what every rank was doing.
+
+Nothing needs to be set beforehand. Every rank leaves its step and phase in shared memory, and has asked C (not Python)
+to write its stacks when a certain signal comes; so this works for a process that is stopped, and for one whose
+interpreter lock is held.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from evenstep.launcher.logs import ranks_in_words
+from evenstep.launcher.processes import send
+from evenstep.task import is_users
+from evenstep.worker.pulse import BACKWARD, Beat, Beats
+from evenstep.worker.pulse import UNTIMED as UNTIMED_PHASES
+from evenstep.worker.stacks import STACKS_SIGNAL
+
+LEAST_SECONDS = 120.0
+FIRST_SECONDS = 600.0
+UNTIMED_SECONDS = 1800.0
+TIMES_THE_LONGEST = 20
+SHOWN_FRAMES = 6
+_DUMP_SECONDS = 1.0
+_FRAME = re.compile(r'  File "(?P<file>.*)", line (?P<line>\d+) in (?P<name>.*)')
+
+
+class StallWatch:
+    """Tells when nothing has moved for too long.
+
+    Without a limit of the user's, 20 times the longest pause so far, and never less than two minutes: long enough for
+    whatever is only slow.
+    """
+
+    def __init__(self, beats: Beats, limit: float | None) -> None:
+        self._beats = beats
+        self._limit = limit
+        self._counts: list[int] = []
+        self._moved = time.monotonic()
+        self._longest = 0.0
+
+    def seconds_still(self) -> float | None:
+        """For how long nothing has moved, if that is too long."""
+        beats = self._beats.read()
+        counts = [beat.count for beat in beats]
+        now = time.monotonic()
+        if counts != self._counts:
+            if any(beat.step > 1 for beat in beats):
+                self._longest = max(self._longest, now - self._moved)
+            self._counts, self._moved = counts, now
+            return None
+        still = now - self._moved
+        return still if still > self.limit(beats) else None
+
+    def limit(self, beats: Sequence[Beat]) -> float:
+        """The seconds without any movement that are too many now."""
+        is_untimed = any(beat.phase in UNTIMED_PHASES for beat in beats)
+        if self._limit is not None:
+            return max(10 * self._limit, 60.0) if is_untimed else self._limit
+        if is_untimed:
+            return UNTIMED_SECONDS
+        least = LEAST_SECONDS if any(beat.step > 1 for beat in beats) else FIRST_SECONDS
+        return max(least, TIMES_THE_LONGEST * self._longest)
+
+
+@dataclass(frozen=True)
+class Frame:
+    """One line of a stack."""
+
+    file: str
+    line: int
+    name: str
+
+    def __str__(self) -> str:
+        return f"{_short(self.file)}:{self.line} in {self.name}"
+
+    @property
+    def is_collective(self) -> bool:
+        return "torch/distributed/" in self.file
+
+
+@dataclass(frozen=True)
+class Sight:
+    """One rank, as it was found."""
+
+    rank: int
+    beat: Beat
+    state: str = "S"
+    """The letter that Linux gives: T is stopped, D waits in the kernel."""
+    frames: list[Frame] = field(default_factory=list)
+    """Of its main thread, the innermost first."""
+
+    @property
+    def users_frame(self) -> Frame | None:
+        """The user's own line that it is in."""
+        return next((frame for frame in self.frames if is_users(frame.file)), None)
+
+    @property
+    def collective(self) -> str | None:
+        """The collective that the user's own code is in."""
+        for frame, outer in zip(self.frames, [*self.frames[1:], None], strict=True):
+            if is_users(frame.file):
+                return None
+            if frame.is_collective and (outer is None or not outer.is_collective):
+                return frame.name
+        return None
+
+    @property
+    def is_waiting(self) -> bool:
+        """Whether it waits for others, as far as can be seen."""
+        return self.collective is not None or self.beat.phase == BACKWARD
+
+    def where(self) -> str:
+        """`at step 7, in forward, my_task.py:12 in loss`; of a program that leaves no beats, its line alone."""
+        line = str(self.users_frame or (self.frames[0] if self.frames and not self.beat.count else ""))
+        parts = (self.beat.where if self.beat.count else "", line)
+        return ", ".join(part for part in parts if part) or "in an unknown place"
+
+
+def explain(sights: Sequence[Sight], seconds: float) -> str:
+    """One line: who is waited for, where it is, and where the others wait."""
+    late = waited_for(sights)
+    others = [sight for sight in sights if sight not in late]
+    still = f"nothing has moved for {seconds:.0f} s"
+    if not late:
+        return f"{still}, and all ranks wait: {'; '.join(f'rank {one.rank} {one.where()}' for one in sights)}"
+    culprit = late[0]
+    who = ranks_in_words([sight.rank for sight in late])
+    waits = f"; {_waiting(others)}" if others else ""
+    if culprit.collective is not None and others:
+        ahead = ranks_in_words([sight.rank for sight in others])
+        return (
+            f"{still}: {who} waits in {culprit.collective}, {culprit.where()}, which {ahead} did not call"
+            f"{waits}. Is it called under a condition that differs between ranks?"
+        )
+    how = {"T": " is stopped (SIGSTOP)", "D": " waits in the kernel, for a disk or a device"}.get(culprit.state, "")
+    return f"{still}: the others wait for {who}, which{how or ' was last seen'} {culprit.where()}{waits}"
+
+
+def waited_for(sights: Sequence[Sight]) -> list[Sight]:
+    """The ranks that are behind: stopped, or not as far as the rest, or busy while the rest wait."""
+    stopped = [sight for sight in sights if sight.state in "TtD"]
+    if stopped:
+        return stopped
+    least, most = (choose(sight.beat.progress for sight in sights) for choose in (min, max))
+    if least != most:
+        return [sight for sight in sights if sight.beat.progress == least]
+    busy = [sight for sight in sights if not sight.is_waiting]
+    return busy if len(busy) < len(sights) or len(sights) == 1 else []
+
+
+def _waiting(others: Sequence[Sight]) -> str:
+    places: dict[str, list[int]] = {}
+    for sight in others:
+        places.setdefault(sight.where(), []).append(sight.rank)
+    return "; ".join(
+        f"{ranks_in_words(ranks)} {'waits' if len(ranks) == 1 else 'wait'} {place}" for place, ranks in places.items()
+    )
+
+
+def look(pids: Mapping[int, int], beats: Sequence[Beat], files: Mapping[int, Path], first_rank: int) -> list[Sight]:
+    """Ask every process for its stacks, and read what they left."""
+    states = {local: _state(pid) for local, pid in pids.items()}
+    sizes = {local: _size(files[local]) for local in pids}
+    for local, pid in pids.items():
+        send(pid, STACKS_SIGNAL)
+        if states[local] in "Tt":
+            # It wakes up in the handler, before it does anything else.
+            send(pid, signal.SIGCONT)
+    deadline = time.monotonic() + _DUMP_SECONDS
+    while time.monotonic() < deadline and any(_size(files[local]) == sizes[local] for local in pids):
+        time.sleep(0.02)
+    time.sleep(0.05)
+    return [
+        Sight(first_rank + local, beats[local], states[local], main_thread(_text(files[local])[sizes[local] :]))
+        for local in pids
+    ]
+
+
+def main_thread(dump: str) -> list[Frame]:
+    """The frames of the thread that a dump of faulthandler lists last, which is the main one."""
+    last = re.split(r"^(?:Current t|T)hread .*$", dump, flags=re.MULTILINE)[-1]
+    return [Frame(match["file"], int(match["line"]), match["name"]) for match in _FRAME.finditer(last)]
+
+
+def stacks(sights: Sequence[Sight]) -> list[str]:
+    """The stacks of all ranks, the innermost line first; what they have in common with no line of the user's is cut."""
+    lines = []
+    for sight in sights:
+        lines.append(f"rank {sight.rank} {sight.where()}:")
+        lines += [f"    {frame}" for frame in sight.frames[:SHOWN_FRAMES]] or ["    (it gave no stack)"]
+    return lines
+
+
+def _short(file: str) -> str:
+    for installed in ("/site-packages/", "/src/evenstep/"):
+        before, found, rest = file.rpartition(installed)
+        if found and before:
+            return rest if installed == "/site-packages/" else f"evenstep/{rest}"
+    near = os.path.relpath(file)
+    return near if len(near) < len(file) else file
+
+
+def _state(pid: int) -> str:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    except OSError:
+        return "?"
+
+
+def _size(path: Path) -> int:
+    return path.stat().st_size if path.exists() else 0
+
+
+def _text(path: Path) -> str:
+    return path.read_text(errors="replace") if path.exists() else ""

@@ -1,0 +1,289 @@
+"""A run in processes of its own: started, watched, explained, and started again where that helps."""
+
+from __future__ import annotations
+
+import signal
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import FrameType
+from typing import IO, Any
+
+from evenstep import checkpoint
+from evenstep.errors import CheckpointError, Preempted, Stalled
+from evenstep.launcher.failure import Cause, cause, report
+from evenstep.launcher.logs import Voices
+from evenstep.launcher.meeting import Meeting, Place
+from evenstep.launcher.memory import MemoryWatch
+from evenstep.launcher.prepare import Prepared
+from evenstep.launcher.processes import How, RankLogs, Start, Workers, workers
+from evenstep.launcher.stall import Sight, StallWatch, explain, look, stacks, waited_for
+from evenstep.record import FILE, Record, rows
+from evenstep.worker.job import Event
+from evenstep.worker.machine import share_threads
+from evenstep.worker.main import Orders, work
+from evenstep.worker.pulse import Beat, Beats, make_beats
+from evenstep.worker.strategies import STRATEGIES
+from evenstep.worker.world import BEATS
+
+LONGEST_PAUSE_SECONDS = 60.0
+
+
+@dataclass(frozen=True)
+class Launch:
+    """What to run in `num` processes on this machine, and how much trouble to take over it."""
+
+    folder: Path
+    num: int
+    entry: str | Callable[..., Any]
+    arguments: Callable[[Orders], tuple[Any, ...]]
+    """What the entry is called with, given the orders of one attempt."""
+    how: How = "server"
+    restarts: int = 0
+    stall_after: float | None = None
+    environment: Mapping[str, str] = field(default_factory=dict)
+    shows_all: bool = False
+    """Whether what rank 0 prints is the program's own output, and not a line about a training."""
+
+
+def of_plan(prepared: Prepared) -> Launch:
+    """The processes of a training."""
+    plan = prepared.plan
+    is_found = prepared.spec is not None
+    return Launch(
+        prepared.folder,
+        len(plan.devices) if STRATEGIES[plan.strategy].processes_per_device else 1,
+        work,
+        (lambda orders: (orders,)) if is_found else (lambda orders: (orders, prepared.task)),
+        "server" if is_found else "fork",
+        plan.restarts,
+        plan.stall_after,
+        {"OMP_NUM_THREADS": str(share_threads(plan.threads, plan.devices))},
+    )
+
+
+class Asked:
+    """Signals that ask the launcher to stop; a second one is not waited with."""
+
+    def __init__(self) -> None:
+        self.number: int | None = None
+
+    @contextmanager
+    def listening(self) -> Iterator[None]:
+        """Take them, for as long as a run goes on."""
+        if threading.current_thread() is not threading.main_thread():
+            yield
+            return
+        numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP)
+        before = {number: signal.signal(number, self._take) for number in numbers}
+        try:
+            yield
+        finally:
+            for number, handler in before.items():
+                signal.signal(number, handler)
+
+    def _take(self, number: int, frame: FrameType | None) -> None:
+        # Not so a second SIGTERM: Slurm sends two of them within a tenth of a second.
+        if self.number is not None and number == signal.SIGINT:
+            raise KeyboardInterrupt
+        self.number = number
+
+
+@dataclass
+class Supervisor:
+    """One run, over as many attempts as it takes."""
+
+    launch: Launch
+    meeting: Meeting
+    asked: Asked = field(default_factory=Asked)
+    causes: list[Cause] = field(default_factory=list)
+
+    def events(self) -> Iterator[Event]:
+        """What rank 0 does and says, until the run is done; raises what ends it."""
+        with self.asked.listening():
+            try:
+                yield from self._attempts()
+            finally:
+                self.meeting.close()
+
+    def _attempts(self) -> Iterator[Event]:
+        resume = None
+        number = 0
+        while True:
+            number += 1
+            place = self.meeting.gather(self.launch.num, number)
+            with Attempt(self, place, number, resume) as attempt:
+                yield from attempt.events()
+            if attempt.cause is None and not attempt.was_preempted:
+                return
+            if attempt.was_preempted:
+                if not self.meeting.is_wanted():
+                    self._stop()
+                yield "another machine has come; going on together"
+            else:
+                assert attempt.cause is not None
+                self.causes.append(attempt.cause)
+                yield from self._before_restart()
+            resume = self._newest()
+
+    def _stop(self) -> None:
+        if self.asked.number == signal.SIGINT:
+            raise KeyboardInterrupt
+        newest = self._newest()
+        where = f"saved {Path(newest).name}; " if newest else ""
+        raise Preempted(f"asked to stop: {where}go on with --resume {self.launch.folder}")
+
+    def _before_restart(self) -> Iterator[str]:
+        """Say why and wait; raise if another attempt would not help."""
+        allowed = self.launch.restarts
+        last = self.causes[-1]
+        same = [one for one in self.causes[:-1] if one.step == last.step]
+        why = ""
+        if last.is_final or not allowed:
+            pass
+        elif same and last.step:
+            why = f"step {last.step} has failed twice: it would fail again"
+        elif len(self.causes) > allowed:
+            why = f"it was started again {allowed} time{'s' * (allowed > 1)}, as allowed by --restarts {allowed}"
+        if why or last.is_final or not allowed:
+            raise report(self.causes, self.launch.folder, why)
+        pause = self._pause()
+        yield from last.lines()
+        newest = self._newest()
+        where = f"from {Path(newest).name}" if newest else "from the beginning"
+        wait = f", in {pause:.0f} s" if pause else ""
+        yield f"restart {len(self.causes)} of {allowed}, {where}{wait}"
+        deadline = time.monotonic() + pause
+        while time.monotonic() < deadline and self.asked.number is None:
+            time.sleep(0.05)
+        if self.asked.number is not None:
+            self._stop()
+
+    def _pause(self) -> float:
+        """Nothing after the first failure, then 1, 2, 4 ... seconds for as long as there is no progress."""
+        steps = [one.step for one in self.causes]
+        without = 0
+        while without + 1 < len(steps) and steps[-1 - without] <= steps[-2 - without]:
+            without += 1
+        return min(LONGEST_PAUSE_SECONDS, 2.0 ** (without - 1)) if without else 0.0
+
+    def _newest(self) -> str | None:
+        """The checkpoint to go on from: the newest whole one of this run."""
+        try:
+            path, _ = checkpoint.find(str(self.launch.folder))
+        except CheckpointError:
+            return None
+        return str(path)
+
+
+class Attempt:
+    """One start of all processes, to their end."""
+
+    def __init__(self, of: Supervisor, place: Place, number: int, resume: str | None) -> None:
+        self.of = of
+        self.place = place
+        self.cause: Cause | None = None
+        self.was_preempted = False
+        self._launch = of.launch
+        self._num = of.launch.num
+        folder = of.launch.folder / "logs" / (f"restart{number - 1}" if number > 1 else "")
+        self._logs = RankLogs(folder, place.first_rank)
+        self._orders = Orders(str(of.launch.folder), str(folder), resume)
+        self._restarts = {"TORCHELASTIC_RESTART_COUNT": str(number - 1)}
+        self._stack = ExitStack()
+        self._is_told = False
+
+    def __enter__(self) -> Attempt:
+        meeting = Path(self._stack.enter_context(tempfile.TemporaryDirectory(prefix="evenstep-")))
+        file = meeting / "beats"
+        self._beats: Beats = make_beats(file, self._num)
+        self._stack.callback(self._beats.close)
+        environments = self.place.environments(self._num, {**self._launch.environment, **self._restarts})
+        for local, one in enumerate(environments):
+            one[BEATS] = f"{file}:{local}"
+        launch = self._launch
+        start = Start(launch.entry, launch.arguments(self._orders), environments, self._logs, launch.how)
+        self._workers: Workers = self._stack.enter_context(workers(start))
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        self._stack.close()
+
+    def events(self) -> Iterator[Event]:
+        """Rank 0's rows and all ranks' lines as they are written, until all processes have ended."""
+        record = RecordTail(self._launch.folder / FILE)
+        voices = Voices(self._logs, self._num, passes_rank_0_on=self._launch.shows_all)
+        stall = StallWatch(self._beats, self._launch.stall_after)
+        memory = MemoryWatch(self._workers.pids)
+        working = True
+        while working:
+            working = self._workers.poll()
+            memory.look()
+            yield from voices.new(is_end=not working)
+            yield from record.new()
+            if working:
+                yield from self._listen(stall)
+                working = self.cause is None
+        yield from voices.new(is_end=True)
+        if self.cause is None and self._workers.failed:
+            self.cause = self._explained(memory)
+            self.of.meeting.tell(self.cause)
+        self.was_preempted = Preempted.exit_code in self._workers.exit_codes().values() and self.cause is None
+
+    def _listen(self, stall: StallWatch) -> Iterator[str]:
+        """To the user, to other machines, and to the silence of the workers."""
+        if not self._is_told and (self.of.asked.number is not None or self.of.meeting.is_wanted()):
+            self._is_told = True
+            if self.of.asked.number is not None:
+                yield "stopping after this step, with a checkpoint; once more to stop at once"
+            self._workers.send(signal.SIGUSR1)
+        self.cause = self.of.meeting.heard()
+        still = stall.seconds_still()
+        if still is not None and self.cause is None:
+            yield from self._stalled(still)
+
+    def _stalled(self, seconds: float) -> Iterator[str]:
+        beats = self._beats.read()
+        files = {local: self._logs.path(local, "stacks") for local in range(self._num)}
+        sights = look(self._workers.pids, beats, files, self.place.first_rank)
+        sentence = explain(sights, seconds)
+        yield sentence
+        yield from stacks(sights)
+        late: list[Sight] = waited_for(sights) or list(sights)
+        self.cause = Cause(sentence, (), min(sight.beat.step for sight in late), error=Stalled)
+        self.of.meeting.tell(self.cause)
+        self._workers.kill()
+
+    def _explained(self, memory: MemoryWatch) -> Cause:
+        first = self.place.first_rank
+        beats: Mapping[int, Beat] = {first + local: beat for local, beat in enumerate(self._beats.read())}
+        failed = {first + local: code for local, code in self._workers.failed.items()}
+        return cause(self._logs.folder, failed, beats, memory.evidence())
+
+
+class RecordTail:
+    """The new rows of a record file that another process writes."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._file: IO[bytes] | None = None
+        self._record: Record | None = None
+        # Rows of an attempt before this one were shown then.
+        self._at = path.stat().st_size if path.exists() else 0
+
+    def new(self) -> Iterator[Event]:
+        """Rows that were written since the last call."""
+        if self._file is None and self._path.exists():
+            self._file = self._path.open("rb")
+            self._file.seek(self._at)
+        for row in rows(self._file) if self._file is not None else ():
+            if self._record is None:
+                self._record = Record.begin(row)
+                continue
+            event = self._record.take(row)
+            if event is not None:
+                yield event

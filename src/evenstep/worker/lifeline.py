@@ -1,0 +1,77 @@
+"""The life of a process that the launcher started: tied to it, found by its name, ended at once. Imports no torch."""
+
+from __future__ import annotations
+
+import atexit
+import ctypes
+import os
+import signal
+import sys
+import weakref
+from collections.abc import Mapping
+from pathlib import Path
+
+from evenstep.worker.stacks import leave_stacks
+
+PARENT = "EVENSTEP_PARENT"
+"""The process id of whoever started a worker: the launcher, or its fork server."""
+_RANK_NAMES = (("RANK", "0"), ("WORLD_SIZE", "1"), ("LOCAL_RANK", "0"))
+
+
+def read_rank(environment: Mapping[str, str] = os.environ) -> tuple[int, int, int]:
+    """(rank, size, local rank) as torchrun and our launcher give them; (0, 1, 0) for a process alone."""
+    return tuple(int(environment.get(name, default)) for name, default in _RANK_NAMES)  # type: ignore[return-value]
+
+
+def begin(logs: str) -> None:
+    """Tie this process to the launcher, name it, and have it leave its stacks when it is asked for them."""
+    if os.getppid() != int(os.environ.get(PARENT, os.getppid())):
+        os._exit(1)  # the launcher was gone before this process could ask to go with it
+    die_with_parent()
+    # What a copied process has registered is its original's to do: removing temporary folders, say.
+    atexit._clear()
+    weakref.finalize._registry.clear()  # type: ignore[attr-defined]
+    weakref.finalize._registered_with_atexit = False  # type: ignore[attr-defined]
+    # The fork server ignores these: a cluster sends them to every process of a job, and the ranks are to save.
+    for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP):
+        signal.signal(number, signal.SIG_DFL)
+    rank, _, _ = read_rank()
+    call_process(f"evenstep-rank{rank}")
+    leave_stacks(Path(logs), rank)
+    # Line by line into the logs, from wherever this process was copied: a notebook's streams are not files.
+    sys.stdout = open(1, "w", buffering=1, closefd=False)  # noqa: SIM115
+    sys.stderr = open(2, "w", buffering=1, closefd=False)  # noqa: SIM115
+
+
+def end(exit_code: int) -> None:
+    """End this process at once.
+
+    Taking the interpreter apart in order would wait for ranks that wait for this one.
+    """
+    atexit._run_exitfuncs()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(exit_code)
+
+
+def die_with_parent() -> None:
+    """Ask Linux to kill this process when the launcher dies, however it dies."""
+    parent = os.environ.get(PARENT)
+    # A process that a worker started itself has inherited the name of a launcher that is not its parent.
+    if parent and os.getppid() == int(parent):
+        end_with(int(parent))
+
+
+def end_with(parent: int) -> None:
+    """Ask Linux to kill this process when its parent dies, however it dies; elsewhere, nothing."""
+    if sys.platform != "linux":
+        return
+    ctypes.CDLL(None, use_errno=True).prctl(1, signal.SIGKILL)  # 1: PR_SET_PDEATHSIG
+    if os.getppid() != parent:
+        os._exit(1)
+
+
+def call_process(name: str) -> None:
+    """The name that `top` and `ps` show; up to 15 letters."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None, use_errno=True).prctl(15, name.encode())  # 15: PR_SET_NAME

@@ -1,0 +1,22 @@
+"""A process's stacks, written by C when a signal comes: no lock of the interpreter is needed for it."""
+
+from __future__ import annotations
+
+import faulthandler
+import signal
+from pathlib import Path
+from typing import IO
+
+STACKS_SIGNAL: int = getattr(signal, "SIGRTMIN", signal.SIGUSR2) + (8 if hasattr(signal, "SIGRTMIN") else 0)
+"""One that nobody else is likely to use."""
+_open_files: list[IO[str]] = []
+
+
+def leave_stacks(folder: Path, rank: int) -> None:
+    """Write the stacks when asked to, and when the process dies of a signal such as SIGSEGV."""
+    asked = (folder / f"rank{rank}.stacks").open("a")
+    crashed = (folder / f"rank{rank}.crash").open("a")
+    faulthandler.register(STACKS_SIGNAL, file=asked, all_threads=True)
+    faulthandler.enable(file=crashed, all_threads=False)
+    # faulthandler knows them by number alone.
+    _open_files.extend([asked, crashed])

@@ -144,18 +144,20 @@ def train(
 ) -> None:
     """Train a task."""
     choices = {key: value for key, value in locals().items() if key not in ("task", "as_json")}
-    from evenstep.launcher.prepare import prepare
+    from evenstep.launcher.ready import get_ready
     from evenstep.launcher.train import watch
 
-    prepared = prepare(task, choices)
+    ready = get_ready(task, choices)
+    prepared = ready.prepared
     errors = Console(stderr=True, highlight=False, emoji=False)
     for line in prepared.said:
         errors.print(line, style="yellow", markup=False, soft_wrap=True)
-    if not as_json:
+    if not as_json and ready.is_first:
         errors.print(prepared.plan.describe(), style="dim", markup=False)
         errors.print(f"\n{prepared.arithmetic}", style="bold", markup=False)
-    record = watch(prepared, progress=True)
-    _finish(record, as_json)
+    record = watch(ready, progress=True)
+    if ready.is_first:
+        _finish(record, as_json)
 
 
 def _finish(record: Any, as_json: bool) -> None:

@@ -5,12 +5,12 @@ from __future__ import annotations
 import json
 import signal
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
 from evenstep import checkpoint
-from evenstep.errors import BadInput, EvenstepError, WorkerFailed
+from evenstep.errors import BadInput, EvenstepError, Stalled, WorkerFailed
 from evenstep.launcher.logs import ranks_in_words
 from evenstep.launcher.stall import main_thread
 from evenstep.record import FILE
@@ -37,6 +37,8 @@ class Cause:
     """Whether it would happen again: bad input, a loss that is not finite."""
     error: type[EvenstepError] = WorkerFailed
     machine: str = ""
+    is_loss: bool = False
+    """Whether a machine was lost: nothing that was done wrong, and nothing that --restarts counts."""
 
     def lines(self) -> list[str]:
         """All but where to look and how to go on."""
@@ -46,6 +48,14 @@ class Cause:
     def to_json(self) -> dict[str, Any]:
         """For the launchers of other machines."""
         return {**vars(self), "details": list(self.details), "error": self.error.__name__}
+
+    @classmethod
+    def from_json(cls, values: Mapping[str, Any]) -> Cause:
+        """What another launcher wrote; nothing else that it may contain is used."""
+        known = {one.name for one in fields(cls)}
+        kinds = {kind.__name__: kind for kind in (WorkerFailed, BadInput, Stalled)}
+        taken = {name: value for name, value in values.items() if name in known}
+        return cls(**{**taken, "details": tuple(taken["details"]), "error": kinds[taken["error"]]})
 
 
 def cause(logs: Path, failed: Mapping[int, int], beats: Mapping[int, Beat], evidence: str = "") -> Cause:

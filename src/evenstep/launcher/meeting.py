@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Protocol
 
 from evenstep.launcher.failure import Cause
-from evenstep.plan import Plan
 from evenstep.worker.world import STORE
 
 
@@ -26,6 +25,8 @@ class Place:
     """How many processes of other launchers on the same machine come before these."""
     num_local: int = 0
     """Processes on this machine, those of other launchers included."""
+    resume: str | None = None
+    """The checkpoint from which all of them go on."""
     environment: Mapping[str, str] = field(default_factory=dict)
     """What workers need to know in order to meet."""
 
@@ -52,11 +53,8 @@ class Place:
 class Meeting(Protocol):
     """The launchers of one run, which may be on many machines."""
 
-    def plan(self, plan: Plan | None) -> Plan:
-        """The plan of the first launcher, for all of them."""
-
-    def gather(self, num: int, attempt: int) -> Place:
-        """Wait until enough machines are there; everyone who comes brings `num` processes."""
+    def gather(self, num: int, attempt: int, resume: str | None = None) -> Place:
+        """Wait until enough machines are there; each brings `num` processes, the first one knows where to go on."""
 
     def tell(self, cause: Cause) -> None:
         """Say that an attempt has failed here, so that nobody waits for it."""
@@ -77,13 +75,9 @@ class OneMachine:
     def __init__(self) -> None:
         self._folder = Path(tempfile.mkdtemp(prefix="evenstep-"))
 
-    def plan(self, plan: Plan | None) -> Plan:
-        assert plan is not None
-        return plan
-
-    def gather(self, num: int, attempt: int) -> Place:
+    def gather(self, num: int, attempt: int, resume: str | None = None) -> Place:
         # Of its own for each attempt: what a killed process left in it would be taken for a new one's.
-        return Place(0, num, environment={STORE: str(self._folder / f"store-{attempt}")})
+        return Place(0, num, resume=resume, environment={STORE: str(self._folder / f"store-{attempt}")})
 
     def tell(self, cause: Cause) -> None:
         """There is nobody else."""

@@ -17,7 +17,7 @@ import torch
 from evenstep import checkpoint
 from evenstep.errors import PlanError
 from evenstep.order import Lengths
-from evenstep.plan import Plan, parse_devices, read_plan
+from evenstep.plan import Plan, parse_devices, parse_machines, read_plan
 from evenstep.seeding import seed_everything
 from evenstep.task import Task, TaskFunction, call_task, find_task, spec_of
 from evenstep.worker.adopt import Adopted, adopt
@@ -41,6 +41,10 @@ class Prepared:
     lengths: Lengths
     num_steps: int | None
     said: list[str]
+    resume: str | None = None
+    """A checkpoint of the run's own folder, from which it goes on in the same Record."""
+    devices: tuple[str, ...] | None = None
+    """This machine's, where they are not those of the plan."""
 
     @property
     def arithmetic(self) -> str:
@@ -61,7 +65,7 @@ def prepare(source: str | TaskFunction | Task | None, choices: Mapping[str, Any]
         base.pop("steps", None)
     values = {**base, **chosen, **_devices(chosen, base), "task": spec or "(in this process)"}
     # What can be refused without the task is refused before it is loaded: its data may take a while.
-    draft = _draft(values, _label(source))
+    draft = _draft(values, label_of(source))
     if spec is None and STRATEGIES[draft.strategy].processes_per_device:
         draft = replace(draft, threads=_forked_threads(draft.threads))
     # Before the file is imported: data that it makes at its top is then the same here and in every worker.
@@ -76,6 +80,34 @@ def prepare(source: str | TaskFunction | Task | None, choices: Mapping[str, Any]
     valid_said = adopt(task.valid, task.collate, what="valid").said if task.valid is not None else []
     said = [*said, *train.said, *valid_said, *_crowded(plan)]
     return Prepared(plan, task, spec, _make_folder(plan), lengths, num_steps, said)
+
+
+def go_on(plan: Plan, source: str | TaskFunction | Task | None, own: Mapping[str, Any]) -> Prepared:
+    """A plan that was made elsewhere, or before, to be carried out by this launcher in the folder of its name.
+
+    `own` are choices that may differ between machines: the devices.
+    """
+    spec = spec_of(source) if source is not None else plan.task
+    if spec is None:
+        raise PlanError("on many machines a task comes from a file or a module: evenstep train my_task.py --machines 2")
+    given = parse_devices(str(own["devices"])) if own.get("devices") else None
+    devices = choose_devices(given) if isinstance(given, int) else given
+    check_devices(devices or plan.devices)
+    seed_everything(plan.seed)
+    task = call_task(find_task(spec), plan.data)
+    folder = RUNS / plan.name
+    _write_plan(folder, plan)
+    lengths = adopt(task.train, task.collate, task.sampler).order(plan.seed, plan.batch)
+    return Prepared(plan, task, spec, folder, lengths.lengths if lengths else Lengths(None), None, [], devices=devices)
+
+
+def _write_plan(folder: Path, plan: Plan) -> None:
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        if not (folder / "plan.json").exists():
+            (folder / "plan.json").write_text(json.dumps(plan.to_json(), indent=2) + "\n")
+    except OSError as error:
+        raise PlanError(f"{folder} cannot be written: {os.strerror(error.errno or 0)}") from error
 
 
 def _crowded(plan: Plan) -> list[str]:
@@ -95,7 +127,8 @@ def _forked_threads(threads: int | None) -> int:
 
 def _draft(values: dict[str, Any], label: str) -> Plan:
     """The plan as far as it is known; a batch and a length that are the task's to say are held open by small ones."""
-    smallest = len(values["devices"]) * max(1, int(values.get("accumulate", 1)))
+    machines = parse_machines(str(values["machines"]))[1] if values.get("machines") else 1
+    smallest = machines * len(values["devices"]) * max(1, int(values.get("accumulate", 1)))
     held_open: dict[str, Any] = {"batch": smallest, "name": _free_name(label, values["strategy"])}
     if "epochs" not in values and "steps" not in values:
         held_open["epochs"] = 1
@@ -129,7 +162,7 @@ def _base(chosen: dict[str, Any]) -> dict[str, Any]:
 
 def _devices(chosen: Mapping[str, Any], base: Mapping[str, Any]) -> dict[str, Any]:
     """Strategy and devices together: each has a say in the other's default."""
-    strategy = chosen.get("strategy")
+    strategy = chosen.get("strategy") or ("ddp" if chosen.get("machines") and not base.get("strategy") else None)
     given = chosen.get("devices")
     if strategy is None and given is None:
         strategy, given = base.get("strategy"), base.get("devices")
@@ -144,7 +177,7 @@ def _devices(chosen: Mapping[str, Any], base: Mapping[str, Any]) -> dict[str, An
     return {"strategy": strategy, "devices": devices}
 
 
-def _label(source: str | TaskFunction | Task) -> str:
+def label_of(source: str | TaskFunction | Task) -> str:
     """What the run is called after: a part of a folder's name, whatever the task is called."""
     if isinstance(source, str):
         place, _, name = source.partition(":")

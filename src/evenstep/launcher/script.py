@@ -33,8 +33,8 @@ class TorchrunMachine(OneMachine):
         self._store = loopback_store()
         self._restarts = restarts
 
-    def gather(self, num: int, attempt: int) -> Place:
-        place = super().gather(num, attempt)
+    def gather(self, num: int, attempt: int, resume: str | None = None) -> Place:
+        place = super().gather(num, attempt, resume)
         return replace(place, environment=torchrun_environment(ADDRESS, self._store.port, num, self._restarts))
 
 
@@ -77,9 +77,9 @@ def run_script(
         python("-m", "evenstep.worker.program")[0] if is_fresh else run_program,
         lambda orders: _fresh(orders, program) if is_fresh else (orders.logs, program),
         "program" if is_fresh else "server",
-        restarts,
-        stall_after,
-        {"OMP_NUM_THREADS": str(share_threads(None, ["cpu"] * num))},
+        restarts=restarts,
+        stall_after=stall_after,
+        environment={"OMP_NUM_THREADS": str(share_threads(None, ["cpu"] * num))},
         shows_all=True,
     )
     _watch(Supervisor(launch, TorchrunMachine(restarts)))
@@ -111,9 +111,9 @@ def launch(
             run_function,
             lambda orders: (orders.logs, results, function, arguments),
             "fork",
-            restarts,
-            stall_after,
-            {"OMP_NUM_THREADS": "1"},
+            restarts=restarts,
+            stall_after=stall_after,
+            environment={"OMP_NUM_THREADS": "1"},
             shows_all=True,
         )
         _watch(Supervisor(what, TorchrunMachine(restarts)))

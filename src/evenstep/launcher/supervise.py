@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -43,9 +44,13 @@ class Launch:
     arguments: Callable[[Orders], tuple[Any, ...]]
     """What the entry is called with, given the orders of one attempt."""
     how: How = "server"
+    resume: str | None = None
+    """A checkpoint of the folder's own, from which the first attempt goes on."""
     restarts: int = 0
     stall_after: float | None = None
     environment: Mapping[str, str] = field(default_factory=dict)
+    devices: tuple[str, ...] | None = None
+    """This machine's, if they are not those of the plan."""
     shows_all: bool = False
     """Whether what rank 0 prints is the program's own output, and not a line about a training."""
 
@@ -60,9 +65,11 @@ def of_plan(prepared: Prepared) -> Launch:
         work,
         (lambda orders: (orders,)) if is_found else (lambda orders: (orders, prepared.task)),
         "server" if is_found else "fork",
+        prepared.resume,
         plan.restarts,
         plan.stall_after,
         {"OMP_NUM_THREADS": str(share_threads(plan.threads, plan.devices))},
+        prepared.devices,
     )
 
 
@@ -111,19 +118,21 @@ class Supervisor:
                 self.meeting.close()
 
     def _attempts(self) -> Iterator[Event]:
-        resume = None
+        resume = self.launch.resume
         number = 0
         while True:
             number += 1
-            place = self.meeting.gather(self.launch.num, number)
-            with Attempt(self, place, number, resume) as attempt:
+            place = self.meeting.gather(self.launch.num, number, resume)
+            if place.num_machines > 1:
+                yield f"{place.num_machines} machines, {place.size} processes; this is machine {place.machine + 1}"
+            with Attempt(self, place, number) as attempt:
                 yield from attempt.events()
             if attempt.cause is None and not attempt.was_preempted:
                 return
             if attempt.was_preempted:
-                if not self.meeting.is_wanted():
+                if self.asked.number is not None or not self.meeting.is_wanted():
                     self._stop()
-                yield "another machine has come; going on together"
+                yield "another machine has come: going on together"
             else:
                 assert attempt.cause is not None
                 self.causes.append(attempt.cause)
@@ -141,31 +150,31 @@ class Supervisor:
         """Say why and wait; raise if another attempt would not help."""
         allowed = self.launch.restarts
         last = self.causes[-1]
-        same = [one for one in self.causes[:-1] if one.step == last.step]
+        counted = [one for one in self.causes if not one.is_loss]
         why = ""
-        if last.is_final or not allowed:
-            pass
-        elif same and last.step:
+        if last.is_final or (not allowed and not last.is_loss):
+            raise report(self.causes, self.launch.folder)
+        if last.step and [one.step for one in counted].count(last.step) > 1:
             why = f"step {last.step} has failed twice: it would fail again"
-        elif len(self.causes) > allowed:
+        elif len(counted) > allowed:
             why = f"it was started again {allowed} time{'s' * (allowed > 1)}, as allowed by --restarts {allowed}"
-        if why or last.is_final or not allowed:
-            raise report(self.causes, self.launch.folder, why)
-        pause = self._pause()
+        if why:
+            raise report(counted, self.launch.folder, why)
+        pause = 0.0 if last.is_loss else self._pause(counted)
         yield from last.lines()
         newest = self._newest()
         where = f"from {Path(newest).name}" if newest else "from the beginning"
         wait = f", in {pause:.0f} s" if pause else ""
-        yield f"restart {len(self.causes)} of {allowed}, {where}{wait}"
+        yield f"going on {where}" if last.is_loss else f"restart {len(counted)} of {allowed}, {where}{wait}"
         deadline = time.monotonic() + pause
         while time.monotonic() < deadline and self.asked.number is None:
             time.sleep(0.05)
         if self.asked.number is not None:
             self._stop()
 
-    def _pause(self) -> float:
+    def _pause(self, causes: Sequence[Cause]) -> float:
         """Nothing after the first failure, then 1, 2, 4 ... seconds for as long as there is no progress."""
-        steps = [one.step for one in self.causes]
+        steps = [one.step for one in causes]
         without = 0
         while without + 1 < len(steps) and steps[-1 - without] <= steps[-2 - without]:
             without += 1
@@ -183,17 +192,17 @@ class Supervisor:
 class Attempt:
     """One start of all processes, to their end."""
 
-    def __init__(self, of: Supervisor, place: Place, number: int, resume: str | None) -> None:
+    def __init__(self, of: Supervisor, place: Place, number: int) -> None:
         self.of = of
         self.place = place
         self.cause: Cause | None = None
         self.was_preempted = False
         self._launch = of.launch
         self._num = of.launch.num
-        folder = of.launch.folder / "logs" / (f"restart{number - 1}" if number > 1 else "")
+        folder = _free_logs(of.launch.folder / "logs", place.first_rank)
         self._logs = RankLogs(folder, place.first_rank)
-        self._orders = Orders(str(of.launch.folder), str(folder), resume)
-        self._restarts = {"TORCHELASTIC_RESTART_COUNT": str(number - 1)}
+        self._orders = Orders(str(of.launch.folder), str(folder), place.resume, of.launch.devices)
+        self._more = {"TORCHELASTIC_RESTART_COUNT": str(number - 1), **place.environment}
         self._stack = ExitStack()
         self._is_told = False
 
@@ -202,7 +211,7 @@ class Attempt:
         file = meeting / "beats"
         self._beats: Beats = make_beats(file, self._num)
         self._stack.callback(self._beats.close)
-        environments = self.place.environments(self._num, {**self._launch.environment, **self._restarts})
+        environments = self.place.environments(self._num, {**self._launch.environment, **self._more})
         for local, one in enumerate(environments):
             one[BEATS] = f"{file}:{local}"
         launch = self._launch
@@ -215,7 +224,8 @@ class Attempt:
 
     def events(self) -> Iterator[Event]:
         """Rank 0's rows and all ranks' lines as they are written, until all processes have ended."""
-        record = RecordTail(self._launch.folder / FILE)
+        # The first machine writes the Record, and tells of it.
+        record = RecordTail(self._launch.folder / FILE if self.place.machine == 0 else Path(os.devnull))
         voices = Voices(self._logs, self._num, passes_rank_0_on=self._launch.shows_all)
         stall = StallWatch(self._beats, self._launch.stall_after)
         memory = MemoryWatch(self._workers.pids)
@@ -263,6 +273,12 @@ class Attempt:
         beats: Mapping[int, Beat] = {first + local: beat for local, beat in enumerate(self._beats.read())}
         failed = {first + local: code for local, code in self._workers.failed.items()}
         return cause(self._logs.folder, failed, beats, memory.evidence())
+
+
+def _free_logs(folder: Path, first_rank: int) -> Path:
+    """The folder for the logs of an attempt; those of earlier ones are kept."""
+    attempts = [folder, *(folder / f"restart{number}" for number in range(1, 10_000))]
+    return next(one for one in attempts if not (one / f"rank{first_rank}.out").exists())
 
 
 class RecordTail:

@@ -6,15 +6,15 @@ import os
 import signal
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import fields
+from dataclasses import fields, replace
 from typing import Any
 
 import torch
 
-from evenstep.errors import EvenstepError, PlanError
+from evenstep.errors import EvenstepError, PlanError, Preempted
 from evenstep.launcher.failure import cause, report, stopped_where
-from evenstep.launcher.meeting import OneMachine
-from evenstep.launcher.prepare import Prepared, prepare
+from evenstep.launcher.prepare import Prepared
+from evenstep.launcher.ready import Ready, get_ready
 from evenstep.launcher.supervise import Supervisor, of_plan
 from evenstep.plan import Plan
 from evenstep.record import Record
@@ -40,19 +40,25 @@ def train(task: str | TaskFunction | Task, *, progress: bool = True, **choices: 
     if unknown:
         raise PlanError(f"unknown {', '.join(sorted(unknown))}; train takes {', '.join(CHOICES)}")
     with _settings_kept():
-        return watch(prepare(task, choices), progress)
+        return watch(get_ready(task, choices), progress)
 
 
-def watch(prepared: Prepared, progress: bool) -> Record:
+def watch(ready: Ready, progress: bool) -> Record:
     """Carry the plan out, show how it goes, and read back what it wrote."""
-    with Progress(prepared.num_steps, quiet=not progress) as shown:
+    prepared = ready.prepared
+    with Progress(prepared.num_steps, quiet=not progress, is_bare=not ready.is_first) as shown:
         try:
-            for event in run(prepared):
+            for event in run(ready):
                 shown.show(event)
         except KeyboardInterrupt:
             shown.say(stopped_where(prepared.folder))
             raise
-    return Record.read(prepared.folder)
+        except Preempted:
+            if ready.slurm is not None and prepared.plan.requeue and ready.is_first:
+                shown.say(ready.slurm.requeue())
+            raise
+    # The Record is where rank 0 was, which may be on another machine.
+    return Record.read(prepared.folder) if ready.is_first else Record(prepared.plan)
 
 
 @contextmanager
@@ -76,28 +82,27 @@ def _settings_kept() -> Iterator[None]:
 CHOICES = (*(field.name for field in fields(Plan) if field.name != "task"), "plan")
 
 
-def run(prepared: Prepared) -> Iterator[Event]:
+def run(ready: Ready) -> Iterator[Event]:
     """Carry the plan out, yielding what happens as it happens."""
-    if STRATEGIES[prepared.plan.strategy].processes_per_device or prepared.plan.restarts:
-        return _in_processes(prepared)
-    return _in_this_process(prepared)
+    prepared, plan = ready.prepared, ready.prepared.plan
+    if not STRATEGIES[plan.strategy].processes_per_device and not plan.restarts:
+        ready.meeting.close()
+        return _in_this_process(prepared)
+    if prepared.spec is None:
+        refuse_fork_after_cuda()
+    return Supervisor(of_plan(prepared), ready.meeting).events()
 
 
 def _in_this_process(prepared: Prepared) -> Iterator[Event]:
     logs = prepared.folder / "logs"
     try:
-        yield from perform(prepared.plan, prepared.task, prepared.folder, signal.SIGINT)
+        plan = replace(prepared.plan, resume=prepared.resume or prepared.plan.resume)
+        yield from perform(plan, prepared.task, prepared.folder, signal.SIGINT)
     except EvenstepError:
         raise
     except (Exception, SystemExit) as error:
         write_report(logs, 0, error)
         raise report([cause(logs, {0: 1}, {})], prepared.folder) from error
-
-
-def _in_processes(prepared: Prepared) -> Iterator[Event]:
-    if prepared.spec is None:
-        refuse_fork_after_cuda()
-    yield from Supervisor(of_plan(prepared), OneMachine()).events()
 
 
 def refuse_fork_after_cuda() -> None:

@@ -6,6 +6,7 @@ import os
 import signal
 import time
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +25,7 @@ from evenstep.task import Amount, Task, takes_steps
 from evenstep.worker import machine
 from evenstep.worker.ahead import is_worker_end, worker_end
 from evenstep.worker.batchnorm import synchronised
+from evenstep.worker.everywhere import everywhere
 from evenstep.worker.loader import Loader
 from evenstep.worker.notes import note
 from evenstep.worker.pace import Pace
@@ -50,6 +52,7 @@ def perform(plan: Plan, task: Task, run_folder: Path, *more_signals: signal.Sign
     """
     set_up_torch(plan)
     team = join(plan.strategy, plan.devices, plan.precision, plan.seed)
+    plan = replace(plan, resume=everywhere(team.world, plan.resume))
     with team.requests.listening(*SIGNALS, *more_signals):
         yield from _perform(Job(plan, task, run_folder, team))
 

@@ -33,6 +33,8 @@ class Orders:
     """The folder for what this attempt's processes print and report."""
     resume: str | None = None
     """The checkpoint from which the run goes on after a crash; None if the plan says."""
+    devices: tuple[str, ...] | None = None
+    """Those of this machine, if they are not the plan's."""
 
 
 def work(orders: Orders, source: Task | None = None) -> None:
@@ -59,7 +61,7 @@ def perform_rank(orders: Orders, source: Task | None) -> None:
 
     run_folder = Path(orders.run_folder)
     plan = Plan.from_json(json.loads((run_folder / "plan.json").read_text()))
-    plan = replace(plan, resume=orders.resume or plan.resume)
+    plan = replace(plan, resume=orders.resume or plan.resume, devices=orders.devices or plan.devices)
     read_pulse().beat(LOADING)
     seed_everything(plan.seed)
     task = call_task(source) if source is not None else load_task(plan.task, plan.data)

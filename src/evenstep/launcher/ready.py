@@ -1,0 +1,95 @@
+"""From a command to a run that can be started here: alone, as one machine of several, or as a task of Slurm's."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any, Union
+
+import torch
+
+from evenstep import checkpoint
+from evenstep.errors import CheckpointError, EvenstepError, PlanError
+from evenstep.launcher.machines import Machines
+from evenstep.launcher.meeting import Meeting, OneMachine
+from evenstep.launcher.prepare import RUNS, Prepared, go_on, label_of, prepare
+from evenstep.launcher.slurm import Slurm, find_slurm
+from evenstep.plan import Plan, parse_address, parse_machines, read_plan
+from evenstep.task import Task, TaskFunction
+
+Source = Union[str, "TaskFunction", Task, None]
+OWN = ("devices",)
+"""Choices that may differ between the machines of one run."""
+
+
+@dataclass(frozen=True)
+class Ready:
+    """A run, and how its launchers meet."""
+
+    prepared: Prepared
+    meeting: Meeting
+    is_first: bool = True
+    """Whether this launcher is the one that shows the training and has its Record."""
+    slurm: Slurm | None = None
+
+
+def get_ready(source: Source, choices: Mapping[str, Any]) -> Ready:
+    """Check everything, and meet the other machines if there are any."""
+    slurm = find_slurm()
+    chosen = dict(choices) if slurm is None else _for_slurm(slurm, source, choices)
+    if chosen.get("requeue") and slurm is None:
+        raise PlanError("--requeue is for jobs of Slurm, and this is none; --restarts goes on after a crash")
+    if chosen.get("machines") is None:
+        return Ready(_again(source, chosen, slurm) or prepare(source, chosen), OneMachine(), slurm=slurm)
+    return _with_machines(source, chosen, slurm)
+
+
+def _with_machines(source: Source, chosen: dict[str, Any], slurm: Slurm | None) -> Ready:
+    address, machines = _checked(chosen)
+    common = {name: str(value) for name, value in sorted(chosen.items()) if value is not None and name not in OWN}
+    is_head = slurm.task == 0 if slurm is not None and slurm.is_spread else None
+    meeting = Machines(address, machines, json.dumps([str(source), common]), is_head)
+    if not meeting.is_head:
+        return Ready(go_on(meeting.read_plan(), source, chosen), meeting, is_first=False, slurm=slurm)
+    try:
+        prepared = _again(source, chosen, slurm) or prepare(source, chosen)
+        if prepared.spec is None:
+            raise PlanError("on many machines a task comes from a file or a module, as in evenstep train my_task.py")
+    except EvenstepError as error:
+        meeting.publish(None, refused=str(error))
+        raise
+    meeting.publish(prepared.plan)
+    said = [*prepared.said, *meeting.said]
+    return Ready(replace(prepared, said=said), meeting, slurm=slurm)
+
+
+def _checked(chosen: Mapping[str, Any]) -> tuple[tuple[str, int], tuple[int, int]]:
+    if chosen.get("rendezvous") is None:
+        raise PlanError("--machines and --rendezvous go together: --machines 2:4 --rendezvous head:29400")
+    return parse_address(str(chosen["rendezvous"])), parse_machines(str(chosen["machines"]))
+
+
+def _for_slurm(slurm: Slurm, source: Source, choices: Mapping[str, Any]) -> dict[str, Any]:
+    """What Slurm's environment says, where the user has not said something else."""
+    chosen = {name: value for name, value in choices.items() if value is not None}
+    if source is not None:
+        chosen.setdefault("name", f"{label_of(source)}-job{slurm.job}")
+    if slurm.is_spread:
+        chosen.setdefault("machines", str(slurm.num_tasks))
+        chosen.setdefault("rendezvous", slurm.rendezvous)
+        chosen.setdefault("devices", slurm.devices(torch.cuda.device_count()))
+    return chosen
+
+
+def _again(source: Source, chosen: Mapping[str, Any], slurm: Slurm | None) -> Prepared | None:
+    """A job that was queued again goes on in the folder that it began; None if there is none."""
+    folder = RUNS / str(chosen.get("name", ""))
+    if slurm is None or not slurm.num_restarts or not (folder / "plan.json").is_file():
+        return None
+    prepared = go_on(Plan.from_json(read_plan(str(folder))), source, chosen)
+    try:
+        resume, said = checkpoint.find(str(folder))
+    except CheckpointError:
+        return prepared
+    return replace(prepared, resume=str(resume), said=[*said, f"going on from {resume.name} of {folder}"])

@@ -28,6 +28,7 @@ from torch.distributed.elastic.rendezvous.dynamic_rendezvous import DynamicRende
 from evenstep.errors import PlanError, TrainingError
 from evenstep.launcher.failure import Cause
 from evenstep.launcher.meeting import Place
+from evenstep.launcher.stores import EVERYWHERE, open_store
 from evenstep.plan import Plan
 
 T = TypeVar("T")
@@ -103,6 +104,7 @@ class Machines:
             "attempt": attempt,
             "name": _name(),
             "resume": resume,
+            "port": self._new_store() if self.is_head else 0,
         }
         store = found.store
         self._ask(lambda: store.set(f"machine/{found.rank}", json.dumps(mine)), JOIN_SECONDS)
@@ -118,13 +120,18 @@ class Machines:
         self._round = store
         return self._place(members, num)
 
+    def _new_store(self) -> int:
+        """A store for the workers of one attempt; what killed ones left in another would be taken for new ones'."""
+        self._workers_store = open_store(EVERYWHERE)
+        return int(self._workers_store.port)
+
     def _place(self, members: list[dict[str, Any]], num: int) -> Place:
         machine = next(index for index, member in enumerate(members) if member["arrival"] == self._arrival)
         nums = [int(member["num"]) for member in members]
         environment = {
             "MASTER_ADDR": self._host,
-            "MASTER_PORT": str(self._port),
-            # The store of the rendezvous serves the workers, too: no second port, and never two masters.
+            "MASTER_PORT": str(members[0]["port"]),
+            # Held by the first launcher, whoever comes: never two masters.
             "TORCHELASTIC_USE_AGENT_STORE": "True",
             "TORCHELASTIC_RESTART_COUNT": str(max(member["attempt"] for member in members) - 1),
             "TORCHELASTIC_RUN_ID": self._token[:16],
@@ -165,15 +172,7 @@ class Machines:
         where = f"{self._host}:{self._port}"
         if self.is_head:
             try:
-                with socket.create_server(("", self._port), backlog=512) as listener:
-                    store = TCPStore(
-                        self._host,
-                        self._port,
-                        is_master=True,
-                        wait_for_workers=False,
-                        timeout=timedelta(seconds=JOIN_SECONDS),
-                        master_listen_fd=listener.detach(),
-                    )
+                store = open_store(EVERYWHERE, self._port, JOIN_SECONDS)
             except OSError as error:
                 raise PlanError(f"port {self._port} cannot be used ({error.strerror}); {_who_holds(where)}") from error
             store.set("evenstep", self._token)

@@ -12,9 +12,9 @@ from pathlib import Path
 from typing import Any
 
 from evenstep.errors import PlanError
-from evenstep.launcher.loopback import ADDRESS, loopback_store
 from evenstep.launcher.meeting import OneMachine, Place
 from evenstep.launcher.processes import python
+from evenstep.launcher.stores import LOOPBACK, open_store
 from evenstep.launcher.supervise import Launch, Supervisor
 from evenstep.launcher.train import refuse_fork_after_cuda
 from evenstep.report.progress import Progress
@@ -30,12 +30,13 @@ class TorchrunMachine(OneMachine):
 
     def __init__(self, restarts: int) -> None:
         super().__init__()
-        self._store = loopback_store()
         self._restarts = restarts
 
     def gather(self, num: int, attempt: int, resume: str | None = None) -> Place:
         place = super().gather(num, attempt, resume)
-        return replace(place, environment=torchrun_environment(ADDRESS, self._store.port, num, self._restarts))
+        # A new one for each attempt: what a killed process left in it would be taken for a new one's.
+        self._store = open_store()
+        return replace(place, environment=torchrun_environment(LOOPBACK, self._store.port, num, self._restarts))
 
 
 def torchrun_environment(address: str, port: int, size: int, restarts: int) -> dict[str, str]:

@@ -1,0 +1,27 @@
+"""The stores through which processes meet that know torchrun's environment alone."""
+
+from __future__ import annotations
+
+import socket
+from datetime import timedelta
+
+from torch._C._distributed_c10d import TCPStore
+
+LOOPBACK = "127.0.0.1"
+EVERYWHERE = ""
+
+
+def open_store(address: str = LOOPBACK, port: int = 0, seconds: float = 300) -> TCPStore:
+    """A store on a port (0: a free one), held from this moment on; on loopback it listens to this machine alone.
+
+    torch by itself would listen to everyone, and would take a port that may be gone by then. OSError: it is taken.
+    """
+    with socket.create_server((address, port), backlog=512) as listener:
+        return TCPStore(
+            LOOPBACK,
+            listener.getsockname()[1],
+            is_master=True,
+            wait_for_workers=False,
+            timeout=timedelta(seconds=seconds),
+            master_listen_fd=listener.detach(),
+        )

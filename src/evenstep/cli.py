@@ -155,7 +155,7 @@ def train(
     if not as_json and ready.is_first:
         errors.print(prepared.plan.describe(), style="dim", markup=False)
         errors.print(f"\n{prepared.arithmetic}", style="bold", markup=False)
-    record = watch(ready, progress=True)
+    record = watch(ready, progress=True, is_command=True)
     if ready.is_first:
         _finish(record, as_json)
 

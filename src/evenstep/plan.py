@@ -162,7 +162,13 @@ class Plan:
 
     def arithmetic(self, lengths: Lengths) -> str:
         """The batch, cut up, in one line."""
-        num = len(self.devices)
+        machines = parse_machines(self.machines) if self.machines is not None else (1, 1)
+        if machines[0] != machines[1]:
+            each = f"{len(self.devices)} device{'s' * (len(self.devices) > 1)} each"
+            return (
+                f"{self.batch} over {machines[0]} to {machines[1]} machines, {each}, {self._epochs_in_words(lengths)}"
+            )
+        num = machines[0] * len(self.devices)
         micro_sizes = {
             len(share(len(share(self.batch, seat, num)), part, self.accumulate))
             for seat in range(num)
@@ -170,7 +176,8 @@ class Plan:
         }
         sizes = "-".join(str(size) for size in sorted(micro_sizes))
         parts = f" x {self.accumulate} micro-batches" if self.accumulate > 1 else ""
-        devices = "1 device" if num == 1 else f"{num} devices"
+        devices = "1 device" if len(self.devices) == 1 else f"{len(self.devices)} devices"
+        devices = f"{machines[0]} machines x {devices}" if machines[0] > 1 else devices
         return f"{self.batch} = {devices} x {sizes}{parts}, {self._epochs_in_words(lengths)}"
 
     def _epochs_in_words(self, lengths: Lengths) -> str:

@@ -46,7 +46,7 @@ MAY_IMPORT = {
     "worker": {*LOW, "worker"},
     "launcher": {*LOW, "worker", "report", "launcher"},
     "cli": {*LOW, "worker", "report", "launcher"},
-    "__main__": {"cli"},
+    "__main__": {"cli", "launcher"},
     # Names that are found when first asked for.
     "__init__": {*LOW, "worker", "launcher"},
 }
@@ -89,7 +89,7 @@ def test_only_workers_launchers_and_tasks_import_torch() -> None:
 
 
 def test_the_public_names_are_these_and_each_is_there() -> None:
-    assert evenstep.__all__ == ["EvenstepError", "Plan", "Record", "Run", "Scaler", "Task", "join", "samplers", "train"]
+    assert evenstep.__all__ == ["EvenstepError", "Plan", "Record", "Run", "Scaler", "Task", "join", "launch", "samplers", "train"]
     for name in evenstep.__all__:
         assert getattr(evenstep, name).__name__.removeprefix("evenstep.") == name
     with pytest.raises(AttributeError, match="evenstep has no 'Trainer'; it has EvenstepError, Plan"):

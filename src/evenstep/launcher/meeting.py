@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Protocol
@@ -50,6 +52,20 @@ class Place:
         ]
 
 
+@contextmanager
+def live_folder() -> Iterator[Path]:
+    """A folder for as long as a run lives, that nobody else can look into; those of killed launchers are removed."""
+    for left in Path(tempfile.gettempdir()).glob("evenstep-*-*"):
+        pid = left.name.split("-")[1]
+        if pid.isdigit() and not Path("/proc", pid).exists() and Path("/proc/self").exists():
+            shutil.rmtree(left, ignore_errors=True)
+    folder = Path(tempfile.mkdtemp(prefix=f"evenstep-{os.getpid()}-"))
+    try:
+        yield folder
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
 class Meeting(Protocol):
     """The launchers of one run, which may be on many machines."""
 
@@ -73,7 +89,8 @@ class OneMachine:
     """Processes of one machine meet through a file in a folder of their own; nothing listens to the outside."""
 
     def __init__(self) -> None:
-        self._folder = Path(tempfile.mkdtemp(prefix="evenstep-"))
+        self._stack = ExitStack()
+        self._folder = self._stack.enter_context(live_folder())
 
     def gather(self, num: int, attempt: int, resume: str | None = None) -> Place:
         # Of its own for each attempt: what a killed process left in it would be taken for a new one's.
@@ -89,4 +106,4 @@ class OneMachine:
         return False
 
     def close(self) -> None:
-        shutil.rmtree(self._folder, ignore_errors=True)
+        self._stack.close()

@@ -11,7 +11,6 @@ import torch
 
 from evenstep import checkpoint
 from evenstep.errors import CheckpointError, EvenstepError, PlanError
-from evenstep.launcher.machines import Machines
 from evenstep.launcher.meeting import Meeting, OneMachine
 from evenstep.launcher.prepare import RUNS, Prepared, go_on, label_of, prepare
 from evenstep.launcher.slurm import Slurm, find_slurm
@@ -46,6 +45,8 @@ def get_ready(source: Source, choices: Mapping[str, Any]) -> Ready:
 
 
 def _with_machines(source: Source, chosen: dict[str, Any], slurm: Slurm | None) -> Ready:
+    from evenstep.launcher.machines import Machines  # what it imports is not needed on one machine
+
     address, machines = _checked(chosen)
     common = {name: str(value) for name, value in sorted(chosen.items()) if value is not None and name not in OWN}
     is_head = slurm.task == 0 if slurm is not None and slurm.is_spread else None

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import ast
 import datetime
 import pickle
 import re
 import tempfile
+import uuid
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -22,7 +24,9 @@ from evenstep.worker.machine import share_threads
 from evenstep.worker.main import Orders
 from evenstep.worker.program import Program, run_function, run_program
 
-_OLD_FLAG = re.compile(r"""add_argument\([^)]*?["'](--local[-_]rank)["']""", re.DOTALL)
+SPELLINGS = ("--local-rank", "--local_rank")
+DECLARE = ("add_argument", "option")
+"""How argparse and click are told of an option."""
 
 
 class TorchrunMachine(OneMachine):
@@ -47,7 +51,8 @@ def torchrun_environment(address: str, port: int, size: int, restarts: int) -> d
         # The launcher holds the store, so that no other program can take its port. A process alone may be a script
         # that starts others by itself: its first one must hold it.
         "TORCHELASTIC_USE_AGENT_STORE": str(size > 1),
-        "TORCHELASTIC_RUN_ID": "evenstep",
+        "TORCHELASTIC_RUN_ID": uuid.uuid4().hex,
+        "TORCHELASTIC_SIGNALS_TO_HANDLE": "SIGTERM,SIGINT,SIGHUP,SIGQUIT",
         "TORCHELASTIC_MAX_RESTARTS": str(restarts),
         "TORCH_NCCL_ASYNC_ERROR_HANDLING": "1",
     }
@@ -70,7 +75,7 @@ def run_script(
         raise PlanError(f"{num} devices were asked for; give 1 or more")
     if restarts < 0:
         raise PlanError(f"restarts is {restarts}; it is the number of crashes to go on after, from 0 up")
-    flag = None if is_module else old_flag(Path(script).read_text(errors="replace"))
+    flag = None if is_module else old_flag(Path(script).read_text(errors="replace"), arguments)
     program = Program(script, tuple(arguments), is_module, flag)
     launch = Launch(
         _folder(script if is_module else Path(script).stem),
@@ -122,10 +127,20 @@ def launch(
         return [pickle.loads((Path(results) / f"{rank}.pickle").read_bytes()) for rank in range(devices)]
 
 
-def old_flag(source: str) -> str | None:
-    """The spelling of `--local-rank` that a script of before torchrun asks for; torch's own launcher passes one."""
-    spellings = _OLD_FLAG.findall(source)
-    return spellings[0] if spellings else None
+def old_flag(source: str, arguments: Sequence[str] = ()) -> str | None:
+    """The spelling of `--local-rank` that a script of before torchrun asks for, if it does; torch's launcher gave one.
+
+    A parser refuses the other spelling, so the script is asked which it knows.
+    """
+    if any(word.startswith(SPELLINGS) for word in arguments):
+        return None
+    try:
+        calls = [node for node in ast.walk(ast.parse(source)) if isinstance(node, ast.Call)]
+    except SyntaxError:
+        return None
+    named = [call for call in calls if getattr(call.func, "attr", getattr(call.func, "id", "")) in DECLARE]
+    known = {word.value for call in named for word in call.args if isinstance(word, ast.Constant)}
+    return next((flag for flag in SPELLINGS if flag in known), None)
 
 
 def _watch(supervisor: Supervisor) -> None:

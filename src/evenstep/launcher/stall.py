@@ -11,7 +11,7 @@ import os
 import re
 import signal
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -27,6 +27,7 @@ FIRST_SECONDS = 600.0
 UNTIMED_SECONDS = 1800.0
 TIMES_THE_LONGEST = 20
 SHOWN_FRAMES = 6
+SAMPLES = 5
 _DUMP_SECONDS = 1.0
 _FRAME = re.compile(r'  File "(?P<file>.*)", line (?P<line>\d+) in (?P<name>.*)')
 
@@ -38,9 +39,12 @@ class StallWatch:
     whatever is only slow.
     """
 
-    def __init__(self, beats: Beats, limit: float | None) -> None:
+    def __init__(self, beats: Beats, limit: float | None, stacks: Callable[[], str | None] | None = None) -> None:
         self._beats = beats
         self._limit = limit
+        self._stacks = stacks
+        self._looked = time.monotonic()
+        self._seen: str | None = None
         self._counts: list[int] = []
         self._moved = time.monotonic()
         self._longest = 0.0
@@ -55,11 +59,25 @@ class StallWatch:
                 self._longest = max(self._longest, now - self._moved)
             self._counts, self._moved = counts, now
             return None
+        if not any(counts):
+            self._look_at_stacks(now, self.limit(beats))
         still = now - self._moved
         return still if still > self.limit(beats) else None
 
+    def _look_at_stacks(self, now: float, limit: float) -> None:
+        """Programs that are no training leave no beats; that their stacks change now and then must do."""
+        if self._stacks is None or now - self._looked < limit / SAMPLES:
+            return
+        self._looked = now
+        seen = self._stacks()
+        if seen is None or seen != self._seen:
+            self._moved = now
+        self._seen = seen
+
     def limit(self, beats: Sequence[Beat]) -> float:
         """The seconds without any movement that are too many now."""
+        if not any(beat.count for beat in beats):
+            return self._limit or FIRST_SECONDS
         is_untimed = any(beat.phase in UNTIMED_PHASES for beat in beats)
         if self._limit is not None:
             return max(10 * self._limit, 60.0) if is_untimed else self._limit
@@ -114,7 +132,8 @@ class Sight:
     @property
     def is_waiting(self) -> bool:
         """Whether it waits for others, as far as can be seen."""
-        return self.collective is not None or self.beat.phase == BACKWARD
+        is_in_engine = bool(self.frames) and "torch/autograd/" in self.frames[0].file
+        return self.collective is not None or self.beat.phase == BACKWARD or is_in_engine
 
     def where(self) -> str:
         """`at step 7, in forward, my_task.py:12 in loss`; of a program that leaves no beats, its line alone."""

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -18,7 +17,7 @@ from evenstep import checkpoint
 from evenstep.errors import CheckpointError, Preempted, Stalled
 from evenstep.launcher.failure import Cause, cause, report
 from evenstep.launcher.logs import Voices
-from evenstep.launcher.meeting import Meeting, Place
+from evenstep.launcher.meeting import Meeting, Place, live_folder
 from evenstep.launcher.memory import MemoryWatch
 from evenstep.launcher.prepare import Prepared
 from evenstep.launcher.processes import How, RankLogs, Start, Workers, workers
@@ -143,8 +142,7 @@ class Supervisor:
         if self.asked.number == signal.SIGINT:
             raise KeyboardInterrupt
         newest = self._newest()
-        where = f"saved {Path(newest).name}; " if newest else ""
-        raise Preempted(f"asked to stop: {where}go on with --resume {self.launch.folder}")
+        raise Preempted(f"asked to stop: saved {Path(newest).name}" if newest else "asked to stop")
 
     def _before_restart(self) -> Iterator[str]:
         """Say why and wait; raise if another attempt would not help."""
@@ -207,13 +205,13 @@ class Attempt:
         self._is_told = False
 
     def __enter__(self) -> Attempt:
-        meeting = Path(self._stack.enter_context(tempfile.TemporaryDirectory(prefix="evenstep-")))
-        file = meeting / "beats"
+        file = self._stack.enter_context(live_folder()) / "beats"
         self._beats: Beats = make_beats(file, self._num)
         self._stack.callback(self._beats.close)
         environments = self.place.environments(self._num, {**self._launch.environment, **self._more})
         for local, one in enumerate(environments):
             one[BEATS] = f"{file}:{local}"
+            one["TORCHELASTIC_ERROR_FILE"] = str(self._logs.path(local, "engine.json"))
         launch = self._launch
         start = Start(launch.entry, launch.arguments(self._orders), environments, self._logs, launch.how)
         self._workers: Workers = self._stack.enter_context(workers(start))
@@ -227,7 +225,7 @@ class Attempt:
         # The first machine writes the Record, and tells of it.
         record = RecordTail(self._launch.folder / FILE if self.place.machine == 0 else Path(os.devnull))
         voices = Voices(self._logs, self._num, passes_rank_0_on=self._launch.shows_all)
-        stall = StallWatch(self._beats, self._launch.stall_after)
+        stall = StallWatch(self._beats, self._launch.stall_after, self._stacks_now)
         memory = MemoryWatch(self._workers.pids)
         working = True
         while working:
@@ -256,10 +254,18 @@ class Attempt:
         if still is not None and self.cause is None:
             yield from self._stalled(still)
 
-    def _stalled(self, seconds: float) -> Iterator[str]:
-        beats = self._beats.read()
+    def _look(self) -> list[Sight]:
         files = {local: self._logs.path(local, "stacks") for local in range(self._num)}
-        sights = look(self._workers.pids, beats, files, self.place.first_rank)
+        return look(self._workers.pids, self._beats.read(), files, self.place.first_rank)
+
+    def _stacks_now(self) -> str | None:
+        """Where every rank is, of programs that leave no beats; None if one of them cannot be asked yet."""
+        if not all(self._logs.path(local, "stacks").exists() for local in range(self._num)):
+            return None
+        return "\n".join(stacks(self._look()))
+
+    def _stalled(self, seconds: float) -> Iterator[str]:
+        sights = self._look()
         sentence = explain(sights, seconds)
         yield sentence
         yield from stacks(sights)

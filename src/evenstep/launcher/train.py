@@ -5,13 +5,14 @@ from __future__ import annotations
 import os
 import signal
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import fields, replace
 from typing import Any
 
 import torch
 
 from evenstep.errors import EvenstepError, PlanError, Preempted
+from evenstep.launcher.alone import ended_if_stalled
 from evenstep.launcher.failure import cause, report, stopped_where
 from evenstep.launcher.prepare import Prepared
 from evenstep.launcher.ready import Ready, get_ready
@@ -22,6 +23,7 @@ from evenstep.report.progress import Progress
 from evenstep.seeding import host_state, restore_host_state
 from evenstep.task import Task, TaskFunction
 from evenstep.worker.job import Event, perform
+from evenstep.worker.later import put_off_compiler
 from evenstep.worker.main import WORKER, write_report
 from evenstep.worker.strategies import STRATEGIES
 
@@ -43,20 +45,25 @@ def train(task: str | TaskFunction | Task, *, progress: bool = True, **choices: 
         return watch(get_ready(task, choices), progress)
 
 
-def watch(ready: Ready, progress: bool) -> Record:
-    """Carry the plan out, show how it goes, and read back what it wrote."""
+def watch(ready: Ready, progress: bool, is_command: bool = False) -> Record:
+    """Carry the plan out, show how it goes, and read back what it wrote.
+
+    A command may end its own process when nothing moves any more; a notebook's must live on.
+    """
     prepared = ready.prepared
+    if is_command:
+        put_off_compiler()
     with Progress(prepared.num_steps, quiet=not progress, is_bare=not ready.is_first) as shown:
         try:
-            for event in run(ready):
+            for event in run(ready, is_command):
                 shown.show(event)
         except KeyboardInterrupt:
             shown.say(stopped_where(prepared.folder))
             raise
-        except Preempted:
+        except Preempted as error:
             if ready.slurm is not None and prepared.plan.requeue and ready.is_first:
                 shown.say(ready.slurm.requeue())
-            raise
+            raise Preempted(f"{error}; go on with --resume {prepared.folder}") from None
     # The Record is where rank 0 was, which may be on another machine.
     return Record.read(prepared.folder) if ready.is_first else Record(prepared.plan)
 
@@ -82,22 +89,23 @@ def _settings_kept() -> Iterator[None]:
 CHOICES = (*(field.name for field in fields(Plan) if field.name != "task"), "plan")
 
 
-def run(ready: Ready) -> Iterator[Event]:
+def run(ready: Ready, ends_stalls: bool = False) -> Iterator[Event]:
     """Carry the plan out, yielding what happens as it happens."""
     prepared, plan = ready.prepared, ready.prepared.plan
     if not STRATEGIES[plan.strategy].processes_per_device and not plan.restarts:
         ready.meeting.close()
-        return _in_this_process(prepared)
+        return _in_this_process(prepared, ends_stalls)
     if prepared.spec is None:
         refuse_fork_after_cuda()
     return Supervisor(of_plan(prepared), ready.meeting).events()
 
 
-def _in_this_process(prepared: Prepared) -> Iterator[Event]:
+def _in_this_process(prepared: Prepared, ends_stalls: bool) -> Iterator[Event]:
     logs = prepared.folder / "logs"
     try:
         plan = replace(prepared.plan, resume=prepared.resume or prepared.plan.resume)
-        yield from perform(plan, prepared.task, prepared.folder, signal.SIGINT)
+        with ended_if_stalled(logs, plan.stall_after) if ends_stalls else nullcontext():
+            yield from perform(plan, prepared.task, prepared.folder, signal.SIGINT)
     except EvenstepError:
         raise
     except (Exception, SystemExit) as error:

@@ -24,14 +24,17 @@ from evenstep.seeding import seed_everything
 from evenstep.task import Amount, Task, takes_steps
 from evenstep.worker import machine
 from evenstep.worker.ahead import is_worker_end, worker_end
+from evenstep.worker.answers import Situation, is_out_of_memory
 from evenstep.worker.batchnorm import synchronised
+from evenstep.worker.collectives import check_collectives
 from evenstep.worker.everywhere import everywhere
 from evenstep.worker.loader import Loader
 from evenstep.worker.notes import note
 from evenstep.worker.pace import Pace
-from evenstep.worker.pulse import BUILDING, COMPARING, ENDING, EVALUATING, SAVING
+from evenstep.worker.pulse import BACKWARD, BUILDING, COMPARING, ENDING, EVALUATING, FORWARD, SAVING
 from evenstep.worker.replicas import ReplicaCheck
 from evenstep.worker.requests import SIGNALS
+from evenstep.worker.room import room
 from evenstep.worker.run import Run
 from evenstep.worker.scaler import unfitted
 from evenstep.worker.team import Interrupted, Team, join
@@ -52,6 +55,8 @@ def perform(plan: Plan, task: Task, run_folder: Path, *more_signals: signal.Sign
     """
     set_up_torch(plan)
     team = join(plan.strategy, plan.devices, plan.precision, plan.seed)
+    if plan.check_collectives:
+        check_collectives(team.world)
     plan = replace(plan, resume=everywhere(team.world, plan.resume))
     with team.requests.listening(*SIGNALS, *more_signals):
         yield from _perform(Job(plan, task, run_folder, team))
@@ -80,7 +85,7 @@ def _perform(job: Job) -> Iterator[Event]:
     except Exception as error:
         if is_worker_end(error):
             raise worker_end(error) from error
-        note(error, job.run.step + 1, job.trainable_names())
+        note(error, job.run.step + 1, job.trainable_names(), job.situation(error))
         raise
     finally:
         job.close()
@@ -142,6 +147,11 @@ class Job:
             self.best = min(losses, default=None)
         return said
 
+    def situation(self, error: BaseException) -> Situation | None:
+        """What an answer needs to know about a step that did not fit into memory."""
+        is_step = self.pulse.phase in (FORWARD, BACKWARD)
+        return room(error, self.run, self.task, self.plan) if is_step and is_out_of_memory(error) else None
+
     def trainable_names(self) -> list[str]:
         """In the order in which DDP counts parameters."""
         return [name for name, weight in self._model.module.named_parameters() if weight.requires_grad]
@@ -193,7 +203,7 @@ class Job:
         self.team.world.barrier()
         if self.team.requests.by_hand:
             raise KeyboardInterrupt
-        raise Preempted(f"asked to stop: saved step {step}")
+        raise Preempted(f"asked to stop: saved step-{step:08d}")
 
     def _compared(self, step: Step) -> Iterator[str]:
         """Every so many steps, whether the replicas are still one model, and whether a rank is slow."""

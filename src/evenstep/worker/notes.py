@@ -4,15 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from evenstep.worker.answers import answer
+from evenstep.worker.answers import Situation, answer
 
 _STEP, _ANSWER = "at step ", "What helps: "
 
 
-def note(error: BaseException, step: int, names: Sequence[str]) -> None:
+def note(error: BaseException, step: int, names: Sequence[str], situation: Situation | None = None) -> None:
     """Write where an error happened, and what is known to help, on the error itself: its traceback shows both."""
     error.add_note(f"{_STEP}{step}")
-    text = answer(error, names)
+    text = answer(error, names, situation)
     if text:
         error.add_note(f"{_ANSWER}{text}")
 

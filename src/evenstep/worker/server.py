@@ -5,6 +5,7 @@ Nothing here computes, starts a thread or touches a card: neither survives a for
 
 from __future__ import annotations
 
+import importlib
 import os
 import signal
 
@@ -20,5 +21,7 @@ if launcher and os.getppid() == int(launcher):
     for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
 
-
-__all__ = ["LAUNCHER"]
+ENGINE = "torch.distributed.elastic.multiprocessing.api"
+for module in ("torch", ENGINE, "multiprocessing.synchronize", "evenstep.worker.job", "evenstep.worker.main"):
+    importlib.import_module(module)
+importlib.import_module("evenstep.worker.later").put_off_compiler()

@@ -1,0 +1,60 @@
+"""A training in this very process, with someone to notice when it no longer moves."""
+
+from __future__ import annotations
+
+import faulthandler
+import os
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from evenstep.errors import Stalled
+from evenstep.launcher.meeting import live_folder
+from evenstep.launcher.stall import Sight, StallWatch, explain, main_thread, stacks
+from evenstep.worker.pulse import Beats, make_beats
+from evenstep.worker.world import BEATS
+
+LOOK_SECONDS = 0.2
+
+
+@contextmanager
+def ended_if_stalled(logs: Path, limit: float | None) -> Iterator[None]:
+    """End the process with code 124 if what is done in the block does not move; its stacks are shown.
+
+    A thread looks: it sees everything but C code that holds the interpreter's lock.
+    """
+    with live_folder() as folder:
+        beats = make_beats(folder / "beats", 1)
+        os.environ[BEATS] = f"{folder / 'beats'}:0"
+        done = threading.Event()
+        thread = threading.Thread(target=_look, args=(beats, limit, logs, done), daemon=True)
+        thread.start()
+        try:
+            yield
+        finally:
+            del os.environ[BEATS]
+            done.set()
+            thread.join()
+            beats.close()
+
+
+def _look(beats: Beats, limit: float | None, logs: Path, done: threading.Event) -> None:
+    watch = StallWatch(beats, limit)
+    while not done.wait(LOOK_SECONDS):
+        still = watch.seconds_still()
+        if still is not None:
+            _explain(beats, still, logs)
+
+
+def _explain(beats: Beats, seconds: float, logs: Path) -> None:
+    logs.mkdir(parents=True, exist_ok=True)
+    file = logs / f"rank0.stacks-{time.time_ns()}"
+    with file.open("w") as stream:
+        faulthandler.dump_traceback(stream, all_threads=True)
+    sight = Sight(0, beats.read()[0], frames=main_thread(file.read_text()))
+    lines = [*stacks([sight]), f"error: {explain([sight], seconds)}", f"full logs: {logs}"]
+    print("\n".join(lines), file=sys.stderr, flush=True)
+    os._exit(Stalled.exit_code)

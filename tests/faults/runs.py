@@ -1,0 +1,136 @@
+"""Real commands in the test's own folder, with a fault in them, and what they leave behind.
+
+ended = train("--restarts", "1", fault=fail("kill", rank=1, step=7, once=True))
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import psutil
+
+from evenstep import checkpoint
+from evenstep.record import Record
+
+FOLDER = Path("runs/one")
+CHECKPOINTS = FOLDER / checkpoint.FOLDER
+TASK = Path(__file__).with_name("faulty.py")
+LONGEST_SECONDS = 100
+
+
+def fail(kind: str, rank: int, step: int, once: bool = False) -> dict[str, str]:
+    """The environment of a run in which this happens; `once`, although the run is started again."""
+    return {"FAULT": f"{kind}:{rank}:{step}", **({"FAULT_ONCE": "1"} if once else {})}
+
+
+@dataclass(frozen=True)
+class Ended:
+    """How a command ended, and what it said."""
+
+    code: int
+    out: str
+    err: str
+
+    @property
+    def report(self) -> list[str]:
+        """The lines from the word error on."""
+        return self.err[self.err.index("error: ") :].removeprefix("error: ").strip().splitlines()
+
+
+def train(
+    *options: str,
+    fault: Mapping[str, str] | None = None,
+    task: str = "of_tensors",
+    devices: int = 2,
+    name: str = "one",
+    **environment: str,
+) -> Ended:
+    """Train to whatever end it comes to; nothing of it may be there 2 s later."""
+    process = start(*options, fault=fault, task=task, devices=devices, name=name, **environment)
+    out, err = process.communicate(timeout=LONGEST_SECONDS)
+    nothing_is_left(seconds=2)
+    return Ended(process.returncode, out, err)
+
+
+def start(
+    *options: str,
+    fault: Mapping[str, str] | None = None,
+    task: str = "of_tensors",
+    devices: int = 2,
+    name: str = "one",
+    **environment: str,
+) -> subprocess.Popen[str]:
+    """Begin to train."""
+    if not Path(TASK.name).exists():
+        shutil.copy(TASK, TASK.name)
+    arguments = [f"{TASK.name}:{task}", "--devices", str(devices), "--name", name, *options]
+    return subprocess.Popen(
+        [sys.executable, "-m", "evenstep", "train", *arguments],
+        env={**os.environ, **(fault or {}), **environment},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+
+
+def audit(*names: str) -> str:
+    """What `evenstep audit` says of these runs."""
+    command = [sys.executable, "-m", "evenstep", "audit", *(f"runs/{name}" for name in names or ("one",))]
+    return subprocess.run(command, capture_output=True, text=True, timeout=60).stdout
+
+
+def weights(name: str = "one", folder: Path = Path()) -> bytes:
+    """The newest weights, bit for bit."""
+    return (folder / "runs" / name / checkpoint.FOLDER / "latest" / checkpoint.WEIGHTS).read_bytes()
+
+
+def saved_step(name: str = "one") -> int:
+    """The step of the newest checkpoint, after a look at every byte of it."""
+    path, _ = checkpoint.find(f"runs/{name}")
+    return int(checkpoint.read_state(path)["step"])
+
+
+def steps(name: str = "one") -> list[int]:
+    """The steps of the record, as they count in the end."""
+    return [step.step for step in Record.read(f"runs/{name}").steps]
+
+
+def samples(*names: str) -> dict[int, set[int]]:
+    """The ids of every step; of steps that were done again, the last time counts."""
+    lines = [line for name in names for line in Path("runs", name, "samples.jsonl").read_text().splitlines()]
+    return {row["step"]: set(row["ids"]) for row in map(json.loads, lines) if "ids" in row}
+
+
+def said_by_ranks(logs: str = "logs") -> list[str]:
+    """The errors that the ranks reported."""
+    return [json.loads(path.read_text())["message"] for path in sorted((FOLDER / logs).glob("rank*.error.json"))]
+
+
+def processes() -> list[psutil.Process]:
+    """Everything that a run of this test has started: ranks, loader workers, the fork server, the launcher."""
+    here = str(Path.cwd())
+    found = psutil.process_iter(["cwd", "status"])
+    return [one for one in found if one.info["cwd"] == here and one.pid != os.getpid()]
+
+
+def nothing_is_left(seconds: float) -> None:
+    """Fail if a process of this test is still there after so long."""
+    wait_until(lambda: not processes(), seconds, lambda: f"left: {processes()}")
+
+
+def wait_until(
+    happened: Callable[[], bool], seconds: float, otherwise: Callable[[], str] = lambda: "it did not happen"
+) -> None:
+    """Look every 20 ms."""
+    deadline = time.monotonic() + seconds
+    while not happened():
+        assert time.monotonic() < deadline, f"{otherwise()} within {seconds} s"
+        time.sleep(0.02)

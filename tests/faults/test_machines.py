@@ -1,0 +1,396 @@
+"""Several machines as one run: how they meet, what becomes of it when one is lost, comes late or is slow.
+
+Every machine is a network namespace with a folder of its own, mounted at the same path on all of them: what one
+writes, no other can read.
+"""
+
+from __future__ import annotations
+
+import itertools
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from evenstep.audit import audit
+from evenstep.record import Record
+from tests.faults.hosts import Host, Names, hosts, why_no_hosts
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(150)]
+
+PORT = 29400
+IN_ITS_OWN_FOLDER = 'mount --bind "$1" "$2" && cd "$2" && shift 2 && exec "$@"'
+
+TASK = """
+import os, socket, time
+import torch
+from torch import nn
+from torch.nn import functional as F
+from evenstep import Task
+
+x = torch.randn(60, 4, generator=torch.Generator().manual_seed(0))
+width = int(os.environ.get("WIDTH", "8"))
+calls = 0
+
+
+def task() -> Task:
+    return Task(
+        model=lambda: nn.Sequential(nn.Linear(4, width), nn.Tanh(), nn.Linear(width, 2)),
+        train=(x, (x.sum(1) > 0).long()),
+        valid=(x, (x.sum(1) > 0).long()),
+        loss=loss,
+        optimizer=lambda parameters: torch.optim.SGD(parameters, lr=0.1, momentum=0.9),
+        batch=6,
+        epochs=2,
+    )
+
+
+def loss(model, batch):
+    global calls
+    calls += 1
+    if os.environ.get("FAILS") == socket.gethostname() and calls == 7 and not os.path.exists("failed"):
+        open("failed", "w").close()
+        raise ValueError("the sky is falling")
+    if model.training:
+        time.sleep(float(os.environ.get("STEP_SECONDS", "0")))
+    return F.cross_entropy(model(batch[0]), batch[1])
+"""
+
+
+@pytest.fixture(autouse=True)
+def _needs_hosts() -> None:
+    if missing := why_no_hosts():
+        pytest.skip(missing)
+
+
+@dataclass(frozen=True)
+class Machine:
+    """A host, its own folder, and the launcher that was started there last."""
+
+    host: Host
+    folder: Path
+    launchers: list[subprocess.Popen[bytes]] = field(default_factory=list)
+
+    @property
+    def launcher(self) -> subprocess.Popen[bytes]:
+        return self.launchers[-1]
+
+    def evenstep(self, *arguments: str, **environment: str) -> None:
+        """Start the command on this machine."""
+        own = ["sh", "-c", IN_ITS_OWN_FOLDER, "sh", str(self.folder), str(self.folder.parent / "work")]
+        command = [*own, sys.executable, "-m", "evenstep", *arguments]
+        self.launchers.append(self.host.start(command, env=environment))
+
+    def train(self, head: Machine, machines: str, *more: str, **environment: str) -> None:
+        """Start one machine's part of the run `many`."""
+        where = ["--machines", machines, "--rendezvous", f"{head.host.address}:{PORT}"]
+        self.evenstep("train", "my_task.py", *where, "--audit", "--name", "many", *more, **environment)
+
+    def wait(self, seconds: float) -> int:
+        """The exit code of the launcher."""
+        try:
+            return self.launcher.wait(timeout=seconds)
+        except subprocess.TimeoutExpired:
+            raise AssertionError(f"{self.host.name} is still at work: {self.host.said()[-3000:]}") from None
+
+    def has_taken(self, step: int, run: str = "many") -> bool:
+        record = self.folder / "runs" / run / "record.jsonl"
+        assert self.launcher.poll() is None, self.host.said()
+        return record.exists() and f'"step": {step},' in record.read_text()
+
+    def weights(self, run: str = "many") -> dict[str, torch.Tensor]:
+        return load_file(self.folder / "runs" / run / "checkpoints" / "latest" / "weights.safetensors")
+
+    def is_audited_clean(self, run: str = "many", epochs: int = 2) -> bool:
+        found = audit([self.folder / "runs" / run])
+        assert found.is_clean, [found.sentence(), *found.problems]
+        return (found.repeated, found.missed, found.epochs, found.samples) == (0, 0, epochs, 60 * epochs)
+
+
+@contextmanager
+def machines(
+    folder: Path, count: int, addresses: list[str] | None = None, names: Names = "known"
+) -> Iterator[list[Machine]]:
+    """So many machines with the task, and nothing else, in their folders."""
+    (folder / "work").mkdir(exist_ok=True)
+    with hosts(count, addresses, names) as all_hosts:
+        made = [Machine(host, folder / host.name) for host in all_hosts]
+        for machine in made:
+            machine.folder.mkdir()
+            (machine.folder / "my_task.py").write_text(TASK)
+        yield made
+
+
+def wait_until(happened: Callable[[], bool], seconds: float = 60) -> None:
+    deadline = time.monotonic() + seconds
+    while not happened():
+        assert time.monotonic() < deadline, f"not within {seconds} s"
+        time.sleep(0.05)
+
+
+def assert_ends(machine: Machine, code: int, seconds: float, *words: str) -> None:
+    """A launcher ends in time with this code, says these words, and leaves no process behind."""
+    assert machine.wait(seconds) == code, machine.host.said()
+    said = machine.host.said()
+    assert all(word in said for word in words), said
+    assert "Traceback" not in said
+    wait_until(lambda: machine.host.pids() == [], seconds=3)
+
+
+def test_two_machines_without_a_shared_folder_learn_what_one_machine_with_two_devices_learns(tmp_path: Path) -> None:
+    with machines(tmp_path, 3) as (first, second, alone):
+        for machine in (first, second):
+            machine.train(first, "2")
+        alone.evenstep("train", "my_task.py", "--devices", "2", "--name", "alone")
+        for machine in (first, second, alone):
+            assert machine.wait(60) == 0, machine.host.said()
+        many, one = first.weights(), alone.weights("alone")
+        assert all(torch.equal(many[name], one[name]) for name in one)
+        assert Record.read(first.folder / "runs/many").losses == Record.read(alone.folder / "runs/alone").losses
+        assert first.is_audited_clean()
+        assert not (second.folder / "runs/many/checkpoints").exists()
+        assert "machine 2" in second.host.said()
+
+
+@pytest.mark.parametrize("names", ["loopback", "foreign", "unknown"])
+def test_machines_meet_whatever_their_own_names_resolve_to(tmp_path: Path, names: Names) -> None:
+    with machines(tmp_path, 2, names=names) as (first, second):
+        for machine in (first, second):
+            machine.train(first, "2", "--steps", "3")
+        assert_ends(first, 0, 60)
+        assert_ends(second, 0, 10)
+
+
+def test_a_machine_whose_cable_is_pulled_is_left_behind(tmp_path: Path) -> None:
+    """Fault 22."""
+    with machines(tmp_path, 2) as (first, second):
+        for machine in (first, second):
+            machine.train(first, "1:2", "--checkpoint-every", "5", STEP_SECONDS="0.1")
+        wait_until(lambda: first.has_taken(7))
+        second.host.cut()
+        assert_ends(second, 1, 20, f"{first.host.address}:{PORT} does not answer", "--resume")
+        assert_ends(first, 0, 60, "machine host1 is lost", "going on from step-")
+        assert first.is_audited_clean()
+
+
+@pytest.mark.parametrize("how", ["killed", "cut"])
+def test_losing_the_first_machine_ends_the_run_with_a_clear_error(tmp_path: Path, how: str) -> None:
+    """Fault 22."""
+    with machines(tmp_path, 2) as (first, second):
+        for machine in (first, second):
+            machine.train(first, "1:2", "--epochs", "50", STEP_SECONDS="0.1")
+        wait_until(lambda: first.has_taken(7))
+        if how == "killed":
+            first.host.kill()
+        else:
+            first.host.cut()
+        assert_ends(second, 1, 20, f"{first.host.address}:{PORT} does not answer", "cannot go on without it")
+
+
+def test_a_machine_that_dies_with_its_cable_in_is_left_behind_too(tmp_path: Path) -> None:
+    """Connections end at once, and the ranks here fail of it: that is no failure of theirs."""
+    with machines(tmp_path, 2) as (first, second):
+        for machine in (first, second):
+            machine.train(first, "1:2", "--checkpoint-every", "5", STEP_SECONDS="0.1")
+        wait_until(lambda: first.has_taken(7))
+        second.host.kill()
+        assert_ends(first, 0, 60, "machine host1 is lost", "going on from step-")
+        assert first.is_audited_clean()
+
+
+@pytest.mark.parametrize("address", ["10.77.0.1", "10.77.9.9"])
+def test_a_machine_that_comes_late_is_taken_in_wherever_its_address_sorts(tmp_path: Path, address: str) -> None:
+    """Fault 23."""
+    with machines(tmp_path, 3, ["10.77.5.1", "10.77.5.2", address]) as (first, second, late):
+        for machine in (first, second):
+            machine.train(first, "2:3", "--epochs", "20", STEP_SECONDS="0.05")
+        wait_until(lambda: first.has_taken(7))
+        late.train(first, "2:3", "--epochs", "20", STEP_SECONDS="0.05")
+        assert_ends(first, 0, 100, "another machine has come", "3 machines, 3 processes; this is machine 1")
+        assert_ends(second, 0, 10)
+        assert_ends(late, 0, 10, "3 machines, 3 processes; this is machine 3")
+        assert first.is_audited_clean(epochs=20)
+        assert len(Record.read(first.folder / "runs/many").restarts) == 1
+        logs = first.folder / "runs/many/logs"
+        assert (logs / "rank0.out").exists()
+        assert (logs / "restart1/rank0.out").exists()
+
+
+def test_a_machine_too_many_waits_and_ends_with_the_run(tmp_path: Path) -> None:
+    """Fault 23."""
+    with machines(tmp_path, 3) as (first, second, spare):
+        for machine in (first, second):
+            machine.train(first, "1:2", "--epochs", "8", STEP_SECONDS="0.1")
+        wait_until(lambda: first.has_taken(7))
+        spare.train(first, "1:2", "--epochs", "8", STEP_SECONDS="0.1")
+        assert_ends(first, 0, 60)
+        assert_ends(second, 0, 10)
+        assert_ends(spare, 0, 20, "waiting", "has ended")
+        assert Record.read(first.folder / "runs/many").restarts == []
+
+
+def test_a_spare_machine_takes_the_place_of_a_lost_one(tmp_path: Path) -> None:
+    with machines(tmp_path, 3) as (first, second, spare):
+        for machine in (first, second):
+            machine.train(first, "2", "--epochs", "20", "--checkpoint-every", "5", STEP_SECONDS="0.05")
+        wait_until(lambda: first.has_taken(7))
+        spare.train(first, "2", "--epochs", "20", "--checkpoint-every", "5", STEP_SECONDS="0.05")
+        wait_until(lambda: "waiting" in spare.host.said())
+        second.host.cut()
+        assert_ends(first, 0, 100, "machine host1 is lost")
+        assert_ends(spare, 0, 10, "2 machines, 2 processes; this is machine 2")
+        assert first.is_audited_clean(epochs=20)
+
+
+def test_two_machines_lose_one_go_on_and_take_a_third_one_in(tmp_path: Path) -> None:
+    """The whole story: every sample is used exactly once an epoch through all of it."""
+    with machines(tmp_path, 3, ["10.77.5.1", "10.77.5.2", "10.77.0.1"]) as (first, second, third):
+        more = ["--epochs", "30", "--checkpoint-every", "5"]
+        for machine in (first, second):
+            machine.train(first, "1:3", *more, STEP_SECONDS="0.05")
+        wait_until(lambda: first.has_taken(17))
+        second.host.cut()
+        assert_ends(second, 1, 20, "does not answer")
+        wait_until(lambda: "going on from step-" in first.host.said(), 30)
+        wait_until(lambda: first.has_taken(60))
+        third.train(first, "1:3", *more, STEP_SECONDS="0.05")
+        assert_ends(first, 0, 100, "machine host1 is lost", "another machine has come")
+        assert_ends(third, 0, 10, "2 machines, 2 processes; this is machine 2")
+        assert first.is_audited_clean(epochs=30)
+        assert [step.step for step in Record.read(first.folder / "runs/many").steps] == list(range(1, 301))
+
+
+STRANGER = "import socket, time; s = socket.create_server(('0.0.0.0', 29400)); time.sleep(60)"
+
+
+def test_a_port_that_a_stranger_holds_is_named_at_once(tmp_path: Path) -> None:
+    """Fault 21. The stranger takes connections and never answers."""
+    with machines(tmp_path, 2) as (first, second):
+        first.host.start([sys.executable, "-c", STRANGER], log=tmp_path / "stranger.log")
+        wait_until(lambda: first.host.is_listening(PORT))
+        for machine in (first, second):
+            machine.train(first, "2")
+        assert first.wait(20) == 2
+        assert f"port {PORT} cannot be used" in first.host.said()
+        assert "another program holds it; choose another port" in first.host.said()
+        assert_ends(second, 2, 5, f"{first.host.address}:{PORT} is held by a program that is no rendezvous")
+
+
+@pytest.mark.parametrize("other", ["task", "token"])
+def test_runs_never_merge(tmp_path: Path, other: str) -> None:
+    """Fault 21. Another run of ours holds the port, with another task or another token."""
+    with machines(tmp_path, 3) as (first, second, third):
+        first.train(first, "1:3", "--epochs", "50", STEP_SECONDS="0.1", EVENSTEP_TOKEN="mine")
+        wait_until(lambda: first.has_taken(3))
+        more = ["--epochs", "50"] if other == "token" else ["--epochs", "60"]
+        token = {"EVENSTEP_TOKEN": "theirs"} if other == "token" else {}
+        began = time.monotonic()
+        third.evenstep(
+            "train", "my_task.py", "--machines", "1:3", "--rendezvous", f"{first.host.address}:{PORT}", *more, **token
+        )
+        # A second run on the first machine itself.
+        second = Machine(first.host, second.folder)
+        second.train(first, "1:3", *more, **token)
+        assert_third = third.wait(20)
+        seconds = time.monotonic() - began
+        assert assert_third == 2
+        assert f"{first.host.address}:{PORT} is held by another run of evenstep" in third.host.said()
+        assert second.wait(20) == 2
+        assert f"port {PORT} cannot be used" in first.host.said()
+        assert "another run of evenstep holds it" in first.host.said()
+        assert seconds < 15, "most of it is the import of torch"
+        assert "another machine has come" not in first.host.said()
+        assert first.launcher.poll() is None
+
+
+def test_a_slow_rank_is_named_with_the_reason(tmp_path: Path) -> None:
+    """Fault 24."""
+    with machines(tmp_path, 2) as (first, second):
+        first.train(first, "2", "--steps", "12")
+        second.train(first, "2", "--steps", "12", STEP_SECONDS="0.2")
+        assert_ends(first, 0, 60)
+        assert_ends(second, 0, 10)
+        (said,) = [line for line in first.host.said().splitlines() if "is slow" in line]
+        assert said.startswith("rank 1 is slow: it comes 2")
+        assert "from compute" in said
+
+
+def test_a_rank_whose_link_is_slow_is_named_with_the_reason(tmp_path: Path) -> None:
+    """Fault 24. A model of 3 MB over 20 Mbit/s: more than a second for each step."""
+    with machines(tmp_path, 2) as (first, second):
+        second.host.cap(mbit=20)
+        for machine in (first, second):
+            machine.train(first, "2", "--steps", "12", WIDTH="100000")
+        assert_ends(first, 0, 100)
+        assert_ends(second, 0, 10)
+        (said,) = [line for line in first.host.said().splitlines() if "slow" in line]
+        assert said.startswith("rank 1 sends slowly: ")
+        assert said.endswith("(network)")
+
+
+def test_clean_runs_raise_no_alarm(tmp_path: Path) -> None:
+    """Fault 24."""
+    with machines(tmp_path, 2) as (first, second):
+        for number in range(5):
+            for machine in (first, second):
+                machine.train(first, "2", "--steps", "32", "--name", f"clean{number}")
+            assert_ends(first, 0, 60)
+            assert_ends(second, 0, 10)
+        assert "slow" not in first.host.said()
+
+
+def test_the_first_machine_tells_what_failed_on_the_second(tmp_path: Path) -> None:
+    with machines(tmp_path, 2) as (first, second):
+        for machine in (first, second):
+            machine.train(first, "2", FAILS="host1")
+        for machine in (first, second):
+            assert_ends(
+                machine,
+                1,
+                60,
+                "rank 1 failed at step 7, in forward on host1",
+                "ValueError: the sky is falling",
+                'in loss: raise ValueError("the sky is falling")',
+                "my_task.py:",
+            )
+            report = machine.host.said().partition("error: ")[2]
+            assert len(report.splitlines()) <= 15
+
+
+def test_both_machines_go_on_after_a_failure_on_the_second(tmp_path: Path) -> None:
+    with machines(tmp_path, 2) as (first, second):
+        for machine in (first, second):
+            machine.train(first, "2", "--restarts", "1", "--checkpoint-every", "5", FAILS="host1")
+        assert_ends(first, 0, 60, "rank 1 failed at step 7, in forward on host1", "restart 1 of 1, from step-00000005")
+        assert_ends(second, 0, 10, "rank 1 failed at step 7", "restart 1 of 1")
+        assert first.is_audited_clean()
+
+
+@pytest.mark.parametrize("asked", [0, 1])
+def test_all_machines_stop_at_one_step_when_one_launcher_is_asked_to(tmp_path: Path, asked: int) -> None:
+    with machines(tmp_path, 2) as both:
+        first, second = both
+        for machine in both:
+            machine.train(first, "2", "--epochs", "4", STEP_SECONDS="0.1")
+        wait_until(lambda: first.has_taken(7))
+        both[asked].launcher.send_signal(signal.SIGTERM)
+        assert_ends(first, 75, 20, "asked to stop", "--resume runs/many")
+        assert_ends(second, 75, 10, "asked to stop")
+        steps = len(Record.read(first.folder / "runs/many").steps)
+        assert 7 <= steps < 40
+        first.evenstep("train", "my_task.py", "--resume", "runs/many", "--devices", "1", "--audit", "--name", "alone")
+        assert first.wait(60) == 0, first.host.said()
+        assert [step.step for step in Record.read(first.folder / "runs/alone").steps] == list(range(steps + 1, 41))
+        found = audit([first.folder / "runs/many", first.folder / "runs/alone"])
+        assert found.is_clean
+        assert found.samples == 240

@@ -20,6 +20,8 @@ PrecisionName = Literal["fp64", "fp32", "tf32", "bf16", "fp16"]
 STRATEGY_NAMES: tuple[str, ...] = get_args(StrategyName)
 PRECISION_NAMES: tuple[str, ...] = get_args(PrecisionName)
 
+USUAL = {"restarts": 0, "check_every": 100}
+"""What is not worth a line of its own."""
 _DEVICE = re.compile(r"cpu|mps|cuda(:\d+)?")
 
 
@@ -193,6 +195,9 @@ class Plan:
         """The plan as a block for people; what is left at 'none' or 'off' is not shown."""
         shown = {name: value for name, value in asdict(self).items() if value is not None and value is not False}
         shown["devices"] = ", ".join(self.devices)
+        for name, usual in USUAL.items():
+            if shown.get(name) == usual:
+                del shown[name]
         return "\n".join(f"{name.replace('_', ' '):<18} {value}" for name, value in shown.items())
 
     def to_json(self) -> dict[str, Any]:

@@ -135,7 +135,7 @@ def rank_0() -> int:
     return next(process.pid for process in others if process.name() == "evenstep-rank0")
 
 
-def raise_error() -> None:
+def raise_it() -> None:
     raise ValueError("the sky is falling")
 
 
@@ -258,8 +258,8 @@ def add_up(at_fault: Callable[[], object]) -> Callable[[], None]:
 
 
 FAULTS: dict[str, tuple[str, Callable[[], object]]] = {
-    "raise at the start": ("while building", raise_error),
-    "raise": ("in a step", raise_error),
+    "raise at the start": ("while building", raise_it),
+    "raise": ("in a step", raise_it),
     "kill": ("in a step", lambda: send(os.getpid(), signal.SIGKILL)),
     "segv": ("in a step", touch_nothing),
     "stop": ("in a step", lambda: send(os.getpid(), signal.SIGSTOP)),
@@ -277,7 +277,7 @@ FAULTS: dict[str, tuple[str, Callable[[], object]]] = {
     "limit files": ("in a step", limit_files),
     "limit memory": ("in a step", limit_memory),
     "overrun": ("in a step", overrun_the_group),
-    "raise in save": ("while saving", raise_error),
+    "raise in save": ("while saving", raise_it),
     "die in save": ("while saving", die_at_the_next_point),
     "skip": ("in a step", add_up(lambda: None)),
     "other op": ("in a step", add_up(lambda: dist.broadcast(torch.ones(3), 1))),

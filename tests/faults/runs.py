@@ -42,7 +42,7 @@ class Ended:
     @property
     def report(self) -> list[str]:
         """The lines from the word error on."""
-        return self.err[self.err.index("error: ") :].removeprefix("error: ").strip().splitlines()
+        return f"\n{self.err}".rpartition("\nerror: ")[2].strip().splitlines()
 
 
 def train(

@@ -42,7 +42,9 @@ def test_the_cause_is_found_20_times_of_20_although_all_ranks_end_at_once() -> N
 
 
 def test_after_a_kill_it_goes_on_once_and_to_the_same_weights(undisturbed: Callable[..., bytes]) -> None:  # 3
-    ended = train("--restarts", "1", "--checkpoint-every", "3", "--audit", fault=fail("kill", rank=1, step=8, once=True))
+    ended = train(
+        "--restarts", "1", "--checkpoint-every", "3", "--audit", fault=fail("kill", rank=1, step=8, once=True)
+    )
     assert ended.code == 0, ended.err
     assert "rank 1 was ended by SIGKILL at step 8, in forward" in ended.err
     assert "restart 1 of 1, from step-00000006" in ended.err

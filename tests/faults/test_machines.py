@@ -6,10 +6,7 @@ writes, no other can read.
 
 from __future__ import annotations
 
-import itertools
-import os
 import signal
-import socket
 import subprocess
 import sys
 import time

@@ -89,7 +89,18 @@ def test_only_workers_launchers_and_tasks_import_torch() -> None:
 
 
 def test_the_public_names_are_these_and_each_is_there() -> None:
-    assert evenstep.__all__ == ["EvenstepError", "Plan", "Record", "Run", "Scaler", "Task", "join", "launch", "samplers", "train"]
+    assert evenstep.__all__ == [
+        "EvenstepError",
+        "Plan",
+        "Record",
+        "Run",
+        "Scaler",
+        "Task",
+        "join",
+        "launch",
+        "samplers",
+        "train",
+    ]
     for name in evenstep.__all__:
         assert getattr(evenstep, name).__name__.removeprefix("evenstep.") == name
     with pytest.raises(AttributeError, match="evenstep has no 'Trainer'; it has EvenstepError, Plan"):

@@ -122,7 +122,7 @@ class Sight:
     @property
     def collective(self) -> str | None:
         """The collective that the user's own code is in."""
-        for frame, outer in zip(self.frames, [*self.frames[1:], None], strict=True):
+        for frame, outer in zip(self.frames, [*self.frames[1:], None], strict=False):
             if is_users(frame.file):
                 return None
             if frame.is_collective and (outer is None or not outer.is_collective):

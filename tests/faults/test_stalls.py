@@ -1,0 +1,81 @@
+"""A run that does not move any more: who is waited for is said, with everybody's stacks, and it ends."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from tests.faults.runs import FOLDER, Ended, audit, fail, steps, train, weights
+
+ONE_STEP = ("--stall-after", "3", "--checkpoint-every", "3", "--audit")
+
+
+def seconds_until(file: Path) -> float:
+    """From the fault to the first sign of this file."""
+    return file.stat().st_mtime - Path("happened").stat().st_mtime
+
+
+def stacks(ended: Ended) -> dict[int, list[str]]:
+    """The stack of every rank, as it was shown."""
+    found: dict[int, list[str]] = {}
+    rank = None
+    for line in ended.err.splitlines():
+        begun = re.match(r"rank (\d+) at step .*:$", line)
+        if begun:
+            rank = int(begun[1])
+            found[rank] = []
+        elif rank is not None and line.startswith("    "):
+            found[rank].append(line.strip())
+        else:
+            rank = None
+    return found
+
+
+def test_a_stopped_rank_is_named_with_the_stacks_of_all_and_left_behind(
+    undisturbed: Callable[..., bytes],
+) -> None:  # 5
+    ended = train(*ONE_STEP, "--restarts", "1", fault=fail("stop", rank=1, step=8, once=True))
+    assert ended.code == 0, ended.err
+    # 8 s are asked for; a busy machine gets twice as long.
+    assert seconds_until(FOLDER / "logs" / "restart1" / "rank0.out") < 16
+    assert "the others wait for rank 1, which is stopped (SIGSTOP) at step 8, in forward, faulty.py:" in ended.err
+    assert stacks(ended).keys() == {0, 1}
+    assert any(line.startswith("faulty.py:") for line in stacks(ended)[1])
+    assert "restart 1 of 1, from step-00000006" in ended.err
+    assert steps() == list(range(1, 23))
+    assert audit().startswith("62 samples x 2 epochs, 0 repeated, 0 missed")
+    assert weights() == undisturbed()
+
+
+@pytest.mark.slow
+def test_without_a_restart_it_ends_with_a_code_of_its_own() -> None:  # 5
+    ended = train(*ONE_STEP, fault=fail("stop", rank=1, step=8))
+    assert ended.code == 124
+    assert "rank 1, which is stopped (SIGSTOP) at step 8" in ended.report[0]
+    assert len(ended.report) <= 15
+    assert f"go on from step-00000006: add --resume {FOLDER}" in ended.report
+
+
+@pytest.mark.slow
+def test_a_rank_that_holds_the_interpreter_is_named_although_it_cannot_answer(
+    undisturbed: Callable[..., bytes],
+) -> None:  # 6
+    ended = train(*ONE_STEP, "--restarts", "1", fault=fail("hold", rank=1, step=8, once=True))
+    assert ended.code == 0, ended.err
+    assert seconds_until(FOLDER / "logs" / "restart1" / "rank0.out") < 16
+    assert "the others wait for rank 1, which was last seen at step 8, in forward, faulty.py:" in ended.err
+    assert "in hold_the_interpreter" in stacks(ended)[1][0]
+    assert stacks(ended)[0]
+    assert weights() == undisturbed()
+    assert audit().startswith("62 samples x 2 epochs, 0 repeated, 0 missed")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["skip", "other op", "other shape"])
+def test_a_collective_that_differs_between_ranks_is_named_on_both_sides(kind: str) -> None:  # 7
+    ended = train(*ONE_STEP, fault=fail(kind, rank=1, step=8))
+    assert ended.code in (1, 124)
+    assert 0

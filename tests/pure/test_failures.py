@@ -1,0 +1,82 @@
+"""The first cause, in at most 15 lines."""
+
+from __future__ import annotations
+
+import json
+import signal
+from pathlib import Path
+
+import pytest
+
+from evenstep.errors import BadInput, Preempted, Stalled, WorkerFailed
+from evenstep.launcher.failure import Cause, cause, report
+from evenstep.launcher.script import old_flag
+from evenstep.worker.main import write_report
+from evenstep.worker.pulse import BACKWARD, FORWARD, Beat
+
+FORWARD_7, BACKWARD_7 = Beat(9, 7, FORWARD, 0), Beat(9, 7, BACKWARD, 0)
+
+
+def failed(logs: Path, rank: int, error: Exception) -> None:
+    try:
+        raise error
+    except Exception as raised:
+        write_report(logs, rank, raised)
+
+
+def test_a_victim_that_spoke_first_is_not_the_cause(tmp_path: Path) -> None:
+    failed(tmp_path, 0, RuntimeError("[gloo/transport/tcp/pair.cc:553] Connection closed by peer [127.0.0.1]:17821"))
+    failed(tmp_path, 1, ValueError("the sky is falling"))
+    found = cause(tmp_path, {0: 1, 1: 1}, {0: BACKWARD_7, 1: FORWARD_7})
+    assert found.headline == "rank 1 failed at step 7, in forward"
+    assert "ValueError: the sky is falling" in found.details
+    assert found.others == "rank 0 was at step 7, in backward, and stopped"
+    assert found.step == 7
+
+
+def test_a_rank_that_was_killed_is_the_cause_though_it_said_nothing(tmp_path: Path) -> None:
+    failed(tmp_path, 0, RuntimeError("Connection reset by peer"))
+    beats = {0: BACKWARD_7, 1: FORWARD_7}
+    found = cause(tmp_path, {0: 1, 1: -signal.SIGKILL}, beats)
+    assert found.headline == "rank 1 was ended by SIGKILL at step 7, in forward"
+    found = cause(tmp_path, {1: -signal.SIGKILL}, beats, evidence="The kernel killed it.")
+    assert found.headline == "rank 1 ran out of memory at step 7, in forward"
+
+
+def test_a_report_has_at_most_15_lines_whatever_the_message(tmp_path: Path) -> None:
+    failed(tmp_path, 0, ValueError("\n".join(f"line {number}" for number in range(100))))
+    causes = [cause(tmp_path, {0: 1}, {0: FORWARD_7}) for _ in range(9)]
+    error = report(causes, tmp_path, "step 7 has failed twice: it would fail again")
+    assert isinstance(error, WorkerFailed)
+    lines = str(error).splitlines()
+    assert len(lines) <= 15
+    assert lines[0] == "rank 0 failed at step 7, in forward"
+    assert lines[-1] == f"full logs: {tmp_path / 'logs'}"
+    assert any(line.startswith("attempt 8: rank 0 failed at step 7") for line in lines)
+
+
+@pytest.mark.parametrize("kind", [WorkerFailed, BadInput, Stalled])
+def test_a_cause_travels_to_other_machines_as_json(kind: type) -> None:
+    sent = Cause("rank 3 failed", ("a", "b"), 7, "rank 0 waited", True, kind, "host1")
+    assert Cause.from_json(json.loads(json.dumps({**sent.to_json(), "more": 1}))) == sent
+
+
+def test_exit_codes_mean_something() -> None:
+    codes = {kind.__name__: kind.exit_code for kind in (WorkerFailed, BadInput, Preempted, Stalled)}
+    assert codes == {"WorkerFailed": 1, "BadInput": 2, "Preempted": 75, "Stalled": 124}
+
+
+@pytest.mark.parametrize(
+    ("declared", "flag"),
+    [
+        ('parser.add_argument("--local_rank", type=int)', "--local_rank"),
+        ('parser.add_argument("--local-rank", type=int)', "--local-rank"),
+        ('parser.add_argument("--local-rank", "--local_rank", default=int(f()))', "--local-rank"),
+        ('@click.option("--local_rank")\ndef main(): ...', "--local_rank"),
+        ('print("--local_rank")', None),
+        ("this is not python", None),
+    ],
+)
+def test_an_old_script_is_told_its_rank_in_the_spelling_that_it_knows(declared: str, flag: str | None) -> None:
+    assert old_flag(declared) == flag
+    assert old_flag(declared, ["--local_rank=1"]) is None

@@ -1,0 +1,52 @@
+"""What ranks ask of each other, as one number that is summed."""
+
+from __future__ import annotations
+
+import os
+import signal
+
+import pytest
+
+from evenstep.worker.requests import Requests
+
+
+def total(*every: Requests) -> float:
+    return sum(one.wish() for one in every)
+
+
+def test_one_rank_that_is_signalled_stops_all_of_them() -> None:
+    first, second = Requests(), Requests()
+    with second.listening(signal.SIGUSR1):
+        os.kill(os.getpid(), signal.SIGUSR1)
+        wish = total(first, second)
+    for one in (first, second):
+        one.agree(wish)
+        assert one.stop
+        assert not one.save
+
+
+def test_a_save_by_the_clock_is_no_stop(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("evenstep.worker.requests.SAVE_SECONDS", -1.0)
+    every = [Requests() for _ in range(300)]
+    for one in every:
+        one.save_by_clock()
+    every[0].agree(total(*every))
+    assert every[0].save
+    assert not every[0].stop
+    monkeypatch.setattr("evenstep.worker.requests.SAVE_SECONDS", 30.0)
+    every[0].saved(0.1)
+    every[0].agree(every[0].wish())
+    assert not every[0].save
+
+
+def test_the_second_ctrl_c_does_not_wait_and_a_second_sigterm_does() -> None:
+    asked = Requests()
+    with asked.listening(signal.SIGINT, signal.SIGTERM):
+        os.kill(os.getpid(), signal.SIGTERM)
+        os.kill(os.getpid(), signal.SIGTERM)
+        assert asked.wants_stop
+        assert not asked.by_hand
+        with pytest.raises(KeyboardInterrupt):
+            os.kill(os.getpid(), signal.SIGINT)
+            signal.pause()
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler

@@ -1,0 +1,109 @@
+"""Who the others wait for, from what every rank was last seen doing."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from evenstep.launcher.stall import Frame, Sight, StallWatch, explain, main_thread, waited_for
+from evenstep.worker.pulse import BACKWARD, COMPARING, FORWARD, INPUT, LOADING, SAVING, Beat, make_beats, open_pulse
+
+USERS = Frame("/home/me/my_task.py", 12, "loss")
+COLLECTIVE = Frame("/x/site-packages/torch/distributed/distributed_c10d.py", 3252, "all_reduce")
+ENGINE = Frame("/x/site-packages/torch/autograd/graph.py", 979, "_engine_run_backward")
+
+
+def sight(rank: int, step: int, phase: int, *frames: Frame, state: str = "S") -> Sight:
+    return Sight(rank, Beat(5, step, phase, 0), state, list(frames))
+
+
+def test_the_rank_that_is_behind_is_named_with_the_users_line() -> None:
+    found = [sight(0, 7, BACKWARD, ENGINE), sight(1, 7, FORWARD, USERS), sight(2, 7, BACKWARD, ENGINE)]
+    said = explain(found, 3.2)
+    assert said.startswith("nothing has moved for 3 s: the others wait for rank 1")
+    assert "my_task.py:12 in loss" in said
+    assert said.endswith("ranks 0, 2 wait at step 7, in backward")
+
+
+def test_a_stopped_process_is_the_cause_wherever_it_is() -> None:
+    found = [sight(0, 7, FORWARD, USERS), sight(1, 7, BACKWARD, state="T")]
+    assert [one.rank for one in waited_for(found)] == [1]
+    assert "which is stopped (SIGSTOP) at step 7, in backward" in explain(found, 3)
+
+
+def test_a_collective_that_some_ranks_do_not_call_is_named_on_both_sides() -> None:
+    found = [sight(0, 7, FORWARD, COLLECTIVE, USERS), sight(1, 7, BACKWARD, ENGINE)]
+    said = explain(found, 3)
+    assert "rank 0 waits in all_reduce, at step 7, in forward" in said
+    assert "my_task.py:12" in said
+    assert "which rank 1 did not call" in said
+
+
+def test_of_ranks_that_are_equally_far_the_busy_one_is_waited_for() -> None:
+    found = [sight(0, 7, COMPARING, COLLECTIVE), sight(1, 7, COMPARING, USERS)]
+    assert [one.rank for one in waited_for(found)] == [1]
+
+
+def test_if_all_of_them_wait_each_is_shown() -> None:
+    said = explain([sight(0, 7, BACKWARD, ENGINE), sight(1, 7, BACKWARD, ENGINE)], 3)
+    assert "all ranks wait: rank 0 at step 7, in backward; rank 1 at step 7, in backward" in said
+
+
+def test_the_main_thread_is_the_last_of_a_dump() -> None:
+    dump = (
+        'Thread 0x01 (most recent call first):\n  File "/a.py", line 1 in other\n\n'
+        'Current thread 0x02 (most recent call first):\n  File "/b.py", line 2 in inner\n  File "/c.py", line 3 in outer\n'
+    )
+    assert [frame.name for frame in main_thread(dump)] == ["inner", "outer"]
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> list[float]:
+    now = [0.0]
+    monkeypatch.setattr("evenstep.launcher.stall.time.monotonic", lambda: now[0])
+    return now
+
+
+def test_silence_is_too_long_by_the_users_limit_or_by_the_pace_so_far(tmp_path: Path, clock: list[float]) -> None:
+    beats = make_beats(tmp_path / "beats", 1)
+    pulse = open_pulse(str(tmp_path / "beats"), 0)
+    strict, patient = StallWatch(beats, 3.0), StallWatch(beats, None)
+    for clock[0] in (0.0, 10.0, 20.0):
+        pulse.step += 1
+        pulse.beat(INPUT)
+        assert strict.seconds_still() is None
+        assert patient.seconds_still() is None
+    clock[0] = 24.0
+    assert strict.seconds_still() == pytest.approx(4.0)
+    assert patient.seconds_still() is None
+    clock[0] = 20.0 + 199.0
+    assert patient.seconds_still() is None
+    clock[0] = 20.0 + 201.0  # 20 times the longest pause, which was 10 s
+    assert patient.seconds_still() == pytest.approx(201.0)
+
+
+@pytest.mark.parametrize("phase", [LOADING, SAVING])
+def test_loading_and_saving_may_take_longer(tmp_path: Path, clock: list[float], phase: int) -> None:
+    beats = make_beats(tmp_path / "beats", 1)
+    open_pulse(str(tmp_path / "beats"), 0).beat(phase)
+    watch = StallWatch(beats, 3.0)
+    watch.seconds_still()
+    clock[0] = 50.0
+    assert watch.seconds_still() is None
+    clock[0] = 61.0
+    assert watch.seconds_still() is not None
+
+
+def test_programs_that_leave_no_beats_are_judged_by_their_stacks(tmp_path: Path, clock: list[float]) -> None:
+    stacks = ["one"]
+    watch = StallWatch(make_beats(tmp_path / "beats", 1), 5.0, lambda: stacks[0])
+    for clock[0] in (0.0, 1.5, 3.0, 4.5):
+        assert watch.seconds_still() is None
+    stacks[0] = "another"
+    clock[0] = 6.0
+    assert watch.seconds_still() is None
+    for clock[0] in (7.5, 9.0, 10.5):
+        assert watch.seconds_still() is None
+    clock[0] = 11.5
+    assert watch.seconds_still() == pytest.approx(5.5)

@@ -78,4 +78,3 @@ def test_a_rank_that_holds_the_interpreter_is_named_although_it_cannot_answer(
 def test_a_collective_that_differs_between_ranks_is_named_on_both_sides(kind: str) -> None:  # 7
     ended = train(*ONE_STEP, fault=fail(kind, rank=1, step=8))
     assert ended.code in (1, 124)
-    assert 0

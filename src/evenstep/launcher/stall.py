@@ -11,7 +11,7 @@ import os
 import re
 import signal
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -187,19 +187,34 @@ def look(pids: Mapping[int, int], beats: Sequence[Beat], files: Mapping[int, Pat
     """Ask every process for its stacks, and read what they left."""
     states = {local: _state(pid) for local, pid in pids.items()}
     sizes = {local: _size(files[local]) for local in pids}
-    for local, pid in pids.items():
-        send(pid, STACKS_SIGNAL)
-        if states[local] in "Tt":
-            # It wakes up in the handler, before it does anything else.
-            send(pid, signal.SIGCONT)
-    deadline = time.monotonic() + _DUMP_SECONDS
-    while time.monotonic() < deadline and any(_size(files[local]) == sizes[local] for local in pids):
-        time.sleep(0.02)
-    time.sleep(0.05)
+    stopped = [local for local in pids if states[local] in "Tt"]
+    awake = [local for local in pids if local not in stopped]
+    _tell(pids, pids, STACKS_SIGNAL)
+    _wait_for_dumps({files[local]: sizes[local] for local in awake})
+    if stopped:
+        # They wake up in the handler, before they do anything else. With the others held they cannot go on training.
+        _tell(pids, awake, signal.SIGSTOP)
+        _tell(pids, stopped, signal.SIGCONT)
+        _wait_for_dumps({files[local]: sizes[local] for local in stopped})
+        _tell(pids, stopped, signal.SIGSTOP)
+        _tell(pids, awake, signal.SIGCONT)
     return [
         Sight(first_rank + local, beats[local], states[local], main_thread(_text(files[local])[sizes[local] :]))
         for local in pids
     ]
+
+
+def _tell(pids: Mapping[int, int], who: Iterable[int], number: int) -> None:
+    for local in who:
+        send(pids[local], number)
+
+
+def _wait_for_dumps(sizes: Mapping[Path, int]) -> None:
+    """Until every file has grown and had a moment to be finished; a process may be unable to answer."""
+    deadline = time.monotonic() + _DUMP_SECONDS
+    while time.monotonic() < deadline and any(_size(file) == size for file, size in sizes.items()):
+        time.sleep(0.02)
+    time.sleep(0.05)
 
 
 def main_thread(dump: str) -> list[Frame]:

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.faults.runs import FOLDER, Ended, audit, fail, steps, train, weights
+from tests.faults.runs import FOLDER, Ended, audit, fail, said_by_ranks, steps, train, weights
 
 ONE_STEP = ("--stall-after", "3", "--checkpoint-every", "3", "--audit")
 
@@ -77,4 +77,29 @@ def test_a_rank_that_holds_the_interpreter_is_named_although_it_cannot_answer(
 @pytest.mark.parametrize("kind", ["skip", "other op", "other shape"])
 def test_a_collective_that_differs_between_ranks_is_named_on_both_sides(kind: str) -> None:  # 7
     ended = train(*ONE_STEP, fault=fail(kind, rank=1, step=8))
+    # gloo ends the process when it sees what does not fit, and waits when it does not.
     assert ended.code in (1, 124)
+    report = "\n".join(ended.report)
+    assert "faulty.py:" in report
+    assert all(re.search(rf"rank {rank} .*at step 8, in (forward|backward)", report) for rank in (0, 1))
+    assert ended.code == 124 or "--check-collectives names the line of every rank" in report
+    assert len(ended.report) <= 15
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("kind", "called"),
+    [
+        ("skip", "rank 1 calls all_reduce of float64 [3] at evenstep's own line"),
+        ("other op", "rank 1 calls broadcast of float32 [3] at HERE/faulty.py:"),
+        ("other shape", "rank 1 calls all_reduce of float32 [5] at HERE/faulty.py:"),
+        ("other dtype", "rank 1 calls all_reduce of int32 [3] at HERE/faulty.py:"),
+    ],
+)
+def test_with_checks_on_it_is_named_at_once_with_both_lines(kind: str, called: str, tmp_path: Path) -> None:  # 7
+    ended = train("--check-collectives", fault=fail(kind, rank=1, step=8))
+    assert ended.code == 1
+    assert ended.report[0] == "the ranks do not call the same collective:"
+    assert ended.report[1].startswith(f"rank 0 calls all_reduce of float32 [3] at {tmp_path}/faulty.py:")
+    assert ended.report[2].startswith(called.replace("HERE", str(tmp_path)))
+    assert said_by_ranks() == ["\n".join(ended.report[:3])] * 2

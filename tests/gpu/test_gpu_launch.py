@@ -117,9 +117,8 @@ def test_sigterm_saves_at_one_step_and_a_resumed_run_is_exact() -> None:
     command = [sys.executable, "-m", "evenstep", "train", "my_task.py", *SHARED, "--name", "asked"]
     run = subprocess.Popen(command, env={**os.environ, "SLOW": "1"}, stderr=subprocess.DEVNULL)
     deadline = time.monotonic() + 60
-    while not (
-        Path("runs/asked/record.jsonl").exists() and '"step": 7,' in Path("runs/asked/record.jsonl").read_text()
-    ):
+    record = Path("runs/asked/record.jsonl")
+    while not (record.exists() and '"step": 7,' in record.read_text()):
         assert time.monotonic() < deadline
         time.sleep(0.05)
     run.send_signal(signal.SIGTERM)
@@ -128,13 +127,13 @@ def test_sigterm_saves_at_one_step_and_a_resumed_run_is_exact() -> None:
     assert weights("on") == weights("undisturbed")
 
 
-@pytest.mark.parametrize("where", [("--devices", "cuda:0"), SHARED], ids=["single", "ddp"])
+@pytest.mark.parametrize("where", [("--devices", "cuda:0"), ALONE], ids=["single", "ddp"])
 def test_a_step_that_does_not_fit_is_answered_with_the_number_that_does(where: tuple[str, ...]) -> None:
     free, _ = torch.cuda.mem_get_info()
     # Five tensors of batch x width floats (and their gradients): about twice what is free for a whole batch.
     width = int(2 * free / (12 * 4 * 5))
     done = evenstep(*where, "--batch", "24", "--name", "large", FAIL_KIND="memory", WIDTH=str(width))
-    assert done.returncode == 1
+    assert done.returncode == 1, done.stderr[-3000:]
     assert "out of memory" in done.stderr
     assert "--accumulate " in done.stderr
     assert "tried" in done.stderr
@@ -146,6 +145,6 @@ def test_a_step_that_does_not_fit_is_answered_with_the_number_that_does(where: t
 
 
 def test_what_the_fork_server_holds_has_not_touched_the_card() -> None:
-    code = "import evenstep.worker.server, torch; assert not torch.cuda.is_initialized(); print(torch.cuda._is_in_bad_fork())"
+    code = "import evenstep.worker.server, torch; print(torch.cuda.is_initialized(), torch.cuda._is_in_bad_fork())"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
-    assert done.stdout.strip() == "False", done.stderr
+    assert done.stdout.strip() == "False False", done.stderr

@@ -12,7 +12,7 @@ from typing import Any
 from evenstep import checkpoint
 from evenstep.errors import BadInput, EvenstepError, Stalled, WorkerFailed
 from evenstep.launcher.logs import ranks_in_words
-from evenstep.launcher.stall import main_thread
+from evenstep.launcher.stall import crashed_thread
 from evenstep.record import FILE
 from evenstep.task import is_users
 from evenstep.worker.pulse import Beat
@@ -39,6 +39,8 @@ class Cause:
     machine: str = ""
     is_loss: bool = False
     """Whether a machine was lost: nothing that was done wrong, and nothing that --restarts counts."""
+    is_victim: bool = False
+    """Whether these ranks failed only because they lost others, who know more."""
 
     def lines(self) -> list[str]:
         """All but where to look and how to go on."""
@@ -82,7 +84,8 @@ def cause(logs: Path, failed: Mapping[int, int], beats: Mapping[int, Beat], evid
         *_indented(first["answer"]),
     )
     step = _step(beats, rank) or first["step"]
-    return Cause(f"rank {rank} failed{_where(beats, rank, step)}", details, step, _others(beats, {rank}))
+    headline = f"rank {rank} failed{_where(beats, rank, step)}"
+    return Cause(headline, details, step, _others(beats, {rank}), is_victim=first["is_victim"])
 
 
 def _silent(logs: Path, ended: Mapping[int, int], beats: Mapping[int, Beat], evidence: str) -> Cause:
@@ -108,12 +111,13 @@ def _silent(logs: Path, ended: Mapping[int, int], beats: Mapping[int, Beat], evi
 def _crash_frames(logs: Path, rank: int) -> list[str]:
     """Where C was when the process died of a signal: the user's own line first."""
     file = logs / f"rank{rank}.crash"
-    frames = main_thread(file.read_text(errors="replace")) if file.exists() else []
+    frames = crashed_thread(file.read_text(errors="replace")) if file.exists() else []
     own = [frame for frame in frames if is_users(frame.file)][:2]
     said = (logs / f"rank{rank}.err").read_text(errors="replace") if (logs / f"rank{rank}.err").exists() else ""
     # C++ says what it could not handle before it aborts.
     what = [line.strip() for line in said.splitlines() if "what():" in line or "terminate called" in line][-2:]
-    return [f"  {frame}" for frame in own or frames[:2]] + what
+    differ = "--check-collectives names the line of every rank." if "collective mismatch" in said else ""
+    return [*(f"  {frame}" for frame in own or frames[:2]), *what, *filter(None, [differ])]
 
 
 def _where(beats: Mapping[int, Beat], rank: int, step: int) -> str:

@@ -15,13 +15,22 @@ import os
 import socket
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from dataclasses import replace
 from datetime import timedelta
 from typing import Any, TypeVar
 
 import psutil
 from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
-from torch.distributed.elastic.rendezvous import RendezvousClosedError, RendezvousError, RendezvousTimeoutError
+from torch.distributed.elastic.rendezvous import (
+    RendezvousClosedError,
+    RendezvousConnectionError,
+    RendezvousError,
+    RendezvousGracefulExitError,
+    RendezvousStateError,
+    RendezvousTimeoutError,
+)
 from torch.distributed.elastic.rendezvous.c10d_rendezvous_backend import C10dRendezvousBackend
 from torch.distributed.elastic.rendezvous.dynamic_rendezvous import DynamicRendezvousHandler, RendezvousTimeout
 
@@ -41,6 +50,9 @@ LAST_CALL_SECONDS = 3
 BEAT_SECONDS = 0.5
 LOST_SECONDS = 8.0
 """A machine that gives no sign of life for so long is lost."""
+FAREWELL_SECONDS = 3.0
+"""How long the first machine stays at the end, for the others to hear of it."""
+_FORGED = "someone who is no machine of this run writes into its rendezvous; use another port and another token"
 
 
 class HeadLost(TrainingError):
@@ -53,15 +65,18 @@ class Machines:
     def __init__(self, address: tuple[str, int], machines: tuple[int, int], common: str, is_head: bool | None) -> None:
         self._host, self._port = address
         self._least, self._most = machines
-        self._token = hashlib.sha256((os.environ.get(TOKEN) or common).encode()).hexdigest()
+        self._token = hashlib.sha256((os.environ.get(TOKEN) or common).encode()).digest()
+        # What anybody who connects can read; the token itself never travels.
+        self._name = hashlib.sha256(b"name of " + self._token).hexdigest()
         self.is_head = _is_here(self._host) if is_head is None else is_head
         self.said: list[str] = _warnings(self._host)
-        self._store = PrefixStore(self._token[:16], self._open())
+        self._store = PrefixStore(self._name[:16], self._open())
         self._handler = self._join()
         self._arrival = 0 if self.is_head else int(self._ask(lambda: self._store.add("arrivals", 1)))
         self._round: Store | None = None
         self._members: list[dict[str, Any]] = []
         self._beats: dict[int, tuple[int, float]] = {}
+        self._num_lost = 0
         self._cause: Cause | None = None
         self._is_wanted = False
         self._answered = time.monotonic()
@@ -70,7 +85,7 @@ class Machines:
 
     def publish(self, plan: Plan | None, refused: str = "") -> None:
         """Tell the other machines what is trained, or why nothing is."""
-        text = json.dumps({"token": self._token, "plan": plan.to_json() if plan else None, "refused": refused})
+        text = self._sealed({"plan": plan.to_json() if plan else None, "refused": refused})
         self._ask(lambda: self._store.set("plan", text))
 
     def read_plan(self) -> Plan:
@@ -80,45 +95,85 @@ class Machines:
             if time.monotonic() > deadline:
                 raise TrainingError(f"{self._host} has not said what to train within {WAIT_FOR_HEAD_SECONDS:.0f} s")
             time.sleep(0.1)
-        found = json.loads(self._ask(lambda: self._store.get("plan")))
+        found = self._opened(self._ask(lambda: self._store.get("plan")))
+        if found is None:
+            raise TrainingError(_FORGED)
         if found["plan"] is None:
             raise PlanError(f"{self._host} trains nothing: {found['refused']}")
         return Plan.from_json(found["plan"])
 
-    def gather(self, num: int, attempt: int, resume: str | None = None) -> Place:
+    def expects(self) -> str:
+        """What is waited for now, in one line."""
+        where = f"{self._host}:{self._port}"
+        if self._members or self.is_head:
+            return f"waiting for machines at {where}, {self._least} at least" if not self._members else ""
+        num = self._ask(lambda: int(self._store.add("present", 0)))
+        is_full = num >= self._most
+        return f"waiting: the run at {where} has its {num} machines, and takes this one in when it loses one" * is_full
+
+    def gather(self, num: int, attempt: int, resume: str | None = None) -> Place | None:
         """Wait until enough machines are there; ranks go by when a machine first came, not by its address."""
         self._round = None
-        try:
-            found = self._ask(self._handler.next_rendezvous, JOIN_SECONDS + 10)
-        except RendezvousClosedError as error:
-            raise TrainingError("the run on the other machines has ended") from error
-        except (RendezvousTimeoutError, RendezvousError) as error:
-            raise TrainingError(
-                f"fewer than {self._least} machines came to {self._host}:{self._port} within {JOIN_SECONDS} s; "
-                "start the same command on the others"
-            ) from error
+        found = self._meet()
+        if found is None:
+            return None
         mine = {
-            "token": self._token,
             "arrival": self._arrival,
             "num": num,
             "attempt": attempt,
-            "name": _name(),
+            "name": _hostname(),
             "resume": resume,
             "port": self._new_store() if self.is_head else 0,
         }
         store = found.store
-        self._ask(lambda: store.set(f"machine/{found.rank}", json.dumps(mine)), JOIN_SECONDS)
-        names = [f"machine/{number}" for number in range(found.world_size)]
-        members = [json.loads(text) for text in self._ask(lambda: [store.get(name) for name in names], 60)]
-        if any(member.get("token") != self._token for member in members):
-            raise TrainingError("a machine of another run has come to this one's rendezvous; give each its own port")
-        members.sort(key=lambda member: member["arrival"])
-        self._members = members
-        self._beats = {}
+        self._ask(lambda: store.set(f"machine/{found.rank}", self._sealed(mine)))
+        members = self._read_members(store, found.world_size)
         self._cause = None
         self._is_wanted = False
+        self._beats = {}
+        if members is None:
+            self._round = store
+            self.tell(Cause("a machine is lost: it came, and said no more", (), 0, is_loss=True))
+            return self.gather(num, attempt, resume)
+        members.sort(key=lambda member: member["arrival"])
+        if self.is_head:
+            more = len(members) - len(self._members)
+            self._ask(lambda: self._store.add("present", more))
+        self._members = members
         self._round = store
         return self._place(members, num)
+
+    def _meet(self) -> Any:
+        """The next round of the rendezvous; None if the run ended without this machine."""
+        try:
+            return self._ask(self._handler.next_rendezvous, None)
+        except (RendezvousClosedError, RendezvousGracefulExitError) as error:
+            if not self._members:
+                return None
+            raise TrainingError("the run on the other machines has ended") from error
+        except RendezvousTimeoutError as error:
+            raise TrainingError(
+                f"fewer than {self._least} machines came to {self._host}:{self._port} within {JOIN_SECONDS} s; "
+                "start the same command on the others"
+            ) from error
+        except RendezvousConnectionError as error:
+            raise self._head_lost() from error
+        except RendezvousError as error:
+            raise TrainingError(str(error)) from error
+
+    def _read_members(self, store: Store, num: int) -> list[dict[str, Any]] | None:
+        """What every machine of a round has said; None if one of them does not."""
+        names = [f"machine/{number}" for number in range(num)]
+        deadline = time.monotonic() + LOST_SECONDS
+        # Not by waiting in the store: nobody else here could speak to it meanwhile, and this machine would seem lost.
+        while not self._ask(lambda: store.check(names)):
+            if time.monotonic() > deadline:
+                return None
+            time.sleep(0.05)
+        members = [self._opened(text) for text in self._ask(lambda: [store.get(name) for name in names])]
+        if None in members:
+            raise TrainingError(_FORGED)
+        return [member for member in members if member is not None]
 
     def _new_store(self) -> int:
         """A store for the workers of one attempt; what killed ones left in another would be taken for new ones'."""
@@ -134,7 +189,7 @@ class Machines:
             # Held by the first launcher, whoever comes: never two masters.
             "TORCHELASTIC_USE_AGENT_STORE": "True",
             "TORCHELASTIC_RESTART_COUNT": str(max(member["attempt"] for member in members) - 1),
-            "TORCHELASTIC_RUN_ID": self._token[:16],
+            "TORCHELASTIC_RUN_ID": self._name[:16],
         }
         interface = _interface_to(self._host, self._port)
         if interface and "GLOO_SOCKET_IFNAME" not in os.environ:
@@ -144,29 +199,54 @@ class Machines:
             sum(nums[:machine]), sum(nums), machine, len(members), resume=members[0]["resume"], environment=environment
         )
 
-    def tell(self, cause: Cause) -> None:
-        """Say what failed here; the first to say so is believed."""
+    def tell(self, cause: Cause) -> Cause:
+        """Say what failed here, and hear what is believed: whoever was first to say so.
+
+        Ranks that failed because they lost others wait a while for what those have to say, or for their silence.
+        """
+        deadline = time.monotonic() + (LOST_SECONDS + 2 if cause.is_victim else 0)
+        while self._cause is None and time.monotonic() < deadline:
+            self._check_head()
+            time.sleep(0.05)
         store = self._round
-        if store is None:
-            return
-        text = json.dumps({**cause.to_json(), "machine": cause.machine or _name(), "token": self._token})
-        said = self._ask(lambda: store.compare_set("cause", "", text))
-        self._cause = Cause.from_json(json.loads(said))
+        if self._cause is None and store is not None:
+            named = cause if cause.machine or cause.is_loss else replace(cause, machine=_hostname())
+            text = self._sealed(named.to_json())
+            said = self._opened(self._ask(lambda: store.compare_set("cause", "", text)))
+            self._cause = named if said is None else Cause.from_json(said)
+        return self._cause or cause
 
     def heard(self) -> Cause | None:
         """What failed elsewhere; raises if the machine that holds the store is gone."""
         self._check_head()
         return self._cause
 
-    def is_wanted(self) -> bool:
-        """Whether a machine waits to be taken in."""
+    def is_wanted(self, is_certain: bool = False) -> bool:
+        """Whether a machine waits to be taken in; `is_certain` asks, since the word of it may still be on its way."""
+        store = self._round
+        if is_certain and not self._is_wanted and store is not None:
+            # A store that is gone wants nobody.
+            with suppress(HeadLost):
+                self._is_wanted = self._ask(lambda: store.check(["wanted"]))
         return self._is_wanted
 
     def close(self) -> None:
         """Leave; the first machine takes the meeting place with it, once the others have left."""
         self._closed.set()
-        if self.is_head and not self._is_silent():
-            self._ask(self._handler.set_closed)
+        if self._is_silent():
+            return
+        with suppress(HeadLost):
+            if self.is_head:
+                self._ask(self._handler.set_closed)
+                self._see_others_off()
+            else:
+                self._ask(lambda: self._store.add("left", 1), FAREWELL_SECONDS)
+
+    def _see_others_off(self) -> None:
+        deadline = time.monotonic() + FAREWELL_SECONDS
+        num = self._ask(lambda: self._store.add("arrivals", 0)) - self._num_lost
+        while time.monotonic() < deadline and self._ask(lambda: self._store.add("left", 0)) < num:
+            time.sleep(0.05)
 
     def _open(self) -> TCPStore:
         where = f"{self._host}:{self._port}"
@@ -175,7 +255,7 @@ class Machines:
                 store = open_store(EVERYWHERE, self._port, JOIN_SECONDS)
             except OSError as error:
                 raise PlanError(f"port {self._port} cannot be used ({error.strerror}); {_who_holds(where)}") from error
-            store.set("evenstep", self._token)
+            store.set("evenstep", self._name)
             return store
         deadline = time.monotonic() + WAIT_FOR_HEAD_SECONDS
         while not _is_open(self._host, self._port):
@@ -188,7 +268,7 @@ class Machines:
             if time.monotonic() > deadline:
                 raise _stranger(where)
             time.sleep(0.05)
-        if store.get("evenstep") != self._token.encode():
+        if store.get("evenstep") != self._name.encode():
             raise PlanError(
                 f"{where} is held by another run of evenstep; give each run its own port, and the same command "
                 f"(and {TOKEN}, if set) to all machines of one run"
@@ -198,12 +278,12 @@ class Machines:
     def _join(self) -> DynamicRendezvousHandler:
         os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
         handler: DynamicRendezvousHandler = DynamicRendezvousHandler.from_backend(
-            run_id=self._token[:16],
+            run_id=self._name[:16],
             store=self._store,
-            backend=Signed(self._store, self._token),
+            backend=Signed(self._store, self._name[:16], self._token),
             min_nodes=self._least,
             max_nodes=self._most,
-            local_addr=_name(),
+            local_addr=_hostname(),
             timeout=RendezvousTimeout(
                 join=timedelta(seconds=JOIN_SECONDS), last_call=timedelta(seconds=LAST_CALL_SECONDS)
             ),
@@ -227,7 +307,8 @@ class Machines:
 
     def _listen(self, store: Store) -> None:
         if self._cause is None and store.check(["cause"]):
-            self._cause = Cause.from_json(json.loads(store.get("cause")))
+            said = self._opened(store.get("cause"))
+            self._cause = None if said is None else Cause.from_json(said)
         if not self.is_head:
             self._is_wanted = self._is_wanted or store.check(["wanted"])
             return
@@ -243,15 +324,8 @@ class Machines:
         before, since = self._beats.get(arrival, (-1, now))
         self._beats[arrival] = (count, now if count != before else since)
         if count == before and now - since > LOST_SECONDS and self._cause is None:
-            self.tell(
-                Cause(
-                    f"machine {name} is lost: no sign of life for {now - since:.0f} s",
-                    (),
-                    0,
-                    machine="",
-                    is_loss=True,
-                )
-            )
+            self._num_lost += 1
+            self.tell(Cause(f"machine {name} is lost: no sign of life for {now - since:.0f} s", (), 0, is_loss=True))
 
     def _is_silent(self) -> bool:
         return time.monotonic() - self._answered > LOST_SECONDS
@@ -267,10 +341,23 @@ class Machines:
             f"Start it there again, with --resume and the run's folder, and then here"
         )
 
-    def _ask(self, what: Callable[[], T], seconds: float = LOST_SECONDS) -> T:
-        """Something that needs the store, in bounded time."""
+    def _sealed(self, values: Mapping[str, Any]) -> str:
+        """A message that only a machine with our token can write."""
+        text = json.dumps(values)
+        return f"{_signature(self._token, text.encode()).hex()}{text}"
+
+    def _opened(self, message: bytes) -> dict[str, Any] | None:
+        """What such a message says; None if someone else wrote it."""
+        signature, text = message[:64], message[64:]
+        if not hmac.compare_digest(signature, _signature(self._token, text).hex().encode()):
+            return None
+        values: dict[str, Any] = json.loads(text)
+        return values
+
+    def _ask(self, what: Callable[[], T], seconds: float | None = LOST_SECONDS) -> T:
+        """Something that needs the store, in bounded time; or (None) for as long as its machine is there."""
         try:
-            return _timed(what, seconds, self._head_lost)
+            return _timed(what, seconds, self._head_lost, self._check_head)
         except (ConnectionError, OSError, RuntimeError) as error:
             if isinstance(error, RendezvousError):
                 raise
@@ -278,31 +365,37 @@ class Machines:
 
 
 class Signed(C10dRendezvousBackend):
-    """torch keeps the state of the rendezvous as a pickle; only one that has our token is unpickled."""
+    """torch keeps the state of the rendezvous as a pickle; only one that was signed with our token is unpickled."""
 
-    def __init__(self, store: Any, token: str) -> None:
-        super().__init__(store, token[:16])
-        self._token = token.encode()
+    def __init__(self, store: Any, name: str, token: bytes) -> None:
+        super().__init__(store, name)
+        self._token = token
 
     def get_state(self) -> tuple[bytes, Any] | None:
         found = super().get_state()
         return None if found is None else (self._checked(found[0]), found[1])
 
     def set_state(self, state: bytes, token: Any = None) -> tuple[bytes, Any, bool] | None:
-        found = super().set_state(self._signature(state) + state, token)
+        found = super().set_state(_signature(self._token, state) + state, token)
         return None if found is None else (self._checked(found[0]), found[1], found[2])
-
-    def _signature(self, state: bytes) -> bytes:
-        return hmac.digest(self._token, state, "sha256")
 
     def _checked(self, signed: bytes) -> bytes:
         signature, state = signed[:32], signed[32:]
-        if not hmac.compare_digest(signature, self._signature(state)):
-            raise RendezvousError("the state of the rendezvous was not written by a machine of this run")
+        if not hmac.compare_digest(signature, _signature(self._token, state)):
+            raise RendezvousStateError(_FORGED)
         return state
 
 
-def _timed(what: Callable[[], T], seconds: float, late: Callable[[], Exception]) -> T:
+def _signature(token: bytes, text: bytes) -> bytes:
+    return hmac.digest(token, text, "sha256")
+
+
+def _timed(
+    what: Callable[[], T],
+    seconds: float | None,
+    late: Callable[[], Exception],
+    check: Callable[[], None] = lambda: None,
+) -> T:
     """`what()` in a thread of its own: a call into a store whose machine is gone may never come back."""
     done: list[T] = []
     failed: list[BaseException] = []
@@ -315,7 +408,10 @@ def _timed(what: Callable[[], T], seconds: float, late: Callable[[], Exception])
 
     thread = threading.Thread(target=call, daemon=True)
     thread.start()
-    thread.join(seconds)
+    thread.join(seconds if seconds is not None else BEAT_SECONDS)
+    while seconds is None and thread.is_alive():
+        check()
+        thread.join(BEAT_SECONDS)
     if failed:
         raise failed[0]
     if not done:
@@ -382,5 +478,5 @@ def _warnings(host: str) -> list[str]:
     return []
 
 
-def _name() -> str:
+def _hostname() -> str:
     return socket.gethostname()

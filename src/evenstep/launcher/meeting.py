@@ -69,17 +69,23 @@ def live_folder() -> Iterator[Path]:
 class Meeting(Protocol):
     """The launchers of one run, which may be on many machines."""
 
-    def gather(self, num: int, attempt: int, resume: str | None = None) -> Place:
-        """Wait until enough machines are there; each brings `num` processes, the first one knows where to go on."""
+    def expects(self) -> str:
+        """What is waited for now, in one line; nothing, if that will not take long."""
 
-    def tell(self, cause: Cause) -> None:
-        """Say that an attempt has failed here, so that nobody waits for it."""
+    def gather(self, num: int, attempt: int, resume: str | None = None) -> Place | None:
+        """Wait until enough machines are there; each brings `num` processes, the first one knows where to go on.
+
+        None if the run ended without the processes of this launcher.
+        """
+
+    def tell(self, cause: Cause) -> Cause:
+        """Say that an attempt has failed here, so that nobody waits for it; what all machines believe to be the cause."""
 
     def heard(self) -> Cause | None:
         """What failed elsewhere, in this attempt."""
 
-    def is_wanted(self) -> bool:
-        """Whether a machine has come that could take part."""
+    def is_wanted(self, is_certain: bool = False) -> bool:
+        """Whether a machine has come that could take part; `is_certain` takes its time to find out."""
 
     def close(self) -> None:
         """Leave."""
@@ -96,13 +102,17 @@ class OneMachine:
         # Of its own for each attempt: what a killed process left in it would be taken for a new one's.
         return Place(0, num, resume=resume, environment={STORE: str(self._folder / f"store-{attempt}")})
 
-    def tell(self, cause: Cause) -> None:
+    def expects(self) -> str:
+        return ""
+
+    def tell(self, cause: Cause) -> Cause:
         """There is nobody else."""
+        return cause
 
     def heard(self) -> Cause | None:
         return None
 
-    def is_wanted(self) -> bool:
+    def is_wanted(self, is_certain: bool = False) -> bool:
         return False
 
     def close(self) -> None:

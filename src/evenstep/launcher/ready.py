@@ -51,14 +51,16 @@ def _with_machines(source: Source, chosen: dict[str, Any], slurm: Slurm | None) 
     common = {name: str(value) for name, value in sorted(chosen.items()) if value is not None and name not in OWN}
     is_head = slurm.task == 0 if slurm is not None and slurm.is_spread else None
     meeting = Machines(address, machines, json.dumps([str(source), common]), is_head)
-    if not meeting.is_head:
-        return Ready(go_on(meeting.read_plan(), source, chosen), meeting, is_first=False, slurm=slurm)
     try:
+        if not meeting.is_head:
+            return Ready(go_on(meeting.read_plan(), source, chosen), meeting, is_first=False, slurm=slurm)
         prepared = _again(source, chosen, slurm) or prepare(source, chosen)
         if prepared.spec is None:
             raise PlanError("on many machines a task comes from a file or a module, as in evenstep train my_task.py")
     except EvenstepError as error:
-        meeting.publish(None, refused=str(error))
+        if meeting.is_head:
+            meeting.publish(None, refused=str(error))
+        meeting.close()
         raise
     meeting.publish(prepared.plan)
     said = [*prepared.said, *meeting.said]

@@ -16,7 +16,7 @@ from typing import Any
 from evenstep.errors import PlanError
 from evenstep.launcher.meeting import OneMachine, Place
 from evenstep.launcher.processes import python
-from evenstep.launcher.stores import LOOPBACK, open_store
+from evenstep.launcher.stores import LOOPBACK, free_port, open_store
 from evenstep.launcher.supervise import Launch, Supervisor
 from evenstep.launcher.train import refuse_fork_after_cuda
 from evenstep.report.progress import Progress
@@ -39,8 +39,9 @@ class TorchrunMachine(OneMachine):
     def gather(self, num: int, attempt: int, resume: str | None = None) -> Place:
         place = super().gather(num, attempt, resume)
         # A new one for each attempt: what a killed process left in it would be taken for a new one's.
-        self._store = open_store()
-        return replace(place, environment=torchrun_environment(LOOPBACK, self._store.port, num, self._restarts))
+        self._store = open_store() if num > 1 else None
+        port = self._store.port if self._store is not None else free_port()
+        return replace(place, environment=torchrun_environment(LOOPBACK, port, num, self._restarts))
 
 
 def torchrun_environment(address: str, port: int, size: int, restarts: int) -> dict[str, str]:

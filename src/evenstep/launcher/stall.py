@@ -219,8 +219,17 @@ def _wait_for_dumps(sizes: Mapping[Path, int]) -> None:
 
 def main_thread(dump: str) -> list[Frame]:
     """The frames of the thread that a dump of faulthandler lists last, which is the main one."""
-    last = re.split(r"^(?:Current t|T)hread .*$", dump, flags=re.MULTILINE)[-1]
-    return [Frame(match["file"], int(match["line"]), match["name"]) for match in _FRAME.finditer(last)]
+    return _frames(re.split(r"^(?:Current t|T)hread .*$", dump, flags=re.MULTILINE)[-1])
+
+
+def crashed_thread(dump: str) -> list[Frame]:
+    """The frames of the thread that a signal ended; of one that runs no Python, those of the main one."""
+    _, _, current = dump.partition("Current thread ")
+    return _frames(re.split(r"^Thread .*$", current, flags=re.MULTILINE)[0]) or main_thread(dump)
+
+
+def _frames(text: str) -> list[Frame]:
+    return [Frame(match["file"], int(match["line"]), match["name"]) for match in _FRAME.finditer(text)]
 
 
 def stacks(sights: Sequence[Sight]) -> list[str]:

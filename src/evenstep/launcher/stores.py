@@ -25,3 +25,9 @@ def open_store(address: str = LOOPBACK, port: int = 0, seconds: float = 300) -> 
             timeout=timedelta(seconds=seconds),
             master_listen_fd=listener.detach(),
         )
+
+
+def free_port() -> int:
+    """A port for a program that opens it itself; another may be quicker."""
+    with socket.create_server((LOOPBACK, 0)) as listener:
+        return int(listener.getsockname()[1])

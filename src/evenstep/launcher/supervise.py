@@ -72,11 +72,16 @@ def of_plan(prepared: Prepared) -> Launch:
     )
 
 
+class Heeded(Exception):
+    """A signal came while there was nothing to finish."""
+
+
 class Asked:
     """Signals that ask the launcher to stop; a second one is not waited with."""
 
     def __init__(self) -> None:
         self.number: int | None = None
+        self._is_idle = False
 
     @contextmanager
     def listening(self) -> Iterator[None]:
@@ -97,6 +102,19 @@ class Asked:
         if self.number is not None and number == signal.SIGINT:
             raise KeyboardInterrupt
         self.number = number
+        if self._is_idle:
+            raise Heeded
+
+    @contextmanager
+    def heeded_at_once(self) -> Iterator[None]:
+        """Raise Heeded when a signal comes, or has come."""
+        self._is_idle = True
+        try:
+            if self.number is not None:
+                raise Heeded
+            yield
+        finally:
+            self._is_idle = False
 
 
 @dataclass
@@ -121,7 +139,13 @@ class Supervisor:
         number = 0
         while True:
             number += 1
-            place = self.meeting.gather(self.launch.num, number, resume)
+            expected = self.meeting.expects()
+            if expected:
+                yield expected
+            place = self._gather(number, resume)
+            if place is None:
+                yield "the run has ended without this machine"
+                return
             if place.num_machines > 1:
                 yield f"{place.num_machines} machines, {place.size} processes; this is machine {place.machine + 1}"
             with Attempt(self, place, number) as attempt:
@@ -129,7 +153,7 @@ class Supervisor:
             if attempt.cause is None and not attempt.was_preempted:
                 return
             if attempt.was_preempted:
-                if self.asked.number is not None or not self.meeting.is_wanted():
+                if self.asked.number is not None or not self.meeting.is_wanted(is_certain=True):
                     self._stop()
                 yield "another machine has come: going on together"
             else:
@@ -137,6 +161,15 @@ class Supervisor:
                 self.causes.append(attempt.cause)
                 yield from self._before_restart()
             resume = self._newest()
+
+    def _gather(self, number: int, resume: str | None) -> Place | None:
+        """Waiting for others may take long, and has nothing to save: who asks to stop is not kept waiting."""
+        try:
+            with self.asked.heeded_at_once():
+                return self.meeting.gather(self.launch.num, number, resume)
+        except Heeded:
+            self._stop()
+            raise
 
     def _stop(self) -> None:
         if self.asked.number == signal.SIGINT:
@@ -238,8 +271,7 @@ class Attempt:
                 working = self.cause is None
         yield from voices.new(is_end=True)
         if self.cause is None and self._workers.failed:
-            self.cause = self._explained(memory)
-            self.of.meeting.tell(self.cause)
+            self.cause = self.of.meeting.tell(self._explained(memory))
         self.was_preempted = Preempted.exit_code in self._workers.exit_codes().values() and self.cause is None
 
     def _listen(self, stall: StallWatch) -> Iterator[str]:
@@ -269,9 +301,10 @@ class Attempt:
         sentence = explain(sights, seconds)
         yield sentence
         yield from stacks(sights)
-        late: list[Sight] = waited_for(sights) or list(sights)
-        self.cause = Cause(sentence, (), min(sight.beat.step for sight in late), error=Stalled)
-        self.of.meeting.tell(self.cause)
+        late = waited_for(sights)
+        step = min(sight.beat.step for sight in late or sights)
+        # Where all ranks wait, those of another machine may be the ones that they wait for.
+        self.cause = self.of.meeting.tell(Cause(sentence, (), step, error=Stalled, is_victim=not late))
         self._workers.kill()
 
     def _explained(self, memory: MemoryWatch) -> Cause:

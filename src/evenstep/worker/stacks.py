@@ -17,6 +17,7 @@ def leave_stacks(folder: Path, rank: int) -> None:
     asked = (folder / f"rank{rank}.stacks").open("a")
     crashed = (folder / f"rank{rank}.crash").open("a")
     faulthandler.register(STACKS_SIGNAL, file=asked, all_threads=True)
-    faulthandler.enable(file=crashed, all_threads=False)
+    # All threads: one of gloo's, in C++ alone, may end the process while the main one waits in the user's line.
+    faulthandler.enable(file=crashed, all_threads=True)
     # faulthandler knows them by number alone.
     _open_files.extend([asked, crashed])

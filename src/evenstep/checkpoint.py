@@ -77,6 +77,9 @@ def prune(folder: Path, keep: int) -> None:
     for path in whole(folder)[:-keep]:
         if path.resolve() not in spared:
             shutil.rmtree(path)
+    for left in folder.glob(".step-*"):
+        # Of a process that was killed while it wrote; a run that is killed often would fill the disk with them.
+        shutil.rmtree(left, ignore_errors=True)
 
 
 def whole(folder: Path) -> list[Path]:

@@ -79,7 +79,7 @@ class Meeting(Protocol):
         """
 
     def tell(self, cause: Cause) -> Cause:
-        """Say that an attempt has failed here, so that nobody waits for it; what all machines believe to be the cause."""
+        """Say that an attempt has failed here, so that nobody waits for it; what all machines believe was the cause."""
 
     def heard(self) -> Cause | None:
         """What failed elsewhere, in this attempt."""

@@ -8,8 +8,10 @@ import subprocess
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-FIRST_PORT, NUM_PORTS = 20_000, 20_000
-"""Ports are derived from the number of the job, so that jobs on one machine do not meet."""
+FIRST_PORT, NUM_PORTS = 20_000, 12_000
+"""Ports are derived from the number of the job, so that jobs on one machine do not meet; they end below 32768, where
+Linux begins to give them away.
+"""
 
 
 @dataclass(frozen=True)
@@ -76,11 +78,8 @@ def find_slurm(environment: Mapping[str, str] = os.environ) -> Slurm | None:
 
 def first_node(nodes: str) -> str:
     """`gpu` of `gpu[03-05,9],login`: `gpu03`."""
-    match = re.match(r"([^\[,]*)(?:\[(\d+))?", nodes)
-    if match is None or not nodes:
-        return ""
-    rest = re.match(r"[^\[,]*\[[^\]]*\]([^,\[]*)", nodes)
-    return f"{match[1]}{match[2] or ''}{rest[1] if rest else ''}"
+    first = re.match(r"(?:\[[^\]]*\]|[^,\[])*", nodes)
+    return re.sub(r"\[(\d+)[^\]]*\]", r"\1", first[0]) if first else ""
 
 
 def _tasks_here(tasks: str, node: int) -> int:

@@ -1,0 +1,86 @@
+"""A run that is asked to stop, or whose launcher is killed: nothing stays behind but a whole checkpoint."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+
+from evenstep.record import Record
+from tests.faults.runs import (
+    CHECKPOINTS,
+    audit,
+    fail,
+    nothing_is_left,
+    processes,
+    saved_step,
+    start,
+    steps,
+    train,
+    wait_until,
+    weights,
+)
+
+READ_BY_WORKERS = ("--workers", "2", "--audit")
+
+
+def test_nothing_outlives_a_killed_launcher() -> None:  # 8
+    launcher = start("--workers", "2", "--checkpoint-every", "1", "--epochs", "100", task="of_samples", PACE="0.1")
+    wait_until((CHECKPOINTS / "latest").exists, 60)
+    names = [process.name() for process in processes()]
+    assert {"evenstep-rank0", "evenstep-rank1"} <= set(names)
+    assert names.count("evenstep-reader") == 4
+    launcher.kill()
+    # 3 s are asked for; a busy machine gets twice as long.
+    nothing_is_left(seconds=6)
+    launcher.communicate(timeout=20)
+
+
+def test_asked_to_stop_all_ranks_save_one_step_and_the_rest_is_exact(undisturbed: Callable[..., bytes]) -> None:  # 9
+    ended = train(*READ_BY_WORKERS, fault=fail("term", rank=1, step=7), task="of_samples", PACE="0.05")
+    assert ended.code == 75
+    last = saved_step()
+    assert 7 <= last < 22
+    assert steps() == list(range(1, last + 1))
+    assert ended.report == [f"asked to stop: saved step-{last:08d}; go on with --resume runs/one"]
+    resumed = train(*READ_BY_WORKERS, "--resume", "runs/one", task="of_samples", name="two")
+    assert resumed.code == 0, resumed.err
+    assert steps("two") == list(range(last + 1, 23))
+    assert audit("one", "two").startswith("62 samples x 2 epochs, 0 repeated, 0 missed")
+    assert weights("two") == undisturbed(*READ_BY_WORKERS, task="of_samples")
+
+
+@pytest.mark.slow
+def test_a_rank_that_is_asked_while_it_waits_in_an_all_reduce_tells_the_others(
+    undisturbed: Callable[..., bytes],
+) -> None:  # 9
+    ended = train("--audit", fault=fail("term in all-reduce", rank=1, step=7))
+    assert ended.code == 75
+    last = saved_step()
+    assert 7 <= last <= 9
+    assert train("--audit", "--resume", "runs/one", name="two").code == 0
+    assert audit("one", "two").startswith("62 samples x 2 epochs, 0 repeated, 0 missed")
+    assert weights("two") == undisturbed()
+
+
+@pytest.mark.slow
+def test_asked_to_stop_twice_it_still_saves(undisturbed: Callable[..., bytes]) -> None:  # 10
+    ended = train(fault=fail("term twice", rank=1, step=7), PACE="0.1")
+    assert ended.code == 75
+    assert saved_step() == len(Record.read("runs/one").steps)
+    assert train("--resume", "runs/one", name="two").code == 0
+    assert weights("two") == undisturbed()
+
+
+@pytest.mark.slow
+def test_interrupted_in_the_middle_of_a_save_it_has_the_checkpoint_before(
+    undisturbed: Callable[..., bytes],
+) -> None:  # 10
+    ended = train("--checkpoint-every", "3", fault=fail("int in save", rank=0, step=6))
+    assert ended.code == 130
+    assert "Traceback" not in ended.err
+    assert saved_step() == 3
+    assert f"go on from step-{saved_step():08d} with --resume runs/one" in ended.err
+    resumed = train("--resume", "runs/one", name="two")
+    assert resumed.code == 0, resumed.err
+    assert weights("two") == undisturbed()

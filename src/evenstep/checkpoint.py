@@ -77,9 +77,9 @@ def prune(folder: Path, keep: int) -> None:
     for path in whole(folder)[:-keep]:
         if path.resolve() not in spared:
             shutil.rmtree(path)
-    for left in folder.glob(".step-*"):
-        # Of a process that was killed while it wrote; a run that is killed often would fill the disk with them.
-        shutil.rmtree(left, ignore_errors=True)
+    # Of processes that were killed while they wrote; a run that is killed often would fill the disk with them.
+    for left in (*folder.glob(".step-*"), *folder.glob(".latest.*"), *folder.glob(".best.*")):
+        left.unlink() if left.is_symlink() else shutil.rmtree(left, ignore_errors=True)
 
 
 def whole(folder: Path) -> list[Path]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Collection, Iterator, Mapping
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import IO, Any
@@ -158,9 +159,9 @@ class RecordWriter:
     def __init__(
         self, run_folder: Path, plan: Plan, machine: dict[str, Any], data: Mapping[str, Any] | None = None
     ) -> None:
-        path = run_folder / FILE
-        _cut_torn_line(path)
-        self._file = path.open("a", encoding="utf-8")
+        self._path = run_folder / FILE
+        _cut_torn_line(self._path)
+        self._file = self._path.open("a", encoding="utf-8")
         self._flushed = 0.0
         self._write({"kind": "start", "plan": plan.to_json(), "machine": machine, "data": dict(data or {})})
 
@@ -178,10 +179,13 @@ class RecordWriter:
     def flush(self) -> None:
         """Write what is left, before something is done that later runs go on from."""
         self._file.flush()
+        if not self._path.exists():
+            raise FileNotFoundError(f"{self._path} is gone: the folder of this run was deleted or moved")
 
     def close(self) -> None:
-        """Write what is left."""
-        self._file.close()
+        """Write what can be; what must be was flushed, and whoever could not do that has said so."""
+        with suppress(OSError):
+            self._file.close()
 
 
 def _cut_torn_line(path: Path) -> None:

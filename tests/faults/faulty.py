@@ -234,7 +234,7 @@ def die_at_the_next_point() -> None:
 
     def count(event: str, arguments: object) -> None:
         nonlocal calls
-        if pulse.read().step == step and event.partition(".")[0] in ("open", "os", "shutil"):
+        if pulse.read().phase == SAVING and event.partition(".")[0] in ("open", "os", "shutil"):
             calls += 1
             if calls == point:
                 descriptor = os.open("points.new", os.O_WRONLY | os.O_CREAT | os.O_TRUNC)

@@ -98,9 +98,14 @@ def group() -> Iterator[Path]:
                 yield group
                 return
         finally:
-            wait_until(lambda: not (group / "cgroup.procs").exists() or not (group / "cgroup.procs").read_text(), 5)
-            group.rmdir()
+            remove(group)
     pytest.skip("no control group for memory can be made here")
+
+
+def remove(group: Path) -> None:
+    members = group / "cgroup.procs"
+    wait_until(lambda: not members.exists() or not members.read_text(), 5)
+    group.rmdir()
 
 
 @pytest.mark.slow

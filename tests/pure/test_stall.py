@@ -53,7 +53,7 @@ def test_if_all_of_them_wait_each_is_shown() -> None:
 def test_the_main_thread_is_the_last_of_a_dump() -> None:
     dump = (
         'Thread 0x01 (most recent call first):\n  File "/a.py", line 1 in other\n\n'
-        'Current thread 0x02 (most recent call first):\n'
+        "Current thread 0x02 (most recent call first):\n"
         '  File "/b.py", line 2 in inner\n  File "/c.py", line 3 in outer\n'
     )
     assert [frame.name for frame in main_thread(dump)] == ["inner", "outer"]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -40,8 +41,9 @@ class SamplesWriter:
         self._file.flush()
 
     def close(self) -> None:
-        """Nothing is left to write."""
-        self._file.close()
+        """Nothing is left to write, but for a line that could not be: that error was raised then."""
+        with suppress(OSError):
+            self._file.close()
 
 
 @dataclass(frozen=True)

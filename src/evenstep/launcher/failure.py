@@ -60,12 +60,15 @@ class Cause:
         return cls(**{**taken, "details": tuple(taken["details"]), "error": kinds[taken["error"]]})
 
 
-def cause(logs: Path, failed: Mapping[int, int], beats: Mapping[int, Beat], evidence: str = "") -> Cause:
+def cause(
+    logs: Path, failed: Mapping[int, int], beats: Mapping[int, Beat], evidence: str = "", spare: Path | None = None
+) -> Cause:
     """The first cause, from what ranks reported, their exit codes, and what all of them were doing.
 
-    `failed` and `beats` are by global rank; `evidence` is what the kernel says about memory.
+    `failed` and `beats` are by global rank; `evidence` is what the kernel says about memory;
+    `spare` is where the reports are if they could not be written to `logs`.
     """
-    reports = _reports(logs)
+    reports = [*_reports(logs), *(_reports(spare) if spare is not None else ())]
     spoke = {report["rank"] for report in reports}
     # A rank that was killed could not speak; those that lost their connection to it could.
     killed = {rank: code for rank, code in failed.items() if rank not in spoke and code not in _STOPPED_BY_US}

@@ -193,7 +193,8 @@ class Supervisor:
             raise report(counted, self.launch.folder, why)
         pause = 0.0 if last.is_loss else self._pause(counted)
         yield from last.lines()
-        newest = self._newest()
+        newest, said = self._find()
+        yield from said
         where = f"from {Path(newest).name}" if newest else "from the beginning"
         wait = f", in {pause:.0f} s" if pause else ""
         yield f"going on {where}" if last.is_loss else f"restart {len(counted)} of {allowed}, {where}{wait}"
@@ -213,11 +214,16 @@ class Supervisor:
 
     def _newest(self) -> str | None:
         """The checkpoint to go on from: the newest whole one of this run."""
+        return self._find()[0]
+
+    def _find(self) -> tuple[str | None, list[str]]:
+        """That checkpoint, and what is to be said about newer ones."""
+        folder = self.launch.folder
         try:
-            path, _ = checkpoint.find(str(self.launch.folder))
-        except CheckpointError:
-            return None
-        return str(path)
+            path, said = checkpoint.find(str(folder))
+        except CheckpointError as error:
+            return None, [str(error)] if checkpoint.whole(folder / checkpoint.FOLDER) else []
+        return str(path), said
 
 
 class Attempt:
@@ -238,7 +244,8 @@ class Attempt:
         self._is_told = False
 
     def __enter__(self) -> Attempt:
-        file = self._stack.enter_context(live_folder()) / "beats"
+        self._live = self._stack.enter_context(live_folder())
+        file = self._live / "beats"
         self._beats: Beats = make_beats(file, self._num)
         self._stack.callback(self._beats.close)
         environments = self.place.environments(self._num, {**self._launch.environment, **self._more})
@@ -311,7 +318,7 @@ class Attempt:
         first = self.place.first_rank
         beats: Mapping[int, Beat] = {first + local: beat for local, beat in enumerate(self._beats.read())}
         failed = {first + local: code for local, code in self._workers.failed.items()}
-        return cause(self._logs.folder, failed, beats, memory.evidence())
+        return cause(self._logs.folder, failed, beats, memory.evidence(), self._live)
 
 
 def _free_logs(folder: Path, first_rank: int) -> Path:

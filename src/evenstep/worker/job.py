@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -68,12 +68,14 @@ def _perform(job: Job) -> Iterator[Event]:
     record: RecordWriter | None = None
     if team.world.is_main:
         record = RecordWriter(job.folder, job.plan, machine.facts(), job.run.loader.facts())
-        job.before_save = record.flush
+        job.run.before_save = record.flush
     try:
         for event in job.events():
             if record is not None and not isinstance(event, str):
                 record.append(event)
             yield event
+        if record is not None:
+            record.flush()
         team.world.pulse.beat(ENDING)
         # Nobody leaves while another still reads what it sent.
         team.world.barrier()
@@ -124,8 +126,6 @@ class Job:
         self.taken: list[Step] = []
         """Steps of this run, those before a restart included; rank 0 alone knows of these."""
         self.is_evaluation_due = False
-        self.before_save: Callable[[], None] = lambda: None
-        """Rows of steps that a checkpoint holds must not be lost when those after it are."""
         self.before = _record_before(run_folder) if team.world.is_main else None
         self.samples: SamplesWriter | None = None
         if plan.audit and team.world.is_main:
@@ -316,7 +316,6 @@ class Job:
         is_best = "loss" in now and (self.best is None or now["loss"] < self.best)
         if is_best:
             self.best = now["loss"]
-        self.before_save()
         with self.pulse.during(SAVING):
             path = self.run.save(
                 self.checkpoints,

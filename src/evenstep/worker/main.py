@@ -7,8 +7,10 @@ import os
 import signal
 import time
 import traceback
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 from evenstep.errors import EvenstepError
 from evenstep.plan import Plan
@@ -18,7 +20,7 @@ from evenstep.worker.lifeline import begin, end, read_rank
 from evenstep.worker.notes import answer_noted, step_noted
 from evenstep.worker.pulse import LOADING
 from evenstep.worker.requests import listen_early
-from evenstep.worker.world import read_pulse, stay_in_group
+from evenstep.worker.world import read_pulse, spare_folder, stay_in_group
 
 WORKER = "EVENSTEP_WORKER"
 """Set in every worker, so that a script that it imports cannot start a training of its own."""
@@ -86,7 +88,15 @@ def write_report(logs: Path, rank: int, error: BaseException) -> None:
         "answer": answer_noted(error) or answer(error),
         "lines": [f"{frame.filename}:{frame.lineno} in {frame.name}: {frame.line}" for frame in own[-4:]],
     }
-    path = logs / f"rank{rank}.error.json"
+    # A disk that is full may be the very error; the launcher looks into both folders.
+    for folder in (logs, spare_folder()):
+        with suppress(OSError):
+            _write_report(folder, rank, report, error)
+            return
+
+
+def _write_report(folder: Path, rank: int, report: dict[str, Any], error: BaseException) -> None:
+    path = folder / f"rank{rank}.error.json"
     path.parent.mkdir(parents=True, exist_ok=True)
     # Beside and renamed: this process may be stopped while it writes.
     beside = path.with_suffix(".writing")

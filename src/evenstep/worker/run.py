@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import warnings
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -59,6 +59,8 @@ class Run:
         self.scheduler = scheduler
         self.num_steps = num_steps
         """What the schedule was made for, where it depends on that."""
+        self.before_save: Callable[[], None] = lambda: None
+        """What else must be on the disk before a checkpoint is, such as a record of its steps; rank 0 calls it."""
         self.loaded: dict[str, Any] = {}
         """The state of the checkpoint from which this goes on."""
         if set(self.optimizers) - set(self.models):
@@ -94,11 +96,12 @@ class Run:
                     checkpoint.OPTIMIZER: lambda file: save_file(moments, file),
                     checkpoint.STATE: lambda file: file.write_text(json.dumps(state)),
                 }
+                self.before_save()
                 checkpoint.write(Path(folder), self.step, files)
                 if is_best:
                     checkpoint.point(Path(folder), "best", path.name)
                 checkpoint.prune(Path(folder), keep)
-            except (OSError, ValueError, TypeError, RuntimeError) as error:
+            except Exception as error:
                 problem = f"{type(error).__name__}: {error}"
         self._stop_if(problem, folder)
         return path

@@ -9,6 +9,7 @@ import sys
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -89,6 +90,12 @@ def read_pulse(environment: Mapping[str, str] = os.environ) -> Pulse:
     """Where this process leaves its signs of life; nowhere that others look, if no launcher asked for them."""
     path, _, slot = environment.get(BEATS, "").rpartition(":")
     return open_pulse(path, int(slot)) if path and os.path.exists(path) else Pulse()
+
+
+def spare_folder(environment: Mapping[str, str] = os.environ) -> Path:
+    """A folder of this run on another disk than its own, most of the time: that of the signs of life."""
+    path, _, _ = environment.get(BEATS, "").rpartition(":")
+    return Path(path).parent if path else Path(os.devnull)
 
 
 def join_world(devices: Sequence[str], needs_group: bool) -> World:

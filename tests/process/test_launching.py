@@ -1,0 +1,127 @@
+"""Functions, modules and scripts as several processes; replicas that drift apart."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.process.test_launch import TASK, evenstep, workers_of
+
+DRIFT = """
+def loss(model, batch):
+    global calls
+    calls += 1
+    if calls == 12 and os.environ.get("RANK") == "1":
+        with torch.no_grad():
+            model.bias += 1e-6
+    return F.cross_entropy(model(batch[0]), batch[1])
+"""
+
+FUNCTION = """
+import sys
+import evenstep
+
+def main(rate):
+    team = evenstep.join()
+    print("hello from rank", team.world.rank)
+    total = sum(team.world.gather(team.world.rank + 1))
+    if rate < 0 and team.world.rank == 1:
+        raise ValueError("a negative rate")
+    return {"rank": team.world.rank, "total": total, "rate": rate}
+
+if __name__ == "__main__":
+    print(evenstep.launch(main, float(sys.argv[1]), devices=2))
+"""
+
+
+@pytest.fixture(autouse=True)
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def python(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, *arguments]
+    return subprocess.run(command, capture_output=True, text=True, env={**os.environ, **environment}, timeout=100)
+
+
+def test_a_function_runs_in_several_processes_and_what_each_returns_comes_back() -> None:
+    Path("function.py").write_text(FUNCTION)
+    done = python("function.py", "0.5")
+    assert done.returncode == 0, done.stderr
+    *said, returned = done.stdout.splitlines()
+    assert said == ["hello from rank 0"]
+    assert returned == str([{"rank": rank, "total": 3, "rate": 0.5} for rank in range(2)])
+    (logs,) = Path("runs").glob("*-main/logs")
+    assert (logs / "rank1.out").read_text() == "hello from rank 1\n"
+
+
+def test_a_function_that_raises_is_explained_with_its_line(folder: Path) -> None:
+    Path("function.py").write_text(FUNCTION)
+    done = python("function.py", "-1")
+    assert done.returncode == 1
+    assert "rank 1 failed" in done.stderr
+    assert 'function.py:10 in main: raise ValueError("a negative rate")' in done.stderr
+    assert workers_of(folder) == []
+
+
+def test_replicas_that_drift_apart_are_named_by_parameter_and_step() -> None:
+    Path("my_task.py").write_text(TASK + DRIFT)
+    done = evenstep("train", "my_task.py", "--devices", "2", "--epochs", "4", "--name", "drifts")
+    assert done.returncode == 1
+    report = done.stderr[done.stderr.index("error:") :]
+    assert "bias" in report
+    assert "step 30" in report
+    assert "step 10" in report
+    assert "rank 1" in report
+    assert "--check-every 0" in report
+    assert len(report.splitlines()) <= 15
+
+
+@pytest.mark.slow
+def test_replicas_are_not_compared_where_that_is_switched_off() -> None:
+    Path("my_task.py").write_text(TASK + DRIFT)
+    done = evenstep("train", "my_task.py", "--devices", "2", "--epochs", "4", "--check-every", "0")
+    assert done.returncode == 0, done.stderr
+
+
+SCRIPT = """
+import json, os, sys
+import torch.distributed as dist
+dist.init_process_group("gloo")
+names = sorted(name for name in os.environ if name.startswith(("TORCH", "MASTER", "ROLE", "GROUP", "LOCAL"))
+               or name in ("RANK", "WORLD_SIZE", "OMP_NUM_THREADS"))
+if dist.get_rank() == 0:
+    print(json.dumps({"names": names, "arguments": sys.argv[1:], "name": __name__}))
+dist.barrier()
+dist.destroy_process_group()
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("how", [(), ("--fresh",)], ids=["copied", "fresh"])
+def test_a_script_finds_the_environment_that_torchrun_gives(how: tuple[str, ...]) -> None:
+    Path("script.py").write_text(SCRIPT)
+    theirs = python("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "script.py", "--lr", "0.1")
+    ours = evenstep("run", "--devices", "2", *how, "script.py", "--lr", "0.1")
+    assert theirs.returncode == ours.returncode == 0, (theirs.stderr, ours.stderr)
+    assert json.loads(ours.stdout.splitlines()[-1]) == json.loads(theirs.stdout.splitlines()[-1])
+
+
+@pytest.mark.slow
+def test_a_module_runs_as_python_m_would_and_its_exit_code_is_told(folder: Path) -> None:
+    Path("package").mkdir()
+    Path("package/__init__.py").touch()
+    Path("package/program.py").write_text("import sys\nprint(sys.argv[1:], __name__)\nsys.exit(int(sys.argv[1]))\n")
+    done = evenstep("run", "-m", "package.program", "0", "--more")
+    assert done.returncode == 0, done.stderr
+    assert done.stdout == "['0', '--more'] __main__\n"
+    failed = evenstep("run", "-m", "package.program", "3")
+    assert failed.returncode == 1
+    assert "rank 0 ended with exit code 3" in failed.stderr
+    assert workers_of(folder) == []

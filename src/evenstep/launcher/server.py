@@ -6,13 +6,11 @@ the same time, and a run that goes on after a crash finds it still there.
 
 from __future__ import annotations
 
-import multiprocessing
 import os
 import sys
 import types
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from multiprocessing import forkserver
 
 LAUNCHER = "EVENSTEP_LAUNCHER"
 """Tells the server whose death is to be its own (see worker/server.py)."""
@@ -23,6 +21,10 @@ SEVERAL = ("--devices", "--strategy", "--restarts", "--machines", "--resume", "-
 
 def start_server(more: Sequence[str] = ()) -> None:
     """Start the server, or find it running."""
+    # Imported here: --help need not wait for it.
+    import multiprocessing
+    from multiprocessing import forkserver
+
     multiprocessing.set_forkserver_preload([*PRELOADED, *more])
     os.environ[LAUNCHER] = str(os.getpid())
     try:
@@ -48,6 +50,8 @@ def start_server_for(arguments: Sequence[str]) -> None:
 
 def server_process() -> int:
     """The server's process id: the parent of every worker that is copied from it."""
+    from multiprocessing import forkserver
+
     start_server()
     pid: int = forkserver._forkserver._forkserver_pid  # type: ignore[attr-defined]
     return pid

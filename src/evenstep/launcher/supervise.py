@@ -27,6 +27,7 @@ from evenstep.worker.job import Event
 from evenstep.worker.machine import share_threads
 from evenstep.worker.main import Orders, work
 from evenstep.worker.pulse import Beat, Beats, make_beats
+from evenstep.worker.requests import is_ignored
 from evenstep.worker.strategies import STRATEGIES
 from evenstep.worker.world import BEATS
 
@@ -90,7 +91,7 @@ class Asked:
             yield
             return
         numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP)
-        before = {number: signal.signal(number, self._take) for number in numbers}
+        before = {number: signal.signal(number, self._take) for number in numbers if not is_ignored(number)}
         try:
             yield
         finally:

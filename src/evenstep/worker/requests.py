@@ -7,6 +7,7 @@ goes around at every step anyway; so every rank learns of it at the same step, a
 from __future__ import annotations
 
 import signal
+import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -20,6 +21,11 @@ _STOP = 4096.0
 SAVE_SECONDS = 30.0
 MOST_OF_THE_TIME = 50
 """A save that took a second is not repeated within so many."""
+
+
+def is_ignored(number: int) -> bool:
+    """Whether a signal is to be left alone, as `nohup` asks with SIGHUP, and a shell with Ctrl-C behind its back."""
+    return signal.getsignal(number) == signal.SIG_IGN
 
 
 _asked_early = False
@@ -73,7 +79,7 @@ class Requests:
         if threading.current_thread() is not threading.main_thread():
             yield
             return
-        before = {number: signal.signal(number, self._take) for number in numbers}
+        before = {number: signal.signal(number, self._take) for number in numbers if not is_ignored(number)}
         try:
             yield
         finally:
@@ -85,4 +91,5 @@ class Requests:
             if self.wants_stop:
                 raise KeyboardInterrupt
             self.by_hand = True
+            print("stopping after this step, with a checkpoint; once more to stop at once", file=sys.stderr)
         self.wants_stop = True

@@ -112,7 +112,7 @@ class Run:
         if problems:
             raise TrainingError(
                 f"the checkpoint of step {self.step} could not be written ({problems[0]}).\n"
-                f"Earlier checkpoints in {folder} are whole: mend the cause, then go on from there."
+                f"Earlier checkpoints in {folder} were not touched: mend the cause, then go on from there."
             )
 
     def load(self, where: str | Path, *, allow_pickle: bool = False) -> list[str]:

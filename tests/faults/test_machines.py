@@ -318,8 +318,8 @@ def test_a_slow_rank_is_named_with_the_reason(tmp_path: Path) -> None:
         assert_ends(first, 0, 60)
         assert_ends(second, 0, 10)
         (said,) = [line for line in first.host.said().splitlines() if "is slow" in line]
-        assert said.startswith("rank 1 is slow: it comes 2")
-        assert "from compute" in said
+        assert said.startswith("rank 1 is slow: it comes ")
+        assert "ms late to every step, from compute" in said
 
 
 def test_a_rank_whose_link_is_slow_is_named_with_the_reason(tmp_path: Path) -> None:
@@ -373,8 +373,10 @@ def test_both_machines_go_on_after_a_failure_on_the_second(tmp_path: Path) -> No
         assert first.is_audited_clean()
 
 
-@pytest.mark.parametrize("asked", [0, 1])
-def test_all_machines_stop_at_one_step_when_one_launcher_is_asked_to(tmp_path: Path, asked: int) -> None:
+@pytest.mark.parametrize(("asked", "num_after"), [(0, 1), (1, 2)])
+def test_all_machines_stop_at_one_step_when_one_is_asked_to_and_go_on_later(
+    tmp_path: Path, asked: int, num_after: int
+) -> None:
     with machines(tmp_path, 2) as both:
         first, second = both
         for machine in both:
@@ -385,9 +387,47 @@ def test_all_machines_stop_at_one_step_when_one_launcher_is_asked_to(tmp_path: P
         assert_ends(second, 75, 10, "asked to stop")
         steps = len(Record.read(first.folder / "runs/many").steps)
         assert 7 <= steps < 40
-        first.evenstep("train", "my_task.py", "--resume", "runs/many", "--devices", "1", "--audit", "--name", "alone")
-        assert first.wait(60) == 0, first.host.said()
-        assert [step.step for step in Record.read(first.folder / "runs/alone").steps] == list(range(steps + 1, 41))
-        found = audit([first.folder / "runs/many", first.folder / "runs/alone"])
+        where = ["--machines", "2", "--rendezvous", f"{first.host.address}:{PORT}"] if num_after == 2 else []
+        for machine in both[:num_after]:
+            # The second machine has no checkpoint: it is sent one.
+            machine.evenstep("train", "my_task.py", "--resume", "runs/many", "--audit", "--name", "later", *where)
+        for machine in both[:num_after]:
+            assert_ends(machine, 0, 60)
+        assert [step.step for step in Record.read(first.folder / "runs/later").steps] == list(range(steps + 1, 41))
+        found = audit([first.folder / "runs/many", first.folder / "runs/later"])
         assert found.is_clean
         assert found.samples == 240
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_machine_that_waits_for_others_can_be_stopped(tmp_path: Path, number: int) -> None:
+    with machines(tmp_path, 1) as (first,):
+        first.train(first, "2")
+        wait_until(lambda: "waiting for machines" in first.host.said())
+        time.sleep(1)
+        first.launcher.send_signal(number)
+        assert_ends(first, 130 if number == signal.SIGINT else 75, 5)
+
+
+def test_a_second_machine_hears_why_the_first_one_refuses(tmp_path: Path) -> None:
+    with machines(tmp_path, 2) as (first, second):
+        second.train(first, "2", "--batch", "1")
+        time.sleep(3)
+        first.train(first, "2", "--batch", "1")
+        assert_ends(first, 2, 20, "a global batch of 1 does not fill 2 machines")
+        assert_ends(second, 2, 10, "a global batch of 1 does not fill 2 machines")
+
+
+def test_a_stall_on_the_second_machine_is_explained_on_the_first(tmp_path: Path) -> None:
+    with machines(tmp_path, 2) as (first, second):
+        for machine in (first, second):
+            machine.train(first, "2", "--epochs", "50", "--stall-after", "3", STEP_SECONDS="0.1")
+        wait_until(lambda: first.has_taken(7))
+        (rank,) = [pid for pid in second.host.pids() if _name_of(pid) == "evenstep-rank1"]
+        os.kill(rank, signal.SIGSTOP)
+        for machine in (first, second):
+            assert_ends(machine, 124, 20, "rank 1, which is stopped (SIGSTOP) at step ", " on host1")
+
+
+def _name_of(pid: int) -> str:
+    return Path(f"/proc/{pid}/comm").read_text().strip()

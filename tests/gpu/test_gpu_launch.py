@@ -139,7 +139,7 @@ def test_a_step_that_does_not_fit_is_answered_with_the_number_that_does(where: t
     assert "tried" in done.stderr
     number = done.stderr.split("--accumulate ")[1].split()[0].rstrip(",.;:)")
     again = evenstep(
-        *where, "--batch", "24", "--accumulate", number, "--steps", "2", FAIL_KIND="memory", WIDTH=str(width)
+        *where, "--batch", "24", "--accumulate", number, "--steps", "1", FAIL_KIND="memory", WIDTH=str(width)
     )
     assert again.returncode == 0, again.stderr
 

@@ -27,6 +27,8 @@ from evenstep.worker.strategies import STRATEGIES
 
 RUNS = Path("runs")
 DEFAULT_BATCH = 64
+OF_ONE_START = ("name", "machines", "rendezvous", "requeue")
+"""Where a run was carried out, which says nothing about where it is repeated or goes on."""
 
 
 @dataclass(frozen=True)
@@ -157,7 +159,7 @@ def _base(chosen: dict[str, Any]) -> dict[str, Any]:
         # A loop of the user's own saves no plan.
         saved = checkpoint.read_state(path).get("plan")
         base |= Plan.from_json(saved).to_json() if saved else {}
-    return {name: value for name, value in base.items() if value is not None and name != "name"}
+    return {name: value for name, value in base.items() if value is not None and name not in OF_ONE_START}
 
 
 def _devices(chosen: Mapping[str, Any], base: Mapping[str, Any]) -> dict[str, Any]:

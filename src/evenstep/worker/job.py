@@ -195,6 +195,7 @@ class Job:
                 saved = self._save(evaluation, evaluation_due=is_epoch_end and is_behind and self.valid is not None)
             if is_asked:
                 self._stop(step.step)
+        self.pulse.beat(ENDING)
         shown = self.team.ask(self.task.show, self._model) if self.task.show is not None else None
         yield self._sum_up(evaluation, saved, shown, time.perf_counter() - started)
 

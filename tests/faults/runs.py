@@ -105,8 +105,10 @@ def steps(name: str = "one") -> list[int]:
 
 def samples(*names: str) -> dict[int, set[int]]:
     """The ids of every step; of steps that were done again, the last time counts."""
-    lines = [line for name in names for line in Path("runs", name, "samples.jsonl").read_text().splitlines()]
-    return {row["step"]: set(row["ids"]) for row in map(json.loads, lines) if "ids" in row}
+    folders = [Path("runs", name) for name in names]
+    files = [file for folder in folders for file in sorted(folder.glob("samples*.jsonl"), key=os.path.getmtime)]
+    lines = [json.loads(line) for file in files for line in file.read_text().splitlines()]
+    return {line["step"]: set(line["ids"]) for line in lines}
 
 
 def said_by_ranks(logs: str = "logs") -> list[str]:

@@ -6,6 +6,7 @@ writes, no other can read.
 
 from __future__ import annotations
 
+import os
 import signal
 import subprocess
 import sys
@@ -116,14 +117,18 @@ class Machine:
 
 @contextmanager
 def machines(
-    folder: Path, count: int, addresses: list[str] | None = None, names: Names = "known"
+    folder: Path,
+    count: int,
+    addresses: list[str] | None = None,
+    names: Names = "known",
+    is_shared: bool = False,
 ) -> Iterator[list[Machine]]:
-    """So many machines with the task, and nothing else, in their folders."""
+    """So many machines with the task, and nothing else, in their folders, or in one folder that they share."""
     (folder / "work").mkdir(exist_ok=True)
     with hosts(count, addresses, names) as all_hosts:
-        made = [Machine(host, folder / host.name) for host in all_hosts]
+        made = [Machine(host, folder / ("shared" if is_shared else host.name)) for host in all_hosts]
         for machine in made:
-            machine.folder.mkdir()
+            machine.folder.mkdir(exist_ok=True)
             (machine.folder / "my_task.py").write_text(TASK)
         yield made
 
@@ -144,8 +149,9 @@ def assert_ends(machine: Machine, code: int, seconds: float, *words: str) -> Non
     wait_until(lambda: machine.host.pids() == [], seconds=3)
 
 
-def test_two_machines_without_a_shared_folder_learn_what_one_machine_with_two_devices_learns(tmp_path: Path) -> None:
-    with machines(tmp_path, 3) as (first, second, alone):
+@pytest.mark.parametrize("is_shared", [False, True])
+def test_two_machines_learn_what_one_machine_with_two_devices_learns(tmp_path: Path, is_shared: bool) -> None:
+    with machines(tmp_path, 3, is_shared=is_shared) as (first, second, alone):
         for machine in (first, second):
             machine.train(first, "2")
         alone.evenstep("train", "my_task.py", "--devices", "2", "--name", "alone")
@@ -155,8 +161,8 @@ def test_two_machines_without_a_shared_folder_learn_what_one_machine_with_two_de
         assert all(torch.equal(many[name], one[name]) for name in one)
         assert Record.read(first.folder / "runs/many").losses == Record.read(alone.folder / "runs/alone").losses
         assert first.is_audited_clean()
-        assert not (second.folder / "runs/many/checkpoints").exists()
-        assert "machine 2" in second.host.said()
+        assert (second.folder / "runs/many/checkpoints").exists() == is_shared
+        assert "this is machine 2" in second.host.said()
 
 
 @pytest.mark.parametrize("names", ["loopback", "foreign", "unknown"])
@@ -275,39 +281,35 @@ def test_a_port_that_a_stranger_holds_is_named_at_once(tmp_path: Path) -> None:
     with machines(tmp_path, 2) as (first, second):
         first.host.start([sys.executable, "-c", STRANGER], log=tmp_path / "stranger.log")
         wait_until(lambda: first.host.is_listening(PORT))
+        began = time.monotonic()
         for machine in (first, second):
             machine.train(first, "2")
         assert first.wait(20) == 2
-        assert f"port {PORT} cannot be used" in first.host.said()
-        assert "another program holds it; choose another port" in first.host.said()
+        assert f"port {PORT} cannot be used (Address already in use); another program holds it" in first.host.said()
         assert_ends(second, 2, 5, f"{first.host.address}:{PORT} is held by a program that is no rendezvous")
+        # 5 s, and two imports of torch on a busy machine.
+        assert time.monotonic() - began < 12
 
 
-@pytest.mark.parametrize("other", ["task", "token"])
-def test_runs_never_merge(tmp_path: Path, other: str) -> None:
+@pytest.mark.parametrize("difference", ["task", "token"])
+def test_runs_never_merge(tmp_path: Path, difference: str) -> None:
     """Fault 21. Another run of ours holds the port, with another task or another token."""
     with machines(tmp_path, 3) as (first, second, third):
         first.train(first, "1:3", "--epochs", "50", STEP_SECONDS="0.1", EVENSTEP_TOKEN="mine")
         wait_until(lambda: first.has_taken(3))
-        more = ["--epochs", "50"] if other == "token" else ["--epochs", "60"]
-        token = {"EVENSTEP_TOKEN": "theirs"} if other == "token" else {}
+        token = {"EVENSTEP_TOKEN": "theirs"} if difference == "token" else {}
         began = time.monotonic()
-        third.evenstep(
-            "train", "my_task.py", "--machines", "1:3", "--rendezvous", f"{first.host.address}:{PORT}", *more, **token
-        )
-        # A second run on the first machine itself.
-        second = Machine(first.host, second.folder)
-        second.train(first, "1:3", *more, **token)
-        assert_third = third.wait(20)
-        seconds = time.monotonic() - began
-        assert assert_third == 2
-        assert f"{first.host.address}:{PORT} is held by another run of evenstep" in third.host.said()
-        assert second.wait(20) == 2
+        # Its first machine is the same one; it has a folder of its own there.
+        rival = Machine(first.host, third.folder)
+        for machine in (rival, second):
+            machine.train(first, "1:3", "--epochs", "50" if difference == "token" else "60", **token)
+        assert rival.wait(20) == 2
         assert f"port {PORT} cannot be used" in first.host.said()
-        assert "another run of evenstep holds it" in first.host.said()
-        assert seconds < 15, "most of it is the import of torch"
-        assert "another machine has come" not in first.host.said()
+        assert "another run of evenstep holds it; choose another port" in first.host.said()
+        assert_ends(second, 2, 5, f"{first.host.address}:{PORT} is held by another run of evenstep")
+        assert time.monotonic() - began < 12
         assert first.launcher.poll() is None
+        assert "another machine has come" not in first.host.said()
 
 
 def test_a_slow_rank_is_named_with_the_reason(tmp_path: Path) -> None:
@@ -346,22 +348,17 @@ def test_clean_runs_raise_no_alarm(tmp_path: Path) -> None:
         assert "slow" not in first.host.said()
 
 
-def test_the_first_machine_tells_what_failed_on_the_second(tmp_path: Path) -> None:
-    with machines(tmp_path, 2) as (first, second):
-        for machine in (first, second):
-            machine.train(first, "2", FAILS="host1")
-        for machine in (first, second):
-            assert_ends(
-                machine,
-                1,
-                60,
-                "rank 1 failed at step 7, in forward on host1",
-                "ValueError: the sky is falling",
-                'in loss: raise ValueError("the sky is falling")',
-                "my_task.py:",
-            )
-            report = machine.host.said().partition("error: ")[2]
-            assert len(report.splitlines()) <= 15
+@pytest.mark.parametrize("is_shared", [False, True])
+@pytest.mark.parametrize("rank", [0, 1])
+def test_all_machines_tell_what_failed_on_one(tmp_path: Path, rank: int, is_shared: bool) -> None:
+    with machines(tmp_path, 2, is_shared=is_shared) as both:
+        for machine in both:
+            machine.train(both[0], "2", FAILS=f"host{rank}")
+        for machine in both:
+            headline = f"rank {rank} failed at step 7, in forward on host{rank}"
+            line = 'in loss: raise ValueError("the sky is falling")'
+            assert_ends(machine, 1, 60, headline, "my_task.py:", line, "ValueError: the sky is falling")
+            assert len(machine.host.said().partition("error: ")[2].splitlines()) <= 15
 
 
 def test_both_machines_go_on_after_a_failure_on_the_second(tmp_path: Path) -> None:

@@ -3,12 +3,25 @@
 from __future__ import annotations
 
 import re
+import time
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
-from tests.faults.runs import FOLDER, Ended, audit, fail, said_by_ranks, steps, train, weights
+from tests.faults.runs import (
+    FOLDER,
+    Ended,
+    audit,
+    fail,
+    processes,
+    said_by_ranks,
+    start,
+    steps,
+    train,
+    wait_until,
+    weights,
+)
 
 ONE_STEP = ("--stall-after", "3", "--checkpoint-every", "3", "--audit")
 
@@ -57,6 +70,21 @@ def test_without_a_restart_it_ends_with_a_code_of_its_own() -> None:  # 5
     assert "rank 1, which is stopped (SIGSTOP) at step 8" in ended.report[0]
     assert len(ended.report) <= 15
     assert f"go on from step-00000006: add --resume {FOLDER}" in ended.report
+
+
+@pytest.mark.slow
+def test_a_run_that_is_put_aside_with_ctrl_z_goes_on_afterwards() -> None:  # 5
+    launcher = start("--stall-after", "3", PACE="0.1")
+    wait_until((FOLDER / "record.jsonl").exists, 60)
+    stopped = processes()
+    for process in stopped:
+        process.suspend()
+    time.sleep(5)
+    for process in stopped:
+        process.resume()
+    _, said = launcher.communicate(timeout=60)
+    assert launcher.returncode == 0, said
+    assert steps() == list(range(1, 23))
 
 
 @pytest.mark.slow

@@ -394,7 +394,8 @@ def test_a_file_that_is_all_wrong_does_not_fill_the_memory() -> None:
 
 def test_steps_that_the_record_has_and_the_samples_have_not_are_lost() -> None:
     folder = write_run("a", batches([range(10), range(4)])[:2])
-    writer = RecordWriter(folder, PLAN, {})
+    (folder / "record.jsonl").unlink()
+    writer = RecordWriter(folder, PLAN, {}, facts())
     writer.append(SUMMARY)
     writer.close()
     assert audit([folder]).problems == ["step 3 is in no file"]

@@ -66,22 +66,41 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> list[float]:
     return now
 
 
+def watched_until(moment: float, clock: list[float], watch: StallWatch) -> float | None:
+    """What it says then, if it has looked every half a second."""
+    still = None
+    while clock[0] < moment:
+        clock[0] += 0.5
+        still = watch.seconds_still()
+    return still
+
+
 def test_silence_is_too_long_by_the_users_limit_or_by_the_pace_so_far(tmp_path: Path, clock: list[float]) -> None:
     beats = make_beats(tmp_path / "beats", 1)
     pulse = open_pulse(str(tmp_path / "beats"), 0)
     strict, patient = StallWatch(beats, 3.0), StallWatch(beats, None)
-    for clock[0] in (0.0, 10.0, 20.0):
+    for moment in (0.0, 10.0, 20.0):
+        watched_until(moment, clock, patient)
         pulse.step += 1
         pulse.beat(INPUT)
         assert strict.seconds_still() is None
         assert patient.seconds_still() is None
-    clock[0] = 24.0
-    assert strict.seconds_still() == pytest.approx(4.0)
-    assert patient.seconds_still() is None
-    clock[0] = 20.0 + 199.0
-    assert patient.seconds_still() is None
-    clock[0] = 20.0 + 201.0  # 20 times the longest pause, which was 10 s
-    assert patient.seconds_still() == pytest.approx(201.0)
+    assert watched_until(24.0, clock, strict) == pytest.approx(4.0)
+    clock[0] = 20.0
+    assert watched_until(20.0 + 200.0, clock, patient) is None
+    # 20 times the longest pause, which was 10 s.
+    assert watched_until(20.0 + 201.0, clock, patient) == pytest.approx(201.0)
+
+
+def test_time_in_which_the_launcher_was_stopped_too_does_not_count(tmp_path: Path, clock: list[float]) -> None:
+    beats = make_beats(tmp_path / "beats", 1)
+    open_pulse(str(tmp_path / "beats"), 0).beat(INPUT)
+    watch = StallWatch(beats, 3.0)
+    assert watch.seconds_still() is None
+    clock[0] = 1000.0
+    assert watch.seconds_still() is None
+    assert watched_until(1002.0, clock, watch) is None
+    assert watched_until(1003.0, clock, watch) == pytest.approx(4.0)
 
 
 @pytest.mark.parametrize("phase", [LOADING, SAVING])
@@ -90,21 +109,15 @@ def test_loading_and_saving_may_take_longer(tmp_path: Path, clock: list[float], 
     open_pulse(str(tmp_path / "beats"), 0).beat(phase)
     watch = StallWatch(beats, 3.0)
     watch.seconds_still()
-    clock[0] = 50.0
-    assert watch.seconds_still() is None
-    clock[0] = 61.0
-    assert watch.seconds_still() is not None
+    assert watched_until(60.0, clock, watch) is None
+    assert watched_until(61.0, clock, watch) is not None
 
 
 def test_programs_that_leave_no_beats_are_judged_by_their_stacks(tmp_path: Path, clock: list[float]) -> None:
     stacks = ["one"]
     watch = StallWatch(make_beats(tmp_path / "beats", 1), 5.0, lambda: stacks[0])
-    for clock[0] in (0.0, 1.5, 3.0, 4.5):
-        assert watch.seconds_still() is None
-    stacks[0] = "another"
-    clock[0] = 6.0
     assert watch.seconds_still() is None
-    for clock[0] in (7.5, 9.0, 10.5):
-        assert watch.seconds_still() is None
-    clock[0] = 11.5
-    assert watch.seconds_still() == pytest.approx(5.5)
+    assert watched_until(4.5, clock, watch) is None
+    stacks[0] = "another"
+    assert watched_until(9.5, clock, watch) is None
+    assert watched_until(10.5, clock, watch) == pytest.approx(5.5)

@@ -68,7 +68,9 @@ def cause(
     `failed` and `beats` are by global rank; `evidence` is what the kernel says about memory;
     `spare` is where the reports are if they could not be written to `logs`.
     """
-    reports = [*_reports(logs), *(_reports(spare) if spare is not None else ())]
+    found = [*_reports(logs), *(_reports(spare) if spare is not None else ())]
+    # In a folder that machines share, those of other machines' ranks lie beside ours.
+    reports = [report for report in found if not beats or report["rank"] in beats]
     spoke = {report["rank"] for report in reports}
     # A rank that was killed could not speak; those that lost their connection to it could.
     killed = {rank: code for rank, code in failed.items() if rank not in spoke and code not in _STOPPED_BY_US}

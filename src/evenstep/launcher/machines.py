@@ -13,6 +13,7 @@ import ipaddress
 import json
 import os
 import socket
+import sys
 import threading
 import time
 from collections.abc import Callable, Mapping
@@ -43,7 +44,7 @@ from evenstep.plan import Plan
 T = TypeVar("T")
 TOKEN = "EVENSTEP_TOKEN"
 """A secret that all machines of a run share; without it, what is common to their commands."""
-CONNECT_SECONDS = 5.0
+CONNECT_SECONDS = 3.0
 WAIT_FOR_HEAD_SECONDS = 300.0
 JOIN_SECONDS = 600
 LAST_CALL_SECONDS = 3
@@ -83,10 +84,16 @@ class Machines:
         self._closed = threading.Event()
         threading.Thread(target=self._keep_in_touch, daemon=True).start()
 
-    def publish(self, plan: Plan | None, refused: str = "") -> None:
-        """Tell the other machines what is trained, or why nothing is."""
-        text = self._sealed({"plan": plan.to_json() if plan else None, "refused": refused})
+    def publish(self, plan: Plan) -> None:
+        """Tell the other machines what is trained."""
+        text = self._sealed({"plan": plan.to_json()})
         self._ask(lambda: self._store.set("plan", text))
+
+    def refuse(self, why: str) -> None:
+        """Tell the other machines why nothing is trained, and those that are about to come."""
+        text = self._sealed({"plan": None, "refused": why})
+        self._ask(lambda: self._store.set("plan", text))
+        self._see_others_off(self._least - 1)
 
     def read_plan(self) -> Plan:
         """What the first machine trains."""
@@ -238,13 +245,12 @@ class Machines:
         with suppress(HeadLost):
             if self.is_head:
                 self._ask(self._handler.set_closed)
-                self._see_others_off()
+                self._see_others_off(self._ask(lambda: self._store.add("arrivals", 0)) - self._num_lost)
             else:
                 self._ask(lambda: self._store.add("left", 1), FAREWELL_SECONDS)
 
-    def _see_others_off(self) -> None:
+    def _see_others_off(self, num: int) -> None:
         deadline = time.monotonic() + FAREWELL_SECONDS
-        num = self._ask(lambda: self._store.add("arrivals", 0)) - self._num_lost
         while time.monotonic() < deadline and self._ask(lambda: self._store.add("left", 0)) < num:
             time.sleep(0.05)
 
@@ -254,10 +260,13 @@ class Machines:
             try:
                 store = open_store(EVERYWHERE, self._port, JOIN_SECONDS)
             except OSError as error:
-                raise PlanError(f"port {self._port} cannot be used ({error.strerror}); {_who_holds(where)}") from error
+                why = os.strerror(error.errno or 0)
+                raise PlanError(f"port {self._port} cannot be used ({why}); {_who_holds(where)}") from error
             store.set("evenstep", self._name)
             return store
         deadline = time.monotonic() + WAIT_FOR_HEAD_SECONDS
+        if not _is_open(self._host, self._port):
+            print(f"waiting for {where}; start the same command on that machine", file=sys.stderr, flush=True)
         while not _is_open(self._host, self._port):
             if time.monotonic() > deadline:
                 raise TrainingError(f"nobody answers at {where}; start the same command on that machine")

@@ -18,7 +18,7 @@ from torch.distributed.elastic.multiprocessing import LogsDest, LogsSpecs, PCont
 
 from evenstep.errors import Preempted
 from evenstep.launcher.server import no_main, server_process
-from evenstep.worker.lifeline import PARENT
+from evenstep.worker.lifeline import OWN_LOGS, PARENT
 
 POLL_SECONDS = 0.02
 PATIENCE_SECONDS = 2
@@ -38,15 +38,18 @@ class RankLogs(LogsSpecs):
         super().__init__()
         self.folder = folder
         self.first_rank = first_rank
+        self.is_left_to_ranks = False
+        """Whether the processes open their logs themselves: the engine cannot redirect a notebook's streams."""
         folder.mkdir(parents=True, exist_ok=True)
 
     def reify(self, envs: dict[int, dict[str, str]]) -> LogsDest:
         def paths(ending: str) -> dict[int, str]:
             return {local: str(self.path(local, ending)) for local in envs}
 
+        streams = dict.fromkeys(envs, "") if self.is_left_to_ranks else None
         return LogsDest(
-            stdouts=paths("out"),
-            stderrs=paths("err"),
+            stdouts=streams or paths("out"),
+            stderrs=streams or paths("err"),
             error_files=paths("engine.json"),
             filtered_stdout=os.devnull,
             filtered_stderr=os.devnull,
@@ -123,13 +126,15 @@ def workers(start: Start) -> Iterator[Workers]:
     # The engine logs every process that fails or is ended; the reader wants the cause alone.
     logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)
     parent = server_process() if start.how == "server" else os.getpid()
+    start.logs.is_left_to_ranks = start.how == "fork"
+    more = {PARENT: str(parent), **({OWN_LOGS: "1"} if start.how == "fork" else {})}
     num = len(start.environments)
     with _own_handlers_kept(), no_main() if start.how == "server" else nullcontext():
         context = start_processes(
             name="evenstep",
             entrypoint=start.entry,
             args=dict.fromkeys(range(num), start.arguments),
-            envs={local: {**one, PARENT: str(parent)} for local, one in enumerate(start.environments)},
+            envs={local: {**one, **more} for local, one in enumerate(start.environments)},
             logs_specs=start.logs,
             start_method="forkserver" if start.how == "server" else "fork",
         )

@@ -59,7 +59,7 @@ def _with_machines(source: Source, chosen: dict[str, Any], slurm: Slurm | None) 
             raise PlanError("on many machines a task comes from a file or a module, as in evenstep train my_task.py")
     except EvenstepError as error:
         if meeting.is_head:
-            meeting.publish(None, refused=str(error))
+            meeting.refuse(str(error))
         meeting.close()
         raise
     meeting.publish(prepared.plan)

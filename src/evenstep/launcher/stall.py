@@ -28,6 +28,7 @@ UNTIMED_SECONDS = 1800.0
 TIMES_THE_LONGEST = 20
 SHOWN_FRAMES = 6
 SAMPLES = 5
+LONGEST_LOOK_SECONDS = 1.0
 _DUMP_SECONDS = 1.0
 _FRAME = re.compile(r'  File "(?P<file>.*)", line (?P<line>\d+) in (?P<name>.*)')
 
@@ -46,7 +47,7 @@ class StallWatch:
         self._looked = time.monotonic()
         self._seen: str | None = None
         self._counts: list[int] = []
-        self._moved = time.monotonic()
+        self._moved = self._watched = time.monotonic()
         self._longest = 0.0
 
     def seconds_still(self) -> float | None:
@@ -54,6 +55,9 @@ class StallWatch:
         beats = self._beats.read()
         counts = [beat.count for beat in beats]
         now = time.monotonic()
+        # Who was stopped as well, by Ctrl-Z or with the whole machine, has not watched: that time does not count.
+        self._moved += max(0.0, now - self._watched - LONGEST_LOOK_SECONDS)
+        self._watched = now
         if counts != self._counts:
             if any(beat.step > 1 for beat in beats):
                 self._longest = max(self._longest, now - self._moved)

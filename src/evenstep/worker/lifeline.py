@@ -13,6 +13,8 @@ from pathlib import Path
 
 from evenstep.worker.stacks import leave_stacks
 
+OWN_LOGS = "EVENSTEP_OWN_LOGS"
+"""Set for a copy of the caller's own process, which opens its logs itself."""
 PARENT = "EVENSTEP_PARENT"
 """The process id of whoever started a worker: the launcher, or its fork server."""
 _RANK_NAMES = (("RANK", "0"), ("WORLD_SIZE", "1"), ("LOCAL_RANK", "0"))
@@ -38,6 +40,11 @@ def begin(logs: str) -> None:
     rank, _, _ = read_rank()
     call_process(f"evenstep-rank{rank}")
     leave_stacks(Path(logs), rank)
+    if os.environ.pop(OWN_LOGS, None):
+        for stream, name in ((1, "out"), (2, "err")):
+            file = os.open(Path(logs) / f"rank{rank}.{name}", os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+            os.dup2(file, stream)
+            os.close(file)
     # Line by line into the logs, from wherever this process was copied: a notebook's streams are not files.
     sys.stdout = open(1, "w", buffering=1, closefd=False)  # noqa: SIM115
     sys.stderr = open(2, "w", buffering=1, closefd=False)  # noqa: SIM115

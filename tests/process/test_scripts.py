@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import os
 import re
+import signal
 import socket
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -92,3 +94,25 @@ def _free_port() -> int:
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))
         return int(listener.getsockname()[1])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 75), (signal.SIGUSR1, 75), (signal.SIGINT, 130)])
+@pytest.mark.parametrize("knows", [False, True])
+def test_a_signal_is_passed_on_to_a_script(number: signal.Signals, code: int, knows: bool) -> None:
+    """One that knows what to do with it ends as it likes; one that does not is ended by it."""
+    own = f"signal.signal({int(number)}, lambda *_: (print('I know', flush=True), sys.exit(0)))" if knows else ""
+    up = "open('up' + os.environ['RANK'], 'w').close()"
+    Path("waits.py").write_text(f"import os, signal, sys, time\n{own}\n{up}\ntime.sleep(60)\n")
+    command = [sys.executable, "-m", "evenstep", "run", "--devices", "2", "waits.py"]
+    process = subprocess.Popen(
+        command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=_no_ranks()
+    )
+    while not (Path("up0").exists() and Path("up1").exists()):
+        assert process.poll() is None
+        time.sleep(0.05)
+    process.send_signal(number)
+    out, said = process.communicate(timeout=20)
+    assert process.returncode == (0 if knows else code), said
+    assert ("I know" in out) == knows
+    assert "checkpoint" not in said

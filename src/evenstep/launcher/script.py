@@ -87,7 +87,7 @@ def run_script(
         restarts=restarts,
         stall_after=stall_after,
         environment={"OMP_NUM_THREADS": str(share_threads(None, ["cpu"] * num))},
-        shows_all=True,
+        is_program=True,
     )
     _watch(Supervisor(launch, TorchrunMachine(restarts)))
 
@@ -121,7 +121,7 @@ def launch(
             restarts=restarts,
             stall_after=stall_after,
             environment={"OMP_NUM_THREADS": "1"},
-            shows_all=True,
+            is_program=True,
         )
         _watch(Supervisor(what, TorchrunMachine(restarts)))
         # These files were written by copies of this very process, in a folder that is nobody else's.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -51,8 +52,8 @@ class Launch:
     environment: Mapping[str, str] = field(default_factory=dict)
     devices: tuple[str, ...] | None = None
     """This machine's, if they are not those of the plan."""
-    shows_all: bool = False
-    """Whether what rank 0 prints is the program's own output, and not a line about a training."""
+    is_program: bool = False
+    """Whether it is the user's own: what rank 0 prints is its output, and signals are its to understand."""
 
 
 def of_plan(prepared: Prepared) -> Launch:
@@ -265,7 +266,7 @@ class Attempt:
         """Rank 0's rows and all ranks' lines as they are written, until all processes have ended."""
         # The first machine writes the Record, and tells of it.
         record = RecordTail(self._launch.folder / FILE if self.place.machine == 0 else Path(os.devnull))
-        voices = Voices(self._logs, self._num, passes_rank_0_on=self._launch.shows_all)
+        voices = Voices(self._logs, self._num, passes_rank_0_on=self._launch.is_program)
         stall = StallWatch(self._beats, self._launch.stall_after, self._stacks_now)
         memory = MemoryWatch(self._workers.pids)
         working = True
@@ -278,21 +279,31 @@ class Attempt:
                 yield from self._listen(stall)
                 working = self.cause is None
         yield from voices.new(is_end=True)
-        if self.cause is None and self._workers.failed:
+        is_ended = self._launch.is_program and self._is_told
+        if self.cause is None and self._workers.failed and not is_ended:
             self.cause = self.of.meeting.tell(self._explained(memory))
-        self.was_preempted = Preempted.exit_code in self._workers.exit_codes().values() and self.cause is None
+        is_saved = Preempted.exit_code in self._workers.exit_codes().values()
+        self.was_preempted = self.cause is None and (is_saved or (is_ended and bool(self._workers.failed)))
 
     def _listen(self, stall: StallWatch) -> Iterator[str]:
         """To the user, to other machines, and to the silence of the workers."""
         if not self._is_told and (self.of.asked.number is not None or self.of.meeting.is_wanted()):
             self._is_told = True
-            if self.of.asked.number is not None:
-                yield "stopping after this step, with a checkpoint; once more to stop at once"
-            self._workers.send(signal.SIGUSR1)
+            yield from self._ask_to_stop(self.of.asked.number)
         self.cause = self.of.meeting.heard()
         still = stall.seconds_still()
         if still is not None and self.cause is None:
             yield from self._stalled(still)
+
+    def _ask_to_stop(self, number: int | None) -> Iterator[str]:
+        if self._launch.is_program and number is not None:
+            # It knows what its signals mean; Ctrl-C on a terminal has reached it already.
+            if number != signal.SIGINT or not sys.stdin.isatty():
+                self._workers.send(number)
+            return
+        if number is not None:
+            yield "stopping after this step, with a checkpoint; once more to stop at once"
+        self._workers.send(signal.SIGUSR1)
 
     def _look(self) -> list[Sight]:
         files = {local: self._logs.path(local, "stacks") for local in range(self._num)}

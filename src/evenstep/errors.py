@@ -19,12 +19,15 @@ class EvenstepError(Exception):
     """Anything evenstep says no to."""
 
     exit_code = 1
+    is_final = False
+    """Whether it would come again, however often the training is started."""
 
 
 class BadInput(EvenstepError):
     """What was asked cannot be done; nothing was started."""
 
     exit_code = 2
+    is_final = True
 
 
 class TaskError(BadInput):
@@ -45,6 +48,8 @@ class TrainingError(EvenstepError):
 
 class NonFiniteLoss(TrainingError):
     """The loss is NaN or infinite; the weights are those of the step before."""
+
+    is_final = True
 
 
 class WorkerFailed(TrainingError):

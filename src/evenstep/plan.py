@@ -84,12 +84,9 @@ class Plan:
         check_name(self.name)
 
     def _check_launch(self) -> None:
-        for name, what in (("restarts", "crashes to go on after"), ("check_every", "steps between two comparisons")):
-            value = getattr(self, name)
-            if not isinstance(value, int) or value < 0:
-                raise PlanError(f"{name.replace('_', '-')} is {value!r}; it is the number of {what}, from 0 up")
-        if self.stall_after is not None and not (isinstance(self.stall_after, int | float) and self.stall_after >= 1):
-            raise PlanError(f"stall-after is {self.stall_after!r}; it is a number of seconds, from 1 up")
+        check_patience(self.restarts, self.stall_after)
+        if not isinstance(self.check_every, int) or self.check_every < 0:
+            raise PlanError(f"check-every is {self.check_every!r}; it is a number of steps, or 0 for never")
         if self.machines is not None:
             parse_machines(self.machines)
         if (self.machines is None) != (self.rendezvous is None):
@@ -234,6 +231,14 @@ def parse_devices(text: str) -> int | tuple[str, ...]:
     if re.fullmatch(r"-?\d+", text.strip()):
         return int(text)
     return tuple(part.strip() for part in text.split(","))
+
+
+def check_patience(restarts: int, stall_after: float | None) -> None:
+    """Refuse a number of restarts, or a limit for stalls, that makes no sense."""
+    if not isinstance(restarts, int) or restarts < 0:
+        raise PlanError(f"restarts is {restarts!r}; it is the number of crashes to go on after, from 0 up")
+    if stall_after is not None and not (isinstance(stall_after, int | float) and 1 <= stall_after < math.inf):
+        raise PlanError(f"stall-after is {stall_after!r}; it is a number of seconds, from 1 up")
 
 
 def parse_machines(text: str) -> tuple[int, int]:

@@ -174,6 +174,16 @@ def test_machines_meet_whatever_their_own_names_resolve_to(tmp_path: Path, names
         assert_ends(second, 0, 10)
 
 
+def test_a_machine_may_bring_more_devices_than_the_first(tmp_path: Path) -> None:
+    with machines(tmp_path, 2) as (first, second):
+        first.train(first, "2", "--devices", "1")
+        second.train(first, "2", "--devices", "2")
+        assert_ends(first, 0, 60, "2 machines, 3 processes; this is machine 1")
+        assert_ends(second, 0, 10, "2 machines, 3 processes; this is machine 2")
+        assert first.is_audited_clean()
+        assert {path.name for path in (second.folder / "runs/many/logs").glob("*.out")} == {"rank1.out", "rank2.out"}
+
+
 def test_a_machine_whose_cable_is_pulled_is_left_behind(tmp_path: Path) -> None:
     """Fault 22."""
     with machines(tmp_path, 2) as (first, second):
@@ -287,8 +297,8 @@ def test_a_port_that_a_stranger_holds_is_named_at_once(tmp_path: Path) -> None:
         assert first.wait(20) == 2
         assert f"port {PORT} cannot be used (Address already in use); another program holds it" in first.host.said()
         assert_ends(second, 2, 5, f"{first.host.address}:{PORT} is held by a program that is no rendezvous")
-        # 5 s, and two imports of torch on a busy machine.
-        assert time.monotonic() - began < 12
+        # 5 s on a machine that is idle: 3 s for the stranger to answer, and the import of torch.
+        assert time.monotonic() - began < 20
 
 
 @pytest.mark.parametrize("difference", ["task", "token"])
@@ -307,7 +317,7 @@ def test_runs_never_merge(tmp_path: Path, difference: str) -> None:
         assert f"port {PORT} cannot be used" in first.host.said()
         assert "another run of evenstep holds it; choose another port" in first.host.said()
         assert_ends(second, 2, 5, f"{first.host.address}:{PORT} is held by another run of evenstep")
-        assert time.monotonic() - began < 12
+        assert time.monotonic() - began < 20
         assert first.launcher.poll() is None
         assert "another machine has come" not in first.host.said()
 

@@ -45,8 +45,18 @@ def _look(beats: Beats, limit: float | None, logs: Path, done: threading.Event) 
     watch = StallWatch(beats, limit)
     while not done.wait(LOOK_SECONDS):
         still = watch.seconds_still()
-        if still is not None:
+        if still is not None and not _is_debugged():
             _explain(beats, still, logs)
+
+
+def _is_debugged() -> bool:
+    """Whether someone sits at the prompt of a debugger, and thinks."""
+    frame = sys._current_frames().get(threading.main_thread().ident or 0)
+    while frame is not None:
+        if Path(frame.f_code.co_filename).name in ("pdb.py", "bdb.py"):
+            return True
+        frame = frame.f_back
+    return False
 
 
 def _explain(beats: Beats, seconds: float, logs: Path) -> None:

@@ -17,8 +17,8 @@ from evenstep.record import FILE
 from evenstep.task import is_users
 from evenstep.worker.pulse import Beat
 
+MOST_LINES = 15
 MOST_MESSAGE_LINES = 4
-_STOPPED_BY_US = (0, -signal.SIGTERM)
 
 
 @dataclass(frozen=True)
@@ -73,7 +73,7 @@ def cause(
     reports = [report for report in found if not beats or report["rank"] in beats]
     spoke = {report["rank"] for report in reports}
     # A rank that was killed could not speak; those that lost their connection to it could.
-    killed = {rank: code for rank, code in failed.items() if rank not in spoke and code not in _STOPPED_BY_US}
+    killed = {rank: code for rank, code in failed.items() if rank not in spoke}
     if killed:
         return _silent(logs, killed, beats, evidence)
     if not reports:
@@ -82,7 +82,7 @@ def cause(
     rank = first["rank"]
     if first["is_plain"]:
         kind = BadInput if first["exit_code"] == BadInput.exit_code else WorkerFailed
-        return Cause(first["message"], (), _step(beats, rank), is_final=True, error=kind)
+        return Cause(first["message"], (), _step(beats, rank), is_final=first["is_final"], error=kind)
     details = (
         *(f"  {line}" for line in first["lines"]),
         *_shortened(f"{first['type']}: {first['message']}"),
@@ -99,7 +99,7 @@ def _silent(logs: Path, ended: Mapping[int, int], beats: Mapping[int, Beat], evi
     where = _where(beats, rank, 0)
     details: tuple[str, ...] = ()
     if code < 0:
-        name = signal.Signals(-code).name
+        name = _signal_name(-code)
         headline = f"rank {rank} was ended by {name}{where}"
         if -code == signal.SIGKILL:
             headline = f"rank {rank} {'ran out of memory' if evidence else 'was ended by SIGKILL'}{where}"
@@ -111,6 +111,13 @@ def _silent(logs: Path, ended: Mapping[int, int], beats: Mapping[int, Beat], evi
     else:
         headline = f"rank {rank} ended with exit code {code}{where} and left no report"
     return Cause(headline, details, _step(beats, rank), _others(beats, {rank}))
+
+
+def _signal_name(number: int) -> str:
+    try:
+        return signal.Signals(number).name
+    except ValueError:
+        return f"signal {number}"
 
 
 def _crash_frames(logs: Path, rank: int) -> list[str]:
@@ -167,8 +174,10 @@ def report(causes: Sequence[Cause], run_folder: Path, why_no_more: str = "") -> 
     if last.error is BadInput:
         return BadInput(last.headline)
     before = [f"attempt {number}: {one.headline}{_exception(one)}" for number, one in enumerate(earlier, 1)]
-    lines = [*last.lines(), *before[-4:], why_no_more, where_to_look(run_folder)]
-    return last.error("\n".join(line for line in lines if line))
+    ending = [line for line in (why_no_more, *where_to_look(run_folder).splitlines()) if line]
+    own = last.lines()[: MOST_LINES - len(ending) - min(1, len(before))]
+    room = MOST_LINES - len(ending) - len(own)
+    return last.error("\n".join([*own, *before[max(0, len(before) - room) :], *ending]))
 
 
 def _exception(cause: Cause) -> str:

@@ -11,12 +11,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from evenstep.launcher.processes import RankLogs
-from evenstep.report.progress import pass_on
+from evenstep.report.progress import pass_on, without_control
 
 HELD_SECONDS = 0.25
 """How long a warning waits for the same one from other ranks."""
 _GRAVE = re.compile(r"warn|error|critical|fatal|exception|traceback|assert|abort", re.IGNORECASE)
-_LIKE_A_PREFIX = re.compile(r"\s*\[ranks? \d")
+LIKE_A_PREFIX = re.compile(r"\s*\[ranks? \d")
+MOST_KNOWN = 1000
 
 
 @dataclass
@@ -30,12 +31,13 @@ class Said:
 
     def line(self) -> str:
         """With a prefix if it is not rank 0's alone; a rank 0 that writes one itself gets its own before it."""
+        text = without_control(self.text)
         ranks = sorted(set(self.ranks))
         times = self.count // len(ranks)
         again = f" (x{times})" if times > 1 else ""
-        if ranks == [0] and not _LIKE_A_PREFIX.match(self.text):
-            return f"{self.text}{again}"
-        return f"[{ranks_in_words(ranks)}] {self.text}{again}"
+        if ranks == [0] and not LIKE_A_PREFIX.match(text):
+            return f"{text}{again}"
+        return f"[{ranks_in_words(ranks)}] {text}{again}"
 
 
 class Voices:
@@ -80,7 +82,8 @@ class Voices:
                 yield said.line()
             elif len(str(before + said.count)) > len(str(before)):
                 yield f"{said.line()} (x{before + said.count} so far)"
-            self._known[text] = before + said.count
+            if len(self._known) < MOST_KNOWN:
+                self._known[text] = before + said.count
             del self._held[text]
 
 

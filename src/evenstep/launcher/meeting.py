@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Protocol
 
 from evenstep.launcher.failure import Cause
+from evenstep.worker.lifeline import TEMPORARY
 from evenstep.worker.world import STORE
 
 
@@ -55,11 +56,11 @@ class Place:
 @contextmanager
 def live_folder() -> Iterator[Path]:
     """A folder for as long as a run lives, that nobody else can look into; those of killed launchers are removed."""
-    for left in Path(tempfile.gettempdir()).glob("evenstep-*-*"):
-        pid = left.name.split("-")[1]
+    for left in Path(tempfile.gettempdir()).glob(f"{TEMPORARY}*"):
+        pid = left.name.removeprefix(TEMPORARY).partition("-")[0]
         if pid.isdigit() and not Path("/proc", pid).exists() and Path("/proc/self").exists():
             shutil.rmtree(left, ignore_errors=True)
-    folder = Path(tempfile.mkdtemp(prefix=f"evenstep-{os.getpid()}-"))
+    folder = Path(tempfile.mkdtemp(prefix=f"{TEMPORARY}{os.getpid()}-"))
     try:
         yield folder
     finally:

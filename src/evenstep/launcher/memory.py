@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import time
+from collections import deque
 from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 
 import psutil
 
 GROUPS = Path("/sys/fs/cgroup")
 EVERY_SECONDS = 0.5
+REMEMBERED = 20
+"""Looks, which is ten seconds."""
 NEARLY_FULL = 0.03
 
 
@@ -18,9 +22,8 @@ class MemoryWatch:
 
     def __init__(self, pids: Mapping[int, int]) -> None:
         self._pids = pids
-        self._kills: dict[Path, int] = {}
+        self._seen: deque[Seen] = deque(maxlen=REMEMBERED)
         self._looked = 0.0
-        self._lowest = 1.0
         self.look()
 
     def look(self) -> None:
@@ -30,23 +33,31 @@ class MemoryWatch:
             return
         self._looked = now
         memory = psutil.virtual_memory()
-        self._lowest = min(self._lowest, memory.available / memory.total)
-        for pid in self._pids.values():
-            for file in _counters(pid):
-                self._kills.setdefault(file, _count(file))
+        kills = {file: _count(file) for pid in self._pids.values() for file in _counters(pid)}
+        self._seen.append(Seen(memory.available / memory.total, kills))
 
     def evidence(self) -> str:
-        """Why it must have been memory, or nothing."""
-        for file, before in self._kills.items():
-            if _count(file) > before:
+        """Why it must have been memory, or nothing; what happened long ago is no evidence."""
+        before: dict[Path, int] = {}
+        for seen in reversed(self._seen):
+            before |= seen.kills
+        for file, count in before.items():
+            if _count(file) > count:
                 return f"The kernel killed it: its limit of memory{_limit(file)} was reached."
-        if self._lowest < NEARLY_FULL:
-            return f"The machine's memory was full: {self._lowest:.1%} of it was left."
-        return ""
+        least = min((seen.free for seen in self._seen), default=1.0)
+        return f"The machine's memory was full: {least:.1%} of it was left." if least < NEARLY_FULL else ""
+
+
+@dataclass(frozen=True)
+class Seen:
+    """One look."""
+
+    free: float
+    kills: dict[Path, int]
 
 
 def _counters(pid: int) -> list[Path]:
-    """The files that count kills for memory in a process's control group, and in those above it."""
+    """The files that count kills for memory in a process's control group, whosever limit was reached."""
     try:
         lines = Path(f"/proc/{pid}/cgroup").read_text().splitlines()
     except OSError:
@@ -57,7 +68,7 @@ def _counters(pid: int) -> list[Path]:
         root, name = (GROUPS, "memory.events") if not names else (GROUPS / names, "memory.oom_control")
         if not names or "memory" in names.split(","):
             group = root / path.strip("/")
-            files += [one / name for one in (group, *group.parents) if one.is_relative_to(GROUPS)]
+            files.append(group / name)
     return [file for file in files if file.is_file()]
 
 

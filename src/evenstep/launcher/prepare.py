@@ -68,7 +68,7 @@ def prepare(source: str | TaskFunction | Task | None, choices: Mapping[str, Any]
     values = {**base, **chosen, **_devices(chosen, base), "task": spec or "(in this process)"}
     # What can be refused without the task is refused before it is loaded: its data may take a while.
     draft = _draft(values, label_of(source))
-    if spec is None and STRATEGIES[draft.strategy].processes_per_device:
+    if spec is None and (STRATEGIES[draft.strategy].processes_per_device or draft.restarts):
         draft = replace(draft, threads=_forked_threads(draft.threads))
     # Before the file is imported: data that it makes at its top is then the same here and in every worker.
     seed_everything(draft.seed)

@@ -6,7 +6,6 @@ import logging
 import os
 import signal
 import sys
-import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext, suppress
@@ -14,6 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
+import psutil
 from torch.distributed.elastic.multiprocessing import LogsDest, LogsSpecs, PContext, start_processes
 
 from evenstep.errors import Preempted
@@ -25,7 +25,7 @@ PATIENCE_SECONDS = 2
 """How long a process that was killed may take to be gone."""
 LAST_WORDS_SECONDS = 0.5
 """How long the others get to end by themselves when one has failed: their reports tell who was first."""
-_ENGINE_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
+_ENGINE_SIGNALS = "TORCHELASTIC_SIGNALS_TO_HANDLE"
 
 How = Literal["server", "fork", "program"]
 """Copied from the fork server, copied from this very process, or started as a program of its own."""
@@ -129,12 +129,12 @@ def workers(start: Start) -> Iterator[Workers]:
     start.logs.is_left_to_ranks = start.how == "fork"
     more = {PARENT: str(parent), **({OWN_LOGS: "1"} if start.how == "fork" else {})}
     num = len(start.environments)
-    with _own_handlers_kept(), no_main() if start.how == "server" else nullcontext():
+    with _signals_left_alone(), no_main() if start.how == "server" else nullcontext():
         context = start_processes(
             name="evenstep",
             entrypoint=start.entry,
             args=dict.fromkeys(range(num), start.arguments),
-            envs={local: {**one, **more} for local, one in enumerate(start.environments)},
+            envs={local: {**os.environ, **one, **more} for local, one in enumerate(start.environments)},
             logs_specs=start.logs,
             start_method="forkserver" if start.how == "server" else "fork",
         )
@@ -145,17 +145,16 @@ def workers(start: Start) -> Iterator[Workers]:
 
 
 @contextmanager
-def _own_handlers_kept() -> Iterator[None]:
-    """The engine puts handlers of its own in place of ours."""
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-    handlers = {number: signal.getsignal(number) for number in _ENGINE_SIGNALS}
+def _signals_left_alone() -> Iterator[None]:
+    """The engine would put handlers of its own in place of ours, and raise from them."""
+    before = os.environ.get(_ENGINE_SIGNALS)
+    os.environ[_ENGINE_SIGNALS] = ""
     try:
         yield
     finally:
-        for number, handler in handlers.items():
-            signal.signal(number, handler)
+        del os.environ[_ENGINE_SIGNALS]
+        if before is not None:
+            os.environ[_ENGINE_SIGNALS] = before
 
 
 def _exit_codes(context: PContext) -> list[int | None]:
@@ -185,3 +184,13 @@ def send(pid: int, number: int) -> None:
 def python(*arguments: str) -> tuple[str, tuple[str, ...]]:
     """This very Python, as a program and its arguments."""
     return sys.executable, ("-u", *arguments)
+
+
+def seconds_computed(pid: int) -> float:
+    """Processor time of a process and of those that it started."""
+    try:
+        process = psutil.Process(pid)
+        every = [process, *process.children(recursive=True)]
+        return sum(sum(one.cpu_times()[:2]) for one in every)
+    except psutil.Error:
+        return 0.0

@@ -77,12 +77,22 @@ def _for_slurm(slurm: Slurm, source: Source, choices: Mapping[str, Any]) -> dict
     """What Slurm's environment says, where the user has not said something else."""
     chosen = {name: value for name, value in choices.items() if value is not None}
     if source is not None:
-        chosen.setdefault("name", f"{label_of(source)}-job{slurm.job}")
+        chosen.setdefault("name", _job_name(slurm, label_of(source)))
     if slurm.is_spread:
         chosen.setdefault("machines", str(slurm.num_tasks))
         chosen.setdefault("rendezvous", slurm.rendezvous)
         chosen.setdefault("devices", slurm.devices(torch.cuda.device_count()))
     return chosen
+
+
+def _job_name(slurm: Slurm, label: str) -> str:
+    """Of the run that this job began when it was first started; a new one for every other training in the job."""
+    stem = f"{label}-job{slurm.job}"
+    names = [stem, *(f"{stem}-{number}" for number in range(2, 1000))]
+    taken = [name for name in names if (RUNS / name).exists()]
+    if slurm.num_restarts and taken:
+        return taken[-1]
+    return next(name for name in names if name not in taken)
 
 
 def _again(source: Source, chosen: Mapping[str, Any], slurm: Slurm | None) -> Prepared | None:

@@ -13,12 +13,13 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from evenstep.errors import PlanError
+from evenstep.errors import PlanError, WorkerFailed
 from evenstep.launcher.meeting import OneMachine, Place
 from evenstep.launcher.processes import python
 from evenstep.launcher.stores import LOOPBACK, free_port, open_store
 from evenstep.launcher.supervise import Launch, Supervisor
 from evenstep.launcher.train import refuse_fork_after_cuda
+from evenstep.plan import check_patience
 from evenstep.report.progress import Progress
 from evenstep.worker.machine import share_threads
 from evenstep.worker.main import Orders
@@ -72,10 +73,7 @@ def run_script(
     """Rank 0 speaks, others warn; what all of them print is in a folder below runs/."""
     if not is_module and not Path(script).is_file():
         raise PlanError(f"no file {script}; give the script first, then its own arguments")
-    if num < 1:
-        raise PlanError(f"{num} devices were asked for; give 1 or more")
-    if restarts < 0:
-        raise PlanError(f"restarts is {restarts}; it is the number of crashes to go on after, from 0 up")
+    _check(num, restarts, stall_after)
     flag = None if is_module else old_flag(Path(script).read_text(errors="replace"), arguments)
     program = Program(script, tuple(arguments), is_module, flag)
     launch = Launch(
@@ -108,8 +106,7 @@ def launch(
     """
     if not callable(function):
         raise PlanError(f"launch takes a function, and was given {type(function).__name__}: launch(main, devices=2)")
-    if devices < 1:
-        raise PlanError(f"{devices} devices were asked for; give 1 or more")
+    _check(devices, restarts, stall_after)
     refuse_fork_after_cuda()
     with tempfile.TemporaryDirectory(prefix="evenstep-") as results:
         what = Launch(
@@ -125,7 +122,19 @@ def launch(
         )
         _watch(Supervisor(what, TorchrunMachine(restarts)))
         # These files were written by copies of this very process, in a folder that is nobody else's.
-        return [pickle.loads((Path(results) / f"{rank}.pickle").read_bytes()) for rank in range(devices)]
+        return [_returned(Path(results) / f"{rank}.pickle") for rank in range(devices)]
+
+
+def _check(num: int, restarts: int, stall_after: float | None) -> None:
+    if num < 1:
+        raise PlanError(f"{num} devices were asked for; give 1 or more")
+    check_patience(restarts, stall_after)
+
+
+def _returned(path: Path) -> Any:
+    if not path.is_file():
+        raise WorkerFailed(f"rank {path.stem} ended, with exit code 0, before the function returned: sys.exit?")
+    return pickle.loads(path.read_bytes())
 
 
 def old_flag(source: str, arguments: Sequence[str] = ()) -> str | None:

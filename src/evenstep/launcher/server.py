@@ -12,8 +12,8 @@ import types
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
-LAUNCHER = "EVENSTEP_LAUNCHER"
-"""Tells the server whose death is to be its own (see worker/server.py)."""
+from evenstep.worker.lifeline import LAUNCHER
+
 PRELOADED = ("evenstep.worker.server",)
 FOR_FSDP = ("torch.distributed.fsdp", "torch.distributed.device_mesh", "torch.distributed.tensor")
 SEVERAL = ("--devices", "--strategy", "--restarts", "--machines", "--resume", "--plan")
@@ -26,12 +26,27 @@ def start_server(more: Sequence[str] = ()) -> None:
     from multiprocessing import forkserver
 
     multiprocessing.set_forkserver_preload([*PRELOADED, *more])
+    _start_tracker()
     os.environ[LAUNCHER] = str(os.getpid())
     try:
         with no_main():
             forkserver.ensure_running()
     finally:
         del os.environ[LAUNCHER]
+
+
+def _start_tracker() -> None:
+    """Python's tracker of semaphores tidies up after killed processes, and would complain of it after our last word."""
+    from multiprocessing import resource_tracker
+
+    before = os.environ.get("PYTHONWARNINGS")
+    os.environ["PYTHONWARNINGS"] = "ignore"
+    try:
+        resource_tracker.ensure_running()
+    finally:
+        del os.environ["PYTHONWARNINGS"]
+        if before is not None:
+            os.environ["PYTHONWARNINGS"] = before
 
 
 def start_server_for(arguments: Sequence[str]) -> None:

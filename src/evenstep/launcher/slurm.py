@@ -47,7 +47,10 @@ class Slurm:
 
     def requeue(self) -> str:
         """Queue the job again; what there is to say about it."""
-        done = subprocess.run(["scontrol", "requeue", self.job], capture_output=True, text=True)
+        try:
+            done = subprocess.run(["scontrol", "requeue", self.job], capture_output=True, text=True, timeout=30)
+        except (OSError, subprocess.TimeoutExpired) as error:
+            return f"the job could not be queued again: {error}"
         return f"job {self.job} is queued again" if done.returncode == 0 else f"scontrol: {done.stderr.strip()}"
 
 

@@ -40,10 +40,19 @@ class StallWatch:
     whatever is only slow.
     """
 
-    def __init__(self, beats: Beats, limit: float | None, stacks: Callable[[], str | None] | None = None) -> None:
+    def __init__(
+        self,
+        beats: Beats,
+        limit: float | None,
+        stacks: Callable[[], str | None] | None = None,
+        least: float = LEAST_SECONDS,
+    ) -> None:
         self._beats = beats
         self._limit = limit
         self._stacks = stacks
+        self._least = least
+        self._first_step = 0
+        """The one with which this attempt began, which may be any."""
         self._looked = time.monotonic()
         self._seen: str | None = None
         self._counts: list[int] = []
@@ -59,7 +68,8 @@ class StallWatch:
         self._moved += max(0.0, now - self._watched - LONGEST_LOOK_SECONDS)
         self._watched = now
         if counts != self._counts:
-            if any(beat.step > 1 for beat in beats):
+            self._first_step = self._first_step or max(beat.step for beat in beats)
+            if self._is_under_way(beats):
                 self._longest = max(self._longest, now - self._moved)
             self._counts, self._moved = counts, now
             return None
@@ -67,6 +77,10 @@ class StallWatch:
             self._look_at_stacks(now, self.limit(beats))
         still = now - self._moved
         return still if still > self.limit(beats) else None
+
+    def _is_under_way(self, beats: Sequence[Beat]) -> bool:
+        """Whether the first step is done, in which compilers and connections are set up."""
+        return 0 < self._first_step < max(beat.step for beat in beats)
 
     def _look_at_stacks(self, now: float, limit: float) -> None:
         """Programs that are no training leave no beats; that their stacks change now and then must do."""
@@ -87,7 +101,7 @@ class StallWatch:
             return max(10 * self._limit, 60.0) if is_untimed else self._limit
         if is_untimed:
             return UNTIMED_SECONDS
-        least = LEAST_SECONDS if any(beat.step > 1 for beat in beats) else FIRST_SECONDS
+        least = self._least if self._is_under_way(beats) else FIRST_SECONDS
         return max(least, TIMES_THE_LONGEST * self._longest)
 
 
@@ -136,6 +150,8 @@ class Sight:
     @property
     def is_waiting(self) -> bool:
         """Whether it waits for others, as far as can be seen."""
+        if self.frames and is_users(self.frames[0].file):
+            return False
         is_in_engine = bool(self.frames) and "torch/autograd/" in self.frames[0].file
         return self.collective is not None or self.beat.phase == BACKWARD or is_in_engine
 
@@ -154,6 +170,8 @@ def explain(sights: Sequence[Sight], seconds: float) -> str:
     if not late:
         return f"{still}, and all ranks wait: {'; '.join(f'rank {one.rank} {one.where()}' for one in sights)}"
     culprit = late[0]
+    if not others and len(late) == 1:
+        return f"{still}: rank {culprit.rank} was last seen {culprit.where()}"
     who = ranks_in_words([sight.rank for sight in late])
     waits = f"; {_waiting(others)}" if others else ""
     if culprit.collective is not None and others:
@@ -193,7 +211,7 @@ def look(pids: Mapping[int, int], beats: Sequence[Beat], files: Mapping[int, Pat
     sizes = {local: _size(files[local]) for local in pids}
     stopped = [local for local in pids if states[local] in "Tt"]
     awake = [local for local in pids if local not in stopped]
-    _tell(pids, pids, STACKS_SIGNAL)
+    _tell(pids, [local for local, pid in pids.items() if _takes_signal(pid)], STACKS_SIGNAL)
     _wait_for_dumps({files[local]: sizes[local] for local in awake})
     if stopped:
         # They wake up in the handler, before they do anything else. With the others held they cannot go on training.
@@ -240,7 +258,8 @@ def stacks(sights: Sequence[Sight]) -> list[str]:
     """The stacks of all ranks, the innermost line first; what they have in common with no line of the user's is cut."""
     lines = []
     for sight in sights:
-        lines.append(f"rank {sight.rank} {sight.where()}:")
+        after = f", after {sight.beat.collectives} collectives" if sight.beat.collectives else ""
+        lines.append(f"rank {sight.rank} {sight.where()}{after}:")
         lines += [f"    {frame}" for frame in sight.frames[:SHOWN_FRAMES]] or ["    (it gave no stack)"]
     return lines
 
@@ -252,6 +271,16 @@ def _short(file: str) -> str:
             return rest if installed == "/site-packages/" else f"evenstep/{rest}"
     near = os.path.relpath(file)
     return near if len(near) < len(file) else file
+
+
+def _takes_signal(pid: int) -> bool:
+    """Whether a process has asked for the signal; one that became another program has not, and would die of it."""
+    try:
+        lines = Path(f"/proc/{pid}/status").read_text().splitlines()
+    except OSError:
+        return not Path("/proc/self").exists()
+    caught = next((int(line.split()[1], 16) for line in lines if line.startswith("SigCgt:")), 0)
+    return bool(caught >> (STACKS_SIGNAL - 1) & 1)
 
 
 def _state(pid: int) -> str:

@@ -5,30 +5,29 @@ from __future__ import annotations
 import os
 import signal
 import sys
-import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
-from types import FrameType
-from typing import IO, Any
+from typing import Any
 
 from evenstep import checkpoint
 from evenstep.errors import CheckpointError, Preempted, Stalled
+from evenstep.launcher.asked import Asked, Heeded
 from evenstep.launcher.failure import Cause, cause, report
 from evenstep.launcher.logs import Voices
 from evenstep.launcher.meeting import Meeting, Place, live_folder
 from evenstep.launcher.memory import MemoryWatch
 from evenstep.launcher.prepare import Prepared
-from evenstep.launcher.processes import How, RankLogs, Start, Workers, workers
-from evenstep.launcher.stall import Sight, StallWatch, explain, look, stacks, waited_for
-from evenstep.record import FILE, Record, rows
+from evenstep.launcher.processes import How, RankLogs, Start, Workers, seconds_computed, workers
+from evenstep.launcher.stall import FIRST_SECONDS, LEAST_SECONDS, Sight, StallWatch, explain, look, stacks, waited_for
+from evenstep.launcher.tail import RecordTail
+from evenstep.record import FILE
 from evenstep.worker.job import Event
 from evenstep.worker.machine import share_threads
 from evenstep.worker.main import Orders, work
 from evenstep.worker.pulse import Beat, Beats, make_beats
-from evenstep.worker.requests import is_ignored
 from evenstep.worker.strategies import STRATEGIES
 from evenstep.worker.world import BEATS
 
@@ -52,6 +51,8 @@ class Launch:
     environment: Mapping[str, str] = field(default_factory=dict)
     devices: tuple[str, ...] | None = None
     """This machine's, if they are not those of the plan."""
+    least_seconds: float = LEAST_SECONDS
+    """How long nothing may move at the least, where the user set no limit."""
     is_program: bool = False
     """Whether it is the user's own: what rank 0 prints is its output, and signals are its to understand."""
 
@@ -59,64 +60,22 @@ class Launch:
 def of_plan(prepared: Prepared) -> Launch:
     """The processes of a training."""
     plan = prepared.plan
+    devices = prepared.devices or plan.devices
     is_found = prepared.spec is not None
     return Launch(
         prepared.folder,
-        len(plan.devices) if STRATEGIES[plan.strategy].processes_per_device else 1,
+        len(devices) if STRATEGIES[plan.strategy].processes_per_device else 1,
         work,
         (lambda orders: (orders,)) if is_found else (lambda orders: (orders, prepared.task)),
         "server" if is_found else "fork",
         prepared.resume,
         plan.restarts,
         plan.stall_after,
-        {"OMP_NUM_THREADS": str(share_threads(plan.threads, plan.devices))},
+        {"OMP_NUM_THREADS": str(share_threads(plan.threads, devices))},
         prepared.devices,
+        # A compiler may be called again in any step: for the short last batch, for evaluation.
+        FIRST_SECONDS if plan.compile else LEAST_SECONDS,
     )
-
-
-class Heeded(Exception):
-    """A signal came while there was nothing to finish."""
-
-
-class Asked:
-    """Signals that ask the launcher to stop; a second one is not waited with."""
-
-    def __init__(self) -> None:
-        self.number: int | None = None
-        self._is_idle = False
-
-    @contextmanager
-    def listening(self) -> Iterator[None]:
-        """Take them, for as long as a run goes on."""
-        if threading.current_thread() is not threading.main_thread():
-            yield
-            return
-        numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP)
-        before = {number: signal.signal(number, self._take) for number in numbers if not is_ignored(number)}
-        try:
-            yield
-        finally:
-            for number, handler in before.items():
-                signal.signal(number, handler)
-
-    def _take(self, number: int, frame: FrameType | None) -> None:
-        # Not so a second SIGTERM: Slurm sends two of them within a tenth of a second.
-        if self.number is not None and number == signal.SIGINT:
-            raise KeyboardInterrupt
-        self.number = number
-        if self._is_idle:
-            raise Heeded
-
-    @contextmanager
-    def heeded_at_once(self) -> Iterator[None]:
-        """Raise Heeded when a signal comes, or has come."""
-        self._is_idle = True
-        try:
-            if self.number is not None:
-                raise Heeded
-            yield
-        finally:
-            self._is_idle = False
 
 
 @dataclass
@@ -161,7 +120,9 @@ class Supervisor:
             else:
                 assert attempt.cause is not None
                 self.causes.append(attempt.cause)
-                yield from self._before_restart()
+                resume, said = self._find()
+                yield from self._before_restart(resume, said)
+                continue
             resume = self._newest()
 
     def _gather(self, number: int, resume: str | None) -> Place | None:
@@ -179,7 +140,7 @@ class Supervisor:
         newest = self._newest()
         raise Preempted(f"asked to stop: saved {Path(newest).name}" if newest else "asked to stop")
 
-    def _before_restart(self) -> Iterator[str]:
+    def _before_restart(self, newest: str | None, said: Sequence[str]) -> Iterator[str]:
         """Say why and wait; raise if another attempt would not help."""
         allowed = self.launch.restarts
         last = self.causes[-1]
@@ -195,7 +156,6 @@ class Supervisor:
             raise report(counted, self.launch.folder, why)
         pause = 0.0 if last.is_loss else self._pause(counted)
         yield from last.lines()
-        newest, said = self._find()
         yield from said
         where = f"from {Path(newest).name}" if newest else "from the beginning"
         wait = f", in {pause:.0f} s" if pause else ""
@@ -244,6 +204,7 @@ class Attempt:
         self._more = {"TORCHELASTIC_RESTART_COUNT": str(number - 1), **place.environment}
         self._stack = ExitStack()
         self._is_told = False
+        self._is_shown = False
 
     def __enter__(self) -> Attempt:
         self._live = self._stack.enter_context(live_folder())
@@ -266,8 +227,9 @@ class Attempt:
         """Rank 0's rows and all ranks' lines as they are written, until all processes have ended."""
         # The first machine writes the Record, and tells of it.
         record = RecordTail(self._launch.folder / FILE if self.place.machine == 0 else Path(os.devnull))
+        self._stack.callback(record.close)
         voices = Voices(self._logs, self._num, passes_rank_0_on=self._launch.is_program)
-        stall = StallWatch(self._beats, self._launch.stall_after, self._stacks_now)
+        stall = StallWatch(self._beats, self._launch.stall_after, self._signs_of_life, self._launch.least_seconds)
         memory = MemoryWatch(self._workers.pids)
         working = True
         while working:
@@ -302,22 +264,30 @@ class Attempt:
                 self._workers.send(number)
             return
         if number is not None:
-            yield "stopping after this step, with a checkpoint; once more to stop at once"
+            more = "; once more to stop at once" if number == signal.SIGINT else ""
+            yield f"stopping after this step, with a checkpoint{more}"
         self._workers.send(signal.SIGUSR1)
 
     def _look(self) -> list[Sight]:
         files = {local: self._logs.path(local, "stacks") for local in range(self._num)}
         return look(self._workers.pids, self._beats.read(), files, self.place.first_rank)
 
-    def _stacks_now(self) -> str | None:
-        """Where every rank is, of programs that leave no beats; None if one of them cannot be asked yet."""
+    def _signs_of_life(self) -> str | None:
+        """Where the ranks of a program are that leaves no beats, and what they computed; None if they cannot be asked."""
         if not all(self._logs.path(local, "stacks").exists() for local in range(self._num)):
             return None
-        return "\n".join(stacks(self._look()))
+        used = [f"{seconds_computed(pid):.0f}" for pid in self._workers.pids.values()]
+        return "\n".join([*used, *stacks(self._look())])
 
     def _stalled(self, seconds: float) -> Iterator[str]:
         sights = self._look()
         sentence = explain(sights, seconds)
+        if self._launch.is_program and self._launch.stall_after is None:
+            # Nobody knows what a program of the user's may wait for; it is told of once, and ended if that was asked.
+            if not self._is_shown:
+                self._is_shown = True
+                yield from (sentence, *stacks(sights), "it is left alone; --stall-after SECONDS would end it")
+            return
         yield sentence
         yield from stacks(sights)
         late = waited_for(sights)
@@ -337,27 +307,3 @@ def _free_logs(folder: Path, first_rank: int) -> Path:
     """The folder for the logs of an attempt; those of earlier ones are kept."""
     attempts = [folder, *(folder / f"restart{number}" for number in range(1, 10_000))]
     return next(one for one in attempts if not (one / f"rank{first_rank}.out").exists())
-
-
-class RecordTail:
-    """The new rows of a record file that another process writes."""
-
-    def __init__(self, path: Path) -> None:
-        self._path = path
-        self._file: IO[bytes] | None = None
-        self._record: Record | None = None
-        # Rows of an attempt before this one were shown then.
-        self._at = path.stat().st_size if path.exists() else 0
-
-    def new(self) -> Iterator[Event]:
-        """Rows that were written since the last call."""
-        if self._file is None and self._path.exists():
-            self._file = self._path.open("rb")
-            self._file.seek(self._at)
-        for row in rows(self._file) if self._file is not None else ():
-            if self._record is None:
-                self._record = Record.begin(row)
-                continue
-            event = self._record.take(row)
-            if event is not None:
-                yield event

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from evenstep import checkpoint
 from evenstep.errors import EvenstepError, PlanError, Preempted
 from evenstep.launcher.alone import ended_if_stalled
 from evenstep.launcher.failure import cause, report, stopped_where
@@ -63,7 +64,9 @@ def watch(ready: Ready, progress: bool, is_command: bool = False) -> Record:
         except Preempted as error:
             if ready.slurm is not None and prepared.plan.requeue and ready.is_first:
                 shown.say(ready.slurm.requeue())
-            raise Preempted(f"{error}; go on with --resume {prepared.folder}") from None
+            is_saved = bool(checkpoint.whole(prepared.folder / checkpoint.FOLDER))
+            how = f"; go on with --resume {prepared.folder}" if is_saved else "; nothing was saved yet"
+            raise Preempted(f"{error}{how}") from None
     # The Record is where rank 0 was, which may be on another machine.
     return Record.read(prepared.folder) if ready.is_first else Record(prepared.plan)
 

@@ -19,12 +19,18 @@ _CONTROL = re.compile(r"\x1b\[[0-?]*[ -/]*[@-~]|[\x00-\x08\x0b-\x1f\x7f-\x9f]")
 _ALL_BUT_RETURN = re.compile(r"\x1b\[[0-?]*[ -/]*[@-~]|[\x00-\x08\x0b\x0c\x0e-\x1f\x7f-\x9f]")
 
 
+_FORGED = re.compile(r"^(?=[ \t]*\[ranks? \d)", re.MULTILINE)
+
+
 def pass_on(text: str, stream: TextIO) -> None:
     """Write what a program printed to the stream that it meant; on a terminal, without what could take it over.
 
     A carriage return stays: progress bars are drawn with it.
     """
-    stream.write(_ALL_BUT_RETURN.sub("", text) if stream.isatty() else text)
+    if stream.isatty():
+        # Nor can it write what looks as if another rank had said it.
+        text = _FORGED.sub("[rank 0] ", _ALL_BUT_RETURN.sub("", text))
+    stream.write(text)
     stream.flush()
 
 

@@ -174,7 +174,7 @@ class Begin:
 
     def __call__(self, number: int) -> None:
         # A cluster signals every process of a job; what is to be done is the training process's to say.
-        for asked in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):
+        for asked in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP):
             signal.signal(asked, signal.SIG_IGN)
         call_process("evenstep-reader")
         end_with(self._parent)

@@ -6,6 +6,7 @@ gloo adds float32 to float64 without a word, and waits for ever where one rank b
 from __future__ import annotations
 
 import functools
+import inspect
 import sys
 from collections.abc import Callable
 from typing import Any
@@ -33,10 +34,12 @@ def check_collectives(world: World) -> None:
 
 
 def _compared(name: str, collective: Callable[..., Any], tell: Callable[[str], list[str]]) -> Callable[..., Any]:
+    signature = inspect.signature(collective)
+
     @functools.wraps(collective)
     def call(*arguments: Any, **options: Any) -> Any:
         # A part of the ranks has its own order of calls.
-        if options.get("group") in (None, dist.group.WORLD):
+        if signature.bind(*arguments, **options).arguments.get("group") in (None, dist.group.WORLD):
             told = tell(f"{_what(name, arguments, options)} at {_users_line()}")
             if len({one.rpartition(" at ")[0] for one in told}) > 1:
                 calls = "\n".join(f"rank {rank} calls {one}" for rank, one in enumerate(told[:8]))

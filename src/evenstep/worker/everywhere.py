@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import atexit
 import hashlib
+import os
 import shutil
 import tempfile
 from pathlib import Path
@@ -12,9 +12,11 @@ import torch
 import torch.distributed as dist
 
 from evenstep import checkpoint
+from evenstep.worker.lifeline import TEMPORARY
 from evenstep.worker.world import World
 
 PART_BYTES = 2**26
+_copies: list[Path] = []
 
 
 def everywhere(world: World, where: str | None) -> str | None:
@@ -28,12 +30,18 @@ def everywhere(world: World, where: str | None) -> str | None:
     source = Path(where)
     names = [str(path.relative_to(source.parent)) for path in _files(source)] if world.is_main else []
     (names, *_) = world.gather(names)
-    target = mine.parent if mine is not None else Path(tempfile.mkdtemp(prefix="evenstep-"))
+    target = mine.parent if mine is not None else Path(tempfile.mkdtemp(prefix=f"{TEMPORARY}{os.getpid()}-"))
     if mine is None:
-        atexit.register(shutil.rmtree, target, ignore_errors=True)
+        _copies.append(target)
     for name in names:
         _send(world, target / name, is_written=mine is None)
     return str(target / source.name)
+
+
+def forget_copies() -> None:
+    """Remove what was sent here, once it is loaded."""
+    while _copies:
+        shutil.rmtree(_copies.pop(), ignore_errors=True)
 
 
 def _files(path: Path) -> list[Path]:

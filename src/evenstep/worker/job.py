@@ -18,7 +18,7 @@ from evenstep import checkpoint
 from evenstep.audit import SamplesWriter, audit
 from evenstep.draws import stream
 from evenstep.errors import BadInput, Preempted, TrainingError
-from evenstep.plan import Plan
+from evenstep.plan import USUAL, Plan
 from evenstep.record import FILE, Evaluation, Record, RecordWriter, Step, Summary
 from evenstep.seeding import seed_everything
 from evenstep.task import Amount, Task, takes_steps
@@ -27,7 +27,7 @@ from evenstep.worker.ahead import is_worker_end, worker_end
 from evenstep.worker.answers import Situation, is_out_of_memory
 from evenstep.worker.batchnorm import synchronised
 from evenstep.worker.collectives import check_collectives
-from evenstep.worker.everywhere import everywhere
+from evenstep.worker.everywhere import everywhere, forget_copies
 from evenstep.worker.loader import Loader
 from evenstep.worker.notes import note
 from evenstep.worker.pace import Pace
@@ -65,6 +65,7 @@ def perform(plan: Plan, task: Task, run_folder: Path, *more_signals: signal.Sign
 def _perform(job: Job) -> Iterator[Event]:
     team = job.team
     yield from job.resume()
+    forget_copies()
     record: RecordWriter | None = None
     if team.world.is_main:
         record = RecordWriter(job.folder, job.plan, machine.facts(), job.run.loader.facts())
@@ -125,6 +126,7 @@ class Job:
         self.best: float | None = None
         self.taken: list[Step] = []
         """Steps of this run, those before a restart included; rank 0 alone knows of these."""
+        self.seconds_before = 0.0
         self.is_evaluation_due = False
         self.before = _record_before(run_folder) if team.world.is_main else None
         self.samples: SamplesWriter | None = None
@@ -132,7 +134,7 @@ class Job:
             self.samples = SamplesWriter(run_folder, attempt=2 + len(self.before.restarts) if self.before else 1)
         self.replicas = ReplicaCheck(team.world, self._model.module) if team.world.size > 1 else None
         self.pace = Pace(team.world)
-        if plan.restarts:
+        if plan.restarts or plan.machines:
             team.requests.save_by_clock()
 
     def resume(self) -> list[str]:
@@ -143,6 +145,7 @@ class Job:
             self.is_evaluation_due = bool(self.run.loaded.get("evaluation_due"))
         if self.before is not None:
             self.taken = [step for step in self.before.steps if step.step <= self.run.step]
+            self.seconds_before = sum(step.seconds for step in self.taken)
             losses = [one.values["loss"] for one in self.before.evaluations if one.step <= self.run.step]
             self.best = min(losses, default=None)
         return said
@@ -167,8 +170,8 @@ class Job:
     def events(self) -> Iterator[Event]:
         """Everything from the first step to the summary."""
         started = time.perf_counter()
-        evaluation: Evaluation | None = None
-        saved: Path | None = None
+        evaluation = self._evaluation_before()
+        saved = Path(self.plan.resume) if self.before is not None and self.plan.resume is not None else None
         requests = self.team.requests
         if self.is_evaluation_due:
             evaluation = self._evaluate(self.run.loader.epoch - 1, can_stop=False)
@@ -197,7 +200,13 @@ class Job:
                 self._stop(step.step)
         self.pulse.beat(ENDING)
         shown = self.team.ask(self.task.show, self._model) if self.task.show is not None else None
-        yield self._sum_up(evaluation, saved, shown, time.perf_counter() - started)
+        seconds = time.perf_counter() - started + self.seconds_before
+        yield self._sum_up(evaluation, saved, shown, seconds)
+
+    def _evaluation_before(self) -> Evaluation | None:
+        """That of the checkpoint from which this run goes on in its own folder."""
+        every = self.before.evaluations if self.before is not None else []
+        return next((one for one in reversed(every) if one.step == self.run.step), None)
 
     def _stop(self, step: int) -> None:
         """Leave, all ranks together: nobody ends while another still reads what it sent."""
@@ -210,11 +219,12 @@ class Job:
         """Every so many steps, whether the replicas are still one model, and whether a rank is slow."""
         own = self.team.last_compute_seconds
         self.pace.add(step.input_seconds, own, max(0.0, step.seconds - step.input_seconds - own))
-        every = self.plan.check_every
-        if self.replicas is None or not every or (step.step % every and step.step not in FIRST_CHECKS):
+        every = self.plan.check_every or USUAL["check_every"]
+        if self.replicas is None or (step.step % every and step.step not in FIRST_CHECKS):
             return
         with self.pulse.during(COMPARING):
-            self.replicas.compare(step.step)
+            if self.plan.check_every:
+                self.replicas.compare(step.step)
             slow = self.pace.judge()
         if slow:
             yield slow

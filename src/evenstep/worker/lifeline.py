@@ -6,6 +6,7 @@ import atexit
 import ctypes
 import os
 import signal
+import socket
 import sys
 import weakref
 from collections.abc import Mapping
@@ -13,8 +14,14 @@ from pathlib import Path
 
 from evenstep.worker.stacks import leave_stacks
 
+TEMPORARY = f"evenstep-{socket.gethostname()}-"
+"""How the names of temporary folders begin; the process id follows, by which those of killed processes are found."""
 OWN_LOGS = "EVENSTEP_OWN_LOGS"
 """Set for a copy of the caller's own process, which opens its logs itself."""
+LAUNCHER = "EVENSTEP_LAUNCHER"
+"""Set while the launcher starts its fork server: whose death is to be the server's."""
+HELD_BACK = (signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP)
+"""Signals that the fork server keeps for its copies until they have said what they mean."""
 PARENT = "EVENSTEP_PARENT"
 """The process id of whoever started a worker: the launcher, or its fork server."""
 _RANK_NAMES = (("RANK", "0"), ("WORLD_SIZE", "1"), ("LOCAL_RANK", "0"))
@@ -34,9 +41,7 @@ def begin(logs: str) -> None:
     atexit._clear()
     weakref.finalize._registry.clear()  # type: ignore[attr-defined]
     weakref.finalize._registered_with_atexit = False  # type: ignore[attr-defined]
-    # The fork server ignores these: a cluster sends them to every process of a job, and the ranks are to save.
-    for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP):
-        signal.signal(number, signal.SIG_DFL)
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     rank, _, _ = read_rank()
     call_process(f"evenstep-rank{rank}")
     leave_stacks(Path(logs), rank)
@@ -48,6 +53,11 @@ def begin(logs: str) -> None:
     # Line by line into the logs, from wherever this process was copied: a notebook's streams are not files.
     sys.stdout = open(1, "w", buffering=1, closefd=False)  # noqa: SIM115
     sys.stderr = open(2, "w", buffering=1, closefd=False)  # noqa: SIM115
+
+
+def take_signals() -> None:
+    """Let signals come that were held back until now."""
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, HELD_BACK)
 
 
 def end(exit_code: int) -> None:

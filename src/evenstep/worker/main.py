@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from evenstep.errors import EvenstepError
+from evenstep.errors import EvenstepError, Preempted
 from evenstep.plan import Plan
 from evenstep.task import Task, call_task, is_users, load_task
 from evenstep.worker.answers import answer, is_victim
@@ -49,6 +49,9 @@ def work(orders: Orders, source: Task | None = None) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     try:
         perform_rank(orders, source)
+    except Preempted:
+        # What was asked for is no failure: a report of it could be taken for the cause of one.
+        end(Preempted.exit_code)
     except BaseException as error:
         stay_in_group()
         write_report(Path(orders.logs), rank, error)
@@ -82,6 +85,7 @@ def write_report(logs: Path, rank: int, error: BaseException) -> None:
         "type": type(error).__name__,
         "message": str(error),
         "is_plain": isinstance(error, EvenstepError),
+        "is_final": getattr(error, "is_final", False),
         "exit_code": error.exit_code if isinstance(error, EvenstepError) else 1,
         "step": step_noted(error),
         "is_victim": is_victim(error),

@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import json
+import logging
+import multiprocessing.util
 import os
 import pickle
 import runpy
+import signal
 import sys
+import threading
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from evenstep.worker.lifeline import begin, end, read_rank
+from evenstep.worker.lifeline import begin, end, read_rank, take_signals
 
 
 @dataclass(frozen=True)
@@ -52,11 +56,15 @@ def run_function(logs: str, results: str, function: Callable[..., Any], argument
 
 def _run(logs: str, what: Callable[[], None]) -> None:
     begin(logs)
+    take_signals()
     try:
         what()
     except SystemExit as request:
+        _finish()
         end(_exit_code(request))
     except BaseException as error:
+        # A second Ctrl-C, while the first is told of, would be taken for a good end.
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
         from evenstep.worker.main import write_report
         from evenstep.worker.world import stay_in_group
 
@@ -64,7 +72,15 @@ def _run(logs: str, what: Callable[[], None]) -> None:
         rank, _, _ = read_rank()
         write_report(Path(logs), rank, error)
         end(1)
+    _finish()
     end(0)
+
+
+def _finish() -> None:
+    """What Python does at the end of a program: wait for threads and processes, and write logs out."""
+    threading._shutdown()  # type: ignore[attr-defined]
+    multiprocessing.util._exit_function()  # type: ignore[attr-defined]
+    logging.shutdown()
 
 
 def _exit_code(request: SystemExit) -> int:

@@ -8,8 +8,7 @@ from __future__ import annotations
 
 import mmap
 import struct
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -46,8 +45,8 @@ class Beat:
     """How many there were; one that does not grow is a process that does not move."""
     step: int
     phase: int
-    nanoseconds: int
-    """On the clock that the processes of one machine share."""
+    collectives: int
+    """How many of our own (sums, gathers) it has begun: of two ranks, the one with fewer has the last one to come."""
 
     @property
     def where(self) -> str:
@@ -55,9 +54,9 @@ class Beat:
         return f"{f'at step {self.step}, ' if self.step else ''}{PHASES[self.phase]}"
 
     @property
-    def progress(self) -> tuple[int, int]:
+    def progress(self) -> tuple[int, int, int]:
         """What can be compared: of two ranks in one world, the smaller one is behind."""
-        return self.step, self.phase
+        return self.step, self.phase, self.collectives
 
 
 class Pulse:
@@ -69,15 +68,20 @@ class Pulse:
         # A process may open its slot twice, and no two beats may look alike.
         self._count = _read(self._memory, self._offset).count
         self.step = 0
+        self.collectives = 0
         self.phase = STARTING
         self._write = _SLOT.pack_into
-        self._now: Callable[[], int] = time.monotonic_ns
 
     def beat(self, phase: int) -> None:
         """Say what this process begins to do."""
         self._count += 1
         self.phase = phase
-        self._write(self._memory, self._offset, self._count, self.step, phase, self._now())
+        self._write(self._memory, self._offset, self._count, self.step, phase, self.collectives)
+
+    def collective(self) -> None:
+        """Say that one of our own collectives begins."""
+        self.collectives += 1
+        self.beat(self.phase)
 
     @contextmanager
     def during(self, phase: int) -> Iterator[None]:
@@ -122,5 +126,5 @@ class Beats:
 
 
 def _read(memory: mmap.mmap | bytearray, offset: int) -> Beat:
-    count, step, phase, nanoseconds = _SLOT.unpack_from(memory, offset)
-    return Beat(count, step, min(max(phase, 0), len(PHASES) - 1), nanoseconds)
+    count, step, phase, collectives = _SLOT.unpack_from(memory, offset)
+    return Beat(count, step, min(max(phase, 0), len(PHASES) - 1), collectives)

@@ -14,7 +14,9 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from types import FrameType
 
-SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
+from evenstep.worker.lifeline import take_signals
+
+SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP)
 """What a cluster sends to a job that it is about to take away."""
 _STOP = 4096.0
 """More than there are ranks, so that both wishes fit into one number that is summed."""
@@ -40,6 +42,7 @@ def listen_early() -> None:
 
     for number in SIGNALS:
         signal.signal(number, take)
+    take_signals()
 
 
 class Requests:

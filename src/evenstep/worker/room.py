@@ -41,5 +41,9 @@ def room(error: BaseException, run: Run, task: Task, plan: Plan) -> Situation:
         torch.autograd.grad(loss[0] if isinstance(loss, tuple | list) else loss, weights, allow_unused=True)
         torch.cuda.synchronize(device)
 
-    fits = largest_that_fits(try_micro, -(-share // plan.accumulate))
+    try:
+        fits = largest_that_fits(try_micro, -(-share // plan.accumulate))
+    except Exception:
+        # The failure that is to be explained must not be replaced by one of the explanation's own.
+        return situation
     return Situation(share, plan.accumulate, fits, was_tried=True, has_batchnorm=has_batchnorm)

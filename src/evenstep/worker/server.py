@@ -9,17 +9,15 @@ import importlib
 import os
 import signal
 
-from evenstep.worker.lifeline import end_with
-
-LAUNCHER = "EVENSTEP_LAUNCHER"
-"""Set while the launcher starts its server: whose death is to be the server's."""
+from evenstep.worker.lifeline import HELD_BACK, LAUNCHER, end_with
 
 launcher = os.environ.pop(LAUNCHER, "")
 if launcher and os.getppid() == int(launcher):
     end_with(int(launcher))
-    # A cluster sends these to every process of a job; the ranks, which die with this one, are to save first.
-    for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP):
-        signal.signal(number, signal.SIG_IGN)
+    # A cluster sends the others to every process of a job: this one, with which the ranks die, is to outlive them, and
+    # what comes before a rank has begun is kept for it.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.pthread_sigmask(signal.SIG_BLOCK, HELD_BACK)
 
 ENGINE = "torch.distributed.elastic.multiprocessing.api"
 for module in ("torch", ENGINE, "multiprocessing.synchronize", "evenstep.worker.job", "evenstep.worker.main"):

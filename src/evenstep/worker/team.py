@@ -144,7 +144,6 @@ class Team:
         Of several models the first is trained, and the others are at hand, frozen: `backward(loss, (d, g), batch)`
         calls `loss((d, g), data)`.
         """
-        self.world.pulse.beat(FORWARD)
         models = _as_tuple(model)
         self._refuse_thawed(models[0])
         self._refuse_unfitted(models[0])
@@ -270,6 +269,7 @@ class Team:
     ) -> None:
         device = self.world.devices[place]
         with on(device):
+            self.world.pulse.beat(FORWARD)
             with self.precision.autocast(device):
                 amount = call(models, place, loss, piece.data)
             scaled = totals.take(amount, piece)

@@ -60,6 +60,7 @@ class World:
         """Sum `values` over all processes, in place; what is returned must be waited for."""
         if self.size == 1:
             return None
+        self.pulse.collective()
         work: dist.Work = dist.all_reduce(values, async_op=True)
         return work
 
@@ -67,6 +68,7 @@ class World:
         """`value` (anything JSON can hold) of every process, in the order of ranks, on every process."""
         if self.size == 1:
             return [value]
+        self.pulse.collective()
         mine = torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8)
         lengths = [torch.zeros(1, dtype=torch.int64) for _ in range(self.size)]
         dist.all_gather(lengths, torch.tensor([len(mine)]))

@@ -433,7 +433,7 @@ def test_a_stall_on_the_second_machine_is_explained_on_the_first(tmp_path: Path)
         (rank,) = [pid for pid in second.host.pids() if _name_of(pid) == "evenstep-rank1"]
         os.kill(rank, signal.SIGSTOP)
         for machine in (first, second):
-            assert_ends(machine, 124, 20, "rank 1, which is stopped (SIGSTOP) at step ", " on host1")
+            assert_ends(machine, 124, 20, "rank 1 is stopped (SIGSTOP) at step ", " on host1")
 
 
 def _name_of(pid: int) -> str:

@@ -125,3 +125,47 @@ def test_a_module_runs_as_python_m_would_and_its_exit_code_is_told(folder: Path)
     assert failed.returncode == 1
     assert "rank 0 ended with exit code 3" in failed.stderr
     assert workers_of(folder) == []
+
+
+def test_threads_of_a_script_are_waited_for() -> None:
+    Path("script.py").write_text(
+        "import time\nfrom concurrent.futures import ThreadPoolExecutor\n"
+        "def save():\n    time.sleep(0.5)\n    open('saved', 'w').close()\n"
+        "ThreadPoolExecutor().submit(save)\n"
+    )
+    assert evenstep("run", "script.py").returncode == 0
+    assert Path("saved").exists()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("strategy", ["single", "dp"])
+def test_a_task_of_this_process_alone_is_restarted_too(strategy: str) -> None:
+    Path("script.py").write_text(
+        TASK.replace(
+            "def fail():", "def fail():\n    if not os.path.exists('failed'):\n        open('failed', 'w').close()"
+        ).replace('    kind = os.environ["FAIL_KIND"]', "        os.kill(os.getpid(), signal.SIGKILL)\n    kind = ''")
+        + f"""
+import evenstep
+devices = 1 if "{strategy}" == "single" else 2
+record = evenstep.train(task(), strategy="{strategy}", devices=devices, restarts=1, checkpoint_every=2, progress=False)
+print(record.summary.steps, len(record.restarts))
+"""
+    )
+    done = python("script.py", FAIL_RANK="0")
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.split() == ["20", "1"]
+
+
+@pytest.mark.slow
+def test_a_script_that_waits_without_computing_is_explained_and_left_alone() -> None:
+    Path("script.py").write_text("import time\ntime.sleep(5)\nprint('done')\n")
+    code = (
+        "import evenstep.launcher.stall as stall\nstall.FIRST_SECONDS = 2.0\nfrom evenstep.__main__ import main\nmain()"
+    )
+    done = python("-c", code, "run", "script.py")
+    assert done.returncode == 0, done.stderr
+    assert done.stdout == "done\n"
+    assert "rank 0 was last seen script.py:2" in done.stderr
+    assert "left alone" in done.stderr
+    asked = evenstep("run", "--stall-after", "2", "script.py")
+    assert asked.returncode == 124

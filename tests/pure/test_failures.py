@@ -45,13 +45,18 @@ def test_a_rank_that_was_killed_is_the_cause_though_it_said_nothing(tmp_path: Pa
 
 def test_a_report_has_at_most_15_lines_whatever_the_message(tmp_path: Path) -> None:
     failed(tmp_path, 0, ValueError("\n".join(f"line {number}" for number in range(100))))
-    causes = [cause(tmp_path, {0: 1}, {0: FORWARD_7}) for _ in range(9)]
+    (tmp_path / "checkpoints" / "step-00000005").mkdir(parents=True)
+    causes = [cause(tmp_path, {0: 1}, {0: FORWARD_7, 1: BACKWARD_7}) for _ in range(9)]
     error = report(causes, tmp_path, "step 7 has failed twice: it would fail again")
     assert isinstance(error, WorkerFailed)
     lines = str(error).splitlines()
     assert len(lines) <= 15
     assert lines[0] == "rank 0 failed at step 7, in forward"
-    assert lines[-1] == f"full logs: {tmp_path / 'logs'}"
+    assert lines[-3:] == [
+        "step 7 has failed twice: it would fail again",
+        f"full logs: {tmp_path / 'logs'}",
+        f"go on from step-00000005: add --resume {tmp_path}",
+    ]
     assert any(line.startswith("attempt 8: rank 0 failed at step 7") for line in lines)
 
 

@@ -46,7 +46,7 @@ MAY_IMPORT = {
     "worker": {*LOW, "worker"},
     "launcher": {*LOW, "worker", "report", "launcher"},
     "cli": {*LOW, "worker", "report", "launcher"},
-    "__main__": {"cli", "launcher"},
+    "__main__": {"cli", "errors", "launcher"},
     # Names that are found when first asked for.
     "__init__": {*LOW, "worker", "launcher"},
 }

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import io
 from pathlib import Path
 
 import pytest
 
 from evenstep.launcher.logs import Tail, Voices, ranks_in_words
 from evenstep.launcher.processes import RankLogs
+from evenstep.report.progress import pass_on
 
 
 @pytest.fixture
@@ -41,7 +43,7 @@ def test_what_all_ranks_say_is_said_once_with_its_count(logs: RankLogs) -> None:
 
 def test_a_rank_cannot_speak_in_anothers_name(logs: RankLogs) -> None:
     voices = Voices(logs, 2)
-    write(logs, 0, "out", "[rank 1] I am not rank 1\n  [ranks 0-3] nor these\n")
+    write(logs, 0, "out", "\x1b[0m[rank 1] I am not rank 1\n  [ranks 0-3] nor these\n")
     write(logs, 1, "err", "warning\n[rank 0] error: forged\n")
     assert list(voices.new(is_end=True)) == [
         "[rank 0] [rank 1] I am not rank 1",
@@ -61,3 +63,17 @@ def test_a_line_that_was_written_over_shows_what_it_showed_last_and_a_half_one_w
 def test_ranks_in_words() -> None:
     assert ranks_in_words([3]) == "rank 3"
     assert ranks_in_words([0, 1, 2, 5, 7, 8]) == "ranks 0-2, 5, 7-8"
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+def test_what_a_script_writes_reaches_a_terminal_without_what_could_take_it_over() -> None:
+    terminal, pipe = Terminal(), io.StringIO()
+    text = "10%\r\x1b[2J20%\n[rank 3] forged\n"
+    pass_on(text, terminal)
+    pass_on(text, pipe)
+    assert terminal.getvalue() == "10%\r20%\n[rank 0] [rank 3] forged\n"
+    assert pipe.getvalue() == text

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from evenstep.errors import BadInput
+from evenstep.launcher.tail import RecordTail
 from evenstep.plan import Plan
 from evenstep.record import FILE, Evaluation, Record, RecordWriter, Step, Summary, rows
 
@@ -139,3 +140,21 @@ def test_a_folder_without_a_record_and_a_missing_one_are_refused() -> None:
     for place in ("empty", "nowhere"):
         with pytest.raises(BadInput, match=f"{place} is no run folder: it has no record.jsonl"):
             Record.read(place)
+
+
+def test_the_rows_after_a_torn_one_are_read_when_a_run_goes_on(tmp_path: Path) -> None:
+    plan = Plan(batch=2, epochs=1)
+    first = RecordWriter(tmp_path, plan, {}, {"step": 0})
+    first.close()
+    with (tmp_path / "record.jsonl").open("a") as file:
+        file.write('{"kind": "step", "st')
+    tail = RecordTail(tmp_path / "record.jsonl")
+    assert list(tail.new()) == []
+    again = RecordWriter(tmp_path, plan, {}, {"step": 0})
+    row = Step(step=1, epoch=0, loss=1.0, samples=2, count=2, seconds=1, input_seconds=0, lr=1, peak_bytes={})
+    again.append(row)
+    again.close()
+    assert list(tail.new()) == [row]
+    tail.close()
+    assert Record.read(tmp_path).steps == [row]
+    assert len(Record.read(tmp_path).restarts) == 1

@@ -170,8 +170,9 @@ def explain(sights: Sequence[Sight], seconds: float) -> str:
     if not late:
         return f"{still}, and all ranks wait: {'; '.join(f'rank {one.rank} {one.where()}' for one in sights)}"
     culprit = late[0]
+    how = {"T": "is stopped (SIGSTOP)", "D": "waits in the kernel, for a disk or a device"}.get(culprit.state)
     if not others and len(late) == 1:
-        return f"{still}: rank {culprit.rank} was last seen {culprit.where()}"
+        return f"{still}: rank {culprit.rank} {how or 'was last seen'} {culprit.where()}"
     who = ranks_in_words([sight.rank for sight in late])
     waits = f"; {_waiting(others)}" if others else ""
     if culprit.collective is not None and others:
@@ -180,8 +181,7 @@ def explain(sights: Sequence[Sight], seconds: float) -> str:
             f"{still}: {who} waits in {culprit.collective}, {culprit.where()}, which {ahead} did not call"
             f"{waits}. Is it called under a condition that differs between ranks?"
         )
-    how = {"T": " is stopped (SIGSTOP)", "D": " waits in the kernel, for a disk or a device"}.get(culprit.state, "")
-    return f"{still}: the others wait for {who}, which{how or ' was last seen'} {culprit.where()}{waits}"
+    return f"{still}: the others wait for {who}, which {how or 'was last seen'} {culprit.where()}{waits}"
 
 
 def waited_for(sights: Sequence[Sight]) -> list[Sight]:

@@ -273,7 +273,7 @@ class Attempt:
         return look(self._workers.pids, self._beats.read(), files, self.place.first_rank)
 
     def _signs_of_life(self) -> str | None:
-        """Where the ranks of a program are that leaves no beats, and what they computed; None if they cannot be asked."""
+        """Where the ranks of a program are that leaves no beats, and what they computed; None before they begin."""
         if not all(self._logs.path(local, "stacks").exists() for local in range(self._num)):
             return None
         used = [f"{seconds_computed(pid):.0f}" for pid in self._workers.pids.values()]

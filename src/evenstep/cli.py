@@ -194,20 +194,18 @@ def run(
     fresh: Annotated[
         bool, typer.Option("--fresh", help="Start each process anew: for a script that sets torch's environment.")
     ] = False,
+    machines: Annotated[
+        str | None, typer.Option(help="How many machines, such as 2, or the least and the most, such as 2:4.")
+    ] = None,
+    rendezvous: Annotated[
+        str | None, typer.Option(metavar="HOST:PORT", help="The first machine, and a free port on it.")
+    ] = None,
 ) -> None:
     """Run a script as several processes, as torchrun would; all that follows the script is the script's."""
-    from evenstep.launcher.script import run_script
+    from evenstep.launcher.script import Script, run_script
 
     arguments = context.args[1:] if context.args[:1] == ["--"] else context.args
-    run_script(
-        script,
-        arguments,
-        devices,
-        is_module=module,
-        is_fresh=fresh,
-        restarts=restarts,
-        stall_after=stall_after,
-    )
+    run_script(Script(script, tuple(arguments), devices, module, fresh, restarts, stall_after, machines, rendezvous))
 
 
 @app.command(epilog=AUDIT_EXAMPLES)

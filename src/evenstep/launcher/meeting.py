@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import shutil
 import tempfile
+import uuid
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
@@ -118,3 +119,18 @@ class OneMachine:
 
     def close(self) -> None:
         self._stack.close()
+
+
+def torchrun_environment(address: str, port: int, size: int, restarts: int) -> dict[str, str]:
+    """What torchrun sets beside the ranks."""
+    return {
+        "MASTER_ADDR": address,
+        "MASTER_PORT": str(port),
+        # The launcher holds the store, so that no other program can take its port. A process alone may be a script
+        # that starts others by itself: its first one must hold it.
+        "TORCHELASTIC_USE_AGENT_STORE": str(size > 1),
+        "TORCHELASTIC_RUN_ID": uuid.uuid4().hex,
+        "TORCHELASTIC_SIGNALS_TO_HANDLE": "SIGTERM,SIGINT,SIGHUP,SIGQUIT",
+        "TORCHELASTIC_MAX_RESTARTS": str(restarts),
+        "TORCH_NCCL_ASYNC_ERROR_HANDLING": "1",
+    }

@@ -4,22 +4,23 @@ from __future__ import annotations
 
 import ast
 import datetime
+import json
 import pickle
 import re
 import tempfile
-import uuid
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from evenstep.errors import PlanError, WorkerFailed
-from evenstep.launcher.meeting import OneMachine, Place
+from evenstep.launcher.meeting import Meeting, OneMachine, Place, torchrun_environment
 from evenstep.launcher.processes import python
+from evenstep.launcher.slurm import find_slurm
 from evenstep.launcher.stores import LOOPBACK, free_port, open_store
 from evenstep.launcher.supervise import Launch, Supervisor
 from evenstep.launcher.train import refuse_fork_after_cuda
-from evenstep.plan import check_patience
+from evenstep.plan import check_patience, parse_address, parse_machines
 from evenstep.report.progress import Progress
 from evenstep.worker.machine import share_threads
 from evenstep.worker.main import Orders
@@ -45,49 +46,67 @@ class TorchrunMachine(OneMachine):
         return replace(place, environment=torchrun_environment(LOOPBACK, port, num, self._restarts))
 
 
-def torchrun_environment(address: str, port: int, size: int, restarts: int) -> dict[str, str]:
-    """What torchrun sets beside the ranks."""
-    return {
-        "MASTER_ADDR": address,
-        "MASTER_PORT": str(port),
-        # The launcher holds the store, so that no other program can take its port. A process alone may be a script
-        # that starts others by itself: its first one must hold it.
-        "TORCHELASTIC_USE_AGENT_STORE": str(size > 1),
-        "TORCHELASTIC_RUN_ID": uuid.uuid4().hex,
-        "TORCHELASTIC_SIGNALS_TO_HANDLE": "SIGTERM,SIGINT,SIGHUP,SIGQUIT",
-        "TORCHELASTIC_MAX_RESTARTS": str(restarts),
-        "TORCH_NCCL_ASYNC_ERROR_HANDLING": "1",
-    }
+@dataclass(frozen=True)
+class Script:
+    """A script or a module of the user's, and how it is to be run."""
+
+    name: str
+    arguments: tuple[str, ...] = ()
+    num: int = 1
+    """Processes on this machine."""
+    is_module: bool = False
+    is_fresh: bool = False
+    """Whether every process is started anew, and not copied from the fork server."""
+    restarts: int = 0
+    stall_after: float | None = None
+    machines: str | None = None
+    rendezvous: str | None = None
+
+    def program(self) -> Program:
+        """What each process runs."""
+        flag = None if self.is_module else old_flag(Path(self.name).read_text(errors="replace"), self.arguments)
+        return Program(self.name, self.arguments, self.is_module, flag)
 
 
-def run_script(
-    script: str,
-    arguments: Sequence[str],
-    num: int,
-    *,
-    is_module: bool = False,
-    is_fresh: bool = False,
-    restarts: int = 0,
-    stall_after: float | None = None,
-) -> None:
+def run_script(script: Script) -> None:
     """Rank 0 speaks, others warn; what all of them print is in a folder below runs/."""
-    if not is_module and not Path(script).is_file():
-        raise PlanError(f"no file {script}; give the script first, then its own arguments")
-    _check(num, restarts, stall_after)
-    flag = None if is_module else old_flag(Path(script).read_text(errors="replace"), arguments)
-    program = Program(script, tuple(arguments), is_module, flag)
+    if not script.is_module and not Path(script.name).is_file():
+        raise PlanError(f"no file {script.name}; give the script first, then its own arguments")
+    _check(script.num, script.restarts, script.stall_after)
+    program = script.program()
+    meeting = _meeting(script)
     launch = Launch(
-        _folder(script if is_module else Path(script).stem),
-        num,
-        python("-m", "evenstep.worker.program")[0] if is_fresh else run_program,
-        lambda orders: _fresh(orders, program) if is_fresh else (orders.logs, program),
-        "program" if is_fresh else "server",
-        restarts=restarts,
-        stall_after=stall_after,
-        environment={"OMP_NUM_THREADS": str(share_threads(None, ["cpu"] * num))},
+        _folder(script.name if script.is_module else Path(script.name).stem),
+        script.num,
+        python()[0] if script.is_fresh else run_program,
+        lambda orders: _fresh(orders, program) if script.is_fresh else (orders.logs, program),
+        "program" if script.is_fresh else "server",
+        restarts=script.restarts,
+        stall_after=script.stall_after,
+        environment={"OMP_NUM_THREADS": str(share_threads(None, ["cpu"] * script.num))},
         is_program=True,
     )
-    _watch(Supervisor(launch, TorchrunMachine(restarts)))
+    _watch(Supervisor(launch, meeting))
+
+
+def _meeting(script: Script) -> Meeting:
+    """This machine alone; or with others, by the command or by Slurm's environment."""
+    slurm = find_slurm()
+    machines, rendezvous, is_head = script.machines, script.rendezvous, None
+    if slurm is not None and slurm.is_spread and machines is None:
+        machines, rendezvous, is_head = str(slurm.num_tasks), slurm.rendezvous, slurm.task == 0
+    if (machines is None) != (rendezvous is None):
+        raise PlanError("--machines and --rendezvous go together: --machines 2:4 --rendezvous head:29400")
+    if machines is None or rendezvous is None:
+        return TorchrunMachine(script.restarts)
+    from evenstep.launcher.torchrun_machines import TorchrunMachines  # what it imports is not needed on one machine
+
+    common = json.dumps(["run", script.name, script.arguments])
+    meeting = TorchrunMachines(parse_address(rendezvous), parse_machines(machines), common, is_head)
+    meeting.restarts = script.restarts
+    if slurm is not None and slurm.is_spread:
+        meeting.num_before, meeting.num_here = slurm.local * script.num, slurm.num_local * script.num
+    return meeting
 
 
 def launch(

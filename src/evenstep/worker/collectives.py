@@ -51,7 +51,7 @@ def _compared(name: str, collective: Callable[..., Any], tell: Callable[[str], l
 
 def _tell(world: World, gather: Callable[..., Any], group: Any, text: str) -> list[str]:
     mine = torch.zeros(LONGEST, dtype=torch.uint8)
-    data = text.encode()[-LONGEST:]
+    data = text.encode()[:LONGEST]
     mine[: len(data)] = torch.frombuffer(bytearray(data), dtype=torch.uint8)
     every = [torch.empty_like(mine) for _ in range(world.size)]
     gather(every, mine, group=group)
@@ -73,4 +73,5 @@ def _users_line() -> str:
     while frame.f_back is not None and not is_users(frame.f_code.co_filename):
         frame = frame.f_back
     is_found = is_users(frame.f_code.co_filename)
-    return f"{frame.f_code.co_filename}:{frame.f_lineno}" if is_found else "evenstep's own line"
+    # The end of a long path is what tells files apart, and the message has room for so much.
+    return f"{frame.f_code.co_filename[-LONGEST // 2 :]}:{frame.f_lineno}" if is_found else "evenstep's own line"

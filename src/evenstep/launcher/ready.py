@@ -41,16 +41,24 @@ def get_ready(source: Source, choices: Mapping[str, Any]) -> Ready:
         raise PlanError("--requeue is for jobs of Slurm, and this is none; --restarts goes on after a crash")
     if chosen.get("machines") is None:
         return Ready(_again(source, chosen, slurm) or prepare(source, chosen), OneMachine(), slurm=slurm)
-    return _with_machines(source, chosen, slurm)
+    return _with_machines(source, chosen, slurm, _in_common(source, choices, slurm))
 
 
-def _with_machines(source: Source, chosen: dict[str, Any], slurm: Slurm | None) -> Ready:
+def _in_common(source: Source, choices: Mapping[str, Any], slurm: Slurm | None) -> str:
+    """What tells one run from another, and is the same on all machines of one: the command, and the job.
+
+    Not what was derived from them: the name of the run depends on which folders there are already.
+    """
+    given = {name: str(value) for name, value in sorted(choices.items()) if value is not None and name not in OWN}
+    return json.dumps([str(source), given, [slurm.job, slurm.step] if slurm else None])
+
+
+def _with_machines(source: Source, chosen: dict[str, Any], slurm: Slurm | None, common: str) -> Ready:
     from evenstep.launcher.machines import Machines  # what it imports is not needed on one machine
 
     address, machines = _checked(chosen)
-    common = {name: str(value) for name, value in sorted(chosen.items()) if value is not None and name not in OWN}
     is_head = slurm.task == 0 if slurm is not None and slurm.is_spread else None
-    meeting = Machines(address, machines, json.dumps([str(source), common]), is_head)
+    meeting = Machines(address, machines, common, is_head)
     try:
         if not meeting.is_head:
             return Ready(go_on(meeting.read_plan(), source, chosen), meeting, is_first=False, slurm=slurm)

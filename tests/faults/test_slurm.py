@@ -72,6 +72,13 @@ def test_four_tasks_of_one_machine_train_one_run(cluster: Cluster) -> None:
     assert record.summary.audit["repeated"] == 0
 
 
+def test_a_task_that_comes_late_to_a_folder_that_is_there_already_is_no_other_run(cluster: Cluster) -> None:
+    """The name of a run is derived from which folders exist, and the first task makes one."""
+    late = f"[ $SLURM_PROCID = 0 ] || until [ -d runs ]; do sleep 0.1; done; exec {EVENSTEP} train my_task.py"
+    cluster.run("srun", "-n2", "sh", "-c", f"{late} --strategy ddp", timeout_seconds=60)
+    assert Record.read(the_run()).summary.steps == 20
+
+
 def test_a_single_task_is_a_plain_run(cluster: Cluster) -> None:
     said = srun(cluster, 1, "train", "my_task.py")
     assert "machines" not in said

@@ -46,6 +46,9 @@ def train(task: str | TaskFunction | Task, *, progress: bool = True, **choices: 
         return watch(get_ready(task, choices), progress)
 
 
+ELSEWHERE = "what was saved is on the first machine"
+
+
 def watch(ready: Ready, progress: bool, is_command: bool = False) -> Record:
     """Carry the plan out, show how it goes, and read back what it wrote.
 
@@ -59,14 +62,14 @@ def watch(ready: Ready, progress: bool, is_command: bool = False) -> Record:
             for event in run(ready, is_command):
                 shown.show(event)
         except KeyboardInterrupt:
-            shown.say(stopped_where(prepared.folder))
+            shown.say(stopped_where(prepared.folder) if ready.is_first else f"stopped; {ELSEWHERE}")
             raise
         except Preempted as error:
             if ready.slurm is not None and prepared.plan.requeue and ready.is_first:
                 shown.say(ready.slurm.requeue())
             is_saved = bool(checkpoint.whole(prepared.folder / checkpoint.FOLDER))
-            how = f"; go on with --resume {prepared.folder}" if is_saved else "; nothing was saved yet"
-            raise Preempted(f"{error}{how}") from None
+            how = f"go on with --resume {prepared.folder}" if is_saved else "nothing was saved yet"
+            raise Preempted(f"{error}; {how if ready.is_first else ELSEWHERE}") from None
     # The Record is where rank 0 was, which may be on another machine.
     return Record.read(prepared.folder) if ready.is_first else Record(prepared.plan)
 

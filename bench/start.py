@@ -30,7 +30,7 @@ from pathlib import Path
 import harness
 import psutil
 
-ROUNDS = 6
+ROUNDS = 4
 RANKS = (2, 4)
 START_STEPS = 3
 RECOVERY_STEPS = 10

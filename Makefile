@@ -37,6 +37,7 @@ check: $(STAMP)
 bench: $(STAMP)
 	$(BIN)/python bench/step_cost.py
 	$(BIN)/python bench/input.py
+	$(BIN)/python bench/start.py
 
 clean:
 	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -101,7 +101,7 @@ def _meeting(script: Script) -> Meeting:
         return TorchrunMachine(script.restarts)
     from evenstep.launcher.torchrun_machines import TorchrunMachines  # what it imports is not needed on one machine
 
-    common = json.dumps(["run", script.name, script.arguments])
+    common = json.dumps(["run", script.name, script.arguments, [slurm.job, slurm.step] if slurm else None])
     meeting = TorchrunMachines(parse_address(rendezvous), parse_machines(machines), common, is_head)
     meeting.restarts = script.restarts
     if slurm is not None and slurm.is_spread:

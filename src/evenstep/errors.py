@@ -7,6 +7,7 @@
     │   └── CheckpointError     the checkpoint: not one, damaged, from another model or a newer version
     ├── TrainingError           exit 1: it started and could not go on
     │   ├── NonFiniteLoss       the loss became NaN or infinite; all ranks stopped before the weights were touched
+    │   ├── SaveFailed          a checkpoint could not be written; those before it are as they were
     │   ├── WorkerFailed        a worker process failed; the message holds the first cause
     │   └── Stalled             exit 124: nothing moved any more; the message names who the others waited for
     └── Preempted               exit 75: asked to stop by SIGTERM or SIGUSR1, and saved
@@ -48,6 +49,12 @@ class TrainingError(EvenstepError):
 
 class NonFiniteLoss(TrainingError):
     """The loss is NaN or infinite; the weights are those of the step before."""
+
+    is_final = True
+
+
+class SaveFailed(TrainingError):
+    """A checkpoint could not be written: a disk that is full is full for the next attempt, too."""
 
     is_final = True
 

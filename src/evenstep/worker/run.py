@@ -16,7 +16,7 @@ from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 import evenstep
 from evenstep import checkpoint
 from evenstep.draws import stream
-from evenstep.errors import CheckpointError, TaskError, TrainingError
+from evenstep.errors import CheckpointError, SaveFailed, TaskError
 from evenstep.order import order_name
 from evenstep.seeding import host_state, restore_host_state, seed_everything
 from evenstep.worker.loader import Loader
@@ -110,7 +110,7 @@ class Run:
         """Raise on all ranks if any of them has a problem."""
         problems = self.team.world.agree(problem)
         if problems:
-            raise TrainingError(
+            raise SaveFailed(
                 f"the checkpoint of step {self.step} could not be written ({problems[0]}).\n"
                 f"Earlier checkpoints in {folder} were not touched: mend the cause, then go on from there."
             )

@@ -38,6 +38,7 @@ bench: $(STAMP)
 	$(BIN)/python bench/step_cost.py
 	$(BIN)/python bench/input.py
 	$(BIN)/python bench/start.py
+	$(BIN)/python bench/replicas.py
 
 clean:
 	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache .hypothesis

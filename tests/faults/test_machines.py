@@ -347,10 +347,11 @@ def test_a_rank_whose_link_is_slow_is_named_with_the_reason(tmp_path: Path) -> N
         assert said.endswith("(network)")
 
 
+@pytest.mark.timeout(600)
 def test_clean_runs_raise_no_alarm(tmp_path: Path) -> None:
     """Fault 24."""
     with machines(tmp_path, 2) as (first, second):
-        for number in range(5):
+        for number in range(20):
             for machine in (first, second):
                 machine.train(first, "2", "--steps", "32", "--name", f"clean{number}")
             assert_ends(first, 0, 60)

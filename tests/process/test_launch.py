@@ -129,6 +129,7 @@ def test_ctrl_c_stops_cleanly_and_says_how_to_go_on(task_file: Path) -> None:
 
 def test_workers_do_not_outlive_a_killed_launcher(task_file: Path) -> None:
     process = start_slow_run()
+    assert len(workers_of(task_file.parent)) == 2
     process.kill()
     process.communicate(timeout=20)
     wait_until(lambda: workers_of(task_file.parent) == [], seconds=5)

@@ -78,4 +78,8 @@ def test_what_training_changes_on_its_own_is_let_be() -> None:
 
 
 def test_alone_there_is_nothing_to_compare() -> None:
-    ReplicaCheck(World(0, 1, (torch.device("cpu"),)), nn.Linear(2, 2)).compare(1)
+    model = nn.Linear(2, 2)
+    check = ReplicaCheck(World(0, 1, (torch.device("cpu"),)), model)
+    with torch.no_grad():
+        model.weight += 1
+    assert check.compare(1) is None

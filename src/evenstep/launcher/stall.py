@@ -255,7 +255,7 @@ def _frames(text: str) -> list[Frame]:
 
 
 def stacks(sights: Sequence[Sight]) -> list[str]:
-    """The stacks of all ranks, the innermost line first; what they have in common with no line of the user's is cut."""
+    """The innermost lines of every rank's stack; all of them are in its log."""
     lines = []
     for sight in sights:
         after = f", after {sight.beat.collectives} collectives" if sight.beat.collectives else ""

@@ -121,7 +121,7 @@ class Supervisor:
                 assert attempt.cause is not None
                 self.causes.append(attempt.cause)
                 resume, said = self._find()
-                yield from self._before_restart(resume, said)
+                yield from self._before_restart(_from_where(resume, place), said)
                 continue
             resume = self._newest()
 
@@ -140,7 +140,7 @@ class Supervisor:
         newest = self._newest()
         raise Preempted(f"asked to stop: saved {Path(newest).name}" if newest else "asked to stop")
 
-    def _before_restart(self, newest: str | None, said: Sequence[str]) -> Iterator[str]:
+    def _before_restart(self, where: str, said: Sequence[str]) -> Iterator[str]:
         """Say why and wait; raise if another attempt would not help."""
         allowed = self.launch.restarts
         last = self.causes[-1]
@@ -157,9 +157,8 @@ class Supervisor:
         pause = 0.0 if last.is_loss else self._pause(counted)
         yield from last.lines()
         yield from said
-        where = f"from {Path(newest).name}" if newest else "from the beginning"
         wait = f", in {pause:.0f} s" if pause else ""
-        yield f"going on {where}" if last.is_loss else f"restart {len(counted)} of {allowed}, {where}{wait}"
+        yield f"going on{where}" if last.is_loss else f"restart {len(counted)} of {allowed},{where}{wait}"
         deadline = time.monotonic() + pause
         while time.monotonic() < deadline and self.asked.number is None:
             time.sleep(0.05)
@@ -301,6 +300,13 @@ class Attempt:
         beats: Mapping[int, Beat] = {first + local: beat for local, beat in enumerate(self._beats.read())}
         failed = {first + local: code for local, code in self._workers.failed.items()}
         return cause(self._logs.folder, failed, beats, memory.evidence(), self._live)
+
+
+def _from_where(newest: str | None, place: Place) -> str:
+    """The checkpoints are the first machine's; the others are told when they meet again."""
+    if place.machine:
+        return " from where the first machine says"
+    return f" from {Path(newest).name}" if newest else " from the beginning"
 
 
 def _free_logs(folder: Path, first_rank: int) -> Path:

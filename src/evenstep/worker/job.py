@@ -50,8 +50,8 @@ Event = Step | Evaluation | Summary | str
 def perform(plan: Plan, task: Task, run_folder: Path, *more_signals: signal.Signals) -> Iterator[Event]:
     """Run the plan in this process (one of several, or alone), yielding what happens; rank 0 writes the Record.
 
-    In a folder that has a Record already, the run goes on in it. SIGTERM and SIGUSR1, and `more_signals`, ask it to
-    stop: at a step that all processes agree on it saves, and raises Preempted.
+    In a folder that has a Record already, the run goes on in it. SIGTERM, SIGUSR1 and SIGHUP, and `more_signals`, ask
+    it to stop: at a step that all processes agree on it saves, and raises Preempted.
     """
     set_up_torch(plan)
     team = join(plan.strategy, plan.devices, plan.precision, plan.seed)

@@ -30,11 +30,13 @@ def room(error: BaseException, run: Run, task: Task, plan: Plan) -> Situation:
         return situation
     for weight in weights:
         weight.grad = None
-    data = next(iter(run.loader)).micro_batches[0][0].data
     device = run.team.world.device
+    batches: list[Any] = []
 
     def try_micro(num: int) -> None:
-        fewer: Any = to_device(data, lambda tensor: tensor[:num].to(device))
+        if not batches:
+            batches.append(next(iter(run.loader)).micro_batches[0][0].data)
+        fewer: Any = to_device(batches[0], lambda tensor: tensor[:num].to(device))
         with run.team.precision.autocast(device):
             loss = task.loss(module, fewer)
         # Not backward(): that would wake up the engines that wait for other ranks.

@@ -36,6 +36,13 @@ app = typer.Typer(
 checkpoint_app = typer.Typer(help="Look into checkpoints.", no_args_is_help=True)
 app.add_typer(checkpoint_app, name="checkpoint")
 
+MachinesOption = Annotated[
+    str | None, typer.Option(help="How many machines, such as 2, or the least and the most, such as 2:4.")
+]
+RendezvousOption = Annotated[
+    str | None, typer.Option(metavar="HOST:PORT", help="The first machine, and a free port on it.")
+]
+
 TRAIN_EXAMPLES = """
 [bold]Examples[/bold]
 
@@ -131,12 +138,8 @@ def train(
     check_collectives: Annotated[
         bool | None, typer.Option("--check-collectives", help="Compare every collective between ranks; slow.")
     ] = None,
-    machines: Annotated[
-        str | None, typer.Option(help="How many machines, such as 2, or the least and the most, such as 2:4.")
-    ] = None,
-    rendezvous: Annotated[
-        str | None, typer.Option(metavar="HOST:PORT", help="The first machine, and a free port on it.")
-    ] = None,
+    machines: MachinesOption = None,
+    rendezvous: RendezvousOption = None,
     requeue: Annotated[
         bool | None, typer.Option("--requeue", help="Under Slurm: when asked to stop, save and queue again.")
     ] = None,
@@ -194,12 +197,8 @@ def run(
     fresh: Annotated[
         bool, typer.Option("--fresh", help="Start each process anew: for a script that sets torch's environment.")
     ] = False,
-    machines: Annotated[
-        str | None, typer.Option(help="How many machines, such as 2, or the least and the most, such as 2:4.")
-    ] = None,
-    rendezvous: Annotated[
-        str | None, typer.Option(metavar="HOST:PORT", help="The first machine, and a free port on it.")
-    ] = None,
+    machines: MachinesOption = None,
+    rendezvous: RendezvousOption = None,
 ) -> None:
     """Run a script as several processes, as torchrun would; all that follows the script is the script's."""
     from evenstep.launcher.script import Script, run_script

@@ -1,14 +1,15 @@
-"""What a run that was never disturbed has learned."""
+"""What a run that was never disturbed has learned, and a Slurm to run under."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 
 from tests.faults.runs import train, weights
+from tests.faults.slurm_cluster import Cluster, slurm, why_no_slurm
 
 
 @pytest.fixture(scope="session")
@@ -30,3 +31,12 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., bytes
         return known[key]
 
     return learned
+
+
+@pytest.fixture(scope="module")
+def cluster() -> Iterator[Cluster]:
+    """A real one, for the tests of one file."""
+    if missing := why_no_slurm():
+        pytest.skip(missing)
+    with slurm() as running:
+        yield running

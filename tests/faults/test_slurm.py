@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import shlex
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -13,21 +12,13 @@ from safetensors.torch import load_file
 
 from evenstep.audit import audit
 from evenstep.record import Record
-from tests.faults.slurm_cluster import Cluster, slurm, why_no_slurm
+from tests.faults.slurm_cluster import Cluster
 from tests.faults.test_machines import TASK, wait_until
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(180)]
 
 EVENSTEP = f"{shlex.quote(sys.executable)} -m evenstep"
 GOES_ON = "--strategy ddp --epochs 5 --audit --requeue"
-
-
-@pytest.fixture(scope="module")
-def cluster() -> Iterator[Cluster]:
-    if missing := why_no_slurm():
-        pytest.skip(missing)
-    with slurm() as running:
-        yield running
 
 
 @pytest.fixture(autouse=True)

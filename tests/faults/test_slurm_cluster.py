@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Iterator
 
 import psutil
 import pytest
@@ -23,14 +22,6 @@ signal.signal(signal.SIGTERM, lambda *_: (say("got TERM"), os._exit(0)))
 say("is up")
 time.sleep(60)
 '"""
-
-
-@pytest.fixture(scope="module")
-def cluster() -> Iterator[Cluster]:
-    if missing := why_no_slurm():
-        pytest.skip(missing)
-    with slurm() as running:
-        yield running
 
 
 @pytest.mark.parametrize("num_tasks", [2, 4])

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from evenstep.launcher.stall import Frame, Sight, StallWatch, explain, main_thread, waited_for
+from evenstep.launcher.stall import Frame, Sight, StallWatch, explain, main_thread, stacks, waited_for
 from evenstep.worker.pulse import BACKWARD, COMPARING, FORWARD, INPUT, LOADING, SAVING, Beat, make_beats, open_pulse
 
 USERS = Frame("/home/me/my_task.py", 12, "loss")
@@ -48,6 +48,12 @@ def test_of_ranks_that_are_equally_far_the_busy_one_is_waited_for() -> None:
 def test_if_all_of_them_wait_each_is_shown() -> None:
     said = explain([sight(0, 7, BACKWARD, ENGINE), sight(1, 7, BACKWARD, ENGINE)], 3)
     assert "all ranks wait: rank 0 at step 7, in backward; rank 1 at step 7, in backward" in said
+
+
+def test_the_users_own_line_is_shown_however_deep_the_library_is() -> None:
+    said = stacks([sight(0, 7, FORWARD, *[ENGINE] * 20, USERS, ENGINE)])
+    assert len(said) == 7
+    assert said[-1].endswith("my_task.py:12 in loss")
 
 
 def test_the_main_thread_is_the_last_of_a_dump() -> None:
@@ -114,10 +120,10 @@ def test_loading_and_saving_may_take_longer(tmp_path: Path, clock: list[float], 
 
 
 def test_programs_that_leave_no_beats_are_judged_by_their_stacks(tmp_path: Path, clock: list[float]) -> None:
-    stacks = ["one"]
-    watch = StallWatch(make_beats(tmp_path / "beats", 1), 5.0, lambda: stacks[0])
+    places = ["one"]
+    watch = StallWatch(make_beats(tmp_path / "beats", 1), 5.0, lambda: places[0])
     assert watch.seconds_still() is None
     assert watched_until(4.5, clock, watch) is None
-    stacks[0] = "another"
+    places[0] = "another"
     assert watched_until(9.5, clock, watch) is None
     assert watched_until(10.5, clock, watch) == pytest.approx(5.5)

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import signal
-import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from types import FrameType
 
-from evenstep.worker.requests import is_ignored
+from evenstep.worker.requests import SIGNALS, taken_by
 
 
 class Heeded(Exception):
@@ -22,19 +21,9 @@ class Asked:
         self.number: int | None = None
         self._is_idle = False
 
-    @contextmanager
-    def listening(self) -> Iterator[None]:
+    def listening(self) -> AbstractContextManager[None]:
         """Take them, for as long as a run goes on."""
-        if threading.current_thread() is not threading.main_thread():
-            yield
-            return
-        numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP)
-        before = {number: signal.signal(number, self._take) for number in numbers if not is_ignored(number)}
-        try:
-            yield
-        finally:
-            for number, handler in before.items():
-                signal.signal(number, handler)
+        return taken_by(self._take, (signal.SIGINT, *SIGNALS))
 
     def _take(self, number: int, frame: FrameType | None) -> None:
         # Not so a second SIGTERM: Slurm sends two of them within a tenth of a second.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import logging
 import os
 import signal
@@ -179,6 +180,15 @@ def send(pid: int, number: int) -> None:
     """Send a signal to a process, if it is still there."""
     with suppress(ProcessLookupError):
         os.kill(pid, number)
+
+
+def send_to_main_thread(pid: int, number: int) -> None:
+    """Send a signal that no other thread of the process may take, where the C library can (Linux)."""
+    tgkill = getattr(ctypes.CDLL(None), "tgkill", None)
+    if tgkill is None:
+        send(pid, number)
+    else:
+        tgkill(pid, pid, number)
 
 
 def python(*arguments: str) -> tuple[str, tuple[str, ...]]:

@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from evenstep.launcher.logs import ranks_in_words
-from evenstep.launcher.processes import send
+from evenstep.launcher.processes import send, send_to_main_thread
 from evenstep.task import is_users
 from evenstep.worker.pulse import BACKWARD, Beat, Beats
 from evenstep.worker.pulse import UNTIMED as UNTIMED_PHASES
@@ -211,10 +211,13 @@ def look(pids: Mapping[int, int], beats: Sequence[Beat], files: Mapping[int, Pat
     sizes = {local: _size(files[local]) for local in pids}
     stopped = [local for local in pids if states[local] in "Tt"]
     awake = [local for local in pids if local not in stopped]
-    _tell(pids, [local for local, pid in pids.items() if _takes_signal(pid)], STACKS_SIGNAL)
+    for local, pid in pids.items():
+        if _takes_signal(pid):
+            send_to_main_thread(pids[local], STACKS_SIGNAL)
     _wait_for_dumps({files[local]: sizes[local] for local in awake})
     if stopped:
-        # They wake up in the handler, before they do anything else. With the others held they cannot go on training.
+        # Their main threads wake up in the handler, before they do anything else; another thread would write while the
+        # main one goes on. With the others held they cannot go on training.
         _tell(pids, awake, signal.SIGSTOP)
         _tell(pids, stopped, signal.SIGCONT)
         _wait_for_dumps({files[local]: sizes[local] for local in stopped})
@@ -232,11 +235,15 @@ def _tell(pids: Mapping[int, int], who: Iterable[int], number: int) -> None:
 
 
 def _wait_for_dumps(sizes: Mapping[Path, int]) -> None:
-    """Until every file has grown and had a moment to be finished; a process may be unable to answer."""
+    """Until every file has grown and grows no more; a process may be unable to answer."""
     deadline = time.monotonic() + _DUMP_SECONDS
-    while time.monotonic() < deadline and any(_size(file) == size for file, size in sizes.items()):
-        time.sleep(0.02)
-    time.sleep(0.05)
+    before: dict[Path, int] = {}
+    while time.monotonic() < deadline:
+        time.sleep(0.05)
+        now = {file: _size(file) for file in sizes}
+        if now == before and all(now[file] > size for file, size in sizes.items()):
+            return
+        before = now
 
 
 def main_thread(dump: str) -> list[Frame]:
@@ -255,12 +262,15 @@ def _frames(text: str) -> list[Frame]:
 
 
 def stacks(sights: Sequence[Sight]) -> list[str]:
-    """The innermost lines of every rank's stack; all of them are in its log."""
+    """The innermost lines of every rank's stack and the user's own; all of them are in its log."""
     lines = []
     for sight in sights:
         after = f", after {sight.beat.collectives} collectives" if sight.beat.collectives else ""
         lines.append(f"rank {sight.rank} {sight.where()}{after}:")
-        lines += [f"    {frame}" for frame in sight.frames[:SHOWN_FRAMES]] or ["    (it gave no stack)"]
+        shown = sight.frames[:SHOWN_FRAMES]
+        if sight.users_frame and sight.users_frame not in shown:
+            shown = [*shown[:-1], sight.users_frame]
+        lines += [f"    {frame}" for frame in shown] or ["    (it gave no stack)"]
     return lines
 
 

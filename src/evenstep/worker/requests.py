@@ -10,8 +10,8 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from types import FrameType
 
 from evenstep.worker.lifeline import take_signals
@@ -28,6 +28,20 @@ MOST_OF_THE_TIME = 50
 def is_ignored(number: int) -> bool:
     """Whether a signal is to be left alone, as `nohup` asks with SIGHUP, and a shell with Ctrl-C behind its back."""
     return signal.getsignal(number) == signal.SIG_IGN
+
+
+@contextmanager
+def taken_by(take: Callable[[int, FrameType | None], None], numbers: Iterable[signal.Signals]) -> Iterator[None]:
+    """Have `take` handle these signals for a while; nothing in a thread, where Python hears none."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = {number: signal.signal(number, take) for number in numbers if not is_ignored(number)}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 _asked_early = False
@@ -76,18 +90,9 @@ class Requests:
         self.stop = total >= _STOP
         self.save = total % _STOP > 0
 
-    @contextmanager
-    def listening(self, *numbers: signal.Signals) -> Iterator[None]:
+    def listening(self, *numbers: signal.Signals) -> AbstractContextManager[None]:
         """Take these signals as a wish to stop; a second Ctrl-C is not waited with."""
-        if threading.current_thread() is not threading.main_thread():
-            yield
-            return
-        before = {number: signal.signal(number, self._take) for number in numbers if not is_ignored(number)}
-        try:
-            yield
-        finally:
-            for number, handler in before.items():
-                signal.signal(number, handler)
+        return taken_by(self._take, numbers)
 
     def _take(self, number: int, frame: FrameType | None) -> None:
         if number == signal.SIGINT:

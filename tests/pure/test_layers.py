@@ -45,7 +45,7 @@ MAY_IMPORT = {
     "report": {*LOW, "report"},
     "worker": {*LOW, "worker"},
     "launcher": {*LOW, "worker", "report", "launcher"},
-    "cli": {*LOW, "worker", "report", "launcher"},
+    "cli": {*LOW, "worker", "report", "launcher", "cli"},
     "__main__": {"cli", "errors", "launcher"},
     # Names that are found when first asked for.
     "__init__": {*LOW, "worker", "launcher"},

@@ -1,0 +1,50 @@
+"""The command `evenstep`: argv to one call. torch is imported inside commands, so that help is instant."""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+import typer
+from rich.console import Console
+
+from evenstep.cli import look, train  # noqa: F401  (their commands are found in `app`)
+from evenstep.cli.app import app
+from evenstep.errors import BadInput, EvenstepError
+
+STOPPED = 130
+
+# Typer keeps its name for "the command line is wrong" to itself; this public one is made from it.
+_USAGE_ERROR: type[Exception] = typer.BadParameter.__mro__[1]
+
+
+def main() -> None:
+    """Run the command, and end with a code that means something: 0 done, 1 failed, 2 bad input, 130 stopped."""
+    try:
+        sys.exit(app(prog_name="evenstep", standalone_mode=False))
+    except EvenstepError as error:
+        _say_error(str(error))
+        sys.exit(error.exit_code)
+    except _USAGE_ERROR as error:
+        _say_usage(error)
+        sys.exit(BadInput.exit_code)
+    except KeyboardInterrupt:
+        _say_error("stopped")
+        sys.exit(STOPPED)
+
+
+def _say_usage(error: Any) -> None:
+    """What is wrong with the command line; asked for nothing at all, Typer has shown the help already."""
+    message = error.format_message().strip().rstrip(".")
+    if message:
+        command = error.ctx.command_path if error.ctx else "evenstep"
+        _say_error(f"{message}{'' if message.endswith('?') else ';'} see {command} --help")
+
+
+def _say_error(message: str) -> None:
+    from evenstep.report.progress import without_control
+
+    # emoji: ":100:" is a line number here, not a picture.
+    console = Console(stderr=True, highlight=False, soft_wrap=True, emoji=False)
+    console.print("[bold red]error:[/bold red] ", end="")
+    console.print(without_control(message), markup=False)

@@ -1,0 +1,44 @@
+"""The command's root, and what several of its commands share."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+import evenstep
+from evenstep.task import BUILT_IN
+
+TASKS = f"{', '.join(BUILT_IN)}; or your own: file.py, file.py:function, package.module:function."
+
+app = typer.Typer(
+    name="evenstep",
+    no_args_is_help=True,
+    add_completion=False,
+    rich_markup_mode="rich",
+    pretty_exceptions_enable=False,
+)
+checkpoint_app = typer.Typer(help="Look into checkpoints.", no_args_is_help=True)
+app.add_typer(checkpoint_app, name="checkpoint")
+
+MachinesOption = Annotated[
+    str | None, typer.Option(help="How many machines, such as 2, or the least and the most, such as 2:4.")
+]
+RendezvousOption = Annotated[
+    str | None, typer.Option(metavar="HOST:PORT", help="The first machine, and a free port on it.")
+]
+
+
+def _show_version(wanted: bool) -> None:
+    if wanted:
+        print(f"evenstep {evenstep.__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def root(
+    version: Annotated[
+        bool, typer.Option("--version", help="Show the version.", callback=_show_version, is_eager=True)
+    ] = False,
+) -> None:
+    """Train one PyTorch task, unchanged, on one device or many; every way learns the same thing."""

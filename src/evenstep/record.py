@@ -15,7 +15,9 @@ from evenstep.plan import Plan
 
 FILE = "record.jsonl"
 FLUSH_SECONDS = 0.2
-KINDS = ("step", "evaluation", "summary")
+KINDS = ("step", "evaluation", "summary", "timeline", "measurement")
+PARTS = ("input", "forward", "backward", "communication", "optimizer")
+"""What a step is made of; communication is what of it was not hidden behind backward."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -71,6 +73,48 @@ class Summary:
     """What `--audit` found: samples, how many of them were repeated, how many were missed."""
 
 
+@dataclass(frozen=True, kw_only=True)
+class Lane:
+    """What one device of a rank did during a step (`seat 0`), what its host did, or what travelled (`network`)."""
+
+    rank: int
+    name: str
+    spans: list[tuple[str, float, float]]
+    """Name, begin and end; in seconds."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Timeline:
+    """One step as every rank spent it; seconds count from when the first of them began."""
+
+    step: int
+    lanes: list[Lane]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Measurement:
+    """One block of a comparison: steps after a warm-up, and the same steps without this or that."""
+
+    samples: int
+    """Of each step."""
+    step_seconds: list[float]
+    """Of every step, by the wall clock."""
+    timed_seconds: float
+    """Of a step while its parts are timed; the parts add up to it."""
+    parts: dict[str, float]
+    """Seconds of a step in each of PARTS, the mean of all ranks."""
+    without_input_seconds: float
+    """Of a step on a batch that is there already."""
+    without_communication_seconds: float | None
+    """Of a step after which nothing is sent; None where nothing ever is."""
+    sent_bytes: int
+    """By each rank in a step: gradients, and parameters where those travel."""
+    peak_bytes: dict[str, int]
+
+
+Row = Step | Evaluation | Summary | Timeline | Measurement
+
+
 @dataclass
 class Record:
     """A run, read back from its file."""
@@ -83,6 +127,8 @@ class Record:
     """The same as `data`, for each time that the run went on after a crash or a preemption."""
     steps: list[Step] = field(default_factory=list)
     evaluations: list[Evaluation] = field(default_factory=list)
+    timelines: list[Timeline] = field(default_factory=list)
+    measurement: Measurement | None = None
     summary: Summary | None = None
     path: Path | None = None
 
@@ -116,7 +162,7 @@ class Record:
         """A Record that has its first row alone."""
         return cls(Plan.from_json(row["plan"]), machine=row["machine"], data=row.get("data", {}), path=path)
 
-    def take(self, row: Mapping[str, Any]) -> Step | Evaluation | Summary | None:
+    def take(self, row: Mapping[str, Any]) -> Row | None:
         """Add one row of the file; the value it became."""
         values = {name: value for name, value in row.items() if name != "kind"}
         if row["kind"] == "start":
@@ -128,6 +174,13 @@ class Record:
         if row["kind"] == "evaluation":
             self.evaluations.append(Evaluation(**values))
             return self.evaluations[-1]
+        if row["kind"] == "timeline":
+            lanes = [_lane(lane) for lane in values["lanes"]]
+            self.timelines.append(Timeline(step=values["step"], lanes=lanes))
+            return self.timelines[-1]
+        if row["kind"] == "measurement":
+            self.measurement = Measurement(**values)
+            return self.measurement
         if row["kind"] == "summary":
             self.summary = Summary(**values)
             return self.summary
@@ -140,6 +193,11 @@ class Record:
         self.steps = [step for step in self.steps if step.step <= last]
         self.evaluations = [one for one in self.evaluations if one.step <= last]
         self.summary = None
+
+
+def _lane(values: Mapping[str, Any]) -> Lane:
+    spans = [(str(name), float(begin), float(end)) for name, begin, end in values["spans"]]
+    return Lane(rank=values["rank"], name=values["name"], spans=spans)
 
 
 def rows(file: IO[bytes]) -> Iterator[dict[str, Any]]:
@@ -165,7 +223,7 @@ class RecordWriter:
         self._flushed = 0.0
         self._write({"kind": "start", "plan": plan.to_json(), "machine": machine, "data": dict(data or {})})
 
-    def append(self, what: Step | Evaluation | Summary) -> None:
+    def append(self, what: Row) -> None:
         """Add one row."""
         self._write({"kind": type(what).__name__.lower(), **asdict(what)})
 

@@ -11,7 +11,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeRemainingColumn
 from rich.progress import Progress as Bar
 
-from evenstep.record import Evaluation, Step, Summary
+from evenstep.record import Evaluation, Row, Step
 
 SECONDS_BETWEEN_LINES = 5.0
 
@@ -72,7 +72,7 @@ class Progress:
         if self._bar is not None:
             self._bar.stop()
 
-    def show(self, event: Step | Evaluation | Summary | str) -> None:
+    def show(self, event: Row | str) -> None:
         """Take one thing that happened."""
         if isinstance(event, Step):
             self._show_step(event)

@@ -19,7 +19,7 @@ from evenstep.audit import SamplesWriter, audit
 from evenstep.draws import stream
 from evenstep.errors import BadInput, Preempted, TrainingError
 from evenstep.plan import USUAL, Plan
-from evenstep.record import FILE, Evaluation, Record, RecordWriter, Step, Summary
+from evenstep.record import FILE, Evaluation, Record, RecordWriter, Row, Step, Summary
 from evenstep.seeding import seed_everything
 from evenstep.task import Amount, Task, takes_steps
 from evenstep.worker import machine
@@ -43,7 +43,7 @@ from evenstep.worker.train import is_done, train
 FIRST_CHECKS = (10, 30)
 """Steps at which replicas are compared early: most of what goes wrong goes wrong at once."""
 
-Event = Step | Evaluation | Summary | str
+Event = Row | str
 """What a job yields: rows of the Record, and lines to say."""
 
 

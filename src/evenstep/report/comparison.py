@@ -1,0 +1,122 @@
+"""Strategies side by side, as they were measured: what `compare` writes, and tables and pages are made from."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from statistics import median
+from typing import Any, Literal
+
+from evenstep.errors import BadInput
+
+FILE = "comparison.json"
+Parity = Literal["reference", "same", "differs", "failed", "unknown"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Spread:
+    """The middle of several blocks, and how far they lie apart."""
+
+    middle: float
+    low: float
+    high: float
+
+    @classmethod
+    def of(cls, values: Sequence[float]) -> Spread:
+        """The median, the least and the most."""
+        return cls(middle=median(values), low=min(values), high=max(values))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Row:
+    """One strategy on some devices."""
+
+    strategy: str
+    devices: list[str]
+    samples_per_second: Spread
+    step_seconds: Spread
+    parts: dict[str, float]
+    """Seconds of a step in input, forward, backward, communication that is not hidden, and optimizer."""
+    without_input_seconds: Spread
+    """A step on a batch that is there already: the most that faster input could give."""
+    without_communication_seconds: Spread | None
+    """A step that sends nothing: the most that faster links could give. None where nothing is sent."""
+    sent_bytes: int
+    """By each rank in a step."""
+    peak_bytes: dict[str, int]
+    start_seconds: Spread
+    """From the start of the processes to the end of the first step."""
+    parity: Parity
+    """Whether it learns what one device learns."""
+    why: str = ""
+    """One sentence about that."""
+    runs: list[str] = field(default_factory=list)
+    """The folders of its blocks, below that of the comparison."""
+
+    @property
+    def label(self) -> str:
+        """`ddp x 2`, or `single`."""
+        return f"{self.strategy} x {len(self.devices)}" if len(self.devices) > 1 else self.strategy
+
+    @property
+    def is_sound(self) -> bool:
+        """Whether nothing speaks against what it learns."""
+        return self.parity in ("reference", "same", "unknown")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Comparison:
+    """All of it. Speed-up is samples per second over those of the first row; efficiency is that per device."""
+
+    task: str
+    batch: int
+    precision: str
+    steps: int
+    """Of each block, after the warm-up."""
+    rounds: int
+    rows: list[Row]
+    """The first one is what the others are measured against."""
+    left_out: dict[str, str] = field(default_factory=dict)
+    """Labels of what could not be measured, and why."""
+    machine: dict[str, Any] = field(default_factory=dict)
+    command: str = ""
+    created: str = ""
+    advice: list[str] = field(default_factory=list)
+    """Which one to take, with the reason and the number; and the next lever."""
+
+    def speedup(self, row: Row) -> float:
+        """How many times as many samples a second as the first row."""
+        return row.samples_per_second.middle / self.rows[0].samples_per_second.middle
+
+    def efficiency(self, row: Row) -> float:
+        """Speed-up for each device, of which the first row has so many."""
+        return self.speedup(row) * len(self.rows[0].devices) / len(row.devices)
+
+    def write(self, folder: Path) -> Path:
+        """Into the folder, beside its runs."""
+        path = folder / FILE
+        path.write_text(json.dumps(asdict(self), indent=1) + "\n")
+        return path
+
+    @classmethod
+    def read(cls, folder: str | Path) -> Comparison:
+        """What `write` wrote."""
+        path = Path(folder) / FILE if Path(folder).is_dir() else Path(folder)
+        try:
+            values = json.loads(path.read_text())
+            rows = [_row(row) for row in values.pop("rows")]
+            return cls(rows=rows, **values)
+        except OSError as error:
+            raise BadInput(f"{folder} is no comparison: it has no {FILE}") from error
+        except (ValueError, KeyError, TypeError) as error:
+            raise BadInput(f"{path} is no comparison ({type(error).__name__}: {error})") from error
+
+
+def _row(values: Mapping[str, Any]) -> Row:
+    spreads = ("samples_per_second", "step_seconds", "without_input_seconds", "start_seconds")
+    known: dict[str, Any] = {name: Spread(**values[name]) for name in spreads}
+    bare = values["without_communication_seconds"]
+    known["without_communication_seconds"] = Spread(**bare) if bare is not None else None
+    return Row(**{**values, **known})

@@ -98,12 +98,13 @@ def go_on(plan: Plan, source: str | TaskFunction | Task | None, own: Mapping[str
     seed_everything(plan.seed)
     task = call_task(find_task(spec), plan.data)
     folder = RUNS / plan.name
-    _write_plan(folder, plan)
+    write_plan(folder, plan)
     lengths = adopt(task.train, task.collate, task.sampler).order(plan.seed, plan.batch)
     return Prepared(plan, task, spec, folder, lengths.lengths if lengths else Lengths(None), None, [], devices=devices)
 
 
-def _write_plan(folder: Path, plan: Plan) -> None:
+def write_plan(folder: Path, plan: Plan) -> None:
+    """Make the folder of a run, if it is not there."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
         if not (folder / "plan.json").exists():
@@ -131,7 +132,7 @@ def _draft(values: dict[str, Any], label: str) -> Plan:
     """The plan as far as it is known; a batch and a length that are the task's to say are held open by small ones."""
     machines = parse_machines(str(values["machines"]))[1] if values.get("machines") else 1
     smallest = machines * len(values["devices"]) * max(1, int(values.get("accumulate", 1)))
-    held_open: dict[str, Any] = {"batch": smallest, "name": _free_name(label, values["strategy"])}
+    held_open: dict[str, Any] = {"batch": smallest, "name": free_name(label, values["strategy"])}
     if "epochs" not in values and "steps" not in values:
         held_open["epochs"] = 1
     draft = Plan(**{**held_open, **values})
@@ -191,8 +192,9 @@ def label_of(source: str | TaskFunction | Task) -> str:
     return re.sub(r"[^\w-]+", "-", label).strip("-")[:50] or "task"
 
 
-def _free_name(label: str, strategy: str) -> str:
-    stem = f"{datetime.date.today().isoformat()}-{label}-{strategy}"
+def free_name(label: str, what: str) -> str:
+    """A name that no run has yet: the day, the task, and the strategy or whatever is done with it."""
+    stem = f"{datetime.date.today().isoformat()}-{label}-{what}"
     name, number = stem, 1
     while (RUNS / name).exists():
         number += 1

@@ -26,7 +26,7 @@ from evenstep.launcher.tail import RecordTail
 from evenstep.record import FILE
 from evenstep.worker.job import Event
 from evenstep.worker.machine import share_threads
-from evenstep.worker.main import Orders, work
+from evenstep.worker.main import Instead, Orders, work
 from evenstep.worker.pulse import Beat, Beats, make_beats
 from evenstep.worker.strategies import STRATEGIES
 from evenstep.worker.world import BEATS
@@ -53,12 +53,14 @@ class Launch:
     """This machine's, if they are not those of the plan."""
     least_seconds: float = LEAST_SECONDS
     """How long nothing may move at the least, where the user set no limit."""
+    instead: Instead | None = None
+    """What the workers of a plan do, if they do not train."""
     is_program: bool = False
     """Whether it is the user's own: what rank 0 prints is its output, and signals are its to understand."""
 
 
-def of_plan(prepared: Prepared) -> Launch:
-    """The processes of a training."""
+def of_plan(prepared: Prepared, instead: Instead | None = None) -> Launch:
+    """The processes of a training, or of something else that is done with its plan."""
     plan = prepared.plan
     devices = prepared.devices or plan.devices
     is_found = prepared.spec is not None
@@ -75,6 +77,7 @@ def of_plan(prepared: Prepared) -> Launch:
         prepared.devices,
         # A compiler may be called again in any step: for the short last batch, for evaluation.
         FIRST_SECONDS if plan.compile else LEAST_SECONDS,
+        instead,
     )
 
 
@@ -199,7 +202,7 @@ class Attempt:
         self._num = of.launch.num
         folder = _free_logs(of.launch.folder / "logs", place.first_rank)
         self._logs = RankLogs(folder, place.first_rank)
-        self._orders = Orders(str(of.launch.folder), str(folder), place.resume, of.launch.devices)
+        self._orders = Orders(str(of.launch.folder), str(folder), place.resume, of.launch.devices, of.launch.instead)
         self._more = {"TORCHELASTIC_RESTART_COUNT": str(number - 1), **place.environment}
         self._stack = ExitStack()
         self._is_told = False

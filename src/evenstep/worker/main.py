@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import os
 import signal
 import time
 import traceback
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from evenstep.errors import EvenstepError, Preempted
 from evenstep.plan import Plan
@@ -22,8 +25,20 @@ from evenstep.worker.pulse import LOADING
 from evenstep.worker.requests import listen_early
 from evenstep.worker.world import read_pulse, spare_folder, stay_in_group
 
+if TYPE_CHECKING:
+    from evenstep.worker.job import Event
+
 WORKER = "EVENSTEP_WORKER"
 """Set in every worker, so that a script that it imports cannot start a training of its own."""
+
+
+@dataclass(frozen=True)
+class Instead:
+    """Something else than a training to be done with the plan and the task: `entry(plan, task, folder, **how)`."""
+
+    entry: str
+    """`package.module:function`; it yields events as `perform` does."""
+    how: Mapping[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -37,6 +52,7 @@ class Orders:
     """The checkpoint from which the run goes on after a crash; None if the plan says."""
     devices: tuple[str, ...] | None = None
     """Those of this machine, if they are not the plan's."""
+    instead: Instead | None = None
 
 
 def work(orders: Orders, source: Task | None = None) -> None:
@@ -62,7 +78,6 @@ def work(orders: Orders, source: Task | None = None) -> None:
 def perform_rank(orders: Orders, source: Task | None) -> None:
     """Load the task under the plan's seed and run it to the end."""
     from evenstep.seeding import seed_everything
-    from evenstep.worker.job import perform
 
     run_folder = Path(orders.run_folder)
     plan = Plan.from_json(json.loads((run_folder / "plan.json").read_text()))
@@ -70,9 +85,18 @@ def perform_rank(orders: Orders, source: Task | None) -> None:
     read_pulse().beat(LOADING)
     seed_everything(plan.seed)
     task = call_task(source) if source is not None else load_task(plan.task, plan.data)
-    for event in perform(plan, task, run_folder):
+    for event in _performance(orders.instead)(plan, task, run_folder):
         if isinstance(event, str):
             print(event, flush=True)
+
+
+def _performance(instead: Instead | None) -> Callable[[Plan, Task, Path], Iterator[Event]]:
+    from evenstep.worker.job import perform
+
+    if instead is None:
+        return perform
+    module, _, name = instead.entry.partition(":")
+    return partial(getattr(importlib.import_module(module), name), **instead.how)
 
 
 def write_report(logs: Path, rank: int, error: BaseException) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -47,11 +47,14 @@ Event = Row | str
 """What a job yields: rows of the Record, and lines to say."""
 
 
-def perform(plan: Plan, task: Task, run_folder: Path, *more_signals: signal.Signals) -> Iterator[Event]:
+def perform(
+    plan: Plan, task: Task, run_folder: Path, *more_signals: signal.Signals, make: Callable[..., Job] | None = None
+) -> Iterator[Event]:
     """Run the plan in this process (one of several, or alone), yielding what happens; rank 0 writes the Record.
 
     In a folder that has a Record already, the run goes on in it. SIGTERM, SIGUSR1 and SIGHUP, and `more_signals`, ask
-    it to stop: at a step that all processes agree on it saves, and raises Preempted.
+    it to stop: at a step that all processes agree on it saves, and raises Preempted. `make` makes a Job that does
+    something else than train.
     """
     set_up_torch(plan)
     team = join(plan.strategy, plan.devices, plan.precision, plan.seed)
@@ -59,7 +62,7 @@ def perform(plan: Plan, task: Task, run_folder: Path, *more_signals: signal.Sign
         check_collectives(team.world)
     plan = replace(plan, resume=everywhere(team.world, plan.resume))
     with team.requests.listening(*SIGNALS, *more_signals):
-        yield from _perform(Job(plan, task, run_folder, team))
+        yield from _perform((make or Job)(plan, task, run_folder, team))
 
 
 def _perform(job: Job) -> Iterator[Event]:

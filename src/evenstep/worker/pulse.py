@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import mmap
 import struct
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -70,7 +70,17 @@ class Pulse:
         self.step = 0
         self.collectives = 0
         self.phase = STARTING
-        self._write = _SLOT.pack_into
+        self._write: Callable[..., None] = _SLOT.pack_into
+
+    def also(self, listener: Callable[[int], None] | None) -> None:
+        """Tell someone else of every phase too; None ends that. Without a listener this costs a beat nothing."""
+
+        def both(memory: mmap.mmap | bytearray, offset: int, count: int, step: int, phase: int, more: int) -> None:
+            _SLOT.pack_into(memory, offset, count, step, phase, more)
+            assert listener is not None
+            listener(phase)
+
+        self._write = _SLOT.pack_into if listener is None else both
 
     def beat(self, phase: int) -> None:
         """Say what this process begins to do."""

@@ -18,6 +18,7 @@ import torch.distributed as dist
 from evenstep.errors import PlanError
 from evenstep.worker.lifeline import read_rank
 from evenstep.worker.pulse import JOINING, Pulse, open_pulse
+from evenstep.worker.tap import Tap
 
 STORE = "EVENSTEP_STORE"
 """The file through which the processes of one machine meet; set by the launcher."""
@@ -36,6 +37,7 @@ class World:
     size: int
     devices: tuple[torch.device, ...]
     pulse: Pulse = field(default_factory=Pulse, compare=False, repr=False)
+    tap: Tap = field(default_factory=Tap, compare=False, repr=False)
 
     @property
     def device(self) -> torch.device:
@@ -58,7 +60,7 @@ class World:
 
     def total(self, values: torch.Tensor) -> dist.Work | None:
         """Sum `values` over all processes, in place; what is returned must be waited for."""
-        if self.size == 1:
+        if self.size == 1 or self.tap.is_muted:
             return None
         self.pulse.collective()
         work: dist.Work = dist.all_reduce(values, async_op=True)

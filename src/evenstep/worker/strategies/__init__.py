@@ -13,6 +13,7 @@ from evenstep.worker.strategies.ddp import DDP
 from evenstep.worker.strategies.dp import DP
 from evenstep.worker.strategies.fsdp import FSDP
 from evenstep.worker.strategies.single import Single
+from evenstep.worker.tap import Tap
 from evenstep.worker.world import World
 
 T = TypeVar("T")
@@ -35,6 +36,9 @@ class Strategy(Protocol):
 
     def syncing(self, spread: Spread, is_last: bool) -> AbstractContextManager[None]:
         """Around one micro-batch: gradients travel only in the last one of a step."""
+
+    def tell(self, spread: Spread, tap: Tap) -> None:
+        """From now on, tell the tap of all that travels between devices, and send nothing while it is muted."""
 
 
 STRATEGIES: dict[str, type[Strategy]] = {"single": Single, "dp": DP, "ddp": DDP, "fsdp": FSDP}

@@ -15,6 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 from evenstep.errors import TaskError
 from evenstep.worker.spread import Bound, Spread
 from evenstep.worker.strategies.single import Single
+from evenstep.worker.tap import Tap, size_of
 from evenstep.worker.world import World
 
 SEND_BYTES = 2**28
@@ -27,6 +28,7 @@ class DDP(Single):
 
     def __init__(self) -> None:
         self._checked: WeakSet[Spread] = WeakSet()
+        self._tap: Tap | None = None
 
     def spread(self, model: nn.Module, world: World) -> Spread:
         model.to(world.device)
@@ -40,6 +42,8 @@ class DDP(Single):
         # Before forward in training, DDP does this itself.
         if not is_training:
             send_buffers(spread)
+        elif self._tap is not None and isinstance(spread.seats[0], DistributedDataParallel):
+            spread.seats[0].require_forward_param_sync = not self._tap.is_muted
 
     def syncing(self, spread: Spread, is_last: bool) -> AbstractContextManager[None]:
         seat = spread.seats[0]
@@ -51,6 +55,33 @@ class DDP(Single):
             return nullcontext()
         self._checked.add(spread)
         return _checking(spread)
+
+    def tell(self, spread: Spread, tap: Tap) -> None:
+        self._tap = tap
+        if isinstance(spread.seats[0], DistributedDataParallel):
+            spread.seats[0].register_comm_hook(tap, _told_of)
+
+
+def _told_of(tap: Tap, bucket: Any) -> torch.futures.Future[torch.Tensor]:
+    """What DDP does with a bucket by itself, between two looks at the clock."""
+    gradients: torch.Tensor = bucket.buffer()
+    if tap.is_muted:
+        at_once: torch.futures.Future[torch.Tensor] = torch.futures.Future()
+        at_once.set_result(gradients)
+        return at_once
+    begin, name = tap.now(), f"bucket {bucket.index()}"
+    tap.sent_bytes += size_of([gradients])
+    gradients.div_(dist.get_world_size())
+    sending: dist.Work = dist.all_reduce(gradients, async_op=True)
+    if bucket.is_last():
+        # The last gradient is computed: from here on, there is nothing to hide the sending behind.
+        tap.mark("communication")
+
+    def arrived(future: torch.futures.Future[list[torch.Tensor]]) -> torch.Tensor:
+        tap.travelled(name, begin)
+        return future.value()[0]
+
+    return sending.get_future().then(arrived)
 
 
 def send_buffers(spread: Spread) -> None:

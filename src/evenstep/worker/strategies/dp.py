@@ -24,6 +24,7 @@ from torch import nn
 from torch._utils import _flatten_dense_tensors, _unflatten_dense_tensors
 
 from evenstep.worker.spread import Bound, Spread
+from evenstep.worker.tap import Tap
 from evenstep.worker.world import World
 
 T = TypeVar("T")
@@ -41,7 +42,7 @@ class DP:
         while len(self._threads) < len(world.devices):
             name = f"seat-{len(self._threads)}"
             self._threads.append(ThreadPoolExecutor(max_workers=1, thread_name_prefix=name))
-        return Replicas(model, world.devices)
+        return Replicas(model, world.devices, world.tap)
 
     def refresh(self, spread: Spread, is_training: bool) -> None:
         assert isinstance(spread, Replicas)
@@ -59,6 +60,9 @@ class DP:
         assert isinstance(spread, Replicas)
         return _reducing(spread) if is_last else nullcontext()
 
+    def tell(self, spread: Spread, tap: Tap) -> None:
+        """Nothing more: the replicas know the tap."""
+
 
 @contextmanager
 def _reducing(replicas: Replicas) -> Iterator[None]:
@@ -69,7 +73,7 @@ def _reducing(replicas: Replicas) -> Iterator[None]:
 class Replicas(Spread):
     """The same model on several devices; `module` is made of the parameters that each device owns."""
 
-    def __init__(self, model: nn.Module, devices: Sequence[torch.device]) -> None:
+    def __init__(self, model: nn.Module, devices: Sequence[torch.device], tap: Tap) -> None:
         models = [model.to(devices[0])]
         models += [copy.deepcopy(model).to(device) for device in devices[1:]]
         self.parameters_of = [list(one.parameters()) for one in models]
@@ -81,10 +85,18 @@ class Replicas(Spread):
             memo |= {id(self.parameters_of[0][index]): self.parameters_of[owner][index] for index in indices}
         super().__init__(copy.deepcopy(models[0], memo), [Bound(one) for one in models])
         self.models = models
+        self._tap = tap
 
     @torch.no_grad()
     def replicate(self) -> None:
         """Send every parameter from its owner to the other devices, and the buffers of device 0."""
+        if not self._tap.is_muted:
+            self._tap.mark("replicate")
+            self._replicate()
+            self._tap.sent(self.parameters_of[0], len(self.models) - 1)
+        self._tap.mark("forward")
+
+    def _replicate(self) -> None:
         for owner, receiver in self._pairs():
             _copy(
                 [self.parameters_of[owner][index] for index in self.owned[owner]],
@@ -98,10 +110,13 @@ class Replicas(Spread):
     @torch.no_grad()
     def reduce(self) -> None:
         """Sum every gradient on the device that owns its parameter; the other replicas' gradients are freed."""
+        self._tap.mark("reduce")
         for owner, sender in self._pairs():
             sent = [index for index in self.owned[owner] if self.parameters_of[sender][index].grad is not None]
             gradients = [self.parameters_of[sender][index].grad for index in sent]
-            _add([self.parameters_of[owner][index] for index in sent], gradients)  # type: ignore[arg-type]
+            if not self._tap.is_muted:
+                _add([self.parameters_of[owner][index] for index in sent], gradients)  # type: ignore[arg-type]
+                self._tap.sent(gradients)  # type: ignore[arg-type]
             for index in sent:
                 self.parameters_of[sender][index].grad = None
         for whole, first in zip(self.module.modules(), self.models[0].modules(), strict=True):

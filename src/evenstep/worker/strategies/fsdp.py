@@ -13,6 +13,7 @@ from torch import nn
 from evenstep.worker.spread import Bound, Spread
 from evenstep.worker.strategies.ddp import send_buffers, send_from_rank_0
 from evenstep.worker.strategies.single import Single
+from evenstep.worker.tap import Tap
 from evenstep.worker.world import World
 
 
@@ -20,6 +21,9 @@ class FSDP(Single):
     """torch's `fully_shard`: every child of a ModuleList or Sequential is gathered on its own, then the rest."""
 
     processes_per_device: ClassVar[bool] = True
+
+    def __init__(self) -> None:
+        self._tap: Tap | None = None
 
     def spread(self, model: nn.Module, world: World) -> Spread:
         # Imported here: these bring sympy along, two seconds that the other strategies need not wait for.
@@ -38,12 +42,24 @@ class FSDP(Single):
 
     def refresh(self, spread: Spread, is_training: bool) -> None:
         # At every step too: DDP does so, and the strategies are to agree.
-        send_buffers(spread)
+        if self._tap is None or not self._tap.is_muted:
+            send_buffers(spread)
 
     def syncing(self, spread: Spread, is_last: bool) -> AbstractContextManager[None]:
         root: Any = spread.seats[0]
         root.set_requires_gradient_sync(is_last)
         return nullcontext()
+
+    def tell(self, spread: Spread, tap: Tap) -> None:
+        from torch.distributed.fsdp import FSDPModule
+
+        from evenstep.worker.strategies.fsdp_told import ToldAllGather, ToldReduceScatter
+
+        self._tap = tap
+        for module in spread.seats[0].modules():
+            if isinstance(module, FSDPModule):
+                module.set_custom_all_gather(ToldAllGather(tap))
+                module.set_custom_reduce_scatter(ToldReduceScatter(tap))
 
 
 def units(model: nn.Module) -> list[nn.Module]:

@@ -9,6 +9,7 @@ from typing import Any, ClassVar, TypeVar
 from torch import nn
 
 from evenstep.worker.spread import Bound, Spread
+from evenstep.worker.tap import Tap
 from evenstep.worker.world import World
 
 T = TypeVar("T")
@@ -31,3 +32,6 @@ class Single:
 
     def syncing(self, spread: Spread, is_last: bool) -> AbstractContextManager[None]:
         return nullcontext()
+
+    def tell(self, spread: Spread, tap: Tap) -> None:
+        """Nothing: nothing travels."""

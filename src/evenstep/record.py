@@ -96,7 +96,7 @@ class Measurement:
     """One block of a comparison: steps after a warm-up, and the same steps without this or that."""
 
     samples: int
-    """Of each step."""
+    """Of all its steps."""
     step_seconds: list[float]
     """Of every step, by the wall clock."""
     timed_seconds: float

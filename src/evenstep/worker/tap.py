@@ -89,10 +89,13 @@ class Tap:
     def mark(self, name: str) -> None:
         """The thread that calls this begins to do something else."""
         if self.is_open:
-            thread = threading.current_thread().name
-            lane = thread.partition("_")[0].replace("-", " ") if thread.startswith("seat-") else HOST
             self._doing = name
-            self.marks.append(Mark(lane, name, self.now()))
+            self.marks.append(Mark(_lane(), name, self.now()))
+
+    def rest(self) -> None:
+        """A device that is driven by a thread of its own has done its part of a step."""
+        if self.is_open and _lane() != HOST:
+            self.marks.append(Mark(_lane(), "", self.now()))
 
     @contextmanager
     def sending(self, name: str, num_bytes: int) -> Iterator[None]:
@@ -121,6 +124,12 @@ class Tap:
     def _phase(self, phase: int) -> None:
         if phase in _PHASES:
             self.mark(_PHASES[phase])
+
+
+def _lane() -> str:
+    """`seat 1` in the thread that drives it; whatever else runs (the engine's threads, too) is the host's."""
+    thread = threading.current_thread().name
+    return thread.partition("_")[0].replace("-", " ") if thread.startswith("seat-") else HOST
 
 
 def size_of(tensors: Sequence[torch.Tensor]) -> int:

@@ -38,6 +38,7 @@ from evenstep.worker.scaler import unfitted
 from evenstep.worker.seats import Frozen, call, on
 from evenstep.worker.spread import Spread
 from evenstep.worker.strategies import STRATEGIES
+from evenstep.worker.tap import Tap
 from evenstep.worker.totals import Totals, as_sum
 from evenstep.worker.world import World, join_world
 
@@ -94,6 +95,15 @@ class Team:
         self._fitted: WeakSet[Spread] = WeakSet()
         self._current: Batch | None = None
         self._backwards = 0
+
+    @property
+    def last_batch(self) -> Batch | None:
+        """What `backward` was last called with."""
+        return self._current
+
+    def tell(self, model: Spread, tap: Tap) -> None:
+        """From now on, tell the tap of what the strategy sends."""
+        self._strategy.tell(model, tap)
 
     def spread(self, model: nn.Module) -> Spread:
         """Put the model on every device of the team."""
@@ -279,6 +289,7 @@ class Team:
             if self.precision.scaler is not None:
                 scaled = self.precision.scaler.scale(scaled)
             scaled.backward()
+            self.world.tap.rest()
 
     def _seat_measure(
         self, function: Callable[..., Mapping[str, Amount]], model: Spread, place: int, piece: Piece

@@ -59,7 +59,8 @@ class DDP(Single):
     def tell(self, spread: Spread, tap: Tap) -> None:
         self._tap = tap
         if isinstance(spread.seats[0], DistributedDataParallel):
-            spread.seats[0].register_comm_hook(tap, _told_of)
+            # Not the function itself: torch compares its annotations, which are text here, with types.
+            spread.seats[0].register_comm_hook(tap, lambda tap, bucket: _told_of(tap, bucket))
 
 
 def _told_of(tap: Tap, bucket: Any) -> torch.futures.Future[torch.Tensor]:

@@ -2,49 +2,36 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed.fsdp._fully_shard._fsdp_api import AllGather, ReduceScatter
+from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultAllGather, DefaultReduceScatter
 
 from evenstep.worker.tap import Tap, size_of
 
 
-class _Told:
+class ToldAllGather(DefaultAllGather):
     def __init__(self, tap: Tap) -> None:
         self._tap = tap
 
-    def allocate(self, size: Sequence[Any], *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-        return torch.empty(*size, dtype=dtype, device=device)
-
-
-class ToldAllGather(_Told, AllGather):
-    def __call__(
-        self, output_tensor: torch.Tensor, input_tensor: torch.Tensor, group: dist.ProcessGroup, async_op: bool = False
-    ) -> dist.Work | None:
+    def __call__(self, output_tensor: torch.Tensor, input_tensor: torch.Tensor, *more: Any, **named: Any) -> Any:
         if self._tap.is_muted:
             # Numbers that are there, of the right size: what was never written may be NaN.
-            output_tensor.view(dist.get_world_size(group), -1).copy_(input_tensor.reshape(1, -1))
+            own = input_tensor.flatten().clone()
+            output_tensor.view(-1, own.numel()).copy_(own)
             return None
         with self._tap.sending("all-gather", size_of([input_tensor])):
-            work: dist.Work | None = dist.all_gather_into_tensor(output_tensor, input_tensor, group, async_op)
-        return work
+            return super().__call__(output_tensor, input_tensor, *more, **named)
 
 
-class ToldReduceScatter(_Told, ReduceScatter):
-    def __call__(
-        self,
-        output_tensor: torch.Tensor,
-        input_tensor: torch.Tensor,
-        group: dist.ProcessGroup,
-        op: Any,
-        async_op: bool = False,
-    ) -> dist.Work | None:
+class ToldReduceScatter(DefaultReduceScatter):
+    def __init__(self, tap: Tap) -> None:
+        self._tap = tap
+
+    def __call__(self, output_tensor: torch.Tensor, input_tensor: torch.Tensor, *more: Any, **named: Any) -> Any:
         if self._tap.is_muted:
-            output_tensor.copy_(input_tensor.view(dist.get_world_size(group), -1)[dist.get_rank(group)])
+            output_tensor.copy_(input_tensor.view(-1, output_tensor.numel())[dist.get_rank()].view_as(output_tensor))
             return None
         with self._tap.sending("reduce-scatter", size_of([input_tensor])):
-            work: dist.Work | None = dist.reduce_scatter_tensor(output_tensor, input_tensor, op, group, async_op)
-        return work
+            return super().__call__(output_tensor, input_tensor, *more, **named)

@@ -1,0 +1,201 @@
+"""One block of a comparison: warm-up, steps as they are, without input, with their parts, and without communication."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import partial
+from itertools import repeat
+from pathlib import Path
+from statistics import fmean, median
+from typing import Any
+
+import torch
+
+from evenstep.plan import Plan
+from evenstep.record import Measurement, Step
+from evenstep.task import Task
+from evenstep.worker.job import Event, Job, perform
+from evenstep.worker.loader import Batch, Loader
+from evenstep.worker.spans import Noted, spans_of, timeline, usual_parts
+from evenstep.worker.tap import HOST, Tap
+from evenstep.worker.team import Team
+from evenstep.worker.train import train
+
+SHOWN_STEPS = 3
+"""Timed steps of which the whole timeline is kept."""
+SETTLING_STEPS = 2
+"""After a change: DDP's hook, say, is new to it."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Block:
+    """How many steps of each kind."""
+
+    warm_up: int
+    steps: int
+    special: int
+    """Steps without input, with their parts timed, and without communication: so many of each."""
+
+    @property
+    def plan_steps(self) -> int:
+        """Those that use up data."""
+        return self.warm_up + self.steps + 2 * (self.special + SETTLING_STEPS)
+
+
+def measure(plan: Plan, task: Task, run_folder: Path, **block: int) -> Iterator[Event]:
+    """What a worker of a comparison does instead of training: `plan.steps` is the block's `plan_steps`."""
+    return perform(plan, task, run_folder, make=partial(Measuring, Block(**block)))
+
+
+class Measuring(Job):
+    """A training, held to the clock."""
+
+    def __init__(self, block: Block, plan: Plan, task: Task, run_folder: Path, team: Team) -> None:
+        super().__init__(plan, task, run_folder, team)
+        self.block = block
+        self._steps = train(self.run, task, plan, self._peak_bytes)
+
+    def events(self) -> Iterator[Event]:
+        """Steps of the training itself, and what was measured."""
+        for _ in range(self.block.warm_up):
+            yield self._next()
+        seconds, samples = [], 0
+        self._together()
+        for _ in range(self.block.steps):
+            began = time.perf_counter()
+            step = self._next()
+            # What becomes of a step (a row of the Record) is a part of every training.
+            yield step
+            seconds.append(time.perf_counter() - began)
+            samples += step.samples
+        self._together(seconds)
+        peaks = {name: size for of_rank in self.team.world.gather(self._peak_bytes()) for name, size in of_rank.items()}
+        without_input = self._without_input()
+        ranks, sent_bytes = self._timed()
+        first = self.run.step - len(ranks[0].steps)
+        without_communication = self._without_communication(sent_bytes)
+        shown = range(len(ranks[0].steps))[-SHOWN_STEPS:]
+        yield from (timeline(ranks, index, first + index + 1) for index in shown)
+        parts = usual_parts(ranks)
+        yield Measurement(
+            samples=samples,
+            step_seconds=seconds,
+            timed_seconds=sum(parts.values()),
+            parts=self._with_hidden(parts, without_communication),
+            without_input_seconds=without_input,
+            without_communication_seconds=without_communication,
+            sent_bytes=sent_bytes,
+            peak_bytes=peaks,
+        )
+
+    def _next(self) -> Step:
+        step, _ = next(self._steps)
+        return step
+
+    def _together(self, seconds: list[float] | None = None) -> None:
+        """Wait for the devices, which the host runs ahead of, and for the other ranks; the wait counts as a step's."""
+        began = time.perf_counter()
+        for device in self.team.world.devices:
+            if device.type == "cuda":
+                torch.cuda.synchronize(device)
+        if seconds:
+            seconds[-1] += time.perf_counter() - began
+        self.team.world.barrier()
+
+    def _without_input(self) -> float:
+        """Seconds of a step on a batch that is there already."""
+        batch, loader = self.team.last_batch, self.run.loader
+        assert batch is not None
+        self.run.loader = Repeating(loader, batch)
+        try:
+            return self._usual(train(self.run, self.task, self.plan, self._peak_bytes))
+        finally:
+            self.run.loader = loader
+
+    def _timed(self) -> tuple[list[Noted], int]:
+        """What every rank noted of some steps, and the bytes that each sent in one of them."""
+        tap, pulse = self.team.world.tap, self.team.world.pulse
+        self.team.tell(self._model, tap)
+        for _ in range(SETTLING_STEPS):
+            self._next()
+        self._together()
+        tap.open(pulse, self.team.world.device)
+        for _ in range(self.block.special):
+            self._next()
+        tap.mark("end")
+        tap.close(pulse)
+        self._together()
+        # What was sent lands a moment later than who sent it goes on.
+        time.sleep(0.01)
+        ranks = [Noted.from_json(values) for values in self.team.world.gather(noted(tap).to_json())]
+        return ranks, round(tap.sent_bytes / self.block.special)
+
+    def _without_communication(self, sent_bytes: int) -> float | None:
+        """Seconds of a step after which nothing is sent; None where nothing ever is."""
+        tap = self.team.world.tap
+        if not sent_bytes:
+            return None
+        tap.is_muted = True
+        try:
+            for _ in range(SETTLING_STEPS):
+                self._next()
+            return self._usual(self._steps)
+        finally:
+            tap.is_muted = False
+
+    def _usual(self, steps: Iterator[tuple[Step, list[int]]]) -> float:
+        """Seconds of a usual step, the mean of all ranks."""
+        seconds = []
+        self._together()
+        for _ in range(self.block.special):
+            began = time.perf_counter()
+            next(steps)
+            seconds.append(time.perf_counter() - began)
+        self._together(seconds)
+        # On a card the host's times of single steps mean little; together they are right.
+        own = fmean(seconds) if self.team.world.device.type == "cuda" else median(seconds)
+        return fmean(self.team.world.gather(own))
+
+    def _with_hidden(self, parts: dict[str, float], without_communication: float | None) -> dict[str, float]:
+        """On a card, fsdp's collectives are waited for by the card itself: what they cost is what the step saves
+        without them, and it is taken from forward and backward."""
+        if without_communication is None or parts["communication"] or self.team.world.device.type != "cuda":
+            return parts
+        computing = parts["forward"] + parts["backward"]
+        exposed = min(computing, max(0.0, sum(parts.values()) - without_communication))
+        left = 1 - exposed / (computing or 1.0)
+        return {
+            **parts,
+            "forward": parts["forward"] * left,
+            "backward": parts["backward"] * left,
+            "communication": exposed,
+        }
+
+
+class Repeating(Loader):
+    """A loader's stand-in that gives the same batch for ever; all else is the loader's."""
+
+    def __init__(self, loader: Loader, batch: Batch) -> None:
+        self._loader = loader
+        self._repeated = batch
+
+    def __getattribute__(self, name: str) -> Any:
+        if name in ("_loader", "_repeated", "__class__"):
+            return super().__getattribute__(name)
+        return getattr(super().__getattribute__("_loader"), name)
+
+    def __iter__(self) -> Iterator[Batch]:
+        return repeat(self._repeated)
+
+
+def noted(tap: Tap) -> Noted:
+    """A tap's marks and travels in seconds; the devices must have come past them all."""
+    marks: dict[str, list[tuple[str, float]]] = {}
+    for mark in tap.marks:
+        marks.setdefault(mark.lane, []).append((mark.name, tap.seconds(mark.moment)))
+    lanes = {name: spans_of(of_lane) for name, of_lane in marks.items()}
+    network = [(one.name, tap.seconds(one.begin), tap.seconds(one.end)) for one in tap.travels]
+    host = lanes.pop(HOST, [])
+    return Noted(host, dict(sorted(lanes.items())), network)

@@ -14,7 +14,7 @@ from typing import Any, Literal, get_args
 from evenstep.errors import PlanError
 from evenstep.order import Lengths, share
 
-StrategyName = Literal["single", "dp", "ddp", "fsdp"]
+StrategyName = Literal["single", "dp", "ddp", "fsdp", "dp-torch"]
 PrecisionName = Literal["fp64", "fp32", "tf32", "bf16", "fp16"]
 
 STRATEGY_NAMES: tuple[str, ...] = get_args(StrategyName)
@@ -113,6 +113,8 @@ class Plan:
         kinds = {device.split(":")[0] for device in self.devices}
         if len(kinds) > 1 and self.strategy != "dp":
             raise PlanError(f"devices of different kinds ({', '.join(sorted(kinds))}); {self.strategy} needs one kind")
+        if self.strategy == "dp-torch" and kinds != {"cuda"}:
+            raise PlanError("dp-torch is nn.DataParallel, which spreads over CUDA cards alone; use --strategy dp")
         if "mps" in kinds and self.strategy != "single":
             raise PlanError(f"mps runs with --strategy single alone, and {self.strategy} was asked for")
         if self.precision == "tf32" and kinds != {"cuda"}:

@@ -95,6 +95,8 @@ class Timeline:
 class Measurement:
     """One block of a comparison: steps after a warm-up, and the same steps without this or that."""
 
+    first_step_at: float
+    """When the first step was done, in seconds since 1970."""
     samples: int
     """Of all its steps."""
     step_seconds: list[float]

@@ -195,6 +195,10 @@ WHOLE = "it is a whole number from 1 up"
             {"strategy": "ddp", "devices": cpus(4), "accumulate": 3, "batch": 11},
             "a global batch of 11 does not fill 4 devices x 3 micro-batches; use --batch 12 or more",
         ),
+        (
+            {"strategy": "dp-torch"},
+            "dp-torch is nn.DataParallel, which spreads over CUDA cards alone; use --strategy dp",
+        ),
         ({"name": "a/b"}, "'a/b' cannot name a run; use letters, digits"),
     ],
 )
@@ -205,7 +209,7 @@ def test_helpful_errors(values: dict[str, Any], message: str) -> None:
     assert "\n" not in str(refused.value)
 
 
-@pytest.mark.parametrize("strategy", STRATEGY_NAMES)
+@pytest.mark.parametrize("strategy", [name for name in STRATEGY_NAMES if name != "dp-torch"])
 @pytest.mark.parametrize("precision", [name for name in PRECISION_NAMES if name != "tf32"])
 def test_every_strategy_goes_with_every_precision_on_a_cpu(strategy: str, precision: str) -> None:
     plan = make(strategy=strategy, precision=precision)

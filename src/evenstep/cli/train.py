@@ -32,7 +32,7 @@ def train(
         typer.Argument(help=TASKS),
     ] = None,
     strategy: Annotated[
-        str | None, typer.Option(help="single, dp, ddp or fsdp; default: ddp if several devices.")
+        str | None, typer.Option(help="single, dp, ddp, fsdp or dp-torch (nn.DataParallel); default: ddp if several.")
     ] = None,
     devices: Annotated[str | None, typer.Option(help="A count, or a list such as cuda:0,cuda:1 or cpu,cpu.")] = None,
     batch: Annotated[int | None, typer.Option(help="Samples of a step over all devices; default: the task's.")] = None,

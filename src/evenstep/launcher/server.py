@@ -58,6 +58,8 @@ def start_server_for(arguments: Sequence[str]) -> None:
     if "--machines" in names or "SLURM_STEP_ID" in os.environ:
         # Read when torch is loaded: without it, c10d says in every process that names cannot be looked up.
         os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
+    if command in ("verify", "compare"):
+        start_server(FOR_FSDP)
     is_spread = command == "train" and ("SLURM_STEP_ID" in os.environ or any(name in SEVERAL for name in names))
     if is_spread or (command == "run" and "--fresh" not in names):
         start_server(FOR_FSDP if "fsdp" in " ".join(rest) else ())

@@ -95,7 +95,7 @@ def peak_bytes(world: World) -> dict[str, int]:
         f"rank{world.rank} {device}": torch.cuda.max_memory_allocated(device)
         if device.type == "cuda"
         else _peak_process()
-        for device in world.devices
+        for device in (*world.devices, *world.lent)
     }
 
 

@@ -59,8 +59,11 @@ class Measuring(Job):
 
     def events(self) -> Iterator[Event]:
         """Steps of the training itself, and what was measured."""
+        first_step_at = 0.0
         for _ in range(self.block.warm_up):
-            yield self._next()
+            step = self._next()
+            first_step_at = first_step_at or time.time()
+            yield step
         seconds, samples = [], 0
         self._together()
         for _ in range(self.block.steps):
@@ -80,6 +83,7 @@ class Measuring(Job):
         yield from (timeline(ranks, index, first + index + 1) for index in shown)
         parts = usual_parts(ranks)
         yield Measurement(
+            first_step_at=first_step_at,
             samples=samples,
             step_seconds=seconds,
             timed_seconds=sum(parts.values()),

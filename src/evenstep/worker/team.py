@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any, TypeVar
 from weakref import WeakSet
 
@@ -70,6 +71,8 @@ def join(
     if size > 1 and not many:
         raise PlanError(f"{chosen} runs in one process, and there are {size}; use ddp or fsdp")
     world = join_world(devices or available_devices(read_rank()), needs_group=many)
+    if STRATEGIES[chosen].drives_from_first:
+        world = replace(world, devices=world.devices[:1], lent=world.devices[1:])
     seed_everything(seed)
     return Team(world, chosen, Precision(precision, world.device), seed)
 

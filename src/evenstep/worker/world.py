@@ -38,6 +38,8 @@ class World:
     devices: tuple[torch.device, ...]
     pulse: Pulse = field(default_factory=Pulse, compare=False, repr=False)
     tap: Tap = field(default_factory=Tap, compare=False, repr=False)
+    lent: tuple[torch.device, ...] = ()
+    """More devices, which the strategy's engine uses by itself."""
 
     @property
     def device(self) -> torch.device:

@@ -11,6 +11,7 @@ from torch import nn
 from evenstep.worker.spread import Spread
 from evenstep.worker.strategies.ddp import DDP
 from evenstep.worker.strategies.dp import DP
+from evenstep.worker.strategies.dp_torch import TorchDP
 from evenstep.worker.strategies.fsdp import FSDP
 from evenstep.worker.strategies.single import Single
 from evenstep.worker.tap import Tap
@@ -24,6 +25,8 @@ class Strategy(Protocol):
 
     processes_per_device: ClassVar[bool]
     """True: one process for each device. False: one process drives them all."""
+    drives_from_first: ClassVar[bool]
+    """True: whole batches go to the first device, and the engine spreads them over the others by itself."""
 
     def spread(self, model: nn.Module, world: World) -> Spread:
         """The model on every seat of this process."""
@@ -41,4 +44,4 @@ class Strategy(Protocol):
         """From now on, tell the tap of all that travels between devices, and send nothing while it is muted."""
 
 
-STRATEGIES: dict[str, type[Strategy]] = {"single": Single, "dp": DP, "ddp": DDP, "fsdp": FSDP}
+STRATEGIES: dict[str, type[Strategy]] = {"single": Single, "dp": DP, "ddp": DDP, "fsdp": FSDP, "dp-torch": TorchDP}

@@ -34,6 +34,7 @@ class DP:
     """What nn.DataParallel does, without its flaws."""
 
     processes_per_device: ClassVar[bool] = False
+    drives_from_first: ClassVar[bool] = False
 
     def __init__(self) -> None:
         self._threads: list[ThreadPoolExecutor] = []

@@ -19,6 +19,7 @@ class Single:
     """The small case that every other strategy is compared with."""
 
     processes_per_device: ClassVar[bool] = False
+    drives_from_first: ClassVar[bool] = False
 
     def spread(self, model: nn.Module, world: World) -> Spread:
         model.to(world.device)

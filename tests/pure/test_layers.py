@@ -45,12 +45,13 @@ MAY_IMPORT = {
     "report": {*LOW, "report"},
     "worker": {*LOW, "worker"},
     "launcher": {*LOW, "worker", "report", "launcher"},
-    "cli": {*LOW, "worker", "report", "launcher", "cli"},
+    "cli": {*LOW, "worker", "report", "launcher", "doctor", "cli"},
+    "doctor": {*LOW, "worker", "report", "launcher", "doctor"},
     "__main__": {"cli", "errors", "launcher"},
     # Names that are found when first asked for.
     "__init__": {*LOW, "worker", "launcher"},
 }
-NEEDS_TORCH = {"worker", "launcher", "tasks"}
+NEEDS_TORCH = {"worker", "launcher", "tasks", "doctor"}
 
 
 def layer(file: Path) -> str:

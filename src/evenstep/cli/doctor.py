@@ -1,0 +1,143 @@
+"""`evenstep doctor`: what this machine can do, what is wrong, and what to set."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.table import Table
+
+import evenstep
+from evenstep.cli.app import MachinesOption, RendezvousOption, app
+from evenstep.errors import EvenstepError, PlanError
+
+if TYPE_CHECKING:
+    from evenstep.doctor.examine import Report
+    from evenstep.doctor.finding import Finding
+
+EXAMPLES = """
+[bold]Examples[/bold]
+
+evenstep doctor
+
+evenstep doctor --json | python -m json.tool
+
+evenstep doctor --machines 2 --rendezvous head:29400     (the same on every machine)
+"""
+MARKS = {"good": ("✓", "green"), "warn": ("!", "yellow"), "bad": ("✗", "bold red")}
+
+
+@app.command(epilog=EXAMPLES)
+def doctor(
+    machines: MachinesOption = None,
+    rendezvous: RendezvousOption = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print all of it as one line of JSON.")] = False,
+) -> None:
+    """Say what this machine can do, what is wrong and what to set; exit code 1 if something is bad."""
+    if (machines is None) != (rendezvous is None):
+        raise PlanError("--machines and --rendezvous go together: --machines 2 --rendezvous head:29400")
+    environment = dict(os.environ)
+    from evenstep.launcher.server import start_server
+
+    # Its import of torch and ours go on at the same time.
+    start_server()
+    from evenstep.doctor.finding import worst
+
+    report = _examined(environment)
+    if as_json:
+        print(json.dumps(_to_json(report)))
+    else:
+        show(report, Console(highlight=False, emoji=False))
+    if worst(report.findings) == "bad":
+        raise typer.Exit(EvenstepError.exit_code)
+
+
+def _examined(environment: dict[str, str]) -> Report:
+    from evenstep.doctor.examine import Report, examine
+
+    with _progress() as say:
+        for event in examine(environment):
+            if isinstance(event, Report):
+                return event
+            say(*event)
+    raise AssertionError("an examination ends with its report")
+
+
+@contextmanager
+def _progress() -> Iterator[Any]:
+    """What is looked at now: a bar on a terminal, a line for each trial anywhere else; on stderr."""
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
+
+    console = Console(stderr=True, highlight=False, emoji=False)
+    if not console.is_terminal:
+        yield (
+            lambda name, number, total: (
+                console.print(f"trying {name}", markup=False, soft_wrap=True) if name.startswith("all-reduce") else None
+            )
+        )
+        return
+    columns = (BarColumn(20), MofNCompleteColumn(), TextColumn("{task.description}", markup=False))
+    with Progress(*columns, console=console, transient=True) as bar:
+        task = bar.add_task("", total=None)
+        yield lambda name, number, total: bar.update(task, description=name, completed=number - 1, total=total)
+
+
+def _to_json(report: Report) -> dict[str, Any]:
+    from evenstep.doctor.finding import STATUSES, count, worst
+
+    return {
+        "evenstep": evenstep.__version__,
+        "status": worst(report.findings),
+        **{status: count(report.findings, status) for status in STATUSES},
+        "seconds": report.seconds,
+        "findings": [finding.to_json() for finding in report.findings],
+    }
+
+
+def show(report: Report, console: Console) -> None:
+    """A table with ticks on a terminal; one line for each thing, with plain words, anywhere else."""
+    if console.is_terminal and not console.options.ascii_only:
+        console.print(_table(report.findings))
+    else:
+        for line in plain_lines(report.findings):
+            console.print(line, markup=False, soft_wrap=True)
+    console.print(summary(report), style="bold", markup=False)
+
+
+def summary(report: Report) -> str:
+    """The last line: how many of each, and how long it took."""
+    from evenstep.doctor.finding import count
+
+    good, warn, bad = (count(report.findings, status) for status in ("good", "warn", "bad"))
+    return f"{good} good, {warn} to look at, {bad} bad ({report.seconds:.0f} s)"
+
+
+def plain_lines(findings: tuple[Finding, ...]) -> Iterator[str]:
+    """The table for a pipe."""
+    from evenstep.report.progress import without_control
+
+    width = max((len(finding.name) for finding in findings), default=0)
+    for finding in findings:
+        yield without_control(f"{finding.status:<4}  {finding.name:<{width}}  {finding.said}")
+        if finding.advice:
+            yield without_control(f"{'':<4}  {'':<{width}}  -> {finding.advice}")
+
+
+def _table(findings: tuple[Finding, ...]) -> Table:
+    from evenstep.report.table import plain
+
+    table = Table(box=None, pad_edge=False, show_header=False)
+    table.add_column(no_wrap=True)
+    table.add_column(no_wrap=True, style="bold")
+    table.add_column(overflow="fold")
+    for finding in findings:
+        mark, style = MARKS[finding.status]
+        table.add_row(f"[{style}]{mark}[/]", plain(finding.name), plain(finding.said))
+        if finding.advice:
+            table.add_row("", "", f"[{style}]→ {plain(finding.advice)}[/]")
+    return table

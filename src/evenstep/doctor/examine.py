@@ -1,0 +1,119 @@
+"""All checks of one machine, in the order in which they are read."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from evenstep.doctor import build, cards, limits, network
+from evenstep.doctor.finding import Check, Finding
+from evenstep.doctor.pairs import (
+    Pair,
+    Patience,
+    Reference,
+    Trial,
+    in_gigabytes,
+    judge,
+    schedule,
+    try_pairs,
+)
+from evenstep.doctor.variables import variables
+
+
+@dataclass
+class Visit:
+    """One visit of the doctor's to this machine: what is measured early is what later numbers stand beside."""
+
+    environment: Mapping[str, str]
+    patience: Patience = field(default_factory=Patience)
+    loopback: network.Loopback | None = None
+    card_facts: Mapping[str, Finding] = field(default_factory=dict)
+    copies: Mapping[tuple[str, str], float] = field(default_factory=dict)
+
+    def checks(self) -> list[Check]:
+        """What will be looked at."""
+        num_cards = cards.num_cards()
+        nvml = cards.open_driver()
+        static = [
+            _one("python", build.python),
+            _one("torch", lambda: build.torch_build(num_cards)),
+            _one("back ends", lambda: build.back_ends(num_cards)),
+            Check("driver", lambda: cards.driver(nvml)),
+            *([Check("cards", lambda: self._cards(nvml))] if num_cards else []),
+            _one("cores", limits.cores),
+            _one("threads", lambda: limits.threads(self.environment)),
+            _one("memory", limits.memory),
+            _one("shared memory", limits.shared_memory),
+            _one("open files", limits.open_files),
+            *([_one("locked memory", limits.locked_memory)] if num_cards else []),
+            Check("loopback", self._loopback),
+            _one("ports", network.ports),
+            _one("host name", network.host_name),
+            Check("environment", lambda: variables(self.environment)),
+        ]
+        return [*static, *(self._pairs(pairs) for pairs in schedule(num_cards))]
+
+    def _cards(self, nvml: Any) -> list[Finding]:
+        found = cards.look_at_cards(nvml)
+        self.card_facts = {one.name: one for one in found}
+        self.copies = cards.copies_between_cards()
+        return found
+
+    def _loopback(self) -> list[Finding]:
+        finding, self.loopback = network.loopback()
+        return [finding]
+
+    def _pairs(self, pairs: Sequence[Pair]) -> Check:
+        def look() -> list[Finding]:
+            trials = try_pairs(pairs, self.environment, self.patience)
+            return [judge(trial, self._reference(pair, trial)) for pair, trial in zip(pairs, trials, strict=True)]
+
+        return Check(f"all-reduce: {'; '.join(pair.name for pair in pairs)}", look)
+
+    def _reference(self, pair: Pair, trial: Trial) -> Reference:
+        """What this pair should give, and how that is known."""
+        if pair.back_end == "nccl":
+            return self._card_reference(pair.devices)
+        if self.loopback is None:
+            return Reference()
+        words = f"a plain socket {in_gigabytes(self.loopback.bytes_per_second)}"
+        if trial.ended.returned and pair.devices[0] == "cpu":
+            words += f", a copy in memory {in_gigabytes(trial.ended.returned[0]['copy_bytes_per_second'])}"
+        return Reference(
+            words, self.loopback.bytes_per_second, self.loopback.latency_seconds, latency_words="plain socket"
+        )
+
+    def _card_reference(self, devices: tuple[str, ...]) -> Reference:
+        if len(devices) < 2:
+            return Reference("nothing travels: the card is alone")
+        copied = self.copies.get((devices[0], devices[1]))
+        link = self.card_facts[devices[0]].numbers.get("nvlink_bytes_per_second") if self.card_facts else None
+        words = f"a plain copy {in_gigabytes(copied)}" if copied else ""
+        if isinstance(link, float):
+            words += f"{', ' * bool(words)}NVLink nominal {in_gigabytes(link)}"
+        return Reference(words, copied)
+
+
+def _one(name: str, look: Callable[[], Finding]) -> Check:
+    return Check(name, lambda: [look()])
+
+
+@dataclass(frozen=True)
+class Report:
+    """All that was found, and how long it took."""
+
+    findings: tuple[Finding, ...]
+    seconds: float
+
+
+def examine(environment: Mapping[str, str]) -> Iterator[tuple[str, int, int] | Report]:
+    """Look at everything; says what comes next (its name, its number, how many there are), and at last the report."""
+    began = time.monotonic()
+    checks = Visit(environment).checks()
+    found: list[Finding] = []
+    for number, check in enumerate(checks, 1):
+        yield check.name, number, len(checks)
+        found += check.findings()
+    yield Report(tuple(found), time.monotonic() - began)

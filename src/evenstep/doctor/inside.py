@@ -1,0 +1,131 @@
+"""What the processes of a trial do: add numbers up together, and copy them, by the clock."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from itertools import combinations
+from statistics import median
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from evenstep.worker.world import World, join_world
+
+SMALL_BYTES = 2**12
+LARGE_BYTES = (2**22, 2**26)
+WARM_UP = 2
+MOST_REPEATS = 50
+SPEND_SECONDS = 0.3
+"""For the repeats of one size."""
+LONGEST_SECONDS = 1.5
+"""No larger size is tried that would take longer than this."""
+COPY_BYTES = 2**26
+
+
+def add_up(devices: Sequence[str], sizes: Sequence[int]) -> dict[str, Any]:
+    """Join the group, all-reduce tensors of these many bytes, and check every sum exactly."""
+    world = join_world(devices, needs_group=True)
+    rows: list[dict[str, Any]] = []
+    copy_rate = bytes_per_second_of_copies(world.device)
+    for num_bytes in sizes:
+        if rows and rows[-1]["slowest_seconds"] * num_bytes / rows[-1]["num_bytes"] > LONGEST_SECONDS:
+            break
+        rows.append(_measured(world, num_bytes))
+    return {"rows": rows, "copy_bytes_per_second": copy_rate}
+
+
+def _measured(world: World, num_bytes: int) -> dict[str, Any]:
+    given = pattern(num_bytes, world.rank, world.device)
+    summed = given.clone()
+    dist.all_reduce(summed)
+    is_right = bool(torch.equal(summed.cpu(), expected_sum(num_bytes, world.size)))
+    seconds = _timed(world, lambda: dist.all_reduce(given))
+    # All ranks decide by the same number whether to go on.
+    slowest = torch.tensor([median(seconds)], dtype=torch.float64, device=world.device)
+    dist.all_reduce(slowest, dist.ReduceOp.MAX)
+    return {
+        "num_bytes": num_bytes,
+        "is_right": is_right,
+        "median_seconds": median(seconds),
+        "best_seconds": min(seconds),
+        "slowest_seconds": float(slowest),
+        "repeats": len(seconds),
+    }
+
+
+def _timed(world: World, step: Callable[[], object]) -> list[float]:
+    """Seconds of each repeat, as many as all ranks have time for."""
+    warm = [_seconds(world, step) for _ in range(WARM_UP)]
+    longest = torch.tensor([warm[-1]], dtype=torch.float64, device=world.device)
+    dist.all_reduce(longest, dist.ReduceOp.MAX)
+    repeats = max(1, min(MOST_REPEATS, int(SPEND_SECONDS / max(float(longest), 1e-6))))
+    return [_seconds(world, step) for _ in range(repeats)]
+
+
+def _seconds(world: World, step: Callable[[], object]) -> float:
+    began = time.perf_counter()
+    step()
+    if world.device.type == "cuda":
+        torch.cuda.synchronize(world.device)
+    return time.perf_counter() - began
+
+
+def pattern(num_bytes: int, rank: int, device: torch.device) -> torch.Tensor:
+    """Whole numbers, different at every place and on every rank, whose sums float32 holds exactly."""
+    places = torch.arange(num_bytes // 4, device=device) % 8191
+    return (places + 10_000 * (rank + 1)).float()
+
+
+def expected_sum(num_bytes: int, size: int) -> torch.Tensor:
+    """The sum of the patterns of all ranks."""
+    places = torch.arange(num_bytes // 4) % 8191
+    return (places * size + 10_000 * (size * (size + 1) // 2)).float()
+
+
+def bytes_per_second_of_copies(device: torch.device, other: torch.device | None = None) -> float:
+    """How fast this device copies within itself, or to another: the best of a few."""
+    source = torch.zeros(COPY_BYTES, dtype=torch.uint8, device=device)
+    target = torch.zeros(COPY_BYTES, dtype=torch.uint8, device=other or device)
+    if other is not None and other.type == "cpu" and device.type == "cuda":
+        target = target.pin_memory()
+    best = 0.0
+    for _ in range(4):
+        began = time.perf_counter()
+        target.copy_(source)
+        for one in {device, other or device}:
+            if one.type == "cuda":
+                torch.cuda.synchronize(one)
+        best = max(best, COPY_BYTES / (time.perf_counter() - began))
+    return best
+
+
+def look_at_card(index: int) -> dict[str, Any]:
+    """What torch says of a card, after it has computed something on it."""
+    device = torch.device("cuda", index)
+    properties = torch.cuda.get_device_properties(device)
+    free, total = torch.cuda.mem_get_info(device)
+    numbers = torch.arange(256, dtype=torch.float32, device=device).reshape(16, 16)
+    product = (numbers @ numbers).cpu()
+    plain = numbers.cpu() @ numbers.cpu()
+    return {
+        "name": properties.name,
+        "uuid": str(getattr(properties, "uuid", "")),
+        "capability": f"{properties.major}.{properties.minor}",
+        "free_bytes": free,
+        "memory_bytes": total,
+        "is_right": bool(torch.allclose(product, plain, rtol=1e-2)),
+        "copy_bytes_per_second": bytes_per_second_of_copies(device),
+        "host_bytes_per_second": bytes_per_second_of_copies(device, torch.device("cpu")),
+    }
+
+
+def copy_between_all(num_cards: int) -> dict[str, Any]:
+    """Bytes a second that each card copies to each later one: what NCCL could have at the most."""
+    names = [f"cuda:{index}" for index in range(num_cards)]
+    rows = [
+        (first, second, bytes_per_second_of_copies(torch.device(first), torch.device(second)))
+        for first, second in combinations(names, 2)
+    ]
+    return {"rows": rows}

@@ -1,0 +1,154 @@
+"""Loopback, ports and names: how processes of this machine find and hear each other."""
+
+from __future__ import annotations
+
+import socket
+import threading
+import time
+from dataclasses import dataclass
+from datetime import timedelta
+from statistics import median
+
+import psutil
+from torch._C._distributed_c10d import TCPStore
+
+from evenstep.doctor.finding import Finding
+from evenstep.launcher.stores import LOOPBACK
+
+PIECE_BYTES = 2**20
+NUM_PIECES = 64
+NUM_PINGS = 200
+WAIT_SECONDS = 5.0
+NAME_SECONDS = 4.0
+
+
+@dataclass(frozen=True)
+class Loopback:
+    """What a plain socket of this machine to itself gives: the most that gloo can have here."""
+
+    latency_seconds: float
+    bytes_per_second: float
+
+
+def measure_loopback() -> Loopback:
+    """A byte there and back, and a stream one way, between two threads."""
+    with socket.create_server((LOOPBACK, 0)) as listener:
+        listener.settimeout(WAIT_SECONDS)
+        with socket.create_connection(listener.getsockname(), timeout=WAIT_SECONDS) as near:
+            far, _ = listener.accept()
+            with far:
+                for end in (near, far):
+                    end.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+                    end.settimeout(WAIT_SECONDS)
+                answering = threading.Thread(target=_answer, args=(far,), daemon=True)
+                answering.start()
+                found = Loopback(_ping(near), _stream(near))
+                answering.join(WAIT_SECONDS)
+    return found
+
+
+def _ping(near: socket.socket) -> float:
+    times = []
+    for _ in range(NUM_PINGS):
+        began = time.perf_counter()
+        near.sendall(b"?")
+        near.recv(1)
+        times.append((time.perf_counter() - began) / 2)
+    return median(times)
+
+
+def _stream(near: socket.socket) -> float:
+    piece = bytes(PIECE_BYTES)
+    began = time.perf_counter()
+    for _ in range(NUM_PIECES):
+        near.sendall(piece)
+    near.recv(1)
+    return NUM_PIECES * PIECE_BYTES / (time.perf_counter() - began)
+
+
+def _answer(far: socket.socket) -> None:
+    for _ in range(NUM_PINGS):
+        far.sendall(far.recv(1))
+    left, room = NUM_PIECES * PIECE_BYTES, memoryview(bytearray(PIECE_BYTES))
+    while left and (num := far.recv_into(room)):
+        left -= num
+    far.sendall(b"!")
+
+
+def loopback() -> tuple[Finding, Loopback | None]:
+    """Whether this machine hears itself, and how fast."""
+    try:
+        found = measure_loopback()
+    except OSError as error:
+        advice = "bring the interface up: ip link set lo up; and let no firewall stand before it"
+        return Finding("loopback", "bad", f"{LOOPBACK} does not work: {error}", advice), None
+    said = f"{found.latency_seconds * 1e6:.0f} us, {found.bytes_per_second / 1e9:.1f} GB/s through a plain socket"
+    return Finding("loopback", "good", said, numbers=vars(found)), found
+
+
+def ports() -> Finding:
+    """Whether a store can be held on a free port, as `evenstep run` and torchrun hold one; both kinds are tried."""
+    failed = _try_store(use_libuv=True)
+    if failed is None:
+        return Finding("ports", "good", "a free port holds a store, and a client reaches it")
+    if _try_store(use_libuv=False) is None:
+        return Finding("ports", "bad", f"no store can be held: {failed}", "set USE_LIBUV=0 (found by trying)")
+    advice = "let processes listen on 127.0.0.1: a firewall, a sandbox or a lack of free ports forbids it"
+    return Finding("ports", "bad", f"no store can be held: {failed}", advice)
+
+
+def _try_store(use_libuv: bool) -> str | None:
+    """Why it does not work, or None."""
+    patience = timedelta(seconds=WAIT_SECONDS)
+    try:
+        server = TCPStore(LOOPBACK, 0, None, True, patience, False, use_libuv=use_libuv)
+        client = TCPStore(LOOPBACK, server.port, None, False, patience, False, use_libuv=use_libuv)
+        client.set("asked", "yes")
+        return None if server.get("asked") == b"yes" else "what was written to it is not what was read"
+    except (RuntimeError, OSError) as error:
+        return str(error).splitlines()[0]
+
+
+def host_name(name: str | None = None) -> Finding:
+    """Whether this machine's own name leads to itself; gloo and NCCL of other programs believe it."""
+    name = name or socket.gethostname()
+    advice = f"add a line such as `127.0.1.1 {name}` to /etc/hosts"
+    try:
+        addresses = resolve(name, NAME_SECONDS)
+    except OSError as error:
+        return Finding("host name", "warn", f"{name} is not known here: {error.strerror or error}", advice)
+    own = {address.address for every in psutil.net_if_addrs().values() for address in every}
+    foreign = [one for one in addresses if one not in own and not one.startswith("127.")]
+    if foreign:
+        said = f"{name} leads to {', '.join(foreign)}, which is no address of this machine"
+        return Finding("host name", "warn", said, f"correct it: {advice}")
+    only = ", which no other machine can reach; evenstep does not use it" * all(
+        one.startswith("127.") or one == "::1" for one in addresses
+    )
+    return Finding("host name", "good", f"{name} is {', '.join(addresses)}{only}")
+
+
+def resolve(name: str, seconds: float) -> list[str]:
+    """The addresses of a name; OSError if there are none, or if nobody answers for so long."""
+    found: list[str] = []
+    failed: list[OSError] = []
+
+    def ask() -> None:
+        try:
+            infos = socket.getaddrinfo(name, None, socket.AF_UNSPEC, socket.SOCK_STREAM)
+            found.extend(dict.fromkeys(str(info[4][0]) for info in infos))
+        except OSError as error:
+            failed.append(error)
+
+    # A thread that nobody waits for: a name server that is silent would hold up the end of the program as well.
+    thread = threading.Thread(target=ask, daemon=True)
+    thread.start()
+    thread.join(seconds)
+    if not found:
+        raise failed[0] if failed else OSError(f"nobody answers within {seconds:.0f} s")
+    return found
+
+
+def interfaces() -> set[str]:
+    """The names of the network interfaces of this machine."""
+    return set(psutil.net_if_addrs())

@@ -19,6 +19,7 @@ PrecisionName = Literal["fp64", "fp32", "tf32", "bf16", "fp16"]
 
 STRATEGY_NAMES: tuple[str, ...] = get_args(StrategyName)
 PRECISION_NAMES: tuple[str, ...] = get_args(PrecisionName)
+TRACKER_NAMES = ("tensorboard",)
 
 USUAL = {"restarts": 0, "check_every": 100}
 """What is not worth a line of its own."""
@@ -66,6 +67,8 @@ class Plan:
     machines: str | None = None
     rendezvous: str | None = None
     requeue: bool = False
+    profile: int | None = None
+    log: str | None = None
 
     def __post_init__(self) -> None:
         _one_of("strategy", self.strategy, STRATEGY_NAMES)
@@ -73,10 +76,12 @@ class Plan:
         for device in self.devices:
             if not _DEVICE.fullmatch(device):
                 raise PlanError(f"unknown device {device!r}; write cpu, mps or cuda:0, or a count such as --devices 2")
-        for name in ("batch", "epochs", "steps", "accumulate", "checkpoint_every", "keep", "threads"):
+        for name in ("batch", "epochs", "steps", "accumulate", "checkpoint_every", "keep", "threads", "profile"):
             _at_least_one(name, getattr(self, name))
         if self.workers is not None and (not isinstance(self.workers, int) or self.workers < 0):
             raise PlanError(f"workers is {self.workers!r}; it is the number of loader processes a rank has, from 0 up")
+        if self.log is not None:
+            _one_of("log", self.log, TRACKER_NAMES)
         self._check_launch()
         self._check_length()
         self._check_devices()

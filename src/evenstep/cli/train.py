@@ -86,6 +86,10 @@ def train(
     requeue: Annotated[
         bool | None, typer.Option("--requeue", help="Under Slurm: when asked to stop, save and queue again.")
     ] = None,
+    profile: Annotated[
+        int | None, typer.Option(metavar="STEPS", help="Trace so many steps on all ranks, as one timeline.")
+    ] = None,
+    log: Annotated[str | None, typer.Option(help="tensorboard: write what it reads into the run's folder.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print the summary as one line of JSON.")] = False,
 ) -> None:
     """Train a task."""

@@ -18,6 +18,7 @@ from evenstep.launcher.failure import cause, report, stopped_where
 from evenstep.launcher.prepare import Prepared
 from evenstep.launcher.ready import Ready, get_ready
 from evenstep.launcher.supervise import Supervisor, of_plan
+from evenstep.launcher.traces import with_trace
 from evenstep.plan import Plan
 from evenstep.record import Record
 from evenstep.report.progress import Progress
@@ -59,7 +60,10 @@ def watch(ready: Ready, progress: bool, is_command: bool = False) -> Record:
         put_off_compiler()
     with Progress(prepared.num_steps, quiet=not progress, is_bare=not ready.is_first) as shown:
         try:
-            for event in run(ready, is_command):
+            events = run(ready, is_command)
+            if prepared.plan.profile is not None and ready.is_first:
+                events = with_trace(events, prepared.folder)
+            for event in events:
                 shown.show(event)
         except KeyboardInterrupt:
             shown.say(stopped_where(prepared.folder) if ready.is_first else f"stopped; {ELSEWHERE}")

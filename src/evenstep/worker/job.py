@@ -38,6 +38,7 @@ from evenstep.worker.room import room
 from evenstep.worker.run import Run
 from evenstep.worker.scaler import unfitted
 from evenstep.worker.team import Interrupted, Team, join
+from evenstep.worker.tracing import Tracing, start_tracing
 from evenstep.worker.train import is_done, train
 
 FIRST_CHECKS = (10, 30)
@@ -137,6 +138,7 @@ class Job:
             self.samples = SamplesWriter(run_folder, attempt=2 + len(self.before.restarts) if self.before else 1)
         self.replicas = ReplicaCheck(team.world, self._model.module) if team.world.size > 1 else None
         self.pace = Pace(team.world)
+        self.tracing: Tracing | None = None
         if plan.restarts or plan.machines:
             team.requests.save_by_clock()
 
@@ -169,6 +171,8 @@ class Job:
                 loader.close()
         if self.samples is not None:
             self.samples.close()
+        if self.tracing is not None:
+            self.tracing.abandon()
 
     def events(self) -> Iterator[Event]:
         """Everything from the first step to the summary."""
@@ -181,7 +185,10 @@ class Job:
             if evaluation is not None:
                 yield evaluation
             saved = self._save(evaluation)
+        self.tracing = start_tracing(self.plan, self.team, self.folder, self.run.step, self.run.num_steps)
         for step, ids in train(self.run, self.task, self.plan, self._peak_bytes):
+            if self.tracing is not None:
+                yield from self.tracing.after(step.step)
             self.taken.append(step)
             if self.plan.audit:
                 self._write_samples(step, ids)
@@ -201,6 +208,8 @@ class Job:
                 saved = self._save(evaluation, evaluation_due=is_epoch_end and is_behind and self.valid is not None)
             if is_asked:
                 self._stop(step.step)
+        if self.tracing is not None:
+            yield from self.tracing.finish()
         self.pulse.beat(ENDING)
         shown = self.team.ask(self.task.show, self._model) if self.task.show is not None else None
         seconds = time.perf_counter() - started + self.seconds_before

@@ -1,0 +1,45 @@
+"""The traces of all ranks, merged while the training goes on, and told of at its end."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+
+from evenstep.errors import EvenstepError
+from evenstep.report import trace
+from evenstep.report.lanes import RankTrace, merge
+from evenstep.worker.job import Event
+from evenstep.worker.tracing import ALL, FOLDER
+
+
+def with_trace(events: Iterator[Event], folder: Path) -> Iterator[Event]:
+    """What happens, and at the end, good or bad, where the trace is and what a step was made of."""
+    said: list[str] | None = None
+    try:
+        for event in events:
+            yield event
+            if said is None and (folder / FOLDER / ALL).exists():
+                said = merged(folder)
+    except Exception:
+        yield from said or []
+        raise
+    yield from said if said is not None else merged(folder)
+
+
+def merged(folder: Path) -> list[str]:
+    """Make one timeline of those of the ranks; what there is to say about it. A training never fails of this."""
+    try:
+        known = json.loads((folder / FOLDER / ALL).read_text())
+        ranks = [
+            RankTrace(int(rank), folder / FOLDER / one["file"], one["machine"]) for rank, one in known["ranks"].items()
+        ]
+        path = folder / trace.FILE
+        merge(ranks, path)
+        found = trace.numbers(path)
+        trace.write_numbers(found, folder / FOLDER / trace.NUMBERS)
+    except (OSError, ValueError, KeyError, TypeError, EvenstepError) as error:
+        return [f"warning: no trace was made ({type(error).__name__}: {error})"]
+    first, last = known["steps"]
+    where = f"trace of steps {first} to {last}: {path}; open it at https://ui.perfetto.dev or in chrome://tracing"
+    return [where, *trace.lines(found)]

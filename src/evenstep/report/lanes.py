@@ -1,0 +1,178 @@
+"""One timeline of all ranks, made of the profilers' own files: each rank a process, its lanes input, compute,
+communication, and the streams of its cards."""
+
+from __future__ import annotations
+
+import gzip
+import json
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from evenstep.errors import BadInput
+from evenstep.report.spans import Span, holds, union
+
+Event = dict[str, Any]
+
+MARK = "evenstep: "
+"""What begins the name of every span that evenstep itself marks; the workers write it."""
+STEP, TOGETHER = f"{MARK}step ", f"{MARK}together"
+SENDING = (f"{MARK}replicate", f"{MARK}reduce")
+STEPS, INPUT, COMPUTE, COMMUNICATION, OTHER = "steps", "input", "compute", "communication", "other"
+_FIRST_LANE = {STEPS: 0, INPUT: 1, COMPUTE: 10, COMMUNICATION: 100, OTHER: 200}
+_FIRST_STREAM = 300
+_FLOWS = "stf"
+
+
+@dataclass(frozen=True)
+class RankTrace:
+    """What the profiler of one rank wrote."""
+
+    rank: int
+    path: Path
+    machine: str = ""
+    """Ranks with the same one share a clock."""
+
+
+@dataclass
+class _Rank:
+    """One rank's events, with times in microseconds on its machine's clock."""
+
+    rank: int
+    machine: str
+    events: list[Event]
+    names: dict[int, str] = field(default_factory=dict)
+    """What each of its lanes is called."""
+
+    def marked(self, *prefixes: str) -> list[Event]:
+        return [event for event in self.events if event["ph"] == "X" and str(event["name"]).startswith(prefixes)]
+
+
+def merge(traces: Sequence[RankTrace], path: Path) -> None:
+    """Write the timelines of all ranks as one file, which Perfetto and chrome://tracing open as it is."""
+    ranks = [_read(trace) for trace in traces]
+    begins = [event["ts"] for rank in ranks for event in rank.marked(STEP)]
+    if not begins:
+        raise BadInput(f"no step was traced: {', '.join(str(trace.path) for trace in traces)} hold none")
+    late = _offsets(ranks)
+    merged: list[Event] = []
+    for rank in ranks:
+        _into_lanes(rank)
+        # Small numbers: a double holds microseconds since 1970 to a quarter of one.
+        _shift(rank.events, -late[rank.machine] - min(begins))
+        merged += [*_labels(rank), *rank.events]
+    beside = path.with_name(f"{path.name}.writing")
+    with gzip.open(beside, "wt", compresslevel=5) as file:
+        json.dump({"displayTimeUnit": "ms", "traceEvents": merged}, file, separators=(",", ":"))
+    beside.replace(path)
+
+
+def read_events(path: Path) -> dict[str, Any]:
+    """A trace file as it is, packed or not."""
+    try:
+        with gzip.open(path, "rt") if path.name.endswith(".gz") else path.open() as file:
+            whole = json.load(file)
+        assert isinstance(whole["traceEvents"], list)
+    except (OSError, EOFError, ValueError, KeyError, TypeError, AssertionError) as error:
+        raise BadInput(f"{path} is no trace ({type(error).__name__}: {error}); --profile writes one") from error
+    return dict(whole)
+
+
+def _read(trace: RankTrace) -> _Rank:
+    whole = read_events(trace.path)
+    base = float(whole.get("baseTimeNanoseconds", 0)) / 1000
+    events = [event for event in whole["traceEvents"] if event.get("ph") in ("X", *_FLOWS) and event["pid"] != "Spans"]
+    _shift(events, base)
+    return _Rank(trace.rank, trace.machine, events)
+
+
+def _shift(events: list[Event], microseconds: float) -> None:
+    for event in events:
+        event["ts"] = round(event["ts"] + microseconds, 3)
+
+
+def _offsets(ranks: Sequence[_Rank]) -> dict[str, float]:
+    """How far each machine's clock is ahead of the first one's: all ranks left one barrier at about the same time."""
+    left: dict[str, list[float]] = {rank.machine: [] for rank in ranks}
+    for rank in ranks:
+        left[rank.machine] += [event["ts"] + event["dur"] for event in rank.marked(TOGETHER)]
+    first = left[ranks[0].machine]
+    return {machine: median(times) - median(first) if times and first else 0.0 for machine, times in left.items()}
+
+
+def _into_lanes(rank: _Rank) -> None:
+    """Give every event the rank as its process and a lane as its thread."""
+    steps = rank.marked(STEP)
+    host, main = (steps[0]["pid"], steps[0]["tid"]) if steps else (None, None)
+    kinds = _kinds(rank, host, main)
+    inputs = union(_span(event) for event in rank.marked(f"{MARK}input") if event["tid"] == main)
+    sending = union(_span(event) for event in rank.marked(*SENDING) if event["tid"] == main)
+    numbers: dict[tuple[Any, ...], int] = {}
+    counts: Counter[str] = Counter()
+    for event in rank.events:
+        place: tuple[Any, ...] = (kinds.get((event["pid"], event["tid"]), OTHER), event["pid"], event["tid"])
+        if (event["pid"], event["tid"]) == (host, main):
+            place = (_kind_on_main(event, inputs, sending), host, main)
+        if place not in numbers:
+            kind = str(place[0])
+            number = _FIRST_LANE.get(kind, _FIRST_STREAM) + counts[kind if kind in _FIRST_LANE else "streams"]
+            counts[kind if kind in _FIRST_LANE else "streams"] += 1
+            numbers[place] = number
+            again = number - _FIRST_LANE[kind] if kind in _FIRST_LANE else 0
+            rank.names[number] = f"{kind} {again + 1}" if again else kind
+        event["pid"], event["tid"] = rank.rank, numbers[place]
+        if event["ph"] in _FLOWS:
+            # Arrows are found by their number, which each rank counts by itself.
+            event["id"] = rank.rank * 2**32 + int(event["id"])
+
+
+def _kind_on_main(event: Event, inputs: list[Span], sending: list[Span]) -> str:
+    if str(event.get("name")).startswith(STEP):
+        return STEPS
+    if holds(sending, event["ts"]):
+        return COMMUNICATION
+    return INPUT if holds(inputs, event["ts"]) else COMPUTE
+
+
+def _kinds(rank: _Rank, host: Any, main: Any) -> dict[tuple[Any, Any], str]:
+    """What each thread of this process, and each stream of its cards, does."""
+    kinds: dict[tuple[Any, Any], str] = {}
+    for event in rank.events:
+        place, name = (event["pid"], event["tid"]), str(event.get("name"))
+        if event["ph"] != "X" or place == (host, main):
+            continue
+        if event["pid"] != host:
+            busy = (
+                " (communication)" if is_nccl(name) else kinds.get(place, "").partition(" (")[2] and " (communication)"
+            )
+            kinds[place] = f"cuda:{event['pid']} stream {event['tid']}{busy}"
+        elif name.startswith("gloo:"):
+            kinds[place] = COMMUNICATION
+        elif name.startswith((MARK, "autograd::engine")):
+            kinds.setdefault(place, COMPUTE)
+    return kinds
+
+
+def is_nccl(name: str) -> bool:
+    """Whether a kernel is one of NCCL's."""
+    return name.lower().startswith("nccl")
+
+
+def _span(event: Mapping[str, Any]) -> Span:
+    return event["ts"], event["ts"] + event["dur"]
+
+
+def _labels(rank: _Rank) -> Iterator[Event]:
+    """What viewers call the rank and its lanes, and in which order they show them."""
+    yield _label(rank.rank, 0, "process_name", name=f"rank {rank.rank}")
+    yield _label(rank.rank, 0, "process_sort_index", sort_index=rank.rank)
+    for number, name in sorted(rank.names.items()):
+        yield _label(rank.rank, number, "thread_name", name=name)
+        yield _label(rank.rank, number, "thread_sort_index", sort_index=number)
+
+
+def _label(rank: int, lane: int, kind: str, **values: Any) -> Event:
+    return {"ph": "M", "pid": rank, "tid": lane, "ts": 0, "name": kind, "args": values}

@@ -1,0 +1,193 @@
+"""`--profile STEPS`: torch's profiler on every rank, for some steps in the middle of a training.
+
+Each rank writes `traces/rank0.json.gz` and so on; those of other machines are sent to rank 0's folder. Whatever goes
+wrong here is said, and the training goes on: every rank takes part in every message, whether its profiler works or not.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+from collections.abc import Iterator
+from contextlib import ExitStack, suppress
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch._C._profiler import _ExperimentalConfig
+from torch.profiler import ProfilerActivity, profile, record_function
+
+from evenstep.plan import Plan
+from evenstep.worker.marks import TOGETHER, Marks, marked
+from evenstep.worker.pulse import SAVING
+from evenstep.worker.team import Team
+
+FOLDER = "traces"
+ALL = "ranks.json"
+"""Written last, when what every rank has to give is there."""
+WARM_UP_STEPS = 3
+"""Not traced: memory is allocated, DDP orders its buckets anew, cuDNN chooses algorithms."""
+
+
+def choose_steps(profile_steps: int, step: int, num_steps: int | None) -> range:
+    """The steps to trace of a run that has taken `step` of its steps: after a warm-up, as long as there are enough.
+
+    >>> choose_steps(10, 0, None), choose_steps(10, 100, 112), choose_steps(10, 0, 5), choose_steps(10, 0, 1)
+    (range(4, 14), range(103, 113), range(2, 6), range(1, 2))
+    """
+    left = num_steps - step if num_steps is not None else WARM_UP_STEPS + profile_steps
+    warm_up = max(min(WARM_UP_STEPS, left - profile_steps), min(1, left - 1), 0)
+    return range(step + warm_up + 1, step + min(left, warm_up + profile_steps) + 1)
+
+
+class Tracing:
+    """This rank's profiler, from its start to its file."""
+
+    def __init__(self, plan: Plan, team: Team, run_folder: Path, step: int, num_steps: int | None) -> None:
+        self._team = team
+        self._world = team.world
+        self._folder = run_folder / FOLDER
+        assert plan.profile is not None
+        self._steps = choose_steps(plan.profile, step, num_steps)
+        self._last = step
+        # After a restart, what was traced before stays.
+        if team.world.gather((self._folder / ALL).exists())[0]:
+            self._steps = range(0)
+        self._marks = Marks(team.world.pulse)
+        self._profiler: Any = None
+        self._is_on = False
+        self._problem: str | None = None
+        self._stack = ExitStack()
+
+    def before(self, step: int) -> None:
+        """All ranks call this before a step is begun."""
+        if step == self._steps.start and self._steps:
+            with self._world.pulse.during(SAVING):
+                self._start()
+
+    def after(self, step: int) -> Iterator[str]:
+        """All ranks call this after each step, before they do anything else; what there is to say."""
+        self._last = step
+        if self._is_on:
+            self._marks.end_step()
+            if step + 1 == self._steps.stop:
+                yield from self.finish()
+        self.before(step + 1)
+
+    def finish(self) -> Iterator[str]:
+        """After the last step that is traced, or the last there was."""
+        if not self._is_on:
+            return
+        with self._world.pulse.during(SAVING):
+            self._is_on = False
+            self._stack.close()
+            self._try(self._stop)
+            yield from self._hand_in()
+
+    def abandon(self) -> None:
+        """The training ends in the middle of it."""
+        self._is_on = False
+        self._marks.end_step()
+        self._stack.close()
+        if self._profiler is not None:
+            with suppress(Exception):
+                self._profiler.stop_trace()
+        self._profiler = None
+
+    def _try(self, what: Any) -> None:
+        """Do it; a problem is kept, to be said when all ranks hand in what they have."""
+        try:
+            if self._problem is None:
+                what()
+        except Exception as error:
+            self._problem = f"{type(error).__name__}: {error}"
+
+    def _start(self) -> None:
+        self._try(self._begin_profiling)
+        self._is_on = True
+        self._world.barrier()
+        with record_function(TOGETHER):
+            pass
+        self._stack.enter_context(marked(self._team, self._marks))
+
+    def _begin_profiling(self) -> None:
+        self._folder.mkdir(exist_ok=True)
+        # Or it says on stderr when it starts and stops; read when it is first used.
+        os.environ.setdefault("KINETO_LOG_LEVEL", "99")
+        activities = [ProfilerActivity.CPU]
+        if self._world.device.type == "cuda":
+            activities.append(ProfilerActivity.CUDA)
+        # All threads: dp has one for each seat, and gloo's have what travels.
+        self._profiler = profile(
+            activities=activities, experimental_config=_ExperimentalConfig(profile_all_threads=True)
+        )
+        self._profiler.prepare_trace()
+        self._profiler.start_trace()
+
+    def _stop(self) -> None:
+        profiler, self._profiler = self._profiler, None
+        profiler.stop_trace()
+        profiler.export_chrome_trace(str(self._path(self._world.rank)))
+
+    def _path(self, rank: int) -> Path:
+        return self._folder / f"rank{rank}.json.gz"
+
+    def _hand_in(self) -> Iterator[str]:
+        """Bring what the ranks wrote together in rank 0's folder."""
+        size = self._path(self._world.rank).stat().st_size if self._problem is None else None
+        told = self._world.gather([self._problem, size, machine_name()])
+        mine = [_size(self._path(rank)) for rank in range(self._world.size)]
+        here = self._world.gather(mine)[0]
+        for rank, (_, size, _) in enumerate(told):
+            if size is not None and here[rank] != size:
+                self._send(rank, size)
+        for rank, (problem, _, _) in enumerate(told):
+            if problem:
+                yield f"warning: rank {rank} has no trace ({problem}); the training goes on"
+        if self._world.is_main:
+            yield from self._close_folder(told)
+
+    def _send(self, rank: int, size: int) -> None:
+        """One rank's file to rank 0, from a machine whose files rank 0 does not see."""
+        if self._world.rank == rank:
+            content = bytearray(self._path(rank).read_bytes())
+            dist.send(torch.frombuffer(content, dtype=torch.uint8), 0)
+        elif self._world.is_main:
+            arrived = torch.empty(size, dtype=torch.uint8)
+            dist.recv(arrived, rank)
+            self._try(lambda: self._path(rank).write_bytes(arrived.numpy().tobytes()))
+
+    def _close_folder(self, told: list[Any]) -> Iterator[str]:
+        ranks = {
+            rank: {"file": self._path(rank).name, "machine": machine}
+            for rank, (problem, _, machine) in enumerate(told)
+            if problem is None
+        }
+        steps = [self._steps.start, self._last]
+        try:
+            self._folder.mkdir(exist_ok=True)
+            (self._folder / ALL).write_text(json.dumps({"steps": steps, "ranks": ranks}) + "\n")
+        except OSError as error:
+            yield f"warning: the traces cannot be written ({error}); the training goes on"
+
+
+def machine_name() -> str:
+    """What machines are told apart by: processes with the same one share a clock."""
+    with suppress(OSError):
+        return f"{platform.node()} {Path('/proc/sys/kernel/random/boot_id').read_text().strip()}"
+    return platform.node()
+
+
+def _size(path: Path) -> int | None:
+    return path.stat().st_size if path.exists() else None
+
+
+def start_tracing(plan: Plan, team: Team, run_folder: Path, step: int, num_steps: int | None) -> Tracing | None:
+    """As the plan says, before the first step; None if it says nothing."""
+    if plan.profile is None:
+        return None
+    tracing = Tracing(plan, team, run_folder, step, num_steps)
+    tracing.before(step + 1)
+    return tracing

@@ -24,11 +24,12 @@ from evenstep.worker.adopt import Adopted, adopt
 from evenstep.worker.machine import check_devices, choose_devices, num_cores
 from evenstep.worker.probe import probe
 from evenstep.worker.strategies import STRATEGIES
+from evenstep.worker.trackers import check_log
 
 RUNS = Path("runs")
 DEFAULT_BATCH = 64
-OF_ONE_START = ("name", "machines", "rendezvous", "requeue")
-"""Where a run was carried out, which says nothing about where it is repeated or goes on."""
+OF_ONE_START = ("name", "machines", "rendezvous", "requeue", "profile")
+"""Where a run was carried out and looked into, which says nothing about where it is repeated or goes on."""
 
 
 @dataclass(frozen=True)
@@ -137,6 +138,7 @@ def _draft(values: dict[str, Any], label: str) -> Plan:
         held_open["epochs"] = 1
     draft = Plan(**{**held_open, **values})
     check_devices(draft.devices)
+    check_log(draft.log)
     return draft
 
 

@@ -39,6 +39,7 @@ from evenstep.worker.run import Run
 from evenstep.worker.scaler import unfitted
 from evenstep.worker.team import Interrupted, Team, join
 from evenstep.worker.tracing import Tracing, start_tracing
+from evenstep.worker.trackers import Beginning, start_tracking
 from evenstep.worker.train import is_done, train
 
 FIRST_CHECKS = (10, 30)
@@ -74,10 +75,12 @@ def _perform(job: Job) -> Iterator[Event]:
     if team.world.is_main:
         record = RecordWriter(job.folder, job.plan, machine.facts(), job.run.loader.facts())
         job.run.before_save = record.flush
+    tracking = start_tracking(job.beginning, team.world.is_main)
     try:
         for event in job.events():
             if record is not None and not isinstance(event, str):
                 record.append(event)
+                yield from tracking.take(event) if tracking is not None else ()
             yield event
         if record is not None:
             record.flush()
@@ -96,6 +99,8 @@ def _perform(job: Job) -> Iterator[Event]:
         raise
     finally:
         job.close()
+        if tracking is not None:
+            tracking.close()
         if record is not None:
             record.close()
 
@@ -154,6 +159,12 @@ class Job:
             losses = [one.values["loss"] for one in self.before.evaluations if one.step <= self.run.step]
             self.best = min(losses, default=None)
         return said
+
+    @property
+    def beginning(self) -> Beginning:
+        """What a tracker is told first."""
+        redone_from = self.run.step + 1 if self.before is not None else None
+        return Beginning(self.plan, self.folder, redone_from)
 
     def situation(self, error: BaseException) -> Situation | None:
         """What an answer needs to know about a step that did not fit into memory."""

@@ -1,0 +1,57 @@
+"""`evenstep report`: a page of runs, or of a comparison; or of one run while it goes on."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from evenstep.cli.app import app
+from evenstep.errors import BadInput
+
+EXAMPLES = """
+[bold]Examples[/bold]
+
+evenstep report runs/a runs/b
+
+evenstep report runs/2026-11-15-compare-digits --out page.html
+
+evenstep report --watch runs/2026-11-15-digits-ddp
+"""
+
+
+@app.command(epilog=EXAMPLES)
+def report(
+    runs: Annotated[list[Path], typer.Argument(metavar="RUN", help="Run folders, or the folder of a comparison.")],
+    out: Annotated[Path | None, typer.Option(help="The page to write; default: page.html in the first folder.")] = None,
+    watch: Annotated[bool, typer.Option("--watch", help="Serve a live page of one run, until Ctrl-C.")] = False,
+    port: Annotated[int, typer.Option(help="Of the live page; default: any that is free.", min=0, max=65535)] = 0,
+) -> None:
+    """Write one page of these runs, with charts and tables; open it in any browser."""
+    if watch:
+        _watch(runs, out, port)
+    else:
+        print(_write(runs, out))
+
+
+def _write(folders: list[Path], out: Path | None) -> Path:
+    from evenstep.record import Record
+    from evenstep.report import comparison
+    from evenstep.report.page import FILE, write_page, write_page_of_runs
+
+    compared = [folder for folder in folders if (folder / comparison.FILE).is_file()]
+    if compared and len(folders) > 1:
+        raise BadInput(f"{compared[0]} is a comparison, and a page holds one; give it alone")
+    if compared:
+        return write_page(comparison.Comparison.read(compared[0]), compared[0], out)
+    beside = folders[0] if folders[0].is_dir() else folders[0].parent
+    return write_page_of_runs([Record.read(folder) for folder in folders], out or beside / FILE)
+
+
+def _watch(folders: list[Path], out: Path | None, port: int) -> None:
+    from evenstep.report.watch import serve
+
+    if len(folders) > 1 or out is not None:
+        raise BadInput("--watch serves the page of one run and writes none; give one RUN and no --out")
+    serve(folders[0], port)

@@ -1,0 +1,216 @@
+"""A live page of one run, served on this machine alone while the training goes on."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+import signal
+import threading
+import time
+from collections.abc import Mapping
+from dataclasses import replace
+from http import HTTPStatus
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import IO, TYPE_CHECKING, Any
+
+from evenstep.errors import BadInput
+from evenstep.record import FILE, Record, rows
+from evenstep.report import comparison
+from evenstep.report.page import Page, need_bokeh, render, runs_page
+
+if TYPE_CHECKING:
+    from evenstep.report.look import Chart
+
+HOST = "127.0.0.1"
+QUIET_SECONDS = 30.0
+"""After so long without a new row, the page says how long."""
+
+
+def serve(run: Path, port: int = 0) -> None:
+    """Serve the page of a run until Ctrl-C; the address is printed first."""
+    need_bokeh()
+    with WatchServer(Watched(run), port) as server:
+        print(f"http://{HOST}:{server.server_port}/", flush=True)
+        try:
+            server.serve_forever()
+        except KeyboardInterrupt:
+            # Asked to end, and nothing was going on that could be lost.
+            signal.signal(signal.SIGINT, signal.SIG_IGN)
+
+
+class Watched:
+    """A Record that grows: read on from where the last look ended."""
+
+    def __init__(self, run: Path) -> None:
+        if (run / comparison.FILE).is_file():
+            raise BadInput(f"{run} is a comparison, which is over; evenstep report {run} writes its page")
+        if not run.exists():
+            raise BadInput(f"{run} is not there; give the folder of a run, such as runs/2026-11-15-digits-ddp")
+        self.path = run / FILE if run.is_dir() else run
+        self._file: IO[bytes] | None = None
+        self._record: Record | None = None
+        self._lock = threading.Lock()
+        self._num_rows = 0
+        self._moved = time.monotonic()
+        self._page: tuple[int, Page] | None = None
+
+    def look(self) -> tuple[Page, dict[str, Any]]:
+        """The page as it is now, and its news."""
+        with self._lock:
+            self._read_on()
+            page = self._made()
+            return page, news(page, self._record)
+
+    def _read_on(self) -> None:
+        if self._file is None:
+            if not self.path.is_file():
+                return
+            self._file = self.path.open("rb")
+        try:
+            for row in rows(self._file):
+                self._take(row)
+        except (ValueError, KeyError, TypeError) as error:
+            raise BadInput(f"{self.path} is no record of a run ({type(error).__name__}: {error})") from error
+
+    def _take(self, row: Mapping[str, Any]) -> None:
+        self._num_rows += 1
+        self._moved = time.monotonic()
+        if self._record is None:
+            self._record = Record.begin(row, self.path)
+        else:
+            self._record.take(row)
+
+    def _made(self) -> Page:
+        """The page of what is known; charts are made again only when there is more to draw."""
+        if self._page is None or self._page[0] != self._num_rows:
+            known = runs_page([self._record]) if self._record is not None else _waiting(self.path)
+            self._page = (self._num_rows, known)
+        page = self._page[1]
+        quiet = time.monotonic() - self._moved
+        return replace_status(page, status_of(self._record, quiet))
+
+
+def _waiting(path: Path) -> Page:
+    return Page(title=path.parent.name, about=str(path.parent), commands=[], charts=[])
+
+
+def replace_status(page: Page, status: str) -> Page:
+    """The same page with these words at its top, and what it is made of."""
+    return replace(page, status=status, shape=shape(page))
+
+
+def status_of(record: Record | None, quiet_seconds: float) -> str:
+    """What goes on, in one sentence."""
+    if record is None:
+        return "waiting for the first row of the Record"
+    if record.summary is not None:
+        return f"ended after {record.summary.steps:,} steps, {record.summary.seconds:.1f} s"
+    at = f"step {record.steps[-1].step:,}, epoch {record.steps[-1].epoch + 1}" if record.steps else "starting"
+    again = f", restarted {len(record.restarts)} x" if record.restarts else ""
+    quiet = f"; nothing new for {quiet_seconds:.0f} s" if quiet_seconds > QUIET_SECONDS else ""
+    return f"training: {at}{again}{quiet}"
+
+
+def shape(page: Page) -> str:
+    """Which charts, lines and tables there are, as a short text: only when it changes must a page be loaded again."""
+    parts: list[object] = [[chart.name, sorted(sources(chart))] for chart in page.charts]
+    parts += [page.runs.columns if page.runs is not None else None]
+    return hashlib.sha256(json.dumps(parts).encode()).hexdigest()[:16]
+
+
+def news(page: Page, record: Record | None) -> dict[str, Any]:
+    """What the page's script asks for: the numbers of all charts, and the cells of the table."""
+    return {
+        "shape": page.shape,
+        "status": page.status,
+        "has_ended": record is not None and record.summary is not None,
+        "charts": {chart.name: _values(chart) for chart in page.charts},
+        "runs": [list(row) for row in page.runs.rows] if page.runs is not None else [],
+    }
+
+
+def sources(chart: Chart) -> dict[str, dict[str, Any]]:
+    """The named columns of a chart."""
+    from bokeh.models import ColumnDataSource
+
+    found = chart.figure.select({"type": ColumnDataSource})
+    return {one.name: dict(one.data) for one in found if isinstance(one, ColumnDataSource) and one.name is not None}
+
+
+def _values(chart: Chart) -> dict[str, Any]:
+    from bokeh.models import FactorRange, Range1d
+
+    y_range, x_range = chart.figure.y_range, chart.figure.x_range
+    return {
+        "sources": {
+            name: {key: _plain(column) for key, column in data.items()} for name, data in sources(chart).items()
+        },
+        "rows": list(y_range.factors) if isinstance(y_range, FactorRange) else [],
+        "reach": x_range.end if isinstance(x_range, Range1d) and x_range.name == "reach" else None,
+    }
+
+
+def _plain(column: list[Any]) -> list[Any]:
+    """JSON has no NaN."""
+    return [None if isinstance(value, float) and not math.isfinite(value) else value for value in column]
+
+
+class WatchServer(ThreadingHTTPServer):
+    """Two paths, this machine only; no file is ever served."""
+
+    daemon_threads = True
+
+    def __init__(self, watched: Watched, port: int) -> None:
+        self.watched = watched
+        try:
+            super().__init__((HOST, port), _Handler)
+        except OSError as error:
+            raise BadInput(f"port {port} is taken ({error.strerror}); give another --port, or none") from error
+
+    @property
+    def hosts(self) -> set[str]:
+        """What a browser may call this server: a page of elsewhere that points its own name here is refused."""
+        return {f"{name}:{self.server_port}" for name in (HOST, "localhost")}
+
+
+class _Handler(BaseHTTPRequestHandler):
+    server: WatchServer
+    server_version = "evenstep"
+    sys_version = ""
+
+    def do_GET(self) -> None:
+        """The page, its news, or no."""
+        if self.headers.get("Host") not in self.server.hosts:
+            self._answer(HTTPStatus.FORBIDDEN, "text/plain", f"use http://{HOST}:{self.server.server_port}/\n")
+        elif self.path not in ("/", "/news.json"):
+            self._answer(HTTPStatus.NOT_FOUND, "text/plain", "there is / and /news.json\n")
+        else:
+            self._look()
+
+    def _look(self) -> None:
+        try:
+            page, found = self.server.watched.look()
+        except BadInput as error:
+            self._answer(HTTPStatus.INTERNAL_SERVER_ERROR, "text/plain", f"{error}\n")
+            return
+        if self.path == "/":
+            self._answer(HTTPStatus.OK, "text/html", render(page))
+        else:
+            self._answer(HTTPStatus.OK, "application/json", json.dumps(found, allow_nan=False))
+
+    def _answer(self, status: HTTPStatus, kind: str, text: str) -> None:
+        body = text.encode("utf-8", errors="replace")
+        self.send_response(status)
+        self.send_header("Content-Type", f"{kind}; charset=utf-8")
+        self.send_header("Content-Length", str(len(body)))
+        self.send_header("Cache-Control", "no-store")
+        self.send_header("X-Content-Type-Options", "nosniff")
+        self.send_header("Cross-Origin-Resource-Policy", "same-origin")
+        self.send_header("Content-Security-Policy", "frame-ancestors 'none'")
+        self.end_headers()
+        self.wfile.write(body)
+
+    def log_message(self, format: str, *arguments: object) -> None:
+        """Nothing: the address is all that is printed."""

@@ -45,13 +45,14 @@ MAY_IMPORT = {
     "report": {*LOW, "report"},
     "worker": {*LOW, "worker"},
     "launcher": {*LOW, "worker", "report", "launcher"},
-    "cli": {*LOW, "worker", "report", "launcher", "doctor", "cli"},
+    "compare": {*LOW, "worker", "report", "launcher", "verify", "compare"},
+    "cli": {*LOW, "worker", "report", "launcher", "doctor", "compare", "cli"},
     "doctor": {*LOW, "worker", "report", "launcher", "doctor"},
     "__main__": {"cli", "errors", "launcher"},
     # Names that are found when first asked for.
     "__init__": {*LOW, "worker", "launcher"},
 }
-NEEDS_TORCH = {"worker", "launcher", "tasks", "doctor"}
+NEEDS_TORCH = {"worker", "launcher", "tasks", "doctor", "compare"}
 
 
 def layer(file: Path) -> str:

@@ -160,7 +160,7 @@ WHOLE = "it is a whole number from 1 up"
 @pytest.mark.parametrize(
     ("values", "message"),
     [
-        ({"strategy": "dpp"}, "unknown strategy 'dpp'; allowed are single, dp, ddp, fsdp; did you mean"),
+        ({"strategy": "dpp"}, "unknown strategy 'dpp'; allowed are single, dp, ddp, fsdp, dp-torch; did you mean"),
         ({"strategy": "horovod"}, "unknown strategy 'horovod'; allowed are single, dp, ddp, fsdp"),
         ({"precision": "fp23"}, "unknown precision 'fp23'; allowed are fp64, fp32, tf32, bf16, fp16; did you mean"),
         ({"devices": ("gpu",)}, "unknown device 'gpu'; write cpu, mps or cuda:0, or a count such as --devices 2"),

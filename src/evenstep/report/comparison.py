@@ -52,6 +52,8 @@ class Row:
     """Whether it learns what one device learns."""
     why: str = ""
     """One sentence about that."""
+    threads: int = 0
+    """Of each process."""
     runs: list[str] = field(default_factory=list)
     """The folders of its blocks, below that of the comparison."""
 
@@ -64,6 +66,15 @@ class Row:
     def is_sound(self) -> bool:
         """Whether nothing speaks against what it learns."""
         return self.parity in ("reference", "same", "unknown")
+
+
+@dataclass(frozen=True, kw_only=True)
+class LargerBatch:
+    """The fastest way once more, with a batch so many times as large: whether the steps are too small."""
+
+    times: int
+    label: str
+    samples_per_second: float
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -83,6 +94,7 @@ class Comparison:
     machine: dict[str, Any] = field(default_factory=dict)
     command: str = ""
     created: str = ""
+    larger_batch: LargerBatch | None = None
     advice: list[str] = field(default_factory=list)
     """Which one to take, with the reason and the number; and the next lever."""
 
@@ -107,7 +119,8 @@ class Comparison:
         try:
             values = json.loads(path.read_text())
             rows = [_row(row) for row in values.pop("rows")]
-            return cls(rows=rows, **values)
+            larger = values.pop("larger_batch", None)
+            return cls(rows=rows, larger_batch=LargerBatch(**larger) if larger else None, **values)
         except OSError as error:
             raise BadInput(f"{folder} is no comparison: it has no {FILE}") from error
         except (ValueError, KeyError, TypeError) as error:

@@ -68,7 +68,8 @@ class Noted:
 
 
 def spans_of(marks: Sequence[tuple[str, float]]) -> list[Span]:
-    """Each lasts until the next one begins; the last one only ends the one before."""
+    """Each lasts until another one begins; the last one only ends the one before."""
+    marks = [mark for index, mark in enumerate(marks) if index == 0 or mark[0] != marks[index - 1][0]]
     return [(name, begin, end) for (name, begin), (_, end) in pairwise(marks) if name]
 
 

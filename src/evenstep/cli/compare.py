@@ -1,0 +1,86 @@
+"""`evenstep compare`."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import shlex
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Annotated
+
+import typer
+from rich.console import Console
+
+from evenstep.cli.app import TASKS, app
+
+EXAMPLES = """
+[bold]Examples[/bold]
+
+evenstep compare digits --devices 1,2
+
+evenstep compare my_task.py --devices 1,2,4 --strategies dp,ddp --batch 512
+
+evenstep compare my_task.py --devices cuda:0/cuda:0,cuda:1 --precision bf16
+"""
+
+
+@app.command(epilog=EXAMPLES)
+def compare(
+    task: Annotated[str, typer.Argument(help=TASKS)],
+    devices: Annotated[
+        str, typer.Option(help="Counts such as 1,2,4; or lists with a slash between, such as cuda:0/cuda:0,cuda:1.")
+    ] = "1,2",
+    strategies: Annotated[
+        str | None, typer.Option(help="Some of single, dp, ddp, fsdp, dp-torch; default: all that run here.")
+    ] = None,
+    rounds: Annotated[int, typer.Option(min=1, max=50, help="Blocks of each; more of them show the spread.")] = 3,
+    steps: Annotated[
+        int | None, typer.Option(min=2, help="Steps of a block; default: as many as take about a second.")
+    ] = None,
+    batch: Annotated[int | None, typer.Option(help="Samples of a step over all devices; default: the task's.")] = None,
+    precision: Annotated[str | None, typer.Option(help="fp64, fp32 (default), tf32, bf16 or fp16.")] = None,
+    workers: Annotated[int | None, typer.Option(help="Loader processes of a rank, if data is not tensors.")] = None,
+    threads: Annotated[int | None, typer.Option(help="Per process; default: cores shared out.")] = None,
+    data: Annotated[str | None, typer.Option(help="Folder of the data, for tasks that take one.")] = None,
+    seed: Annotated[int | None, typer.Option(help="Of weights, order, dropout and augmentation; default: 0.")] = None,
+    name: Annotated[str | None, typer.Option(help="Of the folder runs/NAME.")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the comparison as one line of JSON.")] = False,
+) -> None:
+    """Measure strategies side by side on your task: a table, a recommendation, and a page in runs/."""
+    from evenstep.compare import Asked
+    from evenstep.compare import compare as measure
+    from evenstep.report.compared import show_comparison
+    from evenstep.report.page import write_page
+
+    choices = {"batch": batch, "precision": precision, "workers": workers, "threads": threads}
+    asked = Asked(
+        source=task,
+        strategies=strategies,
+        devices=devices,
+        rounds=rounds,
+        steps=steps,
+        choices={**choices, "data": data, "seed": seed, "name": name},
+        command=shlex.join(["evenstep", *sys.argv[1:]]),
+    )
+    with _saying() as say:
+        comparison, folder = measure(asked, say)
+    page = write_page(comparison, folder)
+    if as_json:
+        print(json.dumps({**dataclasses.asdict(comparison), "folder": str(folder), "page": str(page)}))
+        return
+    console = Console(highlight=False, emoji=False)
+    show_comparison(comparison, console)
+    console.print(f"\npage  {page}", markup=False, soft_wrap=True)
+
+
+@contextmanager
+def _saying() -> Iterator[Callable[[str], None]]:
+    """What is being done, on stderr: one line that changes on a terminal, one after another elsewhere."""
+    console = Console(stderr=True, highlight=False, emoji=False)
+    if not console.is_terminal:
+        yield lambda line: console.print(line, markup=False, soft_wrap=True)
+        return
+    with console.status("preparing") as status:
+        yield lambda line: status.update(line)

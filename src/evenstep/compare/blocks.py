@@ -1,0 +1,119 @@
+"""Measuring ways against each other: blocks in turn, forwards and backwards, so that no way has the quiet moments."""
+
+from __future__ import annotations
+
+import shutil
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from statistics import fmean, median
+
+from evenstep.errors import EvenstepError
+from evenstep.launcher.prepare import Prepared
+from evenstep.launcher.variants import run_apart, variant
+from evenstep.record import PARTS, Measurement, Record
+from evenstep.report.comparison import Parity, Row, Spread
+from evenstep.verify import Way
+from evenstep.worker.main import Instead
+from evenstep.worker.measure import Block
+
+TRIAL = Block(warm_up=3, steps=4, special=2)
+BLOCK_SECONDS = 0.8
+"""What the steps of a block take with the slowest way, about; special steps and the warm-up come on top."""
+LEAST_STEPS, MOST_STEPS = 6, 200
+
+
+@dataclass(frozen=True)
+class Taken:
+    """One block, as it was measured."""
+
+    way: Way
+    folder: Path
+    record: Record
+    measurement: Measurement
+    start_seconds: float
+
+
+@dataclass
+class Race:
+    """The blocks of all ways, and what kept some of them from running."""
+
+    base: Prepared
+    folder: Path
+    reference: Way
+    """With which the others are compared; if it fails, so does everything."""
+    say: Callable[[str], None]
+    taken: list[Taken] = field(default_factory=list)
+    left_out: dict[str, str] = field(default_factory=dict)
+
+    def block_for(self, ways: Sequence[Way], steps: int | None) -> Block:
+        """A short trial of every way: whether it runs, and how many steps make a block of a second or so."""
+        slowest = 0.0
+        for way in ways:
+            self.say(f"trying {way.label}")
+            trial = self.run(way, "trial", TRIAL)
+            if trial is not None:
+                shutil.rmtree(trial.folder)
+                slowest = max(slowest, median(trial.measurement.step_seconds))
+        steps = steps or min(MOST_STEPS, max(LEAST_STEPS, int(BLOCK_SECONDS / max(slowest, 1e-6))))
+        return Block(warm_up=max(3, steps // 5), steps=steps, special=max(4, steps // 2))
+
+    def run_rounds(self, ways: Sequence[Way], block: Block, rounds: int) -> None:
+        """Every way once a round, in turn forwards and backwards."""
+        for number in range(1, rounds + 1):
+            for way in ways if number % 2 else reversed(ways):
+                if way.label not in self.left_out:
+                    self.say(f"round {number} of {rounds}: {way.label}")
+                    taken = self.run(way, f"round-{number}", block)
+                    self.taken += [taken] if taken is not None else []
+
+    def run(self, way: Way, name: str, block: Block, batch: int | None = None) -> Taken | None:
+        """One block in processes of its own; None if it failed, and then that way is left out."""
+        folder = self.folder / f"{way.strategy}-{len(way.devices)}-{name}"
+        try:
+            prepared = variant(
+                self.base,
+                folder,
+                strategy=way.strategy,
+                devices=way.devices,
+                steps=block.plan_steps,
+                batch=batch or self.base.plan.batch,
+            )
+            began = time.time()
+            for _ in run_apart(prepared, Instead("evenstep.worker.measure:measure", asdict(block))):
+                pass
+            record = Record.read(folder)
+        except EvenstepError as error:
+            if way == self.reference:
+                raise
+            self.left_out[way.label] = str(error).splitlines()[0]
+            return None
+        assert record.measurement is not None
+        return Taken(way, folder, record, record.measurement, record.measurement.first_step_at - began)
+
+    def rows(self, ways: Sequence[Way], parities: Mapping[Way, tuple[Parity, str]]) -> list[Row]:
+        """One row for each way that ran to the end."""
+        return [self._row(way, *parities[way]) for way in ways if way.label not in self.left_out]
+
+    def _row(self, way: Way, parity: Parity, why: str) -> Row:
+        taken = [one for one in self.taken if one.way == way]
+        measured = [one.measurement for one in taken]
+        bare = [one.without_communication_seconds for one in measured]
+        peaks = [one.peak_bytes for one in measured]
+        return Row(
+            strategy=way.strategy,
+            devices=list(way.devices),
+            samples_per_second=Spread.of([one.samples / sum(one.step_seconds) for one in measured]),
+            step_seconds=Spread.of([median(one.step_seconds) for one in measured]),
+            parts={name: fmean(one.parts[name] for one in measured) for name in PARTS},
+            without_input_seconds=Spread.of([one.without_input_seconds for one in measured]),
+            without_communication_seconds=Spread.of([one for one in bare if one is not None]) if bare[0] else None,
+            sent_bytes=max(one.sent_bytes for one in measured),
+            peak_bytes={name: max(peak.get(name, 0) for peak in peaks) for name in peaks[0]},
+            start_seconds=Spread.of([one.start_seconds for one in taken]),
+            parity=parity,
+            why=why,
+            threads=int(taken[0].record.machine.get("threads", 0)),
+            runs=[one.folder.name for one in taken],
+        )

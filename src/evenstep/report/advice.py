@@ -1,0 +1,164 @@
+"""Which way to take, with the reason and the number; and what to pull next, with what it could give at most."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from evenstep.report.comparison import Comparison, Row
+
+CLEAR = 1.05
+"""A way with more devices is worth them if it is at least this much faster, in its worst block against the best."""
+EVEN = 1.25
+"""Devices whose peaks differ by less hold the same."""
+WORTH_PULLING = 1.10
+NOTICED = 0.05
+"""A smaller part of a step than this is noise."""
+SMALL_BATCH = 1.5
+"""Samples a second with a larger batch over those now: from here on, the batch is too small for its overhead."""
+
+
+def advise(comparison: Comparison) -> list[str]:
+    """Two sentences that recommend one way, and one about the next lever."""
+    row = best(comparison)
+    return [_recommendation(comparison, row), _others(comparison, row), next_lever(comparison, row)]
+
+
+def best(comparison: Comparison) -> Row:
+    """The fastest that learns the right thing; of those about as fast, the one with even memory and fewer devices."""
+    sound = [row for row in comparison.rows if row.is_sound]
+    fastest = max(sound, key=lambda row: row.samples_per_second.middle)
+    close = [row for row in sound if row.samples_per_second.middle * CLEAR >= fastest.samples_per_second.middle]
+    close += [row for row in sound if row not in close and not _is_clearly_faster(fastest, row)]
+    return min(close, key=lambda row: (imbalance(row) > EVEN, len(row.devices), -row.samples_per_second.middle))
+
+
+def _is_clearly_faster(row: Row, other: Row) -> bool:
+    return row.samples_per_second.low > other.samples_per_second.high
+
+
+def imbalance(row: Row) -> float:
+    """How many times as much the fullest device holds as the emptiest."""
+    peaks = [peak for peak in row.peak_bytes.values() if peak > 0]
+    return max(peaks) / min(peaks) if peaks else 1.0
+
+
+def _recommendation(comparison: Comparison, row: Row) -> str:
+    if len(row.devices) == len(comparison.rows[0].devices):
+        why = "no sound way with more devices is clearly faster" if len(comparison.rows) > 1 else "nothing else ran"
+        return f"Take {row.label}: {_rate(row)}, and {why}."
+    of = comparison.rows[0].label
+    return (
+        f"Take {row.label}: {comparison.speedup(row):.2f}x {of} on {len(row.devices)} devices "
+        f"({comparison.efficiency(row):.0%} efficiency, {_rate(row)}), {_memory(row)}."
+    )
+
+
+def _others(comparison: Comparison, chosen: Row) -> str:
+    parts = [_other(comparison, row) for row in comparison.rows if row is not chosen]
+    parts += [f"{label} could not run" for label in comparison.left_out]
+    return f"The others: {'; '.join(parts)}." if parts else "There is nothing to compare it with."
+
+
+def _other(comparison: Comparison, row: Row) -> str:
+    text = f"{row.label} {comparison.speedup(row):.2f}x"
+    if len(row.devices) > 1 and imbalance(row) > EVEN:
+        text += f" and {_memory(row)}"
+    return text if row.is_sound else f"{text}, but it learns something else"
+
+
+def _memory(row: Row) -> str:
+    """`memory even`, or who holds how much more; one process on the CPU has one number for all its devices."""
+    if len(row.peak_bytes) < 2:
+        return "memory shared" if len(row.devices) > 1 else "one device"
+    ratio = imbalance(row)
+    if ratio <= EVEN:
+        return "memory even"
+    fullest = max(row.peak_bytes, key=lambda name: row.peak_bytes[name])
+    return f"{fullest} holds {ratio:.1f}x as much as the emptiest"
+
+
+def _rate(row: Row) -> str:
+    rate = row.samples_per_second
+    return f"{rate.middle:,.0f} samples/s ({rate.low:,.0f} to {rate.high:,.0f})"
+
+
+@dataclass(frozen=True)
+class Lever:
+    """Something to pull, and how many times as fast the step could be with it at most."""
+
+    gain: float
+    sentence: str
+
+
+def next_lever(comparison: Comparison, row: Row) -> str:
+    """What limits the way that was chosen, by what was measured without it."""
+    levers = [lever for lever in (_input(row), _communication(row), _batch(comparison, row)) if lever is not None]
+    crowded = _threads(comparison, row)
+    if crowded is not None:
+        return crowded
+    best_lever = max(levers, key=lambda lever: lever.gain, default=None)
+    if best_lever is None:
+        share = (row.parts.get("forward", 0.0) + row.parts.get("backward", 0.0)) / (sum(row.parts.values()) or 1.0)
+        return (
+            f"Next lever: none stands out; forward and backward take {share:.0%} of the step. "
+            "A faster device, or --precision bf16 where the task allows it."
+        )
+    return f"Next lever: {best_lever.sentence}"
+
+
+def _input(row: Row) -> Lever | None:
+    gain = row.step_seconds.middle / row.without_input_seconds.middle
+    waited = row.parts["input"]
+    if gain < WORTH_PULLING or waited < NOTICED * row.step_seconds.middle:
+        return None
+    return Lever(
+        gain,
+        f"input. A step waits {_ms(waited)} of {_ms(row.step_seconds.middle)} for its batch; on one that is there it "
+        f"takes {_ms(row.without_input_seconds.middle)}, at most {gain:.1f}x as fast. More --workers, --resident, or "
+        "tensors instead of a dataset that reads one by one.",
+    )
+
+
+def _communication(row: Row) -> Lever | None:
+    if row.without_communication_seconds is None or row.parts["communication"] < NOTICED * row.step_seconds.middle:
+        return None
+    gain = row.step_seconds.middle / row.without_communication_seconds.middle
+    if gain < WORTH_PULLING:
+        return None
+    return Lever(
+        gain,
+        f"communication. {_ms(row.parts['communication'])} of {_ms(row.step_seconds.middle)} are not hidden behind "
+        f"backward; without sending, a step takes {_ms(row.without_communication_seconds.middle)}, at most "
+        f"{gain:.1f}x as fast. A larger --batch or --accumulate sends less often.",
+    )
+
+
+def _batch(comparison: Comparison, row: Row) -> Lever | None:
+    larger = comparison.larger_batch
+    if larger is None or larger.label != row.label:
+        return None
+    gain = larger.samples_per_second / row.samples_per_second.middle
+    if gain < SMALL_BATCH:
+        return None
+    return Lever(
+        gain,
+        f"the batch, which is small for this model: --batch {larger.times * comparison.batch} makes {gain:.1f}x as "
+        f"many samples a second ({larger.samples_per_second:,.0f}). What it learns changes with it.",
+    )
+
+
+def _threads(comparison: Comparison, row: Row) -> str | None:
+    """More threads than cores, on the CPU."""
+    cores, num = comparison.machine.get("cores", 0), row.devices.count("cpu")
+    used = num * max(1, row.threads)
+    if not cores or used <= cores:
+        return None
+    each = f"{row.threads} thread{'s' * (row.threads > 1)}"
+    return (
+        f"Next lever: threads. {num} CPU device{'s' * (num > 1)} x {each} share {cores} cores and wait for each other; "
+        f"use --devices {max(1, cores // max(1, row.threads))}, or fewer --threads."
+    )
+
+
+def _ms(seconds: float) -> str:
+    return f"{seconds * 1000:.2f} ms" if seconds < 0.1 else f"{seconds * 1000:.0f} ms"

@@ -41,13 +41,18 @@ def torch_build(num_cards: int, devices: Path = NVIDIA_DEVICES) -> Finding:
     parts = [torch.__version__, f"built for {built or 'the CPU alone'}"]
     if numbers["cudnn"]:
         parts.append(f"cuDNN {numbers['cudnn']}")
-    present = len(list(devices.glob("nvidia[0-9]*")))
+    present = num_cards_present(devices)
     said, advice = ", ".join(parts), ""
     if present and not built:
         advice = f"{present} NVIDIA card{'s' * (present > 1)} cannot be used: install a torch that is built for CUDA"
     elif tuple(int(part) for part in torch.__version__.split(".")[:2]) < OLDEST_TORCH:
         advice = f"install torch {OLDEST_TORCH[0]}.{OLDEST_TORCH[1]} or newer"
     return Finding("torch", "bad" if advice else "good", said, advice, numbers)
+
+
+def num_cards_present(devices: Path = NVIDIA_DEVICES) -> int:
+    """NVIDIA cards that the system knows, whether torch sees them or not."""
+    return len(list(devices.glob("nvidia[0-9]*")))
 
 
 def back_ends(num_cards: int) -> Finding:

@@ -9,16 +9,9 @@ from typing import Any
 
 from evenstep.doctor import build, cards, limits, network
 from evenstep.doctor.finding import Check, Finding
-from evenstep.doctor.pairs import (
-    Pair,
-    Patience,
-    Reference,
-    Trial,
-    in_gigabytes,
-    judge,
-    schedule,
-    try_pairs,
-)
+from evenstep.doctor.judging import Reference, judge, rate_in_words
+from evenstep.doctor.pairs import Pair, schedule, try_pairs
+from evenstep.doctor.trial import Patience, Trial
 from evenstep.doctor.variables import variables
 
 
@@ -78,21 +71,19 @@ class Visit:
             return self._card_reference(pair.devices)
         if self.loopback is None:
             return Reference()
-        words = f"a plain socket {in_gigabytes(self.loopback.bytes_per_second)}"
+        words = f"a plain socket: {rate_in_words(self.loopback.bytes_per_second)}"
         if trial.ended.returned and pair.devices[0] == "cpu":
-            words += f", a copy in memory {in_gigabytes(trial.ended.returned[0]['copy_bytes_per_second'])}"
-        return Reference(
-            words, self.loopback.bytes_per_second, self.loopback.latency_seconds, latency_words="plain socket"
-        )
+            words += f", a copy in memory: {rate_in_words(trial.ended.returned[0]['copy_bytes_per_second'])}"
+        return Reference(words, self.loopback.bytes_per_second, self.loopback.latency_seconds)
 
     def _card_reference(self, devices: tuple[str, ...]) -> Reference:
         if len(devices) < 2:
             return Reference("nothing travels: the card is alone")
         copied = self.copies.get((devices[0], devices[1]))
         link = self.card_facts[devices[0]].numbers.get("nvlink_bytes_per_second") if self.card_facts else None
-        words = f"a plain copy {in_gigabytes(copied)}" if copied else ""
+        words = f"a plain copy: {rate_in_words(copied)}" if copied else ""
         if isinstance(link, float):
-            words += f"{', ' * bool(words)}NVLink nominal {in_gigabytes(link)}"
+            words += f"{', ' * bool(words)}NVLink, nominal: {rate_in_words(link)}"
         return Reference(words, copied)
 
 

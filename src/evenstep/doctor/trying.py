@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -22,6 +23,8 @@ from evenstep.worker.world import stay_in_group
 Settings = Mapping[str, str | None]
 """Environment variables for a trial; None: it is not set."""
 MOST_LETTERS = 300
+ENFORCED = re.compile(r"\[(enforce fail at )?/[^]]*\]\s*(ifa != nullptr\. )?")
+"""Where in gloo's sources it noticed: no help to a reader here."""
 
 
 @dataclass(frozen=True)
@@ -117,7 +120,7 @@ def why_failed(logs: Path, failed: Mapping[int, int]) -> str:
 def shortened(message: str) -> str:
     """An error of torch's in a line: NCCL says what happened at its very end, others at the beginning."""
     _, _, last = message.partition("Last error:")
-    line = (last or message).strip().splitlines()[0] if (last or message).strip() else "no reason given"
+    line = (ENFORCED.sub("", last or message).strip() or "no reason given").splitlines()[0]
     return line if len(line) <= MOST_LETTERS else f"{line[: MOST_LETTERS - 3]}..."
 
 

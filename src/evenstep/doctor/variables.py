@@ -6,6 +6,7 @@ import re
 from collections.abc import Callable, Mapping, Set
 from dataclasses import dataclass
 
+from evenstep.doctor.build import num_cards_present
 from evenstep.doctor.finding import Finding, Status
 from evenstep.doctor.network import NAME_SECONDS, interfaces, resolve
 
@@ -58,16 +59,16 @@ def shown(name: str, value: str) -> str:
     """A value that may be printed: short, and nothing that its name says is a secret."""
     if SECRET.search(name):
         return "(not shown)"
-    return value if len(value) <= MOST_LETTERS else f"{value[: MOST_LETTERS - 3]}..."
+    return value or "''" if len(value) <= MOST_LETTERS else f"{value[: MOST_LETTERS - 3]}..."
 
 
 def left_ranks(environment: Mapping[str, str]) -> list[Finding]:
-    """Ranks that someone exported by hand: a training started here would believe them, and wait for the others."""
+    """Ranks that someone exported by hand: a training started here would believe them."""
     size = environment.get("WORLD_SIZE", "1")
     if not size.isdigit() or int(size) <= 1 or "SLURM_JOB_ID" in environment:
         return []
     names = [name for name in RANK_NAMES if name in environment]
-    said = f"WORLD_SIZE={size} is set in this shell: what is started here waits for {int(size) - 1} more"
+    said = f"WORLD_SIZE={size} is set in this shell: what is started here takes itself for one of {size} processes"
     return [Finding("ranks", "warn", said, f"unset {' '.join(names)}")]
 
 
@@ -112,7 +113,7 @@ def _address(value: str) -> Judgement | None:
 
 
 def _hidden_cards(value: str) -> Judgement | None:
-    if value.strip() not in ("", "-1", "NoDevFiles"):
+    if value.strip() not in ("", "-1", "NoDevFiles") or not num_cards_present():
         return None
     return Judgement("warn", "it hides every card", "unset CUDA_VISIBLE_DEVICES to use cards")
 

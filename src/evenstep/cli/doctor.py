@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -17,7 +17,7 @@ from evenstep.cli.app import MachinesOption, RendezvousOption, app
 from evenstep.errors import EvenstepError, PlanError
 
 if TYPE_CHECKING:
-    from evenstep.doctor.examine import Report
+    from evenstep.doctor.examine import Looking, Report
     from evenstep.doctor.finding import Finding
 
 EXAMPLES = """
@@ -48,8 +48,10 @@ def doctor(
     start_server()
     from evenstep.doctor.finding import worst
 
-    report = _examined(environment)
-    if as_json:
+    report = _examined(environment, machines, rendezvous)
+    if not report.is_first:
+        print(report.findings[0].said)
+    elif as_json:
         print(json.dumps(_to_json(report)))
     else:
         show(report, Console(highlight=False, emoji=False))
@@ -57,34 +59,40 @@ def doctor(
         raise typer.Exit(EvenstepError.exit_code)
 
 
-def _examined(environment: dict[str, str]) -> Report:
+def _examined(environment: dict[str, str], machines: str | None, rendezvous: str | None) -> Report:
     from evenstep.doctor.examine import Report, examine
 
-    with _progress() as say:
-        for event in examine(environment):
+    events: Iterator[Looking | Report] = examine(environment)
+    if machines is not None and rendezvous is not None:
+        from evenstep.doctor.together import examine_together  # what it imports is not needed on one machine
+
+        events = examine_together(environment, machines, rendezvous)
+    with _progress() as show_looking:
+        for event in events:
             if isinstance(event, Report):
                 return event
-            say(*event)
-    raise AssertionError("an examination ends with its report")
+            show_looking(event)
+    raise EvenstepError("the other machines have ended without this one; give the same command to all of them")
 
 
 @contextmanager
-def _progress() -> Iterator[Any]:
+def _progress() -> Iterator[Callable[[Looking], None]]:
     """What is looked at now: a bar on a terminal, a line for each trial anywhere else; on stderr."""
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 
     console = Console(stderr=True, highlight=False, emoji=False)
+
+    def say(event: Looking) -> None:
+        if event.is_trial:
+            console.print(f"{event.name} ...", markup=False, soft_wrap=True)
+
     if not console.is_terminal:
-        yield (
-            lambda name, number, total: (
-                console.print(f"trying {name}", markup=False, soft_wrap=True) if name.startswith("all-reduce") else None
-            )
-        )
+        yield say
         return
     columns = (BarColumn(20), MofNCompleteColumn(), TextColumn("{task.description}", markup=False))
     with Progress(*columns, console=console, transient=True) as bar:
         task = bar.add_task("", total=None)
-        yield lambda name, number, total: bar.update(task, description=name, completed=number - 1, total=total)
+        yield lambda event: bar.update(task, description=event.name, completed=event.number - 1, total=event.total)
 
 
 def _to_json(report: Report) -> dict[str, Any]:

@@ -63,7 +63,7 @@ class Visit:
             trials = try_pairs(pairs, self.environment, self.patience)
             return [judge(trial, self._reference(pair, trial)) for pair, trial in zip(pairs, trials, strict=True)]
 
-        return Check(f"all-reduce: {'; '.join(pair.name for pair in pairs)}", look)
+        return Check(f"all-reduce: {'; '.join(pair.name for pair in pairs)}", look, is_trial=True)
 
     def _reference(self, pair: Pair, trial: Trial) -> Reference:
         """What this pair should give, and how that is known."""
@@ -92,19 +92,31 @@ def _one(name: str, look: Callable[[], Finding]) -> Check:
 
 
 @dataclass(frozen=True)
+class Looking:
+    """What is looked at now."""
+
+    name: str
+    number: int
+    total: int
+    is_trial: bool
+
+
+@dataclass(frozen=True)
 class Report:
     """All that was found, and how long it took."""
 
     findings: tuple[Finding, ...]
     seconds: float
+    is_first: bool = True
+    """Whether this is the machine that speaks for all."""
 
 
-def examine(environment: Mapping[str, str]) -> Iterator[tuple[str, int, int] | Report]:
-    """Look at everything; says what comes next (its name, its number, how many there are), and at last the report."""
+def examine(environment: Mapping[str, str]) -> Iterator[Looking | Report]:
+    """Look at everything; says what comes next, and at last the report."""
     began = time.monotonic()
     checks = Visit(environment).checks()
     found: list[Finding] = []
     for number, check in enumerate(checks, 1):
-        yield check.name, number, len(checks)
+        yield Looking(check.name, number, len(checks), check.is_trial)
         found += check.findings()
     yield Report(tuple(found), time.monotonic() - began)

@@ -49,6 +49,8 @@ class Check:
 
     name: str
     look: Callable[[], Sequence[Finding]]
+    is_trial: bool = False
+    """Whether processes are started for it: it takes seconds."""
 
     def findings(self) -> list[Finding]:
         """What it found; a check that fails is a finding too, since a strange machine is what a doctor is for."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Callable, Sequence
 from itertools import combinations
@@ -10,8 +11,10 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch._C._distributed_c10d import PrefixStore, TCPStore
 
-from evenstep.worker.world import World, join_world
+from evenstep.worker.lifeline import read_rank
+from evenstep.worker.world import World, backend_for, join_world
 
 SMALL_BYTES = 2**12
 LARGE_BYTES = (2**22, 2**26)
@@ -34,6 +37,21 @@ def add_up(devices: Sequence[str], sizes: Sequence[int]) -> dict[str, Any]:
             break
         rows.append(_measured(world, num_bytes))
     return {"rows": rows, "copy_bytes_per_second": copy_rate}
+
+
+def add_up_between(where: str, devices: Sequence[str], sizes: Sequence[int]) -> dict[str, Any]:
+    """The same with a process of another machine, found below `where` in the store of the rendezvous."""
+    rank, size, _ = read_rank()
+    # The store is the first launcher's, as that of a training is.
+    store = TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), is_master=False)
+    if devices[0].startswith("cuda"):
+        torch.cuda.set_device(devices[0])
+    dist.init_process_group(backend_for(devices), store=PrefixStore(where, store), rank=rank, world_size=size)
+    found = add_up(devices, sizes)
+    # Who leaves first would cut off what the other has not read yet.
+    dist.barrier()
+    dist.destroy_process_group()
+    return found
 
 
 def _measured(world: World, num_bytes: int) -> dict[str, Any]:

@@ -21,8 +21,9 @@ class Reference:
 
     words: str = ""
     bytes_per_second: float | None = None
-    """Of which a tenth is too slow."""
     latency_seconds: float | None = None
+    slow_bytes_per_second: float | None = None
+    """What is too slow, where that is known better."""
     slow_advice: str = "is something else running here? run it again when the machine is quiet"
 
 
@@ -55,9 +56,10 @@ def _failure(ended: Ended) -> str:
 
 
 def _judge_speed(numbers: Mapping[str, Number], reference: Reference) -> tuple[Status, str]:
-    rate, expected, latency = numbers.get("bytes_per_second"), reference.bytes_per_second, numbers["latency_seconds"]
-    if isinstance(rate, float) and expected and rate < SLOW_PART * expected:
-        return "warn", "; that is less than a tenth"
+    rate, latency = numbers.get("bytes_per_second"), numbers["latency_seconds"]
+    slow = max(reference.slow_bytes_per_second or 0.0, SLOW_PART * (reference.bytes_per_second or 0.0))
+    if isinstance(rate, float) and rate < slow:
+        return "warn", "; that is slow"
     if isinstance(latency, float) and latency > SLOW_LATENCY_SECONDS:
         return "warn", "; every small message takes long"
     return "good", ""

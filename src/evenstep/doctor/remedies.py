@@ -40,6 +40,12 @@ CURES: Mapping[str, tuple[tuple[str, str], ...]] = {
     ),
 }
 
+CURES_BETWEEN: Mapping[str, tuple[tuple[str, str], ...]] = {
+    "gloo": (("GLOO_SOCKET_IFNAME", INTERFACE),),
+    "nccl": (("NCCL_SOCKET_IFNAME", INTERFACE), ("NCCL_IB_DISABLE", "1"), ("GLOO_SOCKET_IFNAME", INTERFACE)),
+}
+"""The same between machines."""
+
 
 def suspects(back_end: str, environment: Iterable[str]) -> list[str]:
     """Those that are set, and may be the reason."""
@@ -47,10 +53,11 @@ def suspects(back_end: str, environment: Iterable[str]) -> list[str]:
     return [name for name in SUSPECTS[back_end] if name in given]
 
 
-def remedies(back_end: str, set_names: Iterable[str]) -> list[Settings]:
+def remedies(back_end: str, set_names: Iterable[str], is_between_machines: bool = False) -> list[Settings]:
     """What to try, one at a time: without what is set, then with what is known to help."""
     without: list[Settings] = [{name: None} for name in suspects(back_end, set_names)]
-    return [*without, *({name: value} for name, value in CURES[back_end])]
+    cures = CURES_BETWEEN if is_between_machines else CURES
+    return [*without, *({name: value} for name, value in cures[back_end])]
 
 
 def in_words(settings: Settings) -> str:

@@ -1,0 +1,270 @@
+"""The doctor on several machines at once: the same command on each, an all-reduce between every two of them."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import platform
+import socket
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, fields, replace
+from typing import Any
+
+import psutil
+import torch
+from torch._C._distributed_c10d import TCPStore
+
+import evenstep
+from evenstep.doctor.cards import num_cards
+from evenstep.doctor.examine import Looking, Report, examine
+from evenstep.doctor.finding import Finding, worst
+from evenstep.doctor.inside import add_up_between
+from evenstep.doctor.judging import Reference, judge
+from evenstep.doctor.pairs import ALL_BYTES, CARD_SECONDS, CPU_SECONDS, rounds
+from evenstep.doctor.remedies import SUSPECTS, remedies, with_interface
+from evenstep.doctor.talk import Talk
+from evenstep.doctor.trial import Patience, Trial, is_sound, search
+from evenstep.doctor.trying import Ended, Job, Settings, try_out
+from evenstep.launcher.machines import Machines
+from evenstep.launcher.meeting import Place
+from evenstep.plan import parse_address, parse_machines
+from evenstep.worker.pace import SLOW
+
+FAR_APART_SECONDS = 5.0
+INTERFACE_NAME = "GLOO_SOCKET_IFNAME"
+
+
+@dataclass(frozen=True)
+class Member:
+    """What a machine says of itself."""
+
+    name: str
+    torch: str
+    evenstep: str
+    python: str
+    cards: int
+    interface: str
+    interface_bits_per_second: float
+    seconds_behind: float
+    set_names: str
+    """Variables that are set there and may disturb, with spaces between."""
+
+    @classmethod
+    def from_json(cls, values: Mapping[str, Any]) -> Member:
+        """What another machine sent, each value of the kind that it should be."""
+        kinds = {"cards": int, "interface_bits_per_second": float, "seconds_behind": float}
+        return cls(**{one.name: kinds.get(one.name, str)(values[one.name]) for one in fields(cls)})
+
+
+def examine_together(environment: Mapping[str, str], machines: str, rendezvous: str) -> Iterator[Looking | Report]:
+    """Look at this machine, then meet the others; the first machine's report holds what all have found."""
+    began = time.monotonic()
+    # Told what leads to the others, not what the user set: that is tried first, and may be what is wrong.
+    os.environ.pop(INTERFACE_NAME, None)
+    meeting = Machines(parse_address(rendezvous), parse_machines(machines), json.dumps(["doctor"]), None)
+    try:
+        own: tuple[Finding, ...] = ()
+        for event in examine(environment):
+            if isinstance(event, Report):
+                own = event.findings
+            else:
+                yield event
+        yield Looking(meeting.expects() or "meeting the other machines", 1, 1, is_trial=True)
+        place = meeting.gather(1, 1)
+        if place is None:
+            return
+        yield Looking(f"all-reduce between {place.num_machines} machines", 1, 1, is_trial=True)
+        found = _Together(meeting, place, environment).findings(own)
+        yield Report(tuple(found), time.monotonic() - began, is_first=place.machine == 0)
+    finally:
+        meeting.close()
+
+
+class _Together:
+    """This machine's part in a visit to all of them."""
+
+    def __init__(self, meeting: Machines, place: Place, environment: Mapping[str, str]) -> None:
+        self._place = place
+        self._environment = environment
+        given = place.environment
+        store = TCPStore(given["MASTER_ADDR"], int(given["MASTER_PORT"]), is_master=False)
+        self._talk = Talk(store, place.machine, place.num_machines, lambda: meeting.heard() is not None)
+        self._interface = given.get(INTERFACE_NAME, "")
+
+    def findings(self, own: Sequence[Finding]) -> list[Finding]:
+        """What all have found, on the first machine; on the others, how it ended."""
+        talk, me = self._talk, self._place.machine
+        talk.tell(f"member/{me}", asdict(self._member(talk.seconds_behind() or 0.0)))
+        members = self._members()
+        pairs = self._pairs(members)
+        talk.tell(f"report/{me}", {"findings": [one.to_json() for one in (*own, *pairs)], "own": len(own)})
+        if me:
+            verdict = talk.hear("verdict") or {"status": "bad", "said": "the first machine has not answered"}
+            return [Finding.from_json({"name": "all machines", "advice": "", "numbers": {}, **verdict})]
+        found = [*own, *self._others(members), *compare(members), *pairs, *self._pairs_of_others(members)]
+        talk.tell("verdict", {"status": worst(found), "said": "the first machine prints what was found"})
+        return found
+
+    def _member(self, seconds_behind: float) -> Member:
+        stats = psutil.net_if_stats().get(self._interface)
+        suspicious = {name for names in SUSPECTS.values() for name in names}
+        return Member(
+            socket.gethostname(),
+            torch.__version__,
+            evenstep.__version__,
+            platform.python_version(),
+            num_cards(),
+            self._interface,
+            stats.speed * 1e6 if stats is not None else 0.0,
+            seconds_behind,
+            " ".join(sorted(suspicious & self._environment.keys())),
+        )
+
+    def _members(self) -> list[Member | None]:
+        heard = [self._talk.hear(f"member/{number}") for number in range(self._talk.num)]
+        members = [None if values is None else Member.from_json(values) for values in heard]
+        names = [one.name for one in members if one is not None]
+        return [
+            one if one is None or names.count(one.name) == 1 else replace(one, name=f"{one.name} ({number + 1})")
+            for number, one in enumerate(members)
+        ]
+
+    def _pairs(self, members: Sequence[Member | None]) -> list[Finding]:
+        """The pairs that this machine is one of; the lower of two reports."""
+        mine = [pair for one in rounds(self._talk.num) for pair in one if self._talk.machine in pair]
+        found = []
+        for pair in mine:
+            first, second = members[pair[0]], members[pair[1]]
+            if first is None or second is None:
+                continue
+            kinds = ("cpu", "cuda:0") if first.cards and second.cards else ("cpu",)
+            judged = [self._pair(pair, first, second, device) for device in kinds]
+            found += judged if self._talk.machine == pair[0] else []
+        return found
+
+    def _pair(self, pair: tuple[int, int], first: Member, second: Member, device: str) -> Finding:
+        back_end = "gloo" if device == "cpu" else "nccl"
+        name = f"{first.name} + {second.name}, {back_end}"
+        attempts = _Attempts(self, pair, device)
+        ended = attempts.make({})
+        trial = Trial(name, ended)
+        if not is_sound(ended):
+            names = f"{first.set_names} {second.set_names}".split()
+            # Both sides must try the same at the same time: no clock decides how much is tried.
+            trial = search(trial, remedies(back_end, names, True), attempts.make, Patience(math.inf))
+        if trial.helped_by is not None and first.interface == second.interface:
+            trial = replace(trial, helped_by=with_interface(trial.helped_by, first.interface))
+        return judge(trial, _reference(first, second))
+
+    def job(self, where: str, rank: int, device: str, settings: Settings) -> Job:
+        """This machine's part of one attempt."""
+        usual = {"RANK": str(rank), "WORLD_SIZE": "2", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
+        own = {name: value for name, value in self._environment.items() if name == INTERFACE_NAME}
+        given = {**self._place.environment, **own, **usual, "OMP_NUM_THREADS": "1"}
+        # Without the user's interface, the one that leads to the others.
+        without = {name: self._interface if name == INTERFACE_NAME else None for name in settings}
+        meant = with_interface({**without, **{n: v for n, v in settings.items() if v is not None}}, self._interface)
+        seconds = CPU_SECONDS if device == "cpu" else CARD_SECONDS
+        return Job(add_up_between, (where, [device], ALL_BYTES), 1, seconds, meant, [given])
+
+    def _others(self, members: Sequence[Member | None]) -> list[Finding]:
+        """What the other machines found wrong with themselves."""
+        found = []
+        for number, member in enumerate(members[1:], 1):
+            name = member.name if member is not None else f"machine {number + 1}"
+            values = self._talk.hear(f"report/{number}")
+            if values is None:
+                found.append(Finding(name, "bad", "has not said what it found", "is it still there?"))
+                continue
+            every = [Finding.from_json(one) for one in values["findings"][: int(values["own"])]]
+            wrong = [one.of(name) for one in every if one.status != "good"]
+            found += [Finding(name, "good", f"{len(every) - len(wrong)} of {len(every)} checks are good"), *wrong]
+        return found
+
+    def _pairs_of_others(self, members: Sequence[Member | None]) -> list[Finding]:
+        heard = [self._talk.hear(f"report/{number}") for number in range(1, len(members))]
+        return [
+            Finding.from_json(one) for values in heard if values for one in values["findings"][int(values["own"]) :]
+        ]
+
+    def try_with(self, job: Job, where: str, partner: int) -> Ended:
+        """Do this machine's part, and hear how the partner's ended."""
+        talk = self._talk
+        talk.tell(f"{where}/ready/{talk.machine}", {})
+        if talk.hear(f"{where}/ready/{partner}") is None:
+            return Ended(why=f"machine {partner + 1} does not answer", is_late=True)
+        mine = try_out(job)
+        talk.tell(f"{where}/ended/{talk.machine}", asdict(mine))
+        theirs = talk.hear(f"{where}/ended/{partner}")
+        if theirs is None:
+            return Ended(why=f"machine {partner + 1} does not answer", is_late=True)
+        return both(
+            mine, Ended(tuple(theirs["returned"]), str(theirs["why"]), bool(theirs["is_late"])), talk.machine < partner
+        )
+
+
+@dataclass
+class _Attempts:
+    """Attempts of one pair of machines, numbered so that both sides speak of the same one."""
+
+    of: _Together
+    pair: tuple[int, int]
+    device: str
+    number: int = 0
+
+    def make(self, settings: Settings) -> Ended:
+        """One attempt, on both machines."""
+        self.number += 1
+        me = self.of._talk.machine
+        rank = self.pair.index(me)
+        where = f"pair/{self.pair[0]}-{self.pair[1]}/{self.device}/{self.number}"
+        return self.of.try_with(self.of.job(where, rank, self.device, settings), where, self.pair[1 - rank])
+
+
+def both(mine: Ended, theirs: Ended, is_first: bool) -> Ended:
+    """How an attempt ended, the same on both sides: who failed knows more than who waited for it."""
+    sides = (mine, theirs) if is_first else (theirs, mine)
+    failed = sorted((one for one in sides if not one.is_well), key=lambda one: one.is_late)
+    return replace(failed[0], returned=()) if failed else Ended(sides[0].returned + sides[1].returned)
+
+
+def compare(members: Sequence[Member | None]) -> list[Finding]:
+    """Versions and clocks of machines that are to train together."""
+    there = [one for one in members if one is not None]
+    return [
+        _same("torch of all", {one.name: one.torch for one in there}, "install the same torch on all machines"),
+        _same("evenstep of all", {one.name: one.evenstep for one in there}, "install the same evenstep everywhere"),
+        _same("Python of all", {one.name: one.python.rpartition(".")[0] for one in there}, "use the same Python"),
+        _clocks(there),
+    ]
+
+
+def _same(name: str, versions: Mapping[str, str], advice: str) -> Finding:
+    if len(set(versions.values())) == 1:
+        return Finding(name, "good", f"{next(iter(versions.values()))} on {len(versions)} machines", numbers=versions)
+    said = ", ".join(f"{machine} {version}" for machine, version in versions.items())
+    return Finding(name, "warn", said, advice, versions)
+
+
+def _clocks(members: Sequence[Member]) -> Finding:
+    behind = {one.name: one.seconds_behind for one in members}
+    apart = max(behind.values()) - min(behind.values())
+    said = f"{apart:.1f} s apart"
+    if apart > FAR_APART_SECONDS:
+        late = max(behind, key=lambda name: abs(behind[name]))
+        advice = f"set {late}'s clock (NTP, chrony): machines that disagree about the time take each other for lost"
+        return Finding("clocks", "bad", said, advice, behind)
+    return Finding("clocks", "good", said, numbers=behind)
+
+
+def _reference(first: Member, second: Member) -> Reference:
+    """What the slower of two interfaces says of itself; a link below what trainings warn of is slow in any case."""
+    slower = min(first, second, key=lambda one: one.interface_bits_per_second)
+    bits = slower.interface_bits_per_second
+    words = (
+        f"{slower.interface} of {slower.name} says {bits / 1e9:g} Gbit/s" if bits else "nobody says what it could be"
+    )
+    advice = "is it the right network? GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME choose another; --rendezvous, too"
+    return Reference(words, bits / 8 or None, slow_bytes_per_second=SLOW / 8, slow_advice=advice)

@@ -45,14 +45,15 @@ MAY_IMPORT = {
     "report": {*LOW, "report"},
     "worker": {*LOW, "worker"},
     "launcher": {*LOW, "worker", "report", "launcher"},
+    "verify": {*LOW, "worker", "report", "launcher", "verify"},
     "compare": {*LOW, "worker", "report", "launcher", "verify", "compare"},
-    "cli": {*LOW, "worker", "report", "launcher", "doctor", "compare", "cli"},
+    "cli": {*LOW, "worker", "report", "launcher", "doctor", "verify", "compare", "cli"},
     "doctor": {*LOW, "worker", "report", "launcher", "doctor"},
     "__main__": {"cli", "errors", "launcher"},
     # Names that are found when first asked for.
     "__init__": {*LOW, "worker", "launcher"},
 }
-NEEDS_TORCH = {"worker", "launcher", "tasks", "doctor", "compare"}
+NEEDS_TORCH = {"worker", "launcher", "tasks", "doctor", "verify", "compare"}
 
 
 def layer(file: Path) -> str:

@@ -8,7 +8,7 @@ from typing import Any
 import typer
 from rich.console import Console
 
-from evenstep.cli import compare, doctor, look, report, train  # noqa: F401  (their commands are found in `app`)
+from evenstep.cli import compare, doctor, look, report, train, verify  # noqa: F401  (their commands are found in `app`)
 from evenstep.cli.app import app
 from evenstep.errors import BadInput, EvenstepError
 

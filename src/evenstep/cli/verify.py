@@ -1,0 +1,130 @@
+"""`evenstep verify`: does a strategy learn what one device learns?"""
+
+from __future__ import annotations
+
+import json
+import shutil
+import time
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+from rich.console import Console
+
+from evenstep.cli.app import TASKS, app
+from evenstep.errors import EvenstepError, PlanError
+
+if TYPE_CHECKING:
+    from evenstep.launcher.prepare import Prepared
+    from evenstep.verify import Verdict, Way
+
+EXAMPLES = """
+[bold]Examples[/bold]
+
+evenstep verify digits
+
+evenstep verify my_task.py --strategies ddp --devices 2,3
+
+evenstep verify my_task.py --strategies ddp,fsdp --sync-batchnorm
+
+evenstep verify my_task.py --accumulate 2 --precision bf16 --json
+"""
+
+
+@app.command(epilog=EXAMPLES)
+def verify(
+    task: Annotated[str, typer.Argument(help=TASKS)],
+    strategies: Annotated[str, typer.Option(help="Those to check, of single, dp, ddp and fsdp.")] = "dp,ddp,fsdp",
+    devices: Annotated[
+        str | None,
+        typer.Option(help="A count, several (2,3), or a list such as cuda:0,cuda:1; default: 2, or all cards."),
+    ] = None,
+    steps: Annotated[int, typer.Option(help="Optimizer steps to compare.")] = 4,
+    batch: Annotated[int | None, typer.Option(help="Samples of a step over all devices; default: the task's.")] = None,
+    precision: Annotated[str | None, typer.Option(help="The task's own: fp32 (default), tf32, bf16 or fp16.")] = None,
+    accumulate: Annotated[int, typer.Option(help="Micro-batches per step in every way.")] = 1,
+    sync_batchnorm: Annotated[bool, typer.Option("--sync-batchnorm", help="BatchNorm over all processes.")] = False,
+    seed: Annotated[int | None, typer.Option(help="Of weights, order and augmentation; default: 0.")] = None,
+    data: Annotated[str | None, typer.Option(help="Folder of the data, for tasks that take one.")] = None,
+    keep: Annotated[bool, typer.Option("--keep", help="Keep the runs that were compared.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the verdicts as one line of JSON.")] = False,
+) -> None:
+    """Check that each strategy learns what one device learns; if not, say where it differs, and why (exit code 1)."""
+    if steps < 1 or accumulate < 1:
+        raise PlanError(f"steps is {steps} and accumulate {accumulate}; both are whole numbers from 1 up")
+    from evenstep.launcher.prepare import free_name, label_of, prepare
+    from evenstep.verify.ways import ways_of
+
+    ways = ways_of(strategies, devices, accumulate)
+    choices = {"batch": batch, "precision": precision, "seed": seed, "data": data}
+    name = free_name(label_of(task), "verify")
+    prepared = prepare(task, {**choices, "name": name, "devices": ways[0].devices[0], "strategy": "single"})
+    started = time.monotonic()
+    try:
+        verdicts = _checked(prepared, ways, steps, sync_batchnorm)
+    finally:
+        if not keep:
+            shutil.rmtree(prepared.folder, ignore_errors=True)
+    seconds = time.monotonic() - started
+    _show(task, prepared, verdicts, seconds, as_json, keep)
+    if not all(verdict.is_same for verdict in verdicts.values()):
+        raise typer.Exit(EvenstepError.exit_code)
+
+
+def _checked(prepared: Prepared, ways: list[Way], steps: int, sync_batchnorm: bool) -> dict[Way, Verdict]:
+    from evenstep.report.progress import without_control
+    from evenstep.verify import Depth, check
+
+    errors = Console(stderr=True, highlight=False, emoji=False)
+    for line in prepared.said:
+        errors.print(without_control(line), style="yellow", markup=False, soft_wrap=True)
+    if not errors.is_terminal:
+
+        def say(line: str) -> None:
+            errors.print(line, markup=False, soft_wrap=True)
+
+        return check(prepared, ways, prepared.folder, Depth(steps, True, sync_batchnorm, say))
+    with errors.status("starting") as status:
+        return check(prepared, ways, prepared.folder, Depth(steps, True, sync_batchnorm, status.update))
+
+
+def _show(
+    task: str, prepared: Prepared, verdicts: Mapping[Way, Verdict], seconds: float, as_json: bool, keep: bool
+) -> None:
+    from evenstep.report.progress import without_control
+    from evenstep.verify.page import lines, table
+
+    if as_json:
+        print(json.dumps(_values(task, prepared, verdicts, seconds, keep)))
+        return
+    console = Console(highlight=False, emoji=False, soft_wrap=True)
+    # In a file or a pipe there is no edge to fold at.
+    wide = None if console.is_terminal else 120
+    console.print(table(verdicts), width=wide, soft_wrap=False)
+    for line, style in lines(verdicts, prepared.plan.batch, seconds):
+        console.print(without_control(line), style=style, markup=False)
+    if keep:
+        console.print(f"the runs are in {prepared.folder}", style="dim", markup=False)
+
+
+def _values(
+    task: str, prepared: Prepared, verdicts: Mapping[Way, Verdict], seconds: float, keep: bool
+) -> dict[str, Any]:
+    return {
+        "task": task,
+        "is_same": all(verdict.is_same for verdict in verdicts.values()),
+        "batch": prepared.plan.batch,
+        "precision": prepared.plan.precision,
+        "seconds": round(seconds, 2),
+        "runs": str(prepared.folder) if keep else None,
+        "ways": [
+            {
+                "way": way.label,
+                "strategy": way.strategy,
+                "devices": list(way.devices),
+                "accumulate": way.accumulate,
+                **verdict.to_json(),
+            }
+            for way, verdict in verdicts.items()
+        ],
+    }

@@ -1,0 +1,10 @@
+"""Does this way of training learn what one device learns? Found by running both, and why not by testing the causes.
+
+verdicts = check(prepared, [Way("ddp", ("cpu", "cpu"))], folder)        # the whole check
+verdicts = check(prepared, ways, folder, Depth(steps=3, own_precision=False))   # a short one, for `compare`
+"""
+
+from evenstep.verify.check import Depth, check
+from evenstep.verify.verdict import Part, Verdict, Way
+
+__all__ = ["Depth", "Part", "Verdict", "Way", "check"]

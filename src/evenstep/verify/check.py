@@ -1,0 +1,256 @@
+"""The check: one device, then every way, in float64 and in the task's own precision."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from evenstep.errors import TrainingError
+from evenstep.launcher.prepare import Prepared
+from evenstep.verify.causes import Case, find_cause
+from evenstep.verify.differences import (
+    COARSE,
+    FINE,
+    Differ,
+    Difference,
+    Limit,
+    first_beyond,
+    has_checkpoint,
+    saved_as_trained,
+)
+from evenstep.verify.evidence import Evidence, Failure
+from evenstep.verify.runs import Runs, Say, one_device
+from evenstep.verify.verdict import PARTS, Part, Verdict, Way
+from evenstep.verify.words import differs, fails, in_percent, same
+
+TOLERANCE = 1e-8
+"""In float64. Rounding makes 1e-15 to 1e-12 over a few steps; mistakes make 1e-5 and more."""
+WITHOUT_YARDSTICK = {"fp32": 1e-4, "tf32": 1e-2, "bf16": 5e-2, "fp16": 5e-2}
+"""In the task's own precision, where it cannot be run in float64 to see what rounding does."""
+LEAST = {"fp32": 1e-5, "tf32": 1e-3, "bf16": 1e-2, "fp16": 1e-2}
+TIMES_NOISE = 30.0
+"""How much more than its own rounding noise a tensor may be off."""
+
+
+@dataclass(frozen=True)
+class Depth:
+    """How much is looked at."""
+
+    steps: int = 4
+    own_precision: bool = True
+    """Whether the task's own precision is compared beside float64."""
+    sync_batchnorm: bool = False
+    say: Say = lambda line: None
+
+
+def check(base: Prepared, ways: Sequence[Way], folder: Path, depth: Depth | None = None) -> dict[Way, Verdict]:
+    """Whether each way learns what one device learns; the runs go into `folder`, and are left there."""
+    depth = depth or Depth()
+    runs = Runs(base, folder, depth.steps, depth.sync_batchnorm, depth.say)
+    return {way: Judge(runs, way, depth).verdict() for way in ways}
+
+
+class Judge:
+    """One way against one device."""
+
+    def __init__(self, runs: Runs, way: Way, depth: Depth) -> None:
+        self._runs = runs
+        self._way = way
+        self._depth = depth
+        self._own = runs.base.plan.precision
+        self._notes: list[str] = []
+        self._found: list[Difference] = []
+
+    def verdict(self) -> Verdict:
+        """The arithmetic first; then the same in practice."""
+        precision = "fp64" if self._has_float64() else self._own
+        reference = self._reference(precision)
+        self._note_about(reference)
+        run = self._runs.watched(self._way, precision)
+        if isinstance(run, Failure):
+            return self._failed(run, reference, precision)
+        limit = self._limit(precision)
+        differ = Differ(FINE if precision == "fp64" else COARSE)
+        self._found = [*differ.all(reference, run), *self._round_trip(differ, reference, run, precision)]
+        first = first_beyond(self._found, limit)
+        if first is not None:
+            return self._differs(first, reference, run, precision, limit)
+        if differ.noisy:
+            names = ", ".join(differ.noisy[:3]) + (" ..." if len(differ.noisy) > 3 else "")
+            self._notes.append(f"elements whose gradient is rounding noise alone were not judged: {names}")
+        if self._depth.own_precision and precision == "fp64" != self._own:
+            return self._in_practice(limit)
+        return self._same(limit)
+
+    def _has_float64(self) -> bool:
+        """Whether the task can be computed in float64 at all."""
+        if self._own == "fp64":
+            return True
+        found = self._runs.watched(one_device(self._way), "fp64")
+        if isinstance(found, Failure):
+            why = found.first_lines.splitlines()
+            self._notes.append(
+                f"the task does not run in float64 ({why[-1] if why else 'it failed'}), so {self._own} alone was "
+                f"compared, to {WITHOUT_YARDSTICK[self._own]:g}"
+            )
+        return not isinstance(found, Failure)
+
+    def _reference(self, precision: str) -> Evidence:
+        found = self._runs.watched(one_device(self._way), precision)
+        if isinstance(found, Failure):
+            raise TrainingError(f"single itself does not run, so there is nothing to compare with:\n{found.message}")
+        assert isinstance(found, Evidence)
+        return found
+
+    def _note_about(self, reference: Evidence) -> None:
+        if reference.facts["dropout"]:
+            self._notes.append(
+                "dropout was switched off in all of these runs: it is drawn anew for every device, on purpose"
+            )
+        without = reference.without_gradient
+        if without:
+            more = f" and {len(without) - 3} more" if len(without) > 3 else ""
+            self._notes.append(f"no gradient reaches {', '.join(without[:3])}{more}, on one device either")
+
+    def _round_trip(self, differ: Differ, reference: Evidence, run: Evidence, precision: str) -> list[Difference]:
+        """A checkpoint of this way holds what was trained, and one device goes on from it as if from its own."""
+        half = max(1, self._depth.steps // 2)
+        if not has_checkpoint(run, half) or half == self._depth.steps:
+            return []
+        found = saved_as_trained(run, half)
+        resume = str(run.checkpoint(half))
+        again = f"from {self._way.strategy} x {len(self._way.devices)} by {self._way.accumulate}"
+        resumed = self._runs.watched(one_device(self._way), precision, again=again.replace(" ", "-"), resume=resume)
+        if isinstance(resumed, Failure):
+            self._notes.append(f"its checkpoint cannot be gone on from: {resumed.first_lines}")
+            return [*found, Difference("checkpoint", half, "checkpoint", math.inf)]
+        return found + [
+            Difference("checkpoint", one.step, one.name, one.size)
+            for one in differ.all(reference, resumed)
+            if one.step > half and one.part != "samples"
+        ]
+
+    def _limit(self, precision: str) -> Limit:
+        if precision == "fp64":
+            return lambda part, name: TOLERANCE
+        fixed = WITHOUT_YARDSTICK[precision]
+        return lambda part, name: fixed
+
+    def _in_practice(self, exact: Limit) -> Verdict:
+        """In the task's own precision: a way may be off as far as rounding itself is, and some more."""
+        reference, run = self._reference(self._own), self._runs.watched(self._way, self._own)
+        if isinstance(run, Failure):
+            return self._failed(run, reference, self._own)
+        noise = Differ(COARSE).all(self._reference("fp64"), reference)
+        found = Differ(COARSE).all(reference, run)
+        limit = Yardstick(noise, self._own)
+        first = first_beyond(found, limit)
+        most = max((one.size for one in found if one.part in ("loss", "gradients")), default=0.0)
+        by_rounding = max((one.size for one in noise if one.part in ("loss", "gradients")), default=0.0)
+        said = f"in {self._own} it is off by {most:.1e} at most; rounding alone makes {by_rounding:.1e} on one device"
+        self._notes.append(said)
+        if first is None:
+            return self._same(exact)
+        self._found = [
+            one if one.part == "samples" else max(one, other, key=lambda d: d.size)
+            for one, other in zip(self._found, found, strict=False)
+        ]
+        why = (
+            f"a difference of precision: in float64 {self._way.label} and single agree to {self._largest(exact):.0e}, "
+            f"in {self._own} they do not. Something is computed in fewer digits in one of them"
+        )
+        evidence = (said, f"allowed were {limit(first.part, first.name):.1e} for {first.name}")
+        advice = "Look for a cast (.half(), .bfloat16(), autocast) that depends on how many processes there are."
+        return Verdict(
+            is_same=False,
+            sentence=differs(self._way.label, first, self._own),
+            cause="precision",
+            why=why,
+            evidence=evidence,
+            advice=advice,
+            first_step=first.step,
+            first_tensor=first.name,
+            difference=first.size,
+            notes=tuple(self._notes),
+            parts=_parts(found, limit),
+        )
+
+    def _largest(self, limit: Limit) -> float:
+        return max((one.size for one in self._found), default=0.0)
+
+    def _same(self, limit: Limit) -> Verdict:
+        return Verdict(
+            is_same=True,
+            sentence=same(self._way.label, self._largest(limit)),
+            notes=tuple(self._notes),
+            parts=_parts(self._found, limit),
+        )
+
+    def _failed(self, failure: Failure, reference: Evidence, precision: str) -> Verdict:
+        case = Case(self._runs, self._way, precision, reference, None, None, self._limit(precision))
+        cause = find_cause(case, failure)
+        return Verdict(
+            is_same=False,
+            sentence=fails(self._way.label, failure),
+            cause=cause.name,
+            why=cause.sentence,
+            evidence=cause.evidence,
+            advice=cause.advice,
+            notes=tuple(self._notes),
+        )
+
+    def _differs(self, first: Difference, reference: Evidence, run: Evidence, precision: str, limit: Limit) -> Verdict:
+        tensor = next(
+            (one for one in self._found if one.size > limit(one.part, one.name) and one.part != "loss"), first
+        )
+        beyond = {one.part for one in self._found if one.size > limit(one.part, one.name)}
+        case = Case(self._runs, self._way, precision, reference, run, first, limit, frozenset(beyond))
+        cause = find_cause(case, None)
+        shown = tensor if tensor.step == first.step else first
+        return Verdict(
+            is_same=False,
+            sentence=differs(self._way.label, shown, precision),
+            cause=cause.name,
+            why=cause.sentence,
+            evidence=cause.evidence,
+            advice=cause.advice,
+            first_step=shown.step,
+            first_tensor=shown.name,
+            difference=shown.size,
+            notes=tuple(self._notes),
+            parts=_parts(self._found, limit),
+        )
+
+
+class Yardstick:
+    """How far rounding alone takes each tensor of this very task, times a factor."""
+
+    def __init__(self, noise: Sequence[Difference], precision: str) -> None:
+        self._least = LEAST[precision]
+        self._of_tensor: dict[tuple[str, str], float] = {}
+        self._of_part: dict[str, float] = {}
+        for one in noise:
+            if math.isfinite(one.size):
+                key = (one.part, one.name)
+                self._of_tensor[key] = max(one.size, self._of_tensor.get(key, 0.0))
+                self._of_part[one.part] = max(one.size, self._of_part.get(one.part, 0.0))
+
+    def __call__(self, part: str, name: str) -> float:
+        if part == "samples":
+            return 0.0
+        by_tensor = TIMES_NOISE * self._of_tensor.get((part, name), 0.0)
+        return max(self._least, by_tensor, TIMES_NOISE / 3 * self._of_part.get(part, 0.0))
+
+
+def _parts(found: Sequence[Difference], limit: Limit) -> dict[str, Part]:
+    parts = {}
+    for name in PARTS:
+        of_part = [one for one in found if one.part == name]
+        is_same = all(one.size <= limit(name, one.name) for one in of_part)
+        parts[name] = Part(max((one.size for one in of_part), default=None), is_same)
+    return parts
+
+
+__all__ = ["Depth", "Judge", "Yardstick", "check", "in_percent"]

@@ -1,0 +1,134 @@
+"""Causes that lie in the task itself, from what one device found when it took the task apart."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from evenstep.verify.verdict import Cause
+from evenstep.verify.words import in_percent
+
+APPRECIABLE = 1e-7
+Found = dict[str, Any]
+
+
+def captured(found: Found) -> Cause | None:
+    """A loss that was given a copy of the model, and gave the original its gradients."""
+    names = found.get("captured")
+    if not names:
+        return None
+    return Cause(
+        name="captured-model",
+        sentence="the loss does not use the model that it is given, but one of its own: the forward goes around what "
+        "each device trains",
+        evidence=(f"called with a copy of the model, it gave gradients to the original: {', '.join(names[:3])}",),
+        advice="Compute with the argument: loss=lambda model, batch: ... model(batch[0]) ...",
+    )
+
+
+def draws(found: Found) -> Cause | None:
+    """A result that changes with the seed of the host and of the devices alone."""
+    seen = found.get("draws") or {}
+    if not seen.get("generators") or seen["apart"] <= APPRECIABLE or seen["by_itself"] > APPRECIABLE:
+        return None
+    where = f", at {seen['places'][0]}" if seen["places"] else ""
+    return Cause(
+        name="draws",
+        sentence=f"model or loss draw random numbers by themselves ({' and '.join(seen['generators'])} generator{where})"
+        ": each device draws others",
+        evidence=(
+            f"on one device, another seed for these draws alone changes the result by {in_percent(seen['apart'])}",
+        ),
+        advice="Draw per sample, in augment or augment_batch, whose generators depend on the sample, not on the device; "
+        "or accept that the number of devices changes what is drawn.",
+    )
+
+
+def reading(found: Found) -> Cause | None:
+    """Samples that differ when the batch that they are in is cut up, or when they are read again."""
+    read = found.get("reading") or {}
+    if not read or (read["repeats"] and read["is_cut_alike"] is not False):
+        return None
+    by = f" ({', '.join(read['code'])} draws by itself)" if read.get("code") else ""
+    if read["is_cut_alike"] is False and not read.get("code") and read["repeats"]:
+        by = " (collate or __getitems__ draws, or looks at its neighbours)"
+    what = "when its batch is cut up" if read["repeats"] else "when it is read a second time"
+    return Cause(
+        name="reading",
+        sentence=f"a sample is not the same {what}{by}",
+        evidence=("the same ids were read twice, as one batch and in three parts, and compared",),
+        advice="Let a sample depend on its id, and draw from the generator that augment gets, or from draws.uniform(k) "
+        "in augment_batch.",
+    )
+
+
+def loss(found: Found) -> Cause | None:
+    """A loss of the whole batch that is not the mean of the losses of its parts."""
+    cut = found.get("cut") or {}
+    kind = cut.get("kind", "sound")
+    if kind == "sound":
+        return None
+    losses = f"loss {cut['whole']:.6g} as a whole, {cut['by_parts']:.6g} by its parts"
+    evidence = f"of one batch in parts of {_sizes(cut)}: {losses}"
+    sentences = {
+        "sum": "the loss is a sum over the batch, not a mean: a device that holds a half gives a half",
+        "weighted": "the loss is a mean over something else than samples, so that the mean of its parts is a mean of "
+        f"means: the first part weighs {cut.get('factor', 1):.3g} times as much as its samples do",
+        "mixed": "the loss of a sample depends on the others of its batch (in-batch negatives, a normalization or a "
+        "rank over the batch), of which each device sees its own part",
+        "pair": "the sum that the loss returns is not the sum of what the parts of the batch give",
+    }
+    advice = {
+        "sum": "Return the mean over the samples, or the pair (sum, count).",
+        "weighted": "Return the pair (sum, count): the sum over tokens or boxes, and how many there were.",
+        "mixed": "No way of cutting the batch up gives the same; use single, or a loss of each sample alone.",
+        "pair": "Return a sum over samples, with nothing in it that depends on how many there are.",
+    }
+    name = {"sum": "sum", "weighted": "mean-of-means", "mixed": "batch-dependent", "pair": "pair"}[kind]
+    return Cause(name=name, sentence=sentences[kind], evidence=(evidence,), advice=advice[kind])
+
+
+def hooks(found: Found) -> Cause | None:
+    """Gradients that do not add up although the loss does."""
+    cut = found.get("cut") or {}
+    if cut.get("kind") != "sound" or not cut.get("gradients"):
+        return None
+    return Cause(
+        name="gradient-hook",
+        sentence=f"the gradient of {cut['gradients'][0]} is changed on its way (by a hook, or a backward of your own) "
+        "in a way that does not add up: clipped, normalized or rounded for each part of the batch",
+        evidence=("the loss of a batch is the mean of its parts, its gradients are not",),
+        advice="Change gradients after they are summed up: --clip for their norm, or in the optimizer.",
+    )
+
+
+def buffers(found: Found, is_cut: bool) -> Cause | None:
+    """Buffers that forward changes."""
+    seen = found.get("buffers") or {}
+    names = seen.get("changed" if is_cut else "by_data") or []
+    if not names:
+        return None
+    read = "the loss reads it" if seen["read"] else "it is saved and evaluated with"
+    return Cause(
+        name="buffer",
+        sentence=f"forward changes the buffer {names[0]} by the samples that it sees, and {read}: every device keeps "
+        "its own, and only the first one's is kept",
+        evidence=(f"after forward on other samples it holds other values: {', '.join(names[:3])}",),
+        advice="Gather what goes into it from all ranks (torch.distributed.all_gather), or keep it out of the model.",
+    )
+
+
+def metrics(found: Found) -> Cause | None:
+    """Values of an evaluation that are not means over samples."""
+    names = [name for name, kind in (found.get("metrics") or {}).items() if kind != "sound"]
+    if not names:
+        return None
+    return Cause(
+        name="metric",
+        sentence=f"the metric {names[0]} is not a mean over samples: that of a batch is not made of those of its parts",
+        evidence=("computed of one batch as a whole and in three parts",),
+        advice="Return one value per sample, or a pair (sum, count).",
+    )
+
+
+def _sizes(cut: Found) -> str:
+    return " + ".join(map(str, cut.get("sizes", [])))

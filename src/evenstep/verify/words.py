@@ -1,0 +1,41 @@
+"""Sentences about differences."""
+
+from __future__ import annotations
+
+import math
+
+from evenstep.verify.differences import Difference
+from evenstep.verify.evidence import Failure
+
+_THINGS = {
+    "gradients": "the gradient of {name}",
+    "weights": "{name}",
+    "optimizer": "the optimizer's {name}",
+    "evaluation": "the evaluation's {name}",
+    "checkpoint": "{name} of the run that goes on from its checkpoint",
+    "loss": "the loss",
+    "samples": "the set of samples",
+}
+
+
+def same(label: str, largest: float) -> str:
+    """For a way that passes."""
+    return f"{label} learns what single learns: nothing is off by more than {largest:.0e} of its size"
+
+
+def differs(label: str, first: Difference, precision: str) -> str:
+    """Where a way first differs, and by how much."""
+    thing = _THINGS[first.part].format(name=first.name)
+    when = f"at step {first.step}" if first.step else "before the first step"
+    by = f" by {in_percent(first.size)} of its size" if math.isfinite(first.size) else ""
+    return f"{label} does not learn what single learns: {when} {thing} differs{by} ({precision})"
+
+
+def fails(label: str, failure: Failure) -> str:
+    """For a way that does not run where single does."""
+    return f"{label} does not run, and single does"
+
+
+def in_percent(size: float) -> str:
+    """A relative difference as people say it."""
+    return f"{100 * size:.3g} %" if size >= 1e-4 else f"{size:.1e}"

@@ -1,0 +1,219 @@
+"""A task, taken apart in one process: each cause for which strategies could differ, tested by itself.
+
+Every rank of a run does the same with the same samples and the same weights, and writes what it found; whoever started
+them compares. Nothing is sent between them, so that a difference is the task's own.
+"""
+
+from __future__ import annotations
+
+import copy
+import json
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from evenstep.plan import Plan
+from evenstep.task import Task, describe
+from evenstep.worker.cuts import cut_up
+from evenstep.worker.draws_seen import DrawsSeen
+from evenstep.worker.dropouts import DropoutOff
+from evenstep.worker.job import Event, set_up_torch
+from evenstep.worker.reading import digest
+from evenstep.worker.team import join
+from evenstep.worker.totals import as_sum
+from evenstep.worker.workbench import Outcome, Workbench
+
+FOLDER = "examined"
+Findings = dict[str, Any]
+
+
+def perform_examination(plan: Plan, task: Task, run_folder: Path) -> Iterator[Event]:
+    """Examine the task in this process, and leave what was found in the run folder."""
+    set_up_torch(plan)
+    team = join(plan.strategy, plan.devices, plan.precision, plan.seed)
+    bench = Workbench(plan, task, team, DropoutOff())
+    findings = examine(bench)
+    folder = run_folder / FOLDER
+    folder.mkdir(exist_ok=True)
+    (folder / f"rank{team.world.rank}.json").write_text(json.dumps(findings))
+    team.world.barrier()
+    yield from ()
+
+
+def examine(bench: Workbench) -> Findings:
+    """Every test; one that cannot be carried out on this task says so, and the others go on."""
+    findings: Findings = {}
+    for name, test in TESTS.items():
+        try:
+            findings[name] = test(bench)
+        except Exception as error:
+            findings[name] = None
+            findings.setdefault("problems", {})[name] = describe(error)
+    return findings
+
+
+def _batch(bench: Workbench) -> Findings:
+    """What the same samples give: compared between ranks, and with one device."""
+    outcome = bench.compute()
+    norms = {name: float(gradient.double().norm()) for name, gradient in outcome.gradients.items()}
+    without = [n for n, w in bench.model.named_parameters() if w.requires_grad and n not in outcome.gradients]
+    return {
+        "data": digest(bench.data()),
+        "loss": outcome.loss,
+        "count": outcome.count,
+        "gradients": norms,
+        "without": without,
+    }
+
+
+def _settings(bench: Workbench) -> list[dict[str, Any]]:
+    """The optimizer's, group by group."""
+    plain = (int, float, bool, str)
+    return [
+        {name: value for name, value in group.items() if isinstance(value, plain)}
+        for group in bench.optimizer.param_groups
+    ]
+
+
+def _norms(bench: Workbench) -> list[str]:
+    """Layers that normalize over the batch."""
+    return bench.batch_norms
+
+
+def _again(bench: Workbench) -> Findings:
+    """The same batch twice, from the same state."""
+    one, other = bench.compute(), bench.compute()
+    return {"losses": [one.loss, other.loss], "apart": _furthest(one, other), "warned": _warned(bench)}
+
+
+def _warned(bench: Workbench) -> list[str]:
+    """Operations that torch knows not to be deterministic here."""
+    before = torch.are_deterministic_algorithms_enabled()
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    try:
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            bench.compute()
+    finally:
+        torch.use_deterministic_algorithms(before)
+    return [str(one.message).partition(". ")[0] for one in caught if "determinis" in str(one.message)][:3]
+
+
+def _draws(bench: Workbench) -> Findings:
+    """Does the loss draw random numbers, and does the result depend on them?"""
+    seen = DrawsSeen()
+    one = bench.compute(seed=1, watch=seen.watching())
+    other, same = bench.compute(seed=2), bench.compute(seed=1)
+    apart, by_itself = _furthest(one, other), _furthest(one, same)
+    return {"generators": seen.generators, "places": seen.places, "apart": apart, "by_itself": by_itself}
+
+
+def _captured(bench: Workbench) -> list[str]:
+    """Parameters of the original that get a gradient when the loss is given a copy."""
+    other = copy.deepcopy(bench.model)
+    for weight in (*bench.model.parameters(), *other.parameters()):
+        weight.grad = None
+    with suppress(RuntimeError):
+        bench.backward(other, bench.data())
+    return [name for name, weight in bench.model.named_parameters() if weight.grad is not None]
+
+
+def _reading(bench: Workbench) -> Findings:
+    """Is a sample the same when it is read again, and when the batch is cut up?"""
+    first, again = digest(bench.data()), digest(bench.data())
+    return {"repeats": first == again, "is_cut_alike": bench.is_cut_alike(), "code": bench.code_that_draws()}
+
+
+def _cut(bench: Workbench) -> Findings:
+    """Is the loss of the whole the mean of the losses of its parts, and are the gradients?"""
+    with bench.without_batch_statistics():
+        parts = [bench.compute(part) for part in bench.thirds()]
+        whole = bench.compute()
+        sizes = [len(part) for part in bench.thirds()]
+        if whole.count is not None:
+            counts = [part.count or 0.0 for part in parts]
+            sums = [part.loss for part in parts]
+            found = {
+                "kind": "sound" if _near(bench, whole.loss, sum(sums)) else "pair",
+                "whole": whole.loss,
+                "by_parts": sum(sums),
+                "counts": [whole.count, sum(counts)],
+            }
+            weights = [1.0, 1.0, 1.0]
+        else:
+            found = asdict(cut_up(lambda chosen: bench.compute(bench.union(chosen)).loss, sizes, bench.tolerance))
+            weights = [size / sum(sizes) for size in sizes]
+    return {**found, "sizes": sizes, "gradients": _unlike(bench, whole, parts, weights)}
+
+
+def _unlike(bench: Workbench, whole: Outcome, parts: list[Outcome], weights: list[float]) -> list[str]:
+    """Parameters whose gradient is not the weighed sum of what the parts give."""
+    names = []
+    largest = max((float(gradient.abs().max()) for gradient in whole.gradients.values()), default=0.0)
+    for name, gradient in whole.gradients.items():
+        total = sum(
+            weight * part.gradients[name] for weight, part in zip(weights, parts, strict=True) if name in part.gradients
+        )
+        scale = max(float(gradient.abs().max()), 1e-6 * largest)
+        if float((gradient - total).abs().max()) > 10 * bench.tolerance * scale:
+            names.append(name)
+    return names
+
+
+def _metrics(bench: Workbench) -> dict[str, str]:
+    """How each value of an evaluation adds up."""
+    sizes = [len(part) for part in bench.thirds()]
+    pieces = [bench.measure(part) for part in bench.thirds()]
+    whole = bench.measure(bench.union([0, 1, 2]))
+    kinds = {}
+    for name, amount in whole.items():
+        total = as_sum(amount, sum(sizes), name).double()
+        by_parts = torch.stack(
+            [as_sum(piece[name], size, name).double() for piece, size in zip(pieces, sizes, strict=True)]
+        ).sum(0)
+        is_near = bool(((total - by_parts).abs() <= bench.tolerance * total.abs().clamp(min=1e-12)).all())
+        kinds[name] = "sound" if is_near else "mixed"
+    return kinds
+
+
+def _buffers(bench: Workbench) -> Findings:
+    """Buffers (of BatchNorm none) that forward changes by what it sees, and whether the loss reads them."""
+    one, two, _ = bench.thirds()
+    after_one, after_two = bench.buffers_after(one), bench.buffers_after(two)
+    start = bench.buffers_before()
+    changed = [name for name, value in after_one.items() if not torch.equal(value, start[name])]
+    by_data = [name for name in changed if not torch.equal(after_one[name], after_two[name])]
+    return {"changed": changed, "by_data": by_data, "read": bool(changed) and bench.reads_buffers()}
+
+
+def _near(bench: Workbench, one: float, other: float) -> bool:
+    return abs(one - other) <= bench.tolerance * max(abs(one), abs(other), 1e-300)
+
+
+def _furthest(one: Outcome, other: Outcome) -> float:
+    """The largest relative difference of loss and gradients."""
+    apart = [abs(one.loss - other.loss) / max(abs(one.loss), abs(other.loss), 1e-300)]
+    largest = max((float(gradient.abs().max()) for gradient in one.gradients.values()), default=0.0)
+    for name in one.gradients.keys() & other.gradients.keys():
+        scale = max(float(one.gradients[name].abs().max()), 1e-6 * largest, 1e-300)
+        apart.append(float((one.gradients[name] - other.gradients[name]).abs().max()) / scale)
+    return max(apart)
+
+
+TESTS: dict[str, Callable[[Workbench], Any]] = {
+    "batch": _batch,
+    "settings": _settings,
+    "norms": _norms,
+    "again": _again,
+    "draws": _draws,
+    "captured": _captured,
+    "reading": _reading,
+    "cut": _cut,
+    "metrics": _metrics,
+    "buffers": _buffers,
+}

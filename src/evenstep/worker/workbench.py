@@ -1,0 +1,205 @@
+"""One model, one batch, nothing around them: where a task is taken apart."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+from torch.nn.modules.batchnorm import _BatchNorm
+
+from evenstep.draws import Draws, Ids
+from evenstep.order import Span
+from evenstep.plan import Plan
+from evenstep.seeding import generator_states, is_same_state, seed_everything
+from evenstep.task import Amount, Task
+from evenstep.worker.adopt import adopt
+from evenstep.worker.dropouts import DropoutOff
+from evenstep.worker.persample import Touch, collated
+from evenstep.worker.scaler import unfitted
+from evenstep.worker.source import to_device
+from evenstep.worker.stream import Stream
+from evenstep.worker.team import Team
+from evenstep.worker.world import World
+
+TOLERANCE = {"fp64": 1e-9}
+ROUGH_TOLERANCE = 1e-3
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What a loss and its backward gave."""
+
+    loss: float
+    """The mean, or the sum where there is a count."""
+    count: float | None
+    gradients: dict[str, torch.Tensor]
+
+
+class Workbench:
+    """The task's model as it starts, and its first global batch in any cut."""
+
+    def __init__(self, plan: Plan, task: Task, team: Team, dropout: DropoutOff) -> None:
+        self.task = task
+        self.tolerance = TOLERANCE.get(plan.precision, ROUGH_TOLERANCE)
+        self._plan = plan
+        self._team = team
+        self._device = team.world.device
+        self._adopted = adopt(task.train, task.collate, task.sampler)
+        self._streamed: list[Any] = []
+        self.ids = self._first_ids()
+        self._drew: set[str] = set()
+        self.model: nn.Module = team.precision.fit(dropout.in_layers(task.model())).to(self._device).train()
+        for scaler in unfitted(self.model):
+            scaler.fit(iter([self.data()]), World(0, 1, (self._device,)))
+        self.optimizer = task.optimizer(self.model.parameters())
+        self._buffers = {name: buffer.clone() for name, buffer in self.model.named_buffers()}
+        self.batch_norms = [name for name, one in self.model.named_modules() if isinstance(one, _BatchNorm)]
+
+    def thirds(self) -> list[Ids]:
+        """The batch's ids in three parts of unequal size."""
+        num = len(self.ids)
+        cuts = [0, max(1, num // 3), max(2, num // 3 + num // 4), num]
+        return [self.ids[begin:end] for begin, end in pairwise(cuts)]
+
+    def union(self, chosen: Sequence[int]) -> Ids:
+        """Some of the thirds together."""
+        parts = self.thirds()
+        joined: Ids = np.concatenate([parts[part] for part in chosen])
+        return joined
+
+    def data(self, ids: Ids | None = None) -> Any:
+        """Samples as the training gets them."""
+        ids = self.ids if ids is None else ids
+        touch = Touch(self._plan.seed, 0, self.task.augment)
+        source = self._adopted.source
+        if isinstance(source, Stream):
+            read = collated([self._streamed[id_] for id_ in ids], ids, self.task.collate)
+        else:
+            read = source.fetch(ids, ids, touch)
+        moved = to_device(read, lambda tensor: self._team.precision.fit_tensor(tensor.to(self._device)))
+        if self.task.augment_batch is None:
+            return moved
+        before = generator_states()
+        changed = self.task.augment_batch(moved, Draws(ids, self._plan.seed, 0, self._device))
+        if not is_same_state(before, generator_states()):
+            self._drew.add("augment_batch")
+        return changed
+
+    def compute(
+        self, ids: Ids | None = None, seed: int = 0, watch: AbstractContextManager[None] | None = None
+    ) -> Outcome:
+        """Loss and gradients, always from the same state."""
+        self._restore()
+        for weight in self.model.parameters():
+            weight.grad = None
+        data = self.data(ids)
+        seed_everything(seed)
+        with watch or nullcontext():
+            return self.backward(self.model, data)
+
+    def backward(self, model: nn.Module, data: Any) -> Outcome:
+        """Loss and gradients of any model."""
+        with self._team.precision.autocast(self._device):
+            amount = self.task.loss(model, data)
+        loss, count = (amount, None) if isinstance(amount, torch.Tensor) else (amount[0], float(amount[1]))
+        loss.backward()
+        gradients = {n: w.grad.detach().double().cpu() for n, w in model.named_parameters() if w.grad is not None}
+        return Outcome(float(loss.detach()), count, gradients)
+
+    @torch.no_grad()
+    def measure(self, ids: Ids) -> dict[str, Amount]:
+        """What an evaluation computes of these samples."""
+        self._restore()
+        self.model.eval()
+        try:
+            data = self.data(ids)
+            with self._team.precision.autocast(self._device):
+                more: Mapping[str, Amount] = self.task.metrics(self.model, data) if self.task.metrics else {}
+                return {"loss": self.task.loss(self.model, data), **more}
+        finally:
+            self.model.train()
+
+    @contextmanager
+    def without_batch_statistics(self) -> Iterator[None]:
+        """BatchNorm normalizes by what it remembers."""
+        layers = [one for one in self.model.modules() if isinstance(one, _BatchNorm)]
+        for layer in layers:
+            layer.eval()
+        try:
+            yield
+        finally:
+            for layer in layers:
+                layer.train()
+
+    def buffers_before(self) -> dict[str, torch.Tensor]:
+        """Those that are not BatchNorm's."""
+        return {name: value for name, value in self._buffers.items() if not self._is_of_norm(name)}
+
+    def buffers_after(self, ids: Ids) -> dict[str, torch.Tensor]:
+        """What a forward on these samples makes of them."""
+        self.compute(ids)
+        own = {name: value.clone() for name, value in self.model.named_buffers() if not self._is_of_norm(name)}
+        self._restore()
+        return own
+
+    def reads_buffers(self) -> bool:
+        """Whether the loss is another one after a forward that changed them."""
+        first = self.compute()
+        for weight in self.model.parameters():
+            weight.grad = None
+        seed_everything(0)
+        second = self.backward(self.model, self.data())
+        self._restore()
+        return abs(first.loss - second.loss) > self.tolerance * max(abs(first.loss), abs(second.loss))
+
+    def is_cut_alike(self) -> bool | None:
+        """Whether samples are the same when their batch is cut up; None if they cannot be laid side by side."""
+        whole, parts = self.data(), [self.data(part) for part in self.thirds()]
+        columns, of_parts = _tensors(whole), [_tensors(part) for part in parts]
+        if any(len(one) != len(columns) for one in of_parts):
+            return None
+        for place, column in enumerate(columns):
+            cut = [one[place] for one in of_parts]
+            if not column.ndim or any(one.shape[1:] != column.shape[1:] for one in cut):
+                continue
+            if not torch.equal(torch.cat(cut), column):
+                return False
+        return True
+
+    def code_that_draws(self) -> list[str]:
+        """Which of the user's functions drew from generators that are not given to them."""
+        return sorted(self._drew)
+
+    def _is_of_norm(self, name: str) -> bool:
+        return name.rpartition(".")[0] in self.batch_norms
+
+    @torch.no_grad()
+    def _restore(self) -> None:
+        for name, buffer in self.model.named_buffers():
+            if name in self._buffers and self._buffers[name].shape == buffer.shape:
+                buffer.copy_(self._buffers[name])
+
+    def _first_ids(self) -> Ids:
+        order = self._adopted.order(self._plan.seed, self._plan.batch)
+        if order is None:
+            assert isinstance(self._adopted.source, Stream)
+            self._streamed = self._adopted.source._opened(self._plan.seed, 0).take(self._plan.batch)
+            return np.arange(len(self._streamed))
+        return order.ids(Span(0, 0, min(self._plan.batch, order.lengths.of(0) or self._plan.batch)))
+
+
+def _tensors(data: Any) -> list[torch.Tensor]:
+    found: list[torch.Tensor] = []
+
+    def keep(tensor: torch.Tensor) -> torch.Tensor:
+        found.append(tensor)
+        return tensor
+
+    to_device(data, keep)
+    return found

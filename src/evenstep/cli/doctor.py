@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -17,7 +17,7 @@ from evenstep.cli.app import MachinesOption, RendezvousOption, app
 from evenstep.errors import EvenstepError, PlanError
 
 if TYPE_CHECKING:
-    from evenstep.doctor.examine import Looking, Report
+    from evenstep.doctor.examine import Examination, Looking, Report
     from evenstep.doctor.finding import Finding
 
 EXAMPLES = """
@@ -62,12 +62,12 @@ def doctor(
 def _examined(environment: dict[str, str], machines: str | None, rendezvous: str | None) -> Report:
     from evenstep.doctor.examine import Report, examine
 
-    events: Iterator[Looking | Report] = examine(environment)
+    events: Examination = examine(environment)
     if machines is not None and rendezvous is not None:
         from evenstep.doctor.together import examine_together  # what it imports is not needed on one machine
 
         events = examine_together(environment, machines, rendezvous)
-    with _progress() as show_looking:
+    with closing(events), _progress() as show_looking:
         for event in events:
             if isinstance(event, Report):
                 return event

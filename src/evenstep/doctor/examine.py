@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -111,7 +111,10 @@ class Report:
     """Whether this is the machine that speaks for all."""
 
 
-def examine(environment: Mapping[str, str]) -> Iterator[Looking | Report]:
+Examination = Generator[Looking | Report, None, None]
+
+
+def examine(environment: Mapping[str, str]) -> Examination:
     """Look at everything; says what comes next, and at last the report."""
     began = time.monotonic()
     checks = Visit(environment).checks()

@@ -17,12 +17,12 @@ from evenstep.worker.lifeline import read_rank
 from evenstep.worker.world import World, backend_for, join_world
 
 SMALL_BYTES = 2**12
-LARGE_BYTES = (2**22, 2**26)
+LARGE_BYTES = (2**18, 2**22, 2**26)
 WARM_UP = 2
 MOST_REPEATS = 50
 SPEND_SECONDS = 0.3
 """For the repeats of one size."""
-LONGEST_SECONDS = 1.5
+LONGEST_SECONDS = 1.0
 """No larger size is tried that would take longer than this."""
 COPY_BYTES = 2**26
 

@@ -8,7 +8,7 @@ import os
 import platform
 import socket
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, fields, replace
 from typing import Any
 
@@ -18,7 +18,7 @@ from torch._C._distributed_c10d import TCPStore
 
 import evenstep
 from evenstep.doctor.cards import num_cards
-from evenstep.doctor.examine import Looking, Report, examine
+from evenstep.doctor.examine import Examination, Looking, Report, examine
 from evenstep.doctor.finding import Finding, worst
 from evenstep.doctor.inside import add_up_between
 from evenstep.doctor.judging import Reference, judge
@@ -58,11 +58,9 @@ class Member:
         return cls(**{one.name: kinds.get(one.name, str)(values[one.name]) for one in fields(cls)})
 
 
-def examine_together(environment: Mapping[str, str], machines: str, rendezvous: str) -> Iterator[Looking | Report]:
+def examine_together(environment: Mapping[str, str], machines: str, rendezvous: str) -> Examination:
     """Look at this machine, then meet the others; the first machine's report holds what all have found."""
     began = time.monotonic()
-    # Told what leads to the others, not what the user set: that is tried first, and may be what is wrong.
-    os.environ.pop(INTERFACE_NAME, None)
     meeting = Machines(parse_address(rendezvous), parse_machines(machines), json.dumps(["doctor"]), None)
     try:
         own: tuple[Finding, ...] = ()
@@ -72,6 +70,8 @@ def examine_together(environment: Mapping[str, str], machines: str, rendezvous: 
             else:
                 yield event
         yield Looking(meeting.expects() or "meeting the other machines", 1, 1, is_trial=True)
+        # Now it is told what leads to the others, and not what the user set, which may be what is wrong.
+        os.environ.pop(INTERFACE_NAME, None)
         place = meeting.gather(1, 1)
         if place is None:
             return

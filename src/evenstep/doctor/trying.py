@@ -82,8 +82,9 @@ class _Attempt:
         stack.callback(self._meeting.close)
         own = self._meeting.gather(job.num, 1).environments(job.num, {"OMP_NUM_THREADS": "1"})
         environments = [dict(one) for one in job.environments or own]
+        self._ranks = [int(one["RANK"]) for one in environments]
         order = (str(self._folder), job.function, job.arguments, dict(job.settings))
-        start = Start(perform, order, environments, RankLogs(self._folder))
+        start = Start(perform, order, environments, RankLogs(self._folder, self._ranks[0]))
         self._workers: Workers = stack.enter_context(workers(start))
         self._deadline = time.monotonic() + job.seconds
         self._is_late = False
@@ -101,8 +102,9 @@ class _Attempt:
         """What came of it."""
         if self._is_late:
             return Ended(why=f"nothing came of it within {self._job.seconds:.0f} s", is_late=True)
-        if self._workers.failed:
-            return Ended(why=why_failed(self._folder, self._workers.failed))
+        failed = self._workers.failed
+        if failed:
+            return Ended(why=why_failed(self._folder, {self._ranks[local]: code for local, code in failed.items()}))
         files = [self._folder / f"returned-{local}.json" for local in range(self._job.num)]
         if not all(file.exists() for file in files):
             return Ended(why="a process ended, with exit code 0, before it was done")
@@ -114,7 +116,7 @@ def why_failed(logs: Path, failed: Mapping[int, int]) -> str:
     found = cause(logs, failed, {})
     lines = [line.strip() for line in (*found.details, found.headline) if line.strip()]
     said = [line for line in lines if not line.startswith(str(Path("/")))]
-    return shortened(said[0] if said else found.headline)
+    return shortened("\n".join(said))
 
 
 def shortened(message: str) -> str:

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import gzip
 import json
-from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -21,9 +20,9 @@ MARK = "evenstep: "
 """What begins the name of every span that evenstep itself marks; the workers write it."""
 STEP, TOGETHER = f"{MARK}step ", f"{MARK}together"
 SENDING = (f"{MARK}replicate", f"{MARK}reduce")
-STEPS, INPUT, COMPUTE, COMMUNICATION, OTHER = "steps", "input", "compute", "communication", "other"
-_FIRST_LANE = {STEPS: 0, INPUT: 1, COMPUTE: 10, COMMUNICATION: 100, OTHER: 200}
-_FIRST_STREAM = 300
+STEPS, INPUT, COMPUTE, COMMUNICATION, PROFILER = "steps", "input", "compute", "communication", "profiler"
+_FIRST_LANE = {STEPS: 0, INPUT: 100, COMPUTE: 200, COMMUNICATION: 300, PROFILER: 900}
+_FIRST_STREAM = 400
 _FLOWS = "stf"
 
 
@@ -48,7 +47,7 @@ class _Rank:
     """What each of its lanes is called."""
 
     def marked(self, *prefixes: str) -> list[Event]:
-        return [event for event in self.events if event["ph"] == "X" and str(event["name"]).startswith(prefixes)]
+        return [event for event in self.events if is_mark(event) and event["name"].startswith(prefixes)]
 
 
 def merge(traces: Sequence[RankTrace], path: Path) -> None:
@@ -106,27 +105,38 @@ def _offsets(ranks: Sequence[_Rank]) -> dict[str, float]:
 def _into_lanes(rank: _Rank) -> None:
     """Give every event the rank as its process and a lane as its thread."""
     steps = rank.marked(STEP)
-    host, main = (steps[0]["pid"], steps[0]["tid"]) if steps else (None, None)
-    kinds = _kinds(rank, host, main)
-    inputs = union(_span(event) for event in rank.marked(f"{MARK}input") if event["tid"] == main)
-    sending = union(_span(event) for event in rank.marked(*SENDING) if event["tid"] == main)
-    numbers: dict[tuple[Any, ...], int] = {}
-    counts: Counter[str] = Counter()
+    main = (steps[0]["pid"], steps[0]["tid"]) if steps else None
+    kinds = _kinds(rank, main)
+    inputs = union(_span(event) for event in rank.marked(f"{MARK}input") if _thread(event) == main)
+    sending = union(_span(event) for event in rank.marked(*SENDING) if _thread(event) == main)
+    lanes = _Lanes(rank.names)
+    for kind in (INPUT, COMPUTE):
+        # The first of each is the main thread's.
+        lanes.number(kind, main)
     for event in rank.events:
-        place: tuple[Any, ...] = (kinds.get((event["pid"], event["tid"]), OTHER), event["pid"], event["tid"])
-        if (event["pid"], event["tid"]) == (host, main):
-            place = (_kind_on_main(event, inputs, sending), host, main)
-        if place not in numbers:
-            kind = str(place[0])
-            number = _FIRST_LANE.get(kind, _FIRST_STREAM) + counts[kind if kind in _FIRST_LANE else "streams"]
-            counts[kind if kind in _FIRST_LANE else "streams"] += 1
-            numbers[place] = number
-            again = number - _FIRST_LANE[kind] if kind in _FIRST_LANE else 0
-            rank.names[number] = f"{kind} {again + 1}" if again else kind
-        event["pid"], event["tid"] = rank.rank, numbers[place]
+        thread = _thread(event)
+        kind = _kind_on_main(event, inputs, sending) if thread == main else kinds.get(thread, INPUT)
+        event["pid"], event["tid"] = rank.rank, lanes.number(kind, thread)
         if event["ph"] in _FLOWS:
             # Arrows are found by their number, which each rank counts by itself.
             event["id"] = rank.rank * 2**32 + int(event["id"])
+
+
+class _Lanes:
+    """Numbers and names for what threads and streams do, in the order in which they are to be shown."""
+
+    def __init__(self, names: dict[int, str]) -> None:
+        self._names = names
+        self._numbers: dict[tuple[str, Any], int] = {}
+
+    def number(self, kind: str, thread: Any) -> int:
+        if (kind, thread) not in self._numbers:
+            first = _FIRST_LANE.get(kind, _FIRST_STREAM)
+            number = next(number for number in range(first, first + 1000) if number not in self._names)
+            is_more = kind in _FIRST_LANE and number > first
+            self._names[number] = f"{kind} {number - first + 1}" if is_more else kind
+            self._numbers[kind, thread] = number
+        return self._numbers[kind, thread]
 
 
 def _kind_on_main(event: Event, inputs: list[Span], sending: list[Span]) -> str:
@@ -137,23 +147,37 @@ def _kind_on_main(event: Event, inputs: list[Span], sending: list[Span]) -> str:
     return INPUT if holds(inputs, event["ts"]) else COMPUTE
 
 
-def _kinds(rank: _Rank, host: Any, main: Any) -> dict[tuple[Any, Any], str]:
-    """What each thread of this process, and each stream of its cards, does."""
+def _kinds(rank: _Rank, main: Any) -> dict[tuple[Any, Any], str]:
+    """What each other thread of this process, and each stream of its cards, does.
+
+    A thread that neither sends nor has a part in the step reads ahead.
+    """
     kinds: dict[tuple[Any, Any], str] = {}
+    host = main[0] if main is not None else None
     for event in rank.events:
-        place, name = (event["pid"], event["tid"]), str(event.get("name"))
-        if event["ph"] != "X" or place == (host, main):
+        place, name = _thread(event), str(event.get("name"))
+        if event["ph"] != "X" or place == main:
             continue
-        if event["pid"] != host:
-            busy = (
-                " (communication)" if is_nccl(name) else kinds.get(place, "").partition(" (")[2] and " (communication)"
-            )
-            kinds[place] = f"cuda:{event['pid']} stream {event['tid']}{busy}"
+        if event.get("cat") == "overhead":
+            kinds[place] = PROFILER
+        elif event["pid"] != host:
+            kinds.setdefault(place, f"cuda:{event['pid']} stream {event['tid']}")
+            if is_nccl(name) and not kinds[place].endswith(COMMUNICATION):
+                kinds[place] += f", {COMMUNICATION}"
         elif name.startswith("gloo:"):
             kinds[place] = COMMUNICATION
         elif name.startswith((MARK, "autograd::engine")):
             kinds.setdefault(place, COMPUTE)
     return kinds
+
+
+def _thread(event: Event) -> tuple[Any, Any]:
+    return event["pid"], event["tid"]
+
+
+def is_mark(event: Event) -> bool:
+    """Whether evenstep itself marked this; what the card did meanwhile gets the same names."""
+    return event.get("cat") == "user_annotation" and str(event["name"]).startswith(MARK)
 
 
 def is_nccl(name: str) -> bool:

@@ -10,6 +10,7 @@ nothing. On a CPU the host is what computes.
 from __future__ import annotations
 
 import json
+from bisect import bisect_right
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -17,7 +18,18 @@ from typing import Any
 
 from evenstep.errors import BadInput
 from evenstep.record import PARTS
-from evenstep.report.lanes import COMMUNICATION, COMPUTE, MARK, SENDING, STEP, Event, is_nccl, read_events
+from evenstep.report.lanes import (
+    COMMUNICATION,
+    COMPUTE,
+    INPUT,
+    MARK,
+    SENDING,
+    STEP,
+    Event,
+    is_mark,
+    is_nccl,
+    read_events,
+)
 from evenstep.report.spans import Span, common, length, union, without
 
 FILE, NUMBERS = "trace.json.gz", "numbers.json"
@@ -25,6 +37,9 @@ HOST_PARTS = tuple(part for part in PARTS if part != COMMUNICATION)
 SMALL_GAP = 50.0
 """Microseconds from one operation to the next in which a CPU still counts as computing: the engine's own way."""
 _NO_COMPUTING = ("c10d::", "autograd::", "torch::autograd::", "_c10d_functional::")
+_ASKING = ("cuda_runtime", "cuda_driver")
+_NEAR = 8
+_MAIN = (INPUT, COMPUTE)
 _MEMORY = ("gpu_memcpy", "gpu_memset")
 
 
@@ -75,96 +90,103 @@ def lines(found: Sequence[RankNumbers]) -> list[str]:
 
 def _rank_numbers(rank: int, events: list[Event]) -> RankNumbers:
     lanes = {event["tid"]: event["args"]["name"] for event in events if event.get("name") == "thread_name"}
-    spans = [event for event in events if event["ph"] == "X"]
-    steps = [_span(event) for event in spans if event["name"].startswith(STEP)]
-    every = union(steps)
-    travelling, computing = _travelling(spans, lanes), _computing(spans, lanes)
+    doings = _Doings([event for event in events if event["ph"] == "X"], lanes)
+    steps = [_span(event) for event in doings.marks if event["name"].startswith(STEP)]
+    every = free = union(steps)
+    in_seconds = 1e6 * max(1, len(steps))
     parts = dict.fromkeys(PARTS, 0.0)
-    free = every
-    for part, claimed in _claims(spans, travelling, computing):
-        parts[part] += length(common(free, claimed)) / max(1, len(steps)) / 1e6
+    for part, claimed in doings.claims():
+        parts[part] += length(common(free, claimed)) / in_seconds
         free = without(free, claimed)
-    whole = length(every) / max(1, len(steps)) / 1e6
-    travelled = length(common(every, travelling)) / max(1, len(steps)) / 1e6
-    return RankNumbers(rank=rank, steps=len(steps), step_seconds=whole, parts=parts, communication_seconds=travelled)
-
-
-def _claims(spans: list[Event], travelling: list[Span], computing: list[Span]) -> Iterator[tuple[str, list[Span]]]:
-    """What claims a moment for which part; the first that does has it."""
-    yield COMMUNICATION, without(travelling, computing)
-    for kinds in (("kernel",), _MEMORY):
-        launched = _by_phase(spans, kinds)
-        for part in HOST_PARTS:
-            yield part, union(launched[part])
-    for part in HOST_PARTS:
-        yield part, union(_span(event) for event in spans if event["name"] == f"{MARK}{part}")
-
-
-def _travelling(spans: list[Event], lanes: Mapping[int, str]) -> list[Span]:
-    kernels = [_span(event) for event in spans if event.get("cat") == "kernel" and is_nccl(event["name"])]
-    on_host = [_span(event) for event in spans if lanes.get(event["tid"], "").startswith(COMMUNICATION)]
-    return union([*kernels, *on_host])
-
-
-def _computing(spans: list[Event], lanes: Mapping[int, str]) -> list[Span]:
-    """When this rank computes: its card, if it has one."""
-    launched = _by_phase(spans, ("kernel",))
-    if any(launched.values()):
-        return union(span for part in launched.values() for span in part)
-    # What has no namespace is a node of autograd: a function of the user's or of FSDP's, which may wait in it.
-    return union(
-        (
-            _span(event)
-            for event in spans
-            if event.get("cat") == "cpu_op"
-            and "::" in event["name"]
-            and not event["name"].startswith(_NO_COMPUTING)
-            and lanes.get(event["tid"], "").startswith(COMPUTE)
-        ),
-        SMALL_GAP,
+    return RankNumbers(
+        rank=rank,
+        steps=len(steps),
+        step_seconds=length(every) / in_seconds,
+        parts=parts,
+        communication_seconds=length(common(every, doings.travelling())) / in_seconds,
     )
 
 
-def _by_phase(spans: list[Event], kinds: Sequence[str]) -> dict[str, list[Span]]:
-    """What a card did, by what the host was doing when it asked for that; what NCCL does is not among it."""
-    found: dict[str, list[Span]] = {part: [] for part in HOST_PARTS}
-    on_card = [event for event in spans if event.get("cat") in kinds and not is_nccl(event["name"])]
-    if not on_card:
+class _Doings:
+    """What one rank did, and for which part of a step."""
+
+    def __init__(self, spans: list[Event], lanes: Mapping[int, str]) -> None:
+        self._spans = spans
+        self._lanes = lanes
+        self.marks = [event for event in spans if is_mark(event)]
+        self._kernels = self._on_card(("kernel",))
+        self._memory = self._on_card(_MEMORY)
+
+    def claims(self) -> Iterator[tuple[str, list[Span]]]:
+        """What claims a moment for which part; the first that does has it."""
+        yield COMMUNICATION, without(self.travelling(), self._computing())
+        for on_card in (self._kernels, self._memory):
+            for part in HOST_PARTS:
+                yield part, union(on_card[part])
+        # Where seats have threads of their own, the main thread waits for them, and has the last say.
+        for of_main in (False, True):
+            marks = [event for event in self.marks if (self._lane(event) in _MAIN) is of_main]
+            for part in HOST_PARTS:
+                yield part, union(_span(event) for event in marks if event["name"] == f"{MARK}{part}")
+
+    def travelling(self) -> list[Span]:
+        """When something is on its way."""
+        on_host = [_span(event) for event in self._spans if self._lane(event).startswith(COMMUNICATION)]
+        return union([*on_host, *self._kernels[COMMUNICATION], *self._memory[COMMUNICATION]])
+
+    def _computing(self) -> list[Span]:
+        """When this rank computes: its card, if it has one."""
+        if any(self._kernels.values()):
+            return union(span for part in HOST_PARTS for span in self._kernels[part])
+        return union((_span(event) for event in self._spans if self._is_computing(event)), SMALL_GAP)
+
+    def _is_computing(self, event: Event) -> bool:
+        # What has no namespace is a node of autograd: a function of the user's or of FSDP's, which may wait in it.
+        is_operation = event.get("cat") == "cpu_op" and "::" in event["name"]
+        return is_operation and not event["name"].startswith(_NO_COMPUTING) and self._lane(event).startswith(COMPUTE)
+
+    def _lane(self, event: Event) -> str:
+        return self._lanes.get(event["tid"], "")
+
+    def _on_card(self, kinds: Sequence[str]) -> dict[str, list[Span]]:
+        """What a card did, by what the host was doing when it asked for that."""
+        found: dict[str, list[Span]] = {part: [] for part in PARTS}
+        asked = {_correlation(event): event for event in self._spans if event.get("cat") in _ASKING}
+        phases = _Phases(self.marks)
+        for event in self._spans:
+            if event.get("cat") in kinds:
+                asking = asked.get(_correlation(event), event)
+                part = COMMUNICATION if is_nccl(event["name"]) else phases.at(asking["tid"], asking["ts"])
+                if part is not None:
+                    found[part].append(_span(event))
         return found
-    asked = {
-        event["args"]["correlation"]: event
-        for event in spans
-        if event.get("cat") in ("cuda_runtime", "cuda_driver") and "correlation" in event.get("args", {})
-    }
-    phases = _Phases(spans)
-    for event in on_card:
-        part = phases.at(asked.get(event.get("args", {}).get("correlation"), event))
-        if part is not None:
-            found[part].append(_span(event))
-    return found
 
 
 class _Phases:
     """What the host was doing at a moment: the thread that asks, or, if it is one of autograd's, any other."""
 
-    def __init__(self, spans: list[Event]) -> None:
-        self._of_lane: dict[Any, list[tuple[float, float, str | None]]] = {}
-        marks = {f"{MARK}{part}": part for part in HOST_PARTS} | dict.fromkeys(SENDING)
-        for event in sorted(spans, key=lambda event: float(event["ts"])):
-            if event["name"] in marks:
-                begin, end = _span(event)
+    def __init__(self, marks: list[Event]) -> None:
+        self._of_lane: dict[Any, list[tuple[float, float, str]]] = {}
+        parts = {f"{MARK}{part}": part for part in HOST_PARTS} | dict.fromkeys(SENDING, COMMUNICATION)
+        for event in sorted(marks, key=lambda event: float(event["ts"])):
+            if event["name"] in parts:
                 for lane in (event["tid"], None):
-                    self._of_lane.setdefault(lane, []).append((begin, end, marks[event["name"]]))
+                    self._of_lane.setdefault(lane, []).append((*_span(event), parts[event["name"]]))
 
-    def at(self, event: Event) -> str | None:
-        """The part; None while our own code was sending, or nothing was marked."""
-        for lane in (event["tid"], None):
+    def at(self, lane: int, moment: float) -> str | None:
+        """The part; None if nothing is marked there."""
+        for phases in (self._of_lane.get(lane, []), self._of_lane.get(None, [])):
+            place = bisect_right(phases, (moment, float("inf")))
             # The last one that had begun: what was begun inside of another is more to the point.
-            for begin, end, part in reversed(self._of_lane.get(lane, [])):
-                if begin <= event["ts"] < end:
+            for _, end, part in reversed(phases[max(0, place - _NEAR) : place]):
+                if moment < end:
                     return part
         return None
 
 
-def _span(event: Mapping[str, Any]) -> Span:
+def _correlation(event: Event) -> Any:
+    return event.get("args", {}).get("correlation")
+
+
+def _span(event: Event) -> Span:
     return event["ts"], event["ts"] + event["dur"]

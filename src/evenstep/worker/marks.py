@@ -120,10 +120,10 @@ class Marked:
             try:
                 return work(*seat_arguments)
             finally:
-                self._marks.end()
+                if threading.get_ident() != caller:
+                    self._marks.end()
 
-        # The seats say themselves what they do; they may have threads of their own.
-        self._marks.end()
+        caller = threading.get_ident()
         results = self._strategy.on_seats(until_done, arguments)
         self._marks.begin("backward")
         return results

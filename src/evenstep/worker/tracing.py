@@ -121,7 +121,10 @@ class Tracing:
             activities.append(ProfilerActivity.CUDA)
         # All threads: dp has one for each seat, and gloo's have what travels.
         self._profiler = profile(
-            activities=activities, experimental_config=_ExperimentalConfig(profile_all_threads=True)
+            activities=activities,
+            # torch 2.11 warns of what comes of a second start, unless all is kept.
+            acc_events=True,
+            experimental_config=_ExperimentalConfig(profile_all_threads=True),
         )
         self._profiler.prepare_trace()
         self._profiler.start_trace()

@@ -46,7 +46,7 @@ def loss_chart(runs: Sequence[Drawn]) -> Chart | None:
     """The loss of every step, and diamonds where the validation set was gone through."""
     lines = _of_steps(runs, lambda step: step.loss) + _of_evaluations(runs, "loss", is_line=False)
     caption = "Lines that lie on top of each other learned the same: the first is drawn widest, the others inside it."
-    plot = _lines(lines, y="loss", tip="0.00000")
+    plot = _lines(lines, y="loss", tip="0.00000", is_nested=True)
     if plot is None:
         return None
     diamonds = " Diamonds: the validation set." if any(run.record.evaluations for run in runs) else ""
@@ -59,7 +59,7 @@ def metric_charts(runs: Sequence[Drawn], most: int = 6) -> list[Chart]:
     found = (name for run in runs for one in run.record.evaluations for name in one.values if name != "loss")
     charts = []
     for number, name in enumerate(list(dict.fromkeys(found))[:most]):
-        plot = _lines(_of_evaluations(runs, name, is_line=True), y=label(name), tip="0.0000")
+        plot = _lines(_of_evaluations(runs, name, is_line=True), y=label(name), tip="0.0000", is_nested=True)
         if plot is not None:
             charts.append(Chart(name=f"metric-{number}", title=f"Valid {name}", figure=plot, keys=_keys(runs)))
     return charts
@@ -109,7 +109,7 @@ def _of_evaluations(runs: Sequence[Drawn], metric: str, is_line: bool) -> list[S
     return found
 
 
-def _lines(all_series: Sequence[Series], *, y: str, tip: str) -> figure | None:
+def _lines(all_series: Sequence[Series], *, y: str, tip: str, is_nested: bool = False) -> figure | None:
     """All of them in one figure; None where there is nothing to draw."""
     if not any(series.x for series in all_series):
         return None
@@ -121,7 +121,7 @@ def _lines(all_series: Sequence[Series], *, y: str, tip: str) -> figure | None:
     for series in all_series:
         columns = {"x": list(series.x), "y": list(series.y), "label": [label(series.label, 60)] * len(series.x)}
         source = ColumnDataSource(columns, name=f"{series.name} {'line' if series.is_line else 'marks'}")
-        _draw(plot, series, source, _width(names.index(series.name), len(names)))
+        _draw(plot, series, source, _width(names.index(series.name), len(names)) if is_nested else 1.8)
     return plot
 
 

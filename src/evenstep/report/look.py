@@ -14,7 +14,7 @@ from bokeh.plotting import figure
 from evenstep.report.progress import without_control
 from evenstep.report.sheets import distinct
 
-COLOURS = ("#7d8590", "#d97706", "#3b82f6", "#a855f7", "#059669", "#ef4444", "#0891b2", "#ec4899", "#65a30d")
+COLOURS = ("#3b82f6", "#d97706", "#a855f7", "#059669", "#ef4444", "#0891b2", "#ec4899", "#65a30d", "#7d8590")
 """Of the strategies or runs, in their order; each has a contrast of 3 to 1 or more on both backgrounds."""
 DASHES = ("solid", "dashed", "dotted", "dotdash")
 PART_COLOURS = {

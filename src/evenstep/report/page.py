@@ -1,60 +1,26 @@
-"""One HTML file that holds a comparison or some runs: no network, no JavaScript but bokeh's and our own."""
+"""What the page of a comparison, or of some runs, says; one HTML file that needs nothing else."""
 
 from __future__ import annotations
 
-import base64
-import hashlib
 import json
+import shlex
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
-from functools import cache
-from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-import evenstep
 from evenstep.errors import BadInput
 from evenstep.record import FILE as RECORD_FILE
 from evenstep.record import Record, Timeline
 from evenstep.report import sheets
 from evenstep.report.comparison import Comparison, Row
+from evenstep.report.render import Page, need_bokeh, render
 from evenstep.report.sheets import Sheet, distinct
-from evenstep.report.words import OF_COMPARISONS, OF_RUNS
+from evenstep.report.words import OF_COMPARISONS
 
 if TYPE_CHECKING:
-    from jinja2 import Environment
-
     from evenstep.report.look import Chart
 
 FILE = "page.html"
-HERE = Path(__file__).parent
-NEEDS_BOKEH = "a page needs bokeh, which is not installed; pip install 'evenstep[page]'"
-
-
-@dataclass(frozen=True, kw_only=True)
-class Page:
-    """All that the template says."""
-
-    title: str
-    about: str
-    commands: Sequence[str]
-    charts: Sequence[Chart]
-    comparison: Comparison | None = None
-    compared: Sequence[sheets.ComparedRow] = ()
-    runs: Sheet | None = None
-    numbers: Mapping[str, Sheet] = field(default_factory=dict)
-    """Sheets that hold the numbers of a chart, by its name."""
-    sheets: Sequence[Sheet] = ()
-    notes: Sequence[str] = ()
-    words: Mapping[str, str] = field(default_factory=lambda: OF_RUNS)
-    status: str = ""
-    shape: str = ""
-    """Of a live page: which charts, lines and tables it has. When that changes, the page is loaded again."""
-
-    @property
-    def timelines(self) -> list[Chart]:
-        """Those that share one place."""
-        return [chart for chart in self.charts if chart.tab]
 
 
 def write_page(comparison: Comparison, folder: Path, path: Path | None = None) -> Path:
@@ -176,7 +142,11 @@ def runs_page(records: Sequence[Record]) -> Page:
     return Page(
         title=", ".join(tasks[:3]) + (" …" if len(tasks) > 3 else ""),
         about=names[0] if len(names) == 1 else f"{len(names)} runs",
-        commands=[f"evenstep train --plan {record.path.parent}/plan.json" for record in records if record.path],
+        commands=[
+            f"evenstep train --plan {shlex.quote(str(record.path.parent / 'plan.json'))}"
+            for record in records
+            if record.path
+        ],
         charts=_runs_charts(by_name),
         runs=sheets.runs_sheet(names, records),
         numbers={"loss": sheets.evaluations_sheet(names, records), "times": sheets.times_sheet(times)},
@@ -214,85 +184,3 @@ def _machines(records: Mapping[str, Record]) -> list[Sheet]:
         sheets.machine_sheet(records[names[0]].machine, title if len(groups) == 1 else f"{title}: {', '.join(names)}")
         for names in groups.values()
     ]
-
-
-def need_bokeh() -> None:
-    """Say what to install where it is missing."""
-    if find_spec("bokeh") is None:
-        raise BadInput(NEEDS_BOKEH)
-
-
-def render(page: Page) -> str:
-    """The page as text; its policy allows the two scripts in it, by their hashes, and nothing else."""
-    scripts = [bokeh_script(), _own("page.js")]
-    sources = " ".join(f"'sha256-{_hash(script)}'" for script in scripts)
-    connect = "connect-src 'self'; " if page.shape else ""
-    policy = (
-        f"default-src 'none'; script-src {sources}; style-src 'unsafe-inline'; img-src data:; {connect}"
-        "base-uri 'none'; form-action 'none'"
-    )
-    return (
-        _environment()
-        .get_template("page.html.j2")
-        .render(
-            page=page,
-            policy=policy,
-            style=_own("page.css"),
-            scripts=scripts,
-            items=_data({chart.name: item(chart) for chart in page.charts}),
-            version=evenstep.__version__,
-        )
-    )
-
-
-def item(chart: Chart) -> dict[str, Any]:
-    """A chart as bokeh's own JSON."""
-    from bokeh.embed import json_item
-
-    return dict(json_item(chart.figure))
-
-
-def _data(value: object) -> str:
-    """JSON that may stand in a script element: nothing in it can end that element."""
-    text = json.dumps(value, allow_nan=False)
-    return text.replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026")
-
-
-@cache
-def bokeh_script() -> str:
-    """BokehJS as the installed package has it, without widgets, tables, WebGL and TeX."""
-    from bokeh.util.paths import bokehjs_path
-
-    text = (Path(bokehjs_path()) / "js" / "bokeh.min.js").read_text(encoding="utf-8")
-    # A browser reads line ends as \n, and the hash is of what it reads.
-    return text.replace("\r\n", "\n")
-
-
-@cache
-def _own(name: str) -> str:
-    return (HERE / name).read_text(encoding="utf-8")
-
-
-def _hash(script: str) -> str:
-    return base64.b64encode(hashlib.sha256(script.encode("utf-8")).digest()).decode()
-
-
-@cache
-def _environment() -> Environment:
-    from jinja2 import Environment, FileSystemLoader, StrictUndefined
-
-    return Environment(
-        loader=FileSystemLoader(HERE),
-        autoescape=True,
-        undefined=StrictUndefined,
-        trim_blocks=True,
-        lstrip_blocks=True,
-        # Control bytes have no place on a page, whoever wrote them into a name.
-        finalize=_printable,
-    )
-
-
-def _printable(value: object) -> object:
-    from evenstep.report.progress import without_control
-
-    return without_control(value) if type(value) is str else value

@@ -13,12 +13,13 @@ from dataclasses import replace
 from http import HTTPStatus
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
-from typing import IO, TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any
 
 from evenstep.errors import BadInput
 from evenstep.record import FILE, Record, rows
 from evenstep.report import comparison
-from evenstep.report.page import Page, need_bokeh, render, runs_page
+from evenstep.report.page import runs_page
+from evenstep.report.render import Page, need_bokeh, render
 
 if TYPE_CHECKING:
     from evenstep.report.look import Chart
@@ -49,28 +50,36 @@ class Watched:
         if not run.exists():
             raise BadInput(f"{run} is not there; give the folder of a run, such as runs/2026-11-15-digits-ddp")
         self.path = run / FILE if run.is_dir() else run
-        self._file: IO[bytes] | None = None
+        self._read_to = 0
         self._record: Record | None = None
         self._lock = threading.Lock()
         self._num_rows = 0
         self._moved = time.monotonic()
         self._page: tuple[int, Page] | None = None
 
-    def look(self) -> tuple[Page, dict[str, Any]]:
-        """The page as it is now, and its news."""
+    def page(self) -> str:
+        """The page as it is now."""
         with self._lock:
-            self._read_on()
-            page = self._made()
-            return page, news(page, self._record)
+            return render(self._look())
+
+    def news(self) -> dict[str, Any]:
+        """What is to be changed on a page of before."""
+        with self._lock:
+            return news(self._look(), self._record)
+
+    def _look(self) -> Page:
+        self._read_on()
+        return self._made()
 
     def _read_on(self) -> None:
-        if self._file is None:
-            if not self.path.is_file():
-                return
-            self._file = self.path.open("rb")
+        if not self.path.is_file():
+            return
         try:
-            for row in rows(self._file):
-                self._take(row)
+            with self.path.open("rb") as file:
+                file.seek(self._read_to)
+                for row in rows(file):
+                    self._take(row)
+                self._read_to = file.tell()
         except (ValueError, KeyError, TypeError) as error:
             raise BadInput(f"{self.path} is no record of a run ({type(error).__name__}: {error})") from error
 
@@ -89,16 +98,11 @@ class Watched:
             self._page = (self._num_rows, known)
         page = self._page[1]
         quiet = time.monotonic() - self._moved
-        return replace_status(page, status_of(self._record, quiet))
+        return replace(page, status=status_of(self._record, quiet), shape=shape(page))
 
 
 def _waiting(path: Path) -> Page:
     return Page(title=path.parent.name, about=str(path.parent), commands=[], charts=[])
-
-
-def replace_status(page: Page, status: str) -> Page:
-    """The same page with these words at its top, and what it is made of."""
-    return replace(page, status=status, shape=shape(page))
 
 
 def status_of(record: Record | None, quiet_seconds: float) -> str:
@@ -190,15 +194,14 @@ class _Handler(BaseHTTPRequestHandler):
             self._look()
 
     def _look(self) -> None:
+        watched = self.server.watched
         try:
-            page, found = self.server.watched.look()
+            if self.path == "/":
+                self._answer(HTTPStatus.OK, "text/html", watched.page())
+            else:
+                self._answer(HTTPStatus.OK, "application/json", json.dumps(watched.news(), allow_nan=False))
         except BadInput as error:
             self._answer(HTTPStatus.INTERNAL_SERVER_ERROR, "text/plain", f"{error}\n")
-            return
-        if self.path == "/":
-            self._answer(HTTPStatus.OK, "text/html", render(page))
-        else:
-            self._answer(HTTPStatus.OK, "application/json", json.dumps(found, allow_nan=False))
 
     def _answer(self, status: HTTPStatus, kind: str, text: str) -> None:
         body = text.encode("utf-8", errors="replace")

@@ -142,9 +142,10 @@ class _Lanes:
 def _kind_on_main(event: Event, inputs: list[Span], sending: list[Span]) -> str:
     if str(event.get("name")).startswith(STEP):
         return STEPS
-    if holds(sending, event["ts"]):
+    begin, end = event["ts"], event["ts"] + event.get("dur", 0.0)
+    if holds(sending, begin, end):
         return COMMUNICATION
-    return INPUT if holds(inputs, event["ts"]) else COMPUTE
+    return INPUT if holds(inputs, begin, end) else COMPUTE
 
 
 def _kinds(rank: _Rank, main: Any) -> dict[tuple[Any, Any], str]:

@@ -49,7 +49,7 @@ def length(spans: Iterable[Span]) -> float:
     return sum(end - begin for begin, end in spans)
 
 
-def holds(spans: Sequence[Span], moment: float) -> bool:
-    """Whether a moment lies in one of them; they are what `union` returned."""
-    place = bisect_right(spans, (moment, float("inf"))) - 1
-    return place >= 0 and moment < spans[place][1]
+def holds(spans: Sequence[Span], begin: float, end: float) -> bool:
+    """Whether one of them has all of that stretch, or moment, in it; they are what `union` returned."""
+    place = bisect_right(spans, (begin, float("inf"))) - 1
+    return place >= 0 and begin < spans[place][1] and end <= spans[place][1]

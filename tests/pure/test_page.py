@@ -151,9 +151,9 @@ def test_an_empty_record_has_a_page() -> None:
 
 
 def test_twelve_runs_of_one_name_are_told_apart() -> None:
-    read = Read(page_of_runs([examples.finished(examples.record("ddp", 2)) for _ in range(12)]))
+    read = Read(page_of_runs([long_record(5) for _ in range(12)]))
     assert "run (12)" in read.text
-    assert len([tag for tag, attrs in read.tags if attrs.get("role") == "tab"]) == 12
+    assert len([tag for tag, attrs in read.tags if attrs.get("data-chart") == "loss"]) == 13
 
 
 def test_a_page_of_a_hundred_thousand_steps_is_small() -> None:

@@ -15,20 +15,24 @@ from evenstep.worker.tracing import ALL, FOLDER
 
 def with_trace(events: Iterator[Event], folder: Path) -> Iterator[Event]:
     """What happens, and at the end, good or bad, where the trace is and what a step was made of."""
-    said: list[str] | None = None
+    said: list[str] = []
     try:
         for event in events:
             yield event
-            if said is None and (folder / FOLDER / ALL).exists():
-                said = merged(folder)
+            said = said or merged(folder)
     except Exception:
-        yield from said or []
+        yield from said
         raise
-    yield from said if said is not None else merged(folder)
+    yield from said or merged(folder)
 
 
 def merged(folder: Path) -> list[str]:
-    """Make one timeline of those of the ranks; what there is to say about it. A training never fails of this."""
+    """Make one timeline of those of the ranks, if they are there; what there is to say about it.
+
+    A training never fails of this.
+    """
+    if not (folder / FOLDER / ALL).exists():
+        return []
     try:
         known = json.loads((folder / FOLDER / ALL).read_text())
         ranks = [

@@ -146,10 +146,11 @@ class Tracing:
         for rank, (_, size, _) in enumerate(told):
             if size is not None and here[rank] != size:
                 self._send(rank, size)
-        for rank, (problem, _, _) in enumerate(told):
-            if problem:
-                yield f"warning: rank {rank} has no trace ({problem}); the training goes on"
-        if self._world.is_main:
+        without = {rank: problem for rank, (problem, _, _) in enumerate(told) if problem}
+        if without:
+            ranks = f"rank{'s' * (len(without) > 1)} {', '.join(map(str, without))}"
+            yield f"warning: no trace of {ranks} ({next(iter(without.values()))}); the training goes on"
+        if self._world.is_main and len(without) < len(told):
             yield from self._close_folder(told)
 
     def _send(self, rank: int, size: int) -> None:

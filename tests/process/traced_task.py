@@ -1,0 +1,75 @@
+"""A task whose steps take long enough to be looked into; `MISHAP` says what goes wrong with those who look.
+
+Tests copy this file beside their runs.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from evenstep import Task
+from evenstep.worker.world import read_pulse
+
+RUN = Path("runs/one")
+HAPPENED = Path("happened")
+MISHAP = os.environ.get("MISHAP", "")
+WIDTH = int(os.environ.get("WIDTH", "256"))
+x = torch.randn(240, WIDTH, generator=torch.Generator().manual_seed(0))
+y = (x[:, :3].sum(1) > 0).long()
+pulse = read_pulse()
+
+
+def task() -> Task:
+    layers = [layer for _ in range(4) for layer in (nn.Linear(WIDTH, WIDTH), nn.ReLU())]
+    return Task(
+        model=lambda: nn.Sequential(*layers, nn.Linear(WIDTH, 2)),
+        train=(x[:200], y[:200]),
+        valid=(x[200:], y[200:]),
+        loss=loss,
+        optimizer=lambda parameters: torch.optim.Adam(parameters, lr=1e-3),
+        metrics=lambda model, batch: {"accuracy": model(batch[0]).argmax(1) == batch[1]},
+        batch=50,
+        epochs=3,
+    )
+
+
+def loss(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
+    if torch.is_grad_enabled() and MISHAP:
+        MISHAPS[MISHAP](int(os.environ.get("RANK", "0")), pulse.read().step)
+    return F.cross_entropy(model(batch[0]), batch[1])
+
+
+def kill(rank: int, step: int) -> None:
+    """Rank 1 dies at step 6, once."""
+    if rank == 1 and step == 6 and not HAPPENED.exists():
+        HAPPENED.touch()
+        os.abort()
+
+
+def no_folder(rank: int, step: int) -> None:
+    """A file is where the folder of traces would be."""
+    if RUN.is_dir() and not (RUN / "traces").exists():
+        (RUN / "traces").touch()
+
+
+def no_file(rank: int, step: int) -> None:
+    """A folder is where rank 1 would write its trace."""
+    if rank == 1 and step == 1:
+        (RUN / "traces" / "rank1.json.gz").mkdir(parents=True)
+
+
+def folder_gone(rank: int, step: int) -> None:
+    """The folder of TensorBoard's becomes a file in mid-training."""
+    folder = RUN / "tensorboard"
+    if rank == 0 and folder.is_dir():
+        shutil.rmtree(folder)
+        folder.touch()
+
+
+MISHAPS = {"kill": kill, "no folder": no_folder, "no file": no_file, "folder gone": folder_gone}

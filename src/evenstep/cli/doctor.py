@@ -15,6 +15,7 @@ from rich.table import Table
 import evenstep
 from evenstep.cli.app import MachinesOption, RendezvousOption, app
 from evenstep.errors import EvenstepError, PlanError
+from evenstep.plan import parse_address, parse_machines
 
 if TYPE_CHECKING:
     from evenstep.doctor.examine import Examination, Looking, Report
@@ -41,6 +42,9 @@ def doctor(
     """Say what this machine can do, what is wrong and what to set; exit code 1 if something is bad."""
     if (machines is None) != (rendezvous is None):
         raise PlanError("--machines and --rendezvous go together: --machines 2 --rendezvous head:29400")
+    if machines is not None and rendezvous is not None:
+        parse_machines(machines)
+        parse_address(rendezvous)
     environment = dict(os.environ)
     from evenstep.launcher.server import start_server
 
@@ -48,7 +52,11 @@ def doctor(
     start_server()
     from evenstep.doctor.finding import worst
 
-    report = _examined(environment, machines, rendezvous)
+    try:
+        report = _examined(environment, machines, rendezvous)
+    except KeyboardInterrupt:
+        Console(stderr=True).print("stopped; nothing was changed, nothing is left running")
+        raise
     if not report.is_first:
         print(report.findings[0].said)
     elif as_json:

@@ -78,7 +78,7 @@ class Visit:
 
     def _card_reference(self, devices: tuple[str, ...]) -> Reference:
         if len(devices) < 2:
-            return Reference("nothing travels: the card is alone")
+            return Reference()
         copied = self.copies.get((devices[0], devices[1]))
         link = self.card_facts[devices[0]].numbers.get("nvlink_bytes_per_second") if self.card_facts else None
         words = f"a plain copy: {rate_in_words(copied)}" if copied else ""

@@ -79,7 +79,8 @@ def schedule(num_cards: int) -> list[list[Pair]]:
     if num_cards:
         alone.append([Pair(("cuda:0", "cuda:0"))])
     if num_cards == 1:
-        return [*alone, [Pair(("cuda:0",))]]
+        # Nothing travels: that it starts is all there is to see.
+        return [*alone, [Pair(("cuda:0",), (SMALL_BYTES,))]]
     if num_cards <= FEW_CARDS:
         return [*alone, *([_cards(pair)] for pair in combinations(range(num_cards), 2))]
     neighbours = [[(first, first + 1) for first in range(start, num_cards - 1, 2)] for start in (0, 1)]

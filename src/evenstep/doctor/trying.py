@@ -87,16 +87,16 @@ class _Attempt:
         start = Start(perform, order, environments, RankLogs(self._folder, self._ranks[0]))
         self._workers: Workers = stack.enter_context(workers(start))
         self._deadline = time.monotonic() + job.seconds
-        self._is_late = False
+        self._is_late = self._is_over = False
 
     def goes_on(self) -> bool:
         """Whether it is still at work; waits a moment."""
-        if self._is_late or not self._workers.poll():
-            return False
-        if time.monotonic() > self._deadline:
-            self._is_late = True
+        # Never asked again once it is over: those that were killed then would be taken for the cause.
+        self._is_over = self._is_over or not self._workers.poll()
+        if not self._is_over and time.monotonic() > self._deadline:
+            self._is_over = self._is_late = True
             self._workers.kill()
-        return not self._is_late
+        return not self._is_over
 
     def ended(self) -> Ended:
         """What came of it."""
@@ -112,11 +112,11 @@ class _Attempt:
 
 
 def why_failed(logs: Path, failed: Mapping[int, int]) -> str:
-    """The first cause in one line."""
+    """The first cause in one line: what a process reported, or how it ended if it could not."""
     found = cause(logs, failed, {})
-    lines = [line.strip() for line in (*found.details, found.headline) if line.strip()]
-    said = [line for line in lines if not line.startswith(str(Path("/")))]
-    return shortened("\n".join(said))
+    is_reported = any(logs.glob("rank*.error.json"))
+    said = [line for line in found.details if not line.startswith("  ")] if is_reported else []
+    return shortened("\n".join(said or [found.headline]))
 
 
 def shortened(message: str) -> str:

@@ -1,0 +1,366 @@
+"""What the doctor makes of what it sees: limits, variables, trials, and other machines."""
+
+from __future__ import annotations
+
+import itertools
+import socket
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+from evenstep.doctor.build import back_ends, torch_build
+from evenstep.doctor.cards import judge_card
+from evenstep.doctor.finding import Check, Finding, worst
+from evenstep.doctor.groups import Groups
+from evenstep.doctor.inside import expected_sum, pattern
+from evenstep.doctor.judging import Reference, judge, rate_in_words
+from evenstep.doctor.limits import cores, memory, open_files, shared_memory, threads, usable_cores
+from evenstep.doctor.network import host_name, measure_loopback, ports, resolve
+from evenstep.doctor.pairs import rounds, schedule
+from evenstep.doctor.remedies import in_words, remedies
+from evenstep.doctor.talk import Talk
+from evenstep.doctor.together import Member, both, compare
+from evenstep.doctor.trial import Patience, Trial, search
+from evenstep.doctor.trying import Ended, shortened
+from evenstep.doctor.variables import missing_interfaces, variables
+from tests.pure.conftest import Ended as Finished
+
+
+def group(folder: Path, membership: str, **files: str) -> Groups:
+    """Control groups as Linux shows them; `a__b` is the file b in the folder a."""
+    (folder / "membership").write_text(membership)
+    for name, text in files.items():
+        path = folder / "root" / name.replace("__", "/").replace("_dot_", ".")
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+    return Groups(folder / "membership", folder / "root")
+
+
+def well(seconds: float = 0.05, is_right: bool = True, latency: float = 1e-4) -> Ended:
+    rows = [
+        {"num_bytes": num, "is_right": is_right, "median_seconds": one, "best_seconds": one}
+        for num, one in ((2**12, latency), (2**26, seconds))
+    ]
+    return Ended(({"rows": rows, "copy_bytes_per_second": 5e9},) * 2)
+
+
+def test_reads_the_quota_of_both_versions_of_control_groups_and_of_those_above(tmp_path: Path) -> None:
+    for number, (membership, files, expected) in enumerate(
+        (
+            ("0::/mine\n", {"mine__cpu_dot_max": "150000 100000"}, 1.5),
+            ("0::/a/b\n", {"a__cpu_dot_max": "50000 100000", "a__b__cpu_dot_max": "max 100000"}, 0.5),
+            ("0::/\n", {"cpu_dot_max": "max 100000"}, None),
+            ("4:cpu,cpuacct:/d\n", {"cpu,cpuacct__d__cpu.cfs_quota_us": "-1"}, None),
+            # In a container: the path is the host's, the limit is at the root.
+            ("1:cpu:/docker/x\n", {"cpu__cpu.cfs_quota_us": "200000", "cpu__cpu.cfs_period_us": "100000"}, 2.0),
+        )
+    ):
+        folder = tmp_path / str(number)
+        folder.mkdir()
+        assert group(folder, membership, **files).cpu_quota() == expected, membership
+
+
+def test_reads_the_tightest_limit_of_memory(tmp_path: Path) -> None:
+    files = {"a__memory_dot_max": "4000", "a__memory_dot_current": "1000", "a__b__memory_dot_max": "max"}
+    assert group(tmp_path, "0::/a/b\n", **files).memory_limit() == (4000, 1000)
+    first = {"memory__memory.limit_in_bytes": "9223372036854771712", "memory__memory.usage_in_bytes": "5"}
+    assert group(tmp_path, "3:memory:/\n", **first).memory_limit() is None
+
+
+def test_a_small_quota_is_warned_of_and_counts_as_the_cores(tmp_path: Path) -> None:
+    groups = group(tmp_path, "0::/\n", cpu_dot_max="50000 100000")
+    found = cores(groups)
+    assert (found.status, found.numbers["cores"], usable_cores(groups)) == ("warn", 1, 1)
+    assert "OMP_NUM_THREADS=1" in found.advice
+
+
+def test_a_nearly_full_control_group_is_bad_and_names_the_limit(tmp_path: Path) -> None:
+    full = group(tmp_path, "0::/\n", memory_dot_max=str(2**29), memory_dot_current=str(2**29 - 2**20))
+    found = memory(full)
+    assert (found.status, found.numbers["free_bytes"]) == ("bad", 2**20)
+    assert "control group" in found.said
+    assert "larger limit" in found.advice
+
+
+@pytest.mark.parametrize(
+    ("given", "status"), [("", "good"), ("1", "good"), ("1000", "warn"), ("many", "warn"), ("0", "warn")]
+)
+def test_judges_the_number_of_threads(given: str, status: str) -> None:
+    assert threads({"OMP_NUM_THREADS": given} if given else {}).status == status
+
+
+def test_shared_memory_that_cannot_be_written_is_bad(tmp_path: Path) -> None:
+    found = shared_memory(tmp_path / "missing")
+    assert found.status == "bad"
+    assert "--shm-size" in found.advice
+    assert shared_memory(tmp_path).numbers["shared_bytes"]
+
+
+def test_open_files_are_counted() -> None:
+    assert open_files().name == "open files"
+
+
+def test_a_cpu_torch_on_a_machine_with_cards_is_bad(tmp_path: Path) -> None:
+    assert torch_build(0, tmp_path).status == "good"
+    (tmp_path / "nvidia0").touch()
+    (tmp_path / "nvidiactl").touch()
+    if torch.version.cuda is None:
+        assert "1 NVIDIA card cannot be used" in torch_build(0, tmp_path).advice
+    assert back_ends(0).numbers["gloo"] is True
+
+
+def test_the_machine_hears_itself_and_holds_a_store() -> None:
+    assert measure_loopback().bytes_per_second > 0
+    assert ports().status == "good"
+
+
+def test_a_name_that_leads_nowhere_is_a_warning_with_the_line_to_add() -> None:
+    found = host_name("no-such-name.invalid")
+    assert found.status == "warn"
+    assert "127.0.1.1 no-such-name.invalid" in found.advice
+    assert resolve("localhost", 4)
+
+
+def test_each_variable_is_judged_and_the_rest_is_listed() -> None:
+    found = {
+        one.name: one
+        for one in variables(
+            {
+                "GLOO_SOCKET_IFNAME": "nonsense",
+                "NCCL_P2P_DISABLE": "1",
+                "NCCL_IB_DISABLE": "0",
+                "CUDA_LAUNCH_BLOCKING": "1",
+                "TORCH_DISTRIBUTED_DEBUG": "detail",
+                "TORCH_NCCL_ASYNC_ERROR_HANDLING": "0",
+                "NCCL_DEBUG": "WARN",
+                "EVENSTEP_TOKEN": "hidden-value",
+                "NCCL_TOPO_FILE": "x" * 500,
+                "WORLD_SIZE": "4",
+                "RANK": "1",
+                "HOME": "/root",
+            }
+        )
+    }
+    assert {name: one.status for name, one in found.items()} == {
+        "CUDA_LAUNCH_BLOCKING": "warn",
+        "GLOO_SOCKET_IFNAME": "bad",
+        "NCCL_P2P_DISABLE": "warn",
+        "TORCH_DISTRIBUTED_DEBUG": "warn",
+        "TORCH_NCCL_ASYNC_ERROR_HANDLING": "warn",
+        "ranks": "warn",
+        "environment": "good",
+    }
+    assert found["ranks"].advice == "unset RANK WORLD_SIZE"
+    assert "NCCL_DEBUG=WARN" in found["environment"].said
+    assert "hidden-value" not in str([one.to_json() for one in found.values()])
+    assert "HOME" not in found["environment"].said
+
+
+def test_nothing_set_is_good() -> None:
+    assert [(one.status, one.said) for one in variables({"HOME": "/"})] == [("good", "nothing is set")]
+
+
+@pytest.mark.parametrize(
+    ("text", "is_nccl", "missing"),
+    [
+        ("lo", False, []),
+        ("lo,eth9", False, ["eth9"]),
+        ("et", False, ["et"]),
+        ("et", True, []),
+        ("=et", True, ["et"]),
+        ("^docker", True, []),
+        ("ib,lo", True, ["ib"]),
+        ("", False, []),
+    ],
+)
+def test_reads_lists_of_interfaces_as_gloo_and_nccl_do(text: str, is_nccl: bool, missing: list[str]) -> None:
+    assert missing_interfaces(text, {"lo", "eth0"}, is_nccl) == missing
+
+
+@pytest.mark.parametrize("num", range(2, 10))
+def test_everyone_meets_everyone_once_and_nobody_twice_in_a_round(num: int) -> None:
+    found = rounds(num)
+    assert sorted(itertools.chain.from_iterable(found)) == list(itertools.combinations(range(num), 2))
+    for one in found:
+        players = list(itertools.chain.from_iterable(one))
+        assert len(players) == len(set(players))
+
+
+@pytest.mark.parametrize("num", range(9))
+def test_every_pair_of_cards_is_tried_once_and_neighbours_are_measured(num: int) -> None:
+    pairs = list(itertools.chain.from_iterable(schedule(num)))
+    cards = [pair for pair in pairs if len(set(pair.devices)) == 2]
+    wanted = {(f"cuda:{a}", f"cuda:{b}") for a, b in itertools.combinations(range(num), 2)}
+    assert {pair.devices for pair in cards} == wanted
+    assert len(cards) == len(wanted)
+    assert all(len(pair.sizes) > 1 for pair in cards if int(pair.devices[1][5:]) - int(pair.devices[0][5:]) == 1)
+    assert pairs[0].name == "2 x cpu, gloo"
+    assert len(schedule(num)) <= 12
+
+
+def test_sums_are_whole_numbers_that_one_wrong_place_gives_away() -> None:
+    total = sum(pattern(2**14, rank, torch.device("cpu")) for rank in range(3))
+    assert isinstance(total, torch.Tensor)
+    assert torch.equal(total, expected_sum(2**14, 3))
+    total[77] += 1
+    assert not torch.equal(total, expected_sum(2**14, 3))
+
+
+def test_a_fast_pair_is_good_a_slow_one_is_warned_of_a_wrong_one_is_bad() -> None:
+    beside = Reference("a plain socket: 2.0 GB/s", 2e9)
+    fast = judge(Trial("pair", well()), beside)
+    assert fast.status == "good"
+    assert "64 MiB at 1.3 GB/s (a plain socket: 2.0 GB/s), latency 100 us" in fast.said
+    assert judge(Trial("pair", well(seconds=5)), beside).status == "warn"
+    assert judge(Trial("pair", well(latency=0.1)), beside).status == "warn"
+    wrong = judge(Trial("pair", well(is_right=False)), beside)
+    assert wrong.status == "bad"
+    assert "the sum of 4 KiB is WRONG" in wrong.said
+
+
+def test_tries_one_remedy_after_the_other_until_one_helps() -> None:
+    asked: list[object] = []
+
+    def attempt(settings: object) -> Ended:
+        asked.append(settings)
+        return well() if settings == {"NCCL_P2P_DISABLE": "1"} else Ended(why="no")
+
+    failed = Trial("pair", Ended(why="unhandled system error"))
+    trial = search(failed, remedies("nccl", ["NCCL_ALGO", "HOME"]), attempt, Patience())
+    assert asked == [{"NCCL_ALGO": None}, {"NCCL_P2P_DISABLE": "1"}]
+    found = judge(trial, Reference())
+    assert found.status == "bad"
+    assert found.advice.startswith("export NCCL_P2P_DISABLE=1   (found by trying")
+
+
+def test_wrong_sums_are_cured_too_and_what_there_was_no_time_for_is_named() -> None:
+    wrong = Trial("pair", well(is_right=False))
+    assert search(wrong, [{"A": "1"}], lambda _: well(), Patience()).helped_by == {"A": "1"}
+    late = search(wrong, [{"A": "1"}, {"B": None}], lambda _: Ended(why="no"), Patience(0))
+    assert judge(late, Reference()).advice == "no time was left to try: export A=1, unset B"
+    assert in_words({"A": "1"}) == "export A=1"
+
+
+def test_what_nccl_says_last_is_what_is_said() -> None:
+    text = (
+        "DistBackendError: NCCL error in: x.cpp:94, unhandled\nncclSystemError: call failed\nLast error:\nno interface"
+    )
+    assert shortened(text) == "no interface"
+    assert shortened("RuntimeError: [enforce fail at /a/b.cc:84] ifa != nullptr. Unable to find x") == (
+        "RuntimeError: Unable to find x"
+    )
+    assert shortened("") == "no reason given"
+
+
+def test_a_card_that_others_fill_is_warned_of_by_their_processes() -> None:
+    facts = {"name": "A", "uuid": "u", "free_bytes": 2**30, "memory_bytes": 2**36, "is_right": True}
+    facts |= {"copy_bytes_per_second": 1e12, "host_bytes_per_second": 2e10}
+    found = judge_card("cuda:0", facts, ["process 7 (60.00 GiB)"])
+    assert found.status == "warn"
+    assert "process 7" in found.advice
+    assert judge_card("cuda:0", {**facts, "free_bytes": 2**36}, []).status == "good"
+    assert judge_card("cuda:0", {**facts, "is_right": False}, []).status == "bad"
+
+
+def test_a_check_that_fails_is_a_finding_itself() -> None:
+    def look() -> list[Finding]:
+        raise ValueError("a strange machine")
+
+    (found,) = Check("odd", look).findings()
+    assert (found.status, found.said) == ("warn", "could not be looked at: ValueError: a strange machine")
+    assert worst([found, Finding("b", "bad", "")]) == "bad"
+    assert worst([]) == "good"
+
+
+def member(name: str, **more: object) -> Member:
+    usual = {"torch": "2.13.0", "evenstep": "0.1.0", "python": "3.11.7", "cards": 0, "interface": "eth0"}
+    usual |= {"interface_bits_per_second": 1e10, "seconds_behind": 0.0, "set_names": ""}
+    return Member.from_json({"name": name, **usual, **more})
+
+
+def test_machines_that_differ_are_told_apart() -> None:
+    assert {one.status for one in compare([member("a"), member("b", python="3.11.2"), None])} == {"good"}
+    torch_found, _, _, clocks = compare([member("a"), member("b", torch="2.11.0", seconds_behind=7.0)])
+    assert (torch_found.status, torch_found.said) == ("warn", "a 2.13.0, b 2.11.0")
+    assert (clocks.status, clocks.said) == ("bad", "7.0 s apart")
+    assert "b's clock" in clocks.advice
+
+
+def test_both_sides_of_an_attempt_believe_the_one_that_failed_first_hand() -> None:
+    late, failed = Ended(why="nothing came of it", is_late=True), Ended(why="no such interface")
+    assert both(late, failed, is_first=True) == both(failed, late, is_first=False) == failed
+    assert both(well(), late, True).why
+    assert len(both(well(), well(), True).returned) == 4
+
+
+def test_what_another_machine_sends_is_taken_for_short_texts_and_numbers() -> None:
+    sent = {"name": "x" * 9999, "status": "splendid", "said": 5, "advice": "", "numbers": {"a": [1], "b": 2}}
+    found = Finding.from_json(sent)
+    assert (found.status, found.said, dict(found.numbers), len(found.name)) == ("bad", "5", {"b": 2}, 600)
+
+
+class Pad:
+    """A board for machines that are one process."""
+
+    def __init__(self) -> None:
+        self.texts: dict[str, bytes] = {}
+
+    def set(self, key: str, value: str) -> None:
+        self.texts[key] = value.encode()
+
+    def get(self, key: str) -> bytes:
+        return self.texts[key]
+
+    def check(self, keys: list[str]) -> bool:
+        return all(key in self.texts for key in keys)
+
+
+def test_machines_hear_each_other_and_do_not_wait_for_one_that_is_lost() -> None:
+    pad = Pad()
+    first, second = Talk(pad, 0, 2), Talk(pad, 1, 2, is_lost=lambda: True)
+    first.tell("a", {"b": 1})
+    assert second.hear("a") == {"b": 1}
+    assert second.hear("missing") is None
+    assert first.hear("missing", 0.01) is None
+    pad.set("doctor/clock/1/answered", f'{{"seconds": {time.time() + 60}}}')
+    behind = second.seconds_behind()
+    assert behind is not None
+    assert 55 < behind < 65
+
+
+def test_rates_are_said_in_units_that_people_read() -> None:
+    assert [rate_in_words(rate) for rate in (2.5e6, 8e8, 1.5e9, 4e11)] == [
+        "2.5 MB/s",
+        "800 MB/s",
+        "1.5 GB/s",
+        "400 GB/s",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["--machines", "2"], "--machines and --rendezvous go together"),
+        (["--machines", "none", "--rendezvous", "head:1"], "machines is 'none'; write a number such as 2"),
+        (["--machines", "2", "--rendezvous", "head"], "rendezvous is 'head'; write the first machine"),
+        (["--quick"], "No such option: --quick"),
+        (["now"], "unexpected extra argument"),
+    ],
+)
+def test_bad_input_is_refused_before_anything_is_started(
+    evenstep: Callable[..., Finished], arguments: list[str], said: str
+) -> None:
+    ended = evenstep("doctor", *arguments)
+    assert ended.code == 2
+    assert said in ended.err.replace("\n", " ")
+
+
+def test_help_has_examples(evenstep: Callable[..., Finished]) -> None:
+    assert "evenstep doctor --machines 2 --rendezvous head:29400" in evenstep("doctor", "--help").out
+
+
+def test_the_name_of_this_machine_is_looked_at() -> None:
+    assert socket.gethostname() in host_name().said

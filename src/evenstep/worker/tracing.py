@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import os
 import platform
+import warnings
 from collections.abc import Iterator
 from contextlib import ExitStack, suppress
 from pathlib import Path
@@ -122,11 +123,12 @@ class Tracing:
         # All threads: dp has one for each seat, and gloo's have what travels.
         self._profiler = profile(
             activities=activities,
-            # torch 2.11 warns of what comes of a second start, unless all is kept.
-            acc_events=True,
             experimental_config=_ExperimentalConfig(profile_all_threads=True),
         )
-        self._profiler.prepare_trace()
+        with warnings.catch_warnings():
+            # torch 2.11 warns of what would come of a second start.
+            warnings.simplefilter("ignore")
+            self._profiler.prepare_trace()
         self._profiler.start_trace()
 
     def _stop(self) -> None:

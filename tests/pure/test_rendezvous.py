@@ -17,7 +17,8 @@ from torch.distributed.elastic.rendezvous.c10d_rendezvous_backend import C10dRen
 from torch.distributed.elastic.rendezvous.dynamic_rendezvous import DynamicRendezvousHandler
 
 from evenstep.errors import PlanError, TrainingError
-from evenstep.launcher.machines import TOKEN, Machines, Signed
+from evenstep.launcher.machines import Machines
+from evenstep.launcher.signed import TOKEN, Signed
 from evenstep.launcher.stores import open_store
 from evenstep.plan import Plan
 

@@ -9,10 +9,8 @@ from __future__ import annotations
 
 import hashlib
 import hmac
-import ipaddress
 import json
 import os
-import socket
 import sys
 import threading
 import time
@@ -22,38 +20,44 @@ from dataclasses import replace
 from datetime import timedelta
 from typing import Any, TypeVar
 
-import psutil
 from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
 from torch.distributed.elastic.rendezvous import (
     RendezvousClosedError,
     RendezvousConnectionError,
     RendezvousError,
     RendezvousGracefulExitError,
-    RendezvousStateError,
     RendezvousTimeoutError,
 )
-from torch.distributed.elastic.rendezvous.c10d_rendezvous_backend import C10dRendezvousBackend
 from torch.distributed.elastic.rendezvous.dynamic_rendezvous import DynamicRendezvousHandler, RendezvousTimeout
 
 from evenstep.errors import PlanError, TrainingError
 from evenstep.launcher.failure import Cause
 from evenstep.launcher.meeting import Place
+from evenstep.launcher.network import (
+    BEAT_SECONDS,
+    JOIN_SECONDS,
+    connect,
+    hostname,
+    interface_to,
+    is_here,
+    is_open,
+    stranger,
+    timed,
+    warnings_about,
+    who_holds,
+)
+from evenstep.launcher.signed import FORGED, TOKEN, Signed, signature
 from evenstep.launcher.stores import EVERYWHERE, open_store
 from evenstep.plan import Plan
 
 T = TypeVar("T")
-TOKEN = "EVENSTEP_TOKEN"
-"""A secret that all machines of a run share; without it, what is common to their commands."""
 CONNECT_SECONDS = 3.0
 WAIT_FOR_HEAD_SECONDS = 300.0
-JOIN_SECONDS = 600
 LAST_CALL_SECONDS = 3
-BEAT_SECONDS = 0.5
 LOST_SECONDS = 8.0
 """A machine that gives no sign of life for so long is lost."""
 FAREWELL_SECONDS = 3.0
 """How long the first machine stays at the end, for the others to hear of it."""
-_FORGED = "someone who is no machine of this run writes into its rendezvous; use another port and another token"
 
 
 class HeadLost(TrainingError):
@@ -69,8 +73,8 @@ class Machines:
         self._token = hashlib.sha256((os.environ.get(TOKEN) or common).encode()).digest()
         # What anybody who connects can read; the token itself never travels.
         self._name = hashlib.sha256(b"name of " + self._token).hexdigest()
-        self.is_head = _is_here(self._host) if is_head is None else is_head
-        self.said: list[str] = _warnings(self._host)
+        self.is_head = is_here(self._host) if is_head is None else is_head
+        self.said: list[str] = warnings_about(self._host)
         self._store = PrefixStore(self._name[:16], self._open())
         self._handler = self._join()
         self._arrival = 0 if self.is_head else int(self._ask(lambda: self._store.add("arrivals", 1)))
@@ -104,7 +108,7 @@ class Machines:
             time.sleep(0.1)
         found = self._opened(self._ask(lambda: self._store.get("plan")))
         if found is None:
-            raise TrainingError(_FORGED)
+            raise TrainingError(FORGED)
         if found["plan"] is None:
             raise PlanError(f"{self._host} trains nothing: {found['refused']}")
         return Plan.from_json(found["plan"])
@@ -128,7 +132,7 @@ class Machines:
             "arrival": self._arrival,
             "num": num,
             "attempt": attempt,
-            "name": _hostname(),
+            "name": hostname(),
             "resume": resume,
             "port": self._new_store() if self.is_head else 0,
         }
@@ -179,7 +183,7 @@ class Machines:
             time.sleep(0.05)
         members = [self._opened(text) for text in self._ask(lambda: [store.get(name) for name in names])]
         if None in members:
-            raise TrainingError(_FORGED)
+            raise TrainingError(FORGED)
         return [member for member in members if member is not None]
 
     def _new_store(self) -> int:
@@ -198,7 +202,7 @@ class Machines:
             "TORCHELASTIC_RESTART_COUNT": str(max(member["attempt"] for member in members) - 1),
             "TORCHELASTIC_RUN_ID": self._name[:16],
         }
-        interface = _interface_to(self._host, self._port)
+        interface = interface_to(self._host, self._port)
         if interface and "GLOO_SOCKET_IFNAME" not in os.environ:
             # By itself, gloo believes what the machine's own name resolves to, which on Debian is a loopback address.
             environment["GLOO_SOCKET_IFNAME"] = interface
@@ -217,7 +221,7 @@ class Machines:
             time.sleep(0.05)
         store = self._round
         if self._cause is None and store is not None:
-            named = cause if cause.machine or cause.is_loss else replace(cause, machine=_hostname())
+            named = cause if cause.machine or cause.is_loss else replace(cause, machine=hostname())
             text = self._sealed(named.to_json())
             said = self._opened(self._ask(lambda: store.compare_set("cause", "", text)))
             self._cause = named if said is None else Cause.from_json(said)
@@ -261,21 +265,21 @@ class Machines:
                 store = open_store(EVERYWHERE, self._port, JOIN_SECONDS)
             except OSError as error:
                 why = os.strerror(error.errno or 0)
-                raise PlanError(f"port {self._port} cannot be used ({why}); {_who_holds(where)}") from error
+                raise PlanError(f"port {self._port} cannot be used ({why}); {who_holds(where)}") from error
             store.set("evenstep", self._name)
             return store
         deadline = time.monotonic() + WAIT_FOR_HEAD_SECONDS
-        if not _is_open(self._host, self._port):
+        if not is_open(self._host, self._port):
             print(f"waiting for {where}; start the same command on that machine", file=sys.stderr, flush=True)
-        while not _is_open(self._host, self._port):
+        while not is_open(self._host, self._port):
             if time.monotonic() > deadline:
                 raise TrainingError(f"nobody answers at {where}; start the same command on that machine")
             time.sleep(0.2)
-        store = _timed(lambda: _client(self._host, self._port), CONNECT_SECONDS, lambda: _stranger(where))
+        store = timed(lambda: connect(self._host, self._port), CONNECT_SECONDS, lambda: stranger(where))
         deadline = time.monotonic() + CONNECT_SECONDS
         while not store.check(["evenstep"]):
             if time.monotonic() > deadline:
-                raise _stranger(where)
+                raise stranger(where)
             time.sleep(0.05)
         if store.get("evenstep") != self._name.encode():
             raise PlanError(
@@ -292,7 +296,7 @@ class Machines:
             backend=Signed(self._store, self._name[:16], self._token),
             min_nodes=self._least,
             max_nodes=self._most,
-            local_addr=_hostname(),
+            local_addr=hostname(),
             timeout=RendezvousTimeout(
                 join=timedelta(seconds=JOIN_SECONDS), last_call=timedelta(seconds=LAST_CALL_SECONDS)
             ),
@@ -353,12 +357,12 @@ class Machines:
     def _sealed(self, values: Mapping[str, Any]) -> str:
         """A message that only a machine with our token can write."""
         text = json.dumps(values)
-        return f"{_signature(self._token, text.encode()).hex()}{text}"
+        return f"{signature(self._token, text.encode()).hex()}{text}"
 
     def _opened(self, message: bytes) -> dict[str, Any] | None:
         """What such a message says; None if someone else wrote it."""
-        signature, text = message[:64], message[64:]
-        if not hmac.compare_digest(signature, _signature(self._token, text).hex().encode()):
+        written, text = message[:64], message[64:]
+        if not hmac.compare_digest(written, signature(self._token, text).hex().encode()):
             return None
         values: dict[str, Any] = json.loads(text)
         return values
@@ -366,126 +370,8 @@ class Machines:
     def _ask(self, what: Callable[[], T], seconds: float | None = LOST_SECONDS) -> T:
         """Something that needs the store, in bounded time; or (None) for as long as its machine is there."""
         try:
-            return _timed(what, seconds, self._head_lost, self._check_head)
+            return timed(what, seconds, self._head_lost, self._check_head)
         except (ConnectionError, OSError, RuntimeError) as error:
             if isinstance(error, RendezvousError):
                 raise
             raise self._head_lost() from error
-
-
-class Signed(C10dRendezvousBackend):
-    """torch keeps the state of the rendezvous as a pickle; only one that was signed with our token is unpickled."""
-
-    def __init__(self, store: Any, name: str, token: bytes) -> None:
-        super().__init__(store, name)
-        self._token = token
-
-    def get_state(self) -> tuple[bytes, Any] | None:
-        found = super().get_state()
-        return None if found is None else (self._checked(found[0]), found[1])
-
-    def set_state(self, state: bytes, token: Any = None) -> tuple[bytes, Any, bool] | None:
-        found = super().set_state(_signature(self._token, state) + state, token)
-        return None if found is None else (self._checked(found[0]), found[1], found[2])
-
-    def _checked(self, signed: bytes) -> bytes:
-        signature, state = signed[:32], signed[32:]
-        if not hmac.compare_digest(signature, _signature(self._token, state)):
-            raise RendezvousStateError(_FORGED)
-        return state
-
-
-def _signature(token: bytes, text: bytes) -> bytes:
-    return hmac.digest(token, text, "sha256")
-
-
-def _timed(
-    what: Callable[[], T],
-    seconds: float | None,
-    late: Callable[[], Exception],
-    check: Callable[[], None] = lambda: None,
-) -> T:
-    """`what()` in a thread of its own: a call into a store whose machine is gone may never come back."""
-    done: list[T] = []
-    failed: list[BaseException] = []
-
-    def call() -> None:
-        try:
-            done.append(what())
-        except BaseException as error:
-            failed.append(error)
-
-    thread = threading.Thread(target=call, daemon=True)
-    thread.start()
-    thread.join(seconds if seconds is not None else BEAT_SECONDS)
-    while seconds is None and thread.is_alive():
-        check()
-        thread.join(BEAT_SECONDS)
-    if failed:
-        raise failed[0]
-    if not done:
-        raise late()
-    return done[0]
-
-
-def _client(host: str, port: int) -> TCPStore:
-    return TCPStore(host, port, is_master=False, timeout=timedelta(seconds=JOIN_SECONDS))
-
-
-def _stranger(where: str) -> PlanError:
-    return PlanError(f"{where} is held by a program that is no rendezvous; choose another port")
-
-
-def _who_holds(where: str) -> str:
-    host, _, port = where.rpartition(":")
-    try:
-        store = _timed(lambda: _client(host, int(port)), 2.0, lambda: _stranger(where))
-        is_ours = bool(store.check(["evenstep"]))
-    except Exception:
-        is_ours = False
-    holder = "another run of evenstep holds it" if is_ours else "another program holds it"
-    return f"{holder}; choose another port, the same on all machines"
-
-
-def _is_open(host: str, port: int) -> bool:
-    try:
-        with socket.create_connection((host, port), timeout=2):
-            return True
-    except OSError:
-        return False
-
-
-def _is_here(host: str) -> bool:
-    """Whether a name or address is this machine's own."""
-    try:
-        wanted = {str(info[4][0]) for info in socket.getaddrinfo(host, None)}
-    except OSError as error:
-        raise PlanError(f"the name {host!r} is not known here ({error.strerror}); give an address instead") from error
-    own = {address.address for addresses in psutil.net_if_addrs().values() for address in addresses}
-    return bool(wanted & own) or any(one.startswith("127.") for one in wanted)
-
-
-def _interface_to(host: str, port: int) -> str | None:
-    """The interface by which this machine reaches the store."""
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as way:
-        try:
-            way.connect((host, port))  # sends nothing
-        except OSError:
-            return None
-        mine = way.getsockname()[0]
-    found = [name for name, every in psutil.net_if_addrs().items() for one in every if one.address == mine]
-    return found[0] if found else None
-
-
-def _warnings(host: str) -> list[str]:
-    try:
-        addresses = [ipaddress.ip_address(str(info[4][0])) for info in socket.getaddrinfo(host, None)]
-    except (OSError, ValueError):
-        return []
-    if any(address.is_global for address in addresses):
-        return [f"{host} is a public address: anyone may knock at the rendezvous; use a private network, and {TOKEN}"]
-    return []
-
-
-def _hostname() -> str:
-    return socket.gethostname()

@@ -1,0 +1,112 @@
+"""Looking at the network: who is there, who holds a port, and which way leads to a machine."""
+
+from __future__ import annotations
+
+import ipaddress
+import socket
+import threading
+from collections.abc import Callable
+from datetime import timedelta
+from typing import TypeVar
+
+import psutil
+from torch._C._distributed_c10d import TCPStore
+
+from evenstep.errors import PlanError
+from evenstep.launcher.signed import TOKEN
+
+T = TypeVar("T")
+JOIN_SECONDS = 600
+BEAT_SECONDS = 0.5
+
+
+def timed(
+    what: Callable[[], T],
+    seconds: float | None,
+    late: Callable[[], Exception],
+    check: Callable[[], None] = lambda: None,
+) -> T:
+    """`what()` in a thread of its own: a call into a store whose machine is gone may never come back."""
+    done: list[T] = []
+    failed: list[BaseException] = []
+
+    def call() -> None:
+        try:
+            done.append(what())
+        except BaseException as error:
+            failed.append(error)
+
+    thread = threading.Thread(target=call, daemon=True)
+    thread.start()
+    thread.join(seconds if seconds is not None else BEAT_SECONDS)
+    while seconds is None and thread.is_alive():
+        check()
+        thread.join(BEAT_SECONDS)
+    if failed:
+        raise failed[0]
+    if not done:
+        raise late()
+    return done[0]
+
+
+def connect(host: str, port: int) -> TCPStore:
+    return TCPStore(host, port, is_master=False, timeout=timedelta(seconds=JOIN_SECONDS))
+
+
+def stranger(where: str) -> PlanError:
+    return PlanError(f"{where} is held by a program that is no rendezvous; choose another port")
+
+
+def who_holds(where: str) -> str:
+    host, _, port = where.rpartition(":")
+    try:
+        store = timed(lambda: connect(host, int(port)), 2.0, lambda: stranger(where))
+        is_ours = bool(store.check(["evenstep"]))
+    except Exception:
+        is_ours = False
+    holder = "another run of evenstep holds it" if is_ours else "another program holds it"
+    return f"{holder}; choose another port, the same on all machines"
+
+
+def is_open(host: str, port: int) -> bool:
+    try:
+        with socket.create_connection((host, port), timeout=2):
+            return True
+    except OSError:
+        return False
+
+
+def is_here(host: str) -> bool:
+    """Whether a name or address is this machine's own."""
+    try:
+        wanted = {str(info[4][0]) for info in socket.getaddrinfo(host, None)}
+    except OSError as error:
+        raise PlanError(f"the name {host!r} is not known here ({error.strerror}); give an address instead") from error
+    own = {address.address for addresses in psutil.net_if_addrs().values() for address in addresses}
+    return bool(wanted & own) or any(one.startswith("127.") for one in wanted)
+
+
+def interface_to(host: str, port: int) -> str | None:
+    """The interface by which this machine reaches the store."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as way:
+        try:
+            way.connect((host, port))  # sends nothing
+        except OSError:
+            return None
+        mine = way.getsockname()[0]
+    found = [name for name, every in psutil.net_if_addrs().items() for one in every if one.address == mine]
+    return found[0] if found else None
+
+
+def warnings_about(host: str) -> list[str]:
+    try:
+        addresses = [ipaddress.ip_address(str(info[4][0])) for info in socket.getaddrinfo(host, None)]
+    except (OSError, ValueError):
+        return []
+    if any(address.is_global for address in addresses):
+        return [f"{host} is a public address: anyone may knock at the rendezvous; use a private network, and {TOKEN}"]
+    return []
+
+
+def hostname() -> str:
+    return socket.gethostname()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from statistics import median
 
@@ -10,7 +11,7 @@ from bokeh.plotting import figure
 
 from evenstep.record import PARTS, Timeline
 from evenstep.report.comparison import Comparison, Row, Spread
-from evenstep.report.look import Chart, Key, blank, colour, from_zero, label, labels, part_colour
+from evenstep.report.look import OTHER, Chart, Key, blank, colour, from_zero, label, labels, part_colour
 from evenstep.report.thin import Quantiles, evenly
 
 ROW_HEIGHT = 34
@@ -26,10 +27,9 @@ def parts_chart(comparison: Comparison) -> Chart:
     """The step of each row, cut into its parts; marks where it would end without input or communication."""
     rows = comparison.rows
     names = labels([row.label for row in rows])
-    longest = max(max(row.step_seconds.middle, sum(row.parts.values())) for row in rows) * 1000
-    tips = [("", "@row"), ("@part", "@ms{0.000} ms"), ("of the step", "@share{0.0 %}")]
+    tips = [("", "@row: @part"), ("takes", "@ms{0.000} ms"), ("of the step", "@share{0.0 %}")]
     plot = blank(height=_height(len(rows)), x="ms", tips=tips, y_range=_down(names))
-    plot.x_range = from_zero(longest)
+    plot.x_range = from_zero(1000 * max(map(_reach, rows)))
     plot.ygrid.grid_line_color = None
     for part in PARTS:
         source = ColumnDataSource(_part_columns(rows, names, part))
@@ -37,16 +37,23 @@ def parts_chart(comparison: Comparison) -> Chart:
     _ceilings(plot, rows, names)
     keys = [Key(name=part, label=part, colour=part_colour(part)) for part in PARTS]
     marks = [
+        Key(name="ceilings nothing", label="┃ the whole step, not taken apart", colour=OTHER),
         Key(name="ceilings input", label="▼ the step without input", colour=part_colour("input")),
         Key(name="ceilings communication", label="◆ without communication", colour=part_colour("communication")),
     ]
     caption = (
-        "Communication is what of it was not hidden behind backward. The marks are measured: how long the same step "
-        "takes on a batch that is there already, and how long when nothing is sent."
+        "Communication is what of it was not hidden behind backward. The marks are measured apart: how long the step "
+        "takes when nobody times its parts, on a batch that is there already, and when nothing is sent."
     )
     return Chart(
         name="parts", title="A step, in parts", figure=plot, caption=caption, keys=[*keys, *marks], is_wide=True
     )
+
+
+def _reach(row: Row) -> float:
+    """The longest of what is drawn for a row."""
+    marks = (row.step_seconds, row.without_input_seconds, row.without_communication_seconds)
+    return max(sum(row.parts.values()), *(mark.middle for mark in marks if mark is not None))
 
 
 def _down(names: Sequence[str]) -> FactorRange:
@@ -70,7 +77,9 @@ def _part_columns(rows: Sequence[Row], names: list[str], part: str) -> dict[str,
 
 
 def _ceilings(plot: figure, rows: Sequence[Row], names: Sequence[str]) -> None:
+    whole: list[Spread | None] = [row.step_seconds for row in rows]
     without_input: list[Spread | None] = [row.without_input_seconds for row in rows]
+    _marks(plot, rows, names, whole, "nothing", "dash")
     _marks(plot, rows, names, without_input, "input", "inverted_triangle")
     _marks(plot, rows, names, [row.without_communication_seconds for row in rows], "communication", "diamond")
 
@@ -82,7 +91,7 @@ def _marks(
     columns = {
         "row": [name for name, _, _ in there],
         "ms": [1000 * seconds for _, _, seconds in there],
-        "part": [f"without {part}"] * len(there),
+        "part": [f"without {part}" if part in PARTS else "the whole step"] * len(there),
         "share": [seconds / (row.step_seconds.middle or 1.0) for _, row, seconds in there],
     }
     plot.scatter(
@@ -91,10 +100,11 @@ def _marks(
         source=ColumnDataSource(columns),
         name=f"ceilings {part}",
         marker=marker,
-        size=13,
+        size=13 if part in PARTS else 26,
+        angle=0 if part in PARTS else math.pi / 2,
         fill_color=part_colour(part),
-        line_color="white",
-        line_width=1.5,
+        line_color="white" if part in PARTS else OTHER,
+        line_width=1.5 if part in PARTS else 3,
     )
 
 
@@ -126,7 +136,7 @@ def _timeline_chart(place: int, name: str, timeline: Timeline, longest_ms: float
         for lane_name, lane in zip(lanes, shown, strict=True)
         for text, begin, end in lane.spans
     ]
-    tips = [("", "@lane"), ("@part", "@ms{0.000} ms"), ("from", "@left{0.000} to @right{0.000} ms")]
+    tips = [("", "@lane: @part"), ("takes", "@ms{0.000} ms"), ("from", "@left{0.000} to @right{0.000} ms")]
     plot = blank(height=_height(len(lanes), 30), x="ms", tips=tips, y_range=_down(lanes))
     plot.x_range = from_zero(longest_ms)
     plot.ygrid.grid_line_color = None
@@ -189,7 +199,9 @@ def memory_chart(rows: Mapping[str, Mapping[str, int]], places: Sequence[int]) -
         "mib": [num_bytes / 2**20 for *_, num_bytes in bars],
         "colour": [colour(place) for place, *_ in bars],
     }
-    plot = blank(height=_height(len(bars), 24), x="MiB", tips=[("@row", "@mib{0,0} MiB")], y_range=_down(names))
+    plot = blank(
+        height=_height(len(bars), 24), x="MiB", tips=[("", "@row"), ("peak", "@mib{0,0} MiB")], y_range=_down(names)
+    )
     plot.x_range = from_zero(max(num_bytes for *_, num_bytes in bars) / 2**20)
     plot.x_range.name = "reach"
     plot.ygrid.grid_line_color = None
@@ -211,13 +223,13 @@ def times_chart(rows: Mapping[str, Sequence[float]], places: Sequence[int]) -> C
     names = labels([name for _, name, _, _ in boxes])
     tips = [("", "@row"), ("middle", "@middle{0.000} ms"), ("half of them", "@p25{0.000} to @p75{0.000} ms")]
     plot = blank(height=_height(len(boxes), 40), x="ms", tips=tips, y_range=_down(names))
-    plot.x_range = from_zero(1000 * max(cuts.p99 for *_, cuts in boxes))
+    plot.x_range = from_zero(1000 * max(cuts.p95 for *_, cuts in boxes))
     plot.x_range.name = "reach"
     plot.ygrid.grid_line_color = None
     inks = [colour(place) for place, *_ in boxes]
     _dots(plot, names, inks, [seconds for _, _, seconds, _ in boxes])
     _boxes(plot, names, inks, [cuts for *_, cuts in boxes])
-    caption = "Each dot is a step, the box holds half of them, the line nine of ten; the slowest hundredth is cut off."
+    caption = "Each dot is a step, the box holds half of them, the line nine of ten; what is slower yet is cut off."
     return Chart(name="times", title="How long steps take", figure=plot, caption=caption)
 
 
@@ -232,7 +244,7 @@ def _boxes(plot: figure, names: list[str], inks: list[str], cuts: Sequence[Quant
     )
     box.glyph.fill_alpha = 0.45
     plot.scatter(
-        "middle", "row", source=source, marker="dash", angle=1.5708, size=20, line_color="colour", line_width=3
+        "middle", "row", source=source, marker="dash", angle=math.pi / 2, size=20, line_color="colour", line_width=3
     )
 
 

@@ -98,11 +98,11 @@ def blank(*, height: int, x: str = "", y: str = "", tips: Sequence[tuple[str, st
         height=height,
         sizing_mode="stretch_width",
         min_width=200,
-        tools="xbox_zoom,reset,save",
+        tools="xbox_zoom",
         # A finger that scrolls the page must not zoom a chart; the page's script turns this on for a mouse.
         active_drag=None,
-        toolbar_location="above",
-        toolbar_inner=True,
+        # Its bar would lie on the chart, and needs a stylesheet of its own in the dark.
+        toolbar_location=None,
         background_fill_color=None,
         border_fill_color=None,
         outline_line_color=None,
@@ -110,8 +110,6 @@ def blank(*, height: int, x: str = "", y: str = "", tips: Sequence[tuple[str, st
         y_axis_label=y or None,
         **options,
     )
-    plot.toolbar.logo = None
-    plot.toolbar.autohide = True
     _set_fonts(plot)
     if tips:
         plot.add_tools(HoverTool(tooltips=list(tips), visible=False))

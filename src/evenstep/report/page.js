@@ -5,8 +5,9 @@
   const drawn = new Map(); // name of a chart -> its bokeh document
   const dark = window.matchMedia("(prefers-color-scheme: dark)");
   const INKS = {
-    light: { ink: "#1b1f24", muted: "#5b6470", line: "#c3cad3" },
-    dark: { ink: "#e6eaf0", muted: "#9aa4b2", line: "#3a434f" },
+    light: { muted: "#5b6470", line: "#c3cad3" },
+    // Not lighter: a page that is dark on the screen is printed on white paper, and charts are not drawn anew for that.
+    dark: { muted: "#8b95a3", line: "#4a5563" },
   };
 
   function recolour(doc, inks) {
@@ -32,9 +33,11 @@
     const doc = [...views.roots ?? views][0].model.document;
     drawn.set(name, doc);
     recolour(doc, dark.matches ? INKS.dark : INKS.light);
-    // With a mouse, dragging zooms; a finger scrolls the page.
+    // With a mouse, dragging zooms and a double click undoes it; a finger scrolls the page.
     if (window.matchMedia("(pointer: fine)").matches) {
       for (const model of doc.all_models) if (model.type === "BoxZoomTool") model.active = true;
+      const place = document.getElementById("chart-" + name);
+      place.addEventListener("dblclick", () => doc.roots()[0].reset.emit());
     }
   }
 
@@ -80,10 +83,12 @@
   }
   dark.addEventListener("change", recolourAll);
   window.addEventListener("beforeprint", () => {
-    for (const doc of drawn.values()) recolour(doc, INKS.light);
     for (const details of document.querySelectorAll("details")) details.open = true;
+    // Charts keep the width that they have on the screen; on paper they are made smaller as pictures are.
+    const width = document.querySelector("main").clientWidth;
+    document.body.classList.toggle("two-columns", width > 820);
+    document.body.style.setProperty("--print-zoom", String(Math.min(1, 680 / width)));
   });
-  window.addEventListener("afterprint", recolourAll);
 
   // A live page: the same charts again and again, with more in them.
   const status = document.getElementById("status");

@@ -66,7 +66,7 @@ def page_of_comparison(comparison: Comparison, folder: Path) -> str:
                 sheets.machine_sheet(comparison.machine),
             ],
             words=OF_COMPARISONS,
-            notes=[f"The Records of {', '.join(missing)} are not here: no losses and no timeline."] if missing else [],
+            notes=[*_larger_batch(comparison), *_missing(missing)],
         )
     )
 
@@ -93,12 +93,26 @@ def _comparison_charts(comparison: Comparison, found: Mapping[str, Sequence[Reco
     return [chart for chart in drawn if chart is not None]
 
 
+def _larger_batch(comparison: Comparison) -> list[str]:
+    larger = comparison.larger_batch
+    if larger is None:
+        return []
+    return [
+        f"With a batch {larger.times} times as large, {larger.label} does {larger.samples_per_second:,.0f} samples/s: "
+        "how much of this is due to small steps. A larger batch learns differently, so it is no row of the table."
+    ]
+
+
+def _missing(names: Sequence[str]) -> list[str]:
+    return [f"The Records of {', '.join(names)} are not here: no losses and no timeline."] if names else []
+
+
 def _about(comparison: Comparison) -> str:
     facts = [
         f"batch {comparison.batch:,}",
         comparison.precision,
         f"{comparison.rounds} round{'s' * (comparison.rounds != 1)} of {comparison.steps} steps each",
-        comparison.created,
+        comparison.created.replace("T", " "),
     ]
     return " · ".join(fact for fact in facts if fact)
 

@@ -40,7 +40,7 @@ def pick(values: Sequence[float], places: NDArray[np.int64]) -> list[float]:
 
 @dataclass(frozen=True, kw_only=True)
 class Quantiles:
-    """How values are spread, in nine numbers."""
+    """How values are spread, in eight numbers."""
 
     count: int
     least: float
@@ -49,7 +49,6 @@ class Quantiles:
     middle: float
     p75: float
     p95: float
-    p99: float
     most: float
 
     @classmethod
@@ -58,8 +57,8 @@ class Quantiles:
         finite = [value for value in values if np.isfinite(value)]
         if not finite:
             return None
-        cuts = [float(cut) for cut in np.quantile(finite, [0, 0.05, 0.25, 0.5, 0.75, 0.95, 0.99, 1])]
-        names = ("least", "p5", "p25", "middle", "p75", "p95", "p99", "most")
+        cuts = [float(cut) for cut in np.quantile(finite, [0, 0.05, 0.25, 0.5, 0.75, 0.95, 1])]
+        names = ("least", "p5", "p25", "middle", "p75", "p95", "most")
         return cls(count=len(finite), **dict(zip(names, cuts, strict=True)))
 
 

@@ -10,12 +10,14 @@ from typing import Any
 import pytest
 
 import evenstep
+from evenstep.launcher.traces import merged
 from evenstep.record import PARTS, Record
 from evenstep.report import lanes, trace
 from evenstep.worker import marks
 from evenstep.worker.pulse import Pulse
 from evenstep.worker.team import join
 from evenstep.worker.tracing import choose_steps
+from tests.fleet import run_processes
 from tests.process import traced_task
 from tests.process.traced_task import task
 from tests.process.watched import RUN, train
@@ -129,6 +131,17 @@ def test_a_rank_without_a_trace_leaves_those_of_the_others() -> None:
     ended = train("--strategy", "ddp", "--devices", "2", "--profile", "2", "--name", "one", MISHAP="no file")
     assert "warning: no trace of rank 1 (IsADirectoryError" in ended.stderr
     assert [one.rank for one in trace.numbers(RUN / trace.FILE)] == [0]
+
+
+def test_what_another_machine_traced_is_sent_to_rank_0(tmp_path: Path) -> None:
+    run_processes(Path(__file__).with_name("trace_apart.py"), [str(tmp_path)], 2, tmp_path / "logs")
+    first, second = tmp_path / "machine0", tmp_path / "machine1"
+    assert not (second / "traces" / "ranks.json").exists()
+    sent = (second / "traces" / "rank1.json.gz").read_bytes()
+    assert (first / "traces" / "rank1.json.gz").read_bytes() == sent
+    said = merged(first)
+    assert said[0].startswith("trace of steps 4 to 5: ")
+    assert [one.rank for one in trace.numbers(first / trace.FILE)] == [0, 1]
 
 
 def test_steps_are_traced_after_a_warm_up_as_far_as_there_are_enough() -> None:

@@ -9,18 +9,19 @@ from typing import Any
 from evenstep.verify.verdict import Cause
 
 NEAR = 1e-7
+ROUGHLY = 1e-3
 Found = dict[str, Any]
 
 
-def by_rank(single: Found, ranks: Sequence[Found], label: str) -> Cause | None:
+def by_rank(single: Found, ranks: Sequence[Found], label: str, is_rough: bool) -> Cause | None:
     """What the same samples and weights give on each rank, and on one device."""
     if not ranks or not single:
         return None
     return (
         _other_settings(single, ranks, label)
         or _other_data(single, ranks)
-        or _other_loss(single, ranks, label)
-        or _other_gradients(single, ranks, label)
+        or _other_loss(single, ranks, label, ROUGHLY if is_rough else NEAR)
+        or _other_gradients(single, ranks, label, ROUGHLY if is_rough else NEAR)
     )
 
 
@@ -54,10 +55,10 @@ def _other_data(single: Found, ranks: Sequence[Found]) -> Cause | None:
     )
 
 
-def _other_loss(single: Found, ranks: Sequence[Found], label: str) -> Cause | None:
+def _other_loss(single: Found, ranks: Sequence[Found], label: str, near: float) -> Cause | None:
     own = (single.get("batch") or {}).get("loss")
     found = [rank["batch"]["loss"] for rank in ranks if rank.get("batch")]
-    if own is None or len(found) < len(ranks) or all(_near(one, own) for one in found):
+    if own is None or len(found) < len(ranks) or all(_near(one, own, near) for one in found):
         return None
     factors = [one / own if own else math.nan for one in found]
     return Cause(
@@ -69,25 +70,25 @@ def _other_loss(single: Found, ranks: Sequence[Found], label: str) -> Cause | No
     )
 
 
-def _other_gradients(single: Found, ranks: Sequence[Found], label: str) -> Cause | None:
+def _other_gradients(single: Found, ranks: Sequence[Found], label: str, near: float) -> Cause | None:
     own = (single.get("batch") or {}).get("gradients") or {}
     largest = max(own.values(), default=0.0)
     for name, norm in own.items():
         found = [((rank.get("batch") or {}).get("gradients") or {}).get(name, 0.0) for rank in ranks]
-        if norm > 1e-6 * largest and not all(_near(one, norm) for one in found):
+        if norm > 1e-6 * largest and not all(_near(one, norm, near) for one in found):
             return Cause(
                 name="gradients-by-rank",
                 sentence=f"the gradient of {name} depends on the rank, or on how many there are, though the loss does "
-                f"not: {_listed([f'{one / norm:.4g}' for one in found])} times that of one device for the same samples; a "
-                "hook or a backward of your own communicates",
+                f"not: {_listed([f'{one / norm:.4g}' for one in found])} times that of one device for the same "
+                "samples; a hook or a backward of your own communicates",
                 evidence=(f"norms on the ranks of {label}, with nothing sent by evenstep",),
                 advice="Take the hook out: evenstep sums the gradients up itself.",
             )
     return None
 
 
-def _near(one: float, other: float) -> bool:
-    return abs(one - other) <= NEAR * max(abs(one), abs(other), 1e-300)
+def _near(one: float, other: float, near: float) -> bool:
+    return abs(one - other) <= near * max(abs(one), abs(other), 1e-300)
 
 
 def _listed(values: Sequence[Any]) -> str:

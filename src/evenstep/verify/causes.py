@@ -28,6 +28,8 @@ class Case:
     limit: Limit
     beyond: frozenset[str] = frozenset()
     """The parts that differ."""
+    is_rough: bool = False
+    """Whether it is computed in fewer digits than float64 has."""
 
     @property
     def single(self) -> Way:
@@ -35,18 +37,19 @@ class Case:
 
     def found(self) -> dict[str, Any]:
         """What the task showed on one device, taken apart."""
-        (found,) = self.runs.examined(self.single, self.precision) or [{}]
+        (found,) = self.runs.examined(self.single, self.precision, self.is_rough) or [{}]
         return found
 
     def on_ranks(self) -> list[dict[str, Any]]:
         """The same from every rank; empty for a way of one process."""
-        return self.runs.examined(self.way, self.precision) if self.way.strategy in ("ddp", "fsdp") else []
+        is_spread = self.way.strategy in ("ddp", "fsdp")
+        return self.runs.examined(self.way, self.precision, self.is_rough) if is_spread else []
 
     def apart(self, one: Any, other: Any) -> float:
         """How far two runs are apart in what they compute, or infinity if one of them failed."""
         if isinstance(one, Failure) or isinstance(other, Failure):
             return float("inf")
-        found = Differ(FINE if self.precision == "fp64" else COARSE).all(one, other)
+        found = Differ(COARSE if self.is_rough else FINE).all(one, other)
         return max((each.size for each in found if first_beyond([each], self.limit)), default=self._most(found))
 
     def _most(self, found: list[Difference]) -> float:
@@ -78,8 +81,8 @@ def _tests(case: Case) -> list[Callable[[Case], Cause | None]]:
         _not_repeated,
         lambda case: captured(case.found()),
         _batch_norm,
-        lambda case: by_rank(case.found(), case.on_ranks(), case.way.label),
-        lambda case: draws(case.found()),
+        lambda case: by_rank(case.found(), case.on_ranks(), case.way.label, case.is_rough),
+        lambda case: draws(case.found(), case.is_rough),
         lambda case: reading(case.found()),
         lambda case: loss(case.found()),
         lambda case: buffers(case.found(), is_cut=case.way.accumulate > 1),
@@ -185,7 +188,7 @@ def _cut_alone(case: Case) -> Cause | None:
 
 def _failed(case: Case, failure: Failure) -> Cause:
     found = case.found()
-    cause = captured(found) or by_rank(found, case.on_ranks(), case.way.label)
+    cause = captured(found) or by_rank(found, case.on_ranks(), case.way.label, case.is_rough)
     without = (found.get("batch") or {}).get("without") or []
     tested = (f"on one device no gradient reaches {', '.join(without[:5])}",) if without else ()
     if cause is not None:

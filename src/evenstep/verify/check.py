@@ -23,7 +23,7 @@ from evenstep.verify.differences import (
 from evenstep.verify.evidence import Evidence, Failure
 from evenstep.verify.runs import Runs, Say, one_device
 from evenstep.verify.verdict import PARTS, Part, Verdict, Way
-from evenstep.verify.words import differs, fails, in_percent, same
+from evenstep.verify.words import differs, fails, same
 
 TOLERANCE = 1e-8
 """In float64. Rounding makes 1e-15 to 1e-12 over a few steps; mistakes make 1e-5 and more."""
@@ -62,17 +62,21 @@ class Judge:
         self._own = runs.base.plan.precision
         self._notes: list[str] = []
         self._found: list[Difference] = []
+        self._is_rough = False
 
     def verdict(self) -> Verdict:
         """The arithmetic first; then the same in practice."""
         precision = "fp64" if self._has_float64() else self._own
         reference = self._reference(precision)
+        self._is_rough = precision != "fp64" or reference.facts["narrow"] is not None
         self._note_about(reference)
-        run = self._runs.watched(self._way, precision)
+        run = self._runs.watched(self._way, precision, is_saved=True)
+        if len(reference.without_gradient) == len(reference.facts["parameters"]):
+            run = Failure("no gradient reaches any parameter of the model: nothing is learned, on one device either")
         if isinstance(run, Failure):
             return self._failed(run, reference, precision)
         limit = self._limit(precision)
-        differ = Differ(FINE if precision == "fp64" else COARSE)
+        differ = Differ(COARSE if self._is_rough else FINE)
         self._found = [*differ.all(reference, run), *self._round_trip(differ, reference, run, precision)]
         first = first_beyond(self._found, limit)
         if first is not None:
@@ -109,6 +113,11 @@ class Judge:
             self._notes.append(
                 "dropout was switched off in all of these runs: it is drawn anew for every device, on purpose"
             )
+        if reference.facts["narrow"]:
+            self._notes.append(
+                f"asked for float64, the task computes in fewer digits all the same ({reference.facts['narrow']}), so "
+                "it was compared as far as rounding allows"
+            )
         without = reference.without_gradient
         if without:
             more = f" and {len(without) - 3} more" if len(without) > 3 else ""
@@ -123,6 +132,7 @@ class Judge:
         resume = str(run.checkpoint(half))
         again = f"from {self._way.strategy} x {len(self._way.devices)} by {self._way.accumulate}"
         resumed = self._runs.watched(one_device(self._way), precision, again=again.replace(" ", "-"), resume=resume)
+        run.forget_checkpoints()
         if isinstance(resumed, Failure):
             self._notes.append(f"its checkpoint cannot be gone on from: {resumed.first_lines}")
             return [*found, Difference("checkpoint", half, "checkpoint", math.inf)]
@@ -133,10 +143,13 @@ class Judge:
         ]
 
     def _limit(self, precision: str) -> Limit:
-        if precision == "fp64":
+        """What counts as rounding."""
+        if not self._is_rough:
             return lambda part, name: TOLERANCE
-        fixed = WITHOUT_YARDSTICK[precision]
-        return lambda part, name: fixed
+        if precision == "fp64" != self._own:
+            return Yardstick(Differ(COARSE).all(self._reference("fp64"), self._reference(self._own)), self._own)
+        fixed = WITHOUT_YARDSTICK.get(precision, WITHOUT_YARDSTICK["fp32"])
+        return lambda part, name: 0.0 if part == "samples" else fixed
 
     def _in_practice(self, exact: Limit) -> Verdict:
         """In the task's own precision: a way may be off as far as rounding itself is, and some more."""
@@ -153,14 +166,11 @@ class Judge:
         self._notes.append(said)
         if first is None:
             return self._same(exact)
-        self._found = [
-            one if one.part == "samples" else max(one, other, key=lambda d: d.size)
-            for one, other in zip(self._found, found, strict=False)
-        ]
         why = (
             f"a difference of precision: in float64 {self._way.label} and single agree to {self._largest(exact):.0e}, "
             f"in {self._own} they do not. Something is computed in fewer digits in one of them"
         )
+        first = _tensor_of(first, found, limit)
         evidence = (said, f"allowed were {limit(first.part, first.name):.1e} for {first.name}")
         advice = "Look for a cast (.half(), .bfloat16(), autocast) that depends on how many processes there are."
         return Verdict(
@@ -189,7 +199,9 @@ class Judge:
         )
 
     def _failed(self, failure: Failure, reference: Evidence, precision: str) -> Verdict:
-        case = Case(self._runs, self._way, precision, reference, None, None, self._limit(precision))
+        case = Case(
+            self._runs, self._way, precision, reference, None, None, self._limit(precision), is_rough=self._is_rough
+        )
         cause = find_cause(case, failure)
         return Verdict(
             is_same=False,
@@ -202,13 +214,10 @@ class Judge:
         )
 
     def _differs(self, first: Difference, reference: Evidence, run: Evidence, precision: str, limit: Limit) -> Verdict:
-        tensor = next(
-            (one for one in self._found if one.size > limit(one.part, one.name) and one.part != "loss"), first
-        )
         beyond = {one.part for one in self._found if one.size > limit(one.part, one.name)}
-        case = Case(self._runs, self._way, precision, reference, run, first, limit, frozenset(beyond))
+        case = Case(self._runs, self._way, precision, reference, run, first, limit, frozenset(beyond), self._is_rough)
         cause = find_cause(case, None)
-        shown = tensor if tensor.step == first.step else first
+        shown = _tensor_of(first, self._found, limit)
         return Verdict(
             is_same=False,
             sentence=differs(self._way.label, shown, precision),
@@ -244,6 +253,16 @@ class Yardstick:
         return max(self._least, by_tensor, TIMES_NOISE / 3 * self._of_part.get(part, 0.0))
 
 
+def _tensor_of(first: Difference, found: Sequence[Difference], limit: Limit) -> Difference:
+    """The first tensor that differs in that step: it says more than a loss does."""
+    of_step = (one for one in found if one.step == first.step and one.part not in ("loss", "samples"))
+    return (
+        first
+        if first.part == "samples"
+        else next((one for one in of_step if one.size > limit(one.part, one.name)), first)
+    )
+
+
 def _parts(found: Sequence[Difference], limit: Limit) -> dict[str, Part]:
     parts = {}
     for name in PARTS:
@@ -251,6 +270,3 @@ def _parts(found: Sequence[Difference], limit: Limit) -> dict[str, Part]:
         is_same = all(one.size <= limit(name, one.name) for one in of_part)
         parts[name] = Part(max((one.size for one in of_part), default=None), is_same)
     return parts
-
-
-__all__ = ["Depth", "Judge", "Yardstick", "check", "in_percent"]

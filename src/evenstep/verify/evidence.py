@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -73,6 +74,10 @@ class Evidence:
     def checkpoint(self, step: int) -> Path:
         """The folder of a checkpoint."""
         return self.folder / checkpoint.FOLDER / f"step-{step:08d}"
+
+    def forget_checkpoints(self) -> None:
+        """Give their room on the disk back: a large model's are large."""
+        shutil.rmtree(self.folder / checkpoint.FOLDER, ignore_errors=True)
 
     @cached_property
     def without_gradient(self) -> list[str]:

@@ -8,12 +8,24 @@ from evenstep.verify.verdict import Cause
 from evenstep.verify.words import in_percent
 
 APPRECIABLE = 1e-7
+ROUGHLY = 1e-3
 Found = dict[str, Any]
 
 
 def captured(found: Found) -> Cause | None:
     """A loss that was given a copy of the model, and gave the original its gradients."""
     names = found.get("captured")
+    if names is None:
+        return None
+    reached = (found.get("batch") or {}).get("gradients")
+    if reached == {} and not names:
+        return Cause(
+            name="captured-model",
+            sentence="the loss does not use the model that it is given, but one of its own: no parameter of the one "
+            "that is trained gets a gradient",
+            evidence=("called with the model, it has a gradient, which reaches nothing in the model",),
+            advice="Compute with the argument: loss=lambda model, batch: ... model(batch[0]) ...",
+        )
     if not names:
         return None
     return Cause(
@@ -25,20 +37,21 @@ def captured(found: Found) -> Cause | None:
     )
 
 
-def draws(found: Found) -> Cause | None:
+def draws(found: Found, is_rough: bool) -> Cause | None:
     """A result that changes with the seed of the host and of the devices alone."""
     seen = found.get("draws") or {}
-    if not seen.get("generators") or seen["apart"] <= APPRECIABLE or seen["by_itself"] > APPRECIABLE:
+    least = ROUGHLY if is_rough else APPRECIABLE
+    if not seen.get("generators") or seen["apart"] <= least or seen["by_itself"] > least:
         return None
     where = f", at {seen['places'][0]}" if seen["places"] else ""
     return Cause(
         name="draws",
-        sentence=f"model or loss draw random numbers by themselves ({' and '.join(seen['generators'])} generator{where})"
-        ": each device draws others",
+        sentence=f"model or loss draw random numbers by themselves, and each device draws others "
+        f"({' and '.join(seen['generators'])} generator{where})",
         evidence=(
             f"on one device, another seed for these draws alone changes the result by {in_percent(seen['apart'])}",
         ),
-        advice="Draw per sample, in augment or augment_batch, whose generators depend on the sample, not on the device; "
+        advice="Draw per sample, in augment or augment_batch, whose draws depend on the sample, not on the device; "
         "or accept that the number of devices changes what is drawn.",
     )
 
@@ -72,7 +85,7 @@ def loss(found: Found) -> Cause | None:
     sentences = {
         "sum": "the loss is a sum over the batch, not a mean: a device that holds a half gives a half",
         "weighted": "the loss is a mean over something else than samples, so that the mean of its parts is a mean of "
-        f"means: the first part weighs {cut.get('factor', 1):.3g} times as much as its samples do",
+        f"means: one part of the batch weighs {cut.get('factor', 1):.3g} times as much as its samples do",
         "mixed": "the loss of a sample depends on the others of its batch (in-batch negatives, a normalization or a "
         "rank over the batch), of which each device sees its own part",
         "pair": "the sum that the loss returns is not the sum of what the parts of the batch give",

@@ -35,23 +35,32 @@ class Runs:
     say: Say = lambda line: None
     _made: dict[str, Any] = field(default_factory=dict)
 
-    def watched(self, way: Way, precision: str, *, again: str = "", norms: str = "own", **changes: Any) -> Any:
-        """What a training of so many steps computed: Evidence, or the Failure that it ended with."""
+    def watched(
+        self, way: Way, precision: str, *, again: str = "", norms: str = "own", is_saved: bool = False, **changes: Any
+    ) -> Any:
+        """What a training of so many steps computed: Evidence, or the Failure that it ended with.
+
+        Its checkpoints are kept where it `is_saved`, until they are forgotten.
+        """
         name = "-".join(filter(None, [_name(way), precision, again, norms if norms != "own" else ""]))
         if changes.get("sync_batchnorm"):
             name += "-sync"
         if name not in self._made:
             self.say(f"{way.label} in {precision}{f', {again}' if again else ''}")
             instead = Instead("evenstep.worker.witness:perform_watched", {"norms": norms})
-            self._made[name] = self._run(name, way, instead, {"precision": precision, **changes})
+            every = {"checkpoint_every": max(1, self.steps // 2)} if is_saved else {}
+            made = self._run(name, way, instead, {"precision": precision, **every, **changes})
+            if isinstance(made, Evidence) and not is_saved:
+                made.forget_checkpoints()
+            self._made[name] = made
         return self._made[name]
 
-    def examined(self, way: Way, precision: str) -> list[dict[str, Any]]:
+    def examined(self, way: Way, precision: str, is_rough: bool) -> list[dict[str, Any]]:
         """What each rank found out about the task by itself; empty if that could not be done."""
         name = f"{_name(way)}-{precision}-examined"
         if name not in self._made:
             self.say(f"looking for the cause, {way.label}")
-            instead = Instead("evenstep.worker.examine:perform_examination", {})
+            instead = Instead("evenstep.worker.examine:perform_examination", {"is_rough": is_rough})
             found = self._run(name, way, instead, {"precision": precision, "accumulate": 1})
             paths = sorted((self.folder / name / EXAMINED).glob("rank*.json"))
             self._made[name] = [] if isinstance(found, Failure) else [json.loads(path.read_text()) for path in paths]
@@ -66,7 +75,6 @@ class Runs:
             "steps": self.steps,
             "audit": True,
             "keep": self.steps,
-            "checkpoint_every": max(1, self.steps // 2),
             "sync_batchnorm": self.sync_batchnorm and way.strategy in ("ddp", "fsdp"),
             **changes,
         }

@@ -32,8 +32,9 @@ def differs(label: str, first: Difference, precision: str) -> str:
 
 
 def fails(label: str, failure: Failure) -> str:
-    """For a way that does not run where single does."""
-    return f"{label} does not run, and single does"
+    """For a way that does not come to its end."""
+    what = "learns nothing" if "nothing is learned" in failure.message else "does not run, and single does"
+    return f"{label} {what}"
 
 
 def in_percent(size: float) -> str:

@@ -23,7 +23,7 @@ class CutUp:
     by_parts: float
     """The mean of the parts, each weighed by its samples."""
     factor: float = 1.0
-    """Of a weighted one: how much more the first part weighs than its samples do. Of a sum: the number of parts."""
+    """Of a weighted one: how many times as much as its samples the part weighs that is furthest off."""
 
 
 def cut_up(value: Value, sizes: Sequence[int], tolerance: float) -> CutUp:
@@ -39,7 +39,7 @@ def cut_up(value: Value, sizes: Sequence[int], tolerance: float) -> CutUp:
     if is_near(whole, by_parts):
         return CutUp("sound", whole, by_parts)
     if is_near(whole, sum(alone)):
-        return CutUp("sum", whole, by_parts, 3.0)
+        return CutUp("sum", whole, by_parts)
     pairs = {(one, other): value([one, other]) for one, other in ((0, 1), (0, 2), (1, 2))}
     weights = [1.0, *(_weight(alone[0], alone[other], pairs[0, other]) for other in (1, 2))]
     if not all(math.isfinite(weight) and weight > 0 for weight in weights):
@@ -49,8 +49,8 @@ def cut_up(value: Value, sizes: Sequence[int], tolerance: float) -> CutUp:
     # Dividing by differences of losses costs some digits.
     loose = max(1e3 * tolerance, 1e-7)
     if abs(predicted - whole) <= loose * scale and abs(last - pairs[1, 2]) <= loose * scale:
-        factor = (weights[0] / sum(weights)) / (sizes[0] / sum(sizes))
-        return CutUp("weighted", whole, by_parts, factor)
+        factors = [weight / sum(weights) / (size / sum(sizes)) for weight, size in zip(weights, sizes, strict=True)]
+        return CutUp("weighted", whole, by_parts, max(factors, key=lambda factor: abs(math.log(factor))))
     return CutUp("mixed", whole, by_parts)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import random
 import sys
 import traceback
@@ -37,7 +38,7 @@ class DrawsSeen(TorchDispatchMode):
     def _note(self, stack: traceback.StackSummary) -> None:
         own = [frame for frame in stack if is_users(frame.filename)]
         if own:
-            place = f"{own[-1].filename}:{own[-1].lineno}: {own[-1].line}"
+            place = f"{short_path(own[-1].filename)}:{own[-1].lineno}: {own[-1].line}"
             if place not in self.places and len(self.places) < MOST_PLACES:
                 self.places.append(place)
 
@@ -70,6 +71,13 @@ class DrawsSeen(TorchDispatchMode):
 def _generator_of(function: Callable[..., Any]) -> bool:
     owner = getattr(function, "__self__", None)
     return owner is getattr(random, "_inst", None) or owner is getattr(np.random.mtrand, "_rand", None)
+
+
+def short_path(path: str) -> str:
+    """As seen from the folder that one is in, or from that of installed packages."""
+    _, _, installed = path.rpartition(f"{os.sep}site-packages{os.sep}")
+    near = os.path.relpath(path)
+    return installed if installed != path else path if near.startswith("..") else near
 
 
 def _same_numpy(one: Any, other: Any) -> bool:

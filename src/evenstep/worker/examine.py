@@ -32,11 +32,14 @@ FOLDER = "examined"
 Findings = dict[str, Any]
 
 
-def perform_examination(plan: Plan, task: Task, run_folder: Path) -> Iterator[Event]:
-    """Examine the task in this process, and leave what was found in the run folder."""
+def perform_examination(plan: Plan, task: Task, run_folder: Path, *, is_rough: bool) -> Iterator[Event]:
+    """Examine the task in this process, and leave what was found in the run folder.
+
+    It `is_rough` where the task computes in fewer digits than float64 has.
+    """
     set_up_torch(plan)
     team = join(plan.strategy, plan.devices, plan.precision, plan.seed)
-    bench = Workbench(plan, task, team, DropoutOff())
+    bench = Workbench(plan, task, team, DropoutOff(), is_rough)
     findings = examine(bench)
     folder = run_folder / FOLDER
     folder.mkdir(exist_ok=True)

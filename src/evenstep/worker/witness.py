@@ -17,10 +17,11 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset, Subset
 
 from evenstep import checkpoint
 from evenstep.plan import Plan
-from evenstep.task import Task
+from evenstep.task import Amount, Task
 from evenstep.worker.dropouts import DropoutOff
 from evenstep.worker.job import Event, perform
 from evenstep.worker.lifeline import read_rank
+from evenstep.worker.narrow import NarrowSeen
 from evenstep.worker.state import Tensors, is_sharded
 
 FOLDER = "witness"
@@ -48,6 +49,7 @@ class Watch:
         self._step, _ = checkpoint.start_of(plan.resume)
         self._is_main = read_rank()[0] == 0
         self._dropout = DropoutOff()
+        self._narrow = NarrowSeen()
         self._taken: Tensors = {}
         self._is_first = True
         self._module: nn.Module | None = None
@@ -73,13 +75,25 @@ class Watch:
             made.register_step_post_hook(lambda *_: self._after(made))
             return made
 
+        def loss(model: nn.Module, batch: Any) -> Amount:
+            """The first one on one device is looked at closely."""
+            if self._is_first and self._plan.precision == "fp64" and self._plan.strategy == "single":
+                with self._narrow:
+                    return task.loss(model, batch)
+            return task.loss(model, batch)
+
         most = VALID_BATCHES * self._plan.batch + 1
-        return replace(task, model=model, optimizer=optimizer, valid=fewer(task.valid, most), show=None)
+        valid = fewer(task.valid, most)
+        return replace(task, model=model, loss=loss, optimizer=optimizer, valid=valid, show=None)
 
     def finish(self) -> None:
         """Say what was seen over all steps."""
         if self._is_main:
-            facts = {"dropout": self._dropout.was_used, "parameters": list(self._weights)}
+            facts = {
+                "dropout": self._dropout.was_used,
+                "narrow": self._narrow.place,
+                "parameters": list(self._weights),
+            }
             (self._folder / FACTS).write_text(json.dumps(facts))
 
     def _before(self) -> None:

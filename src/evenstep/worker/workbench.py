@@ -27,7 +27,7 @@ from evenstep.worker.stream import Stream
 from evenstep.worker.team import Team
 from evenstep.worker.world import World
 
-TOLERANCE = {"fp64": 1e-9}
+TOLERANCE = 1e-9
 ROUGH_TOLERANCE = 1e-3
 
 
@@ -44,9 +44,9 @@ class Outcome:
 class Workbench:
     """The task's model as it starts, and its first global batch in any cut."""
 
-    def __init__(self, plan: Plan, task: Task, team: Team, dropout: DropoutOff) -> None:
+    def __init__(self, plan: Plan, task: Task, team: Team, dropout: DropoutOff, is_rough: bool) -> None:
         self.task = task
-        self.tolerance = TOLERANCE.get(plan.precision, ROUGH_TOLERANCE)
+        self.tolerance = ROUGH_TOLERANCE if is_rough else TOLERANCE
         self._plan = plan
         self._team = team
         self._device = team.world.device

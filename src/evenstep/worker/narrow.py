@@ -1,0 +1,48 @@
+"""Code that computes in fewer digits than it was asked to: `logits.float()` in a training in float64."""
+
+from __future__ import annotations
+
+import os
+import traceback
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from evenstep.worker.draws_seen import short_path
+
+_OURS = os.path.dirname(os.path.dirname(__file__))
+_TORCH = os.path.dirname(torch.__file__)
+
+
+class NarrowSeen(TorchDispatchMode):
+    """While it is entered, notes the first line at which a float64 becomes a narrower float."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.place: str | None = None
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        if self.place is None and any(map(_is_narrow, _tensors(result))) and any(map(_is_wide, _tensors(args))):
+            frames = [frame for frame in traceback.extract_stack() if not frame.filename.startswith((_OURS, _TORCH))]
+            own = frames[-1] if frames else None
+            self.place = f"{short_path(own.filename)}:{own.lineno}: {own.line}" if own is not None else str(func)
+        return result
+
+
+def _is_narrow(tensor: torch.Tensor) -> bool:
+    return tensor.is_floating_point() and tensor.dtype.itemsize < 8
+
+
+def _is_wide(tensor: torch.Tensor) -> bool:
+    return tensor.dtype is torch.float64
+
+
+def _tensors(value: Any) -> Iterator[torch.Tensor]:
+    if isinstance(value, torch.Tensor):
+        yield value
+    elif isinstance(value, tuple | list):
+        for one in value:
+            yield from _tensors(one)

@@ -1,0 +1,1 @@
+"""Tasks with one mistake each; `verify` must find it and name it."""

@@ -1,0 +1,255 @@
+"""Planted mistakes: the same small task, spoilt in one place each, in ways that people really do it."""
+
+from __future__ import annotations
+
+import os
+import random
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.utils.data import Dataset
+
+from evenstep import Task
+
+Loss = Callable[[nn.Module, Any], Any]
+COLUMNS = 8
+
+
+def sound() -> Task:
+    """Nothing is wrong with this one."""
+    generator = torch.Generator().manual_seed(3)
+    x = torch.randn(96, COLUMNS, generator=generator)
+    y = torch.randint(0, 4, (96,), generator=generator)
+    return Task(
+        model=lambda: nn.Sequential(nn.Linear(COLUMNS, 12), nn.Tanh(), nn.Linear(12, 4)),
+        train=(x[:64], y[:64]),
+        valid=(x[64:], y[64:]),
+        loss=cross_entropy,
+        optimizer=lambda parameters: torch.optim.Adam(parameters, lr=1e-2),
+        batch=16,
+    )
+
+
+def cross_entropy(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
+    return F.cross_entropy(model(batch[0]), batch[1])
+
+
+def world_size() -> int:
+    return int(os.environ.get("WORLD_SIZE", "1"))
+
+
+def with_loss(loss: Loss) -> Task:
+    return replace(sound(), loss=loss)
+
+
+def with_middle(make: Callable[[], nn.Module]) -> Task:
+    """The model with another layer in it."""
+    return replace(sound(), model=lambda: nn.Sequential(nn.Linear(COLUMNS, 12), make(), nn.Tanh(), nn.Linear(12, 4)))
+
+
+# What depends on the part of the batch that a device sees
+
+
+def batch_norm() -> Task:
+    return with_middle(lambda: nn.BatchNorm1d(12))
+
+
+class Centred(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x - x.mean(0)
+
+
+def centred() -> Task:
+    return with_middle(Centred)
+
+
+def contrastive() -> Task:
+    def loss(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
+        near, far = model(batch[0]), model(batch[0] + 0.1)
+        return F.cross_entropy(near @ far.T, torch.arange(len(near)))
+
+    return with_loss(loss)
+
+
+def token_mean() -> Task:
+    """A mean over all tokens of the batch: a sentence of 7 weighs more than one of 2."""
+
+    def loss(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
+        x, y = batch
+        is_token = torch.arange(COLUMNS) <= y[:, None] * 2
+        return (model(x).logsumexp(1, keepdim=True) * x * is_token).sum() / is_token.sum()
+
+    return with_loss(loss)
+
+
+def summed() -> Task:
+    return with_loss(lambda model, batch: F.cross_entropy(model(batch[0]), batch[1], reduction="sum"))
+
+
+def worst_metric() -> Task:
+    def metrics(model: nn.Module, batch: tuple[Tensor, Tensor]) -> dict[str, Tensor]:
+        return {"worst": F.cross_entropy(model(batch[0]), batch[1], reduction="none").max()}
+
+    return replace(sound(), metrics=metrics)
+
+
+# What draws
+
+
+class Noise(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x + 0.1 * torch.randn_like(x)
+
+
+def noise() -> Task:
+    return with_middle(Noise)
+
+
+def python_noise() -> Task:
+    return with_loss(lambda model, batch: cross_entropy(model, (batch[0] * (1 + random.random()), batch[1])))
+
+
+def unseeded() -> Task:
+    def loss(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
+        return cross_entropy(model, batch) * (1 + np.random.default_rng().random())
+
+    return with_loss(loss)
+
+
+def unseeded_start() -> Task:
+    def model() -> nn.Module:
+        made = sound().model()
+        with torch.no_grad():
+            made[0].weight += torch.from_numpy(np.random.default_rng().normal(size=(12, COLUMNS))).float()
+        return made
+
+    return replace(sound(), model=model)
+
+
+def drawing_batch() -> Task:
+    def flipped(batch: tuple[Tensor, Tensor], draws: Any) -> tuple[Tensor, Tensor]:
+        return batch[0] * torch.where(torch.rand(len(batch[0]), 1) < 0.5, -1.0, 1.0), batch[1]
+
+    return replace(sound(), augment_batch=flipped)
+
+
+# What depends on the rank
+
+
+def divided() -> Task:
+    return with_loss(lambda model, batch: cross_entropy(model, batch) / world_size())
+
+
+def by_rank() -> Task:
+    return with_loss(lambda model, batch: cross_entropy(model, batch) * (1 + int(os.environ.get("RANK", "0"))))
+
+
+def scaled_rate() -> Task:
+    return replace(sound(), optimizer=lambda parameters: torch.optim.SGD(parameters, lr=0.1 * world_size()))
+
+
+def other_data() -> Task:
+    generator = torch.Generator().manual_seed(int(os.environ.get("RANK", "0")))
+    return replace(sound(), train=(torch.randn(64, COLUMNS, generator=generator), sound().train[1]))
+
+
+def few_digits() -> Task:
+    def loss(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
+        with torch.autocast("cpu", torch.bfloat16, enabled=world_size() > 1):
+            return cross_entropy(model, batch)
+
+    return with_loss(loss)
+
+
+def reducing_hook() -> Task:
+    def reduced(gradient: Tensor) -> Tensor:
+        total = gradient.clone()
+        if dist.is_initialized():
+            dist.all_reduce(total)
+        return total
+
+    def model() -> nn.Module:
+        made = sound().model()
+        made[2].weight.register_hook(reduced)
+        return made
+
+    return replace(sound(), model=model)
+
+
+# What goes around evenstep
+
+
+def clipping_hook() -> Task:
+    def model() -> nn.Module:
+        made = sound().model()
+        made[2].weight.register_hook(lambda gradient: gradient / gradient.norm())
+        return made
+
+    return replace(sound(), model=model)
+
+
+def around() -> Task:
+    """The loss has a model of its own."""
+    net = sound().model()
+    return with_loss(lambda model, batch: cross_entropy(net, batch))
+
+
+class Unused(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.used = nn.Linear(COLUMNS, 4)
+        self.forgotten = nn.Linear(COLUMNS, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.used(x)
+
+
+def unused() -> Task:
+    return replace(sound(), model=Unused)
+
+
+class ByItself(Dataset[Any]):
+    """Gives the next sample, whichever is asked for."""
+
+    def __init__(self, columns: tuple[Tensor, Tensor]) -> None:
+        self._columns = columns
+        self._next: Iterator[int] = iter(())
+
+    def __len__(self) -> int:
+        return len(self._columns[0])
+
+    def __getitem__(self, id_: int) -> tuple[Tensor, Tensor]:
+        place = next(self._next, None)
+        if place is None:
+            self._next = iter(range(1, len(self)))
+            place = 0
+        return self._columns[0][place], self._columns[1][place]
+
+
+def same_data() -> Task:
+    return replace(sound(), train=ByItself(sound().train))
+
+
+class Queue(nn.Module):
+    """Keeps what it has seen, and looks at it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("seen", torch.zeros(12))
+
+    def forward(self, x: Tensor) -> Tensor:
+        result = x - self.seen
+        if self.training:
+            with torch.no_grad():
+                self.seen.mul_(0.9).add_(0.1 * x.mean(0))
+        return result
+
+
+def queue() -> Task:
+    return with_middle(Queue)

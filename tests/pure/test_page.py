@@ -198,7 +198,7 @@ def test_a_comparison_without_rows_has_a_page(tmp_path: Path) -> None:
 
 def test_report_writes_a_page_beside_the_first_run(evenstep: Callable[..., Ended], tmp_path: Path) -> None:
     for name in ("a", "b"):
-        examples.write_record(examples.finished(examples.record("ddp", 2, name=name)), tmp_path / "runs" / name)
+        examples.write_record(examples.record("ddp", 2, num_steps=5, name=name), tmp_path / "runs" / name)
     ended = evenstep("report", "runs/a", "runs/b")
     assert (ended.code, ended.out.strip()) == (0, "runs/a/page.html")
     text = Read(Path("runs/a/page.html").read_text()).text

@@ -7,11 +7,12 @@ from collections.abc import Mapping, Sequence
 from statistics import median
 
 from bokeh.models import ColumnDataSource, FactorRange
+from bokeh.models.glyphs import HBar, Scatter, Segment
 from bokeh.plotting import figure
 
 from evenstep.record import PARTS, Timeline
 from evenstep.report.comparison import Comparison, Row, Spread
-from evenstep.report.look import OTHER, Chart, Key, blank, colour, from_zero, label, labels, part_colour
+from evenstep.report.look import OTHER, Chart, Key, blank, colour, draw, from_zero, label, labels, part_colour
 from evenstep.report.thin import Quantiles, evenly
 
 ROW_HEIGHT = 34
@@ -33,11 +34,13 @@ def parts_chart(comparison: Comparison) -> Chart:
     plot.ygrid.grid_line_color = None
     for part in PARTS:
         source = ColumnDataSource(_part_columns(rows, names, part))
-        plot.hbar(y="row", left="left", right="right", height=0.62, source=source, name=part, color=part_colour(part))
+        ink = part_colour(part)
+        bar = HBar(y="row", left="left", right="right", height=0.62, fill_color=ink, line_color=ink)
+        draw(plot, source, bar, part)
     _ceilings(plot, rows, names)
     keys = [Key(name=part, label=part, colour=part_colour(part)) for part in PARTS]
     marks = [
-        Key(name="ceilings nothing", label="┃ the whole step, not taken apart", colour=OTHER),
+        Key(name="ceilings nothing", label="┃ the whole step", colour=OTHER),
         Key(name="ceilings input", label="▼ the step without input", colour=part_colour("input")),
         Key(name="ceilings communication", label="◆ without communication", colour=part_colour("communication")),
     ]
@@ -94,11 +97,9 @@ def _marks(
         "part": [f"without {part}" if part in PARTS else "the whole step"] * len(there),
         "share": [seconds / (row.step_seconds.middle or 1.0) for _, row, seconds in there],
     }
-    plot.scatter(
-        "ms",
-        "row",
-        source=ColumnDataSource(columns),
-        name=f"ceilings {part}",
+    mark = Scatter(
+        x="ms",
+        y="row",
         marker=marker,
         size=13 if part in PARTS else 26,
         angle=0 if part in PARTS else math.pi / 2,
@@ -106,6 +107,7 @@ def _marks(
         line_color="white" if part in PARTS else OTHER,
         line_width=1.5 if part in PARTS else 3,
     )
+    draw(plot, ColumnDataSource(columns), mark, f"ceilings {part}")
 
 
 def typical(timelines: Sequence[Timeline]) -> Timeline | None:
@@ -170,18 +172,9 @@ def _spans(plot: figure, kind: str, spans: Sequence[tuple[str, str, float, float
         "right": [end for _, _, _, end in spans],
         "ms": [end - begin for _, _, begin, end in spans],
     }
-    plot.hbar(
-        y="lane",
-        left="left",
-        right="right",
-        height=0.66,
-        source=ColumnDataSource(columns),
-        name=kind,
-        fill_color=part_colour(kind),
-        fill_alpha=0.88,
-        line_color=part_colour(kind),
-        line_width=0.5,
-    )
+    ink = part_colour(kind)
+    bar = HBar(y="lane", left="left", right="right", height=0.66, fill_color=ink, fill_alpha=0.88, line_color=ink)
+    draw(plot, ColumnDataSource(columns), bar, kind)
 
 
 def memory_chart(rows: Mapping[str, Mapping[str, int]], places: Sequence[int]) -> Chart | None:
@@ -193,7 +186,7 @@ def memory_chart(rows: Mapping[str, Mapping[str, int]], places: Sequence[int]) -
     ][:MOST_LANES]
     if not bars:
         return None
-    names = labels([f"{name} {device}" if len(rows) > 1 else device for _, name, device, _ in bars], 30)
+    names = labels([f"{name} {device}" if len(rows) > 1 else device for _, name, device, _ in bars], 24)
     columns = {
         "row": names,
         "mib": [num_bytes / 2**20 for *_, num_bytes in bars],
@@ -206,7 +199,7 @@ def memory_chart(rows: Mapping[str, Mapping[str, int]], places: Sequence[int]) -
     plot.x_range.name = "reach"
     plot.ygrid.grid_line_color = None
     source = ColumnDataSource(columns, name="memory")
-    plot.hbar(y="row", left=0, right="mib", height=0.7, source=source, fill_color="colour", line_color=None)
+    draw(plot, source, HBar(y="row", left=0, right="mib", height=0.7, fill_color="colour", line_color=None))
     caption = "The peak of every device; on a CPU it is the whole process, with torch itself in it."
     return Chart(name="memory", title="Memory", figure=plot, caption=caption)
 
@@ -238,14 +231,11 @@ def _boxes(plot: figure, names: list[str], inks: list[str], cuts: Sequence[Quant
     for cut in ("p5", "p25", "middle", "p75", "p95"):
         columns[cut] = [1000 * getattr(one, cut) for one in cuts]
     source = ColumnDataSource(columns, name="boxes")
-    plot.segment(x0="p5", x1="p95", y0="row", y1="row", source=source, line_color="colour", line_width=2)
-    box = plot.hbar(
-        y="row", left="p25", right="p75", height=0.5, source=source, line_color="colour", fill_color="colour"
-    )
-    box.glyph.fill_alpha = 0.45
-    plot.scatter(
-        "middle", "row", source=source, marker="dash", angle=math.pi / 2, size=20, line_color="colour", line_width=3
-    )
+    draw(plot, source, Segment(x0="p5", x1="p95", y0="row", y1="row", line_color="colour", line_width=2))
+    box = HBar(y="row", left="p25", right="p75", height=0.5, line_color="colour", fill_color="colour", fill_alpha=0.45)
+    draw(plot, source, box)
+    middle = Scatter(x="middle", y="row", marker="dash", angle=math.pi / 2, size=20, line_color="colour", line_width=3)
+    draw(plot, source, middle)
 
 
 def _dots(plot: figure, names: list[str], inks: list[str], rows: Sequence[Sequence[float]]) -> None:
@@ -261,4 +251,4 @@ def _dots(plot: figure, names: list[str], inks: list[str], rows: Sequence[Sequen
         "colour": [ink for *_, ink in dots],
     }
     source = ColumnDataSource(columns, name="dots")
-    plot.scatter("ms", "at", source=source, size=4, color="colour", alpha=0.35, line_color=None)
+    draw(plot, source, Scatter(x="ms", y="at", size=4, fill_color="colour", fill_alpha=0.35, line_color=None))

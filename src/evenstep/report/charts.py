@@ -8,11 +8,12 @@ from dataclasses import dataclass, replace
 
 from bokeh.models import ColumnDataSource, FixedTicker, NumeralTickFormatter
 from bokeh.models.annotations import TeeHead, Whisker
+from bokeh.models.glyphs import Line, Scatter
 from bokeh.plotting import figure
 
 from evenstep.record import Record, Step
 from evenstep.report.comparison import Comparison, Row
-from evenstep.report.look import OTHER, Chart, Key, blank, colour, dash, from_zero, label
+from evenstep.report.look import OTHER, Chart, Key, blank, colour, dash, draw, from_zero, label
 from evenstep.report.thin import pick, thin
 
 FEW_POINTS = 2
@@ -128,9 +129,10 @@ def _lines(all_series: Sequence[Series], *, y: str, tip: str, is_nested: bool = 
 def _draw(plot: figure, series: Series, source: ColumnDataSource, width: float) -> None:
     ink, name = colour(series.place), series.name
     if series.is_line:
-        plot.line("x", "y", source=source, name=name, color=ink, line_width=width, line_dash=dash(series.place))
+        draw(plot, source, Line(x="x", y="y", line_color=ink, line_width=width, line_dash=dash(series.place)), name)
     if series.has_markers or len(series.x) <= FEW_POINTS:
-        plot.scatter("x", "y", source=source, name=name, marker="diamond", size=8 + width, color=ink)
+        mark = Scatter(x="x", y="y", marker="diamond", size=8 + width, fill_color=ink, line_color=ink)
+        draw(plot, source, mark, name)
 
 
 def _width(number: int, num: int) -> float:
@@ -177,10 +179,22 @@ def _scaling(comparison: Comparison, scale: Scale, ends: list[int], ideal: list[
     plot.y_range = from_zero(highest)
     plot.xaxis.ticker = FixedTicker(ticks=sorted({len(row.devices) for row in comparison.rows}))
     plot.yaxis.formatter = NumeralTickFormatter(format="0 %" if "%" in number else "0.0")
-    plot.line(ends, ideal, name="ideal", color=OTHER, line_dash="dashed", line_width=1.5)
+    _straight(plot, ends, ideal, "ideal", Line(x="x", y="y", line_color=OTHER, line_dash="dashed", line_width=1.5))
     for place, strategy in enumerate(_strategies(comparison)):
         _strategy_curve(plot, comparison, strategy, place, scale)
     return plot
+
+
+def _straight(plot: figure, x: Sequence[float], y: Sequence[float], name: str, line: Line) -> None:
+    # What a hover says of other lines is said of this one, too.
+    columns = {
+        "x": list(x),
+        "y": list(y),
+        "low": list(y),
+        "high": list(y),
+        "label": ["ideal" if name == "ideal" else ""] * 2,
+    }
+    draw(plot, ColumnDataSource(columns), line, name)
 
 
 def _strategy_curve(plot: figure, comparison: Comparison, strategy: str, place: int, scale: Scale) -> None:
@@ -191,7 +205,7 @@ def _strategy_curve(plot: figure, comparison: Comparison, strategy: str, place: 
         # From where the others are measured: not a row of its own, so the line alone goes there.
         first = [len(base.devices), len(rows[0].devices)]
         begin = [scale(base, base.samples_per_second.middle), scale(rows[0], rows[0].samples_per_second.middle)]
-        plot.line(first, begin, name=name, color=ink, line_dash="dotted", line_width=2)
+        _straight(plot, first, begin, name, Line(x="x", y="y", line_color=ink, line_dash="dotted", line_width=2))
     source = ColumnDataSource(
         {
             "x": [len(row.devices) for row in rows],
@@ -201,8 +215,8 @@ def _strategy_curve(plot: figure, comparison: Comparison, strategy: str, place: 
             "label": [label(row.label) for row in rows],
         }
     )
-    plot.line("x", "y", source=source, name=name, color=ink, line_width=2.5)
-    plot.scatter("x", "y", source=source, name=name, color=ink, size=10)
+    draw(plot, source, Line(x="x", y="y", line_color=ink, line_width=2.5), name)
+    draw(plot, source, Scatter(x="x", y="y", fill_color=ink, line_color=ink, size=10), name)
     head = TeeHead(size=8, line_color=ink)
     whisker = Whisker(source=source, base="x", lower="low", upper="high", lower_head=head, upper_head=head, name=name)
     whisker.line_color = ink

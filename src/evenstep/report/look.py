@@ -8,7 +8,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from bokeh.models import HoverTool, Range1d
+from bokeh.models import ColumnDataSource, HoverTool, Range1d
+from bokeh.models.glyph import Glyph
 from bokeh.plotting import figure
 
 from evenstep.report.progress import without_control
@@ -28,7 +29,7 @@ PART_COLOURS = {
 }
 OTHER = "#7d8590"
 FONT = "system-ui, sans-serif"
-LONGEST_LABEL = 24
+LONGEST_LABEL = 20
 _MATHS = re.compile(r"(?<=[$\\])(?=[$(\[\])])")
 
 
@@ -114,6 +115,11 @@ def blank(*, height: int, x: str = "", y: str = "", tips: Sequence[tuple[str, st
     if tips:
         plot.add_tools(HoverTool(tooltips=list(tips), visible=False))
     return plot
+
+
+def draw(plot: figure, source: ColumnDataSource, glyph: Glyph, name: str | None = None) -> None:
+    """Draw the columns of a source; with one look, where bokeh's own shorthands make five, for selections."""
+    plot.add_glyph(source, glyph, name=name)
 
 
 def _set_fonts(plot: figure) -> None:

@@ -49,7 +49,7 @@ def check_numbers(strategy: str) -> None:
 
 @pytest.mark.parametrize("strategy", ["single", "dp"])
 def test_the_parts_of_a_step_add_up_to_it(strategy: str, capfd: pytest.CaptureFixture[str]) -> None:
-    devices = 2 if strategy == "dp" else 1
+    devices = "cpu,cpu" if strategy == "dp" else "cpu"
     evenstep.train(task, name="one", strategy=strategy, devices=devices, steps=8, profile=3, threads=1)
     check_numbers(strategy)
     said = capfd.readouterr().err
@@ -59,7 +59,7 @@ def test_the_parts_of_a_step_add_up_to_it(strategy: str, capfd: pytest.CaptureFi
 
 @pytest.mark.parametrize("strategy", ["ddp", pytest.param("fsdp", marks=pytest.mark.slow)])
 def test_the_parts_of_a_step_of_many_processes_add_up_to_it_and_json_is_json(strategy: str) -> None:
-    options = ("--strategy", strategy, "--devices", "2", "--steps", "8", "--profile", "3", "--name", "one")
+    options = ("--strategy", strategy, "--devices", "cpu,cpu", "--steps", "8", "--profile", "3", "--name", "one")
     ended = train(*options, "--json", WIDTH="512")
     check_numbers(strategy)
     # What programs read is untouched, and people are told on stderr.
@@ -76,7 +76,7 @@ def test_the_parts_of_a_step_of_many_processes_add_up_to_it_and_json_is_json(str
 def test_a_traced_training_learns_what_another_does_with_micro_batches_and_dp() -> None:
     choices: dict[str, Any] = {
         "strategy": "dp",
-        "devices": 2,
+        "devices": "cpu,cpu",
         "accumulate": 2,
         "epochs": 2,
         "progress": False,
@@ -94,7 +94,7 @@ def test_a_traced_training_learns_what_another_does_with_micro_batches_and_dp() 
 
 
 def test_a_resumed_training_is_traced_from_where_it_goes_on_and_a_trace_is_not_inherited() -> None:
-    choices: dict[str, Any] = {"progress": False, "threads": 1}
+    choices: dict[str, Any] = {"progress": False, "threads": 1, "devices": "cpu"}
     evenstep.train(task, name="before", steps=4, profile=1, **choices)
     record = evenstep.train(task, name="one", resume="runs/before", profile=3, steps=9, **choices)
     assert record.steps[0].step == 5
@@ -106,7 +106,7 @@ def test_a_resumed_training_is_traced_from_where_it_goes_on_and_a_trace_is_not_i
 
 @pytest.mark.slow
 def test_after_a_crash_in_mid_trace_the_restarted_run_is_traced() -> None:
-    options = ("--strategy", "ddp", "--devices", "2", "--profile", "4", "--name", "one")
+    options = ("--strategy", "ddp", "--devices", "cpu,cpu", "--profile", "4", "--name", "one")
     ended = train(*options, "--restarts", "1", "--checkpoint-every", "2", MISHAP="kill")
     assert "restart 1 of 1" in ended.stderr
     # From step 4 on it goes on, and warms up anew.
@@ -119,7 +119,7 @@ def test_a_trace_that_cannot_be_written_is_one_warning_and_the_training_goes_on(
     monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(traced_task, "MISHAP", "no folder")
-    record = evenstep.train(task, name="one", profile=2, threads=1)
+    record = evenstep.train(task, name="one", profile=2, threads=1, devices="cpu")
     assert len(record.steps) == 12
     (warning,) = [line for line in capfd.readouterr().err.splitlines() if "warning" in line]
     assert warning.startswith("warning: no trace of rank 0 (FileExistsError: ")
@@ -128,7 +128,7 @@ def test_a_trace_that_cannot_be_written_is_one_warning_and_the_training_goes_on(
 
 @pytest.mark.slow
 def test_a_rank_without_a_trace_leaves_those_of_the_others() -> None:
-    ended = train("--strategy", "ddp", "--devices", "2", "--profile", "2", "--name", "one", MISHAP="no file")
+    ended = train("--strategy", "ddp", "--devices", "cpu,cpu", "--profile", "2", "--name", "one", MISHAP="no file")
     assert "warning: no trace of rank 1 (IsADirectoryError" in ended.stderr
     assert [one.rank for one in trace.numbers(RUN / trace.FILE)] == [0]
 

@@ -21,7 +21,7 @@ from tests.process import traced_task
 from tests.process.traced_task import task
 from tests.process.watched import RUN, train
 
-LOGGED: dict[str, Any] = {"log": "tensorboard", "name": "one", "threads": 1}
+LOGGED: dict[str, Any] = {"log": "tensorboard", "name": "one", "threads": 1, "devices": "cpu"}
 
 
 def events(run: Path = RUN) -> EventAccumulator:
@@ -95,7 +95,7 @@ def test_steps_that_are_taken_again_take_the_place_of_the_first_ones() -> None:
 
 @pytest.mark.slow
 def test_after_a_crash_each_step_is_there_once_and_rank_0_alone_has_written() -> None:
-    options = ("--strategy", "ddp", "--devices", "2", "--name", "one", "--log", "tensorboard")
+    options = ("--strategy", "ddp", "--devices", "cpu,cpu", "--name", "one", "--log", "tensorboard")
     ended = train(*options, "--restarts", "1", "--checkpoint-every", "2", MISHAP="kill")
     assert "restart 1 of 1" in ended.stderr
     assert "warning" not in ended.stderr
@@ -181,6 +181,6 @@ def test_a_profile_of_no_steps_is_refused() -> None:
 
 
 def test_workers_without_log_do_not_import_tensorboard() -> None:
-    train("--strategy", "ddp", "--devices", "2", "--name", "one", "--steps", "2", MISHAP="none, but who is here")
+    train("--strategy", "ddp", "--devices", "cpu,cpu", "--name", "one", "--steps", "2", MISHAP="none, but who is here")
     assert [Path(f"imported{rank}").read_text() for rank in (0, 1)] == ["False", "False"]
     assert not (RUN / trackers.FOLDER).exists()

@@ -136,8 +136,8 @@ def _draw(plot: figure, series: Series, source: ColumnDataSource, width: float) 
 
 
 def _width(number: int, num: int) -> float:
-    """Wide below, narrow above: lines that lie on top of each other are all seen."""
-    return 1.8 if num == 1 else 1.6 + 6.4 * max(0.0, 1 - number / min(num - 1, 4))
+    """Wide below, narrow above: lines that lie on top of each other are all seen, up to four of them."""
+    return 2 + 4 * max(0, min(num, 4) - 1 - number)
 
 
 def scaling_charts(comparison: Comparison) -> list[Chart]:

@@ -21,7 +21,7 @@ from evenstep.tasks import mnist as mnist_file
 from evenstep.tasks import shakespeare as shakespeare_file
 from tests.small_tasks import small_task
 
-NUM_PICTURES = 40
+NUM_PICTURES = 150
 
 
 def number(*shape: int) -> Tensor:
@@ -57,7 +57,7 @@ def fashion_mnist() -> Task:
 
 
 def _records(name: str) -> bytes:
-    pictures = whole_number(256, 12, 3073)
+    pictures = whole_number(256, 40, 3073)
     pictures[:, 0] %= 10
     return pictures.to(torch.uint8).numpy().tobytes()
 

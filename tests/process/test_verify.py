@@ -1,0 +1,170 @@
+"""verify finds what was planted and names it, and has nothing against what is sound."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+
+import pytest
+
+from evenstep.launcher.prepare import prepare
+from evenstep.verify import Depth, Verdict, Way, check
+
+ROOT = Path(__file__).parents[2]
+MISTAKES = Path(__file__).parent / "mistakes"
+TWO = ("cpu", "cpu")
+
+PLANTED = {
+    # name: (strategy, cause, words of the reason)
+    "batch_norm": ("ddp", "batchnorm", "normalizes by the statistics of each part"),
+    "centred": ("ddp", "batch-dependent", "depends on the others of its batch"),
+    "contrastive": ("ddp", "batch-dependent", "in-batch negatives"),
+    "token_mean": ("ddp", "mean-of-means", "weighs 1.18 times as much as its samples"),
+    "summed": ("ddp", "sum", "a sum over the batch, not a mean"),
+    "worst_metric": ("ddp", "metric", "the metric worst is not a mean over samples"),
+    "noise": ("ddp", "draws", "return x + 0.1 * torch.randn_like(x)"),
+    "python_noise": ("ddp", "draws", "Python's generator"),
+    "unseeded": ("ddp", "not-repeatable", "the task does not repeat itself, on one device either"),
+    "unseeded_start": ("ddp", "start", "not the same when it is made twice: 0.weight"),
+    "drawing_batch": ("ddp", "reading", "augment_batch draws by itself"),
+    "divided": ("ddp", "rank", "the loss is 0.5 times that of one device"),
+    "by_rank": ("ddp", "rank", "the loss is 1 and 2 times that of one device"),
+    "scaled_rate": ("ddp", "settings", "learning rate depends on the rank or on how many there are: 0.1 on one device"),
+    "other_data": ("ddp", "other-data", "rank 1 reads other samples under the same ids"),
+    "few_digits": ("ddp", "precision", "in float64 ddp x 2 and single agree"),
+    "reducing_hook": ("ddp", "gradients-by-rank", "2 times that of one device for the same samples"),
+    "clipping_hook": ("ddp", "gradient-hook", "the gradient of 2.weight is changed on its way"),
+    "around": ("ddp", "captured-model", "the loss does not use the model that it is given"),
+    "unused": ("ddp", "no-gradient", "no gradient reaches forgotten.weight, forgotten.bias"),
+    "same_data": ("ddp", "same-data", "ranks 0 and 1 read the same data"),
+    "queue": ("ddp", "buffer", "forward changes the buffer 1.seen"),
+}
+ALSO_ELSEWHERE = {
+    "batch_norm": ("dp", "batchnorm", "normalizes by the statistics of each part"),
+    "noise": ("dp", "draws", "torch's generator"),
+    "divided": ("fsdp", "rank", "0.5 times"),
+    "queue": ("fsdp", "buffer", "1.seen"),
+    "summed": ("dp", "sum", "not a mean"),
+}
+QUICK = ("batch_norm",)
+CASES = [*PLANTED.items(), *ALSO_ELSEWHERE.items()]
+
+SOUND = {
+    "digits": "digits",
+    **{
+        name: f"{MISTAKES / 'sound.py'}:{name}"
+        for name in (
+            "mnist",
+            "fashion_mnist",
+            "cifar10",
+            "cifar10_resnet18",
+            "shakespeare",
+            "gpt2",
+            "bert",
+            "mlp",
+            "cnn",
+            "gpt",
+            "tied",
+            "lstm",
+            "attentive",
+            "weighted",
+            "stream",
+            "rows",
+            "augmented",
+            "augmented_batch",
+            "uneven",
+            "sentences",
+            "hard_coded",
+        )
+    },
+}
+MORE = {"cifar10_resnet18": ("--sync-batchnorm", "--strategies", "ddp,fsdp", "--batch", "8", "--steps", "2")}
+"""A ResNet's batches are normalized over all processes, which dp cannot."""
+
+
+def verdict_of(name: str, strategy: str, depth: Depth | None = None) -> Verdict:
+    base = prepare(f"{MISTAKES / 'planted.py'}:{name}", {})
+    way = Way(strategy, TWO)
+    return check(base, [way], base.folder / "verify", depth)[way]
+
+
+def verify(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "evenstep", "verify", *arguments]
+    more: Mapping[str, str] = {"PYTHONPATH": str(ROOT), **environment}
+    return subprocess.run(command, capture_output=True, text=True, env={**os.environ, **more}, timeout=550)
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize(
+    ("name", "strategy", "cause", "words"),
+    [
+        pytest.param(
+            name, *rest, id=f"{name}-{rest[0]}", marks=() if name in QUICK and rest[0] == "ddp" else pytest.mark.slow
+        )
+        for name, rest in CASES
+    ],
+)
+def test_finds_what_was_planted_and_names_the_cause(name: str, strategy: str, cause: str, words: str) -> None:
+    verdict = verdict_of(name, strategy)
+    assert not verdict.is_same
+    assert verdict.cause == cause
+    assert words in verdict.why
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_offers_synchronised_batch_norm_and_shows_that_it_helps() -> None:
+    verdict = verdict_of("batch_norm", "ddp")
+    assert verdict.advice == "Train with --sync-batchnorm."
+    assert "and with --sync-batchnorm by " in verdict.evidence[0]
+    assert verdict_of("batch_norm", "ddp", Depth(sync_batchnorm=True)).is_same
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_a_counter_in_a_buffer_differs_only_where_micro_batches_count_twice() -> None:
+    base = prepare(f"{MISTAKES / 'planted.py'}:counter", {})
+    spread, cut = Way("ddp", TWO), Way("single", ("cpu",), 2)
+    verdicts = check(base, [spread, cut], base.folder, Depth(own_precision=False))
+    assert verdicts[spread].is_same
+    assert verdicts[cut].cause == "buffer"
+
+
+def test_says_where_a_way_first_differs_and_ends_with_1() -> None:
+    done = verify(f"{MISTAKES / 'planted.py'}:scaled_rate", "--strategies", "ddp", "--devices", "2", "--json")
+    assert done.returncode == 1, done.stderr
+    (line,) = done.stdout.splitlines()
+    (way,) = json.loads(line)["ways"]
+    assert (way["first_step"], way["first_tensor"], way["cause"]) == (1, "0.weight", "settings")
+    assert 0.01 < way["difference"] < 0.1
+    assert way["parts"]["gradients"]["is_same"] is False
+    assert way["parts"]["samples"]["is_same"] is True
+    assert not any(Path("runs").iterdir())
+
+
+def test_a_sound_task_passes_and_leaves_nothing_behind() -> None:
+    task = f"{MISTAKES / 'planted.py'}:sound"
+    done = verify(task, "--strategies", "single,dp,ddp", "--devices", "2", "--accumulate", "2", "--steps", "2")
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "all ways learn what one device learns (batch 16" in done.stdout
+    assert done.stdout.count("✗") == 0
+    assert not any(Path("runs").iterdir())
+
+
+def test_bad_input_is_refused_before_anything_is_started() -> None:
+    done = verify("digits", "--strategies", "dpp")
+    assert done.returncode == 2
+    assert "unknown strategies 'dpp'; allowed are single, dp, ddp, fsdp" in done.stderr
+    assert not Path("runs").exists()
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("name", SOUND)
+def test_has_nothing_against_a_sound_task(name: str) -> None:
+    done = verify(SOUND[name], "--devices", "2", "--json", *MORE.get(name, ()))
+    assert done.returncode == 0, done.stdout + done.stderr

@@ -150,12 +150,11 @@ def test_a_writer_that_stands_still_is_given_up(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(trackers, "CLOSE_SECONDS", 0.01)
     file = EventFile(Path("events"))
 
-    class Slow:
-        def SerializeToString(self) -> bytes:
-            time.sleep(0.3)
-            return b""
+    def slow() -> bytes:
+        time.sleep(0.3)
+        return b""
 
-    file.add(Slow())
+    file.add(slow)
     with pytest.raises(TimeoutError, match="takes no more"):
         file.close()
     file._thread.join()

@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -21,7 +22,6 @@ FOLDER = "tensorboard"
 MOST_WAITING = 10_000
 """Rows that may wait to be written; a disk that is further behind than that is given up."""
 CLOSE_SECONDS = 10.0
-_DONE = None
 
 
 @dataclass(frozen=True)
@@ -106,8 +106,8 @@ class TensorBoard:
     """
 
     def __init__(self, beginning: Beginning) -> None:
-        from tensorboard.compat.proto.event_pb2 import Event, SessionLog
-        from tensorboard.plugins.hparams import summary_v2 as api
+        from tensorboard.compat.proto.event_pb2 import SessionLog
+        from tensorboard.plugins.hparams import summary_v2
 
         folder = beginning.run_folder / FOLDER
         folder.mkdir(exist_ok=True)
@@ -116,13 +116,11 @@ class TensorBoard:
         self._events = EventFile(self._path)
         self._peaks: dict[str, int] = {}
         self._last_step = (beginning.redone_from or 1) - 1
-        self._events.add(Event(wall_time=time.time(), file_version="brain.Event:2"))
+        self._chosen = hyperparameters(beginning.plan)
+        self._add(file_version="brain.Event:2")
         if beginning.redone_from is not None:
-            again = SessionLog(status=SessionLog.START)
-            self._events.add(Event(wall_time=time.time(), step=beginning.redone_from, session_log=again))
-        chosen = hyperparameters(beginning.plan)
-        self._events.add(Event(wall_time=time.time(), summary=api.hparams_pb(chosen, trial_id=beginning.plan.name)))
-        self._chosen = [api.HParam(name) for name in chosen]
+            self._add(step=beginning.redone_from, session_log=SessionLog(status=SessionLog.START))
+        self._add(summary=summary_v2.hparams_pb(self._chosen, trial_id=beginning.plan.name))
 
     def take(self, row: Row) -> None:
         if isinstance(row, Step):
@@ -151,25 +149,22 @@ class TensorBoard:
 
     def _sum_up(self, summary: Summary) -> None:
         """The last values, as what the HPARAMS page compares runs by."""
-        from tensorboard.compat.proto.event_pb2 import Event
-        from tensorboard.plugins.hparams import summary_v2 as api
+        from tensorboard.plugins.hparams import summary_v2
 
         final = {f"final/valid_{name}": value for name, value in summary.valid.items()}
         if summary.train_loss is not None:
             final["final/train_loss"] = summary.train_loss
         final["final/samples_per_second"] = summary.samples_per_second
-        metrics = [api.Metric(name) for name in final]
-        config = api.hparams_config_pb(self._chosen, metrics)
-        self._events.add(Event(wall_time=time.time(), summary=config))
+        metrics = [summary_v2.Metric(name) for name in final]
+        self._add(summary=summary_v2.hparams_config_pb([summary_v2.HParam(name) for name in self._chosen], metrics))
         self._scalars(self._last_step, final)
 
     def _scalars(self, step: int, values: Mapping[str, float]) -> None:
-        """All of them in one event: a step costs one."""
-        from tensorboard.compat.proto.event_pb2 import Event
-        from tensorboard.compat.proto.summary_pb2 import Summary as Values
+        """All of them in one event: a step costs one, and that is made by the thread that writes it."""
+        self._events.add(partial(_scalars, time.time(), step, values))
 
-        listed = [Values.Value(tag=name, simple_value=value) for name, value in values.items()]
-        self._events.add(Event(wall_time=time.time(), step=step, summary=Values(value=listed)))
+    def _add(self, **what: Any) -> None:
+        self._events.add(partial(_event, wall_time=time.time(), **what))
 
     def _check_file(self) -> None:
         if not self._path.exists():
@@ -179,42 +174,57 @@ class TensorBoard:
 TRACKERS: dict[str, Callable[[Beginning], Tracker]] = {"tensorboard": TensorBoard}
 
 
+def _scalars(wall_time: float, step: int, values: Mapping[str, float]) -> bytes:
+    from tensorboard.compat.proto.summary_pb2 import Summary as Values
+
+    listed = [Values.Value(tag=name, simple_value=value) for name, value in values.items()]
+    return _event(wall_time=wall_time, step=step, summary=Values(value=listed))
+
+
+def _event(**what: Any) -> bytes:
+    from tensorboard.compat.proto.event_pb2 import Event
+
+    packed: bytes = Event(**what).SerializeToString()
+    return packed
+
+
 class EventFile:
-    """Events on their way to a file, by a thread of its own."""
+    """Events on their way to a file; a thread of its own makes and writes them."""
 
     def __init__(self, path: Path) -> None:
         from tensorboard.summary.writer.record_writer import RecordWriter
 
-        self.file = path.open("wb")
-        self._writer = RecordWriter(self.file)
-        self._waiting: queue.Queue[Any] = queue.Queue(MOST_WAITING)
+        self._file = path.open("wb")
+        self._writer = RecordWriter(self._file)
+        self._waiting: queue.SimpleQueue[Callable[[], bytes] | None] = queue.SimpleQueue()
         self._problem: Exception | None = None
         self._thread = threading.Thread(target=self._write, name="tensorboard", daemon=True)
         self._thread.start()
 
-    def add(self, event: Any) -> None:
+    def add(self, event: Callable[[], bytes]) -> None:
         """Have it written; raises what went wrong with those before."""
         if self._problem is not None:
             raise self._problem
-        self._waiting.put_nowait(event)
+        if self._waiting.qsize() > MOST_WAITING:
+            raise TimeoutError(f"{MOST_WAITING:,} events wait to be written to {self._file.name}")
+        self._waiting.put(event)
 
     def close(self) -> None:
         """Wait until all of it is written, but not for ever."""
-        if self._problem is None:
-            self._waiting.put_nowait(_DONE)
-            self._thread.join(CLOSE_SECONDS)
+        self._waiting.put(None)
+        self._thread.join(CLOSE_SECONDS)
         if self._problem is None and self._thread.is_alive():
-            self._problem = TimeoutError(f"{self.file.name} takes no more than this in {CLOSE_SECONDS:.0f} s")
+            self._problem = TimeoutError(f"{self._file.name} takes no more than this in {CLOSE_SECONDS:.0f} s")
         if self._problem is not None:
             raise self._problem
 
     def _write(self) -> None:
         try:
-            with self.file:
-                while (event := self._waiting.get()) is not _DONE:
-                    self._writer.write(event.SerializeToString())
+            with self._file:
+                while (event := self._waiting.get()) is not None:
+                    self._writer.write(event())
                     if self._waiting.empty():
-                        self.file.flush()
+                        self._file.flush()
         except Exception as error:
             self._problem = error
 

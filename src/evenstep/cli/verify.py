@@ -6,6 +6,8 @@ import json
 import shutil
 import time
 from collections.abc import Mapping
+from contextlib import suppress
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -52,23 +54,32 @@ def verify(
     """Check that each strategy learns what one device learns; if not, say where it differs, and why (exit code 1)."""
     if steps < 1 or accumulate < 1:
         raise PlanError(f"steps is {steps} and accumulate {accumulate}; both are whole numbers from 1 up")
-    from evenstep.launcher.prepare import free_name, label_of, prepare
+    from evenstep.launcher.prepare import RUNS, free_name, label_of, prepare
     from evenstep.verify.ways import ways_of
 
     ways = ways_of(strategies, devices, accumulate)
     choices = {"batch": batch, "precision": precision, "seed": seed, "data": data}
     name = free_name(label_of(task), "verify")
+    is_first = not RUNS.exists()
     prepared = prepare(task, {**choices, "name": name, "devices": ways[0].devices[0], "strategy": "single"})
     started = time.monotonic()
     try:
         verdicts = _checked(prepared, ways, steps, sync_batchnorm)
     finally:
         if not keep:
-            shutil.rmtree(prepared.folder, ignore_errors=True)
+            _remove(prepared.folder, is_first)
     seconds = time.monotonic() - started
     _show(task, prepared, verdicts, seconds, as_json, keep)
     if not all(verdict.is_same for verdict in verdicts.values()):
         raise typer.Exit(EvenstepError.exit_code)
+
+
+def _remove(folder: Path, is_first: bool) -> None:
+    """The runs; and the folder around them, if there was none before and nobody else has put anything there."""
+    shutil.rmtree(folder, ignore_errors=True)
+    if is_first:
+        with suppress(OSError):
+            folder.parent.rmdir()
 
 
 def _checked(prepared: Prepared, ways: list[Way], steps: int, sync_batchnorm: bool) -> dict[Way, Verdict]:
@@ -78,14 +89,41 @@ def _checked(prepared: Prepared, ways: list[Way], steps: int, sync_batchnorm: bo
     errors = Console(stderr=True, highlight=False, emoji=False)
     for line in prepared.said:
         errors.print(without_control(line), style="yellow", markup=False, soft_wrap=True)
-    if not errors.is_terminal:
+    with _Shown(errors, num_runs=2 + 3 * len(ways)) as shown:
+        return check(prepared, ways, prepared.folder, Depth(steps, True, sync_batchnorm, shown.say))
 
-        def say(line: str) -> None:
-            errors.print(line, markup=False, soft_wrap=True)
 
-        return check(prepared, ways, prepared.folder, Depth(steps, True, sync_batchnorm, say))
-    with errors.status("starting") as status:
-        return check(prepared, ways, prepared.folder, Depth(steps, True, sync_batchnorm, status.update))
+class _Shown:
+    """The runs as they are made: a bar on a terminal, plain lines anywhere else."""
+
+    def __init__(self, console: Console, num_runs: int) -> None:
+        self._console = console
+        self._bar: Any = None
+        self._num_runs = num_runs
+        self._num = 0
+
+    def __enter__(self) -> _Shown:
+        if self._console.is_terminal:
+            from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
+
+            columns = (TextColumn("{task.description}", markup=False), BarColumn(), MofNCompleteColumn())
+            self._bar = Progress(*columns, console=self._console, transient=True)
+            self._bar.start()
+            self._row = self._bar.add_task("starting", total=self._num_runs)
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        if self._bar is not None:
+            self._bar.stop()
+
+    def say(self, line: str) -> None:
+        """What is being run now; looking for a cause takes more runs than were planned."""
+        if self._bar is None:
+            self._console.print(line, markup=False, soft_wrap=True)
+            return
+        total = max(self._num_runs, self._num + 1)
+        self._bar.update(self._row, description=line, completed=self._num, total=total)
+        self._num += 1
 
 
 def _show(

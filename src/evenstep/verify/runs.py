@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -42,7 +43,8 @@ class Runs:
 
         Its checkpoints are kept where it `is_saved`, until they are forgotten.
         """
-        name = "-".join(filter(None, [_name(way), precision, again, norms if norms != "own" else ""]))
+        how = re.sub(r"\W+", "-", again)
+        name = "-".join(filter(None, [_name(way), precision, how, norms if norms != "own" else ""]))
         if changes.get("sync_batchnorm"):
             name += "-sync"
         if name not in self._made:

@@ -302,6 +302,26 @@ def test_a_row_that_is_still_being_written_is_left_for_next_time(tmp_path: Path)
     assert "memory" in watched.news()["charts"]
 
 
+def test_a_run_that_is_begun_anew_is_followed_from_its_start(tmp_path: Path) -> None:
+    run = examples.write_record(examples.record("single", 1, num_steps=30), tmp_path / "run")
+    watched = Watched(run)
+    assert watched.news()["runs"][0][5] == "30"
+    (run / "record.jsonl").unlink()
+    examples.write_record(examples.record("single", 1, num_steps=3), run)
+    assert watched.news()["runs"][0][5] == "3"
+
+
+def test_a_step_that_is_short_beside_the_others_has_a_scale_of_its_own() -> None:
+    records = [examples.record("single", 1, num_steps=3), examples.record("ddp", 2, num_steps=3)]
+    assert Read(page_of_runs(records)).text.count("All have the same scale.") == 2
+    slow = [
+        replace(lane, spans=[(name, 50 * a, 50 * b) for name, a, b in lane.spans])
+        for lane in records[0].timelines[0].lanes
+    ]
+    records[0].timelines = [replace(records[0].timelines[0], lanes=slow)]
+    assert Read(page_of_runs(records)).text.count("has a scale of its own") == 1
+
+
 def test_the_server_answers_two_paths_by_its_own_name_and_nothing_else(tmp_path: Path) -> None:
     run = examples.write_record(examples.record("single", 1, num_steps=3), tmp_path / "run")
     with served(run) as server:

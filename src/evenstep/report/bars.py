@@ -125,12 +125,15 @@ def length(timeline: Timeline) -> float:
 
 
 def timeline_charts(timelines: Mapping[str, Timeline]) -> list[Chart]:
-    """A step of each strategy as its ranks spent it, all over the same length of time."""
+    """A step of each strategy as its ranks spent it, on the same scale where they can be seen on it."""
     longest = max(map(length, timelines.values()), default=0.0)
-    return [_timeline_chart(place, name, one, longest * 1000) for place, (name, one) in enumerate(timelines.items())]
+    return [
+        _timeline_chart(place, name, one, longest * 1000, is_one_of_many=len(timelines) > 1)
+        for place, (name, one) in enumerate(timelines.items())
+    ]
 
 
-def _timeline_chart(place: int, name: str, timeline: Timeline, longest_ms: float) -> Chart:
+def _timeline_chart(place: int, name: str, timeline: Timeline, longest_ms: float, is_one_of_many: bool) -> Chart:
     shown = sorted(timeline.lanes, key=lambda lane: lane.rank)[:MOST_LANES]
     lanes = labels([f"rank {lane.rank} {lane.name}" for lane in shown])
     spans = [
@@ -140,7 +143,9 @@ def _timeline_chart(place: int, name: str, timeline: Timeline, longest_ms: float
     ]
     tips = [("", "@lane: @part"), ("takes", "@ms{0.000} ms"), ("from", "@left{0.000} to @right{0.000} ms")]
     plot = blank(height=_height(len(lanes), 30), x="ms", tips=tips, y_range=_down(lanes))
-    plot.x_range = from_zero(longest_ms)
+    # Among much longer ones, nothing could be seen of a short step.
+    is_short = 4000 * length(timeline) < longest_ms
+    plot.x_range = from_zero(1000 * length(timeline) if is_short else longest_ms)
     plot.ygrid.grid_line_color = None
     kinds = list(dict.fromkeys(part_kind(text) for _, text, _, _ in spans))
     for kind in kinds:
@@ -148,7 +153,10 @@ def _timeline_chart(place: int, name: str, timeline: Timeline, longest_ms: float
     keys = [Key(name=kind, label=kind, colour=part_colour(kind)) for kind in kinds]
     left_out = len(timeline.lanes) - len(shown)
     more = f" {left_out} more lanes are left out." if left_out else ""
-    caption = f"Step {timeline.step}, one of middle length.{more}"
+    scale = (
+        "It is much shorter than the longest, and has a scale of its own." if is_short else "All have the same scale."
+    )
+    caption = f"Step {timeline.step}, one of middle length.{more} {scale if is_one_of_many else ''}"
     return Chart(
         name=f"timeline-{place}",
         title="A step, as each rank spent it",

@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
-from bokeh.models import ColumnDataSource, FixedTicker, NumeralTickFormatter
+from bokeh.models import BasicTicker, ColumnDataSource, FixedTicker, NumeralTickFormatter
 from bokeh.models.annotations import TeeHead, Whisker
 from bokeh.models.glyphs import Line, Scatter
 from bokeh.plotting import figure
@@ -116,6 +116,7 @@ def _lines(all_series: Sequence[Series], *, y: str, tip: str, is_nested: bool = 
         return None
     plot = blank(height=300, x="step", y=y, tips=[("", "@label"), ("step", "@x{0,0}"), (y, f"@y{{{tip}}}")])
     plot.xaxis.formatter = NumeralTickFormatter(format="0,0")
+    plot.xaxis.ticker = BasicTicker(min_interval=1)
     if any(abs(value) >= 10_000 for series in all_series for value in series.y):
         plot.yaxis.formatter = NumeralTickFormatter(format="0.[0]a")
     names = list(dict.fromkeys(series.name for series in all_series))

@@ -98,8 +98,8 @@ def _larger_batch(comparison: Comparison) -> list[str]:
     if larger is None:
         return []
     return [
-        f"With a batch {larger.times} times as large, {larger.label} does {larger.samples_per_second:,.0f} samples/s: "
-        "how much of this is due to small steps. A larger batch learns differently, so it is no row of the table."
+        f"With a batch {larger.times} times as large, {larger.label} does {larger.samples_per_second:,.0f} samples/s. "
+        "What is learned changes with the batch, so that is no row of the table."
     ]
 
 

@@ -74,6 +74,9 @@ class Watched:
     def _read_on(self) -> None:
         if not self.path.is_file():
             return
+        if self.path.stat().st_size < self._read_to:
+            # A Record only grows: this is another one, of a run that was begun anew under the same name.
+            self._read_to, self._record = 0, None
         try:
             with self.path.open("rb") as file:
                 file.seek(self._read_to)
@@ -95,7 +98,8 @@ class Watched:
         """The page of what is known; charts are made again only when there is more to draw."""
         if self._page is None or self._page[0] != self._num_rows:
             known = runs_page([self._record]) if self._record is not None else _waiting(self.path)
-            self._page = (self._num_rows, known)
+            # Tables that nobody keeps up to date would soon be wrong; the charts and the first table are.
+            self._page = (self._num_rows, replace(known, numbers={}))
         page = self._page[1]
         quiet = time.monotonic() - self._moved
         return replace(page, status=status_of(self._record, quiet), shape=shape(page))

@@ -5,13 +5,15 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
-from playwright.sync_api import Browser, ConsoleMessage, Page, sync_playwright
 
 from evenstep.report.page import write_page, write_page_of_runs
 from tests.browser import examples
+
+if TYPE_CHECKING:
+    from playwright.sync_api import Browser, ConsoleMessage, Page
 
 BROWSERS = ("/usr/bin/chromium-headless-shell", "/usr/bin/chromium")
 
@@ -36,10 +38,11 @@ Visit = Callable[..., Seen]
 @pytest.fixture(scope="session")
 def browser() -> Iterator[Browser]:
     """Chromium without a window."""
+    driver = pytest.importorskip("playwright.sync_api")
     found = next((path for path in BROWSERS if Path(path).exists()), None)
     if found is None:
         pytest.skip(f"none of {', '.join(BROWSERS)} is installed; apt-get install chromium-headless-shell")
-    with sync_playwright() as playwright:
+    with driver.sync_playwright() as playwright:
         chromium = playwright.chromium.launch(executable_path=found, args=["--no-sandbox"])
         yield chromium
         chromium.close()

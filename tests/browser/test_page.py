@@ -4,13 +4,16 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
-from playwright.sync_api import Page
 
 from evenstep.report.page import page_of_runs, write_page
 from tests.browser import examples
 from tests.browser.conftest import Seen, Visit
+
+if TYPE_CHECKING:
+    from playwright.sync_api import Page
 
 AXIS_COLOUR = """() => Bokeh.documents.flatMap((doc) => [...doc.all_models])
     .find((model) => model.type === 'LinearAxis').major_label_text_color"""

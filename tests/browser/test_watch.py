@@ -11,8 +11,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from playwright.sync_api import expect
-
 from tests.browser.conftest import Visit
 
 TASK = '''
@@ -67,6 +65,8 @@ def wait_for(path: Path, seconds: float = 60) -> None:
 
 
 def test_the_live_page_follows_a_training_to_its_end(visit: Visit) -> None:
+    from playwright.sync_api import expect
+
     Path("waits.py").write_text(TASK)
     with running("train", "waits.py", "--epochs", "5", "--name", "mine") as training:
         wait_for(Path("runs/mine/record.jsonl"))

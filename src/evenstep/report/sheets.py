@@ -117,7 +117,7 @@ def _compared(comparison: Comparison, row: Row, name: str, longest: float) -> Co
         sent=amount(row.sent_bytes) if row.sent_bytes else "-",
         start=f"{row.start_seconds.middle:.1f} s",
         parity=row.parity,
-        parity_words=PARITY_WORDS[row.parity],
+        parity_words=PARITY_WORDS.get(row.parity, row.parity),
         why=row.why,
         is_sound=row.is_sound,
     )

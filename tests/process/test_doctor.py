@@ -214,3 +214,15 @@ def test_a_slow_link_is_warned_of(two_hosts: list[Host], tmp_path: Path) -> None
     said = two_hosts[0].said()
     assert codes == [0, 0], said
     assert re.search(r"warn +host0 \+ host1, gloo.*that is slow", said)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("lost", [0, 1])
+def test_nobody_waits_for_a_machine_that_is_lost(two_hosts: list[Host], tmp_path: Path, lost: int) -> None:
+    started = [_start(machine, tmp_path, two_hosts[0]) for machine in two_hosts]
+    wait_for(lambda: all("all-reduce between 2 machines" in machine.said() for machine in two_hosts))
+    two_hosts[lost].kill()
+    said = two_hosts[1 - lost]
+    assert started[1 - lost].wait(timeout=60) == 1, said.said()
+    assert ("10.77.0.1:29400 does not answer" if lost == 0 else "machine 2 does not answer") in said.said()
+    assert "Traceback" not in said.said()

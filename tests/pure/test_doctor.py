@@ -18,11 +18,12 @@ from evenstep.doctor.groups import Groups
 from evenstep.doctor.inside import expected_sum, pattern
 from evenstep.doctor.judging import Reference, judge, rate_in_words
 from evenstep.doctor.limits import cores, memory, open_files, shared_memory, threads, usable_cores
+from evenstep.doctor.members import Member, compare
 from evenstep.doctor.network import host_name, measure_loopback, ports, resolve
 from evenstep.doctor.pairs import rounds, schedule
 from evenstep.doctor.remedies import in_words, remedies
 from evenstep.doctor.talk import Talk
-from evenstep.doctor.together import Member, both, compare
+from evenstep.doctor.together import both
 from evenstep.doctor.trial import Patience, Trial, search
 from evenstep.doctor.trying import Ended, shortened
 from evenstep.doctor.variables import missing_interfaces, variables

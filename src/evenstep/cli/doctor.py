@@ -58,7 +58,7 @@ def doctor(
         Console(stderr=True).print("stopped; nothing was changed, nothing is left running")
         raise
     if not report.is_first:
-        print(report.findings[0].said)
+        Console(stderr=True, highlight=False).print(report.findings[0].said, markup=False)
     elif as_json:
         print(json.dumps(_to_json(report)))
     else:
@@ -137,11 +137,12 @@ def plain_lines(findings: tuple[Finding, ...]) -> Iterator[str]:
     """The table for a pipe."""
     from evenstep.report.progress import without_control
 
-    width = max((len(finding.name) for finding in findings), default=0)
-    for finding in findings:
-        yield without_control(f"{finding.status:<4}  {finding.name:<{width}}  {finding.said}")
+    names = [without_control(finding.name) for finding in findings]
+    width = max(map(len, names), default=0)
+    for name, finding in zip(names, findings, strict=True):
+        yield f"{finding.status:<4}  {name:<{width}}  {without_control(finding.said)}"
         if finding.advice:
-            yield without_control(f"{'':<4}  {'':<{width}}  -> {finding.advice}")
+            yield f"{'':<4}  {'':<{width}}  -> {without_control(finding.advice)}"
 
 
 def _table(findings: tuple[Finding, ...]) -> Table:

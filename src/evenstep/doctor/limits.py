@@ -14,7 +14,7 @@ import psutil
 from evenstep.doctor.finding import Finding, Status
 from evenstep.doctor.groups import Groups
 from evenstep.report.table import size
-from evenstep.worker.machine import num_cores
+from evenstep.worker.machine import num_cores, share_threads
 
 LITTLE_MEMORY = 2**30
 TOO_LITTLE_MEMORY = 2**28
@@ -50,16 +50,15 @@ def threads(environment: Mapping[str, str], groups: Groups | None = None) -> Fin
     """Threads that each of a few ranks would compute with."""
     num, given = usable_cores(groups), environment.get("OMP_NUM_THREADS", "")
     asked = int(given) if given.isdigit() and int(given) else 0
-    numbers = {"threads_alone": asked or num, "threads_of_two": asked or max(1, num // 2)}
+    alone, of_two = (share_threads(asked or None, ["cpu"] * ranks) for ranks in (1, 2))
+    numbers = {"threads_alone": alone, "threads_of_two": of_two}
     if asked > num:
         said = f"OMP_NUM_THREADS={asked} on {num} usable core{'s' * (num > 1)}: they wait for each other"
         return Finding("threads", "warn", said, f"unset OMP_NUM_THREADS, or set it to {num} or less", numbers)
     if given and not asked:
         said = f"OMP_NUM_THREADS={given!r} is no number of threads"
         return Finding("threads", "warn", said, "unset OMP_NUM_THREADS", numbers)
-    said = (
-        f"{asked} a process, by OMP_NUM_THREADS" if asked else f"{num} for one rank, {max(1, num // 2)} for each of 2"
-    )
+    said = f"{asked} a process, by OMP_NUM_THREADS" if asked else f"{alone} for one rank, {of_two} for each of 2"
     return Finding("threads", "good", said, numbers=numbers)
 
 

@@ -17,8 +17,8 @@ from evenstep.worker.world import backend_for
 ALL_BYTES = (SMALL_BYTES, *LARGE_BYTES)
 FEW_CARDS = 4
 """Up to so many, each pair is measured alone; above, all are checked, and neighbours are measured."""
-CPU_SECONDS, CARD_SECONDS = 15.0, 25.0
-AGAIN_CPU_SECONDS, AGAIN_CARD_SECONDS = 10.0, 12.0
+CPU_SECONDS, CARD_SECONDS = 20.0, 25.0
+AGAIN_CPU_SECONDS, AGAIN_CARD_SECONDS = 15.0, 12.0
 LOOPBACK_NAME = "lo0" if sys.platform == "darwin" else "lo"
 
 

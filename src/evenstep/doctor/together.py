@@ -9,8 +9,7 @@ import platform
 import socket
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, fields, replace
-from typing import Any
+from dataclasses import asdict, dataclass, replace
 
 import psutil
 import torch
@@ -21,47 +20,57 @@ from evenstep.doctor.cards import num_cards
 from evenstep.doctor.examine import Examination, Looking, Report, examine
 from evenstep.doctor.finding import Finding, worst
 from evenstep.doctor.inside import add_up_between
-from evenstep.doctor.judging import Reference, judge
+from evenstep.doctor.judging import judge
+from evenstep.doctor.members import Member, compare, reference
 from evenstep.doctor.pairs import ALL_BYTES, CARD_SECONDS, CPU_SECONDS, rounds
 from evenstep.doctor.remedies import SUSPECTS, remedies, with_interface
 from evenstep.doctor.talk import Talk
 from evenstep.doctor.trial import Patience, Trial, is_sound, search
 from evenstep.doctor.trying import Ended, Job, Settings, try_out
-from evenstep.launcher.machines import Machines
+from evenstep.launcher.machines import HeadLost, Machines
 from evenstep.launcher.meeting import Place
 from evenstep.plan import parse_address, parse_machines
-from evenstep.worker.pace import SLOW
 
-FAR_APART_SECONDS = 5.0
 INTERFACE_NAME = "GLOO_SOCKET_IFNAME"
 
 
-@dataclass(frozen=True)
-class Member:
-    """What a machine says of itself."""
+class Doctors(Machines):
+    """The meeting, and a board on which the machines of one visit leave what they found."""
 
-    name: str
-    torch: str
-    evenstep: str
-    python: str
-    cards: int
-    interface: str
-    interface_bits_per_second: float
-    seconds_behind: float
-    set_names: str
-    """Variables that are set there and may disturb, with spaces between."""
+    _board: TCPStore
 
-    @classmethod
-    def from_json(cls, values: Mapping[str, Any]) -> Member:
-        """What another machine sent, each value of the kind that it should be."""
-        kinds = {"cards": int, "interface_bits_per_second": float, "seconds_behind": float}
-        return cls(**{one.name: kinds.get(one.name, str)(values[one.name]) for one in fields(cls)})
+    def gather(self, num: int, attempt: int, resume: str | None = None) -> Place | None:
+        """Meet, and reach for the store of the first machine's."""
+        place = super().gather(num, attempt, resume)
+        if place is not None:
+            host, port = place.environment["MASTER_ADDR"], int(place.environment["MASTER_PORT"])
+            self._board = self._ask(lambda: TCPStore(host, port, is_master=False))
+        return place
+
+    def set(self, key: str, value: str) -> None:
+        """Leave a text; raises if the first machine is gone, as all of these do."""
+        self._ask(lambda: self._board.set(key, value))
+
+    def get(self, key: str) -> bytes:
+        """A text that was left."""
+        return self._ask(lambda: self._board.get(key))
+
+    def check(self, keys: list[str]) -> bool:
+        """Whether these texts are there."""
+        return self._ask(lambda: self._board.check(keys))
+
+    def is_one_lost(self) -> bool:
+        """Whether a machine of the visit is gone."""
+        return self.heard() is not None
+
+    def _head_lost(self) -> HeadLost:
+        return HeadLost(f"{self._host}:{self._port} does not answer any more; start the doctor there again, then here")
 
 
 def examine_together(environment: Mapping[str, str], machines: str, rendezvous: str) -> Examination:
     """Look at this machine, then meet the others; the first machine's report holds what all have found."""
     began = time.monotonic()
-    meeting = Machines(parse_address(rendezvous), parse_machines(machines), json.dumps(["doctor"]), None)
+    meeting = Doctors(parse_address(rendezvous), parse_machines(machines), json.dumps(["doctor"]), None)
     try:
         own: tuple[Finding, ...] = ()
         for event in examine(environment):
@@ -85,13 +94,11 @@ def examine_together(environment: Mapping[str, str], machines: str, rendezvous: 
 class _Together:
     """This machine's part in a visit to all of them."""
 
-    def __init__(self, meeting: Machines, place: Place, environment: Mapping[str, str]) -> None:
+    def __init__(self, meeting: Doctors, place: Place, environment: Mapping[str, str]) -> None:
         self._place = place
         self._environment = environment
-        given = place.environment
-        store = TCPStore(given["MASTER_ADDR"], int(given["MASTER_PORT"]), is_master=False)
-        self._talk = Talk(store, place.machine, place.num_machines, lambda: meeting.heard() is not None)
-        self._interface = given.get(INTERFACE_NAME, "")
+        self._talk = Talk(meeting, place.machine, place.num_machines, meeting.is_one_lost)
+        self._interface = place.environment.get(INTERFACE_NAME, "")
 
     def findings(self, own: Sequence[Finding]) -> list[Finding]:
         """What all have found, on the first machine; on the others, how it ended."""
@@ -152,11 +159,12 @@ class _Together:
         trial = Trial(name, ended)
         if not is_sound(ended):
             names = f"{first.set_names} {second.set_names}".split()
+            to_try = [] if self._talk.is_lost() else remedies(back_end, names, is_between_machines=True)
+            if first.interface == second.interface:
+                to_try = [with_interface(settings, first.interface) for settings in to_try]
             # Both sides must try the same at the same time: no clock decides how much is tried.
-            trial = search(trial, remedies(back_end, names, True), attempts.make, Patience(math.inf))
-        if trial.helped_by is not None and first.interface == second.interface:
-            trial = replace(trial, helped_by=with_interface(trial.helped_by, first.interface))
-        return judge(trial, _reference(first, second))
+            trial = search(trial, to_try, attempts.make, Patience(math.inf))
+        return judge(trial, reference(first, second))
 
     def job(self, where: str, rank: int, device: str, settings: Settings) -> Job:
         """This machine's part of one attempt."""
@@ -228,43 +236,3 @@ def both(mine: Ended, theirs: Ended, is_first: bool) -> Ended:
     sides = (mine, theirs) if is_first else (theirs, mine)
     failed = sorted((one for one in sides if not one.is_well), key=lambda one: one.is_late)
     return replace(failed[0], returned=()) if failed else Ended(sides[0].returned + sides[1].returned)
-
-
-def compare(members: Sequence[Member | None]) -> list[Finding]:
-    """Versions and clocks of machines that are to train together."""
-    there = [one for one in members if one is not None]
-    return [
-        _same("torch of all", {one.name: one.torch for one in there}, "install the same torch on all machines"),
-        _same("evenstep of all", {one.name: one.evenstep for one in there}, "install the same evenstep everywhere"),
-        _same("Python of all", {one.name: one.python.rpartition(".")[0] for one in there}, "use the same Python"),
-        _clocks(there),
-    ]
-
-
-def _same(name: str, versions: Mapping[str, str], advice: str) -> Finding:
-    if len(set(versions.values())) == 1:
-        return Finding(name, "good", f"{next(iter(versions.values()))} on {len(versions)} machines", numbers=versions)
-    said = ", ".join(f"{machine} {version}" for machine, version in versions.items())
-    return Finding(name, "warn", said, advice, versions)
-
-
-def _clocks(members: Sequence[Member]) -> Finding:
-    behind = {one.name: one.seconds_behind for one in members}
-    apart = max(behind.values()) - min(behind.values())
-    said = f"{apart:.1f} s apart"
-    if apart > FAR_APART_SECONDS:
-        late = max(behind, key=lambda name: abs(behind[name]))
-        advice = f"set {late}'s clock (NTP, chrony): machines that disagree about the time take each other for lost"
-        return Finding("clocks", "bad", said, advice, behind)
-    return Finding("clocks", "good", said, numbers=behind)
-
-
-def _reference(first: Member, second: Member) -> Reference:
-    """What the slower of two interfaces says of itself; a link below what trainings warn of is slow in any case."""
-    slower = min(first, second, key=lambda one: one.interface_bits_per_second)
-    bits = slower.interface_bits_per_second
-    words = (
-        f"{slower.interface} of {slower.name} says {bits / 1e9:g} Gbit/s" if bits else "nobody says what it could be"
-    )
-    advice = "is it the right network? GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME choose another; --rendezvous, too"
-    return Reference(words, bits / 8 or None, slow_bytes_per_second=SLOW / 8, slow_advice=advice)

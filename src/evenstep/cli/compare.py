@@ -8,12 +8,17 @@ import shlex
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Annotated
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.console import Console
 
 from evenstep.cli.app import TASKS, app
+from evenstep.errors import EvenstepError
+
+if TYPE_CHECKING:
+    from evenstep.report.comparison import Comparison
 
 EXAMPLES = """
 [bold]Examples[/bold]
@@ -52,7 +57,6 @@ def compare(
     from evenstep.compare import Asked
     from evenstep.compare import compare as measure
     from evenstep.report.compared import show_comparison
-    from evenstep.report.page import write_page
 
     choices = {"batch": batch, "precision": precision, "workers": workers, "threads": threads}
     asked = Asked(
@@ -66,13 +70,23 @@ def compare(
     )
     with _saying() as say:
         comparison, folder = measure(asked, say)
-    page = write_page(comparison, folder)
+    page, why_not = _page(comparison, folder)
     if as_json:
-        print(json.dumps({**dataclasses.asdict(comparison), "folder": str(folder), "page": str(page)}))
+        print(json.dumps({**dataclasses.asdict(comparison), "folder": str(folder), "page": page}))
         return
     console = Console(highlight=False, emoji=False)
     show_comparison(comparison, console)
-    console.print(f"\npage  {page}", markup=False, soft_wrap=True)
+    console.print(f"\npage  {page or why_not}", markup=False, soft_wrap=True)
+
+
+def _page(comparison: Comparison, folder: Path) -> tuple[str | None, str]:
+    """The path of the page, or why there is none: what was measured must not be lost for want of a library."""
+    from evenstep.report.page import write_page
+
+    try:
+        return str(write_page(comparison, folder)), ""
+    except EvenstepError as error:
+        return None, f"was not made: {error}; then evenstep report {folder}"
 
 
 @contextmanager

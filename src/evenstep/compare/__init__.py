@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import datetime
+import shutil
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -45,6 +46,9 @@ def compare(asked: Asked, say: Callable[[str], None] = lambda line: None) -> tup
     name = asked.choices.get("name") or free_name(label_of(asked.source), "compare")
     first = {"strategy": "single", "devices": list(ways[0].devices), "name": name}
     base = prepare(asked.source, {**asked.choices, **first})
+    for way in ways:
+        # What a plan refuses is refused before anything is measured.
+        replace(base.plan, strategy=way.strategy, devices=way.devices)
     race = Race(base, base.folder, ways[0], say)
     block = race.block_for(ways, asked.steps)
     ways = [way for way in ways if way.label not in race.left_out]
@@ -73,13 +77,17 @@ def _parities(base: Prepared, ways: Sequence[Way], say: Callable[[str], None]) -
     """Whether each way learns what `single` learns; a check that cannot be made says so."""
     found: dict[Way, tuple[Parity, str]] = {ways[0]: ("reference", "what the others are compared with")}
     say("does every way learn the same?")
+    folder = base.folder / "verify"
     try:
         depth = Depth(steps=PARITY_STEPS, own_precision=False)
-        verdicts = check(base, ways[1:], base.folder / "verify", depth) if ways[1:] else {}
+        verdicts = check(base, ways[1:], folder, depth) if ways[1:] else {}
     except EvenstepError as error:
         return found | {way: ("unknown", str(error).splitlines()[0]) for way in ways[1:]}
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
     for way, verdict in verdicts.items():
-        found[way] = ("same" if verdict.is_same else "differs", verdict.sentence)
+        why = f"{verdict.sentence}. {verdict.why}" if verdict.why else verdict.sentence
+        found[way] = ("same" if verdict.is_same else "differs", why)
     return found
 
 
@@ -94,6 +102,7 @@ def _larger_batch(race: Race, comparison: Comparison, ways: Sequence[Way], block
     if taken is None:
         del race.left_out[way.label]
         return None
+    shutil.rmtree(taken.folder)
     return LargerBatch(times=TIMES, label=row.label, samples_per_second=_rate(taken))
 
 

@@ -9,9 +9,9 @@ from rich.table import Table
 from rich.text import Text
 
 from evenstep.record import PARTS
-from evenstep.report.comparison import Comparison, Row, Spread
+from evenstep.report.comparison import Comparison, Spread
 from evenstep.report.progress import without_control
-from evenstep.report.table import devices, plain, size
+from evenstep.report.table import plain, size
 
 LEARNS = {
     "reference": ("the measure", "dim"),
@@ -23,10 +23,10 @@ LEARNS = {
 
 
 def show_comparison(comparison: Comparison, console: Console) -> None:
-    """Two tables, what did not run, and what to do."""
-    console.print(speed_table(comparison))
-    console.print()
-    console.print(step_table(comparison))
+    """How fast, what a step is made of, what it holds; what did not run, and what to do."""
+    for table in (speed_table(comparison), step_table(comparison), cost_table(comparison)):
+        console.print(table)
+        console.print()
     for line in _remarks(comparison):
         console.print(without_control(line), style="yellow", markup=False, soft_wrap=True)
     console.print()
@@ -36,37 +36,26 @@ def show_comparison(comparison: Comparison, console: Console) -> None:
 
 def speed_table(comparison: Comparison) -> Table:
     """Samples a second, and what they are worth."""
-    table = Table(box=None, pad_edge=False, header_style="bold")
-    for name in ("way", "devices"):
-        table.add_column(name, no_wrap=True)
-    for name in ("samples/s", "spread", "speed-up", "efficiency", "start-up"):
-        table.add_column(name, justify="right", no_wrap=True)
+    table = _table("way", "samples/s", "spread", "speed-up", "efficiency")
     table.add_column("learns", no_wrap=True)
     for row in comparison.rows:
         rate = row.samples_per_second
         said, style = LEARNS[row.parity]
         table.add_row(
-            plain(row.strategy),
-            devices(row.devices),
+            plain(row.label),
             f"{rate.middle:,.0f}",
             f"{rate.low:,.0f}-{rate.high:,.0f}",
             f"{comparison.speedup(row):.2f}x",
             f"{comparison.efficiency(row):.0%}",
-            f"{row.start_seconds.middle:.1f} s",
             Text(said, style=style),
         )
     return table
 
 
 def step_table(comparison: Comparison) -> Table:
-    """Where a step goes, in milliseconds, and what it holds and sends."""
-    table = Table(box=None, pad_edge=False, header_style="bold")
-    table.add_column("a step, in ms", no_wrap=True)
+    """Where a step goes, in milliseconds."""
     short = {"communication": "comm.*", "optimizer": "optim."}
-    limits = ("no input", "no comm.")
-    for name in ("whole", *(short.get(part, part) for part in PARTS), *limits, "sent"):
-        table.add_column(name, justify="right", no_wrap=True)
-    table.add_column("peak memory")
+    table = _table("ms a step", "whole", *(short.get(part, part) for part in PARTS), "no input", "no comm.")
     for row in comparison.rows:
         table.add_row(
             plain(row.label),
@@ -74,14 +63,30 @@ def step_table(comparison: Comparison) -> Table:
             *(f"{row.parts.get(part, 0.0) * 1000:.2f}" for part in PARTS),
             _ms(row.without_input_seconds),
             _ms(row.without_communication_seconds),
-            size_in_short(row.sent_bytes),
-            _peaks(row),
         )
     return table
 
 
+def cost_table(comparison: Comparison) -> Table:
+    """What a way holds, sends and waits for before its first step."""
+    table = _table("cost", "start-up", "sent a step")
+    table.add_column("peak memory")
+    for row in comparison.rows:
+        peaks = ", ".join(size(peak) for peak in row.peak_bytes.values())
+        table.add_row(plain(row.label), f"{row.start_seconds.middle:.1f} s", size_in_short(row.sent_bytes), peaks)
+    return table
+
+
+def _table(first: str, *more: str) -> Table:
+    table = Table(box=None, pad_edge=False, header_style="bold")
+    table.add_column(first, no_wrap=True)
+    for name in more:
+        table.add_column(name, justify="right", no_wrap=True)
+    return table
+
+
 def _remarks(comparison: Comparison) -> Iterator[str]:
-    yield "* what of communication is not hidden behind backward; no input, no comm.: the same step without it"
+    yield "* not hidden behind backward; no input, no comm.: the same step on a batch that is there, or sending nothing"
     for row in comparison.rows:
         if not row.is_sound:
             yield f"{row.label} learns something else: {row.why}"
@@ -91,10 +96,6 @@ def _remarks(comparison: Comparison) -> Iterator[str]:
 
 def _ms(spread: Spread | None) -> str:
     return "-" if spread is None else f"{spread.middle * 1000:.2f}"
-
-
-def _peaks(row: Row) -> str:
-    return ", ".join(size(peak) for peak in row.peak_bytes.values())
 
 
 def size_in_short(num_bytes: int) -> str:

@@ -15,7 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 from evenstep.errors import TaskError
 from evenstep.worker.spread import Bound, Spread
 from evenstep.worker.strategies.single import Single
-from evenstep.worker.tap import Tap, size_of
+from evenstep.worker.tap import Tap
 from evenstep.worker.world import World
 
 SEND_BYTES = 2**28
@@ -71,7 +71,7 @@ def _told_of(tap: Tap, bucket: Any) -> torch.futures.Future[torch.Tensor]:
         at_once.set_result(gradients)
         return at_once
     begin, name = tap.now(), f"bucket {bucket.index()}"
-    tap.sent_bytes += size_of([gradients])
+    tap.sent([gradients])
     gradients.div_(dist.get_world_size())
     sending: dist.Work = dist.all_reduce(gradients, async_op=True)
     if bucket.is_last():

@@ -18,9 +18,9 @@ from evenstep.errors import PlanError
 from evenstep.plan import Plan
 from evenstep.record import FILE
 from evenstep.verify.by_rank import by_rank
-from evenstep.verify.check import Yardstick
 from evenstep.verify.differences import FINE, Differ, Difference
 from evenstep.verify.evidence import Evidence, Failure
+from evenstep.verify.limits import Yardstick
 from evenstep.verify.of_task import loss
 from evenstep.verify.page import table
 from evenstep.verify.verdict import Part, Verdict, Way
@@ -119,6 +119,8 @@ def test_rounding_of_the_task_itself_is_the_yardstick() -> None:
     assert limit("gradients", "b") == pytest.approx(1e-3)
     assert limit("weights", "a") == 1e-5
     assert limit("samples", "samples") == 0
+    assert limit("checkpoint", "a") == pytest.approx(3e-3)
+    assert limit("evaluation", "accuracy") == math.inf
 
 
 # What is seen

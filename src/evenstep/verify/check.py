@@ -21,17 +21,10 @@ from evenstep.verify.differences import (
     saved_as_trained,
 )
 from evenstep.verify.evidence import Evidence, Failure
+from evenstep.verify.limits import WITHOUT_YARDSTICK, Yardstick, exact
 from evenstep.verify.runs import Runs, Say, one_device
 from evenstep.verify.verdict import PARTS, Part, Verdict, Way
 from evenstep.verify.words import differs, fails, same
-
-TOLERANCE = 1e-8
-"""In float64. Rounding makes 1e-15 to 1e-12 over a few steps; mistakes make 1e-5 and more."""
-WITHOUT_YARDSTICK = {"fp32": 1e-4, "tf32": 1e-2, "bf16": 5e-2, "fp16": 5e-2}
-"""In the task's own precision, where it cannot be run in float64 to see what rounding does."""
-LEAST = {"fp32": 1e-5, "tf32": 1e-3, "bf16": 1e-2, "fp16": 1e-2}
-TIMES_NOISE = 30.0
-"""How much more than its own rounding noise a tensor may be off."""
 
 
 @dataclass(frozen=True)
@@ -77,7 +70,9 @@ class Judge:
             return self._failed(run, reference, precision)
         limit = self._limit(precision)
         differ = Differ(COARSE if self._is_rough else FINE)
-        self._found = [*differ.all(reference, run), *self._round_trip(differ, reference, run, precision)]
+        self._found = differ.all(reference, run)
+        if first_beyond(self._found, limit) is None:
+            self._found += self._round_trip(differ, reference, run, precision)
         first = first_beyond(self._found, limit)
         if first is not None:
             return self._differs(first, reference, run, precision, limit)
@@ -139,20 +134,20 @@ class Judge:
         return found + [
             Difference("checkpoint", one.step, one.name, one.size)
             for one in differ.all(reference, resumed)
-            if one.step > half and one.part != "samples"
+            if one.step > half and one.part not in ("samples", "evaluation")
         ]
 
     def _limit(self, precision: str) -> Limit:
         """What counts as rounding."""
         if not self._is_rough:
-            return lambda part, name: TOLERANCE
+            return exact
         if precision == "fp64" != self._own:
             return Yardstick(Differ(COARSE).all(self._reference("fp64"), self._reference(self._own)), self._own)
-        fixed = WITHOUT_YARDSTICK.get(precision, WITHOUT_YARDSTICK["fp32"])
-        return lambda part, name: 0.0 if part == "samples" else fixed
+        return Yardstick([], precision, WITHOUT_YARDSTICK.get(precision, WITHOUT_YARDSTICK["fp32"]))
 
-    def _in_practice(self, exact: Limit) -> Verdict:
+    def _in_practice(self, arithmetic: Limit) -> Verdict:
         """In the task's own precision: a way may be off as far as rounding itself is, and some more."""
+        self._is_rough = True
         reference, run = self._reference(self._own), self._runs.watched(self._way, self._own)
         if isinstance(run, Failure):
             return self._failed(run, reference, self._own)
@@ -165,9 +160,9 @@ class Judge:
         said = f"in {self._own} it is off by {most:.1e} at most; rounding alone makes {by_rounding:.1e} on one device"
         self._notes.append(said)
         if first is None:
-            return self._same(exact)
+            return self._same(arithmetic)
         why = (
-            f"a difference of precision: in float64 {self._way.label} and single agree to {self._largest(exact):.0e}, "
+            f"a difference of precision: in float64 {self._way.label} and single agree to {self._largest():.0e}, "
             f"in {self._own} they do not. Something is computed in fewer digits in one of them"
         )
         first = _tensor_of(first, found, limit)
@@ -187,13 +182,13 @@ class Judge:
             parts=_parts(found, limit),
         )
 
-    def _largest(self, limit: Limit) -> float:
+    def _largest(self) -> float:
         return max((one.size for one in self._found), default=0.0)
 
     def _same(self, limit: Limit) -> Verdict:
         return Verdict(
             is_same=True,
-            sentence=same(self._way.label, self._largest(limit)),
+            sentence=same(self._way.label, self._largest()),
             notes=tuple(self._notes),
             parts=_parts(self._found, limit),
         )
@@ -231,29 +226,6 @@ class Judge:
             notes=tuple(self._notes),
             parts=_parts(self._found, limit),
         )
-
-
-class Yardstick:
-    """How far rounding alone takes each tensor of this very task, times a factor."""
-
-    def __init__(self, noise: Sequence[Difference], precision: str) -> None:
-        self._least = LEAST[precision]
-        self._of_tensor: dict[tuple[str, str], float] = {}
-        self._of_part: dict[str, float] = {}
-        for one in noise:
-            if math.isfinite(one.size):
-                key = (one.part, one.name)
-                self._of_tensor[key] = max(one.size, self._of_tensor.get(key, 0.0))
-                self._of_part[one.part] = max(one.size, self._of_part.get(one.part, 0.0))
-
-    def __call__(self, part: str, name: str) -> float:
-        if part == "samples":
-            return 0.0
-        if part == "evaluation" and name != "loss":
-            # Counts jump: rounding moves a sample from right to wrong. Float64 has judged them.
-            return math.inf
-        by_tensor = TIMES_NOISE * self._of_tensor.get((part, name), 0.0)
-        return max(self._least, by_tensor, TIMES_NOISE / 3 * self._of_part.get(part, 0.0))
 
 
 def _tensor_of(first: Difference, found: Sequence[Difference], limit: Limit) -> Difference:

@@ -22,6 +22,9 @@ from tests.process import traced_task
 from tests.process.traced_task import task
 from tests.process.watched import RUN, train
 
+NANOSECONDS = 0.002
+"""Two of them, in microseconds: times are rounded to one."""
+
 
 def spans(rank: int) -> list[tuple[str, str]]:
     """Name and lane of all that a rank did."""
@@ -31,9 +34,26 @@ def spans(rank: int) -> list[tuple[str, str]]:
     return [(one["name"], names[one["tid"]]) for one in events if one["ph"] == "X"]
 
 
+def misplaced() -> list[str]:
+    """Spans that overlap another of their lane and do not lie within it: viewers drop those."""
+    with gzip.open(RUN / trace.FILE, "rt") as file:
+        events = [one for one in json.load(file)["traceEvents"] if one["ph"] == "X"]
+    found: list[str] = []
+    inside: dict[Any, list[float]] = {}
+    for one in sorted(events, key=lambda one: (one["ts"], -one["dur"])):
+        ends = inside.setdefault((one["pid"], one["tid"]), [])
+        while ends and ends[-1] <= one["ts"] + NANOSECONDS:
+            ends.pop()
+        if ends and one["ts"] + one["dur"] > ends[-1] + NANOSECONDS:
+            found.append(one["name"])
+        ends.append(one["ts"] + one["dur"])
+    return found
+
+
 def check_numbers(strategy: str) -> None:
     """Three steps, 4 to 6, in lanes, and parts that add up to the whole."""
     found = trace.numbers(RUN / trace.FILE)
+    assert not misplaced()
     assert [one.rank for one in found] == list(range(2 if strategy in ("ddp", "fsdp") else 1))
     for one in found:
         assert one.steps == 3

@@ -20,8 +20,8 @@ MARK = "evenstep: "
 """What begins the name of every span that evenstep itself marks; the workers write it."""
 STEP, TOGETHER = f"{MARK}step ", f"{MARK}together"
 SENDING = (f"{MARK}replicate", f"{MARK}reduce")
-STEPS, INPUT, COMPUTE, COMMUNICATION, PROFILER = "steps", "input", "compute", "communication", "profiler"
-_FIRST_LANE = {STEPS: 0, INPUT: 100, COMPUTE: 200, COMMUNICATION: 300, PROFILER: 900}
+STEPS, INPUT, COMPUTE, COMMUNICATION = "steps", "input", "compute", "communication"
+_FIRST_LANE = {STEPS: 0, INPUT: 100, COMPUTE: 200, COMMUNICATION: 300}
 _FIRST_STREAM = 400
 _FLOWS = "stf"
 
@@ -52,7 +52,7 @@ class _Rank:
 
 def merge(traces: Sequence[RankTrace], path: Path) -> None:
     """Write the timelines of all ranks as one file, which Perfetto and chrome://tracing open as it is."""
-    ranks = [_read(trace) for trace in traces]
+    ranks = _read(traces)
     begins = [event["ts"] for rank in ranks for event in rank.marked(STEP)]
     if not begins:
         raise BadInput(f"no step was traced: {', '.join(str(trace.path) for trace in traces)} hold none")
@@ -60,7 +60,6 @@ def merge(traces: Sequence[RankTrace], path: Path) -> None:
     merged: list[Event] = []
     for rank in ranks:
         _into_lanes(rank)
-        # Small numbers: a double holds microseconds since 1970 to a quarter of one.
         _shift(rank.events, -late[rank.machine] - min(begins))
         merged += [*_labels(rank), *rank.events]
     beside = path.with_name(f"{path.name}.writing")
@@ -80,12 +79,21 @@ def read_events(path: Path) -> dict[str, Any]:
     return dict(whole)
 
 
-def _read(trace: RankTrace) -> _Rank:
-    whole = read_events(trace.path)
-    base = float(whole.get("baseTimeNanoseconds", 0)) / 1000
-    events = [event for event in whole["traceEvents"] if event.get("ph") in ("X", *_FLOWS) and event["pid"] != "Spans"]
-    _shift(events, base)
-    return _Rank(trace.rank, trace.machine, events)
+def _read(traces: Sequence[RankTrace]) -> list[_Rank]:
+    """All of them on the clock of the first: times as large as those since 1970 would be rounded to a quarter."""
+    wholes = [read_events(trace.path) for trace in traces]
+    bases = [int(whole.get("baseTimeNanoseconds", 0)) for whole in wholes]
+    ranks = [_Rank(trace.rank, trace.machine, _of_use(whole)) for trace, whole in zip(traces, wholes, strict=True)]
+    for rank, base in zip(ranks, bases, strict=True):
+        _shift(rank.events, (base - bases[0]) / 1000)
+    return ranks
+
+
+def _of_use(whole: Mapping[str, Any]) -> list[Event]:
+    """Spans and arrows, without those about the profiler itself."""
+    kinds = ("X", *_FLOWS)
+    events = [event for event in whole["traceEvents"] if event.get("ph") in kinds]
+    return [event for event in events if event["pid"] != "Spans" and event.get("cat") != "overhead"]
 
 
 def _shift(events: list[Event], microseconds: float) -> None:
@@ -159,9 +167,7 @@ def _kinds(rank: _Rank, main: Any) -> dict[tuple[Any, Any], str]:
         place, name = _thread(event), str(event.get("name"))
         if event["ph"] != "X" or place == main:
             continue
-        if event.get("cat") == "overhead":
-            kinds[place] = PROFILER
-        elif event["pid"] != host:
+        if event["pid"] != host:
             kinds.setdefault(place, f"cuda:{event['pid']} stream {event['tid']}")
             if is_nccl(name) and not kinds[place].endswith(COMMUNICATION):
                 kinds[place] += f", {COMMUNICATION}"

@@ -13,6 +13,7 @@ from evenstep.compare.blocks import Race, Taken
 from evenstep.compare.ways import find_ways
 from evenstep.errors import EvenstepError
 from evenstep.launcher.prepare import Prepared, free_name, label_of, prepare
+from evenstep.plan import Plan
 from evenstep.report.advice import advise, best
 from evenstep.report.comparison import Comparison, LargerBatch, Parity, Row
 from evenstep.verify import Depth, Way, check
@@ -48,7 +49,7 @@ def compare(asked: Asked, say: Callable[[str], None] = lambda line: None) -> tup
     base = prepare(asked.source, {**asked.choices, **first})
     for way in ways:
         # What a plan refuses is refused before anything is measured.
-        replace(base.plan, strategy=way.strategy, devices=way.devices)
+        Plan.from_json({**base.plan.to_json(), "strategy": way.strategy, "devices": way.devices})
     race = Race(base, base.folder, ways[0], say)
     block = race.block_for(ways, asked.steps)
     ways = [way for way in ways if way.label not in race.left_out]

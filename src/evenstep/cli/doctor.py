@@ -28,7 +28,7 @@ evenstep doctor
 
 evenstep doctor --json | python -m json.tool
 
-evenstep doctor --machines 2 --rendezvous head:29400     (the same on every machine)
+evenstep doctor --machines 2 --rendezvous head:29400
 """
 MARKS = {"good": ("✓", "green"), "warn": ("!", "yellow"), "bad": ("✗", "bold red")}
 
@@ -55,7 +55,7 @@ def doctor(
     try:
         report = _examined(environment, machines, rendezvous)
     except KeyboardInterrupt:
-        Console(stderr=True).print("stopped; nothing was changed, nothing is left running")
+        Console(stderr=True, highlight=False).print("stopped; nothing was changed, nothing is left running")
         raise
     if not report.is_first:
         Console(stderr=True, highlight=False).print(report.findings[0].said, markup=False)

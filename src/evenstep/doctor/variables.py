@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping, Set
 from dataclasses import dataclass
 
 from evenstep.doctor.build import num_cards_present
+from evenstep.doctor.cards import num_cards
 from evenstep.doctor.finding import Finding, Status
 from evenstep.doctor.network import NAME_SECONDS, interfaces, resolve
 
@@ -112,16 +113,22 @@ def _address(value: str) -> Judgement | None:
     return None
 
 
-def _hidden_cards(value: str) -> Judgement | None:
-    if value.strip() not in ("", "-1", "NoDevFiles") or not num_cards_present():
+def _visible_cards(value: str) -> Judgement | None:
+    named = [name for name in value.split(",") if name.strip()]
+    if not num_cards_present():
         return None
-    return Judgement("warn", "it hides every card", "unset CUDA_VISIBLE_DEVICES to use cards")
+    if not named or named[0].strip() in ("-1", "NoDevFiles"):
+        return Judgement("warn", "it hides every card", "unset CUDA_VISIBLE_DEVICES to use cards")
+    if num_cards() < len(named):
+        said = f"{len(named)} named, and torch sees {num_cards()}: it stops at the first that is not there"
+        return Judgement("warn", said, "name cards that nvidia-smi -L lists, or unset CUDA_VISIBLE_DEVICES")
+    return None
 
 
 _DETOUR = "left over from a search for a fault? unset {0}, unless the pairs below fail without it"
 JUDGES: Mapping[str, Judge] = {
     "CUDA_LAUNCH_BLOCKING": _if_on("warn", "every kernel is waited for: slow", "unset CUDA_LAUNCH_BLOCKING"),
-    "CUDA_VISIBLE_DEVICES": _hidden_cards,
+    "CUDA_VISIBLE_DEVICES": _visible_cards,
     "GLOO_SOCKET_IFNAME": _interface("GLOO_SOCKET_IFNAME"),
     "MASTER_ADDR": _address,
     "NCCL_DEBUG": _if_in(("INFO", "TRACE"), "NCCL prints much", "unset NCCL_DEBUG, or set it to WARN"),

@@ -28,7 +28,7 @@ def by_rank(single: Found, ranks: Sequence[Found], label: str, is_rough: bool) -
 def _other_settings(single: Found, ranks: Sequence[Found], label: str) -> Cause | None:
     for number, group in enumerate(single.get("settings") or []):
         for name, value in group.items():
-            found = [(rank.get("settings") or [{}])[number].get(name) for rank in ranks]
+            found = [(rank.get("settings") or single["settings"])[number].get(name) for rank in ranks]
             if any(other != value for other in found):
                 called = "learning rate" if name == "lr" else name
                 return Cause(

@@ -42,6 +42,7 @@ PLANTED = {
     "unused": ("ddp", "no-gradient", "no gradient reaches forgotten.weight, forgotten.bias"),
     "same_data": ("ddp", "same-data", "ranks 0 and 1 read the same data"),
     "queue": ("ddp", "buffer", "forward changes the buffer 1.seen"),
+    "forgetful": ("ddp", "forgotten", "neither a parameter nor a buffer"),
 }
 ALSO_ELSEWHERE = {
     "batch_norm": ("dp", "batchnorm", "normalizes by the statistics of each part"),

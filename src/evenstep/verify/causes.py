@@ -50,10 +50,8 @@ class Case:
         if isinstance(one, Failure) or isinstance(other, Failure):
             return float("inf")
         found = Differ(COARSE if self.is_rough else FINE).all(one, other)
-        return max((each.size for each in found if first_beyond([each], self.limit)), default=self._most(found))
-
-    def _most(self, found: list[Difference]) -> float:
-        return max((one.size for one in found), default=0.0)
+        most = min(max((each.size for each in found), default=0.0), self.limit("gradients", ""))
+        return max((each.size for each in found if first_beyond([each], self.limit)), default=most)
 
     def agrees(self, apart: float) -> bool:
         """Whether that is rounding."""
@@ -68,11 +66,15 @@ def find_cause(case: Case, failure: Failure | None) -> Cause:
         cause = test(case)
         if cause is not None:
             return cause
+    problems = (case.found().get("problems") or {}).items()
     return Cause(
         name="unknown",
-        sentence="the cause was not found",
-        evidence=tuple(f"not {what}" for what in EXCLUDED),
-        advice="Keep the runs with --keep and compare the first tensor that differs; please report the task.",
+        sentence="the cause was not found: it is none of those that are looked for",
+        evidence=(
+            "single, run twice, gave the same",
+            *(f"could not be tested: {name} ({why})" for name, why in problems),
+        ),
+        advice="Run it again with --keep, and compare the first tensor that differs in the runs that it leaves.",
     )
 
 
@@ -90,16 +92,11 @@ def _tests(case: Case) -> list[Callable[[Case], Cause | None]]:
         lambda case: metrics(case.found()),
         _cut_alone,
     ]
-    is_evaluation = case.beyond <= {"evaluation"}
-    return [lambda case: metrics(case.found()), *by_found] if is_evaluation else by_found
-
-
-EXCLUDED = (
-    "a task that does not repeat itself: single twice gave the same",
-    "BatchNorm, random draws, or a loss that is no mean over samples",
-    "the rank: every rank computes the same from the same samples",
-    "the cutting of the batch: single with micro-batches gives what single gives",
-)
+    if case.beyond <= {"checkpoint"}:
+        return [_forgotten, *by_found]
+    if case.beyond <= {"evaluation"}:
+        return [lambda case: metrics(case.found()), *by_found]
+    return by_found
 
 
 def _not_repeated(case: Case) -> Cause | None:
@@ -162,6 +159,26 @@ def _batch_norm(case: Case) -> Cause | None:
         sentence=f"BatchNorm ({names}) normalizes by the statistics of each part of the batch, not of the whole batch",
         evidence=(f"it differs by {in_percent(before)}, and {tried} by {after:.0e}",),
         advice=advice,
+    )
+
+
+def _forgotten(case: Case) -> Cause | None:
+    """One device that goes on from its own checkpoint."""
+    saved = case.runs.watched(case.single, case.precision, again="saved", is_saved=True)
+    half = max(1, case.runs.steps // 2)
+    if isinstance(saved, Failure):
+        return None
+    resume = str(saved.checkpoint(half))
+    apart = case.apart(case.reference, case.runs.watched(case.single, case.precision, again="resumed", resume=resume))
+    saved.forget_checkpoints()
+    if case.agrees(apart):
+        return None
+    return Cause(
+        name="forgotten",
+        sentence="the training is the same, but a run that goes on from a checkpoint is not: the task keeps something "
+        "(a counter, a list, a generator) that is neither a parameter nor a buffer, and no checkpoint holds it",
+        evidence=(f"one device that goes on from its own checkpoint differs by {in_percent(apart)} too",),
+        advice="Keep it in a buffer: self.register_buffer('calls', torch.zeros(())).",
     )
 
 

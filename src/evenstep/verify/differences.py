@@ -74,8 +74,10 @@ class Differ:
     def _step(
         self, one: Tensors, other: Tensors, step: int, of_one: Evidence, of_other: Evidence
     ) -> Iterator[Difference]:
-        for name, size in self._kind("start", one, other):
-            yield Difference("weights", 0, name, size)
+        # A run that goes on from a checkpoint begins elsewhere.
+        if _ordered("start", one, {}) and _ordered("start", {}, other):
+            for name, size in self._kind("start", one, other):
+                yield Difference("weights", 0, name, size)
         losses = [of_one.losses[step], of_other.losses[step]]
         largest = max(map(abs, of_one.losses.values()))
         yield Difference("loss", step, "loss", abs(losses[0] - losses[1]) / max(largest, 1e-300))

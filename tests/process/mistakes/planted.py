@@ -268,3 +268,19 @@ class Counter(nn.Module):
 def counter() -> Task:
     """Sound on any number of devices, and not with micro-batches."""
     return with_middle(Counter)
+
+
+class Forgetful(nn.Module):
+    """Cools down with every call, and counts in a plain number."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += self.training
+        return x / (1 + self.calls)
+
+
+def forgetful() -> Task:
+    return with_middle(Forgetful)

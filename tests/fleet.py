@@ -66,8 +66,8 @@ def furthest(weights: dict[str, torch.Tensor], reference: dict[str, torch.Tensor
 
 
 def main(file: Path) -> None:
-    from evenstep.worker.job import perform
     from evenstep.worker.lifeline import die_with_parent
+    from evenstep.worker.perform import perform
     from tests.small_tasks import small_task
 
     die_with_parent()

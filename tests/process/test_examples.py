@@ -130,11 +130,16 @@ def test_curriculum_keeps_its_pace_and_shows_it_in_the_record() -> None:
     assert record.summary.valid["accuracy"] > 0.85
 
 
-def test_demo_shows_four_strategies_that_learned_the_same() -> None:
+@pytest.mark.slow
+def test_demo_shows_four_strategies_that_learned_the_same_and_ends_with_the_page() -> None:
     said = python(EXAMPLES / "demo.py")
     rows = {line.split()[0]: line for line in said.splitlines() if re.match(r"(single|dp|ddp|fsdp) +(cpu|2 x)", line)}
     assert list(rows) == ["single", "dp", "ddp", "fsdp"]
-    summaries = [Record.read(path).summary for path in sorted(Path("runs").iterdir())]
+    (page,) = Path("runs").glob("*-compare/page.html")
+    assert said.splitlines()[-1] == f"page  {page}"
+    assert said.count("✓ the same") == 3
+    runs = [path for path in sorted(Path("runs").iterdir()) if path != page.parent]
+    summaries = [Record.read(path).summary for path in runs]
     assert len(summaries) == 4
     for summary in summaries:
         assert summary is not None

@@ -24,9 +24,10 @@ from evenstep.record import Record
 from evenstep.report.progress import Progress
 from evenstep.seeding import host_state, restore_host_state
 from evenstep.task import Task, TaskFunction
-from evenstep.worker.job import Event, perform
+from evenstep.worker.job import Event
 from evenstep.worker.later import put_off_compiler
 from evenstep.worker.main import WORKER, write_report
+from evenstep.worker.perform import perform
 from evenstep.worker.strategies import STRATEGIES
 
 

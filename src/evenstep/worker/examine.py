@@ -22,7 +22,8 @@ from evenstep.task import Task, describe
 from evenstep.worker.cuts import cut_up
 from evenstep.worker.draws_seen import DrawsSeen
 from evenstep.worker.dropouts import DropoutOff
-from evenstep.worker.job import Event, set_up_torch
+from evenstep.worker.job import Event
+from evenstep.worker.perform import set_up_torch
 from evenstep.worker.reading import digest
 from evenstep.worker.team import join
 from evenstep.worker.totals import as_sum

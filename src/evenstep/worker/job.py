@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import os
-import signal
 import time
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import replace
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -17,29 +14,24 @@ from torch.optim.lr_scheduler import LRScheduler
 from evenstep import checkpoint
 from evenstep.audit import SamplesWriter, audit
 from evenstep.draws import stream
-from evenstep.errors import BadInput, Preempted, TrainingError
+from evenstep.errors import Preempted, TrainingError
 from evenstep.plan import USUAL, Plan
-from evenstep.record import FILE, Evaluation, Record, RecordWriter, Row, Step, Summary
+from evenstep.record import FILE, Evaluation, Record, Row, Step, Summary
 from evenstep.seeding import seed_everything
 from evenstep.task import Amount, Task, takes_steps
 from evenstep.worker import machine
-from evenstep.worker.ahead import is_worker_end, worker_end
 from evenstep.worker.answers import Situation, is_out_of_memory
 from evenstep.worker.batchnorm import synchronised
-from evenstep.worker.collectives import check_collectives
-from evenstep.worker.everywhere import everywhere, forget_copies
 from evenstep.worker.loader import Loader
-from evenstep.worker.notes import note
 from evenstep.worker.pace import Pace
 from evenstep.worker.pulse import BACKWARD, BUILDING, COMPARING, ENDING, EVALUATING, FORWARD, SAVING
 from evenstep.worker.replicas import ReplicaCheck
-from evenstep.worker.requests import SIGNALS
 from evenstep.worker.room import room
 from evenstep.worker.run import Run
 from evenstep.worker.scaler import unfitted
-from evenstep.worker.team import Interrupted, Team, join
+from evenstep.worker.team import Interrupted, Team
 from evenstep.worker.tracing import Tracing, start_tracing
-from evenstep.worker.trackers import Beginning, start_tracking
+from evenstep.worker.trackers import Beginning
 from evenstep.worker.train import is_done, train
 
 FIRST_CHECKS = (10, 30)
@@ -47,73 +39,6 @@ FIRST_CHECKS = (10, 30)
 
 Event = Row | str
 """What a job yields: rows of the Record, and lines to say."""
-
-
-def perform(
-    plan: Plan, task: Task, run_folder: Path, *more_signals: signal.Signals, make: Callable[..., Job] | None = None
-) -> Iterator[Event]:
-    """Run the plan in this process (one of several, or alone), yielding what happens; rank 0 writes the Record.
-
-    In a folder that has a Record already, the run goes on in it. SIGTERM, SIGUSR1 and SIGHUP, and `more_signals`, ask
-    it to stop: at a step that all processes agree on it saves, and raises Preempted. `make` makes a Job that does
-    something else than train.
-    """
-    set_up_torch(plan)
-    team = join(plan.strategy, plan.devices, plan.precision, plan.seed)
-    if plan.check_collectives:
-        check_collectives(team.world)
-    plan = replace(plan, resume=everywhere(team.world, plan.resume))
-    with team.requests.listening(*SIGNALS, *more_signals):
-        yield from _perform((make or Job)(plan, task, run_folder, team))
-
-
-def _perform(job: Job) -> Iterator[Event]:
-    team = job.team
-    yield from job.resume()
-    forget_copies()
-    record: RecordWriter | None = None
-    if team.world.is_main:
-        record = RecordWriter(job.folder, job.plan, machine.facts(), job.run.loader.facts())
-        job.run.before_save = record.flush
-    tracking = start_tracking(job.beginning, team.world.is_main)
-    try:
-        for event in job.events():
-            if record is not None and not isinstance(event, str):
-                record.append(event)
-                yield from tracking.take(event) if tracking is not None else ()
-            yield event
-        if record is not None:
-            record.flush()
-        team.world.pulse.beat(ENDING)
-        # Nobody leaves while another still reads what it sent.
-        team.world.barrier()
-    except BadInput as error:
-        if job.run.step == 0:
-            raise
-        # Bad input is what is refused before anything is started; this was met on the way.
-        raise TrainingError(f"at step {job.run.step + 1}: {error}") from error
-    except Exception as error:
-        if is_worker_end(error):
-            raise worker_end(error) from error
-        note(error, job.run.step + 1, job.trainable_names(), job.situation(error))
-        raise
-    finally:
-        job.close()
-        if tracking is not None:
-            tracking.close()
-        if record is not None:
-            record.close()
-
-
-def set_up_torch(plan: Plan) -> None:
-    """Settings of this process, before anything is computed."""
-    torch.set_num_threads(machine.share_threads(plan.threads, plan.devices))
-    if plan.deterministic:
-        # cuBLAS asks for this, and reads it when it is first used.
-        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-        torch.use_deterministic_algorithms(True)
-    torch.backends.cudnn.deterministic = plan.deterministic
-    torch.backends.cudnn.benchmark = plan.cudnn_benchmark
 
 
 class Job:

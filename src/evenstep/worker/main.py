@@ -91,7 +91,7 @@ def perform_rank(orders: Orders, source: Task | None) -> None:
 
 
 def _performance(instead: Instead | None) -> Callable[[Plan, Task, Path], Iterator[Event]]:
-    from evenstep.worker.job import perform
+    from evenstep.worker.perform import perform
 
     if instead is None:
         return perform

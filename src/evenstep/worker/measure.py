@@ -16,8 +16,9 @@ import torch
 from evenstep.plan import Plan
 from evenstep.record import Measurement, Step
 from evenstep.task import Task
-from evenstep.worker.job import Event, Job, perform
+from evenstep.worker.job import Event, Job
 from evenstep.worker.loader import Batch, Loader
+from evenstep.worker.perform import perform
 from evenstep.worker.spans import Noted, spans_of, timeline, usual_parts
 from evenstep.worker.tap import HOST, Tap
 from evenstep.worker.team import Team

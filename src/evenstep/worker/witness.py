@@ -19,9 +19,10 @@ from evenstep import checkpoint
 from evenstep.plan import Plan
 from evenstep.task import Amount, Task
 from evenstep.worker.dropouts import DropoutOff
-from evenstep.worker.job import Event, perform
+from evenstep.worker.job import Event
 from evenstep.worker.lifeline import read_rank
 from evenstep.worker.narrow import NarrowSeen
+from evenstep.worker.perform import perform
 from evenstep.worker.state import Tensors, is_sharded
 
 FOLDER = "witness"

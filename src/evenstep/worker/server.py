@@ -20,6 +20,6 @@ if launcher and os.getppid() == int(launcher):
     signal.pthread_sigmask(signal.SIG_BLOCK, HELD_BACK)
 
 ENGINE = "torch.distributed.elastic.multiprocessing.api"
-for module in ("torch", ENGINE, "multiprocessing.synchronize", "evenstep.worker.job", "evenstep.worker.main"):
+for module in ("torch", ENGINE, "multiprocessing.synchronize", "evenstep.worker.perform", "evenstep.worker.main"):
     importlib.import_module(module)
 importlib.import_module("evenstep.worker.later").put_off_compiler()

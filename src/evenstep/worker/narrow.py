@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.overrides import TorchFunctionMode
 
 from evenstep.worker.draws_seen import short_path
 
@@ -16,14 +16,17 @@ _OURS = os.path.dirname(os.path.dirname(__file__))
 _TORCH = os.path.dirname(torch.__file__)
 
 
-class NarrowSeen(TorchDispatchMode):
-    """While it is entered, notes the first line at which a float64 becomes a narrower float."""
+class NarrowSeen(TorchFunctionMode):
+    """While it is entered, notes the first line at which a float64 becomes a narrower float.
+
+    A mode of functions: one of dispatch would see the same, and import sympy for it.
+    """
 
     def __init__(self) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
+        super().__init__()
         self.place: str | None = None
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
         if self.place is None and any(map(_is_narrow, _tensors(result))) and any(map(_is_wide, _tensors(args))):
             frames = [frame for frame in traceback.extract_stack() if not frame.filename.startswith((_OURS, _TORCH))]

@@ -334,7 +334,7 @@ def test_what_ranks_read_is_compared(told: dict[str, str], way: str, said: str) 
     ("name", "devices", "said"),
     [
         ("raising", "2", "sample 7 cannot be read: ZeroDivisionError: division by zero (MY_TASK:"),
-        ("dying", "1", "a loader worker ended by itself: DataLoader worker (pid"),
+        ("dying", "1", "a loader worker ended by itself: "),
     ],
 )
 def test_what_goes_wrong_in_a_loader_worker_is_told(

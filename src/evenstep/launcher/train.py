@@ -24,6 +24,7 @@ from evenstep.record import Record
 from evenstep.report.progress import Progress
 from evenstep.seeding import host_state, restore_host_state
 from evenstep.task import Task, TaskFunction
+from evenstep.worker.ahead import worker_ends_told
 from evenstep.worker.job import Event
 from evenstep.worker.later import put_off_compiler
 from evenstep.worker.main import WORKER, write_report
@@ -64,8 +65,9 @@ def watch(ready: Ready, progress: bool, is_command: bool = False) -> Record:
             events = run(ready, is_command)
             if prepared.plan.profile is not None and ready.is_first:
                 events = with_trace(events, prepared.folder)
-            for event in events:
-                shown.show(event)
+            with worker_ends_told():
+                for event in events:
+                    shown.show(event)
         except KeyboardInterrupt:
             shown.say(stopped_where(prepared.folder) if ready.is_first else f"stopped; {ELSEWHERE}")
             raise

@@ -119,10 +119,22 @@ def is_worker_end(error: BaseException) -> bool:
     return isinstance(error, RuntimeError) and str(error).startswith("DataLoader worker")
 
 
+@contextmanager
+def worker_ends_told() -> Iterator[None]:
+    """Around all that a training's main thread does: torch raises there when a worker dies, in whatever line it is."""
+    try:
+        yield
+    except RuntimeError as error:
+        if is_worker_end(error):
+            raise worker_end(error) from error
+        raise
+
+
 def worker_end(error: BaseException) -> TrainingError:
     """The same, with what to do."""
+    first = (str(error) or type(error).__name__).splitlines()[0]
     return TrainingError(
-        f"a loader worker ended by itself: {str(error).splitlines()[0]}\n"
+        f"a loader worker ended by itself: {first}\n"
         "Often memory or /dev/shm ran out: try fewer --workers, or --workers 0 to see the error itself."
     )
 
@@ -131,8 +143,9 @@ def _opened(batches: Iterator[HostBatch | Failure]) -> Iterator[HostBatch]:
     while True:
         try:
             batch = next(batches, None)
-        except RuntimeError as error:
-            if not is_worker_end(error):
+        except (RuntimeError, ConnectionError, EOFError) as error:
+            # A worker that dies while it sends is seen as a broken connection before it is seen to be dead.
+            if isinstance(error, RuntimeError) and not is_worker_end(error):
                 raise
             _end(batches)
             raise worker_end(error) from error

@@ -15,7 +15,7 @@ from evenstep.plan import Plan
 from evenstep.record import RecordWriter
 from evenstep.task import Task
 from evenstep.worker import machine
-from evenstep.worker.ahead import is_worker_end, worker_end
+from evenstep.worker.ahead import is_worker_end, worker_ends_told
 from evenstep.worker.collectives import check_collectives
 from evenstep.worker.everywhere import everywhere, forget_copies
 from evenstep.worker.job import Event, Job
@@ -40,7 +40,7 @@ def perform(
     if plan.check_collectives:
         check_collectives(team.world)
     plan = replace(plan, resume=everywhere(team.world, plan.resume))
-    with team.requests.listening(*SIGNALS, *more_signals):
+    with team.requests.listening(*SIGNALS, *more_signals), worker_ends_told():
         yield from _perform(make(plan, task, run_folder, team))
 
 
@@ -71,7 +71,7 @@ def _perform(job: Job) -> Iterator[Event]:
         raise TrainingError(f"at step {job.run.step + 1}: {error}") from error
     except Exception as error:
         if is_worker_end(error):
-            raise worker_end(error) from error
+            raise
         note(error, job.run.step + 1, job.trainable_names(), job.situation(error))
         raise
     finally:

@@ -99,8 +99,10 @@ class Measurement:
     """When the first step was done, in seconds since 1970."""
     samples: int
     """Of all its steps."""
+    seconds: float
+    """Of all its steps, and of what becomes of them: a row of the Record."""
     step_seconds: list[float]
-    """Of every step, by the wall clock."""
+    """Of every step alone, by the wall clock."""
     timed_seconds: float
     """Of a step while its parts are timed; the parts add up to it."""
     parts: dict[str, float]

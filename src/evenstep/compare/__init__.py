@@ -68,6 +68,8 @@ def compare(asked: Asked, say: Callable[[str], None] = lambda line: None) -> tup
         command=asked.command,
         created=datetime.datetime.now().isoformat(timespec="minutes"),
     )
+    # Now: whatever comes of the larger batch, this was measured.
+    replace(comparison, advice=advise(comparison)).write(base.folder)
     comparison = replace(comparison, larger_batch=_larger_batch(race, comparison, ways, block))
     comparison = replace(comparison, advice=advise(comparison))
     comparison.write(base.folder)
@@ -95,7 +97,9 @@ def _parities(base: Prepared, ways: Sequence[Way], say: Callable[[str], None]) -
 def _larger_batch(race: Race, comparison: Comparison, ways: Sequence[Way], block: Block) -> LargerBatch | None:
     """Whether the fastest way would make more of a larger batch; asked of short steps only."""
     row = best(comparison)
-    if row.step_seconds.middle > SHORT_STEP_SECONDS:
+    num_samples = race.base.lengths.rest
+    is_too_large = num_samples is not None and TIMES * comparison.batch > num_samples
+    if is_too_large or row.step_seconds.middle > SHORT_STEP_SECONDS:
         return None
     way = next(way for way in ways if way.label == row.label)
     race.say(f"a batch {TIMES} times as large: {way.label}")
@@ -108,7 +112,7 @@ def _larger_batch(race: Race, comparison: Comparison, ways: Sequence[Way], block
 
 
 def _rate(taken: Taken) -> float:
-    return taken.measurement.samples / sum(taken.measurement.step_seconds)
+    return taken.measurement.samples / taken.measurement.seconds
 
 
 __all__ = ["Asked", "Comparison", "Row", "compare"]

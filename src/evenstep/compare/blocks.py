@@ -9,14 +9,14 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from statistics import fmean, median
 
-from evenstep.errors import EvenstepError
+from evenstep.errors import EvenstepError, Preempted
 from evenstep.launcher.prepare import Prepared
 from evenstep.launcher.variants import run_apart, variant
 from evenstep.record import PARTS, Measurement, Record
 from evenstep.report.comparison import Parity, Row, Spread
 from evenstep.verify import Way
 from evenstep.worker.main import Instead
-from evenstep.worker.measure import Block
+from evenstep.worker.measure import Block, usual
 
 TRIAL = Block(warm_up=3, steps=4, special=2)
 BLOCK_SECONDS = 0.8
@@ -84,8 +84,10 @@ class Race:
             for _ in run_apart(prepared, Instead("evenstep.worker.measure:measure", asdict(block))):
                 pass
             record = Record.read(folder)
+        except Preempted:
+            raise
         except EvenstepError as error:
-            if way == self.reference:
+            if way == self.reference and batch is None:
                 raise
             self.left_out[way.label] = str(error).splitlines()[0]
             return None
@@ -101,11 +103,12 @@ class Race:
         measured = [one.measurement for one in taken]
         bare = [one.without_communication_seconds for one in measured]
         peaks = [one.peak_bytes for one in measured]
+        kind = way.devices[0].partition(":")[0]
         return Row(
             strategy=way.strategy,
             devices=list(way.devices),
-            samples_per_second=Spread.of([one.samples / sum(one.step_seconds) for one in measured]),
-            step_seconds=Spread.of([median(one.step_seconds) for one in measured]),
+            samples_per_second=Spread.of([one.samples / one.seconds for one in measured]),
+            step_seconds=Spread.of([usual(one.step_seconds, kind) for one in measured]),
             parts={name: fmean(one.parts[name] for one in measured) for name in PARTS},
             without_input_seconds=Spread.of([one.without_input_seconds for one in measured]),
             without_communication_seconds=Spread.of([one for one in bare if one is not None]) if bare[0] else None,

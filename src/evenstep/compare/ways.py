@@ -21,6 +21,8 @@ def find_ways(strategies: str | None, devices: str) -> list[Way]:
     `devices` are counts (`1,2`), or lists with a slash between them (`cuda:0/cuda:0,cuda:1`).
     """
     sets = device_sets(devices)
+    if len({len(one) for one in sets}) < len(sets):
+        raise PlanError(f"{devices!r} names two lists of as many devices; compare those in two commands")
     named = tuple(part.strip() for part in strategies.split(",")) if strategies else None
     for name in named or ():
         if name not in STRATEGY_NAMES:

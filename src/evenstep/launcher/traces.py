@@ -1,4 +1,4 @@
-"""The traces of all ranks, merged while the training goes on, and told of at its end."""
+"""The traces of all ranks, merged at the end of the training."""
 
 from __future__ import annotations
 
@@ -15,15 +15,13 @@ from evenstep.worker.tracing import ALL, FOLDER
 
 def with_trace(events: Iterator[Event], folder: Path) -> Iterator[Event]:
     """What happens, and at the end, good or bad, where the trace is and what a step was made of."""
-    said: list[str] = []
     try:
-        for event in events:
-            yield event
-            said = said or merged(folder)
+        yield from events
     except Exception:
-        yield from said
+        # Not during the training: whoever merges does not watch.
+        yield from merged(folder)
         raise
-    yield from said or merged(folder)
+    yield from merged(folder)
 
 
 def merged(folder: Path) -> list[str]:

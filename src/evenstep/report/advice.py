@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from evenstep.report.comparison import Comparison, Row
 
 CLEAR = 1.05
-"""A way with more devices is worth them if it is at least this much faster, in its worst block against the best."""
+"""Ways that are within this of the fastest, or within its spread, count as equally fast."""
 EVEN = 1.25
 """Devices whose peaks differ by less hold the same."""
 WORTH_PULLING = 1.10
@@ -45,12 +45,16 @@ def imbalance(row: Row) -> float:
 def _recommendation(comparison: Comparison, row: Row) -> str:
     if len(row.devices) == len(comparison.rows[0].devices):
         why = "no sound way with more devices is clearly faster" if len(comparison.rows) > 1 else "nothing else ran"
-        return f"Take {row.label}: {_rate(row)}, and {why}."
+        return f"Take {row.label}: {_rate(row)}, and {why}{_doubt(row)}."
     of = comparison.rows[0].label
     return (
         f"Take {row.label}: {comparison.speedup(row):.2f}x {of} on {len(row.devices)} devices "
-        f"({comparison.efficiency(row):.0%} efficiency, {_rate(row)}), {_memory(row)}."
+        f"({comparison.efficiency(row):.0%} efficiency, {_rate(row)}), {_memory(row)}{_doubt(row)}."
     )
+
+
+def _doubt(row: Row) -> str:
+    return f"; whether it learns the same was not checked ({row.why})" if row.parity == "unknown" else ""
 
 
 def _others(comparison: Comparison, chosen: Row) -> str:
@@ -61,6 +65,9 @@ def _others(comparison: Comparison, chosen: Row) -> str:
 
 def _other(comparison: Comparison, row: Row) -> str:
     text = f"{row.label} {comparison.speedup(row):.2f}x"
+    lever = _communication(row)
+    if lever is not None:
+        text += f" ({lever.gain * comparison.speedup(row):.2f}x if sending cost nothing)"
     if len(row.devices) > 1 and imbalance(row) > EVEN:
         text += f" and {_memory(row)}"
     return text if row.is_sound else f"{text}, but it learns something else"
@@ -129,7 +136,7 @@ def _communication(row: Row) -> Lever | None:
         gain,
         f"communication. {_ms(row.parts['communication'])} of {_ms(row.step_seconds.middle)} are not hidden behind "
         f"backward; without sending, a step takes {_ms(row.without_communication_seconds.middle)}, at most "
-        f"{gain:.1f}x as fast. A larger --batch or --accumulate sends less often.",
+        f"{gain:.1f}x as fast. A larger --batch sends less often.",
     )
 
 

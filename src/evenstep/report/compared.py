@@ -17,8 +17,7 @@ LEARNS = {
     "reference": ("the measure", "dim"),
     "same": ("✓ the same", "green"),
     "differs": ("✗ something else", "red"),
-    "failed": ("✗ failed", "red"),
-    "unknown": ("? not known", "yellow"),
+    "unknown": ("? not checked", "yellow"),
 }
 
 
@@ -90,6 +89,10 @@ def _remarks(comparison: Comparison) -> Iterator[str]:
     for row in comparison.rows:
         if not row.is_sound:
             yield f"{row.label} learns something else: {row.why}"
+        if row.parity == "unknown":
+            yield f"{row.label} was not checked: {row.why}"
+        if row.strategy == "dp-torch":
+            yield f"{row.label}: what it sends is inside forward and backward, and cannot be told apart"
     for label, why in comparison.left_out.items():
         yield f"{label} could not run: {why}"
 

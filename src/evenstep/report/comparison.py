@@ -12,7 +12,7 @@ from typing import Any, Literal
 from evenstep.errors import BadInput
 
 FILE = "comparison.json"
-Parity = Literal["reference", "same", "differs", "failed", "unknown"]
+Parity = Literal["reference", "same", "differs", "unknown"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -100,7 +100,8 @@ class Comparison:
 
     def speedup(self, row: Row) -> float:
         """How many times as many samples a second as the first row."""
-        return row.samples_per_second.middle / self.rows[0].samples_per_second.middle
+        first = self.rows[0].samples_per_second.middle
+        return row.samples_per_second.middle / first if first else 0.0
 
     def efficiency(self, row: Row) -> float:
         """Speed-up for each device, of which the first row has so many."""
@@ -129,7 +130,11 @@ class Comparison:
 
 def _row(values: Mapping[str, Any]) -> Row:
     spreads = ("samples_per_second", "step_seconds", "without_input_seconds", "start_seconds")
-    known: dict[str, Any] = {name: Spread(**values[name]) for name in spreads}
+    known: dict[str, Any] = {name: _spread(values[name]) for name in spreads}
     bare = values["without_communication_seconds"]
-    known["without_communication_seconds"] = Spread(**bare) if bare is not None else None
+    known["without_communication_seconds"] = _spread(bare) if bare is not None else None
     return Row(**{**values, **known})
+
+
+def _spread(values: Mapping[str, Any]) -> Spread:
+    return Spread(middle=float(values["middle"]), low=float(values["low"]), high=float(values["high"]))

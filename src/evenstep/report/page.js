@@ -113,7 +113,8 @@
   function fill(rows) {
     const lines = document.querySelectorAll("#runs tbody tr");
     rows.forEach((row, line) => row.forEach((text, cell) => {
-      if (lines[line].children[cell].textContent !== text) lines[line].children[cell].textContent = text;
+      const shown = lines[line].children[cell];
+      if (shown.textContent !== text) shown.textContent = shown.title = text;
     }));
   }
 
@@ -122,6 +123,8 @@
     status.className = state;
   }
 
+  let failures = 0;
+
   async function poll() {
     let news;
     try {
@@ -129,9 +132,12 @@
       if (!answer.ok) throw new Error(answer.statusText);
       news = await answer.json();
     } catch {
-      say("evenstep report --watch has ended; this is what it saw last", "lost");
+      failures += 1;
+      say(failures < 4 ? "no answer; asking again" : "evenstep report --watch has ended; this is what it saw last", "lost");
+      window.setTimeout(poll, 1000 * Math.min(failures, 10));
       return;
     }
+    failures = 0;
     if (news.shape !== document.body.dataset.shape) {
       window.location.reload();
       return;

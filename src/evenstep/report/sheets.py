@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
+from itertools import chain, count
 from typing import Any
 
 from evenstep.plan import Plan
@@ -18,7 +19,6 @@ PARITY_WORDS = {
     "reference": "reference",
     "same": "the same",
     "differs": "differs",
-    "failed": "failed",
     "unknown": "not checked",
 }
 
@@ -34,11 +34,10 @@ class Sheet:
 
 def distinct(names: Sequence[str]) -> list[str]:
     """The names, with a number behind those that come again."""
-    seen: dict[str, int] = {}
-    found = []
+    found: list[str] = []
     for name in names:
-        seen[name] = seen.get(name, 0) + 1
-        found.append(name if seen[name] == 1 else f"{name} ({seen[name]})")
+        numbered = (f"{name} ({number})" for number in count(2))
+        found.append(next(one for one in chain([name], numbered) if one not in found))
     return found
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import math
+import os
 import signal
 import threading
 import time
@@ -51,6 +52,7 @@ class Watched:
             raise BadInput(f"{run} is not there; give the folder of a run, such as runs/2026-11-15-digits-ddp")
         self.path = run / FILE if run.is_dir() else run
         self._read_to = 0
+        self._inode = 0
         self._record: Record | None = None
         self._lock = threading.Lock()
         self._num_rows = 0
@@ -72,19 +74,24 @@ class Watched:
         return self._made()
 
     def _read_on(self) -> None:
-        if not self.path.is_file():
-            return
-        if self.path.stat().st_size < self._read_to:
-            # A Record only grows: this is another one, of a run that was begun anew under the same name.
-            self._read_to, self._record = 0, None
         try:
             with self.path.open("rb") as file:
+                self._begin_anew_if_another(os.fstat(file.fileno()))
                 file.seek(self._read_to)
                 for row in rows(file):
                     self._take(row)
-                self._read_to = file.tell()
+                    self._read_to = file.tell()
+        except OSError:
+            # Not there yet, or no longer.
+            return
         except (ValueError, KeyError, TypeError) as error:
             raise BadInput(f"{self.path} is no record of a run ({type(error).__name__}: {error})") from error
+
+    def _begin_anew_if_another(self, file: os.stat_result) -> None:
+        """A Record only grows: one that is shorter, or another file, is of a run begun anew under the same name."""
+        if file.st_size < self._read_to or self._inode not in (0, file.st_ino):
+            self._read_to, self._record = 0, None
+        self._inode = file.st_ino
 
     def _take(self, row: Mapping[str, Any]) -> None:
         self._num_rows += 1

@@ -20,7 +20,7 @@ OF_COMPARISONS = {
     "without input": "the same step on a batch that is there already: the most that faster input could give",
     "without communication": "the same step when nothing is sent: the most that faster links could give",
     "peak memory": OF_RUNS["peak memory"],
-    "sent a step": "bytes that each rank sends in a step",
+    "sent a step": "bytes that each rank hands over in a step",
     "start-up": "from the start of the processes to the end of the first step",
     "learns the same": "whether losses and weights are those of one device, within rounding; if not, it is not advised",
 }

@@ -3,23 +3,23 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import repeat
 from pathlib import Path
 from statistics import fmean, median
-from typing import Any
 
 import torch
 
+from evenstep.errors import Preempted
 from evenstep.plan import Plan
 from evenstep.record import Measurement, Step
 from evenstep.task import Task
 from evenstep.worker.job import Event, Job
-from evenstep.worker.loader import Batch, Loader
+from evenstep.worker.loader import Batch
 from evenstep.worker.perform import perform
-from evenstep.worker.spans import Noted, spans_of, timeline, usual_parts
+from evenstep.worker.spans import Noted, spans_of, timeline, usual_parts, usual_seconds
 from evenstep.worker.tap import HOST, Tap
 from evenstep.worker.team import Team
 from evenstep.worker.train import train
@@ -41,8 +41,8 @@ class Block:
 
     @property
     def plan_steps(self) -> int:
-        """Those that use up data."""
-        return self.warm_up + self.steps + 2 * (self.special + SETTLING_STEPS)
+        """All that a scheduler will count; those without input use up no data."""
+        return self.warm_up + self.steps + 3 * self.special + 2 * SETTLING_STEPS
 
 
 def measure(plan: Plan, task: Task, run_folder: Path, **block: int) -> Iterator[Event]:
@@ -57,6 +57,7 @@ class Measuring(Job):
         super().__init__(plan, task, run_folder, team)
         self.block = block
         self._steps = train(self.run, task, plan, self._peak_bytes)
+        self._repeated: Batch | None = None
 
     def events(self) -> Iterator[Event]:
         """Steps of the training itself, and what was measured."""
@@ -65,16 +66,19 @@ class Measuring(Job):
             step = self._next()
             first_step_at = first_step_at or time.time()
             yield step
-        seconds, samples = [], 0
+        taken, seconds = [], []
         self._together()
+        began = time.perf_counter()
         for _ in range(self.block.steps):
-            began = time.perf_counter()
+            before = time.perf_counter()
             step = self._next()
-            # What becomes of a step (a row of the Record) is a part of every training.
+            seconds.append(time.perf_counter() - before)
+            self._keep_whole_batch()
+            taken.append(step)
+            # What becomes of a step is a part of every training.
             yield step
-            seconds.append(time.perf_counter() - began)
-            samples += step.samples
-        self._together(seconds)
+        self._wait_for_devices(seconds)
+        whole_seconds = time.perf_counter() - began
         peaks = {name: size for of_rank in self.team.world.gather(self._peak_bytes()) for name, size in of_rank.items()}
         without_input = self._without_input()
         ranks, sent_bytes = self._timed()
@@ -82,42 +86,49 @@ class Measuring(Job):
         without_communication = self._without_communication(sent_bytes)
         shown = range(len(ranks[0].steps))[-SHOWN_STEPS:]
         yield from (timeline(ranks, index, first + index + 1) for index in shown)
-        parts = usual_parts(ranks)
         yield Measurement(
             first_step_at=first_step_at,
-            samples=samples,
+            samples=sum(step.samples for step in taken),
+            seconds=whole_seconds,
             step_seconds=seconds,
-            timed_seconds=sum(parts.values()),
-            parts=self._with_hidden(parts, without_communication),
+            timed_seconds=usual_seconds(ranks),
+            parts=self._with_hidden(usual_parts(ranks), without_communication),
             without_input_seconds=without_input,
             without_communication_seconds=without_communication,
             sent_bytes=sent_bytes,
             peak_bytes=peaks,
         )
 
-    def _next(self) -> Step:
-        step, _ = next(self._steps)
+    def _next(self, steps: Iterator[tuple[Step, list[int]]] | None = None) -> Step:
+        step, _ = next(steps or self._steps)
+        if self.team.requests.stop:
+            raise Preempted("asked to stop")
         return step
 
-    def _together(self, seconds: list[float] | None = None) -> None:
-        """Wait for the devices, which the host runs ahead of, and for the other ranks; the wait counts as a step's."""
+    def _keep_whole_batch(self) -> None:
+        """The last one that is whole: that of an epoch's end may hold a few samples only."""
+        batch = self.team.last_batch
+        if self._repeated is None or (batch is not None and batch.num_samples >= self._repeated.num_samples):
+            self._repeated = batch
+
+    def _together(self) -> None:
+        """Wait for the devices, which the host runs ahead of, and for the other ranks."""
+        self._wait_for_devices()
+        self.team.world.barrier()
+
+    def _wait_for_devices(self, seconds: list[float] | None = None) -> None:
+        """What the host had run ahead counts to its last step."""
         began = time.perf_counter()
         for device in self.team.world.devices:
             if device.type == "cuda":
                 torch.cuda.synchronize(device)
         if seconds:
             seconds[-1] += time.perf_counter() - began
-        self.team.world.barrier()
 
     def _without_input(self) -> float:
         """Seconds of a step on a batch that is there already."""
-        batch, loader = self.team.last_batch, self.run.loader
-        assert batch is not None
-        self.run.loader = Repeating(loader, batch)
-        try:
-            return self._usual(train(self.run, self.task, self.plan, self._peak_bytes))
-        finally:
-            self.run.loader = loader
+        assert self._repeated is not None
+        return self._usual(train(self.run, self.task, self.plan, self._peak_bytes, repeat(self._repeated)))
 
     def _timed(self) -> tuple[list[Noted], int]:
         """What every rank noted of some steps, and the bytes that each sent in one of them."""
@@ -126,14 +137,12 @@ class Measuring(Job):
         for _ in range(SETTLING_STEPS):
             self._next()
         self._together()
-        tap.open(pulse, self.team.world.device)
+        tap.open(pulse, self.team.world.devices)
         for _ in range(self.block.special):
             self._next()
         tap.mark("end")
         tap.close(pulse)
         self._together()
-        # What was sent lands a moment later than who sent it goes on.
-        time.sleep(0.01)
         ranks = [Noted.from_json(values) for values in self.team.world.gather(noted(tap).to_json())]
         return ranks, round(tap.sent_bytes / self.block.special)
 
@@ -156,12 +165,10 @@ class Measuring(Job):
         self._together()
         for _ in range(self.block.special):
             began = time.perf_counter()
-            next(steps)
+            self._next(steps)
             seconds.append(time.perf_counter() - began)
-        self._together(seconds)
-        # On a card the host's times of single steps mean little; together they are right.
-        own = fmean(seconds) if self.team.world.device.type == "cuda" else median(seconds)
-        return fmean(self.team.world.gather(own))
+        self._wait_for_devices(seconds)
+        return fmean(self.team.world.gather(usual(seconds, self.team.world.device.type)))
 
     def _with_hidden(self, parts: dict[str, float], without_communication: float | None) -> dict[str, float]:
         """On a card, fsdp's collectives are waited for by the card itself: what they cost is what the step saves
@@ -179,20 +186,9 @@ class Measuring(Job):
         }
 
 
-class Repeating(Loader):
-    """A loader's stand-in that gives the same batch for ever; all else is the loader's."""
-
-    def __init__(self, loader: Loader, batch: Batch) -> None:
-        self._loader = loader
-        self._repeated = batch
-
-    def __getattribute__(self, name: str) -> Any:
-        if name in ("_loader", "_repeated", "__class__"):
-            return super().__getattribute__(name)
-        return getattr(super().__getattribute__("_loader"), name)
-
-    def __iter__(self) -> Iterator[Batch]:
-        return repeat(self._repeated)
+def usual(seconds: Sequence[float], kind: str) -> float:
+    """Seconds of a usual step. On a card the host's times of single steps mean little; together they are right."""
+    return fmean(seconds) if kind == "cuda" else median(seconds)
 
 
 def noted(tap: Tap) -> Noted:

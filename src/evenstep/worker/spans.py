@@ -85,6 +85,12 @@ def usual_parts(ranks: Sequence[Noted]) -> dict[str, float]:
     return {name: fmean(parts[name] for parts in kept) if kept else 0.0 for name in PARTS}
 
 
+def usual_seconds(ranks: Sequence[Noted]) -> float:
+    """The whole of such a step, from when it begins to when the next one does."""
+    kept = [end - begin for noted in ranks for begin, end in middle_half(noted.steps)]
+    return fmean(kept) if kept else 0.0
+
+
 def middle_half(steps: Sequence[tuple[float, float]]) -> list[tuple[float, float]]:
     """Without the shortest and the longest quarter, which tell of what else the machine did."""
     ordered = sorted(steps, key=lambda step: step[1] - step[0])

@@ -52,16 +52,18 @@ class Tap:
         self.travels: list[Travel] = []
         self.sent_bytes = 0
         self._on_card = False
-        self._begin: tuple[float, torch.cuda.Event | None] = (0.0, None)
+        self._begins: dict[torch.device, tuple[float, torch.cuda.Event]] = {}
         self._doing = ""
 
-    def open(self, pulse: Pulse, device: torch.device) -> None:
-        """Begin to note what happens."""
-        self._on_card = device.type == "cuda"
-        if self._on_card:
+    def open(self, pulse: Pulse, devices: Sequence[torch.device]) -> None:
+        """Begin to note what happens; each card has a clock of its own, which is set by the host's here."""
+        self._on_card = devices[0].type == "cuda"
+        for device in devices if self._on_card else ():
             torch.cuda.synchronize(device)
-        event = self.now()
-        self._begin = (time.perf_counter(), event if isinstance(event, torch.cuda.Event) else None)
+            with torch.cuda.device(device):
+                event = torch.cuda.Event(enable_timing=True)
+                event.record()
+                self._begins[device] = (time.perf_counter(), event)
         self.is_open = True
         pulse.also(self._phase)
 
@@ -82,8 +84,7 @@ class Tap:
         """On the clock that all processes of this machine share; the device must have come past that moment."""
         if isinstance(moment, float):
             return moment
-        begun, event = self._begin
-        assert event is not None
+        begun, event = self._begins[moment.device]
         return begun + float(event.elapsed_time(moment)) / 1000
 
     def mark(self, name: str) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 
 from evenstep.plan import Plan
 from evenstep.record import Step
@@ -14,13 +14,20 @@ from evenstep.worker.run import Run
 
 
 def train(
-    run: Run, task: Task, plan: Plan, peak_bytes: Callable[[], dict[str, int]]
+    run: Run,
+    task: Task,
+    plan: Plan,
+    peak_bytes: Callable[[], dict[str, int]],
+    batches: Iterable[Batch] | None = None,
 ) -> Iterator[tuple[Step, list[int]]]:
-    """Take optimizer steps until the plan is done, yielding what each one did; for an audit, on which samples too."""
+    """Take optimizer steps until the plan is done, yielding what each one did; for an audit, on which samples too.
+
+    On the loader's batches, unless others are given.
+    """
     (model,) = run.models.values()
     (optimizer,) = run.optimizers.values()
     while not is_done(run, plan):
-        for batch, started, arrived in _timed(run):
+        for batch, started, arrived in _timed(run, run.loader if batches is None else batches):
             lr = float(optimizer.param_groups[0]["lr"])
             loss = run.team.backward(task.loss, model, batch)
             was_taken = run.team.step(optimizer, clip=plan.clip)
@@ -51,9 +58,9 @@ def is_done(run: Run, plan: Plan) -> bool:
     return run.loader.epoch >= plan.epochs
 
 
-def _timed(run: Run) -> Iterator[tuple[Batch, float, float]]:
+def _timed(run: Run, source: Iterable[Batch]) -> Iterator[tuple[Batch, float, float]]:
     """Each batch with the times at which it was asked for and at which it was there."""
-    batches = iter(run.loader)
+    batches = iter(source)
     pulse = run.team.world.pulse
     while True:
         pulse.step = run.step + 1

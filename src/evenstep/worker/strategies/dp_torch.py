@@ -8,6 +8,7 @@ from torch import nn
 
 from evenstep.worker.spread import Bound, Spread
 from evenstep.worker.strategies.single import Single
+from evenstep.worker.tap import Tap
 from evenstep.worker.world import World
 
 
@@ -21,3 +22,6 @@ class TorchDP(Single):
         cards = [device.index for device in (world.device, *world.lent)]
         # Evaluation goes without: people's metrics call methods that the wrapper hides.
         return Spread(model, [Bound(nn.DataParallel(model, cards))], [Bound(model)])
+
+    def tell(self, spread: Spread, tap: Tap) -> None:
+        """Nothing can be told: it scatters, replicates and gathers inside forward and backward."""

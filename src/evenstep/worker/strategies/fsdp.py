@@ -13,7 +13,7 @@ from torch import nn
 from evenstep.worker.spread import Bound, Spread
 from evenstep.worker.strategies.ddp import send_buffers, send_from_rank_0
 from evenstep.worker.strategies.single import Single
-from evenstep.worker.tap import Tap
+from evenstep.worker.tap import Tap, size_of
 from evenstep.worker.world import World
 
 
@@ -42,8 +42,11 @@ class FSDP(Single):
 
     def refresh(self, spread: Spread, is_training: bool) -> None:
         # At every step too: DDP does so, and the strategies are to agree.
-        if self._tap is None or not self._tap.is_muted:
+        if self._tap is None:
             send_buffers(spread)
+        elif not self._tap.is_muted:
+            with self._tap.sending("buffers", size_of(list(spread.module.buffers()))):
+                send_buffers(spread)
 
     def syncing(self, spread: Spread, is_last: bool) -> AbstractContextManager[None]:
         root: Any = spread.seats[0]

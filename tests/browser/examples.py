@@ -100,6 +100,7 @@ def record(strategy: str, num_devices: int, num_steps: int = 60, name: str = "ru
     found.measurement = Measurement(
         first_step_at=0.0,
         samples=64 * num_steps,
+        seconds=sum(times),
         step_seconds=times,
         timed_seconds=whole,
         parts=parts,

@@ -34,11 +34,14 @@ def python(*arguments: str | Path) -> str:
 @pytest.mark.parametrize(
     "start",
     [
-        (sys.executable,),
-        (sys.executable, "-m", "evenstep", "run", "--devices", "2"),
-        (sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2"),
+        pytest.param((sys.executable,), id="alone"),
+        pytest.param((sys.executable, "-m", "evenstep", "run", "--devices", "2"), id="evenstep"),
+        pytest.param(
+            (sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2"),
+            id="torchrun",
+            marks=pytest.mark.slow,
+        ),
     ],
-    ids=["alone", "evenstep", "torchrun"],
 )
 def test_own_loop_runs_alone_under_evenstep_and_under_torchrun(start: tuple[str, ...]) -> None:
     said = run(*start, EXAMPLES / "own_loop.py")
@@ -97,6 +100,7 @@ def test_cifar10_sees_the_same_flips_on_one_device_and_on_two(tmp_path: Path) ->
     assert Record.read("runs/two").losses == pytest.approx(Record.read("runs/one").losses, rel=1e-5)
 
 
+@pytest.mark.slow
 def test_imbalanced_digits_are_learned_better_when_balanced() -> None:
     said = python(EXAMPLES / "imbalanced.py")
     found = re.findall(r"^(\w+) +(\d+) steps  loss [\d.]+  accuracy ([\d.]+)  of rare digits ([\d.]+)$", said, re.M)

@@ -71,6 +71,7 @@ def test_input_bound_more_devices_do_not_help_and_input_is_the_lever() -> None:
 def test_communication_bound_the_one_device_is_kept_or_communication_is_the_lever() -> None:
     slow = comparison(row("single", 1, 0.010), row("ddp", 2, 0.030, sends=0.024))
     assert best(slow).label == "single"
+    assert "ddp x 2 0.33x (1.67x if sending cost nothing)" in advise(slow)[1]
     faster = comparison(row("single", 1, 0.100), row("ddp", 2, 0.080, sends=0.030))
     said = advise(faster)
     assert said[0].startswith("Take ddp x 2: 1.25x single on 2 devices (62% efficiency")
@@ -110,6 +111,13 @@ def test_what_learns_something_else_is_never_recommended() -> None:
     said = advise(found)
     assert said[0].startswith("Take single")
     assert "ddp x 2 2.00x, but it learns something else" in said[1]
+
+
+def test_what_could_not_be_checked_is_recommended_with_that_word() -> None:
+    unknown = replace(row("ddp", 2, 0.050, parity="unknown"), why="it stalled")
+    said = advise(comparison(row("single", 1, 0.100), unknown))
+    assert said[0].startswith("Take ddp x 2")
+    assert said[0].endswith("; whether it learns the same was not checked (it stalled).")
 
 
 def test_more_threads_than_cores_are_the_first_thing_to_mend() -> None:

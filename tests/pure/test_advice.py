@@ -106,6 +106,11 @@ def test_fine_as_it_is() -> None:
     assert "Next lever: none stands out; forward and backward take" in said[2]
 
 
+def test_on_one_device_nothing_is_wrapped_for_nothing() -> None:
+    found = comparison(row("single", 1, 0.100), row("ddp", 1, 0.099))
+    assert best(found).label == "single"
+
+
 def test_what_learns_something_else_is_never_recommended() -> None:
     found = comparison(row("single", 1, 0.100), row("ddp", 2, 0.050, parity="differs"))
     said = advise(found)

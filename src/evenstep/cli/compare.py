@@ -7,7 +7,7 @@ import json
 import shlex
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -93,8 +93,10 @@ def _page(comparison: Comparison, folder: Path) -> tuple[str | None, str]:
 def _saying() -> Iterator[Callable[[str], None]]:
     """What is being done, on stderr: one line that changes on a terminal, one after another elsewhere."""
     console = Console(stderr=True, highlight=False, emoji=False)
-    if not console.is_terminal:
-        yield lambda line: console.print(line, markup=False, soft_wrap=True)
-        return
-    with console.status("preparing") as status:
-        yield lambda line: status.update(line)
+    status = console.status("preparing") if console.is_terminal else None
+    try:
+        with status or nullcontext():
+            yield status.update if status else lambda line: console.print(line, markup=False, soft_wrap=True)
+    except KeyboardInterrupt:
+        console.print("stopped; the blocks that were measured are in runs/")
+        raise

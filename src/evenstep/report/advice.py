@@ -29,7 +29,11 @@ def best(comparison: Comparison) -> Row:
     fastest = max(sound, key=lambda row: row.samples_per_second.middle)
     close = [row for row in sound if row.samples_per_second.middle * CLEAR >= fastest.samples_per_second.middle]
     close += [row for row in sound if row not in close and not _is_clearly_faster(fastest, row)]
-    return min(close, key=lambda row: (imbalance(row) > EVEN, len(row.devices), -row.samples_per_second.middle))
+    return min(close, key=_preference)
+
+
+def _preference(row: Row) -> tuple[bool, int, bool, float]:
+    return imbalance(row) > EVEN, len(row.devices), row.strategy != "single", -row.samples_per_second.middle
 
 
 def _is_clearly_faster(row: Row, other: Row) -> bool:

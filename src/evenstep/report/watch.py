@@ -7,6 +7,7 @@ import json
 import math
 import os
 import signal
+import sys
 import threading
 import time
 from collections.abc import Mapping
@@ -183,6 +184,11 @@ class WatchServer(ThreadingHTTPServer):
             super().__init__((HOST, port), _Handler)
         except OSError as error:
             raise BadInput(f"port {port} is taken ({error.strerror}); give another --port, or none") from error
+
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        """A tab that is closed in mid-answer is nothing to tell of."""
+        if not isinstance(sys.exception(), ConnectionError):
+            super().handle_error(request, client_address)
 
     @property
     def hosts(self) -> set[str]:

@@ -99,12 +99,15 @@ class Tap:
             self.marks.append(Mark(_lane(), "", self.now()))
 
     @contextmanager
-    def sending(self, name: str, num_bytes: int) -> Iterator[None]:
-        """Around a collective that this process waits for; on a card it is only begun, and waited for by the card."""
+    def sending(self, name: str, num_bytes: int, then: str = "") -> Iterator[None]:
+        """Around a collective that this process waits for; on a card it is only begun, and waited for by the card.
+
+        What was done before goes on afterwards, unless it is said what comes then.
+        """
         if not self.is_open:
             yield
             return
-        begin, before = self.now(), self._doing
+        begin, before = self.now(), then or self._doing
         self.sent_bytes += num_bytes
         if not self._on_card:
             self.mark("communication")

@@ -42,10 +42,11 @@ class FSDP(Single):
 
     def refresh(self, spread: Spread, is_training: bool) -> None:
         # At every step too: DDP does so, and the strategies are to agree.
-        if self._tap is None:
+        buffers = list(spread.module.buffers())
+        if self._tap is None or not buffers:
             send_buffers(spread)
         elif not self._tap.is_muted:
-            with self._tap.sending("buffers", size_of(list(spread.module.buffers()))):
+            with self._tap.sending("buffers", size_of(buffers), then="forward"):
                 send_buffers(spread)
 
     def syncing(self, spread: Spread, is_last: bool) -> AbstractContextManager[None]:

@@ -118,6 +118,9 @@ class Plan:
         kinds = {device.split(":")[0] for device in self.devices}
         if len(kinds) > 1 and self.strategy != "dp":
             raise PlanError(f"devices of different kinds ({', '.join(sorted(kinds))}); {self.strategy} needs one kind")
+        if self.strategy == "fsdp" and "cuda" in kinds and len(set(self.devices)) < num:
+            # Seen on torch 2.11: ranks on one card speak gloo, and gathering whole tensors there is a SIGSEGV.
+            raise PlanError("fsdp needs a card of its own for each process; for one card twice use dp or ddp")
         if self.strategy == "dp-torch" and kinds != {"cuda"}:
             raise PlanError("dp-torch is nn.DataParallel, which spreads over CUDA cards alone; use --strategy dp")
         if "mps" in kinds and self.strategy != "single":

@@ -1,7 +1,7 @@
 """On one card: every strategy learns what single learns, and dp what nn.DataParallel learns.
 
 Run where there is a card: python -m pytest -m gpu tests/gpu
-`dp` uses the card twice; `ddp` and `fsdp` with two ranks on one card speak gloo; NCCL runs at size 1.
+`dp` uses the card twice; `ddp` with two ranks on one card speaks gloo; NCCL runs at size 1.
 """
 
 from __future__ import annotations

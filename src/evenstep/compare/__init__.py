@@ -11,7 +11,7 @@ from typing import Any
 
 from evenstep.compare.blocks import Race, Taken
 from evenstep.compare.ways import find_ways
-from evenstep.errors import EvenstepError
+from evenstep.errors import EvenstepError, PlanError
 from evenstep.launcher.prepare import Prepared, free_name, label_of, prepare
 from evenstep.plan import Plan
 from evenstep.report.advice import advise, best
@@ -47,10 +47,8 @@ def compare(asked: Asked, say: Callable[[str], None] = lambda line: None) -> tup
     name = asked.choices.get("name") or free_name(label_of(asked.source), "compare")
     first = {"strategy": "single", "devices": list(ways[0].devices), "name": name}
     base = prepare(asked.source, {**asked.choices, **first})
-    for way in ways:
-        # What a plan refuses is refused before anything is measured.
-        Plan.from_json({**base.plan.to_json(), "strategy": way.strategy, "devices": way.devices})
-    race = Race(base, base.folder, ways[0], say)
+    race = Race(base, base.folder, ways[0], say, left_out=_refused(base.plan, ways, asked.strategies is not None))
+    ways = [way for way in ways if way.label not in race.left_out]
     block = race.block_for(ways, asked.steps)
     ways = [way for way in ways if way.label not in race.left_out]
     parities = _parities(base, ways, say)
@@ -74,6 +72,19 @@ def compare(asked: Asked, say: Callable[[str], None] = lambda line: None) -> tup
     comparison = replace(comparison, advice=advise(comparison))
     comparison.write(base.folder)
     return comparison, base.folder
+
+
+def _refused(plan: Plan, ways: Sequence[Way], is_named: bool) -> dict[str, str]:
+    """What a plan refuses, before anything is measured; raises where that was asked for by name, or nothing is left."""
+    found: dict[str, str] = {}
+    for way in ways:
+        try:
+            Plan.from_json({**plan.to_json(), "strategy": way.strategy, "devices": way.devices})
+        except PlanError as error:
+            found[way.label] = str(error)
+            if is_named or len(found) == len(ways) - 1:
+                raise
+    return found
 
 
 def _parities(base: Prepared, ways: Sequence[Way], say: Callable[[str], None]) -> dict[Way, tuple[Parity, str]]:

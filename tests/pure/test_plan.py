@@ -200,7 +200,6 @@ WHOLE = "it is a whole number from 1 up"
             "dp-torch is nn.DataParallel, which spreads over CUDA cards alone; use --strategy dp",
         ),
         ({"strategy": "fsdp", "devices": ("cuda:0", "cuda:0")}, "fsdp needs a card of its own for each process"),
-        ({"strategy": "dp-torch"}, "dp-torch is nn.DataParallel, which spreads over CUDA cards alone"),
         ({"name": "a/b"}, "'a/b' cannot name a run; use letters, digits"),
     ],
 )

@@ -122,6 +122,7 @@ def test_the_command_finds_what_spoils_the_environment_and_what_helps() -> None:
     assert report["good"] + report["warn"] + report["bad"] == len(report["findings"])
 
 
+@pytest.mark.slow
 def test_a_pipe_gets_plain_words_without_control_bytes_and_an_exit_code_that_fits() -> None:
     done = doctor(NCCL_TOPO_FILE="\x1b[31mred[bold]")
     said = done.stdout

@@ -36,7 +36,7 @@ class Groups:
     def _folders(self, controller: str) -> Iterator[Path]:
         """The group's folder and those above it: a limit of any of them holds."""
         for line in _read(self.membership).splitlines():
-            _, names, path = line.split(":", 2)
+            _, names, path = (*line.split(":", 2), "", "")[:3]
             if names and controller not in names.split(","):
                 continue
             # In a container the path is the host's, and its own group is mounted at the root.
@@ -76,6 +76,6 @@ def _counted(folder: Path, name: str) -> int:
 
 def _read(path: Path) -> str:
     try:
-        return path.read_text()
+        return path.read_text(errors="replace")
     except OSError:
         return ""

@@ -8,6 +8,7 @@ import resource
 import socket
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -30,10 +31,11 @@ from evenstep.doctor.network import host_name, measure_loopback, ports, resolve
 from evenstep.doctor.pairs import rounds, schedule
 from evenstep.doctor.remedies import in_words, remedies
 from evenstep.doctor.talk import Misunderstood, Talk
-from evenstep.doctor.together import both, not_understood
+from evenstep.doctor.together import _Together, both, not_understood
 from evenstep.doctor.trial import LEAST_SECONDS, Patience, Trial, is_sound, search
 from evenstep.doctor.trying import Ended, shortened
 from evenstep.doctor.variables import missing_interfaces, variables
+from evenstep.launcher.meeting import Place
 from evenstep.launcher.signed import sealed
 from evenstep.launcher.stores import open_store
 from evenstep.worker import machine
@@ -509,6 +511,34 @@ def test_what_is_no_message_of_a_doctor_s_is_a_bad_finding(read: Callable[[Any],
     found = not_understood("machine 2", raised.value)
     assert found.status == "bad"
     assert "EVENSTEP_TOKEN" in found.advice
+
+
+def test_a_visit_that_a_stranger_speaks_into_ends_with_a_bad_finding() -> None:
+    pad, own = Pad(), Finding("python", "good", "")
+    pad.set("doctor/clock/1/asked", "{}")
+    first = _Together(Talk(pad, 0, 2, b"ours"), Place(0, 2, 0, 2), {}).findings([own])
+    assert [(one.name, one.status) for one in first] == [("python", "good"), ("other machines", "bad")]
+    pad.set("doctor/clock/1/answered", "{}")
+    (second,) = _Together(Talk(pad, 1, 2, b"ours"), Place(1, 2, 1, 2), {}).findings([own])
+    assert second.status == "bad"
+    assert "no machine of this run" in second.said
+
+
+def test_a_report_that_is_not_understood_is_a_bad_finding_beside_all_others() -> None:
+    pad = Pad()
+    other = Talk(pad, 1, 2, b"ours")
+    other.tell("clock/1/asked", {})
+    other.tell("member/1", asdict(member("b")))
+    other.tell("report/1", {"findings": "none"})
+    # The other is gone by now: what it left is heard, and no attempt is made.
+    talk = Talk(pad, 0, 2, b"ours", is_lost=lambda: True)
+    found = {one.name: one for one in _Together(talk, Place(0, 2, 0, 2), {}).findings([])}
+    assert found["b"].status == "bad"
+    assert "not understood here" in found["b"].said
+    assert found["clocks"].status == "good"
+    assert other.hear("verdict", read_verdict) == Finding(
+        "all machines", "bad", "the first machine prints what was found"
+    )
 
 
 def test_what_another_machine_measured_is_read_as_it_was_sent() -> None:

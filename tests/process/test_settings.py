@@ -12,6 +12,7 @@ from torch.nn import functional as F
 import evenstep
 from evenstep import Task
 from evenstep.plan import Plan
+from evenstep.worker.machine import num_cores
 from tests.fleet import result, run_jobs
 
 x = torch.randn(20, 4, generator=torch.Generator().manual_seed(0))
@@ -51,7 +52,7 @@ def test_settings_hold_while_training_and_are_put_back() -> None:
 
 def test_threads_are_shared_out_among_replicas() -> None:
     evenstep.train(task, progress=False, strategy="dp", devices=("cpu",) * 2)
-    assert seen["threads"] == max(1, torch.get_num_threads() // 2)
+    assert seen["threads"] == max(1, num_cores() // 2)
 
 
 @pytest.mark.slow

@@ -3,30 +3,43 @@
 from __future__ import annotations
 
 import itertools
+import math
+import resource
 import socket
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
+import psutil
 import pytest
 import torch
+from torch._C._distributed_c10d import TCPStore
 
+from evenstep.doctor import network
 from evenstep.doctor.build import back_ends, torch_build
-from evenstep.doctor.cards import judge_card
-from evenstep.doctor.finding import Check, Finding, worst
-from evenstep.doctor.groups import Groups
+from evenstep.doctor.cards import driver, judge_card
+from evenstep.doctor.examine import Looking, Report, Visit
+from evenstep.doctor.finding import Check, Finding, Status, worst
+from evenstep.doctor.heard import read_ended, read_report, read_verdict
 from evenstep.doctor.inside import expected_sum, pattern
 from evenstep.doctor.judging import Reference, judge, rate_in_words
-from evenstep.doctor.limits import cores, memory, open_files, shared_memory, threads, usable_cores
+from evenstep.doctor.limits import cores, memory, open_files, shared_memory, threads
 from evenstep.doctor.members import Member, compare
 from evenstep.doctor.network import host_name, measure_loopback, ports, resolve
 from evenstep.doctor.pairs import rounds, schedule
 from evenstep.doctor.remedies import in_words, remedies
-from evenstep.doctor.talk import Talk
-from evenstep.doctor.together import both
-from evenstep.doctor.trial import Patience, Trial, search
+from evenstep.doctor.talk import Misunderstood, Talk
+from evenstep.doctor.together import _Together, both, not_understood
+from evenstep.doctor.trial import LEAST_SECONDS, Patience, Trial, is_sound, search
 from evenstep.doctor.trying import Ended, shortened
 from evenstep.doctor.variables import missing_interfaces, variables
+from evenstep.launcher.meeting import Place
+from evenstep.launcher.signed import sealed
+from evenstep.launcher.stores import open_store
+from evenstep.worker import machine
+from evenstep.worker.groups import Groups
 from tests.pure.conftest import Ended as Finished
 
 
@@ -71,10 +84,34 @@ def test_reads_the_tightest_limit_of_memory(tmp_path: Path) -> None:
     assert group(tmp_path, "3:memory:/\n", **first).memory_limit() is None
 
 
+def test_files_that_are_kept_for_later_do_not_count_as_used(tmp_path: Path) -> None:
+    second = {
+        "memory_dot_max": "4000",
+        "memory_dot_current": "3900",
+        "memory_dot_stat": "anon 900\ninactive_file 2900\n",
+    }
+    assert group(tmp_path, "0::/\n", **second).memory_limit() == (4000, 1000)
+    first = {"memory__memory.limit_in_bytes": "4000", "memory__memory.usage_in_bytes": "3900"}
+    # The group's own line is beside that of the whole tree, which is what the limit holds for.
+    first["memory__memory.stat"] = "inactive_file 7\ntotal_inactive_file 2900\n"
+    assert group(tmp_path, "3:memory:/\n", **first).memory_limit() == (4000, 1000)
+
+
+@pytest.mark.parametrize(("quota", "num"), [(None, 4), (0.5, 1), (1.0, 1), (2.5, 3), (64.0, 4), (0.0, 1)])
+def test_a_training_shares_out_the_cores_that_affinity_and_the_quota_allow(
+    monkeypatch: pytest.MonkeyPatch, quota: float | None, num: int
+) -> None:
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    monkeypatch.setattr(machine, "cores_by_affinity", lambda: 4)
+    monkeypatch.setattr(machine, "own_quota", lambda: quota)
+    assert machine.num_cores() == num
+    assert machine.share_threads(None, ["cpu", "cpu"]) == max(1, num // 2)
+
+
 def test_a_small_quota_is_warned_of_and_counts_as_the_cores(tmp_path: Path) -> None:
     groups = group(tmp_path, "0::/\n", cpu_dot_max="50000 100000")
     found = cores(groups)
-    assert (found.status, found.numbers["cores"], usable_cores(groups)) == ("warn", 1, 1)
+    assert (found.status, found.numbers["cores"]) == ("warn", 1)
     assert "OMP_NUM_THREADS=1" in found.advice
 
 
@@ -100,8 +137,28 @@ def test_shared_memory_that_cannot_be_written_is_bad(tmp_path: Path) -> None:
     assert shared_memory(tmp_path).numbers["shared_bytes"]
 
 
-def test_open_files_are_counted() -> None:
-    assert open_files().name == "open files"
+@pytest.mark.parametrize(
+    ("soft", "hard", "status", "advice"),
+    [
+        (100, 4096, "bad", "ulimit -n 4096"),
+        (256, resource.RLIM_INFINITY, "warn", "ulimit -n 65536"),
+        (256, 256, "warn", "ask for more"),
+        (1024, 1024, "good", ""),
+        (resource.RLIM_INFINITY, resource.RLIM_INFINITY, "good", ""),
+    ],
+)
+def test_few_open_files_are_a_finding_with_what_may_be_asked_for(
+    soft: int, hard: int, status: str, advice: str
+) -> None:
+    found = open_files((soft, hard))
+    assert (found.status, found.numbers["files"]) == (status, None if soft == resource.RLIM_INFINITY else soft)
+    assert found.advice.startswith(advice)
+    assert bool(found.advice) == bool(advice)
+
+
+def test_the_open_files_of_this_process_are_what_its_limit_says() -> None:
+    soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    assert open_files().numbers["files"] == (None if soft == resource.RLIM_INFINITY else soft)
 
 
 def test_a_cpu_torch_on_a_machine_with_cards_is_bad(tmp_path: Path) -> None:
@@ -116,6 +173,45 @@ def test_a_cpu_torch_on_a_machine_with_cards_is_bad(tmp_path: Path) -> None:
 def test_the_machine_hears_itself_and_holds_a_store() -> None:
     assert measure_loopback().bytes_per_second > 0
     assert ports().status == "good"
+
+
+def listening(port: int) -> list[str]:
+    sockets = psutil.Process().net_connections()
+    return [one.laddr.ip for one in sockets if one.status == psutil.CONN_LISTEN and one.laddr.port == port]
+
+
+@pytest.mark.parametrize("fails_first", [False, True])
+def test_the_store_that_looks_at_ports_listens_to_this_machine_alone(
+    monkeypatch: pytest.MonkeyPatch, fails_first: bool
+) -> None:
+    heard: list[list[str]] = []
+
+    def opening(use_libuv: bool, seconds: float) -> TCPStore:
+        if use_libuv and fails_first:
+            raise OSError("no libuv")
+        store = open_store(seconds=seconds, use_libuv=use_libuv)
+        heard.append(listening(store.port))
+        return store
+
+    monkeypatch.setattr(network, "open_store", opening)
+    assert ports().advice == ("set USE_LIBUV=0 (found by trying)" if fails_first else "")
+    assert heard == [["127.0.0.1"]]
+
+
+class Driver:
+    """NVIDIA's library on a machine with two cards."""
+
+    nvmlSystemGetDriverVersion = staticmethod(lambda: "570.1")
+    nvmlSystemGetCudaDriverVersion_v2 = staticmethod(lambda: 99080)
+    nvmlDeviceGetCount = staticmethod(lambda: 2)
+
+
+def test_cards_that_torch_does_not_see_are_bad_unless_the_user_hid_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("evenstep.doctor.cards.num_cards", lambda: 0)
+    monkeypatch.setattr(torch.version, "cuda", "12.8")
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    assert [one.status for one in driver(Driver(), {})] == ["bad"]
+    assert [one.status for one in driver(Driver(), {"CUDA_VISIBLE_DEVICES": ""})] == ["good"]
 
 
 def test_a_name_that_leads_nowhere_is_a_warning_with_the_line_to_add() -> None:
@@ -210,6 +306,18 @@ def test_sums_are_whole_numbers_that_one_wrong_place_gives_away() -> None:
     assert not torch.equal(total, expected_sum(2**14, 3))
 
 
+def test_sums_of_sums_are_exact_for_two_ranks_however_often_they_are_added_up() -> None:
+    first, second = (pattern(2**14, rank, torch.device("cpu")) for rank in range(2))
+    for _ in range(52):
+        first = second = first + second
+    assert torch.equal(first, expected_sum(2**14, 2, 52))
+    assert torch.isfinite(first).all()
+    # The last place of the last of them is seen.
+    first[5] = torch.nextafter(first[5], torch.tensor(math.inf))
+    assert not torch.equal(first, expected_sum(2**14, 2, 52))
+    assert torch.equal(pattern(2**14, 0, torch.device("cpu")), expected_sum(2**14, 1, 52))
+
+
 def test_a_fast_pair_is_good_a_slow_one_is_warned_of_a_wrong_one_is_bad() -> None:
     beside = Reference("a plain socket: 2.0 GB/s", 2e9)
     fast = judge(Trial("pair", well()), beside)
@@ -245,6 +353,18 @@ def test_wrong_sums_are_cured_too_and_what_there_was_no_time_for_is_named() -> N
     assert in_words({"A": "1"}) == "export A=1"
 
 
+def test_what_hangs_leaves_no_time_for_other_pairs_and_that_is_said_of_them() -> None:
+    over = Patience(deadline=time.monotonic() + LEAST_SECONDS - 1)
+    assert over.allowed(20) == 0
+    assert search(Trial("pair", Ended(why="no")), [{"A": "1"}], lambda _: well(), over).not_tried == ({"A": "1"},)
+    check = Visit({}, over).checks()[-1]
+    (found,) = check.findings()
+    assert (found.name, found.status) == ("2 x cpu, gloo", "warn")
+    assert found.said.startswith("not tried")
+    assert 18 < Patience(deadline=time.monotonic() + 20).allowed(50) <= 20
+    assert Patience().allowed(20) == 20
+
+
 def test_what_nccl_says_last_is_what_is_said() -> None:
     text = (
         "DistBackendError: NCCL error in: x.cpp:94, unhandled\nncclSystemError: call failed\nLast error:\nno interface"
@@ -272,6 +392,10 @@ def test_a_check_that_fails_is_a_finding_itself() -> None:
 
     (found,) = Check("odd", look).findings()
     assert (found.status, found.said) == ("warn", "could not be looked at: ValueError: a strange machine")
+    # Where nothing can be tried out, nothing can be trained.
+    (found,) = Check("odd", look, is_trial=True).findings()
+    assert (found.status, found.said) == ("bad", "could not be tried: ValueError: a strange machine")
+    assert "ulimit -a" in found.advice
     assert worst([found, Finding("b", "bad", "")]) == "bad"
     assert worst([]) == "good"
 
@@ -290,6 +414,13 @@ def test_machines_that_differ_are_told_apart() -> None:
     assert "b's clock" in clocks.advice
 
 
+def test_a_clock_that_nobody_knows_is_not_said_to_be_right() -> None:
+    *_, clocks = compare([member("a"), member("b", seconds_behind=None)])
+    assert (clocks.status, clocks.said) == ("warn", "not known of b: the first machine did not answer")
+    *_, clocks = compare([member("a"), member("b", seconds_behind=None), member("c", seconds_behind=9)])
+    assert clocks.status == "bad"
+
+
 def test_both_sides_of_an_attempt_believe_the_one_that_failed_first_hand() -> None:
     late, failed = Ended(why="nothing came of it", is_late=True), Ended(why="no such interface")
     assert both(late, failed, is_first=True) == both(failed, late, is_first=False) == failed
@@ -300,7 +431,12 @@ def test_both_sides_of_an_attempt_believe_the_one_that_failed_first_hand() -> No
 def test_what_another_machine_sends_is_taken_for_short_texts_and_numbers() -> None:
     sent = {"name": "x" * 9999, "status": "splendid", "said": 5, "advice": "", "numbers": {"a": [1], "b": 2}}
     found = Finding.from_json(sent)
-    assert (found.status, found.said, dict(found.numbers), len(found.name)) == ("bad", "5", {"b": 2}, 600)
+    assert (found.status, found.said, dict(found.numbers), len(found.name)) == ("bad", "5", {"b": 2}, 100)
+    many = {**sent, "numbers": {**{"k" * 999 + str(n): 1 for n in range(999)}, "s": "y" * 9999, "n": math.nan}}
+    assert len(Finding.from_json(many).numbers) <= 200
+    short = Finding.from_json({**sent, "numbers": {"s": "y" * 9999, "n": math.nan}}).numbers
+    assert short == {"s": "y" * 600, "n": None}
+    assert len(member("m" * 9999, torch="t" * 9999).name) == 100
 
 
 class Pad:
@@ -321,15 +457,98 @@ class Pad:
 
 def test_machines_hear_each_other_and_do_not_wait_for_one_that_is_lost() -> None:
     pad = Pad()
-    first, second = Talk(pad, 0, 2), Talk(pad, 1, 2, is_lost=lambda: True)
+    first, second = Talk(pad, 0, 2, b"ours"), Talk(pad, 1, 2, b"ours", is_lost=lambda: True)
     first.tell("a", {"b": 1})
-    assert second.hear("a") == {"b": 1}
-    assert second.hear("missing") is None
-    assert first.hear("missing", 0.01) is None
-    pad.set("doctor/clock/1/answered", f'{{"seconds": {time.time() + 60}}}')
+    assert second.hear("a", dict) == {"b": 1}
+    assert second.hear("missing", dict) is None
+    assert first.hear("missing", dict, 0.01) is None
+    assert second.seconds_behind() is None
+    first.tell("clock/1/answered", {"seconds": time.time() + 60})
     behind = second.seconds_behind()
     assert behind is not None
     assert 55 < behind < 65
+
+
+def test_what_a_stranger_writes_or_moves_is_not_believed() -> None:
+    pad = Pad()
+    talk = Talk(pad, 0, 2, b"ours")
+    Talk(pad, 1, 2, b"theirs").tell("verdict", {"status": "good", "said": ""})
+    talk.tell("verdict/old", {"status": "good", "said": ""})
+    pad.texts["doctor/moved"] = pad.texts["doctor/verdict/old"]
+    pad.set("doctor/plain", '{"status": "good", "said": ""}')
+    for key in ("verdict", "moved", "plain"):
+        with pytest.raises(Misunderstood, match="no machine of this run"):
+            talk.hear(key, read_verdict)
+    assert talk.hear("verdict/old", read_verdict) == Finding("all machines", "good", "")
+
+
+ROW = {"num_bytes": 4096, "is_right": True, "median_seconds": 1e-4, "best_seconds": 1e-4}
+ENDED = {"returned": [{"rows": [ROW], "copy_bytes_per_second": 5e9}], "why": "", "is_late": False}
+
+
+@pytest.mark.parametrize(
+    ("read", "values"),
+    [
+        (read_report, {}),
+        (read_report, {"own": 5, "pairs": []}),
+        (read_report, {"own": [{"name": "a"}], "pairs": []}),
+        (read_report, {"own": [], "pairs": ["text"]}),
+        (read_verdict, {"status": []}),
+        (read_verdict, []),
+        (read_ended, {**ENDED, "returned": []}),
+        (read_ended, {**ENDED, "returned": [{"rows": [], "copy_bytes_per_second": 1}]}),
+        (read_ended, {**ENDED, "returned": [{"rows": [{**ROW, "best_seconds": 0}], "copy_bytes_per_second": 1}]}),
+        (read_ended, {**ENDED, "returned": [{"rows": [{**ROW, "num_bytes": math.inf}], "copy_bytes_per_second": 1}]}),
+        (Member.from_json, {"name": "a"}),
+        (Member.from_json, None),
+    ],
+)
+def test_what_is_no_message_of_a_doctor_s_is_a_bad_finding(read: Callable[[Any], Any], values: Any) -> None:
+    pad = Pad()
+    pad.set("doctor/a", sealed(b"ours", {"key": "a", "values": values}))
+    with pytest.raises(Misunderstood, match="not understood here") as raised:
+        Talk(pad, 0, 2, b"ours").hear("a", read)
+    found = not_understood("machine 2", raised.value)
+    assert found.status == "bad"
+    assert "EVENSTEP_TOKEN" in found.advice
+
+
+def test_a_visit_that_a_stranger_speaks_into_ends_with_a_bad_finding() -> None:
+    pad, own = Pad(), Finding("python", "good", "")
+    pad.set("doctor/clock/1/asked", "{}")
+    first = _Together(Talk(pad, 0, 2, b"ours"), Place(0, 2, 0, 2), {}).findings([own])
+    assert [(one.name, one.status) for one in first] == [("python", "good"), ("other machines", "bad")]
+    pad.set("doctor/clock/1/answered", "{}")
+    (second,) = _Together(Talk(pad, 1, 2, b"ours"), Place(1, 2, 1, 2), {}).findings([own])
+    assert second.status == "bad"
+    assert "no machine of this run" in second.said
+
+
+def test_a_report_that_is_not_understood_is_a_bad_finding_beside_all_others() -> None:
+    pad = Pad()
+    other = Talk(pad, 1, 2, b"ours")
+    other.tell("clock/1/asked", {})
+    other.tell("member/1", asdict(member("b")))
+    other.tell("report/1", {"findings": "none"})
+    # The other is gone by now: what it left is heard, and no attempt is made.
+    talk = Talk(pad, 0, 2, b"ours", is_lost=lambda: True)
+    found = {one.name: one for one in _Together(talk, Place(0, 2, 0, 2), {}).findings([])}
+    assert found["b"].status == "bad"
+    assert "not understood here" in found["b"].said
+    assert found["clocks"].status == "good"
+    assert other.hear("verdict", read_verdict) == Finding(
+        "all machines", "bad", "the first machine prints what was found"
+    )
+
+
+def test_what_another_machine_measured_is_read_as_it_was_sent() -> None:
+    ended = read_ended(ENDED)
+    assert ended.is_well
+    assert judge(Trial("pair", both(ended, ended, True)), Reference()).status == "good"
+    assert not is_sound(
+        read_ended({**ENDED, "returned": [{"rows": [{**ROW, "is_right": "yes"}], "copy_bytes_per_second": 1}]})
+    )
+    assert read_ended({"returned": None, "why": "x" * 9999, "is_late": True}) == Ended(why="x" * 600, is_late=True)
 
 
 def test_rates_are_said_in_units_that_people_read() -> None:
@@ -357,6 +576,18 @@ def test_bad_input_is_refused_before_anything_is_started(
     ended = evenstep("doctor", *arguments)
     assert ended.code == 2
     assert said in ended.err.replace("\n", " ")
+
+
+@pytest.mark.parametrize(("status", "code"), [("good", 0), ("warn", 0), ("bad", 1)])
+def test_the_exit_code_is_1_if_something_is_bad_and_0_if_not(
+    evenstep: Callable[..., Finished], monkeypatch: pytest.MonkeyPatch, status: Status, code: int
+) -> None:
+    def examine(_: object) -> Iterator[Looking | Report]:
+        yield Report((Finding("a", "good", "fine"), Finding("b", status, "so")), 1.0)
+
+    monkeypatch.setattr("evenstep.launcher.server.start_server", lambda: None)
+    monkeypatch.setattr("evenstep.doctor.examine.examine", examine)
+    assert evenstep("doctor").code == code
 
 
 def test_help_has_examples(evenstep: Callable[..., Finished]) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Callable, Iterator
-from contextlib import closing, contextmanager
+from contextlib import closing, contextmanager, suppress
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -48,8 +48,9 @@ def doctor(
     environment = dict(os.environ)
     from evenstep.launcher.server import start_server
 
-    # Its import of torch and ours go on at the same time.
-    start_server()
+    # Its import of torch and ours go on at the same time. If it cannot be started, the trials will say so.
+    with suppress(OSError):
+        start_server()
     from evenstep.doctor.finding import worst
 
     try:

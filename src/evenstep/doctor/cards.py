@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib
-import os
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from typing import Any
@@ -15,7 +14,7 @@ from evenstep.doctor.inside import copy_between_all, look_at_card
 from evenstep.doctor.trying import Job, try_out, try_together
 from evenstep.report.table import size
 
-LOOK_SECONDS = 30.0
+LOOK_SECONDS = 20.0
 LITTLE_FREE_PART = 0.2
 NVLINK_BYTES_PER_SECOND: Mapping[int, float] = {1: 20e9, 2: 25e9, 3: 25e9, 4: 25e9, 5: 50e9}
 """Nominal, of one link one way, by NVLink's version."""
@@ -36,7 +35,7 @@ def open_driver() -> Any:
     return nvml
 
 
-def driver(nvml: Any) -> list[Finding]:
+def driver(nvml: Any, environment: Mapping[str, str]) -> list[Finding]:
     """The driver's version, and whether this torch was built for a newer one."""
     if nvml is None:
         said = "asked of torch alone: nvidia-ml-py is not here" if num_cards() else "no NVIDIA driver, no cards"
@@ -47,7 +46,7 @@ def driver(nvml: Any) -> list[Finding]:
     numbers: dict[str, Number] = {"driver": version, "cuda_of_driver": newest, "cards_present": present}
     said = f"{version}, for CUDA up to {newest}; {present} card{'s' * (present != 1)}"
     built = torch.version.cuda
-    is_hidden = os.environ.get("CUDA_VISIBLE_DEVICES") is not None
+    is_hidden = "CUDA_VISIBLE_DEVICES" in environment
     if built and int(built.split(".")[0]) > cuda // 1000:
         advice = f"torch is built for CUDA {built}: update the driver, or install a torch for CUDA {newest}"
         return [Finding("driver", "bad", said, advice, numbers)]
@@ -57,9 +56,9 @@ def driver(nvml: Any) -> list[Finding]:
     return [Finding("driver", "good", said, numbers=numbers)]
 
 
-def look_at_cards(nvml: Any) -> list[Finding]:
+def look_at_cards(nvml: Any, seconds: float = LOOK_SECONDS) -> list[Finding]:
     """Each card, in a process of its own: one that hangs or crashes takes nothing with it."""
-    jobs = [Job(look_at_card, (index,), 1, LOOK_SECONDS) for index in range(num_cards())]
+    jobs = [Job(look_at_card, (index,), 1, seconds) for index in range(num_cards())]
     found = []
     for index, ended in enumerate(try_together(jobs)):
         name = f"cuda:{index}"
@@ -116,10 +115,10 @@ def _handle(nvml: Any, uuid: str) -> Any:
     return nvml.nvmlDeviceGetHandleByUUID(uuid if uuid.startswith("GPU-") else f"GPU-{uuid}")
 
 
-def copies_between_cards() -> dict[tuple[str, str], float]:
+def copies_between_cards(seconds: float = LOOK_SECONDS) -> dict[tuple[str, str], float]:
     """Bytes a second that each card copies to each other, measured; empty where that fails or there is one card."""
     if num_cards() < 2:
         return {}
-    ended = try_out(Job(copy_between_all, (num_cards(),), 1, LOOK_SECONDS))
+    ended = try_out(Job(copy_between_all, (num_cards(),), 1, seconds))
     rows = ended.returned[0]["rows"] if ended.is_well else []
     return {(str(first), str(second)): float(rate) for first, second, rate in rows}

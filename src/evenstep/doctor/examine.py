@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from evenstep.doctor import build, cards, limits, network
-from evenstep.doctor.finding import Check, Finding
+from evenstep.doctor.finding import Check, Finding, worst
 from evenstep.doctor.judging import Reference, judge, rate_in_words
 from evenstep.doctor.pairs import Pair, schedule, try_pairs
 from evenstep.doctor.trial import Patience, Trial
@@ -33,8 +33,8 @@ class Visit:
             _one("python", build.python),
             _one("torch", lambda: build.torch_build(num_cards)),
             _one("back ends", lambda: build.back_ends(num_cards)),
-            Check("driver", lambda: cards.driver(nvml)),
-            *([Check("cards", lambda: self._cards(nvml))] if num_cards else []),
+            Check("driver", lambda: cards.driver(nvml, self.environment)),
+            *([Check("cards", lambda: self._cards(nvml), is_trial=True)] if num_cards else []),
             _one("cores", limits.cores),
             _one("threads", lambda: limits.threads(self.environment)),
             _one("memory", limits.memory),
@@ -49,9 +49,12 @@ class Visit:
         return [*static, *(self._pairs(pairs) for pairs in schedule(num_cards))]
 
     def _cards(self, nvml: Any) -> list[Finding]:
-        found = cards.look_at_cards(nvml)
+        found = cards.look_at_cards(nvml, self.patience.allowed(cards.LOOK_SECONDS))
         self.card_facts = {one.name: one for one in found}
-        self.copies = cards.copies_between_cards()
+        seconds = self.patience.allowed(cards.LOOK_SECONDS)
+        # To a card that does not compute nothing can be copied either, and the pairs need the time.
+        if seconds and worst(found) != "bad":
+            self.copies = cards.copies_between_cards(seconds)
         return found
 
     def _loopback(self) -> list[Finding]:

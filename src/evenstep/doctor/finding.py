@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
@@ -13,6 +14,9 @@ Number = int | float | str | bool | None
 STATUSES: tuple[Status, ...] = ("good", "warn", "bad")
 MOST_SAID = 600
 """Letters of a text that comes from elsewhere: an error of NCCL's, or another machine."""
+MOST_NAME = 100
+"""Letters of a name that comes from another machine."""
+MOST_NUMBERS = 200
 
 
 @dataclass(frozen=True)
@@ -34,9 +38,10 @@ class Finding:
     def from_json(cls, values: Mapping[str, Any]) -> Finding:
         """What another machine sent; whatever it is, texts are short texts and numbers are numbers."""
         status: Status = values["status"] if values["status"] in STATUSES else "bad"
-        texts = [str(values[name])[:MOST_SAID] for name in ("name", "said", "advice")]
-        numbers = {str(name): value for name, value in values["numbers"].items() if isinstance(value, Number)}
-        return cls(texts[0], status, texts[1], texts[2], numbers)
+        name, said, advice = (str(values[name])[:MOST_SAID] for name in ("name", "said", "advice"))
+        numbers = list(values["numbers"].items())[:MOST_NUMBERS]
+        plain = {str(key)[:MOST_NAME]: _short(value) for key, value in numbers if isinstance(value, Number)}
+        return cls(name[:MOST_NAME], status, said, advice, plain)
 
     def of(self, machine: str) -> Finding:
         """The same, said of a machine by its name."""
@@ -59,8 +64,25 @@ class Check:
         except EvenstepError:
             raise
         except Exception as error:
-            why = f"could not be looked at: {type(error).__name__}: {error}"
-            return [Finding(self.name, "warn", why[:MOST_SAID])]
+            why = f"could not be {'tried' if self.is_trial else 'looked at'}: {type(error).__name__}: {error}"
+            # Where no process of a trial can be started, none of a training can.
+            advice = "are processes, open files and memory left? ulimit -a says what is allowed" * self.is_trial
+            return [Finding(self.name, "bad" if self.is_trial else "warn", why[:MOST_SAID], advice)]
+
+
+def finite(value: Any) -> float:
+    """A number that another machine sent; ValueError if it is none that can be compared."""
+    number = float(value)
+    if not math.isfinite(number):
+        raise ValueError(f"{number} is no number")
+    return number
+
+
+def _short(value: Number) -> Number:
+    if isinstance(value, str):
+        return value[:MOST_SAID]
+    # JSON knows no others.
+    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def worst(findings: Sequence[Finding]) -> Status:

@@ -29,6 +29,9 @@ class Reference:
 
 def judge(trial: Trial, reference: Reference) -> Finding:
     """What to say of a pair."""
+    if trial.is_left_out:
+        advice = "heal what is bad or slow above, then run it again"
+        return Finding(trial.name, "warn", "not tried: what came before took all the time there was", advice)
     if not is_sound(trial.ended):
         return _judge_failed(trial)
     numbers = numbers_of(trial.ended, reference)

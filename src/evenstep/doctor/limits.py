@@ -12,9 +12,9 @@ from pathlib import Path
 import psutil
 
 from evenstep.doctor.finding import Finding, Status
-from evenstep.doctor.groups import Groups
 from evenstep.report.table import size
-from evenstep.worker.machine import num_cores, share_threads
+from evenstep.worker.groups import Groups
+from evenstep.worker.machine import cores_by_affinity, share_threads, usable_cores
 
 LITTLE_MEMORY = 2**30
 TOO_LITTLE_MEMORY = 2**28
@@ -27,20 +27,14 @@ SHARED = Path("/dev/shm")
 INFINIBAND = Path("/sys/class/infiniband")
 
 
-def usable_cores(groups: Groups | None = None) -> int:
-    """Cores that computing threads would really get: what affinity and the control group both allow."""
-    quota = (groups or Groups()).cpu_quota()
-    return num_cores() if quota is None else max(1, min(num_cores(), math.ceil(quota)))
-
-
 def cores(groups: Groups | None = None) -> Finding:
     """Cores usable against cores present."""
     quota = (groups or Groups()).cpu_quota()
-    present, allowed, usable = os.cpu_count() or 1, num_cores(), usable_cores(groups)
+    present, allowed, usable = os.cpu_count() or 1, cores_by_affinity(), usable_cores(quota)
     numbers = {"cores": usable, "cores_present": present, "cores_by_affinity": allowed, "cores_by_quota": quota}
     if quota is not None and quota < allowed:
         said = f"{allowed} of {present} are seen, but the control group allows the time of {quota:g}"
-        advice = f"set OMP_NUM_THREADS={usable} (or --threads): more threads than that are paused again and again"
+        advice = f"evenstep counts with {usable}; for other programs OMP_NUM_THREADS={usable}: more threads are paused"
         return Finding("cores", "warn", said, advice, numbers)
     why = "" if allowed == present else " (affinity: taskset, Slurm or a container allows no more)"
     return Finding("cores", "good", f"{usable} usable of {present}{why}", numbers=numbers)
@@ -48,7 +42,7 @@ def cores(groups: Groups | None = None) -> Finding:
 
 def threads(environment: Mapping[str, str], groups: Groups | None = None) -> Finding:
     """Threads that each of a few ranks would compute with."""
-    num, given = usable_cores(groups), environment.get("OMP_NUM_THREADS", "")
+    num, given = usable_cores((groups or Groups()).cpu_quota()), environment.get("OMP_NUM_THREADS", "")
     asked = int(given) if given.isdigit() and int(given) else 0
     alone, of_two = (share_threads(asked or None, ["cpu"] * ranks) for ranks in (1, 2))
     numbers = {"threads_alone": alone, "threads_of_two": of_two}
@@ -98,9 +92,9 @@ def shared_memory(folder: Path = SHARED) -> Finding:
     return Finding(name, "good", said, numbers=numbers)
 
 
-def open_files() -> Finding:
+def open_files(limits: tuple[int, int] | None = None) -> Finding:
     """How many files, sockets and shared tensors one process may hold."""
-    soft, hard = (_or_infinite(limit) for limit in resource.getrlimit(resource.RLIMIT_NOFILE))
+    soft, hard = (_or_infinite(limit) for limit in limits or resource.getrlimit(resource.RLIMIT_NOFILE))
     numbers = {"files": soft if soft != math.inf else None, "files_hard": hard if hard != math.inf else None}
     said = f"{_in_words(soft)} a process, at most {_in_words(hard)}"
     if soft >= FEW_FILES:

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from typing import Any
 
-from evenstep.doctor.finding import Finding
+from evenstep.doctor.finding import MOST_NAME, MOST_SAID, Finding, finite
 from evenstep.doctor.judging import Reference
 from evenstep.worker.pace import SLOW
 
@@ -24,15 +24,23 @@ class Member:
     cards: int
     interface: str
     interface_bits_per_second: float
-    seconds_behind: float
+    seconds_behind: float | None
+    """Of the first machine's clock; None: not known."""
     set_names: str
     """Variables that are set there and may disturb, with spaces between."""
 
     @classmethod
     def from_json(cls, values: Mapping[str, Any]) -> Member:
         """What another machine sent, each value of the kind that it should be."""
-        kinds = {"cards": int, "interface_bits_per_second": float, "seconds_behind": float}
-        return cls(**{one.name: kinds.get(one.name, str)(values[one.name]) for one in fields(cls)})
+        behind = values["seconds_behind"]
+        names = ("name", "torch", "evenstep", "python", "interface")
+        return cls(
+            **{name: str(values[name])[:MOST_NAME] for name in names},
+            cards=int(values["cards"]),
+            interface_bits_per_second=finite(values["interface_bits_per_second"]),
+            seconds_behind=None if behind is None else finite(behind),
+            set_names=str(values["set_names"])[:MOST_SAID],
+        )
 
 
 def compare(members: Sequence[Member | None]) -> list[Finding]:
@@ -54,13 +62,17 @@ def _same(name: str, versions: Mapping[str, str], advice: str) -> Finding:
 
 
 def _clocks(members: Sequence[Member]) -> Finding:
-    behind = {one.name: one.seconds_behind for one in members}
-    apart = max(behind.values()) - min(behind.values())
+    behind = {one.name: one.seconds_behind for one in members if one.seconds_behind is not None}
+    unknown = [one.name for one in members if one.seconds_behind is None]
+    apart = max(behind.values(), default=0.0) - min(behind.values(), default=0.0)
     said = f"{apart:.1f} s apart"
     if apart > FAR_APART_SECONDS:
         late = max(behind, key=lambda name: abs(behind[name]))
         advice = f"set {late}'s clock (NTP, chrony): machines that disagree about the time take each other for lost"
         return Finding("clocks", "bad", said, advice, behind)
+    if unknown:
+        said = f"not known of {', '.join(unknown)}: the first machine did not answer"
+        return Finding("clocks", "warn", said, "run it again, or compare what date says there", behind)
     return Finding("clocks", "good", said, numbers=behind)
 
 

@@ -13,7 +13,7 @@ import psutil
 from torch._C._distributed_c10d import TCPStore
 
 from evenstep.doctor.finding import Finding
-from evenstep.launcher.stores import LOOPBACK
+from evenstep.launcher.stores import LOOPBACK, open_store
 
 PIECE_BYTES = 2**20
 NUM_PIECES = 64
@@ -101,7 +101,8 @@ def _try_store(use_libuv: bool) -> str | None:
     """Why it does not work, or None."""
     patience = timedelta(seconds=WAIT_SECONDS)
     try:
-        server = TCPStore(LOOPBACK, 0, None, True, patience, False, use_libuv=use_libuv)
+        # Not by torch's own socket: that would listen to everyone who can reach this machine.
+        server = open_store(seconds=WAIT_SECONDS, use_libuv=use_libuv)
         client = TCPStore(LOOPBACK, server.port, None, False, patience, False, use_libuv=use_libuv)
         client.set("asked", "yes")
         return None if server.get("asked") == b"yes" else "what was written to it is not what was read"

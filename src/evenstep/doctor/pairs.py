@@ -1,4 +1,4 @@
-"""Every pair of this machine's devices, and how they are tried out within a minute."""
+"""Every pair of this machine's devices, and how they are tried out in about a minute."""
 
 from __future__ import annotations
 
@@ -48,9 +48,9 @@ class Pair:
         seconds = CPU_SECONDS if self.is_on_cpu else CARD_SECONDS
         return Job(add_up, (self.devices, self.sizes), len(self.devices), seconds)
 
-    def again(self, settings: Settings) -> Ended:
+    def again(self, patience: Patience, settings: Settings) -> Ended:
         """Try it once more, with these settings."""
-        seconds = AGAIN_CPU_SECONDS if self.is_on_cpu else AGAIN_CARD_SECONDS
+        seconds = patience.allowed(AGAIN_CPU_SECONDS if self.is_on_cpu else AGAIN_CARD_SECONDS)
         return try_out(replace(self.job(), seconds=seconds, settings=settings))
 
     def remedies(self, set_names: Iterable[str]) -> list[Settings]:
@@ -64,11 +64,15 @@ def try_pairs(pairs: Sequence[Pair], set_names: Iterable[str], patience: Patienc
     `set_names` are the variables of the user's environment.
     """
     names = list(set_names)
-    first = try_together([pair.job() for pair in pairs])
+    jobs = [pair.job() for pair in pairs]
+    jobs = [replace(job, seconds=patience.allowed(job.seconds)) for job in jobs]
+    if not all(job.seconds for job in jobs):
+        return [Trial(pair.name, Ended(), is_left_out=True) for pair in pairs]
+    first = try_together(jobs)
     return [
         Trial(pair.name, ended)
         if is_sound(ended)
-        else search(Trial(pair.name, ended), pair.remedies(names), partial(Pair.again, pair), patience)
+        else search(Trial(pair.name, ended), pair.remedies(names), partial(pair.again, patience), patience)
         for pair, ended in zip(pairs, first, strict=True)
     ]
 

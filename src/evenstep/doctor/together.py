@@ -19,16 +19,18 @@ import evenstep
 from evenstep.doctor.cards import num_cards
 from evenstep.doctor.examine import Examination, Looking, Report, examine
 from evenstep.doctor.finding import Finding, worst
+from evenstep.doctor.heard import read_ended, read_report, read_verdict
 from evenstep.doctor.inside import add_up_between
 from evenstep.doctor.judging import judge
 from evenstep.doctor.members import Member, compare, reference
 from evenstep.doctor.pairs import ALL_BYTES, CARD_SECONDS, CPU_SECONDS, rounds
 from evenstep.doctor.remedies import SUSPECTS, remedies, with_interface
-from evenstep.doctor.talk import Talk
+from evenstep.doctor.talk import Misunderstood, Talk
 from evenstep.doctor.trial import Patience, Trial, is_sound, search
 from evenstep.doctor.trying import Ended, Job, Settings, try_out
 from evenstep.launcher.machines import HeadLost, Machines
 from evenstep.launcher.meeting import Place
+from evenstep.launcher.signed import TOKEN
 from evenstep.plan import parse_address, parse_machines
 
 INTERFACE_NAME = "GLOO_SOCKET_IFNAME"
@@ -59,6 +61,10 @@ class Doctors(Machines):
         """Whether these texts are there."""
         return self._ask(lambda: self._board.check(keys))
 
+    def talk(self, place: Place) -> Talk:
+        """What this machine says to the others there, and hears."""
+        return Talk(self, place.machine, place.num_machines, self._token, self.is_one_lost)
+
     def is_one_lost(self) -> bool:
         """Whether a machine of the visit is gone."""
         return self.heard() is not None
@@ -85,7 +91,7 @@ def examine_together(environment: Mapping[str, str], machines: str, rendezvous: 
         if place is None:
             return
         yield Looking(f"all-reduce between {place.num_machines} machines", 1, 1, is_trial=True)
-        found = _Together(meeting, place, environment).findings(own)
+        found = _Together(meeting.talk(place), place, environment).findings(own)
         yield Report(tuple(found), time.monotonic() - began, is_first=place.machine == 0)
     finally:
         meeting.close()
@@ -94,27 +100,36 @@ def examine_together(environment: Mapping[str, str], machines: str, rendezvous: 
 class _Together:
     """This machine's part in a visit to all of them."""
 
-    def __init__(self, meeting: Doctors, place: Place, environment: Mapping[str, str]) -> None:
+    def __init__(self, talk: Talk, place: Place, environment: Mapping[str, str]) -> None:
         self._place = place
         self._environment = environment
-        self._talk = Talk(meeting, place.machine, place.num_machines, meeting.is_one_lost)
+        self._talk = talk
         self._interface = place.environment.get(INTERFACE_NAME, "")
 
     def findings(self, own: Sequence[Finding]) -> list[Finding]:
         """What all have found, on the first machine; on the others, how it ended."""
+        try:
+            return self._found(own)
+        except Misunderstood as error:
+            # Whoever goes on without it would wait for what the others do not do: leave, and they will see it.
+            wrong = not_understood("other machines", error)
+            return [wrong] if self._place.machine else [*own, wrong]
+
+    def _found(self, own: Sequence[Finding]) -> list[Finding]:
         talk, me = self._talk, self._place.machine
-        talk.tell(f"member/{me}", asdict(self._member(talk.seconds_behind() or 0.0)))
+        talk.tell(f"member/{me}", asdict(self._member(talk.seconds_behind())))
         members = self._members()
         pairs = self._pairs(members)
-        talk.tell(f"report/{me}", {"findings": [one.to_json() for one in (*own, *pairs)], "own": len(own)})
+        talk.tell(f"report/{me}", {"own": [one.to_json() for one in own], "pairs": [one.to_json() for one in pairs]})
         if me:
-            verdict = talk.hear("verdict") or {"status": "bad", "said": "the first machine has not answered"}
-            return [Finding.from_json({"name": "all machines", "advice": "", "numbers": {}, **verdict})]
-        found = [*own, *self._others(members), *compare(members), *pairs, *self._pairs_of_others(members)]
+            verdict = talk.hear("verdict", read_verdict)
+            return [verdict or Finding("all machines", "bad", "the first machine has not answered")]
+        others, pairs_of_others = self._others(members)
+        found = [*own, *others, *compare(members), *pairs, *pairs_of_others]
         talk.tell("verdict", {"status": worst(found), "said": "the first machine prints what was found"})
         return found
 
-    def _member(self, seconds_behind: float) -> Member:
+    def _member(self, seconds_behind: float | None) -> Member:
         stats = psutil.net_if_stats().get(self._interface)
         suspicious = {name for names in SUSPECTS.values() for name in names}
         return Member(
@@ -130,8 +145,7 @@ class _Together:
         )
 
     def _members(self) -> list[Member | None]:
-        heard = [self._talk.hear(f"member/{number}") for number in range(self._talk.num)]
-        members = [None if values is None else Member.from_json(values) for values in heard]
+        members = [self._talk.hear(f"member/{number}", Member.from_json) for number in range(self._talk.num)]
         names = [one.name for one in members if one is not None]
         return [
             one if one is None or names.count(one.name) == 1 else replace(one, name=f"{one.name} ({number + 1})")
@@ -163,7 +177,7 @@ class _Together:
             if first.interface == second.interface:
                 to_try = [with_interface(settings, first.interface) for settings in to_try]
             # Both sides must try the same at the same time: no clock decides how much is tried.
-            trial = search(trial, to_try, attempts.make, Patience(math.inf))
+            trial = search(trial, to_try, attempts.make, Patience(math.inf, math.inf))
         return judge(trial, reference(first, second))
 
     def job(self, where: str, rank: int, device: str, settings: Settings) -> Job:
@@ -177,40 +191,44 @@ class _Together:
         seconds = CPU_SECONDS if device == "cpu" else CARD_SECONDS
         return Job(add_up_between, (where, [device], ALL_BYTES), 1, seconds, meant, [given])
 
-    def _others(self, members: Sequence[Member | None]) -> list[Finding]:
-        """What the other machines found wrong with themselves."""
-        found = []
+    def _others(self, members: Sequence[Member | None]) -> tuple[list[Finding], list[Finding]]:
+        """What the other machines found wrong with themselves, and what they found between them."""
+        found: list[Finding] = []
+        pairs: list[Finding] = []
         for number, member in enumerate(members[1:], 1):
             name = member.name if member is not None else f"machine {number + 1}"
-            values = self._talk.hear(f"report/{number}")
-            if values is None:
+            try:
+                heard = self._talk.hear(f"report/{number}", read_report)
+            except Misunderstood as error:
+                found.append(not_understood(name, error))
+                continue
+            if heard is None:
                 found.append(Finding(name, "bad", "has not said what it found", "is it still there?"))
                 continue
-            every = [Finding.from_json(one) for one in values["findings"][: int(values["own"])]]
-            wrong = [one.of(name) for one in every if one.status != "good"]
-            found += [Finding(name, "good", f"{len(every) - len(wrong)} of {len(every)} checks are good"), *wrong]
-        return found
-
-    def _pairs_of_others(self, members: Sequence[Member | None]) -> list[Finding]:
-        heard = [self._talk.hear(f"report/{number}") for number in range(1, len(members))]
-        return [
-            Finding.from_json(one) for values in heard if values for one in values["findings"][int(values["own"]) :]
-        ]
+            wrong = [one.of(name) for one in heard.own if one.status != "good"]
+            num, every = len(heard.own) - len(wrong), len(heard.own)
+            found += [Finding(name, "good", f"{num} of {every} checks are good"), *wrong]
+            pairs += heard.pairs
+        return found, pairs
 
     def try_with(self, job: Job, where: str, partner: int) -> Ended:
         """Do this machine's part, and hear how the partner's ended."""
         talk = self._talk
         talk.tell(f"{where}/ready/{talk.machine}", {})
-        if talk.hear(f"{where}/ready/{partner}") is None:
+        if talk.hear(f"{where}/ready/{partner}", dict) is None:
             return Ended(why=f"machine {partner + 1} does not answer", is_late=True)
         mine = try_out(job)
         talk.tell(f"{where}/ended/{talk.machine}", asdict(mine))
-        theirs = talk.hear(f"{where}/ended/{partner}")
+        theirs = talk.hear(f"{where}/ended/{partner}", read_ended)
         if theirs is None:
             return Ended(why=f"machine {partner + 1} does not answer", is_late=True)
-        return both(
-            mine, Ended(tuple(theirs["returned"]), str(theirs["why"]), bool(theirs["is_late"])), talk.machine < partner
-        )
+        return both(mine, theirs, talk.machine < partner)
+
+
+def not_understood(name: str, error: Misunderstood) -> Finding:
+    """What to say of a machine that says nothing that can be used."""
+    advice = f"install the same evenstep everywhere; keep strangers out with {TOKEN}, the same on all machines"
+    return Finding(name, "bad", str(error), advice)
 
 
 @dataclass

@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 from evenstep.doctor.trying import Ended, Settings
 
 TRYING_SECONDS = 25.0
-"""For all remedies of all pairs together: the whole visit is to take less than a minute."""
+"""For all remedies of all pairs together."""
+VISIT_SECONDS = 50.0
+"""For all that is tried: the whole visit is to take about a minute, however much of it hangs."""
+LEAST_SECONDS = 6.0
+"""Ranks take some seconds to start: with less than this, a sound pair would be said to hang."""
 
 
 @dataclass(frozen=True)
@@ -23,13 +27,21 @@ class Trial:
     """What came of it with the remedy that helped."""
     tried: tuple[Settings, ...] = ()
     not_tried: tuple[Settings, ...] = ()
+    is_left_out: bool = False
+    """Whether no time was left to try it at all."""
 
 
 @dataclass
 class Patience:
-    """The time that may still be spent on remedies, over all trials."""
+    """The time that may still be spent over all trials: on remedies, and on anything."""
 
     seconds: float = TRYING_SECONDS
+    deadline: float = field(default_factory=lambda: time.monotonic() + VISIT_SECONDS)
+
+    def allowed(self, seconds: float) -> float:
+        """So many seconds, or as many as are left; 0 if these are too few to try anything."""
+        left = self.deadline - time.monotonic()
+        return min(seconds, left) if left >= LEAST_SECONDS else 0.0
 
     def spend(self, attempt: Callable[[Settings], Ended], settings: Settings) -> Ended:
         """Make an attempt, and remember how long it took."""
@@ -45,7 +57,7 @@ def search(
 ) -> Trial:
     """Try one remedy after the other, until one helps or no time is left."""
     for number, settings in enumerate(to_try):
-        if patience.seconds <= 0:
+        if patience.allowed(patience.seconds) <= 0:
             return replace(failed, tried=tuple(to_try[:number]), not_tried=tuple(to_try[number:]))
         again = patience.spend(attempt, settings)
         if is_sound(again):

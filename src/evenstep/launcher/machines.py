@@ -8,8 +8,6 @@ last checkpoint; losing this one ends the run.
 from __future__ import annotations
 
 import hashlib
-import hmac
-import json
 import os
 import sys
 import threading
@@ -46,7 +44,7 @@ from evenstep.launcher.network import (
     warnings_about,
     who_holds,
 )
-from evenstep.launcher.signed import FORGED, TOKEN, Signed, signature
+from evenstep.launcher.signed import FORGED, TOKEN, Signed, opened, sealed
 from evenstep.launcher.stores import EVERYWHERE, open_store
 from evenstep.plan import Plan
 
@@ -356,16 +354,11 @@ class Machines:
 
     def _sealed(self, values: Mapping[str, Any]) -> str:
         """A message that only a machine with our token can write."""
-        text = json.dumps(values)
-        return f"{signature(self._token, text.encode()).hex()}{text}"
+        return sealed(self._token, values)
 
     def _opened(self, message: bytes) -> dict[str, Any] | None:
         """What such a message says; None if someone else wrote it."""
-        written, text = message[:64], message[64:]
-        if not hmac.compare_digest(written, signature(self._token, text).hex().encode()):
-            return None
-        values: dict[str, Any] = json.loads(text)
-        return values
+        return opened(self._token, message)
 
     def _ask(self, what: Callable[[], T], seconds: float | None = LOST_SECONDS) -> T:
         """Something that needs the store, in bounded time; or (None) for as long as its machine is there."""

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import hmac
+import json
+from collections.abc import Mapping
 from typing import Any
 
 from torch.distributed.elastic.rendezvous import RendezvousStateError
@@ -37,3 +39,18 @@ class Signed(C10dRendezvousBackend):
 
 def signature(token: bytes, text: bytes) -> bytes:
     return hmac.digest(token, text, "sha256")
+
+
+def sealed(token: bytes, values: Mapping[str, Any]) -> str:
+    """A message that only a machine with this token can write."""
+    text = json.dumps(values)
+    return f"{signature(token, text.encode()).hex()}{text}"
+
+
+def opened(token: bytes, message: bytes) -> dict[str, Any] | None:
+    """What such a message says; None if someone else wrote it."""
+    written, text = message[:64], message[64:]
+    if not hmac.compare_digest(written, signature(token, text).hex().encode()):
+        return None
+    values: dict[str, Any] = json.loads(text)
+    return values

@@ -11,7 +11,7 @@ LOOPBACK = "127.0.0.1"
 EVERYWHERE = ""
 
 
-def open_store(address: str = LOOPBACK, port: int = 0, seconds: float = 300) -> TCPStore:
+def open_store(address: str = LOOPBACK, port: int = 0, seconds: float = 300, use_libuv: bool = True) -> TCPStore:
     """A store on a port (0: a free one), held from this moment on; on loopback it listens to this machine alone.
 
     torch by itself would listen to everyone, and would take a port that may be gone by then. OSError: it is taken.
@@ -24,6 +24,7 @@ def open_store(address: str = LOOPBACK, port: int = 0, seconds: float = 300) -> 
             wait_for_workers=False,
             timeout=timedelta(seconds=seconds),
             master_listen_fd=listener.detach(),
+            use_libuv=use_libuv,
         )
 
 

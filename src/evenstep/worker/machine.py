@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import platform
 import resource
@@ -14,6 +15,7 @@ import torch
 
 import evenstep
 from evenstep.errors import PlanError
+from evenstep.worker.groups import own_quota
 from evenstep.worker.world import World
 
 MOST_PROCESSES_PER_CORE = 8
@@ -64,7 +66,18 @@ def _refuse_too_many(count: int) -> None:
 
 
 def num_cores() -> int:
-    """Cores that this process may use."""
+    """Cores whose time this process gets: what affinity and the quota of its control group both allow."""
+    return usable_cores(own_quota())
+
+
+def usable_cores(quota: float | None) -> int:
+    """The same, for a quota of so many cores' time (None: no limit); part of a core is one that computes at times."""
+    allowed = cores_by_affinity()
+    return allowed if quota is None else max(1, min(allowed, math.ceil(quota)))
+
+
+def cores_by_affinity() -> int:
+    """Cores on which this process may run, for however short a time."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 

@@ -118,6 +118,15 @@ def test_what_learns_something_else_is_never_recommended() -> None:
     assert "ddp x 2 2.00x, but it learns something else" in said[1]
 
 
+def test_times_that_contradict_each_other_are_not_passed_on_without_a_word() -> None:
+    steady = comparison(row("single", 1, 0.100), row("ddp", 2, 0.060))
+    assert len(advise(steady)) == 3
+    wide = replace(row("ddp", 2, 0.060), samples_per_second=Spread(middle=1000.0, low=500.0, high=1100.0))
+    other = replace(row("dp", 2, 0.060), step_seconds=spread(0.020))
+    said = advise(comparison(row("single", 1, 0.100), wide, other))
+    assert said[3].startswith("The times of ddp x 2, dp x 2 vary too much to be relied on")
+
+
 def test_what_could_not_be_checked_is_recommended_with_that_word() -> None:
     unknown = replace(row("ddp", 2, 0.050, parity="unknown"), why="it stalled")
     said = advise(comparison(row("single", 1, 0.100), unknown))

@@ -50,6 +50,9 @@ def compare(
     threads: Annotated[int | None, typer.Option(help="Per process; default: cores shared out.")] = None,
     data: Annotated[str | None, typer.Option(help="Folder of the data, for tasks that take one.")] = None,
     seed: Annotated[int | None, typer.Option(help="Of weights, order, dropout and augmentation; default: 0.")] = None,
+    sync_batchnorm: Annotated[
+        bool, typer.Option("--sync-batchnorm", help="BatchNorm over all processes, under ddp and fsdp.")
+    ] = False,
     name: Annotated[str | None, typer.Option(help="Of the folder runs/NAME.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print the comparison as one line of JSON.")] = False,
 ) -> None:
@@ -65,6 +68,7 @@ def compare(
         devices=devices,
         rounds=rounds,
         steps=steps,
+        sync_batchnorm=sync_batchnorm,
         choices={**choices, "data": data, "seed": seed, "name": name},
         command=shlex.join(["evenstep", *sys.argv[1:]]),
     )
@@ -98,5 +102,5 @@ def _saying() -> Iterator[Callable[[str], None]]:
         with status or nullcontext():
             yield status.update if status else lambda line: console.print(line, markup=False, soft_wrap=True)
     except KeyboardInterrupt:
-        console.print("stopped; the blocks that were measured are in runs/")
+        console.print("stopped")
         raise

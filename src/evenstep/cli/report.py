@@ -29,6 +29,8 @@ def report(
     port: Annotated[int, typer.Option(help="Of the live page; default: any that is free.", min=0, max=65535)] = 0,
 ) -> None:
     """Write one page of these runs, with charts and tables; open it in any browser."""
+    if port and not watch:
+        raise BadInput("--port is that of the live page; add --watch")
     if watch:
         _watch(runs, out, port)
     else:

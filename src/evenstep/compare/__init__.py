@@ -36,6 +36,8 @@ class Asked:
     rounds: int = 3
     steps: int | None = None
     """Of a block; as many as take about a second, if not given."""
+    sync_batchnorm: bool = False
+    """Under ddp and fsdp, which can."""
     choices: Mapping[str, Any] = field(default_factory=dict)
     """Fields of the Plan: batch, precision, workers ..."""
     command: str = ""
@@ -48,10 +50,11 @@ def compare(asked: Asked, say: Callable[[str], None] = lambda line: None) -> tup
     first = {"strategy": "single", "devices": list(ways[0].devices), "name": name}
     base = prepare(asked.source, {**asked.choices, **first})
     race = Race(base, base.folder, ways[0], say, left_out=_refused(base.plan, ways, asked.strategies is not None))
+    race.sync_batchnorm = asked.sync_batchnorm
     ways = [way for way in ways if way.label not in race.left_out]
     block = race.block_for(ways, asked.steps)
     ways = [way for way in ways if way.label not in race.left_out]
-    parities = _parities(base, ways, say)
+    parities = _parities(base, ways, asked.sync_batchnorm, say)
     race.run_rounds(ways, block, asked.rounds)
     rows = race.rows(ways, parities)
     comparison = Comparison(
@@ -87,20 +90,22 @@ def _refused(plan: Plan, ways: Sequence[Way], is_named: bool) -> dict[str, str]:
     return found
 
 
-def _parities(base: Prepared, ways: Sequence[Way], say: Callable[[str], None]) -> dict[Way, tuple[Parity, str]]:
+def _parities(
+    base: Prepared, ways: Sequence[Way], sync_batchnorm: bool, say: Callable[[str], None]
+) -> dict[Way, tuple[Parity, str]]:
     """Whether each way learns what `single` learns; a check that cannot be made says so."""
     found: dict[Way, tuple[Parity, str]] = {ways[0]: ("reference", "what the others are compared with")}
     say("does every way learn the same?")
     folder = base.folder / "verify"
     try:
-        depth = Depth(steps=PARITY_STEPS, own_precision=False)
+        depth = Depth(steps=PARITY_STEPS, own_precision=False, sync_batchnorm=sync_batchnorm)
         verdicts = check(base, ways[1:], folder, depth) if ways[1:] else {}
     except EvenstepError as error:
         return found | {way: ("unknown", str(error).splitlines()[0]) for way in ways[1:]}
     finally:
         shutil.rmtree(folder, ignore_errors=True)
     for way, verdict in verdicts.items():
-        why = f"{verdict.sentence}. {verdict.why}" if verdict.why else verdict.sentence
+        why = ". ".join(part.rstrip(".") for part in (verdict.sentence, verdict.why, verdict.advice) if part)
         found[way] = ("same" if verdict.is_same else "differs", why)
     return found
 

@@ -17,6 +17,7 @@ from evenstep.report.comparison import Parity, Row, Spread
 from evenstep.verify import Way
 from evenstep.worker.main import Instead
 from evenstep.worker.measure import Block, usual
+from evenstep.worker.strategies import STRATEGIES
 
 TRIAL = Block(warm_up=3, steps=4, special=2)
 BLOCK_SECONDS = 0.8
@@ -46,6 +47,7 @@ class Race:
     say: Callable[[str], None]
     taken: list[Taken] = field(default_factory=list)
     left_out: dict[str, str] = field(default_factory=dict)
+    sync_batchnorm: bool = False
 
     def block_for(self, ways: Sequence[Way], steps: int | None) -> Block:
         """A short trial of every way: whether it runs, and how many steps make a block of a second or so."""
@@ -78,6 +80,7 @@ class Race:
                 strategy=way.strategy,
                 devices=way.devices,
                 steps=block.plan_steps,
+                sync_batchnorm=self.sync_batchnorm and STRATEGIES[way.strategy].processes_per_device,
                 batch=batch or self.base.plan.batch,
             )
             began = time.time()

@@ -13,6 +13,8 @@ EVEN = 1.25
 WORTH_PULLING = 1.10
 NOTICED = 0.05
 """A smaller part of a step than this is noise."""
+STEADY = 1.5
+"""Times of the same thing that are further apart than this mean little."""
 SMALL_BATCH = 1.5
 """Samples a second with a larger batch over those now: from here on, the batch is too small for its overhead."""
 
@@ -20,7 +22,25 @@ SMALL_BATCH = 1.5
 def advise(comparison: Comparison) -> list[str]:
     """Two sentences that recommend one way, and one about the next lever."""
     row = best(comparison)
-    return [_recommendation(comparison, row), _others(comparison, row), next_lever(comparison, row)]
+    said = [_recommendation(comparison, row), _others(comparison, row), next_lever(comparison, row)]
+    return [*said, *unsteady(comparison)]
+
+
+def unsteady(comparison: Comparison) -> list[str]:
+    """A sentence about ways whose times contradict each other, if there are any."""
+    labels = [row.label for row in comparison.rows if _is_unsteady(row)]
+    if not labels:
+        return []
+    return [
+        f"The times of {', '.join(labels)} vary too much to be relied on: something else ran on this machine, or the "
+        "blocks are too short. Measure again when it is quiet, or with more --rounds and --steps."
+    ]
+
+
+def _is_unsteady(row: Row) -> bool:
+    """Blocks far apart, or parts that are another step than the whole."""
+    rate, whole = row.samples_per_second, row.step_seconds.middle
+    return rate.high > STEADY * rate.low or not whole / STEADY < sum(row.parts.values()) < whole * STEADY
 
 
 def best(comparison: Comparison) -> Row:

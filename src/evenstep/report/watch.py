@@ -36,6 +36,7 @@ def serve(run: Path, port: int = 0) -> None:
     need_bokeh()
     with WatchServer(Watched(run), port) as server:
         print(f"http://{HOST}:{server.server_port}/", flush=True)
+        signal.signal(signal.SIGTERM, signal.default_int_handler)
         try:
             server.serve_forever()
         except KeyboardInterrupt:
@@ -57,7 +58,6 @@ class Watched:
         self._record: Record | None = None
         self._lock = threading.Lock()
         self._num_rows = 0
-        self._moved = time.monotonic()
         self._page: tuple[int, Page] | None = None
 
     def page(self) -> str:
@@ -96,7 +96,6 @@ class Watched:
 
     def _take(self, row: Mapping[str, Any]) -> None:
         self._num_rows += 1
-        self._moved = time.monotonic()
         if self._record is None:
             self._record = Record.begin(row, self.path)
         else:
@@ -109,7 +108,7 @@ class Watched:
             # Tables that nobody keeps up to date would soon be wrong; the charts and the first table are.
             self._page = (self._num_rows, replace(known, numbers={}))
         page = self._page[1]
-        quiet = time.monotonic() - self._moved
+        quiet = time.time() - self.path.stat().st_mtime if self.path.exists() else 0.0
         return replace(page, status=status_of(self._record, quiet), shape=shape(page))
 
 

@@ -21,7 +21,7 @@ from evenstep.seeding import seed_everything
 from evenstep.task import Amount, Task, takes_steps
 from evenstep.worker import machine
 from evenstep.worker.answers import Situation, is_out_of_memory
-from evenstep.worker.batchnorm import synchronised
+from evenstep.worker.batchnorm import is_local, synchronised
 from evenstep.worker.loader import Loader
 from evenstep.worker.pace import Pace
 from evenstep.worker.pulse import BACKWARD, BUILDING, COMPARING, ENDING, EVALUATING, FORWARD, SAVING
@@ -36,6 +36,8 @@ from evenstep.worker.train import is_done, train
 
 FIRST_CHECKS = (10, 30)
 """Steps at which replicas are compared early: most of what goes wrong goes wrong at once."""
+
+LOCAL_NORM = "BatchNorm uses each process's share of a batch; --sync-batchnorm makes it the same as on one device"
 
 Event = Row | str
 """What a job yields: rows of the Record, and lines to say."""
@@ -73,10 +75,10 @@ class Job:
             team.requests.save_by_clock()
 
     def resume(self) -> list[str]:
-        """Go on from where the plan says; what there is to say about that."""
-        said = []
+        """Go on from where the plan says; what there is to say about that, and about the model."""
+        said = [LOCAL_NORM] if self.team.world.size > 1 and is_local(self._model.module) else []
         if self.plan.resume is not None:
-            said = self.run.load(self.plan.resume, allow_pickle=self.plan.allow_pickle)
+            said += self.run.load(self.plan.resume, allow_pickle=self.plan.allow_pickle)
             self.is_evaluation_due = bool(self.run.loaded.get("evaluation_due"))
         if self.before is not None:
             self.taken = [step for step in self.before.steps if step.step <= self.run.step]

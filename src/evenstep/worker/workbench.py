@@ -25,6 +25,7 @@ from evenstep.worker.scaler import unfitted
 from evenstep.worker.source import to_device
 from evenstep.worker.stream import Stream
 from evenstep.worker.team import Team
+from evenstep.worker.witness import sampled
 from evenstep.worker.world import World
 
 TOLERANCE = 1e-9
@@ -39,6 +40,8 @@ class Outcome:
     """The mean, or the sum where there is a count."""
     count: float | None
     gradients: dict[str, torch.Tensor]
+    """Flat, and of a large one a fixed part: several outcomes are held at once."""
+    norms: dict[str, float]
 
 
 class Workbench:
@@ -109,8 +112,10 @@ class Workbench:
             amount = self.task.loss(model, data)
         loss, count = (amount, None) if isinstance(amount, torch.Tensor) else (amount[0], float(amount[1]))
         loss.backward()
-        gradients = {n: w.grad.detach().double().cpu() for n, w in model.named_parameters() if w.grad is not None}
-        return Outcome(float(loss.detach()), count, gradients)
+        found = {name: weight.grad for name, weight in model.named_parameters() if weight.grad is not None}
+        gradients = {name: sampled(name, gradient)[name].double() for name, gradient in found.items()}
+        norms = {name: float(gradient.double().norm()) for name, gradient in found.items()}
+        return Outcome(float(loss.detach()), count, gradients, norms)
 
     @torch.no_grad()
     def measure(self, ids: Ids) -> dict[str, Amount]:
@@ -168,7 +173,10 @@ class Workbench:
             cut = [one[place] for one in of_parts]
             if not column.ndim or any(one.shape[1:] != column.shape[1:] for one in cut):
                 continue
-            if not torch.equal(torch.cat(cut), column):
+            # A column of the batch rather than of its samples: lengths packed together, a table of classes.
+            if sum(len(one) for one in cut) != len(column):
+                continue
+            if not same_numbers(torch.cat(cut), column):
                 return False
         return True
 
@@ -192,6 +200,11 @@ class Workbench:
             self._streamed = self._adopted.source._opened(self._plan.seed, 0).take(self._plan.batch)
             return np.arange(len(self._streamed))
         return order.ids(Span(0, 0, min(self._plan.batch, order.lengths.of(0) or self._plan.batch)))
+
+
+def same_numbers(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """Whether two tensors of one shape hold the same; no number in the same place of both is the same."""
+    return bool(((one == other) | ((one != one) & (other != other))).all())
 
 
 def _tensors(data: Any) -> list[torch.Tensor]:

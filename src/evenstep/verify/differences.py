@@ -13,8 +13,7 @@ from safetensors.torch import load_file
 from evenstep import checkpoint
 from evenstep.record import Evaluation
 from evenstep.verify.evidence import Evidence, Tensors
-from evenstep.worker.witness import sampled
-from evenstep.worker.workbench import same_numbers
+from evenstep.worker.witness import same_numbers, sampled
 
 STEP = "step"
 """The name of a step that one run took and the other did not."""
@@ -229,9 +228,7 @@ def _deviation(key: str, tensors: Tensors) -> float:
 
 
 def _evaluations(one: Evidence, other: Evidence, begin: int) -> Iterator[Difference]:
-    first, second = (
-        {each.step: each for each in run.record.evaluations if each.step > begin} for run in (one, other)
-    )
+    first, second = ({each.step: each for each in run.record.evaluations if each.step > begin} for run in (one, other))
     for step in sorted({*first, *second}):
         if step not in first or step not in second:
             yield Difference("evaluation", step, "outcome (only one of them has one)", math.inf)

@@ -165,6 +165,11 @@ def sampled(key: str, tensor: torch.Tensor) -> Tensors:
     return kept
 
 
+def same_numbers(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """Whether two tensors of one shape hold the same; no number in the same place of both is the same."""
+    return bool(((one == other) | ((one != one) & (other != other))).all())
+
+
 def without_batch_statistics(model: nn.Module) -> nn.Module:
     """Every BatchNorm normalizes by what it remembers, so that no sample depends on its neighbours."""
     for layer in model.modules():

@@ -25,7 +25,7 @@ from evenstep.worker.scaler import unfitted
 from evenstep.worker.source import to_device
 from evenstep.worker.stream import Stream
 from evenstep.worker.team import Team
-from evenstep.worker.witness import sampled
+from evenstep.worker.witness import same_numbers, sampled
 from evenstep.worker.world import World
 
 TOLERANCE = 1e-9
@@ -200,11 +200,6 @@ class Workbench:
             self._streamed = self._adopted.source._opened(self._plan.seed, 0).take(self._plan.batch)
             return np.arange(len(self._streamed))
         return order.ids(Span(0, 0, min(self._plan.batch, order.lengths.of(0) or self._plan.batch)))
-
-
-def same_numbers(one: torch.Tensor, other: torch.Tensor) -> bool:
-    """Whether two tensors of one shape hold the same; no number in the same place of both is the same."""
-    return bool(((one == other) | ((one != one) & (other != other))).all())
 
 
 def _tensors(data: Any) -> list[torch.Tensor]:

@@ -30,6 +30,7 @@ PLANTED = {
     "python_noise": ("ddp", "draws", "Python's generator"),
     "unseeded": ("ddp", "not-repeatable", "the task does not repeat itself, on one device either"),
     "unseeded_start": ("ddp", "start", "not the same when it is made twice: 0.weight"),
+    "clocked": ("ddp", "not-repeatable", "ddp x 2 does not repeat itself: the same run twice gives something else"),
     "drawing_batch": ("ddp", "reading", "augment_batch draws by itself"),
     "divided": ("ddp", "rank", "the loss is 0.5 times that of one device"),
     "by_rank": ("ddp", "rank", "the loss is 1 and 2 times that of one device"),

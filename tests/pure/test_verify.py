@@ -18,15 +18,16 @@ from safetensors.torch import save_file
 from torch.utils.data import DataLoader
 
 from evenstep import checkpoint
-from evenstep.errors import PlanError
+from evenstep.errors import PlanError, TrainingError
 from evenstep.plan import Plan
 from evenstep.record import FILE
 from evenstep.verify.by_rank import by_rank, problems_of
+from evenstep.verify.check import Depth, Judge, _parts, judged
 from evenstep.verify.differences import FINE, Differ, Difference, first_beyond, saved_as_trained
 from evenstep.verify.evidence import Evidence, Failure
 from evenstep.verify.limits import UNJUDGED, Yardstick
 from evenstep.verify.of_task import loss
-from evenstep.verify.page import table
+from evenstep.verify.page import lines, table
 from evenstep.verify.runs import Runs
 from evenstep.verify.verdict import Part, Verdict, Way
 from evenstep.verify.ways import ways_of
@@ -441,6 +442,35 @@ def test_markup_in_names_stays_text() -> None:
     ]
     assert "[red]" in label
     assert verdict.to_json()["parts"]["loss"]["difference"] is None
+
+
+def test_a_part_that_was_not_judged_has_no_tick() -> None:
+    found = [Difference("evaluation", 1, "accuracy", 0.5), Difference("loss", 1, "loss", 1e-9)]
+    parts = _parts(found, Yardstick([], "fp32"))
+    assert parts["evaluation"] == Part(None, True)
+    assert parts["loss"] == Part(1e-9, True)
+    missing = [Difference("evaluation", 1, "accuracy", math.inf)]
+    assert _parts(missing, Yardstick([], "fp32"))["evaluation"] == Part(math.inf, False)
+
+
+def test_verdicts_that_were_reached_are_kept_when_a_later_way_cannot_be_judged(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def verdict(judge: Judge) -> Verdict:
+        if judge._way.strategy == "fsdp":
+            raise TrainingError("single itself does not run")
+        return Verdict(is_same=True, sentence="")
+
+    monkeypatch.setattr(Judge, "verdict", verdict)
+    ways = ways_of("ddp,fsdp", "2", 1)
+    base = SimpleNamespace(plan=Plan(batch=2, steps=1))
+    reached = []
+    with pytest.raises(TrainingError, match="does not run"):
+        for way, _ in judged(base, ways, Path("runs"), Depth()):  # type: ignore[arg-type]
+            reached.append(way.label)
+    assert reached == ["ddp x 2"]
+    *_, (last, _) = lines({ways[0]: Verdict(is_same=True, sentence="")}, 2, 16, 1.0)
+    assert last == "1 of 2 ways learn what one device learns (batch 16, 1 s)"
 
 
 def test_ways_are_every_strategy_on_every_number_of_devices() -> None:

@@ -256,8 +256,8 @@ def _cut_alone(case: Case) -> Cause | None:
         sentence=f"the cutting of the batch, not what is sent: single with {num} micro-batches gives what "
         f"{case.way.label} gives",
         evidence=(
-            f"single with {num} micro-batches differs from single by {in_percent(from_whole.largest)}",
-            f"and from {case.way.label} by {from_cut.largest:.0e}",
+            f"beside single, single with {num} micro-batches {from_whole.in_words()}",
+            f"beside {case.way.label}, by {from_cut.largest:.0e}",
         ),
         advice="Something in model or loss looks at the whole of the batch that it gets.",
     )

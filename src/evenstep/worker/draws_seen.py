@@ -35,8 +35,8 @@ class DrawsSeen(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
-        states = _torch_states()
-        if not _same_torch(states, self._states):
+        states = torch_states()
+        if not same_torch(states, self._states):
             self._note(traceback.extract_stack())
         self._states = states
         return result
@@ -52,7 +52,7 @@ class DrawsSeen(TorchFunctionMode):
     def watching(self) -> Iterator[None]:
         """Everything that runs inside."""
         python, numpy, _ = generator_states()
-        torch_states = self._states = _torch_states()
+        own = self._states = torch_states()
         outside = sys.getprofile()
         sys.setprofile(self._called)
         try:
@@ -63,7 +63,7 @@ class DrawsSeen(TorchFunctionMode):
             moved = {
                 "Python's": python != random.getstate(),
                 "NumPy's": not _same_numpy(numpy, np.random.get_state()),
-                "torch's": not _same_torch(torch_states, _torch_states()),
+                "torch's": not same_torch(own, torch_states()),
             }
             self.generators = [name for name, has_moved in moved.items() if has_moved]
 
@@ -77,14 +77,15 @@ def _generator_of(function: Callable[..., Any]) -> bool:
     return owner is getattr(random, "_inst", None) or owner is getattr(np.random.mtrand, "_rand", None)
 
 
-def _torch_states() -> list[torch.Tensor]:
+def torch_states() -> list[torch.Tensor]:
     """Those of the CPU and of every card that was used."""
     with torch._C.DisableTorchFunction():
         cards = torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else []
         return [torch.get_rng_state(), *cards]
 
 
-def _same_torch(one: list[torch.Tensor], other: list[torch.Tensor]) -> bool:
+def same_torch(one: list[torch.Tensor], other: list[torch.Tensor]) -> bool:
+    """Whether torch drew nothing in between."""
     with torch._C.DisableTorchFunction():
         # A card that was first used in between had nothing drawn before.
         return all(a.equal(b) for a, b in zip(one, other, strict=False))

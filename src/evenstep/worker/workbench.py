@@ -19,6 +19,7 @@ from evenstep.plan import Plan
 from evenstep.seeding import generator_states, is_same_state, seed_everything
 from evenstep.task import Amount, Task
 from evenstep.worker.adopt import adopt
+from evenstep.worker.draws_seen import same_torch, torch_states
 from evenstep.worker.dropouts import DropoutOff
 from evenstep.worker.persample import Touch, collated
 from evenstep.worker.scaler import unfitted
@@ -88,9 +89,9 @@ class Workbench:
         moved = to_device(read, lambda tensor: self._team.precision.fit_tensor(tensor.to(self._device)))
         if self.task.augment_batch is None:
             return moved
-        before = generator_states()
+        before, on_cards = generator_states(), torch_states()
         changed = self.task.augment_batch(moved, Draws(ids, self._plan.seed, 0, self._device))
-        if not is_same_state(before, generator_states()):
+        if not is_same_state(before, generator_states()) or not same_torch(on_cards, torch_states()):
             self._drew.add("augment_batch")
         return changed
 

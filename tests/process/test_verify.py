@@ -132,6 +132,17 @@ def test_offers_synchronised_batch_norm_and_shows_that_it_helps() -> None:
 
 @pytest.mark.slow
 @pytest.mark.timeout(300)
+@pytest.mark.parametrize(("steps", "words"), [(2, "in fp16 nothing was judged"), (12, "in fp16 it is off by")])
+def test_steps_that_the_scaler_skips_are_not_mistaken_for_others(steps: int, words: str) -> None:
+    base = prepare(f"{MISTAKES / 'planted.py'}:overflowing", {"precision": "fp16"})
+    way = Way("ddp", TWO)
+    verdict = check(base, [way], base.folder / "verify", Depth(steps=steps))[way]
+    assert verdict.is_same, verdict
+    assert any(words in note for note in verdict.notes), verdict.notes
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
 def test_a_counter_in_a_buffer_differs_only_where_micro_batches_count_twice() -> None:
     base = prepare(f"{MISTAKES / 'planted.py'}:counter", {})
     spread, cut = Way("ddp", TWO), Way("single", ("cpu",), 2)

@@ -22,10 +22,11 @@ from evenstep.errors import PlanError, TrainingError
 from evenstep.plan import Plan
 from evenstep.record import FILE
 from evenstep.verify.by_rank import by_rank, problems_of
+from evenstep.verify.causes import Case, _way_not_repeated
 from evenstep.verify.check import Depth, Judge, _parts, judged
 from evenstep.verify.differences import FINE, Differ, Difference, first_beyond, saved_as_trained
 from evenstep.verify.evidence import Evidence, Failure
-from evenstep.verify.limits import UNJUDGED, Yardstick
+from evenstep.verify.limits import UNJUDGED, Yardstick, exact
 from evenstep.verify.of_task import loss
 from evenstep.verify.page import lines, table
 from evenstep.verify.runs import Runs
@@ -38,6 +39,7 @@ from evenstep.worker.draws_seen import DrawsSeen
 from evenstep.worker.examine import plain
 from evenstep.worker.narrow import NarrowSeen
 from evenstep.worker.witness import MOST_ELEMENTS, fewer, sampled
+from evenstep.worker.workbench import Workbench
 from tests.small_tasks import small_task
 
 VALUES = [torch.tensor([1.0, 2.0, 4.0]), torch.tensor([3.0, 3.5]), torch.tensor([0.5, 9.0, 2.0, 7.0])]
@@ -371,6 +373,23 @@ def test_evaluates_on_the_first_samples_alone(data: object) -> None:
     assert [len(column) for column in columns] == [4] * len(columns)
 
 
+@pytest.mark.parametrize(
+    ("column", "is_alike"),
+    [
+        (lambda ids: torch.where(ids > 2, math.nan, ids.double()), True),
+        (lambda ids: torch.tensor([len(ids)]), True),
+        (lambda ids: ids - ids[0], False),
+    ],
+    ids=["nan", "of-the-batch", "by-place"],
+)
+def test_samples_are_laid_side_by_side_with_those_of_the_parts(column: Any, is_alike: bool) -> None:
+    ids = torch.arange(6)
+    bench = SimpleNamespace(
+        thirds=lambda: list(ids.split(2)), data=lambda part=None: (column(ids if part is None else part), ids[:1])
+    )
+    assert Workbench.is_cut_alike(bench) is is_alike  # type: ignore[arg-type]
+
+
 # Words
 
 
@@ -429,6 +448,17 @@ def test_says_step_tensor_and_size() -> None:
 def test_a_step_that_one_alone_took_is_told_as_such() -> None:
     sentence = differs("ddp x 2", Difference("optimizer", 3, "step", math.inf), "fp16")
     assert sentence == "ddp x 2 does not learn what single learns: step 3 was taken in one of them alone (fp16)"
+
+
+def test_a_repeat_that_fails_is_told_as_such() -> None:
+    run = write_run("one", trained([1.0], [1.0]))
+    runs = SimpleNamespace(watched=lambda *_, **__: Failure("no room"))
+    case = Case(runs, Way("ddp", ("cpu", "cpu")), "fp32", run, run, exact)  # type: ignore[arg-type]
+    cause = _way_not_repeated(case)
+    assert cause is not None
+    assert cause.name == "not-repeatable"
+    assert cause.evidence[0] == "ddp x 2, run twice, fails: no room"
+    assert case.apart(run, run).agrees
 
 
 def test_a_failure_is_told_without_its_logs() -> None:

@@ -37,6 +37,11 @@ def sound() -> Task:
     )
 
 
+def overflowing() -> Task:
+    """Sound; but fp16 cannot hold its gradients until the scaler has come down."""
+    return with_loss(lambda model, batch: 200 * cross_entropy(model, batch))
+
+
 def cross_entropy(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
     return F.cross_entropy(model(batch[0]), batch[1])
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 import random
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -24,7 +24,7 @@ from evenstep.record import FILE
 from evenstep.verify.by_rank import by_rank, problems_of
 from evenstep.verify.causes import Case, _way_not_repeated
 from evenstep.verify.check import Depth, Judge, _parts, judged
-from evenstep.verify.differences import FINE, Differ, Difference, first_beyond, saved_as_trained
+from evenstep.verify.differences import FINE, STEP, Differ, Difference, first_beyond, saved_as_trained
 from evenstep.verify.evidence import Evidence, Failure
 from evenstep.verify.limits import UNJUDGED, Yardstick, exact
 from evenstep.verify.of_task import loss
@@ -145,7 +145,7 @@ def test_a_step_that_one_run_alone_took_is_a_difference_and_ends_the_comparison(
     """fp16's scaler skips some."""
     step = trained([1.0], [1.0])
     whole, skipped = write_run("whole", step, step), write_run("skipped", None, step)
-    assert sizes(whole, skipped)["optimizer", "step"] == math.inf
+    assert sizes(whole, skipped)["optimizer", STEP] == math.inf
     assert ("weights", "w") not in sizes(whole, skipped)
     also_skipped = write_run("also", None, step)
     assert set(sizes(skipped, also_skipped).values()) == {0.0}
@@ -155,7 +155,7 @@ def test_a_run_that_goes_on_from_a_checkpoint_is_compared_from_there() -> None:
     step = trained([1.0], [1.0])
     whole, resumed = write_run("whole", step, step), write_run("resumed", step, begin=1)
     assert {found.step for found in Differ(FINE).all(whole, resumed)} == {2}
-    assert sizes(whole, write_run("short", step))["optimizer", "step"] == math.inf
+    assert sizes(whole, write_run("short", step))["optimizer", STEP] == math.inf
 
 
 def test_no_number_on_one_side_is_an_infinite_difference_and_on_both_sides_none() -> None:
@@ -315,7 +315,7 @@ def test_rounding_of_the_task_itself_is_the_yardstick() -> None:
 
 def test_without_a_yardstick_the_rule_of_thumb_counts() -> None:
     assert Yardstick([], "fp16")("gradients", "a") == 5e-2
-    assert Yardstick([Difference("optimizer", 1, "step", math.inf)], "fp16")("gradients", "a") == 5e-2
+    assert Yardstick([Difference("optimizer", 1, STEP, math.inf)], "fp16")("gradients", "a") == 5e-2
 
 
 # What is seen
@@ -446,7 +446,7 @@ def test_says_step_tensor_and_size() -> None:
 
 
 def test_a_step_that_one_alone_took_is_told_as_such() -> None:
-    sentence = differs("ddp x 2", Difference("optimizer", 3, "step", math.inf), "fp16")
+    sentence = differs("ddp x 2", Difference("optimizer", 3, STEP, math.inf), "fp16")
     assert sentence == "ddp x 2 does not learn what single learns: step 3 was taken in one of them alone (fp16)"
 
 
@@ -510,3 +510,34 @@ def test_ways_are_every_strategy_on_every_number_of_devices() -> None:
         ways_of("", None, 1)
     with pytest.raises(PlanError, match="give --accumulate 2, or --strategies ddp"):
         ways_of("single", "2", 1)
+
+
+# The command
+
+
+def test_bad_input_is_refused_before_anything_is_started(evenstep: Any) -> None:
+    done = evenstep("verify", "digits", "--strategies", "dpp")
+    assert done.code == 2
+    assert "unknown strategies 'dpp'; allowed are single, dp, ddp, fsdp" in done.err
+    assert not Path("runs").exists()
+
+
+@pytest.mark.parametrize("as_json", [False, True], ids=["table", "json"])
+def test_what_is_known_is_said_before_the_error_that_ends_it(
+    evenstep: Any, monkeypatch: pytest.MonkeyPatch, as_json: bool
+) -> None:
+    def judged(prepared: object, ways: list[Way], *_: object) -> Iterator[tuple[Way, Verdict]]:
+        yield ways[0], Verdict(is_same=True, sentence="the same", parts={"loss": Part(1e-16, True)})
+        raise TrainingError("single itself does not run, so there is nothing to compare with:\nno room")
+
+    monkeypatch.setattr("evenstep.verify.judged", judged)
+    task = f"{Path(__file__).parents[1] / 'process' / 'mistakes' / 'planted.py'}:sound"
+    done = evenstep("verify", task, "--strategies", "ddp,fsdp", "--devices", "2", *["--json"] * as_json)
+    assert done.code == 1
+    assert "single itself does not run" in done.err
+    if as_json:
+        said = json.loads(done.out)
+        assert (said["is_same"], [way["way"] for way in said["ways"]]) == (False, ["ddp x 2"])
+    else:
+        assert "1 of 2 ways learn what one device learns" in done.out
+    assert not Path("runs").exists()

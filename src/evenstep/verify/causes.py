@@ -115,12 +115,12 @@ def _tests(case: Case) -> list[Callable[[Case], Cause | None]]:
         _not_repeated,
         lambda case: captured(case.found()),
         _batch_norm,
-        # Before the ranks are compared: what changes from run to run would look as if it depended on them.
-        _way_not_repeated,
-        lambda case: by_rank(case.found(), case.on_ranks(), case.way.label, case.is_rough),
         lambda case: draws(case.found(), case.is_rough),
         lambda case: reading(case.found()),
         lambda case: loss(case.found()),
+        # Before the ranks are compared: what changes from run to run would look as if it depended on them.
+        _way_not_repeated,
+        lambda case: by_rank(case.found(), case.on_ranks(), case.way.label, case.is_rough),
         lambda case: buffers(case.found(), is_cut=case.way.accumulate > 1),
         lambda case: hooks(case.found()),
         lambda case: metrics(case.found()),

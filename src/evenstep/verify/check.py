@@ -13,6 +13,7 @@ from evenstep.verify.causes import Case, find_cause, only_in
 from evenstep.verify.differences import (
     COARSE,
     FINE,
+    STEP,
     Differ,
     Difference,
     Limit,
@@ -25,6 +26,11 @@ from evenstep.verify.limits import UNJUDGED, WITHOUT_YARDSTICK, Yardstick, exact
 from evenstep.verify.runs import Runs, Say, one_device
 from evenstep.verify.verdict import PARTS, Cause, Part, Verdict, Way
 from evenstep.verify.words import differs, fails, same
+
+SKIPPED = (
+    "no step was taken in both of them, since fp16's scaler skips steps until it has found its scale; more steps "
+    "(--steps 20) give it time"
+)
 
 
 @dataclass(frozen=True)
@@ -82,16 +88,16 @@ class Judge:
         reference = self._reference(precision)
         self._is_rough = precision != "fp64" or reference.facts["narrow"] is not None
         self._note_about(reference)
-        if not reference.steps:
-            return self._not_judged(precision)
         run = self._runs.watched(self._way, precision, is_saved=True)
-        if len(reference.without_gradient) == len(reference.facts["parameters"]):
+        if reference.steps and len(reference.without_gradient) == len(reference.facts["parameters"]):
             run = Failure("no gradient reaches any parameter of the model: nothing is learned, on one device either")
         if isinstance(run, Failure):
             return self._failed(run, reference, precision)
         limit = self._limit(precision)
         differ = Differ(COARSE if self._is_rough else FINE)
-        self._found = differ.all(reference, run)
+        self._found = self._without_skips(differ.all(reference, run), reference, run)
+        if not _has_steps(self._found):
+            return self._not_judged(precision)
         if first_beyond(self._found, limit) is None:
             self._found += self._round_trip(differ, reference, run, precision)
         first = first_beyond(self._found, limit)
@@ -174,7 +180,7 @@ class Judge:
             return [Difference("checkpoint", half, "checkpoint", math.inf)]
         return [
             Difference("checkpoint", one.step, one.name, one.size)
-            for one in differ.all(reference, resumed)
+            for one in self._without_skips(differ.all(reference, resumed), reference, resumed)
             if one.part not in ("samples", "evaluation")
         ]
 
@@ -193,11 +199,11 @@ class Judge:
         if isinstance(run, Failure):
             return self._failed(run, reference, self._own)
         noise = Differ(COARSE).all(self._reference("fp64"), reference)
-        found = Differ(COARSE).all(reference, run)
+        found = self._without_skips(Differ(COARSE).all(reference, run), reference, run)
         limit = Yardstick(noise, self._own)
         said = f"in {self._own} it is off by {_most(found):.1e} at most; {_by_rounding(noise)}"
-        if not reference.steps and not run.steps:
-            said = f"in {self._own} nothing was judged: {self._skipped()}"
+        if not _has_steps(found):
+            said = f"in {self._own} nothing was judged: {SKIPPED}"
         self._notes.append(said)
         first = first_beyond(found, limit)
         if first is None:
@@ -207,18 +213,29 @@ class Judge:
         case = self._case(reference, run, self._own, limit, found)
         return self._differs(first, found, case, only_in(case, self._largest(), (said, allowed)))
 
-    def _skipped(self) -> str:
-        return (
-            f"the scaler skipped all of the {self._depth.steps} steps, on one device too, as it does until it has "
-            "found its scale; more steps (--steps 20) give it time"
-        )
+    def _without_skips(self, found: list[Difference], reference: Evidence, run: Evidence) -> list[Difference]:
+        """In fp16 the whole of a batch overflows sooner than its parts do, so that a sound way skips other steps."""
+        skipped = [
+            one
+            for one in found
+            if one.name == STEP
+            and run.record.plan.precision == "fp16"
+            and one.step in reference.losses
+            and one.step in run.losses
+        ]
+        for one in skipped:
+            self._notes.append(
+                f"fp16's scaler skipped step {one.step} in one of them alone, as the whole of a batch overflows sooner "
+                "than its parts do; the steps before it were judged"
+            )
+        return [one for one in found if one not in skipped]
 
     def _not_judged(self, precision: str) -> Verdict:
         return Verdict(
             is_same=False,
             sentence=f"{self._way.label} was not judged ({precision})",
             cause="not-judged",
-            why=self._skipped(),
+            why=SKIPPED,
             notes=tuple(self._notes),
         )
 
@@ -266,6 +283,11 @@ class Judge:
             notes=tuple(self._notes),
             parts=_parts(found, case.limit),
         )
+
+
+def _has_steps(found: Sequence[Difference]) -> bool:
+    """Whether there is a step that both of them took."""
+    return any(one.part in ("weights", "optimizer") for one in found)
 
 
 def _most(found: Sequence[Difference]) -> float:

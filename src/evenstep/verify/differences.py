@@ -15,7 +15,7 @@ from evenstep.record import Evaluation
 from evenstep.verify.evidence import Evidence, Tensors
 from evenstep.worker.witness import same_numbers, sampled
 
-STEP = "step"
+STEP = "(the step itself)"
 """The name of a step that one run took and the other did not."""
 TOGETHER = ("start", "gradient", "weight")
 """Kinds of which the tensors are measured by the largest of them; buffers have nothing to do with each other."""

@@ -23,13 +23,14 @@ from evenstep.plan import Plan
 from evenstep.record import FILE
 from evenstep.verify.by_rank import by_rank, problems_of
 from evenstep.verify.causes import Case, _way_not_repeated
-from evenstep.verify.check import Depth, Judge, _parts, judged
+from evenstep.verify.check import Depth, Judge, judged
 from evenstep.verify.differences import FINE, STEP, Differ, Difference, first_beyond, saved_as_trained
 from evenstep.verify.evidence import Evidence, Failure
 from evenstep.verify.limits import UNJUDGED, Yardstick, exact
 from evenstep.verify.of_task import loss
 from evenstep.verify.page import lines, table
 from evenstep.verify.runs import Runs
+from evenstep.verify.summary import parts_of
 from evenstep.verify.verdict import Part, Verdict, Way
 from evenstep.verify.ways import ways_of
 from evenstep.verify.words import differs
@@ -382,7 +383,7 @@ def test_evaluates_on_the_first_samples_alone(data: object) -> None:
     ],
     ids=["nan", "of-the-batch", "by-place"],
 )
-def test_samples_are_laid_side_by_side_with_those_of_the_parts(column: Any, is_alike: bool) -> None:
+def test_samples_are_laid_side_by_side_with_those_of_theparts_of(column: Any, is_alike: bool) -> None:
     ids = torch.arange(6)
     bench = SimpleNamespace(
         thirds=lambda: list(ids.split(2)), data=lambda part=None: (column(ids if part is None else part), ids[:1])
@@ -476,11 +477,11 @@ def test_markup_in_names_stays_text() -> None:
 
 def test_a_part_that_was_not_judged_has_no_tick() -> None:
     found = [Difference("evaluation", 1, "accuracy", 0.5), Difference("loss", 1, "loss", 1e-9)]
-    parts = _parts(found, Yardstick([], "fp32"))
+    parts = parts_of(found, Yardstick([], "fp32"))
     assert parts["evaluation"] == Part(None, True)
     assert parts["loss"] == Part(1e-9, True)
     missing = [Difference("evaluation", 1, "accuracy", math.inf)]
-    assert _parts(missing, Yardstick([], "fp32"))["evaluation"] == Part(math.inf, False)
+    assert parts_of(missing, Yardstick([], "fp32"))["evaluation"] == Part(math.inf, False)
 
 
 def test_verdicts_that_were_reached_are_kept_when_a_later_way_cannot_be_judged(

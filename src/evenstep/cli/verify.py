@@ -151,9 +151,10 @@ def _show(prepared: Prepared, verdicts: Mapping[Way, Verdict], asked: _Asked, as
         print(json.dumps(_values(prepared, verdicts, asked)))
         return
     console = Console(highlight=False, emoji=False, soft_wrap=True)
-    # In a file or a pipe there is no edge to fold at.
-    wide = None if console.is_terminal else 120
-    console.print(table(verdicts), width=wide, soft_wrap=False)
+    if not console.is_terminal:
+        # In a file or a pipe there is no edge to fold at.
+        console.width = 120
+    console.print(table(verdicts), soft_wrap=False)
     for line, style in lines(verdicts, asked.num_ways, prepared.plan.batch, asked.seconds):
         console.print(without_control(line), style=style, markup=False)
     if asked.keep:

@@ -22,9 +22,10 @@ from evenstep.verify.differences import (
     saved_as_trained,
 )
 from evenstep.verify.evidence import Evidence, Failure
-from evenstep.verify.limits import UNJUDGED, WITHOUT_YARDSTICK, Yardstick, exact
+from evenstep.verify.limits import WITHOUT_YARDSTICK, Yardstick, exact
 from evenstep.verify.runs import Runs, Say, one_device
-from evenstep.verify.verdict import PARTS, Cause, Part, Verdict, Way
+from evenstep.verify.summary import by_rounding, has_steps, most, parts_of, tensor_of
+from evenstep.verify.verdict import Cause, Verdict, Way
 from evenstep.verify.words import differs, fails, same
 
 SKIPPED = (
@@ -96,7 +97,7 @@ class Judge:
         limit = self._limit(precision)
         differ = Differ(COARSE if self._is_rough else FINE)
         self._found = self._without_skips(differ.all(reference, run), reference, run)
-        if not _has_steps(self._found):
+        if not has_steps(self._found):
             return self._not_judged(precision)
         if first_beyond(self._found, limit) is None:
             self._found += self._round_trip(differ, reference, run, precision)
@@ -201,14 +202,14 @@ class Judge:
         noise = Differ(COARSE).all(self._reference("fp64"), reference)
         found = self._without_skips(Differ(COARSE).all(reference, run), reference, run)
         limit = Yardstick(noise, self._own)
-        said = f"in {self._own} it is off by {_most(found):.1e} at most; {_by_rounding(noise)}"
-        if not _has_steps(found):
+        said = f"in {self._own} it is off by {most(found):.1e} at most; {by_rounding(noise)}"
+        if not has_steps(found):
             said = f"in {self._own} nothing was judged: {SKIPPED}"
         self._notes.append(said)
         first = first_beyond(found, limit)
         if first is None:
             return self._same(arithmetic)
-        shown = _tensor_of(first, found, limit)
+        shown = tensor_of(first, found, limit)
         allowed = f"allowed were {limit(shown.part, shown.name):.1e} for {shown.name}"
         case = self._case(reference, run, self._own, limit, found)
         return self._differs(first, found, case, only_in(case, self._largest(), (said, allowed)))
@@ -247,7 +248,7 @@ class Judge:
             is_same=True,
             sentence=same(self._way.label, self._largest()),
             notes=tuple(self._notes),
-            parts=_parts(self._found, limit),
+            parts=parts_of(self._found, limit),
         )
 
     def _failed(self, failure: Failure, reference: Evidence, precision: str) -> Verdict:
@@ -269,7 +270,7 @@ class Judge:
         return Case(self._runs, self._way, precision, reference, run, limit, frozenset(beyond), self._is_rough)
 
     def _differs(self, first: Difference, found: Sequence[Difference], case: Case, cause: Cause) -> Verdict:
-        shown = _tensor_of(first, found, case.limit)
+        shown = tensor_of(first, found, case.limit)
         return Verdict(
             is_same=False,
             sentence=differs(self._way.label, shown, case.precision),
@@ -281,42 +282,5 @@ class Judge:
             first_tensor=shown.name,
             difference=shown.size,
             notes=tuple(self._notes),
-            parts=_parts(found, case.limit),
+            parts=parts_of(found, case.limit),
         )
-
-
-def _has_steps(found: Sequence[Difference]) -> bool:
-    """Whether there is a step that both of them took."""
-    return any(one.part in ("weights", "optimizer") for one in found)
-
-
-def _most(found: Sequence[Difference]) -> float:
-    return max((one.size for one in found if one.part in ("loss", "gradients")), default=0.0)
-
-
-def _by_rounding(noise: Sequence[Difference]) -> str:
-    known = [one for one in noise if math.isfinite(one.size)]
-    if not any(one.part == "gradients" for one in known):
-        return "what rounding alone makes could not be seen"
-    return f"rounding alone makes {_most(known):.1e} on one device"
-
-
-def _tensor_of(first: Difference, found: Sequence[Difference], limit: Limit) -> Difference:
-    """The first tensor that differs in that step: it says more than a loss does."""
-    of_step = (one for one in found if one.step == first.step and one.part not in ("loss", "samples"))
-    return (
-        first
-        if first.part == "samples"
-        else next((one for one in of_step if one.size > limit(one.part, one.name)), first)
-    )
-
-
-def _parts(found: Sequence[Difference], limit: Limit) -> dict[str, Part]:
-    parts = {}
-    for name in PARTS:
-        of_part = [
-            one for one in found if one.part == name and (limit(name, one.name) < UNJUDGED or math.isinf(one.size))
-        ]
-        is_same = all(one.size <= limit(name, one.name) for one in of_part)
-        parts[name] = Part(max((one.size for one in of_part), default=None), is_same)
-    return parts

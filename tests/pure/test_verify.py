@@ -5,8 +5,11 @@ from __future__ import annotations
 import json
 import math
 import random
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -14,22 +17,31 @@ import torch
 from safetensors.torch import save_file
 from torch.utils.data import DataLoader
 
-from evenstep.errors import PlanError
+from evenstep import checkpoint
+from evenstep.errors import PlanError, TrainingError
 from evenstep.plan import Plan
 from evenstep.record import FILE
-from evenstep.verify.by_rank import by_rank
-from evenstep.verify.differences import FINE, Differ, Difference
+from evenstep.verify.by_rank import by_rank, problems_of
+from evenstep.verify.causes import Case, _way_not_repeated
+from evenstep.verify.check import Depth, Judge, judged
+from evenstep.verify.differences import FINE, STEP, Differ, Difference, first_beyond, saved_as_trained
 from evenstep.verify.evidence import Evidence, Failure
-from evenstep.verify.limits import Yardstick
+from evenstep.verify.limits import UNJUDGED, Yardstick, exact
 from evenstep.verify.of_task import loss
-from evenstep.verify.page import table
+from evenstep.verify.page import lines, table
+from evenstep.verify.runs import Runs
+from evenstep.verify.summary import parts_of
 from evenstep.verify.verdict import Part, Verdict, Way
 from evenstep.verify.ways import ways_of
 from evenstep.verify.words import differs
+from evenstep.worker import witness
 from evenstep.worker.cuts import CutUp, cut_up
 from evenstep.worker.draws_seen import DrawsSeen
+from evenstep.worker.examine import plain
 from evenstep.worker.narrow import NarrowSeen
 from evenstep.worker.witness import MOST_ELEMENTS, fewer, sampled
+from evenstep.worker.workbench import Workbench
+from tests.small_tasks import small_task
 
 VALUES = [torch.tensor([1.0, 2.0, 4.0]), torch.tensor([3.0, 3.5]), torch.tensor([0.5, 9.0, 2.0, 7.0])]
 TOKENS = [torch.tensor([5.0, 1.0, 1.0]), torch.tensor([2.0, 2.0]), torch.tensor([1.0, 3.0, 1.0, 4.0])]
@@ -72,44 +84,221 @@ def test_samples_that_depend_on_each_other_are_found() -> None:
 # Noise
 
 
-def write_run(folder: Path, gradient: torch.Tensor, weight: torch.Tensor, loss_value: float = 1.0) -> Evidence:
+def write_run(name: str, *steps: dict[str, torch.Tensor] | None, begin: int = 0, **more: Any) -> Evidence:
+    """A run as a watched one leaves it: a step that is None was not taken; `more` are losses, evaluations and facts."""
+    folder = Path(name)
     (folder / "witness").mkdir(parents=True)
-    save_file({"gradient/w": gradient, "weight/w": weight}, folder / "witness" / "step-00000001.safetensors")
-    facts = {"dropout": False, "narrow": None, "parameters": ["w"]}
-    (folder / "witness" / "facts.json").write_text(json.dumps(facts))
-    step = {"step": 1, "epoch": 0, "loss": loss_value, "samples": 2, "count": 2, "seconds": 1, "input_seconds": 0}
-    plan = Plan(batch=2, steps=1).to_json()
-    rows = [{"kind": "start", "plan": plan, "machine": {}}, {"kind": "step", "lr": 0.1, "peak_bytes": {}, **step}]
+    for number, tensors in enumerate(steps, begin + 1):
+        if tensors is not None:
+            save_file(tensors, folder / "witness" / f"step-{number:08d}.safetensors")
+    facts = {"dropout": False, "narrow": None, "parameters": ["w"], "passing": [], "aliases": {}}
+    (folder / "witness" / "facts.json").write_text(json.dumps(facts | more.get("facts", {})))
+    plan = Plan(batch=2, steps=len(steps)).to_json()
+    rows: list[dict[str, Any]] = [{"kind": "start", "plan": plan, "machine": {}, "data": {"step": begin}}]
+    for number, loss_value in enumerate(more.get("losses", [1.0] * len(steps)), begin + 1):
+        step = {"step": number, "epoch": 0, "loss": loss_value, "samples": 2, "count": 2, "seconds": 1}
+        rows.append({"kind": "step", "lr": 0.1, "peak_bytes": {}, "input_seconds": 0, **step})
+    for values in more.get("evaluations", []):
+        rows.append({"kind": "evaluation", "step": begin + 1, "epoch": 0, "samples": 8, "seconds": 1, **values})
     (folder / FILE).write_text("".join(json.dumps(row) + "\n" for row in rows))
     return Evidence(folder)
 
 
+def trained(gradient: object, weight: object, **more: object) -> dict[str, torch.Tensor]:
+    """One step of the parameter w; `optimizer__w__m=` is `optimizer/w/m`."""
+    values = {"gradient/w": gradient, "weight/w": weight}
+    values |= {name.replace("__", "/"): value for name, value in more.items()}
+    return {name: torch.as_tensor(value) for name, value in values.items()}
+
+
+def sizes(one: Evidence, other: Evidence) -> dict[tuple[str, str], float]:
+    """The last difference of each thing."""
+    return {(each.part, each.name): each.size for each in Differ(FINE).all(one, other)}
+
+
 def test_a_weight_whose_gradient_is_noise_is_not_judged() -> None:
     """Adam makes full steps of it, in whichever direction the noise pointed."""
-    one = write_run(Path("one"), torch.tensor([1.0, 1e-18]), torch.tensor([2.0, 0.001]))
-    other = write_run(Path("other"), torch.tensor([1.0, -1e-18]), torch.tensor([2.0, -0.001]))
+    one = write_run("one", trained([1.0, 1e-18], [2.0, 0.001]))
+    other = write_run("other", trained([1.0, -1e-18], [2.0, -0.001]))
     differ = Differ(FINE)
     assert max(found.size for found in differ.all(one, other)) < 1e-9
     assert differ.silent == []
 
 
 def test_a_weight_with_a_gradient_is_judged() -> None:
-    one = write_run(Path("one"), torch.tensor([1.0, 0.5]), torch.tensor([2.0, 0.001]))
-    other = write_run(Path("other"), torch.tensor([1.0, 0.5]), torch.tensor([2.0, -0.001]))
-    found = {(one.part, one.name): one.size for one in Differ(FINE).all(one, other)}
+    one = write_run("one", trained([1.0, 0.5], [2.0, 0.001]))
+    other = write_run("other", trained([1.0, 0.5], [2.0, -0.001]))
+    found = sizes(one, other)
     assert found["weights", "w"] == pytest.approx(0.001)
     assert found["gradients", "w"] == found["loss", "loss"] == 0
 
 
 def test_a_gradient_that_is_missing_is_as_good_as_zeros_and_nothing_else() -> None:
-    one = write_run(Path("one"), torch.zeros(2), torch.ones(2))
-    other = write_run(Path("other"), torch.ones(2), torch.ones(2))
-    for run in (one, other):
-        path = run.folder / "witness" / "step-00000001.safetensors"
-        bare = write_run(run.folder / "bare", torch.zeros(2), torch.ones(2))
-        save_file({"weight/w": torch.ones(2)}, bare.folder / "witness" / path.name)
-    sizes = [max(d.size for d in Differ(FINE).all(run, Evidence(run.folder / "bare"))) for run in (one, other)]
-    assert sizes == [0.0, math.inf]
+    bare = write_run("bare", {"weight/w": torch.ones(2)})
+    for name, gradient, size in (("zeros", 0.0, 0.0), ("ones", 1.0, math.inf)):
+        assert sizes(write_run(name, trained([gradient] * 2, [1.0] * 2)), bare)["gradients", "w"] == size
+
+
+# What must never be lost in a comparison
+
+
+def test_a_step_that_one_run_alone_took_is_a_difference_and_ends_the_comparison() -> None:
+    """fp16's scaler skips some."""
+    step = trained([1.0], [1.0])
+    whole, skipped = write_run("whole", step, step), write_run("skipped", None, step)
+    assert sizes(whole, skipped)["optimizer", STEP] == math.inf
+    assert ("weights", "w") not in sizes(whole, skipped)
+    also_skipped = write_run("also", None, step)
+    assert set(sizes(skipped, also_skipped).values()) == {0.0}
+
+
+def test_a_run_that_goes_on_from_a_checkpoint_is_compared_from_there() -> None:
+    step = trained([1.0], [1.0])
+    whole, resumed = write_run("whole", step, step), write_run("resumed", step, begin=1)
+    assert {found.step for found in Differ(FINE).all(whole, resumed)} == {2}
+    assert sizes(whole, write_run("short", step))["optimizer", STEP] == math.inf
+
+
+def test_no_number_on_one_side_is_an_infinite_difference_and_on_both_sides_none() -> None:
+    nan, norm = math.nan, "norm/gradient/w"
+    sound = trained([1.0, 2.0], [1.0]) | {norm: torch.tensor(2.0)}
+    spoilt = sound | {norm: torch.tensor(nan)}
+    one = write_run("one", sound, losses=[1.0])
+    assert sizes(one, write_run("norm", spoilt, losses=[1.0]))["gradients", "w"] == math.inf
+    assert sizes(write_run("first", spoilt, losses=[1.0]), one)["gradients", "w"] == math.inf
+    no_loss = write_run("loss", sound, losses=[nan])
+    assert sizes(one, no_loss)["loss", "loss"] == sizes(no_loss, one)["loss", "loss"] == math.inf
+    assert sizes(no_loss, write_run("loss2", sound, losses=[nan]))["loss", "loss"] == 0
+    element = write_run("element", trained([nan, 2.0], [1.0]))
+    assert sizes(write_run("full", trained([1.0, 2.0], [1.0])), element)["gradients", "w"] == math.inf
+    assert sizes(element, write_run("element2", trained([nan, 2.0], [1.0])))["gradients", "w"] == 0
+
+
+def test_a_mask_hides_no_difference_of_another_buffer() -> None:
+    least = torch.finfo(torch.float32).min
+    one, other = (
+        write_run(name, trained([1.0], [1.0], buffer__mask=[least, 0.0], buffer__bn_running_mean=[mean]))
+        for name, mean in (("one", 0.5), ("other", 0.25))
+    )
+    assert sizes(one, other)["weights", "bn_running_mean"] == pytest.approx(0.5)
+
+
+def test_a_running_mean_of_noise_is_measured_in_deviations() -> None:
+    one, other = (
+        write_run(name, trained([1.0], [1.0], **{"buffer__b.running_mean": [mean], "buffer__b.running_var": [0.9]}))
+        for name, mean in (("one", 1e-17), ("other", -1e-17))
+    )
+    assert sizes(one, other)["weights", "b.running_mean"] < 1e-9
+
+
+@pytest.mark.parametrize(
+    ("tensors", "state", "size"),
+    [
+        (trained([1.0], [1.0]), 0.5, math.inf),
+        (trained([1.0], [1.0]), 0.0, 0.0),
+        ({"weight/w": torch.ones(1)}, 0.5, 0.0),
+    ],
+    ids=["lost", "zeros", "no-gradient"],
+)
+def test_optimizer_state_is_missing_only_where_nothing_was_learned(
+    tensors: dict[str, torch.Tensor], state: float, size: float
+) -> None:
+    whole = write_run("whole", trained([1.0], [1.0], optimizer__w__m=[state]))
+    assert sizes(whole, write_run("bare", tensors))["optimizer", "w/m"] == size
+
+
+@pytest.mark.parametrize(
+    ("evaluations", "name"),
+    [
+        ([], "outcome (only one of them has one)"),
+        ([{"values": {"loss": 1.0}}], "accuracy"),
+        ([{"values": {"loss": 1.0, "accuracy": 0.5, "f1": 1.0}}], "f1"),
+        ([{"values": {"loss": 1.0, "accuracy": 0.5}, "samples": 9}], "number of samples"),
+        ([{"values": {"loss": math.nan, "accuracy": 0.5}}], "loss"),
+    ],
+    ids=["evaluation", "metric", "more-metrics", "samples", "nan"],
+)
+def test_what_an_evaluation_lacks_is_an_infinite_difference(evaluations: list[Any], name: str) -> None:
+    step = trained([1.0], [1.0])
+    one = write_run("one", step, evaluations=[{"values": {"loss": 1.0, "accuracy": 0.5}}])
+    found = sizes(one, write_run("other", step, evaluations=evaluations))
+    assert found["evaluation", name] == math.inf
+    assert first_beyond([Difference("evaluation", 1, name, math.inf)], Yardstick([], "fp32")) is not None
+
+
+@pytest.mark.parametrize(
+    ("weights", "moments", "lost"),
+    [
+        ({"w": [1.0], "tied": [1.0], "seen": [math.nan]}, {"w/m": [2.0]}, []),
+        ({"w": [1.0], "tied": [1.0]}, {"w/m": [2.0]}, ["seen"]),
+        ({"w": [1.0], "tied": [1.0], "seen": [0.0]}, {"w/m": [2.0]}, ["seen"]),
+        ({"w": [1.0], "tied": [1.0], "seen": [math.nan]}, {}, ["w/m"]),
+        ({"w": [1.0], "tied": [1.0], "seen": [math.nan], "more": [1.0]}, {"w/m": [2.0]}, ["more"]),
+    ],
+    ids=["whole", "buffer", "nan", "state", "more"],
+)
+def test_a_checkpoint_holds_all_that_was_trained_and_nothing_else(
+    weights: dict[str, Any], moments: dict[str, Any], lost: list[str]
+) -> None:
+    tensors = trained([1.0], [1.0], buffer__seen=[math.nan], buffer__cache=[5.0], optimizer__w__m=[2.0])
+    run = write_run("run", tensors, facts={"passing": ["cache"], "aliases": {"tied": "w"}})
+    run.checkpoint(1).mkdir(parents=True)
+    for file, values in ((checkpoint.WEIGHTS, weights), (checkpoint.OPTIMIZER, moments)):
+        save_file({name: torch.tensor(value) for name, value in values.items()}, run.checkpoint(1) / file)
+    assert [one.name for one in saved_as_trained(run, 1) if one.size > 0] == lost
+
+
+class Stepper:
+    """An optimizer that learns nothing; torch's own import seconds of other things first."""
+
+    def __init__(self) -> None:
+        self.state: dict[Any, Any] = {}
+        self.hooks: list[Any] = []
+        self.register_step_pre_hook = self.register_step_post_hook = self.hooks.append
+
+    def step(self) -> None:
+        for hook in self.hooks:
+            hook()
+
+
+def test_a_watched_step_is_numbered_by_the_record(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A step that the scaler skips never reaches the optimizer."""
+    monkeypatch.setattr(witness, "DropoutOff", lambda: SimpleNamespace(in_layers=lambda model: model, was_used=False))
+    watch = witness.Watch(Plan(batch=2, steps=3), Path("witness"))
+    task = watch.over(replace(small_task("mlp/sgd/mean"), optimizer=lambda parameters: Stepper()), "own")  # type: ignore
+    model = task.model()
+    optimizer = task.optimizer(model.parameters())
+    for step in (1, 2, 3):
+        for weight in model.parameters():
+            weight.grad = torch.ones_like(weight)
+        if step != 2:
+            optimizer.step()
+        watch.write(step)
+    watch.finish()
+    assert Evidence(Path(".")).steps == [1, 3]
+    assert Evidence(Path(".")).facts["passing"] == []
+
+
+def test_runs_are_the_same_only_if_all_about_them_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    runs = Runs(None, Path("runs"), 4)  # type: ignore[arg-type]
+    made: list[Path] = []
+
+    def run(self: Runs, folder: Path, *_: object) -> Evidence:
+        folder.mkdir(parents=True)
+        made.append(folder)
+        return Evidence(folder)
+
+    monkeypatch.setattr(Runs, "_run", run)
+    here, there = Way("ddp", ("cuda:0", "cuda:0")), Way("ddp", ("cuda:0", "cuda:1"))
+    for way in (here, there, here):
+        runs.watched(way, "fp64")
+        runs.watched(way, "fp64", is_saved=True)
+        runs.watched(way, "fp64", sync_batchnorm=True)
+        runs.watched(way, "fp64", again="again", resume="a")
+        runs.watched(way, "fp64", again="again", resume="b")
+    assert len(made) == len(set(made)) == 10
+    assert made[0].name == "ddp-cuda-0-2-fp64"
+    assert made[5].name == "ddp-cuda-0-cuda-1-fp64"
 
 
 def test_rounding_of_the_task_itself_is_the_yardstick() -> None:
@@ -120,7 +309,14 @@ def test_rounding_of_the_task_itself_is_the_yardstick() -> None:
     assert limit("weights", "a") == 1e-5
     assert limit("samples", "samples") == 0
     assert limit("checkpoint", "a") == pytest.approx(3e-3)
-    assert limit("evaluation", "accuracy") == math.inf
+    assert limit("evaluation", "accuracy") == UNJUDGED
+    loose = Yardstick([*noise, Difference("evaluation", 1, "accuracy", 0.5)], "fp32")
+    assert loose("checkpoint", "accuracy") == limit("checkpoint", "accuracy")
+
+
+def test_without_a_yardstick_the_rule_of_thumb_counts() -> None:
+    assert Yardstick([], "fp16")("gradients", "a") == 5e-2
+    assert Yardstick([Difference("optimizer", 1, STEP, math.inf)], "fp16")("gradients", "a") == 5e-2
 
 
 # What is seen
@@ -178,6 +374,23 @@ def test_evaluates_on_the_first_samples_alone(data: object) -> None:
     assert [len(column) for column in columns] == [4] * len(columns)
 
 
+@pytest.mark.parametrize(
+    ("column", "is_alike"),
+    [
+        (lambda ids: torch.where(ids > 2, math.nan, ids.double()), True),
+        (lambda ids: torch.tensor([len(ids)]), True),
+        (lambda ids: ids - ids[0], False),
+    ],
+    ids=["nan", "of-the-batch", "by-place"],
+)
+def test_samples_are_laid_side_by_side_with_those_of_theparts_of(column: Any, is_alike: bool) -> None:
+    ids = torch.arange(6)
+    bench = SimpleNamespace(
+        thirds=lambda: list(ids.split(2)), data=lambda part=None: (column(ids if part is None else part), ids[:1])
+    )
+    assert Workbench.is_cut_alike(bench) is is_alike  # type: ignore[arg-type]
+
+
 # Words
 
 
@@ -196,12 +409,57 @@ def test_ranks_that_compute_the_same_are_no_cause() -> None:
     assert by_rank({}, [found], "ddp x 2", is_rough=False) is None
 
 
+def test_a_rank_whose_test_failed_is_no_cause_but_is_told_of() -> None:
+    found = {"settings": [{"lr": 0.1}], "batch": {"data": "a", "loss": 1.0, "gradients": {"w": 2.0}}}
+    failed = {"settings": None, "batch": None, "problems": {"batch": "RuntimeError: no"}}
+    assert by_rank(found, [found, failed], "ddp x 2", is_rough=False) is None
+    assert problems_of(found, [found, failed]) == ("could not be tested on rank 1: batch (RuntimeError: no)",)
+    assert problems_of({"failure": "no room"}, []) == ("the task could not be taken apart: no room",)
+
+
+@pytest.mark.parametrize(
+    ("groups", "words"),
+    [
+        ([{"betas": [0.9, 0.99]}], "betas depends on the rank or on how many there are: [0.9, 0.999] on one device"),
+        ([{"betas": [0.9, 0.999]}] * 2, "number of groups depends on the rank or on how many there are: 1 on one"),
+        ([{"betas": [0.9, 0.999], "nesterov": True}], "nesterov depends on the rank or on how many there are: None"),
+    ],
+    ids=["tuple", "groups", "name"],
+)
+def test_settings_that_depend_on_the_rank_are_found(groups: list[Any], words: str) -> None:
+    cause = by_rank({"settings": [{"betas": [0.9, 0.999]}]}, [{"settings": groups}], "ddp x 2", is_rough=False)
+    assert cause is not None
+    assert words in cause.sentence
+
+
+def test_settings_are_told_as_json_can_hold_them() -> None:
+    assert plain((0.9, torch.tensor(0.5))) == [0.9, 0.5]
+    assert plain(None) is None
+    assert plain(object()) == "object"
+
+
 def test_says_step_tensor_and_size() -> None:
     sentence = differs("ddp x 2", Difference("gradients", 3, "head.bias", 0.125), "fp64")
     assert sentence == (
         "ddp x 2 does not learn what single learns: at step 3 the gradient of head.bias differs by 12.5 % of its size "
         "(fp64)"
     )
+
+
+def test_a_step_that_one_alone_took_is_told_as_such() -> None:
+    sentence = differs("ddp x 2", Difference("optimizer", 3, STEP, math.inf), "fp16")
+    assert sentence == "ddp x 2 does not learn what single learns: step 3 was taken in one of them alone (fp16)"
+
+
+def test_a_repeat_that_fails_is_told_as_such() -> None:
+    run = write_run("one", trained([1.0], [1.0]))
+    runs = SimpleNamespace(watched=lambda *_, **__: Failure("no room"))
+    case = Case(runs, Way("ddp", ("cpu", "cpu")), "fp32", run, run, exact)  # type: ignore[arg-type]
+    cause = _way_not_repeated(case)
+    assert cause is not None
+    assert cause.name == "not-repeatable"
+    assert cause.evidence[0] == "ddp x 2, run twice, fails: no room"
+    assert case.apart(run, run).agrees
 
 
 def test_a_failure_is_told_without_its_logs() -> None:
@@ -217,6 +475,35 @@ def test_markup_in_names_stays_text() -> None:
     assert verdict.to_json()["parts"]["loss"]["difference"] is None
 
 
+def test_a_part_that_was_not_judged_has_no_tick() -> None:
+    found = [Difference("evaluation", 1, "accuracy", 0.5), Difference("loss", 1, "loss", 1e-9)]
+    parts = parts_of(found, Yardstick([], "fp32"))
+    assert parts["evaluation"] == Part(None, True)
+    assert parts["loss"] == Part(1e-9, True)
+    missing = [Difference("evaluation", 1, "accuracy", math.inf)]
+    assert parts_of(missing, Yardstick([], "fp32"))["evaluation"] == Part(math.inf, False)
+
+
+def test_verdicts_that_were_reached_are_kept_when_a_later_way_cannot_be_judged(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def verdict(judge: Judge) -> Verdict:
+        if judge._way.strategy == "fsdp":
+            raise TrainingError("single itself does not run")
+        return Verdict(is_same=True, sentence="")
+
+    monkeypatch.setattr(Judge, "verdict", verdict)
+    ways = ways_of("ddp,fsdp", "2", 1)
+    base = SimpleNamespace(plan=Plan(batch=2, steps=1))
+    reached = []
+    with pytest.raises(TrainingError, match="does not run"):
+        for way, _ in judged(base, ways, Path("runs"), Depth()):  # type: ignore[arg-type]
+            reached.append(way.label)
+    assert reached == ["ddp x 2"]
+    *_, (last, _) = lines({ways[0]: Verdict(is_same=True, sentence="")}, 2, 16, 1.0)
+    assert last == "1 of 2 ways learn what one device learns (batch 16, 1 s)"
+
+
 def test_ways_are_every_strategy_on_every_number_of_devices() -> None:
     assert [way.label for way in ways_of("ddp, fsdp", "2,3", 1)] == ["ddp x 2", "fsdp x 2", "ddp x 3", "fsdp x 3"]
     assert ways_of("single,dp", "cpu,cpu", 2) == [Way("single", ("cpu",), 2), Way("dp", ("cpu", "cpu"), 2)]
@@ -224,3 +511,34 @@ def test_ways_are_every_strategy_on_every_number_of_devices() -> None:
         ways_of("", None, 1)
     with pytest.raises(PlanError, match="give --accumulate 2, or --strategies ddp"):
         ways_of("single", "2", 1)
+
+
+# The command
+
+
+def test_bad_input_is_refused_before_anything_is_started(evenstep: Any) -> None:
+    done = evenstep("verify", "digits", "--strategies", "dpp")
+    assert done.code == 2
+    assert "unknown strategies 'dpp'; allowed are single, dp, ddp, fsdp" in done.err
+    assert not Path("runs").exists()
+
+
+@pytest.mark.parametrize("as_json", [False, True], ids=["table", "json"])
+def test_what_is_known_is_said_before_the_error_that_ends_it(
+    evenstep: Any, monkeypatch: pytest.MonkeyPatch, as_json: bool
+) -> None:
+    def judged(prepared: object, ways: list[Way], *_: object) -> Iterator[tuple[Way, Verdict]]:
+        yield ways[0], Verdict(is_same=True, sentence="the same", parts={"loss": Part(1e-16, True)})
+        raise TrainingError("single itself does not run, so there is nothing to compare with:\nno room")
+
+    monkeypatch.setattr("evenstep.verify.judged", judged)
+    task = f"{Path(__file__).parents[1] / 'process' / 'mistakes' / 'planted.py'}:sound"
+    done = evenstep("verify", task, "--strategies", "ddp,fsdp", "--devices", "2", *["--json"] * as_json)
+    assert done.code == 1
+    assert "single itself does not run" in done.err
+    if as_json:
+        said = json.loads(done.out)
+        assert (said["is_same"], [way["way"] for way in said["ways"]]) == (False, ["ddp x 2"])
+    else:
+        assert "1 of 2 ways learn what one device learns" in done.out
+    assert not Path("runs").exists()

@@ -7,6 +7,7 @@ import shutil
 import time
 from collections.abc import Mapping
 from contextlib import suppress
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -18,7 +19,7 @@ from evenstep.errors import EvenstepError, PlanError
 
 if TYPE_CHECKING:
     from evenstep.launcher.prepare import Prepared
-    from evenstep.verify import Verdict, Way
+    from evenstep.verify import Depth, Verdict, Way
 
 EXAMPLES = """
 [bold]Examples[/bold]
@@ -55,6 +56,7 @@ def verify(
     if steps < 1 or accumulate < 1:
         raise PlanError(f"steps is {steps} and accumulate {accumulate}; both are whole numbers from 1 up")
     from evenstep.launcher.prepare import RUNS, free_name, label_of, prepare
+    from evenstep.verify import Depth
     from evenstep.verify.ways import ways_of
 
     ways = ways_of(strategies, devices, accumulate)
@@ -63,13 +65,16 @@ def verify(
     is_first = not RUNS.exists()
     prepared = prepare(task, {**choices, "name": name, "devices": ways[0].devices[0], "strategy": "single"})
     started = time.monotonic()
+    verdicts: dict[Way, Verdict] = {}
     try:
-        verdicts = _checked(prepared, ways, steps, sync_batchnorm)
+        _check(prepared, ways, verdicts, Depth(steps, sync_batchnorm=sync_batchnorm, from_single=True))
     finally:
         if not keep:
             _remove(prepared.folder, is_first)
-    seconds = time.monotonic() - started
-    _show(task, prepared, verdicts, seconds, as_json, keep)
+        if verdicts:
+            # Also where a later way could not be judged: what is known of the others is said before the error is.
+            shown = _Asked(task, len(ways), time.monotonic() - started, keep)
+            _show(prepared, verdicts, shown, as_json)
     if not all(verdict.is_same for verdict in verdicts.values()):
         raise typer.Exit(EvenstepError.exit_code)
 
@@ -82,15 +87,17 @@ def _remove(folder: Path, is_first: bool) -> None:
             folder.parent.rmdir()
 
 
-def _checked(prepared: Prepared, ways: list[Way], steps: int, sync_batchnorm: bool) -> dict[Way, Verdict]:
+def _check(prepared: Prepared, ways: list[Way], verdicts: dict[Way, Verdict], depth: Depth) -> None:
+    """Fill the verdicts in, one by one."""
     from evenstep.report.progress import without_control
-    from evenstep.verify import Depth, check
+    from evenstep.verify import judged
 
     errors = Console(stderr=True, highlight=False, emoji=False)
     for line in prepared.said:
         errors.print(without_control(line), style="yellow", markup=False, soft_wrap=True)
-    with _Shown(errors, num_runs=2 + 3 * len(ways)) as shown:
-        return check(prepared, ways, prepared.folder, Depth(steps, True, sync_batchnorm, shown.say))
+    with _Shown(errors, num_runs=2 + 4 * len(ways)) as shown:
+        for way, verdict in judged(prepared, ways, prepared.folder, replace(depth, say=shown.say)):
+            verdicts[way] = verdict
 
 
 class _Shown:
@@ -126,35 +133,42 @@ class _Shown:
         self._num += 1
 
 
-def _show(
-    task: str, prepared: Prepared, verdicts: Mapping[Way, Verdict], seconds: float, as_json: bool, keep: bool
-) -> None:
+@dataclass(frozen=True)
+class _Asked:
+    """What was asked for, and how long it took."""
+
+    task: str
+    num_ways: int
+    seconds: float
+    keep: bool
+
+
+def _show(prepared: Prepared, verdicts: Mapping[Way, Verdict], asked: _Asked, as_json: bool) -> None:
     from evenstep.report.progress import without_control
     from evenstep.verify.page import lines, table
 
     if as_json:
-        print(json.dumps(_values(task, prepared, verdicts, seconds, keep)))
+        print(json.dumps(_values(prepared, verdicts, asked)))
         return
     console = Console(highlight=False, emoji=False, soft_wrap=True)
-    # In a file or a pipe there is no edge to fold at.
-    wide = None if console.is_terminal else 120
-    console.print(table(verdicts), width=wide, soft_wrap=False)
-    for line, style in lines(verdicts, prepared.plan.batch, seconds):
+    if not console.is_terminal:
+        # In a file or a pipe there is no edge to fold at.
+        console.width = 120
+    console.print(table(verdicts), soft_wrap=False)
+    for line, style in lines(verdicts, asked.num_ways, prepared.plan.batch, asked.seconds):
         console.print(without_control(line), style=style, markup=False)
-    if keep:
+    if asked.keep:
         console.print(f"the runs are in {prepared.folder}", style="dim", markup=False)
 
 
-def _values(
-    task: str, prepared: Prepared, verdicts: Mapping[Way, Verdict], seconds: float, keep: bool
-) -> dict[str, Any]:
+def _values(prepared: Prepared, verdicts: Mapping[Way, Verdict], asked: _Asked) -> dict[str, Any]:
     return {
-        "task": task,
-        "is_same": all(verdict.is_same for verdict in verdicts.values()),
+        "task": asked.task,
+        "is_same": len(verdicts) == asked.num_ways and all(verdict.is_same for verdict in verdicts.values()),
         "batch": prepared.plan.batch,
         "precision": prepared.plan.precision,
-        "seconds": round(seconds, 2),
-        "runs": str(prepared.folder) if keep else None,
+        "seconds": round(asked.seconds, 2),
+        "runs": str(prepared.folder) if asked.keep else None,
         "ways": [
             {
                 "way": way.label,

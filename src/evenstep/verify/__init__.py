@@ -4,7 +4,7 @@ verdicts = check(prepared, [Way("ddp", ("cpu", "cpu"))], folder)        # the wh
 verdicts = check(prepared, ways, folder, Depth(steps=3, own_precision=False))   # a short one, for `compare`
 """
 
-from evenstep.verify.check import Depth, check
+from evenstep.verify.check import Depth, check, judged
 from evenstep.verify.verdict import Part, Verdict, Way
 
-__all__ = ["Depth", "Part", "Verdict", "Way", "check"]
+__all__ = ["Depth", "Part", "Verdict", "Way", "check", "judged"]

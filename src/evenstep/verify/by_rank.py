@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from evenstep.verify.verdict import Cause
@@ -11,42 +11,63 @@ from evenstep.verify.verdict import Cause
 NEAR = 1e-7
 ROUGHLY = 1e-3
 Found = dict[str, Any]
+Groups = list[dict[str, Any]]
+"""An optimizer's settings."""
 
 
 def by_rank(single: Found, ranks: Sequence[Found], label: str, is_rough: bool) -> Cause | None:
     """What the same samples and weights give on each rank, and on one device."""
-    if not ranks or not single:
-        return None
+    near = ROUGHLY if is_rough else NEAR
+    own, of_ranks = single.get("batch"), [rank["batch"] for rank in ranks if rank.get("batch")]
+    cause = _other_settings(single.get("settings"), [rank.get("settings") for rank in ranks], label)
+    # A rank whose test failed has computed nothing that could be compared: `problems_of` tells of it.
+    if cause is not None or not own or not ranks or len(of_ranks) < len(ranks):
+        return cause
     return (
-        _other_settings(single, ranks, label)
-        or _other_data(single, ranks)
-        or _other_loss(single, ranks, label, ROUGHLY if is_rough else NEAR)
-        or _other_gradients(single, ranks, label, ROUGHLY if is_rough else NEAR)
+        _other_data(own, of_ranks)
+        or _other_loss(own["loss"], [one["loss"] for one in of_ranks], label, near)
+        or _other_gradients(own["gradients"], [one["gradients"] for one in of_ranks], label, near)
     )
 
 
-def _other_settings(single: Found, ranks: Sequence[Found], label: str) -> Cause | None:
-    for number, group in enumerate(single.get("settings") or []):
-        for name, value in group.items():
-            found = [(rank.get("settings") or single["settings"])[number].get(name) for rank in ranks]
-            if any(other != value for other in found):
-                called = "learning rate" if name == "lr" else name
-                return Cause(
-                    name="settings",
-                    sentence=f"the optimizer's {called} depends on the rank or on how many there are: {value} on one "
-                    f"device, {_listed(found)} under {label}",
-                    evidence=(f"the optimizer was made on one device and on each of {len(ranks)} ranks",),
-                    advice="The batch is global here: let the learning rate be the same on any number of devices.",
-                )
+def problems_of(single: Found, ranks: Sequence[Found]) -> tuple[str, ...]:
+    """What could not be tested, and why."""
+    said = []
+    for where, found in (("", single), *((f" on rank {rank}", found) for rank, found in enumerate(ranks))):
+        if found.get("failure"):
+            said.append(f"the task could not be taken apart: {found['failure']}")
+        said += [f"could not be tested{where}: {name} ({why})" for name, why in (found.get("problems") or {}).items()]
+    return tuple(dict.fromkeys(said))
+
+
+def _other_settings(own: Groups | None, ranks: Sequence[Groups | None], label: str) -> Cause | None:
+    found = [groups for groups in ranks if groups is not None]
+    if own is None or len(found) < len(ranks):
+        return None
+    if any(len(groups) != len(own) for groups in found):
+        return _settings("number of groups", len(own), [len(groups) for groups in found], label)
+    for number, group in enumerate(own):
+        for name in dict.fromkeys([*group, *(name for groups in found for name in groups[number])]):
+            values = [groups[number].get(name) for groups in found]
+            if any(value != group.get(name) for value in values):
+                return _settings("learning rate" if name == "lr" else name, group.get(name), values, label)
     return None
 
 
-def _other_data(single: Found, ranks: Sequence[Found]) -> Cause | None:
-    digests = [(rank.get("batch") or {}).get("data") for rank in ranks]
-    own = (single.get("batch") or {}).get("data")
-    if not own or all(one == own for one in digests):
+def _settings(called: str, own: Any, found: Sequence[Any], label: str) -> Cause:
+    return Cause(
+        name="settings",
+        sentence=f"the optimizer's {called} depends on the rank or on how many there are: {own} on one "
+        f"device, {_listed(found)} under {label}",
+        evidence=(f"the optimizer was made on one device and on each of {len(found)} ranks",),
+        advice="The batch is global here: let the learning rate be the same on any number of devices.",
+    )
+
+
+def _other_data(own: Found, ranks: Sequence[Found]) -> Cause | None:
+    who = next((rank for rank, one in enumerate(ranks) if one["data"] != own["data"]), None)
+    if who is None:
         return None
-    who = next(rank for rank, one in enumerate(digests) if one != own)
     return Cause(
         name="other-data",
         sentence=f"the data depends on the rank: rank {who} reads other samples under the same ids than one device",
@@ -55,10 +76,8 @@ def _other_data(single: Found, ranks: Sequence[Found]) -> Cause | None:
     )
 
 
-def _other_loss(single: Found, ranks: Sequence[Found], label: str, near: float) -> Cause | None:
-    own = (single.get("batch") or {}).get("loss")
-    found = [rank["batch"]["loss"] for rank in ranks if rank.get("batch")]
-    if own is None or len(found) < len(ranks) or all(_near(one, own, near) for one in found):
+def _other_loss(own: float, found: Sequence[float], label: str, near: float) -> Cause | None:
+    if all(_near(one, own, near) for one in found):
         return None
     factors = [one / own if own else math.nan for one in found]
     return Cause(
@@ -70,11 +89,12 @@ def _other_loss(single: Found, ranks: Sequence[Found], label: str, near: float) 
     )
 
 
-def _other_gradients(single: Found, ranks: Sequence[Found], label: str, near: float) -> Cause | None:
-    own = (single.get("batch") or {}).get("gradients") or {}
+def _other_gradients(
+    own: Mapping[str, float], ranks: Sequence[Mapping[str, float]], label: str, near: float
+) -> Cause | None:
     largest = max(own.values(), default=0.0)
     for name, norm in own.items():
-        found = [((rank.get("batch") or {}).get("gradients") or {}).get(name, 0.0) for rank in ranks]
+        found = [rank.get(name, 0.0) for rank in ranks]
         if norm > 1e-6 * largest and not all(_near(one, norm, near) for one in found):
             return Cause(
                 name="gradients-by-rank",
@@ -88,7 +108,8 @@ def _other_gradients(single: Found, ranks: Sequence[Found], label: str, near: fl
 
 
 def _near(one: float, other: float, near: float) -> bool:
-    return abs(one - other) <= near * max(abs(one), abs(other), 1e-300)
+    both = math.isnan(one) and math.isnan(other)
+    return both or abs(one - other) <= near * max(abs(one), abs(other), 1e-300)
 
 
 def _listed(values: Sequence[Any]) -> str:

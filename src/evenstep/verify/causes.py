@@ -2,17 +2,40 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from evenstep.verify.by_rank import by_rank
-from evenstep.verify.differences import COARSE, FINE, Differ, Difference, Limit, first_beyond
+from evenstep.verify.by_rank import by_rank, problems_of
+from evenstep.verify.differences import COARSE, FINE, Differ, Limit, first_beyond, has_checkpoint, saved_as_trained
 from evenstep.verify.evidence import Evidence, Failure
+from evenstep.verify.limits import UNJUDGED
 from evenstep.verify.of_task import buffers, captured, draws, hooks, loss, metrics, reading
-from evenstep.verify.runs import Runs, one_device
+from evenstep.verify.runs import Runs, has_ranks, one_device
 from evenstep.verify.verdict import Cause, Way
 from evenstep.verify.words import in_percent
+
+REPEAT = (
+    "Look for a generator without a seed, the time, or the process id in model, loss and data; "
+    "or train with --deterministic if an operation is to blame."
+)
+
+
+@dataclass(frozen=True)
+class Apart:
+    """How far two runs are apart."""
+
+    largest: float
+    agrees: bool
+    """Whether all of it is rounding."""
+    failure: Failure | None = None
+    """Of one of them, which could not be compared then."""
+
+    def in_words(self) -> str:
+        if self.failure is not None:
+            return f"fails: {self.failure.first_lines}"
+        return f"differs by {in_percent(self.largest)}" if math.isfinite(self.largest) else "differs"
 
 
 @dataclass(frozen=True)
@@ -24,7 +47,6 @@ class Case:
     precision: str
     reference: Evidence
     run: Evidence | None
-    first: Difference | None
     limit: Limit
     beyond: frozenset[str] = frozenset()
     """The parts that differ."""
@@ -37,25 +59,20 @@ class Case:
 
     def found(self) -> dict[str, Any]:
         """What the task showed on one device, taken apart."""
-        (found,) = self.runs.examined(self.single, self.precision, self.is_rough) or [{}]
+        (found,) = self.runs.examined(self.single, self.precision, self.is_rough)
         return found
 
     def on_ranks(self) -> list[dict[str, Any]]:
         """The same from every rank; empty for a way of one process."""
-        is_spread = self.way.strategy in ("ddp", "fsdp")
-        return self.runs.examined(self.way, self.precision, self.is_rough) if is_spread else []
+        return self.runs.examined(self.way, self.precision, self.is_rough) if has_ranks(self.way) else []
 
-    def apart(self, one: Any, other: Any) -> float:
-        """How far two runs are apart in what they compute, or infinity if one of them failed."""
+    def apart(self, one: Evidence | Failure, other: Evidence | Failure) -> Apart:
+        """Two runs laid side by side."""
         if isinstance(one, Failure) or isinstance(other, Failure):
-            return float("inf")
+            return Apart(math.inf, False, one if isinstance(one, Failure) else other)  # type: ignore[arg-type]
         found = Differ(COARSE if self.is_rough else FINE).all(one, other)
-        most = min(max((each.size for each in found), default=0.0), self.limit("gradients", ""))
-        return max((each.size for each in found if first_beyond([each], self.limit)), default=most)
-
-    def agrees(self, apart: float) -> bool:
-        """Whether that is rounding."""
-        return apart <= self.limit("gradients", "")
+        judged = [each.size for each in found if self.limit(each.part, each.name) < UNJUDGED or math.isinf(each.size)]
+        return Apart(max(judged, default=0.0), first_beyond(found, self.limit) is None)
 
 
 def find_cause(case: Case, failure: Failure | None) -> Cause:
@@ -66,15 +83,30 @@ def find_cause(case: Case, failure: Failure | None) -> Cause:
         cause = test(case)
         if cause is not None:
             return cause
-    problems = (case.found().get("problems") or {}).items()
     return Cause(
         name="unknown",
         sentence="the cause was not found: it is none of those that are looked for",
         evidence=(
-            "single, run twice, gave the same",
-            *(f"could not be tested: {name} ({why})" for name, why in problems),
+            f"single, run twice, gave the same, and so did {case.way.label}",
+            *problems_of(case.found(), case.on_ranks()),
         ),
         advice="Run it again with --keep, and compare the first tensor that differs in the runs that it leaves.",
+    )
+
+
+def only_in(case: Case, arithmetic: float, said: tuple[str, ...]) -> Cause:
+    """Why a way differs in the task's own precision though float64 agrees: a run that repeats itself, or does not."""
+    cause = _not_repeated(case) or _way_not_repeated(case)
+    if cause is not None:
+        return cause
+    own = case.precision
+    return Cause(
+        name="precision",
+        sentence=f"a difference of precision, as far as was tested: in float64 {case.way.label} and single agree to "
+        f"{arithmetic:.0e}, in {own} they do not, though each of them repeats itself there. Something is computed in "
+        "fewer digits in one of them",
+        evidence=(*said, f"single and {case.way.label} were each run twice in {own}, and gave the same"),
+        advice="Look for a cast (.half(), .bfloat16(), autocast) that depends on how many processes there are.",
     )
 
 
@@ -83,10 +115,12 @@ def _tests(case: Case) -> list[Callable[[Case], Cause | None]]:
         _not_repeated,
         lambda case: captured(case.found()),
         _batch_norm,
-        lambda case: by_rank(case.found(), case.on_ranks(), case.way.label, case.is_rough),
         lambda case: draws(case.found(), case.is_rough),
         lambda case: reading(case.found()),
         lambda case: loss(case.found()),
+        # Before the ranks are compared: what changes from run to run would look as if it depended on them.
+        _way_not_repeated,
+        lambda case: by_rank(case.found(), case.on_ranks(), case.way.label, case.is_rough),
         lambda case: buffers(case.found(), is_cut=case.way.accumulate > 1),
         lambda case: hooks(case.found()),
         lambda case: metrics(case.found()),
@@ -103,25 +137,39 @@ def _not_repeated(case: Case) -> Cause | None:
     """The same run twice on one device."""
     again = case.runs.watched(case.single, case.precision, again="again")
     apart = case.apart(case.reference, again)
-    if case.agrees(apart):
+    if apart.agrees:
         return None
-    found = case.found()
-    twice = found.get("again") or {}
-    warned = tuple(f"torch says: {line}" for line in twice.get("warned", []))
+    tested = f"single, run twice, {apart.in_words()}"
     starts = _start_apart(case.reference, again)
     if starts:
         return Cause(
             name="start",
             sentence=f"the model is not the same when it is made twice: {starts} differs before the first step",
-            evidence=(f"single, run twice, differs by {in_percent(apart)}",),
+            evidence=(tested,),
             advice="Draw its weights from torch's, NumPy's or Python's own generators, which are seeded before.",
         )
     return Cause(
         name="not-repeatable",
-        sentence="the task does not repeat itself, on one device either: the same run twice gives something else",
-        evidence=(f"single, run twice, differs by {in_percent(apart)}", *warned),
-        advice="Look for a generator without a seed, the time, or the process id in model, loss and data; "
-        "or train with --deterministic if an operation is to blame.",
+        sentence="the task does not repeat itself, on one device either: the same run twice "
+        f"{'gives something else' if apart.failure is None else 'ends in another way'}",
+        evidence=(tested, *(f"torch says: {line}" for line in case.found().get("warned") or [])),
+        advice=REPEAT,
+    )
+
+
+def _way_not_repeated(case: Case) -> Cause | None:
+    """The same run twice under this very way."""
+    if case.run is None:
+        return None
+    apart = case.apart(case.run, case.runs.watched(case.way, case.precision, again="again"))
+    if apart.agrees:
+        return None
+    return Cause(
+        name="not-repeatable",
+        sentence=f"{case.way.label} does not repeat itself: the same run twice "
+        f"{'gives something else' if apart.failure is None else 'ends in another way'}, while single repeats itself",
+        evidence=(f"{case.way.label}, run twice, {apart.in_words()}", "single, run twice, gave the same"),
+        advice=REPEAT,
     )
 
 
@@ -138,7 +186,7 @@ def _batch_norm(case: Case) -> Cause | None:
     if not layers or case.run is None:
         return None
     before = case.apart(case.reference, case.run)
-    is_shared = case.way.strategy in ("ddp", "fsdp") and case.way.accumulate == 1
+    is_shared = has_ranks(case.way) and case.way.accumulate == 1
     if is_shared and not case.runs.sync_batchnorm:
         after = case.apart(case.reference, case.runs.watched(case.way, case.precision, sync_batchnorm=True))
         tried, advice = "with --sync-batchnorm", "Train with --sync-batchnorm."
@@ -151,33 +199,45 @@ def _batch_norm(case: Case) -> Cause | None:
             if case.way.accumulate == 1
             else "Train with no accumulation, or use GroupNorm: micro-batches are normalized one by one."
         )
-    if not case.agrees(after):
+    if not after.agrees:
         return None
     names = f"{layers[0]} and {len(layers) - 1} more" if len(layers) > 1 else layers[0]
     return Cause(
         name="batchnorm",
         sentence=f"BatchNorm ({names}) normalizes by the statistics of each part of the batch, not of the whole batch",
-        evidence=(f"it differs by {in_percent(before)}, and {tried} by {after:.0e}",),
+        evidence=(f"it {before.in_words()}, and {tried} by {after.largest:.0e}",),
         advice=advice,
     )
 
 
 def _forgotten(case: Case) -> Cause | None:
-    """One device that goes on from its own checkpoint."""
-    saved = case.runs.watched(case.single, case.precision, again="saved", is_saved=True)
-    half = max(1, case.runs.steps // 2)
-    if isinstance(saved, Failure):
+    """What a checkpoint of one device holds, and how one device goes on from it."""
+    half = case.runs.half
+    saved = case.runs.watched(case.single, case.precision, is_saved=True)
+    if not isinstance(saved, Evidence) or not has_checkpoint(saved, half):
         return None
+    lost = [one.name for one in saved_as_trained(saved, half) if one.size > 0]
+    if lost:
+        return Cause(
+            name="not-saved",
+            sentence=f"a checkpoint does not hold what was trained, on one device either: {', '.join(lost[:3])}",
+            evidence=("what the checkpoint holds was compared with weights, buffers and state of its step",),
+            advice="Look for a state_dict of your own, or a hook of it, that leaves something out or changes it.",
+        )
     resume = str(saved.checkpoint(half))
-    apart = case.apart(case.reference, case.runs.watched(case.single, case.precision, again="resumed", resume=resume))
-    saved.forget_checkpoints()
-    if case.agrees(apart):
+    again = "from a checkpoint of its own"
+    apart = case.apart(case.reference, case.runs.watched(case.single, case.precision, again=again, resume=resume))
+    if apart.agrees:
         return None
     return Cause(
         name="forgotten",
-        sentence="the training is the same, but a run that goes on from a checkpoint is not: the task keeps something "
-        "(a counter, a list, a generator) that is neither a parameter nor a buffer, and no checkpoint holds it",
-        evidence=(f"one device that goes on from its own checkpoint differs by {in_percent(apart)} too",),
+        sentence="the training is the same, but a run that goes on from a checkpoint is not, on one device either, "
+        "though the checkpoint holds every parameter, buffer and optimizer state: the task keeps something else (a "
+        "counter, a list, a generator) that is neither a parameter nor a buffer",
+        evidence=(
+            f"one device that goes on from its own checkpoint {apart.in_words()}",
+            "the checkpoint was compared with what was trained, and holds it",
+        ),
         advice="Keep it in a buffer: self.register_buffer('calls', torch.zeros(())).",
     )
 
@@ -189,15 +249,15 @@ def _cut_alone(case: Case) -> Cause | None:
         return None
     cut = case.runs.watched(Way("single", case.way.devices[:1], num), case.precision)
     from_cut, from_whole = case.apart(cut, case.run), case.apart(case.reference, cut)
-    if not case.agrees(from_cut) or case.agrees(from_whole):
+    if not from_cut.agrees or from_whole.agrees or from_whole.failure is not None:
         return None
     return Cause(
         name="cut",
         sentence=f"the cutting of the batch, not what is sent: single with {num} micro-batches gives what "
         f"{case.way.label} gives",
         evidence=(
-            f"single with {num} micro-batches differs from single by {in_percent(from_whole)}",
-            f"and from {case.way.label} by {from_cut:.0e}",
+            f"beside single, single with {num} micro-batches {from_whole.in_words()}",
+            f"beside {case.way.label}, by {from_cut.largest:.0e}",
         ),
         advice="Something in model or loss looks at the whole of the batch that it gets.",
     )
@@ -220,7 +280,7 @@ def _failed(case: Case, failure: Failure) -> Cause:
     return Cause(
         name="no-gradient" if is_missing else _kind_of(failure),
         sentence=lines[0],
-        evidence=tested,
+        evidence=(*tested, *problems_of(found, case.on_ranks())),
         advice=" ".join(lines[1:]),
     )
 

@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from evenstep.errors import TrainingError
 from evenstep.launcher.prepare import Prepared
-from evenstep.verify.causes import Case, find_cause
+from evenstep.verify.causes import Case, find_cause, only_in
 from evenstep.verify.differences import (
     COARSE,
     FINE,
+    STEP,
     Differ,
     Difference,
     Limit,
@@ -23,8 +24,14 @@ from evenstep.verify.differences import (
 from evenstep.verify.evidence import Evidence, Failure
 from evenstep.verify.limits import WITHOUT_YARDSTICK, Yardstick, exact
 from evenstep.verify.runs import Runs, Say, one_device
-from evenstep.verify.verdict import PARTS, Part, Verdict, Way
+from evenstep.verify.summary import by_rounding, has_steps, most, parts_of, tensor_of
+from evenstep.verify.verdict import Cause, Verdict, Way
 from evenstep.verify.words import differs, fails, same
+
+SKIPPED = (
+    "no step was taken in both of them, since fp16's scaler skips steps until it has found its scale; more steps "
+    "(--steps 20) give it time"
+)
 
 
 @dataclass(frozen=True)
@@ -35,14 +42,24 @@ class Depth:
     own_precision: bool = True
     """Whether the task's own precision is compared beside float64."""
     sync_batchnorm: bool = False
+    from_single: bool = False
+    """Whether each way goes on from a checkpoint of one device, too; the reverse is always tried."""
     say: Say = lambda line: None
 
 
 def check(base: Prepared, ways: Sequence[Way], folder: Path, depth: Depth | None = None) -> dict[Way, Verdict]:
     """Whether each way learns what one device learns; the runs go into `folder`, and are left there."""
-    depth = depth or Depth()
+    return dict(judged(base, ways, folder, depth or Depth()))
+
+
+def judged(base: Prepared, ways: Sequence[Way], folder: Path, depth: Depth) -> Iterator[tuple[Way, Verdict]]:
+    """The same, one after the other: what is known stays known if a later one cannot be judged."""
     runs = Runs(base, folder, depth.steps, depth.sync_batchnorm, depth.say)
-    return {way: Judge(runs, way, depth).verdict() for way in ways}
+    try:
+        for way in ways:
+            yield way, Judge(runs, way, depth).verdict()
+    finally:
+        runs.forget_checkpoints()
 
 
 class Judge:
@@ -53,29 +70,41 @@ class Judge:
         self._way = way
         self._depth = depth
         self._own = runs.base.plan.precision
+        self._first = "fp64"
+        """The precision in which the arithmetic is judged."""
         self._notes: list[str] = []
         self._found: list[Difference] = []
         self._is_rough = False
 
     def verdict(self) -> Verdict:
         """The arithmetic first; then the same in practice."""
-        precision = "fp64" if self._has_float64() else self._own
+        try:
+            return self._verdict()
+        finally:
+            # A large model's are large, and another way follows.
+            self._runs.forget_checkpoints(self._way)
+
+    def _verdict(self) -> Verdict:
+        self._first = precision = "fp64" if self._has_float64() else self._own
         reference = self._reference(precision)
         self._is_rough = precision != "fp64" or reference.facts["narrow"] is not None
         self._note_about(reference)
         run = self._runs.watched(self._way, precision, is_saved=True)
-        if len(reference.without_gradient) == len(reference.facts["parameters"]):
+        if reference.steps and len(reference.without_gradient) == len(reference.facts["parameters"]):
             run = Failure("no gradient reaches any parameter of the model: nothing is learned, on one device either")
         if isinstance(run, Failure):
             return self._failed(run, reference, precision)
         limit = self._limit(precision)
         differ = Differ(COARSE if self._is_rough else FINE)
-        self._found = differ.all(reference, run)
+        self._found = self._without_skips(differ.all(reference, run), reference, run)
+        if not has_steps(self._found):
+            return self._not_judged(precision)
         if first_beyond(self._found, limit) is None:
             self._found += self._round_trip(differ, reference, run, precision)
         first = first_beyond(self._found, limit)
         if first is not None:
-            return self._differs(first, reference, run, precision, limit)
+            case = self._case(reference, run, precision, limit, self._found)
+            return self._differs(first, self._found, case, find_cause(case, None))
         if differ.silent:
             names = ", ".join(differ.silent[:3]) + (" ..." if len(differ.silent) > 3 else "")
             self._notes.append(f"nothing is learned by {names}: the gradient is rounding noise, and was not judged")
@@ -87,7 +116,7 @@ class Judge:
         """Whether the task can be computed in float64 at all."""
         if self._own == "fp64":
             return True
-        found = self._runs.watched(one_device(self._way), "fp64")
+        found = self._runs.watched(one_device(self._way), "fp64", is_saved=True)
         if isinstance(found, Failure):
             why = found.first_lines.splitlines()
             self._notes.append(
@@ -97,9 +126,11 @@ class Judge:
         return not isinstance(found, Failure)
 
     def _reference(self, precision: str) -> Evidence:
-        found = self._runs.watched(one_device(self._way), precision)
+        found = self._runs.watched(one_device(self._way), precision, is_saved=precision == self._first)
         if isinstance(found, Failure):
-            raise TrainingError(f"single itself does not run, so there is nothing to compare with:\n{found.message}")
+            raise TrainingError(
+                f"single itself does not run, so there is nothing to compare with:\n{found.first_lines}"
+            )
         assert isinstance(found, Evidence)
         return found
 
@@ -113,28 +144,45 @@ class Judge:
                 f"asked for float64, the task computes in fewer digits all the same ({reference.facts['narrow']}), so "
                 "it was compared as far as rounding allows"
             )
+        metrics = dict.fromkeys(name for one in reference.record.evaluations for name in one.values if name != "loss")
+        if metrics and self._is_rough:
+            self._notes.append(
+                f"{', '.join(metrics)} of the evaluation was not judged: rounding moves samples from right to wrong"
+            )
         without = reference.without_gradient
-        if without:
+        if without and reference.steps:
             more = f" and {len(without) - 3} more" if len(without) > 3 else ""
             self._notes.append(f"no gradient reaches {', '.join(without[:3])}{more}, on one device either")
 
     def _round_trip(self, differ: Differ, reference: Evidence, run: Evidence, precision: str) -> list[Difference]:
         """A checkpoint of this way holds what was trained, and one device goes on from it as if from its own."""
-        half = max(1, self._depth.steps // 2)
-        if not has_checkpoint(run, half) or half == self._depth.steps:
-            return []
+        half = self._runs.half
+        if not has_checkpoint(run, half):
+            return [Difference("checkpoint", half, "checkpoint", math.inf)]
         found = saved_as_trained(run, half)
-        resume = str(run.checkpoint(half))
-        again = f"from a checkpoint of {self._way.label}"
-        resumed = self._runs.watched(one_device(self._way), precision, again=again, resume=resume)
-        run.forget_checkpoints()
+        if half == self._depth.steps:
+            self._notes.append("no run went on from a checkpoint: after one step alone there is nothing to go on with")
+            return found
+        found += self._gone_on(differ, reference, one_device(self._way), run, precision)
+        if self._depth.from_single:
+            found += self._gone_on(differ, reference, self._way, reference, precision)
+        return found
+
+    def _gone_on(
+        self, differ: Differ, reference: Evidence, way: Way, saved: Evidence, precision: str
+    ) -> list[Difference]:
+        """A way that goes on from a run's checkpoint, beside one device that never stopped."""
+        half = self._runs.half
+        whose = "single" if saved is reference else self._way.label
+        again, resume = f"from a checkpoint of {whose}", str(saved.checkpoint(half))
+        resumed = self._runs.watched(way, precision, again=again, resume=resume)
         if isinstance(resumed, Failure):
-            self._notes.append(f"its checkpoint cannot be gone on from: {resumed.first_lines}")
-            return [*found, Difference("checkpoint", half, "checkpoint", math.inf)]
-        return found + [
+            self._notes.append(f"{way.label} cannot go on from a checkpoint of {whose}: {resumed.first_lines}")
+            return [Difference("checkpoint", half, "checkpoint", math.inf)]
+        return [
             Difference("checkpoint", one.step, one.name, one.size)
-            for one in differ.all(reference, resumed)
-            if one.step > half and one.part not in ("samples", "evaluation")
+            for one in self._without_skips(differ.all(reference, resumed), reference, resumed)
+            if one.part not in ("samples", "evaluation")
         ]
 
     def _limit(self, precision: str) -> Limit:
@@ -143,7 +191,7 @@ class Judge:
             return exact
         if precision == "fp64" != self._own:
             return Yardstick(Differ(COARSE).all(self._reference("fp64"), self._reference(self._own)), self._own)
-        return Yardstick([], precision, WITHOUT_YARDSTICK.get(precision, WITHOUT_YARDSTICK["fp32"]))
+        return Yardstick([], precision)
 
     def _in_practice(self, arithmetic: Limit) -> Verdict:
         """In the task's own precision: a way may be off as far as rounding itself is, and some more."""
@@ -152,34 +200,44 @@ class Judge:
         if isinstance(run, Failure):
             return self._failed(run, reference, self._own)
         noise = Differ(COARSE).all(self._reference("fp64"), reference)
-        found = Differ(COARSE).all(reference, run)
+        found = self._without_skips(Differ(COARSE).all(reference, run), reference, run)
         limit = Yardstick(noise, self._own)
-        first = first_beyond(found, limit)
-        most = max((one.size for one in found if one.part in ("loss", "gradients")), default=0.0)
-        by_rounding = max((one.size for one in noise if one.part in ("loss", "gradients")), default=0.0)
-        said = f"in {self._own} it is off by {most:.1e} at most; rounding alone makes {by_rounding:.1e} on one device"
+        said = f"in {self._own} it is off by {most(found):.1e} at most; {by_rounding(noise)}"
+        if not has_steps(found):
+            said = f"in {self._own} nothing was judged: {SKIPPED}"
         self._notes.append(said)
+        first = first_beyond(found, limit)
         if first is None:
             return self._same(arithmetic)
-        why = (
-            f"a difference of precision: in float64 {self._way.label} and single agree to {self._largest():.0e}, "
-            f"in {self._own} they do not. Something is computed in fewer digits in one of them"
-        )
-        first = _tensor_of(first, found, limit)
-        evidence = (said, f"allowed were {limit(first.part, first.name):.1e} for {first.name}")
-        advice = "Look for a cast (.half(), .bfloat16(), autocast) that depends on how many processes there are."
+        shown = tensor_of(first, found, limit)
+        allowed = f"allowed were {limit(shown.part, shown.name):.1e} for {shown.name}"
+        case = self._case(reference, run, self._own, limit, found)
+        return self._differs(first, found, case, only_in(case, self._largest(), (said, allowed)))
+
+    def _without_skips(self, found: list[Difference], reference: Evidence, run: Evidence) -> list[Difference]:
+        """In fp16 the whole of a batch overflows sooner than its parts do, so that a sound way skips other steps."""
+        skipped = [
+            one
+            for one in found
+            if one.name == STEP
+            and run.record.plan.precision == "fp16"
+            and one.step in reference.losses
+            and one.step in run.losses
+        ]
+        for one in skipped:
+            self._notes.append(
+                f"fp16's scaler skipped step {one.step} in one of them alone, as the whole of a batch overflows sooner "
+                "than its parts do; the steps before it were judged"
+            )
+        return [one for one in found if one not in skipped]
+
+    def _not_judged(self, precision: str) -> Verdict:
         return Verdict(
             is_same=False,
-            sentence=differs(self._way.label, first, self._own),
-            cause="precision",
-            why=why,
-            evidence=evidence,
-            advice=advice,
-            first_step=first.step,
-            first_tensor=first.name,
-            difference=first.size,
+            sentence=f"{self._way.label} was not judged ({precision})",
+            cause="not-judged",
+            why=SKIPPED,
             notes=tuple(self._notes),
-            parts=_parts(found, limit),
         )
 
     def _largest(self) -> float:
@@ -190,14 +248,11 @@ class Judge:
             is_same=True,
             sentence=same(self._way.label, self._largest()),
             notes=tuple(self._notes),
-            parts=_parts(self._found, limit),
+            parts=parts_of(self._found, limit),
         )
 
     def _failed(self, failure: Failure, reference: Evidence, precision: str) -> Verdict:
-        case = Case(
-            self._runs, self._way, precision, reference, None, None, self._limit(precision), is_rough=self._is_rough
-        )
-        cause = find_cause(case, failure)
+        cause = find_cause(self._case(reference, None, precision, self._limit(precision), ()), failure)
         return Verdict(
             is_same=False,
             sentence=fails(self._way.label, failure),
@@ -208,14 +263,17 @@ class Judge:
             notes=tuple(self._notes),
         )
 
-    def _differs(self, first: Difference, reference: Evidence, run: Evidence, precision: str, limit: Limit) -> Verdict:
-        beyond = {one.part for one in self._found if one.size > limit(one.part, one.name)}
-        case = Case(self._runs, self._way, precision, reference, run, first, limit, frozenset(beyond), self._is_rough)
-        cause = find_cause(case, None)
-        shown = _tensor_of(first, self._found, limit)
+    def _case(
+        self, reference: Evidence, run: Evidence | None, precision: str, limit: Limit, found: Sequence[Difference]
+    ) -> Case:
+        beyond = {one.part for one in found if one.size > limit(one.part, one.name)}
+        return Case(self._runs, self._way, precision, reference, run, limit, frozenset(beyond), self._is_rough)
+
+    def _differs(self, first: Difference, found: Sequence[Difference], case: Case, cause: Cause) -> Verdict:
+        shown = tensor_of(first, found, case.limit)
         return Verdict(
             is_same=False,
-            sentence=differs(self._way.label, shown, precision),
+            sentence=differs(self._way.label, shown, case.precision),
             cause=cause.name,
             why=cause.sentence,
             evidence=cause.evidence,
@@ -224,24 +282,5 @@ class Judge:
             first_tensor=shown.name,
             difference=shown.size,
             notes=tuple(self._notes),
-            parts=_parts(self._found, limit),
+            parts=parts_of(found, case.limit),
         )
-
-
-def _tensor_of(first: Difference, found: Sequence[Difference], limit: Limit) -> Difference:
-    """The first tensor that differs in that step: it says more than a loss does."""
-    of_step = (one for one in found if one.step == first.step and one.part not in ("loss", "samples"))
-    return (
-        first
-        if first.part == "samples"
-        else next((one for one in of_step if one.size > limit(one.part, one.name)), first)
-    )
-
-
-def _parts(found: Sequence[Difference], limit: Limit) -> dict[str, Part]:
-    parts = {}
-    for name in PARTS:
-        of_part = [one for one in found if one.part == name]
-        is_same = all(one.size <= limit(name, one.name) for one in of_part)
-        parts[name] = Part(max((one.size for one in of_part), default=None), is_same)
-    return parts

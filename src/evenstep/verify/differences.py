@@ -11,9 +11,16 @@ import torch
 from safetensors.torch import load_file
 
 from evenstep import checkpoint
+from evenstep.record import Evaluation
 from evenstep.verify.evidence import Evidence, Tensors
-from evenstep.worker.witness import sampled
+from evenstep.worker.witness import same_numbers, sampled
 
+STEP = "(the step itself)"
+"""The name of a step that one run took and the other did not."""
+TOGETHER = ("start", "gradient", "weight")
+"""Kinds of which the tensors are measured by the largest of them; buffers have nothing to do with each other."""
+ADAPTED = ("weight", "optimizer")
+"""Kinds that Adam may change by noise alone."""
 Limit = Callable[[str, str], float]
 """How far a part's tensor may be off."""
 
@@ -60,27 +67,28 @@ class Differ:
         return [name for name, noise in self._noise.items() if bool(noise.all())]
 
     def all(self, one: Evidence, other: Evidence) -> list[Difference]:
-        """In the order in which they come to be; steps that only one of them has are not compared."""
+        """In the order in which they come to be, from where both of them have begun.
+
+        After a step that only one of them took, nothing more can be compared.
+        """
         found: list[Difference] = []
-        for step in sorted(set(one.steps) & set(other.steps)):
-            found += self._samples(one, other, step)
-            found += self._step(one.tensors(step), other.tensors(step), step, one, other)
-        return [*found, *_evaluations(one, other)]
+        begin = max(one.begin, other.begin)
+        for step in sorted(step for step in {*one.losses, *other.losses} if step > begin):
+            if step not in one.losses or step not in other.losses:
+                return [*found, Difference("optimizer", step, STEP, math.inf)]
+            found += [_samples(one, other, step), _loss(one, other, step)]
+            taken = [step in run.steps for run in (one, other)]
+            if all(taken):
+                found += self._step(one.tensors(step), other.tensors(step), step)
+            elif any(taken):
+                return [*found, Difference("optimizer", step, STEP, math.inf)]
+        return [*found, *_evaluations(one, other, begin)]
 
-    def _samples(self, one: Evidence, other: Evidence, step: int) -> list[Difference]:
-        is_same = sorted(one.ids.get(step, [])) == sorted(other.ids.get(step, []))
-        return [Difference("samples", step, "samples", 0.0 if is_same else math.inf)]
-
-    def _step(
-        self, one: Tensors, other: Tensors, step: int, of_one: Evidence, of_other: Evidence
-    ) -> Iterator[Difference]:
+    def _step(self, one: Tensors, other: Tensors, step: int) -> Iterator[Difference]:
         # A run that goes on from a checkpoint begins elsewhere.
         if _ordered("start", one, {}) and _ordered("start", {}, other):
             for name, size in self._kind("start", one, other):
                 yield Difference("weights", 0, name, size)
-        losses = [of_one.losses[step], of_other.losses[step]]
-        largest = max(map(abs, of_one.losses.values()))
-        yield Difference("loss", step, "loss", abs(losses[0] - losses[1]) / max(largest, 1e-300))
         for name, size in self._kind("gradient", one, other):
             yield Difference("gradients", step, name, size)
         self._listen(one, other)
@@ -91,35 +99,33 @@ class Differ:
     def _kind(self, kind: str, one: Tensors, other: Tensors) -> Iterator[tuple[str, float]]:
         """Every tensor of a kind, in the model's order."""
         keys = _ordered(kind, one, other)
-        floor = self._guard.tensor * _largest([one[key] for key in keys if key in one])
+        largest = _largest([one[key] for key in keys if key in one]) if kind in TOGETHER else 0.0
         for key in keys:
             name = key.partition("/")[2]
-            sizes = [self._size(kind, name, one.get(key), other.get(key), floor)]
-            norms = (one.get(f"norm/{key}"), other.get(f"norm/{key}"))
-            if norms[0] is not None and norms[1] is not None and not self._is_noisy(name):
-                sizes.append(abs(float(norms[0] - norms[1])) / max(float(norms[0]), floor, 1e-300))
+            if key not in one or key not in other:
+                yield name, _missing(key, one, other)
+                continue
+            floor = self._guard.tensor * max(largest, _deviation(key, one))
+            sizes = [self._size(kind, name, one[key], other[key], floor)]
+            norms = [float(run[f"norm/{key}"]) for run in (one, other) if f"norm/{key}" in run]
+            if len(norms) == 2 and not (kind in ADAPTED and self._is_noisy(name)):
+                sizes.append(as_size(apart(*norms), max(norms[0], floor)))
             yield name, max(sizes)
 
-    def _size(self, kind: str, name: str, one: torch.Tensor | None, other: torch.Tensor | None, floor: float) -> float:
-        if one is None or other is None:
-            present = one if one is not None else other
-            assert present is not None
-            # No gradient and a gradient of zeros are the same; state is made with the first gradient.
-            return 0.0 if kind == "optimizer" or not bool(present.any()) else math.inf
+    def _size(self, kind: str, name: str, one: torch.Tensor, other: torch.Tensor, floor: float) -> float:
         if one.shape != other.shape:
             return math.inf
         if not one.is_floating_point():
             return 0.0 if torch.equal(one, other) else math.inf
-        apart = (one.double() - other.double()).abs()
-        # Both may hold an infinity in the same places: a mask, say.
-        apart = apart.masked_fill(one == other, 0.0)
+        away = (one.double() - other.double()).abs()
+        # Both may hold an infinity, or no number, in the same places: a mask, say.
+        away = away.masked_fill((one == other) | (one.isnan() & other.isnan()), 0.0)
         noise = self._noise.get(name if kind != "optimizer" else name.rpartition("/")[0])
-        if kind in ("weight", "optimizer") and noise is not None and noise.shape == apart.shape:
-            apart = apart.masked_fill(noise, 0.0)
-        if apart.numel() == 0:
+        if kind in ADAPTED and noise is not None and noise.shape == away.shape:
+            away = away.masked_fill(noise, 0.0)
+        if away.numel() == 0:
             return 0.0
-        size = float(apart.max()) / max(_largest([one]), _largest([other]), floor if kind != "optimizer" else 0, 1e-300)
-        return size if math.isfinite(size) else math.inf
+        return as_size(float(away.max()), max(_largest([one]), _largest([other]), floor))
 
     def _listen(self, one: Tensors, other: Tensors) -> None:
         """Note which elements had nothing but noise for a gradient."""
@@ -138,22 +144,49 @@ class Differ:
         return noise is not None and bool(noise.any())
 
 
+def apart(one: float, other: float) -> float:
+    """How far two numbers are apart; no number and no number are the same."""
+    return 0.0 if one == other or (math.isnan(one) and math.isnan(other)) else abs(one - other)
+
+
+def as_size(apart: float, scale: float) -> float:
+    """As a part of `scale`; infinite where that is no number, so that it is beyond every limit."""
+    size = apart / max(scale, 1e-300)
+    return size if math.isfinite(size) else math.inf
+
+
 def saved_as_trained(run: Evidence, step: int) -> list[Difference]:
-    """Whether a checkpoint holds the very numbers that the run had at that step."""
-    tensors = run.tensors(step)
-    saved = {
-        **{f"weight/{key}": value for key, value in load_file(run.checkpoint(step) / checkpoint.WEIGHTS).items()},
-        **{f"optimizer/{key}": value for key, value in load_file(run.checkpoint(step) / checkpoint.OPTIMIZER).items()},
-    }
-    found = []
-    for key, value in saved.items():
-        trained = tensors.get(key, tensors.get(key.replace("weight/", "buffer/", 1)))
-        if trained is not None:
-            kept = sampled(key, value)[key]
-            is_same = kept.shape == trained.shape and torch.equal(kept.nan_to_num(), trained.nan_to_num())
-            name = key.partition("/")[2]
-            found.append(Difference("checkpoint", step, name, 0.0 if is_same else math.inf))
-    return found
+    """Whether a checkpoint holds the very numbers that the run had at that step: all of them, and no others."""
+    if step not in run.steps:
+        return []
+    trained = run.tensors(step)
+    saved = _saved(run, step)
+    passing = {f"buffer/{name}" for name in run.facts["passing"]}
+    expected = [key for key in trained if key.startswith(("weight/", "buffer/", "optimizer/")) and key not in passing]
+    return [
+        Difference("checkpoint", step, key.partition("/")[2], 0.0 if _is_kept(key, trained, saved) else math.inf)
+        for key in dict.fromkeys([*expected, *saved])
+        if not key.endswith("_extra_state")
+    ]
+
+
+def _saved(run: Evidence, step: int) -> Tensors:
+    """What a checkpoint holds, under the names that it was trained under."""
+    aliases = run.facts["aliases"]
+    buffers = {key for key in run.tensors(step) if key.startswith("buffer/")}
+    found = {}
+    for name, value in load_file(run.checkpoint(step) / checkpoint.WEIGHTS).items():
+        name = aliases.get(name, name)
+        found[f"buffer/{name}" if f"buffer/{name}" in buffers else f"weight/{name}"] = value
+    states = load_file(run.checkpoint(step) / checkpoint.OPTIMIZER)
+    return found | {f"optimizer/{name}": value for name, value in states.items()}
+
+
+def _is_kept(key: str, trained: Tensors, saved: Tensors) -> bool:
+    if key not in trained or key not in saved:
+        return False
+    kept = sampled(key, saved[key])[key]
+    return kept.shape == trained[key].shape and same_numbers(kept, trained[key])
 
 
 def has_checkpoint(run: Evidence, step: int) -> bool:
@@ -167,18 +200,53 @@ def first_beyond(found: Sequence[Difference], limit: Limit) -> Difference | None
     return next((one for one in found if one.size > limit(one.part, one.name)), None)
 
 
-def _evaluations(one: Evidence, other: Evidence) -> Iterator[Difference]:
-    for first, second in zip(one.record.evaluations, other.record.evaluations, strict=False):
-        if first.step != second.step:
+def _samples(one: Evidence, other: Evidence, step: int) -> Difference:
+    is_same = sorted(one.ids.get(step, [])) == sorted(other.ids.get(step, []))
+    return Difference("samples", step, "samples", 0.0 if is_same else math.inf)
+
+
+def _loss(one: Evidence, other: Evidence, step: int) -> Difference:
+    largest = max((abs(loss) for loss in one.losses.values() if math.isfinite(loss)), default=0.0)
+    return Difference("loss", step, "loss", as_size(apart(one.losses[step], other.losses[step]), largest))
+
+
+def _missing(key: str, one: Tensors, other: Tensors) -> float:
+    """Of a tensor that only one of them has."""
+    present, absent = (one, other) if key in one else (other, one)
+    kind, _, name = key.partition("/")
+    # No gradient and a gradient of zeros are the same; an optimizer makes its state with the first gradient.
+    is_zero = kind in ("gradient", "optimizer") and not bool(present[key].any())
+    is_unmade = kind == "optimizer" and f"gradient/{name.rpartition('/')[0]}" not in absent
+    return 0.0 if is_zero or is_unmade else math.inf
+
+
+def _deviation(key: str, tensors: Tensors) -> float:
+    """What a mean that BatchNorm keeps is measured in: one that is zero in truth is computed as noise."""
+    name = key.removesuffix("running_mean")
+    variance = tensors.get(f"{name}running_var") if name != key else None
+    return math.sqrt(_largest([variance])) if variance is not None else 0.0
+
+
+def _evaluations(one: Evidence, other: Evidence, begin: int) -> Iterator[Difference]:
+    first, second = ({each.step: each for each in run.record.evaluations if each.step > begin} for run in (one, other))
+    for step in sorted({*first, *second}):
+        if step not in first or step not in second:
+            yield Difference("evaluation", step, "outcome (only one of them has one)", math.inf)
+        elif first[step].samples != second[step].samples:
+            yield Difference("evaluation", step, "number of samples", math.inf)
+        else:
+            yield from _values(first[step], second[step])
+
+
+def _values(one: Evaluation, other: Evaluation) -> Iterator[Difference]:
+    for name in dict.fromkeys([*one.values, *other.values]):
+        if name not in one.values or name not in other.values:
+            yield Difference("evaluation", one.step, name, math.inf)
             continue
-        for name, value in first.values.items():
-            found = second.values.get(name, math.nan)
-            if math.isnan(value) and math.isnan(found):
-                continue
-            size = abs(value - found) / max(abs(value), abs(found), 1e-12)
-            if name != "loss" and _is_one_sample(value - found, first.samples):
-                size = 0.0
-            yield Difference("evaluation", first.step, name, size if math.isfinite(size) else math.inf)
+        value, found = one.values[name], other.values[name]
+        size = as_size(apart(value, found), max(abs(value), abs(found), 1e-12))
+        is_rounding = name != "loss" and _is_one_sample(value - found, one.samples)
+        yield Difference("evaluation", one.step, name, 0.0 if is_rounding else size)
 
 
 def _is_one_sample(apart: float, num_samples: int) -> bool:

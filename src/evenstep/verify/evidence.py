@@ -47,8 +47,13 @@ class Evidence:
 
     @cached_property
     def steps(self) -> list[int]:
-        """Those that the optimizer took."""
+        """Those that the optimizer took: fp16's scaler skips some."""
         return sorted(int(path.stem.removeprefix("step-")) for path in (self.folder / FOLDER).glob("*.safetensors"))
+
+    @cached_property
+    def begin(self) -> int:
+        """The step from which it goes on; 0 for a run from the start."""
+        return int(self.record.data.get("step", 0))
 
     @cached_property
     def losses(self) -> dict[int, float]:

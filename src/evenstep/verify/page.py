@@ -30,8 +30,8 @@ def _cell(part: Part | None) -> Text:
     return Text(f"✓{size}", style="green") if part.is_same else Text(f"✗{size}", style="red")
 
 
-def lines(verdicts: Mapping[Way, Verdict], batch: int, seconds: float) -> Iterator[tuple[str, str]]:
-    """What follows the table: each failing way in a few lines, then what holds for all."""
+def lines(verdicts: Mapping[Way, Verdict], num_ways: int, batch: int, seconds: float) -> Iterator[tuple[str, str]]:
+    """What follows the table: each failing way in a few lines, then what holds for all that were asked for."""
     for verdict in verdicts.values():
         if not verdict.is_same:
             yield "", ""
@@ -44,5 +44,5 @@ def lines(verdicts: Mapping[Way, Verdict], batch: int, seconds: float) -> Iterat
     yield "", ""
     yield from ((f"note: {note}", "dim") for note in notes)
     good = sum(verdict.is_same for verdict in verdicts.values())
-    number = "all" if good == len(verdicts) else f"{good} of {len(verdicts)}"
+    number = "all" if good == num_ways else f"{good} of {num_ways}"
     yield f"{number} ways learn what one device learns (batch {batch}, {seconds:.0f} s)", "bold"

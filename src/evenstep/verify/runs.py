@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from itertools import count, groupby
 from pathlib import Path
 from typing import Any
 
@@ -14,15 +15,23 @@ from evenstep.launcher.prepare import Prepared
 from evenstep.launcher.variants import run_apart, variant
 from evenstep.verify.evidence import Evidence, Failure
 from evenstep.verify.verdict import Way
+from evenstep.worker.examine import BY_RANK, TESTS
 from evenstep.worker.examine import FOLDER as EXAMINED
 from evenstep.worker.main import Instead
+from evenstep.worker.strategies import STRATEGIES
 
 Say = Callable[[str], None]
+MOST_LETTERS = 100
 
 
 def one_device(way: Way) -> Way:
     """What a way is compared with."""
     return Way("single", way.devices[:1])
+
+
+def has_ranks(way: Way) -> bool:
+    """Whether each of its devices has a process of its own."""
+    return STRATEGIES[way.strategy].processes_per_device
 
 
 @dataclass
@@ -34,7 +43,7 @@ class Runs:
     steps: int
     sync_batchnorm: bool = False
     say: Say = lambda line: None
-    _made: dict[str, Any] = field(default_factory=dict)
+    _made: dict[tuple[Any, ...], Any] = field(default_factory=dict)
 
     def watched(
         self, way: Way, precision: str, *, again: str = "", norms: str = "own", is_saved: bool = False, **changes: Any
@@ -43,33 +52,57 @@ class Runs:
 
         Its checkpoints are kept where it `is_saved`, until they are forgotten.
         """
-        how = re.sub(r"\W+", "-", again)
-        name = "-".join(filter(None, [_name(way), precision, how, norms if norms != "own" else ""]))
-        if changes.get("sync_batchnorm"):
-            name += "-sync"
-        if name not in self._made:
+        key = (way, precision, again, norms, is_saved, tuple(sorted(changes.items())))
+        if key not in self._made:
             self.say(f"{way.label} in {precision}{f', {again}' if again else ''}")
             instead = Instead("evenstep.worker.witness:perform_watched", {"norms": norms})
-            every = {"checkpoint_every": max(1, self.steps // 2)} if is_saved else {}
-            made = self._run(name, way, instead, {"precision": precision, **every, **changes})
+            every = {"checkpoint_every": self.half} if is_saved else {}
+            folder = self._folder(way, precision, again, norms if norms != "own" else "", *changes)
+            made = self._run(folder, way, instead, {"precision": precision, **every, **changes})
             if isinstance(made, Evidence) and not is_saved:
                 made.forget_checkpoints()
-            self._made[name] = made
-        return self._made[name]
+            self._made[key] = made
+        return self._made[key]
 
     def examined(self, way: Way, precision: str, is_rough: bool) -> list[dict[str, Any]]:
-        """What each rank found out about the task by itself; empty if that could not be done."""
-        name = f"{_name(way)}-{precision}-examined"
-        if name not in self._made:
+        """What each rank found out about the task by itself; under `failure`, why that could not be done."""
+        key = (way, precision, is_rough)
+        if key not in self._made:
             self.say(f"looking for the cause, {way.label}")
-            instead = Instead("evenstep.worker.examine:perform_examination", {"is_rough": is_rough})
-            found = self._run(name, way, instead, {"precision": precision, "accumulate": 1})
-            paths = sorted((self.folder / name / EXAMINED).glob("rank*.json"))
-            self._made[name] = [] if isinstance(found, Failure) else [json.loads(path.read_text()) for path in paths]
-        result: list[dict[str, Any]] = self._made[name]
+            tests = list(TESTS if way == one_device(way) else BY_RANK)
+            how = {"is_rough": is_rough, "tests": tests}
+            folder = self._folder(way, precision, "examined")
+            instead = Instead("evenstep.worker.examine:perform_examination", how)
+            found = self._run(folder, way, instead, {"precision": precision, "accumulate": 1})
+            paths = sorted((folder / EXAMINED).glob("rank*.json"))
+            self._made[key] = (
+                [{"failure": found.first_lines}]
+                if isinstance(found, Failure)
+                else [json.loads(path.read_text()) for path in paths]
+            )
+        result: list[dict[str, Any]] = self._made[key]
         return result
 
-    def _run(self, name: str, way: Way, instead: Instead, changes: dict[str, Any]) -> Evidence | Failure:
+    @property
+    def half(self) -> int:
+        """The step whose checkpoint is gone on from."""
+        return max(1, self.steps // 2)
+
+    def forget_checkpoints(self, way: Way | None = None) -> None:
+        """Those of all runs, or of a way's."""
+        for (of_way, *_), made in self._made.items():
+            if isinstance(made, Evidence) and way in (None, of_way):
+                made.forget_checkpoints()
+
+    def _folder(self, way: Way, *words: str) -> Path:
+        """One of its own, named so that people find it."""
+        cut = f"by-{way.accumulate}" if way.accumulate > 1 else ""
+        name = "-".join(filter(None, [way.strategy, *_shortened(way.devices), cut, *words]))
+        plain = re.sub(r"\W+", "-", name)[:MOST_LETTERS]
+        paths = (self.folder / (f"{plain}-{number}" if number > 1 else plain) for number in count(1))
+        return next(path for path in paths if not path.exists())
+
+    def _run(self, folder: Path, way: Way, instead: Instead, changes: dict[str, Any]) -> Evidence | Failure:
         fields = {
             "strategy": way.strategy,
             "devices": way.devices,
@@ -77,19 +110,20 @@ class Runs:
             "steps": self.steps,
             "audit": True,
             "keep": self.steps,
-            "sync_batchnorm": self.sync_batchnorm and way.strategy in ("ddp", "fsdp"),
+            "sync_batchnorm": self.sync_batchnorm and has_ranks(way),
             **changes,
         }
         try:
-            for _ in run_apart(variant(self.base, self.folder / name, **fields), instead):
+            for _ in run_apart(variant(self.base, folder, **fields), instead):
                 pass
         except Preempted:
             raise
         except EvenstepError as error:
             return Failure(str(error))
-        return Evidence(self.folder / name)
+        return Evidence(folder)
 
 
-def _name(way: Way) -> str:
-    cut = f"-by-{way.accumulate}" if way.accumulate > 1 else ""
-    return f"{way.strategy}-{len(way.devices)}{cut}"
+def _shortened(devices: Sequence[str]) -> list[str]:
+    """`cpu, cpu, cuda:0` as cpu-2, cuda:0."""
+    groups = [(name, len(list(same))) for name, same in groupby(devices)]
+    return [f"{name}-{num}" if num > 1 else name for name, num in groups]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 
-from evenstep.verify.differences import Difference
+from evenstep.verify.differences import STEP, Difference
 from evenstep.verify.evidence import Failure
 
 _THINGS = {
@@ -25,6 +25,10 @@ def same(label: str, largest: float) -> str:
 
 def differs(label: str, first: Difference, precision: str) -> str:
     """Where a way first differs, and by how much."""
+    if first.name == STEP:
+        return (
+            f"{label} does not learn what single learns: step {first.step} was taken in one of them alone ({precision})"
+        )
     thing = _THINGS[first.part].format(name=first.name)
     when = f"at step {first.step}" if first.step else "before the first step"
     by = f" by {in_percent(first.size)} of its size" if math.isfinite(first.size) else ""

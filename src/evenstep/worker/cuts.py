@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-Kind = Literal["sound", "sum", "weighted", "mixed", "unknown"]
+Kind = Literal["sound", "sum", "weighted", "mixed"]
 Value = Callable[[Sequence[int]], float]
 """The mean of a value over some of the parts, named by their numbers."""
 

@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.overrides import TorchFunctionMode
 
 from evenstep.seeding import generator_states
 from evenstep.task import is_users
@@ -21,19 +21,25 @@ from evenstep.task import is_users
 MOST_PLACES = 3
 
 
-class DrawsSeen(TorchDispatchMode):
-    """While it is entered, notes which generators move, and the user's lines that draw."""
+class DrawsSeen(TorchFunctionMode):
+    """While it is entered, notes which generators move, and the user's lines that draw.
+
+    A mode of functions, as NarrowSeen is; that an operation draws is seen by the generators that it moves.
+    """
 
     def __init__(self) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
+        super().__init__()
         self.places: list[str] = []
         self.generators: list[str] = []
+        self._states: list[torch.Tensor] = []
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        # Attention is tagged too, dropout or not.
-        if torch.Tag.nondeterministic_seeded in func.tags and "attention" not in str(func):
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        states = torch_states()
+        if not same_torch(states, self._states):
             self._note(traceback.extract_stack())
-        return func(*args, **(kwargs or {}))
+        self._states = states
+        return result
 
     def _note(self, stack: traceback.StackSummary) -> None:
         own = [frame for frame in stack if is_users(frame.filename)]
@@ -45,23 +51,21 @@ class DrawsSeen(TorchDispatchMode):
     @contextmanager
     def watching(self) -> Iterator[None]:
         """Everything that runs inside."""
-        before = generator_states()
+        python, numpy, _ = generator_states()
+        own = self._states = torch_states()
+        outside = sys.getprofile()
         sys.setprofile(self._called)
         try:
             with self:
                 yield
         finally:
-            sys.setprofile(None)
-            after = generator_states()
-            self.generators = [
-                name
-                for name, moved in (
-                    ("Python's", before[0] != after[0]),
-                    ("NumPy's", not _same_numpy(before[1], after[1])),
-                    ("torch's", not before[2].equal(after[2])),
-                )
-                if moved
-            ]
+            sys.setprofile(outside)
+            moved = {
+                "Python's": python != random.getstate(),
+                "NumPy's": not _same_numpy(numpy, np.random.get_state()),
+                "torch's": not same_torch(own, torch_states()),
+            }
+            self.generators = [name for name, has_moved in moved.items() if has_moved]
 
     def _called(self, frame: FrameType, event: str, argument: Any) -> None:
         if event == "c_call" and _generator_of(argument):
@@ -71,6 +75,20 @@ class DrawsSeen(TorchDispatchMode):
 def _generator_of(function: Callable[..., Any]) -> bool:
     owner = getattr(function, "__self__", None)
     return owner is getattr(random, "_inst", None) or owner is getattr(np.random.mtrand, "_rand", None)
+
+
+def torch_states() -> list[torch.Tensor]:
+    """Those of the CPU and of every card that was used."""
+    with torch._C.DisableTorchFunction():
+        cards = torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else []
+        return [torch.get_rng_state(), *cards]
+
+
+def same_torch(one: list[torch.Tensor], other: list[torch.Tensor]) -> bool:
+    """Whether torch drew nothing in between."""
+    with torch._C.DisableTorchFunction():
+        # A card that was first used in between had nothing drawn before.
+        return all(a.equal(b) for a, b in zip(one, other, strict=False))
 
 
 def short_path(path: str) -> str:

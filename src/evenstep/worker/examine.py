@@ -9,7 +9,7 @@ from __future__ import annotations
 import copy
 import json
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
@@ -33,15 +33,17 @@ FOLDER = "examined"
 Findings = dict[str, Any]
 
 
-def perform_examination(plan: Plan, task: Task, run_folder: Path, *, is_rough: bool) -> Iterator[Event]:
-    """Examine the task in this process, and leave what was found in the run folder.
+def perform_examination(
+    plan: Plan, task: Task, run_folder: Path, *, is_rough: bool, tests: Sequence[str]
+) -> Iterator[Event]:
+    """Carry some of TESTS out in this process, and leave what was found in the run folder.
 
     It `is_rough` where the task computes in fewer digits than float64 has.
     """
     set_up_torch(plan)
     team = join(plan.strategy, plan.devices, plan.precision, plan.seed)
     bench = Workbench(plan, task, team, DropoutOff(), is_rough)
-    findings = examine(bench)
+    findings = examine(bench, tests)
     folder = run_folder / FOLDER
     folder.mkdir(exist_ok=True)
     (folder / f"rank{team.world.rank}.json").write_text(json.dumps(findings))
@@ -49,12 +51,12 @@ def perform_examination(plan: Plan, task: Task, run_folder: Path, *, is_rough: b
     yield from ()
 
 
-def examine(bench: Workbench) -> Findings:
-    """Every test; one that cannot be carried out on this task says so, and the others go on."""
+def examine(bench: Workbench, tests: Sequence[str]) -> Findings:
+    """Each of these tests; one that cannot be carried out on this task says so, and the others go on."""
     findings: Findings = {}
-    for name, test in TESTS.items():
+    for name in tests:
         try:
-            findings[name] = test(bench)
+            findings[name] = TESTS[name](bench)
         except Exception as error:
             findings[name] = None
             findings.setdefault("problems", {})[name] = describe(error)
@@ -64,35 +66,35 @@ def examine(bench: Workbench) -> Findings:
 def _batch(bench: Workbench) -> Findings:
     """What the same samples give: compared between ranks, and with one device."""
     outcome = bench.compute()
-    norms = {name: float(gradient.double().norm()) for name, gradient in outcome.gradients.items()}
     without = [n for n, w in bench.model.named_parameters() if w.requires_grad and n not in outcome.gradients]
     return {
         "data": digest(bench.data()),
         "loss": outcome.loss,
-        "count": outcome.count,
-        "gradients": norms,
+        "gradients": outcome.norms,
         "without": without,
     }
 
 
 def _settings(bench: Workbench) -> list[dict[str, Any]]:
     """The optimizer's, group by group."""
-    plain = (int, float, bool, str)
     return [
-        {name: value for name, value in group.items() if isinstance(value, plain)}
+        {name: plain(value) for name, value in group.items() if name not in ("params", "param_names")}
         for group in bench.optimizer.param_groups
     ]
+
+
+def plain(value: Any) -> Any:
+    """A setting as JSON can hold it: Adam's betas, a learning rate that is a tensor."""
+    if isinstance(value, torch.Tensor):
+        return value.tolist()
+    if isinstance(value, tuple | list):
+        return [plain(one) for one in value]
+    return value if value is None or isinstance(value, int | float | str) else type(value).__name__
 
 
 def _norms(bench: Workbench) -> list[str]:
     """Layers that normalize over the batch."""
     return bench.batch_norms
-
-
-def _again(bench: Workbench) -> Findings:
-    """The same batch twice, from the same state."""
-    one, other = bench.compute(), bench.compute()
-    return {"losses": [one.loss, other.loss], "apart": _furthest(one, other), "warned": _warned(bench)}
 
 
 def _warned(bench: Workbench) -> list[str]:
@@ -140,13 +142,11 @@ def _cut(bench: Workbench) -> Findings:
         whole = bench.compute()
         sizes = [len(part) for part in bench.thirds()]
         if whole.count is not None:
-            counts = [part.count or 0.0 for part in parts]
             sums = [part.loss for part in parts]
             found = {
                 "kind": "sound" if _near(bench, whole.loss, sum(sums)) else "pair",
                 "whole": whole.loss,
                 "by_parts": sum(sums),
-                "counts": [whole.count, sum(counts)],
             }
             weights = [1.0, 1.0, 1.0]
         else:
@@ -209,11 +209,13 @@ def _furthest(one: Outcome, other: Outcome) -> float:
     return max(apart)
 
 
+BY_RANK = ("batch", "settings")
+"""What every rank is asked; the rest is the same on all of them."""
 TESTS: dict[str, Callable[[Workbench], Any]] = {
     "batch": _batch,
     "settings": _settings,
     "norms": _norms,
-    "again": _again,
+    "warned": _warned,
     "draws": _draws,
     "captured": _captured,
     "reading": _reading,

@@ -15,8 +15,8 @@ from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.utils.data import DataLoader, Dataset, IterableDataset, Subset
 
-from evenstep import checkpoint
 from evenstep.plan import Plan
+from evenstep.record import Step
 from evenstep.task import Amount, Task
 from evenstep.worker.dropouts import DropoutOff
 from evenstep.worker.job import Event
@@ -37,17 +37,22 @@ Norms = Literal["own", "eval"]
 def perform_watched(plan: Plan, task: Task, run_folder: Path, *, norms: Norms = "own") -> Iterator[Event]:
     """`perform` without dropout, with a file for each step beside its Record; BatchNorm may be kept from its batch."""
     watch = Watch(plan, run_folder / FOLDER)
-    yield from perform(plan, watch.over(task, norms), run_folder)
+    for event in perform(plan, watch.over(task, norms), run_folder):
+        if isinstance(event, Step):
+            watch.write(event.step)
+        yield event
     watch.finish()
 
 
 class Watch:
-    """Writes, before and after each of the optimizer's steps, what there is to compare; all ranks take part."""
+    """Takes, before and after each of the optimizer's steps, what there is to compare; all ranks take part.
+
+    A step that fp16's scaler skips leaves no file: how many were taken is not how many the Record counts.
+    """
 
     def __init__(self, plan: Plan, folder: Path) -> None:
         self._plan = plan
         self._folder = folder
-        self._step, _ = checkpoint.start_of(plan.resume)
         self._is_main = read_rank()[0] == 0
         self._dropout = DropoutOff()
         self._narrow = NarrowSeen()
@@ -78,7 +83,7 @@ class Watch:
 
         def loss(model: nn.Module, batch: Any) -> Amount:
             """The first one on one device is looked at closely."""
-            if self._is_first and self._plan.precision == "fp64" and self._plan.strategy == "single":
+            if self._is_first and self._plan.precision == "fp64" and len(self._plan.devices) == 1:
                 with self._narrow:
                     return task.loss(model, batch)
             return task.loss(model, batch)
@@ -87,18 +92,26 @@ class Watch:
         valid = fewer(task.valid, most)
         return replace(task, model=model, loss=loss, optimizer=optimizer, valid=valid, show=None)
 
+    def write(self, step: int) -> None:
+        """What was taken since the last step, under the number that the Record has for it."""
+        if self._is_main and self._taken:
+            save_file(self._taken, self._folder / f"step-{step:08d}.safetensors")
+        self._taken = {}
+
     def finish(self) -> None:
         """Say what was seen over all steps."""
         if self._is_main:
+            assert self._module is not None
             facts = {
                 "dropout": self._dropout.was_used,
                 "narrow": self._narrow.place,
                 "parameters": list(self._weights),
+                "passing": _passing(self._module),
+                "aliases": _aliases(self._module),
             }
             (self._folder / FACTS).write_text(json.dumps(facts))
 
     def _before(self) -> None:
-        self._step += 1
         if self._is_first:
             self._is_first = False
             self._take("start", self._weights)
@@ -115,9 +128,6 @@ class Watch:
             if isinstance(value, torch.Tensor)
         }
         self._take("optimizer", states)
-        if self._is_main:
-            save_file(self._taken, self._folder / f"step-{self._step:08d}.safetensors")
-        self._taken = {}
 
     def _take(self, kind: str, tensors: Mapping[str, torch.Tensor]) -> None:
         for name, tensor in tensors.items():
@@ -125,6 +135,22 @@ class Watch:
             full = tensor.full_tensor() if is_sharded(tensor) else tensor
             if self._is_main:
                 self._taken |= sampled(f"{kind}/{name}", full)
+
+
+def _passing(module: nn.Module) -> list[str]:
+    """Buffers that no checkpoint holds, on purpose (`persistent=False`)."""
+    saved = module.state_dict()
+    return [name for name, _ in module.named_buffers() if name not in saved]
+
+
+def _aliases(module: nn.Module) -> dict[str, str]:
+    """Second names of tied weights and buffers, which checkpoints hold too, and the first ones."""
+    first = {id(tensor): name for name, tensor in (*module.named_parameters(), *module.named_buffers())}
+    every = (
+        *module.named_parameters(remove_duplicate=False),
+        *module.named_buffers(remove_duplicate=False),
+    )
+    return {name: first[id(tensor)] for name, tensor in every if first[id(tensor)] != name}
 
 
 @torch.no_grad()
@@ -137,6 +163,11 @@ def sampled(key: str, tensor: torch.Tensor) -> Tensors:
     if stride > 1 and flat.is_floating_point():
         kept[f"norm/{key}"] = flat.double().norm().cpu()
     return kept
+
+
+def same_numbers(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """Whether two tensors of one shape hold the same; no number in the same place of both is the same."""
+    return bool(((one == other) | ((one != one) & (other != other))).all())
 
 
 def without_batch_statistics(model: nn.Module) -> nn.Module:

@@ -19,12 +19,14 @@ from evenstep.plan import Plan
 from evenstep.seeding import generator_states, is_same_state, seed_everything
 from evenstep.task import Amount, Task
 from evenstep.worker.adopt import adopt
+from evenstep.worker.draws_seen import same_torch, torch_states
 from evenstep.worker.dropouts import DropoutOff
 from evenstep.worker.persample import Touch, collated
 from evenstep.worker.scaler import unfitted
 from evenstep.worker.source import to_device
 from evenstep.worker.stream import Stream
 from evenstep.worker.team import Team
+from evenstep.worker.witness import same_numbers, sampled
 from evenstep.worker.world import World
 
 TOLERANCE = 1e-9
@@ -39,6 +41,8 @@ class Outcome:
     """The mean, or the sum where there is a count."""
     count: float | None
     gradients: dict[str, torch.Tensor]
+    """Flat, and of a large one a fixed part: several outcomes are held at once."""
+    norms: dict[str, float]
 
 
 class Workbench:
@@ -85,9 +89,9 @@ class Workbench:
         moved = to_device(read, lambda tensor: self._team.precision.fit_tensor(tensor.to(self._device)))
         if self.task.augment_batch is None:
             return moved
-        before = generator_states()
+        before, on_cards = generator_states(), torch_states()
         changed = self.task.augment_batch(moved, Draws(ids, self._plan.seed, 0, self._device))
-        if not is_same_state(before, generator_states()):
+        if not is_same_state(before, generator_states()) or not same_torch(on_cards, torch_states()):
             self._drew.add("augment_batch")
         return changed
 
@@ -109,8 +113,10 @@ class Workbench:
             amount = self.task.loss(model, data)
         loss, count = (amount, None) if isinstance(amount, torch.Tensor) else (amount[0], float(amount[1]))
         loss.backward()
-        gradients = {n: w.grad.detach().double().cpu() for n, w in model.named_parameters() if w.grad is not None}
-        return Outcome(float(loss.detach()), count, gradients)
+        found = {name: weight.grad for name, weight in model.named_parameters() if weight.grad is not None}
+        gradients = {name: sampled(name, gradient)[name].double() for name, gradient in found.items()}
+        norms = {name: float(gradient.double().norm()) for name, gradient in found.items()}
+        return Outcome(float(loss.detach()), count, gradients, norms)
 
     @torch.no_grad()
     def measure(self, ids: Ids) -> dict[str, Amount]:
@@ -168,7 +174,10 @@ class Workbench:
             cut = [one[place] for one in of_parts]
             if not column.ndim or any(one.shape[1:] != column.shape[1:] for one in cut):
                 continue
-            if not torch.equal(torch.cat(cut), column):
+            # A column of the batch rather than of its samples: lengths packed together, a table of classes.
+            if sum(len(one) for one in cut) != len(column):
+                continue
+            if not same_numbers(torch.cat(cut), column):
                 return False
         return True
 

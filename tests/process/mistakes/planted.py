@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import random
+import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any
@@ -34,6 +35,11 @@ def sound() -> Task:
         optimizer=lambda parameters: torch.optim.Adam(parameters, lr=1e-2),
         batch=16,
     )
+
+
+def overflowing() -> Task:
+    """Sound; but fp16 cannot hold its gradients until the scaler has come down."""
+    return with_loss(lambda model, batch: 200 * cross_entropy(model, batch))
 
 
 def cross_entropy(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
@@ -130,6 +136,16 @@ def unseeded_start() -> Task:
         return made
 
     return replace(sound(), model=model)
+
+
+def clocked() -> Task:
+    """Looks at the clock as soon as there are several processes."""
+
+    def loss(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
+        noise = time.time_ns() % 1000 / 1000 if world_size() > 1 else 0.0
+        return cross_entropy(model, batch) * (1 + noise)
+
+    return with_loss(loss)
 
 
 def drawing_batch() -> Task:

@@ -39,6 +39,8 @@ bench: $(STAMP)
 	$(BIN)/python bench/input.py
 	$(BIN)/python bench/start.py
 	$(BIN)/python bench/replicas.py
+	$(BIN)/python bench/parts.py
+	$(BIN)/python bench/advice.py
 
 clean:
 	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache .hypothesis

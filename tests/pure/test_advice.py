@@ -63,7 +63,7 @@ def test_input_bound_more_devices_do_not_help_and_input_is_the_lever() -> None:
     found = comparison(row("single", 1, 0.050, waits=0.040), row("ddp", 2, 0.049, waits=0.042, sends=0.001))
     said = advise(found)
     assert said[0].startswith("Take single: 1,280 samples/s")
-    assert "no sound way with more devices is clearly faster" in said[0]
+    assert "no other way that learns the same is clearly faster" in said[0]
     assert "Next lever: input. A step waits 40.00 ms of 50.00 ms" in said[2]
     assert "at most 5.0x as fast" in said[2]
 

@@ -68,7 +68,7 @@ def imbalance(row: Row) -> float:
 
 def _recommendation(comparison: Comparison, row: Row) -> str:
     if len(row.devices) == len(comparison.rows[0].devices):
-        why = "no sound way with more devices is clearly faster" if len(comparison.rows) > 1 else "nothing else ran"
+        why = "no other way that learns the same is clearly faster" if len(comparison.rows) > 1 else "nothing else ran"
         return f"Take {row.label}: {_rate(row)}, and {why}{_doubt(row)}."
     of = comparison.rows[0].label
     return (

@@ -38,6 +38,8 @@ from evenstep.worker.main import Instead
 from evenstep.worker.measure import Block
 
 WAYS = (("single", 1), ("dp", 2), ("ddp", 2), ("fsdp", 2))
+ON_ONE_CARD = (("single", 1), ("dp", 2), ("ddp", 2), ("fsdp", 1))
+"""fsdp needs a card for each process."""
 BATCH = {"simple_net": 128, "wide_mlp": 64, "small_cnn": 64}
 
 
@@ -124,10 +126,11 @@ Blocks = dict[tuple[str, int], list[Measurement]]
 def collected(name: str, device: str, rounds: int) -> Blocks:
     """A block of each way for every round, forwards and backwards in turn."""
     block = Block(warm_up=10, steps=60, special=40)
-    blocks: Blocks = {way: [] for way in WAYS}
+    ways = WAYS if device == "cpu" else ON_ONE_CARD
+    blocks: Blocks = {way: [] for way in ways}
     with tempfile.TemporaryDirectory() as temporary:
         for number in range(rounds):
-            for way in WAYS[:: 1 if number % 2 == 0 else -1]:
+            for way in ways[:: 1 if number % 2 == 0 else -1]:
                 folder = Path(temporary) / f"{way[0]}-{number}"
                 blocks[way].append(measured(name, way[0], (device,) * way[1], block, folder))
     return blocks

@@ -29,7 +29,10 @@ def task() -> Task:
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        (("my_task.py", "--strategies", "dpp"), "unknown strategy 'dpp'; allowed are single, dp, ddp, fsdp, dp-torch"),
+        (
+            ("my_task.py", "--strategies", "dpp"),
+            "unknown strategies 'dpp'; allowed are single, dp, ddp, fsdp",
+        ),
         (("my_task.py", "--devices", "two"), "device"),
         (("my_task.py", "--devices", "0,1"), "0 devices were asked for"),
         (("nothing.py",), "no file nothing.py"),
@@ -42,6 +45,7 @@ def test_bad_input_is_refused_with_code_2(evenstep: Callable[..., Any], argument
     ended = evenstep("compare", *arguments)
     assert ended.code == 2
     assert said in ended.err
+    assert list(Path().glob("runs/*")) == []
 
 
 def test_single_comes_first_and_others_where_they_make_sense() -> None:

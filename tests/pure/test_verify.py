@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 import random
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -32,7 +32,7 @@ from evenstep.verify.page import lines, table
 from evenstep.verify.runs import Runs
 from evenstep.verify.summary import parts_of
 from evenstep.verify.verdict import Part, Verdict, Way
-from evenstep.verify.ways import ways_of
+from evenstep.verify.ways import usual_on, ways_of
 from evenstep.verify.words import differs
 from evenstep.worker import witness
 from evenstep.worker.cuts import CutUp, cut_up
@@ -502,6 +502,18 @@ def test_verdicts_that_were_reached_are_kept_when_a_later_way_cannot_be_judged(
     assert reached == ["ddp x 2"]
     *_, (last, _) = lines({ways[0]: Verdict(is_same=True, sentence="")}, 2, 16, 1.0)
     assert last == "1 of 2 ways learn what one device learns (batch 16, 1 s)"
+
+
+def test_a_plan_that_is_refused_is_bad_input_and_no_difference(evenstep: Callable[..., Any]) -> None:
+    ended = evenstep("verify", "digits", "--batch", "1", "--devices", "cpu,cpu")
+    assert ended.code == 2
+    assert ended.err.count("a global batch of 1 does not fill 2 devices") == 1
+    assert not Path("runs").exists()
+
+
+def test_fsdp_is_not_looked_at_by_itself_where_processes_share_a_card() -> None:
+    assert usual_on(("cuda:0", "cuda:0")) == ["dp", "ddp"]
+    assert usual_on(("cuda:0", "cuda:1")) == usual_on(("cpu", "cpu")) == ["dp", "ddp", "fsdp"]
 
 
 def test_ways_are_every_strategy_on_every_number_of_devices() -> None:

@@ -37,10 +37,12 @@ evenstep verify my_task.py --accumulate 2 --precision bf16 --json
 @app.command(epilog=EXAMPLES)
 def verify(
     task: Annotated[str, typer.Argument(help=TASKS)],
-    strategies: Annotated[str, typer.Option(help="Those to check, of single, dp, ddp and fsdp.")] = "dp,ddp,fsdp",
+    strategies: Annotated[
+        str | None, typer.Option(help="Some of single, dp, ddp, fsdp, dp-torch; default: dp,ddp,fsdp.")
+    ] = None,
     devices: Annotated[
         str | None,
-        typer.Option(help="A count, several (2,3), or a list such as cuda:0,cuda:1; default: 2, or all cards."),
+        typer.Option(help="Counts such as 2,3; or a list such as cuda:0,cuda:1; default: 2, or all cards."),
     ] = None,
     steps: Annotated[int, typer.Option(help="Optimizer steps to compare.")] = 4,
     batch: Annotated[int | None, typer.Option(help="Samples of a step over all devices; default: the task's.")] = None,
@@ -57,13 +59,19 @@ def verify(
         raise PlanError(f"steps is {steps} and accumulate {accumulate}; both are whole numbers from 1 up")
     from evenstep.launcher.prepare import RUNS, free_name, label_of, prepare
     from evenstep.verify import Depth
-    from evenstep.verify.ways import ways_of
+    from evenstep.verify.ways import plan_of, ways_of
 
     ways = ways_of(strategies, devices, accumulate)
     choices = {"batch": batch, "precision": precision, "seed": seed, "data": data}
     name = free_name(label_of(task), "verify")
     is_first = not RUNS.exists()
     prepared = prepare(task, {**choices, "name": name, "devices": ways[0].devices[0], "strategy": "single"})
+    try:
+        for way in ways:
+            plan_of(prepared.plan, way)
+    except PlanError:
+        _remove(prepared.folder, is_first)
+        raise
     started = time.monotonic()
     verdicts: dict[Way, Verdict] = {}
     try:

@@ -13,10 +13,10 @@ from evenstep.compare.blocks import Race, Taken
 from evenstep.compare.ways import find_ways
 from evenstep.errors import EvenstepError, PlanError
 from evenstep.launcher.prepare import Prepared, free_name, label_of, prepare
-from evenstep.plan import Plan
 from evenstep.report.advice import advise, best
 from evenstep.report.comparison import Comparison, LargerBatch, Parity, Row
 from evenstep.verify import Depth, Way, check
+from evenstep.verify.ways import plan_of
 from evenstep.worker.measure import Block
 
 TIMES = 4
@@ -49,9 +49,13 @@ def compare(asked: Asked, say: Callable[[str], None] = lambda line: None) -> tup
     name = asked.choices.get("name") or free_name(label_of(asked.source), "compare")
     first = {"strategy": "single", "devices": list(ways[0].devices), "name": name}
     base = prepare(asked.source, {**asked.choices, **first})
-    race = Race(base, base.folder, ways[0], say, left_out=_refused(base.plan, ways, asked.strategies is not None))
-    race.sync_batchnorm = asked.sync_batchnorm
-    ways = [way for way in ways if way.label not in race.left_out]
+    try:
+        for way in ways:
+            plan_of(base.plan, way)
+    except PlanError:
+        shutil.rmtree(base.folder)
+        raise
+    race = Race(base, base.folder, ways[0], say, sync_batchnorm=asked.sync_batchnorm)
     block = race.block_for(ways, asked.steps)
     ways = [way for way in ways if way.label not in race.left_out]
     parities = _parities(base, ways, asked.sync_batchnorm, say)
@@ -75,19 +79,6 @@ def compare(asked: Asked, say: Callable[[str], None] = lambda line: None) -> tup
     comparison = replace(comparison, advice=advise(comparison))
     comparison.write(base.folder)
     return comparison, base.folder
-
-
-def _refused(plan: Plan, ways: Sequence[Way], is_named: bool) -> dict[str, str]:
-    """What a plan refuses, before anything is measured; raises where that was asked for by name, or nothing is left."""
-    found: dict[str, str] = {}
-    for way in ways:
-        try:
-            Plan.from_json({**plan.to_json(), "strategy": way.strategy, "devices": way.devices})
-        except PlanError as error:
-            found[way.label] = str(error)
-            if is_named or len(found) == len(ways) - 1:
-                raise
-    return found
 
 
 def _parities(

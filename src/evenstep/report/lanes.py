@@ -12,7 +12,7 @@ from statistics import median
 from typing import Any
 
 from evenstep.errors import BadInput
-from evenstep.report.spans import Span, holds, union
+from evenstep.report.spans import Span, holds, span_of, union
 
 Event = dict[str, Any]
 
@@ -115,8 +115,8 @@ def _into_lanes(rank: _Rank) -> None:
     steps = rank.marked(STEP)
     main = (steps[0]["pid"], steps[0]["tid"]) if steps else None
     kinds = _kinds(rank, main)
-    inputs = union(_span(event) for event in rank.marked(f"{MARK}input") if _thread(event) == main)
-    sending = union(_span(event) for event in rank.marked(*SENDING) if _thread(event) == main)
+    inputs = union(span_of(event) for event in rank.marked(f"{MARK}input") if _thread(event) == main)
+    sending = union(span_of(event) for event in rank.marked(*SENDING) if _thread(event) == main)
     lanes = _Lanes(rank.names)
     for kind in (INPUT, COMPUTE):
         # The first of each is the main thread's.
@@ -190,10 +190,6 @@ def is_mark(event: Event) -> bool:
 def is_nccl(name: str) -> bool:
     """Whether a kernel is one of NCCL's."""
     return name.lower().startswith("nccl")
-
-
-def _span(event: Mapping[str, Any]) -> Span:
-    return event["ts"], event["ts"] + event["dur"]
 
 
 def _labels(rank: _Rank) -> Iterator[Event]:

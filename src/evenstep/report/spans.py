@@ -3,10 +3,16 @@
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
 
 Span = tuple[float, float]
 """Begin and end, in whatever unit both have."""
+
+
+def span_of(event: Mapping[str, Any]) -> Span:
+    """When an event of a trace began and ended."""
+    return event["ts"], event["ts"] + event["dur"]
 
 
 def union(spans: Iterable[Span], gap: float = 0.0) -> list[Span]:

@@ -30,7 +30,7 @@ from evenstep.report.lanes import (
     is_nccl,
     read_events,
 )
-from evenstep.report.spans import Span, common, length, union, without
+from evenstep.report.spans import Span, common, length, span_of, union, without
 
 FILE, NUMBERS = "trace.json.gz", "numbers.json"
 HOST_PARTS = tuple(part for part in PARTS if part != COMMUNICATION)
@@ -91,7 +91,7 @@ def lines(found: Sequence[RankNumbers]) -> list[str]:
 def _rank_numbers(rank: int, events: list[Event]) -> RankNumbers:
     lanes = {event["tid"]: event["args"]["name"] for event in events if event.get("name") == "thread_name"}
     doings = _Doings([event for event in events if event["ph"] == "X"], lanes)
-    steps = [_span(event) for event in doings.marks if event["name"].startswith(STEP)]
+    steps = [span_of(event) for event in doings.marks if event["name"].startswith(STEP)]
     every = free = union(steps)
     in_seconds = 1e6 * max(1, len(steps))
     parts = dict.fromkeys(PARTS, 0.0)
@@ -127,18 +127,18 @@ class _Doings:
         for of_main in (False, True):
             marks = [event for event in self.marks if (self._lane(event) in _MAIN) is of_main]
             for part in HOST_PARTS:
-                yield part, union(_span(event) for event in marks if event["name"] == f"{MARK}{part}")
+                yield part, union(span_of(event) for event in marks if event["name"] == f"{MARK}{part}")
 
     def travelling(self) -> list[Span]:
         """When something is on its way."""
-        on_host = [_span(event) for event in self._spans if self._lane(event).startswith(COMMUNICATION)]
+        on_host = [span_of(event) for event in self._spans if self._lane(event).startswith(COMMUNICATION)]
         return union([*on_host, *self._kernels[COMMUNICATION], *self._memory[COMMUNICATION]])
 
     def _computing(self) -> list[Span]:
         """When this rank computes: its card, if it has one."""
         if any(self._kernels.values()):
             return union(span for part in HOST_PARTS for span in self._kernels[part])
-        return union((_span(event) for event in self._spans if self._is_computing(event)), SMALL_GAP)
+        return union((span_of(event) for event in self._spans if self._is_computing(event)), SMALL_GAP)
 
     def _is_computing(self, event: Event) -> bool:
         # What has no namespace is a node of autograd: a function of the user's or of FSDP's, which may wait in it.
@@ -158,7 +158,7 @@ class _Doings:
                 asking = asked.get(_correlation(event), event)
                 part = COMMUNICATION if is_nccl(event["name"]) else phases.at(asking["tid"], asking["ts"])
                 if part is not None:
-                    found[part].append(_span(event))
+                    found[part].append(span_of(event))
         return found
 
 
@@ -171,7 +171,7 @@ class _Phases:
         for event in sorted(marks, key=lambda event: float(event["ts"])):
             if event["name"] in parts:
                 for lane in (event["tid"], None):
-                    self._of_lane.setdefault(lane, []).append((*_span(event), parts[event["name"]]))
+                    self._of_lane.setdefault(lane, []).append((*span_of(event), parts[event["name"]]))
 
     def at(self, lane: int, moment: float) -> str | None:
         """The part; None if nothing is marked there."""
@@ -186,7 +186,3 @@ class _Phases:
 
 def _correlation(event: Event) -> Any:
     return event.get("args", {}).get("correlation")
-
-
-def _span(event: Event) -> Span:
-    return event["ts"], event["ts"] + event["dur"]

@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 
 from torch.profiler import record_function
 
-from evenstep.worker.pulse import BACKWARD, FORWARD, INPUT, PHASES, UPDATE, Pulse
+from evenstep.worker.pulse import INPUT, PARTS, PHASES, Pulse
 from evenstep.worker.spread import Spread
 from evenstep.worker.strategies import Strategy
 from evenstep.worker.team import Team
@@ -21,7 +21,6 @@ from evenstep.worker.team import Team
 T = TypeVar("T")
 MARK = "evenstep: "
 TOGETHER = f"{MARK}together"
-_PARTS = {INPUT: "input", FORWARD: "forward", BACKWARD: "backward", UPDATE: "optimizer"}
 
 
 class Marks:
@@ -41,7 +40,7 @@ class Marks:
         if phase == INPUT and self._step is None:
             self.end()
             self._step = _opened(f"step {self._pulse.step}")
-        name = _PARTS.get(phase)
+        name = PARTS.get(phase)
         if name is None:
             self.begin(PHASES[phase])
         elif self.is_in_step:

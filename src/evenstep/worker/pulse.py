@@ -30,6 +30,8 @@ PHASES = (
 STARTING, LOADING, JOINING, BUILDING, INPUT, FORWARD, BACKWARD, UPDATE, COMPARING, EVALUATING, SAVING, ENDING = range(
     len(PHASES)
 )
+PARTS = {INPUT: "input", FORWARD: "forward", BACKWARD: "backward", UPDATE: "optimizer"}
+"""Phases that are parts of a step, and what they are called there."""
 UNTIMED = (STARTING, LOADING, JOINING, BUILDING, SAVING, ENDING)
 """Phases whose length says nothing about the others': data may be fetched there, or a large file written."""
 

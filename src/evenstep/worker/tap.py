@@ -15,11 +15,10 @@ from dataclasses import dataclass
 
 import torch
 
-from evenstep.worker.pulse import BACKWARD, FORWARD, INPUT, UPDATE, Pulse
+from evenstep.worker.pulse import PARTS, Pulse
 
 HOST = "host"
 NETWORK = "network"
-_PHASES = {INPUT: "input", FORWARD: "forward", BACKWARD: "backward", UPDATE: "optimizer"}
 
 Moment = float | torch.cuda.Event
 
@@ -126,8 +125,8 @@ class Tap:
         self.travels.append(Travel(name, begin, self.now()))
 
     def _phase(self, phase: int) -> None:
-        if phase in _PHASES:
-            self.mark(_PHASES[phase])
+        if phase in PARTS:
+            self.mark(PARTS[phase])
 
 
 def _lane() -> str:

@@ -21,6 +21,7 @@ _WORD = 64
 _GOLDEN = np.uint64(0x9E3779B97F4A7C15)
 _MIX = np.uint64(0xD6E8FEB86659FD93)
 _HALF = np.uint64(32)
+_ALL_BITS = (1 << 64) - 1
 _PLACE = np.uint64(SORTED_UP_TO - 1)
 
 
@@ -28,6 +29,13 @@ def stream(seed: int, name: str, *where: int) -> int:
     """A 63-bit seed for one purpose at one place: `stream(0, "augment", epoch, sample)`."""
     text = ":".join([str(seed), name, *map(str, where)])
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little") >> 1
+
+
+def place_seed(key: int, place: int, number: int) -> int:
+    """A 63-bit seed for one place of a stream: what `stream` would say, at a tenth of its price."""
+    word = (key + place * 0x9E3779B97F4A7C15 + number * 0xD6E8FEB86659FD93) & _ALL_BITS
+    word = ((word ^ (word >> 32)) * 0xD6E8FEB86659FD93) & _ALL_BITS
+    return (word ^ (word >> 32)) >> 1
 
 
 def uniforms(key: tuple[int, int], start: int, stop: int) -> NDArray[np.float64]:

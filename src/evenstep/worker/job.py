@@ -22,6 +22,7 @@ from evenstep.task import Amount, Task, takes_steps
 from evenstep.worker import machine
 from evenstep.worker.answers import Situation, is_out_of_memory
 from evenstep.worker.batchnorm import is_local, synchronised
+from evenstep.worker.fused import fuse
 from evenstep.worker.loader import Loader
 from evenstep.worker.pace import Pace
 from evenstep.worker.pulse import BACKWARD, BUILDING, COMPARING, ENDING, EVALUATING, FORWARD, SAVING
@@ -199,6 +200,7 @@ class Job:
             for seat in model.seats:
                 seat.compile()
         optimizer = task.optimizer(model.parameters())
+        fuse(optimizer, model.module)
         num_steps = plan.num_steps(loader.lengths, *checkpoint.start_of(plan.resume))
         scheduler = _call_scheduler(task, optimizer, num_steps) if task.scheduler is not None else None
         # From here on Python's and NumPy's draws (in a dataset, say) differ between ranks.

@@ -35,12 +35,14 @@ class Spread:
 
     def __init__(self, module: nn.Module, seats: list[nn.Module], bounds: list[Bound] | None = None) -> None:
         self.module = module
+        self.weights = list(module.parameters())
+        """The parameters that an optimizer updates; found once, for walking the modules takes longer than a layer."""
         self.seats = seats
         self.bounds = bounds if bounds is not None else seats
 
     def parameters(self) -> Iterator[nn.Parameter]:
         """The parameters that an optimizer updates."""
-        return self.module.parameters()
+        return iter(self.weights)
 
     @contextmanager
     def evaluating(self) -> Iterator[None]:

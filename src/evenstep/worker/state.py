@@ -179,10 +179,15 @@ def load_optimizer_state(
     start = 0
     for group, saved_group, group_names in zip(optimizer.param_groups, saved["groups"], own, strict=True):
         options = {key: _typed(value, group.get(key)) for key, value in saved_group.items() if key != "params"}
+        # How the update is computed is this run's own choice; it may lie on other devices than those that saved.
+        options |= {key: group[key] for key in HOW if key in group}
         groups.append({**options, "params": list(range(start, start + len(group_names)))})
         start += len(group_names)
     state_by_index = {index: by_parameter[name] for index, name in enumerate(order) if name in by_parameter}
     optimizer.load_state_dict({"state": state_by_index, "param_groups": groups})
+
+
+HOW = ("foreach", "fused", "capturable")
 
 
 def _plain(value: Any) -> Any:

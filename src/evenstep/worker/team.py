@@ -12,20 +12,23 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import replace
+from functools import lru_cache
 from typing import Any, TypeVar
 from weakref import WeakSet
 
 import torch
 from torch import nn
 
-from evenstep.draws import Draws, stream
+from evenstep.draws import Draws, place_seed, stream
 from evenstep.errors import NonFiniteLoss, PlanError, TaskError
 from evenstep.plan import PrecisionName
 from evenstep.seeding import seed_everything
 from evenstep.task import Amount
 from evenstep.worker.adopt import adopt
 from evenstep.worker.apart import check_apart
+from evenstep.worker.gradients import forget, forget_gradients, go_back
 from evenstep.worker.lifeline import die_with_parent, read_rank
 from evenstep.worker.loader import Batch, Loader, Piece
 from evenstep.worker.machine import available_devices
@@ -111,8 +114,8 @@ class Team:
     def spread(self, model: nn.Module) -> Spread:
         """Put the model on every device of the team."""
         spread = self._strategy.spread(self.precision.fit(model), self.world)
-        self._known |= {id(weight) for weight in spread.parameters()}
-        self._trainable[spread] = [weight.requires_grad for weight in spread.parameters()]
+        self._known |= {id(weight) for weight in spread.weights}
+        self._trainable[spread] = [weight.requires_grad for weight in spread.weights]
         return spread
 
     def loader(
@@ -157,7 +160,7 @@ class Team:
         Of several models the first is trained, and the others are at hand, frozen: `backward(loss, (d, g), batch)`
         calls `loss((d, g), data)`.
         """
-        models = _as_tuple(model)
+        models = (model,) if isinstance(model, Spread) else _as_tuple(model)
         self._refuse_thawed(models[0])
         self._refuse_unfitted(models[0])
         check_apart(self.world, batch)
@@ -166,7 +169,7 @@ class Team:
         for one in models:
             self._strategy.refresh(one, is_training=True)
         totals = Totals(self.world, batch.num_samples, self.requests.wish())
-        with Frozen(models[1:]):
+        with Frozen(models[1:]) if len(models) > 1 else nullcontext():
             for number, pieces in enumerate(batch.micro_batches, 1):
                 is_last = number == len(batch.micro_batches)
                 with self._strategy.syncing(models[0], is_last):
@@ -182,11 +185,10 @@ class Team:
         self.requests.agree(totals.wish)
         # A rank that sends nothing goes its own way, which may lead anywhere; nothing is learned then.
         if not math.isfinite(mean) and not self.world.tap.is_muted:
-            for weight in models[0].parameters():
-                weight.grad = None
+            forget(models[0].weights)
             raise NonFiniteLoss(self._explain(mean, totals, batch, models[0]))
         if totals.late_factor is not None:
-            gradients = [weight.grad for weight in models[0].parameters() if weight.grad is not None]
+            gradients = [weight.grad for weight in models[0].weights if weight.grad is not None]
             torch._foreach_mul_(gradients, totals.late_factor)
         for weight, gradient in earlier:
             weight.grad = gradient if weight.grad is None else weight.grad + gradient
@@ -210,7 +212,7 @@ class Team:
             scaler.step(optimizer)
             scaler.update()
             taken = scaler.get_scale() >= before
-        optimizer.zero_grad(set_to_none=True)
+        forget_gradients(optimizer)
         if self._current is not None:
             self._current.finish()
         return taken
@@ -286,13 +288,13 @@ class Team:
             self.world.pulse.beat(FORWARD)
             with self.precision.autocast(device):
                 amount = call(models, place, loss, piece.data)
-            scaled = totals.take(amount, piece)
+            start, weight = totals.take(amount, piece)
             self.world.pulse.beat(BACKWARD)
             if last:
                 totals.send()
             if self.precision.scaler is not None:
-                scaled = self.precision.scaler.scale(scaled)
-            scaled.backward()
+                start = self.precision.scaler.scale(start)
+            go_back(start, weight)
             self.world.tap.rest()
 
     def _seat_measure(
@@ -318,7 +320,7 @@ class Team:
 
     def _refuse_thawed(self, model: Spread) -> None:
         """The engines are told at the start which parameters train; later changes would reach one copy of several."""
-        if self.world.num_seats > 1 and [w.requires_grad for w in model.parameters()] != self._trainable[model]:
+        if self.world.num_seats > 1 and [w.requires_grad for w in model.weights] != self._trainable[model]:
             raise TaskError(
                 "requires_grad of some parameters changed after team.spread; set it before the model is spread"
             )
@@ -338,9 +340,8 @@ class Team:
         """Seed dropout for this batch: different on every seat, the same after a restart."""
         self._backwards = self._backwards + 1 if batch is self._current else 0
         self._current = batch
-        where = (batch.span.epoch, batch.span.start, self._backwards)
-        seeds = [stream(self.seed, "dropout", *where, seat) for seat in self.world.seats]
-        seed_devices(seeds, self.world.devices)
+        keys = _dropout_keys(self.seed, batch.span.epoch, self.world.seats)
+        seed_devices([place_seed(key, batch.span.start, self._backwards) for key in keys], self.world.devices)
 
     def _explain(self, mean: float, totals: Totals, batch: Batch, model: Spread) -> str:
         """Which rank's samples made the loss non-finite; all ranks call this together."""
@@ -371,10 +372,15 @@ def is_finite(weight: torch.Tensor) -> bool:
 def _put_aside(model: Spread) -> list[tuple[nn.Parameter, torch.Tensor]]:
     """Gradients of an earlier backward, taken off their parameters: what is scaled or averaged next is not theirs."""
     # Copies: with gradient_as_bucket_view, DDP's gradients may be views of buckets that the next backward writes.
-    earlier = [(weight, weight.grad.clone()) for weight in model.parameters() if weight.grad is not None]
-    for weight, _ in earlier:
-        weight.grad = None
+    earlier = [(weight, weight.grad.clone()) for weight in model.weights if weight.grad is not None]
+    if earlier:
+        forget(model.weights)
     return earlier
+
+
+@lru_cache(maxsize=8)
+def _dropout_keys(seed: int, epoch: int, seats: range) -> list[int]:
+    return [stream(seed, "dropout", epoch, seat) for seat in seats]
 
 
 def _as_tuple(model: Models) -> tuple[Spread, ...]:

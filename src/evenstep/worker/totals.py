@@ -58,8 +58,8 @@ class Totals:
         self._is_late = False
         self._sent: HostCopy | None = None
 
-    def take(self, amount: Amount, piece: Piece) -> torch.Tensor:
-        """Add one piece's loss; what backward starts from, weighted so that the gradients add up to the global mean.
+    def take(self, amount: Amount, piece: Piece) -> tuple[torch.Tensor, float]:
+        """Add one piece's loss; where backward starts, and the weight with which gradients add up to the global mean.
 
         Engines with several processes divide by their number; that is undone here.
         """
@@ -74,8 +74,7 @@ class Totals:
             # Counts of the others are not known yet: divide by the samples now, and set it right after backward.
             self._is_late = True
             weight = min(1, piece.num_samples)
-        factor = self._world.size * weight / self._num_samples
-        return loss if factor == 1.0 else loss * factor
+        return loss, self._world.size * weight / self._num_samples
 
     def send(self) -> None:
         """Start adding up over processes; called once by the only seat of each process, before its last backward."""
@@ -216,4 +215,4 @@ def _checked(loss: Any) -> torch.Tensor:
         )
     if not loss.requires_grad:
         raise TaskError("the loss has no gradient; it must depend on the model's parameters (no detach, no .item())")
-    return loss.reshape(())
+    return loss if loss.ndim == 0 else loss.reshape(())

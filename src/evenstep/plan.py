@@ -16,12 +16,13 @@ from evenstep.order import Lengths, share
 
 StrategyName = Literal["single", "dp", "ddp", "fsdp", "dp-torch"]
 PrecisionName = Literal["fp64", "fp32", "tf32", "bf16", "fp16"]
+FastName = Literal["auto", "off"]
 
 STRATEGY_NAMES: tuple[str, ...] = get_args(StrategyName)
 PRECISION_NAMES: tuple[str, ...] = get_args(PrecisionName)
 TRACKER_NAMES = ("tensorboard",)
 
-USUAL = {"restarts": 0, "check_every": 100}
+USUAL: dict[str, Any] = {"restarts": 0, "check_every": 100, "fast": "auto"}
 """What is not worth a line of its own."""
 _DEVICE = re.compile(r"cpu|mps|cuda(:\d+)?")
 
@@ -58,6 +59,7 @@ class Plan:
     deterministic: bool = False
     cudnn_benchmark: bool = False
     compile: bool = False
+    fast: FastName = "auto"
     sync_batchnorm: bool = False
     allow_pickle: bool = False
     restarts: int = 0
@@ -73,6 +75,7 @@ class Plan:
     def __post_init__(self) -> None:
         _one_of("strategy", self.strategy, STRATEGY_NAMES)
         _one_of("precision", self.precision, PRECISION_NAMES)
+        _one_of("fast", self.fast, get_args(FastName))
         for device in self.devices:
             if not _DEVICE.fullmatch(device):
                 raise PlanError(f"unknown device {device!r}; write cpu, mps or cuda:0, or a count such as --devices 2")

@@ -174,11 +174,11 @@ def test_steps_are_traced_after_a_warm_up_as_far_as_there_are_enough() -> None:
 
 def test_what_is_not_traced_is_left_as_it_was() -> None:
     team = join("dp", ["cpu", "cpu"])
-    strategy, beat = team._strategy, team.world.pulse._write
+    strategy, beat = team.strategy, team.world.pulse._write
     assert beat == Pulse()._write
     with marks.marked(team, marks.Marks(team.world.pulse)):
-        assert team._strategy is not strategy
-    assert team._strategy is strategy
+        assert team.strategy is not strategy
+    assert team.strategy is strategy
     assert team.world.pulse._write == beat
 
 

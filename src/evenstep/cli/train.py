@@ -64,6 +64,9 @@ def train(
     ] = None,
     cudnn_benchmark: Annotated[bool | None, typer.Option("--cudnn-benchmark", help="Let cuDNN try algorithms.")] = None,
     compile: Annotated[bool | None, typer.Option("--compile", help="torch.compile the model.")] = None,
+    fast: Annotated[
+        str | None, typer.Option(help="auto (default): replay steps as CUDA graphs where that is safe; or off.")
+    ] = None,
     sync_batchnorm: Annotated[
         bool | None, typer.Option("--sync-batchnorm", help="BatchNorm over all processes.")
     ] = None,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from functools import lru_cache
+from functools import cache
 
 import torch
 
@@ -16,15 +16,14 @@ def go_back(loss: torch.Tensor, weight: float) -> None:
     `Tensor.backward` makes a tensor of ones at every call and looks at it from all sides: a tenth of a small step.
     """
     if type(loss) is not torch.Tensor:
-        (loss * weight).backward()  # type: ignore[no-untyped-call]
+        (loss * weight).backward()
         return
-    # On a card it is made anew: what a captured graph starts from must live as long as the graph.
-    make = _start if loss.device.type == "cpu" else _start.__wrapped__
-    start = make(weight, loss.dtype, loss.device)
+    start = _start(weight, loss.dtype, loss.device)
     _ENGINE.run_backward((loss,), (start,), False, False, (), allow_unreachable=True, accumulate_grad=True)
 
 
-@lru_cache(maxsize=64)
+# Never dropped: a recorded step reads it for as long as it is replayed.
+@cache
 def _start(weight: float, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
     return torch.full((), weight, dtype=dtype, device=device)
 

@@ -22,6 +22,7 @@ from evenstep.task import Amount, Task, takes_steps
 from evenstep.worker import machine
 from evenstep.worker.answers import Situation, is_out_of_memory
 from evenstep.worker.batchnorm import is_local, synchronised
+from evenstep.worker.fast import Fast, can_be_fast
 from evenstep.worker.fused import fuse
 from evenstep.worker.loader import Loader
 from evenstep.worker.pace import Pace
@@ -30,6 +31,7 @@ from evenstep.worker.replicas import ReplicaCheck
 from evenstep.worker.room import room
 from evenstep.worker.run import Run
 from evenstep.worker.scaler import unfitted
+from evenstep.worker.stepping import Eager, Recipe, Stepper
 from evenstep.worker.team import Interrupted, Team
 from evenstep.worker.tracing import Tracing, start_tracing
 from evenstep.worker.trackers import Beginning
@@ -56,6 +58,7 @@ class Job:
         self.folder = run_folder
         self.checkpoints = run_folder / checkpoint.FOLDER
         self.run = self._build()
+        self.stepper = self._stepper()
         self.valid = None
         if task.valid is not None:
             self.valid = self._loader(task.valid, shuffle=False, what="valid")
@@ -125,13 +128,18 @@ class Job:
                 yield evaluation
             saved = self._save(evaluation)
         self.tracing = start_tracing(self.plan, self.team, self.folder, self.run.step, self.run.num_steps)
-        for step, ids in train(self.run, self.task, self.plan, self._peak_bytes):
+        for step, ids in train(self.run, self.stepper, self.plan, self._peak_bytes, waits_at=self._waits_at):
+            yield from self._said()
             if self.tracing is not None:
                 yield from self.tracing.after(step.step)
             self.taken.append(step)
             if self.plan.audit:
                 self._write_samples(step, ids)
             yield step
+            if step.step < self.run.step:
+                # A card that is ahead of what is known of it; what follows is for the step at which all wait.
+                self._add_to_pace(step)
+                continue
             yield from self._compared(step)
             is_end = is_done(self.run, self.plan)
             is_epoch_end = self.run.loader.is_between_epochs or is_end
@@ -168,10 +176,8 @@ class Job:
 
     def _compared(self, step: Step) -> Iterator[str]:
         """Every so many steps, whether the replicas are still one model, and whether a rank is slow."""
-        own = self.team.last_compute_seconds
-        self.pace.add(step.input_seconds, own, max(0.0, step.seconds - step.input_seconds - own))
-        every = self.plan.check_every or USUAL["check_every"]
-        if self.replicas is None or (step.step % every and step.step not in FIRST_CHECKS):
+        self._add_to_pace(step)
+        if self.replicas is None or not self._is_compared(step.step):
             return
         with self.pulse.during(COMPARING):
             if self.plan.check_every:
@@ -179,6 +185,22 @@ class Job:
             slow = self.pace.judge()
         if slow:
             yield slow
+
+    def _add_to_pace(self, step: Step) -> None:
+        own = self.team.last_compute_seconds
+        self.pace.add(step.input_seconds, own, max(0.0, step.seconds - step.input_seconds - own))
+
+    def _is_compared(self, step: int) -> bool:
+        return step % (self.plan.check_every or USUAL["check_every"]) == 0 or step in FIRST_CHECKS
+
+    def _waits_at(self, step: int) -> bool:
+        """Whether something is done after this step that needs it to be over."""
+        return self._is_due(step) or self._is_compared(step)
+
+    def _said(self) -> list[str]:
+        said = list(self.stepper.said)
+        self.stepper.said.clear()
+        return said if self.team.world.is_main else []
 
     @property
     def _model(self) -> Any:
@@ -206,6 +228,14 @@ class Job:
         # From here on Python's and NumPy's draws (in a dataset, say) differ between ranks.
         seed_everything(stream(plan.seed, "host", 0, team.world.rank))
         return Run(team, model, optimizer, loader, scheduler, num_steps)
+
+    def _stepper(self) -> Stepper:
+        is_fast = self.plan.fast == "auto" and self.plan.profile is None and can_be_fast(self.team)
+        return Fast(self._recipe()) if is_fast else Eager(self._recipe())
+
+    def _recipe(self) -> Recipe:
+        (optimizer,) = self.run.optimizers.values()
+        return Recipe(self.team, self.task.loss, self._model, optimizer, self.plan.clip, self.run.scheduler)
 
     def _loader(self, data: Any, **how: Any) -> Loader:
         plan = self.plan

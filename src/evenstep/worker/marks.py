@@ -80,16 +80,16 @@ def _opened(name: str) -> record_function:
 @contextmanager
 def marked(team: Team, marks: Marks) -> Iterator[None]:
     """Inside, every step of this process is marked."""
-    strategy, pulse = team._strategy, team.world.pulse
+    strategy, pulse = team.strategy, team.world.pulse
     sends = not strategy.processes_per_device and len(team.world.devices) > 1
     marking: Any = Marked(strategy, marks, sends)
-    team._strategy = marking
+    team.strategy = marking
     pulse.also(marks.phase)
     try:
         yield
     finally:
         pulse.also(None)
-        team._strategy = strategy
+        team.strategy = strategy
 
 
 class Marked:

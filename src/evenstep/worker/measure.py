@@ -20,6 +20,7 @@ from evenstep.worker.job import Event, Job
 from evenstep.worker.loader import Batch
 from evenstep.worker.perform import perform
 from evenstep.worker.spans import Noted, spans_of, timeline, usual_parts, usual_seconds
+from evenstep.worker.stepping import Eager, Stepper
 from evenstep.worker.tap import HOST, Tap
 from evenstep.worker.team import Team
 from evenstep.worker.train import train
@@ -56,8 +57,12 @@ class Measuring(Job):
     def __init__(self, block: Block, plan: Plan, task: Task, run_folder: Path, team: Team) -> None:
         super().__init__(plan, task, run_folder, team)
         self.block = block
-        self._steps = train(self.run, task, plan, self._peak_bytes)
+        self._steps = train(self.run, self.stepper, plan, self._peak_bytes)
         self._repeated: Batch | None = None
+
+    def _stepper(self) -> Stepper:
+        # Parts are told apart in plain steps alone, and are to be parts of what is measured.
+        return Eager(self._recipe())
 
     def events(self) -> Iterator[Event]:
         """Steps of the training itself, and what was measured."""
@@ -128,7 +133,7 @@ class Measuring(Job):
     def _without_input(self) -> float:
         """Seconds of a step on a batch that is there already."""
         assert self._repeated is not None
-        return self._usual(train(self.run, self.task, self.plan, self._peak_bytes, repeat(self._repeated)))
+        return self._usual(train(self.run, self.stepper, self.plan, self._peak_bytes, repeat(self._repeated)))
 
     def _timed(self) -> tuple[list[Noted], int]:
         """What every rank noted of some steps, and the bytes that each sent in one of them."""

@@ -12,10 +12,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
-from functools import lru_cache
-from typing import Any, TypeVar
+from functools import lru_cache, partial
+from typing import TYPE_CHECKING, Any, TypeVar
 from weakref import WeakSet
 
 import torch
@@ -46,7 +46,11 @@ from evenstep.worker.tap import Tap
 from evenstep.worker.totals import Totals, as_sum
 from evenstep.worker.world import World, join_world
 
+if TYPE_CHECKING:
+    from evenstep.worker.captured import Captured
+
 T = TypeVar("T")
+Loss = Callable[..., Amount]
 Models = Spread | Sequence[Spread]
 BATCHES_BETWEEN_AGREEMENTS = 8
 
@@ -87,7 +91,7 @@ class Team:
         self.world = world
         self.precision = precision
         self.seed = seed
-        self._strategy = STRATEGIES[strategy]()
+        self.strategy = STRATEGIES[strategy]()
         self.requests = Requests()
         self.last_compute_seconds = 0.0
         """How long the last backward was at work before it needed the others."""
@@ -109,11 +113,11 @@ class Team:
 
     def tell(self, model: Spread, tap: Tap) -> None:
         """From now on, tell the tap of what the strategy sends."""
-        self._strategy.tell(model, tap)
+        self.strategy.tell(model, tap)
 
     def spread(self, model: nn.Module) -> Spread:
         """Put the model on every device of the team."""
-        spread = self._strategy.spread(self.precision.fit(model), self.world)
+        spread = self.strategy.spread(self.precision.fit(model), self.world)
         self._known |= {id(weight) for weight in spread.weights}
         self._trainable[spread] = [weight.requires_grad for weight in spread.weights]
         return spread
@@ -161,24 +165,54 @@ class Team:
         calls `loss((d, g), data)`.
         """
         models = (model,) if isinstance(model, Spread) else _as_tuple(model)
+        with Frozen(models[1:]) if len(models) > 1 else nullcontext():
+            return self._backward(models, batch, partial(self._on_seats, loss, models, batch))
+
+    def replay_backward(self, captured: Captured, model: Spread, batch: Batch) -> float:
+        """`backward` by graphs in which forward and backward of every seat were recorded."""
+
+        def replay(totals: Totals) -> None:
+            self.world.pulse.beat(BACKWARD)
+            captured.fill(batch, totals.wish)
+            if self.world.size > 1:
+                self.world.pulse.collective()
+            with self.strategy.syncing(model, is_last=True):
+                captured.replay_backward(batch, totals)
+
+        return self._backward((model,), batch, replay)
+
+    def begin_replay(self, batch: Batch) -> float:
+        """Before a whole step is replayed: what it draws from, and what this process asks of all."""
+        self._draw_for(batch)
+        return self.requests.wish()
+
+    def syncing_alone(self, model: Spread, is_last: bool) -> AbstractContextManager[None]:
+        """What surrounds a micro-batch of the only seat of this process; several seats meet outside of it."""
+        return self.strategy.syncing(model, is_last) if len(self.world.devices) == 1 else nullcontext()
+
+    def forget_batch(self) -> None:
+        """The last batch will be gone through once more, from the same start and with the same draws."""
+        self._current = None
+
+    def _on_seats(self, loss: Loss, models: tuple[Spread, ...], batch: Batch, totals: Totals) -> None:
+        for number, pieces in enumerate(batch.micro_batches, 1):
+            is_last = number == len(batch.micro_batches)
+            with self.strategy.syncing(models[0], is_last):
+                self.strategy.on_seats(
+                    lambda place, piece, last=is_last: self.seat_backward(loss, models, place, piece, totals, last),
+                    list(enumerate(pieces)),
+                )
+
+    def _backward(self, models: tuple[Spread, ...], batch: Batch, compute: Callable[[Totals], None]) -> float:
         self._refuse_thawed(models[0])
         self._refuse_unfitted(models[0])
         check_apart(self.world, batch)
         self._draw_for(batch)
         earlier = _put_aside(models[0])
         for one in models:
-            self._strategy.refresh(one, is_training=True)
+            self.strategy.refresh(one, is_training=True)
         totals = Totals(self.world, batch.num_samples, self.requests.wish())
-        with Frozen(models[1:]) if len(models) > 1 else nullcontext():
-            for number, pieces in enumerate(batch.micro_batches, 1):
-                is_last = number == len(batch.micro_batches)
-                with self._strategy.syncing(models[0], is_last):
-                    self._strategy.on_seats(
-                        lambda place, piece, last=is_last: self._seat_backward(
-                            loss, models, place, piece, totals, last
-                        ),
-                        list(enumerate(pieces)),
-                    )
+        compute(totals)
         mean = totals.read()
         self.last_count = totals.count
         self.last_compute_seconds = totals.seconds_alone()
@@ -186,7 +220,7 @@ class Team:
         # A rank that sends nothing goes its own way, which may lead anywhere; nothing is learned then.
         if not math.isfinite(mean) and not self.world.tap.is_muted:
             forget(models[0].weights)
-            raise NonFiniteLoss(self._explain(mean, totals, batch, models[0]))
+            raise NonFiniteLoss(self.explain(mean, totals.non_finite(), batch, models[0]))
         if totals.late_factor is not None:
             gradients = [weight.grad for weight in models[0].weights if weight.grad is not None]
             torch._foreach_mul_(gradients, totals.late_factor)
@@ -229,7 +263,7 @@ class Team:
 
         Where it `can_stop`, it raises Interrupted on all processes if any of them is asked to stop.
         """
-        self._strategy.refresh(model, is_training=False)
+        self.strategy.refresh(model, is_training=False)
         sums: dict[str, torch.Tensor] = {}
         with model.evaluating():
             for number, batch in enumerate(batches.whole_pass(), 1):
@@ -238,7 +272,7 @@ class Team:
                 if can_stop and number % BATCHES_BETWEEN_AGREEMENTS == 0:
                     self._stop_together()
                 for pieces in batch.micro_batches:
-                    for measured in self._strategy.on_seats(
+                    for measured in self.strategy.on_seats(
                         lambda place, piece: self._seat_measure(function, model, place, piece), list(enumerate(pieces))
                     ):
                         for name, pair in measured.items():
@@ -269,20 +303,21 @@ class Team:
 
     def ask(self, function: Callable[[Any], T], model: Spread) -> T:
         """`function(model)` on the first seat of every process, with no gradients; all processes must call it."""
-        self._strategy.refresh(model, is_training=False)
+        self.strategy.refresh(model, is_training=False)
         with torch.no_grad(), model.evaluating():
             answer: T = model.bounds[0](function)
         return answer
 
-    def _seat_backward(
+    def seat_backward(
         self,
-        loss: Callable[..., Amount],
+        loss: Loss,
         models: tuple[Spread, ...],
         place: int,
         piece: Piece,
         totals: Totals,
         last: bool,
     ) -> None:
+        """Forward and backward of one seat's piece."""
         device = self.world.devices[place]
         with on(device):
             self.world.pulse.beat(FORWARD)
@@ -343,14 +378,14 @@ class Team:
         keys = _dropout_keys(self.seed, batch.span.epoch, self.world.seats)
         seed_devices([place_seed(key, batch.span.start, self._backwards) for key in keys], self.world.devices)
 
-    def _explain(self, mean: float, totals: Totals, batch: Batch, model: Spread) -> str:
-        """Which rank's samples made the loss non-finite; all ranks call this together."""
-        first, *more = [report for reports in self.world.gather(totals.non_finite()) for report in reports] or [None]
+    def explain(self, mean: float, spoilt: list[str], batch: Batch, model: Spread, step: int | None = None) -> str:
+        """Which rank's samples made the loss of a step (the next one) non-finite; all ranks call this together."""
+        first, *more = [report for reports in self.world.gather(spoilt) for report in reports] or [None]
         where = f"; {first}" if first else "; every part is finite, their sum is not"
         others = f", and {len(more)} other parts too" if more else ""
-        spoilt = [name for name, weight in model.module.named_parameters() if not is_finite(weight)]
-        if any(self.world.gather(bool(spoilt))):
-            known = f"{spoilt[0]} is" if spoilt else "Some weights are"
+        names = [name for name, weight in model.module.named_parameters() if not is_finite(weight)]
+        if any(self.world.gather(bool(names))):
+            known = f"{names[0]} is" if names else "Some weights are"
             advice = (
                 f"{known} not finite since an earlier step: a gradient was not, though the loss was. Try --clip 1.0."
             )
@@ -358,7 +393,7 @@ class Team:
             advice = "The weights are those of the step before. A lower learning rate or --clip 1.0 often helps."
         hint = " fp16 holds no number above 65504; try bf16." if self.precision.name == "fp16" else ""
         return (
-            f"the loss is {mean} at step {batch.loader.num_finished + 1} (epoch {batch.span.epoch + 1})"
+            f"the loss is {mean} at step {step or batch.loader.num_finished + 1} (epoch {batch.span.epoch + 1})"
             f"{where}{others}.\n{advice}{hint}"
         )
 

@@ -30,11 +30,14 @@ class Part:
     def read(self) -> list[float]:
         """[sum, count], on the host."""
         assert self.host is not None
-        values = self.host.read()
-        if isinstance(values, list):
-            return values
-        num = self.piece.num_samples
-        return [values * num if num else 0.0, num]
+        return as_pair(self.host.read(), self.piece.num_samples)
+
+
+def as_pair(values: Any, num_samples: int) -> list[float]:
+    """[sum, count] of what came to the host: that pair, or a mean over so many samples."""
+    if isinstance(values, list):
+        return values
+    return [values * num_samples if num_samples else 0.0, num_samples]
 
 
 class Totals:
@@ -54,9 +57,9 @@ class Totals:
         self.count = 0.0
         self._world = world
         self._num_samples = num_samples
-        self._parts: list[Part] = []
-        self._is_late = False
-        self._sent: HostCopy | None = None
+        self.parts: list[Part] = []
+        self.is_late = False
+        self.sent: HostCopy | None = None
 
     def take(self, amount: Amount, piece: Piece) -> tuple[torch.Tensor, float]:
         """Add one piece's loss; where backward starts, and the weight with which gradients add up to the global mean.
@@ -68,31 +71,38 @@ class Totals:
             _check_pair(amount, "loss")
         loss: torch.Tensor = _checked(amount[0] if is_pair else amount)
         kept = as_sum(amount, piece.num_samples, "loss") if is_pair else loss.detach()
-        self._parts.append(Part(piece, kept, HostCopy(kept) if self._world.size == 1 else None))
+        self.parts.append(Part(piece, kept, self.copy(kept)))
         weight = piece.num_samples
         if is_pair:
             # Counts of the others are not known yet: divide by the samples now, and set it right after backward.
-            self._is_late = True
+            self.is_late = True
             weight = min(1, piece.num_samples)
         return loss, self._world.size * weight / self._num_samples
+
+    def copy(self, kept: torch.Tensor) -> HostCopy | None:
+        """What a process that is alone needs on the host; several processes add up first."""
+        return HostCopy(kept) if self._world.size == 1 else None
 
     def send(self) -> None:
         """Start adding up over processes; called once by the only seat of each process, before its last backward."""
         if self._world.size > 1:
             self._arrived = Moment(self._world)
-            pair = torch.stack([part.pair() for part in self._parts]).sum(0)
-            self._sent = HostCopy(torch.nn.functional.pad(pair, (0, 1), value=self.wish), self._world)
+            self.sent = HostCopy(torch.nn.functional.pad(self.own_pair(), (0, 1), value=self.wish), self._world)
+
+    def own_pair(self) -> torch.Tensor:
+        """[sum, count] of this process, on its device."""
+        return torch.stack([part.pair() for part in self.parts]).sum(0)
 
     def read(self) -> float:
         """The mean loss of the global batch."""
-        if self._sent is None:
-            pairs = [part.read() for part in self._parts]
+        if self.sent is None:
+            pairs = [part.read() for part in self.parts]
         else:
-            *pair, self.wish = self._sent.read()
+            *pair, self.wish = self.sent.read()
             pairs = [pair]
         total, count = (math.fsum(column) for column in zip(*pairs, strict=True))
         self.count = count
-        if self._is_late:
+        if self.is_late:
             self.late_factor = self._num_samples / count if count else 1.0
         return total / count if count else 0.0
 
@@ -102,12 +112,17 @@ class Totals:
 
     def non_finite(self) -> list[str]:
         """Which of this process's pieces gave a loss that is NaN or infinite, and their first sample ids."""
-        return [
-            f"rank {self._world.rank} got {part.pair()[0].item()} for samples {part.piece.ids[:8].tolist()}"
-            + (" and more" if len(part.piece.ids) > 8 else "")
-            for part in self._parts
-            if not math.isfinite(part.pair()[0].item())
-        ]
+        pieces = [part.piece for part in self.parts]
+        return not_finite(self._world.rank, pieces, [part.pair().tolist() for part in self.parts])
+
+
+def not_finite(rank: int, pieces: list[Piece], pairs: list[list[float]]) -> list[str]:
+    """Which pieces have a sum that is NaN or infinite, and their first sample ids."""
+    return [
+        f"rank {rank} got {total} for samples {piece.ids[:8].tolist()}" + " and more" * (len(piece.ids) > 8)
+        for piece, (total, _) in zip(pieces, pairs, strict=True)
+        if not math.isfinite(total)
+    ]
 
 
 class Moment:

@@ -3,49 +3,58 @@
 from __future__ import annotations
 
 import time
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator
+from dataclasses import replace
 
 from evenstep.plan import Plan
 from evenstep.record import Step
-from evenstep.task import Task
 from evenstep.worker.loader import Batch
 from evenstep.worker.pulse import INPUT
 from evenstep.worker.run import Run
+from evenstep.worker.stepping import Stepper, Taken
+
+Happened = tuple[Step, list[int]]
+"""What a step did; for an audit, on which samples too."""
 
 
 def train(
     run: Run,
-    task: Task,
+    stepper: Stepper,
     plan: Plan,
     peak_bytes: Callable[[], dict[str, int]],
     batches: Iterable[Batch] | None = None,
-) -> Iterator[tuple[Step, list[int]]]:
-    """Take optimizer steps until the plan is done, yielding what each one did; for an audit, on which samples too.
+    waits_at: Callable[[int], bool] = lambda step: False,
+) -> Iterator[Happened]:
+    """Take optimizer steps until the plan is done, yielding what each one did, in order.
 
-    On the loader's batches, unless others are given.
+    On the loader's batches, unless others are given. A stepper may be a few steps ahead of what is known of them; at
+    the end of an epoch, at a step that somebody waits for, and when all processes agreed to stop or to save, the last
+    step that was taken is also the last that is known.
     """
-    (model,) = run.models.values()
     (optimizer,) = run.optimizers.values()
+    requests = run.team.requests
+    under_way: deque[tuple[Taken, Step, list[int]]] = deque()
     while not is_done(run, plan):
         for batch, started, arrived in _timed(run, run.loader if batches is None else batches):
             lr = float(optimizer.param_groups[0]["lr"])
-            loss = run.team.backward(task.loss, model, batch)
-            was_taken = run.team.step(optimizer, clip=plan.clip)
-            if was_taken and run.scheduler is not None:
-                run.scheduler.step()
+            taken = stepper.take(batch)
             step = Step(
                 step=run.step,
                 epoch=batch.span.epoch,
-                loss=loss,
+                loss=0.0,
                 samples=batch.num_samples,
-                count=run.team.last_count,
+                count=0.0,
                 seconds=time.perf_counter() - started,
                 input_seconds=arrived - started,
                 lr=lr,
                 peak_bytes=peak_bytes(),
                 epoch_samples=run.loader.lengths.of(batch.span.epoch) or 0,
             )
-            yield step, batch.ids.tolist() if plan.audit else []
+            under_way.append((taken, step, batch.ids.tolist() if plan.audit else []))
+            is_last = run.loader.is_between_epochs or is_done(run, plan) or waits_at(run.step)
+            while len(under_way) > (0 if is_last or requests.stop or requests.save else stepper.lag):
+                yield _known(*under_way.popleft())
             if is_done(run, plan):
                 return
 
@@ -56,6 +65,11 @@ def is_done(run: Run, plan: Plan) -> bool:
         return run.step >= plan.steps
     assert plan.epochs is not None
     return run.loader.epoch >= plan.epochs
+
+
+def _known(taken: Taken, step: Step, ids: list[int]) -> Happened:
+    outcome = taken.read()
+    return replace(step, loss=outcome.loss, count=outcome.count), ids
 
 
 def _timed(run: Run, source: Iterable[Batch]) -> Iterator[tuple[Batch, float, float]]:

@@ -37,7 +37,7 @@ Norms = Literal["own", "eval"]
 def perform_watched(plan: Plan, task: Task, run_folder: Path, *, norms: Norms = "own") -> Iterator[Event]:
     """`perform` without dropout, with a file for each step beside its Record; BatchNorm may be kept from its batch."""
     watch = Watch(plan, run_folder / FOLDER)
-    for event in perform(plan, watch.over(task, norms), run_folder):
+    for event in perform(replace(plan, fast="off"), watch.over(task, norms), run_folder):
         if isinstance(event, Step):
             watch.write(event.step)
         yield event

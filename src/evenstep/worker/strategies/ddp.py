@@ -32,6 +32,7 @@ class DDP(Single):
 
     def spread(self, model: nn.Module, world: World) -> Spread:
         model.to(world.device)
+        _leave_default_stream(world.device)
         bound = Bound(model)
         if not any(parameter.requires_grad for parameter in model.parameters()):
             # DDP refuses a model with nothing to train; such a one rides along beside another that trains.
@@ -61,6 +62,15 @@ class DDP(Single):
         if isinstance(spread.seats[0], DistributedDataParallel):
             # Not the function itself: torch compares its annotations, which are text here, with types.
             spread.seats[0].register_comm_hook(tap, lambda tap, bucket: _told_of(tap, bucket))
+
+
+def _leave_default_stream(device: torch.device) -> None:
+    """DDP's nodes belong to the stream on which it is made, and the default one cannot be recorded as a graph."""
+    if device.type != "cuda" or torch.cuda.current_stream(device) != torch.cuda.default_stream(device):
+        return
+    stream = torch.cuda.Stream(device)
+    stream.wait_stream(torch.cuda.default_stream(device))
+    torch.cuda.set_stream(stream)
 
 
 def _told_of(tap: Tap, bucket: Any) -> torch.futures.Future[torch.Tensor]:

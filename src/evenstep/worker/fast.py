@@ -1,0 +1,345 @@
+"""Steps as CUDA graphs, chosen by themselves: where a graph is safe, gives what the step gives, and is faster.
+
+A few steps are taken as always. If they look alike, the next one is taken as always and also recorded and replayed from
+the same start; if both end alike, what follows is replayed. A batch of another shape is taken as always.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections import deque
+from collections.abc import Iterator
+
+import torch
+import torch.distributed as dist
+
+from evenstep.errors import NonFiniteLoss
+from evenstep.worker.captured import Captured, Choices, shapes_of
+from evenstep.worker.constant import Seen, first_change, seen
+from evenstep.worker.loader import Batch
+from evenstep.worker.pulse import BACKWARD, FORWARD
+from evenstep.worker.stepping import Done, Eager, Outcome, Recipe, Taken
+from evenstep.worker.strategies.ddp import DDP
+from evenstep.worker.strategies.dp import DP
+from evenstep.worker.strategies.single import Single
+from evenstep.worker.team import Team
+from evenstep.worker.totals import not_finite
+
+WARM_UP = 6
+WARM_UP_DDP = 12
+"""DDP looks at the clock of the card in its first ten steps, which no graph can hold."""
+TIMED = 4
+"""Steps before that by which their usual time is known."""
+LAG = 2
+"""Steps that the host is ahead of the card."""
+JUDGED = 10
+"""Replayed steps by which it is judged whether they are faster."""
+LEAST_GAIN = 1.03
+TOLERANCE = {"fp64": 1e-9, "fp32": 1e-3, "tf32": 1e-2, "bf16": 3e-2, "fp16": 3e-2}
+"""By how much of a step's way the replayed step may end elsewhere. Most end in the same place, bit for bit."""
+LOSS_TOLERANCE = {"fp64": 1e-12, "fp32": 1e-5, "tf32": 1e-3, "bf16": 1e-2, "fp16": 1e-2}
+
+
+def can_be_fast(team: Team) -> bool:
+    """Whether steps of this team can be recorded at all."""
+    if any(device.type != "cuda" for device in team.world.devices):
+        return False
+    if type(team.strategy) is DDP:
+        return "cuda:nccl" in str(dist.get_backend_config())
+    return type(team.strategy) in (Single, DP)
+
+
+class Fast:
+    """Takes steps as always, until it knows better."""
+
+    lag = LAG
+
+    def __init__(self, recipe: Recipe) -> None:
+        self.said: list[str] = []
+        self._recipe = recipe
+        self._eager = Eager(recipe)
+        self._world = recipe.team.world
+        self._needed = WARM_UP_DDP if type(recipe.team.strategy) is DDP else WARM_UP
+        self._captured: Captured | None = None
+        self._is_over = False
+        self._before: tuple[object, Choices, Seen] | None = None
+        """What the step before looked like: the shapes of its batch, its settings, and what Python knew then."""
+        self._alike = 0
+        self._clock = Clock(self._world.devices)
+        self._eager_seconds = math.inf
+        self._under_way: deque[Pending] = deque()
+
+    def take(self, batch: Batch) -> Taken:
+        tap = self._world.tap
+        if self._is_over or batch.checked is not None or tap.is_open or tap.is_muted:
+            return self._eager.take(batch)
+        if self._captured is not None:
+            return self._replayed(batch)
+        if self._alike == self._needed:
+            self._eager_seconds = self._clock.stop()
+            return self._try(batch)
+        if self._alike == self._needed - TIMED:
+            self._clock.start()
+        with self._clock:
+            taken = self._eager.take(batch)
+        self._look(batch)
+        return taken
+
+    def _replayed(self, batch: Batch) -> Taken:
+        captured, recipe = self._captured, self._recipe
+        assert captured is not None
+        if shapes_of(batch) != captured.shapes:
+            return self._eager.take(batch)
+        # A schedule may change more than the learning rate.
+        if recipe.scheduler is not None and Choices.of(recipe.optimizer) != captured.choices:
+            return self._eager.take(batch)
+        if batch.span.start == 0 and self._has_changed():
+            return self._eager.take(batch)
+        with self._clock:
+            taken = self._replay_whole(captured, batch) if captured.is_whole else self._replay_half(captured, batch)
+        if self._clock.count == JUDGED:
+            self._judge()
+        return taken
+
+    def _replay_half(self, captured: Captured, batch: Batch) -> Taken:
+        recipe = self._recipe
+        loss = recipe.team.replay_backward(captured, recipe.model, batch)
+        recipe.advance(recipe.team.step(recipe.optimizer, clip=recipe.clip))
+        return Done(Outcome(loss, recipe.team.last_count))
+
+    def _replay_whole(self, captured: Captured, batch: Batch) -> Taken:
+        team = self._recipe.team
+        pulse = self._world.pulse
+        pulse.beat(FORWARD)
+        wish = team.begin_replay(batch)
+        captured.fill(batch, wish)
+        if self._world.size > 1:
+            pulse.collective()
+        pending = Pending(self._recipe, captured, batch, captured.replay_whole())
+        pulse.beat(BACKWARD)
+        batch.finish()
+        pending.step = batch.loader.num_finished
+        self._recipe.advance()
+        self._under_way.append(pending)
+        if len(self._under_way) > LAG:
+            # The host waits here, within the step's time, and not where its loss is read.
+            self._under_way.popleft().arrive()
+        return pending
+
+    def _look(self, batch: Batch) -> None:
+        """Whether this step was like the one before it."""
+        shapes = shapes_of(batch)
+        now = (shapes, Choices.of(self._recipe.optimizer), seen(self._recipe.loss, self._recipe.model.module))
+        if shapes is None:
+            self._give_up("a batch holds more than tensors in tuples, lists and dicts")
+        elif self._before is not None and now[:2] == self._before[:2]:
+            changed = first_change(self._before[2], now[2])
+            if changed is not None and self._alike:
+                self._give_up(f"{changed} changes from step to step, which a recorded step would not see")
+            self._alike += 1
+        else:
+            self._alike = 0
+        self._before = now
+
+    def _has_changed(self) -> bool:
+        """At the begin of an epoch: whether Python knows something else than when the step was recorded."""
+        assert self._before is not None
+        now = seen(self._recipe.loss, self._recipe.model.module)
+        draws = ("Python's random numbers", "NumPy's random numbers")
+        changed = first_change(*({k: v for k, v in one.items() if k not in draws} for one in (self._before[2], now)))
+        if changed is not None:
+            self.said.append(f"{changed} is another one now: the step is recorded anew")
+            self._captured, self._before, self._alike = None, None, 0
+        return changed is not None
+
+    def _try(self, batch: Batch) -> Taken:
+        """Take this step as always; record it, replay it from the same start, and see whether it ends alike."""
+        recipe, tensors = self._recipe, list(_state(self._recipe))
+        if not self._all(self._has_room(sum(tensor.nbytes for tensor in tensors))):
+            self._give_up("the card's memory does not hold the step twice")
+            return self._eager.take(batch)
+        before = [tensor.clone() for tensor in tensors]
+        rates = [group["lr"] for group in recipe.optimizer.param_groups]
+        loss = recipe.team.backward(recipe.loss, recipe.model, batch)
+        was_taken = recipe.team.step(recipe.optimizer, clip=recipe.clip)
+        outcome = Outcome(loss, recipe.team.last_count)
+        after = [tensor.clone() for tensor in tensors]
+        problem = self._record(batch)
+        if self._all(problem is None):
+            _put(tensors, before)
+            assert self._captured is not None
+            replayed = self._once(self._captured, batch, rates)
+            problem = self._compare(outcome.loss, replayed, (before, after, tensors))
+            _put(tensors, after)
+        if not self._all(problem is None):
+            self._captured = None
+            self._give_up(problem or "another rank's step could not be recorded")
+        recipe.advance(was_taken)
+        self._clock.start()
+        return Done(Outcome(outcome.loss, outcome.count))
+
+    def _has_room(self, state_bytes: int) -> bool:
+        """For the graph's own memory beside that of a plain step (a short last batch is one), and two copies of all."""
+        device = self._world.device
+        used = torch.cuda.memory_allocated(device)
+        of_a_step = torch.cuda.max_memory_allocated(device) - used
+        free = torch.cuda.mem_get_info(device)[0] + torch.cuda.memory_reserved(device) - used
+        return 2 * of_a_step + 3 * state_bytes < free
+
+    def _record(self, batch: Batch) -> str | None:
+        """What kept the step from being recorded; None if nothing did."""
+        try:
+            self._captured = Captured(self._recipe, batch)
+        except Exception as error:
+            for device in self._world.devices:
+                torch.cuda.synchronize(device)
+            return f"it cannot be recorded ({_in_short(error)})"
+        return None
+
+    def _once(self, captured: Captured, batch: Batch, rates: list[float]) -> float:
+        """The loss of this batch, replayed; the weights change, the loader's position does not."""
+        recipe = self._recipe
+        recipe.team.forget_batch()
+        if not captured.is_whole:
+            loss = recipe.team.replay_backward(captured, recipe.model, batch)
+            recipe.team.step(recipe.optimizer, clip=recipe.clip)
+            return loss
+        captured.fill(batch, recipe.team.begin_replay(batch))
+        values = captured.replay_whole().tolist()
+        total, count = (math.fsum(column) for column in zip(*captured.pairs(values), strict=True))
+        return total / count if count else 0.0
+
+    def _compare(
+        self, loss: float, replayed: float, states: tuple[list[torch.Tensor], list[torch.Tensor], list[torch.Tensor]]
+    ) -> str | None:
+        name = self._recipe.team.precision.name
+        if not math.isclose(loss, replayed, rel_tol=LOSS_TOLERANCE[name], abs_tol=LOSS_TOLERANCE[name]):
+            return f"recorded, it gives a loss of {replayed:.6g} and not {loss:.6g}"
+        off, way, self._is_equal = 0.0, 0.0, True
+        for before, after, now in zip(*states, strict=True):
+            if torch.equal(after, now):
+                way += _norm(after, before)
+                continue
+            self._is_equal = False
+            off += _norm(now, after)
+            way += _norm(after, before)
+        if off > TOLERANCE[name] ** 2 * way:
+            return f"recorded, it ends {math.sqrt(off / way) if way else math.inf:.2g} of its way elsewhere"
+        return None
+
+    def _judge(self) -> None:
+        """Keep what is faster."""
+        seconds = self._clock.stop()
+        gain = self._eager_seconds / seconds
+        was = f"{self._eager_seconds * 1e3:.2f} to {seconds * 1e3:.2f} ms"
+        if not self._all(gain >= LEAST_GAIN):
+            self._captured = None
+            self._give_up(f"as a graph it would be no faster ({was})")
+            return
+        assert self._captured is not None
+        what = "the whole step is" if self._captured.is_whole else "forward and backward are"
+        ends = "bit-equal" if self._is_equal else "equal within rounding"
+        self.said.append(f"fast: {what} replayed as a CUDA graph, {ends} to the plain step, {gain:.1f} x ({was})")
+
+    def _give_up(self, why: str) -> None:
+        self._is_over = True
+        self.said.append(f"fast: the step stays as it is: {why}")
+
+    def _all(self, is_so: bool) -> bool:
+        """Whether it is so on every rank."""
+        return all(self._world.gather(is_so))
+
+
+class Pending:
+    """A step that the card is taking; its loss is on its way to the host."""
+
+    def __init__(self, recipe: Recipe, captured: Captured, batch: Batch, values: torch.Tensor) -> None:
+        self.step = 0
+        self._recipe = recipe
+        self._captured = captured
+        self._batch = batch
+        self._wish = recipe.team.requests.wish()
+        self._host = torch.empty(values.shape, dtype=values.dtype, pin_memory=True)
+        self._host.copy_(values, non_blocking=True)
+        self._event = torch.cuda.Event()
+        self._event.record()
+
+    def arrive(self) -> None:
+        """Wait until the step is over."""
+        self._event.synchronize()
+
+    def read(self) -> Outcome:
+        """What it gave; NonFiniteLoss if that is no number. The weights are then those of the step before it."""
+        self.arrive()
+        values = self._host.tolist()
+        pairs = self._captured.pairs(values)
+        total, count = (math.fsum(column) for column in zip(*pairs, strict=True))
+        team = self._recipe.team
+        team.requests.agree(values[2] if team.world.size > 1 else self._wish)
+        team.last_count = count
+        mean = total / count if count else 0.0
+        if not math.isfinite(mean):
+            pieces = [piece for pieces in self._batch.micro_batches for piece in pieces]
+            spoilt = not_finite(team.world.rank, pieces, pairs) if team.world.size == 1 else []
+            raise NonFiniteLoss(team.explain(mean, spoilt, self._batch, self._recipe.model, self.step))
+        return Outcome(mean, count)
+
+
+class Clock:
+    """How long steps take, by the host's clock; it runs while it is entered, and waits for the devices at both ends."""
+
+    def __init__(self, devices: tuple[torch.device, ...]) -> None:
+        self._devices = devices
+        self._seconds = 0.0
+        self._began = 0.0
+        self._is_on = False
+        self.count = 0
+
+    def start(self) -> None:
+        self._wait()
+        self._seconds, self.count, self._is_on = 0.0, 0, True
+
+    def stop(self) -> float:
+        """Seconds of a step."""
+        began = time.perf_counter()
+        self._wait()
+        self._is_on = False
+        return (self._seconds + time.perf_counter() - began) / max(1, self.count)
+
+    def __enter__(self) -> None:
+        self._began = time.perf_counter()
+
+    def __exit__(self, *error: object) -> None:
+        if self._is_on:
+            self._seconds += time.perf_counter() - self._began
+            self.count += 1
+
+    def _wait(self) -> None:
+        for device in self._devices:
+            torch.cuda.synchronize(device)
+
+
+def _state(recipe: Recipe) -> Iterator[torch.Tensor]:
+    """Every tensor that a step changes."""
+    yield from (weight.detach() for weight in recipe.model.weights)
+    yield from recipe.model.module.buffers()
+    for state in recipe.optimizer.state.values():
+        yield from (value for value in state.values() if isinstance(value, torch.Tensor))
+    scaler = recipe.team.precision.scaler
+    if scaler is not None:
+        yield from (one for one in (scaler._scale, scaler._growth_tracker) if one is not None)
+
+
+def _put(targets: list[torch.Tensor], sources: list[torch.Tensor]) -> None:
+    for target, source in zip(targets, sources, strict=True):
+        target.copy_(source)
+
+
+def _norm(first: torch.Tensor, second: torch.Tensor) -> float:
+    return float((first.double() - second.double()).square().sum())
+
+
+def _in_short(error: Exception) -> str:
+    first_line, *_ = str(error).splitlines() or [""]
+    return f"{type(error).__name__}: {first_line[:100]}"

@@ -17,7 +17,7 @@ from evenstep.worker.fused import is_fused
 from evenstep.worker.gradients import forget, forget_gradients
 from evenstep.worker.loader import Batch, Piece
 from evenstep.worker.seats import on
-from evenstep.worker.source import to_device
+from evenstep.worker.source import Rows, to_device
 from evenstep.worker.totals import HostCopy, Part, Totals, as_pair
 
 if TYPE_CHECKING:
@@ -34,7 +34,9 @@ def shapes_of(batch: Batch) -> Shapes | None:
     for pieces in batch.micro_batches:
         for piece in pieces:
             shapes.append(piece.num_samples)
-            if not _add_shapes(piece.data, shapes):
+            if piece.rows is not None:
+                shapes.append((id(piece.rows.columns), len(piece.rows.ids)))
+            elif not _add_shapes(piece.data, shapes):
                 return None
     return tuple(shapes)
 
@@ -80,14 +82,13 @@ class Captured:
         self.shapes = shapes_of(batch)
         self.choices = Choices.of(recipe.optimizer)
         self.is_whole = can_be_whole(recipe)
-        self._pieces = [
-            [Piece(to_device(piece.data, torch.clone), piece.ids, piece.num_samples) for piece in pieces]
+        self._slots = [
+            [Copied(piece) if piece.rows is None else Gathered(piece, piece.rows) for piece in pieces]
             for pieces in batch.micro_batches
         ]
-        self._inputs = list(_tensors(self._pieces))
         self._wish = torch.zeros(1, dtype=torch.float64, device=world.device)
-        self._bad = torch.zeros(1, device=world.device)
-        self._one = torch.ones(1, device=world.device)
+        self._bad = torch.zeros((), device=world.device)
+        self._one = torch.ones((), device=world.device)
         groups = recipe.optimizer.param_groups
         self._rates = [torch.full((), float(group["lr"]), device=world.device) for group in groups]
         self._last_rates = [float(group["lr"]) for group in groups]
@@ -109,8 +110,9 @@ class Captured:
 
     def fill(self, batch: Batch, wish: float) -> None:
         """Put a batch where the graphs read it."""
-        for target, source in zip(self._inputs, _tensors(batch.micro_batches), strict=True):
-            target.copy_(source, non_blocking=True)
+        for slots, pieces in zip(self._slots, batch.micro_batches, strict=True):
+            for slot, piece in zip(slots, pieces, strict=True):
+                slot.fill(piece)
         if wish != self._last_wish:
             self._wish.fill_(wish)
             self._last_wish = wish
@@ -164,10 +166,10 @@ class Captured:
 
     def _compute(self, place: int, totals: Recorded) -> None:
         recipe = self._recipe
-        for number, pieces in enumerate(self._pieces, 1):
-            is_last = number == len(self._pieces)
+        for number, slots in enumerate(self._slots, 1):
+            is_last = number == len(self._slots)
             with recipe.team.syncing_alone(recipe.model, is_last):
-                recipe.team.seat_backward(recipe.loss, (recipe.model,), place, pieces[place], totals, is_last)
+                recipe.team.seat_backward(recipe.loss, (recipe.model,), place, slots[place].piece(), totals, is_last)
 
     def _update(self, totals: Recorded) -> None:
         """The rest of the step, in words that the card alone understands: weights stay where the loss is not finite."""
@@ -182,6 +184,41 @@ class Captured:
         with _as_recorded(recipe.optimizer, self._rates, self._bad):
             recipe.optimizer.step()
         forget_gradients(recipe.optimizer)
+
+
+class Copied:
+    """Where a piece's tensors are copied to before each replay."""
+
+    def __init__(self, piece: Piece) -> None:
+        self._piece = Piece(to_device(piece.data, torch.clone), piece.ids, piece.num_samples)
+        self._tensors = list(_leaves(self._piece.data))
+
+    def piece(self) -> Piece:
+        """What is recorded."""
+        return self._piece
+
+    def fill(self, piece: Piece) -> None:
+        """Put another piece in its place."""
+        for target, source in zip(self._tensors, _leaves(piece.data), strict=True):
+            target.copy_(source, non_blocking=True)
+
+
+class Gathered:
+    """Samples that are on the card already: which of them is all that is copied, and gathering is recorded."""
+
+    def __init__(self, piece: Piece, rows: Rows) -> None:
+        self._first = piece
+        self._rows = rows
+        self._index = torch.from_numpy(rows.ids).to(rows.device)
+
+    def piece(self) -> Piece:
+        """What is recorded."""
+        return Piece(self._rows.at(self._index), self._first.ids, self._first.num_samples)
+
+    def fill(self, piece: Piece) -> None:
+        """Take other samples."""
+        assert piece.rows is not None
+        self._index.copy_(torch.from_numpy(piece.rows.ids), non_blocking=True)
 
 
 class Recorded(Totals):
@@ -258,12 +295,6 @@ def _as_recorded(optimizer: Any, rates: list[torch.Tensor], bad: torch.Tensor) -
         del optimizer.found_inf
         for group, values in zip(optimizer.param_groups, before, strict=True):
             group.update(values)
-
-
-def _tensors(micro_batches: list[list[Piece]]) -> Iterator[torch.Tensor]:
-    for pieces in micro_batches:
-        for piece in pieces:
-            yield from _leaves(piece.data)
 
 
 def _leaves(data: Any) -> Iterator[torch.Tensor]:

@@ -10,6 +10,7 @@ import math
 import time
 from collections import deque
 from collections.abc import Iterator
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -17,6 +18,7 @@ import torch.distributed as dist
 from evenstep.errors import NonFiniteLoss
 from evenstep.worker.captured import Captured, Choices, shapes_of
 from evenstep.worker.constant import Seen, first_change, seen
+from evenstep.worker.gradients import forget
 from evenstep.worker.loader import Batch
 from evenstep.worker.pulse import BACKWARD, FORWARD
 from evenstep.worker.stepping import Done, Eager, Outcome, Recipe, Taken
@@ -98,7 +100,7 @@ class Fast:
             return self._eager.take(batch)
         with self._clock:
             taken = self._replay_whole(captured, batch) if captured.is_whole else self._replay_half(captured, batch)
-        if self._clock.count == JUDGED:
+        if self._clock.is_on and self._clock.count == JUDGED:
             self._judge()
         return taken
 
@@ -116,15 +118,18 @@ class Fast:
         captured.fill(batch, wish)
         if self._world.size > 1:
             pulse.collective()
-        pending = Pending(self._recipe, captured, batch, captured.replay_whole())
+        values = captured.replay_whole()
         pulse.beat(BACKWARD)
         batch.finish()
-        pending.step = batch.loader.num_finished
         self._recipe.advance()
+        is_full = len(self._under_way) > LAG
+        slot = self._under_way.popleft().slot if is_full else Slot()
+        slot.send(values)
+        pending = Pending(self._recipe, captured, batch, slot, wish)
         self._under_way.append(pending)
         if len(self._under_way) > LAG:
-            # The host waits here, within the step's time, and not where its loss is read.
-            self._under_way.popleft().arrive()
+            # The host waits here, within a step's time, and not where a loss is read.
+            self._under_way[0].arrive()
         return pending
 
     def _look(self, batch: Batch) -> None:
@@ -194,6 +199,9 @@ class Fast:
         except Exception as error:
             for device in self._world.devices:
                 torch.cuda.synchronize(device)
+                _free_generator(device)
+            for bound in self._recipe.model.bounds:
+                forget(bound.parameters())
             return f"it cannot be recorded ({_in_short(error)})"
         return None
 
@@ -251,28 +259,48 @@ class Fast:
         return all(self._world.gather(is_so))
 
 
+class Slot:
+    """A place on the host for what the card says of one step."""
+
+    def __init__(self) -> None:
+        self._host: torch.Tensor | None = None
+        self._event = torch.cuda.Event()
+
+    def send(self, values: torch.Tensor) -> None:
+        """Have the card copy these here, when it comes to it."""
+        if self._host is None or self._host.shape != values.shape or self._host.dtype != values.dtype:
+            self._host = torch.empty(values.shape, dtype=values.dtype, pin_memory=True)
+        self._host.copy_(values, non_blocking=True)
+        self._event.record()
+
+    def read(self) -> Any:
+        """What came, as numbers; waits for it."""
+        assert self._host is not None
+        self._event.synchronize()
+        return self._host.tolist()
+
+
 class Pending:
     """A step that the card is taking; its loss is on its way to the host."""
 
-    def __init__(self, recipe: Recipe, captured: Captured, batch: Batch, values: torch.Tensor) -> None:
-        self.step = 0
+    def __init__(self, recipe: Recipe, captured: Captured, batch: Batch, slot: Slot, wish: float) -> None:
+        self.slot = slot
+        self._values: Any = None
+        self._step = batch.loader.num_finished
         self._recipe = recipe
         self._captured = captured
         self._batch = batch
-        self._wish = recipe.team.requests.wish()
-        self._host = torch.empty(values.shape, dtype=values.dtype, pin_memory=True)
-        self._host.copy_(values, non_blocking=True)
-        self._event = torch.cuda.Event()
-        self._event.record()
+        self._wish = wish
 
-    def arrive(self) -> None:
-        """Wait until the step is over."""
-        self._event.synchronize()
+    def arrive(self) -> Any:
+        """Wait until the step is over; afterwards its slot is free."""
+        if self._values is None:
+            self._values = self.slot.read()
+        return self._values
 
     def read(self) -> Outcome:
         """What it gave; NonFiniteLoss if that is no number. The weights are then those of the step before it."""
-        self.arrive()
-        values = self._host.tolist()
+        values = self.arrive()
         pairs = self._captured.pairs(values)
         total, count = (math.fsum(column) for column in zip(*pairs, strict=True))
         team = self._recipe.team
@@ -282,7 +310,7 @@ class Pending:
         if not math.isfinite(mean):
             pieces = [piece for pieces in self._batch.micro_batches for piece in pieces]
             spoilt = not_finite(team.world.rank, pieces, pairs) if team.world.size == 1 else []
-            raise NonFiniteLoss(team.explain(mean, spoilt, self._batch, self._recipe.model, self.step))
+            raise NonFiniteLoss(team.explain(mean, spoilt, self._batch, self._recipe.model, self._step))
         return Outcome(mean, count)
 
 
@@ -293,31 +321,38 @@ class Clock:
         self._devices = devices
         self._seconds = 0.0
         self._began = 0.0
-        self._is_on = False
+        self.is_on = False
         self.count = 0
 
     def start(self) -> None:
+        """Begin to count."""
         self._wait()
-        self._seconds, self.count, self._is_on = 0.0, 0, True
+        self._seconds, self.count, self.is_on = 0.0, 0, True
 
     def stop(self) -> float:
         """Seconds of a step."""
         began = time.perf_counter()
         self._wait()
-        self._is_on = False
+        self.is_on = False
         return (self._seconds + time.perf_counter() - began) / max(1, self.count)
 
     def __enter__(self) -> None:
         self._began = time.perf_counter()
 
     def __exit__(self, *error: object) -> None:
-        if self._is_on:
+        if self.is_on:
             self._seconds += time.perf_counter() - self._began
             self.count += 1
 
     def _wait(self) -> None:
         for device in self._devices:
             torch.cuda.synchronize(device)
+
+
+def _free_generator(device: torch.device) -> None:
+    """A recording that failed leaves torch's generator waiting for its end; another state takes its place."""
+    fresh = torch.Generator(device)
+    torch.cuda.default_generators[device.index].graphsafe_set_state(fresh.graphsafe_get_state())
 
 
 def _state(recipe: Recipe) -> Iterator[torch.Tensor]:

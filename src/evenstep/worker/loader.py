@@ -19,7 +19,7 @@ from evenstep.task import Batch as Data
 from evenstep.worker.ahead import MOST_WORKERS, Ahead, CardCopy, choose_workers
 from evenstep.worker.passes import NOT_RESIDENT, Passes, Reading, as_it_is, can_be_resident
 from evenstep.worker.reading import Checked, Cut, HostBatch, HostPiece
-from evenstep.worker.source import Source, to_device
+from evenstep.worker.source import Rows, Source, to_device
 from evenstep.worker.stream import Stream
 from evenstep.worker.world import World
 
@@ -28,14 +28,25 @@ NUM_CHECKED = 2
 """Batches of a loader that the ranks compare."""
 
 
-@dataclass(slots=True, eq=False)
 class Piece:
     """What one seat computes at once. A seat with nothing to do still runs one sample, which counts for nothing:
     collectives need every rank."""
 
-    data: Data
-    ids: Ids
-    num_samples: int
+    __slots__ = ("_data", "ids", "num_samples", "rows")
+
+    def __init__(self, data: Data | None, ids: Ids, num_samples: int, rows: Rows | None = None) -> None:
+        self._data = data
+        self.ids = ids
+        self.num_samples = num_samples
+        self.rows = rows
+        """Where the data is still to be gathered from, if it is on the card already."""
+
+    @property
+    def data(self) -> Data:
+        """What the loss gets."""
+        if self._data is None and self.rows is not None:
+            self._data = self.rows.fetch()
+        return self._data
 
 
 @dataclass(slots=True, eq=False)
@@ -237,7 +248,11 @@ class Loader:
         for pieces in host.micro_batches:
             made = []
             for piece, device in zip(pieces, self._world.devices, strict=True):
-                data = place(piece, device)
+                rows = piece.data if isinstance(piece.data, Rows) else None
+                if rows is not None and rows.device == device and change is None and self._reading.fit is as_it_is:
+                    made.append(Piece(None, piece.ids, len(piece.ids), rows))
+                    continue
+                data = place(piece if rows is None else replace(piece, data=rows.fetch()), device)
                 if change is not None:
                     keys = piece.keys if len(piece.keys) else np.zeros(1, dtype=np.int64)
                     data = change(data, Draws(keys, self._reading.seed, host.span.epoch, device))

@@ -105,7 +105,7 @@ def facts() -> dict[str, Any]:
 def peak_bytes(world: World) -> dict[str, int]:
     """Peak memory of this process's devices: what torch allocated on a card, the whole process on the CPU."""
     return {
-        f"rank{world.rank} {device}": torch.cuda.max_memory_allocated(device)
+        f"rank{world.rank} {device}": torch.cuda.memory_stats_as_nested_dict(device)["allocated_bytes"]["all"]["peak"]
         if device.type == "cuda"
         else _peak_process()
         for device in (*world.devices, *world.lent)

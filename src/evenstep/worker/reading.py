@@ -130,7 +130,9 @@ class Reader:
         touch = self._touch_of(request.span.epoch)
         ids, keys = request.ids, request.keys
         if self._is_whole and not request.is_checked:
-            whole = HostPiece(self._sources[0].fetch(ids, keys, touch, self._pinned), ids, keys)
+            source = self._sources[0]
+            data = source.rows(ids, touch) or source.fetch(ids, keys, touch, self._pinned)
+            whole = HostPiece(data, ids, keys)
             return HostBatch(request.span, [[whole]], request.is_epoch_end)
         micro_batches = [
             [self._piece(source, request, own, touch) for source, own in zip(self._sources, places, strict=True)]
@@ -151,7 +153,9 @@ class Reader:
     def _piece(self, source: Source, request: Request, places: range, touch: Touch) -> HostPiece:
         # A seat with nothing to do still runs one sample, which counts for nothing: collectives need every rank.
         read = slice(places.start, places.stop) if places else slice(1)
-        data = source.fetch(request.ids[read], request.keys[read], touch, self._pinned)
+        data = None if request.is_checked else source.rows(request.ids[read], touch)
+        if data is None:
+            data = source.fetch(request.ids[read], request.keys[read], touch, self._pinned)
         own = slice(places.start, places.stop)
         return HostPiece(data, request.ids[own], request.keys[own])
 

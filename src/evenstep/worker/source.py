@@ -29,6 +29,9 @@ class Source(Protocol):
     def fetch(self, ids: Ids, keys: Ids | None = None, touch: Touch | None = None, pinned: bool = False) -> Batch:
         """The samples as one batch; `keys` are what their draws depend on."""
 
+    def rows(self, ids: Ids, touch: Touch) -> Rows | None:
+        """The samples, to be gathered later; None if they cannot be."""
+
     def check_length(self) -> None:
         """Raise TaskError if there are no longer as many samples as there were."""
 
@@ -72,6 +75,23 @@ def _columns(data: Any, what: str) -> list[Any] | None:
     return values if any(of_numbers) else None
 
 
+class Rows:
+    """Samples of columns on a card that are still to be gathered; a recorded step gathers them itself."""
+
+    def __init__(self, columns: Any, ids: Ids, device: torch.device) -> None:
+        self.columns = columns
+        self.ids = ids
+        self.device = device
+
+    def fetch(self) -> Batch:
+        """The samples."""
+        return self.at(torch.from_numpy(self.ids).to(self.device, non_blocking=True))
+
+    def at(self, index: torch.Tensor) -> Batch:
+        """The samples at an index that is on the card."""
+        return each(self.columns, lambda column: column.index_select(0, index))
+
+
 class Table:
     """A tensor or array, or a tuple or dict of them; the first dimension counts samples."""
 
@@ -92,12 +112,21 @@ class Table:
         first = columns[0]
         self._device = first.device if isinstance(first, torch.Tensor) else torch.device("cpu")
         self.is_on_card = self._device.type == "cuda"
+        self._is_plain_card = self.is_on_card and all(
+            isinstance(column, torch.Tensor) and column.device == self._device and not column.requires_grad
+            for column in columns
+        )
         is_plain = all(isinstance(c, torch.Tensor) and c.is_cpu and not c.requires_grad for c in columns)
         # Bound once: looking them up at every step would cost a good part of the copying itself.
         self._selects = [column.index_select for column in columns] if is_plain else None
 
     def is_slow(self, augments: bool) -> bool:
         return augments or self._collate is not None
+
+    def rows(self, ids: Ids, touch: Touch) -> Rows | None:
+        if self._collate is not None or touch.augments or not self._is_plain_card:
+            return None
+        return Rows(self._data, ids, self._device)
 
     def fetch(self, ids: Ids, keys: Ids | None = None, touch: Touch | None = None, pinned: bool = False) -> Batch:
         if self._collate is None and (touch is None or not touch.augments):
@@ -165,6 +194,9 @@ class Samples:
     def fetch(self, ids: Ids, keys: Ids | None = None, touch: Touch | None = None, pinned: bool = False) -> Batch:
         return self._rows.make(ids, ids if keys is None else keys, touch)
 
+    def rows(self, ids: Ids, touch: Touch) -> None:
+        return None
+
     def on(self, device: torch.device) -> Samples:
         raise NotImplementedError("samples are made one by one, and live nowhere")
 
@@ -206,6 +238,9 @@ class Picked:
 
     def fetch(self, ids: Ids, keys: Ids | None = None, touch: Touch | None = None, pinned: bool = False) -> Batch:
         return self._source.fetch(self._indices[ids], ids if keys is None else keys, touch, pinned)
+
+    def rows(self, ids: Ids, touch: Touch) -> Rows | None:
+        return self._source.rows(self._indices[ids], touch)
 
     def check_length(self) -> None:
         self._source.check_length()

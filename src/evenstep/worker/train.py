@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import replace
+from functools import partial
 
 from evenstep.plan import Plan
 from evenstep.record import Step
@@ -14,6 +14,8 @@ from evenstep.worker.pulse import INPUT
 from evenstep.worker.run import Run
 from evenstep.worker.stepping import Stepper, Taken
 
+LOOKED_AT = 64
+"""Peaks of memory only ever grow: after the first steps they are looked at so often, which takes longer than a beat."""
 Happened = tuple[Step, list[int]]
 """What a step did; for an audit, on which samples too."""
 
@@ -34,25 +36,28 @@ def train(
     """
     (optimizer,) = run.optimizers.values()
     requests = run.team.requests
-    under_way: deque[tuple[Taken, Step, list[int]]] = deque()
+    under_way: deque[tuple[Taken, Callable[..., Step], list[int]]] = deque()
+    peaks = peak_bytes()
     while not is_done(run, plan):
         for batch, started, arrived in _timed(run, run.loader if batches is None else batches):
             lr = float(optimizer.param_groups[0]["lr"])
             taken = stepper.take(batch)
-            step = Step(
-                step=run.step,
+            number = run.step
+            is_last = run.loader.is_between_epochs or is_done(run, plan) or waits_at(number)
+            if is_last or number < LOOKED_AT or number % LOOKED_AT == 0:
+                peaks = peak_bytes()
+            step = partial(
+                Step,
+                step=number,
                 epoch=batch.span.epoch,
-                loss=0.0,
                 samples=batch.num_samples,
-                count=0.0,
                 seconds=time.perf_counter() - started,
                 input_seconds=arrived - started,
                 lr=lr,
-                peak_bytes=peak_bytes(),
+                peak_bytes=peaks,
                 epoch_samples=run.loader.lengths.of(batch.span.epoch) or 0,
             )
             under_way.append((taken, step, batch.ids.tolist() if plan.audit else []))
-            is_last = run.loader.is_between_epochs or is_done(run, plan) or waits_at(run.step)
             while len(under_way) > (0 if is_last or requests.stop or requests.save else stepper.lag):
                 yield _known(*under_way.popleft())
             if is_done(run, plan):
@@ -67,9 +72,9 @@ def is_done(run: Run, plan: Plan) -> bool:
     return run.loader.epoch >= plan.epochs
 
 
-def _known(taken: Taken, step: Step, ids: list[int]) -> Happened:
+def _known(taken: Taken, step: Callable[..., Step], ids: list[int]) -> Happened:
     outcome = taken.read()
-    return replace(step, loss=outcome.loss, count=outcome.count), ids
+    return step(loss=outcome.loss, count=outcome.count), ids
 
 
 def _timed(run: Run, source: Iterable[Batch]) -> Iterator[tuple[Batch, float, float]]:

@@ -19,8 +19,6 @@ import torch
 from gpu_racers import Racer, synchronize
 from gpu_works import Work
 
-FIRST_STEPS = 3
-"""Their time is that of compiling and capturing, most of all."""
 TOLERANCE = 0.05
 LEAST_TOLERANCE = 0.02
 MOST_BLOCK_SECONDS = 0.3
@@ -33,8 +31,8 @@ class Entry:
     """A racer, and what is known of it."""
 
     racer: Racer
-    first_seconds: float
-    """Building it is not in it; its first three steps are."""
+    start_seconds: float
+    """What its first steps took beyond as many later ones: compiling and capturing; building it is not in it."""
     loss_after: float
     peak_bytes: int
     """Beyond what the racers before it hold."""
@@ -63,7 +61,13 @@ class Goal:
         return f"{verdict}: {self.text}: {word} {self.wanted:g} x, got {self.got.ratio:.3f} ({self.got.interval})"
 
     def to_json(self) -> dict[str, Any]:
-        return {"text": self.text, "wanted": self.wanted, "is_met": self.is_met, **self.got.figures("ms")}
+        return {
+            "text": self.text,
+            "wanted": self.wanted,
+            "is_least": self.is_least,
+            "is_met": self.is_met,
+            **self.got.figures("ms"),
+        }
 
 
 class Field:
@@ -90,6 +94,7 @@ class Field:
             if is_checked:
                 self._check(entry.loss_after)
             entry.step_seconds = self._trial(racer)
+            entry.start_seconds = max(0.0, entry.start_seconds - self.work.check_steps * entry.step_seconds)
             self.entries[name] = entry
         except (Exception, SystemExit) as error:
             self._leave_out(name, error)
@@ -141,7 +146,7 @@ class Field:
             rows[name] = {
                 "ms": self.ms(name) if entry.figures else None,
                 "figures_ms": entry.figures,
-                "first_steps_seconds": entry.first_seconds,
+                "start_seconds": entry.start_seconds,
                 "loss_after": entry.loss_after,
                 "peak_bytes": entry.peak_bytes,
                 f"ratio to {against}": asdict(ratio) if ratio is not None else None,
@@ -150,7 +155,7 @@ class Field:
         return {"work": self.work.name, "rounds": self._rounds, "check": checked, "rows": rows, "absent": self.absent}
 
     def rows(self, names: list[str], against: str) -> list[tuple[str, ...]]:
-        """Rows for a table: racer, ms, / `against`, interval, loss, peak, first steps; the absent at the end."""
+        """Rows for a table: racer, ms, / `against`, interval, loss, peak, start; the absent at the end."""
         rows: list[tuple[str, ...]] = []
         for name in names:
             if not self._has_raced(name):
@@ -164,7 +169,7 @@ class Field:
                     ratio.interval if ratio else "",
                     f"{entry.loss_after:.3f}",
                     f"{entry.peak_bytes / 2**20:,.0f}",
-                    f"{entry.first_seconds:.1f}",
+                    f"{entry.start_seconds:.1f}",
                 )
             )
         return rows + [
@@ -184,13 +189,11 @@ class Field:
 
     def _warmed(self, racer: Racer, before: int) -> Entry:
         began = time.perf_counter()
-        racer.advance(FIRST_STEPS)
+        racer.advance(self.work.check_steps)
         synchronize(self.work.device)
-        first_seconds = time.perf_counter() - began
-        racer.advance(self.work.check_steps - FIRST_STEPS)
-        synchronize(self.work.device)
+        seconds = time.perf_counter() - began
         peak = self._allocated(reset=False) - before
-        return Entry(racer, first_seconds, racer.probe(), peak)
+        return Entry(racer, seconds, racer.probe(), peak)
 
     def _check(self, loss: float) -> None:
         if self._reference is None:

@@ -79,6 +79,11 @@ def compiled(work: Work, mode: str | None = None) -> Racer:
     return raw(work, lambda learner: torch.compile(learner, mode=mode), reduce_overhead=mode == "reduce-overhead")
 
 
+def wake_compiler(device: torch.device) -> None:
+    """Import what compiles and start its processes, which is nobody's compile time."""
+    torch.compile(lambda x: x.sin() + 1)(torch.ones(8, device=device))
+
+
 def data_parallel(work: Work, loss_inside: bool) -> Racer:
     """nn.DataParallel over the first card twice; as in its tutorial the loss is computed on the gathered outputs."""
 

@@ -2,7 +2,7 @@
 
 A racer that raises is named with its error and the others go on. Every racer takes the same first steps, from the same
 weights on the same batches in the same order; one whose loss on a fixed batch then differs from that of the first racer
-by more than 5 % of what the first one unlearned (0.02 at least) is not in the race.
+by more than 10 % of what the first one unlearned (0.05 at least) is not in the race.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ import torch
 from gpu_racers import Racer, synchronize
 from gpu_works import Work
 
-TOLERANCE = 0.05
-LEAST_TOLERANCE = 0.02
+TOLERANCE = 0.1
+LEAST_TOLERANCE = 0.05
 MOST_BLOCK_SECONDS = 0.3
 LEAST_STEPS, MOST_STEPS = 4, 5000
 TRIAL_SECONDS = 0.05

@@ -316,7 +316,7 @@ def ours(
     team = evenstep.join(strategy, devices, work.precision)
     folder = tempfile.TemporaryDirectory()
     job = Job(plan, task, Path(folder.name), team)
-    steps = train(job.run, job.task, job.plan, job._peak_bytes)
+    steps = train(job.run, job.stepper, job.plan, job._peak_bytes)
 
     def advance(num: int) -> None:
         for _ in islice(steps, num):

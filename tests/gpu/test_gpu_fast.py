@@ -93,6 +93,9 @@ def weights(record: Record) -> dict[str, torch.Tensor]:
 
 def run_case(case: str, capsys: pytest.CaptureFixture[str], **choices: Any) -> tuple[Record, str]:
     changes, more = CASES[case]
+    if choices["strategy"] == "dp":
+        # Dropout under dp is not repeatable where a card is listed twice: its seats share a generator.
+        changes = {**changes, "model": lambda: Net(0.0)}
     record = evenstep.train(task(**changes), epochs=4, **{**more, **choices})
     return record, capsys.readouterr().err
 
@@ -107,22 +110,22 @@ def test_replayed_steps_learn_what_plain_ones_learn(
     assert "replayed as a CUDA graph" in said
     whole = strategy == "single" and name not in ("not fused", "fp16")
     assert ("the whole step is" in said) == whole
-    # Dropout under dp draws from one generator in two threads: not repeatable where a card is listed twice.
-    is_close = strategy == "single"
-    rough = name in ("bf16", "fp16") or not is_close
+    rough = name in ("bf16", "fp16")
     assert [step.step for step in fast.steps] == [step.step for step in plain.steps]
     assert [step.lr for step in fast.steps] == [step.lr for step in plain.steps]
     assert [step.count for step in fast.steps] == [step.count for step in plain.steps]
     for one, other in zip(plain.steps, fast.steps, strict=True):
         assert other.loss == pytest.approx(one.loss, rel=0.2 if rough else 2e-3)
-    if is_close and not rough:
+    if not rough:
         for key, value in weights(plain).items():
             torch.testing.assert_close(weights(fast)[key], value, rtol=1e-3, atol=1e-4)
 
 
 def test_ddp_over_nccl_is_replayed_too() -> None:
+    """One process needs no DDP; here it wraps all the same, for this machine has no second card."""
     Path("my_task.py").write_text(
-        "from tests.gpu.test_gpu_fast import task as made\n\n\ndef task():\n    return made()\n"
+        "from evenstep.worker.strategies.ddp import DDP\nfrom tests.gpu.test_gpu_fast import task as made\n\n"
+        "DDP.wraps_alone = True\n\n\ndef task():\n    return made()\n"
     )
     said = {}
     for fast in ("off", "auto"):
@@ -156,6 +159,7 @@ def test_a_loss_that_is_no_number_stops_at_its_step_with_the_weights_before_it(
         ("reads", "it cannot be recorded"),
         ("counts", "changes from step to step"),
         ("draws", "Python's random numbers changes from step to step"),
+        ("draws_by_torch", "it draws random numbers on the host"),
     ],
 )
 def test_what_a_graph_cannot_hold_is_taken_as_always(loss: str, why: str, capsys: pytest.CaptureFixture[str]) -> None:
@@ -177,7 +181,10 @@ def test_what_a_graph_cannot_hold_is_taken_as_always(loss: str, why: str, capsys
         calls[0] = random.random()
         return F.cross_entropy(model(batch[0]), batch[1]) * calls[0]
 
-    chosen = {"reads": reads, "counts": counts, "draws": draws}[loss]
+    def draws_by_torch(model: nn.Module, batch: Any) -> torch.Tensor:
+        return F.cross_entropy(model(batch[0]), batch[1]) * float(torch.rand(()))
+
+    chosen = {"reads": reads, "counts": counts, "draws": draws, "draws_by_torch": draws_by_torch}[loss]
     fast = evenstep.train(task(loss=chosen), epochs=2, name="fast")
     said = capsys.readouterr().err
     assert "the step stays as it is" in said

@@ -82,6 +82,8 @@ class Captured:
         self.shapes = shapes_of(batch)
         self.choices = Choices.of(recipe.optimizer)
         self.is_whole = can_be_whole(recipe)
+        self.draws = True
+        """Whether the step draws random numbers; those that do not need no seed."""
         self._slots = [
             [Copied(piece) if piece.rows is None else Gathered(piece, piece.rows) for piece in pieces]
             for pieces in batch.micro_batches

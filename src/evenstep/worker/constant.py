@@ -8,6 +8,7 @@ from types import CodeType, FunctionType, MethodType
 from typing import Any
 
 import numpy as np
+import torch
 from torch import nn
 
 Seen = dict[str, Any]
@@ -30,6 +31,12 @@ def seen(loss: Callable[..., Any], model: nn.Module) -> Seen:
     state: Any = np.random.get_state(legacy=False)
     found["NumPy's random numbers"] = (state["state"]["key"].tobytes(), state["state"]["pos"])
     return found
+
+
+def drew_on_host() -> bool:
+    """Whether torch's own generator of the host was used since it was seeded, as it is at every step."""
+    seeded = torch.Generator().manual_seed(torch.default_generator.initial_seed())
+    return not torch.equal(seeded.get_state(), torch.default_generator.get_state())
 
 
 def first_change(before: Seen, after: Seen) -> str | None:

@@ -12,20 +12,19 @@ from collections import deque
 from collections.abc import Iterator
 from typing import Any
 
+import psutil
 import torch
 import torch.distributed as dist
 
 from evenstep.errors import NonFiniteLoss
 from evenstep.worker.captured import Captured, Choices, shapes_of
-from evenstep.worker.constant import Seen, first_change, seen
+from evenstep.worker.constant import Seen, drew_on_host, first_change, seen
 from evenstep.worker.gradients import forget
 from evenstep.worker.loader import Batch
 from evenstep.worker.pulse import BACKWARD, FORWARD
+from evenstep.worker.spread import Bound
 from evenstep.worker.stepping import Done, Eager, Outcome, Recipe, Taken
 from evenstep.worker.strategies.ddp import DDP
-from evenstep.worker.strategies.dp import DP
-from evenstep.worker.strategies.single import Single
-from evenstep.worker.team import Team
 from evenstep.worker.totals import not_finite
 
 WARM_UP = 6
@@ -43,13 +42,19 @@ TOLERANCE = {"fp64": 1e-9, "fp32": 1e-3, "tf32": 1e-2, "bf16": 3e-2, "fp16": 3e-
 LOSS_TOLERANCE = {"fp64": 1e-12, "fp32": 1e-5, "tf32": 1e-3, "bf16": 1e-2, "fp16": 1e-2}
 
 
-def can_be_fast(team: Team) -> bool:
-    """Whether steps of this team can be recorded at all."""
-    if any(device.type != "cuda" for device in team.world.devices):
+def can_be_fast(recipe: Recipe) -> bool:
+    """Whether its steps can be recorded at all: all on cards, and nothing between them but NCCL."""
+    world, strategy = recipe.team.world, recipe.team.strategy
+    if any(device.type != "cuda" for device in world.devices):
         return False
-    if type(team.strategy) is DDP:
-        return "cuda:nccl" in str(dist.get_backend_config())
-    return type(team.strategy) in (Single, DP)
+    if is_wrapped(recipe):
+        return type(strategy) is DDP and "cuda:nccl" in str(dist.get_backend_config())
+    return world.size == 1 and not strategy.drives_from_first
+
+
+def is_wrapped(recipe: Recipe) -> bool:
+    """Whether an engine of torch stands between this process's seat and its model."""
+    return not isinstance(recipe.model.seats[0], Bound)
 
 
 class Fast:
@@ -62,7 +67,7 @@ class Fast:
         self._recipe = recipe
         self._eager = Eager(recipe)
         self._world = recipe.team.world
-        self._needed = WARM_UP_DDP if type(recipe.team.strategy) is DDP else WARM_UP
+        self._needed = WARM_UP_DDP if is_wrapped(recipe) else WARM_UP
         self._captured: Captured | None = None
         self._is_over = False
         self._before: tuple[object, Choices, Seen] | None = None
@@ -114,7 +119,7 @@ class Fast:
         team = self._recipe.team
         pulse = self._world.pulse
         pulse.beat(FORWARD)
-        wish = team.begin_replay(batch)
+        wish = team.begin_replay(batch, captured.draws)
         captured.fill(batch, wish)
         if self._world.size > 1:
             pulse.collective()
@@ -138,6 +143,8 @@ class Fast:
         now = (shapes, Choices.of(self._recipe.optimizer), seen(self._recipe.loss, self._recipe.model.module))
         if shapes is None:
             self._give_up("a batch holds more than tensors in tuples, lists and dicts")
+        elif drew_on_host():
+            self._give_up("it draws random numbers on the host, which a recorded step would not draw again")
         elif self._before is not None and now[:2] == self._before[:2]:
             changed = first_change(self._before[2], now[2])
             if changed is not None and self._alike:
@@ -164,16 +171,18 @@ class Fast:
         if not self._all(self._has_room(sum(tensor.nbytes for tensor in tensors))):
             self._give_up("the card's memory does not hold the step twice")
             return self._eager.take(batch)
-        before = [tensor.clone() for tensor in tensors]
+        before = _copies(tensors)
         rates = [group["lr"] for group in recipe.optimizer.param_groups]
         loss = recipe.team.backward(recipe.loss, recipe.model, batch)
         was_taken = recipe.team.step(recipe.optimizer, clip=recipe.clip)
         outcome = Outcome(loss, recipe.team.last_count)
-        after = [tensor.clone() for tensor in tensors]
+        after = _copies(tensors)
+        draws = any(torch.cuda.default_generators[d.index].get_offset() for d in self._world.devices)
         problem = self._record(batch)
         if self._all(problem is None):
             _put(tensors, before)
             assert self._captured is not None
+            self._captured.draws = draws
             replayed = self._once(self._captured, batch, rates)
             problem = self._compare(outcome.loss, replayed, (before, after, tensors))
             _put(tensors, after)
@@ -185,12 +194,12 @@ class Fast:
         return Done(Outcome(outcome.loss, outcome.count))
 
     def _has_room(self, state_bytes: int) -> bool:
-        """For the graph's own memory beside that of a plain step (a short last batch is one), and two copies of all."""
+        """For the memory of graphs beside that of a plain step (a short last batch is one), and copies on the host."""
         device = self._world.device
         used = torch.cuda.memory_allocated(device)
         of_a_step = torch.cuda.max_memory_allocated(device) - used
         free = torch.cuda.mem_get_info(device)[0] + torch.cuda.memory_reserved(device) - used
-        return 2 * of_a_step + 3 * state_bytes < free
+        return 2 * of_a_step < free and 3 * state_bytes < psutil.virtual_memory().available
 
     def _record(self, batch: Batch) -> str | None:
         """What kept the step from being recorded; None if nothing did."""
@@ -213,7 +222,7 @@ class Fast:
             loss = recipe.team.replay_backward(captured, recipe.model, batch)
             recipe.team.step(recipe.optimizer, clip=recipe.clip)
             return loss
-        captured.fill(batch, recipe.team.begin_replay(batch))
+        captured.fill(batch, recipe.team.begin_replay(batch, captured.draws))
         values = captured.replay_whole().tolist()
         total, count = (math.fsum(column) for column in zip(*captured.pairs(values), strict=True))
         return total / count if count else 0.0
@@ -226,12 +235,10 @@ class Fast:
             return f"recorded, it gives a loss of {replayed:.6g} and not {loss:.6g}"
         off, way, self._is_equal = 0.0, 0.0, True
         for before, after, now in zip(*states, strict=True):
-            if torch.equal(after, now):
-                way += _norm(after, before)
-                continue
-            self._is_equal = False
-            off += _norm(now, after)
-            way += _norm(after, before)
+            begun, ended = before.to(now.device), after.to(now.device)
+            self._is_equal &= torch.equal(ended, now)
+            off += _norm(now, ended)
+            way += _norm(ended, begun)
         if off > TOLERANCE[name] ** 2 * way:
             return f"recorded, it ends {math.sqrt(off / way) if way else math.inf:.2g} of its way elsewhere"
         return None
@@ -265,13 +272,15 @@ class Slot:
     def __init__(self) -> None:
         self._host: torch.Tensor | None = None
         self._event = torch.cuda.Event()
+        # Looked up once: asking for it takes longer than the recording of the event.
+        self._stream = torch.cuda.current_stream()
 
     def send(self, values: torch.Tensor) -> None:
         """Have the card copy these here, when it comes to it."""
         if self._host is None or self._host.shape != values.shape or self._host.dtype != values.dtype:
             self._host = torch.empty(values.shape, dtype=values.dtype, pin_memory=True)
         self._host.copy_(values, non_blocking=True)
-        self._event.record()
+        self._event.record(self._stream)
 
     def read(self) -> Any:
         """What came, as numbers; waits for it."""
@@ -364,6 +373,11 @@ def _state(recipe: Recipe) -> Iterator[torch.Tensor]:
     scaler = recipe.team.precision.scaler
     if scaler is not None:
         yield from (one for one in (scaler._scale, scaler._growth_tracker) if one is not None)
+
+
+def _copies(tensors: list[torch.Tensor]) -> list[torch.Tensor]:
+    """On the host: the card's memory is the training's."""
+    return [tensor.cpu() for tensor in tensors]
 
 
 def _put(targets: list[torch.Tensor], sources: list[torch.Tensor]) -> None:

@@ -32,6 +32,7 @@ from evenstep.worker.room import room
 from evenstep.worker.run import Run
 from evenstep.worker.scaler import unfitted
 from evenstep.worker.stepping import Eager, Recipe, Stepper
+from evenstep.worker.streams import return_to_default_stream
 from evenstep.worker.team import Interrupted, Team
 from evenstep.worker.tracing import Tracing, start_tracing
 from evenstep.worker.trackers import Beginning
@@ -115,6 +116,8 @@ class Job:
             self.samples.close()
         if self.tracing is not None:
             self.tracing.abandon()
+        for device in reversed(self.team.world.devices):
+            return_to_default_stream(device)
 
     def events(self) -> Iterator[Event]:
         """Everything from the first step to the summary."""
@@ -230,8 +233,9 @@ class Job:
         return Run(team, model, optimizer, loader, scheduler, num_steps)
 
     def _stepper(self) -> Stepper:
-        is_fast = self.plan.fast == "auto" and self.plan.profile is None and can_be_fast(self.team)
-        return Fast(self._recipe()) if is_fast else Eager(self._recipe())
+        recipe = self._recipe()
+        is_fast = self.plan.fast == "auto" and self.plan.profile is None and can_be_fast(recipe)
+        return Fast(recipe) if is_fast else Eager(recipe)
 
     def _recipe(self) -> Recipe:
         (optimizer,) = self.run.optimizers.values()

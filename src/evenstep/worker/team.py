@@ -181,9 +181,11 @@ class Team:
 
         return self._backward((model,), batch, replay)
 
-    def begin_replay(self, batch: Batch) -> float:
-        """Before a whole step is replayed: what it draws from, and what this process asks of all."""
-        self._draw_for(batch)
+    def begin_replay(self, batch: Batch, draws: bool) -> float:
+        """Before a whole step is replayed: what it draws from, if it does, and what this process asks of all."""
+        if draws:
+            self._draw_for(batch)
+        self._current = batch
         return self.requests.wish()
 
     def syncing_alone(self, model: Spread, is_last: bool) -> AbstractContextManager[None]:

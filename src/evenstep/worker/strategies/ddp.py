@@ -15,6 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 from evenstep.errors import TaskError
 from evenstep.worker.spread import Bound, Spread
 from evenstep.worker.strategies.single import Single
+from evenstep.worker.streams import leave_default_stream
 from evenstep.worker.tap import Tap
 from evenstep.worker.world import World
 
@@ -25,14 +26,18 @@ class DDP(Single):
     """torch's DistributedDataParallel around the whole loss."""
 
     processes_per_device: ClassVar[bool] = True
+    wraps_alone: ClassVar[bool] = False
+    """One process has nothing to average, and DDP's buckets would cost it a copy of every gradient."""
 
     def __init__(self) -> None:
         self._checked: WeakSet[Spread] = WeakSet()
         self._tap: Tap | None = None
 
     def spread(self, model: nn.Module, world: World) -> Spread:
+        if world.size == 1 and not self.wraps_alone:
+            return super().spread(model, world)
         model.to(world.device)
-        _leave_default_stream(world.device)
+        leave_default_stream(world.device)
         bound = Bound(model)
         if not any(parameter.requires_grad for parameter in model.parameters()):
             # DDP refuses a model with nothing to train; such a one rides along beside another that trains.
@@ -62,15 +67,6 @@ class DDP(Single):
         if isinstance(spread.seats[0], DistributedDataParallel):
             # Not the function itself: torch compares its annotations, which are text here, with types.
             spread.seats[0].register_comm_hook(tap, lambda tap, bucket: _told_of(tap, bucket))
-
-
-def _leave_default_stream(device: torch.device) -> None:
-    """DDP's nodes belong to the stream on which it is made, and the default one cannot be recorded as a graph."""
-    if device.type != "cuda" or torch.cuda.current_stream(device) != torch.cuda.default_stream(device):
-        return
-    stream = torch.cuda.Stream(device)
-    stream.wait_stream(torch.cuda.default_stream(device))
-    torch.cuda.set_stream(stream)
 
 
 def _told_of(tap: Tap, bucket: Any) -> torch.futures.Future[torch.Tensor]:

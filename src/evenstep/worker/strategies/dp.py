@@ -24,6 +24,7 @@ from torch import nn
 from torch._utils import _flatten_dense_tensors, _unflatten_dense_tensors
 
 from evenstep.worker.spread import Bound, Spread
+from evenstep.worker.streams import return_to_default_stream
 from evenstep.worker.tap import Tap
 from evenstep.worker.world import World
 
@@ -43,12 +44,9 @@ class DP:
         while len(self._threads) < len(world.devices):
             name = f"seat-{len(self._threads)}"
             self._threads.append(ThreadPoolExecutor(max_workers=1, thread_name_prefix=name))
-        for device in world.devices:
-            if device.type == "cuda":
-                # The seats' threads are on it; this one may have been left on another stream by a ddp before.
-                torch.cuda.set_stream(torch.cuda.default_stream(device))
-        if world.device.type == "cuda":
-            torch.cuda.set_device(world.device)
+        for device in reversed(world.devices):
+            # Where the seats' threads are, too.
+            return_to_default_stream(device)
         return Replicas(model, world.devices, world.tap)
 
     def refresh(self, spread: Spread, is_training: bool) -> None:

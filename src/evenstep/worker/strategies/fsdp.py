@@ -26,6 +26,9 @@ class FSDP(Single):
         self._tap: Tap | None = None
 
     def spread(self, model: nn.Module, world: World) -> Spread:
+        if world.size == 1:
+            # One process has nobody to share with, and gathering its own slices would triple a small step.
+            return super().spread(model, world)
         # Imported here: these bring sympy along, two seconds that the other strategies need not wait for.
         from torch.distributed.device_mesh import init_device_mesh
         from torch.distributed.fsdp import fully_shard
@@ -42,6 +45,8 @@ class FSDP(Single):
 
     def refresh(self, spread: Spread, is_training: bool) -> None:
         # At every step too: DDP does so, and the strategies are to agree.
+        if not self._is_sharded(spread):
+            return
         buffers = list(spread.module.buffers())
         if self._tap is None or not buffers:
             send_buffers(spread)
@@ -51,8 +56,12 @@ class FSDP(Single):
 
     def syncing(self, spread: Spread, is_last: bool) -> AbstractContextManager[None]:
         root: Any = spread.seats[0]
-        root.set_requires_gradient_sync(is_last)
+        if self._is_sharded(spread):
+            root.set_requires_gradient_sync(is_last)
         return nullcontext()
+
+    def _is_sharded(self, spread: Spread) -> bool:
+        return hasattr(spread.seats[0], "set_requires_gradient_sync")
 
     def tell(self, spread: Spread, tap: Tap) -> None:
         from torch.distributed.fsdp import FSDPModule

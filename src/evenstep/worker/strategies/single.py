@@ -9,6 +9,7 @@ from typing import Any, ClassVar, TypeVar
 from torch import nn
 
 from evenstep.worker.spread import Bound, Spread
+from evenstep.worker.streams import leave_default_stream
 from evenstep.worker.tap import Tap
 from evenstep.worker.world import World
 
@@ -23,6 +24,7 @@ class Single:
 
     def spread(self, model: nn.Module, world: World) -> Spread:
         model.to(world.device)
+        leave_default_stream(world.device)
         return Spread(model, [Bound(model)])
 
     def refresh(self, spread: Spread, is_training: bool) -> None:

@@ -95,9 +95,11 @@ class Order:
         """The ids of one step."""
         size = BLOCK if self.in_blocks else self.lengths.of(span.epoch) or 1
         first, last = span.start // size, max(span.start, span.stop - 1) // size
+        if first == last:
+            ids = self._block(span.epoch, first, size)
+            return ids[span.start - first * size : span.stop - first * size]
         parts = [self._block(span.epoch, number, size) for number in range(first, last + 1)]
-        ids = parts[0] if len(parts) == 1 else np.concatenate(parts)
-        return ids[span.start - first * size : span.stop - first * size]
+        return np.concatenate(parts)[span.start - first * size : span.stop - first * size]
 
     def _block(self, epoch: int, number: int, size: int) -> Ids:
         kept = self._kept.get((epoch, number))

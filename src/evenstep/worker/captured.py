@@ -104,6 +104,8 @@ class Captured:
                     self._compute(place, Recorded(world, batch.num_samples, self._wish))
             for bound in recipe.model.bounds:
                 forget(bound.parameters())
+        # Shared with plain steps, cuBLAS's workspaces must belong to the graphs: whoever clears them would break these.
+        torch._C._cuda_clearCublasWorkspaces()
         self._graphs = [self._record(place) for place in range(len(world.devices))]
         self._weights = [list(bound.parameters()) for bound in recipe.model.bounds]
         self._gradients = [[weight.grad for weight in weights] for weights in self._weights]

@@ -198,7 +198,7 @@ class Job:
 
     def _waits_at(self, step: int) -> bool:
         """Whether something is done after this step that needs it to be over."""
-        return self._is_due(step) or self._is_compared(step)
+        return self._is_due(step) or (self.replicas is not None and self._is_compared(step))
 
     def _said(self) -> list[str]:
         said = list(self.stepper.said)

@@ -58,6 +58,7 @@ class Batch:
     loader: Loader
     is_epoch_end: bool
     checked: Checked | None
+    is_finished: bool = False
 
     @property
     def num_samples(self) -> int:
@@ -71,7 +72,9 @@ class Batch:
 
     def finish(self) -> None:
         """Say that the optimizer has taken this step: the loader's position moves past it, once."""
-        self.loader._finished(self)
+        if not self.is_finished:
+            self.is_finished = True
+            self.loader._finished(self)
 
 
 class Loader:

@@ -105,9 +105,8 @@ def requests(order: Order, batch: int, epoch: int, start: int, num_checked: int)
     """The steps from a place of an epoch to its end; ranks compare what they read in the first `num_checked`."""
     length = order.lengths.of(epoch)
     assert length is not None
-    begin = order.lengths.begin(epoch)
     for number, place in enumerate(range(start, length, batch)):
-        span = order.lengths.span(begin + place, batch)
+        span = Span(epoch, place, min(place + batch, length))
         ids = order.ids(span)
         keys = np.arange(span.start, span.stop) if order.repeats else ids
         yield Request(span, ids, span.stop == length, number < num_checked, keys)

@@ -43,7 +43,8 @@ def train(
             lr = float(optimizer.param_groups[0]["lr"])
             taken = stepper.take(batch)
             number = run.step
-            is_last = run.loader.is_between_epochs or is_done(run, plan) or waits_at(number)
+            ends = (plan.steps is not None or batch.is_epoch_end) and is_done(run, plan)
+            is_last = ends or batch.is_epoch_end or waits_at(number)
             if is_last or number < LOOKED_AT or number % LOOKED_AT == 0:
                 peaks = peak_bytes()
             step = partial(
@@ -60,7 +61,7 @@ def train(
             under_way.append((taken, step, batch.ids.tolist() if plan.audit else []))
             while len(under_way) > (0 if is_last or requests.stop or requests.save else stepper.lag):
                 yield _known(*under_way.popleft())
-            if is_done(run, plan):
+            if ends:
                 return
 
 

@@ -67,12 +67,12 @@ class Peers:
         """Wait no longer for ranks that have ended, nor for ever."""
         if lost:
             raise RankLost(
-                f"rank {lost[0]} has ended, and this one was waiting for it: its own report has the cause, if it left one"
+                f"rank {lost[0]} ended while this one waited for it: if it left a report, the cause is there"
             )
         if waited > LONGEST_WAIT.total_seconds():
             raise TrainingError(
-                f"waited for {waited:.0f} s for another rank, which is stuck, or has taken another path (a step more or "
-                "less, a backward under `if rank == 0`)"
+                f"waited for {waited:.0f} s for another rank, which is stuck, or took another path: a step more or less, "
+                "a backward under `if rank == 0`"
             )
 
     def lost(self) -> list[int]:

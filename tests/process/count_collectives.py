@@ -32,7 +32,7 @@ optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
 loader = team.loader((torch.randn(90, 6), torch.randint(0, 3, (90,))), batch=10, accumulate=3)
 counted(Buckets, "take", "gradient_buckets")
 counted(Mailbox, "post", "letters")
-for name in ("all_reduce", "all_gather", "all_gather_object", "broadcast", "barrier", "reduce", "reduce_scatter_tensor"):
+for name in ("all_reduce", "all_gather", "broadcast", "barrier", "reduce", "reduce_scatter_tensor"):
     counted(dist, name, "other_collectives")
 for batch in loader:
     team.backward(lambda model, batch: F.cross_entropy(model(batch[0]), batch[1]), model, batch)

@@ -6,7 +6,7 @@ from collections import deque
 
 import torch
 
-from evenstep.worker.comm.channel import LINE, SMALL_BYTES, STAGES, Ring
+from evenstep.worker.comm.channel import LINE, LINES, SMALL_BYTES, Ring
 from evenstep.worker.comm.memory import Shared
 
 SLOTS = (2**20, 8)
@@ -22,14 +22,14 @@ class ByTorch:
         self._rank, self._size, self._peers = shared.rank, shared.size, shared.peers
         self._num_slots, self._slot_bytes = ring.num_slots, ring.slot_bytes
         self._others = [rank for rank in range(self._size) if rank != self._rank]
-        header = 8 * STAGES * LINE * self._size
+        header = 8 * LINES * LINE * self._size
         self._counts = memoryview(shared.bytes).cast("q")[: header // 8]
         memory = torch.frombuffer(shared.bytes, dtype=torch.uint8)[header:]
         self._rings = memory.view(self._size, self._num_slots, self._slot_bytes)
         self._posted, self._reduced, self._collected = (
-            [(STAGES * rank + stage) * LINE for rank in self._others] for stage in range(STAGES)
+            [(LINES * rank + stage) * LINE for rank in self._others] for stage in range(3)
         )
-        self._mine = STAGES * LINE * self._rank
+        self._mine = LINES * LINE * self._rank
         # Pieces, over the whole life of this channel.
         self._end = self._num_posted = self._num_reduced = self._num_collected = 0
         self._pieces: deque[tuple[torch.Tensor, bool]] = deque()

@@ -27,7 +27,8 @@ SMALL_BYTES = 2**16
 """Up to here, a second round of waiting costs more than adding up what another one adds up, too."""
 LINE = 16
 """Counters of 8 bytes from one to the next: no two share a cache line, or a pair of them."""
-STAGES = 3
+LINES = 4
+"""Of each process: its three counters, and a bell that C sleeps on."""
 DTYPES = (torch.float32, torch.float64, torch.bfloat16)
 """What can be added; sums.c knows them by their place here."""
 
@@ -47,7 +48,7 @@ class Ring:
 
     def num_bytes(self, size: int) -> int:
         """Of all processes together."""
-        return size * (8 * STAGES * LINE + self.num_slots * self.slot_bytes)
+        return size * (8 * LINES * LINE + self.num_slots * self.slot_bytes)
 
 
 class Channel(Protocol):

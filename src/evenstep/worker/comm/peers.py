@@ -71,8 +71,8 @@ class Peers:
             )
         if waited > LONGEST_WAIT.total_seconds():
             raise TrainingError(
-                f"waited for {waited:.0f} s for another rank, which is stuck, or took another path: a step more or less, "
-                "a backward under `if rank == 0`"
+                f"waited for {waited:.0f} s for another rank, which is stuck, or took another path (a step "
+                "more or less, a backward under `if rank == 0`)"
             )
 
     def lost(self) -> list[int]:

@@ -3,11 +3,13 @@
    Plain C: no headers of Python or torch, called by ctypes, which lets go of the interpreter meanwhile. Compiled without
    contraction (a*s + b is two roundings), so that sums have the same bits as torch's. */
 #define _GNU_SOURCE
-#include <sched.h>
+#include <linux/futex.h>
 #include <stdint.h>
 #include <stdlib.h>
 #include <string.h>
+#include <sys/syscall.h>
 #include <time.h>
+#include <unistd.h>
 
 #if defined(__x86_64__) && defined(__GNUC__) && !defined(__clang__) && defined(__gnu_linux__)
 #define WIDE __attribute__((target_clones("avx512f", "avx2", "default")))
@@ -22,9 +24,8 @@
 #define BREATHE() ((void)0)
 #endif
 
-enum { POSTED, REDUCED, COLLECTED, STAGES };
-enum { LINE = 16, MOST_WAITING = 4096, SPINS = 2000 };
-static const double YIELD_SECONDS = 0.001, LONGEST_SLEEP = 0.002;
+enum { POSTED, REDUCED, COLLECTED, BELL, LINES };
+enum { LINE = 16, MOST_WAITING = 4096, SPINS = 1000 };
 
 typedef struct {
     char *data;
@@ -35,9 +36,9 @@ typedef struct {
 typedef struct {
     char *memory, *rings;
     int64_t rank, size, num_slots, slot_bytes, small_bytes, may_spin;
-    int64_t at[STAGES], end;          /* pieces, over the whole life */
+    int64_t at[BELL], end;          /* pieces, over the whole life */
     job jobs[MOST_WAITING];           /* a ring: those not collected yet */
-    int64_t first_job, end_job, job_at[STAGES];
+    int64_t first_job, end_job, job_at[BELL];
 } channel;
 
 static const int WIDTH[] = {4, 8, 2};
@@ -97,7 +98,7 @@ KERNELS(bf16, uint16_t, wide, narrow, float)
     } while (0)
 
 static int64_t *counter(channel *c, int64_t rank, int stage) {
-    return (int64_t *)c->memory + (rank * STAGES + stage) * LINE;
+    return (int64_t *)c->memory + (rank * LINES + stage) * LINE;
 }
 
 static int have(channel *c, int stage, int64_t number) {
@@ -106,9 +107,18 @@ static int have(channel *c, int stage, int64_t number) {
     return 1;
 }
 
+/* A process that sleeps says so in the first word of its bell, and sleeps on the second. */
+static int32_t *bell(channel *c, int64_t rank) { return (int32_t *)counter(c, rank, BELL); }
+
 static void say(channel *c, int stage) {
     c->at[stage]++;
     __atomic_store_n(counter(c, c->rank, stage), c->at[stage], __ATOMIC_RELEASE);
+    __atomic_thread_fence(__ATOMIC_SEQ_CST);
+    for (int64_t rank = 0; rank < c->size; rank++) {
+        if (rank == c->rank || !__atomic_load_n(bell(c, rank), __ATOMIC_RELAXED)) continue;
+        __atomic_fetch_add(bell(c, rank) + 1, 1, __ATOMIC_SEQ_CST);
+        syscall(SYS_futex, bell(c, rank) + 1, FUTEX_WAKE, 1, NULL, NULL, 0);
+    }
 }
 
 static char *slot(channel *c, int64_t rank, int64_t number) {
@@ -208,14 +218,16 @@ static double now(void) {
     return (double)t.tv_sec + 1e-9 * (double)t.tv_nsec;
 }
 
-static void rest(double waited) {
-    if (waited < YIELD_SECONDS) {
-        sched_yield();
-        return;
-    }
-    double seconds = waited / 16 < LONGEST_SLEEP ? waited / 16 : LONGEST_SLEEP;
-    struct timespec t = {0, (long)(1e9 * seconds)};
-    nanosleep(&t, NULL);
+/* Sleep until another process says something, for so long at most. The kernel wakes it at once, also on a machine with
+   more to do than cores, where one that looks again and again has used up its turn when it matters. */
+static void sleep_for(channel *c, double seconds) {
+    int32_t *mine = bell(c, c->rank);
+    struct timespec most = {(time_t)seconds, (long)(1e9 * (seconds - (double)(time_t)seconds))};
+    __atomic_store_n(mine, 1, __ATOMIC_SEQ_CST);
+    int32_t rung = __atomic_load_n(mine + 1, __ATOMIC_SEQ_CST);
+    __atomic_thread_fence(__ATOMIC_SEQ_CST);
+    if (!advance(c)) syscall(SYS_futex, mine + 1, FUTEX_WAIT, rung, &most, NULL, 0);
+    __atomic_store_n(mine, 0, __ATOMIC_SEQ_CST);
 }
 
 channel *evenstep_open(void *memory, int64_t rank, int64_t size, int64_t num_slots, int64_t slot_bytes,
@@ -223,7 +235,7 @@ channel *evenstep_open(void *memory, int64_t rank, int64_t size, int64_t num_slo
     channel *c = calloc(1, sizeof(channel));
     if (c == NULL) return NULL;
     c->memory = memory;
-    c->rings = (char *)memory + size * STAGES * LINE * 8;
+    c->rings = (char *)memory + size * LINES * LINE * 8;
     c->rank = rank, c->size = size, c->num_slots = num_slots, c->slot_bytes = slot_bytes;
     c->small_bytes = small_bytes, c->may_spin = may_spin;
     return c;
@@ -253,17 +265,17 @@ int64_t evenstep_post(channel *c, void *data, int64_t count, int64_t type) {
 int64_t evenstep_advance(channel *c, double seconds) {
     advance(c);
     if (seconds <= 0) return c->at[COLLECTED];
-    double began = 0;
+    double end = 0;
     for (int64_t spins = 0; c->at[COLLECTED] < c->end; spins++) {
         if (advance(c)) {
-            spins = 0, began = 0;
+            spins = 0;
         } else if (c->may_spin && spins < SPINS) {
             BREATHE();
         } else {
             double moment = now();
-            if (began == 0) began = moment;
-            if (moment - began > seconds) break;
-            rest(moment - began);
+            if (end == 0) end = moment + seconds;
+            if (moment >= end) break;
+            sleep_for(c, end - moment);
         }
     }
     return c->at[COLLECTED];

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch.futures import Future
+from torch.profiler import record_function
 
 from evenstep.worker.comm.channel import Channel, takes
 from evenstep.worker.tap import Moment, Tap
@@ -40,6 +41,13 @@ class Buckets:
 
     def take(self, bucket: Any) -> Future[torch.Tensor]:
         """DDP's communication hook."""
+        if torch.autograd.profiler._is_profiler_enabled:
+            # As dp's own sending is called in a trace; an engine of torch's would be in it by itself.
+            with record_function("evenstep: reduce"):
+                return self._take(bucket)
+        return self._take(bucket)
+
+    def _take(self, bucket: Any) -> Future[torch.Tensor]:
         gradients: torch.Tensor = bucket.buffer()
         future: Future[torch.Tensor] = Future()
         tap = self._tap

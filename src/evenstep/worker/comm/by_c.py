@@ -20,7 +20,7 @@ class ByC:
 
     def __init__(self, shared: Shared, ring: Ring, library: ctypes.CDLL) -> None:
         self._peers, self._library = shared.peers, library
-        self._memory = torch.frombuffer(shared.bytes, dtype=torch.uint8)
+        self._memory = shared.memory
         self._end = 0
         self._handle = library.evenstep_open(
             self._memory.data_ptr(),

@@ -23,9 +23,8 @@ class ByTorch:
         self._num_slots, self._slot_bytes = ring.num_slots, ring.slot_bytes
         self._others = [rank for rank in range(self._size) if rank != self._rank]
         header = 8 * LINES * LINE * self._size
-        self._counts = memoryview(shared.bytes).cast("q")[: header // 8]
-        memory = torch.frombuffer(shared.bytes, dtype=torch.uint8)[header:]
-        self._rings = memory.view(self._size, self._num_slots, self._slot_bytes)
+        self._counts = shared.counters(header // 8)
+        self._rings = shared.memory[header:].view(self._size, self._num_slots, self._slot_bytes)
         self._posted, self._reduced, self._collected = (
             [(LINES * rank + stage) * LINE for rank in self._others] for stage in range(3)
         )
@@ -60,7 +59,8 @@ class ByTorch:
 
     def _post(self) -> bool:
         number = self._num_posted
-        if number == self._end or not self._have(self._collected, number - self._num_slots):
+        before = number - self._num_slots
+        if number == self._end or self._num_collected <= before or not self._have(self._collected, before):
             return False
         piece, _ = self._pieces[number - self._num_collected]
         piece.mul_(1.0 / self._size)
@@ -77,8 +77,7 @@ class ByTorch:
             if not self._have(self._posted, number):
                 return False
             share = self._share(self._rank, len(piece))
-            for rank in self._others:
-                piece[share].add_(self._slot(rank, number, piece)[share])
+            self._sum(number, piece, share)
             self._slot(self._rank, number, piece)[share] = piece[share]
         self._num_reduced = self._counts[self._mine + LINE] = number + 1
         return True
@@ -91,10 +90,7 @@ class ByTorch:
         if not self._have(self._posted if is_small else self._reduced, number):
             return False
         if is_small:
-            first, second, *more = (self._slot(rank, number, piece) for rank in range(self._size))
-            torch.add(first, second, out=piece)
-            for slot in more:
-                piece.add_(slot)
+            self._sum(number, piece, slice(None))
         else:
             for rank in self._others:
                 share = self._share(rank, len(piece))
@@ -102,6 +98,13 @@ class ByTorch:
         self._pieces.popleft()
         self._num_collected = self._counts[self._mine + 2 * LINE] = number + 1
         return True
+
+    def _sum(self, number: int, piece: torch.Tensor, share: slice) -> None:
+        """In the order of ranks: the same bits whoever does it."""
+        first, second, *more = (self._slot(rank, number, piece)[share] for rank in range(self._size))
+        total = torch.add(first, second, out=piece[share])
+        for slot in more:
+            total.add_(slot)
 
     def _have(self, places: list[int], number: int) -> bool:
         """Whether all others have come past the piece of this number."""

@@ -18,8 +18,8 @@ class Mailbox:
     def __init__(self, shared: Shared) -> None:
         self._rank, self._peers = shared.rank, shared.peers
         size = shared.size
-        self._counts = memoryview(shared.bytes).cast("q")[: 2 * LINE * size]
-        numbers = torch.frombuffer(shared.bytes, dtype=torch.float64)[2 * LINE * size :]
+        self._counts = shared.counters(2 * LINE * size)
+        numbers = shared.memory.view(torch.float64)[2 * LINE * size :]
         self._slots = numbers.view(DEPTH, size, MOST_NUMBERS)
         self._posted = [2 * LINE * rank for rank in range(size)]
         self._read = [2 * LINE * rank + LINE for rank in range(size)]

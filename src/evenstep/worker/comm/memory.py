@@ -6,7 +6,6 @@ open. So it is gone with the last process that has it mapped, however that one e
 
 from __future__ import annotations
 
-import mmap
 import os
 import secrets
 from collections.abc import Callable, Mapping
@@ -14,6 +13,8 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+import torch
 
 from evenstep.worker.comm.peers import Peers, started_at
 
@@ -26,7 +27,8 @@ _BOOT = Path("/proc/sys/kernel/random/boot_id")
 class Shared:
     """The memory, as one process has it."""
 
-    bytes: mmap.mmap
+    memory: torch.Tensor
+    """All of it, as bytes; unmapped with the last tensor that looks at it."""
     rank: int
     peers: Peers
 
@@ -34,6 +36,10 @@ class Shared:
     def size(self) -> int:
         """How many processes have it."""
         return self.peers.size
+
+    def counters(self, num: int) -> memoryview:
+        """The first so many numbers of 8 bytes; looking at one takes less than a tenth of a microsecond."""
+        return self.memory[: 8 * num].numpy().data.cast("q")
 
 
 def share(gather: Gather, rank: int, num_bytes: int) -> Shared | None:
@@ -73,21 +79,16 @@ def _made(num_bytes: int) -> tuple[int, str]:
     return file, name
 
 
-def _opened(everyone: list[Mapping[str, Any]], rank: int, file: int, num_bytes: int) -> mmap.mmap | None:
+def _opened(everyone: list[Mapping[str, Any]], rank: int, file: int, num_bytes: int) -> torch.Tensor | None:
     first = everyone[0]
     if first["file"] < 0 or any(one.get("boot") != first["boot"] for one in everyone):
         return None
-    if rank == 0:
-        return mmap.mmap(file, num_bytes)
-    path = f"/proc/{first['pid']}/fd/{first['file']}"
+    path = f"/proc/{first['pid']}/fd/{first['file']}" if rank else f"/proc/self/fd/{file}"
     try:
         # In another namespace that number is another process, whose files are not to be touched.
         if not os.readlink(path).startswith(f"/memfd:{first['name']}"):
             return None
-        opened = os.open(path, os.O_RDWR | os.O_CLOEXEC)
-    except OSError:
+        # Python's own mmap would keep the file open.
+        return torch.from_file(path, shared=True, size=num_bytes, dtype=torch.uint8)
+    except (OSError, RuntimeError):
         return None
-    try:
-        return mmap.mmap(opened, num_bytes)
-    finally:
-        os.close(opened)

@@ -14,7 +14,7 @@ from evenstep.errors import RankLost, TrainingError
 
 SPINS = 300
 """Looks before the core is offered to others; about 50 microseconds."""
-YIELD_SECONDS = 0.002
+YIELD_SECONDS = 0.0002
 SLEEP_PART = 1 / 16
 """Of the time waited so far: what is slept before the next look."""
 LONGEST_SLEEP = 0.005

@@ -58,8 +58,8 @@ static inline uint16_t narrow(float value) {
 }
 
 #define SAME(x) (x)
-/* scaled_X: into a slot. added_X: a share, with what another slot has of it, also into one's own slot.
-   more_X: one more slot, of three or more. both_X: two slots, of a small piece. */
+/* scaled_X: into a slot. added_X: of two processes, a share with what the other slot has of it, also into one's own slot.
+   both_X: two slots. onto_X: one more slot, of three or more. */
 #define KERNELS(X, TYPE, WIDEN, NARROW, REAL)                                                                          \
     WIDE static void scaled_##X(TYPE *restrict slot, const TYPE *restrict data, int64_t n, REAL scale) {               \
         for (int64_t i = 0; i < n; i++) slot[i] = NARROW(WIDEN(data[i]) * scale);                                      \
@@ -69,13 +69,6 @@ static inline uint16_t narrow(float value) {
         for (int64_t i = 0; i < n; i++) {                                                                              \
             TYPE mine = NARROW(WIDEN(data[i]) * scale);                                                                \
             TYPE sum = NARROW(WIDEN(mine) + WIDEN(other[i]));                                                          \
-            data[i] = sum;                                                                                             \
-            slot[i] = sum;                                                                                             \
-        }                                                                                                              \
-    }                                                                                                                  \
-    WIDE static void more_##X(TYPE *restrict data, TYPE *restrict slot, const TYPE *restrict other, int64_t n) {       \
-        for (int64_t i = 0; i < n; i++) {                                                                              \
-            TYPE sum = NARROW(WIDEN(data[i]) + WIDEN(other[i]));                                                       \
             data[i] = sum;                                                                                             \
             slot[i] = sum;                                                                                             \
         }                                                                                                              \
@@ -148,16 +141,26 @@ static int64_t bound(channel *c, int64_t rank, int64_t length) {
 
 static int post(channel *c) {
     int64_t number = c->at[POSTED], length;
-    if (number == c->end || !have(c, COLLECTED, number - c->num_slots)) return 0;
+    if (number == c->end) return 0;
+    /* What was in the slot before must have been collected by all, this process too: it reads its own slot again. */
+    if (c->at[COLLECTED] <= number - c->num_slots || !have(c, COLLECTED, number - c->num_slots)) return 0;
     job *of = job_of(c, POSTED);
     char *data = piece(of, number, &length), *mine = slot(c, c->rank, number);
     int64_t width = WIDTH[of->type], start = bound(c, c->rank, length), stop = bound(c, c->rank + 1, length);
     double scale = 1.0 / (double)c->size;
-    if (of->is_small) start = stop = length;
+    /* Of two processes, nobody reads one's own share out of one's slot. */
+    if (of->is_small || c->size > 2) start = stop = length;
     CALL(scaled, of->type, ((void *)mine, (void *)data, start, scale));
     CALL(scaled, of->type, ((void *)(mine + stop * width), (void *)(data + stop * width), length - stop, scale));
     say(c, POSTED);
     return 1;
+}
+
+/* Over all slots, from a place on, in the order of ranks: the same bits whoever does it. */
+static void sum(channel *c, char *data, int64_t number, int64_t place, int64_t n, int type) {
+    CALL(both, type, ((void *)data, (void *)(slot(c, 0, number) + place), (void *)(slot(c, 1, number) + place), n));
+    for (int64_t rank = 2; rank < c->size; rank++)
+        CALL(onto, type, ((void *)data, (void *)(slot(c, rank, number) + place), n));
 }
 
 static int reduce(channel *c) {
@@ -170,15 +173,13 @@ static int reduce(channel *c) {
         char *data = piece(of, number, &length);
         int64_t start = bound(c, c->rank, length), n = bound(c, c->rank + 1, length) - start;
         char *mine = slot(c, c->rank, number) + start * width;
-        double scale = 1.0 / (double)c->size;
-        int is_first = 1;
         data += start * width;
-        for (int64_t rank = 0; rank < c->size; rank++) {
-            if (rank == c->rank) continue;
-            char *other = slot(c, rank, number) + start * width;
-            if (is_first) CALL(added, of->type, ((void *)data, (void *)mine, (void *)other, n, scale));
-            else CALL(more, of->type, ((void *)data, (void *)mine, (void *)other, n));
-            is_first = 0;
+        if (c->size == 2) {
+            char *other = slot(c, 1 - c->rank, number) + start * width;
+            CALL(added, of->type, ((void *)data, (void *)mine, (void *)other, n, 0.5));
+        } else {
+            sum(c, data, number, start * width, n, of->type);
+            memcpy(mine, data, (size_t)(n * width));
         }
     }
     say(c, REDUCED);
@@ -193,9 +194,7 @@ static int collect(channel *c) {
     int64_t width = WIDTH[of->type];
     char *data = piece(of, number, &length);
     if (of->is_small) {
-        CALL(both, of->type, ((void *)data, (void *)slot(c, 0, number), (void *)slot(c, 1, number), length));
-        for (int64_t rank = 2; rank < c->size; rank++)
-            CALL(onto, of->type, ((void *)data, (void *)slot(c, rank, number), length));
+        sum(c, data, number, 0, length, of->type);
     } else {
         for (int64_t rank = 0; rank < c->size; rank++) {
             int64_t start = bound(c, rank, length) * width, stop = bound(c, rank + 1, length) * width;

@@ -41,6 +41,7 @@ bench: $(STAMP)
 	$(BIN)/python bench/replicas.py
 	$(BIN)/python bench/parts.py
 	$(BIN)/python bench/advice.py
+	$(BIN)/python bench/allreduce.py
 
 clean:
 	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -11,7 +11,7 @@ from evenstep.worker.comm.channel import DTYPES, SMALL_BYTES, Ring
 from evenstep.worker.comm.memory import Shared
 from evenstep.worker.comm.peers import LOOK_SECONDS
 
-SLOTS = (2**18, 16)
+SLOTS = (2**18, 8)
 """Bytes of a slot, and slots at most: a piece lies in one core's cache, a ring in that of all."""
 
 

@@ -19,7 +19,7 @@ from evenstep.worker.comm.channel import Channel, takes
 from evenstep.worker.tap import Moment, Tap
 
 
-@dataclass(frozen=True)
+@dataclass(slots=True)
 class OnItsWay:
     """A bucket that was posted."""
 
@@ -27,7 +27,7 @@ class OnItsWay:
     gradients: torch.Tensor
     needs: int
     """Pieces that are collected when it has arrived."""
-    name: str
+    index: int
     begin: Moment | None
 
 
@@ -54,16 +54,15 @@ class Buckets:
         if tap.is_muted:
             future.set_result(gradients)
             return future
-        name, begin = f"bucket {bucket.index()}", tap.now() if tap.is_open else None
+        index, begin = bucket.index(), tap.now() if tap.is_open else None
         if begin is not None:
             tap.sent([gradients])
-        is_last = bucket.is_last()
         if takes(gradients):
             needs = self._channel.post(gradients)
-            self._on_their_way.append(OnItsWay(future, gradients, needs, name, begin))
+            self._on_their_way.append(OnItsWay(future, gradients, needs, index, begin))
         else:
-            future = self._by_torch(gradients, name, begin)
-        if is_last:
+            future = self._by_torch(gradients, index, begin)
+        if bucket.is_last():
             # The last gradient is computed: from here on, there is nothing to hide the sending behind.
             tap.mark("communication")
             self._channel.finish()
@@ -76,17 +75,17 @@ class Buckets:
         while self._on_their_way and self._on_their_way[0].needs <= collected:
             arrived = self._on_their_way.popleft()
             if arrived.begin is not None:
-                self._tap.travelled(arrived.name, arrived.begin)
+                self._tap.travelled(f"bucket {arrived.index}", arrived.begin)
             arrived.future.set_result(arrived.gradients)
 
-    def _by_torch(self, gradients: torch.Tensor, name: str, begin: Moment | None) -> Future[torch.Tensor]:
+    def _by_torch(self, gradients: torch.Tensor, index: int, begin: Moment | None) -> Future[torch.Tensor]:
         """What DDP does with a bucket by itself: for types that a channel cannot add."""
         gradients.div_(dist.get_world_size())
         sending: dist.Work = dist.all_reduce(gradients, async_op=True)
 
         def arrived(future: Future[list[torch.Tensor]]) -> torch.Tensor:
             if begin is not None:
-                self._tap.travelled(name, begin)
+                self._tap.travelled(f"bucket {index}", begin)
             return future.value()[0]
 
         return sending.get_future().then(arrived)

@@ -10,7 +10,7 @@ export UV_FIND_LINKS ?= $(PIP_FIND_LINKS)
 
 setup: $(STAMP)
 
-$(STAMP): pyproject.toml constraints.txt
+$(STAMP): pyproject.toml constraints.txt hatch_build.py src/evenstep/worker/comm/sums.c
 	@echo "making the environment in $(VENV) ..."
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "evenstep needs Python 3.11 or newer; try make PYTHON=python3.12")'
 	@$(PYTHON) -m venv $(VENV)
@@ -41,6 +41,7 @@ bench: $(STAMP)
 	$(BIN)/python bench/replicas.py
 	$(BIN)/python bench/parts.py
 	$(BIN)/python bench/advice.py
+	$(BIN)/python bench/allreduce.py
 
 clean:
 	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -8,6 +8,7 @@
     ├── TrainingError           exit 1: it started and could not go on
     │   ├── NonFiniteLoss       the loss became NaN or infinite; all ranks stopped before the weights were touched
     │   ├── SaveFailed          a checkpoint could not be written; those before it are as they were
+    │   ├── RankLost            another rank of this machine ended while this one waited for it
     │   ├── WorkerFailed        a worker process failed; the message holds the first cause
     │   └── Stalled             exit 124: nothing moved any more; the message names who the others waited for
     └── Preempted               exit 75: asked to stop by SIGTERM or SIGUSR1, and saved
@@ -57,6 +58,10 @@ class SaveFailed(TrainingError):
     """A checkpoint could not be written: a disk that is full is full for the next attempt, too."""
 
     is_final = True
+
+
+class RankLost(TrainingError):
+    """Another rank ended first: the cause is to be looked for there."""
 
 
 class WorkerFailed(TrainingError):

@@ -7,37 +7,33 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 from torch.nn import functional as F
 
 import evenstep
+from evenstep.worker.comm.hook import Buckets
+from evenstep.worker.comm.mailbox import Mailbox
 
-counts = dict.fromkeys(["steps", "micro_batches", "gradient_buckets", "all_reduces", "other_collectives"], 0)
+counts = dict.fromkeys(["steps", "micro_batches", "gradient_buckets", "letters", "other_collectives"], 0)
 
 
-def counted(name: str, key: str) -> None:
-    real = getattr(dist, name)
+def counted(where: object, name: str, key: str) -> None:
+    real = getattr(where, name)
 
     def call(*arguments: object, **options: object) -> object:
         counts[key] += 1
         return real(*arguments, **options)
 
-    setattr(dist, name, call)
-
-
-def hook(state: object, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
-    counts["gradient_buckets"] += 1
-    return allreduce_hook(None, bucket)
+    setattr(where, name, call)
 
 
 team = evenstep.join("ddp", devices=("cpu", "cpu"))
 model = team.spread(nn.Sequential(nn.Linear(6, 8), nn.ReLU(), nn.Linear(8, 3)))
-model.seats[0].register_comm_hook(None, hook)
 optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
 loader = team.loader((torch.randn(90, 6), torch.randint(0, 3, (90,))), batch=10, accumulate=3)
-counted("all_reduce", "all_reduces")
-for name in ("all_gather", "all_gather_object", "broadcast", "barrier", "reduce", "reduce_scatter_tensor"):
-    counted(name, "other_collectives")
+counted(Buckets, "take", "gradient_buckets")
+counted(Mailbox, "post", "letters")
+for name in ("all_reduce", "all_gather", "broadcast", "barrier", "reduce", "reduce_scatter_tensor"):
+    counted(dist, name, "other_collectives")
 for batch in loader:
     team.backward(lambda model, batch: F.cross_entropy(model(batch[0]), batch[1]), model, batch)
     team.step(optimizer)

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import psutil
 import torch
 
-from evenstep.errors import EvenstepError
+from evenstep.errors import EvenstepError, RankLost
 
 Match = re.Match[str]
 
@@ -49,7 +49,7 @@ def answer(error: BaseException, names: Sequence[str] = (), situation: Situation
 def is_victim(error: BaseException) -> bool:
     """Whether this rank failed only because another one had: the cause is to be looked for there."""
     found = _find(error)
-    return found is not None and found[0].is_victim
+    return isinstance(error, RankLost) or (found is not None and found[0].is_victim)
 
 
 def is_out_of_memory(error: BaseException) -> bool:

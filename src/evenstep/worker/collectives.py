@@ -27,6 +27,8 @@ def check_collectives(world: World) -> None:
     """Compare the collectives of torch.distributed from now on; they cost a small message more."""
     if world.size == 1:
         return
+    # What goes through shared memory would not be seen.
+    world.nearby.may_share = False
     group = dist.new_group(backend="gloo")
     gather = dist.all_gather
     for name in (*ONE_SHAPE, *ANY_SHAPE):

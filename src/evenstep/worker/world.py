@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 
 from evenstep.errors import PlanError
+from evenstep.worker.comm.mailbox import Letter, Mailbox
 from evenstep.worker.lifeline import read_rank
 from evenstep.worker.pulse import JOINING, Pulse, open_pulse
 from evenstep.worker.tap import Tap
@@ -24,6 +25,15 @@ STORE = "EVENSTEP_STORE"
 """The file through which the processes of one machine meet; set by the launcher."""
 BEATS = "EVENSTEP_BEATS"
 """The file in which processes leave their signs of life, and the slot of this one in it; set by the launcher."""
+
+
+@dataclass
+class Nearby:
+    """What processes of one machine share."""
+
+    may_share: bool = True
+    """Not where every collective is to be compared: those of torch alone are."""
+    mailbox: Mailbox | None = None
 
 
 @dataclass(frozen=True)
@@ -38,6 +48,7 @@ class World:
     devices: tuple[torch.device, ...]
     pulse: Pulse = field(default_factory=Pulse, compare=False, repr=False)
     tap: Tap = field(default_factory=Tap, compare=False, repr=False)
+    nearby: Nearby = field(default_factory=Nearby, compare=False, repr=False)
     lent: tuple[torch.device, ...] = ()
     """More devices, which the strategy's engine uses by itself."""
 
@@ -60,11 +71,14 @@ class World:
         """The seats that this process drives."""
         return range(self.rank * len(self.devices), (self.rank + 1) * len(self.devices))
 
-    def total(self, values: torch.Tensor) -> dist.Work | None:
+    def total(self, values: torch.Tensor) -> dist.Work | Letter | None:
         """Sum `values` over all processes, in place; what is returned must be waited for."""
         if self.size == 1 or self.tap.is_muted:
             return None
         self.pulse.collective()
+        mailbox = self.nearby.mailbox if self.nearby.may_share else None
+        if mailbox is not None and mailbox.takes(values):
+            return mailbox.post(values)
         work: dist.Work = dist.all_reduce(values, async_op=True)
         return work
 
@@ -119,6 +133,8 @@ def join_world(devices: Sequence[str], needs_group: bool) -> World:
         torch.cuda.set_device(world.device)
     if needs_group or size > 1:
         _meet(world, backend=backend_for(devices))
+    if size > 1 and world.device.type == "cpu":
+        world.nearby.mailbox = Mailbox.open(world.gather, rank, size)
     return world
 
 

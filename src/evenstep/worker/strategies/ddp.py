@@ -13,10 +13,13 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from evenstep.errors import TaskError
+from evenstep.worker.comm.channel import open_channel
+from evenstep.worker.comm.hook import Buckets
+from evenstep.worker.comm.library import load
 from evenstep.worker.spread import Bound, Spread
 from evenstep.worker.strategies.single import Single
 from evenstep.worker.streams import leave_default_stream
-from evenstep.worker.tap import Tap
+from evenstep.worker.tap import Tap, size_of
 from evenstep.worker.world import World
 
 SEND_BYTES = 2**28
@@ -31,6 +34,8 @@ class DDP(Single):
 
     def __init__(self) -> None:
         self._checked: WeakSet[Spread] = WeakSet()
+        self._near: WeakSet[nn.Module] = WeakSet()
+        """Whose gradients go through shared memory; the tap is told of them anyway."""
         self._tap: Tap | None = None
 
     def spread(self, model: nn.Module, world: World) -> Spread:
@@ -42,7 +47,13 @@ class DDP(Single):
         if not any(parameter.requires_grad for parameter in model.parameters()):
             # DDP refuses a model with nothing to train; such a one rides along beside another that trains.
             return Spread(model, [bound])
-        return Spread(model, [DistributedDataParallel(bound, gradient_as_bucket_view=True)], [bound])
+        seat = DistributedDataParallel(bound, gradient_as_bucket_view=True)
+        buckets = _buckets(model, world)
+        if buckets is not None:
+            # torch compares annotations, which are text here, with types: not the function itself.
+            seat.register_comm_hook(buckets, lambda buckets, bucket: buckets.take(bucket))
+            self._near.add(seat)
+        return Spread(model, [seat], [bound])
 
     def refresh(self, spread: Spread, is_training: bool) -> None:
         # Before forward in training, DDP does this itself.
@@ -64,9 +75,18 @@ class DDP(Single):
 
     def tell(self, spread: Spread, tap: Tap) -> None:
         self._tap = tap
-        if isinstance(spread.seats[0], DistributedDataParallel):
+        if isinstance(spread.seats[0], DistributedDataParallel) and spread.seats[0] not in self._near:
             # Not the function itself: torch compares its annotations, which are text here, with types.
             spread.seats[0].register_comm_hook(tap, lambda tap, bucket: _told_of(tap, bucket))
+
+
+def _buckets(model: nn.Module, world: World) -> Buckets | None:
+    """The way through shared memory, where all ranks are on one machine and on its CPU."""
+    if world.nearby.mailbox is None or not world.nearby.may_share:
+        return None
+    num_bytes = size_of([weight for weight in model.parameters() if weight.requires_grad])
+    channel = open_channel(world.gather, world.rank, num_bytes, load())
+    return Buckets(channel, world.tap) if channel is not None else None
 
 
 def _told_of(tap: Tap, bucket: Any) -> torch.futures.Future[torch.Tensor]:

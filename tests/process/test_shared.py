@@ -1,0 +1,103 @@
+"""Gradients through shared memory: the same bits as gloo's, in every type and size, and nothing that stays behind."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from evenstep.worker.comm import library
+from tests.fleet import run_processes
+
+HERE = Path(__file__).parent
+pytestmark = pytest.mark.timeout(300)
+
+
+def named() -> set[str]:
+    """Everything in /dev/shm."""
+    return set(os.listdir("/dev/shm"))
+
+
+@pytest.fixture(scope="module", params=[2, 3, pytest.param(4, marks=pytest.mark.slow)])
+def found(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    """What every rank found, of so many."""
+    folder = tmp_path_factory.mktemp("shared")
+    run_processes(HERE / "share_together.py", [str(folder / "out.json")], request.param, folder / "logs")
+    return json.loads((folder / "out.json").read_text())
+
+
+@pytest.mark.parametrize("way", ["c", "torch"])
+def test_all_ranks_get_the_same_bits_and_two_get_those_of_gloo(found: list[dict[str, Any]], way: str) -> None:
+    assert len({one[way]["hash"] for one in found}) == 1
+    assert max(one[way]["apart"] for one in found) < 0.02  # of bfloat16, added up in another order
+    assert found[0][way]["equal"] or len(found) > 2
+
+
+def test_c_and_torch_give_the_same_bits(found: list[dict[str, Any]]) -> None:
+    assert found[0]["torch"]["kind"] == "ByTorch"
+    assert found[0]["c"]["kind"] == ("ByC" if found[0]["built"] else "ByTorch")
+    assert found[0]["c"]["hash"] == found[0]["torch"]["hash"]
+    assert found[0]["c"]["ddp"] == found[0]["torch"]["ddp"]
+
+
+@pytest.mark.parametrize("way", ["c", "torch"])
+def test_ddp_learns_the_same_weights_in_every_type(found: list[dict[str, Any]], way: str) -> None:
+    for one in found:
+        assert one[way]["ddp"] == found[0][way]["ddp"]
+    if len(found) == 2:
+        assert found[0][way]["ddp"] == found[0]["gloo"]
+    # What no channel adds goes through gloo.
+    assert found[0][way]["ddp"]["torch.float16"] == found[0]["gloo"]["torch.float16"]
+
+
+def test_channels_and_models_beside_each_other_do_not_disturb_each_other(found: list[dict[str, Any]]) -> None:
+    size = len(found)
+    for one in found:
+        assert one["c"]["interleaved"] == one["torch"]["interleaved"] == [49.0 * size, 490.0 * size]
+        assert one["two models"] == found[0]["two models"]
+        assert one["mailbox"]
+
+
+def test_no_memory_is_left_open(found: list[dict[str, Any]]) -> None:
+    assert [one["left"]["memfds"] for one in found] == [[]] * len(found)
+
+
+@pytest.mark.parametrize("how", ["kill", "exit"])
+def test_a_rank_that_ends_in_mid_backward_is_noticed_at_once_and_leaves_nothing(tmp_path: Path, how: str) -> None:
+    before = named()
+    out = tmp_path / "out.json"
+    subprocess.run([sys.executable, str(HERE / "lose_together.py"), str(out), how], timeout=60, check=True)
+    said = json.loads(out.read_text())
+    assert said["type"] == "RankLost"
+    assert said["message"] == "rank 1 ended while this one waited for it: if it left a report, the cause is there"
+    assert said["step"] == 5
+    assert said["seconds"] < 2
+    assert {name for name in named() - before if "evenstep" in name} == set()
+
+
+def test_without_a_compiler_nothing_is_built_and_nothing_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.delenv("CC", raising=False)
+    assert library.build(tmp_path) is None
+    assert library.load(tmp_path) is None
+
+
+def test_a_folder_that_cannot_be_written_to_is_no_error(tmp_path: Path) -> None:
+    assert library.build(tmp_path / "nowhere") is None
+    assert library.load(tmp_path / "nowhere") is None
+
+
+def test_a_library_of_another_source_is_not_loaded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    if library.build(tmp_path) is None:
+        pytest.skip("no C compiler here")
+    changed = tmp_path / "sums.c"
+    changed.write_text(library.SOURCE.read_text() + "\n")
+    monkeypatch.setattr(library, "SOURCE", changed)
+    library.load.cache_clear()
+    assert library.load(tmp_path) is None
+    library.load.cache_clear()

@@ -25,6 +25,7 @@ from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks.debugging_hooks import noop_hook
 from torch.nn.parallel import DistributedDataParallel
 
+warnings.filterwarnings("ignore")  # peers warn of settings that are meant
 TUNED = {"gradient_as_bucket_view": True, "static_graph": True, "broadcast_buffers": False}
 NUM_COMPARED = 8
 CLOSE_ENOUGH = 1e-3
@@ -142,10 +143,15 @@ class Handed:
         self._go, self._done = threading.Semaphore(0), threading.Semaphore(0)
         self._error: BaseException | None = None
         threading.Thread(target=self._own, daemon=True).start()
+        # It sets itself up with collectives of its own; another racer's must not come between them.
+        self._wait()
 
     def run(self, num: int) -> None:
         self._left = num
         self._go.release()
+        self._wait()
+
+    def _wait(self) -> None:
         self._done.acquire()
         if self._error is not None:
             raise self._error
@@ -154,6 +160,7 @@ class Handed:
         return len(self._feed)
 
     def __iter__(self) -> Iterator[Columns]:
+        self._done.release()
         self._go.acquire()
         for batch in self._feed:
             yield batch
@@ -269,7 +276,6 @@ def build(
     names: Iterable[str], work: Work, place: Place, levels: tuple[str, ...] = ("default", "best")
 ) -> tuple[dict[str, Steps], dict[str, str]]:
     """Frameworks that are there, at each level; and why not the others."""
-    warnings.filterwarnings("ignore")  # peers warn of settings that are meant
     built, absent = {}, {}
     for name in names:
         peer = FRAMEWORKS[name]

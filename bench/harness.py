@@ -93,7 +93,9 @@ class Row:
         """`0.98: met`, `3: missed by 12 %`, `1: not sure`; nothing where there is no goal."""
         if self.goal is None or self.ratio is None or self.low is None:
             return ""
-        if self.low >= self.goal:
+        if self.low == self.high:
+            word = "one block says nothing"
+        elif self.low >= self.goal:
             word = "met"
         elif self.ratio >= self.goal:
             word = "not sure"
@@ -106,6 +108,8 @@ class Row:
         if self.ratio is None:
             return ""
         digits = 3 if self.ratio < 2 else 2
+        if self.low == self.high:
+            return f"{self.ratio:.{digits}f} (one block)"
         return f"{self.ratio:.{digits}f} ({self.low:.{digits}f} to {self.high:.{digits}f})"
 
 

@@ -2,8 +2,8 @@
 
 python bench/c4_ddp.py [--quick] [--out FILE]
 
-All racers live side by side in the same two processes and take their blocks in turn; a block takes as long as the slower
-rank. The limits send nothing: tuned DDP with torch's `noop_hook`, and no wrapper at all. DDP at its best is
+All racers live side by side in the same two processes and take their blocks in turn; a block takes as long as the
+slower rank. The limits send nothing: tuned DDP with torch's `noop_hook`, and no wrapper at all. DDP at its best is
 gradient_as_bucket_view, static_graph, no broadcast of buffers, and a fused optimizer; so are accelerate, Fabric and
 Lightning. Lightning runs in a thread that waits until its turn comes.
 """
@@ -13,13 +13,14 @@ from __future__ import annotations
 from functools import partial
 from typing import Any
 
-import evenstep
 import harness
 import peers
 import torch
 from harness import Entry, Race, Result
 from models import CIFAR_NET, MLP, MLP_10M, SIMPLE_NET, SMALL_GPT, Work
 from peers import Place
+
+import evenstep
 
 OURS, TUNED, SILENT, BARE = "evenstep, best", "DDP, best", "DDP that sends nothing", "no wrapper, sends nothing"
 FRAMEWORKS = ("accelerate", "Fabric", "Lightning")
@@ -59,9 +60,7 @@ def entries(work: Work) -> dict[str, Entry]:
         TUNED: Entry("peer", "best", goal=GOALS.get(work.name, 1.0)),
         "DDP, best, again": Entry("control", "best", against=TUNED),
         "DDP, default": Entry("peer", "default", goal=1.0),
-        **{
-            f"{name}, {level}": Entry("peer", level, goal=1.0) for name in FRAMEWORKS for level in ("default", "best")
-        },
+        **{f"{name}, {level}": Entry("peer", level, goal=1.0) for name in FRAMEWORKS for level in ("default", "best")},
         SILENT: Entry("limit", "best"),
         BARE: Entry("limit", "best"),
     }

@@ -16,15 +16,16 @@ from importlib.util import find_spec
 from statistics import median
 from typing import Any
 
-import evenstep
 import harness
 import peers
 import psutil
 import torch
-from evenstep.worker.strategies.fsdp import units
 from harness import Entry, Plain, Race, Result
 from models import CIFAR_NET, MLP, MLP_10M, SIMPLE_NET, SMALL_GPT, Work
 from peers import Feed, Place, Steps
+
+import evenstep
+from evenstep.worker.strategies.fsdp import units
 
 OURS, RAW, AGAIN, ACCELERATE = "evenstep", "fully_shard", "fully_shard, again", "accelerate, fsdp2"
 WORKS = {MLP: 40, SIMPLE_NET: 30, CIFAR_NET: 10, MLP_10M: 3, SMALL_GPT: 4}
@@ -137,7 +138,9 @@ def measure(quick: bool) -> Result:
     chosen = {SIMPLE_NET: 10} if quick else WORKS
     races = {work: race(work, steps, 4 if quick else 12) for work, steps in chosen.items()}
     racing = [name for name in (OURS, RAW, ACCELERATE) if all(name not in one.absent for one in races.values())]
-    table, ratios = memory([SIMPLE_NET] if quick else [MLP_10M, SMALL_GPT], racing[:2] if quick else racing, 1 if quick else 3)
+    table, ratios = memory(
+        [SIMPLE_NET] if quick else [MLP_10M, SMALL_GPT], racing[:2] if quick else racing, 1 if quick else 3
+    )
     headline = {
         f"{work.name.split(',')[0]}: ours_over_{key}": harness.ours_over(one, name)
         for work, one in races.items()

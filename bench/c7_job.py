@@ -1,11 +1,12 @@
-"""C7: a whole job, from the command to the accuracy: SimpleNet on MNIST, 2 ranks x 64, 2 epochs, then the test pictures.
+"""C7: a whole job, from the command to the accuracy: SimpleNet on MNIST, 2 ranks x 64, 2 epochs, the test pictures.
 
 python bench/c7_job.py [--quick] [--out FILE] [--data FOLDER]
 
 FOLDER holds MNIST's four files, packed or not; without it, ten noisy patterns in the same format. Every racer is a
-command of its own, by turns, and its time is that of the command from start to end. One that does not reach the accuracy
-is not in the race. torchvision is not used: the per-sample dataset does by hand what it does by way of PIL, in less time.
-The limit is the steps alone: as many as the job has, on batches in memory, in two processes that send nothing.
+command of its own, by turns, and its time is that of the command from start to end. One that does not reach the
+accuracy is not in the race. torchvision is not used: the per-sample dataset does by hand what it does by way of PIL, in
+less time. The limit is the steps alone: as many as the job has, on batches in memory, in two processes that send
+nothing.
 """
 
 from __future__ import annotations
@@ -35,7 +36,12 @@ from pictures import BATCH_A_RANK, RANKS, make, read  # noqa: E402
 
 ACCURACY = 0.965
 LONGEST_SECONDS = 300
-OURS, WRITTEN, ONE_THREAD, LIMIT = "evenstep train", "tutorial, as written", "tutorial, one thread a rank", "the steps alone"
+OURS, WRITTEN, ONE_THREAD, LIMIT = (
+    "evenstep train",
+    "tutorial, as written",
+    "tutorial, one thread a rank",
+    "the steps alone",
+)
 AGAIN = "tutorial, one thread a rank, again"
 
 
@@ -154,7 +160,9 @@ def measure(folder: str, what: str, quick: bool) -> Result:
     title = f"SimpleNet on {what}, {num_train:,} pictures, 2 ranks x 64, {epochs} epoch{'s' * (epochs > 1)}"
     race = harness.judge(title, "s", ENTRIES, figures, absent=absent)
     reached = {name: min(job.accuracies) for name, job in racing.items() if job.accuracies}
-    race.notes.append("Accuracy, the least of all runs: " + ", ".join(f"{name} {one:.4f}" for name, one in reached.items()))
+    race.notes.append(
+        "Accuracy, the least of all runs: " + ", ".join(f"{name} {one:.4f}" for name, one in reached.items())
+    )
     keys = {"tutorial": WRITTEN, "tutorial_one_thread": ONE_THREAD, "steps_alone": LIMIT}
     headline = {f"ours_over_{key}": harness.ours_over(race, name) for key, name in keys.items()}
     goal = "10 x the tutorial as written, 2 x with one thread a rank"

@@ -3,8 +3,9 @@
 python bench/growth.py [--quick] [--out FILE]
 
 Every point is measured in processes of its own, one thread each, by turns up and down. Memory is what the largest rank
-took beyond what it had before, with its data (49 MiB at most). The slope is that of a straight line through the logarithms: 1 is proportional, 0 is
-constant; it is also given for the upper half alone, where fixed costs no longer count.
+took beyond what it had before, with its data (49 MiB at most). The slope is that of a straight line through the
+logarithms: 1 is proportional, 0 is constant; it is also given for the upper half alone, where fixed costs no longer
+count.
 """
 
 from __future__ import annotations
@@ -17,16 +18,17 @@ from functools import partial
 from itertools import islice
 from statistics import median
 
-import evenstep
 import harness
 import peers
 import psutil
 import torch
-from evenstep.worker.machine import num_cores
 from harness import Plain, Result
 from models import SIMPLE_NET, Work, mlp, num_parameters, pictures
 from torch import nn
 from torch.nn import functional as F
+
+import evenstep
+from evenstep.worker.machine import num_cores
 
 WIDTHS = {"1M": 762, "3M": 1491, "10M": 2912, "30M": 5226, "100M": 9743}
 """Of a network 512-w-w-10 with about so many parameters."""
@@ -127,9 +129,7 @@ def table(title: str, heads: list[str], sizes: Sequence[float], found: Mapping[s
     """A row for each size; below it, the slope of every column."""
     rows = [[name, *(harness.number(value) for value in values)] for name, values in found.items()]
     columns = list(zip(*found.values(), strict=True))
-    notes = [
-        slopes(head, sizes, column) for head, column in zip(heads[1:], columns, strict=True) if min(column) > 0
-    ]
+    notes = [slopes(head, sizes, column) for head, column in zip(heads[1:], columns, strict=True) if min(column) > 0]
     return Plain(title, heads, rows, notes if len(sizes) > 1 else [])
 
 

@@ -28,11 +28,12 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any, Literal
 
-import evenstep
 import torch.distributed as dist
-from evenstep.worker.machine import facts
 from rich.console import Console
 from rich.table import Table
+
+import evenstep
+from evenstep.worker.machine import facts
 
 Block = Callable[[], float]
 Kind = Literal["ours", "peer", "limit", "control"]
@@ -203,19 +204,28 @@ def judge(
         row = Row(name, entry.kind, entry.level, statistics.median(own), note=entry.note)
         if other != name and not (entry.kind == "ours" and entry.against is None):
             # What is asked is how fast ours is beside the other; a control and a way of ours are themselves asked for.
-            quick, slow = (list(figures[other]), own) if entry.kind in ("peer", "limit") else (own, list(figures[other]))
+            quick, slow = (
+                (list(figures[other]), own) if entry.kind in ("peer", "limit") else (own, list(figures[other]))
+            )
             found = compared(slow, quick) if is_rate else compared(quick, slow)
             row = Row(
-                name, entry.kind, entry.level, row.value, found.ratio, found.low, found.high, entry.goal, other, entry.note
+                name,
+                entry.kind,
+                entry.level,
+                row.value,
+                found.ratio,
+                found.low,
+                found.high,
+                entry.goal,
+                other,
+                entry.note,
             )
         rows.append(row)
     return Race(title, unit, rows, dict(absent or {}))
 
 
 def _ours_for(entries: Mapping[str, Entry], figures: Mapping[str, Sequence[float]], level: str) -> str:
-    ours = [
-        name for name, one in entries.items() if one.kind == "ours" and one.against is None and name in figures
-    ]
+    ours = [name for name, one in entries.items() if one.kind == "ours" and one.against is None and name in figures]
     return next((name for name in ours if entries[name].level == level), ours[-1])
 
 

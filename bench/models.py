@@ -1,14 +1,16 @@
-"""What is trained in every race: a network, random data of its shape, a loss and a global batch. One definition for all."""
+"""What is trained in every race: a network, random data of its shape, a loss, a global batch; defined once for all."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from itertools import pairwise
 
 import torch
-from evenstep.tasks.networks import GPT
 from torch import Tensor, nn
 from torch.nn import functional as F
+
+from evenstep.tasks.networks import GPT
 
 Columns = tuple[Tensor, Tensor]
 
@@ -43,7 +45,7 @@ class Work:
 def mlp(*widths: int) -> nn.Module:
     """Linear layers with ReLU between them."""
     layers: list[nn.Module] = []
-    for width, following in zip(widths, widths[1:], strict=False):
+    for width, following in pairwise(widths):
         layers += [nn.Linear(width, following), nn.ReLU()]
     return nn.Sequential(*layers[:-1])
 

@@ -2,10 +2,10 @@
 
 python bench/scaling.py [--quick] [--out FILE]
 
-One rank is the raw loop with a fused optimizer, which carries none of our cost. Two ranks are ours, with the batch of the
-one rank (each has half of it) and with twice that. All take their blocks in turn in the same two processes; while one
-rank computes alone, the other waits. Exposed is what a step of two ranks takes beyond the same step that sends nothing,
-run by both at once: a ceiling that already has what two cores lose by sharing their memory.
+One rank is the raw loop with a fused optimizer, which carries none of our cost. Two ranks are ours, with the batch of
+the one rank (each has half of it) and with twice that. All take their blocks in turn in the same two processes; while
+one rank computes alone, the other waits. Exposed is what a step of two ranks takes beyond the same step that sends
+nothing, run by both at once: a ceiling that already has what two cores lose by sharing their memory.
 """
 
 from __future__ import annotations
@@ -16,13 +16,14 @@ from functools import partial
 from statistics import median
 from typing import Any
 
-import evenstep
 import harness
 import peers
 import torch
 from harness import Plain, Result
 from models import CIFAR_NET, MLP_10M, SIMPLE_NET, SMALL_GPT, Work
 from peers import Place
+
+import evenstep
 
 WORKS = {SIMPLE_NET: 50, CIFAR_NET: 15, MLP_10M: 4, SMALL_GPT: 5}
 """Steps of a block."""

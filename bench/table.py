@@ -95,7 +95,12 @@ def page(found: dict[str, Found]) -> list[str]:
     lines = ["### All goals", "", *summary(found, "../bench/results"), ""]
     for key, part in PARTS.items():
         if key not in found:
-            lines += [f"### {key}", "", f"Not measured yet: no result of `bench/{part.file}` is in `bench/results`.", ""]
+            lines += [
+                f"### {key}",
+                "",
+                f"Not measured yet: no result of `bench/{part.file}` is in `bench/results`.",
+                "",
+            ]
             continue
         one = found[key]
         lines += [f"### {key}: {one.result.title}", "", f"Goal: {one.result.goal}.", ""]

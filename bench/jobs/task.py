@@ -5,11 +5,12 @@ from pathlib import Path
 
 import torch
 import torch.nn.functional as F
+
 from evenstep import Task
 
 sys.path.insert(0, str(Path(__file__).parent))
 
-from pictures import BATCH_A_RANK, DEVIATION, MEAN, RANKS, SimpleNet, read  # noqa: E402
+from pictures import BATCH_A_RANK, DEVIATION, MEAN, RANKS, SimpleNet, read
 
 
 def scaled(pixels):

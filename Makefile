@@ -5,11 +5,12 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.stamp
 BENCH_VENV := .venv-bench
 BENCH_STAMP := $(BENCH_VENV)/.stamp
-BENCH_PYTHON = $(if $(wildcard $(BENCH_STAMP)),$(BENCH_VENV),$(VENV))/bin/python
+BENCH_READY = $(if $(wildcard $(BENCH_STAMP)),$(BENCH_STAMP),$(STAMP))
+BENCH_PYTHON = $(dir $(BENCH_READY))bin/python
 # uv reads neither PIP_FIND_LINKS nor pip's configuration; without this it would miss a CPU wheel that pip sees.
 export UV_FIND_LINKS ?= $(PIP_FIND_LINKS)
 
-.PHONY: setup demo test test-all check bench bench-setup bench-quick clean
+.PHONY: setup demo test test-all check bench bench-setup bench-quick bench-more clean
 
 setup: $(STAMP)
 
@@ -50,10 +51,16 @@ $(BENCH_STAMP): pyproject.toml constraints.txt bench/requirements.txt
 	    -c constraints.txt -r bench/requirements.txt -e .
 	@touch $(BENCH_STAMP)
 
-bench: $(STAMP)
+bench: $(BENCH_READY)
 	$(BENCH_PYTHON) bench/suite.py $(if $(DATA),--data $(DATA))
 
-bench-quick: $(STAMP)
+# Whether what evenstep says of itself is right: the parts of a step, its advice, what comparing replicas costs.
+bench-more: $(STAMP)
+	$(BIN)/python bench/parts.py --out bench/results/$(shell date +%F)-parts-cpu.json
+	$(BIN)/python bench/advice.py bench/results/$(shell date +%F)-advice-cpu.json
+	$(BIN)/python bench/replicas.py bench/results/$(shell date +%F)-replicas-cpu.json
+
+bench-quick: $(BENCH_READY)
 	@$(BENCH_PYTHON) bench/quick.py
 
 clean:

@@ -1,12 +1,16 @@
-# make demo | test | test-all | check | bench: each makes the environment first, once.
+# make demo | test | test-all | check | bench | bench-quick | bench-setup: each makes the environment first, once.
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.stamp
+BENCH_VENV := .venv-bench
+BENCH_STAMP := $(BENCH_VENV)/.stamp
+BENCH_READY = $(if $(wildcard $(BENCH_STAMP)),$(BENCH_STAMP),$(STAMP))
+BENCH_PYTHON = $(dir $(BENCH_READY))bin/python
 # uv reads neither PIP_FIND_LINKS nor pip's configuration; without this it would miss a CPU wheel that pip sees.
 export UV_FIND_LINKS ?= $(PIP_FIND_LINKS)
 
-.PHONY: setup demo test test-all check bench clean
+.PHONY: setup demo test test-all check bench bench-setup bench-quick bench-more clean
 
 setup: $(STAMP)
 
@@ -34,14 +38,30 @@ check: $(STAMP)
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
-bench: $(STAMP)
-	$(BIN)/python bench/step_cost.py
-	$(BIN)/python bench/input.py
-	$(BIN)/python bench/start.py
-	$(BIN)/python bench/replicas.py
-	$(BIN)/python bench/parts.py
-	$(BIN)/python bench/advice.py
-	$(BIN)/python bench/allreduce.py
+# The peers have an environment of their own; without it, .venv races those that it has.
+bench-setup: $(BENCH_STAMP)
+
+$(BENCH_STAMP): pyproject.toml constraints.txt bench/requirements.txt
+	@echo "making the environment of the peers in $(BENCH_VENV) ..."
+	@$(PYTHON) -m venv $(BENCH_VENV)
+	@$(BENCH_VENV)/bin/python -m pip install -q --disable-pip-version-check uv 2>/dev/null \
+	  && $(BENCH_VENV)/bin/uv pip install -q --compile-bytecode --python $(BENCH_VENV)/bin/python \
+	    -c constraints.txt -r bench/requirements.txt -e . \
+	  || $(BENCH_VENV)/bin/python -m pip install -q --disable-pip-version-check \
+	    -c constraints.txt -r bench/requirements.txt -e .
+	@touch $(BENCH_STAMP)
+
+bench: $(BENCH_READY)
+	$(BENCH_PYTHON) bench/suite.py $(if $(DATA),--data $(DATA))
+
+# Whether what evenstep says of itself is right: the parts of a step, its advice, what comparing replicas costs.
+bench-more: $(STAMP)
+	$(BIN)/python bench/parts.py --out bench/results/$(shell date +%F)-parts-cpu.json
+	$(BIN)/python bench/advice.py bench/results/$(shell date +%F)-advice-cpu.json
+	$(BIN)/python bench/replicas.py bench/results/$(shell date +%F)-replicas-cpu.json
+
+bench-quick: $(BENCH_READY)
+	@$(BENCH_PYTHON) bench/quick.py
 
 clean:
-	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(BENCH_VENV) .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -28,6 +28,7 @@ from torch.nn import functional as F
 sys.path.insert(0, str(Path(__file__).parent))
 
 from harness import Ratio, compared, show, write
+from models import MLP_10M, SIMPLE_NET
 
 from evenstep import Task
 from evenstep.launcher.prepare import prepare
@@ -45,13 +46,12 @@ BATCH = {"simple_net": 128, "wide_mlp": 64, "small_cnn": 64}
 
 def simple_net() -> Task:
     """The tutorials' network for MNIST, on random pictures."""
-    return _task(lambda: nn.Sequential(nn.Linear(784, 256), nn.ReLU(), nn.Linear(256, 10)), (784,), "simple_net")
+    return _task(SIMPLE_NET.network, (784,), "simple_net")
 
 
 def wide_mlp() -> Task:
     """10 million parameters: what it sends is most of the step."""
-    layers = [nn.Linear(1024, 2048), nn.ReLU(), nn.Linear(2048, 3072), nn.ReLU(), nn.Linear(3072, 512), nn.ReLU()]
-    return _task(lambda: nn.Sequential(*layers, nn.Linear(512, 10)), (1024,), "wide_mlp")
+    return _task(MLP_10M.network, (1024,), "wide_mlp")
 
 
 def small_cnn() -> Task:

@@ -12,7 +12,7 @@ from typing import Any
 
 import harness
 import torch
-from torch import nn
+from models import mlp
 from torch.nn import functional as F
 
 import evenstep
@@ -20,8 +20,8 @@ from evenstep.plan import USUAL
 from evenstep.worker.replicas import ReplicaCheck
 
 MODELS = {
-    "MLP 784-256-10": lambda: nn.Sequential(nn.Linear(784, 256), nn.ReLU(), nn.Linear(256, 10)),
-    "MLP of 10 M": lambda: nn.Sequential(nn.Linear(784, 2900), nn.ReLU(), nn.Linear(2900, 2600), nn.Linear(2600, 10)),
+    "MLP 784-256-10": lambda: mlp(784, 256, 10),
+    "MLP of 10 M": lambda: mlp(784, 2900, 2600, 10),
 }
 BATCH = 128
 ROUNDS, STEPS = 9, 10

@@ -1,6 +1,6 @@
-"""How fast samples come: one process, one thread, on the CPU, in four tables.
+"""C2: how fast samples come. One process, one thread, on the CPU, in four tables.
 
-python bench/input.py [OUT.json]
+python bench/c2_input.py [--quick] [--out FILE]
 
 1. Shuffled batches of bytes, as tuples and as dicts: evenstep, torch's DataLoader as people write it and as well as it
    can be tuned, and what indexing alone would take. What each racer delivers is compared first: every sample once.
@@ -17,7 +17,6 @@ import itertools
 import multiprocessing
 import resource
 import statistics
-import sys
 import time
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import asdict, dataclass
@@ -26,6 +25,7 @@ from typing import Any
 import harness
 import psutil
 import torch
+from harness import Plain, Race, Result, Row
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, RandomSampler, Sampler, TensorDataset
 
@@ -44,6 +44,7 @@ GOALS = {
     "X[index]": 0.8,
 }
 """Ours / theirs, at least."""
+AGAIN, LIMITS = "evenstep, again", ("X[index]", "index_select")
 
 ORDER_SIZES = (60_000, 10_000_000, 1_000_000_000)
 ORDER_BATCH = 128
@@ -92,6 +93,9 @@ WORKS = (
     Work("CIFAR, tuple, batch 128", CIFAR, as_tuple, 128),
     Work("CIFAR, dict, batch 128", CIFAR, as_dict, 128),
 )
+
+
+QUICK = Work("12,800 pictures as in Fashion-MNIST, tuple, batch 128", (12_800, 28, 28), as_tuple, 128)
 
 
 class PerSample(Dataset[Any]):
@@ -238,37 +242,26 @@ def peers(work: Work) -> Iterator[tuple[str, Racer]]:
     yield "index_select", limit(lambda column, index: column.index_select(0, index))
 
 
-def race_all(work: Work) -> dict[str, harness.Ratio]:
+def race_all(work: Work, rounds: int) -> Race:
     """Ours against each, as ours / theirs; first against itself."""
     own = ours(work)
     expected = own.content()
     results = {}
-    for name, racer in itertools.chain([("ours again", ours(work))], peers(work)):
+    for name, racer in itertools.chain([(AGAIN, ours(work))], peers(work)):
         if racer.content() != expected:
             raise SystemExit(f"{work.name}: {name} does not deliver the same samples; no race")
         racer.short(SLOW_BATCHES_A_BLOCK, work.batch)
-        results[name] = harness.race(racer.samples_per_second, own.samples_per_second, ROUNDS)
-    return results
+        results[name] = harness.race(racer.samples_per_second, own.samples_per_second, rounds)
+    median = statistics.median(row.second for row in results.values())
+    rows = [Row("evenstep", "ours", "", median), *(entered(name, row) for name, row in results.items())]
+    return Race(work.name, "samples/s", rows)
 
 
-def as_json(results: dict[str, harness.Ratio]) -> dict[str, dict[str, float]]:
-    return {name: row.figures("samples_per_second") for name, row in results.items()}
-
-
-def show_race(work: Work, results: dict[str, harness.Ratio]) -> None:
-    own = statistics.median(row.second for row in results.values())
-    harness.show(
-        f"\n{work.name}: evenstep {own:,.0f} samples/s",
-        ("against", "samples/s", "ours / theirs", "95 %", "goal"),
-        (
-            (name, f"{row.first:,.0f}", f"{row.ratio:.3f}", row.interval, judged(row, GOALS.get(name)))
-            for name, row in results.items()
-        ),
-    )
-
-
-def judged(row: harness.Ratio, goal: float | None) -> str:
-    return "" if goal is None else f"{goal:g}: {'met' if row.low >= goal else 'missed'}"
+def entered(name: str, found: harness.Ratio) -> Row:
+    """A racer in the table; goals are of ours / theirs."""
+    kind: harness.Kind = "control" if name == AGAIN else "limit" if name in LIMITS else "peer"
+    goal = GOALS.get(name, 1.0 if kind == "peer" else None)
+    return Row(name, kind, "", found.first, found.ratio, found.low, found.high, goal, "evenstep")
 
 
 def our_order(num: int) -> Callable[[int, int], Any]:
@@ -334,20 +327,17 @@ def order_costs() -> dict[str, dict[str, Any]]:
     return results
 
 
-def show_orders(results: dict[str, dict[str, Any]]) -> None:
+def table_of_orders(results: dict[str, dict[str, Any]]) -> Plain:
     rows = []
     for name, row in results.items():
         if "first_ms" in row:
             memory = f"{row['peak_bytes'] / 1e6:,.1f} MB"
-            rows.append((name, f"{row['first_ms']:,.1f}", f"{row['batch_us']:.1f}", memory))
+            rows.append([name, f"{row['first_ms']:,.1f}", f"{row['batch_us']:.1f}", memory])
         else:
             (needed,) = row.values()
-            rows.append((name, "not run", "", f"would need {needed / 1e9:.0f} GB"))
-    harness.show(
-        f"\nThe order of samples, batches of {ORDER_BATCH}",
-        ("samples: order", "first batch ms", "each batch us", "peak memory"),
-        rows,
-    )
+            rows.append([name, "not run", "", f"would need {needed / 1e9:.0f} GB"])
+    heads = ["samples: order", "first batch ms", "each batch us", "peak memory"]
+    return Plain(f"The order of samples, batches of {ORDER_BATCH}", heads, rows)
 
 
 class Waiting(Dataset[Any]):
@@ -390,12 +380,11 @@ def waits() -> dict[str, dict[str, float]]:
     }
 
 
-def show_waits(results: dict[str, dict[str, float]]) -> None:
-    harness.show(
-        f"\nLoader workers: {WAIT_SECONDS * 1e3:g} ms of waiting for each sample, batch {WAIT_BATCH}, samples/s",
-        ("workers", "alone", f"beside steps of {WAIT_SECONDS * WAIT_BATCH * 1e3:g} ms"),
-        ((name, f"{row['alone']:,.0f}", f"{row['beside_steps']:,.0f}") for name, row in results.items()),
-    )
+def table_of_waits(results: dict[str, dict[str, float]]) -> Plain:
+    title = f"Loader workers: {WAIT_SECONDS * 1e3:g} ms of waiting for each sample, batch {WAIT_BATCH}, samples/s"
+    heads = ["workers", "alone", f"beside steps of {WAIT_SECONDS * WAIT_BATCH * 1e3:g} ms"]
+    rows = [[name, f"{row['alone']:,.0f}", f"{row['beside_steps']:,.0f}"] for name, row in results.items()]
+    return Plain(title, heads, rows)
 
 
 def race_per_sample(workers: int) -> harness.Ratio:
@@ -414,37 +403,34 @@ def race_per_sample(workers: int) -> harness.Ratio:
         loader.close()
 
 
-def show_per_sample(results: dict[str, harness.Ratio]) -> None:
-    harness.show(
-        "\nA dataset read sample by sample, Fashion-MNIST, batch 128, samples/s",
-        ("workers", "DataLoader", "evenstep", "ours / theirs", "95 %"),
-        (
-            (name, f"{row.first:,.0f}", f"{row.second:,.0f}", f"{row.ratio:.3f}", row.interval)
-            for name, row in results.items()
-        ),
-    )
+def table_of_singles(results: dict[str, harness.Ratio]) -> Plain:
+    title = "A dataset read sample by sample, Fashion-MNIST, batch 128, samples/s"
+    heads = ["workers", "DataLoader", "evenstep", "ours is x as fast", "95 %"]
+    rows = [
+        [name, f"{row.first:,.0f}", f"{row.second:,.0f}", f"{row.ratio:.3f}", row.interval]
+        for name, row in results.items()
+    ]
+    return Plain(title, heads, rows)
+
+
+def measure(quick: bool) -> Result:
+    torch.set_num_threads(1)
+    if quick:
+        races, tables = [race_all(QUICK, 3)], []
+    else:
+        orders = order_costs()  # first, while this process is small
+        races, tables = [race_all(work, ROUNDS) for work in WORKS], [table_of_orders(orders)]
+        singles = {str(workers): race_per_sample(workers) for workers in (0, 1, 2)}
+        tables += [table_of_waits(waits()), table_of_singles(singles)]
+    keys = {"dataloader": "DataLoader, per sample", "getitems": "DataLoader, __getitems__", "index": "X[index]"}
+    headline = {f"ours_over_{key}": harness.ours_over(races[0], name) for key, name in keys.items()}
+    goal = "15 x DataLoader, 1.2 x __getitems__"
+    return Result("C2", "input", goal, races, tables, headline)
 
 
 def main() -> None:
-    torch.set_num_threads(1)
-    orders = order_costs()  # first, while this process is small
-    races = {}
-    for work in WORKS:
-        races[work.name] = race_all(work)
-        show_race(work, races[work.name])
-    show_orders(orders)
-    waiting = waits()
-    show_waits(waiting)
-    singles = {str(workers): race_per_sample(workers) for workers in (0, 1, 2)}
-    show_per_sample(singles)
-    if len(sys.argv) > 1:
-        results = {
-            "ours / theirs": {work: as_json(rows) for work, rows in races.items()},
-            "order": orders,
-            "workers": waiting,
-            "per sample, ours / theirs": as_json(singles),
-        }
-        harness.write(sys.argv[1], "python bench/input.py", results)
+    given = harness.parser(__doc__).parse_args()
+    harness.finish(measure(given.quick), given.out)
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
-"""How long from the command to the first step, and from a killed rank to the next step: evenstep and torchrun.
+"""C6: how long from the command to the first step, and from a killed rank to the next step: evenstep and torchrun.
 
-python bench/start.py [OUT.json] [--quick]      on the CPU, one thread a process
+python bench/c6_start.py [--quick] [--out FILE]      on the CPU, one thread a process
 
 1. From right before the command is started to the end of the first optimizer step of the last rank, for 2 and 4 ranks.
 2. From the SIGKILL of rank 1, at its step 5, to the end of its first step after the one restart that is allowed; rank 0
@@ -14,29 +14,29 @@ one number, with nobody to watch them.
 
 from __future__ import annotations
 
-import argparse
+import math
 import os
 import socket
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
-from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
 from pathlib import Path
 
 import harness
 import psutil
+from harness import Entry, Race, Result
 
-ROUNDS = 4
+ROUNDS = 6
 RANKS = (2, 4)
 START_STEPS = 3
 RECOVERY_STEPS = 10
 LONGEST_SECONDS = 60
-GOAL = 0.5
-"""Of torchrun's time, at most."""
+GOAL = 2.0
+"""Times as fast as torchrun, at least."""
 CONTROL = "torchrun again"
 
 SHARED = f"""
@@ -189,19 +189,9 @@ class Racer:
     num_ranks: int
     is_trained: bool = True
 
-    def start_seconds(self) -> float:
-        """From the command to the end of the first step of the last rank."""
-        return self._run({})[0]
-
-    def recovery_seconds(self) -> float:
-        """From the death of rank 1 to the end of its first step after it."""
-        return self._run({"KILL": "1"})[0]
-
-    def learned(self, more: Mapping[str, str]) -> float | None:
-        """The sum of all weights after the run; None where nothing is trained."""
-        return self._run(more)[1]
-
-    def _run(self, more: Mapping[str, str]) -> tuple[float, float | None]:
+    def run(self, more: Mapping[str, str]) -> tuple[float, float | None]:
+        """Seconds to the end of the first step of the last rank, or from the death of rank 1 to its next step; and the
+        sum of all weights after the run, where something is trained."""
         with tempfile.TemporaryDirectory(prefix="evenstep-bench-") as name:
             folder = Path(name)
             for file, text in FILES.items():
@@ -270,8 +260,8 @@ def starting(num_ranks: int) -> dict[str, Racer]:
         CONTROL: torchrun,
         "evenstep run": one(num_ranks, "evenstep", "run", "--devices", num, "script.py", steps),
         "evenstep train": one(num_ranks, "evenstep", "train", "task.py", "--devices", num, "--steps", steps),
-        "limit: import torch, join by hand": by_hand(num_ranks, "joining.py"),
-        "limit: import torch, one process": by_hand(1, "importing.py"),
+        "import torch, join by hand": by_hand(num_ranks, "joining.py"),
+        "import torch, one process": by_hand(1, "importing.py"),
     }
     if find_spec("accelerate"):
         # `accelerate launch --cpu` starts one process; accelerate's own way to several on a CPU is torchrun (or MPI).
@@ -295,66 +285,86 @@ def recovering(num_ranks: int) -> dict[str, Racer]:
     }
 
 
-def able(racers: Mapping[str, Racer], more: Mapping[str, str]) -> tuple[dict[str, Racer], dict[str, str]]:
-    """Those that run and learn what torchrun's script learns, after one run that is not timed; and why not the rest."""
-    expected = racers["torchrun"].learned(more)
+Firsts = dict[str, float]
+"""Seconds of the run in which a racer showed what it learns."""
+
+
+def able(racers: Mapping[str, Racer], more: Mapping[str, str]) -> tuple[Firsts, dict[str, str]]:
+    """Those that run and learn what torchrun's script learns, after one run; and why not the rest."""
+    firsts, absent = {}, {}
+    firsts["torchrun"], expected = racers["torchrun"].run(more)
     assert expected is not None
-    absent = {}
     for name, racer in racers.items():
+        if name in ("torchrun", CONTROL):
+            continue
         try:
-            learned = racer.learned(more) if name not in ("torchrun", CONTROL) else expected
+            firsts[name], learned = racer.run(more)
         except NotThere as error:
             absent[name] = f"not there yet: {error}"
         else:
             if learned is not None and abs(learned - expected) > 1e-3:
                 absent[name] = f"learned something else: {learned:.4f}, not {expected:.4f}"
-    return {name: racer for name, racer in racers.items() if name not in absent}, absent
+    return {name: seconds for name, seconds in firsts.items() if name not in absent}, absent
 
 
-Results = dict[str, dict[str, float] | str]
+RUN, TRAIN = "evenstep run", "evenstep train"
+ENTRIES = {
+    RUN: Entry("ours"),
+    TRAIN: Entry("ours", goal=GOAL, against="torchrun"),
+    "torchrun": Entry("peer", goal=GOAL),
+    CONTROL: Entry("control", against="torchrun"),
+    "accelerate, by torchrun": Entry("peer", goal=GOAL),
+    "import torch, join by hand": Entry("limit"),
+    "import torch, one process": Entry("limit"),
+}
+"""`evenstep run` runs the very script that torchrun runs, so it is the one that others are compared with."""
 
 
-def race(title: str, racers: Mapping[str, Racer], clock: Callable[[Racer], float], rounds: int) -> Results:
-    """All racers by turns; each against torchrun."""
-    able_racers, absent = able(racers, {"KILL": "1"} if clock is Racer.recovery_seconds else {})
-    figures = harness.interleaved({name: partial(clock, racer) for name, racer in able_racers.items()}, rounds)
-    rows, results = [], dict[str, dict[str, float] | str](absent)
-    for name, seconds in figures.items():
-        ratio = harness.compared(figures["torchrun"], seconds)
-        spread = {"fastest_s": min(seconds), "slowest_s": max(seconds)}
-        results[name] = {**ratio.figures("s"), **spread}
-        reached = ("yes" if ratio.high <= GOAL else "no") if name.startswith("evenstep") else ""
-        between = f"{min(seconds):.2f} to {max(seconds):.2f}"
-        rows.append((name, f"{ratio.second:.2f}", between, f"{ratio.ratio:.3f}", ratio.interval, reached))
-    rows += [(name, "-", why, "", "", "no") for name, why in absent.items()]
-    harness.show(title, ("", "s", "spread", "/ torchrun", "95 %", f"goal {GOAL}"), rows)
-    return results
+KILL = {"KILL": "1"}
 
 
-def versions() -> dict[str, str]:
-    found = {}
-    for name in ("torch", "accelerate", "evenstep"):
-        try:
-            found[name] = version(name)
-        except PackageNotFoundError:
-            found[name] = "absent"
-    return found
+def race(title: str, racers: Mapping[str, Racer], more: Mapping[str, str], rounds: int) -> Race:
+    """All racers by turns; with no rounds, the runs in which learning is compared are all there is."""
+    firsts, absent = able(racers, more)
+    figures: dict[str, list[float]] = {name: [seconds] for name, seconds in firsts.items()}
+    if rounds:
+        running = {name: racer for name, racer in racers.items() if name not in absent}
+        blocks = {name: partial(_seconds, racer, more) for name, racer in running.items()}
+        figures = harness.interleaved(blocks, rounds)
+    return harness.judge(title, "s", ENTRIES, figures, absent=absent)
+
+
+def _seconds(racer: Racer, more: Mapping[str, str]) -> float:
+    return racer.run(more)[0]
+
+
+def _few(racers: dict[str, Racer], quick: bool) -> dict[str, Racer]:
+    return {name: racers[name] for name in ("torchrun", RUN, TRAIN, "import torch, join by hand")} if quick else racers
+
+
+def measure(quick: bool) -> Result:
+    rounds = 0 if quick else ROUNDS
+    ranks = RANKS[:1] if quick else RANKS
+    races = [
+        race(f"command to the end of the first step, {num} ranks", _few(starting(num), quick), {}, rounds)
+        for num in ranks
+    ]
+    killed = f"SIGKILL of rank 1 to the end of its next step, {RANKS[0]} ranks"
+    if not quick:
+        races.append(race(killed, recovering(RANKS[0]), KILL, rounds))
+    start = races[0]
+    headline = {
+        "run_over_torchrun": harness.ours_over(start, "torchrun"),
+        "train_over_torchrun": next((1 / row.ratio for row in start.rows if row.name == TRAIN and row.ratio), math.nan),
+        "run_over_import_and_join": harness.ours_over(start, "import torch, join by hand"),
+    }
+    goal = "half of torchrun's time"
+    return Result("C6", "command to first step, and from kill -9 to the next", goal, races, headline=headline)
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("out", nargs="?", metavar="OUT.json")
-    parser.add_argument("--quick", action="store_true", help="one block of each, after the one that is not timed")
-    arguments = parser.parse_args()
-    rounds = 1 if arguments.quick else ROUNDS
-    results: dict[str, object] = {"versions": versions(), "rounds": rounds, "goal": GOAL}
-    for num_ranks in RANKS:
-        title = f"command to the end of the first step, {num_ranks} ranks"
-        results[title] = race(title, starting(num_ranks), Racer.start_seconds, rounds)
-    title = f"SIGKILL of rank 1 to the end of its next step, {RANKS[0]} ranks"
-    results[title] = race(title, recovering(RANKS[0]), Racer.recovery_seconds, rounds)
-    if arguments.out:
-        harness.write(arguments.out, "python bench/start.py", results)
+    given = harness.parser(__doc__).parse_args()
+    harness.finish(measure(given.quick), given.out)
 
 
 if __name__ == "__main__":

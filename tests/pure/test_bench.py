@@ -1,0 +1,223 @@
+"""The arithmetic of the benchmarks, the pages made from their results, and that one of them runs. Never a time."""
+
+from __future__ import annotations
+
+import json
+import random
+import subprocess
+import sys
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+BENCH = Path(__file__).parents[2] / "bench"
+sys.path.insert(0, str(BENCH))
+
+import growth  # noqa: E402
+import harness  # noqa: E402
+import peers  # noqa: E402
+import suite  # noqa: E402
+import table  # noqa: E402
+from harness import Entry, Plain, Race, Result, Row  # noqa: E402
+from models import MLP  # noqa: E402
+
+
+def noisy(median: float, count: int, seed: int) -> list[float]:
+    draw = random.Random(seed)
+    return [median * (1 + draw.uniform(-0.05, 0.05)) for _ in range(count)]
+
+
+def test_a_ratio_is_the_median_of_the_rounds_and_its_interval_holds_the_truth() -> None:
+    inside = 0
+    for seed in range(40):
+        found = harness.compared(noisy(2.0, 15, seed), noisy(3.0, 15, 1000 + seed))
+        assert found.low <= found.ratio <= found.high
+        inside += found.low <= 1.5 <= found.high
+    assert inside >= 34
+
+
+def test_a_drift_that_both_share_does_not_touch_the_ratio() -> None:
+    drift = [1.0, 1.5, 4.0, 2.0]
+    found = harness.compared([2 * one for one in drift], [3 * one for one in drift])
+    assert (found.ratio, found.low, found.high) == (1.5, 1.5, 1.5)
+
+
+def test_rounds_go_forwards_and_backwards() -> None:
+    turns: list[str] = []
+
+    def block(name: str) -> harness.Block:
+        return lambda: float(len(turns)) if turns.append(name) is None else 0.0
+
+    figures = harness.interleaved({name: block(name) for name in "ABC"}, 2)
+    assert turns == list("ABCCBA")
+    assert figures == {"A": [1.0, 6.0], "B": [2.0, 5.0], "C": [3.0, 4.0]}
+
+
+ENTRIES = {
+    "ours, best": Entry("ours", "best"),
+    "ours": Entry("ours", "default"),
+    "ours, whole": Entry("ours", "best", goal=0.98, against="bare"),
+    "bare": Entry("limit", "best", goal=0.98),
+    "bare, again": Entry("control", "best", against="bare"),
+    "peer, default": Entry("peer", "default", goal=1.0),
+    "peer, best": Entry("peer", "best", goal=3.0),
+    "gone": Entry("peer", "best", goal=1.0),
+}
+
+
+def raced(is_rate: bool = False) -> Race:
+    times = {"ours, best": 1.0, "ours": 2.0, "ours, whole": 1.25, "bare": 0.5, "bare, again": 0.55}
+    times |= {"peer, default": 6.0, "peer, best": 2.0}
+    drift = [0.9, 1.0, 1.1, 1.3, 1.2]
+    wobble = [1.0, 1.01, 0.99, 1.02, 0.98]
+    figures = {
+        name: [
+            (1 / (one * a) if is_rate else one * a) * (b if name.startswith("peer") or "again" in name else 1.0)
+            for a, b in zip(drift, wobble, strict=True)
+        ]
+        for name, one in times.items()
+    }
+    return harness.judge("work", "ms", ENTRIES, figures, is_rate, {"gone": "not installed"})
+
+
+@pytest.mark.parametrize("is_rate", [False, True])
+def test_every_racer_is_judged_against_ours_of_its_own_setting(is_rate: bool) -> None:
+    rows = {row.name: row for row in raced(is_rate).rows}
+    ratios = {name: round(row.ratio, 2) for name, row in rows.items() if row.ratio is not None}
+    assert ratios["bare"] == 0.5
+    assert ratios["peer, default"] == 3.0
+    assert ratios["peer, best"] == 2.0
+    assert ratios["ours, whole"] == 0.4
+    assert rows["ours, best"].ratio is None
+    assert rows["ours"].ratio is None
+    assert "gone" not in rows
+
+
+def test_a_goal_is_met_by_the_lower_end_and_a_miss_says_by_how_much() -> None:
+    verdicts = {row.name: row.verdict for row in raced().rows}
+    assert verdicts["peer, default"] == "1: met"
+    assert verdicts["peer, best"] == "3: missed by 33 %"
+    assert Row("a", "peer", "", 1.0, 1.1, 0.9, 1.2, 1.0).verdict == "1: not sure"
+    assert Row("a", "peer", "", 1.0, 1.1, 1.1, 1.1, 1.0).verdict == "1: one block says nothing"
+    assert Row("a", "peer", "", 1.0).verdict == ""
+
+
+def test_the_control_says_what_may_not_be_claimed() -> None:
+    spread = raced().control_spread
+    assert spread is not None
+    assert 0.08 < spread < 0.14
+    assert harness.notes_of(raced())[0].startswith("Control: nothing smaller than ")
+    assert "gone did not race: not installed" in harness.notes_of(raced())
+
+
+def test_a_block_of_several_ranks_takes_as_long_as_the_slowest() -> None:
+    assert harness.slowest([{"a": [1.0, 5.0]}, {"a": [2.0, 4.0]}]) == {"a": [2.0, 5.0]}
+
+
+def written(folder: Path, name: str, result: Result, when: str) -> None:
+    machine = {"python": "3.11", "torch": "2.13", "system": "Linux", "cores": 2, "cards": []}
+    content = {"command": "python bench/c1_step.py", "when": when, "machine": machine, "peers": {"accelerate": "1.15"}}
+    (folder / name).write_text(json.dumps({**content, "results": asdict(result)}))
+
+
+def fixture() -> Result:
+    plain = Plain("Memory", ["a", "b"], [["1 | 2", "3"]], ["a note"])
+    return Result("C1", "cost of a step", "at most 1.02 x", [raced()], [plain], {"ours_over_raw": 2.0})
+
+
+def test_what_was_written_is_read_back(tmp_path: Path) -> None:
+    written(tmp_path, "a.json", fixture(), "2026-11-15T10:00:00")
+    assert table.newest(tmp_path)["C1"].result == fixture()
+    assert suite.headline(tmp_path / "a.json") == {"ours_over_raw": 2.0}
+
+
+def test_the_newest_result_counts_and_foreign_files_do_not(tmp_path: Path) -> None:
+    written(tmp_path, "b.json", fixture(), "2026-11-15T10:00:00")
+    written(tmp_path, "a.json", Result("C1", "newer", ""), "2026-11-16T10:00:00")
+    (tmp_path / "other.json").write_text(json.dumps({"results": {"raw again": {}}}))
+    (tmp_path / "list.json").write_text(json.dumps({"results": [1, 2]}))
+    assert {key: one.result.title for key, one in table.newest(tmp_path).items()} == {"C1": "newer"}
+
+
+def test_pages_show_what_is_there_and_say_what_is_not(tmp_path: Path) -> None:
+    written(tmp_path, "a.json", fixture(), "2026-11-15T10:00:00")
+    found = table.newest(tmp_path)
+    page = "\n".join(table.page(found))
+    assert "| peer, best | best | 2.18 | 2.00 (1.96 to 2.04) | 3: missed by 33 % |" in page
+    assert "- gone did not race: not installed" in page
+    assert "| 1 \\| 2 | 3 |" in page
+    assert "Not measured yet: no result of `bench/c4_ddp.py` is in `bench/results`." in page
+    short = table.summary(found, "bench/results")
+    assert any("| C4 | not measured yet |" in line for line in short)
+    assert any("missed by" in line and line.startswith("| C1 |") for line in short)
+
+
+def test_only_what_is_between_the_markers_is_replaced() -> None:
+    begin, end = table.BEGIN.format("x"), table.END.format("x")
+    text = table.put(f"before\n{begin}\nold\n{end}\nafter\n", "x", ["new"])
+    assert text == f"before\n{begin}\n\nnew\n\n{end}\nafter\n"
+    assert table.put(text, "x", ["new"]) == text
+    with pytest.raises(SystemExit, match="no place for y"):
+        table.put(text, "y", ["new"])
+
+
+def test_pages_of_this_repository_are_those_of_its_results() -> None:
+    subprocess.run([sys.executable, str(BENCH / "table.py"), "--check"], check=True, timeout=60)
+
+
+def test_a_slope_is_the_power_with_which_a_cost_grows() -> None:
+    sizes = [10.0, 100.0, 1000.0]
+    assert growth.slope(sizes, [3 * one**0.5 for one in sizes]) == pytest.approx(0.5)
+    assert growth.slope(sizes, [7.0, 7.0, 7.0]) == pytest.approx(0.0)
+
+
+def test_a_racer_that_learns_something_else_is_not_in_the_race() -> None:
+    same, again = (peers.raw(MLP, peers.Place(), is_best) for is_best in (True, False))
+    half = peers.raw(MLP, peers.Place(0, 2), True)
+    absent = peers.learned_the_same({"same": same, "again": again, "half": half}, "same")
+    assert list(absent) == ["half"]
+    assert absent["half"].startswith("learned something else: loss ")
+
+
+def test_a_loop_that_owns_its_thread_steps_when_it_is_its_turn() -> None:
+    seen: list[int] = []
+
+    def loop(batches: Any) -> None:
+        for batch in batches:
+            seen.append(len(batch[0]))
+
+    handed = peers.Handed(peers.Feed(MLP), loop)
+    assert seen == []
+    handed.run(3)
+    assert seen == [MLP.batch] * 3
+    handed.run(2)
+    assert len(seen) == 5
+
+
+def test_a_loop_that_fails_in_its_thread_says_so() -> None:
+    def loop(batches: Any) -> None:
+        next(iter(batches))
+        raise ValueError("no such batch")
+
+    handed = peers.Handed(peers.Feed(MLP), loop)
+    with pytest.raises(ValueError, match="no such batch"):
+        handed.run(3)
+
+
+@pytest.mark.timeout(300)
+def test_quick_ends_with_one_json_object() -> None:
+    done = subprocess.run([sys.executable, str(BENCH / "quick.py"), "C1"], capture_output=True, text=True, timeout=280)
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout.splitlines()[-1])
+    assert list(found) == ["C1"]
+    assert {"ours_over_raw", "train_over_raw"} <= found["C1"].keys()
+    assert all(isinstance(one, float) and one > 0 for one in found["C1"].values() if one is not None)
+
+
+def test_a_benchmark_that_leaves_no_result_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(suite.PARTS, "C3", suite.Part("not_there.py", "nothing"))
+    assert suite.run("C3", tmp_path / "out.json") == "there is no bench/not_there.py yet"
+    monkeypatch.setitem(suite.PARTS, "C3", suite.Part("harness.py", "nothing"))
+    assert suite.run("C3", tmp_path / "out.json") == "exit code 0"

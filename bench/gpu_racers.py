@@ -169,13 +169,20 @@ def graph(work: Work, with_input: bool, compile_: bool = False) -> Racer:
     with torch.cuda.graph(captured):
         step()
 
+    # The graph reads and writes these, and keeps none of them alive.
+    kept = [learner, optimizer, static]
+
     def advance(num: int) -> None:
         for _ in range(num):
             if with_input:
                 take()
             captured.replay()
 
-    return Racer(advance, lambda: work.probe(learner.network), close=captured.reset)
+    def close() -> None:
+        captured.reset()
+        kept.clear()
+
+    return Racer(advance, lambda: work.probe(learner.network), close=close)
 
 
 def accelerated(work: Work, compile_: bool = False) -> Racer:

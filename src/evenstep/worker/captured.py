@@ -129,10 +129,11 @@ class Captured:
 
     def replay_whole(self) -> torch.Tensor:
         """The whole step; what comes back are the values of its loss, on the card."""
-        for rate, tensor, group in zip(self._last_rates, self._rates, self._recipe.optimizer.param_groups, strict=True):
-            if group["lr"] != rate:
-                tensor.fill_(group["lr"])
-        self._last_rates = [group["lr"] for group in self._recipe.optimizer.param_groups]
+        rates = [group["lr"] for group in self._recipe.optimizer.param_groups]
+        if rates != self._last_rates:
+            for rate, tensor in zip(rates, self._rates, strict=True):
+                tensor.fill_(rate)
+            self._last_rates = rates
         self._graphs[0].replay()
         return self._totals[0].values
 

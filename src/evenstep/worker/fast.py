@@ -103,9 +103,12 @@ class Fast:
             return self._eager.take(batch)
         if batch.span.start == 0 and self._has_changed():
             return self._eager.take(batch)
+        replay = self._replay_whole if captured.is_whole else self._replay_half
+        if not self._clock.is_on:
+            return replay(captured, batch)
         with self._clock:
-            taken = self._replay_whole(captured, batch) if captured.is_whole else self._replay_half(captured, batch)
-        if self._clock.is_on and self._clock.count == JUDGED:
+            taken = replay(captured, batch)
+        if self._clock.count == JUDGED:
             self._judge()
         return taken
 

@@ -36,7 +36,7 @@ LAG = 2
 """Steps that the host is ahead of the card."""
 JUDGED = 10
 """Replayed steps by which it is judged whether they are faster."""
-LEAST_GAIN = 1.03
+LEAST_GAIN = 1.0
 TOLERANCE = {"fp64": 1e-9, "fp32": 1e-3, "tf32": 1e-2, "bf16": 3e-2, "fp16": 3e-2}
 """By how much of a step's way the replayed step may end elsewhere. Most end in the same place, bit for bit."""
 LOSS_TOLERANCE = {"fp64": 1e-12, "fp32": 1e-5, "tf32": 1e-3, "bf16": 1e-2, "fp16": 1e-2}

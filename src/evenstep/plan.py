@@ -60,6 +60,7 @@ class Plan:
     cudnn_benchmark: bool = False
     compile: bool = False
     fast: FastName = "auto"
+    channels_last: bool = False
     sync_batchnorm: bool = False
     allow_pickle: bool = False
     restarts: int = 0

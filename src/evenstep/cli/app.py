@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from typing import Annotated
 
 import typer
+from rich.console import Console
 
 import evenstep
 from evenstep.task import BUILT_IN
@@ -42,3 +45,16 @@ def root(
     ] = False,
 ) -> None:
     """Train one PyTorch task, unchanged, on one device or many; every way learns the same thing."""
+
+
+@contextmanager
+def saying() -> Iterator[Callable[[str], None]]:
+    """What is being done, on stderr: one line that changes on a terminal, one after another elsewhere."""
+    console = Console(stderr=True, highlight=False, emoji=False)
+    status = console.status("preparing") if console.is_terminal else None
+    try:
+        with status or nullcontext():
+            yield status.update if status else lambda line: console.print(line, markup=False, soft_wrap=True)
+    except KeyboardInterrupt:
+        console.print("stopped")
+        raise

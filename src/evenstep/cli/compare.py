@@ -6,15 +6,13 @@ import dataclasses
 import json
 import shlex
 import sys
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.console import Console
 
-from evenstep.cli.app import TASKS, app
+from evenstep.cli.app import TASKS, app, saying
 from evenstep.errors import EvenstepError
 
 if TYPE_CHECKING:
@@ -72,7 +70,7 @@ def compare(
         choices={**choices, "data": data, "seed": seed, "name": name},
         command=shlex.join(["evenstep", *sys.argv[1:]]),
     )
-    with _saying() as say:
+    with saying() as say:
         comparison, folder = measure(asked, say)
     page, why_not = _page(comparison, folder)
     if as_json:
@@ -91,16 +89,3 @@ def _page(comparison: Comparison, folder: Path) -> tuple[str | None, str]:
         return str(write_page(comparison, folder)), ""
     except EvenstepError as error:
         return None, f"was not made: {error}; then evenstep report {folder}"
-
-
-@contextmanager
-def _saying() -> Iterator[Callable[[str], None]]:
-    """What is being done, on stderr: one line that changes on a terminal, one after another elsewhere."""
-    console = Console(stderr=True, highlight=False, emoji=False)
-    status = console.status("preparing") if console.is_terminal else None
-    try:
-        with status or nullcontext():
-            yield status.update if status else lambda line: console.print(line, markup=False, soft_wrap=True)
-    except KeyboardInterrupt:
-        console.print("stopped")
-        raise

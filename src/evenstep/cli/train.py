@@ -5,12 +5,13 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
+import sys
 from typing import Annotated, Any
 
 import typer
 from rich.console import Console
 
-from evenstep.cli.app import TASKS, MachinesOption, RendezvousOption, app
+from evenstep.cli.app import TASKS, MachinesOption, RendezvousOption, app, saying
 
 TRAIN_EXAMPLES = """
 [bold]Examples[/bold]
@@ -67,6 +68,12 @@ def train(
     fast: Annotated[
         str | None, typer.Option(help="auto (default): replay steps as CUDA graphs where that is safe; or off.")
     ] = None,
+    channels_last: Annotated[
+        bool | None, typer.Option("--channels-last", help="Pictures with their channels last in memory.")
+    ] = None,
+    suggest: Annotated[
+        bool, typer.Option("--suggest", help="Do not train: try what might be faster, and say what it gives.")
+    ] = False,
     sync_batchnorm: Annotated[
         bool | None, typer.Option("--sync-batchnorm", help="BatchNorm over all processes.")
     ] = None,
@@ -96,7 +103,10 @@ def train(
     as_json: Annotated[bool, typer.Option("--json", help="Print the summary as one line of JSON.")] = False,
 ) -> None:
     """Train a task."""
-    choices = {key: value for key, value in locals().items() if key not in ("task", "as_json")}
+    choices = {key: value for key, value in locals().items() if key not in ("task", "as_json", "suggest")}
+    if suggest:
+        _suggest(task, choices, as_json)
+        return
     from evenstep.launcher.ready import get_ready
     from evenstep.launcher.train import watch
 
@@ -111,6 +121,19 @@ def train(
     record = watch(ready, progress=True, is_command=True)
     if ready.is_first:
         _finish(record, as_json)
+
+
+def _suggest(task: str | None, choices: dict[str, Any], as_json: bool) -> None:
+    from evenstep.compare.suggest import suggest
+    from evenstep.report.suggested import show_suggestions
+
+    with saying() as say:
+        found = suggest(task, choices, say)
+    if as_json:
+        print(json.dumps([dataclasses.asdict(one) for one in found]))
+        return
+    command = " ".join(["evenstep", *(word for word in sys.argv[1:] if word != "--suggest")])
+    show_suggestions(found, command, Console(highlight=False, emoji=False))
 
 
 def _finish(record: Any, as_json: bool) -> None:

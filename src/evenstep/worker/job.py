@@ -220,6 +220,8 @@ class Job:
             module.train()
         if plan.sync_batchnorm:
             module = synchronised(module)
+        if plan.channels_last:
+            module = module.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
         model = team.spread(module)
         if plan.compile:
             for seat in model.seats:

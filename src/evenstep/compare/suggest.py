@@ -1,0 +1,100 @@
+"""What might make a training faster at the price of other arithmetic: tried on the task, shown, left to the user."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from statistics import median
+from typing import Any
+
+from torch import nn
+
+from evenstep.errors import EvenstepError, Preempted
+from evenstep.launcher.prepare import Prepared, prepare
+from evenstep.launcher.variants import run_apart, variant
+from evenstep.record import Record
+from evenstep.worker.main import Instead
+
+STEPS = {"cpu": 30, "cuda": 120}
+"""Of each trial; on a card, the first few dozen are those in which a step is recorded as a graph."""
+
+
+@dataclass(frozen=True)
+class Change:
+    """Something to try, and what it changes."""
+
+    flag: str
+    changes: Mapping[str, Any]
+    means: str
+
+
+TRIED = (
+    Change("", {}, "as it is"),
+    Change("--precision tf32", {"precision": "tf32"}, "matrices are multiplied with 10 bits of fraction"),
+    Change("--precision bf16", {"precision": "bf16"}, "computes in bfloat16 (8 bits), over float32 weights"),
+    Change("--channels-last", {"channels_last": True}, "another order in memory: other kernels, other rounding"),
+    Change("--compile", {"compile": True}, "torch.compile: fused kernels, other rounding"),
+)
+
+
+@dataclass(frozen=True)
+class Suggestion:
+    """What one change did."""
+
+    flag: str
+    means: str
+    step_seconds: float = 0.0
+    """A usual step, once things have settled."""
+    start_seconds: float = 0.0
+    """The first step, in which compilers and libraries are set up."""
+    loss: float = 0.0
+    """Of the last step of the trial: the same samples for all."""
+    problem: str = ""
+
+    def pays_after(self, plain: Suggestion) -> int | None:
+        """Steps after which it has made up for its start; None if it never does."""
+        saved = plain.step_seconds - self.step_seconds
+        return max(0, round((self.start_seconds - plain.start_seconds) / saved)) if saved > 0 else None
+
+
+def suggest(source: Any, choices: Mapping[str, Any], say: Callable[[str], None]) -> list[Suggestion]:
+    """The plan as it is first, then each change that makes sense for it; nothing is kept."""
+    base = prepare(source, choices)
+    try:
+        return [_tried(base, change, say) for change in TRIED if _makes_sense(base, change)]
+    finally:
+        shutil.rmtree(base.folder, ignore_errors=True)
+
+
+def _makes_sense(base: Prepared, change: Change) -> bool:
+    plan = base.plan
+    if any(getattr(plan, name) == value for name, value in change.changes.items()):
+        return False
+    if change.flag == "--precision tf32":
+        return plan.precision == "fp32" and plan.devices[0].startswith("cuda")
+    if change.flag == "--precision bf16":
+        return plan.precision in ("fp32", "tf32")
+    if change.flag == "--channels-last":
+        return any(isinstance(layer, nn.Conv2d) for layer in base.task.model().modules())
+    return change.flag != "--compile" or plan.strategy in ("single", "ddp", "fsdp")
+
+
+def _tried(base: Prepared, change: Change, say: Callable[[str], None]) -> Suggestion:
+    say(f"trying {change.flag or 'it as it is'}")
+    folder = base.folder / f"trial-{TRIED.index(change)}"
+    steps = STEPS.get(base.plan.devices[0].partition(":")[0], STEPS["cpu"])
+    try:
+        for _ in run_apart(
+            variant(base, folder, steps=steps, **change.changes), Instead("evenstep.worker.trial:trial", {})
+        ):
+            pass
+    except Preempted:
+        raise
+    except EvenstepError as error:
+        if not change.flag:
+            raise
+        return Suggestion(change.flag, change.means, problem=str(error).splitlines()[0])
+    taken = Record.read(folder).steps
+    usual = median(step.seconds for step in taken[len(taken) // 2 :])
+    return Suggestion(change.flag, change.means, usual, taken[0].seconds, taken[-1].loss)

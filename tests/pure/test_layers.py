@@ -113,6 +113,6 @@ def test_the_public_names_are_these_and_each_is_there() -> None:
 def test_every_option_of_train_is_a_field_of_the_plan_and_the_other_way_round() -> None:
     command = typer.main.get_command(app).commands["train"]  # type: ignore[attr-defined]
     flags = {flag for option in command.params for flag in option.opts if flag.startswith("-")}
-    options = {flag.removeprefix("--").replace("-", "_") for flag in flags - {"--json", "--help"}}
+    options = {flag.removeprefix("--").replace("-", "_") for flag in flags - {"--json", "--suggest", "--help"}}
     fields = {field.name for field in dataclasses.fields(Plan)}
     assert options == fields - {"task"} | {"plan"}

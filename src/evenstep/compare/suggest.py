@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from statistics import median
 from typing import Any
 
@@ -44,13 +44,17 @@ class Suggestion:
 
     flag: str
     means: str
-    step_seconds: float = 0.0
-    """A usual step, once things have settled."""
+    rounds: tuple[float, ...] = ()
+    """Seconds of a usual step, once things have settled, in each round."""
     start_seconds: float = 0.0
     """The first step, in which compilers and libraries are set up."""
     loss: float = 0.0
     """Of the last step of the trial: the same samples for all."""
     problem: str = ""
+
+    @property
+    def step_seconds(self) -> float:
+        return median(self.rounds)
 
     def pays_after(self, plain: Suggestion) -> int | None:
         """Steps after which it has made up for its start; None if it never does."""
@@ -61,8 +65,16 @@ class Suggestion:
 def suggest(source: Any, choices: Mapping[str, Any], say: Callable[[str], None]) -> list[Suggestion]:
     """The plan as it is first, then each change that makes sense for it; nothing is kept."""
     base = prepare(source, choices)
+    changes = [change for change in TRIED if _makes_sense(base, change)]
     try:
-        return [_tried(base, change, say) for change in TRIED if _makes_sense(base, change)]
+        found = {change.flag: _tried(base, change, say) for change in changes}
+        # Once more, backwards, so that no change has the quiet moments.
+        for change in reversed(changes):
+            first = found[change.flag]
+            again = first if first.problem else _tried(base, change, say)
+            if not again.problem:
+                found[change.flag] = replace(first, rounds=(*first.rounds, *again.rounds))
+        return list(found.values())
     finally:
         shutil.rmtree(base.folder, ignore_errors=True)
 
@@ -84,10 +96,10 @@ def _tried(base: Prepared, change: Change, say: Callable[[str], None]) -> Sugges
     say(f"trying {change.flag or 'it as it is'}")
     folder = base.folder / f"trial-{TRIED.index(change)}"
     steps = STEPS.get(base.plan.devices[0].partition(":")[0], STEPS["cpu"])
+    shutil.rmtree(folder, ignore_errors=True)
     try:
-        for _ in run_apart(
-            variant(base, folder, steps=steps, **change.changes), Instead("evenstep.worker.trial:trial", {})
-        ):
+        prepared = variant(base, folder, steps=steps, **change.changes)
+        for _ in run_apart(prepared, Instead("evenstep.worker.trial:trial", {})):
             pass
     except Preempted:
         raise
@@ -97,4 +109,4 @@ def _tried(base: Prepared, change: Change, say: Callable[[str], None]) -> Sugges
         return Suggestion(change.flag, change.means, problem=str(error).splitlines()[0])
     taken = Record.read(folder).steps
     usual = median(step.seconds for step in taken[len(taken) // 2 :])
-    return Suggestion(change.flag, change.means, usual, taken[0].seconds, taken[-1].loss)
+    return Suggestion(change.flag, change.means, (usual,), taken[0].seconds, taken[-1].loss)

@@ -9,26 +9,30 @@ from rich.table import Table
 from rich.text import Text
 
 MUCH = 1.05
-"""Less than this is not worth another arithmetic."""
+"""Less than this, by the worst of its rounds against the best without it, is not worth another arithmetic."""
 
 
 def show_suggestions(found: list[Any], command: str, console: Console) -> None:
     """What each change gives and costs; and the command that takes the best of them."""
     plain, *others = found
     table = Table(box=None, header_style="bold", pad_edge=False)
-    for head in ("change", "ms a step", "x as fast", "loss then", "start", "pays after", "what it changes"):
-        table.add_column(head, justify="left" if head in ("change", "what it changes") else "right")
+    for head in ("change", "ms a step", "x as fast", "loss then", "first step", "pays after"):
+        table.add_column(head, justify="left" if head == "change" else "right", no_wrap=True)
     for one in found:
         if one.problem:
-            table.add_row(one.flag, "-", "-", "-", "-", "-", Text(f"does not run: {one.problem}", style="yellow"))
+            table.add_row(one.flag, Text("does not run", style="yellow"))
             continue
         steps = one.pays_after(plain)
         after = "" if one is plain else "never" if steps is None else f"{steps:,} steps"
         gain = plain.step_seconds / one.step_seconds
         cells = (f"{one.step_seconds * 1e3:.2f}", f"{gain:.2f}x", f"{one.loss:.4f}", f"{one.start_seconds:.1f} s")
-        table.add_row(one.flag or "(none)", *cells, after, one.means)
+        table.add_row(one.flag or "(none)", *cells, after)
     console.print(table)
-    worth = [one for one in others if not one.problem and plain.step_seconds / one.step_seconds >= MUCH]
+    console.print()
+    for one in others:
+        said = f"{one.flag}: {f'does not run: {one.problem}' if one.problem else one.means}"
+        console.print(said, style="dim", markup=False, soft_wrap=True)
+    worth = [one for one in others if not one.problem and min(plain.rounds) / max(one.rounds) >= MUCH]
     best = min(worth, key=lambda one: one.step_seconds, default=None)
     console.print()
     if best is None:

@@ -135,6 +135,8 @@ class Plan:
             raise PlanError("mps has no float64; use --precision fp32")
         if self.compile and self.strategy == "dp":
             raise PlanError("torch.compile does not trace in several threads, which dp needs; use --strategy ddp")
+        if self.channels_last and self.strategy == "fsdp":
+            raise PlanError("fully_shard takes no weights with channels last; use --strategy ddp with --channels-last")
         if self.sync_batchnorm and self.strategy not in ("ddp", "fsdp"):
             raise PlanError(
                 f"--sync-batchnorm joins processes, and {self.strategy} has one; use --strategy ddp or fsdp"

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
+import evenstep
 from evenstep.compare import suggest as suggesting
 from evenstep.compare.suggest import TRIED, Suggestion, suggest
 from evenstep.report.suggested import show_suggestions
@@ -56,6 +57,15 @@ def test_what_is_chosen_already_is_not_suggested(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(suggesting, "TRIED", TRIED[:4])
     found = suggest("my_task.py", {"precision": "bf16", "channels_last": True}, lambda line: None)
     assert [one.flag for one in found] == [""]
+
+
+def test_channels_last_learns_the_same_and_its_checkpoints_are_like_any_other() -> None:
+    plain = evenstep.train("my_task.py", epochs=2, name="plain", progress=False)
+    last = evenstep.train("my_task.py", epochs=1, name="last", channels_last=True, progress=False)
+    assert last.summary is not None
+    rest = evenstep.train("my_task.py", epochs=2, name="rest", resume="runs/last", progress=False)
+    losses = [step.loss for step in (*last.steps, *rest.steps)]
+    assert losses == pytest.approx([step.loss for step in plain.steps], rel=1e-4)
 
 
 @pytest.mark.slow

@@ -88,7 +88,7 @@ def _makes_sense(base: Prepared, change: Change) -> bool:
     if change.flag == "--precision bf16":
         return plan.precision in ("fp32", "tf32")
     if change.flag == "--channels-last":
-        return any(isinstance(layer, nn.Conv2d) for layer in base.task.model().modules())
+        return plan.strategy != "fsdp" and any(isinstance(one, nn.Conv2d) for one in base.task.model().modules())
     return change.flag != "--compile" or plan.strategy in ("single", "ddp", "fsdp")
 
 

@@ -93,6 +93,8 @@ def _remarks(comparison: Comparison) -> Iterator[str]:
             yield f"{row.label} was not checked: {row.why}"
         if row.strategy == "dp-torch":
             yield f"{row.label}: what it sends is inside forward and backward, and cannot be told apart"
+    if any(device.startswith("cuda") for row in comparison.rows for device in row.devices):
+        yield "on a card, train replays steps as CUDA graphs where that is safe (--fast); these are plain steps"
     for label, why in comparison.left_out.items():
         yield f"{label} could not run: {why}"
 

@@ -11,6 +11,7 @@ import torch
 
 from evenstep.errors import TaskError
 from evenstep.task import Amount
+from evenstep.worker.comm.mailbox import Letter
 from evenstep.worker.loader import Piece
 from evenstep.worker.world import World
 
@@ -59,7 +60,7 @@ class Totals:
         self._num_samples = num_samples
         self.parts: list[Part] = []
         self.is_late = False
-        self.sent: HostCopy | None = None
+        self.sent: HostCopy | Letter | None = None
 
     def take(self, amount: Amount, piece: Piece) -> tuple[torch.Tensor, float]:
         """Add one piece's loss; where backward starts, and the weight with which gradients add up to the global mean.
@@ -87,16 +88,18 @@ class Totals:
         """Start adding up over processes; called once by the only seat of each process, before its last backward."""
         if self._world.size > 1:
             self._arrived = Moment(self._world)
-            self.sent = HostCopy(self._letter(), self._world)
+            self.sent = self._post()
 
-    def _letter(self) -> torch.Tensor:
-        """[sum, count, wish] of this process."""
+    def _post(self) -> HostCopy | Letter:
+        """[sum, count, wish] of this process, to be added up with those of the others."""
         if self._world.device.type != "cpu":
-            return torch.nn.functional.pad(self.own_pair(), (0, 1), value=self.wish)
+            padded = torch.nn.functional.pad(self.own_pair(), (0, 1), value=self.wish)
+            return HostCopy(padded, self._world)
         # On the host, where the losses are there already, Python adds up three numbers faster than torch.
         pairs = [as_pair(part.amount.tolist(), part.piece.num_samples) for part in self.parts]
         total, count = (math.fsum(column) for column in zip(*pairs, strict=True))
-        return torch.tensor([total, count, self.wish], dtype=torch.float64)
+        numbers = [total, count, self.wish]
+        return self._world.post(numbers) or HostCopy(torch.tensor(numbers, dtype=torch.float64), self._world)
 
     def own_pair(self) -> torch.Tensor:
         """[sum, count] of this process, on its device."""

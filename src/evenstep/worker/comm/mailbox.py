@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 
 from evenstep.worker.comm.channel import LINE, stores_are_ordered
@@ -38,31 +40,30 @@ class Mailbox:
         """Whether they fit; the others have values of the same type and shape."""
         return values.dtype is torch.float64 and values.device.type == "cpu" and values.numel() <= MOST_NUMBERS
 
-    def post(self, values: torch.Tensor) -> Letter:
-        """Send them; the letter puts the sums in their place."""
+    def post(self, numbers: Sequence[float]) -> Letter:
+        """Send a few numbers; the letter knows their sums later."""
         number = self._num_posted
         if number >= DEPTH:
             # One that nobody here will read, after an error that the program went on from, holds up nobody.
             self._mark_read(number - DEPTH)
             self._wait(self._read, number - DEPTH)
         start = self._start(number, self._rank)
-        for place, value in enumerate(values.reshape(-1).tolist(), start):
+        for place, value in enumerate(numbers, start):
             self._slots[place] = value
         self._num_posted = number + 1
         self._counts[self._posted[self._rank]] = number + 1
-        return Letter(self, number, values)
+        return Letter(self, number, len(numbers))
 
-    def fetch(self, number: int, values: torch.Tensor) -> None:
-        """Wait for all processes' letter of this number, and put the sums into `values`."""
+    def fetch(self, number: int, length: int) -> list[float]:
+        """The sums of all processes' letter of this number; waits for it."""
         self._wait(self._posted, number)
-        length = values.numel()
         # Not sum(), which corrects what it rounds: as all do it, in the order of ranks.
         sums = [0.0] * length
         for rank in range(len(self._posted)):
             row = self._slots[self._start(number, rank) :][:length]
             sums = [one + other for one, other in zip(sums, row, strict=True)]
-        values.copy_(torch.tensor(sums, dtype=torch.float64).view(values.shape))
         self._mark_read(number)
+        return sums
 
     def _start(self, number: int, rank: int) -> int:
         return (number % DEPTH * len(self._posted) + rank) * MOST_NUMBERS
@@ -77,13 +78,25 @@ class Mailbox:
 
 
 class Letter:
-    """What can be waited for, as torch's own Work."""
+    """A few numbers on their way."""
 
-    def __init__(self, mailbox: Mailbox, number: int, values: torch.Tensor) -> None:
+    def __init__(self, mailbox: Mailbox, number: int, length: int) -> None:
         self._mailbox = mailbox
         self._number = number
+        self._length = length
+
+    def read(self) -> list[float]:
+        """Their sums, once all processes have posted theirs."""
+        return self._mailbox.fetch(self._number, self._length)
+
+
+class Sums:
+    """A letter for whoever has a tensor; it can be waited for, as torch's own Work."""
+
+    def __init__(self, letter: Letter, values: torch.Tensor) -> None:
+        self._letter = letter
         self._values = values
 
     def wait(self) -> None:
-        """Until all processes have posted theirs."""
-        self._mailbox.fetch(self._number, self._values)
+        """Put the sums in the tensor's place."""
+        self._values.copy_(torch.tensor(self._letter.read(), dtype=torch.float64).view(self._values.shape))

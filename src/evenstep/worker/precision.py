@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
 
 from evenstep.plan import PrecisionName
+from evenstep.worker.seats import NOTHING
 
 _HALF = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -28,7 +29,7 @@ class Precision:
     def autocast(self, device: torch.device) -> AbstractContextManager[Any]:
         """The context in which the loss is computed; per thread, so every seat enters its own."""
         if self.half is None:
-            return nullcontext()
+            return NOTHING
         return torch.autocast(device.type, dtype=self.half)
 
     def fit(self, model: torch.nn.Module) -> torch.nn.Module:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -47,16 +48,10 @@ def _inside(bound: nn.Module, inner: Callable[..., Amount]) -> Callable[..., Amo
     return lambda *bare: bound(lambda model: inner(*bare, model))
 
 
-class on:
-    """Make `device` current in this thread: CUDA keeps that per thread."""
+NOTHING: AbstractContextManager[None] = nullcontext()
+"""Around what needs nothing around it; made once, for a step enters several."""
 
-    def __init__(self, device: torch.device) -> None:
-        self._device = torch.cuda.device(device) if device.type == "cuda" else None
 
-    def __enter__(self) -> None:
-        if self._device is not None:
-            self._device.__enter__()
-
-    def __exit__(self, *error: object) -> None:
-        if self._device is not None:
-            self._device.__exit__(*error)
+def on(device: torch.device) -> AbstractContextManager[Any]:
+    """Inside, `device` is current in this thread: CUDA keeps that per thread."""
+    return torch.cuda.device(device) if device.type == "cuda" else NOTHING

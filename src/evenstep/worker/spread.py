@@ -37,6 +37,8 @@ class Spread:
         self.module = module
         self.weights = list(module.parameters())
         """The parameters that an optimizer updates; found once, for walking the modules takes longer than a layer."""
+        self.is_checked = False
+        """Whether the team has seen that it can be trained."""
         self.seats = seats
         self.bounds = bounds if bounds is not None else seats
 

@@ -12,9 +12,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager
 from dataclasses import replace
-from functools import lru_cache, partial
+from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
 from weakref import WeakSet
 
@@ -39,7 +39,7 @@ from evenstep.worker.pulse import BACKWARD, EVALUATING, FORWARD, UPDATE
 from evenstep.worker.randomness import seed_devices
 from evenstep.worker.requests import Requests
 from evenstep.worker.scaler import unfitted
-from evenstep.worker.seats import Frozen, call, on
+from evenstep.worker.seats import NOTHING, Frozen, call, on
 from evenstep.worker.spread import Spread
 from evenstep.worker.strategies import STRATEGIES
 from evenstep.worker.tap import Tap
@@ -102,9 +102,10 @@ class Team:
         self._known: set[int] = set()
         self._trainable: dict[Spread, list[bool]] = {}
         self._checked: WeakSet[torch.optim.Optimizer] = WeakSet()
-        self._fitted: WeakSet[Spread] = WeakSet()
         self._current: Batch | None = None
         self._backwards = 0
+        self._keys: tuple[int, list[int]] = (-1, [])
+        """Of an epoch: what dropout's draws on each seat depend on."""
 
     @property
     def last_batch(self) -> Batch | None:
@@ -165,7 +166,7 @@ class Team:
         calls `loss((d, g), data)`.
         """
         models = (model,) if isinstance(model, Spread) else _as_tuple(model)
-        with Frozen(models[1:]) if len(models) > 1 else nullcontext():
+        with Frozen(models[1:]) if len(models) > 1 else NOTHING:
             return self._backward(models, batch, partial(self._on_seats, loss, models, batch))
 
     def replay_backward(self, captured: Captured, model: Spread, batch: Batch) -> float:
@@ -190,7 +191,7 @@ class Team:
 
     def syncing_alone(self, model: Spread, is_last: bool) -> AbstractContextManager[None]:
         """What surrounds a micro-batch of the only seat of this process; several seats meet outside of it."""
-        return self.strategy.syncing(model, is_last) if len(self.world.devices) == 1 else nullcontext()
+        return self.strategy.syncing(model, is_last) if len(self.world.devices) == 1 else NOTHING
 
     def forget_batch(self) -> None:
         """The last batch will be gone through once more, from the same start and with the same draws."""
@@ -364,21 +365,23 @@ class Team:
 
     def _refuse_unfitted(self, model: Spread) -> None:
         """A Scaler that has seen no data would let everything through as it is, without a word."""
-        if model in self._fitted:
+        if model.is_checked:
             return
         if unfitted(model.module):
             raise TaskError(
                 "the model has a Scaler that has seen no data; fit it before the model is spread:\n"
                 "scaler.fit(loader.whole_data(), team.world)"
             )
-        self._fitted.add(model)
+        model.is_checked = True
 
     def _draw_for(self, batch: Batch) -> None:
         """Seed dropout for this batch: different on every seat, the same after a restart."""
         self._backwards = self._backwards + 1 if batch is self._current else 0
         self._current = batch
-        keys = _dropout_keys(self.seed, batch.span.epoch, self.world.seats)
-        seed_devices([place_seed(key, batch.span.start, self._backwards) for key in keys], self.world.devices)
+        epoch, start = batch.span.epoch, batch.span.start
+        if self._keys[0] != epoch:
+            self._keys = (epoch, [stream(self.seed, "dropout", epoch, seat) for seat in self.world.seats])
+        seed_devices([place_seed(key, start, self._backwards) for key in self._keys[1]], self.world.devices)
 
     def explain(self, mean: float, spoilt: list[str], batch: Batch, model: Spread, step: int | None = None) -> str:
         """Which rank's samples made the loss of a step (the next one) non-finite; all ranks call this together."""
@@ -413,11 +416,6 @@ def _put_aside(model: Spread) -> list[tuple[nn.Parameter, torch.Tensor]]:
     if earlier:
         forget(model.weights)
     return earlier
-
-
-@lru_cache(maxsize=8)
-def _dropout_keys(seed: int, epoch: int, seats: range) -> list[int]:
-    return [stream(seed, "dropout", epoch, seat) for seat in seats]
 
 
 def _as_tuple(model: Models) -> tuple[Spread, ...]:

@@ -16,7 +16,7 @@ from evenstep.worker.loader import Piece
 from evenstep.worker.world import World
 
 
-@dataclass(frozen=True)
+@dataclass(slots=True)
 class Part:
     """What one piece gave: a mean, or [sum, count], on its device."""
 

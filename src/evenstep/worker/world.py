@@ -9,6 +9,7 @@ import sys
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -52,7 +53,7 @@ class World:
     lent: tuple[torch.device, ...] = ()
     """More devices, which the strategy's engine uses by itself."""
 
-    @property
+    @cached_property
     def device(self) -> torch.device:
         """The first of this process's devices."""
         return self.devices[0]
@@ -62,11 +63,11 @@ class World:
         """Whether this is the process that prints and writes files."""
         return self.rank == 0
 
-    @property
+    @cached_property
     def num_seats(self) -> int:
         return self.size * len(self.devices)
 
-    @property
+    @cached_property
     def seats(self) -> range:
         """The seats that this process drives."""
         return range(self.rank * len(self.devices), (self.rank + 1) * len(self.devices))

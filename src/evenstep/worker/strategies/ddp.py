@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any, ClassVar
 from weakref import WeakSet
 
@@ -16,6 +16,7 @@ from evenstep.errors import TaskError
 from evenstep.worker.comm.channel import open_channel
 from evenstep.worker.comm.hook import Buckets
 from evenstep.worker.comm.library import load
+from evenstep.worker.seats import NOTHING
 from evenstep.worker.spread import Bound, Spread
 from evenstep.worker.strategies.single import Single
 from evenstep.worker.streams import leave_default_stream
@@ -65,11 +66,11 @@ class DDP(Single):
     def syncing(self, spread: Spread, is_last: bool) -> AbstractContextManager[None]:
         seat = spread.seats[0]
         if not isinstance(seat, DistributedDataParallel):
-            return nullcontext()
+            return NOTHING
         if not is_last:
             return seat.no_sync()
         if spread in self._checked:
-            return nullcontext()
+            return NOTHING
         self._checked.add(spread)
         return _checking(spread)
 

@@ -16,13 +16,14 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any, ClassVar, TypeVar
 
 import torch
 from torch import nn
 from torch._utils import _flatten_dense_tensors, _unflatten_dense_tensors
 
+from evenstep.worker.seats import NOTHING
 from evenstep.worker.spread import Bound, Spread
 from evenstep.worker.streams import return_to_default_stream
 from evenstep.worker.tap import Tap
@@ -63,7 +64,7 @@ class DP:
 
     def syncing(self, spread: Spread, is_last: bool) -> AbstractContextManager[None]:
         assert isinstance(spread, Replicas)
-        return _reducing(spread) if is_last else nullcontext()
+        return _reducing(spread) if is_last else NOTHING
 
     def tell(self, spread: Spread, tap: Tap) -> None:
         """Nothing more: the replicas know the tap."""

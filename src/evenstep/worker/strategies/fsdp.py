@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager
 from typing import Any, ClassVar
 
 import torch
 from torch import nn
 
+from evenstep.worker.seats import NOTHING
 from evenstep.worker.spread import Bound, Spread
 from evenstep.worker.strategies.ddp import send_buffers, send_from_rank_0
 from evenstep.worker.strategies.single import Single
@@ -58,7 +59,7 @@ class FSDP(Single):
         root: Any = spread.seats[0]
         if self._is_sharded(spread):
             root.set_requires_gradient_sync(is_last)
-        return nullcontext()
+        return NOTHING
 
     def _is_sharded(self, spread: Spread) -> bool:
         return hasattr(spread.seats[0], "set_requires_gradient_sync")

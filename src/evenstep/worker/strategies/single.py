@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager
 from typing import Any, ClassVar, TypeVar
 
 from torch import nn
 
+from evenstep.worker.seats import NOTHING
 from evenstep.worker.spread import Bound, Spread
 from evenstep.worker.streams import leave_default_stream
 from evenstep.worker.tap import Tap
@@ -34,7 +35,7 @@ class Single:
         return [work(*seat_arguments) for seat_arguments in arguments]
 
     def syncing(self, spread: Spread, is_last: bool) -> AbstractContextManager[None]:
-        return nullcontext()
+        return NOTHING
 
     def tell(self, spread: Spread, tap: Tap) -> None:
         """Nothing: nothing travels."""

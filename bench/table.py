@@ -142,9 +142,10 @@ def _source(one: Found) -> str:
     machine = one.machine
     cards = ", ".join(machine["cards"]) or f"{machine['cores']} CPU cores"
     peers = ", ".join(f"{name} {version}" for name, version in one.peers.items())
+    without = "" if machine.get("has_c_part", True) else ", evenstep without its C part"
     return (
         f"`{one.command}`, {one.when}: {cards}, {machine['system']}, Python {machine['python']}, torch "
-        f"{machine['torch']}, {peers} ([{one.file}](../bench/results/{one.file}))."
+        f"{machine['torch']}, {peers}{without} ([{one.file}](../bench/results/{one.file}))."
     )
 
 

@@ -83,11 +83,10 @@ class Goal:
     def outcome(self) -> str:
         """`met by 12 %`, `not sure: 3 % beyond`, `missed by 6 %, within the control`: the median beside the goal."""
         margin = self.ratio / self.wanted - 1 if self.is_least else 1 - self.ratio / self.wanted
-        share = f"{abs(margin) * 100:{'.0f' if abs(margin) > 0.1 else '.2g'}} %{', within the control' * (abs(margin) < self.spread)}"
-        if margin < 0:
-            return f"missed by {share}"
+        share = f"{abs(margin) * 100:{'.0f' if abs(margin) > 0.1 else '.2g'}} %"
         is_sure = self.low >= self.wanted if self.is_least else self.high <= self.wanted
-        return f"met by {share}" if is_sure else f"not sure: {share} beyond"
+        word = f"missed by {share}" if margin < 0 else f"met by {share}" if is_sure else f"not sure: {share} beyond"
+        return word + ", within the control" * (abs(margin) < self.spread)
 
 
 def newest(folder: Path) -> Found | None:
@@ -195,7 +194,8 @@ def summary_row(found: Found | None, link: str) -> list[str]:
     """One line: ours, the goals against peers, the limits."""
     if found is None:
         return [TITLE, "not measured yet", "", "", "", "`python bench/gpu.py`"]
-    parts = [f"{ending}: " + ", ".join(_short_goals(found, part, ending)) for part, ending in SHORT.items()]
+    goals = {ending: _short_goals(found, part, ending) for part, ending in SHORT.items()}
+    parts = [f"{ending}: {', '.join(lines)}" for ending, lines in goals.items() if lines]
     races = {work.partition(",")[0]: race_of(one) for part, work, one in found.works() if part == "G1"}
     source = f"`{found.content['command']}` ([result]({link}/{found.file}))"
     limits = f"the bare step as a graph: {_values(races, 'limit')}"

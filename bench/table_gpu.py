@@ -46,7 +46,10 @@ class Found:
     content: dict[str, Any]
 
     def works(self) -> Iterator[tuple[str, str, dict[str, Any]]]:
-        """Every race, as part, work and what was found, in the order of `PARTS`."""
+        """Every race that ours was in, as part, work and what was found, in the order of `PARTS`."""
+        return ((part, work, one) for part, work, one in self._every() if base_of(raced_in(one)) is not None)
+
+    def _every(self) -> Iterator[tuple[str, str, dict[str, Any]]]:
         for part in PARTS:
             for work, one in self.content["results"].get(part, {}).items():
                 if isinstance(one, dict) and "goals" in one:
@@ -55,7 +58,12 @@ class Found:
     @property
     def errors(self) -> list[str]:
         results = self.content["results"]
-        return [f"{part} ended early: {results[part]['error']}" for part in PARTS if "error" in results.get(part, {})]
+        early = [f"{part} ended early: {results[part]['error']}" for part in PARTS if "error" in results.get(part, {})]
+        return early + [
+            f"{part}, {work}: ours did not race: {one.get('absent', {}).get(OURS, 'the file does not say why')}"
+            for part, work, one in self._every()
+            if base_of(raced_in(one)) is None
+        ]
 
 
 @dataclass(frozen=True)
@@ -109,15 +117,25 @@ _FIGURES = ("ratio", "low", "high")
 
 def race_of(one: Mapping[str, Any], title: str = "") -> Race:
     """The same figures as a race of the harness: everybody against ours, a racer that ran twice against itself."""
-    is_rate = "rates" in one
-    figures = one["rates"] if is_rate else {name: row["figures_ms"] for name, row in one["rows"].items()}
-    raced = {name: list(found) for name, found in figures.items() if found}
+    raced, is_rate = raced_in(one), "rates" in one
     unit = "samples/s" if is_rate else "ms a step"
     return harness.judge(title, unit, _entries(raced), raced, is_rate, one.get("absent"))
 
 
+def raced_in(one: Mapping[str, Any]) -> dict[str, list[float]]:
+    """The figures of those who raced; others may have been entered for another race of the same work."""
+    figures = one["rates"] if "rates" in one else {name: row["figures_ms"] for name, row in one["rows"].items()}
+    return {name: list(found) for name, found in figures.items() if found}
+
+
+def base_of(raced: Mapping[str, Sequence[float]]) -> str | None:
+    """Ours, that others are compared with."""
+    return next((name for name in (COMPILED, OURS, INPUT) if name in raced), None)
+
+
 def _entries(raced: Mapping[str, Sequence[float]]) -> dict[str, Entry]:
-    base = next(name for name in (COMPILED, OURS, INPUT) if name in raced)
+    base = base_of(raced)
+    assert base is not None
     entries = {base: Entry("ours")}
     for name in raced:
         if name.startswith(LIMIT):
@@ -140,8 +158,8 @@ def _original(name: str, raced: Mapping[str, Sequence[float]]) -> str:
 
 def table_of(race: Race, one: Mapping[str, Any], speeds: Mapping[str, Any]) -> tuple[list[str], list[list[str]]]:
     """Heads and rows; tokens a second where they were counted, loss and memory where something was trained."""
-    base = next(row.name for row in race.rows if row.kind == "ours")
-    heads = ["racer", race.unit, f"{base.partition(':')[0]}{',' * (',' in base)} is x as fast (95 %)"]
+    base = next(row.name for row in race.rows if row.kind == "ours").partition(":")[0]
+    heads = ["racer", race.unit, f"{base}{',' * (',' in base)} is x as fast (95 %)"]
     heads += ["tokens/s", "of the matrix rate"] if speeds else []
     heads += ["loss after", "peak MiB"] if "rows" in one else []
     rows = []

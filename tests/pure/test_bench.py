@@ -183,6 +183,7 @@ def of_a_card(folder: Path, name: str = "a-gpu-h200.json", when: str = "2026-11-
         "G1 compiled": {"MLP 2, fp32": {"rows": compiled, "goals": [], **check}},
         "G2": {"pictures": {"rates": rates, "goals": [nested]}},
         "G3": {"error": "OutOfMemoryError: too large"},
+        "G4": {"MLP 2": {"rows": {"raw": row(8.0)}, "goals": ["not judged"], "absent": {"ours": "ValueError: no"}}},
         "seconds": {"G1": 3.0},
     }
     machine = {
@@ -212,6 +213,7 @@ def test_the_page_has_every_race_of_a_card(tmp_path: Path) -> None:
     assert "- raw: 2 s to start" in page
     assert "- Fabric did not race: ValueError: no" in page
     assert "- G3 ended early: OutOfMemoryError: too large" in page
+    assert "- G4, MLP 2: ours did not race: ValueError: no" in page
     assert "driver not recorded, CUDA 13, 16 CPU cores" in page
 
 

@@ -18,6 +18,7 @@ import argparse
 import logging
 import os
 import statistics
+import subprocess
 import sys
 import tempfile
 import time
@@ -97,6 +98,7 @@ def main() -> None:
     if given.device == "cpu":
         torch.set_num_threads(1)
     bench = Bench(torch.device(given.device), given.tiny, 2 if given.tiny else ROUNDS, seconds, given.out)
+    bench.add("card", "driver", driver())
     for name in chosen:
         began = time.perf_counter()
         try:
@@ -107,6 +109,15 @@ def main() -> None:
         free()
         bench.add("seconds", name, time.perf_counter() - began)
     bench.say("done")
+
+
+def driver() -> str:
+    """The version of the card's driver, as nvidia-smi tells it."""
+    asked = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
+    try:
+        return subprocess.run(asked, capture_output=True, text=True, check=True, timeout=30).stdout.split()[0]
+    except (OSError, subprocess.SubprocessError, IndexError) as error:
+        return f"not known ({type(error).__name__})"
 
 
 def quiet() -> None:

@@ -33,6 +33,7 @@ from rich.console import Console
 from rich.table import Table
 
 import evenstep
+from evenstep.worker.comm.library import load
 from evenstep.worker.machine import facts
 
 Block = Callable[[], float]
@@ -332,7 +333,9 @@ def versions() -> dict[str, str]:
 def write(path: str, command: str, results: object) -> None:
     """Leave the results in a file, with the command that made them and the machine that ran it."""
     now = datetime.datetime.now().isoformat(timespec="seconds")
-    content = {"command": command, "when": now, "machine": facts(), "peers": versions(), "results": results}
+    # Without it two ranks average by torch alone, which is another race.
+    machine = {**facts(), "has_c_part": load() is not None}
+    content = {"command": command, "when": now, "machine": machine, "peers": versions(), "results": results}
     Path(path).parent.mkdir(parents=True, exist_ok=True)
     Path(path).write_text(json.dumps(content, indent=1) + "\n")
 

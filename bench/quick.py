@@ -8,6 +8,7 @@ python bench/quick.py [C1 C4 ...]
 from __future__ import annotations
 
 import json
+import resource
 import sys
 import tempfile
 import time
@@ -19,19 +20,26 @@ import suite
 MOST_SECONDS = 120
 
 
+def cpu_seconds() -> float:
+    """Of all that was started here and has ended."""
+    used = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return used.ru_utime + used.ru_stime
+
+
 def main() -> None:
     keys = sys.argv[1:] or list(suite.RACES)
     unknown = [key for key in keys if key not in suite.RACES]
     if unknown:
         sys.exit(f"unknown {', '.join(unknown)}; there are {', '.join(suite.RACES)}")
     found: dict[str, dict[str, Any]] = {}
-    started = time.monotonic()
     with tempfile.TemporaryDirectory(prefix="evenstep-quick-") as folder:
         for key in keys:
             out = Path(folder) / f"{key}.json"
+            started, spent = time.monotonic(), cpu_seconds()
             wrong = suite.run(key, out, "--quick", most_seconds=MOST_SECONDS)
             found[key] = {"error": wrong} if wrong else suite.headline(out)
-            print(f"{key}: {time.monotonic() - started:.0f} s so far", file=sys.stderr, flush=True)
+            seconds, cpu = time.monotonic() - started, cpu_seconds() - spent
+            print(f"{key}: {seconds:.0f} s, {cpu:.0f} s of CPU", file=sys.stderr, flush=True)
     print(json.dumps(found))
     is_there = [key for key in keys if suite.PARTS[key].path.exists()]
     sys.exit(1 if any("error" in found[key] for key in is_there) else 0)

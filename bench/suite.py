@@ -39,7 +39,7 @@ class Part:
 PARTS = {
     "C1": Part("c1_step.py", "step"),
     "C2": Part("c2_input.py", "input"),
-    "C3": Part("allreduce.py", "allreduce"),
+    "C3": Part("c3_allreduce.py", "allreduce"),
     "C4": Part("c4_ddp.py", "ddp"),
     "C5": Part("c5_fsdp.py", "fsdp"),
     "C6": Part("c6_start.py", "start"),

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import harness
+import table_gpu
 from harness import Plain, Race, Result, Row
 from suite import PARTS
 
@@ -63,8 +64,8 @@ def hardest(race: Race) -> Row | None:
     return min(aimed, key=lambda row: (row.low or 0) / (row.goal or 1), default=None)
 
 
-def summary(found: dict[str, Found], link: str) -> list[str]:
-    """One line for each race: our figure, the hardest rival, the limit."""
+def summary(found: dict[str, Found], card: table_gpu.Found | None, link: str) -> list[str]:
+    """One line for each race: our figure, the hardest rival, the limit; and one for the card."""
     rows = []
     for key, part in PARTS.items():
         if key not in found:
@@ -74,6 +75,7 @@ def summary(found: dict[str, Found], link: str) -> list[str]:
         command = f"`{one.command}` ([result]({link}/{one.file}))"
         rows += [[key, race.title, *_standing(race), command] for race in one.result.races]
         rows += [[key, table.title, "", "", "", command] for table in one.result.tables if not one.result.races]
+    rows.append(table_gpu.summary_row(card, link))
     heads = ["", "work", "ours", "hardest rival: ours is x as fast (95 %), goal", "limit", "command"]
     return markdown(heads, rows)
 
@@ -90,9 +92,9 @@ def _standing(race: Race) -> list[str]:
     ]
 
 
-def page(found: dict[str, Found]) -> list[str]:
+def page(found: dict[str, Found], card: table_gpu.Found | None) -> list[str]:
     """Everything that was found, benchmark by benchmark."""
-    lines = ["### All goals", "", *summary(found, "../bench/results"), ""]
+    lines = ["### All goals", "", *summary(found, card, "../bench/results"), ""]
     for key, part in PARTS.items():
         if key not in found:
             lines += [
@@ -110,7 +112,22 @@ def page(found: dict[str, Found]) -> list[str]:
         for table in one.result.tables:
             lines += [f"**{table.title}**", "", *_plain(table), ""]
         lines += [_source(one), ""]
-    return lines
+    return [*lines, *card_page(card)]
+
+
+def card_page(card: table_gpu.Found | None) -> list[str]:
+    """The goals on one card, and every race."""
+    lines = [f"### {table_gpu.TITLE}", ""]
+    if card is None:
+        return [*lines, f"Not measured yet: no `{table_gpu.PATTERN}` of `bench/gpu.py` is in `bench/results`.", ""]
+    lines += [*markdown(table_gpu.GOAL_HEADS, table_gpu.goal_rows(card)), "", *_listed(card.errors)]
+    speeds = card.content["results"].get("G3", {}).get("speeds", {}).get("racers", {})
+    for part, work, one in card.works():
+        race = table_gpu.race_of(one, f"{part}: {work}")
+        table = table_gpu.table_of(race, one, speeds if part == "G3" else {})
+        lines += [f"**{race.title}** ({table_gpu.PARTS[part]})", "", *markdown(*table), ""]
+        lines += _listed(table_gpu.notes_of(race, one))
+    return [*lines, table_gpu.source_of(card), ""]
 
 
 def _plain(table: Plain) -> list[str]:
@@ -125,9 +142,10 @@ def _source(one: Found) -> str:
     machine = one.machine
     cards = ", ".join(machine["cards"]) or f"{machine['cores']} CPU cores"
     peers = ", ".join(f"{name} {version}" for name, version in one.peers.items())
+    without = "" if machine.get("has_c_part", True) else ", evenstep without its C part"
     return (
         f"`{one.command}`, {one.when}: {cards}, {machine['system']}, Python {machine['python']}, torch "
-        f"{machine['torch']}, {peers} ([{one.file}](../bench/results/{one.file}))."
+        f"{machine['torch']}, {peers}{without} ([{one.file}](../bench/results/{one.file}))."
     )
 
 
@@ -152,9 +170,10 @@ def main() -> None:
     parser.add_argument("--results", type=Path, default=ROOT / "bench" / "results")
     parser.add_argument("--check", action="store_true")
     given = parser.parse_args()
-    found = newest(given.results)
+    found, card = newest(given.results), table_gpu.newest(given.results)
+    short = summary(found, card, "bench/results")
     stale = []
-    for path, name, lines in ((PAGE, "results", page(found)), (README, "speed", summary(found, "bench/results"))):
+    for path, name, lines in ((PAGE, "results", page(found, card)), (README, "speed", short)):
         before = path.read_text()
         after = put(before, name, lines)
         if after != before:

@@ -26,13 +26,14 @@ def _content(path):
     return bytearray(gzip.decompress(path.with_name(path.name + ".gz").read_bytes()))
 
 
-def make(folder, num_train, num_test):
-    """Ten fixed pictures under much noise, in MNIST's own format: learnable beyond 96.5 % in two epochs."""
+def make(folder, num_train, num_test, noise=4.5):
+    """Ten fixed pictures under much noise, in MNIST's own format: learnable beyond 96.5 % in two epochs of 60,000, or,
+    with a noise of 2, in one epoch of 6,400."""
     generator = torch.Generator().manual_seed(0)
     patterns = torch.randn(10, 784, generator=generator)
     for num, (images, labels) in zip((num_train, num_test), (NAMES[:2], NAMES[2:]), strict=True):
         classes = torch.randint(10, (num,), generator=generator)
-        pixels = 128 + 12 * (patterns[classes] + 4.5 * torch.randn(num, 784, generator=generator))
+        pixels = 128 + 12 * (patterns[classes] + noise * torch.randn(num, 784, generator=generator))
         content = pixels.clamp(0, 255).to(torch.uint8).numpy().tobytes()
         (folder / images).write_bytes(struct.pack(">IIII", 0x803, num, 28, 28) + content)
         (folder / labels).write_bytes(struct.pack(">II", 0x801, num) + classes.to(torch.uint8).numpy().tobytes())

@@ -20,6 +20,7 @@ import harness  # noqa: E402
 import peers  # noqa: E402
 import suite  # noqa: E402
 import table  # noqa: E402
+import table_gpu  # noqa: E402
 from harness import Entry, Plain, Race, Result, Row  # noqa: E402
 from models import MLP  # noqa: E402
 
@@ -144,14 +145,124 @@ def test_the_newest_result_counts_and_foreign_files_do_not(tmp_path: Path) -> No
 def test_pages_show_what_is_there_and_say_what_is_not(tmp_path: Path) -> None:
     written(tmp_path, "a.json", fixture(), "2026-11-15T10:00:00")
     found = table.newest(tmp_path)
-    page = "\n".join(table.page(found))
+    page = "\n".join(table.page(found, None))
     assert "| peer, best | best | 2.18 | 2.00 (1.96 to 2.04) | 3: missed by 33 % |" in page
     assert "- gone did not race: not installed" in page
     assert "| 1 \\| 2 | 3 |" in page
     assert "Not measured yet: no result of `bench/c4_ddp.py` is in `bench/results`." in page
-    short = table.summary(found, "bench/results")
+    short = table.summary(found, None, "bench/results")
     assert any("| C4 | not measured yet |" in line for line in short)
     assert any("missed by" in line and line.startswith("| C1 |") for line in short)
+
+
+def of_a_card(folder: Path, name: str = "a-gpu-h200.json", when: str = "2026-11-15T10:00:00") -> None:
+    """As bench/gpu.py writes it: a race of steps, the same compiled, one of input."""
+
+    def row(ms: float, wobble: float = 0.01) -> dict[str, Any]:
+        return {"figures_ms": [ms * (1 + wobble * one) for one in (0, 1, -1)], "loss_after": 0.5, "peak_bytes": 2**21}
+
+    def goal(text: str, wanted: float, *figures: float, is_least: bool = True) -> dict[str, Any]:
+        ratio = dict(zip(("ratio", "low", "high"), figures, strict=True))
+        return {"text": text, "wanted": wanted, "is_least": is_least, "is_met": True, **ratio}
+
+    check = {"check": {"steps": 50, "start_loss": 2.0, "tolerance": 0.2}, "absent": {"Fabric": "ValueError: no"}}
+    rows = {"raw": row(8.0), "ours": row(1.0, 0), "limit: graph": row(0.5), "raw, again": row(10.0, 0)}
+    eager = goal("raw / ours, the best eager peer", 6.0, 8.0, 7.9, 8.1)
+    compiled = {
+        "raw": row(6.0),
+        "ours": row(3.0),
+        "ours, compiled": row(2.0, 0),
+        "idle": {**row(1.0), "figures_ms": []},
+    }
+    nested = {"text": "resident / DataLoader", "wanted": 3.0, "is_least": True, "is_met": False}
+    nested["got"] = {"first": 1.0, "second": 2.0, "ratio": 2.4, "low": 2.0, "high": 2.5}
+    rates = {"default: thread, pinned, own stream": [4.0], "default, again": [4.0], "resident": [9.0]}
+    rates |= {"DataLoader, slow": [1.0], "DataLoader, quick": [3.0], "limit: copies": [16.0]}
+    results = {
+        "G1": {"MLP 2, fp32": {"rows": rows, "goals": [eager, "raw: 2 s to start"], **check}},
+        "G1 compiled": {"MLP 2, fp32": {"rows": compiled, "goals": [], **check}},
+        "G2": {"pictures": {"rates": rates, "goals": [nested]}},
+        "G3": {"error": "OutOfMemoryError: too large"},
+        "G4": {"MLP 2": {"rows": {"raw": row(8.0)}, "goals": ["not judged"], "absent": {"ours": "ValueError: no"}}},
+        "seconds": {"G1": 3.0},
+    }
+    machine = {
+        "python": "3.12",
+        "torch": "2.11",
+        "system": "Linux",
+        "cores": 16,
+        "cards": ["NVIDIA H200"],
+        "cuda": "13",
+    }
+    content = {"command": "python bench/gpu.py", "when": when, "machine": machine, "peers": {"accelerate": "1.15"}}
+    (folder / name).write_text(json.dumps({**content, "results": results}))
+
+
+def test_the_page_has_every_race_of_a_card(tmp_path: Path) -> None:
+    of_a_card(tmp_path)
+    page = "\n".join(table.card_page(table_gpu.newest(tmp_path)))
+    assert (
+        "| G1 | MLP 2, fp32 | raw / ours, the best eager peer | at least 6 | 8.00 (7.90 to 8.10) | met by 33 % |"
+        in page
+    )
+    assert "| raw | 8 | 8.00 (7.92 to 8.08) | 0.5 | 2 |" in page
+    assert "| limit: graph | 0.5 | 0.500 (0.495 to 0.505) | 0.5 | 2 |" in page
+    assert "| control: raw, again | 10 | 0.800 (0.792 to 0.808) of the first | 0.5 | 2 |" in page
+    assert "- Control: nothing smaller than 20.8 % is claimed." in page
+    assert "- Share of the limit, graph: 50.0 % (49.5 % to 50.5 %)." in page
+    assert "- raw: 2 s to start" in page
+    assert "- Fabric did not race: ValueError: no" in page
+    assert "- G3 ended early: OutOfMemoryError: too large" in page
+    assert "- G4, MLP 2: ours did not race: ValueError: no" in page
+    assert "driver not recorded, CUDA 13, 16 CPU cores" in page
+
+
+def test_what_is_compiled_is_compared_with_ours_compiled_and_only_those_who_raced(tmp_path: Path) -> None:
+    of_a_card(tmp_path)
+    page = "\n".join(table.card_page(table_gpu.newest(tmp_path)))
+    assert "| racer | ms a step | ours, compiled, is x as fast (95 %) | loss after | peak MiB |" in page
+    assert "| ours | 3 | 1.500 (1.485 to 1.515) | 0.5 | 2 |" in page
+    assert "idle" not in page
+
+
+def test_input_on_a_card_is_a_rate(tmp_path: Path) -> None:
+    of_a_card(tmp_path)
+    page = "\n".join(table.card_page(table_gpu.newest(tmp_path)))
+    assert "| racer | samples/s | default is x as fast (95 %) |" in page
+    assert "| DataLoader, quick | 3 | 1.333 (one block) |" in page
+    assert "| resident | 9 | 3.00 (one block) x DataLoader, quick |" in page
+    assert "| at least 3 | 2.40 (2.00 to 2.50) | missed by 20 % |" in page
+
+
+def test_a_goal_on_a_card_is_judged_by_its_interval_and_beside_the_control() -> None:
+    def outcome(*figures: float, is_least: bool = True, spread: float = 0.0) -> str:
+        return table_gpu.Goal("", 2.0, is_least, *figures, spread).outcome
+
+    assert outcome(2.2, 2.1, 2.3) == "met by 10 %"
+    assert outcome(2.2, 1.9, 2.3) == "not sure: 10 % beyond"
+    assert outcome(1.5, 1.4, 2.3) == "missed by 25 %"
+    assert outcome(1.9, 1.8, 1.95, is_least=False) == "met by 5 %"
+    assert outcome(1.9, 1.8, 2.1, is_least=False) == "not sure: 5 % beyond"
+    assert outcome(3.0, 2.0, 4.0, is_least=False) == "missed by 50 %"
+    assert outcome(2.2, 2.1, 2.3, spread=0.2) == "met by 10 %, within the control"
+
+
+def test_a_card_has_one_line_in_the_summary_and_its_absence_is_said(tmp_path: Path) -> None:
+    assert table_gpu.newest(tmp_path) is None
+    assert any(line.startswith("| One H200 | not measured yet |") for line in table.summary({}, None, "results"))
+    missing = "Not measured yet: no `*-gpu-h200.json` of `bench/gpu.py` is in `bench/results`."
+    assert missing in table.page({}, None)
+    of_a_card(tmp_path)
+    of_a_card(tmp_path, "0-gpu-h200.json", "2026-11-16T10:00:00")
+    card = table_gpu.newest(tmp_path)
+    assert card is not None
+    assert card.file == "0-gpu-h200.json"
+    lines = [line for line in table.summary({}, card, "results") if line.startswith("| One H200 |")]
+    assert len(lines) == 1
+    assert "the best eager peer: MLP 2 8.00 (7.90 to 8.10) x raw (6: met by 33 %)" in lines[0]
+    assert "the best tuned peer" not in lines[0]
+    assert "MLP 2 1 ms" in lines[0]
+    assert "the bare step as a graph: MLP 2 0.5 ms" in lines[0]
 
 
 def test_only_what_is_between_the_markers_is_replaced() -> None:

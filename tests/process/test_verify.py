@@ -100,7 +100,8 @@ def verdict_of(name: str, strategy: str, depth: Depth | None = None) -> Verdict:
 
 def verify(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-m", "evenstep", "verify", *arguments]
-    more: Mapping[str, str] = {"PYTHONPATH": str(ROOT), **environment}
+    # This checkout before the installed one; ROOT is for tests.small_tasks.
+    more: Mapping[str, str] = {"PYTHONPATH": f"{ROOT / 'src'}{os.pathsep}{ROOT}", **environment}
     return subprocess.run(command, capture_output=True, text=True, env={**os.environ, **more}, timeout=550)
 
 

@@ -37,6 +37,7 @@ PLANTED = {
     "scaled_rate": ("ddp", "settings", "learning rate depends on the rank or on how many there are: 0.1 on one device"),
     "other_data": ("ddp", "other-data", "rank 1 reads other samples under the same ids"),
     "few_digits": ("ddp", "precision", "in float64 ddp x 2 and single agree"),
+    "few_digits_and_jumps": ("ddp", "precision", "single does not get as far by disturbing its weights"),
     "reducing_hook": ("ddp", "gradients-by-rank", "2 times that of one device for the same samples"),
     "clipping_hook": ("ddp", "gradient-hook", "the gradient of 2.weight is changed on its way"),
     "around": ("ddp", "captured-model", "the loss does not use the model that it is given"),
@@ -100,7 +101,8 @@ def verdict_of(name: str, strategy: str, depth: Depth | None = None) -> Verdict:
 
 def verify(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-m", "evenstep", "verify", *arguments]
-    more: Mapping[str, str] = {"PYTHONPATH": str(ROOT), **environment}
+    # This checkout before the installed one; ROOT is for tests.small_tasks.
+    more: Mapping[str, str] = {"PYTHONPATH": f"{ROOT / 'src'}{os.pathsep}{ROOT}", **environment}
     return subprocess.run(command, capture_output=True, text=True, env={**os.environ, **more}, timeout=550)
 
 
@@ -139,6 +141,14 @@ def test_steps_that_the_scaler_skips_are_not_mistaken_for_others(steps: int, wor
     verdict = check(base, [way], base.folder / "verify", Depth(steps=steps))[way]
     assert verdict.is_same, verdict
     assert any(words in note for note in verdict.notes), verdict.notes
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_rounding_that_turns_decisions_is_no_difference() -> None:
+    verdict = verdict_of("deciding", "ddp")
+    assert verdict.is_same, verdict
+    assert any("rounding jumps there" in note for note in verdict.notes), verdict.notes
 
 
 @pytest.mark.slow

@@ -24,9 +24,10 @@ from evenstep.record import FILE
 from evenstep.verify.by_rank import by_rank, problems_of
 from evenstep.verify.causes import Case, _way_not_repeated
 from evenstep.verify.check import Depth, Judge, judged
-from evenstep.verify.differences import FINE, STEP, Differ, Difference, first_beyond, saved_as_trained
+from evenstep.verify.differences import COARSE, FINE, STEP, Differ, Difference, first_beyond, saved_as_trained
+from evenstep.verify.disturbed import MOST_TRIED, STRENGTH, disturbed
 from evenstep.verify.evidence import Evidence, Failure
-from evenstep.verify.limits import UNJUDGED, Yardstick, exact
+from evenstep.verify.limits import UNJUDGED, Disturbed, Yardstick, exact
 from evenstep.verify.of_task import loss
 from evenstep.verify.page import lines, table
 from evenstep.verify.runs import Runs
@@ -301,22 +302,108 @@ def test_runs_are_the_same_only_if_all_about_them_is(monkeypatch: pytest.MonkeyP
     assert made[5].name == "ddp-cuda-0-cuda-1-fp64"
 
 
+def of(part: str, name: str, step: int = 1) -> Difference:
+    return Difference(part, step, name, 0.0)
+
+
 def test_rounding_of_the_task_itself_is_the_yardstick() -> None:
     noise = [Difference("gradients", 1, "a", 1e-4), Difference("gradients", 1, "b", 1e-6)]
     limit = Yardstick(noise, "fp32")
-    assert limit("gradients", "a") == pytest.approx(3e-3)
-    assert limit("gradients", "b") == pytest.approx(1e-3)
-    assert limit("weights", "a") == 1e-5
-    assert limit("samples", "samples") == 0
-    assert limit("checkpoint", "a") == pytest.approx(3e-3)
-    assert limit("evaluation", "accuracy") == UNJUDGED
+    assert limit(of("gradients", "a")) == pytest.approx(3e-3)
+    assert limit(of("gradients", "b")) == pytest.approx(1e-3)
+    assert limit(of("weights", "a")) == 1e-5
+    assert limit(of("samples", "samples")) == 0
+    assert limit(of("checkpoint", "a")) == pytest.approx(3e-3)
+    assert limit(of("evaluation", "accuracy")) == UNJUDGED
     loose = Yardstick([*noise, Difference("evaluation", 1, "accuracy", 0.5)], "fp32")
-    assert loose("checkpoint", "accuracy") == limit("checkpoint", "accuracy")
+    assert loose(of("checkpoint", "accuracy")) == limit(of("checkpoint", "accuracy"))
 
 
 def test_without_a_yardstick_the_rule_of_thumb_counts() -> None:
-    assert Yardstick([], "fp16")("gradients", "a") == 5e-2
-    assert Yardstick([Difference("optimizer", 1, STEP, math.inf)], "fp16")("gradients", "a") == 5e-2
+    assert Yardstick([], "fp16")(of("gradients", "a")) == 5e-2
+    assert Yardstick([Difference("optimizer", 1, STEP, math.inf)], "fp16")(of("gradients", "a")) == 5e-2
+
+
+# Rounding that jumps
+
+
+def test_how_far_one_device_is_moved_until_a_step_is_the_limit_of_that_step() -> None:
+    limit = Disturbed(Yardstick([], "fp32"))
+    limit.add([Difference("gradients", 3, "a", 0.01), Difference("optimizer", 3, STEP, math.inf)])
+    limit.add([Difference("gradients", 4, "a", 0.005)])
+    assert limit.num_tried == 2
+    assert limit(of("gradients", "a", step=2)) == 1e-4
+    assert limit(of("gradients", "a", step=3)) == limit(of("gradients", "a", step=4)) == pytest.approx(0.02)
+    assert limit(of("checkpoint", "a", step=3)) == pytest.approx(0.02)
+    assert limit(of("gradients", "b", step=3)) == limit(of("weights", "a", step=3)) == 1e-4
+    assert limit(of("samples", "samples")) == 0
+
+
+class FakeRuns:
+    """Disturbed runs, made before; remembers which were asked for."""
+
+    def __init__(self, *runs: Evidence | Failure) -> None:
+        self._runs = runs
+        self.asked: list[int] = []
+
+    def watched(self, way: Way, precision: str, *, disturbance: int) -> Evidence | Failure:
+        assert (way.label, precision) == ("single", "fp32")
+        self.asked.append(disturbance)
+        return self._runs[(disturbance - 1) % len(self._runs)]
+
+
+def eased(runs: FakeRuns, reference: Evidence, run: Evidence) -> tuple[bool, list[str]]:
+    """Whether it passes, and what is said about it."""
+    runs.base = SimpleNamespace(plan=reference.record.plan)  # type: ignore[attr-defined]
+    judge = Judge(runs, Way("ddp", ("cpu", "cpu")), Depth())  # type: ignore[arg-type]
+    judge._is_rough = True
+    found = Differ(COARSE).all(reference, run)
+    return first_beyond(found, judge._eased(Yardstick([], "fp32"), found, reference)) is None, judge._notes
+
+
+def test_a_way_that_is_off_as_far_as_one_device_that_was_disturbed_passes() -> None:
+    still, moved = trained([1.0, 1.0], [2.0]), trained([1.0, 1.1], [2.0])
+    reference, run = write_run("one", still, still), write_run("other", still, moved)
+    calm, jumping = write_run("calm", still, still), write_run("jumping", still, moved)
+    runs = FakeRuns(calm, jumping, calm)
+    passes, (note,) = eased(runs, reference, run)
+    assert passes
+    assert runs.asked == [1, 2]
+    assert note.startswith("in fp32, from step 2 on, the gradient of w is off by 9.09 %: rounding jumps there")
+
+
+def test_a_way_that_is_off_where_one_device_is_not_moved_does_not_pass() -> None:
+    still, moved = trained([1.0, 1.0], [2.0]), trained([1.0, 1.1], [2.0])
+    reference, run = write_run("one", still, still), write_run("other", moved, moved)
+    runs = FakeRuns(write_run("later", still, moved))
+    assert eased(runs, reference, run) == (False, [])
+    assert runs.asked == list(range(1, MOST_TRIED + 1))
+    assert eased(FakeRuns(Failure("no room")), reference, run) == (False, [])
+
+
+def test_nothing_is_disturbed_where_all_is_rounding_or_something_is_missing() -> None:
+    still = trained([1.0], [2.0])
+    reference, runs = write_run("one", still), FakeRuns()
+    assert eased(runs, reference, write_run("same", still)) == (True, [])
+    assert eased(runs, reference, write_run("spoilt", trained([math.nan], [2.0]))) == (False, [])
+    assert runs.asked == []
+
+
+def test_a_disturbed_model_is_off_by_next_to_nothing_and_nothing_else_is_drawn() -> None:
+    def model(change: Callable[[torch.nn.Module], torch.nn.Module]) -> tuple[torch.Tensor, float]:
+        torch.manual_seed(0)
+        made = change(torch.nn.Linear(50, 50))
+        return made.weight.detach(), float(torch.rand(()))
+
+    (plain_one, drawn), (first, also_drawn) = model(lambda made: made), model(lambda made: disturbed(made, 1))
+    assert drawn == also_drawn
+    off = ((first - plain_one) / plain_one).abs()
+    assert 0.9 * STRENGTH < float(off.max()) < 1.1 * STRENGTH
+    assert torch.equal(first, model(lambda made: disturbed(made, 1))[0])
+    assert not torch.equal(first, model(lambda made: disturbed(made, 2))[0])
+    narrow = torch.nn.Linear(50, 50).bfloat16()
+    before = narrow.weight.detach().clone()
+    assert 0.1 < float((disturbed(narrow, 1).weight != before).float().mean()) < 0.9
 
 
 # What is seen

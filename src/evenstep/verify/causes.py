@@ -71,7 +71,7 @@ class Case:
         if isinstance(one, Failure) or isinstance(other, Failure):
             return Apart(math.inf, False, one if isinstance(one, Failure) else other)  # type: ignore[arg-type]
         found = Differ(COARSE if self.is_rough else FINE).all(one, other)
-        judged = [each.size for each in found if self.limit(each.part, each.name) < UNJUDGED or math.isinf(each.size)]
+        judged = [each.size for each in found if self.limit(each) < UNJUDGED or math.isinf(each.size)]
         return Apart(max(judged, default=0.0), first_beyond(found, self.limit) is None)
 
 
@@ -103,8 +103,8 @@ def only_in(case: Case, arithmetic: float, said: tuple[str, ...]) -> Cause:
     return Cause(
         name="precision",
         sentence=f"a difference of precision, as far as was tested: in float64 {case.way.label} and single agree to "
-        f"{arithmetic:.0e}, in {own} they do not, though each of them repeats itself there. Something is computed in "
-        "fewer digits in one of them",
+        f"{arithmetic:.0e}, in {own} they do not, though each of them repeats itself there, and single does not get "
+        "as far by disturbing its weights. Something is computed in fewer digits in one of them",
         evidence=(*said, f"single and {case.way.label} were each run twice in {own}, and gave the same"),
         advice="Look for a cast (.half(), .bfloat16(), autocast) that depends on how many processes there are.",
     )

@@ -21,12 +21,13 @@ from evenstep.verify.differences import (
     has_checkpoint,
     saved_as_trained,
 )
+from evenstep.verify.disturbed import MOST_TRIED
 from evenstep.verify.evidence import Evidence, Failure
-from evenstep.verify.limits import WITHOUT_YARDSTICK, Yardstick, exact
+from evenstep.verify.limits import WITHOUT_YARDSTICK, Disturbed, Yardstick, exact
 from evenstep.verify.runs import Runs, Say, one_device
 from evenstep.verify.summary import by_rounding, has_steps, most, parts_of, tensor_of
 from evenstep.verify.verdict import Cause, Verdict, Way
-from evenstep.verify.words import differs, fails, same
+from evenstep.verify.words import differs, fails, jumps, same, still
 
 SKIPPED = (
     "no step was taken in both of them, since fp16's scaler skips steps until it has found its scale; more steps "
@@ -99,8 +100,10 @@ class Judge:
         self._found = self._without_skips(differ.all(reference, run), reference, run)
         if not has_steps(self._found):
             return self._not_judged(precision)
+        limit = self._eased(limit, self._found, reference)
         if first_beyond(self._found, limit) is None:
             self._found += self._round_trip(differ, reference, run, precision)
+            limit = self._eased(limit, self._found, reference)
         first = first_beyond(self._found, limit)
         if first is not None:
             case = self._case(reference, run, precision, limit, self._found)
@@ -201,18 +204,39 @@ class Judge:
             return self._failed(run, reference, self._own)
         noise = Differ(COARSE).all(self._reference("fp64"), reference)
         found = self._without_skips(Differ(COARSE).all(reference, run), reference, run)
-        limit = Yardstick(noise, self._own)
+        limit: Limit = Yardstick(noise, self._own)
         said = f"in {self._own} it is off by {most(found):.1e} at most; {by_rounding(noise)}"
         if not has_steps(found):
             said = f"in {self._own} nothing was judged: {SKIPPED}"
         self._notes.append(said)
+        limit = self._eased(limit, found, reference)
         first = first_beyond(found, limit)
         if first is None:
             return self._same(arithmetic)
         shown = tensor_of(first, found, limit)
-        allowed = f"allowed were {limit(shown.part, shown.name):.1e} for {shown.name}"
+        tested = [said, f"allowed were {limit(shown):.1e} for {shown.name}"]
+        if isinstance(limit, Disturbed):
+            tested.append(still(limit.moved(shown), limit.num_tried))
         case = self._case(reference, run, self._own, limit, found)
-        return self._differs(first, found, case, only_in(case, self._largest(), (said, allowed)))
+        return self._differs(first, found, case, only_in(case, self._largest(), tuple(tested)))
+
+    def _eased(self, limit: Limit, found: Sequence[Difference], reference: Evidence) -> Limit:
+        """Where a way is off by more than rounding: a limit by how far one device is moved by next to nothing."""
+        first = first_beyond(found, limit)
+        if first is None or not self._is_rough or any(math.isinf(one.size) for one in found):
+            return limit
+        precision = reference.record.plan.precision
+        eased = Disturbed(limit)
+        for number in range(1, MOST_TRIED + 1):
+            run = self._runs.watched(one_device(self._way), precision, disturbance=number)
+            if isinstance(run, Failure):
+                break
+            eased.add(Differ(COARSE).all(reference, run))
+            if first_beyond(found, eased) is None:
+                shown = tensor_of(first, found, limit)
+                self._notes.append(jumps(shown, eased.moved(shown), precision))
+                break
+        return eased
 
     def _without_skips(self, found: list[Difference], reference: Evidence, run: Evidence) -> list[Difference]:
         """In fp16 the whole of a batch overflows sooner than its parts do, so that a sound way skips other steps."""
@@ -266,7 +290,7 @@ class Judge:
     def _case(
         self, reference: Evidence, run: Evidence | None, precision: str, limit: Limit, found: Sequence[Difference]
     ) -> Case:
-        beyond = {one.part for one in found if one.size > limit(one.part, one.name)}
+        beyond = {one.part for one in found if one.size > limit(one)}
         return Case(self._runs, self._way, precision, reference, run, limit, frozenset(beyond), self._is_rough)
 
     def _differs(self, first: Difference, found: Sequence[Difference], case: Case, cause: Cause) -> Verdict:

@@ -21,8 +21,6 @@ TOGETHER = ("start", "gradient", "weight")
 """Kinds of which the tensors are measured by the largest of them; buffers have nothing to do with each other."""
 ADAPTED = ("weight", "optimizer")
 """Kinds that Adam may change by noise alone."""
-Limit = Callable[[str, str], float]
-"""How far a part's tensor may be off."""
 
 
 @dataclass(frozen=True)
@@ -33,6 +31,10 @@ class Difference:
     step: int
     name: str
     size: float
+
+
+Limit = Callable[[Difference], float]
+"""How large a difference may be: that of a part's tensor at a step."""
 
 
 @dataclass(frozen=True)
@@ -197,7 +199,7 @@ def has_checkpoint(run: Evidence, step: int) -> bool:
 
 def first_beyond(found: Sequence[Difference], limit: Limit) -> Difference | None:
     """The first difference that is more than rounding."""
-    return next((one for one in found if one.size > limit(one.part, one.name)), None)
+    return next((one for one in found if one.size > limit(one)), None)
 
 
 def _samples(one: Evidence, other: Evidence, step: int) -> Difference:

@@ -6,7 +6,7 @@ import math
 import sys
 from collections.abc import Sequence
 
-from evenstep.verify.differences import Difference
+from evenstep.verify.differences import Difference, Limit
 
 TOLERANCE = 1e-8
 """In float64. Rounding makes 1e-15 to 1e-12 over a few steps; mistakes make 1e-5 and more."""
@@ -15,11 +15,13 @@ WITHOUT_YARDSTICK = {"fp64": 1e-4, "fp32": 1e-4, "tf32": 1e-2, "bf16": 5e-2, "fp
 LEAST = {"fp64": 1e-5, "fp32": 1e-5, "tf32": 1e-3, "bf16": 1e-2, "fp16": 1e-2}
 TIMES_NOISE = 30.0
 """How much more than its own rounding noise a tensor may be off."""
+TIMES_MOVED = 2.0
+"""How much more than one device itself, disturbed, a tensor may be off."""
 UNJUDGED = sys.float_info.max
 """The limit of what is not judged; one that is missing is infinitely far off, and beyond it."""
 
 
-def exact(part: str, name: str) -> float:
+def exact(one: Difference) -> float:
     """For float64."""
     return TOLERANCE
 
@@ -34,18 +36,49 @@ class Yardstick:
         self._of_part: dict[str, float] = {}
         for one in noise:
             if math.isfinite(one.size):
-                # A run that goes on from a checkpoint is judged by all that it trains.
-                is_trained = one.part not in ("samples", "evaluation")
-                for part in (one.part, "checkpoint") if is_trained else (one.part,):
+                for part in _judged_as(one):
                     key = (part, one.name)
                     self._of_tensor[key] = max(one.size, self._of_tensor.get(key, 0.0))
                     self._of_part[part] = max(one.size, self._of_part.get(part, 0.0))
 
-    def __call__(self, part: str, name: str) -> float:
-        if part == "samples":
+    def __call__(self, one: Difference) -> float:
+        if one.part == "samples":
             return 0.0
-        if part == "evaluation" and name != "loss":
+        if one.part == "evaluation" and one.name != "loss":
             # Counts jump: rounding moves a sample from right to wrong. Float64 judges them.
             return UNJUDGED
-        by_tensor = TIMES_NOISE * self._of_tensor.get((part, name), 0.0)
-        return max(self._least, by_tensor, TIMES_NOISE / 3 * self._of_part.get(part, 0.0))
+        by_tensor = TIMES_NOISE * self._of_tensor.get((one.part, one.name), 0.0)
+        return max(self._least, by_tensor, TIMES_NOISE / 3 * self._of_part.get(one.part, 0.0))
+
+
+class Disturbed:
+    """The `usual` limit; or how far one device was moved by disturbances until that very step, times a factor.
+
+    By step: what is computed in fewer digits is off from the first step on, where next to nothing jumps.
+    """
+
+    def __init__(self, usual: Limit) -> None:
+        self.num_tried = 0
+        self._usual = usual
+        self._moved: dict[tuple[str, str], list[Difference]] = {}
+
+    def add(self, found: Sequence[Difference]) -> None:
+        """What one disturbance did."""
+        self.num_tried += 1
+        for one in found:
+            if math.isfinite(one.size):
+                for part in _judged_as(one):
+                    self._moved.setdefault((part, one.name), []).append(one)
+
+    def __call__(self, one: Difference) -> float:
+        return max(self._usual(one), TIMES_MOVED * self.moved(one))
+
+    def moved(self, one: Difference) -> float:
+        """How far the same tensor was moved at most, until that step."""
+        of_tensor = self._moved.get((one.part, one.name), ())
+        return max((moved.size for moved in of_tensor if moved.step <= one.step), default=0.0)
+
+
+def _judged_as(one: Difference) -> tuple[str, ...]:
+    """A run that goes on from a checkpoint is judged by all that it trains."""
+    return (one.part,) if one.part in ("samples", "evaluation") else (one.part, "checkpoint")

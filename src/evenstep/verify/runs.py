@@ -46,16 +46,30 @@ class Runs:
     _made: dict[tuple[Any, ...], Any] = field(default_factory=dict)
 
     def watched(
-        self, way: Way, precision: str, *, again: str = "", norms: str = "own", is_saved: bool = False, **changes: Any
+        self,
+        way: Way,
+        precision: str,
+        *,
+        again: str = "",
+        norms: str = "own",
+        disturbance: int = 0,
+        is_saved: bool = False,
+        **changes: Any,
     ) -> Any:
         """What a training of so many steps computed: Evidence, or the Failure that it ended with.
 
-        Its checkpoints are kept where it `is_saved`, until they are forgotten.
+        Its checkpoints are kept where it `is_saved`, until they are forgotten. With the number of a `disturbance` it
+        starts next to where it should.
         """
-        key = (way, precision, again, norms, is_saved, tuple(sorted(changes.items())))
+        key = (way, precision, again, norms, disturbance, is_saved, tuple(sorted(changes.items())))
         if key not in self._made:
+            again = again or (f"disturbed {disturbance}" if disturbance else "")
             self.say(f"{way.label} in {precision}{f', {again}' if again else ''}")
-            instead = Instead("evenstep.worker.witness:perform_watched", {"norms": norms})
+            instead = (
+                Instead("evenstep.verify.disturbed:perform_disturbed", {"norms": norms, "number": disturbance})
+                if disturbance
+                else Instead("evenstep.worker.witness:perform_watched", {"norms": norms})
+            )
             every = {"checkpoint_every": self.half} if is_saved else {}
             folder = self._folder(way, precision, again, norms if norms != "own" else "", *changes)
             made = self._run(folder, way, instead, {"precision": precision, **every, **changes})

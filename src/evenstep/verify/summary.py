@@ -31,20 +31,14 @@ def by_rounding(noise: Sequence[Difference]) -> str:
 def tensor_of(first: Difference, found: Sequence[Difference], limit: Limit) -> Difference:
     """The first tensor that differs in that step: it says more than a loss does."""
     of_step = (one for one in found if one.step == first.step and one.part not in ("loss", "samples"))
-    return (
-        first
-        if first.part == "samples"
-        else next((one for one in of_step if one.size > limit(one.part, one.name)), first)
-    )
+    return first if first.part == "samples" else next((one for one in of_step if one.size > limit(one)), first)
 
 
 def parts_of(found: Sequence[Difference], limit: Limit) -> dict[str, Part]:
     """The row of a way: of each part the largest difference; what is not judged is left out."""
     parts = {}
     for name in PARTS:
-        of_part = [
-            one for one in found if one.part == name and (limit(name, one.name) < UNJUDGED or math.isinf(one.size))
-        ]
-        is_same = all(one.size <= limit(name, one.name) for one in of_part)
+        of_part = [one for one in found if one.part == name and (limit(one) < UNJUDGED or math.isinf(one.size))]
+        is_same = all(one.size <= limit(one) for one in of_part)
         parts[name] = Part(max((one.size for one in of_part), default=None), is_same)
     return parts

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 
 from evenstep.verify.differences import STEP, Difference
+from evenstep.verify.disturbed import STRENGTH
 from evenstep.verify.evidence import Failure
 
 _THINGS = {
@@ -33,6 +34,24 @@ def differs(label: str, first: Difference, precision: str) -> str:
     when = f"at step {first.step}" if first.step else "before the first step"
     by = f" by {in_percent(first.size)} of its size" if math.isfinite(first.size) else ""
     return f"{label} does not learn what single learns: {when} {thing} differs{by} ({precision})"
+
+
+def jumps(first: Difference, moved: float, precision: str) -> str:
+    """For a way that is off by more than rounding, where one device is too as soon as it is disturbed."""
+    thing = _THINGS[first.part].format(name=first.name)
+    return (
+        f"in {precision}, from step {first.step} on, {thing} is off by {in_percent(first.size)}: rounding jumps there, "
+        f"as where a ReLU or a max-pool decides; one device by itself is off by up to {in_percent(moved)} when its "
+        f"first weights are disturbed by {STRENGTH:.0e} of their size"
+    )
+
+
+def still(moved: float, num_tried: int) -> str:
+    """For a way that is off by more than that."""
+    return (
+        f"single, its first weights disturbed by {STRENGTH:.0e} of their size in {num_tried} ways, is off by "
+        f"{moved:.1e} at most there"
+    )
 
 
 def fails(label: str, failure: Failure) -> str:

@@ -42,6 +42,25 @@ def overflowing() -> Task:
     return with_loss(lambda model, batch: 200 * cross_entropy(model, batch))
 
 
+class Deciding(nn.Module):
+    """The last digit of each weight decides how much it counts, and float64 cannot be used."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(COLUMNS, 400)
+        self.head = nn.Linear(400, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        weight = self.layer.weight
+        decided = torch.sin(weight.detach() * 2**26) > 0
+        return self.head(F.linear(x.float(), weight * (1 + 0.5 * decided), self.layer.bias))
+
+
+def deciding() -> Task:
+    """Sound; but rounding turns decisions, and gradients jump."""
+    return replace(sound(), model=Deciding)
+
+
 def cross_entropy(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
     return F.cross_entropy(model(batch[0]), batch[1])
 
@@ -181,6 +200,11 @@ def few_digits() -> Task:
             return cross_entropy(model, batch)
 
     return with_loss(loss)
+
+
+def few_digits_and_jumps() -> Task:
+    """The same where rounding turns decisions, too."""
+    return replace(few_digits(), model=lambda: nn.Sequential(nn.Linear(COLUMNS, 512), nn.ReLU(), nn.Linear(512, 4)))
 
 
 def reducing_hook() -> Task:

@@ -23,7 +23,7 @@ def named() -> set[str]:
     return set(os.listdir("/dev/shm"))
 
 
-@pytest.fixture(scope="module", params=[2, 3, pytest.param(4, marks=pytest.mark.slow)])
+@pytest.fixture(scope="module", params=[2, *(pytest.param(size, marks=pytest.mark.slow) for size in (3, 4))])
 def found(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     """What every rank found, of so many."""
     folder = tmp_path_factory.mktemp("shared")

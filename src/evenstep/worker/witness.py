@@ -77,8 +77,8 @@ class Watch:
             names = [name for name, _ in self._module.named_parameters()]
             self._weights = dict(zip(names, given, strict=True))
             made = task.optimizer(iter(given))
-            made.register_step_pre_hook(lambda *_: self._before())
-            made.register_step_post_hook(lambda *_: self._after(made))
+            made.register_step_pre_hook(lambda *_: None if _is_skipped(made) else self._before())
+            made.register_step_post_hook(lambda *_: None if _is_skipped(made) else self._after(made))
             return made
 
         def loss(model: nn.Module, batch: Any) -> Amount:
@@ -135,6 +135,12 @@ class Watch:
             full = tensor.full_tensor() if is_sharded(tensor) else tensor
             if self._is_main:
                 self._taken |= sampled(f"{kind}/{name}", full)
+
+
+def _is_skipped(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether fp16's scaler has a fused update skip this step: it is called, and its kernel does nothing."""
+    found: torch.Tensor | None = getattr(optimizer, "found_inf", None)
+    return found is not None and bool(found)
 
 
 def _passing(module: nn.Module) -> list[str]:

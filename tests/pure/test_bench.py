@@ -318,6 +318,7 @@ def test_a_loop_that_fails_in_its_thread_says_so() -> None:
 
 
 @pytest.mark.timeout(300)
+@pytest.mark.slow
 def test_quick_ends_with_one_json_object() -> None:
     done = subprocess.run([sys.executable, str(BENCH / "quick.py"), "C1"], capture_output=True, text=True, timeout=280)
     assert done.returncode == 0, done.stderr

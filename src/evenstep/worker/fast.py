@@ -7,25 +7,23 @@ the same start; if both end alike, what follows is replayed. A batch of another 
 from __future__ import annotations
 
 import math
-import time
 from collections import deque
-from collections.abc import Iterator
-from typing import Any
 
 import psutil
 import torch
 import torch.distributed as dist
 
-from evenstep.errors import NonFiniteLoss
 from evenstep.worker.captured import Captured, Choices, shapes_of
+from evenstep.worker.clock import Clock
 from evenstep.worker.constant import Seen, drew_on_host, first_change, seen
 from evenstep.worker.gradients import forget
+from evenstep.worker.likeness import Kinds, are_equal, changed_by, copied, first_apart, num_bytes, put
 from evenstep.worker.loader import Batch
+from evenstep.worker.pending import Pending, Slot
 from evenstep.worker.pulse import BACKWARD, FORWARD
 from evenstep.worker.spread import Bound
 from evenstep.worker.stepping import Done, Eager, Outcome, Recipe, Taken
 from evenstep.worker.strategies.ddp import DDP
-from evenstep.worker.totals import not_finite
 
 WARM_UP = 6
 WARM_UP_DDP = 12
@@ -40,7 +38,7 @@ JUDGED = 10
 """Replayed steps by which it is judged whether they are faster."""
 LEAST_GAIN = 1.0
 TOLERANCE = {"fp64": 1e-9, "fp32": 1e-3, "tf32": 1e-2, "bf16": 3e-2, "fp16": 3e-2}
-"""By how much of a step's way the replayed step may end elsewhere. Most end in the same place, bit for bit."""
+"""How far from where the plain step ends, by a step's usual way; most replayed steps end there bit for bit."""
 LOSS_TOLERANCE = {"fp64": 1e-12, "fp32": 1e-5, "tf32": 1e-3, "bf16": 1e-2, "fp16": 1e-2}
 
 
@@ -111,8 +109,8 @@ class Fast:
 
     def _plain(self, batch: Batch) -> Taken:
         """A step as always, after others that were replayed: none of those may have gone wrong."""
-        for pending in self._under_way:
-            pending.read()
+        while self._under_way:
+            self._under_way.popleft().read()
         return self._eager.take(batch)
 
     def _replayed(self, batch: Batch) -> Taken:
@@ -196,24 +194,24 @@ class Fast:
 
     def _try(self, batch: Batch) -> Taken:
         """Take this step as always; record it, replay it from the same start, and see whether it ends alike."""
-        recipe, tensors = self._recipe, list(_state(self._recipe))
-        if not self._all(self._has_room(sum(tensor.nbytes for tensor in tensors))):
+        recipe, state = self._recipe, changed_by(self._recipe)
+        if not self._all(self._has_room(num_bytes(state))):
             self._give_up("the card's memory does not hold the step twice")
             return self._eager.take(batch)
-        before = _copies(tensors)
+        before = copied(state)
         loss = recipe.team.backward(recipe.loss, recipe.model, batch)
         was_taken = recipe.team.step(recipe.optimizer, clip=recipe.clip)
         outcome = Outcome(loss, recipe.team.last_count)
-        after = _copies(tensors)
+        after = copied(state)
         draws = any(torch.cuda.default_generators[d.index].get_offset() for d in self._world.devices)
         problem = self._record(batch)
         if self._all(problem is None):
-            _put(tensors, before)
+            put(state, before)
             assert self._captured is not None
             self._captured.draws = draws
             replayed = self._once(self._captured, batch)
-            problem = self._compare(outcome.loss, replayed, (before, after, tensors))
-            _put(tensors, after)
+            problem = self._difference(outcome.loss, replayed) or self._elsewhere(before, after, state)
+            put(state, after)
         if not self._all(problem is None):
             self._captured = None
             self._give_up(problem or "another rank's step could not be recorded")
@@ -255,21 +253,16 @@ class Fast:
         total, count = (math.fsum(column) for column in zip(*captured.pairs(values), strict=True))
         return total / count if count else 0.0
 
-    def _compare(
-        self, loss: float, replayed: float, states: tuple[list[torch.Tensor], list[torch.Tensor], list[torch.Tensor]]
-    ) -> str | None:
-        name = self._recipe.team.precision.name
-        if not math.isclose(loss, replayed, rel_tol=LOSS_TOLERANCE[name], abs_tol=LOSS_TOLERANCE[name]):
-            return f"recorded, it gives a loss of {replayed:.6g} and not {loss:.6g}"
-        off, way, self._is_equal = 0.0, 0.0, True
-        for before, after, now in zip(*states, strict=True):
-            begun, ended = before.to(now.device), after.to(now.device)
-            self._is_equal &= torch.equal(ended, now)
-            off += _norm(now, ended)
-            way += _norm(ended, begun)
-        if off > TOLERANCE[name] ** 2 * way:
-            return f"recorded, it ends {math.sqrt(off / way) if way else math.inf:.2g} of its way elsewhere"
-        return None
+    def _difference(self, loss: float, replayed: float) -> str | None:
+        limit = LOSS_TOLERANCE[self._recipe.team.precision.name]
+        if math.isclose(loss, replayed, rel_tol=limit, abs_tol=limit):
+            return None
+        return f"recorded, it gives a loss of {replayed:.6g} and not {loss:.6g}"
+
+    def _elsewhere(self, before: Kinds, after: Kinds, now: Kinds) -> str | None:
+        self._is_equal = are_equal(now, after)
+        kind = first_apart(before, after, now, TOLERANCE[self._recipe.team.precision.name])
+        return f"recorded, {kind} end elsewhere" if kind is not None else None
 
     def _judge(self) -> None:
         """Keep what is no slower; each rank for itself, for plain and replayed steps go together."""
@@ -294,127 +287,10 @@ class Fast:
         return all(self._world.gather(is_so))
 
 
-class Slot:
-    """A place on the host for what the card says of one step."""
-
-    def __init__(self) -> None:
-        self._host: torch.Tensor | None = None
-        self._event = torch.cuda.Event()
-        # Looked up once: asking for it takes longer than the recording of the event.
-        self._stream = torch.cuda.current_stream()
-
-    def send(self, values: torch.Tensor) -> None:
-        """Have the card copy these here, when it comes to it."""
-        if self._host is None or self._host.shape != values.shape or self._host.dtype != values.dtype:
-            self._host = torch.empty(values.shape, dtype=values.dtype, pin_memory=True)
-        self._host.copy_(values, non_blocking=True)
-        self._event.record(self._stream)
-
-    def read(self) -> Any:
-        """What came, as numbers; waits for it."""
-        assert self._host is not None
-        self._event.synchronize()
-        return self._host.tolist()
-
-
-class Pending:
-    """A step that the card is taking; its loss is on its way to the host."""
-
-    def __init__(self, recipe: Recipe, captured: Captured, batch: Batch, slot: Slot, wish: float) -> None:
-        self.slot = slot
-        self._values: Any = None
-        self._step = batch.loader.num_finished
-        self._recipe = recipe
-        self._captured = captured
-        self._batch = batch
-        self._wish = wish
-
-    def arrive(self) -> Any:
-        """Wait until the step is over; afterwards its slot is free."""
-        if self._values is None:
-            self._values = self.slot.read()
-        return self._values
-
-    def read(self) -> Outcome:
-        """What it gave; NonFiniteLoss if that is no number. The weights are then those of the step before it."""
-        values = self.arrive()
-        pairs = self._captured.pairs(values)
-        total, count = (math.fsum(column) for column in zip(*pairs, strict=True))
-        team = self._recipe.team
-        team.requests.agree(values[2] if team.world.size > 1 else self._wish)
-        team.last_count = count
-        mean = total / count if count else 0.0
-        if not math.isfinite(mean):
-            pieces = [piece for pieces in self._batch.micro_batches for piece in pieces]
-            spoilt = not_finite(team.world.rank, pieces, pairs) if team.world.size == 1 else []
-            raise NonFiniteLoss(team.explain(mean, spoilt, self._batch, self._recipe.model, self._step))
-        return Outcome(mean, count)
-
-
-class Clock:
-    """How long steps take, by the host's clock; it runs while it is entered, and waits for the devices at both ends."""
-
-    def __init__(self, devices: tuple[torch.device, ...]) -> None:
-        self._devices = devices
-        self._seconds = 0.0
-        self._began = 0.0
-        self.is_on = False
-        self.count = 0
-
-    def start(self) -> None:
-        """Begin to count."""
-        self._wait()
-        self._seconds, self.count, self.is_on = 0.0, 0, True
-
-    def stop(self) -> float:
-        """Seconds of a step."""
-        began = time.perf_counter()
-        self._wait()
-        self.is_on = False
-        return (self._seconds + time.perf_counter() - began) / max(1, self.count)
-
-    def __enter__(self) -> None:
-        self._began = time.perf_counter()
-
-    def __exit__(self, *error: object) -> None:
-        if self.is_on:
-            self._seconds += time.perf_counter() - self._began
-            self.count += 1
-
-    def _wait(self) -> None:
-        for device in self._devices:
-            torch.cuda.synchronize(device)
-
-
 def _free_generator(device: torch.device) -> None:
     """A recording that failed leaves torch's generator waiting for its end; another state takes its place."""
     fresh = torch.Generator(device)
     torch.cuda.default_generators[device.index].graphsafe_set_state(fresh.graphsafe_get_state())
-
-
-def _state(recipe: Recipe) -> Iterator[torch.Tensor]:
-    """Every tensor that a step changes."""
-    yield from (weight.detach() for weight in recipe.model.weights)
-    yield from recipe.model.module.buffers()
-    for state in recipe.optimizer.state.values():
-        yield from (value for value in state.values() if isinstance(value, torch.Tensor))
-    scaler = recipe.team.precision.scaler
-    if scaler is not None:
-        yield from (one for one in (scaler._scale, scaler._growth_tracker) if one is not None)
-
-
-def _copies(tensors: list[torch.Tensor]) -> list[torch.Tensor]:
-    """On the host: the card's memory is the training's."""
-    return [tensor.cpu() for tensor in tensors]
-
-
-def _put(targets: list[torch.Tensor], sources: list[torch.Tensor]) -> None:
-    for target, source in zip(targets, sources, strict=True):
-        target.copy_(source)
-
-
-def _norm(first: torch.Tensor, second: torch.Tensor) -> float:
-    return float((first.double() - second.double()).square().sum())
 
 
 def _in_short(error: Exception) -> str:

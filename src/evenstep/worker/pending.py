@@ -1,0 +1,77 @@
+"""A step that a card is taking while the host is ahead of it: its loss comes a little later."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+
+from evenstep.errors import NonFiniteLoss
+from evenstep.worker.captured import Captured
+from evenstep.worker.loader import Batch
+from evenstep.worker.stepping import Outcome, Recipe
+from evenstep.worker.totals import not_finite
+
+
+class Slot:
+    """A place on the host for what the card says of one step."""
+
+    def __init__(self) -> None:
+        self._host: torch.Tensor | None = None
+        self._event = torch.cuda.Event()
+        # Looked up once: asking for it takes longer than the recording of the event.
+        self._stream = torch.cuda.current_stream()
+
+    def send(self, values: torch.Tensor) -> None:
+        """Have the card copy these here, when it comes to it."""
+        if self._host is None or self._host.shape != values.shape or self._host.dtype != values.dtype:
+            self._host = torch.empty(values.shape, dtype=values.dtype, pin_memory=True)
+        self._host.copy_(values, non_blocking=True)
+        self._event.record(self._stream)
+
+    def read(self) -> Any:
+        """What came, as numbers; waits for it."""
+        assert self._host is not None
+        self._event.synchronize()
+        return self._host.tolist()
+
+
+class Pending:
+    """A step that the card is taking; its loss is on its way to the host."""
+
+    def __init__(self, recipe: Recipe, captured: Captured, batch: Batch, slot: Slot, wish: float) -> None:
+        self.slot = slot
+        self._values: Any = None
+        self._outcome: Outcome | None = None
+        self._step = batch.loader.num_finished
+        self._recipe = recipe
+        self._captured = captured
+        self._batch = batch
+        self._wish = wish
+
+    def arrive(self) -> Any:
+        """Wait until the step is over; afterwards its slot is free."""
+        if self._values is None:
+            self._values = self.slot.read()
+        return self._values
+
+    def read(self) -> Outcome:
+        """What it gave; NonFiniteLoss if that is no number. The weights are then those of the step before it."""
+        if self._outcome is None:
+            self._outcome = self._read()
+        return self._outcome
+
+    def _read(self) -> Outcome:
+        values = self.arrive()
+        pairs = self._captured.pairs(values)
+        total, count = (math.fsum(column) for column in zip(*pairs, strict=True))
+        team = self._recipe.team
+        team.requests.agree(values[2] if team.world.size > 1 else self._wish)
+        team.last_count = count
+        mean = total / count if count else 0.0
+        if not math.isfinite(mean):
+            pieces = [piece for pieces in self._batch.micro_batches for piece in pieces]
+            spoilt = not_finite(team.world.rank, pieces, pairs) if team.world.size == 1 else []
+            raise NonFiniteLoss(team.explain(mean, spoilt, self._batch, self._recipe.model, self._step))
+        return Outcome(mean, count)

@@ -36,6 +36,13 @@ def test_rounding_is_alike_and_not_equal() -> None:
     assert not are_equal(now, stepped(before))
 
 
+def test_the_last_digit_of_a_weight_is_no_matter_however_short_the_step() -> None:
+    before = start()
+    after, now = stepped(before, 1e-8), stepped(before, 1e-8)
+    now["the weights"] = [torch.nextafter(one, torch.tensor(9.0)) for one in now["the weights"]]
+    assert first_apart(before, after, now, TOLERANCE) is None
+
+
 def test_a_few_numbers_may_have_gone_the_other_way() -> None:
     before = start()
     now = stepped(before)

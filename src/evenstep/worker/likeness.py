@@ -9,7 +9,9 @@ import torch
 from evenstep.worker.stepping import Recipe
 
 MOST_APART = 0.02
-"""Share of the numbers of a kind that may be elsewhere: Adam takes full steps where a gradient is rounding alone, too."""
+"""Share of the numbers of a kind that may be elsewhere: Adam takes full steps where a gradient is but rounding, too."""
+LAST_DIGITS = 4
+"""In units of the last place: how far a number may be off in any case."""
 
 Kinds = dict[str, list[torch.Tensor]]
 
@@ -65,11 +67,14 @@ def first_apart(before: Kinds, after: Kinds, now: Kinds, tolerance: float) -> st
             way += float((ended.double() - begun.double()).square().sum())
             num += ended.numel()
         limit = tolerance * math.sqrt(way / max(1, num))
-        off = sum(
-            # Not "above the limit": what is no number is above nothing.
-            int((~((ended.double() - tensor.cpu().double()).abs() <= limit)).sum())
-            for ended, tensor in zip(after[kind], tensors, strict=True)
-        )
+        off = sum(_num_beyond(limit, *pair) for pair in zip(after[kind], tensors, strict=True))
         if off > MOST_APART * num:
             return kind
     return None
+
+
+def _num_beyond(limit: float, ended: torch.Tensor, now: torch.Tensor) -> int:
+    digits = LAST_DIGITS * torch.finfo(ended.dtype).eps if ended.is_floating_point() else 0.0
+    distance = (ended.double() - now.cpu().double()).abs()
+    # Not "above the limit": what is no number is above nothing.
+    return int((~(distance <= limit + digits * ended.double().abs())).sum())

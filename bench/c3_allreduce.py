@@ -42,8 +42,7 @@ def by_gloo(tensor: torch.Tensor) -> None:
 
 def through(channel: Channel) -> Way:
     def average(tensor: torch.Tensor) -> None:
-        channel.post(tensor)
-        channel.finish()
+        channel.average([tensor])
 
     return average
 

@@ -14,6 +14,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import re
 import subprocess
 import sys
 import tempfile
@@ -70,11 +71,17 @@ class Job:
             )
             seconds = time.perf_counter() - started
         if done.returncode:
-            raise Missed(f"exit code {done.returncode}: {(done.stderr.strip().splitlines() or ['not a word'])[-1]}")
+            raise Missed(f"exit code {done.returncode}: {cause(done.stderr)}")
         self.accuracies.append(accuracy(done.stdout))
         if self.accuracies[-1] < ACCURACY:
             raise Missed(f"reached {self.accuracies[-1]:.2%} of the test pictures, not {ACCURACY:.1%}")
         return seconds
+
+
+def cause(said: str) -> str:
+    """The last line that names an error, or the last one: launchers end with reports of their own."""
+    lines = [line.strip() for line in said.splitlines() if line.strip(" =-")] or ["not a word"]
+    return next((line for line in reversed(lines) if re.search(r"\w(Error|Exception)\b", line)), lines[-1])[:200]
 
 
 def accuracy(said: str) -> float:
@@ -110,6 +117,18 @@ def jobs(folder: str, epochs: int) -> tuple[dict[str, Job], dict[str, str]]:
         else:
             found[name] = Job(command)
     return found, absent
+
+
+def unless_absent(name: str, job: Job, absent: dict[str, str]) -> float:
+    """Seconds of one more run; a racer that fails is out of the race, and the race goes on."""
+    if name not in absent:
+        try:
+            return job.seconds()
+        except (Missed, subprocess.TimeoutExpired) as error:
+            if name == OURS:
+                raise
+            absent[name] = str(error)
+    return math.nan
 
 
 def steps_alone(num_steps: int) -> float:
@@ -158,9 +177,10 @@ def measure(folder: str, what: str, quick: bool) -> Result:
     num_steps = epochs * math.ceil(num_train / (RANKS * BATCH_A_RANK))
     figures = firsts
     if not quick:
-        blocks = {name: job.seconds for name, job in racing.items() if name not in absent}
+        blocks = {name: partial(unless_absent, name, job, absent) for name, job in racing.items() if name not in absent}
         blocks |= {AGAIN: racing[ONE_THREAD].seconds, LIMIT: partial(steps_alone, num_steps)}
         figures = harness.interleaved(blocks, 4)
+        figures = {name: found for name, found in figures.items() if name not in absent}
     title = f"SimpleNet on {what}, {num_train:,} pictures, 2 ranks x 64, {epochs} epoch{'s' * (epochs > 1)}"
     race = harness.judge(title, "s", ENTRIES, figures, absent=absent)
     reached = {name: min(job.accuracies) for name, job in racing.items() if job.accuracies}

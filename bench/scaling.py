@@ -5,7 +5,10 @@ python bench/scaling.py [--quick] [--out FILE]
 One rank is the raw loop with a fused optimizer, which carries none of our cost. Two ranks are ours, with the batch of
 the one rank (each has half of it) and with twice that. All take their blocks in turn in the same two processes; while
 one rank computes alone, the other waits. Exposed is what a step of two ranks takes beyond the same step that sends
-nothing, run by both at once: a ceiling that already has what two cores lose by sharing their memory.
+nothing, run by both at once: a ceiling that already has what two cores lose by sharing their memory. What a work is
+judged by depends on what it is made of: where tuned DDP takes less than one and a half times the step that sends
+nothing, computing dominates, and ours is to be at 95 % of that step; elsewhere sending does, and ours is to be 2.2 x
+as fast as tuned DDP.
 """
 
 from __future__ import annotations
@@ -19,7 +22,7 @@ from typing import Any
 import harness
 import peers
 import torch
-from harness import Plain, Result
+from harness import Plain, Ratio, Result, Row
 from models import CIFAR_NET, MLP_10M, SIMPLE_NET, SMALL_GPT, Work
 from peers import Place
 
@@ -29,6 +32,8 @@ WORKS = {SIMPLE_NET: 50, CIFAR_NET: 15, MLP_10M: 4, SMALL_GPT: 5}
 """Steps of a block."""
 ONE, AGAIN = "1 rank", "1 rank, again"
 CASES = {"the same batch": 1, "twice the batch": 2}
+SENDING_DOMINATES = 1.5
+LEAST_SHARE, LEAST_TIMES = 0.95, 2.2
 
 
 def on_rank(work: Work, steps: int, rounds: int) -> dict[str, list[float]]:
@@ -44,6 +49,7 @@ def on_rank(work: Work, steps: int, rounds: int) -> dict[str, list[float]]:
         larger = replace(work, batch=work.batch * times)
         runs[case] = peers.ours(team, larger, True).run
         runs[f"{case}, nothing sent"] = peers.raw(larger, place, True).run
+        runs[f"{case}, DDP"] = peers.ddp(larger, place, True).run
     blocks = {name: partial(harness.timed, run, steps, True) for name, run in runs.items()}
     for block in blocks.values():
         block()
@@ -56,29 +62,44 @@ def _wait(num: int) -> None:
 
 def rows_of(work: Work, figures: dict[str, list[float]]) -> tuple[list[list[str]], dict[str, float]]:
     """A row for each case, and the speed-ups."""
-    rows, speed_ups = [], {}
+    rows, headline = [], {}
     alone = figures[ONE]
     control = harness.compared(alone, figures[AGAIN])
     for case, times in CASES.items():
-        found = harness.compared([ms / times for ms in figures[case]], alone)
-        silent = figures[f"{case}, nothing sent"]
+        ours, silent, ddp = (figures[f"{case}{kind}"] for kind in ("", ", nothing sent", ", DDP"))
+        speed_up = harness.compared([ms / times for ms in ours], alone)
         ceiling = harness.compared([ms / times for ms in silent], alone)
-        exposed = median(whole - bare for whole, bare in zip(figures[case], silent, strict=True))
-        whole = median(figures[case])
-        speed_ups[f"{work.name.split(',')[0]}: {case}"] = found.ratio
+        share, ahead = harness.compared(ours, silent), harness.compared(ours, ddp)
+        exposed = median(whole - bare for whole, bare in zip(ours, silent, strict=True))
+        headline[f"{work.name.split(',')[0]}: {case}"] = speed_up.ratio
         rows.append(
             [
                 work.name,
                 case,
                 harness.number(median(alone)),
-                harness.number(whole),
-                f"{found.ratio:.2f} ({found.low:.2f} to {found.high:.2f})",
+                harness.number(median(ours)),
+                _text(speed_up),
                 f"{ceiling.ratio:.2f}",
-                f"{harness.number(exposed)} ({exposed / whole:.0%})".replace("%", " %"),
+                harness.number(exposed),
+                _text(share),
+                _text(ahead),
+                verdict(share, ahead, harness.compared(silent, ddp)),
                 f"{control.low:.3f} to {control.high:.3f}",
             ]
         )
-    return rows, speed_ups
+    return rows, headline
+
+
+def _text(found: Ratio) -> str:
+    return f"{found.ratio:.2f} ({found.low:.2f} to {found.high:.2f})"
+
+
+def verdict(share: Ratio, ahead: Ratio, weight: Ratio) -> str:
+    """`computing; 0.95: met`, `sending; 2.2: missed by 4 %`."""
+    sends = weight.ratio >= SENDING_DOMINATES
+    found, goal = (ahead, LEAST_TIMES) if sends else (share, LEAST_SHARE)
+    row = Row("", "peer", "", 0.0, found.ratio, found.low, found.high, goal)
+    return f"{'sending' if sends else 'computing'}; {row.verdict}"
 
 
 def measure(quick: bool) -> Result:
@@ -89,9 +110,9 @@ def measure(quick: bool) -> Result:
         rows += more
         headline |= speed_ups
     heads = ["work", "2 ranks have", "1 rank, ms", "2 ranks, ms", "speed-up (95 %), ideal 2", "if nothing were sent"]
-    heads += ["exposed, ms", "control"]
+    heads += ["exposed, ms", "of the step that sends nothing", "x tuned DDP", "dominates; goal", "control"]
     table = Plain("2 ranks on 2 cores against 1 rank on 1 core", heads, rows)
-    goal = "as near to 2 as a step that sends nothing comes"
+    goal = "95 % of the step that sends nothing where computing dominates, 2.2 x tuned DDP where sending does"
     return Result("scaling", "scaling on this machine", goal, tables=[table], headline=headline)
 
 

@@ -10,10 +10,11 @@ from torch import nn
 from torch.nn import functional as F
 
 import evenstep
-from evenstep.worker.comm.hook import Buckets
+from evenstep.worker.comm.by_c import ByC
+from evenstep.worker.comm.by_torch import ByTorch
 from evenstep.worker.comm.mailbox import Mailbox
 
-counts = dict.fromkeys(["steps", "micro_batches", "gradient_buckets", "letters", "other_collectives"], 0)
+counts = dict.fromkeys(["steps", "micro_batches", "averages", "letters", "other_collectives"], 0)
 
 
 def counted(where: object, name: str, key: str) -> None:
@@ -30,7 +31,8 @@ team = evenstep.join("ddp", devices=("cpu", "cpu"))
 model = team.spread(nn.Sequential(nn.Linear(6, 8), nn.ReLU(), nn.Linear(8, 3)))
 optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
 loader = team.loader((torch.randn(90, 6), torch.randint(0, 3, (90,))), batch=10, accumulate=3)
-counted(Buckets, "take", "gradient_buckets")
+for channel in (ByC, ByTorch):
+    counted(channel, "average", "averages")
 counted(Mailbox, "post", "letters")
 for name in ("all_reduce", "all_gather", "broadcast", "barrier", "reduce", "reduce_scatter_tensor"):
     counted(dist, name, "other_collectives")

@@ -7,6 +7,7 @@ import json
 import os
 import sys
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -16,8 +17,8 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import evenstep
+from evenstep.worker.comm.averaging import Averaging, can_average
 from evenstep.worker.comm.channel import Channel, open_channel
-from evenstep.worker.comm.hook import Buckets
 from evenstep.worker.comm.library import build, load
 from evenstep.worker.world import World
 
@@ -35,67 +36,84 @@ def random(length: int, dtype: torch.dtype, rank: int) -> torch.Tensor:
 
 
 def averages(world: World, channel: Channel) -> dict[str, Any]:
-    """What came of tensors of each type and length, several under way at once, and of gloo's sums of the same."""
-    ours = [random(length, dtype, world.rank) for dtype in DTYPES for length in LENGTHS]
-    theirs = [one.clone() for one in ours]
-    for one in ours:
-        channel.post(one)
-    channel.finish()
+    """What came of tensors of each type and length, one by one and all at once, and of gloo's sums of the same."""
+    ours = {dtype: [random(length, dtype, world.rank) for length in 2 * LENGTHS] for dtype in DTYPES}
+    theirs = [one.clone() for of_type in ours.values() for one in of_type]
+    for of_type in ours.values():
+        for one in of_type[: len(LENGTHS)]:
+            channel.average([one])
+        channel.average(of_type[len(LENGTHS) :])
     for one in theirs:
         dist.all_reduce(one.mul_(1 / world.size))
+    flat = [one for of_type in ours.values() for one in of_type]
     apart = max(
-        float((a - b).abs().max() / b.abs().max().clamp(min=1)) for a, b in zip(ours, theirs, strict=True) if len(a)
+        float((a - b).abs().max() / b.abs().max().clamp(min=1)) for a, b in zip(flat, theirs, strict=True) if len(a)
     )
-    return {"hash": hashed(ours), "equal": all(map(torch.equal, ours, theirs)), "apart": apart}
+    return {"hash": hashed(flat), "equal": all(map(torch.equal, flat, theirs)), "apart": apart}
 
 
 def interleaved(world: World, library: Any) -> list[float]:
-    """Two channels at once, finished in the other order, many times over."""
+    """Two channels by turns, many times over."""
     first, second = (open_channel(world.gather, world.rank, 5000, library) for _ in range(2))
     assert first is not None
     assert second is not None
     last = []
     for number in range(50):
         a, b = (torch.full((1250,), float(number * world.size * factor)) for factor in (1, 10))
-        first.post(a)
-        second.post(b)
-        second.finish()
-        first.finish()
+        first.average([a])
+        second.average([b])
         last = [a[-1].item(), b[0].item()]
     return last
 
 
+class Turned(nn.Module):
+    """A weight that lies in memory the other way round."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(500, 40).t())
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x @ self.weight
+
+
 def network(dtype: torch.dtype) -> nn.Module:
+    """Pictures first, with weights in more orders than one, some smaller than a slot and some larger."""
     torch.manual_seed(0)
-    return nn.Sequential(nn.Linear(30, 700), nn.Tanh(), nn.Linear(700, 500), nn.Tanh(), nn.Linear(500, 3)).to(dtype)
+    convolution = nn.Conv2d(3, 8, 3).to(memory_format=torch.channels_last)
+    layers = [nn.Flatten(), nn.Linear(32, 700), nn.Tanh(), nn.Linear(700, 40), Turned(), nn.Tanh(), nn.Linear(500, 3)]
+    return nn.Sequential(convolution, *layers).to(dtype)
 
 
-def trained(wrap: Callable[[nn.Module], nn.Module], dtype: torch.dtype, rank: int) -> list[torch.Tensor]:
+def trained(
+    model: nn.Module, dtype: torch.dtype, rank: int, syncing: Callable[[bool], AbstractContextManager[None]]
+) -> str:
     """Weights after some steps, each of two micro-batches."""
-    model = wrap(network(dtype))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
     for step in range(6):
-        x = torch.randn(8, 30, generator=torch.Generator().manual_seed(10 * step + rank)).to(dtype)
-        with model.no_sync():
-            model(x[:4]).square().mean().backward()
-        model(x[4:]).square().mean().backward()
+        x = torch.randn(8, 3, 4, 4, generator=torch.Generator().manual_seed(10 * step + rank)).to(dtype)
+        for is_last in (False, True):
+            with syncing(is_last):
+                model(x[4 * is_last :][:4]).square().mean().backward()
         optimizer.step()
         optimizer.zero_grad()
-    return list(model.parameters())
+    return hashed([weight.contiguous() for weight in model.parameters()])
 
 
-def buckets(world: World, library: Any, is_gloo: bool, dtype: torch.dtype) -> str:
-    """How DDP with several buckets ends, by its own sending or by ours."""
+def by_memory(world: World, library: Any, dtype: torch.dtype) -> str:
+    """What is learned where gradients are averaged after backward."""
+    model = network(dtype)
+    assert can_average(model)
+    channel = open_channel(world.gather, world.rank, 1_000_000, library)
+    assert channel is not None
+    averaging = Averaging(channel, model, world.tap)
+    return trained(model, dtype, world.rank, lambda is_last: averaging if is_last else nullcontext())
 
-    def wrap(model: nn.Module) -> nn.Module:
-        wrapped = DistributedDataParallel(model, gradient_as_bucket_view=True, bucket_cap_mb=0.2)
-        if not is_gloo:
-            channel = open_channel(world.gather, world.rank, 1_000_000, library)
-            assert channel is not None
-            wrapped.register_comm_hook(Buckets(channel, world.tap), lambda state, bucket: state.take(bucket))
-        return wrapped
 
-    return hashed(trained(wrap, dtype, world.rank))
+def by_ddp(world: World, dtype: torch.dtype) -> str:
+    """What DDP learns by itself."""
+    model = DistributedDataParallel(network(dtype), gradient_as_bucket_view=True, bucket_cap_mb=0.2)
+    return trained(model, dtype, world.rank, lambda is_last: nullcontext() if is_last else model.no_sync())
 
 
 def two_models(team: Any) -> str:
@@ -110,6 +128,19 @@ def two_models(team: Any) -> str:
         team.backward(lambda models, batch: models[1](models[0](batch[0])).mean(), (one, other), batch)
         team.step(optimizers[0])
     return hashed([*one.parameters(), *other.parameters()])
+
+
+def left_to_ddp(team: Any) -> dict[str, bool]:
+    """Which models have gradients that no channel averages."""
+    gaps = nn.Linear(4, 2)
+    gaps.weight = nn.Parameter(torch.randn(2, 8)[:, ::2])
+    models = {
+        "fp32": nn.Linear(4, 2),
+        "fp16": nn.Linear(4, 2).half(),
+        "sparse": nn.Embedding(4, 2, sparse=True),
+        "gaps": gaps,
+    }
+    return {name: isinstance(team.spread(one).seats[0], DistributedDataParallel) for name, one in models.items()}
 
 
 def left_behind() -> dict[str, Any]:
@@ -135,9 +166,10 @@ def main(out: Path) -> None:
             "kind": type(channel).__name__,
             **averages(world, channel),
             "interleaved": interleaved(world, library),
-            "ddp": {str(dtype): buckets(world, library, False, dtype) for dtype in (*DTYPES, torch.float16)},
+            "learned": {str(dtype): by_memory(world, library, dtype) for dtype in DTYPES},
         }
-    found["gloo"] = {str(dtype): buckets(world, None, True, dtype) for dtype in (*DTYPES, torch.float16)}
+    found["gloo"] = {str(dtype): by_ddp(world, dtype) for dtype in DTYPES}
+    found["left to DDP"] = left_to_ddp(team)
     found["two models"] = two_models(team)
     found["left"] = left_behind()
     every = world.gather(found)

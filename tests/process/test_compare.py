@@ -43,7 +43,7 @@ class Scaled(nn.Module):
 
 def task() -> Task:
     return Task(
-        # A buffer, which fsdp sends before forward.
+        # A buffer, which ddp and fsdp send before forward.
         model=lambda: nn.Sequential(nn.Linear(20, 64), Scaled(), nn.ReLU(), nn.Linear(64, 2)),
         train=(x, y),
         loss=lambda model, batch: F.cross_entropy(model(batch[0]), batch[1]),
@@ -157,16 +157,17 @@ def test_the_parts_leave_no_moment_of_a_step_out(blocks: dict[str, Record], way:
 
 
 @pytest.mark.parametrize(
-    ("way", "times"),
-    # dp sends parameters and gradients; fsdp its half of the parameters before forward, and whole gradients: those of
-    # two layers, which are small enough to be kept for backward.
-    [("single", 0), ("ddp", 1), ("accumulating", 1), ("dp", 2)],
+    ("way", "num_numbers"),
+    # ddp sends the one number of the buffer before forward and then gradients; dp parameters and gradients.
+    [("single", 0), ("ddp", 1 + NUM_PARAMETERS), ("accumulating", 1 + NUM_PARAMETERS), ("dp", 2 * NUM_PARAMETERS)],
 )
-def test_what_is_sent_is_counted(blocks: dict[str, Record], way: str, times: int) -> None:
-    assert measurement(blocks[way]).sent_bytes == 4 * times * NUM_PARAMETERS
+def test_what_is_sent_is_counted(blocks: dict[str, Record], way: str, num_numbers: int) -> None:
+    assert measurement(blocks[way]).sent_bytes == 4 * num_numbers
 
 
 def test_fsdp_sends_slices_and_gradients(blocks: dict[str, Record]) -> None:
+    # Half of the parameters before forward, and whole gradients: those of two layers, which are small enough to be
+    # kept for backward.
     assert 4 * NUM_PARAMETERS <= measurement(blocks["fsdp"]).sent_bytes <= 3 * 4 * NUM_PARAMETERS
 
 
@@ -178,13 +179,13 @@ def test_the_samples_of_a_block_are_those_of_its_steps(blocks: dict[str, Record]
         assert len(measurement(record).step_seconds) == 14
 
 
-def test_the_buckets_travel_during_backward_and_after(blocks: dict[str, Record]) -> None:
+def test_the_gradients_travel_between_backward_and_the_optimizer(blocks: dict[str, Record]) -> None:
     lanes = {(lane.rank, lane.name): lane.spans for lane in blocks["ddp"].timelines[-1].lanes}
     assert lanes.keys() == {(0, "host"), (0, "network"), (1, "host"), (1, "network")}
-    assert [name for name, _, _ in lanes[0, "network"]] == ["bucket 0"]
+    assert [name for name, _, _ in lanes[0, "network"]] == ["buffers", "gradients"]
     backward = next(begin for name, begin, _ in lanes[0, "host"] if name == "backward")
     optimizer = next(begin for name, begin, _ in lanes[0, "host"] if name == "optimizer")
-    assert backward < lanes[0, "network"][0][1] < optimizer
+    assert backward < lanes[0, "network"][1][1] < lanes[0, "network"][1][2] < optimizer
 
 
 def test_ctrl_c_ends_it_with_nothing_left_running() -> None:

@@ -42,17 +42,19 @@ def test_c_and_torch_give_the_same_bits(found: list[dict[str, Any]]) -> None:
     assert found[0]["torch"]["kind"] == "ByTorch"
     assert found[0]["c"]["kind"] == ("ByC" if found[0]["built"] else "ByTorch")
     assert found[0]["c"]["hash"] == found[0]["torch"]["hash"]
-    assert found[0]["c"]["ddp"] == found[0]["torch"]["ddp"]
+    assert found[0]["c"]["learned"] == found[0]["torch"]["learned"]
 
 
 @pytest.mark.parametrize("way", ["c", "torch"])
-def test_ddp_learns_the_same_weights_in_every_type(found: list[dict[str, Any]], way: str) -> None:
+def test_all_ranks_learn_the_same_weights_and_two_those_of_ddp(found: list[dict[str, Any]], way: str) -> None:
     for one in found:
-        assert one[way]["ddp"] == found[0][way]["ddp"]
+        assert one[way]["learned"] == found[0][way]["learned"]
     if len(found) == 2:
-        assert found[0][way]["ddp"] == found[0]["gloo"]
-    # What no channel adds goes through gloo.
-    assert found[0][way]["ddp"]["torch.float16"] == found[0]["gloo"]["torch.float16"]
+        assert found[0][way]["learned"] == found[0]["gloo"]
+
+
+def test_what_no_channel_averages_is_left_to_ddp(found: list[dict[str, Any]]) -> None:
+    assert found[0]["left to DDP"] == {"fp32": False, "fp16": True, "sparse": True, "gaps": True}
 
 
 def test_channels_and_models_beside_each_other_do_not_disturb_each_other(found: list[dict[str, Any]]) -> None:

@@ -12,7 +12,19 @@ from bokeh.plotting import figure
 
 from evenstep.record import PARTS, Timeline
 from evenstep.report.comparison import Comparison, Row, Spread
-from evenstep.report.look import OTHER, Chart, Key, blank, colour, draw, from_zero, label, labels, part_colour
+from evenstep.report.look import (
+    OTHER,
+    Chart,
+    Key,
+    blank,
+    colour,
+    draw,
+    from_zero,
+    label,
+    labels,
+    part_colour,
+    part_kind,
+)
 from evenstep.report.thin import Quantiles, evenly
 
 ROW_HEIGHT = 34
@@ -165,11 +177,6 @@ def _timeline_chart(place: int, name: str, timeline: Timeline, longest_ms: float
         keys=keys,
         tab=name,
     )
-
-
-def part_kind(text: str) -> str:
-    """What a span is drawn as: a bucket on its way is communication."""
-    return "communication" if text.startswith("bucket") else text
 
 
 def _spans(plot: figure, kind: str, spans: Sequence[tuple[str, str, float, float]]) -> None:

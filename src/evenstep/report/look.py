@@ -76,9 +76,14 @@ def places(strategies: Sequence[str]) -> list[int]:
     ]
 
 
+def part_kind(name: str) -> str:
+    """What a part of a step is drawn as: gradients on their way, in buckets or all at once, are communication."""
+    return "communication" if name.startswith(("bucket", "gradients")) else name
+
+
 def part_colour(name: str) -> str:
-    """Of a part of a step; a bucket on its way is communication."""
-    return PART_COLOURS.get("communication" if name.startswith("bucket") else name, OTHER)
+    """Of a part of a step."""
+    return PART_COLOURS.get(part_kind(name), OTHER)
 
 
 def label(text: str, longest: int = LONGEST_LABEL) -> str:

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, TypeVar
 
+import torch
 from torch import nn
 
 T = TypeVar("T")
@@ -37,6 +38,7 @@ class Spread:
         self.module = module
         self.weights = list(module.parameters())
         """The parameters that an optimizer updates; found once, for walking the modules takes longer than a layer."""
+        self._has_buffers = next(module.buffers(), None) is not None
         self.is_checked = False
         """Whether the team has seen that it can be trained."""
         self.seats = seats
@@ -45,6 +47,11 @@ class Spread:
     def parameters(self) -> Iterator[nn.Parameter]:
         """The parameters that an optimizer updates."""
         return iter(self.weights)
+
+    @property
+    def buffers(self) -> list[torch.Tensor]:
+        """Batch statistics and the like, those of now."""
+        return list(self.module.buffers()) if self._has_buffers else []
 
     @contextmanager
     def evaluating(self) -> Iterator[None]:

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import ctypes
 import time
+from array import array
+from collections.abc import Sequence
+from itertools import accumulate
 
 import torch
 
@@ -21,7 +24,6 @@ class ByC:
     def __init__(self, shared: Shared, ring: Ring, library: ctypes.CDLL) -> None:
         self._peers, self._library = shared.peers, library
         self._memory = shared.memory
-        self._end = 0
         self._handle = library.evenstep_open(
             self._memory.data_ptr(),
             *(shared.rank, shared.size, ring.num_slots, ring.slot_bytes, SMALL_BYTES, shared.peers.may_spin),
@@ -33,20 +35,17 @@ class ByC:
         if getattr(self, "_handle", None):
             self._library.evenstep_close(self._handle)
 
-    def post(self, tensor: torch.Tensor) -> int:
-        end = self._library.evenstep_post(self._handle, tensor.data_ptr(), tensor.numel(), DTYPES.index(tensor.dtype))
-        assert end >= 0, "too many tensors are under way"
-        self._end = end
-        return self._end
-
-    def advance(self) -> int:
-        collected: int = self._library.evenstep_advance(self._handle, 0.0)
-        return collected
-
-    def finish(self) -> None:
+    def average(self, tensors: Sequence[torch.Tensor]) -> None:
+        places = array("Q", [tensor.data_ptr() for tensor in tensors])
+        ends = array("q", accumulate(tensor.numel() for tensor in tensors))
+        self._library.evenstep_begin(
+            *(self._handle, places.buffer_info()[0], ends.buffer_info()[0], len(ends)),
+            DTYPES.index(tensors[0].dtype),
+        )
         began = time.perf_counter()
         # Slices: between two of them Python sees signals, and a process that has ended is noticed.
-        while self._library.evenstep_advance(self._handle, LOOK_SECONDS) < self._end:
+        while not self._library.evenstep_advance(self._handle, LOOK_SECONDS):
             lost = self._peers.lost()
-            if self.advance() < self._end:
+            # What it posted before its end counts.
+            if not self._library.evenstep_advance(self._handle, 0.0):
                 self._peers.judge(lost, time.perf_counter() - began)

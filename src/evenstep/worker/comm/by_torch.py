@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Sequence
 
 import torch
 
@@ -31,24 +32,20 @@ class ByTorch:
         self._mine = LINES * LINE * self._rank
         # Pieces, over the whole life of this channel.
         self._end = self._num_posted = self._num_reduced = self._num_collected = 0
-        self._pieces: deque[tuple[torch.Tensor, bool]] = deque()
-        """Those that are not collected yet, and whether they are small."""
+        self._pieces: deque[torch.Tensor] = deque()
+        """Those that are not collected yet."""
+        self._is_small = False
 
-    def post(self, tensor: torch.Tensor) -> int:
-        is_small = tensor.nbytes <= SMALL_BYTES
-        pieces = tensor.detach().view(-1).split(self._slot_bytes // tensor.element_size()) if tensor.numel() else ()
-        self._pieces.extend((piece, is_small) for piece in pieces)
-        self._end += len(pieces)
-        self.advance()
-        return self._end
-
-    def advance(self) -> int:
-        self._move()
-        return self._num_collected
-
-    def finish(self) -> None:
+    def average(self, tensors: Sequence[torch.Tensor]) -> None:
+        flats = [tensor.detach().view(-1) for tensor in tensors]
+        row = flats[0] if len(flats) == 1 else torch.cat(flats)
+        self._is_small = row.nbytes <= SMALL_BYTES
+        self._pieces.extend(row.split(self._slot_bytes // row.element_size()) if len(row) else ())
+        self._end += len(self._pieces)
         while self._num_collected < self._end:
             self._peers.wait(self._move)
+        if len(flats) > 1:
+            torch._foreach_copy_(flats, list(row.split([len(flat) for flat in flats])))
 
     def _move(self) -> bool:
         """Take every stage that the others have come far enough for; whether there was one."""
@@ -62,7 +59,7 @@ class ByTorch:
         before = number - self._num_slots
         if number == self._end or self._num_collected <= before or not self._have(self._collected, before):
             return False
-        piece, _ = self._pieces[number - self._num_collected]
+        piece = self._pieces[number - self._num_collected]
         piece.mul_(1.0 / self._size)
         self._slot(self._rank, number, piece).copy_(piece)
         self._num_posted = self._counts[self._mine] = number + 1
@@ -72,10 +69,10 @@ class ByTorch:
         number = self._num_reduced
         if number == self._num_posted:
             return False
-        piece, is_small = self._pieces[number - self._num_collected]
-        if not is_small:
+        if not self._is_small:
             if not self._have(self._posted, number):
                 return False
+            piece = self._pieces[number - self._num_collected]
             share = self._share(self._rank, len(piece))
             self._sum(number, piece, share)
             self._slot(self._rank, number, piece)[share] = piece[share]
@@ -86,10 +83,10 @@ class ByTorch:
         number = self._num_collected
         if number == self._num_reduced:
             return False
-        piece, is_small = self._pieces[0]
-        if not self._have(self._posted if is_small else self._reduced, number):
+        if not self._have(self._posted if self._is_small else self._reduced, number):
             return False
-        if is_small:
+        piece = self._pieces[0]
+        if self._is_small:
             self._sum(number, piece, slice(None))
         else:
             for rank in self._others:

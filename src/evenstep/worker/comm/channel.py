@@ -1,21 +1,22 @@
-"""Averages of large tensors over the processes of one machine, through memory that they share.
+"""Averages of tensors over the processes of one machine, through memory that they share.
 
-Every process has a ring of slots. A tensor is cut into pieces of a slot's size at most, so that what one process writes
-is still in the cache when another reads it, and every piece goes through three stages, each in the order of pieces:
+Every process has a ring of slots. The tensors, one after another as if they were one, are cut into pieces of a slot's
+size, so that what one process writes is still in the cache when another reads it, and every piece goes through three
+stages, each in the order of pieces:
 
     post     scaled, into this process's slot; the slot must have been let go of by all
     reduce   each process adds up its own share of the piece, over all slots, and puts the sum into its slot
     collect  the sums of the others' shares, out of their slots
 
-A small piece has no second stage: everybody collects all of it and adds it up, in the order of ranks. How far a process
-is in each stage is a counter that it alone writes. Nothing waits before `finish`; until then a stage is taken where the
-others have come far enough.
+Where all is one small piece there is no second stage: everybody collects all of it and adds it up, in the order of
+ranks. How far a process is in each stage is a counter that it alone writes.
 """
 
 from __future__ import annotations
 
 import ctypes
 import platform
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -54,14 +55,8 @@ class Ring:
 class Channel(Protocol):
     """One process's end."""
 
-    def post(self, tensor: torch.Tensor) -> int:
-        """Begin to average a tensor in place; it is done when so many pieces are collected."""
-
-    def advance(self) -> int:
-        """Go on as far as the others have come; how many pieces are collected."""
-
-    def finish(self) -> None:
-        """Wait until all that was posted is averaged."""
+    def average(self, tensors: Sequence[torch.Tensor]) -> None:
+        """Average tensors of one type in place, all processes at once; each fills its memory without gaps."""
 
 
 def open_channel(gather: Gather, rank: int, num_bytes: int, library: ctypes.CDLL | None) -> Channel | None:
@@ -90,8 +85,3 @@ def open_channel(gather: Gather, rank: int, num_bytes: int, library: ctypes.CDLL
 def stores_are_ordered() -> bool:
     """Whether other cores see what Python writes in the order in which it does; there are no barriers to ask for."""
     return platform.machine() in ("x86_64", "AMD64")
-
-
-def takes(tensor: torch.Tensor) -> bool:
-    """Whether a channel can average it."""
-    return tensor.dtype in DTYPES and tensor.device.type == "cpu" and tensor.is_contiguous()

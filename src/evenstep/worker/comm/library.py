@@ -58,8 +58,8 @@ def load(folder: Path = SOURCE.parent) -> ctypes.CDLL | None:
         return None
     library.evenstep_open.argtypes = [place, *[number] * 6]
     library.evenstep_open.restype = place
-    library.evenstep_post.argtypes = [place, place, number, number]
-    library.evenstep_post.restype = number
+    library.evenstep_begin.argtypes = [place, place, place, number, number]
+    library.evenstep_begin.restype = None
     library.evenstep_advance.argtypes = [place, real]
     library.evenstep_advance.restype = number
     library.evenstep_close.argtypes = [place]

@@ -25,20 +25,19 @@
 #endif
 
 enum { POSTED, REDUCED, COLLECTED, BELL, LINES };
-enum { LINE = 16, MOST_WAITING = 4096, SPINS = 1000 };
-
-typedef struct {
-    char *data;
-    int64_t count, per_piece, first, num_pieces;
-    int type, is_small;
-} job;
+enum { LINE = 16, LOOKS = 64 };
+static const double SPIN_SECONDS = 0.002; /* to be woken takes 0.1 ms: little, for who has waited for so long */
 
 typedef struct {
     char *memory, *rings;
     int64_t rank, size, num_slots, slot_bytes, small_bytes, may_spin;
-    int64_t at[BELL], end;          /* pieces, over the whole life */
-    job jobs[MOST_WAITING];           /* a ring: those not collected yet */
-    int64_t first_job, end_job, job_at[BELL];
+    int64_t at[BELL], end;            /* pieces, over the whole life */
+    /* What is averaged now: tensors, one after another as if they were one. It is cut into pieces. */
+    char *const *tensors;
+    const int64_t *ends;              /* where each of them ends, in numbers */
+    int64_t num_tensors, per_piece, first;
+    int64_t near[BELL];               /* which tensor each stage was at */
+    int type, is_small;
 } channel;
 
 static const int WIDTH[] = {4, 8, 2};
@@ -120,18 +119,26 @@ static char *slot(channel *c, int64_t rank, int64_t number) {
 
 static int64_t least(int64_t a, int64_t b) { return a < b ? a : b; }
 
-/* The job to which the next piece of a stage belongs. */
-static job *job_of(channel *c, int stage) {
-    job *found = &c->jobs[c->job_at[stage] % MOST_WAITING];
-    while (c->at[stage] >= found->first + found->num_pieces) found = &c->jobs[++c->job_at[stage] % MOST_WAITING];
-    return found;
+/* How many numbers the piece of this number has. */
+static int64_t length_of(channel *c, int64_t number) {
+    int64_t start = (number - c->first) * c->per_piece;
+    return least(c->per_piece, c->ends[c->num_tensors - 1] - start);
 }
 
-static char *piece(job *of, int64_t number, int64_t *length) {
-    int64_t start = (number - of->first) * of->per_piece;
-    *length = least(of->per_piece, of->count - start);
-    return of->data + start * WIDTH[of->type];
+/* A run of numbers that lie together, of those from `place` to `stop` of a piece; NULL when there are no more. */
+static char *run(channel *c, int stage, int64_t number, int64_t place, int64_t stop, int64_t *n) {
+    if (place >= stop) return NULL;
+    int64_t at = (number - c->first) * c->per_piece + place, *near = &c->near[stage];
+    while (*near > 0 && at < c->ends[*near - 1]) --*near;
+    while (at >= c->ends[*near]) ++*near;
+    int64_t begin = *near ? c->ends[*near - 1] : 0;
+    *n = least(stop - place, c->ends[*near] - at);
+    return c->tensors[*near] + (at - begin) * WIDTH[c->type];
 }
+
+/* For all runs of a stage's piece from `from` to `to`: `data` has `n` numbers, which begin at `place` of the piece. */
+#define EACH_RUN(stage, from, to)                                                                                      \
+    for (int64_t place = (from), n = 0; (data = run(c, stage, number, place, to, &n)) != NULL; place += n)
 
 /* Where a process's share of a piece begins, in whole cache lines. */
 static int64_t bound(channel *c, int64_t rank, int64_t length) {
@@ -140,46 +147,46 @@ static int64_t bound(channel *c, int64_t rank, int64_t length) {
 }
 
 static int post(channel *c) {
-    int64_t number = c->at[POSTED], length;
+    int64_t number = c->at[POSTED];
     if (number == c->end) return 0;
     /* What was in the slot before must have been collected by all, this process too: it reads its own slot again. */
     if (c->at[COLLECTED] <= number - c->num_slots || !have(c, COLLECTED, number - c->num_slots)) return 0;
-    job *of = job_of(c, POSTED);
-    char *data = piece(of, number, &length), *mine = slot(c, c->rank, number);
-    int64_t width = WIDTH[of->type], start = bound(c, c->rank, length), stop = bound(c, c->rank + 1, length);
+    int64_t length = length_of(c, number), width = WIDTH[c->type];
+    int64_t start = bound(c, c->rank, length), stop = bound(c, c->rank + 1, length);
+    char *data, *mine = slot(c, c->rank, number);
     double scale = 1.0 / (double)c->size;
     /* Of two processes, nobody reads one's own share out of one's slot. */
-    if (of->is_small || c->size > 2) start = stop = length;
-    CALL(scaled, of->type, ((void *)mine, (void *)data, start, scale));
-    CALL(scaled, of->type, ((void *)(mine + stop * width), (void *)(data + stop * width), length - stop, scale));
+    if (c->is_small || c->size > 2) start = stop = length;
+    EACH_RUN(POSTED, 0, start) CALL(scaled, c->type, ((void *)(mine + place * width), (void *)data, n, scale));
+    EACH_RUN(POSTED, stop, length) CALL(scaled, c->type, ((void *)(mine + place * width), (void *)data, n, scale));
     say(c, POSTED);
     return 1;
 }
 
 /* Over all slots, from a place on, in the order of ranks: the same bits whoever does it. */
-static void sum(channel *c, char *data, int64_t number, int64_t place, int64_t n, int type) {
-    CALL(both, type, ((void *)data, (void *)(slot(c, 0, number) + place), (void *)(slot(c, 1, number) + place), n));
+static void sum(channel *c, char *data, int64_t number, int64_t place, int64_t n) {
+    int64_t at = place * WIDTH[c->type];
+    CALL(both, c->type, ((void *)data, (void *)(slot(c, 0, number) + at), (void *)(slot(c, 1, number) + at), n));
     for (int64_t rank = 2; rank < c->size; rank++)
-        CALL(onto, type, ((void *)data, (void *)(slot(c, rank, number) + place), n));
+        CALL(onto, c->type, ((void *)data, (void *)(slot(c, rank, number) + at), n));
 }
 
 static int reduce(channel *c) {
-    int64_t number = c->at[REDUCED], length;
+    int64_t number = c->at[REDUCED];
     if (number == c->at[POSTED]) return 0;
-    job *of = job_of(c, REDUCED);
-    if (!of->is_small) {
+    if (!c->is_small) {
         if (!have(c, POSTED, number)) return 0;
-        int64_t width = WIDTH[of->type];
-        char *data = piece(of, number, &length);
-        int64_t start = bound(c, c->rank, length), n = bound(c, c->rank + 1, length) - start;
-        char *mine = slot(c, c->rank, number) + start * width;
-        data += start * width;
-        if (c->size == 2) {
-            char *other = slot(c, 1 - c->rank, number) + start * width;
-            CALL(added, of->type, ((void *)data, (void *)mine, (void *)other, n, 0.5));
-        } else {
-            sum(c, data, number, start * width, n, of->type);
-            memcpy(mine, data, (size_t)(n * width));
+        int64_t length = length_of(c, number), width = WIDTH[c->type];
+        int64_t start = bound(c, c->rank, length), stop = bound(c, c->rank + 1, length);
+        char *data, *mine = slot(c, c->rank, number), *other = slot(c, c->rank ? 0 : 1, number);
+        EACH_RUN(REDUCED, start, stop) {
+            int64_t at = place * width;
+            if (c->size == 2) {
+                CALL(added, c->type, ((void *)data, (void *)(mine + at), (void *)(other + at), n, 0.5));
+            } else {
+                sum(c, data, number, place, n);
+                memcpy(mine + at, data, (size_t)(n * width));
+            }
         }
     }
     say(c, REDUCED);
@@ -187,18 +194,19 @@ static int reduce(channel *c) {
 }
 
 static int collect(channel *c) {
-    int64_t number = c->at[COLLECTED], length;
+    int64_t number = c->at[COLLECTED];
     if (number == c->at[REDUCED]) return 0;
-    job *of = job_of(c, COLLECTED);
-    if (!have(c, of->is_small ? POSTED : REDUCED, number)) return 0;
-    int64_t width = WIDTH[of->type];
-    char *data = piece(of, number, &length);
-    if (of->is_small) {
-        sum(c, data, number, 0, length, of->type);
+    if (!have(c, c->is_small ? POSTED : REDUCED, number)) return 0;
+    int64_t length = length_of(c, number), width = WIDTH[c->type];
+    char *data;
+    if (c->is_small) {
+        EACH_RUN(COLLECTED, 0, length) sum(c, data, number, place, n);
     } else {
         for (int64_t rank = 0; rank < c->size; rank++) {
-            int64_t start = bound(c, rank, length) * width, stop = bound(c, rank + 1, length) * width;
-            if (rank != c->rank) memcpy(data + start, slot(c, rank, number) + start, (size_t)(stop - start));
+            if (rank == c->rank) continue;
+            char *theirs = slot(c, rank, number);
+            EACH_RUN(COLLECTED, bound(c, rank, length), bound(c, rank + 1, length))
+                memcpy(data, theirs + place * width, (size_t)(n * width));
         }
     }
     say(c, COLLECTED);
@@ -242,40 +250,32 @@ channel *evenstep_open(void *memory, int64_t rank, int64_t size, int64_t num_slo
 
 void evenstep_close(channel *c) { free(c); }
 
-/* Begin to average `count` numbers of a type in place. Gives how many pieces must be collected until they are, -1 if
-   too many tensors are under way. */
-int64_t evenstep_post(channel *c, void *data, int64_t count, int64_t type) {
-    while (c->first_job < c->end_job) {
-        job *oldest = &c->jobs[c->first_job % MOST_WAITING];
-        if (c->at[COLLECTED] < oldest->first + oldest->num_pieces) break;
-        c->first_job++;
-    }
-    if (c->end_job - c->first_job == MOST_WAITING - 1) return -1;
-    int64_t per_piece = c->slot_bytes / WIDTH[type];
-    job *added = &c->jobs[c->end_job++ % MOST_WAITING];
-    *added = (job){data, count, per_piece, c->end, (count + per_piece - 1) / per_piece, (int)type,
-                   count * WIDTH[type] <= c->small_bytes};
-    c->end += added->num_pieces;
-    advance(c);
-    return c->end;
+/* Begin to average tensors of a type in place: where they are, and where each ends in the row of all. What was begun
+   before must be finished, and both lists must live until this is. */
+void evenstep_begin(channel *c, char *const *tensors, const int64_t *ends, int64_t num_tensors, int64_t type) {
+    int64_t count = ends[num_tensors - 1];
+    c->tensors = tensors, c->ends = ends, c->num_tensors = num_tensors, c->type = (int)type;
+    c->per_piece = c->slot_bytes / WIDTH[type], c->is_small = count * WIDTH[type] <= c->small_bytes;
+    c->near[POSTED] = c->near[REDUCED] = c->near[COLLECTED] = 0;
+    c->first = c->end;
+    c->end += (count + c->per_piece - 1) / c->per_piece;
 }
 
-/* Go on until all is collected, for so long at most; how many pieces are. */
+/* Go on until all is averaged, for so long at most; whether it is. */
 int64_t evenstep_advance(channel *c, double seconds) {
-    advance(c);
-    if (seconds <= 0) return c->at[COLLECTED];
-    double end = 0;
-    for (int64_t spins = 0; c->at[COLLECTED] < c->end; spins++) {
+    double since = 0;
+    for (int64_t looks = 0; c->at[COLLECTED] < c->end; looks++) {
         if (advance(c)) {
-            spins = 0;
-        } else if (c->may_spin && spins < SPINS) {
+            since = 0;
+        } else if (c->may_spin && looks % LOOKS) {
             BREATHE();
         } else {
-            double moment = now();
-            if (end == 0) end = moment + seconds;
-            if (moment >= end) break;
-            sleep_for(c, end - moment);
+            double moment = now(), waited;
+            if (since == 0) since = moment;
+            waited = moment - since;
+            if (waited >= seconds) break;
+            if (!c->may_spin || waited > SPIN_SECONDS) sleep_for(c, seconds - waited);
         }
     }
-    return c->at[COLLECTED];
+    return c->at[COLLECTED] == c->end;
 }

@@ -5,16 +5,16 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any, ClassVar
-from weakref import WeakSet
+from weakref import WeakKeyDictionary, WeakSet
 
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.utils import _verify_param_shape_across_processes
 from torch.nn.parallel import DistributedDataParallel
 
-from evenstep.errors import TaskError
+from evenstep.worker.comm.averaging import Averaging, can_average, no_gradient, trained
 from evenstep.worker.comm.channel import open_channel
-from evenstep.worker.comm.hook import Buckets
 from evenstep.worker.comm.library import load
 from evenstep.worker.seats import NOTHING
 from evenstep.worker.spread import Bound, Spread
@@ -27,7 +27,7 @@ SEND_BYTES = 2**28
 
 
 class DDP(Single):
-    """torch's DistributedDataParallel around the whole loss."""
+    """torch's DistributedDataParallel around the whole loss; on one machine's CPU, shared memory and no wrapper."""
 
     processes_per_device: ClassVar[bool] = True
     wraps_alone: ClassVar[bool] = False
@@ -35,8 +35,8 @@ class DDP(Single):
 
     def __init__(self) -> None:
         self._checked: WeakSet[Spread] = WeakSet()
-        self._near: WeakSet[nn.Module] = WeakSet()
-        """Whose gradients go through shared memory; the tap is told of them anyway."""
+        self._near: WeakKeyDictionary[Spread, Averaging] = WeakKeyDictionary()
+        """Models whose gradients go through shared memory."""
         self._tap: Tap | None = None
 
     def spread(self, model: nn.Module, world: World) -> Spread:
@@ -45,25 +45,34 @@ class DDP(Single):
         model.to(world.device)
         leave_default_stream(world.device)
         bound = Bound(model)
-        if not any(parameter.requires_grad for parameter in model.parameters()):
+        if not trained(model):
             # DDP refuses a model with nothing to train; such a one rides along beside another that trains.
             return Spread(model, [bound])
-        seat = DistributedDataParallel(bound, gradient_as_bucket_view=True)
-        buckets = _buckets(model, world)
-        if buckets is not None:
-            # torch compares annotations, which are text here, with types: not the function itself.
-            seat.register_comm_hook(buckets, lambda buckets, bucket: buckets.take(bucket))
-            self._near.add(seat)
-        return Spread(model, [seat], [bound])
+        averaging = _averaging(model, world)
+        if averaging is None:
+            return Spread(model, [DistributedDataParallel(bound, gradient_as_bucket_view=True)], [bound])
+        # What DDP does first: every rank has the same shapes, and then rank 0's numbers.
+        group: Any = dist.group.WORLD
+        _verify_param_shape_across_processes(group, [weight for _, weight in trained(model)])
+        send_from_rank_0([tensor.detach() for tensor in (*model.parameters(), *model.buffers())])
+        spread = Spread(model, [bound])
+        self._near[spread] = averaging
+        return spread
 
     def refresh(self, spread: Spread, is_training: bool) -> None:
         # Before forward in training, DDP does this itself.
-        if not is_training:
-            send_buffers(spread)
-        elif self._tap is not None and isinstance(spread.seats[0], DistributedDataParallel):
-            spread.seats[0].require_forward_param_sync = not self._tap.is_muted
+        if isinstance(spread.seats[0], DistributedDataParallel):
+            if not is_training:
+                send_buffers(spread)
+            elif self._tap is not None:
+                spread.seats[0].require_forward_param_sync = not self._tap.is_muted
+        elif spread in self._near:
+            send_buffers(spread, self._tap)
 
     def syncing(self, spread: Spread, is_last: bool) -> AbstractContextManager[None]:
+        averaging = self._near.get(spread)
+        if averaging is not None:
+            return averaging if is_last else NOTHING
         seat = spread.seats[0]
         if not isinstance(seat, DistributedDataParallel):
             return NOTHING
@@ -76,18 +85,18 @@ class DDP(Single):
 
     def tell(self, spread: Spread, tap: Tap) -> None:
         self._tap = tap
-        if isinstance(spread.seats[0], DistributedDataParallel) and spread.seats[0] not in self._near:
-            # Not the function itself: torch compares its annotations, which are text here, with types.
+        if isinstance(spread.seats[0], DistributedDataParallel):
+            # torch compares annotations, which are text here, with types: not the function itself.
             spread.seats[0].register_comm_hook(tap, lambda tap, bucket: _told_of(tap, bucket))
 
 
-def _buckets(model: nn.Module, world: World) -> Buckets | None:
+def _averaging(model: nn.Module, world: World) -> Averaging | None:
     """The way through shared memory, where all ranks are on one machine and on its CPU."""
-    if world.nearby.mailbox is None or not world.nearby.may_share:
+    if world.nearby.mailbox is None or not world.nearby.may_share or not can_average(model):
         return None
-    num_bytes = size_of([weight for weight in model.parameters() if weight.requires_grad])
+    num_bytes = size_of([weight for _, weight in trained(model)])
     channel = open_channel(world.gather, world.rank, num_bytes, load())
-    return Buckets(channel, world.tap) if channel is not None else None
+    return Averaging(channel, model, world.tap) if channel is not None else None
 
 
 def _told_of(tap: Tap, bucket: Any) -> torch.futures.Future[torch.Tensor]:
@@ -112,9 +121,14 @@ def _told_of(tap: Tap, bucket: Any) -> torch.futures.Future[torch.Tensor]:
     return sending.get_future().then(arrived)
 
 
-def send_buffers(spread: Spread) -> None:
-    """Rank 0's batch statistics to all ranks: every one of them kept its own."""
-    send_from_rank_0(list(spread.module.buffers()))
+def send_buffers(spread: Spread, tap: Tap | None = None) -> None:
+    """Rank 0's batch statistics to all ranks, each of which kept its own; a tap is told of it, or hinders it."""
+    buffers = spread.buffers
+    if tap is None or not buffers:
+        send_from_rank_0(buffers)
+    elif not tap.is_muted:
+        with tap.sending("buffers", size_of(buffers), then="forward"):
+            send_from_rank_0(buffers)
 
 
 def send_from_rank_0(tensors: list[torch.Tensor]) -> None:
@@ -128,11 +142,6 @@ def send_from_rank_0(tensors: list[torch.Tensor]) -> None:
 def _checking(spread: Spread) -> Iterator[None]:
     """After the first backward: DDP waits for every gradient, and would stop at the second step with no names."""
     yield
-    without = [
-        name for name, weight in spread.module.named_parameters() if weight.requires_grad and weight.grad is None
-    ]
+    without = [name for name, weight in trained(spread.module) if weight.grad is None]
     if without:
-        raise TaskError(
-            f"no gradient reaches {', '.join(without[:5])}{' ...' if len(without) > 5 else ''}, and ddp waits for one "
-            "from every parameter.\nUse them in the loss, or switch them off: parameter.requires_grad_(False)"
-        )
+        raise no_gradient(without)

@@ -14,7 +14,7 @@ from evenstep.worker.seats import NOTHING
 from evenstep.worker.spread import Bound, Spread
 from evenstep.worker.strategies.ddp import send_buffers, send_from_rank_0
 from evenstep.worker.strategies.single import Single
-from evenstep.worker.tap import Tap, size_of
+from evenstep.worker.tap import Tap
 from evenstep.worker.world import World
 
 
@@ -46,14 +46,8 @@ class FSDP(Single):
 
     def refresh(self, spread: Spread, is_training: bool) -> None:
         # At every step too: DDP does so, and the strategies are to agree.
-        if not self._is_sharded(spread):
-            return
-        buffers = list(spread.module.buffers())
-        if self._tap is None or not buffers:
-            send_buffers(spread)
-        elif not self._tap.is_muted:
-            with self._tap.sending("buffers", size_of(buffers), then="forward"):
-                send_buffers(spread)
+        if self._is_sharded(spread):
+            send_buffers(spread, self._tap)
 
     def syncing(self, spread: Spread, is_last: bool) -> AbstractContextManager[None]:
         root: Any = spread.seats[0]

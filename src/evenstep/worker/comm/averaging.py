@@ -1,0 +1,89 @@
+"""The gradients of a model, averaged after backward, where processes share memory.
+
+Not by DDP, whose buckets copy every gradient twice more and hide what is sent behind the rest of backward: here is
+nothing to hide it behind, for who adds up is the core that computes.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+from torch.profiler import record_function
+
+from evenstep.errors import TaskError
+from evenstep.worker.comm.channel import DTYPES, Channel
+from evenstep.worker.tap import Tap
+
+
+class Averaging:
+    """Goes around the last backward of a step; an open tap is told of it, and for a muted one nothing is sent."""
+
+    def __init__(self, channel: Channel, model: nn.Module, tap: Tap) -> None:
+        self._channel, self._tap = channel, tap
+        self._names, self._weights = zip(*trained(model), strict=True)
+        self._is_plain = [weight.is_contiguous() for weight in self._weights]
+        dtypes = [weight.dtype for weight in self._weights]
+        self._kinds = [[i for i, one in enumerate(dtypes) if one == dtype] for dtype in dict.fromkeys(dtypes)]
+        """The places of weights, by type: a channel averages those of one type at a time."""
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, error: type[BaseException] | None, *more: object) -> None:
+        if error is not None or self._tap.is_muted:
+            return
+        if torch.autograd.profiler._is_profiler_enabled:
+            # As dp's own sending is called in a trace; an engine of torch's would be in it by itself.
+            with record_function("evenstep: reduce"):
+                self._average()
+        else:
+            self._average()
+
+    def _average(self) -> None:
+        rows = [
+            gradient if is_plain and gradient is not None and gradient.is_contiguous() else self._as_row(weight)
+            for weight, gradient, is_plain in zip(
+                self._weights, [weight.grad for weight in self._weights], self._is_plain, strict=True
+            )
+        ]
+        tap = self._tap
+        begin = tap.now() if tap.is_open else None
+        tap.mark("communication")
+        for places in self._kinds:
+            self._channel.average([rows[place] for place in places])
+        if begin is not None:
+            tap.sent(rows)
+            tap.travelled("gradients", begin)
+
+    def _as_row(self, weight: nn.Parameter) -> torch.Tensor:
+        """A gradient that does not lie in memory in the order in which its numbers are counted; its weight may not."""
+        if weight.grad is None:
+            raise no_gradient([name for name, one in zip(self._names, self._weights, strict=True) if one.grad is None])
+        if weight.grad.stride() != weight.stride():
+            weight.grad = torch.empty_like(weight).copy_(weight.grad)
+        return weight.grad.as_strided((weight.numel(),), (1,))
+
+
+def trained(model: nn.Module) -> list[tuple[str, nn.Parameter]]:
+    """The parameters that get gradients, and their names."""
+    return [(name, weight) for name, weight in model.named_parameters() if weight.requires_grad]
+
+
+def can_average(model: nn.Module) -> bool:
+    """Whether a channel takes all of its gradients."""
+    has_sparse = any(getattr(layer, "sparse", False) is True for layer in model.modules())
+    return not has_sparse and all(weight.dtype in DTYPES and _is_dense(weight) for _, weight in trained(model))
+
+
+def _is_dense(weight: torch.Tensor) -> bool:
+    """Whether it fills its memory without gaps, in whatever order; its gradients do so in the same one."""
+    last = sum((size - 1) * stride for size, stride in zip(weight.shape, weight.stride(), strict=True))
+    return weight.numel() in (0, last + 1)
+
+
+def no_gradient(names: list[str]) -> TaskError:
+    """A step would go wrong: some rank's parameters have no gradient to average."""
+    return TaskError(
+        f"no gradient reaches {', '.join(names[:5])}{' ...' if len(names) > 5 else ''}, and ddp waits for one "
+        "from every parameter.\nUse them in the loss, or switch them off: parameter.requires_grad_(False)"
+    )

@@ -76,7 +76,7 @@ def tokens(vocabulary: int, context: int) -> Callable[[int, torch.Generator], Co
     return draw
 
 
-MLP = Work("MLP 20-64-5, batch 256", lambda: mlp(20, 64, 5), pictures(20, classes=5), 256)
+MLP = Work("MLP 20-64-5, batch 256", lambda: mlp(20, 64, 5), pictures(20, classes=5), 256, rows=2**17)
 SIMPLE_NET = Work("SimpleNet 784-256-10, batch 128", lambda: mlp(784, 256, 10), pictures(784), 128)
 CIFAR_NET = Work("small CIFAR net, batch 128", cifar_net, pictures(3, 32, 32), 128)
 MLP_10M = Work("MLP of 10M, batch 128", lambda: mlp(1024, 2048, 3072, 512, 10), pictures(1024), 128)

@@ -1,11 +1,13 @@
-"""The two ends of a gradient's life, with none of the steps that torch takes around them in Python."""
+"""A gradient's life: made, used, forgotten; with none of the steps that torch takes around these in Python."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from functools import cache
+from typing import Any
 
 import torch
+from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 
 _ENGINE = torch.autograd.Variable._execution_engine
 
@@ -26,6 +28,42 @@ def go_back(loss: torch.Tensor, weight: float) -> None:
 @cache
 def _start(weight: float, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
     return torch.full((), weight, dtype=dtype, device=device)
+
+
+def update(optimizer: torch.optim.Optimizer) -> None:
+    """`optimizer.step()`, less the profiler's range and the compiler's marks around it: a twentieth of a small step.
+
+    Whoever listens is told: with hooks, under a profiler, and for any step but torch's own, it is the whole call.
+    """
+    has_hooks = (
+        optimizer._optimizer_step_pre_hooks
+        or optimizer._optimizer_step_post_hooks
+        or _global_optimizer_pre_hooks
+        or _global_optimizer_post_hooks
+    )
+    step: Any = vars(optimizer).get("step")
+    # A scheduler wraps the step, to know that there was one.
+    is_counted = hasattr(step, "_wrapped_by_lr_sched")
+    own = step.__wrapped__ if is_counted else step
+    bare = _bare_step(getattr(own, "__func__", None) if own is not None else type(optimizer).step)
+    is_seen = has_hooks or torch.autograd.profiler._is_profiler_enabled
+    if bare is None or is_seen or optimizer.defaults.get("differentiable"):
+        optimizer.step()
+        return
+    if is_counted:
+        optimizer._opt_called = True  # type: ignore[attr-defined]
+    with torch.no_grad():
+        bare(optimizer)
+
+
+@cache
+def _bare_step(step: Any) -> Callable[[torch.optim.Optimizer], Any] | None:
+    """A step of torch's own without what torch wraps around it; None if somebody else had a hand in it."""
+    layers = [step]
+    while hasattr(layers[-1], "__wrapped__"):
+        layers.append(layers[-1].__wrapped__)
+    modules = [getattr(layer, "__globals__", {}).get("__name__", "") for layer in layers]
+    return layers[-1] if all(name.startswith("torch.optim.") for name in modules) else None
 
 
 def forget(weights: Iterable[torch.Tensor]) -> None:

@@ -28,7 +28,7 @@ from evenstep.seeding import seed_everything
 from evenstep.task import Amount
 from evenstep.worker.adopt import adopt
 from evenstep.worker.apart import check_apart
-from evenstep.worker.gradients import forget, forget_gradients, go_back
+from evenstep.worker.gradients import forget, forget_gradients, go_back, update
 from evenstep.worker.lifeline import die_with_parent, read_rank
 from evenstep.worker.loader import Batch, Loader, Piece
 from evenstep.worker.machine import available_devices
@@ -243,7 +243,7 @@ class Team:
             torch.nn.utils.clip_grad_norm_(weights, clip)
         taken = True
         if scaler is None:
-            optimizer.step()
+            update(optimizer)
         else:
             before = scaler.get_scale()
             scaler.step(optimizer)

@@ -10,6 +10,7 @@ import torch
 from evenstep.errors import NonFiniteLoss
 from evenstep.worker.captured import Captured
 from evenstep.worker.loader import Batch
+from evenstep.worker.nonfinite import explain
 from evenstep.worker.stepping import Outcome, Recipe
 from evenstep.worker.totals import not_finite
 
@@ -73,5 +74,6 @@ class Pending:
         if not math.isfinite(mean):
             pieces = [piece for pieces in self._batch.micro_batches for piece in pieces]
             spoilt = not_finite(team.world.rank, pieces, pairs) if team.world.size == 1 else []
-            raise NonFiniteLoss(team.explain(mean, spoilt, self._batch, self._recipe.model, self._step))
+            more = (mean, spoilt, self._batch, self._recipe.model, self._step)
+            raise NonFiniteLoss(explain(team.world, team.precision.name, *more))
         return Outcome(mean, count)

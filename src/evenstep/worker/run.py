@@ -20,6 +20,7 @@ from evenstep.errors import CheckpointError, SaveFailed, TaskError
 from evenstep.order import order_name
 from evenstep.seeding import host_state, restore_host_state, seed_everything
 from evenstep.worker.loader import Loader
+from evenstep.worker.nonfinite import is_finite
 from evenstep.worker.spread import Spread
 from evenstep.worker.state import (
     load_optimizer_state,
@@ -28,7 +29,7 @@ from evenstep.worker.state import (
     read_foreign,
     weights,
 )
-from evenstep.worker.team import Team, is_finite
+from evenstep.worker.team import Team
 
 T = TypeVar("T")
 _PAIRS = "(pairs)"

@@ -16,7 +16,6 @@ from contextlib import AbstractContextManager
 from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
-from weakref import WeakSet
 
 import torch
 from torch import nn
@@ -32,13 +31,14 @@ from evenstep.worker.gradients import forget, forget_gradients, go_back, update
 from evenstep.worker.lifeline import die_with_parent, read_rank
 from evenstep.worker.loader import Batch, Loader, Piece
 from evenstep.worker.machine import available_devices
+from evenstep.worker.nonfinite import explain
 from evenstep.worker.passes import Reading, as_it_is
 from evenstep.worker.persample import Augment
 from evenstep.worker.precision import Precision
 from evenstep.worker.pulse import BACKWARD, EVALUATING, FORWARD, UPDATE
 from evenstep.worker.randomness import seed_devices
+from evenstep.worker.refusals import Refusals
 from evenstep.worker.requests import Requests
-from evenstep.worker.scaler import unfitted
 from evenstep.worker.seats import NOTHING, Frozen, call, on
 from evenstep.worker.spread import Spread
 from evenstep.worker.strategies import STRATEGIES
@@ -99,9 +99,7 @@ class Team:
         """What the last loss was a mean over: samples, or whatever the loss counts."""
         self.last_measured = 0
         """Samples that the last `measure` went over."""
-        self._known: set[int] = set()
-        self._trainable: dict[Spread, list[bool]] = {}
-        self._checked: WeakSet[torch.optim.Optimizer] = WeakSet()
+        self._refusals = Refusals(world)
         self._current: Batch | None = None
         self._backwards = 0
         self._keys: tuple[int, list[int]] = (-1, [])
@@ -119,8 +117,7 @@ class Team:
     def spread(self, model: nn.Module) -> Spread:
         """Put the model on every device of the team."""
         spread = self.strategy.spread(self.precision.fit(model), self.world)
-        self._known |= {id(weight) for weight in spread.weights}
-        self._trainable[spread] = [weight.requires_grad for weight in spread.weights]
+        self._refusals.learn(spread)
         return spread
 
     def loader(
@@ -207,8 +204,7 @@ class Team:
                 )
 
     def _backward(self, models: tuple[Spread, ...], batch: Batch, compute: Callable[[Totals], None]) -> float:
-        self._refuse_thawed(models[0])
-        self._refuse_unfitted(models[0])
+        self._refusals.refuse_model(models[0])
         check_apart(self.world, batch)
         self._draw_for(batch)
         earlier = _put_aside(models[0])
@@ -223,7 +219,8 @@ class Team:
         # A rank that sends nothing goes its own way, which may lead anywhere; nothing is learned then.
         if not math.isfinite(mean) and not self.world.tap.is_muted:
             forget(models[0].weights)
-            raise NonFiniteLoss(self.explain(mean, totals.non_finite(), batch, models[0]))
+            step, spoilt = batch.loader.num_finished + 1, totals.non_finite()
+            raise NonFiniteLoss(explain(self.world, self.precision.name, mean, spoilt, batch, models[0], step))
         if totals.late_factor is not None:
             gradients = [weight.grad for weight in models[0].weights if weight.grad is not None]
             torch._foreach_mul_(gradients, totals.late_factor)
@@ -234,7 +231,7 @@ class Team:
     def step(self, optimizer: torch.optim.Optimizer, clip: float | None = None) -> bool:
         """Update the weights and forget the gradients; False if fp16's scaler had every rank skip this one."""
         self.world.pulse.beat(UPDATE)
-        self._refuse_strange(optimizer)
+        self._refusals.refuse_optimizer(optimizer)
         scaler = self.precision.scaler
         if scaler is not None:
             scaler.unscale_(optimizer)
@@ -344,36 +341,6 @@ class Team:
         home = self.world.device
         return {name: as_sum(amount, piece.num_samples, name).to(home) for name, amount in values.items()}
 
-    def _refuse_strange(self, optimizer: torch.optim.Optimizer) -> None:
-        """An optimizer over other parameters than those that were spread would train nothing, without a word."""
-        if optimizer in self._checked:
-            return
-        weights = [weight for group in optimizer.param_groups for weight in group["params"]]
-        if any(id(weight) not in self._known for weight in weights):
-            raise TaskError(
-                "the optimizer holds parameters that are not the team's; make it after team.spread, from what that "
-                "returned:\nmodel = team.spread(Net()); optimizer = Adam(model.parameters())"
-            )
-        self._checked.add(optimizer)
-
-    def _refuse_thawed(self, model: Spread) -> None:
-        """The engines are told at the start which parameters train; later changes would reach one copy of several."""
-        if self.world.num_seats > 1 and [w.requires_grad for w in model.weights] != self._trainable[model]:
-            raise TaskError(
-                "requires_grad of some parameters changed after team.spread; set it before the model is spread"
-            )
-
-    def _refuse_unfitted(self, model: Spread) -> None:
-        """A Scaler that has seen no data would let everything through as it is, without a word."""
-        if model.is_checked:
-            return
-        if unfitted(model.module):
-            raise TaskError(
-                "the model has a Scaler that has seen no data; fit it before the model is spread:\n"
-                "scaler.fit(loader.whole_data(), team.world)"
-            )
-        model.is_checked = True
-
     def _draw_for(self, batch: Batch) -> None:
         """Seed dropout for this batch: different on every seat, the same after a restart."""
         self._backwards = self._backwards + 1 if batch is self._current else 0
@@ -382,31 +349,6 @@ class Team:
         if self._keys[0] != epoch:
             self._keys = (epoch, [stream(self.seed, "dropout", epoch, seat) for seat in self.world.seats])
         seed_devices([place_seed(key, start, self._backwards) for key in self._keys[1]], self.world.devices)
-
-    def explain(self, mean: float, spoilt: list[str], batch: Batch, model: Spread, step: int | None = None) -> str:
-        """Which rank's samples made the loss of a step (the next one) non-finite; all ranks call this together."""
-        first, *more = [report for reports in self.world.gather(spoilt) for report in reports] or [None]
-        where = f"; {first}" if first else "; every part is finite, their sum is not"
-        others = f", and {len(more)} other parts too" if more else ""
-        names = [name for name, weight in model.module.named_parameters() if not is_finite(weight)]
-        if any(self.world.gather(bool(names))):
-            known = f"{names[0]} is" if names else "Some weights are"
-            advice = (
-                f"{known} not finite since an earlier step: a gradient was not, though the loss was. Try --clip 1.0."
-            )
-        else:
-            advice = "The weights are those of the step before. A lower learning rate or --clip 1.0 often helps."
-        hint = " fp16 holds no number above 65504; try bf16." if self.precision.name == "fp16" else ""
-        return (
-            f"the loss is {mean} at step {step or batch.loader.num_finished + 1} (epoch {batch.span.epoch + 1})"
-            f"{where}{others}.\n{advice}{hint}"
-        )
-
-
-def is_finite(weight: torch.Tensor) -> bool:
-    """Whether this rank's part of a weight holds neither NaN nor infinity."""
-    local = getattr(weight, "to_local", lambda: weight)()
-    return bool(torch.isfinite(local).all())
 
 
 def _put_aside(model: Spread) -> list[tuple[nn.Parameter, torch.Tensor]]:

@@ -81,7 +81,8 @@ class Job:
 def cause(said: str) -> str:
     """The last line that names an error, or the last one: launchers end with reports of their own."""
     lines = [line.strip() for line in said.splitlines() if line.strip(" =-")] or ["not a word"]
-    return next((line for line in reversed(lines) if re.search(r"\w(Error|Exception)\b", line)), lines[-1])[:200]
+    named = [line for line in lines if re.search(r"\w(Error|Exception)\b", line) and "ChildFailed" not in line]
+    return [*lines[-1:], *named][-1][:200]
 
 
 def accuracy(said: str) -> float:
@@ -178,9 +179,12 @@ def measure(folder: str, what: str, quick: bool) -> Result:
     figures = firsts
     if not quick:
         blocks = {name: partial(unless_absent, name, job, absent) for name, job in racing.items() if name not in absent}
-        blocks |= {AGAIN: racing[ONE_THREAD].seconds, LIMIT: partial(steps_alone, num_steps)}
+        blocks |= {LIMIT: partial(steps_alone, num_steps)}
+        if ONE_THREAD not in absent:
+            blocks[AGAIN] = partial(unless_absent, ONE_THREAD, racing[ONE_THREAD], absent)
         figures = harness.interleaved(blocks, 4)
-        figures = {name: found for name, found in figures.items() if name not in absent}
+        out = [*absent, AGAIN] if ONE_THREAD in absent else absent
+        figures = {name: found for name, found in figures.items() if name not in out}
     title = f"SimpleNet on {what}, {num_train:,} pictures, 2 ranks x 64, {epochs} epoch{'s' * (epochs > 1)}"
     race = harness.judge(title, "s", ENTRIES, figures, absent=absent)
     reached = {name: min(job.accuracies) for name, job in racing.items() if job.accuracies}

@@ -215,8 +215,14 @@ def rows(file: IO[bytes]) -> Iterator[dict[str, Any]]:
         yield json.loads(line)
 
 
-_encode = json.JSONEncoder(default=vars).encode
-"""A row as text; rows inside of it (the lanes of a timeline), too."""
+def _inner(what: object) -> dict[str, Any]:
+    """A row inside of another one: the lanes of a timeline."""
+    if not isinstance(what, Lane):
+        raise TypeError(f"a row holds a {type(what).__name__}, which JSON does not")
+    return vars(what)
+
+
+_encode = json.JSONEncoder(default=_inner).encode
 
 
 class RecordWriter:

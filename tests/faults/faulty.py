@@ -59,6 +59,11 @@ def of_samples() -> Task:
     return replace(of_tensors(), train=Samples())
 
 
+def of_statistics() -> Task:
+    """A model whose buffers are sent before every step."""
+    return replace(of_samples(), model=lambda: nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.Linear(8, 2)))
+
+
 def of_gradients() -> Task:
     """Weights that are, after one step, the first ones less their gradients."""
     return replace(
@@ -71,6 +76,7 @@ class Samples(Dataset[tuple[Tensor, Tensor]]):
         return NUM_SAMPLES
 
     def __getitem__(self, id_: int) -> tuple[Tensor, Tensor]:
+        happen("while reading")
         return x[id_] + 0.1 * torch.randn(4), y[id_]
 
 
@@ -269,6 +275,7 @@ FAULTS: dict[str, tuple[str, Callable[[], object]]] = {
     "segv": ("in a step", touch_nothing),
     "stop": ("in a step", lambda: send(os.getpid(), signal.SIGSTOP)),
     "hold": ("in a step", hold_the_interpreter),
+    "never read": ("while reading", lambda: time.sleep(1000)),
     "term": ("in a step", lambda: send(launcher(), signal.SIGTERM)),
     "term in all-reduce": ("in a step", let_rank_0_wait_and_terminate_it),
     "term twice": ("in a step", terminate_twice),

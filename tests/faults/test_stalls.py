@@ -63,6 +63,14 @@ def test_a_stopped_rank_is_named_with_the_stacks_of_all_and_left_behind(
     assert weights() == undisturbed()
 
 
+def test_a_rank_that_never_gets_its_samples_is_named_where_others_wait_for_its_buffers() -> None:
+    options = ("--stall-after", "3", "--workers", "0")
+    ended = train(*options, fault=fail("never read", rank=1, step=4), task="of_statistics")
+    assert ended.code == 124
+    assert re.search(r"the others wait for rank 1, .*at step 4, reading input, faulty\.py:\d+", ended.err), ended.err
+    assert "in __getitem__" in "".join(stacks(ended)[1])
+
+
 @pytest.mark.slow
 def test_without_a_restart_it_ends_with_a_code_of_its_own() -> None:  # 5
     ended = train(*ONE_STEP, fault=fail("stop", rank=1, step=8))

@@ -31,8 +31,20 @@ team.measure(lambda model, batch: {"mean": model(batch).mean(1)}, model, team.lo
 kinds = team.loader(torch.tensor([0.0, 0.0, 1.0, 1.0]), batch=4, shuffle=False)
 named = team.measure(lambda model, batch: {f"kind {int(batch[0])}": batch + 5}, model, kinds)
 modes = [norm.training, frozen.training]
+# A model with nothing to train, whose statistics follow what each rank shows it.
+teacher = team.spread(nn.BatchNorm1d(6, affine=False))
+teacher.module(torch.randn(5, 6) + team.world.rank)
+shown = teacher.module.running_mean.tolist()
+team.measure(lambda model, batch: {"mean": model(batch).mean(1)}, teacher, team.loader(torch.randn(7, 6), batch=4))
 reports = team.world.gather(
-    {"while_training": before, "statistics": norm.running_mean.tolist(), "modes": modes, "named": named}
+    {
+        "while_training": before,
+        "statistics": norm.running_mean.tolist(),
+        "modes": modes,
+        "named": named,
+        "shown": shown,
+        "of the teacher": teacher.module.running_mean.tolist(),
+    }
 )
 if team.world.is_main:
     Path(sys.argv[1]).write_text(json.dumps(reports))

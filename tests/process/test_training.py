@@ -110,6 +110,8 @@ def test_every_rank_evaluates_the_model_that_is_saved(tmp_path: Path) -> None:
     assert first["statistics"] == second["statistics"] == first["while_training"]
     assert first["modes"] == second["modes"] == [True, False]
     assert first["named"] == second["named"] == {"kind 0": 5.0, "kind 1": 6.0}
+    assert first["shown"] != second["shown"]
+    assert first["of the teacher"] == second["of the teacher"] == first["shown"]
 
 
 def test_one_small_and_one_gradient_collective_per_step_under_accumulation(tmp_path: Path) -> None:

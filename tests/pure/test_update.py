@@ -10,7 +10,9 @@ import torch
 from torch.optim import SGD, Adadelta, Adagrad, Adam, Adamax, AdamW, NAdam, Optimizer, RAdam, RMSprop, Rprop
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
-from evenstep.worker.gradients import update
+from evenstep.errors import TrainingError
+from evenstep.worker.comm.channel import Busy
+from evenstep.worker.gradients import separate, update
 
 KINDS = (SGD, Adadelta, Adagrad, Adam, Adamax, AdamW, NAdam, RAdam, RMSprop, Rprop)
 
@@ -61,10 +63,12 @@ def test_hooks_on_all_optimizers_are_called() -> None:
     assert called == ["after"] * 4
 
 
-def test_a_scheduler_knows_of_it() -> None:
+def test_a_scheduler_knows_of_it(monkeypatch: pytest.MonkeyPatch) -> None:
     parameter = weight()
     optimizer = SGD([parameter], lr=0.1)
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1)
+    # The whole step opens a range for the profiler; this one must not.
+    monkeypatch.setattr(torch.autograd.profiler, "record_function", pytest.fail)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         descend(optimizer, parameter, True)
@@ -122,3 +126,58 @@ def test_a_profiler_sees_its_range() -> None:
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profiler:
         descend(optimizer, parameter, True)
     assert "Optimizer.step#SGD.step" in {event.name for event in profiler.events() or []}
+
+
+class Slow(Optimizer):
+    """Around another one, as many are written: torch's constructor is not called."""
+
+    def __init__(self, inner: Optimizer) -> None:
+        self.inner = inner
+        self.param_groups = inner.param_groups
+
+    def step(self, closure: None = None) -> None:
+        self.inner.step()
+
+
+def test_an_optimizer_around_another_one_is_called() -> None:
+    one, other = weight(), weight()
+    descend(Slow(SGD([one], lr=0.1)), one, True)
+    assert torch.equal(one, descend(SGD([other], lr=0.1), other, False))
+
+
+def test_a_step_that_belongs_to_another_optimizer_moves_that_ones_weights() -> None:
+    one, other = weight(), weight()
+    inner, outer = SGD([one], lr=0.1), SGD([other], lr=0.1)
+    outer.step = inner.step  # type: ignore[method-assign]
+    one.grad = other.grad = torch.ones(5)
+    update(outer)
+    assert torch.equal(other, weight())
+    assert not torch.equal(one, weight())
+
+
+@pytest.mark.parametrize("how", ["same", "inside", "apart"])
+def test_gradients_that_share_memory_get_one_each(how: str) -> None:
+    memory = torch.arange(10.0)
+    first, second = {"same": (memory[:5], memory[:5]), "inside": (memory, memory[3:8]), "apart": memory.split(5)}[how]
+    weights = [torch.zeros(len(first), requires_grad=True), torch.zeros(len(second), requires_grad=True)]
+    weights[0].grad, weights[1].grad = first, second
+    separate(weights)
+    assert all(torch.equal(one.grad, right) for one, right in zip(weights, (first, second), strict=True))  # type: ignore[arg-type]
+    for one in weights:
+        assert one.grad is not None
+        one.grad += 1
+    assert [float(one.grad[-1]) - float(right) for one, right in zip(weights, LAST[how], strict=True)] == [1.0, 1.0]  # type: ignore[index]
+
+
+LAST = {"same": (4, 4), "inside": (9, 7), "apart": (4, 9)}
+"""The last number of each, before 1 was added."""
+
+
+def test_an_average_that_was_left_in_the_middle_is_the_last() -> None:
+    busy = Busy()
+    with busy:
+        pass
+    with pytest.raises(KeyboardInterrupt), busy:
+        raise KeyboardInterrupt
+    with pytest.raises(TrainingError, match="was interrupted"), busy:
+        pytest.fail("not here")

@@ -16,7 +16,7 @@ _CHOICES = ("foreach", "fused", "differentiable", "capturable")
 
 def fuse(optimizer: torch.optim.Optimizer, model: nn.Module) -> None:
     """Have the optimizer update all weights at once: the same arithmetic but for rounding, in a third of the time."""
-    if type(optimizer) not in FUSED or _has_sparse_gradients(model):
+    if type(optimizer) not in FUSED or has_sparse_gradients(model):
         return
     groups = [optimizer.defaults, *optimizer.param_groups]
     if any(group.get(choice) for group in groups for choice in _CHOICES):
@@ -42,5 +42,6 @@ def _fits(weight: torch.Tensor) -> bool:
     return weight.is_floating_point() and weight.device.type in ("cpu", "cuda")
 
 
-def _has_sparse_gradients(model: nn.Module) -> bool:
+def has_sparse_gradients(model: nn.Module) -> bool:
+    """Whether a layer was told to make them."""
     return any(getattr(layer, "sparse", False) is True for layer in model.modules())

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from functools import cache
 from typing import Any
 
@@ -30,30 +30,54 @@ def _start(weight: float, dtype: torch.dtype, device: torch.device) -> torch.Ten
     return torch.full((), weight, dtype=dtype, device=device)
 
 
+def separate(weights: Sequence[torch.Tensor]) -> None:
+    """Give gradients that share memory a memory each.
+
+    Backward of `a.view(...) + b.view(...)` hands both the same numbers, and torch keeps them as two gradients. Whatever
+    changes gradients in place changes these twice: the next micro-batch, an average, clipping.
+    """
+    places = sorted(
+        [
+            (gradient.data_ptr(), gradient.nbytes, place)
+            for place, weight in enumerate(weights)
+            if type(gradient := weight.grad) is torch.Tensor and gradient.layout is torch.strided
+        ]
+    )
+    end = 0
+    for start, num_bytes, place in places:
+        if start < end:
+            gradient = weights[place].grad
+            assert gradient is not None
+            weights[place].grad = gradient.clone()
+        end = max(end, start + num_bytes)
+
+
 def update(optimizer: torch.optim.Optimizer) -> None:
     """`optimizer.step()`, less the profiler's range and the compiler's marks around it: a twentieth of a small step.
 
     Whoever listens is told: with hooks, under a profiler, and for any step but torch's own, it is the whole call.
     """
-    has_hooks = (
+    step: Any = getattr(optimizer, "__dict__", {}).get("step", type(optimizer).step)
+    # Bound to the optimizer, or to another one; a scheduler wraps it, to know that there was a step.
+    is_own = getattr(step, "__self__", optimizer) is optimizer
+    bare = _bare_step(getattr(step, "__func__", step)) if is_own else None
+    if bare is None or _is_listened_to(optimizer) or optimizer.defaults.get("differentiable"):
+        optimizer.step()
+        return
+    if hasattr(step, "_wrapped_by_lr_sched"):
+        optimizer._opt_called = True  # type: ignore[attr-defined]
+    with torch.no_grad():
+        bare(optimizer)
+
+
+def _is_listened_to(optimizer: torch.optim.Optimizer) -> bool:
+    return bool(
         optimizer._optimizer_step_pre_hooks
         or optimizer._optimizer_step_post_hooks
         or _global_optimizer_pre_hooks
         or _global_optimizer_post_hooks
+        or torch.autograd.profiler._is_profiler_enabled
     )
-    step: Any = vars(optimizer).get("step")
-    # A scheduler wraps the step, to know that there was one.
-    is_counted = hasattr(step, "_wrapped_by_lr_sched")
-    own = step.__wrapped__ if is_counted else step
-    bare = _bare_step(getattr(own, "__func__", None) if own is not None else type(optimizer).step)
-    is_seen = has_hooks or torch.autograd.profiler._is_profiler_enabled
-    if bare is None or is_seen or optimizer.defaults.get("differentiable"):
-        optimizer.step()
-        return
-    if is_counted:
-        optimizer._opt_called = True  # type: ignore[attr-defined]
-    with torch.no_grad():
-        bare(optimizer)
 
 
 @cache

@@ -8,7 +8,7 @@ import platform
 import resource
 import sys
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import psutil
 import torch
@@ -16,7 +16,9 @@ import torch
 import evenstep
 from evenstep.errors import PlanError
 from evenstep.worker.groups import own_quota
-from evenstep.worker.world import World
+
+if TYPE_CHECKING:
+    from evenstep.worker.world import World
 
 MOST_PROCESSES_PER_CORE = 8
 

@@ -6,7 +6,6 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, TypeVar
 
-import torch
 from torch import nn
 
 T = TypeVar("T")
@@ -38,20 +37,17 @@ class Spread:
         self.module = module
         self.weights = list(module.parameters())
         """The parameters that an optimizer updates; found once, for walking the modules takes longer than a layer."""
-        self._has_buffers = next(module.buffers(), None) is not None
+        self.has_buffers = next(module.buffers(), None) is not None
         self.is_checked = False
         """Whether the team has seen that it can be trained."""
         self.seats = seats
         self.bounds = bounds if bounds is not None else seats
+        self.weights_of = [list(bound.parameters()) for bound in self.bounds]
+        """Those of each seat, which get its gradients."""
 
     def parameters(self) -> Iterator[nn.Parameter]:
         """The parameters that an optimizer updates."""
         return iter(self.weights)
-
-    @property
-    def buffers(self) -> list[torch.Tensor]:
-        """Batch statistics and the like, those of now."""
-        return list(self.module.buffers()) if self._has_buffers else []
 
     @contextmanager
     def evaluating(self) -> Iterator[None]:

@@ -27,7 +27,7 @@ from evenstep.seeding import seed_everything
 from evenstep.task import Amount
 from evenstep.worker.adopt import adopt
 from evenstep.worker.apart import check_apart
-from evenstep.worker.gradients import forget, forget_gradients, go_back, update
+from evenstep.worker.gradients import forget, forget_gradients, go_back, separate, update
 from evenstep.worker.lifeline import die_with_parent, read_rank
 from evenstep.worker.loader import Batch, Loader, Piece
 from evenstep.worker.machine import available_devices
@@ -208,6 +208,8 @@ class Team:
         check_apart(self.world, batch)
         self._draw_for(batch)
         earlier = _put_aside(models[0])
+        # Others may be waited for from here on.
+        self.world.pulse.beat(FORWARD)
         for one in models:
             self.strategy.refresh(one, is_training=True)
         totals = Totals(self.world, batch.num_samples, self.requests.wish())
@@ -330,6 +332,7 @@ class Team:
             if self.precision.scaler is not None:
                 start = self.precision.scaler.scale(start)
             go_back(start, weight)
+            separate(models[0].weights_of[place])
             self.world.tap.rest()
 
     def _seat_measure(

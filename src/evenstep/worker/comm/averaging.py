@@ -8,10 +8,13 @@ from __future__ import annotations
 
 import torch
 from torch import nn
+from torch.nn.parameter import is_lazy
 from torch.profiler import record_function
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from evenstep.errors import TaskError
 from evenstep.worker.comm.channel import DTYPES, Channel
+from evenstep.worker.fused import has_sparse_gradients
 from evenstep.worker.tap import Tap
 
 
@@ -22,8 +25,8 @@ class Averaging:
         self._channel, self._tap = channel, tap
         self._names, self._weights = zip(*trained(model), strict=True)
         self._is_plain = [weight.is_contiguous() for weight in self._weights]
-        dtypes = [weight.dtype for weight in self._weights]
-        self._kinds = [[i for i, one in enumerate(dtypes) if one == dtype] for dtype in dict.fromkeys(dtypes)]
+        self._dtypes = [weight.dtype for weight in self._weights]
+        self._kinds = [[i for i, one in enumerate(self._dtypes) if one == kind] for kind in dict.fromkeys(self._dtypes)]
         """The places of weights, by type: a channel averages those of one type at a time."""
 
     def __enter__(self) -> None:
@@ -41,9 +44,11 @@ class Averaging:
 
     def _average(self) -> None:
         rows = [
-            gradient if is_plain and gradient is not None and gradient.is_contiguous() else self._as_row(weight)
-            for weight, gradient, is_plain in zip(
-                self._weights, [weight.grad for weight in self._weights], self._is_plain, strict=True
+            gradient
+            if is_plain and gradient is not None and gradient.dtype is dtype and gradient.is_contiguous()
+            else self._as_row(place)
+            for place, (gradient, is_plain, dtype) in enumerate(
+                zip([weight.grad for weight in self._weights], self._is_plain, self._dtypes, strict=True)
             )
         ]
         tap = self._tap
@@ -55,10 +60,16 @@ class Averaging:
             tap.sent(rows)
             tap.travelled("gradients", begin)
 
-    def _as_row(self, weight: nn.Parameter) -> torch.Tensor:
+    def _as_row(self, place: int) -> torch.Tensor:
         """A gradient that does not lie in memory in the order in which its numbers are counted; its weight may not."""
+        weight: nn.Parameter = self._weights[place]
         if weight.grad is None:
             raise no_gradient([name for name, one in zip(self._names, self._weights, strict=True) if one.grad is None])
+        if weight.grad.dtype is not weight.dtype:
+            raise TaskError(
+                f"the gradient of {self._names[place]} is {weight.grad.dtype} and its weight {weight.dtype}; ddp "
+                "averages gradients of their weights' type: leave grad_dtype as it is"
+            )
         if weight.grad.stride() != weight.stride():
             weight.grad = torch.empty_like(weight).copy_(weight.grad)
         return weight.grad.as_strided((weight.numel(),), (1,))
@@ -71,12 +82,13 @@ def trained(model: nn.Module) -> list[tuple[str, nn.Parameter]]:
 
 def can_average(model: nn.Module) -> bool:
     """Whether a channel takes all of its gradients."""
-    has_sparse = any(getattr(layer, "sparse", False) is True for layer in model.modules())
-    return not has_sparse and all(weight.dtype in DTYPES and _is_dense(weight) for _, weight in trained(model))
+    return not has_sparse_gradients(model) and all(_fits(weight) for _, weight in trained(model))
 
 
-def _is_dense(weight: torch.Tensor) -> bool:
-    """Whether it fills its memory without gaps, in whatever order; its gradients do so in the same one."""
+def _fits(weight: nn.Parameter) -> bool:
+    """Whether it is numbers that fill their memory without gaps, in whatever order; its gradients use the same one."""
+    if is_lazy(weight) or is_traceable_wrapper_subclass(weight) or weight.dtype not in DTYPES:
+        return False
     last = sum((size - 1) * stride for size, stride in zip(weight.shape, weight.stride(), strict=True))
     return weight.numel() in (0, last + 1)
 

@@ -22,6 +22,7 @@ from typing import Protocol
 
 import torch
 
+from evenstep.errors import TrainingError
 from evenstep.worker.comm.memory import Gather, share
 
 SMALL_BYTES = 2**16
@@ -80,6 +81,21 @@ def open_channel(gather: Gather, rank: int, num_bytes: int, library: ctypes.CDLL
     ring = Ring.of(num_bytes, *LARGER)
     shared = share(gather, rank, ring.num_bytes(size))
     return ByTorch(shared, ring) if shared is not None else None
+
+
+class Busy:
+    """Around every average: one that was left in the middle is the last, for the others are in the middle of it."""
+
+    def __init__(self) -> None:
+        self._is_set = False
+
+    def __enter__(self) -> None:
+        if self._is_set:
+            raise TrainingError("an average of gradients was interrupted, and cannot be gone on from: start anew")
+        self._is_set = True
+
+    def __exit__(self, error: type[BaseException] | None, *more: object) -> None:
+        self._is_set = error is not None
 
 
 def stores_are_ordered() -> bool:

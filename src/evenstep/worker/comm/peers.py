@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from evenstep.errors import RankLost, TrainingError
+from evenstep.worker.machine import num_cores
 
 SPINS = 300
 """Looks before the core is offered to others; about 50 microseconds."""
@@ -37,7 +38,7 @@ class Peers:
         """Those that introduced themselves."""
         pids = [int(one["pid"]) for one in everyone]
         # More processes than cores: who looks again and again keeps the one away that is waited for.
-        return cls(pids, [one["started"] for one in everyone], rank, len(pids) <= len(os.sched_getaffinity(0)))
+        return cls(pids, [one["started"] for one in everyone], rank, len(pids) <= num_cores())
 
     @property
     def size(self) -> int:

@@ -1,4 +1,4 @@
-"""One process per device; each holds the whole model, and gradients are averaged while backward runs."""
+"""One process per device; each holds the whole model, and gradients are averaged, while backward runs or after it."""
 
 from __future__ import annotations
 
@@ -51,22 +51,20 @@ class DDP(Single):
         averaging = _averaging(model, world)
         if averaging is None:
             return Spread(model, [DistributedDataParallel(bound, gradient_as_bucket_view=True)], [bound])
-        # What DDP does first: every rank has the same shapes, and then rank 0's numbers.
-        group: Any = dist.group.WORLD
-        _verify_param_shape_across_processes(group, [weight for _, weight in trained(model)])
+        # As DDP does.
         send_from_rank_0([tensor.detach() for tensor in (*model.parameters(), *model.buffers())])
         spread = Spread(model, [bound])
         self._near[spread] = averaging
         return spread
 
     def refresh(self, spread: Spread, is_training: bool) -> None:
-        # Before forward in training, DDP does this itself.
-        if isinstance(spread.seats[0], DistributedDataParallel):
-            if not is_training:
-                send_buffers(spread)
-            elif self._tap is not None:
+        if not is_training:
+            send_buffers(spread)
+        elif isinstance(spread.seats[0], DistributedDataParallel):
+            # Before forward in training, DDP does it itself.
+            if self._tap is not None:
                 spread.seats[0].require_forward_param_sync = not self._tap.is_muted
-        elif spread in self._near:
+        elif spread in self._near and spread.has_buffers:
             send_buffers(spread, self._tap)
 
     def syncing(self, spread: Spread, is_last: bool) -> AbstractContextManager[None]:
@@ -92,10 +90,12 @@ class DDP(Single):
 
 def _averaging(model: nn.Module, world: World) -> Averaging | None:
     """The way through shared memory, where all ranks are on one machine and on its CPU."""
-    if world.nearby.mailbox is None or not world.nearby.may_share or not can_average(model):
+    if world.nearby.mailbox is None or not world.nearby.may_share or not all(world.gather(can_average(model))):
         return None
-    num_bytes = size_of([weight for _, weight in trained(model)])
-    channel = open_channel(world.gather, world.rank, num_bytes, load())
+    weights: list[torch.Tensor] = [weight for _, weight in trained(model)]
+    group: Any = dist.group.WORLD
+    _verify_param_shape_across_processes(group, weights)
+    channel = open_channel(world.gather, world.rank, size_of(weights), load())
     return Averaging(channel, model, world.tap) if channel is not None else None
 
 
@@ -123,7 +123,7 @@ def _told_of(tap: Tap, bucket: Any) -> torch.futures.Future[torch.Tensor]:
 
 def send_buffers(spread: Spread, tap: Tap | None = None) -> None:
     """Rank 0's batch statistics to all ranks, each of which kept its own; a tap is told of it, or hinders it."""
-    buffers = spread.buffers
+    buffers = list(spread.module.buffers())
     if tap is None or not buffers:
         send_from_rank_0(buffers)
     elif not tap.is_muted:

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any, ClassVar
 
 import torch
 from torch import nn
 
+from evenstep.worker.gradients import separate
 from evenstep.worker.seats import NOTHING
 from evenstep.worker.spread import Bound, Spread
 from evenstep.worker.strategies.ddp import send_buffers, send_from_rank_0
@@ -51,23 +52,39 @@ class FSDP(Single):
 
     def syncing(self, spread: Spread, is_last: bool) -> AbstractContextManager[None]:
         root: Any = spread.seats[0]
-        if self._is_sharded(spread):
-            root.set_requires_gradient_sync(is_last)
-        return NOTHING
+        if not self._is_sharded(spread):
+            return NOTHING
+        root.set_requires_gradient_sync(is_last)
+        return NOTHING if is_last else _separating(root)
 
     def _is_sharded(self, spread: Spread) -> bool:
         return hasattr(spread.seats[0], "set_requires_gradient_sync")
 
     def tell(self, spread: Spread, tap: Tap) -> None:
-        from torch.distributed.fsdp import FSDPModule
-
         from evenstep.worker.strategies.fsdp_told import ToldAllGather, ToldReduceScatter
 
         self._tap = tap
         for module in spread.seats[0].modules():
-            if isinstance(module, FSDPModule):
+            if isinstance(module, _engine()):
                 module.set_custom_all_gather(ToldAllGather(tap))
                 module.set_custom_reduce_scatter(ToldReduceScatter(tap))
+
+
+@contextmanager
+def _separating(root: nn.Module) -> Iterator[None]:
+    """Around a backward whose gradients stay whole and are added to later, on parameters that torch alone sees."""
+    yield
+    states: list[Any] = [module._get_fsdp_state() for module in root.modules() if isinstance(module, _engine())]
+    groups = [state._fsdp_param_group for state in states if state._fsdp_param_group is not None]
+    separate(
+        [one._unsharded_param for group in groups for one in group.fsdp_params if hasattr(one, "_unsharded_param")]
+    )
+
+
+def _engine() -> Any:
+    from torch.distributed.fsdp import FSDPModule
+
+    return FSDPModule
 
 
 def units(model: nn.Module) -> list[nn.Module]:

@@ -26,6 +26,12 @@ def _content(path):
     return bytearray(gzip.decompress(path.with_name(path.name + ".gz").read_bytes()))
 
 
+def unpack(folder, target):
+    """The four files, as they are without gzip."""
+    for name in NAMES:
+        (target / name).write_bytes(_content(Path(folder) / name))
+
+
 def make(folder, num_train, num_test, noise=4.5):
     """Ten fixed pictures under much noise, in MNIST's own format: learnable beyond 96.5 % in two epochs of 60,000, or,
     with a noise of 2, in one epoch of 6,400."""

@@ -17,7 +17,9 @@ from evenstep.worker.fused import is_fused
 from evenstep.worker.gradients import forget, forget_gradients
 from evenstep.worker.loader import Batch, Piece
 from evenstep.worker.seats import on
+from evenstep.worker.sliced import Sliced
 from evenstep.worker.source import Rows, to_device
+from evenstep.worker.told import Told
 from evenstep.worker.totals import HostCopy, Part, Totals, as_pair
 
 if TYPE_CHECKING:
@@ -96,6 +98,8 @@ class Captured:
         self._last_rates = [float(group["lr"]) for group in groups]
         self._last_wish = 0.0
         self._totals = [Recorded(world, batch.num_samples, self._wish) for _ in world.devices]
+        # A pair for each micro-batch, or what all ranks add up.
+        self._told = Told(world.device, 2 * len(batch.micro_batches) + 1)
         forget(recipe.model.weights)
         if len(world.devices) > 1:
             # Eager steps ran in the seats' threads; this one has not set up its libraries yet.
@@ -127,15 +131,19 @@ class Captured:
             with on(device):
                 graph.replay()
 
-    def replay_whole(self) -> torch.Tensor:
-        """The whole step; what comes back are the values of its loss, on the card."""
+    def replay_whole(self) -> int:
+        """The whole step; where the values of its loss will be, when the card has come to its end."""
         rates = [group["lr"] for group in self._recipe.optimizer.param_groups]
         if rates != self._last_rates:
             for rate, tensor in zip(rates, self._rates, strict=True):
                 tensor.fill_(rate)
             self._last_rates = rates
         self._graphs[0].replay()
-        return self._totals[0].values
+        return self._told.next()
+
+    def read(self, place: int) -> Any:
+        """The values of a loss, as numbers; the card must have come to the end of that step."""
+        return self._told.read(place)
 
     def replay_backward(self, batch: Batch, totals: Totals) -> None:
         """Forward and backward of every seat; the gradients are left on the parameters, and the losses in `totals`."""
@@ -151,7 +159,7 @@ class Captured:
             totals.sent = HostCopy(self._totals[0].sums)
 
     def pairs(self, values: Any) -> list[list[float]]:
-        """[sum, count] of each part of a whole step, from what `replay_whole` gave, read on the host."""
+        """[sum, count] of each part of a whole step, from what `read` gave."""
         return self._totals[0].pairs(values)
 
     def _record(self, place: int) -> torch.cuda.CUDAGraph:
@@ -183,12 +191,14 @@ class Captured:
             gradients = [weight.grad for weight in recipe.model.weights if weight.grad is not None]
             torch._foreach_mul_(gradients, totals.late_factor_on_card(self._num_samples))
         torch._amp_foreach_non_finite_check_and_unscale_([totals.values], self._bad, self._one)
+        self._told.record(totals.values)
         if recipe.clip is not None:
             weights = [weight for group in recipe.optimizer.param_groups for weight in group["params"]]
             torch.nn.utils.clip_grad_norm_(weights, recipe.clip)
-        with _as_recorded(recipe.optimizer, self._rates, self._bad):
+        with _as_recorded(recipe.optimizer, self._rates, self._bad), Sliced():  # type: ignore[no-untyped-call]
             recipe.optimizer.step()
         forget_gradients(recipe.optimizer)
+        self._told.join()
 
 
 class Copied:

@@ -19,11 +19,12 @@ from evenstep.worker.constant import Seen, drew_on_host, first_change, seen
 from evenstep.worker.gradients import forget
 from evenstep.worker.likeness import Kinds, are_equal, changed_by, copied, first_apart, num_bytes, put
 from evenstep.worker.loader import Batch
-from evenstep.worker.pending import Pending, Slot
+from evenstep.worker.pending import Pending
 from evenstep.worker.pulse import BACKWARD, FORWARD
 from evenstep.worker.spread import Bound
 from evenstep.worker.stepping import Done, Eager, Outcome, Recipe, Taken
 from evenstep.worker.strategies.ddp import DDP
+from evenstep.worker.told import PLACES
 
 WARM_UP = 6
 WARM_UP_DDP = 12
@@ -32,8 +33,8 @@ ASKED_AT = (20, 60, 200)
 """Plain steps after which several ranks ask each other whether all of them could record the next one."""
 TIMED = 4
 """Steps before that by which their usual time is known."""
-LAG = 2
-"""Steps that the host is ahead of the card."""
+LAG = PLACES - 2
+"""Steps that the host is ahead of the card: one more is under way, and one is being read."""
 JUDGED = 10
 """Replayed steps by which it is judged whether they are faster."""
 LEAST_GAIN = 1.0
@@ -146,14 +147,14 @@ class Fast:
         captured.fill(batch, wish)
         if self._world.size > 1:
             pulse.collective()
-        values = captured.replay_whole()
+        place = captured.replay_whole()
+        is_full = len(self._under_way) > LAG
+        event = self._under_way.popleft().event if is_full else torch.cuda.Event()
+        event.record(self._stream)
         pulse.beat(BACKWARD)
         batch.finish()
         self._recipe.advance()
-        is_full = len(self._under_way) > LAG
-        slot = self._under_way.popleft().slot if is_full else Slot()
-        slot.send(values)
-        pending = Pending(self._recipe, captured, batch, slot, wish)
+        pending = Pending(self._recipe, captured, batch, place, event, wish)
         self._under_way.append(pending)
         if len(self._under_way) > LAG:
             # The host waits here, within a step's time, and not where a loss is read.
@@ -231,6 +232,8 @@ class Fast:
         """What kept the step from being recorded; None if nothing did."""
         try:
             self._captured = Captured(self._recipe, batch)
+            # Looked up once: asking for it takes longer than the recording of an event.
+            self._stream = torch.cuda.current_stream(self._world.device)
         except Exception as error:
             for device in self._world.devices:
                 torch.cuda.synchronize(device)
@@ -249,7 +252,9 @@ class Fast:
             recipe.team.step(recipe.optimizer, clip=recipe.clip)
             return loss
         captured.fill(batch, recipe.team.begin_replay(batch, captured.draws))
-        values = captured.replay_whole().tolist()
+        place = captured.replay_whole()
+        torch.cuda.synchronize()
+        values = captured.read(place)
         total, count = (math.fsum(column) for column in zip(*captured.pairs(values), strict=True))
         return total / count if count else 0.0
 

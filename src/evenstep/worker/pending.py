@@ -15,34 +15,14 @@ from evenstep.worker.stepping import Outcome, Recipe
 from evenstep.worker.totals import not_finite
 
 
-class Slot:
-    """A place on the host for what the card says of one step."""
-
-    def __init__(self) -> None:
-        self._host: torch.Tensor | None = None
-        self._event = torch.cuda.Event()
-        # Looked up once: asking for it takes longer than the recording of the event.
-        self._stream = torch.cuda.current_stream()
-
-    def send(self, values: torch.Tensor) -> None:
-        """Have the card copy these here, when it comes to it."""
-        if self._host is None or self._host.shape != values.shape or self._host.dtype != values.dtype:
-            self._host = torch.empty(values.shape, dtype=values.dtype, pin_memory=True)
-        self._host.copy_(values, non_blocking=True)
-        self._event.record(self._stream)
-
-    def read(self) -> Any:
-        """What came, as numbers; waits for it."""
-        assert self._host is not None
-        self._event.synchronize()
-        return self._host.tolist()
-
-
 class Pending:
     """A step that the card is taking; its loss is on its way to the host."""
 
-    def __init__(self, recipe: Recipe, captured: Captured, batch: Batch, slot: Slot, wish: float) -> None:
-        self.slot = slot
+    def __init__(
+        self, recipe: Recipe, captured: Captured, batch: Batch, place: int, event: torch.cuda.Event, wish: float
+    ) -> None:
+        self.event = event
+        self._place = place
         self._values: Any = None
         self._outcome: Outcome | None = None
         self._step = batch.loader.num_finished
@@ -52,9 +32,10 @@ class Pending:
         self._wish = wish
 
     def arrive(self) -> Any:
-        """Wait until the step is over; afterwards its slot is free."""
+        """Wait until the step is over; afterwards its event and its place are free."""
         if self._values is None:
-            self._values = self.slot.read()
+            self.event.synchronize()
+            self._values = self._captured.read(self._place)
         return self._values
 
     def read(self) -> Outcome:

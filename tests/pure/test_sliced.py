@@ -1,0 +1,70 @@
+"""Fused updates of slices: what a card gets to do, and that it comes to the same, bit for bit."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch.optim import SGD, Adam, AdamW, Optimizer
+
+from evenstep.worker.sliced import MOST, Sliced, cut, slice_length
+
+KINDS = {
+    "Adam": lambda weights: Adam(weights, lr=0.01, fused=True),
+    "amsgrad": lambda weights: Adam(weights, lr=0.01, fused=True, amsgrad=True),
+    "AdamW": lambda weights: AdamW(weights, lr=0.01, fused=True),
+    "SGD": lambda weights: SGD(weights, lr=0.01, fused=True),
+    "momentum": lambda weights: SGD(weights, lr=0.01, fused=True, momentum=0.9),
+}
+
+
+def made() -> list[torch.nn.Parameter]:
+    draws = torch.Generator().manual_seed(0)
+    shapes = [(300, 70), (7,), (), (64, 3, 5, 5), (40, 2000)]
+    weights = [torch.nn.Parameter(torch.randn(shape, generator=draws)) for shape in shapes]
+    weights[3] = torch.nn.Parameter(weights[3].detach().to(memory_format=torch.channels_last))
+    weights[4] = torch.nn.Parameter(weights[4].detach().t())
+    return weights
+
+
+def descend(optimizer: Optimizer, weights: list[torch.nn.Parameter], is_sliced: bool) -> list[torch.Tensor]:
+    for number in range(3):
+        for weight in weights:
+            weight.grad = torch.sin(weight.detach() * (number + 1))
+        if is_sliced:
+            with Sliced():  # type: ignore[no-untyped-call]
+                optimizer.step()
+        else:
+            optimizer.step()
+    return [weight.detach() for weight in weights]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_slices_end_where_whole_tensors_end(kind: str) -> None:
+    one, other = made(), made()
+    sliced = descend(KINDS[kind](one), one, True)
+    whole = descend(KINDS[kind](other), other, False)
+    assert all(map(torch.equal, sliced, whole))
+
+
+def test_all_numbers_are_in_one_slice_each_and_steps_go_with_them() -> None:
+    weights = made()
+    steps = [torch.tensor(float(number)) for number in range(len(weights))]
+    cut_up, empty, of_steps = cut((list(weights), [], steps))
+    assert len(weights) < len(cut_up) == len(of_steps) <= MOST
+    assert empty == []
+    assert sum(one.numel() for one in cut_up) == sum(one.numel() for one in weights)
+    for step, weight in zip(steps, weights, strict=True):
+        found = [one for one, of_step in zip(cut_up, of_steps, strict=True) if of_step is step]
+        assert sum(one.numel() for one in found) == weight.numel()
+        assert found[0].data_ptr() == weight.data_ptr()
+
+
+@pytest.mark.parametrize("sizes", [[], [10] * 40, [10**9]])
+def test_where_slices_win_nothing_there_are_none(sizes: list[int]) -> None:
+    assert slice_length(sizes) == 0
+
+
+def test_a_gradient_that_lies_in_another_order_is_left_whole() -> None:
+    weight = torch.randn(300, 200)
+    lists = ([weight], [weight.t().contiguous().t()])
+    assert [len(one) for one in cut(lists)] == [1, 1]

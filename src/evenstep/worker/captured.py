@@ -7,7 +7,7 @@ host does not wait for it. Elsewhere it holds forward and backward of each seat,
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -77,7 +77,8 @@ class Choices:
 class Captured:
     """The graphs of one shape of batch, with the tensors that they read and write."""
 
-    def __init__(self, recipe: Recipe, batch: Batch) -> None:
+    def __init__(self, recipe: Recipe, batch: Batch, side: torch.cuda.Stream) -> None:
+        """`side` is a stream on which part of a step is recorded beside the rest."""
         world = recipe.team.world
         self._recipe = recipe
         self._num_samples = batch.num_samples
@@ -99,7 +100,7 @@ class Captured:
         self._last_wish = 0.0
         self._totals = [Recorded(world, batch.num_samples, self._wish) for _ in world.devices]
         # A pair for each micro-batch, or what all ranks add up.
-        self._told = Told(world.device, 2 * len(batch.micro_batches) + 1)
+        self._told = Told(side, 2 * len(batch.micro_batches) + 1)
         forget(recipe.model.weights)
         if len(world.devices) > 1:
             # Eager steps ran in the seats' threads; this one has not set up its libraries yet.
@@ -169,12 +170,17 @@ class Captured:
         # The stream that all of the training uses, if it is one that can be recorded: DDP's nodes belong to it.
         current = torch.cuda.current_stream(device)
         stream = torch.cuda.Stream(device) if current == torch.cuda.default_stream(device) else current
-        with on(device), torch.cuda.graph(graph, stream=stream, capture_error_mode=MODE):
-            self._compute(place, self._totals[place])
-            if len(world.devices) == 1:
-                self._totals[place].arrive()
-            if self.is_whole:
-                self._update(self._totals[place])
+        pool = torch.cuda.graph_pool_handle()
+        try:
+            with on(device), torch.cuda.graph(graph, pool, stream, MODE):
+                self._compute(place, self._totals[place])
+                if len(world.devices) == 1:
+                    self._totals[place].arrive()
+                if self.is_whole:
+                    self._update(self._totals[place])
+        except BaseException:
+            _leave(device, pool)
+            raise
         return graph
 
     def _compute(self, place: int, totals: Recorded) -> None:
@@ -192,13 +198,28 @@ class Captured:
             torch._foreach_mul_(gradients, totals.late_factor_on_card(self._num_samples))
         torch._amp_foreach_non_finite_check_and_unscale_([totals.values], self._bad, self._one)
         self._told.record(totals.values)
+        try:
+            self._update_weights()
+        finally:
+            # A recording with loose ends would fail with no word of what went wrong.
+            self._told.join()
+
+    def _update_weights(self) -> None:
+        recipe = self._recipe
         if recipe.clip is not None:
             weights = [weight for group in recipe.optimizer.param_groups for weight in group["params"]]
             torch.nn.utils.clip_grad_norm_(weights, recipe.clip)
         with _as_recorded(recipe.optimizer, self._rates, self._bad), Sliced():  # type: ignore[no-untyped-call]
             recipe.optimizer.step()
         forget_gradients(recipe.optimizer)
-        self._told.join()
+
+
+def _leave(device: torch.device, pool: Any) -> None:
+    """A recording that CUDA broke off leaves torch's allocator waiting for its end: what other streams used would never
+    be free again. Where torch has ended it, it refuses to do so twice, and then the pool is the graph's to release."""
+    with suppress(RuntimeError, AttributeError):
+        torch._C._cuda_endAllocateToPool(device.index, pool)
+        torch._C._cuda_releasePool(device.index, pool)
 
 
 class Copied:

@@ -33,8 +33,9 @@ ASKED_AT = (20, 60, 200)
 """Plain steps after which several ranks ask each other whether all of them could record the next one."""
 TIMED = 4
 """Steps before that by which their usual time is known."""
-LAG = PLACES - 2
-"""Steps that the host is ahead of the card: one more is under way, and one is being read."""
+LAG = 2
+"""Steps that the host is ahead of the card."""
+assert LAG + 1 < PLACES
 JUDGED = 10
 """Replayed steps by which it is judged whether they are faster."""
 LEAST_GAIN = 1.0
@@ -78,6 +79,7 @@ class Fast:
         self._clock = Clock(self._world.devices)
         self._eager_seconds = math.inf
         self._under_way: deque[Pending] = deque()
+        self._side: torch.cuda.Stream | None = None
 
     def take(self, batch: Batch) -> Taken:
         tap = self._world.tap
@@ -89,7 +91,7 @@ class Fast:
             self._eager_seconds = self._clock.stop()
             return self._try(batch)
         if self._is_over:
-            return self._eager.take(batch)
+            return self._plain(batch)
         if self._alike == self._needed - TIMED:
             self._clock.start()
         with self._clock:
@@ -150,7 +152,7 @@ class Fast:
         place = captured.replay_whole()
         is_full = len(self._under_way) > LAG
         event = self._under_way.popleft().event if is_full else torch.cuda.Event()
-        event.record(self._stream)
+        event.record()
         pulse.beat(BACKWARD)
         batch.finish()
         self._recipe.advance()
@@ -231,9 +233,9 @@ class Fast:
     def _record(self, batch: Batch) -> str | None:
         """What kept the step from being recorded; None if nothing did."""
         try:
-            self._captured = Captured(self._recipe, batch)
-            # Looked up once: asking for it takes longer than the recording of an event.
-            self._stream = torch.cuda.current_stream(self._world.device)
+            # One for all recordings: torch has few streams, and deals them out again.
+            self._side = self._side or torch.cuda.Stream(self._world.device)
+            self._captured = Captured(self._recipe, batch, self._side)
         except Exception as error:
             for device in self._world.devices:
                 torch.cuda.synchronize(device)
@@ -253,7 +255,7 @@ class Fast:
             return loss
         captured.fill(batch, recipe.team.begin_replay(batch, captured.draws))
         place = captured.replay_whole()
-        torch.cuda.synchronize()
+        torch.cuda.synchronize(self._world.device)
         values = captured.read(place)
         total, count = (math.fsum(column) for column in zip(*captured.pairs(values), strict=True))
         return total / count if count else 0.0

@@ -31,7 +31,8 @@ class Sliced(TorchDispatchMode):
 
 
 def slice_length(sizes: list[int]) -> int:
-    """Numbers of a slice, for tensors of these sizes: as few as one launch allows; 0 if slices would win nothing.
+    """Numbers of a slice, for tensors of these sizes: as few as one launch allows; 0 if that is enough for the card as
+    it is, or too much for one launch.
 
     >>> slice_length([784 * 256, 256, 2560, 10]), slice_length([100] * 5), slice_length([10**8])
     (8192, 1024, 0)

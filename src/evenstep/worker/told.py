@@ -1,4 +1,4 @@
-"""What the card tells the host of every replayed step, as part of the graph: beside the update, not after it."""
+"""What the card tells the host of a replayed whole step, as part of its graph: beside the update, not after it."""
 
 from __future__ import annotations
 
@@ -7,20 +7,23 @@ from typing import Any
 import torch
 
 PLACES = 4
-"""Steps whose values are on the host at once: the host reads those of one while the card is a few steps ahead."""
+"""Steps whose values are on the host at once: more than may be under way when those of the first are read."""
 
 
 class Told:
     """A ring of places on the card, copied to the host whole; the card counts where the next values go, and so does the
     host. Made before a graph is recorded, in memory of its own."""
 
-    def __init__(self, device: torch.device, most_values: int) -> None:
+    def __init__(self, stream: torch.cuda.Stream, most_values: int) -> None:
+        device = stream.device
         num_bytes = PLACES * most_values * 8
         self._host = torch.zeros(num_bytes, dtype=torch.uint8, pin_memory=True)
         # Not a graph's own memory: what lay at the same place earlier in the step would be written over other steps'.
         self._ring = torch.zeros(num_bytes, dtype=torch.uint8, device=device)
         self._place = torch.zeros(1, dtype=torch.int64, device=device)
-        self._stream = torch.cuda.Stream(device)
+        # Whoever frees the host's memory will wait for the stream that replays: it has written there.
+        self._host.copy_(self._ring, non_blocking=True)
+        self._stream = stream
         self._num = 0
 
     def record(self, values: torch.Tensor) -> None:

@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any, ClassVar
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import nn
@@ -26,6 +27,8 @@ class FSDP(Single):
 
     def __init__(self) -> None:
         self._tap: Tap | None = None
+        self._syncs: WeakKeyDictionary[Spread, bool] = WeakKeyDictionary()
+        """Whether the engine was last told to add gradients up, which is what it does by itself."""
 
     def spread(self, model: nn.Module, world: World) -> Spread:
         if world.size == 1:
@@ -54,7 +57,10 @@ class FSDP(Single):
         root: Any = spread.seats[0]
         if not self._is_sharded(spread):
             return NOTHING
-        root.set_requires_gradient_sync(is_last)
+        if self._syncs.get(spread, True) != is_last:
+            # It walks through all modules.
+            root.set_requires_gradient_sync(is_last)
+            self._syncs[spread] = is_last
         return NOTHING if is_last else _separating(root)
 
     def _is_sharded(self, spread: Spread) -> bool:

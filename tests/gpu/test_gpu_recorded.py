@@ -1,4 +1,4 @@
-"""The parts of a recorded step, alone: what the card tells of it, slices of an update, and a recording that breaks off."""
+"""The parts of a recorded step: what the card tells of it, slices of an update, a recording that breaks off."""
 
 from __future__ import annotations
 

@@ -20,7 +20,7 @@ import time
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
-from statistics import mean, median
+from statistics import median
 from typing import Any
 
 import harness
@@ -64,7 +64,7 @@ def on_rank(work: Work, steps: int, rounds: int) -> tuple[dict[str, list[float]]
     for block in blocks.values():
         block()
     figures = harness.interleaved(blocks, rounds)
-    return figures, {case: averages_of(partial(runs[case], 4 * steps)) for case in CASES}
+    return figures, {case: averages_of(partial(harness.timed, runs[case], 4 * steps, True)) for case in CASES}
 
 
 def averages_of(run: Callable[[], object]) -> Averages:
@@ -86,11 +86,11 @@ def averages_of(run: Callable[[], object]) -> Averages:
 
 
 def parts_of(first: Averages, second: Averages) -> tuple[float, float]:
-    """Milliseconds of adding up, and of waiting, the mean of all averages."""
+    """Milliseconds of adding up, and of waiting, the median of all averages."""
     pairs = list(zip(first, second, strict=True))
     adding = [max(one[1], other[1]) - max(one[0], other[0]) for one, other in pairs]
     waiting = [abs(one[0] - other[0]) for one, other in pairs]
-    return 1e3 * mean(adding), 1e3 * mean(waiting)
+    return 1e3 * median(adding), 1e3 * median(waiting)
 
 
 def _wait(num: int) -> None:

@@ -80,6 +80,8 @@ class PerSample:
             restore_generators(before)
 
     def _made(self, ids: Ids, keys: list[int], touch: Touch, seeds: bool) -> Batch:
+        if not seeds and not touch.augments:
+            return collated(list(self._read(ids.tolist())), ids, self._collate)
         if seeds:
             touch.begin(keys[0])
         samples = []

@@ -102,7 +102,8 @@ class Row:
         elif self.ratio >= self.goal:
             word = "not sure"
         else:
-            word = f"missed by {1 - self.ratio / self.goal:.0%}".replace("%", " %")
+            missed = max(0.01, 1 - self.ratio / self.goal)
+            word = f"missed by {'under ' if missed == 0.01 else ''}{missed:.0%}".replace("%", " %")
         return f"{self.goal:.3g}: {word}"
 
     @property

@@ -74,9 +74,11 @@ def summary(found: dict[str, Found], card: table_gpu.Found | None, link: str) ->
         one = found[key]
         command = f"`{one.command}` ([result]({link}/{one.file}))"
         rows += [[key, race.title, *_standing(race), command] for race in one.result.races]
-        rows += [[key, table.title, "", "", "", command] for table in one.result.tables if not one.result.races]
+        if not one.result.races:
+            figures = "; ".join(f"{name} {value:.2f}" for name, value in one.result.headline.items())
+            rows.append([key, one.result.title, figures, f"goal: {one.result.goal}", "", command])
     rows.append(table_gpu.summary_row(card, link))
-    heads = ["", "work", "ours", "hardest rival: ours is x as fast (95 %), goal", "limit", "command"]
+    heads = ["", "work", "ours", "hardest goal: ours is x as fast (95 %) as", "limit", "command"]
     return markdown(heads, rows)
 
 
@@ -87,9 +89,14 @@ def _standing(race: Race) -> list[str]:
     limit = limits[-1] if limits else None
     return [
         f"{harness.number(ours.value)} {race.unit}" if ours else "",
-        f"{rival.name}: {rival.ratio_text}; {rival.verdict}" if rival else "",
+        f"{rival.name}: {rival.ratio_text}{_of(rival)}; {rival.verdict}" if rival else "",
         f"{limit.name}: {harness.number(limit.value)} {race.unit}" if limit else "",
     ]
+
+
+def _of(row: Row) -> str:
+    """Another way of ours is no rival: whom it was raced against."""
+    return f" x {row.against}" if row.kind == "ours" else ""
 
 
 def page(found: dict[str, Found], card: table_gpu.Found | None) -> list[str]:

@@ -125,6 +125,9 @@ def test_times_that_contradict_each_other_are_not_passed_on_without_a_word() -> 
     other = replace(row("dp", 2, 0.060), step_seconds=spread(0.020))
     said = advise(comparison(row("single", 1, 0.100), wide, other))
     assert said[3].startswith("The times of ddp x 2, dp x 2 vary too much to be relied on")
+    # Three times as fast on two devices: the one device was held up.
+    faster = advise(comparison(row("single", 1, 0.100), row("ddp", 2, 0.030)))
+    assert faster[3].startswith("The times of ddp x 2 vary too much")
 
 
 def test_what_could_not_be_checked_is_recommended_with_that_word() -> None:

@@ -28,7 +28,13 @@ def advise(comparison: Comparison) -> list[str]:
 
 def unsteady(comparison: Comparison) -> list[str]:
     """A sentence about ways whose times contradict each other, if there are any."""
-    labels = [row.label for row in comparison.rows if _is_unsteady(row)]
+    first = comparison.rows[0]
+    labels = [
+        row.label
+        for row in comparison.rows
+        # So many times as fast as its devices are more: one of the two was held up.
+        if _is_unsteady(row) or comparison.speedup(row) > STEADY * len(row.devices) / len(first.devices)
+    ]
     if not labels:
         return []
     return [

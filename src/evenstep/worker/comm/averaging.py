@@ -96,6 +96,6 @@ def _fits(weight: nn.Parameter) -> bool:
 def no_gradient(names: list[str]) -> TaskError:
     """A step would go wrong: some rank's parameters have no gradient to average."""
     return TaskError(
-        f"no gradient reaches {', '.join(names[:5])}{' ...' if len(names) > 5 else ''}, and ddp waits for one "
-        "from every parameter.\nUse them in the loss, or switch them off: parameter.requires_grad_(False)"
+        f"no gradient reaches {', '.join(names[:5])}{' ...' if len(names) > 5 else ''}, and ddp averages one "
+        "of every parameter.\nUse them in the loss, or switch them off: parameter.requires_grad_(False)"
     )

@@ -26,7 +26,9 @@
 
 enum { POSTED, REDUCED, COLLECTED, BELL, LINES };
 enum { LINE = 16, LOOKS = 64 };
-static const double SPIN_SECONDS = 0.002; /* to be woken takes 0.1 ms: little, for who has waited for so long */
+/* To be woken takes 0.1 ms, so a short wait is spent looking. Who has slept all the same looks for half as long the next
+   time: on a busy machine, the one that is waited for may need this very core. */
+static const double MOST_SPINNING = 0.002, LEAST_SPINNING = 0.00005;
 
 typedef struct {
     char *memory, *rings;
@@ -38,6 +40,7 @@ typedef struct {
     int64_t num_tensors, per_piece, first;
     int64_t near[BELL];               /* which tensor each stage was at */
     int type, is_small;
+    double spinning;                  /* for so many seconds one looks before one sleeps */
 } channel;
 
 static const int WIDTH[] = {4, 8, 2};
@@ -244,7 +247,7 @@ channel *evenstep_open(void *memory, int64_t rank, int64_t size, int64_t num_slo
     c->memory = memory;
     c->rings = (char *)memory + size * LINES * LINE * 8;
     c->rank = rank, c->size = size, c->num_slots = num_slots, c->slot_bytes = slot_bytes;
-    c->small_bytes = small_bytes, c->may_spin = may_spin;
+    c->small_bytes = small_bytes, c->may_spin = may_spin, c->spinning = MOST_SPINNING;
     return c;
 }
 
@@ -266,6 +269,7 @@ int64_t evenstep_advance(channel *c, double seconds) {
     double since = 0;
     for (int64_t looks = 0; c->at[COLLECTED] < c->end; looks++) {
         if (advance(c)) {
+            if (since != 0 && c->spinning < MOST_SPINNING) c->spinning *= 1.25;
             since = 0;
         } else if (c->may_spin && looks % LOOKS) {
             BREATHE();
@@ -274,7 +278,9 @@ int64_t evenstep_advance(channel *c, double seconds) {
             if (since == 0) since = moment;
             waited = moment - since;
             if (waited >= seconds) break;
-            if (!c->may_spin || waited > SPIN_SECONDS) sleep_for(c, seconds - waited);
+            if (c->may_spin && waited < c->spinning) continue;
+            if (c->spinning > LEAST_SPINNING) c->spinning /= 2;
+            sleep_for(c, seconds - waited);
         }
     }
     return c->at[COLLECTED] == c->end;

@@ -11,9 +11,8 @@ from torch.nn import functional as F
 
 import evenstep
 from evenstep import Task
-from evenstep.worker.sliced import Sliced
 from evenstep.worker.told import PLACES, Told
-from tests.pure.test_sliced import KINDS, made
+from tests.pure.test_sliced import KINDS, descend, made
 
 pytestmark = [
     pytest.mark.gpu,
@@ -55,16 +54,7 @@ def test_slices_end_where_whole_tensors_end_on_a_card(kind: str) -> None:
     ends = []
     for is_sliced in (True, False):
         weights = [nn.Parameter(weight.detach().cuda()) for weight in made()]
-        optimizer = KINDS[kind](weights)
-        for number in range(3):
-            for weight in weights:
-                weight.grad = torch.sin(weight.detach() * (number + 1))
-            if is_sliced:
-                with Sliced():  # type: ignore[no-untyped-call]
-                    optimizer.step()
-            else:
-                optimizer.step()
-        ends.append([weight.detach() for weight in weights])
+        ends.append(descend(KINDS[kind](weights), weights, is_sliced))
     assert all(map(torch.equal, *ends))
 
 

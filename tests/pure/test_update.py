@@ -10,8 +10,6 @@ import torch
 from torch.optim import SGD, Adadelta, Adagrad, Adam, Adamax, AdamW, NAdam, Optimizer, RAdam, RMSprop, Rprop
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
-from evenstep.errors import TrainingError
-from evenstep.worker.comm.channel import Busy
 from evenstep.worker.gradients import separate, update
 
 KINDS = (SGD, Adadelta, Adagrad, Adam, Adamax, AdamW, NAdam, RAdam, RMSprop, Rprop)
@@ -171,13 +169,3 @@ def test_gradients_that_share_memory_get_one_each(how: str) -> None:
 
 LAST = {"same": (4, 4), "inside": (9, 7), "apart": (4, 9)}
 """The last number of each, before 1 was added."""
-
-
-def test_an_average_that_was_left_in_the_middle_is_the_last() -> None:
-    busy = Busy()
-    with busy:
-        pass
-    with pytest.raises(KeyboardInterrupt), busy:
-        raise KeyboardInterrupt
-    with pytest.raises(TrainingError, match="was interrupted"), busy:
-        pytest.fail("not here")

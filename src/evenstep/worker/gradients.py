@@ -52,6 +52,12 @@ def separate(weights: Sequence[torch.Tensor]) -> None:
         end = max(end, start + num_bytes)
 
 
+def fills_memory(weight: torch.Tensor) -> bool:
+    """Whether its numbers lie together without gaps, in whatever order; its gradients then lie in the same one."""
+    last = sum((size - 1) * stride for size, stride in zip(weight.shape, weight.stride(), strict=True))
+    return last + 1 == weight.numel()
+
+
 def update(optimizer: torch.optim.Optimizer) -> None:
     """`optimizer.step()`, less the profiler's range and the compiler's marks around it: a twentieth of a small step.
 

@@ -13,6 +13,8 @@ from typing import Any
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from evenstep.worker.gradients import fills_memory
+
 MOST = 30
 """Tensors of a launch, at least: of five lists (amsgrad), and more where there are fewer."""
 BLOCK = 65536
@@ -72,5 +74,4 @@ def _lies_like(tensor: torch.Tensor | None, weight: torch.Tensor) -> bool:
     for all of its weight."""
     if tensor is None or tensor.numel() == 1:
         return True
-    last = sum((size - 1) * stride for size, stride in zip(weight.shape, weight.stride(), strict=True))
-    return tensor.stride() == weight.stride() and tensor.shape == weight.shape and last + 1 == weight.numel()
+    return tensor.stride() == weight.stride() and tensor.shape == weight.shape and fills_memory(weight)

@@ -1,6 +1,6 @@
 """The gradients of a model, averaged after backward, where processes share memory.
 
-Not by DDP, whose buckets copy every gradient twice more and hide what is sent behind the rest of backward: here is
+Not by DDP, whose buckets copy every gradient once more and hide what is sent behind the rest of backward: here is
 nothing to hide it behind, for who adds up is the core that computes.
 """
 
@@ -12,9 +12,10 @@ from torch.nn.parameter import is_lazy
 from torch.profiler import record_function
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from evenstep.errors import TaskError
+from evenstep.errors import TaskError, TrainingError
 from evenstep.worker.comm.channel import DTYPES, Channel
 from evenstep.worker.fused import has_sparse_gradients
+from evenstep.worker.gradients import fills_memory
 from evenstep.worker.tap import Tap
 
 
@@ -23,6 +24,7 @@ class Averaging:
 
     def __init__(self, channel: Channel, model: nn.Module, tap: Tap) -> None:
         self._channel, self._tap = channel, tap
+        self._is_broken = False
         self._names, self._weights = zip(*trained(model), strict=True)
         self._is_plain = [weight.is_contiguous() for weight in self._weights]
         self._dtypes = [weight.dtype for weight in self._weights]
@@ -54,8 +56,12 @@ class Averaging:
         tap = self._tap
         begin = tap.now() if tap.is_open else None
         tap.mark("communication")
+        if self._is_broken:
+            raise TrainingError("an average of gradients was interrupted, and cannot be gone on from: start anew")
+        self._is_broken = True
         for places in self._kinds:
             self._channel.average([rows[place] for place in places])
+        self._is_broken = False
         if begin is not None:
             tap.sent(rows)
             tap.travelled("gradients", begin)
@@ -89,8 +95,7 @@ def _fits(weight: nn.Parameter) -> bool:
     """Whether it is numbers that fill their memory without gaps, in whatever order; its gradients use the same one."""
     if is_lazy(weight) or is_traceable_wrapper_subclass(weight) or weight.dtype not in DTYPES:
         return False
-    last = sum((size - 1) * stride for size, stride in zip(weight.shape, weight.stride(), strict=True))
-    return weight.numel() in (0, last + 1)
+    return weight.numel() == 0 or fills_memory(weight)
 
 
 def no_gradient(names: list[str]) -> TaskError:

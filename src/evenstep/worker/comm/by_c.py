@@ -10,7 +10,7 @@ from itertools import accumulate
 
 import torch
 
-from evenstep.worker.comm.channel import DTYPES, SMALL_BYTES, Busy, Ring
+from evenstep.worker.comm.channel import DTYPES, SMALL_BYTES, Ring
 from evenstep.worker.comm.memory import Shared
 from evenstep.worker.comm.peers import LOOK_SECONDS
 
@@ -24,7 +24,6 @@ class ByC:
     def __init__(self, shared: Shared, ring: Ring, library: ctypes.CDLL) -> None:
         self._peers, self._library = shared.peers, library
         self._memory = shared.memory
-        self._busy = Busy()
         self._handle = library.evenstep_open(
             self._memory.data_ptr(),
             *(shared.rank, shared.size, ring.num_slots, ring.slot_bytes, SMALL_BYTES, shared.peers.may_spin),
@@ -37,10 +36,6 @@ class ByC:
             self._library.evenstep_close(self._handle)
 
     def average(self, tensors: Sequence[torch.Tensor]) -> None:
-        with self._busy:
-            self._average(tensors)
-
-    def _average(self, tensors: Sequence[torch.Tensor]) -> None:
         places = array("Q", [tensor.data_ptr() for tensor in tensors])
         ends = array("q", accumulate(tensor.numel() for tensor in tensors))
         self._library.evenstep_begin(

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 import torch
 
-from evenstep.worker.comm.channel import LINE, LINES, SMALL_BYTES, Busy, Ring
+from evenstep.worker.comm.channel import LINE, LINES, SMALL_BYTES, Ring
 from evenstep.worker.comm.memory import Shared
 
 SLOTS = (2**20, 8)
@@ -35,13 +35,8 @@ class ByTorch:
         self._pieces: deque[torch.Tensor] = deque()
         """Those that are not collected yet."""
         self._is_small = False
-        self._busy = Busy()
 
     def average(self, tensors: Sequence[torch.Tensor]) -> None:
-        with self._busy:
-            self._average(tensors)
-
-    def _average(self, tensors: Sequence[torch.Tensor]) -> None:
         flats = [tensor.detach().view(-1) for tensor in tensors]
         row = flats[0] if len(flats) == 1 else torch.cat(flats)
         self._is_small = row.nbytes <= SMALL_BYTES

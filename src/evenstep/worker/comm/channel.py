@@ -22,7 +22,6 @@ from typing import Protocol
 
 import torch
 
-from evenstep.errors import TrainingError
 from evenstep.worker.comm.memory import Gather, share
 
 SMALL_BYTES = 2**16
@@ -57,7 +56,10 @@ class Channel(Protocol):
     """One process's end."""
 
     def average(self, tensors: Sequence[torch.Tensor]) -> None:
-        """Average tensors of one type in place, all processes at once; each fills its memory without gaps."""
+        """Average tensors of one type in place, all processes at once; each fills its memory without gaps.
+
+        One that was left in the middle is the last: the others are in the middle of it.
+        """
 
 
 def open_channel(gather: Gather, rank: int, num_bytes: int, library: ctypes.CDLL | None) -> Channel | None:
@@ -81,21 +83,6 @@ def open_channel(gather: Gather, rank: int, num_bytes: int, library: ctypes.CDLL
     ring = Ring.of(num_bytes, *LARGER)
     shared = share(gather, rank, ring.num_bytes(size))
     return ByTorch(shared, ring) if shared is not None else None
-
-
-class Busy:
-    """Around every average: one that was left in the middle is the last, for the others are in the middle of it."""
-
-    def __init__(self) -> None:
-        self._is_set = False
-
-    def __enter__(self) -> None:
-        if self._is_set:
-            raise TrainingError("an average of gradients was interrupted, and cannot be gone on from: start anew")
-        self._is_set = True
-
-    def __exit__(self, error: type[BaseException] | None, *more: object) -> None:
-        self._is_set = error is not None
 
 
 def stores_are_ordered() -> bool:

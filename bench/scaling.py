@@ -9,9 +9,9 @@ nothing, run by both at once: a ceiling that already has what two cores lose by 
 is from when both ranks are there until both have the average, and waiting is what one is there before the other; both
 are seen in a block of their own.
 
-What a work is judged by depends on what it is made of. Where tuned DDP takes less than twice the step that sends nothing,
-computing dominates (it is more than half), and ours is to be at 95 % of that step; elsewhere sending does, and ours is to
-be 2.2 times as fast as DDP.
+What a work is judged by depends on what it is made of. Where tuned DDP takes less than twice the step that sends
+nothing, computing dominates (it is more than half), and ours is to be at 95 % of that step; elsewhere sending does, and
+ours is to be 2.2 times as fast as DDP.
 """
 
 from __future__ import annotations

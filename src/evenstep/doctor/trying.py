@@ -14,10 +14,11 @@ from pathlib import Path
 from typing import Any
 
 from evenstep.launcher.failure import cause
-from evenstep.launcher.meeting import OneMachine, live_folder
+from evenstep.launcher.meeting import OneMachine
 from evenstep.launcher.processes import RankLogs, Start, Workers, workers
 from evenstep.worker.lifeline import begin, end, read_rank, take_signals
 from evenstep.worker.main import write_report
+from evenstep.worker.temporary import live_folder
 from evenstep.worker.world import stay_in_group
 
 Settings = Mapping[str, str | None]

@@ -12,9 +12,9 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from evenstep.errors import Stalled
-from evenstep.launcher.meeting import live_folder
 from evenstep.launcher.stall import Sight, StallWatch, explain, main_thread, stacks
 from evenstep.worker.pulse import Beats, make_beats
+from evenstep.worker.temporary import live_folder
 from evenstep.worker.world import BEATS
 
 LOOK_SECONDS = 0.2

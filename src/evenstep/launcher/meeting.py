@@ -2,18 +2,14 @@
 
 from __future__ import annotations
 
-import os
-import shutil
-import tempfile
 import uuid
-from collections.abc import Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from collections.abc import Mapping
+from contextlib import ExitStack
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Protocol
 
 from evenstep.launcher.failure import Cause
-from evenstep.worker.lifeline import TEMPORARY
+from evenstep.worker.temporary import live_folder
 from evenstep.worker.world import STORE
 
 
@@ -52,20 +48,6 @@ class Place:
             }
             for local in range(num)
         ]
-
-
-@contextmanager
-def live_folder() -> Iterator[Path]:
-    """A folder for as long as a run lives, that nobody else can look into; those of killed launchers are removed."""
-    for left in Path(tempfile.gettempdir()).glob(f"{TEMPORARY}*"):
-        pid = left.name.removeprefix(TEMPORARY).partition("-")[0]
-        if pid.isdigit() and not Path("/proc", pid).exists() and Path("/proc/self").exists():
-            shutil.rmtree(left, ignore_errors=True)
-    folder = Path(tempfile.mkdtemp(prefix=f"{TEMPORARY}{os.getpid()}-"))
-    try:
-        yield folder
-    finally:
-        shutil.rmtree(folder, ignore_errors=True)
 
 
 class Meeting(Protocol):

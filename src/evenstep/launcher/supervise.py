@@ -17,7 +17,7 @@ from evenstep.errors import CheckpointError, Preempted, Stalled
 from evenstep.launcher.asked import Asked, Heeded
 from evenstep.launcher.failure import Cause, cause, report
 from evenstep.launcher.logs import Voices
-from evenstep.launcher.meeting import Meeting, Place, live_folder
+from evenstep.launcher.meeting import Meeting, Place
 from evenstep.launcher.memory import MemoryWatch
 from evenstep.launcher.prepare import Prepared
 from evenstep.launcher.processes import How, RankLogs, Start, Workers, seconds_computed, workers
@@ -29,6 +29,7 @@ from evenstep.worker.machine import share_threads
 from evenstep.worker.main import Instead, Orders, work
 from evenstep.worker.pulse import Beat, Beats, make_beats
 from evenstep.worker.strategies import STRATEGIES
+from evenstep.worker.temporary import live_folder
 from evenstep.worker.world import BEATS
 
 LONGEST_PAUSE_SECONDS = 60.0

@@ -3,20 +3,19 @@
 from __future__ import annotations
 
 import hashlib
-import os
-import shutil
-import tempfile
+from contextlib import ExitStack
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
 
 from evenstep import checkpoint
-from evenstep.worker.lifeline import TEMPORARY
+from evenstep.worker.temporary import live_folder
 from evenstep.worker.world import World
 
 PART_BYTES = 2**26
-_copies: list[Path] = []
+_copies = ExitStack()
+"""Folders of what was sent here."""
 
 
 def everywhere(world: World, where: str | None) -> str | None:
@@ -30,9 +29,7 @@ def everywhere(world: World, where: str | None) -> str | None:
     source = Path(where)
     names = [str(path.relative_to(source.parent)) for path in _files(source)] if world.is_main else []
     (names, *_) = world.gather(names)
-    target = mine.parent if mine is not None else Path(tempfile.mkdtemp(prefix=f"{TEMPORARY}{os.getpid()}-"))
-    if mine is None:
-        _copies.append(target)
+    target = mine.parent if mine is not None else _copies.enter_context(live_folder())
     for name in names:
         _send(world, target / name, is_written=mine is None)
     return str(target / source.name)
@@ -40,8 +37,7 @@ def everywhere(world: World, where: str | None) -> str | None:
 
 def forget_copies() -> None:
     """Remove what was sent here, once it is loaded."""
-    while _copies:
-        shutil.rmtree(_copies.pop(), ignore_errors=True)
+    _copies.close()
 
 
 def _files(path: Path) -> list[Path]:

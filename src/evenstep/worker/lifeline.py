@@ -6,7 +6,6 @@ import atexit
 import ctypes
 import os
 import signal
-import socket
 import sys
 import weakref
 from collections.abc import Mapping
@@ -14,8 +13,6 @@ from pathlib import Path
 
 from evenstep.worker.stacks import leave_stacks
 
-TEMPORARY = f"evenstep-{socket.gethostname()}-"
-"""How the names of temporary folders begin; the process id follows, by which those of killed processes are found."""
 OWN_LOGS = "EVENSTEP_OWN_LOGS"
 """Set for a copy of the caller's own process, which opens its logs itself."""
 LAUNCHER = "EVENSTEP_LAUNCHER"

@@ -16,6 +16,18 @@
 A message says what was given, what is allowed and what to do next, in one or two lines.
 """
 
+MOST_LETTERS = 200
+
+
+def shorten(text: str) -> str:
+    """What is given may be very long; its beginning and its end tell what it is.
+
+    >>> len(shorten("a" * 5000))
+    200
+    """
+    half = (MOST_LETTERS - 5) // 2
+    return text if len(text) <= MOST_LETTERS else f"{text[:half]} ... {text[len(text) - half - 1 :]}"
+
 
 class EvenstepError(Exception):
     """Anything evenstep says no to."""

@@ -3,39 +3,61 @@
 from __future__ import annotations
 
 import json
+import os
 import time
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, Any, TypedDict, get_args
 
-from evenstep.errors import BadInput
+from evenstep.errors import BadInput, shorten
 from evenstep.plan import Plan
+from evenstep.schema import Natural, Positive, Schema, in_words
 
 FILE = "record.jsonl"
 FLUSH_SECONDS = 0.2
-KINDS = ("step", "evaluation", "summary", "timeline", "measurement")
 PARTS = ("input", "forward", "backward", "communication", "optimizer")
 """What a step is made of; communication is what of it was not hidden behind backward."""
+
+
+class Drawn(TypedDict, total=False):
+    """How samples are drawn, and from where a run goes on; empty in records of before there was an audit."""
+
+    sampler: str
+    repeats: bool
+    num_samples: Positive | None
+    first: list[Positive]
+    rest: Positive | None
+    step: Natural
+    position: Natural
+
+
+@dataclass(frozen=True, kw_only=True)
+class Start:
+    """The first row of a Record, and the first one after each restart."""
+
+    plan: dict[str, Any]
+    machine: dict[str, Any]
+    data: Drawn = field(default_factory=lambda: Drawn())
 
 
 @dataclass(frozen=True, kw_only=True)
 class Step:
     """One optimizer step: `loss` is the mean over the whole global batch."""
 
-    step: int
-    epoch: int
+    step: Natural
+    epoch: Natural
     loss: float
-    samples: int
+    samples: Natural
     count: float
     """What the loss is a mean over: the samples, or the tokens, say, if the loss is a pair (sum, count)."""
     seconds: float
     input_seconds: float
     lr: float
-    peak_bytes: dict[str, int]
+    peak_bytes: dict[str, Natural]
     """Peak of every device so far; gathered from the other ranks at evaluations and at the end, own ones live."""
-    epoch_samples: int = 0
+    epoch_samples: Natural = 0
     """Samples of the whole epoch; grows under a curriculum."""
 
 
@@ -43,10 +65,10 @@ class Step:
 class Evaluation:
     """The whole validation set, every sample once, after `step` steps."""
 
-    step: int
-    epoch: int
+    step: Natural
+    epoch: Natural
     values: dict[str, float]
-    samples: int
+    samples: Natural
     seconds: float
 
 
@@ -56,16 +78,16 @@ class Summary:
 
     strategy: str
     devices: list[str]
-    steps: int
+    steps: Natural
     """Taken by this run; a resumed one does not count what came before."""
-    samples: int
+    samples: Natural
     train_loss: float | None
     """Mean over the samples of the last epoch, or of what was run of it."""
     valid: dict[str, float]
     samples_per_second: float
     """Of the steps alone, the first one left out; evaluation, checkpoints and start-up are not in it."""
     seconds: float
-    peak_bytes: dict[str, int]
+    peak_bytes: dict[str, Natural]
     checkpoint: str | None
     run: str
     shown: str | None = None
@@ -77,7 +99,7 @@ class Summary:
 class Lane:
     """What one device of a rank did during a step (`seat 0`), what its host did, or what travelled (`network`)."""
 
-    rank: int
+    rank: Natural
     name: str
     spans: list[tuple[str, float, float]]
     """Name, begin and end; in seconds."""
@@ -87,7 +109,7 @@ class Lane:
 class Timeline:
     """One step as every rank spent it; seconds count from when the first of them began."""
 
-    step: int
+    step: Natural
     lanes: list[Lane]
 
 
@@ -97,7 +119,7 @@ class Measurement:
 
     first_step_at: float
     """When the first step was done, in seconds since 1970."""
-    samples: int
+    samples: Natural
     """Of all its steps."""
     seconds: float
     """Of all its steps, and of what becomes of them: a row of the Record."""
@@ -111,12 +133,25 @@ class Measurement:
     """Of a step on a batch that is there already."""
     without_communication_seconds: float | None
     """Of a step after which nothing is sent; None where nothing ever is."""
-    sent_bytes: int
+    sent_bytes: Natural
     """By each rank in a step: gradients, and parameters where those travel."""
-    peak_bytes: dict[str, int]
+    peak_bytes: dict[str, Natural]
 
 
 Row = Step | Evaluation | Summary | Timeline | Measurement
+
+
+@dataclass(frozen=True)
+class _Kind:
+    """As much of a row as says which of them it is."""
+
+    kind: str
+
+
+_NAME = "record of a run"
+_KIND: Schema[_Kind] = Schema(_Kind, _NAME)
+_ROWS: dict[str, Schema[Start | Row]] = {kind.__name__.lower(): Schema(kind, _NAME) for kind in (Start, *get_args(Row))}
+KINDS = tuple(_ROWS)
 
 
 @dataclass
@@ -125,9 +160,8 @@ class Record:
 
     plan: Plan
     machine: dict[str, Any] = field(default_factory=dict)
-    data: dict[str, Any] = field(default_factory=dict)
-    """How samples are drawn and from where this run goes on; empty in records of before there was an audit."""
-    restarts: list[dict[str, Any]] = field(default_factory=list)
+    data: Drawn = field(default_factory=lambda: Drawn())
+    restarts: list[Drawn] = field(default_factory=list)
     """The same as `data`, for each time that the run went on after a crash or a preemption."""
     steps: list[Step] = field(default_factory=list)
     evaluations: list[Evaluation] = field(default_factory=list)
@@ -144,53 +178,49 @@ class Record:
     @classmethod
     def read(cls, run: str | Path, kinds: Collection[str] = KINDS) -> Record:
         """The Record of a run folder (or of a record file); of a long run, perhaps with rows of some `kinds` alone."""
-        path = Path(run) / FILE if Path(run).is_dir() else Path(run)
-        if not path.is_file():
-            raise BadInput(f"{run} is no run folder: it has no {FILE}")
+        path = Path(run) / FILE if os.path.isdir(run) else Path(run)
+        if not os.path.isfile(path):
+            raise BadInput(f"{shorten(str(run))} is no run folder: it has no {FILE}")
         record: Record | None = None
         try:
             with path.open("rb") as file:
-                for row in rows(file):
+                for row in rows(file, kinds):
                     if record is None:
                         record = cls.begin(row, path)
-                    elif row["kind"] in kinds or row["kind"] == "start":
+                    else:
                         record.take(row)
-        except (ValueError, KeyError, TypeError) as error:
-            raise BadInput(f"{path} is no record of a run ({type(error).__name__}: {error})") from error
+        except OSError as error:
+            raise _KIND.refusal(path, error.strerror or str(error)) from error
         if record is None:
-            raise BadInput(f"{path} is empty: the run ended before its first line")
+            raise BadInput(f"{shorten(str(path))} is empty: the run ended before its first line")
         return record
 
     @classmethod
-    def begin(cls, row: Mapping[str, Any], path: Path | None = None) -> Record:
+    def begin(cls, row: Start | Row, path: Path | None = None) -> Record:
         """A Record that has its first row alone."""
-        return cls(Plan.from_json(row["plan"]), machine=row["machine"], data=row.get("data", {}), path=path)
+        if not isinstance(row, Start):
+            raise _KIND.refusal(path, f"it begins with a {type(row).__name__.lower()}, not with the start of a run")
+        return cls(Plan.from_json(row.plan), machine=row.machine, data=row.data, path=path)
 
-    def take(self, row: Mapping[str, Any]) -> Row | None:
-        """Add one row of the file; the value it became."""
-        values = {name: value for name, value in row.items() if name != "kind"}
-        if row["kind"] == "start":
-            self._restart(dict(row.get("data", {})))
-            return None
-        if row["kind"] == "step":
-            self.steps.append(Step(**values))
-            return self.steps[-1]
-        if row["kind"] == "evaluation":
-            self.evaluations.append(Evaluation(**values))
-            return self.evaluations[-1]
-        if row["kind"] == "timeline":
-            lanes = [_lane(lane) for lane in values["lanes"]]
-            self.timelines.append(Timeline(step=values["step"], lanes=lanes))
-            return self.timelines[-1]
-        if row["kind"] == "measurement":
-            self.measurement = Measurement(**values)
-            return self.measurement
-        if row["kind"] == "summary":
-            self.summary = Summary(**values)
-            return self.summary
-        return None
+    def take(self, row: Start | Row) -> Row | None:
+        """Add one row of the file; itself, if it is something that happened."""
+        match row:
+            case Start():
+                self._restart(row.data)
+                return None
+            case Step():
+                self.steps.append(row)
+            case Evaluation():
+                self.evaluations.append(row)
+            case Timeline():
+                self.timelines.append(row)
+            case Measurement():
+                self.measurement = row
+            case Summary():
+                self.summary = row
+        return row
 
-    def _restart(self, data: dict[str, Any]) -> None:
+    def _restart(self, data: Drawn) -> None:
         """What came after the checkpoint from which the run goes on was lost, and is done again."""
         self.restarts.append(data)
         last = data.get("step", 0)
@@ -199,20 +229,29 @@ class Record:
         self.summary = None
 
 
-def _lane(values: Mapping[str, Any]) -> Lane:
-    spans = [(str(name), float(begin), float(end)) for name, begin, end in values["spans"]]
-    return Lane(rank=values["rank"], name=values["name"], spans=spans)
+def rows(file: IO[bytes], kinds: Collection[str] = KINDS) -> Iterator[Start | Row]:
+    """The whole lines from here to the end; a line that is still being written is left for next time.
 
-
-def rows(file: IO[bytes]) -> Iterator[dict[str, Any]]:
-    """The whole lines from here to the end; a line that is still being written is left for next time."""
+    Of `kinds` alone, and of every start; kinds that a newer evenstep may write are passed over.
+    """
     while True:
         start = file.tell()
         line = file.readline()
         if not line.endswith(b"\n"):
             file.seek(start)
             return
-        yield json.loads(line)
+        try:
+            kind = _KIND.decode(line).kind
+            row = _ROWS[kind].decode(line) if kind in _ROWS and (kind in kinds or kind == "start") else None
+        except (ValueError, RecursionError) as error:
+            raise _KIND.refusal(file.name, f"line {_line_number(file, start)}, {in_words(error)}") from error
+        if row is not None:
+            yield row
+
+
+def _line_number(file: IO[bytes], start: int) -> int:
+    file.seek(0)
+    return file.read(start).count(b"\n") + 1
 
 
 def _inner(what: object) -> dict[str, Any]:

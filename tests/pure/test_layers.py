@@ -18,6 +18,7 @@ from evenstep.plan import Plan
 SOURCE = Path(evenstep.__file__).parent
 LOW = {
     "errors",
+    "schema",
     "draws",
     "seeding",
     "order",
@@ -31,16 +32,17 @@ LOW = {
 }
 MAY_IMPORT = {
     "errors": set(),
+    "schema": {"errors"},
     "draws": set(),
     "seeding": set(),
     "order": {"errors", "draws"},
     "own_sampler": {"errors", "draws", "seeding", "order"},
     "samplers": {"errors", "draws", "order", "own_sampler"},
-    "plan": {"errors", "order"},
-    "record": {"errors", "order", "plan"},
-    "audit": {"errors", "order", "plan", "record", "audit"},
+    "plan": {"errors", "order", "schema"},
+    "record": {"errors", "order", "plan", "schema"},
+    "audit": {"errors", "order", "plan", "record", "schema", "audit"},
     "task": {"errors", "draws", "order", "plan", "record"},
-    "checkpoint": {"errors", "draws", "order", "plan", "record"},
+    "checkpoint": {"errors", "draws", "order", "plan", "record", "schema"},
     "tasks": {"errors", "task", "tasks"},
     "report": {*LOW, "report"},
     "worker": {*LOW, "worker"},

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from evenstep.errors import BadInput
 from evenstep.launcher.tail import RecordTail
 from evenstep.plan import Plan
-from evenstep.record import FILE, Evaluation, Record, RecordWriter, Step, Summary, rows
+from evenstep.record import FILE, Evaluation, Record, RecordWriter, Start, Step, Summary, rows
 
 PLAN = Plan(task="digits", batch=8, epochs=2, strategy="ddp", devices=("cpu", "cpu"), name="été")
 MACHINE = {"python": "3.11", "cores": 2}
@@ -96,11 +98,11 @@ def test_a_torn_line_is_left_and_read_once_it_is_whole(tmp_path: Path) -> None:
     with file.open("wb") as writer, file.open("rb") as reader:
         writer.write(content[:middle])
         writer.flush()
-        assert [row["kind"] for row in rows(reader)] == ["start"]
+        assert [type(row) for row in rows(reader)] == [Start]
         assert list(rows(reader)) == []
         writer.write(content[middle:])
         writer.flush()
-        assert [row["kind"] for row in rows(reader)] == ["step", "step", "evaluation", "summary"]
+        assert [type(row) for row in rows(reader)] == [Step, Step, Evaluation, Summary]
 
 
 def test_a_run_can_be_read_from_its_first_row_on(tmp_path: Path) -> None:
@@ -126,13 +128,40 @@ def test_rows_of_a_kind_from_the_future_are_passed_over(tmp_path: Path) -> None:
         ('{"kind": "start", "pl', "record.jsonl is empty: the run ended before its first line"),
         ("# A heading\n", "record.jsonl is no record of a run"),
         ('{"kind": "step"}\n', "record.jsonl is no record of a run"),
-        ("[1, 2]\n", "record.jsonl is no record of a run"),
+        ("[1, 2]\n", "record.jsonl is no record of a run: line 1, expected object, got array"),
+        ("[" * 100_000 + "\n", "record.jsonl is no record of a run: line 1"),
+        ('{"kind": "start", "plan": [], "machine": {}}\n', "line 1, plan: expected object, got array"),
     ],
 )
 def test_a_file_that_is_no_record_is_refused(tmp_path: Path, content: str, message: str) -> None:
     (tmp_path / FILE).write_text(content)
     with pytest.raises(BadInput, match=message):
         Record.read(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "message"),
+    [
+        ("step", None, "line 3, step: expected int, got null"),
+        ("step", -1, "line 3, step: expected int >= 0"),
+        ("samples", 10**30, "line 3, samples: expected int <= 9223372036854775807"),
+        ("loss", "0.5", "line 3, loss: expected float, got str"),
+        ("peak_bytes", [], "line 3, peak_bytes: expected object, got array"),
+    ],
+)
+def test_a_row_that_is_damaged_is_named_with_its_field(tmp_path: Path, field: str, value: Any, message: str) -> None:
+    file = written(tmp_path)
+    lines = file.read_text().splitlines(keepends=True)
+    lines[2] = json.dumps({"kind": "step", **vars(step(2)), field: value}) + "\n"
+    file.write_text("".join(lines))
+    with pytest.raises(BadInput, match=f"record.jsonl is no record of a run: {message}"):
+        Record.read(tmp_path)
+
+
+def test_a_row_of_a_newer_version_may_have_more_fields(tmp_path: Path) -> None:
+    file = written(tmp_path)
+    file.write_text(file.read_text().replace('"kind": "step"', '"kind": "step", "dreams": 3'))
+    check_whole(Record.read(tmp_path))
 
 
 def test_a_folder_without_a_record_and_a_missing_one_are_refused() -> None:

@@ -6,12 +6,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
 
-from evenstep.audit.samples import FILE, is_number, samples_file, unreadable
+from evenstep.audit.samples import FILE, samples_file, unreadable
 from evenstep.errors import BadInput
 from evenstep.order import Lengths
-from evenstep.record import Record
+from evenstep.record import Drawn, Record
 
 
 @dataclass(frozen=True)
@@ -102,9 +101,9 @@ def _read(folder: Path) -> list[Run]:
         raise unreadable(folder, error) from error
     try:
         return _understood(folder, record)
-    except (KeyError, TypeError, ValueError) as error:
+    except KeyError as error:
         raise BadInput(
-            f"the record of {folder} does not say how its samples are drawn ({type(error).__name__}: {error}); "
+            f"the record of {folder} does not say how its samples are drawn (it lacks {error}); "
             "another version of evenstep wrote it"
         ) from error
 
@@ -122,22 +121,11 @@ def _understood(folder: Path, record: Record) -> list[Run]:
     return [*(replace(run, last_step=None) for run in runs[:-1]), runs[-1]]
 
 
-def _attempt(folder: Path, file: Path, record: Record, data: dict[str, Any]) -> Run:
-    step, position = _checked("step", data["step"], 0), _checked("position", data["position"], 0)
-    num_samples, rest = (
-        None if data[name] is None else _checked(name, data[name], 1) for name in ("num_samples", "rest")
-    )
-    lengths = Lengths(rest, tuple(_checked("first", length, 1) for length in data["first"]))
-    promise = Promise(str(data["sampler"]), bool(data["repeats"]), num_samples, lengths, record.plan.seed)
-    first_step = _checked("step", record.data["step"], 0)
-    last_step = None if record.summary is None else first_step + _checked("steps", record.summary.steps, 0)
+def _attempt(folder: Path, file: Path, record: Record, data: Drawn) -> Run:
+    lengths = Lengths(data["rest"], tuple(data["first"]))
+    promise = Promise(data["sampler"], data["repeats"], data["num_samples"], lengths, record.plan.seed)
+    last_step = None if record.summary is None else record.data["step"] + record.summary.steps
     # runs/NAME/checkpoints/step-...
     parents = Path(record.plan.resume or "").parents
     resumed_from = parents[1].name if record.plan.resume and len(parents) > 1 else None
-    return Run(folder, file, promise, step, position, last_step, resumed_from)
-
-
-def _checked(name: str, number: Any, lowest: int) -> int:
-    if not is_number(number, lowest):
-        raise ValueError(f"{name} is {number!r}")
-    return int(number)
+    return Run(folder, file, promise, data["step"], data["position"], last_step, resumed_from)

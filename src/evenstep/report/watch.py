@@ -10,7 +10,6 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Mapping
 from dataclasses import replace
 from http import HTTPStatus
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -18,7 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from evenstep.errors import BadInput
-from evenstep.record import FILE, Record, rows
+from evenstep.record import FILE, Record, Row, Start, rows
 from evenstep.report import comparison
 from evenstep.report.page import runs_page
 from evenstep.report.render import Page, need_bokeh, render
@@ -85,8 +84,6 @@ class Watched:
         except OSError:
             # Not there yet, or no longer.
             return
-        except (ValueError, KeyError, TypeError) as error:
-            raise BadInput(f"{self.path} is no record of a run ({type(error).__name__}: {error})") from error
 
     def _begin_anew_if_another(self, file: os.stat_result) -> None:
         """A Record only grows: one that is shorter, or another file, is of a run begun anew under the same name."""
@@ -94,7 +91,7 @@ class Watched:
             self._read_to, self._record = 0, None
         self._inode = file.st_ino
 
-    def _take(self, row: Mapping[str, Any]) -> None:
+    def _take(self, row: Start | Row) -> None:
         self._num_rows += 1
         if self._record is None:
             self._record = Record.begin(row, self.path)

@@ -53,7 +53,7 @@ class Evidence:
     @cached_property
     def begin(self) -> int:
         """The step from which it goes on; 0 for a run from the start."""
-        return int(self.record.data.get("step", 0))
+        return self.record.data.get("step", 0)
 
     @cached_property
     def losses(self) -> dict[int, float]:

@@ -1,0 +1,90 @@
+"""One door for what is read: a file's text becomes a value of a declared type, or one of our errors.
+
+    COMPARISON = Schema(Comparison, "comparison", advice="give the folder of one")
+    COMPARISON.read(Path("runs/mine/comparison.json"))
+
+The types are the dataclasses that the rest of the code works with; limits stand beside fields: `samples: Natural`.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Annotated, Any, Generic, TypeVar, cast
+
+import msgspec
+from msgspec import Meta
+
+from evenstep.errors import BadInput, shorten
+
+T = TypeVar("T")
+LARGEST = 2**63 - 1
+Natural = Annotated[int, Meta(ge=0, le=LARGEST)]
+Positive = Annotated[int, Meta(ge=1, le=LARGEST)]
+
+
+@dataclass(frozen=True)
+class Schema(Generic[T]):
+    """What one kind of text holds, and the error of a text that does not."""
+
+    holds: Any
+    """A `type[T]`, or a union, which has no such name."""
+    name: str
+    """`comparison`, in `x is no comparison: ...`."""
+    error: type[BadInput] = BadInput
+    advice: str = ""
+
+    def read(self, path: Path) -> T:
+        """The value in a file."""
+        if not os.path.isfile(path):  # Unlike Path's, it has no error of its own: for a name that is too long, say.
+            raise self.refusal(path, "there is no such file")
+        try:
+            text = path.read_bytes()
+        except OSError as error:
+            raise self.refusal(path, error.strerror or str(error)) from error
+        return self.parse(text, path)
+
+    def parse(self, text: bytes, where: object) -> T:
+        """The value of a text that was read from `where`."""
+        try:
+            return self.decode(text)
+        except (ValueError, RecursionError) as error:
+            raise self.refusal(where, in_words(error)) from error
+
+    def decode(self, text: bytes) -> T:
+        """The value, or whatever error the library has."""
+        try:
+            return cast(T, self._decoder.decode(text))
+        except msgspec.ValidationError:
+            raise
+        except msgspec.DecodeError:
+            # NaN, infinity and half a surrogate pair are written by Python's json, and read by it alone.
+            return cast(T, msgspec.convert(json.loads(text), self.holds))
+
+    def refusal(self, where: object, why: str) -> BadInput:
+        """The error to raise."""
+        advice = f"; {self.advice}" if self.advice else ""
+        return self.error(f"{shorten(str(where))} is no {self.name}: {shorten(why)}{advice}")
+
+    @cached_property
+    def _decoder(self) -> msgspec.json.Decoder[Any]:
+        return msgspec.json.Decoder(self.holds)
+
+
+def in_words(error: ValueError | RecursionError) -> str:
+    """Which field is wrong, and what it should be.
+
+    >>> in_words(msgspec.ValidationError("Expected `int`, got `str` - at `$.rows[0].steps`"))
+    'rows[0].steps: expected int, got str'
+    """
+    if isinstance(error, RecursionError):
+        return "it is nested too deeply"
+    if not isinstance(error, msgspec.ValidationError):
+        return f"it is not JSON ({error})"
+    what, _, place = str(error).replace("`", "").partition(" - at $")
+    what = what.removeprefix("Object ")
+    what = what[:1].lower() + what[1:]
+    return f"{place.lstrip('.')}: {what}" if place else what

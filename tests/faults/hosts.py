@@ -1,11 +1,12 @@
-"""Several hosts on one machine: Linux network namespaces joined by a bridge that has a namespace of its own.
+"""Several hosts on one machine: Linux namespaces of network, processes and names, joined by a bridge of its own.
 
     with hosts(2) as (first, second):
         process = second.start(["python", "train.py"], env={"MASTER_ADDR": first.address})
         second.cut()                      # packets vanish, nobody is told
         print(second.said())
 
-Nothing of it touches the machine's own network, so two test runs at once may use the same addresses.
+Nothing of it touches the machine's own network, so two test runs at once may use the same addresses. A process of one
+host cannot see those of another, so that hosts cannot share memory.
 """
 
 from __future__ import annotations
@@ -15,22 +16,46 @@ import os
 import shutil
 import signal
 import subprocess
+import sys
 import tempfile
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Literal
 
 Names = Literal["known", "loopback", "foreign", "unknown"]
 
-NEEDED = ["ip", "tc", "ss", "unshare", "mount", "hostname"]
+NEEDED = ["ip", "tc", "ss", "unshare", "nsenter", "mount", "hostname"]
 FOREIGN = "10.99.99.99"
 _worlds = itertools.count()
 
-# Runs inside the namespace, which `ip netns exec` has given mounts of its own: /etc/hosts changes for nobody else.
-ENTER = 'hostname "$1" && mount --bind "$2" /etc/hosts && shift 2 && exec "$@"'
+# Runs in new namespaces: /etc/hosts and /proc change for nobody else.
+BOOT = 'hostname "$1" && mount --bind "$2" /etc/hosts && shift 2 && exec "$@"'
+# Process 1 of a host. Linux reaps for it whose parent has ended, where SIGCHLD is ignored.
+INIT = (
+    "import signal\nsignal.signal(signal.SIGCHLD, signal.SIG_IGN)\nprint('up', flush=True)\nwhile True: signal.pause()"
+)
+# Mounts of its own for every command, in the folder where it was started.
+ENTER = 'cd "$1" && shift && exec "$@"'
+
+
+class Entered(subprocess.Popen[bytes]):
+    """A command inside a host; nsenter waits for it, and ends as it ends, but passes no signal on."""
+
+    @property
+    def inner(self) -> int:
+        """The command's own process id, as it is called outside."""
+        while not (found := Path(f"/proc/{self.pid}/task/{self.pid}/children").read_text().split()):
+            time.sleep(0.005)
+        return int(found[0])
+
+    def send_signal(self, sig: int) -> None:
+        """To the command itself."""
+        if self.poll() is None:
+            os.kill(self.inner, sig)
 
 
 @dataclass(frozen=True)
@@ -42,7 +67,8 @@ class Host:
     namespace: str
     switch: str
     folder: Path
-    processes: list[subprocess.Popen[bytes]] = field(default_factory=list, compare=False, repr=False)
+    processes: list[Entered] = field(default_factory=list, compare=False, repr=False)
+    """The first holds the namespaces; all others are commands."""
 
     @property
     def log(self) -> Path:
@@ -59,12 +85,11 @@ class Host:
         cwd: Path | None = None,
         env: Mapping[str, str] | None = None,
         log: Path | None = None,
-    ) -> subprocess.Popen[bytes]:
+    ) -> Entered:
         """Start a command on this host in a session of its own, with `env` added to our environment."""
         with (log or self.log).open("ab") as output:
-            process = subprocess.Popen(
-                self._enter(command),
-                cwd=cwd,
+            process = Entered(
+                self._enter(command, cwd),
                 env={**os.environ, **(env or {})},
                 stdin=subprocess.DEVNULL,
                 stdout=output,
@@ -104,16 +129,32 @@ class Host:
         return any(socket.endswith(f":{port}") for socket in self.listening())
 
     def pids(self) -> list[int]:
-        """The processes that live on this host now."""
-        return _pids(self.namespace)
+        """The processes that live on this host now, as they are called outside; not what makes it a host."""
+        holder = self.processes[0]
+        return [pid for pid in _pids(self.namespace) if pid not in (holder.pid, holder.inner)]
 
     def kill(self) -> None:
         """End all processes of this host at once, as a power cut would (but the cable stays in)."""
-        _kill(self.namespace)
+        _kill(self.pids)
 
-    def _enter(self, command: Sequence[str]) -> list[str]:
-        enter = ["ip", "netns", "exec", self.namespace, "unshare", "--uts", "sh", "-c", ENTER, "sh"]
-        return [*enter, self.name, str(self.folder / f"{self.name}.hosts"), *command]
+    def boot(self) -> None:
+        """Make the namespaces; they last as long as process 1 does."""
+        own = ["ip", "netns", "exec", self.namespace, "unshare", "--uts", "--pid", "--fork", "--mount-proc"]
+        table = str(self.folder / f"{self.name}.hosts")
+        init = ["sh", "-c", BOOT, "sh", self.name, table, sys.executable, "-S", "-c", INIT]
+        log = self.folder / f"{self.name}.boot"
+        with log.open("wb") as output:
+            holder = Entered([*own, *init], stdout=output, stderr=subprocess.STDOUT, start_new_session=True)
+        self.processes.append(holder)
+        while log.read_text() != "up\n":
+            if holder.poll() is not None:
+                raise subprocess.CalledProcessError(holder.returncode, own, stderr=log.read_text())
+            time.sleep(0.005)
+
+    def _enter(self, command: Sequence[str], cwd: Path | None = None) -> list[str]:
+        spaces = ["--mount", "--uts", "--net", "--pid"]
+        enter = ["nsenter", "--target", str(self.processes[0].inner), *spaces, "unshare", "--mount"]
+        return [*enter, "sh", "-c", ENTER, "sh", str(cwd or Path.cwd()), *command]
 
 
 @contextmanager
@@ -171,6 +212,7 @@ def _build(machines: Sequence[Host], names: Names) -> None:
         _run(*there, "addr", "add", f"{machine.address}/16", "dev", "eth0")
         _run(*there, "link", "set", "eth0", "up")
         _run(*there, "link", "set", "lo", "up")
+        machine.boot()
 
 
 def _name_table(machine: Host, machines: Sequence[Host], names: Names) -> str:
@@ -188,16 +230,16 @@ def _remove_what_dead_runs_left() -> None:
 def _remove(namespaces: Sequence[str]) -> None:
     present = {line.split()[0] for line in _run("ip", "netns", "list").splitlines()}
     for namespace in [each for each in namespaces if each in present]:
-        _kill(namespace)
+        _kill(partial(_pids, namespace))
         # Two runs may clear away the same dead one at the same time.
         with suppress(subprocess.CalledProcessError):
             _run("ip", "netns", "del", namespace)
 
 
-def _kill(namespace: str) -> None:
+def _kill(pids: Callable[[], list[int]]) -> None:
     deadline = time.monotonic() + 10
-    while left := [pid for pid in _pids(namespace) if _is_alive(pid)]:
-        assert time.monotonic() < deadline, f"processes {left} in {namespace} outlive SIGKILL"
+    while left := [pid for pid in pids() if _is_alive(pid)]:
+        assert time.monotonic() < deadline, f"processes {left} outlive SIGKILL"
         for pid in left:
             with suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)

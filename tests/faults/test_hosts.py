@@ -90,6 +90,17 @@ def test_each_host_has_its_own_name_address_and_ports() -> None:
     assert socket.gethostname() != "host2"
 
 
+def test_no_host_sees_the_processes_of_another() -> None:
+    with hosts(2) as (first, second):
+        process = first.start(["sleep", "300"])
+        wait_for(lambda: "sleep" in first.run("ps", "-A", "-o", "comm"))
+        assert process.inner in first.pids()
+        assert "sleep" not in second.run("ps", "-A", "-o", "comm")
+        process.terminate()
+        assert process.wait(timeout=10) == -15
+        assert first.pids() == []
+
+
 def test_a_cut_host_vanishes_without_a_word_and_comes_back() -> None:
     with hosts(2) as (first, second):
         serve(first)
@@ -124,9 +135,9 @@ def test_everything_ends_with_the_hosts_even_when_the_test_fails() -> None:
         process = machine.start(
             ["sh", "-c", "setsid sleep 300 & trap '' TERM; echo $FRUIT; sleep 300"], env={"FRUIT": "fig"}
         )
-        wait_for(lambda: machine.said() == "fig\n" and len(machine.pids()) == 3)
+        wait_for(lambda: machine.said() == "fig\n" and len(machine.pids()) == 4)
         pids = machine.pids()
-        assert process.pid in pids
+        assert {process.pid, process.inner} < set(pids)
         raise ZeroDivisionError
     assert process.returncode == -9
     assert machine.namespace not in subprocess.check_output(["ip", "netns", "list"], text=True)

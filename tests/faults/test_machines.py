@@ -1,18 +1,19 @@
 """Several machines as one run: how they meet, what becomes of it when one is lost, comes late or is slow.
 
-Every machine is a network namespace with a folder of its own, mounted at the same path on all of them: what one
-writes, no other can read.
+Every machine has namespaces of its own for network and processes, and a folder of its own, mounted at the same path on
+all of them: what one writes, or has in memory, no other can read.
 """
 
 from __future__ import annotations
 
 import os
+import re
 import signal
 import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -22,7 +23,7 @@ from safetensors.torch import load_file
 
 from evenstep.audit import audit
 from evenstep.record import Record
-from tests.faults.hosts import Host, Names, hosts, why_no_hosts
+from tests.faults.hosts import Entered, Host, Names, hosts, why_no_hosts
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(150)]
 
@@ -77,10 +78,10 @@ class Machine:
 
     host: Host
     folder: Path
-    launchers: list[subprocess.Popen[bytes]] = field(default_factory=list)
+    launchers: list[Entered] = field(default_factory=list)
 
     @property
-    def launcher(self) -> subprocess.Popen[bytes]:
+    def launcher(self) -> Entered:
         return self.launchers[-1]
 
     def evenstep(self, *arguments: str, **environment: str) -> None:
@@ -163,6 +164,30 @@ def test_two_machines_learn_what_one_machine_with_two_devices_learns(tmp_path: P
         assert first.is_audited_clean()
         assert (second.folder / "runs/many/checkpoints").exists() == is_shared
         assert "this is machine 2" in second.host.said()
+
+
+def test_machines_share_no_memory(tmp_path: Path) -> None:
+    """Gradients of ranks of different machines go over the network; those of one machine may be in shared memory."""
+    with machines(tmp_path, 2) as (first, second):
+        for machine in (first, second):
+            machine.train(first, "2", "--epochs", "50", STEP_SECONDS="0.1")
+        wait_until(lambda: first.has_taken(3))
+        both = [{memory for pid in machine.host.pids() for memory in _memory_files(pid)} for machine in (first, second)]
+        assert not both[0] & both[1]
+        assert _connections(first.host, second.host)
+
+
+def _memory_files(pid: int) -> set[str]:
+    """The files in memory that a process has mapped, by device and number."""
+    with suppress(FileNotFoundError, ProcessLookupError):
+        return set(re.findall(r"(?m)^\S+ \S+ \S+ (\S+ \d+)\s+/memfd:", Path(f"/proc/{pid}/maps").read_text()))
+    return set()
+
+
+def _connections(host: Host, other: Host) -> list[str]:
+    """What is connected from a host to another, beside its launchers."""
+    lines = host.run("ss", "-Htnp", "dst", other.address).splitlines()
+    return [line for line in lines if "evenstep-rank" in line]
 
 
 @pytest.mark.parametrize("names", ["loopback", "foreign", "unknown"])

@@ -97,7 +97,7 @@ def load_task(spec: str, data: str | None = None) -> Task:
 
 
 def call_task(source: TaskFunction | Task, data: str | None = None) -> Task:
-    """The Task that a function makes; one with a parameter called `data` is given the folder."""
+    """The Task that a function makes; one with a parameter called `data` is given the folder, if there is one."""
     if isinstance(source, Task):
         return source
     name = getattr(source, "__name__", repr(source))
@@ -107,9 +107,10 @@ def call_task(source: TaskFunction | Task, data: str | None = None) -> Task:
     needed = [one.name for one in parameters.values() if one.default is one.empty and one.kind < one.VAR_POSITIONAL]
     if set(needed) - {"data"}:
         raise TaskError(f"{name}({', '.join(needed)}) needs more than it gets; it may take `data` (--data) or nothing")
+    folder = parameters.get("data")
+    takes_folder = folder is not None and (data is not None or folder.default is folder.empty)
     try:
-        takes_data = "data" in parameters
-        made = source(data=data) if takes_data else source()
+        made = source(data=data) if takes_folder else source()
     except EvenstepError:
         raise
     except Exception as error:
@@ -121,17 +122,17 @@ def call_task(source: TaskFunction | Task, data: str | None = None) -> Task:
 
 def find_task(spec: str) -> TaskFunction | Task:
     """The function (or Task) that a spec names, without calling it."""
-    place, _, name = BUILT_IN.get(spec, spec).partition(":")
+    place, colon, name = BUILT_IN.get(spec, spec).partition(":")
     if place.endswith(".py") or os.sep in place:
         module = _import_file(Path(place))
-    elif name:
+    elif name or (colon and place not in BUILT_IN):
         module = _import_module(place)
     else:
         raise TaskError(
             f"no task called {spec!r}; built in are {', '.join(BUILT_IN)}.\n"
             "Your own is given as file.py, file.py:function or package.module:function."
         )
-    return _pick(module, place, name)
+    return _pick(module, place, name if colon else None)
 
 
 def spec_of(source: TaskFunction | Task | str) -> str | None:
@@ -148,17 +149,21 @@ def spec_of(source: TaskFunction | Task | str) -> str | None:
     return f"{Path(file).resolve()}:{name}" if file and file.endswith(".py") else None
 
 
-def _pick(module: ModuleType, place: str, name: str) -> TaskFunction | Task:
+def _pick(module: ModuleType, place: str, name: str | None) -> TaskFunction | Task:
+    """The function called `name`; with None, the one that the module has."""
     if name:
         if not hasattr(module, name):
             raise TaskError(f"{place} has no {name!r}; it has {', '.join(_candidates(module)) or 'no task at all'}")
         found: TaskFunction | Task = getattr(module, name)
         return found
     candidates = _candidates(module)
-    if "task" in candidates:
-        return candidates["task"]
     if not candidates:
         raise TaskError(f"{place} has no task; add a function: def task() -> Task: return Task(...)")
+    if name is not None:
+        specs = ", ".join(f"{place}:{candidate}" for candidate in candidates)
+        raise TaskError(f"{place + ':'!r} names no function; choose from {specs}")
+    if "task" in candidates:
+        return candidates["task"]
     if len(candidates) > 1:
         first = next(iter(candidates))
         raise TaskError(

@@ -91,6 +91,7 @@ def refused(evenstep: Callable[..., Ended]) -> Refused:
         ("train some/folder", ["no file some/folder", "a Python file of yours"]),
         ("train gone.py", ["no file gone.py", "a Python file of yours"]),
         ("train my_task.py:other", ["my_task.py has no 'other'; it has task"]),
+        ("train my_task.py:", ["'my_task.py:' names no function; choose from my_task.py:task"]),
         ("train my_task.py --strategy dpp", ["unknown strategy 'dpp'; allowed are single", "; did you mean d"]),
         ("train my_task.py --strategy simple", ["unknown strategy 'simple'", "; did you mean single?"]),
         ("train my_task.py --devices gpu", ["unknown device 'gpu'; write cpu, mps or cuda:0"]),

@@ -86,6 +86,15 @@ def test_a_function_with_a_parameter_called_data_is_given_the_folder() -> None:
     assert load_task("my_task.py").train is None
 
 
+def test_without_a_folder_the_default_of_the_parameter_called_data_stands() -> None:
+    write('def task(data="here") -> Task: return Task(model=nothing, train=data, loss=nothing, optimizer=nothing)')
+    assert load_task("my_task.py").train == "here"
+    assert load_task("my_task.py", "/data").train == "/data"
+    assert call_task(a_task_of).train is None
+    write("def task(*, data) -> Task: return Task(model=nothing, train=data, loss=nothing, optimizer=nothing)")
+    assert load_task("my_task.py").train is None
+
+
 @pytest.mark.parametrize(
     ("text", "spec", "message"),
     [
@@ -100,6 +109,15 @@ def test_a_function_with_a_parameter_called_data_is_given_the_folder() -> None:
         ),
         ("def one() -> Task: ...", "my_task.py:two", "my_task.py has no 'two'; it has one"),
         ("", "my_task.py:two", "my_task.py has no 'two'; it has no task at all"),
+        ("def task(): return make(7)", "my_task.py:", "'my_task.py:' names no function; choose from my_task.py:task"),
+        (
+            "def one() -> Task: ...\ndef two() -> Task: ...",
+            "my_task.py:",
+            "'my_task.py:' names no function; choose from my_task.py:one, my_task.py:two",
+        ),
+        ("", "my_task.py:", "my_task.py has no task; add a function: def task() -> Task"),
+        ("def task(): return make(7)", "my_task:", "'my_task:' names no function; choose from my_task:task"),
+        ("", "digits:", "no task called 'digits:'; built in are digits, mnist, "),
         ("def task(:\n  pass", "my_task.py", "my_task.py does not import: SyntaxError: .* (my_task.py, line 10)"),
         ("import nowhere", "my_task.py", "my_task.py does not import: ModuleNotFoundError: .*/my_task.py:10)"),
         ("\n\n1 / 0", "my_task.py", "my_task.py does not import: ZeroDivisionError: .*/my_task.py:12)"),

@@ -47,7 +47,11 @@ def write(folder: Path, step: int, files: Mapping[str, Callable[[Path], None]]) 
             fill(beside / name)
         sums = "".join(f"{_sha256(beside / name)}  {name}\n" for name in sorted(files))
         (beside / SUMS).write_text(sums)
+        # safetensors makes files for their owner alone; whoever may read the sums may read what they are of.
+        mode = (beside / SUMS).stat().st_mode
         for path in [*beside.iterdir(), beside]:
+            if path.is_file():
+                path.chmod(mode)
             _flush(path)
         if final.exists():
             shutil.rmtree(replaced, ignore_errors=True)

@@ -63,6 +63,37 @@ def test_another_batch_still_ends_after_the_same_samples() -> None:
     assert (on.summary.steps, on.summary.samples) == (4, 32)
 
 
+def run_of(lr: float, weight_decay: float = 0.0, scheduler: str | None = None, num_steps: int = 8) -> evenstep.Run:
+    """A loop of one's own, two groups of parameters."""
+    team = evenstep.join("single", devices=("cpu",))
+    model = team.spread(nn.Linear(4, 2))
+    groups = [{"params": [model.module.weight]}, {"params": [model.module.bias], "lr": 0.01}]
+    optimizer = torch.optim.SGD(groups, lr=lr, weight_decay=weight_decay)
+    schedule = SCHEDULERS[scheduler](optimizer, num_steps) if scheduler else None
+    return evenstep.Run(team, model, optimizer, team.loader(x, batch=16), schedule, num_steps)
+
+
+@pytest.mark.parametrize("scheduler", [None, *SCHEDULERS])
+def test_what_the_optimizer_was_made_with_is_said_where_the_checkpoint_has_another(scheduler: str | None) -> None:
+    before = run_of(0.1, scheduler=scheduler)
+    for batch in before.loader:
+        before.team.backward(lambda model, batch: model(batch).square().mean(), before.models[""], batch)
+        before.team.step(before.optimizers[""])
+        if before.scheduler is not None:
+            before.scheduler.step()
+    path = before.save("mine")
+    assert run_of(0.1, scheduler=scheduler).load("mine") == []
+    said = run_of(0.3, 0.2, scheduler).load("mine")
+    rate = "the learning rate of the checkpoint goes on, 0.1; the one of this task's optimizer, 0.3, is not used"
+    decay = "the weight decay of the checkpoint goes on, 0.0; the one of this task's optimizer, 0.2, is not used"
+    # What OneCycleLR is given goes before the optimizer's own.
+    advice = f"; for that, start from its weights: --resume {path.resolve()}/weights.safetensors"
+    assert said == [line + advice for line in ([decay] if scheduler == "one-cycle" else [rate, decay])]
+    if scheduler is not None:
+        longer = run_of(0.3, scheduler=scheduler, num_steps=12).load("mine")
+        assert longer == ["the schedule was made for 8 steps and is now made for 12"]
+
+
 def test_another_optimizer_is_refused() -> None:
     train(make(), name="first", steps=3)
     with pytest.raises(CheckpointError, match="trained with SGD and the optimizer is now Adam"):

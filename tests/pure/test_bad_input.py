@@ -286,6 +286,25 @@ def test_the_run_goes_on_if_it_is_left_as_it_is(run: Path, evenstep: Callable[..
     assert json.loads(ended.out)["steps"] == 2
 
 
+def test_another_learning_rate_in_the_task_is_said_with_what_to_do(run: Path, evenstep: Callable[..., Ended]) -> None:
+    task = Path("my_task.py")
+    task.write_text(task.read_text().replace("lr=0.0", "lr=0.5"))
+    ended = evenstep(*resume(run))
+    assert ended.code == 0, ended.err
+    assert "the learning rate of the checkpoint goes on, 0.0; the one of this task's optimizer, 0.5, is not used" in (
+        ended.err
+    )
+    assert f"--resume {run.resolve()}/checkpoints/step-00000002/weights.safetensors" in ended.err
+
+
+def test_a_run_cannot_go_on_under_its_own_name_and_is_not_advised_to(run: Path, refused: Refused) -> None:
+    for name in (run, run / "checkpoints", run / "checkpoints" / "latest"):
+        assert refused("train", "my_task.py", "--resume", name, "--name", "first", "--steps", "4") == (
+            "runs/first is the run that --resume goes on from, and what follows gets a folder of its own: "
+            "leave --name out, or choose another"
+        )
+
+
 def test_a_truncated_checkpoint_is_refused(run: Path, refused: Refused) -> None:
     os.truncate(run / "checkpoints" / "latest" / checkpoint.WEIGHTS, 50)
     message = refused(*resume(run))

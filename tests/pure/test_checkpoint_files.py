@@ -90,6 +90,18 @@ def test_a_checkpoint_is_whole_and_found_by_any_of_its_names() -> None:
     }
 
 
+@pytest.mark.parametrize(("mask", "mode"), [(0o022, 0o644), (0o027, 0o640), (0o077, 0o600)])
+def test_every_file_of_a_checkpoint_follows_the_umask(mask: int, mode: int) -> None:
+    before = os.umask(mask)
+    try:
+        path = save(3)
+    finally:
+        os.umask(before)
+    assert {file.name: file.stat().st_mode & 0o777 for file in path.iterdir()} == dict.fromkeys(
+        (checkpoint.WEIGHTS, checkpoint.OPTIMIZER, checkpoint.STATE, checkpoint.SUMS), mode
+    )
+
+
 def test_sha256sum_agrees() -> None:
     path = save(3)
     checked = subprocess.run(["sha256sum", "-c", checkpoint.SUMS], cwd=path, capture_output=True, text=True)

@@ -224,6 +224,11 @@ def _make_folder(plan: Plan) -> Path:
     except FileExistsError:
         if not RUNS.is_dir():
             raise PlanError(f"{RUNS} is a file, and runs go into a folder of that name; move it away") from None
+        if plan.resume is not None and Path(plan.resume).is_relative_to(folder.resolve()):
+            raise PlanError(
+                f"{folder} is the run that --resume goes on from, and what follows gets a folder of its own: "
+                "leave --name out, or choose another"
+            ) from None
         raise PlanError(f"{folder} exists; choose another --name, or go on from it with --resume {folder}") from None
     except OSError as error:
         raise PlanError(

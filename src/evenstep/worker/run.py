@@ -27,6 +27,7 @@ from evenstep.worker.state import (
     load_weights,
     optimizer_state,
     read_foreign,
+    unused_options,
     weights,
 )
 from evenstep.worker.team import Team
@@ -129,8 +130,12 @@ class Run:
         for key, model in self.models.items():
             load_weights(model.module, _unprefixed(key, tensors), str(path))
             if key in self.optimizers:
-                saved = state["optimizers"][key]
-                load_optimizer_state(model.module, self.optimizers[key], _unprefixed(key, moments), saved)
+                saved, optimizer = state["optimizers"][key], self.optimizers[key]
+                unused = unused_options(optimizer, saved, resets_lr=rates is not None)
+                load_optimizer_state(model.module, optimizer, _unprefixed(key, moments), saved)
+                said += [
+                    f"{one}; for that, start from its weights: --resume {path / checkpoint.WEIGHTS}" for one in unused
+                ]
         self._restore(state)
         self.loaded = state
         if rates is None and self.scheduler is not None and state["scheduler"] is not None:

@@ -190,6 +190,31 @@ def load_optimizer_state(
 HOW = ("foreach", "fused", "capturable")
 
 
+def unused_options(optimizer: torch.optim.Optimizer, saved: Mapping[str, Any], resets_lr: bool) -> list[str]:
+    """What the optimizer was made with and a checkpoint has another value of, in words; to be asked before loading.
+
+    Other options than these are not compared: schedulers and optimizers change them as they go.
+    """
+    said = []
+    for key, name in (("lr", "learning rate"), ("weight_decay", "weight decay")):
+        groups = zip(saved["groups"], optimizer.param_groups, strict=False)
+        pairs = [_before_schedules(*both, key) for both in groups]
+        other = next((pair for pair in pairs if pair[0] != pair[1]), None)
+        if other is not None and not (resets_lr and key == "lr"):
+            said.append(
+                f"the {name} of the checkpoint goes on, {other[0]}; "
+                f"the one of this task's optimizer, {other[1]}, is not used"
+            )
+    return said
+
+
+def _before_schedules(saved: Mapping[str, Any], own: Mapping[str, Any], key: str) -> tuple[Any, Any]:
+    """An option of a group in the checkpoint and in the optimizer as it was made: what a scheduler started from."""
+    initial = f"initial_{key}"
+    key = initial if initial in saved and initial in own else key
+    return _plain(saved.get(key)), _plain(own.get(key))
+
+
 def _plain(value: Any) -> Any:
     return value.item() if isinstance(value, torch.Tensor) else value
 

@@ -185,6 +185,15 @@ def load_optimizer_state(
         start += len(group_names)
     state_by_index = {index: by_parameter[name] for index, name in enumerate(order) if name in by_parameter}
     optimizer.load_state_dict({"state": state_by_index, "param_groups": groups})
+    for name, state in by_parameter.items():
+        _keep_scalars(optimizer.state[weights_by_name[name]], state)
+
+
+def _keep_scalars(state: dict[str, Any], saved: Mapping[str, Any]) -> None:
+    """torch casts what it loads to the parameter's dtype; a scalar, such as NAdam's mu_product, has one of its own."""
+    for key, value in saved.items():
+        if isinstance(value, torch.Tensor) and not value.ndim and state[key].dtype is not value.dtype:
+            state[key] = value.to(state[key].device)
 
 
 HOW = ("foreach", "fused", "capturable")

@@ -146,6 +146,17 @@ def rank_0() -> int:
     return next(process.pid for process in others if process.name() == "evenstep-rank0")
 
 
+def tracker() -> int:
+    """Python's tracker of semaphores, which the launcher started."""
+    others = psutil.Process(launcher()).children()
+    return next(process.pid for process in others if "resource_tracker" in " ".join(process.cmdline()))
+
+
+def kill_the_tracker_and_this_rank() -> None:
+    send(tracker(), signal.SIGKILL)
+    send(os.getpid(), signal.SIGKILL)
+
+
 def raise_it() -> None:
     raise ValueError("the sky is falling")
 
@@ -272,6 +283,9 @@ FAULTS: dict[str, tuple[str, Callable[[], object]]] = {
     "raise at the start": ("while building", raise_it),
     "raise": ("in a step", raise_it),
     "kill": ("in a step", lambda: send(os.getpid(), signal.SIGKILL)),
+    "kill the server": ("in a step", lambda: send(os.getppid(), signal.SIGKILL)),
+    "kill the tracker": ("in a step", lambda: send(tracker(), signal.SIGKILL)),
+    "kill the tracker and a rank": ("in a step", kill_the_tracker_and_this_rank),
     "segv": ("in a step", touch_nothing),
     "stop": ("in a step", lambda: send(os.getpid(), signal.SIGSTOP)),
     "hold": ("in a step", hold_the_interpreter),

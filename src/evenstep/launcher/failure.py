@@ -12,13 +12,16 @@ from typing import Any
 from evenstep import checkpoint
 from evenstep.errors import BadInput, EvenstepError, Stalled, WorkerFailed
 from evenstep.launcher.logs import ranks_in_words
+from evenstep.launcher.server import lost
 from evenstep.launcher.stall import crashed_thread
 from evenstep.record import FILE
 from evenstep.task import is_users
+from evenstep.worker.lifeline import signal_name
 from evenstep.worker.pulse import Beat
 
 MOST_LINES = 15
 MOST_MESSAGE_LINES = 4
+SOMEONE_KILLED = "Someone killed it: a person, a cluster, or a system that is short of memory."
 
 
 @dataclass(frozen=True)
@@ -93,17 +96,23 @@ def cause(
     return Cause(headline, details, step, _others(beats, {rank}), is_victim=first["is_victim"])
 
 
+def server_cause(exit_code: int, beats: Mapping[int, Beat], evidence: str = "") -> Cause:
+    """The fork server ended, and all ranks with it: no step is to blame."""
+    details = (evidence or SOMEONE_KILLED,) if exit_code == -signal.SIGKILL else ()
+    return Cause(lost(exit_code), details, 0, _others(beats, set()))
+
+
 def _silent(logs: Path, ended: Mapping[int, int], beats: Mapping[int, Beat], evidence: str) -> Cause:
     """No rank could say why: it was killed, or ended from outside Python."""
     rank, code = next(iter(sorted(ended.items())))
     where = _where(beats, rank, 0)
     details: tuple[str, ...] = ()
     if code < 0:
-        name = _signal_name(-code)
+        name = signal_name(-code)
         headline = f"rank {rank} was ended by {name}{where}"
         if -code == signal.SIGKILL:
             headline = f"rank {rank} {'ran out of memory' if evidence else 'was ended by SIGKILL'}{where}"
-            details = (evidence or "Someone killed it: a person, a cluster, or a system that is short of memory.",)
+            details = (evidence or SOMEONE_KILLED,)
         else:
             details = tuple(_crash_frames(logs, rank))
         if -code == signal.SIGBUS:
@@ -111,13 +120,6 @@ def _silent(logs: Path, ended: Mapping[int, int], beats: Mapping[int, Beat], evi
     else:
         headline = f"rank {rank} ended with exit code {code}{where} and left no report"
     return Cause(headline, details, _step(beats, rank), _others(beats, {rank}))
-
-
-def _signal_name(number: int) -> str:
-    try:
-        return signal.Signals(number).name
-    except ValueError:
-        return f"signal {number}"
 
 
 def _crash_frames(logs: Path, rank: int) -> list[str]:

@@ -18,14 +18,16 @@ import psutil
 from torch.distributed.elastic.multiprocessing import LogsDest, LogsSpecs, PContext, start_processes
 
 from evenstep.errors import Preempted
-from evenstep.launcher.server import no_main, server_process
-from evenstep.worker.lifeline import OWN_LOGS, PARENT
+from evenstep.launcher.server import DYING_SECONDS, copying, keep_tracker, server_end
+from evenstep.worker.lifeline import LAUNCHER, OWN_LOGS, PARENT
 
 POLL_SECONDS = 0.02
 PATIENCE_SECONDS = 2
 """How long a process that was killed may take to be gone."""
 LAST_WORDS_SECONDS = 0.5
 """How long the others get to end by themselves when one has failed: their reports tell who was first."""
+UNKNOWN = 255
+"""The exit code that multiprocessing gives to the copies of a fork server that has died."""
 _ENGINE_SIGNALS = "TORCHELASTIC_SIGNALS_TO_HANDLE"
 
 How = Literal["server", "fork", "program"]
@@ -79,8 +81,9 @@ class Start:
 class Workers:
     """The processes of one attempt on this machine, and how they ended."""
 
-    def __init__(self, context: PContext, num: int) -> None:
+    def __init__(self, context: PContext, num: int, server: int | None = None) -> None:
         self._context = context
+        self._server = server
         self.num = num
         self.pids: dict[int, int] = context.pids()
         self.failed: dict[int, int] = {}
@@ -101,6 +104,12 @@ class Workers:
     def exit_codes(self) -> dict[int, int]:
         """Of those that have ended."""
         return {local: code for local, code in enumerate(_exit_codes(self._context)) if code is not None}
+
+    def server_end(self) -> int | None:
+        """The exit code of the fork server, if that is what ended the processes: nobody could take note of theirs."""
+        if self._server is None or UNKNOWN not in self.failed.values():
+            return None
+        return server_end(self._server, DYING_SECONDS)
 
     def send(self, number: int) -> None:
         """Send a signal to all that are there."""
@@ -126,23 +135,29 @@ def workers(start: Start) -> Iterator[Workers]:
     """Start the processes; none is left when the block ends."""
     # The engine logs every process that fails or is ended; the reader wants the cause alone.
     logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)
-    parent = server_process() if start.how == "server" else os.getpid()
     start.logs.is_left_to_ranks = start.how == "fork"
-    more = {PARENT: str(parent), **({OWN_LOGS: "1"} if start.how == "fork" else {})}
-    num = len(start.environments)
-    with _signals_left_alone(), no_main() if start.how == "server" else nullcontext():
-        context = start_processes(
-            name="evenstep",
-            entrypoint=start.entry,
-            args=dict.fromkeys(range(num), start.arguments),
-            envs={local: {**os.environ, **one, **more} for local, one in enumerate(start.environments)},
-            logs_specs=start.logs,
-            start_method="forkserver" if start.how == "server" else "fork",
-        )
+    with copying() if start.how == "server" else nullcontext() as server, _signals_left_alone():
+        context = _started(start, server)
     try:
-        yield Workers(context, num)
+        yield Workers(context, len(start.environments), server)
     finally:
         _close(context)
+        if server is not None:
+            # The engine's semaphores go with it, and the tracker hears of each.
+            keep_tracker()
+
+
+def _started(start: Start, server: int | None) -> PContext:
+    more = {PARENT: str(server or os.getpid()), **({OWN_LOGS: "1"} if start.how == "fork" else {})}
+    ours = {name: value for name, value in os.environ.items() if name != LAUNCHER}
+    return start_processes(
+        name="evenstep",
+        entrypoint=start.entry,
+        args=dict.fromkeys(range(len(start.environments)), start.arguments),
+        envs={local: {**ours, **one, **more} for local, one in enumerate(start.environments)},
+        logs_specs=start.logs,
+        start_method="forkserver" if start.how == "server" else "fork",
+    )
 
 
 @contextmanager

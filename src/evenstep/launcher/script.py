@@ -7,7 +7,6 @@ import datetime
 import json
 import pickle
 import re
-import tempfile
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -25,6 +24,7 @@ from evenstep.report.progress import Progress
 from evenstep.worker.machine import share_threads
 from evenstep.worker.main import Orders
 from evenstep.worker.program import Program, run_function, run_program
+from evenstep.worker.temporary import live_folder
 
 SPELLINGS = ("--local-rank", "--local_rank")
 DECLARE = ("add_argument", "option")
@@ -127,12 +127,12 @@ def launch(
         raise PlanError(f"launch takes a function, and was given {type(function).__name__}: launch(main, devices=2)")
     _check(devices, restarts, stall_after)
     refuse_fork_after_cuda()
-    with tempfile.TemporaryDirectory(prefix="evenstep-") as results:
+    with live_folder() as results:
         what = Launch(
             _folder(getattr(function, "__name__", "function").strip("<>")),
             devices,
             run_function,
-            lambda orders: (orders.logs, results, function, arguments),
+            lambda orders: (orders.logs, str(results), function, arguments),
             "fork",
             restarts=restarts,
             stall_after=stall_after,
@@ -141,7 +141,7 @@ def launch(
         )
         _watch(Supervisor(what, TorchrunMachine(restarts)))
         # These files were written by copies of this very process, in a folder that is nobody else's.
-        return [_returned(Path(results) / f"{rank}.pickle") for rank in range(devices)]
+        return [_returned(results / f"{rank}.pickle") for rank in range(devices)]
 
 
 def _check(num: int, restarts: int, stall_after: float | None) -> None:

@@ -8,14 +8,19 @@ from __future__ import annotations
 
 import os
 import sys
+import time
 import types
+import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
-from evenstep.worker.lifeline import LAUNCHER
+from evenstep.errors import WorkerFailed
+from evenstep.worker.lifeline import LAUNCHER, signal_name
 
 PRELOADED = ("evenstep.worker.server",)
 FOR_FSDP = ("torch.distributed.fsdp", "torch.distributed.device_mesh", "torch.distributed.tensor")
+DYING_SECONDS = 1.0
+"""How long after its pipes are closed a killed process may take to be seen dead."""
 SEVERAL = ("--devices", "--strategy", "--restarts", "--machines", "--resume", "--plan")
 
 
@@ -26,27 +31,52 @@ def start_server(more: Sequence[str] = ()) -> None:
     from multiprocessing import forkserver
 
     multiprocessing.set_forkserver_preload([*PRELOADED, *more])
-    _start_tracker()
+    keep_tracker()
+    with _tied(), no_main():
+        forkserver.ensure_running()
+
+
+@contextmanager
+def _tied() -> Iterator[None]:
+    """A server that is started meanwhile ends when this process does."""
     os.environ[LAUNCHER] = str(os.getpid())
     try:
-        with no_main():
-            forkserver.ensure_running()
+        yield
     finally:
         del os.environ[LAUNCHER]
 
 
-def _start_tracker() -> None:
-    """Python's tracker of semaphores tidies up after killed processes, and would complain of it after our last word."""
+def keep_tracker() -> None:
+    """Start Python's tracker of semaphores, or another one if it was killed.
+
+    It tidies up after killed processes. It would complain of that after our last word; and the one that replaces it
+    does so, with a traceback each, of every semaphore that the first one knew.
+    """
     from multiprocessing import resource_tracker
 
+    warnings.filterwarnings("ignore", "resource_tracker: process died unexpectedly")
     before = os.environ.get("PYTHONWARNINGS")
     os.environ["PYTHONWARNINGS"] = "ignore"
     try:
-        resource_tracker.ensure_running()
+        with _stderr_closed():
+            resource_tracker.ensure_running()
     finally:
         del os.environ["PYTHONWARNINGS"]
         if before is not None:
             os.environ["PYTHONWARNINGS"] = before
+
+
+@contextmanager
+def _stderr_closed() -> Iterator[None]:
+    """What is started meanwhile has nobody to complain to."""
+    kept, nowhere = os.dup(2), os.open(os.devnull, os.O_WRONLY)
+    os.dup2(nowhere, 2)
+    try:
+        yield
+    finally:
+        os.dup2(kept, 2)
+        os.close(kept)
+        os.close(nowhere)
 
 
 def start_server_for(arguments: Sequence[str]) -> None:
@@ -65,13 +95,62 @@ def start_server_for(arguments: Sequence[str]) -> None:
         start_server(FOR_FSDP if "fsdp" in " ".join(rest) else ())
 
 
-def server_process() -> int:
-    """The server's process id: the parent of every worker that is copied from it."""
-    from multiprocessing import forkserver
+@contextmanager
+def copying() -> Iterator[int]:
+    """The server's process id, while workers are copied from it; if that fails, none of them is left."""
+    import multiprocessing
 
     start_server()
+    pid, before = _server_pid(), multiprocessing.active_children()
+    try:
+        with _tied(), no_main():
+            yield pid
+        if _server_pid() != pid:
+            # multiprocessing has put another one in its place, whose copies would not know their parent.
+            raise EOFError
+    except (OSError, EOFError, multiprocessing.ProcessError) as error:
+        for process in multiprocessing.active_children():
+            if process not in before:
+                process.kill()
+        raise WorkerFailed(_why_not_copied(pid, error)) from error
+
+
+def _why_not_copied(pid: int, error: Exception) -> str:
+    if _server_pid() != pid:
+        return lost(None)
+    exit_code = server_end(pid, DYING_SECONDS)
+    return f"the ranks could not be started: {error}" if exit_code is None else lost(exit_code)
+
+
+def _server_pid() -> int:
+    from multiprocessing import forkserver
+
     pid: int = forkserver._forkserver._forkserver_pid  # type: ignore[attr-defined]
     return pid
+
+
+def server_end(pid: int, seconds: float) -> int | None:
+    """The exit code of a server that ended, as subprocess gives them; None if it does not within so many seconds.
+
+    It stays to be waited for: multiprocessing starts another one when it finds it dead.
+    """
+    deadline = time.monotonic() + seconds
+    while hasattr(os, "waitid"):
+        ended = os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+        if ended is not None:
+            return ended.si_status if ended.si_code == os.CLD_EXITED else -ended.si_status
+        if time.monotonic() > deadline:
+            break
+        time.sleep(0.01)
+    return None
+
+
+def lost(exit_code: int | None) -> str:
+    """What is said of a server that ended; its exit code is not always known."""
+    how = "has ended" if exit_code is None else f"ended with exit code {exit_code}"
+    if exit_code is not None and exit_code < 0:
+        how = f"was ended by {signal_name(-exit_code)}"
+    return f"the fork server, which all ranks are copied from, {how}"
 
 
 @contextmanager

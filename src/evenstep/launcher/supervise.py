@@ -13,9 +13,9 @@ from pathlib import Path
 from typing import Any
 
 from evenstep import checkpoint
-from evenstep.errors import CheckpointError, Preempted, Stalled
+from evenstep.errors import CheckpointError, Preempted, Stalled, WorkerFailed
 from evenstep.launcher.asked import Asked, Heeded
-from evenstep.launcher.failure import Cause, cause, report
+from evenstep.launcher.failure import Cause, cause, report, server_cause
 from evenstep.launcher.logs import Voices
 from evenstep.launcher.meeting import Meeting, Place
 from evenstep.launcher.memory import MemoryWatch
@@ -219,15 +219,22 @@ class Attempt:
             one[BEATS] = f"{file}:{local}"
             one["TORCHELASTIC_ERROR_FILE"] = str(self._logs.path(local, "engine.json"))
         launch = self._launch
-        start = Start(launch.entry, launch.arguments(self._orders), environments, self._logs, launch.how)
-        self._workers: Workers = self._stack.enter_context(workers(start))
+        self._start = Start(launch.entry, launch.arguments(self._orders), environments, self._logs, launch.how)
         return self
 
     def __exit__(self, *error: Any) -> None:
         self._stack.close()
 
     def events(self) -> Iterator[Event]:
-        """Rank 0's rows and all ranks' lines as they are written, until all processes have ended."""
+        """Start all processes; rank 0's rows and all ranks' lines as they are written, until all have ended."""
+        try:
+            self._workers: Workers = self._stack.enter_context(workers(self._start))
+        except WorkerFailed as error:
+            self.cause = self.of.meeting.tell(Cause(str(error), (), 0))
+            return
+        yield from self._watched()
+
+    def _watched(self) -> Iterator[Event]:
         # The first machine writes the Record, and tells of it.
         record = RecordTail(self._launch.folder / FILE if self.place.machine == 0 else Path(os.devnull))
         self._stack.callback(record.close)
@@ -302,6 +309,9 @@ class Attempt:
     def _explained(self, memory: MemoryWatch) -> Cause:
         first = self.place.first_rank
         beats: Mapping[int, Beat] = {first + local: beat for local, beat in enumerate(self._beats.read())}
+        server_end = self._workers.server_end()
+        if server_end is not None:
+            return server_cause(server_end, beats, memory.evidence())
         failed = {first + local: code for local, code in self._workers.failed.items()}
         return cause(self._logs.folder, failed, beats, memory.evidence(), self._live)
 

@@ -85,6 +85,14 @@ def end_with(parent: int) -> None:
         os._exit(1)
 
 
+def signal_name(number: int) -> str:
+    """`SIGKILL`; of a signal that Python has no name for, its number."""
+    try:
+        return signal.Signals(number).name
+    except ValueError:
+        return f"signal {number}"
+
+
 def call_process(name: str) -> None:
     """The name that `top` and `ps` show; up to 15 letters."""
     if sys.platform == "linux":

@@ -2,29 +2,48 @@
 
 from __future__ import annotations
 
-import difflib
-import json
 import math
+import os
 import re
-from collections.abc import Mapping, Sequence
+import sys
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import Annotated, Any, Literal, get_args
 
-from evenstep.errors import PlanError
+from msgspec import Meta
+
+from evenstep.errors import PlanError, shorten
 from evenstep.order import Lengths, share
+from evenstep.schema import LARGEST, Schema, check, check_fields
 
 StrategyName = Literal["single", "dp", "ddp", "fsdp", "dp-torch"]
 PrecisionName = Literal["fp64", "fp32", "tf32", "bf16", "fp16"]
 FastName = Literal["auto", "off"]
+TrackerName = Literal["tensorboard"]
 
 STRATEGY_NAMES: tuple[str, ...] = get_args(StrategyName)
 PRECISION_NAMES: tuple[str, ...] = get_args(PrecisionName)
-TRACKER_NAMES = ("tensorboard",)
+
+# A field's limits, and what is said of a value outside of them.
+Whole = Annotated[int, Meta(ge=1, le=LARGEST, description="it is a whole number from 1 up")]
+Seed = Annotated[int, Meta(ge=0, le=LARGEST, description="it goes from 0 to 2**63 - 1")]
+Workers = Annotated[
+    int, Meta(ge=0, le=LARGEST, description="it is the number of loader processes a rank has, from 0 up")
+]
+Clip = Annotated[
+    float, Meta(gt=0, le=sys.float_info.max, description="it is the largest allowed gradient norm, such as 1.0")
+]
+Restarts = Annotated[int, Meta(ge=0, le=LARGEST, description="it is the number of crashes to go on after, from 0 up")]
+StallAfter = Annotated[float, Meta(ge=1, le=sys.float_info.max, description="it is a number of seconds, from 1 up")]
+CheckEvery = Annotated[int, Meta(ge=0, le=LARGEST, description="it is a number of steps, or 0 for never")]
 
 USUAL: dict[str, Any] = {"restarts": 0, "check_every": 100, "fast": "auto"}
 """What is not worth a line of its own."""
-_DEVICE = re.compile(r"cpu|mps|cuda(:\d+)?")
+_DEVICE = re.compile(r"cpu|mps|cuda(:[0-9]{1,4})?")
+_NAME = re.compile(r"(?![\s.])[^/\\\x00-\x1f\x7f-\x9f\u2028\u2029\ud800-\udfff]{1,100}")
+MOST_NAME_BYTES = 200
+"""File systems take 255; what is written beside a folder has a longer name than it."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,25 +56,25 @@ class Plan:
     '512 = 4 devices x 64 x 2 micro-batches, 118 steps an epoch (the last holds 96)'
     """
 
-    batch: int
+    batch: Whole
     task: str = "(in this process)"
     strategy: StrategyName = "single"
     devices: tuple[str, ...] = ("cpu",)
-    epochs: int | None = None
-    steps: int | None = None
-    seed: int = 0
+    epochs: Whole | None = None
+    steps: Whole | None = None
+    seed: Seed = 0
     precision: PrecisionName = "fp32"
-    accumulate: int = 1
-    clip: float | None = None
+    accumulate: Whole = 1
+    clip: Clip | None = None
     name: str = "run"
-    checkpoint_every: int | None = None
-    keep: int = 2
+    checkpoint_every: Whole | None = None
+    keep: Whole = 2
     resume: str | None = None
     data: str | None = None
-    workers: int | None = None
+    workers: Workers | None = None
     resident: bool = False
     audit: bool = False
-    threads: int | None = None
+    threads: Whole | None = None
     deterministic: bool = False
     cudnn_benchmark: bool = False
     compile: bool = False
@@ -63,39 +82,32 @@ class Plan:
     channels_last: bool = False
     sync_batchnorm: bool = False
     allow_pickle: bool = False
-    restarts: int = 0
-    stall_after: float | None = None
-    check_every: int = 100
+    restarts: Restarts = 0
+    stall_after: StallAfter | None = None
+    check_every: CheckEvery = 100
     check_collectives: bool = False
     machines: str | None = None
     rendezvous: str | None = None
     requeue: bool = False
-    profile: int | None = None
-    log: str | None = None
+    profile: Whole | None = None
+    log: TrackerName | None = None
 
     def __post_init__(self) -> None:
-        _one_of("strategy", self.strategy, STRATEGY_NAMES)
-        _one_of("precision", self.precision, PRECISION_NAMES)
-        _one_of("fast", self.fast, get_args(FastName))
+        # Types first: what follows can rely on them.
+        check_fields(self, PlanError)
         for device in self.devices:
             if not _DEVICE.fullmatch(device):
-                raise PlanError(f"unknown device {device!r}; write cpu, mps or cuda:0, or a count such as --devices 2")
-        for name in ("batch", "epochs", "steps", "accumulate", "checkpoint_every", "keep", "threads", "profile"):
-            _at_least_one(name, getattr(self, name))
-        if self.workers is not None and (not isinstance(self.workers, int) or self.workers < 0):
-            raise PlanError(f"workers is {self.workers!r}; it is the number of loader processes a rank has, from 0 up")
-        if self.log is not None:
-            _one_of("log", self.log, TRACKER_NAMES)
+                raise PlanError(
+                    f"unknown device {shorten(repr(device))}; write cpu, mps or cuda:0, or a count such as --devices 2"
+                )
         self._check_launch()
-        self._check_length()
         self._check_devices()
         self._check_cut()
         check_name(self.name)
 
     def _check_launch(self) -> None:
-        check_patience(self.restarts, self.stall_after)
-        if not isinstance(self.check_every, int) or self.check_every < 0:
-            raise PlanError(f"check-every is {self.check_every!r}; it is a number of steps, or 0 for never")
+        if (self.epochs is None) == (self.steps is None):
+            raise PlanError("a run is so many epochs or so many steps: give one of --epochs and --steps")
         if self.machines is not None:
             parse_machines(self.machines)
         if (self.machines is None) != (self.rendezvous is None):
@@ -104,14 +116,6 @@ class Plan:
             parse_address(self.rendezvous)
         if self.machines is not None and self.strategy not in ("ddp", "fsdp"):
             raise PlanError(f"{self.strategy} runs on one machine; use --strategy ddp or fsdp with --machines")
-
-    def _check_length(self) -> None:
-        if (self.epochs is None) == (self.steps is None):
-            raise PlanError("a run is so many epochs or so many steps: give one of --epochs and --steps")
-        if self.clip is not None and not (isinstance(self.clip, int | float) and 0 < self.clip < math.inf):
-            raise PlanError(f"clip is {self.clip!r}; it is the largest allowed gradient norm, such as 1.0")
-        if not isinstance(self.seed, int) or not 0 <= self.seed < 2**63:
-            raise PlanError(f"seed is {self.seed!r}; it goes from 0 to 2**63 - 1")
 
     def _check_devices(self) -> None:
         num = len(self.devices)
@@ -223,70 +227,57 @@ class Plan:
         known = {field.name for field in fields(cls)}
         unknown = sorted(set(values) - known)
         if unknown:
-            raise PlanError(f"the plan has {', '.join(unknown)}, unknown here; a newer evenstep wrote it")
-        try:
-            return cls(**{**values, "devices": tuple(values["devices"])})
-        except (TypeError, KeyError) as error:
-            raise PlanError(f"not a plan: {error}; a run folder's plan.json is one") from error
+            raise PlanError(f"the plan has {shorten(', '.join(unknown))}, unknown here; a newer evenstep wrote it")
+        if "batch" not in values or not isinstance(values.get("devices"), list | tuple):
+            raise PlanError("not a plan: it needs a batch and a list of devices; a run folder's plan.json is one")
+        return cls(**{**values, "devices": tuple(values["devices"])})
 
 
-def read_plan(path: str) -> dict[str, Any]:
-    """The values of a plan.json, or of the one in a run folder."""
-    file = Path(path) / "plan.json" if Path(path).is_dir() else Path(path)
-    try:
-        values = json.loads(file.read_text())
-    except (OSError, ValueError) as error:
-        raise PlanError(f"{file} is no plan: {error}; give the plan.json of a run folder") from error
-    if not isinstance(values, dict):
-        raise PlanError(f"{file} is no plan: it holds {type(values).__name__}; give the plan.json of a run folder")
-    return Plan.from_json(values).to_json()
+_FILE: Schema[dict[str, Any]] = Schema(dict[str, Any], "plan", PlanError, "give the plan.json of a run folder")
+
+
+def read_plan(path: str | Path) -> Plan:
+    """A plan.json, or the one in a run folder."""
+    return Plan.from_json(_FILE.read(Path(path) / "plan.json" if os.path.isdir(path) else Path(path)))
 
 
 def parse_devices(text: str) -> int | tuple[str, ...]:
     """`2` is a count; `cuda:0,cuda:1` or `cpu,cpu` is a list."""
-    if re.fullmatch(r"-?\d+", text.strip()):
+    if re.fullmatch(r"-?[0-9]{1,4000}", text.strip()):
         return int(text)
     return tuple(part.strip() for part in text.split(","))
 
 
 def check_patience(restarts: int, stall_after: float | None) -> None:
     """Refuse a number of restarts, or a limit for stalls, that makes no sense."""
-    if not isinstance(restarts, int) or restarts < 0:
-        raise PlanError(f"restarts is {restarts!r}; it is the number of crashes to go on after, from 0 up")
-    if stall_after is not None and not (isinstance(stall_after, int | float) and 1 <= stall_after < math.inf):
-        raise PlanError(f"stall-after is {stall_after!r}; it is a number of seconds, from 1 up")
+    check("restarts", restarts, Restarts, PlanError)
+    check("stall_after", stall_after, StallAfter | None, PlanError)
 
 
 def parse_machines(text: str) -> tuple[int, int]:
     """`2:4` is at least 2 and at most 4; `2` is just so many."""
-    match = re.fullmatch(r"(\d+)(?::(\d+))?", text.strip())
+    match = re.fullmatch(r"([0-9]{1,9})(?::([0-9]{1,9}))?", text.strip())
     least, most = (int(match[1]), int(match[2] or match[1])) if match else (0, 0)
     if not 1 <= least <= most:
-        raise PlanError(f"machines is {text!r}; write a number such as 2, or the least and the most such as 2:4")
+        raise PlanError(
+            f"machines is {shorten(repr(text))}; write a number such as 2, or the least and the most such as 2:4"
+        )
     return least, most
 
 
 def parse_address(text: str) -> tuple[str, int]:
     """`head:29400` is a machine and a port on it."""
     host, _, port = text.strip().rpartition(":")
-    if not host or not port.isdigit() or not 0 < int(port) < 65536:
-        raise PlanError(f"rendezvous is {text!r}; write the first machine and a free port on it, such as head:29400")
+    if not host or not re.fullmatch("[0-9]{1,5}", port) or not 0 < int(port) < 65536:
+        raise PlanError(
+            f"rendezvous is {shorten(repr(text))}; write the first machine and a free port on it, such as head:29400"
+        )
     return host.strip("[]"), int(port)
 
 
 def check_name(name: str) -> None:
     """Refuse a run name that is no plain folder name."""
-    if not re.fullmatch(r"(?![\s.])[^/\\\x00-\x1f\x7f-\x9f]{1,100}", name) or ".." in name:
-        raise PlanError(f"{name!r} cannot name a run; use letters, digits, '-' and '_', with no slash or leading dot")
-
-
-def _one_of(what: str, given: str, allowed: Sequence[str]) -> None:
-    if given not in allowed:
-        close = difflib.get_close_matches(str(given), allowed, n=1)
-        hint = f"; did you mean {close[0]}?" if close else ""
-        raise PlanError(f"unknown {what} {given!r}; allowed are {', '.join(allowed)}{hint}")
-
-
-def _at_least_one(name: str, value: int | None) -> None:
-    if value is not None and (not isinstance(value, int) or value < 1):
-        raise PlanError(f"{name.replace('_', '-')} is {value!r}; it is a whole number from 1 up")
+    if not _NAME.fullmatch(name) or ".." in name or len(name.encode()) > MOST_NAME_BYTES:
+        raise PlanError(
+            f"{shorten(repr(name))} cannot name a run; use letters, digits, '-' and '_', with no slash or leading dot"
+        )

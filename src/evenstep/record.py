@@ -13,7 +13,7 @@ from typing import IO, Any, TypedDict, get_args
 
 from evenstep.errors import BadInput, shorten
 from evenstep.plan import Plan
-from evenstep.schema import Natural, Positive, Schema, in_words
+from evenstep.schema import MALFORMED, Natural, Positive, Schema, in_words
 
 FILE = "record.jsonl"
 FLUSH_SECONDS = 0.2
@@ -243,7 +243,7 @@ def rows(file: IO[bytes], kinds: Collection[str] = KINDS) -> Iterator[Start | Ro
         try:
             kind = _KIND.decode(line).kind
             row = _ROWS[kind].decode(line) if kind in _ROWS and (kind in kinds or kind == "start") else None
-        except (ValueError, RecursionError) as error:
+        except MALFORMED as error:
             raise _KIND.refusal(file.name, f"line {_line_number(file, start)}, {in_words(error)}") from error
         if row is not None:
             yield row

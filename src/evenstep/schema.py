@@ -8,22 +8,26 @@ The types are the dataclasses that the rest of the code works with; limits stand
 
 from __future__ import annotations
 
+import difflib
 import json
 import os
+from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cache, cached_property
 from pathlib import Path
-from typing import Annotated, Any, Generic, TypeVar, cast
+from typing import Annotated, Any, Generic, Literal, TypeVar, cast, get_args, get_origin, get_type_hints
 
 import msgspec
 from msgspec import Meta
 
-from evenstep.errors import BadInput, shorten
+from evenstep.errors import MOST_LETTERS, BadInput, shorten
 
 T = TypeVar("T")
 LARGEST = 2**63 - 1
 Natural = Annotated[int, Meta(ge=0, le=LARGEST)]
 Positive = Annotated[int, Meta(ge=1, le=LARGEST)]
+MALFORMED = (msgspec.MsgspecError, ValueError, RecursionError)
+"""What `decode` may raise."""
 
 
 @dataclass(frozen=True)
@@ -51,11 +55,11 @@ class Schema(Generic[T]):
         """The value of a text that was read from `where`."""
         try:
             return self.decode(text)
-        except (ValueError, RecursionError) as error:
+        except MALFORMED as error:
             raise self.refusal(where, in_words(error)) from error
 
     def decode(self, text: bytes) -> T:
-        """The value, or whatever error the library has."""
+        """The value, or an error of MALFORMED."""
         try:
             return cast(T, self._decoder.decode(text))
         except msgspec.ValidationError:
@@ -74,7 +78,37 @@ class Schema(Generic[T]):
         return msgspec.json.Decoder(self.holds)
 
 
-def in_words(error: ValueError | RecursionError) -> str:
+def check_fields(value: Any, error: type[BadInput]) -> None:
+    """Raise unless every field of a dataclass holds what its type says."""
+    for name, hint in _hints(value.__class__).items():
+        check(name, getattr(value, name), hint, error)
+
+
+def check(name: str, given: object, hint: Any, error: type[BadInput]) -> None:
+    """Raise unless a value is what a type says; its Literals, or the description beside its limits, are the message."""
+    try:
+        msgspec.convert(given, hint)
+    except msgspec.ValidationError as wrong:
+        name, shown = name.replace("_", "-"), shorten(repr(given))
+        choices = get_args(hint) if get_origin(hint) is not Literal else (hint,)
+        for choice in choices:
+            if get_origin(choice) is Literal:
+                raise error(f"unknown {name} {shown}; {_allowed(given, get_args(choice))}") from None
+        meta = [one for choice in (hint, *choices) for one in get_args(choice) if isinstance(one, Meta)]
+        raise error(f"{name} is {shown}; {meta[0].description if meta else in_words(wrong)}") from None
+
+
+def _allowed(given: object, names: Sequence[str]) -> str:
+    close = difflib.get_close_matches(str(given)[:MOST_LETTERS], names, n=1)
+    return f"allowed are {', '.join(names)}" + (f"; did you mean {close[0]}?" if close else "")
+
+
+@cache
+def _hints(kind: type) -> dict[str, Any]:
+    return get_type_hints(kind, include_extras=True)
+
+
+def in_words(error: Exception) -> str:
     """Which field is wrong, and what it should be.
 
     >>> in_words(msgspec.ValidationError("Expected `int`, got `str` - at `$.rows[0].steps`"))

@@ -132,7 +132,7 @@ def test_a_plan_comes_back_from_json_as_it_went(value: Plan, tmp_path: Path) -> 
     text = json.dumps(value.to_json())
     assert Plan.from_json(json.loads(text)) == value
     (tmp_path / "plan.json").write_text(text)
-    assert Plan.from_json(read_plan(str(tmp_path))) == Plan.from_json(read_plan(str(tmp_path / "plan.json"))) == value
+    assert read_plan(tmp_path) == read_plan(str(tmp_path / "plan.json")) == value
 
 
 def test_describe_shows_what_is_chosen_and_hides_what_is_off() -> None:
@@ -253,10 +253,10 @@ def test_anything_else_does_not(name: str) -> None:
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("{", "plan.json is no plan: Expecting property name"),
-        ("[1]", "plan.json is no plan: it holds list; give the plan.json of a run folder"),
-        ("{}", "not a plan: 'devices'"),
-        ('{"devices": ["cpu"]}', "not a plan: .*batch"),
+        ("{", "plan.json is no plan: it is not JSON .Expecting property name"),
+        ("[1]", "plan.json is no plan: expected object, got array; give the plan.json of a run folder"),
+        ("{}", "not a plan: it needs a batch and a list of devices"),
+        ('{"devices": ["cpu"]}', "not a plan: it needs a batch and a list of devices"),
         ('{"devices": ["cpu"], "batch": 1, "warp": 9}', "the plan has warp, unknown here; a newer evenstep wrote it"),
         ('{"devices": ["cpu"], "batch": "1", "steps": 1}', "batch is '1'"),
     ],
@@ -268,5 +268,5 @@ def test_a_file_that_is_no_plan_is_refused(text: str, message: str) -> None:
 
 
 def test_a_plan_that_is_not_there_is_refused() -> None:
-    with pytest.raises(PlanError, match=r"nowhere\.json is no plan: .*No such file"):
+    with pytest.raises(PlanError, match=r"nowhere\.json is no plan: there is no such file"):
         read_plan("nowhere.json")

@@ -155,7 +155,7 @@ def _base(chosen: dict[str, Any]) -> dict[str, Any]:
     base: dict[str, Any] = {}
     repeated = chosen.pop("plan", None)
     if repeated is not None:
-        base = read_plan(str(repeated))
+        base = read_plan(str(repeated)).to_json()
     resume = chosen.get("resume")
     if resume is not None and not Path(resume).is_file():
         path, _ = checkpoint.find(str(resume))

@@ -14,7 +14,7 @@ from evenstep.errors import CheckpointError, EvenstepError, PlanError
 from evenstep.launcher.meeting import Meeting, OneMachine
 from evenstep.launcher.prepare import RUNS, Prepared, go_on, label_of, prepare
 from evenstep.launcher.slurm import Slurm, find_slurm
-from evenstep.plan import Plan, parse_address, parse_machines, read_plan
+from evenstep.plan import parse_address, parse_machines, read_plan
 from evenstep.task import Task, TaskFunction
 
 Source = Union[str, "TaskFunction", Task, None]
@@ -108,7 +108,7 @@ def _again(source: Source, chosen: Mapping[str, Any], slurm: Slurm | None) -> Pr
     folder = RUNS / str(chosen.get("name", ""))
     if slurm is None or not slurm.num_restarts or not (folder / "plan.json").is_file():
         return None
-    prepared = go_on(Plan.from_json(read_plan(str(folder))), source, chosen)
+    prepared = go_on(read_plan(folder), source, chosen)
     try:
         resume, said = checkpoint.find(str(folder))
     except CheckpointError:

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from evenstep.errors import EvenstepError, Preempted
-from evenstep.plan import Plan
+from evenstep.plan import Plan, read_plan
 from evenstep.task import Task, call_task, is_users, load_task
 from evenstep.worker.answers import answer, is_victim
 from evenstep.worker.lifeline import begin, end, read_rank
@@ -80,7 +80,7 @@ def perform_rank(orders: Orders, source: Task | None) -> None:
     from evenstep.seeding import seed_everything
 
     run_folder = Path(orders.run_folder)
-    plan = Plan.from_json(json.loads((run_folder / "plan.json").read_text()))
+    plan = read_plan(run_folder)
     plan = replace(plan, resume=orders.resume or plan.resume, devices=orders.devices or plan.devices)
     read_pulse().beat(LOADING)
     seed_everything(plan.seed)

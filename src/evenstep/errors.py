@@ -19,14 +19,14 @@ A message says what was given, what is allowed and what to do next, in one or tw
 MOST_LETTERS = 200
 
 
-def shorten(text: str) -> str:
+def shorten(text: str, most: int = MOST_LETTERS) -> str:
     """What is given may be very long; its beginning and its end tell what it is.
 
     >>> len(shorten("a" * 5000))
     200
     """
-    half = (MOST_LETTERS - 5) // 2
-    return text if len(text) <= MOST_LETTERS else f"{text[:half]} ... {text[len(text) - half - 1 :]}"
+    half = (most - 5) // 2
+    return text if len(text) <= most else f"{text[:half]} ... {text[len(text) - half - 1 :]}"
 
 
 class EvenstepError(Exception):

@@ -7,7 +7,7 @@ import torch
 from torch.distributed import DistBackendError, DistNetworkError, DistStoreError
 
 from evenstep.errors import TrainingError
-from evenstep.worker.answers import Situation, answer, is_out_of_memory, is_victim, largest_that_fits
+from evenstep.worker.answers import Situation, answer, is_out_of_memory, is_victim, largest_that_fits, message_of
 
 NAMES = ["a.weight", "a.bias", "b.weight", "b.bias"]
 UNUSED = RuntimeError(
@@ -204,3 +204,26 @@ def test_another_failure_while_trying_is_not_hidden() -> None:
 def test_what_is_not_known_is_not_answered() -> None:
     assert answer(ValueError("mat1 and mat2 shapes cannot be multiplied")) is None
     assert not is_victim(ValueError("Connection closed by peer"))
+
+
+@pytest.mark.timeout(20)
+@pytest.mark.parametrize(
+    "part", ["gloo/ ", "shared memory ", "DataLoader worker ", "client socket has timed out ", "DistError: ", "port"]
+)
+def test_a_message_of_megabytes_is_looked_through_at_once(part: str) -> None:
+    # 160 KB took 26 s, and each further letter more than the one before: 16 MB would take days.
+    assert answer(RuntimeError(part * (2**24 // len(part)))) is None
+
+
+def test_the_end_of_a_very_long_message_is_known_too() -> None:
+    said = answer(RuntimeError("x" * 10**6 + ": unable to open shared memory object </torch_1_2> in read-write mode"))
+    assert "--shm-size" in (said or "")
+
+
+def test_an_exception_that_cannot_say_what_it_is_still_has_a_report() -> None:
+    class Mute(ValueError):
+        def __str__(self) -> str:
+            raise RuntimeError("no words")
+
+    assert message_of(Mute()) == "(its message cannot be shown: RuntimeError)"
+    assert answer(Mute()) is None

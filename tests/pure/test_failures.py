@@ -60,6 +60,15 @@ def test_a_report_has_at_most_15_lines_whatever_the_message(tmp_path: Path) -> N
     assert any(line.startswith("attempt 8: rank 0 failed at step 7") for line in lines)
 
 
+def test_a_message_of_100_mb_is_shortened_and_its_exception_kept(tmp_path: Path) -> None:
+    failed(tmp_path, 0, ValueError("it begins" + "x" * 10**8 + "it ends"))
+    assert (tmp_path / "rank0.error.json").stat().st_size < 10**5
+    (line,) = cause(tmp_path, {0: 1}, {0: FORWARD_7}).details[1:]
+    assert len(line) <= 1000
+    assert line.startswith("ValueError: it begins")
+    assert line.endswith("it ends")
+
+
 @pytest.mark.parametrize("kind", [WorkerFailed, BadInput, Stalled])
 def test_a_cause_travels_to_other_machines_as_json(kind: type) -> None:
     sent = Cause("rank 3 failed", ("a", "b"), 7, "rank 0 waited", True, kind, "host1")

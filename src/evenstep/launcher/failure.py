@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from evenstep import checkpoint
-from evenstep.errors import BadInput, EvenstepError, Stalled, WorkerFailed
+from evenstep.errors import BadInput, EvenstepError, Stalled, WorkerFailed, shorten
 from evenstep.launcher.logs import ranks_in_words
 from evenstep.launcher.server import lost
 from evenstep.launcher.stall import crashed_thread
@@ -21,6 +21,7 @@ from evenstep.worker.pulse import Beat
 
 MOST_LINES = 15
 MOST_MESSAGE_LINES = 4
+MOST_LINE_LETTERS = 1000
 SOMEONE_KILLED = "Someone killed it: a person, a cluster, or a system that is short of memory."
 
 
@@ -162,7 +163,7 @@ def _reports(logs: Path) -> list[dict[str, Any]]:
 
 
 def _shortened(message: str) -> list[str]:
-    lines = message.strip().splitlines()
+    lines = [shorten(line, MOST_LINE_LETTERS) for line in message.strip().splitlines()]
     return lines if len(lines) <= MOST_MESSAGE_LINES else [*lines[: MOST_MESSAGE_LINES - 1], "..."]
 
 

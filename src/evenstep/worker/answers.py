@@ -12,9 +12,11 @@ from dataclasses import dataclass
 import psutil
 import torch
 
-from evenstep.errors import EvenstepError, RankLost
+from evenstep.errors import EvenstepError, RankLost, shorten
 
 Match = re.Match[str]
+MOST_LETTERS = 20_000
+"""Of a message: torch's are shorter, and one with a printed tensor in it can have megabytes."""
 
 
 @dataclass(frozen=True)
@@ -87,8 +89,16 @@ def _empty_caches() -> None:
         torch.cuda.empty_cache()
 
 
+def message_of(error: BaseException) -> str:
+    """What an exception says: the beginning and the end, if it is very long, and something if it cannot say it."""
+    try:
+        return shorten(str(error), MOST_LETTERS)
+    except Exception as failed:
+        return f"(its message cannot be shown: {type(failed).__name__})"
+
+
 def _find(error: BaseException) -> tuple[_Case, Match] | None:
-    text = f"{type(error).__name__}: {error}"
+    text = f"{type(error).__name__}: {message_of(error)}"
     for case in CASES:
         found = re.search(case.pattern, text, re.DOTALL)
         if found and not (case.is_victim and not _may_be_torch(error, text)):
@@ -220,6 +230,7 @@ def _size(num_bytes: int) -> str:
     return f"{gigabytes:.1f} GiB" if gigabytes >= 1 else f"{num_bytes / 2**20:.0f} MiB"
 
 
+# What may lie between two parts of a pattern is bounded, or a search would take the square of the message's length.
 CASES = (
     _Case(
         r"Expected to have finished reduction in the prior iteration"
@@ -236,8 +247,8 @@ CASES = (
         r"(?:failed to listen on any|(?i:address already in use)|EADDRINUSE)(?:.*?\bport[:=] ?(?P<port>\d+))?", _port
     ),
     _Case(
-        r"unable to (?:open|allocate) shared memory|shared memory.*No space left on device|"
-        r"DataLoader worker.*Bus error|insufficient shared memory",
+        r"unable to (?:open|allocate) shared memory|shared memory.{0,500}No space left on device|"
+        r"DataLoader worker.{0,500}Bus error|insufficient shared memory",
         _shared_memory,
     ),
     _Case(
@@ -251,15 +262,15 @@ CASES = (
         r"(?<!OutOf)MemoryError(?:: Unable to allocate (?P<words>[\d.]+ \w+))?",
         _host_memory,
     ),
-    _Case(r"gloo/.*Timed out waiting (\d+)ms|Timeout\(ms\)=(\d+)\) ran for|caught collective", _too_late, True),
+    _Case(r"gloo/.{0,500}Timed out waiting (\d+)ms|Timeout\(ms\)=(\d+)\) ran for|caught collective", _too_late, True),
     _Case(
-        r"gloo/.*(?:Connection (?:closed|reset) by peer|Connection refused|Broken pipe)|connectFullMesh failed|"
+        r"gloo/.{0,500}(?:Connection (?:closed|reset) by peer|Connection refused|Broken pipe)|connectFullMesh failed|"
         r"ncclRemoteError|remote process exited|NCCL communicator was aborted|"
         r"Connection was likely closed|Socket unexpectedly closed|^Dist\w+Error:.*(?i:broken pipe|connection reset)",
         _lost,
         True,
     ),
-    _Case(r"client socket has timed out.*connect to \((?P<host>[^,]+), (?P<port>\d+)\)", _nobody_there, True),
+    _Case(r"client socket has timed out.{0,500}connect to \((?P<host>[^,]+), (?P<port>\d+)\)", _nobody_there, True),
     _Case(
         r"waiting for clients\. (?P<came>\d+)/(?P<all>\d+) clients joined|"
         r"^(?:RuntimeError|Dist\w+Error): (?:[Ww]ait timeout|Timeout waiting for key)",

@@ -15,10 +15,10 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from evenstep.errors import EvenstepError, Preempted
+from evenstep.errors import EvenstepError, Preempted, shorten
 from evenstep.plan import Plan, read_plan
 from evenstep.task import Task, call_task, is_users, load_task
-from evenstep.worker.answers import answer, is_victim
+from evenstep.worker.answers import answer, is_victim, message_of
 from evenstep.worker.lifeline import begin, end, read_rank
 from evenstep.worker.notes import answer_noted, step_noted
 from evenstep.worker.pulse import LOADING
@@ -30,6 +30,9 @@ if TYPE_CHECKING:
 
 WORKER = "EVENSTEP_WORKER"
 """Set in every worker, so that a script that it imports cannot start a training of its own."""
+
+MOST_LOGGED = 10**6
+"""Letters of a line of a traceback: a message with a tensor in it can have a hundred times as many."""
 
 
 @dataclass(frozen=True)
@@ -107,7 +110,7 @@ def write_report(logs: Path, rank: int, error: BaseException) -> None:
         "rank": rank,
         "nanoseconds": time.time_ns(),
         "type": type(error).__name__,
-        "message": str(error),
+        "message": message_of(error),
         "is_plain": isinstance(error, EvenstepError),
         "is_final": getattr(error, "is_final", False),
         "exit_code": error.exit_code if isinstance(error, EvenstepError) else 1,
@@ -131,4 +134,4 @@ def _write_report(folder: Path, rank: int, report: dict[str, Any], error: BaseEx
     beside.write_text(json.dumps(report))
     beside.replace(path)
     with path.with_name(f"rank{rank}.traceback").open("a") as log:
-        traceback.print_exception(error, file=log)
+        log.writelines(shorten(part, MOST_LOGGED) for part in traceback.format_exception(error))

@@ -28,12 +28,12 @@ DECLARATIONS = {
 def run(script: Path | str, *arguments: str, devices: int = 2) -> None:
     """Run a script, which must end well and say so from the rank 0 of a world of two."""
     command = [sys.executable, "-m", "evenstep", "run", "--devices", str(devices), str(SCRIPTS / script), *arguments]
-    done = subprocess.run(command, capture_output=True, text=True, env=_no_ranks(), timeout=100)
+    done = subprocess.run(command, capture_output=True, text=True, env=no_ranks(), timeout=100)
     assert done.returncode == 0, done.stderr
     assert re.search(r"^rank 0 of 2 done, loss \d+\.\d{3}$", done.stdout, re.MULTILINE), done.stdout
 
 
-def _no_ranks() -> dict[str, str]:
+def no_ranks() -> dict[str, str]:
     """The environment of a shell: a test may itself run below a launcher."""
     theirs = re.compile(r"(.*_)?RANK|(.*_)?WORLD_SIZE|MASTER_.*|TORCHELASTIC_.*|EVENSTEP_.*")
     return {name: value for name, value in os.environ.items() if not theirs.fullmatch(name)}
@@ -106,7 +106,7 @@ def test_a_signal_is_passed_on_to_a_script(number: signal.Signals, code: int, kn
     Path("waits.py").write_text(f"import os, signal, sys, time\n{own}\n{up}\ntime.sleep(60)\n")
     command = [sys.executable, "-m", "evenstep", "run", "--devices", "2", "waits.py"]
     process = subprocess.Popen(
-        command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=_no_ranks()
+        command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=no_ranks()
     )
     while not (Path("up0").exists() and Path("up1").exists()):
         assert process.poll() is None

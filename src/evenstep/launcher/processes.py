@@ -42,7 +42,8 @@ class RankLogs(LogsSpecs):
         self.folder = folder
         self.first_rank = first_rank
         self.is_left_to_ranks = False
-        """Whether the processes open their logs themselves: the engine cannot redirect a notebook's streams."""
+        """Whether the processes open their logs themselves: the engine would leave copies of the old ones open in them,
+        and cannot redirect a notebook's."""
         folder.mkdir(parents=True, exist_ok=True)
 
     def reify(self, envs: dict[int, dict[str, str]]) -> LogsDest:
@@ -135,7 +136,7 @@ def workers(start: Start) -> Iterator[Workers]:
     """Start the processes; none is left when the block ends."""
     # The engine logs every process that fails or is ended; the reader wants the cause alone.
     logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)
-    start.logs.is_left_to_ranks = start.how == "fork"
+    start.logs.is_left_to_ranks = start.how != "program"
     with copying() if start.how == "server" else nullcontext() as server, _signals_left_alone():
         context = _started(start, server)
     try:
@@ -148,7 +149,7 @@ def workers(start: Start) -> Iterator[Workers]:
 
 
 def _started(start: Start, server: int | None) -> PContext:
-    more = {PARENT: str(server or os.getpid()), **({OWN_LOGS: "1"} if start.how == "fork" else {})}
+    more = {PARENT: str(server or os.getpid()), **({OWN_LOGS: "1"} if start.logs.is_left_to_ranks else {})}
     ours = {name: value for name, value in os.environ.items() if name != LAUNCHER}
     return start_processes(
         name="evenstep",

@@ -7,6 +7,7 @@ import datetime
 import json
 import pickle
 import re
+import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -15,13 +16,13 @@ from typing import Any
 from evenstep.errors import PlanError, WorkerFailed
 from evenstep.launcher.meeting import Meeting, OneMachine, Place, torchrun_environment
 from evenstep.launcher.processes import python
+from evenstep.launcher.server import threads_for_script
 from evenstep.launcher.slurm import find_slurm
 from evenstep.launcher.stores import LOOPBACK, free_port, open_store
 from evenstep.launcher.supervise import Launch, Supervisor
 from evenstep.launcher.train import refuse_fork_after_cuda
 from evenstep.plan import check_patience, parse_address, parse_machines
 from evenstep.report.progress import Progress
-from evenstep.worker.machine import share_threads
 from evenstep.worker.main import Orders
 from evenstep.worker.program import Program, run_function, run_program
 from evenstep.worker.temporary import live_folder
@@ -65,7 +66,9 @@ class Script:
     def program(self) -> Program:
         """What each process runs."""
         flag = None if self.is_module else old_flag(Path(self.name).read_text(errors="replace"), self.arguments)
-        return Program(self.name, self.arguments, self.is_module, flag)
+        # The first of the launcher's is the folder of the command `evenstep`.
+        search_path = sys.path[0 if sys.flags.safe_path else 1 :]
+        return Program(self.name, self.arguments, self.is_module, flag, tuple(search_path))
 
 
 def run_script(script: Script) -> None:
@@ -83,7 +86,7 @@ def run_script(script: Script) -> None:
         "program" if script.is_fresh else "server",
         restarts=script.restarts,
         stall_after=script.stall_after,
-        environment={"OMP_NUM_THREADS": str(share_threads(None, ["cpu"] * script.num))},
+        environment=threads_for_script(script.num),
         is_program=True,
     )
     _watch(Supervisor(launch, meeting))
@@ -136,6 +139,7 @@ def launch(
             "fork",
             restarts=restarts,
             stall_after=stall_after,
+            # OpenMP's threads do not survive the copying of a process; more than one would wait for them for ever.
             environment={"OMP_NUM_THREADS": "1"},
             is_program=True,
         )

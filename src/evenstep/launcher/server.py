@@ -22,6 +22,8 @@ FOR_FSDP = ("torch.distributed.fsdp", "torch.distributed.device_mesh", "torch.di
 DYING_SECONDS = 1.0
 """How long after its pipes are closed a killed process may take to be seen dead."""
 SEVERAL = ("--devices", "--strategy", "--restarts", "--machines", "--resume", "--plan")
+NO_VALUE = ("-m", "--module", "--fresh")
+"""Options of `run` that no value follows."""
 
 
 def start_server(more: Sequence[str] = ()) -> None:
@@ -91,8 +93,31 @@ def start_server_for(arguments: Sequence[str]) -> None:
     if command in ("verify", "compare"):
         start_server(FOR_FSDP)
     is_spread = command == "train" and ("SLURM_STEP_ID" in os.environ or any(name in SEVERAL for name in names))
+    if command == "run":
+        # In this process too: OpenMP, MKL and OpenBLAS read it once, when the server loads them.
+        os.environ.update(threads_for_script(_num_processes(rest)))
     if is_spread or (command == "run" and "--fresh" not in names):
         start_server(FOR_FSDP if "fsdp" in " ".join(rest) else ())
+
+
+def threads_for_script(num: int) -> dict[str, str]:
+    """What torchrun tells `num` processes of one machine about threads, where the user has said nothing."""
+    return {"OMP_NUM_THREADS": "1"} if num > 1 and "OMP_NUM_THREADS" not in os.environ else {}
+
+
+def _num_processes(words: Sequence[str]) -> int:
+    """What `--devices` before the script says; 1 if that cannot be seen."""
+    before = ""
+    for word in words:
+        name, _, value = word.partition("=")
+        if before == "--devices":
+            name, value = before, word
+        elif not word.startswith("-") and (not before.startswith("--") or before in NO_VALUE):
+            return 1
+        if name == "--devices" and value:
+            return int(value) if value.isdigit() else 1
+        before = word
+    return 1
 
 
 @contextmanager

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
@@ -217,7 +216,7 @@ class Attempt:
         environments = self.place.environments(self._num, {**self._launch.environment, **self._more})
         for local, one in enumerate(environments):
             one[BEATS] = f"{file}:{local}"
-            one["TORCHELASTIC_ERROR_FILE"] = str(self._logs.path(local, "engine.json"))
+            one["TORCHELASTIC_ERROR_FILE"] = str(self._logs.path(local, "engine.json").absolute())
         launch = self._launch
         self._start = Start(launch.entry, launch.arguments(self._orders), environments, self._logs, launch.how)
         return self
@@ -269,9 +268,8 @@ class Attempt:
 
     def _ask_to_stop(self, number: int | None) -> Iterator[str]:
         if self._launch.is_program and number is not None:
-            # It knows what its signals mean; Ctrl-C on a terminal has reached it already.
-            if number != signal.SIGINT or not sys.stdin.isatty():
-                self._workers.send(number)
+            # It knows what its signals mean.
+            self._workers.send(number)
             return
         if number is not None:
             more = "; once more to stop at once" if number == signal.SIGINT else ""

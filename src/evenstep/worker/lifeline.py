@@ -11,10 +11,11 @@ import weakref
 from collections.abc import Mapping
 from pathlib import Path
 
+from evenstep.worker.interpreter import open_output
 from evenstep.worker.stacks import leave_stacks
 
 OWN_LOGS = "EVENSTEP_OWN_LOGS"
-"""Set for a copy of the caller's own process, which opens its logs itself."""
+"""Set for a copy of another process, which opens its logs itself."""
 LAUNCHER = "EVENSTEP_LAUNCHER"
 """Set while the launcher starts its fork server: whose death is to be the server's."""
 HELD_BACK = (signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP)
@@ -31,9 +32,11 @@ def read_rank(environment: Mapping[str, str] = os.environ) -> tuple[int, int, in
 
 def begin(logs: str) -> None:
     """Tie this process to the launcher, name it, and have it leave its stacks when it is asked for them."""
-    if os.getppid() != int(os.environ.get(PARENT, os.getppid())):
-        os._exit(1)  # the launcher was gone before this process could ask to go with it
-    die_with_parent()
+    # Taken out: what the user's code starts has another parent.
+    parent = os.environ.pop(PARENT, None)
+    if parent:
+        end_with(int(parent))
+    take_threads()
     # What a copied process has registered is its original's to do: removing temporary folders, say.
     atexit._clear()
     weakref.finalize._registry.clear()  # type: ignore[attr-defined]
@@ -47,9 +50,14 @@ def begin(logs: str) -> None:
             file = os.open(Path(logs) / f"rank{rank}.{name}", os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
             os.dup2(file, stream)
             os.close(file)
-    # Line by line into the logs, from wherever this process was copied: a notebook's streams are not files.
-    sys.stdout = open(1, "w", buffering=1, closefd=False)  # noqa: SIM115
-    sys.stderr = open(2, "w", buffering=1, closefd=False)  # noqa: SIM115
+    open_output()
+
+
+def take_threads() -> None:
+    """Compute with as many threads as OMP_NUM_THREADS says: it may have been set after torch was imported."""
+    torch, num = sys.modules.get("torch"), os.environ.get("OMP_NUM_THREADS", "")
+    if torch is not None and num.isdigit() and int(num) not in (0, torch.get_num_threads()):
+        torch.set_num_threads(int(num))
 
 
 def take_signals() -> None:
@@ -68,21 +76,12 @@ def end(exit_code: int) -> None:
     os._exit(exit_code)
 
 
-def die_with_parent() -> None:
-    """Ask Linux to kill this process when the launcher dies, however it dies."""
-    parent = os.environ.get(PARENT)
-    # A process that a worker started itself has inherited the name of a launcher that is not its parent.
-    if parent and os.getppid() == int(parent):
-        end_with(int(parent))
-
-
 def end_with(parent: int) -> None:
-    """Ask Linux to kill this process when its parent dies, however it dies; elsewhere, nothing."""
-    if sys.platform != "linux":
-        return
-    ctypes.CDLL(None, use_errno=True).prctl(1, signal.SIGKILL)  # 1: PR_SET_PDEATHSIG
+    """Ask Linux to kill this process when its parent dies, however it dies; elsewhere, see that it is still there."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None, use_errno=True).prctl(1, signal.SIGKILL)  # 1: PR_SET_PDEATHSIG
     if os.getppid() != parent:
-        os._exit(1)
+        os._exit(1)  # it was gone before this process could ask to go with it
 
 
 def signal_name(number: int) -> str:

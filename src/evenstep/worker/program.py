@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import logging
-import multiprocessing.util
 import os
 import pickle
 import runpy
@@ -12,10 +10,12 @@ import signal
 import sys
 import threading
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from evenstep.worker.interpreter import leave_server, new_main, tidy_up_at_exit
 from evenstep.worker.lifeline import begin, end, read_rank, take_signals
 
 
@@ -28,6 +28,8 @@ class Program:
     is_module: bool = False
     rank_flag: str | None = None
     """How a script of before torchrun is told its local rank: `--local_rank` or `--local-rank`."""
+    search_path: tuple[str, ...] = ()
+    """`sys.path` of a new Python, without the folder of what it runs."""
 
     def to_json(self) -> str:
         """For a process of its own."""
@@ -36,15 +38,12 @@ class Program:
 
 def run_program(logs: str, program: Program) -> None:
     """Run it as if Python had been started with it, and end the process as Python would."""
+    leave_server()
     _run(logs, lambda: _as_main(program))
 
 
 def run_function(logs: str, results: str, function: Callable[..., Any], arguments: tuple[Any, ...]) -> None:
     """Call a function that this process has a copy of; what it returns goes back to the launcher."""
-    import torch
-
-    # OpenMP's threads do not survive the copying of a process; more than one would wait for them for ever.
-    torch.set_num_threads(1)
 
     def call() -> None:
         rank, _, _ = read_rank()
@@ -55,12 +54,17 @@ def run_function(logs: str, results: str, function: Callable[..., Any], argument
 
 
 def _run(logs: str, what: Callable[[], None]) -> None:
+    # As under torchrun: Ctrl-C on a terminal is the launcher's to pass on, and a program that signals its own process
+    # group reaches itself alone.
+    with suppress(PermissionError):
+        os.setsid()
     begin(logs)
+    tidy_up_at_exit()
     take_signals()
     try:
         what()
     except SystemExit as request:
-        _finish()
+        threading._shutdown()  # type: ignore[attr-defined]
         end(_exit_code(request))
     except BaseException as error:
         # A second Ctrl-C, while the first is told of, would be taken for a good end.
@@ -71,16 +75,11 @@ def _run(logs: str, what: Callable[[], None]) -> None:
         stay_in_group()
         rank, _, _ = read_rank()
         write_report(Path(logs), rank, error)
+        if sys.excepthook is not sys.__excepthook__:
+            sys.excepthook(type(error), error, error.__traceback__)
         end(1)
-    _finish()
-    end(0)
-
-
-def _finish() -> None:
-    """What Python does at the end of a program: wait for threads and processes, and write logs out."""
     threading._shutdown()  # type: ignore[attr-defined]
-    multiprocessing.util._exit_function()  # type: ignore[attr-defined]
-    logging.shutdown()
+    end(0)
 
 
 def _exit_code(request: SystemExit) -> int:
@@ -94,22 +93,19 @@ def _exit_code(request: SystemExit) -> int:
 def _as_main(program: Program) -> None:
     flag = [f"{program.rank_flag}={os.environ['LOCAL_RANK']}"] if program.rank_flag else []
     sys.argv = [program.name, *flag, *program.arguments]
+    sys.orig_argv = [sys.executable, "-u", *(["-m"] if program.is_module else []), *sys.argv]
+    folder = os.getcwd() if program.is_module else str(Path(program.name).resolve().parent)
+    sys.path[:] = [*([] if sys.flags.safe_path else [folder]), *program.search_path]
+    main = new_main(program.name)
     if program.is_module:
-        sys.path.insert(0, "")
-        runpy.run_module(program.name, run_name="__main__", alter_sys=True)
+        runpy._run_module_as_main(program.name)  # type: ignore[attr-defined]
         return
-    path = Path(program.name)
-    sys.path.insert(0, str(path.resolve().parent))
-    main: Any = type(sys)("__main__")
-    # What pickle and multiprocessing look for, for as long as the process lives.
-    main.__file__ = program.name
-    main.__builtins__ = __builtins__
-    sys.modules["__main__"] = main
     # Or it would be compiled with this file's own `from __future__ import annotations`.
-    code = compile(path.read_bytes(), program.name, "exec", dont_inherit=True)
-    exec(code, main.__dict__)
+    code = compile(Path(program.name).read_bytes(), str(main.__file__), "exec", dont_inherit=True)
+    exec(code, vars(main))
 
 
 if __name__ == "__main__":
     given = json.loads(sys.argv[2])
-    run_program(sys.argv[1], Program(**{**given, "arguments": tuple(given["arguments"])}))
+    lists = {name: tuple(given[name]) for name in ("arguments", "search_path")}
+    run_program(sys.argv[1], Program(**{**given, **lists}))

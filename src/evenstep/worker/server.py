@@ -20,6 +20,7 @@ if launcher and os.getppid() == int(launcher):
     signal.pthread_sigmask(signal.SIG_BLOCK, HELD_BACK)
 
 ENGINE = "torch.distributed.elastic.multiprocessing.api"
-for module in ("torch", ENGINE, "multiprocessing.synchronize", "evenstep.worker.perform", "evenstep.worker.main"):
+OURS = ("evenstep.worker.perform", "evenstep.worker.main", "evenstep.worker.program")
+for module in ("torch", ENGINE, "multiprocessing.synchronize", *OURS):
     importlib.import_module(module)
 importlib.import_module("evenstep.worker.later").put_off_compiler()

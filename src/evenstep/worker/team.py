@@ -28,7 +28,7 @@ from evenstep.task import Amount
 from evenstep.worker.adopt import adopt
 from evenstep.worker.apart import check_apart
 from evenstep.worker.gradients import forget, forget_gradients, go_back, separate, update
-from evenstep.worker.lifeline import die_with_parent, read_rank
+from evenstep.worker.lifeline import read_rank
 from evenstep.worker.loader import Batch, Loader, Piece
 from evenstep.worker.machine import available_devices
 from evenstep.worker.nonfinite import explain
@@ -74,7 +74,6 @@ def join(
     if chosen not in STRATEGIES:
         raise PlanError(f"unknown strategy {chosen!r}; allowed are {', '.join(STRATEGIES)}")
     many = STRATEGIES[chosen].processes_per_device
-    die_with_parent()
     if size > 1 and not many:
         raise PlanError(f"{chosen} runs in one process, and there are {size}; use ddp or fsdp")
     world = join_world(devices or available_devices(read_rank()), needs_group=many)

@@ -1,0 +1,139 @@
+"""What a script finds under `evenstep run` is what torchrun gives it: the process, its threads, its children."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.process.test_scripts import SCRIPTS, no_ranks
+
+LOOK = str(SCRIPTS / "look_around.py")
+WITH_WORKERS = """
+import multiprocessing
+import os
+import torch
+from torch.utils.data import DataLoader, TensorDataset
+
+def double(number):
+    return 2 * number
+
+data = TensorDataset(torch.arange(8.0))
+collate = lambda rows: torch.stack([row[0] for row in rows])
+loader = DataLoader(data, 4, num_workers=1, persistent_workers=True, collate_fn=collate)
+for _ in range(2):
+    assert torch.cat(list(loader)).tolist() == list(range(8))
+assert multiprocessing.Pool(1).map(double, [1, 2]) == [2, 4]
+queue = multiprocessing.Queue()
+child = multiprocessing.Process(target=queue.put, args=(os.getppid(),))
+child.start()
+assert queue.get() == os.getppid()
+child.join()
+print(child.name, torch.arange(4.0).sum().item())
+"""
+GUARDED = """
+import multiprocessing
+
+class Number:
+    def __init__(self, value):
+        self.value = value
+
+def double(number):
+    return Number(2 * number.value)
+
+if __name__ == "__main__":
+    for method in ("spawn", "forkserver"):
+        with multiprocessing.get_context(method).Pool(1) as pool:
+            print(method, pool.map(double, [Number(3)])[0].value)
+"""
+EXPLAINED = {
+    # One open file each for stacks that are asked for and for those of a crash, closed by exec.
+    "open files",
+    # A name that outlives restarts is not torchrun's; the address is that of loopback; EVENSTEP_BEATS is for join().
+    "environment",
+    "drawn",
+}
+
+
+def started(*command: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    done = subprocess.run(
+        [sys.executable, "-m", *command],
+        capture_output=True,
+        text=True,
+        env={**no_ranks(), **environment},
+        input="typed",
+        timeout=100,
+    )
+    assert done.returncode == 0, done.stderr
+    return done
+
+
+def seen(rank: int) -> dict[str, Any]:
+    values: dict[str, Any] = json.loads(Path(f"seen{rank}.json").read_text())
+    assert Path(f"exit{rank}").exists()
+    return values
+
+
+def test_an_unguarded_script_has_loader_workers_a_lambda_and_a_pool() -> None:
+    Path("script.py").write_text(WITH_WORKERS)
+    done = started("evenstep", "run", "--devices", "2", "script.py")
+    assert done.stdout.split() == ["Process-3", "6.0"]
+    assert done.stderr == ""
+
+
+def test_a_script_spawns_what_it_defines() -> None:
+    Path("script.py").write_text(GUARDED)
+    assert started("evenstep", "run", "script.py").stdout.splitlines() == ["spawn 6", "forkserver 6"]
+
+
+def test_a_script_finds_a_new_main_process() -> None:
+    started("evenstep", "run", "--devices", "2", LOOK, "--lr", "0.1")
+    first, second = seen(0), seen(1)
+    assert first["start method"] == [None, "fork"]
+    assert first["process"] == ["MainProcess", False, "_MainProcess"]
+    assert first["parent"] == "None"
+    assert first["argv"] == [[LOOK, "--lr", "0.1"], [sys.executable, "-u", LOOK, "--lr", "0.1"]]
+    assert first["path"][0] == str(SCRIPTS)
+    assert os.path.dirname(sys.executable) not in first["path"]
+    assert first["main"]["__file__"] == repr(LOOK)
+    assert first["name"] == ["__main__", True]
+    kept = {name for name, (_, outlives_exec) in first["open files"].items() if outlives_exec}
+    assert kept == {"0", "1", "2"}
+    assert len(first["open files"]) == 5
+    assert first["is session leader"]
+    assert {first["stdin"], second["stdin"]} == {"typed", ""}
+    assert {name for name in first["environment"] if name.startswith("EVENSTEP_")} == {"EVENSTEP_BEATS"}
+    assert first["drawn"][0] != second["drawn"][0]
+    assert first["drawn"][1] != second["drawn"][1]
+
+
+@pytest.mark.parametrize(("given", "num"), [({}, 1), ({"OMP_NUM_THREADS": "3"}, 3)], ids=["unset", "set"])
+def test_a_script_computes_with_the_threads_that_the_environment_says(given: dict[str, str], num: int) -> None:
+    started("evenstep", "run", "--devices", "2", LOOK, **given)
+    assert seen(0)["environment"]["OMP_NUM_THREADS"] == str(num)
+    for counts in seen(0)["computing threads"]:
+        assert {line.rpartition(" : ")[2] for line in counts[:-1]} == {str(num)}
+        assert {number for _, number in counts[-1]} <= {num, os.cpu_count()}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("num", ["1", "2"])
+@pytest.mark.parametrize("how", [(), ("--fresh",)], ids=["copied", "fresh"])
+def test_a_script_finds_what_torchrun_gives(how: tuple[str, ...], num: str) -> None:
+    started("torch.distributed.run", "--standalone", "--nproc-per-node", num, LOOK, "--lr", "0.1")
+    theirs = seen(0)
+    started("evenstep", "run", "--devices", num, *how, LOOK, "--lr", "0.1")
+    ours = seen(0)
+    assert {name: value for name, value in ours.items() if name not in EXPLAINED} == {
+        name: value for name, value in theirs.items() if name not in EXPLAINED
+    }
+    assert set(ours["environment"]) - set(theirs["environment"]) == {"EVENSTEP_BEATS"}
+    assert set(theirs["environment"]) <= set(ours["environment"])
+    different = {name for name, value in theirs["environment"].items() if ours["environment"][name] != value}
+    alone = {"TORCHELASTIC_USE_AGENT_STORE"} if num == "1" else set()
+    assert different == {"MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_RUN_ID", "TORCHELASTIC_ERROR_FILE", *alone}

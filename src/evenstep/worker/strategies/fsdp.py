@@ -11,10 +11,12 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import nn
 
+from evenstep.worker.comm.ledger import open_ledger
 from evenstep.worker.gradients import separate
 from evenstep.worker.seats import NOTHING
 from evenstep.worker.spread import Bound, Spread
 from evenstep.worker.strategies.ddp import send_buffers, send_from_rank_0
+from evenstep.worker.strategies.fsdp_agreed import Agreement
 from evenstep.worker.strategies.single import Single
 from evenstep.worker.tap import Tap
 from evenstep.worker.world import World
@@ -27,6 +29,7 @@ class FSDP(Single):
 
     def __init__(self) -> None:
         self._tap: Tap | None = None
+        self._agreement: Agreement | None = None
         self._syncs: WeakKeyDictionary[Spread, bool] = WeakKeyDictionary()
         """Whether the engine was last told to add gradients up, which is what it does by itself."""
 
@@ -46,7 +49,23 @@ class FSDP(Single):
             fully_shard(unit, mesh=mesh)
         bound = Bound(model)
         fully_shard(bound, mesh=mesh)
+        self._watch(bound, world)
         return Spread(model, [bound])
+
+    def _watch(self, bound: Bound, world: World) -> None:
+        """Compare what ranks are about to send, and have a tap told of it."""
+        from evenstep.worker.strategies.fsdp_told import ToldAllGather, ToldReduceScatter
+
+        if self._agreement is None:
+            self._agreement = Agreement(open_ledger(world.gather, world.rank), world.rank, world.tap)
+        agreement = self._agreement
+        names = {id(weight): name for name, weight in bound.model.named_parameters()}
+        for name, unit, group in _groups(bound):
+            own = [names[id(one.sharded_param)] for one in group.fsdp_params]
+            unit.set_custom_all_gather(ToldAllGather(world.tap, agreement.gathers(name.removeprefix("model."), own)))
+            unit.set_custom_reduce_scatter(ToldReduceScatter(world.tap))
+            agreement.watch_backward(group)
+        agreement.watch_forward(bound)
 
     def refresh(self, spread: Spread, is_training: bool) -> None:
         # At every step too: DDP does so, and the strategies are to agree.
@@ -67,30 +86,27 @@ class FSDP(Single):
         return hasattr(spread.seats[0], "set_requires_gradient_sync")
 
     def tell(self, spread: Spread, tap: Tap) -> None:
-        from evenstep.worker.strategies.fsdp_told import ToldAllGather, ToldReduceScatter
-
         self._tap = tap
-        for module in spread.seats[0].modules():
-            if isinstance(module, _engine()):
-                module.set_custom_all_gather(ToldAllGather(tap))
-                module.set_custom_reduce_scatter(ToldReduceScatter(tap))
 
 
 @contextmanager
 def _separating(root: nn.Module) -> Iterator[None]:
     """Around a backward whose gradients stay whole and are added to later, on parameters that torch alone sees."""
     yield
-    states: list[Any] = [module._get_fsdp_state() for module in root.modules() if isinstance(module, _engine())]
-    groups = [state._fsdp_param_group for state in states if state._fsdp_param_group is not None]
+    groups = [group for _, _, group in _groups(root)]
     separate(
         [one._unsharded_param for group in groups for one in group.fsdp_params if hasattr(one, "_unsharded_param")]
     )
 
 
-def _engine() -> Any:
+def _groups(root: nn.Module) -> list[tuple[str, Any, Any]]:
+    """The units that have parameters of their own: their names, modules, and what the engine keeps of each."""
     from torch.distributed.fsdp import FSDPModule
 
-    return FSDPModule
+    units = [(name, module) for name, module in root.named_modules() if isinstance(module, FSDPModule)]
+    states: list[Any] = [module._get_fsdp_state() for _, module in units]
+    groups = [state._fsdp_param_group for state in states]
+    return [(*unit, group) for unit, group in zip(units, groups, strict=True) if group is not None]
 
 
 def units(model: nn.Module) -> list[nn.Module]:

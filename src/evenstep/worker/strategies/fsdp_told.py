@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -12,8 +13,8 @@ from evenstep.worker.tap import Tap, size_of
 
 
 class ToldAllGather(DefaultAllGather):
-    def __init__(self, tap: Tap) -> None:
-        self._tap = tap
+    def __init__(self, tap: Tap, before: Callable[[], None]) -> None:
+        self._tap, self._before = tap, before
 
     def __call__(self, output_tensor: torch.Tensor, input_tensor: torch.Tensor, *more: Any, **named: Any) -> Any:
         if self._tap.is_muted:
@@ -21,6 +22,7 @@ class ToldAllGather(DefaultAllGather):
             own = input_tensor.flatten().clone()
             output_tensor.view(-1, own.numel()).copy_(own)
             return None
+        self._before()
         with self._tap.sending("all-gather", size_of([input_tensor])):
             return super().__call__(output_tensor, input_tensor, *more, **named)
 

@@ -1,0 +1,56 @@
+"""What fsdp cannot train is refused in words, and what it can is not."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from evenstep.record import Record
+from tests.fleet import run_processes
+
+HERE = Path(__file__).parent
+pytestmark = pytest.mark.timeout(200)
+
+
+def train(task: str, *options: str) -> subprocess.CompletedProcess[str]:
+    """Two ranks of fsdp, unless the options say otherwise."""
+    given = {"--strategy": "fsdp", "--devices": "cpu,cpu", "--name": "one"} | dict(
+        zip(options[::2], options[1::2], strict=True)
+    )
+    arguments = [word for pair in given.items() for word in pair]
+    command = [sys.executable, "-m", "evenstep", "train", f"{HERE / 'unusual_tasks.py'}:{task}", *arguments]
+    return subprocess.run(command, capture_output=True, text=True, timeout=100)
+
+
+@pytest.mark.parametrize(
+    ("task", "said"),
+    [("heads", ["no gradient for one.weight", "no gradient for other.weight"]), ("experts", ["runs experts."])],
+)
+def test_a_layer_that_some_ranks_do_not_use_is_named_before_they_send_anything(task: str, said: list[str]) -> None:
+    ended = train(task)
+    assert ended.returncode == 2, ended.stderr
+    assert "error: fsdp needs the same layers and gradients on all ranks in every step" in ended.stderr
+    assert "SIGABRT" not in ended.stderr
+    for part in said:
+        assert part in ended.stderr
+
+
+def test_a_head_that_all_ranks_begin_to_use_at_the_same_step_is_trained() -> None:
+    ended = train("later")
+    assert ended.returncode == 0, ended.stderr
+    assert len(Record.read("runs/one").steps) == 10
+
+
+def test_a_ledger_finds_the_first_entry_that_differs(tmp_path: Path) -> None:
+    run_processes(HERE / "compare_together.py", [str(tmp_path)], 2, tmp_path / "logs")
+    for kind in ("SharedLedger", "SentLedger"):
+        found = [json.loads((tmp_path / f"{kind}-{rank}.json").read_text()) for rank in range(2)]
+        assert [one["while equal"] for one in found] == [None, None]
+        # Where nobody waits, the rank that came first has seen nothing.
+        seen = [one["after"] for one in found]
+        assert [1, 8000] in seen or [0, 7000] in seen
+        assert all(one in (None, expected) for one, expected in zip(seen, ([1, 8000], [0, 7000]), strict=True))

@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 from evenstep.record import Record
 from tests.fleet import run_processes
@@ -43,6 +44,30 @@ def test_a_head_that_all_ranks_begin_to_use_at_the_same_step_is_trained() -> Non
     ended = train("later")
     assert ended.returncode == 0, ended.stderr
     assert len(Record.read("runs/one").steps) == 10
+
+
+REFUSED = {
+    "Muon": "after 8 steps a parameter of 5 x 4 is off by 0.01 of what it moved",
+    "Adafactor": "its step fails with RuntimeError: aten.",
+    "Adafactor of Hugging Face": "its step fails with RuntimeError: aten.",
+    "Rprop": "its step fails with RuntimeError: aten.",
+    "fused SGD": "its step fails with NotImplementedError: Operator aten._fused_sgd_",
+    "LarsOfSlices": "is off by",
+    "LBFGS": "LBFGS.step needs a closure",
+    "SparseAdam": "names makes sparse gradients (sparse=True)",
+}
+"""What torch cannot do with sharded parameters, or does wrong without a word."""
+
+
+def test_every_optimizer_is_refused_or_learns_what_one_device_learns(tmp_path: Path) -> None:
+    run_processes(HERE / "optimize_together.py", [str(tmp_path)], 2, tmp_path / "logs")
+    first, second = (json.loads((tmp_path / f"{rank}.json").read_text()) for rank in range(2))
+    assert first == second
+    assert {name for name in vars(torch.optim) if name in first} >= {"AdamW", "SGD", "RAdam", "ASGD", "Muon"}
+    assert {name: said for name, said in first.items() if isinstance(said, str)}.keys() == REFUSED.keys()
+    for name, part in REFUSED.items():
+        assert part in first[name]
+    assert all(apart < 1e-9 for name, apart in first.items() if name not in {*REFUSED, "Noisy"}), first
 
 
 def test_a_ledger_finds_the_first_entry_that_differs(tmp_path: Path) -> None:

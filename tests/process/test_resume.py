@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from itertools import chain, islice
 from pathlib import Path
 
 import pytest
+import torch
 
+import evenstep
 from evenstep.plan import Plan
 from tests.fleet import furthest, result, run_jobs
+from tests.process.unusual_tasks import OPTIMIZERS, later_by
 from tests.small_tasks import NUM_SAMPLES
 
 TASK = "mlp/adamw/pair"
@@ -72,3 +76,28 @@ def test_an_epoch_that_was_cut_holds_every_sample_once(runs: Path) -> None:
     first = result(runs, "ddp-3").record.steps[11:CUT]
     rest = result(runs, "ddp-3_to_dp-2").record.steps[: 22 - CUT]
     assert sum(step.samples for step in [*first, *rest]) == NUM_SAMPLES
+
+
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+@pytest.mark.parametrize("is_resumed", [False, True], ids=["undisturbed", "resumed"])
+def test_a_parameter_that_had_no_state_yet_gets_its_first_gradient_later(optimizer: str, is_resumed: bool) -> None:
+    """As the experts of a mixture do that were idle so far; the eighth step is the first that uses `other`."""
+    if is_resumed:
+        evenstep.train(later_by(optimizer), steps=5, name="first")
+    evenstep.train(later_by(optimizer), steps=10, name="ours", resume="runs/first" if is_resumed else None)
+    assert furthest(result(Path("runs"), "ours").weights, by_torch_alone(optimizer)) < 1e-6
+
+
+def by_torch_alone(optimizer: str) -> dict[str, torch.Tensor]:
+    """The same steps, by the optimizer as the task makes it."""
+    team, task = evenstep.join("single"), later_by(optimizer)
+    model = task.model()
+    weights = list(model.parameters())
+    stepped = task.optimizer(weights)
+    loader = team.loader(task.train, batch=8)
+    for batch in islice(chain(loader, loader), 10):
+        stepped.zero_grad()
+        task.loss(model, batch.micro_batches[0][0].data).backward()
+        stepped.step()
+        batch.finish()
+    return model.state_dict()

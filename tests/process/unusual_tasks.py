@@ -79,3 +79,16 @@ class Later(nn.Module):
 
 def later() -> Task:
     return task_of(Later)
+
+
+def later_by(optimizer: str) -> Task:
+    return task_of(Later, OPTIMIZERS[optimizer])
+
+
+OPTIMIZERS: dict[str, Callable[[Parameters], Any]] = {
+    "SGD": lambda parameters: torch.optim.SGD(parameters, lr=0.1, momentum=0.9),
+    "dampened": lambda parameters: torch.optim.SGD(parameters, lr=0.1, momentum=0.9, dampening=0.5),
+    "AdamW": lambda parameters: torch.optim.AdamW(parameters, lr=0.01),
+    "NAdam": lambda parameters: torch.optim.NAdam(parameters, lr=0.01),
+    "Adagrad": lambda parameters: torch.optim.Adagrad(parameters, lr=0.01),
+}

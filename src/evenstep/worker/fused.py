@@ -25,12 +25,31 @@ def fuse(optimizer: torch.optim.Optimizer, model: nn.Module) -> None:
     # torch has no rule for what a fused SGD does with sharded weights.
     if not all(map(_fits, weights)) or (type(optimizer) is torch.optim.SGD and any(map(is_sharded, weights))):
         return
+    if any(group.get("dampening") for group in groups):
+        # A momentum that starts later (see `start_momentum`) is dampened once too often.
+        return
     for group in groups:
         group["fused"] = True
     untyped: Any = optimizer
     # What the constructor sets with fused=True: fp16's scaler leaves the check for infinities to the kernel.
     untyped._step_supports_amp_scaling = True
     untyped._need_device_dtype_check_for_fused = True
+
+
+def start_momentum(optimizer: torch.optim.Optimizer) -> None:
+    """Before an update: parameters that get their first gradient after others did start from a momentum of zero.
+
+    torch's fused SGD takes a momentum of every parameter or of none, and fails where an expert was idle so far.
+    """
+    if type(optimizer) is not torch.optim.SGD or not optimizer.state:
+        return
+    if len(optimizer.state) == sum([len(group["params"]) for group in optimizer.param_groups]):
+        return
+    for group in optimizer.param_groups:
+        if group.get("fused") and group["momentum"]:
+            for weight in group["params"]:
+                if weight.grad is not None and optimizer.state[weight].get("momentum_buffer") is None:
+                    optimizer.state[weight]["momentum_buffer"] = torch.zeros_like(weight)
 
 
 def is_fused(optimizer: torch.optim.Optimizer) -> bool:

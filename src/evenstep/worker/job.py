@@ -228,6 +228,7 @@ class Job:
                 seat.compile()
         optimizer = task.optimizer(model.parameters())
         fuse(optimizer, model.module)
+        team.check(optimizer)
         num_steps = plan.num_steps(loader.lengths, *checkpoint.start_of(plan.resume))
         scheduler = _call_scheduler(task, optimizer, num_steps) if task.scheduler is not None else None
         # From here on Python's and NumPy's draws (in a dataset, say) differ between ranks.

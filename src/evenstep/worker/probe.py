@@ -18,6 +18,7 @@ from evenstep.plan import Plan
 from evenstep.task import Task, describe, takes_steps
 from evenstep.worker.adopt import Adopted
 from evenstep.worker.loader import Piece
+from evenstep.worker.optimizers import refuse_closure
 from evenstep.worker.passes import NOT_RESIDENT, can_be_resident
 from evenstep.worker.precision import Precision
 from evenstep.worker.source import Source, to_device
@@ -46,6 +47,7 @@ def probe(plan: Plan, task: Task, train: Adopted) -> Lengths:
     skeleton = _skeleton(task)
     if skeleton is not None:
         _check_fits(plan, skeleton)
+        _check_optimizer(task, skeleton)
         _check_resumes(plan, skeleton, source, order)
     num_parameters = sum(weight.numel() for weight in skeleton.parameters()) if skeleton is not None else 0
     data = _first_samples(source)
@@ -98,6 +100,15 @@ def _check_fits(plan: Plan, skeleton: nn.Module) -> None:
             f"the model does not fit: weights and gradients need {needed / 2**30:.1f} GiB and {plan.devices[0]} has "
             f"{room / 2**30:.1f} GiB free; use a smaller model, or --strategy fsdp on more cards"
         )
+
+
+def _check_optimizer(task: Task, skeleton: nn.Module) -> None:
+    try:
+        optimizer = task.optimizer(skeleton.parameters())
+    except Exception:
+        # Some look at the numbers, of which a skeleton has none; the worker will say.
+        return
+    refuse_closure(optimizer)
 
 
 def _card_bytes(device: str) -> int | None:

@@ -7,6 +7,7 @@ from weakref import WeakSet
 import torch
 
 from evenstep.errors import TaskError
+from evenstep.worker.optimizers import refuse_closure, refuse_sharded
 from evenstep.worker.scaler import unfitted
 from evenstep.worker.spread import Spread
 from evenstep.worker.world import World
@@ -44,7 +45,10 @@ class Refusals:
         model.is_checked = True
 
     def refuse_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
-        """Before each update: one over other parameters than those that were spread would train nothing."""
+        """Before each update: one over other parameters than those that were spread would train nothing.
+
+        All ranks call this.
+        """
         if optimizer in self._checked:
             return
         weights = [weight for group in optimizer.param_groups for weight in group["params"]]
@@ -53,4 +57,6 @@ class Refusals:
                 "the optimizer holds parameters that are not the team's; make it after team.spread, from what that "
                 "returned:\nmodel = team.spread(Net()); optimizer = Adam(model.parameters())"
             )
+        refuse_closure(optimizer)
+        refuse_sharded(optimizer, self._world)
         self._checked.add(optimizer)

@@ -51,7 +51,7 @@ def load_weights(module: nn.Module, loaded: Mapping[str, torch.Tensor], source: 
     own = dict(_tensors(module))
     found, stripped = _matching(loaded, own, source)
     for name, target in own.items():
-        target.copy_(_like(found[name], target))
+        target.copy_(placed_like(found[name], target))
     return stripped
 
 
@@ -113,7 +113,7 @@ def _first(names: list[str], most: int = 3) -> str:
     return ", ".join(names[:most]) + (f" and {len(names) - most} more" if len(names) > most else "")
 
 
-def _like(tensor: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+def placed_like(tensor: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
     """`tensor` in the way `target` lies on the devices; every rank cuts out its own slice."""
     if not is_sharded(target):
         return tensor
@@ -174,7 +174,7 @@ def load_optimizer_state(
         weight = weights_by_name[name]
         for kind, value in state.items():
             if isinstance(value, torch.Tensor) and value.shape == weight.shape and value.ndim:
-                state[kind] = _like(value, weight)
+                state[kind] = placed_like(value, weight)
     groups = []
     start = 0
     for group, saved_group, group_names in zip(optimizer.param_groups, saved["groups"], own, strict=True):

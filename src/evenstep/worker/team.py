@@ -27,6 +27,7 @@ from evenstep.seeding import seed_everything
 from evenstep.task import Amount
 from evenstep.worker.adopt import adopt
 from evenstep.worker.apart import check_apart
+from evenstep.worker.fused import start_momentum
 from evenstep.worker.gradients import forget, forget_gradients, go_back, separate, update
 from evenstep.worker.lifeline import read_rank
 from evenstep.worker.loader import Batch, Loader, Piece
@@ -118,6 +119,10 @@ class Team:
         spread = self.strategy.spread(self.precision.fit(model), self.world)
         self._refusals.learn(spread)
         return spread
+
+    def check(self, optimizer: torch.optim.Optimizer) -> None:
+        """Refuse an optimizer that `step` could not use; `step` does so too, after the first backward."""
+        self._refusals.refuse_optimizer(optimizer)
 
     def loader(
         self,
@@ -240,6 +245,7 @@ class Team:
             weights = [weight for group in optimizer.param_groups for weight in group["params"]]
             torch.nn.utils.clip_grad_norm_(weights, clip)
         taken = True
+        start_momentum(optimizer)
         if scaler is None:
             update(optimizer)
         else:

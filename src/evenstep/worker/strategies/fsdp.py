@@ -11,7 +11,9 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import nn
 
+from evenstep.errors import TaskError
 from evenstep.worker.comm.ledger import open_ledger
+from evenstep.worker.fused import has_sparse_gradients
 from evenstep.worker.gradients import separate
 from evenstep.worker.seats import NOTHING
 from evenstep.worker.spread import Bound, Spread
@@ -41,6 +43,7 @@ class FSDP(Single):
         from torch.distributed.device_mesh import init_device_mesh
         from torch.distributed.fsdp import fully_shard
 
+        _refuse_sparse(model)
         model.to(world.device)
         with torch.no_grad():
             send_from_rank_0([tensor.data for tensor in (*model.parameters(), *model.buffers())])
@@ -87,6 +90,15 @@ class FSDP(Single):
 
     def tell(self, spread: Spread, tap: Tap) -> None:
         self._tap = tap
+
+
+def _refuse_sparse(model: nn.Module) -> None:
+    layers = [name for name, layer in model.named_modules() if has_sparse_gradients(layer)]
+    if layers:
+        raise TaskError(
+            f"{layers[-1] or 'the model'} makes sparse gradients (sparse=True), and fsdp shards dense ones;\n"
+            "leave sparse out, or use ddp"
+        )
 
 
 @contextmanager

@@ -1,0 +1,166 @@
+"""Whether a team can step an optimizer: without a closure, and on parameters that are sharded.
+
+Both are tried on a copy of it with small parameters: a list of names would say nothing about the optimizers of others.
+"""
+
+from __future__ import annotations
+
+import copy
+import re
+from collections import OrderedDict, defaultdict
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from evenstep.errors import TaskError
+from evenstep.worker.state import is_sharded, placed_like, whole
+from evenstep.worker.world import World
+
+STEPS = 8
+"""Enough for averages to differ, and for most of what an optimizer does every few steps."""
+TOLERANCE = 1e-5
+"""Relative to the update. The small parameters are float64; some optimizers compute in float32 by themselves."""
+
+Place = Callable[[torch.Tensor], torch.Tensor]
+"""Puts the values of a small parameter, or of its gradient, where they are to lie."""
+
+
+def refuse_closure(optimizer: Optimizer) -> None:
+    """Raise TaskError for an optimizer that computes the loss several times a step, as LBFGS and SAM do."""
+    if _can_step(optimizer) or not _can_step(optimizer, with_closure=True):
+        return
+    raise TaskError(
+        f"{type(optimizer).__name__}.step needs a closure that computes the loss again, and a step here computes it "
+        "once;\nuse an optimizer whose step() needs none, such as AdamW or SGD"
+    )
+
+
+def refuse_sharded(optimizer: Optimizer, world: World) -> None:
+    """Raise TaskError, on all ranks, if it updates sharded parameters otherwise than whole ones; all ranks call this.
+
+    Muon and Adafactor need whole matrices, and some compute a norm of what is a slice.
+    """
+    weights = [weight for group in optimizer.param_groups for weight in group["params"]]
+    sharded = next(filter(is_sharded, weights), None)
+    if sharded is None:
+        return
+    # No rank is without a row, and the last one has fewer.
+    rows = 3 * world.size - 1
+    try:
+        expected, again = (Rehearsal(optimizer, rows).moved() for _ in range(2))
+    except Exception:
+        # It cannot be tried like this; its first step will say more.
+        return
+    if not all(map(torch.equal, expected, again)):
+        # It draws random numbers.
+        return
+    problem = _problem(Rehearsal(optimizer, rows, lambda values: placed_like(values, sharded)), expected)
+    problems = [one for one in world.gather(problem) if one is not None]
+    if problems:
+        raise TaskError(
+            f"{type(optimizer).__name__} cannot update sharded parameters as it updates whole ones: {problems[0]}.\n"
+            "Use it with ddp; under fsdp use an optimizer that updates every number by itself, such as AdamW or SGD"
+        )
+
+
+def _problem(rehearsal: Rehearsal, expected: list[torch.Tensor]) -> str | None:
+    """What is wrong with updates of shards."""
+    try:
+        moved = rehearsal.moved()
+    except Exception as error:
+        first, *_ = re.split(r"\n|[.!] |[.!]$", str(error))
+        return f"its step fails with {type(error).__name__}: {first[:120]}"
+    for ours, theirs in zip(moved, expected, strict=True):
+        apart = float((ours - theirs).abs().max() / theirs.abs().max().clamp(min=1e-300))
+        if not apart < TOLERANCE:
+            shape = " x ".join(map(str, theirs.shape))
+            return f"after {STEPS} steps a parameter of {shape} is off by {apart:.1g} of what it moved"
+    return None
+
+
+def _can_step(optimizer: Optimizer, with_closure: bool = False) -> bool:
+    try:
+        Rehearsal(optimizer).step(with_closure)
+    except Exception:
+        return False
+    return True
+
+
+class Rehearsal:
+    """A copy of an optimizer, with one small parameter for each number of dimensions that a group has."""
+
+    def __init__(self, optimizer: Optimizer, rows: int = 5, place: Place = lambda values: values) -> None:
+        self._rows, self._place = rows, place
+        self._draws = torch.Generator().manual_seed(0)
+        self._weights: list[nn.Parameter] = []
+        own = vars(optimizer)
+        state: Any = defaultdict(dict)
+        # deepcopy takes what its memo names as already copied.
+        memo: dict[int, Any] = {id(own[name]): OrderedDict() for name in _HOOKS if name in own}
+        for group in optimizer.param_groups:
+            memo |= self._in_place_of(group["params"])
+            state.update({memo[id(weight)]: _small_state(own, weight, memo[id(weight)]) for weight in group["params"]})
+        if "state" in own:
+            memo[id(own["state"])] = state
+        self._starts = [self._whole(weight) for weight in self._weights]
+        self._optimizer: Any = object.__new__(type(optimizer))
+        # A step that a scheduler or the user put there would move the original's parameters.
+        vars(self._optimizer).update(copy.deepcopy({key: own[key] for key in own if key != "step"}, memo))
+        for group in self._optimizer.param_groups:
+            # A warm-up may begin with 0, and nothing would move.
+            group["lr"] = group.get("lr") or 0.01
+
+    def step(self, with_closure: bool = False) -> None:
+        """One step, from gradients that are the same in every rehearsal."""
+        self._set_gradients()
+        self._optimizer.step(*[self._set_gradients] * with_closure)
+
+    def moved(self) -> list[torch.Tensor]:
+        """How far some steps move each of the small parameters."""
+        with torch.random.fork_rng(devices=[]):
+            for _ in range(STEPS):
+                self.step()
+        return [self._whole(weight) - start for weight, start in zip(self._weights, self._starts, strict=True)]
+
+    def _in_place_of(self, weights: list[nn.Parameter]) -> dict[int, Any]:
+        """By id: what the copy has instead of these parameters, and of their list."""
+        small: dict[tuple[int, bool], nn.Parameter] = {}
+        for weight in weights:
+            kind = weight.ndim, weight.is_complex()
+            if kind not in small:
+                shape = (self._rows, 4, 3, *[2] * weight.ndim)[: weight.ndim]
+                small[kind] = nn.Parameter(self._drawn(shape, like=weight))
+        self._weights += small.values()
+        replaced = {id(weight): small[weight.ndim, weight.is_complex()] for weight in weights}
+        return {**replaced, id(weights): list(small.values())}
+
+    def _set_gradients(self) -> torch.Tensor:
+        """As a closure does: it returns the loss."""
+        for weight in self._weights:
+            weight.grad = self._drawn(weight.shape, like=weight)
+        return torch.zeros(())
+
+    def _drawn(self, shape: tuple[int, ...], like: torch.Tensor) -> torch.Tensor:
+        dtype = torch.complex128 if like.is_complex() else torch.float64
+        values = torch.randn(shape, generator=self._draws, dtype=dtype)
+        return self._place(values if like.is_meta else values.to(like.device))
+
+    def _whole(self, weight: torch.Tensor) -> torch.Tensor:
+        values = whole(weight, keep=True)
+        assert values is not None
+        return values
+
+
+def _small_state(own: Mapping[str, Any], weight: nn.Parameter, small: nn.Parameter) -> dict[str, Any]:
+    """What an optimizer keeps of a parameter from its making on, as Adagrad does, or from a checkpoint."""
+    kept = own.get("state", {}).get(weight, {})
+    return {
+        key: torch.zeros_like(small) if isinstance(value, torch.Tensor) and value.ndim else copy.deepcopy(value)
+        for key, value in kept.items()
+    }
+
+
+_HOOKS = ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")

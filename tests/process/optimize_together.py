@@ -1,0 +1,141 @@
+"""Every optimizer of torch, and some of others, on sharded parameters and on whole ones; `optimize_together.py OUT`."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn import functional as F
+from torch.optim import Optimizer
+from transformers.optimization import Adafactor as HuggingFaceAdafactor
+
+import evenstep
+from evenstep.errors import TaskError
+from evenstep.worker.state import weights
+
+STEPS = 8
+Weights = Iterable[nn.Parameter]
+
+
+class Lars(Optimizer):
+    """A norm of the whole parameter, which torch computes over all ranks."""
+
+    def __init__(self, parameters: Weights, lr: float = 0.01) -> None:
+        super().__init__(parameters, {"lr": lr})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            for weight in group["params"]:
+                weight -= group["lr"] * self.rate(weight) * weight.grad
+
+    def rate(self, weight: torch.Tensor) -> Any:
+        assert weight.grad is not None
+        return weight.norm() / weight.grad.norm()
+
+
+class LarsOfSlices(Lars):
+    """The same, in Python's numbers: torch gives each rank the norm of its slice."""
+
+    def rate(self, weight: torch.Tensor) -> Any:
+        assert weight.grad is not None
+        return float(weight.norm()) / float(weight.grad.norm())
+
+
+class Noisy(Lars):
+    """It has no one result to compare with."""
+
+    def rate(self, weight: torch.Tensor) -> Any:
+        return torch.rand(()).item()
+
+
+def matrices(parameters: Weights) -> Optimizer:
+    return torch.optim.Muon([one for one in parameters if one.ndim == 2], lr=0.01)
+
+
+OF_TORCH = {
+    name: kind
+    for name, kind in vars(torch.optim).items()
+    if isinstance(kind, type) and issubclass(kind, Optimizer) and kind is not Optimizer
+}
+MAKE: dict[str, Callable[[Weights], Optimizer]] = {
+    **{name: lambda parameters, kind=kind: kind(parameters, lr=0.01) for name, kind in OF_TORCH.items()},
+    "Muon": matrices,
+    "momentum": lambda parameters: torch.optim.SGD(parameters, lr=0.01, momentum=0.9, nesterov=True),
+    "fused SGD": lambda parameters: torch.optim.SGD(parameters, lr=0.01, fused=True),
+    "one by one": lambda parameters: torch.optim.Adam(parameters, lr=0.01, foreach=False, amsgrad=True),
+    "Adafactor of Hugging Face": HuggingFaceAdafactor,
+    "Lars": Lars,
+    "LarsOfSlices": LarsOfSlices,
+    "Noisy": Noisy,
+}
+X = torch.randn(9, 6, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+Y = torch.arange(9) % 3
+
+
+class Net(nn.Module):
+    """Units and parameters outside of them, of one, two and four dimensions; two ranks cannot halve any."""
+
+    def __init__(self, is_sparse: bool) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(nn.Linear(6, 7), nn.Tanh(), nn.Linear(7, 3))
+        self.pixels = nn.Conv2d(1, 3, (1, 6))
+        self.scale = nn.Parameter(torch.ones(1))
+        self.names = nn.Embedding(3, 3, sparse=is_sparse)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        named = self.names((x[:, 0] > 0).long())
+        found: torch.Tensor = self.scale * self.layers(x) + self.pixels(x[:, None, None])[:, :, 0, 0] + named
+        return found
+
+
+def loss(model: nn.Module, batch: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
+    return F.cross_entropy(model(batch[0]), batch[1])
+
+
+def net(name: str) -> Net:
+    torch.manual_seed(1)
+    return Net(is_sparse=name == "SparseAdam").double()
+
+
+def on_one_device(name: str) -> dict[str, torch.Tensor]:
+    model = net(name)
+    optimizer = MAKE[name](model.parameters())
+    for _ in range(STEPS):
+        optimizer.zero_grad()
+        loss(model, (X, Y)).backward()
+        optimizer.step()
+    return model.state_dict()
+
+
+def together(name: str, team: evenstep.Team) -> dict[str, torch.Tensor]:
+    spread = team.spread(net(name))
+    optimizer = MAKE[name](spread.parameters())
+    team.check(optimizer)
+    loader = team.loader((X, Y), batch=len(X), shuffle=False)
+    while loader.num_finished < STEPS:
+        for batch in loader:
+            team.backward(loss, spread, batch)
+            team.step(optimizer)
+    return weights(spread.module, keep=True)
+
+
+def outcome(name: str, team: evenstep.Team) -> str | float:
+    """Why it was refused, or how far it ends from one device."""
+    try:
+        ours = together(name, team)
+    except TaskError as error:
+        return str(error)
+    reference = on_one_device(name)
+    return max(float((ours[key] - one).abs().max() / one.abs().max()) for key, one in reference.items())
+
+
+if __name__ == "__main__":
+    team = evenstep.join("fsdp", devices=("cpu", "cpu"), precision="fp64")
+    found = {name: outcome(name, team) for name in MAKE}
+    Path(sys.argv[1], f"{team.world.rank}.json").write_text(json.dumps(found))

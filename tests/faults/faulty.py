@@ -95,14 +95,16 @@ class Head(nn.Linear):
 def model() -> nn.Module:
     if "EVENSTEP_WORKER" in os.environ:
         happen("while building")
-    return nn.Sequential(nn.Linear(4, WIDTH), nn.Dropout(0.2), Head(WIDTH, 2))
+    made = nn.Sequential(nn.Linear(4, WIDTH), nn.Dropout(0.2), Head(WIDTH, 2))
+    return made.double() if is_due("double weights") else made
 
 
 def loss(model: nn.Module, batch: Any) -> Tensor:
     time.sleep(PACE)
     happen("in a step")
     inputs, labels = batch
-    value = F.cross_entropy(model(inputs), labels)
+    weight = next(model.parameters())
+    value = F.cross_entropy(model(inputs.to(weight.dtype)), labels)
     if is_due("nan loss"):
         return value * float("nan")
     if is_due("nan gradient"):
@@ -155,6 +157,11 @@ def tracker() -> int:
 def kill_the_tracker_and_this_rank() -> None:
     send(tracker(), signal.SIGKILL)
     send(os.getpid(), signal.SIGKILL)
+
+
+def go_elsewhere_and_stop() -> None:
+    os.chdir("/")
+    next(iter(()))
 
 
 def raise_it() -> None:
@@ -282,6 +289,8 @@ def add_up(at_fault: Callable[[], object]) -> Callable[[], None]:
 FAULTS: dict[str, tuple[str, Callable[[], object]]] = {
     "raise at the start": ("while building", raise_it),
     "raise": ("in a step", raise_it),
+    "leave": ("in a step", lambda: os._exit(0)),
+    "go elsewhere and stop": ("in a step", go_elsewhere_and_stop),
     "kill": ("in a step", lambda: send(os.getpid(), signal.SIGKILL)),
     "kill the server": ("in a step", lambda: send(os.getppid(), signal.SIGKILL)),
     "kill the tracker": ("in a step", lambda: send(tracker(), signal.SIGKILL)),

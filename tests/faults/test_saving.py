@@ -110,7 +110,7 @@ def test_a_run_that_is_deleted_while_it_trains_says_so_at_the_next_save() -> Non
     ended = train(*EVERY_3, fault=fail("delete the run", rank=1, step=8))
     assert ended.code == 1
     assert ended.report[0].startswith(
-        "the checkpoint of step 9 could not be written (rank 0: FileNotFoundError: runs/one"
+        f"the checkpoint of step 9 could not be written (rank 0: FileNotFoundError: {FOLDER.absolute()}"
     )
     assert "go on from" not in ended.report[-1]
     assert not CHECKPOINTS.exists()

@@ -89,7 +89,7 @@ def cause(
         return Cause(first["message"], (), _step(beats, rank), is_final=first["is_final"], error=kind)
     details = (
         *(f"  {line}" for line in first["lines"]),
-        *_shortened(f"{first['type']}: {first['message']}"),
+        *_shortened(": ".join(filter(None, (first["type"], first["message"])))),
         *_indented(first["answer"]),
     )
     step = _step(beats, rank) or first["step"]
@@ -120,6 +120,7 @@ def _silent(logs: Path, ended: Mapping[int, int], beats: Mapping[int, Beat], evi
             details = (*details, "Often /dev/shm is too small for loader processes; try --workers 0.")
     else:
         headline = f"rank {rank} ended with exit code {code}{where} and left no report"
+        details = ("Something in the task, or in what it imports, calls os._exit.",)
     return Cause(headline, details, _step(beats, rank), _others(beats, {rank}))
 
 

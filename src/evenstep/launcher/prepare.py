@@ -7,7 +7,8 @@ import json
 import os
 import re
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -15,11 +16,11 @@ from typing import Any
 import torch
 
 from evenstep import checkpoint
-from evenstep.errors import PlanError
+from evenstep.errors import PlanError, TaskError
 from evenstep.order import Lengths
 from evenstep.plan import Plan, parse_devices, parse_machines, read_plan
 from evenstep.seeding import seed_everything
-from evenstep.task import Task, TaskFunction, call_task, find_task, spec_of
+from evenstep.task import Task, TaskFunction, call_task, describe, find_task, spec_of
 from evenstep.worker.adopt import Adopted, adopt
 from evenstep.worker.machine import check_devices, choose_devices, num_cores
 from evenstep.worker.probe import probe
@@ -48,6 +49,8 @@ class Prepared:
     """A checkpoint of the run's own folder, from which it goes on in the same Record."""
     devices: tuple[str, ...] | None = None
     """This machine's, where they are not those of the plan."""
+    cwd: str = "."
+    """The working folder as the task left it: its data may be read from there."""
 
     @property
     def arithmetic(self) -> str:
@@ -73,16 +76,34 @@ def prepare(source: str | TaskFunction | Task | None, choices: Mapping[str, Any]
         draft = replace(draft, threads=_forked_threads(draft.threads))
     # Before the file is imported: data that it makes at its top is then the same here and in every worker.
     seed_everything(draft.seed)
-    found = find_task(source) if isinstance(source, str) else source
-    task = call_task(found, draft.data)
-    train = adopt(task.train, task.collate, task.sampler)
-    plan = _completed(draft, values, task, train)
-    plan, said = _resumed(plan)
-    lengths = probe(plan, task, train)
-    num_steps = plan.num_steps(lengths, *checkpoint.start_of(plan.resume))
-    valid_said = adopt(task.valid, task.collate, what="valid").said if task.valid is not None else []
+    draft, said = _resumed(draft)
+    start = checkpoint.start_of(draft.resume)
+    with _users_code():
+        found = find_task(source) if isinstance(source, str) else source
+        task = call_task(found, draft.data)
+        train = adopt(task.train, task.collate, task.sampler)
+        plan = _completed(draft, values, task, train)
+        lengths = probe(plan, task, train)
+        valid_said = adopt(task.valid, task.collate, what="valid").said if task.valid is not None else []
+        cwd = os.getcwd()
+    num_steps = plan.num_steps(lengths, *start)
     said = [*said, *train.said, *valid_said, *_crowded(plan)]
-    return Prepared(plan, task, spec, _make_folder(plan), lengths, num_steps, said)
+    return Prepared(plan, task, spec, _make_folder(plan), lengths, num_steps, said, cwd=cwd)
+
+
+@contextmanager
+def _users_code() -> Iterator[None]:
+    """Around the first calls of the user's code: it may not end the command, nor move it to another folder."""
+    home = os.getcwd()
+    try:
+        yield
+    except SystemExit as error:
+        raise TaskError(
+            f"the task calls sys.exit({error.code!r}) before the first step: {describe(error)}; "
+            "raise an exception if it cannot go on, or take that line out"
+        ) from error
+    finally:
+        os.chdir(home)
 
 
 def go_on(plan: Plan, source: str | TaskFunction | Task | None, own: Mapping[str, Any]) -> Prepared:
@@ -97,11 +118,14 @@ def go_on(plan: Plan, source: str | TaskFunction | Task | None, own: Mapping[str
     devices = choose_devices(given) if isinstance(given, int) else given
     check_devices(devices or plan.devices)
     seed_everything(plan.seed)
-    task = call_task(find_task(spec), plan.data)
+    with _users_code():
+        task = call_task(find_task(spec), plan.data)
+        lengths = adopt(task.train, task.collate, task.sampler).order(plan.seed, plan.batch)
+        cwd = os.getcwd()
     folder = RUNS / plan.name
     write_plan(folder, plan)
-    lengths = adopt(task.train, task.collate, task.sampler).order(plan.seed, plan.batch)
-    return Prepared(plan, task, spec, folder, lengths.lengths if lengths else Lengths(None), None, [], devices=devices)
+    known = lengths.lengths if lengths else Lengths(None)
+    return Prepared(plan, task, spec, folder, known, None, [], devices=devices, cwd=cwd)
 
 
 def write_plan(folder: Path, plan: Plan) -> None:

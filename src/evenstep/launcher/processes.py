@@ -93,14 +93,18 @@ class Workers:
     def poll(self) -> bool:
         """Whether they are still at work; waits a moment."""
         if self._ended_badly():
-            self._hear_last_words()
-            self.failed = self._ended_badly()
-            self.kill()
+            self.end_others()
             return False
         if len(self.exit_codes()) == self.num:
             return False
         time.sleep(POLL_SECONDS)
         return True
+
+    def end_others(self) -> None:
+        """One has failed: the others get a moment for their own reports, and are ended."""
+        self._hear_last_words()
+        self.failed = self._ended_badly()
+        self.kill()
 
     def exit_codes(self) -> dict[int, int]:
         """Of those that have ended."""

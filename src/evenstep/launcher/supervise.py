@@ -26,7 +26,7 @@ from evenstep.record import FILE
 from evenstep.worker.job import Event
 from evenstep.worker.machine import share_threads
 from evenstep.worker.main import Instead, Orders, work
-from evenstep.worker.pulse import Beat, Beats, make_beats
+from evenstep.worker.pulse import ENDING, Beat, Beats, make_beats
 from evenstep.worker.strategies import STRATEGIES
 from evenstep.worker.temporary import live_folder
 from evenstep.worker.world import BEATS
@@ -55,6 +55,8 @@ class Launch:
     """How long nothing may move at the least, where the user set no limit."""
     instead: Instead | None = None
     """What the workers of a plan do, if they do not train."""
+    cwd: str | None = None
+    """The working folder that a task of this very process has chosen; one from a file chooses it again."""
     is_program: bool = False
     """Whether it is the user's own: what rank 0 prints is its output, and signals are its to understand."""
 
@@ -78,6 +80,7 @@ def of_plan(prepared: Prepared, instead: Instead | None = None) -> Launch:
         # A compiler may be called again in any step: for the short last batch, for evaluation.
         FIRST_SECONDS if plan.compile else LEAST_SECONDS,
         instead,
+        None if is_found else prepared.cwd,
     )
 
 
@@ -200,9 +203,13 @@ class Attempt:
         self.was_preempted = False
         self._launch = of.launch
         self._num = of.launch.num
-        folder = _free_logs(of.launch.folder / "logs", place.first_rank)
+        # The user's code may go to another folder; what ranks leave stays here.
+        run_folder = of.launch.folder.absolute()
+        folder = _free_logs(run_folder / "logs", place.first_rank)
         self._logs = RankLogs(folder, place.first_rank)
-        self._orders = Orders(str(of.launch.folder), str(folder), place.resume, of.launch.devices, of.launch.instead)
+        self._orders = Orders(
+            str(run_folder), str(folder), place.resume, of.launch.devices, of.launch.instead, of.launch.cwd
+        )
         self._more = {"TORCHELASTIC_RESTART_COUNT": str(number - 1), **place.environment}
         self._stack = ExitStack()
         self._is_told = False
@@ -251,7 +258,7 @@ class Attempt:
                 working = self.cause is None
         yield from voices.new(is_end=True)
         is_ended = self._launch.is_program and self._is_told
-        if self.cause is None and self._workers.failed and not is_ended:
+        if self.cause is None and (self._workers.failed or self._left_early()) and not is_ended:
             self.cause = self.of.meeting.tell(self._explained(memory))
         is_saved = Preempted.exit_code in self._workers.exit_codes().values()
         self.was_preempted = self.cause is None and (is_saved or (is_ended and bool(self._workers.failed)))
@@ -262,9 +269,20 @@ class Attempt:
             self._is_told = True
             yield from self._ask_to_stop(self.of.asked.number)
         self.cause = self.of.meeting.heard()
+        if self.cause is None and self._left_early():
+            self._workers.end_others()
+            return
         still = stall.seconds_still()
         if still is not None and self.cause is None:
             yield from self._stalled(still)
+
+    def _left_early(self) -> dict[int, int]:
+        """Ranks that ended as if they were done, and were not: os._exit(0) in the user's code."""
+        if self._launch.is_program:
+            return {}
+        beats = self._beats.read()
+        codes = self._workers.exit_codes()
+        return {local: code for local, code in codes.items() if not code and beats[local].phase != ENDING}
 
     def _ask_to_stop(self, number: int | None) -> Iterator[str]:
         if self._launch.is_program and number is not None:
@@ -310,7 +328,8 @@ class Attempt:
         server_end = self._workers.server_end()
         if server_end is not None:
             return server_cause(server_end, beats, memory.evidence())
-        failed = {first + local: code for local, code in self._workers.failed.items()}
+        ended = {**self._left_early(), **self._workers.failed}
+        failed = {first + local: code for local, code in ended.items()}
         return cause(self._logs.folder, failed, beats, memory.evidence(), self._live)
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import signal
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import chdir, contextmanager, nullcontext
 from dataclasses import fields, replace
 from typing import Any
 
@@ -117,8 +117,10 @@ def _in_this_process(prepared: Prepared, ends_stalls: bool) -> Iterator[Event]:
     logs = prepared.folder / "logs"
     try:
         plan = replace(prepared.plan, resume=prepared.resume or prepared.plan.resume)
-        with ended_if_stalled(logs, plan.stall_after) if ends_stalls else nullcontext():
-            yield from perform(plan, prepared.task, prepared.folder, signal.SIGINT)
+        folder = prepared.folder.absolute()
+        stalls = ended_if_stalled(folder / "logs", plan.stall_after) if ends_stalls else nullcontext()
+        with stalls, chdir(prepared.cwd):
+            yield from perform(plan, prepared.task, folder, signal.SIGINT)
     except EvenstepError:
         raise
     except (Exception, SystemExit) as error:

@@ -332,7 +332,7 @@ class Job:
         return {**self.peaks, **machine.peak_bytes(self.team.world)}
 
     def _sum_up(self, evaluation: Evaluation | None, saved: Path | None, shown: str | None, seconds: float) -> Summary:
-        taken = self.taken
+        taken, run = self.taken, Path(*self.folder.parts[-2:])  # runs/name, as everybody calls it, wherever it lies
         last_epoch = [step for step in taken if step.epoch == taken[-1].epoch]
         timed = taken[1:] or taken
         return Summary(
@@ -347,8 +347,8 @@ class Job:
             else 0.0,
             seconds=seconds,
             peak_bytes={**self._peak_bytes()},
-            checkpoint=str(saved) if saved is not None else None,
-            run=str(self.folder),
+            checkpoint=str(run / checkpoint.FOLDER / saved.name) if saved is not None else None,
+            run=str(run),
             shown=shown,
             audit=self._audit(),
         )

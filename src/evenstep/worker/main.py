@@ -21,7 +21,7 @@ from evenstep.task import Task, call_task, is_users, load_task
 from evenstep.worker.answers import answer, is_victim, message_of
 from evenstep.worker.lifeline import begin, end, read_rank
 from evenstep.worker.notes import answer_noted, step_noted
-from evenstep.worker.pulse import LOADING
+from evenstep.worker.pulse import ENDING, LOADING
 from evenstep.worker.requests import listen_early
 from evenstep.worker.world import read_pulse, spare_folder, stay_in_group
 
@@ -56,6 +56,8 @@ class Orders:
     devices: tuple[str, ...] | None = None
     """Those of this machine, if they are not the plan's."""
     instead: Instead | None = None
+    cwd: str | None = None
+    """Where to work, if the task has said so already."""
 
 
 def work(orders: Orders, source: Task | None = None) -> None:
@@ -85,12 +87,16 @@ def perform_rank(orders: Orders, source: Task | None) -> None:
     run_folder = Path(orders.run_folder)
     plan = read_plan(run_folder)
     plan = replace(plan, resume=orders.resume or plan.resume, devices=orders.devices or plan.devices)
+    if orders.cwd is not None:
+        os.chdir(orders.cwd)
     read_pulse().beat(LOADING)
     seed_everything(plan.seed)
     task = call_task(source) if source is not None else load_task(plan.task, plan.data)
     for event in _performance(orders.instead)(plan, task, run_folder):
         if isinstance(event, str):
             print(event, flush=True)
+    # A rank that ends with exit code 0 and has not come this far was ended by os._exit.
+    read_pulse().beat(ENDING)
 
 
 def _performance(instead: Instead | None) -> Callable[[Plan, Task, Path], Iterator[Event]]:
@@ -104,13 +110,14 @@ def _performance(instead: Instead | None) -> Callable[[Plan, Task, Path], Iterat
 
 def write_report(logs: Path, rank: int, error: BaseException) -> None:
     """What the launcher shows of this failure, if it is the first cause."""
-    frames = traceback.extract_tb(error.__traceback__)
+    raised = _raised(error)
+    frames = traceback.extract_tb(raised.__traceback__)
     own = [frame for frame in frames if is_users(frame.filename)]
     report = {
         "rank": rank,
         "nanoseconds": time.time_ns(),
-        "type": type(error).__name__,
-        "message": message_of(error),
+        "type": type(raised).__name__,
+        "message": message_of(raised),
         "is_plain": isinstance(error, EvenstepError),
         "is_final": getattr(error, "is_final", False),
         "exit_code": error.exit_code if isinstance(error, EvenstepError) else 1,
@@ -124,6 +131,12 @@ def write_report(logs: Path, rank: int, error: BaseException) -> None:
         with suppress(OSError):
             _write_report(folder, rank, report, error)
             return
+
+
+def _raised(error: BaseException) -> BaseException:
+    """What the user's code raised: of a StopIteration, which no generator lets through, Python makes a RuntimeError."""
+    cause = error.__cause__
+    return cause if isinstance(error, RuntimeError) and isinstance(cause, StopIteration) else error
 
 
 def _write_report(folder: Path, rank: int, report: dict[str, Any], error: BaseException) -> None:

@@ -43,7 +43,7 @@ class Touch:
         seed, epoch = self._where
         try:
             return self._augment(sample, self._generator.manual_seed(stream(seed, "augment", epoch, key)))
-        except Exception as error:
+        except (Exception, SystemExit) as error:
             raise TaskError(f"sample {id_} cannot be augmented: {describe(error)}") from error
 
 
@@ -100,7 +100,7 @@ def collated(samples: list[Any], ids: Ids, collate: Collate | None) -> Batch:
     """Samples as one batch, or a TaskError that says which ones do not fit together."""
     try:
         return (collate or default_collate)(samples)
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         if isinstance(error, TaskError):
             raise
         if collate is not None:

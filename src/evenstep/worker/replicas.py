@@ -6,6 +6,7 @@ not, nothing fails: the ranks train models of their own, and one of them is save
 
 from __future__ import annotations
 
+import hashlib
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 
@@ -13,8 +14,9 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.nn.modules.batchnorm import _NormBase
+from torch.nn.parameter import is_lazy
 
-from evenstep.errors import TrainingError
+from evenstep.errors import TaskError, TrainingError
 from evenstep.worker.state import is_sharded
 from evenstep.worker.world import World
 
@@ -26,6 +28,35 @@ _CAUSES = (
     "changed\nunder `if rank == 0`; an update drew random numbers that differ between ranks. "
     "Switch this check off with --check-every 0"
 )
+
+
+def refuse_other_models(world: World, model: nn.Module) -> None:
+    """Raise TaskError, on every rank, if one has built a model of other tensors: sums of such would hang, or be noise.
+
+    All ranks call this together, before anything of the model is sent.
+    """
+    if world.size == 1:
+        return
+    mine = {name: _kind(tensor) for name, tensor in (*model.named_parameters(), *model.named_buffers())}
+    if len(set(world.gather(hashlib.blake2b(repr(mine).encode()).hexdigest()))) == 1:
+        return
+    first, *others = world.gather(mine)
+    for rank, other in enumerate(others, 1):
+        for name in (*first, *other):
+            here, there = first.get(name, "not there"), other.get(name, "not there")
+            if here != there:
+                raise TaskError(
+                    f"rank {rank} has built another model than rank 0: {name} is {there} on rank {rank} and {here} on "
+                    "rank 0;\nbuild the same one on every rank"
+                )
+    raise TaskError("the ranks have built models whose parameters come in different orders; build the same one on each")
+
+
+def _kind(tensor: torch.Tensor) -> str:
+    """`float32 [16, 4]`; a parameter that is not trained is another kind of thing."""
+    shape = "of a shape to come" if is_lazy(tensor) else str(list(tensor.shape))
+    is_frozen = isinstance(tensor, nn.Parameter) and not tensor.requires_grad
+    return f"{str(tensor.dtype).removeprefix('torch.')} {shape}{', not trained' * is_frozen}"
 
 
 class ReplicaCheck:

@@ -208,14 +208,14 @@ class Samples:
         for id_ in ids:
             try:
                 sample = self._data[id_]
-            except Exception as error:
+            except (Exception, SystemExit) as error:
                 raise TaskError(f"sample {id_} cannot be read: {describe(error)}") from error
             yield sample
 
     def _together(self, many: Callable[[list[int]], Any], ids: list[int]) -> list[Any]:
         try:
             samples = list(many(ids))
-        except Exception as error:
+        except (Exception, SystemExit) as error:
             raise TaskError(f"samples {few(ids)} cannot be read: {describe(error)}") from error
         if len(samples) != len(ids):
             raise TaskError(f"__getitems__ gave {len(samples)} samples for {len(ids)} ids; it must give one for each")

@@ -133,7 +133,7 @@ class _Opened:
                     self._iterator = iter(self._data)
                 for sample in islice(self._iterator, num):
                     taken.append(sample)
-        except Exception as error:
+        except (Exception, SystemExit) as error:
             place = self._place + len(taken)
             raise TaskError(f"the {self._what} stream failed at sample {place}: {describe(error)}") from error
         self._place += len(taken)

@@ -39,6 +39,7 @@ from evenstep.worker.precision import Precision
 from evenstep.worker.pulse import BACKWARD, EVALUATING, FORWARD, UPDATE
 from evenstep.worker.randomness import seed_devices
 from evenstep.worker.refusals import Refusals
+from evenstep.worker.replicas import refuse_other_models
 from evenstep.worker.requests import Requests
 from evenstep.worker.seats import NOTHING, Frozen, call, on
 from evenstep.worker.spread import Spread
@@ -116,7 +117,9 @@ class Team:
 
     def spread(self, model: nn.Module) -> Spread:
         """Put the model on every device of the team."""
-        spread = self.strategy.spread(self.precision.fit(model), self.world)
+        fitted = self.precision.fit(model)
+        refuse_other_models(self.world, fitted)
+        spread = self.strategy.spread(fitted, self.world)
         self._refusals.learn(spread)
         return spread
 

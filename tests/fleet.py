@@ -41,7 +41,7 @@ def run_processes(script: Path, arguments: Sequence[str], size: int, logs_folder
     meeting = OneMachine()
     environments = meeting.gather(size, 1).environments(size, {"OMP_NUM_THREADS": "1", **more})
     logs = RankLogs(logs_folder)
-    program = Program(str(script), tuple(arguments))
+    program = Program(str(script), tuple(arguments), search_path=tuple(sys.path))
     try:
         with workers(Start(run_program, (str(logs_folder), program), environments, logs)) as started:
             while started.poll():

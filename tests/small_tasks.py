@@ -161,6 +161,14 @@ def pair_loss(model: nn.Module, batch: tuple[torch.Tensor, torch.Tensor]) -> tup
     return (F.cross_entropy(model(batch[0]), batch[1], reduction="none") * weights).sum(), weights.sum()
 
 
+def penalty_loss(model: nn.Module, batch: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
+    """With a gradient of its own: what each sample changes by moving a little is held small."""
+    inputs = batch[0].clone().requires_grad_()
+    scores = model(inputs)
+    (slope,) = torch.autograd.grad(scores.sum(), inputs, create_graph=True)
+    return F.cross_entropy(scores, batch[1]) + slope.square().sum(1).mean()
+
+
 def token_mean_loss(model: nn.Module, batch: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
     """A mean over samples of each sample's own mean."""
     tokens, targets = batch
@@ -188,6 +196,7 @@ LOSS = {
     ("norm", "mean"): mean_loss,
     ("drop", "mean"): mean_loss,
     ("mlp", "pair"): pair_loss,
+    ("mlp", "penalty"): penalty_loss,
     ("cnn", "pair"): pair_loss,
     ("gpt", "pair"): token_pair_loss,
 }

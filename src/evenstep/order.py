@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
 
 from evenstep.draws import Ids
+from evenstep.errors import PlanError
 
 BLOCK = 1 << 16
 """Ids that are computed and kept at a time; a step takes a slice of them."""
@@ -23,6 +24,16 @@ def share(num: int, seat: int, num_seats: int) -> range:
     size, extra = divmod(num, num_seats)
     start = seat * size + min(seat, extra)
     return range(start, start + size + (seat < extra))
+
+
+def smallest_micro_batch(num: int, num_seats: int, accumulate: int) -> int:
+    """Samples of the smallest part that `num` of them are cut into; a seat with nothing to do still runs one.
+
+    >>> smallest_micro_batch(65, 2, 1), smallest_micro_batch(65, 2, 10), smallest_micro_batch(1, 2, 1)
+    (32, 3, 1)
+    """
+    num_micro = min(accumulate, len(share(num, 0, num_seats)))
+    return max(1, num // num_seats // num_micro)
 
 
 @dataclass(frozen=True)
@@ -66,6 +77,11 @@ class Lengths:
         """The position at which an epoch begins."""
         return sum(self.first[:epoch]) + max(0, epoch - len(self.first)) * (self.rest or 0)
 
+    def whole_batches(self, batch: int) -> Lengths:
+        """Without what a short last batch of each epoch would hold."""
+        rest = None if self.rest is None else self.rest - self.rest % batch
+        return Lengths(rest, tuple(length - length % batch for length in self.first))
+
     def span(self, position: int, batch: int) -> Span:
         """The step that begins after `position` samples; it never reaches into the next epoch."""
         epoch, start = self.locate(position)
@@ -89,6 +105,8 @@ class Order:
     """The ids that it ever gives, if not all."""
     in_blocks: bool = True
     """Whether `find` is as cheap for a part of an epoch as for the whole, by share."""
+    dropped: Lengths = Lengths(0)
+    """Samples of each epoch that are left out because its last batch is short."""
     _kept: dict[tuple[int, int], Ids] = field(default_factory=dict, repr=False, compare=False)
 
     def ids(self, span: Span) -> Ids:
@@ -100,6 +118,24 @@ class Order:
             return ids[span.start - first * size : span.stop - first * size]
         parts = [self._block(span.epoch, number, size) for number in range(first, last + 1)]
         return np.concatenate(parts)[span.start - first * size : span.stop - first * size]
+
+    def drop_last(self, batch: int) -> Order:
+        """The same, less the short batch at the end of an epoch; its places are then those of this batch alone."""
+        kept = self.lengths.whole_batches(batch)
+        if kept == self.lengths:
+            return self
+        if 0 in (kept.rest, *kept.first):
+            shortest = min(self.lengths.rest or 0, *self.lengths.first, batch)
+            raise PlanError(
+                f"drop_last leaves nothing of an epoch of {shortest} samples with a global batch of {batch}; "
+                f"use --batch {shortest} or less"
+            )
+        dropped = Lengths(
+            (self.lengths.rest or 0) - (kept.rest or 0),
+            tuple(length - left for length, left in zip(self.lengths.first, kept.first, strict=True)),
+        )
+        identity = f"{self.identity} in whole batches of {batch}".strip()
+        return replace(self, lengths=kept, dropped=dropped, identity=identity, _kept={})
 
     def _block(self, epoch: int, number: int, size: int) -> Ids:
         kept = self._kept.get((epoch, number))
@@ -114,7 +150,14 @@ class Order:
     def facts(self, num_samples: int | None) -> dict[str, Any]:
         """What an audit needs to know of it."""
         lengths = {"first": list(self.lengths.first), "rest": self.lengths.rest}
-        return {"sampler": self.name, "repeats": self.repeats, "num_samples": num_samples, **lengths}
+        every = [*self.dropped.first, self.dropped.rest]
+        dropped = {"dropped": every} if any(every) else {}
+        return {"sampler": self.name, "repeats": self.repeats, "num_samples": num_samples, **lengths, **dropped}
+
+
+def lengths_of(order: Order | None) -> Lengths:
+    """Samples of each epoch; a stream's are not known before it ends."""
+    return Lengths(None) if order is None else order.lengths
 
 
 def order_name(order: Order | None) -> str:

@@ -14,7 +14,7 @@ from typing import Annotated, Any, Literal, get_args
 from msgspec import Meta
 
 from evenstep.errors import PlanError, shorten
-from evenstep.order import Lengths, share
+from evenstep.order import Lengths, share, smallest_micro_batch
 from evenstep.schema import LARGEST, Schema, check, check_fields
 
 StrategyName = Literal["single", "dp", "ddp", "fsdp", "dp-torch"]
@@ -105,6 +105,11 @@ class Plan:
         self._check_cut()
         check_name(self.name)
 
+    @property
+    def most_devices(self) -> int:
+        """Devices of all machines together, where as many take part as may."""
+        return len(self.devices) * (parse_machines(self.machines)[1] if self.machines is not None else 1)
+
     def _check_launch(self) -> None:
         if (self.epochs is None) == (self.steps is None):
             raise PlanError("a run is so many epochs or so many steps: give one of --epochs and --steps")
@@ -147,9 +152,9 @@ class Plan:
             )
 
     def _check_cut(self) -> None:
-        machines = parse_machines(self.machines)[1] if self.machines is not None else 1
-        smallest = machines * len(self.devices) * self.accumulate
+        smallest = self.most_devices * self.accumulate
         if self.batch < smallest:
+            machines = self.most_devices // len(self.devices)
             of_machines = f"{machines} machines x " if machines > 1 else ""
             raise PlanError(
                 f"a global batch of {self.batch} does not fill {of_machines}{len(self.devices)} devices x "
@@ -159,6 +164,23 @@ class Plan:
     def steps_an_epoch(self, num_samples: int) -> int:
         """Optimizer steps in one pass over so many samples, a short last one included."""
         return math.ceil(num_samples / self.batch)
+
+    def batch_sizes(self, lengths: Lengths) -> set[int]:
+        """Samples of the steps that this run takes: the global batch, and what is left for the last of an epoch."""
+        sizes, steps = {self.batch}, 0
+        for epoch in range(min(self.epochs or sys.maxsize, len(lengths.first) + 1)):
+            length = lengths.of(epoch)
+            if length is None:
+                break
+            steps += self.steps_an_epoch(length)
+            if self.steps is not None and self.steps < steps:
+                break
+            sizes.add(length % self.batch or self.batch)
+        return sizes
+
+    def smallest_micro_batch(self, size: int) -> int:
+        """Samples that a device computes at once, where it has the fewest of a step of this size."""
+        return smallest_micro_batch(size, self.most_devices, self.accumulate)
 
     def num_steps(self, lengths: Lengths, step: int = 0, position: int = 0) -> int | None:
         """Optimizer steps of the whole run, of which `step` are done and have used `position` samples.

@@ -29,6 +29,8 @@ class Drawn(TypedDict, total=False):
     num_samples: Positive | None
     first: list[Positive]
     rest: Positive | None
+    dropped: list[Natural]
+    """Samples that drop_last leaves out of each of the first epochs, and of every later one."""
     step: Natural
     position: Natural
 

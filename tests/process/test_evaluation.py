@@ -13,14 +13,16 @@ from tests.small_tasks import NUM_VALID
 
 @pytest.mark.timeout(240)
 def test_101_samples_give_the_same_numbers_on_1_2_and_3_processes(tmp_path: Path) -> None:
-    values = []
+    values: dict[str, list[dict[str, float]]] = {"mean": [], "penalty": []}
     for size in (1, 2, 3):
         plan = Plan(strategy="ddp", devices=("cpu",) * size, batch=16, steps=1, precision="fp64", threads=1)
         # SGD with its learning rate at zero: the weights are the same to the last bit.
-        run_jobs(tmp_path, size, [(f"ddp-{size}", plan, "mlp/still/mean")])
-        (evaluation,) = result(tmp_path, f"ddp-{size}").record.evaluations
-        assert evaluation.samples == NUM_VALID == 101
-        values.append(evaluation.values)
-    assert values[0]["accuracy"] == values[1]["accuracy"] == values[2]["accuracy"]
-    for value in values[1:]:
-        assert value["loss"] == pytest.approx(values[0]["loss"], rel=1e-12)
+        run_jobs(tmp_path, size, [(f"{loss}-{size}", plan, f"mlp/still/{loss}") for loss in values])
+        for loss, of_loss in values.items():
+            (evaluation,) = result(tmp_path, f"{loss}-{size}").record.evaluations
+            assert evaluation.samples == NUM_VALID == 101
+            of_loss.append(evaluation.values)
+    for one, *others in values.values():
+        for other in others:
+            assert other["accuracy"] == one["accuracy"]
+            assert other["loss"] == pytest.approx(one["loss"], rel=1e-12)

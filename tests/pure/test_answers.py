@@ -179,6 +179,12 @@ def test_a_full_machine_says_how_much_was_asked_for(error: Exception, asked: str
     assert is_out_of_memory(error)
 
 
+def test_batchnorm_on_one_sample_says_how_to_give_it_more() -> None:
+    with pytest.raises(ValueError, match="Expected more than 1 value per channel") as failed:
+        torch.nn.BatchNorm1d(3)(torch.ones(1, 3))
+    assert "drop_last=True, or --sync-batchnorm" in (answer(failed.value) or "")
+
+
 @pytest.mark.parametrize(("room", "found", "tries"), [(12, 12, [50, 25, 12]), (0, None, [50, 25, 12, 6, 3, 1])])
 def test_halves_until_it_fits(room: int, found: int | None, tries: list[int]) -> None:
     tried: list[int] = []

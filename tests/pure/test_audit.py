@@ -96,7 +96,7 @@ def test_a_whole_epoch_has_every_sample_once() -> None:
     assert found.sentence() == "10 samples, 0 repeated, 0 missed"
     assert found.is_clean
     assert found.problems == []
-    assert found.counts() == {"samples": 10, "repeated": 0, "missed": 0, "redone": 0}
+    assert found.counts() == {"samples": 10, "repeated": 0, "missed": 0, "redone": 0, "dropped": 0}
 
 
 @pytest.mark.parametrize(
@@ -114,6 +114,17 @@ def test_a_whole_epoch_has_every_sample_once() -> None:
         ([range(10)] * 2, {"num_samples": None}, "10 samples x 2 epochs, 0 repeated, 0 missed"),
         ([range(10), range(7)], {"num_samples": None}, "17 samples in 2 epochs, 0 repeated, 0 missed"),
         ([], {"num_samples": None}, "0 samples, 0 repeated, 0 missed"),
+        ([range(8)], {"rest": 8, "dropped": [2]}, "8 samples, 0 repeated, 0 missed, 2 left out by drop_last"),
+        (
+            [range(8), range(2, 10), range(4)],
+            {"rest": 8, "dropped": [2]},
+            "8 samples x 2 epochs and 4 of the next, 0 repeated, 0 missed, 4 left out by drop_last",
+        ),
+        (
+            [range(4), range(8)],
+            {"first": [4], "rest": 8, "dropped": [1, 2]},
+            "12 samples in 2 epochs, 0 repeated, 0 missed, 3 left out by drop_last",
+        ),
     ],
 )
 def test_what_is_there_is_said_in_one_sentence(epochs: list[list[int]], changes: Any, sentence: str) -> None:
@@ -542,6 +553,7 @@ def test_the_command_gives_json_in_one_line(evenstep: Callable[..., Ended]) -> N
         "repeated": 1,
         "missed": 1,
         "redone": 0,
+        "dropped": 0,
         "epochs": 1,
         "unfinished": 0,
         "sampler": "shuffled",

@@ -123,6 +123,26 @@ def test_all_ranks_together_read_what_one_process_reads_and_what_the_sampler_pro
         assert counts.keys() == set(range(num - in_use, num))
 
 
+@settings(max_examples=100, deadline=None)
+@given(num=st.integers(8, 500), batch=st.integers(1, 60), size=sizes, kind=kinds, cut=st.integers(0, 30))
+def test_dropping_the_last_batch_leaves_whole_ones_in_the_same_order_also_after_a_restart(
+    num: int, batch: int, size: int, kind: str, cut: int
+) -> None:
+    data, batch = torch.arange(num), min(batch, num // 4)
+    whole = DataLoader(data, batch, sampler=SAMPLERS["own"](num), drop_last=True)  # type: ignore[arg-type]
+    team = loaders(whole, batch, worlds(size), SAMPLERS[kind](num))
+    (alone,) = loaders(data, batch, worlds(1), SAMPLERS[kind](num))
+    steps = [step for _ in range(2) for step in epoch(team)]
+    assert steps == [step for _ in range(2) for step in epoch([alone]) if len(step) == batch]
+    assert [loader.epoch for loader in team] == [2] * size
+    before, on = loaders(whole, batch, worlds(1) * 2, SAMPLERS[kind](num))
+    taken = list(islice(epoch([before]), cut))
+    on.load_state_dict(before.state_dict())
+    while on.epoch < 2:
+        taken += epoch([on])
+    assert taken == steps
+
+
 @pytest.mark.parametrize("data", [[], torch.zeros(0), Numbers(0)], ids=["list", "tensor", "stream"])
 def test_nothing_at_all_is_refused(data: Any) -> None:
     with pytest.raises(TaskError, match="is empty; it needs at least one sample"):
@@ -533,6 +553,28 @@ def test_a_stream_is_the_same_for_any_number_of_ranks_and_workers(size: int, wor
         assert steps == values(reference)
         assert sorted(value - 100 * number for step in steps for value in step) == list(range(23))
         assert [loader.epoch for loader in team] == [number + 1] * size
+
+
+@pytest.mark.parametrize("size", [1, 2])
+@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize(("num", "used"), [(23, 18), (18, 18), (6, 6)])
+def test_a_stream_drops_its_short_last_batch_too(size: int, workers: int, num: int, used: int) -> None:
+    whole = DataLoader(Numbers(num), 6, drop_last=True)
+    team = loaders(whole, 6, worlds(size), workers=workers, drop_last=True)
+    for number in range(2):
+        assert values(team) == [list(range(start, start + 6)) for start in range(0, used, 6)]
+        assert [loader.lengths.first for loader in team] == [(used,) * (number + 1)] * size
+    (loader,) = loaders(whole, 6, worlds(1), drop_last=True)
+    assert [batch.is_epoch_end for batch in loader] == [False] * (used // 6 - 1) + [True]
+    assert sum(len(batch.ids) for batch in loader.whole_pass()) == num
+
+
+def test_a_stream_of_which_nothing_is_left_is_refused() -> None:
+    loader = open_loader(Numbers(5), worlds(1)[0], 6, drop_last=True)
+    with pytest.raises(
+        TaskError, match="has 5 samples from place 0 on, and drop_last leaves nothing of them with a gl"
+    ):
+        list(loader)
 
 
 def test_a_stream_knows_the_last_step_of_an_epoch_by_then() -> None:

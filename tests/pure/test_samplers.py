@@ -24,8 +24,8 @@ from torch.utils.data import (
 )
 
 from evenstep import samplers
-from evenstep.errors import TaskError
-from evenstep.order import Order, Span
+from evenstep.errors import PlanError, TaskError
+from evenstep.order import Lengths, Order, Span
 from evenstep.worker.adopt import adopt, as_sampler
 from evenstep.worker.source import Picked, Table
 
@@ -402,9 +402,32 @@ def test_a_sampler_may_have_an_order_of_its_own_and_give_tensors() -> None:
     assert epoch_of(as_sampler(Sorted(3)).order(3, seed=0, batch=2)) == [2, 1, 0]
 
 
-def test_dropping_the_last_batch_is_said_not_to_be_done() -> None:
-    (said,) = adopt(DataLoader(PAIRS, 4, drop_last=True)).said  # type: ignore[arg-type]
-    assert said.startswith("the train DataLoader's drop_last is not followed: every sample counts")
+@pytest.mark.parametrize("how", [{"drop_last": True}, {"batch_sampler": True}], ids=["drop_last", "batch sampler"])
+def test_the_short_last_batch_is_dropped_in_training_and_an_evaluation_counts_all(how: dict[str, Any]) -> None:
+    if "batch_sampler" in how:
+        loader = DataLoader(PAIRS, batch_sampler=BatchSampler(range(10), 4, drop_last=True))  # type: ignore[arg-type]
+    else:
+        loader = DataLoader(PAIRS, 4, **how)  # type: ignore[arg-type]
+    train, valid = adopt(loader), adopt(loader, what="valid")
+    assert (train.drop_last, train.said) == (True, [])
+    assert valid.said == ["the valid DataLoader's drop_last is not followed: an evaluation counts every sample"]
+    order = train.order(seed=0, batch=4)
+    assert order is not None
+    assert (order.lengths, order.dropped) == (Lengths(8), Lengths(2))
+
+
+def test_dropping_nothing_changes_nothing_and_dropping_all_is_refused() -> None:
+    order = samplers.Shuffled().order(12, seed=0, batch=4)
+    assert order.drop_last(4) is order
+    with pytest.raises(
+        PlanError, match="drop_last leaves nothing of an epoch of 12 samples with a global batch of 13; "
+    ):
+        order.drop_last(13)
+    growing = samplers.Curriculum(range(12), pace=(0.25,)).order(12, seed=0, batch=4)
+    with pytest.raises(
+        PlanError, match="leaves nothing of an epoch of 3 samples with a global batch of 4; use --batch 3"
+    ):
+        growing.drop_last(4)
 
 
 class ByTwos(BatchSampler):

@@ -21,6 +21,8 @@ class Promise:
     repeats: bool
     num_samples: int | None
     lengths: Lengths
+    dropped: Lengths
+    """Samples that drop_last leaves out of each epoch; they are not in `lengths`."""
     seed: int
 
     @property
@@ -123,7 +125,9 @@ def _understood(folder: Path, record: Record) -> list[Run]:
 
 def _attempt(folder: Path, file: Path, record: Record, data: Drawn) -> Run:
     lengths = Lengths(data["rest"], tuple(data["first"]))
-    promise = Promise(data["sampler"], data["repeats"], data["num_samples"], lengths, record.plan.seed)
+    *first, rest = data.get("dropped") or [0]
+    dropped = Lengths(rest, tuple(first))
+    promise = Promise(data["sampler"], data["repeats"], data["num_samples"], lengths, dropped, record.plan.seed)
     last_step = None if record.summary is None else record.data["step"] + record.summary.steps
     # runs/NAME/checkpoints/step-...
     parents = Path(record.plan.resume or "").parents

@@ -23,6 +23,8 @@ class Audit:
     """Samples that finished epochs should have had and had not."""
     redone: int
     """Samples of steps that were lost in a crash and taken again by the next run."""
+    dropped: int = 0
+    """Samples that finished epochs left out, as drop_last asks for."""
     different: int
     """Ids that were used at all, where the sampler draws with replacement."""
     epochs: int
@@ -54,6 +56,8 @@ class Audit:
         # Zeros alone would sound as if all were well.
         if self.num_problems and not (self.repeated or self.missed):
             found += f", but {counted(self.num_problems, 'problem')}"
+        if self.dropped:
+            found += f", {self.dropped} left out by drop_last"
         return self._amount() + found + (f" ({self.start})" if self.start else "")
 
     def _amount(self) -> str:
@@ -68,7 +72,7 @@ class Audit:
 
     def counts(self) -> dict[str, int]:
         """The numbers for the summary of a run."""
-        return {name: getattr(self, name) for name in ("samples", "repeated", "missed", "redone")}
+        return {name: getattr(self, name) for name in ("samples", "repeated", "missed", "redone", "dropped")}
 
     def to_json(self) -> dict[str, Any]:
         """What `evenstep audit --json` prints."""
@@ -90,7 +94,7 @@ class Judge:
         self.problems = Problems()
         self.step = first.step
         self.position = first.position
-        self.samples = self.repeated = self.missed = self.redone = 0
+        self.samples = self.repeated = self.missed = self.redone = self.dropped = 0
         self.finished: list[int] = []
         number, place = self.promise.lengths.locate(first.position)
         self.start = ""
@@ -146,6 +150,7 @@ class Judge:
             repeated=self.repeated,
             missed=self.missed,
             redone=self.redone,
+            dropped=self.dropped,
             different=self._seen.num if self.promise.repeats else 0,
             epochs=len(self.finished),
             samples_an_epoch=lengths.pop() if len(lengths) == 1 else None,
@@ -196,4 +201,5 @@ class Judge:
     def _close(self) -> None:
         self.repeated += self.epoch.count_repeated()
         self.missed += self.epoch.count_missed()
+        self.dropped += self.promise.dropped.of(self.epoch.number) or 0
         self.finished.append(self.epoch.num_samples)

@@ -17,7 +17,7 @@ import torch
 
 from evenstep import checkpoint
 from evenstep.errors import PlanError, TaskError
-from evenstep.order import Lengths
+from evenstep.order import Lengths, Order, lengths_of
 from evenstep.plan import Plan, parse_devices, parse_machines, read_plan
 from evenstep.seeding import seed_everything
 from evenstep.task import Task, TaskFunction, call_task, describe, find_task, spec_of
@@ -83,12 +83,13 @@ def prepare(source: str | TaskFunction | Task | None, choices: Mapping[str, Any]
         task = call_task(found, draft.data)
         train = adopt(task.train, task.collate, task.sampler)
         plan = _completed(draft, values, task, train)
-        lengths = probe(plan, task, train)
-        valid_said = adopt(task.valid, task.collate, what="valid").said if task.valid is not None else []
+        valid = adopt(task.valid, task.collate, what="valid") if task.valid is not None else None
+        order = train.order(plan.seed, plan.batch)
+        probe(plan, task, train, valid, order)
         cwd = os.getcwd()
-    num_steps = plan.num_steps(lengths, *start)
-    said = [*said, *train.said, *valid_said, *_crowded(plan)]
-    return Prepared(plan, task, spec, _make_folder(plan), lengths, num_steps, said, cwd=cwd)
+    num_steps = plan.num_steps(lengths_of(order), *start)
+    said = [*said, *train.said, *_dropped(order), *(valid.said if valid is not None else []), *_crowded(plan)]
+    return Prepared(plan, task, spec, _make_folder(plan), lengths_of(order), num_steps, said, cwd=cwd)
 
 
 @contextmanager
@@ -120,12 +121,11 @@ def go_on(plan: Plan, source: str | TaskFunction | Task | None, own: Mapping[str
     seed_everything(plan.seed)
     with _users_code():
         task = call_task(find_task(spec), plan.data)
-        lengths = adopt(task.train, task.collate, task.sampler).order(plan.seed, plan.batch)
+        order = adopt(task.train, task.collate, task.sampler).order(plan.seed, plan.batch)
         cwd = os.getcwd()
     folder = RUNS / plan.name
     write_plan(folder, plan)
-    known = lengths.lengths if lengths else Lengths(None)
-    return Prepared(plan, task, spec, folder, known, None, [], devices=devices, cwd=cwd)
+    return Prepared(plan, task, spec, folder, lengths_of(order), None, [], devices=devices, cwd=cwd)
 
 
 def write_plan(folder: Path, plan: Plan) -> None:
@@ -136,6 +136,15 @@ def write_plan(folder: Path, plan: Plan) -> None:
             (folder / "plan.json").write_text(json.dumps(plan.to_json(), indent=2) + "\n")
     except OSError as error:
         raise PlanError(f"{folder} cannot be written: {os.strerror(error.errno or 0)}") from error
+
+
+def _dropped(order: Order | None) -> list[str]:
+    if order is None or not order.dropped.rest:
+        return []
+    num = order.dropped.rest
+    return [
+        f"drop_last leaves {num} of {num + (order.lengths.rest or 0)} samples out of each epoch, its short last batch"
+    ]
 
 
 def _crowded(plan: Plan) -> list[str]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from torch.utils.data import (
@@ -37,6 +37,8 @@ class Adopted:
     """The DataLoader's, if it was one."""
     workers: int | None = None
     worker_init: Callable[[int], None] | None = None
+    drop_last: bool = False
+    """Whether the last global batch of an epoch is left out if it is short."""
     said: list[str] = field(default_factory=list)
     """What was not taken over, in plain words."""
 
@@ -44,7 +46,8 @@ class Adopted:
         """The order of its ids; a stream has its own."""
         if isinstance(self.source, Stream):
             return None
-        return self.sampler.order(self.source.num_samples, seed, batch)
+        order = self.sampler.order(self.source.num_samples, seed, batch)
+        return order.drop_last(batch) if self.drop_last else order
 
 
 def adopt(
@@ -77,14 +80,22 @@ def _taken_apart(loader: DataLoader[Any], collate: Collate | None, sampler: Any,
         )
     if batch is None:
         raise TaskError(f"the {what} DataLoader has batch_size=None: its dataset makes batches; let it give samples")
-    if loader.drop_last or getattr(loader.batch_sampler, "drop_last", False):
-        said.append(f"the {what} DataLoader's drop_last is not followed: every sample counts, by what it weighs")
+    drop_last = bool(loader.drop_last or getattr(loader.batch_sampler, "drop_last", False))
+    if drop_last and what == "valid":
+        said.append("the valid DataLoader's drop_last is not followed: an evaluation counts every sample")
     if collate is None and loader.collate_fn not in (default_collate, default_convert):
         collate = loader.collate_fn
     if sampler is None and not is_stream(loader.dataset):
         sampler = own_sampler
     inner = adopt(loader.dataset, collate, sampler, what)
-    return Adopted(inner.source, inner.sampler, batch, loader.num_workers, loader.worker_init_fn, [*said, *inner.said])
+    return replace(
+        inner,
+        batch=batch,
+        workers=loader.num_workers,
+        worker_init=loader.worker_init_fn,
+        drop_last=drop_last,
+        said=[*said, *inner.said],
+    )
 
 
 def as_sampler(given: Any) -> samplers.Sampler:

@@ -200,6 +200,13 @@ def _host_memory(found: Match, _: Sequence[str], __: Situation) -> str:
     )
 
 
+def _one_sample(_: Match, __: Sequence[str], ___: Situation) -> str:
+    return (
+        "BatchNorm cannot be trained on one sample, and that is what this device has in this step.\n"
+        "Use another --batch, a DataLoader with drop_last=True, or --sync-batchnorm with ddp or fsdp"
+    )
+
+
 def _lost(_: Match, __: Sequence[str], ___: Situation) -> str:
     return "the connection to another rank was lost: that one ended first, and its report has the cause"
 
@@ -262,6 +269,7 @@ CASES = (
         r"(?<!OutOf)MemoryError(?:: Unable to allocate (?P<words>[\d.]+ \w+))?",
         _host_memory,
     ),
+    _Case(r"Expected more than 1 value per channel when training", _one_sample),
     _Case(r"gloo/.{0,500}Timed out waiting (\d+)ms|Timeout\(ms\)=(\d+)\) ran for|caught collective", _too_late, True),
     _Case(
         r"gloo/.{0,500}(?:Connection (?:closed|reset) by peer|Connection refused|Broken pipe)|connectFullMesh failed|"

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,10 +19,11 @@ from evenstep.errors import Preempted, TrainingError
 from evenstep.plan import USUAL, Plan
 from evenstep.record import FILE, Evaluation, Record, Row, Step, Summary
 from evenstep.seeding import seed_everything
-from evenstep.task import Amount, Task, takes_steps
+from evenstep.task import Task, takes_steps
 from evenstep.worker import machine
 from evenstep.worker.answers import Situation, is_out_of_memory
 from evenstep.worker.batchnorm import is_local, synchronised
+from evenstep.worker.evaluation import loss_and_metrics
 from evenstep.worker.fast import Fast, can_be_fast
 from evenstep.worker.fused import fuse
 from evenstep.worker.loader import Loader
@@ -298,17 +300,13 @@ class Job:
             return None
         started = time.perf_counter()
         try:
-            values = self.team.measure(self._loss_and_metrics, self._model, self.valid, can_stop=can_stop)
+            values = self.team.measure(partial(loss_and_metrics, self.task), self._model, self.valid, can_stop=can_stop)
         except Interrupted:
             return None
         seconds = time.perf_counter() - started
         return Evaluation(
             step=self.run.step, epoch=epoch, values=values, samples=self.team.last_measured, seconds=seconds
         )
-
-    def _loss_and_metrics(self, model: nn.Module, batch: Any) -> Mapping[str, Amount]:
-        more = self.task.metrics(model, batch) if self.task.metrics is not None else {}
-        return {"loss": self.task.loss(model, batch), **more}
 
     def _save(self, evaluation: Evaluation | None, evaluation_due: bool = False) -> Path:
         started = time.monotonic()

@@ -13,7 +13,7 @@ import torch
 
 from evenstep.draws import Draws, Ids
 from evenstep.errors import PlanError
-from evenstep.order import Lengths, Order, Span, order_name
+from evenstep.order import Lengths, Order, Span, lengths_of, order_name
 from evenstep.samplers import InOrder, Subset
 from evenstep.task import Batch as Data
 from evenstep.worker.ahead import MOST_WORKERS, Ahead, CardCopy, choose_workers
@@ -92,7 +92,7 @@ class Loader:
         self.order = order
         self.num_samples = None if isinstance(source, Stream) else source.num_samples
         """Samples of the data; None for a stream."""
-        self.lengths = order.lengths if order is not None else Lengths(None)
+        self.lengths = lengths_of(order)
         self._source = source
         self._world = world
         self._batch = batch
@@ -143,7 +143,7 @@ class Loader:
     def whole_pass(self) -> Iterator[Batch]:
         """Every sample that is ever used once, as it is, in the order of the data; the position does not move."""
         if self._whole is None:
-            plain = replace(self._reading, augment=None)
+            plain = replace(self._reading, augment=None, drop_last=False)
             self._whole = self._passes(self._in_order(), plain)
         return self._delivered(self._whole.begin(0, 0, 0), None)
 

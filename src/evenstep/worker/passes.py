@@ -45,6 +45,8 @@ class Reading:
     worker_init: Callable[[int], None] | None = None
     dataset: Any = None
     """What `worker_init` finds as its dataset."""
+    drop_last: bool = False
+    """Whether a stream's last batch is left out if it is short; other data has an order that knows."""
     resident: bool = False
     """Whether the data lives in the memory of the devices."""
     compare: bool = True
@@ -95,7 +97,8 @@ class Passes:
 
     def _begin_stream(self, stream: Stream, epoch: int, start: int, num_checked: int) -> Iterator[HostBatch]:
         reading = self._reading
-        part = StreamPart(self._cut, self._batch, reading.seed, reading.augment, epoch, start, num_checked)
+        how = (reading.seed, reading.augment, reading.drop_last)
+        part = StreamPart(self._cut, self._batch, *how, epoch, start, num_checked)
         if not self._num_workers:
             return stream.batches(part)
         self.close()

@@ -2,37 +2,33 @@
 
 from __future__ import annotations
 
-import copy
 from pathlib import Path
-from typing import Any
 
-import numpy as np
 import psutil
 import torch
 from torch import nn
 
 from evenstep import checkpoint
-from evenstep.errors import EvenstepError, PlanError, TaskError
-from evenstep.order import Lengths, Order, order_name
+from evenstep.errors import PlanError, TaskError
+from evenstep.order import Lengths, Order, lengths_of, order_name
 from evenstep.plan import Plan
-from evenstep.task import Task, describe, takes_steps
+from evenstep.task import Task, takes_steps
 from evenstep.worker.adopt import Adopted
-from evenstep.worker.loader import Piece
+from evenstep.worker.dry_run import DryRun, few_samples
 from evenstep.worker.optimizers import refuse_closure
 from evenstep.worker.passes import NOT_RESIDENT, can_be_resident
-from evenstep.worker.precision import Precision
-from evenstep.worker.source import Source, to_device
+from evenstep.worker.persample import Touch
+from evenstep.worker.source import Source
 from evenstep.worker.state import check_foreign, refuse_difference
 from evenstep.worker.stream import Stream
-from evenstep.worker.totals import Totals
-from evenstep.worker.world import World
 
 SMALL_ENOUGH = 20_000_000
 """Parameters up to which the loss is tried on the CPU here; a larger model is tried by the workers themselves."""
 
 
-def probe(plan: Plan, task: Task, train: Adopted) -> Lengths:
-    """Check data, model and loss against the plan; how many samples each epoch will have."""
+def probe(plan: Plan, task: Task, train: Adopted, valid: Adopted | None, order: Order | None) -> None:
+    """Check data, model, loss and metrics against the plan; `order` is that of the training samples."""
+    _check_makers(task)
     source = train.source
     if not isinstance(source, Stream) and plan.batch > source.num_samples:
         raise PlanError(
@@ -41,8 +37,7 @@ def probe(plan: Plan, task: Task, train: Adopted) -> Lengths:
         )
     if plan.resident and not can_be_resident(source, task.augment is not None):
         raise PlanError(NOT_RESIDENT)
-    order = train.order(plan.seed, plan.batch)
-    lengths = order.lengths if order is not None else Lengths(None)
+    lengths = lengths_of(order)
     _check_schedule(task, plan.num_steps(lengths))
     skeleton = _skeleton(task)
     if skeleton is not None:
@@ -50,10 +45,34 @@ def probe(plan: Plan, task: Task, train: Adopted) -> Lengths:
         _check_optimizer(task, skeleton)
         _check_resumes(plan, skeleton, source, order)
     num_parameters = sum(weight.numel() for weight in skeleton.parameters()) if skeleton is not None else 0
-    data = _first_samples(source)
+    touch = Touch(plan.seed, 0, task.augment)
+    few = few_samples(source, touch)
+    few_valid = few_samples(valid.source, Touch(plan.seed, 0)) if valid is not None else None
     if skeleton is None or num_parameters <= SMALL_ENOUGH:
-        _check_loss(plan, task, data)
-    return lengths
+        dry_run = DryRun(plan, task)
+        dry_run.check(few, few_valid)
+        if min(map(plan.smallest_micro_batch, plan.batch_sizes(lengths))) == 1:
+            dry_run.check_alone(few_samples(source, touch, most=1), lengths)
+
+
+def _check_makers(task: Task) -> None:
+    """Every process makes a model and an optimizer of its own; one that is made already cannot be taken."""
+    if isinstance(task.model, nn.Module):
+        name = type(task.model).__name__
+        raise TaskError(
+            f"Task.model is a {name} that is made already; write model=lambda: {name}(...), "
+            "for every process makes its own"
+        )
+    if not callable(task.model):
+        raise TaskError(
+            f"Task.model is a {type(task.model).__name__}; give a function that makes the model: model=lambda: Net()"
+        )
+    if isinstance(task.optimizer, torch.optim.Optimizer):
+        name = type(task.optimizer).__name__
+        raise TaskError(
+            f"Task.optimizer is a {name} that is made already; "
+            f"write optimizer=lambda parameters: {name}(parameters, ...)"
+        )
 
 
 def _check_schedule(task: Task, num_steps: int | None) -> None:
@@ -61,13 +80,6 @@ def _check_schedule(task: Task, num_steps: int | None) -> None:
         raise PlanError(
             "the scheduler asks for the number of steps, and a stream does not know how many it has; give --steps"
         )
-
-
-def _first_samples(source: Source | Stream) -> Any:
-    if isinstance(source, Stream):
-        return source.first(4)
-    last = source.num_samples - 1
-    return source.fetch(np.array(sorted({0, min(1, last), last // 2, last}), dtype=np.int64))
 
 
 def _skeleton(task: Task) -> nn.Module | None:
@@ -140,26 +152,3 @@ def _check_resumes(plan: Plan, skeleton: nn.Module, source: Source | Stream, ord
             f"{path} is at step {state['step']} and the plan ends at step {num_steps}: "
             "there is nothing left to do; give a larger --epochs or --steps to go on"
         )
-
-
-def _check_loss(plan: Plan, task: Task, data: Any) -> None:
-    """One forward of a throw-away model on the CPU; only what is certainly wrong is refused."""
-    world = World(0, 1, (torch.device("cpu"),))
-    precision = Precision("fp64" if plan.precision == "fp64" else "fp32", world.device)
-    what = "loss"
-    try:
-        # A copy: the task may hand out the one model that will be trained.
-        model = copy.deepcopy(precision.fit(task.model()))
-        amount = task.loss(model, to_device(data, precision.fit_tensor))
-        Totals(world, 1).take(amount, Piece(data, np.zeros(0, dtype=np.int64), 1))
-        if task.metrics is not None:
-            what = "metrics"
-            with torch.no_grad():
-                task.metrics(model.eval(), to_device(data, precision.fit_tensor))
-    except EvenstepError:
-        raise
-    except Exception as error:
-        if any(device != "cpu" for device in plan.devices):
-            # It may need the card; the worker will say.
-            return
-        raise TaskError(f"the {what} cannot be computed: {describe(error)}") from error

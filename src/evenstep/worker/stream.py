@@ -15,12 +15,12 @@ from typing import Any
 import numpy as np
 from torch.utils.data import IterableDataset
 
-from evenstep.draws import stream
+from evenstep.draws import Ids, stream
 from evenstep.errors import TaskError
 from evenstep.order import Span
 from evenstep.seeding import OwnDraws
 from evenstep.task import describe
-from evenstep.worker.persample import Augment, Collate, PerSample, Touch, collated
+from evenstep.worker.persample import Augment, Collate, PerSample, Touch
 from evenstep.worker.reading import Checked, Cut, Failure, HostBatch, HostPiece, digest, seat_digests, sendable
 
 SKIPPED_AT_ONCE = 1000
@@ -39,6 +39,7 @@ class StreamPart:
     batch: int
     seed: int
     augment: Augment | None
+    drop_last: bool
     epoch: int
     start: int
     num_checked: int
@@ -59,10 +60,12 @@ class Stream:
         self._kept = PerSample(self._pick, collate, can_read_again=False)
         self._held: tuple[int, list[Any]] = (0, [])
 
-    def first(self, num: int) -> Any:
-        """A batch of the first few samples."""
+    def first(self, num: int, touch: Touch) -> tuple[Any, Ids]:
+        """A batch of the first few samples, and their ids."""
         samples = self._opened(0, 0).take(num)
-        return collated(samples, np.arange(len(samples)), self._collate)
+        self._held = (0, samples)
+        ids = np.arange(len(samples))
+        return self._kept.make(ids, ids, touch), ids
 
     def _opened(self, seed: int, epoch: int) -> _Opened:
         """An epoch, at its start, with a first sample in it."""
@@ -75,22 +78,32 @@ class Stream:
         opened = self._opened(part.seed, part.epoch)
         touch = Touch(part.seed, part.epoch, part.augment)
         opened.skip(part.start)
-        # One sample ahead: the last step of an epoch must know that it is the last.
-        samples = opened.take(part.batch + 1)
-        if not samples:
-            raise TaskError(
-                f"the {self._what} stream ended before place {part.start}, from where this run goes on; "
-                "it must give as many samples as before"
-            )
+        # The last step of an epoch must know that it is the last: that no sample follows, or no whole batch.
+        ahead = part.batch if part.drop_last else 1
+        samples = opened.take(part.batch + ahead)
+        self._check_start(part, len(samples))
         for number in count():
             samples, held = samples[: part.batch], samples[part.batch :]
-            if not samples:
+            if len(samples) < (part.batch if part.drop_last else 1):
                 return
             if number % num_readers == reader:
                 start = part.start + number * part.batch
                 span = Span(part.epoch, start, start + len(samples))
-                yield self._cut(part, samples, span, touch, not held, number < part.num_checked)
+                yield self._cut(part, samples, span, touch, len(held) < ahead, number < part.num_checked)
             samples = held + opened.take(part.batch)
+
+    def _check_start(self, part: StreamPart, num: int) -> None:
+        """Raise TaskError if there is no step at all in what is left of an epoch."""
+        if num == 0:
+            raise TaskError(
+                f"the {self._what} stream ended before place {part.start}, from where this run goes on; "
+                "it must give as many samples as before"
+            )
+        if part.drop_last and num < part.batch:
+            raise TaskError(
+                f"the {self._what} stream has {num} samples from place {part.start} on, and drop_last leaves nothing "
+                f"of them with a global batch of {part.batch}; use --batch {num} or less"
+            )
 
     def _cut(
         self, part: StreamPart, samples: list[Any], span: Span, touch: Touch, is_epoch_end: bool, is_checked: bool

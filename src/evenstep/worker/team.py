@@ -27,6 +27,7 @@ from evenstep.seeding import seed_everything
 from evenstep.task import Amount
 from evenstep.worker.adopt import adopt
 from evenstep.worker.apart import check_apart
+from evenstep.worker.evaluation import Evaluator, named
 from evenstep.worker.fused import start_momentum
 from evenstep.worker.gradients import forget, forget_gradients, go_back, separate, update
 from evenstep.worker.lifeline import read_rank
@@ -101,6 +102,7 @@ class Team:
         self.last_measured = 0
         """Samples that the last `measure` went over."""
         self._refusals = Refusals(world)
+        self._evaluate = Evaluator()
         self._current: Batch | None = None
         self._backwards = 0
         self._keys: tuple[int, list[int]] = (-1, [])
@@ -157,6 +159,7 @@ class Team:
             workers=workers if workers is not None else adopted.workers,
             worker_init=adopted.worker_init,
             dataset=getattr(data, "dataset", data),
+            drop_last=adopted.drop_last,
             resident=resident,
             compare=compare,
             fit=self.precision.fit_tensor if self.precision.name == "fp64" else as_it_is,
@@ -347,10 +350,16 @@ class Team:
         self, function: Callable[..., Mapping[str, Amount]], model: Spread, place: int, piece: Piece
     ) -> dict[str, torch.Tensor]:
         device = self.world.devices[place]
-        with torch.no_grad(), on(device), self.precision.autocast(device):
-            values = model.bounds[place](function, piece.data)
+
+        def values() -> Mapping[str, Amount]:
+            # Autocast keeps the weights that it has cast, and those of an attempt without gradients have none.
+            with self.precision.autocast(device):
+                return named(model.bounds[place](function, piece.data))
+
         home = self.world.device
-        return {name: as_sum(amount, piece.num_samples, name).to(home) for name, amount in values.items()}
+        with on(device):
+            found = self._evaluate(values)
+        return {name: as_sum(amount, piece.num_samples, name).to(home) for name, amount in found.items()}
 
     def _draw_for(self, batch: Batch) -> None:
         """Seed dropout for this batch: different on every seat, the same after a restart."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from itertools import pairwise
@@ -21,6 +21,7 @@ from evenstep.task import Amount, Task
 from evenstep.worker.adopt import adopt
 from evenstep.worker.draws_seen import same_torch, torch_states
 from evenstep.worker.dropouts import DropoutOff
+from evenstep.worker.evaluation import Evaluator, loss_and_metrics
 from evenstep.worker.persample import Touch, collated
 from evenstep.worker.scaler import unfitted
 from evenstep.worker.source import to_device
@@ -118,16 +119,18 @@ class Workbench:
         norms = {name: float(gradient.double().norm()) for name, gradient in found.items()}
         return Outcome(float(loss.detach()), count, gradients, norms)
 
-    @torch.no_grad()
     def measure(self, ids: Ids) -> dict[str, Amount]:
         """What an evaluation computes of these samples."""
+        data = self.data(ids)
+
+        def values() -> dict[str, Amount]:
+            with self._team.precision.autocast(self._device):
+                return loss_and_metrics(self.task, self.model, data)
+
         self._restore()
         self.model.eval()
         try:
-            data = self.data(ids)
-            with self._team.precision.autocast(self._device):
-                more: Mapping[str, Amount] = self.task.metrics(self.model, data) if self.task.metrics else {}
-                return {"loss": self.task.loss(self.model, data), **more}
+            return Evaluator()(values)
         finally:
             self.model.train()
 

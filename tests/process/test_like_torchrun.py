@@ -108,8 +108,7 @@ def test_a_script_finds_a_new_main_process() -> None:
     assert first["is session leader"]
     assert {first["stdin"], second["stdin"]} == {"typed", ""}
     assert {name for name in first["environment"] if name.startswith("EVENSTEP_")} == {"EVENSTEP_BEATS"}
-    assert first["drawn"][0] != second["drawn"][0]
-    assert first["drawn"][1] != second["drawn"][1]
+    assert all(mine != theirs for mine, theirs in zip(first["drawn"], second["drawn"], strict=True))
 
 
 @pytest.mark.parametrize(("given", "num"), [({}, 1), ({"OMP_NUM_THREADS": "3"}, 3)], ids=["unset", "set"])

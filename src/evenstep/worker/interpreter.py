@@ -36,9 +36,15 @@ def leave_server() -> None:
     vars(forkserver._forkserver).update(vars(forkserver.ForkServer()))
     vars(resource_tracker._resource_tracker).update(vars(resource_tracker.ResourceTracker()))
     sys.stdin = sys.__stdin__ = _opened_stdin()  # type: ignore[assignment, misc]
+    _seed_again()
+
+
+def _seed_again() -> None:
+    """Python's own generator is seeded again after a fork; of the others', every rank would draw the same."""
     if "numpy.random" in sys.modules:
-        # Python's own generator is seeded again after a fork; every rank would draw the same from NumPy's.
         sys.modules["numpy.random"].seed()
+    if "torch" in sys.modules:
+        sys.modules["torch"].default_generator.seed()
 
 
 def _opened_stdin() -> TextIO | None:

@@ -67,9 +67,10 @@ beside = threading.Thread(target=count_threads, args=(numbers,))
 beside.start()
 beside.join()
 import numpy as np  # noqa: E402
+import torch  # noqa: E402
 
 seen["computing threads"] = numbers
-seen["drawn"] = [random.random(), np.random.rand()]
+seen["drawn"] = [random.random(), np.random.rand(), torch.rand(()).item()]
 atexit.register(lambda: open(f"exit{os.environ['RANK']}", "w").close())
 with open(f"seen{os.environ['RANK']}.json", "w") as file:
     json.dump(seen, file)

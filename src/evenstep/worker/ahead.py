@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import atexit
 import os
 import queue
 import signal
 import sys
 import threading
 import warnings
+import weakref
 from collections.abc import Callable, Generator, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any, Generic, TypeVar
@@ -90,9 +92,24 @@ def _made(data: Dataset[Any], num_workers: int, begin: Begin, **how: Any) -> Dat
         )
 
 
+_begun_iterators: weakref.WeakSet[Any] = weakref.WeakSet()
+
+
 def _begun(loader: DataLoader[Any]) -> Any:
     with _decided():
-        return iter(loader)
+        iterator = iter(loader)
+    _begun_iterators.add(iterator)
+    # Again for each: the last one registered is the first to run, before torch and multiprocessing have their turn.
+    atexit.unregister(_end_all)
+    atexit.register(_end_all, os.getpid())
+    return iterator
+
+
+def _end_all(process: int) -> None:
+    """Leave no worker to multiprocessing: it would end them by SIGTERM, which they ignore, and wait for that."""
+    if os.getpid() == process:
+        for iterator in list(_begun_iterators):
+            _end(iterator)
 
 
 @contextmanager
@@ -109,9 +126,12 @@ def _end(iterator: Any) -> None:
     for _ in range(2):
         try:
             iterator._shutdown_workers()
-            return
+            break
         except RuntimeError:
             continue
+    # torch has waited for one that is still busy, and then asked it to go: it does not listen.
+    for worker in iterator._workers:
+        worker.kill()
 
 
 def is_worker_end(error: BaseException) -> bool:

@@ -75,11 +75,17 @@ def _run(logs: str, what: Callable[[], None]) -> None:
         stay_in_group()
         rank, _, _ = read_rank()
         write_report(Path(logs), rank, error)
-        if sys.excepthook is not sys.__excepthook__:
-            sys.excepthook(type(error), error, error.__traceback__)
+        _call_hook(error)
         end(1)
     threading._shutdown()  # type: ignore[attr-defined]
     end(0)
+
+
+def _call_hook(error: BaseException) -> None:
+    """The script's own, if it has one; torch's only prints what the launcher tells in fewer lines."""
+    hook = sys.excepthook
+    if hook is not sys.__excepthook__ and not hook.__module__.startswith("torch."):
+        hook(type(error), error, error.__traceback__)
 
 
 def _exit_code(request: SystemExit) -> int:

@@ -120,6 +120,20 @@ def test_a_script_computes_with_the_threads_that_the_environment_says(given: dic
         assert {number for _, number in counts[-1]} <= {num, os.cpu_count()}
 
 
+def test_the_options_of_torchrun_are_known() -> None:
+    Path("script.py").write_text("import os, torch\nprint(os.environ['WORLD_SIZE'], torch.get_num_threads())\n")
+    options = (
+        "--standalone",
+        "--nnodes=1",
+        "--rdzv-endpoint",
+        "localhost:0",
+        "--nproc_per_node",
+        "2",
+        "--max-restarts=1",
+    )
+    assert started("evenstep", "run", *options, "script.py").stdout == "2 1\n"
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("num", ["1", "2"])
 @pytest.mark.parametrize("how", [(), ("--fresh",)], ids=["copied", "fresh"])

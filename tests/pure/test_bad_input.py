@@ -133,6 +133,10 @@ def refused(evenstep: Callable[..., Ended]) -> Refused:
         ("checkpoint inspect gone", ["gone does not exist; give a run folder"]),
         ("run gone.py", ["no file gone.py; give the script first"]),
         ("run --devices 0 my_task.py", ["0 devices were asked for; give 1 or more"]),
+        ("run --nproc-per-node two my_task.py", ["--devices is 'two'; write a number such as 2, or gpu, cpu or auto"]),
+        ("run --rdzv_id=5 my_task.py", ["no option --rdzv_id; leave it out: machines know each other"]),
+        ("run --node-rank 0 my_task.py", ["no option --node-rank; leave it out; on several machines write --machines"]),
+        ("run --lr 0.1 my_task.py", ["no option --lr; see evenstep run --help"]),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )

@@ -24,12 +24,10 @@ app = typer.Typer(
 checkpoint_app = typer.Typer(help="Look into checkpoints.", no_args_is_help=True)
 app.add_typer(checkpoint_app, name="checkpoint")
 
-MachinesOption = Annotated[
-    str | None, typer.Option(help="How many machines, such as 2, or the least and the most, such as 2:4.")
-]
-RendezvousOption = Annotated[
-    str | None, typer.Option(metavar="HOST:PORT", help="The first machine, and a free port on it.")
-]
+MACHINES_HELP = "How many machines, such as 2, or the least and the most, such as 2:4."
+RENDEZVOUS_HELP = "The first machine, and a free port on it."
+MachinesOption = Annotated[str | None, typer.Option(help=MACHINES_HELP)]
+RendezvousOption = Annotated[str | None, typer.Option(metavar="HOST:PORT", help=RENDEZVOUS_HELP)]
 
 
 def _show_version(wanted: bool) -> None:

@@ -11,7 +11,7 @@ from typing import Annotated, Any
 import typer
 from rich.console import Console
 
-from evenstep.cli.app import TASKS, MachinesOption, RendezvousOption, app, saying
+from evenstep.cli.app import MACHINES_HELP, RENDEZVOUS_HELP, TASKS, MachinesOption, RendezvousOption, app, saying
 
 TRAIN_EXAMPLES = """
 [bold]Examples[/bold]
@@ -156,25 +156,46 @@ def _finish(record: Any, as_json: bool) -> None:
 
 
 @app.command(
-    context_settings={"allow_extra_args": True, "ignore_unknown_options": True, "allow_interspersed_args": False}
+    context_settings={
+        "allow_extra_args": True,
+        "ignore_unknown_options": True,
+        "allow_interspersed_args": False,
+        # torchrun takes both spellings of its options, and both are in use.
+        "token_normalize_func": lambda name: name.replace("_", "-"),
+    }
 )
 def run(
     context: typer.Context,
     script: Annotated[str, typer.Argument(help="A script written for torchrun, or with evenstep.join().")],
-    devices: Annotated[int, typer.Option(help="How many processes, one for each device.")] = 1,
+    devices: Annotated[
+        str,
+        typer.Option(
+            "--devices",
+            "--nproc-per-node",
+            metavar="N",
+            help="How many processes, one for each device; gpu, cpu or auto: as many as there are.",
+        ),
+    ] = "1",
     module: Annotated[bool, typer.Option("--module", "-m", help="It is a module, as for python -m.")] = False,
-    restarts: Annotated[int, typer.Option(help="Crashes after which to start it again.")] = 0,
+    restarts: Annotated[
+        int, typer.Option("--restarts", "--max-restarts", help="Crashes after which to start it again.")
+    ] = 0,
     stall_after: Annotated[
         float | None, typer.Option(metavar="SECONDS", help="End it when nothing moves; default: 600.")
     ] = None,
     fresh: Annotated[
         bool, typer.Option("--fresh", help="Start each process anew: for a script that sets torch's environment.")
     ] = False,
-    machines: MachinesOption = None,
-    rendezvous: RendezvousOption = None,
+    machines: Annotated[str | None, typer.Option("--machines", "--nnodes", help=MACHINES_HELP)] = None,
+    rendezvous: Annotated[
+        str | None, typer.Option("--rendezvous", "--rdzv-endpoint", metavar="HOST:PORT", help=RENDEZVOUS_HELP)
+    ] = None,
+    standalone: Annotated[bool, typer.Option("--standalone", hidden=True, help="As it is without --machines.")] = False,
 ) -> None:
     """Run a script as several processes, as torchrun would; all that follows the script is the script's."""
-    from evenstep.launcher.script import Script, run_script
+    from evenstep.launcher.script import Script, count_processes, refuse_option, run_script
 
+    refuse_option(script)
     arguments = context.args[1:] if context.args[:1] == ["--"] else context.args
-    run_script(Script(script, tuple(arguments), devices, module, fresh, restarts, stall_after, machines, rendezvous))
+    num = count_processes(devices)
+    run_script(Script(script, tuple(arguments), num, module, fresh, restarts, stall_after, machines, rendezvous))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import datetime
 import json
+import os
 import pickle
 import re
 import sys
@@ -13,7 +14,9 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from evenstep.errors import PlanError, WorkerFailed
+import torch
+
+from evenstep.errors import PlanError, WorkerFailed, shorten
 from evenstep.launcher.meeting import Meeting, OneMachine, Place, torchrun_environment
 from evenstep.launcher.processes import python
 from evenstep.launcher.server import threads_for_script
@@ -30,6 +33,23 @@ from evenstep.worker.temporary import live_folder
 SPELLINGS = ("--local-rank", "--local_rank")
 DECLARE = ("add_argument", "option")
 """How argparse and click are told of an option."""
+IN_RUNS = "leave it out: what each rank prints is in a folder below runs/"
+MACHINES = "leave it out; on several machines write --machines 2 --rendezvous HOST:PORT on each of them"
+NOT_OURS = {
+    "--rdzv-backend": "leave it out: machines meet by torch's c10d rendezvous",
+    "--rdzv-id": "leave it out: machines know each other by their command",
+    "--rdzv-conf": "leave it out",
+    "--node-rank": MACHINES,
+    "--master-addr": MACHINES,
+    "--master-port": MACHINES,
+    "--log-dir": IN_RUNS,
+    "--redirects": IN_RUNS,
+    "-r": IN_RUNS,
+    "--tee": IN_RUNS,
+    "-t": IN_RUNS,
+    "--no-python": "give a Python script, or a module after -m",
+}
+"""Options of torchrun, and what to write instead."""
 
 
 class TorchrunMachine(OneMachine):
@@ -71,6 +91,27 @@ class Script:
         return Program(self.name, self.arguments, self.is_module, flag, tuple(search_path))
 
 
+def refuse_option(name: str) -> None:
+    """Say what to write for an option that stands where the script is expected."""
+    if name.startswith("-"):
+        option = name.partition("=")[0]
+        instead = NOT_OURS.get(option.replace("_", "-"))
+        raise PlanError(f"evenstep run has no option {shorten(option)}; {instead or 'see evenstep run --help'}")
+
+
+def count_processes(given: str) -> int:
+    """Processes for this machine: a number, or torchrun's `gpu`, `cpu` and `auto`."""
+    if given.isdecimal() and len(given) < 10:
+        return int(given)
+    num_cards = torch.cuda.device_count()
+    counts = {"gpu": num_cards, "cpu": os.cpu_count() or 1, "auto": num_cards or os.cpu_count() or 1}
+    if given not in counts:
+        raise PlanError(f"--devices is {shorten(repr(given))}; write a number such as 2, or gpu, cpu or auto")
+    if not counts[given]:
+        raise PlanError("--devices gpu: this machine has no CUDA device; write --devices cpu, or a number")
+    return counts[given]
+
+
 def run_script(script: Script) -> None:
     """Rank 0 speaks, others warn; what all of them print is in a folder below runs/."""
     if not script.is_module and not Path(script.name).is_file():
@@ -98,6 +139,9 @@ def _meeting(script: Script) -> Meeting:
     machines, rendezvous, is_head = script.machines, script.rendezvous, None
     if slurm is not None and slurm.is_spread and machines is None:
         machines, rendezvous, is_head = str(slurm.num_tasks), slurm.rendezvous, slurm.task == 0
+    if machines is not None and parse_machines(machines) == (1, 1):
+        # `torchrun --nnodes 1 --rdzv-endpoint localhost:0`, as it is often written.
+        return TorchrunMachine(script.restarts)
     if (machines is None) != (rendezvous is None):
         raise PlanError("--machines and --rendezvous go together: --machines 2:4 --rendezvous head:29400")
     if machines is None or rendezvous is None:

@@ -22,7 +22,8 @@ FOR_FSDP = ("torch.distributed.fsdp", "torch.distributed.device_mesh", "torch.di
 DYING_SECONDS = 1.0
 """How long after its pipes are closed a killed process may take to be seen dead."""
 SEVERAL = ("--devices", "--strategy", "--restarts", "--machines", "--resume", "--plan")
-NO_VALUE = ("-m", "--module", "--fresh")
+DEVICES = ("--devices", "--nproc-per-node", "--nproc_per_node")
+NO_VALUE = ("-m", "--module", "--fresh", "--standalone")
 """Options of `run` that no value follows."""
 
 
@@ -110,12 +111,12 @@ def _num_processes(words: Sequence[str]) -> int:
     before = ""
     for word in words:
         name, _, value = word.partition("=")
-        if before == "--devices":
+        if before in DEVICES:
             name, value = before, word
         elif not word.startswith("-") and (not before.startswith("--") or before in NO_VALUE):
             return 1
-        if name == "--devices" and value:
-            return int(value) if value.isdigit() else 1
+        if name in DEVICES and value:
+            return int(value) if value.isdecimal() else 1
         before = word
     return 1
 

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from tests.faults.hosts import hosts, why_no_hosts
+from tests.faults.test_machines import TOKEN
 
 SCRIPT = """
 import os, sys
@@ -38,7 +39,7 @@ def test_a_script_finds_all_processes_of_both_machines(tmp_path: Path) -> None:
             folder = tmp_path / machine.name
             folder.mkdir()
             (folder / "script.py").write_text(SCRIPT)
-            started.append(machine.start([*command, "script.py", "--lr", "0.1"], cwd=folder))
+            started.append(machine.start([*command, "script.py", "--lr", "0.1"], cwd=folder, env=TOKEN))
         codes = [process.wait(timeout=90) for process in started]
         said = [machine.said() for machine in machines]
     assert codes == [0, 0], said

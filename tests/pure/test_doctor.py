@@ -36,7 +36,7 @@ from evenstep.doctor.trial import LEAST_SECONDS, Patience, Trial, is_sound, sear
 from evenstep.doctor.trying import Ended, shortened
 from evenstep.doctor.variables import missing_interfaces, variables
 from evenstep.launcher.meeting import Place
-from evenstep.launcher.signed import sealed
+from evenstep.launcher.signed import Seal
 from evenstep.launcher.stores import open_store
 from evenstep.worker import machine
 from evenstep.worker.groups import Groups
@@ -410,7 +410,7 @@ def test_machines_that_differ_are_told_apart() -> None:
     assert {one.status for one in compare([member("a"), member("b", python="3.11.2"), None])} == {"good"}
     torch_found, _, _, clocks = compare([member("a"), member("b", torch="2.11.0", seconds_behind=7.0)])
     assert (torch_found.status, torch_found.said) == ("warn", "a 2.13.0, b 2.11.0")
-    assert (clocks.status, clocks.said) == ("bad", "7.0 s apart")
+    assert (clocks.status, clocks.said) == ("warn", "7.0 s apart")
     assert "b's clock" in clocks.advice
 
 
@@ -418,7 +418,7 @@ def test_a_clock_that_nobody_knows_is_not_said_to_be_right() -> None:
     *_, clocks = compare([member("a"), member("b", seconds_behind=None)])
     assert (clocks.status, clocks.said) == ("warn", "not known of b: the first machine did not answer")
     *_, clocks = compare([member("a"), member("b", seconds_behind=None), member("c", seconds_behind=9)])
-    assert clocks.status == "bad"
+    assert (clocks.status, clocks.said) == ("warn", "9.0 s apart")
 
 
 def test_both_sides_of_an_attempt_believe_the_one_that_failed_first_hand() -> None:
@@ -457,7 +457,7 @@ class Pad:
 
 def test_machines_hear_each_other_and_do_not_wait_for_one_that_is_lost() -> None:
     pad = Pad()
-    first, second = Talk(pad, 0, 2, b"ours"), Talk(pad, 1, 2, b"ours", is_lost=lambda: True)
+    first, second = Talk(pad, 0, 2, Seal(b"ours")), Talk(pad, 1, 2, Seal(b"ours"), is_lost=lambda: True)
     first.tell("a", {"b": 1})
     assert second.hear("a", dict) == {"b": 1}
     assert second.hear("missing", dict) is None
@@ -471,8 +471,8 @@ def test_machines_hear_each_other_and_do_not_wait_for_one_that_is_lost() -> None
 
 def test_what_a_stranger_writes_or_moves_is_not_believed() -> None:
     pad = Pad()
-    talk = Talk(pad, 0, 2, b"ours")
-    Talk(pad, 1, 2, b"theirs").tell("verdict", {"status": "good", "said": ""})
+    talk = Talk(pad, 0, 2, Seal(b"ours"))
+    Talk(pad, 1, 2, Seal(b"theirs")).tell("verdict", {"status": "good", "said": ""})
     talk.tell("verdict/old", {"status": "good", "said": ""})
     pad.texts["doctor/moved"] = pad.texts["doctor/verdict/old"]
     pad.set("doctor/plain", '{"status": "good", "said": ""}')
@@ -500,14 +500,14 @@ ENDED = {"returned": [{"rows": [ROW], "copy_bytes_per_second": 5e9}], "why": "",
         (read_ended, {**ENDED, "returned": [{"rows": [{**ROW, "best_seconds": 0}], "copy_bytes_per_second": 1}]}),
         (read_ended, {**ENDED, "returned": [{"rows": [{**ROW, "num_bytes": math.inf}], "copy_bytes_per_second": 1}]}),
         (Member.from_json, {"name": "a"}),
-        (Member.from_json, None),
+        (Member.from_json, []),
     ],
 )
 def test_what_is_no_message_of_a_doctor_s_is_a_bad_finding(read: Callable[[Any], Any], values: Any) -> None:
     pad = Pad()
-    pad.set("doctor/a", sealed(b"ours", {"key": "a", "values": values}))
+    pad.set("doctor/a", Seal(b"ours").sealed("doctor/a", values))
     with pytest.raises(Misunderstood, match="not understood here") as raised:
-        Talk(pad, 0, 2, b"ours").hear("a", read)
+        Talk(pad, 0, 2, Seal(b"ours")).hear("a", read)
     found = not_understood("machine 2", raised.value)
     assert found.status == "bad"
     assert "EVENSTEP_TOKEN" in found.advice
@@ -516,22 +516,22 @@ def test_what_is_no_message_of_a_doctor_s_is_a_bad_finding(read: Callable[[Any],
 def test_a_visit_that_a_stranger_speaks_into_ends_with_a_bad_finding() -> None:
     pad, own = Pad(), Finding("python", "good", "")
     pad.set("doctor/clock/1/asked", "{}")
-    first = _Together(Talk(pad, 0, 2, b"ours"), Place(0, 2, 0, 2), {}).findings([own])
+    first = _Together(Talk(pad, 0, 2, Seal(b"ours")), Place(0, 2, 0, 2), {}).findings([own])
     assert [(one.name, one.status) for one in first] == [("python", "good"), ("other machines", "bad")]
     pad.set("doctor/clock/1/answered", "{}")
-    (second,) = _Together(Talk(pad, 1, 2, b"ours"), Place(1, 2, 1, 2), {}).findings([own])
+    (second,) = _Together(Talk(pad, 1, 2, Seal(b"ours")), Place(1, 2, 1, 2), {}).findings([own])
     assert second.status == "bad"
     assert "no machine of this run" in second.said
 
 
 def test_a_report_that_is_not_understood_is_a_bad_finding_beside_all_others() -> None:
     pad = Pad()
-    other = Talk(pad, 1, 2, b"ours")
+    other = Talk(pad, 1, 2, Seal(b"ours"))
     other.tell("clock/1/asked", {})
     other.tell("member/1", asdict(member("b")))
     other.tell("report/1", {"findings": "none"})
     # The other is gone by now: what it left is heard, and no attempt is made.
-    talk = Talk(pad, 0, 2, b"ours", is_lost=lambda: True)
+    talk = Talk(pad, 0, 2, Seal(b"ours"), is_lost=lambda: True)
     found = {one.name: one for one in _Together(talk, Place(0, 2, 0, 2), {}).findings([])}
     assert found["b"].status == "bad"
     assert "not understood here" in found["b"].said

@@ -1,44 +1,52 @@
-"""What someone who can reach the rendezvous, and does not know the token, can do: nothing but be noticed."""
+"""Who gets into the run of others: whoever knows its token and fits; anyone else can only knock."""
 
 from __future__ import annotations
 
-import json
 import os
 import pickle
+import socket
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 import torch.distributed as dist
-from torch.distributed.elastic.rendezvous import RendezvousStateError
 from torch.distributed.elastic.rendezvous.c10d_rendezvous_backend import C10dRendezvousBackend
 from torch.distributed.elastic.rendezvous.dynamic_rendezvous import DynamicRendezvousHandler
 
 from evenstep.errors import PlanError, TrainingError
+from evenstep.launcher import entry
+from evenstep.launcher.elastic import KEY, SignedState
+from evenstep.launcher.identity import Identity, sources_of_file, sources_of_task
 from evenstep.launcher.machines import Machines
-from evenstep.launcher.signed import TOKEN, Signed
-from evenstep.launcher.stores import open_store
+from evenstep.launcher.signed import Seal
+from evenstep.launcher.stores import free_port, open_store
+from evenstep.launcher.token import TOKEN, TOKEN_FILE, TokenFile, given_token
+from evenstep.launcher.tunnel import HELLO, MOST_UNPROVED, NONCE_BYTES, RUN_BYTES, Gate, Way, WrongToken
 from evenstep.plan import Plan
 
 NAME = "run"
+ONE = "a token that nobody knows"
+MINE = Identity("host0", {"task": "my_task.py", "batch": "64"}, {"torch": "2.13.0"}, {"my_task.py": "0a", "data": "0b"})
 
 
 class Trap:
-    """A pickle that makes a file where it is unpickled."""
+    """A pickle that makes a folder where it is unpickled."""
 
     def __reduce__(self) -> Any:
         return os.mkdir, ("sprung",)
 
 
-def handler(store: Any, backend: C10dRendezvousBackend) -> DynamicRendezvousHandler:
-    made: DynamicRendezvousHandler = DynamicRendezvousHandler.from_backend(NAME, store, backend, 1, 2, "localhost")
+def handler(store: Any, backend: Any) -> DynamicRendezvousHandler:
+    made: DynamicRendezvousHandler = DynamicRendezvousHandler.from_backend(NAME, store, backend, 1, 1, "localhost")
     return made
 
 
 def test_torch_itself_unpickles_whatever_it_finds() -> None:
-    """What Signed is for; if torch stops doing this, Signed can go."""
+    """What SignedState is for; if torch stops doing this, half of it can go."""
     store = open_store()
     C10dRendezvousBackend(store, NAME).set_state(pickle.dumps(Trap()))
     with pytest.raises(AttributeError):
@@ -46,81 +54,357 @@ def test_torch_itself_unpickles_whatever_it_finds() -> None:
     assert Path("sprung").exists()
 
 
-@pytest.mark.parametrize("is_signed", [False, True])
-def test_a_state_that_was_not_signed_with_our_token_is_not_unpickled(is_signed: bool) -> None:
-    store = open_store()
-    forger = Signed(store, NAME, b"theirs") if is_signed else C10dRendezvousBackend(store, NAME)
-    forger.set_state(pickle.dumps(Trap()))
-    with pytest.raises(RendezvousStateError, match="no machine of this run"):
-        handler(store, Signed(store, NAME, b"ours")).num_nodes_waiting()
-    assert not Path("sprung").exists()
+class TestTheStateOfARendezvous:
+    @pytest.mark.parametrize("how", ["pickle", "signed by another", "nonsense"])
+    def test_what_no_machine_of_the_run_has_signed_is_not_read_and_is_put_right(self, how: str) -> None:
+        store = open_store()
+        ours = handler(store, SignedState(store, Seal(b"ours")))
+        ours.next_rendezvous()
+        written = {
+            "pickle": pickle.dumps(Trap()).hex(),
+            "signed by another": Seal(b"theirs").sealed(KEY, {"round": 7}),
+            "nonsense": "?",
+        }
+        store.set(KEY, written[how])
+        assert ours.num_nodes_waiting() == 0
+        ours.set_closed()
+        assert handler(store, SignedState(store, Seal(b"ours"))).is_closed()
+        assert not Path("sprung").exists()
+
+    def test_an_older_state_does_not_come_back(self) -> None:
+        store = open_store()
+        ours = handler(store, SignedState(store, Seal(b"ours")))
+        ours.next_rendezvous()
+        before = store.get(KEY)
+        ours.set_closed()
+        store.set(KEY, before.decode())
+        assert ours.is_closed()
+
+    def test_what_our_own_machines_write_is_read(self) -> None:
+        store = open_store()
+        first = handler(store, SignedState(store, Seal(b"ours")))
+        first.next_rendezvous()
+        first.set_closed()
+        assert handler(store, SignedState(store, Seal(b"ours"))).is_closed()
 
 
-def test_what_our_own_machines_write_is_read() -> None:
-    store = open_store()
-    assert Signed(store, NAME, b"ours").set_state(b"state") is not None
-    found = Signed(store, NAME, b"ours").get_state()
-    assert found is not None
-    assert found[0] == b"state"
+class TestAMessage:
+    def test_is_for_one_place(self) -> None:
+        seal = Seal(b"key")
+        message = seal.sealed("plan", {"batch": 64}).encode()
+        assert Seal(b"key").opened("plan", message) == {"batch": 64}
+        assert Seal(b"key").opened("cause", message) is None
+
+    def test_of_another_key_or_with_a_changed_letter_is_nothing(self) -> None:
+        message = Seal(b"key").sealed("plan", {"batch": 64}).encode()
+        assert Seal(b"other").opened("plan", message) is None
+        assert Seal(b"key").opened("plan", message.replace(b"64", b"65")) is None
+        assert Seal(b"key").opened("plan", b"") is None
+
+    def test_that_is_older_than_one_seen_is_nothing(self) -> None:
+        writer, reader = Seal(b"key"), Seal(b"key")
+        first = writer.sealed("state", {"round": 1}).encode()
+        assert writer.opened("state", first) is not None
+        second = writer.sealed("state", {"round": 2}).encode()
+        assert reader.opened("state", first) == {"round": 1}
+        assert reader.opened("state", second) == {"round": 2}
+        assert reader.opened("state", first) is None
 
 
 @contextmanager
-def machines(common: str, port: int, is_head: bool) -> Iterator[Machines]:
-    made = Machines(("127.0.0.1", port), (1, 2), common, is_head)
+def gate(token: str = ONE, identity: Identity = MINE) -> Iterator[tuple[Gate, tuple[str, int], dist.Store]]:
+    listener = socket.create_server(("127.0.0.1", 0))
+    address = ("127.0.0.1", int(listener.getsockname()[1]))
+    store = open_store()
+    made = Gate(listener, token, identity)
+    made.ports = {0: store.port}
+    try:
+        yield made, address, store
+    finally:
+        made.close()
+
+
+@contextmanager
+def way(address: tuple[str, int], token: str = ONE, identity: Identity = MINE) -> Iterator[Way]:
+    made = Way(address, token, identity)
     try:
         yield made
     finally:
         made.close()
 
 
-def free_port() -> int:
-    return int(open_store().port)
+class TestTheGate:
+    def test_leads_who_knows_the_token_to_the_store(self) -> None:
+        with gate() as (_, address, store), way(address) as mine:
+            mine.knock()
+            there = dist.TCPStore("127.0.0.1", mine.port(), is_master=False)
+            there.set("from", "far away")
+            assert store.get("from") == b"far away"
+            assert there.add("count", 5) == 5
+
+    def test_turns_away_who_does_not(self) -> None:
+        with gate() as (_, address, _), way(address, "a token of somebody else's") as theirs:
+            with pytest.raises(WrongToken, match=f"the run at 127.0.0.1:{address[1]} has another token"):
+                theirs.knock()
+            with socket.create_connection(("127.0.0.1", theirs.port()), timeout=5) as process:
+                assert ends(process)
+
+    def test_says_nothing_to_a_stranger_but_that_it_is_one(self) -> None:
+        with gate() as (made, address, _), socket.create_connection(address) as stranger:
+            stranger.settimeout(5)
+            said = stranger.recv(1000, socket.MSG_WAITALL) if stranger.send(bytes(NONCE_BYTES + 32)) else b""
+            assert said.startswith(HELLO + made.run)
+            assert len(said) == len(HELLO) + RUN_BYTES + NONCE_BYTES
+
+    def test_what_was_heard_of_one_connection_opens_no_other(self) -> None:
+        with gate() as (_, address, _):
+            heard = overheard(address)
+            with socket.create_connection(address) as again:
+                again.settimeout(5)
+                greeting = again.recv(len(HELLO) + RUN_BYTES + NONCE_BYTES, socket.MSG_WAITALL)
+                assert len(greeting) > len(HELLO)
+                again.sendall(heard)
+                assert ends(again)
+
+    def test_strangers_who_say_nothing_do_not_keep_others_out(self) -> None:
+        with gate() as (_, address, _):
+            strangers = [socket.create_connection(address) for _ in range(MOST_UNPROVED // 2)]
+            with way(address) as mine:
+                mine.knock()
+            for one in strangers:
+                one.close()
+
+    def test_names_what_does_not_fit_on_both_sides_and_goes_on(self, capsys: pytest.CaptureFixture[str]) -> None:
+        theirs = Identity("host1", {**MINE.command, "batch": "128"}, {"torch": "2.11.0"}, {"my_task.py": "ff"})
+        with gate() as (_, address, _):
+            with way(address, identity=theirs) as other, pytest.raises(PlanError) as refused:
+                other.knock()
+            said = str(refused.value)
+            assert "batch is 128 on host1 and 64 on host0; torch is 2.11.0 on host1 and 2.13.0 on host0" in said
+            assert "data is not on host1; my_task.py is another on host1" in said
+            assert "host1 was refused: batch is 128" in capsys.readouterr().err
+            with way(address) as mine:
+                mine.knock()
+
+    def test_a_gate_that_does_not_know_the_token_is_no_gate(self) -> None:
+        """Whoever poses as the first machine learns nothing that opens the true one."""
+        with gate("a token of somebody else's") as (_, address, _), way(address) as mine, pytest.raises(WrongToken):
+            mine.knock()
+
+    @pytest.mark.parametrize("greeting", [b"", b"HTTP/1.1 400 Bad Request\r\n\r\n" + bytes(100)])
+    def test_something_else_is_no_gate(self, greeting: bytes) -> None:
+        with socket.create_server(("127.0.0.1", 0)) as listener, way(listener.getsockname()) as mine:
+            port = mine.port()
+            with socket.create_connection(("127.0.0.1", port)) as here:
+                other, _ = listener.accept()
+                other.sendall(greeting)
+                other.close()
+                here.settimeout(5)
+                assert ends(here)
+
+    def test_a_run_that_was_started_again_is_another_one(self) -> None:
+        with gate() as (_, address, _), way(address) as mine:
+            mine.knock()
+            mine.run = bytes(RUN_BYTES)
+            with pytest.raises(WrongToken, match="is another one now"):
+                mine.knock()
+
+
+def overheard(address: tuple[str, int]) -> bytes:
+    """All that a machine says to the gate, as someone between them hears it."""
+    heard = bytearray()
+    with socket.create_server(("127.0.0.1", 0)) as listener, way(listener.getsockname()) as mine:
+        port = mine.port()
+        with socket.create_connection(("127.0.0.1", port)) as process:
+            between, _ = listener.accept()
+            with between, socket.create_connection(address) as on:
+                between.settimeout(5)
+                on.settimeout(5)
+                between.sendall(on.recv(len(HELLO) + RUN_BYTES + NONCE_BYTES, socket.MSG_WAITALL))
+                heard += between.recv(NONCE_BYTES + 32, socket.MSG_WAITALL)
+                on.sendall(heard)
+                between.sendall(on.recv(32, socket.MSG_WAITALL))
+                heard += between.recv(100_000)
+            process.close()
+    return bytes(heard)
+
+
+def ends(connection: socket.socket) -> bool:
+    """Whether the other side hangs up without another word."""
+    try:
+        return connection.recv(1000) == b""
+    except ConnectionResetError:
+        return True
+
+
+@contextmanager
+def machines(port: int, is_head: bool, identity: Identity = MINE) -> Iterator[Machines]:
+    made = Machines(("127.0.0.1", port), (1, 2), identity, is_head)
+    try:
+        yield made
+    finally:
+        made.close()
 
 
 def plan() -> Plan:
     return Plan(task="my_task.py", strategy="ddp", batch=8, epochs=1)
 
 
-def test_the_token_cannot_be_read_from_the_store(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv(TOKEN, "open sesame")
-    port = free_port()
-    with machines("", port, is_head=True) as head:
-        head.publish(plan())
-        stranger = dist.TCPStore("127.0.0.1", port)
-        name = stranger.get("evenstep")
-        assert head._token not in name
-        assert head._token.hex().encode() not in name
-        message = stranger.get(f"{name[:16].decode()}/plan")
-        assert b"my_task.py" in message
-        assert head._token.hex().encode() not in message
-        assert b"sesame" not in message
+class TestTheToken:
+    def test_that_is_short_is_refused_with_what_makes_one(self) -> None:
+        with pytest.raises(PlanError, match=r"has 11 characters, and 16 is the least(?s:.*)secrets.token_hex"):
+            given_token({TOKEN: "open sesame"})
 
+    def test_is_read_from_a_file_that_nobody_else_can_read(self, tmp_path: Path) -> None:
+        file = tmp_path / "token"
+        file.write_text(f"{ONE}\n")
+        file.chmod(0o640)
+        with pytest.raises(PlanError, match=r"open to others \(mode 640\): chmod 600"):
+            given_token({TOKEN_FILE: str(file)})
+        file.chmod(0o600)
+        assert given_token({TOKEN_FILE: str(file)}) == ONE
+        with pytest.raises(PlanError, match="both set"):
+            given_token({TOKEN: ONE, TOKEN_FILE: str(file)})
+        with pytest.raises(PlanError, match="cannot be read: No such file"):
+            given_token({TOKEN_FILE: str(tmp_path / "nowhere")})
 
-def test_a_plan_that_was_forged_is_refused() -> None:
-    port = free_port()
-    with machines("train my_task.py", port, is_head=True) as head:
-        head.publish(plan())
-        stranger = dist.TCPStore("127.0.0.1", port)
-        key = f"{stranger.get('evenstep')[:16].decode()}/plan"
-        forged = {"plan": {**plan().to_json(), "task": "/tmp/evil.py"}, "refused": ""}
-        stranger.set(key, stranger.get(key)[:64].decode() + json.dumps(forged))
-        with (
-            machines("train my_task.py", port, is_head=False) as second,
-            pytest.raises(TrainingError, match="no machine of this run"),
-        ):
-            second.read_plan()
+    def test_that_nobody_has_set_is_made_and_left_where_machines_of_the_folder_find_it(
+        self, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        monkeypatch.delenv(TOKEN, raising=False)
+        port = free_port()
+        with machines(port, is_head=True) as head:
+            (file,) = Path("runs").iterdir()
+            assert (file.name, file.stat().st_mode & 0o777) == (f".token-127.0.0.1-{port}", 0o600)
+            token = file.read_text().strip()
+            assert len(token) == 64
+            said = capsys.readouterr().err
+            assert "export EVENSTEP_TOKEN=" in said
+            assert token not in said, "what is no terminal may be a file that others read"
+            head.publish(plan())
+            with machines(port, is_head=False) as second:
+                assert second.read_plan() == plan()
+        assert not file.exists()
+
+    def test_of_an_earlier_run_that_was_left_behind_is_waited_out(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.delenv(TOKEN, raising=False)
+        monkeypatch.setattr(entry, "WAIT_FOR_TOKEN_SECONDS", 1.0)
+        port = free_port()
+        with machines(port, is_head=True):
+            TokenFile(Path("runs"), ("127.0.0.1", port)).write("of a run that was killed")
+            with pytest.raises(PlanError, match="has another token; give it to this machine as EVENSTEP_TOKEN"):
+                Machines(("127.0.0.1", port), (1, 2), MINE, False)
+
+    def test_is_asked_for_where_there_is_none(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(entry, "WAIT_FOR_TOKEN_SECONDS", 0.5)
+        monkeypatch.setenv(TOKEN, ONE)
+        port = free_port()
+        with machines(port, is_head=True):
+            monkeypatch.delenv(TOKEN)
+            with pytest.raises(PlanError, match=f"lets in who knows the run's token, and no token is set; .*{TOKEN}"):
+                Machines(("127.0.0.1", port), (1, 2), MINE, False)
+
+    def test_cannot_be_had_from_what_is_in_the_store(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setenv(TOKEN, ONE)
+        with machines(free_port(), is_head=True) as head:
+            head.publish(plan())
+            message = head._store.get("plan")
+            assert b"my_task.py" in message
+            assert ONE.encode() not in message
+            assert head._seal.key.hex().encode() not in message
 
 
 def test_a_machine_with_another_token_is_turned_away(monkeypatch: pytest.MonkeyPatch) -> None:
     port = free_port()
-    monkeypatch.setenv(TOKEN, "one")
-    with machines("", port, is_head=True):
-        monkeypatch.setenv(TOKEN, "other")
-        with pytest.raises(PlanError, match=f"127.0.0.1:{port} is held by another run of evenstep"):
-            Machines(("127.0.0.1", port), (1, 2), "", False)
+    monkeypatch.setenv(TOKEN, ONE)
+    with machines(port, is_head=True):
+        monkeypatch.setenv(TOKEN, "a token of somebody else's")
+        with pytest.raises(PlanError, match=f"the run at 127.0.0.1:{port} has another token"):
+            Machines(("127.0.0.1", port), (1, 2), MINE, False)
 
 
-def test_a_port_that_is_taken_is_named() -> None:
+def test_a_machine_with_the_same_token_and_another_command_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    port = free_port()
+    monkeypatch.setenv(TOKEN, ONE)
+    with machines(port, is_head=True):
+        other = replace(MINE, machine="host1", command={"task": "my_task.py", "seed": "1"})
+        with pytest.raises(PlanError, match="batch is not given on host1 and 64 on host0; seed is 1 on host1"):
+            Machines(("127.0.0.1", port), (1, 2), other, False)
+
+
+def test_a_plan_that_was_forged_is_passed_over(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(TOKEN, ONE)
+    port = free_port()
+    with machines(port, is_head=True) as head:
+        head.publish(plan())
+        signed = head._store.get("plan")
+        head._store.set("plan", signed.replace(b"my_task.py", b"/tmp/ev.py").decode())
+        with machines(port, is_head=False) as second:
+            assert second._read(second._store, {"none": "none"}, 0.1) is None
+            with pytest.raises(TrainingError, match="no machine of this run"):
+                second._read(second._store, {"plan": "plan"}, 0.2)
+            head.publish(plan())
+            assert second.read_plan() == plan()
+
+
+def test_the_plan_of_an_earlier_run_is_not_accepted(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The same token and the same command; the id of the run is another."""
+    monkeypatch.setenv(TOKEN, ONE)
+    port = free_port()
+    with machines(port, is_head=True) as earlier:
+        earlier.publish(plan())
+        before = earlier._store.get("plan")
+    with machines(port, is_head=True) as head:
+        head._store.set("plan", before.decode())
+        with machines(port, is_head=False) as second, pytest.raises(TrainingError, match="no machine of this run"):
+            second._read(second._store, {"plan": "plan"}, 0.2)
+
+
+def test_stores_listen_to_this_machine_alone_and_the_gate_to_the_interface_of_its_name(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv(TOKEN, ONE)
+    port = free_port()
+    with machines(port, is_head=True) as head:
+        _, workers = head._entry.open_workers_store()
+        assert addresses_of(port) == {"127.0.0.1"}
+        assert addresses_of(workers) == {"127.0.0.1"}
+
+
+def addresses_of(port: int) -> set[str]:
+    return {one.laddr.ip for one in psutil.net_connections("tcp") if one.status == "LISTEN" and one.laddr.port == port}
+
+
+def test_a_port_that_is_taken_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(TOKEN, ONE)
     store = open_store()
     with pytest.raises(PlanError, match=f"port {store.port} cannot be used .* another program holds it"):
-        Machines(("127.0.0.1", store.port), (1, 2), "", True)
+        Machines(("127.0.0.1", store.port), (1, 2), MINE, True)
+
+
+class TestTheSourcesOfATask:
+    def test_are_its_file_and_what_it_imports_from_its_folder(self) -> None:
+        Path("my_task.py").write_text("import os, torch\nfrom package.data import samples\nimport late\n")
+        Path("late.py").write_text("def load():\n    from package import more\n")
+        Path("package").mkdir()
+        Path("package/__init__.py").write_text("from . import helpers\n")
+        Path("package/data.py").write_text("from .helpers import thing\nimport missing\n")
+        Path("package/helpers.py").write_text("thing = 1\n")
+        Path("package/more.py").write_text("")
+        Path("unrelated.py").write_text("")
+        found = sources_of_task("my_task.py:task")
+        assert sorted(found) == ["late", "my_task.py", "package", "package.data", "package.helpers", "package.more"]
+        Path("package/helpers.py").write_text("thing = 2\n")
+        after = sources_of_task("my_task.py")
+        assert [name for name in found if found[name] != after[name]] == ["package.helpers"]
+
+    def test_of_a_module_and_of_what_is_installed(self) -> None:
+        Path("package").mkdir()
+        Path("package/train.py").write_text("import json\n")
+        assert sorted(sources_of_task("package.train:task")) == ["package.train"]
+        assert sources_of_task("digits") == {}
+        assert sources_of_task("torch.nn:Module") == {}
+
+    def test_that_do_not_parse_are_compared_all_the_same(self) -> None:
+        Path("broken.py").write_text("def (")
+        assert sorted(sources_of_file(Path("broken.py"))) == ["broken.py"]

@@ -9,7 +9,7 @@ from typing import Any, Protocol, TypeVar
 
 from evenstep.doctor.finding import MOST_SAID, finite
 from evenstep.errors import TrainingError
-from evenstep.launcher.signed import FORGED, opened, sealed
+from evenstep.launcher.signed import FORGED, Seal
 
 T = TypeVar("T")
 POLL_SECONDS = 0.005
@@ -38,14 +38,14 @@ class Talk:
     board: Board
     machine: int
     num: int
-    token: bytes
-    """What only these machines know; all that they say is signed with it."""
+    seal: Seal
+    """What only these machines have; all that they say is signed with it, for the place where it is left."""
     is_lost: Callable[[], bool] = lambda: False
     """Whether a machine is known to be gone, so that nobody need be waited for."""
 
     def tell(self, key: str, values: Mapping[str, Any]) -> None:
         """Leave plain values for whoever asks for them."""
-        self.board.set(f"doctor/{key}", sealed(self.token, {"key": key, "values": dict(values)}))
+        self.board.set(f"doctor/{key}", self.seal.sealed(f"doctor/{key}", values))
 
     def hear(self, key: str, read: Callable[[dict[str, Any]], T], seconds: float = ANSWER_SECONDS) -> T | None:
         """What `read` makes of what was left there; None if nothing comes.
@@ -61,11 +61,10 @@ class Talk:
 
     def _understood(self, key: str, text: bytes, read: Callable[[dict[str, Any]], T]) -> T:
         try:
-            message = opened(self.token, text)
-            # The key is signed as well: nobody can move a message to where it means something else.
-            if message is None or message["key"] != key:
+            values = self.seal.opened(f"doctor/{key}", text)
+            if values is None:
                 raise Misunderstood(FORGED)
-            return read(message["values"])
+            return read(values)
         except (LookupError, TypeError, ValueError, ArithmeticError, AttributeError) as error:
             why = f"what another machine says is not understood here ({key}: {type(error).__name__}: {error})"
             raise Misunderstood(why[:MOST_SAID]) from error

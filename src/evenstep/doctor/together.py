@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 import os
 import platform
@@ -28,9 +27,10 @@ from evenstep.doctor.remedies import SUSPECTS, remedies, with_interface
 from evenstep.doctor.talk import Misunderstood, Talk
 from evenstep.doctor.trial import Patience, Trial, is_sound, search
 from evenstep.doctor.trying import Ended, Job, Settings, try_out
+from evenstep.launcher.identity import Identity
 from evenstep.launcher.machines import HeadLost, Machines
 from evenstep.launcher.meeting import Place
-from evenstep.launcher.signed import TOKEN
+from evenstep.launcher.token import TOKEN
 from evenstep.plan import parse_address, parse_machines
 
 INTERFACE_NAME = "GLOO_SOCKET_IFNAME"
@@ -63,7 +63,7 @@ class Doctors(Machines):
 
     def talk(self, place: Place) -> Talk:
         """What this machine says to the others there, and hears."""
-        return Talk(self, place.machine, place.num_machines, self._token, self.is_one_lost)
+        return Talk(self, place.machine, place.num_machines, self._seal, self.is_one_lost)
 
     def is_one_lost(self) -> bool:
         """Whether a machine of the visit is gone."""
@@ -76,7 +76,9 @@ class Doctors(Machines):
 def examine_together(environment: Mapping[str, str], machines: str, rendezvous: str) -> Examination:
     """Look at this machine, then meet the others; the first machine's report holds what all have found."""
     began = time.monotonic()
-    meeting = Doctors(parse_address(rendezvous), parse_machines(machines), json.dumps(["doctor"]), None)
+    # Versions that differ are what it finds, and no reason to send a machine away.
+    identity = Identity(socket.gethostname(), {"command": "doctor"})
+    meeting = Doctors(parse_address(rendezvous), parse_machines(machines), identity, None)
     try:
         own: tuple[Finding, ...] = ()
         for event in examine(environment):

@@ -7,9 +7,8 @@ last checkpoint; losing this one ends the run.
 
 from __future__ import annotations
 
-import hashlib
 import os
-import sys
+import secrets
 import threading
 import time
 from collections.abc import Callable, Mapping
@@ -18,7 +17,7 @@ from dataclasses import replace
 from datetime import timedelta
 from typing import Any, TypeVar
 
-from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
+from torch._C._distributed_c10d import Store
 from torch.distributed.elastic.rendezvous import (
     RendezvousClosedError,
     RendezvousConnectionError,
@@ -29,29 +28,25 @@ from torch.distributed.elastic.rendezvous import (
 from torch.distributed.elastic.rendezvous.dynamic_rendezvous import DynamicRendezvousHandler, RendezvousTimeout
 
 from evenstep.errors import PlanError, TrainingError
+from evenstep.launcher.elastic import LAST_CALL, SignedState
+from evenstep.launcher.entry import WAIT_FOR_HEAD_SECONDS, enter, hold
 from evenstep.launcher.failure import Cause
+from evenstep.launcher.identity import Identity
 from evenstep.launcher.meeting import Place
 from evenstep.launcher.network import (
     BEAT_SECONDS,
     JOIN_SECONDS,
-    connect,
     hostname,
     interface_to,
     is_here,
-    is_open,
-    stranger,
     timed,
     warnings_about,
-    who_holds,
 )
-from evenstep.launcher.signed import FORGED, TOKEN, Signed, opened, sealed
-from evenstep.launcher.stores import EVERYWHERE, open_store
+from evenstep.launcher.signed import FORGED
+from evenstep.launcher.stores import LOOPBACK
 from evenstep.plan import Plan
 
 T = TypeVar("T")
-CONNECT_SECONDS = 3.0
-WAIT_FOR_HEAD_SECONDS = 300.0
-LAST_CALL_SECONDS = 3
 LOST_SECONDS = 8.0
 """A machine that gives no sign of life for so long is lost."""
 FAREWELL_SECONDS = 3.0
@@ -65,15 +60,17 @@ class HeadLost(TrainingError):
 class Machines:
     """This launcher's place among those of other machines."""
 
-    def __init__(self, address: tuple[str, int], machines: tuple[int, int], common: str, is_head: bool | None) -> None:
+    def __init__(
+        self, address: tuple[str, int], machines: tuple[int, int], identity: Identity, is_head: bool | None
+    ) -> None:
         self._host, self._port = address
         self._least, self._most = machines
-        self._token = hashlib.sha256((os.environ.get(TOKEN) or common).encode()).digest()
-        # What anybody who connects can read; the token itself never travels.
-        self._name = hashlib.sha256(b"name of " + self._token).hexdigest()
         self.is_head = is_here(self._host) if is_head is None else is_head
         self.said: list[str] = warnings_about(self._host)
-        self._store = PrefixStore(self._name[:16], self._open())
+        self._entry = hold(address, identity) if self.is_head else enter(address, identity)
+        self._seal = self._entry.seal
+        self._store: Store = self._entry.store
+        self._state = self._ask(lambda: SignedState(self._store, self._seal), WAIT_FOR_HEAD_SECONDS)
         self._handler = self._join()
         self._arrival = 0 if self.is_head else int(self._ask(lambda: self._store.add("arrivals", 1)))
         self._round: Store | None = None
@@ -88,28 +85,47 @@ class Machines:
 
     def publish(self, plan: Plan) -> None:
         """Tell the other machines what is trained."""
-        text = self._sealed({"plan": plan.to_json()})
-        self._ask(lambda: self._store.set("plan", text))
+        self._publish({"plan": plan.to_json()})
 
     def refuse(self, why: str) -> None:
         """Tell the other machines why nothing is trained, and those that are about to come."""
-        text = self._sealed({"plan": None, "refused": why})
-        self._ask(lambda: self._store.set("plan", text))
+        self._publish({"plan": None, "refused": why})
         self._see_others_off(self._least - 1)
+
+    def _publish(self, values: Mapping[str, Any]) -> None:
+        text = self._seal.sealed("plan", values)
+        self._ask(lambda: self._store.set("plan", text))
 
     def read_plan(self) -> Plan:
         """What the first machine trains."""
-        deadline = time.monotonic() + WAIT_FOR_HEAD_SECONDS
-        while not self._ask(lambda: self._store.check(["plan"])):
-            if time.monotonic() > deadline:
-                raise TrainingError(f"{self._host} has not said what to train within {WAIT_FOR_HEAD_SECONDS:.0f} s")
-            time.sleep(0.1)
-        found = self._opened(self._ask(lambda: self._store.get("plan")))
+        # The first machine may be loading data, and be too busy to answer.
+        (found,) = self._read(self._store, {"plan": "plan"}, WAIT_FOR_HEAD_SECONDS) or (None,)
         if found is None:
-            raise TrainingError(FORGED)
+            raise TrainingError(f"{self._host} has not said what to train within {WAIT_FOR_HEAD_SECONDS:.0f} s")
         if found["plan"] is None:
             raise PlanError(f"{self._host} trains nothing: {found['refused']}")
         return Plan.from_json(found["plan"])
+
+    def _read(self, store: Store, places: Mapping[str, str], seconds: float) -> list[dict[str, Any]] | None:
+        """What machines have left under these keys, each with the place it is signed for; None if one says nothing.
+
+        What is not signed is passed over: whoever has to say something there will say it yet, or has been silenced.
+        """
+        deadline = time.monotonic() + seconds
+        is_forged = False
+        while time.monotonic() < deadline:
+            # Not by waiting in the store: nobody else here could speak to it meanwhile, and this machine would seem
+            # lost.
+            if self._ask(lambda: store.check(list(places)), seconds):
+                texts = self._ask(lambda: [store.get(key) for key in places], seconds)
+                found = [self._seal.opened(place, text) for place, text in zip(places.values(), texts, strict=True)]
+                if None not in found:
+                    return [one for one in found if one is not None]
+                is_forged = True
+            time.sleep(0.05)
+        if is_forged:
+            raise TrainingError(FORGED)
+        return None
 
     def expects(self) -> str:
         """What is waited for now, in one line."""
@@ -134,9 +150,11 @@ class Machines:
             "resume": resume,
             "port": self._new_store() if self.is_head else 0,
         }
-        store = found.store
-        self._ask(lambda: store.set(f"machine/{found.rank}", self._sealed(mine)))
-        members = self._read_members(store, found.world_size)
+        store, here = found.store, f"round {self._state.round}"
+        text = self._seal.sealed(f"{here} machine {found.rank}", mine)
+        self._ask(lambda: store.set(f"machine/{found.rank}", text))
+        everyone = {f"machine/{rank}": f"{here} machine {rank}" for rank in range(found.world_size)}
+        members = self._read(store, everyone, LOST_SECONDS)
         self._cause = None
         self._is_wanted = False
         self._beats = {}
@@ -170,35 +188,22 @@ class Machines:
         except RendezvousError as error:
             raise TrainingError(str(error)) from error
 
-    def _read_members(self, store: Store, num: int) -> list[dict[str, Any]] | None:
-        """What every machine of a round has said; None if one of them does not."""
-        names = [f"machine/{number}" for number in range(num)]
-        deadline = time.monotonic() + LOST_SECONDS
-        # Not by waiting in the store: nobody else here could speak to it meanwhile, and this machine would seem lost.
-        while not self._ask(lambda: store.check(names)):
-            if time.monotonic() > deadline:
-                return None
-            time.sleep(0.05)
-        members = [self._opened(text) for text in self._ask(lambda: [store.get(name) for name in names])]
-        if None in members:
-            raise TrainingError(FORGED)
-        return [member for member in members if member is not None]
-
     def _new_store(self) -> int:
         """A store for the workers of one attempt; what killed ones left in another would be taken for new ones'."""
-        self._workers_store = open_store(EVERYWHERE)
-        return int(self._workers_store.port)
+        self._workers_store, port = self._entry.open_workers_store()
+        return port
 
     def _place(self, members: list[dict[str, Any]], num: int) -> Place:
         machine = next(index for index, member in enumerate(members) if member["arrival"] == self._arrival)
         nums = [int(member["num"]) for member in members]
         environment = {
-            "MASTER_ADDR": self._host,
-            "MASTER_PORT": str(members[0]["port"]),
+            # On every machine the launcher's own: what the workers say to it is carried to the first machine.
+            "MASTER_ADDR": LOOPBACK,
+            "MASTER_PORT": str(self._entry.port_to(members[0]["port"])),
             # Held by the first launcher, whoever comes: never two masters.
             "TORCHELASTIC_USE_AGENT_STORE": "True",
             "TORCHELASTIC_RESTART_COUNT": str(max(member["attempt"] for member in members) - 1),
-            "TORCHELASTIC_RUN_ID": self._name[:16],
+            "TORCHELASTIC_RUN_ID": self._entry.run,
         }
         interface = interface_to(self._host, self._port)
         if interface and "GLOO_SOCKET_IFNAME" not in os.environ:
@@ -220,8 +225,8 @@ class Machines:
         store = self._round
         if self._cause is None and store is not None:
             named = cause if cause.machine or cause.is_loss else replace(cause, machine=hostname())
-            text = self._sealed(named.to_json())
-            said = self._opened(self._ask(lambda: store.compare_set("cause", "", text)))
+            text = self._seal.sealed(self._place_of_cause, named.to_json())
+            said = self._seal.opened(self._place_of_cause, self._ask(lambda: store.compare_set("cause", "", text)))
             self._cause = named if said is None else Cause.from_json(said)
         return self._cause or cause
 
@@ -242,62 +247,34 @@ class Machines:
     def close(self) -> None:
         """Leave; the first machine takes the meeting place with it, once the others have left."""
         self._closed.set()
-        if self._is_silent():
-            return
         with suppress(HeadLost):
-            if self.is_head:
-                self._ask(self._handler.set_closed)
-                self._see_others_off(self._ask(lambda: self._store.add("arrivals", 0)) - self._num_lost)
-            else:
-                self._ask(lambda: self._store.add("left", 1), FAREWELL_SECONDS)
+            if not self._is_silent():
+                self._say_farewell()
+        self._entry.close()
+
+    def _say_farewell(self) -> None:
+        if self.is_head:
+            self._ask(self._handler.set_closed)
+            self._see_others_off(self._ask(lambda: self._store.add("arrivals", 0)) - self._num_lost)
+        else:
+            self._ask(lambda: self._store.add("left", 1), FAREWELL_SECONDS)
 
     def _see_others_off(self, num: int) -> None:
         deadline = time.monotonic() + FAREWELL_SECONDS
         while time.monotonic() < deadline and self._ask(lambda: self._store.add("left", 0)) < num:
             time.sleep(0.05)
 
-    def _open(self) -> TCPStore:
-        where = f"{self._host}:{self._port}"
-        if self.is_head:
-            try:
-                store = open_store(EVERYWHERE, self._port, JOIN_SECONDS)
-            except OSError as error:
-                why = os.strerror(error.errno or 0)
-                raise PlanError(f"port {self._port} cannot be used ({why}); {who_holds(where)}") from error
-            store.set("evenstep", self._name)
-            return store
-        deadline = time.monotonic() + WAIT_FOR_HEAD_SECONDS
-        if not is_open(self._host, self._port):
-            print(f"waiting for {where}; start the same command on that machine", file=sys.stderr, flush=True)
-        while not is_open(self._host, self._port):
-            if time.monotonic() > deadline:
-                raise TrainingError(f"nobody answers at {where}; start the same command on that machine")
-            time.sleep(0.2)
-        store = timed(lambda: connect(self._host, self._port), CONNECT_SECONDS, lambda: stranger(where))
-        deadline = time.monotonic() + CONNECT_SECONDS
-        while not store.check(["evenstep"]):
-            if time.monotonic() > deadline:
-                raise stranger(where)
-            time.sleep(0.05)
-        if store.get("evenstep") != self._name.encode():
-            raise PlanError(
-                f"{where} is held by another run of evenstep; give each run its own port, and the same command "
-                f"(and {TOKEN}, if set) to all machines of one run"
-            )
-        return store
-
     def _join(self) -> DynamicRendezvousHandler:
         os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
         handler: DynamicRendezvousHandler = DynamicRendezvousHandler.from_backend(
-            run_id=self._name[:16],
+            run_id=self._entry.run,
             store=self._store,
-            backend=Signed(self._store, self._name[:16], self._token),
+            backend=self._state,
             min_nodes=self._least,
             max_nodes=self._most,
-            local_addr=hostname(),
-            timeout=RendezvousTimeout(
-                join=timedelta(seconds=JOIN_SECONDS), last_call=timedelta(seconds=LAST_CALL_SECONDS)
-            ),
+            # torch tells machines apart by this and the process id, and containers may have both in common.
+            local_addr=f"{hostname()}-{secrets.token_hex(8)}",
+            timeout=RendezvousTimeout(join=timedelta(seconds=JOIN_SECONDS), last_call=LAST_CALL),
             keep_alive_interval=2,
             keep_alive_max_attempt=4,
         )
@@ -318,7 +295,7 @@ class Machines:
 
     def _listen(self, store: Store) -> None:
         if self._cause is None and store.check(["cause"]):
-            said = self._opened(store.get("cause"))
+            said = self._seal.opened(self._place_of_cause, store.get("cause"))
             self._cause = None if said is None else Cause.from_json(said)
         if not self.is_head:
             self._is_wanted = self._is_wanted or store.check(["wanted"])
@@ -352,13 +329,9 @@ class Machines:
             f"Start it there again, with --resume and the run's folder, and then here"
         )
 
-    def _sealed(self, values: Mapping[str, Any]) -> str:
-        """A message that only a machine with our token can write."""
-        return sealed(self._token, values)
-
-    def _opened(self, message: bytes) -> dict[str, Any] | None:
-        """What such a message says; None if someone else wrote it."""
-        return opened(self._token, message)
+    @property
+    def _place_of_cause(self) -> str:
+        return f"round {self._state.round} cause"
 
     def _ask(self, what: Callable[[], T], seconds: float | None = LOST_SECONDS) -> T:
         """Something that needs the store, in bounded time; or (None) for as long as its machine is there."""

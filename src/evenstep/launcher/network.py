@@ -13,7 +13,7 @@ import psutil
 from torch._C._distributed_c10d import TCPStore
 
 from evenstep.errors import PlanError
-from evenstep.launcher.signed import TOKEN
+from evenstep.launcher.stores import LOOPBACK
 
 T = TypeVar("T")
 JOIN_SECONDS = 600
@@ -53,19 +53,26 @@ def connect(host: str, port: int) -> TCPStore:
     return TCPStore(host, port, is_master=False, timeout=timedelta(seconds=JOIN_SECONDS))
 
 
-def stranger(where: str) -> PlanError:
-    return PlanError(f"{where} is held by a program that is no rendezvous; choose another port")
+def bound_to(address: tuple[str, int]) -> socket.socket:
+    """A socket at the interface that others reach by this name, and at no other if that is known; it may listen.
 
-
-def who_holds(where: str) -> str:
-    host, _, port = where.rpartition(":")
+    A name that leads to loopback here (Debian's installer writes it so) says nothing of the interface.
+    """
+    host, port = address
+    found = {ipaddress.ip_address(str(info[4][0]).partition("%")[0]) for info in socket.getaddrinfo(host, port)}
+    outer = sorted((one for one in found if not one.is_loopback), key=lambda one: one.version)
+    if outer and str(outer[0]) in _own_addresses():
+        own = str(outer[0])
+    else:
+        own = LOOPBACK if host in ("localhost", LOOPBACK) else ""
+    made = socket.socket(socket.AF_INET6 if ":" in own else socket.AF_INET)
     try:
-        store = timed(lambda: connect(host, int(port)), 2.0, lambda: stranger(where))
-        is_ours = bool(store.check(["evenstep"]))
-    except Exception:
-        is_ours = False
-    holder = "another run of evenstep holds it" if is_ours else "another program holds it"
-    return f"{holder}; choose another port, the same on all machines"
+        made.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        made.bind((own, port))
+    except OSError:
+        made.close()
+        raise
+    return made
 
 
 def is_open(host: str, port: int) -> bool:
@@ -82,8 +89,11 @@ def is_here(host: str) -> bool:
         wanted = {str(info[4][0]) for info in socket.getaddrinfo(host, None)}
     except OSError as error:
         raise PlanError(f"the name {host!r} is not known here ({error.strerror}); give an address instead") from error
-    own = {address.address for addresses in psutil.net_if_addrs().values() for address in addresses}
-    return bool(wanted & own) or any(one.startswith("127.") for one in wanted)
+    return bool(wanted & _own_addresses()) or any(one.startswith("127.") for one in wanted)
+
+
+def _own_addresses() -> set[str]:
+    return {address.address for addresses in psutil.net_if_addrs().values() for address in addresses}
 
 
 def interface_to(host: str, port: int) -> str | None:
@@ -104,7 +114,7 @@ def warnings_about(host: str) -> list[str]:
     except (OSError, ValueError):
         return []
     if any(address.is_global for address in addresses):
-        return [f"{host} is a public address: anyone may knock at the rendezvous; use a private network, and {TOKEN}"]
+        return [f"{host} is a public address, and gradients are neither signed nor encrypted; use a private network"]
     return []
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Union
@@ -11,6 +10,7 @@ import torch
 
 from evenstep import checkpoint
 from evenstep.errors import CheckpointError, EvenstepError, PlanError
+from evenstep.launcher.identity import Identity, identity_of, sources_of_task
 from evenstep.launcher.meeting import Meeting, OneMachine
 from evenstep.launcher.prepare import RUNS, Prepared, go_on, label_of, prepare
 from evenstep.launcher.slurm import Slurm, find_slurm
@@ -41,24 +41,27 @@ def get_ready(source: Source, choices: Mapping[str, Any]) -> Ready:
         raise PlanError("--requeue is for jobs of Slurm, and this is none; --restarts goes on after a crash")
     if chosen.get("machines") is None:
         return Ready(_again(source, chosen, slurm) or prepare(source, chosen), OneMachine(), slurm=slurm)
-    return _with_machines(source, chosen, slurm, _in_common(source, choices, slurm))
+    return _with_machines(source, chosen, slurm, _identity(source, choices, slurm))
 
 
-def _in_common(source: Source, choices: Mapping[str, Any], slurm: Slurm | None) -> str:
-    """What tells one run from another, and is the same on all machines of one: the command, and the job.
+def _identity(source: Source, choices: Mapping[str, Any], slurm: Slurm | None) -> Identity:
+    """What tells one run from another, and is the same on all machines of one: the command, the job and the code.
 
     Not what was derived from them: the name of the run depends on which folders there are already.
     """
-    given = {name: str(value) for name, value in sorted(choices.items()) if value is not None and name not in OWN}
-    return json.dumps([str(source), given, [slurm.job, slurm.step] if slurm else None])
+    given = {name: str(value) for name, value in choices.items() if value is not None and name not in OWN}
+    job = {"job": f"{slurm.job}.{slurm.step}"} if slurm is not None else {}
+    command = {"command": "train", "task": str(source), **given, **job}
+    sources = sources_of_task(source) if isinstance(source, str) else {}
+    return identity_of(command, sources)
 
 
-def _with_machines(source: Source, chosen: dict[str, Any], slurm: Slurm | None, common: str) -> Ready:
+def _with_machines(source: Source, chosen: dict[str, Any], slurm: Slurm | None, identity: Identity) -> Ready:
     from evenstep.launcher.machines import Machines  # what it imports is not needed on one machine
 
     address, machines = _checked(chosen)
     is_head = slurm.task == 0 if slurm is not None and slurm.is_spread else None
-    meeting = Machines(address, machines, common, is_head)
+    meeting = Machines(address, machines, identity, is_head)
     try:
         if not meeting.is_head:
             return Ready(go_on(meeting.read_plan(), source, chosen), meeting, is_first=False, slurm=slurm)

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import ast
 import datetime
-import json
 import os
 import pickle
 import re
+import shlex
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -17,6 +17,7 @@ from typing import Any
 import torch
 
 from evenstep.errors import PlanError, WorkerFailed, shorten
+from evenstep.launcher.identity import Identity, identity_of, sources_of_file, sources_of_module
 from evenstep.launcher.meeting import Meeting, OneMachine, Place, torchrun_environment
 from evenstep.launcher.processes import python
 from evenstep.launcher.server import threads_for_script
@@ -148,12 +149,20 @@ def _meeting(script: Script) -> Meeting:
         return TorchrunMachine(script.restarts)
     from evenstep.launcher.torchrun_machines import TorchrunMachines  # what it imports is not needed on one machine
 
-    common = json.dumps(["run", script.name, script.arguments, [slurm.job, slurm.step] if slurm else None])
-    meeting = TorchrunMachines(parse_address(rendezvous), parse_machines(machines), common, is_head)
+    identity = _identity(script, f"{slurm.job}.{slurm.step}" if slurm is not None else "none")
+    meeting = TorchrunMachines(parse_address(rendezvous), parse_machines(machines), identity, is_head)
     meeting.restarts = script.restarts
     if slurm is not None and slurm.is_spread:
         meeting.num_before, meeting.num_here = slurm.local * script.num, slurm.num_local * script.num
     return meeting
+
+
+def _identity(script: Script, job: str) -> Identity:
+    """What is the same on all machines that run this script; how many processes each brings is its own."""
+    arguments = shlex.join(script.arguments)
+    command = {"command": "run", "script": script.name, "arguments": arguments, "job": job}
+    sources = sources_of_module(script.name) if script.is_module else sources_of_file(Path(script.name))
+    return identity_of(command, sources)
 
 
 def launch(

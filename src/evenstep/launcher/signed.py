@@ -1,56 +1,44 @@
-"""What machines tell each other, signed: whoever does not know the token cannot speak for one of them."""
+"""What machines leave for each other in a store, signed: who does not know the token cannot speak for one of them."""
 
 from __future__ import annotations
 
 import hmac
 import json
 from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
-from torch.distributed.elastic.rendezvous import RendezvousStateError
-from torch.distributed.elastic.rendezvous.c10d_rendezvous_backend import C10dRendezvousBackend
-
-TOKEN = "EVENSTEP_TOKEN"
-"""A secret that all machines of a run share; without it, what is common to their commands."""
 FORGED = "someone who is no machine of this run writes into its rendezvous; use another port and another token"
+DIGEST = "sha256"
+DIGEST_BYTES = 32
 
 
-class Signed(C10dRendezvousBackend):
-    """torch keeps the state of the rendezvous as a pickle; only one that was signed with our token is unpickled."""
+@dataclass(frozen=True)
+class Seal:
+    """The key of one run. A message is bound to it, to the place where it was left, and to its turn there."""
 
-    def __init__(self, store: Any, name: str, token: bytes) -> None:
-        super().__init__(store, name)
-        self._token = token
+    key: bytes = field(repr=False)
+    """Derived from the token and the id of the run: what was signed in another run is worth nothing here."""
+    _turns: dict[str, int] = field(default_factory=dict, repr=False, compare=False)
+    """The latest turn seen at each place: an older message cannot come back."""
 
-    def get_state(self) -> tuple[bytes, Any] | None:
-        found = super().get_state()
-        return None if found is None else (self._checked(found[0]), found[1])
+    def sealed(self, place: str, values: Mapping[str, Any]) -> str:
+        """A message for a place, which takes the turn after the latest that was read there."""
+        turn = self._turns.get(place, 0) + 1
+        text = json.dumps({"place": place, "turn": turn, "values": values})
+        return f"{self._signature(text.encode())}{text}"
 
-    def set_state(self, state: bytes, token: Any = None) -> tuple[bytes, Any, bool] | None:
-        found = super().set_state(signature(self._token, state) + state, token)
-        return None if found is None else (self._checked(found[0]), found[1], found[2])
+    def opened(self, place: str, message: bytes) -> dict[str, Any] | None:
+        """What a message says; None if it is someone else's, or belongs elsewhere, or is older than one seen."""
+        written, text = message[: 2 * DIGEST_BYTES], message[2 * DIGEST_BYTES :]
+        if not hmac.compare_digest(written, self._signature(text).encode()):
+            return None
+        found = json.loads(text)
+        if found["place"] != place or found["turn"] < self._turns.get(place, 0):
+            return None
+        self._turns[place] = found["turn"]
+        values: dict[str, Any] = found["values"]
+        return values
 
-    def _checked(self, signed: bytes) -> bytes:
-        written, state = signed[:32], signed[32:]
-        if not hmac.compare_digest(written, signature(self._token, state)):
-            raise RendezvousStateError(FORGED)
-        return state
-
-
-def signature(token: bytes, text: bytes) -> bytes:
-    return hmac.digest(token, text, "sha256")
-
-
-def sealed(token: bytes, values: Mapping[str, Any]) -> str:
-    """A message that only a machine with this token can write."""
-    text = json.dumps(values)
-    return f"{signature(token, text.encode()).hex()}{text}"
-
-
-def opened(token: bytes, message: bytes) -> dict[str, Any] | None:
-    """What such a message says; None if someone else wrote it."""
-    written, text = message[:64], message[64:]
-    if not hmac.compare_digest(written, signature(token, text).hex().encode()):
-        return None
-    values: dict[str, Any] = json.loads(text)
-    return values
+    def _signature(self, text: bytes) -> str:
+        return hmac.digest(self.key, b"message " + text, DIGEST).hex()

@@ -8,15 +8,14 @@ from datetime import timedelta
 from torch._C._distributed_c10d import TCPStore
 
 LOOPBACK = "127.0.0.1"
-EVERYWHERE = ""
 
 
-def open_store(address: str = LOOPBACK, port: int = 0, seconds: float = 300, use_libuv: bool = True) -> TCPStore:
-    """A store on a port (0: a free one), held from this moment on; on loopback it listens to this machine alone.
+def open_store(seconds: float = 300, use_libuv: bool = True) -> TCPStore:
+    """A store on a free port of loopback, held from this moment on; it listens to this machine alone.
 
-    torch by itself would listen to everyone, and would take a port that may be gone by then. OSError: it is taken.
+    torch by itself would listen to everyone, and would take a port that may be gone by then.
     """
-    with socket.create_server((address, port), backlog=512) as listener:
+    with socket.create_server((LOOPBACK, 0), backlog=512) as listener:
         return TCPStore(
             LOOPBACK,
             listener.getsockname()[1],

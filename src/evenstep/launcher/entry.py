@@ -1,0 +1,131 @@
+"""How a launcher becomes part of a run on many machines: as the one that holds it, or as one that was let in."""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from dataclasses import dataclass
+
+from torch._C._distributed_c10d import TCPStore
+
+from evenstep.errors import PlanError, TrainingError
+from evenstep.launcher.identity import Identity
+from evenstep.launcher.network import JOIN_SECONDS, bound_to, connect, is_open
+from evenstep.launcher.prepare import RUNS
+from evenstep.launcher.signed import Seal
+from evenstep.launcher.slurm import find_slurm
+from evenstep.launcher.stores import LOOPBACK, open_store
+from evenstep.launcher.token import TOKEN, TOKEN_FILE, TokenFile, given_token, make_token
+from evenstep.launcher.tunnel import Gate, Way, WrongToken, is_gate
+
+WAIT_FOR_HEAD_SECONDS = 300.0
+WAIT_FOR_TOKEN_SECONDS = 10.0
+"""From when the first machine answers: a folder that is on another machine's disk may show the file late."""
+
+Address = tuple[str, int]
+
+
+@dataclass(frozen=True)
+class Entry:
+    """A launcher's own part of what leads to the stores of a run."""
+
+    run: str
+    """A fresh id for every run."""
+    seal: Seal
+    store: TCPStore
+    """Of the launchers."""
+    passage: Gate | Way
+    token_file: TokenFile | None = None
+
+    def open_workers_store(self) -> tuple[TCPStore, int]:
+        """A store for the workers of one attempt, on the first machine."""
+        assert isinstance(self.passage, Gate)
+        store = open_store()
+        self.passage.ports = {0: self.store.port, store.port: store.port}
+        return store, int(store.port)
+
+    def port_to(self, port: int) -> int:
+        """Where processes of this machine reach a store of the first one."""
+        return port if isinstance(self.passage, Gate) else self.passage.port(port)
+
+    def close(self) -> None:
+        """Leave."""
+        self.passage.close()
+        if self.token_file is not None:
+            self.token_file.remove()
+
+
+def hold(address: Address, identity: Identity) -> Entry:
+    """The first machine's: it listens, and makes a token if nobody has set one."""
+    token, file = given_token(), None
+    try:
+        bound = bound_to(address)
+        if token is None:
+            token, file = make_token(), TokenFile(RUNS, address)
+            # Before it listens: a machine that is answered finds the file there.
+            file.write(token)
+        gate = Gate(bound, token, identity)
+    except OSError as error:
+        holder = "another run of evenstep holds it" if is_gate(address) else "another program holds it"
+        why = f"port {address[1]} cannot be used ({os.strerror(error.errno or 0)})"
+        raise PlanError(f"{why}; {holder}; choose another port, the same on all machines") from error
+    if file is not None and find_slurm() is None:
+        print(file.announcement(token), file=sys.stderr, flush=True)
+    store = open_store(JOIN_SECONDS)
+    gate.ports = {0: store.port}
+    return Entry(gate.run.hex(), Seal(gate.key), store, gate, file)
+
+
+def enter(address: Address, identity: Identity) -> Entry:
+    """Another machine's: it waits for the first one, and asks to be let in."""
+    where = f"{address[0]}:{address[1]}"
+    deadline = time.monotonic() + WAIT_FOR_HEAD_SECONDS
+    token = given_token()
+    _wait_for(address, deadline)
+    late = time.monotonic() + WAIT_FOR_TOKEN_SECONDS
+    while True:
+        found = token or TokenFile(RUNS, address).read()
+        try:
+            way = _let_in(address, found, identity) if found else None
+        except WrongToken:
+            # In a file it may be that of a run before.
+            if token is not None or time.monotonic() > late:
+                raise PlanError(f"the run at {where} has another token; {_same_token(address)}") from None
+            way = None
+        except (OSError, TimeoutError):
+            _wait_for(address, deadline)
+            continue
+        if way is not None:
+            store = connect(LOOPBACK, way.port())
+            return Entry(way.run.hex(), Seal(way.key), store, way)
+        if time.monotonic() > late:
+            raise PlanError(f"{where} lets in who knows the run's token, and no token is set; {_same_token(address)}")
+        time.sleep(0.2)
+
+
+def _let_in(address: Address, token: str, identity: Identity) -> Way:
+    way = Way(address, token, identity)
+    try:
+        way.knock()
+    except BaseException:
+        way.close()
+        raise
+    return way
+
+
+def _wait_for(address: Address, deadline: float) -> None:
+    where = f"{address[0]}:{address[1]}"
+    if not is_open(*address):
+        print(f"waiting for {where}; start the same command on that machine", file=sys.stderr, flush=True)
+    while not is_open(*address):
+        if time.monotonic() > deadline:
+            raise TrainingError(f"nobody answers at {where}; start the same command on that machine")
+        time.sleep(0.2)
+
+
+def _same_token(address: Address) -> str:
+    return (
+        f"give it to this machine as {TOKEN}, or in a file as {TOKEN_FILE}. It is what was set on {address[0]}, or "
+        f"what the command there has shown and left in {TokenFile(RUNS, address).path}"
+    )

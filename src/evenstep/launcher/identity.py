@@ -1,0 +1,143 @@
+"""What must be the same on all machines of a run: the command, the versions, the user's own code."""
+
+from __future__ import annotations
+
+import ast
+import hashlib
+import socket
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import torch
+
+import evenstep
+from evenstep.task import BUILT_IN
+
+MOST_NAMED = 4
+MOST_LETTERS = 80
+
+
+@dataclass(frozen=True)
+class Identity:
+    """One machine's own; another with the same token, and with a different one of these, is no part of the run."""
+
+    machine: str
+    command: Mapping[str, str] = field(default_factory=dict)
+    versions: Mapping[str, str] = field(default_factory=dict)
+    sources: Mapping[str, str] = field(default_factory=dict)
+    """A hash of each of the user's own source files, by the name under which it is imported."""
+
+    def to_json(self) -> dict[str, Any]:
+        """As JSON values; `from_json` reads them back."""
+        return asdict(self)
+
+    @classmethod
+    def from_json(cls, values: object) -> Identity:
+        """What another machine has sent; ValueError if that is no such thing."""
+        return msgspec.convert(values, cls)
+
+    def refusal_of(self, other: Identity) -> str:
+        """Why another machine does not fit, with both sides; nothing if it does."""
+        parts = [
+            f"{name} is {_short(theirs.get(name))} on {other.machine} and {_short(ours.get(name))} on {self.machine}"
+            for ours, theirs in ((self.command, other.command), (self.versions, other.versions))
+            for name in _different(ours, theirs)
+        ]
+        for name in _different(self.sources, other.sources):
+            lacking = other.machine if name not in other.sources else self.machine if name not in self.sources else ""
+            parts.append(f"{name} is not on {lacking}" if lacking else f"{name} is another on {other.machine}")
+        more = f"; {len(parts) - MOST_NAMED} more" if len(parts) > MOST_NAMED else ""
+        return "; ".join(parts[:MOST_NAMED]) + more
+
+
+def _different(ours: Mapping[str, str], theirs: Mapping[str, str]) -> list[str]:
+    return [name for name in sorted(ours.keys() | theirs.keys()) if ours.get(name) != theirs.get(name)]
+
+
+def _short(text: str | None) -> str:
+    text = text or "not given"
+    return text if len(text) <= MOST_LETTERS else f"{text[:MOST_LETTERS]}..."
+
+
+def identity_of(command: Mapping[str, str], sources: Mapping[str, str]) -> Identity:
+    """This machine's; what computes should be the same on all of them, too."""
+    versions = {"torch": str(torch.__version__), "evenstep": evenstep.__version__}
+    return Identity(socket.gethostname(), command, versions, sources)
+
+
+def sources_of_task(spec: str) -> dict[str, str]:
+    """Of a task as `train` takes it; a built-in one is evenstep's own."""
+    place = BUILT_IN.get(spec, spec).partition(":")[0]
+    if spec in BUILT_IN:
+        return {}
+    if place.endswith(".py"):
+        return sources_of_file(Path(place))
+    return sources_of_module(place)
+
+
+def sources_of_file(file: Path) -> dict[str, str]:
+    """Of a script, and of all that it imports from its own folder or from the working folder."""
+    return _Sources((file.parent, Path())).of_file(file)
+
+
+def sources_of_module(name: str) -> dict[str, str]:
+    """Of a module in the working folder; one that is installed has a version."""
+    return _Sources((Path(),)).of_module(name)
+
+
+@dataclass(frozen=True)
+class _Sources:
+    """Found by reading and not by importing: code that differs should not run first."""
+
+    folders: tuple[Path, ...]
+    hashes: dict[str, str] = field(default_factory=dict)
+
+    def of_file(self, file: Path) -> dict[str, str]:
+        self._add(file.name, file, "")
+        return self.hashes
+
+    def of_module(self, name: str) -> dict[str, str]:
+        self._look_for(name)
+        return self.hashes
+
+    def _look_for(self, name: str) -> None:
+        """A module and the packages around it; nothing if it is none of the user's own."""
+        parts = name.split(".")
+        for folder in self.folders:
+            for number in range(1, len(parts) + 1):
+                base = folder.joinpath(*parts[:number])
+                package, module = base / "__init__.py", base.with_suffix(".py")
+                own = ".".join(parts[:number])
+                if package.is_file():
+                    self._add(own, package, own)
+                elif module.is_file():
+                    self._add(own, module, own.rpartition(".")[0])
+
+    def _add(self, name: str, file: Path, package: str) -> None:
+        if name in self.hashes:
+            return
+        try:
+            source = file.read_bytes()
+        except OSError:
+            return
+        self.hashes[name] = hashlib.sha256(source).hexdigest()
+        for imported in _imports(source, package):
+            self._look_for(imported)
+
+
+def _imports(source: bytes, package: str) -> Iterator[str]:
+    """The names that a source imports, wherever in it."""
+    try:
+        tree = ast.parse(source)
+    except (SyntaxError, ValueError):
+        return
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            above = package.split(".")[: len(package.split(".")) - node.level + 1] if node.level and package else []
+            base = ".".join([*above, *([node.module] if node.module else [])])
+            yield from (f"{base}.{alias.name}".strip(".") for alias in node.names)

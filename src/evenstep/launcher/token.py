@@ -1,0 +1,104 @@
+"""The secret that the launchers of one run share: given by the user, or made by the first machine.
+
+Whoever has it is a machine of the run; who has it not can do nothing but knock. It never travels: see tunnel.py.
+"""
+
+from __future__ import annotations
+
+import os
+import secrets
+import stat
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+
+from evenstep.errors import PlanError
+
+TOKEN = "EVENSTEP_TOKEN"
+TOKEN_FILE = "EVENSTEP_TOKEN_FILE"
+"""A file that holds the token, for those who keep secrets in files."""
+LEAST_LETTERS = 16
+MOST_BYTES = 4096
+MAKE_ONE = f'export {TOKEN}=$(python -c "import secrets; print(secrets.token_hex())")'
+
+
+def given_token(environment: Mapping[str, str] = os.environ) -> str | None:
+    """The token that the user has set, as text or as a file; None if there is none."""
+    token, file = environment.get(TOKEN), environment.get(TOKEN_FILE)
+    if token and file:
+        raise PlanError(f"{TOKEN} and {TOKEN_FILE} are both set; unset one of them")
+    if file:
+        return _checked(read_private(Path(file)), f"the token in {file}")
+    return _checked(token, TOKEN) if token else None
+
+
+def make_token() -> str:
+    """256 bits that nobody can guess."""
+    return secrets.token_hex(32)
+
+
+def read_private(path: Path) -> str:
+    """The text of a file that nobody else can read or write."""
+    try:
+        with path.open("rb") as file:
+            about = os.fstat(file.fileno())
+            text = file.read(MOST_BYTES)
+    except OSError as error:
+        raise PlanError(f"{path} cannot be read: {error.strerror}; {TOKEN_FILE} names a file with a token") from error
+    if about.st_uid not in (os.geteuid(), 0) or stat.S_IMODE(about.st_mode) & 0o077:
+        raise PlanError(f"{path} is open to others (mode {stat.S_IMODE(about.st_mode):o}): chmod 600 {path}")
+    return text.decode(errors="replace").strip()
+
+
+def _checked(token: str, what: str) -> str:
+    """A short one could be found by trying."""
+    if len(token) < LEAST_LETTERS:
+        raise PlanError(
+            f"{what} has {len(token)} characters, and {LEAST_LETTERS} is the least; make one, and set it on all "
+            f"machines:\n{MAKE_ONE}"
+        )
+    return token
+
+
+class TokenFile:
+    """Where the first machine leaves a token that it made, for machines that share its folder."""
+
+    def __init__(self, folder: Path, address: tuple[str, int]) -> None:
+        self.path = folder / f".token-{address[0].replace(':', '_')}-{address[1]}"
+
+    def write(self, token: str) -> None:
+        """Leave it; nobody else can read it."""
+        try:
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            # Written beside it, and moved: no reader finds half of it, and a link that someone has put there is not
+            # followed.
+            beside = self.path.with_name(f"{self.path.name}-{secrets.token_hex(4)}")
+            with os.fdopen(os.open(beside, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
+                file.write(f"{token}\n")
+            beside.replace(self.path)
+        except OSError as error:
+            raise PlanError(
+                f"{self.path} cannot be written: {error.strerror}; set a token instead, the same on all machines:\n"
+                f"{MAKE_ONE}"
+            ) from error
+
+    def read(self) -> str | None:
+        """The token that was left; None if there is none."""
+        try:
+            # A list from the file server itself: a client of NFS may believe for a while that there is no such file.
+            is_there = self.path.name in os.listdir(self.path.parent)
+        except OSError:
+            return None
+        return read_private(self.path) if is_there else None
+
+    def remove(self) -> None:
+        """The run has ended."""
+        self.path.unlink(missing_ok=True)
+
+    def announcement(self, token: str) -> str:
+        """What to do on machines that do not share the folder; the token itself is for a terminal, not for a log."""
+        shown = token if sys.stderr.isatty() else f"...   (what {self.path} holds)"
+        return (
+            f"no {TOKEN} is set, so this machine made one. Machines that share this folder find it; on others, before "
+            f"the same command:\nexport {TOKEN}={shown}"
+        )

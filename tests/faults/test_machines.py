@@ -201,8 +201,7 @@ def test_machines_meet_whatever_their_own_names_resolve_to(tmp_path: Path, names
         assert_ends(second, 0, 10)
 
 
-@pytest.mark.parametrize(("seconds", "after"), [(-30, 0), (30, 0), (3600, 12), (-3600, 12)])
-@pytest.mark.parametrize("wrong", [0, 1])
+@pytest.mark.parametrize(("wrong", "seconds", "after"), [(1, -30, 0), (1, 30, 0), (1, 3600, 12), (0, -3600, 12)])
 def test_clocks_may_be_wrong_and_may_jump(tmp_path: Path, wrong: int, seconds: int, after: int) -> None:
     """Fault 30."""
     if missing := why_no_clocks():
@@ -379,10 +378,10 @@ def test_a_machine_with_an_older_source_is_refused_until_it_has_the_same(tmp_pat
         (second.folder / "helper.py").write_text("rate = 0.2\n")
         for machine in (first, second):
             machine.train(first, "2", "--steps", "3")
-        assert_ends(second, 2, 60, "helper is another on host1")
+        assert_ends(second, 2, 60, "the source of helper is ", " on host1 and ")
         (second.folder / "helper.py").write_text("rate = 0.1\n")
         second.train(first, "2", "--steps", "3")
-        assert_ends(first, 0, 60, "host1 was refused: helper is another on host1", "2 machines, 2 processes")
+        assert_ends(first, 0, 60, "host1 was refused: the source of helper is ", "2 machines, 2 processes")
         assert_ends(second, 0, 10)
 
 

@@ -8,6 +8,7 @@ import socket
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any
 
@@ -15,11 +16,15 @@ import psutil
 import pytest
 import torch.distributed as dist
 from torch.distributed.elastic.rendezvous.c10d_rendezvous_backend import C10dRendezvousBackend
-from torch.distributed.elastic.rendezvous.dynamic_rendezvous import DynamicRendezvousHandler
+from torch.distributed.elastic.rendezvous.dynamic_rendezvous import (
+    DynamicRendezvousHandler,
+    _NodeDesc,
+    _RendezvousState,
+)
 
 from evenstep.errors import PlanError, TrainingError
 from evenstep.launcher import entry
-from evenstep.launcher.elastic import KEY, SignedState
+from evenstep.launcher.elastic import KEY, LAST_CALL, SignedState
 from evenstep.launcher.identity import Identity, sources_of_file, sources_of_task
 from evenstep.launcher.machines import Machines
 from evenstep.launcher.signed import Seal
@@ -87,6 +92,29 @@ class TestTheStateOfARendezvous:
         first.set_closed()
         assert handler(store, SignedState(store, Seal(b"ours"))).is_closed()
 
+    @pytest.mark.parametrize("wrong", [timedelta(seconds=-30), timedelta(hours=1)])
+    def test_holds_no_time_of_another_machine_s_clock(self, wrong: timedelta) -> None:
+        store = open_store()
+        there, here = SignedState(store, Seal(b"ours")), SignedState(store, Seal(b"ours"))
+        state, node = _RendezvousState(), _NodeDesc("there", 1, 0)
+        state.last_heartbeats[node] = datetime.now(UTC) + wrong
+        state.deadline = state.last_heartbeats[node] + LAST_CALL
+        there.set_state(pickle.dumps(state))
+        first = as_read(here)
+        assert abs(first.last_heartbeats[node] - datetime.now(UTC)) < timedelta(seconds=5)
+        assert abs(first.deadline - LAST_CALL - datetime.now(UTC)) < timedelta(seconds=5)
+        again = as_read(here)
+        assert abs(again.last_heartbeats[node] - first.last_heartbeats[node]) < timedelta(seconds=0.01), (
+            "it is no newer"
+        )
+        assert again.participants == {}
+
+
+def as_read(backend: SignedState) -> Any:
+    found = backend.get_state()
+    assert found is not None
+    return pickle.loads(found[0])
+
 
 class TestAMessage:
     def test_is_for_one_place(self) -> None:
@@ -116,8 +144,7 @@ def gate(token: str = ONE, identity: Identity = MINE) -> Iterator[tuple[Gate, tu
     listener = socket.create_server(("127.0.0.1", 0))
     address = ("127.0.0.1", int(listener.getsockname()[1]))
     store = open_store()
-    made = Gate(listener, token, identity)
-    made.ports = {0: store.port}
+    made = Gate(listener, token, identity, store.port)
     try:
         yield made, address, store
     finally:
@@ -181,7 +208,8 @@ class TestTheGate:
                 other.knock()
             said = str(refused.value)
             assert "batch is 128 on host1 and 64 on host0; torch is 2.11.0 on host1 and 2.13.0 on host0" in said
-            assert "data is not on host1; my_task.py is another on host1" in said
+            assert "the source of my_task.py is ff on host1 and 0a on host0" in said
+            assert "the source of data is absent on host1 and 0b on host0" in said
             assert "host1 was refused: batch is 128" in capsys.readouterr().err
             with way(address) as mine:
                 mine.knock()
@@ -328,7 +356,7 @@ def test_a_machine_with_the_same_token_and_another_command_is_refused(monkeypatc
     monkeypatch.setenv(TOKEN, ONE)
     with machines(port, is_head=True):
         other = replace(MINE, machine="host1", command={"task": "my_task.py", "seed": "1"})
-        with pytest.raises(PlanError, match="batch is not given on host1 and 64 on host0; seed is 1 on host1"):
+        with pytest.raises(PlanError, match="batch is absent on host1 and 64 on host0; seed is 1 on host1"):
             Machines(("127.0.0.1", port), (1, 2), other, False)
 
 

@@ -11,7 +11,7 @@ from torch._C._distributed_c10d import TCPStore
 
 from evenstep.errors import PlanError, TrainingError
 from evenstep.launcher.identity import Identity
-from evenstep.launcher.network import JOIN_SECONDS, bound_to, connect, is_open
+from evenstep.launcher.network import JOIN_SECONDS, bound_to, connect, is_open, timed
 from evenstep.launcher.prepare import RUNS
 from evenstep.launcher.signed import Seal
 from evenstep.launcher.slurm import find_slurm
@@ -42,7 +42,7 @@ class Entry:
         """A store for the workers of one attempt, on the first machine."""
         assert isinstance(self.passage, Gate)
         store = open_store()
-        self.passage.ports = {0: self.store.port, store.port: store.port}
+        self.passage.lead_workers_to(store.port)
         return store, int(store.port)
 
     def port_to(self, port: int) -> int:
@@ -59,21 +59,20 @@ class Entry:
 def hold(address: Address, identity: Identity) -> Entry:
     """The first machine's: it listens, and makes a token if nobody has set one."""
     token, file = given_token(), None
+    store = open_store(JOIN_SECONDS)
     try:
         bound = bound_to(address)
         if token is None:
             token, file = make_token(), TokenFile(RUNS, address)
             # Before it listens: a machine that is answered finds the file there.
             file.write(token)
-        gate = Gate(bound, token, identity)
+        gate = Gate(bound, token, identity, store.port)
     except OSError as error:
         holder = "another run of evenstep holds it" if is_gate(address) else "another program holds it"
         why = f"port {address[1]} cannot be used ({os.strerror(error.errno or 0)})"
         raise PlanError(f"{why}; {holder}; choose another port, the same on all machines") from error
     if file is not None and find_slurm() is None:
         print(file.announcement(token), file=sys.stderr, flush=True)
-    store = open_store(JOIN_SECONDS)
-    gate.ports = {0: store.port}
     return Entry(gate.run.hex(), Seal(gate.key), store, gate, file)
 
 
@@ -93,15 +92,25 @@ def enter(address: Address, identity: Identity) -> Entry:
             if token is not None or time.monotonic() > late:
                 raise PlanError(f"the run at {where} has another token; {_same_token(address)}") from None
             way = None
-        except (OSError, TimeoutError):
+        except OSError:
+            # It has gone again, or is too busy to answer.
             _wait_for(address, deadline)
             continue
         if way is not None:
-            store = connect(LOOPBACK, way.port())
-            return Entry(way.run.hex(), Seal(way.key), store, way)
+            return Entry(way.run.hex(), Seal(way.key), _store_through(way, deadline), way)
         if time.monotonic() > late:
             raise PlanError(f"{where} lets in who knows the run's token, and no token is set; {_same_token(address)}")
         time.sleep(0.2)
+
+
+def _store_through(way: Way, deadline: float) -> TCPStore:
+    """By a bounded wait: torch tries for as long as the store's own timeout to reach one that is gone."""
+    port = way.port()
+    return timed(lambda: connect(LOOPBACK, port), max(1.0, deadline - time.monotonic()), lambda: _silent(way.where))
+
+
+def _silent(where: str) -> TrainingError:
+    return TrainingError(f"nobody answers at {where}; start the same command on that machine")
 
 
 def _let_in(address: Address, token: str, identity: Identity) -> Way:
@@ -118,9 +127,11 @@ def _wait_for(address: Address, deadline: float) -> None:
     where = f"{address[0]}:{address[1]}"
     if not is_open(*address):
         print(f"waiting for {where}; start the same command on that machine", file=sys.stderr, flush=True)
-    while not is_open(*address):
+    while True:
         if time.monotonic() > deadline:
-            raise TrainingError(f"nobody answers at {where}; start the same command on that machine")
+            raise _silent(where)
+        if is_open(*address):
+            return
         time.sleep(0.2)
 
 

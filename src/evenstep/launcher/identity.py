@@ -6,11 +6,9 @@ import ast
 import hashlib
 import socket
 from collections.abc import Iterator, Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
-import msgspec
 import torch
 
 import evenstep
@@ -18,6 +16,8 @@ from evenstep.task import BUILT_IN
 
 MOST_NAMED = 4
 MOST_LETTERS = 80
+HASH_LETTERS = 16
+"""Of a source; nobody who could forge one is asked for it."""
 
 
 @dataclass(frozen=True)
@@ -30,35 +30,24 @@ class Identity:
     sources: Mapping[str, str] = field(default_factory=dict)
     """A hash of each of the user's own source files, by the name under which it is imported."""
 
-    def to_json(self) -> dict[str, Any]:
-        """As JSON values; `from_json` reads them back."""
-        return asdict(self)
-
-    @classmethod
-    def from_json(cls, values: object) -> Identity:
-        """What another machine has sent; ValueError if that is no such thing."""
-        return msgspec.convert(values, cls)
-
     def refusal_of(self, other: Identity) -> str:
         """Why another machine does not fit, with both sides; nothing if it does."""
+        ours, theirs = self._facts(), other._facts()
+        names = [name for name in {**ours, **theirs} if ours.get(name) != theirs.get(name)]
         parts = [
             f"{name} is {_short(theirs.get(name))} on {other.machine} and {_short(ours.get(name))} on {self.machine}"
-            for ours, theirs in ((self.command, other.command), (self.versions, other.versions))
-            for name in _different(ours, theirs)
+            for name in names[:MOST_NAMED]
         ]
-        for name in _different(self.sources, other.sources):
-            lacking = other.machine if name not in other.sources else self.machine if name not in self.sources else ""
-            parts.append(f"{name} is not on {lacking}" if lacking else f"{name} is another on {other.machine}")
-        more = f"; {len(parts) - MOST_NAMED} more" if len(parts) > MOST_NAMED else ""
-        return "; ".join(parts[:MOST_NAMED]) + more
+        more = [f"{len(names) - MOST_NAMED} more differ"] if len(names) > MOST_NAMED else []
+        return "; ".join([*parts, *more])
 
-
-def _different(ours: Mapping[str, str], theirs: Mapping[str, str]) -> list[str]:
-    return [name for name in sorted(ours.keys() | theirs.keys()) if ours.get(name) != theirs.get(name)]
+    def _facts(self) -> dict[str, str]:
+        sources = {f"the source of {name}": text for name, text in self.sources.items()}
+        return {**self.command, **self.versions, **sources}
 
 
 def _short(text: str | None) -> str:
-    text = text or "not given"
+    text = text or "absent"
     return text if len(text) <= MOST_LETTERS else f"{text[:MOST_LETTERS]}..."
 
 
@@ -123,7 +112,7 @@ class _Sources:
             source = file.read_bytes()
         except OSError:
             return
-        self.hashes[name] = hashlib.sha256(source).hexdigest()
+        self.hashes[name] = hashlib.sha256(source).hexdigest()[:HASH_LETTERS]
         for imported in _imports(source, package):
             self._look_for(imported)
 

@@ -72,7 +72,7 @@ class Machines:
         self._store: Store = self._entry.store
         self._state = self._ask(lambda: SignedState(self._store, self._seal), WAIT_FOR_HEAD_SECONDS)
         self._handler = self._join()
-        self._arrival = 0 if self.is_head else int(self._ask(lambda: self._store.add("arrivals", 1)))
+        self._arrival = 0 if self.is_head else self._ask(lambda: self._store.add("arrivals", 1), WAIT_FOR_HEAD_SECONDS)
         self._round: Store | None = None
         self._members: list[dict[str, Any]] = []
         self._beats: dict[int, tuple[int, float]] = {}

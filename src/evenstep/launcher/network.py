@@ -59,8 +59,7 @@ def bound_to(address: tuple[str, int]) -> socket.socket:
     A name that leads to loopback here (Debian's installer writes it so) says nothing of the interface.
     """
     host, port = address
-    found = {ipaddress.ip_address(str(info[4][0]).partition("%")[0]) for info in socket.getaddrinfo(host, port)}
-    outer = sorted((one for one in found if not one.is_loopback), key=lambda one: one.version)
+    outer = sorted((one for one in _addresses(host) if not one.is_loopback), key=lambda one: one.version)
     if outer and str(outer[0]) in _own_addresses():
         own = str(outer[0])
     else:
@@ -109,13 +108,17 @@ def interface_to(host: str, port: int) -> str | None:
 
 
 def warnings_about(host: str) -> list[str]:
-    try:
-        addresses = [ipaddress.ip_address(str(info[4][0])) for info in socket.getaddrinfo(host, None)]
-    except (OSError, ValueError):
-        return []
-    if any(address.is_global for address in addresses):
+    if any(address.is_global for address in _addresses(host)):
         return [f"{host} is a public address, and gradients are neither signed nor encrypted; use a private network"]
     return []
+
+
+def _addresses(host: str) -> set[ipaddress.IPv4Address | ipaddress.IPv6Address]:
+    """What a name leads to here; nothing if it is not known."""
+    try:
+        return {ipaddress.ip_address(str(info[4][0]).partition("%")[0]) for info in socket.getaddrinfo(host, None)}
+    except (OSError, ValueError):
+        return set()
 
 
 def hostname() -> str:

@@ -158,12 +158,12 @@ class _Loop:
 class Gate:
     """The first machine's: who knows the token, and fits, is led to a store."""
 
-    def __init__(self, bound: socket.socket, token: str, identity: Identity) -> None:
+    def __init__(self, bound: socket.socket, token: str, identity: Identity, port: int) -> None:
         self.run = secrets.token_bytes(RUN_BYTES)
         self.key = run_key(token, self.run)
-        self.identity = identity
-        self.ports: dict[int, int] = {}
-        """The stores to which it leads; 0 is that of the launchers."""
+        self._identity = identity
+        self._port = port
+        self._of_workers = 0
         self._num_unproved = 0
         self._loop = _Loop()
         self._loop.listen(bound, self._serve)
@@ -171,6 +171,10 @@ class Gate:
     def close(self) -> None:
         """Nobody is led anywhere any more."""
         self._loop.close()
+
+    def lead_workers_to(self, port: int) -> None:
+        """The store of the workers of this attempt, and none before it."""
+        self._of_workers = port
 
     async def _serve(self, reader: Reader, writer: Writer) -> None:
         port = await self._admit(reader, writer)
@@ -192,7 +196,7 @@ class Gate:
             refused = self._refusal(hello)
             session.write("gate", writer, Answer(refused))
             await writer.drain()
-        return None if refused else self.ports[hello.port]
+        return None if refused else hello.port or self._port
 
     async def _meet(self, reader: Reader, writer: Writer) -> Session:
         nonce = secrets.token_bytes(NONCE_BYTES)
@@ -206,8 +210,8 @@ class Gate:
 
     def _refusal(self, hello: Hello) -> str:
         if hello.port:
-            return "" if hello.port in self.ports else "that store is gone"
-        why = self.identity.refusal_of(hello.identity)
+            return "" if hello.port == self._of_workers else "that store is gone"
+        why = self._identity.refusal_of(hello.identity)
         if why:
             said = without_control(f"{hello.identity.machine} was refused: {why}")
             print(said, file=sys.stderr, flush=True)

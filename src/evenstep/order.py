@@ -105,6 +105,8 @@ class Order:
     """The ids that it ever gives, if not all."""
     in_blocks: bool = True
     """Whether `find` is as cheap for a part of an epoch as for the whole, by share."""
+    num_ranks: int = 1
+    """Ranks that each have data of their own in it, `members` of which are numbered by each for itself."""
     dropped: Lengths = Lengths(0)
     """Samples of each epoch that are left out because its last batch is short."""
     _kept: dict[tuple[int, int], Ids] = field(default_factory=dict, repr=False, compare=False)

@@ -12,15 +12,15 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Protocol, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
 
 from evenstep.draws import Ids, permuted, stream, uniforms
-from evenstep.errors import TaskError
-from evenstep.order import Lengths, Order
+from evenstep.errors import PlanError, TaskError
+from evenstep.order import Lengths, Order, Span
 from evenstep.own_sampler import Own, check_ids, identity_of
 
 __all__ = [
@@ -240,6 +240,48 @@ class Subset:
 
         identity, members = identity_of(chosen, self.shuffle), np.sort(chosen)
         return Order(Lengths(len(chosen)), find, "subset", identity=identity, members=members)
+
+
+@dataclass(frozen=True)
+class OfEachRank:
+    """Data that every rank has brought itself, `sampler` giving the order of each: sample i of rank r has the id
+    r * (samples of a rank) + i, and every rank has an equal part in every step."""
+
+    sampler: Sampler
+    num_ranks: int
+
+    def order(self, num_samples: int, seed: int, batch: int) -> Order:
+        part, left = divmod(batch, self.num_ranks)
+        if left or not part:
+            near = batch - left or self.num_ranks
+            raise PlanError(
+                f"a global batch of {batch} does not divide over {self.num_ranks} ranks with data of their own; "
+                f"use {near} or {near + self.num_ranks}"
+            )
+        each = num_samples // self.num_ranks
+        own = self.sampler.order(each, seed, part)
+
+        def find(epoch: int, start: int, stop: int) -> Ids:
+            places = np.arange(start, stop)
+            begins = places // batch * part
+            widths = np.minimum(part, (own.lengths.of(epoch) or 0) - begins)
+            ranks, offsets = np.divmod(places % batch, widths)
+            first, last = int(begins[0]), int((begins + widths).max())
+            ids: Ids = ranks * each + own.ids(Span(epoch, first, last))[begins + offsets - first]
+            return ids
+
+        lengths = Lengths(
+            (own.lengths.rest or 0) * self.num_ranks, tuple(n * self.num_ranks for n in own.lengths.first)
+        )
+        return replace(
+            own,
+            lengths=lengths,
+            find=find,
+            name=f"{own.name} of each rank",
+            identity=f"{own.identity} {self.num_ranks} x {each} in batches of {batch}".strip(),
+            num_ranks=self.num_ranks,
+            _kept={},
+        )
 
 
 def _numbers(values: Values, num_samples: int, what: str, only_numbers: bool = True) -> NDArray[Any]:

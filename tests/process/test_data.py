@@ -9,6 +9,7 @@ import sys
 import time
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
@@ -328,6 +329,55 @@ def told(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
 )
 def test_what_ranks_read_is_compared(told: dict[str, str], way: str, said: str) -> None:
     assert told[way].startswith(said)
+
+
+@pytest.fixture(scope="module")
+def counted(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    """What each of two ranks found in a loop that looks at its batches itself."""
+    return run_script("read_by_hand.py", tmp_path_factory.mktemp("by-hand"))  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize("data", ["shared", "shared, as a dataset"])
+def test_metrics_written_by_hand_meet_every_sample_once(counted: list[dict[str, Any]], data: str) -> None:
+    found = [of_rank[data] for of_rank in counted]
+    assert [one["samples"] for one in found] == [33, 32]
+    assert [one["positive"] for one in found] == [33, 32]
+    # As many calls of the model on each: under fsdp they are collectives.
+    assert found[0]["pieces"] == found[1]["pieces"] == 5
+
+
+def test_all_of_the_data_that_ranks_bring_themselves_is_used(counted: list[dict[str, Any]]) -> None:
+    own = [of_rank["own"] for of_rank in counted]
+    assert [one["seen"] for one in own] == [[1000.0 * rank + id_ for id_ in range(40)] for rank in range(2)]
+    assert [one["epoch"] for one in own] == [1, 1]
+    for first, second in zip(own[0]["steps"], own[1]["steps"], strict=True):
+        assert first["samples"] == second["samples"] == 8
+        mean = (first["mean"] + second["mean"]) / 2
+        assert first["gradient"] == second["gradient"] == pytest.approx(mean, rel=1e-6)
+    assert [of_rank["num_measured"] for of_rank in counted] == [80, 80]
+    assert [of_rank["measured"]["mean"] for of_rank in counted] == [519.5, 519.5]
+
+
+@pytest.mark.parametrize(
+    ("mistake", "said"),
+    [
+        (
+            "fewer",
+            "rank 1 has 39 samples of its own and rank 0 has 40: with compare=False every rank has an equal part in "
+            "each step.\nGive all of them as many, such as the first 39",
+        ),
+        (
+            "tensors",
+            "backward takes a batch of Team.loader, and got a tuple; write: "
+            "for batch in team.loader(data, batch=64): team.backward(loss, model, batch)",
+        ),
+        ("not spread", "backward takes what Team.spread returned, one or a tuple of them, and got Linear"),
+        ("no loader", "measure takes what Team.loader returned, and got a list"),
+        ("no metrics", "metrics returned a Tensor; return a dict of named values: {'accuracy': correct.float()}"),
+    ],
+)
+def test_mistakes_of_a_loop_are_told_alike_on_all_ranks(counted: list[dict[str, Any]], mistake: str, said: str) -> None:
+    assert [of_rank[mistake] for of_rank in counted] == [said, said]
 
 
 @pytest.mark.parametrize(

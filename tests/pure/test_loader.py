@@ -20,7 +20,7 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset, get_worker_in
 import evenstep
 from evenstep import samplers
 from evenstep.errors import PlanError, TaskError
-from evenstep.worker.adopt import adopt
+from evenstep.worker.adopt import adopt, of_each_rank
 from evenstep.worker.loader import Batch, Loader, Piece
 from evenstep.worker.passes import Reading
 from evenstep.worker.world import World
@@ -143,6 +143,53 @@ def test_dropping_the_last_batch_leaves_whole_ones_in_the_same_order_also_after_
     assert taken == steps
 
 
+@settings(max_examples=100, deadline=None)
+@given(
+    num=st.integers(1, 300),
+    part=st.integers(1, 40),
+    size=st.integers(2, 4),
+    accumulate=accumulations,
+    kind=kinds,
+    cut=st.integers(0, 20),
+)
+def test_every_rank_trains_on_all_of_its_own_data_where_they_are_meant_to_differ(
+    num: int, part: int, size: int, accumulate: int, kind: str, cut: int
+) -> None:
+    def open_own(rank: int) -> Loader:
+        adopted = of_each_rank(adopt(1000 * rank + torch.arange(num), None, SAMPLERS[kind](num)), size)
+        reading = Reading(workers=0, accumulate=accumulate, compare=False)
+        return Loader(adopted.source, adopted.order(0, size * part), worlds(size)[rank], size * part, reading)
+
+    before, team = ([open_own(rank) for rank in range(size)] for _ in range(2))
+    (alone,) = loaders(torch.arange(num), part, worlds(1), SAMPLERS[kind](num))
+    own = [batch.ids.tolist() for _ in range(2) for batch in alone]
+    cut = min(cut, len(own) - 1)
+    for one, other in zip(before, team, strict=True):
+        for _ in range(cut):
+            next(iter(one)).finish()
+        other.load_state_dict(one.state_dict())
+    steps = [batches for _ in range(2 - team[0].epoch) for batches in zip(*team, strict=True)]
+    for rank in range(size):
+        read = [[value for piece in pieces(batches[rank]) for value in piece.data.tolist()] for batches in steps]
+        assert [[value - 1000 * rank for value in step] for step in read] == own[cut:]
+    assert [batches[0].num_samples for batches in steps] == [size * len(step) for step in own[cut:]]
+    everything = [batch.ids.tolist() for batch in team[1].whole_pass()]
+    members = alone.order.members if alone.order is not None else None
+    assert [id_ - num for step in everything for id_ in step] == (
+        np.arange(num) if members is None else members
+    ).tolist()
+
+
+def test_ranks_with_data_of_their_own_share_a_batch_equally() -> None:
+    adopted = of_each_rank(adopt(torch.arange(10)), 3)
+    with pytest.raises(PlanError, match=r"a global batch of 8 does not divide over 3 ranks with data .* use 6 or 9"):
+        adopted.order(0, 8)
+    with pytest.raises(PlanError, match=r"a global batch of 2 does not divide over 3 ranks with data .* use 3 or 6"):
+        adopted.order(0, 2)
+    with pytest.raises(TaskError, match="a stream that differs between ranks"):
+        of_each_rank(adopt(Numbers(4)), 2)
+
+
 @pytest.mark.parametrize("data", [[], torch.zeros(0), Numbers(0)], ids=["list", "tensor", "stream"])
 def test_nothing_at_all_is_refused(data: Any) -> None:
     with pytest.raises(TaskError, match="is empty; it needs at least one sample"):
@@ -191,8 +238,8 @@ def test_every_rank_runs_as_many_micro_batches_and_none_is_without_data(
         assert len({len(one.micro_batches) for one in batches}) == 1
         for piece in (piece for one in batches for piece in pieces(one)):
             assert piece.num_samples == len(piece.ids)
-            assert len(piece.data) == max(1, piece.num_samples)
-            assert not piece.num_samples or piece.data.tolist() == piece.ids.tolist()
+            assert len(piece.inputs) == max(1, piece.num_samples)
+            assert piece.data.tolist() == piece.ids.tolist()
 
 
 def test_ranks_never_see_the_same_stream_of_weighted_samples() -> None:

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+import numpy as np
 from torch.utils.data import (
     BatchSampler,
     DataLoader,
@@ -23,7 +24,7 @@ from evenstep import samplers
 from evenstep.errors import TaskError
 from evenstep.order import Order
 from evenstep.worker.persample import Collate
-from evenstep.worker.source import Source, open_source
+from evenstep.worker.source import Picked, Source, open_source
 from evenstep.worker.stream import Stream, is_stream
 
 
@@ -95,6 +96,19 @@ def _taken_apart(loader: DataLoader[Any], collate: Collate | None, sampler: Any,
         worker_init=loader.worker_init_fn,
         drop_last=drop_last,
         said=[*said, *inner.said],
+    )
+
+
+def of_each_rank(adopted: Adopted, num_ranks: int) -> Adopted:
+    """Data that differs between ranks, as one: each reads what it has, and all of it is used."""
+    if isinstance(adopted.source, Stream):
+        raise TaskError(
+            "a stream that differs between ranks (compare=False) may end on one before the others; "
+            "give each rank a list of as many samples, or one stream to all"
+        )
+    ids = np.tile(np.arange(adopted.source.num_samples), num_ranks)
+    return replace(
+        adopted, source=Picked(adopted.source, ids, "own"), sampler=samplers.OfEachRank(adopted.sampler, num_ranks)
     )
 
 

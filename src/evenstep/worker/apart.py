@@ -6,7 +6,7 @@ from dataclasses import asdict
 from typing import Any
 
 from evenstep.errors import TaskError
-from evenstep.order import order_name
+from evenstep.order import Order, order_name
 from evenstep.worker.loader import Batch
 from evenstep.worker.world import World
 
@@ -34,6 +34,18 @@ def check_apart(world: World, batch: Batch) -> None:
         if (is_known and other["common"] != told[0]["common"]) or other["order"] != told[0]["order"]:
             raise TaskError(_OTHER_STREAM.format(rank=rank) if is_stream else _OTHER_DATA.format(rank=rank))
     _refuse_same_data(told)
+
+
+def check_own_data(world: World, order: Order) -> None:
+    """Raise TaskError, on every rank, if data that is meant to differ does so in its number: ranks would part."""
+    told = world.gather([order.lengths.rest, list(order.lengths.first)])
+    for rank, lengths in enumerate(told):
+        if lengths != told[0]:
+            num, first = (one[0] // world.size for one in (lengths, told[0]))
+            raise TaskError(
+                f"rank {rank} has {num} samples of its own and rank 0 has {first}: with compare=False every rank has "
+                f"an equal part in each step.\nGive all of them as many, such as the first {min(num, first)}"
+            )
 
 
 def _other_order(rank: int, order: list[Any], first: list[Any]) -> str:

@@ -38,7 +38,7 @@ def shapes_of(batch: Batch) -> Shapes | None:
             shapes.append(piece.num_samples)
             if piece.rows is not None:
                 shapes.append((id(piece.rows.columns), len(piece.rows.ids)))
-            elif not _add_shapes(piece.data, shapes):
+            elif not _add_shapes(piece.inputs, shapes):
                 return None
     return tuple(shapes)
 
@@ -226,8 +226,8 @@ class Copied:
     """Where a piece's tensors are copied to before each replay."""
 
     def __init__(self, piece: Piece) -> None:
-        self._piece = Piece(to_device(piece.data, torch.clone), piece.ids, piece.num_samples)
-        self._tensors = list(_leaves(self._piece.data))
+        self._piece = Piece(to_device(piece.inputs, torch.clone), piece.ids, piece.num_samples)
+        self._tensors = list(_leaves(self._piece.inputs))
 
     def piece(self) -> Piece:
         """What is recorded."""
@@ -235,7 +235,7 @@ class Copied:
 
     def fill(self, piece: Piece) -> None:
         """Put another piece in its place."""
-        for target, source in zip(self._tensors, _leaves(piece.data), strict=True):
+        for target, source in zip(self._tensors, _leaves(piece.inputs), strict=True):
             target.copy_(source, non_blocking=True)
 
 

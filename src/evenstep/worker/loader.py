@@ -14,12 +14,12 @@ import torch
 from evenstep.draws import Draws, Ids
 from evenstep.errors import PlanError
 from evenstep.order import Lengths, Order, Span, lengths_of, order_name
-from evenstep.samplers import InOrder, Subset
+from evenstep.samplers import InOrder, OfEachRank, Sampler, Subset
 from evenstep.task import Batch as Data
 from evenstep.worker.ahead import MOST_WORKERS, Ahead, CardCopy, choose_workers
 from evenstep.worker.passes import NOT_RESIDENT, Passes, Reading, as_it_is, can_be_resident
 from evenstep.worker.reading import Checked, Cut, HostBatch, HostPiece
-from evenstep.worker.source import Rows, Source, to_device
+from evenstep.worker.source import Rows, Source, no_rows, to_device
 from evenstep.worker.stream import Stream
 from evenstep.worker.world import World
 
@@ -32,21 +32,26 @@ class Piece:
     """What one seat computes at once. A seat with nothing to do still runs one sample, which counts for nothing:
     collectives need every rank."""
 
-    __slots__ = ("_data", "ids", "num_samples", "rows")
+    __slots__ = ("_inputs", "ids", "num_samples", "rows")
 
-    def __init__(self, data: Data | None, ids: Ids, num_samples: int, rows: Rows | None = None) -> None:
-        self._data = data
+    def __init__(self, inputs: Data | None, ids: Ids, num_samples: int, rows: Rows | None = None) -> None:
+        self._inputs = inputs
         self.ids = ids
         self.num_samples = num_samples
         self.rows = rows
         """Where the data is still to be gathered from, if it is on the card already."""
 
     @property
+    def inputs(self) -> Data:
+        """What the loss gets: this seat's samples, or the one that stands in for none."""
+        if self._inputs is None and self.rows is not None:
+            self._inputs = self.rows.fetch()
+        return self._inputs
+
+    @property
     def data(self) -> Data:
-        """What the loss gets."""
-        if self._data is None and self.rows is not None:
-            self._data = self.rows.fetch()
-        return self._data
+        """This seat's own samples: of one with nothing to do, tensors without a row."""
+        return self.inputs if self.num_samples else to_device(self.inputs, no_rows)
 
 
 @dataclass(slots=True, eq=False)
@@ -209,7 +214,9 @@ class Loader:
     def _in_order(self) -> Order | None:
         if self.order is None or self.num_samples is None:
             return None
-        sampler = InOrder() if self.order.members is None else Subset(self.order.members, shuffle=False)
+        sampler: Sampler = InOrder() if self.order.members is None else Subset(self.order.members, shuffle=False)
+        if self.order.num_ranks > 1:
+            sampler = OfEachRank(sampler, self.order.num_ranks)
         return sampler.order(self.num_samples, self._reading.seed, self._batch)
 
     def _delivered(self, batches: Iterator[HostBatch], change: Change | None) -> Generator[Batch]:

@@ -35,7 +35,7 @@ def room(error: BaseException, run: Run, task: Task, plan: Plan) -> Situation:
 
     def try_micro(num: int) -> None:
         if not batches:
-            batches.append(next(iter(run.loader)).micro_batches[0][0].data)
+            batches.append(next(iter(run.loader)).micro_batches[0][0].inputs)
         fewer: Any = to_device(batches[0], lambda tensor: tensor[:num].to(device))
         with run.team.precision.autocast(device):
             loss = task.loss(module, fewer)

@@ -289,6 +289,11 @@ def to_device(data: Batch, move: Callable[[torch.Tensor], torch.Tensor]) -> Batc
     return data
 
 
+def no_rows(tensor: torch.Tensor) -> torch.Tensor:
+    """The same kind of tensor for a batch of no samples, where the first dimension counts them."""
+    return tensor[:0] if tensor.ndim and tensor.layout is torch.strided else tensor
+
+
 def _like(data: Any, moved: dict[Any, Any]) -> Any:
     """A mapping of the user's own kind, such as a tokenizer's; a plain dict if its kind cannot be made from one."""
     try:

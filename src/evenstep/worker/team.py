@@ -25,8 +25,8 @@ from evenstep.errors import NonFiniteLoss, PlanError, TaskError
 from evenstep.plan import PrecisionName
 from evenstep.seeding import seed_everything
 from evenstep.task import Amount
-from evenstep.worker.adopt import adopt
-from evenstep.worker.apart import check_apart
+from evenstep.worker.adopt import adopt, of_each_rank
+from evenstep.worker.apart import check_apart, check_own_data
 from evenstep.worker.evaluation import Evaluator, named
 from evenstep.worker.fused import start_momentum
 from evenstep.worker.gradients import forget, forget_gradients, go_back, separate, update
@@ -147,10 +147,16 @@ class Team:
     ) -> Loader:
         """This process's part of every global batch of `data`, in the order of `sampler`, or shuffled, or as it is.
 
-        All processes give the same data, and compare what they read in the first batches; `compare=False` is for data
-        that is meant to differ, such as what each process has collected by itself. `what` is its name in messages.
+        All processes give the same data, and compare what they read in the first batches. `compare=False` is for data
+        that is meant to differ, such as what each process has collected by itself: as many samples on each, all of
+        which are used, an equal part of every batch from each. `what` is its name in messages.
         """
         adopted = adopt(data, collate, sampler, what, shuffle=shuffle)
+        if not compare and self.world.size > 1:
+            adopted = of_each_rank(adopted, self.world.size)
+        order = adopted.order(self.seed, batch)
+        if order is not None and order.num_ranks > 1:
+            check_own_data(self.world, order)
         reading = Reading(
             seed=self.seed,
             accumulate=accumulate,
@@ -164,7 +170,7 @@ class Team:
             compare=compare,
             fit=self.precision.fit_tensor if self.precision.name == "fp64" else as_it_is,
         )
-        return Loader(adopted.source, adopted.order(self.seed, batch), self.world, batch, reading)
+        return Loader(adopted.source, order, self.world, batch, reading)
 
     def backward(self, loss: Callable[[Any, Any], Amount], model: Models, batch: Batch) -> float:
         """Compute the gradients of the global batch; returns its mean loss.
@@ -173,6 +179,7 @@ class Team:
         calls `loss((d, g), data)`.
         """
         models = (model,) if isinstance(model, Spread) else _as_tuple(model)
+        _check_batch(batch)
         with Frozen(models[1:]) if len(models) > 1 else NOTHING:
             return self._backward(models, batch, partial(self._on_seats, loss, models, batch))
 
@@ -276,6 +283,8 @@ class Team:
 
         Where it `can_stop`, it raises Interrupted on all processes if any of them is asked to stop.
         """
+        if not isinstance(batches, Loader):
+            raise TaskError(f"measure takes what Team.loader returned, and got a {type(batches).__name__}")
         self.strategy.refresh(model, is_training=False)
         sums: dict[str, torch.Tensor] = {}
         with model.evaluating():
@@ -335,7 +344,7 @@ class Team:
         with on(device):
             self.world.pulse.beat(FORWARD)
             with self.precision.autocast(device):
-                amount = call(models, place, loss, piece.data)
+                amount = call(models, place, loss, piece.inputs)
             start, weight = totals.take(amount, piece)
             self.world.pulse.beat(BACKWARD)
             if last:
@@ -354,7 +363,7 @@ class Team:
         def values() -> Mapping[str, Amount]:
             # Autocast keeps the weights that it has cast, and those of an attempt without gradients have none.
             with self.precision.autocast(device):
-                return named(model.bounds[place](function, piece.data))
+                return named(model.bounds[place](function, piece.inputs))
 
         home = self.world.device
         with on(device):
@@ -381,7 +390,16 @@ def _put_aside(model: Spread) -> list[tuple[nn.Parameter, torch.Tensor]]:
 
 
 def _as_tuple(model: Models) -> tuple[Spread, ...]:
-    models = (model,) if isinstance(model, Spread) else tuple(model)
+    models = tuple(model) if isinstance(model, tuple | list) else (model,)
     if not models or not all(isinstance(one, Spread) for one in models):
-        raise TaskError("backward takes what Team.spread returned, one or a tuple of them")
+        odd = next((type(one).__name__ for one in models if not isinstance(one, Spread)), "nothing")
+        raise TaskError(f"backward takes what Team.spread returned, one or a tuple of them, and got {odd}")
     return models
+
+
+def _check_batch(batch: Batch) -> None:
+    if not isinstance(batch, Batch):
+        raise TaskError(
+            f"backward takes a batch of Team.loader, and got a {type(batch).__name__}; write: "
+            "for batch in team.loader(data, batch=64): team.backward(loss, model, batch)"
+        )

@@ -1,0 +1,72 @@
+"""One of two ranks whose loop counts by hand, on shared data and on data of its own; `python read_by_hand.py OUT`."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils.data import TensorDataset
+
+import evenstep
+
+team = evenstep.join("ddp", devices=("cpu", "cpu"))
+rank = team.world.rank
+model = team.spread(nn.Linear(1, 1, bias=False))
+optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+
+
+def loss(model: nn.Module, batch: torch.Tensor) -> torch.Tensor:
+    return model(batch).mean()  # type: ignore[no-any-return]
+
+
+def refusal(work: Callable[[], Any]) -> str:
+    try:
+        work()
+    except evenstep.EvenstepError as error:
+        return str(error)
+    return "nothing"
+
+
+def by_hand(data: Any) -> dict[str, int]:
+    """What a loop counts that looks at every piece of its own."""
+    found = {"samples": 0, "positive": 0, "pieces": 0}
+    for batch in team.loader(data, batch=16, shuffle=False):
+        for piece in (piece for pieces in batch.micro_batches for piece in pieces):
+            (x,) = piece.data if isinstance(piece.data, tuple | list) else (piece.data,)
+            found["samples"] += len(x)
+            found["positive"] += int((x > 0).sum())
+            found["pieces"] += 1
+            model.module(x)
+    return found
+
+
+mine = 1000.0 * rank + torch.arange(40.0)[:, None]
+seen, steps = [], []
+loader = team.loader(mine, batch=8, compare=False)
+for batch in loader:
+    team.backward(loss, model, batch)
+    data = batch.micro_batches[0][0].data
+    seen += data[:, 0].tolist()
+    (gradient,) = [weight.grad.item() for weight in model.parameters() if weight.grad is not None]
+    steps.append({"samples": batch.num_samples, "gradient": gradient, "mean": data.mean().item()})
+    team.step(optimizer)
+told = {
+    "shared": by_hand(torch.ones(65, 1)),
+    "shared, as a dataset": by_hand(TensorDataset(torch.ones(65, 1))),
+    "own": {"seen": sorted(seen), "steps": steps, "epoch": loader.epoch},
+    "measured": team.measure(lambda model, batch: {"mean": batch[:, 0], "all": (len(batch), 1)}, model, loader),
+    "num_measured": team.last_measured,
+    "fewer": refusal(lambda: team.loader(mine[: 40 - rank], batch=8, compare=False)),
+    "tensors": refusal(lambda: team.backward(loss, model, (mine, mine))),
+    "not spread": refusal(lambda: team.backward(loss, nn.Linear(1, 1), batch)),
+    "no loader": refusal(lambda: team.measure(lambda model, batch: {}, model, [mine])),
+    "no metrics": refusal(lambda: team.measure(lambda model, batch: batch.mean(), model, loader)),
+}
+everywhere = team.world.gather(told)
+if team.world.is_main:
+    Path(sys.argv[1]).write_text(json.dumps(everywhere))

@@ -238,4 +238,6 @@ def is_users(filename: str) -> bool:
     )
     if filename.startswith("<") and not filename.startswith("<ipython"):
         return False
+    if os.path.basename(filename) == "evenstep":
+        return False  # the command, which is installed wherever programs are
     return not filename.startswith(ours) and not any(part in filename for part in libraries)

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import re
+import shutil
+import subprocess
+import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -11,6 +14,8 @@ import pytest
 
 from tests.faults.runs import (
     FOLDER,
+    LONGEST_SECONDS,
+    TASK,
     Ended,
     audit,
     fail,
@@ -69,6 +74,62 @@ def test_a_rank_that_never_gets_its_samples_is_named_where_others_wait_for_its_b
     assert ended.code == 124
     assert re.search(r"the others wait for rank 1, .*at step 4, reading input, faulty\.py:\d+", ended.err), ended.err
     assert "in __getitem__" in "".join(stacks(ended)[1])
+
+
+def test_a_sample_that_never_comes_from_a_loader_worker_is_named_with_the_workers_stack() -> None:  # 31
+    options = ("--stall-after", "3", "--workers", "2")
+    ended = train(*options, fault=fail("never read", rank=1, step=4), task="of_samples")
+    assert ended.code == 124
+    where = (
+        r"the others wait for rank 1, .*at step \d, reading input, faulty\.py:\d+ in .*, in loader worker \d \(process"
+    )
+    assert re.search(where, ended.report[0]), ended.err
+    assert "_wrap" not in ended.report[0]
+    assert "in __getitem__" in "".join(stacks(ended)[1])
+    assert any(line.startswith("loader worker ") for line in stacks(ended)[1])
+
+
+ALONE = """
+import threading, time, torch
+from dataclasses import replace
+from faulty import of_samples, Samples, loss
+
+class Slow(Samples):
+    def __getitem__(self, id_):
+        if torch.utils.data.get_worker_info() is not None:
+            time.sleep(1000)  # in a loader worker
+        return super().__getitem__(id_)
+
+def slow_loss(model, batch):
+    if threading.current_thread() is not threading.main_thread():
+        time.sleep(1000)  # in a thread
+    return loss(model, batch)
+
+def read(): return replace(of_samples(), train=Slow())
+def computed(): return replace(of_samples(), loss=slow_loss)
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("task", "options", "where"),
+    [
+        ("read", ("single", "--workers", "1"), "in __getitem__, in loader worker 0"),
+        ("computed", ("dp", "--devices", "cpu,cpu"), "in slow_loss, in a thread"),
+    ],
+)
+def test_alone_too_the_users_line_is_found_in_threads_and_loader_workers(
+    task: str, options: tuple[str, ...], where: str
+) -> None:  # 31
+    shutil.copy(TASK, TASK.name)
+    Path("alone.py").write_text(ALONE)
+    # The command as it is installed: its own file was taken for the user's.
+    command = [str(Path(sys.executable).with_name("evenstep")), "train", f"alone.py:{task}"]
+    command += ["--stall-after", "3", "--strategy", *options]
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=LONGEST_SECONDS)
+    assert ended.returncode == 124
+    last = ended.stderr.rpartition("error: ")[2]
+    assert re.search(rf"rank 0 was last seen at step 1, .*, alone\.py:\d+ {re.escape(where)}", last), ended.stderr
 
 
 @pytest.mark.slow

@@ -2,16 +2,27 @@
 
 from __future__ import annotations
 
+import queue
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from evenstep.launcher.stall import Frame, Sight, StallWatch, explain, main_thread, stacks, waited_for
+from evenstep.launcher.stall import Frame, Sight, Stack, StallWatch, explain, main_thread, stacks, waited_for
 from evenstep.worker.pulse import BACKWARD, COMPARING, FORWARD, INPUT, LOADING, SAVING, Beat, make_beats, open_pulse
 
 USERS = Frame("/home/me/my_task.py", 12, "loss")
 COLLECTIVE = Frame("/x/site-packages/torch/distributed/distributed_c10d.py", 3252, "all_reduce")
 ENGINE = Frame("/x/site-packages/torch/autograd/graph.py", 979, "_engine_run_backward")
+
+
+WRAPPER = Frame("/x/site-packages/torch/distributed/c10d_logger.py", 83, "wrapper")
+START = Frame("/x/site-packages/torch/distributed/elastic/multiprocessing/api.py", 713, "_wrap")
+GATHERING = Frame(
+    "/x/site-packages/torch/distributed/fsdp/_fully_shard/_fsdp_collectives.py", 255, "foreach_all_gather"
+)
+QUEUE = Frame(queue.__file__, 171, "get")
+READING = Stack("loader worker 1 (process 7)", [Frame("/home/me/my_task.py", 30, "__getitem__")], is_reader=True)
 
 
 def sight(rank: int, step: int, phase: int, *frames: Frame, state: str = "S") -> Sight:
@@ -38,6 +49,33 @@ def test_a_collective_that_some_ranks_do_not_call_is_named_on_both_sides() -> No
     assert "rank 0 waits in all_reduce, at step 7, in forward" in said
     assert "my_task.py:12" in said
     assert "which rank 1 did not call" in said
+
+
+@pytest.mark.parametrize(
+    ("frames", "called"),
+    [
+        ([COLLECTIVE, WRAPPER, USERS, START], "all_reduce"),
+        ([COLLECTIVE, WRAPPER, GATHERING, USERS], "all_reduce"),
+        ([QUEUE, START], None),
+        ([QUEUE, USERS, COLLECTIVE], None),
+    ],
+)
+def test_a_collective_is_called_what_the_user_calls_it(frames: list[Frame], called: str | None) -> None:
+    assert sight(0, 7, FORWARD, *frames).collective == called
+
+
+def test_who_waits_for_a_loader_worker_is_where_that_one_is() -> None:
+    reads, computes = sight(0, 7, INPUT, QUEUE, START), sight(1, 7, BACKWARD, ENGINE, START)
+    found = [replace(one, others=[READING]) for one in (reads, computes)]
+    said = explain(found, 3)
+    assert "the others wait for rank 0, which was last seen at step 7, reading input, " in said
+    assert "my_task.py:30 in __getitem__, in loader worker 1 (process 7); rank 1 waits at step 7, in backward" in said
+    assert [line.strip() for line in stacks(found)[3:5]] == ["loader worker 1 (process 7):", str(READING.frames[0])]
+
+
+def test_the_command_itself_is_not_the_users_code() -> None:
+    found = sight(0, 7, FORWARD, QUEUE, Frame("/home/me/.venv/bin/evenstep", 10, "<module>"))
+    assert found.users_frame is None
 
 
 def test_of_ranks_that_are_equally_far_the_busy_one_is_waited_for() -> None:

@@ -2,22 +2,23 @@
 
 from __future__ import annotations
 
-import faulthandler
 import os
+import shutil
 import sys
 import threading
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
 from evenstep.errors import Stalled
-from evenstep.launcher.stall import Sight, StallWatch, explain, main_thread, stacks
+from evenstep.launcher.stall import StallWatch, explain, look, stacks
 from evenstep.worker.pulse import Beats, make_beats
+from evenstep.worker.stacks import stacks_left_in
 from evenstep.worker.temporary import live_folder
 from evenstep.worker.world import BEATS
 
 LOOK_SECONDS = 0.2
+STACKS = "stacks"
 
 
 @contextmanager
@@ -26,11 +27,11 @@ def ended_if_stalled(logs: Path, limit: float | None) -> Iterator[None]:
 
     A thread looks: it sees everything but C code that holds the interpreter's lock.
     """
-    with live_folder() as folder:
+    with live_folder() as folder, stacks_left_in(folder / STACKS):
         beats = make_beats(folder / "beats", 1)
         os.environ[BEATS] = f"{folder / 'beats'}:0"
         done = threading.Event()
-        thread = threading.Thread(target=_look, args=(beats, limit, logs, done), daemon=True)
+        thread = threading.Thread(target=_look, args=(beats, limit, folder, logs, done), daemon=True)
         thread.start()
         try:
             yield
@@ -41,12 +42,12 @@ def ended_if_stalled(logs: Path, limit: float | None) -> Iterator[None]:
             beats.close()
 
 
-def _look(beats: Beats, limit: float | None, logs: Path, done: threading.Event) -> None:
+def _look(beats: Beats, limit: float | None, folder: Path, logs: Path, done: threading.Event) -> None:
     watch = StallWatch(beats, limit)
     while not done.wait(LOOK_SECONDS):
         still = watch.seconds_still()
         if still is not None and not _is_debugged():
-            _explain(beats, still, logs)
+            _explain(beats, still, folder, logs)
 
 
 def _is_debugged() -> bool:
@@ -59,12 +60,12 @@ def _is_debugged() -> bool:
     return False
 
 
-def _explain(beats: Beats, seconds: float, logs: Path) -> None:
+def _explain(beats: Beats, seconds: float, folder: Path, logs: Path) -> None:
+    file = folder / STACKS
+    (sight,) = look({0: os.getpid()}, beats.read(), {0: file}, 0)
     logs.mkdir(parents=True, exist_ok=True)
-    file = logs / f"rank0.stacks-{time.time_ns()}"
-    with file.open("w") as stream:
-        faulthandler.dump_traceback(stream, all_threads=True)
-    sight = Sight(0, beats.read()[0], frames=main_thread(file.read_text()))
+    shutil.copy(file, logs / f"rank0.{STACKS}")
     lines = [*stacks([sight]), f"error: {explain([sight], seconds)}", f"full logs: {logs}"]
     print("\n".join(lines), file=sys.stderr, flush=True)
+    shutil.rmtree(folder, ignore_errors=True)
     os._exit(Stalled.exit_code)

@@ -45,6 +45,8 @@ class Cause:
     """Whether a machine was lost: nothing that was done wrong, and nothing that --restarts counts."""
     is_victim: bool = False
     """Whether these ranks failed only because they lost others, who know more."""
+    is_outside: bool = False
+    """Whether it has nothing to do with the step at which it happened."""
 
     def lines(self) -> list[str]:
         """All but where to look and how to go on."""
@@ -98,9 +100,10 @@ def cause(
 
 
 def server_cause(exit_code: int, beats: Mapping[int, Beat], evidence: str = "") -> Cause:
-    """The fork server ended, and all ranks with it: no step is to blame."""
+    """The fork server ended, and all ranks with it."""
     details = (evidence or SOMEONE_KILLED,) if exit_code == -signal.SIGKILL else ()
-    return Cause(lost(exit_code), details, 0, _others(beats, set()))
+    step = max((beat.step for beat in beats.values()), default=0)
+    return Cause(lost(exit_code), details, step, _others(beats, set()), is_outside=True)
 
 
 def _silent(logs: Path, ended: Mapping[int, int], beats: Mapping[int, Beat], evidence: str) -> Cause:

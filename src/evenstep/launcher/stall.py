@@ -13,12 +13,15 @@ import signal
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import takewhile
 from pathlib import Path
+
+import psutil
 
 from evenstep.launcher.logs import ranks_in_words
 from evenstep.launcher.processes import send, send_to_main_thread
 from evenstep.task import is_users
-from evenstep.worker.pulse import BACKWARD, Beat, Beats
+from evenstep.worker.pulse import BACKWARD, EVALUATING, INPUT, Beat, Beats
 from evenstep.worker.pulse import UNTIMED as UNTIMED_PHASES
 from evenstep.worker.stacks import STACKS_SIGNAL
 
@@ -28,6 +31,8 @@ UNTIMED_SECONDS = 1800.0
 TIMES_THE_LONGEST = 20
 SHOWN_FRAMES = 6
 SAMPLES = 5
+MOST_ASKED = 8
+"""Loader workers of a rank that are asked for their stacks; each takes a tenth of a second."""
 LONGEST_LOOK_SECONDS = 1.0
 _DUMP_SECONDS = 1.0
 _FRAME = re.compile(r'  File "(?P<file>.*)", line (?P<line>\d+) in (?P<name>.*)')
@@ -118,7 +123,24 @@ class Frame:
 
     @property
     def is_collective(self) -> bool:
-        return "torch/distributed/" in self.file
+        """Whether it is part of one: not of how torch starts processes, nor of how it logs what is called."""
+        is_other = "torch/distributed/elastic/" in self.file or self.file.endswith("c10d_logger.py")
+        return "torch/distributed/" in self.file and not is_other
+
+
+@dataclass(frozen=True)
+class Stack:
+    """Where something else of a rank is than its main thread: another thread, or a loader worker."""
+
+    label: str
+    frames: list[Frame]
+    """The innermost first."""
+    is_reader: bool = False
+    """Whether it is a process that reads samples."""
+
+    @property
+    def users_frame(self) -> Frame | None:
+        return _users_frame(self.frames)
 
 
 @dataclass(frozen=True)
@@ -131,21 +153,31 @@ class Sight:
     """The letter that Linux gives: T is stopped, D waits in the kernel."""
     frames: list[Frame] = field(default_factory=list)
     """Of its main thread, the innermost first."""
+    others: list[Stack] = field(default_factory=list)
+    """Threads of ours that are in the user's code, and loader workers."""
 
     @property
     def users_frame(self) -> Frame | None:
-        """The user's own line that it is in."""
-        return next((frame for frame in self.frames if is_users(frame.file)), None)
+        """The user's own line that its main thread is in."""
+        return _users_frame(self.frames)
+
+    @property
+    def users_place(self) -> str:
+        """The user's own line that it is in, or that it waits for in a thread or a loader worker of its own."""
+        if self.users_frame is not None:
+            return str(self.users_frame)
+        # Loader workers read ahead at any time; who does not wait for them need not be where they are.
+        reads = not self.beat.count or self.beat.phase in (INPUT, EVALUATING)
+        own = [] if self.is_waiting else [one for one in self.others if reads or not one.is_reader]
+        return next((f"{one.users_frame}, in {one.label}" for one in own if one.users_frame is not None), "")
 
     @property
     def collective(self) -> str | None:
-        """The collective that the user's own code is in."""
-        for frame, outer in zip(self.frames, [*self.frames[1:], None], strict=False):
-            if is_users(frame.file):
-                return None
-            if frame.is_collective and (outer is None or not outer.is_collective):
-                return frame.name
-        return None
+        """The collective that the user's own code is in, as it calls it: engines such as fsdp go through several."""
+        inner = list(takewhile(lambda frame: not is_users(frame.file), self.frames))
+        calls = [frame.name for frame in inner if frame.is_collective]
+        named = [frame.name for frame in inner if frame.is_collective and frame.file.endswith("distributed_c10d.py")]
+        return next(iter([*reversed(named), *reversed(calls)]), None)
 
     @property
     def is_waiting(self) -> bool:
@@ -157,7 +189,7 @@ class Sight:
 
     def where(self) -> str:
         """`at step 7, in forward, my_task.py:12 in loss`; of a program that leaves no beats, its line alone."""
-        line = str(self.users_frame or (self.frames[0] if self.frames and not self.beat.count else ""))
+        line = self.users_place or str(self.frames[0] if self.frames and not self.beat.count else "")
         parts = (self.beat.where if self.beat.count else "", line)
         return ", ".join(part for part in parts if part) or "in an unknown place"
 
@@ -223,10 +255,53 @@ def look(pids: Mapping[int, int], beats: Sequence[Beat], files: Mapping[int, Pat
         _wait_for_dumps({files[local]: sizes[local] for local in stopped})
         _tell(pids, stopped, signal.SIGSTOP)
         _tell(pids, awake, signal.SIGCONT)
+    dumps = {local: _text(files[local])[sizes[local] :] for local in pids}
     return [
-        Sight(first_rank + local, beats[local], states[local], main_thread(_text(files[local])[sizes[local] :]))
-        for local in pids
+        Sight(first_rank + local, beats[local], states[local], main_thread(dumps[local]), others)
+        for local, pid in pids.items()
+        for others in [[*_busy_threads(dumps[local]), *_loader_workers(pid, files[local])]]
     ]
+
+
+def _busy_threads(dump: str) -> list[Stack]:
+    """Threads through which evenstep calls the user's code: those of dp, and those that read ahead."""
+    others = [_frames(text) for text in _threads(dump)[:-1]]
+    return [
+        Stack("a thread", frames)
+        for frames in others
+        if _users_frame(frames) and any("/evenstep/worker/" in frame.file for frame in frames)
+    ]
+
+
+def _loader_workers(pid: int, file: Path) -> list[Stack]:
+    """Processes that a rank has copied from itself: asked one after another, they write their stacks to its file."""
+    found = []
+    copies = [child.pid for child in _children(pid) if _takes_signal(child.pid) and _has_open(child.pid, file)]
+    for number, copy in enumerate(copies[:MOST_ASKED]):
+        label, is_stopped = f"loader worker {number} (process {copy})", _state(copy) in "Tt"
+        size = _size(file)
+        if not is_stopped:
+            send_to_main_thread(copy, STACKS_SIGNAL)
+            _wait_for_dumps({file: size})
+        frames = main_thread(_text(file)[size:])
+        found.append(Stack(f"{label}, which is stopped" if is_stopped else label, frames, is_reader=True))
+    return found
+
+
+def _children(pid: int) -> list[psutil.Process]:
+    try:
+        children: list[psutil.Process] = psutil.Process(pid).children()
+    except psutil.Error:
+        return []
+    return children
+
+
+def _has_open(pid: int, file: Path) -> bool:
+    """Whether a process still has a file open that it inherited: another one may be in its place by now."""
+    try:
+        return any(one.samefile(file) for one in Path(f"/proc/{pid}/fd").iterdir() if one.exists())
+    except OSError:
+        return False
 
 
 def _tell(pids: Mapping[int, int], who: Iterable[int], number: int) -> None:
@@ -248,13 +323,21 @@ def _wait_for_dumps(sizes: Mapping[Path, int]) -> None:
 
 def main_thread(dump: str) -> list[Frame]:
     """The frames of the thread that a dump of faulthandler lists last, which is the main one."""
-    return _frames(re.split(r"^(?:Current t|T)hread .*$", dump, flags=re.MULTILINE)[-1])
+    return _frames(_threads(dump)[-1])
+
+
+def _threads(dump: str) -> list[str]:
+    return re.split(r"^(?:Current t|T)hread .*$", dump, flags=re.MULTILINE)
 
 
 def crashed_thread(dump: str) -> list[Frame]:
     """The frames of the thread that a signal ended; of one that runs no Python, those of the main one."""
     _, _, current = dump.partition("Current thread ")
     return _frames(re.split(r"^Thread .*$", current, flags=re.MULTILINE)[0]) or main_thread(dump)
+
+
+def _users_frame(frames: Sequence[Frame]) -> Frame | None:
+    return next((frame for frame in frames if is_users(frame.file)), None)
 
 
 def _frames(text: str) -> list[Frame]:
@@ -267,11 +350,20 @@ def stacks(sights: Sequence[Sight]) -> list[str]:
     for sight in sights:
         after = f", after {sight.beat.collectives} collectives" if sight.beat.collectives else ""
         lines.append(f"rank {sight.rank} {sight.where()}{after}:")
-        shown = sight.frames[:SHOWN_FRAMES]
-        if sight.users_frame and sight.users_frame not in shown:
-            shown = [*shown[:-1], sight.users_frame]
-        lines += [f"    {frame}" for frame in shown] or ["    (it gave no stack)"]
+        lines += _shown(sight.frames) or ["    (it gave no stack)"]
+        for other in sight.others:
+            # Who only waits for something to do is in the log, with everybody else.
+            if other.users_frame is not None or not other.frames:
+                lines += [f"    {other.label}:", *(f"    {line}" for line in _shown(other.frames))]
     return lines
+
+
+def _shown(frames: Sequence[Frame]) -> list[str]:
+    own = _users_frame(frames)
+    shown = list(frames[:SHOWN_FRAMES])
+    if own is not None and own not in shown:
+        shown[-1] = own
+    return [f"    {frame}" for frame in shown]
 
 
 def _short(file: str) -> str:

@@ -154,7 +154,8 @@ class Supervisor:
         why = ""
         if last.is_final or (not allowed and not last.is_loss):
             raise report(self.causes, self.launch.folder)
-        if last.step and [one.step for one in counted].count(last.step) > 1:
+        same = [one for one in counted if one.step == last.step and not one.is_outside]
+        if last.step and not last.is_outside and len(same) > 1:
             why = f"step {last.step} has failed twice: it would fail again"
         elif len(counted) > allowed:
             why = f"it was started again {allowed} time{'s' * (allowed > 1)}, as allowed by --restarts {allowed}"
@@ -236,7 +237,7 @@ class Attempt:
         try:
             self._workers: Workers = self._stack.enter_context(workers(self._start))
         except WorkerFailed as error:
-            self.cause = self.of.meeting.tell(Cause(str(error), (), 0))
+            self.cause = self.of.meeting.tell(Cause(str(error), (), 0, is_outside=True))
             return
         yield from self._watched()
 

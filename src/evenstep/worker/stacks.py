@@ -4,12 +4,25 @@ from __future__ import annotations
 
 import faulthandler
 import signal
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import IO
 
 STACKS_SIGNAL: int = getattr(signal, "SIGRTMIN", signal.SIGUSR2) + (8 if hasattr(signal, "SIGRTMIN") else 0)
 """One that nobody else is likely to use."""
 _open_files: list[IO[str]] = []
+
+
+@contextmanager
+def stacks_left_in(path: Path) -> Iterator[None]:
+    """Write the stacks there when asked to, for as long as the block lasts; copies of this process do so, too."""
+    with path.open("a") as file:
+        faulthandler.register(STACKS_SIGNAL, file=file, all_threads=True)
+        try:
+            yield
+        finally:
+            faulthandler.unregister(STACKS_SIGNAL)
 
 
 def leave_stacks(folder: Path, rank: int) -> None:

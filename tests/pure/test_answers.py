@@ -185,6 +185,14 @@ def test_batchnorm_on_one_sample_says_how_to_give_it_more() -> None:
     assert "drop_last=True, or --sync-batchnorm" in (answer(failed.value) or "")
 
 
+def test_a_second_gradient_through_weights_that_fsdp_freed_is_known() -> None:
+    error = RuntimeError(
+        "setStorage: sizes [64, 16], strides [1, 64], storage offset 0, and itemsize 8 requiring a storage size of 8192 "
+        "are out of bounds for storage of size 0"
+    )
+    assert "Use --strategy ddp" in (answer(error) or "")
+
+
 @pytest.mark.parametrize(("room", "found", "tries"), [(12, 12, [50, 25, 12]), (0, None, [50, 25, 12, 6, 3, 1])])
 def test_halves_until_it_fits(room: int, found: int | None, tries: list[int]) -> None:
     tried: list[int] = []

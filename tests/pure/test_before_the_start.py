@@ -109,12 +109,23 @@ def test_what_a_step_and_an_evaluation_can_compute_is_trained(train: Callable[..
 @pytest.mark.parametrize(
     ("parts", "said"),
     [
-        ("model=nn.Linear(4, 2)", "Task.model is a Linear that is made already; write model=lambda: Linear(...), for "),
+        (
+            "model=nn.Linear(4, 2)",
+            "Task.model is a Linear that is made already, and every process makes its own; "
+            "write model=lambda: Linear(...)\n",
+        ),
         ("model=None", "Task.model is a NoneType; give a function that makes the model: model=lambda: Net()"),
         (
             "optimizer=torch.optim.SGD([x], lr=0.1)",
-            "Task.optimizer is a SGD that is made already; write optimizer=lambda parameters: SGD(parameters, ...)",
+            "Task.optimizer is a SGD that is made already, and every process makes its own; "
+            "write optimizer=lambda parameters: SGD(parameters, ...)\n",
         ),
+        (
+            "scheduler=torch.optim.lr_scheduler.ConstantLR(torch.optim.SGD([x], lr=0.1))",
+            "Task.scheduler is a ConstantLR that is made already, and every process makes its own; "
+            "write scheduler=lambda optimizer: ConstantLR(optimizer, ...)\n",
+        ),
+        ("model=lambda: nn.Linear('4', 2)", "the model cannot be built: TypeError: "),
         ("augment=lambda sample, generator: 1 / 0", "sample 0 cannot be augmented: ZeroDivisionError: division by"),
         ("augment_batch=lambda batch, draws: 1 / 0", "augment_batch cannot be computed: ZeroDivisionError: division"),
         ("augment=two_views, loss=contrastive, valid=(x, y)", "the loss of the valid data cannot be computed: "),
@@ -208,6 +219,16 @@ EIGHTEEN = "train=torch.utils.data.DataLoader(list(zip(x[:18], y[:18])), batch_s
             "--batch 6 --strategy ddp --devices cpu,cpu --accumulate 2",
             "every step (6 samples over 2 devices in 2 micro-batches) has one sample for a device at once;\n"
             "use --sync-batchnorm, or --batch 10",
+        ),
+        (
+            "--batch 19 --strategy ddp --devices cpu,cpu",
+            "the last step of an epoch (1 sample over 2 devices) has one sample for a device at once;\n"
+            "use a DataLoader with drop_last=True, or --batch 20",
+        ),
+        (
+            "--batch 19 --strategy ddp --devices cpu,cpu --sync-batchnorm",
+            "the last step of an epoch (1 sample over 2 devices) has one sample for a device at once;\n"
+            "use a DataLoader with drop_last=True, or --batch 20",
         ),
         ("--batch 1", "every step (1 sample) has one sample for a device at once;\nuse --batch 2"),
     ],

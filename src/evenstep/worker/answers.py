@@ -207,6 +207,13 @@ def _one_sample(_: Match, __: Sequence[str], ___: Situation) -> str:
     )
 
 
+def _freed_weights(_: Match, __: Sequence[str], ___: Situation) -> str:
+    return (
+        "a gradient was taken through weights that fully_shard had freed: a loss that takes gradients itself (a gradient "
+        "penalty,\nMAML) goes back through them twice. Use --strategy ddp"
+    )
+
+
 def _lost(_: Match, __: Sequence[str], ___: Situation) -> str:
     return "the connection to another rank was lost: that one ended first, and its report has the cause"
 
@@ -270,6 +277,7 @@ CASES = (
         _host_memory,
     ),
     _Case(r"Expected more than 1 value per channel when training", _one_sample),
+    _Case(r"setStorage: .{0,500}out of bounds for storage of size 0", _freed_weights),
     _Case(r"gloo/.{0,500}Timed out waiting (\d+)ms|Timeout\(ms\)=(\d+)\) ran for|caught collective", _too_late, True),
     _Case(
         r"gloo/.{0,500}(?:Connection (?:closed|reset) by peer|Connection refused|Broken pipe)|connectFullMesh failed|"

@@ -57,12 +57,13 @@ class DryRun:
         self._world = World(0, 1, (torch.device("cpu"),))
         self._precision = Precision("fp64" if plan.precision == "fp64" else "fp32", self._world.device)
         self._model: nn.Module | None = None
-        self._what = "the loss"
-        """What is being computed, for a message."""
+        self._fault = ""
+        """What is to be said if the next call fails."""
 
     def check(self, train: Few, valid: Few | None) -> None:
         """Compute what a step and an evaluation compute."""
         with self._refusing():
+            self._fault = "the model cannot be built"
             # A copy: the task may hand out the one model that will be trained.
             self._model = copy.deepcopy(self._precision.fit(self._task.model())).train()
             self._step(self._model, train)
@@ -72,7 +73,7 @@ class DryRun:
     def check_alone(self, sample: Few, lengths: Lengths) -> None:
         """Take a step on one sample, as a device will that has no more of a batch."""
         model, plan = self._model, self._plan
-        is_shared = plan.sync_batchnorm and plan.most_devices > 1
+        is_shared = plan.sync_batchnorm and min(plan.most_devices, *plan.batch_sizes(lengths)) > 1
         if model is None or (is_shared and is_local(model)):
             return
         with self._refusing(f"; {_where_alone(plan, lengths)}"):
@@ -86,17 +87,17 @@ class DryRun:
     def _step(self, model: nn.Module, few: Few) -> None:
         data = to_device(few.data, self._precision.fit_tensor)
         if self._task.augment_batch is not None:
-            self._what = "augment_batch"
+            self._fault = "augment_batch cannot be computed"
             data = self._task.augment_batch(data, Draws(few.ids, self._plan.seed, 0, self._world.device))
-        self._what = "the loss"
+        self._fault = "the loss cannot be computed"
         Totals(self._world, 1).take(self._task.loss(model, data), Piece(data, few.ids[:0], 1))
 
     def _evaluate(self, model: nn.Module, few: Few) -> None:
         task, evaluate, data = self._task, Evaluator(), to_device(few.data, self._precision.fit_tensor)
-        self._what = "the loss of the valid data"
+        self._fault = "the loss of the valid data cannot be computed"
         as_sum(evaluate(task.loss, model, data), 1, "loss")
         if task.metrics is not None:
-            self._what = "the metrics"
+            self._fault = "the metrics cannot be computed"
             for name, amount in named(evaluate(task.metrics, model, data)).items():
                 as_sum(amount, 1, name)
 
@@ -113,9 +114,9 @@ class DryRun:
                 # The worker will say.
                 self._model = None
                 return
-            if "valid" in self._what and (task.augment is not None or task.augment_batch is not None):
+            if "valid" in self._fault and (task.augment is not None or task.augment_batch is not None):
                 hint = "; augment and augment_batch change training samples alone"
-            raise TaskError(f"{self._what} cannot be computed: {describe(error)}{hint}") from error
+            raise TaskError(f"{self._fault}: {describe(error)}{hint}") from error
 
 
 def _where_alone(plan: Plan, lengths: Lengths) -> str:
@@ -131,7 +132,8 @@ def _where_alone(plan: Plan, lengths: Lengths) -> str:
 
 def _too_few_for_batchnorm(plan: Plan, lengths: Lengths) -> str:
     remedies = ["a DataLoader with drop_last=True"] * (plan.smallest_micro_batch(plan.batch) > 1)
-    remedies += ["--sync-batchnorm"] * (plan.strategy in ("ddp", "fsdp") and plan.most_devices > 1)
+    can_share = plan.strategy in ("ddp", "fsdp") and min(plan.most_devices, *plan.batch_sizes(lengths)) > 1
+    remedies += ["--sync-batchnorm"] * can_share
     batch = _batch_for_two(plan, lengths)
     remedies += [f"--batch {batch}"] * (batch is not None)
     return (

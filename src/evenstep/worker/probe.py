@@ -7,6 +7,7 @@ from pathlib import Path
 import psutil
 import torch
 from torch import nn
+from torch.optim.lr_scheduler import LRScheduler
 
 from evenstep import checkpoint
 from evenstep.errors import PlanError, TaskError
@@ -24,6 +25,12 @@ from evenstep.worker.stream import Stream
 
 SMALL_ENOUGH = 20_000_000
 """Parameters up to which the loss is tried on the CPU here; a larger model is tried by the workers themselves."""
+MADE_BY_TASK = (
+    ("model", nn.Module, ""),
+    ("optimizer", torch.optim.Optimizer, "parameters"),
+    ("scheduler", LRScheduler, "optimizer"),
+)
+"""Fields of a Task, what their functions make, and what these are called with."""
 
 
 def probe(plan: Plan, task: Task, train: Adopted, valid: Adopted | None, order: Order | None) -> None:
@@ -56,22 +63,18 @@ def probe(plan: Plan, task: Task, train: Adopted, valid: Adopted | None, order: 
 
 
 def _check_makers(task: Task) -> None:
-    """Every process makes a model and an optimizer of its own; one that is made already cannot be taken."""
-    if isinstance(task.model, nn.Module):
-        name = type(task.model).__name__
-        raise TaskError(
-            f"Task.model is a {name} that is made already; write model=lambda: {name}(...), "
-            "for every process makes its own"
-        )
+    """Every process makes a model, an optimizer and a scheduler of its own; what is made already cannot be taken."""
+    for field, kind, argument in MADE_BY_TASK:
+        made = getattr(task, field)
+        if isinstance(made, kind):
+            name, given = type(made).__name__, f"{argument}, ..." if argument else "..."
+            raise TaskError(
+                f"Task.{field} is a {name} that is made already, and every process makes its own; "
+                f"write {field}={f'lambda {argument}'.rstrip()}: {name}({given})"
+            )
     if not callable(task.model):
         raise TaskError(
             f"Task.model is a {type(task.model).__name__}; give a function that makes the model: model=lambda: Net()"
-        )
-    if isinstance(task.optimizer, torch.optim.Optimizer):
-        name = type(task.optimizer).__name__
-        raise TaskError(
-            f"Task.optimizer is a {name} that is made already; "
-            f"write optimizer=lambda parameters: {name}(parameters, ...)"
         )
 
 

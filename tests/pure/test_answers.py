@@ -187,8 +187,8 @@ def test_batchnorm_on_one_sample_says_how_to_give_it_more() -> None:
 
 def test_a_second_gradient_through_weights_that_fsdp_freed_is_known() -> None:
     error = RuntimeError(
-        "setStorage: sizes [64, 16], strides [1, 64], storage offset 0, and itemsize 8 requiring a storage size of 8192 "
-        "are out of bounds for storage of size 0"
+        "setStorage: sizes [64, 16], strides [1, 64], storage offset 0, and itemsize 8 requiring a storage size of "
+        "8192 are out of bounds for storage of size 0"
     )
     assert "Use --strategy ddp" in (answer(error) or "")
 

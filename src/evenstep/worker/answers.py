@@ -209,8 +209,8 @@ def _one_sample(_: Match, __: Sequence[str], ___: Situation) -> str:
 
 def _freed_weights(_: Match, __: Sequence[str], ___: Situation) -> str:
     return (
-        "a gradient was taken through weights that fully_shard had freed: a loss that takes gradients itself (a gradient "
-        "penalty,\nMAML) goes back through them twice. Use --strategy ddp"
+        "a gradient was taken through weights that fully_shard had freed: a loss that takes gradients itself (a "
+        "penalty on them,\nMAML) goes back through the weights twice. Use --strategy ddp"
     )
 
 

@@ -59,6 +59,12 @@ def of_samples() -> Task:
     return replace(of_tensors(), train=Samples())
 
 
+def of_elsewhere() -> Task:
+    """Works in another folder, where its data may be."""
+    os.chdir("elsewhere")
+    return of_samples()
+
+
 def of_statistics() -> Task:
     """A model whose buffers are sent before every step."""
     return replace(of_samples(), model=lambda: nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.Linear(8, 2)))

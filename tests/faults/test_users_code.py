@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
 from tests.faults.runs import FOLDER, fail, train
@@ -30,6 +32,16 @@ def test_a_rank_that_went_elsewhere_still_leaves_its_report_here() -> None:  # 3
     assert "StopIteration" in ended.report
     assert any("faulty.py" in line and line.endswith("next(iter(()))") for line in ended.report)
     assert (FOLDER / "logs" / "rank1.error.json").is_file()
+
+
+@pytest.mark.slow
+def test_every_rank_of_a_task_that_goes_elsewhere_finds_it_and_leaves_its_run_here() -> None:  # 36
+    Path("elsewhere").mkdir()
+    ended = train("--restarts", "1", task="of_elsewhere", fault=fail("kill", rank=1, step=14))
+    assert ended.code == 1, ended.err
+    assert "restart 1 of 1, from step-00000011" in ended.err
+    assert ended.report[0].startswith("rank 1 was ended by SIGKILL at step 14")
+    assert list(Path("elsewhere").iterdir()) == [Path("elsewhere/happened")]
 
 
 @pytest.mark.parametrize("strategy", ["ddp", pytest.param("fsdp", marks=pytest.mark.slow)])

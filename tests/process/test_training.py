@@ -29,6 +29,10 @@ def jobs_for(where: str) -> list[tuple[str, Plan, str]]:
     jobs.append((f"{where}/norm", plan(where), "norm/adamw/mean"))
     if where.startswith(("ddp", "fsdp")):
         jobs.append((f"{where}/sync", plan(where, sync_batchnorm=True), "norm/adamw/mean"))
+    if where in ("single-1", "ddp-3"):
+        # The last step of an epoch holds 2 samples: one of three ranks has none, and runs a sample that stands in.
+        few = plan(where, batch=101, steps=4, sync_batchnorm=where == "ddp-3")
+        jobs.append((f"{where}/few", few, "norm/adamw/mean"))
     if where in ("single-1", "ddp-2"):
         jobs.append((f"{where}/drop", plan(where, checkpoint_every=10, keep=9), "drop/adamw/mean"))
         cut = str(Path("checkpoints", "step-00000010"))
@@ -86,6 +90,13 @@ def test_synchronised_batchnorm_sees_the_whole_batch(runs: Path, where: str) -> 
     assert synced.record.losses == pytest.approx(single.record.losses, rel=1e-9)
     assert furthest(synced.weights, single.weights) < 1e-9
     assert local.record.losses != pytest.approx(single.record.losses, rel=1e-3)
+
+
+def test_synchronised_batchnorm_does_not_see_a_sample_that_stands_in_for_none(runs: Path) -> None:
+    single, synced = result(runs, "single-1/few"), result(runs, "ddp-3/few")
+    assert [step.samples for step in synced.record.steps] == [101, 2, 101, 2]
+    assert synced.record.losses == pytest.approx(single.record.losses, rel=1e-9)
+    assert furthest(synced.weights, single.weights) < 1e-9
 
 
 @pytest.mark.parametrize("where", ["single-1", "ddp-2"])

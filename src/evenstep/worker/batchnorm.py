@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -23,6 +25,20 @@ def is_local(module: nn.Module) -> bool:
     """Whether a model has a BatchNorm that knows its own process's share of a batch alone."""
     shared = (nn.SyncBatchNorm, SharedBatchNorm)
     return any(isinstance(one, _BatchNorm) and not isinstance(one, shared) for one in module.modules())
+
+
+_stands_in = False
+
+
+@contextmanager
+def standing_in() -> Iterator[None]:
+    """Around forward and backward of a sample that stands in for none: it takes part in collectives and nothing else."""
+    global _stands_in
+    _stands_in = True
+    try:
+        yield
+    finally:
+        _stands_in = False
 
 
 class Sum(torch.autograd.Function):
@@ -54,14 +70,15 @@ class SharedBatchNorm(_BatchNorm):
         self._check_input_dim(input)
         dims = [dim for dim in range(input.dim()) if dim != 1]
         wide = input.double() if input.dtype == torch.float64 else input.float()
+        weight = 0.0 if _stands_in else 1.0
         count = input.numel() / input.size(1)
         sums = torch.cat([wide.sum(dims), wide.new_full((1,), count)])
-        sums = Sum.apply(sums)  # type: ignore[no-untyped-call]
+        sums = Sum.apply(weight * sums)  # type: ignore[no-untyped-call]
         total = sums[-1].detach()
         mean = sums[:-1] / total
         shape = [1, -1] + [1] * (input.dim() - 2)
         centred = wide - mean.view(shape)
-        variance = Sum.apply((centred * centred).sum(dims)) / total  # type: ignore[no-untyped-call]
+        variance = Sum.apply(weight * (centred * centred).sum(dims)) / total  # type: ignore[no-untyped-call]
         self._remember(mean.detach(), variance.detach() * total / (total - 1).clamp(min=1))
         normed = centred * torch.rsqrt(variance + self.eps).view(shape)
         if self.weight is not None:

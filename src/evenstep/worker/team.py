@@ -27,6 +27,7 @@ from evenstep.seeding import seed_everything
 from evenstep.task import Amount
 from evenstep.worker.adopt import adopt, of_each_rank
 from evenstep.worker.apart import check_apart, check_own_data
+from evenstep.worker.batchnorm import standing_in
 from evenstep.worker.evaluation import Evaluator, named
 from evenstep.worker.fused import start_momentum
 from evenstep.worker.gradients import forget, forget_gradients, go_back, separate, update
@@ -341,7 +342,8 @@ class Team:
     ) -> None:
         """Forward and backward of one seat's piece."""
         device = self.world.devices[place]
-        with on(device):
+        # In backward too, where activation checkpointing runs the forward again.
+        with on(device), NOTHING if piece.num_samples else standing_in():
             self.world.pulse.beat(FORWARD)
             with self.precision.autocast(device):
                 amount = call(models, place, loss, piece.inputs)

@@ -32,7 +32,7 @@ _stands_in = False
 
 @contextmanager
 def standing_in() -> Iterator[None]:
-    """Around forward and backward of a sample that stands in for none: it takes part in collectives and nothing else."""
+    """Around forward and backward of a sample that stands in for none: in collectives it takes part, and no more."""
     global _stands_in
     _stands_in = True
     try:

@@ -20,6 +20,8 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset, get_worker_in
 import evenstep
 from evenstep import samplers
 from evenstep.errors import PlanError, TaskError
+from evenstep.order import Lengths, smallest_micro_batch
+from evenstep.plan import Plan
 from evenstep.worker.adopt import adopt, of_each_rank
 from evenstep.worker.loader import Batch, Loader, Piece
 from evenstep.worker.passes import Reading
@@ -234,8 +236,12 @@ def test_every_rank_runs_as_many_micro_batches_and_none_is_without_data(
     num: int, batch: int, size: int, accumulate: int, streams: bool
 ) -> None:
     data: Any = Numbers(num) if streams else torch.arange(num)
+    foreseen = Plan(batch=batch, epochs=1).batch_sizes(Lengths(num))
     for batches in zip(*loaders(data, batch, worlds(size), accumulate=accumulate), strict=True):
         assert len({len(one.micro_batches) for one in batches}) == 1
+        assert batches[0].num_samples in foreseen
+        smallest = min(len(piece.inputs) for one in batches for piece in pieces(one))
+        assert smallest == smallest_micro_batch(batches[0].num_samples, size, accumulate)
         for piece in (piece for one in batches for piece in pieces(one)):
             assert piece.num_samples == len(piece.ids)
             assert len(piece.inputs) == max(1, piece.num_samples)

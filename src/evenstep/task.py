@@ -33,6 +33,13 @@ Model: TypeAlias = Any
 
 TaskFunction: TypeAlias = "Callable[..., Task]"
 
+NO_GROUP = "process group has not been initialized"
+"""What torch says, to a DistributedSampler above all."""
+WITHOUT_SAMPLER = (
+    "A task needs no process group: leave DistributedSampler out and write DataLoader(dataset, shuffle=True); "
+    "each rank gets its share"
+)
+
 
 @dataclass(frozen=True, kw_only=True)
 class Task:
@@ -222,6 +229,8 @@ def describe(error: BaseException, prefer: str | None = None) -> str:
     what = f"{type(error).__name__}: {error}".strip().rstrip(":").replace("\n", " ")
     if isinstance(error, SyntaxError):
         return what
+    if NO_GROUP in what:
+        what = f"{what} {WITHOUT_SAMPLER}"
     frames = traceback.extract_tb(error.__traceback__)
     own = [frame for frame in frames if is_users(frame.filename)]
     preferred = [frame for frame in own if prefer and frame.filename.endswith(prefer)] or own

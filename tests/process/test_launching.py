@@ -61,6 +61,23 @@ def test_a_function_runs_in_several_processes_and_what_each_returns_comes_back()
     assert (logs / "rank1.out").read_text() == "hello from rank 1\n"
 
 
+def test_a_process_alone_joins_a_group_of_one_that_what_it_launches_does_not_take_for_its_own() -> None:
+    alone = (
+        "    import torch.utils.data as data\n"
+        "    team = evenstep.join()\n"
+        "    loader = data.DataLoader(range(8), sampler=data.DistributedSampler(range(8)))\n"
+        "    print([batch.ids.tolist() for batch in team.loader(loader, batch=8)], len(loader.sampler))\n"
+    )
+    Path("function.py").write_text(FUNCTION.replace('"__main__":\n', f'"__main__":\n{alone}'))
+    done = python("function.py", "0.5")
+    assert done.returncode == 0, done.stderr
+    ids, said, returned = done.stdout.splitlines()
+    assert ids.endswith(" 8")
+    assert sorted(json.loads(ids.removesuffix(" 8"))[0]) == list(range(8))
+    assert said == "hello from rank 0"
+    assert returned == str([{"rank": rank, "total": 3, "rate": 0.5} for rank in range(2)])
+
+
 def test_a_function_that_raises_is_explained_with_its_line(folder: Path) -> None:
     Path("function.py").write_text(FUNCTION)
     done = python("function.py", "-1")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from torch.distributed import DistBackendError, DistNetworkError, DistStoreError
+from torch.utils.data import DistributedSampler
 
 from evenstep.errors import TrainingError
 from evenstep.worker.answers import Situation, answer, is_out_of_memory, is_victim, largest_that_fits, message_of
@@ -213,6 +214,13 @@ def test_another_failure_while_trying_is_not_hidden() -> None:
 
     with pytest.raises(ValueError, match="4"):
         largest_that_fits(fails, 8)
+
+
+def test_a_sampler_that_asks_for_a_process_group_says_how_to_have_one() -> None:
+    with pytest.raises(ValueError, match="process group has not been initialized") as failed:
+        DistributedSampler(range(4))  # type: ignore[arg-type]
+    assert "call team = evenstep.join()" in str(answer(failed.value))
+    assert "can be left out" in str(answer(failed.value))
 
 
 def test_what_is_not_known_is_not_answered() -> None:

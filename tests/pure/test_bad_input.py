@@ -203,6 +203,10 @@ def test_a_file_without_one_task_is_refused(refused: Refused, text: str, said: l
         ({"train": "(x, y[:7])"}, ["the train data has columns of [20, 7] samples; all need the same number"]),
         ({"train": "None"}, ["the train data is a NoneType; give a dataset"]),
         (
+            {"train": "torch.utils.data.DistributedSampler(x)"},
+            ["leave DistributedSampler out and write DataLoader(dataset, shuffle=True)", "my_task.py:"],
+        ),
+        (
             {"model": "nn.Linear(10**6, 10**6)"},
             ["the model does not fit: weights and gradients need 7450", "smaller model"],
         ),

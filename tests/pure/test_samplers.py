@@ -339,6 +339,16 @@ def test_torchs_samplers_become_ours(given: Any, like: samplers.Sampler) -> None
     assert ours.repeats == reference.repeats
 
 
+def test_a_distributed_sampler_says_only_whether_to_shuffle_and_its_batch_is_everybodys() -> None:
+    adopted = adopt(DataLoader(DATA, 4, sampler=DistributedSampler(DATA, 2, 1, shuffle=False)))  # type: ignore[arg-type]
+    assert isinstance(adopted.sampler, samplers.InOrder)
+    assert adopted.batch == 4
+    assert adopted.said == [
+        "the train DataLoader's DistributedSampler is not needed: each rank gets its share of a global batch, and "
+        "batch_size=4 is that of all ranks together"
+    ]
+
+
 def test_a_sampler_that_goes_round_again_is_refused() -> None:
     with pytest.raises(TaskError, match="gives some of them twice in an epoch; train for more epochs instead"):
         as_sampler(RandomSampler(DATA, num_samples=15))

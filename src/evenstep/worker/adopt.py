@@ -84,6 +84,11 @@ def _taken_apart(loader: DataLoader[Any], collate: Collate | None, sampler: Any,
     drop_last = bool(loader.drop_last or getattr(loader.batch_sampler, "drop_last", False))
     if drop_last and what == "valid":
         said.append("the valid DataLoader's drop_last is not followed: an evaluation counts every sample")
+    if sampler is None and type(own_sampler) is DistributedSampler:
+        said.append(
+            f"the {what} DataLoader's DistributedSampler is not needed: each rank gets its share of a global batch, "
+            f"and batch_size={batch} is that of all ranks together"
+        )
     if collate is None and loader.collate_fn not in (default_collate, default_convert):
         collate = loader.collate_fn
     if sampler is None and not is_stream(loader.dataset):

@@ -13,6 +13,7 @@ import psutil
 import torch
 
 from evenstep.errors import EvenstepError, RankLost, shorten
+from evenstep.task import NO_GROUP
 
 Match = re.Match[str]
 MOST_LETTERS = 20_000
@@ -239,6 +240,13 @@ def _missing_ranks(found: Match, _: Sequence[str], __: Situation) -> str:
     return f"{came} to the start in time: the others have failed before it (see their reports), or were never started"
 
 
+def _no_group(_: Match, __: Sequence[str], ___: Situation) -> str:
+    return (
+        "there is no process group yet: call team = evenstep.join() (or init_process_group) before this line.\n"
+        "A DistributedSampler can be left out: team.loader(dataset, batch=...) gives each rank its share"
+    )
+
+
 def _size(num_bytes: int) -> str:
     gigabytes = num_bytes / 2**30
     return f"{gigabytes:.1f} GiB" if gigabytes >= 1 else f"{num_bytes / 2**20:.0f} MiB"
@@ -278,6 +286,7 @@ CASES = (
     ),
     _Case(r"Expected more than 1 value per channel when training", _one_sample),
     _Case(r"setStorage: .{0,500}out of bounds for storage of size 0", _freed_weights),
+    _Case(NO_GROUP, _no_group),
     _Case(r"gloo/.{0,500}Timed out waiting (\d+)ms|Timeout\(ms\)=(\d+)\) ran for|caught collective", _too_late, True),
     _Case(
         r"gloo/.{0,500}(?:Connection (?:closed|reset) by peer|Connection refused|Broken pipe)|connectFullMesh failed|"

@@ -22,7 +22,7 @@ from evenstep.worker.job import Event, Job
 from evenstep.worker.notes import note
 from evenstep.worker.pulse import ENDING
 from evenstep.worker.requests import SIGNALS
-from evenstep.worker.team import join
+from evenstep.worker.team import join_team
 from evenstep.worker.trackers import start_tracking
 
 
@@ -36,7 +36,7 @@ def perform(
     something else than train.
     """
     set_up_torch(plan)
-    team = join(plan.strategy, plan.devices, plan.precision, plan.seed)
+    team = join_team(plan.strategy, plan.devices, plan.precision, plan.seed, needs_group=False)
     if plan.check_collectives:
         check_collectives(team.world)
     plan = replace(plan, resume=everywhere(team.world, plan.resume))

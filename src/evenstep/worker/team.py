@@ -71,8 +71,16 @@ def join(
 ) -> Team:
     """Become one of the processes that train together; a process alone is a team of one.
 
-    `devices` are those of this machine, one for each process (for `dp`: one for each replica).
+    `devices` are those of this machine, one for each process (for `dp`: one for each replica). torch's default process
+    group is there afterwards, of one process too: what asks it for rank and size gets an answer.
     """
+    return join_team(strategy, devices, precision, seed, needs_group=True)
+
+
+def join_team(
+    strategy: str | None, devices: Sequence[str] | None, precision: PrecisionName, seed: int, *, needs_group: bool
+) -> Team:
+    """The same; a process alone makes a process group only if that is needed."""
     _, size, _ = read_rank()
     chosen = strategy or ("ddp" if size > 1 else "dp" if devices and len(devices) > 1 else "single")
     if chosen not in STRATEGIES:
@@ -80,7 +88,7 @@ def join(
     many = STRATEGIES[chosen].processes_per_device
     if size > 1 and not many:
         raise PlanError(f"{chosen} runs in one process, and there are {size}; use ddp or fsdp")
-    world = join_world(devices or available_devices(read_rank()), needs_group=many)
+    world = join_world(devices or available_devices(read_rank()), needs_group=many or needs_group)
     if STRATEGIES[chosen].drives_from_first:
         world = replace(world, devices=world.devices[:1], lent=world.devices[1:])
     seed_everything(seed)

@@ -158,15 +158,12 @@ def _meet(world: World, backend: str) -> None:
         return
     atexit.register(_let_go)
     path = os.environ.get(STORE)
-    if path:
-        # One machine: meet through a file and speak over loopback, so that nothing listens to the outside.
-        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo0" if sys.platform == "darwin" else "lo")
-        store: Any = dist.FileStore(path, world.size)  # type: ignore[attr-defined]
-    elif world.size == 1:
-        store = dist.HashStore()  # type: ignore[attr-defined]
-    else:
+    if path is None and world.size > 1:
         dist.init_process_group(backend)
         return
+    # One machine: meet through a file and speak over loopback, so that nothing listens to the outside.
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo0" if sys.platform == "darwin" else "lo")
+    store: Any = dist.FileStore(path, world.size) if path else dist.HashStore()  # type: ignore[attr-defined]
     dist.init_process_group(backend, store=store, rank=world.rank, world_size=world.size)
 
 
@@ -183,6 +180,12 @@ def _let_go() -> None:
 
 
 _failed = False
+
+
+def leave_group_of_one() -> None:
+    """Before this process is copied: a copy would take the group of a process alone for that of all copies."""
+    if dist.is_initialized() and dist.get_world_size() == 1:
+        dist.destroy_process_group()
 
 
 def stay_in_group() -> None:

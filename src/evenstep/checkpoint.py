@@ -15,6 +15,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import re
 import shutil
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -29,6 +30,7 @@ SUMS = "SHA256SUMS"
 WEIGHTS = "weights.safetensors"
 OPTIMIZER = "optimizer.safetensors"
 STATE = "state.json"
+_NAME = re.compile(r"step-([0-9]+)")
 
 
 def write(folder: Path, step: int, files: Mapping[str, Callable[[Path], None]]) -> Path:
@@ -93,7 +95,9 @@ def whole(folder: Path) -> list[Path]:
         final = folder / replaced.name.removeprefix(".").removesuffix(".replaced")
         if not final.exists():
             replaced.rename(final)
-    return sorted(path for path in folder.glob("step-*") if path.is_dir())
+    found = ((_NAME.fullmatch(path.name), path) for path in folder.glob("step-*") if path.is_dir())
+    # Eight digits sort as text; from step 100,000,000 on there are nine.
+    return [path for _, path in sorted((int(name[1]), path) for name, path in found if name is not None)]
 
 
 def verify(path: Path) -> None:

@@ -205,6 +205,14 @@ def fill_and_fail(file: Path) -> None:
     raise OSError(28, "No space left on device")
 
 
+def test_the_newest_is_the_one_with_the_highest_step_also_where_its_name_is_longer() -> None:
+    for step in (99_999_999, 100_000_000, 100_000_001):
+        save(step)
+    assert checkpoint.find("runs/one")[0].name == "step-100000001"
+    checkpoint.prune(FOLDER, keep=2)
+    assert [path.name for path in checkpoint.whole(FOLDER)] == ["step-100000000", "step-100000001"]
+
+
 @pytest.mark.parametrize("step", [3, 6], ids=["over an older one", "as a new one"])
 def test_a_save_that_fails_leaves_the_older_ones_and_no_trace(step: int) -> None:
     older = save(3)

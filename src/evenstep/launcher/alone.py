@@ -14,7 +14,7 @@ from evenstep.errors import Stalled
 from evenstep.launcher.stall import StallWatch, explain, look, stacks
 from evenstep.worker.pulse import Beats, make_beats
 from evenstep.worker.stacks import stacks_left_in
-from evenstep.worker.temporary import live_folder
+from evenstep.worker.temporary import live_folder, remove_own_folders
 from evenstep.worker.world import BEATS
 
 LOOK_SECONDS = 0.2
@@ -67,5 +67,5 @@ def _explain(beats: Beats, seconds: float, folder: Path, logs: Path) -> None:
     shutil.copy(file, logs / f"rank0.{STACKS}")
     lines = [*stacks([sight]), f"error: {explain([sight], seconds)}", f"full logs: {logs}"]
     print("\n".join(lines), file=sys.stderr, flush=True)
-    shutil.rmtree(folder, ignore_errors=True)
+    remove_own_folders()
     os._exit(Stalled.exit_code)

@@ -20,6 +20,7 @@ from torch.distributed.elastic.multiprocessing import LogsDest, LogsSpecs, PCont
 from evenstep.errors import Preempted
 from evenstep.launcher.server import DYING_SECONDS, copying, keep_tracker, server_end
 from evenstep.worker.lifeline import LAUNCHER, OWN_LOGS, PARENT
+from evenstep.worker.temporary import make_socket_folder
 from evenstep.worker.world import leave_group_of_one
 
 POLL_SECONDS = 0.02
@@ -141,6 +142,7 @@ def workers(start: Start) -> Iterator[Workers]:
     """Start the processes; none is left when the block ends."""
     # The engine logs every process that fails or is ended; the reader wants the cause alone.
     logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)
+    make_socket_folder()
     start.logs.is_left_to_ranks = start.how != "program"
     if start.how == "fork":
         leave_group_of_one()

@@ -16,6 +16,7 @@ from contextlib import contextmanager
 
 from evenstep.errors import WorkerFailed
 from evenstep.worker.lifeline import LAUNCHER, signal_name
+from evenstep.worker.temporary import make_socket_folder
 
 PRELOADED = ("evenstep.worker.server",)
 FOR_FSDP = ("torch.distributed.fsdp", "torch.distributed.device_mesh", "torch.distributed.tensor")
@@ -33,6 +34,7 @@ def start_server(more: Sequence[str] = ()) -> None:
     import multiprocessing
     from multiprocessing import forkserver
 
+    make_socket_folder()
     multiprocessing.set_forkserver_preload([*PRELOADED, *more])
     keep_tracker()
     with _tied(), no_main():

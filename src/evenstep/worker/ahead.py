@@ -22,6 +22,7 @@ from evenstep.worker.lifeline import call_process, end_with
 from evenstep.worker.machine import num_cores
 from evenstep.worker.reading import Failure, HostBatch, Reader, Request
 from evenstep.worker.stream import InWorkers
+from evenstep.worker.temporary import make_socket_folder
 
 T = TypeVar("T")
 AHEAD = 2
@@ -77,6 +78,7 @@ def read_stream(stream: InWorkers, num_workers: int, begin: Begin) -> Generator[
 
 
 def _made(data: Dataset[Any], num_workers: int, begin: Begin, **how: Any) -> DataLoader[Any]:
+    make_socket_folder()
     with _decided():
         return DataLoader(
             data,

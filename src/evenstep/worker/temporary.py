@@ -15,8 +15,16 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from evenstep.errors import BadInput, shorten
+
 PREFIX = "evenstep-live-"
 _LOCK = "lock"
+LONGEST_SOCKET_PATH = 103
+"""What every Unix takes; Linux takes four bytes more."""
+_SOCKET = "/pymp-01234567/listener-01234567"
+"""What multiprocessing puts behind the folder of temporary files."""
+SHORT = "/tmp"
+_own: list[Path] = []
 
 
 @contextmanager
@@ -25,9 +33,11 @@ def live_folder() -> Iterator[Path]:
     _remove_abandoned()
     folder = Path(tempfile.mkdtemp(prefix=PREFIX))
     lock = _hold(folder)
+    _own.append(folder)
     try:
         yield folder
     finally:
+        _own.remove(folder)
         shutil.rmtree(folder, ignore_errors=True)
         os.close(lock)
 
@@ -53,3 +63,35 @@ def _remove_abandoned() -> None:
             continue  # its owner lives
         finally:
             os.close(lock)
+
+
+def make_socket_folder() -> None:
+    """Make the folder in which multiprocessing opens its sockets, for this process and those that it starts.
+
+    It is removed when this process ends; one that a child made would stay behind when the child is killed. Where
+    TMPDIR is too long for a socket's path, it lies in /tmp, and it alone.
+    """
+    from multiprocessing.util import get_temp_dir  # Imported here: --help need not wait for it.
+
+    usual = tempfile.gettempdir()
+    is_short = len(os.fsencode(usual + _SOCKET)) <= LONGEST_SOCKET_PATH
+    before = tempfile.tempdir
+    tempfile.tempdir = usual if is_short else SHORT
+    try:
+        get_temp_dir()
+    except OSError as error:
+        most = LONGEST_SOCKET_PATH - len(_SOCKET)
+        raise BadInput(
+            f"TMPDIR is {shorten(usual)}, too long for a socket, and {SHORT} cannot be written ({error.strerror}); "
+            f"set TMPDIR to a folder of at most {most} characters"
+        ) from error
+    finally:
+        tempfile.tempdir = before
+
+
+def remove_own_folders() -> None:
+    """Remove all of this process's folders now: before an end at which Python clears nothing up."""
+    from multiprocessing.util import get_temp_dir
+
+    for folder in (*_own, Path(get_temp_dir())):
+        shutil.rmtree(folder, ignore_errors=True)

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import io
+import re
+import tracemalloc
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
-from evenstep.launcher.logs import Tail, Voices, ranks_in_words
+from evenstep.launcher.logs import MOST_LINE_BYTES, Tail, Voices, end_of, ranks_in_words
 from evenstep.launcher.processes import RankLogs
 from evenstep.report.progress import pass_on
 
@@ -58,6 +61,74 @@ def test_a_line_that_was_written_over_shows_what_it_showed_last_and_a_half_one_w
     (tmp_path / "log").write_text("10%\r50%\r100%\nnext")
     assert tail.new() == ["100%"]
     assert tail.new() == []
+
+
+def test_a_line_that_comes_in_parts_is_read_once_and_shows_what_one_in_one_part_does(tmp_path: Path) -> None:
+    text = "10%\r50%\r100%\r\nplain\r\nä half\n\r\rtwice\n"
+    for num in range(1, 6):
+        tail, lines = Tail(tmp_path / f"log{num}"), []
+        for start in range(0, len(text), num):
+            with tail.path.open("a", newline="") as file:
+                file.write(text[start : start + num])
+            lines += tail.new()
+            assert not tail.num_unread
+        assert lines == ["100%", "plain", "ä half", "twice"]
+
+
+def test_a_long_line_is_shown_by_its_beginning_and_held_by_no_more(tmp_path: Path) -> None:
+    tail = Tail(tmp_path / "log")
+    for _ in range(40):
+        with tail.path.open("ab") as file:
+            file.write(b"x" * 100_000)
+        assert tail.new() == []
+    assert most_allocated(tail.new) < 2**20
+    with tail.path.open("ab") as file:
+        file.write(b"\nnext\n")
+    long, following = tail.new()
+    assert long == "x" * MOST_LINE_BYTES + f" ... ({4_000_000 - MOST_LINE_BYTES:,} bytes more)"
+    assert following == "next"
+
+
+def test_a_rank_that_writes_more_than_a_screen_takes_is_shown_by_its_last_lines(logs: RankLogs) -> None:
+    voices = Voices(logs, 2)
+    line = "warning: " + "y" * 1000
+    for rank, ending in ((0, "out"), (1, "err"), (1, "out")):
+        with logs.path(rank, ending).open("w") as file:
+            file.writelines(f"{line} {number}\n" for number in range(9_000))
+    shown: list[str] = []
+    assert most_allocated(lambda: shown.extend(voices.new(is_end=True))) < 2**23
+    for rank, ending in ((0, "out"), (1, "err")):
+        (skipped,) = [text for text in shown if f"rank{rank}.{ending}" in text]
+        assert re.fullmatch(rf"\[rank {rank}\] [0-9,]+ bytes are not shown here; they are in .*", skipped)
+    numbers = [int(text.rpartition(" ")[2]) for text in shown if text.startswith(line)]
+    assert numbers == list(range(numbers[0], 9_000))
+    assert list(voices.new(is_end=True)) == []
+
+
+def test_a_script_s_output_is_passed_on_whole_however_long_it_is(
+    logs: RankLogs, capsysbinary: pytest.CaptureFixture[bytes]
+) -> None:
+    text = "ä" * 10_000_001 + "\n"
+    write(logs, 0, "out", text)
+    assert list(Voices(logs, 1, passes_rank_0_on=True).new(is_end=True)) == []
+    assert capsysbinary.readouterr().out == text.encode()
+
+
+def most_allocated(do: Callable[[], object]) -> int:
+    """Bytes of Python objects that were there at once, more than before."""
+    tracemalloc.start()
+    try:
+        do()
+        return tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+
+
+def test_of_a_long_log_the_end_is_read(tmp_path: Path) -> None:
+    (tmp_path / "log").write_bytes(b"x" * 5_000_000 + b"\nterminate called\n")
+    assert most_allocated(lambda: end_of(tmp_path / "log")) < 2**22
+    assert end_of(tmp_path / "log").endswith("x\nterminate called\n")
+    assert end_of(tmp_path / "none") == ""
 
 
 def test_ranks_in_words() -> None:

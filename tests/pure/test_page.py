@@ -8,10 +8,12 @@ import http.client
 import json
 import math
 import re
+import socket
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from html.parser import HTMLParser
 from pathlib import Path
@@ -339,6 +341,28 @@ def test_a_file_that_is_no_record_is_refused_by_the_live_page(tmp_path: Path) ->
     (tmp_path / "record.jsonl").write_text("[]\n")
     with pytest.raises(BadInput, match="is no record of a run"):
         Watched(tmp_path).news()
+
+
+def test_clients_that_ask_nothing_do_not_keep_others_out(tmp_path: Path) -> None:
+    with served(tmp_path) as server, ExitStack() as stack:
+        clients = [stack.enter_context(silent(server)) for _ in range(server.most_connections + 8)]
+        assert ask(server, "/news.json")[0] == 200
+        # The oldest were ended to make room: they read the end of the stream.
+        assert [client.recv(1) for client in clients[:8]] == [b""] * 8
+
+
+def test_a_client_that_sends_a_letter_now_and_then_is_ended(tmp_path: Path) -> None:
+    with served(tmp_path) as server, silent(server) as client:
+        server.longest_seconds = 0.2
+        with pytest.raises(ConnectionError):
+            for _ in range(1000):
+                client.sendall(b"x")
+                time.sleep(0.02)
+
+
+def silent(server: WatchServer) -> socket.socket:
+    """A client that connects and asks nothing."""
+    return socket.create_connection(("127.0.0.1", server.server_port), timeout=30)
 
 
 def test_the_port_that_is_taken_is_named(tmp_path: Path) -> None:

@@ -11,7 +11,7 @@ from typing import Any
 
 from evenstep import checkpoint
 from evenstep.errors import BadInput, EvenstepError, Stalled, WorkerFailed, shorten
-from evenstep.launcher.logs import ranks_in_words
+from evenstep.launcher.logs import end_of, ranks_in_words
 from evenstep.launcher.server import lost
 from evenstep.launcher.stall import crashed_thread
 from evenstep.record import FILE
@@ -132,7 +132,7 @@ def _crash_frames(logs: Path, rank: int) -> list[str]:
     file = logs / f"rank{rank}.crash"
     frames = crashed_thread(file.read_text(errors="replace")) if file.exists() else []
     own = [frame for frame in frames if is_users(frame.file)][:2]
-    said = (logs / f"rank{rank}.err").read_text(errors="replace") if (logs / f"rank{rank}.err").exists() else ""
+    said = end_of(logs / f"rank{rank}.err")
     # C++ says what it could not handle before it aborts.
     what = [line.strip() for line in said.splitlines() if "what():" in line or "terminate called" in line][-2:]
     differ = "--check-collectives names the line of every rank." if "collective mismatch" in said else ""

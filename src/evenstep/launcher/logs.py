@@ -18,6 +18,14 @@ HELD_SECONDS = 0.25
 _GRAVE = re.compile(r"warn|error|critical|fatal|exception|traceback|assert|abort", re.IGNORECASE)
 LIKE_A_PREFIX = re.compile(r"\s*\[ranks? \d")
 MOST_KNOWN = 1000
+SHOWN_BYTES = 2**20
+"""Of a log, read at a time where lines are looked at one by one."""
+PASSED_ON_BYTES = 2**23
+"""Of a log, read at a time where it is passed on as it is."""
+MOST_UNREAD_BYTES = 2**22
+"""A rank that is further ahead than that writes more than can be shown: the rest is left in its log."""
+MOST_LINE_BYTES = 2**14
+"""Of a line, shown."""
 
 
 @dataclass
@@ -47,25 +55,38 @@ class Voices:
         self._logs = logs
         self._passes_on = passes_rank_0_on
         self._tails = {
-            (local, ending): Tail(logs.path(local, ending)) for local in range(num) for ending in ("out", "err")
+            (local, ending): Tail(logs.path(local, ending))
+            for local in range(num)
+            for ending in ("out", "err")
+            # What other ranks print is theirs alone.
+            if ending == "err" or logs.first_rank + local == 0
         }
         self._held: dict[str, Said] = {}
         self._known: dict[str, int] = {}
 
     def new(self, is_end: bool = False) -> Iterator[str]:
-        """Lines to show now."""
-        now = time.monotonic()
-        for (local, ending), tail in self._tails.items():
-            rank = self._logs.first_rank + local
-            if rank == 0 and self._passes_on:
-                pass_on(tail.raw(), sys.stdout if ending == "out" else sys.stderr)
-                continue
-            for text in tail.new():
-                if ending == "out" and rank == 0:
-                    yield Said(text, now, [0], 1).line()
-                elif ending == "err" and (rank == 0 or _GRAVE.search(text)):
-                    self._hold(text, rank, now)
-        yield from self._released(now, is_end)
+        """Lines to show now; at the end, all that are left."""
+        most = max((tail.num_unread for tail in self._tails.values()), default=0) if is_end else 0
+        # Counted beforehand: what a rank started may write for ever.
+        for _ in range(1 + most // SHOWN_BYTES):
+            now = time.monotonic()
+            for (local, ending), tail in self._tails.items():
+                yield from self._of(self._logs.first_rank + local, ending, tail, now)
+            yield from self._released(now, is_end)
+
+    def _of(self, rank: int, ending: str, tail: Tail, now: float) -> Iterator[str]:
+        if rank == 0 and self._passes_on:
+            pass_on(tail.raw(), sys.stdout if ending == "out" else sys.stderr)
+            return
+        before = tail.num_skipped
+        lines = tail.new()
+        if tail.num_skipped > before:
+            yield f"[rank {rank}] {tail.num_skipped - before:,} bytes are not shown here; they are in {tail.path}"
+        for text in lines:
+            if ending == "out":
+                yield Said(text, now, [0], 1).line()
+            elif rank == 0 or _GRAVE.search(text):
+                self._hold(text, rank, now)
 
     def _hold(self, text: str, rank: int, now: float) -> None:
         said = self._held.setdefault(text, Said(text, now))
@@ -88,34 +109,91 @@ class Voices:
 
 
 class Tail:
-    """The new lines of a log."""
+    """The new lines of a log. Each byte is read once, and few of them at a time, whatever a rank writes."""
 
     def __init__(self, path: Path) -> None:
-        self._path = path
+        self.path = path
         self._at = 0
         self._decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
+        self._line = Line()
+        self.num_skipped = 0
+        """Bytes that were passed over so far."""
 
     def raw(self) -> str:
-        """All that was written since the last call."""
-        if not self._path.exists() or self._path.stat().st_size <= self._at:
-            return ""
-        with self._path.open("rb") as file:
-            file.seek(self._at)
-            # A letter of several bytes may be written in halves.
-            text = self._decoder.decode(file.read())
-            self._at = file.tell()
-        return text
+        """What was written since the last call, or the next part of it."""
+        # A letter of several bytes may be written in halves.
+        return self._decoder.decode(self._read(PASSED_ON_BYTES))
 
     def new(self) -> list[str]:
-        """Whole lines that were written since the last call; of one that was written over, what it showed last."""
-        if not self._path.exists() or self._path.stat().st_size <= self._at:
-            return []
-        with self._path.open("rb") as file:
+        """Lines that were ended since the last call, as they are shown; of more than fit a screen, the last ones."""
+        if self.num_unread > MOST_UNREAD_BYTES:
+            self._skip()
+        *ended, rest = self._read(SHOWN_BYTES).split(b"\n")
+        lines = []
+        for part in ended:
+            self._line.add(part)
+            lines.append(self._line.shown())
+            self._line = Line()
+        self._line.add(rest)
+        return lines
+
+    @property
+    def num_unread(self) -> int:
+        """Bytes that were written and not read."""
+        return max(0, self.path.stat().st_size - self._at) if self.path.exists() else 0
+
+    def _read(self, most: int) -> bytes:
+        if not self.num_unread:
+            return b""
+        with self.path.open("rb") as file:
             file.seek(self._at)
-            whole, newline, _ = file.read().rpartition(b"\n")
-        self._at += len(whole) + len(newline)
-        lines = whole.decode(errors="replace").split("\n") if newline else []
-        return [line.rstrip("\r").rpartition("\r")[2] for line in lines]
+            part = file.read(most)
+        self._at += len(part)
+        return part
+
+    def _skip(self) -> None:
+        """Go on near the end, with a line that is there from its beginning."""
+        with self.path.open("rb") as file:
+            file.seek(self._at + self.num_unread - SHOWN_BYTES)
+            file.readline(SHOWN_BYTES)
+            self.num_skipped += file.tell() - self._at
+            self._at = file.tell()
+        self._line = Line()
+
+
+class Line:
+    """A line while it is written: of one that is written over, what it shows now; of a long one, its beginning."""
+
+    def __init__(self) -> None:
+        self._kept = b""
+        self._num_bytes = 0
+        self._is_over = False
+        """Whether the next byte writes over what there is; a return before the end of the line does not."""
+
+    def add(self, part: bytes) -> None:
+        """Write on."""
+        body = part.rstrip(b"\r")
+        if body:
+            _, _, shown = body.rpartition(b"\r")
+            if self._is_over or len(shown) < len(body):
+                self._kept, self._num_bytes = b"", 0
+            self._kept += shown[: MOST_LINE_BYTES - len(self._kept)]
+            self._num_bytes += len(shown)
+        self._is_over = len(body) < len(part) or (self._is_over and not body)
+
+    def shown(self) -> str:
+        """As text."""
+        more = self._num_bytes - len(self._kept)
+        return self._kept.decode(errors="replace") + (f" ... ({more:,} bytes more)" if more else "")
+
+
+def end_of(log: Path) -> str:
+    """What was written last to a log of any length."""
+    if not log.exists():
+        return ""
+    with log.open("rb") as file:
+        file.seek(max(0, log.stat().st_size - SHOWN_BYTES))
+        return file.read(SHOWN_BYTES).decode(errors="replace")
 
 
 def ranks_in_words(ranks: list[int]) -> str:

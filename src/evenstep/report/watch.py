@@ -7,9 +7,11 @@ import json
 import math
 import os
 import signal
+import socket
 import sys
 import threading
 import time
+from contextlib import suppress
 from dataclasses import replace
 from http import HTTPStatus
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -173,17 +175,46 @@ class WatchServer(ThreadingHTTPServer):
     """Two paths, this machine only; no file is ever served."""
 
     daemon_threads = True
+    longest_seconds = 60.0
+    """Of a connection: one request and its answer. Who takes longer holds it open for something else."""
+    most_connections = 32
+    """At once; one more ends the oldest."""
 
     def __init__(self, watched: Watched, port: int) -> None:
         self.watched = watched
+        self._since: dict[socket.socket, float] = {}
         try:
             super().__init__((HOST, port), _Handler)
         except OSError as error:
             raise BadInput(f"port {port} is taken ({error.strerror}); give another --port, or none") from error
 
+    def process_request(self, request: Any, client_address: Any) -> None:
+        """Answer in a thread of its own."""
+        self._since[request] = time.monotonic()
+        if len(self._since) > self.most_connections:
+            self._end(next(iter(self._since)))
+        super().process_request(request, client_address)
+
+    def shutdown_request(self, request: Any) -> None:
+        """The answer is given, or will not be."""
+        self._since.pop(request, None)
+        super().shutdown_request(request)
+
+    def service_actions(self) -> None:
+        """Twice a second: end connections that send or read a byte now and then."""
+        late = time.monotonic() - self.longest_seconds
+        for connection, since in list(self._since.items()):
+            if since < late:
+                self._end(connection)
+
+    def _end(self, connection: socket.socket) -> None:
+        self._since.pop(connection, None)
+        with suppress(OSError):
+            connection.shutdown(socket.SHUT_RDWR)
+
     def handle_error(self, request: Any, client_address: Any) -> None:
-        """A tab that is closed in mid-answer is nothing to tell of."""
-        if not isinstance(sys.exception(), ConnectionError):
+        """A tab that is closed in mid-answer is nothing to tell of, nor is one that was ended."""
+        if not isinstance(sys.exception(), ConnectionError | TimeoutError):
             super().handle_error(request, client_address)
 
     @property
@@ -194,6 +225,7 @@ class WatchServer(ThreadingHTTPServer):
 
 class _Handler(BaseHTTPRequestHandler):
     server: WatchServer
+    timeout = 10.0
     server_version = "evenstep"
     sys_version = ""
 

@@ -5,11 +5,14 @@ from __future__ import annotations
 import json
 import os
 import time
-from collections.abc import Collection, Iterator, Mapping
+from array import array
+from bisect import bisect_right
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
+from operator import eq
 from pathlib import Path
-from typing import IO, Any, TypedDict, get_args
+from typing import IO, Any, TypedDict, get_args, overload
 
 from evenstep.errors import BadInput, shorten
 from evenstep.plan import Plan
@@ -17,6 +20,7 @@ from evenstep.schema import MALFORMED, Natural, Positive, Schema, in_words
 
 FILE = "record.jsonl"
 FLUSH_SECONDS = 0.2
+BLOCK_BYTES = 2**16
 PARTS = ("input", "forward", "backward", "communication", "optimizer")
 """What a step is made of; communication is what of it was not hidden behind backward."""
 
@@ -33,6 +37,8 @@ class Drawn(TypedDict, total=False):
     """Samples that drop_last leaves out of each of the first epochs, and of every later one."""
     step: Natural
     position: Natural
+    samples_file: str
+    """Where an audited run writes its samples from here on."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -153,7 +159,58 @@ class _Kind:
 _NAME = "record of a run"
 _KIND: Schema[_Kind] = Schema(_Kind, _NAME)
 _ROWS: dict[str, Schema[Start | Row]] = {kind.__name__.lower(): Schema(kind, _NAME) for kind in (Start, *get_args(Row))}
+_STEP: Schema[Step] = Schema(Step, _NAME)
 KINDS = tuple(_ROWS)
+
+
+class Steps(Sequence[Step]):
+    """The steps of a record file, each read when it is asked for: a long run has more than should be held at once."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._numbers = array("Q")
+        self._places = array("Q")
+        """Where in the file each row begins."""
+
+    def add(self, step: Step, place: int) -> None:
+        """One more, which was read at that place."""
+        self._numbers.append(step.step)
+        self._places.append(place)
+
+    def forget_after(self, step: int) -> None:
+        """Those were lost and taken again."""
+        num = bisect_right(self._numbers, step)
+        del self._numbers[num:], self._places[num:]
+
+    def __len__(self) -> int:
+        return len(self._places)
+
+    @overload
+    def __getitem__(self, index: int) -> Step: ...
+
+    @overload
+    def __getitem__(self, index: slice) -> list[Step]: ...
+
+    def __getitem__(self, index: int | slice) -> Step | list[Step]:
+        if isinstance(index, slice):
+            return list(self._read(self._places[index]))
+        (step,) = self._read([self._places[index]])
+        return step
+
+    def __iter__(self) -> Iterator[Step]:
+        return self._read(self._places)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Sequence) and len(self) == len(other) and all(map(eq, self, other))
+
+    def _read(self, places: Iterable[int]) -> Iterator[Step]:
+        try:
+            with self._path.open("rb") as file:
+                for place in places:
+                    file.seek(place)
+                    yield _STEP.parse(file.readline(), self._path)
+        except OSError as error:
+            raise _KIND.refusal(self._path, error.strerror or str(error)) from error
 
 
 @dataclass
@@ -165,7 +222,8 @@ class Record:
     data: Drawn = field(default_factory=lambda: Drawn())
     restarts: list[Drawn] = field(default_factory=list)
     """The same as `data`, for each time that the run went on after a crash or a preemption."""
-    steps: list[Step] = field(default_factory=list)
+    steps: Sequence[Step] = ()
+    """Those of a file are read when they are asked for."""
     evaluations: list[Evaluation] = field(default_factory=list)
     timelines: list[Timeline] = field(default_factory=list)
     measurement: Measurement | None = None
@@ -183,52 +241,65 @@ class Record:
         path = Path(run) / FILE if os.path.isdir(run) else Path(run)
         if not os.path.isfile(path):
             raise BadInput(f"{shorten(str(run))} is no run folder: it has no {FILE}")
-        record: Record | None = None
+        reader = RecordReader(path)
         try:
             with path.open("rb") as file:
-                for row in rows(file, kinds):
-                    if record is None:
-                        record = cls.begin(row, path)
-                    else:
-                        record.take(row)
+                for _ in reader.read_on(file, kinds):
+                    pass
         except OSError as error:
             raise _KIND.refusal(path, error.strerror or str(error)) from error
-        if record is None:
+        if reader.record is None:
             raise BadInput(f"{shorten(str(path))} is empty: the run ended before its first line")
-        return record
+        return reader.record
 
-    @classmethod
-    def begin(cls, row: Start | Row, path: Path | None = None) -> Record:
-        """A Record that has its first row alone."""
+
+class RecordReader:
+    """Makes a Record of a file that may still grow."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.record: Record | None = None
+        """What was read so far; None before the first row."""
+        self._steps = Steps(path)
+
+    def read_on(self, file: IO[bytes], kinds: Collection[str] = KINDS) -> Iterator[Start | Row]:
+        """Take the whole lines from here to the end into the Record; each of them when that is done."""
+        for place, row in _placed_rows(file, kinds):
+            if self.record is None:
+                self.record = self._begin(row)
+            else:
+                self._take(self.record, row, place)
+            yield row
+
+    def _begin(self, row: Start | Row) -> Record:
         if not isinstance(row, Start):
-            raise _KIND.refusal(path, f"it begins with a {type(row).__name__.lower()}, not with the start of a run")
-        return cls(Plan.from_json(row.plan), machine=row.machine, data=row.data, path=path)
+            raise _KIND.refusal(
+                self.path, f"it begins with a {type(row).__name__.lower()}, not with the start of a run"
+            )
+        return Record(Plan.from_json(row.plan), machine=row.machine, data=row.data, steps=self._steps, path=self.path)
 
-    def take(self, row: Start | Row) -> Row | None:
-        """Add one row of the file; itself, if it is something that happened."""
+    def _take(self, record: Record, row: Start | Row, place: int) -> None:
         match row:
             case Start():
-                self._restart(row.data)
-                return None
+                self._restart(record, row.data)
             case Step():
-                self.steps.append(row)
+                self._steps.add(row, place)
             case Evaluation():
-                self.evaluations.append(row)
+                record.evaluations.append(row)
             case Timeline():
-                self.timelines.append(row)
+                record.timelines.append(row)
             case Measurement():
-                self.measurement = row
+                record.measurement = row
             case Summary():
-                self.summary = row
-        return row
+                record.summary = row
 
-    def _restart(self, data: Drawn) -> None:
+    def _restart(self, record: Record, data: Drawn) -> None:
         """What came after the checkpoint from which the run goes on was lost, and is done again."""
-        self.restarts.append(data)
         last = data.get("step", 0)
-        self.steps = [step for step in self.steps if step.step <= last]
-        self.evaluations = [one for one in self.evaluations if one.step <= last]
-        self.summary = None
+        self._steps.forget_after(last)
+        record.restarts.append(data)
+        record.evaluations = [one for one in record.evaluations if one.step <= last]
+        record.summary = None
 
 
 def rows(file: IO[bytes], kinds: Collection[str] = KINDS) -> Iterator[Start | Row]:
@@ -236,6 +307,11 @@ def rows(file: IO[bytes], kinds: Collection[str] = KINDS) -> Iterator[Start | Ro
 
     Of `kinds` alone, and of every start; kinds that a newer evenstep may write are passed over.
     """
+    return (row for _, row in _placed_rows(file, kinds))
+
+
+def _placed_rows(file: IO[bytes], kinds: Collection[str]) -> Iterator[tuple[int, Start | Row]]:
+    """Each with where in the file it begins."""
     while True:
         start = file.tell()
         line = file.readline()
@@ -248,7 +324,7 @@ def rows(file: IO[bytes], kinds: Collection[str] = KINDS) -> Iterator[Start | Ro
         except MALFORMED as error:
             raise _KIND.refusal(file.name, f"line {_line_number(file, start)}, {in_words(error)}") from error
         if row is not None:
-            yield row
+            yield start, row
 
 
 def _line_number(file: IO[bytes], start: int) -> int:
@@ -302,10 +378,28 @@ class RecordWriter:
             self._file.close()
 
 
+def has_begun(run_folder: Path) -> bool:
+    """Whether a run in this folder has written something already."""
+    file = run_folder / FILE
+    return file.exists() and file.stat().st_size > 0
+
+
 def _cut_torn_line(path: Path) -> None:
     """Take off what a process that was killed had begun to write: the next row would be written into it."""
     if not path.exists():
         return
     with path.open("r+b") as file:
-        whole = file.read().rfind(b"\n") + 1
-        file.truncate(whole)
+        file.truncate(end_of_rows(file))
+
+
+def end_of_rows(file: IO[bytes]) -> int:
+    """Where the last whole line ends: looked for from the end, since a long run goes on as fast as a short one."""
+    end = file.seek(0, os.SEEK_END)
+    while end > 0:
+        begin = max(0, end - BLOCK_BYTES)
+        file.seek(begin)
+        newline = file.read(end - begin).rfind(b"\n")
+        if newline >= 0:
+            return begin + newline + 1
+        end = begin
+    return 0

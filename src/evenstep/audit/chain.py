@@ -114,7 +114,9 @@ def _understood(folder: Path, record: Record) -> list[Run]:
     """One for each time that the run in this folder was started, less those of which nothing is left."""
     runs: list[Run] = []
     for attempt, data in enumerate([record.data, *record.restarts], 1):
-        run = _attempt(folder, samples_file(folder, attempt), record, data)
+        # Records of before the file was named have one for each start.
+        name = data.get("samples_file", samples_file(folder, attempt).name)
+        run = _attempt(folder, folder / Path(name).name, record, data)
         lost = [earlier for earlier in runs if earlier.step >= run.step and attempt > 1]
         runs = [earlier for earlier in runs if earlier not in lost]
         files = tuple(file for one in lost for file in (*one.lost_files, one.file) if file.exists())

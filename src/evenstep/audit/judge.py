@@ -95,7 +95,9 @@ class Judge:
         self.step = first.step
         self.position = first.position
         self.samples = self.repeated = self.missed = self.redone = self.dropped = 0
-        self.finished: list[int] = []
+        self.num_finished = 0
+        self.lengths: set[int] = set()
+        """Of finished epochs, the different ones: of a million epochs too."""
         number, place = self.promise.lengths.locate(first.position)
         self.start = ""
         if first.step:
@@ -144,7 +146,6 @@ class Judge:
         else:
             unfinished = self.epoch.num_samples
             self.repeated += self.epoch.count_repeated()
-        lengths = set(self.finished)
         return Audit(
             samples=self.samples,
             repeated=self.repeated,
@@ -152,8 +153,8 @@ class Judge:
             redone=self.redone,
             dropped=self.dropped,
             different=self._seen.num if self.promise.repeats else 0,
-            epochs=len(self.finished),
-            samples_an_epoch=lengths.pop() if len(lengths) == 1 else None,
+            epochs=self.num_finished,
+            samples_an_epoch=next(iter(self.lengths)) if len(self.lengths) == 1 else None,
             unfinished=unfinished,
             epoch_length=self.promise.lengths.of(self.epoch.number),
             sampler=self.promise.sampler,
@@ -202,4 +203,5 @@ class Judge:
         self.repeated += self.epoch.count_repeated()
         self.missed += self.epoch.count_missed()
         self.dropped += self.promise.dropped.of(self.epoch.number) or 0
-        self.finished.append(self.epoch.num_samples)
+        self.num_finished += 1
+        self.lengths.add(self.epoch.num_samples)

@@ -6,6 +6,7 @@ import json
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -22,15 +23,22 @@ Ids = NDArray[np.int64]
 
 
 def samples_file(run_folder: Path, attempt: int) -> Path:
-    """The file of samples; a run that goes on after a crash begins another one beside it."""
+    """The file of samples of the first start of a run, or of a later one, beside it."""
     return run_folder / (FILE if attempt == 1 else f"{Path(FILE).stem}-{attempt}{Path(FILE).suffix}")
 
 
 class SamplesWriter:
-    """Writes the samples of every finished step; each line is in the file before the next step begins."""
+    """Writes the samples of every finished step; each line is in the file before the next step begins.
 
-    def __init__(self, run_folder: Path, attempt: int = 1) -> None:
-        self._file = samples_file(run_folder, attempt).open("a", encoding="utf-8")
+    Every start of a run has a file of its own, the first one that is free; its row in the Record names it.
+    """
+
+    def __init__(self, run_folder: Path) -> None:
+        for attempt in count(1):
+            with suppress(FileExistsError):
+                self.path = samples_file(run_folder, attempt)
+                self._file = self.path.open("x", encoding="utf-8")
+                return
 
     def append(self, epoch: int, step: int, ids: Sequence[int] | Ids) -> None:
         """Add one step: its samples in global order, not in that of one rank."""

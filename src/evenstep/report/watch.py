@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from evenstep.errors import BadInput
-from evenstep.record import FILE, Record, Row, Start, rows
+from evenstep.record import FILE, Record, RecordReader
 from evenstep.report import comparison
 from evenstep.report.page import runs_page
 from evenstep.report.render import Page, need_bokeh, render
@@ -56,7 +56,7 @@ class Watched:
         self.path = run / FILE if run.is_dir() else run
         self._read_to = 0
         self._inode = 0
-        self._record: Record | None = None
+        self._reader = RecordReader(self.path)
         self._lock = threading.Lock()
         self._num_rows = 0
         self._page: tuple[int, Page] | None = None
@@ -69,7 +69,7 @@ class Watched:
     def news(self) -> dict[str, Any]:
         """What is to be changed on a page of before."""
         with self._lock:
-            return news(self._look(), self._record)
+            return news(self._look(), self._reader.record)
 
     def _look(self) -> Page:
         self._read_on()
@@ -80,8 +80,8 @@ class Watched:
             with self.path.open("rb") as file:
                 self._begin_anew_if_another(os.fstat(file.fileno()))
                 file.seek(self._read_to)
-                for row in rows(file):
-                    self._take(row)
+                for _ in self._reader.read_on(file):
+                    self._num_rows += 1
                     self._read_to = file.tell()
         except OSError:
             # Not there yet, or no longer.
@@ -90,25 +90,18 @@ class Watched:
     def _begin_anew_if_another(self, file: os.stat_result) -> None:
         """A Record only grows: one that is shorter, or another file, is of a run begun anew under the same name."""
         if file.st_size < self._read_to or self._inode not in (0, file.st_ino):
-            self._read_to, self._record = 0, None
+            self._read_to, self._reader = 0, RecordReader(self.path)
         self._inode = file.st_ino
-
-    def _take(self, row: Start | Row) -> None:
-        self._num_rows += 1
-        if self._record is None:
-            self._record = Record.begin(row, self.path)
-        else:
-            self._record.take(row)
 
     def _made(self) -> Page:
         """The page of what is known; charts are made again only when there is more to draw."""
         if self._page is None or self._page[0] != self._num_rows:
-            known = runs_page([self._record]) if self._record is not None else _waiting(self.path)
+            known = runs_page([self._reader.record]) if self._reader.record is not None else _waiting(self.path)
             # Tables that nobody keeps up to date would soon be wrong; the charts and the first table are.
             self._page = (self._num_rows, replace(known, numbers={}))
         page = self._page[1]
         quiet = time.time() - self.path.stat().st_mtime if self.path.exists() else 0.0
-        return replace(page, status=status_of(self._record, quiet), shape=shape(page))
+        return replace(page, status=status_of(self._reader.record, quiet), shape=shape(page))
 
 
 def _waiting(path: Path) -> Page:

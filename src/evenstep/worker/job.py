@@ -17,7 +17,7 @@ from evenstep.audit import SamplesWriter, audit
 from evenstep.draws import stream
 from evenstep.errors import Preempted, TrainingError
 from evenstep.plan import USUAL, Plan
-from evenstep.record import FILE, Evaluation, Record, Row, Step, Summary
+from evenstep.record import Evaluation, Record, Row, Step, Summary, has_begun
 from evenstep.seeding import seed_everything
 from evenstep.task import Task, takes_steps
 from evenstep.worker import machine
@@ -35,6 +35,7 @@ from evenstep.worker.run import Run
 from evenstep.worker.scaler import unfitted
 from evenstep.worker.stepping import Eager, Recipe, Stepper
 from evenstep.worker.streams import return_to_default_stream
+from evenstep.worker.tally import Tally
 from evenstep.worker.team import Interrupted, Team
 from evenstep.worker.tracing import Tracing, start_tracing
 from evenstep.worker.trackers import Beginning
@@ -67,14 +68,16 @@ class Job:
             self.valid = self._loader(task.valid, shuffle=False, what="valid")
         self.peaks: dict[str, int] = {}
         self.best: float | None = None
-        self.taken: list[Step] = []
-        """Steps of this run, those before a restart included; rank 0 alone knows of these."""
-        self.seconds_before = 0.0
+        self.tally = Tally()
+        """Steps of this run, those before a restart included; of those, rank 0 alone knows."""
+        self.evaluated: Evaluation | None = None
+        """That of the checkpoint from which this run goes on in its own folder."""
         self.is_evaluation_due = False
-        self.before = _record_before(run_folder) if team.world.is_main else None
+        self.is_again = team.world.is_main and has_begun(run_folder)
+        """Whether this run was started before, in its own folder."""
         self.samples: SamplesWriter | None = None
         if plan.audit and team.world.is_main:
-            self.samples = SamplesWriter(run_folder, attempt=2 + len(self.before.restarts) if self.before else 1)
+            self.samples = SamplesWriter(run_folder)
         self.replicas = ReplicaCheck(team.world, self._model.module) if team.world.size > 1 else None
         self.pace = Pace(team.world)
         self.tracing: Tracing | None = None
@@ -87,17 +90,41 @@ class Job:
         if self.plan.resume is not None:
             said += self.run.load(self.plan.resume, allow_pickle=self.plan.allow_pickle)
             self.is_evaluation_due = bool(self.run.loaded.get("evaluation_due"))
-        if self.before is not None:
-            self.taken = [step for step in self.before.steps if step.step <= self.run.step]
-            self.seconds_before = sum(step.seconds for step in self.taken)
-            losses = [one.values["loss"] for one in self.before.evaluations if one.step <= self.run.step]
-            self.best = min(losses, default=None)
+            if self.is_again and Path(self.plan.resume).resolve().parent == self.checkpoints.resolve():
+                self._recall(self.run.loaded.get("so_far"))
         return said
+
+    def _so_far(self, evaluation: Evaluation | None) -> dict[str, Any]:
+        """What a restart from a checkpoint must know of the rows before it: they may be millions."""
+        return {
+            "tally": vars(self.tally),
+            "best": self.best,
+            "evaluation": vars(evaluation) if evaluation is not None else None,
+        }
+
+    def _recall(self, so_far: Mapping[str, Any] | None) -> None:
+        if so_far is not None:
+            self.tally = Tally(**so_far["tally"])
+            self.best = so_far["best"]
+            self.evaluated = Evaluation(**so_far["evaluation"]) if so_far["evaluation"] is not None else None
+            return
+        # A checkpoint of an evenstep that did not write it down: all rows are read, once.
+        record = Record.read(self.folder, kinds=("step", "evaluation"))
+        self.tally = Tally.of(step for step in record.steps if step.step <= self.run.step)
+        evaluations = [one for one in record.evaluations if one.step <= self.run.step]
+        self.best = min((one.values["loss"] for one in evaluations), default=None)
+        self.evaluated = next((one for one in evaluations if one.step == self.run.step), None)
+
+    @property
+    def facts(self) -> dict[str, Any]:
+        """How samples are drawn, from where this start goes on, and where its samples are written."""
+        file = {"samples_file": self.samples.path.name} if self.samples is not None else {}
+        return {**self.run.loader.facts(), **file}
 
     @property
     def beginning(self) -> Beginning:
         """What a tracker is told first."""
-        redone_from = self.run.step + 1 if self.before is not None else None
+        redone_from = self.run.step + 1 if self.is_again else None
         return Beginning(self.plan, self.folder, redone_from)
 
     def situation(self, error: BaseException) -> Situation | None:
@@ -124,8 +151,9 @@ class Job:
     def events(self) -> Iterator[Event]:
         """Everything from the first step to the summary."""
         started = time.perf_counter()
-        evaluation = self._evaluation_before()
-        saved = Path(self.plan.resume) if self.before is not None and self.plan.resume is not None else None
+        evaluation = self.evaluated
+        seconds_before = self.tally.seconds
+        saved = Path(self.plan.resume) if self.is_again and self.plan.resume is not None else None
         requests = self.team.requests
         if self.is_evaluation_due:
             evaluation = self._evaluate(self.run.loader.epoch - 1, can_stop=False)
@@ -137,7 +165,7 @@ class Job:
             yield from self._said()
             if self.tracing is not None:
                 yield from self.tracing.after(step.step)
-            self.taken.append(step)
+            self.tally.add(step)
             if self.plan.audit:
                 self._write_samples(step, ids)
             yield step
@@ -164,13 +192,8 @@ class Job:
             yield from self.tracing.finish()
         self.pulse.beat(ENDING)
         shown = self.team.ask(self.task.show, self._model) if self.task.show is not None else None
-        seconds = time.perf_counter() - started + self.seconds_before
+        seconds = time.perf_counter() - started + seconds_before
         yield self._sum_up(evaluation, saved, shown, seconds)
-
-    def _evaluation_before(self) -> Evaluation | None:
-        """That of the checkpoint from which this run goes on in its own folder."""
-        every = self.before.evaluations if self.before is not None else []
-        return next((one for one in reversed(every) if one.step == self.run.step), None)
 
     def _stop(self, step: int) -> None:
         """Leave, all ranks together: nobody ends while another still reads what it sent."""
@@ -310,7 +333,8 @@ class Job:
 
     def _save(self, evaluation: Evaluation | None, evaluation_due: bool = False) -> Path:
         started = time.monotonic()
-        now = evaluation.values if evaluation is not None and evaluation.step == self.run.step else {}
+        current = evaluation if evaluation is not None and evaluation.step == self.run.step else None
+        now = current.values if current is not None else {}
         is_best = "loss" in now and (self.best is None or now["loss"] < self.best)
         if is_best:
             self.best = now["loss"]
@@ -322,6 +346,7 @@ class Job:
                 valid=now,
                 plan=self.plan.to_json(),
                 evaluation_due=evaluation_due,
+                so_far=self._so_far(current),
             )
         self.team.requests.saved(time.monotonic() - started)
         return path
@@ -330,19 +355,15 @@ class Job:
         return {**self.peaks, **machine.peak_bytes(self.team.world)}
 
     def _sum_up(self, evaluation: Evaluation | None, saved: Path | None, shown: str | None, seconds: float) -> Summary:
-        taken, run = self.taken, Path(*self.folder.parts[-2:])  # runs/name, as everybody calls it, wherever it lies
-        last_epoch = [step for step in taken if step.epoch == taken[-1].epoch]
-        timed = taken[1:] or taken
+        run = Path(*self.folder.parts[-2:])  # runs/name, as everybody calls it, wherever it lies
         return Summary(
             strategy=self.plan.strategy,
             devices=list(self.plan.devices),
-            steps=len(taken),
-            samples=sum(step.samples for step in taken),
-            train_loss=_mean_loss(last_epoch) if taken else None,
+            steps=self.tally.steps,
+            samples=self.tally.samples,
+            train_loss=self.tally.train_loss,
             valid=evaluation.values if evaluation is not None else {},
-            samples_per_second=sum(step.samples for step in timed) / sum(step.seconds for step in timed)
-            if taken
-            else 0.0,
+            samples_per_second=self.tally.samples_per_second,
             seconds=seconds,
             peak_bytes={**self._peak_bytes()},
             checkpoint=str(run / checkpoint.FOLDER / saved.name) if saved is not None else None,
@@ -350,16 +371,6 @@ class Job:
             shown=shown,
             audit=self._audit(),
         )
-
-
-def _record_before(run_folder: Path) -> Record | None:
-    """What the run in this folder did before it was started again."""
-    file = run_folder / FILE
-    return Record.read(run_folder) if file.exists() and file.stat().st_size else None
-
-
-def _mean_loss(steps: list[Step]) -> float:
-    return sum(step.loss * step.count for step in steps) / (sum(step.count for step in steps) or 1.0)
 
 
 def _call_scheduler(task: Task, optimizer: torch.optim.Optimizer, num_steps: int | None) -> LRScheduler:

@@ -50,7 +50,7 @@ def _perform(job: Job) -> Iterator[Event]:
     forget_copies()
     record: RecordWriter | None = None
     if team.world.is_main:
-        record = RecordWriter(job.folder, job.plan, machine.facts(), job.run.loader.facts())
+        record = RecordWriter(job.folder, job.plan, machine.facts(), job.facts)
         job.run.before_save = record.flush
     tracking = start_tracking(job.beginning, team.world.is_main)
     try:

@@ -40,14 +40,14 @@ def test_a_tmpdir_too_long_for_a_socket_trains_with_loader_workers_and_is_left_e
     ended = train("--workers", "1", task="of_samples", TMPDIR=str(long))
     assert ended.code == 0, ended.err
     assert steps() == list(range(1, 23))
-    assert list(long.iterdir()) == []
+    assert left(long) == []
 
 
 def test_a_stall_of_ranks_leaves_nothing_in_tmpdir(temporary: Path) -> None:
     options = ("--stall-after", "1", "--workers", "0")
     ended = train(*options, fault=fail("never read", rank=1, step=4), task="of_samples", TMPDIR=str(temporary))
     assert ended.code == 124, ended.err
-    assert list(temporary.iterdir()) == []
+    assert left(temporary) == []
 
 
 def test_a_stall_in_the_command_itself_leaves_nothing_in_tmpdir(temporary: Path) -> None:
@@ -56,4 +56,9 @@ def test_a_stall_in_the_command_itself_leaves_nothing_in_tmpdir(temporary: Path)
     environment = {**os.environ, "TMPDIR": str(temporary)}
     ended = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=100)
     assert ended.returncode == 124, ended.stderr
-    assert list(temporary.iterdir()) == []
+    assert left(temporary) == []
+
+
+def left(folder: Path) -> list[Path]:
+    """What lies there of ours and of multiprocessing's; torch's compiler keeps a cache there."""
+    return [path for path in folder.iterdir() if not path.name.startswith("torchinductor")]

@@ -7,6 +7,7 @@ import hashlib
 import http.client
 import json
 import math
+import pickle
 import re
 import socket
 import sys
@@ -26,8 +27,9 @@ from evenstep.errors import BadInput
 from evenstep.plan import Plan
 from evenstep.record import Record, RecordWriter
 from evenstep.report.comparison import Comparison
+from evenstep.report.curves import Curves
 from evenstep.report.page import page_of_comparison, page_of_runs, write_page
-from evenstep.report.thin import Quantiles, thin
+from evenstep.report.thin import MOST_SAMPLED, Quantiles, Sampled, Thinned
 from evenstep.report.watch import Watched, WatchServer
 from tests.browser import examples
 from tests.pure.conftest import Ended
@@ -165,9 +167,14 @@ def test_a_page_of_a_hundred_thousand_steps_is_small() -> None:
 
 @given(st.lists(st.floats(allow_nan=True, allow_infinity=True), max_size=300), st.integers(1, 20))
 def test_thinning_keeps_both_ends_the_least_the_most_and_the_gaps(values: list[float], num_bins: int) -> None:
-    kept = [values[int(place)] for place in thin(values, num_bins)]
+    points = Thinned.of(enumerate(values), num_bins).points()
+    kept = [y for _, y in points]
     finite = [value for value in values if math.isfinite(value)]
-    assert len(kept) <= max(2 * num_bins, 3 * num_bins + 2)
+    assert len(kept) <= 3 * 2 * num_bins + 2
+    assert [x for x, _ in points] == sorted({x for x, _ in points})
+    assert all(values[int(x)] == y for x, y in points if math.isfinite(y))
+    assert not values or (points[0][0], points[-1][0]) == (0, len(values) - 1)
+    assert len(values) > 2 * num_bins or len(kept) == len(values)
     assert any(not math.isfinite(value) for value in kept) == (len(finite) < len(values))
     if finite:
         shown = [value for value in kept if math.isfinite(value)]
@@ -175,10 +182,28 @@ def test_thinning_keeps_both_ends_the_least_the_most_and_the_gaps(values: list[f
 
 
 def test_quantiles_of_nothing_are_none() -> None:
-    assert Quantiles.of([math.nan]) is None
-    found = Quantiles.of([1.0, 2.0, 3.0, math.nan])
+    assert Quantiles.of(Sampled([math.nan])) is None
+    found = Quantiles.of(Sampled([1.0, 2.0, 3.0, math.nan]))
     assert found is not None
     assert (found.count, found.least, found.middle, found.most) == (3, 1.0, 2.0, 3.0)
+
+
+def test_quantiles_of_many_values_are_those_of_a_sample_of_them() -> None:
+    # Every hundredth is slow, as steps with a checkpoint are: values taken at equal distances could all be slow.
+    sampled = Sampled(100.0 if number % 100 == 0 else number / 100_000 for number in range(100_000))
+    found = Quantiles.of(sampled)
+    assert found is not None
+    assert len(sampled.values) == MOST_SAMPLED
+    assert (found.count, found.least, found.most) == (100_000, 1e-5, 100.0)
+    assert found.p5 == pytest.approx(0.05, abs=0.01)
+    assert found.middle == pytest.approx(0.5, abs=0.03)
+    assert found.p95 == pytest.approx(0.96, abs=0.01)
+
+
+def test_of_a_long_run_no_more_is_kept_for_a_page_than_of_a_short_one() -> None:
+    (step,) = examples.record("single", 1, num_steps=1).steps
+    kept = [len(pickle.dumps(Curves(replace(step, step=number) for number in range(num)))) for num in (20_000, 100_000)]
+    assert kept[1] < 1.1 * kept[0]
 
 
 def test_a_comparison_reads_no_records_from_outside_its_folder(tmp_path: Path) -> None:
@@ -263,13 +288,13 @@ def test_the_live_page_grows_with_the_record_and_says_when_it_ended(tmp_path: Pa
     with served(tmp_path) as server:
         assert "waiting for the first row" in ask(server, "/")[1]
         writer = RecordWriter(tmp_path, record.plan, record.machine)
-        for number in (3, 40):
-            for step in record.steps[:number]:
+        for begun, number in ((0, 3), (3, 40)):
+            for step in record.steps[begun:number]:
                 writer.append(step)
             writer.flush()
             news = json.loads(ask(server, "/news.json")[1])
             assert f"step {number}" in news["status"]
-        assert len(news["charts"]["loss"]["sources"]["run 0 line"]["x"]) == 43
+        assert len(news["charts"]["loss"]["sources"]["run 0 line"]["x"]) == 40
         assert record.summary is not None
         writer.append(record.summary)
         writer.close()
@@ -311,6 +336,20 @@ def test_a_run_that_is_begun_anew_is_followed_from_its_start(tmp_path: Path) -> 
     (run / "record.jsonl").unlink()
     examples.write_record(examples.record("single", 1, num_steps=3), run)
     assert watched.news()["runs"][0][5] == "3"
+
+
+def test_steps_that_were_lost_in_a_crash_leave_the_curves_of_the_live_page(tmp_path: Path) -> None:
+    record = examples.record("single", 1, num_steps=9)
+    watched = Watched(tmp_path)
+    for begun, number in ((0, 7), (4, 5)):
+        writer = RecordWriter(tmp_path, record.plan, record.machine, {"step": begun})
+        for step in record.steps[begun:number]:
+            writer.append(replace(step, loss=float(number)))
+        writer.close()
+        news = watched.news()
+    line = news["charts"]["loss"]["sources"]["run 0 line"]
+    assert (line["x"], line["y"]) == ([1, 2, 3, 4, 5], [7.0, 7.0, 7.0, 7.0, 5.0])
+    assert "step 5, epoch 1, restarted 1 x" in news["status"]
 
 
 def test_a_step_that_is_short_beside_the_others_has_a_scale_of_its_own() -> None:

@@ -20,7 +20,7 @@ from evenstep.launcher.ready import Ready, get_ready
 from evenstep.launcher.supervise import Supervisor, of_plan
 from evenstep.launcher.traces import with_trace
 from evenstep.plan import Plan
-from evenstep.record import Record
+from evenstep.record import KINDS, Record
 from evenstep.report.progress import Progress
 from evenstep.seeding import host_state, restore_host_state
 from evenstep.task import Task, TaskFunction
@@ -78,7 +78,9 @@ def watch(ready: Ready, progress: bool, is_command: bool = False) -> Record:
             how = f"go on with --resume {prepared.folder}" if is_saved else "nothing was saved yet"
             raise Preempted(f"{error}; {how if ready.is_first else ELSEWHERE}") from None
     # The Record is where rank 0 was, which may be on another machine.
-    return Record.read(prepared.folder) if ready.is_first else Record(prepared.plan)
+    if not ready.is_first:
+        return Record(prepared.plan)
+    return Record.read(prepared.folder, kinds=("summary",) if is_command else KINDS)
 
 
 @contextmanager

@@ -25,7 +25,7 @@ from evenstep.report.look import (
     part_colour,
     part_kind,
 )
-from evenstep.report.thin import Quantiles, evenly
+from evenstep.report.thin import Quantiles, Sampled, evenly
 
 ROW_HEIGHT = 34
 MOST_LANES = 48
@@ -219,12 +219,12 @@ def memory_chart(rows: Mapping[str, Mapping[str, int]], places: Sequence[int]) -
     return Chart(name="memory", title="Memory", figure=plot, caption=caption)
 
 
-def times_chart(rows: Mapping[str, Sequence[float]], places: Sequence[int]) -> Chart | None:
+def times_chart(rows: Mapping[str, Sampled], places: Sequence[int]) -> Chart | None:
     """How long the steps of every row took: each a dot, half of them in the box, nine of ten between the ends."""
     boxes = [
-        (place, name, seconds, cuts)
-        for place, (name, seconds) in zip(places, rows.items(), strict=True)
-        if (cuts := Quantiles.of(seconds)) is not None
+        (place, name, sampled.values, cuts)
+        for place, (name, sampled) in zip(places, rows.items(), strict=True)
+        if (cuts := Quantiles.of(sampled)) is not None
     ]
     if not boxes:
         return None

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
@@ -11,10 +10,11 @@ from bokeh.models.annotations import TeeHead, Whisker
 from bokeh.models.glyphs import Line, Scatter
 from bokeh.plotting import figure
 
-from evenstep.record import Record, Step
+from evenstep.record import Evaluation
 from evenstep.report.comparison import Comparison, Row
+from evenstep.report.curves import Curves, ReadRun
 from evenstep.report.look import OTHER, Chart, Key, blank, colour, dash, draw, from_zero, label
-from evenstep.report.thin import pick, thin
+from evenstep.report.thin import Thinned
 
 FEW_POINTS = 2
 """So few that a line alone would hardly be seen, or not at all."""
@@ -23,11 +23,16 @@ Scale = Callable[[Row, float], float]
 
 @dataclass(frozen=True, kw_only=True)
 class Drawn:
-    """A Record under the name and at the place (its colour) that it has on the page."""
+    """A run under the name and at the place (its colour) that it has on the page."""
 
     label: str
     place: int
-    record: Record
+    run: ReadRun
+
+    @property
+    def evaluations(self) -> list[Evaluation]:
+        """Of its validation set."""
+        return self.run.record.evaluations
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,19 +50,19 @@ class Series:
 
 def loss_chart(runs: Sequence[Drawn]) -> Chart | None:
     """The loss of every step, and diamonds where the validation set was gone through."""
-    lines = _of_steps(runs, lambda step: step.loss) + _of_evaluations(runs, "loss", is_line=False)
+    lines = _of_steps(runs, lambda curves: curves.loss) + _of_evaluations(runs, "loss", is_line=False)
     caption = "Lines that lie on top of each other learned the same: the first is drawn widest, the others inside it."
     plot = _lines(lines, y="loss", tip="0.00000", is_nested=True)
     if plot is None:
         return None
-    diamonds = " Diamonds: the validation set." if any(run.record.evaluations for run in runs) else ""
+    diamonds = " Diamonds: the validation set." if any(run.evaluations for run in runs) else ""
     words = (caption if len(runs) > 1 else "The mean over the batch of each step.") + diamonds
     return Chart(name="loss", title="Loss", figure=plot, keys=_keys(runs), caption=words, is_wide=True)
 
 
 def metric_charts(runs: Sequence[Drawn], most: int = 6) -> list[Chart]:
     """One chart for each of the first metrics of the evaluations, the loss left out."""
-    found = (name for run in runs for one in run.record.evaluations for name in one.values if name != "loss")
+    found = (name for run in runs for one in run.evaluations for name in one.values if name != "loss")
     charts = []
     for number, name in enumerate(list(dict.fromkeys(found))[:most]):
         plot = _lines(_of_evaluations(runs, name, is_line=True), y=label(name), tip="0.0000", is_nested=True)
@@ -68,15 +73,14 @@ def metric_charts(runs: Sequence[Drawn], most: int = 6) -> list[Chart]:
 
 def speed_chart(runs: Sequence[Drawn]) -> Chart | None:
     """Samples a second, step by step."""
-    lines = _of_steps(runs, lambda step: step.samples / step.seconds if step.seconds > 0 else math.nan)
-    plot = _lines(lines, y="samples/s", tip="0,0")
+    plot = _lines(_of_steps(runs, lambda curves: curves.samples_per_second), y="samples/s", tip="0,0")
     caption = "Of every step; where there are many, the slowest and the fastest of each stretch."
     return Chart(name="speed", title="Speed", figure=plot, keys=_keys(runs), caption=caption) if plot else None
 
 
 def input_chart(runs: Sequence[Drawn]) -> Chart | None:
     """What of each step was spent waiting for its batch."""
-    plot = _lines(_of_steps(runs, lambda step: step.input_seconds * 1000), y="ms", tip="0.000")
+    plot = _lines(_of_steps(runs, lambda curves: curves.input_ms), y="ms", tip="0.000")
     caption = "How long each step waited for its batch."
     return Chart(name="input", title="Wait for input", figure=plot, keys=_keys(runs), caption=caption) if plot else None
 
@@ -88,26 +92,23 @@ def _keys(runs: Sequence[Drawn]) -> list[Key]:
     ]
 
 
-def _of_steps(runs: Sequence[Drawn], value: Callable[[Step], float]) -> list[Series]:
-    found = []
-    for number, run in enumerate(runs):
-        y = [value(step) for step in run.record.steps]
-        kept = thin(y)
-        x = [run.record.steps[int(at)].step for at in kept]
-        found.append(Series(name=f"run {number}", label=run.label, place=run.place, x=x, y=pick(y, kept)))
-    return found
+def _of_steps(runs: Sequence[Drawn], chosen: Callable[[Curves], Thinned]) -> list[Series]:
+    return [_series(number, run, chosen(run.run.curves), run.label) for number, run in enumerate(runs)]
 
 
 def _of_evaluations(runs: Sequence[Drawn], metric: str, is_line: bool) -> list[Series]:
     found = []
     for number, run in enumerate(runs):
-        there = [one for one in run.record.evaluations if metric in one.values]
-        y = [one.values[metric] for one in there]
-        kept = thin(y)
-        x = [there[int(at)].step for at in kept]
-        series = Series(name=f"run {number}", label=f"{run.label}, valid", place=run.place, x=x, y=pick(y, kept))
+        points = ((one.step, one.values[metric]) for one in run.evaluations if metric in one.values)
+        series = _series(number, run, Thinned.of(points), f"{run.label}, valid")
         found.append(replace(series, is_line=is_line, has_markers=True))
     return found
+
+
+def _series(number: int, run: Drawn, thinned: Thinned, name: str) -> Series:
+    points = thinned.points()
+    x, y = [x for x, _ in points], [y for _, y in points]
+    return Series(name=f"run {number}", label=name, place=run.place, x=x, y=y)
 
 
 def _lines(all_series: Sequence[Series], *, y: str, tip: str, is_nested: bool = False) -> figure | None:

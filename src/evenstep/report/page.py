@@ -13,8 +13,10 @@ from evenstep.record import FILE as RECORD_FILE
 from evenstep.record import Record, Timeline
 from evenstep.report import sheets
 from evenstep.report.comparison import Comparison, Row
+from evenstep.report.curves import ReadRun
 from evenstep.report.render import Page, need_bokeh, render
 from evenstep.report.sheets import Sheet, distinct
+from evenstep.report.thin import Sampled
 from evenstep.report.words import OF_COMPARISONS
 
 if TYPE_CHECKING:
@@ -48,10 +50,10 @@ def page_of_comparison(comparison: Comparison, folder: Path) -> str:
     """The page of a comparison whose runs lie in `folder`."""
     need_bokeh()
     names = distinct([row.label for row in comparison.rows])
-    found = {name: _records(row, folder) for name, row in zip(names, comparison.rows, strict=True)}
-    plans = {name: records[0].plan for name, records in found.items() if records}
-    times = {name: _step_seconds(records) for name, records in found.items()}
-    missing = [name for name, records in found.items() if not records]
+    found = {name: _read(row, folder) for name, row in zip(names, comparison.rows, strict=True)}
+    plans = {name: runs[0].record.plan for name, runs in found.items() if runs}
+    times = {name: _step_seconds(runs) for name, runs in found.items()}
+    missing = [name for name, runs in found.items() if not runs]
     return render(
         Page(
             title=comparison.task,
@@ -71,17 +73,17 @@ def page_of_comparison(comparison: Comparison, folder: Path) -> str:
     )
 
 
-def _comparison_charts(comparison: Comparison, found: Mapping[str, Sequence[Record]]) -> list[Chart]:
+def _comparison_charts(comparison: Comparison, found: Mapping[str, Sequence[ReadRun]]) -> list[Chart]:
     from evenstep.report import bars, charts, look
 
     places = look.places([row.strategy for row in comparison.rows])
     losses = [
-        charts.Drawn(label=name, place=place, record=records[0])
-        for place, (name, records) in zip(places, found.items(), strict=True)
-        if records
+        charts.Drawn(label=name, place=place, run=runs[0])
+        for place, (name, runs) in zip(places, found.items(), strict=True)
+        if runs
     ]
     memory = {name: row.peak_bytes for name, row in zip(found, comparison.rows, strict=True)}
-    times = {name: _step_seconds(records) for name, records in found.items()}
+    times = {name: _step_seconds(runs) for name, runs in found.items()}
     drawn = [
         *charts.scaling_charts(comparison),
         bars.parts_chart(comparison),
@@ -117,41 +119,35 @@ def _about(comparison: Comparison) -> str:
     return " · ".join(fact for fact in facts if fact)
 
 
-def _records(row: Row, folder: Path) -> list[Record]:
+def _read(row: Row, folder: Path) -> list[ReadRun]:
     """Those of a row's runs that are there; a page can be made when only the numbers were kept."""
     inside = [folder / run for run in row.runs if (folder / run).resolve().is_relative_to(folder.resolve())]
-    return [Record.read(run) for run in inside if (run / RECORD_FILE).is_file()]
+    return [ReadRun.of(Record.read(run)) for run in inside if (run / RECORD_FILE).is_file()]
 
 
-def _step_seconds(records: Sequence[Record]) -> list[float]:
-    """Of every measured step; of a run that was not measured, of all steps but the first, which starts things up."""
-    return [
-        seconds
-        for record in records
-        for seconds in (
-            record.measurement.step_seconds if record.measurement else [step.seconds for step in record.steps[1:]]
-        )
-    ]
+def _step_seconds(runs: Sequence[ReadRun]) -> Sampled:
+    return runs[0].step_seconds if len(runs) == 1 else Sampled(one for run in runs for one in run.step_seconds.values)
 
 
-def _timelines(found: Mapping[str, Sequence[Record]]) -> dict[str, Timeline]:
+def _timelines(found: Mapping[str, Sequence[ReadRun]]) -> dict[str, Timeline]:
     from evenstep.report.bars import typical
 
-    chosen = {name: typical([one for record in records for one in record.timelines]) for name, records in found.items()}
+    chosen = {name: typical([one for run in runs for one in run.record.timelines]) for name, runs in found.items()}
     return {name: one for name, one in chosen.items() if one is not None}
 
 
 def page_of_runs(records: Sequence[Record]) -> str:
     """The page of one run or several."""
-    return render(runs_page(records))
+    return render(runs_page([ReadRun.of(record) for record in records]))
 
 
-def runs_page(records: Sequence[Record]) -> Page:
+def runs_page(runs: Sequence[ReadRun]) -> Page:
     """What the page of these runs says."""
     need_bokeh()
+    records = [run.record for run in runs]
     names = distinct([record.plan.name for record in records])
-    by_name = dict(zip(names, records, strict=True))
-    times = {name: _step_seconds([record]) for name, record in by_name.items()}
+    by_name = dict(zip(names, runs, strict=True))
+    times = {name: run.step_seconds for name, run in by_name.items()}
     tasks = list(dict.fromkeys(record.plan.task for record in records))
     return Page(
         title=", ".join(tasks[:3]) + (" …" if len(tasks) > 3 else ""),
@@ -162,39 +158,39 @@ def runs_page(records: Sequence[Record]) -> Page:
             if record.path
         ],
         charts=_runs_charts(by_name),
-        runs=sheets.runs_sheet(names, records),
+        runs=sheets.runs_sheet(names, runs),
         numbers={"loss": sheets.evaluations_sheet(names, records), "times": sheets.times_sheet(times)},
-        sheets=[*sheets.plan_sheets(names, [record.plan for record in records]), *_machines(by_name)],
+        sheets=[*sheets.plan_sheets(names, [record.plan for record in records]), *_machines(names, records)],
     )
 
 
-def _runs_charts(records: Mapping[str, Record]) -> list[Chart]:
+def _runs_charts(runs: Mapping[str, ReadRun]) -> list[Chart]:
     from evenstep.report import bars, charts
 
-    places = range(len(records))
-    runs = [
-        charts.Drawn(label=name, place=place, record=record)
-        for place, (name, record) in zip(places, records.items(), strict=True)
+    places = range(len(runs))
+    drawn_runs = [
+        charts.Drawn(label=name, place=place, run=run) for place, (name, run) in zip(places, runs.items(), strict=True)
     ]
     drawn = [
-        charts.loss_chart(runs),
-        *bars.timeline_charts(_timelines({name: [record] for name, record in records.items()})),
-        *charts.metric_charts(runs),
-        charts.speed_chart(runs),
-        charts.input_chart(runs),
-        bars.memory_chart({name: sheets.peaks(record) for name, record in records.items()}, places),
-        bars.times_chart({name: _step_seconds([record]) for name, record in records.items()}, places),
+        charts.loss_chart(drawn_runs),
+        *bars.timeline_charts(_timelines({name: [run] for name, run in runs.items()})),
+        *charts.metric_charts(drawn_runs),
+        charts.speed_chart(drawn_runs),
+        charts.input_chart(drawn_runs),
+        bars.memory_chart({name: run.peak_bytes for name, run in runs.items()}, places),
+        bars.times_chart({name: run.step_seconds for name, run in runs.items()}, places),
     ]
     return [chart for chart in drawn if chart is not None]
 
 
-def _machines(records: Mapping[str, Record]) -> list[Sheet]:
+def _machines(names: Sequence[str], records: Sequence[Record]) -> list[Sheet]:
     """Each machine once, and who ran on it if there are several."""
+    machines = {name: record.machine for name, record in zip(names, records, strict=True)}
     groups: dict[str, list[str]] = {}
-    for name, record in records.items():
-        groups.setdefault(json.dumps(record.machine, sort_keys=True, default=str), []).append(name)
+    for name, machine in machines.items():
+        groups.setdefault(json.dumps(machine, sort_keys=True, default=str), []).append(name)
     title = "Machine and versions"
     return [
-        sheets.machine_sheet(records[names[0]].machine, title if len(groups) == 1 else f"{title}: {', '.join(names)}")
-        for names in groups.values()
+        sheets.machine_sheet(machines[group[0]], title if len(groups) == 1 else f"{title}: {', '.join(group)}")
+        for group in groups.values()
     ]

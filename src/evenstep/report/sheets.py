@@ -11,9 +11,10 @@ from typing import Any
 from evenstep.plan import Plan
 from evenstep.record import PARTS, Record
 from evenstep.report.comparison import Comparison, Row, Spread
+from evenstep.report.curves import ReadRun
 from evenstep.report.progress import without_control
 from evenstep.report.table import devices, number, size
-from evenstep.report.thin import Quantiles
+from evenstep.report.thin import Quantiles, Sampled
 
 PARITY_WORDS = {
     "reference": "reference",
@@ -144,65 +145,51 @@ def parts_sheet(comparison: Comparison) -> Sheet:
     return Sheet(title="Parts of a step, in ms", columns=columns, rows=rows)
 
 
-def runs_sheet(names: Sequence[str], records: Sequence[Record]) -> Sheet:
+def runs_sheet(names: Sequence[str], runs: Sequence[ReadRun]) -> Sheet:
     """One line a run: what it learned, how fast, and what it held in memory."""
-    metrics = list(dict.fromkeys(name for record in records for one in record.evaluations for name in one.values))
+    metrics = _metrics([run.record for run in runs])
     columns = ["", "task", "strategy", "devices", "batch", "steps", "loss"]
     columns += [f"valid {without_control(name)}" for name in metrics] + ["samples/s", "peak memory", "state"]
-    return Sheet(
-        title="Runs", columns=columns, rows=[_run(*pair, metrics) for pair in zip(names, records, strict=True)]
-    )
+    return Sheet(title="Runs", columns=columns, rows=[_run(*pair, metrics) for pair in zip(names, runs, strict=True)])
 
 
-def _run(name: str, record: Record, metrics: Sequence[str]) -> list[str]:
-    plan, last = record.plan, record.evaluations[-1].values if record.evaluations else {}
+def _run(name: str, run: ReadRun, metrics: Sequence[str]) -> list[str]:
+    record, last = run.record, run.curves.last
+    plan, values = record.plan, record.evaluations[-1].values if record.evaluations else {}
     return [
         name,
         plan.task,
         plan.strategy,
         devices(plan.devices),
         f"{plan.batch:,}",
-        f"{record.steps[-1].step:,}" if record.steps else "0",
-        _loss(record),
-        *(number(last.get(metric)) for metric in metrics),
-        f"{_speed(record):,.0f}",
-        ", ".join(size(num_bytes) for num_bytes in peaks(record).values()) or "-",
+        f"{last.step:,}" if last is not None else "0",
+        _loss(run),
+        *(number(values.get(metric)) for metric in metrics),
+        f"{_speed(run):,.0f}",
+        ", ".join(size(num_bytes) for num_bytes in run.peak_bytes.values()) or "-",
         "ended" if record.summary is not None else "no end yet",
     ]
 
 
-def _loss(record: Record) -> str:
+def _loss(run: ReadRun) -> str:
     """Of the last epoch where the run has ended, of the last step otherwise; and how many were no numbers."""
-    loss = record.summary.train_loss if record.summary is not None else None
-    if loss is None and record.steps:
-        loss = record.steps[-1].loss
-    num_bad = sum(not math.isfinite(one) for one in record.losses)
+    loss = run.record.summary.train_loss if run.record.summary is not None else None
+    if loss is None and run.curves.last is not None:
+        loss = run.curves.last.loss
+    num_bad = run.curves.num_not_finite
     return f"{number(loss)} ({num_bad} not finite)" if num_bad else number(loss)
 
 
-def _speed(record: Record) -> float:
-    if record.summary is not None:
-        return record.summary.samples_per_second
-    steps = record.steps[1:]
-    seconds = sum(step.seconds for step in steps)
-    return sum(step.samples for step in steps) / seconds if seconds else 0.0
+def _speed(run: ReadRun) -> float:
+    if run.record.summary is not None:
+        return run.record.summary.samples_per_second
+    seconds = run.curves.total_seconds
+    return run.curves.samples / seconds if seconds else 0.0
 
 
-def peaks(record: Record) -> dict[str, int]:
-    """The peak of every device, as far as the Record knows."""
-    if record.summary is not None:
-        return record.summary.peak_bytes
-    if record.measurement is not None:
-        return record.measurement.peak_bytes
-    known: dict[str, int] = {}
-    for step in record.steps:
-        known.update(step.peak_bytes)
-    return known
-
-
-def times_sheet(rows: Mapping[str, Sequence[float]]) -> Sheet:
+def times_sheet(rows: Mapping[str, Sampled]) -> Sheet:
     """How long steps took, in milliseconds."""
-    found = {name: Quantiles.of(seconds) for name, seconds in rows.items()}
+    found = {name: Quantiles.of(sampled) for name, sampled in rows.items()}
     lines = [
         [name, f"{cuts.count:,}", *map(milliseconds, (cuts.least, cuts.p5, cuts.middle, cuts.p95, cuts.most))]
         for name, cuts in found.items()
@@ -214,13 +201,17 @@ def times_sheet(rows: Mapping[str, Sequence[float]]) -> Sheet:
 
 def evaluations_sheet(names: Sequence[str], records: Sequence[Record], most: int = 20) -> Sheet:
     """The last evaluations of every run."""
-    metrics = list(dict.fromkeys(name for record in records for one in record.evaluations for name in one.values))
+    metrics = _metrics(records)
     rows = [
         [name, f"{one.epoch + 1}", f"{one.step:,}", *(number(one.values.get(metric)) for metric in metrics)]
         for name, record in zip(names, records, strict=True)
         for one in record.evaluations[-most:]
     ]
     return Sheet(title="Evaluations", columns=["", "epoch", "step", *map(without_control, metrics)], rows=rows)
+
+
+def _metrics(records: Sequence[Record]) -> list[str]:
+    return list(dict.fromkeys(name for record in records for one in record.evaluations for name in one.values))
 
 
 def plan_sheets(names: Sequence[str], plans: Sequence[Plan]) -> list[Sheet]:

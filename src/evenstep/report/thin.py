@@ -1,41 +1,115 @@
-"""Long series, made short enough for a page: what stands out stays."""
+"""Long series, made short enough for a page while they are read: what stands out stays."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+import random
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
-from numpy.typing import NDArray
 
-Numbers = NDArray[np.float64]
 NUM_BINS = 300
+MOST_SAMPLED = 10_000
+Point = tuple[float, float]
 
 
-def thin(values: Sequence[float], num_bins: int = NUM_BINS) -> NDArray[np.int64]:
-    """Which of the values to draw: of each bin the least, the most and the first that is no number; and both ends."""
-    array = np.asarray(values, dtype=np.float64)
-    if len(array) <= 2 * num_bins:
-        return np.arange(len(array))
-    kept = {0, len(array) - 1}
-    for places in np.array_split(np.arange(len(array)), num_bins):
-        kept |= _extremes(places, array[places])
-    return np.array(sorted(kept))
+class Thinned:
+    """Which points of a series to draw: of each bin the least, the most and the first that is no number; and both ends.
+
+    A series of any length has at most twice `num_bins` bins. When they are full, each two become one.
+    """
+
+    def __init__(self, num_bins: int = NUM_BINS) -> None:
+        self._most_bins = 2 * num_bins
+        self._bins: list[_Bin] = []
+        self._width = 1
+        self._first: Point | None = None
+        self._last: Point | None = None
+
+    @classmethod
+    def of(cls, points: Iterable[Point], num_bins: int = NUM_BINS) -> Thinned:
+        """Of a series that is there already."""
+        thinned = cls(num_bins)
+        for x, y in points:
+            thinned.add(x, y)
+        return thinned
+
+    def add(self, x: float, y: float) -> None:
+        """One more, on the right of the others."""
+        self._last = (x, y)
+        if self._first is None:
+            self._first = self._last
+        if not self._bins or self._bins[-1].num == self._width:
+            if len(self._bins) == self._most_bins:
+                self._bins = [
+                    one.with_next(other) for one, other in zip(self._bins[::2], self._bins[1::2], strict=True)
+                ]
+                self._width *= 2
+            self._bins.append(_Bin())
+        self._bins[-1].add(self._last)
+
+    def points(self) -> list[Point]:
+        """From left to right; infinity cannot be drawn and becomes a gap, as NaN is one."""
+        ends = [one for one in (self._first, self._last) if one is not None]
+        kept = {x: y for one in self._bins for x, y in one.points()} | dict(ends)
+        return [(x, y if math.isfinite(y) else math.nan) for x, y in sorted(kept.items())]
 
 
-def _extremes(places: NDArray[np.int64], values: Numbers) -> set[int]:
-    is_number = np.isfinite(values)
-    kept = {int(places[~is_number][0])} if not is_number.all() else set()
-    if is_number.any():
-        inside, numbers = places[is_number], values[is_number]
-        kept |= {int(inside[numbers.argmin()]), int(inside[numbers.argmax()])}
-    return kept
+class _Bin:
+    __slots__ = ("gap", "least", "most", "num")
+
+    def __init__(self) -> None:
+        self.num = 0
+        self.least: Point | None = None
+        self.most: Point | None = None
+        self.gap: Point | None = None
+        """The first that is no number."""
+
+    def add(self, point: Point) -> None:
+        self.num += 1
+        y = point[1]
+        if not math.isfinite(y):
+            self.gap = self.gap or point
+            return
+        if self.least is None or y < self.least[1]:
+            self.least = point
+        if self.most is None or y > self.most[1]:
+            self.most = point
+
+    def with_next(self, other: _Bin) -> _Bin:
+        num = self.num + other.num
+        for point in other.points():
+            self.add(point)
+        self.num = num
+        return self
+
+    def points(self) -> list[Point]:
+        return [point for point in (self.least, self.most, self.gap) if point is not None]
 
 
-def pick(values: Sequence[float], places: NDArray[np.int64]) -> list[float]:
-    """The values at these places; infinity cannot be drawn and becomes a gap, as NaN is one."""
-    chosen = np.asarray(values, dtype=np.float64)[places]
-    return [float(value) for value in np.where(np.isfinite(chosen), chosen, np.nan)]
+class Sampled:
+    """Values from all over a series, each of them as likely to be there as any other; all, while they are few."""
+
+    def __init__(self, values: Iterable[float] = ()) -> None:
+        self.values: list[float] = []
+        self.count = 0
+        """How many finite ones there were."""
+        self.least, self.most = math.inf, -math.inf
+        self._random = random.Random(0)
+        for value in values:
+            self.add(value)
+
+    def add(self, value: float) -> None:
+        """One more; what is no number is left out."""
+        if not math.isfinite(value):
+            return
+        self.count += 1
+        self.least, self.most = min(self.least, value), max(self.most, value)
+        if self.count <= MOST_SAMPLED:
+            self.values.append(value)
+        elif (place := int(self._random.random() * self.count)) < MOST_SAMPLED:
+            self.values[place] = value
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,14 +126,13 @@ class Quantiles:
     most: float
 
     @classmethod
-    def of(cls, values: Sequence[float]) -> Quantiles | None:
-        """Of the finite ones; None where there are none."""
-        finite = [value for value in values if np.isfinite(value)]
-        if not finite:
+    def of(cls, sampled: Sampled) -> Quantiles | None:
+        """None where there are no values."""
+        if not sampled.count:
             return None
-        cuts = [float(cut) for cut in np.quantile(finite, [0, 0.05, 0.25, 0.5, 0.75, 0.95, 1])]
-        names = ("least", "p5", "p25", "middle", "p75", "p95", "most")
-        return cls(count=len(finite), **dict(zip(names, cuts, strict=True)))
+        cuts = [float(cut) for cut in np.quantile(sampled.values, [0.05, 0.25, 0.5, 0.75, 0.95])]
+        names = ("p5", "p25", "middle", "p75", "p95")
+        return cls(count=sampled.count, least=sampled.least, most=sampled.most, **dict(zip(names, cuts, strict=True)))
 
 
 def evenly(values: Sequence[float], most: int) -> list[float]:

@@ -19,8 +19,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from evenstep.errors import BadInput
-from evenstep.record import FILE, Record, RecordReader
+from evenstep.record import FILE, Record, RecordReader, Row, Start, Step
 from evenstep.report import comparison
+from evenstep.report.curves import ReadRun
 from evenstep.report.page import runs_page
 from evenstep.report.render import Page, need_bokeh, render
 
@@ -57,6 +58,7 @@ class Watched:
         self._read_to = 0
         self._inode = 0
         self._reader = RecordReader(self.path)
+        self._run: ReadRun | None = None
         self._lock = threading.Lock()
         self._num_rows = 0
         self._page: tuple[int, Page] | None = None
@@ -80,9 +82,10 @@ class Watched:
             with self.path.open("rb") as file:
                 self._begin_anew_if_another(os.fstat(file.fileno()))
                 file.seek(self._read_to)
-                for _ in self._reader.read_on(file):
+                for row in self._reader.read_on(file):
                     self._num_rows += 1
                     self._read_to = file.tell()
+                    self._draw(row)
         except OSError:
             # Not there yet, or no longer.
             return
@@ -90,31 +93,40 @@ class Watched:
     def _begin_anew_if_another(self, file: os.stat_result) -> None:
         """A Record only grows: one that is shorter, or another file, is of a run begun anew under the same name."""
         if file.st_size < self._read_to or self._inode not in (0, file.st_ino):
-            self._read_to, self._reader = 0, RecordReader(self.path)
+            self._read_to, self._reader, self._run = 0, RecordReader(self.path), None
         self._inode = file.st_ino
+
+    def _draw(self, row: Start | Row) -> None:
+        assert self._reader.record is not None
+        if self._run is None or isinstance(row, Start):
+            # After a restart, curves that have lost their end are drawn again from what is left.
+            self._run = ReadRun.of(self._reader.record)
+        elif isinstance(row, Step):
+            self._run.curves.add(row)
 
     def _made(self) -> Page:
         """The page of what is known; charts are made again only when there is more to draw."""
         if self._page is None or self._page[0] != self._num_rows:
-            known = runs_page([self._reader.record]) if self._reader.record is not None else _waiting(self.path)
+            known = runs_page([self._run]) if self._run is not None else _waiting(self.path)
             # Tables that nobody keeps up to date would soon be wrong; the charts and the first table are.
             self._page = (self._num_rows, replace(known, numbers={}))
         page = self._page[1]
         quiet = time.time() - self.path.stat().st_mtime if self.path.exists() else 0.0
-        return replace(page, status=status_of(self._reader.record, quiet), shape=shape(page))
+        return replace(page, status=status_of(self._run, quiet), shape=shape(page))
 
 
 def _waiting(path: Path) -> Page:
     return Page(title=path.parent.name, about=str(path.parent), commands=[], charts=[])
 
 
-def status_of(record: Record | None, quiet_seconds: float) -> str:
+def status_of(run: ReadRun | None, quiet_seconds: float) -> str:
     """What goes on, in one sentence."""
-    if record is None:
+    if run is None:
         return "waiting for the first row of the Record"
+    record, last = run.record, run.curves.last
     if record.summary is not None:
         return f"ended after {record.summary.steps:,} steps, {record.summary.seconds:.1f} s"
-    at = f"step {record.steps[-1].step:,}, epoch {record.steps[-1].epoch + 1}" if record.steps else "starting"
+    at = f"step {last.step:,}, epoch {last.epoch + 1}" if last is not None else "starting"
     again = f", restarted {len(record.restarts)} x" if record.restarts else ""
     quiet = f"; nothing new for {quiet_seconds:.0f} s" if quiet_seconds > QUIET_SECONDS else ""
     return f"training: {at}{again}{quiet}"

@@ -8,7 +8,7 @@ import threading
 from types import FrameType
 
 from evenstep.errors import Preempted
-from evenstep.launcher.server import start_server_for
+from evenstep.launcher.server import keep_tracker, start_server_for
 
 
 def main() -> None:
@@ -37,6 +37,8 @@ def _leave(ended: SystemExit) -> None:
     except OSError:
         # Python has words for that.
         return
+    # It hears of every semaphore that goes now.
+    keep_tracker(starts=False)
     atexit._run_exitfuncs()
     os._exit(ended.code or 0)
 

@@ -95,7 +95,7 @@ class Training:
             while done < kills and process.poll() is None:
                 done += self._kill(kind, process)
             process.wait(LONGEST_SECONDS)
-            nothing_is_left(seconds=10)
+            nothing_is_left(seconds=30)
             text = said.read_text()
             count.restarted += len(re.findall(r"^restart \d+ of", text, re.MULTILINE)) + (process.returncode != 0)
             count.tracebacks += text.count("Traceback (most recent call last)")

@@ -123,7 +123,8 @@ def _silent(logs: Path, ended: Mapping[int, int], beats: Mapping[int, Beat], evi
             details = (*details, "Often /dev/shm is too small for loader processes; try --workers 0.")
     else:
         headline = f"rank {rank} ended with exit code {code}{where} and left no report"
-        details = ("Something in the task, or in what it imports, calls os._exit.",)
+        # A script may well end with another one, by sys.exit.
+        details = ("Something in the task, or in what it imports, calls os._exit.",) if code == 0 else ()
     return Cause(headline, details, _step(beats, rank), _others(beats, {rank}))
 
 

@@ -51,14 +51,18 @@ def _tied() -> Iterator[None]:
         del os.environ[LAUNCHER]
 
 
-def keep_tracker() -> None:
-    """Start Python's tracker of semaphores, or another one if it was killed.
+def keep_tracker(starts: bool = True) -> None:
+    """Start Python's tracker of semaphores, or another one if it was killed; not `starts`: only in place of another.
 
     It tidies up after killed processes. It would complain of that after our last word; and the one that replaces it
     does so, with a traceback each, of every semaphore that the first one knew.
     """
+    if not starts and "multiprocessing.resource_tracker" not in sys.modules:
+        return
     from multiprocessing import resource_tracker
 
+    if not starts and resource_tracker._resource_tracker._fd is None:  # type: ignore[attr-defined]
+        return
     warnings.filterwarnings("ignore", "resource_tracker: process died unexpectedly")
     before = os.environ.get("PYTHONWARNINGS")
     os.environ["PYTHONWARNINGS"] = "ignore"
@@ -74,7 +78,12 @@ def keep_tracker() -> None:
 @contextmanager
 def _stderr_closed() -> Iterator[None]:
     """What is started meanwhile has nobody to complain to."""
-    kept, nowhere = os.dup(2), os.open(os.devnull, os.O_WRONLY)
+    try:
+        kept = os.dup(2)
+    except OSError:  # there is none
+        yield
+        return
+    nowhere = os.open(os.devnull, os.O_WRONLY)
     os.dup2(nowhere, 2)
     try:
         yield
@@ -164,7 +173,10 @@ def server_end(pid: int, seconds: float) -> int | None:
     """
     deadline = time.monotonic() + seconds
     while hasattr(os, "waitid"):
-        ended = os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+        try:
+            ended = os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+        except ChildProcessError:
+            return None  # somebody else has waited for it
         if ended is not None:
             return ended.si_status if ended.si_code == os.CLD_EXITED else -ended.si_status
         if time.monotonic() > deadline:

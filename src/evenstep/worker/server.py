@@ -12,7 +12,8 @@ import signal
 from evenstep.worker.lifeline import HELD_BACK, LAUNCHER, end_with
 
 launcher = os.environ.pop(LAUNCHER, "")
-if launcher and os.getppid() == int(launcher):
+if launcher:
+    # At once, if it is gone already: torch takes seconds to import, for nobody.
     end_with(int(launcher))
     # A cluster sends the others to every process of a job: this one, with which the ranks die, is to outlive them, and
     # what comes before a rank has begun is kept for it.

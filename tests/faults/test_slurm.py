@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import shlex
+import shutil
 import sys
 from pathlib import Path
 
@@ -68,6 +70,22 @@ def test_a_task_that_comes_late_to_a_folder_that_is_there_already_is_no_other_ru
     late = f"[ $SLURM_PROCID = 0 ] || until [ -d runs ]; do sleep 0.1; done; exec {EVENSTEP} train my_task.py"
     cluster.run("srun", "-n2", "sh", "-c", f"{late} --strategy ddp", timeout_seconds=60)
     assert Record.read(the_run()).summary.steps == 20
+
+
+def test_tasks_that_share_no_folder_know_each_other_by_munge(cluster: Cluster, tmp_path: Path) -> None:
+    """Nothing is set, and nothing can be read by others: the first task's token is sealed for the job's user."""
+    for name in ("munge", "unmunge"):
+        program = tmp_path / "programs" / name
+        program.parent.mkdir(exist_ok=True)
+        # The cluster's own socket is not where Debian's would be.
+        program.write_text(f'#!/bin/sh\nexec {shutil.which(name)} --socket={cluster.folder}/munge.socket "$@"\n')
+        program.chmod(0o755)
+    own = "mkdir -p own$SLURM_PROCID && cp my_task.py own$SLURM_PROCID && cd own$SLURM_PROCID"
+    path = {"PATH": f"{tmp_path / 'programs'}:{os.environ['PATH']}"}
+    command = f"{own} && exec {EVENSTEP} train my_task.py --strategy ddp"
+    cluster.run("srun", "-n2", "sh", "-c", command, env=path, timeout_seconds=90)
+    (run,) = Path("own0/runs").iterdir()
+    assert Record.read(run).summary.steps == 20
 
 
 def test_a_single_task_is_a_plain_run(cluster: Cluster) -> None:

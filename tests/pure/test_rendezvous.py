@@ -30,10 +30,11 @@ from evenstep.launcher.machines import Machines
 from evenstep.launcher.signed import Seal
 from evenstep.launcher.stores import free_port, open_store
 from evenstep.launcher.token import TOKEN, TOKEN_FILE, TokenFile, given_token
-from evenstep.launcher.tunnel import HELLO, MOST_UNPROVED, NONCE_BYTES, RUN_BYTES, Gate, Way, WrongToken
+from evenstep.launcher.tunnel import HELLO, MOST_OF_ONE, NONCE_BYTES, RUN_BYTES, Gate, Way, WrongToken
 from evenstep.plan import Plan
 
 NAME = "run"
+GREETING_BYTES = len(HELLO) + RUN_BYTES + NONCE_BYTES + 2
 ONE = "a token that nobody knows"
 MINE = Identity("host0", {"task": "my_task.py", "batch": "64"}, {"torch": "2.13.0"}, {"my_task.py": "0a", "data": "0b"})
 
@@ -181,23 +182,25 @@ class TestTheGate:
             stranger.settimeout(5)
             said = stranger.recv(1000, socket.MSG_WAITALL) if stranger.send(bytes(NONCE_BYTES + 32)) else b""
             assert said.startswith(HELLO + made.run)
-            assert len(said) == len(HELLO) + RUN_BYTES + NONCE_BYTES
+            assert len(said) == GREETING_BYTES
 
     def test_what_was_heard_of_one_connection_opens_no_other(self) -> None:
         with gate() as (_, address, _):
             heard = overheard(address)
             with socket.create_connection(address) as again:
                 again.settimeout(5)
-                greeting = again.recv(len(HELLO) + RUN_BYTES + NONCE_BYTES, socket.MSG_WAITALL)
+                greeting = again.recv(GREETING_BYTES, socket.MSG_WAITALL)
                 assert len(greeting) > len(HELLO)
                 again.sendall(heard)
                 assert ends(again)
 
     def test_strangers_who_say_nothing_do_not_keep_others_out(self) -> None:
         with gate() as (_, address, _):
-            strangers = [socket.create_connection(address) for _ in range(MOST_UNPROVED // 2)]
+            strangers = [socket.create_connection(address, source_address=("127.0.0.2", 0)) for _ in range(100)]
             with way(address) as mine:
                 mine.knock()
+            assert all(one.recv(1) for one in strangers[:MOST_OF_ONE])
+            assert ends(strangers[-1]), "one address has so many, and no more"
             for one in strangers:
                 one.close()
 
@@ -248,7 +251,7 @@ def overheard(address: tuple[str, int]) -> bytes:
             with between, socket.create_connection(address) as on:
                 between.settimeout(5)
                 on.settimeout(5)
-                between.sendall(on.recv(len(HELLO) + RUN_BYTES + NONCE_BYTES, socket.MSG_WAITALL))
+                between.sendall(on.recv(GREETING_BYTES, socket.MSG_WAITALL))
                 heard += between.recv(NONCE_BYTES + 32, socket.MSG_WAITALL)
                 on.sendall(heard)
                 between.sendall(on.recv(32, socket.MSG_WAITALL))

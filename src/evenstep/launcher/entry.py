@@ -11,13 +11,14 @@ from torch._C._distributed_c10d import TCPStore
 
 from evenstep.errors import PlanError, TrainingError
 from evenstep.launcher.identity import Identity
+from evenstep.launcher.munge import opened_from_me, sealed_for_me
 from evenstep.launcher.network import JOIN_SECONDS, bound_to, connect, is_open, timed
 from evenstep.launcher.prepare import RUNS
 from evenstep.launcher.signed import Seal
 from evenstep.launcher.slurm import find_slurm
 from evenstep.launcher.stores import LOOPBACK, open_store
 from evenstep.launcher.token import TOKEN, TOKEN_FILE, TokenFile, given_token, make_token
-from evenstep.launcher.tunnel import Gate, Way, WrongToken, is_gate
+from evenstep.launcher.tunnel import Gate, Way, WrongToken, credential_of, is_gate
 
 WAIT_FOR_HEAD_SECONDS = 300.0
 WAIT_FOR_TOKEN_SECONDS = 10.0
@@ -58,7 +59,7 @@ class Entry:
 
 def hold(address: Address, identity: Identity) -> Entry:
     """The first machine's: it listens, and makes a token if nobody has set one."""
-    token, file = given_token(), None
+    token, file, credential = given_token(), None, b""
     store = open_store(JOIN_SECONDS)
     try:
         bound = bound_to(address)
@@ -66,7 +67,8 @@ def hold(address: Address, identity: Identity) -> Entry:
             token, file = make_token(), TokenFile(RUNS, address)
             # Before it listens: a machine that is answered finds the file there.
             file.write(token)
-        gate = Gate(bound, token, identity, store.port)
+            credential = sealed_for_me(token) if find_slurm() is not None else b""
+        gate = Gate(bound, token, identity, store.port, credential)
     except OSError as error:
         holder = "another run of evenstep holds it" if is_gate(address) else "another program holds it"
         why = f"port {address[1]} cannot be used ({os.strerror(error.errno or 0)})"
@@ -84,7 +86,7 @@ def enter(address: Address, identity: Identity) -> Entry:
     _wait_for(address, deadline)
     late = time.monotonic() + WAIT_FOR_TOKEN_SECONDS
     while True:
-        found = token or TokenFile(RUNS, address).read()
+        found = token or _token_of_slurm(address) or TokenFile(RUNS, address).read()
         try:
             way = _let_in(address, found, identity) if found else None
         except WrongToken:
@@ -101,6 +103,12 @@ def enter(address: Address, identity: Identity) -> Entry:
         if time.monotonic() > late:
             raise PlanError(f"{where} lets in who knows the run's token, and no token is set; {_same_token(address)}")
         time.sleep(0.2)
+
+
+def _token_of_slurm(address: Address) -> str | None:
+    """That of the first task, if this is another task of the same user's."""
+    credential = credential_of(address) if find_slurm() is not None else b""
+    return opened_from_me(credential) if credential else None
 
 
 def _store_through(way: Way, deadline: float) -> TCPStore:

@@ -24,7 +24,7 @@ MAKE_ONE = f'export {TOKEN}=$(python -c "import secrets; print(secrets.token_hex
 
 def given_token(environment: Mapping[str, str] = os.environ) -> str | None:
     """The token that the user has set, as text or as a file; None if there is none."""
-    token, file = environment.get(TOKEN), environment.get(TOKEN_FILE)
+    token, file = environment.get(TOKEN, "").strip(), environment.get(TOKEN_FILE)
     if token and file:
         raise PlanError(f"{TOKEN} and {TOKEN_FILE} are both set; unset one of them")
     if file:

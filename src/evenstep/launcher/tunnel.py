@@ -22,6 +22,7 @@ import secrets
 import socket
 import sys
 import threading
+from collections import Counter
 from collections.abc import Awaitable, Callable, Coroutine
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -46,8 +47,10 @@ LONGEST_FRAME = 2**22
 """Of a machine that has proved that it knows the token."""
 HANDSHAKE_SECONDS = 8.0
 """A launcher that prepares a run may hold the interpreter for a while."""
-MOST_UNPROVED = 64
+MOST_UNPROVED = 256
 """Connections at once that have proved nothing yet; more are closed."""
+MOST_OF_ONE = 64
+"""Of them from one address, so that a stranger does not keep other machines out."""
 CHUNK = 2**16
 
 
@@ -57,6 +60,38 @@ class NotEvenstep(PlanError):
 
 class WrongToken(PlanError):
     """The run there has another token."""
+
+
+@dataclass(frozen=True)
+class Greeting:
+    """What a gate says to anyone."""
+
+    run: bytes
+    nonce: bytes
+    credential: bytes
+
+
+async def _read_greeting(reader: Reader) -> Greeting | None:
+    """None if it is no gate that speaks; pieces of fixed lengths, and one that is not long."""
+    if await reader.readexactly(len(HELLO)) != HELLO:
+        return None
+    run, nonce = await reader.readexactly(RUN_BYTES), await reader.readexactly(NONCE_BYTES)
+    num = int.from_bytes(await reader.readexactly(2), "big")
+    return Greeting(run, nonce, await reader.readexactly(num))
+
+
+def credential_of(address: tuple[str, int]) -> bytes:
+    """The token as the gate there shows it, sealed; empty if it does not, or nobody is there."""
+
+    async def ask() -> bytes:
+        reader, writer = await asyncio.open_connection(*address)
+        greeting = await _read_greeting(reader)
+        writer.close()
+        return greeting.credential if greeting is not None else b""
+
+    with suppress(OSError, EOFError):
+        return asyncio.run(asyncio.wait_for(ask(), HANDSHAKE_SECONDS))
+    return b""
 
 
 @dataclass(frozen=True)
@@ -158,13 +193,17 @@ class _Loop:
 class Gate:
     """The first machine's: who knows the token, and fits, is led to a store."""
 
-    def __init__(self, bound: socket.socket, token: str, identity: Identity, port: int) -> None:
+    def __init__(
+        self, bound: socket.socket, token: str, identity: Identity, port: int, credential: bytes = b""
+    ) -> None:
+        self._credential = credential
+        """The token, sealed for this user by the cluster; whoever else reads it learns nothing."""
         self.run = secrets.token_bytes(RUN_BYTES)
         self.key = run_key(token, self.run)
         self._identity = identity
         self._port = port
         self._of_workers = 0
-        self._num_unproved = 0
+        self._unproved: Counter[str] = Counter()
         self._loop = _Loop()
         self._loop.listen(bound, self._serve)
 
@@ -183,14 +222,15 @@ class Gate:
 
     async def _admit(self, reader: Reader, writer: Writer) -> int | None:
         """Which store to lead to; None if there is nothing to be had."""
-        if self._num_unproved >= MOST_UNPROVED:
+        whose = str(writer.get_extra_info("peername")[0])
+        if self._unproved[whose] >= MOST_OF_ONE or self._unproved.total() >= MOST_UNPROVED:
             return None
-        self._num_unproved += 1
+        self._unproved[whose] += 1
         try:
             async with asyncio.timeout(HANDSHAKE_SECONDS):
                 session = await self._meet(reader, writer)
         finally:
-            self._num_unproved -= 1
+            self._unproved -= Counter({whose: 1})
         async with asyncio.timeout(HANDSHAKE_SECONDS):
             hello = await session.read("way", reader, Hello)
             refused = self._refusal(hello)
@@ -200,7 +240,7 @@ class Gate:
 
     async def _meet(self, reader: Reader, writer: Writer) -> Session:
         nonce = secrets.token_bytes(NONCE_BYTES)
-        writer.write(HELLO + self.run + nonce)
+        writer.write(HELLO + self.run + nonce + len(self._credential).to_bytes(2, "big") + self._credential)
         theirs = await reader.readexactly(NONCE_BYTES)
         session = Session(self.key, self.run + nonce + theirs)
         # The other side first: a stranger is given nothing to compare his guesses with.
@@ -272,12 +312,12 @@ class Way:
 
     async def _meet(self, reader: Reader, writer: Writer) -> Session:
         try:
-            hello = await asyncio.wait_for(reader.readexactly(len(HELLO) + RUN_BYTES + NONCE_BYTES), HANDSHAKE_SECONDS)
+            greeting = await asyncio.wait_for(_read_greeting(reader), HANDSHAKE_SECONDS)
         except (EOFError, TimeoutError) as error:
             raise NotEvenstep(_not_evenstep(self.where)) from error
-        if not hello.startswith(HELLO):
+        if greeting is None:
             raise NotEvenstep(_not_evenstep(self.where))
-        run, theirs = hello[len(HELLO) :][:RUN_BYTES], hello[-NONCE_BYTES:]
+        run, theirs = greeting.run, greeting.nonce
         self._recognize(run)
         nonce = secrets.token_bytes(NONCE_BYTES)
         session = Session(self.key, run + theirs + nonce)

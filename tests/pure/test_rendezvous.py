@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import pickle
 import socket
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -27,6 +28,7 @@ from evenstep.launcher import entry
 from evenstep.launcher.elastic import KEY, LAST_CALL, SignedState
 from evenstep.launcher.identity import Identity, sources_of_file, sources_of_task
 from evenstep.launcher.machines import Machines
+from evenstep.launcher.munge import opened_from_me, sealed_for_me
 from evenstep.launcher.signed import Seal
 from evenstep.launcher.stores import free_port, open_store
 from evenstep.launcher.token import TOKEN, TOKEN_FILE, TokenFile, given_token
@@ -317,6 +319,12 @@ class TestTheToken:
                 assert second.read_plan() == plan()
         assert not file.exists()
 
+    def test_is_shown_on_a_terminal_alone(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        file = TokenFile(Path("runs"), ("10.0.0.1", 29400))
+        assert file.announcement(ONE).endswith("export EVENSTEP_TOKEN=...   (what runs/.token-10.0.0.1-29400 holds)")
+        monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
+        assert file.announcement(ONE).endswith(f"export EVENSTEP_TOKEN={ONE}")
+
     def test_of_an_earlier_run_that_was_left_behind_is_waited_out(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.delenv(TOKEN, raising=False)
         monkeypatch.setattr(entry, "WAIT_FOR_TOKEN_SECONDS", 1.0)
@@ -411,6 +419,34 @@ def test_a_port_that_is_taken_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     store = open_store()
     with pytest.raises(PlanError, match=f"port {store.port} cannot be used .* another program holds it"):
         Machines(("127.0.0.1", store.port), (1, 2), MINE, True)
+
+
+class TestMunge:
+    def test_where_there_is_none_nothing_is_sealed_or_opened(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setenv("PATH", "/nowhere")
+        assert sealed_for_me(ONE) == b""
+        assert opened_from_me(b"MUNGE:AAAA:") is None
+
+    @pytest.mark.parametrize(
+        ("said", "code", "found"),
+        [
+            (f"UID: {os.geteuid()}", 0, ONE),
+            (f"UID: {os.geteuid()}", 17, ONE),
+            (f"UID: {os.geteuid() + 1}", 0, None),
+            (f"UID: {os.geteuid()}", 18, None),
+            ("nonsense", 0, None),
+        ],
+    )
+    def test_a_credential_counts_if_this_user_made_it(
+        self, monkeypatch: pytest.MonkeyPatch, said: str, code: int, found: str | None
+    ) -> None:
+        """By a program that answers as munge's does; the real one is asked in the tests of Slurm."""
+        program = Path("programs/unmunge")
+        program.parent.mkdir()
+        program.write_text(f"#!/bin/sh\ncat > /dev/null\nprintf '{said}\\n\\n{ONE}'\nexit {code}\n")
+        program.chmod(0o755)
+        monkeypatch.setenv("PATH", str(program.parent.resolve()), prepend=":")
+        assert opened_from_me(b"MUNGE:AAAA:") == found
 
 
 class TestTheSourcesOfATask:

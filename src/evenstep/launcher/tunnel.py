@@ -45,6 +45,8 @@ RUN_BYTES = 16
 NONCE_BYTES = 32
 LONGEST_FRAME = 2**22
 """Of a machine that has proved that it knows the token."""
+GREETING_SECONDS = 4.0
+"""Whoever listens and says nothing for so long is no gate."""
 HANDSHAKE_SECONDS = 8.0
 """A launcher that prepares a run may hold the interpreter for a while."""
 MOST_UNPROVED = 256
@@ -90,7 +92,7 @@ def credential_of(address: tuple[str, int]) -> bytes:
         return greeting.credential if greeting is not None else b""
 
     with suppress(OSError, EOFError):
-        return asyncio.run(asyncio.wait_for(ask(), HANDSHAKE_SECONDS))
+        return asyncio.run(asyncio.wait_for(ask(), GREETING_SECONDS))
     return b""
 
 
@@ -312,7 +314,7 @@ class Way:
 
     async def _meet(self, reader: Reader, writer: Writer) -> Session:
         try:
-            greeting = await asyncio.wait_for(_read_greeting(reader), HANDSHAKE_SECONDS)
+            greeting = await asyncio.wait_for(_read_greeting(reader), GREETING_SECONDS)
         except (EOFError, TimeoutError) as error:
             raise NotEvenstep(_not_evenstep(self.where)) from error
         if greeting is None:

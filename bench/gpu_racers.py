@@ -111,7 +111,7 @@ def fully_sharded(work: Work) -> Racer:
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
 
-    from evenstep.worker.strategies.fsdp import units
+    from evenstep.worker.strategies.fsdp_units import units
 
     learners = []
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any
@@ -143,6 +144,43 @@ def tied_loss(model: Tied, batch: tuple[torch.Tensor, torch.Tensor]) -> torch.Te
     return F.cross_entropy(model.scores(batch[0]), batch[1])
 
 
+class Averaged(nn.Module):
+    """Keeps an average of a layer's weight, which it reads outside of that layer, in a buffer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = mlp()
+        self.register_buffer("average", torch.zeros(32, 20))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.training:
+            with torch.no_grad():
+                self.average.mul_(0.9).add_(self.layers[0].weight, alpha=0.1)
+        scores: torch.Tensor = self.layers(x)
+        return scores
+
+
+class Later(nn.Module):
+    """A head that is used from the eighth forward on, by all ranks."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.one, self.other = nn.Linear(20, 5), nn.Linear(20, 5)
+        self.register_buffer("num_forwards", torch.zeros((), dtype=torch.int64))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.num_forwards += self.training
+        return self.one(x) + self.other(x) if self.num_forwards > 7 else self.one(x)
+
+
+def weight_normed() -> nn.Module:
+    """By the older function, whose layers hold a tensor that torch does not copy."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", FutureWarning)
+        first = torch.nn.utils.weight_norm(nn.Linear(20, 32))
+    return nn.Sequential(first, nn.Tanh(), nn.Linear(32, 5))
+
+
 def normed() -> nn.Module:
     return nn.Sequential(nn.Linear(20, 32), nn.BatchNorm1d(32), nn.ReLU(), nn.Linear(32, 5))
 
@@ -153,6 +191,12 @@ def dropped() -> nn.Module:
 
 def mean_loss(model: nn.Module, batch: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
     return F.cross_entropy(model(batch[0]), batch[1])
+
+
+def decayed_loss(model: nn.Module, batch: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
+    """With a penalty on all weights, which are used outside of their layers for that."""
+    penalty = sum(weight.pow(2).sum() for weight in model.parameters())
+    return mean_loss(model, batch) + 0.01 * penalty
 
 
 def pair_loss(model: nn.Module, batch: tuple[torch.Tensor, torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
@@ -186,8 +230,28 @@ def accuracy(model: nn.Module, batch: tuple[torch.Tensor, torch.Tensor]) -> dict
     return {"accuracy": model(batch[0]).argmax(1) == batch[1]}
 
 
-DATA = {"mlp": vectors, "cnn": pictures, "gpt": texts, "tied": vectors, "norm": vectors, "drop": vectors}
-BUILDERS = {"mlp": mlp, "cnn": cnn, "gpt": gpt, "tied": Tied, "norm": normed, "drop": dropped}
+DATA = {
+    "averaged": vectors,
+    "later": vectors,
+    "weight_norm": vectors,
+    "mlp": vectors,
+    "cnn": pictures,
+    "gpt": texts,
+    "tied": vectors,
+    "norm": vectors,
+    "drop": vectors,
+}
+BUILDERS = {
+    "averaged": Averaged,
+    "later": Later,
+    "weight_norm": weight_normed,
+    "mlp": mlp,
+    "cnn": cnn,
+    "gpt": gpt,
+    "tied": Tied,
+    "norm": normed,
+    "drop": dropped,
+}
 LOSS = {
     ("mlp", "mean"): mean_loss,
     ("cnn", "mean"): mean_loss,
@@ -195,6 +259,10 @@ LOSS = {
     ("tied", "mean"): tied_loss,
     ("norm", "mean"): mean_loss,
     ("drop", "mean"): mean_loss,
+    ("averaged", "mean"): mean_loss,
+    ("later", "mean"): mean_loss,
+    ("weight_norm", "mean"): mean_loss,
+    ("mlp", "decayed"): decayed_loss,
     ("mlp", "pair"): pair_loss,
     ("mlp", "penalty"): penalty_loss,
     ("cnn", "pair"): pair_loss,

@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
-from itertools import chain, islice
+from itertools import islice
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 import evenstep
+from evenstep import Task
 from evenstep.plan import Plan
 from tests.fleet import furthest, result, run_jobs
-from tests.process.unusual_tasks import OPTIMIZERS, later_by
-from tests.small_tasks import NUM_SAMPLES
+from tests.small_tasks import NUM_SAMPLES, small_task
 
 TASK = "mlp/adamw/pair"
 CUT = 16  # in the middle of the second epoch of 11 steps
@@ -78,26 +80,31 @@ def test_an_epoch_that_was_cut_holds_every_sample_once(runs: Path) -> None:
     assert sum(step.samples for step in [*first, *rest]) == NUM_SAMPLES
 
 
+OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
+    "momentum": lambda parameters: torch.optim.SGD(parameters, lr=0.1, momentum=0.9),
+    "dampened": lambda parameters: torch.optim.SGD(parameters, lr=0.1, momentum=0.9, dampening=0.5),
+    "AdamW": lambda parameters: torch.optim.AdamW(parameters, lr=0.01),
+}
+
+
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 @pytest.mark.parametrize("is_resumed", [False, True], ids=["undisturbed", "resumed"])
 def test_a_parameter_that_had_no_state_yet_gets_its_first_gradient_later(optimizer: str, is_resumed: bool) -> None:
     """As the experts of a mixture do that were idle so far; the eighth step is the first that uses `other`."""
+    task = replace(small_task("later/sgd/mean"), scheduler=None, optimizer=OPTIMIZERS[optimizer])
     if is_resumed:
-        evenstep.train(later_by(optimizer), steps=5, name="first")
-    evenstep.train(later_by(optimizer), steps=10, name="ours", resume="runs/first" if is_resumed else None)
-    assert furthest(result(Path("runs"), "ours").weights, by_torch_alone(optimizer)) < 1e-6
+        evenstep.train(task, batch=10, steps=5, name="first")
+    evenstep.train(task, batch=10, steps=10, name="ours", resume="runs/first" if is_resumed else None)
+    assert furthest(result(Path("runs"), "ours").weights, by_torch_alone(task)) < 1e-6
 
 
-def by_torch_alone(optimizer: str) -> dict[str, torch.Tensor]:
+def by_torch_alone(task: Task) -> dict[str, torch.Tensor]:
     """The same steps, by the optimizer as the task makes it."""
-    team, task = evenstep.join("single"), later_by(optimizer)
+    team = evenstep.join("single")
     model = task.model()
-    weights = list(model.parameters())
-    stepped = task.optimizer(weights)
-    loader = team.loader(task.train, batch=8)
-    for batch in islice(chain(loader, loader), 10):
-        stepped.zero_grad()
+    optimizer = task.optimizer(list(model.parameters()))
+    for batch in islice(team.loader(task.train, batch=10), 10):
+        optimizer.zero_grad()
         task.loss(model, batch.micro_batches[0][0].data).backward()
-        stepped.step()
-        batch.finish()
+        optimizer.step()
     return model.state_dict()

@@ -14,6 +14,8 @@ from tests.fleet import furthest, result, run_jobs, run_processes
 
 STEPS = 24
 WORLDS = {1: ["single-1", "dp-2"], 2: ["ddp-2", "fsdp-2"], 3: ["ddp-3"]}
+OUTSIDE = ["averaged/adamw/mean", "weight_norm/adamw/mean", "mlp/sgd/decayed"]
+"""Models and losses that compute with a layer's parameters outside of its forward."""
 MANY = ["dp-2", "ddp-2", "fsdp-2", "ddp-3"]
 
 
@@ -27,6 +29,9 @@ def jobs_for(where: str) -> list[tuple[str, Plan, str]]:
     jobs = [(f"{where}/{half}", plan(where, precision=half), "mlp/adamw/mean") for half in ("bf16", "fp16")]
     jobs.append((f"{where}/tied", plan(where), "tied/adamw/mean"))
     jobs.append((f"{where}/norm", plan(where), "norm/adamw/mean"))
+    if not where.startswith("ddp"):
+        jobs.append((f"{where}/later", plan(where), "later/sgd/mean"))
+    jobs += [(f"{where}/{kind.partition('/')[0]}", plan(where), kind) for kind in OUTSIDE]
     if where.startswith(("ddp", "fsdp")):
         jobs.append((f"{where}/sync", plan(where, sync_batchnorm=True), "norm/adamw/mean"))
     if where in ("single-1", "ddp-3"):
@@ -82,6 +87,21 @@ def test_shared_weights_and_calls_beside_forward_train_alike(runs: Path, where: 
     assert other.record.losses == pytest.approx(single.record.losses, rel=1e-9)
     assert furthest(other.weights, single.weights) < 1e-9
     assert (other.weights["layers.0.weight"] == other.weights["layers.1.weight"]).all()
+
+
+@pytest.mark.parametrize("where", ["dp-2", "fsdp-2"])
+def test_a_head_may_be_used_from_some_step_on(runs: Path, where: str) -> None:
+    single, other = result(runs, "single-1/later"), result(runs, f"{where}/later")
+    assert other.record.losses == pytest.approx(single.record.losses, rel=1e-9)
+
+
+@pytest.mark.parametrize("where", MANY)
+@pytest.mark.parametrize("kind", OUTSIDE)
+def test_parameters_used_outside_of_their_layer_are_whole(runs: Path, where: str, kind: str) -> None:
+    name = kind.partition("/")[0]
+    single, other = result(runs, f"single-1/{name}"), result(runs, f"{where}/{name}")
+    assert other.record.losses == pytest.approx(single.record.losses, rel=1e-9)
+    assert furthest(other.weights, single.weights) < 1e-9
 
 
 @pytest.mark.parametrize("where", ["ddp-2", "fsdp-2", "ddp-3"])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch.distributed import DistBackendError, DistNetworkError, DistStoreError
 from torch.utils.data import DistributedSampler
 
@@ -116,6 +117,19 @@ def test_a_parameter_that_was_ready_twice_is_named() -> None:
     assert "use_reentrant=False" in (answer(TWICE) or "")
 
 
+@pytest.mark.parametrize(
+    "message",
+    [
+        "aten.add_.Tensor got mixed torch.Tensor and DTensor, need to convert all torch.Tensor to DTensor before "
+        "calling distributed operators!",
+        ".tolist() is not supported for tensor subclasses, got DTensor",
+    ],
+)
+def test_a_slice_of_a_parameter_is_recognised(message: str) -> None:
+    said = answer(RuntimeError(message)) or ""
+    assert said.startswith("a parameter was used outside of the forward of its layer, where fsdp has this rank's slice")
+
+
 def test_two_ranks_on_one_card_get_one_each() -> None:
     said = answer(SAME_CARD) or ""
     assert said.startswith("ranks 0 and 1 are on the same card")
@@ -217,6 +231,9 @@ def test_another_failure_while_trying_is_not_hidden() -> None:
 
 
 def test_a_sampler_that_asks_for_a_process_group_says_how_to_have_one() -> None:
+    if dist.is_initialized():
+        # Another test has joined in this process.
+        dist.destroy_process_group()
     with pytest.raises(ValueError, match="process group has not been initialized") as failed:
         DistributedSampler(range(4))  # type: ignore[arg-type]
     assert "call team = evenstep.join()" in str(answer(failed.value))

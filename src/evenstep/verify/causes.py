@@ -279,7 +279,7 @@ def _failed(case: Case, failure: Failure) -> Cause:
     is_missing = bool(without) and "no gradient reaches" in failure.message
     return Cause(
         name="no-gradient" if is_missing else _kind_of(failure),
-        sentence=lines[0],
+        sentence=lines[0].rstrip(".;"),
         evidence=(*tested, *problems_of(found, case.on_ranks())),
         advice=" ".join(lines[1:]),
     )

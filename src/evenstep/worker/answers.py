@@ -134,6 +134,13 @@ def _twice(found: Match, names: Sequence[str], _: Situation) -> str:
     )
 
 
+def _slice(_: Match, __: Sequence[str], ___: Situation) -> str:
+    return (
+        "a parameter was used outside of the forward of its layer, where fsdp has this rank's slice of it alone.\n"
+        "Use it inside that layer, use ddp, or, in a loop of your own, show a step to team.spread(model, sample=...)"
+    )
+
+
 def _same_card(found: Match, _: Sequence[str], __: Situation) -> str:
     first, second = sorted((int(found["one"]), int(found["other"])))
     return (
@@ -264,6 +271,7 @@ CASES = (
         r"(?:.*Parameter at index (?P<index>\d+)(?: with name (?P<name>\S+))? has been marked as ready twice)?",
         _twice,
     ),
+    _Case(r"got mixed torch\.Tensor and DTensor|tensor subclasses, got DTensor", _slice),
     _Case(r"Duplicate GPU detected : rank (?P<one>\d+) and rank (?P<other>\d+)", _same_card),
     _Case(
         r"(?:failed to listen on any|(?i:address already in use)|EADDRINUSE)(?:.*?\bport[:=] ?(?P<port>\d+))?", _port

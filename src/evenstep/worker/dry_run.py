@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -18,6 +17,7 @@ from evenstep.order import Lengths
 from evenstep.plan import Plan
 from evenstep.task import Task, describe
 from evenstep.worker.batchnorm import is_local
+from evenstep.worker.copies import copied
 from evenstep.worker.evaluation import Evaluator, named
 from evenstep.worker.loader import Piece
 from evenstep.worker.persample import Touch
@@ -65,7 +65,7 @@ class DryRun:
         with self._refusing():
             self._fault = "the model cannot be built"
             # A copy: the task may hand out the one model that will be trained.
-            self._model = copy.deepcopy(self._precision.fit(self._task.model())).train()
+            self._model = copied(self._precision.fit(self._task.model())).train()
             self._step(self._model, train)
             if valid is not None:
                 self._evaluate(self._model.eval(), valid)

@@ -6,7 +6,6 @@ them compares. Nothing is sent between them, so that a difference is the task's 
 
 from __future__ import annotations
 
-import copy
 import json
 import warnings
 from collections.abc import Callable, Iterator, Sequence
@@ -19,6 +18,7 @@ import torch
 
 from evenstep.plan import Plan
 from evenstep.task import Task, describe
+from evenstep.worker.copies import copied
 from evenstep.worker.cuts import cut_up
 from evenstep.worker.draws_seen import DrawsSeen
 from evenstep.worker.dropouts import DropoutOff
@@ -121,7 +121,7 @@ def _draws(bench: Workbench) -> Findings:
 
 def _captured(bench: Workbench) -> list[str]:
     """Parameters of the original that get a gradient when the loss is given a copy."""
-    other = copy.deepcopy(bench.model)
+    other = copied(bench.model)
     for weight in (*bench.model.parameters(), *other.parameters()):
         weight.grad = None
     with suppress(RuntimeError):

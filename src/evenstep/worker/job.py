@@ -247,7 +247,7 @@ class Job:
             module = synchronised(module)
         if plan.channels_last:
             module = module.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
-        model = team.spread(module)
+        model = team.spread(module, partial(self._compute_sample, loader))
         if plan.compile:
             for seat in model.seats:
                 seat.compile()
@@ -259,6 +259,10 @@ class Job:
         # From here on Python's and NumPy's draws (in a dataset, say) differ between ranks.
         seed_everything(stream(plan.seed, "host", 0, team.world.rank))
         return Run(team, model, optimizer, loader, scheduler, num_steps)
+
+    def _compute_sample(self, loader: Loader, model: nn.Module) -> None:
+        with self.team.precision.autocast(self.team.world.device):
+            self.task.loss(model, next(loader.whole_data(1)))
 
     def _stepper(self) -> Stepper:
         recipe = self._recipe()

@@ -110,8 +110,9 @@ class Rehearsal:
         # A step that a scheduler or the user put there would move the original's parameters.
         vars(self._optimizer).update(copy.deepcopy({key: own[key] for key in own if key != "step"}, memo))
         for group in self._optimizer.param_groups:
-            # A warm-up may begin with 0, and nothing would move.
-            group["lr"] = group.get("lr") or 0.01
+            if group.get("lr") == 0:
+                # As a warm-up may begin; nothing would move.
+                group["lr"] = 0.01
 
     def step(self, with_closure: bool = False) -> None:
         """One step, from gradients that are the same in every rehearsal."""

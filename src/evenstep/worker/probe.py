@@ -15,16 +15,16 @@ from evenstep.order import Lengths, Order, lengths_of, order_name
 from evenstep.plan import Plan
 from evenstep.task import Task, takes_steps
 from evenstep.worker.adopt import Adopted
+from evenstep.worker.copies import SMALL_ENOUGH
 from evenstep.worker.dry_run import DryRun, few_samples
 from evenstep.worker.optimizers import refuse_closure
 from evenstep.worker.passes import NOT_RESIDENT, can_be_resident
 from evenstep.worker.persample import Touch
+from evenstep.worker.refusals import refuse_lazy
 from evenstep.worker.source import Source
 from evenstep.worker.state import check_foreign, refuse_difference
 from evenstep.worker.stream import Stream
 
-SMALL_ENOUGH = 20_000_000
-"""Parameters up to which the loss is tried on the CPU here; a larger model is tried by the workers themselves."""
 MADE_BY_TASK = (
     ("model", nn.Module, ""),
     ("optimizer", torch.optim.Optimizer, "parameters"),
@@ -48,6 +48,7 @@ def probe(plan: Plan, task: Task, train: Adopted, valid: Adopted | None, order: 
     _check_schedule(task, plan.num_steps(lengths))
     skeleton = _skeleton(task)
     if skeleton is not None:
+        refuse_lazy(skeleton)
         _check_fits(plan, skeleton)
         _check_optimizer(task, skeleton)
         _check_resumes(plan, skeleton, source, order)
@@ -55,6 +56,7 @@ def probe(plan: Plan, task: Task, train: Adopted, valid: Adopted | None, order: 
     touch = Touch(plan.seed, 0, task.augment)
     few = few_samples(source, touch)
     few_valid = few_samples(valid.source, Touch(plan.seed, 0)) if valid is not None else None
+    # A larger model is tried by the workers themselves.
     if skeleton is None or num_parameters <= SMALL_ENOUGH:
         dry_run = DryRun(plan, task)
         dry_run.check(few, few_valid)

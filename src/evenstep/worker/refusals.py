@@ -5,6 +5,8 @@ from __future__ import annotations
 from weakref import WeakSet
 
 import torch
+from torch import nn
+from torch.nn.parameter import is_lazy
 
 from evenstep.errors import TaskError
 from evenstep.worker.optimizers import refuse_closure, refuse_sharded
@@ -60,3 +62,17 @@ class Refusals:
         refuse_closure(optimizer)
         refuse_sharded(optimizer, self._world)
         self._checked.add(optimizer)
+
+
+def refuse_lazy(model: nn.Module) -> None:
+    """Raise TaskError for layers that get their shapes in their first forward: parameters are distributed before it."""
+    lazy = [
+        f"{name or 'the model'} ({type(layer).__name__})"
+        for name, layer in model.named_modules()
+        if any(map(is_lazy, (*layer.parameters(recurse=False), *layer.buffers(recurse=False))))
+    ]
+    if lazy:
+        raise TaskError(
+            f"{lazy[0]} has no shape before its first forward, and parameters are distributed before that;\n"
+            "run one where the model is made: net = Net(); net(torch.zeros(1, 3, 32, 32)); return net"
+        )

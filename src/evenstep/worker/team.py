@@ -40,7 +40,7 @@ from evenstep.worker.persample import Augment
 from evenstep.worker.precision import Precision
 from evenstep.worker.pulse import BACKWARD, EVALUATING, FORWARD, UPDATE
 from evenstep.worker.randomness import seed_devices
-from evenstep.worker.refusals import Refusals
+from evenstep.worker.refusals import Refusals, refuse_lazy
 from evenstep.worker.replicas import refuse_other_models
 from evenstep.worker.requests import Requests
 from evenstep.worker.seats import NOTHING, Frozen, call, on
@@ -126,11 +126,16 @@ class Team:
         """From now on, tell the tap of what the strategy sends."""
         self.strategy.tell(model, tap)
 
-    def spread(self, model: nn.Module) -> Spread:
-        """Put the model on every device of the team."""
+    def spread(self, model: nn.Module, sample: Callable[[nn.Module], object] | None = None) -> Spread:
+        """Put the model on every device of the team.
+
+        `sample(model)` computes what a step does, on any data: from it fsdp learns which layers' parameters are used
+        outside of these layers (weights averaged in a buffer, a penalty on all weights), and keeps those together.
+        """
+        refuse_lazy(model)
         fitted = self.precision.fit(model)
         refuse_other_models(self.world, fitted)
-        spread = self.strategy.spread(fitted, self.world)
+        spread = self.strategy.spread(fitted, self.world, sample)
         self._refusals.learn(spread)
         return spread
 

@@ -13,7 +13,7 @@ from evenstep.worker.strategies.ddp import DDP
 from evenstep.worker.strategies.dp import DP
 from evenstep.worker.strategies.dp_torch import TorchDP
 from evenstep.worker.strategies.fsdp import FSDP
-from evenstep.worker.strategies.single import Single
+from evenstep.worker.strategies.single import Sample, Single
 from evenstep.worker.tap import Tap
 from evenstep.worker.world import World
 
@@ -28,8 +28,8 @@ class Strategy(Protocol):
     drives_from_first: ClassVar[bool]
     """True: whole batches go to the first device, and the engine spreads them over the others by itself."""
 
-    def spread(self, model: nn.Module, world: World) -> Spread:
-        """The model on every seat of this process."""
+    def spread(self, model: nn.Module, world: World, sample: Sample | None = None) -> Spread:
+        """The model on every seat of this process; `sample` may be computed once, of a copy."""
 
     def refresh(self, spread: Spread, is_training: bool) -> None:
         """Give every seat the current weights; before an evaluation also rank 0's buffers, which are those saved."""

@@ -18,7 +18,7 @@ from evenstep.worker.comm.channel import open_channel
 from evenstep.worker.comm.library import load
 from evenstep.worker.seats import NOTHING
 from evenstep.worker.spread import Bound, Spread
-from evenstep.worker.strategies.single import Single
+from evenstep.worker.strategies.single import Sample, Single
 from evenstep.worker.streams import leave_default_stream
 from evenstep.worker.tap import Tap, size_of
 from evenstep.worker.world import World
@@ -39,7 +39,7 @@ class DDP(Single):
         """Models whose gradients go through shared memory."""
         self._tap: Tap | None = None
 
-    def spread(self, model: nn.Module, world: World) -> Spread:
+    def spread(self, model: nn.Module, world: World, sample: Sample | None = None) -> Spread:
         if world.size == 1 and not self.wraps_alone:
             return super().spread(model, world)
         model.to(world.device)

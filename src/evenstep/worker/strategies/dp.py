@@ -13,7 +13,6 @@ So memory is even: device 0 holds no more than the others.
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, contextmanager
@@ -23,8 +22,10 @@ import torch
 from torch import nn
 from torch._utils import _flatten_dense_tensors, _unflatten_dense_tensors
 
+from evenstep.worker.copies import copied
 from evenstep.worker.seats import NOTHING
 from evenstep.worker.spread import Bound, Spread
+from evenstep.worker.strategies.single import Sample
 from evenstep.worker.streams import return_to_default_stream
 from evenstep.worker.tap import Tap
 from evenstep.worker.world import World
@@ -41,7 +42,7 @@ class DP:
     def __init__(self) -> None:
         self._threads: list[ThreadPoolExecutor] = []
 
-    def spread(self, model: nn.Module, world: World) -> Spread:
+    def spread(self, model: nn.Module, world: World, sample: Sample | None = None) -> Spread:
         while len(self._threads) < len(world.devices):
             name = f"seat-{len(self._threads)}"
             self._threads.append(ThreadPoolExecutor(max_workers=1, thread_name_prefix=name))
@@ -81,15 +82,15 @@ class Replicas(Spread):
 
     def __init__(self, model: nn.Module, devices: Sequence[torch.device], tap: Tap) -> None:
         models = [model.to(devices[0])]
-        models += [copy.deepcopy(model).to(device) for device in devices[1:]]
+        models += [copied(model).to(device) for device in devices[1:]]
         self.parameters_of = [list(one.parameters()) for one in models]
         self.buffers_of = [list(one.buffers()) for one in models]
         self.owned = _balanced([weight.numel() for weight in self.parameters_of[0]], len(devices))
-        # A copy of the tree only: deepcopy takes what its memo names as already copied.
+        # A copy of the tree only.
         memo: dict[int, Any] = {id(buffer): buffer for buffer in self.buffers_of[0]}
         for owner, indices in enumerate(self.owned):
             memo |= {id(self.parameters_of[0][index]): self.parameters_of[owner][index] for index in indices}
-        super().__init__(copy.deepcopy(models[0], memo), [Bound(one) for one in models])
+        super().__init__(copied(models[0], memo), [Bound(one) for one in models])
         self.models = models
         self._tap = tap
 

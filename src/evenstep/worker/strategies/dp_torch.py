@@ -7,7 +7,7 @@ from typing import ClassVar
 from torch import nn
 
 from evenstep.worker.spread import Bound, Spread
-from evenstep.worker.strategies.single import Single
+from evenstep.worker.strategies.single import Sample, Single
 from evenstep.worker.tap import Tap
 from evenstep.worker.world import World
 
@@ -17,7 +17,7 @@ class TorchDP(Single):
 
     drives_from_first: ClassVar[bool] = True
 
-    def spread(self, model: nn.Module, world: World) -> Spread:
+    def spread(self, model: nn.Module, world: World, sample: Sample | None = None) -> Spread:
         model.to(world.device)
         cards = [device.index for device in (world.device, *world.lent)]
         # Evaluation goes without: people's metrics call methods that the wrapper hides.

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any, ClassVar
@@ -19,7 +18,8 @@ from evenstep.worker.seats import NOTHING
 from evenstep.worker.spread import Bound, Spread
 from evenstep.worker.strategies.ddp import send_buffers, send_from_rank_0
 from evenstep.worker.strategies.fsdp_agreed import Agreement
-from evenstep.worker.strategies.single import Single
+from evenstep.worker.strategies.fsdp_units import units_apart
+from evenstep.worker.strategies.single import Sample, Single
 from evenstep.worker.tap import Tap
 from evenstep.worker.world import World
 
@@ -35,7 +35,7 @@ class FSDP(Single):
         self._syncs: WeakKeyDictionary[Spread, bool] = WeakKeyDictionary()
         """Whether the engine was last told to add gradients up, which is what it does by itself."""
 
-    def spread(self, model: nn.Module, world: World) -> Spread:
+    def spread(self, model: nn.Module, world: World, sample: Sample | None = None) -> Spread:
         if world.size == 1:
             # One process has nobody to share with, and gathering its own slices would triple a small step.
             return super().spread(model, world)
@@ -48,7 +48,7 @@ class FSDP(Single):
         with torch.no_grad():
             send_from_rank_0([tensor.data for tensor in (*model.parameters(), *model.buffers())])
         mesh = init_device_mesh(world.device.type, (world.size,))
-        for unit in units(model):
+        for unit in units_apart(model, world, sample):
             fully_shard(unit, mesh=mesh)
         bound = Bound(model)
         fully_shard(bound, mesh=mesh)
@@ -119,29 +119,3 @@ def _groups(root: nn.Module) -> list[tuple[str, Any, Any]]:
     states: list[Any] = [module._get_fsdp_state() for _, module in units]
     groups = [state._fsdp_param_group for state in states]
     return [(*unit, group) for unit, group in zip(units, groups, strict=True) if group is not None]
-
-
-def units(model: nn.Module) -> list[nn.Module]:
-    """The parts that are gathered one at a time: the outermost children of ModuleList and Sequential.
-
-    A parameter shared between two parts stays with the root: as part of one unit it would be missing in the other.
-    """
-    shared = _shared_parameters(model)
-    return [unit for unit in _candidates(model) if not any(id(weight) in shared for weight in unit.parameters())]
-
-
-def _candidates(module: nn.Module) -> Iterator[nn.Module]:
-    for child in module.children():
-        if _is_container(module) and not _is_container(child) and next(child.parameters(), None) is not None:
-            yield child
-        else:
-            yield from _candidates(child)
-
-
-def _is_container(module: nn.Module) -> bool:
-    return type(module) in (nn.ModuleList, nn.Sequential)
-
-
-def _shared_parameters(model: nn.Module) -> set[int]:
-    uses = Counter(id(weight) for module in model.modules() for weight in module.parameters(recurse=False))
-    return {key for key, count in uses.items() if count > 1}

@@ -15,6 +15,8 @@ from evenstep.worker.tap import Tap
 from evenstep.worker.world import World
 
 T = TypeVar("T")
+Sample = Callable[[nn.Module], object]
+"""Computes of a model what a step does, for a strategy that needs to see it."""
 
 
 class Single:
@@ -23,7 +25,7 @@ class Single:
     processes_per_device: ClassVar[bool] = False
     drives_from_first: ClassVar[bool] = False
 
-    def spread(self, model: nn.Module, world: World) -> Spread:
+    def spread(self, model: nn.Module, world: World, sample: Sample | None = None) -> Spread:
         model.to(world.device)
         leave_default_stream(world.device)
         return Spread(model, [Bound(model)])

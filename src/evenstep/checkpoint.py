@@ -13,16 +13,20 @@ runs/NAME/checkpoints/
 from __future__ import annotations
 
 import hashlib
-import json
 import os
 import re
 import shutil
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, Literal, NotRequired, TypedDict, cast
+
+from msgspec import Meta
+from safetensors import SafetensorError, safe_open
 
 from evenstep.draws import SORTED_UP_TO
-from evenstep.errors import CheckpointError
+from evenstep.errors import CheckpointError, shorten
+from evenstep.schema import Natural, Positive, Schema
 
 FORMAT = 1
 FOLDER = "checkpoints"
@@ -31,6 +35,75 @@ WEIGHTS = "weights.safetensors"
 OPTIMIZER = "optimizer.safetensors"
 STATE = "state.json"
 _NAME = re.compile(r"step-([0-9]+)")
+
+
+class LoaderState(TypedDict):
+    """Where in its data a training was."""
+
+    position: Natural
+    num_finished: Natural
+    num_samples: Natural | None
+    order: NotRequired[str]
+    stream: NotRequired[list[Positive] | None]
+
+
+class OptimizerGroup(TypedDict):
+    """Parameters by name; the options of the group stand beside them."""
+
+    params: list[str]
+
+
+OptimizerState = TypedDict(
+    "OptimizerState", {"class": str, "values": dict[str, dict[str, Any]], "groups": list[OptimizerGroup]}
+)
+"""By the names of parameters: what is no tensor, and the groups."""
+
+Word = Annotated[int, Meta(ge=0, lt=2**32)]
+
+
+class HostState(TypedDict):
+    """Python's and NumPy's generators of one rank."""
+
+    python: tuple[Literal[3], Annotated[list[Word], Meta(min_length=625, max_length=625)], float | None]
+    numpy: tuple[
+        Literal["MT19937"],
+        Annotated[list[Word], Meta(min_length=624, max_length=624)],
+        Annotated[int, Meta(ge=0, le=624)],
+        Literal[0, 1],
+        float,
+    ]
+
+
+class State(TypedDict):
+    """What state.json holds at least; whoever saves a checkpoint may add to it."""
+
+    format: Positive
+    evenstep: str
+    torch: str
+    step: Natural
+    seed: Natural
+    loader: LoaderState
+    num_steps: Natural | None
+    scheduler: dict[str, Any] | None
+    scaler: dict[str, Any] | None
+    generators: list[HostState]
+    optimizers: dict[str, OptimizerState]
+    plan: NotRequired[dict[str, Any] | None]
+    valid: NotRequired[dict[str, float]]
+    evaluation_due: NotRequired[bool]
+
+
+@dataclass(frozen=True)
+class _Version:
+    """As much of state.json as says whether the rest can be understood."""
+
+    format: Positive
+    evenstep: str = "another version"
+
+
+_VALUES: Schema[dict[str, Any]] = Schema(dict[str, Any], "state of a checkpoint", CheckpointError)
+_VERSION: Schema[_Version] = Schema(_Version, "state of a checkpoint", CheckpointError)
+_STATE: Schema[State] = Schema(State, "state of a checkpoint", CheckpointError)
 
 
 def write(folder: Path, step: int, files: Mapping[str, Callable[[Path], None]]) -> Path:
@@ -118,20 +191,18 @@ def verify(path: Path) -> None:
             raise CheckpointError(f"{path} is damaged: {name} is not what was written (SHA-256 differs)")
 
 
-def read_state(path: Path) -> dict[str, Any]:
-    """The JSON part of a checkpoint that was verified."""
-    try:
-        state = json.loads((path / STATE).read_text())
-    except (OSError, ValueError) as error:
-        raise CheckpointError(f"{path} is no checkpoint: its {STATE} cannot be read ({error})") from error
-    if not isinstance(state, dict) or not isinstance(state.get("format"), int):
-        raise CheckpointError(f"{path} is no checkpoint: its {STATE} does not say which format it has")
-    if state["format"] > FORMAT:
+def read_state(path: Path) -> State:
+    """The JSON part of a checkpoint that was verified, with all that was added to it."""
+    where = path / STATE
+    values = _VALUES.read(where)
+    version = _VERSION.convert(values, where)
+    if version.format > FORMAT:
         raise CheckpointError(
-            f"{path} has format {state['format']} and this evenstep reads up to {FORMAT}; "
-            f"it was written by evenstep {state.get('evenstep')}: upgrade to load it"
+            f"{path} has format {version.format} and this evenstep reads up to {FORMAT}; "
+            f"it was written by evenstep {shorten(version.evenstep)}: upgrade to load it"
         )
-    return state
+    _STATE.convert(values, where)
+    return cast(State, values)
 
 
 def start_of(resume: str | None) -> tuple[int, int]:
@@ -142,7 +213,7 @@ def start_of(resume: str | None) -> tuple[int, int]:
     return state["step"], state["loader"]["position"]
 
 
-def check_same_order(path: Path, state: Mapping[str, Any], seed: int, num_samples: int | None, order: str) -> None:
+def check_same_order(path: Path, state: State, seed: int, num_samples: int | None, order: str) -> None:
     """Raise CheckpointError where the position of a checkpoint would mean other samples than it did."""
     before = state["loader"]["num_samples"]
     # Before orders had names, long ones were shuffled in another way.
@@ -187,12 +258,12 @@ def find(where: str) -> tuple[Path, list[str]]:
 
 def tensor_table(path: Path) -> dict[str, tuple[str, list[int]]]:
     """Names, types and shapes of a safetensors file, from its header alone."""
-    with path.open("rb") as file:
-        length = int.from_bytes(file.read(8), "little")
-        if length > path.stat().st_size:
-            raise CheckpointError(f"{path} is no safetensors file")
-        header = json.loads(file.read(length))
-    return {name: (entry["dtype"], entry["shape"]) for name, entry in header.items() if name != "__metadata__"}
+    try:
+        with safe_open(path, framework="numpy") as file:
+            parts = {name: file.get_slice(name) for name in file.keys()}  # noqa: SIM118  (it is no dict)
+            return {name: (part.get_dtype(), part.get_shape()) for name, part in parts.items()}
+    except (OSError, SafetensorError) as error:
+        raise CheckpointError(f"{shorten(str(path))} is no safetensors file ({shorten(str(error))})") from error
 
 
 def _sha256(path: Path) -> str:

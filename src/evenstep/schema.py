@@ -58,6 +58,13 @@ class Schema(Generic[T]):
         except MALFORMED as error:
             raise self.refusal(where, in_words(error)) from error
 
+    def convert(self, values: Any, where: object) -> T:
+        """The same of JSON values that were parsed before."""
+        try:
+            return cast(T, msgspec.convert(values, self.holds))
+        except MALFORMED as error:
+            raise self.refusal(where, in_words(error)) from error
+
     def decode(self, text: bytes) -> T:
         """The value, or an error of MALFORMED."""
         try:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import random
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, TypeAlias
 
@@ -38,7 +38,7 @@ def host_state() -> dict[str, Any]:
     return {"python": [version, list(words), gauss], "numpy": [kind, keys.tolist(), position, has_gauss, cached]}  # type: ignore[union-attr]
 
 
-def restore_host_state(state: dict[str, Any]) -> None:
+def restore_host_state(state: Mapping[str, Any]) -> None:
     """Put Python's and NumPy's generators back to where `host_state` found them."""
     version, words, gauss = state["python"]
     random.setstate((version, tuple(words), gauss))

@@ -159,5 +159,5 @@ def test_what_is_no_comparison_is_refused(tmp_path: Path, text: str) -> None:
 
 
 def test_a_folder_without_one_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(BadInput, match=r"it has no comparison\.json"):
+    with pytest.raises(BadInput, match=r"is no comparison: there is no such file"):
         Comparison.read(tmp_path)

@@ -8,6 +8,7 @@ import shutil
 import subprocess
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -21,9 +22,10 @@ FOLDER = Path("runs/one/checkpoints")
 
 
 def state(step: int, **changes: object) -> dict[str, object]:
-    loader = {"position": step * 8, "num_samples": 100}
+    loader = {"position": step * 8, "num_finished": step, "num_samples": 100}
+    rest = {"seed": 0, "num_steps": None, "scheduler": None, "scaler": None, "generators": [], "optimizers": {}}
     versions = {"format": checkpoint.FORMAT, "evenstep": "0.1.0", "torch": "2.13.0"}
-    return {"step": step, "loader": loader, "valid": {}, "plan": {"strategy": "ddp"}, **versions, **changes}
+    return {"step": step, "loader": loader, **rest, "valid": {}, "plan": {"strategy": "ddp"}, **versions, **changes}
 
 
 def save(step: int, **changes: object) -> Path:
@@ -172,9 +174,31 @@ def test_a_state_that_is_no_json_table_is_refused_although_its_sum_is_right(cont
             checkpoint.STATE: lambda file: file.write_text(content),
         },
     )
-    with pytest.raises(CheckpointError, match=r"step-00000006 is no checkpoint: its state\.json"):
+    with pytest.raises(CheckpointError, match=r"step-00000006/state\.json is no state of a checkpoint: "):
         checkpoint.read_state(path)
     assert checkpoint.find("runs/one")[0] == older.resolve()
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"seed": "3"}, "seed: expected int, got str"),
+        ({"num_steps": -1}, "num_steps: expected int >= 0"),
+        ({"loader": []}, "loader: expected object, got array"),
+        ({"loader": {"position": 8}}, "loader: missing required field num_finished"),
+        ({"generators": [{"python": [3, [], None], "numpy": []}]}, r"generators\[0\].python\[1\]: expected array"),
+        ({"optimizers": {"": {"class": 1}}}, "optimizers"),
+        ({"format": None}, "format: expected int, got null"),
+    ],
+)
+def test_a_state_with_a_wrong_field_is_refused_by_its_name(changes: dict[str, Any], message: str) -> None:
+    path = save(3, **changes)
+    with pytest.raises(CheckpointError, match=rf"step-00000003/state\.json is no state of a checkpoint: {message}"):
+        checkpoint.read_state(path)
+
+
+def test_a_state_keeps_what_was_added_to_it() -> None:
+    assert dict(checkpoint.read_state(save(3, mine=[1])))["mine"] == [1]
 
 
 def test_a_file_outside_the_checkpoint_is_never_read() -> None:

@@ -14,6 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from evenstep.errors import BadInput
+from evenstep.schema import MALFORMED, Natural, Positive, Schema
 
 FILE = "samples.jsonl"
 MOST_PROBLEMS = 100
@@ -58,10 +59,13 @@ class SamplesWriter:
 class Line:
     """One step."""
 
-    epoch: int
-    step: int
+    epoch: Natural
+    step: Positive
     ids: list[Any]
     """Whole numbers, if all is well."""
+
+
+_LINE: Schema[Line] = Schema(Line, "line of samples")
 
 
 class Problems:
@@ -85,28 +89,14 @@ def read_lines(path: Path, problems: Problems) -> Iterator[Line]:
             for number, text in enumerate(file, 1):
                 if not text.endswith(b"\n"):
                     return
-                line = _parsed(text)
-                if line is not None:
-                    yield line
-                else:
+                try:
+                    line = _LINE.decode(text)
+                except MALFORMED:
                     problems.add(f"line {number} of {path} is not the samples of a step")
+                else:
+                    yield line
     except OSError as error:
         raise unreadable(path, error) from error
-
-
-def _parsed(text: bytes) -> Line | None:
-    try:
-        line = json.loads(text)
-        epoch, step, ids = line["epoch"], line["step"], line["ids"]
-    except (ValueError, KeyError, TypeError, RecursionError):
-        return None
-    is_step = is_number(epoch) and is_number(step, lowest=1) and isinstance(ids, list)
-    return Line(epoch, step, ids) if is_step else None
-
-
-def is_number(value: Any, lowest: int = 0) -> bool:
-    """Whether a JSON value is a whole number; true and 1.0 are not."""
-    return type(value) is int and value >= lowest
 
 
 def unreadable(path: Path, error: OSError) -> BadInput:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.console import Console
@@ -74,13 +74,13 @@ def inspect(
     found, warnings = checkpoint.find(str(path))
     state = checkpoint.read_state(found)
     tensors = checkpoint.tensor_table(found / checkpoint.WEIGHTS)
-    facts = {
+    facts: dict[str, Any] = {
         "checkpoint": str(found),
         "step": state["step"],
         "samples_seen": state["loader"]["position"],
         "samples_an_epoch": state["loader"]["num_samples"],
         "valid": state.get("valid", {}),
-        "strategy": state.get("plan", {}).get("strategy"),
+        "strategy": (state.get("plan") or {}).get("strategy"),
         "evenstep": state["evenstep"],
         "torch": state["torch"],
         "whole": True,

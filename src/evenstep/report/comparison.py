@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+import os
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from statistics import median
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
-from evenstep.errors import BadInput
+from msgspec import Meta
+
+from evenstep.schema import Natural, Positive, Schema
 
 FILE = "comparison.json"
 Parity = Literal["reference", "same", "differs", "unknown"]
@@ -34,7 +37,7 @@ class Row:
     """One strategy on some devices."""
 
     strategy: str
-    devices: list[str]
+    devices: Annotated[list[str], Meta(min_length=1)]
     samples_per_second: Spread
     step_seconds: Spread
     parts: dict[str, float]
@@ -43,16 +46,16 @@ class Row:
     """A step on a batch that is there already: the most that faster input could give."""
     without_communication_seconds: Spread | None
     """A step that sends nothing: the most that faster links could give. None where nothing is sent."""
-    sent_bytes: int
+    sent_bytes: Natural
     """By each rank in a step."""
-    peak_bytes: dict[str, int]
+    peak_bytes: dict[str, Natural]
     start_seconds: Spread
     """From the start of the processes to the end of the first step."""
     parity: Parity
     """Whether it learns what one device learns."""
     why: str = ""
     """One sentence about that."""
-    threads: int = 0
+    threads: Natural = 0
     """Of each process."""
     runs: list[str] = field(default_factory=list)
     """The folders of its blocks, below that of the comparison."""
@@ -72,7 +75,7 @@ class Row:
 class LargerBatch:
     """The fastest way once more, with a batch so many times as large: whether the steps are too small."""
 
-    times: int
+    times: Positive
     label: str
     samples_per_second: float
 
@@ -82,12 +85,12 @@ class Comparison:
     """All of it. Speed-up is samples per second over those of the first row; efficiency is that per device."""
 
     task: str
-    batch: int
+    batch: Positive
     precision: str
-    steps: int
+    steps: Natural
     """Of each block, after the warm-up."""
-    rounds: int
-    rows: list[Row]
+    rounds: Natural
+    rows: Annotated[list[Row], Meta(min_length=1)]
     """The first one is what the others are measured against."""
     left_out: dict[str, str] = field(default_factory=dict)
     """Labels of what could not be measured, and why."""
@@ -116,25 +119,7 @@ class Comparison:
     @classmethod
     def read(cls, folder: str | Path) -> Comparison:
         """What `write` wrote."""
-        path = Path(folder) / FILE if Path(folder).is_dir() else Path(folder)
-        try:
-            values = json.loads(path.read_text())
-            rows = [_row(row) for row in values.pop("rows")]
-            larger = values.pop("larger_batch", None)
-            return cls(rows=rows, larger_batch=LargerBatch(**larger) if larger else None, **values)
-        except OSError as error:
-            raise BadInput(f"{folder} is no comparison: it has no {FILE}") from error
-        except (ValueError, KeyError, TypeError) as error:
-            raise BadInput(f"{path} is no comparison ({type(error).__name__}: {error})") from error
+        return _SCHEMA.read(Path(folder) / FILE if os.path.isdir(folder) else Path(folder))
 
 
-def _row(values: Mapping[str, Any]) -> Row:
-    spreads = ("samples_per_second", "step_seconds", "without_input_seconds", "start_seconds")
-    known: dict[str, Any] = {name: _spread(values[name]) for name in spreads}
-    bare = values["without_communication_seconds"]
-    known["without_communication_seconds"] = _spread(bare) if bare is not None else None
-    return Row(**{**values, **known})
-
-
-def _spread(values: Mapping[str, Any]) -> Spread:
-    return Spread(middle=float(values["middle"]), low=float(values["low"]), high=float(values["high"]))
+_SCHEMA: Schema[Comparison] = Schema(Comparison, "comparison", advice="give the folder of one")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Iterator
+from collections.abc import Callable, Generator, Iterator, Mapping
 from contextlib import closing
 from dataclasses import dataclass, replace
 from itertools import islice
@@ -169,7 +169,7 @@ class Loader:
             "stream": list(self.lengths.first) if self.order is None else None,
         }
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on from where `state_dict` was taken, by any number of processes."""
         self.position = state["position"]
         self.num_finished = state["num_finished"]

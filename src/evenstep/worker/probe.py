@@ -143,6 +143,7 @@ def _check_resumes(plan: Plan, skeleton: nn.Module, source: Source | Stream, ord
         return
     state = checkpoint.read_state(path)
     table = checkpoint.tensor_table(path / checkpoint.WEIGHTS)
+    checkpoint.tensor_table(path / checkpoint.OPTIMIZER)
     own = {name: tuple(value.shape) for name, value in skeleton.state_dict().items() if isinstance(value, torch.Tensor)}
     refuse_difference(own, {name: tuple(shape) for name, (_, shape) in table.items()}, str(path))
     num_samples = None if isinstance(source, Stream) else source.num_samples

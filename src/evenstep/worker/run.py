@@ -15,6 +15,7 @@ from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 import evenstep
 from evenstep import checkpoint
+from evenstep.checkpoint import State
 from evenstep.draws import stream
 from evenstep.errors import CheckpointError, SaveFailed, TaskError
 from evenstep.order import order_name
@@ -63,7 +64,7 @@ class Run:
         """What the schedule was made for, where it depends on that."""
         self.before_save: Callable[[], None] = lambda: None
         """What else must be on the disk before a checkpoint is, such as a record of its steps; rank 0 calls it."""
-        self.loaded: dict[str, Any] = {}
+        self.loaded: Mapping[str, Any] = {}
         """The state of the checkpoint from which this goes on."""
         if set(self.optimizers) - set(self.models):
             raise TaskError(f"optimizers {list(self.optimizers)} and models {list(self.models)} need the same names")
@@ -127,6 +128,9 @@ class Run:
         tensors = load_file(path / checkpoint.WEIGHTS)
         moments = load_file(path / checkpoint.OPTIMIZER)
         rates = self._other_schedule(state, said)
+        missing = sorted(set(self.optimizers) - set(state["optimizers"]))
+        if missing:
+            raise CheckpointError(f"{path} has no state of the optimizer {missing[0]!r}; start from its weights alone")
         for key, model in self.models.items():
             load_weights(model.module, _unprefixed(key, tensors), str(path))
             if key in self.optimizers:
@@ -144,7 +148,7 @@ class Run:
             group["lr"] = rate
         return said
 
-    def _other_schedule(self, state: dict[str, Any], said: list[str]) -> list[float] | None:
+    def _other_schedule(self, state: State, said: list[str]) -> list[float] | None:
         """The learning rates of a schedule made for another length, advanced to this step; None if it is the same."""
         if self.scheduler is None or None in (state["num_steps"], self.num_steps):
             return None
@@ -193,7 +197,7 @@ class Run:
             "generators": self.team.world.gather(host_state()),
         }
 
-    def _restore(self, state: dict[str, Any]) -> None:
+    def _restore(self, state: State) -> None:
         self.loader.load_state_dict(state["loader"])
         if self.team.precision.scaler is not None and state["scaler"]:
             self.team.precision.scaler.load_state_dict(state["scaler"])

@@ -11,7 +11,8 @@ import torch
 from torch import nn
 from typing_extensions import TypeIs
 
-from evenstep.errors import CheckpointError
+from evenstep.checkpoint import OptimizerState
+from evenstep.errors import CheckpointError, shorten
 
 if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
@@ -149,7 +150,7 @@ def optimizer_state(module: nn.Module, optimizer: torch.optim.Optimizer, keep: b
 
 
 def load_optimizer_state(
-    module: nn.Module, optimizer: torch.optim.Optimizer, tensors: Mapping[str, torch.Tensor], saved: dict[str, Any]
+    module: nn.Module, optimizer: torch.optim.Optimizer, tensors: Mapping[str, torch.Tensor], saved: OptimizerState
 ) -> None:
     """Put back what `optimizer_state` took, by parameter name."""
     names = {id(weight): name for name, weight in module.named_parameters()}
@@ -169,6 +170,9 @@ def load_optimizer_state(
         name, _, kind = key.rpartition("/")
         by_parameter.setdefault(name, {})[kind] = tensor
     weights_by_name = dict(module.named_parameters())
+    unknown = [name for name in by_parameter if name not in weights_by_name]
+    if unknown:
+        raise CheckpointError(f"the checkpoint's optimizer has {shorten(_first(unknown))}, unknown here")
     order = [name for group in own for name in group]
     for name, state in by_parameter.items():
         weight = weights_by_name[name]

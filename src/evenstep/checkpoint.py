@@ -74,6 +74,14 @@ class HostState(TypedDict):
     ]
 
 
+class SoFar(TypedDict):
+    """What a restart must know of the steps before it."""
+
+    tally: dict[str, float]
+    best: float | None
+    evaluation: dict[str, Any] | None
+
+
 class State(TypedDict):
     """What state.json holds at least; whoever saves a checkpoint may add to it."""
 
@@ -91,6 +99,7 @@ class State(TypedDict):
     plan: NotRequired[dict[str, Any] | None]
     valid: NotRequired[dict[str, float]]
     evaluation_due: NotRequired[bool]
+    so_far: NotRequired[SoFar | None]
 
 
 @dataclass(frozen=True)
@@ -207,7 +216,7 @@ def read_state(path: Path) -> State:
 
 def start_of(resume: str | None) -> tuple[int, int]:
     """(step, position) from which a run goes on: those of a checkpoint; a new run, or a file of weights, has (0, 0)."""
-    if resume is None or Path(resume).is_file():
+    if resume is None or os.path.isfile(resume):
         return 0, 0
     state = read_state(Path(resume))
     return state["step"], state["loader"]["position"]
@@ -236,7 +245,7 @@ def check_same_order(path: Path, state: State, seed: int, num_samples: int | Non
 def find(where: str) -> tuple[Path, list[str]]:
     """The newest whole checkpoint of a run folder (or the checkpoint itself), verified, and warnings about others."""
     path = Path(where)
-    if not path.exists():
+    if not os.path.exists(path):
         raise CheckpointError(f"{where} does not exist; give a run folder, such as runs/2026-11-15-digits-ddp")
     if (path / SUMS).exists() or (path / STATE).exists():
         verify(path)

@@ -6,14 +6,14 @@ import math
 import os
 import re
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Annotated, Any, Literal, get_args
 
 from msgspec import Meta
 
-from evenstep.errors import PlanError, shorten
+from evenstep.errors import BREAKS_LINES, PlanError, shorten
 from evenstep.order import Lengths, share, smallest_micro_batch
 from evenstep.schema import LARGEST, Schema, check, check_fields
 
@@ -25,8 +25,19 @@ TrackerName = Literal["tensorboard"]
 STRATEGY_NAMES: tuple[str, ...] = get_args(StrategyName)
 PRECISION_NAMES: tuple[str, ...] = get_args(PrecisionName)
 
+IN_THIS_PROCESS = "(in this process)"
+"""For a task that nobody can find by a name."""
+
 # A field's limits, and what is said of a value outside of them.
 Whole = Annotated[int, Meta(ge=1, le=LARGEST, description="it is a whole number from 1 up")]
+Text = Annotated[
+    str,
+    Meta(
+        pattern=f"^[^{BREAKS_LINES}]*$",
+        max_length=4096,
+        description="it is one line of up to 4096 characters, without control characters and broken ones",
+    ),
+]
 Seed = Annotated[int, Meta(ge=0, le=LARGEST, description="it goes from 0 to 2**63 - 1")]
 Workers = Annotated[
     int, Meta(ge=0, le=LARGEST, description="it is the number of loader processes a rank has, from 0 up")
@@ -41,7 +52,7 @@ CheckEvery = Annotated[int, Meta(ge=0, le=LARGEST, description="it is a number o
 USUAL: dict[str, Any] = {"restarts": 0, "check_every": 100, "fast": "auto"}
 """What is not worth a line of its own."""
 _DEVICE = re.compile(r"cpu|mps|cuda(:[0-9]{1,4})?")
-_NAME = re.compile(r"(?![\s.])[^/\\\x00-\x1f\x7f-\x9f\u2028\u2029\ud800-\udfff]{1,100}")
+_NAME = re.compile(rf"(?![\s.])[^/\\{BREAKS_LINES}]{{1,100}}")
 MOST_NAME_BYTES = 200
 """File systems take 255; what is written beside a folder has a longer name than it."""
 
@@ -57,20 +68,20 @@ class Plan:
     """
 
     batch: Whole
-    task: str = "(in this process)"
+    task: Text = IN_THIS_PROCESS
     strategy: StrategyName = "single"
-    devices: tuple[str, ...] = ("cpu",)
+    devices: tuple[Text, ...] = ("cpu",)
     epochs: Whole | None = None
     steps: Whole | None = None
     seed: Seed = 0
     precision: PrecisionName = "fp32"
     accumulate: Whole = 1
     clip: Clip | None = None
-    name: str = "run"
+    name: Text = "run"
     checkpoint_every: Whole | None = None
     keep: Whole = 2
-    resume: str | None = None
-    data: str | None = None
+    resume: Text | None = None
+    data: Text | None = None
     workers: Workers | None = None
     resident: bool = False
     audit: bool = False
@@ -86,8 +97,8 @@ class Plan:
     stall_after: StallAfter | None = None
     check_every: CheckEvery = 100
     check_collectives: bool = False
-    machines: str | None = None
-    rendezvous: str | None = None
+    machines: Text | None = None
+    rendezvous: Text | None = None
     requeue: bool = False
     profile: Whole | None = None
     log: TrackerName | None = None
@@ -95,11 +106,7 @@ class Plan:
     def __post_init__(self) -> None:
         # Types first: what follows can rely on them.
         check_fields(self, PlanError)
-        for device in self.devices:
-            if not _DEVICE.fullmatch(device):
-                raise PlanError(
-                    f"unknown device {shorten(repr(device))}; write cpu, mps or cuda:0, or a count such as --devices 2"
-                )
+        check_device_names(self.devices)
         self._check_launch()
         self._check_devices()
         self._check_cut()
@@ -268,6 +275,15 @@ def parse_devices(text: str) -> int | tuple[str, ...]:
     if re.fullmatch(r"-?[0-9]{1,4000}", text.strip()):
         return int(text)
     return tuple(part.strip() for part in text.split(","))
+
+
+def check_device_names(devices: Iterable[str]) -> None:
+    """Refuse what names no device, on this machine or another."""
+    for device in devices:
+        if not _DEVICE.fullmatch(device):
+            raise PlanError(
+                f"unknown device {shorten(repr(device))}; write cpu, mps or cuda:0, or a count such as --devices 2"
+            )
 
 
 def check_patience(restarts: int, stall_after: float | None) -> None:

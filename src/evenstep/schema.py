@@ -11,7 +11,7 @@ from __future__ import annotations
 import difflib
 import json
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache, cached_property
 from pathlib import Path
@@ -59,7 +59,7 @@ class Schema(Generic[T]):
             raise self.refusal(where, in_words(error)) from error
 
     def convert(self, values: Any, where: object) -> T:
-        """The same of JSON values that were parsed before."""
+        """The value of JSON values that were read from `where`."""
         try:
             return cast(T, msgspec.convert(values, self.holds))
         except MALFORMED as error:
@@ -105,13 +105,27 @@ def check(name: str, given: object, hint: Any, error: type[BadInput]) -> None:
         raise error(f"{name} is {shown}; {meta[0].description if meta else in_words(wrong)}") from None
 
 
+def read_variables(kind: type[T], environment: Mapping[str, str]) -> T:
+    """Environment variables as a dataclass whose fields bear their names; an empty variable counts as not set."""
+    hints = _hints(cast(Any, kind))
+    given = {name: environment[name] for name in hints if environment.get(name)}
+    for name, text in given.items():
+        try:
+            msgspec.convert(text, hints[name], strict=False)
+        except msgspec.ValidationError as wrong:
+            raise BadInput(
+                f"the variable {name} is {shorten(repr(text))}: {in_words(wrong)}; correct or unset it"
+            ) from None
+    return msgspec.convert(given, kind, strict=False)
+
+
 def _allowed(given: object, names: Sequence[str]) -> str:
     close = difflib.get_close_matches(str(given)[:MOST_LETTERS], names, n=1)
     return f"allowed are {', '.join(names)}" + (f"; did you mean {close[0]}?" if close else "")
 
 
 @cache
-def _hints(kind: type) -> dict[str, Any]:
+def _hints(kind: Any) -> dict[str, Any]:
     return get_type_hints(kind, include_extras=True)
 
 

@@ -14,7 +14,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, Any, TypeAlias
 
-from evenstep.errors import EvenstepError, TaskError
+from evenstep.errors import EvenstepError, TaskError, shorten
 
 if TYPE_CHECKING:
     import torch
@@ -142,6 +142,36 @@ def find_task(spec: str) -> TaskFunction | Task:
     return _pick(module, place, name if colon else None)
 
 
+def refuse_foreign(spec: str, named_by: str) -> Path | None:
+    """The file that a spec makes Python import, found without importing it; None for a task that is built in.
+
+    For a spec that a file names and nobody typed: code from outside of the working folder is refused.
+    """
+    if spec in BUILT_IN:
+        return None
+    file = _file_of(spec.partition(":")[0])
+    if file is None or not file.is_relative_to(Path.cwd().resolve()):
+        raise TaskError(
+            f"{shorten(named_by)} names the task {shorten(spec)}, which is not in this folder: importing it runs it.\n"
+            f"If you trust it, name it yourself: evenstep train {shorten(spec)} --resume or --plan {shorten(named_by)}"
+        )
+    return file
+
+
+def _file_of(place: str) -> Path | None:
+    """Where a file is, or the package or module that is imported first."""
+    if place.endswith(".py") or os.sep in place:
+        return Path(os.path.realpath(place))
+    if "" not in sys.path:
+        sys.path.insert(0, "")
+    try:
+        found = importlib.util.find_spec(place.partition(".")[0])
+    except (ImportError, ValueError):
+        return None
+    places = [found.origin, *(found.submodule_search_locations or ())] if found is not None else []
+    return next((Path(os.path.realpath(one)) for one in places if one is not None and os.path.exists(one)), None)
+
+
 def spec_of(source: TaskFunction | Task | str) -> str | None:
     """The spec under which another process finds `source`; None if it lives in this process alone."""
     if isinstance(source, str):
@@ -195,7 +225,7 @@ def _is_task(name: str, value: object, module: ModuleType) -> bool:
 
 
 def _import_file(path: Path) -> ModuleType:
-    if not path.is_file():
+    if not os.path.isfile(path):
         raise TaskError(f"no file {path}; a task is a built-in name ({', '.join(BUILT_IN)}) or a Python file of yours")
     # The name is fixed, so that a task pickled or inspected in one process is found in another.
     name = f"{_OF_FILES}{path.stem}"

@@ -56,9 +56,12 @@ def task() -> Task:
 """
 
 
-def write_task(model: str = "nn.Linear(4, 2)", train: str = "(x, y)", loss: str = "mean(model, batch)") -> None:
-    text = TASK.replace("MODEL", model).replace("TRAIN", train).replace("LOSS", loss)
-    Path("my_task.py").write_text(text)
+def task_text(model: str = "nn.Linear(4, 2)", train: str = "(x, y)", loss: str = "mean(model, batch)") -> str:
+    return TASK.replace("MODEL", model).replace("TRAIN", train).replace("LOSS", loss)
+
+
+def write_task(**parts: str) -> None:
+    Path("my_task.py").write_text(task_text(**parts))
 
 
 Refused = Callable[..., str]
@@ -156,8 +159,11 @@ def test_a_command_without_arguments_shows_its_help(evenstep: Callable[..., Ende
 
 
 def test_a_message_is_printed_as_it_is(refused: Refused) -> None:
-    assert refused("train", "[bold]:100:\x1b[31m") == (
+    assert refused("train", "[bold]:100:") == (
         "module [bold] does not import: ModuleNotFoundError: No module named '[bold]'"
+    )
+    assert refused("train", "[bold]:\x1b[31m") == (
+        r"'[bold]:\x1b[31m' on the command line holds a control character, or bytes that are no UTF-8"
     )
     assert refused("train", "digits", "--resume", "a:100:b").startswith("a:100:b does not exist")
 

@@ -74,7 +74,7 @@ def test_a_batch_script_runs_alone_however_many_tasks_its_job_may_start() -> Non
 
 @pytest.mark.parametrize("tasks", ["1", ""])
 def test_a_single_task_runs_alone(tasks: str) -> None:
-    slurm = find_slurm({**TASK, "SLURM_STEP_NUM_TASKS": tasks})
+    slurm = find_slurm({**TASK, "SLURM_PROCID": "0", "SLURM_STEP_NUM_TASKS": tasks})
     assert slurm is not None
     assert not slurm.is_spread
 

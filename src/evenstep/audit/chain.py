@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
@@ -90,14 +91,14 @@ def _no_descent(one: Run, other: Run, chain: Sequence[Run]) -> str | None:
 
 def _folder(run: str | Path) -> Path:
     """The run folder; one of its files may be given for it."""
-    return Path(run).parent if Path(run).is_file() else Path(run)
+    return Path(run).parent if os.path.isfile(run) else Path(run)
 
 
 def _read(folder: Path) -> list[Run]:
     try:
         # A long run has more steps than should be held at once.
         record = Record.read(folder, kinds=("summary",))
-        if not (folder / FILE).is_file():
+        if not os.path.isfile(folder / FILE):
             raise BadInput(f"{folder} has no {FILE}; train it with --audit")
     except OSError as error:
         raise unreadable(folder, error) from error

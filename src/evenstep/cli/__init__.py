@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import sys
 from typing import Any
 
@@ -9,10 +10,11 @@ import typer
 from rich.console import Console
 
 from evenstep.cli import compare, doctor, look, report, train, verify  # noqa: F401  (their commands are found in `app`)
-from evenstep.cli.app import app
-from evenstep.errors import BadInput, EvenstepError
+from evenstep.cli.app import app, refuse_broken
+from evenstep.errors import MOST_LETTERS, BadInput, EvenstepError, shorten
 
 STOPPED = 130
+MOST_IN_A_LINE = 1000
 
 # Typer keeps its name for "the command line is wrong" to itself; this public one is made from it.
 _USAGE_ERROR: type[Exception] = typer.BadParameter.__mro__[1]
@@ -21,6 +23,8 @@ _USAGE_ERROR: type[Exception] = typer.BadParameter.__mro__[1]
 def main() -> None:
     """Run the command, and end with a code that means something: 0 done, 1 failed, 2 bad input, 130 stopped."""
     try:
+        if sys.argv[1:2] != ["run"]:  # What follows a script is the script's.
+            refuse_broken(sys.argv[1:])
         sys.exit(app(prog_name="evenstep", standalone_mode=False))
     except EvenstepError as error:
         _say_error(str(error))
@@ -42,9 +46,12 @@ def _say_usage(error: Any) -> None:
 
 
 def _say_error(message: str) -> None:
+    """On stderr; what was given, and is very long, is shortened."""
     from evenstep.report.progress import without_control
 
     # emoji: ":100:" is a line number here, not a picture.
     console = Console(stderr=True, highlight=False, soft_wrap=True, emoji=False)
     console.print("[bold red]error:[/bold red] ", end="")
-    console.print(without_control(message), markup=False)
+    for line in without_control(message).splitlines():
+        short = re.sub(rf"\S{{{MOST_LETTERS},}}", lambda long: shorten(long[0]), line)
+        console.print(shorten(short, MOST_IN_A_LINE), markup=False)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import re
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, nullcontext
 from typing import Annotated
 
@@ -10,6 +11,7 @@ import typer
 from rich.console import Console
 
 import evenstep
+from evenstep.errors import BREAKS_LINES, BadInput, shorten
 from evenstep.task import BUILT_IN
 
 TASKS = f"{', '.join(BUILT_IN)}; or your own: file.py, file.py:function, package.module:function."
@@ -28,6 +30,15 @@ MACHINES_HELP = "How many machines, such as 2, or the least and the most, such a
 RENDEZVOUS_HELP = "The first machine, and a free port on it."
 MachinesOption = Annotated[str | None, typer.Option(help=MACHINES_HELP)]
 RendezvousOption = Annotated[str | None, typer.Option(metavar="HOST:PORT", help=RENDEZVOUS_HELP)]
+
+
+def refuse_broken(words: Iterable[str]) -> None:
+    """Refuse what no name and no number is written with: it would tear a message apart, or fail deep inside."""
+    for word in words:
+        if re.search(f"[{BREAKS_LINES}]", word):
+            raise BadInput(
+                f"{shorten(ascii(word))} on the command line holds a control character, or bytes that are no UTF-8"
+            )
 
 
 def _show_version(wanted: bool) -> None:

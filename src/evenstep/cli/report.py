@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Annotated
 
@@ -42,12 +43,12 @@ def _write(folders: list[Path], out: Path | None) -> Path:
     from evenstep.report import comparison
     from evenstep.report.page import FILE, write_page, write_page_of_runs
 
-    compared = [folder for folder in folders if (folder / comparison.FILE).is_file()]
+    compared = [folder for folder in folders if os.path.isfile(folder / comparison.FILE)]
     if compared and len(folders) > 1:
         raise BadInput(f"{compared[0]} is a comparison, and a page holds one; give it alone")
     if compared:
         return write_page(comparison.Comparison.read(compared[0]), compared[0], out)
-    beside = folders[0] if folders[0].is_dir() else folders[0].parent
+    beside = folders[0] if os.path.isdir(folders[0]) else folders[0].parent
     return write_page_of_runs([Record.read(folder) for folder in folders], out or beside / FILE)
 
 

@@ -11,7 +11,16 @@ from typing import Annotated, Any
 import typer
 from rich.console import Console
 
-from evenstep.cli.app import MACHINES_HELP, RENDEZVOUS_HELP, TASKS, MachinesOption, RendezvousOption, app, saying
+from evenstep.cli.app import (
+    MACHINES_HELP,
+    RENDEZVOUS_HELP,
+    TASKS,
+    MachinesOption,
+    RendezvousOption,
+    app,
+    refuse_broken,
+    saying,
+)
 
 TRAIN_EXAMPLES = """
 [bold]Examples[/bold]
@@ -193,6 +202,7 @@ def run(
     standalone: Annotated[bool, typer.Option("--standalone", hidden=True, help="As it is without --machines.")] = False,
 ) -> None:
     """Run a script as several processes, as torchrun would; all that follows the script is the script's."""
+    refuse_broken([script, devices, machines or "", rendezvous or ""])
     from evenstep.launcher.script import Script, count_processes, refuse_option, run_script
 
     refuse_option(script)

@@ -14,6 +14,7 @@ import psutil
 from evenstep.doctor.finding import Finding, Status
 from evenstep.report.table import size
 from evenstep.worker.groups import Groups
+from evenstep.worker.lifeline import asked_threads
 from evenstep.worker.machine import cores_by_affinity, share_threads, usable_cores
 
 LITTLE_MEMORY = 2**30
@@ -43,7 +44,7 @@ def cores(groups: Groups | None = None) -> Finding:
 def threads(environment: Mapping[str, str], groups: Groups | None = None) -> Finding:
     """Threads that each of a few ranks would compute with."""
     num, given = usable_cores((groups or Groups()).cpu_quota()), environment.get("OMP_NUM_THREADS", "")
-    asked = int(given) if given.isdigit() and int(given) else 0
+    asked = asked_threads(environment) or 0
     alone, of_two = (share_threads(asked or None, ["cpu"] * ranks) for ranks in (1, 2))
     numbers = {"threads_alone": alone, "threads_of_two": of_two}
     if asked > num:

@@ -66,7 +66,7 @@ def shown(name: str, value: str) -> str:
 def left_ranks(environment: Mapping[str, str]) -> list[Finding]:
     """Ranks that someone exported by hand: a training started here would believe them."""
     size = environment.get("WORLD_SIZE", "1")
-    if not size.isdigit() or int(size) <= 1 or "SLURM_JOB_ID" in environment:
+    if not size.isdecimal() or len(size) > 9 or int(size) <= 1 or "SLURM_JOB_ID" in environment:
         return []
     names = [name for name in RANK_NAMES if name in environment]
     said = f"WORLD_SIZE={size} is set in this shell: what is started here takes itself for one of {size} processes"

@@ -16,11 +16,12 @@ from typing import Any
 import torch
 
 from evenstep import checkpoint
-from evenstep.errors import PlanError, TaskError
+from evenstep.errors import PlanError, TaskError, shorten
 from evenstep.order import Lengths, Order, lengths_of
-from evenstep.plan import Plan, parse_devices, parse_machines, read_plan
+from evenstep.plan import IN_THIS_PROCESS, Plan, parse_devices, parse_machines, read_plan
+from evenstep.report.progress import without_control
 from evenstep.seeding import seed_everything
-from evenstep.task import Task, TaskFunction, call_task, describe, find_task, spec_of
+from evenstep.task import Task, TaskFunction, call_task, describe, find_task, refuse_foreign, spec_of
 from evenstep.worker.adopt import Adopted, adopt
 from evenstep.worker.machine import check_devices, choose_devices, num_cores
 from evenstep.worker.probe import probe
@@ -31,6 +32,8 @@ RUNS = Path("runs")
 DEFAULT_BATCH = 64
 OF_ONE_START = ("name", "machines", "rendezvous", "requeue", "profile")
 """Where a run was carried out and looked into, which says nothing about where it is repeated or goes on."""
+OF_THE_USER = ("allow_pickle",)
+"""What runs code is asked for by whoever types the command, not by a file."""
 
 
 @dataclass(frozen=True)
@@ -61,15 +64,14 @@ def prepare(source: str | TaskFunction | Task | None, choices: Mapping[str, Any]
     """Fill in what was not chosen, check all of it, and make the run folder."""
     chosen = {name: value for name, value in choices.items() if value is not None}
     base = _base(chosen)
-    source = source if source is not None else base.get("task")
     if source is None:
-        raise PlanError("no task given; try: evenstep train digits")
+        source = _named(base.get("task"), str(chosen.get("resume") or choices.get("plan")))
     spec = spec_of(source)
     if "steps" in chosen:
         base.pop("epochs", None)
     elif "epochs" in chosen:
         base.pop("steps", None)
-    values = {**base, **chosen, **_devices(chosen, base), "task": spec or "(in this process)"}
+    values = {**base, **chosen, **_devices(chosen, base), "task": spec or IN_THIS_PROCESS}
     # What can be refused without the task is refused before it is loaded: its data may take a while.
     draft = _draft(values, label_of(source))
     if spec is None and (STRATEGIES[draft.strategy].processes_per_device or draft.restarts):
@@ -107,12 +109,22 @@ def _users_code() -> Iterator[None]:
         os.chdir(home)
 
 
+def _named(spec: str | None, named_by: str) -> str:
+    """The task that a plan or a checkpoint names; said before it is imported, since importing is running."""
+    if spec is None or spec == IN_THIS_PROCESS:
+        raise PlanError("no task given; try: evenstep train digits")
+    file = refuse_foreign(spec, named_by)
+    if file is not None and os.path.exists(file):
+        print(without_control(f"importing {file}, which {named_by} names"), file=sys.stderr)
+    return spec
+
+
 def go_on(plan: Plan, source: str | TaskFunction | Task | None, own: Mapping[str, Any]) -> Prepared:
     """A plan that was made elsewhere, or before, to be carried out by this launcher in the folder of its name.
 
     `own` are choices that may differ between machines: the devices.
     """
-    spec = spec_of(source) if source is not None else plan.task
+    spec = spec_of(source) if source is not None else _named(plan.task, "the plan of this run")
     if spec is None:
         raise PlanError("on many machines a task comes from a file or a module: evenstep train my_task.py --machines 2")
     given = parse_devices(str(own["devices"])) if own.get("devices") else None
@@ -123,6 +135,7 @@ def go_on(plan: Plan, source: str | TaskFunction | Task | None, own: Mapping[str
         task = call_task(find_task(spec), plan.data)
         order = adopt(task.train, task.collate, task.sampler).order(plan.seed, plan.batch)
         cwd = os.getcwd()
+    plan = replace(plan, allow_pickle=bool(own.get("allow_pickle")))
     folder = RUNS / plan.name
     write_plan(folder, plan)
     return Prepared(plan, task, spec, folder, lengths_of(order), None, [], devices=devices, cwd=cwd)
@@ -189,13 +202,24 @@ def _base(chosen: dict[str, Any]) -> dict[str, Any]:
     repeated = chosen.pop("plan", None)
     if repeated is not None:
         base = read_plan(str(repeated)).to_json()
+        _refuse_foreign_resume(base["resume"], chosen, str(repeated))
     resume = chosen.get("resume")
-    if resume is not None and not Path(resume).is_file():
+    if resume is not None and not os.path.isfile(resume):
         path, _ = checkpoint.find(str(resume))
         # A loop of the user's own saves no plan.
         saved = checkpoint.read_state(path).get("plan")
         base |= Plan.from_json(saved).to_json() if saved else {}
-    return {name: value for name, value in base.items() if value is not None and name not in OF_ONE_START}
+    return {name: value for name, value in base.items() if value is not None and name not in OF_ONE_START + OF_THE_USER}
+
+
+def _refuse_foreign_resume(path: str | None, chosen: Mapping[str, Any], named_by: str) -> None:
+    """A plan goes on from what lies in the working folder; from elsewhere, where the user says so."""
+    if path is None or "resume" in chosen or Path(os.path.realpath(path)).is_relative_to(Path.cwd().resolve()):
+        return
+    raise PlanError(
+        f"{shorten(named_by)} goes on from {shorten(path)}, which is not in this folder.\n"
+        f"If you trust it, name it yourself: --resume {shorten(path)}"
+    )
 
 
 def _devices(chosen: Mapping[str, Any], base: Mapping[str, Any]) -> dict[str, Any]:
@@ -231,7 +255,7 @@ def free_name(label: str, what: str) -> str:
     """A name that no run has yet: the day, the task, and the strategy or whatever is done with it."""
     stem = f"{datetime.date.today().isoformat()}-{label}-{what}"
     name, number = stem, 1
-    while (RUNS / name).exists():
+    while os.path.exists(RUNS / name):
         number += 1
         name = f"{stem}-{number}"
     return name
@@ -241,7 +265,7 @@ def _resumed(plan: Plan) -> tuple[Plan, list[str]]:
     """The plan with the very checkpoint that all ranks will load, and what is to be said about others."""
     if plan.resume is None:
         return plan, []
-    if Path(plan.resume).is_file():
+    if os.path.isfile(plan.resume):
         return replace(plan, resume=str(Path(plan.resume).resolve())), []
     path, said = checkpoint.find(plan.resume)
     return replace(plan, resume=str(path)), said

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Union
@@ -16,6 +17,7 @@ from evenstep.launcher.prepare import RUNS, Prepared, go_on, label_of, prepare
 from evenstep.launcher.slurm import Slurm, find_slurm
 from evenstep.plan import parse_address, parse_machines, read_plan
 from evenstep.task import Task, TaskFunction
+from evenstep.worker.lifeline import read_rank
 
 Source = Union[str, "TaskFunction", Task, None]
 OWN = ("devices",)
@@ -35,6 +37,8 @@ class Ready:
 
 def get_ready(source: Source, choices: Mapping[str, Any]) -> Ready:
     """Check everything, and meet the other machines if there are any."""
+    # What no worker could read is refused before there is one.
+    read_rank()
     slurm = find_slurm()
     chosen = dict(choices) if slurm is None else _for_slurm(slurm, source, choices)
     if chosen.get("requeue") and slurm is None:
@@ -109,7 +113,7 @@ def _job_name(slurm: Slurm, label: str) -> str:
 def _again(source: Source, chosen: Mapping[str, Any], slurm: Slurm | None) -> Prepared | None:
     """A job that was queued again goes on in the folder that it began; None if there is none."""
     folder = RUNS / str(chosen.get("name", ""))
-    if slurm is None or not slurm.num_restarts or not (folder / "plan.json").is_file():
+    if slurm is None or not slurm.num_restarts or not os.path.isfile(folder / "plan.json"):
         return None
     prepared = go_on(read_plan(folder), source, chosen)
     try:

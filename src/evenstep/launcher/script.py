@@ -86,10 +86,16 @@ class Script:
 
     def program(self) -> Program:
         """What each process runs."""
-        flag = None if self.is_module else old_flag(Path(self.name).read_text(errors="replace"), self.arguments)
+        flag = None if self.is_module else old_flag(self._source(), self.arguments)
         # The first of the launcher's is the folder of the command `evenstep`.
         search_path = sys.path[0 if sys.flags.safe_path else 1 :]
         return Program(self.name, self.arguments, self.is_module, flag, tuple(search_path))
+
+    def _source(self) -> str:
+        try:
+            return Path(self.name).read_text(errors="replace")
+        except OSError as error:
+            raise PlanError(f"{self.name} cannot be read: {error.strerror}; give a Python file") from error
 
 
 def refuse_option(name: str) -> None:
@@ -115,7 +121,7 @@ def count_processes(given: str) -> int:
 
 def run_script(script: Script) -> None:
     """Rank 0 speaks, others warn; what all of them print is in a folder below runs/."""
-    if not script.is_module and not Path(script.name).is_file():
+    if not script.is_module and not os.path.isfile(script.name):
         raise PlanError(f"no file {script.name}; give the script first, then its own arguments")
     _check(script.num, script.restarts, script.stall_after)
     program = script.program()

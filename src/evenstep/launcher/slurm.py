@@ -7,11 +7,19 @@ import re
 import subprocess
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Annotated
+
+from msgspec import Meta
+
+from evenstep.errors import BadInput
+from evenstep.schema import Natural, Positive, read_variables
 
 FIRST_PORT, NUM_PORTS = 20_000, 12_000
 """Ports are derived from the number of the job, so that jobs on one machine do not meet; they end below 32768, where
 Linux begins to give them away.
 """
+
+_TASKS = r"[0-9]{1,6}(\(x[0-9]{1,6}\))?"
 
 
 @dataclass(frozen=True)
@@ -54,28 +62,42 @@ class Slurm:
         return f"job {self.job} is queued again" if done.returncode == 0 else f"scontrol: {done.stderr.strip()}"
 
 
+@dataclass(frozen=True)
+class _Variables:
+    """Those of Slurm's that matter here."""
+
+    SLURM_JOB_ID: Natural | None = None
+    SLURM_STEP_ID: Natural | None = None
+    SLURM_PROCID: Natural = 0
+    SLURM_STEP_NUM_TASKS: Positive = 1
+    SLURM_LOCALID: Natural = 0
+    SLURM_NODEID: Natural = 0
+    SLURM_STEP_TASKS_PER_NODE: Annotated[str, Meta(pattern=f"^{_TASKS}(,{_TASKS})*$")] = "1"
+    SLURM_STEP_NODELIST: str = ""
+    SLURM_JOB_NODELIST: str = ""
+    SLURM_RESTART_COUNT: Natural = 0
+
+
 def find_slurm(environment: Mapping[str, str] = os.environ) -> Slurm | None:
     """The job that this process belongs to."""
-    job = environment.get("SLURM_JOB_ID", "")
-    if not job.isdigit():
+    given = read_variables(_Variables, environment)
+    if given.SLURM_JOB_ID is None:
         return None
-    # A batch script by itself has SLURM_PROCID, too; only what srun has started has a step.
-    step = environment.get("SLURM_STEP_ID")
-    nodes = environment.get("SLURM_STEP_NODELIST") or environment.get("SLURM_JOB_NODELIST", "")
-
-    def number(name: str, default: int) -> int:
-        text = environment.get(name, "")
-        return int(text) if text.isdigit() else default
-
+    if given.SLURM_PROCID >= given.SLURM_STEP_NUM_TASKS and given.SLURM_STEP_ID is not None:
+        raise BadInput(
+            f"the variable SLURM_PROCID is {given.SLURM_PROCID} and SLURM_STEP_NUM_TASKS is "
+            f"{given.SLURM_STEP_NUM_TASKS}; start this with srun, or unset Slurm's variables"
+        )
     return Slurm(
-        job=job,
-        step=step if step and step.isdigit() else None,
-        task=number("SLURM_PROCID", 0),
-        num_tasks=number("SLURM_STEP_NUM_TASKS", 1),
-        local=number("SLURM_LOCALID", 0),
-        num_local=_tasks_here(environment.get("SLURM_STEP_TASKS_PER_NODE", "1"), number("SLURM_NODEID", 0)),
-        head=first_node(nodes) or "127.0.0.1",
-        num_restarts=number("SLURM_RESTART_COUNT", 0),
+        job=str(given.SLURM_JOB_ID),
+        # A batch script by itself has SLURM_PROCID, too; only what srun has started has a step.
+        step=None if given.SLURM_STEP_ID is None else str(given.SLURM_STEP_ID),
+        task=given.SLURM_PROCID,
+        num_tasks=given.SLURM_STEP_NUM_TASKS,
+        local=given.SLURM_LOCALID,
+        num_local=_tasks_here(given.SLURM_STEP_TASKS_PER_NODE, given.SLURM_NODEID),
+        head=first_node(given.SLURM_STEP_NODELIST or given.SLURM_JOB_NODELIST) or "127.0.0.1",
+        num_restarts=given.SLURM_RESTART_COUNT,
     )
 
 
@@ -87,9 +109,8 @@ def first_node(nodes: str) -> str:
 
 def _tasks_here(tasks: str, node: int) -> int:
     """The part of `2(x3),1` that belongs to a machine."""
-    counts: list[int] = []
-    for part in tasks.split(","):
-        match = re.fullmatch(r"(\d+)(?:\(x(\d+)\))?", part)
-        if match:
-            counts += [int(match[1])] * int(match[2] or 1)
-    return counts[node] if node < len(counts) else 1
+    for num, repeated in re.findall(r"(\d+)(?:\(x(\d+)\))?", tasks):
+        node -= int(repeated or 1)
+        if node < 0:
+            return int(num)
+    return 1

@@ -90,7 +90,7 @@ class Comparison:
     steps: Natural
     """Of each block, after the warm-up."""
     rounds: Natural
-    rows: Annotated[list[Row], Meta(min_length=1)]
+    rows: list[Row]
     """The first one is what the others are measured against."""
     left_out: dict[str, str] = field(default_factory=dict)
     """Labels of what could not be measured, and why."""

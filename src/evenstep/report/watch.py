@@ -50,11 +50,11 @@ class Watched:
     """A Record that grows: read on from where the last look ended."""
 
     def __init__(self, run: Path) -> None:
-        if (run / comparison.FILE).is_file():
+        if os.path.isfile(run / comparison.FILE):
             raise BadInput(f"{run} is a comparison, which is over; evenstep report {run} writes its page")
-        if not run.exists():
+        if not os.path.exists(run):
             raise BadInput(f"{run} is not there; give the folder of a run, such as runs/2026-11-15-digits-ddp")
-        self.path = run / FILE if run.is_dir() else run
+        self.path = run / FILE if os.path.isdir(run) else run
         self._read_to = 0
         self._inode = 0
         self._reader = RecordReader(self.path)

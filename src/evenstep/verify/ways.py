@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import re
-
 import torch
 
 from evenstep.errors import PlanError
-from evenstep.plan import STRATEGY_NAMES, Plan
+from evenstep.plan import STRATEGY_NAMES, Plan, parse_devices
 from evenstep.verify.verdict import Way
 from evenstep.worker.machine import check_devices, choose_devices
 
@@ -45,8 +43,9 @@ def usual_on(devices: tuple[str, ...]) -> list[str]:
 def device_sets(text: str) -> list[tuple[str, ...]]:
     """The sets that `--devices` names: counts (`1,2`), or lists with a slash between them (`cuda:0/cuda:0,cuda:1`)."""
     parts = [part.strip() for part in text.split("/" if "/" in text else ",")]
-    if all(re.fullmatch(r"-?\d+", part) for part in parts):
-        return [choose_devices(int(part)) for part in parts]
+    counts = [parse_devices(part) for part in parts]
+    if all(isinstance(count, int) for count in counts):
+        return [choose_devices(count) for count in counts if isinstance(count, int)]
     lists = parts if "/" in text else [text]
     sets = [tuple(name.strip() for name in part.split(",")) for part in lists]
     for one in sets:

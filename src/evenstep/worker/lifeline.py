@@ -5,12 +5,16 @@ from __future__ import annotations
 import atexit
 import ctypes
 import os
+import re
 import signal
 import sys
 import weakref
 from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 
+from evenstep.errors import BadInput
+from evenstep.schema import Natural, Positive, read_variables
 from evenstep.worker.interpreter import open_output
 from evenstep.worker.stacks import leave_stacks
 
@@ -22,12 +26,33 @@ HELD_BACK = (signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP)
 """Signals that the fork server keeps for its copies until they have said what they mean."""
 PARENT = "EVENSTEP_PARENT"
 """The process id of whoever started a worker: the launcher, or its fork server."""
-_RANK_NAMES = (("RANK", "0"), ("WORLD_SIZE", "1"), ("LOCAL_RANK", "0"))
+
+
+@dataclass(frozen=True)
+class RankVariables:
+    """What torchrun and our launcher tell a process; a process alone has none of it."""
+
+    RANK: Natural = 0
+    WORLD_SIZE: Positive = 1
+    LOCAL_RANK: Natural = 0
+    LOCAL_WORLD_SIZE: Positive | None = None
 
 
 def read_rank(environment: Mapping[str, str] = os.environ) -> tuple[int, int, int]:
-    """(rank, size, local rank) as torchrun and our launcher give them; (0, 1, 0) for a process alone."""
-    return tuple(int(environment.get(name, default)) for name, default in _RANK_NAMES)  # type: ignore[return-value]
+    """(rank, size, local rank) of this process; (0, 1, 0) for a process alone."""
+    given = read_variables(RankVariables, environment)
+    if given.RANK >= given.WORLD_SIZE:
+        raise BadInput(
+            f"the variable RANK is {given.RANK} and WORLD_SIZE is {given.WORLD_SIZE}: ranks go from 0 to "
+            f"{given.WORLD_SIZE - 1}; unset both, or start this with evenstep run or torchrun"
+        )
+    return given.RANK, given.WORLD_SIZE, given.LOCAL_RANK
+
+
+def asked_threads(environment: Mapping[str, str] = os.environ) -> int | None:
+    """What OMP_NUM_THREADS says; None where it says nothing, or a list for nested regions, which torch does not use."""
+    asked = environment.get("OMP_NUM_THREADS", "")
+    return int(asked) or None if re.fullmatch("[0-9]{1,5}", asked) else None
 
 
 def begin(logs: str) -> None:
@@ -55,9 +80,9 @@ def begin(logs: str) -> None:
 
 def take_threads() -> None:
     """Compute with as many threads as OMP_NUM_THREADS says: it may have been set after torch was imported."""
-    torch, num = sys.modules.get("torch"), os.environ.get("OMP_NUM_THREADS", "")
-    if torch is not None and num.isdigit() and int(num) not in (0, torch.get_num_threads()):
-        torch.set_num_threads(int(num))
+    torch, num = sys.modules.get("torch"), asked_threads()
+    if torch is not None and num not in (None, torch.get_num_threads()):
+        torch.set_num_threads(num)
 
 
 def take_signals() -> None:

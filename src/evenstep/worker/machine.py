@@ -15,7 +15,10 @@ import torch
 
 import evenstep
 from evenstep.errors import PlanError
+from evenstep.plan import check_device_names
+from evenstep.schema import read_variables
 from evenstep.worker.groups import own_quota
+from evenstep.worker.lifeline import RankVariables, asked_threads
 
 if TYPE_CHECKING:
     from evenstep.worker.world import World
@@ -25,8 +28,8 @@ MOST_PROCESSES_PER_CORE = 8
 
 def available_devices(rank: tuple[int, int, int]) -> list[str]:
     """A device for each process of this machine: cards if there are enough, else the CPU."""
-    num = int(os.environ.get("LOCAL_WORLD_SIZE", rank[1]))
-    return list(choose_devices(num))
+    num = read_variables(RankVariables, os.environ).LOCAL_WORLD_SIZE
+    return list(choose_devices(num or rank[1]))
 
 
 def choose_devices(count: int) -> tuple[str, ...]:
@@ -49,6 +52,7 @@ def choose_devices(count: int) -> tuple[str, ...]:
 
 def check_devices(devices: Sequence[str]) -> None:
     """Refuse devices that this machine does not have."""
+    check_device_names(devices)
     cards = torch.cuda.device_count()
     for name in devices:
         if name.startswith("cuda") and int(name.partition(":")[2] or 0) >= cards:
@@ -85,8 +89,7 @@ def cores_by_affinity() -> int:
 
 def share_threads(threads: int | None, devices: Sequence[str]) -> int:
     """Threads for one process (or replica), so that those of one machine do not fight for its cores."""
-    asked = os.environ.get("OMP_NUM_THREADS", "")
-    return threads or (int(asked) if asked.isdigit() else 0) or max(1, num_cores() // len(devices))
+    return threads or asked_threads() or max(1, num_cores() // len(devices))
 
 
 def facts() -> dict[str, Any]:

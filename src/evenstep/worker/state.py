@@ -240,8 +240,11 @@ def _typed(value: Any, now: Any) -> Any:
 
 
 def _looks_like_torch_save(path: str) -> bool:
-    with open(path, "rb") as file:
-        return file.read(4).startswith((b"PK\x03\x04", b"\x80"))
+    try:
+        with open(path, "rb") as file:
+            return file.read(4).startswith((b"PK\x03\x04", b"\x80"))
+    except OSError:
+        return False
 
 
 def _in_short(error: Exception) -> str:

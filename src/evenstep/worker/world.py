@@ -11,12 +11,14 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import torch
 import torch.distributed as dist
+from msgspec import Meta
 
-from evenstep.errors import PlanError
+from evenstep.errors import BadInput, PlanError
+from evenstep.schema import read_variables
 from evenstep.worker.comm.mailbox import Letter, Mailbox, Sums
 from evenstep.worker.lifeline import read_rank
 from evenstep.worker.pulse import JOINING, Pulse, open_pulse
@@ -118,7 +120,7 @@ class World:
 def read_pulse(environment: Mapping[str, str] = os.environ) -> Pulse:
     """Where this process leaves its signs of life; nowhere that others look, if no launcher asked for them."""
     path, _, slot = environment.get(BEATS, "").rpartition(":")
-    return open_pulse(path, int(slot)) if path and os.path.exists(path) else Pulse()
+    return open_pulse(path, int(slot)) if slot.isdecimal() and os.path.exists(path) else Pulse()
 
 
 def spare_folder(environment: Mapping[str, str] = os.environ) -> Path:
@@ -153,12 +155,26 @@ def backend_for(devices: Sequence[str]) -> str:
     return "cpu:gloo,cuda:nccl" if own_cards else "gloo"
 
 
+@dataclass(frozen=True)
+class _Address:
+    """Where ranks meet that torchrun started."""
+
+    MASTER_ADDR: str = ""
+    MASTER_PORT: Annotated[int, Meta(ge=0, le=65535)] | None = None
+
+
 def _meet(world: World, backend: str) -> None:
     if dist.is_initialized():
         return
     atexit.register(_let_go)
     path = os.environ.get(STORE)
     if path is None and world.size > 1:
+        address = read_variables(_Address, os.environ)
+        if not address.MASTER_ADDR or address.MASTER_PORT is None:
+            raise BadInput(
+                f"WORLD_SIZE is {world.size}, and MASTER_ADDR and MASTER_PORT do not say where the ranks meet; "
+                "start this with evenstep run or torchrun"
+            )
         dist.init_process_group(backend)
         return
     # One machine: meet through a file and speak over loopback, so that nothing listens to the outside.

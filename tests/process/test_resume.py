@@ -42,7 +42,7 @@ QUICK = [pair for pair in PAIRS if (WHERES.index(pair[0]) + WHERES.index(pair[1]
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest) -> Path:
     of_this = [item for item in request.session.items if item.path == request.path and hasattr(item, "callspec")]
-    wanted = [item.callspec.params["pair"] for item in of_this]
+    wanted = [item.callspec.params.get("pair") for item in of_this]
     folder = tmp_path_factory.mktemp("resume")
     for size, wheres in WORLDS.items():
         # The length is the whole run's, for the schedule depends on it; a checkpoint is written on the way.

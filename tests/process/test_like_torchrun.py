@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 
 from tests.process.test_scripts import SCRIPTS, no_ranks
@@ -118,6 +119,44 @@ def test_a_script_computes_with_the_threads_that_the_environment_says(given: dic
     for counts in seen(0)["computing threads"]:
         assert {line.rpartition(" : ")[2] for line in counts[:-1]} == {str(num)}
         assert {number for _, number in counts[-1]} <= {num, os.cpu_count()}
+
+
+HANGS = """
+import sys
+import time
+from torch.utils.data import DataLoader
+
+class Numbers(list):
+    def __getitem__(self, number):
+        return number if number < 4 else time.sleep(3600)
+
+def tell(kind, error, trace):
+    open("told", "w").write(kind.__name__)
+
+sys.excepthook = tell
+for number in DataLoader(Numbers(range(8)), num_workers=1, prefetch_factor=1):
+    if number == int(sys.argv[1]):
+        raise ValueError(number)
+"""
+
+
+@pytest.mark.slow
+def test_a_loader_worker_that_hangs_ends_with_its_rank(tmp_path: Path) -> None:
+    Path("script.py").write_text(HANGS)
+    command = [sys.executable, "-m", "evenstep", "run", "--stall-after", "2", "script.py", "9"]
+    done = subprocess.run(command, capture_output=True, text=True, env=no_ranks(), timeout=100)
+    assert done.returncode == 124, done.stderr
+    here = {one.pid for one in psutil.process_iter(["cwd"]) if one.info["cwd"] == str(tmp_path)}
+    assert here == {os.getpid()}
+
+
+def test_an_exception_reaches_the_hook_of_the_script() -> None:
+    Path("script.py").write_text(HANGS)
+    command = [sys.executable, "-m", "evenstep", "run", "script.py", "2"]
+    done = subprocess.run(command, capture_output=True, text=True, env=no_ranks(), timeout=100)
+    assert done.returncode == 1
+    assert "script.py:16 in <module>: raise ValueError(number)" in done.stderr
+    assert Path("told").read_text() == "ValueError"
 
 
 def test_the_options_of_torchrun_are_known() -> None:

@@ -126,6 +126,11 @@ class Workers:
 
     def kill(self) -> None:
         """End them at once: a rank that waits in a collective never comes to handle anything gentler."""
+        for local, pid in self.pids.items():
+            if local not in self.exit_codes():
+                # A program leads its own process group: its loader workers may hang, and would outlive it.
+                with suppress(ProcessLookupError):
+                    os.killpg(pid, signal.SIGKILL)
         self._context.close(signal.SIGKILL, timeout=PATIENCE_SECONDS)
 
     def _ended_badly(self) -> dict[int, int]:
@@ -148,10 +153,12 @@ def workers(start: Start) -> Iterator[Workers]:
         leave_group_of_one()
     with copying() if start.how == "server" else nullcontext() as server, _signals_left_alone():
         context = _started(start, server)
+    started = Workers(context, len(start.environments), server)
     try:
-        yield Workers(context, len(start.environments), server)
+        yield started
     finally:
-        _close(context)
+        started.kill()
+        _close_logs(context)
         if server is not None:
             # The engine's semaphores go with it, and the tracker hears of each.
             keep_tracker()
@@ -192,8 +199,7 @@ def _exit_codes(context: PContext) -> list[int | None]:
     return [process.exitcode for process in processes]
 
 
-def _close(context: PContext) -> None:
-    context.close(signal.SIGKILL, timeout=PATIENCE_SECONDS)
+def _close_logs(context: PContext) -> None:
     for handler in getattr(context, "subprocess_handlers", {}).values():
         # torch leaves the logs of processes that ended by themselves open.
         for stream in (handler._stdout, handler._stderr):

@@ -5,6 +5,7 @@ All that is private to CPython's multiprocessing is here, as seen in 3.11 to 3.1
 
 from __future__ import annotations
 
+import atexit
 import io
 import logging
 import multiprocessing
@@ -83,7 +84,5 @@ def new_main(path: str) -> ModuleType:
 
 def tidy_up_at_exit() -> None:
     """Have Python end children and write out logs after all that the script registers, as if imported before it."""
-    import atexit
-
     atexit.register(logging.shutdown)
     atexit.register(util._exit_function)  # type: ignore[attr-defined]

@@ -75,8 +75,10 @@ def _run(logs: str, what: Callable[[], None]) -> None:
         stay_in_group()
         rank, _, _ = read_rank()
         write_report(Path(logs), rank, error)
-        _call_hook(error)
-        end(1)
+        try:
+            _call_hook(error)
+        finally:
+            end(1)
     threading._shutdown()  # type: ignore[attr-defined]
     end(0)
 
@@ -84,7 +86,7 @@ def _run(logs: str, what: Callable[[], None]) -> None:
 def _call_hook(error: BaseException) -> None:
     """The script's own, if it has one; torch's only prints what the launcher tells in fewer lines."""
     hook = sys.excepthook
-    if hook is not sys.__excepthook__ and not hook.__module__.startswith("torch."):
+    if hook is not sys.__excepthook__ and not str(hook.__module__).startswith("torch."):
         hook(type(error), error, error.__traceback__)
 
 

@@ -23,11 +23,15 @@ PLANTED = {
     "batch_norm": ("ddp", "batchnorm", "normalizes by the statistics of each part"),
     "centred": ("ddp", "batch-dependent", "depends on the others of its batch"),
     "contrastive": ("ddp", "batch-dependent", "in-batch negatives"),
+    "gathered_without_gradient": ("ddp", "gather", "is that of the whole batch; its gradients are not"),
+    "mixtral": ("dp", "batch-dependent", "a router's load over the batch"),
     "token_mean": ("ddp", "mean-of-means", "weighs 1.18 times as much as its samples"),
+    "padded_gpt2": ("dp", "mean-of-means", "a mean over something else than samples (tokens, boxes)"),
     "summed": ("ddp", "sum", "a sum over the batch, not a mean"),
     "worst_metric": ("ddp", "metric", "the metric worst is not a mean over samples"),
     "noise": ("ddp", "draws", "return x + 0.1 * torch.randn_like(x)"),
     "python_noise": ("ddp", "draws", "Python's generator"),
+    "opt": ("dp", "draws", "dropout_probability = torch.rand([]))"),
     "unseeded": ("ddp", "not-repeatable", "the task does not repeat itself, on one device either"),
     "unseeded_start": ("ddp", "start", "not the same when it is made twice: 0.weight"),
     "clocked": ("ddp", "not-repeatable", "ddp x 2 does not repeat itself: the same run twice gives something else"),
@@ -44,6 +48,8 @@ PLANTED = {
     "unused": ("ddp", "no-gradient", "no gradient reaches forgotten.weight, forgotten.bias"),
     "same_data": ("ddp", "same-data", "ranks 0 and 1 read the same data"),
     "queue": ("ddp", "buffer", "forward changes the buffer 1.seen"),
+    "quantized": ("ddp", "buffer", "activation_post_process.scale by the samples that it sees, and the loss reads it"),
+    "counted_samples": ("ddp", "buffer", "forward counts samples in the buffer 1.seen"),
     "forgetful": ("ddp", "forgotten", "neither a parameter nor a buffer"),
 }
 ALSO_ELSEWHERE = {
@@ -82,10 +88,19 @@ SOUND = {
             "uneven",
             "sentences",
             "hard_coded",
+            "complex_weights",
+            "nadam",
+            "asgd",
+            "adafactor",
+            "gathered",
         )
     },
 }
 MORE = {
+    "gathered": ("--strategies", "ddp,fsdp"),
+    # torch's optimizers leave complex parameters as they are where fsdp shards them; Adafactor needs whole rows.
+    "complex_weights": ("--strategies", "dp,ddp"),
+    "adafactor": ("--strategies", "dp,ddp"),
     # A ResNet's batches are normalized over all processes, which dp cannot.
     "cifar10_resnet18": ("--sync-batchnorm", "--strategies", "ddp,fsdp", "--batch", "8", "--steps", "2"),
     "cifar10": ("--batch", "16"),

@@ -22,21 +22,21 @@ from evenstep.errors import PlanError, TrainingError
 from evenstep.plan import Plan
 from evenstep.record import FILE
 from evenstep.verify.by_rank import by_rank, problems_of
-from evenstep.verify.causes import Case, _way_not_repeated
+from evenstep.verify.causes import Case, _way_not_repeated, find_cause
 from evenstep.verify.check import Depth, Judge, judged
 from evenstep.verify.differences import COARSE, FINE, STEP, Differ, Difference, first_beyond, saved_as_trained
-from evenstep.verify.disturbed import MOST_TRIED, STRENGTH, disturbed
 from evenstep.verify.evidence import Evidence, Failure
 from evenstep.verify.limits import UNJUDGED, Disturbed, Yardstick, exact
 from evenstep.verify.of_task import loss
 from evenstep.verify.page import lines, table
-from evenstep.verify.runs import Runs
-from evenstep.verify.summary import parts_of
+from evenstep.verify.runs import Budget, OutOfTime, Runs
+from evenstep.verify.summary import parts_of, settled
 from evenstep.verify.verdict import Part, Verdict, Way
 from evenstep.verify.ways import usual_on, ways_of
 from evenstep.verify.words import differs
 from evenstep.worker import witness
-from evenstep.worker.cuts import CutUp, cut_up
+from evenstep.worker.cuts import SUBSETS, CutUp, Given, Rounding, cut_up
+from evenstep.worker.disturbed import MOST_TRIED, STRENGTH, disturbed
 from evenstep.worker.draws_seen import DrawsSeen
 from evenstep.worker.examine import plain
 from evenstep.worker.narrow import NarrowSeen
@@ -52,15 +52,28 @@ def joined(parts: list[torch.Tensor], chosen: Sequence[int]) -> torch.Tensor:
     return torch.cat([parts[part] for part in chosen]).double()
 
 
-def cut(value: object) -> CutUp:
-    return cut_up(value, [3, 2, 4], 1e-9)  # type: ignore[arg-type]
+def cut(value: Callable[[Sequence[int]], float], **gradients: Callable[[Sequence[int]], torch.Tensor]) -> CutUp:
+    """Three parts of 3, 2 and 4 samples, cut up by what some of them give."""
+    given = {chosen: Given(value(chosen), {name: of(chosen) for name, of in gradients.items()}) for chosen in SUBSETS}
+    return cut_up(given, [3, 2, 4], Rounding(1e-9, 1e-8, 1e-6))
 
 
-# Cutting up
+def vector(*values: float) -> torch.Tensor:
+    return torch.tensor(values, dtype=torch.float64)
+
+
+def mean(chosen: Sequence[int]) -> float:
+    return float(joined(VALUES, chosen).mean())
+
+
+def token_mean(chosen: Sequence[int]) -> float:
+    tokens = joined(TOKENS, chosen)
+    return float((joined(VALUES, chosen) * tokens).sum() / tokens.sum())
 
 
 def test_a_mean_over_samples_is_sound() -> None:
-    assert cut(lambda chosen: float(joined(VALUES, chosen).mean())).kind == "sound"
+    found = cut(mean, w=lambda chosen: vector(1.0, mean(chosen)))
+    assert (found.kind, found.unlike) == ("sound", ())
 
 
 def test_a_sum_over_samples_is_found() -> None:
@@ -68,18 +81,39 @@ def test_a_sum_over_samples_is_found() -> None:
 
 
 def test_a_mean_over_tokens_is_found_with_its_factor() -> None:
-    def mean(chosen: Sequence[int]) -> float:
-        tokens = joined(TOKENS, chosen)
-        return float((joined(VALUES, chosen) * tokens).sum() / tokens.sum())
-
-    found = cut(mean)
+    found = cut(token_mean)
     assert found.kind == "weighted"
     # 7, 4 and 9 of 20 tokens, in 3, 2 and 4 of 9 samples: the second part is furthest off.
     assert found.factor == pytest.approx((4 / 20) / (2 / 9))
 
 
+def test_a_mean_over_tokens_that_all_have_the_same_loss_is_found_by_its_gradients() -> None:
+    found = cut(lambda chosen: math.log(50), w=lambda chosen: vector(1.0, token_mean(chosen)))
+    assert found.kind == "weighted"
+    assert found.factor == pytest.approx((4 / 20) / (2 / 9))
+
+
 def test_samples_that_depend_on_each_other_are_found() -> None:
     assert cut(lambda chosen: float(joined(VALUES, chosen).var())).kind == "mixed"
+
+
+def test_gradients_that_do_not_add_up_where_the_loss_does_are_named() -> None:
+    found = cut(
+        mean,
+        fine=lambda chosen: vector(mean(chosen)),
+        spoilt=lambda chosen: vector(1.0, mean(chosen)) / math.hypot(1.0, mean(chosen)),
+    )
+    assert (found.kind, found.unlike) == ("sound", ("spoilt",))
+
+
+def test_what_rounding_moves_is_no_difference() -> None:
+    given = {chosen: Given(1.0, {"w": torch.tensor([1e-7 * len(chosen)])}) for chosen in SUBSETS}
+    assert cut_up(given, [3, 2, 4], Rounding(1e-6, 1e-5, 1e-3)).unlike == ("w",)
+    assert cut_up(given, [3, 2, 4], Rounding(1e-6, 1e-5, 1e-3, moved={"w": 1e-6})).unlike == ()
+
+
+def test_a_part_without_a_number_is_no_mean_of_anything() -> None:
+    assert cut(lambda chosen: math.nan if chosen == (1,) else 1.0).kind == "mixed"
 
 
 # Noise
@@ -138,6 +172,38 @@ def test_a_gradient_that_is_missing_is_as_good_as_zeros_and_nothing_else() -> No
     bare = write_run("bare", {"weight/w": torch.ones(2)})
     for name, gradient, size in (("zeros", 0.0, 0.0), ("ones", 1.0, math.inf)):
         assert sizes(write_run(name, trained([gradient] * 2, [1.0] * 2)), bare)["gradients", "w"] == size
+
+
+def test_a_number_that_sums_up_a_weight_of_noise_is_not_judged() -> None:
+    """Adafactor keeps the root mean square of a weight: a key's bias is moved by noise alone."""
+    largest = {"gradient/v": torch.tensor([1.0])}
+    one, other = (
+        write_run(name, trained([noise, 1e-18], [noise, 0.0], optimizer__w__RMS=size) | largest)
+        for name, noise, size in (("one", 1e-18, 0.5), ("other", -1e-18, 0.7))
+    )
+    assert sizes(one, other)["optimizer", "w/RMS"] == 0
+    sound, spoilt = (
+        write_run(name, trained([1.0, 0.5], [1.0, 1.0], optimizer__w__RMS=size))
+        for name, size in (("sound", 0.5), ("spoilt", 0.7))
+    )
+    assert sizes(sound, spoilt)["optimizer", "w/RMS"] == pytest.approx(0.2 / 0.7)
+
+
+def test_a_float32_beside_float64_weights_agrees_as_far_as_its_digits_go() -> None:
+    """NAdam's product, say."""
+    product = torch.tensor(0.4)
+    runs = [
+        write_run(name, trained([1.0], [1.0], optimizer__w__mu=value))
+        for name, value in (("one", product), ("next", product.nextafter(torch.tensor(1.0))), ("far", product * 1.001))
+    ]
+    assert sizes(runs[0], runs[1])["optimizer", "w/mu"] == 0
+    assert sizes(runs[0], runs[2])["optimizer", "w/mu"] == pytest.approx(0.001, rel=0.01)
+
+
+def test_complex_numbers_are_compared_as_two() -> None:
+    one, other = torch.tensor([1 + 1j, 2 - 1j]), torch.tensor([1 + 1j, 2 - 1.5j])
+    runs = [write_run(name, sampled("weight/w", value)) for name, value in (("one", one), ("other", other))]
+    assert sizes(*runs)["weights", "w"] == pytest.approx(0.25)
 
 
 # What must never be lost in a comparison
@@ -345,9 +411,12 @@ class FakeRuns:
     def __init__(self, *runs: Evidence | Failure) -> None:
         self._runs = runs
         self.asked: list[int] = []
+        self.most = MOST_TRIED
 
     def watched(self, way: Way, precision: str, *, disturbance: int) -> Evidence | Failure:
         assert (way.label, precision) == ("single", "fp32")
+        if len(self.asked) == self.most:
+            raise OutOfTime
         self.asked.append(disturbance)
         return self._runs[(disturbance - 1) % len(self._runs)]
 
@@ -355,7 +424,7 @@ class FakeRuns:
 def eased(runs: FakeRuns, reference: Evidence, run: Evidence) -> tuple[bool, list[str]]:
     """Whether it passes, and what is said about it."""
     runs.base = SimpleNamespace(plan=reference.record.plan)  # type: ignore[attr-defined]
-    judge = Judge(runs, Way("ddp", ("cpu", "cpu")), Depth())  # type: ignore[arg-type]
+    judge = Judge(runs, runs, Way("ddp", ("cpu", "cpu")), Depth())  # type: ignore[arg-type]
     judge._is_rough = True
     found = Differ(COARSE).all(reference, run)
     return first_beyond(found, judge._eased(Yardstick([], "fp32"), found, reference)) is None, judge._notes
@@ -379,6 +448,10 @@ def test_a_way_that_is_off_where_one_device_is_not_moved_does_not_pass() -> None
     assert eased(runs, reference, run) == (False, [])
     assert runs.asked == list(range(1, MOST_TRIED + 1))
     assert eased(FakeRuns(Failure("no room")), reference, run) == (False, [])
+    runs = FakeRuns(write_run("still", still, still))
+    runs.most = 2
+    assert eased(runs, reference, run) == (False, [])
+    assert runs.asked == [1, 2]
 
 
 def test_nothing_is_disturbed_where_all_is_rounding_or_something_is_missing() -> None:
@@ -421,6 +494,14 @@ def test_sees_who_draws_and_where() -> None:
         torch.ones(2).sum()
         np.random.rand()
     assert seen.generators == ["NumPy's"]
+
+
+def test_a_complex_parameter_is_known_to_have_few_digits() -> None:
+    seen = NarrowSeen()
+    seen.look_at(torch.nn.Linear(2, 2))
+    assert seen.place is None
+    seen.look_at(torch.nn.Linear(2, 2, dtype=torch.complex64))
+    assert seen.place == "the parameter weight is complex64"
 
 
 def test_sees_a_float64_made_narrower_and_no_other_cast() -> None:
@@ -483,7 +564,7 @@ def test_samples_are_laid_side_by_side_with_those_of_theparts_of(column: Any, is
 
 def test_a_mean_of_means_is_explained_with_its_factor() -> None:
     found = {"cut": {"kind": "weighted", "whole": 1.0, "by_parts": 1.2, "factor": 1.31, "sizes": [5, 4, 7]}}
-    cause = loss(found)
+    cause = loss(found, has_ranks=True)
     assert cause is not None
     assert "one part of the batch weighs 1.31 times as much as its samples do" in cause.sentence
     assert cause.evidence == ("of one batch in parts of 5 + 4 + 7: loss 1 as a whole, 1.2 by its parts",)
@@ -549,6 +630,30 @@ def test_a_repeat_that_fails_is_told_as_such() -> None:
     assert case.apart(run, run).agrees
 
 
+def test_a_search_that_takes_too_long_names_no_cause() -> None:
+    budget = Budget(seconds=0.0)
+    runs = Runs(None, Path("runs"), 4).search(budget)  # type: ignore[arg-type]
+    run = write_run("one", trained([1.0], [1.0]))
+    case = Case(runs, Way("ddp", ("cpu", "cpu")), "fp32", run, run, exact)
+    with pytest.raises(OutOfTime):
+        runs.watched(case.way, "fp32")
+    cause = find_cause(case, None)
+    assert (cause.name, cause.sentence) == (
+        "unknown",
+        "the cause was not found: it was looked for as long as there was time",
+    )
+    failed = find_cause(case, Failure("rank 0 failed\nIndexError"))
+    assert (failed.name, failed.sentence, failed.advice) == ("failed", "rank 0 failed", "IndexError")
+
+
+def test_a_way_stands_still_for_as_long_as_one_device_makes_likely() -> None:
+    runs, way = Runs(None, Path("runs"), 4), Way("fsdp", ("cpu", "cpu"))  # type: ignore[arg-type]
+    assert runs._patience(way) is None
+    runs._made[Way("single", ("cpu",)), "fp64"] = write_run("one", trained([1.0], [1.0]))
+    assert runs._patience(way) == 30.0
+    assert runs._patience(Way("single", ("cpu",))) is None
+
+
 def test_a_failure_is_told_without_its_logs() -> None:
     assert Failure("no gradient\nuse it\nfull logs: runs/x/logs").first_lines == "no gradient\nuse it"
 
@@ -560,6 +665,40 @@ def test_markup_in_names_stays_text() -> None:
     ]
     assert "[red]" in label
     assert verdict.to_json()["parts"]["loss"]["difference"] is None
+
+
+def failing(way: Way, **more: str) -> Verdict:
+    return Verdict(is_same=False, sentence=f"{way.label} differs", evidence=("one test",), **more)  # type: ignore[arg-type]
+
+
+def test_ways_with_one_cause_get_one_paragraph() -> None:
+    ways = ways_of("dp,ddp,fsdp", "2", 1)
+    verdicts = {way: failing(way, cause="cut", why=f"single gives what {way.label} gives") for way in ways}
+    said = [line for line, _ in lines(verdicts, 3, 16, 1.0)]
+    assert said[:6] == [
+        "",
+        "dp x 2 differs.",
+        "ddp x 2 differs.",
+        "fsdp x 2 differs.",
+        "  why: single gives what each of them gives.",
+        "  tested: one test",
+    ]
+    verdicts[ways[1]] = failing(ways[1], cause="rank", why="it depends on the rank")
+    said = [line for line, _ in lines(verdicts, 3, 16, 1.0)]
+    assert [line for line in said if "why" in line] == [
+        "  why: single gives what each of them gives.",
+        "  why: it depends on the rank.",
+    ]
+
+
+def test_who_cannot_see_the_whole_batch_is_sent_to_a_way_that_can() -> None:
+    dp, ddp = ways_of("dp,ddp", "2", 1)
+    dependent = failing(dp, cause="batch-dependent", advice="or single.")
+    passed = Verdict(is_same=True, sentence="")
+    found = settled({dp: dependent, ddp: passed})
+    assert found[dp].advice == "Use ddp x 2: there the loss sees the whole batch, and learns what single learns."
+    assert found[ddp] == passed
+    assert settled({dp: dependent}) == {dp: dependent}
 
 
 def test_a_part_that_was_not_judged_has_no_tick() -> None:

@@ -58,7 +58,7 @@ def verify(
     if steps < 1 or accumulate < 1:
         raise PlanError(f"steps is {steps} and accumulate {accumulate}; both are whole numbers from 1 up")
     from evenstep.launcher.prepare import RUNS, free_name, label_of, prepare
-    from evenstep.verify import Depth
+    from evenstep.verify import Depth, settled
     from evenstep.verify.ways import plan_of, ways_of
 
     ways = ways_of(strategies, devices, accumulate)
@@ -82,7 +82,7 @@ def verify(
         if verdicts:
             # Also where a later way could not be judged: what is known of the others is said before the error is.
             shown = _Asked(task, len(ways), time.monotonic() - started, keep)
-            _show(prepared, verdicts, shown, as_json)
+            _show(prepared, settled(verdicts), shown, as_json)
     if not all(verdict.is_same for verdict in verdicts.values()):
         raise typer.Exit(EvenstepError.exit_code)
 

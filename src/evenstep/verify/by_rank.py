@@ -58,8 +58,8 @@ def _settings(called: str, own: Any, found: Sequence[Any], label: str) -> Cause:
     return Cause(
         name="settings",
         sentence=f"the optimizer's {called} depends on the rank or on how many there are: {own} on one "
-        f"device, {_listed(found)} under {label}",
-        evidence=(f"the optimizer was made on one device and on each of {len(found)} ranks",),
+        f"device, {_listed(found)} on the ranks",
+        evidence=(f"the optimizer was made on one device and on each of the {len(found)} ranks of {label}",),
         advice="The batch is global here: let the learning rate be the same on any number of devices.",
     )
 

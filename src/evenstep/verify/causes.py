@@ -4,15 +4,24 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from evenstep.verify.by_rank import by_rank, problems_of
-from evenstep.verify.differences import COARSE, FINE, Differ, Limit, first_beyond, has_checkpoint, saved_as_trained
+from evenstep.verify.differences import (
+    COARSE,
+    FINE,
+    Differ,
+    Difference,
+    Limit,
+    first_beyond,
+    has_checkpoint,
+    saved_as_trained,
+)
 from evenstep.verify.evidence import Evidence, Failure
 from evenstep.verify.limits import UNJUDGED
-from evenstep.verify.of_task import buffers, captured, draws, hooks, loss, metrics, reading
-from evenstep.verify.runs import Runs, has_ranks, one_device
+from evenstep.verify.of_task import buffers, captured, draws, gathered, hooks, loss, metrics, reading
+from evenstep.verify.runs import OutOfTime, Runs, has_ranks, one_device
 from evenstep.verify.verdict import Cause, Way
 from evenstep.verify.words import in_percent
 
@@ -48,14 +57,29 @@ class Case:
     reference: Evidence
     run: Evidence | None
     limit: Limit
-    beyond: frozenset[str] = frozenset()
-    """The parts that differ."""
+    beyond: frozenset[Difference] = frozenset()
+    """All that is more than rounding."""
     is_rough: bool = False
     """Whether it is computed in fewer digits than float64 has."""
 
     @property
     def single(self) -> Way:
         return one_device(self.way)
+
+    @property
+    def parts(self) -> set[str]:
+        """Those that differ."""
+        return {one.part for one in self.beyond}
+
+    @property
+    def names(self) -> set[str]:
+        """The tensors that differ."""
+        return {one.name for one in self.beyond}
+
+    def is_loss_same(self) -> bool:
+        """Whether the loss of the first step is that of one device, though something else differs there."""
+        at_first = {one.part for one in self.beyond if one.step <= self.reference.begin + 1}
+        return "gradients" in at_first and "loss" not in at_first
 
     def found(self) -> dict[str, Any]:
         """What the task showed on one device, taken apart."""
@@ -76,27 +100,39 @@ class Case:
 
 
 def find_cause(case: Case, failure: Failure | None) -> Cause:
-    """The first cause that its test confirms."""
-    if failure is not None:
-        return _failed(case, failure)
+    """The first cause that its test confirms; none where no test does, or where they take too long."""
+    try:
+        return _confirmed(case) if failure is None else _failed(case, failure)
+    except OutOfTime:
+        if failure is not None:
+            return _as_said(failure, ())
+    return _unknown("it was looked for as long as there was time", ())
+
+
+def _confirmed(case: Case) -> Cause:
     for test in _tests(case):
         cause = test(case)
         if cause is not None:
             return cause
+    repeated = f"single, run twice, gave the same, and so did {case.way.label}"
+    return _unknown("it is none of those that are looked for", (repeated, *problems_of(case.found(), case.on_ranks())))
+
+
+def _unknown(why: str, evidence: tuple[str, ...]) -> Cause:
     return Cause(
         name="unknown",
-        sentence="the cause was not found: it is none of those that are looked for",
-        evidence=(
-            f"single, run twice, gave the same, and so did {case.way.label}",
-            *problems_of(case.found(), case.on_ranks()),
-        ),
+        sentence=f"the cause was not found: {why}",
+        evidence=evidence,
         advice="Run it again with --keep, and compare the first tensor that differs in the runs that it leaves.",
     )
 
 
 def only_in(case: Case, arithmetic: float, said: tuple[str, ...]) -> Cause:
     """Why a way differs in the task's own precision though float64 agrees: a run that repeats itself, or does not."""
-    cause = _not_repeated(case) or _way_not_repeated(case)
+    try:
+        cause = _not_repeated(case) or _way_not_repeated(case)
+    except OutOfTime:
+        return _unknown("it was looked for as long as there was time", said)
     if cause is not None:
         return cause
     own = case.precision
@@ -117,20 +153,34 @@ def _tests(case: Case) -> list[Callable[[Case], Cause | None]]:
         _batch_norm,
         lambda case: draws(case.found(), case.is_rough),
         lambda case: reading(case.found()),
-        lambda case: loss(case.found()),
+        # Before the loss: what depends on such a buffer depends on the others of its batch.
+        lambda case: _buffers(case) if (case.found().get("buffers") or {}).get("read") else None,
+        lambda case: gathered(case.found(), case.is_loss_same()) if has_ranks(case.way) else None,
+        lambda case: loss(case.found(), has_ranks(case.way)),
         # Before the ranks are compared: what changes from run to run would look as if it depended on them.
         _way_not_repeated,
         lambda case: by_rank(case.found(), case.on_ranks(), case.way.label, case.is_rough),
-        lambda case: buffers(case.found(), is_cut=case.way.accumulate > 1),
+        _buffers,
         lambda case: hooks(case.found()),
         lambda case: metrics(case.found()),
         _cut_alone,
     ]
-    if case.beyond <= {"checkpoint"}:
+    if case.parts <= {"checkpoint"}:
         return [_forgotten, *by_found]
-    if case.beyond <= {"evaluation"}:
+    if case.parts <= {"evaluation"}:
         return [lambda case: metrics(case.found()), *by_found]
     return by_found
+
+
+def lies_in_task(case: Case) -> bool:
+    """Whether the task, taken apart on one device, already shows why no way of cutting its batch up can agree."""
+    found = case.found()
+    causes = (captured(found), draws(found, case.is_rough), reading(found), loss(found, has_ranks(case.way)))
+    return any(cause is not None for cause in causes)
+
+
+def _buffers(case: Case) -> Cause | None:
+    return buffers(case.found(), case.way.accumulate > 1, case.names)
 
 
 def _not_repeated(case: Case) -> Cause | None:
@@ -265,7 +315,9 @@ def _cut_alone(case: Case) -> Cause | None:
 
 def _failed(case: Case, failure: Failure) -> Cause:
     found = case.found()
-    cause = captured(found) or by_rank(found, case.on_ranks(), case.way.label, case.is_rough)
+    cause = (
+        captured(found) or draws(found, case.is_rough) or by_rank(found, case.on_ranks(), case.way.label, case.is_rough)
+    )
     without = (found.get("batch") or {}).get("without") or []
     tested = (f"on one device no gradient reaches {', '.join(without[:5])}",) if without else ()
     if cause is not None:
@@ -275,14 +327,15 @@ def _failed(case: Case, failure: Failure) -> Cause:
             evidence=(*cause.evidence, *tested, f"{case.way.label} ended with: {failure.first_lines}"),
             advice=cause.advice,
         )
-    lines = failure.first_lines.splitlines() or ["it ended without a word"]
     is_missing = bool(without) and "no gradient reaches" in failure.message
-    return Cause(
-        name="no-gradient" if is_missing else _kind_of(failure),
-        sentence=lines[0].rstrip(".;"),
-        evidence=(*tested, *problems_of(found, case.on_ranks())),
-        advice=" ".join(lines[1:]),
-    )
+    said = _as_said(failure, (*tested, *problems_of(found, case.on_ranks())))
+    return replace(said, name="no-gradient") if is_missing else said
+
+
+def _as_said(failure: Failure, evidence: tuple[str, ...]) -> Cause:
+    """In the words in which the run itself failed."""
+    lines = failure.first_lines.splitlines() or ["it ended without a word"]
+    return Cause(name=_kind_of(failure), sentence=lines[0].rstrip(".;"), evidence=evidence, advice=" ".join(lines[1:]))
 
 
 def _kind_of(failure: Failure) -> str:

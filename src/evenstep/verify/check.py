@@ -9,7 +9,7 @@ from pathlib import Path
 
 from evenstep.errors import TrainingError
 from evenstep.launcher.prepare import Prepared
-from evenstep.verify.causes import Case, find_cause, only_in
+from evenstep.verify.causes import Case, find_cause, lies_in_task, only_in
 from evenstep.verify.differences import (
     COARSE,
     FINE,
@@ -21,13 +21,13 @@ from evenstep.verify.differences import (
     has_checkpoint,
     saved_as_trained,
 )
-from evenstep.verify.disturbed import MOST_TRIED
 from evenstep.verify.evidence import Evidence, Failure
 from evenstep.verify.limits import WITHOUT_YARDSTICK, Disturbed, Yardstick, exact
-from evenstep.verify.runs import Runs, Say, one_device
-from evenstep.verify.summary import by_rounding, has_steps, most, parts_of, tensor_of
+from evenstep.verify.runs import Budget, OutOfTime, Runs, Say, one_device
+from evenstep.verify.summary import by_rounding, has_steps, most, parts_of, settled, tensor_of
 from evenstep.verify.verdict import Cause, Verdict, Way
 from evenstep.verify.words import differs, fails, jumps, same, still
+from evenstep.worker.disturbed import MOST_TRIED
 
 SKIPPED = (
     "no step was taken in both of them, since fp16's scaler skips steps until it has found its scale; more steps "
@@ -50,15 +50,16 @@ class Depth:
 
 def check(base: Prepared, ways: Sequence[Way], folder: Path, depth: Depth | None = None) -> dict[Way, Verdict]:
     """Whether each way learns what one device learns; the runs go into `folder`, and are left there."""
-    return dict(judged(base, ways, folder, depth or Depth()))
+    return settled(dict(judged(base, ways, folder, depth or Depth())))
 
 
 def judged(base: Prepared, ways: Sequence[Way], folder: Path, depth: Depth) -> Iterator[tuple[Way, Verdict]]:
     """The same, one after the other: what is known stays known if a later one cannot be judged."""
     runs = Runs(base, folder, depth.steps, depth.sync_batchnorm, depth.say)
+    search = runs.search(Budget())
     try:
         for way in ways:
-            yield way, Judge(runs, way, depth).verdict()
+            yield way, Judge(runs, search, way, depth).verdict()
     finally:
         runs.forget_checkpoints()
 
@@ -66,8 +67,10 @@ def judged(base: Prepared, ways: Sequence[Way], folder: Path, depth: Depth) -> I
 class Judge:
     """One way against one device."""
 
-    def __init__(self, runs: Runs, way: Way, depth: Depth) -> None:
+    def __init__(self, runs: Runs, search: Runs, way: Way, depth: Depth) -> None:
         self._runs = runs
+        self._search = search
+        """The same ones, where a cause is looked for: its time is limited."""
         self._way = way
         self._depth = depth
         self._own = runs.base.plan.precision
@@ -100,7 +103,8 @@ class Judge:
         self._found = self._without_skips(differ.all(reference, run), reference, run)
         if not has_steps(self._found):
             return self._not_judged(precision)
-        limit = self._eased(limit, self._found, reference)
+        if not self._is_explained(reference, run, limit):
+            limit = self._eased(limit, self._found, reference)
         if first_beyond(self._found, limit) is None:
             self._found += self._round_trip(differ, reference, run, precision)
             limit = self._eased(limit, self._found, reference)
@@ -220,6 +224,15 @@ class Judge:
         case = self._case(reference, run, self._own, limit, found)
         return self._differs(first, found, case, only_in(case, self._largest(), tuple(tested)))
 
+    def _is_explained(self, reference: Evidence, run: Evidence, limit: Limit) -> bool:
+        """Whether a way is off for a reason that the task itself shows: nobody need look for what rounding does."""
+        if not self._is_rough or first_beyond(self._found, limit) is None:
+            return False
+        try:
+            return lies_in_task(self._case(reference, run, self._first, limit, self._found))
+        except OutOfTime:
+            return False
+
     def _eased(self, limit: Limit, found: Sequence[Difference], reference: Evidence) -> Limit:
         """Where a way is off by more than rounding: a limit by how far one device is moved by next to nothing."""
         first = first_beyond(found, limit)
@@ -228,7 +241,10 @@ class Judge:
         precision = reference.record.plan.precision
         eased = Disturbed(limit)
         for number in range(1, MOST_TRIED + 1):
-            run = self._runs.watched(one_device(self._way), precision, disturbance=number)
+            try:
+                run = self._search.watched(one_device(self._way), precision, disturbance=number)
+            except OutOfTime:
+                break
             if isinstance(run, Failure):
                 break
             eased.add(Differ(COARSE).all(reference, run))
@@ -290,8 +306,8 @@ class Judge:
     def _case(
         self, reference: Evidence, run: Evidence | None, precision: str, limit: Limit, found: Sequence[Difference]
     ) -> Case:
-        beyond = {one.part for one in found if one.size > limit(one)}
-        return Case(self._runs, self._way, precision, reference, run, limit, frozenset(beyond), self._is_rough)
+        beyond = {one for one in found if one.size > limit(one)}
+        return Case(self._search, self._way, precision, reference, run, limit, frozenset(beyond), self._is_rough)
 
     def _differs(self, first: Difference, found: Sequence[Difference], case: Case, cause: Cause) -> Verdict:
         shown = tensor_of(first, found, case.limit)

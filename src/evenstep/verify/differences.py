@@ -123,11 +123,16 @@ class Differ:
         # Both may hold an infinity, or no number, in the same places: a mask, say.
         away = away.masked_fill((one == other) | (one.isnan() & other.isnan()), 0.0)
         noise = self._noise.get(name if kind != "optimizer" else name.rpartition("/")[0])
-        if kind in ADAPTED and noise is not None and noise.shape == away.shape:
-            away = away.masked_fill(noise, 0.0)
+        if kind in ADAPTED and noise is not None:
+            if noise.shape == away.shape:
+                away = away.masked_fill(noise, 0.0)
+            elif bool(noise.any()):
+                # Summed up over the parameter: Adafactor's root mean square of a weight that noise moved.
+                return 0.0
         if away.numel() == 0:
             return 0.0
-        return as_size(float(away.max()), max(_largest([one]), _largest([other]), floor))
+        size = as_size(float(away.max()), max(_largest([one]), _largest([other]), floor))
+        return 0.0 if kind == "optimizer" and size <= _digits(one, other) else size
 
     def _listen(self, one: Tensors, other: Tensors) -> None:
         """Note which elements had nothing but noise for a gradient."""
@@ -144,6 +149,12 @@ class Differ:
     def _is_noisy(self, name: str) -> bool:
         noise = self._noise.get(name, self._noise.get(name.rpartition("/")[0]))
         return noise is not None and bool(noise.any())
+
+
+def _digits(one: torch.Tensor, other: torch.Tensor) -> float:
+    """What the type alone hides, as that of a scalar that an optimizer keeps in float32 beside float64 weights."""
+    eps = max(torch.finfo(tensor.dtype).eps for tensor in (one, other))
+    return 0.0 if eps <= torch.finfo(torch.float64).eps else 4 * eps
 
 
 def apart(one: float, other: float) -> float:

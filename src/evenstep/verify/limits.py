@@ -7,12 +7,12 @@ import sys
 from collections.abc import Sequence
 
 from evenstep.verify.differences import Difference, Limit
+from evenstep.worker.disturbed import LEAST
 
 TOLERANCE = 1e-8
 """In float64. Rounding makes 1e-15 to 1e-12 over a few steps; mistakes make 1e-5 and more."""
 WITHOUT_YARDSTICK = {"fp64": 1e-4, "fp32": 1e-4, "tf32": 1e-2, "bf16": 5e-2, "fp16": 5e-2}
 """In the task's own precision, where it cannot be run in float64 to see what rounding does."""
-LEAST = {"fp64": 1e-5, "fp32": 1e-5, "tf32": 1e-3, "bf16": 1e-2, "fp16": 1e-2}
 TIMES_NOISE = 30.0
 """How much more than its own rounding noise a tensor may be off."""
 TIMES_MOVED = 2.0

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Container, Sequence
 from typing import Any
 
 from evenstep.verify.verdict import Cause
@@ -44,10 +45,11 @@ def draws(found: Found, is_rough: bool) -> Cause | None:
     if not seen.get("generators") or seen["apart"] <= least or seen["by_itself"] > least:
         return None
     where = f", at {seen['places'][0]}" if seen["places"] else ""
+    skips = ": so each of them leaves other parameters out" if seen["skips"] else ""
     return Cause(
         name="draws",
         sentence=f"model or loss draw random numbers by themselves, and each device draws others "
-        f"({' and '.join(seen['generators'])} generator{where})",
+        f"({' and '.join(seen['generators'])} generator{where}){skips}",
         evidence=(
             f"on one device, another seed for these draws alone changes the result by {in_percent(seen['apart'])}",
         ),
@@ -74,59 +76,131 @@ def reading(found: Found) -> Cause | None:
     )
 
 
-def loss(found: Found) -> Cause | None:
+def loss(found: Found, has_ranks: bool) -> Cause | None:
     """A loss of the whole batch that is not the mean of the losses of its parts."""
     cut = found.get("cut") or {}
     kind = cut.get("kind", "sound")
+    if kind == "sound" and cut.get("unlike") and cut["has_slope"]:
+        return _mixed(
+            f"of one batch in parts of {_sizes(cut)}: the gradient of {cut['unlike'][0]} is not the mean of those of "
+            "the parts, and it is the slope of the loss, changed by nothing on its way",
+            has_ranks,
+        )
     if kind == "sound":
         return None
     losses = f"loss {cut['whole']:.6g} as a whole, {cut['by_parts']:.6g} by its parts"
     evidence = f"of one batch in parts of {_sizes(cut)}: {losses}"
+    if kind == "mixed":
+        return _mixed(evidence, has_ranks)
     sentences = {
         "sum": "the loss is a sum over the batch, not a mean: a device that holds a half gives a half",
-        "weighted": "the loss is a mean over something else than samples, so that the mean of its parts is a mean of "
-        f"means: one part of the batch weighs {cut.get('factor', 1):.3g} times as much as its samples do",
-        "mixed": "the loss of a sample depends on the others of its batch (in-batch negatives, a normalization or a "
-        "rank over the batch), of which each device sees its own part",
+        "weighted": "the loss is a mean over something else than samples (tokens, boxes), so that the mean of its "
+        f"parts is a mean of means: one part of the batch weighs {cut.get('factor', 1):.3g} times as much as its "
+        "samples do",
         "pair": "the sum that the loss returns is not the sum of what the parts of the batch give",
     }
     advice = {
         "sum": "Return the mean over the samples, or the pair (sum, count).",
-        "weighted": "Return the pair (sum, count): the sum over tokens or boxes, and how many there were.",
-        "mixed": "No way of cutting the batch up gives the same; use single, or a loss of each sample alone.",
+        "weighted": "Return the pair (sum, count): the sum over tokens or boxes, and how many there were. A model that "
+        "returns a mean of its own (.loss of Hugging Face) gives the sum as .loss * count.",
         "pair": "Return a sum over samples, with nothing in it that depends on how many there are.",
     }
-    name = {"sum": "sum", "weighted": "mean-of-means", "mixed": "batch-dependent", "pair": "pair"}[kind]
+    name = {"sum": "sum", "weighted": "mean-of-means", "pair": "pair"}[kind]
     return Cause(name=name, sentence=sentences[kind], evidence=(evidence,), advice=advice[kind])
 
 
-def hooks(found: Found) -> Cause | None:
-    """Gradients that do not add up although the loss does."""
-    cut = found.get("cut") or {}
-    if cut.get("kind") != "sound" or not cut.get("gradients"):
+BATCH_DEPENDENT = "batch-dependent"
+
+
+def _mixed(evidence: str, has_ranks: bool) -> Cause:
+    gather = (
+        "Let each rank compare with the samples of all: torch.distributed.nn.functional.all_gather"
+        if has_ranks
+        else "Use ddp or fsdp, and a loss that gathers from all ranks (torch.distributed.nn.functional.all_gather)"
+    )
+    return Cause(
+        name=BATCH_DEPENDENT,
+        sentence="the loss of a sample depends on the others of its batch (in-batch negatives, a normalization, a rank "
+        "or a router's load over the batch), of which each device sees its own part",
+        evidence=(evidence,),
+        advice=f"{gather}; or a loss of each sample alone, or single.",
+    )
+
+
+def gathered(found: Found, is_loss_same: bool) -> Cause | None:
+    """A loss that depends on the whole batch, and sees the whole batch on every rank; its gradients do not."""
+    cause = loss(found, has_ranks=True)
+    if cause is None or cause.name != BATCH_DEPENDENT or not is_loss_same:
         return None
     return Cause(
+        name="gather",
+        sentence="the loss gathers from all ranks, and is that of the whole batch; its gradients are not: what was "
+        "gathered takes none back to where it came from",
+        evidence=(*cause.evidence, "the loss of the first step is that of one device, and its gradients are not"),
+        advice="Gather with torch.distributed.nn.functional.all_gather, which sends gradients back; "
+        "torch.distributed.all_gather does not.",
+    )
+
+
+def hooks(found: Found) -> Cause | None:
+    """Gradients that do not add up although the loss does, and that are not its slope."""
+    cut = found.get("cut") or {}
+    if cut.get("kind") != "sound" or not cut.get("unlike") or cut["has_slope"] is not False:
+        return None
+    name = cut["unlike"][0]
+    return Cause(
         name="gradient-hook",
-        sentence=f"the gradient of {cut['gradients'][0]} is changed on its way (by a hook, or a backward of your own) "
+        sentence=f"the gradient of {name} is changed on its way (by a hook, or a backward of your own) "
         "in a way that does not add up: clipped, normalized or rounded for each part of the batch",
-        evidence=("the loss of a batch is the mean of its parts, its gradients are not",),
+        evidence=(
+            "the loss of a batch is the mean of its parts, its gradients are not",
+            f"moving {name} changes the loss by something else than its gradient says",
+        ),
         advice="Change gradients after they are summed up: --clip for their norm, or in the optimizer.",
     )
 
 
-def buffers(found: Found, is_cut: bool) -> Cause | None:
-    """Buffers that forward changes."""
+def buffers(found: Found, is_cut: bool, differing: Container[str]) -> Cause | None:
+    """Buffers that forward changes, and that differ or change the loss."""
     seen = found.get("buffers") or {}
-    names = seen.get("changed" if is_cut else "by_data") or []
+    changed = seen.get("changed" if is_cut else "by_data") or []
+    names = [name for name in changed if seen["read"] or name in differing]
     if not names:
         return None
+    name = next((name for name in names if name in differing), names[0])
     read = "the loss reads it" if seen["read"] else "it is saved and evaluated with"
+    if name in seen["summed"]:
+        return _adding_buffer(name, read, is_count=name in seen["counts"])
+    return _sampling_buffer(name, read, names) if name in seen["by_data"] else _calling_buffer(name, read)
+
+
+def _adding_buffer(name: str, read: str, is_count: bool) -> Cause:
     return Cause(
         name="buffer",
-        sentence=f"forward changes the buffer {names[0]} by the samples that it sees, and {read}: every device keeps "
+        sentence=f"forward {'counts samples' if is_count else 'adds up what it sees'} in the buffer {name}, and "
+        f"{read}: every device counts its own part of the batch, and only the first one's is kept",
+        evidence=("what forward on a batch adds to it is the sum of what forward on its parts adds",),
+        advice="Add up over all ranks what is added to it (torch.distributed.all_reduce), or count steps instead.",
+    )
+
+
+def _sampling_buffer(name: str, read: str, names: Sequence[str]) -> Cause:
+    return Cause(
+        name="buffer",
+        sentence=f"forward changes the buffer {name} by the samples that it sees, and {read}: every device keeps "
         "its own, and only the first one's is kept",
         evidence=(f"after forward on other samples it holds other values: {', '.join(names[:3])}",),
-        advice="Gather what goes into it from all ranks (torch.distributed.all_gather), or keep it out of the model.",
+        advice="Gather what goes into it from all ranks (torch.distributed.all_gather), or keep it out of the model; "
+        "observers of quantization can be frozen once they have seen enough (disable_observer).",
+    )
+
+
+def _calling_buffer(name: str, read: str) -> Cause:
+    return Cause(
+        name="buffer",
+        sentence=f"every call of forward changes the buffer {name}, and {read}: each micro-batch is a call",
+        evidence=("after forward on some samples, on others and on all of them it holds the same",),
+        advice="Train with no accumulation, or change it once for each step, outside of forward.",
     )
 
 

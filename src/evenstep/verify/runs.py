@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, field, replace
 from itertools import count, groupby
 from pathlib import Path
 from typing import Any
@@ -22,6 +24,34 @@ from evenstep.worker.strategies import STRATEGIES
 
 Say = Callable[[str], None]
 MOST_LETTERS = 100
+SEARCH_SECONDS = 75.0
+"""No run is started to look for causes after so long, over all ways of a check."""
+STALL_SECONDS, TIMES_SLOWEST = 30.0, 20
+"""A way that does not move for so long, and for so many of one device's slowest steps, hangs: ranks that wait for each
+other (a layer that one of them skips, under fsdp) would be waited for through the ten minutes of a first step."""
+
+
+class OutOfTime(Exception):
+    """The search for causes has taken as long as it may."""
+
+
+@dataclass
+class Budget:
+    """Seconds for the runs of a search; one that has begun is not stopped."""
+
+    seconds: float = SEARCH_SECONDS
+    spent: float = 0.0
+
+    @contextmanager
+    def counted(self) -> Iterator[None]:
+        """Something that takes its time from it."""
+        if self.spent >= self.seconds:
+            raise OutOfTime
+        begun = time.monotonic()
+        try:
+            yield
+        finally:
+            self.spent += time.monotonic() - begun
 
 
 def one_device(way: Way) -> Way:
@@ -43,7 +73,13 @@ class Runs:
     steps: int
     sync_batchnorm: bool = False
     say: Say = lambda line: None
+    budget: Budget | None = None
+    """Of a search; None: every run is made."""
     _made: dict[tuple[Any, ...], Any] = field(default_factory=dict)
+
+    def search(self, budget: Budget) -> Runs:
+        """The same runs; those that are not made yet are made as long as there is time. Raises OutOfTime."""
+        return replace(self, budget=budget)
 
     def watched(
         self,
@@ -64,15 +100,15 @@ class Runs:
         key = (way, precision, again, norms, disturbance, is_saved, tuple(sorted(changes.items())))
         if key not in self._made:
             again = again or (f"disturbed {disturbance}" if disturbance else "")
-            self.say(f"{way.label} in {precision}{f', {again}' if again else ''}")
             instead = (
-                Instead("evenstep.verify.disturbed:perform_disturbed", {"norms": norms, "number": disturbance})
+                Instead("evenstep.worker.disturbed:perform_disturbed", {"norms": norms, "number": disturbance})
                 if disturbance
                 else Instead("evenstep.worker.witness:perform_watched", {"norms": norms})
             )
             every = {"checkpoint_every": self.half} if is_saved else {}
             folder = self._folder(way, precision, again, norms if norms != "own" else "", *changes)
-            made = self._run(folder, way, instead, {"precision": precision, **every, **changes})
+            said = f"{way.label} in {precision}{f', {again}' if again else ''}"
+            made = self._run(folder, way, instead, {"precision": precision, **every, **changes}, said)
             if isinstance(made, Evidence) and not is_saved:
                 made.forget_checkpoints()
             self._made[key] = made
@@ -82,12 +118,12 @@ class Runs:
         """What each rank found out about the task by itself; under `failure`, why that could not be done."""
         key = (way, precision, is_rough)
         if key not in self._made:
-            self.say(f"looking for the cause, {way.label}")
             tests = list(TESTS if way == one_device(way) else BY_RANK)
             how = {"is_rough": is_rough, "tests": tests}
             folder = self._folder(way, precision, "examined")
             instead = Instead("evenstep.worker.examine:perform_examination", how)
-            found = self._run(folder, way, instead, {"precision": precision, "accumulate": 1})
+            changes = {"precision": precision, "accumulate": 1}
+            found = self._run(folder, way, instead, changes, f"looking for the cause, {way.label}")
             paths = sorted((folder / EXAMINED).glob("rank*.json"))
             self._made[key] = (
                 [{"failure": found.first_lines}]
@@ -116,7 +152,7 @@ class Runs:
         paths = (self.folder / (f"{plain}-{number}" if number > 1 else plain) for number in count(1))
         return next(path for path in paths if not path.exists())
 
-    def _run(self, folder: Path, way: Way, instead: Instead, changes: dict[str, Any]) -> Evidence | Failure:
+    def _run(self, folder: Path, way: Way, instead: Instead, changes: dict[str, Any], said: str) -> Evidence | Failure:
         fields = {
             "strategy": way.strategy,
             "devices": way.devices,
@@ -125,16 +161,26 @@ class Runs:
             "audit": True,
             "keep": self.steps,
             "sync_batchnorm": self.sync_batchnorm and has_ranks(way),
+            "stall_after": self._patience(way),
             **changes,
         }
         try:
-            for _ in run_apart(variant(self.base, folder, **fields), instead):
-                pass
+            with self.budget.counted() if self.budget is not None else nullcontext():
+                self.say(said)
+                for _ in run_apart(variant(self.base, folder, **fields), instead):
+                    pass
         except Preempted:
             raise
         except EvenstepError as error:
             return Failure(str(error))
         return Evidence(folder)
+
+    def _patience(self, way: Way) -> float | None:
+        """For how long a way may stand still; None where one device has not shown how long its steps take."""
+        single = one_device(way)
+        runs = [one for (of_way, *_), one in self._made.items() if of_way == single and isinstance(one, Evidence)]
+        slowest = max((step.seconds for run in runs for step in run.record.steps), default=None)
+        return max(STALL_SECONDS, TIMES_SLOWEST * slowest) if slowest is not None and way != single else None
 
 
 def _shortened(devices: Sequence[str]) -> list[str]:

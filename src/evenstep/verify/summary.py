@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 
 from evenstep.verify.differences import Difference, Limit
 from evenstep.verify.limits import UNJUDGED
-from evenstep.verify.verdict import PARTS, Part
+from evenstep.verify.of_task import BATCH_DEPENDENT
+from evenstep.verify.verdict import PARTS, Part, Verdict, Way
 
 
 def has_steps(found: Sequence[Difference]) -> bool:
@@ -42,3 +44,18 @@ def parts_of(found: Sequence[Difference], limit: Limit) -> dict[str, Part]:
         is_same = all(one.size <= limit(one) for one in of_part)
         parts[name] = Part(max((one.size for one in of_part), default=None), is_same)
     return parts
+
+
+def settled(verdicts: Mapping[Way, Verdict]) -> dict[Way, Verdict]:
+    """All verdicts, once all are known: who cannot see the whole batch is sent to a way that can, if one passed.
+
+    A loss that gathers from all ranks agrees under ddp and fsdp, and cannot under dp or in micro-batches.
+    """
+    passed = [way.label for way, verdict in verdicts.items() if verdict.is_same and len(way.devices) > 1]
+    if not passed:
+        return dict(verdicts)
+    advice = f"Use {' or '.join(passed)}: there the loss sees the whole batch, and learns what single learns."
+    return {
+        way: replace(verdict, advice=advice) if verdict.cause == BATCH_DEPENDENT else verdict
+        for way, verdict in verdicts.items()
+    }

@@ -5,8 +5,8 @@ from __future__ import annotations
 import math
 
 from evenstep.verify.differences import STEP, Difference
-from evenstep.verify.disturbed import STRENGTH
 from evenstep.verify.evidence import Failure
+from evenstep.worker.disturbed import STRENGTH
 
 _THINGS = {
     "gradients": "the gradient of {name}",

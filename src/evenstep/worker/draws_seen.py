@@ -16,9 +16,11 @@ import torch
 from torch.overrides import TorchFunctionMode
 
 from evenstep.seeding import generator_states
-from evenstep.task import is_users
 
 MOST_PLACES = 3
+_OURS = os.path.dirname(os.path.dirname(__file__)) + os.sep
+_TORCH = os.path.dirname(torch.__file__) + os.sep
+_PYTHON = os.path.dirname(os.__file__) + os.sep
 
 
 class DrawsSeen(TorchFunctionMode):
@@ -42,11 +44,9 @@ class DrawsSeen(TorchFunctionMode):
         return result
 
     def _note(self, stack: traceback.StackSummary) -> None:
-        own = [frame for frame in stack if is_users(frame.filename)]
-        if own:
-            place = f"{short_path(own[-1].filename)}:{own[-1].lineno}: {own[-1].line}"
-            if place not in self.places and len(self.places) < MOST_PLACES:
-                self.places.append(place)
+        place = innermost(stack)
+        if place is not None and place not in self.places and len(self.places) < MOST_PLACES:
+            self.places.append(place)
 
     @contextmanager
     def watching(self) -> Iterator[None]:
@@ -89,6 +89,18 @@ def same_torch(one: list[torch.Tensor], other: list[torch.Tensor]) -> bool:
     with torch._C.DisableTorchFunction():
         # A card that was first used in between had nothing drawn before.
         return all(a.equal(b) for a, b in zip(one, other, strict=False))
+
+
+def innermost(stack: traceback.StackSummary) -> str | None:
+    """The line nearest to what happened: the user's, or that of a library between them and torch."""
+    shown = [frame for frame in stack if _is_shown(frame.filename)]
+    return f"{short_path(shown[-1].filename)}:{shown[-1].lineno}: {shown[-1].line}" if shown else None
+
+
+def _is_shown(filename: str) -> bool:
+    """Whether a file is neither ours, torch's nor Python's own."""
+    is_pythons = filename.startswith(_PYTHON) and f"{os.sep}site-packages{os.sep}" not in filename
+    return not (is_pythons or filename.startswith(("<", _OURS, _TORCH)))
 
 
 def short_path(path: str) -> str:

@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-import os
 import traceback
 from collections.abc import Iterator
 from typing import Any
 
 import torch
+from torch import nn
 from torch.overrides import TorchFunctionMode
 
-from evenstep.worker.draws_seen import short_path
-
-_OURS = os.path.dirname(os.path.dirname(__file__))
-_TORCH = os.path.dirname(torch.__file__)
+from evenstep.worker.draws_seen import innermost
 
 
 class NarrowSeen(TorchFunctionMode):
@@ -26,12 +23,15 @@ class NarrowSeen(TorchFunctionMode):
         super().__init__()
         self.place: str | None = None
 
+    def look_at(self, model: nn.Module) -> None:
+        """Note a complex parameter, which stays as it is: `Module.double` changes real ones alone."""
+        kept = (name for name, weight in model.named_parameters() if weight.dtype is torch.complex64)
+        self.place = next((f"the parameter {name} is complex64" for name in kept), self.place)
+
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
         if self.place is None and any(map(_is_narrow, _tensors(result))) and any(map(_is_wide, _tensors(args))):
-            frames = [frame for frame in traceback.extract_stack() if not frame.filename.startswith((_OURS, _TORCH))]
-            own = frames[-1] if frames else None
-            self.place = f"{short_path(own.filename)}:{own.lineno}: {own.line}" if own is not None else str(func)
+            self.place = innermost(traceback.extract_stack()) or str(func)
         return result
 
 

@@ -68,6 +68,8 @@ class Watch:
 
         def model() -> nn.Module:
             self._module = self._dropout.in_layers(task.model())
+            if self._plan.precision == "fp64":
+                self._narrow.look_at(self._module)
             return without_batch_statistics(self._module) if norms == "eval" else self._module
 
         def optimizer(parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
@@ -163,12 +165,17 @@ def _aliases(module: nn.Module) -> dict[str, str]:
 def sampled(key: str, tensor: torch.Tensor) -> Tensors:
     """The tensor flat and on the CPU; of a large one a fixed part, and its norm."""
     dense = tensor.to_dense() if tensor.layout is not torch.strided else tensor
-    flat = dense.detach().reshape(-1)
+    flat = as_real(dense.detach()).reshape(-1)
     stride = -(-flat.numel() // MOST_ELEMENTS) or 1
     kept = {key: flat[::stride].to("cpu", copy=True).contiguous()}
     if stride > 1 and flat.is_floating_point():
         kept[f"norm/{key}"] = flat.double().norm().cpu()
     return kept
+
+
+def as_real(tensor: torch.Tensor) -> torch.Tensor:
+    """A complex number as two: no file holds complex128, and two numbers are compared like any others."""
+    return torch.view_as_real(tensor.resolve_conj()) if tensor.is_complex() else tensor
 
 
 def same_numbers(one: torch.Tensor, other: torch.Tensor) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
@@ -19,6 +20,8 @@ from evenstep.plan import Plan
 from evenstep.seeding import generator_states, is_same_state, seed_everything
 from evenstep.task import Amount, Task
 from evenstep.worker.adopt import adopt
+from evenstep.worker.cuts import Rounding
+from evenstep.worker.disturbed import LEAST, disturbed
 from evenstep.worker.draws_seen import same_torch, torch_states
 from evenstep.worker.dropouts import DropoutOff
 from evenstep.worker.evaluation import Evaluator, loss_and_metrics
@@ -27,11 +30,17 @@ from evenstep.worker.scaler import unfitted
 from evenstep.worker.source import to_device
 from evenstep.worker.stream import Stream
 from evenstep.worker.team import Team
-from evenstep.worker.witness import same_numbers, sampled
+from evenstep.worker.witness import as_real, same_numbers, sampled
 from evenstep.worker.world import World
 
 TOLERANCE = 1e-9
 ROUGH_TOLERANCE = 1e-3
+DISTURBANCES = 3
+"""How often the weights are disturbed to see what rounding does, where a task computes in fewer digits."""
+TIMES_MOVED = 10.0
+"""How much more than a disturbance moves it something may be off."""
+STRIDES = (1e-5, 1e-4, 1e-3, 1e-2)
+"""By which part of itself the loss is moved to measure its slope: rounding hides the small, curvature the large."""
 
 
 @dataclass(frozen=True)
@@ -51,7 +60,9 @@ class Workbench:
 
     def __init__(self, plan: Plan, task: Task, team: Team, dropout: DropoutOff, is_rough: bool) -> None:
         self.task = task
+        self._is_rough = is_rough
         self.tolerance = ROUGH_TOLERANCE if is_rough else TOLERANCE
+        self._least = LEAST[plan.precision] if is_rough else 10 * TOLERANCE
         self._plan = plan
         self._team = team
         self._device = team.world.device
@@ -116,8 +127,60 @@ class Workbench:
         loss.backward()
         found = {name: weight.grad for name, weight in model.named_parameters() if weight.grad is not None}
         gradients = {name: sampled(name, gradient)[name].double() for name, gradient in found.items()}
-        norms = {name: float(gradient.double().norm()) for name, gradient in found.items()}
+        norms = {name: float(as_real(gradient).double().norm()) for name, gradient in found.items()}
         return Outcome(float(loss.detach()), count, gradients, norms)
+
+    def rounding(self) -> Rounding:
+        """How far the first batch's loss and gradients may be off; where digits are few, by disturbing the weights."""
+        if not self._is_rough:
+            return Rounding(self._least / 10, self._least, 1e-6)
+        still = self.compute()
+        moved_loss, moved = 0.0, dict.fromkeys(still.gradients, 0.0)
+        for number in range(1, DISTURBANCES + 1):
+            with self._kept_weights():
+                disturbed(self.model, number)
+                other = self.compute()
+            moved_loss = max(moved_loss, TIMES_MOVED * abs(other.loss - still.loss))
+            for name in still.gradients.keys() & other.gradients.keys():
+                apart = float((other.gradients[name] - still.gradients[name]).abs().max())
+                moved[name] = max(moved[name], TIMES_MOVED * apart)
+        return Rounding(self._least / 10, self._least, 1e-3, moved_loss, moved)
+
+    def has_slope(self, name: str) -> bool | None:
+        """Whether the gradient of a parameter is the slope of the loss; None where rounding or jumps hide that."""
+        loss = self.compute().loss
+        weight = dict(self.model.named_parameters())[name]
+        assert weight.grad is not None
+        along = weight.grad.detach().clone()
+        square = float(as_real(along).double().square().sum())
+        if not square or not math.isfinite(square):
+            return None
+        slopes = [self._slope(weight, along, stride * abs(loss) / square) / square for stride in STRIDES]
+        seen = [(one + next_) / 2 for one, next_ in pairwise(slopes) if abs(one - next_) < 0.02 * max(1.0, abs(one))]
+        if not seen:
+            return None
+        off = min(abs(slope - 1) for slope in seen)
+        return True if off < 0.05 else False if off > 0.2 else None
+
+    def _slope(self, weight: nn.Parameter, along: torch.Tensor, stride: float) -> float:
+        """By how much the loss changes along a direction, from one side of the weight to the other."""
+        losses = []
+        for side in (stride, -stride):
+            with self._kept_weights():
+                with torch.no_grad():
+                    weight.add_(along, alpha=side)
+                losses.append(self.compute().loss)
+        return (losses[0] - losses[1]) / (2 * stride)
+
+    @contextmanager
+    def _kept_weights(self) -> Iterator[None]:
+        kept = [weight.detach().clone() for weight in self.model.parameters()]
+        try:
+            yield
+        finally:
+            with torch.no_grad():
+                for weight, before in zip(self.model.parameters(), kept, strict=True):
+                    weight.copy_(before)
 
     def measure(self, ids: Ids) -> dict[str, Amount]:
         """What an evaluation computes of these samples."""
@@ -158,14 +221,17 @@ class Workbench:
         return own
 
     def reads_buffers(self) -> bool:
-        """Whether the loss is another one after a forward that changed them."""
-        first = self.compute()
+        """Whether the loss of some samples is another one after a forward on others, which changed them."""
+        one, other, _ = self.thirds()
+        first = self.compute(one)
+        self.compute(other)
         for weight in self.model.parameters():
             weight.grad = None
+        data = self.data(one)
         seed_everything(0)
-        second = self.backward(self.model, self.data())
+        second = self.backward(self.model, data)
         self._restore()
-        return abs(first.loss - second.loss) > self.tolerance * max(abs(first.loss), abs(second.loss))
+        return abs(first.loss - second.loss) > self._least / 10 * max(abs(first.loss), abs(second.loss))
 
     def is_cut_alike(self) -> bool | None:
         """Whether samples are the same when their batch is cut up; None if they cannot be laid side by side."""

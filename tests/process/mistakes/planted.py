@@ -113,6 +113,80 @@ def token_mean() -> Task:
     return with_loss(loss)
 
 
+PADDING = 0
+
+
+def language_model(model: Callable[[], nn.Module], lengths: Tensor | int) -> Task:
+    """Next tokens of texts of these lengths; the loss is the model's own, as Hugging Face's examples have it."""
+    generator = torch.Generator().manual_seed(3)
+    tokens = torch.randint(1, 50, (48, 12), generator=generator)
+    tokens = tokens.masked_fill(torch.arange(12) >= lengths, PADDING)
+
+    def loss(model: Any, batch: Tensor) -> Tensor:
+        return model(batch, labels=batch.masked_fill(batch == PADDING, -100)).loss
+
+    return Task(
+        model=model,
+        train=tokens[:32],
+        valid=tokens[32:],
+        loss=loss,
+        optimizer=lambda parameters: torch.optim.AdamW(parameters, lr=1e-3),
+        batch=8,
+    )
+
+
+def padded_gpt2() -> Task:
+    """A mean over the tokens that are no padding; at first every token has nearly the same loss."""
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    config = GPT2Config(vocab_size=50, n_positions=12, n_embd=16, n_layer=2, n_head=2)
+    lengths = torch.randint(2, 13, (48, 1), generator=torch.Generator().manual_seed(1))
+    return language_model(lambda: GPT2LMHeadModel(config), lengths)
+
+
+def mixtral() -> Task:
+    """The loss that balances its router is a product of means over the batch, and a thousandth of all."""
+    from transformers import MixtralConfig, MixtralForCausalLM
+
+    config = MixtralConfig(
+        vocab_size=50,
+        hidden_size=16,
+        intermediate_size=32,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=2,
+        num_local_experts=4,
+        max_position_embeddings=12,
+        output_router_logits=True,
+    )
+    return language_model(lambda: MixtralForCausalLM(config), 12)
+
+
+def gathering(with_gradient: bool) -> Task:
+    """In-batch negatives from all ranks."""
+
+    def gathered(x: Tensor) -> Tensor:
+        from torch.distributed.nn.functional import all_gather
+
+        if not dist.is_initialized():
+            return x
+        parts = list(all_gather(x if with_gradient else x.detach()))
+        parts[dist.get_rank()] = x if not with_gradient else parts[dist.get_rank()]
+        return torch.cat(parts)
+
+    def loss(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
+        near, far = model(batch[0]), gathered(model(batch[0] + 0.1))
+        first = dist.get_rank() * len(near) if dist.is_initialized() else 0
+        return F.cross_entropy(near @ far.T, first + torch.arange(len(near)))
+
+    return with_loss(loss)
+
+
+def gathered_without_gradient() -> Task:
+    """As torch.distributed.all_gather gives it: the other ranks' rows are constants."""
+    return gathering(with_gradient=False)
+
+
 def summed() -> Task:
     return with_loss(lambda model, batch: F.cross_entropy(model(batch[0]), batch[1], reduction="sum"))
 
@@ -138,6 +212,24 @@ def noise() -> Task:
 
 def python_noise() -> Task:
     return with_loss(lambda model, batch: cross_entropy(model, (batch[0] * (1 + random.random()), batch[1])))
+
+
+def opt() -> Task:
+    """LayerDrop: every forward draws which layers it leaves out."""
+    from transformers import OPTConfig, OPTForCausalLM
+
+    config = OPTConfig(
+        vocab_size=50,
+        hidden_size=16,
+        word_embed_proj_dim=16,
+        ffn_dim=32,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        max_position_embeddings=12,
+        layerdrop=0.1,
+        pad_token_id=PADDING,
+    )
+    return language_model(lambda: OPTForCausalLM(config), 12)
 
 
 def unseeded() -> Task:
@@ -293,6 +385,36 @@ class Queue(nn.Module):
 
 def queue() -> Task:
     return with_middle(Queue)
+
+
+def quantized() -> Task:
+    """Quantization-aware training: observers keep the least and the largest of what they saw."""
+
+    def model() -> nn.Module:
+        from torch.ao.quantization import get_default_qat_qconfig, prepare_qat
+
+        made = sound().model()
+        made.qconfig = get_default_qat_qconfig("x86")
+        return prepare_qat(made.train())
+
+    return replace(sound(), model=model)
+
+
+class Samples(nn.Module):
+    """Counts them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("seen", torch.zeros((), dtype=torch.long))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.seen += len(x) * self.training
+        return x
+
+
+def counted_samples() -> Task:
+    """Of 8 samples, two of the three parts into which a batch is cut hold the same number."""
+    return replace(with_middle(Samples), batch=8)
 
 
 class Counter(nn.Module):

@@ -19,6 +19,7 @@ from evenstep import Task
 from evenstep.tasks import cifar10 as cifar10_file
 from evenstep.tasks import mnist as mnist_file
 from evenstep.tasks import shakespeare as shakespeare_file
+from tests.process.mistakes import planted
 from tests.small_tasks import small_task
 
 NUM_PICTURES = 150
@@ -265,3 +266,42 @@ class HardCoded(nn.Module):
 
 def hard_coded() -> Task:
     return replace(mlp(), model=HardCoded)
+
+
+# What is kept in a type of its own, or moved by noise alone
+
+
+class Spectral(nn.Module):
+    """A filter of frequencies: complex64, whatever the others are."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.filter = nn.Parameter(torch.randn(7, dtype=torch.complex64))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.fft.irfft(torch.fft.rfft(x) * self.filter, n=12)
+
+
+def complex_weights() -> Task:
+    return planted.with_middle(Spectral)
+
+
+def nadam() -> Task:
+    """Keeps a product in float32 beside weights in float64."""
+    return replace(planted.sound(), optimizer=lambda parameters: torch.optim.NAdam(parameters, lr=1e-2))
+
+
+def asgd() -> Task:
+    return replace(planted.sound(), optimizer=lambda parameters: torch.optim.ASGD(parameters, lr=1e-2))
+
+
+def adafactor() -> Task:
+    """Keeps the root mean square of each weight: that of a key's bias, whose gradient softmax cancels, is noise."""
+    from transformers.optimization import Adafactor
+
+    return replace(bert(), optimizer=lambda parameters: Adafactor(parameters, lr=1e-3, relative_step=False))
+
+
+def gathered() -> Task:
+    """Negatives from all ranks, which send gradients back."""
+    return planted.gathering(with_gradient=True)

@@ -20,6 +20,8 @@ from evenstep.worker.witness import Norms, perform_watched
 
 STRENGTH = 2.0**-19
 """How far a weight is moved at most, relative to itself: the last four bits of a float32, about what sums lose."""
+LEAST = {"fp64": 1e-5, "fp32": 1e-5, "tf32": 1e-3, "bf16": 1e-2, "fp16": 1e-2}
+"""What rounding may do to any tensor, relative to its size, where a task does not compute in float64 throughout."""
 MOST_TRIED = 10
 """Of five decisions that rounding had turned (CIFAR-10), disturbances of half and of twice this strength turned each
 again in a third to nearly all of the tries: ten in vain are rare."""
@@ -37,7 +39,7 @@ def disturbed(model: nn.Module, number: int) -> nn.Module:
     # Its own, so that nothing else is drawn otherwise than without it.
     draws = torch.Generator().manual_seed(number)
     for weight in model.parameters():
-        if weight.is_floating_point():
+        if weight.is_floating_point() or weight.is_complex():
             strength = max(STRENGTH, torch.finfo(weight.dtype).eps)
             weight.mul_(1 + strength * (2 * torch.rand(weight.shape, generator=draws) - 1).to(weight.device))
     return model

@@ -1,0 +1,31 @@
+"""Takes tasks apart in this one process; `python examine_apart.py NAME:PRECISION ...` prints what each of them showed.
+
+A process of its own, since dropout stays switched off in it. A precision with a star is taken to have few digits.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+
+import torch
+
+from evenstep.plan import Plan
+from evenstep.seeding import seed_everything
+from evenstep.worker.dropouts import DropoutOff
+from evenstep.worker.examine import examine
+from evenstep.worker.team import join
+from evenstep.worker.workbench import Workbench
+from tests.process.mistakes import planted, sound
+
+TESTS = ("draws", "cut", "buffers")
+torch.set_num_threads(1)
+dropout = DropoutOff()
+for case in sys.argv[1:]:
+    name, _, precision = case.partition(":")
+    seed_everything(0)
+    task = getattr(planted if hasattr(planted, name) else sound, name)()
+    plan = Plan(batch=task.batch, steps=1, precision=precision.rstrip("*"))  # type: ignore[arg-type]
+    team = join("single", ("cpu",), plan.precision, plan.seed)
+    bench = Workbench(plan, task, team, dropout, is_rough=precision.endswith("*"))
+    print(json.dumps([case, examine(bench, TESTS)]))

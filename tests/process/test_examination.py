@@ -55,7 +55,7 @@ def causes(found: dict[str, Any], is_rough: bool) -> Iterator[Cause | None]:
     """In the order in which they are looked for."""
     yield draws(found, is_rough)
     yield buffers(found, is_cut=False, differing=found["buffers"]["by_data"])
-    yield loss(found, has_ranks=True)
+    yield loss(found, can_gather=True)
     yield hooks(found)
 
 

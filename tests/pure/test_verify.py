@@ -27,7 +27,7 @@ from evenstep.verify.check import Depth, Judge, judged
 from evenstep.verify.differences import COARSE, FINE, STEP, Differ, Difference, first_beyond, saved_as_trained
 from evenstep.verify.evidence import Evidence, Failure
 from evenstep.verify.limits import UNJUDGED, Disturbed, Yardstick, exact
-from evenstep.verify.of_task import loss
+from evenstep.verify.of_task import gathered, loss
 from evenstep.verify.page import lines, table
 from evenstep.verify.runs import Budget, OutOfTime, Runs
 from evenstep.verify.summary import parts_of, settled
@@ -564,10 +564,20 @@ def test_samples_are_laid_side_by_side_with_those_of_theparts_of(column: Any, is
 
 def test_a_mean_of_means_is_explained_with_its_factor() -> None:
     found = {"cut": {"kind": "weighted", "whole": 1.0, "by_parts": 1.2, "factor": 1.31, "sizes": [5, 4, 7]}}
-    cause = loss(found, has_ranks=True)
+    cause = loss(found, can_gather=True)
     assert cause is not None
     assert "one part of the batch weighs 1.31 times as much as its samples do" in cause.sentence
     assert cause.evidence == ("of one batch in parts of 5 + 4 + 7: loss 1 as a whole, 1.2 by its parts",)
+
+
+def test_gathering_is_named_only_where_the_parts_of_a_batch_clearly_give_another_loss() -> None:
+    """A router's loss is a thousandth of all: that the ranks' loss is one device's says nothing there."""
+    cut = {"kind": "mixed", "whole": 2.5, "by_parts": 1.5, "sizes": [5, 4, 7], "unlike": [], "has_slope": None}
+    cause = gathered({"cut": cut}, loss_limit=1e-4)
+    assert cause is not None
+    assert cause.name == "gather"
+    assert gathered({"cut": cut | {"by_parts": 2.5001}}, loss_limit=1e-4) is None
+    assert gathered({"cut": cut | {"kind": "weighted"}}, loss_limit=1e-4) is None
 
 
 def test_ranks_that_compute_the_same_are_no_cause() -> None:
@@ -644,6 +654,26 @@ def test_a_search_that_takes_too_long_names_no_cause() -> None:
     )
     failed = find_cause(case, Failure("rank 0 failed\nIndexError"))
     assert (failed.name, failed.sentence, failed.advice) == ("failed", "rank 0 failed", "IndexError")
+
+
+@pytest.mark.parametrize(("skips", "name"), [(True, "draws"), (False, "failed")])
+def test_draws_make_a_way_fail_only_where_they_leave_parameters_out(skips: bool, name: str) -> None:
+    seen = {"generators": ["torch's"], "places": [], "apart": 1.0, "by_itself": 0.0, "skips": skips}
+    runs = SimpleNamespace(examined=lambda *_: [{"draws": seen}])
+    run = write_run("one", trained([1.0], [1.0]))
+    case = Case(runs, Way("dp", ("cpu", "cpu")), "fp32", run, None, exact)  # type: ignore[arg-type]
+    assert find_cause(case, Failure("nothing has moved for 30 s")).name == name
+
+
+def test_what_was_tested_before_names_the_cause_though_time_is_up() -> None:
+    def watched(*_: object, **__: object) -> Evidence:
+        raise OutOfTime
+
+    cut = {"kind": "sum", "whole": 3.0, "by_parts": 1.0, "sizes": [5, 4, 7]}
+    runs = SimpleNamespace(examined=lambda *_: [{"cut": cut}], watched=watched)
+    run = write_run("one", trained([1.0], [1.0]))
+    case = Case(runs, Way("dp", ("cpu", "cpu")), "fp32", run, run, exact, frozenset([of("loss", "loss")]))  # type: ignore[arg-type]
+    assert find_cause(case, None).name == "sum"
 
 
 def test_a_way_stands_still_for_as_long_as_one_device_makes_likely() -> None:

@@ -30,6 +30,8 @@ REPEAT = (
     "or train with --deterministic if an operation is to blame."
 )
 
+LATE = "it was looked for as long as there was time"
+
 
 @dataclass(frozen=True)
 class Apart:
@@ -67,6 +69,11 @@ class Case:
         return one_device(self.way)
 
     @property
+    def can_gather(self) -> bool:
+        """Whether each rank could get the whole batch from the others, as no micro-batch and no thread can."""
+        return has_ranks(self.way) and self.way.accumulate == 1
+
+    @property
     def parts(self) -> set[str]:
         """Those that differ."""
         return {one.part for one in self.beyond}
@@ -75,11 +82,6 @@ class Case:
     def names(self) -> set[str]:
         """The tensors that differ."""
         return {one.name for one in self.beyond}
-
-    def is_loss_same(self) -> bool:
-        """Whether the loss of the first step is that of one device, though something else differs there."""
-        at_first = {one.part for one in self.beyond if one.step <= self.reference.begin + 1}
-        return "gradients" in at_first and "loss" not in at_first
 
     def found(self) -> dict[str, Any]:
         """What the task showed on one device, taken apart."""
@@ -104,16 +106,22 @@ def find_cause(case: Case, failure: Failure | None) -> Cause:
     try:
         return _confirmed(case) if failure is None else _failed(case, failure)
     except OutOfTime:
-        if failure is not None:
-            return _as_said(failure, ())
-    return _unknown("it was looked for as long as there was time", ())
+        return _unknown(LATE, ()) if failure is None else _as_said(failure, ())
 
 
 def _confirmed(case: Case) -> Cause:
+    """What was tested before costs no time, so that each test has its turn."""
+    is_late = False
     for test in _tests(case):
-        cause = test(case)
+        try:
+            cause = test(case)
+        except OutOfTime:
+            is_late = True
+            continue
         if cause is not None:
             return cause
+    if is_late:
+        raise OutOfTime
     repeated = f"single, run twice, gave the same, and so did {case.way.label}"
     return _unknown("it is none of those that are looked for", (repeated, *problems_of(case.found(), case.on_ranks())))
 
@@ -132,7 +140,7 @@ def only_in(case: Case, arithmetic: float, said: tuple[str, ...]) -> Cause:
     try:
         cause = _not_repeated(case) or _way_not_repeated(case)
     except OutOfTime:
-        return _unknown("it was looked for as long as there was time", said)
+        return _unknown(LATE, said)
     if cause is not None:
         return cause
     own = case.precision
@@ -155,8 +163,8 @@ def _tests(case: Case) -> list[Callable[[Case], Cause | None]]:
         lambda case: reading(case.found()),
         # Before the loss: what depends on such a buffer depends on the others of its batch.
         lambda case: _buffers(case) if (case.found().get("buffers") or {}).get("read") else None,
-        lambda case: gathered(case.found(), case.is_loss_same()) if has_ranks(case.way) else None,
-        lambda case: loss(case.found(), has_ranks(case.way)),
+        _gathered,
+        lambda case: loss(case.found(), case.can_gather),
         # Before the ranks are compared: what changes from run to run would look as if it depended on them.
         _way_not_repeated,
         lambda case: by_rank(case.found(), case.on_ranks(), case.way.label, case.is_rough),
@@ -175,8 +183,17 @@ def _tests(case: Case) -> list[Callable[[Case], Cause | None]]:
 def lies_in_task(case: Case) -> bool:
     """Whether the task, taken apart on one device, already shows why no way of cutting its batch up can agree."""
     found = case.found()
-    causes = (captured(found), draws(found, case.is_rough), reading(found), loss(found, has_ranks(case.way)))
+    causes = (captured(found), draws(found, case.is_rough), reading(found), loss(found, case.can_gather))
     return any(cause is not None for cause in causes)
+
+
+def _gathered(case: Case) -> Cause | None:
+    """Gradients alone differ in the first step, in a way whose ranks can ask each other."""
+    first = case.reference.begin + 1
+    at_first = {one.part for one in case.beyond if one.step <= first}
+    if not case.can_gather or "gradients" not in at_first or "loss" in at_first:
+        return None
+    return gathered(case.found(), case.limit(Difference("loss", first, "loss", 0.0)))
 
 
 def _buffers(case: Case) -> Cause | None:
@@ -236,8 +253,7 @@ def _batch_norm(case: Case) -> Cause | None:
     if not layers or case.run is None:
         return None
     before = case.apart(case.reference, case.run)
-    is_shared = has_ranks(case.way) and case.way.accumulate == 1
-    if is_shared and not case.runs.sync_batchnorm:
+    if case.can_gather and not case.runs.sync_batchnorm:
         after = case.apart(case.reference, case.runs.watched(case.way, case.precision, sync_batchnorm=True))
         tried, advice = "with --sync-batchnorm", "Train with --sync-batchnorm."
     else:
@@ -315,9 +331,9 @@ def _cut_alone(case: Case) -> Cause | None:
 
 def _failed(case: Case, failure: Failure) -> Cause:
     found = case.found()
-    cause = (
-        captured(found) or draws(found, case.is_rough) or by_rank(found, case.on_ranks(), case.way.label, case.is_rough)
-    )
+    # Of draws, those alone that leave parameters out can make a way fail that one device does not.
+    skipping = draws(found, case.is_rough) if (found.get("draws") or {}).get("skips") else None
+    cause = captured(found) or skipping or by_rank(found, case.on_ranks(), case.way.label, case.is_rough)
     without = (found.get("batch") or {}).get("without") or []
     tested = (f"on one device no gradient reaches {', '.join(without[:5])}",) if without else ()
     if cause is not None:

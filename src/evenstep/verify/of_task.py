@@ -76,7 +76,7 @@ def reading(found: Found) -> Cause | None:
     )
 
 
-def loss(found: Found, has_ranks: bool) -> Cause | None:
+def loss(found: Found, can_gather: bool) -> Cause | None:
     """A loss of the whole batch that is not the mean of the losses of its parts."""
     cut = found.get("cut") or {}
     kind = cut.get("kind", "sound")
@@ -84,14 +84,14 @@ def loss(found: Found, has_ranks: bool) -> Cause | None:
         return _mixed(
             f"of one batch in parts of {_sizes(cut)}: the gradient of {cut['unlike'][0]} is not the mean of those of "
             "the parts, and it is the slope of the loss, changed by nothing on its way",
-            has_ranks,
+            can_gather,
         )
     if kind == "sound":
         return None
     losses = f"loss {cut['whole']:.6g} as a whole, {cut['by_parts']:.6g} by its parts"
     evidence = f"of one batch in parts of {_sizes(cut)}: {losses}"
     if kind == "mixed":
-        return _mixed(evidence, has_ranks)
+        return _mixed(evidence, can_gather)
     sentences = {
         "sum": "the loss is a sum over the batch, not a mean: a device that holds a half gives a half",
         "weighted": "the loss is a mean over something else than samples (tokens, boxes), so that the mean of its "
@@ -112,11 +112,11 @@ def loss(found: Found, has_ranks: bool) -> Cause | None:
 BATCH_DEPENDENT = "batch-dependent"
 
 
-def _mixed(evidence: str, has_ranks: bool) -> Cause:
+def _mixed(evidence: str, can_gather: bool) -> Cause:
     gather = (
         "Let each rank compare with the samples of all: torch.distributed.nn.functional.all_gather"
-        if has_ranks
-        else "Use ddp or fsdp, and a loss that gathers from all ranks (torch.distributed.nn.functional.all_gather)"
+        if can_gather
+        else "Use ddp or fsdp in one micro-batch, and a loss that gathers (torch.distributed.nn.functional.all_gather)"
     )
     return Cause(
         name=BATCH_DEPENDENT,
@@ -127,10 +127,15 @@ def _mixed(evidence: str, has_ranks: bool) -> Cause:
     )
 
 
-def gathered(found: Found, is_loss_same: bool) -> Cause | None:
-    """A loss that depends on the whole batch, and sees the whole batch on every rank; its gradients do not."""
-    cause = loss(found, has_ranks=True)
-    if cause is None or cause.name != BATCH_DEPENDENT or not is_loss_same:
+def gathered(found: Found, loss_limit: float) -> Cause | None:
+    """A loss that depends on the whole batch, and is that of the whole batch on every rank; its gradients are not.
+
+    It is known to be the same to `loss_limit`, relative to its size; the parts of a batch must give clearly another.
+    """
+    cause, cut = loss(found, can_gather=True), found.get("cut") or {}
+    if cause is None or cause.name != BATCH_DEPENDENT:
+        return None
+    if abs(cut["by_parts"] - cut["whole"]) <= 10 * loss_limit * abs(cut["whole"]):
         return None
     return Cause(
         name="gather",

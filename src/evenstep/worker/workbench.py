@@ -153,7 +153,7 @@ class Workbench:
         assert weight.grad is not None
         along = weight.grad.detach().clone()
         square = float(as_real(along).double().square().sum())
-        if not square or not math.isfinite(square):
+        if not loss or not square or not math.isfinite(square):
             return None
         slopes = [self._slope(weight, along, stride * abs(loss) / square) / square for stride in STRIDES]
         seen = [(one + next_) / 2 for one, next_ in pairwise(slopes) if abs(one - next_) < 0.02 * max(1.0, abs(one))]

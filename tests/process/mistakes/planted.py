@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import random
 import time
+import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any
@@ -394,8 +395,11 @@ def quantized() -> Task:
         from torch.ao.quantization import get_default_qat_qconfig, prepare_qat
 
         made = sound().model()
-        made.qconfig = get_default_qat_qconfig("x86")
-        return prepare_qat(made.train())
+        with warnings.catch_warnings():
+            # Deprecated, and what people have.
+            warnings.simplefilter("ignore")
+            made.qconfig = get_default_qat_qconfig("x86")
+            return prepare_qat(made.train())
 
     return replace(sound(), model=model)
 

@@ -85,20 +85,8 @@ def shakespeare() -> Task:
 def gpt2() -> Task:
     from transformers import GPT2Config, GPT2LMHeadModel
 
-    tokens = whole_number(50, 48, 12)
     config = GPT2Config(vocab_size=50, n_positions=12, n_embd=16, n_layer=2, n_head=2)
-
-    def loss(model: Any, batch: Tensor) -> Tensor:
-        return model(batch, labels=batch).loss
-
-    return Task(
-        model=lambda: GPT2LMHeadModel(config),
-        train=tokens[:32],
-        valid=tokens[32:],
-        loss=loss,
-        optimizer=lambda parameters: torch.optim.AdamW(parameters, lr=1e-3),
-        batch=8,
-    )
+    return planted.language_model(lambda: GPT2LMHeadModel(config), lengths=12)
 
 
 def bert() -> Task:

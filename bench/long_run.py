@@ -5,7 +5,7 @@ python bench/long_run.py [--steps 1000000] [--devices 2] [--out FILE]
 Memory is the resident set of each rank and of the launcher; it is flat if the mean of the last tenth is at most 5 %
 above that of the second tenth. (The first one warms up: torch's flight recorder keeps the last 2,000 collectives.) Then
 rank 1 is killed; the restart is measured from its death to the first new step in the Record, and once more in a run of
-2,000 steps, whose Record is short. The last line is what `evenstep report` took of the whole Record.
+500 steps, whose Record is short. The last line is what `evenstep report` took of the whole Record.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ import psutil
 from evenstep.record import FILE, Start, Step, end_of_rows, rows
 
 STEPS = 1_000_000
-SHORT = 2_000
+SHORT = 500
 KILL_AT = 0.97
 """Of the steps."""
 MOST_GROWTH = 0.05

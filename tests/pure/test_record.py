@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import io
 import json
+import pickle
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +13,7 @@ import pytest
 from evenstep.errors import BadInput
 from evenstep.launcher.tail import RecordTail
 from evenstep.plan import Plan
-from evenstep.record import FILE, Evaluation, Record, RecordWriter, Start, Step, Summary, rows
+from evenstep.record import BLOCK_BYTES, FILE, Evaluation, Record, RecordWriter, Start, Step, Summary, end_of_rows, rows
 
 PLAN = Plan(task="digits", batch=8, epochs=2, strategy="ddp", devices=("cpu", "cpu"), name="été")
 MACHINE = {"python": "3.11", "cores": 2}
@@ -187,3 +189,41 @@ def test_the_rows_after_a_torn_one_are_read_when_a_run_goes_on(tmp_path: Path) -
     tail.close()
     assert Record.read(tmp_path).steps == [row]
     assert len(Record.read(tmp_path).restarts) == 1
+
+
+def test_steps_are_read_from_the_file_when_they_are_asked_for(tmp_path: Path) -> None:
+    writer = RecordWriter(tmp_path, Plan(batch=2, epochs=1), {}, {"step": 0})
+    taken = [step(number) for number in range(1, 2001)]
+    for one in taken:
+        writer.append(one)
+    writer.close()
+    steps = Record.read(tmp_path).steps
+    assert len(pickle.dumps(steps)) < 20 * len(taken)
+    assert (len(steps), steps[0], steps[-1], steps[5:8]) == (2000, taken[0], taken[-1], taken[5:8])
+    assert steps == taken
+    assert steps != taken[1:]
+    with pytest.raises(IndexError):
+        steps[2000]
+    (tmp_path / FILE).unlink()
+    with pytest.raises(BadInput, match=r"record\.jsonl is no record of a run: No such file"):
+        list(steps)
+
+
+class Counted(io.BytesIO):
+    """Counts the bytes that are read."""
+
+    num_read = 0
+
+    def read(self, size: int | None = -1) -> bytes:
+        part = super().read(size)
+        self.num_read += len(part)
+        return part
+
+
+@pytest.mark.parametrize("num_torn", [0, 1, BLOCK_BYTES - 1, BLOCK_BYTES, 3 * BLOCK_BYTES])
+def test_the_end_of_a_long_record_is_found_from_its_end(num_torn: int) -> None:
+    whole = 50 * BLOCK_BYTES
+    file = Counted(b"x" * (whole - 1) + b"\n" + b"x" * num_torn)
+    assert end_of_rows(file) == whole
+    assert file.num_read <= num_torn + 2 * BLOCK_BYTES
+    assert end_of_rows(io.BytesIO(b"x" * num_torn)) == 0

@@ -78,10 +78,10 @@ class Voices:
         if rank == 0 and self._passes_on:
             pass_on(tail.raw(), sys.stdout if ending == "out" else sys.stderr)
             return
-        before = tail.num_skipped
+        was_whole = tail.is_whole
         lines = tail.new()
-        if tail.num_skipped > before:
-            yield f"[rank {rank}] {tail.num_skipped - before:,} bytes are not shown here; they are in {tail.path}"
+        if was_whole and not tail.is_whole:
+            yield f"[rank {rank}] writes more than is shown here; all of it is in {tail.path}"
         for text in lines:
             if ending == "out":
                 yield Said(text, now, [0], 1).line()
@@ -116,8 +116,8 @@ class Tail:
         self._at = 0
         self._decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
         self._line = Line()
-        self.num_skipped = 0
-        """Bytes that were passed over so far."""
+        self.is_whole = True
+        """Whether nothing was passed over so far."""
 
     def raw(self) -> str:
         """What was written since the last call, or the next part of it."""
@@ -156,9 +156,8 @@ class Tail:
         with self.path.open("rb") as file:
             file.seek(self._at + self.num_unread - SHOWN_BYTES)
             file.readline(SHOWN_BYTES)
-            self.num_skipped += file.tell() - self._at
             self._at = file.tell()
-        self._line = Line()
+        self._line, self.is_whole = Line(), False
 
 
 class Line:

@@ -260,7 +260,8 @@ class RecordReader:
         self.path = path
         self.record: Record | None = None
         """What was read so far; None before the first row."""
-        self._steps = Steps(path)
+        # Whoever asks for steps later may be in another folder by then.
+        self._steps = Steps(path.absolute())
 
     def read_on(self, file: IO[bytes], kinds: Collection[str] = KINDS) -> Iterator[Start | Row]:
         """Take the whole lines from here to the end into the Record; each of them when that is done."""

@@ -191,14 +191,16 @@ def test_the_rows_after_a_torn_one_are_read_when_a_run_goes_on(tmp_path: Path) -
     assert len(Record.read(tmp_path).restarts) == 1
 
 
-def test_steps_are_read_from_the_file_when_they_are_asked_for(tmp_path: Path) -> None:
+def test_steps_are_read_from_the_file_when_they_are_asked_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     writer = RecordWriter(tmp_path, Plan(batch=2, epochs=1), {}, {"step": 0})
     taken = [step(number) for number in range(1, 2001)]
     for one in taken:
         writer.append(one)
     writer.close()
-    steps = Record.read(tmp_path).steps
+    steps = Record.read(Path()).steps
     assert len(pickle.dumps(steps)) < 20 * len(taken)
+    Path("elsewhere").mkdir()
+    monkeypatch.chdir("elsewhere")
     assert (len(steps), steps[0], steps[-1], steps[5:8]) == (2000, taken[0], taken[-1], taken[5:8])
     assert steps == taken
     assert steps != taken[1:]

@@ -178,7 +178,7 @@ def test_a_command_line_is_refused(words: list[str]) -> None:
 @pytest.mark.slow
 @pytest.mark.timeout(1200)
 @given(command_lines())
-@inputs(2 * MANY)
+@inputs(MANY)
 @pytest.mark.usefixtures("cluttered")
 def test_hundreds_of_command_lines_are_refused(words: list[str]) -> None:
     check_line(words)
@@ -374,7 +374,7 @@ def test_hundreds_of_damaged_files_are_refused(made: Path, data: st.DataObject) 
 @pytest.mark.slow
 @pytest.mark.timeout(1200)
 @given(st.data())
-@inputs(MANY)
+@inputs(100)
 def test_a_page_of_damaged_files_is_made_or_refused(made: Path, data: st.DataObject) -> None:
     check_damage(made, data.draw, PAGES)
 

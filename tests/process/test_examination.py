@@ -75,3 +75,4 @@ def test_a_layer_that_is_skipped_is_told_with_the_line_that_draws(findings: dict
     assert "modeling_opt.py" in cause.sentence
     assert "torch.rand([])" in cause.sentence
     assert cause.sentence.endswith("so each of them leaves other parameters out")
+    assert "layerdrop=0" in cause.advice

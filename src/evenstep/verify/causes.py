@@ -340,7 +340,11 @@ def _failed(case: Case, failure: Failure) -> Cause:
         return Cause(
             name=cause.name,
             sentence=cause.sentence,
-            evidence=(*cause.evidence, *tested, f"{case.way.label} ended with: {failure.first_lines}"),
+            evidence=(
+                *cause.evidence,
+                *tested,
+                f"{case.way.label} ended with: {' '.join(failure.first_lines.split())}",
+            ),
             advice=cause.advice,
         )
     is_missing = bool(without) and "no gradient reaches" in failure.message

@@ -53,7 +53,9 @@ def draws(found: Found, is_rough: bool) -> Cause | None:
         evidence=(
             f"on one device, another seed for these draws alone changes the result by {in_percent(seen['apart'])}",
         ),
-        advice="Draw per sample, in augment or augment_batch, whose draws depend on the sample, not on the device; "
+        advice="Run every layer in every step: switch the skipping off (layerdrop=0), or multiply by 0 what is skipped."
+        if seen["skips"]
+        else "Draw per sample, in augment or augment_batch, whose draws depend on the sample, not on the device; "
         "or accept that the number of devices changes what is drawn.",
     )
 

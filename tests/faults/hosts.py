@@ -162,7 +162,8 @@ def hosts(count: int, addresses: Sequence[str] | None = None, names: Names = "kn
     """So many hosts on one switch, at 10.77.0.1 and on unless told; all of it is gone at the end.
 
     `names` is what /etc/hosts of each says: every host (known), its own name as 127.0.1.1 as Debian's installer
-    does (loopback), its own name at an address that it does not have (foreign), or no name at all (unknown).
+    does, and every other (loopback), its own name at an address that it does not have (foreign), or no name at all
+    (unknown).
     """
     addresses = addresses or [f"10.77.0.{number}" for number in range(1, count + 1)]
     assert len(set(addresses)) == count, f"{count} hosts need {count} different addresses, not {addresses}"
@@ -217,7 +218,8 @@ def _build(machines: Sequence[Host], names: Names) -> None:
 
 def _name_table(machine: Host, machines: Sequence[Host], names: Names) -> str:
     own = {"loopback": f"127.0.1.1 {machine.name}\n", "foreign": f"{FOREIGN} {machine.name}\n"}
-    known = "".join(f"{each.address} {each.name}\n" for each in machines) if names == "known" else ""
+    there = {"known": machines, "loopback": [each for each in machines if each is not machine]}
+    known = "".join(f"{each.address} {each.name}\n" for each in there.get(names, []))
     return "127.0.0.1 localhost\n" + known + own.get(names, "")
 
 

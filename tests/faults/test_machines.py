@@ -201,6 +201,19 @@ def test_machines_meet_whatever_their_own_names_resolve_to(tmp_path: Path, names
         assert_ends(second, 0, 10)
 
 
+def test_the_first_machine_may_be_called_by_a_name_that_leads_it_to_itself(tmp_path: Path) -> None:
+    """As Debian's installer writes it: others come by an address that the name does not tell the first machine.
+
+    One that sorts after 127.0.0.1: of two processes of gloo's, the one with the later address connects to the other.
+    """
+    with machines(tmp_path, 2, ["192.168.7.1", "192.168.7.2"], names="loopback") as (first, second):
+        for machine in (first, second):
+            where = ["--machines", "2", "--rendezvous", f"{first.host.name}:{PORT}"]
+            machine.evenstep("train", "my_task.py", *where, "--name", "many", "--steps", "3")
+        assert_ends(first, 0, 60, "2 machines, 2 processes")
+        assert_ends(second, 0, 10)
+
+
 @pytest.mark.parametrize(("wrong", "seconds", "after"), [(1, -30, 0), (1, 30, 0), (1, 3600, 12), (0, -3600, 12)])
 def test_clocks_may_be_wrong_and_may_jump(tmp_path: Path, wrong: int, seconds: int, after: int) -> None:
     """Fault 30."""

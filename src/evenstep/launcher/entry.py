@@ -12,7 +12,7 @@ from torch._C._distributed_c10d import TCPStore
 from evenstep.errors import PlanError, TrainingError
 from evenstep.launcher.identity import Identity
 from evenstep.launcher.munge import opened_from_me, sealed_for_me
-from evenstep.launcher.network import JOIN_SECONDS, bound_to, connect, is_open, timed
+from evenstep.launcher.network import JOIN_SECONDS, address_toward, bound_to, connect, interface_of, is_open, timed
 from evenstep.launcher.prepare import RUNS
 from evenstep.launcher.signed import Seal
 from evenstep.launcher.slurm import find_slurm
@@ -49,6 +49,14 @@ class Entry:
     def port_to(self, port: int) -> int:
         """Where processes of this machine reach a store of the first one."""
         return port if isinstance(self.passage, Gate) else self.passage.port(port)
+
+    def interface(self, address: Address) -> str | None:
+        """The interface by which this machine and the others reach each other."""
+        own = address_toward(address)
+        if own is not None and own.startswith("127.") and isinstance(self.passage, Gate):
+            # Its own name leads the first machine to itself; others know better.
+            own = self.passage.reached_at or own
+        return interface_of(own)
 
     def close(self) -> None:
         """Leave."""

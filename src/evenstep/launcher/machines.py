@@ -37,7 +37,6 @@ from evenstep.launcher.network import (
     BEAT_SECONDS,
     JOIN_SECONDS,
     hostname,
-    interface_to,
     is_here,
     timed,
     warnings_about,
@@ -205,7 +204,7 @@ class Machines:
             "TORCHELASTIC_RESTART_COUNT": str(max(member["attempt"] for member in members) - 1),
             "TORCHELASTIC_RUN_ID": self._entry.run,
         }
-        interface = interface_to(self._host, self._port)
+        interface = self._entry.interface((self._host, self._port))
         if interface and "GLOO_SOCKET_IFNAME" not in os.environ:
             # By itself, gloo believes what the machine's own name resolves to, which on Debian is a loopback address.
             environment["GLOO_SOCKET_IFNAME"] = interface

@@ -95,15 +95,19 @@ def _own_addresses() -> set[str]:
     return {address.address for addresses in psutil.net_if_addrs().values() for address in addresses}
 
 
-def interface_to(host: str, port: int) -> str | None:
-    """The interface by which this machine reaches the store."""
+def address_toward(address: tuple[str, int]) -> str | None:
+    """This machine's own address on the way to another."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as way:
         try:
-            way.connect((host, port))  # sends nothing
+            way.connect(address)  # sends nothing
         except OSError:
             return None
-        mine = way.getsockname()[0]
-    found = [name for name, every in psutil.net_if_addrs().items() for one in every if one.address == mine]
+        return str(way.getsockname()[0])
+
+
+def interface_of(own: str | None) -> str | None:
+    """The interface that has an address of this machine's."""
+    found = [name for name, every in psutil.net_if_addrs().items() for one in every if one.address == own]
     return found[0] if found else None
 
 

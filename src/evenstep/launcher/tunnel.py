@@ -205,6 +205,8 @@ class Gate:
         self._identity = identity
         self._port = port
         self._of_workers = 0
+        self.reached_at = ""
+        """The address of this machine by which another one has come."""
         self._unproved: Counter[str] = Counter()
         self._loop = _Loop()
         self._loop.listen(bound, self._serve)
@@ -238,7 +240,10 @@ class Gate:
             refused = self._refusal(hello)
             session.write("gate", writer, Answer(refused))
             await writer.drain()
-        return None if refused else hello.port or self._port
+        if refused:
+            return None
+        self.reached_at = str(writer.get_extra_info("sockname")[0])
+        return hello.port or self._port
 
     async def _meet(self, reader: Reader, writer: Writer) -> Session:
         nonce = secrets.token_bytes(NONCE_BYTES)

@@ -38,3 +38,16 @@ def test_a_first_step_does_not_load_it_and_a_real_need_does(need: str) -> None:
     code = "\n".join([FIRST_STEP, NEEDS[need], after])
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=100)
     assert done.returncode == 0, done.stderr
+
+
+BEFORE_THE_START = """
+import sys
+from evenstep.launcher.prepare import prepare
+prepare("digits", {"name": "tried"})
+assert "sympy" not in sys.modules
+"""
+
+
+def test_the_check_before_the_start_does_not_load_it() -> None:
+    done = subprocess.run([sys.executable, "-c", BEFORE_THE_START], capture_output=True, text=True, timeout=100)
+    assert done.returncode == 0, done.stderr

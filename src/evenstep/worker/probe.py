@@ -17,6 +17,7 @@ from evenstep.task import Task, takes_steps
 from evenstep.worker.adopt import Adopted
 from evenstep.worker.copies import SMALL_ENOUGH
 from evenstep.worker.dry_run import DryRun, few_samples
+from evenstep.worker.later import put_off_compiler
 from evenstep.worker.optimizers import refuse_closure
 from evenstep.worker.passes import NOT_RESIDENT, can_be_resident
 from evenstep.worker.persample import Touch
@@ -120,6 +121,8 @@ def _check_fits(plan: Plan, skeleton: nn.Module) -> None:
 
 
 def _check_optimizer(task: Task, skeleton: nn.Module) -> None:
+    # Making and stepping an optimizer would import torch's compiler: more than a second of every start.
+    put_off_compiler()
     try:
         optimizer = task.optimizer(skeleton.parameters())
     except Exception:

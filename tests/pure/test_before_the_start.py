@@ -61,6 +61,11 @@ def maml(model, batch):
     moved = {name: weight - 0.1 * slope for (name, weight), slope in zip(weights.items(), slopes)}
     return F.cross_entropy(torch.func.functional_call(model, moved, batch[0]), batch[1])
 
+def frozen_norm():
+    model = nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.Linear(8, 2))
+    model[1].eval()
+    return model
+
 def task() -> Task:
     return Task(
         **{
@@ -98,6 +103,8 @@ def train(evenstep: Callable[..., Ended]) -> Callable[..., Ended]:
         "metrics=lambda model, batch: {'one': 1, 'two': (2.0, 4), 'three': torch.ones(2)}, valid=Flow()",
         "metrics=lambda model, batch: {}, valid=(x, y)",
         "metrics=lambda model, batch: 1 / 0",
+        "model=frozen_norm, batch=19",
+        "model=frozen_norm, batch=1, valid=(x, y)",
     ],
 )
 def test_what_a_step_and_an_evaluation_can_compute_is_trained(train: Callable[..., Ended], parts: str) -> None:
@@ -296,3 +303,11 @@ def test_drop_last_goes_on_in_mid_epoch_with_the_batch_it_had(evenstep: Callable
     audited = evenstep("audit", "runs/cut", "runs/rest")
     assert audited.code == 0, audited.out
     assert audited.out.splitlines()[0] == "16 samples x 3 epochs, 0 repeated, 0 missed, 6 left out by drop_last"
+
+
+def test_drop_last_of_valid_data_smaller_than_the_batch_drops_nothing(train: Callable[..., Ended]) -> None:
+    data = "torch.utils.data.DataLoader(list(zip(x.repeat({0}, 1), y.repeat({0}))), batch_size=64, drop_last=True)"
+    ended = train(f"batch=None, train={data.format(13)}, valid={data.format(2)}")
+    assert ended.code == 0, ended.err
+    assert "the valid DataLoader's drop_last is not followed: an evaluation counts every sample\n" in ended.err
+    assert [one.samples for one in Record.read("runs/tried").evaluations] == [40, 40]

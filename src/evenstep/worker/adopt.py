@@ -99,7 +99,7 @@ def _taken_apart(loader: DataLoader[Any], collate: Collate | None, sampler: Any,
         batch=batch,
         workers=loader.num_workers,
         worker_init=loader.worker_init_fn,
-        drop_last=drop_last,
+        drop_last=drop_last and what != "valid",
         said=[*said, *inner.said],
     )
 

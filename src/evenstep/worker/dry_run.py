@@ -23,6 +23,7 @@ from evenstep.worker.loader import Piece
 from evenstep.worker.persample import Touch
 from evenstep.worker.precision import Precision
 from evenstep.worker.source import Source, to_device
+from evenstep.worker.spread import evaluating
 from evenstep.worker.stream import Stream
 from evenstep.worker.totals import Totals, as_sum
 from evenstep.worker.world import World
@@ -65,10 +66,14 @@ class DryRun:
         with self._refusing():
             self._fault = "the model cannot be built"
             # A copy: the task may hand out the one model that will be trained.
-            self._model = copied(self._precision.fit(self._task.model())).train()
+            self._model = copied(self._precision.fit(self._task.model()))
+            if not self._model.training:
+                # As the worker does; of a model in training mode, layers may be in eval mode on purpose.
+                self._model.train()
             self._step(self._model, train)
             if valid is not None:
-                self._evaluate(self._model.eval(), valid)
+                with evaluating(self._model):
+                    self._evaluate(self._model, valid)
 
     def check_alone(self, sample: Few, lengths: Lengths) -> None:
         """Take a step on one sample, as a device will that has no more of a batch."""
@@ -78,7 +83,7 @@ class DryRun:
             return
         with self._refusing(f"; {_where_alone(plan, lengths)}"):
             try:
-                self._step(model.train(), sample)
+                self._step(model, sample)
             except ValueError as error:
                 if NEEDS_TWO not in str(error):
                     raise

@@ -52,12 +52,19 @@ class Spread:
     @contextmanager
     def evaluating(self) -> Iterator[None]:
         """Inside, dropout and batch statistics are off; afterwards every layer is as the user had it."""
-        modules = [layer for module in (self.module, *self.seats) for layer in module.modules()]
-        modes = [layer.training for layer in modules]
-        for layer in modules:
-            layer.training = False
-        try:
+        with evaluating(self.module, *self.seats):
             yield
-        finally:
-            for layer, mode in zip(modules, modes, strict=True):
-                layer.training = mode
+
+
+@contextmanager
+def evaluating(*modules: nn.Module) -> Iterator[None]:
+    """Inside, every layer is in eval mode; afterwards each is in its own mode again."""
+    layers = [layer for module in modules for layer in module.modules()]
+    modes = [layer.training for layer in layers]
+    for layer in layers:
+        layer.training = False
+    try:
+        yield
+    finally:
+        for layer, mode in zip(layers, modes, strict=True):
+            layer.training = mode

@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+import random
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
 from torch.nn import functional as F
 from torch.optim import SGD, AdamW, Optimizer
 from torch.optim.lr_scheduler import LambdaLR
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 import evenstep
 from evenstep.errors import TaskError
+from evenstep.seeding import generator_states, is_same_state
 from evenstep.worker.optimizers import Rehearsal, refuse_closure
 
 
@@ -83,6 +87,10 @@ def test_a_rehearsal_leaves_the_optimizer_and_its_parameters_as_they_are() -> No
     LambdaLR(optimizer, lambda step: step / 10)
     called: list[int] = []
     optimizer.register_step_post_hook(lambda *_: called.append(1))
+    of_all = [
+        register(lambda *_: called.append(2))
+        for register in (register_optimizer_step_pre_hook, register_optimizer_step_post_hook)
+    ]
     for weight in weights:
         weight.grad = torch.ones_like(weight)
     refuse_closure(optimizer)
@@ -91,8 +99,41 @@ def test_a_rehearsal_leaves_the_optimizer_and_its_parameters_as_they_are() -> No
     assert len(first) == 2  # one of two dimensions, one of one
     assert min(first) > 0
     assert called == []
+    SGD([nn.Parameter(torch.ones(1))], lr=0.1).step()
+    assert called == [2, 2]
+    for handle in of_all:
+        handle.remove()
     assert not optimizer.state
     assert all(torch.equal(weight, torch.ones_like(weight)) and weight.grad is not None for weight in weights)
+
+
+class Noisy(SGD):
+    """As Langevin dynamics are written: every update has noise of its own."""
+
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            for weight in group["params"]:
+                weight.grad += torch.randn_like(weight) * random.random() * np.random.rand()
+        super().step()
+
+
+def test_a_rehearsal_leaves_random_numbers_as_they_are() -> None:
+    optimizer = Noisy([nn.Parameter(torch.ones(3, 4))], lr=0.1)
+    before = generator_states()
+    refuse_closure(optimizer)
+    first, again = (Rehearsal(optimizer).moved(seed=1) for _ in range(2))
+    (other,) = Rehearsal(optimizer).moved(seed=2)
+    assert is_same_state(before, generator_states())
+    assert torch.equal(first[0], again[0])
+    assert not torch.equal(first[0], other)
+
+
+def test_a_step_that_wants_another_argument_is_not_said_to_need_a_closure() -> None:
+    class Scaled(SGD):
+        def step(self, scale: Any) -> None:  # type: ignore[override]
+            super().step()
+
+    refuse_closure(Scaled([nn.Parameter(torch.ones(3, 4))], lr=0.1))
 
 
 def test_what_an_optimizer_keeps_from_its_making_on_is_there_in_a_rehearsal() -> None:

@@ -8,14 +8,18 @@ from __future__ import annotations
 import copy
 import re
 from collections import OrderedDict, defaultdict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 import torch
+import torch.optim.optimizer as torch_optimizer
 from torch import nn
 from torch.optim import Optimizer
 
 from evenstep.errors import TaskError
+from evenstep.seeding import left_alone, seed_host
+from evenstep.worker.randomness import seed_devices
 from evenstep.worker.state import is_sharded, placed_like, whole
 from evenstep.worker.world import World
 
@@ -50,7 +54,7 @@ def refuse_sharded(optimizer: Optimizer, world: World) -> None:
     # No rank is without a row, and the last one has fewer.
     rows = 3 * world.size - 1
     try:
-        expected, again = (Rehearsal(optimizer, rows).moved() for _ in range(2))
+        expected, again = (Rehearsal(optimizer, rows).moved(seed) for seed in range(2))
     except Exception:
         # It cannot be tried like this; its first step will say more.
         return
@@ -82,17 +86,21 @@ def _problem(rehearsal: Rehearsal, expected: list[torch.Tensor]) -> str | None:
 
 
 def _can_step(optimizer: Optimizer, with_closure: bool = False) -> bool:
+    """Whether a step goes well; with a closure: and calls it, for it may have wanted any other argument."""
     try:
-        Rehearsal(optimizer).step(with_closure)
+        rehearsal = Rehearsal(optimizer)
+        with rehearsal.leaving_no_trace():
+            rehearsal.step(with_closure)
     except Exception:
         return False
-    return True
+    return rehearsal.has_called_closure or not with_closure
 
 
 class Rehearsal:
     """A copy of an optimizer, with one small parameter for each number of dimensions that a group has."""
 
     def __init__(self, optimizer: Optimizer, rows: int = 5, place: Place = lambda values: values) -> None:
+        self.has_called_closure = False
         self._rows, self._place = rows, place
         self._draws = torch.Generator().manual_seed(0)
         self._weights: list[nn.Parameter] = []
@@ -117,11 +125,20 @@ class Rehearsal:
     def step(self, with_closure: bool = False) -> None:
         """One step, from gradients that are the same in every rehearsal."""
         self._set_gradients()
-        self._optimizer.step(*[self._set_gradients] * with_closure)
+        self._optimizer.step(*[self._closure] * with_closure)
 
-    def moved(self) -> list[torch.Tensor]:
-        """How far some steps move each of the small parameters."""
-        with torch.random.fork_rng(devices=[]):
+    @contextmanager
+    def leaving_no_trace(self) -> Iterator[None]:
+        """Around steps: random numbers go on afterwards as if there had been none, and global hooks see none."""
+        devices = {weight.device for weight in self._weights if weight.is_cuda}
+        with left_alone(), torch.random.fork_rng(devices), _without_global_hooks():
+            yield
+
+    def moved(self, seed: int = 0) -> list[torch.Tensor]:
+        """How far some steps move each of the small parameters; `seed` is that of what they draw at random."""
+        with self.leaving_no_trace():
+            seed_host(seed)
+            seed_devices([seed] * len(self._weights), tuple(weight.device for weight in self._weights))
             for _ in range(STEPS):
                 self.step()
         return [self._whole(weight) - start for weight, start in zip(self._weights, self._starts, strict=True)]
@@ -138,10 +155,13 @@ class Rehearsal:
         replaced = {id(weight): small[weight.ndim, weight.is_complex()] for weight in weights}
         return {**replaced, id(weights): list(small.values())}
 
-    def _set_gradients(self) -> torch.Tensor:
-        """As a closure does: it returns the loss."""
+    def _set_gradients(self) -> None:
         for weight in self._weights:
             weight.grad = self._drawn(weight.shape, like=weight)
+
+    def _closure(self) -> torch.Tensor:
+        self.has_called_closure = True
+        self._set_gradients()
         return torch.zeros(())
 
     def _drawn(self, shape: tuple[int, ...], like: torch.Tensor) -> torch.Tensor:
@@ -162,6 +182,23 @@ def _small_state(own: Mapping[str, Any], weight: nn.Parameter, small: nn.Paramet
         key: torch.zeros_like(small) if isinstance(value, torch.Tensor) and value.ndim else copy.deepcopy(value)
         for key, value in kept.items()
     }
+
+
+@contextmanager
+def _without_global_hooks() -> Iterator[None]:
+    """Inside, `register_optimizer_step_pre_hook` and `..._post_hook` have registered nothing."""
+    every: tuple[dict[int, Any], ...] = (
+        torch_optimizer._global_optimizer_pre_hooks,
+        torch_optimizer._global_optimizer_post_hooks,
+    )
+    kept = [dict(hooks) for hooks in every]
+    for hooks in every:
+        hooks.clear()
+    try:
+        yield
+    finally:
+        for hooks, before in zip(every, kept, strict=True):
+            hooks.update(before)
 
 
 _HOOKS = ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")

@@ -159,6 +159,16 @@ def test_an_exception_reaches_the_hook_of_the_script() -> None:
     assert Path("told").read_text() == "ValueError"
 
 
+@pytest.mark.parametrize("how", [(), ("--fresh",)])
+def test_a_script_does_not_find_the_token_of_its_launcher(how: tuple[str, ...]) -> None:
+    """Neither where it looks, nor in what its process was started with."""
+    Path("script.py").write_text("import os\nprint(open('/proc/self/environ').read(), dict(os.environ))\n")
+    secrets = {"EVENSTEP_TOKEN": "what-machines-share", "EVENSTEP_TOKEN_FILE": "what-machines-share"}
+    done = started("evenstep", "run", *how, "--devices", "2", "script.py", **secrets)
+    assert "WORLD_SIZE" in done.stdout
+    assert "what-machines-share" not in done.stdout
+
+
 def test_the_options_of_torchrun_are_known() -> None:
     Path("script.py").write_text("import os, torch\nprint(os.environ['WORLD_SIZE'], torch.get_num_threads())\n")
     options = (

@@ -6,7 +6,9 @@ import os
 import pickle
 import socket
 import sys
+import time
 from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import replace
 from datetime import UTC, datetime, timedelta
@@ -24,15 +26,27 @@ from torch.distributed.elastic.rendezvous.dynamic_rendezvous import (
 )
 
 from evenstep.errors import PlanError, TrainingError
-from evenstep.launcher import entry
+from evenstep.launcher import entry, tunnel
 from evenstep.launcher.elastic import KEY, LAST_CALL, SignedState
 from evenstep.launcher.identity import Identity, sources_of_file, sources_of_task
 from evenstep.launcher.machines import Machines
-from evenstep.launcher.munge import opened_from_me, sealed_for_me
+from evenstep.launcher.munge import LONGEST_CREDENTIAL, opened_from_me, sealed_for_me
+from evenstep.launcher.network import bound_to, is_here
 from evenstep.launcher.signed import Seal
 from evenstep.launcher.stores import free_port, open_store
-from evenstep.launcher.token import TOKEN, TOKEN_FILE, TokenFile, given_token
-from evenstep.launcher.tunnel import HELLO, MOST_OF_ONE, NONCE_BYTES, RUN_BYTES, Gate, Way, WrongToken
+from evenstep.launcher.token import TOKEN, TOKEN_FILE, TokenFile, given_token, labelled, make_token, unlabelled
+from evenstep.launcher.tunnel import (
+    HELLO,
+    MOST_OF_ONE,
+    NONCE_BYTES,
+    RUN_BYTES,
+    AnotherRun,
+    Gate,
+    Hello,
+    NotEvenstep,
+    Way,
+    WrongToken,
+)
 from evenstep.plan import Plan
 
 NAME = "run"
@@ -141,6 +155,23 @@ class TestAMessage:
         assert reader.opened("state", second) == {"round": 2}
         assert reader.opened("state", first) is None
 
+    def test_has_a_turn_of_its_own_though_its_writer_reads_nothing(self) -> None:
+        writer, reader = Seal(b"key"), Seal(b"key")
+        first, second = (writer.sealed("plan", {"batch": batch}).encode() for batch in (1, 2))
+        assert reader.opened("plan", second) == {"batch": 2}
+        assert reader.opened("plan", first) is None
+        assert reader.opened("plan", second) == {"batch": 2}, "what stands there is read again"
+
+    def test_of_the_turn_of_one_seen_is_nothing_if_it_says_something_else(self) -> None:
+        one, other, reader = Seal(b"key"), Seal(b"key"), Seal(b"key")
+        assert reader.opened("state", one.sealed("state", {"by": 1}).encode()) == {"by": 1}
+        assert reader.opened("state", other.sealed("state", {"by": 2}).encode()) is None
+
+    def test_that_the_store_did_not_take_leaves_its_writer_able_to_read_the_one_it_took(self) -> None:
+        one, other = Seal(b"key"), Seal(b"key")
+        one.sealed("state", {"by": 1})
+        assert one.opened("state", other.sealed("state", {"by": 2}).encode()) == {"by": 2}
+
 
 @contextmanager
 def gate(token: str = ONE, identity: Identity = MINE) -> Iterator[tuple[Gate, tuple[str, int], dist.Store]]:
@@ -224,7 +255,7 @@ class TestTheGate:
         with gate("a token of somebody else's") as (_, address, _), way(address) as mine, pytest.raises(WrongToken):
             mine.knock()
 
-    @pytest.mark.parametrize("greeting", [b"", b"HTTP/1.1 400 Bad Request\r\n\r\n" + bytes(100)])
+    @pytest.mark.parametrize("greeting", [b"220\r\n", b"HTTP/1.1 400 Bad Request\r\n\r\n" + bytes(100)])
     def test_something_else_is_no_gate(self, greeting: bytes) -> None:
         with socket.create_server(("127.0.0.1", 0)) as listener, way(listener.getsockname()) as mine:
             port = mine.port()
@@ -235,12 +266,83 @@ class TestTheGate:
                 here.settimeout(5)
                 assert ends(here)
 
+    def test_of_another_port_for_workers_the_one_before_is_closed(self) -> None:
+        with gate() as (_, address, _), way(address) as mine:
+            first, launchers, second = mine.port(1), mine.port(), mine.port(2)
+            assert not addresses_of(first)
+            assert addresses_of(launchers) == addresses_of(second) == {"127.0.0.1"}
+
     def test_a_run_that_was_started_again_is_another_one(self) -> None:
         with gate() as (_, address, _), way(address) as mine:
             mine.knock()
             mine.run = bytes(RUN_BYTES)
-            with pytest.raises(WrongToken, match="is another one now"):
+            with pytest.raises(AnotherRun, match="another one has begun there"):
                 mine.knock()
+
+
+class FaintGate(Gate):
+    """It hangs up on the first machine that has proved that it knows the token."""
+
+    num_asked = 0
+
+    def _refusal(self, hello: Hello) -> str:
+        self.num_asked += 1
+        if self.num_asked == 1:
+            raise EOFError
+        return super()._refusal(hello)
+
+
+class TestAMachineThatEnters:
+    @pytest.fixture(autouse=True)
+    def _hurry(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setenv(TOKEN, ONE)
+        monkeypatch.setattr(tunnel, "ANSWER_SECONDS", 0.3)
+
+    def test_waits_for_a_launcher_that_is_too_busy_to_answer(self, capsys: pytest.CaptureFixture[str]) -> None:
+        listener, store = socket.create_server(("127.0.0.1", 0)), open_store()
+        with entering(listener.getsockname()) as entered:
+            time.sleep(1)
+            assert not entered.done(), "it has not been turned away"
+            made = Gate(listener, ONE, MINE, store.port)
+            assert entered.result(20).run == made.run.hex()
+        made.close()
+        assert "which is busy" in capsys.readouterr().err
+
+    def test_waits_for_room_where_its_own_address_holds_too_many_connections(self) -> None:
+        with gate() as (made, address, _):
+            others = [socket.create_connection(address) for _ in range(MOST_OF_ONE)]
+            assert all(one.recv(1) for one in others)
+            with entering(address) as entered:
+                time.sleep(1)
+                assert not entered.done(), "it has not been turned away"
+                for one in others:
+                    one.close()
+                assert entered.result(20).run == made.run.hex()
+
+    def test_tries_again_when_the_gate_hangs_up_after_its_proof(self) -> None:
+        listener, store = socket.create_server(("127.0.0.1", 0)), open_store()
+        made = FaintGate(listener, ONE, MINE, store.port)
+        with entering(listener.getsockname()) as entered:
+            assert entered.result(20).run == made.run.hex()
+        assert made.num_asked > 1
+        made.close()
+
+    def test_takes_what_never_says_a_word_for_something_else(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(entry, "WAIT_FOR_HEAD_SECONDS", 1.0)
+        with (
+            socket.create_server(("127.0.0.1", 0)) as listener,
+            pytest.raises(NotEvenstep, match="takes connections, and has said nothing for 1 s"),
+        ):
+            entry.enter(listener.getsockname(), MINE)
+
+
+@contextmanager
+def entering(address: tuple[str, int]) -> Iterator[Future[entry.Entry]]:
+    """A machine that enters meanwhile, and leaves at the end."""
+    with ThreadPoolExecutor(1) as pool:
+        entered = pool.submit(entry.enter, address, MINE)
+        yield entered
+        entered.result(20).close()
 
 
 def overheard(address: tuple[str, int]) -> bytes:
@@ -421,7 +523,50 @@ def test_a_port_that_is_taken_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
         Machines(("127.0.0.1", store.port), (1, 2), MINE, True)
 
 
+@pytest.mark.parametrize("own", ["127.0.0.2", "127.0.1.1", "::1"])
+def test_a_loopback_address_is_listened_at_and_nothing_else(own: str) -> None:
+    if own == "::1" and not is_here(own):
+        pytest.skip("there is no IPv6")
+    with bound_to((own, 0)) as bound:
+        assert bound.getsockname()[0] == own
+
+
+def test_a_port_that_another_run_holds_leaves_that_run_s_token_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv(TOKEN, raising=False)
+    port = free_port()
+    with machines(port, is_head=True):
+        (file,) = Path("runs").iterdir()
+        before = file.read_text()
+        with pytest.raises(PlanError, match="another run of evenstep holds it"):
+            Machines(("127.0.0.1", port), (1, 2), MINE, True)
+        assert file.read_text() == before
+
+
+def test_a_machine_that_fails_after_it_entered_leaves_nothing_behind(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv(TOKEN, raising=False)
+    port = free_port()
+    with pytest.raises(ValueError, match="maximum number of nodes"):
+        Machines(("127.0.0.1", port), (2, 1), MINE, True)
+    assert not list(Path("runs").iterdir())
+    assert not addresses_of(port)
+
+
 class TestMunge:
+    def test_what_is_sealed_says_that_it_is_a_token(self) -> None:
+        token = make_token()
+        assert unlabelled(labelled(token)) == token
+        assert unlabelled(token) is None, "this user may have sealed anything"
+        assert unlabelled(labelled("short")) is None
+
+    def test_what_is_too_long_is_not_looked_at(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        program = Path("programs/unmunge")
+        program.parent.mkdir()
+        program.write_text("#!/bin/sh\ntouch asked\n")
+        program.chmod(0o755)
+        monkeypatch.setenv("PATH", str(program.parent.resolve()), prepend=":")
+        assert opened_from_me(b"A" * (LONGEST_CREDENTIAL + 1)) is None
+        assert not Path("asked").exists()
+
     def test_where_there_is_none_nothing_is_sealed_or_opened(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setenv("PATH", "/nowhere")
         assert sealed_for_me(ONE) == b""
@@ -471,6 +616,19 @@ class TestTheSourcesOfATask:
         assert sorted(sources_of_task("package.train:task")) == ["package.train"]
         assert sources_of_task("digits") == {}
         assert sources_of_task("torch.nn:Module") == {}
+
+    @pytest.mark.parametrize("spec", ["", ":task", "a..b", "x" * 300, "../up", "a b"])
+    def test_of_what_is_no_name_of_a_module_are_none(self, spec: str) -> None:
+        assert sources_of_task(spec) == {}
+
+    def test_of_a_long_chain_of_imports_are_all_of_it(self) -> None:
+        for number in range(1500):
+            Path(f"m{number}.py").write_text(f"import m{number + 1}\n")
+        assert len(sources_of_task("m0")) == 1500
+
+    def test_that_are_nested_too_deeply_to_be_parsed_are_compared(self) -> None:
+        Path("deep.py").write_text("x = " + "-" * 100_000 + "1\n")
+        assert sorted(sources_of_task("deep.py")) == ["deep.py"]
 
     def test_that_do_not_parse_are_compared_all_the_same(self) -> None:
         Path("broken.py").write_text("def (")

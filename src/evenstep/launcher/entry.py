@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import os
+import socket
 import sys
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 from torch._C._distributed_c10d import TCPStore
@@ -17,8 +20,17 @@ from evenstep.launcher.prepare import RUNS
 from evenstep.launcher.signed import Seal
 from evenstep.launcher.slurm import find_slurm
 from evenstep.launcher.stores import LOOPBACK, open_store
-from evenstep.launcher.token import TOKEN, TOKEN_FILE, TokenFile, given_token, make_token
-from evenstep.launcher.tunnel import Gate, Way, WrongToken, credential_of, is_gate
+from evenstep.launcher.token import TOKEN, TOKEN_FILE, TokenFile, given_token, labelled, make_token, unlabelled
+from evenstep.launcher.tunnel import (
+    RETRY_SECONDS,
+    Busy,
+    Gate,
+    NotEvenstep,
+    Way,
+    WrongToken,
+    credential_of,
+    is_gate,
+)
 
 WAIT_FOR_HEAD_SECONDS = 300.0
 WAIT_FOR_TOKEN_SECONDS = 10.0
@@ -60,30 +72,52 @@ class Entry:
 
     def close(self) -> None:
         """Leave."""
-        self.passage.close()
         if self.token_file is not None:
+            # While the port is held: the next run that takes it leaves a file of the same name.
             self.token_file.remove()
+        self.passage.close()
 
 
 def hold(address: Address, identity: Identity) -> Entry:
     """The first machine's: it listens, and makes a token if nobody has set one."""
-    token, file, credential = given_token(), None, b""
+    token = given_token()
     store = open_store(JOIN_SECONDS)
+    with _listening(address) as bound:
+        if token is not None:
+            gate = Gate(bound, token, identity, store.port)
+            return Entry(gate.run.hex(), Seal(gate.key), store, gate)
+        return _hold_with_own_token(address, identity, bound, store)
+
+
+def _hold_with_own_token(address: Address, identity: Identity, bound: socket.socket, store: TCPStore) -> Entry:
+    token, file, is_slurm = make_token(), TokenFile(RUNS, address), find_slurm() is not None
+    # The port is ours, and so is the file that is named after it; nobody is answered before it is there.
+    file.write(token)
+    try:
+        credential = sealed_for_me(labelled(token)) if is_slurm else b""
+        gate = Gate(bound, token, identity, store.port, credential)
+    except BaseException:
+        file.remove()
+        raise
+    if not is_slurm:
+        print(file.announcement(token), file=sys.stderr, flush=True)
+    return Entry(gate.run.hex(), Seal(gate.key), store, gate, file)
+
+
+@contextmanager
+def _listening(address: Address) -> Iterator[socket.socket]:
+    """The port, held from here on; given up again if the block fails."""
     try:
         bound = bound_to(address)
-        if token is None:
-            token, file = make_token(), TokenFile(RUNS, address)
-            # Before it listens: a machine that is answered finds the file there.
-            file.write(token)
-            credential = sealed_for_me(token) if find_slurm() is not None else b""
-        gate = Gate(bound, token, identity, store.port, credential)
     except OSError as error:
         holder = "another run of evenstep holds it" if is_gate(address) else "another program holds it"
         why = f"port {address[1]} cannot be used ({os.strerror(error.errno or 0)})"
         raise PlanError(f"{why}; {holder}; choose another port, the same on all machines") from error
-    if file is not None and find_slurm() is None:
-        print(file.announcement(token), file=sys.stderr, flush=True)
-    return Entry(gate.run.hex(), Seal(gate.key), store, gate, file)
+    try:
+        yield bound
+    except BaseException:
+        bound.close()
+        raise
 
 
 def enter(address: Address, identity: Identity) -> Entry:
@@ -93,30 +127,48 @@ def enter(address: Address, identity: Identity) -> Entry:
     token = given_token()
     _wait_for(address, deadline)
     late = time.monotonic() + WAIT_FOR_TOKEN_SECONDS
+    is_told = False
     while True:
-        found = token or _token_of_slurm(address) or TokenFile(RUNS, address).read()
         try:
+            found = token or _token_of_slurm(address) or TokenFile(RUNS, address).read()
             way = _let_in(address, found, identity) if found else None
-        except WrongToken:
+        except WrongToken as error:
             # In a file it may be that of a run before.
             if token is not None or time.monotonic() > late:
-                raise PlanError(f"the run at {where} has another token; {_same_token(address)}") from None
+                raise PlanError(f"{error}; {_same_token(address)}") from None
             way = None
-        except OSError:
-            # It has gone again, or is too busy to answer.
-            _wait_for(address, deadline)
+        except (OSError, EOFError) as error:
+            # It has gone again, or is too busy to answer, or has its fill of connections for now.
+            time.sleep(RETRY_SECONDS)
+            if not isinstance(error, Busy):
+                _wait_for(address, deadline)
+            elif time.monotonic() > deadline:
+                raise NotEvenstep(_mute(where)) from error
+            elif not is_told:
+                print(f"waiting for {where}, which is busy: {error}", file=sys.stderr, flush=True)
+                is_told = True
+            late = time.monotonic() + WAIT_FOR_TOKEN_SECONDS
             continue
         if way is not None:
-            return Entry(way.run.hex(), Seal(way.key), _store_through(way, deadline), way)
+            return _entered(way, deadline)
         if time.monotonic() > late:
             raise PlanError(f"{where} lets in who knows the run's token, and no token is set; {_same_token(address)}")
-        time.sleep(0.2)
+        time.sleep(RETRY_SECONDS)
+
+
+def _entered(way: Way, deadline: float) -> Entry:
+    try:
+        return Entry(way.run.hex(), Seal(way.key), _store_through(way, deadline), way)
+    except BaseException:
+        way.close()
+        raise
 
 
 def _token_of_slurm(address: Address) -> str | None:
     """That of the first task, if this is another task of the same user's."""
     credential = credential_of(address) if find_slurm() is not None else b""
-    return opened_from_me(credential) if credential else None
+    text = opened_from_me(credential) if credential else None
+    return unlabelled(text) if text is not None else None
 
 
 def _store_through(way: Way, deadline: float) -> TCPStore:
@@ -127,6 +179,13 @@ def _store_through(way: Way, deadline: float) -> TCPStore:
 
 def _silent(where: str) -> TrainingError:
     return TrainingError(f"nobody answers at {where}; start the same command on that machine")
+
+
+def _mute(where: str) -> str:
+    return (
+        f"{where} takes connections, and has said nothing for {WAIT_FOR_HEAD_SECONDS:.0f} s: another program holds the "
+        "port (choose another one, the same on all machines), or the launcher there hangs"
+    )
 
 
 def _let_in(address: Address, token: str, identity: Identity) -> Way:

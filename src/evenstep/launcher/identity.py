@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import hashlib
+import os
 import socket
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
@@ -83,26 +84,37 @@ class _Sources:
 
     folders: tuple[Path, ...]
     hashes: dict[str, str] = field(default_factory=dict)
+    _wanted: list[str] = field(default_factory=list)
+    """Modules that are still to be looked for; a chain of imports may be longer than Python recurses."""
 
     def of_file(self, file: Path) -> dict[str, str]:
         self._add(file.name, file, "")
-        return self.hashes
+        return self._complete()
 
     def of_module(self, name: str) -> dict[str, str]:
-        self._look_for(name)
+        self._wanted.append(name)
+        return self._complete()
+
+    def _complete(self) -> dict[str, str]:
+        while self._wanted:
+            self._look_for(self._wanted.pop())
         return self.hashes
 
     def _look_for(self, name: str) -> None:
         """A module and the packages around it; nothing if it is none of the user's own."""
         parts = name.split(".")
+        # `-m` also takes names with hyphens.
+        if not all(part.replace("-", "_").isidentifier() for part in parts):
+            return
         for folder in self.folders:
             for number in range(1, len(parts) + 1):
                 base = folder.joinpath(*parts[:number])
-                package, module = base / "__init__.py", base.with_suffix(".py")
+                package, module = base / "__init__.py", base.with_name(f"{base.name}.py")
                 own = ".".join(parts[:number])
-                if package.is_file():
+                # Path.is_file raises where a name is too long for a file.
+                if os.path.isfile(package):
                     self._add(own, package, own)
-                elif module.is_file():
+                elif os.path.isfile(module):
                     self._add(own, module, own.rpartition(".")[0])
 
     def _add(self, name: str, file: Path, package: str) -> None:
@@ -113,15 +125,14 @@ class _Sources:
         except OSError:
             return
         self.hashes[name] = hashlib.sha256(source).hexdigest()[:HASH_LETTERS]
-        for imported in _imports(source, package):
-            self._look_for(imported)
+        self._wanted.extend(_imports(source, package))
 
 
 def _imports(source: bytes, package: str) -> Iterator[str]:
     """The names that a source imports, wherever in it."""
     try:
         tree = ast.parse(source)
-    except (SyntaxError, ValueError):
+    except (SyntaxError, ValueError, RecursionError, MemoryError):
         return
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):

@@ -69,18 +69,25 @@ class Machines:
         self._entry = hold(address, identity) if self.is_head else enter(address, identity)
         self._seal = self._entry.seal
         self._store: Store = self._entry.store
-        self._state = self._ask(lambda: SignedState(self._store, self._seal), WAIT_FOR_HEAD_SECONDS)
-        self._handler = self._join()
-        self._arrival = 0 if self.is_head else self._ask(lambda: self._store.add("arrivals", 1), WAIT_FOR_HEAD_SECONDS)
         self._round: Store | None = None
         self._members: list[dict[str, Any]] = []
         self._beats: dict[int, tuple[int, float]] = {}
         self._num_lost = 0
         self._cause: Cause | None = None
         self._is_wanted = False
-        self._answered = time.monotonic()
         self._closed = threading.Event()
+        try:
+            self._state = self._ask(lambda: SignedState(self._store, self._seal), WAIT_FOR_HEAD_SECONDS)
+            self._handler = self._join()
+            self._arrival = self._arrive()
+        except BaseException:
+            self._entry.close()
+            raise
+        self._answered = time.monotonic()
         threading.Thread(target=self._keep_in_touch, daemon=True).start()
+
+    def _arrive(self) -> int:
+        return 0 if self.is_head else self._ask(lambda: self._store.add("arrivals", 1), WAIT_FOR_HEAD_SECONDS)
 
     def publish(self, plan: Plan) -> None:
         """Tell the other machines what is trained."""

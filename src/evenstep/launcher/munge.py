@@ -21,12 +21,13 @@ has to prove yet that the secret in it is his.
 def sealed_for_me(text: str) -> bytes:
     """A credential that only this user can open, on the nodes of this cluster; nothing if there is no munge."""
     done = _run(["munge", f"--restrict-uid={os.geteuid()}"], text.encode())
-    return done.stdout.strip() if done is not None and done.returncode == 0 else b""
+    credential = done.stdout.strip() if done is not None and done.returncode == 0 else b""
+    return credential if len(credential) <= LONGEST_CREDENTIAL else b""
 
 
 def opened_from_me(credential: bytes) -> str | None:
     """The text in a credential that this user has made; None if it is somebody else's, or no credential."""
-    done = _run(["unmunge", "--numeric", "--keys=UID"], credential)
+    done = _run(["unmunge", "--numeric", "--keys=UID"], credential) if len(credential) <= LONGEST_CREDENTIAL else None
     if done is None or done.returncode not in OPENED:
         return None
     about, _, text = done.stdout.decode(errors="replace").partition("\n\n")

@@ -18,6 +18,7 @@ from evenstep.launcher.stores import LOOPBACK
 T = TypeVar("T")
 JOIN_SECONDS = 600
 BEAT_SECONDS = 0.5
+BACKLOG = 512
 
 
 def timed(
@@ -54,24 +55,34 @@ def connect(host: str, port: int) -> TCPStore:
 
 
 def bound_to(address: tuple[str, int]) -> socket.socket:
-    """A socket at the interface that others reach by this name, and at no other if that is known; it may listen.
+    """A socket at the interface that others reach by this name, and at no other if that is known; it listens.
 
-    A name that leads to loopback here (Debian's installer writes it so) says nothing of the interface.
+    A name that leads to loopback here (Debian's installer writes it so) says nothing of the interface; an address does.
     """
     host, port = address
     outer = sorted((one for one in _addresses(host) if not one.is_loopback), key=lambda one: one.version)
     if outer and str(outer[0]) in _own_addresses():
         own = str(outer[0])
     else:
-        own = LOOPBACK if host in ("localhost", LOOPBACK) else ""
+        own = LOOPBACK if host == "localhost" else host if _is_loopback(host) else ""
     made = socket.socket(socket.AF_INET6 if ":" in own else socket.AF_INET)
     try:
         made.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         made.bind((own, port))
+        # At once: until somebody listens, a second socket may be bound to the same port.
+        made.listen(BACKLOG)
     except OSError:
         made.close()
         raise
     return made
+
+
+def _is_loopback(host: str) -> bool:
+    """Whether it is a loopback address itself, and no name."""
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False
 
 
 def is_open(host: str, port: int) -> bool:

@@ -19,6 +19,7 @@ from torch.distributed.elastic.multiprocessing import LogsDest, LogsSpecs, PCont
 
 from evenstep.errors import Preempted
 from evenstep.launcher.server import DYING_SECONDS, copying, keep_tracker, server_end
+from evenstep.launcher.token import held_back
 from evenstep.worker.lifeline import LAUNCHER, OWN_LOGS, PARENT
 from evenstep.worker.temporary import make_socket_folder
 from evenstep.worker.world import leave_group_of_one
@@ -151,7 +152,7 @@ def workers(start: Start) -> Iterator[Workers]:
     start.logs.is_left_to_ranks = start.how != "program"
     if start.how == "fork":
         leave_group_of_one()
-    with copying() if start.how == "server" else nullcontext() as server, _signals_left_alone():
+    with copying() if start.how == "server" else nullcontext() as server, _signals_left_alone(), held_back():
         context = _started(start, server)
     started = Workers(context, len(start.environments), server)
     try:

@@ -38,7 +38,7 @@ IN_RUNS = "leave it out: what each rank prints is in a folder below runs/"
 MACHINES = "leave it out; on several machines write --machines 2 --rendezvous HOST:PORT on each of them"
 NOT_OURS = {
     "--rdzv-backend": "leave it out: machines meet by torch's c10d rendezvous",
-    "--rdzv-id": "leave it out: machines know each other by their command",
+    "--rdzv-id": "leave it out: machines of one run know each other by its token",
     "--rdzv-conf": "leave it out",
     "--node-rank": MACHINES,
     "--master-addr": MACHINES,

@@ -15,6 +15,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
 from evenstep.errors import WorkerFailed
+from evenstep.launcher.token import held_back
 from evenstep.worker.lifeline import LAUNCHER, signal_name
 from evenstep.worker.temporary import make_socket_folder
 
@@ -43,10 +44,11 @@ def start_server(more: Sequence[str] = ()) -> None:
 
 @contextmanager
 def _tied() -> Iterator[None]:
-    """A server that is started meanwhile ends when this process does."""
+    """A server that is started meanwhile ends when this process does, and does not know the token."""
     os.environ[LAUNCHER] = str(os.getpid())
     try:
-        yield
+        with held_back():
+            yield
     finally:
         del os.environ[LAUNCHER]
 
@@ -127,7 +129,8 @@ def _num_processes(words: Sequence[str]) -> int:
         elif not word.startswith("-") and (not before.startswith("--") or before in NO_VALUE):
             return 1
         if name in DEVICES and value:
-            return int(value) if value.isdecimal() else 1
+            # Longer ones are refused later, in words; int() would raise here.
+            return int(value) if value.isdecimal() and len(value) < 10 else 1
         before = word
     return 1
 

@@ -6,10 +6,12 @@ Whoever has it is a machine of the run; who has it not can do nothing but knock.
 from __future__ import annotations
 
 import os
+import re
 import secrets
 import stat
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 
 from evenstep.errors import PlanError
@@ -19,6 +21,7 @@ TOKEN_FILE = "EVENSTEP_TOKEN_FILE"
 """A file that holds the token, for those who keep secrets in files."""
 LEAST_LETTERS = 16
 MOST_BYTES = 4096
+LABEL = "evenstep token "
 MAKE_ONE = f'export {TOKEN}=$(python -c "import secrets; print(secrets.token_hex())")'
 
 
@@ -35,6 +38,27 @@ def given_token(environment: Mapping[str, str] = os.environ) -> str | None:
 def make_token() -> str:
     """256 bits that nobody can guess."""
     return secrets.token_hex(32)
+
+
+@contextmanager
+def held_back() -> Iterator[None]:
+    """Whatever is started meanwhile does not inherit the token: ranks, and what the user's code starts, need none."""
+    kept = {name: os.environ.pop(name) for name in (TOKEN, TOKEN_FILE) if name in os.environ}
+    try:
+        yield
+    finally:
+        os.environ.update(kept)
+
+
+def labelled(token: str) -> str:
+    """What is sealed for the other machines: it says what it is."""
+    return f"{LABEL}{token}"
+
+
+def unlabelled(text: str) -> str | None:
+    """The token in a text that `labelled` made; None for anything else that this user may have sealed."""
+    found = re.fullmatch(f"{LABEL}([0-9a-f]{{64}})", text.strip())
+    return found[1] if found is not None else None
 
 
 def read_private(path: Path) -> str:

@@ -22,6 +22,7 @@ import secrets
 import socket
 import sys
 import threading
+import time
 from collections import Counter
 from collections.abc import Awaitable, Callable, Coroutine
 from contextlib import suppress
@@ -32,6 +33,7 @@ import msgspec
 
 from evenstep.errors import PlanError
 from evenstep.launcher.identity import Identity
+from evenstep.launcher.munge import LONGEST_CREDENTIAL
 from evenstep.launcher.signed import DIGEST, DIGEST_BYTES
 from evenstep.launcher.stores import LOOPBACK
 from evenstep.report.progress import without_control
@@ -45,14 +47,17 @@ RUN_BYTES = 16
 NONCE_BYTES = 32
 LONGEST_FRAME = 2**22
 """Of a machine that has proved that it knows the token."""
-GREETING_SECONDS = 4.0
-"""Whoever listens and says nothing for so long is no gate."""
+ANSWER_SECONDS = 4.0
+"""Whoever says nothing for so long is busy, and is asked again: a launcher that prepares a run may hold the interpreter
+for minutes. Shorter than HANDSHAKE_SECONDS: a gate that was too busy to answer is not taken for one that hangs up."""
 HANDSHAKE_SECONDS = 8.0
-"""A launcher that prepares a run may hold the interpreter for a while."""
+BUSY_SECONDS = 60.0
+"""For how long a connection of a worker's is tried again."""
+RETRY_SECONDS = 0.2
 MOST_UNPROVED = 256
 """Connections at once that have proved nothing yet; more are closed."""
 MOST_OF_ONE = 64
-"""Of them from one address, so that a stranger does not keep other machines out."""
+"""Of them from one address, so that a stranger does not keep other machines out; our own machines try again."""
 CHUNK = 2**16
 
 
@@ -62,6 +67,14 @@ class NotEvenstep(PlanError):
 
 class WrongToken(PlanError):
     """The run there has another token."""
+
+
+class AnotherRun(PlanError):
+    """It came to this address since."""
+
+
+class Busy(OSError):
+    """Whoever listens there has no time for this machine now, or no room; nobody knows yet who it is."""
 
 
 @dataclass(frozen=True)
@@ -75,25 +88,43 @@ class Greeting:
 
 async def _read_greeting(reader: Reader) -> Greeting | None:
     """None if it is no gate that speaks; pieces of fixed lengths, and one that is not long."""
-    if await reader.readexactly(len(HELLO)) != HELLO:
-        return None
-    run, nonce = await reader.readexactly(RUN_BYTES), await reader.readexactly(NONCE_BYTES)
-    num = int.from_bytes(await reader.readexactly(2), "big")
-    return Greeting(run, nonce, await reader.readexactly(num))
+    try:
+        async with asyncio.timeout(ANSWER_SECONDS):
+            if not await _says_hello(reader):
+                return None
+            run, nonce = await reader.readexactly(RUN_BYTES), await reader.readexactly(NONCE_BYTES)
+            num = int.from_bytes(await reader.readexactly(2), "big")
+            return Greeting(run, nonce, await reader.readexactly(num)) if num <= LONGEST_CREDENTIAL else None
+    except TimeoutError as error:
+        raise Busy(f"nothing was said for {ANSWER_SECONDS} s") from error
+
+
+async def _says_hello(reader: Reader) -> bool:
+    """By the first wrong letter: another program may say something short, and wait."""
+    said = b""
+    while len(said) < len(HELLO) and HELLO.startswith(said):
+        more = await reader.read(len(HELLO) - len(said))
+        if not more:
+            break
+        said += more
+    if not said:
+        # As a gate does that has its fill of connections.
+        raise Busy("the connection was closed before a word was said")
+    return said == HELLO
 
 
 def credential_of(address: tuple[str, int]) -> bytes:
-    """The token as the gate there shows it, sealed; empty if it does not, or nobody is there."""
+    """The token as the gate there shows it, sealed; empty if it does not. Raises Busy if nobody has time to say."""
 
     async def ask() -> bytes:
-        reader, writer = await asyncio.open_connection(*address)
-        greeting = await _read_greeting(reader)
-        writer.close()
+        reader, writer = await asyncio.wait_for(asyncio.open_connection(*address), HANDSHAKE_SECONDS)
+        try:
+            greeting = await _read_greeting(reader)
+        finally:
+            writer.close()
         return greeting.credential if greeting is not None else b""
 
-    with suppress(OSError, EOFError):
-        return asyncio.run(asyncio.wait_for(ask(), GREETING_SECONDS))
-    return b""
+    return asyncio.run(ask())
 
 
 @dataclass(frozen=True)
@@ -161,7 +192,7 @@ class _Loop:
         """Have something done there, and wait for it."""
         return asyncio.run_coroutine_threadsafe(what, self._loop).result()
 
-    def listen(self, listener: socket.socket, serve: Callable[[Reader, Writer], Awaitable[None]]) -> None:
+    def listen(self, listener: socket.socket, serve: Callable[[Reader, Writer], Awaitable[None]]) -> asyncio.Server:
         """Serve whoever connects."""
 
         async def served(reader: Reader, writer: Writer) -> None:
@@ -170,7 +201,18 @@ class _Loop:
                 await serve(reader, writer)
             writer.close()
 
-        self._servers.append(self.do(asyncio.start_server(served, sock=listener, backlog=512)))
+        server = self.do(asyncio.start_server(served, sock=listener, backlog=512))
+        self._servers.append(server)
+        return server
+
+    def stop(self, server: asyncio.Server) -> None:
+        """Take no more connections there; those that are carried go on."""
+
+        async def close() -> None:
+            server.close()
+
+        self._servers.remove(server)
+        self.do(close())
 
     def close(self) -> None:
         """End all connections."""
@@ -275,6 +317,8 @@ class Way:
         self.run = b""
         """The id of the run, once it is known."""
         self.key = b""
+        self._to_workers: asyncio.Server | None = None
+        """What leads to the store of the workers of the latest attempt."""
         self._loop = _Loop()
 
     @property
@@ -294,14 +338,30 @@ class Way:
         listener = socket.create_server((LOOPBACK, 0))
 
         async def serve(reader: Reader, writer: Writer) -> None:
-            await _carry((reader, writer), await self._pass(there))
+            await _carry((reader, writer), await self._pass_when_free(there))
 
-        self._loop.listen(listener, serve)
-        return int(listener.getsockname()[1])
+        port = int(listener.getsockname()[1])
+        server = self._loop.listen(listener, serve)
+        if there:
+            if self._to_workers is not None:
+                self._loop.stop(self._to_workers)
+            self._to_workers = server
+        return port
 
     async def _knock(self) -> None:
         _, writer = await self._pass(0)
         writer.close()
+
+    async def _pass_when_free(self, there: int) -> tuple[Reader, Writer]:
+        """The gate may have its fill of connections for a moment: all workers of a large machine come at once."""
+        deadline = time.monotonic() + BUSY_SECONDS
+        while True:
+            try:
+                return await self._pass(there)
+            except Busy:
+                if time.monotonic() > deadline:
+                    raise
+            await asyncio.sleep(RETRY_SECONDS)
 
     async def _pass(self, there: int) -> tuple[Reader, Writer]:
         """A connection that has been let in."""
@@ -318,19 +378,16 @@ class Way:
         return reader, writer
 
     async def _meet(self, reader: Reader, writer: Writer) -> Session:
-        try:
-            greeting = await asyncio.wait_for(_read_greeting(reader), GREETING_SECONDS)
-        except (EOFError, TimeoutError) as error:
-            raise NotEvenstep(_not_evenstep(self.where)) from error
+        greeting = await _read_greeting(reader)
         if greeting is None:
-            raise NotEvenstep(_not_evenstep(self.where))
+            raise NotEvenstep(f"{self.where} is held by a program that is no rendezvous; choose another port")
         run, theirs = greeting.run, greeting.nonce
         self._recognize(run)
         nonce = secrets.token_bytes(NONCE_BYTES)
         session = Session(self.key, run + theirs + nonce)
         writer.write(nonce + session.proof("way"))
         try:
-            await asyncio.wait_for(session.check("gate", reader), HANDSHAKE_SECONDS)
+            await asyncio.wait_for(session.check("gate", reader), ANSWER_SECONDS)
         except (EOFError, ConnectionError, WrongToken) as error:
             raise WrongToken(f"the run at {self.where} has another token") from error
         return session
@@ -338,13 +395,9 @@ class Way:
     def _recognize(self, run: bytes) -> None:
         """The run that was met first: another one that came to this address since is none of ours."""
         if self.run and run != self.run:
-            raise WrongToken(f"the run at {self.where} is another one now")
+            raise AnotherRun(f"the run at {self.where} has ended, and another one has begun there")
         if not self.run:
             self.run, self.key = run, run_key(self._token, run)
-
-
-def _not_evenstep(where: str) -> str:
-    return f"{where} is held by a program that is no rendezvous; choose another port"
 
 
 def is_gate(address: tuple[str, int]) -> bool:

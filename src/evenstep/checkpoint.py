@@ -54,9 +54,15 @@ class OptimizerGroup(TypedDict):
 
 
 OptimizerState = TypedDict(
-    "OptimizerState", {"class": str, "values": dict[str, dict[str, Any]], "groups": list[OptimizerGroup]}
+    "OptimizerState",
+    {
+        "class": str,
+        "values": dict[str, dict[str, Any]],
+        "groups": list[OptimizerGroup],
+        "made_with": NotRequired[list[dict[str, Any]]],
+    },
 )
-"""By the names of parameters: what is no tensor, and the groups."""
+"""By the names of parameters: what is no tensor, and the groups; of each group, what `state.made_with` tells."""
 
 Word = Annotated[int, Meta(ge=0, lt=2**32)]
 

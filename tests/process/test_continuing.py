@@ -94,6 +94,21 @@ def test_what_the_optimizer_was_made_with_is_said_where_the_checkpoint_has_anoth
         assert longer == ["the schedule was made for 8 steps and is now made for 12"]
 
 
+def test_a_rate_that_was_reduced_on_the_way_is_not_taken_for_another_one_in_the_task() -> None:
+    before = run_of(0.1)
+    plateau = torch.optim.lr_scheduler.ReduceLROnPlateau(before.optimizers[""], patience=0)
+    for _ in range(3):
+        plateau.step(1.0)
+    before.save("mine")
+    for folder in ("mine", "again"):
+        on = run_of(0.1)
+        assert on.load(folder) == []
+        assert on.optimizers[""].param_groups[0]["lr"] == pytest.approx(0.001)
+        on.save("again")
+    (said,) = run_of(0.3).load("again")
+    assert "the learning rate of the checkpoint goes on, 0.1; the one of this task's optimizer, 0.3" in said
+
+
 def test_another_optimizer_is_refused() -> None:
     train(make(), name="first", steps=3)
     with pytest.raises(CheckpointError, match="trained with SGD and the optimizer is now Adam"):

@@ -9,7 +9,11 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file
+from torch import nn
 
+from evenstep.worker.strategies.fsdp_units import units_apart
+from evenstep.worker.world import World
 from tests.fleet import run_processes
 
 HERE = Path(__file__).parent
@@ -43,6 +47,28 @@ def test_a_parameter_that_forward_changes_is_named() -> None:
     ended = train("teacher")
     assert ended.returncode == 2, ended.stderr
     assert "error: forward changes the parameter teacher.weight; under fsdp it has a gathered copy" in ended.stderr
+
+
+def test_a_complex_parameter_is_named_before_the_first_step() -> None:
+    ended = train("complex_weights")
+    assert ended.returncode == 2, ended.stderr
+    assert "error: the parameter filter is complex64, and fsdp trains real ones only;" in ended.stderr
+
+
+def test_an_average_of_weights_is_kept_by_a_task_that_augments() -> None:
+    for strategy in ("fsdp", "ddp"):
+        ended = train("two_views", "--strategy", strategy, "--name", strategy, "--precision", "fp64")
+        assert ended.returncode == 0, ended.stderr
+    ours, theirs = (load_file(f"runs/{name}/checkpoints/latest/weights.safetensors") for name in ("fsdp", "ddp"))
+    for name, weight in ours.items():
+        torch.testing.assert_close(weight, theirs[name], rtol=1e-9, atol=0)
+
+
+def test_a_parameter_that_is_nan_is_not_taken_for_a_changed_one() -> None:
+    model = nn.Sequential(nn.Linear(3, 2), nn.Linear(2, 2))
+    nn.init.constant_(model[0].bias, torch.nan)
+    alone = World(0, 1, (torch.device("cpu"),))
+    assert units_apart(model, alone, lambda model: model(torch.ones(1, 3))) == list(model)
 
 
 REFUSED = {

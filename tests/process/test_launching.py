@@ -63,8 +63,10 @@ def test_a_function_runs_in_several_processes_and_what_each_returns_comes_back()
 
 def test_a_process_alone_joins_a_group_of_one_that_what_it_launches_does_not_take_for_its_own() -> None:
     alone = (
-        "    import torch.utils.data as data\n"
+        "    import os, torch.utils.data as data\n"
+        "    before = dict(os.environ)\n"
         "    team = evenstep.join()\n"
+        "    assert before == dict(os.environ)\n"
         "    loader = data.DataLoader(range(8), sampler=data.DistributedSampler(range(8)))\n"
         "    print([batch.ids.tolist() for batch in team.loader(loader, batch=8)], len(loader.sampler))\n"
     )

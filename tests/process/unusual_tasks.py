@@ -1,8 +1,9 @@
-"""Tasks that fsdp cannot train; `evenstep train unusual_tasks.py:heads` is one of them."""
+"""Tasks that ask much of fsdp, mostly too much; `evenstep train unusual_tasks.py:heads` is one of them."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 
 import torch
 from torch import nn
@@ -76,3 +77,43 @@ class Teacher(nn.Module):
 
 def teacher() -> Task:
     return task_of(Teacher)
+
+
+class Momentum(nn.Module):
+    """MoCo's key encoder: an average of a layer's weights, kept in a buffer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(nn.Linear(6, 4), nn.Linear(4, 3))
+        self.register_buffer("average", self.layers[0].weight.detach().clone())
+
+    def forward(self, one: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
+        with torch.no_grad():
+            self.average.lerp_(self.layers[0].weight, 0.1)
+        key = F.linear(other, self.average)
+        apart: torch.Tensor = (self.layers(one) - self.layers[1](key)).square().mean()
+        return apart
+
+
+def two_views() -> Task:
+    def views(sample: tuple[torch.Tensor, int], generator: torch.Generator) -> tuple[torch.Tensor, ...]:
+        return tuple(sample[0] + 0.1 * torch.randn(6, generator=generator) for _ in range(2))
+
+    return replace(task_of(Momentum), valid=None, augment=views, loss=lambda model, batch: model(batch[0], batch[1]))
+
+
+class Complex(nn.Module):
+    """A complex parameter, which torch's optimizers do not train where it is sharded."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.filter = nn.Parameter(torch.ones(4, dtype=torch.complex64))
+        self.head = nn.Linear(6, 2)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        found: torch.Tensor = self.head(torch.fft.irfft(torch.fft.rfft(x) * self.filter, n=6))
+        return found
+
+
+def complex_weights() -> Task:
+    return task_of(Complex)

@@ -13,7 +13,8 @@ from safetensors.torch import load_file
 from evenstep import checkpoint
 from evenstep.record import Evaluation
 from evenstep.verify.evidence import Evidence, Tensors
-from evenstep.worker.witness import same_numbers, sampled
+from evenstep.worker.copies import same_numbers
+from evenstep.worker.witness import sampled
 
 STEP = "(the step itself)"
 """The name of a step that one run took and the other did not."""

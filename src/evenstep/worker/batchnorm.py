@@ -57,6 +57,15 @@ class Sum(torch.autograd.Function):
         return total
 
 
+def summed(values: torch.Tensor) -> torch.Tensor:
+    """The sum over all processes; of a sample that stands in for none, whatever it holds, zeros are added."""
+    if _stands_in:
+        # The other ranks sum up in backward too, where their values need gradients.
+        values = torch.zeros_like(values, requires_grad=values.requires_grad)
+    total: torch.Tensor = Sum.apply(values)  # type: ignore[no-untyped-call]
+    return total
+
+
 class SharedBatchNorm(_BatchNorm):
     """torch's SyncBatchNorm runs on CUDA alone; this is the same arithmetic with a differentiable all-reduce."""
 
@@ -70,15 +79,14 @@ class SharedBatchNorm(_BatchNorm):
         self._check_input_dim(input)
         dims = [dim for dim in range(input.dim()) if dim != 1]
         wide = input.double() if input.dtype == torch.float64 else input.float()
-        weight = 0.0 if _stands_in else 1.0
         count = input.numel() / input.size(1)
         sums = torch.cat([wide.sum(dims), wide.new_full((1,), count)])
-        sums = Sum.apply(weight * sums)  # type: ignore[no-untyped-call]
+        sums = summed(sums)
         total = sums[-1].detach()
         mean = sums[:-1] / total
         shape = [1, -1] + [1] * (input.dim() - 2)
         centred = wide - mean.view(shape)
-        variance = Sum.apply(weight * (centred * centred).sum(dims)) / total  # type: ignore[no-untyped-call]
+        variance = summed((centred * centred).sum(dims)) / total
         self._remember(mean.detach(), variance.detach() * total / (total - 1).clamp(min=1))
         normed = centred * torch.rsqrt(variance + self.eps).view(shape)
         if self.weight is not None:

@@ -1,4 +1,4 @@
-"""Copies of a model."""
+"""Copies of a model, and whether one still holds what the other does."""
 
 from __future__ import annotations
 
@@ -27,3 +27,8 @@ def copied(model: M, memo: dict[int, Any] | None = None) -> M:
         if isinstance(value, torch.Tensor) and not value.is_leaf
     ]
     return copy.deepcopy(model, {**{id(one): one.detach().clone() for one in computed}, **(memo or {})})
+
+
+def same_numbers(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """Whether two tensors of one shape hold the same; no number in the same place of both is the same."""
+    return bool(((one == other) | ((one != one) & (other != other))).all())

@@ -18,7 +18,7 @@ from evenstep.draws import stream
 from evenstep.errors import Preempted, TrainingError
 from evenstep.plan import USUAL, Plan
 from evenstep.record import Evaluation, Record, Row, Step, Summary, has_begun
-from evenstep.seeding import seed_everything
+from evenstep.seeding import left_alone, seed_everything
 from evenstep.task import Task, takes_steps
 from evenstep.worker import machine
 from evenstep.worker.answers import Situation, is_out_of_memory
@@ -261,8 +261,9 @@ class Job:
         return Run(team, model, optimizer, loader, scheduler, num_steps)
 
     def _compute_sample(self, loader: Loader, model: nn.Module) -> None:
-        with self.team.precision.autocast(self.team.world.device):
-            self.task.loss(model, next(loader.whole_data(1)))
+        data = loader.peek()
+        with left_alone(), self.team.precision.autocast(self.team.world.device):
+            self.task.loss(model, data)
 
     def _stepper(self) -> Stepper:
         recipe = self._recipe()

@@ -15,6 +15,7 @@ from evenstep.draws import Draws, Ids
 from evenstep.errors import PlanError
 from evenstep.order import Lengths, Order, Span, lengths_of, order_name
 from evenstep.samplers import InOrder, OfEachRank, Sampler, Subset
+from evenstep.seeding import left_alone
 from evenstep.task import Batch as Data
 from evenstep.worker.ahead import MOST_WORKERS, Ahead, CardCopy, choose_workers
 from evenstep.worker.passes import NOT_RESIDENT, Passes, Reading, as_it_is, can_be_resident
@@ -158,6 +159,16 @@ class Loader:
             for piece in (piece for pieces in batch.micro_batches for piece in pieces):
                 if piece.num_samples:
                     yield piece.data
+
+    def peek(self) -> Data:
+        """What the loss gets first in the next step, augmented as it will be; the position and draws do not move."""
+        source = self._source if isinstance(self._source, Stream) else self._sources
+        # In this process: no loader worker is started for one batch.
+        passes = Passes(source, self.order, self._cut, self._batch, self._reading, num_workers=0, pinned=False)
+        with left_alone():
+            host = next(iter(passes.begin(*self.lengths.locate(self.position), num_checked=0)))
+            batch = self._made(host, self._moved, self._reading.augment_batch)
+        return batch.micro_batches[0][0].inputs
 
     def state_dict(self) -> dict[str, Any]:
         """Where a later run goes on: a position, the steps that led there, and the order that gives it meaning."""

@@ -26,6 +26,7 @@ from evenstep.worker.spread import Spread
 from evenstep.worker.state import (
     load_optimizer_state,
     load_weights,
+    made_with,
     optimizer_state,
     read_foreign,
     unused_options,
@@ -66,6 +67,7 @@ class Run:
         """What else must be on the disk before a checkpoint is, such as a record of its steps; rank 0 calls it."""
         self.loaded: Mapping[str, Any] = {}
         """The state of the checkpoint from which this goes on."""
+        self._made_with = {key: made_with(one) for key, one in self.optimizers.items()}
         if set(self.optimizers) - set(self.models):
             raise TaskError(f"optimizers {list(self.optimizers)} and models {list(self.models)} need the same names")
         if scheduler is not None:
@@ -86,6 +88,7 @@ class Run:
             tensors |= _prefixed(key, weights(model.module, keep=main))
             if key in self.optimizers:
                 of_optimizer, optimizers[key] = optimizer_state(model.module, self.optimizers[key], keep=main)
+                optimizers[key]["made_with"] = self._made_with[key]
                 moments |= _prefixed(key, of_optimizer)
         state = {**self._state(), "optimizers": optimizers, **extra}
         # Agreed on before anything is written: of a sharded weight, another rank may hold the part that is spoilt.
@@ -136,6 +139,7 @@ class Run:
             if key in self.optimizers:
                 saved, optimizer = state["optimizers"][key], self.optimizers[key]
                 unused = unused_options(optimizer, saved, resets_lr=rates is not None)
+                self._made_with[key] = saved.get("made_with", self._made_with[key])
                 load_optimizer_state(model.module, optimizer, _unprefixed(key, moments), saved)
                 said += [
                     f"{one}; for that, start from its weights: --resume {path / checkpoint.WEIGHTS}" for one in unused

@@ -201,6 +201,8 @@ def _keep_scalars(state: dict[str, Any], saved: Mapping[str, Any]) -> None:
 
 
 HOW = ("foreach", "fused", "capturable")
+COMPARED = {"lr": "learning rate", "weight_decay": "weight decay"}
+"""Options that a task may be given anew, and what they are called."""
 
 
 def unused_options(optimizer: torch.optim.Optimizer, saved: Mapping[str, Any], resets_lr: bool) -> list[str]:
@@ -209,8 +211,9 @@ def unused_options(optimizer: torch.optim.Optimizer, saved: Mapping[str, Any], r
     Other options than these are not compared: schedulers and optimizers change them as they go.
     """
     said = []
-    for key, name in (("lr", "learning rate"), ("weight_decay", "weight decay")):
-        groups = zip(saved["groups"], optimizer.param_groups, strict=False)
+    made = saved.get("made_with") or [{} for _ in saved["groups"]]
+    for key, name in COMPARED.items():
+        groups = zip(saved["groups"], made, optimizer.param_groups, strict=False)
         pairs = [_before_schedules(*both, key) for both in groups]
         other = next((pair for pair in pairs if pair[0] != pair[1]), None)
         if other is not None and not (resets_lr and key == "lr"):
@@ -221,10 +224,21 @@ def unused_options(optimizer: torch.optim.Optimizer, saved: Mapping[str, Any], r
     return said
 
 
-def _before_schedules(saved: Mapping[str, Any], own: Mapping[str, Any], key: str) -> tuple[Any, Any]:
+def made_with(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
+    """Of each group, the options that are compared when a run goes on; asked before the first step."""
+    return [{key: _plain(group[key]) for key in COMPARED if key in group} for group in optimizer.param_groups]
+
+
+def _before_schedules(
+    saved: Mapping[str, Any], made: Mapping[str, Any], own: Mapping[str, Any], key: str
+) -> tuple[Any, Any]:
     """An option of a group in the checkpoint and in the optimizer as it was made: what a scheduler started from."""
     initial = f"initial_{key}"
-    key = initial if initial in saved and initial in own else key
+    if initial in saved and initial in own:
+        key = initial
+    elif initial not in saved and initial not in own:
+        # ReduceLROnPlateau, and a loop that sets the rate by itself, leave no initial value behind.
+        saved = {**saved, **made}
     return _plain(saved.get(key)), _plain(own.get(key))
 
 

@@ -178,11 +178,6 @@ def as_real(tensor: torch.Tensor) -> torch.Tensor:
     return torch.view_as_real(tensor.resolve_conj()) if tensor.is_complex() else tensor
 
 
-def same_numbers(one: torch.Tensor, other: torch.Tensor) -> bool:
-    """Whether two tensors of one shape hold the same; no number in the same place of both is the same."""
-    return bool(((one == other) | ((one != one) & (other != other))).all())
-
-
 def without_batch_statistics(model: nn.Module) -> nn.Module:
     """Every BatchNorm normalizes by what it remembers, so that no sample depends on its neighbours."""
     for layer in model.modules():

@@ -20,6 +20,7 @@ from evenstep.plan import Plan
 from evenstep.seeding import generator_states, is_same_state, seed_everything
 from evenstep.task import Amount, Task
 from evenstep.worker.adopt import adopt
+from evenstep.worker.copies import same_numbers
 from evenstep.worker.cuts import Rounding
 from evenstep.worker.disturbed import LEAST, disturbed
 from evenstep.worker.draws_seen import same_torch, torch_states
@@ -30,7 +31,7 @@ from evenstep.worker.scaler import unfitted
 from evenstep.worker.source import to_device
 from evenstep.worker.stream import Stream
 from evenstep.worker.team import Team
-from evenstep.worker.witness import as_real, same_numbers, sampled
+from evenstep.worker.witness import as_real, sampled
 from evenstep.worker.world import World
 
 TOLERANCE = 1e-9

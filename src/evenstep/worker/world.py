@@ -7,7 +7,8 @@ import json
 import os
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -24,6 +25,7 @@ from evenstep.worker.lifeline import read_rank
 from evenstep.worker.pulse import JOINING, Pulse, open_pulse
 from evenstep.worker.tap import Tap
 
+_INTERFACE = "GLOO_SOCKET_IFNAME"
 STORE = "EVENSTEP_STORE"
 """The file through which the processes of one machine meet; set by the launcher."""
 BEATS = "EVENSTEP_BEATS"
@@ -178,9 +180,24 @@ def _meet(world: World, backend: str) -> None:
         dist.init_process_group(backend)
         return
     # One machine: meet through a file and speak over loopback, so that nothing listens to the outside.
-    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo0" if sys.platform == "darwin" else "lo")
     store: Any = dist.FileStore(path, world.size) if path else dist.HashStore()  # type: ignore[attr-defined]
-    dist.init_process_group(backend, store=store, rank=world.rank, world_size=world.size)
+    with _over_loopback(stays=world.size > 1):
+        dist.init_process_group(backend, store=store, rank=world.rank, world_size=world.size)
+
+
+@contextmanager
+def _over_loopback(stays: bool) -> Iterator[None]:
+    """Have gloo listen on loopback alone, unless the user chose an interface.
+
+    It `stays` so among ranks, for groups that they make later; what a process alone starts may have to reach others.
+    """
+    is_ours = _INTERFACE not in os.environ
+    os.environ.setdefault(_INTERFACE, "lo0" if sys.platform == "darwin" else "lo")
+    try:
+        yield
+    finally:
+        if is_ours and not stays:
+            del os.environ[_INTERFACE]
 
 
 def _let_go() -> None:

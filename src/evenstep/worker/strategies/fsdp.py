@@ -44,6 +44,7 @@ class FSDP(Single):
         from torch.distributed.fsdp import fully_shard
 
         _refuse_sparse(model)
+        _refuse_complex(model)
         model.to(world.device)
         with torch.no_grad():
             send_from_rank_0([tensor.data for tensor in (*model.parameters(), *model.buffers())])
@@ -99,6 +100,16 @@ def _refuse_sparse(model: nn.Module) -> None:
             f"{layers[-1] or 'the model'} makes sparse gradients (sparse=True), and fsdp shards dense ones;\n"
             "leave sparse out, or use ddp"
         )
+
+
+def _refuse_complex(model: nn.Module) -> None:
+    """torch's optimizers leave complex parameters as they are where they are sharded, without a word."""
+    for name, weight in model.named_parameters():
+        if weight.requires_grad and weight.is_complex():
+            raise TaskError(
+                f"the parameter {name} is {str(weight.dtype).removeprefix('torch.')}, and fsdp trains real ones only;\n"
+                "keep it as a real parameter and use torch.view_as_complex in forward, or use ddp"
+            )
 
 
 @contextmanager

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from contextlib import suppress
 from typing import Any
 
 import torch
@@ -13,7 +12,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves
 
 from evenstep.errors import TaskError
-from evenstep.worker.copies import SMALL_ENOUGH, copied
+from evenstep.worker.copies import SMALL_ENOUGH, copied, same_numbers
 from evenstep.worker.strategies.single import Sample
 from evenstep.worker.world import World
 
@@ -51,11 +50,10 @@ def _observed(model: nn.Module, sample: Sample) -> tuple[list[int], list[str]]:
     """The units that were used from outside in a sample, and the parameters that it changed."""
     copy = copied(model)
     watched = UsesOutside(units(copy))
-    # What is wrong with the loss is said where it is computed in earnest.
-    with watched, suppress(Exception):
+    with watched:
         sample(copy)
     pairs = zip(model.named_parameters(), copy.parameters(), strict=True)
-    return sorted(watched.seen), [name for (name, before), after in pairs if not torch.equal(before, after)]
+    return sorted(watched.seen), [name for (name, before), after in pairs if not same_numbers(before, after)]
 
 
 class UsesOutside(TorchFunctionMode):

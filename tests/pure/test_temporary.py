@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
 
-from evenstep.worker.temporary import live_folder
+from evenstep.worker.temporary import PREFIX, live_folder
 
 HOLD = """
 from evenstep.worker.temporary import live_folder
@@ -69,3 +70,25 @@ def test_a_folder_that_is_only_being_made_is_left_alone() -> None:
         (folder / "lock").unlink()
         look()
         assert folder.is_dir()
+
+
+@pytest.mark.timeout(30)
+@pytest.mark.parametrize("make", [os.mkfifo, lambda lock: lock.symlink_to("victim")])
+def test_what_others_put_in_place_of_a_lock_is_not_waited_for_nor_followed(
+    tmp_path: Path, make: Callable[[Path], None]
+) -> None:
+    victim = tmp_path / f"{PREFIX}theirs"
+    victim.mkdir()
+    (victim / "victim").touch()
+    make(victim / "lock")
+    look()
+    assert (victim / "victim").exists()
+
+
+def test_a_folder_that_is_a_link_is_left_alone(tmp_path: Path) -> None:
+    victim = tmp_path / "victim"
+    victim.mkdir()
+    (victim / "lock").touch()
+    (tmp_path / f"{PREFIX}link").symlink_to(victim)
+    look()
+    assert (victim / "lock").exists()

@@ -10,6 +10,7 @@ from __future__ import annotations
 import fcntl
 import os
 import shutil
+import stat
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -53,9 +54,12 @@ def _hold(folder: Path) -> int:
 def _remove_abandoned() -> None:
     for folder in Path(tempfile.gettempdir()).glob(f"{PREFIX}*"):
         try:
-            lock = os.open(folder / _LOCK, os.O_WRONLY)
+            if not _is_own(folder):
+                continue
+            # Everybody may write here: opening a named pipe would wait for ever, a link would lead elsewhere.
+            lock = os.open(folder / _LOCK, os.O_WRONLY | os.O_NONBLOCK | os.O_NOFOLLOW)
         except OSError:
-            continue  # another user's, or not yet locked
+            continue  # gone, or not yet locked
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             shutil.rmtree(folder, ignore_errors=True)
@@ -63,6 +67,11 @@ def _remove_abandoned() -> None:
             continue  # its owner lives
         finally:
             os.close(lock)
+
+
+def _is_own(folder: Path) -> bool:
+    status = folder.lstat()
+    return stat.S_ISDIR(status.st_mode) and status.st_uid == os.geteuid()
 
 
 def make_socket_folder() -> None:

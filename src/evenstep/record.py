@@ -21,6 +21,8 @@ from evenstep.schema import MALFORMED, Natural, Positive, Schema, in_words
 FILE = "record.jsonl"
 FLUSH_SECONDS = 0.2
 BLOCK_BYTES = 2**16
+MOST_HELD = 10_000
+"""Steps of a record that are held in memory: some megabytes."""
 PARTS = ("input", "forward", "backward", "communication", "optimizer")
 """What a step is made of; communication is what of it was not hidden behind backward."""
 
@@ -164,23 +166,34 @@ KINDS = tuple(_ROWS)
 
 
 class Steps(Sequence[Step]):
-    """The steps of a record file, each read when it is asked for: a long run has more than should be held at once."""
+    """The steps of a record file: held while they are few, so that they outlive the file.
+
+    Those of a long run, more than should be held at once, are each read when asked for.
+    """
 
     def __init__(self, path: Path) -> None:
         self._path = path
         self._numbers = array("Q")
         self._places = array("Q")
         """Where in the file each row begins."""
+        self._held: list[Step] | None = []
+        """All of them; None where they are more than MOST_HELD."""
 
     def add(self, step: Step, place: int) -> None:
         """One more, which was read at that place."""
         self._numbers.append(step.step)
         self._places.append(place)
+        if len(self) > MOST_HELD:
+            self._held = None
+        elif self._held is not None:
+            self._held.append(step)
 
     def forget_after(self, step: int) -> None:
         """Those were lost and taken again."""
         num = bisect_right(self._numbers, step)
         del self._numbers[num:], self._places[num:]
+        if self._held is not None:
+            del self._held[num:]
 
     def __len__(self) -> int:
         return len(self._places)
@@ -192,13 +205,15 @@ class Steps(Sequence[Step]):
     def __getitem__(self, index: slice) -> list[Step]: ...
 
     def __getitem__(self, index: int | slice) -> Step | list[Step]:
+        if self._held is not None:
+            return self._held[index]
         if isinstance(index, slice):
             return list(self._read(self._places[index]))
         (step,) = self._read([self._places[index]])
         return step
 
     def __iter__(self) -> Iterator[Step]:
-        return self._read(self._places)
+        return iter(self._held) if self._held is not None else self._read(self._places)
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, Sequence) and len(self) == len(other) and all(map(eq, self, other))
@@ -223,7 +238,7 @@ class Record:
     restarts: list[Drawn] = field(default_factory=list)
     """The same as `data`, for each time that the run went on after a crash or a preemption."""
     steps: Sequence[Step] = ()
-    """Those of a file are read when they are asked for."""
+    """Those of a long run are read from its file when they are asked for."""
     evaluations: list[Evaluation] = field(default_factory=list)
     timelines: list[Timeline] = field(default_factory=list)
     measurement: Measurement | None = None
@@ -333,8 +348,10 @@ def _placed_rows(file: IO[bytes], kinds: Collection[str]) -> Iterator[tuple[int,
 
 
 def _line_number(file: IO[bytes], start: int) -> int:
+    """Counted block by block: a long run's file may be larger than the memory."""
     file.seek(0)
-    return file.read(start).count(b"\n") + 1
+    blocks = (min(BLOCK_BYTES, start - begin) for begin in range(0, start, BLOCK_BYTES))
+    return sum(file.read(num_bytes).count(b"\n") for num_bytes in blocks) + 1
 
 
 def _inner(what: object) -> dict[str, Any]:

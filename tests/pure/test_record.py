@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 import pickle
+import tracemalloc
 from pathlib import Path
 from typing import Any
 
@@ -191,7 +192,18 @@ def test_the_rows_after_a_torn_one_are_read_when_a_run_goes_on(tmp_path: Path) -
     assert len(Record.read(tmp_path).restarts) == 1
 
 
-def test_steps_are_read_from_the_file_when_they_are_asked_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_steps_of_a_short_run_outlive_its_file(tmp_path: Path) -> None:
+    path = written(tmp_path)
+    record = Record.read(tmp_path)
+    path.unlink()
+    check_whole(record)
+    assert record.losses == [step.loss for step in record.steps]
+
+
+def test_steps_of_a_long_run_are_read_from_the_file_when_they_are_asked_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("evenstep.record.MOST_HELD", 1000)
     writer = RecordWriter(tmp_path, Plan(batch=2, epochs=1), {}, {"step": 0})
     taken = [step(number) for number in range(1, 2001)]
     for one in taken:
@@ -209,6 +221,19 @@ def test_steps_are_read_from_the_file_when_they_are_asked_for(tmp_path: Path, mo
     (tmp_path / FILE).unlink()
     with pytest.raises(BadInput, match=r"record\.jsonl is no record of a run: No such file"):
         list(steps)
+
+
+def test_the_number_of_a_damaged_line_is_found_without_reading_all_before_it_at_once(tmp_path: Path) -> None:
+    path = written(tmp_path)
+    num_before = len(path.read_bytes().splitlines())
+    with path.open("a") as file:
+        file.write('{"kind": "unknown"}\n' * BLOCK_BYTES + "{}\n")
+    tracemalloc.start()
+    with pytest.raises(BadInput, match=f"line {num_before + BLOCK_BYTES + 1}, "):
+        Record.read(path)
+    most = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert most < path.stat().st_size / 2
 
 
 class Counted(io.BytesIO):

@@ -329,6 +329,23 @@ def test_a_row_that_is_still_being_written_is_left_for_next_time(tmp_path: Path)
     assert "memory" in watched.news()["charts"]
 
 
+def test_another_run_of_as_many_rows_takes_the_place_of_the_one_before(tmp_path: Path) -> None:
+    run = examples.write_record(examples.record("single", 1, num_steps=3), tmp_path / "run")
+    watched = Watched(run)
+    before = watched.news()["runs"]
+    (run / "record.jsonl").rename(tmp_path / "old")  # Its inode is not given to the new one.
+    examples.write_record(examples.record("ddp", 2, num_steps=3), run)
+    assert watched.news()["runs"] != before
+
+
+def test_samples_of_several_runs_are_counted_as_those_of_one() -> None:
+    long, short = Sampled(float(one) for one in range(9 * MOST_SAMPLED)), Sampled([1e6] * MOST_SAMPLED)
+    merged = Sampled.merged([long, short, Sampled()])
+    assert (merged.count, merged.least, merged.most) == (10 * MOST_SAMPLED, 0, 1e6)
+    assert len(merged.values) == MOST_SAMPLED
+    assert merged.values.count(1e6) == MOST_SAMPLED / 10
+
+
 def test_a_run_that_is_begun_anew_is_followed_from_its_start(tmp_path: Path) -> None:
     run = examples.write_record(examples.record("single", 1, num_steps=30), tmp_path / "run")
     watched = Watched(run)

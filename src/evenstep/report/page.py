@@ -126,7 +126,7 @@ def _read(row: Row, folder: Path) -> list[ReadRun]:
 
 
 def _step_seconds(runs: Sequence[ReadRun]) -> Sampled:
-    return runs[0].step_seconds if len(runs) == 1 else Sampled(one for run in runs for one in run.step_seconds.values)
+    return runs[0].step_seconds if len(runs) == 1 else Sampled.merged([run.step_seconds for run in runs])
 
 
 def _timelines(found: Mapping[str, Sequence[ReadRun]]) -> dict[str, Timeline]:

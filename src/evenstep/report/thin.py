@@ -100,6 +100,17 @@ class Sampled:
         for value in values:
             self.add(value)
 
+    @classmethod
+    def merged(cls, parts: Sequence[Sampled]) -> Sampled:
+        """Of several series: each gives as many values as its share of them all."""
+        whole = cls()
+        whole.count = sum(part.count for part in parts)
+        share = min(1.0, MOST_SAMPLED / max(whole.count, 1))
+        for part in parts:
+            whole.least, whole.most = min(whole.least, part.least), max(whole.most, part.most)
+            whole.values += whole._random.sample(part.values, min(len(part.values), round(share * part.count)))
+        return whole
+
     def add(self, value: float) -> None:
         """One more; what is no number is left out."""
         if not math.isfinite(value):

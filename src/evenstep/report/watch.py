@@ -94,6 +94,8 @@ class Watched:
         """A Record only grows: one that is shorter, or another file, is of a run begun anew under the same name."""
         if file.st_size < self._read_to or self._inode not in (0, file.st_ino):
             self._read_to, self._reader, self._run = 0, RecordReader(self.path), None
+            # It may have as many rows as the other one had.
+            self._num_rows, self._page = 0, None
         self._inode = file.st_ino
 
     def _draw(self, row: Start | Row) -> None:

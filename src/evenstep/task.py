@@ -145,17 +145,28 @@ def find_task(spec: str) -> TaskFunction | Task:
 def refuse_foreign(spec: str, named_by: str) -> Path | None:
     """The file that a spec makes Python import, found without importing it; None for a task that is built in.
 
-    For a spec that a file names and nobody typed: code from outside of the working folder is refused.
+    For a spec that a file names and nobody typed: code from outside of the working folder is refused, and what is
+    installed in it.
     """
     if spec in BUILT_IN:
         return None
     file = _file_of(spec.partition(":")[0])
-    if file is None or not file.is_relative_to(Path.cwd().resolve()):
+    is_inside = file is not None and file.is_relative_to(Path.cwd().resolve())
+    if file is None or not is_inside or _is_installed(file):
+        why = "an installed package" if is_inside else "not in this folder"
         raise TaskError(
-            f"{shorten(named_by)} names the task {shorten(spec)}, which is not in this folder: importing it runs it.\n"
+            f"{shorten(named_by)} names the task {shorten(spec)}, which is {why}: importing it runs it.\n"
             f"If you trust it, name it yourself: evenstep train {shorten(spec)} --resume or --plan {shorten(named_by)}"
         )
     return file
+
+
+def _is_installed(file: Path) -> bool:
+    """Whether pip or Python put it there: a virtual environment often lies in the working folder."""
+    prefix, here = Path(sys.prefix).resolve(), Path.cwd().resolve()
+    # Python may be installed above the working folder, or just there: /usr and /usr/src/app.
+    is_below = prefix != here and prefix.is_relative_to(here)
+    return _is_library(str(file)) or (is_below and file.is_relative_to(prefix))
 
 
 def _file_of(place: str) -> Path | None:
@@ -270,13 +281,18 @@ def describe(error: BaseException, prefer: str | None = None) -> str:
 def is_users(filename: str) -> bool:
     """Whether a frame is the user's own code, not ours, torch's or Python's."""
     ours = str(Path(__file__).parent)
+    if filename.startswith("<") and not filename.startswith("<ipython"):
+        return False
+    if os.path.basename(filename) == "evenstep":
+        return False  # the command, which is installed wherever programs are
+    return not filename.startswith(ours) and not _is_library(filename)
+
+
+def _is_library(filename: str) -> bool:
+    """Whether it lies where pip installs, or is Python's own."""
     libraries = (
         f"{os.sep}site-packages{os.sep}",
         f"{os.sep}dist-packages{os.sep}",
         os.path.dirname(os.__file__) + os.sep,
     )
-    if filename.startswith("<") and not filename.startswith("<ipython"):
-        return False
-    if os.path.basename(filename) == "evenstep":
-        return False  # the command, which is installed wherever programs are
-    return not filename.startswith(ours) and not any(part in filename for part in libraries)
+    return any(part in filename for part in libraries)

@@ -81,6 +81,20 @@ def test_what_lies_outside_the_working_folder_is_not_imported(
     assert Path("it-ran").exists()
 
 
+@pytest.mark.parametrize("where", [".venv/lib/python3.11/site-packages", ".venv/share"])
+def test_what_is_installed_in_the_working_folder_is_not_imported(
+    evenstep: Callable[..., Ended], monkeypatch: pytest.MonkeyPatch, run: Path, where: str
+) -> None:
+    Path(where).mkdir(parents=True)
+    (Path(where) / "installed.py").write_text(STOLEN)
+    monkeypatch.syspath_prepend(Path(where).resolve())
+    monkeypatch.setattr(sys, "prefix", str(Path(".venv").resolve()))
+    ended = evenstep("train", *name_in_plan(run, "installed:task"), "--steps", "4", "--name", "second")
+    assert ended.code == 2
+    assert "names the task installed:task, which is an installed package: importing it runs it." in ended.err
+    assert not Path("it-ran").exists()
+
+
 @pytest.mark.parametrize("name", [name_in_checkpoint, name_in_plan])
 def test_what_lies_in_the_working_folder_is_said_and_imported(
     evenstep: Callable[..., Ended], run: Path, name: Callable[[Path, str], list[str]]

@@ -20,6 +20,8 @@ from torch import nn
 
 import evenstep as library
 from evenstep import checkpoint
+from evenstep.cli import _say_error
+from evenstep.errors import shorten
 from tests.pure.conftest import Ended
 
 TASK = """
@@ -504,3 +506,25 @@ def test_weights_come_as_safetensors_too(evenstep: Callable[..., Ended]) -> None
     write_task()
     save_file(WEIGHTS, "weights.safetensors")
     check_loaded(evenstep(*from_file("weights.safetensors")))
+
+
+LONG = "/" + "x" * 300
+
+
+@pytest.mark.parametrize(
+    ("message", "shown"),
+    [
+        ("", ""),
+        (f"{LONG} is damaged", f"{shorten(LONG)} is damaged"),
+        (f"it differs; start from its weights: --resume {LONG}", f"start from its weights: --resume {LONG}"),
+        (f"it is over; evenstep report {LONG} writes its page", f"evenstep report {LONG} writes"),
+    ],
+)
+def test_commands_to_copy_are_whole_and_every_error_ends_its_line(
+    message: str, shown: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    _say_error(message)
+    said = capsys.readouterr().err
+    assert said.startswith("error: ")
+    assert said.endswith("\n")
+    assert shown in said

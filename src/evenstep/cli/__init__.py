@@ -15,6 +15,8 @@ from evenstep.errors import MOST_LETTERS, BadInput, EvenstepError, shorten
 
 STOPPED = 130
 MOST_IN_A_LINE = 1000
+_COMMAND = re.compile(r"(?<!\S)(evenstep [a-z]{2,20} |--[a-z-]{2,30} )(?=\S)")
+"""Where one begins that a message advises, or its options."""
 
 # Typer keeps its name for "the command line is wrong" to itself; this public one is made from it.
 _USAGE_ERROR: type[Exception] = typer.BadParameter.__mro__[1]
@@ -52,6 +54,12 @@ def _say_error(message: str) -> None:
     # emoji: ":100:" is a line number here, not a picture.
     console = Console(stderr=True, highlight=False, soft_wrap=True, emoji=False)
     console.print("[bold red]error:[/bold red] ", end="")
-    for line in without_control(message).splitlines():
-        short = re.sub(rf"\S{{{MOST_LETTERS},}}", lambda long: shorten(long[0]), line)
-        console.print(shorten(short, MOST_IN_A_LINE), markup=False)
+    for line in without_control(message).splitlines() or [""]:
+        console.print(shorten(_with_short_words(line), MOST_IN_A_LINE), markup=False)
+
+
+def _with_short_words(line: str) -> str:
+    """A command to copy stays whole: one of which a path is cut does something else, or nothing."""
+    found = _COMMAND.search(line)
+    end = found.start() if found is not None else len(line)
+    return re.sub(rf"\S{{{MOST_LETTERS},}}", lambda long: shorten(long[0]), line[:end]) + line[end:]

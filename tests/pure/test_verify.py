@@ -106,6 +106,11 @@ def test_gradients_that_do_not_add_up_where_the_loss_does_are_named() -> None:
     assert (found.kind, found.unlike) == ("sound", ("spoilt",))
 
 
+def test_a_gradient_that_only_a_part_has_does_not_add_up() -> None:
+    given = {chosen: Given(1.0, {"w": torch.ones(3).double()} if chosen == (0,) else {}) for chosen in SUBSETS}
+    assert cut_up(given, [3, 2, 4], Rounding(1e-9, 1e-8, 1e-6)).unlike == ("w",)
+
+
 def test_what_rounding_moves_is_no_difference() -> None:
     given = {chosen: Given(1.0, {"w": torch.tensor([1e-7 * len(chosen)])}) for chosen in SUBSETS}
     assert cut_up(given, [3, 2, 4], Rounding(1e-6, 1e-5, 1e-3)).unlike == ("w",)

@@ -108,7 +108,8 @@ def _in_units(
     }
     scale = max(abs(one.loss) for one in given.values())
     of_loss = max(rounding.loss * scale, rounding.moved_loss, 1e-300)
-    zeros = {name: torch.zeros_like(given[WHOLE].gradients.get(name, torch.zeros(1))) for name in names}
+    known = {name: gradient for one in given.values() for name, gradient in one.gradients.items()}
+    zeros = {name: torch.zeros_like(known[name]) for name in names}
     return {
         chosen: [
             torch.tensor([one.loss / of_loss], dtype=torch.float64),

@@ -26,6 +26,7 @@ from safetensors import SafetensorError, safe_open
 
 from evenstep.draws import SORTED_UP_TO
 from evenstep.errors import CheckpointError, shorten
+from evenstep.record import Evaluation, Tally
 from evenstep.schema import Natural, Positive, Schema
 
 FORMAT = 1
@@ -80,12 +81,15 @@ class HostState(TypedDict):
     ]
 
 
-class SoFar(TypedDict):
-    """What a restart must know of the steps before it."""
+@dataclass(frozen=True, kw_only=True)
+class SoFar:
+    """What a restart must know of the rows before it: they may be millions."""
 
-    tally: dict[str, float]
+    tally: Tally
     best: float | None
-    evaluation: dict[str, Any] | None
+    """The least validation loss."""
+    evaluation: Evaluation | None
+    """That of this very step."""
 
 
 class State(TypedDict):
@@ -216,8 +220,8 @@ def read_state(path: Path) -> State:
             f"{path} has format {version.format} and this evenstep reads up to {FORMAT}; "
             f"it was written by evenstep {shorten(version.evenstep)}: upgrade to load it"
         )
-    _STATE.convert(values, where)
-    return cast(State, values)
+    so_far = _STATE.convert(values, where).get("so_far")
+    return cast(State, {**values, "so_far": so_far})
 
 
 def start_of(resume: str | None) -> tuple[int, int]:

@@ -268,6 +268,57 @@ class Record:
         return reader.record
 
 
+@dataclass
+class Tally:
+    """What the summary says of the steps of a run so far, counted as they are taken: no rank keeps them.
+
+    A checkpoint holds it: a restart reads none of them again.
+    """
+
+    steps: Natural = 0
+    samples: Natural = 0
+    seconds: float = 0.0
+    first_samples: Natural = 0
+    first_seconds: float = 0.0
+    """Of the first step, which sets things up: speed is that of the others."""
+    epoch: Natural = 0
+    epoch_loss: float = 0.0
+    """The losses of the last epoch, summed over what each is a mean of."""
+    epoch_count: float = 0.0
+
+    @classmethod
+    def of(cls, steps: Iterable[Step]) -> Tally:
+        """Of steps that were taken already."""
+        tally = cls()
+        for step in steps:
+            tally.add(step)
+        return tally
+
+    def add(self, step: Step) -> None:
+        """One more."""
+        if not self.steps:
+            self.first_samples, self.first_seconds = step.samples, step.seconds
+        if not self.steps or step.epoch != self.epoch:
+            self.epoch, self.epoch_loss, self.epoch_count = step.epoch, 0.0, 0.0
+        self.steps += 1
+        self.samples += step.samples
+        self.seconds += step.seconds
+        self.epoch_loss += step.loss * step.count
+        self.epoch_count += step.count
+
+    @property
+    def train_loss(self) -> float | None:
+        """The mean over the samples of the last epoch, or of what was run of it."""
+        return self.epoch_loss / (self.epoch_count or 1.0) if self.steps else None
+
+    @property
+    def samples_per_second(self) -> float:
+        """Of all steps but the first; of that one, if there is no other."""
+        if self.steps > 1:
+            return (self.samples - self.first_samples) / ((self.seconds - self.first_seconds) or 1.0)
+        return self.samples / (self.seconds or 1.0) if self.steps else 0.0
+
+
 class RecordReader:
     """Makes a Record of a file that may still grow."""
 

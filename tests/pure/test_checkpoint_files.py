@@ -16,6 +16,7 @@ from safetensors.torch import save_file
 
 from evenstep import checkpoint
 from evenstep.errors import CheckpointError
+from evenstep.record import Evaluation, Tally
 from tests.pure.conftest import Ended
 
 FOLDER = Path("runs/one/checkpoints")
@@ -292,3 +293,30 @@ def test_inspect_refuses_a_damaged_checkpoint_with_exit_code_2(evenstep: Callabl
     assert ended.code == 2
     assert ended.out == ""
     assert ended.err.startswith(f"error: {path} is damaged: weights.safetensors")
+
+
+TALLY = {"steps": 3, "samples": 24}
+EVALUATION = {"step": 3, "epoch": 0, "values": {"loss": 0.5}, "samples": 8, "seconds": 0.1}
+
+
+def test_what_a_restart_must_know_is_read_as_another_version_wrote_it() -> None:
+    so_far = {"tally": {**TALLY, "new": 1}, "best": 0.5, "evaluation": {**EVALUATION, "new": 1}, "new": 1}
+    known = checkpoint.read_state(save(3, so_far=so_far)).get("so_far")
+    assert known is not None
+    assert known.tally == Tally(steps=3, samples=24)
+    assert known.evaluation == Evaluation(**EVALUATION)
+
+
+@pytest.mark.parametrize(
+    ("damage", "message"),
+    [
+        ({"tally": 3}, "so_far.tally: expected"),
+        ({"tally": {"steps": -1}}, "so_far.tally.steps: expected"),
+        ({"best": "low"}, "so_far.best: expected"),
+        ({"evaluation": {"step": 3}}, "so_far.evaluation: missing required field epoch"),
+    ],
+)
+def test_what_a_restart_must_know_is_refused_where_it_is_damaged(damage: dict[str, object], message: str) -> None:
+    path = save(3, so_far={"tally": TALLY, "best": None, "evaluation": None, **damage})
+    with pytest.raises(CheckpointError, match=message):
+        checkpoint.read_state(path)

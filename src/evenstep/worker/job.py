@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
+from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -17,7 +18,7 @@ from evenstep.audit import SamplesWriter, audit
 from evenstep.draws import stream
 from evenstep.errors import Preempted, TrainingError
 from evenstep.plan import USUAL, Plan
-from evenstep.record import Evaluation, Record, Row, Step, Summary, has_begun
+from evenstep.record import Evaluation, Record, Row, Step, Summary, Tally, has_begun
 from evenstep.seeding import left_alone, seed_everything
 from evenstep.task import Task, takes_steps
 from evenstep.worker import machine
@@ -35,7 +36,6 @@ from evenstep.worker.run import Run
 from evenstep.worker.scaler import unfitted
 from evenstep.worker.stepping import Eager, Recipe, Stepper
 from evenstep.worker.streams import return_to_default_stream
-from evenstep.worker.tally import Tally
 from evenstep.worker.team import Interrupted, Team
 from evenstep.worker.tracing import Tracing, start_tracing
 from evenstep.worker.trackers import Beginning
@@ -94,19 +94,9 @@ class Job:
                 self._recall(self.run.loaded.get("so_far"))
         return said
 
-    def _so_far(self, evaluation: Evaluation | None) -> dict[str, Any]:
-        """What a restart from a checkpoint must know of the rows before it: they may be millions."""
-        return {
-            "tally": vars(self.tally),
-            "best": self.best,
-            "evaluation": vars(evaluation) if evaluation is not None else None,
-        }
-
-    def _recall(self, so_far: Mapping[str, Any] | None) -> None:
+    def _recall(self, so_far: checkpoint.SoFar | None) -> None:
         if so_far is not None:
-            self.tally = Tally(**so_far["tally"])
-            self.best = so_far["best"]
-            self.evaluated = Evaluation(**so_far["evaluation"]) if so_far["evaluation"] is not None else None
+            self.tally, self.best, self.evaluated = so_far.tally, so_far.best, so_far.evaluation
             return
         # A checkpoint of an evenstep that did not write it down: all rows are read, once.
         record = Record.read(self.folder, kinds=("step", "evaluation"))
@@ -351,7 +341,7 @@ class Job:
                 valid=now,
                 plan=self.plan.to_json(),
                 evaluation_due=evaluation_due,
-                so_far=self._so_far(current),
+                so_far=asdict(checkpoint.SoFar(tally=self.tally, best=self.best, evaluation=current)),
             )
         self.team.requests.saved(time.monotonic() - started)
         return path

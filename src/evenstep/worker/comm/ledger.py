@@ -31,6 +31,9 @@ class Other:
 class Ledger(Protocol):
     """One rank's end."""
 
+    waits: bool
+    """Whether every entry takes a round trip, in which all ranks wait for each other."""
+
     def differing(self, entry: int) -> Other | None:
         """Write the next entry; a rank that wrote another one in the same place, if there is any."""
 
@@ -44,6 +47,8 @@ def open_ledger(gather: Gather, rank: int) -> Ledger:
 
 class SharedLedger:
     """Waits for nobody: of two ranks that differ, the one that comes later finds the other's entry."""
+
+    waits = False
 
     def __init__(self, shared: Shared) -> None:
         self._numbers = shared.counters(2 * DEPTH * shared.size)
@@ -73,6 +78,8 @@ class SharedLedger:
 
 class SentLedger:
     """Every entry is sent to all ranks, which wait for each other."""
+
+    waits = True
 
     def __init__(self, rank: int, size: int) -> None:
         self._rank, self._size = rank, size

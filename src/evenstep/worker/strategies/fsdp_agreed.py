@@ -2,6 +2,9 @@
 
 A layer or a head that some ranks do not use makes their collectives differ (see `comm.ledger`). torch's hooks have no
 place for this: it wraps `FSDPParamGroup.post_backward`, private, as torch 2.11 and 2.13 have it.
+
+Between machines each comparison is a round trip, so only the first forwards are compared, and then one of many, each
+with its backward. Ranks that begin to differ in between end as torch ends them: in its error, or at a timeout.
 """
 
 from __future__ import annotations
@@ -18,6 +21,10 @@ from evenstep.worker.comm.ledger import Ledger
 from evenstep.worker.tap import Tap
 
 KINDS = 2**32
+NUM_FIRST = 16
+"""Forwards that are compared at the start of a run, where comparing is slow; most differences show at once."""
+EVERY = 256
+"""Of those after that, one in so many."""
 
 
 class Event(IntEnum):
@@ -41,6 +48,7 @@ class Agreement:
         self._units: list[tuple[str, list[str]]] = []
         """The name of each unit, and those of its parameters."""
         self._parameters: list[str] = []
+        self._num_forwards = 0
 
     def gathers(self, name: str, parameters: list[str]) -> Callable[[], None]:
         """To be called before the parameters of this unit are gathered."""
@@ -72,7 +80,7 @@ class Agreement:
         group.post_backward = compared
 
     def _compare(self, event: Event, index: int) -> None:
-        if self._tap.is_muted:
+        if self._tap.is_muted or not self._is_due(event):
             return
         other = self._ledger.differing(event * KINDS + index)
         if other is None:
@@ -83,6 +91,12 @@ class Agreement:
             f"{self._words(event, index)}, rank {other.rank} {theirs}.\nUse them on every rank (adding "
             "0 * layer(x).sum() to the loss is enough), or use dp, where replicas may differ in this"
         )
+
+    def _is_due(self, event: Event) -> bool:
+        """The same on all ranks: a layer or a gradient that one of them lacks changes no number of forwards."""
+        number = self._num_forwards
+        self._num_forwards += event is Event.END
+        return not self._ledger.waits or number < NUM_FIRST or number % EVERY == 0
 
     def _words(self, event: Event, index: int) -> str:
         if event is Event.END:

@@ -5,8 +5,10 @@ from __future__ import annotations
 import re
 import subprocess
 import sys
+from contextlib import suppress
 from pathlib import Path
 
+import psutil
 import pytest
 
 from tests.process.test_scripts import no_ranks
@@ -78,3 +80,22 @@ def test_a_worker_that_hangs_does_not_keep_the_script(monkeypatch: pytest.Monkey
     text = LOOP.replace("    def __getitem__(self, number):\n", hangs).replace("import sys", "import sys, time", 1)
     monkeypatch.setattr("tests.process.test_loop_ends.LOOP", text)
     check_loop_ends(ALONE, 1, "exit")
+
+
+CRASH = """
+import os, subprocess, sys, time
+if os.environ["RANK"] == "1":
+    child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(1000)"])
+    with open("child", "w") as file:
+        file.write(str(child.pid))
+    os._exit(3)
+time.sleep(1000)
+"""
+
+
+def test_what_a_rank_that_died_has_started_is_ended() -> None:
+    Path("loop.py").write_text(CRASH)
+    done = subprocess.run([sys.executable, *RUN], capture_output=True, text=True, env=no_ranks(), timeout=100)
+    assert done.returncode == 1, done.stderr
+    with suppress(psutil.NoSuchProcess):
+        assert psutil.Process(int(Path("child").read_text())).status() == psutil.STATUS_ZOMBIE

@@ -8,7 +8,7 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -92,6 +92,7 @@ class Workers:
         self.pids: dict[int, int] = context.pids()
         self.failed: dict[int, int] = {}
         """Exit codes of those that failed by themselves."""
+        self._killed_groups: set[int] = set()
 
     def poll(self) -> bool:
         """Whether they are still at work; waits a moment."""
@@ -105,8 +106,10 @@ class Workers:
 
     def end_others(self) -> None:
         """One has failed: the others get a moment for their own reports, and are ended."""
+        self._kill_groups(self._ended_badly())
         self._hear_last_words()
         self.failed = self._ended_badly()
+        self._kill_groups(self.failed)
         self.kill()
 
     def exit_codes(self) -> dict[int, int]:
@@ -127,12 +130,18 @@ class Workers:
 
     def kill(self) -> None:
         """End them at once: a rank that waits in a collective never comes to handle anything gentler."""
-        for local, pid in self.pids.items():
-            if local not in self.exit_codes():
-                # A program leads its own process group: its loader workers may hang, and would outlive it.
-                with suppress(ProcessLookupError):
-                    os.killpg(pid, signal.SIGKILL)
+        self._kill_groups(self.pids.keys() - self.exit_codes().keys())
         self._context.close(signal.SIGKILL, timeout=PATIENCE_SECONDS)
+
+    def _kill_groups(self, locals_: Iterable[int]) -> None:
+        """A program leads its own process group: its loader workers may hang, and would outlive it.
+
+        Once each, since the number of a group that is gone may become another's.
+        """
+        for local in {*locals_} - self._killed_groups:
+            self._killed_groups.add(local)
+            with suppress(ProcessLookupError, PermissionError):
+                os.killpg(self.pids[local], signal.SIGKILL)
 
     def _ended_badly(self) -> dict[int, int]:
         return {local: code for local, code in self.exit_codes().items() if code not in (0, Preempted.exit_code)}

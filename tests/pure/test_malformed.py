@@ -17,6 +17,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import psutil
 import pytest
@@ -30,6 +31,7 @@ from evenstep import checkpoint
 from evenstep.cli import main
 from evenstep.cli.app import app
 from evenstep.errors import BadInput
+from evenstep.launcher import server
 from evenstep.report.watch import Watched
 from tests.pure.conftest import Ended
 from tests.pure.test_advice import comparison, row
@@ -49,6 +51,9 @@ def command(*words: str) -> Ended:
     before = sys.argv
     sys.argv = ["evenstep", *words]
     try:
+        # What is read of the words before the command is; it only looks, so it has no error of its own.
+        with patch.dict(os.environ), patch.object(server, "start_server"):
+            server.start_server_for(words)
         with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err), pytest.raises(SystemExit) as ended:
             main()
     finally:

@@ -1,4 +1,4 @@
-"""A small task that counts its process's objects at `COUNTED` steps, and in which rank 0 is killed at step 40, once.
+"""A small task that counts its process's bytes at `COUNTED` steps, and in which rank 0 is killed at step 40, once.
 
 `FAULT=record`: the second line of the Record is no JSON from then until step 50. `FAULT=checkpoint`: the checkpoints
 are those of an evenstep that wrote no sums into them.
@@ -11,6 +11,7 @@ import hashlib
 import json
 import os
 import signal
+import tracemalloc
 from pathlib import Path
 from typing import Any
 
@@ -31,17 +32,19 @@ def loss(model: nn.Module, batch: Any) -> Tensor:
     global calls
     if model.training and torch.is_grad_enabled():
         calls += 1
-        count_objects()
+        count_bytes()
         happen(read_pulse().read().step)
     inputs, sums = batch
     return (model(inputs) - sums).square().mean()
 
 
-def count_objects() -> None:
+def count_bytes() -> None:
+    if COUNTED and calls == 1:
+        tracemalloc.start()
     if calls in COUNTED:
         gc.collect()
-        with Path(f"objects.{RANK}").open("a") as file:
-            file.write(f"{len(gc.get_objects())}\n")
+        with Path(f"bytes.{RANK}").open("a") as file:
+            file.write(f"{tracemalloc.get_traced_memory()[0]}\n")
 
 
 def happen(step: int) -> None:

@@ -98,12 +98,12 @@ class DryRun:
         Totals(self._world, 1).take(self._task.loss(model, data), Piece(data, few.ids[:0], 1))
 
     def _evaluate(self, model: nn.Module, few: Few) -> None:
-        task, evaluate, data = self._task, Evaluator(), to_device(few.data, self._precision.fit_tensor)
+        task, data = self._task, to_device(few.data, self._precision.fit_tensor)
         self._fault = "the loss of the valid data cannot be computed"
-        as_sum(evaluate(task.loss, model, data), 1, "loss")
+        as_sum(Evaluator()(task.loss, model, data), 1, "loss")
         if task.metrics is not None:
             self._fault = "the metrics cannot be computed"
-            for name, amount in named(evaluate(task.metrics, model, data)).items():
+            for name, amount in named(Evaluator()(task.metrics, model, data)).items():
                 as_sum(amount, 1, name)
 
     @contextmanager

@@ -18,34 +18,53 @@ NEEDS_GRADIENTS = "does not require grad"
 
 
 class Evaluator:
-    """Calls a function with gradients off; from the first time that it takes a gradient itself, with gradients on.
+    """Calls one function with gradients off; from the first time that it takes a gradient itself, with gradients on.
 
     A gradient penalty and the inner loop of MAML are such losses.
     """
 
     def __init__(self) -> None:
+        self.has_succeeded = False
+        """Before that, calls do not run beside each other: one that fails puts random generators back."""
         self._needs_gradients = False
 
     def __call__(self, function: Callable[..., T], *arguments: Any) -> T:
-        if not self._needs_gradients:
-            before = generator_states()
-            try:
-                with torch.no_grad():
-                    return function(*arguments)
-            except RuntimeError as error:
-                if NEEDS_GRADIENTS not in str(error):
-                    raise
-            # As if the first attempt had not been: a resumed run may make it where an undisturbed one did not.
+        if self._needs_gradients or not (result := self._attempt(function, *arguments)):
+            # Autocast keeps the weights that it has cast, and those of an attempt without gradients have none.
+            torch.clear_autocast_cache()
+            with torch.enable_grad():
+                result = [function(*arguments)]
+        self.has_succeeded = True
+        return result[0]
+
+    def _attempt(self, function: Callable[..., T], *arguments: Any) -> list[T]:
+        """What the function returns with gradients off, in a list; an empty one if it needs them."""
+        before = None if self.has_succeeded else generator_states()
+        try:
+            with torch.no_grad():
+                return [function(*arguments)]
+        except RuntimeError as error:
+            if NEEDS_GRADIENTS not in str(error):
+                raise
+        if before is not None:
             restore_generators(before)
-            self._needs_gradients = True
-        with torch.enable_grad():
-            return function(*arguments)
+        self._needs_gradients = True
+        return []
 
 
-def loss_and_metrics(task: Task, model: Model, batch: Batch) -> dict[str, Amount]:
-    """Every value that an evaluation of a Task is to have, by name."""
-    more = named(task.metrics(model, batch)) if task.metrics is not None else {}
-    return {"loss": task.loss(model, batch), **more}
+class LossAndMetrics:
+    """Every value that an evaluation of a Task is to have, by name; each decides for itself on gradients."""
+
+    def __init__(self, task: Task) -> None:
+        self._task = task
+        self._evaluate_loss, self._evaluate_metrics = Evaluator(), Evaluator()
+
+    def __call__(self, model: Model, batch: Batch) -> dict[str, Amount]:
+        task = self._task
+        more: Mapping[str, Amount] = {}
+        if task.metrics is not None:
+            more = named(self._evaluate_metrics(task.metrics, model, batch))
+        return {"loss": self._evaluate_loss(task.loss, model, batch), **more}
 
 
 def named(values: Any) -> Mapping[str, Amount]:

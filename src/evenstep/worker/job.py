@@ -24,7 +24,7 @@ from evenstep.task import Task, takes_steps
 from evenstep.worker import machine
 from evenstep.worker.answers import Situation, is_out_of_memory
 from evenstep.worker.batchnorm import is_local, synchronised
-from evenstep.worker.evaluation import loss_and_metrics
+from evenstep.worker.evaluation import LossAndMetrics
 from evenstep.worker.fast import Fast, can_be_fast
 from evenstep.worker.fused import fuse
 from evenstep.worker.loader import Loader
@@ -318,7 +318,7 @@ class Job:
             return None
         started = time.perf_counter()
         try:
-            values = self.team.measure(partial(loss_and_metrics, self.task), self._model, self.valid, can_stop=can_stop)
+            values = self.team.measure(LossAndMetrics(self.task), self._model, self.valid, can_stop=can_stop)
         except Interrupted:
             return None
         seconds = time.perf_counter() - started

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import nn
 
 from evenstep.task import Amount
 from evenstep.worker.spread import Spread
+
+T = TypeVar("T")
 
 
 class Frozen:
@@ -46,6 +48,11 @@ def call(models: tuple[Spread, ...], place: int, loss: Callable[..., Amount], da
 
 def _inside(bound: nn.Module, inner: Callable[..., Amount]) -> Callable[..., Amount]:
     return lambda *bare: bound(lambda model: inner(*bare, model))
+
+
+def one_by_one(work: Callable[..., T], arguments: Sequence[tuple[Any, ...]]) -> list[T]:
+    """`work` of one seat after the other, in this thread."""
+    return [work(*seat_arguments) for seat_arguments in arguments]
 
 
 NOTHING: AbstractContextManager[None] = nullcontext()

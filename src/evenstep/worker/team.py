@@ -43,7 +43,7 @@ from evenstep.worker.randomness import seed_devices
 from evenstep.worker.refusals import Refusals, refuse_lazy
 from evenstep.worker.replicas import refuse_other_models
 from evenstep.worker.requests import Requests
-from evenstep.worker.seats import NOTHING, Frozen, call, on
+from evenstep.worker.seats import NOTHING, Frozen, call, on, one_by_one
 from evenstep.worker.spread import Spread
 from evenstep.worker.strategies import STRATEGIES
 from evenstep.worker.tap import Tap
@@ -111,7 +111,6 @@ class Team:
         self.last_measured = 0
         """Samples that the last `measure` went over."""
         self._refusals = Refusals(world)
-        self._evaluate = Evaluator()
         self._current: Batch | None = None
         self._backwards = 0
         self._keys: tuple[int, list[int]] = (-1, [])
@@ -301,6 +300,8 @@ class Team:
             raise TaskError(f"measure takes what Team.loader returned, and got a {type(batches).__name__}")
         self.strategy.refresh(model, is_training=False)
         sums: dict[str, torch.Tensor] = {}
+        evaluate = Evaluator()
+        seat_measure = partial(self._seat_measure, function, model, evaluate)
         with model.evaluating():
             for number, batch in enumerate(batches.whole_pass(), 1):
                 self.world.pulse.beat(EVALUATING)
@@ -308,9 +309,9 @@ class Team:
                 if can_stop and number % BATCHES_BETWEEN_AGREEMENTS == 0:
                     self._stop_together()
                 for pieces in batch.micro_batches:
-                    for measured in self.strategy.on_seats(
-                        lambda place, piece: self._seat_measure(function, model, place, piece), list(enumerate(pieces))
-                    ):
+                    # The first seat decides for all whether gradients are needed, before threads draw at random.
+                    on_seats = self.strategy.on_seats if evaluate.has_succeeded else one_by_one
+                    for measured in on_seats(seat_measure, list(enumerate(pieces))):
                         for name, pair in measured.items():
                             sums[name] = sums[name] + pair if name in sums else pair
         # A rank may have met no sample of a kind that another one has a name for.
@@ -371,18 +372,22 @@ class Team:
             self.world.tap.rest()
 
     def _seat_measure(
-        self, function: Callable[..., Mapping[str, Amount]], model: Spread, place: int, piece: Piece
+        self,
+        function: Callable[..., Mapping[str, Amount]],
+        model: Spread,
+        evaluate: Evaluator,
+        place: int,
+        piece: Piece,
     ) -> dict[str, torch.Tensor]:
         device = self.world.devices[place]
 
         def values() -> Mapping[str, Amount]:
-            # Autocast keeps the weights that it has cast, and those of an attempt without gradients have none.
             with self.precision.autocast(device):
                 return named(model.bounds[place](function, piece.inputs))
 
         home = self.world.device
         with on(device):
-            found = self._evaluate(values)
+            found = evaluate(values)
         return {name: as_sum(amount, piece.num_samples, name).to(home) for name, amount in found.items()}
 
     def _draw_for(self, batch: Batch) -> None:

@@ -25,7 +25,7 @@ from evenstep.worker.cuts import Rounding
 from evenstep.worker.disturbed import LEAST, disturbed
 from evenstep.worker.draws_seen import same_torch, torch_states
 from evenstep.worker.dropouts import DropoutOff
-from evenstep.worker.evaluation import Evaluator, loss_and_metrics
+from evenstep.worker.evaluation import LossAndMetrics
 from evenstep.worker.persample import Touch, collated
 from evenstep.worker.scaler import unfitted
 from evenstep.worker.source import to_device
@@ -186,15 +186,11 @@ class Workbench:
     def measure(self, ids: Ids) -> dict[str, Amount]:
         """What an evaluation computes of these samples."""
         data = self.data(ids)
-
-        def values() -> dict[str, Amount]:
-            with self._team.precision.autocast(self._device):
-                return loss_and_metrics(self.task, self.model, data)
-
         self._restore()
         self.model.eval()
         try:
-            return Evaluator()(values)
+            with torch.no_grad(), self._team.precision.autocast(self._device):
+                return LossAndMetrics(self.task)(self.model, data)
         finally:
             self.model.train()
 

@@ -8,7 +8,7 @@ from typing import Any, ClassVar, TypeVar
 
 from torch import nn
 
-from evenstep.worker.seats import NOTHING
+from evenstep.worker.seats import NOTHING, one_by_one
 from evenstep.worker.spread import Bound, Spread
 from evenstep.worker.streams import leave_default_stream
 from evenstep.worker.tap import Tap
@@ -34,7 +34,7 @@ class Single:
         """Nothing: there is one copy."""
 
     def on_seats(self, work: Callable[..., T], arguments: Sequence[tuple[Any, ...]]) -> list[T]:
-        return [work(*seat_arguments) for seat_arguments in arguments]
+        return one_by_one(work, arguments)
 
     def syncing(self, spread: Spread, is_last: bool) -> AbstractContextManager[None]:
         return NOTHING

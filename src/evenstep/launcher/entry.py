@@ -145,7 +145,7 @@ def enter(address: Address, identity: Identity) -> Entry:
             elif time.monotonic() > deadline:
                 raise NotEvenstep(_mute(where)) from error
             elif not is_told:
-                print(f"waiting for {where}, which is busy: {error}", file=sys.stderr, flush=True)
+                print(f"waiting for {where}, which is busy, or another program: {error}", file=sys.stderr, flush=True)
                 is_told = True
             late = time.monotonic() + WAIT_FOR_TOKEN_SECONDS
             continue

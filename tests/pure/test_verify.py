@@ -165,6 +165,26 @@ def test_a_weight_whose_gradient_is_noise_is_not_judged() -> None:
     assert differ.silent == []
 
 
+def test_a_state_of_another_shape_is_judged_unless_all_of_the_gradient_is_noise() -> None:
+    for second, expected in ((1.0, 0.5), (1e-18, 0.0)):
+        gradient = [1e-18, second]
+        runs = [
+            write_run(f"{number}-{second}", trained(gradient, [1.0, 1.0], gradient__b=[1.0], optimizer__w__row=[row]))
+            for number, row in enumerate((1.0, 2.0))
+        ]
+        assert sizes(*runs)["optimizer", "w/row"] == expected
+
+
+def test_the_digits_of_a_type_excuse_a_scalar_of_the_optimizer_alone() -> None:
+    for shape, expected in (((), 0.0), ((2,), 2**-6)):
+        one, other = (torch.full(shape, value, dtype=torch.bfloat16) for value in (1.0, 1 - 2**-6))
+        runs = [
+            write_run(f"{number}-{len(shape)}", trained([1.0, 1.0], [1.0, 1.0], optimizer__w__m=state))
+            for number, state in enumerate((one, other))
+        ]
+        assert sizes(*runs)["optimizer", "w/m"] == expected
+
+
 def test_a_weight_with_a_gradient_is_judged() -> None:
     one = write_run("one", trained([1.0, 0.5], [2.0, 0.001]))
     other = write_run("other", trained([1.0, 0.5], [2.0, -0.001]))

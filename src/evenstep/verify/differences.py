@@ -127,7 +127,7 @@ class Differ:
         if kind in ADAPTED and noise is not None:
             if noise.shape == away.shape:
                 away = away.masked_fill(noise, 0.0)
-            elif bool(noise.any()):
+            elif bool(noise.all()):
                 # Summed up over the parameter: Adafactor's root mean square of a weight that noise moved.
                 return 0.0
         if away.numel() == 0:
@@ -153,7 +153,9 @@ class Differ:
 
 
 def _digits(one: torch.Tensor, other: torch.Tensor) -> float:
-    """What the type alone hides, as that of a scalar that an optimizer keeps in float32 beside float64 weights."""
+    """What the type alone hides of a scalar, which an optimizer may keep in float32 beside float64 weights."""
+    if one.numel() != 1:
+        return 0.0
     eps = max(torch.finfo(tensor.dtype).eps for tensor in (one, other))
     return 0.0 if eps <= torch.finfo(torch.float64).eps else 4 * eps
 

@@ -73,9 +73,9 @@ def test_a_parameter_that_is_nan_is_not_taken_for_a_changed_one() -> None:
 
 REFUSED = {
     "Muon": "after 8 steps a parameter of 5 x 4 is off by 0.01 of what it moved",
-    "Adafactor": "its step fails with RuntimeError: aten.",
-    "Adafactor of Hugging Face": "its step fails with RuntimeError: aten.",
-    "Rprop": "its step fails with RuntimeError: aten.",
+    "Adafactor": "its step fails with ",
+    "Adafactor of Hugging Face": "its step fails with ",
+    "Rprop": "its step fails with ",
     "fused SGD": "its step fails with NotImplementedError: Operator aten._fused_sgd_",
     "LarsOfSlices": "is off by",
     "LBFGS": "LBFGS.step needs a closure",

@@ -58,6 +58,8 @@ EXPLAINED = {
     # A name that outlives restarts is not torchrun's; the address is that of loopback; EVENSTEP_BEATS is for join().
     "environment",
     "drawn",
+    # Ranks share one: it is the first that reads it who gets what was typed.
+    "stdin",
 }
 
 

@@ -139,7 +139,7 @@ def refused(evenstep: Callable[..., Ended]) -> Refused:
         ("run gone.py", ["no file gone.py; give the script first"]),
         ("run --devices 0 my_task.py", ["0 devices were asked for; give 1 or more"]),
         ("run --nproc-per-node two my_task.py", ["--devices is 'two'; write a number such as 2, or gpu, cpu or auto"]),
-        ("run --rdzv_id=5 my_task.py", ["no option --rdzv_id; leave it out: machines know each other"]),
+        ("run --rdzv_id=5 my_task.py", ["no option --rdzv_id; leave it out: machines of one run know each other"]),
         ("run --node-rank 0 my_task.py", ["no option --node-rank; leave it out; on several machines write --machines"]),
         ("run --lr 0.1 my_task.py", ["no option --lr; see evenstep run --help"]),
     ],

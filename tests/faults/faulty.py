@@ -132,12 +132,18 @@ def happen(when: str) -> None:
 def is_due(kind: str) -> bool:
     """Whether the fault is this one, and here, and now; if it is to happen once, not again."""
     wanted, rank, step = os.environ.get("FAULT", "none:0:0").split(":")
-    if wanted != kind or rank != os.environ.get("RANK", "0") or int(step) != pulse.read().step:
+    if wanted != kind or rank != os.environ.get("RANK", "0") or not is_at(int(step)):
         return False
     if "FAULT_ONCE" in os.environ and HAPPENED.exists():
         return False
     HAPPENED.touch()
     return True
+
+
+def is_at(step: int) -> bool:
+    """Whether this rank is at this step; a loader worker reads ahead, and may not read anything during one step."""
+    now = pulse.read().step
+    return now == step if torch.utils.data.get_worker_info() is None else now >= step
 
 
 def send(pid: int, number: int) -> None:

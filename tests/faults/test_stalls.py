@@ -82,7 +82,7 @@ def test_a_sample_that_never_comes_from_a_loader_worker_is_named_with_the_worker
     ended = train(*options, fault=fail("never read", rank=1, step=4), task="of_samples")
     assert ended.code == 124
     where = (
-        r"the others wait for rank 1, .*at step \d, reading input, faulty\.py:\d+ in .*, in loader worker \d \(process"
+        r"the others wait for rank 1, .*at step \d+, reading input, faulty\.py:\d+ in .*, in loader worker \d \(process"
     )
     assert re.search(where, ended.report[0]), ended.err
     assert "_wrap" not in ended.report[0]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -175,16 +176,40 @@ print(record.summary.steps, len(record.restarts))
     assert done.stdout.split() == ["20", "1"]
 
 
+IMPATIENT = (
+    "import evenstep.launcher.stall as stall\nstall.FIRST_SECONDS = 2.0\nfrom evenstep.__main__ import main\nmain()"
+)
+"""The command, with two seconds for ten minutes."""
+
+
 @pytest.mark.slow
 def test_a_script_that_waits_without_computing_is_explained_and_left_alone() -> None:
     Path("script.py").write_text("import time\ntime.sleep(5)\nprint('done')\n")
-    code = (
-        "import evenstep.launcher.stall as stall\nstall.FIRST_SECONDS = 2.0\nfrom evenstep.__main__ import main\nmain()"
-    )
-    done = python("-c", code, "run", "script.py")
+    done = python("-c", IMPATIENT, "run", "script.py")
     assert done.returncode == 0, done.stderr
     assert done.stdout == "done\n"
     assert "rank 0 was last seen script.py:2" in done.stderr
     assert "left alone" in done.stderr
     asked = evenstep("run", "--stall-after", "2", "script.py")
     assert asked.returncode == 124
+
+
+@pytest.mark.slow
+def test_a_rank_that_does_not_exit_after_its_script_is_named_and_ended_when_the_others_have_gone() -> None:
+    Path("script.py").write_text(
+        "import os, threading, time\n"
+        "if os.environ['RANK'] == '1':\n    threading.Thread(target=time.sleep, args=(20,)).start()\n"
+        "print('done')\n"
+    )
+    done = python("-c", IMPATIENT, "run", "--devices", "2", "script.py")
+    assert done.returncode == 124, done.stderr
+    assert done.stdout == "done\n"
+    assert re.search(r"rank 1 was last seen exiting, \S*threading.py:\d+ in \w+; rank 0 has ended", done.stderr)
+
+
+@pytest.mark.slow
+def test_a_hang_is_seen_after_the_run_folder_was_deleted() -> None:
+    Path("script.py").write_text("import shutil, time\nshutil.rmtree('runs')\ntime.sleep(20)\n")
+    done = evenstep("run", "--stall-after", "2", "script.py")
+    assert done.returncode == 124, done.stderr
+    assert "rank 0 was last seen script.py:3 in <module>" in done.stderr

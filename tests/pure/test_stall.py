@@ -88,6 +88,12 @@ def test_if_all_of_them_wait_each_is_shown() -> None:
     assert "all ranks wait: rank 0 at step 7, in backward; rank 1 at step 7, in backward" in said
 
 
+def test_ranks_that_have_ended_are_said_to_have() -> None:
+    said = explain([sight(0, 7, FORWARD, USERS)], 3, [1, 2])
+    assert said.startswith("nothing has moved for 3 s: rank 0 was last seen at step 7, in forward, ")
+    assert said.endswith("my_task.py:12 in loss; ranks 1-2 have ended")
+
+
 def test_the_users_own_line_is_shown_however_deep_the_library_is() -> None:
     said = stacks([sight(0, 7, FORWARD, *[ENGINE] * 20, USERS, ENGINE)])
     assert len(said) == 7
@@ -165,3 +171,7 @@ def test_programs_that_leave_no_beats_are_judged_by_their_stacks(tmp_path: Path,
     places[0] = "another"
     assert watched_until(9.5, clock, watch) is None
     assert watched_until(10.5, clock, watch) == pytest.approx(5.5)
+    # Who is left alone is judged again after as long a time.
+    watch.watch_again()
+    assert watched_until(15.5, clock, watch) is None
+    assert watched_until(16.0, clock, watch) == pytest.approx(5.5)

@@ -116,6 +116,11 @@ class Workers:
         """Of those that have ended."""
         return {local: code for local, code in enumerate(_exit_codes(self._context)) if code is not None}
 
+    def running(self) -> dict[int, int]:
+        """Process ids of those that have not ended: that of one that has may be another's by now."""
+        ended = self.exit_codes()
+        return {local: pid for local, pid in self.pids.items() if local not in ended}
+
     def server_end(self) -> int | None:
         """The exit code of the fork server, if that is what ended the processes: nobody could take note of theirs."""
         if self._server is None or UNKNOWN not in self.failed.values():
@@ -124,13 +129,12 @@ class Workers:
 
     def send(self, number: int) -> None:
         """Send a signal to all that are there."""
-        for local, pid in self.pids.items():
-            if local not in self.exit_codes():
-                send(pid, number)
+        for pid in self.running().values():
+            send(pid, number)
 
     def kill(self) -> None:
         """End them at once: a rank that waits in a collective never comes to handle anything gentler."""
-        self._kill_groups(self.pids.keys() - self.exit_codes().keys())
+        self._kill_groups(self.running())
         self._context.close(signal.SIGKILL, timeout=PATIENCE_SECONDS)
 
     def _kill_groups(self, locals_: Iterable[int]) -> None:

@@ -12,6 +12,7 @@ import re
 import signal
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from itertools import takewhile
 from pathlib import Path
@@ -21,6 +22,7 @@ import psutil
 from evenstep.launcher.logs import ranks_in_words
 from evenstep.launcher.processes import send, send_to_main_thread
 from evenstep.task import is_users
+from evenstep.worker import program
 from evenstep.worker.pulse import BACKWARD, EVALUATING, INPUT, Beat, Beats
 from evenstep.worker.pulse import UNTIMED as UNTIMED_PHASES
 from evenstep.worker.stacks import STACKS_SIGNAL
@@ -82,6 +84,10 @@ class StallWatch:
             self._look_at_stacks(now, self.limit(beats))
         still = now - self._moved
         return still if still > self.limit(beats) else None
+
+    def watch_again(self) -> None:
+        """Judge from now on: who is left alone is not asked for stacks at every look."""
+        self._moved = time.monotonic()
 
     def _is_under_way(self, beats: Sequence[Beat]) -> bool:
         """Whether the first step is done, in which compilers and connections are set up."""
@@ -187,15 +193,26 @@ class Sight:
         is_in_engine = bool(self.frames) and "torch/autograd/" in self.frames[0].file
         return self.collective is not None or self.beat.phase == BACKWARD or is_in_engine
 
+    @property
+    def is_exiting(self) -> bool:
+        """Whether the user's program has come to its end, and its process waits for threads or exit handlers."""
+        exit_frame = (program.__file__, program.exit_program.__name__)
+        return exit_frame in [(frame.file, frame.name) for frame in self.frames]
+
     def where(self) -> str:
         """`at step 7, in forward, my_task.py:12 in loss`; of a program that leaves no beats, its line alone."""
         line = self.users_place or str(self.frames[0] if self.frames and not self.beat.count else "")
-        parts = (self.beat.where if self.beat.count else "", line)
+        parts = (self.beat.where if self.beat.count else "", "exiting" if self.is_exiting else "", line)
         return ", ".join(part for part in parts if part) or "in an unknown place"
 
 
-def explain(sights: Sequence[Sight], seconds: float) -> str:
-    """One line: who is waited for, where it is, and where the others wait."""
+def explain(sights: Sequence[Sight], seconds: float, ended: Sequence[int] = ()) -> str:
+    """One line: who is waited for, where it is, where the others wait, and which ranks have ended."""
+    gone = f"; {ranks_in_words([*ended])} {'has' if len(ended) == 1 else 'have'} ended" if ended else ""
+    return f"{_explain(sights, seconds)}{gone}"
+
+
+def _explain(sights: Sequence[Sight], seconds: float) -> str:
     late = waited_for(sights)
     others = [sight for sight in sights if sight not in late]
     still = f"nothing has moved for {seconds:.0f} s"
@@ -240,11 +257,12 @@ def _waiting(others: Sequence[Sight]) -> str:
 def look(pids: Mapping[int, int], beats: Sequence[Beat], files: Mapping[int, Path], first_rank: int) -> list[Sight]:
     """Ask every process for its stacks, and read what they left."""
     states = {local: _state(pid) for local, pid in pids.items()}
+    files = {local: _where_open(pid, files[local]) for local, pid in pids.items()}
     sizes = {local: _size(files[local]) for local in pids}
     stopped = [local for local in pids if states[local] in "Tt"]
     awake = [local for local in pids if local not in stopped]
     for local, pid in pids.items():
-        if _takes_signal(pid):
+        if takes_stacks_signal(pid):
             send_to_main_thread(pids[local], STACKS_SIGNAL)
     _wait_for_dumps({files[local]: sizes[local] for local in awake})
     if stopped:
@@ -276,7 +294,7 @@ def _busy_threads(dump: str) -> list[Stack]:
 def _loader_workers(pid: int, file: Path) -> list[Stack]:
     """Processes that a rank has copied from itself: asked one after another, they write their stacks to its file."""
     found = []
-    copies = [child.pid for child in _children(pid) if _takes_signal(child.pid) and _has_open(child.pid, file)]
+    copies = [child.pid for child in _children(pid) if takes_stacks_signal(child.pid) and _has_open(child.pid, file)]
     for number, copy in enumerate(copies[:MOST_ASKED]):
         label, is_stopped = f"loader worker {number} (process {copy})", _state(copy) in "Tt"
         size = _size(file)
@@ -302,6 +320,15 @@ def _has_open(pid: int, file: Path) -> bool:
         return any(one.samefile(file) for one in Path(f"/proc/{pid}/fd").iterdir() if one.exists())
     except OSError:
         return False
+
+
+def _where_open(pid: int, file: Path) -> Path:
+    """Where to read what a process writes to a file, even if its folder was deleted meanwhile."""
+    if not file.exists():
+        with suppress(OSError):
+            descriptors = Path(f"/proc/{pid}/fd").iterdir()
+            return next((one for one in descriptors if os.readlink(one) == f"{file} (deleted)"), file)
+    return file
 
 
 def _tell(pids: Mapping[int, int], who: Iterable[int], number: int) -> None:
@@ -375,7 +402,7 @@ def _short(file: str) -> str:
     return near if len(near) < len(file) else file
 
 
-def _takes_signal(pid: int) -> bool:
+def takes_stacks_signal(pid: int) -> bool:
     """Whether a process has asked for the signal; one that became another program has not, and would die of it."""
     try:
         lines = Path(f"/proc/{pid}/status").read_text().splitlines()

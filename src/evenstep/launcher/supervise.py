@@ -20,7 +20,17 @@ from evenstep.launcher.meeting import Meeting, Place
 from evenstep.launcher.memory import MemoryWatch
 from evenstep.launcher.prepare import Prepared
 from evenstep.launcher.processes import How, RankLogs, Start, Workers, seconds_computed, workers
-from evenstep.launcher.stall import FIRST_SECONDS, LEAST_SECONDS, Sight, StallWatch, explain, look, stacks, waited_for
+from evenstep.launcher.stall import (
+    FIRST_SECONDS,
+    LEAST_SECONDS,
+    Sight,
+    StallWatch,
+    explain,
+    look,
+    stacks,
+    takes_stacks_signal,
+    waited_for,
+)
 from evenstep.launcher.tail import RecordTail
 from evenstep.record import FILE
 from evenstep.worker.job import Event
@@ -276,6 +286,7 @@ class Attempt:
         still = stall.seconds_still()
         if still is not None and self.cause is None:
             yield from self._stalled(still)
+            stall.watch_again()
 
     def _left_early(self) -> dict[int, int]:
         """Ranks that ended as if they were done, and were not: os._exit(0) in the user's code."""
@@ -296,20 +307,28 @@ class Attempt:
         self._workers.send(signal.SIGUSR1)
 
     def _look(self) -> list[Sight]:
+        """At the ranks that have not ended."""
         files = {local: self._logs.path(local, "stacks") for local in range(self._num)}
-        return look(self._workers.pids, self._beats.read(), files, self.place.first_rank)
+        return look(self._workers.running(), self._beats.read(), files, self.place.first_rank)
 
     def _signs_of_life(self) -> str | None:
         """Where the ranks of a program are that leaves no beats, and what they computed; None before they begin."""
-        if not all(self._logs.path(local, "stacks").exists() for local in range(self._num)):
+        running = self._workers.running()
+        # The folder with the stacks may have been deleted since.
+        begun = (self._logs.path(local, "stacks").exists() or takes_stacks_signal(running[local]) for local in running)
+        if not all(begun):
             return None
-        used = [f"{seconds_computed(pid):.0f}" for pid in self._workers.pids.values()]
+        used = [f"{seconds_computed(pid):.0f}" for pid in running.values()]
         return "\n".join([*used, *stacks(self._look())])
 
     def _stalled(self, seconds: float) -> Iterator[str]:
         sights = self._look()
-        sentence = explain(sights, seconds)
-        if self._launch.is_program and self._launch.stall_after is None:
+        if not sights:
+            return
+        ended = [self.place.first_rank + local for local in self._workers.exit_codes()]
+        sentence = explain(sights, seconds, ended)
+        is_done = bool(ended) and all(sight.is_exiting for sight in sights)
+        if self._launch.is_program and self._launch.stall_after is None and not is_done:
             # Nobody knows what a program of the user's may wait for; it is told of once, and ended if that was asked.
             if not self._is_shown:
                 self._is_shown = True

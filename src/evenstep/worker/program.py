@@ -64,8 +64,7 @@ def _run(logs: str, what: Callable[[], None]) -> None:
     try:
         what()
     except SystemExit as request:
-        threading._shutdown()  # type: ignore[attr-defined]
-        end(_exit_code(request))
+        exit_program(_exit_code(request))
     except BaseException as error:
         # A second Ctrl-C, while the first is told of, would be taken for a good end.
         signal.signal(signal.SIGINT, signal.SIG_IGN)
@@ -79,8 +78,16 @@ def _run(logs: str, what: Callable[[], None]) -> None:
             _call_hook(error)
         finally:
             end(1)
+    exit_program(0)
+
+
+def exit_program(exit_code: int) -> None:
+    """End the process as Python does after the last line: by waiting for threads and calling exit handlers.
+
+    A process that hangs here is found by this function's name in its stack.
+    """
     threading._shutdown()  # type: ignore[attr-defined]
-    end(0)
+    end(exit_code)
 
 
 def _call_hook(error: BaseException) -> None:

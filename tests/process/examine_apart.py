@@ -18,7 +18,7 @@ from evenstep.worker.team import join
 from evenstep.worker.workbench import Workbench
 from tests.process.mistakes import planted, sound
 
-TESTS = ("draws", "cut", "buffers")
+TESTS = ("draws", "metrics", "cut", "buffers")
 torch.set_num_threads(1)
 dropout = DropoutOff()
 for case in sys.argv[1:]:

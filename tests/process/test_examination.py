@@ -36,6 +36,7 @@ CASES = {
     "cnn:fp32*": None,
     "complex_weights:fp64*": None,
     "deciding:fp32*": None,
+    "frozen_norm:fp64": None,
 }
 
 

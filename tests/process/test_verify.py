@@ -93,6 +93,7 @@ SOUND = {
             "asgd",
             "adafactor",
             "gathered",
+            "frozen_norm",
         )
     },
 }

@@ -29,6 +29,7 @@ from evenstep.worker.evaluation import LossAndMetrics
 from evenstep.worker.persample import Touch, collated
 from evenstep.worker.scaler import unfitted
 from evenstep.worker.source import to_device
+from evenstep.worker.spread import evaluating
 from evenstep.worker.stream import Stream
 from evenstep.worker.team import Team
 from evenstep.worker.witness import as_real, sampled
@@ -71,7 +72,10 @@ class Workbench:
         self._streamed: list[Any] = []
         self.ids = self._first_ids()
         self._drew: set[str] = set()
-        self.model: nn.Module = team.precision.fit(dropout.in_layers(task.model())).to(self._device).train()
+        self.model: nn.Module = team.precision.fit(dropout.in_layers(task.model())).to(self._device)
+        if not self.model.training:
+            # As the worker does; of a model in training mode, layers may be in eval mode on purpose.
+            self.model.train()
         for scaler in unfitted(self.model):
             scaler.fit(iter([self.data()]), World(0, 1, (self._device,)))
         self.optimizer = task.optimizer(self.model.parameters())
@@ -187,24 +191,12 @@ class Workbench:
         """What an evaluation computes of these samples."""
         data = self.data(ids)
         self._restore()
-        self.model.eval()
-        try:
-            with torch.no_grad(), self._team.precision.autocast(self._device):
-                return LossAndMetrics(self.task)(self.model, data)
-        finally:
-            self.model.train()
+        with evaluating(self.model), torch.no_grad(), self._team.precision.autocast(self._device):
+            return LossAndMetrics(self.task)(self.model, data)
 
-    @contextmanager
-    def without_batch_statistics(self) -> Iterator[None]:
+    def without_batch_statistics(self) -> AbstractContextManager[None]:
         """BatchNorm normalizes by what it remembers."""
-        layers = [one for one in self.model.modules() if isinstance(one, _BatchNorm)]
-        for layer in layers:
-            layer.eval()
-        try:
-            yield
-        finally:
-            for layer in layers:
-                layer.train()
+        return evaluating(*(layer for layer in self.model.modules() if isinstance(layer, _BatchNorm)))
 
     def buffers_before(self) -> dict[str, torch.Tensor]:
         """Those that are not BatchNorm's."""

@@ -293,3 +293,16 @@ def adafactor() -> Task:
 def gathered() -> Task:
     """Negatives from all ranks, which send gradients back."""
     return planted.gathering(with_gradient=True)
+
+
+class FrozenNorm(nn.BatchNorm1d):
+    """As a pretrained part has it: in eval mode while the model around it trains."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.training:
+            raise RuntimeError("a frozen BatchNorm is in training mode")
+        return super().forward(x)
+
+
+def frozen_norm() -> Task:
+    return planted.with_middle(lambda: FrozenNorm(12).eval())

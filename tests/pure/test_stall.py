@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import queue
+import subprocess
+import sys
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from evenstep.launcher.stall import Frame, Sight, Stack, StallWatch, explain, main_thread, stacks, waited_for
+from evenstep.launcher.stall import Frame, Sight, Stack, StallWatch, explain, look, main_thread, stacks, waited_for
 from evenstep.worker.pulse import BACKWARD, COMPARING, FORWARD, INPUT, LOADING, SAVING, Beat, make_beats, open_pulse
 
 USERS = Frame("/home/me/my_task.py", 12, "loss")
@@ -175,3 +177,27 @@ def test_programs_that_leave_no_beats_are_judged_by_their_stacks(tmp_path: Path,
     watch.watch_again()
     assert watched_until(15.5, clock, watch) is None
     assert watched_until(16.0, clock, watch) == pytest.approx(5.5)
+
+
+SLEEPER = """
+import pathlib, time
+from evenstep.worker.stacks import leave_stacks
+
+leave_stacks(pathlib.Path("."), 0)
+print("ready", flush=True)
+time.sleep(60)
+"""
+
+
+def test_a_process_that_is_looked_at_again_and_again_leaves_the_last_stacks_alone(tmp_path: Path) -> None:
+    beats = make_beats(tmp_path / "beats", 1).read()
+    left = tmp_path / "rank0.stacks"
+    (tmp_path / "sleeper.py").write_text(SLEEPER)
+    with subprocess.Popen([sys.executable, "sleeper.py"], cwd=tmp_path, stdout=subprocess.PIPE) as process:
+        assert process.stdout is not None
+        process.stdout.readline()
+        found = [look({0: process.pid}, beats, {0: left}, first_rank=0) for _ in range(5)]
+        process.kill()
+    # On a busy machine one may answer too late, and be read by the next look.
+    assert ["sleeper.py"] in [[Path(frame.file).name for frame in sight.frames] for (sight,) in found]
+    assert left.read_text().count("most recent call first") < len(found)

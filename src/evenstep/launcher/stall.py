@@ -255,25 +255,27 @@ def _waiting(others: Sequence[Sight]) -> str:
 
 
 def look(pids: Mapping[int, int], beats: Sequence[Beat], files: Mapping[int, Path], first_rank: int) -> list[Sight]:
-    """Ask every process for its stacks, and read what they left."""
+    """Ask every process for its stacks, and read what they left; the last look's are left in the files."""
     states = {local: _state(pid) for local, pid in pids.items()}
     files = {local: _where_open(pid, files[local]) for local, pid in pids.items()}
-    sizes = {local: _size(files[local]) for local in pids}
+    # A program is looked at for as long as it runs. The processes append: after this, from the beginning again.
+    for local in pids:
+        _empty(files[local])
     stopped = [local for local in pids if states[local] in "Tt"]
     awake = [local for local in pids if local not in stopped]
     for local, pid in pids.items():
         if takes_stacks_signal(pid):
             send_to_main_thread(pids[local], STACKS_SIGNAL)
-    _wait_for_dumps({files[local]: sizes[local] for local in awake})
+    _wait_for_dumps({files[local]: 0 for local in awake})
     if stopped:
         # Their main threads wake up in the handler, before they do anything else; another thread would write while the
         # main one goes on. With the others held they cannot go on training.
         _tell(pids, awake, signal.SIGSTOP)
         _tell(pids, stopped, signal.SIGCONT)
-        _wait_for_dumps({files[local]: sizes[local] for local in stopped})
+        _wait_for_dumps({files[local]: 0 for local in stopped})
         _tell(pids, stopped, signal.SIGSTOP)
         _tell(pids, awake, signal.SIGCONT)
-    dumps = {local: _text(files[local])[sizes[local] :] for local in pids}
+    dumps = {local: _text(files[local]) for local in pids}
     return [
         Sight(first_rank + local, beats[local], states[local], main_thread(dumps[local]), others)
         for local, pid in pids.items()
@@ -417,6 +419,11 @@ def _state(pid: int) -> str:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
     except OSError:
         return "?"
+
+
+def _empty(path: Path) -> None:
+    with suppress(OSError):
+        os.truncate(path, 0)
 
 
 def _size(path: Path) -> int:

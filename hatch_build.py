@@ -10,14 +10,14 @@ from typing import Any
 
 from hatchling.builders.hooks.plugin.interface import BuildHookInterface
 
-FOLDER = "src/evenstep/worker/comm"
+FOLDER = "src/evenstep/distributed/shm"
 
 
 class CustomBuildHook(BuildHookInterface[Any]):
     """Called by hatchling for a wheel, and for an editable install."""
 
     def initialize(self, version: str, build_data: dict[str, Any]) -> None:
-        file = Path(self.root, FOLDER, "library.py")
+        file = Path(self.root, FOLDER, "native.py")
         spec = importlib.util.spec_from_file_location("library", file)
         assert spec is not None
         assert spec.loader is not None

@@ -24,7 +24,7 @@ from torch.utils.data import Dataset
 
 from evenstep import Task
 from evenstep.compare import Asked, Comparison, compare
-from evenstep.report.advice import best
+from evenstep.report.recommend import best
 
 
 class Slow(Dataset[tuple[Tensor, Tensor]]):

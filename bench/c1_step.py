@@ -26,7 +26,7 @@ from torch import nn
 import evenstep
 from evenstep.launcher.prepare import prepare
 from evenstep.record import Step
-from evenstep.worker.perform import perform
+from evenstep.training.trainer import perform
 
 GOAL = 1 / 1.02
 LIMIT, AGAIN, OURS, WHOLE = "raw loop, fused", "raw loop, fused, again", "evenstep, fused", "evenstep train, fused"

@@ -30,8 +30,8 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, RandomSampler, Sampler, TensorDataset
 
 import evenstep
-from evenstep.order import Span
-from evenstep.samplers import Shuffled
+from evenstep.sampling.order import Span
+from evenstep.sampling.samplers import Shuffled
 
 ROUNDS = 8
 EPOCHS_A_BLOCK = 2

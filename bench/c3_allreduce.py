@@ -19,9 +19,9 @@ import torch
 import torch.distributed as dist
 from harness import Entry, Race, Result
 
-from evenstep.worker.comm.channel import Channel, open_channel
-from evenstep.worker.comm.library import load
-from evenstep.worker.world import World, join_world
+from evenstep.distributed.shm.allreduce import Channel, open_channel
+from evenstep.distributed.shm.native import load
+from evenstep.distributed.world import World, join_world
 
 SIZES = {2**12: "4 KB", 2**16: "64 KB", 2**20: "1 MB", 2**22: "4 MB", 2**24: "16 MB", 100 * 2**20: "100 MB"}
 QUICK = (2**16, 2**22)
@@ -33,14 +33,14 @@ MOST_CALLS = 200
 PIECE = 2**16
 """Numbers that the limit copies and adds at once, which stay in the cache."""
 
-Way = Callable[[torch.Tensor], None]
+Configuration = Callable[[torch.Tensor], None]
 
 
 def by_gloo(tensor: torch.Tensor) -> None:
     dist.all_reduce(tensor.mul_(0.5))
 
 
-def through(channel: Channel) -> Way:
+def through(channel: Channel) -> Configuration:
     def average(tensor: torch.Tensor) -> None:
         channel.average([tensor])
 
@@ -50,15 +50,15 @@ def through(channel: Channel) -> Way:
 def alone(tensor: torch.Tensor) -> None:
     """The least that has to be done: half is copied out, half is added, half is copied in."""
     slot = torch.empty(min(PIECE, tensor.numel()))
-    for piece in tensor.split(PIECE):
-        half = piece[: -(-len(piece) // 2)]
+    for micro_batch in tensor.split(PIECE):
+        half = micro_batch[: -(-len(micro_batch) // 2)]
         torch.mul(half, 0.5, out=slot[: len(half)])
         half.add_(slot[: len(half)])
 
 
-def ways(world: World, num_bytes: int) -> dict[str, Way]:
+def configs(world: World, num_bytes: int) -> dict[str, Configuration]:
     """Everything that can do it here."""
-    found: dict[str, Way] = {GLOO: by_gloo, AGAIN: by_gloo}
+    found: dict[str, Configuration] = {GLOO: by_gloo, AGAIN: by_gloo}
     for name, library in {OURS: load(), TORCH: None}.items():
         channel = open_channel(world.gather, world.rank, num_bytes, library)
         if channel is not None and (library is not None or name != OURS):
@@ -66,15 +66,15 @@ def ways(world: World, num_bytes: int) -> dict[str, Way]:
     return {**found, LIMIT: alone}
 
 
-def timed(way: Way, tensor: torch.Tensor) -> float:
+def timed(config: Configuration, tensor: torch.Tensor) -> float:
     """Milliseconds of one call, by this rank's clock; all begin together."""
     calls = max(2, min(MOST_CALLS, BLOCK_BYTES // tensor.nbytes))
-    way(tensor)
+    config(tensor)
     dist.barrier()
     tensor.fill_(1.0)
     began = time.perf_counter()
     for _ in range(calls):
-        way(tensor)
+        config(tensor)
     return (time.perf_counter() - began) / calls * 1e3
 
 
@@ -85,15 +85,15 @@ def on_rank(sizes: tuple[int, ...], rounds: int) -> dict[int, dict[str, list[flo
     figures = {}
     for num_bytes in sizes:
         given = torch.randn(num_bytes // 4, generator=torch.Generator().manual_seed(world.rank))
-        racing = ways(world, num_bytes)
+        racing = configs(world, num_bytes)
         expected = given.clone()
         by_gloo(expected)
-        for name, way in racing.items():
+        for name, config in racing.items():
             result = given.clone()
-            way(result)
-            if way is not alone and not torch.equal(result, expected):
+            config(result)
+            if config is not alone and not torch.equal(result, expected):
                 raise SystemExit(f"{name} differs from gloo at {num_bytes} bytes; no race")
-        blocks = {name: partial(timed, way, given) for name, way in racing.items()}
+        blocks = {name: partial(timed, config, given) for name, config in racing.items()}
         figures[num_bytes] = harness.interleaved(blocks, rounds)
     return figures
 

@@ -25,7 +25,7 @@ from models import CIFAR_NET, MLP, MLP_10M, SIMPLE_NET, SMALL_GPT, Work
 from peers import Feed, Place, Steps
 
 import evenstep
-from evenstep.worker.strategies.fsdp_units import units
+from evenstep.strategies.fsdp import units
 
 OURS, RAW, AGAIN, ACCELERATE = "evenstep", "fully_shard", "fully_shard, again", "accelerate, fsdp2"
 WORKS = {MLP: 40, SIMPLE_NET: 30, CIFAR_NET: 10, MLP_10M: 3, SMALL_GPT: 4}

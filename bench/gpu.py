@@ -246,12 +246,12 @@ def race_input(bench: Bench, inputs: Any, what: str) -> None:
     """Samples a second delivered on the card, without training."""
     bench.say(f"G2 {what}")
     team = evenstep.join("single", (str(bench.device),))
-    every = inputs.ways(team)
+    every = inputs.configs(team)
     theirs = [name for name in every if name.startswith("DataLoader")]
     limit = "limit: pinned copies to the device"
     opened = {name: every[name] for name in (inputs.DEFAULT, inputs.DEFAULT_AGAIN, "resident", *theirs)}
     inputs.check(opened)
-    blocks = {name: lambda way=way: inputs.images_per_second(way) for name, way in opened.items()}
+    blocks = {name: lambda config=config: inputs.images_per_second(config) for name, config in opened.items()}
     blocks[limit] = inputs.copied_per_second
     rates = harness.interleaved(blocks, min(4, bench.rounds))
     best = max(theirs, key=lambda name: statistics.median(rates[name]))
@@ -273,8 +273,8 @@ def race_input(bench: Bench, inputs: Any, what: str) -> None:
     found = {"against the best DataLoader": rows, "rates": rates, "of the limit": asdict(share), "goals": judged}
     bench.add("G2", what, found)
     # Ours end their threads and processes here; a DataLoader's workers end with its last reference.
-    for way in every.values():
-        loader = way()
+    for config in every.values():
+        loader = config()
         if hasattr(loader, "close"):
             loader.close()
 

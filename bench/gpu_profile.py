@@ -20,10 +20,9 @@ import torch
 from gpu_racers import Racer
 from torch.profiler import ProfilerActivity, profile
 
-from evenstep.worker.captured import Captured
-from evenstep.worker.fast import Fast
-from evenstep.worker.machine import facts
-from evenstep.worker.pending import Pending
+from evenstep.distributed.devices import facts
+from evenstep.training.cuda_graphs.graph import Captured, Pending
+from evenstep.training.cuda_graphs.runner import Fast
 
 DEVICE = torch.device("cuda:0")
 PARTS = ((Captured, "fill"), (Captured, "replay_whole"), (Pending, "arrive"), (Fast, "take"))
@@ -43,7 +42,7 @@ def microseconds(advance: Callable[[int], None], steps: int) -> float:
     return sorted(found)[REPEATS // 2]
 
 
-def show_card(name: str, racer: Racer, steps: int = 10) -> None:
+def show_gpu(name: str, racer: Racer, steps: int = 10) -> None:
     """What the card does in a step, the largest first."""
     with profile(activities=[ProfilerActivity.CUDA]) as profiler:
         racer.advance(steps)
@@ -88,7 +87,7 @@ def show_host(racer: Racer, steps: int) -> None:
 
 def show_by_hand(bare: Racer) -> None:
     """What a copy in (which samples) and a copy out (the loss) add to a bare replay."""
-    on_card, index = torch.zeros((), device=DEVICE), torch.zeros(512, dtype=torch.int64, device=DEVICE)
+    on_gpu, index = torch.zeros((), device=DEVICE), torch.zeros(512, dtype=torch.int64, device=DEVICE)
     pageable = torch.zeros(512, dtype=torch.int64)
     hosts = [torch.empty((), pin_memory=True) for _ in range(4)]
     events = [torch.cuda.Event() for _ in range(4)]
@@ -100,7 +99,7 @@ def show_by_hand(bare: Racer) -> None:
                     index.copy_(pageable, non_blocking=True)
                 bare.advance(1)
                 if copies_out:
-                    hosts[number % 4].copy_(on_card, non_blocking=True)
+                    hosts[number % 4].copy_(on_gpu, non_blocking=True)
                     events[number % 4].record()
                     events[(number - 2) % 4].synchronize()
 
@@ -122,8 +121,8 @@ def main() -> None:
         if steps > 1000:
             show_by_hand(bare)
         show_host(ours, steps)
-        show_card("bare", bare)
-        show_card("ours", ours)
+        show_gpu("bare", bare)
+        show_gpu("ours", ours)
         ours.close()
         bare.close()
 

@@ -23,8 +23,8 @@ from torch import Tensor, nn
 import evenstep
 from evenstep.plan import Plan
 from evenstep.task import Task
-from evenstep.worker.job import Job
-from evenstep.worker.train import train
+from evenstep.training.loop import train
+from evenstep.training.trainer import Job
 
 GRAPH_WARM_UP = 3
 LIGHTNING_WARM_UP = 10
@@ -111,7 +111,7 @@ def fully_sharded(work: Work) -> Racer:
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
 
-    from evenstep.worker.strategies.fsdp_units import units
+    from evenstep.strategies.fsdp import units
 
     learners = []
 
@@ -347,7 +347,7 @@ def ours(
         # Sharded weights are whole inside the root's forward alone.
         with torch.no_grad(), work.autocast():
             batch = tuple(column[: work.batch] for column in work.data)
-            return job._model.seats[0](loss, batch).item()
+            return job._model.replicas[0](loss, batch).item()
 
     def close() -> None:
         steps.close()  # type: ignore[attr-defined]

@@ -11,9 +11,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from evenstep.order import Span
+from evenstep.data.adapt import adopt
+from evenstep.sampling.order import Span
 from evenstep.tasks.networks import GPT, Net, Normalize, ResNet18
-from evenstep.worker.adopt import adopt
 
 EPOCHS_AT_HAND = 8
 """Whose order is computed before any clock; then they come again."""

@@ -28,7 +28,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import evenstep
-from evenstep.worker.machine import num_cores
+from evenstep.distributed.devices import num_cores
 
 WIDTHS = {"1M": 762, "3M": 1491, "10M": 2912, "30M": 5226, "100M": 9743}
 """Of a network 512-w-w-10 with about so many parameters."""
@@ -83,7 +83,7 @@ def read(num_samples: int, steps: int) -> tuple[float, float, float]:
     torch.set_num_threads(1)
     column = torch.randint(256, (num_samples,), dtype=torch.uint8, generator=torch.Generator().manual_seed(0))
     team = evenstep.join("ddp", ("cpu",))
-    model = team.spread(Tiny())
+    model = team.wrap(Tiny())
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
     before = psutil.Process().memory_info().rss
     started = time.perf_counter()

@@ -33,8 +33,8 @@ from rich.console import Console
 from rich.table import Table
 
 import evenstep
-from evenstep.worker.comm.library import load
-from evenstep.worker.machine import facts
+from evenstep.distributed.devices import facts
+from evenstep.distributed.shm.native import load
 
 Block = Callable[[], float]
 Kind = Literal["ours", "peer", "limit", "control"]

@@ -26,10 +26,10 @@ from torch.nn import functional as F
 from torch.utils.data import DataLoader, Dataset
 
 import evenstep
-from evenstep.order import Span
+from evenstep.data.loader import Batch, Loader, MicroBatch
+from evenstep.sampling.order import Span
 from evenstep.tasks.networks import Net, Normalize, ResNet18
-from evenstep.worker.loader import Batch, Loader, Piece
-from evenstep.worker.team import Team
+from evenstep.training.team import Team
 
 GOAL_SHARE = 0.02
 """The most that a step may wait for its input."""
@@ -84,10 +84,10 @@ def synchronize() -> None:
 def by_hand(data: tuple[Tensor, Tensor], loader: Loader) -> Batch:
     """A batch as Team.backward takes it, made of tensors that came another way."""
     num = len(data[1])
-    return Batch(Span(0, 0, num), [[Piece(data, np.arange(num), num)]], loader, is_epoch_end=False, checked=None)
+    return Batch(Span(0, 0, num), [[MicroBatch(data, np.arange(num), num)]], loader, is_epoch_end=False, checked=None)
 
 
-def ways(team: Team) -> dict[str, Open]:
+def configs(team: Team) -> dict[str, Open]:
     """The ways of input, and none."""
     table = (images, labels)
 
@@ -162,7 +162,7 @@ class Trainer:
 
     def __init__(self, team: Team) -> None:
         self._team = team
-        self._model = team.spread(NETWORK(Normalize([125.307, 122.950, 113.865], [62.993, 62.089, 66.705])))
+        self._model = team.wrap(NETWORK(Normalize([125.307, 122.950, 113.865], [62.993, 62.089, 66.705])))
         # A small rate: the labels are random, and only the time is of interest.
         self._optimizer = torch.optim.SGD(self._model.parameters(), lr=1e-3, momentum=0.9, weight_decay=5e-4)
 
@@ -294,7 +294,7 @@ def main() -> None:
     if SMOKE:
         torch.set_num_threads(1)
     team = evenstep.join("single", (str(DEVICE),), precision="bf16")
-    opened = ways(team)
+    opened = configs(team)
     check(opened)
     alone = race_alone(opened)
     steps = race_steps(opened, Trainer(team))

@@ -31,15 +31,15 @@ from harness import Ratio, compared, show, write
 from models import MLP_10M, SIMPLE_NET
 
 from evenstep import Task
+from evenstep.compare.measure import Block
+from evenstep.launcher.launch import run_apart, variant
 from evenstep.launcher.prepare import prepare
 from evenstep.launcher.script import launch
-from evenstep.launcher.variants import run_apart, variant
 from evenstep.record import PARTS, Measurement, Record
 from evenstep.worker.main import Instead
-from evenstep.worker.measure import Block
 
 WAYS = (("single", 1), ("dp", 2), ("ddp", 2), ("fsdp", 2))
-ON_ONE_CARD = (("single", 1), ("dp", 2), ("ddp", 2), ("fsdp", 1))
+ON_ONE_GPU = (("single", 1), ("dp", 2), ("ddp", 2), ("fsdp", 1))
 """fsdp needs a card for each process."""
 BATCH = {"simple_net": 128, "wide_mlp": 64, "small_cnn": 64}
 
@@ -83,7 +83,7 @@ def measured(name: str, strategy: str, devices: tuple[str, ...], block: Block, f
     """One block, in processes of its own."""
     base = prepare(f"{__file__}:{name}", {"name": f"parts-{time.monotonic_ns()}", "devices": list(devices[:1])})
     prepared = variant(base, folder, strategy=strategy, devices=devices, steps=block.plan_steps)
-    for _ in run_apart(prepared, Instead("evenstep.worker.measure:measure", asdict(block))):
+    for _ in run_apart(prepared, Instead("evenstep.compare.measure:measure", asdict(block))):
         pass
     found = Record.read(folder).measurement
     shutil.rmtree(folder)
@@ -126,13 +126,13 @@ Blocks = dict[tuple[str, int], list[Measurement]]
 def collected(name: str, device: str, rounds: int) -> Blocks:
     """A block of each way for every round, forwards and backwards in turn."""
     block = Block(warm_up=10, steps=60, special=40)
-    ways = WAYS if device == "cpu" else ON_ONE_CARD
-    blocks: Blocks = {way: [] for way in ways}
+    configs = WAYS if device == "cpu" else ON_ONE_GPU
+    blocks: Blocks = {config: [] for config in configs}
     with tempfile.TemporaryDirectory() as temporary:
         for number in range(rounds):
-            for way in ways[:: 1 if number % 2 == 0 else -1]:
-                folder = Path(temporary) / f"{way[0]}-{number}"
-                blocks[way].append(measured(name, way[0], (device,) * way[1], block, folder))
+            for config in configs[:: 1 if number % 2 == 0 else -1]:
+                folder = Path(temporary) / f"{config[0]}-{number}"
+                blocks[config].append(measured(name, config[0], (device,) * config[1], block, folder))
     return blocks
 
 
@@ -173,16 +173,16 @@ def main() -> None:
     for name in given.tasks:
         blocks = collected(name, given.device, given.rounds)
         for (strategy, num), found in blocks.items():
-            way = f"{strategy} x {num}"
+            config = f"{strategy} x {num}"
             ratio, parts = add_up(found, given.device)
             shown = [f"{parts[part]:.2f}" for part in PARTS]
-            rows.append([name, way, f"{ratio.first:.2f}", f"{ratio.ratio:.3f}", ratio.interval, *shown])
-            results[f"{name}, {way}"] = {"parts_over_whole": ratio.figures("ms"), "parts_ms": parts}
+            rows.append([name, config, f"{ratio.first:.2f}", f"{ratio.ratio:.3f}", ratio.interval, *shown])
+            results[f"{name}, {config}"] = {"parts_over_whole": ratio.figures("ms"), "parts_ms": parts}
             bare = ceiling(found)
             if bare is not None:
-                results[f"{name}, {way}"]["left_over_bare"] = bare.figures("ms")
+                results[f"{name}, {config}"]["left_over_bare"] = bare.figures("ms")
                 ceilings.append(
-                    [name, way, f"{bare.first:.2f}", f"{bare.second:.2f}", f"{bare.ratio:.3f}", bare.interval]
+                    [name, config, f"{bare.first:.2f}", f"{bare.second:.2f}", f"{bare.ratio:.3f}", bare.interval]
                 )
         ours = [1000 * (one.without_communication_seconds or 0.0) for one in blocks["ddp", 2]]
         raw = compared(silent[name], ours)

@@ -22,9 +22,9 @@ from torch import Tensor
 from torch.distributed.algorithms.ddp_comm_hooks.debugging_hooks import noop_hook
 from torch.nn.parallel import DistributedDataParallel
 
-from evenstep.order import Span
-from evenstep.samplers import Shuffled
-from evenstep.worker.team import Team
+from evenstep.sampling.order import Span
+from evenstep.sampling.samplers import Shuffled
+from evenstep.training.team import Team
 
 warnings.filterwarnings("ignore")  # peers warn of settings that are meant
 TUNED = {"gradient_as_bucket_view": True, "static_graph": True, "broadcast_buffers": False}
@@ -240,7 +240,7 @@ def ours(team: Team, work: Work, is_best: bool) -> Steps:
     """evenstep's five verbs, reading through its own loader."""
     feed = Feed(work)
     loader = team.loader(feed.columns, batch=work.batch)
-    model = team.spread(work.model())
+    model = team.wrap(work.model())
     optimizer = work.optimizer(model, is_best)  # type: ignore[arg-type]
     batches = endless(loader)
 
@@ -250,7 +250,7 @@ def ours(team: Team, work: Work, is_best: bool) -> Steps:
             team.step(optimizer)
 
     x, y = feed.columns
-    return Steps(run, lambda: team.ask(lambda network: work.loss(network, (x[:64], y[:64])).item(), model))
+    return Steps(run, lambda: team.infer(lambda network: work.loss(network, (x[:64], y[:64])).item(), model))
 
 
 def endless(loader: Iterable[Any]) -> Iterator[Any]:

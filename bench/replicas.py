@@ -16,8 +16,8 @@ from models import mlp
 from torch.nn import functional as F
 
 import evenstep
+from evenstep.monitor.replicas import ReplicaCheck
 from evenstep.plan import USUAL
-from evenstep.worker.replicas import ReplicaCheck
 
 MODELS = {
     "MLP 784-256-10": lambda: mlp(784, 256, 10),
@@ -32,7 +32,7 @@ def measure(name: str) -> tuple[float, float]:
     team = evenstep.join("ddp", ("cpu", "cpu"))
     torch.set_num_threads(1)
     data = (torch.randn(4 * BATCH, 784), torch.randint(10, (4 * BATCH,)))
-    model = team.spread(MODELS[name]())
+    model = team.wrap(MODELS[name]())
     optimizer = torch.optim.Adam(model.parameters())
     check = ReplicaCheck(team.world, model.module)
     batch = next(iter(team.loader(data, BATCH, compare=False)))

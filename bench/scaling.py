@@ -31,8 +31,7 @@ from models import CIFAR_NET, MLP_10M, SIMPLE_NET, SMALL_GPT, Work
 from peers import Place
 
 import evenstep
-from evenstep.worker.comm.by_c import ByC
-from evenstep.worker.comm.by_torch import ByTorch
+from evenstep.distributed.shm.allreduce import ByC, ByTorch
 
 WORKS = {SIMPLE_NET: 50, CIFAR_NET: 15, MLP_10M: 4, SMALL_GPT: 5}
 """Steps of a block."""

@@ -64,7 +64,7 @@ def hardest(race: Race) -> Row | None:
     return min(aimed, key=lambda row: (row.low or 0) / (row.goal or 1), default=None)
 
 
-def summary(found: dict[str, Found], card: table_gpu.Found | None, link: str) -> list[str]:
+def summary(found: dict[str, Found], gpu: table_gpu.Found | None, link: str) -> list[str]:
     """One line for each race: our figure, the hardest rival, the limit; and one for the card."""
     rows = []
     for key, part in PARTS.items():
@@ -77,7 +77,7 @@ def summary(found: dict[str, Found], card: table_gpu.Found | None, link: str) ->
         if not one.result.races:
             figures = "; ".join(f"{name} {value:.2f}" for name, value in one.result.headline.items())
             rows.append([key, one.result.title, figures, f"goal: {one.result.goal}", "", command])
-    rows.append(table_gpu.summary_row(card, link))
+    rows.append(table_gpu.summary_row(gpu, link))
     heads = ["", "work", "ours", "hardest goal: ours is x as fast (95 %) as", "limit", "command"]
     return markdown(heads, rows)
 
@@ -99,9 +99,9 @@ def _of(row: Row) -> str:
     return f" x {row.against}" if row.kind == "ours" else ""
 
 
-def page(found: dict[str, Found], card: table_gpu.Found | None) -> list[str]:
+def page(found: dict[str, Found], gpu: table_gpu.Found | None) -> list[str]:
     """Everything that was found, benchmark by benchmark."""
-    lines = ["### All goals", "", *summary(found, card, "../bench/results"), ""]
+    lines = ["### All goals", "", *summary(found, gpu, "../bench/results"), ""]
     for key, part in PARTS.items():
         if key not in found:
             lines += [
@@ -119,22 +119,22 @@ def page(found: dict[str, Found], card: table_gpu.Found | None) -> list[str]:
         for table in one.result.tables:
             lines += [f"**{table.title}**", "", *_plain(table), ""]
         lines += [_source(one), ""]
-    return [*lines, *card_page(card)]
+    return [*lines, *gpu_page(gpu)]
 
 
-def card_page(card: table_gpu.Found | None) -> list[str]:
+def gpu_page(gpu: table_gpu.Found | None) -> list[str]:
     """The goals on one card, and every race."""
     lines = [f"### {table_gpu.TITLE}", ""]
-    if card is None:
+    if gpu is None:
         return [*lines, f"Not measured yet: no `{table_gpu.PATTERN}` of `bench/gpu.py` is in `bench/results`.", ""]
-    lines += [*markdown(table_gpu.GOAL_HEADS, table_gpu.goal_rows(card)), "", *_listed(card.errors)]
-    speeds = card.content["results"].get("G3", {}).get("speeds", {}).get("racers", {})
-    for part, work, one in card.works():
+    lines += [*markdown(table_gpu.GOAL_HEADS, table_gpu.goal_rows(gpu)), "", *_listed(gpu.errors)]
+    speeds = gpu.content["results"].get("G3", {}).get("speeds", {}).get("racers", {})
+    for part, work, one in gpu.works():
         race = table_gpu.race_of(one, f"{part}: {work}")
         table = table_gpu.table_of(race, one, speeds if part == "G3" else {})
         lines += [f"**{race.title}** ({table_gpu.PARTS[part]})", "", *markdown(*table), ""]
         lines += _listed(table_gpu.notes_of(race, one))
-    return [*lines, table_gpu.source_of(card), ""]
+    return [*lines, table_gpu.source_of(gpu), ""]
 
 
 def _plain(table: Plain) -> list[str]:
@@ -147,11 +147,11 @@ def _listed(notes: Sequence[str]) -> list[str]:
 
 def _source(one: Found) -> str:
     machine = one.machine
-    cards = ", ".join(machine["cards"]) or f"{machine['cores']} CPU cores"
+    gpus = ", ".join(machine["cards"]) or f"{machine['cores']} CPU cores"
     peers = ", ".join(f"{name} {version}" for name, version in one.peers.items())
     without = "" if machine.get("has_c_part", True) else ", evenstep without its C part"
     return (
-        f"`{one.command}`, {one.when}: {cards}, {machine['system']}, Python {machine['python']}, torch "
+        f"`{one.command}`, {one.when}: {gpus}, {machine['system']}, Python {machine['python']}, torch "
         f"{machine['torch']}, {peers}{without} ([{one.file}](../bench/results/{one.file}))."
     )
 
@@ -177,10 +177,10 @@ def main() -> None:
     parser.add_argument("--results", type=Path, default=ROOT / "bench" / "results")
     parser.add_argument("--check", action="store_true")
     given = parser.parse_args()
-    found, card = newest(given.results), table_gpu.newest(given.results)
-    short = summary(found, card, "bench/results")
+    found, gpu = newest(given.results), table_gpu.newest(given.results)
+    short = summary(found, gpu, "bench/results")
     stale = []
-    for path, name, lines in ((PAGE, "results", page(found, card)), (README, "speed", short)):
+    for path, name, lines in ((PAGE, "results", page(found, gpu)), (README, "speed", short)):
         before = path.read_text()
         after = put(before, name, lines)
         if after != before:

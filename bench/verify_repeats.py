@@ -85,11 +85,14 @@ def repeat(name: str, seed: int) -> Repeat:
         said = f"no verdict in {error.timeout:.0f} s"
         print(f"{name}, seed {seed}: {said}", file=sys.stderr, flush=True)
         return Repeat(seed, is_passed=False, said=said)
-    ways = json.loads(done.stdout.splitlines()[-1])["ways"] if done.stdout.strip() else []
-    has_jump = any("rounding jumps there" in note for way in ways for note in way["notes"])
+    configs = json.loads(done.stdout.splitlines()[-1])["ways"] if done.stdout.strip() else []
+    has_jump = any("rounding jumps there" in note for config in configs for note in config["notes"])
     if done.returncode == 0:
         return Repeat(seed, is_passed=True, has_jump=has_jump)
-    said = "\n".join(f"{way['sentence']}: {way['why']}" for way in ways if not way["is_same"]) or done.stderr[-2000:]
+    said = (
+        "\n".join(f"{config['sentence']}: {config['why']}" for config in configs if not config["is_same"])
+        or done.stderr[-2000:]
+    )
     print(f"{name}, seed {seed}: {said}", file=sys.stderr, flush=True)
     return Repeat(seed, is_passed=False, has_jump=has_jump, said=said)
 

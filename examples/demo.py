@@ -7,7 +7,7 @@ import torch
 from rich.console import Console
 
 import evenstep
-from evenstep.report.table import side_by_side
+from evenstep.report.terminal import side_by_side
 
 DEVICES = {"single": 1, "dp": 2, "ddp": 2, "fsdp": 2}
 

@@ -24,8 +24,8 @@ def generator_loss(models, points):
     return F.softplus(-discriminator(draw(generator, points))).mean()
 
 
-g = team.spread(nn.Sequential(nn.Linear(8, 64), nn.ReLU(), nn.Linear(64, 2)))
-d = team.spread(nn.Sequential(nn.Linear(2, 64), nn.ReLU(), nn.Linear(64, 1)))
+g = team.wrap(nn.Sequential(nn.Linear(8, 64), nn.ReLU(), nn.Linear(64, 2)))
+d = team.wrap(nn.Sequential(nn.Linear(2, 64), nn.ReLU(), nn.Linear(64, 1)))
 g_adam, d_adam = (torch.optim.Adam(one.parameters(), lr=3e-3, betas=(0.5, 0.99)) for one in (g, d))
 loader = team.loader(circle, batch=256)  # over all devices together
 for _ in range(150):
@@ -34,6 +34,6 @@ for _ in range(150):
         team.step(d_adam)
         team.backward(generator_loss, (g, d), batch)
         team.step(g_adam, clip=1.0)
-drawn = team.measure(lambda model, points: {"radius": draw(model, points).norm(dim=1)}, g, loader)
+drawn = team.evaluate(lambda model, points: {"radius": draw(model, points).norm(dim=1)}, g, loader)
 if team.world.is_main:
     print(f"mean radius {drawn['radius']:.2f} (the circle's is 1)")

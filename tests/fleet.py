@@ -14,11 +14,11 @@ from pathlib import Path
 import torch
 from safetensors.torch import load_file
 
-from evenstep.launcher.meeting import OneMachine
 from evenstep.launcher.processes import RankLogs, Start, workers
+from evenstep.launcher.rendezvous.local import OneMachine
 from evenstep.plan import Plan
 from evenstep.record import Record
-from evenstep.worker.program import Program, run_program
+from evenstep.worker.user_program import Program, run_program
 
 
 @dataclass(frozen=True)
@@ -66,7 +66,7 @@ def furthest(weights: dict[str, torch.Tensor], reference: dict[str, torch.Tensor
 
 
 def main(file: Path) -> None:
-    from evenstep.worker.perform import perform
+    from evenstep.training.trainer import perform
     from tests.small_tasks import small_task
 
     for name, values, key in json.loads(file.read_text()):

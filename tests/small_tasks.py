@@ -15,7 +15,7 @@ from torch.nn import functional as F
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 from evenstep import Scaler, Task, samplers
-from evenstep.draws import Draws
+from evenstep.sampling.rng import Draws
 from evenstep.tasks.networks import GPT
 
 NUM_SAMPLES = 103

@@ -33,14 +33,14 @@ def evaluate(model, test_set, device):
 
 
 def train(rank, world_size, port, options):
-    on_cards = world_size <= torch.cuda.device_count()  # NCCL refuses two ranks on one card
-    device = torch.device("cuda", rank) if on_cards else torch.device("cpu")
-    if on_cards:
+    on_gpus = world_size <= torch.cuda.device_count()  # NCCL refuses two ranks on one card
+    device = torch.device("cuda", rank) if on_gpus else torch.device("cpu")
+    if on_gpus:
         torch.cuda.set_device(rank)  # before NCCL starts: otherwise every rank also takes memory on card 0
     # Without this every process starts a thread for each core, and they fight for the same cores.
     torch.set_num_threads(max(1, torch.get_num_threads() // world_size))
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-    dist.init_process_group("nccl" if on_cards else "gloo", rank=rank, world_size=world_size)
+    dist.init_process_group("nccl" if on_gpus else "gloo", rank=rank, world_size=world_size)
 
     torch.manual_seed(0)
     train_set, test_set = load_data(options.data, quiet=rank > 0)
@@ -48,7 +48,7 @@ def train(rank, world_size, port, options):
     sampler = DistributedSampler(train_set, shuffle=True, seed=0)
     # Per rank: undivided, a step would hold world_size times the samples at an unchanged learning rate.
     train_loader = DataLoader(train_set, batch_size=options.batch // world_size, sampler=sampler)
-    model = DistributedDataParallel(SimpleNet().to(device), device_ids=[rank] if on_cards else None)
+    model = DistributedDataParallel(SimpleNet().to(device), device_ids=[rank] if on_gpus else None)
     optimizer = torch.optim.Adam(model.parameters(), lr=1e-3)
 
     for epoch in range(options.epochs):

@@ -6,16 +6,16 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from evenstep import samplers
+    from evenstep.data.feature_scaler import Scaler
     from evenstep.errors import EvenstepError
+    from evenstep.launcher.launch import train
     from evenstep.launcher.script import launch
-    from evenstep.launcher.train import train
     from evenstep.plan import Plan
     from evenstep.record import Record
+    from evenstep.sampling import samplers
     from evenstep.task import Task
-    from evenstep.worker.run import Run
-    from evenstep.worker.scaler import Scaler
-    from evenstep.worker.team import join
+    from evenstep.training.run import Run
+    from evenstep.training.team import join
 
 __version__ = "0.1.0"
 __all__ = ["EvenstepError", "Plan", "Record", "Run", "Scaler", "Task", "join", "launch", "samplers", "train"]
@@ -25,12 +25,12 @@ _WHERE = {
     "EvenstepError": "evenstep.errors",
     "Plan": "evenstep.plan",
     "Record": "evenstep.record",
-    "Run": "evenstep.worker.run",
-    "Scaler": "evenstep.worker.scaler",
+    "Run": "evenstep.training.run",
+    "Scaler": "evenstep.data.feature_scaler",
     "Task": "evenstep.task",
-    "join": "evenstep.worker.team",
+    "join": "evenstep.training.team",
     "launch": "evenstep.launcher.script",
-    "train": "evenstep.launcher.train",
+    "train": "evenstep.launcher.launch",
 }
 
 
@@ -40,7 +40,7 @@ def __dir__() -> list[str]:
 
 def __getattr__(name: str) -> Any:
     if name == "samplers":
-        return importlib.import_module("evenstep.samplers")
+        return importlib.import_module("evenstep.sampling.samplers")
     if name not in _WHERE:
         raise AttributeError(f"evenstep has no {name!r}; it has {', '.join(__all__)}")
     return getattr(importlib.import_module(_WHERE[name]), name)

@@ -8,7 +8,7 @@ import threading
 from types import FrameType
 
 from evenstep.errors import Preempted
-from evenstep.launcher.server import keep_tracker, start_server_for
+from evenstep.launcher.fork_server import keep_tracker, start_server_for
 
 
 def main() -> None:

@@ -14,7 +14,7 @@ from typing import Annotated, Any, Literal, get_args
 from msgspec import Meta
 
 from evenstep.errors import BREAKS_LINES, PlanError, shorten
-from evenstep.order import Lengths, share, smallest_micro_batch
+from evenstep.sampling.order import Lengths, share, smallest_micro_batch
 from evenstep.schema import LARGEST, Schema, check, check_fields
 
 StrategyName = Literal["single", "dp", "ddp", "fsdp", "dp-torch"]
@@ -218,8 +218,8 @@ class Plan:
             )
         num = machines[0] * len(self.devices)
         micro_sizes = {
-            len(share(len(share(self.batch, seat, num)), part, self.accumulate))
-            for seat in range(num)
+            len(share(len(share(self.batch, replica, num)), part, self.accumulate))
+            for replica in range(num)
             for part in range(self.accumulate)
         }
         sizes = "-".join(str(size) for size in sorted(micro_sizes))

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     import torch
     from torch.optim.lr_scheduler import LRScheduler
 
-    from evenstep.draws import Draws
+    from evenstep.sampling.rng import Draws
 
 Batch: TypeAlias = Any
 """Whatever the user's data collates to: a tuple or dict of tensors, most of the time."""

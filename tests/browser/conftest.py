@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from evenstep.report.page import write_page, write_page_of_runs
+from evenstep.report.html.page import write_page, write_page_of_runs
 from tests.browser import examples
 
 if TYPE_CHECKING:

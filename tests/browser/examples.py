@@ -9,7 +9,7 @@ from typing import Any
 
 from evenstep.plan import Plan
 from evenstep.record import Evaluation, Lane, Measurement, Record, RecordWriter, Step, Summary, Timeline
-from evenstep.report.comparison import Comparison, Parity, Row, Spread
+from evenstep.report.comparison import Comparison, Parity, Range, Row
 
 NASTY = "<script>window.ran=1</script>\"'`</script><img src=x onerror=window.ran=1>$$x^2$$ {{7*7}} 训练 " + "long" * 40
 MACHINE = {"python": "3.11.7", "torch": "2.13.0+cpu", "system": "Linux x86_64", "cores": 8, "memory_bytes": 2**35}
@@ -82,11 +82,11 @@ def _dp_lanes(num_devices: int) -> list[Lane]:
         ("reduce", 0.0069, 0.0079),
         ("optimizer", 0.0079, 0.0087),
     ]
-    seats = [
-        Lane(rank=0, name=f"seat {seat}", spans=[("forward", 0.0011, 0.0035), ("backward", 0.0035, 0.0069)])
-        for seat in range(num_devices)
+    replicas = [
+        Lane(rank=0, name=f"seat {replica}", spans=[("forward", 0.0011, 0.0035), ("backward", 0.0035, 0.0069)])
+        for replica in range(num_devices)
     ]
-    return [Lane(rank=0, name="host", spans=host), *seats]
+    return [Lane(rank=0, name="host", spans=host), *replicas]
 
 
 def record(strategy: str, num_devices: int, num_steps: int = 60, name: str = "run", task: str = "digits") -> Record:
@@ -145,9 +145,9 @@ def write_record(found: Record, folder: Path) -> Path:
     return folder
 
 
-def spread(middle: float) -> Spread:
+def spread(middle: float) -> Range:
     """Three rounds that differ by a few per cent."""
-    return Spread.of([middle * 0.97, middle, middle * 1.02])
+    return Range.of([middle * 0.97, middle, middle * 1.02])
 
 
 def row(strategy: str, num_devices: int, parity: Parity = "same", why: str = "", runs: Sequence[str] = ()) -> Row:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from evenstep.report.page import page_of_runs, write_page
+from evenstep.report.html.page import page_of_runs, write_page
 from tests.browser import examples
 from tests.browser.conftest import Seen, Visit
 

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from evenstep.report.comparison import Comparison
-from evenstep.report.page import write_page
+from evenstep.report.html.page import write_page
 from tests.browser.conftest import Visit
 
 ASKED = os.environ.get("EVENSTEP_PICTURES", "")

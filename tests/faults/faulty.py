@@ -25,8 +25,8 @@ from torch.nn import functional as F
 from torch.utils.data import Dataset
 
 from evenstep import Task
-from evenstep.worker.pulse import SAVING
-from evenstep.worker.world import read_pulse
+from evenstep.distributed.heartbeat import SAVING
+from evenstep.distributed.world import read_heartbeat
 
 HAPPENED = Path("happened")
 CHECKPOINTS = Path("runs/one/checkpoints")
@@ -36,7 +36,7 @@ PACE = float(os.environ.get("PACE", "0"))
 
 x = torch.randn(NUM_SAMPLES, 4, generator=torch.Generator().manual_seed(0))
 y = (x.sum(1) > 0).long()
-pulse = read_pulse()
+heartbeat = read_heartbeat()
 
 
 # The task.
@@ -90,7 +90,7 @@ class Head(nn.Linear):
     """A last layer that has more to save than its weights."""
 
     def get_extra_state(self) -> Tensor:
-        if pulse.read().phase == SAVING:
+        if heartbeat.read().phase == SAVING:
             happen("while saving")
         return torch.zeros(1)
 
@@ -142,7 +142,7 @@ def is_due(kind: str) -> bool:
 
 def is_at(step: int) -> bool:
     """Whether this rank is at this step; a loader worker reads ahead, and may not read anything during one step."""
-    now = pulse.read().step
+    now = heartbeat.read().step
     return now == step if torch.utils.data.get_worker_info() is None else now >= step
 
 
@@ -268,14 +268,14 @@ def die_at_the_next_point() -> None:
     """Die in every save, each time one call of the system further on; a save with fewer calls is left alone."""
     progress = Path("points")
     point, last_step = map(int, progress.read_text().split()) if progress.exists() else (1, 0)
-    step = pulse.read().step
+    step = heartbeat.read().step
     if os.environ["RANK"] != "0" or step <= last_step:
         return
     calls = 0
 
     def count(event: str, arguments: object) -> None:
         nonlocal calls
-        if pulse.read().phase == SAVING and event.partition(".")[0] in ("open", "os", "shutil"):
+        if heartbeat.read().phase == SAVING and event.partition(".")[0] in ("open", "os", "shutil"):
             calls += 1
             if calls == point:
                 descriptor = os.open("points.new", os.O_WRONLY | os.O_CREAT | os.O_TRUNC)

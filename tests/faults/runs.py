@@ -17,11 +17,11 @@ from pathlib import Path
 
 import psutil
 
-from evenstep import checkpoint
+from evenstep.checkpoint import files
 from evenstep.record import Record
 
 FOLDER = Path("runs/one")
-CHECKPOINTS = FOLDER / checkpoint.FOLDER
+CHECKPOINTS = FOLDER / files.FOLDER
 TASK = Path(__file__).with_name("faulty.py")
 LONGEST_SECONDS = 100
 
@@ -89,13 +89,13 @@ def audit(*names: str) -> str:
 
 def weights(name: str = "one", folder: Path = Path()) -> bytes:
     """The newest weights, bit for bit."""
-    return (folder / "runs" / name / checkpoint.FOLDER / "latest" / checkpoint.WEIGHTS).read_bytes()
+    return (folder / "runs" / name / files.FOLDER / "latest" / files.WEIGHTS).read_bytes()
 
 
 def saved_step(name: str = "one") -> int:
     """The step of the newest checkpoint, after a look at every byte of it."""
-    path, _ = checkpoint.find(f"runs/{name}")
-    return int(checkpoint.read_state(path)["step"])
+    path, _ = files.find(f"runs/{name}")
+    return int(files.read_state(path)["step"])
 
 
 def steps(name: str = "one") -> list[int]:

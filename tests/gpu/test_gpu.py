@@ -16,7 +16,7 @@ from torch import nn
 
 import evenstep
 from evenstep.plan import Plan
-from evenstep.worker.strategies.dp import Replicas
+from evenstep.strategies.dp import Replicas
 from tests.fleet import furthest, result, run_jobs
 from tests.small_tasks import BUILDERS, DATA, mean_loss
 
@@ -78,7 +78,7 @@ def test_learns_the_same_as_single(runs: Path, where: str, precision: str, model
         assert furthest(other.weights, single.weights) < tolerance
 
 
-def test_the_cards_memory_is_recorded(runs: Path) -> None:
+def test_the_gpus_memory_is_recorded(runs: Path) -> None:
     summary = result(runs, "dp-2/fp32/mlp").record.summary
     assert summary is not None
     assert list(summary.peak_bytes) == ["rank0 cuda:0"]
@@ -96,14 +96,14 @@ def test_dp_gives_the_losses_and_weights_of_nn_data_parallel(model: str) -> None
     torch.manual_seed(0)
     reference = BUILDERS[model]().cuda()
     team = evenstep.join("dp", devices=("cuda:0", "cuda:0"))
-    ours = team.spread(copy.deepcopy(reference))
+    ours = team.wrap(copy.deepcopy(reference))
     parallel = nn.DataParallel(reference, device_ids=[0, 0])
     optimizers = [torch.optim.SGD(m.parameters(), lr=0.05, momentum=0.9) for m in (ours, parallel)]
     loader = team.loader(DATA[model](120, torch.Generator().manual_seed(1)), batch=20)
     for _ in range(4):
         for batch in loader:
-            (pieces,) = batch.micro_batches
-            x, y = (torch.cat([piece.data[i] for piece in pieces]) for i in range(2))
+            (per_replica,) = batch.micro_batches
+            x, y = (torch.cat([micro_batch.data[i] for micro_batch in per_replica]) for i in range(2))
             expected = mean_loss(parallel, (x, y))
             expected.backward()
             optimizers[1].step()
@@ -118,7 +118,7 @@ def test_the_statistics_of_batchnorm_under_dp_are_those_of_device_0() -> None:
     """What nn.DataParallel does on two cards (on one card listed twice its replicas share their buffers)."""
     team = evenstep.join("dp", devices=("cuda:0", "cuda:0"))
     norm = nn.BatchNorm1d(20)
-    ours, expected = team.spread(nn.Sequential(norm, nn.Linear(20, 5))), copy.deepcopy(norm).cuda()
+    ours, expected = team.wrap(nn.Sequential(norm, nn.Linear(20, 5))), copy.deepcopy(norm).cuda()
     for batch in team.loader(DATA["mlp"](120, torch.Generator().manual_seed(1)), batch=20):
         team.backward(mean_loss, ours, batch)
         expected(batch.micro_batches[0][0].data[0])
@@ -152,17 +152,17 @@ def test_dp_copies_between_different_devices() -> None:
 def test_memory_is_even_between_the_devices_of_dp() -> None:
     """Parameters to update, and so optimizer state, are dealt out by size."""
     team = evenstep.join("dp", devices=("cuda:0", "cpu"))
-    spread = team.spread(nn.Sequential(*(nn.Linear(256, 256) for _ in range(8))))
+    spread = team.wrap(nn.Sequential(*(nn.Linear(256, 256) for _ in range(8))))
     held = {"cuda": 0, "cpu": 0}
     for weight in spread.parameters():
         held[weight.device.type] += weight.numel()
     assert held["cuda"] == pytest.approx(held["cpu"], rel=0.02)
 
 
-def test_the_step_does_not_wait_for_the_card_beyond_the_loss() -> None:
+def test_the_step_does_not_wait_for_the_gpu_beyond_the_loss() -> None:
     """torch reports every call that makes the host wait; one training step has none but the wait for its own loss."""
     team = evenstep.join("single", ("cuda:0",))
-    model = team.spread(nn.Sequential(nn.Linear(20, 64), nn.ReLU(), nn.Linear(64, 5)))
+    model = team.wrap(nn.Sequential(nn.Linear(20, 64), nn.ReLU(), nn.Linear(64, 5)))
     optimizer = torch.optim.AdamW(model.parameters(), fused=True)
     x, y = DATA["mlp"](64, torch.Generator().manual_seed(1))
     loader = team.loader((x.cuda(), y.cuda()), batch=16)

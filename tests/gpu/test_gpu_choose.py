@@ -60,7 +60,7 @@ def as_json(*arguments: str) -> dict[str, Any]:
     return found
 
 
-def test_all_ways_on_one_card_are_measured_and_learn_the_same() -> None:
+def test_all_ways_on_one_gpu_are_measured_and_learn_the_same() -> None:
     quick = ("--rounds", "1", "--steps", "8", "--name", "mine")
     found = as_json("compare", "my_task.py", "--devices", "cuda:0/cuda:0,cuda:0", *quick)
     labels = [(row["strategy"], len(row["devices"])) for row in found["rows"]]
@@ -81,13 +81,13 @@ def test_ddp_and_fsdp_over_nccl_at_size_one_are_ways_too() -> None:
     assert [row["parity"] for row in found["rows"]] == ["reference", "same", "same"]
 
 
-def test_every_strategy_is_verified_on_the_card() -> None:
+def test_every_strategy_is_verified_on_the_gpu() -> None:
     found = evenstep("verify", "my_task.py", "--strategies", "dp,ddp,dp-torch", "--devices", "cuda:0,cuda:0")
     assert "all ways learn what one device learns" in found.stdout + found.stderr
 
 
 @pytest.mark.parametrize(("strategy", "devices"), [("single", "cuda:0"), ("dp", "cuda:0,cuda:0"), ("ddp", "cuda:0")])
-def test_a_trace_of_the_card_adds_up(strategy: str, devices: str) -> None:
+def test_a_trace_of_the_gpu_adds_up(strategy: str, devices: str) -> None:
     how = ("--strategy", strategy, "--devices", devices, "--profile", "8", "--name", "traced")
     evenstep("train", "my_task.py", *how)
     (found,) = numbers("runs/traced/trace.json.gz")
@@ -95,7 +95,7 @@ def test_a_trace_of_the_card_adds_up(strategy: str, devices: str) -> None:
     assert sum(found.parts.values()) == pytest.approx(found.step_seconds, rel=0.05)
 
 
-def test_the_doctor_knows_the_card() -> None:
+def test_the_doctor_knows_the_gpu() -> None:
     ended = subprocess.run([sys.executable, "-m", "evenstep", "doctor", "--json"], capture_output=True, text=True)
     assert ended.returncode in (0, 1), ended.stderr
     assert torch.cuda.get_device_name(0) in ended.stdout

@@ -31,7 +31,7 @@ pytestmark = [
 ]
 
 WORLDS = {"single-1": 1, "dp-2": 1, "ddp-1": 1, "ddp-2": 2}
-CARD = torch.device("cuda:0")
+GPU = torch.device("cuda:0")
 
 
 def plan(where: str, device: str, **more: Any) -> Plan:
@@ -61,12 +61,12 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.parametrize("where", WORLDS)
 @pytest.mark.parametrize("kind", [*KINDS, "resident"])
-def test_data_of_every_kind_teaches_on_the_card_what_it_teaches_on_the_cpu(runs: Path, where: str, kind: str) -> None:
-    on_cpu, on_card = result(runs, f"cpu/{kind}"), result(runs, f"{where}/{kind}")
+def test_data_of_every_kind_teaches_on_the_gpu_what_it_teaches_on_the_cpu(runs: Path, where: str, kind: str) -> None:
+    on_cpu, on_gpu = result(runs, f"cpu/{kind}"), result(runs, f"{where}/{kind}")
     # Numbers drawn for a batch are float32 on any device; sums differ in the last bits.
-    assert on_card.record.losses == pytest.approx(on_cpu.record.losses, rel=1e-7)
+    assert on_gpu.record.losses == pytest.approx(on_cpu.record.losses, rel=1e-7)
     names = [name for name in on_cpu.weights if not name.endswith(".rest")]
-    assert furthest({n: on_card.weights[n] for n in names}, {n: on_cpu.weights[n] for n in names}) < 1e-6
+    assert furthest({n: on_gpu.weights[n] for n in names}, {n: on_cpu.weights[n] for n in names}) < 1e-6
     assert audit([runs / where / kind]).is_clean
 
 
@@ -94,38 +94,38 @@ WAYS: dict[str, Callable[[Any], tuple[Any, dict[str, Any]]]] = {
 }
 
 
-@pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize("seats", [1, 2])
-def test_batches_arrive_whole_while_the_card_is_busy(way: str, seats: int) -> None:
+@pytest.mark.parametrize("config", WAYS)
+@pytest.mark.parametrize("replicas", [1, 2])
+def test_batches_arrive_whole_while_the_gpu_is_busy(config: str, replicas: int) -> None:
     """What a batch holds is looked at on the card, behind work that keeps both streams busy."""
     data = pictures(3000)
-    team = evenstep.join("dp" if seats == 2 else "single", devices=("cuda:0",) * seats)
-    given, how = WAYS[way](data)
+    team = evenstep.join("dp" if replicas == 2 else "single", devices=("cuda:0",) * replicas)
+    given, how = WAYS[config](data)
     loader = team.loader(given, batch=100, **how)
-    busy = torch.randn(2048, 2048, device=CARD)
+    busy = torch.randn(2048, 2048, device=GPU)
     expected = data[0].long().flatten(1).sum(1)
-    wrong = torch.zeros((), dtype=torch.int64, device=CARD)
+    wrong = torch.zeros((), dtype=torch.int64, device=GPU)
     seen: list[int] = []
     for _ in range(3):
         for batch in loader:
-            for piece in batch.micro_batches[0]:
-                images, labels = piece.data
+            for micro_batch in batch.micro_batches[0]:
+                images, labels = micro_batch.data
                 assert images.is_cuda
                 for _ in range(3):
                     busy = (busy @ busy).tanh()
-                wrong += (images.long().flatten(1).sum(1) != expected[piece.ids].to(CARD)).sum()
-                wrong += (labels != torch.from_numpy(piece.ids).to(CARD)).sum()
-                seen += piece.ids.tolist()
+                wrong += (images.long().flatten(1).sum(1) != expected[micro_batch.ids].to(GPU)).sum()
+                wrong += (labels != torch.from_numpy(micro_batch.ids).to(GPU)).sum()
+                seen += micro_batch.ids.tolist()
                 del images, labels
     assert wrong.item() == 0
     assert sorted(seen) == sorted(list(range(3000)) * 3)
     loader.close()
 
 
-@pytest.mark.parametrize("way", WAYS)
-def test_an_epoch_left_early_goes_on_with_the_next_step(way: str) -> None:
+@pytest.mark.parametrize("config", WAYS)
+def test_an_epoch_left_early_goes_on_with_the_next_step(config: str) -> None:
     team = evenstep.join("single", devices=("cuda:0",))
-    given, how = WAYS[way](pictures(300))
+    given, how = WAYS[config](pictures(300))
     loader = team.loader(given, batch=20, sampler=samplers.InOrder(), **how)
     for batch in loader:
         batch.finish()
@@ -136,7 +136,7 @@ def test_an_epoch_left_early_goes_on_with_the_next_step(way: str) -> None:
     loader.close()
 
 
-def test_draws_are_the_same_on_the_card_and_on_the_cpu() -> None:
+def test_draws_are_the_same_on_the_gpu_and_on_the_cpu() -> None:
     def shift(batch: Any, draws: Any) -> Any:
         return batch[0] + draws.uniform()[:, None, None, None] + draws.integers(0, 9)[:, None, None, None], batch[1]
 
@@ -162,15 +162,15 @@ def test_an_error_in_the_thread_that_reads_ahead_reaches_the_training() -> None:
     loader.close()
 
 
-def test_a_scaler_on_the_card_scales_as_on_the_cpu_and_does_not_make_the_host_wait() -> None:
+def test_a_scaler_on_the_gpu_scales_as_on_the_cpu_and_does_not_make_the_host_wait() -> None:
     images = pictures(200)[0]
     scaler = Scaler(3, dim=1).fit([images])
     expected = scaler(images)
-    on_card = scaler.to(CARD)
-    batch = images.to(CARD)
+    on_gpu = scaler.to(GPU)
+    batch = images.to(GPU)
     torch.cuda.set_sync_debug_mode("error")
     try:
-        scaled = on_card(batch)
+        scaled = on_gpu(batch)
     finally:
         torch.cuda.set_sync_debug_mode("default")
     torch.testing.assert_close(scaled.cpu(), expected)

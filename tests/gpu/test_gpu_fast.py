@@ -124,7 +124,7 @@ def test_replayed_steps_learn_what_plain_ones_learn(
 def test_ddp_over_nccl_is_replayed_too() -> None:
     """One process needs no DDP; here it wraps all the same, for this machine has no second card."""
     Path("my_task.py").write_text(
-        "from evenstep.worker.strategies.ddp import DDP\nfrom tests.gpu.test_gpu_fast import task as made\n\n"
+        "from evenstep.strategies.ddp import DDP\nfrom tests.gpu.test_gpu_fast import task as made\n\n"
         "DDP.wraps_alone = True\n\n\ndef task():\n    return made()\n"
     )
     said = {}
@@ -201,16 +201,16 @@ def test_a_run_that_is_resumed_ends_where_an_undisturbed_one_ends() -> None:
         torch.testing.assert_close(weights(rest)[key], value, rtol=1e-3, atol=1e-4)
 
 
-def test_replayed_steps_never_wait_for_the_card() -> None:
+def test_replayed_steps_never_wait_for_the_gpu() -> None:
     """torch tells of every operation that makes the host wait; there is none between two waits for step k - 2."""
     Path("count.py").write_text(
         """
 import json, warnings, torch
 from tests.gpu.test_gpu_fast import task
 from evenstep.plan import Plan
-from evenstep.worker.job import Job
-from evenstep.worker.team import join
-from evenstep.worker.train import train
+from evenstep.training.trainer import Job
+from evenstep.training.team import join
+from evenstep.training.loop import train
 from pathlib import Path
 plan = Plan(batch=40, steps=60, devices=("cuda:0",), epochs=None, resident=True, check_every=0)
 team = join("single", ("cuda:0",))

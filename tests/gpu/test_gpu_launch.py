@@ -104,7 +104,7 @@ def test_a_killed_rank_goes_on_to_the_same_weights(where: tuple[str, ...]) -> No
 
 
 @pytest.mark.parametrize("where", [SHARED, ALONE], ids=["two ranks over gloo", "one rank over NCCL"])
-def test_a_card_that_never_finishes_is_noticed_and_the_line_is_named(where: tuple[str, ...]) -> None:
+def test_a_gpu_that_never_finishes_is_noticed_and_the_line_is_named(where: tuple[str, ...]) -> None:
     done = evenstep(*where, "--stall-after", "5", FAIL_KIND="spin", FAIL_RANK="0")
     assert done.returncode == 124, done.stderr
     assert "rank 0" in done.stderr
@@ -144,7 +144,7 @@ def test_a_step_that_does_not_fit_is_answered_with_the_number_that_does(where: t
     assert again.returncode == 0, again.stderr
 
 
-def test_what_the_fork_server_holds_has_not_touched_the_card() -> None:
-    code = "import evenstep.worker.server, torch; print(torch.cuda.is_initialized(), torch.cuda._is_in_bad_fork())"
+def test_what_the_fork_server_holds_has_not_touched_the_gpu() -> None:
+    code = "import evenstep.worker.preload, torch; print(torch.cuda.is_initialized(), torch.cuda._is_in_bad_fork())"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
     assert done.stdout.strip() == "False False", done.stderr

@@ -11,7 +11,7 @@ from torch.nn import functional as F
 
 import evenstep
 from evenstep import Task
-from evenstep.worker.told import PLACES, Told
+from evenstep.training.cuda_graphs.graph import PLACES, Told
 from tests.pure.test_sliced import KINDS, descend, made
 
 pytestmark = [
@@ -50,7 +50,7 @@ def test_every_replay_is_told_of_in_its_place(shape: tuple[int, ...], dtype: tor
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_slices_end_where_whole_tensors_end_on_a_card(kind: str) -> None:
+def test_slices_end_where_whole_tensors_end_on_a_gpu(kind: str) -> None:
     ends = []
     for is_sliced in (True, False):
         weights = [nn.Parameter(weight.detach().cuda()) for weight in made()]

@@ -10,9 +10,8 @@ from torch import nn
 from torch.nn import functional as F
 
 import evenstep
-from evenstep.worker.comm.by_c import ByC
-from evenstep.worker.comm.by_torch import ByTorch
-from evenstep.worker.comm.mailbox import Mailbox
+from evenstep.distributed.shm.allreduce import ByC, ByTorch
+from evenstep.distributed.shm.scalars import Mailbox
 
 counts = dict.fromkeys(["steps", "micro_batches", "averages", "letters", "other_collectives"], 0)
 
@@ -28,7 +27,7 @@ def counted(where: object, name: str, key: str) -> None:
 
 
 team = evenstep.join("ddp", devices=("cpu", "cpu"))
-model = team.spread(nn.Sequential(nn.Linear(6, 8), nn.ReLU(), nn.Linear(8, 3)))
+model = team.wrap(nn.Sequential(nn.Linear(6, 8), nn.ReLU(), nn.Linear(8, 3)))
 optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
 loader = team.loader((torch.randn(90, 6), torch.randint(0, 3, (90,))), batch=10, accumulate=3)
 for channel in (ByC, ByTorch):

@@ -11,11 +11,11 @@ import sys
 import torch
 
 from evenstep.plan import Plan
-from evenstep.seeding import seed_everything
-from evenstep.worker.dropouts import DropoutOff
-from evenstep.worker.examine import examine
-from evenstep.worker.team import join
-from evenstep.worker.workbench import Workbench
+from evenstep.sampling.rng import seed_everything
+from evenstep.training.team import join
+from evenstep.verify.experiments import examine
+from evenstep.verify.one_batch import Workbench
+from evenstep.verify.recorder import DropoutOff
 from tests.process.mistakes import planted, sound
 
 TESTS = ("draws", "metrics", "cut", "buffers")

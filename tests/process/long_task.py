@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from evenstep import Task
-from evenstep.worker.world import read_pulse
+from evenstep.distributed.world import read_heartbeat
 
 RUN = Path("runs/long")
 RANK = os.environ.get("RANK", "0")
@@ -33,7 +33,7 @@ def loss(model: nn.Module, batch: Any) -> Tensor:
     if model.training and torch.is_grad_enabled():
         calls += 1
         count_bytes()
-        happen(read_pulse().read().step)
+        happen(read_heartbeat().read().step)
     inputs, sums = batch
     return (model(inputs) - sums).square().mean()
 

@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 import evenstep
-from evenstep.worker.world import STORE
+from evenstep.distributed.world import STORE
 
 STEP = 5
 
@@ -24,7 +24,7 @@ def work(rank: int, out: Path, how: str) -> None:
     os.environ[STORE] = str(out.with_name("store"))
     torch.set_num_threads(1)
     team = evenstep.join("ddp", ("cpu", "cpu"))
-    model = team.spread(nn.Sequential(nn.Linear(8, 2000), nn.Tanh(), nn.Linear(2000, 500), nn.Linear(500, 1)))
+    model = team.wrap(nn.Sequential(nn.Linear(8, 2000), nn.Tanh(), nn.Linear(2000, 500), nn.Linear(500, 1)))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
     step = 0
 

@@ -15,8 +15,8 @@ from torch.optim import Optimizer
 from transformers.optimization import Adafactor as HuggingFaceAdafactor
 
 import evenstep
+from evenstep.checkpoint.state import weights
 from evenstep.errors import TaskError
-from evenstep.worker.state import weights
 
 STEPS = 8
 Weights = Iterable[nn.Parameter]
@@ -114,7 +114,7 @@ def on_one_device(name: str) -> dict[str, torch.Tensor]:
 
 
 def together(name: str, team: evenstep.Team) -> dict[str, torch.Tensor]:
-    spread = team.spread(net(name))
+    spread = team.wrap(net(name))
     optimizer = MAKE[name](spread.parameters())
     team.check(optimizer)
     loader = team.loader((X, Y), batch=len(X), shuffle=False)

@@ -15,10 +15,10 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from evenstep.distributed.world import STORE, World, join_world
 from evenstep.errors import TrainingError
-from evenstep.worker.pace import Pace, probe
-from evenstep.worker.replicas import ReplicaCheck
-from evenstep.worker.world import STORE, World, join_world
+from evenstep.monitor.replicas import ReplicaCheck
+from evenstep.monitor.stragglers import Pace, probe
 
 NUM_RANKS = 3
 STEPS = 8

@@ -91,7 +91,7 @@ def loss(model: nn.Module, batch: Any) -> torch.Tensor:
 
 told = {}
 for name, (data, how) in CASES.items():
-    model = team.spread(nn.Linear(4, 1))
+    model = team.wrap(nn.Linear(4, 1))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
     try:
         for batch in team.loader(data, batch=8, workers=0, **how):

@@ -16,7 +16,7 @@ import evenstep
 
 team = evenstep.join("ddp", devices=("cpu", "cpu"))
 rank = team.world.rank
-model = team.spread(nn.Linear(1, 1, bias=False))
+model = team.wrap(nn.Linear(1, 1, bias=False))
 optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
 
 
@@ -36,8 +36,8 @@ def by_hand(data: Any) -> dict[str, int]:
     """What a loop counts that looks at every piece of its own."""
     found = {"samples": 0, "positive": 0, "pieces": 0}
     for batch in team.loader(data, batch=16, shuffle=False):
-        for piece in (piece for pieces in batch.micro_batches for piece in pieces):
-            (x,) = piece.data if isinstance(piece.data, tuple | list) else (piece.data,)
+        for micro_batch in (micro_batch for per_replica in batch.micro_batches for micro_batch in per_replica):
+            (x,) = micro_batch.data if isinstance(micro_batch.data, tuple | list) else (micro_batch.data,)
             found["samples"] += len(x)
             found["positive"] += int((x > 0).sum())
             found["pieces"] += 1
@@ -59,13 +59,13 @@ told = {
     "shared": by_hand(torch.ones(65, 1)),
     "shared, as a dataset": by_hand(TensorDataset(torch.ones(65, 1))),
     "own": {"seen": sorted(seen), "steps": steps, "epoch": loader.epoch},
-    "measured": team.measure(lambda model, batch: {"mean": batch[:, 0], "all": (len(batch), 1)}, model, loader),
+    "measured": team.evaluate(lambda model, batch: {"mean": batch[:, 0], "all": (len(batch), 1)}, model, loader),
     "num_measured": team.last_measured,
     "fewer": refusal(lambda: team.loader(mine[: 40 - rank], batch=8, compare=False)),
     "tensors": refusal(lambda: team.backward(loss, model, (mine, mine))),
     "not spread": refusal(lambda: team.backward(loss, nn.Linear(1, 1), batch)),
-    "no loader": refusal(lambda: team.measure(lambda model, batch: {}, model, [mine])),
-    "no metrics": refusal(lambda: team.measure(lambda model, batch: batch.mean(), model, loader)),
+    "no loader": refusal(lambda: team.evaluate(lambda model, batch: {}, model, [mine])),
+    "no metrics": refusal(lambda: team.evaluate(lambda model, batch: batch.mean(), model, loader)),
 }
 everywhere = team.world.gather(told)
 if team.world.is_main:

@@ -11,10 +11,10 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
+from evenstep.data.feature_scaler import Scaler, unfitted
 from evenstep.errors import TaskError
-from evenstep.order import share
-from evenstep.worker.scaler import Scaler, unfitted
-from evenstep.worker.team import Team, join
+from evenstep.sampling.order import share
+from evenstep.training.team import Team, join
 
 NUM_ROWS, NUM_PICTURES, NUM_RANKS = 101, 2, 3
 
@@ -58,7 +58,7 @@ def report(team: Team) -> dict[str, Any]:
         Scaler(4).fit([], team.world)
     except TaskError as error:
         refused = str(error)
-    spread = team.spread(model)
+    spread = team.wrap(model)
     optimizer = torch.optim.SGD(spread.parameters(), lr=0.1)
     losses = []
     for batch in team.loader((x, x[:, :2] - 1e8), batch=16):

@@ -17,10 +17,10 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import evenstep
-from evenstep.worker.comm.averaging import Averaging, can_average
-from evenstep.worker.comm.channel import Channel, open_channel
-from evenstep.worker.comm.library import build, load
-from evenstep.worker.world import World
+from evenstep.distributed.shm.allreduce import Channel, open_channel
+from evenstep.distributed.shm.native import build, load
+from evenstep.distributed.world import World
+from evenstep.strategies.ddp import Averaging, can_average
 
 LENGTHS = (0, 1, 3, 1000, 8192, 8193, 16385, 300_007, 1_500_001)
 DTYPES = (torch.float32, torch.float64, torch.bfloat16)
@@ -119,7 +119,7 @@ def by_ddp(world: World, dtype: torch.dtype) -> str:
 def two_models(team: Any) -> str:
     """A generator and a discriminator, each with its own way through memory, by turns."""
     torch.manual_seed(1)
-    one, other = team.spread(nn.Linear(4, 4)), team.spread(nn.Linear(4, 1))
+    one, other = team.wrap(nn.Linear(4, 4)), team.wrap(nn.Linear(4, 1))
     optimizers = [torch.optim.SGD(model.parameters(), lr=0.1) for model in (one, other)]
     loader = team.loader((torch.randn(60, 4, generator=torch.Generator().manual_seed(2)),), batch=6)
     for batch in loader:
@@ -140,7 +140,7 @@ def left_to_ddp(team: Any) -> dict[str, bool]:
         "sparse": nn.Embedding(4, 2, sparse=True),
         "gaps": gaps,
     }
-    return {name: isinstance(team.spread(one).seats[0], DistributedDataParallel) for name, one in models.items()}
+    return {name: isinstance(team.wrap(one).replicas[0], DistributedDataParallel) for name, one in models.items()}
 
 
 def left_behind() -> dict[str, Any]:

@@ -11,7 +11,7 @@ from torch.nn import functional as F
 import evenstep
 
 team = evenstep.join(sys.argv[1], devices=("cpu", "cpu"), precision="fp16")
-model = team.spread(nn.Sequential(nn.Linear(6, 8), nn.ReLU(), nn.Linear(8, 3)))
+model = team.wrap(nn.Sequential(nn.Linear(6, 8), nn.ReLU(), nn.Linear(8, 3)))
 optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
 loudness = torch.ones(20)
 loudness[10:] = 30.0  # in order, the second half of the only batch is rank 1's

@@ -15,12 +15,12 @@ from typing import Any
 import psutil
 import pytest
 
+from evenstep.compare.measure import Block
+from evenstep.launcher.launch import run_apart, variant
 from evenstep.launcher.prepare import prepare
-from evenstep.launcher.variants import run_apart, variant
 from evenstep.record import PARTS, Measurement, Record
 from evenstep.report.comparison import Comparison
 from evenstep.worker.main import Instead
-from evenstep.worker.measure import Block
 
 TASK = """
 import torch
@@ -110,7 +110,7 @@ def blocks(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Record]:
         found = {}
         for name, changes in WAYS.items():
             prepared = variant(base, base.folder / name, steps=block.plan_steps, **changes)
-            for _ in run_apart(prepared, Instead("evenstep.worker.measure:measure", asdict(block))):
+            for _ in run_apart(prepared, Instead("evenstep.compare.measure:measure", asdict(block))):
                 pass
             found[name] = Record.read(prepared.folder)
     return found
@@ -141,14 +141,14 @@ def test_a_comparison_has_a_table_a_recommendation_and_a_page() -> None:
     assert all(record.losses == pytest.approx(first[0].losses, rel=1e-4) for record in first)
 
 
-@pytest.mark.parametrize("way", WAYS)
-def test_the_parts_leave_no_moment_of_a_step_out(blocks: dict[str, Record], way: str) -> None:
-    found = measurement(blocks[way])
+@pytest.mark.parametrize("config", WAYS)
+def test_the_parts_leave_no_moment_of_a_step_out(blocks: dict[str, Record], config: str) -> None:
+    found = measurement(blocks[config])
     assert sum(found.parts.values()) == pytest.approx(found.timed_seconds, rel=1e-6)
     assert all(found.parts[name] > 0 for name in PARTS if name != "communication")
-    assert (found.parts["communication"] > 0) == (way != "single")
-    assert (found.without_communication_seconds is not None) == (way != "single")
-    for timeline in blocks[way].timelines:
+    assert (found.parts["communication"] > 0) == (config != "single")
+    assert (found.without_communication_seconds is not None) == (config != "single")
+    for timeline in blocks[config].timelines:
         for lane in timeline.lanes:
             if lane.name == "host":
                 names = [name for name, _, _ in lane.spans]
@@ -161,8 +161,8 @@ def test_the_parts_leave_no_moment_of_a_step_out(blocks: dict[str, Record], way:
     # ddp sends the one number of the buffer before forward and then gradients; dp parameters and gradients.
     [("single", 0), ("ddp", 1 + NUM_PARAMETERS), ("accumulating", 1 + NUM_PARAMETERS), ("dp", 2 * NUM_PARAMETERS)],
 )
-def test_what_is_sent_is_counted(blocks: dict[str, Record], way: str, num_numbers: int) -> None:
-    assert measurement(blocks[way]).sent_bytes == 4 * num_numbers
+def test_what_is_sent_is_counted(blocks: dict[str, Record], config: str, num_numbers: int) -> None:
+    assert measurement(blocks[config]).sent_bytes == 4 * num_numbers
 
 
 def test_fsdp_sends_slices_and_gradients(blocks: dict[str, Record]) -> None:

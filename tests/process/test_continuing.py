@@ -66,7 +66,7 @@ def test_another_batch_still_ends_after_the_same_samples() -> None:
 def run_of(lr: float, weight_decay: float = 0.0, scheduler: str | None = None, num_steps: int = 8) -> evenstep.Run:
     """A loop of one's own, two groups of parameters."""
     team = evenstep.join("single", devices=("cpu",))
-    model = team.spread(nn.Linear(4, 2))
+    model = team.wrap(nn.Linear(4, 2))
     groups = [{"params": [model.module.weight]}, {"params": [model.module.bias], "lr": 0.01}]
     optimizer = torch.optim.SGD(groups, lr=lr, weight_decay=weight_decay)
     schedule = SCHEDULERS[scheduler](optimizer, num_steps) if scheduler else None

@@ -19,10 +19,9 @@ from pathlib import Path
 import psutil
 import pytest
 
-from evenstep.doctor.inside import add_up
-from evenstep.doctor.pairs import Pair, try_pairs
-from evenstep.doctor.trial import Patience, is_sound
-from evenstep.doctor.trying import Job, try_out, try_together
+from evenstep.doctor.bandwidth import Pair, add_up, try_pairs
+from evenstep.doctor.remedies import Patience, is_sound
+from evenstep.doctor.sandbox import Job, try_out, try_together
 from tests.faults.hosts import Host, hosts, why_no_hosts
 
 SMALL = (2**12, 2**16)
@@ -151,8 +150,8 @@ class Terminal:
     def _read(self) -> None:
         # Linux answers with an error when nobody holds the other end any more.
         with suppress(OSError):
-            while piece := os.read(self._near, 4096):
-                self.shown += piece.decode(errors="replace")
+            while micro_batch := os.read(self._near, 4096):
+                self.shown += micro_batch.decode(errors="replace")
         os.close(self._near)
 
     def close(self) -> None:

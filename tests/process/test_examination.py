@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from evenstep.verify.of_task import buffers, draws, hooks, loss
+from evenstep.verify.task_causes import buffers, draws, hooks, loss
 from evenstep.verify.verdict import Cause
 
 ROOT = Path(__file__).parents[2]

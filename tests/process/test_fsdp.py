@@ -12,8 +12,8 @@ import torch
 from safetensors.torch import load_file
 from torch import nn
 
-from evenstep.worker.strategies.fsdp_units import units_apart
-from evenstep.worker.world import World
+from evenstep.distributed.world import World
+from evenstep.strategies.fsdp import units_apart
 from tests.fleet import run_processes
 
 HERE = Path(__file__).parent

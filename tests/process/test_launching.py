@@ -177,7 +177,7 @@ print(record.summary.steps, len(record.restarts))
 
 
 IMPATIENT = (
-    "import evenstep.launcher.stall as stall\nstall.FIRST_SECONDS = 2.0\nfrom evenstep.__main__ import main\nmain()"
+    "import evenstep.launcher.hang as stall\nstall.FIRST_SECONDS = 2.0\nfrom evenstep.__main__ import main\nmain()"
 )
 """The command, with two seconds for ten minutes."""
 

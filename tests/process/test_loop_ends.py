@@ -30,7 +30,7 @@ class Numbers(Dataset):
 
 workers, left_by = int(sys.argv[1]), sys.argv[2]
 team = evenstep.join()
-model = team.spread(Linear(4, 2))
+model = team.wrap(Linear(4, 2))
 optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
 loader = team.loader(Numbers(), batch=8, shuffle=False, workers=workers)
 for epoch in range(2):

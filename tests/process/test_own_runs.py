@@ -11,7 +11,7 @@ from torch.nn import functional as F
 
 import evenstep
 from evenstep.errors import CheckpointError, NonFiniteLoss, PlanError, TaskError, TrainingError
-from evenstep.worker.run import Run
+from evenstep.training.run import Run
 
 x = torch.randn(50, 6, generator=torch.Generator().manual_seed(0))
 
@@ -22,7 +22,7 @@ def loss(model: nn.Module, batch: torch.Tensor) -> torch.Tensor:
 
 def new_run(seed: int = 0) -> Run:
     team = evenstep.join("single", devices=("cpu",), seed=seed)
-    models = {name: team.spread(nn.Linear(6, 2)) for name in ("first", "second")}
+    models = {name: team.wrap(nn.Linear(6, 2)) for name in ("first", "second")}
     optimizers = {name: torch.optim.Adam(model.parameters()) for name, model in models.items()}
     return Run(team, models, optimizers, team.loader(x, batch=10))
 
@@ -77,7 +77,7 @@ def test_a_mask_of_minus_infinity_is_no_reason_not_to_save(tmp_path: Path) -> No
     team = evenstep.join("single", devices=("cpu",))
     net = nn.Linear(6, 2)
     net.register_buffer("mask", torch.full((2, 2), float("-inf")))
-    model = team.spread(net)
+    model = team.wrap(net)
     run = Run(team, model, torch.optim.SGD(model.parameters(), lr=0.1), team.loader(x, batch=10))
     assert (run.save(tmp_path) / "weights.safetensors").is_file()
 
@@ -86,7 +86,7 @@ def test_an_optimizer_over_other_parameters_is_refused() -> None:
     team = evenstep.join("dp", devices=("cpu", "cpu"))
     net = nn.Linear(6, 2)
     before = torch.optim.SGD(net.parameters(), lr=0.1)
-    model = team.spread(net)
+    model = team.wrap(net)
     batch = next(iter(team.loader(x, batch=10)))
     team.backward(loss, model, batch)
     with pytest.raises(TaskError, match=r"make it after team\.spread"):
@@ -97,7 +97,7 @@ def test_parameters_that_are_thawed_after_spreading_are_refused() -> None:
     team = evenstep.join("dp", devices=("cpu", "cpu"))
     net = nn.Linear(6, 2)
     net.bias.requires_grad_(False)
-    model = team.spread(net)
+    model = team.wrap(net)
     batch = next(iter(team.loader(x, batch=10)))
     team.backward(loss, model, batch)
     for weight in model.parameters():
@@ -115,7 +115,7 @@ def test_three_backwards_before_a_step_add_up_for_means_and_for_pairs(strategy: 
     for function in (loss, pair):
         team = evenstep.join(strategy, devices=("cpu",) * (2 if strategy == "dp" else 1), precision="fp64")
         torch.manual_seed(0)
-        model = team.spread(nn.Linear(6, 2))
+        model = team.wrap(nn.Linear(6, 2))
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         three = list(team.loader(x, batch=10))[:3]
         for batch in three:
@@ -126,7 +126,7 @@ def test_three_backwards_before_a_step_add_up_for_means_and_for_pairs(strategy: 
     torch.manual_seed(0)
     by_hand = nn.Linear(6, 2).double()
     for batch in three:
-        loss(by_hand, torch.cat([piece.data for piece in batch.micro_batches[0]])).backward()
+        loss(by_hand, torch.cat([micro_batch.data for micro_batch in batch.micro_batches[0]])).backward()
     torch.testing.assert_close(weights[0], (by_hand.weight - 0.1 * by_hand.weight.grad).detach(), rtol=1e-12, atol=0)
 
 
@@ -134,7 +134,7 @@ def test_measuring_sees_every_sample_and_does_not_move_the_training() -> None:
     run = new_run()
     take_steps(run, 2)
     model = run.models["first"]
-    measured = run.team.measure(lambda model, batch: {"first": batch[:, 0]}, model, run.loader)
+    measured = run.team.evaluate(lambda model, batch: {"first": batch[:, 0]}, model, run.loader)
     assert measured["first"] == pytest.approx(float(x[:, 0].double().mean()), rel=1e-12)
     assert (run.step, run.loader.position) == (1, 10)
 

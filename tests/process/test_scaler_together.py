@@ -11,7 +11,7 @@ import pytest
 import torch
 from sklearn.preprocessing import StandardScaler
 
-from evenstep.worker.team import join
+from evenstep.training.team import join
 from tests.fleet import run_processes
 from tests.process.scale_together import NUM_RANKS, images, report, table
 

@@ -11,8 +11,8 @@ from torch.nn import functional as F
 
 import evenstep
 from evenstep import Task
+from evenstep.distributed.devices import num_cores
 from evenstep.plan import Plan
-from evenstep.worker.machine import num_cores
 from tests.fleet import result, run_jobs
 
 x = torch.randn(20, 4, generator=torch.Generator().manual_seed(0))

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from evenstep.worker.comm import library
+from evenstep.distributed.shm import native
 from tests.fleet import run_processes
 
 HERE = Path(__file__).parent
@@ -85,21 +85,21 @@ def test_a_rank_that_ends_in_mid_backward_is_noticed_at_once_and_leaves_nothing(
 def test_without_a_compiler_nothing_is_built_and_nothing_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
     monkeypatch.delenv("CC", raising=False)
-    assert library.build(tmp_path) is None
-    assert library.load(tmp_path) is None
+    assert native.build(tmp_path) is None
+    assert native.load(tmp_path) is None
 
 
 def test_a_folder_that_cannot_be_written_to_is_no_error(tmp_path: Path) -> None:
-    assert library.build(tmp_path / "nowhere") is None
-    assert library.load(tmp_path / "nowhere") is None
+    assert native.build(tmp_path / "nowhere") is None
+    assert native.load(tmp_path / "nowhere") is None
 
 
 def test_a_library_of_another_source_is_not_loaded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    if library.build(tmp_path) is None:
+    if native.build(tmp_path) is None:
         pytest.skip("no C compiler here")
     changed = tmp_path / "sums.c"
-    changed.write_text(library.SOURCE.read_text() + "\n")
-    monkeypatch.setattr(library, "SOURCE", changed)
-    library.load.cache_clear()
-    assert library.load(tmp_path) is None
-    library.load.cache_clear()
+    changed.write_text(native.SOURCE.read_text() + "\n")
+    monkeypatch.setattr(native, "SOURCE", changed)
+    native.load.cache_clear()
+    assert native.load(tmp_path) is None
+    native.load.cache_clear()

@@ -14,7 +14,7 @@ from rich.console import Console
 import evenstep
 from evenstep.compare import suggest as suggesting
 from evenstep.compare.suggest import TRIED, Suggestion, suggest
-from evenstep.report.suggested import show_suggestions
+from evenstep.report.terminal import show_suggestions
 
 TASK = """
 import torch

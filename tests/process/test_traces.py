@@ -10,13 +10,13 @@ from typing import Any
 import pytest
 
 import evenstep
-from evenstep.launcher.traces import merged
+from evenstep.distributed.heartbeat import Heartbeat
+from evenstep.launcher.logs import merged
+from evenstep.profiling import profiler
+from evenstep.profiling.profiler import choose_steps
 from evenstep.record import PARTS, Record
-from evenstep.report import lanes, trace
-from evenstep.worker import marks
-from evenstep.worker.pulse import Pulse
-from evenstep.worker.team import join
-from evenstep.worker.tracing import choose_steps
+from evenstep.report import trace
+from evenstep.training.team import join
 from tests.fleet import run_processes
 from tests.process import traced_task
 from tests.process.traced_task import task
@@ -174,14 +174,14 @@ def test_steps_are_traced_after_a_warm_up_as_far_as_there_are_enough() -> None:
 
 def test_what_is_not_traced_is_left_as_it_was() -> None:
     team = join("dp", ["cpu", "cpu"])
-    strategy, beat = team.strategy, team.world.pulse._write
-    assert beat == Pulse()._write
-    with marks.marked(team, marks.Marks(team.world.pulse)):
+    strategy, beat = team.strategy, team.world.heartbeat._write
+    assert beat == Heartbeat()._write
+    with profiler.marked(team, profiler.Marks(team.world.heartbeat)):
         assert team.strategy is not strategy
     assert team.strategy is strategy
-    assert team.world.pulse._write == beat
+    assert team.world.heartbeat._write == beat
 
 
 def test_workers_and_readers_of_traces_use_the_same_words() -> None:
-    assert marks.MARK == lanes.MARK
-    assert marks.TOGETHER == lanes.TOGETHER
+    assert profiler.MARK == trace.MARK
+    assert profiler.TOGETHER == trace.TOGETHER

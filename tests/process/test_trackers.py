@@ -14,9 +14,9 @@ from tensorboard.plugins.hparams.plugin_data_pb2 import HParamsPluginData
 import evenstep
 from evenstep.errors import PlanError
 from evenstep.plan import Plan
+from evenstep.profiling import trackers
+from evenstep.profiling.trackers import Beginning, EventFile, Tracking, check_log
 from evenstep.record import Step
-from evenstep.worker import trackers
-from evenstep.worker.trackers import Beginning, EventFile, Tracking, check_log
 from tests.process import traced_task
 from tests.process.traced_task import task
 from tests.process.watched import RUN, train

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from evenstep.draws import stream
 from evenstep.plan import Plan
+from evenstep.sampling.rng import stream
 from tests.fleet import furthest, result, run_jobs, run_processes
 
 STEPS = 24
@@ -128,7 +128,10 @@ def test_dropout_goes_on_after_a_restart_bit_for_bit(runs: Path, where: str) -> 
 
 def test_dropout_differs_between_ranks(runs: Path) -> None:
     seeds = {
-        stream(0, "dropout", epoch, start, 0, seat) for epoch in range(3) for start in (0, 12) for seat in range(4)
+        stream(0, "dropout", epoch, start, 0, replica)
+        for epoch in range(3)
+        for start in (0, 12)
+        for replica in range(4)
     }
     assert len(seeds) == 24
     assert result(runs, "ddp-2/drop").record.losses != result(runs, "single-1/drop").record.losses

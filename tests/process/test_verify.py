@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from evenstep.launcher.prepare import prepare
-from evenstep.verify import Depth, Verdict, Way, check
+from evenstep.verify import Configuration, Depth, Verdict, check
 
 ROOT = Path(__file__).parents[2]
 MISTAKES = Path(__file__).parent / "mistakes"
@@ -111,8 +111,8 @@ MORE = {
 
 def verdict_of(name: str, strategy: str, depth: Depth | None = None) -> Verdict:
     base = prepare(f"{MISTAKES / 'planted.py'}:{name}", {})
-    way = Way(strategy, TWO)
-    return check(base, [way], base.folder / "verify", depth)[way]
+    config = Configuration(strategy, TWO)
+    return check(base, [config], base.folder / "verify", depth)[config]
 
 
 def verify(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
@@ -153,8 +153,8 @@ def test_offers_synchronised_batch_norm_and_shows_that_it_helps() -> None:
 @pytest.mark.parametrize(("steps", "words"), [(2, "in fp16 nothing was judged"), (12, "in one of them alone")])
 def test_steps_that_the_scaler_skips_are_not_mistaken_for_others(steps: int, words: str) -> None:
     base = prepare(f"{MISTAKES / 'planted.py'}:overflowing", {"precision": "fp16"})
-    way = Way("ddp", TWO)
-    verdict = check(base, [way], base.folder / "verify", Depth(steps=steps))[way]
+    config = Configuration("ddp", TWO)
+    verdict = check(base, [config], base.folder / "verify", Depth(steps=steps))[config]
     assert verdict.is_same, verdict
     assert any(words in note for note in verdict.notes), verdict.notes
 
@@ -171,7 +171,7 @@ def test_rounding_that_turns_decisions_is_no_difference() -> None:
 @pytest.mark.timeout(300)
 def test_a_counter_in_a_buffer_differs_only_where_micro_batches_count_twice() -> None:
     base = prepare(f"{MISTAKES / 'planted.py'}:counter", {})
-    spread, cut = Way("ddp", TWO), Way("single", ("cpu",), 2)
+    spread, cut = Configuration("ddp", TWO), Configuration("single", ("cpu",), 2)
     verdicts = check(base, [spread, cut], base.folder, Depth(own_precision=False))
     assert verdicts[spread].is_same
     assert verdicts[cut].cause == "buffer"
@@ -182,11 +182,11 @@ def test_says_where_a_way_first_differs_and_ends_with_1() -> None:
     done = verify(f"{MISTAKES / 'planted.py'}:scaled_rate", "--strategies", "ddp", "--devices", "2", "--json")
     assert done.returncode == 1, done.stderr
     (line,) = done.stdout.splitlines()
-    (way,) = json.loads(line)["ways"]
-    assert (way["first_step"], way["first_tensor"], way["cause"]) == (1, "0.weight", "settings")
-    assert 0.01 < way["difference"] < 0.1
-    assert way["parts"]["gradients"]["is_same"] is False
-    assert way["parts"]["samples"]["is_same"] is True
+    (config,) = json.loads(line)["ways"]
+    assert (config["first_step"], config["first_tensor"], config["cause"]) == (1, "0.weight", "settings")
+    assert 0.01 < config["difference"] < 0.1
+    assert config["parts"]["gradients"]["is_same"] is False
+    assert config["parts"]["samples"]["is_same"] is True
     assert not Path("runs").exists()
 
 

@@ -11,22 +11,22 @@ from pathlib import Path
 import torch
 
 import evenstep
+from evenstep.distributed.heartbeat import INPUT
 from evenstep.plan import Plan
-from evenstep.worker.pulse import INPUT
-from evenstep.worker.tracing import start_tracing
+from evenstep.profiling.profiler import start_tracing
 
 team = evenstep.join("ddp", ["cpu", "cpu"])
 folder = Path(sys.argv[1]) / f"machine{team.world.rank}"
 folder.mkdir()
-model = team.spread(torch.nn.Linear(8, 1))
+model = team.wrap(torch.nn.Linear(8, 1))
 optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
 plan = Plan(batch=4, steps=5, strategy="ddp", devices=("cpu", "cpu"), profile=2)
 tracing = start_tracing(plan, team, folder, 0, 5)
 assert tracing is not None
 said: list[str] = []
 for step, batch in enumerate(team.loader((torch.randn(20, 8),), batch=4), 1):
-    team.world.pulse.step = step
-    team.world.pulse.beat(INPUT)
+    team.world.heartbeat.step = step
+    team.world.heartbeat.beat(INPUT)
     team.backward(lambda model, batch: model(batch[0]).square().mean(), model, batch)
     team.step(optimizer)
     said += tracing.after(step)

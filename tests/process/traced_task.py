@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from evenstep import Task
-from evenstep.worker.world import read_pulse
+from evenstep.distributed.world import read_heartbeat
 
 RUN = Path("runs/one")
 HAPPENED = Path("happened")
@@ -23,7 +23,7 @@ MISHAP = os.environ.get("MISHAP", "")
 WIDTH = int(os.environ.get("WIDTH", "256"))
 x = torch.randn(240, WIDTH, generator=torch.Generator().manual_seed(0))
 y = (x[:, :3].sum(1) > 0).long()
-pulse = read_pulse()
+heartbeat = read_heartbeat()
 
 
 def task() -> Task:
@@ -42,7 +42,7 @@ def task() -> Task:
 
 def loss(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
     if torch.is_grad_enabled() and MISHAP:
-        MISHAPS[MISHAP](int(os.environ.get("RANK", "0")), pulse.read().step)
+        MISHAPS[MISHAP](int(os.environ.get("RANK", "0")), heartbeat.read().step)
     return F.cross_entropy(model(batch[0]), batch[1])
 
 

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 import evenstep
-from evenstep.worker.team import Team
+from evenstep.training.team import Team
 
 WIDTH = 40_000
 """More than what all ranks add up as one piece."""
@@ -48,14 +48,14 @@ def errors(team: Team) -> dict[str, float]:
         ("pair", pair, 1, None),
         ("clipped", mean, 1, 1.0),
     ):
-        model = team.spread(Twins())
+        model = team.wrap(Twins())
         optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
         for batch in team.loader((x,), batch=8, accumulate=accumulate):
             team.backward(loss, model, batch)
             team.step(optimizer, clip=clip)
         gradient = x.double().mean(0)
         right = gradient / (2**0.5 * gradient.norm()) if clip else gradient
-        ends = team.ask(lambda bare: [-bare.one.detach().double(), -bare.other.detach().double()], model)
+        ends = team.infer(lambda bare: [-bare.one.detach().double(), -bare.other.detach().double()], model)
         found[name] = max(float((end - right).abs().max()) for end in ends)
     return found
 

@@ -8,14 +8,14 @@ from pathlib import Path
 import pytest
 
 from evenstep.errors import BadInput
-from evenstep.report.advice import advise, best, next_lever
-from evenstep.report.comparison import Comparison, LargerBatch, Parity, Row, Spread
+from evenstep.report.comparison import Comparison, LargerBatch, Parity, Range, Row
+from evenstep.report.recommend import advise, best, next_lever
 
 GIB = 2**30
 
 
-def spread(middle: float) -> Spread:
-    return Spread(middle=middle, low=middle * 0.98, high=middle * 1.02)
+def spread(middle: float) -> Range:
+    return Range(middle=middle, low=middle * 0.98, high=middle * 1.02)
 
 
 def row(
@@ -121,7 +121,7 @@ def test_what_learns_something_else_is_never_recommended() -> None:
 def test_times_that_contradict_each_other_are_not_passed_on_without_a_word() -> None:
     steady = comparison(row("single", 1, 0.100), row("ddp", 2, 0.060))
     assert len(advise(steady)) == 3
-    wide = replace(row("ddp", 2, 0.060), samples_per_second=Spread(middle=1000.0, low=500.0, high=1100.0))
+    wide = replace(row("ddp", 2, 0.060), samples_per_second=Range(middle=1000.0, low=500.0, high=1100.0))
     other = replace(row("dp", 2, 0.060), step_seconds=spread(0.020))
     said = advise(comparison(row("single", 1, 0.100), wide, other))
     assert said[3].startswith("The times of ddp x 2, dp x 2 vary too much to be relied on")

@@ -9,7 +9,7 @@ from torch.distributed import DistBackendError, DistNetworkError, DistStoreError
 from torch.utils.data import DistributedSampler
 
 from evenstep.errors import TrainingError
-from evenstep.worker.answers import Situation, answer, is_out_of_memory, is_victim, largest_that_fits, message_of
+from evenstep.monitor.known_errors import Situation, answer, is_out_of_memory, is_victim, largest_that_fits, message_of
 
 NAMES = ["a.weight", "a.bias", "b.weight", "b.bias"]
 UNUSED = RuntimeError(
@@ -32,12 +32,12 @@ TWICE = RuntimeError(
     "Parameter at index 1 with name model.a.bias has been marked as ready twice. This means that multiple autograd "
     "engine  hooks have fired for this particular parameter during this iteration."
 )
-SAME_CARD = DistBackendError(
+SAME_GPU = DistBackendError(
     "NCCL error in: /pytorch/torch/csrc/distributed/c10d/NCCLUtils.cpp:93, invalid usage (run with NCCL_DEBUG=WARN "
     "for details), NCCL version 2.28.9\nncclInvalidUsage: This usually reflects invalid usage of NCCL library.\n"
     "Last error:\nDuplicate GPU detected : rank 1 and rank 0 both on CUDA device 60"
 )
-CARD_FULL = torch.OutOfMemoryError(
+GPU_FULL = torch.OutOfMemoryError(
     "CUDA out of memory. Tried to allocate 32.00 GiB. GPU 0 has a total capacity of 139.80 GiB of which 11.29 GiB is "
     "free. Including non-PyTorch memory, this process has 128.51 GiB memory in use. Of the allocated memory 128.00 GiB "
     "is allocated by PyTorch, and 0 bytes is reserved by PyTorch but unallocated."
@@ -130,8 +130,8 @@ def test_a_slice_of_a_parameter_is_recognised(message: str) -> None:
     assert said.startswith("a parameter was used outside of the forward of its layer, where fsdp has this rank's slice")
 
 
-def test_two_ranks_on_one_card_get_one_each() -> None:
-    said = answer(SAME_CARD) or ""
+def test_two_ranks_on_one_gpu_get_one_each() -> None:
+    said = answer(SAME_GPU) or ""
     assert said.startswith("ranks 0 and 1 are on the same card")
     assert "--devices cuda:0,cuda:1" in said
 
@@ -167,16 +167,16 @@ def test_a_full_disk_is_not_shared_memory() -> None:
     assert answer(OSError(28, "No space left on device")) is None
 
 
-def test_a_full_card_says_what_fits_and_keeps_the_result() -> None:
-    said = answer(CARD_FULL, situation=Situation(share=256, fits=64, was_tried=True)) or ""
+def test_a_full_gpu_says_what_fits_and_keeps_the_result() -> None:
+    said = answer(GPU_FULL, situation=Situation(share=256, fits=64, was_tried=True)) or ""
     assert said == (
         "out of memory on GPU 0: 32.00 GiB more were needed, 11.29 GiB of 139.80 GiB are free.\n"
         "It fits with --accumulate 4 (64 samples at once instead of 256; tried): the result stays the same"
     )
-    assert "--accumulate 6 (17 " in (answer(CARD_FULL, situation=Situation(share=100, accumulate=3, fits=17)) or "")
-    assert "but for BatchNorm" in (answer(CARD_FULL, situation=Situation(share=8, fits=4, has_batchnorm=True)) or "")
-    assert "Not even one" in (answer(CARD_FULL, situation=Situation(share=8, was_tried=True)) or "")
-    assert "--accumulate 2" in (answer(CARD_FULL) or "")
+    assert "--accumulate 6 (17 " in (answer(GPU_FULL, situation=Situation(share=100, accumulate=3, fits=17)) or "")
+    assert "but for BatchNorm" in (answer(GPU_FULL, situation=Situation(share=8, fits=4, has_batchnorm=True)) or "")
+    assert "Not even one" in (answer(GPU_FULL, situation=Situation(share=8, was_tried=True)) or "")
+    assert "--accumulate 2" in (answer(GPU_FULL) or "")
     assert "out of memory on the device" in (answer(torch.OutOfMemoryError()) or "")
 
 

@@ -21,13 +21,13 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from evenstep.audit import FILE, Audit, SamplesWriter, audit
-from evenstep.audit import epoch as epoch_module
+from evenstep.audit import judge as epoch_module
 from evenstep.audit.samples import MOST_PROBLEMS, Problems, read_lines
 from evenstep.errors import BadInput
-from evenstep.order import Lengths
 from evenstep.plan import Plan
 from evenstep.record import FILE as RECORD
 from evenstep.record import Record, RecordWriter, Step, Summary
+from evenstep.sampling.order import Lengths
 from tests.pure.conftest import Ended
 
 PLAN = Plan(task="digits", batch=4, epochs=3)

@@ -9,8 +9,8 @@ import torch
 from torch import nn
 
 from evenstep.errors import TaskError, TrainingError
-from evenstep.worker.comm.averaging import Averaging, can_average
-from evenstep.worker.tap import Tap
+from evenstep.profiling.spans import Tap
+from evenstep.strategies.ddp import Averaging, can_average
 
 
 class Halves:

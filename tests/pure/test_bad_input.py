@@ -19,7 +19,7 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 
 import evenstep as library
-from evenstep import checkpoint
+from evenstep.checkpoint import files
 from evenstep.cli import _say_error
 from evenstep.errors import shorten
 from tests.pure.conftest import Ended
@@ -287,9 +287,9 @@ def rewrite(run: Path, name: str, content: bytes) -> None:
     """Change a file of the only checkpoint, and its sum with it."""
     path = run / "checkpoints" / "step-00000002"
     (path / name).write_bytes(content)
-    sums = [line.split("  ")[1] for line in (path / checkpoint.SUMS).read_text().splitlines()]
+    sums = [line.split("  ")[1] for line in (path / files.SUMS).read_text().splitlines()]
     lines = (f"{hashlib.sha256((path / file).read_bytes()).hexdigest()}  {file}\n" for file in sums)
-    (path / checkpoint.SUMS).write_text("".join(lines))
+    (path / files.SUMS).write_text("".join(lines))
 
 
 def resume(run: Path) -> list[str]:
@@ -322,7 +322,7 @@ def test_a_run_cannot_go_on_under_its_own_name_and_is_not_advised_to(run: Path, 
 
 
 def test_a_truncated_checkpoint_is_refused(run: Path, refused: Refused) -> None:
-    os.truncate(run / "checkpoints" / "latest" / checkpoint.WEIGHTS, 50)
+    os.truncate(run / "checkpoints" / "latest" / files.WEIGHTS, 50)
     message = refused(*resume(run))
     assert "no whole checkpoint in runs/first" in message
     assert "step-00000002 is damaged: weights.safetensors is not what was written" in message
@@ -340,7 +340,7 @@ def test_a_folder_that_is_no_checkpoint_is_refused(refused: Refused) -> None:
 def test_a_checkpoint_of_a_newer_version_is_refused(run: Path, refused: Refused, where: str) -> None:
     state = json.loads((run / "checkpoints/latest/state.json").read_text())
     newer = json.dumps({**state, "format": 7, "evenstep": "3.1"}).encode()
-    rewrite(run, checkpoint.STATE, newer)
+    rewrite(run, files.STATE, newer)
     message = refused(*resume(run / where))
     assert "has format 7 and this evenstep reads up to 1; it was written by evenstep 3.1: upgrade to load it" in message
 

@@ -7,7 +7,7 @@ import math
 import torch
 
 import evenstep
-from evenstep.worker.batchnorm import standing_in, summed
+from evenstep.training.batchnorm import standing_in, summed
 
 
 def test_a_sample_that_stands_in_adds_zeros_and_takes_part_in_backward() -> None:

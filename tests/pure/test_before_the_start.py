@@ -12,7 +12,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from evenstep.record import Record
-from evenstep.worker.evaluation import Evaluator
+from evenstep.training.evaluation import Evaluator
 from tests.pure.conftest import Ended
 
 TASK = """

@@ -155,7 +155,7 @@ def test_pages_show_what_is_there_and_say_what_is_not(tmp_path: Path) -> None:
     assert any("missed by" in line and line.startswith("| C1 |") for line in short)
 
 
-def of_a_card(folder: Path, name: str = "a-gpu-h200.json", when: str = "2026-11-15T10:00:00") -> None:
+def of_a_gpu(folder: Path, name: str = "a-gpu-h200.json", when: str = "2026-11-15T10:00:00") -> None:
     """As bench/gpu.py writes it: a race of steps, the same compiled, one of input."""
 
     def row(ms: float, wobble: float = 0.01) -> dict[str, Any]:
@@ -198,9 +198,9 @@ def of_a_card(folder: Path, name: str = "a-gpu-h200.json", when: str = "2026-11-
     (folder / name).write_text(json.dumps({**content, "results": results}))
 
 
-def test_the_page_has_every_race_of_a_card(tmp_path: Path) -> None:
-    of_a_card(tmp_path)
-    page = "\n".join(table.card_page(table_gpu.newest(tmp_path)))
+def test_the_page_has_every_race_of_a_gpu(tmp_path: Path) -> None:
+    of_a_gpu(tmp_path)
+    page = "\n".join(table.gpu_page(table_gpu.newest(tmp_path)))
     assert (
         "| G1 | MLP 2, fp32 | raw / ours, the best eager peer | at least 6 | 8.00 (7.90 to 8.10) | met by 33 % |"
         in page
@@ -218,23 +218,23 @@ def test_the_page_has_every_race_of_a_card(tmp_path: Path) -> None:
 
 
 def test_what_is_compiled_is_compared_with_ours_compiled_and_only_those_who_raced(tmp_path: Path) -> None:
-    of_a_card(tmp_path)
-    page = "\n".join(table.card_page(table_gpu.newest(tmp_path)))
+    of_a_gpu(tmp_path)
+    page = "\n".join(table.gpu_page(table_gpu.newest(tmp_path)))
     assert "| racer | ms a step | ours, compiled, is x as fast (95 %) | loss after | peak MiB |" in page
     assert "| ours | 3 | 1.500 (1.485 to 1.515) | 0.5 | 2 |" in page
     assert "idle" not in page
 
 
-def test_input_on_a_card_is_a_rate(tmp_path: Path) -> None:
-    of_a_card(tmp_path)
-    page = "\n".join(table.card_page(table_gpu.newest(tmp_path)))
+def test_input_on_a_gpu_is_a_rate(tmp_path: Path) -> None:
+    of_a_gpu(tmp_path)
+    page = "\n".join(table.gpu_page(table_gpu.newest(tmp_path)))
     assert "| racer | samples/s | default is x as fast (95 %) |" in page
     assert "| DataLoader, quick | 3 | 1.333 (one block) |" in page
     assert "| resident | 9 | 3.00 (one block) x DataLoader, quick |" in page
     assert "| at least 3 | 2.40 (2.00 to 2.50) | missed by 20 % |" in page
 
 
-def test_a_goal_on_a_card_is_judged_by_its_interval_and_beside_the_control() -> None:
+def test_a_goal_on_a_gpu_is_judged_by_its_interval_and_beside_the_control() -> None:
     def outcome(*figures: float, is_least: bool = True, spread: float = 0.0) -> str:
         return table_gpu.Goal("", 2.0, is_least, *figures, spread).outcome
 
@@ -247,17 +247,17 @@ def test_a_goal_on_a_card_is_judged_by_its_interval_and_beside_the_control() -> 
     assert outcome(2.2, 2.1, 2.3, spread=0.2) == "met by 10 %, within the control"
 
 
-def test_a_card_has_one_line_in_the_summary_and_its_absence_is_said(tmp_path: Path) -> None:
+def test_a_gpu_has_one_line_in_the_summary_and_its_absence_is_said(tmp_path: Path) -> None:
     assert table_gpu.newest(tmp_path) is None
     assert any(line.startswith("| One H200 | not measured yet |") for line in table.summary({}, None, "results"))
     missing = "Not measured yet: no `*-gpu-h200.json` of `bench/gpu.py` is in `bench/results`."
     assert missing in table.page({}, None)
-    of_a_card(tmp_path)
-    of_a_card(tmp_path, "0-gpu-h200.json", "2026-11-16T10:00:00")
-    card = table_gpu.newest(tmp_path)
-    assert card is not None
-    assert card.file == "0-gpu-h200.json"
-    lines = [line for line in table.summary({}, card, "results") if line.startswith("| One H200 |")]
+    of_a_gpu(tmp_path)
+    of_a_gpu(tmp_path, "0-gpu-h200.json", "2026-11-16T10:00:00")
+    gpu = table_gpu.newest(tmp_path)
+    assert gpu is not None
+    assert gpu.file == "0-gpu-h200.json"
+    lines = [line for line in table.summary({}, gpu, "results") if line.startswith("| One H200 |")]
     assert len(lines) == 1
     assert "the best eager peer: MLP 2 8.00 (7.90 to 8.10) x raw (6: met by 33 %)" in lines[0]
     assert "the best tuned peer" not in lines[0]

@@ -14,7 +14,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from evenstep import checkpoint
+from evenstep.checkpoint import files
 from evenstep.errors import CheckpointError
 from evenstep.record import Evaluation, Tally
 from tests.pure.conftest import Ended
@@ -25,49 +25,49 @@ FOLDER = Path("runs/one/checkpoints")
 def state(step: int, **changes: object) -> dict[str, object]:
     loader = {"position": step * 8, "num_finished": step, "num_samples": 100}
     rest = {"seed": 0, "num_steps": None, "scheduler": None, "scaler": None, "generators": [], "optimizers": {}}
-    versions = {"format": checkpoint.FORMAT, "evenstep": "0.1.0", "torch": "2.13.0"}
+    versions = {"format": files.FORMAT, "evenstep": "0.1.0", "torch": "2.13.0"}
     return {"step": step, "loader": loader, **rest, "valid": {}, "plan": {"strategy": "ddp"}, **versions, **changes}
 
 
 def save(step: int, **changes: object) -> Path:
     """A small real checkpoint."""
     weights = {"layer.weight": torch.full((3, 4), float(step)), "layer.scale": torch.tensor(1.5)}
-    return checkpoint.write(
+    return files.write(
         FOLDER,
         step,
         {
-            checkpoint.WEIGHTS: lambda file: save_file(weights, file),
-            checkpoint.OPTIMIZER: lambda file: save_file({"layer.weight/momentum": torch.zeros(3, 4)}, file),
-            checkpoint.STATE: lambda file: file.write_text(json.dumps(state(step, **changes))),
+            files.WEIGHTS: lambda file: save_file(weights, file),
+            files.OPTIMIZER: lambda file: save_file({"layer.weight/momentum": torch.zeros(3, 4)}, file),
+            files.STATE: lambda file: file.write_text(json.dumps(state(step, **changes))),
         },
     )
 
 
 def flip_a_byte(path: Path) -> None:
-    content = bytearray((path / checkpoint.WEIGHTS).read_bytes())
+    content = bytearray((path / files.WEIGHTS).read_bytes())
     content[-1] ^= 1
-    (path / checkpoint.WEIGHTS).write_bytes(content)
+    (path / files.WEIGHTS).write_bytes(content)
 
 
 def truncate(path: Path) -> None:
-    os.truncate(path / checkpoint.OPTIMIZER, 20)
+    os.truncate(path / files.OPTIMIZER, 20)
 
 
 def delete(path: Path) -> None:
-    (path / checkpoint.STATE).unlink()
+    (path / files.STATE).unlink()
 
 
 def delete_sums(path: Path) -> None:
-    (path / checkpoint.SUMS).unlink()
+    (path / files.SUMS).unlink()
 
 
 def scramble_sums(path: Path) -> None:
-    (path / checkpoint.SUMS).write_text("no sums\n")
+    (path / files.SUMS).write_text("no sums\n")
 
 
 def forget_weights(path: Path) -> None:
-    lines = (path / checkpoint.SUMS).read_text().splitlines()
-    (path / checkpoint.SUMS).write_text("\n".join(line for line in lines if checkpoint.WEIGHTS not in line))
+    lines = (path / files.SUMS).read_text().splitlines()
+    (path / files.SUMS).write_text("\n".join(line for line in lines if files.WEIGHTS not in line))
 
 
 DAMAGE = {
@@ -83,11 +83,11 @@ damaged_in_any_way = pytest.mark.parametrize("damage", DAMAGE, ids=lambda damage
 
 def test_a_checkpoint_is_whole_and_found_by_any_of_its_names() -> None:
     path = save(3)
-    checkpoint.verify(path)
-    assert checkpoint.read_state(path)["step"] == 3
+    files.verify(path)
+    assert files.read_state(path)["step"] == 3
     for name in ("runs/one", FOLDER, FOLDER / "latest", path):
-        assert checkpoint.find(str(name)) == (path.resolve(), [])
-    assert checkpoint.tensor_table(path / checkpoint.WEIGHTS) == {
+        assert files.find(str(name)) == (path.resolve(), [])
+    assert files.tensor_table(path / files.WEIGHTS) == {
         "layer.weight": ("F32", [3, 4]),
         "layer.scale": ("F32", []),
     }
@@ -101,17 +101,17 @@ def test_every_file_of_a_checkpoint_follows_the_umask(mask: int, mode: int) -> N
     finally:
         os.umask(before)
     assert {file.name: file.stat().st_mode & 0o777 for file in path.iterdir()} == dict.fromkeys(
-        (checkpoint.WEIGHTS, checkpoint.OPTIMIZER, checkpoint.STATE, checkpoint.SUMS), mode
+        (files.WEIGHTS, files.OPTIMIZER, files.STATE, files.SUMS), mode
     )
 
 
 def test_sha256sum_agrees() -> None:
     path = save(3)
-    checked = subprocess.run(["sha256sum", "-c", checkpoint.SUMS], cwd=path, capture_output=True, text=True)
+    checked = subprocess.run(["sha256sum", "-c", files.SUMS], cwd=path, capture_output=True, text=True)
     assert checked.returncode == 0
     assert checked.stdout.splitlines() == ["optimizer.safetensors: OK", "state.json: OK", "weights.safetensors: OK"]
     flip_a_byte(path)
-    assert subprocess.run(["sha256sum", "-c", checkpoint.SUMS], cwd=path, capture_output=True).returncode == 1
+    assert subprocess.run(["sha256sum", "-c", files.SUMS], cwd=path, capture_output=True).returncode == 1
 
 
 @damaged_in_any_way
@@ -119,7 +119,7 @@ def test_damage_is_refused_by_name(damage: Callable[[Path], None]) -> None:
     path = save(3)
     damage(path)
     with pytest.raises(CheckpointError) as refused:
-        checkpoint.verify(path)
+        files.verify(path)
     assert str(refused.value).startswith(f"{path} {DAMAGE[damage]}")
 
 
@@ -127,7 +127,7 @@ def test_damage_is_refused_by_name(damage: Callable[[Path], None]) -> None:
 def test_the_one_before_is_used_and_a_warning_names_the_damaged_one(damage: Callable[[Path], None]) -> None:
     older, newest = save(3), save(6)
     damage(newest)
-    found, (warning,) = checkpoint.find("runs/one")
+    found, (warning,) = files.find("runs/one")
     assert found == older.resolve()
     assert warning.startswith(f"{newest} {DAMAGE[damage]}")
     assert warning.endswith("; using the one before it")
@@ -138,7 +138,7 @@ def test_nothing_is_used_when_all_are_damaged(damage: Callable[[Path], None]) ->
     for step in (3, 6):
         damage(save(step))
     with pytest.raises(CheckpointError, match=r"no whole checkpoint in runs/one; .*step-00000006 is") as refused:
-        checkpoint.find("runs/one")
+        files.find("runs/one")
     assert "using the one before" not in str(refused.value)
 
 
@@ -148,36 +148,36 @@ def test_what_is_no_checkpoint_is_refused() -> None:
     with pytest.raises(
         CheckpointError, match="runs/empty holds no checkpoint; one is written at the end of every epoch"
     ):
-        checkpoint.find("runs/empty")
+        files.find("runs/empty")
     with pytest.raises(CheckpointError, match=r"notes\.txt holds no checkpoint"):
-        checkpoint.find("notes.txt")
+        files.find("notes.txt")
     with pytest.raises(CheckpointError, match="runs/gone does not exist; give a run folder, such as runs/"):
-        checkpoint.find("runs/gone")
+        files.find("runs/gone")
 
 
 def test_a_newer_format_is_refused_with_the_version_that_wrote_it() -> None:
     path = save(3, format=99, evenstep="9.0")
     message = "has format 99 and this evenstep reads up to 1; it was written by evenstep 9.0: upgrade to load it"
     with pytest.raises(CheckpointError, match=message):
-        checkpoint.read_state(path)
+        files.read_state(path)
     with pytest.raises(CheckpointError, match=message):
-        checkpoint.find("runs/one")
+        files.find("runs/one")
 
 
 @pytest.mark.parametrize("content", ["{", "[1]", ""])
 def test_a_state_that_is_no_json_table_is_refused_although_its_sum_is_right(content: str) -> None:
     older = save(3)
-    path = checkpoint.write(
+    path = files.write(
         FOLDER,
         6,
         {
-            checkpoint.WEIGHTS: lambda file: save_file({}, file),
-            checkpoint.STATE: lambda file: file.write_text(content),
+            files.WEIGHTS: lambda file: save_file({}, file),
+            files.STATE: lambda file: file.write_text(content),
         },
     )
     with pytest.raises(CheckpointError, match=r"step-00000006/state\.json is no state of a checkpoint: "):
-        checkpoint.read_state(path)
-    assert checkpoint.find("runs/one")[0] == older.resolve()
+        files.read_state(path)
+    assert files.find("runs/one")[0] == older.resolve()
 
 
 @pytest.mark.parametrize(
@@ -195,34 +195,34 @@ def test_a_state_that_is_no_json_table_is_refused_although_its_sum_is_right(cont
 def test_a_state_with_a_wrong_field_is_refused_by_its_name(changes: dict[str, Any], message: str) -> None:
     path = save(3, **changes)
     with pytest.raises(CheckpointError, match=rf"step-00000003/state\.json is no state of a checkpoint: {message}"):
-        checkpoint.read_state(path)
+        files.read_state(path)
 
 
 def test_a_state_keeps_what_was_added_to_it() -> None:
-    assert dict(checkpoint.read_state(save(3, mine=[1])))["mine"] == [1]
+    assert dict(files.read_state(save(3, mine=[1])))["mine"] == [1]
 
 
 def test_a_file_outside_the_checkpoint_is_never_read() -> None:
     path = save(3)
-    with (path / checkpoint.SUMS).open("a") as sums:
+    with (path / files.SUMS).open("a") as sums:
         sums.write(f"{'0' * 64}  ../../../secret\n")
     Path("secret").write_text("s")
     with pytest.raises(CheckpointError, match="secret is missing"):
-        checkpoint.verify(path)
+        files.verify(path)
 
 
 def test_the_last_ones_the_best_one_and_the_latest_one_are_kept() -> None:
     for step in range(1, 7):
         save(step)
         if step == 2:
-            checkpoint.point(FOLDER, "best", "step-00000002")
-        checkpoint.prune(FOLDER, keep=2)
-    assert [path.name for path in checkpoint.whole(FOLDER)] == ["step-00000002", "step-00000005", "step-00000006"]
+            files.point(FOLDER, "best", "step-00000002")
+        files.prune(FOLDER, keep=2)
+    assert [path.name for path in files.whole(FOLDER)] == ["step-00000002", "step-00000005", "step-00000006"]
     assert os.readlink(FOLDER / "latest") == "step-00000006"
     assert os.readlink(FOLDER / "best") == "step-00000002"
-    checkpoint.point(FOLDER, "best", "step-00000006")
-    checkpoint.prune(FOLDER, keep=1)
-    assert [path.name for path in checkpoint.whole(FOLDER)] == ["step-00000006"]
+    files.point(FOLDER, "best", "step-00000006")
+    files.prune(FOLDER, keep=1)
+    assert [path.name for path in files.whole(FOLDER)] == ["step-00000006"]
 
 
 def fill_and_fail(file: Path) -> None:
@@ -233,9 +233,9 @@ def fill_and_fail(file: Path) -> None:
 def test_the_newest_is_the_one_with_the_highest_step_also_where_its_name_is_longer() -> None:
     for step in (99_999_999, 100_000_000, 100_000_001):
         save(step)
-    assert checkpoint.find("runs/one")[0].name == "step-100000001"
-    checkpoint.prune(FOLDER, keep=2)
-    assert [path.name for path in checkpoint.whole(FOLDER)] == ["step-100000000", "step-100000001"]
+    assert files.find("runs/one")[0].name == "step-100000001"
+    files.prune(FOLDER, keep=2)
+    assert [path.name for path in files.whole(FOLDER)] == ["step-100000000", "step-100000001"]
 
 
 @pytest.mark.parametrize("step", [3, 6], ids=["over an older one", "as a new one"])
@@ -243,16 +243,16 @@ def test_a_save_that_fails_leaves_the_older_ones_and_no_trace(step: int) -> None
     older = save(3)
     before = sorted(os.listdir(FOLDER))
     with pytest.raises(OSError, match="No space left"):
-        checkpoint.write(FOLDER, step, {checkpoint.WEIGHTS: lambda file: save_file({}, file), "more": fill_and_fail})
+        files.write(FOLDER, step, {files.WEIGHTS: lambda file: save_file({}, file), "more": fill_and_fail})
     assert sorted(os.listdir(FOLDER)) == before == ["latest", "step-00000003"]
-    assert checkpoint.find("runs/one") == (older.resolve(), [])
+    assert files.find("runs/one") == (older.resolve(), [])
 
 
 def test_a_step_saved_twice_is_the_second_one() -> None:
     save(3, valid={"loss": 2.0})
     path = save(3, valid={"loss": 1.0})
-    checkpoint.verify(path)
-    assert checkpoint.read_state(path)["valid"] == {"loss": 1.0}
+    files.verify(path)
+    assert files.read_state(path)["valid"] == {"loss": 1.0}
     assert sorted(os.listdir(FOLDER)) == ["latest", "step-00000003"]
 
 
@@ -261,7 +261,7 @@ def test_what_a_killed_process_left_is_not_in_the_way() -> None:
     # Killed while it wrote, with a process id that is ours now; and killed between its two renames.
     shutil.copytree(path, FOLDER / f".{path.name}.{os.getpid()}")
     shutil.copytree(path, FOLDER / f".{path.name}.replaced")
-    checkpoint.verify(save(3))
+    files.verify(save(3))
     assert sorted(os.listdir(FOLDER)) == ["latest", "step-00000003"]
 
 
@@ -301,7 +301,7 @@ EVALUATION = {"step": 3, "epoch": 0, "values": {"loss": 0.5}, "samples": 8, "sec
 
 def test_what_a_restart_must_know_is_read_as_another_version_wrote_it() -> None:
     so_far = {"tally": {**TALLY, "new": 1}, "best": 0.5, "evaluation": {**EVALUATION, "new": 1}, "new": 1}
-    known = checkpoint.read_state(save(3, so_far=so_far)).get("so_far")
+    known = files.read_state(save(3, so_far=so_far)).get("so_far")
     assert known is not None
     assert known.tally == Tally(steps=3, samples=24)
     assert known.evaluation == Evaluation(**EVALUATION)
@@ -319,4 +319,4 @@ def test_what_a_restart_must_know_is_read_as_another_version_wrote_it() -> None:
 def test_what_a_restart_must_know_is_refused_where_it_is_damaged(damage: dict[str, object], message: str) -> None:
     path = save(3, so_far={"tally": TALLY, "best": None, "evaluation": None, **damage})
     with pytest.raises(CheckpointError, match=message):
-        checkpoint.read_state(path)
+        files.read_state(path)

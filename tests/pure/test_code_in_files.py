@@ -14,7 +14,7 @@ import pytest
 import torch
 
 import evenstep as library
-from evenstep import checkpoint
+from evenstep.checkpoint import files
 from tests.pure.conftest import Ended
 from tests.pure.test_bad_input import WEIGHTS, Malicious, rewrite, task_text, write_task
 
@@ -41,7 +41,7 @@ def name_in_checkpoint(run: Path, task: str) -> list[str]:
     path = run / "checkpoints/step-00000002/state.json"
     state = json.loads(path.read_text())
     state["plan"]["task"] = task
-    rewrite(run, checkpoint.STATE, json.dumps(state).encode())
+    rewrite(run, files.STATE, json.dumps(state).encode())
     return ["--resume", str(run)]
 
 
@@ -117,7 +117,7 @@ def test_a_plan_does_not_switch_pickle_on(evenstep: Callable[..., Ended], run: P
 def test_a_checkpoint_does_not_switch_pickle_on(evenstep: Callable[..., Ended], run: Path) -> None:
     state = json.loads((run / "checkpoints/step-00000002/state.json").read_text())
     state["plan"]["allow_pickle"] = True
-    rewrite(run, checkpoint.STATE, json.dumps(state).encode())
+    rewrite(run, files.STATE, json.dumps(state).encode())
     assert evenstep("train", "my_task.py", "--resume", run, "--steps", "3", "--name", "second").code == 0
     assert json.loads(Path("runs/second/plan.json").read_text())["allow_pickle"] is False
 

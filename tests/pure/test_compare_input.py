@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from evenstep.compare.ways import find_ways
 from evenstep.errors import PlanError
+from evenstep.verify.configurations import find_configs
 
 TASK = """
 import torch
@@ -49,12 +49,12 @@ def test_bad_input_is_refused_with_code_2(evenstep: Callable[..., Any], argument
 
 
 def test_single_comes_first_and_others_where_they_make_sense() -> None:
-    assert [way.label for way in find_ways(None, "cpu/cpu,cpu")] == ["single", "dp x 2", "ddp x 2", "fsdp x 2"]
-    named = find_ways("ddp,dp", "cpu/cpu,cpu")
-    assert [way.label for way in named] == ["single", "ddp", "ddp x 2", "dp x 2"]
-    assert [way.label for way in find_ways("fsdp", "cpu,cpu")] == ["single", "fsdp x 2"]
+    assert [config.label for config in find_configs(None, "cpu/cpu,cpu")] == ["single", "dp x 2", "ddp x 2", "fsdp x 2"]
+    named = find_configs("ddp,dp", "cpu/cpu,cpu")
+    assert [config.label for config in named] == ["single", "ddp", "ddp x 2", "dp x 2"]
+    assert [config.label for config in find_configs("fsdp", "cpu,cpu")] == ["single", "fsdp x 2"]
 
 
 def test_two_lists_of_as_many_devices_are_for_two_commands() -> None:
     with pytest.raises(PlanError, match="names two lists of as many devices"):
-        find_ways(None, "cpu,cpu/cpu,cpu")
+        find_configs(None, "cpu,cpu/cpu,cpu")

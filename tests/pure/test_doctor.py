@@ -17,29 +17,44 @@ import pytest
 import torch
 from torch._C._distributed_c10d import TCPStore
 
+from evenstep.distributed import devices
+from evenstep.distributed.cgroups import Groups
 from evenstep.doctor import network
-from evenstep.doctor.build import back_ends, torch_build
-from evenstep.doctor.cards import driver, judge_card
-from evenstep.doctor.examine import Looking, Report, Visit
+from evenstep.doctor.bandwidth import expected_sum, pattern, rounds, schedule
+from evenstep.doctor.checks import Looking, Report, Visit
+from evenstep.doctor.cluster import (
+    Member,
+    Misunderstood,
+    Talk,
+    _Together,
+    both,
+    compare,
+    not_understood,
+    read_ended,
+    read_report,
+    read_verdict,
+)
+from evenstep.doctor.environment import back_ends, missing_interfaces, torch_build, variables
 from evenstep.doctor.finding import Check, Finding, Status, worst
-from evenstep.doctor.heard import read_ended, read_report, read_verdict
-from evenstep.doctor.inside import expected_sum, pattern
-from evenstep.doctor.judging import Reference, judge, rate_in_words
+from evenstep.doctor.gpus import driver, judge_gpu
 from evenstep.doctor.limits import cores, memory, open_files, shared_memory, threads
-from evenstep.doctor.members import Member, compare
 from evenstep.doctor.network import host_name, measure_loopback, ports, resolve
-from evenstep.doctor.pairs import rounds, schedule
-from evenstep.doctor.remedies import in_words, remedies
-from evenstep.doctor.talk import Misunderstood, Talk
-from evenstep.doctor.together import _Together, both, not_understood
-from evenstep.doctor.trial import LEAST_SECONDS, Patience, Trial, is_sound, search
-from evenstep.doctor.trying import Ended, shortened
-from evenstep.doctor.variables import missing_interfaces, variables
-from evenstep.launcher.meeting import Place
-from evenstep.launcher.signed import Seal
-from evenstep.launcher.stores import open_store
-from evenstep.worker import machine
-from evenstep.worker.groups import Groups
+from evenstep.doctor.remedies import (
+    LEAST_SECONDS,
+    Patience,
+    Reference,
+    Trial,
+    in_words,
+    is_sound,
+    judge,
+    rate_in_words,
+    remedies,
+    search,
+)
+from evenstep.doctor.sandbox import Ended, shortened
+from evenstep.launcher.rendezvous.addresses import open_store
+from evenstep.launcher.rendezvous.auth import Seal
+from evenstep.launcher.rendezvous.local import Place
 from tests.pure.conftest import Ended as Finished
 
 
@@ -102,10 +117,10 @@ def test_a_training_shares_out_the_cores_that_affinity_and_the_quota_allow(
     monkeypatch: pytest.MonkeyPatch, quota: float | None, num: int
 ) -> None:
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
-    monkeypatch.setattr(machine, "cores_by_affinity", lambda: 4)
-    monkeypatch.setattr(machine, "own_quota", lambda: quota)
-    assert machine.num_cores() == num
-    assert machine.share_threads(None, ["cpu", "cpu"]) == max(1, num // 2)
+    monkeypatch.setattr(devices, "cores_by_affinity", lambda: 4)
+    monkeypatch.setattr(devices, "own_quota", lambda: quota)
+    assert devices.num_cores() == num
+    assert devices.share_threads(None, ["cpu", "cpu"]) == max(1, num // 2)
 
 
 def test_a_small_quota_is_warned_of_and_counts_as_the_cores(tmp_path: Path) -> None:
@@ -161,7 +176,7 @@ def test_the_open_files_of_this_process_are_what_its_limit_says() -> None:
     assert open_files().numbers["files"] == (None if soft == resource.RLIM_INFINITY else soft)
 
 
-def test_a_cpu_torch_on_a_machine_with_cards_is_bad(tmp_path: Path) -> None:
+def test_a_cpu_torch_on_a_machine_with_gpus_is_bad(tmp_path: Path) -> None:
     assert torch_build(0, tmp_path).status == "good"
     (tmp_path / "nvidia0").touch()
     (tmp_path / "nvidiactl").touch()
@@ -206,8 +221,8 @@ class Driver:
     nvmlDeviceGetCount = staticmethod(lambda: 2)
 
 
-def test_cards_that_torch_does_not_see_are_bad_unless_the_user_hid_them(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("evenstep.doctor.cards.num_cards", lambda: 0)
+def test_gpus_that_torch_does_not_see_are_bad_unless_the_user_hid_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("evenstep.doctor.gpus.num_gpus", lambda: 0)
     monkeypatch.setattr(torch.version, "cuda", "12.8")
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     assert [one.status for one in driver(Driver(), {})] == ["bad"]
@@ -287,13 +302,13 @@ def test_everyone_meets_everyone_once_and_nobody_twice_in_a_round(num: int) -> N
 
 
 @pytest.mark.parametrize("num", range(9))
-def test_every_pair_of_cards_is_tried_once_and_neighbours_are_measured(num: int) -> None:
+def test_every_pair_of_gpus_is_tried_once_and_neighbours_are_measured(num: int) -> None:
     pairs = list(itertools.chain.from_iterable(schedule(num)))
-    cards = [pair for pair in pairs if len(set(pair.devices)) == 2]
+    gpus = [pair for pair in pairs if len(set(pair.devices)) == 2]
     wanted = {(f"cuda:{a}", f"cuda:{b}") for a, b in itertools.combinations(range(num), 2)}
-    assert {pair.devices for pair in cards} == wanted
-    assert len(cards) == len(wanted)
-    assert all(len(pair.sizes) > 1 for pair in cards if int(pair.devices[1][5:]) - int(pair.devices[0][5:]) == 1)
+    assert {pair.devices for pair in gpus} == wanted
+    assert len(gpus) == len(wanted)
+    assert all(len(pair.sizes) > 1 for pair in gpus if int(pair.devices[1][5:]) - int(pair.devices[0][5:]) == 1)
     assert pairs[0].name == "2 x cpu, gloo"
     assert len(schedule(num)) <= 12
 
@@ -376,14 +391,14 @@ def test_what_nccl_says_last_is_what_is_said() -> None:
     assert shortened("") == "no reason given"
 
 
-def test_a_card_that_others_fill_is_warned_of_by_their_processes() -> None:
+def test_a_gpu_that_others_fill_is_warned_of_by_their_processes() -> None:
     facts = {"name": "A", "uuid": "u", "free_bytes": 2**30, "memory_bytes": 2**36, "is_right": True}
     facts |= {"copy_bytes_per_second": 1e12, "host_bytes_per_second": 2e10}
-    found = judge_card("cuda:0", facts, ["process 7 (60.00 GiB)"])
+    found = judge_gpu("cuda:0", facts, ["process 7 (60.00 GiB)"])
     assert found.status == "warn"
     assert "process 7" in found.advice
-    assert judge_card("cuda:0", {**facts, "free_bytes": 2**36}, []).status == "good"
-    assert judge_card("cuda:0", {**facts, "is_right": False}, []).status == "bad"
+    assert judge_gpu("cuda:0", {**facts, "free_bytes": 2**36}, []).status == "good"
+    assert judge_gpu("cuda:0", {**facts, "is_right": False}, []).status == "bad"
 
 
 def test_a_check_that_fails_is_a_finding_itself() -> None:
@@ -401,7 +416,7 @@ def test_a_check_that_fails_is_a_finding_itself() -> None:
 
 
 def member(name: str, **more: object) -> Member:
-    usual = {"torch": "2.13.0", "evenstep": "0.1.0", "python": "3.11.7", "cards": 0, "interface": "eth0"}
+    usual = {"torch": "2.13.0", "evenstep": "0.1.0", "python": "3.11.7", "gpus": 0, "interface": "eth0"}
     usual |= {"interface_bits_per_second": 1e10, "seconds_behind": 0.0, "set_names": ""}
     return Member.from_json({"name": name, **usual, **more})
 
@@ -585,8 +600,8 @@ def test_the_exit_code_is_1_if_something_is_bad_and_0_if_not(
     def examine(_: object) -> Iterator[Looking | Report]:
         yield Report((Finding("a", "good", "fine"), Finding("b", status, "so")), 1.0)
 
-    monkeypatch.setattr("evenstep.launcher.server.start_server", lambda: None)
-    monkeypatch.setattr("evenstep.doctor.examine.examine", examine)
+    monkeypatch.setattr("evenstep.launcher.fork_server.start_server", lambda: None)
+    monkeypatch.setattr("evenstep.doctor.checks.examine", examine)
     assert evenstep("doctor").code == code
 
 

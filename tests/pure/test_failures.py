@@ -8,13 +8,13 @@ from pathlib import Path
 
 import pytest
 
+from evenstep.distributed.heartbeat import BACKWARD, FORWARD, HeartbeatState
 from evenstep.errors import BadInput, Preempted, Stalled, WorkerFailed
 from evenstep.launcher.failure import Cause, cause, report
 from evenstep.launcher.script import old_flag
 from evenstep.worker.main import write_report
-from evenstep.worker.pulse import BACKWARD, FORWARD, Beat
 
-FORWARD_7, BACKWARD_7 = Beat(9, 7, FORWARD, 0), Beat(9, 7, BACKWARD, 0)
+FORWARD_7, BACKWARD_7 = HeartbeatState(9, 7, FORWARD, 0), HeartbeatState(9, 7, BACKWARD, 0)
 
 
 def failed(logs: Path, rank: int, error: Exception) -> None:
@@ -36,10 +36,10 @@ def test_a_victim_that_spoke_first_is_not_the_cause(tmp_path: Path) -> None:
 
 def test_a_rank_that_was_killed_is_the_cause_though_it_said_nothing(tmp_path: Path) -> None:
     failed(tmp_path, 0, RuntimeError("Connection reset by peer"))
-    beats = {0: BACKWARD_7, 1: FORWARD_7}
-    found = cause(tmp_path, {0: 1, 1: -signal.SIGKILL}, beats)
+    heartbeats = {0: BACKWARD_7, 1: FORWARD_7}
+    found = cause(tmp_path, {0: 1, 1: -signal.SIGKILL}, heartbeats)
     assert found.headline == "rank 1 was ended by SIGKILL at step 7, in forward"
-    found = cause(tmp_path, {1: -signal.SIGKILL}, beats, evidence="The kernel killed it.")
+    found = cause(tmp_path, {1: -signal.SIGKILL}, heartbeats, evidence="The kernel killed it.")
     assert found.headline == "rank 1 ran out of memory at step 7, in forward"
 
 

@@ -6,10 +6,10 @@ import pytest
 import torch
 from torch import nn
 
+from evenstep.distributed.collectives import Other
 from evenstep.errors import TaskError
-from evenstep.worker.comm.ledger import Other
-from evenstep.worker.strategies.fsdp_agreed import EVERY, NUM_FIRST, Agreement
-from evenstep.worker.tap import Tap
+from evenstep.profiling.spans import Tap
+from evenstep.strategies.fsdp import EVERY, NUM_FIRST, Agreement
 
 
 class Written:

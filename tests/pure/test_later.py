@@ -9,7 +9,7 @@ import pytest
 
 FIRST_STEP = """
 import sys, torch
-from evenstep.worker.later import StandIn, put_off_compiler
+from evenstep.worker.lazy_compiler import StandIn, put_off_compiler
 put_off_compiler()
 import torch.distributed as dist
 dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)

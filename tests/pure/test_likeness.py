@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from evenstep.worker.likeness import Kinds, are_equal, copied, first_apart, put
+from evenstep.training.cuda_graphs.capture_checks import Kinds, are_equal, copied, first_apart, put
 
 TOLERANCE = 1e-3
 

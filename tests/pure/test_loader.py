@@ -19,19 +19,19 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset, get_worker_in
 
 import evenstep
 from evenstep import samplers
+from evenstep.data.adapt import adopt, of_each_rank
+from evenstep.data.loader import Batch, Loader, MicroBatch
+from evenstep.data.prefetch import Reading
+from evenstep.distributed.world import World
 from evenstep.errors import PlanError, TaskError
-from evenstep.order import Lengths, smallest_micro_batch
 from evenstep.plan import Plan
-from evenstep.worker.adopt import adopt, of_each_rank
-from evenstep.worker.loader import Batch, Loader, Piece
-from evenstep.worker.passes import Reading
-from evenstep.worker.world import World
+from evenstep.sampling.order import Lengths, smallest_micro_batch
 
 CPU = torch.device("cpu")
 
 
-def worlds(size: int, seats: int = 1) -> list[World]:
-    return [World(rank, size, (CPU,) * seats) for rank in range(size)]
+def worlds(size: int, replicas: int = 1) -> list[World]:
+    return [World(rank, size, (CPU,) * replicas) for rank in range(size)]
 
 
 def open_loader(data: Any, world: World, batch: int, sampler: Any = None, **how: Any) -> Loader:
@@ -44,8 +44,8 @@ def loaders(data: Any, batch: int, team: list[World], sampler: Any = None, **how
     return [open_loader(data, world, batch, sampler, **how) for world in team]
 
 
-def pieces(batch: Batch) -> list[Piece]:
-    return [piece for micro_batch in batch.micro_batches for piece in micro_batch]
+def per_replica(batch: Batch) -> list[MicroBatch]:
+    return [micro_batch for micro_batch in batch.micro_batches for micro_batch in micro_batch]
 
 
 def step_ids(batches: tuple[Batch, ...]) -> list[int]:
@@ -94,17 +94,17 @@ kinds = st.sampled_from(sorted(SAMPLERS))
     num=st.integers(1, 5000),
     batch=st.integers(1, 700),
     size=sizes,
-    seats=st.integers(1, 3),
+    replicas=st.integers(1, 3),
     accumulate=accumulations,
     kind=kinds,
     start_epoch=st.integers(0, 4),
 )
 def test_all_ranks_together_read_what_one_process_reads_and_what_the_sampler_promises(
-    num: int, batch: int, size: int, seats: int, accumulate: int, kind: str, start_epoch: int
+    num: int, batch: int, size: int, replicas: int, accumulate: int, kind: str, start_epoch: int
 ) -> None:
     data = torch.arange(num)
     batch = max(batch, num // 40 + 1)
-    team = loaders(data, batch, worlds(size, seats), SAMPLERS[kind](num), accumulate=accumulate)
+    team = loaders(data, batch, worlds(size, replicas), SAMPLERS[kind](num), accumulate=accumulate)
     (alone,) = loaders(data, batch, worlds(1), SAMPLERS[kind](num))
     for loader in (alone, *team):
         loader.position = loader.lengths.begin(start_epoch)
@@ -172,7 +172,10 @@ def test_every_rank_trains_on_all_of_its_own_data_where_they_are_meant_to_differ
         other.load_state_dict(one.state_dict())
     steps = [batches for _ in range(2 - team[0].epoch) for batches in zip(*team, strict=True)]
     for rank in range(size):
-        read = [[value for piece in pieces(batches[rank]) for value in piece.data.tolist()] for batches in steps]
+        read = [
+            [value for micro_batch in per_replica(batches[rank]) for value in micro_batch.data.tolist()]
+            for batches in steps
+        ]
         assert [[value - 1000 * rank for value in step] for step in read] == own[cut:]
     assert [batches[0].num_samples for batches in steps] == [size * len(step) for step in own[cut:]]
     everything = [batch.ids.tolist() for batch in team[1].whole_pass()]
@@ -240,12 +243,12 @@ def test_every_rank_runs_as_many_micro_batches_and_none_is_without_data(
     for batches in zip(*loaders(data, batch, worlds(size), accumulate=accumulate), strict=True):
         assert len({len(one.micro_batches) for one in batches}) == 1
         assert batches[0].num_samples in foreseen
-        smallest = min(len(piece.inputs) for one in batches for piece in pieces(one))
+        smallest = min(len(micro_batch.inputs) for one in batches for micro_batch in per_replica(one))
         assert smallest == smallest_micro_batch(batches[0].num_samples, size, accumulate)
-        for piece in (piece for one in batches for piece in pieces(one)):
-            assert piece.num_samples == len(piece.ids)
-            assert len(piece.inputs) == max(1, piece.num_samples)
-            assert piece.data.tolist() == piece.ids.tolist()
+        for micro_batch in (micro_batch for one in batches for micro_batch in per_replica(one)):
+            assert micro_batch.num_samples == len(micro_batch.ids)
+            assert len(micro_batch.inputs) == max(1, micro_batch.num_samples)
+            assert micro_batch.data.tolist() == micro_batch.ids.tolist()
 
 
 def test_ranks_never_see_the_same_stream_of_weighted_samples() -> None:
@@ -323,8 +326,8 @@ def changed(way: str, team: list[World], batch: int, seed: int = 0, start: int =
         if "stream" in way:
             loader.load_state_dict({"position": start, "num_finished": 0, "stream": [10] * (start // 10)})
         loader.position = start
-        for piece in (piece for one in loader for piece in pieces(one)):
-            seen |= dict(zip(piece.ids.tolist(), piece.data.tolist(), strict=False))
+        for micro_batch in (micro_batch for one in loader for micro_batch in per_replica(one)):
+            seen |= dict(zip(micro_batch.ids.tolist(), micro_batch.data.tolist(), strict=False))
         loader.close()
     return seen
 
@@ -334,7 +337,7 @@ ways = pytest.mark.parametrize("way", WAYS)
 
 @ways
 @pytest.mark.parametrize("batch", [1, 3, 10])
-@pytest.mark.parametrize("team", [worlds(1), worlds(2), worlds(3), worlds(1, seats=4)], ids=["1", "2", "3", "dp-4"])
+@pytest.mark.parametrize("team", [worlds(1), worlds(2), worlds(3), worlds(1, replicas=4)], ids=["1", "2", "3", "dp-4"])
 def test_a_sample_is_changed_the_same_way_whoever_reads_it_in_whatever_batch(
     way: str, team: list[World], batch: int
 ) -> None:
@@ -377,8 +380,8 @@ def test_a_sample_that_comes_twice_in_an_epoch_is_changed_in_two_ways(way: str, 
         told: dict[int, list[tuple[float, ...]]] = {}
         for world in worlds(size):
             loader = open_loader(data, world, 4, samplers.Weighted([1.0] * 10, 40), workers=workers, **how)
-            for piece in (piece for batch in loader for piece in pieces(batch)):
-                for id_, value in zip(piece.ids.tolist(), piece.data.tolist(), strict=False):
+            for micro_batch in (micro_batch for batch in loader for micro_batch in per_replica(batch)):
+                for id_, value in zip(micro_batch.ids.tolist(), micro_batch.data.tolist(), strict=False):
                     told.setdefault(id_, []).append(tuple(value))
             loader.close()
         assert sum(len(set(values)) for values in told.values()) == 40
@@ -414,7 +417,7 @@ class Pids(Dataset[int]):
 
 def test_workers_read_in_turn_and_stay_for_the_next_epoch() -> None:
     loader = open_loader(Pids(), worlds(1)[0], 3, workers=2)
-    epochs = [[pieces(batch)[0].data.tolist() for batch in loader] for _ in range(2)]
+    epochs = [[per_replica(batch)[0].data.tolist() for batch in loader] for _ in range(2)]
     readers = {pid for steps in epochs for step in steps for pid in step}
     assert len(readers) == 2
     assert os.getpid() not in readers
@@ -500,7 +503,7 @@ def test_a_dataloaders_worker_init_fn_finds_its_dataset() -> None:
     loader = evenstep.join("single", ("cpu",)).loader(
         DataLoader(Offset(), 4, worker_init_fn=begin, num_workers=1), batch=4
     )
-    assert [pieces(batch)[0].data.tolist() for batch in loader] == [[100, 101, 102, 103], [104, 105, 106, 107]]
+    assert [per_replica(batch)[0].data.tolist() for batch in loader] == [[100, 101, 102, 103], [104, 105, 106, 107]]
     loader.close()
 
 
@@ -559,7 +562,7 @@ def test_a_dataset_whose_length_changes_is_noticed_at_the_next_epoch() -> None:
 def test_data_on_the_device_is_read_like_any_other() -> None:
     data = {"x": torch.arange(12.0).reshape(6, 2), "y": np.arange(6)}
     read, resident = (
-        [pieces(batch)[0].data for batch in open_loader(data, worlds(1)[0], 4, resident=resident)]
+        [per_replica(batch)[0].data for batch in open_loader(data, worlds(1)[0], 4, resident=resident)]
         for resident in (False, True)
     )
     assert all(torch.equal(a[name], b[name]) for a, b in zip(read, resident, strict=True) for name in data)
@@ -588,7 +591,7 @@ class Splitting(IterableDataset[torch.Tensor]):
 def values(team: Iterable[Loader]) -> list[list[int]]:
     """What all ranks together read in each step."""
     steps = [
-        [value for one in batches for piece in pieces(one) for value in piece.data.tolist()]
+        [value for one in batches for micro_batch in per_replica(one) for value in micro_batch.data.tolist()]
         for batches in zip(*team, strict=True)
     ]
     for loader in team:
@@ -682,7 +685,7 @@ def test_a_sample_of_a_stream_is_augmented_once_though_in_place(workers: int) ->
                 yield {"x": 0.0}
 
     (loader,) = loaders(Dicts(), 4, worlds(1), augment=grow, workers=workers)
-    assert [pieces(batch)[0].data["x"].tolist() for batch in loader] == [[1.0] * 4] * 3
+    assert [per_replica(batch)[0].data["x"].tolist() for batch in loader] == [[1.0] * 4] * 3
     loader.close()
 
 
@@ -700,7 +703,7 @@ def test_samples_of_any_shape_are_joined_by_a_collate() -> None:
     data = [{"tokens": list(range(id_ + 1)), "text": "a" * id_} for id_ in range(6)]
     for workers in (0, 1):
         loader = open_loader(data, worlds(1)[0], 4, samplers.InOrder(), collate=join, workers=workers)
-        first, second = (pieces(batch)[0].data for batch in loader)
+        first, second = (per_replica(batch)[0].data for batch in loader)
         assert first["more"]["texts"] == ["", "a", "aa", "aaa"]
         assert second["tokens"].shape == second["more"]["deep"][0][0].shape == (2, 6)
         loader.close()

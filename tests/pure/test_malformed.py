@@ -27,12 +27,12 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 import evenstep as library
-from evenstep import checkpoint
+from evenstep.checkpoint import files
 from evenstep.cli import main
 from evenstep.cli.app import app
 from evenstep.errors import BadInput
-from evenstep.launcher import server
-from evenstep.report.watch import Watched
+from evenstep.launcher import fork_server
+from evenstep.report.html.live import Watched
 from tests.pure.conftest import Ended
 from tests.pure.test_advice import comparison, row
 from tests.pure.test_bad_input import write_task
@@ -52,8 +52,8 @@ def command(*words: str) -> Ended:
     sys.argv = ["evenstep", *words]
     try:
         # What is read of the words before the command is; it only looks, so it has no error of its own.
-        with patch.dict(os.environ), patch.object(server, "start_server"):
-            server.start_server_for(words)
+        with patch.dict(os.environ), patch.object(fork_server, "start_server"):
+            fork_server.start_server_for(words)
         with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err), pytest.raises(SystemExit) as ended:
             main()
     finally:
@@ -344,7 +344,7 @@ def check_damage(made: Path, draw: Callable[..., Any], readings: dict[str, Readi
 @contextlib.contextmanager
 def replaced(file: Path, content: bytes, is_signed: bool) -> Iterator[None]:
     """Another content for a while; with the sum that belongs to it, as one writes who wants it to be believed."""
-    sums = file.parent / checkpoint.SUMS
+    sums = file.parent / files.SUMS
     before = {path: path.read_bytes() for path in (file, sums) if path.exists()}
     file.write_bytes(content)
     if is_signed and file != sums and sums in before:

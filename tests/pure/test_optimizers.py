@@ -17,8 +17,8 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 
 import evenstep
 from evenstep.errors import TaskError
-from evenstep.seeding import generator_states, is_same_state
-from evenstep.worker.optimizers import Rehearsal, refuse_closure
+from evenstep.sampling.rng import generator_states, is_same_state
+from evenstep.training.optim import Rehearsal, refuse_closure
 
 
 class Sharp(Optimizer):
@@ -54,7 +54,7 @@ def test_one_that_needs_a_closure_is_refused_before_the_start(kind: Any) -> None
 
 def test_in_a_loop_of_the_users_own_it_is_refused_at_the_first_step() -> None:
     team = evenstep.join("single")
-    model = team.spread(nn.Linear(4, 2))
+    model = team.wrap(nn.Linear(4, 2))
     with pytest.raises(TaskError, match=r"LBFGS\.step needs a closure"):
         team.step(torch.optim.LBFGS(model.parameters()))
 

@@ -7,9 +7,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from evenstep.draws import SORTED_UP_TO, Draws, permuted, sample_uniforms, uniforms
-from evenstep.order import BLOCK, Lengths, Order, Span, share
-from evenstep.samplers import InOrder, Shuffled
+from evenstep.sampling.order import BLOCK, Lengths, Order, Span, share
+from evenstep.sampling.rng import SORTED_UP_TO, Draws, permuted, sample_uniforms, uniforms
+from evenstep.sampling.samplers import InOrder, Shuffled
 
 seeds = st.integers(0, 2**63 - 1)
 epochs = st.integers(0, 2**40)
@@ -26,9 +26,9 @@ def shuffled(num_samples: int, seed: int) -> Order:
     return Shuffled().order(num_samples, seed, batch=1)
 
 
-@given(num=st.integers(0, 10_000), num_seats=st.integers(1, 50))
-def test_shares_cover_everything_once_and_are_even(num: int, num_seats: int) -> None:
-    shares = [share(num, seat, num_seats) for seat in range(num_seats)]
+@given(num=st.integers(0, 10_000), num_replicas=st.integers(1, 50))
+def test_shares_cover_everything_once_and_are_even(num: int, num_replicas: int) -> None:
+    shares = [share(num, replica, num_replicas) for replica in range(num_replicas)]
     assert [place for part in shares for place in part] == list(range(num))
     assert len(shares[0]) == max(map(len, shares))
     assert len(shares[0]) - min(map(len, shares)) <= 1

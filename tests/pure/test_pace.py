@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from evenstep.worker.pace import Row, asks_for_probe, judge_links, late_ranks
+from evenstep.monitor.stragglers import Row, asks_for_probe, judge_links, late_ranks
 
 FAST = Row(
     steps=100, input=0.001, compute=0.007, rest=0.230, median_input=0.001, median_compute=0.007, median_own=0.008,

@@ -27,10 +27,9 @@ from evenstep.errors import BadInput
 from evenstep.plan import Plan
 from evenstep.record import Record, RecordWriter
 from evenstep.report.comparison import Comparison
-from evenstep.report.curves import Curves
-from evenstep.report.page import page_of_comparison, page_of_runs, write_page
-from evenstep.report.thin import MOST_SAMPLED, Quantiles, Sampled, Thinned
-from evenstep.report.watch import Watched, WatchServer
+from evenstep.report.html.curves import MOST_SAMPLED, Curves, Quantiles, Sampled, Thinned
+from evenstep.report.html.live import Watched, WatchServer
+from evenstep.report.html.page import page_of_comparison, page_of_runs, write_page
 from tests.browser import examples
 from tests.pure.conftest import Ended
 

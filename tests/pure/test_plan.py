@@ -11,10 +11,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from evenstep import order, plan
+from evenstep import plan
 from evenstep.errors import PlanError
-from evenstep.order import Lengths
 from evenstep.plan import PRECISION_NAMES, STRATEGY_NAMES, Plan, check_name, parse_devices, read_plan
+from evenstep.sampling import order
+from evenstep.sampling.order import Lengths
 
 
 def cpus(num: int) -> tuple[str, ...]:

@@ -7,24 +7,33 @@ import os
 import signal
 from pathlib import Path
 
-from evenstep.worker.pulse import BACKWARD, EVALUATING, FORWARD, PHASES, SAVING, Pulse, make_beats, open_pulse
+from evenstep.distributed.heartbeat import (
+    BACKWARD,
+    EVALUATING,
+    FORWARD,
+    PHASES,
+    SAVING,
+    Heartbeat,
+    make_heartbeats,
+    open_heartbeat,
+)
 
 
 def test_what_a_stopped_process_was_doing_can_still_be_read(tmp_path: Path) -> None:
-    beats = make_beats(tmp_path / "beats", 2)
+    heartbeats = make_heartbeats(tmp_path / "beats", 2)
     ready = multiprocessing.get_context("fork").Event()
 
     def work() -> None:
-        pulse = open_pulse(str(tmp_path / "beats"), 1)
-        pulse.step = 7
-        pulse.beat(FORWARD)
+        heartbeat = open_heartbeat(str(tmp_path / "beats"), 1)
+        heartbeat.step = 7
+        heartbeat.beat(FORWARD)
         ready.set()
         os.kill(os.getpid(), signal.SIGSTOP)
 
     process = multiprocessing.get_context("fork").Process(target=work)
     process.start()
     assert ready.wait(10)
-    first, second = beats.read()
+    first, second = heartbeats.read()
     process.kill()
     process.join()
     assert (first.count, first.where) == (0, "starting up")
@@ -32,19 +41,19 @@ def test_what_a_stopped_process_was_doing_can_still_be_read(tmp_path: Path) -> N
     assert second.progress > first.progress
 
 
-def test_no_two_beats_look_alike_though_the_slot_is_opened_again(tmp_path: Path) -> None:
-    beats = make_beats(tmp_path / "beats", 1)
-    open_pulse(str(tmp_path / "beats"), 0).beat(FORWARD)
-    open_pulse(str(tmp_path / "beats"), 0).beat(FORWARD)
-    assert beats.read()[0].count == 2
+def test_no_two_heartbeats_look_alike_though_the_slot_is_opened_again(tmp_path: Path) -> None:
+    heartbeats = make_heartbeats(tmp_path / "beats", 1)
+    open_heartbeat(str(tmp_path / "beats"), 0).beat(FORWARD)
+    open_heartbeat(str(tmp_path / "beats"), 0).beat(FORWARD)
+    assert heartbeats.read()[0].count == 2
 
 
 def test_what_was_done_before_goes_on_after_a_save() -> None:
-    pulse = Pulse()
-    pulse.beat(BACKWARD)
-    with pulse.during(SAVING):
-        assert pulse.read().phase == SAVING
-    assert pulse.read().phase == BACKWARD
+    heartbeat = Heartbeat()
+    heartbeat.beat(BACKWARD)
+    with heartbeat.during(SAVING):
+        assert heartbeat.read().phase == SAVING
+    assert heartbeat.read().phase == BACKWARD
 
 
 def test_every_phase_has_a_phrase() -> None:

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from evenstep.errors import BadInput
-from evenstep.launcher.tail import RecordTail
+from evenstep.launcher.supervisor import RecordTail
 from evenstep.plan import Plan
 from evenstep.record import BLOCK_BYTES, FILE, Evaluation, Record, RecordWriter, Start, Step, Summary, end_of_rows, rows
 

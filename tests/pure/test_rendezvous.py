@@ -26,16 +26,23 @@ from torch.distributed.elastic.rendezvous.dynamic_rendezvous import (
 )
 
 from evenstep.errors import PlanError, TrainingError
-from evenstep.launcher import entry, tunnel
-from evenstep.launcher.elastic import KEY, LAST_CALL, SignedState
-from evenstep.launcher.identity import Identity, sources_of_file, sources_of_task
-from evenstep.launcher.machines import Machines
-from evenstep.launcher.munge import LONGEST_CREDENTIAL, opened_from_me, sealed_for_me
-from evenstep.launcher.network import bound_to, is_here
-from evenstep.launcher.signed import Seal
-from evenstep.launcher.stores import free_port, open_store
-from evenstep.launcher.token import TOKEN, TOKEN_FILE, TokenFile, given_token, labelled, make_token, unlabelled
-from evenstep.launcher.tunnel import (
+from evenstep.launcher.rendezvous import join, tunnel
+from evenstep.launcher.rendezvous.addresses import bound_to, free_port, is_here, open_store
+from evenstep.launcher.rendezvous.auth import (
+    LONGEST_CREDENTIAL,
+    TOKEN,
+    TOKEN_FILE,
+    Seal,
+    TokenFile,
+    given_token,
+    labelled,
+    make_token,
+    opened_from_me,
+    sealed_for_me,
+    unlabelled,
+)
+from evenstep.launcher.rendezvous.c10d import KEY, LAST_CALL, Machines, SignedState
+from evenstep.launcher.rendezvous.tunnel import (
     HELLO,
     MOST_OF_ONE,
     NONCE_BYTES,
@@ -47,6 +54,7 @@ from evenstep.launcher.tunnel import (
     Way,
     WrongToken,
 )
+from evenstep.launcher.rendezvous.version_check import Identity, sources_of_file, sources_of_task
 from evenstep.plan import Plan
 
 NAME = "run"
@@ -328,19 +336,19 @@ class TestAMachineThatEnters:
         made.close()
 
     def test_takes_what_never_says_a_word_for_something_else(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr(entry, "WAIT_FOR_HEAD_SECONDS", 1.0)
+        monkeypatch.setattr(join, "WAIT_FOR_HEAD_SECONDS", 1.0)
         with (
             socket.create_server(("127.0.0.1", 0)) as listener,
             pytest.raises(NotEvenstep, match="takes connections, and has said nothing for 1 s"),
         ):
-            entry.enter(listener.getsockname(), MINE)
+            join.enter(listener.getsockname(), MINE)
 
 
 @contextmanager
-def entering(address: tuple[str, int]) -> Iterator[Future[entry.Entry]]:
+def entering(address: tuple[str, int]) -> Iterator[Future[join.Entry]]:
     """A machine that enters meanwhile, and leaves at the end."""
     with ThreadPoolExecutor(1) as pool:
-        entered = pool.submit(entry.enter, address, MINE)
+        entered = pool.submit(join.enter, address, MINE)
         yield entered
         entered.result(20).close()
 
@@ -429,7 +437,7 @@ class TestTheToken:
 
     def test_of_an_earlier_run_that_was_left_behind_is_waited_out(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.delenv(TOKEN, raising=False)
-        monkeypatch.setattr(entry, "WAIT_FOR_TOKEN_SECONDS", 1.0)
+        monkeypatch.setattr(join, "WAIT_FOR_TOKEN_SECONDS", 1.0)
         port = free_port()
         with machines(port, is_head=True):
             TokenFile(Path("runs"), ("127.0.0.1", port)).write("of a run that was killed")
@@ -437,7 +445,7 @@ class TestTheToken:
                 Machines(("127.0.0.1", port), (1, 2), MINE, False)
 
     def test_is_asked_for_where_there_is_none(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr(entry, "WAIT_FOR_TOKEN_SECONDS", 0.5)
+        monkeypatch.setattr(join, "WAIT_FOR_TOKEN_SECONDS", 0.5)
         monkeypatch.setenv(TOKEN, ONE)
         port = free_port()
         with machines(port, is_head=True):

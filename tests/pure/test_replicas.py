@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch import nn
 
-from evenstep.worker.replicas import ReplicaCheck, checksums, differing, mixed
-from evenstep.worker.world import World
+from evenstep.distributed.world import World
+from evenstep.monitor.replicas import ReplicaCheck, checksums, differing, mixed
 
 KINDS = {
     "fp32": torch.arange(6.0).reshape(2, 3),

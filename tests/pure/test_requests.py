@@ -7,7 +7,7 @@ import signal
 
 import pytest
 
-from evenstep.worker.requests import Requests
+from evenstep.distributed.preemption import Requests
 
 
 def total(*every: Requests) -> float:
@@ -26,14 +26,14 @@ def test_one_rank_that_is_signalled_stops_all_of_them() -> None:
 
 
 def test_a_save_by_the_clock_is_no_stop(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("evenstep.worker.requests.SAVE_SECONDS", -1.0)
+    monkeypatch.setattr("evenstep.distributed.preemption.SAVE_SECONDS", -1.0)
     every = [Requests() for _ in range(300)]
     for one in every:
         one.save_by_clock()
     every[0].agree(total(*every))
     assert every[0].save
     assert not every[0].stop
-    monkeypatch.setattr("evenstep.worker.requests.SAVE_SECONDS", 30.0)
+    monkeypatch.setattr("evenstep.distributed.preemption.SAVE_SECONDS", 30.0)
     every[0].saved(0.1)
     every[0].agree(every[0].wish())
     assert not every[0].save

@@ -24,10 +24,10 @@ from torch.utils.data import (
 )
 
 from evenstep import samplers
+from evenstep.data.adapt import adopt, as_sampler
+from evenstep.data.dataset import Picked, Table
 from evenstep.errors import PlanError, TaskError
-from evenstep.order import Lengths, Order, Span
-from evenstep.worker.adopt import adopt, as_sampler
-from evenstep.worker.source import Picked, Table
+from evenstep.sampling.order import Lengths, Order, Span
 
 seeds = st.integers(0, 2**40)
 

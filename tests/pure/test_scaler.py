@@ -16,10 +16,10 @@ from hypothesis import strategies as st
 from sklearn.preprocessing import StandardScaler
 from torch import nn
 
+from evenstep.data.feature_scaler import Moments, Scaler, unfitted
+from evenstep.distributed.world import World
 from evenstep.errors import TaskError
-from evenstep.order import share
-from evenstep.worker.scaler import Moments, Scaler, unfitted
-from evenstep.worker.world import World
+from evenstep.sampling.order import share
 
 ALONE = World(0, 1, (torch.device("cpu"),))
 DOUBLE = torch.float64

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from evenstep.seeding import generator_states, is_same_state, restore_generators, seed_everything
+from evenstep.sampling.rng import generator_states, is_same_state, restore_generators, seed_everything
 
 DRAWS: dict[str, Callable[[], object]] = {
     "python": random.random,

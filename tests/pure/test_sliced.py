@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch.optim import SGD, Adam, AdamW, Optimizer
 
-from evenstep.worker.sliced import MOST, Sliced, cut, slice_length
+from evenstep.training.optim import MOST, Sliced, cut, slice_length
 
 KINDS = {
     "Adam": lambda weights: Adam(weights, lr=0.01, fused=True),

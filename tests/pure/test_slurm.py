@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from evenstep.launcher.slurm import find_slurm, first_node
+from evenstep.launcher.rendezvous.slurm import find_slurm, first_node
 
 # As set by Slurm 22.05 for task 1 of `srun -n3` over two machines; a batch script has no step.
 TASK = {
@@ -100,9 +100,9 @@ def test_a_requeued_job_knows_how_often_it_was_started() -> None:
         ("1", 0, 0, "1"),
     ],
 )
-def test_a_task_drives_its_own_card_or_all_of_its_machine(
-    per_node: str, local: int, num_cards: int, devices: str
+def test_a_task_drives_its_own_gpu_or_all_of_its_machine(
+    per_node: str, local: int, num_gpus: int, devices: str
 ) -> None:
     slurm = find_slurm({**TASK, "SLURM_STEP_TASKS_PER_NODE": per_node, "SLURM_LOCALID": str(local)})
     assert slurm is not None
-    assert slurm.devices(num_cards) == devices
+    assert slurm.devices(num_gpus) == devices

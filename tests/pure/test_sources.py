@@ -11,9 +11,9 @@ import pytest
 import torch
 from torch.utils.data import Dataset, TensorDataset
 
+from evenstep.data.adapt import adopt
+from evenstep.data.dataset import open_source, to_device
 from evenstep.errors import TaskError
-from evenstep.worker.adopt import adopt
-from evenstep.worker.source import open_source, to_device
 
 IDS = np.array([3, 0, 2])
 X = torch.arange(12.0).reshape(4, 3)

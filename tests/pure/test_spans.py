@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from evenstep.worker.spans import Noted, spans_of, timeline, usual_parts, within
+from evenstep.profiling.spans import Noted, spans_of, timeline, usual_parts, within
 
 DDP = [
     *(("input", 0.0), ("forward", 1.0), ("backward", 3.0), ("communication", 6.0), ("optimizer", 7.0)),
@@ -35,11 +35,11 @@ def test_the_parts_add_up_to_the_step() -> None:
 
 def test_several_devices_of_one_process_divide_the_time_that_the_host_waits() -> None:
     host = [("input", 0.0), ("replicate", 1.0), ("forward", 2.0), ("reduce", 8.0), ("optimizer", 9.0), ("end", 10.0)]
-    seats = {
+    replicas = {
         "seat 0": spans_of([("forward", 2.0), ("backward", 3.0), ("", 6.0)]),
         "seat 1": spans_of([("forward", 2.5), ("backward", 3.5), ("", 8.0)]),
     }
-    parts = Noted(spans_of(host), seats, []).parts(0.0, 10.0)
+    parts = Noted(spans_of(host), replicas, []).parts(0.0, 10.0)
     assert parts["communication"] == 2.0
     assert parts["forward"] == pytest.approx(6.0 * 2 / 9.5)
     assert sum(parts.values()) == pytest.approx(10.0)

@@ -10,8 +10,18 @@ from pathlib import Path
 
 import pytest
 
-from evenstep.launcher.stall import Frame, Sight, Stack, StallWatch, explain, look, main_thread, stacks, waited_for
-from evenstep.worker.pulse import BACKWARD, COMPARING, FORWARD, INPUT, LOADING, SAVING, Beat, make_beats, open_pulse
+from evenstep.distributed.heartbeat import (
+    BACKWARD,
+    COMPARING,
+    FORWARD,
+    INPUT,
+    LOADING,
+    SAVING,
+    HeartbeatState,
+    make_heartbeats,
+    open_heartbeat,
+)
+from evenstep.launcher.hang import Frame, Sight, Stack, StallWatch, explain, look, main_thread, stacks, waited_for
 
 USERS = Frame("/home/me/my_task.py", 12, "loss")
 COLLECTIVE = Frame("/x/site-packages/torch/distributed/distributed_c10d.py", 3252, "all_reduce")
@@ -28,7 +38,7 @@ READING = Stack("loader worker 1 (process 7)", [Frame("/home/me/my_task.py", 30,
 
 
 def sight(rank: int, step: int, phase: int, *frames: Frame, state: str = "S") -> Sight:
-    return Sight(rank, Beat(5, step, phase, 0), state, list(frames))
+    return Sight(rank, HeartbeatState(5, step, phase, 0), state, list(frames))
 
 
 def test_the_rank_that_is_behind_is_named_with_the_users_line() -> None:
@@ -114,7 +124,7 @@ def test_the_main_thread_is_the_last_of_a_dump() -> None:
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> list[float]:
     now = [0.0]
-    monkeypatch.setattr("evenstep.launcher.stall.time.monotonic", lambda: now[0])
+    monkeypatch.setattr("evenstep.launcher.hang.time.monotonic", lambda: now[0])
     return now
 
 
@@ -128,13 +138,13 @@ def watched_until(moment: float, clock: list[float], watch: StallWatch) -> float
 
 
 def test_silence_is_too_long_by_the_users_limit_or_by_the_pace_so_far(tmp_path: Path, clock: list[float]) -> None:
-    beats = make_beats(tmp_path / "beats", 1)
-    pulse = open_pulse(str(tmp_path / "beats"), 0)
-    strict, patient = StallWatch(beats, 3.0), StallWatch(beats, None)
+    heartbeats = make_heartbeats(tmp_path / "beats", 1)
+    heartbeat = open_heartbeat(str(tmp_path / "beats"), 0)
+    strict, patient = StallWatch(heartbeats, 3.0), StallWatch(heartbeats, None)
     for moment in (0.0, 10.0, 20.0):
         watched_until(moment, clock, patient)
-        pulse.step += 1
-        pulse.beat(INPUT)
+        heartbeat.step += 1
+        heartbeat.beat(INPUT)
         assert strict.seconds_still() is None
         assert patient.seconds_still() is None
     assert watched_until(24.0, clock, strict) == pytest.approx(4.0)
@@ -145,9 +155,9 @@ def test_silence_is_too_long_by_the_users_limit_or_by_the_pace_so_far(tmp_path: 
 
 
 def test_time_in_which_the_launcher_was_stopped_too_does_not_count(tmp_path: Path, clock: list[float]) -> None:
-    beats = make_beats(tmp_path / "beats", 1)
-    open_pulse(str(tmp_path / "beats"), 0).beat(INPUT)
-    watch = StallWatch(beats, 3.0)
+    heartbeats = make_heartbeats(tmp_path / "beats", 1)
+    open_heartbeat(str(tmp_path / "beats"), 0).beat(INPUT)
+    watch = StallWatch(heartbeats, 3.0)
     assert watch.seconds_still() is None
     clock[0] = 1000.0
     assert watch.seconds_still() is None
@@ -157,17 +167,17 @@ def test_time_in_which_the_launcher_was_stopped_too_does_not_count(tmp_path: Pat
 
 @pytest.mark.parametrize("phase", [LOADING, SAVING])
 def test_loading_and_saving_may_take_longer(tmp_path: Path, clock: list[float], phase: int) -> None:
-    beats = make_beats(tmp_path / "beats", 1)
-    open_pulse(str(tmp_path / "beats"), 0).beat(phase)
-    watch = StallWatch(beats, 3.0)
+    heartbeats = make_heartbeats(tmp_path / "beats", 1)
+    open_heartbeat(str(tmp_path / "beats"), 0).beat(phase)
+    watch = StallWatch(heartbeats, 3.0)
     watch.seconds_still()
     assert watched_until(60.0, clock, watch) is None
     assert watched_until(61.0, clock, watch) is not None
 
 
-def test_programs_that_leave_no_beats_are_judged_by_their_stacks(tmp_path: Path, clock: list[float]) -> None:
+def test_programs_that_leave_no_heartbeats_are_judged_by_their_stacks(tmp_path: Path, clock: list[float]) -> None:
     places = ["one"]
-    watch = StallWatch(make_beats(tmp_path / "beats", 1), 5.0, lambda: places[0])
+    watch = StallWatch(make_heartbeats(tmp_path / "beats", 1), 5.0, lambda: places[0])
     assert watch.seconds_still() is None
     assert watched_until(4.5, clock, watch) is None
     places[0] = "another"
@@ -181,7 +191,7 @@ def test_programs_that_leave_no_beats_are_judged_by_their_stacks(tmp_path: Path,
 
 SLEEPER = """
 import pathlib, time
-from evenstep.worker.stacks import leave_stacks
+from evenstep.distributed.process import leave_stacks
 
 leave_stacks(pathlib.Path("."), 0)
 print("ready", flush=True)
@@ -190,13 +200,13 @@ time.sleep(60)
 
 
 def test_a_process_that_is_looked_at_again_and_again_leaves_the_last_stacks_alone(tmp_path: Path) -> None:
-    beats = make_beats(tmp_path / "beats", 1).read()
+    heartbeats = make_heartbeats(tmp_path / "beats", 1).read()
     left = tmp_path / "rank0.stacks"
     (tmp_path / "sleeper.py").write_text(SLEEPER)
     with subprocess.Popen([sys.executable, "sleeper.py"], cwd=tmp_path, stdout=subprocess.PIPE) as process:
         assert process.stdout is not None
         process.stdout.readline()
-        found = [look({0: process.pid}, beats, {0: left}, first_rank=0) for _ in range(5)]
+        found = [look({0: process.pid}, heartbeats, {0: left}, first_rank=0) for _ in range(5)]
         process.kill()
     # On a busy machine one may answer too late, and be read by the next look.
     assert ["sleeper.py"] in [[Path(frame.file).name for frame in sight.frames] for (sight,) in found]

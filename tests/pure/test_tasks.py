@@ -19,7 +19,7 @@ from evenstep.errors import TaskError
 from evenstep.task import load_task
 from evenstep.tasks.cifar10 import CIFAR10, read_records
 from evenstep.tasks.digits import DigitNet
-from evenstep.tasks.files import Official, find, unpacked, verified
+from evenstep.tasks.download import Official, find, unpacked, verified
 from evenstep.tasks.mnist import FASHION_MNIST, MNIST, read_idx
 from evenstep.tasks.networks import GPT, Net, Normalize, ResNet18, SimpleNet
 from evenstep.tasks.shakespeare import TINYSHAKESPEARE, read_text, windows

@@ -13,10 +13,9 @@ from hypothesis import strategies as st
 
 from evenstep.errors import BadInput
 from evenstep.report import trace
-from evenstep.report.lanes import RankTrace, merge
-from evenstep.report.spans import common, holds, length, union, without
+from evenstep.report.trace import RankTrace, common, holds, length, merge, union, without
 
-HOST, MAIN, SEAT, GLOO, AUTOGRAD = 4711, 1, 2, 3, 4
+HOST, MAIN, REPLICA, GLOO, AUTOGRAD = 4711, 1, 2, 3, 4
 BASE = 1_790_857_026_000_000_000
 Event = dict[str, Any]
 
@@ -50,7 +49,7 @@ def mark(name: str, begin: float, end: float, thread: int = MAIN) -> Event:
     return span(f"evenstep: {name}", begin, end, thread, "user_annotation")
 
 
-def on_card(name: str, begin: float, end: float, correlation: int, cat: str = "kernel", stream: int = 7) -> Event:
+def on_gpu(name: str, begin: float, end: float, correlation: int, cat: str = "kernel", stream: int = 7) -> Event:
     return span(name, begin, end, stream, cat, pid=0, args={"correlation": correlation})
 
 
@@ -117,16 +116,16 @@ def test_a_function_in_autograd_that_waits_is_no_computing_and_a_moment_between_
     assert parts([*a_step(), *waits, *computes, *sent]) == {**WHOLE, "backward": 200, "communication": 200}
 
 
-def test_what_dp_copies_between_its_seats_is_communication_and_seats_speak_before_the_main_thread() -> None:
+def test_what_dp_copies_between_its_replicas_is_communication_and_replicas_speak_before_the_main_thread() -> None:
     events = [
         mark("step 4", 0, 1000),
         mark("input", 0, 100),
         mark("forward", 100, 700),
         mark("replicate", 100, 200),
         span("aten::_foreach_copy_", 110, 190),
-        mark("forward", 220, 400, SEAT),
-        span("aten::mm", 220, 400, SEAT),
-        mark("backward", 400, 690, SEAT),
+        mark("forward", 220, 400, REPLICA),
+        span("aten::mm", 220, 400, REPLICA),
+        mark("backward", 400, 690, REPLICA),
         mark("backward", 700, 850),
         mark("reduce", 710, 810),
         mark("optimizer", 850, 1000),
@@ -134,11 +133,11 @@ def test_what_dp_copies_between_its_seats_is_communication_and_seats_speak_befor
     assert parts(events) == {"input": 100, "forward": 210, "backward": 340, "communication": 200, "optimizer": 150}
 
 
-def test_what_a_card_does_belongs_to_what_the_host_was_doing_when_it_asked() -> None:
+def test_what_a_gpu_does_belongs_to_what_the_host_was_doing_when_it_asked() -> None:
     host = [launch(150, 1), launch(450, 2, AUTOGRAD), span("autograd::engine::x", 450, 460, AUTOGRAD), launch(850, 3)]
-    card = [on_card("gemm", 160, 500, 1), on_card("gemm_bwd", 500, 850, 2), on_card("adam", 900, 950, 3)]
+    gpu = [on_gpu("gemm", 160, 500, 1), on_gpu("gemm_bwd", 500, 850, 2), on_gpu("adam", 900, 950, 3)]
     # Until 850 the card has its say, and the host where the card has nothing to do.
-    assert parts([*a_step(), *host, *card]) == {
+    assert parts([*a_step(), *host, *gpu]) == {
         "input": 100,
         "forward": 400,
         "backward": 350,
@@ -149,11 +148,11 @@ def test_what_a_card_does_belongs_to_what_the_host_was_doing_when_it_asked() -> 
 
 def test_kernels_of_nccl_are_hidden_behind_other_kernels_and_have_a_stream_with_their_name() -> None:
     host = [launch(410, 1), launch(420, 2)]
-    card = [on_card("gemm", 420, 600, 1), on_card("ncclDevKernel_AllReduce_Sum_f32", 500, 750, 2, stream=20)]
-    assert parts([*a_step(), *host, *card]) == {**WHOLE, "backward": 250, "communication": 150}
+    gpu = [on_gpu("gemm", 420, 600, 1), on_gpu("ncclDevKernel_AllReduce_Sum_f32", 500, 750, 2, stream=20)]
+    assert parts([*a_step(), *host, *gpu]) == {**WHOLE, "backward": 250, "communication": 150}
     names = {
         event["args"]["name"]
-        for event in merged(rank_file([*a_step(), *host, *card]))
+        for event in merged(rank_file([*a_step(), *host, *gpu]))
         if event["ph"] == "M" and "name" in event["args"]
     }
     assert {"cuda:0 stream 7", "cuda:0 stream 20, communication"} <= names

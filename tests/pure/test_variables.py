@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 
 import evenstep as library
+from evenstep.distributed.process import asked_threads, read_rank
 from evenstep.errors import BadInput
-from evenstep.launcher.slurm import find_slurm
-from evenstep.worker.lifeline import asked_threads, read_rank
+from evenstep.launcher.rendezvous.slurm import find_slurm
 from tests.pure.conftest import Ended
 
 JOB = {"SLURM_JOB_ID": "71", "SLURM_STEP_ID": "0", "SLURM_PROCID": "1", "SLURM_STEP_NUM_TASKS": "2"}

@@ -17,31 +17,33 @@ import torch
 from safetensors.torch import save_file
 from torch.utils.data import DataLoader
 
-from evenstep import checkpoint
+from evenstep.checkpoint import files
 from evenstep.errors import PlanError, TrainingError
 from evenstep.plan import Plan
 from evenstep.record import FILE
-from evenstep.verify.by_rank import by_rank, problems_of
-from evenstep.verify.causes import Case, _way_not_repeated, find_cause
+from evenstep.verify import recorder
+from evenstep.verify.causes import Case, _config_not_repeated, by_rank, find_cause, problems_of
 from evenstep.verify.check import Depth, Judge, judged
-from evenstep.verify.differences import COARSE, FINE, STEP, Differ, Difference, first_beyond, saved_as_trained
-from evenstep.verify.evidence import Evidence, Failure
-from evenstep.verify.limits import UNJUDGED, Disturbed, Yardstick, exact
-from evenstep.verify.of_task import gathered, loss
-from evenstep.verify.page import lines, table
+from evenstep.verify.configurations import configs_of, usual_on
+from evenstep.verify.differences import COARSE, FINE, STEP, Differ, Difference, differs, first_beyond, saved_as_trained
+from evenstep.verify.experiments import plain
+from evenstep.verify.one_batch import SUBSETS, CutUp, Given, Rounding, Workbench, cut_up
+from evenstep.verify.recorder import (
+    MOST_ELEMENTS,
+    MOST_TRIED,
+    STRENGTH,
+    DrawsSeen,
+    Evidence,
+    Failure,
+    NarrowSeen,
+    disturbed,
+    fewer,
+    sampled,
+)
 from evenstep.verify.runs import Budget, OutOfTime, Runs
-from evenstep.verify.summary import parts_of, settled
-from evenstep.verify.verdict import Part, Verdict, Way
-from evenstep.verify.ways import usual_on, ways_of
-from evenstep.verify.words import differs
-from evenstep.worker import witness
-from evenstep.worker.cuts import SUBSETS, CutUp, Given, Rounding, cut_up
-from evenstep.worker.disturbed import MOST_TRIED, STRENGTH, disturbed
-from evenstep.worker.draws_seen import DrawsSeen
-from evenstep.worker.examine import plain
-from evenstep.worker.narrow import NarrowSeen
-from evenstep.worker.witness import MOST_ELEMENTS, fewer, sampled
-from evenstep.worker.workbench import Workbench
+from evenstep.verify.task_causes import gathered, loss
+from evenstep.verify.tolerance import UNJUDGED, Disturbed, Yardstick, exact, parts_of, settled
+from evenstep.verify.verdict import Configuration, Part, Verdict, lines, table
 from tests.small_tasks import small_task
 
 VALUES = [torch.tensor([1.0, 2.0, 4.0]), torch.tensor([3.0, 3.5]), torch.tensor([0.5, 9.0, 2.0, 7.0])]
@@ -335,7 +337,7 @@ def test_a_checkpoint_holds_all_that_was_trained_and_nothing_else(
     tensors = trained([1.0], [1.0], buffer__seen=[math.nan], buffer__cache=[5.0], optimizer__w__m=[2.0])
     run = write_run("run", tensors, facts={"passing": ["cache"], "aliases": {"tied": "w"}})
     run.checkpoint(1).mkdir(parents=True)
-    for file, values in ((checkpoint.WEIGHTS, weights), (checkpoint.OPTIMIZER, moments)):
+    for file, values in ((files.WEIGHTS, weights), (files.OPTIMIZER, moments)):
         save_file({name: torch.tensor(value) for name, value in values.items()}, run.checkpoint(1) / file)
     assert [one.name for one in saved_as_trained(run, 1) if one.size > 0] == lost
 
@@ -355,8 +357,8 @@ class Stepper:
 
 def test_a_watched_step_is_numbered_by_the_record(monkeypatch: pytest.MonkeyPatch) -> None:
     """A step that the scaler skips never reaches the optimizer."""
-    monkeypatch.setattr(witness, "DropoutOff", lambda: SimpleNamespace(in_layers=lambda model: model, was_used=False))
-    watch = witness.Watch(Plan(batch=2, steps=3), Path("witness"))
+    monkeypatch.setattr(recorder, "DropoutOff", lambda: SimpleNamespace(in_layers=lambda model: model, was_used=False))
+    watch = recorder.Watch(Plan(batch=2, steps=3), Path("witness"))
     task = watch.over(replace(small_task("mlp/sgd/mean"), optimizer=lambda parameters: Stepper()), "own")  # type: ignore
     model = task.model()
     optimizer = task.optimizer(model.parameters())
@@ -381,13 +383,13 @@ def test_runs_are_the_same_only_if_all_about_them_is(monkeypatch: pytest.MonkeyP
         return Evidence(folder)
 
     monkeypatch.setattr(Runs, "_run", run)
-    here, there = Way("ddp", ("cuda:0", "cuda:0")), Way("ddp", ("cuda:0", "cuda:1"))
-    for way in (here, there, here):
-        runs.watched(way, "fp64")
-        runs.watched(way, "fp64", is_saved=True)
-        runs.watched(way, "fp64", sync_batchnorm=True)
-        runs.watched(way, "fp64", again="again", resume="a")
-        runs.watched(way, "fp64", again="again", resume="b")
+    here, there = Configuration("ddp", ("cuda:0", "cuda:0")), Configuration("ddp", ("cuda:0", "cuda:1"))
+    for config in (here, there, here):
+        runs.watched(config, "fp64")
+        runs.watched(config, "fp64", is_saved=True)
+        runs.watched(config, "fp64", sync_batchnorm=True)
+        runs.watched(config, "fp64", again="again", resume="a")
+        runs.watched(config, "fp64", again="again", resume="b")
     assert len(made) == len(set(made)) == 10
     assert made[0].name == "ddp-cuda-0-2-fp64"
     assert made[5].name == "ddp-cuda-0-cuda-1-fp64"
@@ -438,8 +440,8 @@ class FakeRuns:
         self.asked: list[int] = []
         self.most = MOST_TRIED
 
-    def watched(self, way: Way, precision: str, *, disturbance: int) -> Evidence | Failure:
-        assert (way.label, precision) == ("single", "fp32")
+    def watched(self, config: Configuration, precision: str, *, disturbance: int) -> Evidence | Failure:
+        assert (config.label, precision) == ("single", "fp32")
         if len(self.asked) == self.most:
             raise OutOfTime
         self.asked.append(disturbance)
@@ -449,7 +451,7 @@ class FakeRuns:
 def eased(runs: FakeRuns, reference: Evidence, run: Evidence) -> tuple[bool, list[str]]:
     """Whether it passes, and what is said about it."""
     runs.base = SimpleNamespace(plan=reference.record.plan)  # type: ignore[attr-defined]
-    judge = Judge(runs, runs, Way("ddp", ("cpu", "cpu")), Depth())  # type: ignore[arg-type]
+    judge = Judge(runs, runs, Configuration("ddp", ("cpu", "cpu")), Depth())  # type: ignore[arg-type]
     judge._is_rough = True
     found = Differ(COARSE).all(reference, run)
     return first_beyond(found, judge._eased(Yardstick([], "fp32"), found, reference)) is None, judge._notes
@@ -657,8 +659,8 @@ def test_a_step_that_one_alone_took_is_told_as_such() -> None:
 def test_a_repeat_that_fails_is_told_as_such() -> None:
     run = write_run("one", trained([1.0], [1.0]))
     runs = SimpleNamespace(watched=lambda *_, **__: Failure("no room"))
-    case = Case(runs, Way("ddp", ("cpu", "cpu")), "fp32", run, run, exact)  # type: ignore[arg-type]
-    cause = _way_not_repeated(case)
+    case = Case(runs, Configuration("ddp", ("cpu", "cpu")), "fp32", run, run, exact)  # type: ignore[arg-type]
+    cause = _config_not_repeated(case)
     assert cause is not None
     assert cause.name == "not-repeatable"
     assert cause.evidence[0] == "ddp x 2, run twice, fails: no room"
@@ -669,9 +671,9 @@ def test_a_search_that_takes_too_long_names_no_cause() -> None:
     budget = Budget(seconds=0.0)
     runs = Runs(None, Path("runs"), 4).search(budget)  # type: ignore[arg-type]
     run = write_run("one", trained([1.0], [1.0]))
-    case = Case(runs, Way("ddp", ("cpu", "cpu")), "fp32", run, run, exact)
+    case = Case(runs, Configuration("ddp", ("cpu", "cpu")), "fp32", run, run, exact)
     with pytest.raises(OutOfTime):
-        runs.watched(case.way, "fp32")
+        runs.watched(case.config, "fp32")
     cause = find_cause(case, None)
     assert (cause.name, cause.sentence) == (
         "unknown",
@@ -686,7 +688,7 @@ def test_draws_make_a_way_fail_only_where_they_leave_parameters_out(skips: bool,
     seen = {"generators": ["torch's"], "places": [], "apart": 1.0, "by_itself": 0.0, "skips": skips}
     runs = SimpleNamespace(examined=lambda *_: [{"draws": seen}])
     run = write_run("one", trained([1.0], [1.0]))
-    case = Case(runs, Way("dp", ("cpu", "cpu")), "fp32", run, None, exact)  # type: ignore[arg-type]
+    case = Case(runs, Configuration("dp", ("cpu", "cpu")), "fp32", run, None, exact)  # type: ignore[arg-type]
     assert find_cause(case, Failure("nothing has moved for 30 s")).name == name
 
 
@@ -697,16 +699,16 @@ def test_what_was_tested_before_names_the_cause_though_time_is_up() -> None:
     cut = {"kind": "sum", "whole": 3.0, "by_parts": 1.0, "sizes": [5, 4, 7]}
     runs = SimpleNamespace(examined=lambda *_: [{"cut": cut}], watched=watched)
     run = write_run("one", trained([1.0], [1.0]))
-    case = Case(runs, Way("dp", ("cpu", "cpu")), "fp32", run, run, exact, frozenset([of("loss", "loss")]))  # type: ignore[arg-type]
+    case = Case(runs, Configuration("dp", ("cpu", "cpu")), "fp32", run, run, exact, frozenset([of("loss", "loss")]))  # type: ignore[arg-type]
     assert find_cause(case, None).name == "sum"
 
 
 def test_a_way_stands_still_for_as_long_as_one_device_makes_likely() -> None:
-    runs, way = Runs(None, Path("runs"), 4), Way("fsdp", ("cpu", "cpu"))  # type: ignore[arg-type]
-    assert runs._patience(way) is None
-    runs._made[Way("single", ("cpu",)), "fp64"] = write_run("one", trained([1.0], [1.0]))
-    assert runs._patience(way) == 30.0
-    assert runs._patience(Way("single", ("cpu",))) is None
+    runs, config = Runs(None, Path("runs"), 4), Configuration("fsdp", ("cpu", "cpu"))  # type: ignore[arg-type]
+    assert runs._patience(config) is None
+    runs._made[Configuration("single", ("cpu",)), "fp64"] = write_run("one", trained([1.0], [1.0]))
+    assert runs._patience(config) == 30.0
+    assert runs._patience(Configuration("single", ("cpu",))) is None
 
 
 def test_a_failure_is_told_without_its_logs() -> None:
@@ -716,19 +718,21 @@ def test_a_failure_is_told_without_its_logs() -> None:
 def test_markup_in_names_stays_text() -> None:
     verdict = Verdict(is_same=False, sentence="", parts={"loss": Part(math.inf, False)})
     (label, *_), *_ = [
-        [cell.plain for cell in column.cells] for column in table({Way("[red]", ("cpu",)): verdict}).columns
+        [cell.plain for cell in column.cells] for column in table({Configuration("[red]", ("cpu",)): verdict}).columns
     ]
     assert "[red]" in label
     assert verdict.to_json()["parts"]["loss"]["difference"] is None
 
 
-def failing(way: Way, **more: str) -> Verdict:
-    return Verdict(is_same=False, sentence=f"{way.label} differs", evidence=("one test",), **more)  # type: ignore[arg-type]
+def failing(config: Configuration, **more: str) -> Verdict:
+    return Verdict(is_same=False, sentence=f"{config.label} differs", evidence=("one test",), **more)  # type: ignore[arg-type]
 
 
 def test_ways_with_one_cause_get_one_paragraph() -> None:
-    ways = ways_of("dp,ddp,fsdp", "2", 1)
-    verdicts = {way: failing(way, cause="cut", why=f"single gives what {way.label} gives") for way in ways}
+    configs = configs_of("dp,ddp,fsdp", "2", 1)
+    verdicts = {
+        config: failing(config, cause="cut", why=f"single gives what {config.label} gives") for config in configs
+    }
     said = [line for line, _ in lines(verdicts, 3, 16, 1.0)]
     assert said[:6] == [
         "",
@@ -738,7 +742,7 @@ def test_ways_with_one_cause_get_one_paragraph() -> None:
         "  why: single gives what each of them gives.",
         "  tested: one test",
     ]
-    verdicts[ways[1]] = failing(ways[1], cause="rank", why="it depends on the rank")
+    verdicts[configs[1]] = failing(configs[1], cause="rank", why="it depends on the rank")
     said = [line for line, _ in lines(verdicts, 3, 16, 1.0)]
     assert [line for line in said if "why" in line] == [
         "  why: single gives what each of them gives.",
@@ -747,7 +751,7 @@ def test_ways_with_one_cause_get_one_paragraph() -> None:
 
 
 def test_who_cannot_see_the_whole_batch_is_sent_to_a_way_that_can() -> None:
-    dp, ddp = ways_of("dp,ddp", "2", 1)
+    dp, ddp = configs_of("dp,ddp", "2", 1)
     dependent = failing(dp, cause="batch-dependent", advice="or single.")
     passed = Verdict(is_same=True, sentence="")
     found = settled({dp: dependent, ddp: passed})
@@ -769,19 +773,19 @@ def test_verdicts_that_were_reached_are_kept_when_a_later_way_cannot_be_judged(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     def verdict(judge: Judge) -> Verdict:
-        if judge._way.strategy == "fsdp":
+        if judge._config.strategy == "fsdp":
             raise TrainingError("single itself does not run")
         return Verdict(is_same=True, sentence="")
 
     monkeypatch.setattr(Judge, "verdict", verdict)
-    ways = ways_of("ddp,fsdp", "2", 1)
+    configs = configs_of("ddp,fsdp", "2", 1)
     base = SimpleNamespace(plan=Plan(batch=2, steps=1))
     reached = []
     with pytest.raises(TrainingError, match="does not run"):
-        for way, _ in judged(base, ways, Path("runs"), Depth()):  # type: ignore[arg-type]
-            reached.append(way.label)
+        for config, _ in judged(base, configs, Path("runs"), Depth()):  # type: ignore[arg-type]
+            reached.append(config.label)
     assert reached == ["ddp x 2"]
-    *_, (last, _) = lines({ways[0]: Verdict(is_same=True, sentence="")}, 2, 16, 1.0)
+    *_, (last, _) = lines({configs[0]: Verdict(is_same=True, sentence="")}, 2, 16, 1.0)
     assert last == "1 of 2 ways learn what one device learns (batch 16, 1 s)"
 
 
@@ -792,18 +796,26 @@ def test_a_plan_that_is_refused_is_bad_input_and_no_difference(evenstep: Callabl
     assert not Path("runs").exists()
 
 
-def test_fsdp_is_not_looked_at_by_itself_where_processes_share_a_card() -> None:
+def test_fsdp_is_not_looked_at_by_itself_where_processes_share_a_gpu() -> None:
     assert usual_on(("cuda:0", "cuda:0")) == ["dp", "ddp"]
     assert usual_on(("cuda:0", "cuda:1")) == usual_on(("cpu", "cpu")) == ["dp", "ddp", "fsdp"]
 
 
 def test_ways_are_every_strategy_on_every_number_of_devices() -> None:
-    assert [way.label for way in ways_of("ddp, fsdp", "2,3", 1)] == ["ddp x 2", "fsdp x 2", "ddp x 3", "fsdp x 3"]
-    assert ways_of("single,dp", "cpu,cpu", 2) == [Way("single", ("cpu",), 2), Way("dp", ("cpu", "cpu"), 2)]
+    assert [config.label for config in configs_of("ddp, fsdp", "2,3", 1)] == [
+        "ddp x 2",
+        "fsdp x 2",
+        "ddp x 3",
+        "fsdp x 3",
+    ]
+    assert configs_of("single,dp", "cpu,cpu", 2) == [
+        Configuration("single", ("cpu",), 2),
+        Configuration("dp", ("cpu", "cpu"), 2),
+    ]
     with pytest.raises(PlanError, match="unknown strategies"):
-        ways_of("", None, 1)
+        configs_of("", None, 1)
     with pytest.raises(PlanError, match="give --accumulate 2, or --strategies ddp"):
-        ways_of("single", "2", 1)
+        configs_of("single", "2", 1)
 
 
 # The command
@@ -820,8 +832,8 @@ def test_bad_input_is_refused_before_anything_is_started(evenstep: Any) -> None:
 def test_what_is_known_is_said_before_the_error_that_ends_it(
     evenstep: Any, monkeypatch: pytest.MonkeyPatch, as_json: bool
 ) -> None:
-    def judged(prepared: object, ways: list[Way], *_: object) -> Iterator[tuple[Way, Verdict]]:
-        yield ways[0], Verdict(is_same=True, sentence="the same", parts={"loss": Part(1e-16, True)})
+    def judged(prepared: object, configs: list[Configuration], *_: object) -> Iterator[tuple[Configuration, Verdict]]:
+        yield configs[0], Verdict(is_same=True, sentence="the same", parts={"loss": Part(1e-16, True)})
         raise TrainingError("single itself does not run, so there is nothing to compare with:\nno room")
 
     monkeypatch.setattr("evenstep.verify.judged", judged)
@@ -831,7 +843,7 @@ def test_what_is_known_is_said_before_the_error_that_ends_it(
     assert "single itself does not run" in done.err
     if as_json:
         said = json.loads(done.out)
-        assert (said["is_same"], [way["way"] for way in said["ways"]]) == (False, ["ddp x 2"])
+        assert (said["is_same"], [config["way"] for config in said["ways"]]) == (False, ["ddp x 2"])
     else:
         assert "1 of 2 ways learn what one device learns" in done.out
     assert not Path("runs").exists()

@@ -9,8 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from evenstep.audit.chain import read_chain
-from evenstep.audit.judge import Audit, Judge
+from evenstep.audit.judge import Audit, Judge, read_chain
 from evenstep.audit.samples import FILE, SamplesWriter, read_lines
 
 __all__ = ["FILE", "Audit", "SamplesWriter", "audit"]

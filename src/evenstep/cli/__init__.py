@@ -9,7 +9,7 @@ from typing import Any
 import typer
 from rich.console import Console
 
-from evenstep.cli import compare, doctor, look, report, train, verify  # noqa: F401  (their commands are found in `app`)
+from evenstep.cli import compare, doctor, inspect, report, train, verify  # noqa: F401  (their commands are found in `app`)
 from evenstep.cli.app import app, refuse_broken
 from evenstep.errors import MOST_LETTERS, BadInput, EvenstepError, shorten
 

@@ -57,7 +57,7 @@ def compare(
     """Measure strategies side by side on your task: a table, a recommendation, and a page in runs/."""
     from evenstep.compare import Asked
     from evenstep.compare import compare as measure
-    from evenstep.report.compared import show_comparison
+    from evenstep.report.terminal import show_comparison
 
     choices = {"batch": batch, "precision": precision, "workers": workers, "threads": threads}
     asked = Asked(
@@ -83,7 +83,7 @@ def compare(
 
 def _page(comparison: Comparison, folder: Path) -> tuple[str | None, str]:
     """The path of the page, or why there is none: what was measured must not be lost for want of a library."""
-    from evenstep.report.page import write_page
+    from evenstep.report.html.page import write_page
 
     try:
         return str(write_page(comparison, folder)), ""

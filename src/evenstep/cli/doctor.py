@@ -18,7 +18,7 @@ from evenstep.errors import EvenstepError, PlanError
 from evenstep.plan import parse_address, parse_machines
 
 if TYPE_CHECKING:
-    from evenstep.doctor.examine import Examination, Looking, Report
+    from evenstep.doctor.checks import Examination, Looking, Report
     from evenstep.doctor.finding import Finding
 
 EXAMPLES = """
@@ -46,7 +46,7 @@ def doctor(
         parse_machines(machines)
         parse_address(rendezvous)
     environment = dict(os.environ)
-    from evenstep.launcher.server import start_server
+    from evenstep.launcher.fork_server import start_server
 
     # Its import of torch and ours go on at the same time. If it cannot be started, the trials will say so.
     with suppress(OSError):
@@ -69,11 +69,11 @@ def doctor(
 
 
 def _examined(environment: dict[str, str], machines: str | None, rendezvous: str | None) -> Report:
-    from evenstep.doctor.examine import Report, examine
+    from evenstep.doctor.checks import Report, examine
 
     events: Examination = examine(environment)
     if machines is not None and rendezvous is not None:
-        from evenstep.doctor.together import examine_together  # what it imports is not needed on one machine
+        from evenstep.doctor.cluster import examine_together  # what it imports is not needed on one machine
 
         events = examine_together(environment, machines, rendezvous)
     with closing(events), _progress() as show_looking:
@@ -147,7 +147,7 @@ def plain_lines(findings: tuple[Finding, ...]) -> Iterator[str]:
 
 
 def _table(findings: tuple[Finding, ...]) -> Table:
-    from evenstep.report.table import plain
+    from evenstep.report.terminal import plain
 
     table = Table(box=None, pad_edge=False, show_header=False)
     table.add_column(no_wrap=True)

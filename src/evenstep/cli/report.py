@@ -41,7 +41,7 @@ def report(
 def _write(folders: list[Path], out: Path | None) -> Path:
     from evenstep.record import Record
     from evenstep.report import comparison
-    from evenstep.report.page import FILE, write_page, write_page_of_runs
+    from evenstep.report.html.page import FILE, write_page, write_page_of_runs
 
     compared = [folder for folder in folders if os.path.isfile(folder / comparison.FILE)]
     if compared and len(folders) > 1:
@@ -53,7 +53,7 @@ def _write(folders: list[Path], out: Path | None) -> Path:
 
 
 def _watch(folders: list[Path], out: Path | None, port: int) -> None:
-    from evenstep.report.watch import serve
+    from evenstep.report.html.live import serve
 
     if len(folders) > 1 or out is not None:
         raise BadInput("--watch serves the page of one run and writes none; give one RUN and no --out")

@@ -116,8 +116,7 @@ def train(
     if suggest:
         _suggest(task, choices, as_json)
         return
-    from evenstep.launcher.ready import get_ready
-    from evenstep.launcher.train import watch
+    from evenstep.launcher.launch import get_ready, watch
 
     ready = get_ready(task, choices)
     prepared = ready.prepared
@@ -134,7 +133,7 @@ def train(
 
 def _suggest(task: str | None, choices: dict[str, Any], as_json: bool) -> None:
     from evenstep.compare.suggest import suggest
-    from evenstep.report.suggested import show_suggestions
+    from evenstep.report.terminal import show_suggestions
 
     with saying() as say:
         found = suggest(task, choices, say)
@@ -147,7 +146,7 @@ def _suggest(task: str | None, choices: dict[str, Any], as_json: bool) -> None:
 
 def _finish(record: Any, as_json: bool) -> None:
     from evenstep.report.progress import without_control
-    from evenstep.report.table import summary_table
+    from evenstep.report.terminal import summary_table
 
     summary = record.summary
     if as_json:

@@ -19,7 +19,7 @@ from evenstep.errors import EvenstepError, PlanError
 
 if TYPE_CHECKING:
     from evenstep.launcher.prepare import Prepared
-    from evenstep.verify import Depth, Verdict, Way
+    from evenstep.verify import Configuration, Depth, Verdict
 
 EXAMPLES = """
 [bold]Examples[/bold]
@@ -59,29 +59,29 @@ def verify(
         raise PlanError(f"steps is {steps} and accumulate {accumulate}; both are whole numbers from 1 up")
     from evenstep.launcher.prepare import RUNS, free_name, label_of, prepare
     from evenstep.verify import Depth, settled
-    from evenstep.verify.ways import plan_of, ways_of
+    from evenstep.verify.configurations import configs_of, plan_of
 
-    ways = ways_of(strategies, devices, accumulate)
+    configs = configs_of(strategies, devices, accumulate)
     choices = {"batch": batch, "precision": precision, "seed": seed, "data": data}
     name = free_name(label_of(task), "verify")
     is_first = not RUNS.exists()
-    prepared = prepare(task, {**choices, "name": name, "devices": ways[0].devices[0], "strategy": "single"})
+    prepared = prepare(task, {**choices, "name": name, "devices": configs[0].devices[0], "strategy": "single"})
     try:
-        for way in ways:
-            plan_of(prepared.plan, way)
+        for config in configs:
+            plan_of(prepared.plan, config)
     except PlanError:
         _remove(prepared.folder, is_first)
         raise
     started = time.monotonic()
-    verdicts: dict[Way, Verdict] = {}
+    verdicts: dict[Configuration, Verdict] = {}
     try:
-        _check(prepared, ways, verdicts, Depth(steps, sync_batchnorm=sync_batchnorm, from_single=True))
+        _check(prepared, configs, verdicts, Depth(steps, sync_batchnorm=sync_batchnorm, from_single=True))
     finally:
         if not keep:
             _remove(prepared.folder, is_first)
         if verdicts:
             # Also where a later way could not be judged: what is known of the others is said before the error is.
-            shown = _Asked(task, len(ways), time.monotonic() - started, keep)
+            shown = _Asked(task, len(configs), time.monotonic() - started, keep)
             _show(prepared, settled(verdicts), shown, as_json)
     if not all(verdict.is_same for verdict in verdicts.values()):
         raise typer.Exit(EvenstepError.exit_code)
@@ -95,7 +95,9 @@ def _remove(folder: Path, is_first: bool) -> None:
             folder.parent.rmdir()
 
 
-def _check(prepared: Prepared, ways: list[Way], verdicts: dict[Way, Verdict], depth: Depth) -> None:
+def _check(
+    prepared: Prepared, configs: list[Configuration], verdicts: dict[Configuration, Verdict], depth: Depth
+) -> None:
     """Fill the verdicts in, one by one."""
     from evenstep.report.progress import without_control
     from evenstep.verify import judged
@@ -103,9 +105,9 @@ def _check(prepared: Prepared, ways: list[Way], verdicts: dict[Way, Verdict], de
     errors = Console(stderr=True, highlight=False, emoji=False)
     for line in prepared.said:
         errors.print(without_control(line), style="yellow", markup=False, soft_wrap=True)
-    with _Shown(errors, num_runs=2 + 4 * len(ways)) as shown:
-        for way, verdict in judged(prepared, ways, prepared.folder, replace(depth, say=shown.say)):
-            verdicts[way] = verdict
+    with _Shown(errors, num_runs=2 + 4 * len(configs)) as shown:
+        for config, verdict in judged(prepared, configs, prepared.folder, replace(depth, say=shown.say)):
+            verdicts[config] = verdict
 
 
 class _Shown:
@@ -146,14 +148,14 @@ class _Asked:
     """What was asked for, and how long it took."""
 
     task: str
-    num_ways: int
+    num_configs: int
     seconds: float
     keep: bool
 
 
-def _show(prepared: Prepared, verdicts: Mapping[Way, Verdict], asked: _Asked, as_json: bool) -> None:
+def _show(prepared: Prepared, verdicts: Mapping[Configuration, Verdict], asked: _Asked, as_json: bool) -> None:
     from evenstep.report.progress import without_control
-    from evenstep.verify.page import lines, table
+    from evenstep.verify.verdict import lines, table
 
     if as_json:
         print(json.dumps(_values(prepared, verdicts, asked)))
@@ -163,28 +165,28 @@ def _show(prepared: Prepared, verdicts: Mapping[Way, Verdict], asked: _Asked, as
         # In a file or a pipe there is no edge to fold at.
         console.width = 120
     console.print(table(verdicts), soft_wrap=False)
-    for line, style in lines(verdicts, asked.num_ways, prepared.plan.batch, asked.seconds):
+    for line, style in lines(verdicts, asked.num_configs, prepared.plan.batch, asked.seconds):
         console.print(without_control(line), style=style, markup=False)
     if asked.keep:
         console.print(f"the runs are in {prepared.folder}", style="dim", markup=False)
 
 
-def _values(prepared: Prepared, verdicts: Mapping[Way, Verdict], asked: _Asked) -> dict[str, Any]:
+def _values(prepared: Prepared, verdicts: Mapping[Configuration, Verdict], asked: _Asked) -> dict[str, Any]:
     return {
         "task": asked.task,
-        "is_same": len(verdicts) == asked.num_ways and all(verdict.is_same for verdict in verdicts.values()),
+        "is_same": len(verdicts) == asked.num_configs and all(verdict.is_same for verdict in verdicts.values()),
         "batch": prepared.plan.batch,
         "precision": prepared.plan.precision,
         "seconds": round(asked.seconds, 2),
         "runs": str(prepared.folder) if asked.keep else None,
         "ways": [
             {
-                "way": way.label,
-                "strategy": way.strategy,
-                "devices": list(way.devices),
-                "accumulate": way.accumulate,
+                "way": config.label,
+                "strategy": config.strategy,
+                "devices": list(config.devices),
+                "accumulate": config.accumulate,
                 **verdict.to_json(),
             }
-            for way, verdict in verdicts.items()
+            for config, verdict in verdicts.items()
         ],
     }

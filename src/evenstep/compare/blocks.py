@@ -9,15 +9,15 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from statistics import fmean, median
 
+from evenstep.compare.measure import Block, usual
 from evenstep.errors import EvenstepError, Preempted
+from evenstep.launcher.launch import run_apart, variant
 from evenstep.launcher.prepare import Prepared
-from evenstep.launcher.variants import run_apart, variant
 from evenstep.record import PARTS, Measurement, Record
-from evenstep.report.comparison import Parity, Row, Spread
-from evenstep.verify import Way
+from evenstep.report.comparison import Parity, Range, Row
+from evenstep.strategies.registry import STRATEGIES
+from evenstep.verify import Configuration
 from evenstep.worker.main import Instead
-from evenstep.worker.measure import Block, usual
-from evenstep.worker.strategies import STRATEGIES
 
 TRIAL = Block(warm_up=3, steps=4, special=2)
 BLOCK_SECONDS = 0.8
@@ -29,7 +29,7 @@ LEAST_STEPS, MOST_STEPS = 6, 200
 class Taken:
     """One block, as it was measured."""
 
-    way: Way
+    config: Configuration
     folder: Path
     record: Record
     measurement: Measurement
@@ -42,82 +42,82 @@ class Race:
 
     base: Prepared
     folder: Path
-    reference: Way
+    reference: Configuration
     """With which the others are compared; if it fails, so does everything."""
     say: Callable[[str], None]
     taken: list[Taken] = field(default_factory=list)
     left_out: dict[str, str] = field(default_factory=dict)
     sync_batchnorm: bool = False
 
-    def block_for(self, ways: Sequence[Way], steps: int | None) -> Block:
+    def block_for(self, configs: Sequence[Configuration], steps: int | None) -> Block:
         """A short trial of every way: whether it runs, and how many steps make a block of a second or so."""
         slowest = 0.0
-        for way in ways:
-            self.say(f"trying {way.label}")
-            trial = self.run(way, "trial", TRIAL)
+        for config in configs:
+            self.say(f"trying {config.label}")
+            trial = self.run(config, "trial", TRIAL)
             if trial is not None:
                 shutil.rmtree(trial.folder)
                 slowest = max(slowest, median(trial.measurement.step_seconds))
         steps = steps or min(MOST_STEPS, max(LEAST_STEPS, int(BLOCK_SECONDS / max(slowest, 1e-6))))
         return Block(warm_up=max(3, steps // 5), steps=steps, special=max(4, steps // 2))
 
-    def run_rounds(self, ways: Sequence[Way], block: Block, rounds: int) -> None:
+    def run_rounds(self, configs: Sequence[Configuration], block: Block, rounds: int) -> None:
         """Every way once a round, in turn forwards and backwards."""
         for number in range(1, rounds + 1):
-            for way in ways if number % 2 else reversed(ways):
-                if way.label not in self.left_out:
-                    self.say(f"round {number} of {rounds}: {way.label}")
-                    taken = self.run(way, f"round-{number}", block)
+            for config in configs if number % 2 else reversed(configs):
+                if config.label not in self.left_out:
+                    self.say(f"round {number} of {rounds}: {config.label}")
+                    taken = self.run(config, f"round-{number}", block)
                     self.taken += [taken] if taken is not None else []
 
-    def run(self, way: Way, name: str, block: Block, batch: int | None = None) -> Taken | None:
+    def run(self, config: Configuration, name: str, block: Block, batch: int | None = None) -> Taken | None:
         """One block in processes of its own; None if it failed, and then that way is left out."""
-        folder = self.folder / f"{way.strategy}-{len(way.devices)}-{name}"
+        folder = self.folder / f"{config.strategy}-{len(config.devices)}-{name}"
         try:
             prepared = variant(
                 self.base,
                 folder,
-                strategy=way.strategy,
-                devices=way.devices,
+                strategy=config.strategy,
+                devices=config.devices,
                 steps=block.plan_steps,
-                sync_batchnorm=self.sync_batchnorm and STRATEGIES[way.strategy].processes_per_device,
+                sync_batchnorm=self.sync_batchnorm and STRATEGIES[config.strategy].processes_per_device,
                 batch=batch or self.base.plan.batch,
             )
             began = time.time()
-            for _ in run_apart(prepared, Instead("evenstep.worker.measure:measure", asdict(block))):
+            for _ in run_apart(prepared, Instead("evenstep.compare.measure:measure", asdict(block))):
                 pass
             record = Record.read(folder)
         except Preempted:
             raise
         except EvenstepError as error:
-            if way == self.reference and batch is None:
+            if config == self.reference and batch is None:
                 raise
-            self.left_out[way.label] = str(error).splitlines()[0]
+            self.left_out[config.label] = str(error).splitlines()[0]
             return None
         assert record.measurement is not None
-        return Taken(way, folder, record, record.measurement, record.measurement.first_step_at - began)
+        return Taken(config, folder, record, record.measurement, record.measurement.first_step_at - began)
 
-    def rows(self, ways: Sequence[Way], parities: Mapping[Way, tuple[Parity, str]]) -> list[Row]:
+    def rows(self, configs: Sequence[Configuration], parities: Mapping[Configuration, tuple[Parity, str]]) -> list[Row]:
         """One row for each way that ran to the end."""
-        return [self._row(way, *parities[way]) for way in ways if way.label not in self.left_out]
+        return [self._row(config, *parities[config]) for config in configs if config.label not in self.left_out]
 
-    def _row(self, way: Way, parity: Parity, why: str) -> Row:
-        taken = [one for one in self.taken if one.way == way]
+    def _row(self, config: Configuration, parity: Parity, why: str) -> Row:
+        taken = [one for one in self.taken if one.config == config]
         measured = [one.measurement for one in taken]
         bare = [one.without_communication_seconds for one in measured]
         peaks = [one.peak_bytes for one in measured]
-        kind = way.devices[0].partition(":")[0]
+        kind = config.devices[0].partition(":")[0]
         return Row(
-            strategy=way.strategy,
-            devices=list(way.devices),
-            samples_per_second=Spread.of([one.samples / one.seconds for one in measured]),
-            step_seconds=Spread.of([usual(one.step_seconds, kind) for one in measured]),
+            strategy=config.strategy,
+            devices=list(config.devices),
+            samples_per_second=Range.of([one.samples / one.seconds for one in measured]),
+            step_seconds=Range.of([usual(one.step_seconds, kind) for one in measured]),
             parts={name: fmean(one.parts[name] for one in measured) for name in PARTS},
-            without_input_seconds=Spread.of([one.without_input_seconds for one in measured]),
-            without_communication_seconds=Spread.of([one for one in bare if one is not None]) if bare[0] else None,
+            without_input_seconds=Range.of([one.without_input_seconds for one in measured]),
+            without_communication_seconds=Range.of([one for one in bare if one is not None]) if bare[0] else None,
             sent_bytes=max(one.sent_bytes for one in measured),
             peak_bytes={name: max(peak.get(name, 0) for peak in peaks) for name in peaks[0]},
-            start_seconds=Spread.of([one.start_seconds for one in taken]),
+            start_seconds=Range.of([one.start_seconds for one in taken]),
             parity=parity,
             why=why,
             threads=int(taken[0].record.machine.get("threads", 0)),

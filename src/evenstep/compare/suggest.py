@@ -11,8 +11,8 @@ from typing import Any
 from torch import nn
 
 from evenstep.errors import EvenstepError, Preempted
+from evenstep.launcher.launch import run_apart, variant
 from evenstep.launcher.prepare import Prepared, prepare
-from evenstep.launcher.variants import run_apart, variant
 from evenstep.record import Record
 from evenstep.worker.main import Instead
 
@@ -99,7 +99,7 @@ def _tried(base: Prepared, change: Change, say: Callable[[str], None]) -> Sugges
     shutil.rmtree(folder, ignore_errors=True)
     try:
         prepared = variant(base, folder, steps=steps, **change.changes)
-        for _ in run_apart(prepared, Instead("evenstep.worker.trial:trial", {})):
+        for _ in run_apart(prepared, Instead("evenstep.compare.measure:trial", {})):
             pass
     except Preempted:
         raise

@@ -11,11 +11,11 @@ from pathlib import Path
 
 import psutil
 
+from evenstep.distributed.cgroups import Groups
+from evenstep.distributed.devices import cores_by_affinity, share_threads, usable_cores
+from evenstep.distributed.process import asked_threads
 from evenstep.doctor.finding import Finding, Status
-from evenstep.report.table import size
-from evenstep.worker.groups import Groups
-from evenstep.worker.lifeline import asked_threads
-from evenstep.worker.machine import cores_by_affinity, share_threads, usable_cores
+from evenstep.report.terminal import size
 
 LITTLE_MEMORY = 2**30
 TOO_LITTLE_MEMORY = 2**28

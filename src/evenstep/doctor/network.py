@@ -13,7 +13,7 @@ import psutil
 from torch._C._distributed_c10d import TCPStore
 
 from evenstep.doctor.finding import Finding
-from evenstep.launcher.stores import LOOPBACK, open_store
+from evenstep.launcher.rendezvous.addresses import LOOPBACK, open_store
 
 PIECE_BYTES = 2**20
 NUM_PIECES = 64

@@ -1,10 +1,19 @@
-"""Settings that are known to help when ranks cannot speak; a doctor tries them instead of guessing."""
+"""Settings that are known to help when ranks cannot speak; a doctor tries them instead of guessing.
+
+A trial that failed, and the search for what helps.
+
+What to say of a trial: right or wrong, fast or slow, beside what the hardware should give.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 
-from evenstep.doctor.trying import Settings
+from evenstep.doctor.finding import Finding, Number, Status
+from evenstep.doctor.sandbox import Ended, Settings
+from evenstep.report.terminal import size
 
 INTERFACE = "(the interface that leads to the others)"
 """Stands for a name that each machine knows for itself."""
@@ -68,3 +77,170 @@ def in_words(settings: Settings) -> str:
 def with_interface(settings: Settings, interface: str) -> Settings:
     """The same, where this machine's own interface is meant."""
     return {name: interface if value == INTERFACE else value for name, value in settings.items()}
+
+
+TRYING_SECONDS = 25.0
+"""For all remedies of all pairs together."""
+VISIT_SECONDS = 50.0
+"""For all that is tried: the whole visit is to take about a minute, however much of it hangs."""
+LEAST_SECONDS = 6.0
+"""Ranks take some seconds to start: with less than this, a sound pair would be said to hang."""
+
+
+@dataclass(frozen=True)
+class Trial:
+    """What came of a pair, and of the remedies that were tried on it."""
+
+    name: str
+    ended: Ended
+    helped_by: Settings | None = None
+    healed: Ended | None = None
+    """What came of it with the remedy that helped."""
+    tried: tuple[Settings, ...] = ()
+    not_tried: tuple[Settings, ...] = ()
+    is_left_out: bool = False
+    """Whether no time was left to try it at all."""
+
+
+@dataclass
+class Patience:
+    """The time that may still be spent over all trials: on remedies, and on anything."""
+
+    seconds: float = TRYING_SECONDS
+    deadline: float = field(default_factory=lambda: time.monotonic() + VISIT_SECONDS)
+
+    def allowed(self, seconds: float) -> float:
+        """So many seconds, or as many as are left; 0 if these are too few to try anything."""
+        left = self.deadline - time.monotonic()
+        return min(seconds, left) if left >= LEAST_SECONDS else 0.0
+
+    def spend(self, attempt: Callable[[Settings], Ended], settings: Settings) -> Ended:
+        """Make an attempt, and remember how long it took."""
+        began = time.monotonic()
+        try:
+            return attempt(settings)
+        finally:
+            self.seconds -= time.monotonic() - began
+
+
+def search(
+    failed: Trial, to_try: Sequence[Settings], attempt: Callable[[Settings], Ended], patience: Patience
+) -> Trial:
+    """Try one remedy after the other, until one helps or no time is left."""
+    for number, settings in enumerate(to_try):
+        if patience.allowed(patience.seconds) <= 0:
+            return replace(failed, tried=tuple(to_try[:number]), not_tried=tuple(to_try[number:]))
+        again = patience.spend(attempt, settings)
+        if is_sound(again):
+            return replace(failed, helped_by=settings, healed=again, tried=tuple(to_try[: number + 1]))
+    return replace(failed, tried=tuple(to_try))
+
+
+def is_sound(ended: Ended) -> bool:
+    """Whether it ran to its end with every sum right."""
+    return ended.is_well and wrong_bytes(ended) is None
+
+
+def wrong_bytes(ended: Ended) -> int | None:
+    """The smallest tensor, in bytes, whose sum was wrong on any rank."""
+    wrong = [int(row["num_bytes"]) for one in ended.returned for row in one["rows"] if not row["is_right"]]
+    return min(wrong, default=None)
+
+
+SLOW_PART = 0.1
+SLOW_LATENCY_SECONDS = 10e-3
+
+
+@dataclass(frozen=True)
+class Reference:
+    """What the hardware should give, and where that number comes from."""
+
+    words: str = ""
+    bytes_per_second: float | None = None
+    latency_seconds: float | None = None
+    slow_bytes_per_second: float | None = None
+    """What is too slow, where that is known better."""
+    slow_advice: str = "is something else running here? run it again when the machine is quiet"
+
+
+def judge(trial: Trial, reference: Reference) -> Finding:
+    """What to say of a pair."""
+    if trial.is_left_out:
+        advice = "heal what is bad or slow above, then run it again"
+        return Finding(trial.name, "warn", "not tried: what came before took all the time there was", advice)
+    if not is_sound(trial.ended):
+        return _judge_failed(trial)
+    numbers = numbers_of(trial.ended, reference)
+    status, why = _judge_speed(numbers, reference)
+    said = f"sums right; {speed_in_words(numbers, reference)}{why}"
+    return Finding(trial.name, status, said, reference.slow_advice if why else "", numbers)
+
+
+def _judge_failed(trial: Trial) -> Finding:
+    if trial.helped_by is not None and trial.healed is not None:
+        advice = f"{in_words(trial.helped_by)}   (found by trying: with that it works)"
+        return Finding(trial.name, "bad", _failure(trial.ended), advice, numbers_of(trial.healed))
+    tried = ", ".join(map(in_words, trial.tried))
+    left = ", ".join(map(in_words, trial.not_tried))
+    advice = f"tried, and it did not help: {tried}" * bool(tried)
+    advice += f"{'; ' * bool(tried)}no time was left to try: {left}" * bool(left)
+    return Finding(trial.name, "bad", _failure(trial.ended), advice, numbers_of(trial.ended))
+
+
+def _failure(ended: Ended) -> str:
+    wrong = wrong_bytes(ended)
+    if wrong is not None:
+        return f"the sum of {size_in_words(wrong)} is WRONG, as gradients would be: do not train with this"
+    return f"{'hangs' if ended.is_late else 'fails'}: {ended.why}"
+
+
+def _judge_speed(numbers: Mapping[str, Number], reference: Reference) -> tuple[Status, str]:
+    rate, latency = numbers.get("bytes_per_second"), numbers["latency_seconds"]
+    slow = max(reference.slow_bytes_per_second or 0.0, SLOW_PART * (reference.bytes_per_second or 0.0))
+    if isinstance(rate, float) and rate < slow:
+        return "warn", "; that is slow"
+    if isinstance(latency, float) and latency > SLOW_LATENCY_SECONDS:
+        return "warn", "; every small message takes long"
+    return "good", ""
+
+
+def numbers_of(ended: Ended, reference: Reference | None = None) -> dict[str, Number]:
+    """Latency of the smallest size, bandwidth of the largest, seconds of each, and what stands beside them."""
+    if not ended.returned:
+        return {}
+    rows = ended.returned[0]["rows"]
+    numbers: dict[str, Number] = {"latency_seconds": float(rows[0]["median_seconds"])}
+    for row in rows:
+        numbers[f"seconds_of_{row['num_bytes']}_bytes"] = float(row["best_seconds"])
+    if len(rows) > 1:
+        numbers["num_bytes"] = int(rows[-1]["num_bytes"])
+        # Of two ranks, each sends the whole tensor once and receives it once.
+        numbers["bytes_per_second"] = int(rows[-1]["num_bytes"]) / float(rows[-1]["best_seconds"])
+    numbers["copy_bytes_per_second"] = float(ended.returned[0]["copy_bytes_per_second"])
+    if reference is not None:
+        numbers["expected_bytes_per_second"] = reference.bytes_per_second
+        numbers["expected_latency_seconds"] = reference.latency_seconds
+    return numbers
+
+
+def speed_in_words(numbers: Mapping[str, Number], reference: Reference) -> str:
+    """Latency and bandwidth, each beside what the hardware should give."""
+    latency = f"latency {float(numbers['latency_seconds'] or 0) * 1e6:.0f} us"
+    if reference.latency_seconds:
+        latency += f" (a plain socket: {reference.latency_seconds * 1e6:.0f} us)"
+    if "bytes_per_second" not in numbers:
+        return latency
+    amount, rate = int(numbers["num_bytes"] or 0), float(numbers["bytes_per_second"] or 0)
+    beside = f" ({reference.words})" if reference.words else ""
+    return f"{size_in_words(amount)} at {rate_in_words(rate)}{beside}, {latency}"
+
+
+def rate_in_words(bytes_per_second: float) -> str:
+    """`1.5 GB/s`, or `80 MB/s`."""
+    giga = bytes_per_second / 1e9
+    return f"{giga:.{0 if giga >= 20 else 1}f} GB/s" if giga >= 0.95 else f"{bytes_per_second / 1e6:.3g} MB/s"
+
+
+def size_in_words(num_bytes: int) -> str:
+    """`64 MiB`, or `4 KiB`."""
+    return size(num_bytes) if num_bytes >= 2**20 else f"{num_bytes // 2**10} KiB"

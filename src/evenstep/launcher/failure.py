@@ -9,15 +9,15 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
-from evenstep import checkpoint
+from evenstep.checkpoint import files
+from evenstep.distributed.heartbeat import HeartbeatState
+from evenstep.distributed.process import signal_name
 from evenstep.errors import BadInput, EvenstepError, Stalled, WorkerFailed, shorten
+from evenstep.launcher.fork_server import lost
+from evenstep.launcher.hang import crashed_thread
 from evenstep.launcher.logs import end_of, ranks_in_words
-from evenstep.launcher.server import lost
-from evenstep.launcher.stall import crashed_thread
 from evenstep.record import FILE
 from evenstep.task import is_users
-from evenstep.worker.lifeline import signal_name
-from evenstep.worker.pulse import Beat
 
 MOST_LINES = 15
 MOST_MESSAGE_LINES = 4
@@ -67,7 +67,11 @@ class Cause:
 
 
 def cause(
-    logs: Path, failed: Mapping[int, int], beats: Mapping[int, Beat], evidence: str = "", spare: Path | None = None
+    logs: Path,
+    failed: Mapping[int, int],
+    heartbeats: Mapping[int, HeartbeatState],
+    evidence: str = "",
+    spare: Path | None = None,
 ) -> Cause:
     """The first cause, from what ranks reported, their exit codes, and what all of them were doing.
 
@@ -76,40 +80,40 @@ def cause(
     """
     found = [*_reports(logs), *(_reports(spare) if spare is not None else ())]
     # In a folder that machines share, those of other machines' ranks lie beside ours.
-    reports = [report for report in found if not beats or report["rank"] in beats]
+    reports = [report for report in found if not heartbeats or report["rank"] in heartbeats]
     spoke = {report["rank"] for report in reports}
     # A rank that was killed could not speak; those that lost their connection to it could.
     killed = {rank: code for rank, code in failed.items() if rank not in spoke}
     if killed:
-        return _silent(logs, killed, beats, evidence)
+        return _silent(logs, killed, heartbeats, evidence)
     if not reports:
-        return _silent(logs, failed or {0: 1}, beats, evidence)
+        return _silent(logs, failed or {0: 1}, heartbeats, evidence)
     first = min(reports, key=lambda report: (report["is_victim"], int(report["nanoseconds"])))
     rank = first["rank"]
     if first["is_plain"]:
         kind = BadInput if first["exit_code"] == BadInput.exit_code else WorkerFailed
-        return Cause(first["message"], (), _step(beats, rank), is_final=first["is_final"], error=kind)
+        return Cause(first["message"], (), _step(heartbeats, rank), is_final=first["is_final"], error=kind)
     details = (
         *(f"  {line}" for line in first["lines"]),
         *_shortened(": ".join(filter(None, (first["type"], first["message"])))),
         *_indented(first["answer"]),
     )
-    step = _step(beats, rank) or first["step"]
-    headline = f"rank {rank} failed{_where(beats, rank, step)}"
-    return Cause(headline, details, step, _others(beats, {rank}), is_victim=first["is_victim"])
+    step = _step(heartbeats, rank) or first["step"]
+    headline = f"rank {rank} failed{_where(heartbeats, rank, step)}"
+    return Cause(headline, details, step, _others(heartbeats, {rank}), is_victim=first["is_victim"])
 
 
-def server_cause(exit_code: int, beats: Mapping[int, Beat], evidence: str = "") -> Cause:
+def server_cause(exit_code: int, heartbeats: Mapping[int, HeartbeatState], evidence: str = "") -> Cause:
     """The fork server ended, and all ranks with it."""
     details = (evidence or SOMEONE_KILLED,) if exit_code == -signal.SIGKILL else ()
-    step = max((beat.step for beat in beats.values()), default=0)
-    return Cause(lost(exit_code), details, step, _others(beats, set()), is_outside=True)
+    step = max((beat.step for beat in heartbeats.values()), default=0)
+    return Cause(lost(exit_code), details, step, _others(heartbeats, set()), is_outside=True)
 
 
-def _silent(logs: Path, ended: Mapping[int, int], beats: Mapping[int, Beat], evidence: str) -> Cause:
+def _silent(logs: Path, ended: Mapping[int, int], heartbeats: Mapping[int, HeartbeatState], evidence: str) -> Cause:
     """No rank could say why: it was killed, or ended from outside Python."""
     rank, code = next(iter(sorted(ended.items())))
-    where = _where(beats, rank, 0)
+    where = _where(heartbeats, rank, 0)
     details: tuple[str, ...] = ()
     if code < 0:
         name = signal_name(-code)
@@ -125,7 +129,7 @@ def _silent(logs: Path, ended: Mapping[int, int], beats: Mapping[int, Beat], evi
         headline = f"rank {rank} ended with exit code {code}{where} and left no report"
         # A script may well end with another one, by sys.exit.
         details = ("Something in the task, or in what it imports, calls os._exit.",) if code == 0 else ()
-    return Cause(headline, details, _step(beats, rank), _others(beats, {rank}))
+    return Cause(headline, details, _step(heartbeats, rank), _others(heartbeats, {rank}))
 
 
 def _crash_frames(logs: Path, rank: int) -> list[str]:
@@ -140,21 +144,21 @@ def _crash_frames(logs: Path, rank: int) -> list[str]:
     return [*(f"  {frame}" for frame in own or frames[:2]), *what, *filter(None, [differ])]
 
 
-def _where(beats: Mapping[int, Beat], rank: int, step: int) -> str:
+def _where(heartbeats: Mapping[int, HeartbeatState], rank: int, step: int) -> str:
     """Where a rank was, as far as it is known; programs that are no training leave no beats."""
-    if rank in beats and beats[rank].count:
-        return f" {beats[rank].where}"
-    return f" at step {step}" if step else "" if beats else " before the first step"
+    if rank in heartbeats and heartbeats[rank].count:
+        return f" {heartbeats[rank].where}"
+    return f" at step {step}" if step else "" if heartbeats else " before the first step"
 
 
-def _step(beats: Mapping[int, Beat], rank: int) -> int:
-    return beats[rank].step if rank in beats else 0
+def _step(heartbeats: Mapping[int, HeartbeatState], rank: int) -> int:
+    return heartbeats[rank].step if rank in heartbeats else 0
 
 
-def _others(beats: Mapping[int, Beat], failed: set[int]) -> str:
+def _others(heartbeats: Mapping[int, HeartbeatState], failed: set[int]) -> str:
     """What the rest were doing, in one line."""
     places: dict[str, list[int]] = {}
-    for rank, beat in beats.items():
+    for rank, beat in heartbeats.items():
         if rank not in failed:
             places.setdefault(beat.where if beat.count else "at work", []).append(rank)
     parts = [
@@ -196,13 +200,13 @@ def _exception(cause: Cause) -> str:
 def where_to_look(run_folder: Path) -> str:
     """The last lines of every report."""
     look = f"full logs: {run_folder / 'logs'}"
-    saved = checkpoint.whole(run_folder / checkpoint.FOLDER)
+    saved = files.whole(run_folder / files.FOLDER)
     return f"{look}\ngo on from {saved[-1].name}: add --resume {run_folder}" if saved else look
 
 
 def stopped_where(run_folder: Path) -> str:
     """The last line of a run that was stopped by hand."""
-    saved = checkpoint.whole(run_folder / checkpoint.FOLDER)
+    saved = files.whole(run_folder / files.FOLDER)
     if not (run_folder / FILE).exists():
         return "stopped before anything was done"
     if not saved:

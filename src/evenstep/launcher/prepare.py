@@ -15,18 +15,18 @@ from typing import Any
 
 import torch
 
-from evenstep import checkpoint
+from evenstep.checkpoint import files
+from evenstep.data.adapt import Adopted, adopt
+from evenstep.distributed.devices import check_devices, choose_devices, num_cores
 from evenstep.errors import PlanError, TaskError, shorten
-from evenstep.order import Lengths, Order, lengths_of
+from evenstep.launcher.preflight import probe
 from evenstep.plan import IN_THIS_PROCESS, Plan, parse_devices, parse_machines, read_plan
+from evenstep.profiling.trackers import check_log
 from evenstep.report.progress import without_control
-from evenstep.seeding import seed_everything
+from evenstep.sampling.order import Lengths, Order, lengths_of
+from evenstep.sampling.rng import seed_everything
+from evenstep.strategies.registry import STRATEGIES
 from evenstep.task import Task, TaskFunction, call_task, describe, find_task, refuse_foreign, spec_of
-from evenstep.worker.adopt import Adopted, adopt
-from evenstep.worker.machine import check_devices, choose_devices, num_cores
-from evenstep.worker.probe import probe
-from evenstep.worker.strategies import STRATEGIES
-from evenstep.worker.trackers import check_log
 
 RUNS = Path("runs")
 DEFAULT_BATCH = 64
@@ -79,7 +79,7 @@ def prepare(source: str | TaskFunction | Task | None, choices: Mapping[str, Any]
     # Before the file is imported: data that it makes at its top is then the same here and in every worker.
     seed_everything(draft.seed)
     draft, said = _resumed(draft)
-    start = checkpoint.start_of(draft.resume)
+    start = files.start_of(draft.resume)
     with _users_code():
         found = find_task(source) if isinstance(source, str) else source
         task = call_task(found, draft.data)
@@ -205,9 +205,9 @@ def _base(chosen: dict[str, Any]) -> dict[str, Any]:
         _refuse_foreign_resume(base["resume"], chosen, str(repeated))
     resume = chosen.get("resume")
     if resume is not None and not os.path.isfile(resume):
-        path, _ = checkpoint.find(str(resume))
+        path, _ = files.find(str(resume))
         # A loop of the user's own saves no plan.
-        saved = checkpoint.read_state(path).get("plan")
+        saved = files.read_state(path).get("plan")
         base |= Plan.from_json(saved).to_json() if saved else {}
     return {name: value for name, value in base.items() if value is not None and name not in OF_ONE_START + OF_THE_USER}
 
@@ -267,7 +267,7 @@ def _resumed(plan: Plan) -> tuple[Plan, list[str]]:
         return plan, []
     if os.path.isfile(plan.resume):
         return replace(plan, resume=str(Path(plan.resume).resolve())), []
-    path, said = checkpoint.find(plan.resume)
+    path, said = files.find(plan.resume)
     return replace(plan, resume=str(path)), said
 
 

@@ -17,12 +17,12 @@ from typing import Any, Literal
 import psutil
 from torch.distributed.elastic.multiprocessing import LogsDest, LogsSpecs, PContext, start_processes
 
+from evenstep.distributed.process import LAUNCHER, OWN_LOGS, PARENT
+from evenstep.distributed.temporary import make_socket_folder
+from evenstep.distributed.world import leave_group_of_one
 from evenstep.errors import Preempted
-from evenstep.launcher.server import DYING_SECONDS, copying, keep_tracker, server_end
-from evenstep.launcher.token import held_back
-from evenstep.worker.lifeline import LAUNCHER, OWN_LOGS, PARENT
-from evenstep.worker.temporary import make_socket_folder
-from evenstep.worker.world import leave_group_of_one
+from evenstep.launcher.fork_server import DYING_SECONDS, copying, keep_tracker, server_end
+from evenstep.launcher.rendezvous.auth import held_back
 
 POLL_SECONDS = 0.02
 PATIENCE_SECONDS = 2

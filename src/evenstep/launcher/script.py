@@ -16,20 +16,20 @@ from typing import Any
 
 import torch
 
+from evenstep.distributed.temporary import live_folder
 from evenstep.errors import PlanError, WorkerFailed, shorten
-from evenstep.launcher.identity import Identity, identity_of, sources_of_file, sources_of_module
-from evenstep.launcher.meeting import Meeting, OneMachine, Place, torchrun_environment
+from evenstep.launcher.fork_server import threads_for_script
+from evenstep.launcher.launch import refuse_fork_after_cuda
 from evenstep.launcher.processes import python
-from evenstep.launcher.server import threads_for_script
-from evenstep.launcher.slurm import find_slurm
-from evenstep.launcher.stores import LOOPBACK, free_port, open_store
-from evenstep.launcher.supervise import Launch, Supervisor
-from evenstep.launcher.train import refuse_fork_after_cuda
+from evenstep.launcher.rendezvous.addresses import LOOPBACK, free_port, open_store
+from evenstep.launcher.rendezvous.local import Meeting, OneMachine, Place, torchrun_environment
+from evenstep.launcher.rendezvous.slurm import find_slurm
+from evenstep.launcher.rendezvous.version_check import Identity, identity_of, sources_of_file, sources_of_module
+from evenstep.launcher.supervisor import Launch, Supervisor
 from evenstep.plan import check_patience, parse_address, parse_machines
 from evenstep.report.progress import Progress
 from evenstep.worker.main import Orders
-from evenstep.worker.program import Program, run_function, run_program
-from evenstep.worker.temporary import live_folder
+from evenstep.worker.user_program import Program, run_function, run_program
 
 SPELLINGS = ("--local-rank", "--local_rank")
 DECLARE = ("add_argument", "option")
@@ -110,8 +110,8 @@ def count_processes(given: str) -> int:
     """Processes for this machine: a number, or torchrun's `gpu`, `cpu` and `auto`."""
     if given.isdecimal() and len(given) < 10:
         return int(given)
-    num_cards = torch.cuda.device_count()
-    counts = {"gpu": num_cards, "cpu": os.cpu_count() or 1, "auto": num_cards or os.cpu_count() or 1}
+    num_gpus = torch.cuda.device_count()
+    counts = {"gpu": num_gpus, "cpu": os.cpu_count() or 1, "auto": num_gpus or os.cpu_count() or 1}
     if given not in counts:
         raise PlanError(f"--devices is {shorten(repr(given))}; write a number such as 2, or gpu, cpu or auto")
     if not counts[given]:
@@ -153,7 +153,7 @@ def _meeting(script: Script) -> Meeting:
         raise PlanError("--machines and --rendezvous go together: --machines 2:4 --rendezvous head:29400")
     if machines is None or rendezvous is None:
         return TorchrunMachine(script.restarts)
-    from evenstep.launcher.torchrun_machines import TorchrunMachines  # what it imports is not needed on one machine
+    from evenstep.launcher.rendezvous.c10d import TorchrunMachines  # what it imports is not needed on one machine
 
     identity = _identity(script, f"{slurm.job}.{slurm.step}" if slurm is not None else "none")
     meeting = TorchrunMachines(parse_address(rendezvous), parse_machines(machines), identity, is_head)
@@ -242,7 +242,7 @@ def _watch(supervisor: Supervisor) -> None:
 
 
 def _fresh(orders: Orders, program: Program) -> tuple[str, ...]:
-    return (*python("-m", "evenstep.worker.program")[1], orders.logs, program.to_json())
+    return (*python("-m", "evenstep.worker.user_program")[1], orders.logs, program.to_json())
 
 
 def _folder(label: str) -> Path:

@@ -19,7 +19,7 @@ Parity = Literal["reference", "same", "differs", "unknown"]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Spread:
+class Range:
     """The middle of several blocks, and how far they lie apart."""
 
     middle: float
@@ -27,7 +27,7 @@ class Spread:
     high: float
 
     @classmethod
-    def of(cls, values: Sequence[float]) -> Spread:
+    def of(cls, values: Sequence[float]) -> Range:
         """The median, the least and the most."""
         return cls(middle=median(values), low=min(values), high=max(values))
 
@@ -38,18 +38,18 @@ class Row:
 
     strategy: str
     devices: Annotated[list[str], Meta(min_length=1)]
-    samples_per_second: Spread
-    step_seconds: Spread
+    samples_per_second: Range
+    step_seconds: Range
     parts: dict[str, float]
     """Seconds of a step in input, forward, backward, communication that is not hidden, and optimizer."""
-    without_input_seconds: Spread
+    without_input_seconds: Range
     """A step on a batch that is there already: the most that faster input could give."""
-    without_communication_seconds: Spread | None
+    without_communication_seconds: Range | None
     """A step that sends nothing: the most that faster links could give. None where nothing is sent."""
     sent_bytes: Natural
     """By each rank in a step."""
     peak_bytes: dict[str, Natural]
-    start_seconds: Spread
+    start_seconds: Range
     """From the start of the processes to the end of the first step."""
     parity: Parity
     """Whether it learns what one device learns."""

@@ -11,7 +11,7 @@ from torch.optim.lr_scheduler import LambdaLR
 
 from evenstep.errors import TaskError
 from evenstep.task import Task
-from evenstep.tasks.files import Official, find, verified
+from evenstep.tasks.download import Official, find, verified
 from evenstep.tasks.networks import Net, Normalize, ResNet18
 
 CIFAR10 = Official(

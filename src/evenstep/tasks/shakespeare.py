@@ -12,7 +12,7 @@ from torch.optim.lr_scheduler import LambdaLR
 
 from evenstep.errors import TaskError
 from evenstep.task import Batch, Model, Task
-from evenstep.tasks.files import Official, find, verified
+from evenstep.tasks.download import Official, find, verified
 from evenstep.tasks.networks import GPT
 
 TINYSHAKESPEARE = Official(

@@ -5,7 +5,7 @@ verdicts = check(prepared, ways, folder, Depth(steps=3, own_precision=False))   
 """
 
 from evenstep.verify.check import Depth, check, judged
-from evenstep.verify.summary import settled
-from evenstep.verify.verdict import Part, Verdict, Way
+from evenstep.verify.tolerance import settled
+from evenstep.verify.verdict import Configuration, Part, Verdict
 
-__all__ = ["Depth", "Part", "Verdict", "Way", "check", "judged", "settled"]
+__all__ = ["Configuration", "Depth", "Part", "Verdict", "check", "judged", "settled"]

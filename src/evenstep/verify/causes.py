@@ -1,13 +1,15 @@
-"""Why a way differs: each cause is a test, tried in turn; what no test confirms is not claimed."""
+"""Why a way differs: each cause is a test, tried in turn; what no test confirms is not claimed.
+
+Causes that lie in the rank: every rank did the same by itself, and they are laid side by side.
+"""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from evenstep.verify.by_rank import by_rank, problems_of
 from evenstep.verify.differences import (
     COARSE,
     FINE,
@@ -16,14 +18,123 @@ from evenstep.verify.differences import (
     Limit,
     first_beyond,
     has_checkpoint,
+    in_percent,
     saved_as_trained,
 )
-from evenstep.verify.evidence import Evidence, Failure
-from evenstep.verify.limits import UNJUDGED
-from evenstep.verify.of_task import buffers, captured, draws, gathered, hooks, loss, metrics, reading
+from evenstep.verify.recorder import Evidence, Failure
 from evenstep.verify.runs import OutOfTime, Runs, has_ranks, one_device
-from evenstep.verify.verdict import Cause, Way
-from evenstep.verify.words import in_percent
+from evenstep.verify.task_causes import buffers, captured, draws, gathered, hooks, loss, metrics, reading
+from evenstep.verify.tolerance import UNJUDGED
+from evenstep.verify.verdict import Cause, Configuration
+
+NEAR = 1e-7
+ROUGHLY = 1e-3
+Found = dict[str, Any]
+Groups = list[dict[str, Any]]
+"""An optimizer's settings."""
+
+
+def by_rank(single: Found, ranks: Sequence[Found], label: str, is_rough: bool) -> Cause | None:
+    """What the same samples and weights give on each rank, and on one device."""
+    near = ROUGHLY if is_rough else NEAR
+    own, of_ranks = single.get("batch"), [rank["batch"] for rank in ranks if rank.get("batch")]
+    cause = _other_settings(single.get("settings"), [rank.get("settings") for rank in ranks], label)
+    # A rank whose test failed has computed nothing that could be compared: `problems_of` tells of it.
+    if cause is not None or not own or not ranks or len(of_ranks) < len(ranks):
+        return cause
+    return (
+        _other_data(own, of_ranks)
+        or _other_loss(own["loss"], [one["loss"] for one in of_ranks], label, near)
+        or _other_gradients(own["gradients"], [one["gradients"] for one in of_ranks], label, near)
+    )
+
+
+def problems_of(single: Found, ranks: Sequence[Found]) -> tuple[str, ...]:
+    """What could not be tested, and why."""
+    said = []
+    for where, found in (("", single), *((f" on rank {rank}", found) for rank, found in enumerate(ranks))):
+        if found.get("failure"):
+            said.append(f"the task could not be taken apart: {found['failure']}")
+        said += [f"could not be tested{where}: {name} ({why})" for name, why in (found.get("problems") or {}).items()]
+    return tuple(dict.fromkeys(said))
+
+
+def _other_settings(own: Groups | None, ranks: Sequence[Groups | None], label: str) -> Cause | None:
+    found = [groups for groups in ranks if groups is not None]
+    if own is None or len(found) < len(ranks):
+        return None
+    if any(len(groups) != len(own) for groups in found):
+        return _settings("number of groups", len(own), [len(groups) for groups in found], label)
+    for number, group in enumerate(own):
+        for name in dict.fromkeys([*group, *(name for groups in found for name in groups[number])]):
+            values = [groups[number].get(name) for groups in found]
+            if any(value != group.get(name) for value in values):
+                return _settings("learning rate" if name == "lr" else name, group.get(name), values, label)
+    return None
+
+
+def _settings(called: str, own: Any, found: Sequence[Any], label: str) -> Cause:
+    return Cause(
+        name="settings",
+        sentence=f"the optimizer's {called} depends on the rank or on how many there are: {own} on one "
+        f"device, {_listed(found)} on the ranks",
+        evidence=(f"the optimizer was made on one device and on each of the {len(found)} ranks of {label}",),
+        advice="The batch is global here: let the learning rate be the same on any number of devices.",
+    )
+
+
+def _other_data(own: Found, ranks: Sequence[Found]) -> Cause | None:
+    who = next((rank for rank, one in enumerate(ranks) if one["data"] != own["data"]), None)
+    if who is None:
+        return None
+    return Cause(
+        name="other-data",
+        sentence=f"the data depends on the rank: rank {who} reads other samples under the same ids than one device",
+        evidence=("the ids of the first batch were read on one device and on every rank",),
+        advice="Make or split the data from one seed, the same in every process; sort listed files.",
+    )
+
+
+def _other_loss(own: float, found: Sequence[float], label: str, near: float) -> Cause | None:
+    if all(_near(one, own, near) for one in found):
+        return None
+    factors = [one / own if own else math.nan for one in found]
+    return Cause(
+        name="rank",
+        sentence="model or loss depend on the rank, or on how many there are: for the same samples and weights the "
+        f"loss is {_listed([f'{factor:.4g}' for factor in factors])} times that of one device",
+        evidence=(f"{own:.6g} on one device, {_listed([f'{one:.6g}' for one in found])} on the ranks of {label}",),
+        advice="evenstep weighs the ranks itself: take RANK, WORLD_SIZE and torch.distributed out of model and loss.",
+    )
+
+
+def _other_gradients(
+    own: Mapping[str, float], ranks: Sequence[Mapping[str, float]], label: str, near: float
+) -> Cause | None:
+    largest = max(own.values(), default=0.0)
+    for name, norm in own.items():
+        found = [rank.get(name, 0.0) for rank in ranks]
+        if norm > 1e-6 * largest and not all(_near(one, norm, near) for one in found):
+            return Cause(
+                name="gradients-by-rank",
+                sentence=f"the gradient of {name} depends on the rank, or on how many there are, though the loss does "
+                f"not: {_listed([f'{one / norm:.4g}' for one in found])} times that of one device for the same "
+                "samples; a hook or a backward of your own communicates",
+                evidence=(f"norms on the ranks of {label}, with nothing sent by evenstep",),
+                advice="Take the hook out: evenstep sums the gradients up itself.",
+            )
+    return None
+
+
+def _near(one: float, other: float, near: float) -> bool:
+    both = math.isnan(one) and math.isnan(other)
+    return both or abs(one - other) <= near * max(abs(one), abs(other), 1e-300)
+
+
+def _listed(values: Sequence[Any]) -> str:
+    texts = [str(value) for value in values]
+    return texts[0] if len(set(texts)) == 1 else " and ".join(texts[:4])
+
 
 REPEAT = (
     "Look for a generator without a seed, the time, or the process id in model, loss and data; "
@@ -54,7 +165,7 @@ class Case:
     """A way that differs from one device, and how."""
 
     runs: Runs
-    way: Way
+    config: Configuration
     precision: str
     reference: Evidence
     run: Evidence | None
@@ -65,13 +176,13 @@ class Case:
     """Whether it is computed in fewer digits than float64 has."""
 
     @property
-    def single(self) -> Way:
-        return one_device(self.way)
+    def single(self) -> Configuration:
+        return one_device(self.config)
 
     @property
     def can_gather(self) -> bool:
         """Whether each rank could get the whole batch from the others, as no micro-batch and no thread can."""
-        return has_ranks(self.way) and self.way.accumulate == 1
+        return has_ranks(self.config) and self.config.accumulate == 1
 
     @property
     def parts(self) -> set[str]:
@@ -90,7 +201,7 @@ class Case:
 
     def on_ranks(self) -> list[dict[str, Any]]:
         """The same from every rank; empty for a way of one process."""
-        return self.runs.examined(self.way, self.precision, self.is_rough) if has_ranks(self.way) else []
+        return self.runs.examined(self.config, self.precision, self.is_rough) if has_ranks(self.config) else []
 
     def apart(self, one: Evidence | Failure, other: Evidence | Failure) -> Apart:
         """Two runs laid side by side."""
@@ -122,7 +233,7 @@ def _confirmed(case: Case) -> Cause:
             return cause
     if is_late:
         raise OutOfTime
-    repeated = f"single, run twice, gave the same, and so did {case.way.label}"
+    repeated = f"single, run twice, gave the same, and so did {case.config.label}"
     return _unknown("it is none of those that are looked for", (repeated, *problems_of(case.found(), case.on_ranks())))
 
 
@@ -138,7 +249,7 @@ def _unknown(why: str, evidence: tuple[str, ...]) -> Cause:
 def only_in(case: Case, arithmetic: float, said: tuple[str, ...]) -> Cause:
     """Why a way differs in the task's own precision though float64 agrees: a run that repeats itself, or does not."""
     try:
-        cause = _not_repeated(case) or _way_not_repeated(case)
+        cause = _not_repeated(case) or _config_not_repeated(case)
     except OutOfTime:
         return _unknown(LATE, said)
     if cause is not None:
@@ -146,10 +257,10 @@ def only_in(case: Case, arithmetic: float, said: tuple[str, ...]) -> Cause:
     own = case.precision
     return Cause(
         name="precision",
-        sentence=f"a difference of precision, as far as was tested: in float64 {case.way.label} and single agree to "
+        sentence=f"a difference of precision, as far as was tested: in float64 {case.config.label} and single agree to "
         f"{arithmetic:.0e}, in {own} they do not, though each of them repeats itself there, and single does not get "
         "as far by disturbing its weights. Something is computed in fewer digits in one of them",
-        evidence=(*said, f"single and {case.way.label} were each run twice in {own}, and gave the same"),
+        evidence=(*said, f"single and {case.config.label} were each run twice in {own}, and gave the same"),
         advice="Look for a cast (.half(), .bfloat16(), autocast) that depends on how many processes there are.",
     )
 
@@ -166,8 +277,8 @@ def _tests(case: Case) -> list[Callable[[Case], Cause | None]]:
         _gathered,
         lambda case: loss(case.found(), case.can_gather),
         # Before the ranks are compared: what changes from run to run would look as if it depended on them.
-        _way_not_repeated,
-        lambda case: by_rank(case.found(), case.on_ranks(), case.way.label, case.is_rough),
+        _config_not_repeated,
+        lambda case: by_rank(case.found(), case.on_ranks(), case.config.label, case.is_rough),
         _buffers,
         lambda case: hooks(case.found()),
         lambda case: metrics(case.found()),
@@ -197,7 +308,7 @@ def _gathered(case: Case) -> Cause | None:
 
 
 def _buffers(case: Case) -> Cause | None:
-    return buffers(case.found(), case.way.accumulate > 1, case.names)
+    return buffers(case.found(), case.config.accumulate > 1, case.names)
 
 
 def _not_repeated(case: Case) -> Cause | None:
@@ -224,18 +335,18 @@ def _not_repeated(case: Case) -> Cause | None:
     )
 
 
-def _way_not_repeated(case: Case) -> Cause | None:
+def _config_not_repeated(case: Case) -> Cause | None:
     """The same run twice under this very way."""
     if case.run is None:
         return None
-    apart = case.apart(case.run, case.runs.watched(case.way, case.precision, again="again"))
+    apart = case.apart(case.run, case.runs.watched(case.config, case.precision, again="again"))
     if apart.agrees:
         return None
     return Cause(
         name="not-repeatable",
-        sentence=f"{case.way.label} does not repeat itself: the same run twice "
+        sentence=f"{case.config.label} does not repeat itself: the same run twice "
         f"{'gives something else' if apart.failure is None else 'ends in another way'}, while single repeats itself",
-        evidence=(f"{case.way.label}, run twice, {apart.in_words()}", "single, run twice, gave the same"),
+        evidence=(f"{case.config.label}, run twice, {apart.in_words()}", "single, run twice, gave the same"),
         advice=REPEAT,
     )
 
@@ -254,15 +365,15 @@ def _batch_norm(case: Case) -> Cause | None:
         return None
     before = case.apart(case.reference, case.run)
     if case.can_gather and not case.runs.sync_batchnorm:
-        after = case.apart(case.reference, case.runs.watched(case.way, case.precision, sync_batchnorm=True))
+        after = case.apart(case.reference, case.runs.watched(case.config, case.precision, sync_batchnorm=True))
         tried, advice = "with --sync-batchnorm", "Train with --sync-batchnorm."
     else:
-        calm = [case.runs.watched(way, case.precision, norms="eval") for way in (case.single, case.way)]
+        calm = [case.runs.watched(config, case.precision, norms="eval") for config in (case.single, case.config)]
         after = case.apart(*calm)
         tried = "with BatchNorm in eval mode everywhere"
         advice = (
             "Train with ddp or fsdp and --sync-batchnorm, or use GroupNorm."
-            if case.way.accumulate == 1
+            if case.config.accumulate == 1
             else "Train with no accumulation, or use GroupNorm: micro-batches are normalized one by one."
         )
     if not after.agrees:
@@ -310,20 +421,20 @@ def _forgotten(case: Case) -> Cause | None:
 
 def _cut_alone(case: Case) -> Cause | None:
     """One device that cuts the batch into as many parts: is it the cutting, or what is sent?"""
-    num = len(case.way.devices) * case.way.accumulate
+    num = len(case.config.devices) * case.config.accumulate
     if num == 1 or case.run is None:
         return None
-    cut = case.runs.watched(Way("single", case.way.devices[:1], num), case.precision)
+    cut = case.runs.watched(Configuration("single", case.config.devices[:1], num), case.precision)
     from_cut, from_whole = case.apart(cut, case.run), case.apart(case.reference, cut)
     if not from_cut.agrees or from_whole.agrees or from_whole.failure is not None:
         return None
     return Cause(
         name="cut",
         sentence=f"the cutting of the batch, not what is sent: single with {num} micro-batches gives what "
-        f"{case.way.label} gives",
+        f"{case.config.label} gives",
         evidence=(
             f"beside single, single with {num} micro-batches {from_whole.in_words()}",
-            f"beside {case.way.label}, by {from_cut.largest:.0e}",
+            f"beside {case.config.label}, by {from_cut.largest:.0e}",
         ),
         advice="Something in model or loss looks at the whole of the batch that it gets.",
     )
@@ -333,7 +444,7 @@ def _failed(case: Case, failure: Failure) -> Cause:
     found = case.found()
     # Of draws, those alone that leave parameters out can make a way fail that one device does not.
     skipping = draws(found, case.is_rough) if (found.get("draws") or {}).get("skips") else None
-    cause = captured(found) or skipping or by_rank(found, case.on_ranks(), case.way.label, case.is_rough)
+    cause = captured(found) or skipping or by_rank(found, case.on_ranks(), case.config.label, case.is_rough)
     without = (found.get("batch") or {}).get("without") or []
     tested = (f"on one device no gradient reaches {', '.join(without[:5])}",) if without else ()
     if cause is not None:
@@ -343,7 +454,7 @@ def _failed(case: Case, failure: Failure) -> Cause:
             evidence=(
                 *cause.evidence,
                 *tested,
-                f"{case.way.label} ended with: {' '.join(failure.first_lines.split())}",
+                f"{case.config.label} ended with: {' '.join(failure.first_lines.split())}",
             ),
             advice=cause.advice,
         )

@@ -17,17 +17,30 @@ from evenstep.verify.differences import (
     Differ,
     Difference,
     Limit,
+    differs,
+    fails,
     first_beyond,
     has_checkpoint,
+    jumps,
+    same,
     saved_as_trained,
+    still,
 )
-from evenstep.verify.evidence import Evidence, Failure
-from evenstep.verify.limits import WITHOUT_YARDSTICK, Disturbed, Yardstick, exact
+from evenstep.verify.recorder import MOST_TRIED, Evidence, Failure
 from evenstep.verify.runs import Budget, OutOfTime, Runs, Say, one_device
-from evenstep.verify.summary import by_rounding, has_steps, most, parts_of, settled, tensor_of
-from evenstep.verify.verdict import Cause, Verdict, Way
-from evenstep.verify.words import differs, fails, jumps, same, still
-from evenstep.worker.disturbed import MOST_TRIED
+from evenstep.verify.tolerance import (
+    WITHOUT_YARDSTICK,
+    Disturbed,
+    Yardstick,
+    by_rounding,
+    exact,
+    has_steps,
+    most,
+    parts_of,
+    settled,
+    tensor_of,
+)
+from evenstep.verify.verdict import Cause, Configuration, Verdict
 
 SKIPPED = (
     "no step was taken in both of them, since fp16's scaler skips steps until it has found its scale; more steps "
@@ -48,18 +61,22 @@ class Depth:
     say: Say = lambda line: None
 
 
-def check(base: Prepared, ways: Sequence[Way], folder: Path, depth: Depth | None = None) -> dict[Way, Verdict]:
+def check(
+    base: Prepared, configs: Sequence[Configuration], folder: Path, depth: Depth | None = None
+) -> dict[Configuration, Verdict]:
     """Whether each way learns what one device learns; the runs go into `folder`, and are left there."""
-    return settled(dict(judged(base, ways, folder, depth or Depth())))
+    return settled(dict(judged(base, configs, folder, depth or Depth())))
 
 
-def judged(base: Prepared, ways: Sequence[Way], folder: Path, depth: Depth) -> Iterator[tuple[Way, Verdict]]:
+def judged(
+    base: Prepared, configs: Sequence[Configuration], folder: Path, depth: Depth
+) -> Iterator[tuple[Configuration, Verdict]]:
     """The same, one after the other: what is known stays known if a later one cannot be judged."""
     runs = Runs(base, folder, depth.steps, depth.sync_batchnorm, depth.say)
     search = runs.search(Budget())
     try:
-        for way in ways:
-            yield way, Judge(runs, search, way, depth).verdict()
+        for config in configs:
+            yield config, Judge(runs, search, config, depth).verdict()
     finally:
         runs.forget_checkpoints()
 
@@ -67,11 +84,11 @@ def judged(base: Prepared, ways: Sequence[Way], folder: Path, depth: Depth) -> I
 class Judge:
     """One way against one device."""
 
-    def __init__(self, runs: Runs, search: Runs, way: Way, depth: Depth) -> None:
+    def __init__(self, runs: Runs, search: Runs, config: Configuration, depth: Depth) -> None:
         self._runs = runs
         self._search = search
         """The same ones, where a cause is looked for: its time is limited."""
-        self._way = way
+        self._config = config
         self._depth = depth
         self._own = runs.base.plan.precision
         self._first = "fp64"
@@ -86,14 +103,14 @@ class Judge:
             return self._verdict()
         finally:
             # A large model's are large, and another way follows.
-            self._runs.forget_checkpoints(self._way)
+            self._runs.forget_checkpoints(self._config)
 
     def _verdict(self) -> Verdict:
         self._first = precision = "fp64" if self._has_float64() else self._own
         reference = self._reference(precision)
         self._is_rough = precision != "fp64" or reference.facts["narrow"] is not None
         self._note_about(reference)
-        run = self._runs.watched(self._way, precision, is_saved=True)
+        run = self._runs.watched(self._config, precision, is_saved=True)
         if reference.steps and len(reference.without_gradient) == len(reference.facts["parameters"]):
             run = Failure("no gradient reaches any parameter of the model: nothing is learned, on one device either")
         if isinstance(run, Failure):
@@ -123,7 +140,7 @@ class Judge:
         """Whether the task can be computed in float64 at all."""
         if self._own == "fp64":
             return True
-        found = self._runs.watched(one_device(self._way), "fp64", is_saved=True)
+        found = self._runs.watched(one_device(self._config), "fp64", is_saved=True)
         if isinstance(found, Failure):
             why = found.first_lines.splitlines()
             self._notes.append(
@@ -133,7 +150,7 @@ class Judge:
         return not isinstance(found, Failure)
 
     def _reference(self, precision: str) -> Evidence:
-        found = self._runs.watched(one_device(self._way), precision, is_saved=precision == self._first)
+        found = self._runs.watched(one_device(self._config), precision, is_saved=precision == self._first)
         if isinstance(found, Failure):
             raise TrainingError(
                 f"single itself does not run, so there is nothing to compare with:\n{found.first_lines}"
@@ -170,21 +187,21 @@ class Judge:
         if half == self._depth.steps:
             self._notes.append("no run went on from a checkpoint: after one step alone there is nothing to go on with")
             return found
-        found += self._gone_on(differ, reference, one_device(self._way), run, precision)
+        found += self._gone_on(differ, reference, one_device(self._config), run, precision)
         if self._depth.from_single:
-            found += self._gone_on(differ, reference, self._way, reference, precision)
+            found += self._gone_on(differ, reference, self._config, reference, precision)
         return found
 
     def _gone_on(
-        self, differ: Differ, reference: Evidence, way: Way, saved: Evidence, precision: str
+        self, differ: Differ, reference: Evidence, config: Configuration, saved: Evidence, precision: str
     ) -> list[Difference]:
         """A way that goes on from a run's checkpoint, beside one device that never stopped."""
         half = self._runs.half
-        whose = "single" if saved is reference else self._way.label
+        whose = "single" if saved is reference else self._config.label
         again, resume = f"from a checkpoint of {whose}", str(saved.checkpoint(half))
-        resumed = self._runs.watched(way, precision, again=again, resume=resume)
+        resumed = self._runs.watched(config, precision, again=again, resume=resume)
         if isinstance(resumed, Failure):
-            self._notes.append(f"{way.label} cannot go on from a checkpoint of {whose}: {resumed.first_lines}")
+            self._notes.append(f"{config.label} cannot go on from a checkpoint of {whose}: {resumed.first_lines}")
             return [Difference("checkpoint", half, "checkpoint", math.inf)]
         return [
             Difference("checkpoint", one.step, one.name, one.size)
@@ -203,7 +220,7 @@ class Judge:
     def _in_practice(self, arithmetic: Limit) -> Verdict:
         """In the task's own precision: a way may be off as far as rounding itself is, and some more."""
         self._is_rough = True
-        reference, run = self._reference(self._own), self._runs.watched(self._way, self._own)
+        reference, run = self._reference(self._own), self._runs.watched(self._config, self._own)
         if isinstance(run, Failure):
             return self._failed(run, reference, self._own)
         noise = Differ(COARSE).all(self._reference("fp64"), reference)
@@ -242,7 +259,7 @@ class Judge:
         eased = Disturbed(limit)
         for number in range(1, MOST_TRIED + 1):
             try:
-                run = self._search.watched(one_device(self._way), precision, disturbance=number)
+                run = self._search.watched(one_device(self._config), precision, disturbance=number)
             except OutOfTime:
                 break
             if isinstance(run, Failure):
@@ -274,7 +291,7 @@ class Judge:
     def _not_judged(self, precision: str) -> Verdict:
         return Verdict(
             is_same=False,
-            sentence=f"{self._way.label} was not judged ({precision})",
+            sentence=f"{self._config.label} was not judged ({precision})",
             cause="not-judged",
             why=SKIPPED,
             notes=tuple(self._notes),
@@ -286,7 +303,7 @@ class Judge:
     def _same(self, limit: Limit) -> Verdict:
         return Verdict(
             is_same=True,
-            sentence=same(self._way.label, self._largest()),
+            sentence=same(self._config.label, self._largest()),
             notes=tuple(self._notes),
             parts=parts_of(self._found, limit),
         )
@@ -295,7 +312,7 @@ class Judge:
         cause = find_cause(self._case(reference, None, precision, self._limit(precision), ()), failure)
         return Verdict(
             is_same=False,
-            sentence=fails(self._way.label, failure),
+            sentence=fails(self._config.label, failure),
             cause=cause.name,
             why=cause.sentence,
             evidence=cause.evidence,
@@ -307,13 +324,13 @@ class Judge:
         self, reference: Evidence, run: Evidence | None, precision: str, limit: Limit, found: Sequence[Difference]
     ) -> Case:
         beyond = {one for one in found if one.size > limit(one)}
-        return Case(self._search, self._way, precision, reference, run, limit, frozenset(beyond), self._is_rough)
+        return Case(self._search, self._config, precision, reference, run, limit, frozenset(beyond), self._is_rough)
 
     def _differs(self, first: Difference, found: Sequence[Difference], case: Case, cause: Cause) -> Verdict:
         shown = tensor_of(first, found, case.limit)
         return Verdict(
             is_same=False,
-            sentence=differs(self._way.label, shown, case.precision),
+            sentence=differs(self._config.label, shown, case.precision),
             cause=cause.name,
             why=cause.sentence,
             evidence=cause.evidence,

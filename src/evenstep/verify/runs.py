@@ -13,14 +13,14 @@ from pathlib import Path
 from typing import Any
 
 from evenstep.errors import EvenstepError, Preempted
+from evenstep.launcher.launch import run_apart, variant
 from evenstep.launcher.prepare import Prepared
-from evenstep.launcher.variants import run_apart, variant
-from evenstep.verify.evidence import Evidence, Failure
-from evenstep.verify.verdict import Way
-from evenstep.worker.examine import BY_RANK, TESTS
-from evenstep.worker.examine import FOLDER as EXAMINED
+from evenstep.strategies.registry import STRATEGIES
+from evenstep.verify.experiments import BY_RANK, TESTS
+from evenstep.verify.experiments import FOLDER as EXAMINED
+from evenstep.verify.recorder import Evidence, Failure
+from evenstep.verify.verdict import Configuration
 from evenstep.worker.main import Instead
-from evenstep.worker.strategies import STRATEGIES
 
 Say = Callable[[str], None]
 MOST_LETTERS = 100
@@ -54,14 +54,14 @@ class Budget:
             self.spent += time.monotonic() - begun
 
 
-def one_device(way: Way) -> Way:
+def one_device(config: Configuration) -> Configuration:
     """What a way is compared with."""
-    return Way("single", way.devices[:1])
+    return Configuration("single", config.devices[:1])
 
 
-def has_ranks(way: Way) -> bool:
+def has_ranks(config: Configuration) -> bool:
     """Whether each of its devices has a process of its own."""
-    return STRATEGIES[way.strategy].processes_per_device
+    return STRATEGIES[config.strategy].processes_per_device
 
 
 @dataclass
@@ -83,7 +83,7 @@ class Runs:
 
     def watched(
         self,
-        way: Way,
+        config: Configuration,
         precision: str,
         *,
         again: str = "",
@@ -97,33 +97,33 @@ class Runs:
         Its checkpoints are kept where it `is_saved`, until they are forgotten. With the number of a `disturbance` it
         starts next to where it should.
         """
-        key = (way, precision, again, norms, disturbance, is_saved, tuple(sorted(changes.items())))
+        key = (config, precision, again, norms, disturbance, is_saved, tuple(sorted(changes.items())))
         if key not in self._made:
             again = again or (f"disturbed {disturbance}" if disturbance else "")
             instead = (
-                Instead("evenstep.worker.disturbed:perform_disturbed", {"norms": norms, "number": disturbance})
+                Instead("evenstep.verify.recorder:perform_disturbed", {"norms": norms, "number": disturbance})
                 if disturbance
-                else Instead("evenstep.worker.witness:perform_watched", {"norms": norms})
+                else Instead("evenstep.verify.recorder:perform_watched", {"norms": norms})
             )
             every = {"checkpoint_every": self.half} if is_saved else {}
-            folder = self._folder(way, precision, again, norms if norms != "own" else "", *changes)
-            said = f"{way.label} in {precision}{f', {again}' if again else ''}"
-            made = self._run(folder, way, instead, {"precision": precision, **every, **changes}, said)
+            folder = self._folder(config, precision, again, norms if norms != "own" else "", *changes)
+            said = f"{config.label} in {precision}{f', {again}' if again else ''}"
+            made = self._run(folder, config, instead, {"precision": precision, **every, **changes}, said)
             if isinstance(made, Evidence) and not is_saved:
                 made.forget_checkpoints()
             self._made[key] = made
         return self._made[key]
 
-    def examined(self, way: Way, precision: str, is_rough: bool) -> list[dict[str, Any]]:
+    def examined(self, config: Configuration, precision: str, is_rough: bool) -> list[dict[str, Any]]:
         """What each rank found out about the task by itself; under `failure`, why that could not be done."""
-        key = (way, precision, is_rough)
+        key = (config, precision, is_rough)
         if key not in self._made:
-            tests = list(TESTS if way == one_device(way) else BY_RANK)
+            tests = list(TESTS if config == one_device(config) else BY_RANK)
             how = {"is_rough": is_rough, "tests": tests}
-            folder = self._folder(way, precision, "examined")
-            instead = Instead("evenstep.worker.examine:perform_examination", how)
+            folder = self._folder(config, precision, "examined")
+            instead = Instead("evenstep.verify.experiments:perform_examination", how)
             changes = {"precision": precision, "accumulate": 1}
-            found = self._run(folder, way, instead, changes, f"looking for the cause, {way.label}")
+            found = self._run(folder, config, instead, changes, f"looking for the cause, {config.label}")
             paths = sorted((folder / EXAMINED).glob("rank*.json"))
             self._made[key] = (
                 [{"failure": found.first_lines}]
@@ -138,30 +138,32 @@ class Runs:
         """The step whose checkpoint is gone on from."""
         return max(1, self.steps // 2)
 
-    def forget_checkpoints(self, way: Way | None = None) -> None:
+    def forget_checkpoints(self, config: Configuration | None = None) -> None:
         """Those of all runs, or of a way's."""
-        for (of_way, *_), made in self._made.items():
-            if isinstance(made, Evidence) and way in (None, of_way):
+        for (of_config, *_), made in self._made.items():
+            if isinstance(made, Evidence) and config in (None, of_config):
                 made.forget_checkpoints()
 
-    def _folder(self, way: Way, *words: str) -> Path:
+    def _folder(self, config: Configuration, *words: str) -> Path:
         """One of its own, named so that people find it."""
-        cut = f"by-{way.accumulate}" if way.accumulate > 1 else ""
-        name = "-".join(filter(None, [way.strategy, *_shortened(way.devices), cut, *words]))
+        cut = f"by-{config.accumulate}" if config.accumulate > 1 else ""
+        name = "-".join(filter(None, [config.strategy, *_shortened(config.devices), cut, *words]))
         plain = re.sub(r"\W+", "-", name)[:MOST_LETTERS]
         paths = (self.folder / (f"{plain}-{number}" if number > 1 else plain) for number in count(1))
         return next(path for path in paths if not path.exists())
 
-    def _run(self, folder: Path, way: Way, instead: Instead, changes: dict[str, Any], said: str) -> Evidence | Failure:
+    def _run(
+        self, folder: Path, config: Configuration, instead: Instead, changes: dict[str, Any], said: str
+    ) -> Evidence | Failure:
         fields = {
-            "strategy": way.strategy,
-            "devices": way.devices,
-            "accumulate": way.accumulate,
+            "strategy": config.strategy,
+            "devices": config.devices,
+            "accumulate": config.accumulate,
             "steps": self.steps,
             "audit": True,
             "keep": self.steps,
-            "sync_batchnorm": self.sync_batchnorm and has_ranks(way),
-            "stall_after": self._patience(way),
+            "sync_batchnorm": self.sync_batchnorm and has_ranks(config),
+            "stall_after": self._patience(config),
             **changes,
         }
         try:
@@ -175,12 +177,12 @@ class Runs:
             return Failure(str(error))
         return Evidence(folder)
 
-    def _patience(self, way: Way) -> float | None:
+    def _patience(self, config: Configuration) -> float | None:
         """For how long a way may stand still; None where one device has not shown how long its steps take."""
-        single = one_device(way)
-        runs = [one for (of_way, *_), one in self._made.items() if of_way == single and isinstance(one, Evidence)]
+        single = one_device(config)
+        runs = [one for (of_config, *_), one in self._made.items() if of_config == single and isinstance(one, Evidence)]
         slowest = max((step.seconds for run in runs for step in run.record.steps), default=None)
-        return max(STALL_SECONDS, TIMES_SLOWEST * slowest) if slowest is not None and way != single else None
+        return max(STALL_SECONDS, TIMES_SLOWEST * slowest) if slowest is not None and config != single else None
 
 
 def _shortened(devices: Sequence[str]) -> list[str]:

@@ -1,16 +1,24 @@
-"""What is asked, and what the answer looks like."""
+"""What is asked, and what the answer looks like.
+
+Verdicts as a table with ticks, and the sentences below it.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any
+
+from rich.table import Table
+from rich.text import Text
+
+from evenstep.report.terminal import plain
 
 PARTS = ("loss", "gradients", "weights", "optimizer", "evaluation", "samples", "checkpoint")
 
 
 @dataclass(frozen=True)
-class Way:
+class Configuration:
     """One way to train: a strategy, its devices, and into how many micro-batches each device cuts its share."""
 
     strategy: str
@@ -72,3 +80,62 @@ class Verdict:
 
 def _finite(value: float | None) -> float | None:
     return value if value is not None and abs(value) < float("inf") else None
+
+
+EACH = "each of them"
+"""In the place of a way's name, where several have one cause."""
+
+
+def table(verdicts: Mapping[Configuration, Verdict]) -> Table:
+    """One row for each way: the largest difference of each part, and whether that is rounding."""
+    made = Table(box=None, pad_edge=False, header_style="bold")
+    for column in ("", *PARTS):
+        made.add_column(column, no_wrap=True)
+    for config, verdict in verdicts.items():
+        style = "bold" if verdict.is_same else "bold red"
+        cells = [_cell(verdict.parts.get(name)) for name in PARTS]
+        made.add_row(Text(plain(config.label), style=style), *cells)
+    return made
+
+
+def _cell(part: Part | None) -> Text:
+    if part is None or part.difference is None:
+        return Text("-", style="dim")
+    size = "" if part.difference in (0.0, float("inf")) else f" {part.difference:.0e}"
+    return Text(f"✓{size}", style="green") if part.is_same else Text(f"✗{size}", style="red")
+
+
+def lines(
+    verdicts: Mapping[Configuration, Verdict], num_configs: int, batch: int, seconds: float
+) -> Iterator[tuple[str, str]]:
+    """What follows the table: each failing way in a few lines, then what holds for all that were asked for."""
+    for alike in _by_cause(verdicts):
+        yield from _paragraph(alike)
+    notes = dict.fromkeys(note for verdict in verdicts.values() for note in verdict.notes)
+    yield "", ""
+    yield from ((f"note: {note}", "dim") for note in notes)
+    good = sum(verdict.is_same for verdict in verdicts.values())
+    number = "all" if good == num_configs else f"{good} of {num_configs}"
+    yield f"{number} ways learn what one device learns (batch {batch}, {seconds:.0f} s)", "bold"
+
+
+def _by_cause(verdicts: Mapping[Configuration, Verdict]) -> list[dict[Configuration, Verdict]]:
+    """Ways that fail, those with one cause together."""
+    groups: dict[tuple[str, ...], dict[Configuration, Verdict]] = {}
+    for config, verdict in verdicts.items():
+        if not verdict.is_same:
+            why = verdict.why.replace(config.label, EACH)
+            groups.setdefault((verdict.cause, why, verdict.advice), {})[config] = verdict
+    return list(groups.values())
+
+
+def _paragraph(alike: Mapping[Configuration, Verdict]) -> Iterator[tuple[str, str]]:
+    """Where each of them first differs; then why, once."""
+    config, verdict = next(iter(alike.items()))
+    yield "", ""
+    yield from ((f"{one.sentence}.", "bold red") for one in alike.values())
+    yield f"  why: {verdict.why if len(alike) == 1 else verdict.why.replace(config.label, EACH)}.", ""
+    evidence = dict.fromkeys(line for one in alike.values() for line in one.evidence)
+    yield from ((f"  tested: {line}", "dim") for line in evidence)
+    if verdict.advice:
+        yield f"  what to do: {verdict.advice}", "bold"

@@ -15,18 +15,17 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from evenstep.distributed.heartbeat import ENDING, LOADING
+from evenstep.distributed.preemption import listen_early
+from evenstep.distributed.process import begin, end, read_rank
+from evenstep.distributed.world import read_heartbeat, spare_folder, stay_in_group
 from evenstep.errors import EvenstepError, Preempted, shorten
+from evenstep.monitor.known_errors import answer, answer_noted, is_victim, message_of, step_noted
 from evenstep.plan import Plan, read_plan
 from evenstep.task import Task, call_task, is_users, load_task
-from evenstep.worker.answers import answer, is_victim, message_of
-from evenstep.worker.lifeline import begin, end, read_rank
-from evenstep.worker.notes import answer_noted, step_noted
-from evenstep.worker.pulse import ENDING, LOADING
-from evenstep.worker.requests import listen_early
-from evenstep.worker.world import read_pulse, spare_folder, stay_in_group
 
 if TYPE_CHECKING:
-    from evenstep.worker.job import Event
+    from evenstep.training.trainer import Event
 
 WORKER = "EVENSTEP_WORKER"
 """Set in every worker, so that a script that it imports cannot start a training of its own."""
@@ -82,25 +81,25 @@ def work(orders: Orders, source: Task | None = None) -> None:
 
 def perform_rank(orders: Orders, source: Task | None) -> None:
     """Load the task under the plan's seed and run it to the end."""
-    from evenstep.seeding import seed_everything
+    from evenstep.sampling.rng import seed_everything
 
     run_folder = Path(orders.run_folder)
     plan = read_plan(run_folder)
     plan = replace(plan, resume=orders.resume or plan.resume, devices=orders.devices or plan.devices)
     if orders.cwd is not None:
         os.chdir(orders.cwd)
-    read_pulse().beat(LOADING)
+    read_heartbeat().beat(LOADING)
     seed_everything(plan.seed)
     task = call_task(source) if source is not None else load_task(plan.task, plan.data)
     for event in _performance(orders.instead)(plan, task, run_folder):
         if isinstance(event, str):
             print(event, flush=True)
     # A rank that ends with exit code 0 and has not come this far was ended by os._exit.
-    read_pulse().beat(ENDING)
+    read_heartbeat().beat(ENDING)
 
 
 def _performance(instead: Instead | None) -> Callable[[Plan, Task, Path], Iterator[Event]]:
-    from evenstep.worker.perform import perform
+    from evenstep.training.trainer import perform
 
     if instead is None:
         return perform

@@ -1,0 +1,298 @@
+"""Checkpoint folders: written beside, flushed, hashed, renamed; `latest` moved last; the last good one never touched.
+
+runs/NAME/checkpoints/
+  step-00000120/
+    weights.safetensors     the user's own parameter names, whole tensors
+    optimizer.safetensors   "parameter/state" names, whole tensors
+    state.json              step, position, scheduler, generators, plan
+    SHA256SUMS              `sha256sum -c SHA256SUMS` agrees
+  latest -> step-00000120
+  best -> step-00000080
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import re
+import shutil
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any, Literal, NotRequired, TypedDict, cast
+
+from msgspec import Meta
+from safetensors import SafetensorError, safe_open
+
+from evenstep.errors import CheckpointError, shorten
+from evenstep.record import Evaluation, Tally
+from evenstep.sampling.rng import SORTED_UP_TO
+from evenstep.schema import Natural, Positive, Schema
+
+FORMAT = 1
+FOLDER = "checkpoints"
+SUMS = "SHA256SUMS"
+WEIGHTS = "weights.safetensors"
+OPTIMIZER = "optimizer.safetensors"
+STATE = "state.json"
+_NAME = re.compile(r"step-([0-9]+)")
+
+
+class LoaderState(TypedDict):
+    """Where in its data a training was."""
+
+    position: Natural
+    num_finished: Natural
+    num_samples: Natural | None
+    order: NotRequired[str]
+    stream: NotRequired[list[Positive] | None]
+
+
+class OptimizerGroup(TypedDict):
+    """Parameters by name; the options of the group stand beside them."""
+
+    params: list[str]
+
+
+OptimizerState = TypedDict(
+    "OptimizerState",
+    {
+        "class": str,
+        "values": dict[str, dict[str, Any]],
+        "groups": list[OptimizerGroup],
+        "made_with": NotRequired[list[dict[str, Any]]],
+    },
+)
+"""By the names of parameters: what is no tensor, and the groups; of each group, what `state.made_with` tells."""
+
+Word = Annotated[int, Meta(ge=0, lt=2**32)]
+
+
+class HostState(TypedDict):
+    """Python's and NumPy's generators of one rank."""
+
+    python: tuple[Literal[3], Annotated[list[Word], Meta(min_length=625, max_length=625)], float | None]
+    numpy: tuple[
+        Literal["MT19937"],
+        Annotated[list[Word], Meta(min_length=624, max_length=624)],
+        Annotated[int, Meta(ge=0, le=624)],
+        Literal[0, 1],
+        float,
+    ]
+
+
+@dataclass(frozen=True, kw_only=True)
+class SoFar:
+    """What a restart must know of the rows before it: they may be millions."""
+
+    tally: Tally
+    best: float | None
+    """The least validation loss."""
+    evaluation: Evaluation | None
+    """That of this very step."""
+
+
+class State(TypedDict):
+    """What state.json holds at least; whoever saves a checkpoint may add to it."""
+
+    format: Positive
+    evenstep: str
+    torch: str
+    step: Natural
+    seed: Natural
+    loader: LoaderState
+    num_steps: Natural | None
+    scheduler: dict[str, Any] | None
+    scaler: dict[str, Any] | None
+    generators: list[HostState]
+    optimizers: dict[str, OptimizerState]
+    plan: NotRequired[dict[str, Any] | None]
+    valid: NotRequired[dict[str, float]]
+    evaluation_due: NotRequired[bool]
+    so_far: NotRequired[SoFar | None]
+
+
+@dataclass(frozen=True)
+class _Version:
+    """As much of state.json as says whether the rest can be understood."""
+
+    format: Positive
+    evenstep: str = "another version"
+
+
+_VALUES: Schema[dict[str, Any]] = Schema(dict[str, Any], "state of a checkpoint", CheckpointError)
+_VERSION: Schema[_Version] = Schema(_Version, "state of a checkpoint", CheckpointError)
+_STATE: Schema[State] = Schema(State, "state of a checkpoint", CheckpointError)
+
+
+def write(folder: Path, step: int, files: Mapping[str, Callable[[Path], None]]) -> Path:
+    """Write one checkpoint of `files` (each a function that fills a path) below `folder`; its final path.
+
+    Killed at any point, this leaves the older checkpoints as they were.
+    """
+    final = folder / f"step-{step:08d}"
+    beside = folder / f".{final.name}.{os.getpid()}"
+    replaced = folder / f".{final.name}.replaced"
+    # A process that was killed in the middle may have left this, and may have had our process id.
+    shutil.rmtree(beside, ignore_errors=True)
+    beside.mkdir(parents=True)
+    try:
+        for name, fill in files.items():
+            fill(beside / name)
+        sums = "".join(f"{_sha256(beside / name)}  {name}\n" for name in sorted(files))
+        (beside / SUMS).write_text(sums)
+        # safetensors makes files for their owner alone; whoever may read the sums may read what they are of.
+        mode = (beside / SUMS).stat().st_mode
+        for path in [*beside.iterdir(), beside]:
+            if path.is_file():
+                path.chmod(mode)
+            _flush(path)
+        if final.exists():
+            shutil.rmtree(replaced, ignore_errors=True)
+            final.rename(replaced)
+        beside.rename(final)
+        _flush(folder)
+        shutil.rmtree(replaced, ignore_errors=True)
+    except BaseException:
+        shutil.rmtree(beside, ignore_errors=True)
+        raise
+    point(folder, "latest", final.name)
+    return final
+
+
+def point(folder: Path, link: str, target: str) -> None:
+    """Move `latest` or `best` to a checkpoint, at once or not at all."""
+    temporary = folder / f".{link}.{os.getpid()}"
+    temporary.unlink(missing_ok=True)
+    temporary.symlink_to(target)
+    temporary.replace(folder / link)
+    _flush(folder)
+
+
+def prune(folder: Path, keep: int) -> None:
+    """Delete all but the last `keep` checkpoints, the best one, and the one that `latest` names."""
+    spared = {(folder / link).resolve() for link in ("latest", "best")}
+    for path in whole(folder)[:-keep]:
+        if path.resolve() not in spared:
+            shutil.rmtree(path)
+    # Of processes that were killed while they wrote; a run that is killed often would fill the disk with them.
+    for left in (*folder.glob(".step-*"), *folder.glob(".latest.*"), *folder.glob(".best.*")):
+        left.unlink() if left.is_symlink() else shutil.rmtree(left, ignore_errors=True)
+
+
+def whole(folder: Path) -> list[Path]:
+    """The finished checkpoints below a folder, oldest first."""
+    for replaced in folder.glob(".step-*.replaced"):
+        # A process was killed between putting the old one aside and the new one in its place.
+        final = folder / replaced.name.removeprefix(".").removesuffix(".replaced")
+        if not final.exists():
+            replaced.rename(final)
+    found = ((_NAME.fullmatch(path.name), path) for path in folder.glob("step-*") if path.is_dir())
+    # Eight digits sort as text; from step 100,000,000 on there are nine.
+    return [path for _, path in sorted((int(name[1]), path) for name, path in found if name is not None)]
+
+
+def verify(path: Path) -> None:
+    """Raise CheckpointError unless every file is byte for byte what was written."""
+    try:
+        lines = (path / SUMS).read_text().splitlines()
+        expected = {name: digest for digest, name in (line.split("  ", 1) for line in lines)}
+    except (OSError, ValueError) as error:
+        raise CheckpointError(f"{path} is no checkpoint: its {SUMS} cannot be read ({error})") from error
+    missing = {WEIGHTS, OPTIMIZER, STATE} - set(expected)
+    if missing:
+        raise CheckpointError(f"{path} is no whole checkpoint: {SUMS} does not list {', '.join(sorted(missing))}")
+    for name, digest in expected.items():
+        file = path / Path(name).name
+        if not file.is_file():
+            raise CheckpointError(f"{path} is damaged: {name} is missing")
+        if _sha256(file) != digest:
+            raise CheckpointError(f"{path} is damaged: {name} is not what was written (SHA-256 differs)")
+
+
+def read_state(path: Path) -> State:
+    """The JSON part of a checkpoint that was verified, with all that was added to it."""
+    where = path / STATE
+    values = _VALUES.read(where)
+    version = _VERSION.convert(values, where)
+    if version.format > FORMAT:
+        raise CheckpointError(
+            f"{path} has format {version.format} and this evenstep reads up to {FORMAT}; "
+            f"it was written by evenstep {shorten(version.evenstep)}: upgrade to load it"
+        )
+    so_far = _STATE.convert(values, where).get("so_far")
+    return cast(State, {**values, "so_far": so_far})
+
+
+def start_of(resume: str | None) -> tuple[int, int]:
+    """(step, position) from which a run goes on: those of a checkpoint; a new run, or a file of weights, has (0, 0)."""
+    if resume is None or os.path.isfile(resume):
+        return 0, 0
+    state = read_state(Path(resume))
+    return state["step"], state["loader"]["position"]
+
+
+def check_same_order(path: Path, state: State, seed: int, num_samples: int | None, order: str) -> None:
+    """Raise CheckpointError where the position of a checkpoint would mean other samples than it did."""
+    before = state["loader"]["num_samples"]
+    # Before orders had names, long ones were shuffled in another way.
+    unnamed = "shuffled" if before is None or before <= SORTED_UP_TO else "shuffled by an older evenstep"
+    other_order = state["loader"].get("order", unnamed)
+    problem = None
+    if before != num_samples:
+        problem = f"was trained on {before} samples and the data now has {num_samples}"
+    elif state["seed"] != seed:
+        problem = f"was trained with seed {state['seed']} and the seed is now {seed}"
+    elif other_order != order:
+        problem = f"took its samples in another order ({other_order}) than the one now asked for ({order})"
+    if problem is not None:
+        raise CheckpointError(
+            f"{path} {problem}: going on would repeat some samples and miss others.\n"
+            f"Give it what it had, or start anew from its weights: --resume {path / WEIGHTS}"
+        )
+
+
+def find(where: str) -> tuple[Path, list[str]]:
+    """The newest whole checkpoint of a run folder (or the checkpoint itself), verified, and warnings about others."""
+    path = Path(where)
+    if not os.path.exists(path):
+        raise CheckpointError(f"{where} does not exist; give a run folder, such as runs/2026-11-15-digits-ddp")
+    if (path / SUMS).exists() or (path / STATE).exists():
+        verify(path)
+        return path.resolve(), []
+    candidates = whole(path / FOLDER) or whole(path)
+    if not candidates:
+        raise CheckpointError(f"{where} holds no checkpoint; one is written at the end of every epoch")
+    warnings = []
+    for candidate in reversed(candidates):
+        try:
+            verify(candidate)
+            read_state(candidate)
+        except CheckpointError as error:
+            warnings.append(f"{error}; using the one before it")
+            continue
+        return candidate.resolve(), warnings
+    raise CheckpointError(f"no whole checkpoint in {where}; {warnings[0].removesuffix('; using the one before it')}")
+
+
+def tensor_table(path: Path) -> dict[str, tuple[str, list[int]]]:
+    """Names, types and shapes of a safetensors file, from its header alone."""
+    try:
+        with safe_open(path, framework="numpy") as file:
+            parts = {name: file.get_slice(name) for name in file.keys()}  # noqa: SIM118  (it is no dict)
+            return {name: (part.get_dtype(), part.get_shape()) for name, part in parts.items()}
+    except (OSError, SafetensorError) as error:
+        raise CheckpointError(f"{shorten(str(path))} is no safetensors file ({shorten(str(error))})") from error
+
+
+def _sha256(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def _flush(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

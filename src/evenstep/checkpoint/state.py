@@ -1,0 +1,298 @@
+"""Whole tensors under the user's own names: out of any strategy, and into any other."""
+
+from __future__ import annotations
+
+import re
+import sys
+from collections.abc import Iterator, Mapping
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+from typing_extensions import TypeIs
+
+from evenstep.checkpoint.files import OptimizerState
+from evenstep.errors import CheckpointError, shorten
+
+if TYPE_CHECKING:
+    from torch.distributed.tensor import DTensor
+
+Tensors = dict[str, torch.Tensor]
+Shape = tuple[int, ...]
+_WRAPPERS = ("_orig_mod.", "_fsdp_wrapped_module.", "_checkpoint_wrapped_module.")
+
+
+def is_sharded(tensor: torch.Tensor) -> TypeIs[DTensor]:
+    """Whether a tensor is spread over ranks; asked without importing what only fsdp imports."""
+    tensors = sys.modules.get("torch.distributed.tensor")
+    return tensors is not None and isinstance(tensor, tensors.DTensor)
+
+
+def whole(tensor: torch.Tensor, keep: bool) -> torch.Tensor | None:
+    """A copy on the CPU, put together from all ranks; where `keep` is false this only takes part."""
+    if is_sharded(tensor):
+        tensor = tensor.full_tensor()
+    # A copy even on the CPU: parts of one buffer cannot be written as tensors of their own.
+    return tensor.detach().to("cpu", copy=True).contiguous() if keep else None
+
+
+def weights(module: nn.Module, keep: bool) -> Tensors:
+    """Parameters and buffers by name; all ranks call this, the one with `keep` gets them."""
+    taken = {name: whole(value, keep) for name, value in _tensors(module)}
+    return {name: value for name, value in taken.items() if value is not None}
+
+
+def _tensors(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    return ((name, value) for name, value in module.state_dict().items() if isinstance(value, torch.Tensor))
+
+
+@torch.no_grad()
+def load_weights(module: nn.Module, loaded: Mapping[str, torch.Tensor], source: str) -> str | None:
+    """Copy `loaded` into the model; what was stripped from its names, in words. A partial match is refused."""
+    own = dict(_tensors(module))
+    found, stripped = _matching(loaded, own, source)
+    for name, target in own.items():
+        target.copy_(placed_like(found[name], target))
+    return stripped
+
+
+def check_foreign(module: nn.Module, path: str, allow_pickle: bool) -> None:
+    """Refuse a file of weights that would not load into `module`; nothing is changed."""
+    _matching(read_foreign(path, allow_pickle), dict(_tensors(module)), path)
+
+
+def _matching(loaded: Mapping[str, torch.Tensor], own: Tensors, source: str) -> tuple[Tensors, str | None]:
+    found, stripped = _matching_names(loaded, own)
+    refuse_difference(_shapes(own), _shapes(found), source)
+    return found, stripped
+
+
+def _shapes(tensors: Mapping[str, torch.Tensor]) -> dict[str, Shape]:
+    return {name: tuple(tensor.shape) for name, tensor in tensors.items()}
+
+
+def _matching_names(loaded: Mapping[str, torch.Tensor], own: Mapping[str, Any]) -> tuple[Tensors, str | None]:
+    if set(loaded) == set(own):
+        return dict(loaded), None
+    bare = {}
+    removed: set[str] = set()
+    for name, value in loaded.items():
+        for wrapper in _WRAPPERS:
+            if wrapper in name:
+                removed.add(wrapper)
+                name = name.replace(wrapper, "")
+        while name.startswith("module.") and name not in own:
+            removed.add("module.")
+            name = name.removeprefix("module.")
+        bare[name] = value
+    said = (
+        f"stripped {' and '.join(repr(prefix) for prefix in sorted(removed))} from parameter names" if removed else None
+    )
+    return bare, said
+
+
+def refuse_difference(own: Mapping[str, Shape], found: Mapping[str, Shape], source: str) -> None:
+    """Raise CheckpointError with the first differing names and shapes, if any differ."""
+    missing = [name for name in own if name not in found]
+    extra = [name for name in found if name not in own]
+    shapes = [
+        f"{name} is {found[name]} there and {own[name]} here"
+        for name in own
+        if name in found and found[name] != own[name]
+    ]
+    problems = [f"it lacks {_first(missing)}"] * bool(missing)
+    problems += [f"it has {_first(extra)}, unknown here"] * bool(extra)
+    problems += [_first(shapes)] * bool(shapes)
+    if problems:
+        raise CheckpointError(
+            f"{source} is from another model: {'; '.join(problems)}.\n"
+            "Nothing was loaded; it goes with the task that wrote it."
+        )
+
+
+def _first(names: list[str], most: int = 3) -> str:
+    return ", ".join(names[:most]) + (f" and {len(names) - most} more" if len(names) > most else "")
+
+
+def placed_like(tensor: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+    """`tensor` in the way `target` lies on the devices; every rank cuts out its own slice."""
+    if not is_sharded(target):
+        return tensor
+    from torch.distributed.tensor import distribute_tensor
+
+    local = tensor.to(target.device)
+    return distribute_tensor(local, target.device_mesh, target.placements, src_data_rank=None)
+
+
+def optimizer_state(module: nn.Module, optimizer: torch.optim.Optimizer, keep: bool) -> tuple[Tensors, dict[str, Any]]:
+    """Optimizer state as ("parameter/state" tensors, JSON values); all ranks call this."""
+    names = {id(weight): name for name, weight in module.named_parameters()}
+    tensors: Tensors = {}
+    values: dict[str, dict[str, Any]] = {}
+    for group in optimizer.param_groups:
+        for weight in group["params"]:
+            name = names[id(weight)]
+            for key, value in optimizer.state.get(weight, {}).items():
+                if isinstance(value, torch.Tensor):
+                    full = whole(value, keep)
+                    if full is not None:
+                        tensors[f"{name}/{key}"] = full
+                else:
+                    values.setdefault(name, {})[key] = value
+    groups = [
+        {
+            **{key: _plain(value) for key, value in group.items() if key not in ("params", "param_names")},
+            "params": [names[id(weight)] for weight in group["params"]],
+        }
+        for group in optimizer.param_groups
+    ]
+    return tensors, {"class": type(optimizer).__name__, "values": values, "groups": groups}
+
+
+def load_optimizer_state(
+    module: nn.Module, optimizer: torch.optim.Optimizer, tensors: Mapping[str, torch.Tensor], saved: OptimizerState
+) -> None:
+    """Put back what `optimizer_state` took, by parameter name."""
+    names = {id(weight): name for name, weight in module.named_parameters()}
+    if saved["class"] != type(optimizer).__name__:
+        raise CheckpointError(
+            f"the checkpoint was trained with {saved['class']} and the optimizer is now {type(optimizer).__name__};\n"
+            "to go on with another optimizer, start from weights.safetensors alone"
+        )
+    own = [[names[id(weight)] for weight in group["params"]] for group in optimizer.param_groups]
+    if [set(group["params"]) for group in saved["groups"]] != [set(group) for group in own]:
+        raise CheckpointError(
+            f"the checkpoint's optimizer has {len(saved['groups'])} groups of parameters that are not this task's; "
+            "to train these weights with another optimizer, resume from weights.safetensors alone"
+        )
+    by_parameter: dict[str, dict[str, Any]] = {name: dict(state) for name, state in saved["values"].items()}
+    for key, tensor in tensors.items():
+        name, _, kind = key.rpartition("/")
+        by_parameter.setdefault(name, {})[kind] = tensor
+    weights_by_name = dict(module.named_parameters())
+    unknown = [name for name in by_parameter if name not in weights_by_name]
+    if unknown:
+        raise CheckpointError(f"the checkpoint's optimizer has {shorten(_first(unknown))}, unknown here")
+    order = [name for group in own for name in group]
+    for name, state in by_parameter.items():
+        weight = weights_by_name[name]
+        for kind, value in state.items():
+            if isinstance(value, torch.Tensor) and value.shape == weight.shape and value.ndim:
+                state[kind] = placed_like(value, weight)
+    groups = []
+    start = 0
+    for group, saved_group, group_names in zip(optimizer.param_groups, saved["groups"], own, strict=True):
+        options = {key: _typed(value, group.get(key)) for key, value in saved_group.items() if key != "params"}
+        # How the update is computed is this run's own choice; it may lie on other devices than those that saved.
+        options |= {key: group[key] for key in HOW if key in group}
+        groups.append({**options, "params": list(range(start, start + len(group_names)))})
+        start += len(group_names)
+    state_by_index = {index: by_parameter[name] for index, name in enumerate(order) if name in by_parameter}
+    optimizer.load_state_dict({"state": state_by_index, "param_groups": groups})
+    for name, state in by_parameter.items():
+        _keep_scalars(optimizer.state[weights_by_name[name]], state)
+
+
+def _keep_scalars(state: dict[str, Any], saved: Mapping[str, Any]) -> None:
+    """torch casts what it loads to the parameter's dtype; a scalar, such as NAdam's mu_product, has one of its own."""
+    for key, value in saved.items():
+        if isinstance(value, torch.Tensor) and not value.ndim and state[key].dtype is not value.dtype:
+            state[key] = value.to(state[key].device)
+
+
+HOW = ("foreach", "fused", "capturable")
+COMPARED = {"lr": "learning rate", "weight_decay": "weight decay"}
+"""Options that a task may be given anew, and what they are called."""
+
+
+def unused_options(optimizer: torch.optim.Optimizer, saved: Mapping[str, Any], resets_lr: bool) -> list[str]:
+    """What the optimizer was made with and a checkpoint has another value of, in words; to be asked before loading.
+
+    Other options than these are not compared: schedulers and optimizers change them as they go.
+    """
+    said = []
+    made = saved.get("made_with") or [{} for _ in saved["groups"]]
+    for key, name in COMPARED.items():
+        groups = zip(saved["groups"], made, optimizer.param_groups, strict=False)
+        pairs = [_before_schedules(*both, key) for both in groups]
+        other = next((pair for pair in pairs if pair[0] != pair[1]), None)
+        if other is not None and not (resets_lr and key == "lr"):
+            said.append(
+                f"the {name} of the checkpoint goes on, {other[0]}; "
+                f"the one of this task's optimizer, {other[1]}, is not used"
+            )
+    return said
+
+
+def made_with(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
+    """Of each group, the options that are compared when a run goes on; asked before the first step."""
+    return [{key: _plain(group[key]) for key in COMPARED if key in group} for group in optimizer.param_groups]
+
+
+def _before_schedules(
+    saved: Mapping[str, Any], made: Mapping[str, Any], own: Mapping[str, Any], key: str
+) -> tuple[Any, Any]:
+    """An option of a group in the checkpoint and in the optimizer as it was made: what a scheduler started from."""
+    initial = f"initial_{key}"
+    if initial in saved and initial in own:
+        key = initial
+    elif initial not in saved and initial not in own:
+        # ReduceLROnPlateau, and a loop that sets the rate by itself, leave no initial value behind.
+        saved = {**saved, **made}
+    return _plain(saved.get(key)), _plain(own.get(key))
+
+
+def _plain(value: Any) -> Any:
+    return value.item() if isinstance(value, torch.Tensor) else value
+
+
+def _typed(value: Any, now: Any) -> Any:
+    """JSON knows no tuples: AdamW's betas come back as a list. A tensor learning rate stays one."""
+    if isinstance(now, tuple):
+        return tuple(value)
+    return torch.tensor(value, dtype=now.dtype, device=now.device) if isinstance(now, torch.Tensor) else value
+
+
+def _looks_like_torch_save(path: str) -> bool:
+    try:
+        with open(path, "rb") as file:
+            return file.read(4).startswith((b"PK\x03\x04", b"\x80"))
+    except OSError:
+        return False
+
+
+def _in_short(error: Exception) -> str:
+    first_line, *_ = str(error).splitlines() or [""]
+    return f"{type(error).__name__}: {first_line[:100]}".rstrip(": ")
+
+
+def read_foreign(path: str, allow_pickle: bool) -> Tensors:
+    """Weights from a file that others made: safetensors, or torch.save with nothing but tensors in it."""
+    try:
+        if path.endswith(".safetensors"):
+            from safetensors.torch import load_file
+
+            return load_file(path)
+        loaded = torch.load(path, map_location="cpu", weights_only=not allow_pickle)
+    except Exception as error:
+        if (
+            not allow_pickle
+            and _looks_like_torch_save(path)
+            and re.search("weights_only|Unsupported|UnpicklingError", f"{type(error).__name__} {error}")
+        ):
+            raise CheckpointError(
+                f"{path} holds Python objects, which can run code when loaded. Ask for a .safetensors file, "
+                "or, if you trust it, add --allow-pickle"
+            ) from None
+        raise CheckpointError(
+            f"{path} is no weights file ({_in_short(error)}); "
+            "give a .safetensors file, or one of torch.save(model.state_dict(), ...)"
+        ) from error
+    if isinstance(loaded, nn.Module):
+        loaded = loaded.state_dict()
+    for key in ("state_dict", "model_state_dict", "model"):
+        if isinstance(loaded, Mapping) and isinstance(loaded.get(key), Mapping):
+            loaded = loaded[key]
+    if not isinstance(loaded, Mapping) or not all(isinstance(value, torch.Tensor) for value in loaded.values()):
+        raise CheckpointError(f"{path} holds no table of tensors; save it with torch.save(model.state_dict(), ...)")
+    return dict(loaded)

@@ -1,0 +1,104 @@
+"""`evenstep audit` and `evenstep checkpoint`: looking at what a run has left."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from evenstep.cli.app import app, checkpoint_app
+from evenstep.errors import EvenstepError
+
+if TYPE_CHECKING:
+    from evenstep.audit import Audit
+
+AUDIT_EXAMPLES = """
+[bold]Examples[/bold]
+
+evenstep train digits --audit --name mine
+
+evenstep audit runs/mine
+
+evenstep audit runs/mine runs/mine-resumed runs/mine-resumed-again
+"""
+SHOWN_PROBLEMS = 10
+
+
+@app.command(epilog=AUDIT_EXAMPLES)
+def audit(
+    runs: Annotated[
+        list[Path],
+        typer.Argument(metavar="RUN", help="A run trained with --audit; or it and those resumed from it."),
+    ],
+    as_json: Annotated[bool, typer.Option("--json", help="Print as one line of JSON.")] = False,
+) -> None:
+    """Count the samples that a training repeated or missed, interrupted or not; exit code 1 if there are any."""
+    from evenstep.audit import audit as read_and_count
+
+    found = read_and_count(runs)
+    if as_json:
+        print(json.dumps(found.to_json()))
+    else:
+        _show_audit(found)
+    if not found.is_clean:
+        raise typer.Exit(EvenstepError.exit_code)
+
+
+def _show_audit(found: Audit) -> None:
+    from evenstep.report.progress import without_control
+
+    lines = [(found.sentence(), "bold")]
+    if found.redone:
+        lines.append((f"{found.redone} more were lost when a run was cut off, and done again", "dim"))
+    lines += [(problem, "red") for problem in found.problems[:SHOWN_PROBLEMS]]
+    if found.num_problems > SHOWN_PROBLEMS:
+        lines.append((f"and {found.num_problems - SHOWN_PROBLEMS} problems more", "red"))
+    console = Console(highlight=False, emoji=False, soft_wrap=True)
+    for line, style in lines:
+        console.print(without_control(line), style=style, markup=False)
+
+
+@checkpoint_app.command()
+def inspect(
+    path: Annotated[Path, typer.Argument(help="A run folder or a checkpoint.")],
+    as_json: Annotated[bool, typer.Option("--json", help="Print as one line of JSON.")] = False,
+) -> None:
+    """Show what a checkpoint holds, after checking that it is whole."""
+    from evenstep.checkpoint import files
+    from evenstep.report.terminal import plain
+
+    found, warnings = files.find(str(path))
+    state = files.read_state(found)
+    tensors = files.tensor_table(found / files.WEIGHTS)
+    facts: dict[str, Any] = {
+        "checkpoint": str(found),
+        "step": state["step"],
+        "samples_seen": state["loader"]["position"],
+        "samples_an_epoch": state["loader"]["num_samples"],
+        "valid": state.get("valid", {}),
+        "strategy": (state.get("plan") or {}).get("strategy"),
+        "evenstep": state["evenstep"],
+        "torch": state["torch"],
+        "whole": True,
+    }
+    if as_json:
+        weights = {name: {"dtype": dtype, "shape": shape} for name, (dtype, shape) in tensors.items()}
+        print(json.dumps({**facts, "warnings": warnings, "weights": weights}))
+        return
+    console = Console(highlight=False, emoji=False)
+    for warning in warnings:
+        console.print(warning, style="yellow", markup=False)
+    for key, value in facts.items():
+        shown = ", ".join(f"{name} {number:.4f}" for name, number in value.items()) if key == "valid" else value
+        console.print(f"{key.replace('_', ' '):<18} {shown or '-'}", markup=False, soft_wrap=True)
+    table = Table(box=None, pad_edge=False, header_style="bold")
+    for column in ("weight", "type", "shape"):
+        table.add_column(column)
+    for name, (dtype, shape) in tensors.items():
+        table.add_row(plain(name), plain(dtype), " x ".join(map(str, shape)) or "one number")
+    console.print()
+    console.print(table)

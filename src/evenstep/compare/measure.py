@@ -1,0 +1,225 @@
+"""One block of a comparison: warm-up, steps as they are, without input, with their parts, and without communication.
+
+Some steps of a training and nothing else: no evaluation, no checkpoint.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+from itertools import repeat
+from pathlib import Path
+from statistics import fmean, median
+
+import torch
+
+from evenstep.data.loader import Batch
+from evenstep.errors import Preempted
+from evenstep.plan import Plan
+from evenstep.profiling.spans import HOST, Noted, Tap, spans_of, timeline, usual_parts, usual_seconds
+from evenstep.record import Measurement, Step
+from evenstep.task import Task
+from evenstep.training.loop import train
+from evenstep.training.step import Eager, Stepper
+from evenstep.training.team import Team
+from evenstep.training.trainer import Event, Job, perform
+
+SHOWN_STEPS = 3
+"""Timed steps of which the whole timeline is kept."""
+SETTLING_STEPS = 2
+"""After a change: DDP's hook, say, is new to it."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Block:
+    """How many steps of each kind."""
+
+    warm_up: int
+    steps: int
+    special: int
+    """Steps without input, with their parts timed, and without communication: so many of each."""
+
+    @property
+    def plan_steps(self) -> int:
+        """All that a scheduler will count; those without input use up no data."""
+        return self.warm_up + self.steps + 3 * self.special + 2 * SETTLING_STEPS
+
+
+def measure(plan: Plan, task: Task, run_folder: Path, **block: int) -> Iterator[Event]:
+    """What a worker of a comparison does instead of training: `plan.steps` is the block's `plan_steps`."""
+    return perform(plan, task, run_folder, make=partial(Measuring, Block(**block)))
+
+
+class Measuring(Job):
+    """A training, held to the clock."""
+
+    def __init__(self, block: Block, plan: Plan, task: Task, run_folder: Path, team: Team) -> None:
+        super().__init__(plan, task, run_folder, team)
+        self.block = block
+        self._steps = train(self.run, self.stepper, plan, self._peak_bytes)
+        self._repeated: Batch | None = None
+
+    def _stepper(self) -> Stepper:
+        # Parts are told apart in plain steps alone, and are to be parts of what is measured.
+        return Eager(self._recipe())
+
+    def events(self) -> Iterator[Event]:
+        """Steps of the training itself, and what was measured."""
+        first_step_at = 0.0
+        for _ in range(self.block.warm_up):
+            step = self._next()
+            first_step_at = first_step_at or time.time()
+            yield step
+        taken, seconds = [], []
+        self._together()
+        began = time.perf_counter()
+        for _ in range(self.block.steps):
+            before = time.perf_counter()
+            step = self._next()
+            seconds.append(time.perf_counter() - before)
+            self._keep_whole_batch()
+            taken.append(step)
+            # What becomes of a step is a part of every training.
+            yield step
+        self._wait_for_devices(seconds)
+        whole_seconds = time.perf_counter() - began
+        peaks = {name: size for of_rank in self.team.world.gather(self._peak_bytes()) for name, size in of_rank.items()}
+        without_input = self._without_input()
+        ranks, sent_bytes = self._timed()
+        first = self.run.step - len(ranks[0].steps)
+        without_communication = self._without_communication(sent_bytes)
+        shown = range(len(ranks[0].steps))[-SHOWN_STEPS:]
+        yield from (timeline(ranks, index, first + index + 1) for index in shown)
+        yield Measurement(
+            first_step_at=first_step_at,
+            samples=sum(step.samples for step in taken),
+            seconds=whole_seconds,
+            step_seconds=seconds,
+            timed_seconds=usual_seconds(ranks),
+            parts=self._with_hidden(usual_parts(ranks), without_communication),
+            without_input_seconds=without_input,
+            without_communication_seconds=without_communication,
+            sent_bytes=sent_bytes,
+            peak_bytes=peaks,
+        )
+
+    def _next(self, steps: Iterator[tuple[Step, list[int]]] | None = None) -> Step:
+        step, _ = next(steps or self._steps)
+        if self.team.requests.stop:
+            raise Preempted("asked to stop")
+        return step
+
+    def _keep_whole_batch(self) -> None:
+        """The last one that is whole: that of an epoch's end may hold a few samples only."""
+        batch = self.team.last_batch
+        if self._repeated is None or (batch is not None and batch.num_samples >= self._repeated.num_samples):
+            self._repeated = batch
+
+    def _together(self) -> None:
+        """Wait for the devices, which the host runs ahead of, and for the other ranks."""
+        self._wait_for_devices()
+        self.team.world.barrier()
+
+    def _wait_for_devices(self, seconds: list[float] | None = None) -> None:
+        """What the host had run ahead counts to its last step."""
+        began = time.perf_counter()
+        for device in self.team.world.devices:
+            if device.type == "cuda":
+                torch.cuda.synchronize(device)
+        if seconds:
+            seconds[-1] += time.perf_counter() - began
+
+    def _without_input(self) -> float:
+        """Seconds of a step on a batch that is there already."""
+        assert self._repeated is not None
+        return self._usual(train(self.run, self.stepper, self.plan, self._peak_bytes, repeat(self._repeated)))
+
+    def _timed(self) -> tuple[list[Noted], int]:
+        """What every rank noted of some steps, and the bytes that each sent in one of them."""
+        tap, heartbeat = self.team.world.tap, self.team.world.heartbeat
+        self.team.tell(self._model, tap)
+        for _ in range(SETTLING_STEPS):
+            self._next()
+        self._together()
+        tap.open(heartbeat, self.team.world.devices)
+        for _ in range(self.block.special):
+            self._next()
+        tap.mark("end")
+        tap.close(heartbeat)
+        self._together()
+        ranks = [Noted.from_json(values) for values in self.team.world.gather(noted(tap).to_json())]
+        return ranks, round(tap.sent_bytes / self.block.special)
+
+    def _without_communication(self, sent_bytes: int) -> float | None:
+        """Seconds of a step after which nothing is sent; None where nothing ever is."""
+        tap = self.team.world.tap
+        if not sent_bytes:
+            return None
+        tap.is_muted = True
+        try:
+            for _ in range(SETTLING_STEPS):
+                self._next()
+            return self._usual(self._steps)
+        finally:
+            tap.is_muted = False
+
+    def _usual(self, steps: Iterator[tuple[Step, list[int]]]) -> float:
+        """Seconds of a usual step, the mean of all ranks."""
+        seconds = []
+        self._together()
+        for _ in range(self.block.special):
+            began = time.perf_counter()
+            self._next(steps)
+            seconds.append(time.perf_counter() - began)
+        self._wait_for_devices(seconds)
+        return fmean(self.team.world.gather(usual(seconds, self.team.world.device.type)))
+
+    def _with_hidden(self, parts: dict[str, float], without_communication: float | None) -> dict[str, float]:
+        """On a card, fsdp's collectives are waited for by the card itself: what they cost is what the step saves
+        without them, and it is taken from forward and backward."""
+        if without_communication is None or parts["communication"] or self.team.world.device.type != "cuda":
+            return parts
+        computing = parts["forward"] + parts["backward"]
+        exposed = min(computing, max(0.0, sum(parts.values()) - without_communication))
+        left = 1 - exposed / (computing or 1.0)
+        return {
+            **parts,
+            "forward": parts["forward"] * left,
+            "backward": parts["backward"] * left,
+            "communication": exposed,
+        }
+
+
+def usual(seconds: Sequence[float], kind: str) -> float:
+    """Seconds of a usual step. On a card the host's times of single steps mean little; together they are right."""
+    return fmean(seconds) if kind == "cuda" else median(seconds)
+
+
+def noted(tap: Tap) -> Noted:
+    """A tap's marks and travels in seconds; the devices must have come past them all."""
+    marks: dict[str, list[tuple[str, float]]] = {}
+    for mark in tap.marks:
+        marks.setdefault(mark.lane, []).append((mark.name, tap.seconds(mark.moment)))
+    lanes = {name: spans_of(of_lane) for name, of_lane in marks.items()}
+    network = [(one.name, tap.seconds(one.begin), tap.seconds(one.end)) for one in tap.travels]
+    host = lanes.pop(HOST, [])
+    return Noted(host, dict(sorted(lanes.items())), network)
+
+
+def trial(plan: Plan, task: Task, run_folder: Path) -> Iterator[Event]:
+    """What a worker does to see how fast a plan is: the plan's steps, as a training takes them."""
+    return perform(plan, task, run_folder, make=Trial)
+
+
+class Trial(Job):
+    """The steps alone."""
+
+    def events(self) -> Iterator[Event]:
+        """Each step; a wish to stop ends it, with nothing to save."""
+        for step, _ in train(self.run, self.stepper, self.plan, self._peak_bytes, waits_at=self._waits_at):
+            yield from self._said()
+            yield step
+            if self.team.requests.stop:
+                raise Preempted("asked to stop")

@@ -1,0 +1,144 @@
+"""This machine: its devices, its threads, its versions, and the memory that was used.
+
+Which stream of a card a training runs on.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import platform
+import resource
+import sys
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import psutil
+import torch
+
+import evenstep
+from evenstep.distributed.cgroups import own_quota
+from evenstep.distributed.process import RankVariables, asked_threads
+from evenstep.errors import PlanError
+from evenstep.plan import check_device_names
+from evenstep.schema import read_variables
+
+if TYPE_CHECKING:
+    from evenstep.distributed.world import World
+
+MOST_PROCESSES_PER_CORE = 8
+
+
+def available_devices(rank: tuple[int, int, int]) -> list[str]:
+    """A device for each process of this machine: cards if there are enough, else the CPU."""
+    num = read_variables(RankVariables, os.environ).LOCAL_WORLD_SIZE
+    return list(choose_devices(num or rank[1]))
+
+
+def choose_devices(count: int) -> tuple[str, ...]:
+    """`count` devices of the best kind that this machine has."""
+    if count < 1:
+        raise PlanError(f"{count} devices were asked for; give 1 or more, or a list such as cpu,cpu")
+    gpus = torch.cuda.device_count()
+    if gpus:
+        if count > gpus:
+            raise PlanError(
+                f"{count} devices were asked for and this machine has {gpus} CUDA card{'s' * (gpus > 1)}; "
+                f"use --devices {gpus}, or name them: --devices {','.join(['cpu'] * min(count, 4))}"
+            )
+        return tuple(f"cuda:{index}" for index in range(count))
+    if count == 1 and torch.backends.mps.is_available():
+        return ("mps",)
+    _refuse_too_many(count)
+    return ("cpu",) * count
+
+
+def check_devices(devices: Sequence[str]) -> None:
+    """Refuse devices that this machine does not have."""
+    check_device_names(devices)
+    gpus = torch.cuda.device_count()
+    for name in devices:
+        if name.startswith("cuda") and int(name.partition(":")[2] or 0) >= gpus:
+            have = f"cuda:0 to cuda:{gpus - 1}" if gpus > 1 else "cuda:0" if gpus else "no CUDA card"
+            raise PlanError(f"device {name} does not exist: this machine has {have}; on the CPU use --devices cpu")
+        if name == "mps" and not torch.backends.mps.is_available():
+            raise PlanError("device mps does not exist here; use --devices cpu")
+    _refuse_too_many(list(devices).count("cpu"))
+
+
+def _refuse_too_many(count: int) -> None:
+    most = MOST_PROCESSES_PER_CORE * num_cores()
+    if count > most:
+        raise PlanError(
+            f"{count} CPU devices on {num_cores()} cores; {most} is the most that makes sense: use --devices {most}"
+        )
+
+
+def num_cores() -> int:
+    """Cores whose time this process gets: what affinity and the quota of its control group both allow."""
+    return usable_cores(own_quota())
+
+
+def usable_cores(quota: float | None) -> int:
+    """The same, for a quota of so many cores' time (None: no limit); part of a core is one that computes at times."""
+    allowed = cores_by_affinity()
+    return allowed if quota is None else max(1, min(allowed, math.ceil(quota)))
+
+
+def cores_by_affinity() -> int:
+    """Cores on which this process may run, for however short a time."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def share_threads(threads: int | None, devices: Sequence[str]) -> int:
+    """Threads for one process (or replica), so that those of one machine do not fight for its cores."""
+    return threads or asked_threads() or max(1, num_cores() // len(devices))
+
+
+def facts() -> dict[str, Any]:
+    """Versions and hardware, to stand beside every number; no host name, no user, no environment."""
+    return {
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "evenstep": evenstep.__version__,
+        "system": f"{platform.system()} {platform.machine()}",
+        "cores": num_cores(),
+        "memory_bytes": psutil.virtual_memory().total,
+        "cuda": torch.version.cuda if torch.cuda.is_available() else None,
+        "cards": [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())],
+        "threads": torch.get_num_threads(),
+    }
+
+
+def peak_bytes(world: World) -> dict[str, int]:
+    """Peak memory of this process's devices: what torch allocated on a card, the whole process on the CPU."""
+    return {
+        f"rank{world.rank} {device}": torch.cuda.memory_stats_as_nested_dict(device)["allocated_bytes"]["all"]["peak"]
+        if device.type == "cuda"
+        else _peak_process()
+        for device in (*world.devices, *world.lent)
+    }
+
+
+def _peak_process() -> int:
+    unit = 1 if sys.platform == "darwin" else 1024
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
+
+
+def leave_default_stream(device: torch.device) -> None:
+    """Go on, in this thread, on a stream of its own: the default one cannot be recorded as a graph.
+
+    DDP's nodes belong to the stream on which it is made, and cuBLAS keeps a workspace for each: it is one and the same.
+    """
+    if device.type == "cuda" and torch.cuda.current_stream(device) == torch.cuda.default_stream(device):
+        stream = torch.cuda.Stream(device)
+        stream.wait_stream(torch.cuda.default_stream(device))
+        torch.cuda.set_stream(stream)
+
+
+def return_to_default_stream(device: torch.device) -> None:
+    """Go on, in this thread, where others expect it to be."""
+    if device.type == "cuda":
+        stream = torch.cuda.default_stream(device)
+        stream.wait_stream(torch.cuda.current_stream(device))
+        torch.cuda.set_stream(stream)

@@ -1,0 +1,235 @@
+"""The life of a process that the launcher started: tied to it, found by its name, ended at once. Imports no torch.
+
+A process's stacks, written by C when a signal comes: no lock of the interpreter is needed for it.
+
+What a script finds in a copy of the fork server: a process that looks as if Python had just been started.
+
+All that is private to CPython's multiprocessing is here, as seen in 3.11 to 3.13.
+"""
+
+from __future__ import annotations
+
+import atexit
+import ctypes
+import faulthandler
+import io
+import logging
+import multiprocessing
+import os
+import re
+import signal
+import sys
+import weakref
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from importlib.machinery import SourceFileLoader
+from multiprocessing import forkserver, process, resource_tracker, util
+from pathlib import Path
+from types import ModuleType
+from typing import IO, Any, TextIO
+
+from evenstep.errors import BadInput
+from evenstep.schema import Natural, Positive, read_variables
+
+STACKS_SIGNAL: int = getattr(signal, "SIGRTMIN", signal.SIGUSR2) + (8 if hasattr(signal, "SIGRTMIN") else 0)
+"""One that nobody else is likely to use."""
+_open_files: list[IO[str]] = []
+
+
+@contextmanager
+def stacks_left_in(path: Path) -> Iterator[None]:
+    """Write the stacks there when asked to, for as long as the block lasts; copies of this process do so, too."""
+    with path.open("a") as file:
+        faulthandler.register(STACKS_SIGNAL, file=file, all_threads=True)
+        try:
+            yield
+        finally:
+            faulthandler.unregister(STACKS_SIGNAL)
+
+
+def leave_stacks(folder: Path, rank: int) -> None:
+    """Write the stacks when asked to, and when the process dies of a signal such as SIGSEGV."""
+    asked = (folder / f"rank{rank}.stacks").open("a")
+    crashed = (folder / f"rank{rank}.crash").open("a")
+    faulthandler.register(STACKS_SIGNAL, file=asked, all_threads=True)
+    # All threads: one of gloo's, in C++ alone, may end the process while the main one waits in the user's line.
+    faulthandler.enable(file=crashed, all_threads=True)
+    # faulthandler knows them by number alone.
+    _open_files.extend([asked, crashed])
+
+
+_MainProcess: Any = type(multiprocessing.current_process())
+"""Found while this is one: CPython deletes the name of the class."""
+
+
+def leave_server() -> None:
+    """Forget the fork server: a child of its is no main process, starts its own children by it and holds its pipes."""
+    if multiprocessing.parent_process() is None:
+        return
+    # What still refers to one of these is in frames of the engine that are never returned to.
+    for descriptor in map(int, os.listdir("/dev/fd")):
+        if descriptor > 2:
+            with suppress(OSError):
+                os.close(descriptor)
+    process._parent_process = None  # type: ignore[attr-defined]
+    process._current_process = _MainProcess()  # type: ignore[attr-defined]
+    multiprocessing.set_start_method(None, force=True)
+    # Their functions are bound to these very objects.
+    vars(forkserver._forkserver).update(vars(forkserver.ForkServer()))
+    vars(resource_tracker._resource_tracker).update(vars(resource_tracker.ResourceTracker()))
+    sys.stdin = sys.__stdin__ = _opened_stdin()  # type: ignore[assignment, misc]
+    _seed_again()
+
+
+def _seed_again() -> None:
+    """Python's own generator is seeded again after a fork; of the others', every rank would draw the same."""
+    if "numpy.random" in sys.modules:
+        sys.modules["numpy.random"].seed()
+    if "torch" in sys.modules:
+        sys.modules["torch"].default_generator.seed()
+
+
+def _opened_stdin() -> TextIO | None:
+    first = sys.__stdin__
+    if first is None:
+        return None
+    stdin = open(0, encoding=first.encoding, errors=first.errors, closefd=False)  # noqa: SIM115
+    stdin.buffer.raw.name = "<stdin>"  # type: ignore[attr-defined]
+    return stdin
+
+
+def open_output() -> None:
+    """stdout and stderr, unbuffered: torchrun starts `python -u`. A notebook's streams are not even files."""
+    for number, name in ((1, "stdout"), (2, "stderr")):
+        first = getattr(sys, f"__{name}__")
+        raw = open(number, "wb", buffering=0, closefd=False)  # noqa: SIM115
+        raw.name = f"<{name}>"
+        encoding, errors = (first.encoding, first.errors) if first is not None else ("utf-8", "backslashreplace")
+        stream = io.TextIOWrapper(raw, encoding, errors, newline="\n", write_through=True)
+        stream.mode = "w"  # type: ignore[misc]
+        setattr(sys, name, stream)
+        setattr(sys, f"__{name}__", stream)
+
+
+def new_main(path: str) -> ModuleType:
+    """An empty `__main__` for the script at this path, with what pickle and multiprocessing look for in it."""
+    main = ModuleType("__main__")
+    whole = os.path.abspath(path)
+    builtins = sys.modules["builtins"]
+    found = {"__file__": whole, "__loader__": SourceFileLoader("__main__", whole), "__builtins__": builtins}
+    vars(main).update(found, __cached__=None, __annotations__={})
+    # The second is what a child that was spawned calls it.
+    sys.modules["__main__"] = sys.modules["__mp_main__"] = main
+    return main
+
+
+def tidy_up_at_exit() -> None:
+    """Have Python end children and write out logs after all that the script registers, as if imported before it."""
+    atexit.register(logging.shutdown)
+    atexit.register(util._exit_function)  # type: ignore[attr-defined]
+
+
+OWN_LOGS = "EVENSTEP_OWN_LOGS"
+"""Set for a copy of another process, which opens its logs itself."""
+LAUNCHER = "EVENSTEP_LAUNCHER"
+"""Set while the launcher starts its fork server: whose death is to be the server's."""
+HELD_BACK = (signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP)
+"""Signals that the fork server keeps for its copies until they have said what they mean."""
+PARENT = "EVENSTEP_PARENT"
+"""The process id of whoever started a worker: the launcher, or its fork server."""
+
+
+@dataclass(frozen=True)
+class RankVariables:
+    """What torchrun and our launcher tell a process; a process alone has none of it."""
+
+    RANK: Natural = 0
+    WORLD_SIZE: Positive = 1
+    LOCAL_RANK: Natural = 0
+    LOCAL_WORLD_SIZE: Positive | None = None
+
+
+def read_rank(environment: Mapping[str, str] = os.environ) -> tuple[int, int, int]:
+    """(rank, size, local rank) of this process; (0, 1, 0) for a process alone."""
+    given = read_variables(RankVariables, environment)
+    if given.RANK >= given.WORLD_SIZE:
+        raise BadInput(
+            f"the variable RANK is {given.RANK} and WORLD_SIZE is {given.WORLD_SIZE}: ranks go from 0 to "
+            f"{given.WORLD_SIZE - 1}; unset both, or start this with evenstep run or torchrun"
+        )
+    return given.RANK, given.WORLD_SIZE, given.LOCAL_RANK
+
+
+def asked_threads(environment: Mapping[str, str] = os.environ) -> int | None:
+    """What OMP_NUM_THREADS says; None where it says nothing, or a list for nested regions, which torch does not use."""
+    asked = environment.get("OMP_NUM_THREADS", "")
+    return int(asked) or None if re.fullmatch("[0-9]{1,5}", asked) else None
+
+
+def begin(logs: str) -> None:
+    """Tie this process to the launcher, name it, and have it leave its stacks when it is asked for them."""
+    # Taken out: what the user's code starts has another parent.
+    parent = os.environ.pop(PARENT, None)
+    if parent:
+        end_with(int(parent))
+    take_threads()
+    # What a copied process has registered is its original's to do: removing temporary folders, say.
+    atexit._clear()
+    weakref.finalize._registry.clear()  # type: ignore[attr-defined]
+    weakref.finalize._registered_with_atexit = False  # type: ignore[attr-defined]
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    rank, _, _ = read_rank()
+    call_process(f"evenstep-rank{rank}")
+    leave_stacks(Path(logs), rank)
+    if os.environ.pop(OWN_LOGS, None):
+        for stream, name in ((1, "out"), (2, "err")):
+            file = os.open(Path(logs) / f"rank{rank}.{name}", os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+            os.dup2(file, stream)
+            os.close(file)
+    open_output()
+
+
+def take_threads() -> None:
+    """Compute with as many threads as OMP_NUM_THREADS says: it may have been set after torch was imported."""
+    torch, num = sys.modules.get("torch"), asked_threads()
+    if torch is not None and num not in (None, torch.get_num_threads()):
+        torch.set_num_threads(num)
+
+
+def take_signals() -> None:
+    """Let signals come that were held back until now."""
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, HELD_BACK)
+
+
+def end(exit_code: int) -> None:
+    """End this process at once.
+
+    Taking the interpreter apart in order would wait for ranks that wait for this one.
+    """
+    atexit._run_exitfuncs()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(exit_code)
+
+
+def end_with(parent: int) -> None:
+    """Ask Linux to kill this process when its parent dies, however it dies; elsewhere, see that it is still there."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None, use_errno=True).prctl(1, signal.SIGKILL)  # 1: PR_SET_PDEATHSIG
+    if os.getppid() != parent:
+        os._exit(1)  # it was gone before this process could ask to go with it
+
+
+def signal_name(number: int) -> str:
+    """`SIGKILL`; of a signal that Python has no name for, its number."""
+    try:
+        return signal.Signals(number).name
+    except ValueError:
+        return f"signal {number}"
+
+
+def call_process(name: str) -> None:
+    """The name that `top` and `ps` show; up to 15 letters."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None, use_errno=True).prctl(15, name.encode())  # 15: PR_SET_NAME

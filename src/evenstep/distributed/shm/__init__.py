@@ -1,0 +1,1 @@
+"""Collectives between the processes of one machine, through shared memory."""

@@ -1,0 +1,127 @@
+"""All checks of one machine, in the order in which they are read."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Generator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from evenstep.doctor import environment, gpus, limits, network
+from evenstep.doctor.bandwidth import Pair, schedule, try_pairs
+from evenstep.doctor.environment import variables
+from evenstep.doctor.finding import Check, Finding, worst
+from evenstep.doctor.remedies import Patience, Reference, Trial, judge, rate_in_words
+
+
+@dataclass
+class Visit:
+    """One visit of the doctor's to this machine: what is measured early is what later numbers stand beside."""
+
+    environment: Mapping[str, str]
+    patience: Patience = field(default_factory=Patience)
+    loopback: network.Loopback | None = None
+    gpu_facts: Mapping[str, Finding] = field(default_factory=dict)
+    copies: Mapping[tuple[str, str], float] = field(default_factory=dict)
+
+    def checks(self) -> list[Check]:
+        """What will be looked at."""
+        num_gpus = gpus.num_gpus()
+        nvml = gpus.open_driver()
+        static = [
+            _one("python", environment.python),
+            _one("torch", lambda: environment.torch_build(num_gpus)),
+            _one("back ends", lambda: environment.back_ends(num_gpus)),
+            Check("driver", lambda: gpus.driver(nvml, self.environment)),
+            *([Check("cards", lambda: self._gpus(nvml), is_trial=True)] if num_gpus else []),
+            _one("cores", limits.cores),
+            _one("threads", lambda: limits.threads(self.environment)),
+            _one("memory", limits.memory),
+            _one("shared memory", limits.shared_memory),
+            _one("open files", limits.open_files),
+            *([_one("locked memory", limits.locked_memory)] if num_gpus else []),
+            Check("loopback", self._loopback),
+            _one("ports", network.ports),
+            _one("host name", network.host_name),
+            Check("environment", lambda: variables(self.environment)),
+        ]
+        return [*static, *(self._pairs(pairs) for pairs in schedule(num_gpus))]
+
+    def _gpus(self, nvml: Any) -> list[Finding]:
+        found = gpus.look_at_gpus(nvml, self.patience.allowed(gpus.LOOK_SECONDS))
+        self.gpu_facts = {one.name: one for one in found}
+        seconds = self.patience.allowed(gpus.LOOK_SECONDS)
+        # To a card that does not compute nothing can be copied either, and the pairs need the time.
+        if seconds and worst(found) != "bad":
+            self.copies = gpus.copies_between_gpus(seconds)
+        return found
+
+    def _loopback(self) -> list[Finding]:
+        finding, self.loopback = network.loopback()
+        return [finding]
+
+    def _pairs(self, pairs: Sequence[Pair]) -> Check:
+        def look() -> list[Finding]:
+            trials = try_pairs(pairs, self.environment, self.patience)
+            return [judge(trial, self._reference(pair, trial)) for pair, trial in zip(pairs, trials, strict=True)]
+
+        return Check(f"all-reduce: {'; '.join(pair.name for pair in pairs)}", look, is_trial=True)
+
+    def _reference(self, pair: Pair, trial: Trial) -> Reference:
+        """What this pair should give, and how that is known."""
+        if pair.back_end == "nccl":
+            return self._gpu_reference(pair.devices)
+        if self.loopback is None:
+            return Reference()
+        words = f"a plain socket: {rate_in_words(self.loopback.bytes_per_second)}"
+        if trial.ended.returned and pair.devices[0] == "cpu":
+            words += f", a copy in memory: {rate_in_words(trial.ended.returned[0]['copy_bytes_per_second'])}"
+        return Reference(words, self.loopback.bytes_per_second, self.loopback.latency_seconds)
+
+    def _gpu_reference(self, devices: tuple[str, ...]) -> Reference:
+        if len(devices) < 2:
+            return Reference()
+        copied = self.copies.get((devices[0], devices[1]))
+        link = self.gpu_facts[devices[0]].numbers.get("nvlink_bytes_per_second") if self.gpu_facts else None
+        words = f"a plain copy: {rate_in_words(copied)}" if copied else ""
+        if isinstance(link, float):
+            words += f"{', ' * bool(words)}NVLink, nominal: {rate_in_words(link)}"
+        return Reference(words, copied)
+
+
+def _one(name: str, look: Callable[[], Finding]) -> Check:
+    return Check(name, lambda: [look()])
+
+
+@dataclass(frozen=True)
+class Looking:
+    """What is looked at now."""
+
+    name: str
+    number: int
+    total: int
+    is_trial: bool
+
+
+@dataclass(frozen=True)
+class Report:
+    """All that was found, and how long it took."""
+
+    findings: tuple[Finding, ...]
+    seconds: float
+    is_first: bool = True
+    """Whether this is the machine that speaks for all."""
+
+
+Examination = Generator[Looking | Report, None, None]
+
+
+def examine(environment: Mapping[str, str]) -> Examination:
+    """Look at everything; says what comes next, and at last the report."""
+    began = time.monotonic()
+    checks = Visit(environment).checks()
+    found: list[Finding] = []
+    for number, check in enumerate(checks, 1):
+        yield Looking(check.name, number, len(checks), check.is_trial)
+        found += check.findings()
+    yield Report(tuple(found), time.monotonic() - began)

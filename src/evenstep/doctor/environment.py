@@ -1,0 +1,229 @@
+"""Python, torch, and the back ends that this torch was built with.
+
+Environment variables that change how a training runs: which are set, and which should not be.
+"""
+
+from __future__ import annotations
+
+import platform
+import re
+import sys
+from collections.abc import Callable, Mapping, Sequence, Set
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from evenstep.doctor.finding import Finding, Number, Status
+from evenstep.doctor.gpus import num_gpus
+from evenstep.doctor.network import NAME_SECONDS, interfaces, resolve
+
+OLDEST_PYTHON = (3, 11)
+OLDEST_TORCH = (2, 11)
+NVIDIA_DEVICES = Path("/dev")
+
+
+def python() -> Finding:
+    """Its version, and where it is."""
+    numbers: dict[str, Number] = {"python": platform.python_version(), "system": platform.system()}
+    said = f"{platform.python_version()} on {platform.system()} {platform.machine()}"
+    if sys.version_info < OLDEST_PYTHON:
+        return Finding("python", "bad", said, "evenstep needs Python 3.11 or newer", numbers)
+    return Finding("python", "good", said, numbers=numbers)
+
+
+def torch_build(num_gpus: int, devices: Path = NVIDIA_DEVICES) -> Finding:
+    """Its version, and whether it can use the cards of this machine."""
+    built = (
+        f"CUDA {torch.version.cuda}" if torch.version.cuda else f"ROCm {torch.version.hip}" * bool(torch.version.hip)
+    )
+    numbers: dict[str, Number] = {
+        "torch": torch.__version__,
+        "cuda": torch.version.cuda,
+        "hip": torch.version.hip,
+        "cudnn": torch.backends.cudnn.version(),
+        "cards": num_gpus,
+    }
+    parts = [torch.__version__, f"built for {built or 'the CPU alone'}"]
+    if numbers["cudnn"]:
+        parts.append(f"cuDNN {numbers['cudnn']}")
+    present = num_gpus_present(devices)
+    said, advice = ", ".join(parts), ""
+    if present and not built:
+        advice = f"{present} NVIDIA card{'s' * (present > 1)} cannot be used: install a torch that is built for CUDA"
+    elif tuple(int(part) for part in torch.__version__.split(".")[:2]) < OLDEST_TORCH:
+        advice = f"install torch {OLDEST_TORCH[0]}.{OLDEST_TORCH[1]} or newer"
+    return Finding("torch", "bad" if advice else "good", said, advice, numbers)
+
+
+def num_gpus_present(devices: Path = NVIDIA_DEVICES) -> int:
+    """NVIDIA cards that the system knows, whether torch sees them or not."""
+    return len(list(devices.glob("nvidia[0-9]*")))
+
+
+def back_ends(num_gpus: int) -> Finding:
+    """What ranks can speak through."""
+    there = {"gloo": dist.is_gloo_available(), "nccl": dist.is_nccl_available(), "mpi": dist.is_mpi_available()}
+    version = _nccl_version() if there["nccl"] else None
+    numbers: dict[str, Number] = {**there, "nccl_version": version}
+    names = [f"nccl {version}" if name == "nccl" else name for name, is_there in there.items() if is_there]
+    said = f"{', '.join(names) or 'none'}; not {_listed([name for name, is_there in there.items() if not is_there])}"
+    said = said.removesuffix("; not ")
+    if not there["gloo"]:
+        return Finding("back ends", "bad", said, "install a torch with gloo: the one from PyPI has it", numbers)
+    if num_gpus > 1 and not there["nccl"]:
+        advice = "cards would speak through the host: install a torch that is built for CUDA, with NCCL"
+        return Finding("back ends", "warn", said, advice, numbers)
+    return Finding("back ends", "good", said, numbers=numbers)
+
+
+def _nccl_version() -> str:
+    version = torch.cuda.nccl.version()
+    return ".".join(map(str, version)) if isinstance(version, tuple) else str(version)
+
+
+def _listed(names: Sequence[str]) -> str:
+    return ", ".join(names)
+
+
+LISTED = re.compile(
+    r"(NCCL|GLOO|TORCH|TORCHELASTIC|TORCHDYNAMO|TORCHINDUCTOR|PYTORCH|CUDA|CUBLAS|CUDNN|OMP|MKL|KMP|GOMP|EVENSTEP|UCX|FI|TP)_"
+    r"|(MASTER_ADDR|MASTER_PORT|RANK|WORLD_SIZE|LOCAL_RANK|LOCAL_WORLD_SIZE|USE_LIBUV|LD_PRELOAD)$"
+)
+SECRET = re.compile(r"TOKEN|SECRET|KEY|PASS|CREDENTIAL", re.IGNORECASE)
+MOST_LETTERS = 60
+OWN = {("TORCH_CPP_LOG_LEVEL", "ERROR")}
+"""Set by evenstep itself, for runs on many machines."""
+ON = ("1", "true", "yes", "on", "y", "t")
+RANK_NAMES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
+
+
+@dataclass(frozen=True)
+class Judgement:
+    """What is wrong with one variable."""
+
+    status: Status
+    said: str
+    advice: str
+
+
+Judge = Callable[[str], Judgement | None]
+
+
+def variables(environment: Mapping[str, str]) -> list[Finding]:
+    """One finding for each variable that is wrong or slow, and one that lists all others."""
+    found = {name: value for name, value in sorted(environment.items()) if LISTED.match(name)}
+    found = {name: value for name, value in found.items() if (name, value) not in OWN}
+    judged = {name: JUDGES[name](value) for name, value in found.items() if name in JUDGES}
+    wrong = {name: judgement for name, judgement in judged.items() if judgement is not None}
+    rest = [f"{name}={shown(name, value)}" for name, value in found.items() if name not in wrong]
+    said = (
+        f"set: {', '.join(rest)}" if rest else "nothing else is set that changes a run" if wrong else "nothing is set"
+    )
+    listed = Finding("environment", "good", said, numbers={name: shown(name, value) for name, value in found.items()})
+    return [
+        *(
+            Finding(name, one.status, f"{shown(name, found[name])}: {one.said}", one.advice)
+            for name, one in wrong.items()
+        ),
+        *left_ranks(environment),
+        listed,
+    ]
+
+
+def shown(name: str, value: str) -> str:
+    """A value that may be printed: short, and nothing that its name says is a secret."""
+    if SECRET.search(name):
+        return "(not shown)"
+    return value or "''" if len(value) <= MOST_LETTERS else f"{value[: MOST_LETTERS - 3]}..."
+
+
+def left_ranks(environment: Mapping[str, str]) -> list[Finding]:
+    """Ranks that someone exported by hand: a training started here would believe them."""
+    size = environment.get("WORLD_SIZE", "1")
+    if not size.isdecimal() or len(size) > 9 or int(size) <= 1 or "SLURM_JOB_ID" in environment:
+        return []
+    names = [name for name in RANK_NAMES if name in environment]
+    said = f"WORLD_SIZE={size} is set in this shell: what is started here takes itself for one of {size} processes"
+    return [Finding("ranks", "warn", said, f"unset {' '.join(names)}")]
+
+
+def missing_interfaces(text: str, present: Set[str], is_nccl: bool) -> list[str]:
+    """The names in a list of interfaces that none here bears; NCCL takes beginnings of names, `=` exact ones."""
+    if is_nccl and text.startswith("^"):
+        return []
+    is_exact = not is_nccl or text.startswith("=")
+    names = [name for name in text.removeprefix("=" if is_nccl else "").split(",") if name]
+    return [name for name in names if not _is_there(name.split(":")[0], present, is_exact)]
+
+
+def _is_there(name: str, present: Set[str], is_exact: bool) -> bool:
+    return name in present if is_exact else any(one.startswith(name) for one in present)
+
+
+def _interface(name: str) -> Judge:
+    def judge(value: str) -> Judgement | None:
+        missing = missing_interfaces(value, interfaces(), is_nccl=name.startswith("NCCL"))
+        if not missing:
+            return None
+        said = f"no interface {', '.join(missing)} here; there are {', '.join(sorted(interfaces()))}"
+        return Judgement("bad", said, f"unset {name}, or name one that is there")
+
+    return judge
+
+
+def _if_on(status: Status, said: str, advice: str) -> Judge:
+    return lambda value: Judgement(status, said, advice) if value.strip().lower() in ON else None
+
+
+def _if_in(values: tuple[str, ...], said: str, advice: str) -> Judge:
+    return lambda value: Judgement("warn", said, advice) if value.strip().upper() in values else None
+
+
+def _address(value: str) -> Judgement | None:
+    try:
+        resolve(value, NAME_SECONDS)
+    except OSError as error:
+        return Judgement("warn", f"not known here ({error.strerror or error})", "unset MASTER_ADDR, or correct it")
+    return None
+
+
+def _visible_gpus(value: str) -> Judgement | None:
+    named = [name for name in value.split(",") if name.strip()]
+    if not num_gpus_present():
+        return None
+    if not named or named[0].strip() in ("-1", "NoDevFiles"):
+        return Judgement("warn", "it hides every card", "unset CUDA_VISIBLE_DEVICES to use cards")
+    if num_gpus() < len(named):
+        said = f"{len(named)} named, and torch sees {num_gpus()}: it stops at the first that is not there"
+        return Judgement("warn", said, "name cards that nvidia-smi -L lists, or unset CUDA_VISIBLE_DEVICES")
+    return None
+
+
+_DETOUR = "left over from a search for a fault? unset {0}, unless the pairs below fail without it"
+JUDGES: Mapping[str, Judge] = {
+    "CUDA_LAUNCH_BLOCKING": _if_on("warn", "every kernel is waited for: slow", "unset CUDA_LAUNCH_BLOCKING"),
+    "CUDA_VISIBLE_DEVICES": _visible_gpus,
+    "GLOO_SOCKET_IFNAME": _interface("GLOO_SOCKET_IFNAME"),
+    "MASTER_ADDR": _address,
+    "NCCL_DEBUG": _if_in(("INFO", "TRACE"), "NCCL prints much", "unset NCCL_DEBUG, or set it to WARN"),
+    "NCCL_IB_DISABLE": _if_on("warn", "InfiniBand is not used", _DETOUR.format("NCCL_IB_DISABLE")),
+    "NCCL_P2P_DISABLE": _if_on("warn", "cards speak through the host", _DETOUR.format("NCCL_P2P_DISABLE")),
+    "NCCL_SHM_DISABLE": _if_on("warn", "cards speak through sockets", _DETOUR.format("NCCL_SHM_DISABLE")),
+    "NCCL_SOCKET_IFNAME": _interface("NCCL_SOCKET_IFNAME"),
+    "PYTORCH_NO_CUDA_MEMORY_CACHING": _if_on(
+        "warn", "every tensor asks the driver for memory: slow", "unset PYTORCH_NO_CUDA_MEMORY_CACHING"
+    ),
+    "TORCH_DISTRIBUTED_DEBUG": _if_in(
+        ("DETAIL",), "every collective is compared between ranks: slow", "unset TORCH_DISTRIBUTED_DEBUG"
+    ),
+    "TORCH_NCCL_ASYNC_ERROR_HANDLING": lambda value: (
+        Judgement("warn", "ranks wait for ever for one that failed", "unset TORCH_NCCL_ASYNC_ERROR_HANDLING")
+        if value.strip() == "0"
+        else None
+    ),
+    "TORCH_NCCL_BLOCKING_WAIT": _if_on(
+        "warn", "backward waits for every all-reduce: slow", "unset TORCH_NCCL_BLOCKING_WAIT"
+    ),
+}

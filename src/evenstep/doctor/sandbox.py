@@ -1,0 +1,154 @@
+"""Something tried out in a few real processes, which may fail, hang or crash: they are killed, and this one goes on."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import time
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from evenstep.distributed.process import begin, end, read_rank, take_signals
+from evenstep.distributed.temporary import live_folder
+from evenstep.distributed.world import stay_in_group
+from evenstep.launcher.failure import cause
+from evenstep.launcher.processes import RankLogs, Start, Workers, workers
+from evenstep.launcher.rendezvous.local import OneMachine
+from evenstep.worker.main import write_report
+
+Settings = Mapping[str, str | None]
+"""Environment variables for a trial; None: it is not set."""
+MOST_LETTERS = 300
+ENFORCED = re.compile(r"\[(enforce fail at )?/[^]]*\]\s*(ifa != nullptr\. )?")
+"""Where in gloo's sources it noticed: no help to a reader here."""
+
+
+@dataclass(frozen=True)
+class Job:
+    """A function of ours, to be called in `num` processes of one group; what it returns is plain values."""
+
+    function: Callable[..., Mapping[str, Any]]
+    arguments: tuple[Any, ...] = ()
+    num: int = 2
+    seconds: float = 15.0
+    """After which it counts as hanging."""
+    settings: Settings = field(default_factory=dict)
+    environments: Sequence[Mapping[str, str]] = ()
+    """How each process finds the others; by itself, through a file on this machine."""
+
+
+@dataclass(frozen=True)
+class Ended:
+    """How the processes of a job ended."""
+
+    returned: tuple[Mapping[str, Any], ...] = ()
+    """What each of them returned, if all did."""
+    why: str = ""
+    """The first cause, if it failed."""
+    is_late: bool = False
+    """Whether it was killed because nothing came of it in time."""
+
+    @property
+    def is_well(self) -> bool:
+        return not self.why
+
+
+def try_out(job: Job) -> Ended:
+    """Do one job."""
+    return try_together([job])[0]
+
+
+def try_together(jobs: Sequence[Job]) -> list[Ended]:
+    """Do several jobs at the same time; no process is left when this returns, or is interrupted."""
+    with ExitStack() as stack:
+        attempts = [_Attempt(job, stack) for job in jobs]
+        # All are asked each time: one that waits has a deadline of its own.
+        while [attempt for attempt in attempts if attempt.goes_on()]:
+            pass
+        return [attempt.ended() for attempt in attempts]
+
+
+class _Attempt:
+    """The processes of one job, from their start to what came of them."""
+
+    def __init__(self, job: Job, stack: ExitStack) -> None:
+        self._job = job
+        self._folder = stack.enter_context(live_folder())
+        self._meeting = OneMachine()
+        stack.callback(self._meeting.close)
+        own = self._meeting.gather(job.num, 1).environments(job.num, {"OMP_NUM_THREADS": "1"})
+        environments = [dict(one) for one in job.environments or own]
+        self._ranks = [int(one["RANK"]) for one in environments]
+        order = (str(self._folder), job.function, job.arguments, dict(job.settings))
+        start = Start(perform, order, environments, RankLogs(self._folder, self._ranks[0]))
+        self._workers: Workers = stack.enter_context(workers(start))
+        self._deadline = time.monotonic() + job.seconds
+        self._is_late = self._is_over = False
+
+    def goes_on(self) -> bool:
+        """Whether it is still at work; waits a moment."""
+        # Never asked again once it is over: those that were killed then would be taken for the cause.
+        self._is_over = self._is_over or not self._workers.poll()
+        if not self._is_over and time.monotonic() > self._deadline:
+            self._is_over = self._is_late = True
+            self._workers.kill()
+        return not self._is_over
+
+    def ended(self) -> Ended:
+        """What came of it."""
+        if self._is_late:
+            return Ended(why=f"nothing came of it within {self._job.seconds:.0f} s", is_late=True)
+        failed = self._workers.failed
+        if failed:
+            return Ended(why=why_failed(self._folder, {self._ranks[local]: code for local, code in failed.items()}))
+        files = [self._folder / f"returned-{local}.json" for local in range(self._job.num)]
+        if not all(file.exists() for file in files):
+            return Ended(why="a process ended, with exit code 0, before it was done")
+        return Ended(tuple(json.loads(file.read_text()) for file in files))
+
+
+def why_failed(logs: Path, failed: Mapping[int, int]) -> str:
+    """The first cause in one line: what a process reported, or how it ended if it could not."""
+    found = cause(logs, failed, {})
+    is_reported = any(logs.glob("rank*.error.json"))
+    said = [line for line in found.details if not line.startswith("  ")] if is_reported else []
+    return shortened("\n".join(said or [found.headline]))
+
+
+def shortened(message: str) -> str:
+    """An error of torch's in a line: NCCL says what happened at its very end, others at the beginning."""
+    _, _, last = message.partition("Last error:")
+    line = (ENFORCED.sub("", last or message).strip() or "no reason given").splitlines()[0]
+    return line if len(line) <= MOST_LETTERS else f"{line[: MOST_LETTERS - 3]}..."
+
+
+def perform(logs: str, function: Callable[..., Mapping[str, Any]], arguments: tuple[Any, ...], given: Settings) -> None:
+    """The life of one of these processes."""
+    begin(logs)
+    take_signals()
+    # Ctrl-C reaches every process of a terminal; the doctor alone decides what it means.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    apply(given)
+    rank, _, local = read_rank()
+    try:
+        returned = json.dumps(dict(function(*arguments)))
+        Path(logs, f"returned-{local}.json").write_text(returned)
+    except BaseException as error:
+        stay_in_group()
+        write_report(Path(logs), rank, error)
+        end(1)
+    end(0)
+
+
+def apply(settings: Settings) -> None:
+    """Set these variables in this process, and take those away that are None."""
+    for name, value in settings.items():
+        if value is None:
+            os.environ.pop(name, None)
+        else:
+            os.environ[name] = value

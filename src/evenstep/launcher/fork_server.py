@@ -1,0 +1,207 @@
+"""A process with torch imported, from which workers are copied: the second that an import takes is spent once.
+
+It is Python's own fork server. It is started before the launcher imports torch itself, so that both imports go on at
+the same time, and a run that goes on after a crash finds it still there.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+import types
+import warnings
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+
+from evenstep.distributed.process import LAUNCHER, signal_name
+from evenstep.distributed.temporary import make_socket_folder
+from evenstep.errors import WorkerFailed
+from evenstep.launcher.rendezvous.auth import held_back
+
+PRELOADED = ("evenstep.worker.preload",)
+FOR_FSDP = ("torch.distributed.fsdp", "torch.distributed.device_mesh", "torch.distributed.tensor")
+DYING_SECONDS = 1.0
+"""How long after its pipes are closed a killed process may take to be seen dead."""
+SEVERAL = ("--devices", "--strategy", "--restarts", "--machines", "--resume", "--plan")
+DEVICES = ("--devices", "--nproc-per-node", "--nproc_per_node")
+NO_VALUE = ("-m", "--module", "--fresh", "--standalone")
+"""Options of `run` that no value follows."""
+
+
+def start_server(more: Sequence[str] = ()) -> None:
+    """Start the server, or find it running."""
+    # Imported here: --help need not wait for it.
+    import multiprocessing
+    from multiprocessing import forkserver
+
+    make_socket_folder()
+    multiprocessing.set_forkserver_preload([*PRELOADED, *more])
+    keep_tracker()
+    with _tied(), no_main():
+        forkserver.ensure_running()
+
+
+@contextmanager
+def _tied() -> Iterator[None]:
+    """A server that is started meanwhile ends when this process does, and does not know the token."""
+    os.environ[LAUNCHER] = str(os.getpid())
+    try:
+        with held_back():
+            yield
+    finally:
+        del os.environ[LAUNCHER]
+
+
+def keep_tracker(starts: bool = True) -> None:
+    """Start Python's tracker of semaphores, or another one if it was killed; not `starts`: only in place of another.
+
+    It tidies up after killed processes. It would complain of that after our last word; and the one that replaces it
+    does so, with a traceback each, of every semaphore that the first one knew.
+    """
+    if not starts and "multiprocessing.resource_tracker" not in sys.modules:
+        return
+    from multiprocessing import resource_tracker
+
+    if not starts and resource_tracker._resource_tracker._fd is None:  # type: ignore[attr-defined]
+        return
+    warnings.filterwarnings("ignore", "resource_tracker: process died unexpectedly")
+    before = os.environ.get("PYTHONWARNINGS")
+    os.environ["PYTHONWARNINGS"] = "ignore"
+    try:
+        with _stderr_closed():
+            resource_tracker.ensure_running()
+    finally:
+        del os.environ["PYTHONWARNINGS"]
+        if before is not None:
+            os.environ["PYTHONWARNINGS"] = before
+
+
+@contextmanager
+def _stderr_closed() -> Iterator[None]:
+    """What is started meanwhile has nobody to complain to."""
+    try:
+        kept = os.dup(2)
+    except OSError:  # there is none
+        yield
+        return
+    nowhere = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(nowhere, 2)
+    try:
+        yield
+    finally:
+        os.dup2(kept, 2)
+        os.close(kept)
+        os.close(nowhere)
+
+
+def start_server_for(arguments: Sequence[str]) -> None:
+    """Start the server if a command line looks as if processes will be started; if it errs, little is lost."""
+    command, *rest = [*arguments, ""]
+    names = [word.partition("=")[0] for word in rest]
+    if "--help" in names or not hasattr(os, "fork") or sys.platform != "linux":
+        return
+    if "--machines" in names or "SLURM_STEP_ID" in os.environ:
+        # Read when torch is loaded: without it, c10d says in every process that names cannot be looked up.
+        os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
+    if command in ("verify", "compare"):
+        start_server(FOR_FSDP)
+    is_spread = command == "train" and ("SLURM_STEP_ID" in os.environ or any(name in SEVERAL for name in names))
+    if command == "run":
+        # In this process too: OpenMP, MKL and OpenBLAS read it once, when the server loads them.
+        os.environ.update(threads_for_script(_num_processes(rest)))
+    if is_spread or (command == "run" and "--fresh" not in names):
+        start_server(FOR_FSDP if "fsdp" in " ".join(rest) else ())
+
+
+def threads_for_script(num: int) -> dict[str, str]:
+    """What torchrun tells `num` processes of one machine about threads, where the user has said nothing."""
+    return {"OMP_NUM_THREADS": "1"} if num > 1 and "OMP_NUM_THREADS" not in os.environ else {}
+
+
+def _num_processes(words: Sequence[str]) -> int:
+    """What `--devices` before the script says; 1 if that cannot be seen."""
+    before = ""
+    for word in words:
+        name, _, value = word.partition("=")
+        if before in DEVICES:
+            name, value = before, word
+        elif not word.startswith("-") and (not before.startswith("--") or before in NO_VALUE):
+            return 1
+        if name in DEVICES and value:
+            # Longer ones are refused later, in words; int() would raise here.
+            return int(value) if value.isdecimal() and len(value) < 10 else 1
+        before = word
+    return 1
+
+
+@contextmanager
+def copying() -> Iterator[int]:
+    """The server's process id, while workers are copied from it; if that fails, none of them is left."""
+    import multiprocessing
+
+    start_server()
+    pid, before = _server_pid(), multiprocessing.active_children()
+    try:
+        with _tied(), no_main():
+            yield pid
+        if _server_pid() != pid:
+            # multiprocessing has put another one in its place, whose copies would not know their parent.
+            raise EOFError
+    except (OSError, EOFError, multiprocessing.ProcessError) as error:
+        for process in multiprocessing.active_children():
+            if process not in before:
+                process.kill()
+        raise WorkerFailed(_why_not_copied(pid, error)) from error
+
+
+def _why_not_copied(pid: int, error: Exception) -> str:
+    if _server_pid() != pid:
+        return lost(None)
+    exit_code = server_end(pid, DYING_SECONDS)
+    return f"the ranks could not be started: {error}" if exit_code is None else lost(exit_code)
+
+
+def _server_pid() -> int:
+    from multiprocessing import forkserver
+
+    pid: int = forkserver._forkserver._forkserver_pid  # type: ignore[attr-defined]
+    return pid
+
+
+def server_end(pid: int, seconds: float) -> int | None:
+    """The exit code of a server that ended, as subprocess gives them; None if it does not within so many seconds.
+
+    It stays to be waited for: multiprocessing starts another one when it finds it dead.
+    """
+    deadline = time.monotonic() + seconds
+    while hasattr(os, "waitid"):
+        try:
+            ended = os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+        except ChildProcessError:
+            return None  # somebody else has waited for it
+        if ended is not None:
+            return ended.si_status if ended.si_code == os.CLD_EXITED else -ended.si_status
+        if time.monotonic() > deadline:
+            break
+        time.sleep(0.01)
+    return None
+
+
+def lost(exit_code: int | None) -> str:
+    """What is said of a server that ended; its exit code is not always known."""
+    how = "has ended" if exit_code is None else f"ended with exit code {exit_code}"
+    if exit_code is not None and exit_code < 0:
+        how = f"was ended by {signal_name(-exit_code)}"
+    return f"the fork server, which all ranks are copied from, {how}"
+
+
+@contextmanager
+def no_main() -> Iterator[None]:
+    """Hide the program that is running: multiprocessing would run it again in every worker."""
+    main = sys.modules["__main__"]
+    sys.modules["__main__"] = types.ModuleType("__main__")
+    try:
+        yield
+    finally:
+        sys.modules["__main__"] = main

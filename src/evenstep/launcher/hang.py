@@ -1,0 +1,498 @@
+"""A hang explains itself: who the others wait for, at which line, and what every rank was doing.
+
+Nothing needs to be set beforehand. Every rank leaves its step and phase in shared memory, and has asked C (not Python)
+to write its stacks when a certain signal comes; so this works for a process that is stopped, and for one whose
+interpreter lock is held.
+
+A training in this very process, with someone to notice when it no longer moves.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import signal
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
+from itertools import takewhile
+from pathlib import Path
+
+import psutil
+
+from evenstep.distributed.heartbeat import BACKWARD, EVALUATING, INPUT, Heartbeats, HeartbeatState, make_heartbeats
+from evenstep.distributed.heartbeat import UNTIMED as UNTIMED_PHASES
+from evenstep.distributed.process import STACKS_SIGNAL, stacks_left_in
+from evenstep.distributed.temporary import live_folder, remove_own_folders
+from evenstep.distributed.world import HEARTBEATS
+from evenstep.errors import Stalled
+from evenstep.launcher.logs import ranks_in_words
+from evenstep.launcher.processes import send, send_to_main_thread
+from evenstep.task import is_users
+from evenstep.worker import user_program
+
+LEAST_SECONDS = 120.0
+FIRST_SECONDS = 600.0
+UNTIMED_SECONDS = 1800.0
+TIMES_THE_LONGEST = 20
+SHOWN_FRAMES = 6
+SAMPLES = 5
+MOST_ASKED = 8
+"""Loader workers of a rank that are asked for their stacks; each takes a tenth of a second."""
+LONGEST_LOOK_SECONDS = 1.0
+_DUMP_SECONDS = 1.0
+_FRAME = re.compile(r'  File "(?P<file>.*)", line (?P<line>\d+) in (?P<name>.*)')
+
+
+class StallWatch:
+    """Tells when nothing has moved for too long.
+
+    Without a limit of the user's, 20 times the longest pause so far, and never less than two minutes: long enough for
+    whatever is only slow.
+    """
+
+    def __init__(
+        self,
+        heartbeats: Heartbeats,
+        limit: float | None,
+        stacks: Callable[[], str | None] | None = None,
+        least: float = LEAST_SECONDS,
+    ) -> None:
+        self._heartbeats = heartbeats
+        self._limit = limit
+        self._stacks = stacks
+        self._least = least
+        self._first_step = 0
+        """The one with which this attempt began, which may be any."""
+        self._looked = time.monotonic()
+        self._seen: str | None = None
+        self._counts: list[int] = []
+        self._moved = self._watched = time.monotonic()
+        self._longest = 0.0
+
+    def seconds_still(self) -> float | None:
+        """For how long nothing has moved, if that is too long."""
+        heartbeats = self._heartbeats.read()
+        counts = [beat.count for beat in heartbeats]
+        now = time.monotonic()
+        # Who was stopped as well, by Ctrl-Z or with the whole machine, has not watched: that time does not count.
+        self._moved += max(0.0, now - self._watched - LONGEST_LOOK_SECONDS)
+        self._watched = now
+        if counts != self._counts:
+            self._first_step = self._first_step or max(beat.step for beat in heartbeats)
+            if self._is_under_way(heartbeats):
+                self._longest = max(self._longest, now - self._moved)
+            self._counts, self._moved = counts, now
+            return None
+        if not any(counts):
+            self._look_at_stacks(now, self.limit(heartbeats))
+        still = now - self._moved
+        return still if still > self.limit(heartbeats) else None
+
+    def watch_again(self) -> None:
+        """Judge from now on: who is left alone is not asked for stacks at every look."""
+        self._moved = time.monotonic()
+
+    def _is_under_way(self, heartbeats: Sequence[HeartbeatState]) -> bool:
+        """Whether the first step is done, in which compilers and connections are set up."""
+        return 0 < self._first_step < max(beat.step for beat in heartbeats)
+
+    def _look_at_stacks(self, now: float, limit: float) -> None:
+        """Programs that are no training leave no beats; that their stacks change now and then must do."""
+        if self._stacks is None or now - self._looked < limit / SAMPLES:
+            return
+        self._looked = now
+        seen = self._stacks()
+        if seen is None or seen != self._seen:
+            self._moved = now
+        self._seen = seen
+
+    def limit(self, heartbeats: Sequence[HeartbeatState]) -> float:
+        """The seconds without any movement that are too many now."""
+        if not any(beat.count for beat in heartbeats):
+            return self._limit or FIRST_SECONDS
+        is_untimed = any(beat.phase in UNTIMED_PHASES for beat in heartbeats)
+        if self._limit is not None:
+            return max(10 * self._limit, 60.0) if is_untimed else self._limit
+        if is_untimed:
+            return UNTIMED_SECONDS
+        least = self._least if self._is_under_way(heartbeats) else FIRST_SECONDS
+        return max(least, TIMES_THE_LONGEST * self._longest)
+
+
+@dataclass(frozen=True)
+class Frame:
+    """One line of a stack."""
+
+    file: str
+    line: int
+    name: str
+
+    def __str__(self) -> str:
+        return f"{_short(self.file)}:{self.line} in {self.name}"
+
+    @property
+    def is_collective(self) -> bool:
+        """Whether it is part of one: not of how torch starts processes, nor of how it logs what is called."""
+        is_other = "torch/distributed/elastic/" in self.file or self.file.endswith("c10d_logger.py")
+        return "torch/distributed/" in self.file and not is_other
+
+
+@dataclass(frozen=True)
+class Stack:
+    """Where something else of a rank is than its main thread: another thread, or a loader worker."""
+
+    label: str
+    frames: list[Frame]
+    """The innermost first."""
+    is_reader: bool = False
+    """Whether it is a process that reads samples."""
+
+    @property
+    def users_frame(self) -> Frame | None:
+        return _users_frame(self.frames)
+
+
+@dataclass(frozen=True)
+class Sight:
+    """One rank, as it was found."""
+
+    rank: int
+    beat: HeartbeatState
+    state: str = "S"
+    """The letter that Linux gives: T is stopped, D waits in the kernel."""
+    frames: list[Frame] = field(default_factory=list)
+    """Of its main thread, the innermost first."""
+    others: list[Stack] = field(default_factory=list)
+    """Threads of ours that are in the user's code, and loader workers."""
+
+    @property
+    def users_frame(self) -> Frame | None:
+        """The user's own line that its main thread is in."""
+        return _users_frame(self.frames)
+
+    @property
+    def users_place(self) -> str:
+        """The user's own line that it is in, or that it waits for in a thread or a loader worker of its own."""
+        if self.users_frame is not None:
+            return str(self.users_frame)
+        # Loader workers read ahead at any time; who does not wait for them need not be where they are.
+        reads = not self.beat.count or self.beat.phase in (INPUT, EVALUATING)
+        own = [] if self.is_waiting else [one for one in self.others if reads or not one.is_reader]
+        return next((f"{one.users_frame}, in {one.label}" for one in own if one.users_frame is not None), "")
+
+    @property
+    def collective(self) -> str | None:
+        """The collective that the user's own code is in, as it calls it: engines such as fsdp go through several."""
+        inner = list(takewhile(lambda frame: not is_users(frame.file), self.frames))
+        calls = [frame.name for frame in inner if frame.is_collective]
+        named = [frame.name for frame in inner if frame.is_collective and frame.file.endswith("distributed_c10d.py")]
+        return next(iter([*reversed(named), *reversed(calls)]), None)
+
+    @property
+    def is_waiting(self) -> bool:
+        """Whether it waits for others, as far as can be seen."""
+        if self.frames and is_users(self.frames[0].file):
+            return False
+        is_in_engine = bool(self.frames) and "torch/autograd/" in self.frames[0].file
+        return self.collective is not None or self.beat.phase == BACKWARD or is_in_engine
+
+    @property
+    def is_exiting(self) -> bool:
+        """Whether the user's program has come to its end, and its process waits for threads or exit handlers."""
+        exit_frame = (user_program.__file__, user_program.exit_program.__name__)
+        return exit_frame in [(frame.file, frame.name) for frame in self.frames]
+
+    def where(self) -> str:
+        """`at step 7, in forward, my_task.py:12 in loss`; of a program that leaves no beats, its line alone."""
+        line = self.users_place or str(self.frames[0] if self.frames and not self.beat.count else "")
+        parts = (self.beat.where if self.beat.count else "", "exiting" if self.is_exiting else "", line)
+        return ", ".join(part for part in parts if part) or "in an unknown place"
+
+
+def explain(sights: Sequence[Sight], seconds: float, ended: Sequence[int] = ()) -> str:
+    """One line: who is waited for, where it is, where the others wait, and which ranks have ended."""
+    gone = f"; {ranks_in_words([*ended])} {'has' if len(ended) == 1 else 'have'} ended" if ended else ""
+    return f"{_explain(sights, seconds)}{gone}"
+
+
+def _explain(sights: Sequence[Sight], seconds: float) -> str:
+    late = waited_for(sights)
+    others = [sight for sight in sights if sight not in late]
+    still = f"nothing has moved for {seconds:.0f} s"
+    if not late:
+        return f"{still}, and all ranks wait: {'; '.join(f'rank {one.rank} {one.where()}' for one in sights)}"
+    culprit = late[0]
+    how = {"T": "is stopped (SIGSTOP)", "D": "waits in the kernel, for a disk or a device"}.get(culprit.state)
+    if not others and len(late) == 1:
+        return f"{still}: rank {culprit.rank} {how or 'was last seen'} {culprit.where()}"
+    who = ranks_in_words([sight.rank for sight in late])
+    waits = f"; {_waiting(others)}" if others else ""
+    if culprit.collective is not None and others:
+        ahead = ranks_in_words([sight.rank for sight in others])
+        return (
+            f"{still}: {who} waits in {culprit.collective}, {culprit.where()}, which {ahead} did not call"
+            f"{waits}. Is it called under a condition that differs between ranks?"
+        )
+    return f"{still}: the others wait for {who}, which {how or 'was last seen'} {culprit.where()}{waits}"
+
+
+def waited_for(sights: Sequence[Sight]) -> list[Sight]:
+    """The ranks that are behind: stopped, or not as far as the rest, or busy while the rest wait."""
+    stopped = [sight for sight in sights if sight.state in "TtD"]
+    if stopped:
+        return stopped
+    least, most = (choose(sight.beat.progress for sight in sights) for choose in (min, max))
+    if least != most:
+        return [sight for sight in sights if sight.beat.progress == least]
+    busy = [sight for sight in sights if not sight.is_waiting]
+    return busy if len(busy) < len(sights) or len(sights) == 1 else []
+
+
+def _waiting(others: Sequence[Sight]) -> str:
+    places: dict[str, list[int]] = {}
+    for sight in others:
+        places.setdefault(sight.where(), []).append(sight.rank)
+    return "; ".join(
+        f"{ranks_in_words(ranks)} {'waits' if len(ranks) == 1 else 'wait'} {place}" for place, ranks in places.items()
+    )
+
+
+def look(
+    pids: Mapping[int, int], heartbeats: Sequence[HeartbeatState], files: Mapping[int, Path], first_rank: int
+) -> list[Sight]:
+    """Ask every process for its stacks, and read what they left; the last look's are left in the files."""
+    states = {local: _state(pid) for local, pid in pids.items()}
+    files = {local: _where_open(pid, files[local]) for local, pid in pids.items()}
+    # A program is looked at for as long as it runs. The processes append: after this, from the beginning again.
+    for local in pids:
+        _empty(files[local])
+    stopped = [local for local in pids if states[local] in "Tt"]
+    awake = [local for local in pids if local not in stopped]
+    for local, pid in pids.items():
+        if takes_stacks_signal(pid):
+            send_to_main_thread(pids[local], STACKS_SIGNAL)
+    _wait_for_dumps({files[local]: 0 for local in awake})
+    if stopped:
+        # Their main threads wake up in the handler, before they do anything else; another thread would write while the
+        # main one goes on. With the others held they cannot go on training.
+        _tell(pids, awake, signal.SIGSTOP)
+        _tell(pids, stopped, signal.SIGCONT)
+        _wait_for_dumps({files[local]: 0 for local in stopped})
+        _tell(pids, stopped, signal.SIGSTOP)
+        _tell(pids, awake, signal.SIGCONT)
+    dumps = {local: _text(files[local]) for local in pids}
+    return [
+        Sight(first_rank + local, heartbeats[local], states[local], main_thread(dumps[local]), others)
+        for local, pid in pids.items()
+        for others in [[*_busy_threads(dumps[local]), *_loader_workers(pid, files[local])]]
+    ]
+
+
+def _busy_threads(dump: str) -> list[Stack]:
+    """Threads through which evenstep calls the user's code: those of dp, and those that read ahead."""
+    others = [_frames(text) for text in _threads(dump)[:-1]]
+    return [
+        Stack("a thread", frames)
+        for frames in others
+        if _users_frame(frames) and any("/evenstep/worker/" in frame.file for frame in frames)
+    ]
+
+
+def _loader_workers(pid: int, file: Path) -> list[Stack]:
+    """Processes that a rank has copied from itself: asked one after another, they write their stacks to its file."""
+    found = []
+    copies = [child.pid for child in _children(pid) if takes_stacks_signal(child.pid) and _has_open(child.pid, file)]
+    for number, copy in enumerate(copies[:MOST_ASKED]):
+        label, is_stopped = f"loader worker {number} (process {copy})", _state(copy) in "Tt"
+        size = _size(file)
+        if not is_stopped:
+            send_to_main_thread(copy, STACKS_SIGNAL)
+            _wait_for_dumps({file: size})
+        frames = main_thread(_text(file)[size:])
+        found.append(Stack(f"{label}, which is stopped" if is_stopped else label, frames, is_reader=True))
+    return found
+
+
+def _children(pid: int) -> list[psutil.Process]:
+    try:
+        children: list[psutil.Process] = psutil.Process(pid).children()
+    except psutil.Error:
+        return []
+    return children
+
+
+def _has_open(pid: int, file: Path) -> bool:
+    """Whether a process still has a file open that it inherited: another one may be in its place by now."""
+    try:
+        return any(one.samefile(file) for one in Path(f"/proc/{pid}/fd").iterdir() if one.exists())
+    except OSError:
+        return False
+
+
+def _where_open(pid: int, file: Path) -> Path:
+    """Where to read what a process writes to a file, even if its folder was deleted meanwhile."""
+    if not file.exists():
+        with suppress(OSError):
+            descriptors = Path(f"/proc/{pid}/fd").iterdir()
+            return next((one for one in descriptors if os.readlink(one) == f"{file} (deleted)"), file)
+    return file
+
+
+def _tell(pids: Mapping[int, int], who: Iterable[int], number: int) -> None:
+    for local in who:
+        send(pids[local], number)
+
+
+def _wait_for_dumps(sizes: Mapping[Path, int]) -> None:
+    """Until every file has grown and grows no more; a process may be unable to answer."""
+    deadline = time.monotonic() + _DUMP_SECONDS
+    before: dict[Path, int] = {}
+    while time.monotonic() < deadline:
+        time.sleep(0.05)
+        now = {file: _size(file) for file in sizes}
+        if now == before and all(now[file] > size for file, size in sizes.items()):
+            return
+        before = now
+
+
+def main_thread(dump: str) -> list[Frame]:
+    """The frames of the thread that a dump of faulthandler lists last, which is the main one."""
+    return _frames(_threads(dump)[-1])
+
+
+def _threads(dump: str) -> list[str]:
+    return re.split(r"^(?:Current t|T)hread .*$", dump, flags=re.MULTILINE)
+
+
+def crashed_thread(dump: str) -> list[Frame]:
+    """The frames of the thread that a signal ended; of one that runs no Python, those of the main one."""
+    _, _, current = dump.partition("Current thread ")
+    return _frames(re.split(r"^Thread .*$", current, flags=re.MULTILINE)[0]) or main_thread(dump)
+
+
+def _users_frame(frames: Sequence[Frame]) -> Frame | None:
+    return next((frame for frame in frames if is_users(frame.file)), None)
+
+
+def _frames(text: str) -> list[Frame]:
+    return [Frame(match["file"], int(match["line"]), match["name"]) for match in _FRAME.finditer(text)]
+
+
+def stacks(sights: Sequence[Sight]) -> list[str]:
+    """The innermost lines of every rank's stack and the user's own; all of them are in its log."""
+    lines = []
+    for sight in sights:
+        after = f", after {sight.beat.collectives} collectives" if sight.beat.collectives else ""
+        lines.append(f"rank {sight.rank} {sight.where()}{after}:")
+        lines += _shown(sight.frames) or ["    (it gave no stack)"]
+        for other in sight.others:
+            # Who only waits for something to do is in the log, with everybody else.
+            if other.users_frame is not None or not other.frames:
+                lines += [f"    {other.label}:", *(f"    {line}" for line in _shown(other.frames))]
+    return lines
+
+
+def _shown(frames: Sequence[Frame]) -> list[str]:
+    own = _users_frame(frames)
+    shown = list(frames[:SHOWN_FRAMES])
+    if own is not None and own not in shown:
+        shown[-1] = own
+    return [f"    {frame}" for frame in shown]
+
+
+def _short(file: str) -> str:
+    for installed in ("/site-packages/", "/src/evenstep/"):
+        before, found, rest = file.rpartition(installed)
+        if found and before:
+            return rest if installed == "/site-packages/" else f"evenstep/{rest}"
+    near = os.path.relpath(file)
+    return near if len(near) < len(file) else file
+
+
+def takes_stacks_signal(pid: int) -> bool:
+    """Whether a process has asked for the signal; one that became another program has not, and would die of it."""
+    try:
+        lines = Path(f"/proc/{pid}/status").read_text().splitlines()
+    except OSError:
+        return not Path("/proc/self").exists()
+    caught = next((int(line.split()[1], 16) for line in lines if line.startswith("SigCgt:")), 0)
+    return bool(caught >> (STACKS_SIGNAL - 1) & 1)
+
+
+def _state(pid: int) -> str:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    except OSError:
+        return "?"
+
+
+def _empty(path: Path) -> None:
+    with suppress(OSError):
+        os.truncate(path, 0)
+
+
+def _size(path: Path) -> int:
+    return path.stat().st_size if path.exists() else 0
+
+
+def _text(path: Path) -> str:
+    return path.read_text(errors="replace") if path.exists() else ""
+
+
+LOOK_SECONDS = 0.2
+STACKS = "stacks"
+
+
+@contextmanager
+def ended_if_stalled(logs: Path, limit: float | None) -> Iterator[None]:
+    """End the process with code 124 if what is done in the block does not move; its stacks are shown.
+
+    A thread looks: it sees everything but C code that holds the interpreter's lock.
+    """
+    with live_folder() as folder, stacks_left_in(folder / STACKS):
+        heartbeats = make_heartbeats(folder / "beats", 1)
+        os.environ[HEARTBEATS] = f"{folder / 'beats'}:0"
+        done = threading.Event()
+        thread = threading.Thread(target=_look, args=(heartbeats, limit, folder, logs, done), daemon=True)
+        thread.start()
+        try:
+            yield
+        finally:
+            del os.environ[HEARTBEATS]
+            done.set()
+            thread.join()
+            heartbeats.close()
+
+
+def _look(heartbeats: Heartbeats, limit: float | None, folder: Path, logs: Path, done: threading.Event) -> None:
+    watch = StallWatch(heartbeats, limit)
+    while not done.wait(LOOK_SECONDS):
+        still = watch.seconds_still()
+        if still is not None and not _is_debugged():
+            _explain_single(heartbeats, still, folder, logs)
+
+
+def _is_debugged() -> bool:
+    """Whether someone sits at the prompt of a debugger, and thinks."""
+    frame = sys._current_frames().get(threading.main_thread().ident or 0)
+    while frame is not None:
+        if Path(frame.f_code.co_filename).name in ("pdb.py", "bdb.py"):
+            return True
+        frame = frame.f_back
+    return False
+
+
+def _explain_single(heartbeats: Heartbeats, seconds: float, folder: Path, logs: Path) -> None:
+    file = folder / STACKS
+    (sight,) = look({0: os.getpid()}, heartbeats.read(), {0: file}, 0)
+    logs.mkdir(parents=True, exist_ok=True)
+    shutil.copy(file, logs / f"rank0.{STACKS}")
+    lines = [*stacks([sight]), f"error: {explain([sight], seconds)}", f"full logs: {logs}"]
+    print("\n".join(lines), file=sys.stderr, flush=True)
+    remove_own_folders()
+    os._exit(Stalled.exit_code)

@@ -1,0 +1,273 @@
+"""Running a prepared plan, in this process or in many, and watching it.
+
+From a command to a run that can be started here: alone, as one machine of several, or as a task of Slurm's.
+
+One training in several ways: prepared once, run as often as one likes, each time into a folder of its own.
+
+base = prepare("digits", {"name": "choice"})
+two = variant(base, base.folder / "ddp-2", strategy="ddp", devices=("cpu", "cpu"), steps=20)
+for event in run_apart(two): ...
+Record.read(two.folder)
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Iterator, Mapping
+from contextlib import chdir, contextmanager, nullcontext
+from dataclasses import dataclass, fields, replace
+from pathlib import Path
+from typing import Any, Union
+
+import torch
+
+from evenstep.checkpoint import files
+from evenstep.data.prefetch import worker_ends_told
+from evenstep.distributed.process import read_rank
+from evenstep.errors import CheckpointError, EvenstepError, PlanError, Preempted
+from evenstep.launcher.failure import cause, report, stopped_where
+from evenstep.launcher.hang import ended_if_stalled
+from evenstep.launcher.logs import with_trace
+from evenstep.launcher.prepare import RUNS, Prepared, go_on, label_of, prepare, write_plan
+from evenstep.launcher.rendezvous.local import Meeting, OneMachine
+from evenstep.launcher.rendezvous.slurm import Slurm, find_slurm
+from evenstep.launcher.rendezvous.version_check import Identity, identity_of, sources_of_task
+from evenstep.launcher.supervisor import Supervisor, of_plan
+from evenstep.plan import Plan, parse_address, parse_machines, read_plan
+from evenstep.record import KINDS, Record
+from evenstep.report.progress import Progress
+from evenstep.sampling.rng import host_state, restore_host_state
+from evenstep.strategies.registry import STRATEGIES
+from evenstep.task import Task, TaskFunction
+from evenstep.training.trainer import Event, perform
+from evenstep.worker.lazy_compiler import put_off_compiler
+from evenstep.worker.main import WORKER, Instead, write_report
+
+Source = Union[str, "TaskFunction", Task, None]
+OWN = ("devices",)
+"""Choices that may differ between the machines of one run."""
+
+
+@dataclass(frozen=True)
+class Ready:
+    """A run, and how its launchers meet."""
+
+    prepared: Prepared
+    meeting: Meeting
+    is_first: bool = True
+    """Whether this launcher is the one that shows the training and has its Record."""
+    slurm: Slurm | None = None
+
+
+def get_ready(source: Source, choices: Mapping[str, Any]) -> Ready:
+    """Check everything, and meet the other machines if there are any."""
+    # What no worker could read is refused before there is one.
+    read_rank()
+    slurm = find_slurm()
+    chosen = dict(choices) if slurm is None else _for_slurm(slurm, source, choices)
+    if chosen.get("requeue") and slurm is None:
+        raise PlanError("--requeue is for jobs of Slurm, and this is none; --restarts goes on after a crash")
+    if chosen.get("machines") is None:
+        return Ready(_again(source, chosen, slurm) or prepare(source, chosen), OneMachine(), slurm=slurm)
+    return _with_machines(source, chosen, slurm, _identity(source, choices, slurm))
+
+
+def _identity(source: Source, choices: Mapping[str, Any], slurm: Slurm | None) -> Identity:
+    """What tells one run from another, and is the same on all machines of one: the command, the job and the code.
+
+    Not what was derived from them: the name of the run depends on which folders there are already.
+    """
+    given = {name: str(value) for name, value in choices.items() if value is not None and name not in OWN}
+    job = {"job": f"{slurm.job}.{slurm.step}"} if slurm is not None else {}
+    command = {"command": "train", "task": str(source), **given, **job}
+    sources = sources_of_task(source) if isinstance(source, str) else {}
+    return identity_of(command, sources)
+
+
+def _with_machines(source: Source, chosen: dict[str, Any], slurm: Slurm | None, identity: Identity) -> Ready:
+    from evenstep.launcher.rendezvous.c10d import Machines  # what it imports is not needed on one machine
+
+    address, machines = _checked(chosen)
+    is_head = slurm.task == 0 if slurm is not None and slurm.is_spread else None
+    meeting = Machines(address, machines, identity, is_head)
+    try:
+        if not meeting.is_head:
+            return Ready(go_on(meeting.read_plan(), source, chosen), meeting, is_first=False, slurm=slurm)
+        prepared = _again(source, chosen, slurm) or prepare(source, chosen)
+        if prepared.spec is None:
+            raise PlanError("on many machines a task comes from a file or a module, as in evenstep train my_task.py")
+    except EvenstepError as error:
+        if meeting.is_head:
+            meeting.refuse(str(error))
+        meeting.close()
+        raise
+    meeting.publish(prepared.plan)
+    said = [*prepared.said, *meeting.said]
+    return Ready(replace(prepared, said=said), meeting, slurm=slurm)
+
+
+def _checked(chosen: Mapping[str, Any]) -> tuple[tuple[str, int], tuple[int, int]]:
+    if chosen.get("rendezvous") is None:
+        raise PlanError("--machines and --rendezvous go together: --machines 2:4 --rendezvous head:29400")
+    return parse_address(str(chosen["rendezvous"])), parse_machines(str(chosen["machines"]))
+
+
+def _for_slurm(slurm: Slurm, source: Source, choices: Mapping[str, Any]) -> dict[str, Any]:
+    """What Slurm's environment says, where the user has not said something else."""
+    chosen = {name: value for name, value in choices.items() if value is not None}
+    if source is not None:
+        chosen.setdefault("name", _job_name(slurm, label_of(source)))
+    if slurm.is_spread:
+        chosen.setdefault("machines", str(slurm.num_tasks))
+        chosen.setdefault("rendezvous", slurm.rendezvous)
+        chosen.setdefault("devices", slurm.devices(torch.cuda.device_count()))
+    return chosen
+
+
+def _job_name(slurm: Slurm, label: str) -> str:
+    """Of the run that this job began when it was first started; a new one for every other training in the job."""
+    stem = f"{label}-job{slurm.job}"
+    names = [stem, *(f"{stem}-{number}" for number in range(2, 1000))]
+    taken = [name for name in names if (RUNS / name).exists()]
+    if slurm.num_restarts and taken:
+        return taken[-1]
+    return next(name for name in names if name not in taken)
+
+
+def _again(source: Source, chosen: Mapping[str, Any], slurm: Slurm | None) -> Prepared | None:
+    """A job that was queued again goes on in the folder that it began; None if there is none."""
+    folder = RUNS / str(chosen.get("name", ""))
+    if slurm is None or not slurm.num_restarts or not os.path.isfile(folder / "plan.json"):
+        return None
+    prepared = go_on(read_plan(folder), source, chosen)
+    try:
+        resume, said = files.find(str(folder))
+    except CheckpointError:
+        return prepared
+    return replace(prepared, resume=str(resume), said=[*said, f"going on from {resume.name} of {folder}"])
+
+
+def train(task: str | TaskFunction | Task, *, progress: bool = True, **choices: Any) -> Record:
+    """Train a task and return its Record; the choices are the fields of a Plan, and may be left out.
+
+    record = evenstep.train(task, strategy="ddp", devices=2, batch=512, epochs=10)
+    """
+    if WORKER in os.environ:
+        raise PlanError(
+            "evenstep.train was called by a worker that imports your script; let the script alone call it:\n"
+            'if __name__ == "__main__": evenstep.train(...)'
+        )
+    unknown = set(choices) - set(CHOICES)
+    if unknown:
+        raise PlanError(f"unknown {', '.join(sorted(unknown))}; train takes {', '.join(CHOICES)}")
+    with _settings_kept():
+        return watch(get_ready(task, choices), progress)
+
+
+ELSEWHERE = "what was saved is on the first machine"
+
+
+def watch(ready: Ready, progress: bool, is_command: bool = False) -> Record:
+    """Carry the plan out, show how it goes, and read back what it wrote.
+
+    A command may end its own process when nothing moves any more; a notebook's must live on.
+    """
+    prepared = ready.prepared
+    if is_command:
+        put_off_compiler()
+    with Progress(prepared.num_steps, quiet=not progress, is_bare=not ready.is_first) as shown:
+        try:
+            events = run(ready, is_command)
+            if prepared.plan.profile is not None and ready.is_first:
+                events = with_trace(events, prepared.folder)
+            with worker_ends_told():
+                for event in events:
+                    shown.show(event)
+        except KeyboardInterrupt:
+            shown.say(stopped_where(prepared.folder) if ready.is_first else f"stopped; {ELSEWHERE}")
+            raise
+        except Preempted as error:
+            if ready.slurm is not None and prepared.plan.requeue and ready.is_first:
+                shown.say(ready.slurm.requeue())
+            is_saved = bool(files.whole(prepared.folder / files.FOLDER))
+            how = f"go on with --resume {prepared.folder}" if is_saved else "nothing was saved yet"
+            raise Preempted(f"{error}; {how if ready.is_first else ELSEWHERE}") from None
+    # The Record is where rank 0 was, which may be on another machine.
+    if not ready.is_first:
+        return Record(prepared.plan)
+    return Record.read(prepared.folder, kinds=("summary",) if is_command else KINDS)
+
+
+@contextmanager
+def _settings_kept() -> Iterator[None]:
+    """A training in this process must not change how the user's own torch computes afterwards."""
+    threads, deterministic = torch.get_num_threads(), torch.are_deterministic_algorithms_enabled()
+    flags = (torch.backends.cudnn.deterministic, torch.backends.cudnn.benchmark)
+    tf32 = (torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn.allow_tf32)
+    generator, host = torch.get_rng_state(), host_state()
+    try:
+        yield
+    finally:
+        torch.set_num_threads(threads)
+        torch.use_deterministic_algorithms(deterministic)
+        torch.backends.cudnn.deterministic, torch.backends.cudnn.benchmark = flags
+        torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn.allow_tf32 = tf32
+        torch.set_rng_state(generator)
+        restore_host_state(host)
+
+
+CHOICES = (*(field.name for field in fields(Plan) if field.name != "task"), "plan")
+
+
+def run(ready: Ready, ends_stalls: bool = False) -> Iterator[Event]:
+    """Carry the plan out, yielding what happens as it happens."""
+    prepared, plan = ready.prepared, ready.prepared.plan
+    if not STRATEGIES[plan.strategy].processes_per_device and not plan.restarts:
+        ready.meeting.close()
+        return _in_this_process(prepared, ends_stalls)
+    if prepared.spec is None:
+        refuse_fork_after_cuda()
+    return Supervisor(of_plan(prepared), ready.meeting).events()
+
+
+def _in_this_process(prepared: Prepared, ends_stalls: bool) -> Iterator[Event]:
+    logs = prepared.folder / "logs"
+    try:
+        plan = replace(prepared.plan, resume=prepared.resume or prepared.plan.resume)
+        folder = prepared.folder.absolute()
+        stalls = ended_if_stalled(folder / "logs", plan.stall_after) if ends_stalls else nullcontext()
+        with stalls, chdir(prepared.cwd):
+            yield from perform(plan, prepared.task, folder, signal.SIGINT)
+    except EvenstepError:
+        raise
+    except (Exception, SystemExit) as error:
+        write_report(logs, 0, error)
+        raise report([cause(logs, {0: 1}, {})], prepared.folder) from error
+
+
+def refuse_fork_after_cuda() -> None:
+    """A card that this process has opened cannot be used by a copy of it."""
+    if torch.cuda.is_initialized():
+        raise PlanError(
+            "this process has used CUDA already, and a process that has cannot be copied for ddp or fsdp.\n"
+            "Put the task in a file and pass 'file.py', or restart the notebook and train before touching the card"
+        )
+
+
+def variant(base: Prepared, folder: Path, **changes: Any) -> Prepared:
+    """The same task with some fields of its plan changed; `steps` takes the place of epochs, and the reverse."""
+    if changes.get("steps") is not None:
+        changes.setdefault("epochs", None)
+    if changes.get("epochs") is not None:
+        changes.setdefault("steps", None)
+    plan = replace(base.plan, name=folder.name, **changes)
+    write_plan(folder, plan)
+    return replace(base, plan=plan, folder=folder, num_steps=plan.num_steps(base.lengths))
+
+
+def run_apart(prepared: Prepared, instead: Instead | None = None) -> Iterator[Event]:
+    """Run it in processes of its own, single and dp too: what they hold in memory is then theirs alone."""
+    if prepared.spec is None:
+        refuse_fork_after_cuda()
+    return Supervisor(of_plan(prepared, instead), OneMachine()).events()

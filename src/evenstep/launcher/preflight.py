@@ -1,0 +1,305 @@
+"""Trying a task on a few samples before anything is started, so that what cannot work is said at once.
+
+A task tried on a few samples, on the CPU: what a step and an evaluation will compute, before anything is started.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import psutil
+import torch
+from torch import nn
+from torch.optim.lr_scheduler import LRScheduler
+
+from evenstep.checkpoint import files
+from evenstep.checkpoint.state import check_foreign, refuse_difference
+from evenstep.data.adapt import Adopted
+from evenstep.data.dataset import Source, Touch, to_device
+from evenstep.data.iterable import Stream
+from evenstep.data.loader import MicroBatch
+from evenstep.data.prefetch import NOT_RESIDENT, can_be_resident
+from evenstep.distributed.world import World
+from evenstep.errors import EvenstepError, PlanError, TaskError
+from evenstep.plan import Plan
+from evenstep.sampling.order import Lengths, Order, lengths_of, order_name
+from evenstep.sampling.rng import Draws, Ids
+from evenstep.strategies.base import SMALL_ENOUGH, copied, evaluating
+from evenstep.task import Task, describe, takes_steps
+from evenstep.training.batchnorm import is_local
+from evenstep.training.evaluation import Evaluator, named
+from evenstep.training.loss import Totals, as_sum
+from evenstep.training.optim import refuse_closure
+from evenstep.training.precision import Precision
+from evenstep.training.team import refuse_lazy
+from evenstep.worker.lazy_compiler import put_off_compiler
+
+NEEDS_TWO = "Expected more than 1 value per channel"
+"""In what torch's BatchNorm says of one sample."""
+
+
+@dataclass(frozen=True)
+class Few:
+    """A small batch."""
+
+    data: Any
+    ids: Ids
+
+
+def few_samples(source: Source | Stream, touch: Touch, most: int = 4) -> Few:
+    """The first samples of a stream; of other data the first ones, the one in the middle and the last."""
+    if isinstance(source, Stream):
+        return Few(*source.first(most, touch))
+    last = source.num_samples - 1
+    ids = np.array(sorted({0, min(1, last), last // 2, last})[:most], dtype=np.int64)
+    return Few(source.fetch(ids, ids, touch), ids)
+
+
+class DryRun:
+    """A step and an evaluation of a throw-away model on the CPU; only what is certainly wrong is refused."""
+
+    def __init__(self, plan: Plan, task: Task) -> None:
+        self._plan = plan
+        self._task = task
+        self._world = World(0, 1, (torch.device("cpu"),))
+        self._precision = Precision("fp64" if plan.precision == "fp64" else "fp32", self._world.device)
+        self._model: nn.Module | None = None
+        self._fault = ""
+        """What is to be said if the next call fails."""
+
+    def check(self, train: Few, valid: Few | None) -> None:
+        """Compute what a step and an evaluation compute."""
+        with self._refusing():
+            self._fault = "the model cannot be built"
+            # A copy: the task may hand out the one model that will be trained.
+            self._model = copied(self._precision.fit(self._task.model()))
+            if not self._model.training:
+                # As the worker does; of a model in training mode, layers may be in eval mode on purpose.
+                self._model.train()
+            self._step(self._model, train)
+            if valid is not None:
+                with evaluating(self._model):
+                    self._evaluate(self._model, valid)
+
+    def check_alone(self, sample: Few, lengths: Lengths) -> None:
+        """Take a step on one sample, as a device will that has no more of a batch."""
+        model, plan = self._model, self._plan
+        is_shared = plan.sync_batchnorm and min(plan.most_devices, *plan.batch_sizes(lengths)) > 1
+        if model is None or (is_shared and is_local(model)):
+            return
+        with self._refusing(f"; {_where_alone(plan, lengths)}"):
+            try:
+                self._step(model, sample)
+            except ValueError as error:
+                if NEEDS_TWO not in str(error):
+                    raise
+                raise PlanError(_too_few_for_batchnorm(plan, lengths)) from error
+
+    def _step(self, model: nn.Module, few: Few) -> None:
+        data = to_device(few.data, self._precision.fit_tensor)
+        if self._task.augment_batch is not None:
+            self._fault = "augment_batch cannot be computed"
+            data = self._task.augment_batch(data, Draws(few.ids, self._plan.seed, 0, self._world.device))
+        self._fault = "the loss cannot be computed"
+        Totals(self._world, 1).take(self._task.loss(model, data), MicroBatch(data, few.ids[:0], 1))
+
+    def _evaluate(self, model: nn.Module, few: Few) -> None:
+        task, data = self._task, to_device(few.data, self._precision.fit_tensor)
+        self._fault = "the loss of the valid data cannot be computed"
+        as_sum(Evaluator()(task.loss, model, data), 1, "loss")
+        if task.metrics is not None:
+            self._fault = "the metrics cannot be computed"
+            for name, amount in named(Evaluator()(task.metrics, model, data)).items():
+                as_sum(amount, 1, name)
+
+    @contextmanager
+    def _refusing(self, hint: str = "") -> Iterator[None]:
+        """Around what the user's code computes: its failure is a refusal, unless it may need another device."""
+        task = self._task
+        try:
+            yield
+        except EvenstepError:
+            raise
+        except Exception as error:
+            if any(device != "cpu" for device in self._plan.devices):
+                # The worker will say.
+                self._model = None
+                return
+            if "valid" in self._fault and (task.augment is not None or task.augment_batch is not None):
+                hint = "; augment and augment_batch change training samples alone"
+            raise TaskError(f"{self._fault}: {describe(error)}{hint}") from error
+
+
+def _where_alone(plan: Plan, lengths: Lengths) -> str:
+    """Which steps leave a device with one sample."""
+    size, step = plan.batch, "every step"
+    if plan.smallest_micro_batch(size) > 1:
+        size = min(size for size in plan.batch_sizes(lengths) if plan.smallest_micro_batch(size) == 1)
+        step = "the last step of an epoch"
+    devices = f" over {plan.most_devices} devices" * (plan.most_devices > 1)
+    parts = f" in {plan.accumulate} micro-batches" * (plan.accumulate > 1)
+    return f"{step} ({size} sample{'s' * (size > 1)}{devices}{parts}) has one sample for a device at once"
+
+
+def _too_few_for_batchnorm(plan: Plan, lengths: Lengths) -> str:
+    remedies = ["a DataLoader with drop_last=True"] * (plan.smallest_micro_batch(plan.batch) > 1)
+    can_share = plan.strategy in ("ddp", "fsdp") and min(plan.most_devices, *plan.batch_sizes(lengths)) > 1
+    remedies += ["--sync-batchnorm"] * can_share
+    batch = _batch_for_two(plan, lengths)
+    remedies += [f"--batch {batch}"] * (batch is not None)
+    return (
+        f"BatchNorm cannot be trained on one sample, and {_where_alone(plan, lengths)};\n"
+        f"use {', or '.join(remedies) or 'fewer devices'}"
+    )
+
+
+def _batch_for_two(plan: Plan, lengths: Lengths) -> int | None:
+    """The global batch nearest to the plan's with which a device always has two samples or more."""
+    sizes = range(2 * plan.most_devices * plan.accumulate, min(2 * plan.batch, lengths.rest or 0) + 1)
+    for size in sorted(sizes, key=lambda size: abs(size - plan.batch)):
+        other = replace(plan, batch=size)
+        if min(map(other.smallest_micro_batch, other.batch_sizes(lengths))) > 1:
+            return size
+    return None
+
+
+MADE_BY_TASK = (
+    ("model", nn.Module, ""),
+    ("optimizer", torch.optim.Optimizer, "parameters"),
+    ("scheduler", LRScheduler, "optimizer"),
+)
+"""Fields of a Task, what their functions make, and what these are called with."""
+
+
+def probe(plan: Plan, task: Task, train: Adopted, valid: Adopted | None, order: Order | None) -> None:
+    """Check data, model, loss and metrics against the plan; `order` is that of the training samples."""
+    _check_makers(task)
+    source = train.source
+    if not isinstance(source, Stream) and plan.batch > source.num_samples:
+        raise PlanError(
+            f"a global batch of {plan.batch} is larger than the {source.num_samples} training samples; "
+            f"use --batch {source.num_samples} or less"
+        )
+    if plan.resident and not can_be_resident(source, task.augment is not None):
+        raise PlanError(NOT_RESIDENT)
+    lengths = lengths_of(order)
+    _check_schedule(task, plan.num_steps(lengths))
+    skeleton = _skeleton(task)
+    if skeleton is not None:
+        refuse_lazy(skeleton)
+        _check_fits(plan, skeleton)
+        _check_optimizer(task, skeleton)
+        _check_resumes(plan, skeleton, source, order)
+    num_parameters = sum(weight.numel() for weight in skeleton.parameters()) if skeleton is not None else 0
+    touch = Touch(plan.seed, 0, task.augment)
+    few = few_samples(source, touch)
+    few_valid = few_samples(valid.source, Touch(plan.seed, 0)) if valid is not None else None
+    # A larger model is tried by the workers themselves.
+    if skeleton is None or num_parameters <= SMALL_ENOUGH:
+        dry_run = DryRun(plan, task)
+        dry_run.check(few, few_valid)
+        if min(map(plan.smallest_micro_batch, plan.batch_sizes(lengths))) == 1:
+            dry_run.check_alone(few_samples(source, touch, most=1), lengths)
+
+
+def _check_makers(task: Task) -> None:
+    """Every process makes a model, an optimizer and a scheduler of its own; what is made already cannot be taken."""
+    for field, kind, argument in MADE_BY_TASK:
+        made = getattr(task, field)
+        if isinstance(made, kind):
+            name, given = type(made).__name__, f"{argument}, ..." if argument else "..."
+            raise TaskError(
+                f"Task.{field} is a {name} that is made already, and every process makes its own; "
+                f"write {field}={f'lambda {argument}'.rstrip()}: {name}({given})"
+            )
+    if not callable(task.model):
+        raise TaskError(
+            f"Task.model is a {type(task.model).__name__}; give a function that makes the model: model=lambda: Net()"
+        )
+
+
+def _check_schedule(task: Task, num_steps: int | None) -> None:
+    if num_steps is None and task.scheduler is not None and takes_steps(task.scheduler):
+        raise PlanError(
+            "the scheduler asks for the number of steps, and a stream does not know how many it has; give --steps"
+        )
+
+
+def _skeleton(task: Task) -> nn.Module | None:
+    """The model with shapes and no memory if it can be built so, else with memory; None if that fails too."""
+    for device in ("meta", "cpu"):
+        try:
+            with torch.device(device):
+                model = task.model()
+        except Exception:
+            # Some models compute with real numbers while they are built.
+            continue
+        if not isinstance(model, nn.Module):
+            raise TaskError(f"Task.model() returned {type(model).__name__}; it must return a torch.nn.Module")
+        return model
+    return None
+
+
+def _check_fits(plan: Plan, skeleton: nn.Module) -> None:
+    """Weights, gradients and nothing else: what is refused here cannot possibly run."""
+    width = 8 if plan.precision == "fp64" else 4
+    copies = len(plan.devices) if plan.strategy in ("dp", "ddp") else 1
+    on_cpu = plan.devices[0] == "cpu"
+    sharers = copies if on_cpu else 1
+    needed = 2 * width * sharers * sum(weight.numel() for weight in skeleton.parameters())
+    if plan.strategy == "fsdp" and not on_cpu:
+        needed //= len(plan.devices)
+    room = psutil.virtual_memory().available if on_cpu else _gpu_bytes(plan.devices[0])
+    if room is not None and needed > room:
+        raise PlanError(
+            f"the model does not fit: weights and gradients need {needed / 2**30:.1f} GiB and {plan.devices[0]} has "
+            f"{room / 2**30:.1f} GiB free; use a smaller model, or --strategy fsdp on more cards"
+        )
+
+
+def _check_optimizer(task: Task, skeleton: nn.Module) -> None:
+    # Making and stepping an optimizer would import torch's compiler: more than a second of every start.
+    put_off_compiler()
+    try:
+        optimizer = task.optimizer(skeleton.parameters())
+    except Exception:
+        # Some look at the numbers, of which a skeleton has none; the worker will say.
+        return
+    refuse_closure(optimizer)
+
+
+def _gpu_bytes(device: str) -> int | None:
+    if not device.startswith("cuda"):
+        return None
+    return int(torch.cuda.get_device_properties(device).total_memory)
+
+
+def _check_resumes(plan: Plan, skeleton: nn.Module, source: Source | Stream, order: Order | None) -> None:
+    if plan.resume is None:
+        return
+    path = Path(plan.resume)
+    if path.is_file():
+        check_foreign(skeleton, plan.resume, plan.allow_pickle)
+        return
+    state = files.read_state(path)
+    table = files.tensor_table(path / files.WEIGHTS)
+    files.tensor_table(path / files.OPTIMIZER)
+    own = {name: tuple(value.shape) for name, value in skeleton.state_dict().items() if isinstance(value, torch.Tensor)}
+    refuse_difference(own, {name: tuple(shape) for name, (_, shape) in table.items()}, str(path))
+    num_samples = None if isinstance(source, Stream) else source.num_samples
+    files.check_same_order(path, state, plan.seed, num_samples, order_name(order))
+    known = tuple(state["loader"].get("stream") or ())
+    lengths = order.lengths if order is not None else Lengths(None, known)
+    num_steps = plan.num_steps(lengths, *files.start_of(plan.resume))
+    if num_steps is None and plan.epochs is not None and len(known) >= plan.epochs:
+        num_steps = state["step"]
+    if num_steps is not None and state["step"] >= num_steps:
+        raise PlanError(
+            f"{path} is at step {state['step']} and the plan ends at step {num_steps}: "
+            "there is nothing left to do; give a larger --epochs or --steps to go on"
+        )

@@ -1,0 +1,1 @@
+"""How launchers on one or many machines find each other, and who is let in."""

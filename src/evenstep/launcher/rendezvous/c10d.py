@@ -1,0 +1,515 @@
+"""The launchers of one run on many machines: PyTorch's c10d rendezvous, elastic between a least and a most.
+
+The machine named by `--rendezvous` holds the store through which all others meet, and its first process is rank 0:
+the Record and the checkpoints stay there whoever comes or goes. Losing any other machine costs the steps since the
+last checkpoint; losing this one ends the run.
+
+torch's elastic rendezvous, without what makes it unsafe between machines: pickles, and clocks that must agree.
+
+torch keeps the state of a rendezvous as a pickle, which runs code where it is read, and full of times of day of the
+machine that wrote it, so that a machine whose clock is 8 s behind is taken for dead by the others, or they by it. Here
+it travels as signed JSON in which every time is a number that changes when the time does. A machine turns a number that
+it has not seen before into a time of its own; so clocks may differ, and may jump.
+
+Private parts of torch, as in 2.11 and 2.13: _RendezvousState and _NodeDesc of dynamic_rendezvous. torch unpickles only
+what `SignedState` has pickled in the same process, a moment before.
+
+Many machines, as programs for torchrun know them.
+"""
+
+from __future__ import annotations
+
+import os
+import pickle
+import secrets
+import threading
+import time
+from collections.abc import Callable, Hashable, Mapping
+from contextlib import suppress
+from dataclasses import asdict, dataclass, replace
+from datetime import UTC, datetime, timedelta
+from typing import Any, TypeVar
+
+import msgspec
+from torch._C._distributed_c10d import Store
+from torch.distributed.elastic.rendezvous import (
+    RendezvousClosedError,
+    RendezvousConnectionError,
+    RendezvousError,
+    RendezvousGracefulExitError,
+    RendezvousTimeoutError,
+)
+from torch.distributed.elastic.rendezvous.dynamic_rendezvous import (
+    DynamicRendezvousHandler,
+    RendezvousBackend,
+    RendezvousTimeout,
+    _NodeDesc,
+    _RendezvousState,
+)
+
+from evenstep.errors import PlanError, TrainingError
+from evenstep.launcher.failure import Cause
+from evenstep.launcher.rendezvous.addresses import (
+    BEAT_SECONDS,
+    JOIN_SECONDS,
+    LOOPBACK,
+    hostname,
+    is_here,
+    timed,
+    warnings_about,
+)
+from evenstep.launcher.rendezvous.auth import FORGED, Seal
+from evenstep.launcher.rendezvous.join import WAIT_FOR_HEAD_SECONDS, enter, hold
+from evenstep.launcher.rendezvous.local import Place, torchrun_environment
+from evenstep.launcher.rendezvous.version_check import Identity
+from evenstep.plan import Plan
+
+KEY = "rendezvous"
+NOTHING = "-"
+"""Of a rendezvous that nobody has come to: a store waits for a key that is not there."""
+LAST_CALL = timedelta(seconds=3)
+"""For more machines, once the least number is there."""
+Node = tuple[str, int, int]
+
+
+@dataclass(frozen=True)
+class Wire:
+    """A _RendezvousState as it travels."""
+
+    round: int
+    complete: bool
+    closed: bool
+    deadline: int | None
+    participants: list[tuple[Node, int]]
+    wait_list: list[Node]
+    redundancy_list: list[Node]
+    last_heartbeats: list[tuple[Node, int]]
+
+
+class SignedState(RendezvousBackend):
+    """The state of the rendezvous in a store, as signed JSON.
+
+    What is not signed by a machine of the run, or is older than what was seen, is not read: the state before it stands,
+    and the next machine that writes puts it back.
+    """
+
+    def __init__(self, store: Store, seal: Seal) -> None:
+        self._store = store
+        self._seal = seal
+        self._times = Times()
+        self._latest: Wire | None = None
+        self._ask(lambda: store.compare_set(KEY, "", NOTHING))
+
+    @property
+    def name(self) -> str:
+        """As torch knows it."""
+        return "c10d"
+
+    @property
+    def round(self) -> int:
+        """Of the latest state; it does not change while this machine takes part in it."""
+        return self._latest.round if self._latest is not None else 0
+
+    def get_state(self) -> tuple[bytes, Any] | None:
+        """The latest state as torch wants it, and what was found in the store, to be replaced by `set_state`."""
+        return self._read(self._ask(lambda: self._store.get(KEY)))
+
+    def set_state(self, state: bytes, token: Any = None) -> tuple[bytes, Any, bool] | None:
+        """Replace what `get_state` found, unless someone was quicker."""
+        wire = self._times.to_wire(pickle.loads(state))
+        text = self._seal.sealed(KEY, asdict(wire))
+        before = token.decode() if isinstance(token, bytes) else NOTHING
+        written = self._ask(lambda: self._store.compare_set(KEY, before, text))
+        found = self._read(written)
+        return None if found is None else (*found, written == text.encode())
+
+    def _read(self, message: bytes) -> tuple[bytes, Any] | None:
+        values = None if message == NOTHING.encode() else self._seal.opened(KEY, message)
+        if values is not None:
+            self._latest = msgspec.convert(values, Wire)
+        if self._latest is None:
+            return None
+        return pickle.dumps(self._times.from_wire(self._latest)), message
+
+    def _ask(self, what: Callable[[], T]) -> T:
+        try:
+            return what()
+        except (ValueError, RuntimeError) as error:
+            raise RendezvousConnectionError(str(error)) from error
+
+
+class Times:
+    """Times of other machines, as this one's clock would have it: when it first saw that they had changed."""
+
+    def __init__(self) -> None:
+        self._seen: dict[Hashable, tuple[int, float]] = {}
+        self._given: dict[Hashable, datetime] = {}
+
+    def from_wire(self, wire: Wire) -> Any:
+        """torch's own state, with times of this machine."""
+        state = _RendezvousState()
+        state.round, state.complete, state.closed = wire.round, wire.complete, wire.closed
+        state.deadline = None if wire.deadline is None else self._local(None, wire.deadline) + LAST_CALL
+        state.participants = {_NodeDesc(*node): rank for node, rank in wire.participants}
+        state.wait_list = {_NodeDesc(*node) for node in wire.wait_list}
+        state.redundancy_list = {_NodeDesc(*node) for node in wire.redundancy_list}
+        state.last_heartbeats = {_NodeDesc(*node): self._local(node, number) for node, number in wire.last_heartbeats}
+        return state
+
+    def to_wire(self, state: Any) -> Wire:
+        """What other machines are to read."""
+        return Wire(
+            round=state.round,
+            complete=state.complete,
+            closed=state.closed,
+            deadline=None if state.deadline is None else self._number(None, state.deadline - LAST_CALL),
+            participants=[(_plain(node), rank) for node, rank in state.participants.items()],
+            wait_list=[_plain(node) for node in state.wait_list],
+            redundancy_list=[_plain(node) for node in state.redundancy_list],
+            last_heartbeats=[
+                (_plain(node), self._number(_plain(node), when)) for node, when in state.last_heartbeats.items()
+            ],
+        )
+
+    def _local(self, whose: Hashable, number: int) -> datetime:
+        """By a clock that nobody sets, since torch compares it at once with the one that people do."""
+        now = time.monotonic()
+        if self._seen.get(whose, (None,))[0] != number:
+            self._seen[whose] = (number, now)
+        self._given[whose] = datetime.now(UTC) - timedelta(seconds=now - self._seen[whose][1])
+        return self._given[whose]
+
+    def _number(self, whose: Hashable, when: datetime) -> int:
+        """The number that was read, or the next one if torch has set the time anew."""
+        number = self._seen.get(whose, (0,))[0]
+        return number if when == self._given.get(whose) else number + 1
+
+
+def _plain(node: Any) -> Node:
+    return node.addr, node.pid, node.local_id
+
+
+T = TypeVar("T")
+LOST_SECONDS = 8.0
+"""A machine that gives no sign of life for so long is lost."""
+FAREWELL_SECONDS = 3.0
+"""How long the first machine stays at the end, for the others to hear of it."""
+
+
+class HeadLost(TrainingError):
+    """The machine that holds the store does not answer."""
+
+
+class Machines:
+    """This launcher's place among those of other machines."""
+
+    def __init__(
+        self, address: tuple[str, int], machines: tuple[int, int], identity: Identity, is_head: bool | None
+    ) -> None:
+        self._host, self._port = address
+        self._least, self._most = machines
+        self.is_head = is_here(self._host) if is_head is None else is_head
+        self.said: list[str] = warnings_about(self._host)
+        self._entry = hold(address, identity) if self.is_head else enter(address, identity)
+        self._seal = self._entry.seal
+        self._store: Store = self._entry.store
+        self._round: Store | None = None
+        self._members: list[dict[str, Any]] = []
+        self._heartbeats: dict[int, tuple[int, float]] = {}
+        self._num_lost = 0
+        self._cause: Cause | None = None
+        self._is_wanted = False
+        self._closed = threading.Event()
+        try:
+            self._state = self._ask(lambda: SignedState(self._store, self._seal), WAIT_FOR_HEAD_SECONDS)
+            self._handler = self._join()
+            self._arrival = self._arrive()
+        except BaseException:
+            self._entry.close()
+            raise
+        self._answered = time.monotonic()
+        threading.Thread(target=self._keep_in_touch, daemon=True).start()
+
+    def _arrive(self) -> int:
+        return 0 if self.is_head else self._ask(lambda: self._store.add("arrivals", 1), WAIT_FOR_HEAD_SECONDS)
+
+    def publish(self, plan: Plan) -> None:
+        """Tell the other machines what is trained."""
+        self._publish({"plan": plan.to_json()})
+
+    def refuse(self, why: str) -> None:
+        """Tell the other machines why nothing is trained, and those that are about to come."""
+        self._publish({"plan": None, "refused": why})
+        self._see_others_off(self._least - 1)
+
+    def _publish(self, values: Mapping[str, Any]) -> None:
+        text = self._seal.sealed("plan", values)
+        self._ask(lambda: self._store.set("plan", text))
+
+    def read_plan(self) -> Plan:
+        """What the first machine trains."""
+        # The first machine may be loading data, and be too busy to answer.
+        (found,) = self._read(self._store, {"plan": "plan"}, WAIT_FOR_HEAD_SECONDS) or (None,)
+        if found is None:
+            raise TrainingError(f"{self._host} has not said what to train within {WAIT_FOR_HEAD_SECONDS:.0f} s")
+        if found["plan"] is None:
+            raise PlanError(f"{self._host} trains nothing: {found['refused']}")
+        return Plan.from_json(found["plan"])
+
+    def _read(self, store: Store, places: Mapping[str, str], seconds: float) -> list[dict[str, Any]] | None:
+        """What machines have left under these keys, each with the place it is signed for; None if one says nothing.
+
+        What is not signed is passed over: whoever has to say something there will say it yet, or has been silenced.
+        """
+        deadline = time.monotonic() + seconds
+        is_forged = False
+        while time.monotonic() < deadline:
+            # Not by waiting in the store: nobody else here could speak to it meanwhile, and this machine would seem
+            # lost.
+            if self._ask(lambda: store.check(list(places)), seconds):
+                texts = self._ask(lambda: [store.get(key) for key in places], seconds)
+                found = [self._seal.opened(place, text) for place, text in zip(places.values(), texts, strict=True)]
+                if None not in found:
+                    return [one for one in found if one is not None]
+                is_forged = True
+            time.sleep(0.05)
+        if is_forged:
+            raise TrainingError(FORGED)
+        return None
+
+    def expects(self) -> str:
+        """What is waited for now, in one line."""
+        where = f"{self._host}:{self._port}"
+        if self._members or self.is_head:
+            return f"waiting for machines at {where}, {self._least} at least" if not self._members else ""
+        num = self._ask(lambda: int(self._store.add("present", 0)))
+        is_full = num >= self._most
+        return f"waiting: the run at {where} has its {num} machines, and takes this one in when it loses one" * is_full
+
+    def gather(self, num: int, attempt: int, resume: str | None = None) -> Place | None:
+        """Wait until enough machines are there; ranks go by when a machine first came, not by its address."""
+        self._round = None
+        found = self._meet()
+        if found is None:
+            return None
+        mine = {
+            "arrival": self._arrival,
+            "num": num,
+            "attempt": attempt,
+            "name": hostname(),
+            "resume": resume,
+            "port": self._new_store() if self.is_head else 0,
+        }
+        store, here = found.store, f"round {self._state.round}"
+        text = self._seal.sealed(f"{here} machine {found.rank}", mine)
+        self._ask(lambda: store.set(f"machine/{found.rank}", text))
+        everyone = {f"machine/{rank}": f"{here} machine {rank}" for rank in range(found.world_size)}
+        members = self._read(store, everyone, LOST_SECONDS)
+        self._cause = None
+        self._is_wanted = False
+        self._heartbeats = {}
+        if members is None:
+            self._round = store
+            self.tell(Cause("a machine is lost: it came, and said no more", (), 0, is_loss=True))
+            return self.gather(num, attempt, resume)
+        members.sort(key=lambda member: member["arrival"])
+        if self.is_head:
+            more = len(members) - len(self._members)
+            self._ask(lambda: self._store.add("present", more))
+        self._members = members
+        self._round = store
+        return self._place(members, num)
+
+    def _meet(self) -> Any:
+        """The next round of the rendezvous; None if the run ended without this machine."""
+        try:
+            return self._ask(self._handler.next_rendezvous, None)
+        except (RendezvousClosedError, RendezvousGracefulExitError) as error:
+            if not self._members:
+                return None
+            raise TrainingError("the run on the other machines has ended") from error
+        except RendezvousTimeoutError as error:
+            raise TrainingError(
+                f"fewer than {self._least} machines came to {self._host}:{self._port} within {JOIN_SECONDS} s; "
+                "start the same command on the others"
+            ) from error
+        except RendezvousConnectionError as error:
+            raise self._head_lost() from error
+        except RendezvousError as error:
+            raise TrainingError(str(error)) from error
+
+    def _new_store(self) -> int:
+        """A store for the workers of one attempt; what killed ones left in another would be taken for new ones'."""
+        self._workers_store, port = self._entry.open_workers_store()
+        return port
+
+    def _place(self, members: list[dict[str, Any]], num: int) -> Place:
+        machine = next(index for index, member in enumerate(members) if member["arrival"] == self._arrival)
+        nums = [int(member["num"]) for member in members]
+        environment = {
+            # On every machine the launcher's own: what the workers say to it is carried to the first machine.
+            "MASTER_ADDR": LOOPBACK,
+            "MASTER_PORT": str(self._entry.port_to(members[0]["port"])),
+            # Held by the first launcher, whoever comes: never two masters.
+            "TORCHELASTIC_USE_AGENT_STORE": "True",
+            "TORCHELASTIC_RESTART_COUNT": str(max(member["attempt"] for member in members) - 1),
+            "TORCHELASTIC_RUN_ID": self._entry.run,
+        }
+        interface = self._entry.interface((self._host, self._port))
+        if interface and "GLOO_SOCKET_IFNAME" not in os.environ:
+            # By itself, gloo believes what the machine's own name resolves to, which on Debian is a loopback address.
+            environment["GLOO_SOCKET_IFNAME"] = interface
+        return Place(
+            sum(nums[:machine]), sum(nums), machine, len(members), resume=members[0]["resume"], environment=environment
+        )
+
+    def tell(self, cause: Cause) -> Cause:
+        """Say what failed here, and hear what is believed: whoever was first to say so.
+
+        Ranks that failed because they lost others wait a while for what those have to say, or for their silence.
+        """
+        deadline = time.monotonic() + (LOST_SECONDS + 2 if cause.is_victim else 0)
+        while self._cause is None and time.monotonic() < deadline:
+            self._check_head()
+            time.sleep(0.05)
+        store = self._round
+        if self._cause is None and store is not None:
+            named = cause if cause.machine or cause.is_loss else replace(cause, machine=hostname())
+            text = self._seal.sealed(self._place_of_cause, named.to_json())
+            said = self._seal.opened(self._place_of_cause, self._ask(lambda: store.compare_set("cause", "", text)))
+            self._cause = named if said is None else Cause.from_json(said)
+        return self._cause or cause
+
+    def heard(self) -> Cause | None:
+        """What failed elsewhere; raises if the machine that holds the store is gone."""
+        self._check_head()
+        return self._cause
+
+    def is_wanted(self, is_certain: bool = False) -> bool:
+        """Whether a machine waits to be taken in; `is_certain` asks, since the word of it may still be on its way."""
+        store = self._round
+        if is_certain and not self._is_wanted and store is not None:
+            # A store that is gone wants nobody.
+            with suppress(HeadLost):
+                self._is_wanted = self._ask(lambda: store.check(["wanted"]))
+        return self._is_wanted
+
+    def close(self) -> None:
+        """Leave; the first machine takes the meeting place with it, once the others have left."""
+        self._closed.set()
+        with suppress(HeadLost):
+            if not self._is_silent():
+                self._say_farewell()
+        self._entry.close()
+
+    def _say_farewell(self) -> None:
+        if self.is_head:
+            self._ask(self._handler.set_closed)
+            self._see_others_off(self._ask(lambda: self._store.add("arrivals", 0)) - self._num_lost)
+        else:
+            self._ask(lambda: self._store.add("left", 1), FAREWELL_SECONDS)
+
+    def _see_others_off(self, num: int) -> None:
+        deadline = time.monotonic() + FAREWELL_SECONDS
+        while time.monotonic() < deadline and self._ask(lambda: self._store.add("left", 0)) < num:
+            time.sleep(0.05)
+
+    def _join(self) -> DynamicRendezvousHandler:
+        os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
+        handler: DynamicRendezvousHandler = DynamicRendezvousHandler.from_backend(
+            run_id=self._entry.run,
+            store=self._store,
+            backend=self._state,
+            min_nodes=self._least,
+            max_nodes=self._most,
+            # torch tells machines apart by this and the process id, and containers may have both in common.
+            local_addr=f"{hostname()}-{secrets.token_hex(8)}",
+            timeout=RendezvousTimeout(join=timedelta(seconds=JOIN_SECONDS), last_call=LAST_CALL),
+            keep_alive_interval=2,
+            keep_alive_max_attempt=4,
+        )
+        return handler
+
+    def _keep_in_touch(self) -> None:
+        """A sign of life for the others, and what they have to say, in a thread: a dead link answers nothing."""
+        while not self._closed.wait(BEAT_SECONDS):
+            try:
+                self._store.add(f"beat/{self._arrival}", 1)
+                store = self._round
+                if store is not None:
+                    self._listen(store)
+                self._answered = time.monotonic()
+            except Exception:
+                # Silence is judged by its length, whatever the reason.
+                continue
+
+    def _listen(self, store: Store) -> None:
+        if self._cause is None and store.check(["cause"]):
+            said = self._seal.opened(self._place_of_cause, store.get("cause"))
+            self._cause = None if said is None else Cause.from_json(said)
+        if not self.is_head:
+            self._is_wanted = self._is_wanted or store.check(["wanted"])
+            return
+        if len(self._members) < self._most and self._handler.num_nodes_waiting() > 0:
+            store.set("wanted", "1")
+            self._is_wanted = True
+        for member in self._members:
+            self._watch(member["arrival"], member["name"])
+
+    def _watch(self, arrival: int, name: str) -> None:
+        now = time.monotonic()
+        count = self._store.add(f"beat/{arrival}", 0)
+        before, since = self._heartbeats.get(arrival, (-1, now))
+        self._heartbeats[arrival] = (count, now if count != before else since)
+        if count == before and now - since > LOST_SECONDS and self._cause is None:
+            self._num_lost += 1
+            self.tell(Cause(f"machine {name} is lost: no sign of life for {now - since:.0f} s", (), 0, is_loss=True))
+
+    def _is_silent(self) -> bool:
+        return time.monotonic() - self._answered > LOST_SECONDS
+
+    def _check_head(self) -> None:
+        if self._is_silent() and not self.is_head:
+            raise self._head_lost()
+
+    def _head_lost(self) -> HeadLost:
+        return HeadLost(
+            f"{self._host}:{self._port} does not answer: the machine that holds the rendezvous is lost, or the way to "
+            "it is cut, and the run cannot go on without it.\n"
+            f"Start it there again, with --resume and the run's folder, and then here"
+        )
+
+    @property
+    def _place_of_cause(self) -> str:
+        return f"round {self._state.round} cause"
+
+    def _ask(self, what: Callable[[], T], seconds: float | None = LOST_SECONDS) -> T:
+        """Something that needs the store, in bounded time; or (None) for as long as its machine is there."""
+        try:
+            return timed(what, seconds, self._head_lost, self._check_head)
+        except (ConnectionError, OSError, RuntimeError) as error:
+            if isinstance(error, RendezvousError):
+                raise
+            raise self._head_lost() from error
+
+
+class TorchrunMachines(Machines):
+    """The machines of a training, with all of torchrun's names for them."""
+
+    restarts = 0
+    num_before = 0
+    """Processes of other launchers on this machine that come before this one's, as Slurm starts them."""
+    num_here = 0
+
+    def gather(self, num: int, attempt: int, resume: str | None = None) -> Place | None:
+        place = super().gather(num, attempt, resume)
+        if place is None:
+            return None
+        given = place.environment
+        usual = torchrun_environment(given["MASTER_ADDR"], int(given["MASTER_PORT"]), place.size, self.restarts)
+        return replace(
+            place,
+            local_offset=self.num_before,
+            num_local=self.num_here,
+            environment={**usual, **given, "TORCHELASTIC_USE_AGENT_STORE": "True"},
+        )

@@ -1,0 +1,116 @@
+"""Slurm, found from its environment: `srun evenstep train ...` makes every task of the step a part of one run."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Annotated
+
+from msgspec import Meta
+
+from evenstep.errors import BadInput
+from evenstep.schema import Natural, Positive, read_variables
+
+FIRST_PORT, NUM_PORTS = 20_000, 12_000
+"""Ports are derived from the number of the job, so that jobs on one machine do not meet; they end below 32768, where
+Linux begins to give them away.
+"""
+
+_TASKS = r"[0-9]{1,6}(\(x[0-9]{1,6}\))?"
+
+
+@dataclass(frozen=True)
+class Slurm:
+    """One task of a job step, or a batch script that runs alone."""
+
+    job: str
+    step: str | None
+    """None in a batch script that did not use srun."""
+    task: int
+    num_tasks: int
+    local: int
+    num_local: int
+    head: str
+    num_restarts: int
+
+    @property
+    def is_spread(self) -> bool:
+        """Whether srun has started several tasks."""
+        return self.step is not None and self.num_tasks > 1
+
+    @property
+    def rendezvous(self) -> str:
+        """Where the tasks meet: on the first machine of the step."""
+        return f"{self.head}:{FIRST_PORT + (int(self.job) * 31 + int(self.step or 0)) % NUM_PORTS}"
+
+    def devices(self, num_gpus: int) -> str:
+        """What a task drives that was not told: its own card where machines have several tasks, or all there are."""
+        if self.num_local > 1:
+            # Slurm may show a task its own card alone, or all cards to all tasks.
+            return f"cuda:{self.local if self.local < num_gpus else 0}" if num_gpus else "cpu"
+        return str(max(1, num_gpus))
+
+    def requeue(self) -> str:
+        """Queue the job again; what there is to say about it."""
+        try:
+            done = subprocess.run(["scontrol", "requeue", self.job], capture_output=True, text=True, timeout=30)
+        except (OSError, subprocess.TimeoutExpired) as error:
+            return f"the job could not be queued again: {error}"
+        return f"job {self.job} is queued again" if done.returncode == 0 else f"scontrol: {done.stderr.strip()}"
+
+
+@dataclass(frozen=True)
+class _Variables:
+    """Those of Slurm's that matter here."""
+
+    SLURM_JOB_ID: Natural | None = None
+    SLURM_STEP_ID: Natural | None = None
+    SLURM_PROCID: Natural = 0
+    SLURM_STEP_NUM_TASKS: Positive = 1
+    SLURM_LOCALID: Natural = 0
+    SLURM_NODEID: Natural = 0
+    SLURM_STEP_TASKS_PER_NODE: Annotated[str, Meta(pattern=f"^{_TASKS}(,{_TASKS})*$")] = "1"
+    SLURM_STEP_NODELIST: str = ""
+    SLURM_JOB_NODELIST: str = ""
+    SLURM_RESTART_COUNT: Natural = 0
+
+
+def find_slurm(environment: Mapping[str, str] = os.environ) -> Slurm | None:
+    """The job that this process belongs to."""
+    given = read_variables(_Variables, environment)
+    if given.SLURM_JOB_ID is None:
+        return None
+    if given.SLURM_PROCID >= given.SLURM_STEP_NUM_TASKS and given.SLURM_STEP_ID is not None:
+        raise BadInput(
+            f"the variable SLURM_PROCID is {given.SLURM_PROCID} and SLURM_STEP_NUM_TASKS is "
+            f"{given.SLURM_STEP_NUM_TASKS}; start this with srun, or unset Slurm's variables"
+        )
+    return Slurm(
+        job=str(given.SLURM_JOB_ID),
+        # A batch script by itself has SLURM_PROCID, too; only what srun has started has a step.
+        step=None if given.SLURM_STEP_ID is None else str(given.SLURM_STEP_ID),
+        task=given.SLURM_PROCID,
+        num_tasks=given.SLURM_STEP_NUM_TASKS,
+        local=given.SLURM_LOCALID,
+        num_local=_tasks_here(given.SLURM_STEP_TASKS_PER_NODE, given.SLURM_NODEID),
+        head=first_node(given.SLURM_STEP_NODELIST or given.SLURM_JOB_NODELIST) or "127.0.0.1",
+        num_restarts=given.SLURM_RESTART_COUNT,
+    )
+
+
+def first_node(nodes: str) -> str:
+    """`gpu` of `gpu[03-05,9],login`: `gpu03`."""
+    first = re.match(r"(?:\[[^\]]*\]|[^,\[])*", nodes)
+    return re.sub(r"\[(\d+)[^\]]*\]", r"\1", first[0]) if first else ""
+
+
+def _tasks_here(tasks: str, node: int) -> int:
+    """The part of `2(x3),1` that belongs to a machine."""
+    for num, repeated in re.findall(r"(\d+)(?:\(x(\d+)\))?", tasks):
+        node -= int(repeated or 1)
+        if node < 0:
+            return int(num)
+    return 1

@@ -1,0 +1,427 @@
+"""A way into the first machine's stores for those who know the token, and for nobody else.
+
+torch's TCPStore lets anyone who reaches it read, write and delete. So stores listen on loopback alone, and what leads
+to them from other machines is this: the first machine has a `Gate` at the address of the rendezvous, and every other
+launcher has a `Way` to it. Where a store is wanted on another machine, its `Way` opens a port on loopback and carries
+each connection there to the gate:
+
+    a process -> port on loopback -> Way  =====  network  =====  Gate -> store on loopback
+
+Before a byte is carried, both sides prove that they know the token, for this run and this connection (HMAC over the
+run's id and a fresh number of either side), without showing it. What is read before that has a fixed length. Then the
+machine says who it is, and is told in words if it does not fit. What is carried afterwards is neither signed nor
+encrypted, as is the rest of what torch sends.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import hmac
+import secrets
+import socket
+import sys
+import threading
+import time
+from collections import Counter
+from collections.abc import Awaitable, Callable, Coroutine
+from contextlib import suppress
+from dataclasses import dataclass, field
+from typing import Any, Literal, TypeAlias, TypeVar
+
+import msgspec
+
+from evenstep.errors import PlanError
+from evenstep.launcher.rendezvous.addresses import LOOPBACK
+from evenstep.launcher.rendezvous.auth import DIGEST, DIGEST_BYTES, LONGEST_CREDENTIAL
+from evenstep.launcher.rendezvous.version_check import Identity
+from evenstep.report.progress import without_control
+
+T = TypeVar("T")
+Reader: TypeAlias = asyncio.StreamReader
+Writer: TypeAlias = asyncio.StreamWriter
+Side = Literal["gate", "way"]
+HELLO = b"evenstep rendezvous 1\n"
+RUN_BYTES = 16
+NONCE_BYTES = 32
+LONGEST_FRAME = 2**22
+"""Of a machine that has proved that it knows the token."""
+ANSWER_SECONDS = 4.0
+"""Whoever says nothing for so long is busy, and is asked again: a launcher that prepares a run may hold the interpreter
+for minutes. Shorter than HANDSHAKE_SECONDS: a gate that was too busy to answer is not taken for one that hangs up."""
+HANDSHAKE_SECONDS = 8.0
+BUSY_SECONDS = 60.0
+"""For how long a connection of a worker's is tried again."""
+RETRY_SECONDS = 0.2
+MOST_UNPROVED = 256
+"""Connections at once that have proved nothing yet; more are closed."""
+MOST_OF_ONE = 64
+"""Of them from one address, so that a stranger does not keep other machines out; our own machines try again."""
+CHUNK = 2**16
+
+
+class NotEvenstep(PlanError):
+    """Something else listens there."""
+
+
+class WrongToken(PlanError):
+    """The run there has another token."""
+
+
+class AnotherRun(PlanError):
+    """It came to this address since."""
+
+
+class Busy(OSError):
+    """Whoever listens there has no time for this machine now, or no room; nobody knows yet who it is."""
+
+
+@dataclass(frozen=True)
+class Greeting:
+    """What a gate says to anyone."""
+
+    run: bytes
+    nonce: bytes
+    credential: bytes
+
+
+async def _read_greeting(reader: Reader) -> Greeting | None:
+    """None if it is no gate that speaks; pieces of fixed lengths, and one that is not long."""
+    try:
+        async with asyncio.timeout(ANSWER_SECONDS):
+            if not await _says_hello(reader):
+                return None
+            run, nonce = await reader.readexactly(RUN_BYTES), await reader.readexactly(NONCE_BYTES)
+            num = int.from_bytes(await reader.readexactly(2), "big")
+            return Greeting(run, nonce, await reader.readexactly(num)) if num <= LONGEST_CREDENTIAL else None
+    except TimeoutError as error:
+        raise Busy(f"nothing was said for {ANSWER_SECONDS} s") from error
+
+
+async def _says_hello(reader: Reader) -> bool:
+    """By the first wrong letter: another program may say something short, and wait."""
+    said = b""
+    while len(said) < len(HELLO) and HELLO.startswith(said):
+        more = await reader.read(len(HELLO) - len(said))
+        if not more:
+            break
+        said += more
+    if not said:
+        # As a gate does that has its fill of connections.
+        raise Busy("the connection was closed before a word was said")
+    return said == HELLO
+
+
+def credential_of(address: tuple[str, int]) -> bytes:
+    """The token as the gate there shows it, sealed; empty if it does not. Raises Busy if nobody has time to say."""
+
+    async def ask() -> bytes:
+        reader, writer = await asyncio.wait_for(asyncio.open_connection(*address), HANDSHAKE_SECONDS)
+        try:
+            greeting = await _read_greeting(reader)
+        finally:
+            writer.close()
+        return greeting.credential if greeting is not None else b""
+
+    return asyncio.run(ask())
+
+
+@dataclass(frozen=True)
+class Hello:
+    """What a machine says when it has proved that it knows the token."""
+
+    port: int
+    """Of a store on the first machine; 0 is that of the launchers."""
+    identity: Identity
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What it is told."""
+
+    refused: str = ""
+
+
+def run_key(token: str, run: bytes) -> bytes:
+    """The key of one run. Slow and salted: a token that people thought up is not found by trying many."""
+    return hashlib.scrypt(token.encode(), salt=run, n=2**14, r=8, p=1, dklen=DIGEST_BYTES)
+
+
+@dataclass(frozen=True)
+class Session:
+    """The proofs and first words of one connection."""
+
+    key: bytes = field(repr=False)
+    nonces: bytes
+
+    def proof(self, side: Side, text: bytes = b"") -> bytes:
+        """What only a side that knows the token can say; of this connection, and of this text."""
+        return hmac.digest(self.key, side.encode() + self.nonces + text, DIGEST)
+
+    async def check(self, side: Side, reader: Reader) -> None:
+        """Read the other side's proof."""
+        if not hmac.compare_digest(await reader.readexactly(DIGEST_BYTES), self.proof(side)):
+            raise WrongToken("a proof is wrong")
+
+    def write(self, side: Side, writer: Writer, message: Any) -> None:
+        """Send a signed message."""
+        text = msgspec.json.encode(message)
+        writer.write(len(text).to_bytes(4, "big") + self.proof(side, b"says" + text) + text)
+
+    async def read(self, side: Side, reader: Reader, kind: type[T]) -> T:
+        """A signed message of the other side's; it is not looked into before its signature is known to be right."""
+        num = int.from_bytes(await reader.readexactly(4), "big")
+        proof = await reader.readexactly(DIGEST_BYTES)
+        text = await reader.readexactly(min(num, LONGEST_FRAME))
+        if not hmac.compare_digest(proof, self.proof(side, b"says" + text)):
+            raise WrongToken("a signature is wrong")
+        return msgspec.json.decode(text, type=kind)
+
+
+class _Loop:
+    """Connections are carried by one thread, however many there are."""
+
+    def __init__(self) -> None:
+        self._loop = asyncio.new_event_loop()
+        self._servers: list[asyncio.Server] = []
+        self._thread = threading.Thread(target=self._loop.run_forever, daemon=True)
+        self._thread.start()
+
+    def do(self, what: Coroutine[Any, Any, T]) -> T:
+        """Have something done there, and wait for it."""
+        return asyncio.run_coroutine_threadsafe(what, self._loop).result()
+
+    def listen(self, listener: socket.socket, serve: Callable[[Reader, Writer], Awaitable[None]]) -> asyncio.Server:
+        """Serve whoever connects."""
+
+        async def served(reader: Reader, writer: Writer) -> None:
+            # What went wrong is the other side's to find out: its connection ends.
+            with suppress(OSError, EOFError, TimeoutError, PlanError, ValueError, asyncio.CancelledError):
+                await serve(reader, writer)
+            writer.close()
+
+        server = self.do(asyncio.start_server(served, sock=listener, backlog=512))
+        self._servers.append(server)
+        return server
+
+    def stop(self, server: asyncio.Server) -> None:
+        """Take no more connections there; those that are carried go on."""
+
+        async def close() -> None:
+            server.close()
+
+        self._servers.remove(server)
+        self.do(close())
+
+    def close(self) -> None:
+        """End all connections."""
+        if not self._thread.is_alive():
+            return
+        self.do(self._end())
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join()
+        self._loop.close()
+
+    async def _end(self) -> None:
+        for server in self._servers:
+            server.close()
+        tasks = [task for task in asyncio.all_tasks() if task is not asyncio.current_task()]
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        # Sockets are closed in the turn after the one in which they are told to.
+        await asyncio.sleep(0)
+
+
+class Gate:
+    """The first machine's: who knows the token, and fits, is led to a store."""
+
+    def __init__(
+        self, bound: socket.socket, token: str, identity: Identity, port: int, credential: bytes = b""
+    ) -> None:
+        self._credential = credential
+        """The token, sealed for this user by the cluster; whoever else reads it learns nothing."""
+        self.run = secrets.token_bytes(RUN_BYTES)
+        self.key = run_key(token, self.run)
+        self._identity = identity
+        self._port = port
+        self._of_workers = 0
+        self.reached_at = ""
+        """The address of this machine by which another one has come."""
+        self._unproved: Counter[str] = Counter()
+        self._loop = _Loop()
+        self._loop.listen(bound, self._serve)
+
+    def close(self) -> None:
+        """Nobody is led anywhere any more."""
+        self._loop.close()
+
+    def lead_workers_to(self, port: int) -> None:
+        """The store of the workers of this attempt, and none before it."""
+        self._of_workers = port
+
+    async def _serve(self, reader: Reader, writer: Writer) -> None:
+        port = await self._admit(reader, writer)
+        if port is not None:
+            await _carry((reader, writer), await asyncio.open_connection(LOOPBACK, port))
+
+    async def _admit(self, reader: Reader, writer: Writer) -> int | None:
+        """Which store to lead to; None if there is nothing to be had."""
+        whose = str(writer.get_extra_info("peername")[0])
+        if self._unproved[whose] >= MOST_OF_ONE or self._unproved.total() >= MOST_UNPROVED:
+            return None
+        self._unproved[whose] += 1
+        try:
+            async with asyncio.timeout(HANDSHAKE_SECONDS):
+                session = await self._meet(reader, writer)
+        finally:
+            self._unproved -= Counter({whose: 1})
+        async with asyncio.timeout(HANDSHAKE_SECONDS):
+            hello = await session.read("way", reader, Hello)
+            refused = self._refusal(hello)
+            session.write("gate", writer, Answer(refused))
+            await writer.drain()
+        if refused:
+            return None
+        self.reached_at = str(writer.get_extra_info("sockname")[0])
+        return hello.port or self._port
+
+    async def _meet(self, reader: Reader, writer: Writer) -> Session:
+        nonce = secrets.token_bytes(NONCE_BYTES)
+        writer.write(HELLO + self.run + nonce + len(self._credential).to_bytes(2, "big") + self._credential)
+        theirs = await reader.readexactly(NONCE_BYTES)
+        session = Session(self.key, self.run + nonce + theirs)
+        # The other side first: a stranger is given nothing to compare his guesses with.
+        await session.check("way", reader)
+        writer.write(session.proof("gate"))
+        return session
+
+    def _refusal(self, hello: Hello) -> str:
+        if hello.port:
+            return "" if hello.port == self._of_workers else "that store is gone"
+        why = self._identity.refusal_of(hello.identity)
+        if why:
+            said = without_control(f"{hello.identity.machine} was refused: {why}")
+            print(said, file=sys.stderr, flush=True)
+        return why
+
+
+class Way:
+    """Another machine's way to the gate."""
+
+    def __init__(self, address: tuple[str, int], token: str, identity: Identity) -> None:
+        self._address = address
+        self._token = token
+        self._identity = identity
+        self.run = b""
+        """The id of the run, once it is known."""
+        self.key = b""
+        self._to_workers: asyncio.Server | None = None
+        """What leads to the store of the workers of the latest attempt."""
+        self._loop = _Loop()
+
+    @property
+    def where(self) -> str:
+        return f"{self._address[0]}:{self._address[1]}"
+
+    def knock(self) -> None:
+        """Ask to be let in; raises, in words, if this machine is not."""
+        self._loop.do(self._knock())
+
+    def close(self) -> None:
+        """Nothing is carried any more."""
+        self._loop.close()
+
+    def port(self, there: int = 0) -> int:
+        """A port on loopback here that leads to a store on the first machine."""
+        listener = socket.create_server((LOOPBACK, 0))
+
+        async def serve(reader: Reader, writer: Writer) -> None:
+            await _carry((reader, writer), await self._pass_when_free(there))
+
+        port = int(listener.getsockname()[1])
+        server = self._loop.listen(listener, serve)
+        if there:
+            if self._to_workers is not None:
+                self._loop.stop(self._to_workers)
+            self._to_workers = server
+        return port
+
+    async def _knock(self) -> None:
+        _, writer = await self._pass(0)
+        writer.close()
+
+    async def _pass_when_free(self, there: int) -> tuple[Reader, Writer]:
+        """The gate may have its fill of connections for a moment: all workers of a large machine come at once."""
+        deadline = time.monotonic() + BUSY_SECONDS
+        while True:
+            try:
+                return await self._pass(there)
+            except Busy:
+                if time.monotonic() > deadline:
+                    raise
+            await asyncio.sleep(RETRY_SECONDS)
+
+    async def _pass(self, there: int) -> tuple[Reader, Writer]:
+        """A connection that has been let in."""
+        reader, writer = await asyncio.wait_for(asyncio.open_connection(*self._address), HANDSHAKE_SECONDS)
+        try:
+            session = await self._meet(reader, writer)
+            session.write("way", writer, Hello(there, self._identity))
+            answer = await asyncio.wait_for(session.read("gate", reader, Answer), HANDSHAKE_SECONDS)
+            if answer.refused:
+                raise PlanError(f"this machine does not fit the run at {self.where}: {answer.refused}")
+        except BaseException:
+            writer.close()
+            raise
+        return reader, writer
+
+    async def _meet(self, reader: Reader, writer: Writer) -> Session:
+        greeting = await _read_greeting(reader)
+        if greeting is None:
+            raise NotEvenstep(f"{self.where} is held by a program that is no rendezvous; choose another port")
+        run, theirs = greeting.run, greeting.nonce
+        self._recognize(run)
+        nonce = secrets.token_bytes(NONCE_BYTES)
+        session = Session(self.key, run + theirs + nonce)
+        writer.write(nonce + session.proof("way"))
+        try:
+            await asyncio.wait_for(session.check("gate", reader), ANSWER_SECONDS)
+        except (EOFError, ConnectionError, WrongToken) as error:
+            raise WrongToken(f"the run at {self.where} has another token") from error
+        return session
+
+    def _recognize(self, run: bytes) -> None:
+        """The run that was met first: another one that came to this address since is none of ours."""
+        if self.run and run != self.run:
+            raise AnotherRun(f"the run at {self.where} has ended, and another one has begun there")
+        if not self.run:
+            self.run, self.key = run, run_key(self._token, run)
+
+
+def is_gate(address: tuple[str, int]) -> bool:
+    """Whether a run of evenstep listens there."""
+    try:
+        with socket.create_connection(address, timeout=2) as connection:
+            return connection.recv(len(HELLO), socket.MSG_WAITALL) == HELLO
+    except OSError:
+        return False
+
+
+async def _carry(one: tuple[Reader, Writer], other: tuple[Reader, Writer]) -> None:
+    """Bytes both ways, until either side has no more."""
+    ways = [asyncio.ensure_future(_copy(one[0], other[1])), asyncio.ensure_future(_copy(other[0], one[1]))]
+    try:
+        await asyncio.wait(ways, return_when=asyncio.FIRST_COMPLETED)
+    finally:
+        for way in ways:
+            way.cancel()
+        await asyncio.gather(*ways, return_exceptions=True)
+        for _, writer in (one, other):
+            writer.close()
+
+
+async def _copy(reader: Reader, writer: Writer) -> None:
+    while data := await reader.read(CHUNK):
+        writer.write(data)
+        await writer.drain()

@@ -1,0 +1,39 @@
+"""A loss that is NaN or infinite: whose samples made it, and what to do."""
+
+from __future__ import annotations
+
+import torch
+
+from evenstep.data.loader import Batch
+from evenstep.distributed.world import World
+from evenstep.plan import PrecisionName
+from evenstep.strategies.base import DistributedModel
+
+
+def explain(
+    world: World,
+    precision: PrecisionName,
+    mean: float,
+    spoilt: list[str],
+    batch: Batch,
+    model: DistributedModel,
+    step: int,
+) -> str:
+    """Which rank's samples made the loss of a step non-finite; all ranks call this together."""
+    first, *more = [report for reports in world.gather(spoilt) for report in reports] or [None]
+    where = f"; {first}" if first else "; every part is finite, their sum is not"
+    others = f", and {len(more)} other parts too" if more else ""
+    names = [name for name, weight in model.module.named_parameters() if not is_finite(weight)]
+    if any(world.gather(bool(names))):
+        known = f"{names[0]} is" if names else "Some weights are"
+        advice = f"{known} not finite since an earlier step: a gradient was not, though the loss was. Try --clip 1.0."
+    else:
+        advice = "The weights are those of the step before. A lower learning rate or --clip 1.0 often helps."
+    hint = " fp16 holds no number above 65504; try bf16." if precision == "fp16" else ""
+    return f"the loss is {mean} at step {step} (epoch {batch.span.epoch + 1}){where}{others}.\n{advice}{hint}"
+
+
+def is_finite(weight: torch.Tensor) -> bool:
+    """Whether this rank's part of a weight holds neither NaN nor infinity."""
+    local = getattr(weight, "to_local", lambda: weight)()
+    return bool(torch.isfinite(local).all())

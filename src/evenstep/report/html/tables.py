@@ -1,0 +1,284 @@
+"""The page's tables: everything that a chart shows, as words and numbers.
+
+What the words on a page mean.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from itertools import chain, count
+from typing import Any
+
+from evenstep.plan import Plan
+from evenstep.record import PARTS, Record
+from evenstep.report.comparison import Comparison, Range, Row
+from evenstep.report.html.curves import Quantiles, ReadRun, Sampled
+from evenstep.report.progress import without_control
+from evenstep.report.terminal import devices, number, size
+
+PARITY_WORDS = {
+    "reference": "reference",
+    "same": "the same",
+    "differs": "differs",
+    "unknown": "not checked",
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sheet:
+    """A table of words; the first column names the row."""
+
+    title: str
+    columns: Sequence[str]
+    rows: Sequence[Sequence[str]]
+
+
+def distinct(names: Sequence[str]) -> list[str]:
+    """The names, with a number behind those that come again."""
+    found: list[str] = []
+    for name in names:
+        numbered = (f"{name} ({number})" for number in count(2))
+        found.append(next(one for one in chain([name], numbered) if one not in found))
+    return found
+
+
+def milliseconds(seconds: float | None) -> str:
+    """Three digits of them that mean something."""
+    if seconds is None or not math.isfinite(seconds):
+        return "-"
+    ms = seconds * 1000
+    return f"{ms:,.0f}" if ms >= 100 else f"{ms:.1f}" if ms >= 10 else f"{ms:.2f}" if ms >= 0.1 else f"{ms:.3f}"
+
+
+def with_spread(spread: Range | None, scale: float = 1.0, digits: int = 0) -> str:
+    """`5,933 (5,800 to 6,020)`."""
+    if spread is None:
+        return "-"
+    middle, low, high = (f"{value * scale:,.{digits}f}" for value in (spread.middle, spread.low, spread.high))
+    return middle if low == high else f"{middle} ({low} to {high})"
+
+
+def amount(num_bytes: int) -> str:
+    """Bytes that travel are often few."""
+    if num_bytes >= 2**20:
+        return f"{num_bytes / 2**20:,.1f} MiB"
+    return f"{num_bytes / 1024:,.1f} KiB" if num_bytes >= 1024 else f"{num_bytes} B"
+
+
+@dataclass(frozen=True, kw_only=True)
+class PartBar:
+    """One piece of the bar in the table: its part, its time, and its width in hundredths of the longest step."""
+
+    part: str
+    ms: str
+    width: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class ComparedRow:
+    """One row of the table at the top of a comparison's page."""
+
+    label: str
+    devices: str
+    speed: str
+    spread: str
+    speedup: str
+    efficiency: str
+    step: str
+    parts: Sequence[PartBar]
+    memory: Sequence[tuple[str, str]]
+    sent: str
+    start: str
+    parity: str
+    parity_words: str
+    why: str
+    is_sound: bool
+
+
+def compared_rows(comparison: Comparison) -> list[ComparedRow]:
+    """The rows of a comparison, in words."""
+    longest = max((sum(row.parts.values()) for row in comparison.rows), default=0.0) or 1.0
+    names = distinct([row.label for row in comparison.rows])
+    return [_compared(comparison, row, name, longest) for row, name in zip(comparison.rows, names, strict=True)]
+
+
+def _compared(comparison: Comparison, row: Row, name: str, longest: float) -> ComparedRow:
+    speed = row.samples_per_second
+    return ComparedRow(
+        label=name,
+        devices=devices(row.devices),
+        speed=f"{speed.middle:,.0f}",
+        spread=f"{speed.low:,.0f} to {speed.high:,.0f}",
+        speedup=f"{comparison.speedup(row):.2f} x",
+        efficiency=f"{comparison.efficiency(row):.0%}",
+        step=milliseconds(row.step_seconds.middle),
+        parts=[_bar(part, row, longest) for part in PARTS],
+        memory=[(device, size(num_bytes)) for device, num_bytes in row.peak_bytes.items()],
+        sent=amount(row.sent_bytes) if row.sent_bytes else "-",
+        start=f"{row.start_seconds.middle:.1f} s",
+        parity=row.parity,
+        parity_words=PARITY_WORDS.get(row.parity, row.parity),
+        why=row.why,
+        is_sound=row.is_sound,
+    )
+
+
+def _bar(part: str, row: Row, longest: float) -> PartBar:
+    seconds = row.parts.get(part, 0.0)
+    return PartBar(part=part, ms=milliseconds(seconds), width=round(100 * seconds / longest, 2))
+
+
+def parts_sheet(comparison: Comparison) -> Sheet:
+    """The parts of each row's step in milliseconds, and the two ceilings."""
+    rows = [
+        [
+            name,
+            *(milliseconds(row.parts.get(part, 0.0)) for part in PARTS),
+            milliseconds(sum(row.parts.values())),
+            milliseconds(row.step_seconds.middle),
+            with_spread(row.without_input_seconds, 1000, 2),
+            with_spread(row.without_communication_seconds, 1000, 2),
+        ]
+        for row, name in zip(comparison.rows, distinct([row.label for row in comparison.rows]), strict=True)
+    ]
+    columns = ["", *PARTS, "parts together", "step", "without input", "without communication"]
+    return Sheet(title="Parts of a step, in ms", columns=columns, rows=rows)
+
+
+def runs_sheet(names: Sequence[str], runs: Sequence[ReadRun]) -> Sheet:
+    """One line a run: what it learned, how fast, and what it held in memory."""
+    metrics = _metrics([run.record for run in runs])
+    columns = ["", "task", "strategy", "devices", "batch", "steps", "loss"]
+    columns += [f"valid {without_control(name)}" for name in metrics] + ["samples/s", "peak memory", "state"]
+    return Sheet(title="Runs", columns=columns, rows=[_run(*pair, metrics) for pair in zip(names, runs, strict=True)])
+
+
+def _run(name: str, run: ReadRun, metrics: Sequence[str]) -> list[str]:
+    record, last = run.record, run.curves.last
+    plan, values = record.plan, record.evaluations[-1].values if record.evaluations else {}
+    return [
+        name,
+        plan.task,
+        plan.strategy,
+        devices(plan.devices),
+        f"{plan.batch:,}",
+        f"{last.step:,}" if last is not None else "0",
+        _loss(run),
+        *(number(values.get(metric)) for metric in metrics),
+        f"{_speed(run):,.0f}",
+        ", ".join(size(num_bytes) for num_bytes in run.peak_bytes.values()) or "-",
+        "ended" if record.summary is not None else "no end yet",
+    ]
+
+
+def _loss(run: ReadRun) -> str:
+    """Of the last epoch where the run has ended, of the last step otherwise; and how many were no numbers."""
+    loss = run.record.summary.train_loss if run.record.summary is not None else None
+    if loss is None and run.curves.last is not None:
+        loss = run.curves.last.loss
+    num_bad = run.curves.num_not_finite
+    return f"{number(loss)} ({num_bad} not finite)" if num_bad else number(loss)
+
+
+def _speed(run: ReadRun) -> float:
+    if run.record.summary is not None:
+        return run.record.summary.samples_per_second
+    seconds = run.curves.total_seconds
+    return run.curves.samples / seconds if seconds else 0.0
+
+
+def times_sheet(rows: Mapping[str, Sampled]) -> Sheet:
+    """How long steps took, in milliseconds."""
+    found = {name: Quantiles.of(sampled) for name, sampled in rows.items()}
+    lines = [
+        [name, f"{cuts.count:,}", *map(milliseconds, (cuts.least, cuts.p5, cuts.middle, cuts.p95, cuts.most))]
+        for name, cuts in found.items()
+        if cuts is not None
+    ]
+    columns = ["", "steps", "fastest", "5 % below", "middle", "5 % above", "slowest"]
+    return Sheet(title="Step times, in ms", columns=columns, rows=lines)
+
+
+def evaluations_sheet(names: Sequence[str], records: Sequence[Record], most: int = 20) -> Sheet:
+    """The last evaluations of every run."""
+    metrics = _metrics(records)
+    rows = [
+        [name, f"{one.epoch + 1}", f"{one.step:,}", *(number(one.values.get(metric)) for metric in metrics)]
+        for name, record in zip(names, records, strict=True)
+        for one in record.evaluations[-most:]
+    ]
+    return Sheet(title="Evaluations", columns=["", "epoch", "step", *map(without_control, metrics)], rows=rows)
+
+
+def _metrics(records: Sequence[Record]) -> list[str]:
+    return list(dict.fromkeys(name for record in records for one in record.evaluations for name in one.values))
+
+
+def plan_sheets(names: Sequence[str], plans: Sequence[Plan]) -> list[Sheet]:
+    """What all plans have in common, and where they differ; what is off or none everywhere is not shown."""
+    values = [{**asdict(plan), "devices": ", ".join(plan.devices)} for plan in plans]
+    shown = [field for field in (values[0] if values else {}) if any(_is_set(one[field]) for one in values)]
+    same = [field for field in shown if len({str(one[field]) for one in values}) == 1]
+    other = [field for field in shown if field not in same]
+    title = "Plan, the same for all" if len(plans) > 1 else "Plan"
+    sheets = [Sheet(title=title, columns=[], rows=_pairs(values[0], same))] if same else []
+    if other:
+        rows = [[_words(field), *(_value(one[field]) for one in values)] for field in other]
+        sheets.append(Sheet(title="Plan, where they differ", columns=["", *names], rows=rows))
+    return sheets
+
+
+def machine_sheet(machine: Mapping[str, Any], title: str = "Machine and versions") -> Sheet:
+    """What the numbers were measured on."""
+    values = dict(machine)
+    if isinstance(values.get("memory_bytes"), int):
+        values["memory"] = size(values.pop("memory_bytes"))
+    return Sheet(title=title, columns=[], rows=_pairs(values, [name for name in values if _is_set(values[name])]))
+
+
+def _pairs(values: Mapping[str, Any], names: Sequence[str]) -> list[list[str]]:
+    return [[_words(name), _value(values[name])] for name in names]
+
+
+def _is_set(value: object) -> bool:
+    return value is not None and value is not False and value != [] and value != ""
+
+
+def _words(name: str) -> str:
+    return without_control(str(name)).replace("_", " ")
+
+
+def _value(value: object) -> str:
+    if isinstance(value, list | tuple):
+        return ", ".join(map(_value, value))
+    if isinstance(value, dict):
+        return ", ".join(f"{_words(name)} {_value(one)}" for name, one in value.items())
+    if value is None or isinstance(value, bool):
+        return "-" if value is None else "yes" if value else "no"
+    return without_control(str(value))
+
+
+OF_RUNS = {
+    "loss": "the mean over the whole global batch of each step; in the table, over the last epoch once a run has ended",
+    "samples/s": "samples of a step over its seconds; evaluation, checkpoints and start-up are not in it",
+    "wait for input": "what of a step went by before its batch was there",
+    "peak memory": "the most a device held; on a CPU that of the whole process, with torch itself in it",
+}
+
+OF_COMPARISONS = {
+    "samples/s": "the middle of all rounds; below it the slowest and the fastest round",
+    "speed-up": "samples per second over those of the first row",
+    "efficiency": "speed-up for each device: 100 % means that no device waited",
+    "input": "waiting for the batch of the step",
+    "forward, backward": "the model's own work, on the device; the mean of all ranks, as all parts are",
+    "communication": "sending gradients (and parameters, where those travel) that was not hidden behind backward",
+    "optimizer": "changing the weights",
+    "without input": "the same step on a batch that is there already: the most that faster input could give",
+    "without communication": "the same step when nothing is sent: the most that faster links could give",
+    "peak memory": OF_RUNS["peak memory"],
+    "sent a step": "bytes that each rank hands over in a step",
+    "start-up": "from the start of the processes to the end of the first step",
+    "learns the same": "whether losses and weights are those of one device, within rounding; if not, it is not advised",
+}

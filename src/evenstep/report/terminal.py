@@ -1,0 +1,225 @@
+"""Runs side by side.
+
+A comparison on a terminal: how fast, what a step is made of, what it learns.
+
+Suggestions on a terminal.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+from rich.text import Text
+
+from evenstep.record import PARTS, Record, Summary
+from evenstep.report.comparison import Comparison, Range
+from evenstep.report.progress import without_control
+
+
+def side_by_side(records: Sequence[Record]) -> Table:
+    """One row a run: what it learned, how fast, and what it held in memory."""
+    finished = [record.summary for record in records if record.summary is not None]
+    names = list(dict.fromkeys(name for summary in finished for name in summary.valid))
+    table = Table(box=None, pad_edge=False, header_style="bold")
+    for column in ("strategy", "devices"):
+        table.add_column(column, no_wrap=True)
+    measured = ["valid loss" if name == "loss" else plain(name) for name in names]
+    for column in ("train loss", *measured, "samples/s"):
+        table.add_column(column, justify="right", no_wrap=True)
+    table.add_column("peak memory")
+    for summary in finished:
+        table.add_row(
+            summary.strategy,
+            devices(summary.devices),
+            number(summary.train_loss),
+            *(number(summary.valid.get(name)) for name in names),
+            f"{summary.samples_per_second:,.0f}",
+            peaks(summary),
+        )
+    return table
+
+
+def summary_table(summary: Summary) -> Table:
+    """The end of one run."""
+    table = Table(box=None, pad_edge=False, show_header=False)
+    table.add_column(style="bold")
+    table.add_column(overflow="fold")
+    table.add_row("trained", f"{summary.steps} steps, {summary.samples:,} samples in {summary.seconds:.1f} s")
+    table.add_row(
+        "speed", f"{summary.samples_per_second:,.0f} samples/s ({summary.strategy}, {devices(summary.devices)})"
+    )
+    if summary.train_loss is not None:
+        table.add_row("train loss", number(summary.train_loss))
+    for name, value in summary.valid.items():
+        table.add_row(f"valid {plain(name)}", number(value))
+    table.add_row("peak memory", peaks(summary))
+    if summary.checkpoint:
+        table.add_row("checkpoint", plain(summary.checkpoint))
+    table.add_row("run", plain(summary.run))
+    return table
+
+
+def plain(text: str) -> str:
+    """A name as it is: no markup, no control bytes, whoever chose it."""
+    return escape(without_control(text))
+
+
+def devices(names: Sequence[str]) -> str:
+    """`cpu, cpu` is `2 x cpu`."""
+    unique = list(dict.fromkeys(names))
+    if len(unique) == 1:
+        return unique[0] if len(names) == 1 else f"{len(names)} x {unique[0]}"
+    return ", ".join(names)
+
+
+def peaks(summary: Summary) -> str:
+    """Peak memory for each device; a process on the CPU counts as a whole, with torch itself in it."""
+    sizes = Counter(size(value) for value in summary.peak_bytes.values())
+    return ", ".join(text if count == 1 else f"{count} x {text}" for text, count in sizes.items())
+
+
+def size(num_bytes: int) -> str:
+    """Bytes in the unit people read."""
+    return f"{num_bytes / 2**30:.2f} GiB" if num_bytes >= 2**30 else f"{num_bytes / 2**20:.0f} MiB"
+
+
+def number(value: float | None) -> str:
+    """Four digits after the point, or a dash."""
+    return "-" if value is None else f"{value:.4f}"
+
+
+LEARNS = {
+    "reference": ("the measure", "dim"),
+    "same": ("✓ the same", "green"),
+    "differs": ("✗ something else", "red"),
+    "unknown": ("? not checked", "yellow"),
+}
+
+
+def show_comparison(comparison: Comparison, console: Console) -> None:
+    """How fast, what a step is made of, what it holds; what did not run, and what to do."""
+    for table in (speed_table(comparison), step_table(comparison), cost_table(comparison)):
+        console.print(table)
+        console.print()
+    for line in _remarks(comparison):
+        console.print(without_control(line), style="yellow", markup=False, soft_wrap=True)
+    console.print()
+    for line in comparison.advice:
+        console.print(without_control(line), style="bold", markup=False, soft_wrap=True)
+
+
+def speed_table(comparison: Comparison) -> Table:
+    """Samples a second, and what they are worth."""
+    table = _table("way", "samples/s", "spread", "speed-up", "efficiency")
+    table.add_column("learns", no_wrap=True)
+    for row in comparison.rows:
+        rate = row.samples_per_second
+        said, style = LEARNS[row.parity]
+        table.add_row(
+            plain(row.label),
+            f"{rate.middle:,.0f}",
+            f"{rate.low:,.0f}-{rate.high:,.0f}",
+            f"{comparison.speedup(row):.2f}x",
+            f"{comparison.efficiency(row):.0%}",
+            Text(said, style=style),
+        )
+    return table
+
+
+def step_table(comparison: Comparison) -> Table:
+    """Where a step goes, in milliseconds."""
+    short = {"communication": "comm.*", "optimizer": "optim."}
+    table = _table("ms a step", "whole", *(short.get(part, part) for part in PARTS), "no input", "no comm.")
+    for row in comparison.rows:
+        table.add_row(
+            plain(row.label),
+            _ms(row.step_seconds),
+            *(f"{row.parts.get(part, 0.0) * 1000:.2f}" for part in PARTS),
+            _ms(row.without_input_seconds),
+            _ms(row.without_communication_seconds),
+        )
+    return table
+
+
+def cost_table(comparison: Comparison) -> Table:
+    """What a way holds, sends and waits for before its first step."""
+    table = _table("cost", "start-up", "sent a step")
+    table.add_column("peak memory")
+    for row in comparison.rows:
+        peaks = ", ".join(size(peak) for peak in row.peak_bytes.values())
+        table.add_row(plain(row.label), f"{row.start_seconds.middle:.1f} s", size_in_short(row.sent_bytes), peaks)
+    return table
+
+
+def _table(first: str, *more: str) -> Table:
+    table = Table(box=None, pad_edge=False, header_style="bold")
+    table.add_column(first, no_wrap=True)
+    for name in more:
+        table.add_column(name, justify="right", no_wrap=True)
+    return table
+
+
+def _remarks(comparison: Comparison) -> Iterator[str]:
+    yield "* not hidden behind backward; no input, no comm.: the same step on a batch that is there, or sending nothing"
+    for row in comparison.rows:
+        if not row.is_sound:
+            yield f"{row.label} learns something else: {row.why}"
+        if row.parity == "unknown":
+            yield f"{row.label} was not checked: {row.why}"
+        if row.strategy == "dp-torch":
+            yield f"{row.label}: what it sends is inside forward and backward, and cannot be told apart"
+    if any(device.startswith("cuda") for row in comparison.rows for device in row.devices):
+        yield "on a card, train replays steps as CUDA graphs where that is safe (--fast); these are plain steps"
+    for label, why in comparison.left_out.items():
+        yield f"{label} could not run: {why}"
+
+
+def _ms(spread: Range | None) -> str:
+    return "-" if spread is None else f"{spread.middle * 1000:.2f}"
+
+
+def size_in_short(num_bytes: int) -> str:
+    """Bytes, from few to many."""
+    if num_bytes < 2**20:
+        return f"{num_bytes / 2**10:.0f} KiB" if num_bytes else "-"
+    return size(num_bytes)
+
+
+MUCH = 1.05
+"""Less than this, by the worst of its rounds against the best without it, is not worth another arithmetic."""
+
+
+def show_suggestions(found: list[Any], command: str, console: Console) -> None:
+    """What each change gives and costs; and the command that takes the best of them."""
+    plain, *others = found
+    table = Table(box=None, header_style="bold", pad_edge=False)
+    for head in ("change", "ms a step", "x as fast", "loss then", "first step", "pays after"):
+        table.add_column(head, justify="left" if head == "change" else "right", no_wrap=True)
+    for one in found:
+        if one.problem:
+            table.add_row(one.flag, Text("does not run", style="yellow"))
+            continue
+        steps = one.pays_after(plain)
+        after = "" if one is plain else "never" if steps is None else f"{steps:,} steps"
+        gain = plain.step_seconds / one.step_seconds
+        cells = (f"{one.step_seconds * 1e3:.2f}", f"{gain:.2f}x", f"{one.loss:.4f}", f"{one.start_seconds:.1f} s")
+        table.add_row(one.flag or "(none)", *cells, after)
+    console.print(table)
+    console.print()
+    for one in others:
+        said = f"{one.flag}: {f'does not run: {one.problem}' if one.problem else one.means}"
+        console.print(said, style="dim", markup=False, soft_wrap=True)
+    worth = [one for one in others if not one.problem and min(plain.rounds) / max(one.rounds) >= MUCH]
+    best = min(worth, key=lambda one: one.step_seconds, default=None)
+    console.print()
+    if best is None:
+        console.print("Nothing was changed, and nothing here is worth a change.", style="bold", soft_wrap=True)
+        return
+    said = f"Nothing was changed. The fastest of these: {command} {best.flag}"
+    console.print(said, style="bold", markup=False, soft_wrap=True)
+    console.print("It computes other numbers: look whether it learns as well.", style="dim", soft_wrap=True)

@@ -1,0 +1,1 @@
+"""How one model is distributed over a World: one file for each strategy."""

@@ -1,0 +1,271 @@
+"""A model, placed on every seat that this process drives.
+
+Calling a loss on one seat: the right device, the trained model through its engine, the others frozen beside it.
+
+Copies of a model, and whether one still holds what the other does.
+
+A gradient's life: made, used, forgotten; with none of the steps that torch takes around these in Python.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import cache
+from typing import Any, TypeVar
+
+import torch
+from torch import nn
+from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
+
+from evenstep.task import Amount
+
+T = TypeVar("T")
+
+
+class LossModule(nn.Module):
+    """Runs a function of the user's model as its own forward.
+
+    The engine's wrappers (DDP, `fully_shard`) work by hooks around one forward. Wrapping the whole loss instead of
+    the model means that no call of the user's can go around them: `model.encode(x)` is as good as `model(x)`.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, work: Callable[..., T], *arguments: Any) -> T:
+        return work(self.model, *arguments)
+
+
+class DistributedModel:
+    """What `Team.wrap` returns: the user's model on the team's devices.
+
+    `module` has the user's own parameter names; optimizers and checkpoints see it. `seats` are called to compute:
+    `seats[i](work, *arguments)` runs `work(model, *arguments)` on the i-th device of this process.
+    """
+
+    def __init__(
+        self, module: nn.Module, replicas: list[nn.Module], loss_modules: list[LossModule] | None = None
+    ) -> None:
+        self.module = module
+        self.weights = list(module.parameters())
+        """The parameters that an optimizer updates; found once, for walking the modules takes longer than a layer."""
+        self.has_buffers = next(module.buffers(), None) is not None
+        self.is_checked = False
+        """Whether the team has seen that it can be trained."""
+        self.replicas = replicas
+        self.loss_modules = loss_modules if loss_modules is not None else replicas
+        self.weights_of = [list(bound.parameters()) for bound in self.loss_modules]
+        """Those of each seat, which get its gradients."""
+
+    def parameters(self) -> Iterator[nn.Parameter]:
+        """The parameters that an optimizer updates."""
+        return iter(self.weights)
+
+    @contextmanager
+    def evaluating(self) -> Iterator[None]:
+        """Inside, dropout and batch statistics are off; afterwards every layer is as the user had it."""
+        with evaluating(self.module, *self.replicas):
+            yield
+
+
+@contextmanager
+def evaluating(*modules: nn.Module) -> Iterator[None]:
+    """Inside, every layer is in eval mode; afterwards each is in its own mode again."""
+    layers = [layer for module in modules for layer in module.modules()]
+    modes = [layer.training for layer in layers]
+    for layer in layers:
+        layer.training = False
+    try:
+        yield
+    finally:
+        for layer, mode in zip(layers, modes, strict=True):
+            layer.training = mode
+
+
+class Frozen:
+    """Inside, these models get no gradients of their own, but let them through."""
+
+    def __init__(self, models: Sequence[DistributedModel]) -> None:
+        self._weights = [
+            weight
+            for model in models
+            for replica in model.loss_modules
+            for weight in replica.parameters()
+            if weight.requires_grad
+        ]
+
+    def __enter__(self) -> None:
+        for weight in self._weights:
+            weight.requires_grad_(False)
+
+    def __exit__(self, *error: object) -> None:
+        for weight in self._weights:
+            weight.requires_grad_(True)
+
+
+def call(models: tuple[DistributedModel, ...], place: int, loss: Callable[..., Amount], data: Any) -> Amount:
+    """`loss` of the models on one seat: the trained one through the engine's wrapper, the others directly."""
+    trained, *others = models
+    if not others:
+        return trained.replicas[place](loss, data)  # type: ignore[no-any-return]
+
+    def inner(*bare: Any) -> Amount:
+        return loss(bare, data)
+
+    for other in reversed(others):
+        inner = _inside(other.loss_modules[place], inner)
+    return trained.replicas[place](inner)  # type: ignore[no-any-return]
+
+
+def _inside(bound: nn.Module, inner: Callable[..., Amount]) -> Callable[..., Amount]:
+    return lambda *bare: bound(lambda model: inner(*bare, model))
+
+
+def one_by_one(work: Callable[..., T], arguments: Sequence[tuple[Any, ...]]) -> list[T]:
+    """`work` of one seat after the other, in this thread."""
+    return [work(*replica_arguments) for replica_arguments in arguments]
+
+
+NOTHING: AbstractContextManager[None] = nullcontext()
+"""Around what needs nothing around it; made once, for a step enters several."""
+
+
+def on(device: torch.device) -> AbstractContextManager[Any]:
+    """Inside, `device` is current in this thread: CUDA keeps that per thread."""
+    return torch.cuda.device(device) if device.type == "cuda" else NOTHING
+
+
+SMALL_ENOUGH = 20_000_000
+"""Parameters up to which something is tried on a copy of a model."""
+
+M = TypeVar("M", bound=nn.Module)
+
+
+def copied(model: M, memo: dict[int, Any] | None = None) -> M:
+    """A deep copy, in which whatever `memo` names by its id is taken as already copied.
+
+    A layer may keep a tensor that it computes from its parameters before each forward, as the older
+    `torch.nn.utils.weight_norm` does. torch refuses to copy such a tensor; here its values are.
+    """
+    computed = [
+        value
+        for layer in model.modules()
+        for value in vars(layer).values()
+        if isinstance(value, torch.Tensor) and not value.is_leaf
+    ]
+    return copy.deepcopy(model, {**{id(one): one.detach().clone() for one in computed}, **(memo or {})})
+
+
+def same_numbers(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """Whether two tensors of one shape hold the same; no number in the same place of both is the same."""
+    return bool(((one == other) | ((one != one) & (other != other))).all())
+
+
+_ENGINE = torch.autograd.Variable._execution_engine
+
+
+def go_back(loss: torch.Tensor, weight: float) -> None:
+    """`(loss * weight).backward()`: the weight is where the engine starts, and no operation of the graph.
+
+    `Tensor.backward` makes a tensor of ones at every call and looks at it from all sides: a tenth of a small step.
+    """
+    if type(loss) is not torch.Tensor:
+        (loss * weight).backward()
+        return
+    start = _start(weight, loss.dtype, loss.device)
+    _ENGINE.run_backward((loss,), (start,), False, False, (), allow_unreachable=True, accumulate_grad=True)
+
+
+# Never dropped: a recorded step reads it for as long as it is replayed.
+@cache
+def _start(weight: float, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    return torch.full((), weight, dtype=dtype, device=device)
+
+
+def separate(weights: Sequence[torch.Tensor]) -> None:
+    """Give gradients that share memory a memory each.
+
+    Backward of `a.view(...) + b.view(...)` hands both the same numbers, and torch keeps them as two gradients. Whatever
+    changes gradients in place changes these twice: the next micro-batch, an average, clipping.
+    """
+    places = sorted(
+        [
+            (gradient.data_ptr(), gradient.nbytes, place)
+            for place, weight in enumerate(weights)
+            if type(gradient := weight.grad) is torch.Tensor and gradient.layout is torch.strided
+        ]
+    )
+    end = 0
+    for start, num_bytes, place in places:
+        if start < end:
+            gradient = weights[place].grad
+            assert gradient is not None
+            weights[place].grad = gradient.clone()
+        end = max(end, start + num_bytes)
+
+
+def fills_memory(weight: torch.Tensor) -> bool:
+    """Whether its numbers lie together without gaps, in whatever order; its gradients then lie in the same one."""
+    last = sum((size - 1) * stride for size, stride in zip(weight.shape, weight.stride(), strict=True))
+    return last + 1 == weight.numel()
+
+
+def update(optimizer: torch.optim.Optimizer) -> None:
+    """`optimizer.step()`, less the profiler's range and the compiler's marks around it: a twentieth of a small step.
+
+    Whoever listens is told: with hooks, under a profiler, and for any step but torch's own, it is the whole call.
+    """
+    step: Any = getattr(optimizer, "__dict__", {}).get("step", type(optimizer).step)
+    # Bound to the optimizer, or to another one; a scheduler wraps it, to know that there was a step.
+    is_own = getattr(step, "__self__", optimizer) is optimizer
+    bare = _bare_step(getattr(step, "__func__", step)) if is_own else None
+    if bare is None or _is_listened_to(optimizer) or optimizer.defaults.get("differentiable"):
+        optimizer.step()
+        return
+    if hasattr(step, "_wrapped_by_lr_sched"):
+        optimizer._opt_called = True  # type: ignore[attr-defined]
+    with torch.no_grad():
+        bare(optimizer)
+
+
+def _is_listened_to(optimizer: torch.optim.Optimizer) -> bool:
+    return bool(
+        optimizer._optimizer_step_pre_hooks
+        or optimizer._optimizer_step_post_hooks
+        or _global_optimizer_pre_hooks
+        or _global_optimizer_post_hooks
+        or torch.autograd.profiler._is_profiler_enabled
+    )
+
+
+@cache
+def _bare_step(step: Any) -> Callable[[torch.optim.Optimizer], Any] | None:
+    """A step of torch's own without what torch wraps around it; None if somebody else had a hand in it."""
+    layers = [step]
+    while hasattr(layers[-1], "__wrapped__"):
+        layers.append(layers[-1].__wrapped__)
+    modules = [getattr(layer, "__globals__", {}).get("__name__", "") for layer in layers]
+    return layers[-1] if all(name.startswith("torch.optim.") for name in modules) else None
+
+
+def forget(weights: Iterable[torch.Tensor]) -> None:
+    """Drop their gradients."""
+    for weight in weights:
+        weight.grad = None
+
+
+def forget_gradients(optimizer: torch.optim.Optimizer) -> None:
+    """`optimizer.zero_grad()`, less the profiler's range around it; a zero_grad of the user's own is called."""
+    if type(optimizer).zero_grad is not torch.optim.Optimizer.zero_grad:
+        optimizer.zero_grad(set_to_none=True)
+        return
+    for group in optimizer.param_groups:
+        forget(group["params"])
+
+
+def has_sparse_gradients(model: nn.Module) -> bool:
+    """Whether a layer was told to make them."""
+    return any(getattr(layer, "sparse", False) is True for layer in model.modules())

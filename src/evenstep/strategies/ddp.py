@@ -1,0 +1,243 @@
+"""One process per device; each holds the whole model, and gradients are averaged, while backward runs or after it.
+
+The gradients of a model, averaged after backward, where processes share memory.
+
+Not by DDP, whose buckets copy every gradient once more and hide what is sent behind the rest of backward: here is
+nothing to hide it behind, for who adds up is the core that computes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any, ClassVar
+from weakref import WeakKeyDictionary, WeakSet
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.utils import _verify_param_shape_across_processes
+from torch.nn.parallel import DistributedDataParallel
+from torch.nn.parameter import is_lazy
+from torch.profiler import record_function
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+
+from evenstep.distributed.devices import leave_default_stream
+from evenstep.distributed.shm.allreduce import DTYPES, Channel, open_channel
+from evenstep.distributed.shm.native import load
+from evenstep.distributed.world import World
+from evenstep.errors import TaskError, TrainingError
+from evenstep.profiling.spans import Tap, size_of
+from evenstep.strategies.base import NOTHING, DistributedModel, LossModule, fills_memory, has_sparse_gradients
+from evenstep.strategies.single import Sample, Single
+
+
+class Averaging:
+    """Goes around the last backward of a step; an open tap is told of it, and for a muted one nothing is sent."""
+
+    def __init__(self, channel: Channel, model: nn.Module, tap: Tap) -> None:
+        self._channel, self._tap = channel, tap
+        self._is_broken = False
+        self._names, self._weights = zip(*trained(model), strict=True)
+        self._is_plain = [weight.is_contiguous() for weight in self._weights]
+        self._dtypes = [weight.dtype for weight in self._weights]
+        self._kinds = [[i for i, one in enumerate(self._dtypes) if one == kind] for kind in dict.fromkeys(self._dtypes)]
+        """The places of weights, by type: a channel averages those of one type at a time."""
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, error: type[BaseException] | None, *more: object) -> None:
+        if error is not None or self._tap.is_muted:
+            return
+        if torch.autograd.profiler._is_profiler_enabled:
+            # As dp's own sending is called in a trace; an engine of torch's would be in it by itself.
+            with record_function("evenstep: reduce"):
+                self._average()
+        else:
+            self._average()
+
+    def _average(self) -> None:
+        rows = [
+            gradient
+            if is_plain and gradient is not None and gradient.dtype is dtype and gradient.is_contiguous()
+            else self._as_row(place)
+            for place, (gradient, is_plain, dtype) in enumerate(
+                zip([weight.grad for weight in self._weights], self._is_plain, self._dtypes, strict=True)
+            )
+        ]
+        tap = self._tap
+        begin = tap.now() if tap.is_open else None
+        tap.mark("communication")
+        if self._is_broken:
+            raise TrainingError("an average of gradients was interrupted, and cannot be gone on from: start anew")
+        self._is_broken = True
+        for places in self._kinds:
+            self._channel.average([rows[place] for place in places])
+        self._is_broken = False
+        if begin is not None:
+            tap.sent(rows)
+            tap.travelled("gradients", begin)
+
+    def _as_row(self, place: int) -> torch.Tensor:
+        """A gradient that does not lie in memory in the order in which its numbers are counted; its weight may not."""
+        weight: nn.Parameter = self._weights[place]
+        if weight.grad is None:
+            raise no_gradient([name for name, one in zip(self._names, self._weights, strict=True) if one.grad is None])
+        if weight.grad.dtype is not weight.dtype:
+            raise TaskError(
+                f"the gradient of {self._names[place]} is {weight.grad.dtype} and its weight {weight.dtype}; ddp "
+                "averages gradients of their weights' type: leave grad_dtype as it is"
+            )
+        if weight.grad.stride() != weight.stride():
+            weight.grad = torch.empty_like(weight).copy_(weight.grad)
+        return weight.grad.as_strided((weight.numel(),), (1,))
+
+
+def trained(model: nn.Module) -> list[tuple[str, nn.Parameter]]:
+    """The parameters that get gradients, and their names."""
+    return [(name, weight) for name, weight in model.named_parameters() if weight.requires_grad]
+
+
+def can_average(model: nn.Module) -> bool:
+    """Whether a channel takes all of its gradients."""
+    return not has_sparse_gradients(model) and all(_fits(weight) for _, weight in trained(model))
+
+
+def _fits(weight: nn.Parameter) -> bool:
+    """Whether it is numbers that fill their memory without gaps, in whatever order; its gradients use the same one."""
+    if is_lazy(weight) or is_traceable_wrapper_subclass(weight) or weight.dtype not in DTYPES:
+        return False
+    return weight.numel() == 0 or fills_memory(weight)
+
+
+def no_gradient(names: list[str]) -> TaskError:
+    """A step would go wrong: some rank's parameters have no gradient to average."""
+    return TaskError(
+        f"no gradient reaches {', '.join(names[:5])}{' ...' if len(names) > 5 else ''}, and ddp averages one "
+        "of every parameter.\nUse them in the loss, or switch them off: parameter.requires_grad_(False)"
+    )
+
+
+SEND_BYTES = 2**28
+
+
+class DDP(Single):
+    """torch's DistributedDataParallel around the whole loss; on one machine's CPU, shared memory and no wrapper."""
+
+    processes_per_device: ClassVar[bool] = True
+    wraps_alone: ClassVar[bool] = False
+    """One process has nothing to average, and DDP's buckets would cost it a copy of every gradient."""
+
+    def __init__(self) -> None:
+        self._checked: WeakSet[DistributedModel] = WeakSet()
+        self._near: WeakKeyDictionary[DistributedModel, Averaging] = WeakKeyDictionary()
+        """Models whose gradients go through shared memory."""
+        self._tap: Tap | None = None
+
+    def wrap(self, model: nn.Module, world: World, sample: Sample | None = None) -> DistributedModel:
+        if world.size == 1 and not self.wraps_alone:
+            return super().wrap(model, world)
+        model.to(world.device)
+        leave_default_stream(world.device)
+        bound = LossModule(model)
+        if not trained(model):
+            # DDP refuses a model with nothing to train; such a one rides along beside another that trains.
+            return DistributedModel(model, [bound])
+        averaging = _averaging(model, world)
+        if averaging is None:
+            return DistributedModel(model, [DistributedDataParallel(bound, gradient_as_bucket_view=True)], [bound])
+        # As DDP does.
+        send_from_rank_0([tensor.detach() for tensor in (*model.parameters(), *model.buffers())])
+        spread = DistributedModel(model, [bound])
+        self._near[spread] = averaging
+        return spread
+
+    def refresh(self, spread: DistributedModel, is_training: bool) -> None:
+        if not is_training:
+            send_buffers(spread)
+        elif isinstance(spread.replicas[0], DistributedDataParallel):
+            # Before forward in training, DDP does it itself.
+            if self._tap is not None:
+                spread.replicas[0].require_forward_param_sync = not self._tap.is_muted
+        elif spread in self._near and spread.has_buffers:
+            send_buffers(spread, self._tap)
+
+    def syncing(self, spread: DistributedModel, is_last: bool) -> AbstractContextManager[None]:
+        averaging = self._near.get(spread)
+        if averaging is not None:
+            return averaging if is_last else NOTHING
+        replica = spread.replicas[0]
+        if not isinstance(replica, DistributedDataParallel):
+            return NOTHING
+        if not is_last:
+            return replica.no_sync()
+        if spread in self._checked:
+            return NOTHING
+        self._checked.add(spread)
+        return _checking(spread)
+
+    def tell(self, spread: DistributedModel, tap: Tap) -> None:
+        self._tap = tap
+        if isinstance(spread.replicas[0], DistributedDataParallel):
+            # torch compares annotations, which are text here, with types: not the function itself.
+            spread.replicas[0].register_comm_hook(tap, lambda tap, bucket: _told_of(tap, bucket))
+
+
+def _averaging(model: nn.Module, world: World) -> Averaging | None:
+    """The way through shared memory, where all ranks are on one machine and on its CPU."""
+    if world.nearby.mailbox is None or not world.nearby.may_share or not all(world.gather(can_average(model))):
+        return None
+    weights: list[torch.Tensor] = [weight for _, weight in trained(model)]
+    group: Any = dist.group.WORLD
+    _verify_param_shape_across_processes(group, weights)
+    channel = open_channel(world.gather, world.rank, size_of(weights), load())
+    return Averaging(channel, model, world.tap) if channel is not None else None
+
+
+def _told_of(tap: Tap, bucket: Any) -> torch.futures.Future[torch.Tensor]:
+    """What DDP does with a bucket by itself, between two looks at the clock."""
+    gradients: torch.Tensor = bucket.buffer()
+    if tap.is_muted:
+        at_once: torch.futures.Future[torch.Tensor] = torch.futures.Future()
+        at_once.set_result(gradients)
+        return at_once
+    begin, name = tap.now(), f"bucket {bucket.index()}"
+    tap.sent([gradients])
+    gradients.div_(dist.get_world_size())
+    sending: dist.Work = dist.all_reduce(gradients, async_op=True)
+    if bucket.is_last():
+        # The last gradient is computed: from here on, there is nothing to hide the sending behind.
+        tap.mark("communication")
+
+    def arrived(future: torch.futures.Future[list[torch.Tensor]]) -> torch.Tensor:
+        tap.travelled(name, begin)
+        return future.value()[0]
+
+    return sending.get_future().then(arrived)
+
+
+def send_buffers(spread: DistributedModel, tap: Tap | None = None) -> None:
+    """Rank 0's batch statistics to all ranks, each of which kept its own; a tap is told of it, or hinders it."""
+    buffers = list(spread.module.buffers())
+    if tap is None or not buffers:
+        send_from_rank_0(buffers)
+    elif not tap.is_muted:
+        with tap.sending("buffers", size_of(buffers), then="forward"):
+            send_from_rank_0(buffers)
+
+
+def send_from_rank_0(tensors: list[torch.Tensor]) -> None:
+    """Copies of rank 0's tensors to all ranks, a few large messages at a time."""
+    if tensors:
+        group: Any = dist.group.WORLD
+        dist._broadcast_coalesced(group, tensors, SEND_BYTES, 0)  # type: ignore[attr-defined]
+
+
+@contextmanager
+def _checking(spread: DistributedModel) -> Iterator[None]:
+    """After the first backward: DDP waits for every gradient, and would stop at the second step with no names."""
+    yield
+    without = [name for name, weight in trained(spread.module) if weight.grad is None]
+    if without:
+        raise no_gradient(without)

@@ -1,0 +1,178 @@
+"""One process, one persistent replica per device, one thread each.
+
+A step of nn.DataParallel is scatter, replicate, forward, gather, loss, reduce, update. Here:
+
+    scatter     the loader hands every seat its own share, straight to its device
+    replicate   each device sends the parameters it updates to the others; replicas are never rebuilt
+    forward     in every replica, and the loss and backward with it: no outputs are gathered on device 0
+    reduce      each device receives the gradients of the parameters it updates, in one copy from each other device
+    update      each device updates its part of the parameters, and holds the optimizer state of that part alone
+
+So memory is even: device 0 holds no more than the others.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any, ClassVar, TypeVar
+
+import torch
+from torch import nn
+from torch._utils import _flatten_dense_tensors, _unflatten_dense_tensors
+
+from evenstep.distributed.devices import return_to_default_stream
+from evenstep.distributed.world import World
+from evenstep.profiling.spans import Tap
+from evenstep.strategies.base import NOTHING, DistributedModel, LossModule, copied
+from evenstep.strategies.single import Sample
+
+T = TypeVar("T")
+
+
+class DP:
+    """What nn.DataParallel does, without its flaws."""
+
+    processes_per_device: ClassVar[bool] = False
+    drives_from_first: ClassVar[bool] = False
+
+    def __init__(self) -> None:
+        self._threads: list[ThreadPoolExecutor] = []
+
+    def wrap(self, model: nn.Module, world: World, sample: Sample | None = None) -> DistributedModel:
+        while len(self._threads) < len(world.devices):
+            name = f"seat-{len(self._threads)}"
+            self._threads.append(ThreadPoolExecutor(max_workers=1, thread_name_prefix=name))
+        for device in reversed(world.devices):
+            # Where the seats' threads are, too.
+            return_to_default_stream(device)
+        return Replicas(model, world.devices, world.tap)
+
+    def refresh(self, spread: DistributedModel, is_training: bool) -> None:
+        assert isinstance(spread, Replicas)
+        spread.replicate()
+
+    def on_replicas(self, work: Callable[..., T], arguments: Sequence[tuple[Any, ...]]) -> list[T]:
+        # A thread per seat, always the same one: what torch keeps per thread (device, streams) stays with its replica.
+        futures = [
+            thread.submit(work, *replica_arguments)
+            for thread, replica_arguments in zip(self._threads, arguments, strict=False)
+        ]
+        return [future.result() for future in futures]
+
+    def syncing(self, spread: DistributedModel, is_last: bool) -> AbstractContextManager[None]:
+        assert isinstance(spread, Replicas)
+        return _reducing(spread) if is_last else NOTHING
+
+    def tell(self, spread: DistributedModel, tap: Tap) -> None:
+        """Nothing more: the replicas know the tap."""
+
+
+@contextmanager
+def _reducing(replicas: Replicas) -> Iterator[None]:
+    yield
+    replicas.reduce()
+
+
+class Replicas(DistributedModel):
+    """The same model on several devices; `module` is made of the parameters that each device owns."""
+
+    def __init__(self, model: nn.Module, devices: Sequence[torch.device], tap: Tap) -> None:
+        models = [model.to(devices[0])]
+        models += [copied(model).to(device) for device in devices[1:]]
+        self.parameters_of = [list(one.parameters()) for one in models]
+        self.buffers_of = [list(one.buffers()) for one in models]
+        self.owned = _balanced([weight.numel() for weight in self.parameters_of[0]], len(devices))
+        # A copy of the tree only.
+        memo: dict[int, Any] = {id(buffer): buffer for buffer in self.buffers_of[0]}
+        for owner, indices in enumerate(self.owned):
+            memo |= {id(self.parameters_of[0][index]): self.parameters_of[owner][index] for index in indices}
+        super().__init__(copied(models[0], memo), [LossModule(one) for one in models])
+        self.models = models
+        self._tap = tap
+
+    @torch.no_grad()
+    def replicate(self) -> None:
+        """Send every parameter from its owner to the other devices, and the buffers of device 0."""
+        if not self._tap.is_muted:
+            self._tap.mark("replicate")
+            self._replicate()
+            self._tap.sent(self.parameters_of[0], len(self.models) - 1)
+        self._tap.mark("forward")
+
+    def _replicate(self) -> None:
+        for owner, receiver in self._pairs():
+            _copy(
+                [self.parameters_of[owner][index] for index in self.owned[owner]],
+                [self.parameters_of[receiver][index] for index in self.owned[owner]],
+            )
+        # As in nn.DataParallel: device 0 keeps what it saw, the others start from that.
+        self.buffers_of = [list(one.buffers()) for one in self.models]
+        for receiver in range(1, len(self.models)):
+            _copy(self.buffers_of[0], self.buffers_of[receiver])
+
+    @torch.no_grad()
+    def reduce(self) -> None:
+        """Sum every gradient on the device that owns its parameter; the other replicas' gradients are freed."""
+        self._tap.mark("reduce")
+        for owner, sender in self._pairs():
+            sent = [index for index in self.owned[owner] if self.parameters_of[sender][index].grad is not None]
+            gradients = [self.parameters_of[sender][index].grad for index in sent]
+            if not self._tap.is_muted:
+                _add([self.parameters_of[owner][index] for index in sent], gradients)  # type: ignore[arg-type]
+                self._tap.sent(gradients)  # type: ignore[arg-type]
+            for index in sent:
+                self.parameters_of[sender][index].grad = None
+        for whole, first in zip(self.module.modules(), self.models[0].modules(), strict=True):
+            # A module may have put a new tensor in a buffer's place; the checkpoint must see that one.
+            whole._buffers.update(first._buffers)
+
+    def _pairs(self) -> list[tuple[int, int]]:
+        num = len(self.models)
+        return [(owner, other) for owner in range(num) for other in range(num) if other != owner]
+
+
+def _balanced(sizes: Sequence[int], num_owners: int) -> list[list[int]]:
+    """Indices dealt to owners, largest first, each to the one that holds least; in model order within an owner."""
+    held = [0] * num_owners
+    owned: list[list[int]] = [[] for _ in range(num_owners)]
+    for index in sorted(range(len(sizes)), key=lambda index: -sizes[index]):
+        owner = held.index(min(held))
+        held[owner] += sizes[index]
+        owned[owner].append(index)
+    return [sorted(indices) for indices in owned]
+
+
+def _sent(tensors: list[torch.Tensor], device: torch.device) -> list[torch.Tensor]:
+    """The tensors on `device`, in one copy per type."""
+    if not tensors or tensors[0].device == device:
+        return tensors
+    arrived: dict[int, torch.Tensor] = {}
+    for dtype in {tensor.dtype for tensor in tensors}:
+        indices = [index for index, tensor in enumerate(tensors) if tensor.dtype == dtype]
+        group = [tensors[index] for index in indices]
+        flat = _flatten_dense_tensors(group).to(device, non_blocking=device.type == "cuda")
+        arrived |= dict(zip(indices, _unflatten_dense_tensors(flat, group), strict=True))
+    return [arrived[index] for index in range(len(tensors))]
+
+
+def _copy(sources: Sequence[torch.Tensor], targets: Sequence[torch.Tensor]) -> None:
+    if sources:
+        torch._foreach_copy_(list(targets), _sent(list(sources), targets[0].device))
+
+
+def _add(parameters: Sequence[nn.Parameter], gradients: Sequence[torch.Tensor]) -> None:
+    if not parameters:
+        return
+    arrived = _sent(list(gradients), parameters[0].device)
+    sums: list[torch.Tensor] = []
+    more: list[torch.Tensor] = []
+    for parameter, gradient in zip(parameters, arrived, strict=True):
+        if parameter.grad is None:
+            parameter.grad = gradient
+        else:
+            sums.append(parameter.grad)
+            more.append(gradient)
+    if sums:
+        torch._foreach_add_(sums, more)

@@ -1,0 +1,358 @@
+"""One process per device; each holds a slice of every parameter, gradient and optimizer state.
+
+Which parts of a model fsdp gathers on their own: those that keep their parameters to themselves.
+
+Every rank runs the same layers and gets the same gradients: seen before each of fsdp's collectives.
+
+A layer or a head that some ranks do not use makes their collectives differ (see `comm.ledger`). torch's hooks have no
+place for this: it wraps `FSDPParamGroup.post_backward`, private, as torch 2.11 and 2.13 have it.
+
+Between machines each comparison is a round trip, so only the first forwards are compared, and then one of many, each
+with its backward. Ranks that begin to differ in between end as torch ends them: in its error, or at a timeout.
+
+fsdp's two collectives, told of to a tap; muted, each rank gathers its own slice as often as there are ranks.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from enum import IntEnum
+from typing import Any, ClassVar
+from weakref import WeakKeyDictionary
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultAllGather, DefaultReduceScatter
+from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_leaves
+
+from evenstep.distributed.collectives import Ledger, open_ledger
+from evenstep.distributed.world import World
+from evenstep.errors import TaskError
+from evenstep.profiling.spans import Tap, size_of
+from evenstep.strategies.base import (
+    NOTHING,
+    SMALL_ENOUGH,
+    DistributedModel,
+    LossModule,
+    copied,
+    has_sparse_gradients,
+    same_numbers,
+    separate,
+)
+from evenstep.strategies.ddp import send_buffers, send_from_rank_0
+from evenstep.strategies.single import Sample, Single
+
+
+def units(model: nn.Module) -> list[nn.Module]:
+    """The parts that are gathered one at a time: the outermost children of ModuleList and Sequential.
+
+    A parameter shared between two parts stays with the root: as part of one unit it would be missing in the other.
+    """
+    shared = _shared_parameters(model)
+    return [unit for unit in _candidates(model) if not any(id(weight) in shared for weight in unit.parameters())]
+
+
+def units_apart(model: nn.Module, world: World, sample: Sample | None) -> list[nn.Module]:
+    """Those units whose parameters nobody uses but themselves, as far as a sample shows; all ranks call this.
+
+    Outside of its own forward, a unit has this rank's slices of its parameters. An average of weights that the model
+    keeps in a buffer, a penalty on all weights, a method other than forward: these need the parameters whole. The
+    units of a large model are taken as they are.
+    """
+    found = units(model)
+    if sample is None or sum(weight.numel() for weight in model.parameters()) > SMALL_ENOUGH:
+        return found
+    used, written = zip(*world.gather(_observed(model, sample)), strict=True)
+    changed = next(filter(None, written), None)
+    if changed:
+        raise TaskError(
+            f"forward changes the parameter {changed[0]}; under fsdp it has a gathered copy, which is dropped "
+            "afterwards.\nKeep what forward changes in a buffer (register_buffer), or use ddp"
+        )
+    return [unit for index, unit in enumerate(found) if not any(index in of_rank for of_rank in used)]
+
+
+def _observed(model: nn.Module, sample: Sample) -> tuple[list[int], list[str]]:
+    """The units that were used from outside in a sample, and the parameters that it changed."""
+    copy = copied(model)
+    watched = UsesOutside(units(copy))
+    with watched:
+        sample(copy)
+    pairs = zip(model.named_parameters(), copy.parameters(), strict=True)
+    return sorted(watched.seen), [name for (name, before), after in pairs if not same_numbers(before, after)]
+
+
+class UsesOutside(TorchFunctionMode):
+    """Inside, notes which units' parameters are computed with while the unit itself is not running."""
+
+    def __init__(self, watched: Sequence[nn.Module]) -> None:
+        super().__init__()
+        self.seen: set[int] = set()
+        self._running: Counter[int] = Counter()
+        self._unit_of = {id(weight): index for index, unit in enumerate(watched) for weight in unit.parameters()}
+        for index, unit in enumerate(watched):
+            unit.register_forward_pre_hook(lambda *_, index=index: self._running.update([index]))
+            unit.register_forward_hook(lambda *_, index=index: self._running.subtract([index]), always_call=True)
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        result = func(*args, **(kwargs or {}))
+        used = {self._unit_of[id(one)] for one in tree_leaves((args, kwargs)) if id(one) in self._unit_of}
+        outside = {index for index in used if not self._running[index]}
+        # A shape or a device is the same for a slice.
+        if outside and any(isinstance(one, torch.Tensor) for one in tree_leaves(result)):
+            self.seen |= outside
+        return result
+
+
+def _candidates(module: nn.Module) -> Iterator[nn.Module]:
+    for child in module.children():
+        if _is_container(module) and not _is_container(child) and next(child.parameters(), None) is not None:
+            yield child
+        else:
+            yield from _candidates(child)
+
+
+def _is_container(module: nn.Module) -> bool:
+    return type(module) in (nn.ModuleList, nn.Sequential)
+
+
+def _shared_parameters(model: nn.Module) -> set[int]:
+    uses = Counter(id(weight) for module in model.modules() for weight in module.parameters(recurse=False))
+    return {key for key, count in uses.items() if count > 1}
+
+
+KINDS = 2**32
+NUM_FIRST = 16
+"""Forwards that are compared at the start of a run, where comparing is slow; most differences show at once."""
+EVERY = 256
+"""Of those after that, one in so many."""
+
+
+class Event(IntEnum):
+    """What a rank is about to do, or lacks."""
+
+    GATHER = 1
+    """The parameters of a unit are gathered, for its forward or its backward."""
+    END = 2
+    """The forward is over."""
+    UNUSED = 3
+    """A parameter got no gradient in this step."""
+    REDUCE = 4
+    """The gradients of a unit are averaged."""
+
+
+class Agreement:
+    """Of all models of one process: each event is compared with the other ranks' before it happens."""
+
+    def __init__(self, ledger: Ledger, rank: int, tap: Tap) -> None:
+        self._ledger, self._rank, self._tap = ledger, rank, tap
+        self._units: list[tuple[str, list[str]]] = []
+        """The name of each unit, and those of its parameters."""
+        self._parameters: list[str] = []
+        self._num_forwards = 0
+
+    def gathers(self, name: str, parameters: list[str]) -> Callable[[], None]:
+        """To be called before the parameters of this unit are gathered."""
+        self._units.append((name, parameters))
+        index = len(self._units) - 1
+        return lambda: self._compare(Event.GATHER, index)
+
+    def watch_forward(self, root: nn.Module) -> None:
+        """A rank that runs fewer layers goes on to another collective than the others."""
+        # The compiler would trace what it cannot repeat.
+        root.register_forward_hook(torch.compiler.disable(lambda *_: self._compare(Event.END, 0)))
+
+    def watch_backward(self, group: Any) -> None:
+        """Compare which parameters of a unit got gradients, before these are averaged."""
+        unit, start = len(self._units) - 1, len(self._parameters)
+        self._parameters += self._units[unit][1]
+        post_backward = group.post_backward
+
+        def compared(*unused: Any) -> None:
+            if group.reduce_grads:
+                has_gradient = [_has_gradient(one) for one in group.fsdp_params]
+                for place, one in enumerate(group.fsdp_params):
+                    if not has_gradient[place] and one.sharded_param.requires_grad:
+                        self._compare(Event.UNUSED, start + place)
+                if any(has_gradient):
+                    self._compare(Event.REDUCE, unit)
+            post_backward(*unused)
+
+        group.post_backward = compared
+
+    def _compare(self, event: Event, index: int) -> None:
+        if self._tap.is_muted or not self._is_due(event):
+            return
+        other = self._ledger.differing(event * KINDS + index)
+        if other is None:
+            return
+        theirs = self._words(Event(other.entry // KINDS), other.entry % KINDS)
+        raise TaskError(
+            f"fsdp needs the same layers and gradients on all ranks in every step: rank {self._rank} "
+            f"{self._words(event, index)}, rank {other.rank} {theirs}.\nUse them on every rank (adding "
+            "0 * layer(x).sum() to the loss is enough), or use dp, where replicas may differ in this"
+        )
+
+    def _is_due(self, event: Event) -> bool:
+        """The same on all ranks: a layer or a gradient that one of them lacks changes no number of forwards."""
+        number = self._num_forwards
+        self._num_forwards += event is Event.END
+        return not self._ledger.waits or number < NUM_FIRST or number % EVERY == 0
+
+    def _words(self, event: Event, index: int) -> str:
+        if event is Event.END:
+            return "runs no more layers"
+        if event is Event.UNUSED:
+            return f"has no gradient for {self._parameters[index]}"
+        name, parameters = self._units[index]
+        shown = ", ".join(parameters[:4]) + " ..." * (len(parameters) > 4)
+        return f"runs {name or 'the model'} ({shown})" if event is Event.GATHER else f"has gradients for {shown}"
+
+
+def _has_gradient(parameter: Any) -> bool:
+    if parameter.unsharded_accumulated_grad is not None:
+        return True
+    # A unit that never ran has no such tensor yet.
+    unsharded = getattr(parameter, "_unsharded_param", None)
+    return unsharded is not None and unsharded.grad is not None
+
+
+class FSDP(Single):
+    """torch's `fully_shard`: every child of a ModuleList or Sequential is gathered on its own, then the rest."""
+
+    processes_per_device: ClassVar[bool] = True
+
+    def __init__(self) -> None:
+        self._tap: Tap | None = None
+        self._agreement: Agreement | None = None
+        self._syncs: WeakKeyDictionary[DistributedModel, bool] = WeakKeyDictionary()
+        """Whether the engine was last told to add gradients up, which is what it does by itself."""
+
+    def wrap(self, model: nn.Module, world: World, sample: Sample | None = None) -> DistributedModel:
+        if world.size == 1:
+            # One process has nobody to share with, and gathering its own slices would triple a small step.
+            return super().wrap(model, world)
+        # Imported here: these bring sympy along, two seconds that the other strategies need not wait for.
+        from torch.distributed.device_mesh import init_device_mesh
+        from torch.distributed.fsdp import fully_shard
+
+        _refuse_sparse(model)
+        _refuse_complex(model)
+        model.to(world.device)
+        with torch.no_grad():
+            send_from_rank_0([tensor.data for tensor in (*model.parameters(), *model.buffers())])
+        mesh = init_device_mesh(world.device.type, (world.size,))
+        for unit in units_apart(model, world, sample):
+            fully_shard(unit, mesh=mesh)
+        bound = LossModule(model)
+        fully_shard(bound, mesh=mesh)
+        self._watch(bound, world)
+        return DistributedModel(model, [bound])
+
+    def _watch(self, bound: LossModule, world: World) -> None:
+        """Compare what ranks are about to send, and have a tap told of it."""
+        # moved
+
+        if self._agreement is None:
+            self._agreement = Agreement(open_ledger(world.gather, world.rank), world.rank, world.tap)
+        agreement = self._agreement
+        names = {id(weight): name for name, weight in bound.model.named_parameters()}
+        for name, unit, group in _groups(bound):
+            own = [names[id(one.sharded_param)] for one in group.fsdp_params]
+            unit.set_custom_all_gather(ToldAllGather(world.tap, agreement.gathers(name.removeprefix("model."), own)))
+            unit.set_custom_reduce_scatter(ToldReduceScatter(world.tap))
+            agreement.watch_backward(group)
+        agreement.watch_forward(bound)
+
+    def refresh(self, spread: DistributedModel, is_training: bool) -> None:
+        # At every step too: DDP does so, and the strategies are to agree.
+        if self._is_sharded(spread):
+            send_buffers(spread, self._tap)
+
+    def syncing(self, spread: DistributedModel, is_last: bool) -> AbstractContextManager[None]:
+        root: Any = spread.replicas[0]
+        if not self._is_sharded(spread):
+            return NOTHING
+        if self._syncs.get(spread, True) != is_last:
+            # It walks through all modules.
+            root.set_requires_gradient_sync(is_last)
+            self._syncs[spread] = is_last
+        return NOTHING if is_last else _separating(root)
+
+    def _is_sharded(self, spread: DistributedModel) -> bool:
+        return hasattr(spread.replicas[0], "set_requires_gradient_sync")
+
+    def tell(self, spread: DistributedModel, tap: Tap) -> None:
+        self._tap = tap
+
+
+def _refuse_sparse(model: nn.Module) -> None:
+    layers = [name for name, layer in model.named_modules() if has_sparse_gradients(layer)]
+    if layers:
+        raise TaskError(
+            f"{layers[-1] or 'the model'} makes sparse gradients (sparse=True), and fsdp shards dense ones;\n"
+            "leave sparse out, or use ddp"
+        )
+
+
+def _refuse_complex(model: nn.Module) -> None:
+    """torch's optimizers leave complex parameters as they are where they are sharded, without a word."""
+    for name, weight in model.named_parameters():
+        if weight.requires_grad and weight.is_complex():
+            raise TaskError(
+                f"the parameter {name} is {str(weight.dtype).removeprefix('torch.')}, and fsdp trains real ones only;\n"
+                "keep it as a real parameter and use torch.view_as_complex in forward, or use ddp"
+            )
+
+
+@contextmanager
+def _separating(root: nn.Module) -> Iterator[None]:
+    """Around a backward whose gradients stay whole and are added to later, on parameters that torch alone sees."""
+    yield
+    groups = [group for _, _, group in _groups(root)]
+    separate(
+        [one._unsharded_param for group in groups for one in group.fsdp_params if hasattr(one, "_unsharded_param")]
+    )
+
+
+def _groups(root: nn.Module) -> list[tuple[str, Any, Any]]:
+    """The units that have parameters of their own: their names, modules, and what the engine keeps of each."""
+    from torch.distributed.fsdp import FSDPModule
+
+    units = [(name, module) for name, module in root.named_modules() if isinstance(module, FSDPModule)]
+    states: list[Any] = [module._get_fsdp_state() for _, module in units]
+    groups = [state._fsdp_param_group for state in states]
+    return [(*unit, group) for unit, group in zip(units, groups, strict=True) if group is not None]
+
+
+class ToldAllGather(DefaultAllGather):
+    def __init__(self, tap: Tap, before: Callable[[], None]) -> None:
+        self._tap, self._before = tap, before
+
+    def __call__(self, output_tensor: torch.Tensor, input_tensor: torch.Tensor, *more: Any, **named: Any) -> Any:
+        if self._tap.is_muted:
+            # Numbers that are there, of the right size: what was never written may be NaN.
+            own = input_tensor.flatten().clone()
+            output_tensor.view(-1, own.numel()).copy_(own)
+            return None
+        self._before()
+        with self._tap.sending("all-gather", size_of([input_tensor])):
+            return super().__call__(output_tensor, input_tensor, *more, **named)
+
+
+class ToldReduceScatter(DefaultReduceScatter):
+    def __init__(self, tap: Tap) -> None:
+        self._tap = tap
+
+    def __call__(self, output_tensor: torch.Tensor, input_tensor: torch.Tensor, *more: Any, **named: Any) -> Any:
+        if self._tap.is_muted:
+            output_tensor.copy_(input_tensor.view(-1, output_tensor.numel())[dist.get_rank()].view_as(output_tensor))
+            return None
+        with self._tap.sending("reduce-scatter", size_of([input_tensor])):
+            return super().__call__(output_tensor, input_tensor, *more, **named)

@@ -1,0 +1,196 @@
+"""What the model and the loss keep in Python: numbers that change from step to step would not change in a replay.
+
+Do two ways of taking a step end in the same place? Every tensor that a step changes, copied, put back, compared.
+
+How long steps take on devices that the host runs ahead of.
+"""
+
+from __future__ import annotations
+
+import math
+import random
+import time
+from collections.abc import Callable, Iterator
+from types import CodeType, FunctionType, MethodType
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+
+from evenstep.training.step import Recipe
+
+Seen = dict[str, Any]
+_PLAIN = (int, float, bool, str, bytes, type(None))
+_MANY = (list, dict, set, tuple)
+_OF_TORCH = {"_parameters", "_buffers", "_modules", "_non_persistent_buffers_set"}
+
+
+def seen(loss: Callable[..., Any], model: nn.Module) -> Seen:
+    """Names and values of all of it, as far as it can be found; of collections, their length."""
+    found: Seen = {f"requires_grad of {name}": weight.requires_grad for name, weight in model.named_parameters()}
+    for name, layer in model.named_modules():
+        for key, value in vars(layer).items():
+            if key not in _OF_TORCH:
+                found |= _told(f"{name}.{key}".lstrip("."), value)
+    for function in (loss, *(type(layer).forward for layer in model.modules())):
+        for name, value in _around(function):
+            found |= _told(name, value)
+    found["Python's random numbers"] = hash(random.getstate())
+    state: Any = np.random.get_state(legacy=False)
+    found["NumPy's random numbers"] = (state["state"]["key"].tobytes(), state["state"]["pos"])
+    return found
+
+
+def drew_on_host() -> bool:
+    """Whether torch's own generator of the host was used since it was seeded, as it is at every step."""
+    seeded = torch.Generator().manual_seed(torch.default_generator.initial_seed())
+    return not torch.equal(seeded.get_state(), torch.default_generator.get_state())
+
+
+def first_change(before: Seen, after: Seen) -> str | None:
+    """The first name that stands for something else now."""
+    return next((name for name in (*before, *after) if before.get(name, _PLAIN) != after.get(name, _PLAIN)), None)
+
+
+def _told(name: str, value: Any) -> Seen:
+    if isinstance(value, _PLAIN):
+        return {name: value}
+    if isinstance(value, _MANY) or hasattr(value, "maxlen"):
+        return {f"{name} (its length)": len(value)}
+    return {}
+
+
+def _around(function: Any) -> Iterator[tuple[str, Any]]:
+    """What a function sees outside itself: its closure, the globals that it names, and what a method belongs to."""
+    if isinstance(function, MethodType):
+        yield from ((f"{key} of {type(function.__self__).__name__}", v) for key, v in _variables(function.__self__))
+        function = function.__func__
+    if not isinstance(function, FunctionType):
+        yield from ((f"{key} of {type(function).__name__}", value) for key, value in _variables(function))
+        return
+    for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=False):
+        try:
+            yield name, cell.cell_contents
+        except ValueError:  # not filled yet
+            continue
+    module = function.__globals__
+    yield from ((name, module[name]) for name in _names(function.__code__) if name in module)
+
+
+def _variables(thing: Any) -> Iterator[tuple[str, Any]]:
+    yield from getattr(thing, "__dict__", {}).items()
+
+
+def _names(code: CodeType) -> Iterator[str]:
+    yield from code.co_names
+    for constant in code.co_consts:
+        if isinstance(constant, CodeType):
+            yield from _names(constant)
+
+
+MOST_APART = 0.02
+"""Share of the numbers of a kind that may be elsewhere: Adam takes full steps where a gradient is but rounding, too."""
+LAST_DIGITS = 4
+"""In units of the last place: how far a number may be off in any case."""
+
+Kinds = dict[str, list[torch.Tensor]]
+
+
+def changed_by(recipe: Recipe) -> Kinds:
+    """What a step changes, by kind: weights, buffers, and whatever the optimizer and fp16's scaler keep."""
+    kinds: Kinds = {"the weights": [weight.detach() for weight in recipe.model.weights]}
+    for buffer in recipe.model.module.buffers():
+        kinds.setdefault("the buffers" if buffer.is_floating_point() else "the counts", []).append(buffer)
+    for state in recipe.optimizer.state.values():
+        for name, value in state.items():
+            if isinstance(value, torch.Tensor):
+                kinds.setdefault(f"the optimizer's {name}", []).append(value)
+    scaler = recipe.team.precision.scaler
+    if scaler is not None:
+        kept = [one for one in (scaler._scale, scaler._growth_tracker) if one is not None]
+        kinds.setdefault("the scale", []).extend(kept)
+    return kinds
+
+
+def num_bytes(kinds: Kinds) -> int:
+    """Of all of them."""
+    return sum(tensor.nbytes for tensors in kinds.values() for tensor in tensors)
+
+
+def copied(kinds: Kinds) -> Kinds:
+    """On the host: the card's memory is the training's."""
+    return {kind: [tensor.detach().to("cpu", copy=True) for tensor in tensors] for kind, tensors in kinds.items()}
+
+
+@torch.no_grad()
+def put(targets: Kinds, sources: Kinds) -> None:
+    """Make the targets what the sources are."""
+    for kind, tensors in targets.items():
+        for target, source in zip(tensors, sources[kind], strict=True):
+            target.copy_(source)
+
+
+def are_equal(one: Kinds, other: Kinds) -> bool:
+    """Bit for bit."""
+    return all(
+        torch.equal(first, second.to(first.device))
+        for kind, tensors in one.items()
+        for first, second in zip(tensors, other[kind], strict=True)
+    )
+
+
+def first_apart(before: Kinds, after: Kinds, now: Kinds, tolerance: float) -> str | None:
+    """The first kind that went from `before` elsewhere than `after`: by more than so much of its usual way."""
+    for kind, tensors in now.items():
+        way, num = 0.0, 0
+        for begun, ended in zip(before[kind], after[kind], strict=True):
+            way += float((ended.double() - begun.double()).square().sum())
+            num += ended.numel()
+        limit = tolerance * math.sqrt(way / max(1, num))
+        off = sum(_num_beyond(limit, *pair) for pair in zip(after[kind], tensors, strict=True))
+        if off > MOST_APART * num:
+            return kind
+    return None
+
+
+def _num_beyond(limit: float, ended: torch.Tensor, now: torch.Tensor) -> int:
+    digits = LAST_DIGITS * torch.finfo(ended.dtype).eps if ended.is_floating_point() else 0.0
+    distance = (ended.double() - now.cpu().double()).abs()
+    # Not "above the limit": what is no number is above nothing.
+    return int((~(distance <= limit + digits * ended.double().abs())).sum())
+
+
+class Clock:
+    """How long steps take, by the host's clock; it runs while it is entered, and waits for the devices at both ends."""
+
+    def __init__(self, devices: tuple[torch.device, ...]) -> None:
+        self._devices = devices
+        self._seconds = 0.0
+        self._began = 0.0
+        self.is_on = False
+        self.count = 0
+
+    def start(self) -> None:
+        """Begin to count."""
+        self._wait()
+        self._seconds, self.count, self.is_on = 0.0, 0, True
+
+    def stop(self) -> float:
+        """Seconds of a step."""
+        began = time.perf_counter()
+        self._wait()
+        self.is_on = False
+        return (self._seconds + time.perf_counter() - began) / max(1, self.count)
+
+    def __enter__(self) -> None:
+        self._began = time.perf_counter()
+
+    def __exit__(self, *error: object) -> None:
+        if self.is_on:
+            self._seconds += time.perf_counter() - self._began
+            self.count += 1
+
+    def _wait(self) -> None:
+        for device in self._devices:
+            torch.cuda.synchronize(device)

@@ -1,0 +1,441 @@
+"""A step that was recorded as a CUDA graph and is replayed: hundreds of kernels for the price of one call.
+
+Where nothing but the card takes part in the update (a fused optimizer, one seat), the graph is the whole step, and the
+host does not wait for it. Elsewhere it holds forward and backward of each seat, and the update is taken as always.
+
+What the card tells the host of a replayed whole step, as part of its graph: beside the update, not after it.
+
+A step that a card is taking while the host is ahead of it: its loss comes a little later.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from evenstep.data.dataset import Rows, to_device
+from evenstep.data.loader import Batch, MicroBatch
+from evenstep.errors import NonFiniteLoss
+from evenstep.monitor.nonfinite import explain
+from evenstep.strategies.base import forget, forget_gradients, on
+from evenstep.training.loss import HostCopy, Part, Totals, as_pair, not_finite
+from evenstep.training.optim import Sliced, is_fused
+from evenstep.training.step import Outcome, Recipe
+
+if TYPE_CHECKING:
+    from evenstep.training.step import Recipe
+
+PLACES = 4
+"""Steps whose values are on the host at once: more than may be under way when those of the first are read."""
+
+
+class Told:
+    """A ring of places on the card, copied to the host whole; the card counts where the next values go, and so does the
+    host. Made before a graph is recorded, in memory of its own."""
+
+    def __init__(self, stream: torch.cuda.Stream, most_values: int) -> None:
+        device = stream.device
+        num_bytes = PLACES * most_values * 8
+        self._host = torch.zeros(num_bytes, dtype=torch.uint8, pin_memory=True)
+        # Not a graph's own memory: what lay at the same place earlier in the step would be written over other steps'.
+        self._ring = torch.zeros(num_bytes, dtype=torch.uint8, device=device)
+        self._place = torch.zeros(1, dtype=torch.int64, device=device)
+        # Whoever frees the host's memory will wait for the stream that replays: it has written there.
+        self._host.copy_(self._ring, non_blocking=True)
+        self._stream = stream
+        self._num = 0
+
+    def record(self, values: torch.Tensor) -> None:
+        """Tell these; whoever records waits for it later, by `join`."""
+        shape, num = (PLACES, *values.shape), PLACES * values.numel()
+        self._host = self._host.view(values.dtype)[:num].view(shape)
+        self._ring = self._ring.view(values.dtype)[:num].view(shape)
+        self._stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(self._stream):
+            self._ring.index_copy_(0, self._place, values[None])
+            self._host.copy_(self._ring, non_blocking=True)
+            self._place.add_(1).remainder_(PLACES)
+
+    def join(self) -> None:
+        """A step ends when it has been told of."""
+        torch.cuda.current_stream().wait_stream(self._stream)
+
+    def next(self) -> int:
+        """Where the values of the step that was just asked for will be."""
+        self._num += 1
+        return (self._num - 1) % PLACES
+
+    def read(self, place: int) -> Any:
+        """As numbers; the card must have come to the end of that step."""
+        return self._host[place].tolist()
+
+
+Shapes = tuple[Any, ...]
+MODE = "thread_local"
+"""Other threads of this process, such as the one that reads ahead, go on while a graph is recorded."""
+
+
+def shapes_of(batch: Batch) -> Shapes | None:
+    """What two batches must have in common to go through one graph; None if a batch is no plain tree of tensors."""
+    shapes: list[Any] = [batch.num_samples]
+    for per_replica in batch.micro_batches:
+        for micro_batch in per_replica:
+            shapes.append(micro_batch.num_samples)
+            if micro_batch.rows is not None:
+                shapes.append((id(micro_batch.rows.columns), len(micro_batch.rows.ids)))
+            elif not _add_shapes(micro_batch.inputs, shapes):
+                return None
+    return tuple(shapes)
+
+
+def _add_shapes(data: Any, shapes: list[Any]) -> bool:
+    if isinstance(data, torch.Tensor):
+        shapes.append((data.shape, data.dtype, data.device))
+        return data.layout is torch.strided and not data.requires_grad
+    if type(data) is dict:
+        shapes.append(tuple(data))
+        data = list(data.values())
+    elif type(data) not in (tuple, list):
+        return False
+    shapes.append(len(data))
+    return all(_add_shapes(value, shapes) for value in data)
+
+
+@dataclass(frozen=True)
+class Choices:
+    """What else is fixed in a graph: the optimizer's settings but for its learning rates."""
+
+    groups: tuple[tuple[tuple[str, Any], ...], ...]
+
+    @classmethod
+    def of(cls, optimizer: torch.optim.Optimizer) -> Choices:
+        """As they are now."""
+        apart = ("params", "lr", "initial_lr", "param_names")
+        return cls(
+            tuple(
+                tuple((key, value) for key, value in group.items() if key not in apart)
+                for group in optimizer.param_groups
+            )
+        )
+
+
+class Captured:
+    """The graphs of one shape of batch, with the tensors that they read and write."""
+
+    def __init__(self, recipe: Recipe, batch: Batch, side: torch.cuda.Stream) -> None:
+        """`side` is a stream on which part of a step is recorded beside the rest."""
+        world = recipe.team.world
+        self._recipe = recipe
+        self._num_samples = batch.num_samples
+        self.shapes = shapes_of(batch)
+        self.choices = Choices.of(recipe.optimizer)
+        self.is_whole = can_be_whole(recipe)
+        self.draws = True
+        """Whether the step draws random numbers; those that do not need no seed."""
+        self._slots = [
+            [
+                Copied(micro_batch) if micro_batch.rows is None else Gathered(micro_batch, micro_batch.rows)
+                for micro_batch in per_replica
+            ]
+            for per_replica in batch.micro_batches
+        ]
+        self._wish = torch.zeros(1, dtype=torch.float64, device=world.device)
+        self._bad = torch.zeros((), device=world.device)
+        self._one = torch.ones((), device=world.device)
+        groups = recipe.optimizer.param_groups
+        self._rates = [torch.full((), float(group["lr"]), device=world.device) for group in groups]
+        self._last_rates = [float(group["lr"]) for group in groups]
+        self._last_wish = 0.0
+        self._totals = [Recorded(world, batch.num_samples, self._wish) for _ in world.devices]
+        # A pair for each micro-batch, or what all ranks add up.
+        self._told = Told(side, 2 * len(batch.micro_batches) + 1)
+        forget(recipe.model.weights)
+        if len(world.devices) > 1:
+            # Eager steps ran in the seats' threads; this one has not set up its libraries yet.
+            for place in range(len(world.devices)):
+                with on(world.devices[place]):
+                    self._compute(place, Recorded(world, batch.num_samples, self._wish))
+            for bound in recipe.model.loss_modules:
+                forget(bound.parameters())
+        # Shared with plain steps, cuBLAS's workspaces must belong to the graphs: whoever clears them would break these.
+        torch._C._cuda_clearCublasWorkspaces()
+        self._graphs = [self._record(place) for place in range(len(world.devices))]
+        self._weights = [list(bound.parameters()) for bound in recipe.model.loss_modules]
+        self._gradients = [[weight.grad for weight in weights] for weights in self._weights]
+        for weights in self._weights:
+            forget(weights)
+
+    def fill(self, batch: Batch, wish: float) -> None:
+        """Put a batch where the graphs read it."""
+        for slots, per_replica in zip(self._slots, batch.micro_batches, strict=True):
+            for slot, micro_batch in zip(slots, per_replica, strict=True):
+                slot.fill(micro_batch)
+        if wish != self._last_wish:
+            self._wish.fill_(wish)
+            self._last_wish = wish
+
+    def replay(self) -> None:
+        """Everything that the graphs hold, in order."""
+        for graph, device in zip(self._graphs, self._recipe.team.world.devices, strict=True):
+            with on(device):
+                graph.replay()
+
+    def replay_whole(self) -> int:
+        """The whole step; where the values of its loss will be, when the card has come to its end."""
+        rates = [group["lr"] for group in self._recipe.optimizer.param_groups]
+        if rates != self._last_rates:
+            for rate, tensor in zip(rates, self._rates, strict=True):
+                tensor.fill_(rate)
+            self._last_rates = rates
+        self._graphs[0].replay()
+        return self._told.next()
+
+    def read(self, place: int) -> Any:
+        """The values of a loss, as numbers; the card must have come to the end of that step."""
+        return self._told.read(place)
+
+    def replay_backward(self, batch: Batch, totals: Totals) -> None:
+        """Forward and backward of every seat; the gradients are left on the parameters, and the losses in `totals`."""
+        self.replay()
+        for weights, gradients in zip(self._weights, self._gradients, strict=True):
+            for weight, gradient in zip(weights, gradients, strict=True):
+                weight.grad = gradient
+        for place, recorded in enumerate(self._totals):
+            for per_replica, part in zip(batch.micro_batches, recorded.parts, strict=True):
+                totals.parts.append(Part(per_replica[place], part.amount, totals.copy(part.amount)))
+        totals.is_late = any(one.is_late for one in self._totals)
+        if self._totals[0].sums is not None:
+            totals.sent = HostCopy(self._totals[0].sums)
+
+    def pairs(self, values: Any) -> list[list[float]]:
+        """[sum, count] of each part of a whole step, from what `read` gave."""
+        return self._totals[0].pairs(values)
+
+    def _record(self, place: int) -> torch.cuda.CUDAGraph:
+        world = self._recipe.team.world
+        graph = torch.cuda.CUDAGraph()
+        device = world.devices[place]
+        # The stream that all of the training uses, if it is one that can be recorded: DDP's nodes belong to it.
+        current = torch.cuda.current_stream(device)
+        stream = torch.cuda.Stream(device) if current == torch.cuda.default_stream(device) else current
+        pool = torch.cuda.graph_pool_handle()
+        try:
+            with on(device), torch.cuda.graph(graph, pool, stream, MODE):
+                self._compute(place, self._totals[place])
+                if len(world.devices) == 1:
+                    self._totals[place].arrive()
+                if self.is_whole:
+                    self._update(self._totals[place])
+        except BaseException:
+            _leave(device, pool)
+            raise
+        return graph
+
+    def _compute(self, place: int, totals: Recorded) -> None:
+        recipe = self._recipe
+        for number, slots in enumerate(self._slots, 1):
+            is_last = number == len(self._slots)
+            with recipe.team.syncing_alone(recipe.model, is_last):
+                recipe.team.replica_backward(
+                    recipe.loss, (recipe.model,), place, slots[place].micro_batch(), totals, is_last
+                )
+
+    def _update(self, totals: Recorded) -> None:
+        """The rest of the step, in words that the card alone understands: weights stay where the loss is not finite."""
+        recipe = self._recipe
+        if totals.is_late:
+            gradients = [weight.grad for weight in recipe.model.weights if weight.grad is not None]
+            torch._foreach_mul_(gradients, totals.late_factor_on_gpu(self._num_samples))
+        torch._amp_foreach_non_finite_check_and_unscale_([totals.values], self._bad, self._one)
+        self._told.record(totals.values)
+        try:
+            self._update_weights()
+        finally:
+            # A recording with loose ends would fail with no word of what went wrong.
+            self._told.join()
+
+    def _update_weights(self) -> None:
+        recipe = self._recipe
+        if recipe.clip is not None:
+            weights = [weight for group in recipe.optimizer.param_groups for weight in group["params"]]
+            torch.nn.utils.clip_grad_norm_(weights, recipe.clip)
+        with _as_recorded(recipe.optimizer, self._rates, self._bad), Sliced():  # type: ignore[no-untyped-call]
+            recipe.optimizer.step()
+        forget_gradients(recipe.optimizer)
+
+
+def _leave(device: torch.device, pool: Any) -> None:
+    """A recording that CUDA broke off leaves torch's allocator waiting for its end: what other streams used would never
+    be free again. Where torch has ended it, it refuses to do so twice, and then the pool is the graph's to release."""
+    with suppress(RuntimeError, AttributeError):
+        torch._C._cuda_endAllocateToPool(device.index, pool)
+        torch._C._cuda_releasePool(device.index, pool)
+
+
+class Copied:
+    """Where a piece's tensors are copied to before each replay."""
+
+    def __init__(self, micro_batch: MicroBatch) -> None:
+        self._piece = MicroBatch(to_device(micro_batch.inputs, torch.clone), micro_batch.ids, micro_batch.num_samples)
+        self._tensors = list(_leaves(self._piece.inputs))
+
+    def micro_batch(self) -> MicroBatch:
+        """What is recorded."""
+        return self._piece
+
+    def fill(self, micro_batch: MicroBatch) -> None:
+        """Put another piece in its place."""
+        for target, source in zip(self._tensors, _leaves(micro_batch.inputs), strict=True):
+            target.copy_(source, non_blocking=True)
+
+
+class Gathered:
+    """Samples that are on the card already: which of them is all that is copied, and gathering is recorded."""
+
+    def __init__(self, micro_batch: MicroBatch, rows: Rows) -> None:
+        self._first = micro_batch
+        self._rows = rows
+        self._index = torch.from_numpy(rows.ids).to(rows.device)
+
+    def micro_batch(self) -> MicroBatch:
+        """What is recorded."""
+        return MicroBatch(self._rows.at(self._index), self._first.ids, self._first.num_samples)
+
+    def fill(self, micro_batch: MicroBatch) -> None:
+        """Take other samples."""
+        assert micro_batch.rows is not None
+        self._index.copy_(torch.from_numpy(micro_batch.rows.ids), non_blocking=True)
+
+
+class Recorded(Totals):
+    """The loss of a step that is being recorded: all of it stays on the card."""
+
+    def __init__(self, world: Any, num_samples: int, wish: torch.Tensor) -> None:
+        super().__init__(world, num_samples)
+        self.sums: torch.Tensor | None = None
+        self._wish_on_gpu = wish
+        self._work: Any = None
+        self.values: torch.Tensor = wish
+        """What the host needs to know of the loss."""
+
+    def copy(self, kept: torch.Tensor) -> HostCopy | None:
+        return None
+
+    def send(self) -> None:
+        if self._world.size > 1:
+            self.sums = torch.cat([self.own_pair(), self._wish_on_gpu])
+            self._work = self._world.total(self.sums)
+
+    def arrive(self) -> None:
+        """All that was sent is there, and nothing more will be taken."""
+        if self._work is not None:
+            self._work.wait()
+            self._work = None
+        amounts = [part.amount for part in self.parts]
+        if self.sums is not None:
+            self.values = self.sums
+        else:
+            self.values = amounts[0] if len(amounts) == 1 else torch.stack(amounts)
+
+    def pairs(self, values: Any) -> list[list[float]]:
+        """[sum, count] of every part, or of all ranks together, from `values` on the host."""
+        if self.sums is not None:
+            return [values[:2]]
+        every = [values] if len(self.parts) == 1 else values
+        return [as_pair(value, part.micro_batch.num_samples) for value, part in zip(every, self.parts, strict=True)]
+
+    def late_factor_on_gpu(self, num_samples: int) -> torch.Tensor:
+        """What gradients are still to be multiplied by: the samples over the counts, or 1 if nothing was counted."""
+        count = self.sums[1] if self.sums is not None else self.own_pair()[1]
+        return torch.where(count > 0, num_samples / count, 1.0)
+
+
+def can_be_whole(recipe: Recipe) -> bool:
+    """Whether the update can be part of the graph: one seat, a fused kernel, nobody else to be told."""
+    optimizer: Any = recipe.optimizer
+    hooks = optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks
+    precision = recipe.team.precision
+    # The card holds learning rates in float32, which is not enough for float64.
+    is_plain = precision.scaler is None and precision.name != "fp64" and not hooks
+    rates = [group["lr"] for group in optimizer.param_groups]
+    return (
+        is_plain
+        and len(recipe.team.world.devices) == 1
+        and is_fused(optimizer)
+        and not any(isinstance(rate, torch.Tensor) for rate in rates)
+    )
+
+
+@contextmanager
+def _as_recorded(optimizer: Any, rates: list[torch.Tensor], bad: torch.Tensor) -> Iterator[None]:
+    """Learning rates on the card, and a number there that keeps the weights as they are."""
+    before = [{key: group[key] for key in ("lr", "capturable") if key in group} for group in optimizer.param_groups]
+    for group, rate in zip(optimizer.param_groups, rates, strict=True):
+        group["lr"] = rate
+        if "capturable" in group:
+            group["capturable"] = True
+    optimizer.found_inf = bad
+    try:
+        yield
+    finally:
+        del optimizer.found_inf
+        for group, values in zip(optimizer.param_groups, before, strict=True):
+            group.update(values)
+
+
+def _leaves(data: Any) -> Iterator[torch.Tensor]:
+    if isinstance(data, torch.Tensor):
+        yield data
+    else:
+        for value in data.values() if isinstance(data, dict) else data:
+            yield from _leaves(value)
+
+
+class Pending:
+    """A step that the card is taking; its loss is on its way to the host."""
+
+    def __init__(
+        self, recipe: Recipe, captured: Captured, batch: Batch, place: int, event: torch.cuda.Event, wish: float
+    ) -> None:
+        self.event = event
+        self._place = place
+        self._values: Any = None
+        self._outcome: Outcome | None = None
+        self._step = batch.loader.num_finished
+        self._recipe = recipe
+        self._captured = captured
+        self._batch = batch
+        self._wish = wish
+
+    def arrive(self) -> Any:
+        """Wait until the step is over; afterwards its event and its place are free."""
+        if self._values is None:
+            self.event.synchronize()
+            self._values = self._captured.read(self._place)
+        return self._values
+
+    def read(self) -> Outcome:
+        """What it gave; NonFiniteLoss if that is no number. The weights are then those of the step before it."""
+        if self._outcome is None:
+            self._outcome = self._read()
+        return self._outcome
+
+    def _read(self) -> Outcome:
+        values = self.arrive()
+        pairs = self._captured.pairs(values)
+        total, count = (math.fsum(column) for column in zip(*pairs, strict=True))
+        team = self._recipe.team
+        team.requests.agree(values[2] if team.world.size > 1 else self._wish)
+        team.last_count = count
+        mean = total / count if count else 0.0
+        if not math.isfinite(mean):
+            per_replica = [micro_batch for per_replica in self._batch.micro_batches for micro_batch in per_replica]
+            spoilt = not_finite(team.world.rank, per_replica, pairs) if team.world.size == 1 else []
+            more = (mean, spoilt, self._batch, self._recipe.model, self._step)
+            raise NonFiniteLoss(explain(team.world, team.precision.name, *more))
+        return Outcome(mean, count)

@@ -1,0 +1,313 @@
+"""Steps as CUDA graphs, chosen by themselves: where a graph is safe, gives what the step gives, and is faster.
+
+A few steps are taken as always. If they look alike, the next one is taken as always and also recorded and replayed from
+the same start; if both end alike, what follows is replayed. A batch of another shape is taken as always.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+
+import psutil
+import torch
+import torch.distributed as dist
+
+from evenstep.data.loader import Batch
+from evenstep.distributed.heartbeat import BACKWARD, FORWARD
+from evenstep.strategies.base import LossModule, forget
+from evenstep.strategies.ddp import DDP
+from evenstep.training.cuda_graphs.capture_checks import (
+    Clock,
+    Kinds,
+    Seen,
+    are_equal,
+    changed_by,
+    copied,
+    drew_on_host,
+    first_apart,
+    first_change,
+    num_bytes,
+    put,
+    seen,
+)
+from evenstep.training.cuda_graphs.graph import PLACES, Captured, Choices, Pending, shapes_of
+from evenstep.training.step import Done, Eager, Outcome, Recipe, Taken
+
+WARM_UP = 6
+WARM_UP_DDP = 12
+"""DDP looks at the clock of the card in its first ten steps, which no graph can hold."""
+ASKED_AT = (20, 60, 200)
+"""Plain steps after which several ranks ask each other whether all of them could record the next one."""
+TIMED = 4
+"""Steps before that by which their usual time is known."""
+LAG = 2
+"""Steps that the host is ahead of the card."""
+assert LAG + 1 < PLACES
+JUDGED = 10
+"""Replayed steps by which it is judged whether they are faster."""
+LEAST_GAIN = 1.0
+TOLERANCE = {"fp64": 1e-9, "fp32": 1e-3, "tf32": 1e-2, "bf16": 3e-2, "fp16": 3e-2}
+"""How far from where the plain step ends, by a step's usual way; most replayed steps end there bit for bit."""
+LOSS_TOLERANCE = {"fp64": 1e-12, "fp32": 1e-5, "tf32": 1e-3, "bf16": 1e-2, "fp16": 1e-2}
+
+
+def can_be_fast(recipe: Recipe) -> bool:
+    """Whether its steps can be recorded at all: all on cards, and nothing between them but NCCL."""
+    world, strategy = recipe.team.world, recipe.team.strategy
+    if any(device.type != "cuda" for device in world.devices):
+        return False
+    if is_wrapped(recipe):
+        return type(strategy) is DDP and "cuda:nccl" in str(dist.get_backend_config())
+    return world.size == 1 and not strategy.drives_from_first
+
+
+def is_wrapped(recipe: Recipe) -> bool:
+    """Whether an engine of torch stands between this process's seat and its model."""
+    return not isinstance(recipe.model.replicas[0], LossModule)
+
+
+class Fast:
+    """Takes steps as always, until it knows better."""
+
+    lag = LAG
+
+    def __init__(self, recipe: Recipe) -> None:
+        self.said: list[str] = []
+        self._recipe = recipe
+        self._eager = Eager(recipe)
+        self._world = recipe.team.world
+        self._needed = WARM_UP_DDP if is_wrapped(recipe) else WARM_UP
+        self._captured: Captured | None = None
+        self._is_over = False
+        self._before: tuple[object, Choices, Seen] | None = None
+        """What the step before looked like: the shapes of its batch, its settings, and what Python knew then."""
+        self._alike = 0
+        self._num_plain = 0
+        self._clock = Clock(self._world.devices)
+        self._eager_seconds = math.inf
+        self._under_way: deque[Pending] = deque()
+        self._side: torch.cuda.Stream | None = None
+
+    def take(self, batch: Batch) -> Taken:
+        tap = self._world.tap
+        if batch.checked is not None or tap.is_open or tap.is_muted:
+            return self._plain(batch)
+        if self._captured is not None:
+            return self._replayed(batch)
+        if self._is_time(batch):
+            self._eager_seconds = self._clock.stop()
+            return self._try(batch)
+        if self._is_over:
+            return self._plain(batch)
+        if self._alike == self._needed - TIMED:
+            self._clock.start()
+        with self._clock:
+            taken = self._eager.take(batch)
+        self._look(batch)
+        return taken
+
+    def _is_time(self, batch: Batch) -> bool:
+        """Whether this step is to be recorded. Several ranks ask each other, all at the same steps."""
+        self._num_plain += 1
+        is_ready = not self._is_over and self._alike >= self._needed and shapes_of(batch) == self._shapes_before()
+        if self._world.size == 1:
+            return is_ready
+        return self._num_plain in ASKED_AT and self._all(is_ready)
+
+    def _shapes_before(self) -> object:
+        return self._before[0] if self._before is not None else None
+
+    def _plain(self, batch: Batch) -> Taken:
+        """A step as always, after others that were replayed: none of those may have gone wrong."""
+        while self._under_way:
+            self._under_way.popleft().read()
+        return self._eager.take(batch)
+
+    def _replayed(self, batch: Batch) -> Taken:
+        captured, recipe = self._captured, self._recipe
+        assert captured is not None
+        if shapes_of(batch) != captured.shapes:
+            return self._plain(batch)
+        # A schedule may change more than the learning rate.
+        if recipe.scheduler is not None and Choices.of(recipe.optimizer) != captured.choices:
+            return self._plain(batch)
+        if batch.span.start == 0 and self._has_changed():
+            return self._plain(batch)
+        replay = self._replay_whole if captured.is_whole else self._replay_half
+        if not self._clock.is_on:
+            return replay(captured, batch)
+        with self._clock:
+            taken = replay(captured, batch)
+        if self._clock.count == JUDGED:
+            self._judge()
+        return taken
+
+    def _replay_half(self, captured: Captured, batch: Batch) -> Taken:
+        recipe = self._recipe
+        loss = recipe.team.replay_backward(captured, recipe.model, batch)
+        recipe.advance(recipe.team.step(recipe.optimizer, clip=recipe.clip))
+        return Done(Outcome(loss, recipe.team.last_count))
+
+    def _replay_whole(self, captured: Captured, batch: Batch) -> Taken:
+        team = self._recipe.team
+        heartbeat = self._world.heartbeat
+        heartbeat.beat(FORWARD)
+        wish = team.begin_replay(batch, captured.draws)
+        captured.fill(batch, wish)
+        if self._world.size > 1:
+            heartbeat.collective()
+        place = captured.replay_whole()
+        is_full = len(self._under_way) > LAG
+        event = self._under_way.popleft().event if is_full else torch.cuda.Event()
+        event.record()
+        heartbeat.beat(BACKWARD)
+        batch.finish()
+        self._recipe.advance()
+        pending = Pending(self._recipe, captured, batch, place, event, wish)
+        self._under_way.append(pending)
+        if len(self._under_way) > LAG:
+            # The host waits here, within a step's time, and not where a loss is read.
+            self._under_way[0].arrive()
+        return pending
+
+    def _look(self, batch: Batch) -> None:
+        """Whether this step was like the one before it."""
+        shapes = shapes_of(batch)
+        now = (shapes, Choices.of(self._recipe.optimizer), seen(self._recipe.loss, self._recipe.model.module))
+        if shapes is None:
+            self._give_up("a batch holds more than tensors in tuples, lists and dicts")
+        elif drew_on_host():
+            self._give_up("it draws random numbers on the host, which a recorded step would not draw again")
+        elif self._before is not None and now[:2] == self._before[:2]:
+            changed = first_change(self._before[2], now[2])
+            if changed is not None and self._alike:
+                self._give_up(f"{changed} changes from step to step, which a recorded step would not see")
+            self._alike += 1
+        else:
+            self._alike = 0
+        self._before = now
+
+    def _has_changed(self) -> bool:
+        """At the begin of an epoch: whether Python knows something else than when the step was recorded."""
+        assert self._before is not None
+        now = seen(self._recipe.loss, self._recipe.model.module)
+        draws = ("Python's random numbers", "NumPy's random numbers")
+        changed = first_change(*({k: v for k, v in one.items() if k not in draws} for one in (self._before[2], now)))
+        if changed is not None:
+            self._captured, self._before, self._alike = None, None, 0
+            if self._world.size > 1:
+                # The others replay on, and would not be there to record another one.
+                self._give_up(f"{changed} is another one now")
+            else:
+                self.said.append(f"{changed} is another one now: the step is recorded anew")
+        return changed is not None
+
+    def _try(self, batch: Batch) -> Taken:
+        """Take this step as always; record it, replay it from the same start, and see whether it ends alike."""
+        recipe, state = self._recipe, changed_by(self._recipe)
+        if not self._all(self._has_room(num_bytes(state))):
+            self._give_up("the card's memory does not hold the step twice")
+            return self._eager.take(batch)
+        before = copied(state)
+        loss = recipe.team.backward(recipe.loss, recipe.model, batch)
+        was_taken = recipe.team.step(recipe.optimizer, clip=recipe.clip)
+        outcome = Outcome(loss, recipe.team.last_count)
+        after = copied(state)
+        draws = any(torch.cuda.default_generators[d.index].get_offset() for d in self._world.devices)
+        problem = self._record(batch)
+        if self._all(problem is None):
+            put(state, before)
+            assert self._captured is not None
+            self._captured.draws = draws
+            replayed = self._once(self._captured, batch)
+            problem = self._difference(outcome.loss, replayed) or self._elsewhere(before, after, state)
+            put(state, after)
+        if not self._all(problem is None):
+            self._captured = None
+            self._give_up(problem or "another rank's step could not be recorded")
+        recipe.advance(was_taken)
+        self._clock.start()
+        return Done(Outcome(outcome.loss, outcome.count))
+
+    def _has_room(self, state_bytes: int) -> bool:
+        """For the memory of graphs beside that of a plain step (a short last batch is one), and copies on the host."""
+        device = self._world.device
+        used = torch.cuda.memory_allocated(device)
+        of_a_step = torch.cuda.max_memory_allocated(device) - used
+        free = torch.cuda.mem_get_info(device)[0] + torch.cuda.memory_reserved(device) - used
+        return 2 * of_a_step < free and 3 * state_bytes < psutil.virtual_memory().available
+
+    def _record(self, batch: Batch) -> str | None:
+        """What kept the step from being recorded; None if nothing did."""
+        try:
+            # One for all recordings: torch has few streams, and deals them out again.
+            self._side = self._side or torch.cuda.Stream(self._world.device)
+            self._captured = Captured(self._recipe, batch, self._side)
+        except Exception as error:
+            for device in self._world.devices:
+                torch.cuda.synchronize(device)
+                _free_generator(device)
+            for bound in self._recipe.model.loss_modules:
+                forget(bound.parameters())
+            return f"it cannot be recorded ({_in_short(error)})"
+        return None
+
+    def _once(self, captured: Captured, batch: Batch) -> float:
+        """The loss of this batch, replayed; the weights change, the loader's position does not."""
+        recipe = self._recipe
+        recipe.team.forget_batch()
+        if not captured.is_whole:
+            loss = recipe.team.replay_backward(captured, recipe.model, batch)
+            recipe.team.step(recipe.optimizer, clip=recipe.clip)
+            return loss
+        captured.fill(batch, recipe.team.begin_replay(batch, captured.draws))
+        place = captured.replay_whole()
+        torch.cuda.synchronize(self._world.device)
+        values = captured.read(place)
+        total, count = (math.fsum(column) for column in zip(*captured.pairs(values), strict=True))
+        return total / count if count else 0.0
+
+    def _difference(self, loss: float, replayed: float) -> str | None:
+        limit = LOSS_TOLERANCE[self._recipe.team.precision.name]
+        if math.isclose(loss, replayed, rel_tol=limit, abs_tol=limit):
+            return None
+        return f"recorded, it gives a loss of {replayed:.6g} and not {loss:.6g}"
+
+    def _elsewhere(self, before: Kinds, after: Kinds, now: Kinds) -> str | None:
+        self._is_equal = are_equal(now, after)
+        kind = first_apart(before, after, now, TOLERANCE[self._recipe.team.precision.name])
+        return f"recorded, {kind} end elsewhere" if kind is not None else None
+
+    def _judge(self) -> None:
+        """Keep what is no slower; each rank for itself, for plain and replayed steps go together."""
+        seconds = self._clock.stop()
+        gain = self._eager_seconds / seconds
+        was = f"{self._eager_seconds * 1e3:.2f} to {seconds * 1e3:.2f} ms"
+        if gain < LEAST_GAIN:
+            self._captured = None
+            self._give_up(f"as a graph it would be no faster ({was})")
+            return
+        assert self._captured is not None
+        what = "the whole step is" if self._captured.is_whole else "forward and backward are"
+        ends = "bit-equal" if self._is_equal else "equal within rounding"
+        self.said.append(f"fast: {what} replayed as a CUDA graph, {ends} to the plain step, {gain:.1f} x ({was})")
+
+    def _give_up(self, why: str) -> None:
+        self._is_over = True
+        self.said.append(f"fast: the step stays as it is: {why}")
+
+    def _all(self, is_so: bool) -> bool:
+        """Whether it is so on every rank."""
+        return all(self._world.gather(is_so))
+
+
+def _free_generator(device: torch.device) -> None:
+    """A recording that failed leaves torch's generator waiting for its end; another state takes its place."""
+    fresh = torch.Generator(device)
+    torch.cuda.default_generators[device.index].graphsafe_set_state(fresh.graphsafe_get_state())
+
+
+def _in_short(error: Exception) -> str:
+    first_line, *_ = str(error).splitlines() or [""]
+    return f"{type(error).__name__}: {first_line[:100]}"

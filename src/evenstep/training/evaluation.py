@@ -1,0 +1,83 @@
+"""What an evaluation computes of a batch: the loss and the metrics, without gradients unless they take some."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any, TypeVar
+
+import numpy as np
+import torch
+
+from evenstep.errors import TaskError
+from evenstep.sampling.rng import generator_states, restore_generators
+from evenstep.task import Amount, Batch, Model, Task
+
+T = TypeVar("T")
+NEEDS_GRADIENTS = "does not require grad"
+"""In what torch says when a gradient is taken where none is computed."""
+
+
+class Evaluator:
+    """Calls one function with gradients off; from the first time that it takes a gradient itself, with gradients on.
+
+    A gradient penalty and the inner loop of MAML are such losses.
+    """
+
+    def __init__(self) -> None:
+        self.has_succeeded = False
+        """Before that, calls do not run beside each other: one that fails puts random generators back."""
+        self._needs_gradients = False
+
+    def __call__(self, function: Callable[..., T], *arguments: Any) -> T:
+        if self._needs_gradients or not (result := self._attempt(function, *arguments)):
+            # Autocast keeps the weights that it has cast, and those of an attempt without gradients have none.
+            torch.clear_autocast_cache()
+            with torch.enable_grad():
+                result = [function(*arguments)]
+        self.has_succeeded = True
+        return result[0]
+
+    def _attempt(self, function: Callable[..., T], *arguments: Any) -> list[T]:
+        """What the function returns with gradients off, in a list; an empty one if it needs them."""
+        before = None if self.has_succeeded else generator_states()
+        try:
+            with torch.no_grad():
+                return [function(*arguments)]
+        except RuntimeError as error:
+            if NEEDS_GRADIENTS not in str(error):
+                raise
+        if before is not None:
+            restore_generators(before)
+        self._needs_gradients = True
+        return []
+
+
+class LossAndMetrics:
+    """Every value that an evaluation of a Task is to have, by name; each decides for itself on gradients."""
+
+    def __init__(self, task: Task) -> None:
+        self._task = task
+        self._evaluate_loss, self._evaluate_metrics = Evaluator(), Evaluator()
+
+    def __call__(self, model: Model, batch: Batch) -> dict[str, Amount]:
+        task = self._task
+        more: Mapping[str, Amount] = {}
+        if task.metrics is not None:
+            more = named(self._evaluate_metrics(task.metrics, model, batch))
+        return {"loss": self._evaluate_loss(task.loss, model, batch), **more}
+
+
+def named(values: Any) -> Mapping[str, Amount]:
+    """What metrics returned, if it is what they may return."""
+    if not isinstance(values, Mapping):
+        raise TaskError(
+            f"metrics returned a {type(values).__name__}; "
+            "return a dict of named values: {'accuracy': correct.float()}"
+        )
+    for name, value in values.items():
+        if not isinstance(value, torch.Tensor | int | float | tuple | list | np.ndarray | np.generic):
+            raise TaskError(
+                f"the metric {name!r} is a {type(value).__name__}; give one value per sample, a mean, "
+                "or a pair (sum, count)"
+            )
+    return values

@@ -1,0 +1,245 @@
+"""A loss is a sum and a count: adding both up over micro-batches, seats and processes."""
+
+from __future__ import annotations
+
+import math
+import time
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from evenstep.data.loader import MicroBatch
+from evenstep.distributed.shm.scalars import Letter
+from evenstep.distributed.world import World
+from evenstep.errors import TaskError
+from evenstep.task import Amount
+
+
+@dataclass(slots=True)
+class Part:
+    """What one piece gave: a mean, or [sum, count], on its device."""
+
+    micro_batch: MicroBatch
+    amount: torch.Tensor
+    host: HostCopy | None
+
+    def pair(self) -> torch.Tensor:
+        """[sum, count], on the device."""
+        return self.amount if self.amount.ndim else as_sum(self.amount, self.micro_batch.num_samples, "loss")
+
+    def read(self) -> list[float]:
+        """[sum, count], on the host."""
+        assert self.host is not None
+        return as_pair(self.host.read(), self.micro_batch.num_samples)
+
+
+def as_pair(values: Any, num_samples: int) -> list[float]:
+    """[sum, count] of what came to the host: that pair, or a mean over so many samples."""
+    if isinstance(values, list):
+        return values
+    return [values * num_samples if num_samples else 0.0, num_samples]
+
+
+class Totals:
+    """The loss of one global batch.
+
+    The sums are sent to the other processes after forward and read after backward, so that their way is hidden
+    behind backward and the host waits for nothing that is still to be computed.
+    """
+
+    def __init__(self, world: World, num_samples: int, wish: float = 0.0) -> None:
+        self.wish = wish
+        """What this process asks of all (see `requests`); once read, the sum of what they ask."""
+        self._started = Moment(world)
+        self._arrived: Moment | None = None
+        self.late_factor: float | None = None
+        """What the gradients are still to be multiplied by, when the count was not known before backward."""
+        self.count = 0.0
+        self._world = world
+        self._num_samples = num_samples
+        self.parts: list[Part] = []
+        self.is_late = False
+        self.sent: HostCopy | Letter | None = None
+
+    def take(self, amount: Amount, micro_batch: MicroBatch) -> tuple[torch.Tensor, float]:
+        """Add one piece's loss; where backward starts, and the weight with which gradients add up to the global mean.
+
+        Engines with several processes divide by their number; that is undone here.
+        """
+        is_pair = isinstance(amount, tuple | list)
+        if is_pair:
+            _check_pair(amount, "loss")
+        loss: torch.Tensor = _checked(amount[0] if is_pair else amount)
+        kept = as_sum(amount, micro_batch.num_samples, "loss") if is_pair else loss.detach()
+        self.parts.append(Part(micro_batch, kept, self.copy(kept)))
+        weight = micro_batch.num_samples
+        if is_pair:
+            # Counts of the others are not known yet: divide by the samples now, and set it right after backward.
+            self.is_late = True
+            weight = min(1, micro_batch.num_samples)
+        return loss, self._world.size * weight / self._num_samples
+
+    def copy(self, kept: torch.Tensor) -> HostCopy | None:
+        """What a process that is alone needs on the host; several processes add up first."""
+        return HostCopy(kept) if self._world.size == 1 else None
+
+    def send(self) -> None:
+        """Start adding up over processes; called once by the only seat of each process, before its last backward."""
+        if self._world.size > 1:
+            self._arrived = Moment(self._world)
+            self.sent = self._post()
+
+    def _post(self) -> HostCopy | Letter:
+        """[sum, count, wish] of this process, to be added up with those of the others."""
+        if self._world.device.type != "cpu":
+            padded = torch.nn.functional.pad(self.own_pair(), (0, 1), value=self.wish)
+            return HostCopy(padded, self._world)
+        # On the host, where the losses are there already, Python adds up three numbers faster than torch.
+        pairs = [as_pair(part.amount.tolist(), part.micro_batch.num_samples) for part in self.parts]
+        total, count = (math.fsum(column) for column in zip(*pairs, strict=True))
+        numbers = [total, count, self.wish]
+        return self._world.post(numbers) or HostCopy(torch.tensor(numbers, dtype=torch.float64), self._world)
+
+    def own_pair(self) -> torch.Tensor:
+        """[sum, count] of this process, on its device."""
+        return torch.stack([part.pair() for part in self.parts]).sum(0)
+
+    def read(self) -> float:
+        """The mean loss of the global batch."""
+        if self.sent is None:
+            pairs = [part.read() for part in self.parts]
+        else:
+            *pair, self.wish = self.sent.read()
+            pairs = [pair]
+        total, count = (math.fsum(column) for column in zip(*pairs, strict=True))
+        self.count = count
+        if self.is_late:
+            self.late_factor = self._num_samples / count if count else 1.0
+        return total / count if count else 0.0
+
+    def seconds_alone(self) -> float:
+        """How long this process was at work before the others were needed; once the mean was read."""
+        return self._arrived.seconds_since(self._started) if self._arrived is not None else 0.0
+
+    def non_finite(self) -> list[str]:
+        """Which of this process's pieces gave a loss that is NaN or infinite, and their first sample ids."""
+        per_replica = [part.micro_batch for part in self.parts]
+        return not_finite(self._world.rank, per_replica, [part.pair().tolist() for part in self.parts])
+
+
+def not_finite(rank: int, per_replica: list[MicroBatch], pairs: list[list[float]]) -> list[str]:
+    """Which pieces have a sum that is NaN or infinite, and their first sample ids."""
+    return [
+        f"rank {rank} got {total} for samples {micro_batch.ids[:8].tolist()}" + " and more" * (len(micro_batch.ids) > 8)
+        for micro_batch, (total, _) in zip(per_replica, pairs, strict=True)
+        if not math.isfinite(total)
+    ]
+
+
+class Moment:
+    """A point in time of the device's work: on a card, the host runs ahead of it."""
+
+    def __init__(self, world: World) -> None:
+        self._time = time.perf_counter()
+        self._event: torch.cuda.Event | None = None
+        if world.size > 1 and world.device.type == "cuda":
+            self._event = torch.cuda.Event(enable_timing=True)
+            self._event.record()
+
+    def seconds_since(self, earlier: Moment) -> float:
+        """Both must lie in the past."""
+        if self._event is None or earlier._event is None:
+            return self._time - earlier._time
+        return float(earlier._event.elapsed_time(self._event)) / 1000
+
+
+class HostCopy:
+    """A small tensor on its way to the host, added up over processes if a world is given."""
+
+    def __init__(self, values: torch.Tensor, world: World | None = None) -> None:
+        self._work = world.total(values) if world is not None else None
+        self._values = values
+        self._event: torch.cuda.Event | None = None
+        if values.is_cuda:
+            # On a stream of its own: backward must not queue up behind the slowest rank's forward.
+            stream = _side_stream(values.device)
+            stream.wait_stream(torch.cuda.current_stream(values.device))
+            with torch.cuda.stream(stream):
+                if self._work is not None:
+                    self._work.wait()
+                self._values = torch.empty(values.shape, dtype=values.dtype, pin_memory=True)
+                self._values.copy_(values, non_blocking=True)
+                values.record_stream(stream)
+                self._event = torch.cuda.Event()
+                self._event.record(stream)
+
+    def read(self) -> Any:
+        """The values, as floats; waits until they have arrived."""
+        if self._event is not None:
+            self._event.synchronize()
+        elif self._work is not None:
+            self._work.wait()
+        return self._values.tolist()
+
+
+_SIDE_STREAMS: dict[torch.device, torch.cuda.Stream] = {}
+
+
+def _side_stream(device: torch.device) -> torch.cuda.Stream:
+    if device not in _SIDE_STREAMS:
+        _SIDE_STREAMS[device] = torch.cuda.Stream(device)
+    return _SIDE_STREAMS[device]
+
+
+def as_sum(amount: Any, num_samples: int, what: str) -> torch.Tensor:
+    """[sum, count] of a mean over samples, of one value per sample, or of a pair (sum, count).
+
+    A piece that stands in for nothing (`num_samples` 0) gives [0, 0].
+    """
+    # new_full and not new_tensor: a number that is copied to a card makes the host wait for the card.
+    if isinstance(amount, tuple | list):
+        _check_pair(amount, what)
+        total, count = torch.as_tensor(amount[0]).detach().reshape(()), amount[1]
+        if num_samples == 0:
+            return total.new_zeros(2, dtype=_wide(total))
+        total = total.to(_wide(total))
+        if isinstance(count, torch.Tensor):
+            return torch.stack([total, count.detach().to(total.device, total.dtype).reshape(())])
+        return torch.stack([total, total.new_full((), float(count))])
+    values = torch.as_tensor(amount).detach()
+    if num_samples == 0:
+        # The mean of nothing is NaN, and NaN times 0 is not 0.
+        return values.new_zeros(2, dtype=_wide(values))
+    values = values.to(_wide(values))
+    if values.ndim == 0:
+        return torch.stack([values * num_samples, values.new_full((), num_samples)])
+    return torch.stack([values.sum(), values.new_full((), values.numel())])
+
+
+def _wide(tensor: torch.Tensor) -> torch.dtype:
+    return torch.float32 if tensor.device.type == "mps" else torch.float64
+
+
+def _check_pair(amount: Any, what: str) -> None:
+    if len(amount) != 2:
+        raise TaskError(f"{what} returned {len(amount)} values; return a mean, or a pair (sum, count)")
+    count = amount[1]
+    if isinstance(count, torch.Tensor) and count.numel() != 1:
+        raise TaskError(f"the count of {what} has shape {tuple(count.shape)}; it is one number, such as its sum()")
+    if not isinstance(count, torch.Tensor | int | float):
+        raise TaskError(f"the count of {what} is a {type(count).__name__}; it is one number, such as len(batch)")
+
+
+def _checked(loss: Any) -> torch.Tensor:
+    if not isinstance(loss, torch.Tensor):
+        raise TaskError(
+            f"the loss is a {type(loss).__name__}; return a tensor: the mean over the batch, or (sum, count)"
+        )
+    if loss.numel() != 1:
+        raise TaskError(
+            f"the loss has shape {tuple(loss.shape)}; it must be one number: its mean, or a pair (its sum, its count)"
+        )
+    if not loss.requires_grad:
+        raise TaskError("the loss has no gradient; it must depend on the model's parameters (no detach, no .item())")
+    return loss if loss.ndim == 0 else loss.reshape(())

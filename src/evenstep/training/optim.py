@@ -1,0 +1,328 @@
+"""Whether a team can step an optimizer: without a closure, and on parameters that are sharded.
+
+Both are tried on a copy of it with small parameters: a list of names would say nothing about the optimizers of others.
+
+Updates in one kernel, where torch has one and the user has not chosen otherwise.
+
+A fused update of a small network, spread over the whole card.
+
+torch's fused kernels give each block of a card 65,536 numbers of a tensor: a small network is the work of a few blocks,
+and most of the card looks on. Cut into slices, it is many blocks' work, with the same arithmetic for every number. A
+launch takes 30 tensors or more, so slices cost nothing up to there.
+"""
+
+from __future__ import annotations
+
+import copy
+import math
+import re
+from collections import OrderedDict, defaultdict
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.optim.optimizer as torch_optimizer
+from torch import nn
+from torch.optim import Optimizer
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from evenstep.checkpoint.state import is_sharded, placed_like, whole
+from evenstep.distributed.world import World
+from evenstep.errors import TaskError
+from evenstep.sampling.rng import left_alone, seed_devices, seed_host
+from evenstep.strategies.base import fills_memory, has_sparse_gradients
+
+STEPS = 8
+"""Enough for averages to differ, and for most of what an optimizer does every few steps."""
+TOLERANCE = 1e-5
+"""Relative to the update. The small parameters are float64; some optimizers compute in float32 by themselves."""
+
+Place = Callable[[torch.Tensor], torch.Tensor]
+"""Puts the values of a small parameter, or of its gradient, where they are to lie."""
+
+
+def refuse_closure(optimizer: Optimizer) -> None:
+    """Raise TaskError for an optimizer that computes the loss several times a step, as LBFGS and SAM do."""
+    if _can_step(optimizer) or not _can_step(optimizer, with_closure=True):
+        return
+    raise TaskError(
+        f"{type(optimizer).__name__}.step needs a closure that computes the loss again, and a step here computes it "
+        "once;\nuse an optimizer whose step() needs none, such as AdamW or SGD"
+    )
+
+
+def refuse_sharded(optimizer: Optimizer, world: World) -> None:
+    """Raise TaskError, on all ranks, if it updates sharded parameters otherwise than whole ones; all ranks call this.
+
+    Muon and Adafactor need whole matrices, and some compute a norm of what is a slice.
+    """
+    weights = [weight for group in optimizer.param_groups for weight in group["params"]]
+    sharded = next(filter(is_sharded, weights), None)
+    if sharded is None:
+        return
+    # No rank is without a row, and the last one has fewer.
+    rows = 3 * world.size - 1
+    try:
+        expected, again = (Rehearsal(optimizer, rows).moved(seed) for seed in range(2))
+    except Exception:
+        # It cannot be tried like this; its first step will say more.
+        return
+    if not all(map(torch.equal, expected, again)):
+        # It draws random numbers.
+        return
+    problem = _problem(Rehearsal(optimizer, rows, lambda values: placed_like(values, sharded)), expected)
+    problems = [one for one in world.gather(problem) if one is not None]
+    if problems:
+        raise TaskError(
+            f"{type(optimizer).__name__} cannot update sharded parameters as it updates whole ones: {problems[0]}.\n"
+            "Use it with ddp; under fsdp use an optimizer that updates every number by itself, such as AdamW or SGD"
+        )
+
+
+def _problem(rehearsal: Rehearsal, expected: list[torch.Tensor]) -> str | None:
+    """What is wrong with updates of shards."""
+    try:
+        moved = rehearsal.moved()
+    except Exception as error:
+        first, *_ = re.split(r"\n|[.!] |[.!]$", str(error))
+        return f"its step fails with {type(error).__name__}: {first[:120]}"
+    for ours, theirs in zip(moved, expected, strict=True):
+        apart = float((ours - theirs).abs().max() / theirs.abs().max().clamp(min=1e-300))
+        if not apart < TOLERANCE:
+            shape = " x ".join(map(str, theirs.shape))
+            return f"after {STEPS} steps a parameter of {shape} is off by {apart:.1g} of what it moved"
+    return None
+
+
+def _can_step(optimizer: Optimizer, with_closure: bool = False) -> bool:
+    """Whether a step goes well; with a closure: and calls it, for it may have wanted any other argument."""
+    try:
+        rehearsal = Rehearsal(optimizer)
+        with rehearsal.leaving_no_trace():
+            rehearsal.step(with_closure)
+    except Exception:
+        return False
+    return rehearsal.has_called_closure or not with_closure
+
+
+class Rehearsal:
+    """A copy of an optimizer, with one small parameter for each number of dimensions that a group has."""
+
+    def __init__(self, optimizer: Optimizer, rows: int = 5, place: Place = lambda values: values) -> None:
+        self.has_called_closure = False
+        self._rows, self._place = rows, place
+        self._draws = torch.Generator().manual_seed(0)
+        self._weights: list[nn.Parameter] = []
+        own = vars(optimizer)
+        state: Any = defaultdict(dict)
+        # deepcopy takes what its memo names as already copied.
+        memo: dict[int, Any] = {id(own[name]): OrderedDict() for name in _HOOKS if name in own}
+        for group in optimizer.param_groups:
+            memo |= self._in_place_of(group["params"])
+            state.update({memo[id(weight)]: _small_state(own, weight, memo[id(weight)]) for weight in group["params"]})
+        if "state" in own:
+            memo[id(own["state"])] = state
+        self._starts = [self._whole(weight) for weight in self._weights]
+        self._optimizer: Any = object.__new__(type(optimizer))
+        # A step that a scheduler or the user put there would move the original's parameters.
+        vars(self._optimizer).update(copy.deepcopy({key: own[key] for key in own if key != "step"}, memo))
+        for group in self._optimizer.param_groups:
+            if group.get("lr") == 0:
+                # As a warm-up may begin; nothing would move.
+                group["lr"] = 0.01
+
+    def step(self, with_closure: bool = False) -> None:
+        """One step, from gradients that are the same in every rehearsal."""
+        self._set_gradients()
+        self._optimizer.step(*[self._closure] * with_closure)
+
+    @contextmanager
+    def leaving_no_trace(self) -> Iterator[None]:
+        """Around steps: random numbers go on afterwards as if there had been none, and global hooks see none."""
+        devices = {weight.device for weight in self._weights if weight.is_cuda}
+        with left_alone(), torch.random.fork_rng(devices), _without_global_hooks():
+            yield
+
+    def moved(self, seed: int = 0) -> list[torch.Tensor]:
+        """How far some steps move each of the small parameters; `seed` is that of what they draw at random."""
+        with self.leaving_no_trace():
+            seed_host(seed)
+            seed_devices([seed] * len(self._weights), tuple(weight.device for weight in self._weights))
+            for _ in range(STEPS):
+                self.step()
+        return [self._whole(weight) - start for weight, start in zip(self._weights, self._starts, strict=True)]
+
+    def _in_place_of(self, weights: list[nn.Parameter]) -> dict[int, Any]:
+        """By id: what the copy has instead of these parameters, and of their list."""
+        small: dict[tuple[int, bool], nn.Parameter] = {}
+        for weight in weights:
+            kind = weight.ndim, weight.is_complex()
+            if kind not in small:
+                shape = (self._rows, 4, 3, *[2] * weight.ndim)[: weight.ndim]
+                small[kind] = nn.Parameter(self._drawn(shape, like=weight))
+        self._weights += small.values()
+        replaced = {id(weight): small[weight.ndim, weight.is_complex()] for weight in weights}
+        return {**replaced, id(weights): list(small.values())}
+
+    def _set_gradients(self) -> None:
+        for weight in self._weights:
+            weight.grad = self._drawn(weight.shape, like=weight)
+
+    def _closure(self) -> torch.Tensor:
+        self.has_called_closure = True
+        self._set_gradients()
+        return torch.zeros(())
+
+    def _drawn(self, shape: tuple[int, ...], like: torch.Tensor) -> torch.Tensor:
+        dtype = torch.complex128 if like.is_complex() else torch.float64
+        values = torch.randn(shape, generator=self._draws, dtype=dtype)
+        return self._place(values if like.is_meta else values.to(like.device))
+
+    def _whole(self, weight: torch.Tensor) -> torch.Tensor:
+        values = whole(weight, keep=True)
+        assert values is not None
+        return values
+
+
+def _small_state(own: Mapping[str, Any], weight: nn.Parameter, small: nn.Parameter) -> dict[str, Any]:
+    """What an optimizer keeps of a parameter from its making on, as Adagrad does, or from a checkpoint."""
+    kept = own.get("state", {}).get(weight, {})
+    return {
+        key: torch.zeros_like(small) if isinstance(value, torch.Tensor) and value.ndim else copy.deepcopy(value)
+        for key, value in kept.items()
+    }
+
+
+@contextmanager
+def _without_global_hooks() -> Iterator[None]:
+    """Inside, `register_optimizer_step_pre_hook` and `..._post_hook` have registered nothing."""
+    every: tuple[dict[int, Any], ...] = (
+        torch_optimizer._global_optimizer_pre_hooks,
+        torch_optimizer._global_optimizer_post_hooks,
+    )
+    kept = [dict(hooks) for hooks in every]
+    for hooks in every:
+        hooks.clear()
+    try:
+        yield
+    finally:
+        for hooks, before in zip(every, kept, strict=True):
+            hooks.update(before)
+
+
+_HOOKS = ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")
+
+
+FUSED = (torch.optim.Adam, torch.optim.AdamW, torch.optim.SGD)
+_CHOICES = ("foreach", "fused", "differentiable", "capturable")
+"""What a user may have set, and what then stays as it is."""
+
+
+def fuse(optimizer: torch.optim.Optimizer, model: nn.Module) -> None:
+    """Have the optimizer update all weights at once: the same arithmetic but for rounding, in a third of the time."""
+    if type(optimizer) not in FUSED or has_sparse_gradients(model):
+        return
+    groups = [optimizer.defaults, *optimizer.param_groups]
+    if any(group.get(choice) for group in groups for choice in _CHOICES):
+        return
+    weights = [weight for group in optimizer.param_groups for weight in group["params"]]
+    # torch has no rule for what a fused SGD does with sharded weights.
+    if not all(map(_fits, weights)) or (type(optimizer) is torch.optim.SGD and any(map(is_sharded, weights))):
+        return
+    if any(group.get("dampening") for group in groups):
+        # A momentum that starts later (see `start_momentum`) is dampened once too often.
+        return
+    for group in groups:
+        group["fused"] = True
+    untyped: Any = optimizer
+    # What the constructor sets with fused=True: fp16's scaler leaves the check for infinities to the kernel.
+    untyped._step_supports_amp_scaling = True
+    untyped._need_device_dtype_check_for_fused = True
+
+
+def start_momentum(optimizer: torch.optim.Optimizer) -> None:
+    """Before an update: parameters that get their first gradient after others did start from a momentum of zero.
+
+    torch's fused SGD takes a momentum of every parameter or of none, and fails where an expert was idle so far.
+    """
+    if type(optimizer) is not torch.optim.SGD or not optimizer.state:
+        return
+    if len(optimizer.state) == sum([len(group["params"]) for group in optimizer.param_groups]):
+        return
+    for group in optimizer.param_groups:
+        if group.get("fused") and group["momentum"]:
+            for weight in group["params"]:
+                if weight.grad is not None and optimizer.state[weight].get("momentum_buffer") is None:
+                    optimizer.state[weight]["momentum_buffer"] = torch.zeros_like(weight)
+
+
+def is_fused(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether its kernel can be told, by a number on the card, to leave the weights as they are."""
+    return type(optimizer) in FUSED and all(group.get("fused") for group in optimizer.param_groups)
+
+
+def _fits(weight: torch.Tensor) -> bool:
+    return weight.is_floating_point() and weight.device.type in ("cpu", "cuda")
+
+
+MOST = 30
+"""Tensors of a launch, at least: of five lists (amsgrad), and more where there are fewer."""
+BLOCK = 65536
+LEAST = 1024
+"""Numbers of a slice; a multiple of it, so that slices are read as widely as whole tensors are."""
+_KERNELS = tuple(getattr(torch.ops.aten, name) for name in ("_fused_adam_", "_fused_adamw_", "_fused_sgd_"))
+
+
+class Sliced(TorchDispatchMode):
+    """Inside, fused updates get slices of large weights."""
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        return func(*(cut(args) if func.overloadpacket in _KERNELS else args), **(kwargs or {}))
+
+
+def slice_length(sizes: list[int]) -> int:
+    """Numbers of a slice, for tensors of these sizes: as few as one launch allows; 0 if that is enough for the card as
+    it is, or too much for one launch.
+
+    >>> slice_length([784 * 256, 256, 2560, 10]), slice_length([100] * 5), slice_length([10**8])
+    (8192, 1024, 0)
+    """
+    if not sizes or len(sizes) > MOST or sum(sizes) >= MOST * BLOCK:
+        return 0
+    length = LEAST
+    while sum(math.ceil(size / length) for size in sizes) > MOST:
+        length += LEAST
+    return length
+
+
+def cut(lists: tuple[list[torch.Tensor], ...]) -> tuple[list[torch.Tensor], ...]:
+    """The lists of a fused update (weights, gradients, averages, counts of steps), with slices in place of tensors."""
+    weights = lists[0]
+    length = slice_length([weight.numel() for weight in weights])
+    if not length:
+        return lists
+    found: tuple[list[torch.Tensor], ...] = tuple([] for _ in lists)
+    for place, weight in enumerate(weights):
+        given = [one[place] if one else None for one in lists]
+        is_cut = weight.numel() > length and all(_lies_like(tensor, weight) for tensor in given)
+        for out, tensor in zip(found, given, strict=True):
+            if tensor is None:
+                continue
+            if not is_cut:
+                out.append(tensor)
+            elif tensor.numel() == 1:
+                out += [tensor] * math.ceil(weight.numel() / length)
+            else:
+                out += tensor.as_strided((weight.numel(),), (1,)).split(length)
+    return found
+
+
+def _lies_like(tensor: torch.Tensor | None, weight: torch.Tensor) -> bool:
+    """Whether its numbers lie in memory as those of the weight do, without gaps; a list may be empty, and a step counts
+    for all of its weight."""
+    if tensor is None or tensor.numel() == 1:
+        return True
+    return tensor.stride() == weight.stride() and tensor.shape == weight.shape and fills_memory(weight)

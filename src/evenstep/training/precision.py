@@ -1,0 +1,41 @@
+"""What numbers a training computes with, chosen once."""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager
+from typing import Any
+
+import torch
+
+from evenstep.plan import PrecisionName
+from evenstep.strategies.base import NOTHING
+
+_HALF = {"bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+class Precision:
+    """fp64 and fp32 compute in the type of the weights; bf16 and fp16 in torch's autocast, over float32 weights."""
+
+    def __init__(self, name: PrecisionName, device: torch.device) -> None:
+        self.name = name
+        self.half = _HALF.get(name)
+        self.dtype = torch.float64 if name == "fp64" else torch.float32
+        self.scaler = torch.amp.GradScaler(device.type) if name == "fp16" else None
+        if device.type == "cuda":
+            # torch lets convolutions use tf32 unless told otherwise: fp32 here means fp32.
+            torch.backends.cuda.matmul.allow_tf32 = name == "tf32"
+            torch.backends.cudnn.allow_tf32 = name == "tf32"
+
+    def autocast(self, device: torch.device) -> AbstractContextManager[Any]:
+        """The context in which the loss is computed; per thread, so every seat enters its own."""
+        if self.half is None:
+            return NOTHING
+        return torch.autocast(device.type, dtype=self.half)
+
+    def fit(self, model: torch.nn.Module) -> torch.nn.Module:
+        """The model in the type of this precision's weights."""
+        return model.double() if self.name == "fp64" else model
+
+    def fit_tensor(self, tensor: torch.Tensor) -> torch.Tensor:
+        """An input in the type of the weights; fp64 alone changes it."""
+        return tensor.double() if self.name == "fp64" and tensor.is_floating_point() else tensor

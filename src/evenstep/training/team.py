@@ -1,0 +1,503 @@
+"""The five verbs on which every training here is built: join, spread, backward, step, measure.
+
+team = evenstep.join(strategy="ddp")                    # alone, under evenstep, or under torchrun
+model = team.wrap(Net())
+optimizer = torch.optim.Adam(model.parameters())
+for batch in team.loader((images, labels), batch=64):   # 64 is the global batch
+    loss = team.backward(loss_function, model, batch)   # the mean over the global batch
+    team.step(optimizer)
+
+What a team does not train, because it would go wrong without a word.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import replace
+from functools import partial
+from typing import TYPE_CHECKING, Any, TypeVar
+from weakref import WeakSet
+
+import torch
+from torch import nn
+from torch.nn.parameter import is_lazy
+
+from evenstep.data.adapt import adopt, of_each_rank
+from evenstep.data.consistency import check_apart, check_own_data
+from evenstep.data.dataset import Augment
+from evenstep.data.feature_scaler import unfitted
+from evenstep.data.loader import Batch, Loader, MicroBatch
+from evenstep.data.prefetch import Reading, as_it_is
+from evenstep.distributed.devices import available_devices
+from evenstep.distributed.heartbeat import BACKWARD, EVALUATING, FORWARD, UPDATE
+from evenstep.distributed.preemption import Requests
+from evenstep.distributed.process import read_rank
+from evenstep.distributed.world import World, join_world
+from evenstep.errors import NonFiniteLoss, PlanError, TaskError
+from evenstep.monitor.nonfinite import explain
+from evenstep.monitor.replicas import refuse_other_models
+from evenstep.plan import PrecisionName
+from evenstep.profiling.spans import Tap
+from evenstep.sampling.rng import Draws, place_seed, seed_devices, seed_everything, stream
+from evenstep.strategies.base import (
+    NOTHING,
+    DistributedModel,
+    Frozen,
+    call,
+    forget,
+    forget_gradients,
+    go_back,
+    on,
+    one_by_one,
+    separate,
+    update,
+)
+from evenstep.strategies.registry import STRATEGIES
+from evenstep.task import Amount
+from evenstep.training.batchnorm import standing_in
+from evenstep.training.evaluation import Evaluator, named
+from evenstep.training.loss import Totals, as_sum
+from evenstep.training.optim import refuse_closure, refuse_sharded, start_momentum
+from evenstep.training.precision import Precision
+
+if TYPE_CHECKING:
+    from evenstep.training.cuda_graphs.graph import Captured
+
+
+class Refusals:
+    """Knows what was spread, and looks at everything new once."""
+
+    def __init__(self, world: World) -> None:
+        self._world = world
+        self._known: set[int] = set()
+        self._trainable: dict[DistributedModel, list[bool]] = {}
+        self._checked: WeakSet[torch.optim.Optimizer] = WeakSet()
+
+    def learn(self, model: DistributedModel) -> None:
+        """A model that was spread."""
+        self._known |= {id(weight) for weight in model.weights}
+        self._trainable[model] = [weight.requires_grad for weight in model.weights]
+
+    def refuse_model(self, model: DistributedModel) -> None:
+        """Before each backward."""
+        # The engines are told at the start which parameters train; later changes would reach one copy of several.
+        if self._world.num_replicas > 1 and [w.requires_grad for w in model.weights] != self._trainable[model]:
+            raise TaskError(
+                "requires_grad of some parameters changed after team.wrap; set it before the model is spread"
+            )
+        if model.is_checked:
+            return
+        # One that has seen no data would let everything through as it is.
+        if unfitted(model.module):
+            raise TaskError(
+                "the model has a Scaler that has seen no data; fit it before the model is spread:\n"
+                "scaler.fit(loader.whole_data(), team.world)"
+            )
+        model.is_checked = True
+
+    def refuse_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
+        """Before each update: one over other parameters than those that were spread would train nothing.
+
+        All ranks call this.
+        """
+        if optimizer in self._checked:
+            return
+        weights = [weight for group in optimizer.param_groups for weight in group["params"]]
+        if any(id(weight) not in self._known for weight in weights):
+            raise TaskError(
+                "the optimizer holds parameters that are not the team's; make it after team.wrap, from what that "
+                "returned:\nmodel = team.wrap(Net()); optimizer = Adam(model.parameters())"
+            )
+        refuse_closure(optimizer)
+        refuse_sharded(optimizer, self._world)
+        self._checked.add(optimizer)
+
+
+def refuse_lazy(model: nn.Module) -> None:
+    """Raise TaskError for layers that get their shapes in their first forward: parameters are distributed before it."""
+    lazy = [
+        f"{name or 'the model'} ({type(layer).__name__})"
+        for name, layer in model.named_modules()
+        if any(map(is_lazy, (*layer.parameters(recurse=False), *layer.buffers(recurse=False))))
+    ]
+    if lazy:
+        raise TaskError(
+            f"{lazy[0]} has no shape before its first forward, and parameters are distributed before that;\n"
+            "run one where the model is made: net = Net(); net(torch.zeros(1, 3, 32, 32)); return net"
+        )
+
+
+T = TypeVar("T")
+Loss = Callable[..., Amount]
+Models = DistributedModel | Sequence[DistributedModel]
+BATCHES_BETWEEN_AGREEMENTS = 8
+
+
+class Interrupted(Exception):
+    """An evaluation was left because a process is asked to stop."""
+
+
+def join(
+    strategy: str | None = None,
+    devices: Sequence[str] | None = None,
+    precision: PrecisionName = "fp32",
+    seed: int = 0,
+) -> Team:
+    """Become one of the processes that train together; a process alone is a team of one.
+
+    `devices` are those of this machine, one for each process (for `dp`: one for each replica). torch's default process
+    group is there afterwards, of one process too: what asks it for rank and size gets an answer.
+    """
+    return join_team(strategy, devices, precision, seed, needs_group=True)
+
+
+def join_team(
+    strategy: str | None, devices: Sequence[str] | None, precision: PrecisionName, seed: int, *, needs_group: bool
+) -> Team:
+    """The same; a process alone makes a process group only if that is needed."""
+    _, size, _ = read_rank()
+    chosen = strategy or ("ddp" if size > 1 else "dp" if devices and len(devices) > 1 else "single")
+    if chosen not in STRATEGIES:
+        raise PlanError(f"unknown strategy {chosen!r}; allowed are {', '.join(STRATEGIES)}")
+    many = STRATEGIES[chosen].processes_per_device
+    if size > 1 and not many:
+        raise PlanError(f"{chosen} runs in one process, and there are {size}; use ddp or fsdp")
+    world = join_world(devices or available_devices(read_rank()), needs_group=many or needs_group)
+    if STRATEGIES[chosen].drives_from_first:
+        world = replace(world, devices=world.devices[:1], lent=world.devices[1:])
+    seed_everything(seed)
+    return Team(world, chosen, Precision(precision, world.device), seed)
+
+
+class Team:
+    """This process's part in a training: who it is, how the model is spread, what numbers it computes with."""
+
+    def __init__(self, world: World, strategy: str, precision: Precision, seed: int) -> None:
+        self.world = world
+        self.precision = precision
+        self.seed = seed
+        self.strategy = STRATEGIES[strategy]()
+        self.requests = Requests()
+        self.last_compute_seconds = 0.0
+        """How long the last backward was at work before it needed the others."""
+        self.last_count = 0.0
+        """What the last loss was a mean over: samples, or whatever the loss counts."""
+        self.last_measured = 0
+        """Samples that the last `measure` went over."""
+        self._refusals = Refusals(world)
+        self._current: Batch | None = None
+        self._backwards = 0
+        self._keys: tuple[int, list[int]] = (-1, [])
+        """Of an epoch: what dropout's draws on each seat depend on."""
+
+    @property
+    def last_batch(self) -> Batch | None:
+        """What `backward` was last called with."""
+        return self._current
+
+    def tell(self, model: DistributedModel, tap: Tap) -> None:
+        """From now on, tell the tap of what the strategy sends."""
+        self.strategy.tell(model, tap)
+
+    def wrap(self, model: nn.Module, sample: Callable[[nn.Module], object] | None = None) -> DistributedModel:
+        """Put the model on every device of the team.
+
+        `sample(model)` computes what a step does, on any data: from it fsdp learns which layers' parameters are used
+        outside of these layers (weights averaged in a buffer, a penalty on all weights), and keeps those together.
+        """
+        refuse_lazy(model)
+        fitted = self.precision.fit(model)
+        refuse_other_models(self.world, fitted)
+        spread = self.strategy.wrap(fitted, self.world, sample)
+        self._refusals.learn(spread)
+        return spread
+
+    def check(self, optimizer: torch.optim.Optimizer) -> None:
+        """Refuse an optimizer that `step` could not use; `step` does so too, after the first backward."""
+        self._refusals.refuse_optimizer(optimizer)
+
+    def loader(
+        self,
+        data: Any,
+        batch: int,
+        *,
+        shuffle: bool = True,
+        sampler: Any = None,
+        accumulate: int = 1,
+        collate: Callable[[list[Any]], Any] | None = None,
+        augment: Augment | None = None,
+        augment_batch: Callable[[Any, Draws], Any] | None = None,
+        workers: int | None = None,
+        resident: bool = False,
+        compare: bool = True,
+        what: str = "train",
+    ) -> Loader:
+        """This process's part of every global batch of `data`, in the order of `sampler`, or shuffled, or as it is.
+
+        All processes give the same data, and compare what they read in the first batches. `compare=False` is for data
+        that is meant to differ, such as what each process has collected by itself: as many samples on each, all of
+        which are used, an equal part of every batch from each. `what` is its name in messages.
+        """
+        adopted = adopt(data, collate, sampler, what, shuffle=shuffle)
+        if not compare and self.world.size > 1:
+            adopted = of_each_rank(adopted, self.world.size)
+        order = adopted.order(self.seed, batch)
+        if order is not None and order.num_ranks > 1:
+            check_own_data(self.world, order)
+        reading = Reading(
+            seed=self.seed,
+            accumulate=accumulate,
+            augment=augment,
+            augment_batch=augment_batch,
+            workers=workers if workers is not None else adopted.workers,
+            worker_init=adopted.worker_init,
+            dataset=getattr(data, "dataset", data),
+            drop_last=adopted.drop_last,
+            resident=resident,
+            compare=compare,
+            fit=self.precision.fit_tensor if self.precision.name == "fp64" else as_it_is,
+        )
+        return Loader(adopted.source, order, self.world, batch, reading)
+
+    def backward(self, loss: Callable[[Any, Any], Amount], model: Models, batch: Batch) -> float:
+        """Compute the gradients of the global batch; returns its mean loss.
+
+        Of several models the first is trained, and the others are at hand, frozen: `backward(loss, (d, g), batch)`
+        calls `loss((d, g), data)`.
+        """
+        models = (model,) if isinstance(model, DistributedModel) else _as_tuple(model)
+        _check_batch(batch)
+        with Frozen(models[1:]) if len(models) > 1 else NOTHING:
+            return self._backward(models, batch, partial(self._on_replicas, loss, models, batch))
+
+    def replay_backward(self, captured: Captured, model: DistributedModel, batch: Batch) -> float:
+        """`backward` by graphs in which forward and backward of every seat were recorded."""
+
+        def replay(totals: Totals) -> None:
+            self.world.heartbeat.beat(BACKWARD)
+            captured.fill(batch, totals.wish)
+            if self.world.size > 1:
+                self.world.heartbeat.collective()
+            with self.strategy.syncing(model, is_last=True):
+                captured.replay_backward(batch, totals)
+
+        return self._backward((model,), batch, replay)
+
+    def begin_replay(self, batch: Batch, draws: bool) -> float:
+        """Before a whole step is replayed: what it draws from, if it does, and what this process asks of all."""
+        if draws:
+            self._draw_for(batch)
+        self._current = batch
+        return self.requests.wish()
+
+    def syncing_alone(self, model: DistributedModel, is_last: bool) -> AbstractContextManager[None]:
+        """What surrounds a micro-batch of the only seat of this process; several seats meet outside of it."""
+        return self.strategy.syncing(model, is_last) if len(self.world.devices) == 1 else NOTHING
+
+    def forget_batch(self) -> None:
+        """The last batch will be gone through once more, from the same start and with the same draws."""
+        self._current = None
+
+    def _on_replicas(self, loss: Loss, models: tuple[DistributedModel, ...], batch: Batch, totals: Totals) -> None:
+        for number, per_replica in enumerate(batch.micro_batches, 1):
+            is_last = number == len(batch.micro_batches)
+            with self.strategy.syncing(models[0], is_last):
+                self.strategy.on_replicas(
+                    lambda place, micro_batch, last=is_last: self.replica_backward(
+                        loss, models, place, micro_batch, totals, last
+                    ),
+                    list(enumerate(per_replica)),
+                )
+
+    def _backward(self, models: tuple[DistributedModel, ...], batch: Batch, compute: Callable[[Totals], None]) -> float:
+        self._refusals.refuse_model(models[0])
+        check_apart(self.world, batch)
+        self._draw_for(batch)
+        earlier = _put_aside(models[0])
+        # Others may be waited for from here on.
+        self.world.heartbeat.beat(FORWARD)
+        for one in models:
+            self.strategy.refresh(one, is_training=True)
+        totals = Totals(self.world, batch.num_samples, self.requests.wish())
+        compute(totals)
+        mean = totals.read()
+        self.last_count = totals.count
+        self.last_compute_seconds = totals.seconds_alone()
+        self.requests.agree(totals.wish)
+        # A rank that sends nothing goes its own way, which may lead anywhere; nothing is learned then.
+        if not math.isfinite(mean) and not self.world.tap.is_muted:
+            forget(models[0].weights)
+            step, spoilt = batch.loader.num_finished + 1, totals.non_finite()
+            raise NonFiniteLoss(explain(self.world, self.precision.name, mean, spoilt, batch, models[0], step))
+        if totals.late_factor is not None:
+            gradients = [weight.grad for weight in models[0].weights if weight.grad is not None]
+            torch._foreach_mul_(gradients, totals.late_factor)
+        for weight, gradient in earlier:
+            weight.grad = gradient if weight.grad is None else weight.grad + gradient
+        return mean
+
+    def step(self, optimizer: torch.optim.Optimizer, clip: float | None = None) -> bool:
+        """Update the weights and forget the gradients; False if fp16's scaler had every rank skip this one."""
+        self.world.heartbeat.beat(UPDATE)
+        self._refusals.refuse_optimizer(optimizer)
+        scaler = self.precision.scaler
+        if scaler is not None:
+            scaler.unscale_(optimizer)
+        if clip is not None:
+            weights = [weight for group in optimizer.param_groups for weight in group["params"]]
+            torch.nn.utils.clip_grad_norm_(weights, clip)
+        taken = True
+        start_momentum(optimizer)
+        if scaler is None:
+            update(optimizer)
+        else:
+            before = scaler.get_scale()
+            scaler.step(optimizer)
+            scaler.update()
+            taken = scaler.get_scale() >= before
+        forget_gradients(optimizer)
+        if self._current is not None:
+            self._current.finish()
+        return taken
+
+    def evaluate(
+        self,
+        function: Callable[[Any, Any], Mapping[str, Amount]],
+        model: DistributedModel,
+        batches: Loader,
+        *,
+        can_stop: bool = False,
+    ) -> dict[str, float]:
+        """Means of named values over all of `batches`, every sample once, the same on every process.
+
+        Where it `can_stop`, it raises Interrupted on all processes if any of them is asked to stop.
+        """
+        if not isinstance(batches, Loader):
+            raise TaskError(f"measure takes what Team.loader returned, and got a {type(batches).__name__}")
+        self.strategy.refresh(model, is_training=False)
+        sums: dict[str, torch.Tensor] = {}
+        evaluate = Evaluator()
+        replica_measure = partial(self._replica_measure, function, model, evaluate)
+        with model.evaluating():
+            for number, batch in enumerate(batches.whole_pass(), 1):
+                self.world.heartbeat.beat(EVALUATING)
+                self.last_measured = batch.span.stop
+                if can_stop and number % BATCHES_BETWEEN_AGREEMENTS == 0:
+                    self._stop_together()
+                for per_replica in batch.micro_batches:
+                    # The first seat decides for all whether gradients are needed, before threads draw at random.
+                    on_replicas = self.strategy.on_replicas if evaluate.has_succeeded else one_by_one
+                    for measured in on_replicas(replica_measure, list(enumerate(per_replica))):
+                        for name, pair in measured.items():
+                            sums[name] = sums[name] + pair if name in sums else pair
+        # A rank may have met no sample of a kind that another one has a name for.
+        names = list(dict.fromkeys(name for of_rank in self.world.gather(list(sums)) for name in of_rank))
+        wide = torch.float32 if self.world.device.type == "mps" else torch.float64
+        table = torch.zeros(len(names), 2, dtype=wide, device=self.world.device)
+        for row, name in enumerate(names):
+            table[row] += sums.get(name, 0)
+        work = self.world.total(table)
+        if work is not None:
+            work.wait()
+        return {
+            name: total / count if count else math.nan
+            for name, (total, count) in zip(names, table.tolist(), strict=True)
+        }
+
+    def _stop_together(self) -> None:
+        """Raise Interrupted if any process is asked to stop."""
+        wish = torch.full((), self.requests.wish(), dtype=torch.float64)
+        work = self.world.total(wish)
+        if work is not None:
+            work.wait()
+        self.requests.agree(wish.item())
+        if self.requests.stop:
+            raise Interrupted
+
+    def infer(self, function: Callable[[Any], T], model: DistributedModel) -> T:
+        """`function(model)` on the first seat of every process, with no gradients; all processes must call it."""
+        self.strategy.refresh(model, is_training=False)
+        with torch.no_grad(), model.evaluating():
+            answer: T = model.loss_modules[0](function)
+        return answer
+
+    def replica_backward(
+        self,
+        loss: Loss,
+        models: tuple[DistributedModel, ...],
+        place: int,
+        micro_batch: MicroBatch,
+        totals: Totals,
+        last: bool,
+    ) -> None:
+        """Forward and backward of one seat's piece."""
+        device = self.world.devices[place]
+        # In backward too, where activation checkpointing runs the forward again.
+        with on(device), NOTHING if micro_batch.num_samples else standing_in():
+            self.world.heartbeat.beat(FORWARD)
+            with self.precision.autocast(device):
+                amount = call(models, place, loss, micro_batch.inputs)
+            start, weight = totals.take(amount, micro_batch)
+            self.world.heartbeat.beat(BACKWARD)
+            if last:
+                totals.send()
+            if self.precision.scaler is not None:
+                start = self.precision.scaler.scale(start)
+            go_back(start, weight)
+            separate(models[0].weights_of[place])
+            self.world.tap.rest()
+
+    def _replica_measure(
+        self,
+        function: Callable[..., Mapping[str, Amount]],
+        model: DistributedModel,
+        evaluate: Evaluator,
+        place: int,
+        micro_batch: MicroBatch,
+    ) -> dict[str, torch.Tensor]:
+        device = self.world.devices[place]
+
+        def values() -> Mapping[str, Amount]:
+            with self.precision.autocast(device):
+                return named(model.loss_modules[place](function, micro_batch.inputs))
+
+        home = self.world.device
+        with on(device):
+            found = evaluate(values)
+        return {name: as_sum(amount, micro_batch.num_samples, name).to(home) for name, amount in found.items()}
+
+    def _draw_for(self, batch: Batch) -> None:
+        """Seed dropout for this batch: different on every seat, the same after a restart."""
+        self._backwards = self._backwards + 1 if batch is self._current else 0
+        self._current = batch
+        epoch, start = batch.span.epoch, batch.span.start
+        if self._keys[0] != epoch:
+            self._keys = (epoch, [stream(self.seed, "dropout", epoch, replica) for replica in self.world.replicas])
+        seed_devices([place_seed(key, start, self._backwards) for key in self._keys[1]], self.world.devices)
+
+
+def _put_aside(model: DistributedModel) -> list[tuple[nn.Parameter, torch.Tensor]]:
+    """Gradients of an earlier backward, taken off their parameters: what is scaled or averaged next is not theirs."""
+    # Copies: with gradient_as_bucket_view, DDP's gradients may be views of buckets that the next backward writes.
+    earlier = [(weight, weight.grad.clone()) for weight in model.weights if weight.grad is not None]
+    if earlier:
+        forget(model.weights)
+    return earlier
+
+
+def _as_tuple(model: Models) -> tuple[DistributedModel, ...]:
+    models = tuple(model) if isinstance(model, tuple | list) else (model,)
+    if not models or not all(isinstance(one, DistributedModel) for one in models):
+        odd = next((type(one).__name__ for one in models if not isinstance(one, DistributedModel)), "nothing")
+        raise TaskError(f"backward takes what Team.wrap returned, one or a tuple of them, and got {odd}")
+    return models
+
+
+def _check_batch(batch: Batch) -> None:
+    if not isinstance(batch, Batch):
+        raise TaskError(
+            f"backward takes a batch of Team.loader, and got a {type(batch).__name__}; write: "
+            "for batch in team.loader(data, batch=64): team.backward(loss, model, batch)"
+        )

@@ -1,0 +1,448 @@
+"""One process's whole part in a run: build, resume, train, evaluate, save, sum up.
+
+Carrying a Job out: joining the others, writing the Record, and what becomes of an error.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim.lr_scheduler import LRScheduler
+
+from evenstep.audit import SamplesWriter, audit
+from evenstep.checkpoint import files
+from evenstep.checkpoint.broadcast import everywhere, forget_copies
+from evenstep.data.feature_scaler import unfitted
+from evenstep.data.loader import Loader
+from evenstep.data.prefetch import is_worker_end, worker_ends_told
+from evenstep.distributed import devices
+from evenstep.distributed.collectives import check_collectives
+from evenstep.distributed.devices import return_to_default_stream
+from evenstep.distributed.heartbeat import BACKWARD, BUILDING, COMPARING, ENDING, EVALUATING, FORWARD, SAVING
+from evenstep.distributed.preemption import SIGNALS
+from evenstep.errors import BadInput, Preempted, TrainingError
+from evenstep.monitor.known_errors import Situation, is_out_of_memory, note
+from evenstep.monitor.oom import room
+from evenstep.monitor.replicas import ReplicaCheck
+from evenstep.monitor.stragglers import Pace
+from evenstep.plan import USUAL, Plan
+from evenstep.profiling.profiler import Tracing, start_tracing
+from evenstep.profiling.trackers import Beginning, start_tracking
+from evenstep.record import Evaluation, Record, RecordWriter, Row, Step, Summary, Tally, has_begun
+from evenstep.sampling.rng import left_alone, seed_everything, stream
+from evenstep.task import Task, takes_steps
+from evenstep.training.batchnorm import is_local, synchronised
+from evenstep.training.cuda_graphs.runner import Fast, can_be_fast
+from evenstep.training.evaluation import LossAndMetrics
+from evenstep.training.loop import is_done, train
+from evenstep.training.optim import fuse
+from evenstep.training.run import Run
+from evenstep.training.step import Eager, Recipe, Stepper
+from evenstep.training.team import Interrupted, Team, join_team
+
+FIRST_CHECKS = (10, 30)
+"""Steps at which replicas are compared early: most of what goes wrong goes wrong at once."""
+
+LOCAL_NORM = "BatchNorm uses each process's share of a batch; --sync-batchnorm makes it the same as on one device"
+
+Event = Row | str
+"""What a job yields: rows of the Record, and lines to say."""
+
+
+class Job:
+    """A plan and a task, built and ready."""
+
+    def __init__(self, plan: Plan, task: Task, run_folder: Path, team: Team) -> None:
+        self.plan = plan
+        self.task = task
+        self.team = team
+        self.heartbeat = team.world.heartbeat
+        self.heartbeat.beat(BUILDING)
+        self.folder = run_folder
+        self.checkpoints = run_folder / files.FOLDER
+        self.run = self._build()
+        self.stepper = self._stepper()
+        self.valid = None
+        if task.valid is not None:
+            self.valid = self._loader(task.valid, shuffle=False, what="valid")
+        self.peaks: dict[str, int] = {}
+        self.best: float | None = None
+        self.tally = Tally()
+        """Steps of this run, those before a restart included; of those, rank 0 alone knows."""
+        self.evaluated: Evaluation | None = None
+        """That of the checkpoint from which this run goes on in its own folder."""
+        self.is_evaluation_due = False
+        self.is_again = team.world.is_main and has_begun(run_folder)
+        """Whether this run was started before, in its own folder."""
+        self.samples: SamplesWriter | None = None
+        if plan.audit and team.world.is_main:
+            self.samples = SamplesWriter(run_folder)
+        self.replicas = ReplicaCheck(team.world, self._model.module) if team.world.size > 1 else None
+        self.pace = Pace(team.world)
+        self.tracing: Tracing | None = None
+        if plan.restarts or plan.machines:
+            team.requests.save_by_clock()
+
+    def resume(self) -> list[str]:
+        """Go on from where the plan says; what there is to say about that, and about the model."""
+        said = [LOCAL_NORM] if self.team.world.size > 1 and is_local(self._model.module) else []
+        if self.plan.resume is not None:
+            said += self.run.load(self.plan.resume, allow_pickle=self.plan.allow_pickle)
+            self.is_evaluation_due = bool(self.run.loaded.get("evaluation_due"))
+            if self.is_again and Path(self.plan.resume).resolve().parent == self.checkpoints.resolve():
+                self._recall(self.run.loaded.get("so_far"))
+        return said
+
+    def _recall(self, so_far: files.SoFar | None) -> None:
+        if so_far is not None:
+            self.tally, self.best, self.evaluated = so_far.tally, so_far.best, so_far.evaluation
+            return
+        # A checkpoint of an evenstep that did not write it down: all rows are read, once.
+        record = Record.read(self.folder, kinds=("step", "evaluation"))
+        self.tally = Tally.of(step for step in record.steps if step.step <= self.run.step)
+        evaluations = [one for one in record.evaluations if one.step <= self.run.step]
+        self.best = min((one.values["loss"] for one in evaluations), default=None)
+        self.evaluated = next((one for one in evaluations if one.step == self.run.step), None)
+
+    @property
+    def facts(self) -> dict[str, Any]:
+        """How samples are drawn, from where this start goes on, and where its samples are written."""
+        file = {"samples_file": self.samples.path.name} if self.samples is not None else {}
+        return {**self.run.loader.facts(), **file}
+
+    @property
+    def beginning(self) -> Beginning:
+        """What a tracker is told first."""
+        redone_from = self.run.step + 1 if self.is_again else None
+        return Beginning(self.plan, self.folder, redone_from)
+
+    def situation(self, error: BaseException) -> Situation | None:
+        """What an answer needs to know about a step that did not fit into memory."""
+        is_step = self.heartbeat.phase in (FORWARD, BACKWARD)
+        return room(error, self.run, self.task, self.plan) if is_step and is_out_of_memory(error) else None
+
+    def trainable_names(self) -> list[str]:
+        """In the order in which DDP counts parameters."""
+        return [name for name, weight in self._model.module.named_parameters() if weight.requires_grad]
+
+    def close(self) -> None:
+        """End the loaders' worker processes and the log of samples."""
+        for loader in (self.run.loader, self.valid):
+            if loader is not None:
+                loader.close()
+        if self.samples is not None:
+            self.samples.close()
+        if self.tracing is not None:
+            self.tracing.abandon()
+        for device in reversed(self.team.world.devices):
+            return_to_default_stream(device)
+
+    def events(self) -> Iterator[Event]:
+        """Everything from the first step to the summary."""
+        started = time.perf_counter()
+        evaluation = self.evaluated
+        seconds_before = self.tally.seconds
+        saved = Path(self.plan.resume) if self.is_again and self.plan.resume is not None else None
+        requests = self.team.requests
+        if self.is_evaluation_due:
+            evaluation = self._evaluate(self.run.loader.epoch - 1, can_stop=False)
+            if evaluation is not None:
+                yield evaluation
+            saved = self._save(evaluation)
+        self.tracing = start_tracing(self.plan, self.team, self.folder, self.run.step, self.run.num_steps)
+        for step, ids in train(self.run, self.stepper, self.plan, self._peak_bytes, waits_at=self._waits_at):
+            yield from self._said()
+            if self.tracing is not None:
+                yield from self.tracing.after(step.step)
+            self.tally.add(step)
+            if self.plan.audit:
+                self._write_samples(step, ids)
+            yield step
+            if step.step < self.run.step:
+                # A card that is ahead of what is known of it; what follows is for the step at which all wait.
+                self._add_to_pace(step)
+                continue
+            yield from self._compared(step)
+            is_end = is_done(self.run, self.plan)
+            is_epoch_end = self.run.loader.is_between_epochs or is_end
+            # What is all but done is finished, asked to stop or not.
+            is_asked = requests.stop and not is_end
+            if is_epoch_end and not is_asked:
+                evaluation = self._evaluate(step.epoch, can_stop=not is_end)
+                if evaluation is not None:
+                    yield evaluation
+                is_asked = requests.stop and not is_end
+            if is_epoch_end or is_asked or requests.save or self._is_due(step.step):
+                is_behind = evaluation is None or evaluation.step < step.step
+                saved = self._save(evaluation, evaluation_due=is_epoch_end and is_behind and self.valid is not None)
+            if is_asked:
+                self._stop(step.step)
+        if self.tracing is not None:
+            yield from self.tracing.finish()
+        self.heartbeat.beat(ENDING)
+        shown = self.team.infer(self.task.show, self._model) if self.task.show is not None else None
+        seconds = time.perf_counter() - started + seconds_before
+        yield self._sum_up(evaluation, saved, shown, seconds)
+
+    def _stop(self, step: int) -> None:
+        """Leave, all ranks together: nobody ends while another still reads what it sent."""
+        self.team.world.barrier()
+        if self.team.requests.by_hand:
+            raise KeyboardInterrupt
+        raise Preempted(f"asked to stop: saved step-{step:08d}")
+
+    def _compared(self, step: Step) -> Iterator[str]:
+        """Every so many steps, whether the replicas are still one model, and whether a rank is slow."""
+        self._add_to_pace(step)
+        if self.replicas is None or not self._is_compared(step.step):
+            return
+        with self.heartbeat.during(COMPARING):
+            if self.plan.check_every:
+                self.replicas.compare(step.step)
+            slow = self.pace.judge()
+        if slow:
+            yield slow
+
+    def _add_to_pace(self, step: Step) -> None:
+        own = self.team.last_compute_seconds
+        self.pace.add(step.input_seconds, own, max(0.0, step.seconds - step.input_seconds - own))
+
+    def _is_compared(self, step: int) -> bool:
+        return step % (self.plan.check_every or USUAL["check_every"]) == 0 or step in FIRST_CHECKS
+
+    def _waits_at(self, step: int) -> bool:
+        """Whether something is done after this step that needs it to be over."""
+        return self._is_due(step) or (self.replicas is not None and self._is_compared(step))
+
+    def _said(self) -> list[str]:
+        said = list(self.stepper.said)
+        self.stepper.said.clear()
+        return said if self.team.world.is_main else []
+
+    @property
+    def _model(self) -> Any:
+        (model,) = self.run.models.values()
+        return model
+
+    def _build(self) -> Run:
+        plan, task, team = self.plan, self.task, self.team
+        loader = self._loader(task.train, sampler=task.sampler, augment=task.augment, augment_batch=task.augment_batch)
+        module = task.model()
+        self._fit_scalers(module, loader)
+        if not module.training:
+            # As pretrained models often come; without this, dropout and batch statistics would stay off, unsaid.
+            module.train()
+        if plan.sync_batchnorm:
+            module = synchronised(module)
+        if plan.channels_last:
+            module = module.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+        model = team.wrap(module, partial(self._compute_sample, loader))
+        if plan.compile:
+            for replica in model.replicas:
+                replica.compile()
+        optimizer = task.optimizer(model.parameters())
+        fuse(optimizer, model.module)
+        team.check(optimizer)
+        num_steps = plan.num_steps(loader.lengths, *files.start_of(plan.resume))
+        scheduler = _call_scheduler(task, optimizer, num_steps) if task.scheduler is not None else None
+        # From here on Python's and NumPy's draws (in a dataset, say) differ between ranks.
+        seed_everything(stream(plan.seed, "host", 0, team.world.rank))
+        return Run(team, model, optimizer, loader, scheduler, num_steps)
+
+    def _compute_sample(self, loader: Loader, model: nn.Module) -> None:
+        data = loader.peek()
+        with left_alone(), self.team.precision.autocast(self.team.world.device):
+            self.task.loss(model, data)
+
+    def _stepper(self) -> Stepper:
+        recipe = self._recipe()
+        is_fast = self.plan.fast == "auto" and self.plan.profile is None and can_be_fast(recipe)
+        return Fast(recipe) if is_fast else Eager(recipe)
+
+    def _recipe(self) -> Recipe:
+        (optimizer,) = self.run.optimizers.values()
+        return Recipe(self.team, self.task.loss, self._model, optimizer, self.plan.clip, self.run.scheduler)
+
+    def _loader(self, data: Any, **how: Any) -> Loader:
+        plan = self.plan
+        return self.team.loader(
+            data,
+            plan.batch,
+            accumulate=plan.accumulate,
+            collate=self.task.collate,
+            workers=plan.workers,
+            resident=plan.resident,
+            **how,
+        )
+
+    def _fit_scalers(self, module: nn.Module, loader: Loader) -> None:
+        """Statistics of what is trained on, each rank's share merged; a resumed run has them in its weights."""
+        if self.plan.resume is not None:
+            return
+        # A stream may have no end: of one that is trained on for so many steps, no more than those are looked at.
+        num_batches = self.plan.steps if loader.num_samples is None else None
+        try:
+            for scaler in unfitted(module):
+                scaler.fit(loader.whole_data(num_batches), self.team.world)
+        except BaseException:
+            loader.close()
+            raise
+
+    def _write_samples(self, step: Step, ids: list[int]) -> None:
+        every = [id_ for of_rank in self.team.world.gather(ids) for id_ in of_rank]
+        if self.samples is not None:
+            self.samples.append(step.epoch, step.step, every)
+
+    def _audit(self) -> dict[str, Any] | None:
+        """What the samples of this run amount to; rank 0 alone looks."""
+        if self.samples is None:
+            return None
+        self.samples.close()
+        found = audit([self.folder])
+        if not found.is_clean:
+            raise TrainingError("\n".join([found.sentence(), *found.problems[:5]]))
+        return found.to_json()
+
+    def _is_due(self, step: int) -> bool:
+        return self.plan.checkpoint_every is not None and step % self.plan.checkpoint_every == 0
+
+    def _evaluate(self, epoch: int, can_stop: bool) -> Evaluation | None:
+        self.heartbeat.beat(EVALUATING)
+        self.peaks = {
+            name: size
+            for peaks in self.team.world.gather(devices.peak_bytes(self.team.world))
+            for name, size in peaks.items()
+        }
+        if self.valid is None:
+            return None
+        started = time.perf_counter()
+        try:
+            values = self.team.evaluate(LossAndMetrics(self.task), self._model, self.valid, can_stop=can_stop)
+        except Interrupted:
+            return None
+        seconds = time.perf_counter() - started
+        return Evaluation(
+            step=self.run.step, epoch=epoch, values=values, samples=self.team.last_measured, seconds=seconds
+        )
+
+    def _save(self, evaluation: Evaluation | None, evaluation_due: bool = False) -> Path:
+        started = time.monotonic()
+        current = evaluation if evaluation is not None and evaluation.step == self.run.step else None
+        now = current.values if current is not None else {}
+        is_best = "loss" in now and (self.best is None or now["loss"] < self.best)
+        if is_best:
+            self.best = now["loss"]
+        with self.heartbeat.during(SAVING):
+            path = self.run.save(
+                self.checkpoints,
+                keep=self.plan.keep,
+                is_best=is_best,
+                valid=now,
+                plan=self.plan.to_json(),
+                evaluation_due=evaluation_due,
+                so_far=asdict(files.SoFar(tally=self.tally, best=self.best, evaluation=current)),
+            )
+        self.team.requests.saved(time.monotonic() - started)
+        return path
+
+    def _peak_bytes(self) -> dict[str, int]:
+        return {**self.peaks, **devices.peak_bytes(self.team.world)}
+
+    def _sum_up(self, evaluation: Evaluation | None, saved: Path | None, shown: str | None, seconds: float) -> Summary:
+        run = Path(*self.folder.parts[-2:])  # runs/name, as everybody calls it, wherever it lies
+        return Summary(
+            strategy=self.plan.strategy,
+            devices=list(self.plan.devices),
+            steps=self.tally.steps,
+            samples=self.tally.samples,
+            train_loss=self.tally.train_loss,
+            valid=evaluation.values if evaluation is not None else {},
+            samples_per_second=self.tally.samples_per_second,
+            seconds=seconds,
+            peak_bytes={**self._peak_bytes()},
+            checkpoint=str(run / files.FOLDER / saved.name) if saved is not None else None,
+            run=str(run),
+            shown=shown,
+            audit=self._audit(),
+        )
+
+
+def _call_scheduler(task: Task, optimizer: torch.optim.Optimizer, num_steps: int | None) -> LRScheduler:
+    assert task.scheduler is not None
+    return task.scheduler(optimizer, num_steps) if takes_steps(task.scheduler) else task.scheduler(optimizer)
+
+
+def perform(
+    plan: Plan, task: Task, run_folder: Path, *more_signals: signal.Signals, make: Callable[..., Job] = Job
+) -> Iterator[Event]:
+    """Run the plan in this process (one of several, or alone), yielding what happens; rank 0 writes the Record.
+
+    In a folder that has a Record already, the run goes on in it. SIGTERM, SIGUSR1 and SIGHUP, and `more_signals`, ask
+    it to stop: at a step that all processes agree on it saves, and raises Preempted. `make` makes a Job that does
+    something else than train.
+    """
+    set_up_torch(plan)
+    team = join_team(plan.strategy, plan.devices, plan.precision, plan.seed, needs_group=False)
+    if plan.check_collectives:
+        check_collectives(team.world)
+    plan = replace(plan, resume=everywhere(team.world, plan.resume))
+    with team.requests.listening(*SIGNALS, *more_signals), worker_ends_told():
+        yield from _perform(make(plan, task, run_folder, team))
+
+
+def _perform(job: Job) -> Iterator[Event]:
+    team = job.team
+    yield from job.resume()
+    forget_copies()
+    record: RecordWriter | None = None
+    if team.world.is_main:
+        record = RecordWriter(job.folder, job.plan, devices.facts(), job.facts)
+        job.run.before_save = record.flush
+    tracking = start_tracking(job.beginning, team.world.is_main)
+    try:
+        for event in job.events():
+            if record is not None and not isinstance(event, str):
+                record.append(event)
+                yield from tracking.take(event) if tracking is not None else ()
+            yield event
+        if record is not None:
+            record.flush()
+        team.world.heartbeat.beat(ENDING)
+        # Nobody leaves while another still reads what it sent.
+        team.world.barrier()
+    except BadInput as error:
+        if job.run.step == 0:
+            raise
+        # Bad input is what is refused before anything is started; this was met on the way.
+        raise TrainingError(f"at step {job.run.step + 1}: {error}") from error
+    except Exception as error:
+        if is_worker_end(error):
+            raise
+        note(error, job.run.step + 1, job.trainable_names(), job.situation(error))
+        raise
+    finally:
+        job.close()
+        if tracking is not None:
+            tracking.close()
+        if record is not None:
+            record.close()
+
+
+def set_up_torch(plan: Plan) -> None:
+    """Settings of this process, before anything is computed."""
+    torch.set_num_threads(devices.share_threads(plan.threads, plan.devices))
+    if plan.deterministic:
+        # cuBLAS asks for this, and reads it when it is first used.
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+        torch.use_deterministic_algorithms(True)
+    torch.backends.cudnn.deterministic = plan.deterministic
+    torch.backends.cudnn.benchmark = plan.cudnn_benchmark

@@ -1,0 +1,101 @@
+"""The ways that a command line asks for; `compare` reads its own by the same rules.
+
+What is compared: strategies, each on some devices.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from evenstep.distributed.devices import check_devices, choose_devices
+from evenstep.errors import PlanError
+from evenstep.plan import STRATEGY_NAMES, Plan, parse_devices
+from evenstep.verify.verdict import Configuration
+
+USUAL = ("dp", "ddp", "fsdp")
+
+
+def configs_of(strategies: str | None, devices: str | None, accumulate: int) -> list[Configuration]:
+    """Every strategy on every set of devices; one device with nothing cut up is what they are compared with."""
+    sets = device_sets(devices) if devices is not None else [_all_devices()]
+    names = named_strategies(strategies) if strategies is not None else None
+    configs = [_config(name, chosen, accumulate) for chosen in sets for name in names or usual_on(chosen)]
+    configs = [config for config in dict.fromkeys(configs) if (config.strategy, config.accumulate) != ("single", 1)]
+    if not configs:
+        raise PlanError(
+            "single with nothing cut up is what others are compared with; give --accumulate 2, or --strategies ddp"
+        )
+    return configs
+
+
+def named_strategies(text: str) -> list[str]:
+    """Those of a list such as `dp,ddp`."""
+    names = list(dict.fromkeys(name.strip() for name in text.split(",") if name.strip()))
+    unknown = [name for name in names if name not in STRATEGY_NAMES]
+    if unknown or not names:
+        raise PlanError(f"unknown strategies {text!r}; allowed are {', '.join(STRATEGY_NAMES)}, such as dp,ddp")
+    return names
+
+
+def usual_on(devices: tuple[str, ...]) -> list[str]:
+    """Strategies that are looked at on several devices if none is named; fsdp needs a card for each process."""
+    shares_gpu = devices[0].startswith("cuda") and len(set(devices)) < len(devices)
+    return [name for name in USUAL if name != "fsdp" or not shares_gpu]
+
+
+def device_sets(text: str) -> list[tuple[str, ...]]:
+    """The sets that `--devices` names: counts (`1,2`), or lists with a slash between them (`cuda:0/cuda:0,cuda:1`)."""
+    parts = [part.strip() for part in text.split("/" if "/" in text else ",")]
+    counts = [parse_devices(part) for part in parts]
+    if all(isinstance(count, int) for count in counts):
+        return [choose_devices(count) for count in counts if isinstance(count, int)]
+    lists = parts if "/" in text else [text]
+    sets = [tuple(name.strip() for name in part.split(",")) for part in lists]
+    for one in sets:
+        check_devices(one)
+    return sets
+
+
+def plan_of(plan: Plan, config: Configuration) -> Plan:
+    """The plan of a way; raises what a plan refuses, before anything is started."""
+    return Plan.from_json(
+        {**plan.to_json(), "strategy": config.strategy, "devices": config.devices, "accumulate": config.accumulate}
+    )
+
+
+def _config(strategy: str, devices: tuple[str, ...], accumulate: int) -> Configuration:
+    return Configuration(strategy, devices[:1] if strategy == "single" else devices, accumulate)
+
+
+def _all_devices() -> tuple[str, ...]:
+    num_gpus = torch.cuda.device_count()
+    return ("cuda:0", "cuda:0") if num_gpus == 1 else choose_devices(max(2, num_gpus))
+
+
+ONE_DEVICE_ONLY = ("single",)
+SEVERAL_ONLY = ("dp", "dp-torch")
+
+
+def find_configs(strategies: str | None, devices: str) -> list[Configuration]:
+    """Each strategy on each set of devices on which it makes sense; `single` first, with which others are compared.
+
+    `devices` are counts (`1,2`), or lists with a slash between them (`cuda:0/cuda:0,cuda:1`).
+    """
+    sets = device_sets(devices)
+    if len({len(one) for one in sets}) < len(sets):
+        raise PlanError(f"{devices!r} names two lists of as many devices; compare those in two commands")
+    named = named_strategies(strategies) if strategies is not None else None
+    configs = [Configuration("single", (sets[0][0],))]
+    for one in sets:
+        configs += [
+            config for config in (Configuration(name, one) for name in _on(one, named)) if config not in configs
+        ]
+    return configs
+
+
+def _on(devices: tuple[str, ...], named: list[str] | None) -> list[str]:
+    """Strategies for these devices; on one device alone `single` will do, unless others are named."""
+    if len(devices) == 1:
+        return [name for name in named or ONE_DEVICE_ONLY if name not in SEVERAL_ONLY]
+    gpus = ("dp-torch",) if all(name.startswith("cuda") for name in devices) else ()
+    return [name for name in named or (*usual_on(devices), *gpus) if name not in ONE_DEVICE_ONLY]

@@ -1,0 +1,516 @@
+"""A training that is watched: what every step computed, as whole tensors under the user's own names, on the disk.
+
+What a watched run left behind, read back.
+
+Dropout, switched off in this whole process: it is drawn anew for every device, and nothing else should be.
+
+Code that computes in fewer digits than it was asked to: `logits.float()` in a training in float64.
+
+Who draws random numbers, and on which line of the user's: seen while a function of theirs runs.
+
+One device that starts next to where it should: how far does that alone take it?
+
+Where a ReLU, a max-pool or a comparison decides, the last digit of a weight can turn the decision, and a gradient
+jumps. A batch that is cut up is rounded otherwise, so that a sound way may jump where one device does not.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import shutil
+import sys
+import traceback
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from functools import cached_property
+from pathlib import Path
+from types import FrameType
+from typing import Any, Literal
+
+import numpy as np
+import torch
+from safetensors.torch import load_file, save_file
+from torch import nn
+from torch.nn import functional as F
+from torch.nn.modules.batchnorm import _BatchNorm
+from torch.overrides import TorchFunctionMode
+from torch.utils.data import DataLoader, Dataset, IterableDataset, Subset
+
+from evenstep.audit.samples import FILE, Problems, read_lines
+from evenstep.checkpoint import files
+from evenstep.checkpoint.state import Tensors, is_sharded
+from evenstep.distributed.process import read_rank
+from evenstep.plan import Plan
+from evenstep.record import Record, Step
+from evenstep.sampling.rng import generator_states
+from evenstep.task import Amount, Task
+from evenstep.training.trainer import Event, perform
+
+_DROPS = ("dropout", "alpha_dropout", "feature_dropout", "feature_alpha_dropout")
+
+
+class DropoutOff:
+    """What makes `F.dropout`, `nn.Dropout` and attention leave everything in; `was_used` tells whether any was on.
+
+    Functions are replaced rather than a torch mode entered: modes are per thread, and dp computes in threads; nor
+    would a mode be there when an activation checkpoint computes forward again.
+    """
+
+    def __init__(self) -> None:
+        self.was_used = False
+        for name in [*_DROPS, *(f"{name}_" for name in _DROPS)]:
+            calm = self._calm(getattr(torch, name))
+            setattr(torch._VF, name, calm)
+            setattr(torch, name, calm)
+        attention = F.scaled_dot_product_attention
+        _replace_everywhere(attention, self._calm_attention(attention))
+
+    def in_layers(self, model: nn.Module) -> nn.Module:
+        """Recurrent layers hand their dropout to a kernel that has it inside."""
+        for layer in model.modules():
+            if isinstance(layer, nn.RNNBase) and layer.dropout:
+                self.was_used = True
+                layer.dropout = 0.0
+        return model
+
+    def _calm(self, drop: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+        def calm(input: torch.Tensor, p: float, train: bool) -> torch.Tensor:
+            self.was_used = self.was_used or bool(train and p)
+            return drop(input, p, False)
+
+        return calm
+
+    def _calm_attention(self, attention: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+        def calm(*given: Any, **named: Any) -> torch.Tensor:
+            # query, key, value, mask, dropout, ...
+            chance = named.pop("dropout_p", given[4] if len(given) > 4 else 0.0)
+            self.was_used = self.was_used or bool(chance)
+            return attention(*given[:4], *((0.0,) if len(given) > 4 else ()), *given[5:], **named)
+
+        return calm
+
+
+def _replace_everywhere(old: object, new: object) -> None:
+    """In every module that has imported it, under whatever name."""
+    for module in list(sys.modules.values()):
+        for name, value in list(getattr(module, "__dict__", {}).items()):
+            if value is old:
+                setattr(module, name, new)
+
+
+MOST_PLACES = 3
+_OURS = os.path.dirname(os.path.dirname(__file__)) + os.sep
+_TORCH = os.path.dirname(torch.__file__) + os.sep
+_PYTHON = os.path.dirname(os.__file__) + os.sep
+
+
+class DrawsSeen(TorchFunctionMode):
+    """While it is entered, notes which generators move, and the user's lines that draw.
+
+    A mode of functions, as NarrowSeen is; that an operation draws is seen by the generators that it moves.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.places: list[str] = []
+        self.generators: list[str] = []
+        self._states: list[torch.Tensor] = []
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        states = torch_states()
+        if not same_torch(states, self._states):
+            self._note(traceback.extract_stack())
+        self._states = states
+        return result
+
+    def _note(self, stack: traceback.StackSummary) -> None:
+        place = innermost(stack)
+        if place is not None and place not in self.places and len(self.places) < MOST_PLACES:
+            self.places.append(place)
+
+    @contextmanager
+    def watching(self) -> Iterator[None]:
+        """Everything that runs inside."""
+        python, numpy, _ = generator_states()
+        own = self._states = torch_states()
+        outside = sys.getprofile()
+        sys.setprofile(self._called)
+        try:
+            with self:
+                yield
+        finally:
+            sys.setprofile(outside)
+            moved = {
+                "Python's": python != random.getstate(),
+                "NumPy's": not _same_numpy(numpy, np.random.get_state()),
+                "torch's": not same_torch(own, torch_states()),
+            }
+            self.generators = [name for name, has_moved in moved.items() if has_moved]
+
+    def _called(self, frame: FrameType, event: str, argument: Any) -> None:
+        if event == "c_call" and _generator_of(argument):
+            self._note(traceback.extract_stack(frame))
+
+
+def _generator_of(function: Callable[..., Any]) -> bool:
+    owner = getattr(function, "__self__", None)
+    return owner is getattr(random, "_inst", None) or owner is getattr(np.random.mtrand, "_rand", None)
+
+
+def torch_states() -> list[torch.Tensor]:
+    """Those of the CPU and of every card that was used."""
+    with torch._C.DisableTorchFunction():
+        gpus = torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else []
+        return [torch.get_rng_state(), *gpus]
+
+
+def same_torch(one: list[torch.Tensor], other: list[torch.Tensor]) -> bool:
+    """Whether torch drew nothing in between."""
+    with torch._C.DisableTorchFunction():
+        # A card that was first used in between had nothing drawn before.
+        return all(a.equal(b) for a, b in zip(one, other, strict=False))
+
+
+def innermost(stack: traceback.StackSummary) -> str | None:
+    """The line nearest to what happened: the user's, or that of a library between them and torch."""
+    shown = [frame for frame in stack if _is_shown(frame.filename)]
+    return f"{short_path(shown[-1].filename)}:{shown[-1].lineno}: {shown[-1].line}" if shown else None
+
+
+def _is_shown(filename: str) -> bool:
+    """Whether a file is neither ours, torch's nor Python's own."""
+    is_pythons = filename.startswith(_PYTHON) and f"{os.sep}site-packages{os.sep}" not in filename
+    return not (is_pythons or filename.startswith(("<", _OURS, _TORCH)))
+
+
+def short_path(path: str) -> str:
+    """As seen from the folder that one is in, or from that of installed packages."""
+    _, _, installed = path.rpartition(f"{os.sep}site-packages{os.sep}")
+    near = os.path.relpath(path)
+    return installed if installed != path else path if near.startswith("..") else near
+
+
+def _same_numpy(one: Any, other: Any) -> bool:
+    return bool(one[2:] == other[2:] and np.array_equal(one[1], other[1]))
+
+
+class NarrowSeen(TorchFunctionMode):
+    """While it is entered, notes the first line at which a float64 becomes a narrower float.
+
+    A mode of functions: one of dispatch would see the same, and import sympy for it.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.place: str | None = None
+
+    def look_at(self, model: nn.Module) -> None:
+        """Note a complex parameter, which stays as it is: `Module.double` changes real ones alone."""
+        kept = (name for name, weight in model.named_parameters() if weight.dtype is torch.complex64)
+        self.place = next((f"the parameter {name} is complex64" for name in kept), self.place)
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        if self.place is None and any(map(_is_narrow, _tensors(result))) and any(map(_is_wide, _tensors(args))):
+            self.place = innermost(traceback.extract_stack()) or str(func)
+        return result
+
+
+def _is_narrow(tensor: torch.Tensor) -> bool:
+    return tensor.is_floating_point() and tensor.dtype.itemsize < 8
+
+
+def _is_wide(tensor: torch.Tensor) -> bool:
+    return tensor.dtype is torch.float64
+
+
+def _tensors(value: Any) -> Iterator[torch.Tensor]:
+    if isinstance(value, torch.Tensor):
+        yield value
+    elif isinstance(value, tuple | list):
+        for one in value:
+            yield from _tensors(one)
+
+
+FOLDER = "witness"
+FACTS = "facts.json"
+MOST_ELEMENTS = 50_000
+"""Of a larger tensor, every so many-th element and the norm are kept."""
+VALID_BATCHES = 4
+"""Evaluated are so many batches and one sample: enough to see whether they are counted rightly."""
+Norms = Literal["own", "eval"]
+
+
+def perform_watched(plan: Plan, task: Task, run_folder: Path, *, norms: Norms = "own") -> Iterator[Event]:
+    """`perform` without dropout, with a file for each step beside its Record; BatchNorm may be kept from its batch."""
+    watch = Watch(plan, run_folder / FOLDER)
+    for event in perform(replace(plan, fast="off"), watch.over(task, norms), run_folder):
+        if isinstance(event, Step):
+            watch.write(event.step)
+        yield event
+    watch.finish()
+
+
+class Watch:
+    """Takes, before and after each of the optimizer's steps, what there is to compare; all ranks take part.
+
+    A step that fp16's scaler skips leaves no file: how many were taken is not how many the Record counts.
+    """
+
+    def __init__(self, plan: Plan, folder: Path) -> None:
+        self._plan = plan
+        self._folder = folder
+        self._is_main = read_rank()[0] == 0
+        self._dropout = DropoutOff()
+        self._narrow = NarrowSeen()
+        self._taken: Tensors = {}
+        self._is_first = True
+        self._module: nn.Module | None = None
+        self._weights: dict[str, nn.Parameter] = {}
+        if self._is_main:
+            folder.mkdir(exist_ok=True)
+
+    def over(self, task: Task, norms: Norms) -> Task:
+        """The same task, with its model and its optimizer in view."""
+
+        def model() -> nn.Module:
+            self._module = self._dropout.in_layers(task.model())
+            if self._plan.precision == "fp64":
+                self._narrow.look_at(self._module)
+            return without_batch_statistics(self._module) if norms == "eval" else self._module
+
+        def optimizer(parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
+            assert self._module is not None
+            given = list(parameters)
+            # Under dp these are the parameters that each device owns; their names are those of the first replica.
+            names = [name for name, _ in self._module.named_parameters()]
+            self._weights = dict(zip(names, given, strict=True))
+            made = task.optimizer(iter(given))
+            made.register_step_pre_hook(lambda *_: None if _is_skipped(made) else self._before())
+            made.register_step_post_hook(lambda *_: None if _is_skipped(made) else self._after(made))
+            return made
+
+        def loss(model: nn.Module, batch: Any) -> Amount:
+            """The first one on one device is looked at closely."""
+            if self._is_first and self._plan.precision == "fp64" and len(self._plan.devices) == 1:
+                with self._narrow:
+                    return task.loss(model, batch)
+            return task.loss(model, batch)
+
+        most = VALID_BATCHES * self._plan.batch + 1
+        valid = fewer(task.valid, most)
+        return replace(task, model=model, loss=loss, optimizer=optimizer, valid=valid, show=None)
+
+    def write(self, step: int) -> None:
+        """What was taken since the last step, under the number that the Record has for it."""
+        if self._is_main and self._taken:
+            save_file(self._taken, self._folder / f"step-{step:08d}.safetensors")
+        self._taken = {}
+
+    def finish(self) -> None:
+        """Say what was seen over all steps."""
+        if self._is_main:
+            assert self._module is not None
+            facts = {
+                "dropout": self._dropout.was_used,
+                "narrow": self._narrow.place,
+                "parameters": list(self._weights),
+                "passing": _passing(self._module),
+                "aliases": _aliases(self._module),
+            }
+            (self._folder / FACTS).write_text(json.dumps(facts))
+
+    def _before(self) -> None:
+        if self._is_first:
+            self._is_first = False
+            self._take("start", self._weights)
+        self._take("gradient", {name: w.grad for name, w in self._weights.items() if w.grad is not None})
+
+    def _after(self, optimizer: torch.optim.Optimizer) -> None:
+        assert self._module is not None
+        self._take("weight", self._weights)
+        self._take("buffer", dict(self._module.named_buffers()))
+        states = {
+            f"{name}/{key}": value
+            for name, weight in self._weights.items()
+            for key, value in optimizer.state.get(weight, {}).items()
+            if isinstance(value, torch.Tensor)
+        }
+        self._take("optimizer", states)
+
+    def _take(self, kind: str, tensors: Mapping[str, torch.Tensor]) -> None:
+        for name, tensor in tensors.items():
+            # A collective under fsdp: every rank is here.
+            full = tensor.full_tensor() if is_sharded(tensor) else tensor
+            if self._is_main:
+                self._taken |= sampled(f"{kind}/{name}", full)
+
+
+def _is_skipped(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether fp16's scaler has a fused update skip this step: it is called, and its kernel does nothing."""
+    found: torch.Tensor | None = getattr(optimizer, "found_inf", None)
+    return found is not None and bool(found)
+
+
+def _passing(module: nn.Module) -> list[str]:
+    """Buffers that no checkpoint holds, on purpose (`persistent=False`)."""
+    saved = module.state_dict()
+    return [name for name, _ in module.named_buffers() if name not in saved]
+
+
+def _aliases(module: nn.Module) -> dict[str, str]:
+    """Second names of tied weights and buffers, which checkpoints hold too, and the first ones."""
+    first = {id(tensor): name for name, tensor in (*module.named_parameters(), *module.named_buffers())}
+    every = (
+        *module.named_parameters(remove_duplicate=False),
+        *module.named_buffers(remove_duplicate=False),
+    )
+    return {name: first[id(tensor)] for name, tensor in every if first[id(tensor)] != name}
+
+
+@torch.no_grad()
+def sampled(key: str, tensor: torch.Tensor) -> Tensors:
+    """The tensor flat and on the CPU; of a large one a fixed part, and its norm."""
+    dense = tensor.to_dense() if tensor.layout is not torch.strided else tensor
+    flat = as_real(dense.detach()).reshape(-1)
+    stride = -(-flat.numel() // MOST_ELEMENTS) or 1
+    kept = {key: flat[::stride].to("cpu", copy=True).contiguous()}
+    if stride > 1 and flat.is_floating_point():
+        kept[f"norm/{key}"] = flat.double().norm().cpu()
+    return kept
+
+
+def as_real(tensor: torch.Tensor) -> torch.Tensor:
+    """A complex number as two: no file holds complex128, and two numbers are compared like any others."""
+    return torch.view_as_real(tensor.resolve_conj()) if tensor.is_complex() else tensor
+
+
+def without_batch_statistics(model: nn.Module) -> nn.Module:
+    """Every BatchNorm normalizes by what it remembers, so that no sample depends on its neighbours."""
+    for layer in model.modules():
+        if isinstance(layer, _BatchNorm):
+            layer.eval()
+    return model
+
+
+def fewer(data: Any, most: int) -> Any:
+    """The first samples of validation data; a stream stays as it is."""
+    if isinstance(data, DataLoader) and not isinstance(data.dataset, IterableDataset):
+        return DataLoader(fewer(data.dataset, most), batch_size=data.batch_size, collate_fn=data.collate_fn)
+    if isinstance(data, torch.Tensor | np.ndarray):
+        return data[:most]
+    if isinstance(data, Mapping):
+        return {name: fewer(column, most) for name, column in data.items()}
+    if isinstance(data, tuple) and data and all(isinstance(one, torch.Tensor | np.ndarray) for one in data):
+        columns = [column[:most] for column in data]
+        return type(data)(*columns) if hasattr(data, "_fields") else tuple(columns)
+    is_known = isinstance(data, Dataset) and not isinstance(data, IterableDataset) and hasattr(data, "__len__")
+    return Subset(data, range(most)) if is_known and len(data) > most else data
+
+
+@dataclass(frozen=True)
+class Failure:
+    """A run that did not come to its end."""
+
+    message: str
+
+    @property
+    def first_lines(self) -> str:
+        """Without where the logs are: they are removed."""
+        lines = [
+            line.strip() for line in self.message.splitlines() if not line.startswith(("full logs:", "go on from"))
+        ]
+        return "\n".join(lines[:6])
+
+
+@dataclass(frozen=True)
+class Evidence:
+    """A run folder."""
+
+    folder: Path
+
+    @cached_property
+    def record(self) -> Record:
+        return Record.read(self.folder)
+
+    @cached_property
+    def steps(self) -> list[int]:
+        """Those that the optimizer took: fp16's scaler skips some."""
+        return sorted(int(path.stem.removeprefix("step-")) for path in (self.folder / FOLDER).glob("*.safetensors"))
+
+    @cached_property
+    def begin(self) -> int:
+        """The step from which it goes on; 0 for a run from the start."""
+        return self.record.data.get("step", 0)
+
+    @cached_property
+    def losses(self) -> dict[int, float]:
+        return {step.step: step.loss for step in self.record.steps}
+
+    @cached_property
+    def ids(self) -> dict[int, list[Any]]:
+        """The samples of every step."""
+        path = self.folder / FILE
+        return {line.step: line.ids for line in read_lines(path, Problems())} if path.exists() else {}
+
+    @cached_property
+    def facts(self) -> dict[str, Any]:
+        values: dict[str, Any] = json.loads((self.folder / FOLDER / FACTS).read_text())
+        return values
+
+    def tensors(self, step: int) -> Tensors:
+        """Everything of one step, in the model's order: `gradient/NAME`, `weight/NAME`, `optimizer/NAME/KEY` ..."""
+        loaded = load_file(self.folder / FOLDER / f"step-{step:08d}.safetensors")
+        places = {name: place for place, name in enumerate(self.facts["parameters"])}
+        return {key: loaded[key] for key in sorted(loaded, key=lambda key: _place(key, places))}
+
+    def checkpoint(self, step: int) -> Path:
+        """The folder of a checkpoint."""
+        return self.folder / files.FOLDER / f"step-{step:08d}"
+
+    def forget_checkpoints(self) -> None:
+        """Give their room on the disk back: a large model's are large."""
+        shutil.rmtree(self.folder / files.FOLDER, ignore_errors=True)
+
+    @cached_property
+    def without_gradient(self) -> list[str]:
+        """Parameters that no gradient reached in any step."""
+        reached = {key for step in self.steps for key in self.tensors(step) if key.startswith("gradient/")}
+        return [name for name in self.facts["parameters"] if f"gradient/{name}" not in reached]
+
+
+def _place(key: str, places: dict[str, int]) -> tuple[int, str]:
+    kind, _, name = key.partition("/")
+    name = name.rpartition("/")[0] if kind == "optimizer" else name
+    return places.get(name, len(places)), key
+
+
+STRENGTH = 2.0**-19
+"""How far a weight is moved at most, relative to itself: the last four bits of a float32, about what sums lose."""
+LEAST = {"fp64": 1e-5, "fp32": 1e-5, "tf32": 1e-3, "bf16": 1e-2, "fp16": 1e-2}
+"""What rounding may do to any tensor, relative to its size, where a task does not compute in float64 throughout."""
+MOST_TRIED = 10
+"""Of five decisions that rounding had turned (CIFAR-10), disturbances of half and of twice this strength turned each
+again in a third to nearly all of the tries: ten in vain are rare."""
+
+
+def perform_disturbed(plan: Plan, task: Task, run_folder: Path, *, norms: Norms, number: int) -> Iterator[Event]:
+    """`perform_watched` from weights that are off by next to nothing, in another direction for every number."""
+    beside = replace(task, model=lambda: disturbed(task.model(), number))
+    yield from perform_watched(plan, beside, run_folder, norms=norms)
+
+
+@torch.no_grad()
+def disturbed(model: nn.Module, number: int) -> nn.Module:
+    """The same model; every weight is moved by a random part of STRENGTH, or by a last digit if that is more."""
+    # Its own, so that nothing else is drawn otherwise than without it.
+    draws = torch.Generator().manual_seed(number)
+    for weight in model.parameters():
+        if weight.is_floating_point() or weight.is_complex():
+            strength = max(STRENGTH, torch.finfo(weight.dtype).eps)
+            weight.mul_(1 + strength * (2 * torch.rand(weight.shape, generator=draws) - 1).to(weight.device))
+    return model

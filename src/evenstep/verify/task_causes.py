@@ -1,0 +1,228 @@
+"""Causes that lie in the task itself, from what one device found when it took the task apart."""
+
+from __future__ import annotations
+
+from collections.abc import Container, Sequence
+from typing import Any
+
+from evenstep.verify.differences import in_percent
+from evenstep.verify.verdict import Cause
+
+APPRECIABLE = 1e-7
+ROUGHLY = 1e-3
+Found = dict[str, Any]
+
+
+def captured(found: Found) -> Cause | None:
+    """A loss that was given a copy of the model, and gave the original its gradients."""
+    names = found.get("captured")
+    if names is None:
+        return None
+    reached = (found.get("batch") or {}).get("gradients")
+    if reached == {} and not names:
+        return Cause(
+            name="captured-model",
+            sentence="the loss does not use the model that it is given, but one of its own: no parameter of the one "
+            "that is trained gets a gradient",
+            evidence=("called with the model, it has a gradient, which reaches nothing in the model",),
+            advice="Compute with the argument: loss=lambda model, batch: ... model(batch[0]) ...",
+        )
+    if not names:
+        return None
+    return Cause(
+        name="captured-model",
+        sentence="the loss does not use the model that it is given, but one of its own: the forward goes around what "
+        "each device trains",
+        evidence=(f"called with a copy of the model, it gave gradients to the original: {', '.join(names[:3])}",),
+        advice="Compute with the argument: loss=lambda model, batch: ... model(batch[0]) ...",
+    )
+
+
+def draws(found: Found, is_rough: bool) -> Cause | None:
+    """A result that changes with the seed of the host and of the devices alone."""
+    seen = found.get("draws") or {}
+    least = ROUGHLY if is_rough else APPRECIABLE
+    if not seen.get("generators") or seen["apart"] <= least or seen["by_itself"] > least:
+        return None
+    where = f", at {seen['places'][0]}" if seen["places"] else ""
+    skips = ": so each of them leaves other parameters out" if seen["skips"] else ""
+    return Cause(
+        name="draws",
+        sentence=f"model or loss draw random numbers by themselves, and each device draws others "
+        f"({' and '.join(seen['generators'])} generator{where}){skips}",
+        evidence=(
+            f"on one device, another seed for these draws alone changes the result by {in_percent(seen['apart'])}",
+        ),
+        advice="Run every layer in every step: switch the skipping off (layerdrop=0), or multiply by 0 what is skipped."
+        if seen["skips"]
+        else "Draw per sample, in augment or augment_batch, whose draws depend on the sample, not on the device; "
+        "or accept that the number of devices changes what is drawn.",
+    )
+
+
+def reading(found: Found) -> Cause | None:
+    """Samples that differ when the batch that they are in is cut up, or when they are read again."""
+    read = found.get("reading") or {}
+    if not read or (read["repeats"] and read["is_cut_alike"] is not False):
+        return None
+    by = f" ({', '.join(read['code'])} draws by itself)" if read.get("code") else ""
+    if read["is_cut_alike"] is False and not read.get("code") and read["repeats"]:
+        by = " (collate or __getitems__ draws, or looks at its neighbours)"
+    what = "when its batch is cut up" if read["repeats"] else "when it is read a second time"
+    return Cause(
+        name="reading",
+        sentence=f"a sample is not the same {what}{by}",
+        evidence=("the same ids were read twice, as one batch and in three parts, and compared",),
+        advice="Let a sample depend on its id, and draw from the generator that augment gets, or from draws.uniform(k) "
+        "in augment_batch.",
+    )
+
+
+def loss(found: Found, can_gather: bool) -> Cause | None:
+    """A loss of the whole batch that is not the mean of the losses of its parts."""
+    cut = found.get("cut") or {}
+    kind = cut.get("kind", "sound")
+    if kind == "sound" and cut.get("unlike") and cut["has_slope"]:
+        return _mixed(
+            f"of one batch in parts of {_sizes(cut)}: the gradient of {cut['unlike'][0]} is not the mean of those of "
+            "the parts, and it is the slope of the loss, changed by nothing on its way",
+            can_gather,
+        )
+    if kind == "sound":
+        return None
+    losses = f"loss {cut['whole']:.6g} as a whole, {cut['by_parts']:.6g} by its parts"
+    evidence = f"of one batch in parts of {_sizes(cut)}: {losses}"
+    if kind == "mixed":
+        return _mixed(evidence, can_gather)
+    sentences = {
+        "sum": "the loss is a sum over the batch, not a mean: a device that holds a half gives a half",
+        "weighted": "the loss is a mean over something else than samples (tokens, boxes), so that the mean of its "
+        f"parts is a mean of means: one part of the batch weighs {cut.get('factor', 1):.3g} times as much as its "
+        "samples do",
+        "pair": "the sum that the loss returns is not the sum of what the parts of the batch give",
+    }
+    advice = {
+        "sum": "Return the mean over the samples, or the pair (sum, count).",
+        "weighted": "Return the pair (sum, count): the sum over tokens or boxes, and how many there were. A model that "
+        "returns a mean of its own (.loss of Hugging Face) gives the sum as .loss * count.",
+        "pair": "Return a sum over samples, with nothing in it that depends on how many there are.",
+    }
+    name = {"sum": "sum", "weighted": "mean-of-means", "pair": "pair"}[kind]
+    return Cause(name=name, sentence=sentences[kind], evidence=(evidence,), advice=advice[kind])
+
+
+BATCH_DEPENDENT = "batch-dependent"
+
+
+def _mixed(evidence: str, can_gather: bool) -> Cause:
+    gather = (
+        "Let each rank compare with the samples of all: torch.distributed.nn.functional.all_gather"
+        if can_gather
+        else "Use ddp or fsdp in one micro-batch, and a loss that gathers (torch.distributed.nn.functional.all_gather)"
+    )
+    return Cause(
+        name=BATCH_DEPENDENT,
+        sentence="the loss of a sample depends on the others of its batch (in-batch negatives, a normalization, a rank "
+        "or a router's load over the batch), of which each device sees its own part",
+        evidence=(evidence,),
+        advice=f"{gather}; or a loss of each sample alone, or single.",
+    )
+
+
+def gathered(found: Found, loss_limit: float) -> Cause | None:
+    """A loss that depends on the whole batch, and is that of the whole batch on every rank; its gradients are not.
+
+    It is known to be the same to `loss_limit`, relative to its size; the parts of a batch must give clearly another.
+    """
+    cause, cut = loss(found, can_gather=True), found.get("cut") or {}
+    if cause is None or cause.name != BATCH_DEPENDENT:
+        return None
+    if abs(cut["by_parts"] - cut["whole"]) <= 10 * loss_limit * abs(cut["whole"]):
+        return None
+    return Cause(
+        name="gather",
+        sentence="the loss gathers from all ranks, and is that of the whole batch; its gradients are not: what was "
+        "gathered takes none back to where it came from",
+        evidence=(*cause.evidence, "the loss of the first step is that of one device, and its gradients are not"),
+        advice="Gather with torch.distributed.nn.functional.all_gather, which sends gradients back; "
+        "torch.distributed.all_gather does not.",
+    )
+
+
+def hooks(found: Found) -> Cause | None:
+    """Gradients that do not add up although the loss does, and that are not its slope."""
+    cut = found.get("cut") or {}
+    if cut.get("kind") != "sound" or not cut.get("unlike") or cut["has_slope"] is not False:
+        return None
+    name = cut["unlike"][0]
+    return Cause(
+        name="gradient-hook",
+        sentence=f"the gradient of {name} is changed on its way (by a hook, or a backward of your own) "
+        "in a way that does not add up: clipped, normalized or rounded for each part of the batch",
+        evidence=(
+            "the loss of a batch is the mean of its parts, its gradients are not",
+            f"moving {name} changes the loss by something else than its gradient says",
+        ),
+        advice="Change gradients after they are summed up: --clip for their norm, or in the optimizer.",
+    )
+
+
+def buffers(found: Found, is_cut: bool, differing: Container[str]) -> Cause | None:
+    """Buffers that forward changes, and that differ or change the loss."""
+    seen = found.get("buffers") or {}
+    changed = seen.get("changed" if is_cut else "by_data") or []
+    names = [name for name in changed if seen["read"] or name in differing]
+    if not names:
+        return None
+    name = next((name for name in names if name in differing), names[0])
+    read = "the loss reads it" if seen["read"] else "it is saved and evaluated with"
+    if name in seen["summed"]:
+        return _adding_buffer(name, read, is_count=name in seen["counts"])
+    return _sampling_buffer(name, read, names) if name in seen["by_data"] else _calling_buffer(name, read)
+
+
+def _adding_buffer(name: str, read: str, is_count: bool) -> Cause:
+    return Cause(
+        name="buffer",
+        sentence=f"forward {'counts samples' if is_count else 'adds up what it sees'} in the buffer {name}, and "
+        f"{read}: every device counts its own part of the batch, and only the first one's is kept",
+        evidence=("what forward on a batch adds to it is the sum of what forward on its parts adds",),
+        advice="Add up over all ranks what is added to it (torch.distributed.all_reduce), or count steps instead.",
+    )
+
+
+def _sampling_buffer(name: str, read: str, names: Sequence[str]) -> Cause:
+    return Cause(
+        name="buffer",
+        sentence=f"forward changes the buffer {name} by the samples that it sees, and {read}: every device keeps "
+        "its own, and only the first one's is kept",
+        evidence=(f"after forward on other samples it holds other values: {', '.join(names[:3])}",),
+        advice="Gather what goes into it from all ranks (torch.distributed.all_gather), or keep it out of the model; "
+        "observers of quantization can be frozen once they have seen enough (disable_observer).",
+    )
+
+
+def _calling_buffer(name: str, read: str) -> Cause:
+    return Cause(
+        name="buffer",
+        sentence=f"every call of forward changes the buffer {name}, and {read}: each micro-batch is a call",
+        evidence=("after forward on some samples, on others and on all of them it holds the same",),
+        advice="Train with no accumulation, or change it once for each step, outside of forward.",
+    )
+
+
+def metrics(found: Found) -> Cause | None:
+    """Values of an evaluation that are not means over samples."""
+    names = [name for name, kind in (found.get("metrics") or {}).items() if kind != "sound"]
+    if not names:
+        return None
+    return Cause(
+        name="metric",
+        sentence=f"the metric {names[0]} is not a mean over samples: that of a batch is not made of those of its parts",
+        evidence=("computed of one batch as a whole and in three parts",),
+        advice="Return one value per sample, or a pair (sum, count).",
+    )
+
+
+def _sizes(cut: Found) -> str:
+    return " + ".join(map(str, cut.get("sizes", [])))

@@ -1,0 +1,139 @@
+"""How far apart is rounding, and how far is not.
+
+Many differences in a few numbers.
+"""
+
+from __future__ import annotations
+
+import math
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+
+from evenstep.verify.differences import Difference, Limit
+from evenstep.verify.recorder import LEAST
+from evenstep.verify.task_causes import BATCH_DEPENDENT
+from evenstep.verify.verdict import PARTS, Configuration, Part, Verdict
+
+TOLERANCE = 1e-8
+"""In float64. Rounding makes 1e-15 to 1e-12 over a few steps; mistakes make 1e-5 and more."""
+WITHOUT_YARDSTICK = {"fp64": 1e-4, "fp32": 1e-4, "tf32": 1e-2, "bf16": 5e-2, "fp16": 5e-2}
+"""In the task's own precision, where it cannot be run in float64 to see what rounding does."""
+TIMES_NOISE = 30.0
+"""How much more than its own rounding noise a tensor may be off."""
+TIMES_MOVED = 2.0
+"""How much more than one device itself, disturbed, a tensor may be off."""
+UNJUDGED = sys.float_info.max
+"""The limit of what is not judged; one that is missing is infinitely far off, and beyond it."""
+
+
+def exact(one: Difference) -> float:
+    """For float64."""
+    return TOLERANCE
+
+
+class Yardstick:
+    """How far rounding alone takes each tensor of this very task, times a factor; without `noise`, a rule of thumb."""
+
+    def __init__(self, noise: Sequence[Difference], precision: str) -> None:
+        is_known = any(math.isfinite(one.size) and one.part == "gradients" for one in noise)
+        self._least = (LEAST if is_known else WITHOUT_YARDSTICK).get(precision, LEAST["fp32"])
+        self._of_tensor: dict[tuple[str, str], float] = {}
+        self._of_part: dict[str, float] = {}
+        for one in noise:
+            if math.isfinite(one.size):
+                for part in _judged_as(one):
+                    key = (part, one.name)
+                    self._of_tensor[key] = max(one.size, self._of_tensor.get(key, 0.0))
+                    self._of_part[part] = max(one.size, self._of_part.get(part, 0.0))
+
+    def __call__(self, one: Difference) -> float:
+        if one.part == "samples":
+            return 0.0
+        if one.part == "evaluation" and one.name != "loss":
+            # Counts jump: rounding moves a sample from right to wrong. Float64 judges them.
+            return UNJUDGED
+        by_tensor = TIMES_NOISE * self._of_tensor.get((one.part, one.name), 0.0)
+        return max(self._least, by_tensor, TIMES_NOISE / 3 * self._of_part.get(one.part, 0.0))
+
+
+class Disturbed:
+    """The `usual` limit; or how far one device was moved by disturbances until that very step, times a factor.
+
+    By step: what is computed in fewer digits is off from the first step on, where next to nothing jumps.
+    """
+
+    def __init__(self, usual: Limit) -> None:
+        self.num_tried = 0
+        self._usual = usual
+        self._moved: dict[tuple[str, str], list[Difference]] = {}
+
+    def add(self, found: Sequence[Difference]) -> None:
+        """What one disturbance did."""
+        self.num_tried += 1
+        for one in found:
+            if math.isfinite(one.size):
+                for part in _judged_as(one):
+                    self._moved.setdefault((part, one.name), []).append(one)
+
+    def __call__(self, one: Difference) -> float:
+        return max(self._usual(one), TIMES_MOVED * self.moved(one))
+
+    def moved(self, one: Difference) -> float:
+        """How far the same tensor was moved at most, until that step."""
+        of_tensor = self._moved.get((one.part, one.name), ())
+        return max((moved.size for moved in of_tensor if moved.step <= one.step), default=0.0)
+
+
+def _judged_as(one: Difference) -> tuple[str, ...]:
+    """A run that goes on from a checkpoint is judged by all that it trains."""
+    return (one.part,) if one.part in ("samples", "evaluation") else (one.part, "checkpoint")
+
+
+def has_steps(found: Sequence[Difference]) -> bool:
+    """Whether there is a step that both of them took."""
+    return any(one.part in ("weights", "optimizer") for one in found)
+
+
+def most(found: Sequence[Difference]) -> float:
+    """The largest difference of loss and gradients."""
+    return max((one.size for one in found if one.part in ("loss", "gradients")), default=0.0)
+
+
+def by_rounding(noise: Sequence[Difference]) -> str:
+    """What one device in its own precision and in float64 are apart, in words."""
+    known = [one for one in noise if math.isfinite(one.size)]
+    if not any(one.part == "gradients" for one in known):
+        return "what rounding alone makes could not be seen"
+    return f"rounding alone makes {most(known):.1e} on one device"
+
+
+def tensor_of(first: Difference, found: Sequence[Difference], limit: Limit) -> Difference:
+    """The first tensor that differs in that step: it says more than a loss does."""
+    of_step = (one for one in found if one.step == first.step and one.part not in ("loss", "samples"))
+    return first if first.part == "samples" else next((one for one in of_step if one.size > limit(one)), first)
+
+
+def parts_of(found: Sequence[Difference], limit: Limit) -> dict[str, Part]:
+    """The row of a way: of each part the largest difference; what is not judged is left out."""
+    parts = {}
+    for name in PARTS:
+        of_part = [one for one in found if one.part == name and (limit(one) < UNJUDGED or math.isinf(one.size))]
+        is_same = all(one.size <= limit(one) for one in of_part)
+        parts[name] = Part(max((one.size for one in of_part), default=None), is_same)
+    return parts
+
+
+def settled(verdicts: Mapping[Configuration, Verdict]) -> dict[Configuration, Verdict]:
+    """All verdicts, once all are known: who cannot see the whole batch is sent to a way that can, if one passed.
+
+    A loss that gathers from all ranks agrees under ddp and fsdp, and cannot under dp or in micro-batches.
+    """
+    passed = [config.label for config, verdict in verdicts.items() if verdict.is_same and len(config.devices) > 1]
+    if not passed:
+        return dict(verdicts)
+    advice = f"Use {' or '.join(passed)}: there the loss sees the whole batch, and learns what single learns."
+    return {
+        config: replace(verdict, advice=advice) if verdict.cause == BATCH_DEPENDENT else verdict
+        for config, verdict in verdicts.items()
+    }

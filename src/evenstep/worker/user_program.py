@@ -1,0 +1,125 @@
+"""A program of the user's (a script, a module, a function) as one of several processes. Imports no torch by itself."""
+
+from __future__ import annotations
+
+import json
+import os
+import pickle
+import runpy
+import signal
+import sys
+import threading
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from evenstep.distributed.process import begin, end, leave_server, new_main, read_rank, take_signals, tidy_up_at_exit
+
+
+@dataclass(frozen=True)
+class Program:
+    """A script and its arguments; or a module, as `python -m` would run it."""
+
+    name: str
+    arguments: tuple[str, ...] = ()
+    is_module: bool = False
+    rank_flag: str | None = None
+    """How a script of before torchrun is told its local rank: `--local_rank` or `--local-rank`."""
+    search_path: tuple[str, ...] = ()
+    """`sys.path` of a new Python, without the folder of what it runs."""
+
+    def to_json(self) -> str:
+        """For a process of its own."""
+        return json.dumps(asdict(self))
+
+
+def run_program(logs: str, program: Program) -> None:
+    """Run it as if Python had been started with it, and end the process as Python would."""
+    leave_server()
+    _run(logs, lambda: _as_main(program))
+
+
+def run_function(logs: str, results: str, function: Callable[..., Any], arguments: tuple[Any, ...]) -> None:
+    """Call a function that this process has a copy of; what it returns goes back to the launcher."""
+
+    def call() -> None:
+        rank, _, _ = read_rank()
+        returned = pickle.dumps(function(*arguments))
+        (Path(results) / f"{rank}.pickle").write_bytes(returned)
+
+    _run(logs, call)
+
+
+def _run(logs: str, what: Callable[[], None]) -> None:
+    # As under torchrun: Ctrl-C on a terminal is the launcher's to pass on, and a program that signals its own process
+    # group reaches itself alone.
+    with suppress(PermissionError):
+        os.setsid()
+    begin(logs)
+    tidy_up_at_exit()
+    take_signals()
+    try:
+        what()
+    except SystemExit as request:
+        exit_program(_exit_code(request))
+    except BaseException as error:
+        # A second Ctrl-C, while the first is told of, would be taken for a good end.
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
+        from evenstep.distributed.world import stay_in_group
+        from evenstep.worker.main import write_report
+
+        stay_in_group()
+        rank, _, _ = read_rank()
+        write_report(Path(logs), rank, error)
+        try:
+            _call_hook(error)
+        finally:
+            end(1)
+    exit_program(0)
+
+
+def exit_program(exit_code: int) -> None:
+    """End the process as Python does after the last line: by waiting for threads and calling exit handlers.
+
+    A process that hangs here is found by this function's name in its stack.
+    """
+    threading._shutdown()  # type: ignore[attr-defined]
+    end(exit_code)
+
+
+def _call_hook(error: BaseException) -> None:
+    """The script's own, if it has one; torch's only prints what the launcher tells in fewer lines."""
+    hook = sys.excepthook
+    if hook is not sys.__excepthook__ and not str(hook.__module__).startswith("torch."):
+        hook(type(error), error, error.__traceback__)
+
+
+def _exit_code(request: SystemExit) -> int:
+    """What Python makes of `sys.exit(...)`: a text is printed, and means 1."""
+    if request.code is None or isinstance(request.code, int):
+        return (request.code or 0) & 0xFF
+    print(request.code, file=sys.stderr)
+    return 1
+
+
+def _as_main(program: Program) -> None:
+    flag = [f"{program.rank_flag}={os.environ['LOCAL_RANK']}"] if program.rank_flag else []
+    sys.argv = [program.name, *flag, *program.arguments]
+    sys.orig_argv = [sys.executable, "-u", *(["-m"] if program.is_module else []), *sys.argv]
+    folder = os.getcwd() if program.is_module else str(Path(program.name).resolve().parent)
+    sys.path[:] = [*([] if sys.flags.safe_path else [folder]), *program.search_path]
+    main = new_main(program.name)
+    if program.is_module:
+        runpy._run_module_as_main(program.name)  # type: ignore[attr-defined]
+        return
+    # Or it would be compiled with this file's own `from __future__ import annotations`.
+    code = compile(Path(program.name).read_bytes(), str(main.__file__), "exec", dont_inherit=True)
+    exec(code, vars(main))
+
+
+if __name__ == "__main__":
+    given = json.loads(sys.argv[2])
+    lists = {name: tuple(given[name]) for name in ("arguments", "search_path")}
+    run_program(sys.argv[1], Program(**{**given, **lists}))

@@ -22,6 +22,8 @@ from suite import PARTS
 
 ROOT = Path(__file__).parents[1]
 PAGE, README = ROOT / "docs" / "performance.md", ROOT / "README.md"
+WIDEST = 120
+"""Characters of a table's row."""
 BEGIN, END = "<!-- begin: {} (made by bench/table.py; do not edit) -->", "<!-- end: {} -->"
 
 
@@ -64,44 +66,79 @@ def hardest(race: Race) -> Row | None:
     return min(aimed, key=lambda row: (row.low or 0) / (row.goal or 1), default=None)
 
 
-def summary(found: dict[str, Found], gpu: table_gpu.Found | None, link: str) -> list[str]:
-    """One line for each race: our figure, the hardest rival, the limit; and one for the card."""
+def summary(found: dict[str, Found], gpu: table_gpu.Found | None) -> list[str]:
+    """One line for each race: its hardest rival; intervals and limits stand in the race's own table."""
     rows = []
-    for key, part in PARTS.items():
+    for key in PARTS:
         if key not in found:
-            rows.append([key, "not measured yet", "", "", "", f"`python bench/{part.file}`"])
+            rows.append([key, "not measured yet", "", "", ""])
             continue
-        one = found[key]
-        command = f"`{one.command}` ([result]({link}/{one.file}))"
-        rows += [[key, race.title, *_standing(race), command] for race in one.result.races]
-        if not one.result.races:
-            figures = "; ".join(f"{name} {value:.2f}" for name, value in one.result.headline.items())
-            rows.append([key, one.result.title, figures, f"goal: {one.result.goal}", "", command])
-    rows.append(table_gpu.summary_row(gpu, link))
-    heads = ["", "work", "ours", "hardest goal: ours is x as fast (95 %) as", "limit", "command"]
-    return markdown(heads, rows)
+        for race in found[key].result.races:
+            rival = hardest(race)
+            if rival is not None and rival.ratio is not None:
+                against = rival.against if rival.kind == "ours" else rival.name
+                rows.append([key, race.title, against, harness.number(rival.ratio), rival.verdict])
+    heads = ["", "work", "hardest competitor", "ours is x as fast", "goal"]
+    return markdown(heads, [*rows, *table_gpu.summary_rows(gpu)])
 
 
-def _standing(race: Race) -> list[str]:
-    ours = next((row for row in race.rows if row.kind == "ours"), None)
-    rival = hardest(race)
-    limits = [row for row in race.rows if row.kind == "limit"]
-    limit = limits[-1] if limits else None
-    return [
-        f"{harness.number(ours.value)} {race.unit}" if ours else "",
-        f"{rival.name}: {rival.ratio_text}{_of(rival)}; {rival.verdict}" if rival else "",
-        f"{limit.name}: {harness.number(limit.value)} {race.unit}" if limit else "",
-    ]
+@dataclass(frozen=True)
+class Shown:
+    """A row of the README: one race of one benchmark, ours beside one competitor."""
+
+    what: str
+    id: str
+    race: str
+    """How the race's title begins; on a GPU, its part and its work."""
+    rival: str
+    against: str
+    """The rival in the README's words."""
+    ours: str = ""
+    """A racer of ours other than the first; its own ratio is shown."""
 
 
-def _of(row: Row) -> str:
-    """Another way of ours is no rival: whom it was raced against."""
-    return f" x {row.against}" if row.kind == "ours" else ""
+README_ROWS = (
+    Shown("DDP step, 784-256-10, 2 CPU ranks", "C4", "SimpleNet", "DDP, best", "tuned DDP over gloo"),
+    Shown(
+        "input, 28 x 28, batch 128", "C2", "Fashion-MNIST, tuple", "DataLoader, per sample", "`DataLoader` by sample"
+    ),
+    Shown("command to first step, 4 ranks", "C6", "command to the end of the first step, 4", "", "torchrun", "train"),
+    Shown("`kill -9` of a rank to its next step", "C6", "SIGKILL", "", "torchrun", "train"),
+    Shown("GPT 6 x 384, bf16, one H200", "G1", "GPT 6", "raw eager, fused", "eager loop, fused Adam"),
+    Shown("GPT-2 124M, bf16, one H200", "G3", "GPT-2 124M", "accelerate, compiled", "accelerate, both compiled"),
+)
+
+
+def speed(found: dict[str, Found], gpu: table_gpu.Found | None, shown_rows: Sequence[Shown] = README_ROWS) -> list[str]:
+    """The README's rows; those without a result are left out."""
+    rows, files = [], {}
+    for shown in shown_rows:
+        source = _race_of(shown, found, gpu)
+        if source is not None:
+            race, files[shown.id] = source
+            rows.append([shown.what, *_cells(shown, race), f"[{shown.id}]"])
+    heads = ["what", "evenstep", "compared with", "times as fast (95 %)", "source"]
+    return [*markdown(heads, rows), "", *(f"[{key}]: bench/results/{file}" for key, file in files.items())]
+
+
+def _race_of(shown: Shown, found: dict[str, Found], gpu: table_gpu.Found | None) -> tuple[Race, str] | None:
+    if shown.id in found:
+        race = next((one for one in found[shown.id].result.races if one.title.startswith(shown.race)), None)
+        return (race, found[shown.id].file) if race else None
+    works = gpu.works() if gpu else ()
+    raced = (one for part, work, one in works if part == shown.id and work.startswith(shown.race))
+    return next(((table_gpu.race_of(one), gpu.file) for one in raced if gpu), None)
+
+
+def _cells(shown: Shown, race: Race) -> list[str]:
+    ours = next(row for row in race.rows if row.kind == "ours" and row.name.endswith(shown.ours))
+    ratio = ours if shown.ours else next(row for row in race.rows if row.name == shown.rival)
+    return [f"{harness.number(ours.value)} {race.unit.removesuffix(' a step')}", shown.against, ratio.ratio_text]
 
 
 def page(found: dict[str, Found], gpu: table_gpu.Found | None) -> list[str]:
     """Everything that was found, benchmark by benchmark."""
-    lines = ["### All goals", "", *summary(found, gpu, "../bench/results"), ""]
+    lines = ["### All goals", "", *summary(found, gpu), ""]
     for key, part in PARTS.items():
         if key not in found:
             lines += [
@@ -123,11 +160,11 @@ def page(found: dict[str, Found], gpu: table_gpu.Found | None) -> list[str]:
 
 
 def gpu_page(gpu: table_gpu.Found | None) -> list[str]:
-    """The goals on one card, and every race."""
+    """The goals on one GPU, and every race."""
     lines = [f"### {table_gpu.TITLE}", ""]
     if gpu is None:
         return [*lines, f"Not measured yet: no `{table_gpu.PATTERN}` of `bench/gpu.py` is in `bench/results`.", ""]
-    lines += [*markdown(table_gpu.GOAL_HEADS, table_gpu.goal_rows(gpu)), "", *_listed(gpu.errors)]
+    lines += _listed(gpu.errors)
     speeds = gpu.content["results"].get("G3", {}).get("speeds", {}).get("racers", {})
     for part, work, one in gpu.works():
         race = table_gpu.race_of(one, f"{part}: {work}")
@@ -138,7 +175,27 @@ def gpu_page(gpu: table_gpu.Found | None) -> list[str]:
 
 
 def _plain(table: Plain) -> list[str]:
-    return [*markdown(table.heads, table.rows), "", *_listed(table.notes)][: None if table.notes else -1]
+    lines = [line for part in narrow(table) for line in [*markdown(part.heads, part.rows), ""]]
+    return [*lines, *_listed(table.notes)][: None if table.notes else -1]
+
+
+def narrow(table: Plain, keys: int = 2) -> list[Plain]:
+    """A table with rows longer than a line as several, each with the first columns and some of the rest."""
+    if max(map(len, markdown(table.heads, table.rows))) <= WIDEST:
+        return [table]
+    columns = [[head, *cells] for head, *cells in zip(table.heads, *table.rows, strict=True)]
+    groups: list[list[list[str]]] = [[]]
+    for column in columns[keys:]:
+        lines = markdown(*_turned([*columns[:keys], *groups[-1], column]))
+        if max(map(len, lines)) > WIDEST and groups[-1]:
+            groups.append([])
+        groups[-1].append(column)
+    return [Plain("", *_turned([*columns[:keys], *group])) for group in groups]
+
+
+def _turned(columns: Sequence[Sequence[str]]) -> tuple[list[str], list[list[str]]]:
+    heads, *rows = (list(line) for line in zip(*columns, strict=True))
+    return heads, rows
 
 
 def _listed(notes: Sequence[str]) -> list[str]:
@@ -178,9 +235,8 @@ def main() -> None:
     parser.add_argument("--check", action="store_true")
     given = parser.parse_args()
     found, gpu = newest(given.results), table_gpu.newest(given.results)
-    short = summary(found, gpu, "bench/results")
     stale = []
-    for path, name, lines in ((PAGE, "results", page(found, gpu)), (README, "speed", short)):
+    for path, name, lines in ((PAGE, "results", page(found, gpu)), (README, "speed", speed(found, gpu))):
         before = path.read_text()
         after = put(before, name, lines)
         if after != before:

@@ -1,4 +1,4 @@
-"""What bench/gpu.py found on one card, as lines of a page: a table for each race, the goals, one line of summary.
+"""What bench/gpu.py found on one GPU, as lines of a page: a table for each race, the goals, one line of summary.
 
 A goal is judged here, by the interval, as everywhere: met when all of it reaches the goal, "not sure" when the median
 alone does; and what is smaller than the control is said to be so. The `is_met` in the file goes by the median.
@@ -21,10 +21,10 @@ TITLE = "One H200"
 PARTS = {
     "G1": "steps as users run them",
     "G1 compiled": "the same, with `--compile`",
-    "G2": "input, samples delivered on the card; `default` and `resident` are ours",
+    "G2": "input, samples delivered on the GPU; `default` and `resident` are ours",
     "G3": "tokens a second",
     "G4": "what a wrapper costs at size 1",
-    "G4 dp": "dp over one card listed twice",
+    "G4 dp": "dp over one GPU listed twice",
 }
 OURS, COMPILED = "ours", "ours, compiled"
 INPUT, RESIDENT, LOADER = "default: thread, pinned, own stream", "resident", "DataLoader"
@@ -40,7 +40,7 @@ SHORT = {
 
 @dataclass(frozen=True)
 class Found:
-    """The newest file of a card."""
+    """The newest file of a GPU."""
 
     file: str
     content: dict[str, Any]
@@ -86,6 +86,10 @@ class Goal:
     @property
     def wish(self) -> str:
         return f"at {'least' if self.is_least else 'most'} {self.wanted:g}"
+
+    @property
+    def judged(self) -> str:
+        return f"{self.wanted:g}: {self.outcome}"
 
     @property
     def outcome(self) -> str:
@@ -189,51 +193,24 @@ def notes_of(race: Race, one: Mapping[str, Any]) -> list[str]:
         if row.kind == "limit" and row.ratio is not None:
             share = f"{_percent(row.ratio)} ({_percent(row.low)} to {_percent(row.high)})"
             notes.append(f"Share of the limit, {row.name.removeprefix(LIMIT)}: {share}.")
-    return notes + [goal for goal in one["goals"] if isinstance(goal, str)]
+    goals = [f"Goal: {goal.text}: {goal.wish}; {goal.got}: {goal.outcome}." for goal in goals_of(one)]
+    return notes + goals + [goal for goal in one["goals"] if isinstance(goal, str)]
 
 
 def _percent(share: float | None) -> str:
     return "" if share is None else f"{share:.1%}".replace("%", " %")
 
 
-def goal_rows(found: Found) -> list[list[str]]:
-    """Beside each goal, how far two runs of the same racer were apart in that race."""
-    return [
-        [part, work, goal.text, goal.wish, goal.got, goal.outcome, _percent(goal.spread)]
-        for part, work, one in found.works()
-        for goal in goals_of(one)
-    ]
-
-
-GOAL_HEADS = ["", "work", "time of the first / of the second (input: rate)", "goal", "got (95 %)", "outcome", "control"]
-
-
-def summary_row(found: Found | None, link: str) -> list[str]:
-    """One line: ours, the goals against peers, the limits."""
+def summary_rows(found: Found | None) -> list[list[str]]:
+    """The goals against peers, a row each; one row if nothing was measured."""
     if found is None:
-        return [TITLE, "not measured yet", "", "", "", "`python bench/gpu.py`"]
-    goals = {ending: _short_goals(found, part, ending) for part, ending in SHORT.items()}
-    parts = [f"{ending}: {', '.join(lines)}" for ending, lines in goals.items() if lines]
-    races = {work.partition(",")[0]: race_of(one) for part, work, one in found.works() if part == "G1"}
-    source = f"`{found.content['command']}` ([result]({link}/{found.file}))"
-    limits = f"the bare step as a graph: {_values(races, 'limit')}"
-    return [TITLE, "; ".join(PARTS[part] for part in SHORT), _values(races, "ours"), "; ".join(parts), limits, source]
-
-
-def _short_goals(found: Found, wanted_part: str, ending: str) -> list[str]:
+        return [[TITLE, "not measured yet", "", "", ""]]
     return [
-        f"{work.partition(',')[0]} {goal.got} x {goal.text.partition(' / ')[0]} ({goal.wanted:g}: {goal.outcome})"
+        [part, work.partition(",")[0], goal.text.partition(" / ")[0], harness.number(goal.ratio), goal.judged]
         for part, work, one in found.works()
         for goal in goals_of(one)
-        if part == wanted_part and goal.text.endswith(ending)
+        if goal.text.endswith(SHORT.get(part, "\n"))
     ]
-
-
-def _values(races: Mapping[str, Race], kind: str) -> str:
-    found = (
-        f"{name} {harness.number(row.value)}" for name, one in races.items() for row in one.rows if row.kind == kind
-    )
-    return ", ".join(found) + " ms"
 
 
 def source_of(found: Found) -> str:

@@ -6,7 +6,7 @@ import json
 import random
 import subprocess
 import sys
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -150,7 +150,7 @@ def test_pages_show_what_is_there_and_say_what_is_not(tmp_path: Path) -> None:
     assert "- gone did not race: not installed" in page
     assert "| 1 \\| 2 | 3 |" in page
     assert "Not measured yet: no result of `bench/c4_ddp.py` is in `bench/results`." in page
-    short = table.summary(found, None, "bench/results")
+    short = table.summary(found, None)
     assert any("| C4 | not measured yet |" in line for line in short)
     assert any("missed by" in line and line.startswith("| C1 |") for line in short)
 
@@ -201,10 +201,7 @@ def of_a_gpu(folder: Path, name: str = "a-gpu-h200.json", when: str = "2026-11-1
 def test_the_page_has_every_race_of_a_gpu(tmp_path: Path) -> None:
     of_a_gpu(tmp_path)
     page = "\n".join(table.gpu_page(table_gpu.newest(tmp_path)))
-    assert (
-        "| G1 | MLP 2, fp32 | raw / ours, the best eager peer | at least 6 | 8.00 (7.90 to 8.10) | met by 33 % |"
-        in page
-    )
+    assert "- Goal: raw / ours, the best eager peer: at least 6; 8.00 (7.90 to 8.10): met by 33 %." in page
     assert "| raw | 8 | 8.00 (7.92 to 8.08) | 0.5 | 2 |" in page
     assert "| limit: graph | 0.5 | 0.500 (0.495 to 0.505) | 0.5 | 2 |" in page
     assert "| control: raw, again | 10 | 0.800 (0.792 to 0.808) of the first | 0.5 | 2 |" in page
@@ -231,7 +228,7 @@ def test_input_on_a_gpu_is_a_rate(tmp_path: Path) -> None:
     assert "| racer | samples/s | default is x as fast (95 %) |" in page
     assert "| DataLoader, quick | 3 | 1.333 (one block) |" in page
     assert "| resident | 9 | 3.00 (one block) x DataLoader, quick |" in page
-    assert "| at least 3 | 2.40 (2.00 to 2.50) | missed by 20 % |" in page
+    assert "- Goal: resident / DataLoader: at least 3; 2.40 (2.00 to 2.50): missed by 20 %." in page
 
 
 def test_a_goal_on_a_gpu_is_judged_by_its_interval_and_beside_the_control() -> None:
@@ -247,9 +244,9 @@ def test_a_goal_on_a_gpu_is_judged_by_its_interval_and_beside_the_control() -> N
     assert outcome(2.2, 2.1, 2.3, spread=0.2) == "met by 10 %, within the control"
 
 
-def test_a_gpu_has_one_line_in_the_summary_and_its_absence_is_said(tmp_path: Path) -> None:
+def test_the_summary_has_a_line_for_each_goal_on_a_gpu_and_reports_its_absence(tmp_path: Path) -> None:
     assert table_gpu.newest(tmp_path) is None
-    assert any(line.startswith("| One H200 | not measured yet |") for line in table.summary({}, None, "results"))
+    assert any(line.startswith("| One H200 | not measured yet |") for line in table.summary({}, None))
     missing = "Not measured yet: no `*-gpu-h200.json` of `bench/gpu.py` is in `bench/results`."
     assert missing in table.page({}, None)
     of_a_gpu(tmp_path)
@@ -257,12 +254,23 @@ def test_a_gpu_has_one_line_in_the_summary_and_its_absence_is_said(tmp_path: Pat
     gpu = table_gpu.newest(tmp_path)
     assert gpu is not None
     assert gpu.file == "0-gpu-h200.json"
-    lines = [line for line in table.summary({}, gpu, "results") if line.startswith("| One H200 |")]
-    assert len(lines) == 1
-    assert "the best eager peer: MLP 2 8.00 (7.90 to 8.10) x raw (6: met by 33 %)" in lines[0]
-    assert "the best tuned peer" not in lines[0]
-    assert "MLP 2 1 ms" in lines[0]
-    assert "the bare step as a graph: MLP 2 0.5 ms" in lines[0]
+    lines = [line for line in table.summary({}, gpu) if line.startswith("| G")]
+    assert lines == ["| G1 | MLP 2 | raw | 8 | 6: met by 33 % |"]
+
+
+def test_the_readme_shows_ours_beside_one_competitor_and_skips_what_was_not_measured(tmp_path: Path) -> None:
+    written(tmp_path, "c4.json", replace(fixture(), id="C4"), "2026-11-15T10:00:00")
+    shown = table.Shown("a step", "C4", raced().title, "peer, best", "a peer")
+    rows = [line for line in table.speed(table.newest(tmp_path), None, (shown, *table.README_ROWS)) if "|" in line]
+    assert rows[2:] == ["| a step | 1.1 ms | a peer | 2.00 (1.96 to 2.04) | [C4] |"]
+
+
+def test_a_wide_table_is_shown_as_several_with_the_same_first_columns() -> None:
+    wide = Plain("", [f"head {n}" for n in range(9)], [["a key", "another", *[30 * str(n) for n in range(7)]]])
+    parts = table.narrow(wide)
+    assert [part.heads[:2] for part in parts] == [["head 0", "head 1"]] * len(parts)
+    assert [head for part in parts for head in part.heads[2:]] == wide.heads[2:]
+    assert max(len(line) for part in parts for line in table.markdown(part.heads, part.rows)) <= table.WIDEST
 
 
 def test_only_what_is_between_the_markers_is_replaced() -> None:

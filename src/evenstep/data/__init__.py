@@ -1,0 +1,1 @@
+"""What one rank reads: the user's data adapted, batched, prefetched."""

@@ -1,0 +1,229 @@
+"""What one process reads for one optimizer step, on the host: in the training process or in a loader worker."""
+
+from __future__ import annotations
+
+import hashlib
+import pickle
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+
+from evenstep.sampling.rng import Ids
+from evenstep.errors import TaskError
+from evenstep.sampling.order import Order, Span, share
+from evenstep.task import Batch as Data
+from evenstep.data.dataset import Augment, Touch
+from evenstep.data.dataset import Source, to_device
+from evenstep.distributed.world import World
+
+MOST_HASHED = 1 << 20
+"""Bytes of each tensor that a digest looks at."""
+
+
+@dataclass(frozen=True)
+class Cut:
+    """How a global batch is cut up: which seats are this process's, and into how many micro-batches."""
+
+    replicas: range
+    num_replicas: int
+    accumulate: int
+
+    @classmethod
+    def of(cls, world: World, accumulate: int) -> Cut:
+        return cls(world.replicas, world.num_replicas, accumulate)
+
+    def places(self, num: int) -> list[list[range]]:
+        """For each micro-batch, what each of this process's seats takes of `num` samples."""
+        if self.num_replicas == 1 and self.accumulate == 1:
+            return [[range(num)]]
+        # Seat 0 has the largest share; every seat runs as many micro-batches as it does, for collectives must match.
+        num_micro = min(self.accumulate, len(share(num, 0, self.num_replicas)))
+        shares = [share(num, replica, self.num_replicas) for replica in self.replicas]
+        return [
+            [own[part.start : part.stop] for own in shares for part in [share(len(own), micro, num_micro)]]
+            for micro in range(num_micro)
+        ]
+
+
+@dataclass(slots=True)
+class Request:
+    """The ids of one step, cut up for one process."""
+
+    span: Span
+    ids: Ids
+    """Of the whole global batch."""
+    is_epoch_end: bool
+    is_checked: bool
+    """Whether the ranks will compare what they read."""
+    keys: Ids
+    """What the draws for each sample depend on: its id, or its place where samples repeat."""
+
+
+@dataclass(slots=True)
+class HostMicroBatch:
+    """What one seat computes at once, still on the host. `ids` may be empty: then the data stands in for nothing."""
+
+    data: Data
+    ids: Ids
+    keys: Ids
+
+
+@dataclass(frozen=True)
+class Checked:
+    """Names for what was read, for the ranks to compare; "" where there is nothing to say."""
+
+    replicas: list[str]
+    """What each of this process's seats read."""
+    common: str
+    """What every rank should have read alike."""
+    ids: str
+    """The ids of the global batch."""
+
+
+@dataclass(slots=True)
+class HostBatch:
+    """One step as it was read: for each micro-batch, a piece for every seat of this process."""
+
+    span: Span
+    micro_batches: list[list[HostMicroBatch]]
+    is_epoch_end: bool
+    checked: Checked | None = None
+    """What the ranks compare, if they are to."""
+
+
+@dataclass(frozen=True)
+class Failure:
+    """What went wrong in a loader worker, in the words of the TaskError that the training process will raise."""
+
+    message: str
+
+
+def requests(order: Order, batch: int, epoch: int, start: int, num_checked: int) -> Iterator[Request]:
+    """The steps from a place of an epoch to its end; ranks compare what they read in the first `num_checked`."""
+    length = order.lengths.of(epoch)
+    assert length is not None
+    for number, place in enumerate(range(start, length, batch)):
+        span = Span(epoch, place, min(place + batch, length))
+        ids = order.ids(span)
+        keys = np.arange(span.start, span.stop) if order.repeats else ids
+        yield Request(span, ids, span.stop == length, number < num_checked, keys)
+
+
+class Reader:
+    """Reads requests, for each of this process's seats from its own source: the same one, or a copy on its device."""
+
+    def __init__(self, sources: list[Source], cut: Cut, seed: int, augment: Augment | None, pinned: bool) -> None:
+        self._sources = sources
+        self._cut = cut
+        self._is_whole = cut.num_replicas == 1 and cut.accumulate == 1
+        self._seed = seed
+        self._augment = augment
+        self._pinned = pinned
+        self._touch: tuple[int, Touch] | None = None
+
+    def read(self, request: Request) -> HostBatch:
+        """The data of one step."""
+        touch = self._touch_of(request.span.epoch)
+        ids, keys = request.ids, request.keys
+        if self._is_whole and not request.is_checked:
+            source = self._sources[0]
+            data = source.rows(ids, touch) or source.fetch(ids, keys, touch, self._pinned)
+            whole = HostMicroBatch(data, ids, keys)
+            return HostBatch(request.span, [[whole]], request.is_epoch_end)
+        micro_batches = [
+            [self._piece(source, request, own, touch) for source, own in zip(self._sources, places, strict=True)]
+            for places in self._cut.places(len(ids))
+        ]
+        checked = None
+        if request.is_checked:
+            checked = Checked(replica_digests(micro_batches), self._common(request, touch), digest(ids))
+        return HostBatch(request.span, micro_batches, request.is_epoch_end, checked)
+
+    def read_in_worker(self, request: Request) -> HostBatch | Failure:
+        """`read` in a loader worker: what is wrong with the data is said in the training process."""
+        try:
+            return sendable(self.read(request))
+        except TaskError as error:
+            return Failure(str(error))
+
+    def _piece(self, source: Source, request: Request, places: range, touch: Touch) -> HostMicroBatch:
+        # A seat with nothing to do still runs one sample, which counts for nothing: collectives need every rank.
+        read = slice(places.start, places.stop) if places else slice(1)
+        data = None if request.is_checked else source.rows(request.ids[read], touch)
+        if data is None:
+            data = source.fetch(request.ids[read], request.keys[read], touch, self._pinned)
+        own = slice(places.start, places.stop)
+        return HostMicroBatch(data, request.ids[own], request.keys[own])
+
+    def _common(self, request: Request, touch: Touch) -> str:
+        """A digest of a sample that every rank reads; empty if it is not the same when it is read twice."""
+        once, again = (digest([self._sources[0].fetch(request.ids[:1], request.keys[:1], touch)]) for _ in range(2))
+        return once if once == again else ""
+
+    def _touch_of(self, epoch: int) -> Touch:
+        if self._touch is None or self._touch[0] != epoch:
+            self._touch = (epoch, Touch(self._seed, epoch, self._augment))
+        return self._touch[1]
+
+
+def replica_digests(micro_batches: list[list[HostMicroBatch]]) -> list[str]:
+    """For each seat, a name for what it read; "" for a seat whose samples are none, or all alike."""
+    replicas = [[micro_batch.data for micro_batch in per_replica if len(micro_batch.ids)] for per_replica in zip(*micro_batches, strict=True)]
+    return [digest(data) if any(map(is_varied, data)) else "" for data in replicas]
+
+
+def sendable(batch: HostBatch) -> HostBatch | Failure:
+    """The batch, if a loader worker can send it: torch's sender drops what it cannot pickle, and all would wait."""
+    try:
+        for micro_batch in (micro_batch for per_replica in batch.micro_batches for micro_batch in per_replica):
+            pickle.dumps(to_device(micro_batch.data, _checked_tensor))
+    except Exception as error:
+        return Failure(
+            f"a batch cannot be sent from a loader worker: {type(error).__name__}: {error}; "
+            "let the data be plain tensors, numbers and texts, or use --workers 0"
+        )
+    return batch
+
+
+def _checked_tensor(tensor: torch.Tensor) -> Any:
+    if tensor.requires_grad and not tensor.is_leaf:
+        raise ValueError("a tensor has a gradient to carry; detach() it")
+    return None
+
+
+def digest(data: Any) -> str:
+    """A short name for the content of tensors, arrays, numbers and texts, however nested; "" if it holds more."""
+    content = hashlib.blake2b(digest_size=8)
+    for leaf in _leaves(data):
+        if isinstance(leaf, torch.Tensor) and leaf.layout is torch.strided:
+            flat = leaf.detach().cpu().contiguous().reshape(-1)[: MOST_HASHED // leaf.element_size()]
+            content.update(flat.view(torch.uint8).numpy().tobytes() if len(flat) else b"")
+        elif isinstance(leaf, np.ndarray | np.generic) and leaf.dtype != object:
+            content.update(np.ascontiguousarray(leaf).tobytes()[:MOST_HASHED])
+        elif leaf is None or isinstance(leaf, str | bytes | int | float):
+            content.update(repr(leaf).encode())
+        else:
+            return ""
+    return content.hexdigest()
+
+
+def is_varied(data: Any) -> bool:
+    """Whether samples of a batch differ; if all are alike, they say nothing about who read which."""
+    for leaf in _leaves(data):
+        is_tensor = isinstance(leaf, torch.Tensor) and leaf.layout is torch.strided
+        if is_tensor and leaf.ndim and len(leaf) > 1 and bool((leaf[1:] != leaf[:1]).any()):
+            return True
+    return False
+
+
+def _leaves(data: Any) -> Iterator[Any]:
+    if isinstance(data, Mapping):
+        data = list(data.values())
+    if isinstance(data, list | tuple):
+        for value in data:
+            yield from _leaves(value)
+    else:
+        yield data

@@ -1,0 +1,431 @@
+"""Reading samples by id: one index operation for tensors and arrays, one call per sample for anything else.
+
+Samples that Python code of the user's makes, one by one: read, augmented, collated, and drawn for.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from functools import partial
+from typing import Any, Protocol
+import numpy as np
+import torch
+from torch.utils.data import Subset, TensorDataset
+from evenstep.sampling.rng import Ids
+from evenstep.errors import TaskError
+from evenstep.task import Batch, describe
+from typing import Any
+from torch.utils.data import default_collate
+from evenstep.sampling.rng import Ids, stream
+from evenstep.sampling.rng import generator_states, is_same_state, restore_generators, seed_host
+
+Collate = Callable[[list[Any]], Batch]
+Augment = Callable[[Any, torch.Generator], Any]
+Read = Callable[[list[int]], Iterator[Any]]
+
+
+class Touch:
+    """What is done with each sample of an epoch: draws depend on (seed, epoch, key), and then it is augmented.
+
+    The key is the sample's id; where a sampler repeats samples it is the place in the epoch, so that a sample that
+    comes twice is not changed the same way twice.
+    """
+
+    def __init__(self, seed: int, epoch: int, augment: Augment | None = None) -> None:
+        self.augments = augment is not None
+        self._where = (seed, epoch)
+        self._augment = augment
+        self._generator = torch.Generator()
+
+    def begin(self, key: int, what: str = "data") -> None:
+        """Seed what the user's code may draw from while it makes this sample."""
+        seed, epoch = self._where
+        seed_host(stream(seed, what, epoch, key))
+
+    def change(self, sample: Any, id_: int, key: int) -> Any:
+        """The augmented sample."""
+        if self._augment is None:
+            return sample
+        seed, epoch = self._where
+        try:
+            return self._augment(sample, self._generator.manual_seed(stream(seed, "augment", epoch, key)))
+        except (Exception, SystemExit) as error:
+            raise TaskError(f"sample {id_} cannot be augmented: {describe(error)}") from error
+
+
+class PerSample:
+    """Reading by Python code of the user's: `read(ids)` gives samples, which are then augmented and collated.
+
+    Draws of all three from Python's, NumPy's and torch's own generators depend on (seed, epoch, key) alone, and
+    disturb nobody. (What `__getitems__` and `collate` draw depends on the first key of the share that they get.)
+    Seeding costs more than many a sample, so it begins when a draw was first seen: what was made before that did not
+    draw, and is right without.
+    """
+
+    def __init__(self, read: Read, collate: Collate | None, *, can_read_again: bool = True) -> None:
+        self._read = read
+        self._collate = collate
+        # What cannot be read again cannot be tried first: the user's code may change samples in place.
+        self._draws = not can_read_again
+        self._reads_draw = can_read_again
+
+    def make(self, ids: Ids, keys: Ids, touch: Touch | None) -> Batch:
+        """A batch of these samples."""
+        runs_code = self._reads_draw or self._collate is not None or (touch is not None and touch.augments)
+        if touch is None or not runs_code:
+            return collated(list(self._read(ids.tolist())), ids, self._collate)
+        before = generator_states()
+        if not self._draws:
+            batch = self._made(ids, keys.tolist(), touch, seeds=False)
+            if is_same_state(before, generator_states()):
+                return batch
+            self._draws = True
+        try:
+            return self._made(ids, keys.tolist(), touch, seeds=True)
+        finally:
+            restore_generators(before)
+
+    def _made(self, ids: Ids, keys: list[int], touch: Touch, seeds: bool) -> Batch:
+        if not seeds and not touch.augments:
+            return collated(list(self._read(ids.tolist())), ids, self._collate)
+        if seeds:
+            touch.begin(keys[0])
+        samples = []
+        reading = self._read(ids.tolist())
+        for id_, key in zip(ids.tolist(), keys, strict=True):
+            if seeds:
+                touch.begin(key)
+            sample = next(reading)
+            samples.append(touch.change(sample, id_, key) if touch.augments else sample)
+        if seeds:
+            touch.begin(keys[0], "collate")
+        return collated(samples, ids, self._collate)
+
+
+def collated(samples: list[Any], ids: Ids, collate: Collate | None) -> Batch:
+    """Samples as one batch, or a TaskError that says which ones do not fit together."""
+    try:
+        return (collate or default_collate)(samples)
+    except (Exception, SystemExit) as error:
+        if isinstance(error, TaskError):
+            raise
+        if collate is not None:
+            raise TaskError(f"the Task's collate cannot join samples {few(ids.tolist())}: {describe(error)}") from error
+        shapes = [str(each(sample, _shape)) for sample in samples]
+        odd = next((place for place, shape in enumerate(shapes) if shape != shapes[0]), None)
+        if odd is None:
+            raise TaskError(
+                f"samples cannot be made into a batch: {describe(error)}; give the Task a collate"
+            ) from error
+        raise TaskError(
+            f"sample {ids[0]} is {shapes[0]} and sample {ids[odd]} is {shapes[odd]}; "
+            "make them alike, or give the Task a collate that can join them"
+        ) from error
+
+
+def few(ids: list[int]) -> str:
+    """The first ids, for a message."""
+    return ", ".join(map(str, ids[:4])) + (" and more" if len(ids) > 4 else "")
+
+
+def _shape(value: Any) -> Any:
+    if isinstance(value, Mapping | tuple | list):
+        return each(value, _shape)
+    return tuple(value.shape) if hasattr(value, "shape") else type(value).__name__
+
+
+def each(data: Any, function: Callable[[Any], Any]) -> Any:
+    """`function` of every column (or field of a sample), in the container the user chose."""
+    if isinstance(data, tuple) and hasattr(data, "_fields"):
+        return type(data)(*(function(value) for value in data))
+    if isinstance(data, tuple | list):  # before Mapping, which is slow to ask for
+        return tuple([function(value) for value in data])
+    if isinstance(data, Mapping):
+        return {name: function(value) for name, value in data.items()}
+    return function(data)
+
+
+class Source(Protocol):
+    """Samples by id."""
+
+    num_samples: int
+    is_on_gpu: bool
+    """Whether the samples lie in a card's memory already."""
+
+    def is_slow(self, augments: bool) -> bool:
+        """Whether Python runs for every sample, so that worker processes are of use."""
+
+    def fetch(self, ids: Ids, keys: Ids | None = None, touch: Touch | None = None, pinned: bool = False) -> Batch:
+        """The samples as one batch; `keys` are what their draws depend on."""
+
+    def rows(self, ids: Ids, touch: Touch) -> Rows | None:
+        """The samples, to be gathered later; None if they cannot be."""
+
+    def check_length(self) -> None:
+        """Raise TaskError if there are no longer as many samples as there were."""
+
+    def on(self, device: torch.device) -> Source:
+        """The same samples in the device's memory; for those that are not slow."""
+
+
+def open_source(data: Any, collate: Collate | None, what: str = "train") -> Source:
+    """The reader that fits `data`, or a TaskError that says what is wrong with it."""
+    if type(data) is TensorDataset:  # a subclass may have a __getitem__ of its own
+        data = data.tensors
+    source: Source
+    if type(data) is Subset:
+        source = Picked(open_source(data.dataset, collate, what), data.indices, what)
+    elif _columns(data, what) is not None:
+        source = Table(data, collate, what)
+    else:
+        source = Samples(data, collate, what)
+    if source.num_samples == 0:
+        raise TaskError(f"the {what} data is empty; it needs at least one sample")
+    return source
+
+
+def _columns(data: Any, what: str) -> list[Any] | None:
+    if isinstance(data, torch.Tensor | np.ndarray):
+        return [data]
+    if isinstance(data, Mapping):
+        values = list(data.values())
+    elif isinstance(data, tuple):
+        values = list(data)
+    else:
+        # A list is a list of samples, whatever they are.
+        return None
+    of_numbers = [isinstance(value, torch.Tensor | np.ndarray) for value in values]
+    if any(of_numbers) and not all(of_numbers):
+        odd = type(values[of_numbers.index(False)]).__name__
+        raise TaskError(
+            f"the {what} data has tensors or arrays beside a {odd}; make all of its columns tensors or arrays, "
+            "or give a list of samples"
+        )
+    return values if any(of_numbers) else None
+
+
+class Rows:
+    """Samples of columns on a card that are still to be gathered; a recorded step gathers them itself."""
+
+    def __init__(self, columns: Any, ids: Ids, device: torch.device) -> None:
+        self.columns = columns
+        self.ids = ids
+        self.device = device
+
+    def fetch(self) -> Batch:
+        """The samples."""
+        return self.at(torch.from_numpy(self.ids).to(self.device, non_blocking=True))
+
+    def at(self, index: torch.Tensor) -> Batch:
+        """The samples at an index that is on the card."""
+        return each(self.columns, lambda column: column.index_select(0, index))
+
+
+class Table:
+    """A tensor or array, or a tuple or dict of them; the first dimension counts samples."""
+
+    def __init__(self, data: Any, collate: Collate | None, what: str) -> None:
+        columns = _columns(data, what)
+        assert columns is not None
+        if any(column.ndim == 0 for column in columns):
+            raise TaskError(f"the {what} data holds a tensor with no dimensions; the first one counts samples")
+        lengths = [len(column) for column in columns]
+        if len(set(lengths)) > 1:
+            raise TaskError(f"the {what} data has columns of {lengths} samples; all need the same number")
+        for column in columns:
+            _check_type(column, what)
+        self.num_samples = lengths[0]
+        self._data = data
+        self._collate = collate
+        self._rows = PerSample(self._read, collate)
+        first = columns[0]
+        self._device = first.device if isinstance(first, torch.Tensor) else torch.device("cpu")
+        self.is_on_gpu = self._device.type == "cuda"
+        self._is_plain_gpu = self.is_on_gpu and all(
+            isinstance(column, torch.Tensor) and column.device == self._device and not column.requires_grad
+            for column in columns
+        )
+        is_plain = all(isinstance(c, torch.Tensor) and c.is_cpu and not c.requires_grad for c in columns)
+        # Bound once: looking them up at every step would cost a good part of the copying itself.
+        self._selects = [column.index_select for column in columns] if is_plain else None
+
+    def is_slow(self, augments: bool) -> bool:
+        return augments or self._collate is not None
+
+    def rows(self, ids: Ids, touch: Touch) -> Rows | None:
+        if self._collate is not None or touch.augments or not self._is_plain_gpu:
+            return None
+        return Rows(self._data, ids, self._device)
+
+    def fetch(self, ids: Ids, keys: Ids | None = None, touch: Touch | None = None, pinned: bool = False) -> Batch:
+        if self._collate is None and (touch is None or not touch.augments):
+            index = torch.from_numpy(ids)
+            if self._selects is not None and not pinned:
+                return self._packed([select(0, index) for select in self._selects])
+            if self._device.type != "cpu":
+                index = index.to(self._device, non_blocking=True)
+            return each(self._data, lambda column: _take(column, ids, index, pinned))
+        return self._rows.make(ids, ids if keys is None else keys, touch)
+
+    def _packed(self, columns: list[torch.Tensor]) -> Batch:
+        if type(self._data) is tuple:
+            return tuple(columns)
+        if isinstance(self._data, Mapping):
+            return dict(zip(self._data, columns, strict=True))
+        return type(self._data)(*columns) if isinstance(self._data, tuple) else columns[0]
+
+    def _read(self, ids: list[int]) -> Iterator[Any]:
+        return (each(self._data, partial(_row, row=id_)) for id_ in ids)
+
+    def check_length(self) -> None:
+        pass
+
+    def on(self, device: torch.device) -> Table:
+        """The same samples, in the device's memory."""
+        moved = each(self._data, lambda column: torch.as_tensor(column).to(device))
+        return Table(moved, self._collate, "resident")
+
+
+class Samples:
+    """Any map-style dataset."""
+
+    is_on_gpu = False
+
+    def __init__(self, data: Any, collate: Collate | None, what: str) -> None:
+        if not hasattr(data, "__getitem__"):
+            raise TaskError(
+                f"the {what} data is a {type(data).__name__}; give a dataset with __len__ and __getitem__, "
+                "or a tuple or dict of tensors or arrays"
+            )
+        self._data = data
+        self._rows = PerSample(self._read, collate)
+        self._what = what
+        self.num_samples = self._length()
+
+    def is_slow(self, augments: bool) -> bool:
+        return True
+
+    def _length(self) -> int:
+        try:
+            return len(self._data)
+        except (TypeError, NotImplementedError) as error:
+            name = type(self._data).__name__
+            raise TaskError(f"the {self._what} data ({name}) has no length; give it a __len__") from error
+
+    def check_length(self) -> None:
+        now = self._length()
+        if now != self.num_samples:
+            raise TaskError(
+                f"the {self._what} data had {self.num_samples} samples and now has {now}; "
+                "a dataset must not grow or shrink while it is trained on"
+            )
+
+    def fetch(self, ids: Ids, keys: Ids | None = None, touch: Touch | None = None, pinned: bool = False) -> Batch:
+        return self._rows.make(ids, ids if keys is None else keys, touch)
+
+    def rows(self, ids: Ids, touch: Touch) -> None:
+        return None
+
+    def on(self, device: torch.device) -> Samples:
+        raise NotImplementedError("samples are made one by one, and live nowhere")
+
+    def _read(self, ids: list[int]) -> Iterator[Any]:
+        many = getattr(self._data, "__getitems__", None)
+        if callable(many):
+            yield from self._together(many, ids)
+            return
+        for id_ in ids:
+            try:
+                sample = self._data[id_]
+            except (Exception, SystemExit) as error:
+                raise TaskError(f"sample {id_} cannot be read: {describe(error)}") from error
+            yield sample
+
+    def _together(self, many: Callable[[list[int]], Any], ids: list[int]) -> list[Any]:
+        try:
+            samples = list(many(ids))
+        except (Exception, SystemExit) as error:
+            raise TaskError(f"samples {few(ids)} cannot be read: {describe(error)}") from error
+        if len(samples) != len(ids):
+            raise TaskError(f"__getitems__ gave {len(samples)} samples for {len(ids)} ids; it must give one for each")
+        return samples
+
+
+class Picked:
+    """Some samples of another source: what torch's Subset and random_split make."""
+
+    def __init__(self, source: Source, indices: Any, what: str) -> None:
+        self._indices = np.asarray(indices, dtype=np.int64)
+        if len(self._indices) and not 0 <= self._indices.min() <= self._indices.max() < source.num_samples:
+            raise TaskError(f"the {what} data is a Subset with ids outside its {source.num_samples} samples")
+        self._source = source
+        self.num_samples = len(self._indices)
+        self.is_on_gpu = source.is_on_gpu
+
+    def is_slow(self, augments: bool) -> bool:
+        return self._source.is_slow(augments)
+
+    def fetch(self, ids: Ids, keys: Ids | None = None, touch: Touch | None = None, pinned: bool = False) -> Batch:
+        return self._source.fetch(self._indices[ids], ids if keys is None else keys, touch, pinned)
+
+    def rows(self, ids: Ids, touch: Touch) -> Rows | None:
+        return self._source.rows(self._indices[ids], touch)
+
+    def check_length(self) -> None:
+        self._source.check_length()
+
+    def on(self, device: torch.device) -> Picked:
+        """The same samples, in the device's memory."""
+        return Picked(self._source.on(device), self._indices, "resident")
+
+
+def _check_type(column: Any, what: str) -> None:
+    try:
+        _take(column, np.zeros(0, dtype=np.int64), torch.zeros(0, dtype=torch.int64), pinned=False)
+    except (TypeError, ValueError) as error:
+        raise TaskError(
+            f"the {what} data has an array of {column.dtype}, which no tensor can hold; make it numbers"
+        ) from error
+
+
+def _take(column: Any, ids: Ids, index: torch.Tensor, pinned: bool) -> torch.Tensor:
+    """Whole rows at once; six times as fast as `column[index]`, which copies element by element."""
+    if not isinstance(column, torch.Tensor):
+        return torch.from_numpy(np.ascontiguousarray(column.take(ids, axis=0)))
+    if column.device != index.device:
+        index = index.to(column.device)
+    if not pinned or column.is_cuda or column.requires_grad:
+        return column.index_select(0, index)
+    rows = torch.empty((len(ids), *column.shape[1:]), dtype=column.dtype, pin_memory=True)
+    return torch.index_select(column, 0, index, out=rows)
+
+
+def _row(column: Any, row: int) -> Any:
+    return column[row].clone() if isinstance(column, torch.Tensor) else torch.as_tensor(np.array(column[row]))
+
+
+def to_device(data: Batch, move: Callable[[torch.Tensor], torch.Tensor]) -> Batch:
+    """`move` applied to every tensor of a batch, however it is nested; anything else stays as it is."""
+    if isinstance(data, torch.Tensor):
+        return move(data)
+    if isinstance(data, Mapping):
+        moved = {name: to_device(value, move) for name, value in data.items()}
+        return moved if type(data) is dict else _like(data, moved)
+    if isinstance(data, tuple) and hasattr(data, "_fields"):
+        return type(data)(*(to_device(value, move) for value in data))
+    if isinstance(data, tuple | list):
+        return type(data)(to_device(value, move) for value in data)
+    return data
+
+
+def no_rows(tensor: torch.Tensor) -> torch.Tensor:
+    """The same kind of tensor for a batch of no samples, where the first dimension counts them."""
+    return tensor[:0] if tensor.ndim and tensor.layout is torch.strided else tensor
+
+
+def _like(data: Any, moved: dict[Any, Any]) -> Any:
+    """A mapping of the user's own kind, such as a tokenizer's; a plain dict if its kind cannot be made from one."""
+    try:
+        return type(data)(moved)
+    except Exception:
+        return moved

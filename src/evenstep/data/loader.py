@@ -1,0 +1,294 @@
+"""This process's batches, in an order that depends on seed, epoch and position alone."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Generator, Iterator, Mapping
+from contextlib import closing
+from dataclasses import dataclass, replace
+from itertools import islice
+from typing import Any
+
+import numpy as np
+import torch
+
+from evenstep.sampling.rng import Draws, Ids
+from evenstep.errors import PlanError
+from evenstep.sampling.order import Lengths, Order, Span, lengths_of, order_name
+from evenstep.sampling.samplers import InOrder, OfEachRank, Sampler, Subset
+from evenstep.sampling.rng import left_alone
+from evenstep.task import Batch as Data
+from evenstep.data.prefetch import MOST_WORKERS, Ahead, GpuCopy, choose_workers
+from evenstep.data.prefetch import NOT_RESIDENT, Passes, Reading, as_it_is, can_be_resident
+from evenstep.data.batches import Checked, Cut, HostBatch, HostMicroBatch
+from evenstep.data.dataset import Rows, Source, no_rows, to_device
+from evenstep.data.iterable import Stream
+from evenstep.distributed.world import World
+
+Change = Callable[[Data, Draws], Data]
+NUM_CHECKED = 2
+"""Batches of a loader that the ranks compare."""
+
+
+class MicroBatch:
+    """What one seat computes at once. A seat with nothing to do still runs one sample, which counts for nothing:
+    collectives need every rank."""
+
+    __slots__ = ("_inputs", "ids", "num_samples", "rows")
+
+    def __init__(self, inputs: Data | None, ids: Ids, num_samples: int, rows: Rows | None = None) -> None:
+        self._inputs = inputs
+        self.ids = ids
+        self.num_samples = num_samples
+        self.rows = rows
+        """Where the data is still to be gathered from, if it is on the card already."""
+
+    @property
+    def inputs(self) -> Data:
+        """What the loss gets: this seat's samples, or the one that stands in for none."""
+        if self._inputs is None and self.rows is not None:
+            self._inputs = self.rows.fetch()
+        return self._inputs
+
+    @property
+    def data(self) -> Data:
+        """This seat's own samples: of one with nothing to do, tensors without a row."""
+        return self.inputs if self.num_samples else to_device(self.inputs, no_rows)
+
+
+@dataclass(slots=True, eq=False)
+class Batch:
+    """One optimizer step: for each micro-batch, a piece for every seat of this process."""
+
+    span: Span
+    micro_batches: list[list[MicroBatch]]
+    loader: Loader
+    is_epoch_end: bool
+    checked: Checked | None
+    is_finished: bool = False
+
+    @property
+    def num_samples(self) -> int:
+        """Samples of the whole global batch."""
+        return len(self.span)
+
+    @property
+    def ids(self) -> Ids:
+        """The samples of this process, in the global order."""
+        return np.concatenate([micro_batch.ids for per_replica in zip(*self.micro_batches, strict=True) for micro_batch in per_replica])
+
+    def finish(self) -> None:
+        """Say that the optimizer has taken this step: the loader's position moves past it, once."""
+        if not self.is_finished:
+            self.is_finished = True
+            self.loader._finished(self)
+
+
+class Loader:
+    """Iterates over what is left of the current epoch; the next iteration is the next epoch."""
+
+    def __init__(
+        self, source: Source | Stream, order: Order | None, world: World, batch: int, reading: Reading | None = None
+    ) -> None:
+        reading = reading or Reading()
+        if batch < 1 or reading.accumulate < 1:
+            raise PlanError(f"batch is {batch} and accumulate {reading.accumulate}; both are whole numbers from 1 up")
+        self.position = 0
+        """Samples that finished steps have used, over all epochs."""
+        self.num_finished = 0
+        self.order = order
+        self.num_samples = None if isinstance(source, Stream) else source.num_samples
+        """Samples of the data; None for a stream."""
+        self.lengths = lengths_of(order)
+        self._source = source
+        self._world = world
+        self._batch = batch
+        self._reading = reading
+        self._cut = Cut.of(world, reading.accumulate)
+        self._left_to_check = NUM_CHECKED if reading.compare and world.num_replicas > 1 else 0
+        is_slow = isinstance(source, Stream) or source.is_slow(reading.augment is not None)
+        # Every worker goes through the whole stream: more of them than one do not make it come faster.
+        most = 1 if isinstance(source, Stream) else MOST_WORKERS
+        self._num_workers = choose_workers(reading.workers, is_slow, world.size, most)
+        self._stays = reading.fit is as_it_is and all(device.type == "cpu" for device in world.devices)
+        on_gpus = all(device.type == "cuda" for device in world.devices)
+        is_there = reading.resident or (not isinstance(source, Stream) and source.is_on_gpu)
+        # A dataset that may draw at random is not read beside a training that draws.
+        self._copies: dict[torch.device, GpuCopy] = {}
+        if on_gpus and not is_there and (self._num_workers or not is_slow):
+            self._copies = {device: GpuCopy(device) for device in world.devices}
+        self._sources = self._placed()
+        self._training = self._passes(order, reading)
+        self._whole: Passes | None = None
+        self._ahead: Ahead[Any] | None = None
+
+    @property
+    def epoch(self) -> int:
+        """Epochs that are finished, which is the number of the one that goes on, counted from 0."""
+        return self.lengths.locate(self.position)[0]
+
+    @property
+    def is_between_epochs(self) -> bool:
+        """Whether the last finished step was the last of its epoch."""
+        return self.lengths.locate(self.position)[1] == 0
+
+    def __len__(self) -> int:
+        """Steps from here to the end of the epoch."""
+        epoch, place = self.lengths.locate(self.position)
+        length = self.lengths.of(epoch)
+        if length is None:
+            raise TypeError("a stream has no length before it ends")
+        return -(-(length - place) // self._batch)
+
+    def __iter__(self) -> Iterator[Batch]:
+        read = self._training.begin(*self.lengths.locate(self.position), self._left_to_check)
+        with closing(self._delivered(read, self._reading.augment_batch)) as batches:
+            for batch in batches:
+                yield batch
+                batch.finish()
+
+    def whole_pass(self) -> Iterator[Batch]:
+        """Every sample that is ever used once, as it is, in the order of the data; the position does not move."""
+        if self._whole is None:
+            plain = replace(self._reading, augment=None, drop_last=False)
+            self._whole = self._passes(self._in_order(), plain)
+        return self._delivered(self._whole.begin(0, 0, 0), None)
+
+    def whole_data(self, num_batches: int | None = None) -> Iterator[Data]:
+        """This process's part of every sample once (or of so many batches): what a Scaler is fitted on."""
+        for batch in islice(self.whole_pass(), num_batches):
+            for micro_batch in (micro_batch for per_replica in batch.micro_batches for micro_batch in per_replica):
+                if micro_batch.num_samples:
+                    yield micro_batch.data
+
+    def peek(self) -> Data:
+        """What the loss gets first in the next step, augmented as it will be; the position and draws do not move."""
+        source = self._source if isinstance(self._source, Stream) else self._sources
+        # In this process: no loader worker is started for one batch.
+        passes = Passes(source, self.order, self._cut, self._batch, self._reading, num_workers=0, pinned=False)
+        with left_alone():
+            host = next(iter(passes.begin(*self.lengths.locate(self.position), num_checked=0)))
+            batch = self._made(host, self._moved, self._reading.augment_batch)
+        return batch.micro_batches[0][0].inputs
+
+    def state_dict(self) -> dict[str, Any]:
+        """Where a later run goes on: a position, the steps that led there, and the order that gives it meaning."""
+        return {
+            "position": self.position,
+            "num_finished": self.num_finished,
+            "num_samples": self.num_samples,
+            "order": order_name(self.order),
+            "stream": list(self.lengths.first) if self.order is None else None,
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on from where `state_dict` was taken, by any number of processes."""
+        self.position = state["position"]
+        self.num_finished = state["num_finished"]
+        if self.order is None:
+            self.lengths = Lengths(None, tuple(state.get("stream") or ()))
+
+    def facts(self) -> dict[str, Any]:
+        """What an audit needs to know of the data and its order, and where this run begins."""
+        order = {"sampler": "stream", "repeats": False, "num_samples": None, "first": [], "rest": None}
+        if self.order is not None:
+            order = self.order.facts(self.num_samples)
+        elif self.lengths.first:
+            order["first"] = list(self.lengths.first)
+        return {**order, "step": self.num_finished, "position": self.position}
+
+    def close(self) -> None:
+        """End what reads ahead: threads and worker processes."""
+        if self._ahead is not None:
+            self._ahead.close()
+            self._ahead = None
+        for passes in (self._training, self._whole):
+            if passes is not None:
+                passes.close()
+
+    def compared(self) -> None:
+        """Say that the ranks have compared a batch."""
+        self._left_to_check = max(0, self._left_to_check - 1)
+
+    def _finished(self, batch: Batch) -> None:
+        end = self.lengths.begin(batch.span.epoch) + batch.span.stop
+        if self.position < end:
+            self.position = end
+            self.num_finished += 1
+            if batch.is_epoch_end and self.order is None:
+                self.lengths = replace(self.lengths, first=(*self.lengths.first, batch.span.stop))
+
+    def _passes(self, order: Order | None, reading: Reading) -> Passes:
+        source = self._source if isinstance(self._source, Stream) else self._sources
+        pinned = bool(self._copies) and not self._num_workers
+        return Passes(source, order, self._cut, self._batch, reading, self._num_workers, pinned)
+
+    def _in_order(self) -> Order | None:
+        if self.order is None or self.num_samples is None:
+            return None
+        sampler: Sampler = InOrder() if self.order.members is None else Subset(self.order.members, shuffle=False)
+        if self.order.num_ranks > 1:
+            sampler = OfEachRank(sampler, self.order.num_ranks)
+        return sampler.order(self.num_samples, self._reading.seed, self._batch)
+
+    def _delivered(self, batches: Iterator[HostBatch], change: Change | None) -> Generator[Batch]:
+        """Batches on their devices."""
+        if not self._copies:
+            for host in batches:
+                yield self._made(host, self._moved, change)
+            return
+        self._ahead = Ahead(batches, self._sent)
+        with closing(self._ahead.made()) as sent:
+            for host, events in sent:
+                for event, device in zip(events, self._copies, strict=True):
+                    torch.cuda.current_stream(device).wait_event(event)
+                yield self._made(host, self._arrived, change)
+
+    def _moved(self, micro_batch: HostMicroBatch, device: torch.device) -> Data:
+        return to_device(micro_batch.data, lambda tensor: self._reading.fit(tensor.to(device, non_blocking=True)))
+
+    def _sent(self, host: HostBatch) -> tuple[HostBatch, list[torch.cuda.Event]]:
+        """The batch on its way to the cards; called ahead of time, in a thread of its own."""
+        micro_batches = []
+        for per_replica in host.micro_batches:
+            moved = []
+            for micro_batch, device in zip(per_replica, self._world.devices, strict=True):
+                with self._copies[device].begin():
+                    moved.append(HostMicroBatch(to_device(micro_batch.data, self._copies[device].send), micro_batch.ids, micro_batch.keys))
+            micro_batches.append(moved)
+        return replace(host, micro_batches=micro_batches), [copy.sent() for copy in self._copies.values()]
+
+    def _arrived(self, micro_batch: HostMicroBatch, device: torch.device) -> Data:
+        copy = self._copies[device]
+        return to_device(micro_batch.data, lambda tensor: self._reading.fit(copy.arrive(tensor)))
+
+    def _made(self, host: HostBatch, place: Callable[[HostMicroBatch, torch.device], Data], change: Change | None) -> Batch:
+        if self._stays and change is None:
+            as_read = [[MicroBatch(one.data, one.ids, len(one.ids)) for one in per_replica] for per_replica in host.micro_batches]
+            return Batch(host.span, as_read, self, host.is_epoch_end, host.checked)
+        micro_batches = []
+        for per_replica in host.micro_batches:
+            made = []
+            for micro_batch, device in zip(per_replica, self._world.devices, strict=True):
+                rows = micro_batch.data if isinstance(micro_batch.data, Rows) else None
+                if rows is not None and rows.device == device and change is None and self._reading.fit is as_it_is:
+                    made.append(MicroBatch(None, micro_batch.ids, len(micro_batch.ids), rows))
+                    continue
+                data = place(micro_batch if rows is None else replace(micro_batch, data=rows.fetch()), device)
+                if change is not None:
+                    keys = micro_batch.keys if len(micro_batch.keys) else np.zeros(1, dtype=np.int64)
+                    data = change(data, Draws(keys, self._reading.seed, host.span.epoch, device))
+                made.append(MicroBatch(data, micro_batch.ids, len(micro_batch.ids)))
+            micro_batches.append(made)
+        return Batch(host.span, micro_batches, self, host.is_epoch_end, host.checked)
+
+    def _placed(self) -> list[Source]:
+        """A source for each of this process's devices: the same one, or a copy in the device's memory."""
+        source, devices = self._source, self._world.devices
+        if self._reading.resident and not can_be_resident(source, self._reading.augment is not None):
+            raise PlanError(NOT_RESIDENT)
+        if isinstance(source, Stream):
+            return []
+        if not self._reading.resident:
+            return [source for _ in devices]
+        copies = {device: source.on(device) for device in set(devices)}
+        return [copies[device] for device in devices]

@@ -1,0 +1,414 @@
+"""Reading ahead: in worker processes (torch's own), and onto the card by a thread with a stream of its own.
+
+Going over the data once, in this process or in worker processes: what is read, before any device sees it.
+"""
+
+from __future__ import annotations
+
+import atexit
+import os
+import queue
+import signal
+import sys
+import threading
+import warnings
+import weakref
+from collections.abc import Callable, Generator, Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any, Generic, TypeVar
+import torch
+from torch.utils.data import DataLoader, Dataset, Sampler, get_worker_info
+from evenstep.errors import TaskError, TrainingError
+from evenstep.distributed.process import call_process, end_with
+from evenstep.distributed.devices import num_cores
+from evenstep.data.batches import Failure, HostBatch, Reader, Request
+from evenstep.data.iterable import InWorkers
+from evenstep.distributed.temporary import make_socket_folder
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+from evenstep.sampling.rng import Draws
+from evenstep.sampling.order import Order
+from evenstep.task import Batch as Data
+from evenstep.data.dataset import Augment
+from evenstep.data.batches import Cut, HostBatch, Reader, requests
+from evenstep.data.dataset import Source
+from evenstep.data.iterable import InWorkers, Stream, StreamPart
+
+T = TypeVar("T")
+AHEAD = 2
+"""Batches that each worker, and the thread, may be ahead of the training."""
+MOST_WORKERS = 4
+
+
+def choose_workers(workers: int | None, is_slow: bool, num_processes: int, most: int = MOST_WORKERS) -> int:
+    """Loader workers of one process: as many as asked for; else one for each core that the training leaves free."""
+    if not is_slow:
+        return 0
+    if workers is not None:
+        return workers
+    return max(0, min(most, num_cores() // num_processes - 1))
+
+
+class Pool:
+    """Worker processes that read requests; they stay from epoch to epoch."""
+
+    def __init__(self, reader: Reader, num_workers: int, begin: Begin) -> None:
+        self._queue = _Queue()
+        self._loader = _made(_Readable(reader), num_workers, begin, sampler=self._queue, persistent_workers=True)
+        self._iterator: Any = None
+        self._asked = 0
+
+    def read(self, requests: Iterable[Request]) -> Iterator[HostBatch]:
+        """What was asked for, in order. Asking again drops what an earlier question had still to give."""
+        self._queue.requests = requests
+        self._asked += 1
+        self._iterator = _begun(self._loader)
+        return self._answers(self._asked)
+
+    def _answers(self, number: int) -> Iterator[HostBatch]:
+        for batch in _opened(self._iterator):
+            if number != self._asked:
+                raise TaskError("another pass over this loader has begun; finish one before the next, or make two")
+            yield batch
+
+    def close(self) -> None:
+        """End the worker processes."""
+        if self._iterator is not None:
+            _end(self._iterator)
+            self._iterator = None
+
+
+def read_stream(stream: InWorkers, num_workers: int, begin: Begin) -> Generator[HostBatch]:
+    """An epoch of a stream, read by worker processes that end with it."""
+    iterator = _begun(_made(stream, num_workers, begin))
+    try:
+        yield from _opened(iterator)
+    finally:
+        _end(iterator)
+
+
+def _made(data: Dataset[Any], num_workers: int, begin: Begin, **how: Any) -> DataLoader[Any]:
+    make_socket_folder()
+    with _decided():
+        return DataLoader(
+            data,
+            batch_size=None,
+            num_workers=num_workers,
+            prefetch_factor=AHEAD,
+            worker_init_fn=begin,
+            generator=torch.Generator(),  # not the one that the training draws from
+            collate_fn=_as_it_is,
+            # The user's dataset may hold what no pickle takes; a copy of this process has it already.
+            multiprocessing_context="fork" if sys.platform == "linux" else None,
+            **how,
+        )
+
+
+_begun_iterators: weakref.WeakSet[Any] = weakref.WeakSet()
+
+
+def _begun(loader: DataLoader[Any]) -> Any:
+    with _decided():
+        iterator = iter(loader)
+    _begun_iterators.add(iterator)
+    # Again for each: the last one registered is the first to run, before torch and multiprocessing have their turn.
+    atexit.unregister(_end_all)
+    atexit.register(_end_all, os.getpid())
+    return iterator
+
+
+def _end_all(process: int) -> None:
+    """Leave no worker to multiprocessing: it would end them by SIGTERM, which they ignore, and wait for that."""
+    if os.getpid() == process:
+        for iterator in list(_begun_iterators):
+            _end(iterator)
+
+
+@contextmanager
+def _decided() -> Iterator[None]:
+    """Without torch's advice on the number of workers, and Python's on forking beside gloo's threads."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "This DataLoader will create")
+        warnings.filterwarnings("ignore", "This process .* is multi-threaded")
+        yield
+
+
+def _end(iterator: Any) -> None:
+    """End a DataLoader's workers; torch may raise for one that died at any moment until they are all gone."""
+    for _ in range(2):
+        try:
+            iterator._shutdown_workers()
+            break
+        except RuntimeError:
+            continue
+    # torch has waited for one that is still busy, and then asked it to go: it does not listen.
+    for worker in iterator._workers:
+        worker.kill()
+
+
+def is_worker_end(error: BaseException) -> bool:
+    """Whether torch says that a loader worker died; it may say so anywhere in the training process's main thread."""
+    return isinstance(error, RuntimeError) and str(error).startswith("DataLoader worker")
+
+
+@contextmanager
+def worker_ends_told() -> Iterator[None]:
+    """Around all that a training's main thread does: torch raises there when a worker dies, in whatever line it is."""
+    try:
+        yield
+    except RuntimeError as error:
+        if is_worker_end(error):
+            raise worker_end(error) from error
+        raise
+
+
+def worker_end(error: BaseException) -> TrainingError:
+    """The same, with what to do."""
+    first = (str(error) or type(error).__name__).splitlines()[0]
+    return TrainingError(
+        f"a loader worker ended by itself: {first}\n"
+        "Often memory or /dev/shm ran out: try fewer --workers, or --workers 0 to see the error itself."
+    )
+
+
+def _opened(batches: Iterator[HostBatch | Failure]) -> Iterator[HostBatch]:
+    while True:
+        try:
+            batch = next(batches, None)
+        except (RuntimeError, ConnectionError, EOFError) as error:
+            # A worker that dies while it sends is seen as a broken connection before it is seen to be dead.
+            if isinstance(error, RuntimeError) and not is_worker_end(error):
+                raise
+            _end(batches)
+            raise worker_end(error) from error
+        if batch is None:
+            return
+        if isinstance(batch, Failure):
+            raise TaskError(batch.message)
+        yield batch
+
+
+def _as_it_is(batch: T) -> T:
+    return batch
+
+
+class _Readable(Dataset[Any]):
+    def __init__(self, reader: Reader) -> None:
+        self._reader = reader
+
+    def __getitem__(self, request: Request) -> HostBatch | Failure:
+        return self._reader.read_in_worker(request)
+
+
+class _Queue(Sampler[Any]):
+    """Requests for the workers: torch calls what says which samples are next a sampler."""
+
+    requests: Iterable[Request] = ()
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self.requests)
+
+
+class Begin:
+    """The first lines of a loader worker: it goes when its training process goes, and leaves signals to that one."""
+
+    def __init__(self, init: Callable[[int], None] | None, dataset: Any) -> None:
+        self._init = init
+        self._dataset = dataset
+        self._parent = os.getpid()
+
+    def __call__(self, number: int) -> None:
+        # A cluster signals every process of a job; what is to be done is the training process's to say.
+        for asked in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP):
+            signal.signal(asked, signal.SIG_IGN)
+        call_process("evenstep-reader")
+        end_with(self._parent)
+        if self._init is not None:
+            info = get_worker_info()
+            assert info is not None
+            # The user's own, which their function may look for.
+            object.__setattr__(info, "dataset", self._dataset)
+            self._init(number)
+
+
+class Ahead(Generic[T]):
+    """Does `make` for the next few items in a thread, while the training computes."""
+
+    def __init__(self, items: Iterator[Any], make: Callable[[Any], T]) -> None:
+        self._items = items
+        self._make = make
+        self._ready: queue.Queue[tuple[T | None, BaseException | None]] = queue.Queue(AHEAD)
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=self._work, daemon=True, name="evenstep-ahead")
+        self._thread.start()
+
+    def made(self) -> Generator[T]:
+        """What was made, in order."""
+        try:
+            while True:
+                made, error = self._ready.get()
+                if error is not None:
+                    raise error
+                if made is None:
+                    return
+                yield made
+        finally:
+            self.close()
+
+    def close(self) -> None:
+        """Stop reading; what was read ahead is dropped."""
+        self._stop.set()
+        while self._thread.is_alive():
+            try:
+                self._ready.get(timeout=0.01)
+            except queue.Empty:
+                continue
+
+    def _work(self) -> None:
+        try:
+            for item in self._items:
+                self._put(self._make(item), None)
+                if self._stop.is_set():
+                    return
+            self._put(None, None)
+        except BaseException as error:
+            self._put(None, error)
+
+    def _put(self, made: T | None, error: BaseException | None) -> None:
+        while not self._stop.is_set():
+            try:
+                self._ready.put((made, error), timeout=0.1)
+                return
+            except queue.Full:
+                continue
+
+
+class GpuCopy:
+    """Copies host tensors to a card on a stream of its own; `arrive` lets the training's stream wait for them."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self._stream = torch.cuda.Stream(device)
+
+    def send(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Start copying; called within `begin`. What lies on a card already is left to `arrive`."""
+        if tensor.is_cuda:
+            return tensor
+        pinned = tensor if tensor.is_pinned() else tensor.pin_memory()
+        return pinned.to(self.device, non_blocking=True)
+
+    def begin(self) -> Any:
+        """The context in which tensors are sent."""
+        return torch.cuda.stream(self._stream)
+
+    def sent(self) -> torch.cuda.Event:
+        """What to wait for before the tensors sent so far are used."""
+        event = torch.cuda.Event()
+        event.record(self._stream)
+        return event
+
+    def arrive(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Say that the training's stream uses a tensor that was sent."""
+        if tensor.device != self.device:
+            return tensor.to(self.device, non_blocking=True)
+        tensor.record_stream(torch.cuda.current_stream(self.device))
+        return tensor
+
+
+NOT_RESIDENT = (
+    "--resident keeps tensors and arrays on the device, without augment or collate; use augment_batch, "
+    "which works there, or leave --resident out"
+)
+
+
+def can_be_resident(source: Source | Stream, augments: bool) -> bool:
+    """Whether the samples can live in a device's memory."""
+    return not isinstance(source, Stream) and not source.is_slow(augments)
+
+
+def as_it_is(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor
+
+
+@dataclass(frozen=True)
+class Reading:
+    """How samples are read and made ready."""
+
+    seed: int = 0
+    accumulate: int = 1
+    augment: Augment | None = None
+    augment_batch: Callable[[Data, Draws], Data] | None = None
+    workers: int | None = None
+    """Loader processes; None: one for each core that the training leaves free, where they are of use."""
+    worker_init: Callable[[int], None] | None = None
+    dataset: Any = None
+    """What `worker_init` finds as its dataset."""
+    drop_last: bool = False
+    """Whether a stream's last batch is left out if it is short; other data has an order that knows."""
+    resident: bool = False
+    """Whether the data lives in the memory of the devices."""
+    compare: bool = True
+    """Whether the ranks compare what they read in the first batches."""
+    fit: Callable[[torch.Tensor], torch.Tensor] = as_it_is
+    """The last change of a tensor on its device: its type, say."""
+
+
+class Passes:
+    """Passes over the data in one order; worker processes stay from one to the next, except a stream's."""
+
+    def __init__(
+        self,
+        source: Stream | list[Source],
+        order: Order | None,
+        cut: Cut,
+        batch: int,
+        reading: Reading,
+        num_workers: int,
+        pinned: bool,
+    ) -> None:
+        self._order = order
+        self._cut = cut
+        self._batch = batch
+        self._reading = reading
+        self._num_workers = num_workers
+        self._begin = Begin(reading.worker_init, reading.dataset)
+        self._source = source
+        self._reader = None
+        if not isinstance(source, Stream):
+            self._reader = Reader(source, cut, reading.seed, reading.augment, pinned)
+        self._pool: Pool | None = None
+        self._stream: Any = None
+
+    def begin(self, epoch: int, start: int, num_checked: int) -> Iterator[HostBatch]:
+        """The batches of an epoch from a place on."""
+        if isinstance(self._source, Stream):
+            return self._begin_stream(self._source, epoch, start, num_checked)
+        assert self._reader is not None
+        assert self._order is not None
+        self._source[0].check_length()
+        asked = requests(self._order, self._batch, epoch, start, num_checked)
+        if not self._num_workers:
+            return map(self._reader.read, asked)
+        if self._pool is None:
+            self._pool = Pool(self._reader, self._num_workers, self._begin)
+        return self._pool.read(asked)
+
+    def _begin_stream(self, stream: Stream, epoch: int, start: int, num_checked: int) -> Iterator[HostBatch]:
+        reading = self._reading
+        how = (reading.seed, reading.augment, reading.drop_last)
+        part = StreamPart(self._cut, self._batch, *how, epoch, start, num_checked)
+        if not self._num_workers:
+            return stream.batches(part)
+        self.close()
+        self._stream = read_stream(InWorkers(stream, part), self._num_workers, self._begin)
+        return self._stream  # type: ignore[no-any-return]
+
+    def close(self) -> None:
+        """End the worker processes, if there are any."""
+        if self._pool is not None:
+            self._pool.close()
+            self._pool = None
+        if self._stream is not None:
+            self._stream.close()
+            self._stream = None

@@ -20,12 +20,11 @@ from torch.utils.data import (
     default_convert,
 )
 
-from evenstep.sampling import samplers
-from evenstep.errors import TaskError
-from evenstep.sampling.order import Order
-from evenstep.data.dataset import Collate
-from evenstep.data.dataset import Picked, Source, open_source
+from evenstep.data.dataset import Collate, Picked, Source, open_source
 from evenstep.data.iterable import Stream, is_stream
+from evenstep.errors import TaskError
+from evenstep.sampling import samplers
+from evenstep.sampling.order import Order
 
 
 @dataclass(frozen=True)

@@ -11,13 +11,12 @@ from typing import Any
 import numpy as np
 import torch
 
-from evenstep.sampling.rng import Ids
+from evenstep.data.dataset import Augment, Source, Touch, to_device
+from evenstep.distributed.world import World
 from evenstep.errors import TaskError
 from evenstep.sampling.order import Order, Span, share
+from evenstep.sampling.rng import Ids
 from evenstep.task import Batch as Data
-from evenstep.data.dataset import Augment, Touch
-from evenstep.data.dataset import Source, to_device
-from evenstep.distributed.world import World
 
 MOST_HASHED = 1 << 20
 """Bytes of each tensor that a digest looks at."""
@@ -171,7 +170,10 @@ class Reader:
 
 def replica_digests(micro_batches: list[list[HostMicroBatch]]) -> list[str]:
     """For each seat, a name for what it read; "" for a seat whose samples are none, or all alike."""
-    replicas = [[micro_batch.data for micro_batch in per_replica if len(micro_batch.ids)] for per_replica in zip(*micro_batches, strict=True)]
+    replicas = [
+        [micro_batch.data for micro_batch in per_replica if len(micro_batch.ids)]
+        for per_replica in zip(*micro_batches, strict=True)
+    ]
     return [digest(data) if any(map(is_varied, data)) else "" for data in replicas]
 
 

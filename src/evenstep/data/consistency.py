@@ -5,10 +5,10 @@ from __future__ import annotations
 from dataclasses import asdict
 from typing import Any
 
-from evenstep.errors import TaskError
-from evenstep.sampling.order import Order, order_name
 from evenstep.data.loader import Batch
 from evenstep.distributed.world import World
+from evenstep.errors import TaskError
+from evenstep.sampling.order import Order, order_name
 
 _MEANT = "In a loop of your own, data that is meant to differ goes with team.loader(..., compare=False)"
 

@@ -8,16 +8,14 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from typing import Any, Protocol
+
 import numpy as np
 import torch
-from torch.utils.data import Subset, TensorDataset
-from evenstep.sampling.rng import Ids
+from torch.utils.data import Subset, TensorDataset, default_collate
+
 from evenstep.errors import TaskError
+from evenstep.sampling.rng import Ids, generator_states, is_same_state, restore_generators, seed_host, stream
 from evenstep.task import Batch, describe
-from typing import Any
-from torch.utils.data import default_collate
-from evenstep.sampling.rng import Ids, stream
-from evenstep.sampling.rng import generator_states, is_same_state, restore_generators, seed_host
 
 Collate = Callable[[list[Any]], Batch]
 Augment = Callable[[Any, torch.Generator], Any]

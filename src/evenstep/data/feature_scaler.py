@@ -9,8 +9,8 @@ from typing import Any, Self
 import torch
 from torch import nn
 
-from evenstep.errors import TaskError
 from evenstep.distributed.world import World
+from evenstep.errors import TaskError
 
 EPSILON = torch.finfo(torch.float64).eps
 VALUES_AT_ONCE = 2**15

@@ -15,13 +15,12 @@ from typing import Any
 import numpy as np
 from torch.utils.data import IterableDataset
 
-from evenstep.sampling.rng import Ids, stream
+from evenstep.data.batches import Checked, Cut, Failure, HostBatch, HostMicroBatch, digest, replica_digests, sendable
+from evenstep.data.dataset import Augment, Collate, PerSample, Touch
 from evenstep.errors import TaskError
 from evenstep.sampling.order import Span
-from evenstep.sampling.rng import OwnDraws
+from evenstep.sampling.rng import Ids, OwnDraws, stream
 from evenstep.task import describe
-from evenstep.data.dataset import Augment, Collate, PerSample, Touch
-from evenstep.data.batches import Checked, Cut, Failure, HostBatch, HostMicroBatch, digest, replica_digests, sendable
 
 SKIPPED_AT_ONCE = 1000
 
@@ -111,7 +110,8 @@ class Stream:
         # Before the user's code can change the samples in place.
         common = digest(samples) if is_checked else ""
         micro_batches = [
-            [self._piece(samples, span, places, touch) for places in replicas] for replicas in part.cut.places(len(samples))
+            [self._piece(samples, span, places, touch) for places in replicas]
+            for replicas in part.cut.places(len(samples))
         ]
         checked = Checked(replica_digests(micro_batches), common, "") if is_checked else None
         return HostBatch(span, micro_batches, is_epoch_end, checked)

@@ -11,18 +11,26 @@ from typing import Any
 import numpy as np
 import torch
 
-from evenstep.sampling.rng import Draws, Ids
-from evenstep.errors import PlanError
-from evenstep.sampling.order import Lengths, Order, Span, lengths_of, order_name
-from evenstep.sampling.samplers import InOrder, OfEachRank, Sampler, Subset
-from evenstep.sampling.rng import left_alone
-from evenstep.task import Batch as Data
-from evenstep.data.prefetch import MOST_WORKERS, Ahead, GpuCopy, choose_workers
-from evenstep.data.prefetch import NOT_RESIDENT, Passes, Reading, as_it_is, can_be_resident
 from evenstep.data.batches import Checked, Cut, HostBatch, HostMicroBatch
 from evenstep.data.dataset import Rows, Source, no_rows, to_device
 from evenstep.data.iterable import Stream
+from evenstep.data.prefetch import (
+    MOST_WORKERS,
+    NOT_RESIDENT,
+    Ahead,
+    GpuCopy,
+    Passes,
+    Reading,
+    as_it_is,
+    can_be_resident,
+    choose_workers,
+)
 from evenstep.distributed.world import World
+from evenstep.errors import PlanError
+from evenstep.sampling.order import Lengths, Order, Span, lengths_of, order_name
+from evenstep.sampling.rng import Draws, Ids, left_alone
+from evenstep.sampling.samplers import InOrder, OfEachRank, Sampler, Subset
+from evenstep.task import Batch as Data
 
 Change = Callable[[Data, Draws], Data]
 NUM_CHECKED = 2
@@ -74,7 +82,9 @@ class Batch:
     @property
     def ids(self) -> Ids:
         """The samples of this process, in the global order."""
-        return np.concatenate([micro_batch.ids for per_replica in zip(*self.micro_batches, strict=True) for micro_batch in per_replica])
+        return np.concatenate(
+            [micro_batch.ids for per_replica in zip(*self.micro_batches, strict=True) for micro_batch in per_replica]
+        )
 
     def finish(self) -> None:
         """Say that the optimizer has taken this step: the loader's position moves past it, once."""
@@ -253,7 +263,11 @@ class Loader:
             moved = []
             for micro_batch, device in zip(per_replica, self._world.devices, strict=True):
                 with self._copies[device].begin():
-                    moved.append(HostMicroBatch(to_device(micro_batch.data, self._copies[device].send), micro_batch.ids, micro_batch.keys))
+                    moved.append(
+                        HostMicroBatch(
+                            to_device(micro_batch.data, self._copies[device].send), micro_batch.ids, micro_batch.keys
+                        )
+                    )
             micro_batches.append(moved)
         return replace(host, micro_batches=micro_batches), [copy.sent() for copy in self._copies.values()]
 
@@ -261,9 +275,14 @@ class Loader:
         copy = self._copies[device]
         return to_device(micro_batch.data, lambda tensor: self._reading.fit(copy.arrive(tensor)))
 
-    def _made(self, host: HostBatch, place: Callable[[HostMicroBatch, torch.device], Data], change: Change | None) -> Batch:
+    def _made(
+        self, host: HostBatch, place: Callable[[HostMicroBatch, torch.device], Data], change: Change | None
+    ) -> Batch:
         if self._stays and change is None:
-            as_read = [[MicroBatch(one.data, one.ids, len(one.ids)) for one in per_replica] for per_replica in host.micro_batches]
+            as_read = [
+                [MicroBatch(one.data, one.ids, len(one.ids)) for one in per_replica]
+                for per_replica in host.micro_batches
+            ]
             return Batch(host.span, as_read, self, host.is_epoch_end, host.checked)
         micro_batches = []
         for per_replica in host.micro_batches:

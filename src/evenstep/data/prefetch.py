@@ -15,25 +15,22 @@ import warnings
 import weakref
 from collections.abc import Callable, Generator, Iterable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
+
 import torch
 from torch.utils.data import DataLoader, Dataset, Sampler, get_worker_info
-from evenstep.errors import TaskError, TrainingError
-from evenstep.distributed.process import call_process, end_with
-from evenstep.distributed.devices import num_cores
-from evenstep.data.batches import Failure, HostBatch, Reader, Request
-from evenstep.data.iterable import InWorkers
-from evenstep.distributed.temporary import make_socket_folder
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
-from typing import Any
-from evenstep.sampling.rng import Draws
-from evenstep.sampling.order import Order
-from evenstep.task import Batch as Data
-from evenstep.data.dataset import Augment
-from evenstep.data.batches import Cut, HostBatch, Reader, requests
-from evenstep.data.dataset import Source
+
+from evenstep.data.batches import Cut, Failure, HostBatch, Reader, Request, requests
+from evenstep.data.dataset import Augment, Source
 from evenstep.data.iterable import InWorkers, Stream, StreamPart
+from evenstep.distributed.devices import num_cores
+from evenstep.distributed.process import call_process, end_with
+from evenstep.distributed.temporary import make_socket_folder
+from evenstep.errors import TaskError, TrainingError
+from evenstep.sampling.order import Order
+from evenstep.sampling.rng import Draws
+from evenstep.task import Batch as Data
 
 T = TypeVar("T")
 AHEAD = 2

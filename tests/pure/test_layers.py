@@ -33,7 +33,7 @@ MAY_IMPORT = {
     "data": {*VALUES, "sampling", "distributed"},
     "checkpoint": {*VALUES, "sampling", "distributed"},
     "strategies": {*VALUES, "distributed", "profiling"},
-    "monitor": {*VALUES, "distributed", "data", "checkpoint", "strategies", "training"},
+    "monitor": {*VALUES, "distributed", "data", "checkpoint", "strategies"},
     "training": ENGINE,
     "worker": {*ENGINE, "training"},
     "launcher": {*ENGINE, "report", "training", "worker"},

@@ -1,51 +1,67 @@
-"""How many samples at once would have fitted into a card's memory, found by trying."""
+"""After a CUDA out-of-memory error: try smaller micro-batches to find the largest one that fits."""
 
 from __future__ import annotations
 
 import traceback
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
+from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from evenstep.checkpoint.state import is_sharded
 from evenstep.data.dataset import to_device
 from evenstep.monitor.known_errors import Situation, largest_that_fits
-from evenstep.plan import Plan
-from evenstep.task import Task
-from evenstep.training.run import Run
+from evenstep.task import Amount, Batch, Model
 
 
-def room(error: BaseException, run: Run, task: Task, plan: Plan) -> Situation:
-    """What to answer someone whose step did not fit; the failed step's tensors are dropped first."""
+@dataclass(frozen=True)
+class FailedStep:
+    """What is needed to run the loss of a failed step again, on fewer samples."""
+
+    module: nn.Module
+    loss: Callable[[Model, Batch], Amount]
+    read_inputs: Callable[[], Batch]
+    """Reads a micro-batch of the size that did not fit."""
+    autocast: Callable[[torch.device], AbstractContextManager[Any]]
+    device: torch.device
+
+
+def diagnose(error: BaseException, step: FailedStep, share: int, accumulate: int) -> Situation:
+    """The largest micro-batch that fits, found by trying; `share` counts the samples of a step on one device."""
+    # The traceback keeps the tensors of the failed step alive.
     traceback.clear_frames(error.__traceback__)
-    (model,) = run.models.values()
-    module = model.module
-    share = -(-plan.batch // run.team.world.num_replicas)
-    has_batchnorm = any(isinstance(one, _BatchNorm) for one in module.modules())
-    situation = Situation(share=share, accumulate=plan.accumulate, has_batchnorm=has_batchnorm)
-    weights = [weight for weight in module.parameters() if weight.requires_grad]
-    # A part of a sharded model cannot be run without the others, and these wait elsewhere.
-    if any(is_sharded(weight) for weight in weights) or run.team.world.device.type != "cuda":
+    has_batchnorm = any(isinstance(layer, _BatchNorm) for layer in step.module.modules())
+    situation = Situation(share=share, accumulate=accumulate, has_batchnorm=has_batchnorm)
+    weights = [weight for weight in step.module.parameters() if weight.requires_grad]
+    # A sharded model runs only on all ranks together, and only this rank is here.
+    if any(is_sharded(weight) for weight in weights) or step.device.type != "cuda":
         return situation
     for weight in weights:
         weight.grad = None
-    device = run.team.world.device
-    batches: list[Any] = []
-
-    def try_micro(num: int) -> None:
-        if not batches:
-            batches.append(next(iter(run.loader)).micro_batches[0][0].inputs)
-        fewer: Any = to_device(batches[0], lambda tensor: tensor[:num].to(device))
-        with run.team.precision.autocast(device):
-            loss = task.loss(module, fewer)
-        # Not backward(): that would wake up the engines that wait for other ranks.
-        torch.autograd.grad(loss[0] if isinstance(loss, tuple | list) else loss, weights, allow_unused=True)
-        torch.cuda.synchronize(device)
-
     try:
-        fits = largest_that_fits(try_micro, -(-share // plan.accumulate))
+        fits = largest_that_fits(_trial(step, weights), -(-share // accumulate))
     except Exception:
-        # The failure that is to be explained must not be replaced by one of the explanation's own.
+        # Report the out-of-memory error, not one of the trial.
         return situation
-    return Situation(share, plan.accumulate, fits, was_tried=True, has_batchnorm=has_batchnorm)
+    return replace(situation, fits=fits, was_tried=True)
+
+
+def _trial(step: FailedStep, weights: list[nn.Parameter]) -> Callable[[int], None]:
+    """A function that computes the gradients of the first `num_samples` samples."""
+    inputs: list[Any] = []
+
+    def try_micro_batch(num_samples: int) -> None:
+        if not inputs:
+            inputs.append(step.read_inputs())
+        fewer: Any = to_device(inputs[0], lambda tensor: tensor[:num_samples].to(step.device))
+        with step.autocast(step.device):
+            loss = step.loss(step.module, fewer)
+        # Not backward(): its hooks would start collectives, and the other ranks are not in this step.
+        torch.autograd.grad(loss[0] if isinstance(loss, tuple | list) else loss, weights, allow_unused=True)
+        torch.cuda.synchronize(step.device)
+
+    return try_micro_batch

@@ -31,7 +31,7 @@ from evenstep.distributed.heartbeat import BACKWARD, BUILDING, COMPARING, ENDING
 from evenstep.distributed.preemption import SIGNALS
 from evenstep.errors import BadInput, Preempted, TrainingError
 from evenstep.monitor.known_errors import Situation, is_out_of_memory, note
-from evenstep.monitor.oom import room
+from evenstep.monitor.oom import FailedStep, diagnose
 from evenstep.monitor.replicas import ReplicaCheck
 from evenstep.monitor.stragglers import Pace
 from evenstep.plan import USUAL, Plan
@@ -126,9 +126,18 @@ class Job:
         return Beginning(self.plan, self.folder, redone_from)
 
     def situation(self, error: BaseException) -> Situation | None:
-        """What an answer needs to know about a step that did not fit into memory."""
-        is_step = self.heartbeat.phase in (FORWARD, BACKWARD)
-        return room(error, self.run, self.task, self.plan) if is_step and is_out_of_memory(error) else None
+        """What the advice needs to know about a step that ran out of memory; None for any other failure."""
+        if self.heartbeat.phase not in (FORWARD, BACKWARD) or not is_out_of_memory(error):
+            return None
+        world = self.team.world
+        step = FailedStep(
+            module=self._model.module,
+            loss=self.task.loss,
+            read_inputs=lambda: next(iter(self.run.loader)).micro_batches[0][0].inputs,
+            autocast=self.team.precision.autocast,
+            device=world.device,
+        )
+        return diagnose(error, step, -(-self.plan.batch // world.num_replicas), self.plan.accumulate)
 
     def trainable_names(self) -> list[str]:
         """In the order in which DDP counts parameters."""

@@ -1,4 +1,4 @@
-"""Builds the C part at install, where there is a compiler; without one, everything works by torch alone."""
+"""Builds the C library at install, where there is a compiler; without it, DDP averages gradients over gloo."""
 
 from __future__ import annotations
 
@@ -25,7 +25,9 @@ class CustomBuildHook(BuildHookInterface[Any]):
         spec.loader.exec_module(library)
         built = library.build()
         if built is None:
-            self.app.display_warning("evenstep: the C part was not built (no C compiler); torch does its work")
+            self.app.display_warning(
+                "evenstep: the C library was not built (no C compiler); DDP averages gradients over gloo"
+            )
             return
         # Git does not know it, so hatchling would leave it out.
         build_data["artifacts"].append(f"{FOLDER}/{built.name}")

@@ -27,7 +27,7 @@ SIZES = {2**12: "4 KB", 2**16: "64 KB", 2**20: "1 MB", 2**22: "4 MB", 2**24: "16
 QUICK = (2**16, 2**22)
 GOALS = {2**12: 1.0, 2**16: 2.0}
 LARGE_GOAL = 3.0
-OURS, GLOO, AGAIN, TORCH, LIMIT = "evenstep, C", "gloo", "gloo, again", "evenstep, torch alone", "copy and add"
+OURS, GLOO, AGAIN, LIMIT = "evenstep, C", "gloo", "gloo, again", "copy and add"
 BLOCK_BYTES = 2**26
 MOST_CALLS = 200
 PIECE = 2**16
@@ -59,10 +59,9 @@ def alone(tensor: torch.Tensor) -> None:
 def configs(world: World, num_bytes: int) -> dict[str, Configuration]:
     """Everything that can do it here."""
     found: dict[str, Configuration] = {GLOO: by_gloo, AGAIN: by_gloo}
-    for name, library in {OURS: load(), TORCH: None}.items():
-        channel = open_channel(world.gather, world.rank, num_bytes, library)
-        if channel is not None and (library is not None or name != OURS):
-            found[name] = through(channel)
+    channel = open_channel(world.gather, world.rank, num_bytes, load())
+    if channel is not None:
+        found[OURS] = through(channel)
     return {**found, LIMIT: alone}
 
 
@@ -99,16 +98,15 @@ def on_rank(sizes: tuple[int, ...], rounds: int) -> dict[int, dict[str, list[flo
 
 
 def race(size: int, figures: dict[str, list[float]]) -> Race:
-    """The table of one size; without a compiler, torch alone is all we have, and is held to the same goal."""
+    """The table of one size."""
     goal = GOALS.get(size, LARGE_GOAL)
     entries = {
         OURS: Entry("ours"),
-        TORCH: Entry("ours", against=GLOO) if OURS in figures else Entry("ours"),
         GLOO: Entry("peer", goal=goal),
         AGAIN: Entry("control", against=GLOO),
         LIMIT: Entry("limit"),
     }
-    missing = {name: "could not be opened here" for name in (OURS, TORCH) if name not in figures}
+    missing = {name: "could not be opened here" for name in (OURS,) if name not in figures}
     return harness.judge(f"{SIZES[size]}, 2 ranks", "ms", entries, figures, absent=missing)
 
 

@@ -31,7 +31,7 @@ from models import CIFAR_NET, MLP_10M, SIMPLE_NET, SMALL_GPT, Work
 from peers import Place
 
 import evenstep
-from evenstep.distributed.shm.allreduce import ByC, ByTorch
+from evenstep.distributed.shm.allreduce import Channel
 
 WORKS = {SIMPLE_NET: 50, CIFAR_NET: 15, MLP_10M: 4, SMALL_GPT: 5}
 """Steps of a block."""
@@ -69,18 +69,16 @@ def on_rank(work: Work, steps: int, rounds: int) -> tuple[dict[str, list[float]]
 def averages_of(run: Callable[[], object]) -> Averages:
     """Those of some steps, on a clock that the processes of this machine share."""
     found: Averages = []
-    real = {kind: kind.average for kind in (ByC, ByTorch)}
+    real = Channel.average
 
     def watched(channel: Any, tensors: Any) -> None:
         began = time.perf_counter()
-        real[type(channel)](channel, tensors)
+        real(channel, tensors)
         found.append((began, time.perf_counter()))
 
-    for kind in real:
-        kind.average = watched  # type: ignore[method-assign]
+    Channel.average = watched  # type: ignore[method-assign]
     run()
-    for kind, average in real.items():
-        kind.average = average  # type: ignore[method-assign]
+    Channel.average = real  # type: ignore[method-assign]
     return found
 
 

@@ -10,7 +10,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import evenstep
-from evenstep.distributed.shm.allreduce import ByC, ByTorch
+from evenstep.distributed.shm.allreduce import Channel
 from evenstep.distributed.shm.scalars import Mailbox
 
 counts = dict.fromkeys(["steps", "micro_batches", "averages", "letters", "other_collectives"], 0)
@@ -30,8 +30,7 @@ team = evenstep.join("ddp", devices=("cpu", "cpu"))
 model = team.wrap(nn.Sequential(nn.Linear(6, 8), nn.ReLU(), nn.Linear(8, 3)))
 optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
 loader = team.loader((torch.randn(90, 6), torch.randint(0, 3, (90,))), batch=10, accumulate=3)
-for channel in (ByC, ByTorch):
-    counted(channel, "average", "averages")
+counted(Channel, "average", "averages")
 counted(Mailbox, "post", "letters")
 for name in ("all_reduce", "all_gather", "broadcast", "barrier", "reduce", "reduce_scatter_tensor"):
     counted(dist, name, "other_collectives")

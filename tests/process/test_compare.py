@@ -157,7 +157,7 @@ def test_the_parts_leave_no_moment_of_a_step_out(blocks: dict[str, Record], conf
 
 
 @pytest.mark.parametrize(
-    ("way", "num_numbers"),
+    ("config", "num_numbers"),
     # ddp sends the one number of the buffer before forward and then gradients; dp parameters and gradients.
     [("single", 0), ("ddp", 1 + NUM_PARAMETERS), ("accumulating", 1 + NUM_PARAMETERS), ("dp", 2 * NUM_PARAMETERS)],
 )

@@ -91,7 +91,7 @@ def test_a_requeued_job_knows_how_often_it_was_started() -> None:
 
 
 @pytest.mark.parametrize(
-    ("per_node", "local", "num_cards", "devices"),
+    ("per_node", "local", "num_gpus", "devices"),
     [
         ("2", 1, 2, "cuda:1"),  # all cards are shown to all tasks
         ("2", 1, 1, "cuda:0"),  # --gpus-per-task=1: each task sees its own

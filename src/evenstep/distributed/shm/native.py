@@ -1,8 +1,8 @@
-"""The C part, built once at install: python -m evenstep.distributed.shm.native builds it in place.
+"""The C library (sums.c), built once at install; `python -m evenstep.distributed.shm.native` builds it in place.
 
-The library's name holds a hash of its source, so that one of another version is never loaded. Where there is none (no
-compiler, another architecture) everything works without. Imports nothing but the standard library: hatch_build.py loads
-this file by its path.
+The library's file name contains a hash of its source, so that a library of another version is never loaded. Without it
+(no compiler, another architecture) DDP averages gradients over gloo. This file imports only the standard library:
+hatch_build.py loads it by its path.
 """
 
 from __future__ import annotations
@@ -19,17 +19,17 @@ from pathlib import Path
 
 SOURCE = Path(__file__).with_name("sums.c")
 FLAGS = ("-O3", "-std=gnu11", "-fPIC", "-shared", "-ffp-contract=off")
-"""Nothing of this machine alone: what is built here may be installed elsewhere."""
+"""No flags for this machine's CPU: a wheel built here may be installed elsewhere."""
 BUILD_SECONDS = 60
 
 
 def path_in(folder: Path) -> Path:
-    """What the library of this source is called."""
+    """The path of the library built from the current source."""
     return folder / f"sums-{hashlib.sha256(SOURCE.read_bytes()).hexdigest()[:12]}.so"
 
 
 def build(folder: Path = SOURCE.parent) -> Path | None:
-    """Compile it, if that can be done here; where it is then."""
+    """Compile the library and return its path, or None where it cannot be compiled."""
     compiler = shutil.which(os.environ.get("CC", "")) or shutil.which("cc") or shutil.which("gcc")
     target = path_in(folder)
     if compiler is None or sys.platform != "linux":
@@ -39,7 +39,7 @@ def build(folder: Path = SOURCE.parent) -> Path | None:
         subprocess.run(
             [compiler, *FLAGS, "-o", str(beside), str(SOURCE)], check=True, capture_output=True, timeout=BUILD_SECONDS
         )
-        # Renamed: a process that has the old one loaded keeps it, and nobody loads half of one.
+        # Atomic: a process that has loaded the old file keeps it, and no process loads a partial one.
         beside.replace(target)
     except (OSError, subprocess.SubprocessError):
         with suppress(OSError):
@@ -50,7 +50,7 @@ def build(folder: Path = SOURCE.parent) -> Path | None:
 
 @functools.cache
 def load(folder: Path = SOURCE.parent) -> ctypes.CDLL | None:
-    """The library, if it is there and fits this machine."""
+    """The library, or None if it is missing or does not fit this machine."""
     number, real, place = ctypes.c_int64, ctypes.c_double, ctypes.c_void_p
     try:
         library = ctypes.CDLL(str(path_in(folder)))
@@ -69,4 +69,4 @@ def load(folder: Path = SOURCE.parent) -> ctypes.CDLL | None:
 
 if __name__ == "__main__":
     built = build()
-    print(f"built {built}" if built else "not built: no C compiler, or not on Linux; gradients are summed by torch")
+    print(f"built {built}" if built else "not built: no C compiler, or not on Linux; DDP averages gradients over gloo")

@@ -1,16 +1,11 @@
-"""`--log tensorboard`: rank 0's numbers, where other programs show them. One that fails never stops a training."""
+"""`--log tensorboard`: rank 0 logs the rows of its Record. A tracker that fails never stops the training."""
 
 from __future__ import annotations
 
 import importlib.util
-import platform
-import queue
-import threading
-import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -19,26 +14,26 @@ from evenstep.plan import Plan
 from evenstep.record import Evaluation, Row, Step, Summary
 
 FOLDER = "tensorboard"
-MOST_WAITING = 10_000
-"""Rows that may wait to be written; a disk that is further behind than that is given up."""
-CLOSE_SECONDS = 10.0
+MAX_QUEUE = 10_000
+"""Events that may wait to be written: a slow disk does not hold up the training until then."""
+FLUSH_SECONDS = 5
 
 
 @dataclass(frozen=True)
-class Beginning:
-    """What a tracker is told before the first row."""
+class TrackerStart:
+    """What a tracker needs before the first row."""
 
     plan: Plan
     run_folder: Path
     redone_from: int | None = None
-    """The first step that is taken again, in a run that goes on in its own folder: what was told of it is void."""
+    """The first step that a resumed run repeats in the same folder; what was logged from there on is void."""
 
 
 class Tracker(Protocol):
-    """Somewhere else to look at a run. Neither method waits for a disk or a network."""
+    """Where else a run is logged. `log` waits for neither disk nor network."""
 
-    def take(self, row: Row) -> None:
-        """Tell of one row of the Record."""
+    def log(self, row: Row) -> None:
+        """Log one row of the Record."""
 
     def close(self) -> None:
         """Write what is left; raises what went wrong."""
@@ -50,31 +45,36 @@ def check_log(name: str | None) -> None:
         raise PlanError(f"--log {name} needs {name}, which is not installed here; pip install 'evenstep[{name}]'")
 
 
+def start_tracking(start: TrackerStart, is_main: bool) -> Tracking | None:
+    """The plan's tracker, on rank 0 only."""
+    return Tracking(start) if is_main and start.plan.log is not None else None
+
+
 class Tracking:
-    """A tracker, until it fails: then that is said once, and it is off."""
+    """A tracker that is switched off, with one warning, when it fails."""
 
-    def __init__(self, beginning: Beginning) -> None:
-        self._name = str(beginning.plan.log)
+    def __init__(self, start: TrackerStart) -> None:
+        self._name = str(start.plan.log)
         self._tracker: Tracker | None = None
-        self._said = self._try(lambda: self._start(beginning))
+        self._warnings = self._try(lambda: self._start(start))
 
-    def take(self, row: Row) -> Iterator[str]:
-        """Pass a row on; what there is to say."""
-        said, self._said = self._said, []
-        yield from said
+    def log(self, row: Row) -> Iterator[str]:
+        """Pass a row on; yields warnings."""
+        warnings, self._warnings = self._warnings, []
+        yield from warnings
         if self._tracker is not None:
             yield from self._try(lambda: self._pass_on(row))
 
     def close(self) -> None:
-        """In good times the last row was a Summary, and nothing is left to be written."""
+        """Close the tracker of a run that did not come to its Summary."""
         self._try(self._end)
 
-    def _start(self, beginning: Beginning) -> None:
-        self._tracker = TRACKERS[self._name](beginning)
+    def _start(self, start: TrackerStart) -> None:
+        self._tracker = TRACKERS[self._name](start)
 
     def _pass_on(self, row: Row) -> None:
         assert self._tracker is not None
-        self._tracker.take(row)
+        self._tracker.log(row)
         if isinstance(row, Summary):
             self._end()
 
@@ -86,54 +86,42 @@ class Tracking:
     def _try(self, what: Callable[[], None]) -> list[str]:
         try:
             what()
-        # Whatever it is, it is not the training's.
+        # No error of a tracker may end the training.
         except Exception as error:
             with suppress(Exception):
                 self._end()
-            return [f"warning: {self._name} is off ({type(error).__name__}: {error}); the training goes on"]
+            return [f"warning: {self._name} is off ({type(error).__name__}: {error}); training continues"]
         return []
 
 
-def start_tracking(beginning: Beginning, is_main: bool) -> Tracking | None:
-    """As the plan says, on rank 0 alone."""
-    return Tracking(beginning) if is_main and beginning.plan.log is not None else None
-
-
 class TensorBoard:
-    """One run in TensorBoard: the plan as hyperparameters, and a file of events.
+    """One run in TensorBoard: the plan as hyperparameters, and scalars of each step and evaluation."""
 
-    Its own writer ends a thread with a traceback on the screen where a disk is full; this one keeps the error.
-    """
-
-    def __init__(self, beginning: Beginning) -> None:
-        from tensorboard.compat.proto.event_pb2 import SessionLog
+    def __init__(self, start: TrackerStart) -> None:
         from tensorboard.plugins.hparams import summary_v2
+        from torch.utils.tensorboard import SummaryWriter
 
-        folder = beginning.run_folder / FOLDER
+        folder = start.run_folder / FOLDER
+        # The run folder itself must exist: SummaryWriter would create it.
         folder.mkdir(exist_ok=True)
-        # Files are read in the order of their names.
-        self._path = folder / f"events.out.tfevents.{time.time():.6f}.{platform.node()}"
-        self._events = EventFile(self._path)
+        self._writer = SummaryWriter(
+            folder, purge_step=start.redone_from, max_queue=MAX_QUEUE, flush_secs=FLUSH_SECONDS
+        )
         self._peaks: dict[str, int] = {}
-        self._last_step = (beginning.redone_from or 1) - 1
-        self._chosen = hyperparameters(beginning.plan)
-        self._add(file_version="brain.Event:2")
-        if beginning.redone_from is not None:
-            self._add(step=beginning.redone_from, session_log=SessionLog(status=SessionLog.START))
-        self._add(summary=summary_v2.hparams_pb(self._chosen, trial_id=beginning.plan.name))
+        self._last_step = (start.redone_from or 1) - 1
+        self._hyperparameters = hyperparameters(start.plan)
+        self._add(summary_v2.hparams_pb(self._hyperparameters, trial_id=start.plan.name))
 
-    def take(self, row: Row) -> None:
+    def log(self, row: Row) -> None:
         if isinstance(row, Step):
             self._scalars(row.step, self._of_step(row))
         elif isinstance(row, Evaluation):
-            self._check_file()
             self._scalars(row.step, {f"valid/{name}": value for name, value in row.values.items()})
         elif isinstance(row, Summary):
-            self._check_file()
-            self._sum_up(row)
+            self._add_final_values(row)
 
     def close(self) -> None:
-        self._events.close()
+        self._writer.close()
 
     def _of_step(self, step: Step) -> dict[str, float]:
         grown = {name: size for name, size in step.peak_bytes.items() if self._peaks.get(name) != size}
@@ -147,89 +135,33 @@ class TensorBoard:
             **{f"peak_bytes/{name}": size for name, size in grown.items()},
         }
 
-    def _sum_up(self, summary: Summary) -> None:
-        """The last values, as what the HPARAMS page compares runs by."""
+    def _add_final_values(self, summary: Summary) -> None:
+        """Add the metrics by which the HPARAMS tab compares runs."""
         from tensorboard.plugins.hparams import summary_v2
 
         final = {f"final/valid_{name}": value for name, value in summary.valid.items()}
         if summary.train_loss is not None:
             final["final/train_loss"] = summary.train_loss
         final["final/samples_per_second"] = summary.samples_per_second
-        metrics = [summary_v2.Metric(name) for name in final]
-        self._add(summary=summary_v2.hparams_config_pb([summary_v2.HParam(name) for name in self._chosen], metrics))
+        names = [summary_v2.HParam(name) for name in self._hyperparameters]
+        self._add(summary_v2.hparams_config_pb(names, [summary_v2.Metric(name) for name in final]))
         self._scalars(self._last_step, final)
 
     def _scalars(self, step: int, values: Mapping[str, float]) -> None:
-        """All of them in one event: a step costs one, and that is made by the thread that writes it."""
-        self._events.add(partial(_scalars, time.time(), step, values))
+        """Add all of them as one event, where `add_scalar` would write one for each."""
+        from tensorboard.compat.proto.summary_pb2 import Summary as Values
 
-    def _add(self, **what: Any) -> None:
-        self._events.add(partial(_event, wall_time=time.time(), **what))
+        self._add(Values(value=[Values.Value(tag=name, simple_value=value) for name, value in values.items()]), step)
 
-    def _check_file(self) -> None:
-        if not self._path.exists():
-            raise FileNotFoundError(f"{self._path} is gone")
-
-
-TRACKERS: dict[str, Callable[[Beginning], Tracker]] = {"tensorboard": TensorBoard}
+    def _add(self, summary: Any, step: int | None = None) -> None:
+        assert self._writer.file_writer is not None
+        self._writer.file_writer.add_summary(summary, step)
 
 
-def _scalars(wall_time: float, step: int, values: Mapping[str, float]) -> bytes:
-    from tensorboard.compat.proto.summary_pb2 import Summary as Values
-
-    listed = [Values.Value(tag=name, simple_value=value) for name, value in values.items()]
-    return _event(wall_time=wall_time, step=step, summary=Values(value=listed))
-
-
-def _event(**what: Any) -> bytes:
-    from tensorboard.compat.proto.event_pb2 import Event
-
-    packed: bytes = Event(**what).SerializeToString()
-    return packed
-
-
-class EventFile:
-    """Events on their way to a file; a thread of its own makes and writes them."""
-
-    def __init__(self, path: Path) -> None:
-        from tensorboard.summary.writer.record_writer import RecordWriter
-
-        self._file = path.open("wb")
-        self._writer = RecordWriter(self._file)
-        self._waiting: queue.SimpleQueue[Callable[[], bytes] | None] = queue.SimpleQueue()
-        self._problem: Exception | None = None
-        self._thread = threading.Thread(target=self._write, name="tensorboard", daemon=True)
-        self._thread.start()
-
-    def add(self, event: Callable[[], bytes]) -> None:
-        """Have it written; raises what went wrong with those before."""
-        if self._problem is not None:
-            raise self._problem
-        if self._waiting.qsize() > MOST_WAITING:
-            raise TimeoutError(f"{MOST_WAITING:,} events wait to be written to {self._file.name}")
-        self._waiting.put(event)
-
-    def close(self) -> None:
-        """Wait until all of it is written, but not for ever."""
-        self._waiting.put(None)
-        self._thread.join(CLOSE_SECONDS)
-        if self._problem is None and self._thread.is_alive():
-            self._problem = TimeoutError(f"{self._file.name} takes no more than this in {CLOSE_SECONDS:.0f} s")
-        if self._problem is not None:
-            raise self._problem
-
-    def _write(self) -> None:
-        try:
-            with self._file:
-                while (event := self._waiting.get()) is not None:
-                    self._writer.write(event())
-                    if self._waiting.empty():
-                        self._file.flush()
-        except Exception as error:
-            self._problem = error
+TRACKERS: dict[str, Callable[[TrackerStart], Tracker]] = {"tensorboard": TensorBoard}
 
 
 def hyperparameters(plan: Plan) -> dict[str, bool | int | float | str]:
-    """The plan as values that TensorBoard takes; what was left open is left out."""
+    """The plan as values that TensorBoard accepts; fields that are None are left out."""
     values = {**plan.to_json(), "devices": ", ".join(plan.devices)}
     return {name: value for name, value in values.items() if value is not None}

@@ -36,7 +36,7 @@ from evenstep.monitor.replicas import ReplicaCheck
 from evenstep.monitor.stragglers import Pace
 from evenstep.plan import USUAL, Plan
 from evenstep.profiling.profiler import Tracing, start_tracing
-from evenstep.profiling.trackers import Beginning, start_tracking
+from evenstep.profiling.trackers import TrackerStart, start_tracking
 from evenstep.record import Evaluation, Record, RecordWriter, Row, Step, Summary, Tally, has_begun
 from evenstep.sampling.rng import left_alone, seed_everything, stream
 from evenstep.task import Task, takes_steps
@@ -120,10 +120,10 @@ class Job:
         return {**self.run.loader.facts(), **file}
 
     @property
-    def beginning(self) -> Beginning:
+    def tracker_start(self) -> TrackerStart:
         """What a tracker is told first."""
         redone_from = self.run.step + 1 if self.is_again else None
-        return Beginning(self.plan, self.folder, redone_from)
+        return TrackerStart(self.plan, self.folder, redone_from)
 
     def situation(self, error: BaseException) -> Situation | None:
         """What the advice needs to know about a step that ran out of memory; None for any other failure."""
@@ -416,12 +416,12 @@ def _perform(job: Job) -> Iterator[Event]:
     if team.world.is_main:
         record = RecordWriter(job.folder, job.plan, devices.facts(), job.facts)
         job.run.before_save = record.flush
-    tracking = start_tracking(job.beginning, team.world.is_main)
+    tracking = start_tracking(job.tracker_start, team.world.is_main)
     try:
         for event in job.events():
             if record is not None and not isinstance(event, str):
                 record.append(event)
-                yield from tracking.take(event) if tracking is not None else ()
+                yield from tracking.log(event) if tracking is not None else ()
             yield event
         if record is not None:
             record.flush()

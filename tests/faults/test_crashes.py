@@ -120,7 +120,7 @@ def test_a_rank_that_the_kernel_kills_for_memory_is_said_to_have_run_out_of_it(g
     ended = train("--restarts", "3", fault=fail("overrun", rank=1, step=7), GROUP=str(group))
     assert ended.code == 1
     assert ended.report[0] == "rank 1 ran out of memory at step 7, in forward"
-    assert "The kernel killed it: its limit of memory (600 MiB) was reached." in ended.report
+    assert "The kernel killed it: its memory limit (600 MiB) was reached." in ended.report
     assert "SIGKILL" not in ended.err
     assert "step 7 has failed twice: it would fail again" in ended.report
 

@@ -12,7 +12,8 @@ import torch
 from torch.utils.data import Dataset, TensorDataset
 
 from evenstep.data.adapt import adopt
-from evenstep.data.dataset import open_source, to_device
+from evenstep.data.dataset import open_source
+from evenstep.data.nested import map_tensors
 from evenstep.errors import TaskError
 
 IDS = np.array([3, 0, 2])
@@ -125,7 +126,7 @@ def test_a_collate_of_the_users_joins_what_torch_cannot() -> None:
 
 def test_tensors_move_however_they_are_nested() -> None:
     data = {"a": [X, "word"], "b": Pair(X, Y), "c": 3}
-    moved = to_device(data, lambda tensor: tensor + 1)
+    moved = map_tensors(data, lambda tensor: tensor + 1)
     assert torch.equal(moved["a"][0], X + 1)
     assert moved["a"][1] == "word"
     assert isinstance(moved["b"], Pair)

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import hashlib
 import pickle
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import torch
 
-from evenstep.data.dataset import Augment, Source, Touch, to_device
+from evenstep.data.dataset import Augment, Source, Touch
+from evenstep.data.nested import leaves, map_tensors
 from evenstep.distributed.world import World
 from evenstep.errors import TaskError
 from evenstep.sampling.order import Order, Span, share
@@ -181,7 +182,7 @@ def sendable(batch: HostBatch) -> HostBatch | Failure:
     """The batch, if a loader worker can send it: torch's sender drops what it cannot pickle, and all would wait."""
     try:
         for micro_batch in (micro_batch for per_replica in batch.micro_batches for micro_batch in per_replica):
-            pickle.dumps(to_device(micro_batch.data, _checked_tensor))
+            pickle.dumps(map_tensors(micro_batch.data, _checked_tensor))
     except Exception as error:
         return Failure(
             f"a batch cannot be sent from a loader worker: {type(error).__name__}: {error}; "
@@ -199,7 +200,7 @@ def _checked_tensor(tensor: torch.Tensor) -> Any:
 def digest(data: Any) -> str:
     """A short name for the content of tensors, arrays, numbers and texts, however nested; "" if it holds more."""
     content = hashlib.blake2b(digest_size=8)
-    for leaf in _leaves(data):
+    for leaf in leaves(data):
         if isinstance(leaf, torch.Tensor) and leaf.layout is torch.strided:
             flat = leaf.detach().cpu().contiguous().reshape(-1)[: MOST_HASHED // leaf.element_size()]
             content.update(flat.view(torch.uint8).numpy().tobytes() if len(flat) else b"")
@@ -214,18 +215,8 @@ def digest(data: Any) -> str:
 
 def is_varied(data: Any) -> bool:
     """Whether samples of a batch differ; if all are alike, they say nothing about who read which."""
-    for leaf in _leaves(data):
+    for leaf in leaves(data):
         is_tensor = isinstance(leaf, torch.Tensor) and leaf.layout is torch.strided
         if is_tensor and leaf.ndim and len(leaf) > 1 and bool((leaf[1:] != leaf[:1]).any()):
             return True
     return False
-
-
-def _leaves(data: Any) -> Iterator[Any]:
-    if isinstance(data, Mapping):
-        data = list(data.values())
-    if isinstance(data, list | tuple):
-        for value in data:
-            yield from _leaves(value)
-    else:
-        yield data

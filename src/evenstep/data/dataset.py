@@ -13,6 +13,7 @@ import numpy as np
 import torch
 from torch.utils.data import Subset, TensorDataset, default_collate
 
+from evenstep.data.nested import map_fields
 from evenstep.errors import TaskError
 from evenstep.sampling.rng import Ids, generator_states, is_same_state, restore_generators, seed_host, stream
 from evenstep.task import Batch, describe
@@ -109,7 +110,7 @@ def collated(samples: list[Any], ids: Ids, collate: Collate | None) -> Batch:
             raise
         if collate is not None:
             raise TaskError(f"the Task's collate cannot join samples {few(ids.tolist())}: {describe(error)}") from error
-        shapes = [str(each(sample, _shape)) for sample in samples]
+        shapes = [str(map_fields(sample, _shape)) for sample in samples]
         odd = next((place for place, shape in enumerate(shapes) if shape != shapes[0]), None)
         if odd is None:
             raise TaskError(
@@ -128,19 +129,8 @@ def few(ids: list[int]) -> str:
 
 def _shape(value: Any) -> Any:
     if isinstance(value, Mapping | tuple | list):
-        return each(value, _shape)
+        return map_fields(value, _shape)
     return tuple(value.shape) if hasattr(value, "shape") else type(value).__name__
-
-
-def each(data: Any, function: Callable[[Any], Any]) -> Any:
-    """`function` of every column (or field of a sample), in the container the user chose."""
-    if isinstance(data, tuple) and hasattr(data, "_fields"):
-        return type(data)(*(function(value) for value in data))
-    if isinstance(data, tuple | list):  # before Mapping, which is slow to ask for
-        return tuple([function(value) for value in data])
-    if isinstance(data, Mapping):
-        return {name: function(value) for name, value in data.items()}
-    return function(data)
 
 
 class Source(Protocol):
@@ -216,7 +206,7 @@ class Rows:
 
     def at(self, index: torch.Tensor) -> Batch:
         """The samples at an index that is on the card."""
-        return each(self.columns, lambda column: column.index_select(0, index))
+        return map_fields(self.columns, lambda column: column.index_select(0, index))
 
 
 class Table:
@@ -262,7 +252,7 @@ class Table:
                 return self._packed([select(0, index) for select in self._selects])
             if self._device.type != "cpu":
                 index = index.to(self._device, non_blocking=True)
-            return each(self._data, lambda column: _take(column, ids, index, pinned))
+            return map_fields(self._data, lambda column: _take(column, ids, index, pinned))
         return self._rows.make(ids, ids if keys is None else keys, touch)
 
     def _packed(self, columns: list[torch.Tensor]) -> Batch:
@@ -273,14 +263,14 @@ class Table:
         return type(self._data)(*columns) if isinstance(self._data, tuple) else columns[0]
 
     def _read(self, ids: list[int]) -> Iterator[Any]:
-        return (each(self._data, partial(_row, row=id_)) for id_ in ids)
+        return (map_fields(self._data, partial(_row, row=id_)) for id_ in ids)
 
     def check_length(self) -> None:
         pass
 
     def on(self, device: torch.device) -> Table:
         """The same samples, in the device's memory."""
-        moved = each(self._data, lambda column: torch.as_tensor(column).to(device))
+        moved = map_fields(self._data, lambda column: torch.as_tensor(column).to(device))
         return Table(moved, self._collate, "resident")
 
 
@@ -402,28 +392,6 @@ def _row(column: Any, row: int) -> Any:
     return column[row].clone() if isinstance(column, torch.Tensor) else torch.as_tensor(np.array(column[row]))
 
 
-def to_device(data: Batch, move: Callable[[torch.Tensor], torch.Tensor]) -> Batch:
-    """`move` applied to every tensor of a batch, however it is nested; anything else stays as it is."""
-    if isinstance(data, torch.Tensor):
-        return move(data)
-    if isinstance(data, Mapping):
-        moved = {name: to_device(value, move) for name, value in data.items()}
-        return moved if type(data) is dict else _like(data, moved)
-    if isinstance(data, tuple) and hasattr(data, "_fields"):
-        return type(data)(*(to_device(value, move) for value in data))
-    if isinstance(data, tuple | list):
-        return type(data)(to_device(value, move) for value in data)
-    return data
-
-
 def no_rows(tensor: torch.Tensor) -> torch.Tensor:
     """The same kind of tensor for a batch of no samples, where the first dimension counts them."""
     return tensor[:0] if tensor.ndim and tensor.layout is torch.strided else tensor
-
-
-def _like(data: Any, moved: dict[Any, Any]) -> Any:
-    """A mapping of the user's own kind, such as a tokenizer's; a plain dict if its kind cannot be made from one."""
-    try:
-        return type(data)(moved)
-    except Exception:
-        return moved

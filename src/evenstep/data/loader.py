@@ -12,8 +12,9 @@ import numpy as np
 import torch
 
 from evenstep.data.batches import Checked, Cut, HostBatch, HostMicroBatch
-from evenstep.data.dataset import Rows, Source, no_rows, to_device
+from evenstep.data.dataset import Rows, Source, no_rows
 from evenstep.data.iterable import Stream
+from evenstep.data.nested import map_tensors
 from evenstep.data.prefetch import (
     MOST_WORKERS,
     NOT_RESIDENT,
@@ -60,7 +61,7 @@ class MicroBatch:
     @property
     def data(self) -> Data:
         """This seat's own samples: of one with nothing to do, tensors without a row."""
-        return self.inputs if self.num_samples else to_device(self.inputs, no_rows)
+        return self.inputs if self.num_samples else map_tensors(self.inputs, no_rows)
 
 
 @dataclass(slots=True, eq=False)
@@ -254,7 +255,7 @@ class Loader:
                 yield self._made(host, self._arrived, change)
 
     def _moved(self, micro_batch: HostMicroBatch, device: torch.device) -> Data:
-        return to_device(micro_batch.data, lambda tensor: self._reading.fit(tensor.to(device, non_blocking=True)))
+        return map_tensors(micro_batch.data, lambda tensor: self._reading.fit(tensor.to(device, non_blocking=True)))
 
     def _sent(self, host: HostBatch) -> tuple[HostBatch, list[torch.cuda.Event]]:
         """The batch on its way to the cards; called ahead of time, in a thread of its own."""
@@ -265,7 +266,7 @@ class Loader:
                 with self._copies[device].begin():
                     moved.append(
                         HostMicroBatch(
-                            to_device(micro_batch.data, self._copies[device].send), micro_batch.ids, micro_batch.keys
+                            map_tensors(micro_batch.data, self._copies[device].send), micro_batch.ids, micro_batch.keys
                         )
                     )
             micro_batches.append(moved)
@@ -273,7 +274,7 @@ class Loader:
 
     def _arrived(self, micro_batch: HostMicroBatch, device: torch.device) -> Data:
         copy = self._copies[device]
-        return to_device(micro_batch.data, lambda tensor: self._reading.fit(copy.arrive(tensor)))
+        return map_tensors(micro_batch.data, lambda tensor: self._reading.fit(copy.arrive(tensor)))
 
     def _made(
         self, host: HostBatch, place: Callable[[HostMicroBatch, torch.device], Data], change: Change | None

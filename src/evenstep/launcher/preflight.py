@@ -20,9 +20,10 @@ from torch.optim.lr_scheduler import LRScheduler
 from evenstep.checkpoint import files
 from evenstep.checkpoint.state import check_foreign, refuse_difference
 from evenstep.data.adapt import Adopted
-from evenstep.data.dataset import Source, Touch, to_device
+from evenstep.data.dataset import Source, Touch
 from evenstep.data.iterable import Stream
 from evenstep.data.loader import MicroBatch
+from evenstep.data.nested import map_tensors
 from evenstep.data.prefetch import NOT_RESIDENT, can_be_resident
 from evenstep.distributed.world import World
 from evenstep.errors import EvenstepError, PlanError, TaskError
@@ -101,7 +102,7 @@ class DryRun:
                 raise PlanError(_too_few_for_batchnorm(plan, lengths)) from error
 
     def _step(self, model: nn.Module, few: Few) -> None:
-        data = to_device(few.data, self._precision.fit_tensor)
+        data = map_tensors(few.data, self._precision.fit_tensor)
         if self._task.augment_batch is not None:
             self._fault = "augment_batch cannot be computed"
             data = self._task.augment_batch(data, Draws(few.ids, self._plan.seed, 0, self._world.device))
@@ -109,7 +110,7 @@ class DryRun:
         Totals(self._world, 1).take(self._task.loss(model, data), MicroBatch(data, few.ids[:0], 1))
 
     def _evaluate(self, model: nn.Module, few: Few) -> None:
-        task, data = self._task, to_device(few.data, self._precision.fit_tensor)
+        task, data = self._task, map_tensors(few.data, self._precision.fit_tensor)
         self._fault = "the loss of the valid data cannot be computed"
         as_sum(Evaluator()(task.loss, model, data), 1, "loss")
         if task.metrics is not None:

@@ -13,7 +13,7 @@ from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from evenstep.checkpoint.state import is_sharded
-from evenstep.data.dataset import to_device
+from evenstep.data.nested import map_tensors
 from evenstep.monitor.known_errors import Situation, largest_that_fits
 from evenstep.task import Amount, Batch, Model
 
@@ -57,7 +57,7 @@ def _trial(step: FailedStep, weights: list[nn.Parameter]) -> Callable[[int], Non
     def try_micro_batch(num_samples: int) -> None:
         if not inputs:
             inputs.append(step.read_inputs())
-        fewer: Any = to_device(inputs[0], lambda tensor: tensor[:num_samples].to(step.device))
+        fewer: Any = map_tensors(inputs[0], lambda tensor: tensor[:num_samples].to(step.device))
         with step.autocast(step.device):
             loss = step.loss(step.module, fewer)
         # Not backward(): its hooks would start collectives, and the other ranks are not in this step.

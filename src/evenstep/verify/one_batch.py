@@ -21,9 +21,10 @@ from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from evenstep.data.adapt import adopt
-from evenstep.data.dataset import Touch, collated, to_device
+from evenstep.data.dataset import Touch, collated
 from evenstep.data.feature_scaler import unfitted
 from evenstep.data.iterable import Stream
+from evenstep.data.nested import leaves, map_tensors
 from evenstep.distributed.world import World
 from evenstep.plan import Plan
 from evenstep.sampling.order import Span
@@ -247,7 +248,7 @@ class Workbench:
             read = collated([self._streamed[id_] for id_ in ids], ids, self.task.collate)
         else:
             read = source.fetch(ids, ids, touch)
-        moved = to_device(read, lambda tensor: self._team.precision.fit_tensor(tensor.to(self._device)))
+        moved = map_tensors(read, lambda tensor: self._team.precision.fit_tensor(tensor.to(self._device)))
         if self.task.augment_batch is None:
             return moved
         before, on_gpus = generator_states(), torch_states()
@@ -406,11 +407,4 @@ class Workbench:
 
 
 def _tensors(data: Any) -> list[torch.Tensor]:
-    found: list[torch.Tensor] = []
-
-    def keep(tensor: torch.Tensor) -> torch.Tensor:
-        found.append(tensor)
-        return tensor
-
-    to_device(data, keep)
-    return found
+    return [leaf for leaf in leaves(data) if isinstance(leaf, torch.Tensor)]

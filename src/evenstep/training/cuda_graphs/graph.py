@@ -18,8 +18,9 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from evenstep.data.dataset import Rows, to_device
+from evenstep.data.dataset import Rows
 from evenstep.data.loader import Batch, MicroBatch
+from evenstep.data.nested import leaves, map_tensors
 from evenstep.errors import NonFiniteLoss
 from evenstep.monitor.nonfinite import explain
 from evenstep.strategies.base import forget, forget_gradients, on
@@ -281,8 +282,8 @@ class Copied:
     """Where a piece's tensors are copied to before each replay."""
 
     def __init__(self, micro_batch: MicroBatch) -> None:
-        self._piece = MicroBatch(to_device(micro_batch.inputs, torch.clone), micro_batch.ids, micro_batch.num_samples)
-        self._tensors = list(_leaves(self._piece.inputs))
+        self._piece = MicroBatch(map_tensors(micro_batch.inputs, torch.clone), micro_batch.ids, micro_batch.num_samples)
+        self._tensors = list(leaves(self._piece.inputs))
 
     def micro_batch(self) -> MicroBatch:
         """What is recorded."""
@@ -290,7 +291,7 @@ class Copied:
 
     def fill(self, micro_batch: MicroBatch) -> None:
         """Put another piece in its place."""
-        for target, source in zip(self._tensors, _leaves(micro_batch.inputs), strict=True):
+        for target, source in zip(self._tensors, leaves(micro_batch.inputs), strict=True):
             target.copy_(source, non_blocking=True)
 
 
@@ -386,14 +387,6 @@ def _as_recorded(optimizer: Any, rates: list[torch.Tensor], bad: torch.Tensor) -
         del optimizer.found_inf
         for group, values in zip(optimizer.param_groups, before, strict=True):
             group.update(values)
-
-
-def _leaves(data: Any) -> Iterator[torch.Tensor]:
-    if isinstance(data, torch.Tensor):
-        yield data
-    else:
-        for value in data.values() if isinstance(data, dict) else data:
-            yield from _leaves(value)
 
 
 class Pending:

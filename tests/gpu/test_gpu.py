@@ -136,7 +136,7 @@ def test_dp_copies_between_different_devices() -> None:
     data = DATA["mlp"](60, torch.Generator().manual_seed(1))
     # No BatchNorm in what is compared: its statistics are each device's own.
     model[1] = nn.Identity()
-    spreads = [alone.spread(copy.deepcopy(model)), apart.spread(copy.deepcopy(model))]
+    spreads = [alone.wrap(copy.deepcopy(model)), apart.wrap(copy.deepcopy(model))]
     assert isinstance(spreads[1], Replicas)
     assert {weight.device.type for weight in spreads[1].parameters()} == {"cpu", "cuda"}
     losses = []

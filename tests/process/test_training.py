@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 
 from evenstep.plan import Plan
-from evenstep.sampling.rng import stream
 from tests.fleet import furthest, result, run_jobs, run_processes
 
 STEPS = 24
@@ -126,14 +125,11 @@ def test_dropout_goes_on_after_a_restart_bit_for_bit(runs: Path, where: str) -> 
     assert all((resumed.weights[name] == value).all() for name, value in undisturbed.weights.items())
 
 
-def test_dropout_differs_between_ranks(runs: Path) -> None:
-    seeds = {
-        stream(0, "dropout", epoch, start, 0, replica)
-        for epoch in range(3)
-        for start in (0, 12)
-        for replica in range(4)
-    }
-    assert len(seeds) == 24
+def test_dropout_draws_another_mask_on_every_rank_and_in_every_backward(runs: Path, tmp_path: Path) -> None:
+    first, second = run_script("drop_together.py", tmp_path)
+    assert len(first) == len(second) == 4
+    assert len({*first, *second}) == 8
+    assert run_script("drop_together.py", tmp_path) == [first, second]
     assert result(runs, "ddp-2/drop").record.losses != result(runs, "single-1/drop").record.losses
 
 

@@ -64,7 +64,7 @@ def test_layers_without_a_shape_are_refused_with_the_line_to_write(layer: nn.Mod
     with pytest.raises(TaskError, match=r"0 \(Lazy\w+\) has no shape before its first forward.*\n.*net\(torch.zeros"):
         evenstep.train(task(model=lambda: nn.Sequential(layer)))
     with pytest.raises(TaskError, match="has no shape before its first forward"):
-        evenstep.join("single").spread(layer)
+        evenstep.join("single").wrap(layer)
 
 
 def test_layers_that_got_their_shape_where_the_model_is_made_are_trained() -> None:

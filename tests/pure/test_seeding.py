@@ -9,7 +9,14 @@ import numpy as np
 import pytest
 import torch
 
-from evenstep.sampling.rng import generator_states, is_same_state, restore_generators, seed_everything
+from evenstep.sampling.rng import (
+    generator_states,
+    is_same_state,
+    place_seed,
+    restore_generators,
+    seed_everything,
+    stream,
+)
 
 DRAWS: dict[str, Callable[[], object]] = {
     "python": random.random,
@@ -33,3 +40,14 @@ def test_every_draw_is_seen_and_comes_again_after_it_was_put_back(draw: Callable
         restore_generators(before)
         assert is_same_state(before, generator_states())
         assert draw() == first
+
+
+def test_seeds_of_dropout_differ_by_replica_position_and_backward_and_are_always_the_same() -> None:
+    keys = [stream(0, "dropout", epoch, replica) for epoch in range(3) for replica in range(8)]
+    seeds = [place_seed(key, start, backward) for key in keys for start in range(0, 6400, 64) for backward in range(3)]
+    assert len(set(seeds)) == len(seeds) == 24 * 100 * 3
+    assert all(0 <= seed < 2**63 for seed in seeds)
+    # Resuming a checkpoint of an earlier version draws the same masks.
+    assert place_seed(stream(0, "dropout", 1, 2), 128, 1) == 4983935207590170385
+    bits = [seed >> bit & 1 for seed in seeds for bit in (0, 31, 62)]
+    assert abs(sum(bits) / len(bits) - 0.5) < 0.01

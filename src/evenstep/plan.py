@@ -15,14 +15,13 @@ from msgspec import Meta
 
 from evenstep.errors import BREAKS_LINES, PlanError, shorten
 from evenstep.sampling.order import Lengths, share, smallest_micro_batch
-from evenstep.schema import LARGEST, Schema, check, check_fields
+from evenstep.schema import LARGEST, Schema, check, check_choice, check_fields
+from evenstep.strategy_facts import REFERENCE, STRATEGIES, StrategyFacts, one_of, usual_strategies, with_processes
 
-StrategyName = Literal["single", "dp", "ddp", "fsdp", "dp-torch"]
 PrecisionName = Literal["fp64", "fp32", "tf32", "bf16", "fp16"]
 FastName = Literal["auto", "off"]
 TrackerName = Literal["tensorboard"]
 
-STRATEGY_NAMES: tuple[str, ...] = get_args(StrategyName)
 PRECISION_NAMES: tuple[str, ...] = get_args(PrecisionName)
 
 IN_THIS_PROCESS = "(in this process)"
@@ -69,7 +68,7 @@ class Plan:
 
     batch: Whole
     task: Text = IN_THIS_PROCESS
-    strategy: StrategyName = "single"
+    strategy: str = REFERENCE
     devices: tuple[Text, ...] = ("cpu",)
     epochs: Whole | None = None
     steps: Whole | None = None
@@ -105,6 +104,7 @@ class Plan:
 
     def __post_init__(self) -> None:
         # Types first: what follows can rely on them.
+        check_choice("strategy", self.strategy, STRATEGIES, PlanError)
         check_fields(self, PlanError)
         check_device_names(self.devices)
         self._check_launch()
@@ -117,6 +117,10 @@ class Plan:
         """Devices of all machines together, where as many take part as may."""
         return len(self.devices) * (parse_machines(self.machines)[1] if self.machines is not None else 1)
 
+    @property
+    def _facts(self) -> StrategyFacts:
+        return STRATEGIES[self.strategy]
+
     def _check_launch(self) -> None:
         if (self.epochs is None) == (self.steps is None):
             raise PlanError("a run is so many epochs or so many steps: give one of --epochs and --steps")
@@ -126,37 +130,42 @@ class Plan:
             raise PlanError("--machines and --rendezvous go together: --machines 2:4 --rendezvous head:29400")
         if self.rendezvous is not None:
             parse_address(self.rendezvous)
-        if self.machines is not None and self.strategy not in ("ddp", "fsdp"):
-            raise PlanError(f"{self.strategy} runs on one machine; use --strategy ddp or fsdp with --machines")
+        if self.machines is not None and not self._facts.several_machines:
+            allowed = one_of(row for row in STRATEGIES.values() if row.several_machines)
+            raise PlanError(f"{self.strategy} runs on one machine; use --strategy {allowed} with --machines")
 
     def _check_devices(self) -> None:
-        num = len(self.devices)
-        if num == 0:
-            raise PlanError("no device given; try --devices 1")
-        if self.strategy == "single" and num > 1:
-            raise PlanError(f"single runs on one device and {num} were given; use --strategy dp, ddp or fsdp")
         kinds = {device.split(":")[0] for device in self.devices}
-        if len(kinds) > 1 and self.strategy != "dp":
-            raise PlanError(f"devices of different kinds ({', '.join(sorted(kinds))}); {self.strategy} needs one kind")
-        if self.strategy == "fsdp" and "cuda" in kinds and len(set(self.devices)) < num:
-            # Seen on torch 2.11: ranks on one card speak gloo, and gathering whole tensors there is a SIGSEGV.
-            raise PlanError("fsdp needs a card of its own for each process; for one card twice use dp or ddp")
-        if self.strategy == "dp-torch" and kinds != {"cuda"}:
-            raise PlanError("dp-torch is nn.DataParallel, which spreads over CUDA cards alone; use --strategy dp")
-        if "mps" in kinds and self.strategy != "single":
-            raise PlanError(f"mps runs with --strategy single alone, and {self.strategy} was asked for")
+        self._check_placement(self._facts, kinds)
         if self.precision == "tf32" and kinds != {"cuda"}:
             raise PlanError("tf32 is a way of CUDA devices to multiply; on others use --precision fp32 or bf16")
         if self.precision == "fp64" and "mps" in kinds:
             raise PlanError("mps has no float64; use --precision fp32")
-        if self.compile and self.strategy == "dp":
-            raise PlanError("torch.compile does not trace in several threads, which dp needs; use --strategy ddp")
-        if self.channels_last and self.strategy == "fsdp":
-            raise PlanError("fully_shard takes no weights with channels last; use --strategy ddp with --channels-last")
-        if self.sync_batchnorm and self.strategy not in ("ddp", "fsdp"):
+        for name, why in self._facts.refusals.items():
+            if getattr(self, name):
+                raise PlanError(why)
+        if self.sync_batchnorm and not self._facts.processes_per_device:
             raise PlanError(
-                f"--sync-batchnorm joins processes, and {self.strategy} has one; use --strategy ddp or fsdp"
+                f"--sync-batchnorm joins processes, and {self.strategy} has one; use --strategy {with_processes()}"
             )
+
+    def _check_placement(self, facts: StrategyFacts, kinds: set[str]) -> None:
+        """Refuse devices that the strategy cannot use, or not together."""
+        name, num = facts.name, len(self.devices)
+        if num == 0:
+            raise PlanError("no device given; try --devices 1")
+        if facts.is_reference and num > 1:
+            several = one_of(usual_strategies())
+            raise PlanError(f"{name} runs on one device and {num} were given; use --strategy {several}")
+        if len(kinds) > 1 and not facts.mixes_device_kinds:
+            raise PlanError(f"devices of different kinds ({', '.join(sorted(kinds))}); {name} needs one kind")
+        if not facts.shares_gpu and "cuda" in kinds and len(set(self.devices)) < num:
+            sharing = one_of(row for row in usual_strategies() if row.shares_gpu)
+            raise PlanError(f"{name} needs a GPU of its own for each process; to use one GPU twice, choose {sharing}")
+        for kind in sorted(kinds - set(facts.device_kinds)):
+            running = one_of(row for row in STRATEGIES.values() if kind in row.device_kinds)
+            refusal = f"{kind} runs with --strategy {running} only, and {name} was given"
+            raise PlanError(facts.other_kinds_refusal or refusal)
 
     def _check_cut(self) -> None:
         smallest = self.most_devices * self.accumulate

@@ -11,7 +11,7 @@ from __future__ import annotations
 import difflib
 import json
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache, cached_property
 from pathlib import Path
@@ -103,6 +103,13 @@ def check(name: str, given: object, hint: Any, error: type[BadInput]) -> None:
                 raise error(f"unknown {name} {shown}; {_allowed(given, get_args(choice))}") from None
         meta = [one for choice in (hint, *choices) for one in get_args(choice) if isinstance(one, Meta)]
         raise error(f"{name} is {shown}; {meta[0].description if meta else in_words(wrong)}") from None
+
+
+def check_choice(name: str, given: object, allowed: Iterable[str], error: type[BadInput]) -> None:
+    """Raise unless a value is one of the names that are known now."""
+    names = list(allowed)
+    if given not in names:
+        raise error(f"unknown {name} {shorten(repr(given))}; {_allowed(given, names)}")
 
 
 def read_variables(kind: type[T], environment: Mapping[str, str]) -> T:

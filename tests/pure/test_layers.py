@@ -16,13 +16,14 @@ from evenstep.cli import app
 from evenstep.plan import Plan
 
 SOURCE = Path(evenstep.__file__).parent
-VALUES = {"errors", "schema", "plan", "record", "task"}
+VALUES = {"errors", "schema", "strategy_facts", "plan", "record", "task"}
 ENGINE = {*VALUES, "sampling", "audit", "data", "distributed", "checkpoint", "strategies", "monitor", "profiling"}
 MAY_IMPORT = {
     "errors": set(),
     "schema": {"errors"},
+    "strategy_facts": set(),
     "sampling": {"errors"},
-    "plan": {"errors", "schema", "sampling"},
+    "plan": {"errors", "schema", "strategy_facts", "sampling"},
     "record": {"errors", "schema", "plan"},
     "task": {"errors", "sampling"},
     "audit": {*VALUES, "sampling"},

@@ -11,11 +11,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from evenstep import plan
+from evenstep import plan, strategy_facts
 from evenstep.errors import PlanError
-from evenstep.plan import PRECISION_NAMES, STRATEGY_NAMES, Plan, check_name, parse_devices, read_plan
+from evenstep.plan import PRECISION_NAMES, Plan, check_name, parse_devices, read_plan
 from evenstep.sampling import order
 from evenstep.sampling.order import Lengths
+from evenstep.strategy_facts import STRATEGIES
 
 
 def cpus(num: int) -> tuple[str, ...]:
@@ -53,7 +54,7 @@ def test_the_batch_is_cut_up_in_one_line(values: dict[str, Any], num_samples: in
     assert make(**values).arithmetic(Lengths(num_samples)) == line
 
 
-@pytest.mark.parametrize("module", [plan, order])
+@pytest.mark.parametrize("module", [plan, order, strategy_facts])
 def test_examples_in_docstrings_are_true(module: Any) -> None:
     results = doctest.testmod(module)
     assert results.attempted > 0
@@ -187,7 +188,7 @@ WHOLE = "it is a whole number from 1 up"
         ({"devices": ()}, "no device given; try --devices 1"),
         ({"devices": cpus(2)}, "single runs on one device and 2 were given; use --strategy dp, ddp or fsdp"),
         ({"strategy": "ddp", "devices": ("cpu", "cuda:0")}, "devices of different kinds (cpu, cuda); ddp needs one"),
-        ({"strategy": "ddp", "devices": ("mps",)}, "mps runs with --strategy single alone, and ddp was asked for"),
+        ({"strategy": "ddp", "devices": ("mps",)}, "mps runs with --strategy single only, and ddp was given"),
         ({"precision": "tf32"}, "tf32 is a way of CUDA devices to multiply; on others use --precision fp32 or bf16"),
         ({"precision": "fp64", "devices": ("mps",)}, "mps has no float64; use --precision fp32"),
         ({"strategy": "dp", "compile": True}, "torch.compile does not trace in several threads"),
@@ -198,9 +199,9 @@ WHOLE = "it is a whole number from 1 up"
         ),
         (
             {"strategy": "dp-torch"},
-            "dp-torch is nn.DataParallel, which spreads over CUDA cards alone; use --strategy dp",
+            "dp-torch is nn.DataParallel, which runs on CUDA devices only; use --strategy dp",
         ),
-        ({"strategy": "fsdp", "devices": ("cuda:0", "cuda:0")}, "fsdp needs a card of its own for each process"),
+        ({"strategy": "fsdp", "devices": ("cuda:0", "cuda:0")}, "fsdp needs a GPU of its own for each process"),
         ({"name": "a/b"}, "'a/b' cannot name a run; use letters, digits"),
     ],
 )
@@ -211,7 +212,7 @@ def test_helpful_errors(values: dict[str, Any], message: str) -> None:
     assert "\n" not in str(refused.value)
 
 
-@pytest.mark.parametrize("strategy", [name for name in STRATEGY_NAMES if name != "dp-torch"])
+@pytest.mark.parametrize("strategy", [row.name for row in STRATEGIES.values() if "cpu" in row.device_kinds])
 @pytest.mark.parametrize("precision", [name for name in PRECISION_NAMES if name != "tf32"])
 def test_every_strategy_goes_with_every_precision_on_a_cpu(strategy: str, precision: str) -> None:
     plan = make(strategy=strategy, precision=precision)

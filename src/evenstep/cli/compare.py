@@ -14,6 +14,7 @@ from rich.console import Console
 
 from evenstep.cli.app import TASKS, app, saying
 from evenstep.errors import EvenstepError
+from evenstep.strategy_facts import STRATEGIES, with_processes
 
 if TYPE_CHECKING:
     from evenstep.report.comparison import Comparison
@@ -36,7 +37,7 @@ def compare(
         str, typer.Option(help="Counts such as 1,2,4; or lists with a slash between, such as cuda:0/cuda:0,cuda:1.")
     ] = "1,2",
     strategies: Annotated[
-        str | None, typer.Option(help="Some of single, dp, ddp, fsdp, dp-torch; default: all that run here.")
+        str | None, typer.Option(help=f"Some of {', '.join(STRATEGIES)}; default: all that run here.")
     ] = None,
     rounds: Annotated[int, typer.Option(min=1, max=50, help="Blocks of each; more of them show the spread.")] = 3,
     steps: Annotated[
@@ -49,7 +50,7 @@ def compare(
     data: Annotated[str | None, typer.Option(help="Folder of the data, for tasks that take one.")] = None,
     seed: Annotated[int | None, typer.Option(help="Of weights, order, dropout and augmentation; default: 0.")] = None,
     sync_batchnorm: Annotated[
-        bool, typer.Option("--sync-batchnorm", help="BatchNorm over all processes, under ddp and fsdp.")
+        bool, typer.Option("--sync-batchnorm", help=f"BatchNorm over all processes, under {with_processes()}.")
     ] = False,
     name: Annotated[str | None, typer.Option(help="Of the folder runs/NAME.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print the comparison as one line of JSON.")] = False,

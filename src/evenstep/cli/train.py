@@ -21,6 +21,7 @@ from evenstep.cli.app import (
     refuse_broken,
     saying,
 )
+from evenstep.strategy_facts import DEFAULT, listed
 
 TRAIN_EXAMPLES = """
 [bold]Examples[/bold]
@@ -41,9 +42,7 @@ def train(
         str | None,
         typer.Argument(help=TASKS),
     ] = None,
-    strategy: Annotated[
-        str | None, typer.Option(help="single, dp, ddp, fsdp or dp-torch (nn.DataParallel); default: ddp if several.")
-    ] = None,
+    strategy: Annotated[str | None, typer.Option(help=f"{listed()}; default: {DEFAULT} if several.")] = None,
     devices: Annotated[str | None, typer.Option(help="A count, or a list such as cuda:0,cuda:1 or cpu,cpu.")] = None,
     batch: Annotated[int | None, typer.Option(help="Samples of a step over all devices; default: the task's.")] = None,
     epochs: Annotated[int | None, typer.Option(help="Passes over the data; default: the task's.")] = None,

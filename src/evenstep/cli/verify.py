@@ -16,6 +16,7 @@ from rich.console import Console
 
 from evenstep.cli.app import TASKS, app
 from evenstep.errors import EvenstepError, PlanError
+from evenstep.strategy_facts import REFERENCE, STRATEGIES, usual_strategies
 
 if TYPE_CHECKING:
     from evenstep.launcher.prepare import Prepared
@@ -38,7 +39,10 @@ evenstep verify my_task.py --accumulate 2 --precision bf16 --json
 def verify(
     task: Annotated[str, typer.Argument(help=TASKS)],
     strategies: Annotated[
-        str | None, typer.Option(help="Some of single, dp, ddp, fsdp, dp-torch; default: dp,ddp,fsdp.")
+        str | None,
+        typer.Option(
+            help=f"Some of {', '.join(STRATEGIES)}; default: {','.join(row.name for row in usual_strategies())}."
+        ),
     ] = None,
     devices: Annotated[
         str | None,
@@ -65,7 +69,7 @@ def verify(
     choices = {"batch": batch, "precision": precision, "seed": seed, "data": data}
     name = free_name(label_of(task), "verify")
     is_first = not RUNS.exists()
-    prepared = prepare(task, {**choices, "name": name, "devices": configs[0].devices[0], "strategy": "single"})
+    prepared = prepare(task, {**choices, "name": name, "devices": configs[0].devices[0], "strategy": REFERENCE})
     try:
         for config in configs:
             plan_of(prepared.plan, config)

@@ -15,6 +15,7 @@ from evenstep.errors import EvenstepError, PlanError
 from evenstep.launcher.prepare import Prepared, free_name, label_of, prepare
 from evenstep.report.comparison import Comparison, LargerBatch, Parity, Row
 from evenstep.report.recommend import advise, best
+from evenstep.strategy_facts import REFERENCE
 from evenstep.verify import Configuration, Depth, check
 from evenstep.verify.configurations import find_configs, plan_of
 
@@ -46,7 +47,7 @@ def compare(asked: Asked, say: Callable[[str], None] = lambda line: None) -> tup
     """Measure every way, and write the comparison beside the Records that it is made from; and its folder."""
     configs = find_configs(asked.strategies, asked.devices)
     name = asked.choices.get("name") or free_name(label_of(asked.source), "compare")
-    first = {"strategy": "single", "devices": list(configs[0].devices), "name": name}
+    first = {"strategy": REFERENCE, "devices": list(configs[0].devices), "name": name}
     base = prepare(asked.source, {**asked.choices, **first})
     try:
         for config in configs:

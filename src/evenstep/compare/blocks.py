@@ -15,7 +15,7 @@ from evenstep.launcher.launch import run_apart, variant
 from evenstep.launcher.prepare import Prepared
 from evenstep.record import PARTS, Measurement, Record
 from evenstep.report.comparison import Parity, Range, Row
-from evenstep.strategies.registry import STRATEGIES
+from evenstep.strategy_facts import STRATEGIES
 from evenstep.verify import Configuration
 from evenstep.worker.main import Instead
 

@@ -14,6 +14,7 @@ from evenstep.errors import EvenstepError, Preempted
 from evenstep.launcher.launch import run_apart, variant
 from evenstep.launcher.prepare import Prepared, prepare
 from evenstep.record import Record
+from evenstep.strategy_facts import STRATEGIES
 from evenstep.worker.main import Instead
 
 STEPS = {"cpu": 30, "cuda": 120}
@@ -80,7 +81,7 @@ def suggest(source: Any, choices: Mapping[str, Any], say: Callable[[str], None])
 
 
 def _makes_sense(base: Prepared, change: Change) -> bool:
-    plan = base.plan
+    plan, facts = base.plan, STRATEGIES[base.plan.strategy]
     if any(getattr(plan, name) == value for name, value in change.changes.items()):
         return False
     if change.flag == "--precision tf32":
@@ -88,8 +89,10 @@ def _makes_sense(base: Prepared, change: Change) -> bool:
     if change.flag == "--precision bf16":
         return plan.precision in ("fp32", "tf32")
     if change.flag == "--channels-last":
-        return plan.strategy != "fsdp" and any(isinstance(one, nn.Conv2d) for one in base.task.model().modules())
-    return change.flag != "--compile" or plan.strategy in ("single", "ddp", "fsdp")
+        return "channels_last" not in facts.refusals and any(
+            isinstance(one, nn.Conv2d) for one in base.task.model().modules()
+        )
+    return change.flag != "--compile" or facts.compiles
 
 
 def _tried(base: Prepared, change: Change, say: Callable[[str], None]) -> Suggestion:

@@ -11,16 +11,16 @@ import sys
 import time
 import types
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 
 from evenstep.distributed.process import LAUNCHER, signal_name
 from evenstep.distributed.temporary import make_socket_folder
 from evenstep.errors import WorkerFailed
 from evenstep.launcher.rendezvous.auth import held_back
+from evenstep.strategy_facts import STRATEGIES
 
 PRELOADED = ("evenstep.worker.preload",)
-FOR_FSDP = ("torch.distributed.fsdp", "torch.distributed.device_mesh", "torch.distributed.tensor")
 DYING_SECONDS = 1.0
 """How long after its pipes are closed a killed process may take to be seen dead."""
 SEVERAL = ("--devices", "--strategy", "--restarts", "--machines", "--resume", "--plan")
@@ -105,13 +105,18 @@ def start_server_for(arguments: Sequence[str]) -> None:
         # Read when torch is loaded: without it, c10d says in every process that names cannot be looked up.
         os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     if command in ("verify", "compare"):
-        start_server(FOR_FSDP)
+        start_server(_preloads(STRATEGIES))
     is_spread = command == "train" and ("SLURM_STEP_ID" in os.environ or any(name in SEVERAL for name in names))
     if command == "run":
         # In this process too: OpenMP, MKL and OpenBLAS read it once, when the server loads them.
         os.environ.update(threads_for_script(_num_processes(rest)))
     if is_spread or (command == "run" and "--fresh" not in names):
-        start_server(FOR_FSDP if "fsdp" in " ".join(rest) else ())
+        start_server(_preloads(name for name in STRATEGIES if name in " ".join(rest)))
+
+
+def _preloads(names: Iterable[str]) -> list[str]:
+    """What workers of these strategies import."""
+    return [module for name in names for module in STRATEGIES[name].preloads]
 
 
 def threads_for_script(num: int) -> dict[str, str]:

@@ -38,7 +38,7 @@ from evenstep.plan import Plan, parse_address, parse_machines, read_plan
 from evenstep.record import KINDS, Record
 from evenstep.report.progress import Progress
 from evenstep.sampling.rng import host_state, restore_host_state
-from evenstep.strategies.registry import STRATEGIES
+from evenstep.strategy_facts import STRATEGIES, with_processes
 from evenstep.task import Task, TaskFunction
 from evenstep.training.trainer import Event, perform
 from evenstep.worker.lazy_compiler import put_off_compiler
@@ -250,7 +250,8 @@ def refuse_fork_after_cuda() -> None:
     """A card that this process has opened cannot be used by a copy of it."""
     if torch.cuda.is_initialized():
         raise PlanError(
-            "this process has used CUDA already, and a process that has cannot be copied for ddp or fsdp.\n"
+            "this process has used CUDA already, and a process that has cannot be copied for "
+            f"{with_processes()}.\n"
             "Put the task in a file and pass 'file.py', or restart the notebook and train before touching the card"
         )
 

@@ -31,6 +31,7 @@ from evenstep.plan import Plan
 from evenstep.sampling.order import Lengths, Order, lengths_of, order_name
 from evenstep.sampling.rng import Draws, Ids
 from evenstep.strategies.base import SMALL_ENOUGH, copied, evaluating
+from evenstep.strategy_facts import STRATEGIES, sharding
 from evenstep.task import Task, describe, takes_steps
 from evenstep.training.batchnorm import is_local
 from evenstep.training.evaluation import Evaluator, named
@@ -149,7 +150,8 @@ def _where_alone(plan: Plan, lengths: Lengths) -> str:
 
 def _too_few_for_batchnorm(plan: Plan, lengths: Lengths) -> str:
     remedies = ["a DataLoader with drop_last=True"] * (plan.smallest_micro_batch(plan.batch) > 1)
-    can_share = plan.strategy in ("ddp", "fsdp") and min(plan.most_devices, *plan.batch_sizes(lengths)) > 1
+    has_processes = STRATEGIES[plan.strategy].processes_per_device
+    can_share = has_processes and min(plan.most_devices, *plan.batch_sizes(lengths)) > 1
     remedies += ["--sync-batchnorm"] * can_share
     batch = _batch_for_two(plan, lengths)
     remedies += [f"--batch {batch}"] * (batch is not None)
@@ -249,17 +251,17 @@ def _skeleton(task: Task) -> nn.Module | None:
 def _check_fits(plan: Plan, skeleton: nn.Module) -> None:
     """Weights, gradients and nothing else: what is refused here cannot possibly run."""
     width = 8 if plan.precision == "fp64" else 4
-    copies = len(plan.devices) if plan.strategy in ("dp", "ddp") else 1
+    shards = STRATEGIES[plan.strategy].shards
     on_cpu = plan.devices[0] == "cpu"
-    sharers = copies if on_cpu else 1
-    needed = 2 * width * sharers * sum(weight.numel() for weight in skeleton.parameters())
-    if plan.strategy == "fsdp" and not on_cpu:
+    copies = len(plan.devices) if on_cpu and not shards else 1
+    needed = 2 * width * copies * sum(weight.numel() for weight in skeleton.parameters())
+    if shards and not on_cpu:
         needed //= len(plan.devices)
     room = psutil.virtual_memory().available if on_cpu else _gpu_bytes(plan.devices[0])
     if room is not None and needed > room:
         raise PlanError(
             f"the model does not fit: weights and gradients need {needed / 2**30:.1f} GiB and {plan.devices[0]} has "
-            f"{room / 2**30:.1f} GiB free; use a smaller model, or --strategy fsdp on more cards"
+            f"{room / 2**30:.1f} GiB free; use a smaller model, or --strategy {sharding()} on more GPUs"
         )
 
 

@@ -25,7 +25,7 @@ from evenstep.profiling.trackers import check_log
 from evenstep.report.progress import without_control
 from evenstep.sampling.order import Lengths, Order, lengths_of
 from evenstep.sampling.rng import seed_everything
-from evenstep.strategies.registry import STRATEGIES
+from evenstep.strategy_facts import DEFAULT, REFERENCE, STRATEGIES
 from evenstep.task import Task, TaskFunction, call_task, describe, find_task, refuse_foreign, spec_of
 
 RUNS = Path("runs")
@@ -224,18 +224,20 @@ def _refuse_foreign_resume(path: str | None, chosen: Mapping[str, Any], named_by
 
 def _devices(chosen: Mapping[str, Any], base: Mapping[str, Any]) -> dict[str, Any]:
     """Strategy and devices together: each has a say in the other's default."""
-    strategy = chosen.get("strategy") or ("ddp" if chosen.get("machines") and not base.get("strategy") else None)
+    strategy = chosen.get("strategy") or (DEFAULT if chosen.get("machines") and not base.get("strategy") else None)
     given = chosen.get("devices")
     if strategy is None and given is None:
         strategy, given = base.get("strategy"), base.get("devices")
     if given is None:
-        given = 1 if strategy in (None, "single") else len(base.get("devices", ())) or max(1, torch.cuda.device_count())
+        given = (
+            1 if strategy in (None, REFERENCE) else len(base.get("devices", ())) or max(1, torch.cuda.device_count())
+        )
     if isinstance(given, str):
         given = parse_devices(given)
     devices = choose_devices(given) if isinstance(given, int) else tuple(map(str, given))
     if strategy is None:
-        before = base.get("strategy", "single")
-        strategy = "single" if len(devices) == 1 else before if before != "single" else "ddp"
+        before = base.get("strategy", REFERENCE)
+        strategy = REFERENCE if len(devices) == 1 else before if before != REFERENCE else DEFAULT
     return {"strategy": strategy, "devices": devices}
 
 

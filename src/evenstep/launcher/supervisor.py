@@ -43,7 +43,7 @@ from evenstep.launcher.processes import How, RankLogs, Start, Workers, seconds_c
 from evenstep.launcher.rendezvous.local import Meeting, Place
 from evenstep.record import FILE, end_of_rows, rows
 from evenstep.record import Start as StartRow
-from evenstep.strategies.registry import STRATEGIES
+from evenstep.strategy_facts import STRATEGIES
 from evenstep.training.trainer import Event
 from evenstep.worker.main import Instead, Orders, work
 

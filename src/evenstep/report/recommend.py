@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from evenstep.report.comparison import Comparison, Row
+from evenstep.strategy_facts import REFERENCE
 
 CLEAR = 1.05
 """Ways that are within this of the fastest, or within its spread, count as equally fast."""
@@ -59,7 +60,7 @@ def best(comparison: Comparison) -> Row:
 
 
 def _preference(row: Row) -> tuple[bool, int, bool, float]:
-    return imbalance(row) > EVEN, len(row.devices), row.strategy != "single", -row.samples_per_second.middle
+    return imbalance(row) > EVEN, len(row.devices), row.strategy != REFERENCE, -row.samples_per_second.middle
 
 
 def _is_clearly_faster(row: Row, other: Row) -> bool:

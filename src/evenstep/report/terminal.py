@@ -19,6 +19,7 @@ from rich.text import Text
 from evenstep.record import PARTS, Record, Summary
 from evenstep.report.comparison import Comparison, Range
 from evenstep.report.progress import without_control
+from evenstep.strategy_facts import STRATEGIES
 
 
 def side_by_side(records: Sequence[Record]) -> Table:
@@ -171,7 +172,8 @@ def _remarks(comparison: Comparison) -> Iterator[str]:
             yield f"{row.label} learns something else: {row.why}"
         if row.parity == "unknown":
             yield f"{row.label} was not checked: {row.why}"
-        if row.strategy == "dp-torch":
+        facts = STRATEGIES.get(row.strategy)
+        if facts is not None and not facts.separates_communication:
             yield f"{row.label}: what it sends is inside forward and backward, and cannot be told apart"
     if any(device.startswith("cuda") for row in comparison.rows for device in row.devices):
         yield "on a card, train replays steps as CUDA graphs where that is safe (--fast); these are plain steps"

@@ -10,6 +10,7 @@ A gradient's life: made, used, forgotten; with none of the steps that torch take
 from __future__ import annotations
 
 import copy
+import importlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import cache
@@ -19,9 +20,16 @@ import torch
 from torch import nn
 from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 
+from evenstep.strategy_facts import STRATEGIES
 from evenstep.task import Amount
 
 T = TypeVar("T")
+
+
+def load_strategy(name: str) -> Any:
+    """The class of a strategy; its file is imported when it is first used."""
+    module, _, found = STRATEGIES[name].location.partition(":")
+    return getattr(importlib.import_module(module), found)
 
 
 class LossModule(nn.Module):

@@ -1,9 +1,8 @@
-"""How one model is spread over a World; chosen once, at the edge: `STRATEGIES[plan.strategy]`."""
+"""How one model is distributed over a World; chosen once: `load_strategy(plan.strategy)`."""
 
 from __future__ import annotations
 
-import importlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, ClassVar, Protocol, TypeVar
 
@@ -39,27 +38,3 @@ class Strategy(Protocol):
 
     def tell(self, spread: DistributedModel, tap: Tap) -> None:
         """From now on, tell the tap of all that travels between devices, and send nothing while it is muted."""
-
-
-class _Loaded(Mapping[str, type[Strategy]]):
-    """Strategies by name; the file of one is imported when it is asked for: torch's FSDP takes a second."""
-
-    def __init__(self, **places: str) -> None:
-        self._places = {name.replace("_", "-"): place for name, place in places.items()}
-
-    def __getitem__(self, name: str) -> type[Strategy]:
-        module, _, found = self._places[name].partition(":")
-        strategy: type[Strategy] = getattr(importlib.import_module(f"evenstep.strategies.{module}"), found)
-        return strategy
-
-    def __contains__(self, name: object) -> bool:
-        return name in self._places
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._places)
-
-    def __len__(self) -> int:
-        return len(self._places)
-
-
-STRATEGIES = _Loaded(single="single:Single", dp="dp:DP", ddp="ddp:DDP", fsdp="fsdp:FSDP", dp_torch="torch_dp:TorchDP")

@@ -41,6 +41,7 @@ from evenstep.monitor.replicas import refuse_other_models
 from evenstep.plan import PrecisionName
 from evenstep.profiling.spans import Tap
 from evenstep.sampling.rng import Draws, place_seed, seed_devices, seed_everything, stream
+from evenstep.schema import check_choice
 from evenstep.strategies.base import (
     NOTHING,
     DistributedModel,
@@ -49,12 +50,13 @@ from evenstep.strategies.base import (
     forget,
     forget_gradients,
     go_back,
+    load_strategy,
     on,
     one_by_one,
     separate,
     update,
 )
-from evenstep.strategies.registry import STRATEGIES
+from evenstep.strategy_facts import DEFAULT, DEFAULT_IN_ONE_PROCESS, REFERENCE, STRATEGIES, with_processes
 from evenstep.task import Amount
 from evenstep.training.batchnorm import standing_in
 from evenstep.training.evaluation import Evaluator, named
@@ -158,17 +160,22 @@ def join_team(
 ) -> Team:
     """The same; a process alone makes a process group only if that is needed."""
     _, size, _ = read_rank()
-    chosen = strategy or ("ddp" if size > 1 else "dp" if devices and len(devices) > 1 else "single")
-    if chosen not in STRATEGIES:
-        raise PlanError(f"unknown strategy {chosen!r}; allowed are {', '.join(STRATEGIES)}")
+    chosen = strategy or _default_strategy(size, devices or ())
+    check_choice("strategy", chosen, STRATEGIES, PlanError)
     many = STRATEGIES[chosen].processes_per_device
     if size > 1 and not many:
-        raise PlanError(f"{chosen} runs in one process, and there are {size}; use ddp or fsdp")
+        raise PlanError(f"{chosen} runs in one process, and there are {size}; use {with_processes()}")
     world = join_world(devices or available_devices(read_rank()), needs_group=many or needs_group)
     if STRATEGIES[chosen].drives_from_first:
         world = replace(world, devices=world.devices[:1], lent=world.devices[1:])
     seed_everything(seed)
     return Team(world, chosen, Precision(precision, world.device), seed)
+
+
+def _default_strategy(num_processes: int, devices: Sequence[str]) -> str:
+    if num_processes > 1:
+        return DEFAULT
+    return DEFAULT_IN_ONE_PROCESS if len(devices) > 1 else REFERENCE
 
 
 class Team:
@@ -178,7 +185,7 @@ class Team:
         self.world = world
         self.precision = precision
         self.seed = seed
-        self.strategy = STRATEGIES[strategy]()
+        self.strategy = load_strategy(strategy)()
         self.requests = Requests()
         self.last_compute_seconds = 0.0
         """How long the last backward was at work before it needed the others."""
@@ -210,7 +217,7 @@ class Team:
         refuse_lazy(model)
         fitted = self.precision.fit(model)
         refuse_other_models(self.world, fitted)
-        spread = self.strategy.wrap(fitted, self.world, sample)
+        spread: DistributedModel = self.strategy.wrap(fitted, self.world, sample)
         self._refusals.learn(spread)
         return spread
 

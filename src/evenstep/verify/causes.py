@@ -10,6 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from evenstep.strategy_facts import REFERENCE
 from evenstep.verify.differences import (
     COARSE,
     FINE,
@@ -424,7 +425,7 @@ def _cut_alone(case: Case) -> Cause | None:
     num = len(case.config.devices) * case.config.accumulate
     if num == 1 or case.run is None:
         return None
-    cut = case.runs.watched(Configuration("single", case.config.devices[:1], num), case.precision)
+    cut = case.runs.watched(Configuration(REFERENCE, case.config.devices[:1], num), case.precision)
     from_cut, from_whole = case.apart(cut, case.run), case.apart(case.reference, cut)
     if not from_cut.agrees or from_whole.agrees or from_whole.failure is not None:
         return None

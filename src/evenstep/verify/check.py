@@ -9,6 +9,7 @@ from pathlib import Path
 
 from evenstep.errors import TrainingError
 from evenstep.launcher.prepare import Prepared
+from evenstep.strategy_facts import REFERENCE
 from evenstep.verify.causes import Case, find_cause, lies_in_task, only_in
 from evenstep.verify.differences import (
     COARSE,
@@ -197,7 +198,7 @@ class Judge:
     ) -> list[Difference]:
         """A way that goes on from a run's checkpoint, beside one device that never stopped."""
         half = self._runs.half
-        whose = "single" if saved is reference else self._config.label
+        whose = REFERENCE if saved is reference else self._config.label
         again, resume = f"from a checkpoint of {whose}", str(saved.checkpoint(half))
         resumed = self._runs.watched(config, precision, again=again, resume=resume)
         if isinstance(resumed, Failure):

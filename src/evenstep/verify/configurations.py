@@ -9,10 +9,9 @@ import torch
 
 from evenstep.distributed.devices import check_devices, choose_devices
 from evenstep.errors import PlanError
-from evenstep.plan import STRATEGY_NAMES, Plan, parse_devices
+from evenstep.plan import Plan, parse_devices
+from evenstep.strategy_facts import DEFAULT, REFERENCE, STRATEGIES, usual_strategies
 from evenstep.verify.verdict import Configuration
-
-USUAL = ("dp", "ddp", "fsdp")
 
 
 def configs_of(strategies: str | None, devices: str | None, accumulate: int) -> list[Configuration]:
@@ -20,10 +19,11 @@ def configs_of(strategies: str | None, devices: str | None, accumulate: int) -> 
     sets = device_sets(devices) if devices is not None else [_all_devices()]
     names = named_strategies(strategies) if strategies is not None else None
     configs = [_config(name, chosen, accumulate) for chosen in sets for name in names or usual_on(chosen)]
-    configs = [config for config in dict.fromkeys(configs) if (config.strategy, config.accumulate) != ("single", 1)]
+    configs = [config for config in dict.fromkeys(configs) if (config.strategy, config.accumulate) != (REFERENCE, 1)]
     if not configs:
         raise PlanError(
-            "single with nothing cut up is what others are compared with; give --accumulate 2, or --strategies ddp"
+            f"{REFERENCE} with nothing cut up is what others are compared with; give --accumulate 2, or "
+            f"--strategies {DEFAULT}"
         )
     return configs
 
@@ -31,16 +31,16 @@ def configs_of(strategies: str | None, devices: str | None, accumulate: int) -> 
 def named_strategies(text: str) -> list[str]:
     """Those of a list such as `dp,ddp`."""
     names = list(dict.fromkeys(name.strip() for name in text.split(",") if name.strip()))
-    unknown = [name for name in names if name not in STRATEGY_NAMES]
+    unknown = [name for name in names if name not in STRATEGIES]
     if unknown or not names:
-        raise PlanError(f"unknown strategies {text!r}; allowed are {', '.join(STRATEGY_NAMES)}, such as dp,ddp")
+        raise PlanError(f"unknown strategies {text!r}; allowed are {', '.join(STRATEGIES)}, such as dp,ddp")
     return names
 
 
 def usual_on(devices: tuple[str, ...]) -> list[str]:
-    """Strategies that are looked at on several devices if none is named; fsdp needs a card for each process."""
+    """Strategies that are compared on several devices if none is named; some need a GPU for each process."""
     shares_gpu = devices[0].startswith("cuda") and len(set(devices)) < len(devices)
-    return [name for name in USUAL if name != "fsdp" or not shares_gpu]
+    return [row.name for row in usual_strategies() if row.shares_gpu or not shares_gpu]
 
 
 def device_sets(text: str) -> list[tuple[str, ...]]:
@@ -64,16 +64,12 @@ def plan_of(plan: Plan, config: Configuration) -> Plan:
 
 
 def _config(strategy: str, devices: tuple[str, ...], accumulate: int) -> Configuration:
-    return Configuration(strategy, devices[:1] if strategy == "single" else devices, accumulate)
+    return Configuration(strategy, devices[:1] if strategy == REFERENCE else devices, accumulate)
 
 
 def _all_devices() -> tuple[str, ...]:
     num_gpus = torch.cuda.device_count()
     return ("cuda:0", "cuda:0") if num_gpus == 1 else choose_devices(max(2, num_gpus))
-
-
-ONE_DEVICE_ONLY = ("single",)
-SEVERAL_ONLY = ("dp", "dp-torch")
 
 
 def find_configs(strategies: str | None, devices: str) -> list[Configuration]:
@@ -85,7 +81,7 @@ def find_configs(strategies: str | None, devices: str) -> list[Configuration]:
     if len({len(one) for one in sets}) < len(sets):
         raise PlanError(f"{devices!r} names two lists of as many devices; compare those in two commands")
     named = named_strategies(strategies) if strategies is not None else None
-    configs = [Configuration("single", (sets[0][0],))]
+    configs = [Configuration(REFERENCE, (sets[0][0],))]
     for one in sets:
         configs += [
             config for config in (Configuration(name, one) for name in _on(one, named)) if config not in configs
@@ -94,8 +90,9 @@ def find_configs(strategies: str | None, devices: str) -> list[Configuration]:
 
 
 def _on(devices: tuple[str, ...], named: list[str] | None) -> list[str]:
-    """Strategies for these devices; on one device alone `single` will do, unless others are named."""
+    """Strategies for these devices; one device needs the reference only, unless others are named."""
     if len(devices) == 1:
-        return [name for name in named or ONE_DEVICE_ONLY if name not in SEVERAL_ONLY]
-    gpus = ("dp-torch",) if all(name.startswith("cuda") for name in devices) else ()
-    return [name for name in named or (*usual_on(devices), *gpus) if name not in ONE_DEVICE_ONLY]
+        return [name for name in named or (REFERENCE,) if not STRATEGIES[name].needs_several_devices]
+    kinds = {name.split(":")[0] for name in devices}
+    baselines = [row.name for row in STRATEGIES.values() if row.is_baseline and kinds <= set(row.device_kinds)]
+    return [name for name in named or (*usual_on(devices), *baselines) if name != REFERENCE]

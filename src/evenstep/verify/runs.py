@@ -15,7 +15,7 @@ from typing import Any
 from evenstep.errors import EvenstepError, Preempted
 from evenstep.launcher.launch import run_apart, variant
 from evenstep.launcher.prepare import Prepared
-from evenstep.strategies.registry import STRATEGIES
+from evenstep.strategy_facts import REFERENCE, STRATEGIES
 from evenstep.verify.experiments import BY_RANK, TESTS
 from evenstep.verify.experiments import FOLDER as EXAMINED
 from evenstep.verify.recorder import Evidence, Failure
@@ -56,7 +56,7 @@ class Budget:
 
 def one_device(config: Configuration) -> Configuration:
     """What a way is compared with."""
-    return Configuration("single", config.devices[:1])
+    return Configuration(REFERENCE, config.devices[:1])
 
 
 def has_ranks(config: Configuration) -> bool:

@@ -1,0 +1,163 @@
+"""What the rest of evenstep knows about each strategy without importing torch: one row of facts each.
+
+Plan's checks, the launcher, defaults, help and advice are made from these rows. A new strategy is one file with a
+class (see `evenstep.strategies.base`) and one row here; outside of these nothing names a strategy.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from types import MappingProxyType
+
+
+@dataclass(frozen=True, kw_only=True)
+class StrategyFacts:
+    """One strategy: where its class is, where it runs, and what it can be combined with."""
+
+    name: str
+    """As users write it: `--strategy ddp`."""
+    location: str
+    """Module and class, imported when first used: torch's FSDP takes a second to import."""
+    summary: str
+    """One line for help and docs."""
+    known_as: str = ""
+    """What torch calls it, where that says more than the name."""
+    processes_per_device: bool = False
+    """True: one process for each device. False: one process drives them all."""
+    drives_from_first: bool = False
+    """True: whole batches go to the first device, and torch's wrapper splits them over the others."""
+    is_reference: bool = False
+    """The strategy that the others are compared with; it runs on one device."""
+    is_baseline: bool = False
+    """Present only to be compared with: `compare` includes it where it runs, `verify` only if it is named."""
+    needs_several_devices: bool = False
+    """On one device it does what the reference does, and `compare` skips it there."""
+    device_kinds: tuple[str, ...] = ("cpu", "cuda")
+    other_kinds_refusal: str = ""
+    """The message for devices of other kinds, where there is more to say than which strategies run on them."""
+    mixes_device_kinds: bool = False
+    """Whether one run can use a CPU and a GPU."""
+    several_machines: bool = False
+    shares_gpu: bool = True
+    """Whether one GPU can be given twice."""
+    shards: bool = False
+    """Whether each device holds a part of the weights instead of all of them."""
+    compiles: bool = True
+    """Whether torch.compile can make it faster."""
+    cuda_graphs: bool = True
+    """Whether a step that goes through torch's wrapper can be captured."""
+    separates_communication: bool = True
+    """Whether communication can be timed apart from forward and backward."""
+    refusals: Mapping[str, str] = field(default_factory=dict)
+    """Fields of the Plan that cannot be set with it, each with the message that says why and what to use."""
+    preloads: tuple[str, ...] = ()
+    """Modules that the fork server imports for its workers."""
+
+
+REFERENCE = "single"
+DEFAULT = "ddp"
+"""For several devices, processes or machines."""
+DEFAULT_IN_ONE_PROCESS = "dp"
+"""For several devices, where a process was started by hand and is alone."""
+
+_ROWS = (
+    StrategyFacts(
+        name=REFERENCE,
+        location="evenstep.strategies.single:Single",
+        summary="one process, one device: what all other strategies are compared with",
+        is_reference=True,
+        device_kinds=("cpu", "cuda", "mps"),
+    ),
+    StrategyFacts(
+        name=DEFAULT_IN_ONE_PROCESS,
+        location="evenstep.strategies.dp:DP",
+        summary="one process, one replica and one thread for each device",
+        needs_several_devices=True,
+        mixes_device_kinds=True,
+        compiles=False,
+        refusals={
+            "compile": "torch.compile does not trace in several threads, which dp needs; use --strategy ddp",
+        },
+    ),
+    StrategyFacts(
+        name=DEFAULT,
+        location="evenstep.strategies.ddp:DDP",
+        summary="one process for each device; each holds the whole model, and gradients are averaged",
+        processes_per_device=True,
+        several_machines=True,
+    ),
+    StrategyFacts(
+        name="fsdp",
+        location="evenstep.strategies.fsdp:FSDP",
+        summary="one process for each device; each holds a shard of parameters, gradients and optimizer state",
+        processes_per_device=True,
+        several_machines=True,
+        # Seen on torch 2.11: ranks on one GPU use gloo, and gathering whole tensors there is a SIGSEGV.
+        shares_gpu=False,
+        shards=True,
+        cuda_graphs=False,
+        refusals={
+            "channels_last": "fully_shard takes no weights with channels last; use --strategy ddp with --channels-last",
+        },
+        preloads=("torch.distributed.fsdp", "torch.distributed.device_mesh", "torch.distributed.tensor"),
+    ),
+    StrategyFacts(
+        name="dp-torch",
+        location="evenstep.strategies.torch_dp:TorchDP",
+        summary="torch's own nn.DataParallel on CUDA devices, to compare with",
+        known_as="nn.DataParallel",
+        drives_from_first=True,
+        is_baseline=True,
+        needs_several_devices=True,
+        device_kinds=("cuda",),
+        other_kinds_refusal="dp-torch is nn.DataParallel, which runs on CUDA devices only; use --strategy dp",
+        compiles=False,
+        cuda_graphs=False,
+        separates_communication=False,
+    ),
+)
+_FACTS = {row.name: row for row in _ROWS}
+STRATEGIES: Mapping[str, StrategyFacts] = MappingProxyType(_FACTS)
+"""The rows by name, in the order in which help lists them."""
+
+
+def add_strategy(facts: StrategyFacts) -> None:
+    """Make a custom strategy known to this process; call it where the task's file is imported, as all processes do."""
+    if _FACTS.setdefault(facts.name, facts) != facts:
+        raise ValueError(f"there is a strategy {facts.name!r} already; give yours another name")
+
+
+def usual_strategies() -> list[StrategyFacts]:
+    """Those that train on several devices and are no baseline."""
+    return [row for row in STRATEGIES.values() if not row.is_reference and not row.is_baseline]
+
+
+def one_of(rows: Iterable[StrategyFacts]) -> str:
+    """Their names as a choice.
+
+    >>> one_of(usual_strategies())
+    'dp, ddp or fsdp'
+    """
+    *most, last = [row.name for row in rows]
+    return f"{', '.join(most)} or {last}" if most else last
+
+
+def listed() -> str:
+    """All of them for help, with torch's names where these say more.
+
+    >>> listed()
+    'single, dp, ddp, fsdp or dp-torch (nn.DataParallel)'
+    """
+    shown = [f"{row.name} ({row.known_as})" if row.known_as else row.name for row in STRATEGIES.values()]
+    return f"{', '.join(shown[:-1])} or {shown[-1]}"
+
+
+def with_processes() -> str:
+    """The strategies with a process for each device, as a choice."""
+    return one_of(row for row in STRATEGIES.values() if row.processes_per_device)
+
+
+def sharding() -> str:
+    """The strategies whose devices hold a part of the model each, as a choice."""
+    return one_of(row for row in STRATEGIES.values() if row.shards)

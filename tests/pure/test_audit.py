@@ -20,8 +20,7 @@ import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from evenstep.audit import FILE, Audit, SamplesWriter, audit
-from evenstep.audit import judge as epoch_module
+from evenstep.audit import FILE, Audit, SamplesWriter, audit, judge
 from evenstep.audit.samples import MOST_PROBLEMS, Problems, read_lines
 from evenstep.errors import BadInput
 from evenstep.plan import Plan
@@ -218,7 +217,7 @@ def test_a_run_left_out_of_a_chain_is_missed() -> None:
     assert found.problems == [
         "steps 4 to 7 are in no file",
         "epoch 2 begins at step 8 though epoch 1 has had 6 of 10",
-        "epoch 1 has missed 4 of 10 samples: ids 6, 7, 8, ...",
+        "epoch 1 missed 4 of 10 samples: ids 6, 7, 8, ...",
     ]
     assert found.missed == 4
 
@@ -228,7 +227,7 @@ def test_a_run_that_goes_on_at_another_position_is_no_continuation() -> None:
     first = write_run("a", lines[:2], num_samples=20)
     second = write_run("b", lines[3:4], step=2, position=12, num_samples=20)
     assert audit([first, second]).problems == [
-        "b goes on at step 2 after 12 samples, and the steps before it used 8",
+        "b continues at step 2 after 12 samples, and the steps before it used 8",
         "step 3 is in no file",
     ]
 
@@ -265,8 +264,8 @@ def test_a_repeated_and_a_missed_sample_do_not_make_up_for_each_other() -> None:
     assert (found.samples, found.repeated, found.missed) == (10, 1, 1)
     assert found.sentence() == "10 samples, 1 repeated, 1 missed"
     assert found.problems == [
-        "epoch 1 has repeated 1 sample: id 3 again in step 3",
-        "epoch 1 has missed 1 of 10 samples: ids 9",
+        "epoch 1 repeated 1 sample: id 3 again in step 3",
+        "epoch 1 missed 1 of 10 samples: ids 9",
     ]
 
 
@@ -278,7 +277,7 @@ def test_an_epoch_that_ends_early_has_missed_the_rest() -> None:
 
 def test_ids_that_an_epoch_of_some_samples_has_missed_are_not_guessed() -> None:
     found = audit_of([[7, 9], [7, 9, 2]], rest=3)
-    assert found.problems[1:] == ["epoch 1 has missed 1 of 3 samples"]
+    assert found.problems[1:] == ["epoch 1 missed 1 of 3 samples"]
 
 
 def test_an_epoch_that_is_in_no_file_is_missed_whole() -> None:
@@ -323,7 +322,7 @@ def test_a_step_from_before_the_run_began_is_a_problem() -> None:
 
 
 def test_more_different_samples_than_an_epoch_has_are_a_problem() -> None:
-    assert audit_of([range(7)], rest=5).problems == ["epoch 1 has had 7 samples and should have 5"]
+    assert audit_of([range(7)], rest=5).problems == ["epoch 1 used 7 samples and should use 5"]
 
 
 def test_a_draw_with_replacement_can_fall_short_too() -> None:
@@ -335,15 +334,15 @@ def test_a_draw_with_replacement_can_fall_short_too() -> None:
 def test_a_gap_in_a_stream_is_missed() -> None:
     found = audit_of([[0, 1, 2, 5, 6], [0, 1]], num_samples=None)
     assert found.sentence() == "7 samples in 2 epochs, 0 repeated, 2 missed"
-    assert found.problems == ["epoch 1 has missed 2 of 7 samples: ids 3, 4"]
+    assert found.problems == ["epoch 1 missed 2 of 7 samples: ids 3, 4"]
 
 
 def test_a_stream_that_goes_on_too_early_or_too_late_is_found() -> None:
     at: dict[str, Any] = {"num_samples": None, "step": 1, "position": 4}
     late = audit([write_run("a", [Taken(0, 2, [6, 7])], **at)])
-    assert late.problems == ["epoch 1 has missed 2 of 4 samples: ids 4, 5"]
+    assert late.problems == ["epoch 1 missed 2 of 4 samples: ids 4, 5"]
     early = audit([write_run("b", [Taken(0, 2, [3, 4])], **at)])
-    assert early.problems == ["id 3 of step 2 is outside this part of the stream (from place 4 on)"]
+    assert early.problems == ["id 3 of step 2 is outside this part of the stream (from 4 on)"]
 
 
 @pytest.mark.parametrize("odd", [-1, 10, 4711, 10**30, -(10**30), 2**63])
@@ -353,10 +352,12 @@ def test_an_id_outside_the_data_is_named(odd: int) -> None:
     assert found.sentence() == "6 of 10 samples, 0 repeated, 0 missed, but 1 problem"
 
 
-def test_an_id_that_no_stream_can_have_is_named_and_fills_no_memory() -> None:
-    found = audit([write_run("a", [Taken(0, 1, [0, 2**62]), Taken(0, 2, [1, 2**50])], num_samples=None)])
-    assert f"id {2**62} of step 1 is outside this part of the stream (from place 0 on)" in found.problems
-    assert found.missed == 2**50 + 1 - 3
+def test_an_id_beyond_those_that_an_audit_counts_is_named_and_fills_no_memory() -> None:
+    found = audit([write_run("a", [Taken(0, 1, [0, 2**32]), Taken(0, 2, [1, 2**26])], num_samples=None)])
+    assert f"id {2**32} of step 1 is not counted: an audit counts ids below 4,294,967,296" in found.problems
+    assert found.missed == 2**26 + 1 - 3
+    large = audit([write_run("b", [Taken(0, 1, [0, 2**32])], num_samples=2**33, rest=2**33)])
+    assert large.problems == [f"id {2**32} of step 1 is not counted: an audit counts ids below 4,294,967,296"]
 
 
 @pytest.mark.parametrize("odd", ["2.0", "true", "null", '"2"', "[2]", "NaN"])
@@ -364,7 +365,7 @@ def test_an_id_that_is_no_whole_number_is_named(odd: str) -> None:
     folder = write_run("a", [])
     (folder / FILE).write_text(f'{{"epoch": 0, "step": 1, "ids": [0, 1, {odd}]}}\n')
     found = audit([folder])
-    assert found.problems == [f"step 1 has {odd} for an id; ids are whole numbers"]
+    assert found.problems == [f"step 1 has {odd} for an id; ids are integers"]
     assert found.samples == 3
 
 
@@ -560,8 +561,8 @@ def test_the_command_gives_json_in_one_line(evenstep: Callable[..., Ended]) -> N
         "repeats": False,
         "sentence": "3 samples, 1 repeated, 1 missed",
         "problems": [
-            "epoch 1 has repeated 1 sample: id 0 again in step 1",
-            "epoch 1 has missed 1 of 3 samples: ids 2",
+            "epoch 1 repeated 1 sample: id 0 again in step 1",
+            "epoch 1 missed 1 of 3 samples: ids 2",
         ],
         "num_problems": 2,
     }
@@ -652,8 +653,8 @@ def trainings(draw: st.DrawFn) -> Training:
 
 @contextmanager
 def few_at_a_time(size: int) -> Iterator[None]:
-    """Borders between looks and between pages, which otherwise are at thousands of samples."""
-    with mock.patch.object(epoch_module, "_AT_A_TIME", size), mock.patch.object(epoch_module, "_PAGE", size):
+    """Ids are counted in blocks of this size, instead of tens of thousands."""
+    with mock.patch.object(judge, "_IDS_AT_ONCE", size):
         yield
 
 
@@ -772,7 +773,7 @@ def test_a_run_goes_on_from_one_that_is_given_or_they_are_no_chain() -> None:
     assert audit([first, rest]).is_clean
     # Begun again because it was cut off before its first checkpoint: one training.
     assert audit([stranger, first, rest]).is_clean
-    with pytest.raises(BadInput, match="the other was resumed from first, which was not given"):
+    with pytest.raises(BadInput, match="the other one was resumed from first, which was not given"):
         audit([stranger, rest])
 
 
@@ -782,5 +783,5 @@ def test_a_run_that_came_to_its_end_is_not_gone_over_again() -> None:
     with (done / "record.jsonl").open("a") as record:
         record.write(json.dumps({"kind": "summary", **asdict(replace(SUMMARY, steps=3))}) + "\n")
     assert audit([done]).is_clean
-    with pytest.raises(BadInput, match="the first came to its end at step 3, and the other begins at step 0"):
+    with pytest.raises(BadInput, match="the first one ended at step 3, and the other one begins at step 0"):
         audit([done, other])

@@ -1,7 +1,7 @@
-"""Which samples every step used, one line a step, and whether any of them was repeated or missed.
+"""Counts which samples each step used, from one line per step, and reports samples that were repeated or missed.
 
-A run that was interrupted and resumed, perhaps more than once, is a chain: its folders are read as one training. Work
-that was lost in a crash and done again counts once. Memory is bounded by one epoch: a byte for each of its samples.
+The folders of a run that was interrupted and resumed are read as one training; steps that were lost in a crash and
+repeated count once. Memory: one byte for each sample of the data, for at most 2**32 samples.
 """
 
 from __future__ import annotations
@@ -9,14 +9,15 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from evenstep.audit.judge import Audit, Judge, read_chain
+from evenstep.audit.chain import read_chain
+from evenstep.audit.judge import Audit, Judge
 from evenstep.audit.samples import FILE, SamplesWriter, read_lines
 
 __all__ = ["FILE", "Audit", "SamplesWriter", "audit"]
 
 
 def audit(runs: Sequence[str | Path]) -> Audit:
-    """Read one run, or all runs of a training that was interrupted, and count what was repeated and missed."""
+    """Count the repeated and missed samples of one run, or of all runs of a training that was interrupted."""
     chain = read_chain(runs)
     judge = Judge(chain)
     for run, following in zip(chain, [*chain[1:], None], strict=True):
@@ -27,5 +28,5 @@ def audit(runs: Sequence[str | Path]) -> Audit:
             if following is not None and line.step > following.step:
                 judge.redone += len(line.ids)
             else:
-                judge.take(line, run)
+                judge.add(line, run)
     return judge.finish(chain[-1])

@@ -1,4 +1,4 @@
-"""The file of samples: one line for each optimizer step, written while a run trains and read afterwards."""
+"""samples.jsonl: the sample ids of each optimizer step, one line per step, written by a run and read by an audit."""
 
 from __future__ import annotations
 
@@ -18,20 +18,20 @@ from evenstep.schema import MALFORMED, Natural, Positive, Schema
 
 FILE = "samples.jsonl"
 MOST_PROBLEMS = 100
-"""Sentences that are kept; a file that is all wrong would fill the memory."""
+"""Sentences that are kept, so that a broken file does not fill the memory."""
 
 Ids = NDArray[np.int64]
 
 
 def samples_file(run_folder: Path, attempt: int) -> Path:
-    """The file of samples of the first start of a run, or of a later one, beside it."""
+    """The samples file of a start of a run: samples.jsonl for the first, samples-2.jsonl for the second."""
     return run_folder / (FILE if attempt == 1 else f"{Path(FILE).stem}-{attempt}{Path(FILE).suffix}")
 
 
 class SamplesWriter:
     """Writes the samples of every finished step; each line is in the file before the next step begins.
 
-    Every start of a run has a file of its own, the first one that is free; its row in the Record names it.
+    Each start of a run writes a new file, which its row in the Record names.
     """
 
     def __init__(self, run_folder: Path) -> None:
@@ -42,48 +42,48 @@ class SamplesWriter:
                 return
 
     def append(self, epoch: int, step: int, ids: Sequence[int] | Ids) -> None:
-        """Add one step: its samples in global order, not in that of one rank."""
+        """Add one step: the samples of all ranks, in the order of the global batch."""
         numbers = ids.tolist() if isinstance(ids, np.ndarray) else list(map(int, ids))
         line = json.dumps({"epoch": epoch, "step": step, "ids": numbers}, separators=(",", ":"))
         self._file.write(line + "\n")
-        # At once: what was trained before a kill -9 must be known after it.
+        # Now: an audit must know what was trained before a kill -9.
         self._file.flush()
 
     def close(self) -> None:
-        """Nothing is left to write, but for a line that could not be: that error was raised then."""
+        """Close the file; a line that could not be written has raised its error already."""
         with suppress(OSError):
             self._file.close()
 
 
 @dataclass(frozen=True)
 class Line:
-    """One step."""
+    """The samples of one step."""
 
     epoch: Natural
     step: Positive
     ids: list[Any]
-    """Whole numbers, if all is well."""
+    """Integers, unless the file is damaged."""
 
 
 _LINE: Schema[Line] = Schema(Line, "line of samples")
 
 
 class Problems:
-    """What is wrong, in sentences: the first ones, and how many there were."""
+    """The first problems of an audit, as sentences, and the number of all."""
 
     def __init__(self) -> None:
         self.sentences: list[str] = []
         self.num = 0
 
     def add(self, sentence: str) -> None:
-        """One more."""
+        """Add a problem."""
         self.num += 1
         if self.num <= MOST_PROBLEMS:
             self.sentences.append(sentence)
 
 
 def read_lines(path: Path, problems: Problems) -> Iterator[Line]:
-    """The steps of a file; the last one, if torn, is of a step that nobody can go on from."""
+    """The steps of a file. A last line that is cut off is ignored: its step was never checkpointed."""
     try:
         with path.open("rb") as file:
             for number, text in enumerate(file, 1):
@@ -100,7 +100,7 @@ def read_lines(path: Path, problems: Problems) -> Iterator[Line]:
 
 
 def unreadable(path: Path, error: OSError) -> BadInput:
-    """A file that is there and cannot be opened."""
+    """The error for a file that exists and cannot be read."""
     return BadInput(f"{path} cannot be read: {error.strerror or error}")
 
 

@@ -32,7 +32,7 @@ from models import MLP_10M, SIMPLE_NET
 
 from evenstep import Task
 from evenstep.compare.measure import Block
-from evenstep.launcher.launch import run_apart, variant
+from evenstep.launcher.launch import run_in_processes, variant
 from evenstep.launcher.prepare import prepare
 from evenstep.launcher.script import launch
 from evenstep.record import PARTS, Measurement, Record
@@ -83,7 +83,7 @@ def measured(name: str, strategy: str, devices: tuple[str, ...], block: Block, f
     """One block, in processes of its own."""
     base = prepare(f"{__file__}:{name}", {"name": f"parts-{time.monotonic_ns()}", "devices": list(devices[:1])})
     prepared = variant(base, folder, strategy=strategy, devices=devices, steps=block.plan_steps)
-    for _ in run_apart(prepared, Instead("evenstep.compare.measure:measure", asdict(block))):
+    for _ in run_in_processes(prepared, Instead("evenstep.compare.measure:measure", asdict(block))):
         pass
     found = Record.read(folder).measurement
     shutil.rmtree(folder)

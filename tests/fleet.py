@@ -15,7 +15,7 @@ import torch
 from safetensors.torch import load_file
 
 from evenstep.launcher.processes import RankLogs, Start, workers
-from evenstep.launcher.rendezvous.local import OneMachine
+from evenstep.launcher.rendezvous.local import LocalRendezvous
 from evenstep.plan import Plan
 from evenstep.record import Record
 from evenstep.worker.user_program import Program, run_program
@@ -38,8 +38,8 @@ def run_jobs(folder: Path, size: int, jobs: Iterable[tuple[str, Plan, str]], dev
 
 def run_processes(script: Path, arguments: Sequence[str], size: int, logs_folder: Path, **more: str) -> None:
     """Run a script as `size` processes that meet as those of a training do; what they said, if one of them fails."""
-    meeting = OneMachine()
-    environments = meeting.gather(size, 1).environments(size, {"OMP_NUM_THREADS": "1", **more})
+    rendezvous = LocalRendezvous()
+    environments = rendezvous.next_round(size, 1).environments(size, {"OMP_NUM_THREADS": "1", **more})
     logs = RankLogs(logs_folder)
     program = Program(str(script), tuple(arguments), search_path=tuple(sys.path))
     try:
@@ -49,7 +49,7 @@ def run_processes(script: Path, arguments: Sequence[str], size: int, logs_folder
             said = [path.read_text() for path in sorted(logs.folder.glob("*.traceback"))]
             assert started.failed == {}, "".join(said)[-6000:]
     finally:
-        meeting.close()
+        rendezvous.close()
 
 
 def result(folder: Path, name: str) -> Result:

@@ -8,7 +8,7 @@ import threading
 from types import FrameType
 
 from evenstep.errors import Preempted
-from evenstep.launcher.fork_server import keep_tracker, start_server_for
+from evenstep.launcher.fork_server import ensure_resource_tracker, start_server_for
 
 
 def main() -> None:
@@ -38,7 +38,7 @@ def _leave(ended: SystemExit) -> None:
         # Python has words for that.
         return
     # It hears of every semaphore that goes now.
-    keep_tracker(starts=False)
+    ensure_resource_tracker(starts=False)
     atexit._run_exitfuncs()
     os._exit(ended.code or 0)
 

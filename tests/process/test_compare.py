@@ -16,7 +16,7 @@ import psutil
 import pytest
 
 from evenstep.compare.measure import Block
-from evenstep.launcher.launch import run_apart, variant
+from evenstep.launcher.launch import run_in_processes, variant
 from evenstep.launcher.prepare import prepare
 from evenstep.record import PARTS, Measurement, Record
 from evenstep.report.comparison import Comparison
@@ -110,7 +110,7 @@ def blocks(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Record]:
         found = {}
         for name, changes in WAYS.items():
             prepared = variant(base, base.folder / name, steps=block.plan_steps, **changes)
-            for _ in run_apart(prepared, Instead("evenstep.compare.measure:measure", asdict(block))):
+            for _ in run_in_processes(prepared, Instead("evenstep.compare.measure:measure", asdict(block))):
                 pass
             found[name] = Record.read(prepared.folder)
     return found

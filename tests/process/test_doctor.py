@@ -20,7 +20,7 @@ import psutil
 import pytest
 
 from evenstep.doctor.bandwidth import Pair, add_up, try_pairs
-from evenstep.doctor.remedies import Patience, is_sound
+from evenstep.doctor.remedies import TimeBudget, is_sound
 from evenstep.doctor.sandbox import Job, try_out, try_together
 from tests.faults.hosts import Host, hosts, why_no_hosts
 
@@ -74,11 +74,11 @@ def test_one_that_hangs_and_one_that_crashes_disturb_no_other() -> None:
 def test_finds_by_trying_that_a_variable_must_go() -> None:
     pair = Pair(("cpu", "cpu"), SMALL)
     broken = Broken(pair.devices, pair.sizes)
-    (trial,) = try_pairs([broken], ["HOME", "GLOO_SOCKET_IFNAME"], Patience())
+    (trial,) = try_pairs([broken], ["HOME", "GLOO_SOCKET_IFNAME"], TimeBudget())
     assert "nonsense" in trial.ended.why
     assert trial.helped_by == {"GLOO_SOCKET_IFNAME": None}
-    assert trial.healed is not None
-    assert is_sound(trial.healed)
+    assert trial.fixed is not None
+    assert is_sound(trial.fixed)
 
 
 class Hanging(Pair):
@@ -90,8 +90,8 @@ class Hanging(Pair):
 
 @pytest.mark.slow
 def test_however_many_pairs_hang_it_ends_within_a_minute() -> None:
-    began, patience = time.monotonic(), Patience()
-    trials = [try_pairs([Hanging(("cpu", "cpu"))], ["GLOO_SOCKET_IFNAME"], patience)[0] for _ in range(6)]
+    began, budget = time.monotonic(), TimeBudget()
+    trials = [try_pairs([Hanging(("cpu", "cpu"))], ["GLOO_SOCKET_IFNAME"], budget)[0] for _ in range(6)]
     assert time.monotonic() - began < 60
     assert trials[0].ended.is_late
     assert trials[0].tried

@@ -21,12 +21,12 @@ from evenstep.distributed import devices
 from evenstep.distributed.cgroups import Groups
 from evenstep.doctor import network
 from evenstep.doctor.bandwidth import expected_sum, pattern, rounds, schedule
-from evenstep.doctor.checks import Looking, Report, Visit
+from evenstep.doctor.checks import CheckStarted, MachineChecks, Report
 from evenstep.doctor.cluster import (
-    Member,
-    Misunderstood,
-    Talk,
-    _Together,
+    BadMessage,
+    Channel,
+    MachineFacts,
+    _ClusterCheck,
     both,
     compare,
     not_understood,
@@ -41,8 +41,8 @@ from evenstep.doctor.limits import cores, memory, open_files, shared_memory, thr
 from evenstep.doctor.network import host_name, measure_loopback, ports, resolve
 from evenstep.doctor.remedies import (
     LEAST_SECONDS,
-    Patience,
     Reference,
+    TimeBudget,
     Trial,
     in_words,
     is_sound,
@@ -53,8 +53,8 @@ from evenstep.doctor.remedies import (
 )
 from evenstep.doctor.sandbox import Ended, shortened
 from evenstep.launcher.rendezvous.addresses import open_store
-from evenstep.launcher.rendezvous.auth import Seal
-from evenstep.launcher.rendezvous.local import Place
+from evenstep.launcher.rendezvous.auth import MessageSigner
+from evenstep.launcher.rendezvous.local import RankAssignment
 from tests.pure.conftest import Ended as Finished
 
 
@@ -199,18 +199,18 @@ def listening(port: int) -> list[str]:
 def test_the_store_that_looks_at_ports_listens_to_this_machine_alone(
     monkeypatch: pytest.MonkeyPatch, fails_first: bool
 ) -> None:
-    heard: list[list[str]] = []
+    listening_on: list[list[str]] = []
 
     def opening(use_libuv: bool, seconds: float) -> TCPStore:
         if use_libuv and fails_first:
             raise OSError("no libuv")
         store = open_store(seconds=seconds, use_libuv=use_libuv)
-        heard.append(listening(store.port))
+        listening_on.append(listening(store.port))
         return store
 
     monkeypatch.setattr(network, "open_store", opening)
     assert ports().advice == ("set USE_LIBUV=0 (found by trying)" if fails_first else "")
-    assert heard == [["127.0.0.1"]]
+    assert listening_on == [["127.0.0.1"]]
 
 
 class Driver:
@@ -353,7 +353,7 @@ def test_tries_one_remedy_after_the_other_until_one_helps() -> None:
         return well() if settings == {"NCCL_P2P_DISABLE": "1"} else Ended(why="no")
 
     failed = Trial("pair", Ended(why="unhandled system error"))
-    trial = search(failed, remedies("nccl", ["NCCL_ALGO", "HOME"]), attempt, Patience())
+    trial = search(failed, remedies("nccl", ["NCCL_ALGO", "HOME"]), attempt, TimeBudget())
     assert asked == [{"NCCL_ALGO": None}, {"NCCL_P2P_DISABLE": "1"}]
     found = judge(trial, Reference())
     assert found.status == "bad"
@@ -362,22 +362,22 @@ def test_tries_one_remedy_after_the_other_until_one_helps() -> None:
 
 def test_wrong_sums_are_cured_too_and_what_there_was_no_time_for_is_named() -> None:
     wrong = Trial("pair", well(is_right=False))
-    assert search(wrong, [{"A": "1"}], lambda _: well(), Patience()).helped_by == {"A": "1"}
-    late = search(wrong, [{"A": "1"}, {"B": None}], lambda _: Ended(why="no"), Patience(0))
+    assert search(wrong, [{"A": "1"}], lambda _: well(), TimeBudget()).helped_by == {"A": "1"}
+    late = search(wrong, [{"A": "1"}, {"B": None}], lambda _: Ended(why="no"), TimeBudget(0))
     assert judge(late, Reference()).advice == "no time was left to try: export A=1, unset B"
     assert in_words({"A": "1"}) == "export A=1"
 
 
 def test_what_hangs_leaves_no_time_for_other_pairs_and_that_is_said_of_them() -> None:
-    over = Patience(deadline=time.monotonic() + LEAST_SECONDS - 1)
+    over = TimeBudget(deadline=time.monotonic() + LEAST_SECONDS - 1)
     assert over.allowed(20) == 0
     assert search(Trial("pair", Ended(why="no")), [{"A": "1"}], lambda _: well(), over).not_tried == ({"A": "1"},)
-    check = Visit({}, over).checks()[-1]
+    check = MachineChecks({}, over).checks()[-1]
     (found,) = check.findings()
     assert (found.name, found.status) == ("2 x cpu, gloo", "warn")
     assert found.said.startswith("not tried")
-    assert 18 < Patience(deadline=time.monotonic() + 20).allowed(50) <= 20
-    assert Patience().allowed(20) == 20
+    assert 18 < TimeBudget(deadline=time.monotonic() + 20).allowed(50) <= 20
+    assert TimeBudget().allowed(20) == 20
 
 
 def test_what_nccl_says_last_is_what_is_said() -> None:
@@ -415,10 +415,10 @@ def test_a_check_that_fails_is_a_finding_itself() -> None:
     assert worst([]) == "good"
 
 
-def member(name: str, **more: object) -> Member:
+def member(name: str, **more: object) -> MachineFacts:
     usual = {"torch": "2.13.0", "evenstep": "0.1.0", "python": "3.11.7", "gpus": 0, "interface": "eth0"}
     usual |= {"interface_bits_per_second": 1e10, "seconds_behind": 0.0, "set_names": ""}
-    return Member.from_json({"name": name, **usual, **more})
+    return MachineFacts.from_json({"name": name, **usual, **more})
 
 
 def test_machines_that_differ_are_told_apart() -> None:
@@ -472,13 +472,14 @@ class Pad:
 
 def test_machines_hear_each_other_and_do_not_wait_for_one_that_is_lost() -> None:
     pad = Pad()
-    first, second = Talk(pad, 0, 2, Seal(b"ours")), Talk(pad, 1, 2, Seal(b"ours"), is_lost=lambda: True)
-    first.tell("a", {"b": 1})
-    assert second.hear("a", dict) == {"b": 1}
-    assert second.hear("missing", dict) is None
-    assert first.hear("missing", dict, 0.01) is None
+    first = Channel(pad, 0, 2, MessageSigner(b"ours"))
+    second = Channel(pad, 1, 2, MessageSigner(b"ours"), is_lost=lambda: True)
+    first.send("a", {"b": 1})
+    assert second.receive("a", dict) == {"b": 1}
+    assert second.receive("missing", dict) is None
+    assert first.receive("missing", dict, 0.01) is None
     assert second.seconds_behind() is None
-    first.tell("clock/1/answered", {"seconds": time.time() + 60})
+    first.send("clock/1/answered", {"seconds": time.time() + 60})
     behind = second.seconds_behind()
     assert behind is not None
     assert 55 < behind < 65
@@ -486,15 +487,15 @@ def test_machines_hear_each_other_and_do_not_wait_for_one_that_is_lost() -> None
 
 def test_what_a_stranger_writes_or_moves_is_not_believed() -> None:
     pad = Pad()
-    talk = Talk(pad, 0, 2, Seal(b"ours"))
-    Talk(pad, 1, 2, Seal(b"theirs")).tell("verdict", {"status": "good", "said": ""})
-    talk.tell("verdict/old", {"status": "good", "said": ""})
+    channel = Channel(pad, 0, 2, MessageSigner(b"ours"))
+    Channel(pad, 1, 2, MessageSigner(b"theirs")).send("verdict", {"status": "good", "said": ""})
+    channel.send("verdict/old", {"status": "good", "said": ""})
     pad.texts["doctor/moved"] = pad.texts["doctor/verdict/old"]
     pad.set("doctor/plain", '{"status": "good", "said": ""}')
     for key in ("verdict", "moved", "plain"):
-        with pytest.raises(Misunderstood, match="no machine of this run"):
-            talk.hear(key, read_verdict)
-    assert talk.hear("verdict/old", read_verdict) == Finding("all machines", "good", "")
+        with pytest.raises(BadMessage, match="no machine of this run"):
+            channel.receive(key, read_verdict)
+    assert channel.receive("verdict/old", read_verdict) == Finding("all machines", "good", "")
 
 
 ROW = {"num_bytes": 4096, "is_right": True, "median_seconds": 1e-4, "best_seconds": 1e-4}
@@ -514,15 +515,15 @@ ENDED = {"returned": [{"rows": [ROW], "copy_bytes_per_second": 5e9}], "why": "",
         (read_ended, {**ENDED, "returned": [{"rows": [], "copy_bytes_per_second": 1}]}),
         (read_ended, {**ENDED, "returned": [{"rows": [{**ROW, "best_seconds": 0}], "copy_bytes_per_second": 1}]}),
         (read_ended, {**ENDED, "returned": [{"rows": [{**ROW, "num_bytes": math.inf}], "copy_bytes_per_second": 1}]}),
-        (Member.from_json, {"name": "a"}),
-        (Member.from_json, []),
+        (MachineFacts.from_json, {"name": "a"}),
+        (MachineFacts.from_json, []),
     ],
 )
 def test_what_is_no_message_of_a_doctor_s_is_a_bad_finding(read: Callable[[Any], Any], values: Any) -> None:
     pad = Pad()
-    pad.set("doctor/a", Seal(b"ours").sealed("doctor/a", values))
-    with pytest.raises(Misunderstood, match="not understood here") as raised:
-        Talk(pad, 0, 2, Seal(b"ours")).hear("a", read)
+    pad.set("doctor/a", MessageSigner(b"ours").sign("doctor/a", values))
+    with pytest.raises(BadMessage, match="not understood here") as raised:
+        Channel(pad, 0, 2, MessageSigner(b"ours")).receive("a", read)
     found = not_understood("machine 2", raised.value)
     assert found.status == "bad"
     assert "EVENSTEP_TOKEN" in found.advice
@@ -531,27 +532,28 @@ def test_what_is_no_message_of_a_doctor_s_is_a_bad_finding(read: Callable[[Any],
 def test_a_visit_that_a_stranger_speaks_into_ends_with_a_bad_finding() -> None:
     pad, own = Pad(), Finding("python", "good", "")
     pad.set("doctor/clock/1/asked", "{}")
-    first = _Together(Talk(pad, 0, 2, Seal(b"ours")), Place(0, 2, 0, 2), {}).findings([own])
+    first = _ClusterCheck(Channel(pad, 0, 2, MessageSigner(b"ours")), RankAssignment(0, 2, 0, 2), {}).findings([own])
     assert [(one.name, one.status) for one in first] == [("python", "good"), ("other machines", "bad")]
     pad.set("doctor/clock/1/answered", "{}")
-    (second,) = _Together(Talk(pad, 1, 2, Seal(b"ours")), Place(1, 2, 1, 2), {}).findings([own])
+    channel = Channel(pad, 1, 2, MessageSigner(b"ours"))
+    (second,) = _ClusterCheck(channel, RankAssignment(1, 2, 1, 2), {}).findings([own])
     assert second.status == "bad"
     assert "no machine of this run" in second.said
 
 
 def test_a_report_that_is_not_understood_is_a_bad_finding_beside_all_others() -> None:
     pad = Pad()
-    other = Talk(pad, 1, 2, Seal(b"ours"))
-    other.tell("clock/1/asked", {})
-    other.tell("member/1", asdict(member("b")))
-    other.tell("report/1", {"findings": "none"})
+    other = Channel(pad, 1, 2, MessageSigner(b"ours"))
+    other.send("clock/1/asked", {})
+    other.send("member/1", asdict(member("b")))
+    other.send("report/1", {"findings": "none"})
     # The other is gone by now: what it left is heard, and no attempt is made.
-    talk = Talk(pad, 0, 2, Seal(b"ours"), is_lost=lambda: True)
-    found = {one.name: one for one in _Together(talk, Place(0, 2, 0, 2), {}).findings([])}
+    channel = Channel(pad, 0, 2, MessageSigner(b"ours"), is_lost=lambda: True)
+    found = {one.name: one for one in _ClusterCheck(channel, RankAssignment(0, 2, 0, 2), {}).findings([])}
     assert found["b"].status == "bad"
     assert "not understood here" in found["b"].said
     assert found["clocks"].status == "good"
-    assert other.hear("verdict", read_verdict) == Finding(
+    assert other.receive("verdict", read_verdict) == Finding(
         "all machines", "bad", "the first machine prints what was found"
     )
 
@@ -597,7 +599,7 @@ def test_bad_input_is_refused_before_anything_is_started(
 def test_the_exit_code_is_1_if_something_is_bad_and_0_if_not(
     evenstep: Callable[..., Finished], monkeypatch: pytest.MonkeyPatch, status: Status, code: int
 ) -> None:
-    def examine(_: object) -> Iterator[Looking | Report]:
+    def examine(_: object) -> Iterator[CheckStarted | Report]:
         yield Report((Finding("a", "good", "fine"), Finding("b", status, "so")), 1.0)
 
     monkeypatch.setattr("evenstep.launcher.fork_server.start_server", lambda: None)

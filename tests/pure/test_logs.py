@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from evenstep.launcher.logs import MOST_LINE_BYTES, Tail, Voices, end_of, ranks_in_words
+from evenstep.launcher.logs import MAX_LINE_BYTES, MergedLogs, Tail, end_of, ranks_in_words
 from evenstep.launcher.processes import RankLogs
 from evenstep.report.progress import pass_on
 
@@ -25,29 +25,29 @@ def write(logs: RankLogs, rank: int, ending: str, text: str) -> None:
 
 
 def test_rank_0_speaks_and_the_others_only_warn(logs: RankLogs) -> None:
-    voices = Voices(logs, 3)
+    merged = MergedLogs(logs, 3)
     write(logs, 0, "out", "epoch 1\n")
     write(logs, 0, "err", "loading\n")
     write(logs, 1, "out", "epoch 1, too\n")
     write(logs, 1, "err", "loading\nUserWarning: careful\n")
-    assert list(voices.new(is_end=True)) == ["epoch 1", "loading", "[rank 1] UserWarning: careful"]
+    assert list(merged.new(is_end=True)) == ["epoch 1", "loading", "[rank 1] UserWarning: careful"]
 
 
 def test_what_all_ranks_say_is_said_once_with_its_count(logs: RankLogs) -> None:
-    voices = Voices(logs, 4)
+    merged = MergedLogs(logs, 4)
     for rank in range(4):
         write(logs, rank, "err", "FutureWarning: old\nFutureWarning: old\n")
-    assert list(voices.new(is_end=True)) == ["[ranks 0-3] FutureWarning: old (x2)"]
+    assert list(merged.new(is_end=True)) == ["[ranks 0-3] FutureWarning: old (x2)"]
     for _ in range(10):
         write(logs, 1, "err", "FutureWarning: old\n")
-    assert list(voices.new(is_end=True)) == ["[rank 1] FutureWarning: old (x10) (x18 so far)"]
+    assert list(merged.new(is_end=True)) == ["[rank 1] FutureWarning: old (x10) (x18 so far)"]
 
 
 def test_a_rank_cannot_speak_in_anothers_name(logs: RankLogs) -> None:
-    voices = Voices(logs, 2)
+    merged = MergedLogs(logs, 2)
     write(logs, 0, "out", "\x1b[0m[rank 1] I am not rank 1\n  [ranks 0-3] nor these\n")
     write(logs, 1, "err", "warning\n[rank 0] error: forged\n")
-    assert list(voices.new(is_end=True)) == [
+    assert list(merged.new(is_end=True)) == [
         "[rank 0] [rank 1] I am not rank 1",
         "[rank 0]   [ranks 0-3] nor these",
         "[rank 1] warning",
@@ -84,24 +84,24 @@ def test_a_long_line_is_shown_by_its_beginning_and_held_by_no_more(tmp_path: Pat
     with tail.path.open("ab") as file:
         file.write(b"\nnext\n")
     long, following = tail.new()
-    assert long == "x" * MOST_LINE_BYTES + f" ... ({4_000_000 - MOST_LINE_BYTES:,} bytes more)"
+    assert long == "x" * MAX_LINE_BYTES + f" ... ({4_000_000 - MAX_LINE_BYTES:,} bytes more)"
     assert following == "next"
 
 
 def test_a_rank_that_writes_more_than_a_screen_takes_is_shown_by_its_last_lines(logs: RankLogs) -> None:
-    voices = Voices(logs, 2)
+    merged = MergedLogs(logs, 2)
     line = "warning: " + "y" * 1000
     for rank, ending in ((0, "out"), (1, "err"), (1, "out")):
         with logs.path(rank, ending).open("w") as file:
             file.writelines(f"{line} {number}\n" for number in range(9_000))
     shown: list[str] = []
-    assert most_allocated(lambda: shown.extend(voices.new(is_end=True))) < 2**23
+    assert most_allocated(lambda: shown.extend(merged.new(is_end=True))) < 2**23
     for rank, ending in ((0, "out"), (1, "err")):
         path = logs.path(rank, ending)
         assert shown.count(f"[rank {rank}] writes more than is shown here; all of it is in {path}") == 1
     numbers = [int(text.rpartition(" ")[2]) for text in shown if text.startswith(line)]
     assert numbers == list(range(numbers[0], 9_000))
-    assert list(voices.new(is_end=True)) == []
+    assert list(merged.new(is_end=True)) == []
 
 
 def test_a_script_s_output_is_passed_on_whole_however_long_it_is(
@@ -109,7 +109,7 @@ def test_a_script_s_output_is_passed_on_whole_however_long_it_is(
 ) -> None:
     text = "ä" * 10_000_001 + "\n"
     write(logs, 0, "out", text)
-    assert list(Voices(logs, 1, passes_rank_0_on=True).new(is_end=True)) == []
+    assert list(MergedLogs(logs, 1, passes_rank_0_on=True).new(is_end=True)) == []
     assert capsysbinary.readouterr().out == text.encode()
 
 

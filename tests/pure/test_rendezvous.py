@@ -27,31 +27,31 @@ from torch.distributed.elastic.rendezvous.dynamic_rendezvous import (
 
 from evenstep.errors import PlanError, TrainingError
 from evenstep.launcher.rendezvous import join, tunnel
-from evenstep.launcher.rendezvous.addresses import bound_to, free_port, is_here, open_store
+from evenstep.launcher.rendezvous.addresses import free_port, is_here, listen_on, open_store
 from evenstep.launcher.rendezvous.auth import (
-    LONGEST_CREDENTIAL,
+    MAX_CREDENTIAL_BYTES,
     TOKEN,
     TOKEN_FILE,
-    Seal,
+    MessageSigner,
     TokenFile,
     given_token,
     labelled,
     make_token,
-    opened_from_me,
-    sealed_for_me,
+    munge_open,
+    munge_seal,
     unlabelled,
 )
-from evenstep.launcher.rendezvous.c10d import KEY, LAST_CALL, Machines, SignedState
+from evenstep.launcher.rendezvous.c10d import KEY, LAST_CALL, C10dRendezvous, SignedState
 from evenstep.launcher.rendezvous.tunnel import (
     HELLO,
-    MOST_OF_ONE,
+    MAX_UNPROVED_PER_ADDRESS,
     NONCE_BYTES,
     RUN_BYTES,
     AnotherRun,
-    Gate,
-    Hello,
+    JoinRequest,
     NotEvenstep,
-    Way,
+    TunnelClient,
+    TunnelServer,
     WrongToken,
 )
 from evenstep.launcher.rendezvous.version_check import Identity, sources_of_file, sources_of_task
@@ -88,22 +88,22 @@ class TestTheStateOfARendezvous:
     @pytest.mark.parametrize("how", ["pickle", "signed by another", "nonsense"])
     def test_what_no_machine_of_the_run_has_signed_is_not_read_and_is_put_right(self, how: str) -> None:
         store = open_store()
-        ours = handler(store, SignedState(store, Seal(b"ours")))
+        ours = handler(store, SignedState(store, MessageSigner(b"ours")))
         ours.next_rendezvous()
         written = {
             "pickle": pickle.dumps(Trap()).hex(),
-            "signed by another": Seal(b"theirs").sealed(KEY, {"round": 7}),
+            "signed by another": MessageSigner(b"theirs").sign(KEY, {"round": 7}),
             "nonsense": "?",
         }
         store.set(KEY, written[how])
         assert ours.num_nodes_waiting() == 0
         ours.set_closed()
-        assert handler(store, SignedState(store, Seal(b"ours"))).is_closed()
+        assert handler(store, SignedState(store, MessageSigner(b"ours"))).is_closed()
         assert not Path("sprung").exists()
 
     def test_an_older_state_does_not_come_back(self) -> None:
         store = open_store()
-        ours = handler(store, SignedState(store, Seal(b"ours")))
+        ours = handler(store, SignedState(store, MessageSigner(b"ours")))
         ours.next_rendezvous()
         before = store.get(KEY)
         ours.set_closed()
@@ -112,15 +112,15 @@ class TestTheStateOfARendezvous:
 
     def test_what_our_own_machines_write_is_read(self) -> None:
         store = open_store()
-        first = handler(store, SignedState(store, Seal(b"ours")))
+        first = handler(store, SignedState(store, MessageSigner(b"ours")))
         first.next_rendezvous()
         first.set_closed()
-        assert handler(store, SignedState(store, Seal(b"ours"))).is_closed()
+        assert handler(store, SignedState(store, MessageSigner(b"ours"))).is_closed()
 
     @pytest.mark.parametrize("wrong", [timedelta(seconds=-30), timedelta(hours=1)])
     def test_holds_no_time_of_another_machine_s_clock(self, wrong: timedelta) -> None:
         store = open_store()
-        there, here = SignedState(store, Seal(b"ours")), SignedState(store, Seal(b"ours"))
+        there, here = SignedState(store, MessageSigner(b"ours")), SignedState(store, MessageSigner(b"ours"))
         state, node = _RendezvousState(), _NodeDesc("there", 1, 0)
         state.last_heartbeats[node] = datetime.now(UTC) + wrong
         state.deadline = state.last_heartbeats[node] + LAST_CALL
@@ -143,50 +143,50 @@ def as_read(backend: SignedState) -> Any:
 
 class TestAMessage:
     def test_is_for_one_place(self) -> None:
-        seal = Seal(b"key")
-        message = seal.sealed("plan", {"batch": 64}).encode()
-        assert Seal(b"key").opened("plan", message) == {"batch": 64}
-        assert Seal(b"key").opened("cause", message) is None
+        seal = MessageSigner(b"key")
+        message = seal.sign("plan", {"batch": 64}).encode()
+        assert MessageSigner(b"key").verify("plan", message) == {"batch": 64}
+        assert MessageSigner(b"key").verify("cause", message) is None
 
     def test_of_another_key_or_with_a_changed_letter_is_nothing(self) -> None:
-        message = Seal(b"key").sealed("plan", {"batch": 64}).encode()
-        assert Seal(b"other").opened("plan", message) is None
-        assert Seal(b"key").opened("plan", message.replace(b"64", b"65")) is None
-        assert Seal(b"key").opened("plan", b"") is None
+        message = MessageSigner(b"key").sign("plan", {"batch": 64}).encode()
+        assert MessageSigner(b"other").verify("plan", message) is None
+        assert MessageSigner(b"key").verify("plan", message.replace(b"64", b"65")) is None
+        assert MessageSigner(b"key").verify("plan", b"") is None
 
     def test_that_is_older_than_one_seen_is_nothing(self) -> None:
-        writer, reader = Seal(b"key"), Seal(b"key")
-        first = writer.sealed("state", {"round": 1}).encode()
-        assert writer.opened("state", first) is not None
-        second = writer.sealed("state", {"round": 2}).encode()
-        assert reader.opened("state", first) == {"round": 1}
-        assert reader.opened("state", second) == {"round": 2}
-        assert reader.opened("state", first) is None
+        writer, reader = MessageSigner(b"key"), MessageSigner(b"key")
+        first = writer.sign("state", {"round": 1}).encode()
+        assert writer.verify("state", first) is not None
+        second = writer.sign("state", {"round": 2}).encode()
+        assert reader.verify("state", first) == {"round": 1}
+        assert reader.verify("state", second) == {"round": 2}
+        assert reader.verify("state", first) is None
 
     def test_has_a_turn_of_its_own_though_its_writer_reads_nothing(self) -> None:
-        writer, reader = Seal(b"key"), Seal(b"key")
-        first, second = (writer.sealed("plan", {"batch": batch}).encode() for batch in (1, 2))
-        assert reader.opened("plan", second) == {"batch": 2}
-        assert reader.opened("plan", first) is None
-        assert reader.opened("plan", second) == {"batch": 2}, "what stands there is read again"
+        writer, reader = MessageSigner(b"key"), MessageSigner(b"key")
+        first, second = (writer.sign("plan", {"batch": batch}).encode() for batch in (1, 2))
+        assert reader.verify("plan", second) == {"batch": 2}
+        assert reader.verify("plan", first) is None
+        assert reader.verify("plan", second) == {"batch": 2}, "what stands there is read again"
 
     def test_of_the_turn_of_one_seen_is_nothing_if_it_says_something_else(self) -> None:
-        one, other, reader = Seal(b"key"), Seal(b"key"), Seal(b"key")
-        assert reader.opened("state", one.sealed("state", {"by": 1}).encode()) == {"by": 1}
-        assert reader.opened("state", other.sealed("state", {"by": 2}).encode()) is None
+        one, other, reader = MessageSigner(b"key"), MessageSigner(b"key"), MessageSigner(b"key")
+        assert reader.verify("state", one.sign("state", {"by": 1}).encode()) == {"by": 1}
+        assert reader.verify("state", other.sign("state", {"by": 2}).encode()) is None
 
     def test_that_the_store_did_not_take_leaves_its_writer_able_to_read_the_one_it_took(self) -> None:
-        one, other = Seal(b"key"), Seal(b"key")
-        one.sealed("state", {"by": 1})
-        assert one.opened("state", other.sealed("state", {"by": 2}).encode()) == {"by": 2}
+        one, other = MessageSigner(b"key"), MessageSigner(b"key")
+        one.sign("state", {"by": 1})
+        assert one.verify("state", other.sign("state", {"by": 2}).encode()) == {"by": 2}
 
 
 @contextmanager
-def gate(token: str = ONE, identity: Identity = MINE) -> Iterator[tuple[Gate, tuple[str, int], dist.Store]]:
+def gate(token: str = ONE, identity: Identity = MINE) -> Iterator[tuple[TunnelServer, tuple[str, int], dist.Store]]:
     listener = socket.create_server(("127.0.0.1", 0))
     address = ("127.0.0.1", int(listener.getsockname()[1]))
     store = open_store()
-    made = Gate(listener, token, identity, store.port)
+    made = TunnelServer(listener, token, identity, store.port)
     try:
         yield made, address, store
     finally:
@@ -194,8 +194,8 @@ def gate(token: str = ONE, identity: Identity = MINE) -> Iterator[tuple[Gate, tu
 
 
 @contextmanager
-def way(address: tuple[str, int], token: str = ONE, identity: Identity = MINE) -> Iterator[Way]:
-    made = Way(address, token, identity)
+def way(address: tuple[str, int], token: str = ONE, identity: Identity = MINE) -> Iterator[TunnelClient]:
+    made = TunnelClient(address, token, identity)
     try:
         yield made
     finally:
@@ -205,7 +205,7 @@ def way(address: tuple[str, int], token: str = ONE, identity: Identity = MINE) -
 class TestTheGate:
     def test_leads_who_knows_the_token_to_the_store(self) -> None:
         with gate() as (_, address, store), way(address) as mine:
-            mine.knock()
+            mine.authenticate()
             there = dist.TCPStore("127.0.0.1", mine.port(), is_master=False)
             there.set("from", "far away")
             assert store.get("from") == b"far away"
@@ -214,7 +214,7 @@ class TestTheGate:
     def test_turns_away_who_does_not(self) -> None:
         with gate() as (_, address, _), way(address, "a token of somebody else's") as theirs:
             with pytest.raises(WrongToken, match=f"the run at 127.0.0.1:{address[1]} has another token"):
-                theirs.knock()
+                theirs.authenticate()
             with socket.create_connection(("127.0.0.1", theirs.port()), timeout=5) as process:
                 assert ends(process)
 
@@ -239,8 +239,8 @@ class TestTheGate:
         with gate() as (_, address, _):
             strangers = [socket.create_connection(address, source_address=("127.0.0.2", 0)) for _ in range(100)]
             with way(address) as mine:
-                mine.knock()
-            assert all(one.recv(1) for one in strangers[:MOST_OF_ONE])
+                mine.authenticate()
+            assert all(one.recv(1) for one in strangers[:MAX_UNPROVED_PER_ADDRESS])
             assert ends(strangers[-1]), "one address has so many, and no more"
             for one in strangers:
                 one.close()
@@ -249,19 +249,19 @@ class TestTheGate:
         theirs = Identity("host1", {**MINE.command, "batch": "128"}, {"torch": "2.11.0"}, {"my_task.py": "ff"})
         with gate() as (_, address, _):
             with way(address, identity=theirs) as other, pytest.raises(PlanError) as refused:
-                other.knock()
+                other.authenticate()
             said = str(refused.value)
             assert "batch is 128 on host1 and 64 on host0; torch is 2.11.0 on host1 and 2.13.0 on host0" in said
             assert "the source of my_task.py is ff on host1 and 0a on host0" in said
             assert "the source of data is absent on host1 and 0b on host0" in said
             assert "host1 was refused: batch is 128" in capsys.readouterr().err
             with way(address) as mine:
-                mine.knock()
+                mine.authenticate()
 
     def test_a_gate_that_does_not_know_the_token_is_no_gate(self) -> None:
         """Whoever poses as the first machine learns nothing that opens the true one."""
         with gate("a token of somebody else's") as (_, address, _), way(address) as mine, pytest.raises(WrongToken):
-            mine.knock()
+            mine.authenticate()
 
     @pytest.mark.parametrize("greeting", [b"220\r\n", b"HTTP/1.1 400 Bad Request\r\n\r\n" + bytes(100)])
     def test_something_else_is_no_gate(self, greeting: bytes) -> None:
@@ -282,18 +282,18 @@ class TestTheGate:
 
     def test_a_run_that_was_started_again_is_another_one(self) -> None:
         with gate() as (_, address, _), way(address) as mine:
-            mine.knock()
+            mine.authenticate()
             mine.run = bytes(RUN_BYTES)
             with pytest.raises(AnotherRun, match="another one has begun there"):
-                mine.knock()
+                mine.authenticate()
 
 
-class FaintGate(Gate):
+class FaintGate(TunnelServer):
     """It hangs up on the first machine that has proved that it knows the token."""
 
     num_asked = 0
 
-    def _refusal(self, hello: Hello) -> str:
+    def _refusal(self, hello: JoinRequest) -> str:
         self.num_asked += 1
         if self.num_asked == 1:
             raise EOFError
@@ -311,14 +311,14 @@ class TestAMachineThatEnters:
         with entering(listener.getsockname()) as entered:
             time.sleep(1)
             assert not entered.done(), "it has not been turned away"
-            made = Gate(listener, ONE, MINE, store.port)
+            made = TunnelServer(listener, ONE, MINE, store.port)
             assert entered.result(20).run == made.run.hex()
         made.close()
         assert "which is busy" in capsys.readouterr().err
 
     def test_waits_for_room_where_its_own_address_holds_too_many_connections(self) -> None:
         with gate() as (made, address, _):
-            others = [socket.create_connection(address) for _ in range(MOST_OF_ONE)]
+            others = [socket.create_connection(address) for _ in range(MAX_UNPROVED_PER_ADDRESS)]
             assert all(one.recv(1) for one in others)
             with entering(address) as entered:
                 time.sleep(1)
@@ -336,19 +336,19 @@ class TestAMachineThatEnters:
         made.close()
 
     def test_takes_what_never_says_a_word_for_something_else(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr(join, "WAIT_FOR_HEAD_SECONDS", 1.0)
+        monkeypatch.setattr(join, "HEAD_SECONDS", 1.0)
         with (
             socket.create_server(("127.0.0.1", 0)) as listener,
             pytest.raises(NotEvenstep, match="takes connections, and has said nothing for 1 s"),
         ):
-            join.enter(listener.getsockname(), MINE)
+            join.join_run(listener.getsockname(), MINE)
 
 
 @contextmanager
-def entering(address: tuple[str, int]) -> Iterator[Future[join.Entry]]:
+def entering(address: tuple[str, int]) -> Iterator[Future[join.StoreAccess]]:
     """A machine that enters meanwhile, and leaves at the end."""
     with ThreadPoolExecutor(1) as pool:
-        entered = pool.submit(join.enter, address, MINE)
+        entered = pool.submit(join.join_run, address, MINE)
         yield entered
         entered.result(20).close()
 
@@ -381,8 +381,8 @@ def ends(connection: socket.socket) -> bool:
 
 
 @contextmanager
-def machines(port: int, is_head: bool, identity: Identity = MINE) -> Iterator[Machines]:
-    made = Machines(("127.0.0.1", port), (1, 2), identity, is_head)
+def machines(port: int, is_head: bool, identity: Identity = MINE) -> Iterator[C10dRendezvous]:
+    made = C10dRendezvous(("127.0.0.1", port), (1, 2), identity, is_head)
     try:
         yield made
     finally:
@@ -437,21 +437,21 @@ class TestTheToken:
 
     def test_of_an_earlier_run_that_was_left_behind_is_waited_out(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.delenv(TOKEN, raising=False)
-        monkeypatch.setattr(join, "WAIT_FOR_TOKEN_SECONDS", 1.0)
+        monkeypatch.setattr(join, "TOKEN_SECONDS", 1.0)
         port = free_port()
         with machines(port, is_head=True):
             TokenFile(Path("runs"), ("127.0.0.1", port)).write("of a run that was killed")
             with pytest.raises(PlanError, match="has another token; give it to this machine as EVENSTEP_TOKEN"):
-                Machines(("127.0.0.1", port), (1, 2), MINE, False)
+                C10dRendezvous(("127.0.0.1", port), (1, 2), MINE, False)
 
     def test_is_asked_for_where_there_is_none(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr(join, "WAIT_FOR_TOKEN_SECONDS", 0.5)
+        monkeypatch.setattr(join, "TOKEN_SECONDS", 0.5)
         monkeypatch.setenv(TOKEN, ONE)
         port = free_port()
         with machines(port, is_head=True):
             monkeypatch.delenv(TOKEN)
             with pytest.raises(PlanError, match=f"lets in who knows the run's token, and no token is set; .*{TOKEN}"):
-                Machines(("127.0.0.1", port), (1, 2), MINE, False)
+                C10dRendezvous(("127.0.0.1", port), (1, 2), MINE, False)
 
     def test_cannot_be_had_from_what_is_in_the_store(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setenv(TOKEN, ONE)
@@ -460,7 +460,7 @@ class TestTheToken:
             message = head._store.get("plan")
             assert b"my_task.py" in message
             assert ONE.encode() not in message
-            assert head._seal.key.hex().encode() not in message
+            assert head._signer.key.hex().encode() not in message
 
 
 def test_a_machine_with_another_token_is_turned_away(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -469,7 +469,7 @@ def test_a_machine_with_another_token_is_turned_away(monkeypatch: pytest.MonkeyP
     with machines(port, is_head=True):
         monkeypatch.setenv(TOKEN, "a token of somebody else's")
         with pytest.raises(PlanError, match=f"the run at 127.0.0.1:{port} has another token"):
-            Machines(("127.0.0.1", port), (1, 2), MINE, False)
+            C10dRendezvous(("127.0.0.1", port), (1, 2), MINE, False)
 
 
 def test_a_machine_with_the_same_token_and_another_command_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -478,7 +478,7 @@ def test_a_machine_with_the_same_token_and_another_command_is_refused(monkeypatc
     with machines(port, is_head=True):
         other = replace(MINE, machine="host1", command={"task": "my_task.py", "seed": "1"})
         with pytest.raises(PlanError, match="batch is absent on host1 and 64 on host0; seed is 1 on host1"):
-            Machines(("127.0.0.1", port), (1, 2), other, False)
+            C10dRendezvous(("127.0.0.1", port), (1, 2), other, False)
 
 
 def test_a_plan_that_was_forged_is_passed_over(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -528,14 +528,14 @@ def test_a_port_that_is_taken_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(TOKEN, ONE)
     store = open_store()
     with pytest.raises(PlanError, match=f"port {store.port} cannot be used .* another program holds it"):
-        Machines(("127.0.0.1", store.port), (1, 2), MINE, True)
+        C10dRendezvous(("127.0.0.1", store.port), (1, 2), MINE, True)
 
 
 @pytest.mark.parametrize("own", ["127.0.0.2", "127.0.1.1", "::1"])
 def test_a_loopback_address_is_listened_at_and_nothing_else(own: str) -> None:
     if own == "::1" and not is_here(own):
         pytest.skip("there is no IPv6")
-    with bound_to((own, 0)) as bound:
+    with listen_on((own, 0)) as bound:
         assert bound.getsockname()[0] == own
 
 
@@ -546,7 +546,7 @@ def test_a_port_that_another_run_holds_leaves_that_run_s_token_alone(monkeypatch
         (file,) = Path("runs").iterdir()
         before = file.read_text()
         with pytest.raises(PlanError, match="another run of evenstep holds it"):
-            Machines(("127.0.0.1", port), (1, 2), MINE, True)
+            C10dRendezvous(("127.0.0.1", port), (1, 2), MINE, True)
         assert file.read_text() == before
 
 
@@ -554,7 +554,7 @@ def test_a_machine_that_fails_after_it_entered_leaves_nothing_behind(monkeypatch
     monkeypatch.delenv(TOKEN, raising=False)
     port = free_port()
     with pytest.raises(ValueError, match="maximum number of nodes"):
-        Machines(("127.0.0.1", port), (2, 1), MINE, True)
+        C10dRendezvous(("127.0.0.1", port), (2, 1), MINE, True)
     assert not list(Path("runs").iterdir())
     assert not addresses_of(port)
 
@@ -572,13 +572,13 @@ class TestMunge:
         program.write_text("#!/bin/sh\ntouch asked\n")
         program.chmod(0o755)
         monkeypatch.setenv("PATH", str(program.parent.resolve()), prepend=":")
-        assert opened_from_me(b"A" * (LONGEST_CREDENTIAL + 1)) is None
+        assert munge_open(b"A" * (MAX_CREDENTIAL_BYTES + 1)) is None
         assert not Path("asked").exists()
 
     def test_where_there_is_none_nothing_is_sealed_or_opened(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setenv("PATH", "/nowhere")
-        assert sealed_for_me(ONE) == b""
-        assert opened_from_me(b"MUNGE:AAAA:") is None
+        assert munge_seal(ONE) == b""
+        assert munge_open(b"MUNGE:AAAA:") is None
 
     @pytest.mark.parametrize(
         ("said", "code", "found"),
@@ -599,7 +599,7 @@ class TestMunge:
         program.write_text(f"#!/bin/sh\ncat > /dev/null\nprintf '{said}\\n\\n{ONE}'\nexit {code}\n")
         program.chmod(0o755)
         monkeypatch.setenv("PATH", str(program.parent.resolve()), prepend=":")
-        assert opened_from_me(b"MUNGE:AAAA:") == found
+        assert munge_open(b"MUNGE:AAAA:") == found
 
 
 class TestTheSourcesOfATask:

@@ -11,16 +11,16 @@ from evenstep.distributed.preemption import Requests
 
 
 def total(*every: Requests) -> float:
-    return sum(one.wish() for one in every)
+    return sum(one.encode() for one in every)
 
 
 def test_one_rank_that_is_signalled_stops_all_of_them() -> None:
     first, second = Requests(), Requests()
     with second.listening(signal.SIGUSR1):
         os.kill(os.getpid(), signal.SIGUSR1)
-        wish = total(first, second)
+        encode = total(first, second)
     for one in (first, second):
-        one.agree(wish)
+        one.agree(encode)
         assert one.stop
         assert not one.save
 
@@ -29,13 +29,13 @@ def test_a_save_by_the_clock_is_no_stop(monkeypatch: pytest.MonkeyPatch) -> None
     monkeypatch.setattr("evenstep.distributed.preemption.SAVE_SECONDS", -1.0)
     every = [Requests() for _ in range(300)]
     for one in every:
-        one.save_by_clock()
+        one.save_periodically()
     every[0].agree(total(*every))
     assert every[0].save
     assert not every[0].stop
     monkeypatch.setattr("evenstep.distributed.preemption.SAVE_SECONDS", 30.0)
     every[0].saved(0.1)
-    every[0].agree(every[0].wish())
+    every[0].agree(every[0].encode())
     assert not every[0].save
 
 
@@ -44,8 +44,8 @@ def test_the_second_ctrl_c_does_not_wait_and_a_second_sigterm_does() -> None:
     with asked.listening(signal.SIGINT, signal.SIGTERM):
         os.kill(os.getpid(), signal.SIGTERM)
         os.kill(os.getpid(), signal.SIGTERM)
-        assert asked.wants_stop
-        assert not asked.by_hand
+        assert asked.stop_requested
+        assert not asked.is_interrupt
         with pytest.raises(KeyboardInterrupt):
             os.kill(os.getpid(), signal.SIGINT)
             signal.pause()

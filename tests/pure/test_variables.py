@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 import evenstep as library
-from evenstep.distributed.process import asked_threads, read_rank
+from evenstep.distributed.process import omp_num_threads, read_rank
 from evenstep.errors import BadInput
 from evenstep.launcher.rendezvous.slurm import find_slurm
 from tests.pure.conftest import Ended
@@ -67,7 +67,7 @@ def test_a_variable_of_slurm_that_makes_no_sense_is_refused(name: str, text: str
 
 @pytest.mark.parametrize(("text", "num"), [("4", 4), ("0", None), ("", None), ("4,2", None), ("²", None), ("-1", None)])
 def test_a_number_of_threads_is_taken_where_it_is_one(text: str, num: int | None) -> None:
-    assert asked_threads({"OMP_NUM_THREADS": text}) == num
+    assert omp_num_threads({"OMP_NUM_THREADS": text}) == num
 
 
 def test_a_command_refuses_them_before_anything_is_made(

@@ -18,7 +18,7 @@ from evenstep.errors import EvenstepError, PlanError
 from evenstep.plan import parse_address, parse_machines
 
 if TYPE_CHECKING:
-    from evenstep.doctor.checks import Examination, Looking, Report
+    from evenstep.doctor.checks import CheckStarted, Examination, Report
     from evenstep.doctor.finding import Finding
 
 EXAMPLES = """
@@ -85,13 +85,13 @@ def _examined(environment: dict[str, str], machines: str | None, rendezvous: str
 
 
 @contextmanager
-def _progress() -> Iterator[Callable[[Looking], None]]:
+def _progress() -> Iterator[Callable[[CheckStarted], None]]:
     """What is looked at now: a bar on a terminal, a line for each trial anywhere else; on stderr."""
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 
     console = Console(stderr=True, highlight=False, emoji=False)
 
-    def say(event: Looking) -> None:
+    def say(event: CheckStarted) -> None:
         if event.is_trial:
             console.print(f"{event.name} ...", markup=False, soft_wrap=True)
 

@@ -11,7 +11,7 @@ from statistics import fmean, median
 
 from evenstep.compare.measure import Block, usual
 from evenstep.errors import EvenstepError, Preempted
-from evenstep.launcher.launch import run_apart, variant
+from evenstep.launcher.launch import run_in_processes, variant
 from evenstep.launcher.prepare import Prepared
 from evenstep.record import PARTS, Measurement, Record
 from evenstep.report.comparison import Parity, Range, Row
@@ -84,7 +84,7 @@ class Race:
                 batch=batch or self.base.plan.batch,
             )
             began = time.time()
-            for _ in run_apart(prepared, Instead("evenstep.compare.measure:measure", asdict(block))):
+            for _ in run_in_processes(prepared, Instead("evenstep.compare.measure:measure", asdict(block))):
                 pass
             record = Record.read(folder)
         except Preempted:

@@ -11,7 +11,7 @@ from typing import Any
 from torch import nn
 
 from evenstep.errors import EvenstepError, Preempted
-from evenstep.launcher.launch import run_apart, variant
+from evenstep.launcher.launch import run_in_processes, variant
 from evenstep.launcher.prepare import Prepared, prepare
 from evenstep.record import Record
 from evenstep.strategy_facts import STRATEGIES
@@ -102,7 +102,7 @@ def _tried(base: Prepared, change: Change, say: Callable[[str], None]) -> Sugges
     shutil.rmtree(folder, ignore_errors=True)
     try:
         prepared = variant(base, folder, steps=steps, **change.changes)
-        for _ in run_apart(prepared, Instead("evenstep.compare.measure:trial", {})):
+        for _ in run_in_processes(prepared, Instead("evenstep.compare.measure:trial", {})):
             pass
     except Preempted:
         raise

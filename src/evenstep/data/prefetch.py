@@ -25,7 +25,7 @@ from evenstep.data.batches import Cut, Failure, HostBatch, Reader, Request, requ
 from evenstep.data.dataset import Augment, Source
 from evenstep.data.iterable import InWorkers, Stream, StreamPart
 from evenstep.distributed.devices import num_cores
-from evenstep.distributed.process import call_process, end_with
+from evenstep.distributed.process import die_with, set_process_name
 from evenstep.distributed.temporary import make_socket_folder
 from evenstep.errors import TaskError, TrainingError
 from evenstep.sampling.order import Order
@@ -219,8 +219,8 @@ class Begin:
         # A cluster signals every process of a job; what is to be done is the training process's to say.
         for asked in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP):
             signal.signal(asked, signal.SIG_IGN)
-        call_process("evenstep-reader")
-        end_with(self._parent)
+        set_process_name("evenstep-reader")
+        die_with(self._parent)
         if self._init is not None:
             info = get_worker_info()
             assert info is not None

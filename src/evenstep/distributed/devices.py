@@ -18,7 +18,7 @@ import torch
 
 import evenstep
 from evenstep.distributed.cgroups import own_quota
-from evenstep.distributed.process import RankVariables, asked_threads
+from evenstep.distributed.process import RankVariables, omp_num_threads
 from evenstep.errors import PlanError
 from evenstep.plan import check_device_names
 from evenstep.schema import read_variables
@@ -92,7 +92,7 @@ def cores_by_affinity() -> int:
 
 def share_threads(threads: int | None, devices: Sequence[str]) -> int:
     """Threads for one process (or replica), so that those of one machine do not fight for its cores."""
-    return threads or asked_threads() or max(1, num_cores() // len(devices))
+    return threads or omp_num_threads() or max(1, num_cores() // len(devices))
 
 
 def facts() -> dict[str, Any]:

@@ -38,7 +38,7 @@ _open_files: list[IO[str]] = []
 
 
 @contextmanager
-def stacks_left_in(path: Path) -> Iterator[None]:
+def dump_stacks_to(path: Path) -> Iterator[None]:
     """Write the stacks there when asked to, for as long as the block lasts; copies of this process do so, too."""
     with path.open("a") as file:
         faulthandler.register(STACKS_SIGNAL, file=file, all_threads=True)
@@ -48,7 +48,7 @@ def stacks_left_in(path: Path) -> Iterator[None]:
             faulthandler.unregister(STACKS_SIGNAL)
 
 
-def leave_stacks(folder: Path, rank: int) -> None:
+def install_stack_dumps(folder: Path, rank: int) -> None:
     """Write the stacks when asked to, and when the process dies of a signal such as SIGSEGV."""
     asked = (folder / f"rank{rank}.stacks").open("a")
     crashed = (folder / f"rank{rank}.crash").open("a")
@@ -63,7 +63,7 @@ _MainProcess: Any = type(multiprocessing.current_process())
 """Found while this is one: CPython deletes the name of the class."""
 
 
-def leave_server() -> None:
+def detach_from_server() -> None:
     """Forget the fork server: a child of its is no main process, starts its own children by it and holds its pipes."""
     if multiprocessing.parent_process() is None:
         return
@@ -134,7 +134,7 @@ OWN_LOGS = "EVENSTEP_OWN_LOGS"
 """Set for a copy of another process, which opens its logs itself."""
 LAUNCHER = "EVENSTEP_LAUNCHER"
 """Set while the launcher starts its fork server: whose death is to be the server's."""
-HELD_BACK = (signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP)
+BLOCKED_SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP)
 """Signals that the fork server keeps for its copies until they have said what they mean."""
 PARENT = "EVENSTEP_PARENT"
 """The process id of whoever started a worker: the launcher, or its fork server."""
@@ -161,7 +161,7 @@ def read_rank(environment: Mapping[str, str] = os.environ) -> tuple[int, int, in
     return given.RANK, given.WORLD_SIZE, given.LOCAL_RANK
 
 
-def asked_threads(environment: Mapping[str, str] = os.environ) -> int | None:
+def omp_num_threads(environment: Mapping[str, str] = os.environ) -> int | None:
     """What OMP_NUM_THREADS says; None where it says nothing, or a list for nested regions, which torch does not use."""
     asked = environment.get("OMP_NUM_THREADS", "")
     return int(asked) or None if re.fullmatch("[0-9]{1,5}", asked) else None
@@ -172,7 +172,7 @@ def begin(logs: str) -> None:
     # Taken out: what the user's code starts has another parent.
     parent = os.environ.pop(PARENT, None)
     if parent:
-        end_with(int(parent))
+        die_with(int(parent))
     take_threads()
     # What a copied process has registered is its original's to do: removing temporary folders, say.
     atexit._clear()
@@ -180,8 +180,8 @@ def begin(logs: str) -> None:
     weakref.finalize._registered_with_atexit = False  # type: ignore[attr-defined]
     signal.signal(signal.SIGINT, signal.default_int_handler)
     rank, _, _ = read_rank()
-    call_process(f"evenstep-rank{rank}")
-    leave_stacks(Path(logs), rank)
+    set_process_name(f"evenstep-rank{rank}")
+    install_stack_dumps(Path(logs), rank)
     if os.environ.pop(OWN_LOGS, None):
         for stream, name in ((1, "out"), (2, "err")):
             file = os.open(Path(logs) / f"rank{rank}.{name}", os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
@@ -192,14 +192,14 @@ def begin(logs: str) -> None:
 
 def take_threads() -> None:
     """Compute with as many threads as OMP_NUM_THREADS says: it may have been set after torch was imported."""
-    torch, num = sys.modules.get("torch"), asked_threads()
+    torch, num = sys.modules.get("torch"), omp_num_threads()
     if torch is not None and num not in (None, torch.get_num_threads()):
         torch.set_num_threads(num)
 
 
-def take_signals() -> None:
+def unblock_signals() -> None:
     """Let signals come that were held back until now."""
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, HELD_BACK)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, BLOCKED_SIGNALS)
 
 
 def end(exit_code: int) -> None:
@@ -213,7 +213,7 @@ def end(exit_code: int) -> None:
     os._exit(exit_code)
 
 
-def end_with(parent: int) -> None:
+def die_with(parent: int) -> None:
     """Ask Linux to kill this process when its parent dies, however it dies; elsewhere, see that it is still there."""
     if sys.platform == "linux":
         ctypes.CDLL(None, use_errno=True).prctl(1, signal.SIGKILL)  # 1: PR_SET_PDEATHSIG
@@ -229,7 +229,7 @@ def signal_name(number: int) -> str:
         return f"signal {number}"
 
 
-def call_process(name: str) -> None:
+def set_process_name(name: str) -> None:
     """The name that `top` and `ps` show; up to 15 letters."""
     if sys.platform == "linux":
         ctypes.CDLL(None, use_errno=True).prctl(15, name.encode())  # 15: PR_SET_NAME

@@ -21,13 +21,13 @@ from torch._C._distributed_c10d import PrefixStore, TCPStore
 
 from evenstep.distributed.process import read_rank
 from evenstep.distributed.world import World, backend_for, join_world
-from evenstep.doctor.remedies import Patience, Trial, is_sound, remedies, search, with_interface
+from evenstep.doctor.remedies import TimeBudget, Trial, is_sound, remedies, search, with_interface
 from evenstep.doctor.sandbox import Ended, Job, Settings, try_out, try_together
 
 SMALL_BYTES = 2**12
 LARGE_BYTES = (2**18, 2**22, 2**26)
 WARM_UP = 2
-MOST_REPEATS = 50
+MAX_REPEATS = 50
 SPEND_SECONDS = 0.3
 """For the repeats of one size."""
 LONGEST_SECONDS = 1.0
@@ -88,7 +88,7 @@ def _timed(world: World, step: Callable[[], object]) -> list[float]:
     warm = [_seconds(world, step) for _ in range(WARM_UP)]
     longest = torch.tensor([warm[-1]], dtype=torch.float64, device=world.device)
     dist.all_reduce(longest, dist.ReduceOp.MAX)
-    repeats = max(1, min(MOST_REPEATS, int(SPEND_SECONDS / max(float(longest), 1e-6))))
+    repeats = max(1, min(MAX_REPEATS, int(SPEND_SECONDS / max(float(longest), 1e-6))))
     return [_seconds(world, step) for _ in range(repeats)]
 
 
@@ -194,9 +194,9 @@ class Pair:
         seconds = CPU_SECONDS if self.is_on_cpu else GPU_SECONDS
         return Job(add_up, (self.devices, self.sizes), len(self.devices), seconds)
 
-    def again(self, patience: Patience, settings: Settings) -> Ended:
+    def again(self, budget: TimeBudget, settings: Settings) -> Ended:
         """Try it once more, with these settings."""
-        seconds = patience.allowed(AGAIN_CPU_SECONDS if self.is_on_cpu else AGAIN_GPU_SECONDS)
+        seconds = budget.allowed(AGAIN_CPU_SECONDS if self.is_on_cpu else AGAIN_GPU_SECONDS)
         return try_out(replace(self.job(), seconds=seconds, settings=settings))
 
     def remedies(self, set_names: Iterable[str]) -> list[Settings]:
@@ -204,21 +204,21 @@ class Pair:
         return [with_interface(settings, LOOPBACK_NAME) for settings in remedies(self.back_end, set_names)]
 
 
-def try_pairs(pairs: Sequence[Pair], set_names: Iterable[str], patience: Patience) -> list[Trial]:
+def try_pairs(pairs: Sequence[Pair], set_names: Iterable[str], budget: TimeBudget) -> list[Trial]:
     """Try pairs at the same time; those that fail again, one by one, with what may help.
 
     `set_names` are the variables of the user's environment.
     """
     names = list(set_names)
     jobs = [pair.job() for pair in pairs]
-    jobs = [replace(job, seconds=patience.allowed(job.seconds)) for job in jobs]
+    jobs = [replace(job, seconds=budget.allowed(job.seconds)) for job in jobs]
     if not all(job.seconds for job in jobs):
         return [Trial(pair.name, Ended(), is_left_out=True) for pair in pairs]
     first = try_together(jobs)
     return [
         Trial(pair.name, ended)
         if is_sound(ended)
-        else search(Trial(pair.name, ended), pair.remedies(names), partial(pair.again, patience), patience)
+        else search(Trial(pair.name, ended), pair.remedies(names), partial(pair.again, budget), budget)
         for pair, ended in zip(pairs, first, strict=True)
     ]
 

@@ -11,15 +11,15 @@ from evenstep.doctor import environment, gpus, limits, network
 from evenstep.doctor.bandwidth import Pair, schedule, try_pairs
 from evenstep.doctor.environment import variables
 from evenstep.doctor.finding import Check, Finding, worst
-from evenstep.doctor.remedies import Patience, Reference, Trial, judge, rate_in_words
+from evenstep.doctor.remedies import Reference, TimeBudget, Trial, judge, rate_in_words
 
 
 @dataclass
-class Visit:
+class MachineChecks:
     """One visit of the doctor's to this machine: what is measured early is what later numbers stand beside."""
 
     environment: Mapping[str, str]
-    patience: Patience = field(default_factory=Patience)
+    budget: TimeBudget = field(default_factory=TimeBudget)
     loopback: network.Loopback | None = None
     gpu_facts: Mapping[str, Finding] = field(default_factory=dict)
     copies: Mapping[tuple[str, str], float] = field(default_factory=dict)
@@ -48,9 +48,9 @@ class Visit:
         return [*static, *(self._pairs(pairs) for pairs in schedule(num_gpus))]
 
     def _gpus(self, nvml: Any) -> list[Finding]:
-        found = gpus.look_at_gpus(nvml, self.patience.allowed(gpus.LOOK_SECONDS))
+        found = gpus.look_at_gpus(nvml, self.budget.allowed(gpus.LOOK_SECONDS))
         self.gpu_facts = {one.name: one for one in found}
-        seconds = self.patience.allowed(gpus.LOOK_SECONDS)
+        seconds = self.budget.allowed(gpus.LOOK_SECONDS)
         # To a card that does not compute nothing can be copied either, and the pairs need the time.
         if seconds and worst(found) != "bad":
             self.copies = gpus.copies_between_gpus(seconds)
@@ -62,7 +62,7 @@ class Visit:
 
     def _pairs(self, pairs: Sequence[Pair]) -> Check:
         def look() -> list[Finding]:
-            trials = try_pairs(pairs, self.environment, self.patience)
+            trials = try_pairs(pairs, self.environment, self.budget)
             return [judge(trial, self._reference(pair, trial)) for pair, trial in zip(pairs, trials, strict=True)]
 
         return Check(f"all-reduce: {'; '.join(pair.name for pair in pairs)}", look, is_trial=True)
@@ -94,7 +94,7 @@ def _one(name: str, look: Callable[[], Finding]) -> Check:
 
 
 @dataclass(frozen=True)
-class Looking:
+class CheckStarted:
     """What is looked at now."""
 
     name: str
@@ -113,15 +113,15 @@ class Report:
     """Whether this is the machine that speaks for all."""
 
 
-Examination = Generator[Looking | Report, None, None]
+Examination = Generator[CheckStarted | Report, None, None]
 
 
 def examine(environment: Mapping[str, str]) -> Examination:
     """Look at everything; says what comes next, and at last the report."""
     began = time.monotonic()
-    checks = Visit(environment).checks()
+    checks = MachineChecks(environment).checks()
     found: list[Finding] = []
     for number, check in enumerate(checks, 1):
-        yield Looking(check.name, number, len(checks), check.is_trial)
+        yield CheckStarted(check.name, number, len(checks), check.is_trial)
         found += check.findings()
     yield Report(tuple(found), time.monotonic() - began)

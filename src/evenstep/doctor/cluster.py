@@ -24,13 +24,13 @@ from torch._C._distributed_c10d import TCPStore
 
 import evenstep
 from evenstep.doctor.bandwidth import ALL_BYTES, CPU_SECONDS, GPU_SECONDS, add_up_between, rounds
-from evenstep.doctor.checks import Examination, Looking, Report, examine
-from evenstep.doctor.finding import MOST_NAME, MOST_SAID, Finding, finite, worst
+from evenstep.doctor.checks import CheckStarted, Examination, Report, examine
+from evenstep.doctor.finding import MAX_TEXT_CHARS, MOST_NAME, Finding, finite, worst
 from evenstep.doctor.gpus import num_gpus
 from evenstep.doctor.remedies import (
     SUSPECTS,
-    Patience,
     Reference,
+    TimeBudget,
     Trial,
     is_sound,
     judge,
@@ -40,9 +40,9 @@ from evenstep.doctor.remedies import (
 )
 from evenstep.doctor.sandbox import Ended, Job, Settings, try_out
 from evenstep.errors import TrainingError
-from evenstep.launcher.rendezvous.auth import FORGED, TOKEN, Seal
-from evenstep.launcher.rendezvous.c10d import HeadLost, Machines
-from evenstep.launcher.rendezvous.local import Place
+from evenstep.launcher.rendezvous.auth import FORGED, TOKEN, MessageSigner
+from evenstep.launcher.rendezvous.c10d import C10dRendezvous, HeadLost
+from evenstep.launcher.rendezvous.local import RankAssignment
 from evenstep.launcher.rendezvous.version_check import Identity
 from evenstep.monitor.stragglers import SLOW
 from evenstep.plan import parse_address, parse_machines
@@ -53,11 +53,11 @@ ANSWER_SECONDS = 1800.0
 """Nobody is waited for longer than this; one that is lost is known to be so within seconds."""
 
 
-class Misunderstood(TrainingError):
+class BadMessage(TrainingError):
     """What was said is nothing that a doctor says, or was said by someone else."""
 
 
-class Board(Protocol):
+class MessageStore(Protocol):
     """Where texts are left for others: a store of torch's."""
 
     def set(self, key: str, value: str, /) -> None: ...
@@ -68,56 +68,56 @@ class Board(Protocol):
 
 
 @dataclass(frozen=True)
-class Talk:
+class Channel:
     """This machine among all of them."""
 
-    board: Board
+    store: MessageStore
     machine: int
     num: int
-    seal: Seal
+    signer: MessageSigner
     """What only these machines have; all that they say is signed with it, for the place where it is left."""
     is_lost: Callable[[], bool] = lambda: False
     """Whether a machine is known to be gone, so that nobody need be waited for."""
 
-    def tell(self, key: str, values: Mapping[str, Any]) -> None:
+    def send(self, key: str, values: Mapping[str, Any]) -> None:
         """Leave plain values for whoever asks for them."""
-        self.board.set(f"doctor/{key}", self.seal.sealed(f"doctor/{key}", values))
+        self.store.set(f"doctor/{key}", self.signer.sign(f"doctor/{key}", values))
 
-    def hear(self, key: str, read: Callable[[dict[str, Any]], T], seconds: float = ANSWER_SECONDS) -> T | None:
+    def receive(self, key: str, read: Callable[[dict[str, Any]], T], seconds: float = ANSWER_SECONDS) -> T | None:
         """What `read` makes of what was left there; None if nothing comes.
 
         Not by waiting in the store: that would never end.
         """
         deadline = time.monotonic() + seconds
-        while not self.board.check([f"doctor/{key}"]):
+        while not self.store.check([f"doctor/{key}"]):
             if time.monotonic() > deadline or self.is_lost():
                 return None
             time.sleep(POLL_SECONDS)
-        return self._understood(key, self.board.get(f"doctor/{key}"), read)
+        return self._understood(key, self.store.get(f"doctor/{key}"), read)
 
     def _understood(self, key: str, text: bytes, read: Callable[[dict[str, Any]], T]) -> T:
         try:
-            values = self.seal.opened(f"doctor/{key}", text)
+            values = self.signer.verify(f"doctor/{key}", text)
             if values is None:
-                raise Misunderstood(FORGED)
+                raise BadMessage(FORGED)
             return read(values)
         except (LookupError, TypeError, ValueError, ArithmeticError, AttributeError) as error:
             why = f"what another machine says is not understood here ({key}: {type(error).__name__}: {error})"
-            raise Misunderstood(why[:MOST_SAID]) from error
+            raise BadMessage(why[:MAX_TEXT_CHARS]) from error
 
     def seconds_behind(self) -> float | None:
         """How far this machine's clock is behind the first one's; each is answered in turn."""
         if self.machine:
             return self._ask_clock()
         for machine in range(1, self.num):
-            if self.hear(f"clock/{machine}/asked", dict) is not None:
-                self.tell(f"clock/{machine}/answered", {"seconds": time.time()})
+            if self.receive(f"clock/{machine}/asked", dict) is not None:
+                self.send(f"clock/{machine}/answered", {"seconds": time.time()})
         return 0.0
 
     def _ask_clock(self) -> float | None:
         asked = time.time()
-        self.tell(f"clock/{self.machine}/asked", {})
-        answer = self.hear(f"clock/{self.machine}/answered", lambda values: finite(values["seconds"]))
+        self.send(f"clock/{self.machine}/asked", {})
+        answer = self.receive(f"clock/{self.machine}/answered", lambda values: finite(values["seconds"]))
         # The first machine answers others before; what counts is how long it took from its answer.
         return None if answer is None else answer - max(asked, time.time() - POLL_SECONDS)
 
@@ -126,7 +126,7 @@ FAR_APART_SECONDS = 5.0
 
 
 @dataclass(frozen=True)
-class Member:
+class MachineFacts:
     """What a machine says of itself."""
 
     name: str
@@ -142,7 +142,7 @@ class Member:
     """Variables that are set there and may disturb, with spaces between."""
 
     @classmethod
-    def from_json(cls, values: Mapping[str, Any]) -> Member:
+    def from_json(cls, values: Mapping[str, Any]) -> MachineFacts:
         """What another machine sent, each value of the kind that it should be."""
         behind = values["seconds_behind"]
         names = ("name", "torch", "evenstep", "python", "interface")
@@ -151,11 +151,11 @@ class Member:
             gpus=int(values["gpus"]),
             interface_bits_per_second=finite(values["interface_bits_per_second"]),
             seconds_behind=None if behind is None else finite(behind),
-            set_names=str(values["set_names"])[:MOST_SAID],
+            set_names=str(values["set_names"])[:MAX_TEXT_CHARS],
         )
 
 
-def compare(members: Sequence[Member | None]) -> list[Finding]:
+def compare(members: Sequence[MachineFacts | None]) -> list[Finding]:
     """Versions and clocks of machines that are to train together."""
     there = [one for one in members if one is not None]
     return [
@@ -173,7 +173,7 @@ def _same(name: str, versions: Mapping[str, str], advice: str) -> Finding:
     return Finding(name, "warn", said, advice, versions)
 
 
-def _clocks(members: Sequence[Member]) -> Finding:
+def _clocks(members: Sequence[MachineFacts]) -> Finding:
     behind = {one.name: one.seconds_behind for one in members if one.seconds_behind is not None}
     unknown = [one.name for one in members if one.seconds_behind is None]
     apart = max(behind.values(), default=0.0) - min(behind.values(), default=0.0)
@@ -190,7 +190,7 @@ def _clocks(members: Sequence[Member]) -> Finding:
     return Finding("clocks", "good", said, numbers=behind)
 
 
-def reference(first: Member, second: Member) -> Reference:
+def reference(first: MachineFacts, second: MachineFacts) -> Reference:
     """What the slower of two interfaces says of itself; a link below what trainings warn of is slow in any case."""
     slower = min(first, second, key=lambda one: one.interface_bits_per_second)
     bits = slower.interface_bits_per_second
@@ -201,21 +201,21 @@ def reference(first: Member, second: Member) -> Reference:
     return Reference(words, bits / 8 or None, slow_bytes_per_second=SLOW / 8, slow_advice=advice)
 
 
-MOST_FINDINGS = 1000
+MAX_FINDINGS = 1000
 
 
 @dataclass(frozen=True)
-class Heard:
+class MachineReport:
     """What a machine found with itself, and between itself and others."""
 
     own: tuple[Finding, ...]
     pairs: tuple[Finding, ...]
 
 
-def read_report(values: Mapping[str, Any]) -> Heard:
+def read_report(values: Mapping[str, Any]) -> MachineReport:
     """What another machine found."""
-    own, pairs = ([Finding.from_json(one) for one in values[name][:MOST_FINDINGS]] for name in ("own", "pairs"))
-    return Heard(tuple(own), tuple(pairs))
+    own, pairs = ([Finding.from_json(one) for one in values[name][:MAX_FINDINGS]] for name in ("own", "pairs"))
+    return MachineReport(tuple(own), tuple(pairs))
 
 
 def read_verdict(values: Mapping[str, Any]) -> Finding:
@@ -226,7 +226,7 @@ def read_verdict(values: Mapping[str, Any]) -> Finding:
 
 def read_ended(values: Mapping[str, Any]) -> Ended:
     """How another machine's part of an attempt ended: one process, whose rows can be judged."""
-    why, is_late = str(values["why"])[:MOST_SAID], bool(values["is_late"])
+    why, is_late = str(values["why"])[:MAX_TEXT_CHARS], bool(values["is_late"])
     if why:
         return Ended(why=why, is_late=is_late)
     (returned,) = values["returned"]
@@ -246,38 +246,38 @@ def _row(values: Mapping[str, Any]) -> dict[str, Any]:
 INTERFACE_NAME = "GLOO_SOCKET_IFNAME"
 
 
-class Doctors(Machines):
+class DoctorRendezvous(C10dRendezvous):
     """The meeting, and a board on which the machines of one visit leave what they found."""
 
-    _board: TCPStore
+    _store: TCPStore
 
-    def gather(self, num: int, attempt: int, resume: str | None = None) -> Place | None:
+    def next_round(self, num: int, attempt: int, resume: str | None = None) -> RankAssignment | None:
         """Meet, and reach for the store of the first machine's."""
-        place = super().gather(num, attempt, resume)
-        if place is not None:
-            host, port = place.environment["MASTER_ADDR"], int(place.environment["MASTER_PORT"])
-            self._board = self._ask(lambda: TCPStore(host, port, is_master=False))
-        return place
+        assignment = super().next_round(num, attempt, resume)
+        if assignment is not None:
+            host, port = assignment.environment["MASTER_ADDR"], int(assignment.environment["MASTER_PORT"])
+            self._store = self._ask(lambda: TCPStore(host, port, is_master=False))
+        return assignment
 
     def set(self, key: str, value: str) -> None:
         """Leave a text; raises if the first machine is gone, as all of these do."""
-        self._ask(lambda: self._board.set(key, value))
+        self._ask(lambda: self._store.set(key, value))
 
     def get(self, key: str) -> bytes:
         """A text that was left."""
-        return self._ask(lambda: self._board.get(key))
+        return self._ask(lambda: self._store.get(key))
 
     def check(self, keys: list[str]) -> bool:
         """Whether these texts are there."""
-        return self._ask(lambda: self._board.check(keys))
+        return self._ask(lambda: self._store.check(keys))
 
-    def talk(self, place: Place) -> Talk:
+    def channel(self, assignment: RankAssignment) -> Channel:
         """What this machine says to the others there, and hears."""
-        return Talk(self, place.machine, place.num_machines, self._seal, self.is_one_lost)
+        return Channel(self, assignment.machine, assignment.num_machines, self._signer, self.is_one_lost)
 
     def is_one_lost(self) -> bool:
         """Whether a machine of the visit is gone."""
-        return self.heard() is not None
+        return self.remote_failure() is not None
 
     def _head_lost(self) -> HeadLost:
         return HeadLost(f"{self._host}:{self._port} does not answer any more; start the doctor there again, then here")
@@ -288,7 +288,7 @@ def examine_together(environment: Mapping[str, str], machines: str, rendezvous: 
     began = time.monotonic()
     # Versions that differ are what it finds, and no reason to send a machine away.
     identity = Identity(socket.gethostname(), {"command": "doctor"})
-    meeting = Doctors(parse_address(rendezvous), parse_machines(machines), identity, None)
+    backend = DoctorRendezvous(parse_address(rendezvous), parse_machines(machines), identity, None)
     try:
         own: tuple[Finding, ...] = ()
         for event in examine(environment):
@@ -296,55 +296,55 @@ def examine_together(environment: Mapping[str, str], machines: str, rendezvous: 
                 own = event.findings
             else:
                 yield event
-        yield Looking(meeting.expects() or "meeting the other machines", 1, 1, is_trial=True)
+        yield CheckStarted(backend.waiting_message() or "meeting the other machines", 1, 1, is_trial=True)
         # Now it is told what leads to the others, and not what the user set, which may be what is wrong.
         os.environ.pop(INTERFACE_NAME, None)
-        place = meeting.gather(1, 1)
-        if place is None:
+        assignment = backend.next_round(1, 1)
+        if assignment is None:
             return
-        yield Looking(f"all-reduce between {place.num_machines} machines", 1, 1, is_trial=True)
-        found = _Together(meeting.talk(place), place, environment).findings(own)
-        yield Report(tuple(found), time.monotonic() - began, is_first=place.machine == 0)
+        yield CheckStarted(f"all-reduce between {assignment.num_machines} machines", 1, 1, is_trial=True)
+        found = _ClusterCheck(backend.channel(assignment), assignment, environment).findings(own)
+        yield Report(tuple(found), time.monotonic() - began, is_first=assignment.machine == 0)
     finally:
-        meeting.close()
+        backend.close()
 
 
-class _Together:
+class _ClusterCheck:
     """This machine's part in a visit to all of them."""
 
-    def __init__(self, talk: Talk, place: Place, environment: Mapping[str, str]) -> None:
-        self._place = place
+    def __init__(self, channel: Channel, assignment: RankAssignment, environment: Mapping[str, str]) -> None:
+        self._assignment = assignment
         self._environment = environment
-        self._talk = talk
-        self._interface = place.environment.get(INTERFACE_NAME, "")
+        self._channel = channel
+        self._interface = assignment.environment.get(INTERFACE_NAME, "")
 
     def findings(self, own: Sequence[Finding]) -> list[Finding]:
         """What all have found, on the first machine; on the others, how it ended."""
         try:
             return self._found(own)
-        except Misunderstood as error:
+        except BadMessage as error:
             # Whoever goes on without it would wait for what the others do not do: leave, and they will see it.
             wrong = not_understood("other machines", error)
-            return [wrong] if self._place.machine else [*own, wrong]
+            return [wrong] if self._assignment.machine else [*own, wrong]
 
     def _found(self, own: Sequence[Finding]) -> list[Finding]:
-        talk, me = self._talk, self._place.machine
-        talk.tell(f"member/{me}", asdict(self._member(talk.seconds_behind())))
+        channel, me = self._channel, self._assignment.machine
+        channel.send(f"member/{me}", asdict(self._member(channel.seconds_behind())))
         members = self._members()
         pairs = self._pairs(members)
-        talk.tell(f"report/{me}", {"own": [one.to_json() for one in own], "pairs": [one.to_json() for one in pairs]})
+        channel.send(f"report/{me}", {"own": [one.to_json() for one in own], "pairs": [one.to_json() for one in pairs]})
         if me:
-            verdict = talk.hear("verdict", read_verdict)
+            verdict = channel.receive("verdict", read_verdict)
             return [verdict or Finding("all machines", "bad", "the first machine has not answered")]
         others, pairs_of_others = self._others(members)
         found = [*own, *others, *compare(members), *pairs, *pairs_of_others]
-        talk.tell("verdict", {"status": worst(found), "said": "the first machine prints what was found"})
+        channel.send("verdict", {"status": worst(found), "said": "the first machine prints what was found"})
         return found
 
-    def _member(self, seconds_behind: float | None) -> Member:
+    def _member(self, seconds_behind: float | None) -> MachineFacts:
         stats = psutil.net_if_stats().get(self._interface)
         suspicious = {name for names in SUSPECTS.values() for name in names}
-        return Member(
+        return MachineFacts(
             socket.gethostname(),
             torch.__version__,
             evenstep.__version__,
@@ -356,17 +356,19 @@ class _Together:
             " ".join(sorted(suspicious & self._environment.keys())),
         )
 
-    def _members(self) -> list[Member | None]:
-        members = [self._talk.hear(f"member/{number}", Member.from_json) for number in range(self._talk.num)]
+    def _members(self) -> list[MachineFacts | None]:
+        members = [
+            self._channel.receive(f"member/{number}", MachineFacts.from_json) for number in range(self._channel.num)
+        ]
         names = [one.name for one in members if one is not None]
         return [
             one if one is None or names.count(one.name) == 1 else replace(one, name=f"{one.name} ({number + 1})")
             for number, one in enumerate(members)
         ]
 
-    def _pairs(self, members: Sequence[Member | None]) -> list[Finding]:
+    def _pairs(self, members: Sequence[MachineFacts | None]) -> list[Finding]:
         """The pairs that this machine is one of; the lower of two reports."""
-        mine = [pair for one in rounds(self._talk.num) for pair in one if self._talk.machine in pair]
+        mine = [pair for one in rounds(self._channel.num) for pair in one if self._channel.machine in pair]
         found = []
         for pair in mine:
             first, second = members[pair[0]], members[pair[1]]
@@ -374,10 +376,10 @@ class _Together:
                 continue
             kinds = ("cpu", "cuda:0") if first.gpus and second.gpus else ("cpu",)
             judged = [self._pair(pair, first, second, device) for device in kinds]
-            found += judged if self._talk.machine == pair[0] else []
+            found += judged if self._channel.machine == pair[0] else []
         return found
 
-    def _pair(self, pair: tuple[int, int], first: Member, second: Member, device: str) -> Finding:
+    def _pair(self, pair: tuple[int, int], first: MachineFacts, second: MachineFacts, device: str) -> Finding:
         back_end = "gloo" if device == "cpu" else "nccl"
         name = f"{first.name} + {second.name}, {back_end}"
         attempts = _Attempts(self, pair, device)
@@ -385,59 +387,59 @@ class _Together:
         trial = Trial(name, ended)
         if not is_sound(ended):
             names = f"{first.set_names} {second.set_names}".split()
-            to_try = [] if self._talk.is_lost() else remedies(back_end, names, is_between_machines=True)
+            to_try = [] if self._channel.is_lost() else remedies(back_end, names, is_between_machines=True)
             if first.interface == second.interface:
                 to_try = [with_interface(settings, first.interface) for settings in to_try]
             # Both sides must try the same at the same time: no clock decides how much is tried.
-            trial = search(trial, to_try, attempts.make, Patience(math.inf, math.inf))
+            trial = search(trial, to_try, attempts.make, TimeBudget(math.inf, math.inf))
         return judge(trial, reference(first, second))
 
     def job(self, where: str, rank: int, device: str, settings: Settings) -> Job:
         """This machine's part of one attempt."""
         usual = {"RANK": str(rank), "WORLD_SIZE": "2", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
         own = {name: value for name, value in self._environment.items() if name == INTERFACE_NAME}
-        given = {**self._place.environment, **own, **usual, "OMP_NUM_THREADS": "1"}
+        given = {**self._assignment.environment, **own, **usual, "OMP_NUM_THREADS": "1"}
         # Without the user's interface, the one that leads to the others.
         without = {name: self._interface if name == INTERFACE_NAME else None for name in settings}
         meant = with_interface({**without, **{n: v for n, v in settings.items() if v is not None}}, self._interface)
         seconds = CPU_SECONDS if device == "cpu" else GPU_SECONDS
         return Job(add_up_between, (where, [device], ALL_BYTES), 1, seconds, meant, [given])
 
-    def _others(self, members: Sequence[Member | None]) -> tuple[list[Finding], list[Finding]]:
+    def _others(self, members: Sequence[MachineFacts | None]) -> tuple[list[Finding], list[Finding]]:
         """What the other machines found wrong with themselves, and what they found between them."""
         found: list[Finding] = []
         pairs: list[Finding] = []
         for number, member in enumerate(members[1:], 1):
             name = member.name if member is not None else f"machine {number + 1}"
             try:
-                heard = self._talk.hear(f"report/{number}", read_report)
-            except Misunderstood as error:
+                remote_failure = self._channel.receive(f"report/{number}", read_report)
+            except BadMessage as error:
                 found.append(not_understood(name, error))
                 continue
-            if heard is None:
+            if remote_failure is None:
                 found.append(Finding(name, "bad", "has not said what it found", "is it still there?"))
                 continue
-            wrong = [one.of(name) for one in heard.own if one.status != "good"]
-            num, every = len(heard.own) - len(wrong), len(heard.own)
+            wrong = [one.of(name) for one in remote_failure.own if one.status != "good"]
+            num, every = len(remote_failure.own) - len(wrong), len(remote_failure.own)
             found += [Finding(name, "good", f"{num} of {every} checks are good"), *wrong]
-            pairs += heard.pairs
+            pairs += remote_failure.pairs
         return found, pairs
 
     def try_with(self, job: Job, where: str, partner: int) -> Ended:
         """Do this machine's part, and hear how the partner's ended."""
-        talk = self._talk
-        talk.tell(f"{where}/ready/{talk.machine}", {})
-        if talk.hear(f"{where}/ready/{partner}", dict) is None:
+        channel = self._channel
+        channel.send(f"{where}/ready/{channel.machine}", {})
+        if channel.receive(f"{where}/ready/{partner}", dict) is None:
             return Ended(why=f"machine {partner + 1} does not answer", is_late=True)
         mine = try_out(job)
-        talk.tell(f"{where}/ended/{talk.machine}", asdict(mine))
-        theirs = talk.hear(f"{where}/ended/{partner}", read_ended)
+        channel.send(f"{where}/ended/{channel.machine}", asdict(mine))
+        theirs = channel.receive(f"{where}/ended/{partner}", read_ended)
         if theirs is None:
             return Ended(why=f"machine {partner + 1} does not answer", is_late=True)
-        return both(mine, theirs, talk.machine < partner)
+        return both(mine, theirs, channel.machine < partner)
 
 
-def not_understood(name: str, error: Misunderstood) -> Finding:
+def not_understood(name: str, error: BadMessage) -> Finding:
     """What to say of a machine that says nothing that can be used."""
     advice = f"install the same evenstep everywhere; keep strangers out with {TOKEN}, the same on all machines"
     return Finding(name, "bad", str(error), advice)
@@ -447,7 +449,7 @@ def not_understood(name: str, error: Misunderstood) -> Finding:
 class _Attempts:
     """Attempts of one pair of machines, numbered so that both sides speak of the same one."""
 
-    of: _Together
+    of: _ClusterCheck
     pair: tuple[int, int]
     device: str
     number: int = 0
@@ -455,7 +457,7 @@ class _Attempts:
     def make(self, settings: Settings) -> Ended:
         """One attempt, on both machines."""
         self.number += 1
-        me = self.of._talk.machine
+        me = self.of._channel.machine
         rank = self.pair.index(me)
         where = f"pair/{self.pair[0]}-{self.pair[1]}/{self.device}/{self.number}"
         return self.of.try_with(self.of.job(where, rank, self.device, settings), where, self.pair[1 - rank])

@@ -12,11 +12,11 @@ from evenstep.errors import EvenstepError
 Status = Literal["good", "warn", "bad"]
 Number = int | float | str | bool | None
 STATUSES: tuple[Status, ...] = ("good", "warn", "bad")
-MOST_SAID = 600
+MAX_TEXT_CHARS = 600
 """Letters of a text that comes from elsewhere: an error of NCCL's, or another machine."""
 MOST_NAME = 100
 """Letters of a name that comes from another machine."""
-MOST_NUMBERS = 200
+MAX_NUMBERS = 200
 
 
 @dataclass(frozen=True)
@@ -38,8 +38,8 @@ class Finding:
     def from_json(cls, values: Mapping[str, Any]) -> Finding:
         """What another machine sent; whatever it is, texts are short texts and numbers are numbers."""
         status: Status = values["status"] if values["status"] in STATUSES else "bad"
-        name, said, advice = (str(values[name])[:MOST_SAID] for name in ("name", "said", "advice"))
-        numbers = list(values["numbers"].items())[:MOST_NUMBERS]
+        name, said, advice = (str(values[name])[:MAX_TEXT_CHARS] for name in ("name", "said", "advice"))
+        numbers = list(values["numbers"].items())[:MAX_NUMBERS]
         plain = {str(key)[:MOST_NAME]: _short(value) for key, value in numbers if isinstance(value, Number)}
         return cls(name[:MOST_NAME], status, said, advice, plain)
 
@@ -67,7 +67,7 @@ class Check:
             why = f"could not be {'tried' if self.is_trial else 'looked at'}: {type(error).__name__}: {error}"
             # Where no process of a trial can be started, none of a training can.
             advice = "are processes, open files and memory left? ulimit -a says what is allowed" * self.is_trial
-            return [Finding(self.name, "bad" if self.is_trial else "warn", why[:MOST_SAID], advice)]
+            return [Finding(self.name, "bad" if self.is_trial else "warn", why[:MAX_TEXT_CHARS], advice)]
 
 
 def finite(value: Any) -> float:
@@ -80,7 +80,7 @@ def finite(value: Any) -> float:
 
 def _short(value: Number) -> Number:
     if isinstance(value, str):
-        return value[:MOST_SAID]
+        return value[:MAX_TEXT_CHARS]
     # JSON knows no others.
     return None if isinstance(value, float) and not math.isfinite(value) else value
 

@@ -13,7 +13,7 @@ import psutil
 
 from evenstep.distributed.cgroups import Groups
 from evenstep.distributed.devices import cores_by_affinity, share_threads, usable_cores
-from evenstep.distributed.process import asked_threads
+from evenstep.distributed.process import omp_num_threads
 from evenstep.doctor.finding import Finding, Status
 from evenstep.report.terminal import size
 
@@ -44,7 +44,7 @@ def cores(groups: Groups | None = None) -> Finding:
 def threads(environment: Mapping[str, str], groups: Groups | None = None) -> Finding:
     """Threads that each of a few ranks would compute with."""
     num, given = usable_cores((groups or Groups()).cpu_quota()), environment.get("OMP_NUM_THREADS", "")
-    asked = asked_threads(environment) or 0
+    asked = omp_num_threads(environment) or 0
     alone, of_two = (share_threads(asked or None, ["cpu"] * ranks) for ranks in (1, 2))
     numbers = {"threads_alone": alone, "threads_of_two": of_two}
     if asked > num:

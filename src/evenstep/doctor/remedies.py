@@ -94,7 +94,7 @@ class Trial:
     name: str
     ended: Ended
     helped_by: Settings | None = None
-    healed: Ended | None = None
+    fixed: Ended | None = None
     """What came of it with the remedy that helped."""
     tried: tuple[Settings, ...] = ()
     not_tried: tuple[Settings, ...] = ()
@@ -103,7 +103,7 @@ class Trial:
 
 
 @dataclass
-class Patience:
+class TimeBudget:
     """The time that may still be spent over all trials: on remedies, and on anything."""
 
     seconds: float = TRYING_SECONDS
@@ -124,15 +124,15 @@ class Patience:
 
 
 def search(
-    failed: Trial, to_try: Sequence[Settings], attempt: Callable[[Settings], Ended], patience: Patience
+    failed: Trial, to_try: Sequence[Settings], attempt: Callable[[Settings], Ended], budget: TimeBudget
 ) -> Trial:
     """Try one remedy after the other, until one helps or no time is left."""
     for number, settings in enumerate(to_try):
-        if patience.allowed(patience.seconds) <= 0:
+        if budget.allowed(budget.seconds) <= 0:
             return replace(failed, tried=tuple(to_try[:number]), not_tried=tuple(to_try[number:]))
-        again = patience.spend(attempt, settings)
+        again = budget.spend(attempt, settings)
         if is_sound(again):
-            return replace(failed, helped_by=settings, healed=again, tried=tuple(to_try[: number + 1]))
+            return replace(failed, helped_by=settings, fixed=again, tried=tuple(to_try[: number + 1]))
     return replace(failed, tried=tuple(to_try))
 
 
@@ -177,9 +177,9 @@ def judge(trial: Trial, reference: Reference) -> Finding:
 
 
 def _judge_failed(trial: Trial) -> Finding:
-    if trial.helped_by is not None and trial.healed is not None:
+    if trial.helped_by is not None and trial.fixed is not None:
         advice = f"{in_words(trial.helped_by)}   (found by trying: with that it works)"
-        return Finding(trial.name, "bad", _failure(trial.ended), advice, numbers_of(trial.healed))
+        return Finding(trial.name, "bad", _failure(trial.ended), advice, numbers_of(trial.fixed))
     tried = ", ".join(map(in_words, trial.tried))
     left = ", ".join(map(in_words, trial.not_tried))
     advice = f"tried, and it did not help: {tried}" * bool(tried)

@@ -13,12 +13,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from evenstep.distributed.process import begin, end, read_rank, take_signals
+from evenstep.distributed.process import begin, end, read_rank, unblock_signals
 from evenstep.distributed.temporary import live_folder
 from evenstep.distributed.world import stay_in_group
 from evenstep.launcher.failure import cause
-from evenstep.launcher.processes import RankLogs, Start, Workers, workers
-from evenstep.launcher.rendezvous.local import OneMachine
+from evenstep.launcher.processes import ProcessSpec, RankLogs, Workers, workers
+from evenstep.launcher.rendezvous.local import LocalRendezvous
 from evenstep.worker.main import write_report
 
 Settings = Mapping[str, str | None]
@@ -68,7 +68,7 @@ def try_together(jobs: Sequence[Job]) -> list[Ended]:
     with ExitStack() as stack:
         attempts = [_Attempt(job, stack) for job in jobs]
         # All are asked each time: one that waits has a deadline of its own.
-        while [attempt for attempt in attempts if attempt.goes_on()]:
+        while [attempt for attempt in attempts if attempt.is_running()]:
             pass
         return [attempt.ended() for attempt in attempts]
 
@@ -79,18 +79,18 @@ class _Attempt:
     def __init__(self, job: Job, stack: ExitStack) -> None:
         self._job = job
         self._folder = stack.enter_context(live_folder())
-        self._meeting = OneMachine()
-        stack.callback(self._meeting.close)
-        own = self._meeting.gather(job.num, 1).environments(job.num, {"OMP_NUM_THREADS": "1"})
+        self._rendezvous = LocalRendezvous()
+        stack.callback(self._rendezvous.close)
+        own = self._rendezvous.next_round(job.num, 1).environments(job.num, {"OMP_NUM_THREADS": "1"})
         environments = [dict(one) for one in job.environments or own]
         self._ranks = [int(one["RANK"]) for one in environments]
         order = (str(self._folder), job.function, job.arguments, dict(job.settings))
-        start = Start(perform, order, environments, RankLogs(self._folder, self._ranks[0]))
-        self._workers: Workers = stack.enter_context(workers(start))
+        spec = ProcessSpec(perform, order, environments, RankLogs(self._folder, self._ranks[0]))
+        self._workers: Workers = stack.enter_context(workers(spec))
         self._deadline = time.monotonic() + job.seconds
         self._is_late = self._is_over = False
 
-    def goes_on(self) -> bool:
+    def is_running(self) -> bool:
         """Whether it is still at work; waits a moment."""
         # Never asked again once it is over: those that were killed then would be taken for the cause.
         self._is_over = self._is_over or not self._workers.poll()
@@ -130,7 +130,7 @@ def shortened(message: str) -> str:
 def perform(logs: str, function: Callable[..., Mapping[str, Any]], arguments: tuple[Any, ...], given: Settings) -> None:
     """The life of one of these processes."""
     begin(logs)
-    take_signals()
+    unblock_signals()
     # Ctrl-C reaches every process of a terminal; the doctor alone decides what it means.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     apply(given)

@@ -13,16 +13,16 @@ from evenstep.checkpoint import files
 from evenstep.distributed.heartbeat import HeartbeatState
 from evenstep.distributed.process import signal_name
 from evenstep.errors import BadInput, EvenstepError, Stalled, WorkerFailed, shorten
-from evenstep.launcher.fork_server import lost
+from evenstep.launcher.fork_server import server_lost
 from evenstep.launcher.hang import crashed_thread
 from evenstep.launcher.logs import end_of, ranks_in_words
 from evenstep.record import FILE
 from evenstep.task import is_users
 
 MOST_LINES = 15
-MOST_MESSAGE_LINES = 4
-MOST_LINE_LETTERS = 1000
-SOMEONE_KILLED = "Someone killed it: a person, a cluster, or a system that is short of memory."
+MAX_MESSAGE_LINES = 4
+MAX_LINE_CHARS = 1000
+KILLED_HINT = "Someone killed it: a person, a cluster, or a system that is short of memory."
 
 
 @dataclass(frozen=True)
@@ -81,13 +81,13 @@ def cause(
     found = [*_reports(logs), *(_reports(spare) if spare is not None else ())]
     # In a folder that machines share, those of other machines' ranks lie beside ours.
     reports = [report for report in found if not heartbeats or report["rank"] in heartbeats]
-    spoke = {report["rank"] for report in reports}
+    reported = {report["rank"] for report in reports}
     # A rank that was killed could not speak; those that lost their connection to it could.
-    killed = {rank: code for rank, code in failed.items() if rank not in spoke}
+    killed = {rank: code for rank, code in failed.items() if rank not in reported}
     if killed:
-        return _silent(logs, killed, heartbeats, evidence)
+        return _unreported(logs, killed, heartbeats, evidence)
     if not reports:
-        return _silent(logs, failed or {0: 1}, heartbeats, evidence)
+        return _unreported(logs, failed or {0: 1}, heartbeats, evidence)
     first = min(reports, key=lambda report: (report["is_victim"], int(report["nanoseconds"])))
     rank = first["rank"]
     if first["is_plain"]:
@@ -105,12 +105,12 @@ def cause(
 
 def server_cause(exit_code: int, heartbeats: Mapping[int, HeartbeatState], evidence: str = "") -> Cause:
     """The fork server ended, and all ranks with it."""
-    details = (evidence or SOMEONE_KILLED,) if exit_code == -signal.SIGKILL else ()
-    step = max((beat.step for beat in heartbeats.values()), default=0)
-    return Cause(lost(exit_code), details, step, _others(heartbeats, set()), is_outside=True)
+    details = (evidence or KILLED_HINT,) if exit_code == -signal.SIGKILL else ()
+    step = max((heartbeat.step for heartbeat in heartbeats.values()), default=0)
+    return Cause(server_lost(exit_code), details, step, _others(heartbeats, set()), is_outside=True)
 
 
-def _silent(logs: Path, ended: Mapping[int, int], heartbeats: Mapping[int, HeartbeatState], evidence: str) -> Cause:
+def _unreported(logs: Path, ended: Mapping[int, int], heartbeats: Mapping[int, HeartbeatState], evidence: str) -> Cause:
     """No rank could say why: it was killed, or ended from outside Python."""
     rank, code = next(iter(sorted(ended.items())))
     where = _where(heartbeats, rank, 0)
@@ -120,7 +120,7 @@ def _silent(logs: Path, ended: Mapping[int, int], heartbeats: Mapping[int, Heart
         headline = f"rank {rank} was ended by {name}{where}"
         if -code == signal.SIGKILL:
             headline = f"rank {rank} {'ran out of memory' if evidence else 'was ended by SIGKILL'}{where}"
-            details = (evidence or SOMEONE_KILLED,)
+            details = (evidence or KILLED_HINT,)
         else:
             details = tuple(_crash_frames(logs, rank))
         if -code == signal.SIGBUS:
@@ -158,9 +158,9 @@ def _step(heartbeats: Mapping[int, HeartbeatState], rank: int) -> int:
 def _others(heartbeats: Mapping[int, HeartbeatState], failed: set[int]) -> str:
     """What the rest were doing, in one line."""
     places: dict[str, list[int]] = {}
-    for rank, beat in heartbeats.items():
+    for rank, heartbeat in heartbeats.items():
         if rank not in failed:
-            places.setdefault(beat.where if beat.count else "at work", []).append(rank)
+            places.setdefault(heartbeat.where if heartbeat.count else "at work", []).append(rank)
     parts = [
         f"{ranks_in_words(ranks)} {'was' if len(ranks) == 1 else 'were'} {place}" for place, ranks in places.items()
     ]
@@ -172,8 +172,8 @@ def _reports(logs: Path) -> list[dict[str, Any]]:
 
 
 def _shortened(message: str) -> list[str]:
-    lines = [shorten(line, MOST_LINE_LETTERS) for line in message.strip().splitlines()]
-    return lines if len(lines) <= MOST_MESSAGE_LINES else [*lines[: MOST_MESSAGE_LINES - 1], "..."]
+    lines = [shorten(line, MAX_LINE_CHARS) for line in message.strip().splitlines()]
+    return lines if len(lines) <= MAX_MESSAGE_LINES else [*lines[: MAX_MESSAGE_LINES - 1], "..."]
 
 
 def _indented(text: str | None) -> list[str]:

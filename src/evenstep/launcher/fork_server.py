@@ -17,13 +17,13 @@ from contextlib import contextmanager
 from evenstep.distributed.process import LAUNCHER, signal_name
 from evenstep.distributed.temporary import make_socket_folder
 from evenstep.errors import WorkerFailed
-from evenstep.launcher.rendezvous.auth import held_back
+from evenstep.launcher.rendezvous.auth import token_hidden
 from evenstep.strategy_facts import STRATEGIES
 
 PRELOADED = ("evenstep.worker.preload",)
 DYING_SECONDS = 1.0
 """How long after its pipes are closed a killed process may take to be seen dead."""
-SEVERAL = ("--devices", "--strategy", "--restarts", "--machines", "--resume", "--plan")
+MULTI_PROCESS_OPTIONS = ("--devices", "--strategy", "--restarts", "--machines", "--resume", "--plan")
 DEVICES = ("--devices", "--nproc-per-node", "--nproc_per_node")
 NO_VALUE = ("-m", "--module", "--fresh", "--standalone")
 """Options of `run` that no value follows."""
@@ -37,23 +37,23 @@ def start_server(more: Sequence[str] = ()) -> None:
 
     make_socket_folder()
     multiprocessing.set_forkserver_preload([*PRELOADED, *more])
-    keep_tracker()
-    with _tied(), no_main():
+    ensure_resource_tracker()
+    with _tied_to_launcher(), hidden_main():
         forkserver.ensure_running()
 
 
 @contextmanager
-def _tied() -> Iterator[None]:
+def _tied_to_launcher() -> Iterator[None]:
     """A server that is started meanwhile ends when this process does, and does not know the token."""
     os.environ[LAUNCHER] = str(os.getpid())
     try:
-        with held_back():
+        with token_hidden():
             yield
     finally:
         del os.environ[LAUNCHER]
 
 
-def keep_tracker(starts: bool = True) -> None:
+def ensure_resource_tracker(starts: bool = True) -> None:
     """Start Python's tracker of semaphores, or another one if it was killed; not `starts`: only in place of another.
 
     It tidies up after killed processes. It would complain of that after our last word; and the one that replaces it
@@ -106,11 +106,11 @@ def start_server_for(arguments: Sequence[str]) -> None:
         os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     if command in ("verify", "compare"):
         start_server(_preloads(STRATEGIES))
-    is_spread = command == "train" and ("SLURM_STEP_ID" in os.environ or any(name in SEVERAL for name in names))
+    has_several = "SLURM_STEP_ID" in os.environ or any(name in MULTI_PROCESS_OPTIONS for name in names)
     if command == "run":
         # In this process too: OpenMP, MKL and OpenBLAS read it once, when the server loads them.
         os.environ.update(threads_for_script(_num_processes(rest)))
-    if is_spread or (command == "run" and "--fresh" not in names):
+    if (command == "train" and has_several) or (command == "run" and "--fresh" not in names):
         start_server(_preloads(name for name in STRATEGIES if name in " ".join(rest)))
 
 
@@ -141,14 +141,14 @@ def _num_processes(words: Sequence[str]) -> int:
 
 
 @contextmanager
-def copying() -> Iterator[int]:
+def forking() -> Iterator[int]:
     """The server's process id, while workers are copied from it; if that fails, none of them is left."""
     import multiprocessing
 
     start_server()
     pid, before = _server_pid(), multiprocessing.active_children()
     try:
-        with _tied(), no_main():
+        with _tied_to_launcher(), hidden_main():
             yield pid
         if _server_pid() != pid:
             # multiprocessing has put another one in its place, whose copies would not know their parent.
@@ -162,9 +162,9 @@ def copying() -> Iterator[int]:
 
 def _why_not_copied(pid: int, error: Exception) -> str:
     if _server_pid() != pid:
-        return lost(None)
-    exit_code = server_end(pid, DYING_SECONDS)
-    return f"the ranks could not be started: {error}" if exit_code is None else lost(exit_code)
+        return server_lost(None)
+    exit_code = server_exit_code(pid, DYING_SECONDS)
+    return f"the ranks could not be started: {error}" if exit_code is None else server_lost(exit_code)
 
 
 def _server_pid() -> int:
@@ -174,7 +174,7 @@ def _server_pid() -> int:
     return pid
 
 
-def server_end(pid: int, seconds: float) -> int | None:
+def server_exit_code(pid: int, seconds: float) -> int | None:
     """The exit code of a server that ended, as subprocess gives them; None if it does not within so many seconds.
 
     It stays to be waited for: multiprocessing starts another one when it finds it dead.
@@ -193,7 +193,7 @@ def server_end(pid: int, seconds: float) -> int | None:
     return None
 
 
-def lost(exit_code: int | None) -> str:
+def server_lost(exit_code: int | None) -> str:
     """What is said of a server that ended; its exit code is not always known."""
     how = "has ended" if exit_code is None else f"ended with exit code {exit_code}"
     if exit_code is not None and exit_code < 0:
@@ -202,7 +202,7 @@ def lost(exit_code: int | None) -> str:
 
 
 @contextmanager
-def no_main() -> Iterator[None]:
+def hidden_main() -> Iterator[None]:
     """Hide the program that is running: multiprocessing would run it again in every worker."""
     main = sys.modules["__main__"]
     sys.modules["__main__"] = types.ModuleType("__main__")

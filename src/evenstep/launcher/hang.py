@@ -26,7 +26,7 @@ import psutil
 
 from evenstep.distributed.heartbeat import BACKWARD, EVALUATING, INPUT, Heartbeats, HeartbeatState, make_heartbeats
 from evenstep.distributed.heartbeat import UNTIMED as UNTIMED_PHASES
-from evenstep.distributed.process import STACKS_SIGNAL, stacks_left_in
+from evenstep.distributed.process import STACKS_SIGNAL, dump_stacks_to
 from evenstep.distributed.temporary import live_folder, remove_own_folders
 from evenstep.distributed.world import HEARTBEATS
 from evenstep.errors import Stalled
@@ -38,13 +38,15 @@ from evenstep.worker import user_program
 LEAST_SECONDS = 120.0
 FIRST_SECONDS = 600.0
 UNTIMED_SECONDS = 1800.0
-TIMES_THE_LONGEST = 20
+LONGEST_PAUSE_FACTOR = 20
 SHOWN_FRAMES = 6
 SAMPLES = 5
-MOST_ASKED = 8
+MAX_LOADER_WORKERS = 8
 """Loader workers of a rank that are asked for their stacks; each takes a tenth of a second."""
-LONGEST_LOOK_SECONDS = 1.0
+MAX_POLL_SECONDS = 1.0
 _DUMP_SECONDS = 1.0
+OWN_CALLERS = re.compile("/evenstep/(data|strategies|training|distributed|worker)/")
+"""Where evenstep's own threads come from that call the user's code: dp's replicas, and prefetching."""
 _FRAME = re.compile(r'  File "(?P<file>.*)", line (?P<line>\d+) in (?P<name>.*)')
 
 
@@ -74,34 +76,34 @@ class StallWatch:
         self._moved = self._watched = time.monotonic()
         self._longest = 0.0
 
-    def seconds_still(self) -> float | None:
+    def stalled_seconds(self) -> float | None:
         """For how long nothing has moved, if that is too long."""
         heartbeats = self._heartbeats.read()
-        counts = [beat.count for beat in heartbeats]
+        counts = [heartbeat.count for heartbeat in heartbeats]
         now = time.monotonic()
         # Who was stopped as well, by Ctrl-Z or with the whole machine, has not watched: that time does not count.
-        self._moved += max(0.0, now - self._watched - LONGEST_LOOK_SECONDS)
+        self._moved += max(0.0, now - self._watched - MAX_POLL_SECONDS)
         self._watched = now
         if counts != self._counts:
-            self._first_step = self._first_step or max(beat.step for beat in heartbeats)
+            self._first_step = self._first_step or max(heartbeat.step for heartbeat in heartbeats)
             if self._is_under_way(heartbeats):
                 self._longest = max(self._longest, now - self._moved)
             self._counts, self._moved = counts, now
             return None
         if not any(counts):
-            self._look_at_stacks(now, self.limit(heartbeats))
+            self._compare_stacks(now, self.limit(heartbeats))
         still = now - self._moved
         return still if still > self.limit(heartbeats) else None
 
-    def watch_again(self) -> None:
+    def restart_clock(self) -> None:
         """Judge from now on: who is left alone is not asked for stacks at every look."""
         self._moved = time.monotonic()
 
     def _is_under_way(self, heartbeats: Sequence[HeartbeatState]) -> bool:
         """Whether the first step is done, in which compilers and connections are set up."""
-        return 0 < self._first_step < max(beat.step for beat in heartbeats)
+        return 0 < self._first_step < max(heartbeat.step for heartbeat in heartbeats)
 
-    def _look_at_stacks(self, now: float, limit: float) -> None:
+    def _compare_stacks(self, now: float, limit: float) -> None:
         """Programs that are no training leave no beats; that their stacks change now and then must do."""
         if self._stacks is None or now - self._looked < limit / SAMPLES:
             return
@@ -113,15 +115,15 @@ class StallWatch:
 
     def limit(self, heartbeats: Sequence[HeartbeatState]) -> float:
         """The seconds without any movement that are too many now."""
-        if not any(beat.count for beat in heartbeats):
+        if not any(heartbeat.count for heartbeat in heartbeats):
             return self._limit or FIRST_SECONDS
-        is_untimed = any(beat.phase in UNTIMED_PHASES for beat in heartbeats)
+        is_untimed = any(heartbeat.phase in UNTIMED_PHASES for heartbeat in heartbeats)
         if self._limit is not None:
             return max(10 * self._limit, 60.0) if is_untimed else self._limit
         if is_untimed:
             return UNTIMED_SECONDS
         least = self._least if self._is_under_way(heartbeats) else FIRST_SECONDS
-        return max(least, TIMES_THE_LONGEST * self._longest)
+        return max(least, LONGEST_PAUSE_FACTOR * self._longest)
 
 
 @dataclass(frozen=True)
@@ -149,7 +151,7 @@ class Stack:
     label: str
     frames: list[Frame]
     """The innermost first."""
-    is_reader: bool = False
+    is_loader_worker: bool = False
     """Whether it is a process that reads samples."""
 
     @property
@@ -158,11 +160,11 @@ class Stack:
 
 
 @dataclass(frozen=True)
-class Sight:
+class RankSnapshot:
     """One rank, as it was found."""
 
     rank: int
-    beat: HeartbeatState
+    heartbeat: HeartbeatState
     state: str = "S"
     """The letter that Linux gives: T is stopped, D waits in the kernel."""
     frames: list[Frame] = field(default_factory=list)
@@ -176,13 +178,13 @@ class Sight:
         return _users_frame(self.frames)
 
     @property
-    def users_place(self) -> str:
+    def users_location(self) -> str:
         """The user's own line that it is in, or that it waits for in a thread or a loader worker of its own."""
         if self.users_frame is not None:
             return str(self.users_frame)
         # Loader workers read ahead at any time; who does not wait for them need not be where they are.
-        reads = not self.beat.count or self.beat.phase in (INPUT, EVALUATING)
-        own = [] if self.is_waiting else [one for one in self.others if reads or not one.is_reader]
+        reads = not self.heartbeat.count or self.heartbeat.phase in (INPUT, EVALUATING)
+        own = [] if self.is_waiting else [one for one in self.others if reads or not one.is_loader_worker]
         return next((f"{one.users_frame}, in {one.label}" for one in own if one.users_frame is not None), "")
 
     @property
@@ -199,7 +201,7 @@ class Sight:
         if self.frames and is_users(self.frames[0].file):
             return False
         is_in_engine = bool(self.frames) and "torch/autograd/" in self.frames[0].file
-        return self.collective is not None or self.beat.phase == BACKWARD or is_in_engine
+        return self.collective is not None or self.heartbeat.phase == BACKWARD or is_in_engine
 
     @property
     def is_exiting(self) -> bool:
@@ -209,31 +211,31 @@ class Sight:
 
     def where(self) -> str:
         """`at step 7, in forward, my_task.py:12 in loss`; of a program that leaves no beats, its line alone."""
-        line = self.users_place or str(self.frames[0] if self.frames and not self.beat.count else "")
-        parts = (self.beat.where if self.beat.count else "", "exiting" if self.is_exiting else "", line)
+        line = self.users_location or str(self.frames[0] if self.frames and not self.heartbeat.count else "")
+        parts = (self.heartbeat.where if self.heartbeat.count else "", "exiting" if self.is_exiting else "", line)
         return ", ".join(part for part in parts if part) or "in an unknown place"
 
 
-def explain(sights: Sequence[Sight], seconds: float, ended: Sequence[int] = ()) -> str:
+def explain(snapshots: Sequence[RankSnapshot], seconds: float, ended: Sequence[int] = ()) -> str:
     """One line: who is waited for, where it is, where the others wait, and which ranks have ended."""
     gone = f"; {ranks_in_words([*ended])} {'has' if len(ended) == 1 else 'have'} ended" if ended else ""
-    return f"{_explain(sights, seconds)}{gone}"
+    return f"{_explain(snapshots, seconds)}{gone}"
 
 
-def _explain(sights: Sequence[Sight], seconds: float) -> str:
-    late = waited_for(sights)
-    others = [sight for sight in sights if sight not in late]
+def _explain(snapshots: Sequence[RankSnapshot], seconds: float) -> str:
+    late = late_ranks(snapshots)
+    others = [snapshot for snapshot in snapshots if snapshot not in late]
     still = f"nothing has moved for {seconds:.0f} s"
     if not late:
-        return f"{still}, and all ranks wait: {'; '.join(f'rank {one.rank} {one.where()}' for one in sights)}"
+        return f"{still}, and all ranks wait: {'; '.join(f'rank {one.rank} {one.where()}' for one in snapshots)}"
     culprit = late[0]
     how = {"T": "is stopped (SIGSTOP)", "D": "waits in the kernel, for a disk or a device"}.get(culprit.state)
     if not others and len(late) == 1:
         return f"{still}: rank {culprit.rank} {how or 'was last seen'} {culprit.where()}"
-    who = ranks_in_words([sight.rank for sight in late])
+    who = ranks_in_words([snapshot.rank for snapshot in late])
     waits = f"; {_waiting(others)}" if others else ""
     if culprit.collective is not None and others:
-        ahead = ranks_in_words([sight.rank for sight in others])
+        ahead = ranks_in_words([snapshot.rank for snapshot in others])
         return (
             f"{still}: {who} waits in {culprit.collective}, {culprit.where()}, which {ahead} did not call"
             f"{waits}. Is it called under a condition that differs between ranks?"
@@ -241,30 +243,30 @@ def _explain(sights: Sequence[Sight], seconds: float) -> str:
     return f"{still}: the others wait for {who}, which {how or 'was last seen'} {culprit.where()}{waits}"
 
 
-def waited_for(sights: Sequence[Sight]) -> list[Sight]:
+def late_ranks(snapshots: Sequence[RankSnapshot]) -> list[RankSnapshot]:
     """The ranks that are behind: stopped, or not as far as the rest, or busy while the rest wait."""
-    stopped = [sight for sight in sights if sight.state in "TtD"]
+    stopped = [snapshot for snapshot in snapshots if snapshot.state in "TtD"]
     if stopped:
         return stopped
-    least, most = (choose(sight.beat.progress for sight in sights) for choose in (min, max))
+    least, most = (choose(snapshot.heartbeat.progress for snapshot in snapshots) for choose in (min, max))
     if least != most:
-        return [sight for sight in sights if sight.beat.progress == least]
-    busy = [sight for sight in sights if not sight.is_waiting]
-    return busy if len(busy) < len(sights) or len(sights) == 1 else []
+        return [snapshot for snapshot in snapshots if snapshot.heartbeat.progress == least]
+    busy = [snapshot for snapshot in snapshots if not snapshot.is_waiting]
+    return busy if len(busy) < len(snapshots) or len(snapshots) == 1 else []
 
 
-def _waiting(others: Sequence[Sight]) -> str:
+def _waiting(others: Sequence[RankSnapshot]) -> str:
     places: dict[str, list[int]] = {}
-    for sight in others:
-        places.setdefault(sight.where(), []).append(sight.rank)
+    for snapshot in others:
+        places.setdefault(snapshot.where(), []).append(snapshot.rank)
     return "; ".join(
         f"{ranks_in_words(ranks)} {'waits' if len(ranks) == 1 else 'wait'} {place}" for place, ranks in places.items()
     )
 
 
-def look(
+def take_snapshots(
     pids: Mapping[int, int], heartbeats: Sequence[HeartbeatState], files: Mapping[int, Path], first_rank: int
-) -> list[Sight]:
+) -> list[RankSnapshot]:
     """Ask every process for its stacks, and read what they left; the last look's are left in the files."""
     states = {local: _state(pid) for local, pid in pids.items()}
     files = {local: _where_open(pid, files[local]) for local, pid in pids.items()}
@@ -274,20 +276,20 @@ def look(
     stopped = [local for local in pids if states[local] in "Tt"]
     awake = [local for local in pids if local not in stopped]
     for local, pid in pids.items():
-        if takes_stacks_signal(pid):
+        if handles_stacks_signal(pid):
             send_to_main_thread(pids[local], STACKS_SIGNAL)
     _wait_for_dumps({files[local]: 0 for local in awake})
     if stopped:
         # Their main threads wake up in the handler, before they do anything else; another thread would write while the
         # main one goes on. With the others held they cannot go on training.
-        _tell(pids, awake, signal.SIGSTOP)
-        _tell(pids, stopped, signal.SIGCONT)
+        _send_all(pids, awake, signal.SIGSTOP)
+        _send_all(pids, stopped, signal.SIGCONT)
         _wait_for_dumps({files[local]: 0 for local in stopped})
-        _tell(pids, stopped, signal.SIGSTOP)
-        _tell(pids, awake, signal.SIGCONT)
+        _send_all(pids, stopped, signal.SIGSTOP)
+        _send_all(pids, awake, signal.SIGCONT)
     dumps = {local: _text(files[local]) for local in pids}
     return [
-        Sight(first_rank + local, heartbeats[local], states[local], main_thread(dumps[local]), others)
+        RankSnapshot(first_rank + local, heartbeats[local], states[local], main_thread(dumps[local]), others)
         for local, pid in pids.items()
         for others in [[*_busy_threads(dumps[local]), *_loader_workers(pid, files[local])]]
     ]
@@ -299,22 +301,22 @@ def _busy_threads(dump: str) -> list[Stack]:
     return [
         Stack("a thread", frames)
         for frames in others
-        if _users_frame(frames) and any("/evenstep/worker/" in frame.file for frame in frames)
+        if _users_frame(frames) and any(OWN_CALLERS.search(frame.file) for frame in frames)
     ]
 
 
 def _loader_workers(pid: int, file: Path) -> list[Stack]:
     """Processes that a rank has copied from itself: asked one after another, they write their stacks to its file."""
     found = []
-    copies = [child.pid for child in _children(pid) if takes_stacks_signal(child.pid) and _has_open(child.pid, file)]
-    for number, copy in enumerate(copies[:MOST_ASKED]):
+    copies = [child.pid for child in _children(pid) if handles_stacks_signal(child.pid) and _has_open(child.pid, file)]
+    for number, copy in enumerate(copies[:MAX_LOADER_WORKERS]):
         label, is_stopped = f"loader worker {number} (process {copy})", _state(copy) in "Tt"
         size = _size(file)
         if not is_stopped:
             send_to_main_thread(copy, STACKS_SIGNAL)
             _wait_for_dumps({file: size})
         frames = main_thread(_text(file)[size:])
-        found.append(Stack(f"{label}, which is stopped" if is_stopped else label, frames, is_reader=True))
+        found.append(Stack(f"{label}, which is stopped" if is_stopped else label, frames, is_loader_worker=True))
     return found
 
 
@@ -343,7 +345,7 @@ def _where_open(pid: int, file: Path) -> Path:
     return file
 
 
-def _tell(pids: Mapping[int, int], who: Iterable[int], number: int) -> None:
+def _send_all(pids: Mapping[int, int], who: Iterable[int], number: int) -> None:
     for local in who:
         send(pids[local], number)
 
@@ -383,14 +385,14 @@ def _frames(text: str) -> list[Frame]:
     return [Frame(match["file"], int(match["line"]), match["name"]) for match in _FRAME.finditer(text)]
 
 
-def stacks(sights: Sequence[Sight]) -> list[str]:
+def stacks(snapshots: Sequence[RankSnapshot]) -> list[str]:
     """The innermost lines of every rank's stack and the user's own; all of them are in its log."""
     lines = []
-    for sight in sights:
-        after = f", after {sight.beat.collectives} collectives" if sight.beat.collectives else ""
-        lines.append(f"rank {sight.rank} {sight.where()}{after}:")
-        lines += _shown(sight.frames) or ["    (it gave no stack)"]
-        for other in sight.others:
+    for snapshot in snapshots:
+        after = f", after {snapshot.heartbeat.collectives} collectives" if snapshot.heartbeat.collectives else ""
+        lines.append(f"rank {snapshot.rank} {snapshot.where()}{after}:")
+        lines += _shown(snapshot.frames) or ["    (it gave no stack)"]
+        for other in snapshot.others:
             # Who only waits for something to do is in the log, with everybody else.
             if other.users_frame is not None or not other.frames:
                 lines += [f"    {other.label}:", *(f"    {line}" for line in _shown(other.frames))]
@@ -414,7 +416,7 @@ def _short(file: str) -> str:
     return near if len(near) < len(file) else file
 
 
-def takes_stacks_signal(pid: int) -> bool:
+def handles_stacks_signal(pid: int) -> bool:
     """Whether a process has asked for the signal; one that became another program has not, and would die of it."""
     try:
         lines = Path(f"/proc/{pid}/status").read_text().splitlines()
@@ -449,16 +451,16 @@ STACKS = "stacks"
 
 
 @contextmanager
-def ended_if_stalled(logs: Path, limit: float | None) -> Iterator[None]:
+def exit_on_stall(logs: Path, limit: float | None) -> Iterator[None]:
     """End the process with code 124 if what is done in the block does not move; its stacks are shown.
 
     A thread looks: it sees everything but C code that holds the interpreter's lock.
     """
-    with live_folder() as folder, stacks_left_in(folder / STACKS):
+    with live_folder() as folder, dump_stacks_to(folder / STACKS):
         heartbeats = make_heartbeats(folder / "beats", 1)
         os.environ[HEARTBEATS] = f"{folder / 'beats'}:0"
         done = threading.Event()
-        thread = threading.Thread(target=_look, args=(heartbeats, limit, folder, logs, done), daemon=True)
+        thread = threading.Thread(target=_watch_single, args=(heartbeats, limit, folder, logs, done), daemon=True)
         thread.start()
         try:
             yield
@@ -469,10 +471,10 @@ def ended_if_stalled(logs: Path, limit: float | None) -> Iterator[None]:
             heartbeats.close()
 
 
-def _look(heartbeats: Heartbeats, limit: float | None, folder: Path, logs: Path, done: threading.Event) -> None:
+def _watch_single(heartbeats: Heartbeats, limit: float | None, folder: Path, logs: Path, done: threading.Event) -> None:
     watch = StallWatch(heartbeats, limit)
     while not done.wait(LOOK_SECONDS):
-        still = watch.seconds_still()
+        still = watch.stalled_seconds()
         if still is not None and not _is_debugged():
             _explain_single(heartbeats, still, folder, logs)
 
@@ -489,10 +491,10 @@ def _is_debugged() -> bool:
 
 def _explain_single(heartbeats: Heartbeats, seconds: float, folder: Path, logs: Path) -> None:
     file = folder / STACKS
-    (sight,) = look({0: os.getpid()}, heartbeats.read(), {0: file}, 0)
+    (snapshot,) = take_snapshots({0: os.getpid()}, heartbeats.read(), {0: file}, 0)
     logs.mkdir(parents=True, exist_ok=True)
     shutil.copy(file, logs / f"rank0.{STACKS}")
-    lines = [*stacks([sight]), f"error: {explain([sight], seconds)}", f"full logs: {logs}"]
+    lines = [*stacks([snapshot]), f"error: {explain([snapshot], seconds)}", f"full logs: {logs}"]
     print("\n".join(lines), file=sys.stderr, flush=True)
     remove_own_folders()
     os._exit(Stalled.exit_code)

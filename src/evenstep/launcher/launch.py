@@ -27,10 +27,10 @@ from evenstep.data.prefetch import worker_ends_told
 from evenstep.distributed.process import read_rank
 from evenstep.errors import CheckpointError, EvenstepError, PlanError, Preempted
 from evenstep.launcher.failure import cause, report, stopped_where
-from evenstep.launcher.hang import ended_if_stalled
+from evenstep.launcher.hang import exit_on_stall
 from evenstep.launcher.logs import with_trace
-from evenstep.launcher.prepare import RUNS, Prepared, go_on, label_of, prepare, write_plan
-from evenstep.launcher.rendezvous.local import Meeting, OneMachine
+from evenstep.launcher.prepare import RUNS, Prepared, label_of, prepare, prepare_from_plan, write_plan
+from evenstep.launcher.rendezvous.local import LocalRendezvous, Rendezvous
 from evenstep.launcher.rendezvous.slurm import Slurm, find_slurm
 from evenstep.launcher.rendezvous.version_check import Identity, identity_of, sources_of_task
 from evenstep.launcher.supervisor import Supervisor, of_plan
@@ -54,7 +54,7 @@ class Ready:
     """A run, and how its launchers meet."""
 
     prepared: Prepared
-    meeting: Meeting
+    rendezvous: Rendezvous
     is_first: bool = True
     """Whether this launcher is the one that shows the training and has its Record."""
     slurm: Slurm | None = None
@@ -69,7 +69,7 @@ def get_ready(source: Source, choices: Mapping[str, Any]) -> Ready:
     if chosen.get("requeue") and slurm is None:
         raise PlanError("--requeue is for jobs of Slurm, and this is none; --restarts goes on after a crash")
     if chosen.get("machines") is None:
-        return Ready(_again(source, chosen, slurm) or prepare(source, chosen), OneMachine(), slurm=slurm)
+        return Ready(_requeued(source, chosen, slurm) or prepare(source, chosen), LocalRendezvous(), slurm=slurm)
     return _with_machines(source, chosen, slurm, _identity(source, choices, slurm))
 
 
@@ -86,25 +86,27 @@ def _identity(source: Source, choices: Mapping[str, Any], slurm: Slurm | None) -
 
 
 def _with_machines(source: Source, chosen: dict[str, Any], slurm: Slurm | None, identity: Identity) -> Ready:
-    from evenstep.launcher.rendezvous.c10d import Machines  # what it imports is not needed on one machine
+    from evenstep.launcher.rendezvous.c10d import C10dRendezvous  # what it imports is not needed on one machine
 
     address, machines = _checked(chosen)
     is_head = slurm.task == 0 if slurm is not None and slurm.is_spread else None
-    meeting = Machines(address, machines, identity, is_head)
+    rendezvous = C10dRendezvous(address, machines, identity, is_head)
     try:
-        if not meeting.is_head:
-            return Ready(go_on(meeting.read_plan(), source, chosen), meeting, is_first=False, slurm=slurm)
-        prepared = _again(source, chosen, slurm) or prepare(source, chosen)
+        if not rendezvous.is_head:
+            return Ready(
+                prepare_from_plan(rendezvous.read_plan(), source, chosen), rendezvous, is_first=False, slurm=slurm
+            )
+        prepared = _requeued(source, chosen, slurm) or prepare(source, chosen)
         if prepared.spec is None:
             raise PlanError("on many machines a task comes from a file or a module, as in evenstep train my_task.py")
     except EvenstepError as error:
-        if meeting.is_head:
-            meeting.refuse(str(error))
-        meeting.close()
+        if rendezvous.is_head:
+            rendezvous.refuse(str(error))
+        rendezvous.close()
         raise
-    meeting.publish(prepared.plan)
-    said = [*prepared.said, *meeting.said]
-    return Ready(replace(prepared, said=said), meeting, slurm=slurm)
+    rendezvous.publish(prepared.plan)
+    said = [*prepared.said, *rendezvous.said]
+    return Ready(replace(prepared, said=said), rendezvous, slurm=slurm)
 
 
 def _checked(chosen: Mapping[str, Any]) -> tuple[tuple[str, int], tuple[int, int]]:
@@ -135,12 +137,12 @@ def _job_name(slurm: Slurm, label: str) -> str:
     return next(name for name in names if name not in taken)
 
 
-def _again(source: Source, chosen: Mapping[str, Any], slurm: Slurm | None) -> Prepared | None:
+def _requeued(source: Source, chosen: Mapping[str, Any], slurm: Slurm | None) -> Prepared | None:
     """A job that was queued again goes on in the folder that it began; None if there is none."""
     folder = RUNS / str(chosen.get("name", ""))
     if slurm is None or not slurm.num_restarts or not os.path.isfile(folder / "plan.json"):
         return None
-    prepared = go_on(read_plan(folder), source, chosen)
+    prepared = prepare_from_plan(read_plan(folder), source, chosen)
     try:
         resume, said = files.find(str(folder))
     except CheckpointError:
@@ -224,11 +226,11 @@ def run(ready: Ready, ends_stalls: bool = False) -> Iterator[Event]:
     """Carry the plan out, yielding what happens as it happens."""
     prepared, plan = ready.prepared, ready.prepared.plan
     if not STRATEGIES[plan.strategy].processes_per_device and not plan.restarts:
-        ready.meeting.close()
+        ready.rendezvous.close()
         return _in_this_process(prepared, ends_stalls)
     if prepared.spec is None:
         refuse_fork_after_cuda()
-    return Supervisor(of_plan(prepared), ready.meeting).events()
+    return Supervisor(of_plan(prepared), ready.rendezvous).events()
 
 
 def _in_this_process(prepared: Prepared, ends_stalls: bool) -> Iterator[Event]:
@@ -236,7 +238,7 @@ def _in_this_process(prepared: Prepared, ends_stalls: bool) -> Iterator[Event]:
     try:
         plan = replace(prepared.plan, resume=prepared.resume or prepared.plan.resume)
         folder = prepared.folder.absolute()
-        stalls = ended_if_stalled(folder / "logs", plan.stall_after) if ends_stalls else nullcontext()
+        stalls = exit_on_stall(folder / "logs", plan.stall_after) if ends_stalls else nullcontext()
         with stalls, chdir(prepared.cwd):
             yield from perform(plan, prepared.task, folder, signal.SIGINT)
     except EvenstepError:
@@ -267,8 +269,8 @@ def variant(base: Prepared, folder: Path, **changes: Any) -> Prepared:
     return replace(base, plan=plan, folder=folder, num_steps=plan.num_steps(base.lengths))
 
 
-def run_apart(prepared: Prepared, instead: Instead | None = None) -> Iterator[Event]:
+def run_in_processes(prepared: Prepared, instead: Instead | None = None) -> Iterator[Event]:
     """Run it in processes of its own, single and dp too: what they hold in memory is then theirs alone."""
     if prepared.spec is None:
         refuse_fork_after_cuda()
-    return Supervisor(of_plan(prepared, instead), OneMachine()).events()
+    return Supervisor(of_plan(prepared, instead), LocalRendezvous()).events()

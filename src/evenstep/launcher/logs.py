@@ -24,21 +24,21 @@ from evenstep.training.trainer import Event
 
 HELD_SECONDS = 0.25
 """How long a warning waits for the same one from other ranks."""
-_GRAVE = re.compile(r"warn|error|critical|fatal|exception|traceback|assert|abort", re.IGNORECASE)
-LIKE_A_PREFIX = re.compile(r"\s*\[ranks? \d")
-MOST_KNOWN = 1000
+_SERIOUS = re.compile(r"warn|error|critical|fatal|exception|traceback|assert|abort", re.IGNORECASE)
+RANK_PREFIX = re.compile(r"\s*\[ranks? \d")
+MAX_KNOWN_LINES = 1000
 SHOWN_BYTES = 2**20
 """Of a log, read at a time where lines are looked at one by one."""
 PASSED_ON_BYTES = 2**23
 """Of a log, read at a time where it is passed on as it is."""
-MOST_UNREAD_BYTES = 2**22
+MAX_UNREAD_BYTES = 2**22
 """A rank that is further ahead than that writes more than can be shown: the rest is left in its log."""
-MOST_LINE_BYTES = 2**14
+MAX_LINE_BYTES = 2**14
 """Of a line, shown."""
 
 
 @dataclass
-class Said:
+class PendingLine:
     """A line that was heard, and not yet passed on."""
 
     text: str
@@ -52,12 +52,12 @@ class Said:
         ranks = sorted(set(self.ranks))
         times = self.count // len(ranks)
         again = f" (x{times})" if times > 1 else ""
-        if ranks == [0] and not LIKE_A_PREFIX.match(text):
+        if ranks == [0] and not RANK_PREFIX.match(text):
             return f"{text}{again}"
         return f"[{ranks_in_words(ranks)}] {text}{again}"
 
 
-class Voices:
+class MergedLogs:
     """Reads the logs of the ranks on this machine while they grow."""
 
     def __init__(self, logs: RankLogs, num: int, passes_rank_0_on: bool = False) -> None:
@@ -70,7 +70,7 @@ class Voices:
             # What other ranks print is theirs alone.
             if ending == "err" or logs.first_rank + local == 0
         }
-        self._held: dict[str, Said] = {}
+        self._held: dict[str, PendingLine] = {}
         self._known: dict[str, int] = {}
 
     def new(self, is_end: bool = False) -> Iterator[str]:
@@ -80,10 +80,10 @@ class Voices:
         for _ in range(1 + most // SHOWN_BYTES):
             now = time.monotonic()
             for (local, ending), tail in self._tails.items():
-                yield from self._of(self._logs.first_rank + local, ending, tail, now)
-            yield from self._released(now, is_end)
+                yield from self._new_lines(self._logs.first_rank + local, ending, tail, now)
+            yield from self._due_lines(now, is_end)
 
-    def _of(self, rank: int, ending: str, tail: Tail, now: float) -> Iterator[str]:
+    def _new_lines(self, rank: int, ending: str, tail: Tail, now: float) -> Iterator[str]:
         if rank == 0 and self._passes_on:
             pass_on(tail.raw(), sys.stdout if ending == "out" else sys.stderr)
             return
@@ -93,27 +93,27 @@ class Voices:
             yield f"[rank {rank}] writes more than is shown here; all of it is in {tail.path}"
         for text in lines:
             if ending == "out":
-                yield Said(text, now, [0], 1).line()
-            elif rank == 0 or _GRAVE.search(text):
+                yield PendingLine(text, now, [0], 1).line()
+            elif rank == 0 or _SERIOUS.search(text):
                 self._hold(text, rank, now)
 
     def _hold(self, text: str, rank: int, now: float) -> None:
-        said = self._held.setdefault(text, Said(text, now))
-        said.ranks.append(rank)
-        said.count += 1
+        pending = self._held.setdefault(text, PendingLine(text, now))
+        pending.ranks.append(rank)
+        pending.count += 1
 
-    def _released(self, now: float, is_end: bool) -> Iterator[str]:
-        for text, said in list(self._held.items()):
-            if not is_end and now - said.since < HELD_SECONDS:
+    def _due_lines(self, now: float, is_end: bool) -> Iterator[str]:
+        for text, pending in list(self._held.items()):
+            if not is_end and now - pending.since < HELD_SECONDS:
                 continue
             before = self._known.get(text, 0)
             # What is said again and again is shown the first time, and then with its count at 10, 100, 1000.
             if not before:
-                yield said.line()
-            elif len(str(before + said.count)) > len(str(before)):
-                yield f"{said.line()} (x{before + said.count} so far)"
-            if len(self._known) < MOST_KNOWN:
-                self._known[text] = before + said.count
+                yield pending.line()
+            elif len(str(before + pending.count)) > len(str(before)):
+                yield f"{pending.line()} (x{before + pending.count} so far)"
+            if len(self._known) < MAX_KNOWN_LINES:
+                self._known[text] = before + pending.count
             del self._held[text]
 
 
@@ -135,7 +135,7 @@ class Tail:
 
     def new(self) -> list[str]:
         """Lines that were ended since the last call, as they are shown; of more than fit a screen, the last ones."""
-        if self.num_unread > MOST_UNREAD_BYTES:
+        if self.num_unread > MAX_UNREAD_BYTES:
             self._skip()
         *ended, rest = self._read(SHOWN_BYTES).split(b"\n")
         lines = []
@@ -185,7 +185,7 @@ class Line:
             _, _, shown = body.rpartition(b"\r")
             if self._is_over or len(shown) < len(body):
                 self._kept, self._num_bytes = b"", 0
-            self._kept += shown[: MOST_LINE_BYTES - len(self._kept)]
+            self._kept += shown[: MAX_LINE_BYTES - len(self._kept)]
             self._num_bytes += len(shown)
         self._is_over = len(body) < len(part) or (self._is_over and not body)
 
@@ -217,20 +217,20 @@ def ranks_in_words(ranks: list[int]) -> str:
 
 
 @dataclass(frozen=True)
-class _OfRank:
+class _RankTraceFile:
     file: str
     machine: str
 
 
 @dataclass(frozen=True)
-class _Traced:
+class _TraceIndex:
     """What the ranks have left."""
 
     steps: tuple[Natural, Natural]
-    ranks: dict[Natural, _OfRank]
+    ranks: dict[Natural, _RankTraceFile]
 
 
-_TRACED: Schema[_Traced] = Schema(_Traced, "list of traces")
+_TRACE_INDEX: Schema[_TraceIndex] = Schema(_TraceIndex, "list of traces")
 
 
 def with_trace(events: Iterator[Event], folder: Path) -> Iterator[Event]:
@@ -252,7 +252,7 @@ def merged(folder: Path) -> list[str]:
     if not (folder / FOLDER / ALL).exists():
         return []
     try:
-        known = _TRACED.read(folder / FOLDER / ALL)
+        known = _TRACE_INDEX.read(folder / FOLDER / ALL)
         ranks = [RankTrace(rank, folder / FOLDER / one.file, one.machine) for rank, one in known.ranks.items()]
         path = folder / trace.FILE
         merge(ranks, path)

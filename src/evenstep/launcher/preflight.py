@@ -46,20 +46,20 @@ NEEDS_TWO = "Expected more than 1 value per channel"
 
 
 @dataclass(frozen=True)
-class Few:
+class SampleBatch:
     """A small batch."""
 
     data: Any
     ids: Ids
 
 
-def few_samples(source: Source | Stream, touch: Touch, most: int = 4) -> Few:
+def sample_batch(source: Source | Stream, touch: Touch, most: int = 4) -> SampleBatch:
     """The first samples of a stream; of other data the first ones, the one in the middle and the last."""
     if isinstance(source, Stream):
-        return Few(*source.first(most, touch))
+        return SampleBatch(*source.first(most, touch))
     last = source.num_samples - 1
     ids = np.array(sorted({0, min(1, last), last // 2, last})[:most], dtype=np.int64)
-    return Few(source.fetch(ids, ids, touch), ids)
+    return SampleBatch(source.fetch(ids, ids, touch), ids)
 
 
 class DryRun:
@@ -74,7 +74,7 @@ class DryRun:
         self._fault = ""
         """What is to be said if the next call fails."""
 
-    def check(self, train: Few, valid: Few | None) -> None:
+    def check(self, train: SampleBatch, valid: SampleBatch | None) -> None:
         """Compute what a step and an evaluation compute."""
         with self._refusing():
             self._fault = "the model cannot be built"
@@ -88,7 +88,7 @@ class DryRun:
                 with evaluating(self._model):
                     self._evaluate(self._model, valid)
 
-    def check_alone(self, sample: Few, lengths: Lengths) -> None:
+    def check_alone(self, sample: SampleBatch, lengths: Lengths) -> None:
         """Take a step on one sample, as a device will that has no more of a batch."""
         model, plan = self._model, self._plan
         is_shared = plan.sync_batchnorm and min(plan.most_devices, *plan.batch_sizes(lengths)) > 1
@@ -102,7 +102,7 @@ class DryRun:
                     raise
                 raise PlanError(_too_few_for_batchnorm(plan, lengths)) from error
 
-    def _step(self, model: nn.Module, few: Few) -> None:
+    def _step(self, model: nn.Module, few: SampleBatch) -> None:
         data = map_tensors(few.data, self._precision.fit_tensor)
         if self._task.augment_batch is not None:
             self._fault = "augment_batch cannot be computed"
@@ -110,7 +110,7 @@ class DryRun:
         self._fault = "the loss cannot be computed"
         Totals(self._world, 1).take(self._task.loss(model, data), MicroBatch(data, few.ids[:0], 1))
 
-    def _evaluate(self, model: nn.Module, few: Few) -> None:
+    def _evaluate(self, model: nn.Module, few: SampleBatch) -> None:
         task, data = self._task, map_tensors(few.data, self._precision.fit_tensor)
         self._fault = "the loss of the valid data cannot be computed"
         as_sum(Evaluator()(task.loss, model, data), 1, "loss")
@@ -200,14 +200,14 @@ def probe(plan: Plan, task: Task, train: Adopted, valid: Adopted | None, order: 
         _check_resumes(plan, skeleton, source, order)
     num_parameters = sum(weight.numel() for weight in skeleton.parameters()) if skeleton is not None else 0
     touch = Touch(plan.seed, 0, task.augment)
-    few = few_samples(source, touch)
-    few_valid = few_samples(valid.source, Touch(plan.seed, 0)) if valid is not None else None
+    few = sample_batch(source, touch)
+    few_valid = sample_batch(valid.source, Touch(plan.seed, 0)) if valid is not None else None
     # A larger model is tried by the workers themselves.
     if skeleton is None or num_parameters <= SMALL_ENOUGH:
         dry_run = DryRun(plan, task)
         dry_run.check(few, few_valid)
         if min(map(plan.smallest_micro_batch, plan.batch_sizes(lengths))) == 1:
-            dry_run.check_alone(few_samples(source, touch, most=1), lengths)
+            dry_run.check_alone(sample_batch(source, touch, most=1), lengths)
 
 
 def _check_makers(task: Task) -> None:

@@ -30,9 +30,9 @@ from evenstep.task import Task, TaskFunction, call_task, describe, find_task, re
 
 RUNS = Path("runs")
 DEFAULT_BATCH = 64
-OF_ONE_START = ("name", "machines", "rendezvous", "requeue", "profile")
+PER_START = ("name", "machines", "rendezvous", "requeue", "profile")
 """Where a run was carried out and looked into, which says nothing about where it is repeated or goes on."""
-OF_THE_USER = ("allow_pickle",)
+PER_COMMAND = ("allow_pickle",)
 """What runs code is asked for by whoever types the command, not by a file."""
 
 
@@ -119,7 +119,7 @@ def _named(spec: str | None, named_by: str) -> str:
     return spec
 
 
-def go_on(plan: Plan, source: str | TaskFunction | Task | None, own: Mapping[str, Any]) -> Prepared:
+def prepare_from_plan(plan: Plan, source: str | TaskFunction | Task | None, own: Mapping[str, Any]) -> Prepared:
     """A plan that was made elsewhere, or before, to be carried out by this launcher in the folder of its name.
 
     `own` are choices that may differ between machines: the devices.
@@ -209,7 +209,7 @@ def _base(chosen: dict[str, Any]) -> dict[str, Any]:
         # A loop of the user's own saves no plan.
         saved = files.read_state(path).get("plan")
         base |= Plan.from_json(saved).to_json() if saved else {}
-    return {name: value for name, value in base.items() if value is not None and name not in OF_ONE_START + OF_THE_USER}
+    return {name: value for name, value in base.items() if value is not None and name not in PER_START + PER_COMMAND}
 
 
 def _refuse_foreign_resume(path: str | None, chosen: Mapping[str, Any], named_by: str) -> None:

@@ -21,19 +21,19 @@ from evenstep.distributed.process import LAUNCHER, OWN_LOGS, PARENT
 from evenstep.distributed.temporary import make_socket_folder
 from evenstep.distributed.world import leave_group_of_one
 from evenstep.errors import Preempted
-from evenstep.launcher.fork_server import DYING_SECONDS, copying, keep_tracker, server_end
-from evenstep.launcher.rendezvous.auth import held_back
+from evenstep.launcher.fork_server import DYING_SECONDS, ensure_resource_tracker, forking, server_exit_code
+from evenstep.launcher.rendezvous.auth import token_hidden
 
 POLL_SECONDS = 0.02
-PATIENCE_SECONDS = 2
+KILL_SECONDS = 2
 """How long a process that was killed may take to be gone."""
-LAST_WORDS_SECONDS = 0.5
+REPORT_SECONDS = 0.5
 """How long the others get to end by themselves when one has failed: their reports tell who was first."""
 UNKNOWN = 255
 """The exit code that multiprocessing gives to the copies of a fork server that has died."""
 _ENGINE_SIGNALS = "TORCHELASTIC_SIGNALS_TO_HANDLE"
 
-How = Literal["server", "fork", "program"]
+StartMethod = Literal["server", "fork", "program"]
 """Copied from the fork server, copied from this very process, or started as a program of its own."""
 
 
@@ -72,14 +72,14 @@ class RankLogs(LogsSpecs):
 
 
 @dataclass(frozen=True)
-class Start:
+class ProcessSpec:
     """What to start: `entry` with `arguments`, once for each environment."""
 
     entry: str | Callable[..., Any]
     arguments: tuple[Any, ...]
     environments: Sequence[Mapping[str, str]]
     logs: RankLogs
-    how: How = "server"
+    how: StartMethod = "server"
 
 
 class Workers:
@@ -96,7 +96,7 @@ class Workers:
 
     def poll(self) -> bool:
         """Whether they are still at work; waits a moment."""
-        if self._ended_badly():
+        if self._failures():
             self.end_others()
             return False
         if len(self.exit_codes()) == self.num:
@@ -106,9 +106,9 @@ class Workers:
 
     def end_others(self) -> None:
         """One has failed: the others get a moment for their own reports, and are ended."""
-        self._kill_groups(self._ended_badly())
-        self._hear_last_words()
-        self.failed = self._ended_badly()
+        self._kill_groups(self._failures())
+        self._wait_for_reports()
+        self.failed = self._failures()
         self._kill_groups(self.failed)
         self.kill()
 
@@ -121,11 +121,11 @@ class Workers:
         ended = self.exit_codes()
         return {local: pid for local, pid in self.pids.items() if local not in ended}
 
-    def server_end(self) -> int | None:
+    def server_exit_code(self) -> int | None:
         """The exit code of the fork server, if that is what ended the processes: nobody could take note of theirs."""
         if self._server is None or UNKNOWN not in self.failed.values():
             return None
-        return server_end(self._server, DYING_SECONDS)
+        return server_exit_code(self._server, DYING_SECONDS)
 
     def send(self, number: int) -> None:
         """Send a signal to all that are there."""
@@ -135,7 +135,7 @@ class Workers:
     def kill(self) -> None:
         """End them at once: a rank that waits in a collective never comes to handle anything gentler."""
         self._kill_groups(self.running())
-        self._context.close(signal.SIGKILL, timeout=PATIENCE_SECONDS)
+        self._context.close(signal.SIGKILL, timeout=KILL_SECONDS)
 
     def _kill_groups(self, locals_: Iterable[int]) -> None:
         """A program leads its own process group: its loader workers may hang, and would outlive it.
@@ -147,27 +147,27 @@ class Workers:
             with suppress(ProcessLookupError, PermissionError):
                 os.killpg(self.pids[local], signal.SIGKILL)
 
-    def _ended_badly(self) -> dict[int, int]:
+    def _failures(self) -> dict[int, int]:
         return {local: code for local, code in self.exit_codes().items() if code not in (0, Preempted.exit_code)}
 
-    def _hear_last_words(self) -> None:
-        deadline = time.monotonic() + LAST_WORDS_SECONDS
+    def _wait_for_reports(self) -> None:
+        deadline = time.monotonic() + REPORT_SECONDS
         while time.monotonic() < deadline and len(self.exit_codes()) < self.num:
             time.sleep(POLL_SECONDS)
 
 
 @contextmanager
-def workers(start: Start) -> Iterator[Workers]:
+def workers(spec: ProcessSpec) -> Iterator[Workers]:
     """Start the processes; none is left when the block ends."""
     # The engine logs every process that fails or is ended; the reader wants the cause alone.
     logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)
     make_socket_folder()
-    start.logs.is_left_to_ranks = start.how != "program"
-    if start.how == "fork":
+    spec.logs.is_left_to_ranks = spec.how != "program"
+    if spec.how == "fork":
         leave_group_of_one()
-    with copying() if start.how == "server" else nullcontext() as server, _signals_left_alone(), held_back():
-        context = _started(start, server)
-    started = Workers(context, len(start.environments), server)
+    with forking() if spec.how == "server" else nullcontext() as server, _signals_left_alone(), token_hidden():
+        context = _started(spec, server)
+    started = Workers(context, len(spec.environments), server)
     try:
         yield started
     finally:
@@ -175,19 +175,19 @@ def workers(start: Start) -> Iterator[Workers]:
         _close_logs(context)
         if server is not None:
             # The engine's semaphores go with it, and the tracker hears of each.
-            keep_tracker()
+            ensure_resource_tracker()
 
 
-def _started(start: Start, server: int | None) -> PContext:
-    more = {PARENT: str(server or os.getpid()), **({OWN_LOGS: "1"} if start.logs.is_left_to_ranks else {})}
+def _started(spec: ProcessSpec, server: int | None) -> PContext:
+    more = {PARENT: str(server or os.getpid()), **({OWN_LOGS: "1"} if spec.logs.is_left_to_ranks else {})}
     ours = {name: value for name, value in os.environ.items() if name != LAUNCHER}
     return start_processes(
         name="evenstep",
-        entrypoint=start.entry,
-        args=dict.fromkeys(range(len(start.environments)), start.arguments),
-        envs={local: {**ours, **one, **more} for local, one in enumerate(start.environments)},
-        logs_specs=start.logs,
-        start_method="forkserver" if start.how == "server" else "fork",
+        entrypoint=spec.entry,
+        args=dict.fromkeys(range(len(spec.environments)), spec.arguments),
+        envs={local: {**ours, **one, **more} for local, one in enumerate(spec.environments)},
+        logs_specs=spec.logs,
+        start_method="forkserver" if spec.how == "server" else "fork",
     )
 
 

@@ -22,13 +22,13 @@ from evenstep.launcher.fork_server import threads_for_script
 from evenstep.launcher.launch import refuse_fork_after_cuda
 from evenstep.launcher.processes import python
 from evenstep.launcher.rendezvous.addresses import LOOPBACK, free_port, open_store
-from evenstep.launcher.rendezvous.local import Meeting, OneMachine, Place, torchrun_environment
+from evenstep.launcher.rendezvous.local import LocalRendezvous, RankAssignment, Rendezvous, torchrun_environment
 from evenstep.launcher.rendezvous.slurm import find_slurm
 from evenstep.launcher.rendezvous.version_check import Identity, identity_of, sources_of_file, sources_of_module
 from evenstep.launcher.supervisor import Launch, Supervisor
 from evenstep.plan import check_patience, parse_address, parse_machines
 from evenstep.report.progress import Progress
-from evenstep.worker.main import Orders
+from evenstep.worker.main import WorkerOrders
 from evenstep.worker.user_program import Program, run_function, run_program
 
 SPELLINGS = ("--local-rank", "--local_rank")
@@ -53,19 +53,19 @@ NOT_OURS = {
 """Options of torchrun, and what to write instead."""
 
 
-class TorchrunMachine(OneMachine):
+class LocalTorchrunRendezvous(LocalRendezvous):
     """One machine, as programs for torchrun know it: an address, a port, and names for every number."""
 
     def __init__(self, restarts: int) -> None:
         super().__init__()
         self._restarts = restarts
 
-    def gather(self, num: int, attempt: int, resume: str | None = None) -> Place:
-        place = super().gather(num, attempt, resume)
+    def next_round(self, num: int, attempt: int, resume: str | None = None) -> RankAssignment:
+        assignment = super().next_round(num, attempt, resume)
         # A new one for each attempt: what a killed process left in it would be taken for a new one's.
         self._store = open_store() if num > 1 else None
         port = self._store.port if self._store is not None else free_port()
-        return replace(place, environment=torchrun_environment(LOOPBACK, port, num, self._restarts))
+        return replace(assignment, environment=torchrun_environment(LOOPBACK, port, num, self._restarts))
 
 
 @dataclass(frozen=True)
@@ -125,7 +125,7 @@ def run_script(script: Script) -> None:
         raise PlanError(f"no file {script.name}; give the script first, then its own arguments")
     _check(script.num, script.restarts, script.stall_after)
     program = script.program()
-    meeting = _meeting(script)
+    backend = _rendezvous(script)
     launch = Launch(
         _folder(script.name if script.is_module else Path(script.name).stem),
         script.num,
@@ -137,10 +137,10 @@ def run_script(script: Script) -> None:
         environment=threads_for_script(script.num),
         is_program=True,
     )
-    _watch(Supervisor(launch, meeting))
+    _watch(Supervisor(launch, backend))
 
 
-def _meeting(script: Script) -> Meeting:
+def _rendezvous(script: Script) -> Rendezvous:
     """This machine alone; or with others, by the command or by Slurm's environment."""
     slurm = find_slurm()
     machines, rendezvous, is_head = script.machines, script.rendezvous, None
@@ -148,19 +148,19 @@ def _meeting(script: Script) -> Meeting:
         machines, rendezvous, is_head = str(slurm.num_tasks), slurm.rendezvous, slurm.task == 0
     if machines is not None and parse_machines(machines) == (1, 1):
         # `torchrun --nnodes 1 --rdzv-endpoint localhost:0`, as it is often written.
-        return TorchrunMachine(script.restarts)
+        return LocalTorchrunRendezvous(script.restarts)
     if (machines is None) != (rendezvous is None):
         raise PlanError("--machines and --rendezvous go together: --machines 2:4 --rendezvous head:29400")
     if machines is None or rendezvous is None:
-        return TorchrunMachine(script.restarts)
-    from evenstep.launcher.rendezvous.c10d import TorchrunMachines  # what it imports is not needed on one machine
+        return LocalTorchrunRendezvous(script.restarts)
+    from evenstep.launcher.rendezvous.c10d import TorchrunRendezvous  # what it imports is not needed on one machine
 
     identity = _identity(script, f"{slurm.job}.{slurm.step}" if slurm is not None else "none")
-    meeting = TorchrunMachines(parse_address(rendezvous), parse_machines(machines), identity, is_head)
-    meeting.restarts = script.restarts
+    backend = TorchrunRendezvous(parse_address(rendezvous), parse_machines(machines), identity, is_head)
+    backend.restarts = script.restarts
     if slurm is not None and slurm.is_spread:
-        meeting.num_before, meeting.num_here = slurm.local * script.num, slurm.num_local * script.num
-    return meeting
+        backend.num_before, backend.num_here = slurm.local * script.num, slurm.num_local * script.num
+    return backend
 
 
 def _identity(script: Script, job: str) -> Identity:
@@ -202,7 +202,7 @@ def launch(
             environment={"OMP_NUM_THREADS": "1"},
             is_program=True,
         )
-        _watch(Supervisor(what, TorchrunMachine(restarts)))
+        _watch(Supervisor(what, LocalTorchrunRendezvous(restarts)))
         # These files were written by copies of this very process, in a folder that is nobody else's.
         return [_returned(results / f"{rank}.pickle") for rank in range(devices)]
 
@@ -241,7 +241,7 @@ def _watch(supervisor: Supervisor) -> None:
             shown.show(event)
 
 
-def _fresh(orders: Orders, program: Program) -> tuple[str, ...]:
+def _fresh(orders: WorkerOrders, program: Program) -> tuple[str, ...]:
     return (*python("-m", "evenstep.worker.user_program")[1], orders.logs, program.to_json())
 
 

@@ -21,7 +21,7 @@ from evenstep.checkpoint import files
 from evenstep.distributed.cgroups import MemoryWatch
 from evenstep.distributed.devices import share_threads
 from evenstep.distributed.heartbeat import ENDING, Heartbeats, HeartbeatState, make_heartbeats
-from evenstep.distributed.preemption import SIGNALS, taken_by
+from evenstep.distributed.preemption import SIGNALS, handling_signals
 from evenstep.distributed.temporary import live_folder
 from evenstep.distributed.world import HEARTBEATS
 from evenstep.errors import CheckpointError, Preempted, Stalled, WorkerFailed
@@ -29,30 +29,29 @@ from evenstep.launcher.failure import Cause, cause, report, server_cause
 from evenstep.launcher.hang import (
     FIRST_SECONDS,
     LEAST_SECONDS,
-    Sight,
+    RankSnapshot,
     StallWatch,
     explain,
-    look,
+    handles_stacks_signal,
+    late_ranks,
     stacks,
-    takes_stacks_signal,
-    waited_for,
+    take_snapshots,
 )
-from evenstep.launcher.logs import Voices
+from evenstep.launcher.logs import MergedLogs
 from evenstep.launcher.prepare import Prepared
-from evenstep.launcher.processes import How, RankLogs, Start, Workers, seconds_computed, workers
-from evenstep.launcher.rendezvous.local import Meeting, Place
-from evenstep.record import FILE, end_of_rows, rows
-from evenstep.record import Start as StartRow
+from evenstep.launcher.processes import ProcessSpec, RankLogs, StartMethod, Workers, seconds_computed, workers
+from evenstep.launcher.rendezvous.local import RankAssignment, Rendezvous
+from evenstep.record import FILE, Start, end_of_rows, rows
 from evenstep.strategy_facts import STRATEGIES
 from evenstep.training.trainer import Event
-from evenstep.worker.main import Instead, Orders, work
+from evenstep.worker.main import Instead, WorkerOrders, work
 
 
-class Heeded(Exception):
+class StopRequested(Exception):
     """A signal came while there was nothing to finish."""
 
 
-class Asked:
+class StopSignals:
     """Signals that ask the launcher to stop; a second one is not waited with."""
 
     def __init__(self) -> None:
@@ -61,7 +60,7 @@ class Asked:
 
     def listening(self) -> AbstractContextManager[None]:
         """Take them, for as long as a run goes on."""
-        return taken_by(self._take, (signal.SIGINT, *SIGNALS))
+        return handling_signals(self._take, (signal.SIGINT, *SIGNALS))
 
     def _take(self, number: int, frame: FrameType | None) -> None:
         # Not so a second SIGTERM: Slurm sends two of them within a tenth of a second.
@@ -69,15 +68,15 @@ class Asked:
             raise KeyboardInterrupt
         self.number = number
         if self._is_idle:
-            raise Heeded
+            raise StopRequested
 
     @contextmanager
-    def heeded_at_once(self) -> Iterator[None]:
+    def raising(self) -> Iterator[None]:
         """Raise Heeded when a signal comes, or has come."""
         self._is_idle = True
         try:
             if self.number is not None:
-                raise Heeded
+                raise StopRequested
             yield
         finally:
             self._is_idle = False
@@ -101,7 +100,7 @@ class RecordTail:
             self._file = self._path.open("rb")
             self._file.seek(self._at)
         for row in rows(self._file) if self._file is not None else ():
-            if not isinstance(row, StartRow):
+            if not isinstance(row, Start):
                 yield row
 
     def close(self) -> None:
@@ -110,7 +109,7 @@ class RecordTail:
             self._file.close()
 
 
-LONGEST_PAUSE_SECONDS = 60.0
+MAX_PAUSE_SECONDS = 60.0
 
 
 @dataclass(frozen=True)
@@ -120,9 +119,9 @@ class Launch:
     folder: Path
     num: int
     entry: str | Callable[..., Any]
-    arguments: Callable[[Orders], tuple[Any, ...]]
+    arguments: Callable[[WorkerOrders], tuple[Any, ...]]
     """What the entry is called with, given the orders of one attempt."""
-    how: How = "server"
+    how: StartMethod = "server"
     resume: str | None = None
     """A checkpoint of the folder's own, from which the first attempt goes on."""
     restarts: int = 0
@@ -168,59 +167,59 @@ class Supervisor:
     """One run, over as many attempts as it takes."""
 
     launch: Launch
-    meeting: Meeting
-    asked: Asked = field(default_factory=Asked)
+    rendezvous: Rendezvous
+    stop: StopSignals = field(default_factory=StopSignals)
     causes: list[Cause] = field(default_factory=list)
 
     def events(self) -> Iterator[Event]:
         """What rank 0 does and says, until the run is done; raises what ends it."""
-        with self.asked.listening():
+        with self.stop.listening():
             try:
                 yield from self._attempts()
             finally:
-                self.meeting.close()
+                self.rendezvous.close()
 
     def _attempts(self) -> Iterator[Event]:
         resume = self.launch.resume
         number = 0
         while True:
             number += 1
-            expected = self.meeting.expects()
+            expected = self.rendezvous.waiting_message()
             if expected:
                 yield expected
-            place = self._gather(number, resume)
-            if place is None:
+            assignment = self._gather(number, resume)
+            if assignment is None:
                 yield "the run has ended without this machine"
                 return
-            if place.num_machines > 1:
-                yield f"{place.num_machines} machines, {place.size} processes; this is machine {place.machine + 1}"
-            with Attempt(self, place, number) as attempt:
+            if assignment.num_machines > 1:
+                yield assignment.describe()
+            with Attempt(self, assignment, number) as attempt:
                 yield from attempt.events()
             if attempt.cause is None and not attempt.was_preempted:
                 return
             if attempt.was_preempted:
-                if self.asked.number is not None or not self.meeting.is_wanted(is_certain=True):
+                if self.stop.number is not None or not self.rendezvous.has_waiting_machine(asks_store=True):
                     self._stop()
                 yield "another machine has come: going on together"
             else:
                 assert attempt.cause is not None
                 self.causes.append(attempt.cause)
                 resume, said = self._find()
-                yield from self._before_restart(_from_where(resume, place), said)
+                yield from self._before_restart(_from_where(resume, assignment), said)
                 continue
             resume = self._newest()
 
-    def _gather(self, number: int, resume: str | None) -> Place | None:
+    def _gather(self, number: int, resume: str | None) -> RankAssignment | None:
         """Waiting for others may take long, and has nothing to save: who asks to stop is not kept waiting."""
         try:
-            with self.asked.heeded_at_once():
-                return self.meeting.gather(self.launch.num, number, resume)
-        except Heeded:
+            with self.stop.raising():
+                return self.rendezvous.next_round(self.launch.num, number, resume)
+        except StopRequested:
             self._stop()
             raise
 
     def _stop(self) -> None:
-        if self.asked.number == signal.SIGINT:
+        if self.stop.number == signal.SIGINT:
             raise KeyboardInterrupt
         newest = self._newest()
         raise Preempted(f"asked to stop: saved {Path(newest).name}" if newest else "asked to stop")
@@ -246,9 +245,9 @@ class Supervisor:
         wait = f", in {pause:.0f} s" if pause else ""
         yield f"going on{where}" if last.is_loss else f"restart {len(counted)} of {allowed},{where}{wait}"
         deadline = time.monotonic() + pause
-        while time.monotonic() < deadline and self.asked.number is None:
+        while time.monotonic() < deadline and self.stop.number is None:
             time.sleep(0.05)
-        if self.asked.number is not None:
+        if self.stop.number is not None:
             self._stop()
 
     def _pause(self, causes: Sequence[Cause]) -> float:
@@ -257,7 +256,7 @@ class Supervisor:
         without = 0
         while without + 1 < len(steps) and steps[-1 - without] <= steps[-2 - without]:
             without += 1
-        return min(LONGEST_PAUSE_SECONDS, 2.0 ** (without - 1)) if without else 0.0
+        return min(MAX_PAUSE_SECONDS, 2.0 ** (without - 1)) if without else 0.0
 
     def _newest(self) -> str | None:
         """The checkpoint to go on from: the newest whole one of this run."""
@@ -276,36 +275,36 @@ class Supervisor:
 class Attempt:
     """One start of all processes, to their end."""
 
-    def __init__(self, of: Supervisor, place: Place, number: int) -> None:
+    def __init__(self, of: Supervisor, assignment: RankAssignment, number: int) -> None:
         self.of = of
-        self.place = place
+        self.assignment = assignment
         self.cause: Cause | None = None
         self.was_preempted = False
         self._launch = of.launch
         self._num = of.launch.num
         # The user's code may go to another folder; what ranks leave stays here.
         run_folder = of.launch.folder.absolute()
-        folder = _free_logs(run_folder / "logs", place.first_rank)
-        self._logs = RankLogs(folder, place.first_rank)
-        self._orders = Orders(
-            str(run_folder), str(folder), place.resume, of.launch.devices, of.launch.instead, of.launch.cwd
+        folder = _free_logs(run_folder / "logs", assignment.first_rank)
+        self._logs = RankLogs(folder, assignment.first_rank)
+        self._orders = WorkerOrders(
+            str(run_folder), str(folder), assignment.resume, of.launch.devices, of.launch.instead, of.launch.cwd
         )
-        self._more = {"TORCHELASTIC_RESTART_COUNT": str(number - 1), **place.environment}
+        self._more = {"TORCHELASTIC_RESTART_COUNT": str(number - 1), **assignment.environment}
         self._stack = ExitStack()
-        self._is_told = False
-        self._is_shown = False
+        self._stop_sent = False
+        self._stall_shown = False
 
     def __enter__(self) -> Attempt:
         self._live = self._stack.enter_context(live_folder())
         file = self._live / "beats"
         self._heartbeats: Heartbeats = make_heartbeats(file, self._num)
         self._stack.callback(self._heartbeats.close)
-        environments = self.place.environments(self._num, {**self._launch.environment, **self._more})
+        environments = self.assignment.environments(self._num, {**self._launch.environment, **self._more})
         for local, one in enumerate(environments):
             one[HEARTBEATS] = f"{file}:{local}"
             one["TORCHELASTIC_ERROR_FILE"] = str(self._logs.path(local, "engine.json").absolute())
         launch = self._launch
-        self._start = Start(launch.entry, launch.arguments(self._orders), environments, self._logs, launch.how)
+        self._start = ProcessSpec(launch.entry, launch.arguments(self._orders), environments, self._logs, launch.how)
         return self
 
     def __exit__(self, *error: Any) -> None:
@@ -316,48 +315,48 @@ class Attempt:
         try:
             self._workers: Workers = self._stack.enter_context(workers(self._start))
         except WorkerFailed as error:
-            self.cause = self.of.meeting.tell(Cause(str(error), (), 0, is_outside=True))
+            self.cause = self.of.rendezvous.report_failure(Cause(str(error), (), 0, is_outside=True))
             return
         yield from self._watched()
 
     def _watched(self) -> Iterator[Event]:
         # The first machine writes the Record, and tells of it.
-        record = RecordTail(self._launch.folder / FILE if self.place.machine == 0 else Path(os.devnull))
+        record = RecordTail(self._launch.folder / FILE if self.assignment.machine == 0 else Path(os.devnull))
         self._stack.callback(record.close)
-        voices = Voices(self._logs, self._num, passes_rank_0_on=self._launch.is_program)
-        stall = StallWatch(self._heartbeats, self._launch.stall_after, self._signs_of_life, self._launch.least_seconds)
+        logs = MergedLogs(self._logs, self._num, passes_rank_0_on=self._launch.is_program)
+        stall = StallWatch(self._heartbeats, self._launch.stall_after, self._activity, self._launch.least_seconds)
         memory = MemoryWatch(self._workers.pids)
         working = True
         while working:
             working = self._workers.poll()
             memory.look()
-            yield from voices.new(is_end=not working)
+            yield from logs.new(is_end=not working)
             yield from record.new()
             if working:
-                yield from self._listen(stall)
+                yield from self._check(stall)
                 working = self.cause is None
-        yield from voices.new(is_end=True)
-        is_ended = self._launch.is_program and self._is_told
-        if self.cause is None and (self._workers.failed or self._left_early()) and not is_ended:
-            self.cause = self.of.meeting.tell(self._explained(memory))
+        yield from logs.new(is_end=True)
+        is_ended = self._launch.is_program and self._stop_sent
+        if self.cause is None and (self._workers.failed or self._exited_early()) and not is_ended:
+            self.cause = self.of.rendezvous.report_failure(self._explained(memory))
         is_saved = Preempted.exit_code in self._workers.exit_codes().values()
         self.was_preempted = self.cause is None and (is_saved or (is_ended and bool(self._workers.failed)))
 
-    def _listen(self, stall: StallWatch) -> Iterator[str]:
+    def _check(self, stall: StallWatch) -> Iterator[str]:
         """To the user, to other machines, and to the silence of the workers."""
-        if not self._is_told and (self.of.asked.number is not None or self.of.meeting.is_wanted()):
-            self._is_told = True
-            yield from self._ask_to_stop(self.of.asked.number)
-        self.cause = self.of.meeting.heard()
-        if self.cause is None and self._left_early():
+        if not self._stop_sent and (self.of.stop.number is not None or self.of.rendezvous.has_waiting_machine()):
+            self._stop_sent = True
+            yield from self._request_stop(self.of.stop.number)
+        self.cause = self.of.rendezvous.remote_failure()
+        if self.cause is None and self._exited_early():
             self._workers.end_others()
             return
-        still = stall.seconds_still()
-        if still is not None and self.cause is None:
-            yield from self._stalled(still)
-            stall.watch_again()
+        stalled = stall.stalled_seconds()
+        if stalled is not None and self.cause is None:
+            yield from self._stalled(stalled)
+            stall.restart_clock()
 
-    def _left_early(self) -> dict[int, int]:
+    def _exited_early(self) -> dict[int, int]:
         """Ranks that ended as if they were done, and were not: os._exit(0) in the user's code."""
         if self._launch.is_program:
             return {}
@@ -365,7 +364,7 @@ class Attempt:
         codes = self._workers.exit_codes()
         return {local: code for local, code in codes.items() if not code and heartbeats[local].phase != ENDING}
 
-    def _ask_to_stop(self, number: int | None) -> Iterator[str]:
+    def _request_stop(self, number: int | None) -> Iterator[str]:
         if self._launch.is_program and number is not None:
             # It knows what its signals mean.
             self._workers.send(number)
@@ -375,58 +374,60 @@ class Attempt:
             yield f"stopping after this step, with a checkpoint{more}"
         self._workers.send(signal.SIGUSR1)
 
-    def _look(self) -> list[Sight]:
+    def _snapshots(self) -> list[RankSnapshot]:
         """At the ranks that have not ended."""
         files = {local: self._logs.path(local, "stacks") for local in range(self._num)}
-        return look(self._workers.running(), self._heartbeats.read(), files, self.place.first_rank)
+        return take_snapshots(self._workers.running(), self._heartbeats.read(), files, self.assignment.first_rank)
 
-    def _signs_of_life(self) -> str | None:
+    def _activity(self) -> str | None:
         """Where the ranks of a program are that leaves no beats, and what they computed; None before they begin."""
         running = self._workers.running()
         # The folder with the stacks may have been deleted since.
-        begun = (self._logs.path(local, "stacks").exists() or takes_stacks_signal(running[local]) for local in running)
+        begun = (
+            self._logs.path(local, "stacks").exists() or handles_stacks_signal(running[local]) for local in running
+        )
         if not all(begun):
             return None
         used = [f"{seconds_computed(pid):.0f}" for pid in running.values()]
-        return "\n".join([*used, *stacks(self._look())])
+        return "\n".join([*used, *stacks(self._snapshots())])
 
     def _stalled(self, seconds: float) -> Iterator[str]:
-        sights = self._look()
-        if not sights:
+        snapshots = self._snapshots()
+        if not snapshots:
             return
-        ended = [self.place.first_rank + local for local in self._workers.exit_codes()]
-        sentence = explain(sights, seconds, ended)
-        is_done = bool(ended) and all(sight.is_exiting for sight in sights)
+        ended = [self.assignment.first_rank + local for local in self._workers.exit_codes()]
+        sentence = explain(snapshots, seconds, ended)
+        is_done = bool(ended) and all(snapshot.is_exiting for snapshot in snapshots)
         if self._launch.is_program and self._launch.stall_after is None and not is_done:
             # Nobody knows what a program of the user's may wait for; it is told of once, and ended if that was asked.
-            if not self._is_shown:
-                self._is_shown = True
-                yield from (sentence, *stacks(sights), "it is left alone; --stall-after SECONDS would end it")
+            if not self._stall_shown:
+                self._stall_shown = True
+                yield from (sentence, *stacks(snapshots), "it is left alone; --stall-after SECONDS would end it")
             return
         yield sentence
-        yield from stacks(sights)
-        late = waited_for(sights)
-        step = min(sight.beat.step for sight in late or sights)
+        yield from stacks(snapshots)
+        late = late_ranks(snapshots)
+        step = min(snapshot.heartbeat.step for snapshot in late or snapshots)
         # Where all ranks wait, those of another machine may be the ones that they wait for.
-        self.cause = self.of.meeting.tell(Cause(sentence, (), step, error=Stalled, is_victim=not late))
+        self.cause = self.of.rendezvous.report_failure(Cause(sentence, (), step, error=Stalled, is_victim=not late))
         self._workers.kill()
 
     def _explained(self, memory: MemoryWatch) -> Cause:
-        first = self.place.first_rank
+        first = self.assignment.first_rank
         heartbeats: Mapping[int, HeartbeatState] = {
-            first + local: beat for local, beat in enumerate(self._heartbeats.read())
+            first + local: heartbeat for local, heartbeat in enumerate(self._heartbeats.read())
         }
-        server_end = self._workers.server_end()
-        if server_end is not None:
-            return server_cause(server_end, heartbeats, memory.evidence())
-        ended = {**self._left_early(), **self._workers.failed}
+        server_exit_code = self._workers.server_exit_code()
+        if server_exit_code is not None:
+            return server_cause(server_exit_code, heartbeats, memory.evidence())
+        ended = {**self._exited_early(), **self._workers.failed}
         failed = {first + local: code for local, code in ended.items()}
         return cause(self._logs.folder, failed, heartbeats, memory.evidence(), self._live)
 
 
-def _from_where(newest: str | None, place: Place) -> str:
+def _from_where(newest: str | None, assignment: RankAssignment) -> str:
     """The checkpoints are the first machine's; the others are told when they meet again."""
-    if place.machine:
+    if assignment.machine:
         return " from where the first machine says"
     return f" from {Path(newest).name}" if newest else " from the beginning"
 

@@ -297,7 +297,7 @@ class Team:
         if draws:
             self._draw_for(batch)
         self._current = batch
-        return self.requests.wish()
+        return self.requests.encode()
 
     def syncing_alone(self, model: DistributedModel, is_last: bool) -> AbstractContextManager[None]:
         """What surrounds a micro-batch of the only seat of this process; several seats meet outside of it."""
@@ -327,7 +327,7 @@ class Team:
         self.world.heartbeat.beat(FORWARD)
         for one in models:
             self.strategy.refresh(one, is_training=True)
-        totals = Totals(self.world, batch.num_samples, self.requests.wish())
+        totals = Totals(self.world, batch.num_samples, self.requests.encode())
         compute(totals)
         mean = totals.read()
         self.last_count = totals.count
@@ -415,7 +415,7 @@ class Team:
 
     def _stop_together(self) -> None:
         """Raise Interrupted if any process is asked to stop."""
-        wish = torch.full((), self.requests.wish(), dtype=torch.float64)
+        wish = torch.full((), self.requests.encode(), dtype=torch.float64)
         work = self.world.total(wish)
         if work is not None:
             work.wait()

@@ -90,7 +90,7 @@ class Job:
         self.pace = Pace(team.world)
         self.tracing: Tracing | None = None
         if plan.restarts or plan.machines:
-            team.requests.save_by_clock()
+            team.requests.save_periodically()
 
     def resume(self) -> list[str]:
         """Go on from where the plan says; what there is to say about that, and about the model."""
@@ -205,7 +205,7 @@ class Job:
     def _stop(self, step: int) -> None:
         """Leave, all ranks together: nobody ends while another still reads what it sent."""
         self.team.world.barrier()
-        if self.team.requests.by_hand:
+        if self.team.requests.is_interrupt:
             raise KeyboardInterrupt
         raise Preempted(f"asked to stop: saved step-{step:08d}")
 

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from evenstep.errors import EvenstepError, Preempted
-from evenstep.launcher.launch import run_apart, variant
+from evenstep.launcher.launch import run_in_processes, variant
 from evenstep.launcher.prepare import Prepared
 from evenstep.strategy_facts import REFERENCE, STRATEGIES
 from evenstep.verify.experiments import BY_RANK, TESTS
@@ -169,7 +169,7 @@ class Runs:
         try:
             with self.budget.counted() if self.budget is not None else nullcontext():
                 self.say(said)
-                for _ in run_apart(variant(self.base, folder, **fields), instead):
+                for _ in run_in_processes(variant(self.base, folder, **fields), instead):
                     pass
         except Preempted:
             raise

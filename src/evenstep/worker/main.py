@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from evenstep.distributed.heartbeat import ENDING, LOADING
-from evenstep.distributed.preemption import listen_early
+from evenstep.distributed.preemption import catch_early_signals
 from evenstep.distributed.process import begin, end, read_rank
 from evenstep.distributed.world import read_heartbeat, spare_folder, stay_in_group
 from evenstep.errors import EvenstepError, Preempted, shorten
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 WORKER = "EVENSTEP_WORKER"
 """Set in every worker, so that a script that it imports cannot start a training of its own."""
 
-MOST_LOGGED = 10**6
+MAX_LOGGED_CHARS = 10**6
 """Letters of a line of a traceback: a message with a tensor in it can have a hundred times as many."""
 
 
@@ -44,7 +44,7 @@ class Instead:
 
 
 @dataclass(frozen=True)
-class Orders:
+class WorkerOrders:
     """What a worker process is to do."""
 
     run_folder: str
@@ -59,12 +59,12 @@ class Orders:
     """Where to work, if the task has said so already."""
 
 
-def work(orders: Orders, source: Task | None = None) -> None:
+def work(orders: WorkerOrders, source: Task | None = None) -> None:
     """Do this rank's part of a run and end the process; leave a report if it fails."""
     rank, _, _ = read_rank()
     os.environ[WORKER] = str(rank)
     begin(orders.logs)
-    listen_early()
+    catch_early_signals()
     # Ctrl-C reaches every process of a terminal; the launcher alone decides what it means.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     try:
@@ -79,7 +79,7 @@ def work(orders: Orders, source: Task | None = None) -> None:
     end(0)
 
 
-def perform_rank(orders: Orders, source: Task | None) -> None:
+def perform_rank(orders: WorkerOrders, source: Task | None) -> None:
     """Load the task under the plan's seed and run it to the end."""
     from evenstep.sampling.rng import seed_everything
 
@@ -146,4 +146,4 @@ def _write_report(folder: Path, rank: int, report: dict[str, Any], error: BaseEx
     beside.write_text(json.dumps(report))
     beside.replace(path)
     with path.with_name(f"rank{rank}.traceback").open("a") as log:
-        log.writelines(shorten(part, MOST_LOGGED) for part in traceback.format_exception(error))
+        log.writelines(shorten(part, MAX_LOGGED_CHARS) for part in traceback.format_exception(error))

@@ -9,16 +9,16 @@ import importlib
 import os
 import signal
 
-from evenstep.distributed.process import HELD_BACK, LAUNCHER, end_with
+from evenstep.distributed.process import BLOCKED_SIGNALS, LAUNCHER, die_with
 
 launcher = os.environ.pop(LAUNCHER, "")
 if launcher:
     # At once, if it is gone already: torch takes seconds to import, for nobody.
-    end_with(int(launcher))
+    die_with(int(launcher))
     # A cluster sends the others to every process of a job: this one, with which the ranks die, is to outlive them, and
     # what comes before a rank has begun is kept for it.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    signal.pthread_sigmask(signal.SIG_BLOCK, HELD_BACK)
+    signal.pthread_sigmask(signal.SIG_BLOCK, BLOCKED_SIGNALS)
 
 ENGINE = "torch.distributed.elastic.multiprocessing.api"
 OURS = ("evenstep.training.trainer", "evenstep.worker.main", "evenstep.worker.user_program")

@@ -15,7 +15,15 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from evenstep.distributed.process import begin, end, leave_server, new_main, read_rank, take_signals, tidy_up_at_exit
+from evenstep.distributed.process import (
+    begin,
+    detach_from_server,
+    end,
+    new_main,
+    read_rank,
+    tidy_up_at_exit,
+    unblock_signals,
+)
 
 
 @dataclass(frozen=True)
@@ -37,7 +45,7 @@ class Program:
 
 def run_program(logs: str, program: Program) -> None:
     """Run it as if Python had been started with it, and end the process as Python would."""
-    leave_server()
+    detach_from_server()
     _run(logs, lambda: _as_main(program))
 
 
@@ -59,7 +67,7 @@ def _run(logs: str, what: Callable[[], None]) -> None:
         os.setsid()
     begin(logs)
     tidy_up_at_exit()
-    take_signals()
+    unblock_signals()
     try:
         what()
     except SystemExit as request:

@@ -9,7 +9,7 @@ import torch
 from evenstep.distributed.shm.allreduce import LINE, stores_are_ordered
 from evenstep.distributed.shm.segment import Gather, Shared, share
 
-MOST_NUMBERS = 64
+MAX_NUMBERS = 64
 DEPTH = 4
 """Letters that may be on their way at once."""
 
@@ -33,12 +33,12 @@ class Mailbox:
         """One for all processes that gather; None if they do not share a machine."""
         if not all(gather(stores_are_ordered())):
             return None
-        shared = share(gather, rank, 8 * size * (2 * LINE + DEPTH * MOST_NUMBERS))
+        shared = share(gather, rank, 8 * size * (2 * LINE + DEPTH * MAX_NUMBERS))
         return cls(shared) if shared is not None else None
 
     def takes(self, values: torch.Tensor) -> bool:
         """Whether they fit; the others have values of the same type and shape."""
-        return values.dtype is torch.float64 and values.device.type == "cpu" and values.numel() <= MOST_NUMBERS
+        return values.dtype is torch.float64 and values.device.type == "cpu" and values.numel() <= MAX_NUMBERS
 
     def post(self, numbers: Sequence[float]) -> Letter:
         """Send a few numbers; the letter knows their sums later."""
@@ -66,7 +66,7 @@ class Mailbox:
         return sums
 
     def _start(self, number: int, rank: int) -> int:
-        return (number % DEPTH * len(self._posted) + rank) * MOST_NUMBERS
+        return (number % DEPTH * len(self._posted) + rank) * MAX_NUMBERS
 
     def _mark_read(self, number: int) -> None:
         self._num_read = max(self._num_read, number + 1)

@@ -45,11 +45,11 @@ def free_port() -> int:
 
 T = TypeVar("T")
 JOIN_SECONDS = 600
-BEAT_SECONDS = 0.5
+HEARTBEAT_SECONDS = 0.5
 BACKLOG = 512
 
 
-def timed(
+def call_with_timeout(
     what: Callable[[], T],
     seconds: float | None,
     late: Callable[[], Exception],
@@ -67,10 +67,10 @@ def timed(
 
     thread = threading.Thread(target=call, daemon=True)
     thread.start()
-    thread.join(seconds if seconds is not None else BEAT_SECONDS)
+    thread.join(seconds if seconds is not None else HEARTBEAT_SECONDS)
     while seconds is None and thread.is_alive():
         check()
-        thread.join(BEAT_SECONDS)
+        thread.join(HEARTBEAT_SECONDS)
     if failed:
         raise failed[0]
     if not done:
@@ -82,7 +82,7 @@ def connect(host: str, port: int) -> TCPStore:
     return TCPStore(host, port, is_master=False, timeout=timedelta(seconds=JOIN_SECONDS))
 
 
-def bound_to(address: tuple[str, int]) -> socket.socket:
+def listen_on(address: tuple[str, int]) -> socket.socket:
     """A socket at the interface that others reach by this name, and at no other if that is known; it listens.
 
     A name that leads to loopback here (Debian's installer writes it so) says nothing of the interface; an address does.
@@ -134,7 +134,7 @@ def _own_addresses() -> set[str]:
     return {address.address for addresses in psutil.net_if_addrs().values() for address in addresses}
 
 
-def address_toward(address: tuple[str, int]) -> str | None:
+def local_address_to(address: tuple[str, int]) -> str | None:
     """This machine's own address on the way to another."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as way:
         try:

@@ -31,7 +31,7 @@ from evenstep.errors import PlanError
 TOKEN = "EVENSTEP_TOKEN"
 TOKEN_FILE = "EVENSTEP_TOKEN_FILE"
 """A file that holds the token, for those who keep secrets in files."""
-LEAST_LETTERS = 16
+MIN_TOKEN_CHARS = 16
 MOST_BYTES = 4096
 LABEL = "evenstep token "
 MAKE_ONE = f'export {TOKEN}=$(python -c "import secrets; print(secrets.token_hex())")'
@@ -53,7 +53,7 @@ def make_token() -> str:
 
 
 @contextmanager
-def held_back() -> Iterator[None]:
+def token_hidden() -> Iterator[None]:
     """Whatever is started meanwhile does not inherit the token: ranks, and what the user's code starts, need none."""
     kept = {name: os.environ.pop(name) for name in (TOKEN, TOKEN_FILE) if name in os.environ}
     try:
@@ -88,9 +88,9 @@ def read_private(path: Path) -> str:
 
 def _checked(token: str, what: str) -> str:
     """A short one could be found by trying."""
-    if len(token) < LEAST_LETTERS:
+    if len(token) < MIN_TOKEN_CHARS:
         raise PlanError(
-            f"{what} has {len(token)} characters, and {LEAST_LETTERS} is the least; make one, and set it on all "
+            f"{what} has {len(token)} characters, and {MIN_TOKEN_CHARS} is the least; make one, and set it on all "
             f"machines:\n{MAKE_ONE}"
         )
     return token
@@ -147,7 +147,7 @@ _NEVER = (0, b"")
 
 
 @dataclass(frozen=True)
-class Seal:
+class MessageSigner:
     """The key of one run. A message is bound to it, to the place where it was left, and to its turn there."""
 
     key: bytes = field(repr=False)
@@ -157,14 +157,14 @@ class Seal:
     _used: dict[str, int] = field(default_factory=dict, repr=False, compare=False)
     """The latest turn used at each place. Not seen: of two machines that write at once, the store takes one."""
 
-    def sealed(self, place: str, values: Mapping[str, Any]) -> str:
+    def sign(self, place: str, values: Mapping[str, Any]) -> str:
         """A message for a place, which takes the turn after the latest that was read or written there."""
         turn = max(self._seen.get(place, _NEVER)[0], self._used.get(place, 0)) + 1
         self._used[place] = turn
         text = json.dumps({"place": place, "turn": turn, "values": values})
         return f"{self._signature(text.encode())}{text}"
 
-    def opened(self, place: str, message: bytes) -> dict[str, Any] | None:
+    def verify(self, place: str, message: bytes) -> dict[str, Any] | None:
         """What a message says; None if it is someone else's, or belongs elsewhere, or is not newer than one seen."""
         written, text = message[: 2 * DIGEST_BYTES], message[2 * DIGEST_BYTES :]
         if not hmac.compare_digest(written, self._signature(text).encode()):
@@ -182,23 +182,23 @@ class Seal:
 
 
 SECONDS = 10.0
-LONGEST_CREDENTIAL = 4096
+MAX_CREDENTIAL_BYTES = 4096
 OPENED = (0, 15, 16, 17)
 """Also if it is too old, from a clock that is ahead, or was opened before: it is sealed all the same, and who sent it
 has to prove yet that the secret in it is his.
 """
 
 
-def sealed_for_me(text: str) -> bytes:
+def munge_seal(text: str) -> bytes:
     """A credential that only this user can open, on the nodes of this cluster; nothing if there is no munge."""
     done = _run(["munge", f"--restrict-uid={os.geteuid()}"], text.encode())
     credential = done.stdout.strip() if done is not None and done.returncode == 0 else b""
-    return credential if len(credential) <= LONGEST_CREDENTIAL else b""
+    return credential if len(credential) <= MAX_CREDENTIAL_BYTES else b""
 
 
-def opened_from_me(credential: bytes) -> str | None:
+def munge_open(credential: bytes) -> str | None:
     """The text in a credential that this user has made; None if it is somebody else's, or no credential."""
-    done = _run(["unmunge", "--numeric", "--keys=UID"], credential) if len(credential) <= LONGEST_CREDENTIAL else None
+    done = _run(["unmunge", "--numeric", "--keys=UID"], credential) if len(credential) <= MAX_CREDENTIAL_BYTES else None
     if done is None or done.returncode not in OPENED:
         return None
     about, _, text = done.stdout.decode(errors="replace").partition("\n\n")

@@ -50,17 +50,17 @@ from torch.distributed.elastic.rendezvous.dynamic_rendezvous import (
 from evenstep.errors import PlanError, TrainingError
 from evenstep.launcher.failure import Cause
 from evenstep.launcher.rendezvous.addresses import (
-    BEAT_SECONDS,
+    HEARTBEAT_SECONDS,
     JOIN_SECONDS,
     LOOPBACK,
+    call_with_timeout,
     hostname,
     is_here,
-    timed,
     warnings_about,
 )
-from evenstep.launcher.rendezvous.auth import FORGED, Seal
-from evenstep.launcher.rendezvous.join import WAIT_FOR_HEAD_SECONDS, enter, hold
-from evenstep.launcher.rendezvous.local import Place, torchrun_environment
+from evenstep.launcher.rendezvous.auth import FORGED, MessageSigner
+from evenstep.launcher.rendezvous.join import HEAD_SECONDS, host_run, join_run
+from evenstep.launcher.rendezvous.local import RankAssignment, torchrun_environment
 from evenstep.launcher.rendezvous.version_check import Identity
 from evenstep.plan import Plan
 
@@ -93,9 +93,9 @@ class SignedState(RendezvousBackend):
     and the next machine that writes puts it back.
     """
 
-    def __init__(self, store: Store, seal: Seal) -> None:
+    def __init__(self, store: Store, signer: MessageSigner) -> None:
         self._store = store
-        self._seal = seal
+        self._signer = signer
         self._times = Times()
         self._latest: Wire | None = None
         self._ask(lambda: store.compare_set(KEY, "", NOTHING))
@@ -117,14 +117,14 @@ class SignedState(RendezvousBackend):
     def set_state(self, state: bytes, token: Any = None) -> tuple[bytes, Any, bool] | None:
         """Replace what `get_state` found, unless someone was quicker."""
         wire = self._times.to_wire(pickle.loads(state))
-        text = self._seal.sealed(KEY, asdict(wire))
+        text = self._signer.sign(KEY, asdict(wire))
         before = token.decode() if isinstance(token, bytes) else NOTHING
         written = self._ask(lambda: self._store.compare_set(KEY, before, text))
         found = self._read(written)
         return None if found is None else (*found, written == text.encode())
 
     def _read(self, message: bytes) -> tuple[bytes, Any] | None:
-        values = None if message == NOTHING.encode() else self._seal.opened(KEY, message)
+        values = None if message == NOTHING.encode() else self._signer.verify(KEY, message)
         if values is not None:
             self._latest = msgspec.convert(values, Wire)
         if self._latest is None:
@@ -191,8 +191,8 @@ def _plain(node: Any) -> Node:
 
 T = TypeVar("T")
 LOST_SECONDS = 8.0
-"""A machine that gives no sign of life for so long is lost."""
-FAREWELL_SECONDS = 3.0
+"""A machine that gives no heartbeat for so long is lost."""
+LEAVING_SECONDS = 3.0
 """How long the first machine stays at the end, for the others to hear of it."""
 
 
@@ -200,7 +200,7 @@ class HeadLost(TrainingError):
     """The machine that holds the store does not answer."""
 
 
-class Machines:
+class C10dRendezvous:
     """This launcher's place among those of other machines."""
 
     def __init__(
@@ -210,9 +210,9 @@ class Machines:
         self._least, self._most = machines
         self.is_head = is_here(self._host) if is_head is None else is_head
         self.said: list[str] = warnings_about(self._host)
-        self._entry = hold(address, identity) if self.is_head else enter(address, identity)
-        self._seal = self._entry.seal
-        self._store: Store = self._entry.store
+        self._access = host_run(address, identity) if self.is_head else join_run(address, identity)
+        self._signer = self._access.signer
+        self._store: Store = self._access.store
         self._round: Store | None = None
         self._members: list[dict[str, Any]] = []
         self._heartbeats: dict[int, tuple[int, float]] = {}
@@ -221,17 +221,17 @@ class Machines:
         self._is_wanted = False
         self._closed = threading.Event()
         try:
-            self._state = self._ask(lambda: SignedState(self._store, self._seal), WAIT_FOR_HEAD_SECONDS)
+            self._state = self._ask(lambda: SignedState(self._store, self._signer), HEAD_SECONDS)
             self._handler = self._join()
             self._arrival = self._arrive()
         except BaseException:
-            self._entry.close()
+            self._access.close()
             raise
         self._answered = time.monotonic()
-        threading.Thread(target=self._keep_in_touch, daemon=True).start()
+        threading.Thread(target=self._heartbeat_loop, daemon=True).start()
 
     def _arrive(self) -> int:
-        return 0 if self.is_head else self._ask(lambda: self._store.add("arrivals", 1), WAIT_FOR_HEAD_SECONDS)
+        return 0 if self.is_head else self._ask(lambda: self._store.add("arrivals", 1), HEAD_SECONDS)
 
     def publish(self, plan: Plan) -> None:
         """Tell the other machines what is trained."""
@@ -240,23 +240,23 @@ class Machines:
     def refuse(self, why: str) -> None:
         """Tell the other machines why nothing is trained, and those that are about to come."""
         self._publish({"plan": None, "refused": why})
-        self._see_others_off(self._least - 1)
+        self._wait_until_left(self._least - 1)
 
     def _publish(self, values: Mapping[str, Any]) -> None:
-        text = self._seal.sealed("plan", values)
+        text = self._signer.sign("plan", values)
         self._ask(lambda: self._store.set("plan", text))
 
     def read_plan(self) -> Plan:
         """What the first machine trains."""
         # The first machine may be loading data, and be too busy to answer.
-        (found,) = self._read(self._store, {"plan": "plan"}, WAIT_FOR_HEAD_SECONDS) or (None,)
+        (found,) = self._read(self._store, {"plan": "plan"}, HEAD_SECONDS) or (None,)
         if found is None:
-            raise TrainingError(f"{self._host} has not said what to train within {WAIT_FOR_HEAD_SECONDS:.0f} s")
+            raise TrainingError(f"{self._host} has not said what to train within {HEAD_SECONDS:.0f} s")
         if found["plan"] is None:
             raise PlanError(f"{self._host} trains nothing: {found['refused']}")
         return Plan.from_json(found["plan"])
 
-    def _read(self, store: Store, places: Mapping[str, str], seconds: float) -> list[dict[str, Any]] | None:
+    def _read(self, store: Store, slots: Mapping[str, str], seconds: float) -> list[dict[str, Any]] | None:
         """What machines have left under these keys, each with the place it is signed for; None if one says nothing.
 
         What is not signed is passed over: whoever has to say something there will say it yet, or has been silenced.
@@ -266,9 +266,9 @@ class Machines:
         while time.monotonic() < deadline:
             # Not by waiting in the store: nobody else here could speak to it meanwhile, and this machine would seem
             # lost.
-            if self._ask(lambda: store.check(list(places)), seconds):
-                texts = self._ask(lambda: [store.get(key) for key in places], seconds)
-                found = [self._seal.opened(place, text) for place, text in zip(places.values(), texts, strict=True)]
+            if self._ask(lambda: store.check(list(slots)), seconds):
+                texts = self._ask(lambda: [store.get(key) for key in slots], seconds)
+                found = [self._signer.verify(slot, text) for slot, text in zip(slots.values(), texts, strict=True)]
                 if None not in found:
                     return [one for one in found if one is not None]
                 is_forged = True
@@ -277,7 +277,7 @@ class Machines:
             raise TrainingError(FORGED)
         return None
 
-    def expects(self) -> str:
+    def waiting_message(self) -> str:
         """What is waited for now, in one line."""
         where = f"{self._host}:{self._port}"
         if self._members or self.is_head:
@@ -286,10 +286,10 @@ class Machines:
         is_full = num >= self._most
         return f"waiting: the run at {where} has its {num} machines, and takes this one in when it loses one" * is_full
 
-    def gather(self, num: int, attempt: int, resume: str | None = None) -> Place | None:
+    def next_round(self, num: int, attempt: int, resume: str | None = None) -> RankAssignment | None:
         """Wait until enough machines are there; ranks go by when a machine first came, not by its address."""
         self._round = None
-        found = self._meet()
+        found = self._rendezvous()
         if found is None:
             return None
         mine = {
@@ -301,7 +301,7 @@ class Machines:
             "port": self._new_store() if self.is_head else 0,
         }
         store, here = found.store, f"round {self._state.round}"
-        text = self._seal.sealed(f"{here} machine {found.rank}", mine)
+        text = self._signer.sign(f"{here} machine {found.rank}", mine)
         self._ask(lambda: store.set(f"machine/{found.rank}", text))
         everyone = {f"machine/{rank}": f"{here} machine {rank}" for rank in range(found.world_size)}
         members = self._read(store, everyone, LOST_SECONDS)
@@ -310,17 +310,17 @@ class Machines:
         self._heartbeats = {}
         if members is None:
             self._round = store
-            self.tell(Cause("a machine is lost: it came, and said no more", (), 0, is_loss=True))
-            return self.gather(num, attempt, resume)
+            self.report_failure(Cause("a machine is lost: it came, and said no more", (), 0, is_loss=True))
+            return self.next_round(num, attempt, resume)
         members.sort(key=lambda member: member["arrival"])
         if self.is_head:
             more = len(members) - len(self._members)
             self._ask(lambda: self._store.add("present", more))
         self._members = members
         self._round = store
-        return self._place(members, num)
+        return self._assignment(members, num)
 
-    def _meet(self) -> Any:
+    def _rendezvous(self) -> Any:
         """The next round of the rendezvous; None if the run ended without this machine."""
         try:
             return self._ask(self._handler.next_rendezvous, None)
@@ -340,30 +340,30 @@ class Machines:
 
     def _new_store(self) -> int:
         """A store for the workers of one attempt; what killed ones left in another would be taken for new ones'."""
-        self._workers_store, port = self._entry.open_workers_store()
+        self._workers_store, port = self._access.open_workers_store()
         return port
 
-    def _place(self, members: list[dict[str, Any]], num: int) -> Place:
+    def _assignment(self, members: list[dict[str, Any]], num: int) -> RankAssignment:
         machine = next(index for index, member in enumerate(members) if member["arrival"] == self._arrival)
         nums = [int(member["num"]) for member in members]
         environment = {
             # On every machine the launcher's own: what the workers say to it is carried to the first machine.
             "MASTER_ADDR": LOOPBACK,
-            "MASTER_PORT": str(self._entry.port_to(members[0]["port"])),
+            "MASTER_PORT": str(self._access.port_to(members[0]["port"])),
             # Held by the first launcher, whoever comes: never two masters.
             "TORCHELASTIC_USE_AGENT_STORE": "True",
             "TORCHELASTIC_RESTART_COUNT": str(max(member["attempt"] for member in members) - 1),
-            "TORCHELASTIC_RUN_ID": self._entry.run,
+            "TORCHELASTIC_RUN_ID": self._access.run,
         }
-        interface = self._entry.interface((self._host, self._port))
+        interface = self._access.interface((self._host, self._port))
         if interface and "GLOO_SOCKET_IFNAME" not in os.environ:
             # By itself, gloo believes what the machine's own name resolves to, which on Debian is a loopback address.
             environment["GLOO_SOCKET_IFNAME"] = interface
-        return Place(
+        return RankAssignment(
             sum(nums[:machine]), sum(nums), machine, len(members), resume=members[0]["resume"], environment=environment
         )
 
-    def tell(self, cause: Cause) -> Cause:
+    def report_failure(self, cause: Cause) -> Cause:
         """Say what failed here, and hear what is believed: whoever was first to say so.
 
         Ranks that failed because they lost others wait a while for what those have to say, or for their silence.
@@ -375,20 +375,20 @@ class Machines:
         store = self._round
         if self._cause is None and store is not None:
             named = cause if cause.machine or cause.is_loss else replace(cause, machine=hostname())
-            text = self._seal.sealed(self._place_of_cause, named.to_json())
-            said = self._seal.opened(self._place_of_cause, self._ask(lambda: store.compare_set("cause", "", text)))
+            text = self._signer.sign(self._cause_key, named.to_json())
+            said = self._signer.verify(self._cause_key, self._ask(lambda: store.compare_set("cause", "", text)))
             self._cause = named if said is None else Cause.from_json(said)
         return self._cause or cause
 
-    def heard(self) -> Cause | None:
+    def remote_failure(self) -> Cause | None:
         """What failed elsewhere; raises if the machine that holds the store is gone."""
         self._check_head()
         return self._cause
 
-    def is_wanted(self, is_certain: bool = False) -> bool:
+    def has_waiting_machine(self, asks_store: bool = False) -> bool:
         """Whether a machine waits to be taken in; `is_certain` asks, since the word of it may still be on its way."""
         store = self._round
-        if is_certain and not self._is_wanted and store is not None:
+        if asks_store and not self._is_wanted and store is not None:
             # A store that is gone wants nobody.
             with suppress(HeadLost):
                 self._is_wanted = self._ask(lambda: store.check(["wanted"]))
@@ -399,25 +399,25 @@ class Machines:
         self._closed.set()
         with suppress(HeadLost):
             if not self._is_silent():
-                self._say_farewell()
-        self._entry.close()
+                self._announce_leaving()
+        self._access.close()
 
-    def _say_farewell(self) -> None:
+    def _announce_leaving(self) -> None:
         if self.is_head:
             self._ask(self._handler.set_closed)
-            self._see_others_off(self._ask(lambda: self._store.add("arrivals", 0)) - self._num_lost)
+            self._wait_until_left(self._ask(lambda: self._store.add("arrivals", 0)) - self._num_lost)
         else:
-            self._ask(lambda: self._store.add("left", 1), FAREWELL_SECONDS)
+            self._ask(lambda: self._store.add("left", 1), LEAVING_SECONDS)
 
-    def _see_others_off(self, num: int) -> None:
-        deadline = time.monotonic() + FAREWELL_SECONDS
+    def _wait_until_left(self, num: int) -> None:
+        deadline = time.monotonic() + LEAVING_SECONDS
         while time.monotonic() < deadline and self._ask(lambda: self._store.add("left", 0)) < num:
             time.sleep(0.05)
 
     def _join(self) -> DynamicRendezvousHandler:
         os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
         handler: DynamicRendezvousHandler = DynamicRendezvousHandler.from_backend(
-            run_id=self._entry.run,
+            run_id=self._access.run,
             store=self._store,
             backend=self._state,
             min_nodes=self._least,
@@ -430,22 +430,22 @@ class Machines:
         )
         return handler
 
-    def _keep_in_touch(self) -> None:
+    def _heartbeat_loop(self) -> None:
         """A sign of life for the others, and what they have to say, in a thread: a dead link answers nothing."""
-        while not self._closed.wait(BEAT_SECONDS):
+        while not self._closed.wait(HEARTBEAT_SECONDS):
             try:
                 self._store.add(f"beat/{self._arrival}", 1)
                 store = self._round
                 if store is not None:
-                    self._listen(store)
+                    self._read_messages(store)
                 self._answered = time.monotonic()
             except Exception:
                 # Silence is judged by its length, whatever the reason.
                 continue
 
-    def _listen(self, store: Store) -> None:
+    def _read_messages(self, store: Store) -> None:
         if self._cause is None and store.check(["cause"]):
-            said = self._seal.opened(self._place_of_cause, store.get("cause"))
+            said = self._signer.verify(self._cause_key, store.get("cause"))
             self._cause = None if said is None else Cause.from_json(said)
         if not self.is_head:
             self._is_wanted = self._is_wanted or store.check(["wanted"])
@@ -463,7 +463,9 @@ class Machines:
         self._heartbeats[arrival] = (count, now if count != before else since)
         if count == before and now - since > LOST_SECONDS and self._cause is None:
             self._num_lost += 1
-            self.tell(Cause(f"machine {name} is lost: no sign of life for {now - since:.0f} s", (), 0, is_loss=True))
+            self.report_failure(
+                Cause(f"machine {name} is lost: no heartbeat for {now - since:.0f} s", (), 0, is_loss=True)
+            )
 
     def _is_silent(self) -> bool:
         return time.monotonic() - self._answered > LOST_SECONDS
@@ -480,20 +482,20 @@ class Machines:
         )
 
     @property
-    def _place_of_cause(self) -> str:
+    def _cause_key(self) -> str:
         return f"round {self._state.round} cause"
 
     def _ask(self, what: Callable[[], T], seconds: float | None = LOST_SECONDS) -> T:
         """Something that needs the store, in bounded time; or (None) for as long as its machine is there."""
         try:
-            return timed(what, seconds, self._head_lost, self._check_head)
+            return call_with_timeout(what, seconds, self._head_lost, self._check_head)
         except (ConnectionError, OSError, RuntimeError) as error:
             if isinstance(error, RendezvousError):
                 raise
             raise self._head_lost() from error
 
 
-class TorchrunMachines(Machines):
+class TorchrunRendezvous(C10dRendezvous):
     """The machines of a training, with all of torchrun's names for them."""
 
     restarts = 0
@@ -501,14 +503,14 @@ class TorchrunMachines(Machines):
     """Processes of other launchers on this machine that come before this one's, as Slurm starts them."""
     num_here = 0
 
-    def gather(self, num: int, attempt: int, resume: str | None = None) -> Place | None:
-        place = super().gather(num, attempt, resume)
-        if place is None:
+    def next_round(self, num: int, attempt: int, resume: str | None = None) -> RankAssignment | None:
+        assignment = super().next_round(num, attempt, resume)
+        if assignment is None:
             return None
-        given = place.environment
-        usual = torchrun_environment(given["MASTER_ADDR"], int(given["MASTER_PORT"]), place.size, self.restarts)
+        given = assignment.environment
+        usual = torchrun_environment(given["MASTER_ADDR"], int(given["MASTER_PORT"]), assignment.size, self.restarts)
         return replace(
-            place,
+            assignment,
             local_offset=self.num_before,
             num_local=self.num_here,
             environment={**usual, **given, "TORCHELASTIC_USE_AGENT_STORE": "True"},

@@ -14,7 +14,7 @@ from evenstep.launcher.failure import Cause
 
 
 @dataclass(frozen=True)
-class Place:
+class RankAssignment:
     """Where the processes that this launcher starts stand among all of them."""
 
     first_rank: int
@@ -29,6 +29,9 @@ class Place:
     """The checkpoint from which all of them go on."""
     environment: Mapping[str, str] = field(default_factory=dict)
     """What workers need to know in order to meet."""
+
+    def describe(self) -> str:
+        return f"{self.num_machines} machines, {self.size} processes; this is machine {self.machine + 1}"
 
     def environments(self, num: int, more: Mapping[str, str]) -> list[dict[str, str]]:
         """What each local process is told, in the words of torchrun."""
@@ -50,53 +53,53 @@ class Place:
         ]
 
 
-class Meeting(Protocol):
+class Rendezvous(Protocol):
     """The launchers of one run, which may be on many machines."""
 
-    def expects(self) -> str:
+    def waiting_message(self) -> str:
         """What is waited for now, in one line; nothing, if that will not take long."""
 
-    def gather(self, num: int, attempt: int, resume: str | None = None) -> Place | None:
+    def next_round(self, num: int, attempt: int, resume: str | None = None) -> RankAssignment | None:
         """Wait until enough machines are there; each brings `num` processes, the first one knows where to go on.
 
         None if the run ended without the processes of this launcher.
         """
 
-    def tell(self, cause: Cause) -> Cause:
+    def report_failure(self, cause: Cause) -> Cause:
         """Say that an attempt has failed here, so that nobody waits for it; what all machines believe was the cause."""
 
-    def heard(self) -> Cause | None:
+    def remote_failure(self) -> Cause | None:
         """What failed elsewhere, in this attempt."""
 
-    def is_wanted(self, is_certain: bool = False) -> bool:
+    def has_waiting_machine(self, asks_store: bool = False) -> bool:
         """Whether a machine has come that could take part; `is_certain` takes its time to find out."""
 
     def close(self) -> None:
         """Leave."""
 
 
-class OneMachine:
+class LocalRendezvous:
     """Processes of one machine meet through a file in a folder of their own; nothing listens to the outside."""
 
     def __init__(self) -> None:
         self._stack = ExitStack()
         self._folder = self._stack.enter_context(live_folder())
 
-    def gather(self, num: int, attempt: int, resume: str | None = None) -> Place:
+    def next_round(self, num: int, attempt: int, resume: str | None = None) -> RankAssignment:
         # Of its own for each attempt: what a killed process left in it would be taken for a new one's.
-        return Place(0, num, resume=resume, environment={STORE: str(self._folder / f"store-{attempt}")})
+        return RankAssignment(0, num, resume=resume, environment={STORE: str(self._folder / f"store-{attempt}")})
 
-    def expects(self) -> str:
+    def waiting_message(self) -> str:
         return ""
 
-    def tell(self, cause: Cause) -> Cause:
+    def report_failure(self, cause: Cause) -> Cause:
         """There is nobody else."""
         return cause
 
-    def heard(self) -> Cause | None:
+    def remote_failure(self) -> Cause | None:
         return None
 
-    def is_wanted(self, is_certain: bool = False) -> bool:
+    def has_waiting_machine(self, asks_store: bool = False) -> bool:
         return False
 
     def close(self) -> None:

@@ -33,7 +33,7 @@ import msgspec
 
 from evenstep.errors import PlanError
 from evenstep.launcher.rendezvous.addresses import LOOPBACK
-from evenstep.launcher.rendezvous.auth import DIGEST, DIGEST_BYTES, LONGEST_CREDENTIAL
+from evenstep.launcher.rendezvous.auth import DIGEST, DIGEST_BYTES, MAX_CREDENTIAL_BYTES
 from evenstep.launcher.rendezvous.version_check import Identity
 from evenstep.report.progress import without_control
 
@@ -44,7 +44,7 @@ Side = Literal["gate", "way"]
 HELLO = b"evenstep rendezvous 1\n"
 RUN_BYTES = 16
 NONCE_BYTES = 32
-LONGEST_FRAME = 2**22
+MAX_FRAME_BYTES = 2**22
 """Of a machine that has proved that it knows the token."""
 ANSWER_SECONDS = 4.0
 """Whoever says nothing for so long is busy, and is asked again: a launcher that prepares a run may hold the interpreter
@@ -53,9 +53,9 @@ HANDSHAKE_SECONDS = 8.0
 BUSY_SECONDS = 60.0
 """For how long a connection of a worker's is tried again."""
 RETRY_SECONDS = 0.2
-MOST_UNPROVED = 256
+MAX_UNPROVED = 256
 """Connections at once that have proved nothing yet; more are closed."""
-MOST_OF_ONE = 64
+MAX_UNPROVED_PER_ADDRESS = 64
 """Of them from one address, so that a stranger does not keep other machines out; our own machines try again."""
 CHUNK = 2**16
 
@@ -93,7 +93,7 @@ async def _read_greeting(reader: Reader) -> Greeting | None:
                 return None
             run, nonce = await reader.readexactly(RUN_BYTES), await reader.readexactly(NONCE_BYTES)
             num = int.from_bytes(await reader.readexactly(2), "big")
-            return Greeting(run, nonce, await reader.readexactly(num)) if num <= LONGEST_CREDENTIAL else None
+            return Greeting(run, nonce, await reader.readexactly(num)) if num <= MAX_CREDENTIAL_BYTES else None
     except TimeoutError as error:
         raise Busy(f"nothing was said for {ANSWER_SECONDS} s") from error
 
@@ -127,7 +127,7 @@ def credential_of(address: tuple[str, int]) -> bytes:
 
 
 @dataclass(frozen=True)
-class Hello:
+class JoinRequest:
     """What a machine says when it has proved that it knows the token."""
 
     port: int
@@ -136,7 +136,7 @@ class Hello:
 
 
 @dataclass(frozen=True)
-class Answer:
+class JoinReply:
     """What it is told."""
 
     refused: str = ""
@@ -172,7 +172,7 @@ class Session:
         """A signed message of the other side's; it is not looked into before its signature is known to be right."""
         num = int.from_bytes(await reader.readexactly(4), "big")
         proof = await reader.readexactly(DIGEST_BYTES)
-        text = await reader.readexactly(min(num, LONGEST_FRAME))
+        text = await reader.readexactly(min(num, MAX_FRAME_BYTES))
         if not hmac.compare_digest(proof, self.proof(side, b"says" + text)):
             raise WrongToken("a signature is wrong")
         return msgspec.json.decode(text, type=kind)
@@ -233,7 +233,7 @@ class _Loop:
         await asyncio.sleep(0)
 
 
-class Gate:
+class TunnelServer:
     """The first machine's: who knows the token, and fits, is led to a store."""
 
     def __init__(
@@ -256,37 +256,37 @@ class Gate:
         """Nobody is led anywhere any more."""
         self._loop.close()
 
-    def lead_workers_to(self, port: int) -> None:
+    def set_workers_port(self, port: int) -> None:
         """The store of the workers of this attempt, and none before it."""
         self._of_workers = port
 
     async def _serve(self, reader: Reader, writer: Writer) -> None:
         port = await self._admit(reader, writer)
         if port is not None:
-            await _carry((reader, writer), await asyncio.open_connection(LOOPBACK, port))
+            await _relay((reader, writer), await asyncio.open_connection(LOOPBACK, port))
 
     async def _admit(self, reader: Reader, writer: Writer) -> int | None:
         """Which store to lead to; None if there is nothing to be had."""
         whose = str(writer.get_extra_info("peername")[0])
-        if self._unproved[whose] >= MOST_OF_ONE or self._unproved.total() >= MOST_UNPROVED:
+        if self._unproved[whose] >= MAX_UNPROVED_PER_ADDRESS or self._unproved.total() >= MAX_UNPROVED:
             return None
         self._unproved[whose] += 1
         try:
             async with asyncio.timeout(HANDSHAKE_SECONDS):
-                session = await self._meet(reader, writer)
+                session = await self._handshake(reader, writer)
         finally:
             self._unproved -= Counter({whose: 1})
         async with asyncio.timeout(HANDSHAKE_SECONDS):
-            hello = await session.read("way", reader, Hello)
+            hello = await session.read("way", reader, JoinRequest)
             refused = self._refusal(hello)
-            session.write("gate", writer, Answer(refused))
+            session.write("gate", writer, JoinReply(refused))
             await writer.drain()
         if refused:
             return None
         self.reached_at = str(writer.get_extra_info("sockname")[0])
         return hello.port or self._port
 
-    async def _meet(self, reader: Reader, writer: Writer) -> Session:
+    async def _handshake(self, reader: Reader, writer: Writer) -> Session:
         nonce = secrets.token_bytes(NONCE_BYTES)
         writer.write(HELLO + self.run + nonce + len(self._credential).to_bytes(2, "big") + self._credential)
         theirs = await reader.readexactly(NONCE_BYTES)
@@ -296,7 +296,7 @@ class Gate:
         writer.write(session.proof("gate"))
         return session
 
-    def _refusal(self, hello: Hello) -> str:
+    def _refusal(self, hello: JoinRequest) -> str:
         if hello.port:
             return "" if hello.port == self._of_workers else "that store is gone"
         why = self._identity.refusal_of(hello.identity)
@@ -306,7 +306,7 @@ class Gate:
         return why
 
 
-class Way:
+class TunnelClient:
     """Another machine's way to the gate."""
 
     def __init__(self, address: tuple[str, int], token: str, identity: Identity) -> None:
@@ -324,9 +324,9 @@ class Way:
     def where(self) -> str:
         return f"{self._address[0]}:{self._address[1]}"
 
-    def knock(self) -> None:
+    def authenticate(self) -> None:
         """Ask to be let in; raises, in words, if this machine is not."""
-        self._loop.do(self._knock())
+        self._loop.do(self._authenticate())
 
     def close(self) -> None:
         """Nothing is carried any more."""
@@ -337,7 +337,7 @@ class Way:
         listener = socket.create_server((LOOPBACK, 0))
 
         async def serve(reader: Reader, writer: Writer) -> None:
-            await _carry((reader, writer), await self._pass_when_free(there))
+            await _relay((reader, writer), await self._connect_when_free(there))
 
         port = int(listener.getsockname()[1])
         server = self._loop.listen(listener, serve)
@@ -347,28 +347,28 @@ class Way:
             self._to_workers = server
         return port
 
-    async def _knock(self) -> None:
-        _, writer = await self._pass(0)
+    async def _authenticate(self) -> None:
+        _, writer = await self._connect(0)
         writer.close()
 
-    async def _pass_when_free(self, there: int) -> tuple[Reader, Writer]:
+    async def _connect_when_free(self, there: int) -> tuple[Reader, Writer]:
         """The gate may have its fill of connections for a moment: all workers of a large machine come at once."""
         deadline = time.monotonic() + BUSY_SECONDS
         while True:
             try:
-                return await self._pass(there)
+                return await self._connect(there)
             except Busy:
                 if time.monotonic() > deadline:
                     raise
             await asyncio.sleep(RETRY_SECONDS)
 
-    async def _pass(self, there: int) -> tuple[Reader, Writer]:
+    async def _connect(self, there: int) -> tuple[Reader, Writer]:
         """A connection that has been let in."""
         reader, writer = await asyncio.wait_for(asyncio.open_connection(*self._address), HANDSHAKE_SECONDS)
         try:
-            session = await self._meet(reader, writer)
-            session.write("way", writer, Hello(there, self._identity))
-            answer = await asyncio.wait_for(session.read("gate", reader, Answer), HANDSHAKE_SECONDS)
+            session = await self._handshake(reader, writer)
+            session.write("way", writer, JoinRequest(there, self._identity))
+            answer = await asyncio.wait_for(session.read("gate", reader, JoinReply), HANDSHAKE_SECONDS)
             if answer.refused:
                 raise PlanError(f"this machine does not fit the run at {self.where}: {answer.refused}")
         except BaseException:
@@ -376,7 +376,7 @@ class Way:
             raise
         return reader, writer
 
-    async def _meet(self, reader: Reader, writer: Writer) -> Session:
+    async def _handshake(self, reader: Reader, writer: Writer) -> Session:
         greeting = await _read_greeting(reader)
         if greeting is None:
             raise NotEvenstep(f"{self.where} is held by a program that is no rendezvous; choose another port")
@@ -399,7 +399,7 @@ class Way:
             self.run, self.key = run, run_key(self._token, run)
 
 
-def is_gate(address: tuple[str, int]) -> bool:
+def is_tunnel_server(address: tuple[str, int]) -> bool:
     """Whether a run of evenstep listens there."""
     try:
         with socket.create_connection(address, timeout=2) as connection:
@@ -408,7 +408,7 @@ def is_gate(address: tuple[str, int]) -> bool:
         return False
 
 
-async def _carry(one: tuple[Reader, Writer], other: tuple[Reader, Writer]) -> None:
+async def _relay(one: tuple[Reader, Writer], other: tuple[Reader, Writer]) -> None:
     """Bytes both ways, until either side has no more."""
     ways = [asyncio.ensure_future(_copy(one[0], other[1])), asyncio.ensure_future(_copy(other[0], one[1]))]
     try:

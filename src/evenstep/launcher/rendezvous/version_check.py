@@ -17,7 +17,7 @@ from evenstep.task import BUILT_IN
 
 MOST_NAMED = 4
 MOST_LETTERS = 80
-HASH_LETTERS = 16
+HASH_CHARS = 16
 """Of a source; nobody who could forge one is asked for it."""
 
 
@@ -124,7 +124,7 @@ class _Sources:
             source = file.read_bytes()
         except OSError:
             return
-        self.hashes[name] = hashlib.sha256(source).hexdigest()[:HASH_LETTERS]
+        self.hashes[name] = hashlib.sha256(source).hexdigest()[:HASH_CHARS]
         self._wanted.extend(_imports(source, package))
 
 

@@ -14,7 +14,7 @@ from pathlib import Path
 import torch
 from safetensors.torch import load_file
 
-from evenstep.launcher.processes import RankLogs, Start, workers
+from evenstep.launcher.processes import ProcessSpec, RankLogs, workers
 from evenstep.launcher.rendezvous.local import LocalRendezvous
 from evenstep.plan import Plan
 from evenstep.record import Record
@@ -43,7 +43,7 @@ def run_processes(script: Path, arguments: Sequence[str], size: int, logs_folder
     logs = RankLogs(logs_folder)
     program = Program(str(script), tuple(arguments), search_path=tuple(sys.path))
     try:
-        with workers(Start(run_program, (str(logs_folder), program), environments, logs)) as started:
+        with workers(ProcessSpec(run_program, (str(logs_folder), program), environments, logs)) as started:
             while started.poll():
                 pass
             said = [path.read_text() for path in sorted(logs.folder.glob("*.traceback"))]

@@ -515,7 +515,7 @@ def test_stores_listen_to_this_machine_alone_and_the_gate_to_the_interface_of_it
     monkeypatch.setenv(TOKEN, ONE)
     port = free_port()
     with machines(port, is_head=True) as head:
-        _, workers = head._entry.open_workers_store()
+        _, workers = head._access.open_workers_store()
         assert addresses_of(port) == {"127.0.0.1"}
         assert addresses_of(workers) == {"127.0.0.1"}
 

@@ -201,9 +201,9 @@ def test_programs_that_leave_no_heartbeats_are_judged_by_their_stacks(tmp_path: 
 
 SLEEPER = """
 import pathlib, time
-from evenstep.distributed.process import leave_stacks
+from evenstep.distributed.process import install_stack_dumps
 
-leave_stacks(pathlib.Path("."), 0)
+install_stack_dumps(pathlib.Path("."), 0)
 print("ready", flush=True)
 time.sleep(60)
 """

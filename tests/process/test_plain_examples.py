@@ -92,9 +92,3 @@ chosen = task()
         steps.append(runpy.run_path("my_loop.py")["run"].step)
     assert steps[1] == 2 * steps[0] > 0
     assert Path("checkpoints/latest/weights.safetensors").is_file()
-
-
-def test_what_the_page_links_to_is_there() -> None:
-    links = re.findall(r"\]\(([^)#]+)\)", PAGE.read_text())
-    assert links
-    assert [link for link in links if not (PAGE.parent / link).exists()] == []

@@ -110,7 +110,7 @@ CASES = (
 def _waits_to_send(found: Comparison) -> bool:
     """The one device is taken, and of ddp it is said what sending costs it."""
     ddp = next(part for part in found.advice[1].split("; ") if "ddp x 2" in part)
-    return best(found).label == "single" and "if sending cost nothing" in ddp
+    return best(found).label == "single" and "with free communication" in ddp
 
 
 def main() -> None:

@@ -21,29 +21,29 @@ TWO = ("cpu", "cpu")
 PLANTED = {
     # name: (strategy, cause, words of the reason)
     "batch_norm": ("ddp", "batchnorm", "normalizes by the statistics of each part"),
-    "centred": ("ddp", "batch-dependent", "depends on the others of its batch"),
+    "centred": ("ddp", "batch-dependent", "depends on the other samples of its batch"),
     "contrastive": ("ddp", "batch-dependent", "in-batch negatives"),
-    "gathered_without_gradient": ("ddp", "gather", "is that of the whole batch; its gradients are not"),
+    "gathered_without_gradient": ("ddp", "gather", "is that of the whole batch, but its gradients are not"),
     "mixtral": ("dp", "batch-dependent", "a router's load over the batch"),
     "token_mean": ("ddp", "mean-of-means", "weighs 1.18 times as much as its samples"),
-    "padded_gpt2": ("dp", "mean-of-means", "a mean over something else than samples (tokens, boxes)"),
+    "padded_gpt2": ("dp", "mean-of-means", "a mean over something other than samples (tokens, boxes)"),
     "summed": ("ddp", "sum", "a sum over the batch, not a mean"),
     "worst_metric": ("ddp", "metric", "the metric worst is not a mean over samples"),
     "noise": ("ddp", "draws", "return x + 0.1 * torch.randn_like(x)"),
     "python_noise": ("ddp", "draws", "Python's generator"),
     "opt": ("dp", "draws", "dropout_probability = torch.rand([]))"),
-    "unseeded": ("ddp", "not-repeatable", "the task does not repeat itself, on one device either"),
-    "unseeded_start": ("ddp", "start", "not the same when it is made twice: 0.weight"),
-    "clocked": ("ddp", "not-repeatable", "ddp x 2 does not repeat itself: the same run twice gives something else"),
-    "drawing_batch": ("ddp", "reading", "augment_batch draws by itself"),
-    "divided": ("ddp", "rank", "the loss is 0.5 times that of one device"),
-    "by_rank": ("ddp", "rank", "the loss is 1 and 2 times that of one device"),
-    "scaled_rate": ("ddp", "settings", "learning rate depends on the rank or on how many there are: 0.1 on one device"),
-    "other_data": ("ddp", "other-data", "rank 1 reads other samples under the same ids"),
+    "unseeded": ("ddp", "not-repeatable", "the task is not reproducible, not even on one device"),
+    "unseeded_start": ("ddp", "start", "building the model twice gives different weights: 0.weight"),
+    "clocked": ("ddp", "not-repeatable", "ddp x 2 is not reproducible: the same run twice gives different results"),
+    "drawing_batch": ("ddp", "reading", "augment_batch draws from a global generator"),
+    "divided": ("ddp", "rank", "the loss is 0.5 times that of single"),
+    "by_rank": ("ddp", "rank", "the loss is 1 and 2 times that of single"),
+    "scaled_rate": ("ddp", "settings", "learning rate depends on the rank or the world size: 0.1 on single"),
+    "other_data": ("ddp", "other-data", "for the same ids, rank 1 reads other samples"),
     "few_digits": ("ddp", "precision", "in float64 ddp x 2 and single agree"),
-    "few_digits_and_jumps": ("ddp", "precision", "single does not get as far by disturbing its weights"),
-    "reducing_hook": ("ddp", "gradients-by-rank", "2 times that of one device for the same samples"),
-    "clipping_hook": ("ddp", "gradient-hook", "the gradient of 2.weight is changed on its way"),
+    "few_digits_and_jumps": ("ddp", "precision", "perturbing the weights of single does not move it as far"),
+    "reducing_hook": ("ddp", "gradients-by-rank", "2 times that of single for the same samples"),
+    "clipping_hook": ("ddp", "gradient-hook", "the gradient of 2.weight is changed (by a hook or a custom backward)"),
     "around": ("ddp", "captured-model", "the loss does not use the model that it is given"),
     "unused": ("ddp", "no-gradient", "no gradient reaches forgotten.weight, forgotten.bias"),
     "same_data": ("ddp", "same-data", "ranks 0 and 1 read the same data"),
@@ -201,7 +201,7 @@ def test_a_sound_task_passes_and_leaves_nothing_behind() -> None:
     task = f"{MISTAKES / 'planted.py'}:sound"
     done = verify(task, "--strategies", "single,dp,ddp", "--devices", "2", "--accumulate", "2", "--steps", "2")
     assert done.returncode == 0, done.stdout + done.stderr
-    assert "all ways learn what one device learns (batch 16" in done.stdout
+    assert "all strategies match single (batch 16" in done.stdout
     assert done.stdout.count("✗") == 0
     assert not Path("runs").exists()
 

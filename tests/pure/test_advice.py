@@ -63,7 +63,7 @@ def test_input_bound_more_devices_do_not_help_and_input_is_the_lever() -> None:
     found = comparison(row("single", 1, 0.050, waits=0.040), row("ddp", 2, 0.049, waits=0.042, sends=0.001))
     said = advise(found)
     assert said[0].startswith("Take single: 1,280 samples/s")
-    assert "no other way that learns the same is clearly faster" in said[0]
+    assert "no other strategy that matches single is clearly faster" in said[0]
     assert "Next lever: input. A step waits 40.00 ms of 50.00 ms" in said[2]
     assert "at most 5.0x as fast" in said[2]
 
@@ -71,7 +71,7 @@ def test_input_bound_more_devices_do_not_help_and_input_is_the_lever() -> None:
 def test_communication_bound_the_one_device_is_kept_or_communication_is_the_lever() -> None:
     slow = comparison(row("single", 1, 0.010), row("ddp", 2, 0.030, sends=0.024))
     assert best(slow).label == "single"
-    assert "ddp x 2 0.33x (1.67x if sending cost nothing)" in advise(slow)[1]
+    assert "ddp x 2 0.33x (1.67x with free communication)" in advise(slow)[1]
     faster = comparison(row("single", 1, 0.100), row("ddp", 2, 0.080, sends=0.030))
     said = advise(faster)
     assert said[0].startswith("Take ddp x 2: 1.25x single on 2 devices (62% efficiency")
@@ -84,7 +84,7 @@ def test_a_tiny_model_stays_on_one_device_and_wants_a_larger_batch() -> None:
     found = comparison(row("single", 1, 0.0004), row("ddp", 2, 0.0016, sends=0.001), larger_batch=larger)
     said = advise(found)
     assert said[0].startswith("Take single")
-    assert "the batch, which is small for this model: --batch 256 makes 3.4x as many samples a second" in said[2]
+    assert "the batch, which is small for this model: --batch 256 gives 3.4x as many samples/s" in said[2]
 
 
 def test_of_two_that_are_about_as_fast_the_one_with_even_memory_is_taken() -> None:
@@ -96,7 +96,7 @@ def test_of_two_that_are_about_as_fast_the_one_with_even_memory_is_taken() -> No
     said = advise(found)
     assert said[0].startswith("Take ddp x 2: 1.61x single on 2 devices (81% efficiency")
     assert said[0].endswith("memory even.")
-    assert "dp-torch x 2 1.67x and cuda:0 holds 2.3x as much as the emptiest" in said[1]
+    assert "dp-torch x 2 1.67x and cuda:0 uses 2.3x the memory of the device that uses least" in said[1]
 
 
 def test_fine_as_it_is() -> None:
@@ -115,7 +115,7 @@ def test_what_learns_something_else_is_never_recommended() -> None:
     found = comparison(row("single", 1, 0.100), row("ddp", 2, 0.050, parity="differs"))
     said = advise(found)
     assert said[0].startswith("Take single")
-    assert "ddp x 2 2.00x, but it learns something else" in said[1]
+    assert "ddp x 2 2.00x, but it does not match single" in said[1]
 
 
 def test_times_that_contradict_each_other_are_not_passed_on_without_a_word() -> None:
@@ -134,7 +134,7 @@ def test_what_could_not_be_checked_is_recommended_with_that_word() -> None:
     unknown = replace(row("ddp", 2, 0.050, parity="unknown"), why="it stalled")
     said = advise(comparison(row("single", 1, 0.100), unknown))
     assert said[0].startswith("Take ddp x 2")
-    assert said[0].endswith("; whether it learns the same was not checked (it stalled).")
+    assert said[0].endswith("; whether it matches single was not checked (it stalled).")
 
 
 def test_more_threads_than_cores_are_the_first_thing_to_mend() -> None:

@@ -465,7 +465,7 @@ def test_a_way_that_is_off_as_far_as_one_device_that_was_disturbed_passes() -> N
     passes, (note,) = eased(runs, reference, run)
     assert passes
     assert runs.asked == [1, 2]
-    assert note.startswith("in fp32, from step 2 on, the gradient of w is off by 9.09 %: rounding jumps there")
+    assert note.startswith("in fp32, from step 2 on, the gradient of w differs by 9.09 %: rounding flips")
 
 
 def test_a_way_that_is_off_where_one_device_is_not_moved_does_not_pass() -> None:
@@ -594,7 +594,7 @@ def test_a_mean_of_means_is_explained_with_its_factor() -> None:
     cause = loss(found, can_gather=True)
     assert cause is not None
     assert "one part of the batch weighs 1.31 times as much as its samples do" in cause.sentence
-    assert cause.evidence == ("of one batch in parts of 5 + 4 + 7: loss 1 as a whole, 1.2 by its parts",)
+    assert cause.evidence == ("one batch in parts of 5 + 4 + 7: loss 1 as a whole, 1.2 from its parts",)
 
 
 def test_gathering_is_named_only_where_the_parts_of_a_batch_clearly_give_another_loss() -> None:
@@ -619,15 +619,15 @@ def test_a_rank_whose_test_failed_is_no_cause_but_is_told_of() -> None:
     failed = {"settings": None, "batch": None, "problems": {"batch": "RuntimeError: no"}}
     assert by_rank(found, [found, failed], "ddp x 2", is_rough=False) is None
     assert problems_of(found, [found, failed]) == ("could not be tested on rank 1: batch (RuntimeError: no)",)
-    assert problems_of({"failure": "no room"}, []) == ("the task could not be taken apart: no room",)
+    assert problems_of({"failure": "no room"}, []) == ("the task could not be analysed: no room",)
 
 
 @pytest.mark.parametrize(
     ("groups", "words"),
     [
-        ([{"betas": [0.9, 0.99]}], "betas depends on the rank or on how many there are: [0.9, 0.999] on one device"),
-        ([{"betas": [0.9, 0.999]}] * 2, "number of groups depends on the rank or on how many there are: 1 on one"),
-        ([{"betas": [0.9, 0.999], "nesterov": True}], "nesterov depends on the rank or on how many there are: None"),
+        ([{"betas": [0.9, 0.99]}], "betas depends on the rank or the world size: [0.9, 0.999] on single"),
+        ([{"betas": [0.9, 0.999]}] * 2, "number of groups depends on the rank or the world size: 1 on single"),
+        ([{"betas": [0.9, 0.999], "nesterov": True}], "nesterov depends on the rank or the world size: None"),
     ],
     ids=["tuple", "groups", "name"],
 )
@@ -645,15 +645,12 @@ def test_settings_are_told_as_json_can_hold_them() -> None:
 
 def test_says_step_tensor_and_size() -> None:
     sentence = differs("ddp x 2", Difference("gradients", 3, "head.bias", 0.125), "fp64")
-    assert sentence == (
-        "ddp x 2 does not learn what single learns: at step 3 the gradient of head.bias differs by 12.5 % of its size "
-        "(fp64)"
-    )
+    assert sentence == ("ddp x 2 does not match single: at step 3, the gradient of head.bias differs by 12.5 % (fp64)")
 
 
 def test_a_step_that_one_alone_took_is_told_as_such() -> None:
     sentence = differs("ddp x 2", Difference("optimizer", 3, STEP, math.inf), "fp16")
-    assert sentence == "ddp x 2 does not learn what single learns: step 3 was taken in one of them alone (fp16)"
+    assert sentence == "ddp x 2 does not match single: only one of them took step 3 (fp16)"
 
 
 def test_a_repeat_that_fails_is_told_as_such() -> None:
@@ -677,7 +674,7 @@ def test_a_search_that_takes_too_long_names_no_cause() -> None:
     cause = find_cause(case, None)
     assert (cause.name, cause.sentence) == (
         "unknown",
-        "the cause was not found: it was looked for as long as there was time",
+        "the cause was not found: the time for the search ran out",
     )
     failed = find_cause(case, Failure("rank 0 failed\nIndexError"))
     assert (failed.name, failed.sentence, failed.advice) == ("failed", "rank 0 failed", "IndexError")
@@ -755,7 +752,7 @@ def test_who_cannot_see_the_whole_batch_is_sent_to_a_way_that_can() -> None:
     dependent = failing(dp, cause="batch-dependent", advice="or single.")
     passed = Verdict(is_same=True, sentence="")
     found = settled({dp: dependent, ddp: passed})
-    assert found[dp].advice == "Use ddp x 2: there the loss sees the whole batch, and learns what single learns."
+    assert found[dp].advice == "Use ddp x 2: there the loss sees the whole batch and matches single."
     assert found[ddp] == passed
     assert settled({dp: dependent}) == {dp: dependent}
 
@@ -786,7 +783,7 @@ def test_verdicts_that_were_reached_are_kept_when_a_later_way_cannot_be_judged(
             reached.append(config.label)
     assert reached == ["ddp x 2"]
     *_, (last, _) = lines({configs[0]: Verdict(is_same=True, sentence="")}, 2, 16, 1.0)
-    assert last == "1 of 2 ways learn what one device learns (batch 16, 1 s)"
+    assert last == "1 of 2 strategies match single (batch 16, 1 s)"
 
 
 def test_a_plan_that_is_refused_is_bad_input_and_no_difference(evenstep: Callable[..., Any]) -> None:
@@ -845,5 +842,5 @@ def test_what_is_known_is_said_before_the_error_that_ends_it(
         said = json.loads(done.out)
         assert (said["is_same"], [config["way"] for config in said["ways"]]) == (False, ["ddp x 2"])
     else:
-        assert "1 of 2 ways learn what one device learns" in done.out
+        assert "1 of 2 strategies match single" in done.out
     assert not Path("runs").exists()

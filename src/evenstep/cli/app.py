@@ -14,7 +14,7 @@ import evenstep
 from evenstep.errors import BREAKS_LINES, BadInput, shorten
 from evenstep.task import BUILT_IN
 
-TASKS = f"{', '.join(BUILT_IN)}; or your own: file.py, file.py:function, package.module:function."
+TASKS = f"{', '.join(BUILT_IN)}; or your own as file.py, file.py:function or package.module:function."
 
 app = typer.Typer(
     name="evenstep",
@@ -23,11 +23,11 @@ app = typer.Typer(
     rich_markup_mode="rich",
     pretty_exceptions_enable=False,
 )
-checkpoint_app = typer.Typer(help="Look into checkpoints.", no_args_is_help=True)
+checkpoint_app = typer.Typer(help="Inspect checkpoints.", no_args_is_help=True)
 app.add_typer(checkpoint_app, name="checkpoint")
 
-MACHINES_HELP = "How many machines, such as 2, or the least and the most, such as 2:4."
-RENDEZVOUS_HELP = "The first machine, and a free port on it."
+MACHINES_HELP = "Number of machines, such as 2, or minimum and maximum, such as 2:4."
+RENDEZVOUS_HELP = "Host name of the first machine and a free port on it; the same on all machines."
 MachinesOption = Annotated[str | None, typer.Option(help=MACHINES_HELP)]
 RendezvousOption = Annotated[str | None, typer.Option(metavar="HOST:PORT", help=RENDEZVOUS_HELP)]
 
@@ -53,7 +53,7 @@ def root(
         bool, typer.Option("--version", help="Show the version.", callback=_show_version, is_eager=True)
     ] = False,
 ) -> None:
-    """Train one PyTorch task, unchanged, on one device or many; every way learns the same thing."""
+    """Train one PyTorch task, unchanged, on one device or many, with the same result."""
 
 
 @contextmanager

@@ -34,28 +34,37 @@ evenstep compare my_task.py --devices cuda:0/cuda:0,cuda:1 --precision bf16
 def compare(
     task: Annotated[str, typer.Argument(help=TASKS)],
     devices: Annotated[
-        str, typer.Option(help="Counts such as 1,2,4; or lists with a slash between, such as cuda:0/cuda:0,cuda:1.")
+        str,
+        typer.Option(help="Device counts such as 1,2,4, or lists separated by slashes such as cuda:0/cuda:0,cuda:1."),
     ] = "1,2",
     strategies: Annotated[
-        str | None, typer.Option(help=f"Some of {', '.join(STRATEGIES)}; default: all that run here.")
+        str | None, typer.Option(help=f"Comma-separated: {', '.join(STRATEGIES)}; default: all that can run here.")
     ] = None,
-    rounds: Annotated[int, typer.Option(min=1, max=50, help="Blocks of each; more of them show the spread.")] = 3,
+    rounds: Annotated[
+        int, typer.Option(min=1, max=50, help="Measurements of each strategy; more give a better range.")
+    ] = 3,
     steps: Annotated[
-        int | None, typer.Option(min=2, help="Steps of a block; default: as many as take about a second.")
+        int | None, typer.Option(min=2, help="Timed steps in each measurement; default: about a second of them.")
     ] = None,
-    batch: Annotated[int | None, typer.Option(help="Samples of a step over all devices; default: the task's.")] = None,
+    batch: Annotated[int | None, typer.Option(help="Global batch size, over all devices; default: the task's.")] = None,
     precision: Annotated[str | None, typer.Option(help="fp64, fp32 (default), tf32, bf16 or fp16.")] = None,
-    workers: Annotated[int | None, typer.Option(help="Loader processes of a rank, if data is not tensors.")] = None,
-    threads: Annotated[int | None, typer.Option(help="Per process; default: cores shared out.")] = None,
-    data: Annotated[str | None, typer.Option(help="Folder of the data, for tasks that take one.")] = None,
-    seed: Annotated[int | None, typer.Option(help="Of weights, order, dropout and augmentation; default: 0.")] = None,
+    workers: Annotated[
+        int | None, typer.Option(help="Data loading processes per rank, for data that is not tensors.")
+    ] = None,
+    threads: Annotated[
+        int | None, typer.Option(help="CPU threads per process; default: the cores divided by the processes.")
+    ] = None,
+    data: Annotated[str | None, typer.Option(help="Data folder, for tasks that take one.")] = None,
+    seed: Annotated[
+        int | None, typer.Option(help="Seed of weights, sample order, dropout and augmentation; default: 0.")
+    ] = None,
     sync_batchnorm: Annotated[
-        bool, typer.Option("--sync-batchnorm", help=f"BatchNorm over all processes, under {with_processes()}.")
+        bool, typer.Option("--sync-batchnorm", help=f"Use SyncBatchNorm under {with_processes()}.")
     ] = False,
-    name: Annotated[str | None, typer.Option(help="Of the folder runs/NAME.")] = None,
+    name: Annotated[str | None, typer.Option(help="Name of the folder, runs/NAME.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print the comparison as one line of JSON.")] = False,
 ) -> None:
-    """Measure strategies side by side on your task: a table, a recommendation, and a page in runs/."""
+    """Measure the speed of strategies on your task: a table, a recommendation, and an HTML page in runs/."""
     from evenstep.compare import Asked
     from evenstep.compare import compare as measure
     from evenstep.report.terminal import show_comparison
@@ -89,4 +98,4 @@ def _page(comparison: Comparison, folder: Path) -> tuple[str | None, str]:
     try:
         return str(write_page(comparison, folder)), ""
     except EvenstepError as error:
-        return None, f"was not made: {error}; then evenstep report {folder}"
+        return None, f"was not written: {error}; then run evenstep report {folder}"

@@ -37,9 +37,9 @@ MARKS = {"good": ("✓", "green"), "warn": ("!", "yellow"), "bad": ("✗", "bold
 def doctor(
     machines: MachinesOption = None,
     rendezvous: RendezvousOption = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print all of it as one line of JSON.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the findings as one line of JSON.")] = False,
 ) -> None:
-    """Say what this machine can do, what is wrong and what to set; exit code 1 if something is bad."""
+    """Check this machine: what works, what is wrong and how to fix it; exit code 1 if something is bad."""
     if (machines is None) != (rendezvous is None):
         raise PlanError("--machines and --rendezvous go together: --machines 2 --rendezvous head:29400")
     if machines is not None and rendezvous is not None:
@@ -135,7 +135,7 @@ def summary(report: Report) -> str:
 
 
 def plain_lines(findings: tuple[Finding, ...]) -> Iterator[str]:
-    """The table for a pipe."""
+    """The table as plain text."""
     from evenstep.report.progress import without_control
 
     names = [without_control(finding.name) for finding in findings]

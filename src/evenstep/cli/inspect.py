@@ -32,11 +32,13 @@ SHOWN_PROBLEMS = 10
 def audit(
     runs: Annotated[
         list[Path],
-        typer.Argument(metavar="RUN", help="A run trained with --audit; or it and those resumed from it."),
+        typer.Argument(
+            metavar="RUN", help="Folder of a run trained with --audit, followed by those of runs resumed from it."
+        ),
     ],
     as_json: Annotated[bool, typer.Option("--json", help="Print as one line of JSON.")] = False,
 ) -> None:
-    """Count the samples that a training repeated or missed, interrupted or not; exit code 1 if there are any."""
+    """Count the samples that a training used twice or not at all; exit code 1 if there are any."""
     from evenstep.audit import audit as read_and_count
 
     found = read_and_count(runs)
@@ -56,7 +58,7 @@ def _show_audit(found: Audit) -> None:
         lines.append((f"{found.redone} more were lost when a run was cut off, and done again", "dim"))
     lines += [(problem, "red") for problem in found.problems[:SHOWN_PROBLEMS]]
     if found.num_problems > SHOWN_PROBLEMS:
-        lines.append((f"and {found.num_problems - SHOWN_PROBLEMS} problems more", "red"))
+        lines.append((f"and {found.num_problems - SHOWN_PROBLEMS} more problems", "red"))
     console = Console(highlight=False, emoji=False, soft_wrap=True)
     for line, style in lines:
         console.print(without_control(line), style=style, markup=False)
@@ -67,7 +69,7 @@ def inspect(
     path: Annotated[Path, typer.Argument(help="A run folder or a checkpoint.")],
     as_json: Annotated[bool, typer.Option("--json", help="Print as one line of JSON.")] = False,
 ) -> None:
-    """Show what a checkpoint holds, after checking that it is whole."""
+    """Check that a checkpoint is complete, and show what it holds."""
     from evenstep.checkpoint import files
     from evenstep.report.terminal import plain
 

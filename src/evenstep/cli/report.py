@@ -25,13 +25,15 @@ evenstep report --watch runs/2026-11-15-digits-ddp
 @app.command(epilog=EXAMPLES)
 def report(
     runs: Annotated[list[Path], typer.Argument(metavar="RUN", help="Run folders, or the folder of a comparison.")],
-    out: Annotated[Path | None, typer.Option(help="The page to write; default: page.html in the first folder.")] = None,
+    out: Annotated[
+        Path | None, typer.Option(help="HTML file to write; default: page.html in the first folder.")
+    ] = None,
     watch: Annotated[bool, typer.Option("--watch", help="Serve a live page of one run, until Ctrl-C.")] = False,
-    port: Annotated[int, typer.Option(help="Of the live page; default: any that is free.", min=0, max=65535)] = 0,
+    port: Annotated[int, typer.Option(help="Port of the live page; default: any free port.", min=0, max=65535)] = 0,
 ) -> None:
-    """Write one page of these runs, with charts and tables; open it in any browser."""
+    """Write one HTML page with charts and tables of runs or of a comparison."""
     if port and not watch:
-        raise BadInput("--port is that of the live page; add --watch")
+        raise BadInput("--port is for the live page; add --watch")
     if watch:
         _watch(runs, out, port)
     else:

@@ -42,75 +42,102 @@ def train(
         str | None,
         typer.Argument(help=TASKS),
     ] = None,
-    strategy: Annotated[str | None, typer.Option(help=f"{listed()}; default: {DEFAULT} if several.")] = None,
-    devices: Annotated[str | None, typer.Option(help="A count, or a list such as cuda:0,cuda:1 or cpu,cpu.")] = None,
-    batch: Annotated[int | None, typer.Option(help="Samples of a step over all devices; default: the task's.")] = None,
+    strategy: Annotated[str | None, typer.Option(help=f"{listed()}; default: {DEFAULT} on several devices.")] = None,
+    devices: Annotated[
+        str | None, typer.Option(help="Number of devices, or a list such as cuda:0,cuda:1 or cpu,cpu.")
+    ] = None,
+    batch: Annotated[int | None, typer.Option(help="Global batch size, over all devices; default: the task's.")] = None,
     epochs: Annotated[int | None, typer.Option(help="Passes over the data; default: the task's.")] = None,
-    steps: Annotated[int | None, typer.Option(help="Optimizer steps, instead of epochs.")] = None,
-    seed: Annotated[int | None, typer.Option(help="Of weights, order, dropout and augmentation; default: 0.")] = None,
+    steps: Annotated[int | None, typer.Option(help="Number of optimizer steps, instead of epochs.")] = None,
+    seed: Annotated[
+        int | None, typer.Option(help="Seed of weights, sample order, dropout and augmentation; default: 0.")
+    ] = None,
     precision: Annotated[str | None, typer.Option(help="fp64, fp32 (default), tf32, bf16 or fp16.")] = None,
     accumulate: Annotated[int | None, typer.Option(help="Micro-batches per optimizer step; default: 1.")] = None,
-    clip: Annotated[float | None, typer.Option(help="Largest gradient norm, the same under all strategies.")] = None,
-    name: Annotated[str | None, typer.Option(help="Of the folder runs/NAME.")] = None,
-    checkpoint_every: Annotated[
-        int | None, typer.Option(metavar="STEPS", help="Also save every so many steps.")
+    clip: Annotated[
+        float | None, typer.Option(help="Maximum norm for gradient clipping; default: no clipping.")
     ] = None,
-    keep: Annotated[int | None, typer.Option(help="Checkpoints to keep, besides the best; default: 2.")] = None,
-    resume: Annotated[str | None, typer.Option(help="A run, a checkpoint, or a file of weights.")] = None,
-    data: Annotated[str | None, typer.Option(help="Folder of the data, for tasks that take one.")] = None,
-    plan: Annotated[str | None, typer.Option(help="Repeat the run of this plan.json.")] = None,
+    name: Annotated[
+        str | None, typer.Option(help="Name of the run folder, runs/NAME; default: from date, task and strategy.")
+    ] = None,
+    checkpoint_every: Annotated[
+        int | None,
+        typer.Option(metavar="STEPS", help="Save a checkpoint every STEPS steps, as well as after each epoch."),
+    ] = None,
+    keep: Annotated[int | None, typer.Option(help="Recent checkpoints to keep, besides the best; default: 2.")] = None,
+    resume: Annotated[
+        str | None, typer.Option(help="Run folder or checkpoint to resume, or a weights file to start from.")
+    ] = None,
+    data: Annotated[str | None, typer.Option(help="Data folder, for tasks that take one.")] = None,
+    plan: Annotated[str | None, typer.Option(help="plan.json of a run to repeat.")] = None,
     workers: Annotated[
         int | None,
-        typer.Option(help="Loader processes of a rank, for data that is not tensors; default: free cores."),
+        typer.Option(help="Data loading processes per rank, for data that is not tensors; default: by free cores."),
     ] = None,
-    resident: Annotated[bool | None, typer.Option("--resident", help="Keep tensors on the device.")] = None,
+    resident: Annotated[bool | None, typer.Option("--resident", help="Keep datasets of tensors on the device.")] = None,
     audit: Annotated[
-        bool | None, typer.Option("--audit", help="Write which samples each step used, and count them.")
+        bool | None,
+        typer.Option("--audit", help="Record the samples of each step, and report any that were repeated or missed."),
     ] = None,
-    threads: Annotated[int | None, typer.Option(help="Per process; default: cores shared out.")] = None,
+    threads: Annotated[
+        int | None, typer.Option(help="CPU threads per process; default: the cores divided by the processes.")
+    ] = None,
     deterministic: Annotated[
-        bool | None, typer.Option("--deterministic", help="Deterministic algorithms only.")
+        bool | None, typer.Option("--deterministic", help="Use deterministic algorithms only.")
     ] = None,
-    cudnn_benchmark: Annotated[bool | None, typer.Option("--cudnn-benchmark", help="Let cuDNN try algorithms.")] = None,
-    compile: Annotated[bool | None, typer.Option("--compile", help="torch.compile the model.")] = None,
+    cudnn_benchmark: Annotated[
+        bool | None, typer.Option("--cudnn-benchmark", help="Let cuDNN benchmark algorithms.")
+    ] = None,
+    compile: Annotated[bool | None, typer.Option("--compile", help="Use torch.compile.")] = None,
     fast: Annotated[
-        str | None, typer.Option(help="auto (default): replay steps as CUDA graphs where that is safe; or off.")
+        str | None,
+        typer.Option(help="auto (default): capture and replay steps as CUDA graphs where that is safe; or off."),
     ] = None,
     channels_last: Annotated[
-        bool | None, typer.Option("--channels-last", help="Pictures with their channels last in memory.")
+        bool | None, typer.Option("--channels-last", help="Use the channels_last memory format for images.")
     ] = None,
     suggest: Annotated[
-        bool, typer.Option("--suggest", help="Do not train: try what might be faster, and say what it gives.")
+        bool, typer.Option("--suggest", help="Do not train: measure options that may be faster, and show their gain.")
     ] = False,
     sync_batchnorm: Annotated[
-        bool | None, typer.Option("--sync-batchnorm", help="BatchNorm over all processes.")
+        bool | None,
+        typer.Option("--sync-batchnorm", help="Use SyncBatchNorm, where the strategy has several processes."),
     ] = None,
     allow_pickle: Annotated[
-        bool | None, typer.Option("--allow-pickle", help="Load weights files that can run code.")
+        bool | None, typer.Option("--allow-pickle", help="Allow weights files that are pickles, which can run code.")
     ] = None,
-    restarts: Annotated[int | None, typer.Option(help="Crashes after which to go on by itself; default: 0.")] = None,
+    restarts: Annotated[
+        int | None, typer.Option(help="Restart from the last checkpoint after up to N crashes; default: 0.")
+    ] = None,
     stall_after: Annotated[
         float | None,
-        typer.Option(metavar="SECONDS", help="End a run in which nothing moves; default: by its pace, from 120 up."),
+        typer.Option(
+            metavar="SECONDS", help="End a run that makes no progress for SECONDS; default: 120 or more, by step time."
+        ),
     ] = None,
     check_every: Annotated[
-        int | None, typer.Option(metavar="STEPS", help="Compare the replicas so often; default: 100, 0: never.")
+        int | None,
+        typer.Option(
+            metavar="STEPS", help="Check every STEPS steps that all replicas are equal; default: 100; 0: never."
+        ),
     ] = None,
     check_collectives: Annotated[
-        bool | None, typer.Option("--check-collectives", help="Compare every collective between ranks; slow.")
+        bool | None, typer.Option("--check-collectives", help="Check that all ranks call the same collectives; slow.")
     ] = None,
     machines: MachinesOption = None,
     rendezvous: RendezvousOption = None,
     requeue: Annotated[
-        bool | None, typer.Option("--requeue", help="Under Slurm: when asked to stop, save and queue again.")
+        bool | None,
+        typer.Option("--requeue", help="Under Slurm: when preempted, save a checkpoint and requeue the job."),
     ] = None,
     profile: Annotated[
-        int | None, typer.Option(metavar="STEPS", help="Trace so many steps on all ranks, as one timeline.")
+        int | None,
+        typer.Option(metavar="STEPS", help="Trace STEPS steps on all ranks with torch.profiler, into one timeline."),
     ] = None,
-    log: Annotated[str | None, typer.Option(help="tensorboard: write what it reads into the run's folder.")] = None,
+    log: Annotated[str | None, typer.Option(help="tensorboard: write event files into the run folder.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print the summary as one line of JSON.")] = False,
 ) -> None:
-    """Train a task."""
+    """Train a task on one device or many."""
     choices = {key: value for key, value in locals().items() if key not in ("task", "as_json", "suggest")}
     if suggest:
         _suggest(task, choices, as_json)
@@ -180,26 +207,33 @@ def run(
             "--devices",
             "--nproc-per-node",
             metavar="N",
-            help="How many processes, one for each device; gpu, cpu or auto: as many as there are.",
+            help="Number of processes, one per device; or gpu, cpu or auto: one for each there is.",
         ),
     ] = "1",
-    module: Annotated[bool, typer.Option("--module", "-m", help="It is a module, as for python -m.")] = False,
+    module: Annotated[bool, typer.Option("--module", "-m", help="SCRIPT is a module, as for python -m.")] = False,
     restarts: Annotated[
-        int, typer.Option("--restarts", "--max-restarts", help="Crashes after which to start it again.")
+        int, typer.Option("--restarts", "--max-restarts", help="Restart the script after up to N crashes.")
     ] = 0,
     stall_after: Annotated[
-        float | None, typer.Option(metavar="SECONDS", help="End it when nothing moves; default: 600.")
+        float | None,
+        typer.Option(metavar="SECONDS", help="End a script that makes no progress for SECONDS; default: 600."),
     ] = None,
     fresh: Annotated[
-        bool, typer.Option("--fresh", help="Start each process anew: for a script that sets torch's environment.")
+        bool,
+        typer.Option(
+            "--fresh",
+            help="Start a new interpreter for each process: for a script that sets environment variables for torch.",
+        ),
     ] = False,
     machines: Annotated[str | None, typer.Option("--machines", "--nnodes", help=MACHINES_HELP)] = None,
     rendezvous: Annotated[
         str | None, typer.Option("--rendezvous", "--rdzv-endpoint", metavar="HOST:PORT", help=RENDEZVOUS_HELP)
     ] = None,
-    standalone: Annotated[bool, typer.Option("--standalone", hidden=True, help="As it is without --machines.")] = False,
+    standalone: Annotated[
+        bool, typer.Option("--standalone", hidden=True, help="Accepted for torchrun: the default without --machines.")
+    ] = False,
 ) -> None:
-    """Run a script as several processes, as torchrun would; all that follows the script is the script's."""
+    """Run a script as several processes, as torchrun does; arguments after the script are passed to it."""
     refuse_broken([script, devices, machines or "", rendezvous or ""])
     from evenstep.launcher.script import Script, count_processes, refuse_option, run_script
 

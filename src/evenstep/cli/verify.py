@@ -1,4 +1,4 @@
-"""`evenstep verify`: does a strategy learn what one device learns?"""
+"""`evenstep verify`: does each strategy match training on one device?"""
 
 from __future__ import annotations
 
@@ -41,24 +41,30 @@ def verify(
     strategies: Annotated[
         str | None,
         typer.Option(
-            help=f"Some of {', '.join(STRATEGIES)}; default: {','.join(row.name for row in usual_strategies())}."
+            help=f"Comma-separated: {', '.join(STRATEGIES)}; default: {','.join(row.name for row in usual_strategies())}."
         ),
     ] = None,
     devices: Annotated[
         str | None,
-        typer.Option(help="Counts such as 2,3; or a list such as cuda:0,cuda:1; default: 2, or all cards."),
+        typer.Option(help="Device counts such as 2,3, or a list such as cuda:0,cuda:1; default: 2, or all GPUs."),
     ] = None,
     steps: Annotated[int, typer.Option(help="Optimizer steps to compare.")] = 4,
-    batch: Annotated[int | None, typer.Option(help="Samples of a step over all devices; default: the task's.")] = None,
-    precision: Annotated[str | None, typer.Option(help="The task's own: fp32 (default), tf32, bf16 or fp16.")] = None,
-    accumulate: Annotated[int, typer.Option(help="Micro-batches per step in every way.")] = 1,
-    sync_batchnorm: Annotated[bool, typer.Option("--sync-batchnorm", help="BatchNorm over all processes.")] = False,
-    seed: Annotated[int | None, typer.Option(help="Of weights, order and augmentation; default: 0.")] = None,
-    data: Annotated[str | None, typer.Option(help="Folder of the data, for tasks that take one.")] = None,
+    batch: Annotated[int | None, typer.Option(help="Global batch size, over all devices; default: the task's.")] = None,
+    precision: Annotated[
+        str | None, typer.Option(help="Compared beside float64: fp32 (default), tf32, bf16 or fp16.")
+    ] = None,
+    accumulate: Annotated[int, typer.Option(help="Micro-batches per optimizer step, under every strategy.")] = 1,
+    sync_batchnorm: Annotated[
+        bool, typer.Option("--sync-batchnorm", help="Use SyncBatchNorm, where the strategy has several processes.")
+    ] = False,
+    seed: Annotated[
+        int | None, typer.Option(help="Seed of weights, sample order and augmentation; default: 0.")
+    ] = None,
+    data: Annotated[str | None, typer.Option(help="Data folder, for tasks that take one.")] = None,
     keep: Annotated[bool, typer.Option("--keep", help="Keep the runs that were compared.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print the verdicts as one line of JSON.")] = False,
 ) -> None:
-    """Check that each strategy learns what one device learns; if not, say where it differs, and why (exit code 1)."""
+    """Check that each strategy matches training on one device; if not, show where it differs and why (exit code 1)."""
     if steps < 1 or accumulate < 1:
         raise PlanError(f"steps is {steps} and accumulate {accumulate}; both are whole numbers from 1 up")
     from evenstep.launcher.prepare import RUNS, free_name, label_of, prepare

@@ -85,8 +85,8 @@ def _parities(
     base: Prepared, configs: Sequence[Configuration], sync_batchnorm: bool, say: Callable[[str], None]
 ) -> dict[Configuration, tuple[Parity, str]]:
     """Whether each way learns what `single` learns; a check that cannot be made says so."""
-    found: dict[Configuration, tuple[Parity, str]] = {configs[0]: ("reference", "what the others are compared with")}
-    say("does every way learn the same?")
+    found: dict[Configuration, tuple[Parity, str]] = {configs[0]: ("reference", "the reference for the other rows")}
+    say("checking that every strategy matches single")
     folder = base.folder / "verify"
     try:
         depth = Depth(steps=PARITY_STEPS, own_precision=False, sync_batchnorm=sync_batchnorm)

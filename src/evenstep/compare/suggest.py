@@ -31,10 +31,10 @@ class Change:
 
 
 TRIED = (
-    Change("", {}, "as it is"),
-    Change("--precision tf32", {"precision": "tf32"}, "matrices are multiplied with 10 bits of fraction"),
-    Change("--precision bf16", {"precision": "bf16"}, "computes in bfloat16 (8 bits), over float32 weights"),
-    Change("--channels-last", {"channels_last": True}, "another order in memory: other kernels, other rounding"),
+    Change("", {}, "the plan as given"),
+    Change("--precision tf32", {"precision": "tf32"}, "matrix products with 10 mantissa bits"),
+    Change("--precision bf16", {"precision": "bf16"}, "bfloat16 (7 mantissa bits) with float32 weights"),
+    Change("--channels-last", {"channels_last": True}, "NHWC memory format: other kernels, other rounding"),
     Change("--compile", {"compile": True}, "torch.compile: fused kernels, other rounding"),
 )
 
@@ -96,7 +96,7 @@ def _makes_sense(base: Prepared, change: Change) -> bool:
 
 
 def _tried(base: Prepared, change: Change, say: Callable[[str], None]) -> Suggestion:
-    say(f"trying {change.flag or 'it as it is'}")
+    say(f"trying {change.flag or 'the plan as given'}")
     folder = base.folder / f"trial-{TRIED.index(change)}"
     steps = STEPS.get(base.plan.devices[0].partition(":")[0], STEPS["cpu"])
     shutil.rmtree(folder, ignore_errors=True)

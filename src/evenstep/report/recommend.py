@@ -75,7 +75,11 @@ def imbalance(row: Row) -> float:
 
 def _recommendation(comparison: Comparison, row: Row) -> str:
     if len(row.devices) == len(comparison.rows[0].devices):
-        why = "no other way that learns the same is clearly faster" if len(comparison.rows) > 1 else "nothing else ran"
+        why = (
+            "no other strategy that matches single is clearly faster"
+            if len(comparison.rows) > 1
+            else "nothing else ran"
+        )
         return f"Take {row.label}: {_rate(row)}, and {why}{_doubt(row)}."
     of = comparison.rows[0].label
     return (
@@ -85,7 +89,7 @@ def _recommendation(comparison: Comparison, row: Row) -> str:
 
 
 def _doubt(row: Row) -> str:
-    return f"; whether it learns the same was not checked ({row.why})" if row.parity == "unknown" else ""
+    return f"; whether it matches single was not checked ({row.why})" if row.parity == "unknown" else ""
 
 
 def _others(comparison: Comparison, chosen: Row) -> str:
@@ -98,10 +102,10 @@ def _other(comparison: Comparison, row: Row) -> str:
     text = f"{row.label} {comparison.speedup(row):.2f}x"
     lever = _communication(row)
     if lever is not None:
-        text += f" ({lever.gain * comparison.speedup(row):.2f}x if sending cost nothing)"
+        text += f" ({lever.gain * comparison.speedup(row):.2f}x with free communication)"
     if len(row.devices) > 1 and imbalance(row) > EVEN:
         text += f" and {_memory(row)}"
-    return text if row.is_sound else f"{text}, but it learns something else"
+    return text if row.is_sound else f"{text}, but it does not match single"
 
 
 def _memory(row: Row) -> str:
@@ -112,7 +116,7 @@ def _memory(row: Row) -> str:
     if ratio <= EVEN:
         return "memory even"
     fullest = max(row.peak_bytes, key=lambda name: row.peak_bytes[name])
-    return f"{fullest} holds {ratio:.1f}x as much as the emptiest"
+    return f"{fullest} uses {ratio:.1f}x the memory of the device that uses least"
 
 
 def _rate(row: Row) -> str:
@@ -151,9 +155,9 @@ def _input(row: Row) -> Lever | None:
         return None
     return Lever(
         gain,
-        f"input. A step waits {_ms(waited)} of {_ms(row.step_seconds.middle)} for its batch; on one that is there it "
-        f"takes {_ms(row.without_input_seconds.middle)}, at most {gain:.1f}x as fast. More --workers, --resident, or "
-        "tensors instead of a dataset that reads one by one.",
+        f"input. A step waits {_ms(waited)} of {_ms(row.step_seconds.middle)} for its batch; with the batch already "
+        f"loaded it takes {_ms(row.without_input_seconds.middle)}, at most {gain:.1f}x as fast. More "
+        "--workers, --resident, or tensors instead of a dataset that reads sample by sample.",
     )
 
 
@@ -165,9 +169,9 @@ def _communication(row: Row) -> Lever | None:
         return None
     return Lever(
         gain,
-        f"communication. {_ms(row.parts['communication'])} of {_ms(row.step_seconds.middle)} are not hidden behind "
-        f"backward; without sending, a step takes {_ms(row.without_communication_seconds.middle)}, at most "
-        f"{gain:.1f}x as fast. A larger --batch sends less often.",
+        f"communication. {_ms(row.parts['communication'])} of {_ms(row.step_seconds.middle)} do not overlap with "
+        f"backward; without communication, a step takes {_ms(row.without_communication_seconds.middle)}, at most "
+        f"{gain:.1f}x as fast. A larger --batch communicates less often.",
     )
 
 
@@ -180,8 +184,8 @@ def _batch(comparison: Comparison, row: Row) -> Lever | None:
         return None
     return Lever(
         gain,
-        f"the batch, which is small for this model: --batch {larger.times * comparison.batch} makes {gain:.1f}x as "
-        f"many samples a second ({larger.samples_per_second:,.0f}). What it learns changes with it.",
+        f"the batch, which is small for this model: --batch {larger.times * comparison.batch} gives {gain:.1f}x as "
+        f"many samples/s ({larger.samples_per_second:,.0f}). A larger batch changes the training.",
     )
 
 

@@ -94,10 +94,10 @@ def number(value: float | None) -> str:
     return "-" if value is None else f"{value:.4f}"
 
 
-LEARNS = {
-    "reference": ("the measure", "dim"),
-    "same": ("✓ the same", "green"),
-    "differs": ("✗ something else", "red"),
+PARITY = {
+    "reference": ("reference", "dim"),
+    "same": ("✓ same", "green"),
+    "differs": ("✗ differs", "red"),
     "unknown": ("? not checked", "yellow"),
 }
 
@@ -116,11 +116,11 @@ def show_comparison(comparison: Comparison, console: Console) -> None:
 
 def speed_table(comparison: Comparison) -> Table:
     """Samples a second, and what they are worth."""
-    table = _table("way", "samples/s", "spread", "speed-up", "efficiency")
-    table.add_column("learns", no_wrap=True)
+    table = _table("strategy", "samples/s", "spread", "speed-up", "efficiency")
+    table.add_column("vs. single", no_wrap=True)
     for row in comparison.rows:
         rate = row.samples_per_second
-        said, style = LEARNS[row.parity]
+        said, style = PARITY[row.parity]
         table.add_row(
             plain(row.label),
             f"{rate.middle:,.0f}",
@@ -166,17 +166,20 @@ def _table(first: str, *more: str) -> Table:
 
 
 def _remarks(comparison: Comparison) -> Iterator[str]:
-    yield "* not hidden behind backward; no input, no comm.: the same step on a batch that is there, or sending nothing"
+    yield (
+        "* not overlapped with backward; no input, no comm.: the same step with its batch already loaded, "
+        "and without communication"
+    )
     for row in comparison.rows:
         if not row.is_sound:
-            yield f"{row.label} learns something else: {row.why}"
+            yield f"{row.label} differs: {row.why}"
         if row.parity == "unknown":
             yield f"{row.label} was not checked: {row.why}"
         facts = STRATEGIES.get(row.strategy)
         if facts is not None and not facts.separates_communication:
-            yield f"{row.label}: what it sends is inside forward and backward, and cannot be told apart"
+            yield f"{row.label}: its communication is part of forward and backward, and cannot be timed separately"
     if any(device.startswith("cuda") for row in comparison.rows for device in row.devices):
-        yield "on a card, train replays steps as CUDA graphs where that is safe (--fast); these are plain steps"
+        yield "on a GPU, train replays steps as CUDA graphs where that is safe (--fast); these are eager steps"
     for label, why in comparison.left_out.items():
         yield f"{label} could not run: {why}"
 
@@ -200,7 +203,7 @@ def show_suggestions(found: list[Any], command: str, console: Console) -> None:
     """What each change gives and costs; and the command that takes the best of them."""
     plain, *others = found
     table = Table(box=None, header_style="bold", pad_edge=False)
-    for head in ("change", "ms a step", "x as fast", "loss then", "first step", "pays after"):
+    for head in ("change", "ms a step", "x as fast", "last loss", "first step", "pays after"):
         table.add_column(head, justify="left" if head == "change" else "right", no_wrap=True)
     for one in found:
         if one.problem:
@@ -220,8 +223,8 @@ def show_suggestions(found: list[Any], command: str, console: Console) -> None:
     best = min(worth, key=lambda one: one.step_seconds, default=None)
     console.print()
     if best is None:
-        console.print("Nothing was changed, and nothing here is worth a change.", style="bold", soft_wrap=True)
+        console.print("Nothing was changed, and none of these is worth a change.", style="bold", soft_wrap=True)
         return
     said = f"Nothing was changed. The fastest of these: {command} {best.flag}"
     console.print(said, style="bold", markup=False, soft_wrap=True)
-    console.print("It computes other numbers: look whether it learns as well.", style="dim", soft_wrap=True)
+    console.print("It changes the arithmetic: check that the model trains as well.", style="dim", soft_wrap=True)

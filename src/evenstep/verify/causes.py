@@ -55,7 +55,7 @@ def problems_of(single: Found, ranks: Sequence[Found]) -> tuple[str, ...]:
     said = []
     for where, found in (("", single), *((f" on rank {rank}", found) for rank, found in enumerate(ranks))):
         if found.get("failure"):
-            said.append(f"the task could not be taken apart: {found['failure']}")
+            said.append(f"the task could not be analysed: {found['failure']}")
         said += [f"could not be tested{where}: {name} ({why})" for name, why in (found.get("problems") or {}).items()]
     return tuple(dict.fromkeys(said))
 
@@ -77,10 +77,10 @@ def _other_settings(own: Groups | None, ranks: Sequence[Groups | None], label: s
 def _settings(called: str, own: Any, found: Sequence[Any], label: str) -> Cause:
     return Cause(
         name="settings",
-        sentence=f"the optimizer's {called} depends on the rank or on how many there are: {own} on one "
-        f"device, {_listed(found)} on the ranks",
-        evidence=(f"the optimizer was made on one device and on each of the {len(found)} ranks of {label}",),
-        advice="The batch is global here: let the learning rate be the same on any number of devices.",
+        sentence=f"the optimizer's {called} depends on the rank or the world size: {own} on single, "
+        f"{_listed(found)} on the ranks",
+        evidence=(f"the optimizer was created on single and on each of the {len(found)} ranks of {label}",),
+        advice="The batch is global: use the same learning rate on any number of devices.",
     )
 
 
@@ -90,8 +90,8 @@ def _other_data(own: Found, ranks: Sequence[Found]) -> Cause | None:
         return None
     return Cause(
         name="other-data",
-        sentence=f"the data depends on the rank: rank {who} reads other samples under the same ids than one device",
-        evidence=("the ids of the first batch were read on one device and on every rank",),
+        sentence=f"the data depends on the rank: for the same ids, rank {who} reads other samples than single",
+        evidence=("the ids of the first batch were read on single and on every rank",),
         advice="Make or split the data from one seed, the same in every process; sort listed files.",
     )
 
@@ -102,10 +102,10 @@ def _other_loss(own: float, found: Sequence[float], label: str, near: float) -> 
     factors = [one / own if own else math.nan for one in found]
     return Cause(
         name="rank",
-        sentence="model or loss depend on the rank, or on how many there are: for the same samples and weights the "
-        f"loss is {_listed([f'{factor:.4g}' for factor in factors])} times that of one device",
-        evidence=(f"{own:.6g} on one device, {_listed([f'{one:.6g}' for one in found])} on the ranks of {label}",),
-        advice="evenstep weighs the ranks itself: take RANK, WORLD_SIZE and torch.distributed out of model and loss.",
+        sentence="the model or loss depends on the rank or the world size: for the same samples and weights the "
+        f"loss is {_listed([f'{factor:.4g}' for factor in factors])} times that of single",
+        evidence=(f"{own:.6g} on single, {_listed([f'{one:.6g}' for one in found])} on the ranks of {label}",),
+        advice="evenstep weights the ranks itself: remove RANK, WORLD_SIZE and torch.distributed from model and loss.",
     )
 
 
@@ -118,11 +118,11 @@ def _other_gradients(
         if norm > 1e-6 * largest and not all(_near(one, norm, near) for one in found):
             return Cause(
                 name="gradients-by-rank",
-                sentence=f"the gradient of {name} depends on the rank, or on how many there are, though the loss does "
-                f"not: {_listed([f'{one / norm:.4g}' for one in found])} times that of one device for the same "
-                "samples; a hook or a backward of your own communicates",
-                evidence=(f"norms on the ranks of {label}, with nothing sent by evenstep",),
-                advice="Take the hook out: evenstep sums the gradients up itself.",
+                sentence=f"the gradient of {name} depends on the rank or the world size, although the loss does "
+                f"not: {_listed([f'{one / norm:.4g}' for one in found])} times that of single for the same "
+                "samples; a hook or a custom backward communicates",
+                evidence=(f"gradient norms on the ranks of {label}, with no communication by evenstep",),
+                advice="Remove the hook: evenstep sums the gradients itself.",
             )
     return None
 
@@ -138,11 +138,11 @@ def _listed(values: Sequence[Any]) -> str:
 
 
 REPEAT = (
-    "Look for a generator without a seed, the time, or the process id in model, loss and data; "
-    "or train with --deterministic if an operation is to blame."
+    "Look for an unseeded generator, the time, or the process id in model, loss and data; "
+    "or train with --deterministic if an operation is the cause."
 )
 
-LATE = "it was looked for as long as there was time"
+LATE = "the time for the search ran out"
 
 
 @dataclass(frozen=True)
@@ -234,8 +234,8 @@ def _confirmed(case: Case) -> Cause:
             return cause
     if is_late:
         raise OutOfTime
-    repeated = f"single, run twice, gave the same, and so did {case.config.label}"
-    return _unknown("it is none of those that are looked for", (repeated, *problems_of(case.found(), case.on_ranks())))
+    repeated = f"single, run twice, gave identical results, and so did {case.config.label}"
+    return _unknown("none of the tested causes applies", (repeated, *problems_of(case.found(), case.on_ranks())))
 
 
 def _unknown(why: str, evidence: tuple[str, ...]) -> Cause:
@@ -243,7 +243,7 @@ def _unknown(why: str, evidence: tuple[str, ...]) -> Cause:
         name="unknown",
         sentence=f"the cause was not found: {why}",
         evidence=evidence,
-        advice="Run it again with --keep, and compare the first tensor that differs in the runs that it leaves.",
+        advice="Run verify again with --keep, and compare the first tensor that differs in the runs that it keeps.",
     )
 
 
@@ -258,11 +258,11 @@ def only_in(case: Case, arithmetic: float, said: tuple[str, ...]) -> Cause:
     own = case.precision
     return Cause(
         name="precision",
-        sentence=f"a difference of precision, as far as was tested: in float64 {case.config.label} and single agree to "
-        f"{arithmetic:.0e}, in {own} they do not, though each of them repeats itself there, and single does not get "
-        "as far by disturbing its weights. Something is computed in fewer digits in one of them",
-        evidence=(*said, f"single and {case.config.label} were each run twice in {own}, and gave the same"),
-        advice="Look for a cast (.half(), .bfloat16(), autocast) that depends on how many processes there are.",
+        sentence=f"a difference in precision, as far as was tested: in float64 {case.config.label} and single agree to "
+        f"{arithmetic:.0e}, in {own} they do not, although each is reproducible there, and perturbing the "
+        "weights of single does not move it as far. One of them computes something in lower precision",
+        evidence=(*said, f"single and {case.config.label} were each run twice in {own}, with identical results"),
+        advice="Look for a cast (.half(), .bfloat16(), autocast) that depends on the number of processes.",
     )
 
 
@@ -323,15 +323,15 @@ def _not_repeated(case: Case) -> Cause | None:
     if starts:
         return Cause(
             name="start",
-            sentence=f"the model is not the same when it is made twice: {starts} differs before the first step",
+            sentence=f"building the model twice gives different weights: {starts} differs before the first step",
             evidence=(tested,),
-            advice="Draw its weights from torch's, NumPy's or Python's own generators, which are seeded before.",
+            advice="Initialize it from torch's, NumPy's or Python's global generators, which are seeded beforehand.",
         )
     return Cause(
         name="not-repeatable",
-        sentence="the task does not repeat itself, on one device either: the same run twice "
-        f"{'gives something else' if apart.failure is None else 'ends in another way'}",
-        evidence=(tested, *(f"torch says: {line}" for line in case.found().get("warned") or [])),
+        sentence="the task is not reproducible, not even on one device: the same run twice "
+        f"{'gives different results' if apart.failure is None else 'ends differently'}",
+        evidence=(tested, *(f"torch warns: {line}" for line in case.found().get("warned") or [])),
         advice=REPEAT,
     )
 
@@ -345,9 +345,9 @@ def _config_not_repeated(case: Case) -> Cause | None:
         return None
     return Cause(
         name="not-repeatable",
-        sentence=f"{case.config.label} does not repeat itself: the same run twice "
-        f"{'gives something else' if apart.failure is None else 'ends in another way'}, while single repeats itself",
-        evidence=(f"{case.config.label}, run twice, {apart.in_words()}", "single, run twice, gave the same"),
+        sentence=f"{case.config.label} is not reproducible: the same run twice "
+        f"{'gives different results' if apart.failure is None else 'ends differently'}, while single is reproducible",
+        evidence=(f"{case.config.label}, run twice, {apart.in_words()}", "single, run twice, gave identical results"),
         advice=REPEAT,
     )
 
@@ -375,7 +375,7 @@ def _batch_norm(case: Case) -> Cause | None:
         advice = (
             "Train with ddp or fsdp and --sync-batchnorm, or use GroupNorm."
             if case.config.accumulate == 1
-            else "Train with no accumulation, or use GroupNorm: micro-batches are normalized one by one."
+            else "Train with no accumulation, or use GroupNorm: each micro-batch is normalized separately."
         )
     if not after.agrees:
         return None
@@ -383,7 +383,7 @@ def _batch_norm(case: Case) -> Cause | None:
     return Cause(
         name="batchnorm",
         sentence=f"BatchNorm ({names}) normalizes by the statistics of each part of the batch, not of the whole batch",
-        evidence=(f"it {before.in_words()}, and {tried} by {after.largest:.0e}",),
+        evidence=(f"it {before.in_words()}; {tried}, by {after.largest:.0e}",),
         advice=advice,
     )
 
@@ -398,23 +398,23 @@ def _forgotten(case: Case) -> Cause | None:
     if lost:
         return Cause(
             name="not-saved",
-            sentence=f"a checkpoint does not hold what was trained, on one device either: {', '.join(lost[:3])}",
-            evidence=("what the checkpoint holds was compared with weights, buffers and state of its step",),
-            advice="Look for a state_dict of your own, or a hook of it, that leaves something out or changes it.",
+            sentence=f"a checkpoint does not hold what was trained, not even on one device: {', '.join(lost[:3])}",
+            evidence=("the checkpoint was compared with the weights, buffers and optimizer state of its step",),
+            advice="Look for a custom state_dict, or a state_dict hook, that drops or changes something.",
         )
     resume = str(saved.checkpoint(half))
-    again = "from a checkpoint of its own"
+    again = "resumed from its own checkpoint"
     apart = case.apart(case.reference, case.runs.watched(case.single, case.precision, again=again, resume=resume))
     if apart.agrees:
         return None
     return Cause(
         name="forgotten",
-        sentence="the training is the same, but a run that goes on from a checkpoint is not, on one device either, "
-        "though the checkpoint holds every parameter, buffer and optimizer state: the task keeps something else (a "
-        "counter, a list, a generator) that is neither a parameter nor a buffer",
+        sentence="training matches, but a run resumed from a checkpoint does not, not even on one device, although "
+        "the checkpoint holds every parameter, buffer and optimizer state: the task keeps other state (a counter, a "
+        "list, a generator) that is neither a parameter nor a buffer",
         evidence=(
-            f"one device that goes on from its own checkpoint {apart.in_words()}",
-            "the checkpoint was compared with what was trained, and holds it",
+            f"single, resumed from its own checkpoint, {apart.in_words()}",
+            "the checkpoint was compared with what was trained, and is complete",
         ),
         advice="Keep it in a buffer: self.register_buffer('calls', torch.zeros(())).",
     )
@@ -431,13 +431,13 @@ def _cut_alone(case: Case) -> Cause | None:
         return None
     return Cause(
         name="cut",
-        sentence=f"the cutting of the batch, not what is sent: single with {num} micro-batches gives what "
-        f"{case.config.label} gives",
+        sentence=f"splitting the batch, not communication: single with {num} micro-batches gives the same as "
+        f"{case.config.label}",
         evidence=(
-            f"beside single, single with {num} micro-batches {from_whole.in_words()}",
-            f"beside {case.config.label}, by {from_cut.largest:.0e}",
+            f"compared with single, single with {num} micro-batches {from_whole.in_words()}",
+            f"compared with {case.config.label}, it differs by {from_cut.largest:.0e}",
         ),
-        advice="Something in model or loss looks at the whole of the batch that it gets.",
+        advice="Something in the model or loss depends on the whole batch that it is given.",
     )
 
 
@@ -447,7 +447,7 @@ def _failed(case: Case, failure: Failure) -> Cause:
     skipping = draws(found, case.is_rough) if (found.get("draws") or {}).get("skips") else None
     cause = captured(found) or skipping or by_rank(found, case.on_ranks(), case.config.label, case.is_rough)
     without = (found.get("batch") or {}).get("without") or []
-    tested = (f"on one device no gradient reaches {', '.join(without[:5])}",) if without else ()
+    tested = (f"on single no gradient reaches {', '.join(without[:5])}",) if without else ()
     if cause is not None:
         return Cause(
             name=cause.name,
@@ -455,7 +455,7 @@ def _failed(case: Case, failure: Failure) -> Cause:
             evidence=(
                 *cause.evidence,
                 *tested,
-                f"{case.config.label} ended with: {' '.join(failure.first_lines.split())}",
+                f"{case.config.label} failed with: {' '.join(failure.first_lines.split())}",
             ),
             advice=cause.advice,
         )
@@ -466,7 +466,7 @@ def _failed(case: Case, failure: Failure) -> Cause:
 
 def _as_said(failure: Failure, evidence: tuple[str, ...]) -> Cause:
     """In the words in which the run itself failed."""
-    lines = failure.first_lines.splitlines() or ["it ended without a word"]
+    lines = failure.first_lines.splitlines() or ["it ended without an error message"]
     return Cause(name=_kind_of(failure), sentence=lines[0].rstrip(".;"), evidence=evidence, advice=" ".join(lines[1:]))
 
 

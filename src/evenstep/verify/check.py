@@ -44,8 +44,8 @@ from evenstep.verify.tolerance import (
 from evenstep.verify.verdict import Cause, Configuration, Verdict
 
 SKIPPED = (
-    "no step was taken in both of them, since fp16's scaler skips steps until it has found its scale; more steps "
-    "(--steps 20) give it time"
+    "no optimizer step was taken in both runs: fp16's GradScaler skips steps until it has found its scale; use more "
+    "steps (--steps 20)"
 )
 
 
@@ -113,7 +113,7 @@ class Judge:
         self._note_about(reference)
         run = self._runs.watched(self._config, precision, is_saved=True)
         if reference.steps and len(reference.without_gradient) == len(reference.facts["parameters"]):
-            run = Failure("no gradient reaches any parameter of the model: nothing is learned, on one device either")
+            run = Failure("no gradient reaches any parameter of the model: nothing is learned, not even on one device")
         if isinstance(run, Failure):
             return self._failed(run, reference, precision)
         limit = self._limit(precision)
@@ -132,7 +132,7 @@ class Judge:
             return self._differs(first, self._found, case, find_cause(case, None))
         if differ.silent:
             names = ", ".join(differ.silent[:3]) + (" ..." if len(differ.silent) > 3 else "")
-            self._notes.append(f"nothing is learned by {names}: the gradient is rounding noise, and was not judged")
+            self._notes.append(f"the gradient of {names} is rounding noise and was not compared")
         if self._depth.own_precision and precision == "fp64" != self._own:
             return self._in_practice(limit)
         return self._same(limit)
@@ -145,39 +145,35 @@ class Judge:
         if isinstance(found, Failure):
             why = found.first_lines.splitlines()
             self._notes.append(
-                f"the task does not run in float64 ({why[-1] if why else 'it failed'}), so {self._own} alone was "
-                f"compared, to {WITHOUT_YARDSTICK[self._own]:g}"
+                f"the task does not run in float64 ({why[-1] if why else 'it failed'}), so only {self._own} was "
+                f"compared, with tolerance {WITHOUT_YARDSTICK[self._own]:g}"
             )
         return not isinstance(found, Failure)
 
     def _reference(self, precision: str) -> Evidence:
         found = self._runs.watched(one_device(self._config), precision, is_saved=precision == self._first)
         if isinstance(found, Failure):
-            raise TrainingError(
-                f"single itself does not run, so there is nothing to compare with:\n{found.first_lines}"
-            )
+            raise TrainingError(f"single itself fails, so there is no reference to compare with:\n{found.first_lines}")
         assert isinstance(found, Evidence)
         return found
 
     def _note_about(self, reference: Evidence) -> None:
         if reference.facts["dropout"]:
-            self._notes.append(
-                "dropout was switched off in all of these runs: it is drawn anew for every device, on purpose"
-            )
+            self._notes.append("dropout was disabled in all of these runs: by design, each device draws its own")
         if reference.facts["narrow"]:
             self._notes.append(
-                f"asked for float64, the task computes in fewer digits all the same ({reference.facts['narrow']}), so "
-                "it was compared as far as rounding allows"
+                f"the task computes in lower precision even when run in float64 ({reference.facts['narrow']}), so it "
+                "was compared within the rounding of that precision"
             )
         metrics = dict.fromkeys(name for one in reference.record.evaluations for name in one.values if name != "loss")
         if metrics and self._is_rough:
             self._notes.append(
-                f"{', '.join(metrics)} of the evaluation was not judged: rounding moves samples from right to wrong"
+                f"evaluation metrics were not compared ({', '.join(metrics)}): rounding can flip single samples"
             )
         without = reference.without_gradient
         if without and reference.steps:
             more = f" and {len(without) - 3} more" if len(without) > 3 else ""
-            self._notes.append(f"no gradient reaches {', '.join(without[:3])}{more}, on one device either")
+            self._notes.append(f"no gradient reaches {', '.join(without[:3])}{more}, not even on one device")
 
     def _round_trip(self, differ: Differ, reference: Evidence, run: Evidence, precision: str) -> list[Difference]:
         """A checkpoint of this way holds what was trained, and one device goes on from it as if from its own."""
@@ -186,7 +182,7 @@ class Judge:
             return [Difference("checkpoint", half, "checkpoint", math.inf)]
         found = saved_as_trained(run, half)
         if half == self._depth.steps:
-            self._notes.append("no run went on from a checkpoint: after one step alone there is nothing to go on with")
+            self._notes.append("resuming from a checkpoint was not tested: it takes at least two steps")
             return found
         found += self._gone_on(differ, reference, one_device(self._config), run, precision)
         if self._depth.from_single:
@@ -199,10 +195,10 @@ class Judge:
         """A way that goes on from a run's checkpoint, beside one device that never stopped."""
         half = self._runs.half
         whose = REFERENCE if saved is reference else self._config.label
-        again, resume = f"from a checkpoint of {whose}", str(saved.checkpoint(half))
+        again, resume = f"resumed from a checkpoint of {whose}", str(saved.checkpoint(half))
         resumed = self._runs.watched(config, precision, again=again, resume=resume)
         if isinstance(resumed, Failure):
-            self._notes.append(f"{config.label} cannot go on from a checkpoint of {whose}: {resumed.first_lines}")
+            self._notes.append(f"{config.label} cannot resume from a checkpoint of {whose}: {resumed.first_lines}")
             return [Difference("checkpoint", half, "checkpoint", math.inf)]
         return [
             Difference("checkpoint", one.step, one.name, one.size)
@@ -227,16 +223,16 @@ class Judge:
         noise = Differ(COARSE).all(self._reference("fp64"), reference)
         found = self._without_skips(Differ(COARSE).all(reference, run), reference, run)
         limit: Limit = Yardstick(noise, self._own)
-        said = f"in {self._own} it is off by {most(found):.1e} at most; {by_rounding(noise)}"
+        said = f"in {self._own}, max relative difference {most(found):.1e}; {by_rounding(noise)}"
         if not has_steps(found):
-            said = f"in {self._own} nothing was judged: {SKIPPED}"
+            said = f"in {self._own} nothing was compared: {SKIPPED}"
         self._notes.append(said)
         limit = self._eased(limit, found, reference)
         first = first_beyond(found, limit)
         if first is None:
             return self._same(arithmetic)
         shown = tensor_of(first, found, limit)
-        tested = [said, f"allowed were {limit(shown):.1e} for {shown.name}"]
+        tested = [said, f"the tolerance for {shown.name} is {limit(shown):.1e}"]
         if isinstance(limit, Disturbed):
             tested.append(still(limit.moved(shown), limit.num_tried))
         case = self._case(reference, run, self._own, limit, found)
@@ -284,15 +280,15 @@ class Judge:
         ]
         for one in skipped:
             self._notes.append(
-                f"fp16's scaler skipped step {one.step} in one of them alone, as the whole of a batch overflows sooner "
-                "than its parts do; the steps before it were judged"
+                f"fp16's GradScaler skipped step {one.step} in one run only, since a whole batch overflows sooner than "
+                "its parts; the steps before it were compared"
             )
         return [one for one in found if one not in skipped]
 
     def _not_judged(self, precision: str) -> Verdict:
         return Verdict(
             is_same=False,
-            sentence=f"{self._config.label} was not judged ({precision})",
+            sentence=f"{self._config.label} was not compared ({precision})",
             cause="not-judged",
             why=SKIPPED,
             notes=tuple(self._notes),

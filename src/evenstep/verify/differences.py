@@ -287,7 +287,7 @@ _THINGS = {
     "weights": "{name}",
     "optimizer": "the optimizer's {name}",
     "evaluation": "the evaluation's {name}",
-    "checkpoint": "{name} of the run that goes on from its checkpoint",
+    "checkpoint": "{name} of the run resumed from its checkpoint",
     "loss": "the loss",
     "samples": "the set of samples",
 }
@@ -295,42 +295,40 @@ _THINGS = {
 
 def same(label: str, largest: float) -> str:
     """For a way that passes."""
-    return f"{label} learns what single learns: nothing is off by more than {largest:.0e} of its size"
+    return f"{label} matches single: max relative difference {largest:.0e}"
 
 
 def differs(label: str, first: Difference, precision: str) -> str:
     """Where a way first differs, and by how much."""
     if first.name == STEP:
-        return (
-            f"{label} does not learn what single learns: step {first.step} was taken in one of them alone ({precision})"
-        )
+        return f"{label} does not match single: only one of them took step {first.step} ({precision})"
     thing = _THINGS[first.part].format(name=first.name)
     when = f"at step {first.step}" if first.step else "before the first step"
-    by = f" by {in_percent(first.size)} of its size" if math.isfinite(first.size) else ""
-    return f"{label} does not learn what single learns: {when} {thing} differs{by} ({precision})"
+    by = f" by {in_percent(first.size)}" if math.isfinite(first.size) else ""
+    return f"{label} does not match single: {when}, {thing} differs{by} ({precision})"
 
 
 def jumps(first: Difference, moved: float, precision: str) -> str:
     """For a way that is off by more than rounding, where one device is too as soon as it is disturbed."""
     thing = _THINGS[first.part].format(name=first.name)
     return (
-        f"in {precision}, from step {first.step} on, {thing} is off by {in_percent(first.size)}: rounding jumps there, "
-        f"as where a ReLU or a max-pool decides; one device by itself is off by up to {in_percent(moved)} when its "
-        f"first weights are disturbed by {STRENGTH:.0e} of their size"
+        f"in {precision}, from step {first.step} on, {thing} differs by {in_percent(first.size)}: rounding flips a "
+        f"decision there (a ReLU, a max-pool); single itself differs by up to {in_percent(moved)} when its initial "
+        f"weights are perturbed by a relative {STRENGTH:.0e}"
     )
 
 
 def still(moved: float, num_tried: int) -> str:
     """For a way that is off by more than that."""
     return (
-        f"single, its first weights disturbed by {STRENGTH:.0e} of their size in {num_tried} ways, is off by "
-        f"{moved:.1e} at most there"
+        f"single, with its initial weights perturbed by a relative {STRENGTH:.0e} ({num_tried} tries), differs there "
+        f"by at most {moved:.1e}"
     )
 
 
 def fails(label: str, failure: Failure) -> str:
     """For a way that does not come to its end."""
-    what = "learns nothing" if "nothing is learned" in failure.message else "does not run, and single does"
+    what = "learns nothing" if "nothing is learned" in failure.message else "fails, and single does not"
     return f"{label} {what}"
 
 

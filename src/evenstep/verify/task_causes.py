@@ -22,19 +22,19 @@ def captured(found: Found) -> Cause | None:
     if reached == {} and not names:
         return Cause(
             name="captured-model",
-            sentence="the loss does not use the model that it is given, but one of its own: no parameter of the one "
-            "that is trained gets a gradient",
-            evidence=("called with the model, it has a gradient, which reaches nothing in the model",),
-            advice="Compute with the argument: loss=lambda model, batch: ... model(batch[0]) ...",
+            sentence="the loss does not use the model that it is given, but another one: no parameter of the trained "
+            "model gets a gradient",
+            evidence=("called with the model, the loss has a gradient, which reaches none of its parameters",),
+            advice="Use the argument: loss=lambda model, batch: ... model(batch[0]) ...",
         )
     if not names:
         return None
     return Cause(
         name="captured-model",
-        sentence="the loss does not use the model that it is given, but one of its own: the forward goes around what "
-        "each device trains",
-        evidence=(f"called with a copy of the model, it gave gradients to the original: {', '.join(names[:3])}",),
-        advice="Compute with the argument: loss=lambda model, batch: ... model(batch[0]) ...",
+        sentence="the loss does not use the model that it is given, but another one: its forward bypasses the "
+        "replica that each device trains",
+        evidence=(f"called with a copy of the model, the loss gave gradients to the original: {', '.join(names[:3])}",),
+        advice="Use the argument: loss=lambda model, batch: ... model(batch[0]) ...",
     )
 
 
@@ -45,15 +45,13 @@ def draws(found: Found, is_rough: bool) -> Cause | None:
     if not seen.get("generators") or seen["apart"] <= least or seen["by_itself"] > least:
         return None
     where = f", at {seen['places'][0]}" if seen["places"] else ""
-    skips = ": so each of them leaves other parameters out" if seen["skips"] else ""
+    skips = ", so each device skips different parameters" if seen["skips"] else ""
     return Cause(
         name="draws",
-        sentence=f"model or loss draw random numbers by themselves, and each device draws others "
+        sentence="the model or loss draws random numbers, and each device draws different ones "
         f"({' and '.join(seen['generators'])} generator{where}){skips}",
-        evidence=(
-            f"on one device, another seed for these draws alone changes the result by {in_percent(seen['apart'])}",
-        ),
-        advice="Run every layer in every step: switch the skipping off (layerdrop=0), or multiply by 0 what is skipped."
+        evidence=(f"on single, another seed for these draws alone changes the result by {in_percent(seen['apart'])}",),
+        advice="Run every layer in every step: disable the skipping (layerdrop=0), or multiply skipped outputs by 0."
         if seen["skips"]
         else "Draw per sample, in augment or augment_batch, whose draws depend on the sample, not on the device; "
         "or accept that the number of devices changes what is drawn.",
@@ -65,10 +63,10 @@ def reading(found: Found) -> Cause | None:
     read = found.get("reading") or {}
     if not read or (read["repeats"] and read["is_cut_alike"] is not False):
         return None
-    by = f" ({', '.join(read['code'])} draws by itself)" if read.get("code") else ""
+    by = f" ({', '.join(read['code'])} draws from a global generator)" if read.get("code") else ""
     if read["is_cut_alike"] is False and not read.get("code") and read["repeats"]:
-        by = " (collate or __getitems__ draws, or looks at its neighbours)"
-    what = "when its batch is cut up" if read["repeats"] else "when it is read a second time"
+        by = " (collate or __getitems__ draws random numbers, or depends on the other samples)"
+    what = "when its batch is split" if read["repeats"] else "when it is read a second time"
     return Cause(
         name="reading",
         sentence=f"a sample is not the same {what}{by}",
@@ -84,19 +82,19 @@ def loss(found: Found, can_gather: bool) -> Cause | None:
     kind = cut.get("kind", "sound")
     if kind == "sound" and cut.get("unlike") and cut["has_slope"]:
         return _mixed(
-            f"of one batch in parts of {_sizes(cut)}: the gradient of {cut['unlike'][0]} is not the mean of those of "
-            "the parts, and it is the slope of the loss, changed by nothing on its way",
+            f"one batch in parts of {_sizes(cut)}: the gradient of {cut['unlike'][0]} is not the mean of those of the "
+            "parts, though it is the derivative of the loss, unchanged by any hook",
             can_gather,
         )
     if kind == "sound":
         return None
-    losses = f"loss {cut['whole']:.6g} as a whole, {cut['by_parts']:.6g} by its parts"
-    evidence = f"of one batch in parts of {_sizes(cut)}: {losses}"
+    losses = f"loss {cut['whole']:.6g} as a whole, {cut['by_parts']:.6g} from its parts"
+    evidence = f"one batch in parts of {_sizes(cut)}: {losses}"
     if kind == "mixed":
         return _mixed(evidence, can_gather)
     sentences = {
-        "sum": "the loss is a sum over the batch, not a mean: a device that holds a half gives a half",
-        "weighted": "the loss is a mean over something else than samples (tokens, boxes), so that the mean of its "
+        "sum": "the loss is a sum over the batch, not a mean: half of the batch gives half of the loss",
+        "weighted": "the loss is a mean over something other than samples (tokens, boxes), so that the mean of its "
         f"parts is a mean of means: one part of the batch weighs {cut.get('factor', 1):.3g} times as much as its "
         "samples do",
         "pair": "the sum that the loss returns is not the sum of what the parts of the batch give",
@@ -122,8 +120,8 @@ def _mixed(evidence: str, can_gather: bool) -> Cause:
     )
     return Cause(
         name=BATCH_DEPENDENT,
-        sentence="the loss of a sample depends on the others of its batch (in-batch negatives, a normalization, a rank "
-        "or a router's load over the batch), of which each device sees its own part",
+        sentence="the loss of a sample depends on the other samples of its batch (in-batch negatives, a normalization, "
+        "a rank or a router's load over the batch), and each device sees only its own part",
         evidence=(evidence,),
         advice=f"{gather}; or a loss of each sample alone, or single.",
     )
@@ -141,9 +139,9 @@ def gathered(found: Found, loss_limit: float) -> Cause | None:
         return None
     return Cause(
         name="gather",
-        sentence="the loss gathers from all ranks, and is that of the whole batch; its gradients are not: what was "
-        "gathered takes none back to where it came from",
-        evidence=(*cause.evidence, "the loss of the first step is that of one device, and its gradients are not"),
+        sentence="the loss gathers from all ranks and is that of the whole batch, but its gradients are not: no "
+        "gradient flows back through the gather",
+        evidence=(*cause.evidence, "the loss of the first step is that of single, and its gradients are not"),
         advice="Gather with torch.distributed.nn.functional.all_gather, which sends gradients back; "
         "torch.distributed.all_gather does not.",
     )
@@ -157,13 +155,13 @@ def hooks(found: Found) -> Cause | None:
     name = cut["unlike"][0]
     return Cause(
         name="gradient-hook",
-        sentence=f"the gradient of {name} is changed on its way (by a hook, or a backward of your own) "
+        sentence=f"the gradient of {name} is changed (by a hook or a custom backward) "
         "in a way that does not add up: clipped, normalized or rounded for each part of the batch",
         evidence=(
             "the loss of a batch is the mean of its parts, its gradients are not",
-            f"moving {name} changes the loss by something else than its gradient says",
+            f"moving {name} changes the loss by another amount than its gradient predicts",
         ),
-        advice="Change gradients after they are summed up: --clip for their norm, or in the optimizer.",
+        advice="Change gradients after they are summed: --clip for their norm, or in the optimizer.",
     )
 
 
@@ -175,7 +173,7 @@ def buffers(found: Found, is_cut: bool, differing: Container[str]) -> Cause | No
     if not names:
         return None
     name = next((name for name in names if name in differing), names[0])
-    read = "the loss reads it" if seen["read"] else "it is saved and evaluated with"
+    read = "the loss reads it" if seen["read"] else "it is part of checkpoints and evaluations"
     if name in seen["summed"]:
         return _adding_buffer(name, read, is_count=name in seen["counts"])
     return _sampling_buffer(name, read, names) if name in seen["by_data"] else _calling_buffer(name, read)
@@ -218,8 +216,8 @@ def metrics(found: Found) -> Cause | None:
         return None
     return Cause(
         name="metric",
-        sentence=f"the metric {names[0]} is not a mean over samples: that of a batch is not made of those of its parts",
-        evidence=("computed of one batch as a whole and in three parts",),
+        sentence=f"the metric {names[0]} is not a mean over samples: that of a batch does not follow from its parts",
+        evidence=("it was computed for one batch as a whole and in three parts",),
         advice="Return one value per sample, or a pair (sum, count).",
     )
 

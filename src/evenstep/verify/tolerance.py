@@ -104,8 +104,8 @@ def by_rounding(noise: Sequence[Difference]) -> str:
     """What one device in its own precision and in float64 are apart, in words."""
     known = [one for one in noise if math.isfinite(one.size)]
     if not any(one.part == "gradients" for one in known):
-        return "what rounding alone makes could not be seen"
-    return f"rounding alone makes {most(known):.1e} on one device"
+        return "the effect of rounding alone could not be measured"
+    return f"rounding alone gives {most(known):.1e} on single"
 
 
 def tensor_of(first: Difference, found: Sequence[Difference], limit: Limit) -> Difference:
@@ -132,7 +132,7 @@ def settled(verdicts: Mapping[Configuration, Verdict]) -> dict[Configuration, Ve
     passed = [config.label for config, verdict in verdicts.items() if verdict.is_same and len(config.devices) > 1]
     if not passed:
         return dict(verdicts)
-    advice = f"Use {' or '.join(passed)}: there the loss sees the whole batch, and learns what single learns."
+    advice = f"Use {' or '.join(passed)}: there the loss sees the whole batch and matches single."
     return {
         config: replace(verdict, advice=advice) if verdict.cause == BATCH_DEPENDENT else verdict
         for config, verdict in verdicts.items()

@@ -116,7 +116,7 @@ def lines(
     yield from ((f"note: {note}", "dim") for note in notes)
     good = sum(verdict.is_same for verdict in verdicts.values())
     number = "all" if good == num_configs else f"{good} of {num_configs}"
-    yield f"{number} ways learn what one device learns (batch {batch}, {seconds:.0f} s)", "bold"
+    yield f"{number} strategies match single (batch {batch}, {seconds:.0f} s)", "bold"
 
 
 def _by_cause(verdicts: Mapping[Configuration, Verdict]) -> list[dict[Configuration, Verdict]]:

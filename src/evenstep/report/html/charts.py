@@ -196,7 +196,7 @@ class Series:
 def loss_chart(runs: Sequence[Drawn]) -> Chart | None:
     """The loss of every step, and diamonds where the validation set was gone through."""
     lines = _of_steps(runs, lambda curves: curves.loss) + _of_evaluations(runs, "loss", is_line=False)
-    caption = "Lines that lie on top of each other learned the same: the first is drawn widest, the others inside it."
+    caption = "Lines on top of each other mean equal losses: the first is drawn widest, the others inside it."
     plot = _lines(lines, y="loss", tip="0.00000", is_nested=True)
     if plot is None:
         return None
@@ -219,7 +219,7 @@ def metric_charts(runs: Sequence[Drawn], most: int = 6) -> list[Chart]:
 def speed_chart(runs: Sequence[Drawn]) -> Chart | None:
     """Samples a second, step by step."""
     plot = _lines(_of_steps(runs, lambda curves: curves.samples_per_second), y="samples/s", tip="0,0")
-    caption = "Of every step; where there are many, the slowest and the fastest of each stretch."
+    caption = "Every step; in a long run, the slowest and the fastest of each interval."
     return Chart(name="speed", title="Speed", figure=plot, keys=_keys(runs), caption=caption) if plot else None
 
 
@@ -298,7 +298,7 @@ def scaling_charts(comparison: Comparison) -> list[Chart]:
     efficiency = _scaling(
         comparison, lambda row, speed: speed / rate * first / len(row.devices), ends, [1, 1], "efficiency", "0 %"
     )
-    caption = "Bars show the slowest and the fastest round; the grey line is what so many devices could give at best."
+    caption = "Bars show the slowest and the fastest round; the grey line is ideal scaling."
     keys = _strategy_keys(comparison)
     return [
         Chart(name="speedup", title="Speed-up", figure=speedup, caption=caption, keys=keys),
@@ -400,11 +400,11 @@ def parts_chart(comparison: Comparison) -> Chart:
         Key(name="ceilings communication", label="◆ without communication", colour=part_colour("communication")),
     ]
     caption = (
-        "Communication is what of it was not hidden behind backward. The marks are measured apart: how long the step "
-        "takes when nobody times its parts, on a batch that is there already, and when nothing is sent."
+        "Communication is what does not overlap with backward. The marks are measured separately: the step without "
+        "timing its parts, with its batch already loaded, and without communication."
     )
     return Chart(
-        name="parts", title="A step, in parts", figure=plot, caption=caption, keys=[*keys, *marks], is_wide=True
+        name="parts", title="Parts of a step", figure=plot, caption=caption, keys=[*keys, *marks], is_wide=True
     )
 
 
@@ -508,13 +508,11 @@ def _timeline_chart(place: int, name: str, timeline: Timeline, longest_ms: float
     keys = [Key(name=kind, label=kind, colour=part_colour(kind)) for kind in kinds]
     left_out = len(timeline.lanes) - len(shown)
     more = f" {left_out} more lanes are left out." if left_out else ""
-    scale = (
-        "It is much shorter than the longest, and has a scale of its own." if is_short else "All have the same scale."
-    )
-    caption = f"Step {timeline.step}, one of middle length.{more} {scale if is_one_of_many else ''}"
+    scale = "It is much shorter than the longest, and has its own scale." if is_short else "All steps share one scale."
+    caption = f"Step {timeline.step}, of median length.{more} {scale if is_one_of_many else ''}"
     return Chart(
         name=f"timeline-{place}",
-        title="A step, as each rank spent it",
+        title="Timeline of a step, by rank",
         figure=plot,
         caption=caption,
         keys=keys,
@@ -558,7 +556,7 @@ def memory_chart(rows: Mapping[str, Mapping[str, int]], places: Sequence[int]) -
     plot.ygrid.grid_line_color = None
     source = ColumnDataSource(columns, name="memory")
     draw(plot, source, HBar(y="row", left=0, right="mib", height=0.7, fill_color="colour", line_color=None))
-    caption = "The peak of every device; on a CPU it is the whole process, with torch itself in it."
+    caption = "Peak memory of each device; on a CPU, of the whole process, torch included."
     return Chart(name="memory", title="Memory", figure=plot, caption=caption)
 
 
@@ -572,7 +570,7 @@ def times_chart(rows: Mapping[str, Sampled], places: Sequence[int]) -> Chart | N
     if not boxes:
         return None
     names = labels([name for _, name, _, _ in boxes])
-    tips = [("", "@row"), ("middle", "@middle{0.000} ms"), ("half of them", "@p25{0.000} to @p75{0.000} ms")]
+    tips = [("", "@row"), ("median", "@middle{0.000} ms"), ("middle 50 %", "@p25{0.000} to @p75{0.000} ms")]
     plot = blank(height=_height(len(boxes), 40), x="ms", tips=tips, y_range=_down(names))
     plot.x_range = from_zero(1000 * max(cuts.p95 for *_, cuts in boxes))
     plot.x_range.name = "reach"
@@ -580,8 +578,8 @@ def times_chart(rows: Mapping[str, Sampled], places: Sequence[int]) -> Chart | N
     inks = [colour(place) for place, *_ in boxes]
     _dots(plot, names, inks, [seconds for _, _, seconds, _ in boxes])
     _boxes(plot, names, inks, [cuts for *_, cuts in boxes])
-    caption = "Each dot is a step, the box holds half of them, the line nine of ten; what is slower yet is cut off."
-    return Chart(name="times", title="How long steps take", figure=plot, caption=caption)
+    caption = "Each dot is a step; the box spans the middle 50 %, the line 5 % to 95 %; slower steps are cut off."
+    return Chart(name="times", title="Step times", figure=plot, caption=caption)
 
 
 def _boxes(plot: figure, names: list[str], inks: list[str], cuts: Sequence[Quantiles]) -> None:

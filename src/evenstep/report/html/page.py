@@ -225,13 +225,13 @@ def _larger_batch(comparison: Comparison) -> list[str]:
     if larger is None:
         return []
     return [
-        f"With a batch {larger.times} times as large, {larger.label} does {larger.samples_per_second:,.0f} samples/s. "
-        "What is learned changes with the batch, so that is no row of the table."
+        f"With a batch {larger.times} times as large, {larger.label} gives {larger.samples_per_second:,.0f} samples/s. "
+        "A larger batch changes the training, so it is not a row of the table."
     ]
 
 
 def _missing(names: Sequence[str]) -> list[str]:
-    return [f"The Records of {', '.join(names)} are not here: no losses and no timeline."] if names else []
+    return [f"The Records of {', '.join(names)} are missing: no losses and no timeline."] if names else []
 
 
 def _about(comparison: Comparison) -> str:

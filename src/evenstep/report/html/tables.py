@@ -20,7 +20,7 @@ from evenstep.report.terminal import devices, number, size
 
 PARITY_WORDS = {
     "reference": "reference",
-    "same": "the same",
+    "same": "same",
     "differs": "differs",
     "unknown": "not checked",
 }
@@ -143,7 +143,7 @@ def parts_sheet(comparison: Comparison) -> Sheet:
         ]
         for row, name in zip(comparison.rows, distinct([row.label for row in comparison.rows]), strict=True)
     ]
-    columns = ["", *PARTS, "parts together", "step", "without input", "without communication"]
+    columns = ["", *PARTS, "sum of parts", "step", "without input", "without communication"]
     return Sheet(title="Parts of a step, in ms", columns=columns, rows=rows)
 
 
@@ -169,7 +169,7 @@ def _run(name: str, run: ReadRun, metrics: Sequence[str]) -> list[str]:
         *(number(values.get(metric)) for metric in metrics),
         f"{_speed(run):,.0f}",
         ", ".join(size(num_bytes) for num_bytes in run.peak_bytes.values()) or "-",
-        "ended" if record.summary is not None else "no end yet",
+        "ended" if record.summary is not None else "not ended",
     ]
 
 
@@ -197,7 +197,7 @@ def times_sheet(rows: Mapping[str, Sampled]) -> Sheet:
         for name, cuts in found.items()
         if cuts is not None
     ]
-    columns = ["", "steps", "fastest", "5 % below", "middle", "5 % above", "slowest"]
+    columns = ["", "steps", "fastest", "p5", "median", "p95", "slowest"]
     return Sheet(title="Step times, in ms", columns=columns, rows=lines)
 
 
@@ -222,11 +222,11 @@ def plan_sheets(names: Sequence[str], plans: Sequence[Plan]) -> list[Sheet]:
     shown = [field for field in (values[0] if values else {}) if any(_is_set(one[field]) for one in values)]
     same = [field for field in shown if len({str(one[field]) for one in values}) == 1]
     other = [field for field in shown if field not in same]
-    title = "Plan, the same for all" if len(plans) > 1 else "Plan"
+    title = "Plan, common to all" if len(plans) > 1 else "Plan"
     sheets = [Sheet(title=title, columns=[], rows=_pairs(values[0], same))] if same else []
     if other:
         rows = [[_words(field), *(_value(one[field]) for one in values)] for field in other]
-        sheets.append(Sheet(title="Plan, where they differ", columns=["", *names], rows=rows))
+        sheets.append(Sheet(title="Plan, differences", columns=["", *names], rows=rows))
     return sheets
 
 
@@ -261,24 +261,24 @@ def _value(value: object) -> str:
 
 
 OF_RUNS = {
-    "loss": "the mean over the whole global batch of each step; in the table, over the last epoch once a run has ended",
-    "samples/s": "samples of a step over its seconds; evaluation, checkpoints and start-up are not in it",
-    "wait for input": "what of a step went by before its batch was there",
-    "peak memory": "the most a device held; on a CPU that of the whole process, with torch itself in it",
+    "loss": "mean over the global batch of each step; in the table, over the last epoch of a run that has ended",
+    "samples/s": "samples of a step divided by its seconds, without evaluation, checkpoints and start-up",
+    "wait for input": "the part of a step spent waiting for its batch",
+    "peak memory": "the most memory that a device used; on a CPU, that of the whole process, torch included",
 }
 
 OF_COMPARISONS = {
-    "samples/s": "the middle of all rounds; below it the slowest and the fastest round",
-    "speed-up": "samples per second over those of the first row",
-    "efficiency": "speed-up for each device: 100 % means that no device waited",
+    "samples/s": "median of all rounds; below it, the slowest and the fastest round",
+    "speed-up": "samples/s divided by those of the first row",
+    "efficiency": "speed-up divided by the number of devices: 100 % is ideal scaling",
     "input": "waiting for the batch of the step",
-    "forward, backward": "the model's own work, on the device; the mean of all ranks, as all parts are",
-    "communication": "sending gradients (and parameters, where those travel) that was not hidden behind backward",
-    "optimizer": "changing the weights",
-    "without input": "the same step on a batch that is there already: the most that faster input could give",
-    "without communication": "the same step when nothing is sent: the most that faster links could give",
+    "forward, backward": "computing the loss and its gradients on the device; like all parts, the mean over ranks",
+    "communication": "sending gradients (under some strategies, parameters) without overlap with backward",
+    "optimizer": "updating the weights",
+    "without input": "the same step with its batch already loaded: the limit of what faster input could gain",
+    "without communication": "the same step without communication: the limit of what faster links could gain",
     "peak memory": OF_RUNS["peak memory"],
-    "sent a step": "bytes that each rank hands over in a step",
+    "sent a step": "bytes that each rank sends in a step",
     "start-up": "from the start of the processes to the end of the first step",
-    "learns the same": "whether losses and weights are those of one device, within rounding; if not, it is not advised",
+    "vs. single": "do losses and weights match those of one device, within rounding? If not, it is not recommended",
 }

@@ -41,7 +41,8 @@ def verify(
     strategies: Annotated[
         str | None,
         typer.Option(
-            help=f"Comma-separated: {', '.join(STRATEGIES)}; default: {','.join(row.name for row in usual_strategies())}."
+            help=f"Comma-separated: {', '.join(STRATEGIES)}; "
+            f"default: {','.join(row.name for row in usual_strategies())}."
         ),
     ] = None,
     devices: Annotated[

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from evenstep.data.adapt import adopt
+from evenstep.data.adapt import adapt
 from evenstep.sampling.order import Span
 from evenstep.tasks.networks import GPT, Net, Normalize, ResNet18
 
@@ -102,7 +102,7 @@ def ids_of(work: Work) -> list[Tensor]:
     num = len(work.data[0])
     key = (num, work.batch, work.device)
     if key not in _ORDERS:
-        order = adopt(work.data).order(0, work.batch)
+        order = adapt(work.data).order(0, work.batch)
         assert order is not None
         whole = [torch.from_numpy(order.ids(Span(epoch, 0, num)).copy()) for epoch in range(EPOCHS_AT_HAND)]
         _ORDERS[key] = [part for ids in whole for part in ids.to(work.device).split(work.batch)]

@@ -16,12 +16,12 @@
 A message says what was given, what is allowed and what to do next, in one or two lines.
 """
 
-MOST_LETTERS = 200
+MAX_CHARACTERS = 200
 BREAKS_LINES = "\x00-\x1f\x7f-\x9f\u2028\u2029\ud800-\udfff"
 """Characters that a terminal obeys, that end a line, or that no file can be written with; for a regular expression."""
 
 
-def shorten(text: str, most: int = MOST_LETTERS) -> str:
+def shorten(text: str, most: int = MAX_CHARACTERS) -> str:
     """What is given may be very long; its beginning and its end tell what it is.
 
     >>> len(shorten("a" * 5000))

@@ -21,13 +21,13 @@ from evenstep.schema import MALFORMED, Natural, Positive, Schema, in_words
 FILE = "record.jsonl"
 FLUSH_SECONDS = 0.2
 BLOCK_BYTES = 2**16
-MOST_HELD = 10_000
+MAX_HELD = 10_000
 """Steps of a record that are held in memory: some megabytes."""
 PARTS = ("input", "forward", "backward", "communication", "optimizer")
 """What a step is made of; communication is what of it was not hidden behind backward."""
 
 
-class Drawn(TypedDict, total=False):
+class SamplingFacts(TypedDict, total=False):
     """How samples are drawn, and from where a run goes on; empty in records of before there was an audit."""
 
     sampler: str
@@ -49,7 +49,7 @@ class Start:
 
     plan: dict[str, Any]
     machine: dict[str, Any]
-    data: Drawn = field(default_factory=lambda: Drawn())
+    data: SamplingFacts = field(default_factory=lambda: SamplingFacts())
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -177,13 +177,13 @@ class Steps(Sequence[Step]):
         self._places = array("Q")
         """Where in the file each row begins."""
         self._held: list[Step] | None = []
-        """All of them; None where they are more than MOST_HELD."""
+        """All of them; None where they are more than MAX_HELD."""
 
     def add(self, step: Step, place: int) -> None:
         """One more, which was read at that place."""
         self._numbers.append(step.step)
         self._places.append(place)
-        if len(self) > MOST_HELD:
+        if len(self) > MAX_HELD:
             self._held = None
         elif self._held is not None:
             self._held.append(step)
@@ -234,8 +234,8 @@ class Record:
 
     plan: Plan
     machine: dict[str, Any] = field(default_factory=dict)
-    data: Drawn = field(default_factory=lambda: Drawn())
-    restarts: list[Drawn] = field(default_factory=list)
+    data: SamplingFacts = field(default_factory=lambda: SamplingFacts())
+    restarts: list[SamplingFacts] = field(default_factory=list)
     """The same as `data`, for each time that the run went on after a crash or a preemption."""
     steps: Sequence[Step] = ()
     """Those of a long run are read from its file when they are asked for."""
@@ -360,7 +360,7 @@ class RecordReader:
             case Summary():
                 record.summary = row
 
-    def _restart(self, record: Record, data: Drawn) -> None:
+    def _restart(self, record: Record, data: SamplingFacts) -> None:
         """What came after the checkpoint from which the run goes on was lost, and is done again."""
         last = data.get("step", 0)
         self._steps.forget_after(last)

@@ -20,7 +20,7 @@ from typing import Annotated, Any, Generic, Literal, TypeVar, cast, get_args, ge
 import msgspec
 from msgspec import Meta
 
-from evenstep.errors import MOST_LETTERS, BadInput, shorten
+from evenstep.errors import MAX_CHARACTERS, BadInput, shorten
 
 T = TypeVar("T")
 LARGEST = 2**63 - 1
@@ -127,7 +127,7 @@ def read_variables(kind: type[T], environment: Mapping[str, str]) -> T:
 
 
 def _allowed(given: object, names: Sequence[str]) -> str:
-    close = difflib.get_close_matches(str(given)[:MOST_LETTERS], names, n=1)
+    close = difflib.get_close_matches(str(given)[:MAX_CHARACTERS], names, n=1)
     return f"allowed are {', '.join(names)}" + (f"; did you mean {close[0]}?" if close else "")
 
 

@@ -142,7 +142,7 @@ def find_task(spec: str) -> TaskFunction | Task:
     return _pick(module, place, name if colon else None)
 
 
-def refuse_foreign(spec: str, named_by: str) -> Path | None:
+def refuse_untrusted(spec: str, named_by: str) -> Path | None:
     """The file that a spec makes Python import, found without importing it; None for a task that is built in.
 
     For a spec that a file names and nobody typed: code from outside of the working folder is refused, and what is
@@ -273,12 +273,12 @@ def describe(error: BaseException, prefer: str | None = None) -> str:
     if NO_GROUP in what:
         what = f"{what} {WITHOUT_SAMPLER}"
     frames = traceback.extract_tb(error.__traceback__)
-    own = [frame for frame in frames if is_users(frame.filename)]
+    own = [frame for frame in frames if is_user_code(frame.filename)]
     preferred = [frame for frame in own if prefer and frame.filename.endswith(prefer)] or own
     return f"{what} ({preferred[-1].filename}:{preferred[-1].lineno})" if preferred else what
 
 
-def is_users(filename: str) -> bool:
+def is_user_code(filename: str) -> bool:
     """Whether a frame is the user's own code, not ours, torch's or Python's."""
     ours = str(Path(__file__).parent)
     if filename.startswith("<") and not filename.startswith("<ipython"):

@@ -126,7 +126,7 @@ def test_batches_arrive_whole_while_the_gpu_is_busy(config: str, replicas: int) 
 def test_an_epoch_left_early_goes_on_with_the_next_step(config: str) -> None:
     team = evenstep.join("single", devices=("cuda:0",))
     given, how = WAYS[config](pictures(300))
-    loader = team.loader(given, batch=20, sampler=samplers.InOrder(), **how)
+    loader = team.loader(given, batch=20, sampler=samplers.Sequential(), **how)
     for batch in loader:
         batch.finish()
         if batch.span.start == 60:

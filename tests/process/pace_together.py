@@ -18,7 +18,7 @@ from torch import nn
 from evenstep.distributed.world import STORE, World, join_world
 from evenstep.errors import TrainingError
 from evenstep.monitor.replicas import ReplicaCheck
-from evenstep.monitor.stragglers import Pace, probe
+from evenstep.monitor.stragglers import StragglerMonitor, probe
 
 NUM_RANKS = 3
 STEPS = 8
@@ -30,7 +30,9 @@ def nothing(step: int) -> float:
     return 0.0
 
 
-def take_steps(pace: Pace, read: Seconds = nothing, compute: Seconds = nothing, after: Seconds = nothing) -> None:
+def take_steps(
+    pace: StragglerMonitor, read: Seconds = nothing, compute: Seconds = nothing, after: Seconds = nothing
+) -> None:
     """Steps with a real collective, each part taking as long as it is told to."""
     gradients = torch.ones(1000)
     for step in range(STEPS):
@@ -51,7 +53,7 @@ def paces(world: World) -> dict[str, Any]:
         return lambda step: seconds if world.rank == rank else 0.0
 
     said: dict[str, Any] = {}
-    pace = Pace(world)
+    pace = StragglerMonitor(world)
     take_steps(pace)
     said["clean"] = pace.judge()
     take_steps(pace, compute=only(1, SLOW_SECONDS))
@@ -66,7 +68,7 @@ def paces(world: World) -> dict[str, Any]:
     said["one long step"] = pace.judge()
     pace.add(0.0, 1.0 if world.rank == 0 else 0.0, 0.0)
     said["too few steps"] = pace.judge()
-    pace = Pace(world)
+    pace = StragglerMonitor(world)
     take_steps(pace, after=lambda step: 0.025)
     said["fast links"] = pace.judge()
     started = time.perf_counter()

@@ -68,7 +68,7 @@ def in_place(sample: dict[str, torch.Tensor], generator: torch.Generator) -> dic
 
 
 difficulty = torch.arange(40.0) + 3 * (torch.arange(40) % 7 == rank)
-in_order = {"sampler": samplers.InOrder()}
+in_order = {"sampler": samplers.Sequential()}
 CASES: dict[str, tuple[Any, dict[str, Any]]] = {
     "right": (numbers, {}),
     "all alike": (torch.ones(40, 4), {}),

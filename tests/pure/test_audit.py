@@ -21,7 +21,7 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from evenstep.audit import FILE, Audit, SamplesWriter, audit, judge
-from evenstep.audit.samples import MOST_PROBLEMS, Problems, read_lines
+from evenstep.audit.samples import MAX_PROBLEMS, Problems, read_lines
 from evenstep.errors import BadInput
 from evenstep.plan import Plan
 from evenstep.record import FILE as RECORD
@@ -401,7 +401,7 @@ def test_a_file_that_is_all_wrong_does_not_fill_the_memory() -> None:
     folder = write_run("a", [])
     (folder / FILE).write_text("wrong\n" * 1000)
     found = audit([folder])
-    assert (len(found.problems), found.num_problems) == (MOST_PROBLEMS, 1000)
+    assert (len(found.problems), found.num_problems) == (MAX_PROBLEMS, 1000)
 
 
 def test_steps_that_the_record_has_and_the_samples_have_not_are_lost() -> None:

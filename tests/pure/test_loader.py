@@ -19,9 +19,9 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset, get_worker_in
 
 import evenstep
 from evenstep import samplers
-from evenstep.data.adapt import adopt, of_each_rank
+from evenstep.data.adapt import adapt, per_rank
 from evenstep.data.loader import Batch, Loader, MicroBatch
-from evenstep.data.prefetch import Reading
+from evenstep.data.prefetch import LoaderOptions
 from evenstep.distributed.world import World
 from evenstep.errors import PlanError, TaskError
 from evenstep.plan import Plan
@@ -35,8 +35,8 @@ def worlds(size: int, replicas: int = 1) -> list[World]:
 
 
 def open_loader(data: Any, world: World, batch: int, sampler: Any = None, **how: Any) -> Loader:
-    adopted = adopt(data, how.pop("collate", None), sampler)
-    reading = Reading(**{"workers": 0, **how})
+    adopted = adapt(data, how.pop("collate", None), sampler)
+    reading = LoaderOptions(**{"workers": 0, **how})
     return Loader(adopted.source, adopted.order(reading.seed, batch), world, batch, reading)
 
 
@@ -75,7 +75,7 @@ def weights(num: int) -> np.ndarray[Any, Any]:
 
 SAMPLERS: dict[str, Callable[[int], Any]] = {
     "shuffled": lambda num: samplers.Shuffled(),
-    "in order": lambda num: samplers.InOrder(),
+    "in order": lambda num: samplers.Sequential(),
     "weighted": lambda num: samplers.Weighted(weights(num)),
     "weighted once": lambda num: samplers.Weighted(weights(num), replacement=False),
     "balanced": lambda num: samplers.Balanced(np.arange(num) % 5 // 2),
@@ -158,8 +158,8 @@ def test_every_rank_trains_on_all_of_its_own_data_where_they_are_meant_to_differ
     num: int, part: int, size: int, accumulate: int, kind: str, cut: int
 ) -> None:
     def open_own(rank: int) -> Loader:
-        adopted = of_each_rank(adopt(1000 * rank + torch.arange(num), None, SAMPLERS[kind](num)), size)
-        reading = Reading(workers=0, accumulate=accumulate, compare=False)
+        adopted = per_rank(adapt(1000 * rank + torch.arange(num), None, SAMPLERS[kind](num)), size)
+        reading = LoaderOptions(workers=0, accumulate=accumulate, compare=False)
         return Loader(adopted.source, adopted.order(0, size * part), worlds(size)[rank], size * part, reading)
 
     before, team = ([open_own(rank) for rank in range(size)] for _ in range(2))
@@ -186,13 +186,13 @@ def test_every_rank_trains_on_all_of_its_own_data_where_they_are_meant_to_differ
 
 
 def test_ranks_with_data_of_their_own_share_a_batch_equally() -> None:
-    adopted = of_each_rank(adopt(torch.arange(10)), 3)
+    adopted = per_rank(adapt(torch.arange(10)), 3)
     with pytest.raises(PlanError, match=r"a global batch of 8 does not divide over 3 ranks with data .* use 6 or 9"):
         adopted.order(0, 8)
     with pytest.raises(PlanError, match=r"a global batch of 2 does not divide over 3 ranks with data .* use 3 or 6"):
         adopted.order(0, 2)
     with pytest.raises(TaskError, match="a stream that differs between ranks"):
-        of_each_rank(adopt(Numbers(4)), 2)
+        per_rank(adapt(Numbers(4)), 2)
 
 
 @pytest.mark.parametrize("data", [[], torch.zeros(0), Numbers(0)], ids=["list", "tensor", "stream"])
@@ -428,7 +428,7 @@ def test_workers_read_in_turn_and_stay_for_the_next_epoch() -> None:
 
 
 def test_leaving_an_epoch_early_and_coming_back_goes_on_with_the_next_step() -> None:
-    loader = open_loader(list(range(40)), worlds(1)[0], 4, samplers.InOrder(), workers=2)
+    loader = open_loader(list(range(40)), worlds(1)[0], 4, samplers.Sequential(), workers=2)
     for batch in loader:
         batch.finish()
         if batch.span.start == 8:
@@ -438,7 +438,7 @@ def test_leaving_an_epoch_early_and_coming_back_goes_on_with_the_next_step() -> 
 
 
 def test_a_pass_over_everything_inside_an_epoch_does_not_disturb_it() -> None:
-    loader = open_loader(list(range(24)), worlds(1)[0], 4, samplers.InOrder(), workers=1)
+    loader = open_loader(list(range(24)), worlds(1)[0], 4, samplers.Sequential(), workers=1)
     seen = []
     for batch in loader:
         seen += batch.ids.tolist()
@@ -526,7 +526,7 @@ def divide() -> None:
 
 @pytest.mark.parametrize("workers", [0, 1])
 def test_an_exception_names_the_sample_and_the_users_line(workers: int) -> None:
-    loader = open_loader(Spoilt(divide), worlds(1)[0], 4, samplers.InOrder(), workers=workers)
+    loader = open_loader(Spoilt(divide), worlds(1)[0], 4, samplers.Sequential(), workers=workers)
     with pytest.raises(TaskError, match=r"sample 7 cannot be read: ZeroDivisionError: no such picture .*loader.py:\d+"):
         list(loader)
     loader.close()
@@ -702,7 +702,7 @@ def test_samples_of_any_shape_are_joined_by_a_collate() -> None:
 
     data = [{"tokens": list(range(id_ + 1)), "text": "a" * id_} for id_ in range(6)]
     for workers in (0, 1):
-        loader = open_loader(data, worlds(1)[0], 4, samplers.InOrder(), collate=join, workers=workers)
+        loader = open_loader(data, worlds(1)[0], 4, samplers.Sequential(), collate=join, workers=workers)
         first, second = (per_replica(batch)[0].data for batch in loader)
         assert first["more"]["texts"] == ["", "a", "aa", "aaa"]
         assert second["tokens"].shape == second["more"]["deep"][0][0].shape == (2, 6)

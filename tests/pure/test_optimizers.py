@@ -17,7 +17,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 
 import evenstep
 from evenstep.errors import TaskError
-from evenstep.sampling.rng import generator_states, is_same_state
+from evenstep.sampling.rng import is_same_state, rng_states
 from evenstep.training.optim import Rehearsal, refuse_closure
 
 
@@ -119,11 +119,11 @@ class Noisy(SGD):
 
 def test_a_rehearsal_leaves_random_numbers_as_they_are() -> None:
     optimizer = Noisy([nn.Parameter(torch.ones(3, 4))], lr=0.1)
-    before = generator_states()
+    before = rng_states()
     refuse_closure(optimizer)
     first, again = (Rehearsal(optimizer).moved(seed=1) for _ in range(2))
     (other,) = Rehearsal(optimizer).moved(seed=2)
-    assert is_same_state(before, generator_states())
+    assert is_same_state(before, rng_states())
     assert torch.equal(first[0], again[0])
     assert not torch.equal(first[0], other)
 

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from evenstep.sampling.order import BLOCK, Lengths, Order, Span, share
 from evenstep.sampling.rng import SORTED_UP_TO, Draws, permuted, sample_uniforms, uniforms
-from evenstep.sampling.samplers import InOrder, Shuffled
+from evenstep.sampling.samplers import Sequential, Shuffled
 
 seeds = st.integers(0, 2**63 - 1)
 epochs = st.integers(0, 2**40)
@@ -130,7 +130,7 @@ def test_draws_for_a_batch_are_those_of_its_samples() -> None:
 
 
 def test_without_shuffling_the_order_is_the_data() -> None:
-    order = InOrder().order(5, seed=0, batch=2)
+    order = Sequential().order(5, seed=0, batch=2)
     assert epoch_of(order, 0) == epoch_of(order, 3) == [0, 1, 2, 3, 4]
     assert order.ids(Span(0, 0, 5)).dtype == shuffled(5, 0).ids(Span(0, 0, 5)).dtype == np.int64
 

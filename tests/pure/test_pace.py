@@ -6,9 +6,9 @@ from dataclasses import replace
 
 import pytest
 
-from evenstep.monitor.stragglers import Row, asks_for_probe, judge_links, late_ranks
+from evenstep.monitor.stragglers import RankTimes, judge_links, late_ranks, needs_probe
 
-FAST = Row(
+FAST = RankTimes(
     steps=100, input=0.001, compute=0.007, rest=0.230, median_input=0.001, median_compute=0.007, median_own=0.008,
     since_probe=1e6,
 )  # fmt: skip
@@ -16,7 +16,7 @@ SLOW_COMPUTE = replace(FAST, compute=0.210, median_compute=0.210, median_own=0.2
 SLOW_INPUT = replace(FAST, input=0.210, median_input=0.210, median_own=0.217, rest=0.021)
 
 
-def sentences(*rows: Row) -> list[str]:
+def sentences(*rows: RankTimes) -> list[str]:
     return [late.sentence() for late in late_ranks(rows)]
 
 
@@ -48,28 +48,28 @@ def test_the_latest_comes_first() -> None:
         replace(FAST, compute=0.210),
         # Most steps a little slow, and the mean not.
         replace(FAST, median_compute=0.1, median_own=0.101),
-        # Late by less than a third of the step.
+        # Straggler by less than a third of the step.
         replace(FAST, compute=0.067, median_compute=0.067, median_own=0.068, rest=0.170),
     ],
 )
-def test_what_is_not_so_at_every_step_or_costs_little_is_not_slow(row: Row) -> None:
+def test_what_is_not_so_at_every_step_or_costs_little_is_not_slow(row: RankTimes) -> None:
     assert sentences(FAST, row) == []
 
 
 def test_a_few_milliseconds_are_not_slow_however_short_the_step() -> None:
-    short = Row(100, 0.0, 0.001, 0.018, 0.0, 0.001, 0.001)
+    short = RankTimes(100, 0.0, 0.001, 0.018, 0.0, 0.001, 0.001)
     assert sentences(short, replace(short, compute=0.018, median_compute=0.018, median_own=0.018, rest=0.001)) == []
 
 
 def test_links_are_looked_at_when_everybody_waits() -> None:
-    assert asks_for_probe([FAST, FAST])
-    assert not asks_for_probe([FAST, SLOW_COMPUTE])
-    assert not asks_for_probe([replace(FAST, rest=0.010)] * 2)
+    assert needs_probe([FAST, FAST])
+    assert not needs_probe([FAST, SLOW_COMPUTE])
+    assert not needs_probe([replace(FAST, rest=0.010)] * 2)
 
 
 def test_links_are_looked_at_every_few_minutes_by_the_clock_of_rank_0() -> None:
-    assert not asks_for_probe([replace(FAST, since_probe=100.0), FAST])
-    assert asks_for_probe([FAST, replace(FAST, since_probe=100.0)])
+    assert not needs_probe([replace(FAST, since_probe=100.0), FAST])
+    assert needs_probe([FAST, replace(FAST, since_probe=100.0)])
 
 
 @pytest.mark.parametrize(

@@ -203,7 +203,7 @@ def test_steps_of_a_short_run_outlive_its_file(tmp_path: Path) -> None:
 def test_steps_of_a_long_run_are_read_from_the_file_when_they_are_asked_for(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("evenstep.record.MOST_HELD", 1000)
+    monkeypatch.setattr("evenstep.record.MAX_HELD", 1000)
     writer = RecordWriter(tmp_path, Plan(batch=2, epochs=1), {}, {"step": 0})
     taken = [step(number) for number in range(1, 2001)]
     for one in taken:

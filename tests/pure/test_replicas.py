@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from evenstep.distributed.world import World
-from evenstep.monitor.replicas import ReplicaCheck, checksums, differing, mixed
+from evenstep.monitor.replicas import ReplicaCheck, checksums, combined, differing
 
 KINDS = {
     "fp32": torch.arange(6.0).reshape(2, 3),
@@ -44,9 +44,9 @@ def test_parameters_and_empty_tensors_have_one_too() -> None:
 
 
 def test_opposite_drifts_do_not_cancel() -> None:
-    assert mixed([5, 5]) != mixed([6, 4])
-    assert mixed([1, 2]) != mixed([2, 1])
-    assert -(2**63) <= mixed([2**63 - 1, -(2**63)]) < 2**63
+    assert combined([5, 5]) != combined([6, 4])
+    assert combined([1, 2]) != combined([2, 1])
+    assert -(2**63) <= combined([2**63 - 1, -(2**63)]) < 2**63
 
 
 def test_the_first_differing_tensor_is_named_with_its_ranks_and_steps() -> None:

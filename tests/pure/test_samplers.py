@@ -24,8 +24,8 @@ from torch.utils.data import (
 )
 
 from evenstep import samplers
-from evenstep.data.adapt import adopt, as_sampler
-from evenstep.data.dataset import Picked, Table
+from evenstep.data.adapt import adapt, as_sampler
+from evenstep.data.dataset import SubsetSource, Table
 from evenstep.errors import PlanError, TaskError
 from evenstep.sampling.order import Lengths, Order, Span
 
@@ -288,7 +288,7 @@ def test_a_sampler_is_told_its_epoch() -> None:
     ("sampler", "message"),
     [
         (Stubborn(5), "Stubborn gives another order when it is asked twice for the same epoch"),
-        ([0, 1, 1, 2], "list gave the id 1 2 times in one epoch; if that is meant, say so: sampler=samplers.Own"),
+        ([0, 1, 1, 2], "list gave the id 1 2 times in one epoch; if that is meant, say so: sampler=samplers.Custom"),
         ([0, 12], "list gave the id 12, and the data has 10 samples: ids go from 0 to 9"),
         ([[0, 1], [2, 3]], r"list gave \[0, 1\]; a sampler gives one sample id at a time"),
         ([], "list is empty; it must give at least one id"),
@@ -310,7 +310,7 @@ def test_a_sampler_whose_length_changes_is_refused_when_it_does() -> None:
 
 
 def test_a_sampler_that_says_so_may_repeat() -> None:
-    order = samplers.Own([0, 1, 1, 2], repeats=True).order(3, seed=0, batch=2)
+    order = samplers.Custom([0, 1, 1, 2], repeats=True).order(3, seed=0, batch=2)
     assert epoch_of(order) == [0, 1, 1, 2]
     assert order.repeats
 
@@ -321,7 +321,7 @@ DATA = torch.arange(10)
 @pytest.mark.parametrize(
     ("given", "like"),
     [
-        (SequentialSampler(DATA), samplers.InOrder()),
+        (SequentialSampler(DATA), samplers.Sequential()),
         (RandomSampler(DATA), samplers.Shuffled()),
         (RandomSampler(DATA, num_samples=4), samplers.Weighted([1.0] * 10, 4, replacement=False)),
         (RandomSampler(DATA, replacement=True, num_samples=30), samplers.Weighted([1.0] * 10, 30)),
@@ -329,7 +329,7 @@ DATA = torch.arange(10)
         (WeightedRandomSampler([0.0, 1.0] * 5, 20), samplers.Weighted([0.0, 1.0] * 5, 20)),
         (WeightedRandomSampler([0.0, 1.0] * 5, 3, False), samplers.Weighted([0.0, 1.0] * 5, 3, replacement=False)),
         (DistributedSampler(DATA, 2, 1), samplers.Shuffled()),  # type: ignore[arg-type]
-        (DistributedSampler(DATA, 2, 1, shuffle=False), samplers.InOrder()),  # type: ignore[arg-type]
+        (DistributedSampler(DATA, 2, 1, shuffle=False), samplers.Sequential()),  # type: ignore[arg-type]
     ],
     ids=lambda value: type(value).__name__,
 )
@@ -340,8 +340,8 @@ def test_torchs_samplers_become_ours(given: Any, like: samplers.Sampler) -> None
 
 
 def test_a_distributed_sampler_says_only_whether_to_shuffle_and_its_batch_is_everybodys() -> None:
-    adopted = adopt(DataLoader(DATA, 4, sampler=DistributedSampler(DATA, 2, 1, shuffle=False)))  # type: ignore[arg-type]
-    assert isinstance(adopted.sampler, samplers.InOrder)
+    adopted = adapt(DataLoader(DATA, 4, sampler=DistributedSampler(DATA, 2, 1, shuffle=False)))  # type: ignore[arg-type]
+    assert isinstance(adopted.sampler, samplers.Sequential)
     assert adopted.batch == 4
     assert adopted.said == [
         "the train DataLoader's DistributedSampler is not needed: each rank gets its share of a global batch, and "
@@ -366,7 +366,7 @@ PAIRS = [(torch.full((2,), float(id_)), id_) for id_ in range(10)]
 
 def test_a_dataloader_is_taken_apart() -> None:
     loader = DataLoader(PAIRS, 4, sampler=SubsetRandomSampler([1, 2, 3]), num_workers=2, collate_fn=joined)  # type: ignore[arg-type]
-    adopted = adopt(loader)
+    adopted = adapt(loader)
     order = adopted.order(seed=0, batch=2)
     assert order is not None
     assert sorted(epoch_of(order)) == [1, 2, 3]
@@ -376,14 +376,14 @@ def test_a_dataloader_is_taken_apart() -> None:
 
 @pytest.mark.parametrize(("shuffle", "name"), [(True, "shuffled"), (False, "in order")])
 def test_a_dataloaders_shuffling_is_taken_over(shuffle: bool, name: str) -> None:
-    order = adopt(DataLoader(PAIRS, 4, shuffle=shuffle)).order(0, 4)  # type: ignore[arg-type]
+    order = adapt(DataLoader(PAIRS, 4, shuffle=shuffle)).order(0, 4)  # type: ignore[arg-type]
     assert order is not None
     assert order.name == name
 
 
 def test_what_the_task_says_goes_before_what_the_dataloader_says() -> None:
     loader = DataLoader(PAIRS, 4, shuffle=True, collate_fn=joined)  # type: ignore[arg-type]
-    adopted = adopt(loader, collate=len, sampler=samplers.InOrder())  # type: ignore[arg-type]
+    adopted = adapt(loader, collate=len, sampler=samplers.Sequential())  # type: ignore[arg-type]
     assert adopted.source.fetch(np.array([5, 6])) == 2  # type: ignore[union-attr]
     order = adopted.order(0, 4)
     assert order is not None
@@ -392,7 +392,7 @@ def test_what_the_task_says_goes_before_what_the_dataloader_says() -> None:
 
 def test_a_dataloader_with_torchs_own_batch_sampler_is_taken_apart_too() -> None:
     inner = SubsetRandomSampler([1, 2, 3])
-    adopted = adopt(DataLoader(PAIRS, batch_sampler=BatchSampler(inner, 4, False)))  # type: ignore[arg-type]
+    adopted = adapt(DataLoader(PAIRS, batch_sampler=BatchSampler(inner, 4, False)))  # type: ignore[arg-type]
     order = adopted.order(seed=0, batch=2)
     assert order is not None
     assert sorted(epoch_of(order)) == [1, 2, 3]
@@ -418,7 +418,7 @@ def test_the_short_last_batch_is_dropped_in_training_and_an_evaluation_counts_al
         loader = DataLoader(PAIRS, batch_sampler=BatchSampler(range(10), 4, drop_last=True))  # type: ignore[arg-type]
     else:
         loader = DataLoader(PAIRS, 4, **how)  # type: ignore[arg-type]
-    train, valid = adopt(loader), adopt(loader, what="valid")
+    train, valid = adapt(loader), adapt(loader, what="valid")
     assert (train.drop_last, train.said) == (True, [])
     assert valid.said == ["the valid DataLoader's drop_last is not followed: an evaluation counts every sample"]
     order = train.order(seed=0, batch=4)
@@ -456,14 +456,14 @@ class ByTwos(BatchSampler):
 )
 def test_dataloaders_that_cannot_be_taken_over_say_why(loader: DataLoader[Any], message: str) -> None:
     with pytest.raises(TaskError, match=message):
-        adopt(loader)
+        adapt(loader)
 
 
 def test_a_split_of_tensors_is_still_read_a_batch_at_a_time() -> None:
     data = torch.utils.data.TensorDataset(torch.arange(20.0), torch.arange(20))
     part, _ = torch.utils.data.random_split(data, [12, 8], torch.Generator().manual_seed(0))
-    source = adopt(part).source
-    assert isinstance(source, Picked)
+    source = adapt(part).source
+    assert isinstance(source, SubsetSource)
     assert isinstance(source._source, Table)
     ids = np.array([4, 0, 11])
     assert source.fetch(ids)[1].tolist() == [part.indices[id_] for id_ in ids]
@@ -473,7 +473,7 @@ def test_a_split_of_tensors_is_still_read_a_batch_at_a_time() -> None:
 def test_the_same_order_has_the_same_name_and_another_one_has_not() -> None:
     orders = [
         samplers.Shuffled(),
-        samplers.InOrder(),
+        samplers.Sequential(),
         samplers.Weighted([1.0, 2] * 5),
         samplers.Weighted([2.0, 1] * 5),
         samplers.Balanced([0, 1] * 5),

@@ -10,12 +10,12 @@ import pytest
 import torch
 
 from evenstep.sampling.rng import (
-    generator_states,
+    derive_seed,
     is_same_state,
-    place_seed,
-    restore_generators,
+    replica_seed,
+    restore_rng_states,
+    rng_states,
     seed_everything,
-    stream,
 )
 
 DRAWS: dict[str, Callable[[], object]] = {
@@ -32,22 +32,24 @@ DRAWS: dict[str, Callable[[], object]] = {
 def test_every_draw_is_seen_and_comes_again_after_it_was_put_back(draw: Callable[[], object]) -> None:
     seed_everything(3)
     for _ in range(5):
-        before = generator_states()
-        assert is_same_state(before, generator_states())
+        before = rng_states()
+        assert is_same_state(before, rng_states())
         first = draw()
         # Every other normal number was drawn together with the one before it.
-        assert not is_same_state(before, generator_states())
-        restore_generators(before)
-        assert is_same_state(before, generator_states())
+        assert not is_same_state(before, rng_states())
+        restore_rng_states(before)
+        assert is_same_state(before, rng_states())
         assert draw() == first
 
 
 def test_seeds_of_dropout_differ_by_replica_position_and_backward_and_are_always_the_same() -> None:
-    keys = [stream(0, "dropout", epoch, replica) for epoch in range(3) for replica in range(8)]
-    seeds = [place_seed(key, start, backward) for key in keys for start in range(0, 6400, 64) for backward in range(3)]
+    keys = [derive_seed(0, "dropout", epoch, replica) for epoch in range(3) for replica in range(8)]
+    seeds = [
+        replica_seed(key, start, backward) for key in keys for start in range(0, 6400, 64) for backward in range(3)
+    ]
     assert len(set(seeds)) == len(seeds) == 24 * 100 * 3
     assert all(0 <= seed < 2**63 for seed in seeds)
     # Resuming a checkpoint of an earlier version draws the same masks.
-    assert place_seed(stream(0, "dropout", 1, 2), 128, 1) == 4983935207590170385
+    assert replica_seed(derive_seed(0, "dropout", 1, 2), 128, 1) == 4983935207590170385
     bits = [seed >> bit & 1 for seed in seeds for bit in (0, 31, 62)]
     assert abs(sum(bits) / len(bits) - 0.5) < 0.01

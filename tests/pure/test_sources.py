@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch.utils.data import Dataset, TensorDataset
 
-from evenstep.data.adapt import adopt
+from evenstep.data.adapt import adapt
 from evenstep.data.dataset import open_source
 from evenstep.data.nested import map_tensors
 from evenstep.errors import TaskError
@@ -153,7 +153,7 @@ def test_tensors_move_however_they_are_nested() -> None:
 )
 def test_data_that_cannot_be_counted_is_refused(data: Any, message: str) -> None:
     with pytest.raises(TaskError) as refused:
-        adopt(data)
+        adapt(data)
     assert message in str(refused.value)
 
 

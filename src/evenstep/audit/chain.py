@@ -13,7 +13,7 @@ from pathlib import Path
 
 from evenstep.audit.samples import FILE, samples_file, unreadable
 from evenstep.errors import BadInput
-from evenstep.record import Drawn, Record
+from evenstep.record import Record, SamplingFacts
 from evenstep.sampling.order import Lengths
 
 
@@ -129,7 +129,7 @@ def _parts(folder: Path, record: Record) -> list[RunPart]:
     return [*(replace(run, last_step=None) for run in runs[:-1]), runs[-1]]
 
 
-def _part(folder: Path, file: Path, record: Record, data: Drawn) -> RunPart:
+def _part(folder: Path, file: Path, record: Record, data: SamplingFacts) -> RunPart:
     lengths = Lengths(data["rest"], tuple(data["first"]))
     *first, rest = data.get("dropped") or [0]
     dropped = Lengths(rest, tuple(first))

@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from evenstep.audit.chain import Expected, RunPart
-from evenstep.audit.samples import Ids, Line, Problems, counted
+from evenstep.audit.samples import Ids, Problems, SampleLine, counted
 
 NUM_COUNTED = 1 << 32
 """Ids that an audit counts, from 0 up: 4 GiB, at one byte for each."""
@@ -130,7 +130,7 @@ class Judge:
             )
         self.step, self.position = run.step, run.position
 
-    def add(self, line: Line, run: RunPart) -> None:
+    def add(self, line: SampleLine, run: RunPart) -> None:
         """Count one step."""
         self._follow(line.step, run)
         self.position += len(line.ids)
@@ -187,7 +187,7 @@ class Judge:
     def _lost(self, first: int, last: int) -> None:
         self.problems.add(f"step {first} is in no file" if first == last else f"steps {first} to {last} are in no file")
 
-    def _next_epoch(self, line: Line) -> None:
+    def _next_epoch(self, line: SampleLine) -> None:
         epoch = self.epoch
         if epoch.num_expected is not None and epoch.num_samples < epoch.num_expected:
             self.problems.add(
@@ -238,7 +238,7 @@ class Epoch:
         """Whether it has had all of its samples; False where their number is unknown."""
         return self.num_expected is not None and self.num_samples >= self.num_expected
 
-    def add(self, line: Line) -> None:
+    def add(self, line: SampleLine) -> None:
         """Count the samples of one step."""
         ids = line.ids
         self.num_samples += len(ids)

@@ -17,7 +17,7 @@ from evenstep.errors import BadInput
 from evenstep.schema import MALFORMED, Natural, Positive, Schema
 
 FILE = "samples.jsonl"
-MOST_PROBLEMS = 100
+MAX_PROBLEMS = 100
 """Sentences that are kept, so that a broken file does not fill the memory."""
 
 Ids = NDArray[np.int64]
@@ -56,7 +56,7 @@ class SamplesWriter:
 
 
 @dataclass(frozen=True)
-class Line:
+class SampleLine:
     """The samples of one step."""
 
     epoch: Natural
@@ -65,7 +65,7 @@ class Line:
     """Integers, unless the file is damaged."""
 
 
-_LINE: Schema[Line] = Schema(Line, "line of samples")
+_LINE: Schema[SampleLine] = Schema(SampleLine, "line of samples")
 
 
 class Problems:
@@ -78,11 +78,11 @@ class Problems:
     def add(self, sentence: str) -> None:
         """Add a problem."""
         self.num += 1
-        if self.num <= MOST_PROBLEMS:
+        if self.num <= MAX_PROBLEMS:
             self.sentences.append(sentence)
 
 
-def read_lines(path: Path, problems: Problems) -> Iterator[Line]:
+def read_lines(path: Path, problems: Problems) -> Iterator[SampleLine]:
     """The steps of a file. A last line that is cut off is ignored: its step was never checkpointed."""
     try:
         with path.open("rb") as file:

@@ -18,7 +18,7 @@ _copies = ExitStack()
 """Folders of what was sent here."""
 
 
-def everywhere(world: World, where: str | None) -> str | None:
+def broadcast_checkpoint(world: World, where: str | None) -> str | None:
     """The path at which this rank finds what rank 0 has at `where`; all ranks call this."""
     if where is None or world.size == 1:
         return where
@@ -35,7 +35,7 @@ def everywhere(world: World, where: str | None) -> str | None:
     return str(target / source.name)
 
 
-def forget_copies() -> None:
+def remove_copies() -> None:
     """Remove what was sent here, once it is loaded."""
     _copies.close()
 

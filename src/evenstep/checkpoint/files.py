@@ -82,7 +82,7 @@ class HostState(TypedDict):
 
 
 @dataclass(frozen=True, kw_only=True)
-class SoFar:
+class Totals:
     """What a restart must know of the rows before it: they may be millions."""
 
     tally: Tally
@@ -109,7 +109,7 @@ class State(TypedDict):
     plan: NotRequired[dict[str, Any] | None]
     valid: NotRequired[dict[str, float]]
     evaluation_due: NotRequired[bool]
-    so_far: NotRequired[SoFar | None]
+    so_far: NotRequired[Totals | None]
 
 
 @dataclass(frozen=True)

@@ -52,13 +52,13 @@ def load_weights(module: nn.Module, loaded: Mapping[str, torch.Tensor], source: 
     own = dict(_tensors(module))
     found, stripped = _matching(loaded, own, source)
     for name, target in own.items():
-        target.copy_(placed_like(found[name], target))
+        target.copy_(sharded_like(found[name], target))
     return stripped
 
 
-def check_foreign(module: nn.Module, path: str, allow_pickle: bool) -> None:
+def check_weights(module: nn.Module, path: str, allow_pickle: bool) -> None:
     """Refuse a file of weights that would not load into `module`; nothing is changed."""
-    _matching(read_foreign(path, allow_pickle), dict(_tensors(module)), path)
+    _matching(read_weights(path, allow_pickle), dict(_tensors(module)), path)
 
 
 def _matching(loaded: Mapping[str, torch.Tensor], own: Tensors, source: str) -> tuple[Tensors, str | None]:
@@ -114,7 +114,7 @@ def _first(names: list[str], most: int = 3) -> str:
     return ", ".join(names[:most]) + (f" and {len(names) - most} more" if len(names) > most else "")
 
 
-def placed_like(tensor: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+def sharded_like(tensor: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
     """`tensor` in the way `target` lies on the devices; every rank cuts out its own slice."""
     if not is_sharded(target):
         return tensor
@@ -178,7 +178,7 @@ def load_optimizer_state(
         weight = weights_by_name[name]
         for kind, value in state.items():
             if isinstance(value, torch.Tensor) and value.shape == weight.shape and value.ndim:
-                state[kind] = placed_like(value, weight)
+                state[kind] = sharded_like(value, weight)
     groups = []
     start = 0
     for group, saved_group, group_names in zip(optimizer.param_groups, saved["groups"], own, strict=True):
@@ -266,7 +266,7 @@ def _in_short(error: Exception) -> str:
     return f"{type(error).__name__}: {first_line[:100]}".rstrip(": ")
 
 
-def read_foreign(path: str, allow_pickle: bool) -> Tensors:
+def read_weights(path: str, allow_pickle: bool) -> Tensors:
     """Weights from a file that others made: safetensors, or torch.save with nothing but tensors in it."""
     try:
         if path.endswith(".safetensors"):

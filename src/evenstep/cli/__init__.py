@@ -11,7 +11,7 @@ from rich.console import Console
 
 from evenstep.cli import compare, doctor, inspect, report, train, verify  # noqa: F401  (their commands are found in `app`)
 from evenstep.cli.app import app, refuse_broken
-from evenstep.errors import MOST_LETTERS, BadInput, EvenstepError, shorten
+from evenstep.errors import MAX_CHARACTERS, BadInput, EvenstepError, shorten
 
 STOPPED = 130
 MOST_IN_A_LINE = 1000
@@ -62,4 +62,4 @@ def _with_short_words(line: str) -> str:
     """A command to copy stays whole: one of which a path is cut does something else, or nothing."""
     found = _COMMAND.search(line)
     end = found.start() if found is not None else len(line)
-    return re.sub(rf"\S{{{MOST_LETTERS},}}", lambda long: shorten(long[0]), line[:end]) + line[end:]
+    return re.sub(rf"\S{{{MAX_CHARACTERS},}}", lambda long: shorten(long[0]), line[:end]) + line[end:]

@@ -20,7 +20,7 @@ from torch.utils.data import (
     default_convert,
 )
 
-from evenstep.data.dataset import Collate, Picked, Source, open_source
+from evenstep.data.dataset import Collate, Source, SubsetSource, open_source
 from evenstep.data.iterable import Stream, is_stream
 from evenstep.errors import TaskError
 from evenstep.sampling import samplers
@@ -28,7 +28,7 @@ from evenstep.sampling.order import Order
 
 
 @dataclass(frozen=True)
-class Adopted:
+class AdaptedData:
     """The user's data, opened."""
 
     source: Source | Stream
@@ -50,23 +50,23 @@ class Adopted:
         return order.drop_last(batch) if self.drop_last else order
 
 
-def adopt(
+def adapt(
     data: Any, collate: Collate | None = None, sampler: Any = None, what: str = "train", *, shuffle: bool = True
-) -> Adopted:
+) -> AdaptedData:
     """Open `data`, whatever it is: `sampler` and `collate` go before those of a DataLoader, `shuffle` after them."""
     if isinstance(data, DataLoader):
         return _taken_apart(data, collate, sampler, what)
     if is_stream(data):
-        if sampler is not None and not isinstance(sampler, samplers.InOrder):
+        if sampler is not None and not isinstance(sampler, samplers.Sequential):
             raise TaskError(f"the {what} data is a stream, which comes in its own order; leave the sampler out")
-        return Adopted(Stream(data, collate, what), samplers.InOrder())
+        return AdaptedData(Stream(data, collate, what), samplers.Sequential())
     source = open_source(data, collate, what)
     if sampler is None:
-        return Adopted(source, samplers.Shuffled() if shuffle else samplers.InOrder())
-    return Adopted(source, as_sampler(sampler))
+        return AdaptedData(source, samplers.Shuffled() if shuffle else samplers.Sequential())
+    return AdaptedData(source, as_sampler(sampler))
 
 
-def _taken_apart(loader: DataLoader[Any], collate: Collate | None, sampler: Any, what: str) -> Adopted:
+def _taken_apart(loader: DataLoader[Any], collate: Collate | None, sampler: Any, what: str) -> AdaptedData:
     said = []
     batch, own_sampler = loader.batch_size, loader.sampler
     if loader.batch_size is None and type(loader.batch_sampler) is BatchSampler:
@@ -92,7 +92,7 @@ def _taken_apart(loader: DataLoader[Any], collate: Collate | None, sampler: Any,
         collate = loader.collate_fn
     if sampler is None and not is_stream(loader.dataset):
         sampler = own_sampler
-    inner = adopt(loader.dataset, collate, sampler, what)
+    inner = adapt(loader.dataset, collate, sampler, what)
     return replace(
         inner,
         batch=batch,
@@ -103,7 +103,7 @@ def _taken_apart(loader: DataLoader[Any], collate: Collate | None, sampler: Any,
     )
 
 
-def of_each_rank(adopted: Adopted, num_ranks: int) -> Adopted:
+def per_rank(adopted: AdaptedData, num_ranks: int) -> AdaptedData:
     """Data that differs between ranks, as one: each reads what it has, and all of it is used."""
     if isinstance(adopted.source, Stream):
         raise TaskError(
@@ -112,7 +112,7 @@ def of_each_rank(adopted: Adopted, num_ranks: int) -> Adopted:
         )
     ids = np.tile(np.arange(adopted.source.num_samples), num_ranks)
     return replace(
-        adopted, source=Picked(adopted.source, ids, "own"), sampler=samplers.OfEachRank(adopted.sampler, num_ranks)
+        adopted, source=SubsetSource(adopted.source, ids, "own"), sampler=samplers.PerRank(adopted.sampler, num_ranks)
     )
 
 
@@ -124,10 +124,10 @@ def as_sampler(given: Any) -> samplers.Sampler:
         raise TaskError("a BatchSampler was given as the sampler; give one that gives single ids: the batch is global")
     kind = type(given)
     if kind is SequentialSampler:
-        return samplers.InOrder()
+        return samplers.Sequential()
     if kind is DistributedSampler:
         # It would share out what is shared out already; its order is ours.
-        return samplers.Shuffled() if given.shuffle else samplers.InOrder()
+        return samplers.Shuffled() if given.shuffle else samplers.Sequential()
     if kind is RandomSampler:
         return _random(given)
     if kind is SubsetRandomSampler:
@@ -135,7 +135,7 @@ def as_sampler(given: Any) -> samplers.Sampler:
     if kind is WeightedRandomSampler:
         return samplers.Weighted(given.weights, given.num_samples, given.replacement)
     if isinstance(given, Sampler) or hasattr(given, "__iter__"):
-        return samplers.Own(given)
+        return samplers.Custom(given)
     raise TaskError(f"the sampler is a {kind.__name__}; give one of evenstep.samplers, or a torch Sampler")
 
 

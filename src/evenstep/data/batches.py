@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from evenstep.data.dataset import Augment, Source, Touch
+from evenstep.data.dataset import Augment, SampleTransform, Source
 from evenstep.data.nested import leaves, map_tensors
 from evenstep.distributed.world import World
 from evenstep.errors import TaskError
@@ -19,12 +19,12 @@ from evenstep.sampling.order import Order, Span, share
 from evenstep.sampling.rng import Ids
 from evenstep.task import Batch as Data
 
-MOST_HASHED = 1 << 20
+MAX_HASHED_BYTES = 1 << 20
 """Bytes of each tensor that a digest looks at."""
 
 
 @dataclass(frozen=True)
-class Cut:
+class BatchSplit:
     """How a global batch is cut up: which seats are this process's, and into how many micro-batches."""
 
     replicas: range
@@ -32,7 +32,7 @@ class Cut:
     accumulate: int
 
     @classmethod
-    def of(cls, world: World, accumulate: int) -> Cut:
+    def of(cls, world: World, accumulate: int) -> BatchSplit:
         return cls(world.replicas, world.num_replicas, accumulate)
 
     def places(self, num: int) -> list[list[range]]:
@@ -72,7 +72,7 @@ class HostMicroBatch:
 
 
 @dataclass(frozen=True)
-class Checked:
+class BatchDigests:
     """Names for what was read, for the ranks to compare; "" where there is nothing to say."""
 
     replicas: list[str]
@@ -90,12 +90,12 @@ class HostBatch:
     span: Span
     micro_batches: list[list[HostMicroBatch]]
     is_epoch_end: bool
-    checked: Checked | None = None
+    checked: BatchDigests | None = None
     """What the ranks compare, if they are to."""
 
 
 @dataclass(frozen=True)
-class Failure:
+class WorkerFailure:
     """What went wrong in a loader worker, in the words of the TaskError that the training process will raise."""
 
     message: str
@@ -115,14 +115,16 @@ def requests(order: Order, batch: int, epoch: int, start: int, num_checked: int)
 class Reader:
     """Reads requests, for each of this process's seats from its own source: the same one, or a copy on its device."""
 
-    def __init__(self, sources: list[Source], cut: Cut, seed: int, augment: Augment | None, pinned: bool) -> None:
+    def __init__(
+        self, sources: list[Source], cut: BatchSplit, seed: int, augment: Augment | None, pinned: bool
+    ) -> None:
         self._sources = sources
         self._cut = cut
         self._is_whole = cut.num_replicas == 1 and cut.accumulate == 1
         self._seed = seed
         self._augment = augment
         self._pinned = pinned
-        self._touch: tuple[int, Touch] | None = None
+        self._touch: tuple[int, SampleTransform] | None = None
 
     def read(self, request: Request) -> HostBatch:
         """The data of one step."""
@@ -139,17 +141,17 @@ class Reader:
         ]
         checked = None
         if request.is_checked:
-            checked = Checked(replica_digests(micro_batches), self._common(request, touch), digest(ids))
+            checked = BatchDigests(replica_digests(micro_batches), self._common(request, touch), digest(ids))
         return HostBatch(request.span, micro_batches, request.is_epoch_end, checked)
 
-    def read_in_worker(self, request: Request) -> HostBatch | Failure:
+    def read_in_worker(self, request: Request) -> HostBatch | WorkerFailure:
         """`read` in a loader worker: what is wrong with the data is said in the training process."""
         try:
             return sendable(self.read(request))
         except TaskError as error:
-            return Failure(str(error))
+            return WorkerFailure(str(error))
 
-    def _piece(self, source: Source, request: Request, places: range, touch: Touch) -> HostMicroBatch:
+    def _piece(self, source: Source, request: Request, places: range, touch: SampleTransform) -> HostMicroBatch:
         # A seat with nothing to do still runs one sample, which counts for nothing: collectives need every rank.
         read = slice(places.start, places.stop) if places else slice(1)
         data = None if request.is_checked else source.rows(request.ids[read], touch)
@@ -158,14 +160,14 @@ class Reader:
         own = slice(places.start, places.stop)
         return HostMicroBatch(data, request.ids[own], request.keys[own])
 
-    def _common(self, request: Request, touch: Touch) -> str:
+    def _common(self, request: Request, touch: SampleTransform) -> str:
         """A digest of a sample that every rank reads; empty if it is not the same when it is read twice."""
         once, again = (digest([self._sources[0].fetch(request.ids[:1], request.keys[:1], touch)]) for _ in range(2))
         return once if once == again else ""
 
-    def _touch_of(self, epoch: int) -> Touch:
+    def _touch_of(self, epoch: int) -> SampleTransform:
         if self._touch is None or self._touch[0] != epoch:
-            self._touch = (epoch, Touch(self._seed, epoch, self._augment))
+            self._touch = (epoch, SampleTransform(self._seed, epoch, self._augment))
         return self._touch[1]
 
 
@@ -178,13 +180,13 @@ def replica_digests(micro_batches: list[list[HostMicroBatch]]) -> list[str]:
     return [digest(data) if any(map(is_varied, data)) else "" for data in replicas]
 
 
-def sendable(batch: HostBatch) -> HostBatch | Failure:
+def sendable(batch: HostBatch) -> HostBatch | WorkerFailure:
     """The batch, if a loader worker can send it: torch's sender drops what it cannot pickle, and all would wait."""
     try:
         for micro_batch in (micro_batch for per_replica in batch.micro_batches for micro_batch in per_replica):
             pickle.dumps(map_tensors(micro_batch.data, _checked_tensor))
     except Exception as error:
-        return Failure(
+        return WorkerFailure(
             f"a batch cannot be sent from a loader worker: {type(error).__name__}: {error}; "
             "let the data be plain tensors, numbers and texts, or use --workers 0"
         )
@@ -202,10 +204,10 @@ def digest(data: Any) -> str:
     content = hashlib.blake2b(digest_size=8)
     for leaf in leaves(data):
         if isinstance(leaf, torch.Tensor) and leaf.layout is torch.strided:
-            flat = leaf.detach().cpu().contiguous().reshape(-1)[: MOST_HASHED // leaf.element_size()]
+            flat = leaf.detach().cpu().contiguous().reshape(-1)[: MAX_HASHED_BYTES // leaf.element_size()]
             content.update(flat.view(torch.uint8).numpy().tobytes() if len(flat) else b"")
         elif isinstance(leaf, np.ndarray | np.generic) and leaf.dtype != object:
-            content.update(np.ascontiguousarray(leaf).tobytes()[:MOST_HASHED])
+            content.update(np.ascontiguousarray(leaf).tobytes()[:MAX_HASHED_BYTES])
         elif leaf is None or isinstance(leaf, str | bytes | int | float):
             content.update(repr(leaf).encode())
         else:

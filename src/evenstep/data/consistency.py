@@ -13,7 +13,7 @@ from evenstep.sampling.order import Order, order_name
 _MEANT = "In a loop of your own, data that is meant to differ goes with team.loader(..., compare=False)"
 
 
-def check_apart(world: World, batch: Batch) -> None:
+def check_consistent(world: World, batch: Batch) -> None:
     """Raise TaskError, on every rank, if ranks read the same samples, or other data, or in another order.
 
     All ranks call this together.
@@ -36,7 +36,7 @@ def check_apart(world: World, batch: Batch) -> None:
     _refuse_same_data(told)
 
 
-def check_own_data(world: World, order: Order) -> None:
+def check_equal_lengths(world: World, order: Order) -> None:
     """Raise TaskError, on every rank, if data that is meant to differ does so in its number: ranks would part."""
     told = world.gather([order.lengths.rest, list(order.lengths.first)])
     for rank, lengths in enumerate(told):

@@ -15,7 +15,7 @@ from torch.utils.data import Subset, TensorDataset, default_collate
 
 from evenstep.data.nested import map_fields
 from evenstep.errors import TaskError
-from evenstep.sampling.rng import Ids, generator_states, is_same_state, restore_generators, seed_host, stream
+from evenstep.sampling.rng import Ids, derive_seed, is_same_state, restore_rng_states, rng_states, seed_host
 from evenstep.task import Batch, describe
 
 Collate = Callable[[list[Any]], Batch]
@@ -23,7 +23,7 @@ Augment = Callable[[Any, torch.Generator], Any]
 Read = Callable[[list[int]], Iterator[Any]]
 
 
-class Touch:
+class SampleTransform:
     """What is done with each sample of an epoch: draws depend on (seed, epoch, key), and then it is augmented.
 
     The key is the sample's id; where a sampler repeats samples it is the place in the epoch, so that a sample that
@@ -39,7 +39,7 @@ class Touch:
     def begin(self, key: int, what: str = "data") -> None:
         """Seed what the user's code may draw from while it makes this sample."""
         seed, epoch = self._where
-        seed_host(stream(seed, what, epoch, key))
+        seed_host(derive_seed(seed, what, epoch, key))
 
     def change(self, sample: Any, id_: int, key: int) -> Any:
         """The augmented sample."""
@@ -47,7 +47,7 @@ class Touch:
             return sample
         seed, epoch = self._where
         try:
-            return self._augment(sample, self._generator.manual_seed(stream(seed, "augment", epoch, key)))
+            return self._augment(sample, self._generator.manual_seed(derive_seed(seed, "augment", epoch, key)))
         except (Exception, SystemExit) as error:
             raise TaskError(f"sample {id_} cannot be augmented: {describe(error)}") from error
 
@@ -68,23 +68,23 @@ class PerSample:
         self._draws = not can_read_again
         self._reads_draw = can_read_again
 
-    def make(self, ids: Ids, keys: Ids, touch: Touch | None) -> Batch:
+    def make(self, ids: Ids, keys: Ids, touch: SampleTransform | None) -> Batch:
         """A batch of these samples."""
         runs_code = self._reads_draw or self._collate is not None or (touch is not None and touch.augments)
         if touch is None or not runs_code:
             return collated(list(self._read(ids.tolist())), ids, self._collate)
-        before = generator_states()
+        before = rng_states()
         if not self._draws:
             batch = self._made(ids, keys.tolist(), touch, seeds=False)
-            if is_same_state(before, generator_states()):
+            if is_same_state(before, rng_states()):
                 return batch
             self._draws = True
         try:
             return self._made(ids, keys.tolist(), touch, seeds=True)
         finally:
-            restore_generators(before)
+            restore_rng_states(before)
 
-    def _made(self, ids: Ids, keys: list[int], touch: Touch, seeds: bool) -> Batch:
+    def _made(self, ids: Ids, keys: list[int], touch: SampleTransform, seeds: bool) -> Batch:
         if not seeds and not touch.augments:
             return collated(list(self._read(ids.tolist())), ids, self._collate)
         if seeds:
@@ -143,10 +143,12 @@ class Source(Protocol):
     def is_slow(self, augments: bool) -> bool:
         """Whether Python runs for every sample, so that worker processes are of use."""
 
-    def fetch(self, ids: Ids, keys: Ids | None = None, touch: Touch | None = None, pinned: bool = False) -> Batch:
+    def fetch(
+        self, ids: Ids, keys: Ids | None = None, touch: SampleTransform | None = None, pinned: bool = False
+    ) -> Batch:
         """The samples as one batch; `keys` are what their draws depend on."""
 
-    def rows(self, ids: Ids, touch: Touch) -> Rows | None:
+    def rows(self, ids: Ids, touch: SampleTransform) -> Rows | None:
         """The samples, to be gathered later; None if they cannot be."""
 
     def check_length(self) -> None:
@@ -162,7 +164,7 @@ def open_source(data: Any, collate: Collate | None, what: str = "train") -> Sour
         data = data.tensors
     source: Source
     if type(data) is Subset:
-        source = Picked(open_source(data.dataset, collate, what), data.indices, what)
+        source = SubsetSource(open_source(data.dataset, collate, what), data.indices, what)
     elif _columns(data, what) is not None:
         source = Table(data, collate, what)
     else:
@@ -240,12 +242,14 @@ class Table:
     def is_slow(self, augments: bool) -> bool:
         return augments or self._collate is not None
 
-    def rows(self, ids: Ids, touch: Touch) -> Rows | None:
+    def rows(self, ids: Ids, touch: SampleTransform) -> Rows | None:
         if self._collate is not None or touch.augments or not self._is_plain_gpu:
             return None
         return Rows(self._data, ids, self._device)
 
-    def fetch(self, ids: Ids, keys: Ids | None = None, touch: Touch | None = None, pinned: bool = False) -> Batch:
+    def fetch(
+        self, ids: Ids, keys: Ids | None = None, touch: SampleTransform | None = None, pinned: bool = False
+    ) -> Batch:
         if self._collate is None and (touch is None or not touch.augments):
             index = torch.from_numpy(ids)
             if self._selects is not None and not pinned:
@@ -308,10 +312,12 @@ class Samples:
                 "a dataset must not grow or shrink while it is trained on"
             )
 
-    def fetch(self, ids: Ids, keys: Ids | None = None, touch: Touch | None = None, pinned: bool = False) -> Batch:
+    def fetch(
+        self, ids: Ids, keys: Ids | None = None, touch: SampleTransform | None = None, pinned: bool = False
+    ) -> Batch:
         return self._rows.make(ids, ids if keys is None else keys, touch)
 
-    def rows(self, ids: Ids, touch: Touch) -> None:
+    def rows(self, ids: Ids, touch: SampleTransform) -> None:
         return None
 
     def on(self, device: torch.device) -> Samples:
@@ -339,7 +345,7 @@ class Samples:
         return samples
 
 
-class Picked:
+class SubsetSource:
     """Some samples of another source: what torch's Subset and random_split make."""
 
     def __init__(self, source: Source, indices: Any, what: str) -> None:
@@ -353,18 +359,20 @@ class Picked:
     def is_slow(self, augments: bool) -> bool:
         return self._source.is_slow(augments)
 
-    def fetch(self, ids: Ids, keys: Ids | None = None, touch: Touch | None = None, pinned: bool = False) -> Batch:
+    def fetch(
+        self, ids: Ids, keys: Ids | None = None, touch: SampleTransform | None = None, pinned: bool = False
+    ) -> Batch:
         return self._source.fetch(self._indices[ids], ids if keys is None else keys, touch, pinned)
 
-    def rows(self, ids: Ids, touch: Touch) -> Rows | None:
+    def rows(self, ids: Ids, touch: SampleTransform) -> Rows | None:
         return self._source.rows(self._indices[ids], touch)
 
     def check_length(self) -> None:
         self._source.check_length()
 
-    def on(self, device: torch.device) -> Picked:
+    def on(self, device: torch.device) -> SubsetSource:
         """The same samples, in the device's memory."""
-        return Picked(self._source.on(device), self._indices, "resident")
+        return SubsetSource(self._source.on(device), self._indices, "resident")
 
 
 def _check_type(column: Any, what: str) -> None:

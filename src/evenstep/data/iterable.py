@@ -15,11 +15,20 @@ from typing import Any
 import numpy as np
 from torch.utils.data import IterableDataset
 
-from evenstep.data.batches import Checked, Cut, Failure, HostBatch, HostMicroBatch, digest, replica_digests, sendable
-from evenstep.data.dataset import Augment, Collate, PerSample, Touch
+from evenstep.data.batches import (
+    BatchDigests,
+    BatchSplit,
+    HostBatch,
+    HostMicroBatch,
+    WorkerFailure,
+    digest,
+    replica_digests,
+    sendable,
+)
+from evenstep.data.dataset import Augment, Collate, PerSample, SampleTransform
 from evenstep.errors import TaskError
 from evenstep.sampling.order import Span
-from evenstep.sampling.rng import Ids, OwnDraws, stream
+from evenstep.sampling.rng import Ids, IsolatedRng, derive_seed
 from evenstep.task import describe
 
 SKIPPED_AT_ONCE = 1000
@@ -34,7 +43,7 @@ def is_stream(data: Any) -> bool:
 class StreamPart:
     """An epoch of a stream from a place on, and what is made of it."""
 
-    cut: Cut
+    cut: BatchSplit
     batch: int
     seed: int
     augment: Augment | None
@@ -59,7 +68,7 @@ class Stream:
         self._kept = PerSample(self._pick, collate, can_read_again=False)
         self._held: tuple[int, list[Any]] = (0, [])
 
-    def first(self, num: int, touch: Touch) -> tuple[Any, Ids]:
+    def first(self, num: int, touch: SampleTransform) -> tuple[Any, Ids]:
         """A batch of the first few samples, and their ids."""
         samples = self._opened(0, 0).take(num)
         self._held = (0, samples)
@@ -70,12 +79,12 @@ class Stream:
         """An epoch, at its start, with a first sample in it."""
         if hasattr(self._data, "set_epoch"):
             self._data.set_epoch(epoch)
-        return _Opened(self._data, stream(seed, "stream", epoch), self._what)
+        return _Opened(self._data, derive_seed(seed, "stream", epoch), self._what)
 
     def batches(self, part: StreamPart, reader: int = 0, num_readers: int = 1) -> Iterator[HostBatch]:
         """The steps of a part, of which reader `reader` makes every `num_readers`th."""
         opened = self._opened(part.seed, part.epoch)
-        touch = Touch(part.seed, part.epoch, part.augment)
+        touch = SampleTransform(part.seed, part.epoch, part.augment)
         opened.skip(part.start)
         # The last step of an epoch must know that it is the last: that no sample follows, or no whole batch.
         ahead = part.batch if part.drop_last else 1
@@ -105,7 +114,13 @@ class Stream:
             )
 
     def _cut(
-        self, part: StreamPart, samples: list[Any], span: Span, touch: Touch, is_epoch_end: bool, is_checked: bool
+        self,
+        part: StreamPart,
+        samples: list[Any],
+        span: Span,
+        touch: SampleTransform,
+        is_epoch_end: bool,
+        is_checked: bool,
     ) -> HostBatch:
         # Before the user's code can change the samples in place.
         common = digest(samples) if is_checked else ""
@@ -113,10 +128,10 @@ class Stream:
             [self._piece(samples, span, places, touch) for places in replicas]
             for replicas in part.cut.places(len(samples))
         ]
-        checked = Checked(replica_digests(micro_batches), common, "") if is_checked else None
+        checked = BatchDigests(replica_digests(micro_batches), common, "") if is_checked else None
         return HostBatch(span, micro_batches, is_epoch_end, checked)
 
-    def _piece(self, samples: list[Any], span: Span, places: range, touch: Touch) -> HostMicroBatch:
+    def _piece(self, samples: list[Any], span: Span, places: range, touch: SampleTransform) -> HostMicroBatch:
         ids = span.start + np.arange(places.start, places.stop)
         read = ids if len(ids) else np.array([span.start])
         self._held = (span.start, samples)
@@ -133,7 +148,7 @@ class _Opened:
     def __init__(self, data: Iterable[Any], seed: int, what: str) -> None:
         self._data = data
         self._what = what
-        self._draws = OwnDraws(seed)
+        self._draws = IsolatedRng(seed)
         self._place = 0
         self._iterator: Iterator[Any] | None = None
 
@@ -160,7 +175,7 @@ class _Opened:
             num -= len(self.take(min(num, SKIPPED_AT_ONCE))) or num
 
 
-class InWorkers(IterableDataset[Any]):
+class StreamInWorkers(IterableDataset[Any]):
     """A stream as loader workers read it: each makes every n-th batch, and they come back in turn."""
 
     def __init__(self, stream: Stream, part: StreamPart) -> None:
@@ -168,7 +183,7 @@ class InWorkers(IterableDataset[Any]):
         self._stream = stream
         self._part = part
 
-    def __iter__(self) -> Iterator[HostBatch | Failure]:
+    def __iter__(self) -> Iterator[HostBatch | WorkerFailure]:
         from torch.utils.data._utils import worker
 
         info = worker.get_worker_info()
@@ -179,4 +194,4 @@ class InWorkers(IterableDataset[Any]):
             for batch in self._stream.batches(self._part, info.id, info.num_workers):
                 yield sendable(batch)
         except TaskError as error:
-            yield Failure(str(error))
+            yield WorkerFailure(str(error))

@@ -11,26 +11,26 @@ from typing import Any
 import numpy as np
 import torch
 
-from evenstep.data.batches import Checked, Cut, HostBatch, HostMicroBatch
+from evenstep.data.batches import BatchDigests, BatchSplit, HostBatch, HostMicroBatch
 from evenstep.data.dataset import Rows, Source, no_rows
 from evenstep.data.iterable import Stream
 from evenstep.data.nested import map_tensors
 from evenstep.data.prefetch import (
-    MOST_WORKERS,
+    MAX_WORKERS,
     NOT_RESIDENT,
-    Ahead,
     GpuCopy,
+    LoaderOptions,
     Passes,
-    Reading,
-    as_it_is,
+    Prefetcher,
     can_be_resident,
     choose_workers,
+    unchanged,
 )
 from evenstep.distributed.world import World
 from evenstep.errors import PlanError
 from evenstep.sampling.order import Lengths, Order, Span, lengths_of, order_name
-from evenstep.sampling.rng import Draws, Ids, left_alone
-from evenstep.sampling.samplers import InOrder, OfEachRank, Sampler, Subset
+from evenstep.sampling.rng import Draws, Ids, fork_rng
+from evenstep.sampling.samplers import PerRank, Sampler, Sequential, Subset
 from evenstep.task import Batch as Data
 
 Change = Callable[[Data, Draws], Data]
@@ -72,7 +72,7 @@ class Batch:
     micro_batches: list[list[MicroBatch]]
     loader: Loader
     is_epoch_end: bool
-    checked: Checked | None
+    checked: BatchDigests | None
     is_finished: bool = False
 
     @property
@@ -98,9 +98,14 @@ class Loader:
     """Iterates over what is left of the current epoch; the next iteration is the next epoch."""
 
     def __init__(
-        self, source: Source | Stream, order: Order | None, world: World, batch: int, reading: Reading | None = None
+        self,
+        source: Source | Stream,
+        order: Order | None,
+        world: World,
+        batch: int,
+        reading: LoaderOptions | None = None,
     ) -> None:
-        reading = reading or Reading()
+        reading = reading or LoaderOptions()
         if batch < 1 or reading.accumulate < 1:
             raise PlanError(f"batch is {batch} and accumulate {reading.accumulate}; both are whole numbers from 1 up")
         self.position = 0
@@ -114,13 +119,13 @@ class Loader:
         self._world = world
         self._batch = batch
         self._reading = reading
-        self._cut = Cut.of(world, reading.accumulate)
+        self._cut = BatchSplit.of(world, reading.accumulate)
         self._left_to_check = NUM_CHECKED if reading.compare and world.num_replicas > 1 else 0
         is_slow = isinstance(source, Stream) or source.is_slow(reading.augment is not None)
         # Every worker goes through the whole stream: more of them than one do not make it come faster.
-        most = 1 if isinstance(source, Stream) else MOST_WORKERS
+        most = 1 if isinstance(source, Stream) else MAX_WORKERS
         self._num_workers = choose_workers(reading.workers, is_slow, world.size, most)
-        self._stays = reading.fit is as_it_is and all(device.type == "cpu" for device in world.devices)
+        self._stays = reading.fit is unchanged and all(device.type == "cpu" for device in world.devices)
         on_gpus = all(device.type == "cuda" for device in world.devices)
         is_there = reading.resident or (not isinstance(source, Stream) and source.is_on_gpu)
         # A dataset that may draw at random is not read beside a training that draws.
@@ -130,7 +135,7 @@ class Loader:
         self._sources = self._placed()
         self._training = self._passes(order, reading)
         self._whole: Passes | None = None
-        self._ahead: Ahead[Any] | None = None
+        self._ahead: Prefetcher[Any] | None = None
 
     @property
     def epoch(self) -> int:
@@ -176,7 +181,7 @@ class Loader:
         source = self._source if isinstance(self._source, Stream) else self._sources
         # In this process: no loader worker is started for one batch.
         passes = Passes(source, self.order, self._cut, self._batch, self._reading, num_workers=0, pinned=False)
-        with left_alone():
+        with fork_rng():
             host = next(iter(passes.begin(*self.lengths.locate(self.position), num_checked=0)))
             batch = self._made(host, self._moved, self._reading.augment_batch)
         return batch.micro_batches[0][0].inputs
@@ -228,7 +233,7 @@ class Loader:
             if batch.is_epoch_end and self.order is None:
                 self.lengths = replace(self.lengths, first=(*self.lengths.first, batch.span.stop))
 
-    def _passes(self, order: Order | None, reading: Reading) -> Passes:
+    def _passes(self, order: Order | None, reading: LoaderOptions) -> Passes:
         source = self._source if isinstance(self._source, Stream) else self._sources
         pinned = bool(self._copies) and not self._num_workers
         return Passes(source, order, self._cut, self._batch, reading, self._num_workers, pinned)
@@ -236,9 +241,9 @@ class Loader:
     def _in_order(self) -> Order | None:
         if self.order is None or self.num_samples is None:
             return None
-        sampler: Sampler = InOrder() if self.order.members is None else Subset(self.order.members, shuffle=False)
+        sampler: Sampler = Sequential() if self.order.members is None else Subset(self.order.members, shuffle=False)
         if self.order.num_ranks > 1:
-            sampler = OfEachRank(sampler, self.order.num_ranks)
+            sampler = PerRank(sampler, self.order.num_ranks)
         return sampler.order(self.num_samples, self._reading.seed, self._batch)
 
     def _delivered(self, batches: Iterator[HostBatch], change: Change | None) -> Generator[Batch]:
@@ -247,7 +252,7 @@ class Loader:
             for host in batches:
                 yield self._made(host, self._moved, change)
             return
-        self._ahead = Ahead(batches, self._sent)
+        self._ahead = Prefetcher(batches, self._sent)
         with closing(self._ahead.made()) as sent:
             for host, events in sent:
                 for event, device in zip(events, self._copies, strict=True):
@@ -290,7 +295,7 @@ class Loader:
             made = []
             for micro_batch, device in zip(per_replica, self._world.devices, strict=True):
                 rows = micro_batch.data if isinstance(micro_batch.data, Rows) else None
-                if rows is not None and rows.device == device and change is None and self._reading.fit is as_it_is:
+                if rows is not None and rows.device == device and change is None and self._reading.fit is unchanged:
                     made.append(MicroBatch(None, micro_batch.ids, len(micro_batch.ids), rows))
                     continue
                 data = place(micro_batch if rows is None else replace(micro_batch, data=rows.fetch()), device)

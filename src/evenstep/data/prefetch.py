@@ -21,9 +21,9 @@ from typing import Any, Generic, TypeVar
 import torch
 from torch.utils.data import DataLoader, Dataset, Sampler, get_worker_info
 
-from evenstep.data.batches import Cut, Failure, HostBatch, Reader, Request, requests
+from evenstep.data.batches import BatchSplit, HostBatch, Reader, Request, WorkerFailure, requests
 from evenstep.data.dataset import Augment, Source
-from evenstep.data.iterable import InWorkers, Stream, StreamPart
+from evenstep.data.iterable import Stream, StreamInWorkers, StreamPart
 from evenstep.distributed.devices import num_cores
 from evenstep.distributed.process import die_with, set_process_name
 from evenstep.distributed.temporary import make_socket_folder
@@ -33,12 +33,12 @@ from evenstep.sampling.rng import Draws
 from evenstep.task import Batch as Data
 
 T = TypeVar("T")
-AHEAD = 2
+PREFETCH_FACTOR = 2
 """Batches that each worker, and the thread, may be ahead of the training."""
-MOST_WORKERS = 4
+MAX_WORKERS = 4
 
 
-def choose_workers(workers: int | None, is_slow: bool, num_processes: int, most: int = MOST_WORKERS) -> int:
+def choose_workers(workers: int | None, is_slow: bool, num_processes: int, most: int = MAX_WORKERS) -> int:
     """Loader workers of one process: as many as asked for; else one for each core that the training leaves free."""
     if not is_slow:
         return 0
@@ -50,7 +50,7 @@ def choose_workers(workers: int | None, is_slow: bool, num_processes: int, most:
 class Pool:
     """Worker processes that read requests; they stay from epoch to epoch."""
 
-    def __init__(self, reader: Reader, num_workers: int, begin: Begin) -> None:
+    def __init__(self, reader: Reader, num_workers: int, begin: WorkerInit) -> None:
         self._queue = _Queue()
         self._loader = _made(_Readable(reader), num_workers, begin, sampler=self._queue, persistent_workers=True)
         self._iterator: Any = None
@@ -76,7 +76,7 @@ class Pool:
             self._iterator = None
 
 
-def read_stream(stream: InWorkers, num_workers: int, begin: Begin) -> Generator[HostBatch]:
+def read_stream(stream: StreamInWorkers, num_workers: int, begin: WorkerInit) -> Generator[HostBatch]:
     """An epoch of a stream, read by worker processes that end with it."""
     iterator = _begun(_made(stream, num_workers, begin))
     try:
@@ -85,14 +85,14 @@ def read_stream(stream: InWorkers, num_workers: int, begin: Begin) -> Generator[
         _end(iterator)
 
 
-def _made(data: Dataset[Any], num_workers: int, begin: Begin, **how: Any) -> DataLoader[Any]:
+def _made(data: Dataset[Any], num_workers: int, begin: WorkerInit, **how: Any) -> DataLoader[Any]:
     make_socket_folder()
     with _decided():
         return DataLoader(
             data,
             batch_size=None,
             num_workers=num_workers,
-            prefetch_factor=AHEAD,
+            prefetch_factor=PREFETCH_FACTOR,
             worker_init_fn=begin,
             generator=torch.Generator(),  # not the one that the training draws from
             collate_fn=_as_it_is,
@@ -144,23 +144,23 @@ def _end(iterator: Any) -> None:
         worker.kill()
 
 
-def is_worker_end(error: BaseException) -> bool:
+def is_worker_death(error: BaseException) -> bool:
     """Whether torch says that a loader worker died; it may say so anywhere in the training process's main thread."""
     return isinstance(error, RuntimeError) and str(error).startswith("DataLoader worker")
 
 
 @contextmanager
-def worker_ends_told() -> Iterator[None]:
+def explain_worker_death() -> Iterator[None]:
     """Around all that a training's main thread does: torch raises there when a worker dies, in whatever line it is."""
     try:
         yield
     except RuntimeError as error:
-        if is_worker_end(error):
-            raise worker_end(error) from error
+        if is_worker_death(error):
+            raise worker_death_error(error) from error
         raise
 
 
-def worker_end(error: BaseException) -> TrainingError:
+def worker_death_error(error: BaseException) -> TrainingError:
     """The same, with what to do."""
     first = (str(error) or type(error).__name__).splitlines()[0]
     return TrainingError(
@@ -169,19 +169,19 @@ def worker_end(error: BaseException) -> TrainingError:
     )
 
 
-def _opened(batches: Iterator[HostBatch | Failure]) -> Iterator[HostBatch]:
+def _opened(batches: Iterator[HostBatch | WorkerFailure]) -> Iterator[HostBatch]:
     while True:
         try:
             batch = next(batches, None)
         except (RuntimeError, ConnectionError, EOFError) as error:
             # A worker that dies while it sends is seen as a broken connection before it is seen to be dead.
-            if isinstance(error, RuntimeError) and not is_worker_end(error):
+            if isinstance(error, RuntimeError) and not is_worker_death(error):
                 raise
             _end(batches)
-            raise worker_end(error) from error
+            raise worker_death_error(error) from error
         if batch is None:
             return
-        if isinstance(batch, Failure):
+        if isinstance(batch, WorkerFailure):
             raise TaskError(batch.message)
         yield batch
 
@@ -194,7 +194,7 @@ class _Readable(Dataset[Any]):
     def __init__(self, reader: Reader) -> None:
         self._reader = reader
 
-    def __getitem__(self, request: Request) -> HostBatch | Failure:
+    def __getitem__(self, request: Request) -> HostBatch | WorkerFailure:
         return self._reader.read_in_worker(request)
 
 
@@ -207,7 +207,7 @@ class _Queue(Sampler[Any]):
         return iter(self.requests)
 
 
-class Begin:
+class WorkerInit:
     """The first lines of a loader worker: it goes when its training process goes, and leaves signals to that one."""
 
     def __init__(self, init: Callable[[int], None] | None, dataset: Any) -> None:
@@ -229,13 +229,13 @@ class Begin:
             self._init(number)
 
 
-class Ahead(Generic[T]):
+class Prefetcher(Generic[T]):
     """Does `make` for the next few items in a thread, while the training computes."""
 
     def __init__(self, items: Iterator[Any], make: Callable[[Any], T]) -> None:
         self._items = items
         self._make = make
-        self._ready: queue.Queue[tuple[T | None, BaseException | None]] = queue.Queue(AHEAD)
+        self._ready: queue.Queue[tuple[T | None, BaseException | None]] = queue.Queue(PREFETCH_FACTOR)
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._work, daemon=True, name="evenstep-ahead")
         self._thread.start()
@@ -324,12 +324,12 @@ def can_be_resident(source: Source | Stream, augments: bool) -> bool:
     return not isinstance(source, Stream) and not source.is_slow(augments)
 
 
-def as_it_is(tensor: torch.Tensor) -> torch.Tensor:
+def unchanged(tensor: torch.Tensor) -> torch.Tensor:
     return tensor
 
 
 @dataclass(frozen=True)
-class Reading:
+class LoaderOptions:
     """How samples are read and made ready."""
 
     seed: int = 0
@@ -347,7 +347,7 @@ class Reading:
     """Whether the data lives in the memory of the devices."""
     compare: bool = True
     """Whether the ranks compare what they read in the first batches."""
-    fit: Callable[[torch.Tensor], torch.Tensor] = as_it_is
+    fit: Callable[[torch.Tensor], torch.Tensor] = unchanged
     """The last change of a tensor on its device: its type, say."""
 
 
@@ -358,9 +358,9 @@ class Passes:
         self,
         source: Stream | list[Source],
         order: Order | None,
-        cut: Cut,
+        cut: BatchSplit,
         batch: int,
-        reading: Reading,
+        reading: LoaderOptions,
         num_workers: int,
         pinned: bool,
     ) -> None:
@@ -369,7 +369,7 @@ class Passes:
         self._batch = batch
         self._reading = reading
         self._num_workers = num_workers
-        self._begin = Begin(reading.worker_init, reading.dataset)
+        self._begin = WorkerInit(reading.worker_init, reading.dataset)
         self._source = source
         self._reader = None
         if not isinstance(source, Stream):
@@ -398,7 +398,7 @@ class Passes:
         if not self._num_workers:
             return stream.batches(part)
         self.close()
-        self._stream = read_stream(InWorkers(stream, part), self._num_workers, self._begin)
+        self._stream = read_stream(StreamInWorkers(stream, part), self._num_workers, self._begin)
         return self._stream  # type: ignore[no-any-return]
 
     def close(self) -> None:

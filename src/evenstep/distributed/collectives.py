@@ -25,7 +25,7 @@ from evenstep.distributed.shm.allreduce import stores_are_ordered
 from evenstep.distributed.shm.segment import Gather, Shared, share
 from evenstep.distributed.world import World
 from evenstep.errors import TrainingError
-from evenstep.task import is_users
+from evenstep.task import is_user_code
 
 DEPTH = 1024
 """Entries of a rank that are kept: the host of a GPU may be a whole step ahead of another one."""
@@ -157,8 +157,8 @@ def _what(name: str, arguments: tuple[Any, ...], options: dict[str, Any]) -> str
 
 def _users_line() -> str:
     frame = sys._getframe(2)
-    while frame.f_back is not None and not is_users(frame.f_code.co_filename):
+    while frame.f_back is not None and not is_user_code(frame.f_code.co_filename):
         frame = frame.f_back
-    is_found = is_users(frame.f_code.co_filename)
+    is_found = is_user_code(frame.f_code.co_filename)
     # The end of a long path is what tells files apart, and the message has room for so much.
     return f"{frame.f_code.co_filename[-LONGEST // 2 :]}:{frame.f_lineno}" if is_found else "evenstep's own line"

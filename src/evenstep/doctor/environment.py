@@ -92,7 +92,7 @@ LISTED = re.compile(
     r"|(MASTER_ADDR|MASTER_PORT|RANK|WORLD_SIZE|LOCAL_RANK|LOCAL_WORLD_SIZE|USE_LIBUV|LD_PRELOAD)$"
 )
 SECRET = re.compile(r"TOKEN|SECRET|KEY|PASS|CREDENTIAL", re.IGNORECASE)
-MOST_LETTERS = 60
+MAX_CHARACTERS = 60
 OWN = {("TORCH_CPP_LOG_LEVEL", "ERROR")}
 """Set by evenstep itself, for runs on many machines."""
 ON = ("1", "true", "yes", "on", "y", "t")
@@ -136,7 +136,7 @@ def shown(name: str, value: str) -> str:
     """A value that may be printed: short, and nothing that its name says is a secret."""
     if SECRET.search(name):
         return "(not shown)"
-    return value or "''" if len(value) <= MOST_LETTERS else f"{value[: MOST_LETTERS - 3]}..."
+    return value or "''" if len(value) <= MAX_CHARACTERS else f"{value[: MAX_CHARACTERS - 3]}..."
 
 
 def left_ranks(environment: Mapping[str, str]) -> list[Finding]:

@@ -23,7 +23,7 @@ from evenstep.worker.main import write_report
 
 Settings = Mapping[str, str | None]
 """Environment variables for a trial; None: it is not set."""
-MOST_LETTERS = 300
+MAX_CHARACTERS = 300
 ENFORCED = re.compile(r"\[(enforce fail at )?/[^]]*\]\s*(ifa != nullptr\. )?")
 """Where in gloo's sources it noticed: no help to a reader here."""
 
@@ -124,7 +124,7 @@ def shortened(message: str) -> str:
     """An error of torch's in a line: NCCL says what happened at its very end, others at the beginning."""
     _, _, last = message.partition("Last error:")
     line = (ENFORCED.sub("", last or message).strip() or "no reason given").splitlines()[0]
-    return line if len(line) <= MOST_LETTERS else f"{line[: MOST_LETTERS - 3]}..."
+    return line if len(line) <= MAX_CHARACTERS else f"{line[: MAX_CHARACTERS - 3]}..."
 
 
 def perform(logs: str, function: Callable[..., Mapping[str, Any]], arguments: tuple[Any, ...], given: Settings) -> None:

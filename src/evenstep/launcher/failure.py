@@ -17,7 +17,7 @@ from evenstep.launcher.fork_server import server_lost
 from evenstep.launcher.hang import crashed_thread
 from evenstep.launcher.logs import end_of, ranks_in_words
 from evenstep.record import FILE
-from evenstep.task import is_users
+from evenstep.task import is_user_code
 
 MOST_LINES = 15
 MAX_MESSAGE_LINES = 4
@@ -136,7 +136,7 @@ def _crash_frames(logs: Path, rank: int) -> list[str]:
     """Where C was when the process died of a signal: the user's own line first."""
     file = logs / f"rank{rank}.crash"
     frames = crashed_thread(file.read_text(errors="replace")) if file.exists() else []
-    own = [frame for frame in frames if is_users(frame.file)][:2]
+    own = [frame for frame in frames if is_user_code(frame.file)][:2]
     said = end_of(logs / f"rank{rank}.err")
     # C++ says what it could not handle before it aborts.
     what = [line.strip() for line in said.splitlines() if "what():" in line or "terminate called" in line][-2:]

@@ -32,7 +32,7 @@ from evenstep.distributed.world import HEARTBEATS
 from evenstep.errors import Stalled
 from evenstep.launcher.logs import ranks_in_words
 from evenstep.launcher.processes import send, send_to_main_thread
-from evenstep.task import is_users
+from evenstep.task import is_user_code
 from evenstep.worker import user_program
 
 LEAST_SECONDS = 120.0
@@ -190,7 +190,7 @@ class RankSnapshot:
     @property
     def collective(self) -> str | None:
         """The collective that the user's own code is in, as it calls it: engines such as fsdp go through several."""
-        inner = list(takewhile(lambda frame: not is_users(frame.file), self.frames))
+        inner = list(takewhile(lambda frame: not is_user_code(frame.file), self.frames))
         calls = [frame.name for frame in inner if frame.is_collective]
         named = [frame.name for frame in inner if frame.is_collective and frame.file.endswith("distributed_c10d.py")]
         return next(iter([*reversed(named), *reversed(calls)]), None)
@@ -198,7 +198,7 @@ class RankSnapshot:
     @property
     def is_waiting(self) -> bool:
         """Whether it waits for others, as far as can be seen."""
-        if self.frames and is_users(self.frames[0].file):
+        if self.frames and is_user_code(self.frames[0].file):
             return False
         is_in_engine = bool(self.frames) and "torch/autograd/" in self.frames[0].file
         return self.collective is not None or self.heartbeat.phase == BACKWARD or is_in_engine
@@ -378,7 +378,7 @@ def crashed_thread(dump: str) -> list[Frame]:
 
 
 def _users_frame(frames: Sequence[Frame]) -> Frame | None:
-    return next((frame for frame in frames if is_users(frame.file)), None)
+    return next((frame for frame in frames if is_user_code(frame.file)), None)
 
 
 def _frames(text: str) -> list[Frame]:

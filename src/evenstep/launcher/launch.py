@@ -23,7 +23,7 @@ from typing import Any, Union
 import torch
 
 from evenstep.checkpoint import files
-from evenstep.data.prefetch import worker_ends_told
+from evenstep.data.prefetch import explain_worker_death
 from evenstep.distributed.process import read_rank
 from evenstep.errors import CheckpointError, EvenstepError, PlanError, Preempted
 from evenstep.launcher.failure import cause, report, stopped_where
@@ -183,7 +183,7 @@ def watch(ready: Ready, progress: bool, is_command: bool = False) -> Record:
             events = run(ready, is_command)
             if prepared.plan.profile is not None and ready.is_first:
                 events = with_trace(events, prepared.folder)
-            with worker_ends_told():
+            with explain_worker_death():
                 for event in events:
                     shown.show(event)
         except KeyboardInterrupt:

@@ -18,9 +18,9 @@ from torch import nn
 from torch.optim.lr_scheduler import LRScheduler
 
 from evenstep.checkpoint import files
-from evenstep.checkpoint.state import check_foreign, refuse_difference
-from evenstep.data.adapt import Adopted
-from evenstep.data.dataset import Source, Touch
+from evenstep.checkpoint.state import check_weights, refuse_difference
+from evenstep.data.adapt import AdaptedData
+from evenstep.data.dataset import SampleTransform, Source
 from evenstep.data.iterable import Stream
 from evenstep.data.loader import MicroBatch
 from evenstep.data.nested import map_tensors
@@ -53,7 +53,7 @@ class SampleBatch:
     ids: Ids
 
 
-def sample_batch(source: Source | Stream, touch: Touch, most: int = 4) -> SampleBatch:
+def sample_batch(source: Source | Stream, touch: SampleTransform, most: int = 4) -> SampleBatch:
     """The first samples of a stream; of other data the first ones, the one in the middle and the last."""
     if isinstance(source, Stream):
         return SampleBatch(*source.first(most, touch))
@@ -179,7 +179,7 @@ MADE_BY_TASK = (
 """Fields of a Task, what their functions make, and what these are called with."""
 
 
-def probe(plan: Plan, task: Task, train: Adopted, valid: Adopted | None, order: Order | None) -> None:
+def probe(plan: Plan, task: Task, train: AdaptedData, valid: AdaptedData | None, order: Order | None) -> None:
     """Check data, model, loss and metrics against the plan; `order` is that of the training samples."""
     _check_makers(task)
     source = train.source
@@ -199,9 +199,9 @@ def probe(plan: Plan, task: Task, train: Adopted, valid: Adopted | None, order: 
         _check_optimizer(task, skeleton)
         _check_resumes(plan, skeleton, source, order)
     num_parameters = sum(weight.numel() for weight in skeleton.parameters()) if skeleton is not None else 0
-    touch = Touch(plan.seed, 0, task.augment)
+    touch = SampleTransform(plan.seed, 0, task.augment)
     few = sample_batch(source, touch)
-    few_valid = sample_batch(valid.source, Touch(plan.seed, 0)) if valid is not None else None
+    few_valid = sample_batch(valid.source, SampleTransform(plan.seed, 0)) if valid is not None else None
     # A larger model is tried by the workers themselves.
     if skeleton is None or num_parameters <= SMALL_ENOUGH:
         dry_run = DryRun(plan, task)
@@ -287,7 +287,7 @@ def _check_resumes(plan: Plan, skeleton: nn.Module, source: Source | Stream, ord
         return
     path = Path(plan.resume)
     if path.is_file():
-        check_foreign(skeleton, plan.resume, plan.allow_pickle)
+        check_weights(skeleton, plan.resume, plan.allow_pickle)
         return
     state = files.read_state(path)
     table = files.tensor_table(path / files.WEIGHTS)

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from evenstep.checkpoint import files
-from evenstep.data.adapt import Adopted, adopt
+from evenstep.data.adapt import AdaptedData, adapt
 from evenstep.distributed.devices import check_devices, choose_devices, num_cores
 from evenstep.errors import PlanError, TaskError, shorten
 from evenstep.launcher.preflight import probe
@@ -26,7 +26,7 @@ from evenstep.report.progress import without_control
 from evenstep.sampling.order import Lengths, Order, lengths_of
 from evenstep.sampling.rng import seed_everything
 from evenstep.strategy_facts import DEFAULT, REFERENCE, STRATEGIES
-from evenstep.task import Task, TaskFunction, call_task, describe, find_task, refuse_foreign, spec_of
+from evenstep.task import Task, TaskFunction, call_task, describe, find_task, refuse_untrusted, spec_of
 
 RUNS = Path("runs")
 DEFAULT_BATCH = 64
@@ -83,9 +83,9 @@ def prepare(source: str | TaskFunction | Task | None, choices: Mapping[str, Any]
     with _users_code():
         found = find_task(source) if isinstance(source, str) else source
         task = call_task(found, draft.data)
-        train = adopt(task.train, task.collate, task.sampler)
+        train = adapt(task.train, task.collate, task.sampler)
         plan = _completed(draft, values, task, train)
-        valid = adopt(task.valid, task.collate, what="valid") if task.valid is not None else None
+        valid = adapt(task.valid, task.collate, what="valid") if task.valid is not None else None
         order = train.order(plan.seed, plan.batch)
         probe(plan, task, train, valid, order)
         cwd = os.getcwd()
@@ -113,7 +113,7 @@ def _named(spec: str | None, named_by: str) -> str:
     """The task that a plan or a checkpoint names; said before it is imported, since importing is running."""
     if spec is None or spec == IN_THIS_PROCESS:
         raise PlanError("no task given; try: evenstep train digits")
-    file = refuse_foreign(spec, named_by)
+    file = refuse_untrusted(spec, named_by)
     if file is not None and os.path.exists(file):
         print(without_control(f"importing {file}, which {named_by} names"), file=sys.stderr)
     return spec
@@ -133,7 +133,7 @@ def prepare_from_plan(plan: Plan, source: str | TaskFunction | Task | None, own:
     seed_everything(plan.seed)
     with _users_code():
         task = call_task(find_task(spec), plan.data)
-        order = adopt(task.train, task.collate, task.sampler).order(plan.seed, plan.batch)
+        order = adapt(task.train, task.collate, task.sampler).order(plan.seed, plan.batch)
         cwd = os.getcwd()
     plan = replace(plan, allow_pickle=bool(own.get("allow_pickle")))
     folder = RUNS / plan.name
@@ -188,7 +188,7 @@ def _draft(values: dict[str, Any], label: str) -> Plan:
     return draft
 
 
-def _completed(draft: Plan, values: dict[str, Any], task: Task, train: Adopted) -> Plan:
+def _completed(draft: Plan, values: dict[str, Any], task: Task, train: AdaptedData) -> Plan:
     """The draft, with what the task (or its DataLoader) says where nothing else was said."""
     batch = values.get("batch") or task.batch or train.batch or DEFAULT_BATCH
     if "epochs" in values or "steps" in values:

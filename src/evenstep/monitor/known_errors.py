@@ -19,7 +19,7 @@ from evenstep.errors import EvenstepError, RankLost, shorten
 from evenstep.task import NO_GROUP
 
 Match = re.Match[str]
-MOST_LETTERS = 20_000
+MAX_CHARACTERS = 20_000
 """Of a message: torch's are shorter, and one with a printed tensor in it can have megabytes."""
 
 
@@ -96,7 +96,7 @@ def _empty_caches() -> None:
 def message_of(error: BaseException) -> str:
     """What an exception says: the beginning and the end, if it is very long, and something if it cannot say it."""
     try:
-        return shorten(str(error), MOST_LETTERS)
+        return shorten(str(error), MAX_CHARACTERS)
     except Exception as failed:
         return f"(its message cannot be shown: {type(failed).__name__})"
 
@@ -327,12 +327,12 @@ def note(error: BaseException, step: int, names: Sequence[str], situation: Situa
         error.add_note(f"{_ANSWER}{text}")
 
 
-def step_noted(error: BaseException) -> int:
+def noted_step(error: BaseException) -> int:
     """The step that `note` wrote; 0 if none."""
     return next((int(one.removeprefix(_STEP)) for one in _notes(error) if one.startswith(_STEP)), 0)
 
 
-def answer_noted(error: BaseException) -> str | None:
+def noted_advice(error: BaseException) -> str | None:
     """The answer that `note` wrote."""
     return next((one.removeprefix(_ANSWER) for one in _notes(error) if one.startswith(_ANSWER)), None)
 

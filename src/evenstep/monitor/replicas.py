@@ -30,7 +30,7 @@ _CAUSES = (
 )
 
 
-def refuse_other_models(world: World, model: nn.Module) -> None:
+def refuse_different_models(world: World, model: nn.Module) -> None:
     """Raise TaskError, on every rank, if one has built a model of other tensors: sums of such would hang, or be noise.
 
     All ranks call this together, before anything of the model is sent.
@@ -76,7 +76,7 @@ class ReplicaCheck:
         if self._world.size == 1:
             return
         sums = self._still(*self._sums())
-        if self._is_same(mixed(sums.values())) or not (message := self._explain(sums, step)):
+        if self._is_same(combined(sums.values())) or not (message := self._explain(sums, step)):
             self._last_equal = step
             return
         raise TrainingError(message)
@@ -155,7 +155,7 @@ def _sum_of_bits(tensor: torch.Tensor) -> torch.Tensor:
     return integers.sum(dtype=torch.int32 if size == 4 else torch.int64).to(torch.int64)
 
 
-def mixed(sums: Iterable[int]) -> int:
+def combined(sums: Iterable[int]) -> int:
     """One signed 64-bit number for all of them, each weighed by its place: opposite differences do not cancel."""
     number = 1
     for one in sums:

@@ -40,7 +40,7 @@ TIMES_SLOWER = 3
 
 
 @dataclass(frozen=True)
-class Row:
+class RankTimes:
     """One rank's seconds per step since the last judgement: means, and medians of its latest steps."""
 
     steps: float
@@ -63,7 +63,7 @@ class Row:
 
 
 @dataclass(frozen=True)
-class Late:
+class Straggler:
     """A rank that the others wait for at every step."""
 
     rank: int
@@ -79,7 +79,7 @@ class Late:
         )
 
 
-class Pace:
+class StragglerMonitor:
     """This rank's times, and what all of them together say."""
 
     def __init__(self, world: World) -> None:
@@ -109,14 +109,14 @@ class Pace:
         for one in late:
             if self._is_news(one.rank, one.reason, one.seconds):
                 return one.sentence()
-        return None if late or not asks_for_probe(table) else self._judge_links()
+        return None if late or not needs_probe(table) else self._judge_links()
 
     def _forget(self) -> None:
         self._steps = 0
         self._input = self._compute = self._rest = 0.0
         self._sample: deque[tuple[float, float]] = deque(maxlen=SAMPLE_STEPS)
 
-    def _gather(self) -> list[Row]:
+    def _gather(self) -> list[RankTimes]:
         """Every rank's row, in one message of 64 bytes each."""
         steps = max(self._steps, 1)
         sample = self._sample or [(0.0, 0.0)]
@@ -130,7 +130,7 @@ class Pace:
         own = torch.tensor(mine, dtype=torch.float64)
         rows = [torch.empty_like(own) for _ in range(self._world.size)]
         dist.all_gather(rows, own)
-        return [Row(*row.tolist()) for row in rows]
+        return [RankTimes(*row.tolist()) for row in rows]
 
     def _is_news(self, rank: int, reason: str, severity: float) -> bool:
         """Whether this was not said yet, or is twice as bad as when it was said. Ranks agree: they said the same."""
@@ -149,14 +149,14 @@ class Pace:
         return again.sentence() if self._is_news(again.rank, "network", 1 / again.rate) else None
 
 
-def late_ranks(table: Sequence[Row]) -> list[Late]:
+def late_ranks(table: Sequence[RankTimes]) -> list[Straggler]:
     """The ranks that come late, the latest first: later than the others in the mean and in the median of steps."""
     limit = max(MIN_PART * max(row.whole for row in table), MIN_SECONDS)
     late = [_lateness(table, rank) for rank in range(len(table))]
     return sorted((one for one in late if one and one.seconds > limit), key=lambda one: -one.seconds)
 
 
-def _lateness(table: Sequence[Row], rank: int) -> Late | None:
+def _lateness(table: Sequence[RankTimes], rank: int) -> Straggler | None:
     row, others = table[rank], [other for number, other in enumerate(table) if number != rank]
     excess = row.own - median(other.own for other in others)
     usual_excess = row.median_own - median(other.median_own for other in others)
@@ -166,11 +166,11 @@ def _lateness(table: Sequence[Row], rank: int) -> Late | None:
     others_input = median(other.median_input for other in others)
     others_compute = median(other.median_compute for other in others)
     if row.median_input - others_input > row.median_compute - others_compute:
-        return Late(rank, "input", seconds, row.median_input, others_input)
-    return Late(rank, "compute", seconds, row.median_compute, others_compute)
+        return Straggler(rank, "input", seconds, row.median_input, others_input)
+    return Straggler(rank, "compute", seconds, row.median_compute, others_compute)
 
 
-def asks_for_probe(table: Sequence[Row]) -> bool:
+def needs_probe(table: Sequence[RankTimes]) -> bool:
     """Whether what comes after the arrival takes most of the step on all ranks, and no probe was made of late."""
     is_mostly_rest = all(row.rest > max(REST_PART * row.whole, MIN_SECONDS) for row in table)
     # Rank 0's clock decides: ranks that disagreed would wait for each other.

@@ -34,14 +34,14 @@ _ALL_BITS = (1 << 64) - 1
 _PLACE = np.uint64(SORTED_UP_TO - 1)
 
 
-def stream(seed: int, name: str, *where: int) -> int:
-    """A 63-bit seed for one purpose at one place: `stream(0, "augment", epoch, sample)`."""
+def derive_seed(seed: int, name: str, *where: int) -> int:
+    """A 63-bit seed for one purpose at one place: `derive_seed(0, "augment", epoch, sample)`."""
     text = ":".join([str(seed), name, *map(str, where)])
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little") >> 1
 
 
-def place_seed(key: int, place: int, number: int) -> int:
-    """A 63-bit seed for one place of a stream: what `stream` would say, at a tenth of its price."""
+def replica_seed(key: int, place: int, number: int) -> int:
+    """A 63-bit seed for one place of a stream: what `derive_seed` would give, at a tenth of its price."""
     word = (key + place * 0x9E3779B97F4A7C15 + number * 0xD6E8FEB86659FD93) & _ALL_BITS
     word = ((word ^ (word >> 32)) * 0xD6E8FEB86659FD93) & _ALL_BITS
     return (word ^ (word >> 32)) >> 1
@@ -82,7 +82,7 @@ class Draws:
         import torch
 
         seed, epoch = self._where
-        drawn = sample_uniforms(self._ids, num or 1, stream(seed, "augment batch", epoch, self._asked))
+        drawn = sample_uniforms(self._ids, num or 1, derive_seed(seed, "augment batch", epoch, self._asked))
         self._asked += 1
         numbers = torch.from_numpy(drawn.astype(np.float32)).to(self._device, non_blocking=True)
         return numbers if num is not None else numbers[:, 0]
@@ -181,35 +181,35 @@ def restore_host_state(state: Mapping[str, Any]) -> None:
 
 
 @contextmanager
-def left_alone() -> Iterator[None]:
+def fork_rng() -> Iterator[None]:
     """Whatever is drawn or seeded inside, everything outside goes on as if nothing had been."""
-    states = generator_states()
+    states = rng_states()
     try:
         yield
     finally:
-        restore_generators(states)
+        restore_rng_states(states)
 
 
-class OwnDraws:
+class IsolatedRng:
     """Generators of one's own: inside a `with`, Python, NumPy and torch (on the CPU) draw from these and go on from
     where the last `with` left them; outside, everything draws as if nothing had happened."""
 
     def __init__(self, seed: int) -> None:
-        outside = generator_states()
+        outside = rng_states()
         seed_host(seed)
-        self._kept = generator_states()
-        restore_generators(outside)
+        self._kept = rng_states()
+        restore_rng_states(outside)
 
     def __enter__(self) -> None:
-        self._outside = generator_states()
-        restore_generators(self._kept)
+        self._outside = rng_states()
+        restore_rng_states(self._kept)
 
     def __exit__(self, *error: object) -> None:
-        self._kept = generator_states()
-        restore_generators(self._outside)
+        self._kept = rng_states()
+        restore_rng_states(self._outside)
 
 
-def generator_states() -> States:
+def rng_states() -> States:
     """Python's, NumPy's and torch's (on the CPU)."""
     import torch
 
@@ -241,7 +241,7 @@ def _set_numpy_state(state: Any) -> None:
     np.random.set_state(state)
 
 
-def restore_generators(states: States) -> None:
+def restore_rng_states(states: States) -> None:
     """Put them back."""
     import torch
 

@@ -5,7 +5,7 @@ Task(..., sampler=samplers.Balanced(labels))           # every class equally oft
 Task(..., sampler=samplers.ByLength(lengths))          # batches of samples of like length
 Task(..., sampler=samplers.Curriculum(difficulty))     # easy samples first
 Task(..., sampler=samplers.Subset(ids))                # these samples alone
-Task(..., sampler=samplers.Own(sampler, repeats=True)) # a torch Sampler that draws with replacement
+Task(..., sampler=samplers.Custom(sampler, repeats=True)) # a torch Sampler that draws with replacement
 
 Samplers of the user's own, as torch knows them: their ids, listed and checked.
 """
@@ -24,17 +24,17 @@ from numpy.typing import NDArray
 
 from evenstep.errors import PlanError, TaskError
 from evenstep.sampling.order import Lengths, Order, Span
-from evenstep.sampling.rng import Ids, left_alone, permuted, seed_host, stream, uniforms
+from evenstep.sampling.rng import Ids, derive_seed, fork_rng, permuted, seed_host, uniforms
 
-_SAY_SO = "if that is meant, say so: sampler=samplers.Own(sampler, repeats=True)"
+_SAY_SO = "if that is meant, say so: sampler=samplers.Custom(sampler, repeats=True)"
 
 
 @dataclass(frozen=True, eq=False)
-class Own:
+class Custom:
     """A torch Sampler of one's own: its ids, listed once an epoch on every rank under the same seeds.
 
     It may draw from Python's, NumPy's or torch's generator, or from one that it holds as `generator`; `set_epoch` is
-    called if it has one. If it draws with replacement, say so: `Own(sampler, repeats=True)`.
+    called if it has one. If it draws with replacement, say so: `Custom(sampler, repeats=True)`.
     """
 
     sampler: Iterable[int]
@@ -74,8 +74,8 @@ class Own:
         name = type(self.sampler).__name__
         if hasattr(self.sampler, "set_epoch"):
             self.sampler.set_epoch(epoch)
-        number = stream(seed, "sampler", epoch)
-        with left_alone():
+        number = derive_seed(seed, "sampler", epoch)
+        with fork_rng():
             seed_host(number)
             generator = getattr(self.sampler, "generator", None)
             if generator is not None and hasattr(generator, "manual_seed"):
@@ -118,9 +118,9 @@ __all__ = [
     "Balanced",
     "ByLength",
     "Curriculum",
-    "InOrder",
-    "Own",
+    "Custom",
     "Sampler",
+    "Sequential",
     "Shuffled",
     "Subset",
     "Weighted",
@@ -138,7 +138,7 @@ class Sampler(Protocol):
 
 
 @dataclass(frozen=True)
-class InOrder:
+class Sequential:
     """0, 1, 2, ... in every epoch."""
 
     def order(self, num_samples: int, seed: int, batch: int) -> Order:
@@ -184,7 +184,7 @@ class Weighted:
         last = int(np.flatnonzero(weights)[-1])
 
         def find(epoch: int, start: int, stop: int) -> Ids:
-            drawn = uniforms((stream(seed, "weighted"), epoch), start, stop) * heaps[-1]
+            drawn = uniforms((derive_seed(seed, "weighted"), epoch), start, stop) * heaps[-1]
             ids: Ids = np.minimum(np.searchsorted(heaps, drawn, side="right"), last)
             return ids
 
@@ -203,7 +203,7 @@ class Weighted:
 
         def find(epoch: int, start: int, stop: int) -> Ids:
             # Each sample waits for an exponential time at its own rate; the order of arrival is the weighted draw.
-            drawn = uniforms((stream(seed, "weighted once"), epoch), 0, len(possible))
+            drawn = uniforms((derive_seed(seed, "weighted once"), epoch), 0, len(possible))
             return possible[np.argsort(-np.log1p(-drawn) * scales, kind="stable")[start:stop]]
 
         name = "weighted without replacement"
@@ -230,7 +230,7 @@ class Balanced:
 
         def find(epoch: int, start: int, stop: int) -> Ids:
             # Turns go round the classes, and on from epoch to epoch; within an epoch they are shuffled.
-            turns = epoch * num + permuted(np.arange(start, stop), num, (stream(seed, "balanced"), epoch))
+            turns = epoch * num + permuted(np.arange(start, stop), num, (derive_seed(seed, "balanced"), epoch))
             deals, kinds_due = np.divmod(turns, len(members))
             ids = np.empty(len(turns), dtype=np.int64)
             order = np.argsort(kinds_due, kind="stable")
@@ -248,7 +248,7 @@ def _dealt(members: Ids, turns: Ids, seed: int, kind: int) -> Ids:
     ids = np.empty(len(turns), dtype=np.int64)
     for number in np.unique(rounds).tolist():
         own = rounds == number
-        ids[own] = members[permuted(places[own], len(members), (stream(seed, "class", kind), number))]
+        ids[own] = members[permuted(places[own], len(members), (derive_seed(seed, "class", kind), number))]
     return ids
 
 
@@ -268,12 +268,12 @@ class ByLength:
             raise TaskError(f"pool is {self.pool}; it is a number of batches from 1 up")
 
         def find(epoch: int, start: int, stop: int) -> Ids:
-            shuffled = permuted(np.arange(num_samples), num_samples, (stream(seed, "by length"), epoch))
+            shuffled = permuted(np.arange(num_samples), num_samples, (derive_seed(seed, "by length"), epoch))
             pools = np.arange(num_samples) // (self.pool * batch)
             ranked = shuffled[np.lexsort((lengths[shuffled], pools))]
             # A short batch stays the last one, so that all others are whole batches of like length.
             num_whole = num_samples // batch
-            drawn = uniforms((stream(seed, "batches by length"), epoch), 0, num_whole)
+            drawn = uniforms((derive_seed(seed, "batches by length"), epoch), 0, num_whole)
             order = np.lexsort((drawn, np.arange(num_whole) // self.pool))
             whole = ranked[: num_whole * batch].reshape(num_whole, batch)[order]
             return np.concatenate([whole.reshape(-1), ranked[num_whole * batch :]])[start:stop]
@@ -305,7 +305,7 @@ class Curriculum:
         def find(epoch: int, start: int, stop: int) -> Ids:
             in_use = lengths.of(epoch)
             assert in_use is not None
-            return by_ease[permuted(np.arange(start, stop), in_use, (stream(seed, "curriculum"), epoch))]
+            return by_ease[permuted(np.arange(start, stop), in_use, (derive_seed(seed, "curriculum"), epoch))]
 
         return Order(lengths, find, "curriculum", identity=identity_of(by_ease, *lengths.first))
 
@@ -327,14 +327,14 @@ class Subset:
         def find(epoch: int, start: int, stop: int) -> Ids:
             if not self.shuffle:
                 return chosen[start:stop]
-            return chosen[permuted(np.arange(start, stop), len(chosen), (stream(seed, "subset"), epoch))]
+            return chosen[permuted(np.arange(start, stop), len(chosen), (derive_seed(seed, "subset"), epoch))]
 
         identity, members = identity_of(chosen, self.shuffle), np.sort(chosen)
         return Order(Lengths(len(chosen)), find, "subset", identity=identity, members=members)
 
 
 @dataclass(frozen=True)
-class OfEachRank:
+class PerRank:
     """Data that every rank has brought itself, `sampler` giving the order of each: sample i of rank r has the id
     r * (samples of a rank) + i, and every rank has an equal part in every step."""
 

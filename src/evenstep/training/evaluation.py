@@ -9,7 +9,7 @@ import numpy as np
 import torch
 
 from evenstep.errors import TaskError
-from evenstep.sampling.rng import generator_states, restore_generators
+from evenstep.sampling.rng import restore_rng_states, rng_states
 from evenstep.task import Amount, Batch, Model, Task
 
 T = TypeVar("T")
@@ -39,7 +39,7 @@ class Evaluator:
 
     def _attempt(self, function: Callable[..., T], *arguments: Any) -> list[T]:
         """What the function returns with gradients off, in a list; an empty one if it needs them."""
-        before = None if self.has_succeeded else generator_states()
+        before = None if self.has_succeeded else rng_states()
         try:
             with torch.no_grad():
                 return [function(*arguments)]
@@ -47,7 +47,7 @@ class Evaluator:
             if NEEDS_GRADIENTS not in str(error):
                 raise
         if before is not None:
-            restore_generators(before)
+            restore_rng_states(before)
         self._needs_gradients = True
         return []
 

@@ -27,10 +27,10 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from evenstep.checkpoint.state import is_sharded, placed_like, whole
+from evenstep.checkpoint.state import is_sharded, sharded_like, whole
 from evenstep.distributed.world import World
 from evenstep.errors import TaskError
-from evenstep.sampling.rng import left_alone, seed_devices, seed_host
+from evenstep.sampling.rng import fork_rng, seed_devices, seed_host
 from evenstep.strategies.base import fills_memory, has_sparse_gradients
 
 STEPS = 8
@@ -71,7 +71,7 @@ def refuse_sharded(optimizer: Optimizer, world: World) -> None:
     if not all(map(torch.equal, expected, again)):
         # It draws random numbers.
         return
-    problem = _problem(Rehearsal(optimizer, rows, lambda values: placed_like(values, sharded)), expected)
+    problem = _problem(Rehearsal(optimizer, rows, lambda values: sharded_like(values, sharded)), expected)
     problems = [one for one in world.gather(problem) if one is not None]
     if problems:
         raise TaskError(
@@ -141,7 +141,7 @@ class Rehearsal:
     def leaving_no_trace(self) -> Iterator[None]:
         """Around steps: random numbers go on afterwards as if there had been none, and global hooks see none."""
         devices = {weight.device for weight in self._weights if weight.is_cuda}
-        with left_alone(), torch.random.fork_rng(devices), _without_global_hooks():
+        with fork_rng(), torch.random.fork_rng(devices), _without_global_hooks():
             yield
 
     def moved(self, seed: int = 0) -> list[torch.Tensor]:

@@ -21,7 +21,7 @@ from evenstep.checkpoint.state import (
     load_weights,
     made_with,
     optimizer_state,
-    read_foreign,
+    read_weights,
     unused_options,
     weights,
 )
@@ -29,7 +29,7 @@ from evenstep.data.loader import Loader
 from evenstep.errors import CheckpointError, SaveFailed, TaskError
 from evenstep.monitor.nonfinite import is_finite
 from evenstep.sampling.order import order_name
-from evenstep.sampling.rng import host_state, restore_host_state, seed_everything, stream
+from evenstep.sampling.rng import derive_seed, host_state, restore_host_state, seed_everything
 from evenstep.strategies.base import DistributedModel
 from evenstep.training.team import Team
 
@@ -178,7 +178,7 @@ class Run:
     def _load_foreign(self, path: str, allow_pickle: bool) -> list[str]:
         if len(self.models) > 1:
             raise CheckpointError(f"{path} is one model's weights, and this run has {len(self.models)} models")
-        loaded = read_foreign(path, allow_pickle)
+        loaded = read_weights(path, allow_pickle)
         (model,) = self.models.values()
         stripped = load_weights(model.module, loaded, path)
         return [f"{path}: {stripped or 'weights loaded'}; optimizer and data start from the beginning"]
@@ -206,7 +206,7 @@ class Run:
         if len(state["generators"]) == world.size:
             restore_host_state(state["generators"][world.rank])
         else:
-            seed_everything(stream(self.team.seed, "host", self.step, world.rank))
+            seed_everything(derive_seed(self.team.seed, "host", self.step, world.rank))
 
 
 def _named(one_or_more: T | Mapping[str, T]) -> dict[str, T]:

@@ -24,12 +24,12 @@ import torch
 from torch import nn
 from torch.nn.parameter import is_lazy
 
-from evenstep.data.adapt import adopt, of_each_rank
-from evenstep.data.consistency import check_apart, check_own_data
+from evenstep.data.adapt import adapt, per_rank
+from evenstep.data.consistency import check_consistent, check_equal_lengths
 from evenstep.data.dataset import Augment
 from evenstep.data.feature_scaler import unfitted
 from evenstep.data.loader import Batch, Loader, MicroBatch
-from evenstep.data.prefetch import Reading, as_it_is
+from evenstep.data.prefetch import LoaderOptions, unchanged
 from evenstep.distributed.devices import available_devices
 from evenstep.distributed.heartbeat import BACKWARD, EVALUATING, FORWARD, UPDATE
 from evenstep.distributed.preemption import Requests
@@ -37,10 +37,10 @@ from evenstep.distributed.process import read_rank
 from evenstep.distributed.world import World, join_world
 from evenstep.errors import NonFiniteLoss, PlanError, TaskError
 from evenstep.monitor.nonfinite import explain
-from evenstep.monitor.replicas import refuse_other_models
+from evenstep.monitor.replicas import refuse_different_models
 from evenstep.plan import PrecisionName
 from evenstep.profiling.spans import Tap
-from evenstep.sampling.rng import Draws, place_seed, seed_devices, seed_everything, stream
+from evenstep.sampling.rng import Draws, derive_seed, replica_seed, seed_devices, seed_everything
 from evenstep.schema import check_choice
 from evenstep.strategies.base import (
     NOTHING,
@@ -216,7 +216,7 @@ class Team:
         """
         refuse_lazy(model)
         fitted = self.precision.fit(model)
-        refuse_other_models(self.world, fitted)
+        refuse_different_models(self.world, fitted)
         spread: DistributedModel = self.strategy.wrap(fitted, self.world, sample)
         self._refusals.learn(spread)
         return spread
@@ -247,13 +247,13 @@ class Team:
         that is meant to differ, such as what each process has collected by itself: as many samples on each, all of
         which are used, an equal part of every batch from each. `what` is its name in messages.
         """
-        adopted = adopt(data, collate, sampler, what, shuffle=shuffle)
+        adopted = adapt(data, collate, sampler, what, shuffle=shuffle)
         if not compare and self.world.size > 1:
-            adopted = of_each_rank(adopted, self.world.size)
+            adopted = per_rank(adopted, self.world.size)
         order = adopted.order(self.seed, batch)
         if order is not None and order.num_ranks > 1:
-            check_own_data(self.world, order)
-        reading = Reading(
+            check_equal_lengths(self.world, order)
+        reading = LoaderOptions(
             seed=self.seed,
             accumulate=accumulate,
             augment=augment,
@@ -264,7 +264,7 @@ class Team:
             drop_last=adopted.drop_last,
             resident=resident,
             compare=compare,
-            fit=self.precision.fit_tensor if self.precision.name == "fp64" else as_it_is,
+            fit=self.precision.fit_tensor if self.precision.name == "fp64" else unchanged,
         )
         return Loader(adopted.source, order, self.world, batch, reading)
 
@@ -320,7 +320,7 @@ class Team:
 
     def _backward(self, models: tuple[DistributedModel, ...], batch: Batch, compute: Callable[[Totals], None]) -> float:
         self._refusals.refuse_model(models[0])
-        check_apart(self.world, batch)
+        check_consistent(self.world, batch)
         self._draw_for(batch)
         earlier = _put_aside(models[0])
         # Others may be waited for from here on.
@@ -481,8 +481,8 @@ class Team:
         self._current = batch
         epoch, start = batch.span.epoch, batch.span.start
         if self._keys[0] != epoch:
-            self._keys = (epoch, [stream(self.seed, "dropout", epoch, replica) for replica in self.world.replicas])
-        seed_devices([place_seed(key, start, self._backwards) for key in self._keys[1]], self.world.devices)
+            self._keys = (epoch, [derive_seed(self.seed, "dropout", epoch, replica) for replica in self.world.replicas])
+        seed_devices([replica_seed(key, start, self._backwards) for key in self._keys[1]], self.world.devices)
 
 
 def _put_aside(model: DistributedModel) -> list[tuple[nn.Parameter, torch.Tensor]]:

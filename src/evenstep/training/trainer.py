@@ -20,10 +20,10 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from evenstep.audit import SamplesWriter, audit
 from evenstep.checkpoint import files
-from evenstep.checkpoint.broadcast import everywhere, forget_copies
+from evenstep.checkpoint.broadcast import broadcast_checkpoint, remove_copies
 from evenstep.data.feature_scaler import unfitted
 from evenstep.data.loader import Loader
-from evenstep.data.prefetch import is_worker_end, worker_ends_told
+from evenstep.data.prefetch import explain_worker_death, is_worker_death
 from evenstep.distributed import devices
 from evenstep.distributed.collectives import check_collectives
 from evenstep.distributed.devices import return_to_default_stream
@@ -33,12 +33,12 @@ from evenstep.errors import BadInput, Preempted, TrainingError
 from evenstep.monitor.known_errors import Situation, is_out_of_memory, note
 from evenstep.monitor.oom import FailedStep, diagnose
 from evenstep.monitor.replicas import ReplicaCheck
-from evenstep.monitor.stragglers import Pace
+from evenstep.monitor.stragglers import StragglerMonitor
 from evenstep.plan import USUAL, Plan
 from evenstep.profiling.profiler import Tracing, start_tracing
 from evenstep.profiling.trackers import TrackerStart, start_tracking
 from evenstep.record import Evaluation, Record, RecordWriter, Row, Step, Summary, Tally, has_begun
-from evenstep.sampling.rng import left_alone, seed_everything, stream
+from evenstep.sampling.rng import derive_seed, fork_rng, seed_everything
 from evenstep.task import Task, takes_steps
 from evenstep.training.batchnorm import is_local, synchronised
 from evenstep.training.cuda_graphs.runner import Fast, can_be_fast
@@ -87,7 +87,7 @@ class Job:
         if plan.audit and team.world.is_main:
             self.samples = SamplesWriter(run_folder)
         self.replicas = ReplicaCheck(team.world, self._model.module) if team.world.size > 1 else None
-        self.pace = Pace(team.world)
+        self.pace = StragglerMonitor(team.world)
         self.tracing: Tracing | None = None
         if plan.restarts or plan.machines:
             team.requests.save_periodically()
@@ -102,7 +102,7 @@ class Job:
                 self._recall(self.run.loaded.get("so_far"))
         return said
 
-    def _recall(self, so_far: files.SoFar | None) -> None:
+    def _recall(self, so_far: files.Totals | None) -> None:
         if so_far is not None:
             self.tally, self.best, self.evaluated = so_far.tally, so_far.best, so_far.evaluation
             return
@@ -264,12 +264,12 @@ class Job:
         num_steps = plan.num_steps(loader.lengths, *files.start_of(plan.resume))
         scheduler = _call_scheduler(task, optimizer, num_steps) if task.scheduler is not None else None
         # From here on Python's and NumPy's draws (in a dataset, say) differ between ranks.
-        seed_everything(stream(plan.seed, "host", 0, team.world.rank))
+        seed_everything(derive_seed(plan.seed, "host", 0, team.world.rank))
         return Run(team, model, optimizer, loader, scheduler, num_steps)
 
     def _compute_sample(self, loader: Loader, model: nn.Module) -> None:
         data = loader.peek()
-        with left_alone(), self.team.precision.autocast(self.team.world.device):
+        with fork_rng(), self.team.precision.autocast(self.team.world.device):
             self.task.loss(model, data)
 
     def _stepper(self) -> Stepper:
@@ -358,7 +358,7 @@ class Job:
                 valid=now,
                 plan=self.plan.to_json(),
                 evaluation_due=evaluation_due,
-                so_far=asdict(files.SoFar(tally=self.tally, best=self.best, evaluation=current)),
+                so_far=asdict(files.Totals(tally=self.tally, best=self.best, evaluation=current)),
             )
         self.team.requests.saved(time.monotonic() - started)
         return path
@@ -403,15 +403,15 @@ def perform(
     team = join_team(plan.strategy, plan.devices, plan.precision, plan.seed, needs_group=False)
     if plan.check_collectives:
         check_collectives(team.world)
-    plan = replace(plan, resume=everywhere(team.world, plan.resume))
-    with team.requests.listening(*SIGNALS, *more_signals), worker_ends_told():
+    plan = replace(plan, resume=broadcast_checkpoint(team.world, plan.resume))
+    with team.requests.listening(*SIGNALS, *more_signals), explain_worker_death():
         yield from _perform(make(plan, task, run_folder, team))
 
 
 def _perform(job: Job) -> Iterator[Event]:
     team = job.team
     yield from job.resume()
-    forget_copies()
+    remove_copies()
     record: RecordWriter | None = None
     if team.world.is_main:
         record = RecordWriter(job.folder, job.plan, devices.facts(), job.facts)
@@ -434,7 +434,7 @@ def _perform(job: Job) -> Iterator[Event]:
         # Bad input is what is refused before anything is started; this was met on the way.
         raise TrainingError(f"at step {job.run.step + 1}: {error}") from error
     except Exception as error:
-        if is_worker_end(error):
+        if is_worker_death(error):
             raise
         note(error, job.run.step + 1, job.trainable_names(), job.situation(error))
         raise

@@ -20,15 +20,15 @@ import torch
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from evenstep.data.adapt import adopt
-from evenstep.data.dataset import Touch, collated
+from evenstep.data.adapt import adapt
+from evenstep.data.dataset import SampleTransform, collated
 from evenstep.data.feature_scaler import unfitted
 from evenstep.data.iterable import Stream
 from evenstep.data.nested import leaves, map_tensors
 from evenstep.distributed.world import World
 from evenstep.plan import Plan
 from evenstep.sampling.order import Span
-from evenstep.sampling.rng import Draws, Ids, generator_states, is_same_state, seed_everything
+from evenstep.sampling.rng import Draws, Ids, is_same_state, rng_states, seed_everything
 from evenstep.strategies.base import evaluating, same_numbers
 from evenstep.task import Amount, Task
 from evenstep.training.evaluation import LossAndMetrics
@@ -213,7 +213,7 @@ class Workbench:
         self._plan = plan
         self._team = team
         self._device = team.world.device
-        self._adopted = adopt(task.train, task.collate, task.sampler)
+        self._adopted = adapt(task.train, task.collate, task.sampler)
         self._streamed: list[Any] = []
         self.ids = self._first_ids()
         self._drew: set[str] = set()
@@ -242,7 +242,7 @@ class Workbench:
     def data(self, ids: Ids | None = None) -> Any:
         """Samples as the training gets them."""
         ids = self.ids if ids is None else ids
-        touch = Touch(self._plan.seed, 0, self.task.augment)
+        touch = SampleTransform(self._plan.seed, 0, self.task.augment)
         source = self._adopted.source
         if isinstance(source, Stream):
             read = collated([self._streamed[id_] for id_ in ids], ids, self.task.collate)
@@ -251,9 +251,9 @@ class Workbench:
         moved = map_tensors(read, lambda tensor: self._team.precision.fit_tensor(tensor.to(self._device)))
         if self.task.augment_batch is None:
             return moved
-        before, on_gpus = generator_states(), torch_states()
+        before, on_gpus = rng_states(), torch_states()
         changed = self.task.augment_batch(moved, Draws(ids, self._plan.seed, 0, self._device))
-        if not is_same_state(before, generator_states()) or not same_torch(on_gpus, torch_states()):
+        if not is_same_state(before, rng_states()) or not same_torch(on_gpus, torch_states()):
             self._drew.add("augment_batch")
         return changed
 

@@ -45,7 +45,7 @@ from evenstep.checkpoint.state import Tensors, is_sharded
 from evenstep.distributed.process import read_rank
 from evenstep.plan import Plan
 from evenstep.record import Record, Step
-from evenstep.sampling.rng import generator_states
+from evenstep.sampling.rng import rng_states
 from evenstep.task import Amount, Task
 from evenstep.training.trainer import Event, perform
 
@@ -135,7 +135,7 @@ class DrawsSeen(TorchFunctionMode):
     @contextmanager
     def watching(self) -> Iterator[None]:
         """Everything that runs inside."""
-        python, numpy, _ = generator_states()
+        python, numpy, _ = rng_states()
         own = self._states = torch_states()
         outside = sys.getprofile()
         sys.setprofile(self._called)

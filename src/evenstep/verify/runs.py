@@ -23,7 +23,7 @@ from evenstep.verify.verdict import Configuration
 from evenstep.worker.main import Instead
 
 Say = Callable[[str], None]
-MOST_LETTERS = 100
+MAX_CHARACTERS = 100
 SEARCH_SECONDS = 75.0
 """No run is started to look for causes after so long, over all ways of a check."""
 STALL_SECONDS, TIMES_SLOWEST = 30.0, 20
@@ -148,7 +148,7 @@ class Runs:
         """One of its own, named so that people find it."""
         cut = f"by-{config.accumulate}" if config.accumulate > 1 else ""
         name = "-".join(filter(None, [config.strategy, *_shortened(config.devices), cut, *words]))
-        plain = re.sub(r"\W+", "-", name)[:MOST_LETTERS]
+        plain = re.sub(r"\W+", "-", name)[:MAX_CHARACTERS]
         paths = (self.folder / (f"{plain}-{number}" if number > 1 else plain) for number in count(1))
         return next(path for path in paths if not path.exists())
 

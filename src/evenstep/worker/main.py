@@ -20,9 +20,9 @@ from evenstep.distributed.preemption import catch_early_signals
 from evenstep.distributed.process import begin, end, read_rank
 from evenstep.distributed.world import read_heartbeat, spare_folder, stay_in_group
 from evenstep.errors import EvenstepError, Preempted, shorten
-from evenstep.monitor.known_errors import answer, answer_noted, is_victim, message_of, step_noted
+from evenstep.monitor.known_errors import answer, is_victim, message_of, noted_advice, noted_step
 from evenstep.plan import Plan, read_plan
-from evenstep.task import Task, call_task, is_users, load_task
+from evenstep.task import Task, call_task, is_user_code, load_task
 
 if TYPE_CHECKING:
     from evenstep.training.trainer import Event
@@ -111,7 +111,7 @@ def write_report(logs: Path, rank: int, error: BaseException) -> None:
     """What the launcher shows of this failure, if it is the first cause."""
     raised = _raised(error)
     frames = traceback.extract_tb(raised.__traceback__)
-    own = [frame for frame in frames if is_users(frame.filename)]
+    own = [frame for frame in frames if is_user_code(frame.filename)]
     report = {
         "rank": rank,
         "nanoseconds": time.time_ns(),
@@ -120,9 +120,9 @@ def write_report(logs: Path, rank: int, error: BaseException) -> None:
         "is_plain": isinstance(error, EvenstepError),
         "is_final": getattr(error, "is_final", False),
         "exit_code": error.exit_code if isinstance(error, EvenstepError) else 1,
-        "step": step_noted(error),
+        "step": noted_step(error),
         "is_victim": is_victim(error),
-        "answer": answer_noted(error) or answer(error),
+        "answer": noted_advice(error) or answer(error),
         "lines": [f"{frame.filename}:{frame.lineno} in {frame.name}: {frame.line}" for frame in own[-4:]],
     }
     # A disk that is full may be the very error; the launcher looks into both folders.

@@ -16,7 +16,7 @@ import evenstep
 from evenstep.task import BUILT_IN
 
 MOST_NAMED = 4
-MOST_LETTERS = 80
+MAX_CHARACTERS = 80
 HASH_CHARS = 16
 """Of a source; nobody who could forge one is asked for it."""
 
@@ -49,7 +49,7 @@ class Identity:
 
 def _short(text: str | None) -> str:
     text = text or "absent"
-    return text if len(text) <= MOST_LETTERS else f"{text[:MOST_LETTERS]}..."
+    return text if len(text) <= MAX_CHARACTERS else f"{text[:MAX_CHARACTERS]}..."
 
 
 def identity_of(command: Mapping[str, str], sources: Mapping[str, str]) -> Identity:

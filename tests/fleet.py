@@ -54,8 +54,12 @@ def run_processes(script: Path, arguments: Sequence[str], size: int, logs_folder
 
 def result(folder: Path, name: str) -> Result:
     """What a job left behind."""
-    weights = load_file(folder / name / "checkpoints" / "latest" / "weights.safetensors")
-    return Result(Record.read(folder / name), weights)
+    return Result(Record.read(folder / name), newest_weights(folder / name))
+
+
+def newest_weights(run: Path) -> dict[str, torch.Tensor]:
+    """Those of the latest checkpoint."""
+    return load_file(run / "checkpoints" / "latest" / "weights.safetensors")
 
 
 def furthest(weights: dict[str, torch.Tensor], reference: dict[str, torch.Tensor]) -> float:

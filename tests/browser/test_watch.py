@@ -6,12 +6,12 @@ import re
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
 from tests.browser.conftest import Visit
+from tests.waiting import wait_until
 
 TASK = '''
 import time
@@ -57,19 +57,12 @@ def running(*arguments: str) -> Iterator[subprocess.Popen[str]]:
             process.kill()
 
 
-def wait_for(path: Path, seconds: float = 60) -> None:
-    end = time.monotonic() + seconds
-    while not path.exists():
-        assert time.monotonic() < end, f"{path} did not come"
-        time.sleep(0.05)
-
-
 def test_the_live_page_follows_a_training_to_its_end(visit: Visit) -> None:
     from playwright.sync_api import expect
 
     Path("waits.py").write_text(TASK)
     with running("train", "waits.py", "--epochs", "5", "--name", "mine") as training:
-        wait_for(Path("runs/mine/record.jsonl"))
+        wait_until(Path("runs/mine/record.jsonl").exists)
         with running("report", "--watch", "runs/mine") as watching:
             assert watching.stdout is not None
             address = watching.stdout.readline().strip()

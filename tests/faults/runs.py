@@ -10,8 +10,7 @@ import os
 import shutil
 import subprocess
 import sys
-import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -19,6 +18,7 @@ import psutil
 
 from evenstep.checkpoint import files
 from evenstep.record import Record
+from tests.waiting import wait_until
 
 FOLDER = Path("runs/one")
 CHECKPOINTS = FOLDER / files.FOLDER
@@ -126,13 +126,3 @@ def processes() -> list[psutil.Process]:
 def nothing_is_left(seconds: float) -> None:
     """Fail if a process of this test is still there after so long."""
     wait_until(lambda: not processes(), seconds, lambda: f"left: {processes()}")
-
-
-def wait_until(
-    happened: Callable[[], bool], seconds: float, otherwise: Callable[[], str] = lambda: "it did not happen"
-) -> None:
-    """Look every 20 ms."""
-    deadline = time.monotonic() + seconds
-    while not happened():
-        assert time.monotonic() < deadline, f"{otherwise()} within {seconds} s"
-        time.sleep(0.02)

@@ -10,7 +10,8 @@ from pathlib import Path
 import pytest
 
 from evenstep.record import Record
-from tests.faults.runs import FOLDER, audit, fail, steps, train, wait_until, weights
+from tests.faults.runs import FOLDER, audit, fail, steps, train, weights
+from tests.waiting import wait_until
 
 STEPS = list(range(1, 23))
 

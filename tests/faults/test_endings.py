@@ -17,9 +17,9 @@ from tests.faults.runs import (
     start,
     steps,
     train,
-    wait_until,
     weights,
 )
+from tests.waiting import wait_until
 
 READ_BY_WORKERS = ("--workers", "2", "--audit")
 

@@ -5,12 +5,11 @@ from __future__ import annotations
 import socket
 import subprocess
 import sys
-import time
-from collections.abc import Callable
 
 import pytest
 
 from tests.faults.hosts import Host, Names, hosts, why_no_hosts
+from tests.waiting import wait_until
 
 pytestmark = pytest.mark.slow
 
@@ -58,16 +57,9 @@ def _needs_hosts() -> None:
         pytest.skip(missing)
 
 
-def wait_for(condition: Callable[[], bool], seconds: float = 10) -> None:
-    deadline = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.02)
-
-
 def serve(host: Host) -> None:
     host.start([sys.executable, "-c", SERVE])
-    wait_for(lambda: host.is_listening(8000))
+    wait_until(lambda: host.is_listening(8000))
 
 
 def fetch(host: Host, server: Host) -> float:
@@ -93,7 +85,7 @@ def test_each_host_has_its_own_name_address_and_ports() -> None:
 def test_no_host_sees_the_processes_of_another() -> None:
     with hosts(2) as (first, second):
         process = first.start(["sleep", "300"])
-        wait_for(lambda: "sleep" in first.run("ps", "-A", "-o", "comm"))
+        wait_until(lambda: "sleep" in first.run("ps", "-A", "-o", "comm"))
         assert process.inner in first.pids()
         assert "sleep" not in second.run("ps", "-A", "-o", "comm")
         process.terminate()
@@ -135,7 +127,7 @@ def test_everything_ends_with_the_hosts_even_when_the_test_fails() -> None:
         process = machine.start(
             ["sh", "-c", "setsid sleep 300 & trap '' TERM; echo $FRUIT; sleep 300"], env={"FRUIT": "fig"}
         )
-        wait_for(lambda: machine.said() == "fig\n" and len(machine.pids()) == 4)
+        wait_until(lambda: machine.said() == "fig\n" and len(machine.pids()) == 4)
         pids = machine.pids()
         assert {process.pid, process.inner} < set(pids)
         raise ZeroDivisionError

@@ -12,7 +12,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -25,6 +25,7 @@ from evenstep.audit import audit
 from evenstep.record import Record
 from tests.faults.clocks import why_no_clocks, wrong_clock
 from tests.faults.hosts import Entered, Host, Names, hosts, why_no_hosts
+from tests.waiting import wait_until
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(150)]
 
@@ -134,13 +135,6 @@ def machines(
             machine.folder.mkdir(exist_ok=True)
             (machine.folder / "my_task.py").write_text(TASK)
         yield made
-
-
-def wait_until(happened: Callable[[], bool], seconds: float = 60) -> None:
-    deadline = time.monotonic() + seconds
-    while not happened():
-        assert time.monotonic() < deadline, f"not within {seconds} s"
-        time.sleep(0.05)
 
 
 def assert_ends(machine: Machine, code: int, seconds: float, *words: str) -> None:

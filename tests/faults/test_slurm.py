@@ -10,12 +10,13 @@ from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import load_file
 
 from evenstep.audit import audit
 from evenstep.record import Record
 from tests.faults.slurm_cluster import Cluster
-from tests.faults.test_machines import TASK, wait_until
+from tests.faults.test_machines import TASK
+from tests.fleet import newest_weights
+from tests.waiting import wait_until
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(180)]
 
@@ -34,10 +35,6 @@ def srun(cluster: Cluster, num: int, *arguments: str) -> str:
     return cluster.run("sh", "-c", command, timeout_seconds=90)
 
 
-def weights(run: Path) -> dict[str, torch.Tensor]:
-    return load_file(run / "checkpoints" / "latest" / "weights.safetensors")
-
-
 def the_run() -> Path:
     """The one run that there is."""
     (run,) = Path("runs").iterdir()
@@ -54,7 +51,7 @@ def test_tasks_of_srun_train_one_run(cluster: Cluster) -> None:
     assert audit([run]).is_clean
     here = f"{EVENSTEP} train my_task.py --devices 2 --name alone"
     cluster.run("sh", "-c", here, timeout_seconds=60)
-    many, one = weights(run), weights(Path("runs/alone"))
+    many, one = newest_weights(run), newest_weights(Path("runs/alone"))
     assert all(torch.equal(many[name], one[name]) for name in one)
 
 

@@ -24,9 +24,9 @@ from tests.faults.runs import (
     start,
     steps,
     train,
-    wait_until,
     weights,
 )
+from tests.waiting import wait_until
 
 ONE_STEP = ("--stall-after", "3", "--checkpoint-every", "3", "--audit")
 

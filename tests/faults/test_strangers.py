@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 
 from tests.faults.hosts import why_no_hosts
-from tests.faults.test_machines import PORT, Machine, assert_ends, machines, wait_until
+from tests.faults.test_machines import PORT, Machine, assert_ends, machines
+from tests.waiting import wait_until
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(150)]
 

@@ -11,7 +11,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
@@ -23,6 +23,7 @@ from evenstep.doctor.bandwidth import Pair, add_up, try_pairs
 from evenstep.doctor.remedies import TimeBudget, is_sound
 from evenstep.doctor.sandbox import Job, try_out, try_together
 from tests.faults.hosts import Host, hosts, why_no_hosts
+from tests.waiting import wait_until
 
 SMALL = (2**12, 2**16)
 
@@ -32,13 +33,6 @@ def doctor(*arguments: str, limit: str = "", **environment: str) -> subprocess.C
     shell = ["sh", "-c", f'{limit or "true"} && exec "$@"', "sh", sys.executable, "-m", "evenstep", "doctor"]
     given = {**os.environ, **environment}
     return subprocess.run([*shell, *arguments], capture_output=True, text=True, env=given, timeout=100)
-
-
-def wait_for(found: Callable[[], object]) -> None:
-    deadline = time.monotonic() + 60
-    while not found():
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
 
 
 def ranks_of(pid: int) -> list[psutil.Process]:
@@ -168,7 +162,7 @@ class Terminal:
 def test_ctrl_c_leaves_nothing_running(tmp_path: Path) -> None:
     terminal = Terminal()
     process = terminal.start(sys.executable, "-m", "evenstep", "doctor", TMPDIR=str(tmp_path))
-    wait_for(lambda: ranks_of(process.pid))
+    wait_until(lambda: ranks_of(process.pid))
     every = psutil.Process(process.pid).children(recursive=True)
     # As a terminal does it: to all of them.
     os.killpg(process.pid, signal.SIGINT)
@@ -215,7 +209,7 @@ def test_two_machines_add_up_and_the_first_one_prints(two_hosts: list[Host], tmp
     assert re.search("good +clocks +0.0 s apart", first)
     assert re.search("good +torch of all", first)
     assert "the first machine prints what was found" in second
-    wait_for(lambda: not any(machine.pids() for machine in two_hosts))
+    wait_until(lambda: not any(machine.pids() for machine in two_hosts))
 
 
 @pytest.mark.slow
@@ -249,7 +243,7 @@ def test_a_slow_link_is_warned_of(two_hosts: list[Host], tmp_path: Path) -> None
 @pytest.mark.parametrize("lost", [0, 1])
 def test_nobody_waits_for_a_machine_that_is_lost(two_hosts: list[Host], tmp_path: Path, lost: int) -> None:
     started = [_start(machine, tmp_path, two_hosts[0]) for machine in two_hosts]
-    wait_for(lambda: all("all-reduce between 2 machines" in machine.said() for machine in two_hosts))
+    wait_until(lambda: all("all-reduce between 2 machines" in machine.said() for machine in two_hosts))
     two_hosts[lost].kill()
     said = two_hosts[1 - lost]
     assert started[1 - lost].wait(timeout=45) == 1, said.said()

@@ -8,13 +8,13 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
 from pathlib import Path
 
 import psutil
 import pytest
 
 from evenstep.record import Record
+from tests.waiting import wait_until
 
 TASK = """
 import os, signal, sys, time
@@ -149,13 +149,6 @@ def test_a_loop_of_ones_own_does_not_outlive_its_launcher(tmp_path: Path) -> Non
     wait_until(
         lambda: not any(rank.is_running() and rank.status() != psutil.STATUS_ZOMBIE for rank in ranks), seconds=5
     )
-
-
-def wait_until(happened: Callable[[], bool], seconds: float) -> None:
-    deadline = time.monotonic() + seconds
-    while not happened():
-        assert time.monotonic() < deadline, f"not within {seconds} s"
-        time.sleep(0.05)
 
 
 def start_slow_run() -> subprocess.Popen[str]:

@@ -89,7 +89,7 @@ def test_an_optimizer_over_other_parameters_is_refused() -> None:
     model = team.wrap(net)
     batch = next(iter(team.loader(x, batch=10)))
     team.backward(loss, model, batch)
-    with pytest.raises(TaskError, match=r"make it after team\.spread"):
+    with pytest.raises(TaskError, match=r"make it after team\.wrap"):
         team.step(before)
 
 

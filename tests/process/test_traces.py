@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from torch import nn
 
 import evenstep
 from evenstep.distributed.heartbeat import Heartbeat
@@ -174,11 +175,12 @@ def test_steps_are_traced_after_a_warm_up_as_far_as_there_are_enough() -> None:
 
 def test_what_is_not_traced_is_left_as_it_was() -> None:
     team = join("dp", ["cpu", "cpu"])
-    strategy, beat = team.strategy, team.world.heartbeat._write
+    model, beat = team.wrap(nn.Linear(2, 2)), team.world.heartbeat._write
+    plain = model.run
     assert beat == Heartbeat()._write
     with profiler.marked(team, profiler.Marks(team.world.heartbeat)):
-        assert team.strategy is not strategy
-    assert team.strategy is strategy
+        assert model.run != plain
+    assert model.run == plain
     assert team.world.heartbeat._write == beat
 
 

@@ -139,7 +139,7 @@ class Measuring(Job):
     def _timed(self) -> tuple[list[Noted], int]:
         """What every rank noted of some steps, and the bytes that each sent in one of them."""
         tap, heartbeat = self.team.world.tap, self.team.world.heartbeat
-        self.team.tell(self._model, tap)
+        self._model.time_communication(tap)
         for _ in range(SETTLING_STEPS):
             self._next()
         self._together()

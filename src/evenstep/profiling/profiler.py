@@ -5,8 +5,8 @@ wrong here is said, and the training goes on: every rank takes part in every mes
 
 What evenstep is doing, marked in the profiler's trace: steps, their parts, and what our own code sends.
 
-Nothing of this is in the way of a training that is not traced: the pulse is listened to, and the strategy replaced by
-one that marks, for the steps that are.
+Nothing of this is in the way of a training that is not traced: the heartbeat is listened to, and a model's methods are
+replaced by ones that mark, for the steps that are.
 """
 
 from __future__ import annotations
@@ -29,7 +29,6 @@ from torch.profiler import ProfilerActivity, profile, record_function
 from evenstep.distributed.heartbeat import INPUT, PARTS, PHASES, SAVING, Heartbeat
 from evenstep.plan import Plan
 from evenstep.strategies.base import DistributedModel
-from evenstep.strategies.registry import Strategy
 from evenstep.training.team import Team
 
 T = TypeVar("T")
@@ -94,40 +93,43 @@ def _opened(name: str) -> record_function:
 @contextmanager
 def marked(team: Team, marks: Marks) -> Iterator[None]:
     """Inside, every step of this process is marked."""
-    strategy, heartbeat = team.strategy, team.world.heartbeat
-    sends = not strategy.processes_per_device and len(team.world.devices) > 1
-    marking: Any = Marked(strategy, marks, sends)
-    team.strategy = marking
+    heartbeat = team.world.heartbeat
+    sends = not team.facts.processes_per_device and len(team.world.devices) > 1
+    for model in team.models:
+        marking = Marked(model, marks, sends)
+        vars(model).update({name: getattr(marking, name) for name in REPLACED})
     heartbeat.also(marks.phase)
     try:
         yield
     finally:
         heartbeat.also(None)
-        team.strategy = strategy
+        for model in team.models:
+            for name in REPLACED:
+                vars(model).pop(name, None)
+
+
+REPLACED = ("run", "sync_replicas", "sync_gradients")
 
 
 class Marked:
-    """A strategy, with marks where a part of the step begins that the pulse does not tell of."""
+    """Methods of a model, with marks where a part of the step begins that the heartbeat does not report."""
 
-    def __init__(self, strategy: Strategy, marks: Marks, sends: bool) -> None:
-        self._strategy = strategy
+    def __init__(self, model: DistributedModel, marks: Marks, sends: bool) -> None:
+        self._run, self._sync_replicas, self._sync_gradients = model.run, model.sync_replicas, model.sync_gradients
         self._marks = marks
         self._sends = sends
-        """Whether the strategy's own code sends, and not an engine of torch's, which is in the trace by itself."""
+        """Whether our own code sends, and not a wrapper of torch's, which is in the trace already."""
 
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._strategy, name)
-
-    def refresh(self, spread: DistributedModel, is_training: bool) -> None:
+    def sync_replicas(self, is_training: bool) -> None:
         if is_training:
             # The batch is there.
             self._marks.begin("forward")
         with self._sending("replicate"):
-            self._strategy.refresh(spread, is_training)
+            self._sync_replicas(is_training)
 
-    def on_replicas(self, work: Callable[..., T], arguments: Sequence[tuple[Any, ...]]) -> list[T]:
+    def run(self, work: Callable[..., T], arguments: Sequence[tuple[Any, ...]]) -> list[T]:
         if not self._marks.is_in_step:
-            return self._strategy.on_replicas(work, arguments)
+            return self._run(work, arguments)
 
         def until_done(*replica_arguments: Any) -> T:
             try:
@@ -137,14 +139,14 @@ class Marked:
                     self._marks.end()
 
         caller = threading.get_ident()
-        results = self._strategy.on_replicas(until_done, arguments)
+        results = self._run(until_done, arguments)
         self._marks.begin("backward")
         return results
 
     @contextmanager
-    def syncing(self, spread: DistributedModel, is_last: bool) -> Iterator[None]:
+    def sync_gradients(self, is_last: bool) -> Iterator[None]:
         with ExitStack() as inside:
-            inside.enter_context(self._strategy.syncing(spread, is_last))
+            inside.enter_context(self._sync_gradients(is_last))
             yield
             with self._sending("reduce") if is_last else ExitStack():
                 inside.close()

@@ -1,10 +1,9 @@
-"""A model, placed on every seat that this process drives.
+"""The seam between a training and a strategy: `Strategy.wrap` returns a DistributedModel, which does the rest.
 
-Calling a loss on one seat: the right device, the trained model through its engine, the others frozen beside it.
+A new strategy is one file with a class that has `wrap`, and one row in `evenstep.strategy_facts`. Most return a
+subclass of DistributedModel that replaces `sync_gradients`, and `sync_replicas` where ranks keep their own buffers.
 
-Copies of a model, and whether one still holds what the other does.
-
-A gradient's life: made, used, forgotten; with none of the steps that torch takes around these in Python.
+Below these: calling a loss on one replica, copies of a model, and a gradient's life without torch's Python around it.
 """
 
 from __future__ import annotations
@@ -14,22 +13,36 @@ import importlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import cache
-from typing import Any, TypeVar
+from typing import Any, ClassVar, Protocol, TypeVar
 
 import torch
 from torch import nn
 from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 
+from evenstep.distributed.world import World
+from evenstep.profiling.spans import Tap
 from evenstep.strategy_facts import STRATEGIES
 from evenstep.task import Amount
 
 T = TypeVar("T")
 
 
-def load_strategy(name: str) -> Any:
-    """The class of a strategy; its file is imported when it is first used."""
-    module, _, found = STRATEGIES[name].location.partition(":")
-    return getattr(importlib.import_module(module), found)
+Sample = Callable[[nn.Module], object]
+"""Computes with a model what a step computes, for a strategy that needs to observe it."""
+
+
+class Strategy(Protocol):
+    """How a model is distributed over a World."""
+
+    def wrap(self, model: nn.Module, world: World, sample: Sample | None = None) -> DistributedModel:
+        """The model on every device of this process; `sample` may be computed once, with a copy."""
+
+
+def load_strategy(name: str) -> Strategy:
+    """A strategy by its name; its file is imported when it is first used."""
+    module, _, kind = STRATEGIES[name].location.partition(":")
+    strategy: Strategy = getattr(importlib.import_module(module), kind)()
+    return strategy
 
 
 class LossModule(nn.Module):
@@ -48,11 +61,14 @@ class LossModule(nn.Module):
 
 
 class DistributedModel:
-    """What `Team.wrap` returns: the user's model on the team's devices.
+    """What `Team.wrap` returns: the user's model on the team's devices. This class is one replica in one process.
 
-    `module` has the user's own parameter names; optimizers and checkpoints see it. `seats` are called to compute:
-    `seats[i](work, *arguments)` runs `work(model, *arguments)` on the i-th device of this process.
+    `module` has the user's own parameter names; optimizers and checkpoints see it. `replicas` are called to compute:
+    `replicas[i](work, *arguments)` runs `work(model, *arguments)` on the i-th device of this process.
     """
+
+    is_wrapped: ClassVar[bool] = False
+    """Whether a wrapper of torch's stands between a replica and its model."""
 
     def __init__(
         self, module: nn.Module, replicas: list[nn.Module], loss_modules: list[LossModule] | None = None
@@ -66,7 +82,21 @@ class DistributedModel:
         self.replicas = replicas
         self.loss_modules = loss_modules if loss_modules is not None else replicas
         self.weights_of = [list(bound.parameters()) for bound in self.loss_modules]
-        """Those of each seat, which get its gradients."""
+        """Those of each replica, which get its gradients."""
+
+    def run(self, work: Callable[..., T], arguments: Sequence[tuple[Any, ...]]) -> list[T]:
+        """`work(*arguments[i])` for each replica of this process."""
+        return one_by_one(work, arguments)
+
+    def sync_replicas(self, is_training: bool) -> None:
+        """Give every replica the current weights; before an evaluation also rank 0's buffers, which are those saved."""
+
+    def sync_gradients(self, is_last: bool) -> AbstractContextManager[None]:
+        """Around one micro-batch: gradients are sent in the last one of a step only."""
+        return NOTHING
+
+    def time_communication(self, tap: Tap) -> None:
+        """From now on, report to the tap what is sent between devices, and send nothing while it is muted."""
 
     def parameters(self) -> Iterator[nn.Parameter]:
         """The parameters that an optimizer updates."""
@@ -133,7 +163,7 @@ def _inside(bound: nn.Module, inner: Callable[..., Amount]) -> Callable[..., Amo
 
 
 def one_by_one(work: Callable[..., T], arguments: Sequence[tuple[Any, ...]]) -> list[T]:
-    """`work` of one seat after the other, in this thread."""
+    """`work` for one replica after the other, in this thread."""
     return [work(*replica_arguments) for replica_arguments in arguments]
 
 

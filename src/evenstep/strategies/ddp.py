@@ -11,7 +11,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any, ClassVar
-from weakref import WeakKeyDictionary, WeakSet
 
 import torch
 import torch.distributed as dist
@@ -28,8 +27,8 @@ from evenstep.distributed.shm.native import load
 from evenstep.distributed.world import World
 from evenstep.errors import TaskError, TrainingError
 from evenstep.profiling.spans import Tap, size_of
-from evenstep.strategies.base import NOTHING, DistributedModel, LossModule, fills_memory, has_sparse_gradients
-from evenstep.strategies.single import Sample, Single
+from evenstep.strategies.base import NOTHING, DistributedModel, LossModule, Sample, fills_memory, has_sparse_gradients
+from evenstep.strategies.single import Single
 
 
 class Averaging:
@@ -125,63 +124,91 @@ SEND_BYTES = 2**28
 class DDP(Single):
     """torch's DistributedDataParallel around the whole loss; on one machine's CPU, shared memory and no wrapper."""
 
-    processes_per_device: ClassVar[bool] = True
     wraps_alone: ClassVar[bool] = False
     """One process has nothing to average, and DDP's buckets would cost it a copy of every gradient."""
-
-    def __init__(self) -> None:
-        self._checked: WeakSet[DistributedModel] = WeakSet()
-        self._near: WeakKeyDictionary[DistributedModel, Averaging] = WeakKeyDictionary()
-        """Models whose gradients go through shared memory."""
-        self._tap: Tap | None = None
 
     def wrap(self, model: nn.Module, world: World, sample: Sample | None = None) -> DistributedModel:
         if world.size == 1 and not self.wraps_alone:
             return super().wrap(model, world)
         model.to(world.device)
         leave_default_stream(world.device)
-        bound = LossModule(model)
         if not trained(model):
-            # DDP refuses a model with nothing to train; such a one rides along beside another that trains.
-            return DistributedModel(model, [bound])
+            # DDP refuses a model with nothing to train; such a one is used beside another that trains.
+            return RankModel(model, [LossModule(model)])
         averaging = _averaging(model, world)
-        if averaging is None:
-            return DistributedModel(model, [DistributedDataParallel(bound, gradient_as_bucket_view=True)], [bound])
+        return AveragedModel(model, averaging) if averaging is not None else DDPModel(model)
+
+
+class RankModel(DistributedModel):
+    """A whole model in each of several processes, each with buffers of its own."""
+
+    def sync_replicas(self, is_training: bool) -> None:
+        if not is_training:
+            send_buffers(self)
+
+
+class AveragedModel(DistributedModel):
+    """Gradients are averaged through shared memory after backward; buffers are sent at every step, as DDP does."""
+
+    def __init__(self, model: nn.Module, averaging: Averaging) -> None:
         # As DDP does.
         send_from_rank_0([tensor.detach() for tensor in (*model.parameters(), *model.buffers())])
-        spread = DistributedModel(model, [bound])
-        self._near[spread] = averaging
-        return spread
+        super().__init__(model, [LossModule(model)])
+        self._averaging = averaging
+        self._tap: Tap | None = None
 
-    def refresh(self, spread: DistributedModel, is_training: bool) -> None:
+    def sync_replicas(self, is_training: bool) -> None:
         if not is_training:
-            send_buffers(spread)
-        elif isinstance(spread.replicas[0], DistributedDataParallel):
-            # Before forward in training, DDP does it itself.
-            if self._tap is not None:
-                spread.replicas[0].require_forward_param_sync = not self._tap.is_muted
-        elif spread in self._near and spread.has_buffers:
-            send_buffers(spread, self._tap)
+            send_buffers(self)
+        elif self.has_buffers:
+            send_buffers(self, self._tap)
 
-    def syncing(self, spread: DistributedModel, is_last: bool) -> AbstractContextManager[None]:
-        averaging = self._near.get(spread)
-        if averaging is not None:
-            return averaging if is_last else NOTHING
-        replica = spread.replicas[0]
-        if not isinstance(replica, DistributedDataParallel):
-            return NOTHING
-        if not is_last:
-            return replica.no_sync()
-        if spread in self._checked:
-            return NOTHING
-        self._checked.add(spread)
-        return _checking(spread)
+    def sync_gradients(self, is_last: bool) -> AbstractContextManager[None]:
+        return self._averaging if is_last else NOTHING
 
-    def tell(self, spread: DistributedModel, tap: Tap) -> None:
+    def time_communication(self, tap: Tap) -> None:
         self._tap = tap
-        if isinstance(spread.replicas[0], DistributedDataParallel):
-            # torch compares annotations, which are text here, with types: not the function itself.
-            spread.replicas[0].register_comm_hook(tap, lambda tap, bucket: _told_of(tap, bucket))
+
+
+class DDPModel(RankModel):
+    """The loss inside torch's DistributedDataParallel, which sends buckets of gradients while backward runs."""
+
+    is_wrapped: ClassVar[bool] = True
+
+    def __init__(self, model: nn.Module) -> None:
+        bound = LossModule(model)
+        self._wrapper = DistributedDataParallel(bound, gradient_as_bucket_view=True)
+        super().__init__(model, [self._wrapper], [bound])
+        self._is_first_step = True
+        self._tap: Tap | None = None
+
+    def sync_replicas(self, is_training: bool) -> None:
+        if not is_training:
+            send_buffers(self)
+        elif self._tap is not None:
+            # Before forward in training, DDP sends buffers itself.
+            self._wrapper.require_forward_param_sync = not self._tap.is_muted
+
+    def sync_gradients(self, is_last: bool) -> AbstractContextManager[None]:
+        if not is_last:
+            return self._wrapper.no_sync()
+        if not self._is_first_step:
+            return NOTHING
+        self._is_first_step = False
+        return self._checking()
+
+    def time_communication(self, tap: Tap) -> None:
+        self._tap = tap
+        # torch compares annotations, which are text here, with types: not the function itself.
+        self._wrapper.register_comm_hook(tap, lambda tap, bucket: _told_of(tap, bucket))
+
+    @contextmanager
+    def _checking(self) -> Iterator[None]:
+        """After the first backward: DDP waits for every gradient, and would stop at the second step with no names."""
+        yield
+        without = [name for name, weight in trained(self.module) if weight.grad is None]
+        if without:
+            raise no_gradient(without)
 
 
 def _averaging(model: nn.Module, world: World) -> Averaging | None:
@@ -217,9 +244,9 @@ def _told_of(tap: Tap, bucket: Any) -> torch.futures.Future[torch.Tensor]:
     return sending.get_future().then(arrived)
 
 
-def send_buffers(spread: DistributedModel, tap: Tap | None = None) -> None:
+def send_buffers(model: DistributedModel, tap: Tap | None = None) -> None:
     """Rank 0's batch statistics to all ranks, each of which kept its own; a tap is told of it, or hinders it."""
-    buffers = list(spread.module.buffers())
+    buffers = list(model.module.buffers())
     if tap is None or not buffers:
         send_from_rank_0(buffers)
     elif not tap.is_muted:
@@ -232,12 +259,3 @@ def send_from_rank_0(tensors: list[torch.Tensor]) -> None:
     if tensors:
         group: Any = dist.group.WORLD
         dist._broadcast_coalesced(group, tensors, SEND_BYTES, 0)  # type: ignore[attr-defined]
-
-
-@contextmanager
-def _checking(spread: DistributedModel) -> Iterator[None]:
-    """After the first backward: DDP waits for every gradient, and would stop at the second step with no names."""
-    yield
-    without = [name for name, weight in trained(spread.module) if weight.grad is None]
-    if without:
-        raise no_gradient(without)

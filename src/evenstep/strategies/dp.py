@@ -16,7 +16,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, contextmanager
-from typing import Any, ClassVar, TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import nn
@@ -24,9 +24,7 @@ from torch._utils import _flatten_dense_tensors, _unflatten_dense_tensors
 
 from evenstep.distributed.devices import return_to_default_stream
 from evenstep.distributed.world import World
-from evenstep.profiling.spans import Tap
-from evenstep.strategies.base import NOTHING, DistributedModel, LossModule, copied
-from evenstep.strategies.single import Sample
+from evenstep.strategies.base import NOTHING, DistributedModel, LossModule, Sample, copied
 
 T = TypeVar("T")
 
@@ -34,51 +32,25 @@ T = TypeVar("T")
 class DP:
     """What nn.DataParallel does, without its flaws."""
 
-    processes_per_device: ClassVar[bool] = False
-    drives_from_first: ClassVar[bool] = False
-
     def __init__(self) -> None:
         self._threads: list[ThreadPoolExecutor] = []
+        """One for each replica, shared by all models: what torch keeps per thread (device, streams) is made once."""
 
     def wrap(self, model: nn.Module, world: World, sample: Sample | None = None) -> DistributedModel:
         while len(self._threads) < len(world.devices):
             name = f"seat-{len(self._threads)}"
             self._threads.append(ThreadPoolExecutor(max_workers=1, thread_name_prefix=name))
         for device in reversed(world.devices):
-            # Where the seats' threads are, too.
+            # Where the replicas' threads are, too.
             return_to_default_stream(device)
-        return Replicas(model, world.devices, world.tap)
-
-    def refresh(self, spread: DistributedModel, is_training: bool) -> None:
-        assert isinstance(spread, Replicas)
-        spread.replicate()
-
-    def on_replicas(self, work: Callable[..., T], arguments: Sequence[tuple[Any, ...]]) -> list[T]:
-        # A thread per seat, always the same one: what torch keeps per thread (device, streams) stays with its replica.
-        futures = [
-            thread.submit(work, *replica_arguments)
-            for thread, replica_arguments in zip(self._threads, arguments, strict=False)
-        ]
-        return [future.result() for future in futures]
-
-    def syncing(self, spread: DistributedModel, is_last: bool) -> AbstractContextManager[None]:
-        assert isinstance(spread, Replicas)
-        return _reducing(spread) if is_last else NOTHING
-
-    def tell(self, spread: DistributedModel, tap: Tap) -> None:
-        """Nothing more: the replicas know the tap."""
-
-
-@contextmanager
-def _reducing(replicas: Replicas) -> Iterator[None]:
-    yield
-    replicas.reduce()
+        return Replicas(model, world, self._threads)
 
 
 class Replicas(DistributedModel):
     """The same model on several devices; `module` is made of the parameters that each device owns."""
 
-    def __init__(self, model: nn.Module, devices: Sequence[torch.device], tap: Tap) -> None:
+    def __init__(self, model: nn.Module, world: World, threads: Sequence[ThreadPoolExecutor]) -> None:
+        devices = world.devices
         models = [model.to(devices[0])]
         models += [copied(model).to(device) for device in devices[1:]]
         self.parameters_of = [list(one.parameters()) for one in models]
@@ -90,10 +62,22 @@ class Replicas(DistributedModel):
             memo |= {id(self.parameters_of[0][index]): self.parameters_of[owner][index] for index in indices}
         super().__init__(copied(models[0], memo), [LossModule(one) for one in models])
         self.models = models
-        self._tap = tap
+        self._threads = threads
+        self._tap = world.tap
+
+    def run(self, work: Callable[..., T], arguments: Sequence[tuple[Any, ...]]) -> list[T]:
+        # A thread per replica, always the same one.
+        futures = [
+            thread.submit(work, *replica_arguments)
+            for thread, replica_arguments in zip(self._threads, arguments, strict=False)
+        ]
+        return [future.result() for future in futures]
+
+    def sync_gradients(self, is_last: bool) -> AbstractContextManager[None]:
+        return self._reducing() if is_last else NOTHING
 
     @torch.no_grad()
-    def replicate(self) -> None:
+    def sync_replicas(self, is_training: bool) -> None:
         """Send every parameter from its owner to the other devices, and the buffers of device 0."""
         if not self._tap.is_muted:
             self._tap.mark("replicate")
@@ -112,8 +96,13 @@ class Replicas(DistributedModel):
         for receiver in range(1, len(self.models)):
             _copy(self.buffers_of[0], self.buffers_of[receiver])
 
+    @contextmanager
+    def _reducing(self) -> Iterator[None]:
+        yield
+        self._reduce()
+
     @torch.no_grad()
-    def reduce(self) -> None:
+    def _reduce(self) -> None:
         """Sum every gradient on the device that owns its parameter; the other replicas' gradients are freed."""
         self._tap.mark("reduce")
         for owner, sender in self._pairs():

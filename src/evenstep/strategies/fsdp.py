@@ -20,7 +20,6 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from enum import IntEnum
 from typing import Any, ClassVar
-from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
@@ -38,13 +37,14 @@ from evenstep.strategies.base import (
     SMALL_ENOUGH,
     DistributedModel,
     LossModule,
+    Sample,
     copied,
     has_sparse_gradients,
     same_numbers,
     separate,
 )
 from evenstep.strategies.ddp import send_buffers, send_from_rank_0
-from evenstep.strategies.single import Sample, Single
+from evenstep.strategies.single import Single
 
 
 def units(model: nn.Module) -> list[nn.Module]:
@@ -226,13 +226,9 @@ def _has_gradient(parameter: Any) -> bool:
 class FSDP(Single):
     """torch's `fully_shard`: every child of a ModuleList or Sequential is gathered on its own, then the rest."""
 
-    processes_per_device: ClassVar[bool] = True
-
     def __init__(self) -> None:
-        self._tap: Tap | None = None
         self._agreement: Agreement | None = None
-        self._syncs: WeakKeyDictionary[DistributedModel, bool] = WeakKeyDictionary()
-        """Whether the engine was last told to add gradients up, which is what it does by itself."""
+        """One for all models: the collectives of several follow each other in one order."""
 
     def wrap(self, model: nn.Module, world: World, sample: Sample | None = None) -> DistributedModel:
         if world.size == 1:
@@ -253,12 +249,10 @@ class FSDP(Single):
         bound = LossModule(model)
         fully_shard(bound, mesh=mesh)
         self._watch(bound, world)
-        return DistributedModel(model, [bound])
+        return ShardedModel(model, bound)
 
     def _watch(self, bound: LossModule, world: World) -> None:
         """Compare what ranks are about to send, and have a tap told of it."""
-        # moved
-
         if self._agreement is None:
             self._agreement = Agreement(open_ledger(world.gather, world.rank), world.rank, world.tap)
         agreement = self._agreement
@@ -270,25 +264,31 @@ class FSDP(Single):
             agreement.watch_backward(group)
         agreement.watch_forward(bound)
 
-    def refresh(self, spread: DistributedModel, is_training: bool) -> None:
+
+class ShardedModel(DistributedModel):
+    """A shard of every parameter on each rank; `fully_shard` gathers and reduces inside forward and backward."""
+
+    is_wrapped: ClassVar[bool] = True
+
+    def __init__(self, model: nn.Module, bound: LossModule) -> None:
+        super().__init__(model, [bound])
+        self._root: Any = bound
+        self._reduces_gradients = True
+        """What `fully_shard` was last asked to do; it does so unless asked."""
+        self._tap: Tap | None = None
+
+    def sync_replicas(self, is_training: bool) -> None:
         # At every step too: DDP does so, and the strategies are to agree.
-        if self._is_sharded(spread):
-            send_buffers(spread, self._tap)
+        send_buffers(self, self._tap)
 
-    def syncing(self, spread: DistributedModel, is_last: bool) -> AbstractContextManager[None]:
-        root: Any = spread.replicas[0]
-        if not self._is_sharded(spread):
-            return NOTHING
-        if self._syncs.get(spread, True) != is_last:
+    def sync_gradients(self, is_last: bool) -> AbstractContextManager[None]:
+        if self._reduces_gradients != is_last:
             # It walks through all modules.
-            root.set_requires_gradient_sync(is_last)
-            self._syncs[spread] = is_last
-        return NOTHING if is_last else _separating(root)
+            self._root.set_requires_gradient_sync(is_last)
+            self._reduces_gradients = is_last
+        return NOTHING if is_last else _separating(self._root)
 
-    def _is_sharded(self, spread: DistributedModel) -> bool:
-        return hasattr(spread.replicas[0], "set_requires_gradient_sync")
-
-    def tell(self, spread: DistributedModel, tap: Tap) -> None:
+    def time_communication(self, tap: Tap) -> None:
         self._tap = tap
 
 

@@ -1,4 +1,4 @@
-"""torch's own nn.DataParallel, to be compared with: on several cards, driven from the first one."""
+"""torch's own nn.DataParallel, to be compared with: on several GPUs, driven from the first one."""
 
 from __future__ import annotations
 
@@ -7,21 +7,22 @@ from typing import ClassVar
 from torch import nn
 
 from evenstep.distributed.world import World
-from evenstep.profiling.spans import Tap
-from evenstep.strategies.base import DistributedModel, LossModule
-from evenstep.strategies.single import Sample, Single
+from evenstep.strategies.base import DistributedModel, LossModule, Sample
 
 
-class TorchDP(Single):
-    """Splits each call of the model over the cards and gathers its outputs on the first one, where the loss is."""
-
-    drives_from_first: ClassVar[bool] = True
+class TorchDP:
+    """Splits each call of the model over the GPUs and gathers its outputs on the first one, where the loss is."""
 
     def wrap(self, model: nn.Module, world: World, sample: Sample | None = None) -> DistributedModel:
         model.to(world.device)
-        gpus = [device.index for device in (world.device, *world.lent)]
-        # Evaluation goes without: people's metrics call methods that the wrapper hides.
-        return DistributedModel(model, [LossModule(nn.DataParallel(model, gpus))], [LossModule(model)])
+        return DataParallelModel(model, [device.index for device in (world.device, *world.lent)])
 
-    def tell(self, spread: DistributedModel, tap: Tap) -> None:
-        """Nothing can be told: it scatters, replicates and gathers inside forward and backward."""
+
+class DataParallelModel(DistributedModel):
+    """Scatters, replicates and gathers inside forward and backward, where nothing can be timed."""
+
+    is_wrapped: ClassVar[bool] = True
+
+    def __init__(self, model: nn.Module, gpus: list[int]) -> None:
+        # Evaluation goes without: users' metrics call methods that the wrapper hides.
+        super().__init__(model, [LossModule(nn.DataParallel(model, gpus))], [LossModule(model)])

@@ -39,7 +39,6 @@ from evenstep.errors import NonFiniteLoss, PlanError, TaskError
 from evenstep.monitor.nonfinite import explain
 from evenstep.monitor.replicas import refuse_different_models
 from evenstep.plan import PrecisionName
-from evenstep.profiling.spans import Tap
 from evenstep.sampling.rng import Draws, derive_seed, replica_seed, seed_devices, seed_everything
 from evenstep.schema import check_choice
 from evenstep.strategies.base import (
@@ -185,7 +184,10 @@ class Team:
         self.world = world
         self.precision = precision
         self.seed = seed
-        self.strategy = load_strategy(strategy)()
+        self.facts = STRATEGIES[strategy]
+        self.strategy = load_strategy(strategy)
+        self.models: list[DistributedModel] = []
+        """What `wrap` returned."""
         self.requests = Requests()
         self.last_compute_seconds = 0.0
         """How long the last backward was at work before it needed the others."""
@@ -204,10 +206,6 @@ class Team:
         """What `backward` was last called with."""
         return self._current
 
-    def tell(self, model: DistributedModel, tap: Tap) -> None:
-        """From now on, tell the tap of what the strategy sends."""
-        self.strategy.tell(model, tap)
-
     def wrap(self, model: nn.Module, sample: Callable[[nn.Module], object] | None = None) -> DistributedModel:
         """Put the model on every device of the team.
 
@@ -217,9 +215,10 @@ class Team:
         refuse_lazy(model)
         fitted = self.precision.fit(model)
         refuse_different_models(self.world, fitted)
-        spread: DistributedModel = self.strategy.wrap(fitted, self.world, sample)
-        self._refusals.learn(spread)
-        return spread
+        distributed = self.strategy.wrap(fitted, self.world, sample)
+        self._refusals.learn(distributed)
+        self.models.append(distributed)
+        return distributed
 
     def check(self, optimizer: torch.optim.Optimizer) -> None:
         """Refuse an optimizer that `step` could not use; `step` does so too, after the first backward."""
@@ -287,7 +286,7 @@ class Team:
             captured.fill(batch, totals.wish)
             if self.world.size > 1:
                 self.world.heartbeat.collective()
-            with self.strategy.syncing(model, is_last=True):
+            with model.sync_gradients(is_last=True):
                 captured.replay_backward(batch, totals)
 
         return self._backward((model,), batch, replay)
@@ -301,7 +300,7 @@ class Team:
 
     def syncing_alone(self, model: DistributedModel, is_last: bool) -> AbstractContextManager[None]:
         """What surrounds a micro-batch of the only seat of this process; several seats meet outside of it."""
-        return self.strategy.syncing(model, is_last) if len(self.world.devices) == 1 else NOTHING
+        return model.sync_gradients(is_last) if len(self.world.devices) == 1 else NOTHING
 
     def forget_batch(self) -> None:
         """The last batch will be gone through once more, from the same start and with the same draws."""
@@ -310,8 +309,8 @@ class Team:
     def _on_replicas(self, loss: Loss, models: tuple[DistributedModel, ...], batch: Batch, totals: Totals) -> None:
         for number, per_replica in enumerate(batch.micro_batches, 1):
             is_last = number == len(batch.micro_batches)
-            with self.strategy.syncing(models[0], is_last):
-                self.strategy.on_replicas(
+            with models[0].sync_gradients(is_last):
+                models[0].run(
                     lambda place, micro_batch, last=is_last: self.replica_backward(
                         loss, models, place, micro_batch, totals, last
                     ),
@@ -326,7 +325,7 @@ class Team:
         # Others may be waited for from here on.
         self.world.heartbeat.beat(FORWARD)
         for one in models:
-            self.strategy.refresh(one, is_training=True)
+            one.sync_replicas(is_training=True)
         totals = Totals(self.world, batch.num_samples, self.requests.encode())
         compute(totals)
         mean = totals.read()
@@ -383,7 +382,7 @@ class Team:
         """
         if not isinstance(batches, Loader):
             raise TaskError(f"measure takes what Team.loader returned, and got a {type(batches).__name__}")
-        self.strategy.refresh(model, is_training=False)
+        model.sync_replicas(is_training=False)
         sums: dict[str, torch.Tensor] = {}
         evaluate = Evaluator()
         replica_measure = partial(self._replica_measure, function, model, evaluate)
@@ -395,8 +394,8 @@ class Team:
                     self._stop_together()
                 for per_replica in batch.micro_batches:
                     # The first seat decides for all whether gradients are needed, before threads draw at random.
-                    on_replicas = self.strategy.on_replicas if evaluate.has_succeeded else one_by_one
-                    for measured in on_replicas(replica_measure, list(enumerate(per_replica))):
+                    run = model.run if evaluate.has_succeeded else one_by_one
+                    for measured in run(replica_measure, list(enumerate(per_replica))):
                         for name, pair in measured.items():
                             sums[name] = sums[name] + pair if name in sums else pair
         # A rank may have met no sample of a kind that another one has a name for.
@@ -425,7 +424,7 @@ class Team:
 
     def infer(self, function: Callable[[Any], T], model: DistributedModel) -> T:
         """`function(model)` on the first seat of every process, with no gradients; all processes must call it."""
-        self.strategy.refresh(model, is_training=False)
+        model.sync_replicas(is_training=False)
         with torch.no_grad(), model.evaluating():
             answer: T = model.loss_modules[0](function)
         return answer

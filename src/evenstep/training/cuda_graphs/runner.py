@@ -15,8 +15,7 @@ import torch.distributed as dist
 
 from evenstep.data.loader import Batch
 from evenstep.distributed.heartbeat import BACKWARD, FORWARD
-from evenstep.strategies.base import LossModule, forget
-from evenstep.strategies.ddp import DDP
+from evenstep.strategies.base import forget
 from evenstep.training.cuda_graphs.capture_checks import (
     Clock,
     Kinds,
@@ -54,17 +53,12 @@ LOSS_TOLERANCE = {"fp64": 1e-12, "fp32": 1e-5, "tf32": 1e-3, "bf16": 1e-2, "fp16
 
 def can_be_fast(recipe: Recipe) -> bool:
     """Whether its steps can be recorded at all: all on cards, and nothing between them but NCCL."""
-    world, strategy = recipe.team.world, recipe.team.strategy
+    world = recipe.team.world
     if any(device.type != "cuda" for device in world.devices):
         return False
-    if is_wrapped(recipe):
-        return type(strategy) is DDP and "cuda:nccl" in str(dist.get_backend_config())
-    return world.size == 1 and not strategy.drives_from_first
-
-
-def is_wrapped(recipe: Recipe) -> bool:
-    """Whether an engine of torch stands between this process's seat and its model."""
-    return not isinstance(recipe.model.replicas[0], LossModule)
+    if recipe.model.is_wrapped:
+        return recipe.team.facts.cuda_graphs and "cuda:nccl" in str(dist.get_backend_config())
+    return world.size == 1
 
 
 class Fast:
@@ -77,7 +71,7 @@ class Fast:
         self._recipe = recipe
         self._eager = Eager(recipe)
         self._world = recipe.team.world
-        self._needed = WARM_UP_DDP if is_wrapped(recipe) else WARM_UP
+        self._needed = WARM_UP_DDP if recipe.model.is_wrapped else WARM_UP
         self._captured: Captured | None = None
         self._is_over = False
         self._before: tuple[object, Choices, Seen] | None = None

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import os
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -142,3 +144,42 @@ def test_what_fails_at_every_start_is_tried_as_often_as_allowed_with_pauses() ->
     assert "it was started again 3 times, as allowed by --restarts 3" in ended.report
     assert len(ended.report) <= 15
     assert {path.name for path in (FOLDER / "logs").glob("restart*")} == {"restart1", "restart2", "restart3"}
+
+
+HANDS_A_BATCH_OVER = """
+import multiprocessing
+import os
+import socket
+from multiprocessing import resource_sharer
+
+from evenstep.data.prefetch import WorkerInit
+
+fork = multiprocessing.get_context("fork")
+here, there = fork.Pipe()
+begin = WorkerInit(None, None)
+
+
+def work():
+    begin(0)
+    there.send(resource_sharer.DupFd(there.fileno()))
+    there.recv()
+
+
+worker = fork.Process(target=work, daemon=True)
+worker.start()
+batch = here.recv()
+# A rank that is killed closes its end of the connection before it has read the worker's challenge.
+with socket.socket(socket.AF_UNIX) as rank:
+    rank.connect(batch._id[0])
+os.close(batch.detach())
+here.send("done")
+worker.join()
+print("handed over")
+"""
+
+
+def test_a_rank_that_is_killed_while_it_takes_a_batch_over_leaves_no_traceback_of_its_worker() -> None:
+    Path("script.py").write_text(HANDS_A_BATCH_OVER)
+    done = subprocess.run([sys.executable, "script.py"], capture_output=True, text=True, timeout=100)
+    assert done.stdout == "handed over\n", done.stderr
+    assert done.stderr == ""

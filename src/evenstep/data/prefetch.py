@@ -16,6 +16,7 @@ import weakref
 from collections.abc import Callable, Generator, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from types import TracebackType
 from typing import Any, Generic, TypeVar
 
 import torch
@@ -33,6 +34,7 @@ from evenstep.sampling.rng import Draws
 from evenstep.task import Batch as Data
 
 T = TypeVar("T")
+ExceptHook = Callable[[type[BaseException], BaseException, TracebackType | None], Any]
 PREFETCH_FACTOR = 2
 """Batches that each worker, and the thread, may be ahead of the training."""
 MAX_WORKERS = 4
@@ -221,12 +223,28 @@ class WorkerInit:
             signal.signal(asked, signal.SIG_IGN)
         set_process_name("evenstep-reader")
         die_with(self._parent)
+        sys.excepthook = _ignoring_lost_peers(sys.excepthook)
         if self._init is not None:
             info = get_worker_info()
             assert info is not None
             # The user's own, which their function may look for.
             object.__setattr__(info, "dataset", self._dataset)
             self._init(number)
+
+
+def _ignoring_lost_peers(hook: ExceptHook) -> ExceptHook:
+    """The same hook, except that a connection lost in a thread is not reported.
+
+    multiprocessing hands tensors over in a thread and reports to `sys.excepthook` from there. If its rank is killed
+    during a handover, the launcher reports that; a traceback of the worker would only hide it.
+    """
+
+    def report(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+        is_lost = isinstance(error, ConnectionError | EOFError)
+        if not is_lost or threading.current_thread() is threading.main_thread():
+            hook(kind, error, trace)
+
+    return report
 
 
 class Prefetcher(Generic[T]):

@@ -37,7 +37,6 @@ def test_takes_the_pictures_of_the_readme(tmp_path: Path, visit: Visit) -> None:
         seen.page.set_viewport_size({"width": 1200, "height": 1150})
         # The charts follow the size of the page a moment later.
         seen.page.wait_for_timeout(500)
-        seen.page.screenshot(path=PICTURES / f"page-{scheme}.png")
         seen.page.get_by_role("tab", name="ddp x 2", exact=True).click()
         seen.page.wait_for_timeout(500)
         seen.page.locator(".timelines").screenshot(path=PICTURES / f"timeline-{scheme}.png")

@@ -45,7 +45,7 @@ def _leave(ended: SystemExit) -> None:
 
 def _stop(number: int, frame: FrameType | None) -> None:
     """Until there is a run that can save."""
-    raise Preempted("asked to stop before anything was begun")
+    raise Preempted("stop requested before anything was begun")
 
 
 if __name__ == "__main__":

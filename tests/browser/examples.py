@@ -190,7 +190,7 @@ def comparison(folder: Path, task: str = "digits", why: str = "") -> Comparison:
         rounds=3,
         rows=rows,
         machine=dict(MACHINE),
-        left_out={"fsdp x 4": why or "4 devices were asked for and this machine has 2"},
+        left_out={"fsdp x 4": why or "4 devices were requested and this machine has 2"},
         command=f"evenstep compare {task} --devices 1,2",
         created="2026-11-15 12:00",
         advice=[

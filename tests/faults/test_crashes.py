@@ -141,7 +141,7 @@ def test_what_fails_at_every_start_is_tried_as_often_as_allowed_with_pauses() ->
     assert "ValueError: the sky is falling" in ended.report
     for attempt in (1, 2, 3):
         assert f"attempt {attempt}: rank 1 failed building the model (ValueError: the sky is falling)" in ended.report
-    assert "it was started again 3 times, as allowed by --restarts 3" in ended.report
+    assert "restarted 3 times, the maximum set by --restarts 3" in ended.report
     assert len(ended.report) <= 15
     assert {path.name for path in (FOLDER / "logs").glob("restart*")} == {"restart1", "restart2", "restart3"}
 

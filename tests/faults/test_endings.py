@@ -42,7 +42,7 @@ def test_asked_to_stop_all_ranks_save_one_step_and_the_rest_is_exact(undisturbed
     last = saved_step()
     assert 7 <= last < 22
     assert steps() == list(range(1, last + 1))
-    assert ended.report[0].startswith(f"asked to stop: saved step-{last:08d}")
+    assert ended.report[0].startswith(f"stop requested: saved step-{last:08d}")
     assert "--resume runs/one" in "\n".join(ended.report)
     resumed = train(*READ_BY_WORKERS, "--resume", "runs/one", task="of_samples", name="two")
     assert resumed.code == 0, resumed.err
@@ -81,7 +81,7 @@ def test_interrupted_in_the_middle_of_a_save_it_has_the_checkpoint_before(
     assert ended.code == 130
     assert "Traceback" not in ended.err
     assert saved_step() == 3
-    assert f"go on from step-{saved_step():08d} with --resume runs/one" in ended.err
+    assert f"continue from step-{saved_step():08d} with --resume runs/one" in ended.err
     resumed = train("--resume", "runs/one", name="two")
     assert resumed.code == 0, resumed.err
     assert weights("two") == undisturbed()

@@ -241,7 +241,7 @@ def test_a_machine_whose_cable_is_pulled_is_left_behind(tmp_path: Path) -> None:
         wait_until(lambda: first.has_taken(7))
         second.host.cut()
         assert_ends(second, 1, 20, f"{first.host.address}:{PORT} does not answer", "--resume")
-        assert_ends(first, 0, 60, "machine host1 is lost", "going on from step-")
+        assert_ends(first, 0, 60, "machine host1 is lost", "continuing from step-")
         assert first.is_audited_clean()
 
 
@@ -266,7 +266,7 @@ def test_a_machine_that_dies_with_its_cable_in_is_left_behind_too(tmp_path: Path
             machine.train(first, "1:2", "--checkpoint-every", "5", STEP_SECONDS="0.1")
         wait_until(lambda: first.has_taken(7))
         second.host.kill()
-        assert_ends(first, 0, 60, "machine host1 is lost", "going on from step-")
+        assert_ends(first, 0, 60, "machine host1 is lost", "continuing from step-")
         assert first.is_audited_clean()
 
 
@@ -278,7 +278,7 @@ def test_a_machine_that_comes_late_is_taken_in_wherever_its_address_sorts(tmp_pa
             machine.train(first, "2:3", "--epochs", "20", STEP_SECONDS="0.05")
         wait_until(lambda: first.has_taken(7))
         late.train(first, "2:3", "--epochs", "20", STEP_SECONDS="0.05")
-        assert_ends(first, 0, 100, "another machine has come", "3 machines, 3 processes; this is machine 1")
+        assert_ends(first, 0, 100, "another machine joined", "3 machines, 3 processes; this is machine 1")
         assert_ends(second, 0, 10)
         assert_ends(late, 0, 10, "3 machines, 3 processes; this is machine 3")
         assert first.is_audited_clean(epochs=20)
@@ -323,10 +323,10 @@ def test_two_machines_lose_one_go_on_and_take_a_third_one_in(tmp_path: Path) -> 
         wait_until(lambda: first.has_taken(17))
         second.host.cut()
         assert_ends(second, 1, 20, "does not answer")
-        wait_until(lambda: "going on from step-" in first.host.said(), 30)
+        wait_until(lambda: "continuing from step-" in first.host.said(), 30)
         wait_until(lambda: first.has_taken(60))
         third.train(first, "1:3", *more, STEP_SECONDS="0.05")
-        assert_ends(first, 0, 100, "machine host1 is lost", "another machine has come")
+        assert_ends(first, 0, 100, "machine host1 is lost", "another machine joined")
         assert_ends(third, 0, 10, "2 machines, 2 processes; this is machine 2")
         assert first.is_audited_clean(epochs=30)
         assert [step.step for step in Record.read(first.folder / "runs/many").steps] == list(range(1, 301))
@@ -375,7 +375,7 @@ def test_runs_never_merge(tmp_path: Path, difference: str) -> None:
         assert_ends(second, 2, 30, why[difference])
         wait_until(lambda: ("host1 was refused" in first.host.said()) == (difference == "task"))
         assert first.launcher.poll() is None
-        assert "another machine has come" not in first.host.said()
+        assert "another machine joined" not in first.host.said()
 
 
 def test_a_machine_with_an_older_source_is_refused_until_it_has_the_same(tmp_path: Path) -> None:
@@ -463,8 +463,8 @@ def test_all_machines_stop_at_one_step_when_one_is_asked_to_and_go_on_later(
             machine.train(first, "2", "--epochs", "4", STEP_SECONDS="0.1")
         wait_until(lambda: first.has_taken(7))
         both[asked].launcher.send_signal(signal.SIGTERM)
-        assert_ends(first, 75, 20, "asked to stop", "--resume runs/many")
-        assert_ends(second, 75, 10, "asked to stop; what was saved is on the first machine")
+        assert_ends(first, 75, 20, "stop requested", "--resume runs/many")
+        assert_ends(second, 75, 10, "stop requested; what was saved is on the first machine")
         steps = len(Record.read(first.folder / "runs/many").steps)
         assert 7 <= steps < 40
         where = ["--machines", "2", "--rendezvous", f"{first.host.address}:{PORT}"] if num_after == 2 else []

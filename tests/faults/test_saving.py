@@ -112,7 +112,7 @@ def test_a_run_that_is_deleted_while_it_trains_says_so_at_the_next_save() -> Non
     assert ended.report[0].startswith(
         f"the checkpoint of step 9 could not be written (rank 0: FileNotFoundError: {FOLDER.absolute()}"
     )
-    assert "go on from" not in ended.report[-1]
+    assert "continue from" not in ended.report[-1]
     assert not CHECKPOINTS.exists()
 
 

@@ -27,7 +27,7 @@ def says_nothing_of_python(ended: Ended) -> bool:
 def test_a_killed_fork_server_is_named_and_the_run_goes_on(undisturbed: Callable[..., bytes]) -> None:  # 32
     ended = train(*EVERY_THIRD, "--restarts", "1", fault=fail("kill the server", rank=1, step=8, once=True))
     assert ended.code == 0, ended.err
-    assert "the fork server, which all ranks are copied from, was ended by SIGKILL" in ended.err
+    assert "the fork server, from which all ranks are forked, was ended by SIGKILL" in ended.err
     assert "restart 1 of 1, from step-00000006" in ended.err
     assert says_nothing_of_python(ended), ended.err
     assert is_exact(undisturbed)
@@ -37,7 +37,7 @@ def test_a_killed_fork_server_is_named_and_the_run_goes_on(undisturbed: Callable
 def test_without_restarts_it_is_one_error_of_ours() -> None:  # 32
     ended = train(fault=fail("kill the server", rank=0, step=3))
     assert ended.code == 1
-    assert ended.report[0] == "the fork server, which all ranks are copied from, was ended by SIGKILL"
+    assert ended.report[0] == "the fork server, from which all ranks are forked, was ended by SIGKILL"
     assert says_nothing_of_python(ended), ended.err
 
 

@@ -127,10 +127,10 @@ def test_a_job_that_is_asked_to_stop_is_queued_again_and_goes_on(cluster: Cluste
     wait_until(lambda: has_taken(job, 7), 60)
     if how == "USR1":
         cluster.run("scancel", "--signal=USR1", *([] if tasks else ["--batch"]), str(job))
-        cluster.wait_to_say(job, f"job {job} is queued again")
+        cluster.wait_to_say(job, f"job {job} is requeued")
     else:
         cluster.run("scontrol", "requeue", str(job))
-    cluster.wait_to_say(job, "asked to stop: saved step-")
+    cluster.wait_to_say(job, "stop requested: saved step-")
     cluster.wait_until(job, "COMPLETED", timeout_seconds=90)
     run = the_run()
     record = Record.read(run)
@@ -154,4 +154,4 @@ def test_without_requeue_a_job_that_is_asked_to_stop_ends_with_75(cluster: Clust
     cluster.run("scancel", "--signal=USR1", "--batch", str(job))
     cluster.wait_until(job, "FAILED", timeout_seconds=30)
     assert cluster.facts(job)["ExitCode"] == "75:0"
-    assert "go on with --resume runs/" in cluster.said(job)
+    assert "continue with --resume runs/" in cluster.said(job)

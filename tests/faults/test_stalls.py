@@ -59,7 +59,7 @@ def test_a_stopped_rank_is_named_with_the_stacks_of_all_and_left_behind(
     assert ended.code == 0, ended.err
     # 8 s are asked for; a busy machine gets twice as long.
     assert seconds_until(FOLDER / "logs" / "restart1" / "rank0.out") < 16
-    assert "the others wait for rank 1, which is stopped (SIGSTOP) at step 8, in forward, faulty.py:" in ended.err
+    assert "is waiting for rank 1, which is stopped (SIGSTOP) at step 8, in forward, faulty.py:" in ended.err
     assert stacks(ended).keys() == {0, 1}
     assert any(line.startswith("faulty.py:") for line in stacks(ended)[1])
     assert "restart 1 of 1, from step-00000006" in ended.err
@@ -73,7 +73,7 @@ def test_a_rank_that_never_gets_its_samples_is_named_where_others_wait_for_its_b
     # 60: BatchNorm refuses a last step with one sample for each rank.
     ended = train(*options, fault=fail("never read", rank=1, step=4), task="of_statistics", SAMPLES="60")
     assert ended.code == 124
-    assert re.search(r"the others wait for rank 1, .*at step 4, reading input, faulty\.py:\d+", ended.err), ended.err
+    assert re.search(r"is waiting for rank 1, .*at step 4, reading input, faulty\.py:\d+", ended.err), ended.err
     assert "in __getitem__" in "".join(stacks(ended)[1])
 
 
@@ -81,9 +81,7 @@ def test_a_sample_that_never_comes_from_a_loader_worker_is_named_with_the_worker
     options = ("--stall-after", "3", "--workers", "2")
     ended = train(*options, fault=fail("never read", rank=1, step=4), task="of_samples")
     assert ended.code == 124
-    where = (
-        r"the others wait for rank 1, .*at step \d+, reading input, faulty\.py:\d+ in .*, in loader worker \d \(process"
-    )
+    where = r"is waiting for rank 1, .*at step \d+, reading input, faulty\.py:\d+ in .*, in loader worker \d \(process"
     assert re.search(where, ended.report[0]), ended.err
     assert "_wrap" not in ended.report[0]
     assert "in __getitem__" in "".join(stacks(ended)[1])
@@ -139,7 +137,7 @@ def test_without_a_restart_it_ends_with_a_code_of_its_own() -> None:  # 5
     assert ended.code == 124
     assert "rank 1, which is stopped (SIGSTOP) at step 8" in ended.report[0]
     assert len(ended.report) <= 15
-    assert f"go on from step-00000006: add --resume {FOLDER}" in ended.report
+    assert f"continue from step-00000006: add --resume {FOLDER}" in ended.report
 
 
 @pytest.mark.slow
@@ -164,7 +162,7 @@ def test_a_rank_that_holds_the_interpreter_is_named_although_it_cannot_answer(
     ended = train(*ONE_STEP, "--restarts", "1", fault=fail("hold", rank=1, step=8, once=True))
     assert ended.code == 0, ended.err
     assert seconds_until(FOLDER / "logs" / "restart1" / "rank0.out") < 16
-    assert "the others wait for rank 1, which was last seen at step 8, in forward, faulty.py:" in ended.err
+    assert "is waiting for rank 1, which was last seen at step 8, in forward, faulty.py:" in ended.err
     assert "in hold_the_interpreter" in stacks(ended)[1][0]
     assert stacks(ended)[0]
     assert weights() == undisturbed()

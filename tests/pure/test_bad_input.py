@@ -117,7 +117,7 @@ def refused(evenstep: Callable[..., Ended]) -> Refused:
         ("train my_task.py --devices cuda:7", ["device cuda:7 does not exist: this machine has", "use --devices cpu"]),
         ("train my_task.py --devices 10000", ["10000", "use --devices "]),
         ("train my_task.py --devices 99999999999999999999", ["99999999999999999999", "use --devices "]),
-        ("train my_task.py --devices 0", ["0 devices were asked for; give 1 or more"]),
+        ("train my_task.py --devices 0", ["0 devices were requested; give 1 or more"]),
         ("train my_task.py --devices cpu,cpu --strategy single", ["single runs on one device and 2", "--strategy dp"]),
         ("train my_task.py --epochs 1 --steps 1", ["give one of --epochs and --steps"]),
         ("train my_task.py --steps 0", ["steps is 0; it is a whole number from 1 up"]),
@@ -137,10 +137,10 @@ def refused(evenstep: Callable[..., Ended]) -> Refused:
         ("train --plan my_task.py", ["my_task.py is no plan", "give the plan.json of a run folder"]),
         ("checkpoint inspect gone", ["gone does not exist; give a run folder"]),
         ("run gone.py", ["no file gone.py; give the script first"]),
-        ("run --devices 0 my_task.py", ["0 devices were asked for; give 1 or more"]),
+        ("run --devices 0 my_task.py", ["0 devices were requested; give 1 or more"]),
         ("run --nproc-per-node two my_task.py", ["--devices is 'two'; write a number such as 2, or gpu, cpu or auto"]),
-        ("run --rdzv_id=5 my_task.py", ["no option --rdzv_id; leave it out: machines of one run know each other"]),
-        ("run --node-rank 0 my_task.py", ["no option --node-rank; leave it out; on several machines write --machines"]),
+        ("run --rdzv_id=5 my_task.py", ["no option --rdzv_id; omit it: machines of one run identify each other"]),
+        ("run --node-rank 0 my_task.py", ["no option --node-rank; omit it; on several machines write --machines"]),
         ("run --lr 0.1 my_task.py", ["no option --lr; see evenstep run --help"]),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
@@ -243,13 +243,13 @@ def test_a_task_that_cannot_be_trained_is_refused(refused: Refused, parts: dict[
 def test_a_run_needs_a_folder_to_write_into(refused: Refused) -> None:
     write_task()
     Path("runs").write_text("this is a file")
-    assert refused("train", "my_task.py") == "runs is a file, and runs go into a folder of that name; move it away"
+    assert refused("train", "my_task.py") == "runs is a file, and runs need a folder of that name; move the file"
 
 
 def test_a_run_does_not_write_over_another(refused: Refused) -> None:
     write_task()
     Path("runs/first").mkdir(parents=True)
-    assert "runs/first exists; choose another --name, or go on from it" in refused(
+    assert "runs/first exists; choose another --name, or continue it" in refused(
         "train", "my_task.py", "--name", "first"
     )
 
@@ -316,8 +316,8 @@ def test_another_learning_rate_in_the_task_is_said_with_what_to_do(run: Path, ev
 def test_a_run_cannot_go_on_under_its_own_name_and_is_not_advised_to(run: Path, refused: Refused) -> None:
     for name in (run, run / "checkpoints", run / "checkpoints" / "latest"):
         assert refused("train", "my_task.py", "--resume", name, "--name", "first", "--steps", "4") == (
-            "runs/first is the run that --resume goes on from, and what follows gets a folder of its own: "
-            "leave --name out, or choose another"
+            "runs/first is the run given to --resume, and the new run needs its own folder: "
+            "omit --name, or choose another"
         )
 
 

@@ -118,18 +118,17 @@ def test_what_a_step_and_an_evaluation_can_compute_is_trained(train: Callable[..
     [
         (
             "model=nn.Linear(4, 2)",
-            "Task.model is a Linear that is made already, and every process makes its own; "
-            "write model=lambda: Linear(...)\n",
+            "Task.model is an instance of Linear, and every process makes its own; write model=lambda: Linear(...)\n",
         ),
         ("model=None", "Task.model is a NoneType; give a function that makes the model: model=lambda: Net()"),
         (
             "optimizer=torch.optim.SGD([x], lr=0.1)",
-            "Task.optimizer is a SGD that is made already, and every process makes its own; "
+            "Task.optimizer is an instance of SGD, and every process makes its own; "
             "write optimizer=lambda parameters: SGD(parameters, ...)\n",
         ),
         (
             "scheduler=torch.optim.lr_scheduler.ConstantLR(torch.optim.SGD([x], lr=0.1))",
-            "Task.scheduler is a ConstantLR that is made already, and every process makes its own; "
+            "Task.scheduler is an instance of ConstantLR, and every process makes its own; "
             "write scheduler=lambda optimizer: ConstantLR(optimizer, ...)\n",
         ),
         ("model=lambda: nn.Linear('4', 2)", "the model cannot be built: TypeError: "),
@@ -215,30 +214,30 @@ EIGHTEEN = "train=torch.utils.data.DataLoader(list(zip(x[:18], y[:18])), batch_s
     [
         (
             "--batch 19",
-            "the last step of an epoch (1 sample) has one sample for a device at once;\n"
+            "the last step of an epoch (1 sample) leaves one sample for a device;\n"
             "use a DataLoader with drop_last=True, or --batch 18",
         ),
         (
             "--batch 17 --strategy dp --devices cpu,cpu",
-            "the last step of an epoch (3 samples over 2 devices) has one sample for a device at once;\n"
+            "the last step of an epoch (3 samples over 2 devices) leaves one sample for a device;\n"
             "use a DataLoader with drop_last=True, or --batch 16",
         ),
         (
             "--batch 6 --strategy ddp --devices cpu,cpu --accumulate 2",
-            "every step (6 samples over 2 devices in 2 micro-batches) has one sample for a device at once;\n"
+            "every step (6 samples over 2 devices in 2 micro-batches) leaves one sample for a device;\n"
             "use --sync-batchnorm, or --batch 10",
         ),
         (
             "--batch 19 --strategy ddp --devices cpu,cpu",
-            "the last step of an epoch (1 sample over 2 devices) has one sample for a device at once;\n"
+            "the last step of an epoch (1 sample over 2 devices) leaves one sample for a device;\n"
             "use a DataLoader with drop_last=True, or --batch 20",
         ),
         (
             "--batch 19 --strategy ddp --devices cpu,cpu --sync-batchnorm",
-            "the last step of an epoch (1 sample over 2 devices) has one sample for a device at once;\n"
+            "the last step of an epoch (1 sample over 2 devices) leaves one sample for a device;\n"
             "use a DataLoader with drop_last=True, or --batch 20",
         ),
-        ("--batch 1", "every step (1 sample) has one sample for a device at once;\nuse --batch 2"),
+        ("--batch 1", "every step (1 sample) leaves one sample for a device;\nuse --batch 2"),
     ],
 )
 def test_batchnorm_with_one_sample_is_foreseen(train: Callable[..., Ended], more: str, said: str) -> None:
@@ -267,7 +266,7 @@ def test_a_loss_that_one_sample_breaks_is_foreseen(train: Callable[..., Ended]) 
     ended = train("loss=lambda model, batch: (model(batch[0])[0] - model(batch[0])[1]).norm()", "--batch", "19")
     assert ended.code == 2, ended.err
     assert ended.err.startswith("error: the loss cannot be computed: IndexError: index 1 is out of bounds")
-    assert "; the last step of an epoch (1 sample) has one sample for a device at once" in ended.err
+    assert "; the last step of an epoch (1 sample) leaves one sample for a device" in ended.err
 
 
 def test_a_run_that_ends_before_the_short_step_is_trained(evenstep: Callable[..., Ended]) -> None:

@@ -130,6 +130,6 @@ def test_a_plan_goes_on_from_elsewhere_only_where_that_is_asked_for(
     words = ["train", "my_task.py", *write_plan(run, resume=weights), "--name", "second"]
     ended = evenstep(*words)
     assert ended.code == 2
-    assert f"plan.json goes on from {weights}, which is not in this folder." in ended.err
+    assert f"plan.json resumes from {weights}, which is not in this folder." in ended.err
     assert evenstep(*words, "--resume", weights).code == 0
     shutil.rmtree("runs/second")

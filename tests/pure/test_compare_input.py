@@ -34,7 +34,7 @@ def task() -> Task:
             "unknown strategies 'dpp'; allowed are single, dp, ddp, fsdp",
         ),
         (("my_task.py", "--devices", "two"), "device"),
-        (("my_task.py", "--devices", "0,1"), "0 devices were asked for"),
+        (("my_task.py", "--devices", "0,1"), "0 devices were requested"),
         (("nothing.py",), "no file nothing.py"),
         (("my_task.py", "--rounds", "0"), "--rounds"),
         (("my_task.py", "--batch", "1", "--devices", "1,2"), "a global batch of 1 does not fill"),

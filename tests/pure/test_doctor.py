@@ -493,7 +493,7 @@ def test_what_a_stranger_writes_or_moves_is_not_believed() -> None:
     pad.texts["doctor/moved"] = pad.texts["doctor/verdict/old"]
     pad.set("doctor/plain", '{"status": "good", "said": ""}')
     for key in ("verdict", "moved", "plain"):
-        with pytest.raises(BadMessage, match="no machine of this run"):
+        with pytest.raises(BadMessage, match="unauthorized process"):
             channel.receive(key, read_verdict)
     assert channel.receive("verdict/old", read_verdict) == Finding("all machines", "good", "")
 
@@ -538,7 +538,7 @@ def test_a_visit_that_a_stranger_speaks_into_ends_with_a_bad_finding() -> None:
     channel = Channel(pad, 1, 2, MessageSigner(b"ours"))
     (second,) = _ClusterCheck(channel, RankAssignment(1, 2, 1, 2), {}).findings([own])
     assert second.status == "bad"
-    assert "no machine of this run" in second.said
+    assert "unauthorized process" in second.said
 
 
 def test_a_report_that_is_not_understood_is_a_bad_finding_beside_all_others() -> None:

@@ -55,7 +55,7 @@ def test_a_report_has_at_most_15_lines_whatever_the_message(tmp_path: Path) -> N
     assert lines[-3:] == [
         "step 7 has failed twice: it would fail again",
         f"full logs: {tmp_path / 'logs'}",
-        f"go on from step-00000005: add --resume {tmp_path}",
+        f"continue from step-00000005: add --resume {tmp_path}",
     ]
     assert any(line.startswith("attempt 8: rank 0 failed at step 7") for line in lines)
 

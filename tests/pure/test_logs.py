@@ -98,7 +98,7 @@ def test_a_rank_that_writes_more_than_a_screen_takes_is_shown_by_its_last_lines(
     assert most_allocated(lambda: shown.extend(merged.new(is_end=True))) < 2**23
     for rank, ending in ((0, "out"), (1, "err")):
         path = logs.path(rank, ending)
-        assert shown.count(f"[rank {rank}] writes more than is shown here; all of it is in {path}") == 1
+        assert shown.count(f"[rank {rank}] writes more than is shown here; the whole log is {path}") == 1
     numbers = [int(text.rpartition(" ")[2]) for text in shown if text.startswith(line)]
     assert numbers == list(range(numbers[0], 9_000))
     assert list(merged.new(is_end=True)) == []

@@ -395,14 +395,14 @@ def plan() -> Plan:
 
 class TestTheToken:
     def test_that_is_short_is_refused_with_what_makes_one(self) -> None:
-        with pytest.raises(PlanError, match=r"has 11 characters, and 16 is the least(?s:.*)secrets.token_hex"):
+        with pytest.raises(PlanError, match=r"has 11 characters, and 16 is the minimum(?s:.*)secrets.token_hex"):
             given_token({TOKEN: "open sesame"})
 
     def test_is_read_from_a_file_that_nobody_else_can_read(self, tmp_path: Path) -> None:
         file = tmp_path / "token"
         file.write_text(f"{ONE}\n")
         file.chmod(0o640)
-        with pytest.raises(PlanError, match=r"open to others \(mode 640\): chmod 600"):
+        with pytest.raises(PlanError, match=r"accessible to other users \(mode 640\): chmod 600"):
             given_token({TOKEN_FILE: str(file)})
         file.chmod(0o600)
         assert given_token({TOKEN_FILE: str(file)}) == ONE
@@ -431,7 +431,9 @@ class TestTheToken:
 
     def test_is_shown_on_a_terminal_alone(self, monkeypatch: pytest.MonkeyPatch) -> None:
         file = TokenFile(Path("runs"), ("10.0.0.1", 29400))
-        assert file.announcement(ONE).endswith("export EVENSTEP_TOKEN=...   (what runs/.token-10.0.0.1-29400 holds)")
+        assert file.announcement(ONE).endswith(
+            "export EVENSTEP_TOKEN=...   (the content of runs/.token-10.0.0.1-29400)"
+        )
         monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
         assert file.announcement(ONE).endswith(f"export EVENSTEP_TOKEN={ONE}")
 
@@ -490,7 +492,7 @@ def test_a_plan_that_was_forged_is_passed_over(monkeypatch: pytest.MonkeyPatch) 
         head._store.set("plan", signed.replace(b"my_task.py", b"/tmp/ev.py").decode())
         with machines(port, is_head=False) as second:
             assert second._read(second._store, {"none": "none"}, 0.1) is None
-            with pytest.raises(TrainingError, match="no machine of this run"):
+            with pytest.raises(TrainingError, match="unauthorized process"):
                 second._read(second._store, {"plan": "plan"}, 0.2)
             head.publish(plan())
             assert second.read_plan() == plan()
@@ -505,7 +507,7 @@ def test_the_plan_of_an_earlier_run_is_not_accepted(monkeypatch: pytest.MonkeyPa
         before = earlier._store.get("plan")
     with machines(port, is_head=True) as head:
         head._store.set("plan", before.decode())
-        with machines(port, is_head=False) as second, pytest.raises(TrainingError, match="no machine of this run"):
+        with machines(port, is_head=False) as second, pytest.raises(TrainingError, match="unauthorized process"):
             second._read(second._store, {"plan": "plan"}, 0.2)
 
 

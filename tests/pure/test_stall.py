@@ -1,4 +1,4 @@
-"""Who the others wait for, from what every rank was last seen doing."""
+"""Which ranks are waiting for which rank, from what every rank was last doing."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def snapshot(rank: int, step: int, phase: int, *frames: Frame, state: str = "S")
 def test_the_rank_that_is_behind_is_named_with_the_users_line() -> None:
     found = [snapshot(0, 7, BACKWARD, ENGINE), snapshot(1, 7, FORWARD, USERS), snapshot(2, 7, BACKWARD, ENGINE)]
     said = explain(found, 3.2)
-    assert said.startswith("nothing has moved for 3 s: the others wait for rank 1")
+    assert said.startswith("no progress for 3 s: ranks 0, 2 are waiting for rank 1")
     assert "my_task.py:12 in loss" in said
     assert said.endswith("ranks 0, 2 wait at step 7, in backward")
 
@@ -90,7 +90,7 @@ def test_who_waits_for_a_loader_worker_is_where_that_one_is() -> None:
     reads, computes = snapshot(0, 7, INPUT, QUEUE, START), snapshot(1, 7, BACKWARD, ENGINE, START)
     found = [replace(one, others=[READING]) for one in (reads, computes)]
     said = explain(found, 3)
-    assert "the others wait for rank 0, which was last seen at step 7, reading input, " in said
+    assert "is waiting for rank 0, which was last seen at step 7, reading input, " in said
     assert "my_task.py:30 in __getitem__, in loader worker 1 (process 7); rank 1 waits at step 7, in backward" in said
     assert [line.strip() for line in stacks(found)[3:5]] == ["loader worker 1 (process 7):", str(READING.frames[0])]
 
@@ -107,12 +107,12 @@ def test_of_ranks_that_are_equally_far_the_busy_one_is_waited_for() -> None:
 
 def test_if_all_of_them_wait_each_is_shown() -> None:
     said = explain([snapshot(0, 7, BACKWARD, ENGINE), snapshot(1, 7, BACKWARD, ENGINE)], 3)
-    assert "all ranks wait: rank 0 at step 7, in backward; rank 1 at step 7, in backward" in said
+    assert "all ranks are waiting: rank 0 at step 7, in backward; rank 1 at step 7, in backward" in said
 
 
 def test_ranks_that_have_ended_are_said_to_have() -> None:
     said = explain([snapshot(0, 7, FORWARD, USERS)], 3, [1, 2])
-    assert said.startswith("nothing has moved for 3 s: rank 0 was last seen at step 7, in forward, ")
+    assert said.startswith("no progress for 3 s: rank 0 was last seen at step 7, in forward, ")
     assert said.endswith("my_task.py:12 in loss; ranks 1-2 have ended")
 
 

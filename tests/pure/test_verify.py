@@ -686,7 +686,7 @@ def test_draws_make_a_way_fail_only_where_they_leave_parameters_out(skips: bool,
     runs = SimpleNamespace(examined=lambda *_: [{"draws": seen}])
     run = write_run("one", trained([1.0], [1.0]))
     case = Case(runs, Configuration("dp", ("cpu", "cpu")), "fp32", run, None, exact)  # type: ignore[arg-type]
-    assert find_cause(case, Failure("nothing has moved for 30 s")).name == name
+    assert find_cause(case, Failure("no progress for 30 s")).name == name
 
 
 def test_what_was_tested_before_names_the_cause_though_time_is_up() -> None:

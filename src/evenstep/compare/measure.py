@@ -108,7 +108,7 @@ class Measuring(Job):
     def _next(self, steps: Iterator[tuple[Step, list[int]]] | None = None) -> Step:
         step, _ = next(steps or self._steps)
         if self.team.requests.stop:
-            raise Preempted("asked to stop")
+            raise Preempted("stop requested")
         return step
 
     def _keep_whole_batch(self) -> None:
@@ -222,4 +222,4 @@ class Trial(Job):
             yield from self._said()
             yield step
             if self.team.requests.stop:
-                raise Preempted("asked to stop")
+                raise Preempted("stop requested")

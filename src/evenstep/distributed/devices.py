@@ -38,12 +38,12 @@ def available_devices(rank: tuple[int, int, int]) -> list[str]:
 def choose_devices(count: int) -> tuple[str, ...]:
     """`count` devices of the best kind that this machine has."""
     if count < 1:
-        raise PlanError(f"{count} devices were asked for; give 1 or more, or a list such as cpu,cpu")
+        raise PlanError(f"{count} devices were requested; give 1 or more, or a list such as cpu,cpu")
     gpus = torch.cuda.device_count()
     if gpus:
         if count > gpus:
             raise PlanError(
-                f"{count} devices were asked for and this machine has {gpus} CUDA card{'s' * (gpus > 1)}; "
+                f"{count} devices were requested and this machine has {gpus} CUDA card{'s' * (gpus > 1)}; "
                 f"use --devices {gpus}, or name them: --devices {','.join(['cpu'] * min(count, 4))}"
             )
         return tuple(f"cuda:{index}" for index in range(count))

@@ -101,5 +101,5 @@ class Requests:
             if self.stop_requested:
                 raise KeyboardInterrupt
             self.is_interrupt = True
-            print("stopping after this step, with a checkpoint; once more to stop at once", file=sys.stderr)
+            print("stopping after this step, with a checkpoint; press Ctrl-C again to stop at once", file=sys.stderr)
         self.stop_requested = True

@@ -1,4 +1,4 @@
-"""The first cause of a failed run, in at most 15 lines."""
+"""The first cause of a failed run, reported in at most 15 lines."""
 
 from __future__ import annotations
 
@@ -32,9 +32,9 @@ class Cause:
     headline: str
     """`rank 1 failed at step 7, in forward`."""
     details: tuple[str, ...]
-    """The user's own lines, the exception, what helps."""
+    """The user's own lines, the exception, and advice."""
     step: int
-    """Where it happened; 0 before the first step."""
+    """The step at which it happened; 0 before the first step."""
     others: str = ""
     """What the other ranks were doing."""
     is_final: bool = False
@@ -42,24 +42,24 @@ class Cause:
     error: type[EvenstepError] = WorkerFailed
     machine: str = ""
     is_loss: bool = False
-    """Whether a machine was lost: nothing that was done wrong, and nothing that --restarts counts."""
+    """Whether a machine was lost; --restarts does not count that."""
     is_victim: bool = False
-    """Whether these ranks failed only because they lost others, who know more."""
+    """Whether these ranks failed only because they lost other ranks, which have the real cause."""
     is_outside: bool = False
-    """Whether it has nothing to do with the step at which it happened."""
+    """Whether it is unrelated to the step at which it happened."""
 
     def lines(self) -> list[str]:
-        """All but where to look and how to go on."""
+        """All lines except the path of the logs and how to resume."""
         where = f" on {self.machine}" if self.machine else ""
         return [line for line in (self.headline + where, *self.details, self.others) if line]
 
     def to_json(self) -> dict[str, Any]:
-        """For the launchers of other machines."""
+        """The form sent to the launchers of other machines."""
         return {**vars(self), "details": list(self.details), "error": self.error.__name__}
 
     @classmethod
     def from_json(cls, values: Mapping[str, Any]) -> Cause:
-        """What another launcher wrote; nothing else that it may contain is used."""
+        """Read what another launcher sent; unknown keys are ignored."""
         known = {one.name for one in fields(cls)}
         kinds = {kind.__name__: kind for kind in (WorkerFailed, BadInput, Stalled)}
         taken = {name: value for name, value in values.items() if name in known}
@@ -73,16 +73,16 @@ def cause(
     evidence: str = "",
     spare: Path | None = None,
 ) -> Cause:
-    """The first cause, from what ranks reported, their exit codes, and what all of them were doing.
+    """The first cause, from the ranks' reports, exit codes and heartbeats.
 
-    `failed` and `beats` are by global rank; `evidence` is what the kernel says about memory;
-    `spare` is where the reports are if they could not be written to `logs`.
+    `failed` and `heartbeats` are by global rank; `evidence` is what the kernel says about memory;
+    `spare` holds reports that could not be written to `logs`.
     """
     found = [*_reports(logs), *(_reports(spare) if spare is not None else ())]
-    # In a folder that machines share, those of other machines' ranks lie beside ours.
+    # In a folder that machines share, other machines' reports lie beside ours.
     reports = [report for report in found if not heartbeats or report["rank"] in heartbeats]
     reported = {report["rank"] for report in reports}
-    # A rank that was killed could not speak; those that lost their connection to it could.
+    # A killed rank could not report; ranks that lost their connection to it could.
     killed = {rank: code for rank, code in failed.items() if rank not in reported}
     if killed:
         return _unreported(logs, killed, heartbeats, evidence)
@@ -104,14 +104,14 @@ def cause(
 
 
 def server_cause(exit_code: int, heartbeats: Mapping[int, HeartbeatState], evidence: str = "") -> Cause:
-    """The fork server ended, and all ranks with it."""
+    """The cause when the fork server ended, and all ranks with it."""
     details = (evidence or KILLED_HINT,) if exit_code == -signal.SIGKILL else ()
     step = max((heartbeat.step for heartbeat in heartbeats.values()), default=0)
     return Cause(server_lost(exit_code), details, step, _others(heartbeats, set()), is_outside=True)
 
 
 def _unreported(logs: Path, ended: Mapping[int, int], heartbeats: Mapping[int, HeartbeatState], evidence: str) -> Cause:
-    """No rank could say why: it was killed, or ended from outside Python."""
+    """The cause when the failed rank wrote no report: it was killed, or ended from outside Python."""
     rank, code = next(iter(sorted(ended.items())))
     where = _where(heartbeats, rank, 0)
     details: tuple[str, ...] = ()
@@ -127,25 +127,25 @@ def _unreported(logs: Path, ended: Mapping[int, int], heartbeats: Mapping[int, H
             details = (*details, "Often /dev/shm is too small for loader processes; try --workers 0.")
     else:
         headline = f"rank {rank} ended with exit code {code}{where} and left no report"
-        # A script may well end with another one, by sys.exit.
+        # Other codes are legitimate: a script may call sys.exit.
         details = ("Something in the task, or in what it imports, calls os._exit.",) if code == 0 else ()
     return Cause(headline, details, _step(heartbeats, rank), _others(heartbeats, {rank}))
 
 
 def _crash_frames(logs: Path, rank: int) -> list[str]:
-    """Where C was when the process died of a signal: the user's own line first."""
+    """The stack at a fatal signal, the user's own lines first."""
     file = logs / f"rank{rank}.crash"
     frames = crashed_thread(file.read_text(errors="replace")) if file.exists() else []
     own = [frame for frame in frames if is_user_code(frame.file)][:2]
     said = end_of(logs / f"rank{rank}.err")
-    # C++ says what it could not handle before it aborts.
+    # C++ prints the uncaught exception before it aborts.
     what = [line.strip() for line in said.splitlines() if "what():" in line or "terminate called" in line][-2:]
     differ = "--check-collectives names the line of every rank." if "collective mismatch" in said else ""
     return [*(f"  {frame}" for frame in own or frames[:2]), *what, *filter(None, [differ])]
 
 
 def _where(heartbeats: Mapping[int, HeartbeatState], rank: int, step: int) -> str:
-    """Where a rank was, as far as it is known; programs that are no training leave no beats."""
+    """Where a rank was, if known; programs that do not train send no heartbeats."""
     if rank in heartbeats and heartbeats[rank].count:
         return f" {heartbeats[rank].where}"
     return f" at step {step}" if step else "" if heartbeats else " before the first step"
@@ -156,7 +156,7 @@ def _step(heartbeats: Mapping[int, HeartbeatState], rank: int) -> int:
 
 
 def _others(heartbeats: Mapping[int, HeartbeatState], failed: set[int]) -> str:
-    """What the rest were doing, in one line."""
+    """What the other ranks were doing, in one line."""
     places: dict[str, list[int]] = {}
     for rank, heartbeat in heartbeats.items():
         if rank not in failed:
@@ -181,15 +181,15 @@ def _indented(text: str | None) -> list[str]:
 
 
 def report(causes: Sequence[Cause], run_folder: Path, why_no_more: str = "") -> EvenstepError:
-    """The error to raise: the last cause in full, those of earlier attempts in a line each."""
+    """The error to raise: the last cause in full, and one line for each earlier attempt."""
     *earlier, last = causes
     if last.error is BadInput:
         return BadInput(last.headline)
     before = [f"attempt {number}: {one.headline}{_exception(one)}" for number, one in enumerate(earlier, 1)]
     ending = [line for line in (why_no_more, *where_to_look(run_folder).splitlines()) if line]
     own = last.lines()[: MOST_LINES - len(ending) - min(1, len(before))]
-    room = MOST_LINES - len(ending) - len(own)
-    return last.error("\n".join([*own, *before[max(0, len(before) - room) :], *ending]))
+    num_left = MOST_LINES - len(ending) - len(own)
+    return last.error("\n".join([*own, *before[max(0, len(before) - num_left) :], *ending]))
 
 
 def _exception(cause: Cause) -> str:
@@ -201,14 +201,14 @@ def where_to_look(run_folder: Path) -> str:
     """The last lines of every report."""
     look = f"full logs: {run_folder / 'logs'}"
     saved = files.whole(run_folder / files.FOLDER)
-    return f"{look}\ngo on from {saved[-1].name}: add --resume {run_folder}" if saved else look
+    return f"{look}\ncontinue from {saved[-1].name}: add --resume {run_folder}" if saved else look
 
 
 def stopped_where(run_folder: Path) -> str:
-    """The last line of a run that was stopped by hand."""
+    """The last line of a run that was stopped with Ctrl-C."""
     saved = files.whole(run_folder / files.FOLDER)
     if not (run_folder / FILE).exists():
-        return "stopped before anything was done"
+        return "stopped before the first step"
     if not saved:
-        return f"stopped before the first checkpoint; what was done is in {run_folder}"
-    return f"stopped; go on from {saved[-1].name} with --resume {run_folder}"
+        return f"stopped before the first checkpoint; the rows so far are in {run_folder}"
+    return f"stopped; continue from {saved[-1].name} with --resume {run_folder}"

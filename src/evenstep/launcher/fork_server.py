@@ -1,7 +1,7 @@
-"""A process with torch imported, from which workers are copied: the second that an import takes is spent once.
+"""A fork server with torch imported, so that the second that the import takes is spent once.
 
-It is Python's own fork server. It is started before the launcher imports torch itself, so that both imports go on at
-the same time, and a run that goes on after a crash finds it still there.
+It is Python's own fork server, started before the launcher imports torch itself, so that both imports overlap; it
+survives a crash of the workers, and a restart uses it again.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from evenstep.strategy_facts import STRATEGIES
 
 PRELOADED = ("evenstep.worker.preload",)
 DYING_SECONDS = 1.0
-"""How long after its pipes are closed a killed process may take to be seen dead."""
+"""How long after its pipes close a killed process may take to be reported as dead."""
 MULTI_PROCESS_OPTIONS = ("--devices", "--strategy", "--restarts", "--machines", "--resume", "--plan")
 DEVICES = ("--devices", "--nproc-per-node", "--nproc_per_node")
 NO_VALUE = ("-m", "--module", "--fresh", "--standalone")
@@ -30,8 +30,8 @@ NO_VALUE = ("-m", "--module", "--fresh", "--standalone")
 
 
 def start_server(more: Sequence[str] = ()) -> None:
-    """Start the server, or find it running."""
-    # Imported here: --help need not wait for it.
+    """Start the server unless it is running."""
+    # Imported here, to keep --help fast.
     import multiprocessing
     from multiprocessing import forkserver
 
@@ -44,7 +44,7 @@ def start_server(more: Sequence[str] = ()) -> None:
 
 @contextmanager
 def _tied_to_launcher() -> Iterator[None]:
-    """A server that is started meanwhile ends when this process does, and does not know the token."""
+    """A server started inside the block ends with this process, and does not inherit the token."""
     os.environ[LAUNCHER] = str(os.getpid())
     try:
         with token_hidden():
@@ -54,10 +54,10 @@ def _tied_to_launcher() -> Iterator[None]:
 
 
 def ensure_resource_tracker(starts: bool = True) -> None:
-    """Start Python's tracker of semaphores, or another one if it was killed; not `starts`: only in place of another.
+    """Start multiprocessing's resource tracker, or replace one that was killed; without `starts`, only replace.
 
-    It tidies up after killed processes. It would complain of that after our last word; and the one that replaces it
-    does so, with a traceback each, of every semaphore that the first one knew.
+    It cleans up after killed processes, and would print warnings about that after our last line; one that replaces
+    another also prints a traceback for every semaphore that the first one knew.
     """
     if not starts and "multiprocessing.resource_tracker" not in sys.modules:
         return
@@ -79,10 +79,10 @@ def ensure_resource_tracker(starts: bool = True) -> None:
 
 @contextmanager
 def _stderr_closed() -> Iterator[None]:
-    """What is started meanwhile has nobody to complain to."""
+    """Processes started inside the block inherit a stderr that goes nowhere."""
     try:
         kept = os.dup(2)
-    except OSError:  # there is none
+    except OSError:  # there is no stderr
         yield
         return
     nowhere = os.open(os.devnull, os.O_WRONLY)
@@ -96,13 +96,13 @@ def _stderr_closed() -> Iterator[None]:
 
 
 def start_server_for(arguments: Sequence[str]) -> None:
-    """Start the server if a command line looks as if processes will be started; if it errs, little is lost."""
+    """Start the server if a command line suggests that processes will be started; a wrong guess costs little."""
     command, *rest = [*arguments, ""]
     names = [word.partition("=")[0] for word in rest]
     if "--help" in names or not hasattr(os, "fork") or sys.platform != "linux":
         return
     if "--machines" in names or "SLURM_STEP_ID" in os.environ:
-        # Read when torch is loaded: without it, c10d says in every process that names cannot be looked up.
+        # Read when torch is loaded: without it, c10d warns in every process that names cannot be looked up.
         os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     if command in ("verify", "compare"):
         start_server(_preloads(STRATEGIES))
@@ -120,12 +120,12 @@ def _preloads(names: Iterable[str]) -> list[str]:
 
 
 def threads_for_script(num: int) -> dict[str, str]:
-    """What torchrun tells `num` processes of one machine about threads, where the user has said nothing."""
+    """The thread variable that torchrun sets for `num` processes of one machine, unless the user has set it."""
     return {"OMP_NUM_THREADS": "1"} if num > 1 and "OMP_NUM_THREADS" not in os.environ else {}
 
 
 def _num_processes(words: Sequence[str]) -> int:
-    """What `--devices` before the script says; 1 if that cannot be seen."""
+    """The value of `--devices` before the script; 1 if there is none."""
     before = ""
     for word in words:
         name, _, value = word.partition("=")
@@ -134,7 +134,7 @@ def _num_processes(words: Sequence[str]) -> int:
         elif not word.startswith("-") and (not before.startswith("--") or before in NO_VALUE):
             return 1
         if name in DEVICES and value:
-            # Longer ones are refused later, in words; int() would raise here.
+            # Longer ones are refused later, with a message; int() would raise here.
             return int(value) if value.isdecimal() and len(value) < 10 else 1
         before = word
     return 1
@@ -142,7 +142,7 @@ def _num_processes(words: Sequence[str]) -> int:
 
 @contextmanager
 def forking() -> Iterator[int]:
-    """The server's process id, while workers are copied from it; if that fails, none of them is left."""
+    """The server's process id, while workers are forked from it; if that fails, none of them is left."""
     import multiprocessing
 
     start_server()
@@ -151,7 +151,7 @@ def forking() -> Iterator[int]:
         with _tied_to_launcher(), hidden_main():
             yield pid
         if _server_pid() != pid:
-            # multiprocessing has put another one in its place, whose copies would not know their parent.
+            # multiprocessing has started another server, whose children would not know their parent.
             raise EOFError
     except (OSError, EOFError, multiprocessing.ProcessError) as error:
         for process in multiprocessing.active_children():
@@ -175,16 +175,16 @@ def _server_pid() -> int:
 
 
 def server_exit_code(pid: int, seconds: float) -> int | None:
-    """The exit code of a server that ended, as subprocess gives them; None if it does not within so many seconds.
+    """The exit code of a server, as subprocess gives it; None if it does not end within these seconds.
 
-    It stays to be waited for: multiprocessing starts another one when it finds it dead.
+    It is not reaped: multiprocessing starts another server when it finds this one dead.
     """
     deadline = time.monotonic() + seconds
     while hasattr(os, "waitid"):
         try:
             ended = os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
         except ChildProcessError:
-            return None  # somebody else has waited for it
+            return None  # it was reaped elsewhere
         if ended is not None:
             return ended.si_status if ended.si_code == os.CLD_EXITED else -ended.si_status
         if time.monotonic() > deadline:
@@ -194,16 +194,16 @@ def server_exit_code(pid: int, seconds: float) -> int | None:
 
 
 def server_lost(exit_code: int | None) -> str:
-    """What is said of a server that ended; its exit code is not always known."""
+    """The message about a server that ended; its exit code is not always known."""
     how = "has ended" if exit_code is None else f"ended with exit code {exit_code}"
     if exit_code is not None and exit_code < 0:
         how = f"was ended by {signal_name(-exit_code)}"
-    return f"the fork server, which all ranks are copied from, {how}"
+    return f"the fork server, from which all ranks are forked, {how}"
 
 
 @contextmanager
 def hidden_main() -> Iterator[None]:
-    """Hide the program that is running: multiprocessing would run it again in every worker."""
+    """Hide the running program, which multiprocessing would run again in every worker."""
     main = sys.modules["__main__"]
     sys.modules["__main__"] = types.ModuleType("__main__")
     try:

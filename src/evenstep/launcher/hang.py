@@ -1,10 +1,8 @@
-"""A hang explains itself: who the others wait for, at which line, and what every rank was doing.
+"""Detect a hang and explain it: which ranks are waiting for which rank, at which line, and what every rank was doing.
 
-Nothing needs to be set beforehand. Every rank leaves its step and phase in shared memory, and has asked C (not Python)
-to write its stacks when a certain signal comes; so this works for a process that is stopped, and for one whose
-interpreter lock is held.
-
-A training in this very process, with someone to notice when it no longer moves.
+No setup is needed. Every rank writes its step and phase to shared memory, and faulthandler's C handler dumps its stacks
+when STACKS_SIGNAL arrives; so this also works for a stopped process, and for one that holds the GIL. A training in the
+launcher's own process is watched by a thread (`exit_on_stall`).
 """
 
 from __future__ import annotations
@@ -39,10 +37,12 @@ LEAST_SECONDS = 120.0
 FIRST_SECONDS = 600.0
 UNTIMED_SECONDS = 1800.0
 LONGEST_PAUSE_FACTOR = 20
+POLL_SECONDS = 0.2
+STACKS = "stacks"
 SHOWN_FRAMES = 6
 SAMPLES = 5
 MAX_LOADER_WORKERS = 8
-"""Loader workers of a rank that are asked for their stacks; each takes a tenth of a second."""
+"""Loader workers per rank whose stacks are dumped; each takes a tenth of a second."""
 MAX_POLL_SECONDS = 1.0
 _DUMP_SECONDS = 1.0
 OWN_CALLERS = re.compile("/evenstep/(data|strategies|training|distributed|worker)/")
@@ -51,10 +51,9 @@ _FRAME = re.compile(r'  File "(?P<file>.*)", line (?P<line>\d+) in (?P<name>.*)'
 
 
 class StallWatch:
-    """Tells when nothing has moved for too long.
+    """Detects that no rank has made progress for too long.
 
-    Without a limit of the user's, 20 times the longest pause so far, and never less than two minutes: long enough for
-    whatever is only slow.
+    The default limit is 20 times the longest pause so far and at least two minutes, so that slow steps do not count.
     """
 
     def __init__(
@@ -69,7 +68,7 @@ class StallWatch:
         self._stacks = stacks
         self._least = least
         self._first_step = 0
-        """The one with which this attempt began, which may be any."""
+        """The step at which this attempt began."""
         self._looked = time.monotonic()
         self._seen: str | None = None
         self._counts: list[int] = []
@@ -77,11 +76,11 @@ class StallWatch:
         self._longest = 0.0
 
     def stalled_seconds(self) -> float | None:
-        """For how long nothing has moved, if that is too long."""
+        """Seconds without progress if they exceed the limit, else None."""
         heartbeats = self._heartbeats.read()
         counts = [heartbeat.count for heartbeat in heartbeats]
         now = time.monotonic()
-        # Who was stopped as well, by Ctrl-Z or with the whole machine, has not watched: that time does not count.
+        # Time in which the launcher itself was stopped, by Ctrl-Z or with the whole machine, does not count.
         self._moved += max(0.0, now - self._watched - MAX_POLL_SECONDS)
         self._watched = now
         if counts != self._counts:
@@ -96,15 +95,15 @@ class StallWatch:
         return still if still > self.limit(heartbeats) else None
 
     def restart_clock(self) -> None:
-        """Judge from now on: who is left alone is not asked for stacks at every look."""
+        """Count from now on, so that a reported stall is not reported again at every poll."""
         self._moved = time.monotonic()
 
     def _is_under_way(self, heartbeats: Sequence[HeartbeatState]) -> bool:
-        """Whether the first step is done, in which compilers and connections are set up."""
+        """Whether the first step, which sets up compilers and connections, is done."""
         return 0 < self._first_step < max(heartbeat.step for heartbeat in heartbeats)
 
     def _compare_stacks(self, now: float, limit: float) -> None:
-        """Programs that are no training leave no beats; that their stacks change now and then must do."""
+        """Programs that do not train send no heartbeats; a change in their stacks counts as progress instead."""
         if self._stacks is None or now - self._looked < limit / SAMPLES:
             return
         self._looked = now
@@ -114,7 +113,7 @@ class StallWatch:
         self._seen = seen
 
     def limit(self, heartbeats: Sequence[HeartbeatState]) -> float:
-        """The seconds without any movement that are too many now."""
+        """Seconds without progress that count as a stall in the current phases."""
         if not any(heartbeat.count for heartbeat in heartbeats):
             return self._limit or FIRST_SECONDS
         is_untimed = any(heartbeat.phase in UNTIMED_PHASES for heartbeat in heartbeats)
@@ -139,20 +138,20 @@ class Frame:
 
     @property
     def is_collective(self) -> bool:
-        """Whether it is part of one: not of how torch starts processes, nor of how it logs what is called."""
+        """Whether it belongs to a collective, rather than to torch's process launcher or call logger."""
         is_other = "torch/distributed/elastic/" in self.file or self.file.endswith("c10d_logger.py")
         return "torch/distributed/" in self.file and not is_other
 
 
 @dataclass(frozen=True)
 class Stack:
-    """Where something else of a rank is than its main thread: another thread, or a loader worker."""
+    """The stack of another thread of a rank, or of one of its loader workers."""
 
     label: str
     frames: list[Frame]
-    """The innermost first."""
+    """Innermost first."""
     is_loader_worker: bool = False
-    """Whether it is a process that reads samples."""
+    """Whether it belongs to a DataLoader worker process."""
 
     @property
     def users_frame(self) -> Frame | None:
@@ -161,35 +160,35 @@ class Stack:
 
 @dataclass(frozen=True)
 class RankSnapshot:
-    """One rank, as it was found."""
+    """What one rank was doing when its stacks were dumped."""
 
     rank: int
     heartbeat: HeartbeatState
     state: str = "S"
-    """The letter that Linux gives: T is stopped, D waits in the kernel."""
+    """Linux's process state: T is stopped, D is uninterruptible sleep in the kernel."""
     frames: list[Frame] = field(default_factory=list)
-    """Of its main thread, the innermost first."""
+    """Of its main thread, innermost first."""
     others: list[Stack] = field(default_factory=list)
-    """Threads of ours that are in the user's code, and loader workers."""
+    """evenstep's own threads that run the user's code, and loader workers."""
 
     @property
     def users_frame(self) -> Frame | None:
-        """The user's own line that its main thread is in."""
+        """The innermost frame of the main thread in the user's code."""
         return _users_frame(self.frames)
 
     @property
     def users_location(self) -> str:
-        """The user's own line that it is in, or that it waits for in a thread or a loader worker of its own."""
+        """The user's line that this rank runs, or waits for in one of its threads or loader workers."""
         if self.users_frame is not None:
             return str(self.users_frame)
-        # Loader workers read ahead at any time; who does not wait for them need not be where they are.
+        # Loader workers prefetch at any time: their line matters only while this rank waits for input.
         reads = not self.heartbeat.count or self.heartbeat.phase in (INPUT, EVALUATING)
         own = [] if self.is_waiting else [one for one in self.others if reads or not one.is_loader_worker]
         return next((f"{one.users_frame}, in {one.label}" for one in own if one.users_frame is not None), "")
 
     @property
     def collective(self) -> str | None:
-        """The collective that the user's own code is in, as it calls it: engines such as fsdp go through several."""
+        """The collective as the user's code calls it; engines such as FSDP nest several."""
         inner = list(takewhile(lambda frame: not is_user_code(frame.file), self.frames))
         calls = [frame.name for frame in inner if frame.is_collective]
         named = [frame.name for frame in inner if frame.is_collective and frame.file.endswith("distributed_c10d.py")]
@@ -197,7 +196,7 @@ class RankSnapshot:
 
     @property
     def is_waiting(self) -> bool:
-        """Whether it waits for others, as far as can be seen."""
+        """Whether its stack shows that it waits for other ranks."""
         if self.frames and is_user_code(self.frames[0].file):
             return False
         is_in_engine = bool(self.frames) and "torch/autograd/" in self.frames[0].file
@@ -205,19 +204,19 @@ class RankSnapshot:
 
     @property
     def is_exiting(self) -> bool:
-        """Whether the user's program has come to its end, and its process waits for threads or exit handlers."""
+        """Whether the user's program has returned, and its process waits for threads or exit handlers."""
         exit_frame = (user_program.__file__, user_program.exit_program.__name__)
         return exit_frame in [(frame.file, frame.name) for frame in self.frames]
 
     def where(self) -> str:
-        """`at step 7, in forward, my_task.py:12 in loss`; of a program that leaves no beats, its line alone."""
+        """`at step 7, in forward, my_task.py:12 in loss`; without heartbeats, its line alone."""
         line = self.users_location or str(self.frames[0] if self.frames and not self.heartbeat.count else "")
         parts = (self.heartbeat.where if self.heartbeat.count else "", "exiting" if self.is_exiting else "", line)
-        return ", ".join(part for part in parts if part) or "in an unknown place"
+        return ", ".join(part for part in parts if part) or "at an unknown line"
 
 
 def explain(snapshots: Sequence[RankSnapshot], seconds: float, ended: Sequence[int] = ()) -> str:
-    """One line: who is waited for, where it is, where the others wait, and which ranks have ended."""
+    """One line: which rank is late and where it is, where the other ranks wait, and which ranks have ended."""
     gone = f"; {ranks_in_words([*ended])} {'has' if len(ended) == 1 else 'have'} ended" if ended else ""
     return f"{_explain(snapshots, seconds)}{gone}"
 
@@ -225,9 +224,9 @@ def explain(snapshots: Sequence[RankSnapshot], seconds: float, ended: Sequence[i
 def _explain(snapshots: Sequence[RankSnapshot], seconds: float) -> str:
     late = late_ranks(snapshots)
     others = [snapshot for snapshot in snapshots if snapshot not in late]
-    still = f"nothing has moved for {seconds:.0f} s"
+    still = f"no progress for {seconds:.0f} s"
     if not late:
-        return f"{still}, and all ranks wait: {'; '.join(f'rank {one.rank} {one.where()}' for one in snapshots)}"
+        return f"{still}, and all ranks are waiting: {'; '.join(f'rank {one.rank} {one.where()}' for one in snapshots)}"
     culprit = late[0]
     how = {"T": "is stopped (SIGSTOP)", "D": "waits in the kernel, for a disk or a device"}.get(culprit.state)
     if not others and len(late) == 1:
@@ -235,16 +234,19 @@ def _explain(snapshots: Sequence[RankSnapshot], seconds: float) -> str:
     who = ranks_in_words([snapshot.rank for snapshot in late])
     waits = f"; {_waiting(others)}" if others else ""
     if culprit.collective is not None and others:
-        ahead = ranks_in_words([snapshot.rank for snapshot in others])
+        absent = ranks_in_words([snapshot.rank for snapshot in others])
         return (
-            f"{still}: {who} waits in {culprit.collective}, {culprit.where()}, which {ahead} did not call"
+            f"{still}: {who} waits in {culprit.collective}, {culprit.where()}, which {absent} did not call"
             f"{waits}. Is it called under a condition that differs between ranks?"
         )
-    return f"{still}: the others wait for {who}, which {how or 'was last seen'} {culprit.where()}{waits}"
+    if not others:
+        return f"{still}: {who} do not progress; rank {culprit.rank} {how or 'was last seen'} {culprit.where()}"
+    waiting = _with_verb([snapshot.rank for snapshot in others], "is waiting", "are waiting")
+    return f"{still}: {waiting} for {who}, which {how or 'was last seen'} {culprit.where()}{waits}"
 
 
 def late_ranks(snapshots: Sequence[RankSnapshot]) -> list[RankSnapshot]:
-    """The ranks that are behind: stopped, or not as far as the rest, or busy while the rest wait."""
+    """The ranks that hold up the run: stopped, or with the least progress, or busy while the rest wait."""
     stopped = [snapshot for snapshot in snapshots if snapshot.state in "TtD"]
     if stopped:
         return stopped
@@ -259,18 +261,20 @@ def _waiting(others: Sequence[RankSnapshot]) -> str:
     places: dict[str, list[int]] = {}
     for snapshot in others:
         places.setdefault(snapshot.where(), []).append(snapshot.rank)
-    return "; ".join(
-        f"{ranks_in_words(ranks)} {'waits' if len(ranks) == 1 else 'wait'} {place}" for place, ranks in places.items()
-    )
+    return "; ".join(f"{_with_verb(ranks, 'waits', 'wait')} {place}" for place, ranks in places.items())
+
+
+def _with_verb(ranks: list[int], singular: str, plural: str) -> str:
+    return f"{ranks_in_words(ranks)} {singular if len(ranks) == 1 else plural}"
 
 
 def take_snapshots(
     pids: Mapping[int, int], heartbeats: Sequence[HeartbeatState], files: Mapping[int, Path], first_rank: int
 ) -> list[RankSnapshot]:
-    """Ask every process for its stacks, and read what they left; the last look's are left in the files."""
+    """Have every process dump its stacks, and read them; the files keep the latest dump."""
     states = {local: _state(pid) for local, pid in pids.items()}
     files = {local: _where_open(pid, files[local]) for local, pid in pids.items()}
-    # A program is looked at for as long as it runs. The processes append: after this, from the beginning again.
+    # The processes append: without this, a long run's files would grow with every dump.
     for local in pids:
         _empty(files[local])
     stopped = [local for local in pids if states[local] in "Tt"]
@@ -280,8 +284,8 @@ def take_snapshots(
             send_to_main_thread(pids[local], STACKS_SIGNAL)
     _wait_for_dumps({files[local]: 0 for local in awake})
     if stopped:
-        # Their main threads wake up in the handler, before they do anything else; another thread would write while the
-        # main one goes on. With the others held they cannot go on training.
+        # A stopped main thread wakes up in the handler, before it does anything else; another thread would write while
+        # the main one runs. The other ranks are stopped meanwhile, so that no step is trained.
         _send_all(pids, awake, signal.SIGSTOP)
         _send_all(pids, stopped, signal.SIGCONT)
         _wait_for_dumps({files[local]: 0 for local in stopped})
@@ -296,7 +300,7 @@ def take_snapshots(
 
 
 def _busy_threads(dump: str) -> list[Stack]:
-    """Threads through which evenstep calls the user's code: those of dp, and those that read ahead."""
+    """evenstep's own threads that run the user's code: dp's replicas, and prefetching."""
     others = [_frames(text) for text in _threads(dump)[:-1]]
     return [
         Stack("a thread", frames)
@@ -306,7 +310,7 @@ def _busy_threads(dump: str) -> list[Stack]:
 
 
 def _loader_workers(pid: int, file: Path) -> list[Stack]:
-    """Processes that a rank has copied from itself: asked one after another, they write their stacks to its file."""
+    """Processes forked by a rank; each in turn dumps its stacks to the rank's file."""
     found = []
     copies = [child.pid for child in _children(pid) if handles_stacks_signal(child.pid) and _has_open(child.pid, file)]
     for number, copy in enumerate(copies[:MAX_LOADER_WORKERS]):
@@ -329,7 +333,7 @@ def _children(pid: int) -> list[psutil.Process]:
 
 
 def _has_open(pid: int, file: Path) -> bool:
-    """Whether a process still has a file open that it inherited: another one may be in its place by now."""
+    """Whether a process has inherited this file; its process id may have been reused since."""
     try:
         return any(one.samefile(file) for one in Path(f"/proc/{pid}/fd").iterdir() if one.exists())
     except OSError:
@@ -337,7 +341,7 @@ def _has_open(pid: int, file: Path) -> bool:
 
 
 def _where_open(pid: int, file: Path) -> Path:
-    """Where to read what a process writes to a file, even if its folder was deleted meanwhile."""
+    """The path under which a process's file can be read, even after its folder was deleted."""
     if not file.exists():
         with suppress(OSError):
             descriptors = Path(f"/proc/{pid}/fd").iterdir()
@@ -351,7 +355,7 @@ def _send_all(pids: Mapping[int, int], who: Iterable[int], number: int) -> None:
 
 
 def _wait_for_dumps(sizes: Mapping[Path, int]) -> None:
-    """Until every file has grown and grows no more; a process may be unable to answer."""
+    """Wait until every file has grown and stopped growing, within a limit: a process may be unable to dump."""
     deadline = time.monotonic() + _DUMP_SECONDS
     before: dict[Path, int] = {}
     while time.monotonic() < deadline:
@@ -386,14 +390,14 @@ def _frames(text: str) -> list[Frame]:
 
 
 def stacks(snapshots: Sequence[RankSnapshot]) -> list[str]:
-    """The innermost lines of every rank's stack and the user's own; all of them are in its log."""
+    """The innermost lines of every rank's stack and the user's own line; the log has the whole stacks."""
     lines = []
     for snapshot in snapshots:
         after = f", after {snapshot.heartbeat.collectives} collectives" if snapshot.heartbeat.collectives else ""
         lines.append(f"rank {snapshot.rank} {snapshot.where()}{after}:")
-        lines += _shown(snapshot.frames) or ["    (it gave no stack)"]
+        lines += _shown(snapshot.frames) or ["    (no stack: the process did not respond)"]
         for other in snapshot.others:
-            # Who only waits for something to do is in the log, with everybody else.
+            # Idle loader workers are in the log alone.
             if other.users_frame is not None or not other.frames:
                 lines += [f"    {other.label}:", *(f"    {line}" for line in _shown(other.frames))]
     return lines
@@ -417,7 +421,7 @@ def _short(file: str) -> str:
 
 
 def handles_stacks_signal(pid: int) -> bool:
-    """Whether a process has asked for the signal; one that became another program has not, and would die of it."""
+    """Whether a process has a handler for the signal; after an exec it has none, and would be killed."""
     try:
         lines = Path(f"/proc/{pid}/status").read_text().splitlines()
     except OSError:
@@ -446,15 +450,11 @@ def _text(path: Path) -> str:
     return path.read_text(errors="replace") if path.exists() else ""
 
 
-LOOK_SECONDS = 0.2
-STACKS = "stacks"
-
-
 @contextmanager
 def exit_on_stall(logs: Path, limit: float | None) -> Iterator[None]:
-    """End the process with code 124 if what is done in the block does not move; its stacks are shown.
+    """Exit with code 124, after printing the stacks, if the block makes no progress.
 
-    A thread looks: it sees everything but C code that holds the interpreter's lock.
+    A thread watches; it cannot run while C code holds the GIL.
     """
     with live_folder() as folder, dump_stacks_to(folder / STACKS):
         heartbeats = make_heartbeats(folder / "beats", 1)
@@ -473,14 +473,14 @@ def exit_on_stall(logs: Path, limit: float | None) -> Iterator[None]:
 
 def _watch_single(heartbeats: Heartbeats, limit: float | None, folder: Path, logs: Path, done: threading.Event) -> None:
     watch = StallWatch(heartbeats, limit)
-    while not done.wait(LOOK_SECONDS):
+    while not done.wait(POLL_SECONDS):
         still = watch.stalled_seconds()
         if still is not None and not _is_debugged():
             _explain_single(heartbeats, still, folder, logs)
 
 
 def _is_debugged() -> bool:
-    """Whether someone sits at the prompt of a debugger, and thinks."""
+    """Whether the main thread is at a debugger's prompt."""
     frame = sys._current_frames().get(threading.main_thread().ident or 0)
     while frame is not None:
         if Path(frame.f_code.co_filename).name in ("pdb.py", "bdb.py"):

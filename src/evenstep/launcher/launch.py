@@ -1,12 +1,10 @@
-"""Running a prepared plan, in this process or in many, and watching it.
+"""Run a training: make a command ready (on one machine, several, or under Slurm), carry it out, and show its progress.
 
-From a command to a run that can be started here: alone, as one machine of several, or as a task of Slurm's.
-
-One training in several ways: prepared once, run as often as one likes, each time into a folder of its own.
+A prepared training can also be run in several configurations, each in a folder of its own:
 
 base = prepare("digits", {"name": "choice"})
 two = variant(base, base.folder / "ddp-2", strategy="ddp", devices=("cpu", "cpu"), steps=20)
-for event in run_apart(two): ...
+for event in run_in_processes(two): ...
 Record.read(two.folder)
 """
 
@@ -51,32 +49,32 @@ OWN = ("devices",)
 
 @dataclass(frozen=True)
 class Ready:
-    """A run, and how its launchers meet."""
+    """A prepared run, and the rendezvous of its launchers."""
 
     prepared: Prepared
     rendezvous: Rendezvous
     is_first: bool = True
-    """Whether this launcher is the one that shows the training and has its Record."""
+    """Whether this launcher shows the training and has its Record."""
     slurm: Slurm | None = None
 
 
 def get_ready(source: Source, choices: Mapping[str, Any]) -> Ready:
-    """Check everything, and meet the other machines if there are any."""
-    # What no worker could read is refused before there is one.
+    """Check everything, and connect to the other machines if there are any."""
+    # Refuse rank variables that no worker could read before one is started.
     read_rank()
     slurm = find_slurm()
     chosen = dict(choices) if slurm is None else _for_slurm(slurm, source, choices)
     if chosen.get("requeue") and slurm is None:
-        raise PlanError("--requeue is for jobs of Slurm, and this is none; --restarts goes on after a crash")
+        raise PlanError("--requeue needs a Slurm job, and this is not one; --restarts continues after a crash")
     if chosen.get("machines") is None:
         return Ready(_requeued(source, chosen, slurm) or prepare(source, chosen), LocalRendezvous(), slurm=slurm)
     return _with_machines(source, chosen, slurm, _identity(source, choices, slurm))
 
 
 def _identity(source: Source, choices: Mapping[str, Any], slurm: Slurm | None) -> Identity:
-    """What tells one run from another, and is the same on all machines of one: the command, the job and the code.
+    """What all machines of a run have in common: the command, the job and the code.
 
-    Not what was derived from them: the name of the run depends on which folders there are already.
+    Nothing derived from them: the name of the run depends on which folders exist.
     """
     given = {name: str(value) for name, value in choices.items() if value is not None and name not in OWN}
     job = {"job": f"{slurm.job}.{slurm.step}"} if slurm is not None else {}
@@ -116,7 +114,7 @@ def _checked(chosen: Mapping[str, Any]) -> tuple[tuple[str, int], tuple[int, int
 
 
 def _for_slurm(slurm: Slurm, source: Source, choices: Mapping[str, Any]) -> dict[str, Any]:
-    """What Slurm's environment says, where the user has not said something else."""
+    """The choices, with defaults from Slurm's environment."""
     chosen = {name: value for name, value in choices.items() if value is not None}
     if source is not None:
         chosen.setdefault("name", _job_name(slurm, label_of(source)))
@@ -128,7 +126,7 @@ def _for_slurm(slurm: Slurm, source: Source, choices: Mapping[str, Any]) -> dict
 
 
 def _job_name(slurm: Slurm, label: str) -> str:
-    """Of the run that this job began when it was first started; a new one for every other training in the job."""
+    """A new name for each training of a job; for a requeued job, the name of the run that it began."""
     stem = f"{label}-job{slurm.job}"
     names = [stem, *(f"{stem}-{number}" for number in range(2, 1000))]
     taken = [name for name in names if (RUNS / name).exists()]
@@ -138,7 +136,7 @@ def _job_name(slurm: Slurm, label: str) -> str:
 
 
 def _requeued(source: Source, chosen: Mapping[str, Any], slurm: Slurm | None) -> Prepared | None:
-    """A job that was queued again goes on in the folder that it began; None if there is none."""
+    """The run that a requeued job began, to be continued in its folder; None if there is none."""
     folder = RUNS / str(chosen.get("name", ""))
     if slurm is None or not slurm.num_restarts or not os.path.isfile(folder / "plan.json"):
         return None
@@ -147,7 +145,7 @@ def _requeued(source: Source, chosen: Mapping[str, Any], slurm: Slurm | None) ->
         resume, said = files.find(str(folder))
     except CheckpointError:
         return prepared
-    return replace(prepared, resume=str(resume), said=[*said, f"going on from {resume.name} of {folder}"])
+    return replace(prepared, resume=str(resume), said=[*said, f"continuing from {resume.name} of {folder}"])
 
 
 def train(task: str | TaskFunction | Task, *, progress: bool = True, **choices: Any) -> Record:
@@ -167,13 +165,13 @@ def train(task: str | TaskFunction | Task, *, progress: bool = True, **choices: 
         return watch(get_ready(task, choices), progress)
 
 
-ELSEWHERE = "what was saved is on the first machine"
+ELSEWHERE = "the checkpoints are on the first machine"
 
 
 def watch(ready: Ready, progress: bool, is_command: bool = False) -> Record:
-    """Carry the plan out, show how it goes, and read back what it wrote.
+    """Carry the plan out, show its progress, and read its Record.
 
-    A command may end its own process when nothing moves any more; a notebook's must live on.
+    A command may exit when it hangs; a notebook's process must survive.
     """
     prepared = ready.prepared
     if is_command:
@@ -193,7 +191,7 @@ def watch(ready: Ready, progress: bool, is_command: bool = False) -> Record:
             if ready.slurm is not None and prepared.plan.requeue and ready.is_first:
                 shown.say(ready.slurm.requeue())
             is_saved = bool(files.whole(prepared.folder / files.FOLDER))
-            how = f"go on with --resume {prepared.folder}" if is_saved else "nothing was saved yet"
+            how = f"continue with --resume {prepared.folder}" if is_saved else "nothing was saved yet"
             raise Preempted(f"{error}; {how if ready.is_first else ELSEWHERE}") from None
     # The Record is where rank 0 was, which may be on another machine.
     if not ready.is_first:
@@ -203,7 +201,7 @@ def watch(ready: Ready, progress: bool, is_command: bool = False) -> Record:
 
 @contextmanager
 def _settings_kept() -> Iterator[None]:
-    """A training in this process must not change how the user's own torch computes afterwards."""
+    """Restore torch's global settings and generators after a training in this process."""
     threads, deterministic = torch.get_num_threads(), torch.are_deterministic_algorithms_enabled()
     flags = (torch.backends.cudnn.deterministic, torch.backends.cudnn.benchmark)
     tf32 = (torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn.allow_tf32)
@@ -223,7 +221,7 @@ CHOICES = (*(field.name for field in fields(Plan) if field.name != "task"), "pla
 
 
 def run(ready: Ready, ends_stalls: bool = False) -> Iterator[Event]:
-    """Carry the plan out, yielding what happens as it happens."""
+    """Carry the plan out, yielding events as they happen."""
     prepared, plan = ready.prepared, ready.prepared.plan
     if not STRATEGIES[plan.strategy].processes_per_device and not plan.restarts:
         ready.rendezvous.close()
@@ -249,17 +247,16 @@ def _in_this_process(prepared: Prepared, ends_stalls: bool) -> Iterator[Event]:
 
 
 def refuse_fork_after_cuda() -> None:
-    """A card that this process has opened cannot be used by a copy of it."""
+    """A forked process cannot use CUDA if its parent has initialized it."""
     if torch.cuda.is_initialized():
         raise PlanError(
-            "this process has used CUDA already, and a process that has cannot be copied for "
-            f"{with_processes()}.\n"
-            "Put the task in a file and pass 'file.py', or restart the notebook and train before touching the card"
+            f"this process has already initialized CUDA, so it cannot be forked for {with_processes()}.\n"
+            "Put the task in a file and pass 'file.py', or restart the notebook and train before using the GPU"
         )
 
 
 def variant(base: Prepared, folder: Path, **changes: Any) -> Prepared:
-    """The same task with some fields of its plan changed; `steps` takes the place of epochs, and the reverse."""
+    """The same task with some fields of its plan changed; `steps` replaces epochs, and the reverse."""
     if changes.get("steps") is not None:
         changes.setdefault("epochs", None)
     if changes.get("epochs") is not None:
@@ -270,7 +267,7 @@ def variant(base: Prepared, folder: Path, **changes: Any) -> Prepared:
 
 
 def run_in_processes(prepared: Prepared, instead: Instead | None = None) -> Iterator[Event]:
-    """Run it in processes of its own, single and dp too: what they hold in memory is then theirs alone."""
+    """Run it in separate processes, single and dp too, so that its memory can be measured."""
     if prepared.spec is None:
         refuse_fork_after_cuda()
     return Supervisor(of_plan(prepared, instead), LocalRendezvous()).events()

@@ -1,6 +1,6 @@
-"""What the ranks print, as one voice: rank 0 speaks, the others only warn, and what all of them say is said once.
+"""Merge what the ranks write: their logs into one stream while they run, their profiler traces into one at the end.
 
-The traces of all ranks, merged at the end of the training.
+Of rank 0 every line is shown, of other ranks only warnings and errors; a line that several ranks print is shown once.
 """
 
 from __future__ import annotations
@@ -23,23 +23,23 @@ from evenstep.schema import Natural, Schema
 from evenstep.training.trainer import Event
 
 HELD_SECONDS = 0.25
-"""How long a warning waits for the same one from other ranks."""
+"""How long a warning is held back, to be merged with the same one from other ranks."""
 _SERIOUS = re.compile(r"warn|error|critical|fatal|exception|traceback|assert|abort", re.IGNORECASE)
 RANK_PREFIX = re.compile(r"\s*\[ranks? \d")
 MAX_KNOWN_LINES = 1000
 SHOWN_BYTES = 2**20
-"""Of a log, read at a time where lines are looked at one by one."""
+"""Bytes of a log read at a time where each line is examined."""
 PASSED_ON_BYTES = 2**23
-"""Of a log, read at a time where it is passed on as it is."""
+"""Bytes of a log read at a time where it is passed through unchanged."""
 MAX_UNREAD_BYTES = 2**22
-"""A rank that is further ahead than that writes more than can be shown: the rest is left in its log."""
+"""More unread bytes than this are skipped: the log keeps them."""
 MAX_LINE_BYTES = 2**14
-"""Of a line, shown."""
+"""Bytes of a line that are shown."""
 
 
 @dataclass
 class PendingLine:
-    """A line that was heard, and not yet passed on."""
+    """A line that was read, and is not yet shown."""
 
     text: str
     since: float
@@ -47,7 +47,7 @@ class PendingLine:
     count: int = 0
 
     def line(self) -> str:
-        """With a prefix if it is not rank 0's alone; a rank 0 that writes one itself gets its own before it."""
+        """The text with a `[rank N]` prefix, unless only rank 0 printed it and it has no such prefix itself."""
         text = without_control(self.text)
         ranks = sorted(set(self.ranks))
         times = self.count // len(ranks)
@@ -58,7 +58,7 @@ class PendingLine:
 
 
 class MergedLogs:
-    """Reads the logs of the ranks on this machine while they grow."""
+    """The merged lines of all ranks on this machine, read while their logs grow."""
 
     def __init__(self, logs: RankLogs, num: int, passes_rank_0_on: bool = False) -> None:
         self._logs = logs
@@ -67,16 +67,16 @@ class MergedLogs:
             (local, ending): Tail(logs.path(local, ending))
             for local in range(num)
             for ending in ("out", "err")
-            # What other ranks print is theirs alone.
+            # The stdout of other ranks is not shown.
             if ending == "err" or logs.first_rank + local == 0
         }
         self._held: dict[str, PendingLine] = {}
         self._known: dict[str, int] = {}
 
     def new(self, is_end: bool = False) -> Iterator[str]:
-        """Lines to show now; at the end, all that are left."""
+        """Lines to show now; at the end, all remaining ones."""
         most = max((tail.num_unread for tail in self._tails.values()), default=0) if is_end else 0
-        # Counted beforehand: what a rank started may write for ever.
+        # Counted beforehand: a process that a rank started may write forever.
         for _ in range(1 + most // SHOWN_BYTES):
             now = time.monotonic()
             for (local, ending), tail in self._tails.items():
@@ -90,7 +90,7 @@ class MergedLogs:
         was_whole = tail.is_whole
         lines = tail.new()
         if was_whole and not tail.is_whole:
-            yield f"[rank {rank}] writes more than is shown here; all of it is in {tail.path}"
+            yield f"[rank {rank}] writes more than is shown here; the whole log is {tail.path}"
         for text in lines:
             if ending == "out":
                 yield PendingLine(text, now, [0], 1).line()
@@ -107,7 +107,7 @@ class MergedLogs:
             if not is_end and now - pending.since < HELD_SECONDS:
                 continue
             before = self._known.get(text, 0)
-            # What is said again and again is shown the first time, and then with its count at 10, 100, 1000.
+            # A repeated line is shown the first time, and then with its count at 10, 100, 1000.
             if not before:
                 yield pending.line()
             elif len(str(before + pending.count)) > len(str(before)):
@@ -118,7 +118,7 @@ class MergedLogs:
 
 
 class Tail:
-    """The new lines of a log. Each byte is read once, and few of them at a time, whatever a rank writes."""
+    """The new lines of a log; each byte is read once, a bounded number at a time."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -126,15 +126,15 @@ class Tail:
         self._decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
         self._line = Line()
         self.is_whole = True
-        """Whether nothing was passed over so far."""
+        """Whether nothing was skipped so far."""
 
     def raw(self) -> str:
-        """What was written since the last call, or the next part of it."""
-        # A letter of several bytes may be written in halves.
+        """The text written since the last call, or the next part of it."""
+        # A multi-byte character may be split between two reads.
         return self._decoder.decode(self._read(PASSED_ON_BYTES))
 
     def new(self) -> list[str]:
-        """Lines that were ended since the last call, as they are shown; of more than fit a screen, the last ones."""
+        """Lines completed since the last call; if there are too many, only the last ones."""
         if self.num_unread > MAX_UNREAD_BYTES:
             self._skip()
         *ended, rest = self._read(SHOWN_BYTES).split(b"\n")
@@ -148,7 +148,7 @@ class Tail:
 
     @property
     def num_unread(self) -> int:
-        """Bytes that were written and not read."""
+        """Bytes written and not yet read."""
         return max(0, self.path.stat().st_size - self._at) if self.path.exists() else 0
 
     def _read(self, most: int) -> bytes:
@@ -161,7 +161,7 @@ class Tail:
         return part
 
     def _skip(self) -> None:
-        """Go on near the end, with a line that is there from its beginning."""
+        """Continue near the end, at the beginning of a line."""
         with self.path.open("rb") as file:
             file.seek(self._at + self.num_unread - SHOWN_BYTES)
             file.readline(SHOWN_BYTES)
@@ -170,16 +170,16 @@ class Tail:
 
 
 class Line:
-    """A line while it is written: of one that is written over, what it shows now; of a long one, its beginning."""
+    """A line while it is written: carriage returns overwrite it, and a long one is cut."""
 
     def __init__(self) -> None:
         self._kept = b""
         self._num_bytes = 0
         self._is_over = False
-        """Whether the next byte writes over what there is; a return before the end of the line does not."""
+        """Whether the next byte overwrites the line; a carriage return right before the newline does not."""
 
     def add(self, part: bytes) -> None:
-        """Write on."""
+        """Append."""
         body = part.rstrip(b"\r")
         if body:
             _, _, shown = body.rpartition(b"\r")
@@ -190,13 +190,13 @@ class Line:
         self._is_over = len(body) < len(part) or (self._is_over and not body)
 
     def shown(self) -> str:
-        """As text."""
+        """The line as text."""
         more = self._num_bytes - len(self._kept)
         return self._kept.decode(errors="replace") + (f" ... ({more:,} bytes more)" if more else "")
 
 
 def end_of(log: Path) -> str:
-    """What was written last to a log of any length."""
+    """The last part of a log of any length."""
     if not log.exists():
         return ""
     with log.open("rb") as file:
@@ -224,7 +224,7 @@ class _RankTraceFile:
 
 @dataclass(frozen=True)
 class _TraceIndex:
-    """What the ranks have left."""
+    """The traces that the ranks wrote."""
 
     steps: tuple[Natural, Natural]
     ranks: dict[Natural, _RankTraceFile]
@@ -234,21 +234,18 @@ _TRACE_INDEX: Schema[_TraceIndex] = Schema(_TraceIndex, "list of traces")
 
 
 def with_trace(events: Iterator[Event], folder: Path) -> Iterator[Event]:
-    """What happens, and at the end, good or bad, where the trace is and what a step was made of."""
+    """The events, and at the end, also after a failure, where the trace is and what a step consists of."""
     try:
         yield from events
     except Exception:
-        # Not during the training: whoever merges does not watch.
+        # Not during the training: the launcher cannot watch the ranks while it merges.
         yield from merged(folder)
         raise
     yield from merged(folder)
 
 
 def merged(folder: Path) -> list[str]:
-    """Make one timeline of those of the ranks, if they are there; what there is to say about it.
-
-    A training never fails of this.
-    """
+    """Merge the ranks' traces, if there are any, into one timeline; return lines about it. Never fails the training."""
     if not (folder / FOLDER / ALL).exists():
         return []
     try:

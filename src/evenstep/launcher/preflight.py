@@ -1,7 +1,4 @@
-"""Trying a task on a few samples before anything is started, so that what cannot work is said at once.
-
-A task tried on a few samples, on the CPU: what a step and an evaluation will compute, before anything is started.
-"""
+"""Check a task before any process starts: its functions, its size, and one step and evaluation on a few samples."""
 
 from __future__ import annotations
 
@@ -42,7 +39,7 @@ from evenstep.training.team import refuse_lazy
 from evenstep.worker.lazy_compiler import put_off_compiler
 
 NEEDS_TWO = "Expected more than 1 value per channel"
-"""In what torch's BatchNorm says of one sample."""
+"""Part of BatchNorm's error for one sample."""
 
 
 @dataclass(frozen=True)
@@ -54,7 +51,7 @@ class SampleBatch:
 
 
 def sample_batch(source: Source | Stream, touch: SampleTransform, most: int = 4) -> SampleBatch:
-    """The first samples of a stream; of other data the first ones, the one in the middle and the last."""
+    """The first samples of a stream; of other data the first two, the middle one and the last."""
     if isinstance(source, Stream):
         return SampleBatch(*source.first(most, touch))
     last = source.num_samples - 1
@@ -63,7 +60,7 @@ def sample_batch(source: Source | Stream, touch: SampleTransform, most: int = 4)
 
 
 class DryRun:
-    """A step and an evaluation of a throw-away model on the CPU; only what is certainly wrong is refused."""
+    """A step and an evaluation of a temporary model on the CPU; refuses only what cannot work."""
 
     def __init__(self, plan: Plan, task: Task) -> None:
         self._plan = plan
@@ -72,13 +69,13 @@ class DryRun:
         self._precision = Precision("fp64" if plan.precision == "fp64" else "fp32", self._world.device)
         self._model: nn.Module | None = None
         self._fault = ""
-        """What is to be said if the next call fails."""
+        """The message if the next call fails."""
 
     def check(self, train: SampleBatch, valid: SampleBatch | None) -> None:
         """Compute what a step and an evaluation compute."""
         with self._refusing():
             self._fault = "the model cannot be built"
-            # A copy: the task may hand out the one model that will be trained.
+            # A copy: the task may return the model that will be trained.
             self._model = copied(self._precision.fit(self._task.model()))
             if not self._model.training:
                 # As the worker does; of a model in training mode, layers may be in eval mode on purpose.
@@ -89,7 +86,7 @@ class DryRun:
                     self._evaluate(self._model, valid)
 
     def check_alone(self, sample: SampleBatch, lengths: Lengths) -> None:
-        """Take a step on one sample, as a device will that has no more of a batch."""
+        """Take a step on one sample, as a device with a single-sample micro-batch will."""
         model, plan = self._model, self._plan
         is_shared = plan.sync_batchnorm and min(plan.most_devices, *plan.batch_sizes(lengths)) > 1
         if model is None or (is_shared and is_local(model)):
@@ -121,7 +118,7 @@ class DryRun:
 
     @contextmanager
     def _refusing(self, hint: str = "") -> Iterator[None]:
-        """Around what the user's code computes: its failure is a refusal, unless it may need another device."""
+        """Refuse a task whose code fails, unless it may need another device."""
         task = self._task
         try:
             yield
@@ -129,7 +126,7 @@ class DryRun:
             raise
         except Exception as error:
             if any(device != "cpu" for device in self._plan.devices):
-                # The worker will say.
+                # The worker will report it.
                 self._model = None
                 return
             if "valid" in self._fault and (task.augment is not None or task.augment_batch is not None):
@@ -145,7 +142,7 @@ def _where_alone(plan: Plan, lengths: Lengths) -> str:
         step = "the last step of an epoch"
     devices = f" over {plan.most_devices} devices" * (plan.most_devices > 1)
     parts = f" in {plan.accumulate} micro-batches" * (plan.accumulate > 1)
-    return f"{step} ({size} sample{'s' * (size > 1)}{devices}{parts}) has one sample for a device at once"
+    return f"{step} ({size} sample{'s' * (size > 1)}{devices}{parts}) leaves one sample for a device"
 
 
 def _too_few_for_batchnorm(plan: Plan, lengths: Lengths) -> str:
@@ -162,7 +159,7 @@ def _too_few_for_batchnorm(plan: Plan, lengths: Lengths) -> str:
 
 
 def _batch_for_two(plan: Plan, lengths: Lengths) -> int | None:
-    """The global batch nearest to the plan's with which a device always has two samples or more."""
+    """The nearest global batch with which every device always has at least two samples."""
     sizes = range(2 * plan.most_devices * plan.accumulate, min(2 * plan.batch, lengths.rest or 0) + 1)
     for size in sorted(sizes, key=lambda size: abs(size - plan.batch)):
         other = replace(plan, batch=size)
@@ -176,7 +173,7 @@ MADE_BY_TASK = (
     ("optimizer", torch.optim.Optimizer, "parameters"),
     ("scheduler", LRScheduler, "optimizer"),
 )
-"""Fields of a Task, what their functions make, and what these are called with."""
+"""Fields of a Task, what their functions return, and their argument."""
 
 
 def probe(plan: Plan, task: Task, train: AdaptedData, valid: AdaptedData | None, order: Order | None) -> None:
@@ -202,7 +199,7 @@ def probe(plan: Plan, task: Task, train: AdaptedData, valid: AdaptedData | None,
     touch = SampleTransform(plan.seed, 0, task.augment)
     few = sample_batch(source, touch)
     few_valid = sample_batch(valid.source, SampleTransform(plan.seed, 0)) if valid is not None else None
-    # A larger model is tried by the workers themselves.
+    # A larger model is tested by the workers.
     if skeleton is None or num_parameters <= SMALL_ENOUGH:
         dry_run = DryRun(plan, task)
         dry_run.check(few, few_valid)
@@ -211,13 +208,13 @@ def probe(plan: Plan, task: Task, train: AdaptedData, valid: AdaptedData | None,
 
 
 def _check_makers(task: Task) -> None:
-    """Every process makes a model, an optimizer and a scheduler of its own; what is made already cannot be taken."""
+    """Every process makes its own model, optimizer and scheduler, so the task must give functions."""
     for field, kind, argument in MADE_BY_TASK:
         made = getattr(task, field)
         if isinstance(made, kind):
             name, given = type(made).__name__, f"{argument}, ..." if argument else "..."
             raise TaskError(
-                f"Task.{field} is a {name} that is made already, and every process makes its own; "
+                f"Task.{field} is an instance of {name}, and every process makes its own; "
                 f"write {field}={f'lambda {argument}'.rstrip()}: {name}({given})"
             )
     if not callable(task.model):
@@ -228,13 +225,11 @@ def _check_makers(task: Task) -> None:
 
 def _check_schedule(task: Task, num_steps: int | None) -> None:
     if num_steps is None and task.scheduler is not None and takes_steps(task.scheduler):
-        raise PlanError(
-            "the scheduler asks for the number of steps, and a stream does not know how many it has; give --steps"
-        )
+        raise PlanError("the scheduler takes the number of steps, and a stream has no length; give --steps")
 
 
 def _skeleton(task: Task) -> nn.Module | None:
-    """The model with shapes and no memory if it can be built so, else with memory; None if that fails too."""
+    """The model on the meta device if possible, else on the CPU; None if that fails too."""
     for device in ("meta", "cpu"):
         try:
             with torch.device(device):
@@ -249,7 +244,7 @@ def _skeleton(task: Task) -> nn.Module | None:
 
 
 def _check_fits(plan: Plan, skeleton: nn.Module) -> None:
-    """Weights, gradients and nothing else: what is refused here cannot possibly run."""
+    """Count weights and gradients only: what is refused here cannot run."""
     width = 8 if plan.precision == "fp64" else 4
     shards = STRATEGIES[plan.strategy].shards
     on_cpu = plan.devices[0] == "cpu"
@@ -257,11 +252,11 @@ def _check_fits(plan: Plan, skeleton: nn.Module) -> None:
     needed = 2 * width * copies * sum(weight.numel() for weight in skeleton.parameters())
     if shards and not on_cpu:
         needed //= len(plan.devices)
-    room = psutil.virtual_memory().available if on_cpu else _gpu_bytes(plan.devices[0])
-    if room is not None and needed > room:
+    free_bytes = psutil.virtual_memory().available if on_cpu else _gpu_bytes(plan.devices[0])
+    if free_bytes is not None and needed > free_bytes:
         raise PlanError(
             f"the model does not fit: weights and gradients need {needed / 2**30:.1f} GiB and {plan.devices[0]} has "
-            f"{room / 2**30:.1f} GiB free; use a smaller model, or --strategy {sharding()} on more GPUs"
+            f"{free_bytes / 2**30:.1f} GiB free; use a smaller model, or --strategy {sharding()} on more GPUs"
         )
 
 
@@ -271,7 +266,7 @@ def _check_optimizer(task: Task, skeleton: nn.Module) -> None:
     try:
         optimizer = task.optimizer(skeleton.parameters())
     except Exception:
-        # Some look at the numbers, of which a skeleton has none; the worker will say.
+        # Some read the values, which a meta model does not have; the worker will report errors.
         return
     refuse_closure(optimizer)
 
@@ -304,5 +299,5 @@ def _check_resumes(plan: Plan, skeleton: nn.Module, source: Source | Stream, ord
     if num_steps is not None and state["step"] >= num_steps:
         raise PlanError(
             f"{path} is at step {state['step']} and the plan ends at step {num_steps}: "
-            "there is nothing left to do; give a larger --epochs or --steps to go on"
+            "there is nothing left to do; to continue, give a larger --epochs or --steps"
         )

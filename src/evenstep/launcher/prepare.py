@@ -1,4 +1,4 @@
-"""From what the user gave to a Plan that will run: everything that can be refused is refused here."""
+"""Turn the user's choices into a checked Plan: whatever can be refused is refused before a process starts."""
 
 from __future__ import annotations
 
@@ -31,29 +31,29 @@ from evenstep.task import Task, TaskFunction, call_task, describe, find_task, re
 RUNS = Path("runs")
 DEFAULT_BATCH = 64
 PER_START = ("name", "machines", "rendezvous", "requeue", "profile")
-"""Where a run was carried out and looked into, which says nothing about where it is repeated or goes on."""
+"""Fields of one start, which a repeated or resumed run does not take over."""
 PER_COMMAND = ("allow_pickle",)
-"""What runs code is asked for by whoever types the command, not by a file."""
+"""Fields that only a command may set, not a file: they allow code to run."""
 
 
 @dataclass(frozen=True)
 class Prepared:
-    """A plan that was checked against the task, the data and the machine, and the folder it will fill."""
+    """A plan checked against the task, the data and the machine, and its run folder."""
 
     plan: Plan
     task: Task
     spec: str | None
-    """How another process finds the task; None if it lives in this one alone."""
+    """How another process finds the task; None if it exists only in this process."""
     folder: Path
     lengths: Lengths
     num_steps: int | None
     said: list[str]
     resume: str | None = None
-    """A checkpoint of the run's own folder, from which it goes on in the same Record."""
+    """A checkpoint in the run's own folder, from which it continues in the same Record."""
     devices: tuple[str, ...] | None = None
-    """This machine's, where they are not those of the plan."""
+    """This machine's devices, if they differ from the plan's."""
     cwd: str = "."
-    """The working folder as the task left it: its data may be read from there."""
+    """The working folder that the task chose: its data may be read from there."""
 
     @property
     def arithmetic(self) -> str:
@@ -61,7 +61,7 @@ class Prepared:
 
 
 def prepare(source: str | TaskFunction | Task | None, choices: Mapping[str, Any]) -> Prepared:
-    """Fill in what was not chosen, check all of it, and make the run folder."""
+    """Fill in defaults, check everything, and make the run folder."""
     chosen = {name: value for name, value in choices.items() if value is not None}
     base = _base(chosen)
     if source is None:
@@ -72,11 +72,11 @@ def prepare(source: str | TaskFunction | Task | None, choices: Mapping[str, Any]
     elif "epochs" in chosen:
         base.pop("steps", None)
     values = {**base, **chosen, **_devices(chosen, base), "task": spec or IN_THIS_PROCESS}
-    # What can be refused without the task is refused before it is loaded: its data may take a while.
+    # Check what needs no task before loading it: its data may take a while.
     draft = _draft(values, label_of(source))
     if spec is None and (STRATEGIES[draft.strategy].processes_per_device or draft.restarts):
         draft = replace(draft, threads=_forked_threads(draft.threads))
-    # Before the file is imported: data that it makes at its top is then the same here and in every worker.
+    # Before the file is imported, so that data created at module level is the same here and in every worker.
     seed_everything(draft.seed)
     draft, said = _resumed(draft)
     start = files.start_of(draft.resume)
@@ -96,21 +96,21 @@ def prepare(source: str | TaskFunction | Task | None, choices: Mapping[str, Any]
 
 @contextmanager
 def _users_code() -> Iterator[None]:
-    """Around the first calls of the user's code: it may not end the command, nor move it to another folder."""
+    """Guard the first calls of the user's code: they may not exit, nor change the working folder."""
     home = os.getcwd()
     try:
         yield
     except SystemExit as error:
         raise TaskError(
             f"the task calls sys.exit({error.code!r}) before the first step: {describe(error)}; "
-            "raise an exception if it cannot go on, or take that line out"
+            "raise an exception if it cannot continue, or remove that line"
         ) from error
     finally:
         os.chdir(home)
 
 
 def _named(spec: str | None, named_by: str) -> str:
-    """The task that a plan or a checkpoint names; said before it is imported, since importing is running."""
+    """The task that a plan or a checkpoint names; printed before it is imported, since importing runs it."""
     if spec is None or spec == IN_THIS_PROCESS:
         raise PlanError("no task given; try: evenstep train digits")
     file = refuse_untrusted(spec, named_by)
@@ -120,9 +120,9 @@ def _named(spec: str | None, named_by: str) -> str:
 
 
 def prepare_from_plan(plan: Plan, source: str | TaskFunction | Task | None, own: Mapping[str, Any]) -> Prepared:
-    """A plan that was made elsewhere, or before, to be carried out by this launcher in the folder of its name.
+    """Prepare a plan made on another machine, or earlier, in the folder of its name.
 
-    `own` are choices that may differ between machines: the devices.
+    `own` holds the choices that may differ between machines: the devices.
     """
     spec = spec_of(source) if source is not None else _named(plan.task, "the plan of this run")
     if spec is None:
@@ -189,7 +189,7 @@ def _draft(values: dict[str, Any], label: str) -> Plan:
 
 
 def _completed(draft: Plan, values: dict[str, Any], task: Task, train: AdaptedData) -> Plan:
-    """The draft, with what the task (or its DataLoader) says where nothing else was said."""
+    """The draft, with the task's (or its DataLoader's) batch and epochs as defaults."""
     batch = values.get("batch") or task.batch or train.batch or DEFAULT_BATCH
     if "epochs" in values or "steps" in values:
         return replace(draft, batch=batch)
@@ -197,7 +197,7 @@ def _completed(draft: Plan, values: dict[str, Any], task: Task, train: AdaptedDa
 
 
 def _base(chosen: dict[str, Any]) -> dict[str, Any]:
-    """Values to start from: those of a plan that is repeated, or of the run that goes on."""
+    """Values to start from: those of a repeated plan, or of the resumed run."""
     base: dict[str, Any] = {}
     repeated = chosen.pop("plan", None)
     if repeated is not None:
@@ -206,24 +206,24 @@ def _base(chosen: dict[str, Any]) -> dict[str, Any]:
     resume = chosen.get("resume")
     if resume is not None and not os.path.isfile(resume):
         path, _ = files.find(str(resume))
-        # A loop of the user's own saves no plan.
+        # A custom loop saves no plan.
         saved = files.read_state(path).get("plan")
         base |= Plan.from_json(saved).to_json() if saved else {}
     return {name: value for name, value in base.items() if value is not None and name not in PER_START + PER_COMMAND}
 
 
 def _refuse_foreign_resume(path: str | None, chosen: Mapping[str, Any], named_by: str) -> None:
-    """A plan goes on from what lies in the working folder; from elsewhere, where the user says so."""
+    """A plan may resume from a path in the working folder; any other path must be given with --resume."""
     if path is None or "resume" in chosen or Path(os.path.realpath(path)).is_relative_to(Path.cwd().resolve()):
         return
     raise PlanError(
-        f"{shorten(named_by)} goes on from {shorten(path)}, which is not in this folder.\n"
+        f"{shorten(named_by)} resumes from {shorten(path)}, which is not in this folder.\n"
         f"If you trust it, name it yourself: --resume {shorten(path)}"
     )
 
 
 def _devices(chosen: Mapping[str, Any], base: Mapping[str, Any]) -> dict[str, Any]:
-    """Strategy and devices together: each has a say in the other's default."""
+    """Strategy and devices together: each determines the other's default."""
     strategy = chosen.get("strategy") or (DEFAULT if chosen.get("machines") and not base.get("strategy") else None)
     given = chosen.get("devices")
     if strategy is None and given is None:
@@ -242,7 +242,7 @@ def _devices(chosen: Mapping[str, Any], base: Mapping[str, Any]) -> dict[str, An
 
 
 def label_of(source: str | TaskFunction | Task) -> str:
-    """What the run is called after: a part of a folder's name, whatever the task is called."""
+    """The task's name as part of a folder's name."""
     if isinstance(source, str):
         place, _, name = source.partition(":")
         label = Path(place).stem if place.endswith(".py") else name or place
@@ -254,7 +254,7 @@ def label_of(source: str | TaskFunction | Task) -> str:
 
 
 def free_name(label: str, what: str) -> str:
-    """A name that no run has yet: the day, the task, and the strategy or whatever is done with it."""
+    """An unused run name: the date, the task, and the strategy or the command."""
     stem = f"{datetime.date.today().isoformat()}-{label}-{what}"
     name, number = stem, 1
     while os.path.exists(RUNS / name):
@@ -264,7 +264,7 @@ def free_name(label: str, what: str) -> str:
 
 
 def _resumed(plan: Plan) -> tuple[Plan, list[str]]:
-    """The plan with the very checkpoint that all ranks will load, and what is to be said about others."""
+    """The plan with the checkpoint that all ranks will load, and notes about others."""
     if plan.resume is None:
         return plan, []
     if os.path.isfile(plan.resume):
@@ -282,15 +282,16 @@ def _make_folder(plan: Plan) -> Path:
         (folder / "plan.json").write_text(json.dumps(plan.to_json(), indent=2) + "\n")
     except FileExistsError:
         if not RUNS.is_dir():
-            raise PlanError(f"{RUNS} is a file, and runs go into a folder of that name; move it away") from None
+            raise PlanError(f"{RUNS} is a file, and runs need a folder of that name; move the file") from None
         if plan.resume is not None and Path(plan.resume).is_relative_to(folder.resolve()):
             raise PlanError(
-                f"{folder} is the run that --resume goes on from, and what follows gets a folder of its own: "
-                "leave --name out, or choose another"
+                f"{folder} is the run given to --resume, and the new run needs its own folder: "
+                "omit --name, or choose another"
             ) from None
-        raise PlanError(f"{folder} exists; choose another --name, or go on from it with --resume {folder}") from None
+        raise PlanError(f"{folder} exists; choose another --name, or continue it with --resume {folder}") from None
     except OSError as error:
         raise PlanError(
-            f"{folder} cannot be written: {os.strerror(error.errno or 0)}; start in a folder of yours, or free space"
+            f"{folder} cannot be written: {os.strerror(error.errno or 0)}; "
+            "start in a folder that you can write to, or free space"
         ) from error
     return folder

@@ -26,15 +26,15 @@ from evenstep.launcher.rendezvous.auth import token_hidden
 
 POLL_SECONDS = 0.02
 KILL_SECONDS = 2
-"""How long a process that was killed may take to be gone."""
+"""How long a killed process may take to disappear."""
 REPORT_SECONDS = 0.5
-"""How long the others get to end by themselves when one has failed: their reports tell who was first."""
+"""How long the other ranks may take to exit when one has failed: their reports show which failed first."""
 UNKNOWN = 255
-"""The exit code that multiprocessing gives to the copies of a fork server that has died."""
+"""The exit code that multiprocessing gives to the children of a dead fork server."""
 _ENGINE_SIGNALS = "TORCHELASTIC_SIGNALS_TO_HANDLE"
 
 StartMethod = Literal["server", "fork", "program"]
-"""Copied from the fork server, copied from this very process, or started as a program of its own."""
+"""Forked from the fork server, forked from this process, or started as a new program."""
 
 
 class RankLogs(LogsSpecs):
@@ -45,8 +45,8 @@ class RankLogs(LogsSpecs):
         self.folder = folder
         self.first_rank = first_rank
         self.is_left_to_ranks = False
-        """Whether the processes open their logs themselves: the engine would leave copies of the old ones open in them,
-        and cannot redirect a notebook's."""
+        """Whether the processes open their logs themselves: the engine would leak the old descriptors into them, and
+        cannot redirect a notebook's streams."""
         folder.mkdir(parents=True, exist_ok=True)
 
     def reify(self, envs: dict[int, dict[str, str]]) -> LogsDest:
@@ -63,7 +63,7 @@ class RankLogs(LogsSpecs):
         )
 
     def path(self, local: int, ending: str) -> Path:
-        """A file of the local rank's."""
+        """A local rank's file."""
         return self.folder / f"rank{self.first_rank + local}.{ending}"
 
     @property
@@ -73,7 +73,7 @@ class RankLogs(LogsSpecs):
 
 @dataclass(frozen=True)
 class ProcessSpec:
-    """What to start: `entry` with `arguments`, once for each environment."""
+    """Processes to start: `entry(*arguments)`, once for each environment."""
 
     entry: str | Callable[..., Any]
     arguments: tuple[Any, ...]
@@ -91,11 +91,11 @@ class Workers:
         self.num = num
         self.pids: dict[int, int] = context.pids()
         self.failed: dict[int, int] = {}
-        """Exit codes of those that failed by themselves."""
+        """Exit codes of the processes that failed, without those that were then killed."""
         self._killed_groups: set[int] = set()
 
     def poll(self) -> bool:
-        """Whether they are still at work; waits a moment."""
+        """Whether they are still running; waits a moment."""
         if self._failures():
             self.end_others()
             return False
@@ -105,7 +105,7 @@ class Workers:
         return True
 
     def end_others(self) -> None:
-        """One has failed: the others get a moment for their own reports, and are ended."""
+        """After a failure: give the remaining processes a moment to write reports, then kill them."""
         self._kill_groups(self._failures())
         self._wait_for_reports()
         self.failed = self._failures()
@@ -113,34 +113,34 @@ class Workers:
         self.kill()
 
     def exit_codes(self) -> dict[int, int]:
-        """Of those that have ended."""
+        """Exit codes of the processes that have ended."""
         return {local: code for local, code in enumerate(_exit_codes(self._context)) if code is not None}
 
     def running(self) -> dict[int, int]:
-        """Process ids of those that have not ended: that of one that has may be another's by now."""
+        """Process ids of the processes that have not ended; an ended one's id may have been reused."""
         ended = self.exit_codes()
         return {local: pid for local, pid in self.pids.items() if local not in ended}
 
     def server_exit_code(self) -> int | None:
-        """The exit code of the fork server, if that is what ended the processes: nobody could take note of theirs."""
+        """The exit code of the fork server, if its end is why those of its children are unknown."""
         if self._server is None or UNKNOWN not in self.failed.values():
             return None
         return server_exit_code(self._server, DYING_SECONDS)
 
     def send(self, number: int) -> None:
-        """Send a signal to all that are there."""
+        """Send a signal to all running processes."""
         for pid in self.running().values():
             send(pid, number)
 
     def kill(self) -> None:
-        """End them at once: a rank that waits in a collective never comes to handle anything gentler."""
+        """Kill them: a rank that waits in a collective never handles a gentler signal."""
         self._kill_groups(self.running())
         self._context.close(signal.SIGKILL, timeout=KILL_SECONDS)
 
     def _kill_groups(self, locals_: Iterable[int]) -> None:
-        """A program leads its own process group: its loader workers may hang, and would outlive it.
+        """Kill process groups: a hanging loader worker would outlive its program.
 
-        Once each, since the number of a group that is gone may become another's.
+        Once each, since the id of a group that is gone may be reused.
         """
         for local in {*locals_} - self._killed_groups:
             self._killed_groups.add(local)
@@ -159,7 +159,7 @@ class Workers:
 @contextmanager
 def workers(spec: ProcessSpec) -> Iterator[Workers]:
     """Start the processes; none is left when the block ends."""
-    # The engine logs every process that fails or is ended; the reader wants the cause alone.
+    # The engine logs every process that fails or is killed; the user wants the cause alone.
     logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)
     make_socket_folder()
     spec.logs.is_left_to_ranks = spec.how != "program"
@@ -174,7 +174,7 @@ def workers(spec: ProcessSpec) -> Iterator[Workers]:
         started.kill()
         _close_logs(context)
         if server is not None:
-            # The engine's semaphores go with it, and the tracker hears of each.
+            # The tracker is notified when the engine's semaphores are deleted.
             ensure_resource_tracker()
 
 
@@ -193,7 +193,7 @@ def _started(spec: ProcessSpec, server: int | None) -> PContext:
 
 @contextmanager
 def _signals_left_alone() -> Iterator[None]:
-    """The engine would put handlers of its own in place of ours, and raise from them."""
+    """Keep our signal handlers: the engine would replace them with its own, which raise."""
     before = os.environ.get(_ENGINE_SIGNALS)
     os.environ[_ENGINE_SIGNALS] = ""
     try:
@@ -205,7 +205,7 @@ def _signals_left_alone() -> Iterator[None]:
 
 
 def _exit_codes(context: PContext) -> list[int | None]:
-    """Looked up before the engine looks: that one waits half a minute for the others, and counts them as failed too."""
+    """Read directly: the engine waits half a minute for the remaining processes, and counts them as failed too."""
     handlers = getattr(context, "subprocess_handlers", None)
     if handlers is not None:
         return [handlers[local].proc.poll() for local in sorted(handlers)]
@@ -215,20 +215,20 @@ def _exit_codes(context: PContext) -> list[int | None]:
 
 def _close_logs(context: PContext) -> None:
     for handler in getattr(context, "subprocess_handlers", {}).values():
-        # torch leaves the logs of processes that ended by themselves open.
+        # torch leaves the logs of processes that exited open.
         for stream in (handler._stdout, handler._stderr):
             if stream is not None:
                 stream.close()
 
 
 def send(pid: int, number: int) -> None:
-    """Send a signal to a process, if it is still there."""
+    """Send a signal to a process, if it still exists."""
     with suppress(ProcessLookupError):
         os.kill(pid, number)
 
 
 def send_to_main_thread(pid: int, number: int) -> None:
-    """Send a signal that no other thread of the process may take, where the C library can (Linux)."""
+    """Send a signal to the main thread only, where the C library can (Linux)."""
     tgkill = getattr(ctypes.CDLL(None), "tgkill", None)
     if tgkill is None:
         send(pid, number)
@@ -237,12 +237,12 @@ def send_to_main_thread(pid: int, number: int) -> None:
 
 
 def python(*arguments: str) -> tuple[str, tuple[str, ...]]:
-    """This very Python, as a program and its arguments."""
+    """This Python interpreter and its arguments."""
     return sys.executable, ("-u", *arguments)
 
 
 def seconds_computed(pid: int) -> float:
-    """Processor time of a process and of those that it started."""
+    """CPU time of a process and its descendants."""
     try:
         process = psutil.Process(pid)
         every = [process, *process.children(recursive=True)]

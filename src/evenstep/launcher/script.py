@@ -1,4 +1,4 @@
-"""Running a program of the user's as several processes: a script as torchrun would, or a function."""
+"""Run the user's own program in several processes: a script, as torchrun would, or a function."""
 
 from __future__ import annotations
 
@@ -33,13 +33,13 @@ from evenstep.worker.user_program import Program, run_function, run_program
 
 SPELLINGS = ("--local-rank", "--local_rank")
 DECLARE = ("add_argument", "option")
-"""How argparse and click are told of an option."""
-IN_RUNS = "leave it out: what each rank prints is in a folder below runs/"
-MACHINES = "leave it out; on several machines write --machines 2 --rendezvous HOST:PORT on each of them"
+"""The calls that declare an option in argparse and click."""
+IN_RUNS = "omit it: each rank's output is in a folder below runs/"
+MACHINES = "omit it; on several machines write --machines 2 --rendezvous HOST:PORT on each of them"
 NOT_OURS = {
-    "--rdzv-backend": "leave it out: machines meet by torch's c10d rendezvous",
-    "--rdzv-id": "leave it out: machines of one run know each other by its token",
-    "--rdzv-conf": "leave it out",
+    "--rdzv-backend": "omit it: machines use torch's c10d rendezvous",
+    "--rdzv-id": "omit it: machines of one run identify each other by its token",
+    "--rdzv-conf": "omit it",
     "--node-rank": MACHINES,
     "--master-addr": MACHINES,
     "--master-port": MACHINES,
@@ -54,7 +54,7 @@ NOT_OURS = {
 
 
 class LocalTorchrunRendezvous(LocalRendezvous):
-    """One machine, as programs for torchrun know it: an address, a port, and names for every number."""
+    """One machine, with the environment that torchrun gives a program."""
 
     def __init__(self, restarts: int) -> None:
         super().__init__()
@@ -62,7 +62,7 @@ class LocalTorchrunRendezvous(LocalRendezvous):
 
     def next_round(self, num: int, attempt: int, resume: str | None = None) -> RankAssignment:
         assignment = super().next_round(num, attempt, resume)
-        # A new one for each attempt: what a killed process left in it would be taken for a new one's.
+        # A new store for each attempt: a killed process's keys would be mistaken for a new one's.
         self._store = open_store() if num > 1 else None
         port = self._store.port if self._store is not None else free_port()
         return replace(assignment, environment=torchrun_environment(LOOPBACK, port, num, self._restarts))
@@ -70,7 +70,7 @@ class LocalTorchrunRendezvous(LocalRendezvous):
 
 @dataclass(frozen=True)
 class Script:
-    """A script or a module of the user's, and how it is to be run."""
+    """A user's script or module, and how to run it."""
 
     name: str
     arguments: tuple[str, ...] = ()
@@ -78,7 +78,7 @@ class Script:
     """Processes on this machine."""
     is_module: bool = False
     is_fresh: bool = False
-    """Whether every process is started anew, and not copied from the fork server."""
+    """Whether every process is a new Python, not forked from the fork server."""
     restarts: int = 0
     stall_after: float | None = None
     machines: str | None = None
@@ -87,7 +87,7 @@ class Script:
     def program(self) -> Program:
         """What each process runs."""
         flag = None if self.is_module else old_flag(self._source(), self.arguments)
-        # The first of the launcher's is the folder of the command `evenstep`.
+        # The first entry is the folder of the command `evenstep`.
         search_path = sys.path[0 if sys.flags.safe_path else 1 :]
         return Program(self.name, self.arguments, self.is_module, flag, tuple(search_path))
 
@@ -99,7 +99,7 @@ class Script:
 
 
 def refuse_option(name: str) -> None:
-    """Say what to write for an option that stands where the script is expected."""
+    """Refuse an option where the script is expected, and name the alternative."""
     if name.startswith("-"):
         option = name.partition("=")[0]
         instead = NOT_OURS.get(option.replace("_", "-"))
@@ -120,7 +120,7 @@ def count_processes(given: str) -> int:
 
 
 def run_script(script: Script) -> None:
-    """Rank 0 speaks, others warn; what all of them print is in a folder below runs/."""
+    """Run it: rank 0's output is shown, other ranks' warnings too; all logs are in a folder below runs/."""
     if not script.is_module and not os.path.isfile(script.name):
         raise PlanError(f"no file {script.name}; give the script first, then its own arguments")
     _check(script.num, script.restarts, script.stall_after)
@@ -141,7 +141,7 @@ def run_script(script: Script) -> None:
 
 
 def _rendezvous(script: Script) -> Rendezvous:
-    """This machine alone; or with others, by the command or by Slurm's environment."""
+    """One machine, or several as given by the options or by Slurm's environment."""
     slurm = find_slurm()
     machines, rendezvous, is_head = script.machines, script.rendezvous, None
     if slurm is not None and slurm.is_spread and machines is None:
@@ -164,7 +164,7 @@ def _rendezvous(script: Script) -> Rendezvous:
 
 
 def _identity(script: Script, job: str) -> Identity:
-    """What is the same on all machines that run this script; how many processes each brings is its own."""
+    """What must be the same on all machines; the number of processes may differ."""
     arguments = shlex.join(script.arguments)
     command = {"command": "run", "script": script.name, "arguments": arguments, "job": job}
     sources = sources_of_module(script.name) if script.is_module else sources_of_file(Path(script.name))
@@ -178,7 +178,7 @@ def launch(
     restarts: int = 0,
     stall_after: float | None = None,
 ) -> list[Any]:
-    """Call `function(*arguments)` in so many processes, from a script or a notebook; what each of them returned.
+    """Call `function(*arguments)` in `devices` processes, from a script or a notebook; return what each returned.
 
     def main(rate):
         team = evenstep.join()
@@ -198,18 +198,18 @@ def launch(
             "fork",
             restarts=restarts,
             stall_after=stall_after,
-            # OpenMP's threads do not survive the copying of a process; more than one would wait for them for ever.
+            # OpenMP's threads do not survive a fork; with more than one, the process would wait for them forever.
             environment={"OMP_NUM_THREADS": "1"},
             is_program=True,
         )
         _watch(Supervisor(what, LocalTorchrunRendezvous(restarts)))
-        # These files were written by copies of this very process, in a folder that is nobody else's.
+        # Safe to unpickle: written by forks of this process, in a private folder.
         return [_returned(results / f"{rank}.pickle") for rank in range(devices)]
 
 
 def _check(num: int, restarts: int, stall_after: float | None) -> None:
     if num < 1:
-        raise PlanError(f"{num} devices were asked for; give 1 or more")
+        raise PlanError(f"{num} devices were requested; give 1 or more")
     check_patience(restarts, stall_after)
 
 
@@ -220,9 +220,9 @@ def _returned(path: Path) -> Any:
 
 
 def old_flag(source: str, arguments: Sequence[str] = ()) -> str | None:
-    """The spelling of `--local-rank` that a script of before torchrun asks for, if it does; torch's launcher gave one.
+    """The spelling of `--local-rank` that a script declares, which torch.distributed.launch used to pass.
 
-    A parser refuses the other spelling, so the script is asked which it knows.
+    Read from the source, since a parser refuses the other spelling.
     """
     if any(word.startswith(SPELLINGS) for word in arguments):
         return None
@@ -257,4 +257,5 @@ def _folder(label: str) -> Path:
             number += 1
             path = path.with_name(f"{stamp}-{label}-{number}")
         except OSError as error:
-            raise PlanError(f"{path} cannot be written: {error.strerror}; start in a folder of yours") from error
+            advice = "start in a folder that you can write to"
+            raise PlanError(f"{path} cannot be written: {error.strerror}; {advice}") from error

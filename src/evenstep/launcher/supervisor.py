@@ -1,9 +1,4 @@
-"""A run in processes of its own: started, watched, explained, and started again where that helps.
-
-Signals that ask the launcher to stop.
-
-The Record, read while another process writes it.
-"""
+"""One run as a series of attempts: start the processes, watch them, explain a failure, and restart where that helps."""
 
 from __future__ import annotations
 
@@ -46,24 +41,26 @@ from evenstep.strategy_facts import STRATEGIES
 from evenstep.training.trainer import Event
 from evenstep.worker.main import Instead, WorkerOrders, work
 
+MAX_PAUSE_SECONDS = 60.0
+
 
 class StopRequested(Exception):
-    """A signal came while there was nothing to finish."""
+    """A stop signal arrived while the launcher was only waiting."""
 
 
 class StopSignals:
-    """Signals that ask the launcher to stop; a second one is not waited with."""
+    """Signals that request a stop; a second Ctrl-C stops at once."""
 
     def __init__(self) -> None:
         self.number: int | None = None
         self._is_idle = False
 
     def listening(self) -> AbstractContextManager[None]:
-        """Take them, for as long as a run goes on."""
+        """Handle them inside the block."""
         return handling_signals(self._take, (signal.SIGINT, *SIGNALS))
 
     def _take(self, number: int, frame: FrameType | None) -> None:
-        # Not so a second SIGTERM: Slurm sends two of them within a tenth of a second.
+        # A second SIGTERM is ignored: Slurm sends two of them within a tenth of a second.
         if self.number is not None and number == signal.SIGINT:
             raise KeyboardInterrupt
         self.number = number
@@ -72,7 +69,7 @@ class StopSignals:
 
     @contextmanager
     def raising(self) -> Iterator[None]:
-        """Raise Heeded when a signal comes, or has come."""
+        """Raise StopRequested when a signal arrives, or has arrived."""
         self._is_idle = True
         try:
             if self.number is not None:
@@ -83,7 +80,7 @@ class StopSignals:
 
 
 class RecordTail:
-    """The new rows of a record file that another process writes."""
+    """Follows a record file that another process writes."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -91,11 +88,11 @@ class RecordTail:
         self._at = 0
         if path.is_file():
             with path.open("rb") as file:
-                # Rows of an attempt before this one were shown then; one that it left half written will be cut off.
+                # Rows of earlier attempts have been shown; a half-written last row will be truncated.
                 self._at = end_of_rows(file)
 
     def new(self) -> Iterator[Event]:
-        """Rows that were written since the last call."""
+        """Rows written since the last call."""
         if self._file is None and self._path.exists():
             self._file = self._path.open("rb")
             self._file.seek(self._at)
@@ -104,43 +101,40 @@ class RecordTail:
                 yield row
 
     def close(self) -> None:
-        """Let go of the file."""
+        """Close the file."""
         if self._file is not None:
             self._file.close()
 
 
-MAX_PAUSE_SECONDS = 60.0
-
-
 @dataclass(frozen=True)
 class Launch:
-    """What to run in `num` processes on this machine, and how much trouble to take over it."""
+    """What to run in `num` processes on this machine, and when to restart or give up."""
 
     folder: Path
     num: int
     entry: str | Callable[..., Any]
     arguments: Callable[[WorkerOrders], tuple[Any, ...]]
-    """What the entry is called with, given the orders of one attempt."""
+    """The entry point's arguments, given one attempt's orders."""
     how: StartMethod = "server"
     resume: str | None = None
-    """A checkpoint of the folder's own, from which the first attempt goes on."""
+    """The checkpoint in the run's own folder from which the first attempt continues."""
     restarts: int = 0
     stall_after: float | None = None
     environment: Mapping[str, str] = field(default_factory=dict)
     devices: tuple[str, ...] | None = None
-    """This machine's, if they are not those of the plan."""
+    """This machine's devices, if they differ from the plan's."""
     least_seconds: float = LEAST_SECONDS
-    """How long nothing may move at the least, where the user set no limit."""
+    """The shortest default stall limit."""
     instead: Instead | None = None
-    """What the workers of a plan do, if they do not train."""
+    """What the workers do instead of training."""
     cwd: str | None = None
-    """The working folder that a task of this very process has chosen; one from a file chooses it again."""
+    """The working folder chosen by a task that lives in this process; a task from a file chooses it again."""
     is_program: bool = False
-    """Whether it is the user's own: what rank 0 prints is its output, and signals are its to understand."""
+    """Whether it is the user's own program: rank 0's output is passed through, and signals are forwarded to it."""
 
 
 def of_plan(prepared: Prepared, instead: Instead | None = None) -> Launch:
-    """The processes of a training, or of something else that is done with its plan."""
+    """The processes that carry out a plan."""
     plan = prepared.plan
     devices = prepared.devices or plan.devices
     is_found = prepared.spec is not None
@@ -164,7 +158,7 @@ def of_plan(prepared: Prepared, instead: Instead | None = None) -> Launch:
 
 @dataclass
 class Supervisor:
-    """One run, over as many attempts as it takes."""
+    """Carries out one run, over as many attempts as it takes."""
 
     launch: Launch
     rendezvous: Rendezvous
@@ -172,7 +166,7 @@ class Supervisor:
     causes: list[Cause] = field(default_factory=list)
 
     def events(self) -> Iterator[Event]:
-        """What rank 0 does and says, until the run is done; raises what ends it."""
+        """Rows and lines to show, until the run is done; raises what ends it."""
         with self.stop.listening():
             try:
                 yield from self._attempts()
@@ -189,7 +183,7 @@ class Supervisor:
                 yield expected
             assignment = self._gather(number, resume)
             if assignment is None:
-                yield "the run has ended without this machine"
+                yield "the run ended without this machine"
                 return
             if assignment.num_machines > 1:
                 yield assignment.describe()
@@ -200,7 +194,7 @@ class Supervisor:
             if attempt.was_preempted:
                 if self.stop.number is not None or not self.rendezvous.has_waiting_machine(asks_store=True):
                     self._stop()
-                yield "another machine has come: going on together"
+                yield "another machine joined: restarting with it"
             else:
                 assert attempt.cause is not None
                 self.causes.append(attempt.cause)
@@ -210,7 +204,7 @@ class Supervisor:
             resume = self._newest()
 
     def _gather(self, number: int, resume: str | None) -> RankAssignment | None:
-        """Waiting for others may take long, and has nothing to save: who asks to stop is not kept waiting."""
+        """Wait for the other machines; a stop signal ends the wait at once, since there is nothing to save."""
         try:
             with self.stop.raising():
                 return self.rendezvous.next_round(self.launch.num, number, resume)
@@ -222,10 +216,10 @@ class Supervisor:
         if self.stop.number == signal.SIGINT:
             raise KeyboardInterrupt
         newest = self._newest()
-        raise Preempted(f"asked to stop: saved {Path(newest).name}" if newest else "asked to stop")
+        raise Preempted(f"stop requested: saved {Path(newest).name}" if newest else "stop requested")
 
     def _before_restart(self, where: str, said: Sequence[str]) -> Iterator[str]:
-        """Say why and wait; raise if another attempt would not help."""
+        """Report the cause and wait; raise if another attempt would not help."""
         allowed = self.launch.restarts
         last = self.causes[-1]
         counted = [one for one in self.causes if not one.is_loss]
@@ -236,14 +230,14 @@ class Supervisor:
         if last.step and not last.is_outside and len(same) > 1:
             why = f"step {last.step} has failed twice: it would fail again"
         elif len(counted) > allowed:
-            why = f"it was started again {allowed} time{'s' * (allowed > 1)}, as allowed by --restarts {allowed}"
+            why = f"restarted {allowed} time{'s' * (allowed > 1)}, the maximum set by --restarts {allowed}"
         if why:
             raise report(counted, self.launch.folder, why)
         pause = 0.0 if last.is_loss else self._pause(counted)
         yield from last.lines()
         yield from said
         wait = f", in {pause:.0f} s" if pause else ""
-        yield f"going on{where}" if last.is_loss else f"restart {len(counted)} of {allowed},{where}{wait}"
+        yield f"continuing{where}" if last.is_loss else f"restart {len(counted)} of {allowed},{where}{wait}"
         deadline = time.monotonic() + pause
         while time.monotonic() < deadline and self.stop.number is None:
             time.sleep(0.05)
@@ -251,7 +245,7 @@ class Supervisor:
             self._stop()
 
     def _pause(self, causes: Sequence[Cause]) -> float:
-        """Nothing after the first failure, then 1, 2, 4 ... seconds for as long as there is no progress."""
+        """No pause after the first failure, then 1, 2, 4 ... seconds until a later step is reached."""
         steps = [one.step for one in causes]
         without = 0
         while without + 1 < len(steps) and steps[-1 - without] <= steps[-2 - without]:
@@ -259,11 +253,11 @@ class Supervisor:
         return min(MAX_PAUSE_SECONDS, 2.0 ** (without - 1)) if without else 0.0
 
     def _newest(self) -> str | None:
-        """The checkpoint to go on from: the newest whole one of this run."""
+        """The newest complete checkpoint of this run."""
         return self._find()[0]
 
     def _find(self) -> tuple[str | None, list[str]]:
-        """That checkpoint, and what is to be said about newer ones."""
+        """That checkpoint, and notes about newer ones that cannot be used."""
         folder = self.launch.folder
         try:
             path, said = files.find(str(folder))
@@ -273,7 +267,7 @@ class Supervisor:
 
 
 class Attempt:
-    """One start of all processes, to their end."""
+    """One start of all processes, until all have ended."""
 
     def __init__(self, of: Supervisor, assignment: RankAssignment, number: int) -> None:
         self.of = of
@@ -282,7 +276,7 @@ class Attempt:
         self.was_preempted = False
         self._launch = of.launch
         self._num = of.launch.num
-        # The user's code may go to another folder; what ranks leave stays here.
+        # Absolute: the user's code may change the working folder.
         run_folder = of.launch.folder.absolute()
         folder = _free_logs(run_folder / "logs", assignment.first_rank)
         self._logs = RankLogs(folder, assignment.first_rank)
@@ -311,7 +305,7 @@ class Attempt:
         self._stack.close()
 
     def events(self) -> Iterator[Event]:
-        """Start all processes; rank 0's rows and all ranks' lines as they are written, until all have ended."""
+        """Start all processes; yield rank 0's rows and all ranks' lines as they are written."""
         try:
             self._workers: Workers = self._stack.enter_context(workers(self._start))
         except WorkerFailed as error:
@@ -320,7 +314,7 @@ class Attempt:
         yield from self._watched()
 
     def _watched(self) -> Iterator[Event]:
-        # The first machine writes the Record, and tells of it.
+        # Only the first machine has the Record.
         record = RecordTail(self._launch.folder / FILE if self.assignment.machine == 0 else Path(os.devnull))
         self._stack.callback(record.close)
         logs = MergedLogs(self._logs, self._num, passes_rank_0_on=self._launch.is_program)
@@ -343,7 +337,7 @@ class Attempt:
         self.was_preempted = self.cause is None and (is_saved or (is_ended and bool(self._workers.failed)))
 
     def _check(self, stall: StallWatch) -> Iterator[str]:
-        """To the user, to other machines, and to the silence of the workers."""
+        """Check for stop signals, failures on other machines, early exits and stalls."""
         if not self._stop_sent and (self.of.stop.number is not None or self.of.rendezvous.has_waiting_machine()):
             self._stop_sent = True
             yield from self._request_stop(self.of.stop.number)
@@ -357,7 +351,7 @@ class Attempt:
             stall.restart_clock()
 
     def _exited_early(self) -> dict[int, int]:
-        """Ranks that ended as if they were done, and were not: os._exit(0) in the user's code."""
+        """Ranks that exited with code 0 before they were done: os._exit(0) in the user's code."""
         if self._launch.is_program:
             return {}
         heartbeats = self._heartbeats.read()
@@ -366,23 +360,23 @@ class Attempt:
 
     def _request_stop(self, number: int | None) -> Iterator[str]:
         if self._launch.is_program and number is not None:
-            # It knows what its signals mean.
+            # The program has its own handlers.
             self._workers.send(number)
             return
         if number is not None:
-            more = "; once more to stop at once" if number == signal.SIGINT else ""
+            more = "; press Ctrl-C again to stop at once" if number == signal.SIGINT else ""
             yield f"stopping after this step, with a checkpoint{more}"
         self._workers.send(signal.SIGUSR1)
 
     def _snapshots(self) -> list[RankSnapshot]:
-        """At the ranks that have not ended."""
+        """Of the ranks that have not ended."""
         files = {local: self._logs.path(local, "stacks") for local in range(self._num)}
         return take_snapshots(self._workers.running(), self._heartbeats.read(), files, self.assignment.first_rank)
 
     def _activity(self) -> str | None:
-        """Where the ranks of a program are that leaves no beats, and what they computed; None before they begin."""
+        """Stacks and CPU seconds of a program without heartbeats; None before all ranks have begun."""
         running = self._workers.running()
-        # The folder with the stacks may have been deleted since.
+        # The folder with the stacks may have been deleted.
         begun = (
             self._logs.path(local, "stacks").exists() or handles_stacks_signal(running[local]) for local in running
         )
@@ -399,16 +393,16 @@ class Attempt:
         sentence = explain(snapshots, seconds, ended)
         is_done = bool(ended) and all(snapshot.is_exiting for snapshot in snapshots)
         if self._launch.is_program and self._launch.stall_after is None and not is_done:
-            # Nobody knows what a program of the user's may wait for; it is told of once, and ended if that was asked.
+            # A user's program may wait for anything: report it once, and end it only if --stall-after is set.
             if not self._stall_shown:
                 self._stall_shown = True
-                yield from (sentence, *stacks(snapshots), "it is left alone; --stall-after SECONDS would end it")
+                yield from (sentence, *stacks(snapshots), "it keeps running; --stall-after SECONDS would end it")
             return
         yield sentence
         yield from stacks(snapshots)
         late = late_ranks(snapshots)
         step = min(snapshot.heartbeat.step for snapshot in late or snapshots)
-        # Where all ranks wait, those of another machine may be the ones that they wait for.
+        # If all ranks here wait, the late one may be on another machine.
         self.cause = self.of.rendezvous.report_failure(Cause(sentence, (), step, error=Stalled, is_victim=not late))
         self._workers.kill()
 
@@ -426,13 +420,13 @@ class Attempt:
 
 
 def _from_where(newest: str | None, assignment: RankAssignment) -> str:
-    """The checkpoints are the first machine's; the others are told when they meet again."""
+    """Only the first machine has checkpoints; the next round tells the other machines which one."""
     if assignment.machine:
-        return " from where the first machine says"
+        return " from the first machine's checkpoint"
     return f" from {Path(newest).name}" if newest else " from the beginning"
 
 
 def _free_logs(folder: Path, first_rank: int) -> Path:
-    """The folder for the logs of an attempt; those of earlier ones are kept."""
+    """The log folder of a new attempt; those of earlier attempts are kept."""
     attempts = [folder, *(folder / f"restart{number}" for number in range(1, 10_000))]
     return next(one for one in attempts if not (one / f"rank{first_rank}.out").exists())

@@ -207,7 +207,7 @@ class Job:
         self.team.world.barrier()
         if self.team.requests.is_interrupt:
             raise KeyboardInterrupt
-        raise Preempted(f"asked to stop: saved step-{step:08d}")
+        raise Preempted(f"stop requested: saved step-{step:08d}")
 
     def _compared(self, step: Step) -> Iterator[str]:
         """Every so many steps, whether the replicas are still one model, and whether a rank is slow."""

@@ -422,7 +422,7 @@ class Failure:
     def first_lines(self) -> str:
         """Without where the logs are: they are removed."""
         lines = [
-            line.strip() for line in self.message.splitlines() if not line.startswith(("full logs:", "go on from"))
+            line.strip() for line in self.message.splitlines() if not line.startswith(("full logs:", "continue from"))
         ]
         return "\n".join(lines[:6])
 

@@ -1,1 +1,1 @@
-"""How launchers on one or many machines find each other, and who is let in."""
+"""How launchers on one or many machines find and authenticate each other."""

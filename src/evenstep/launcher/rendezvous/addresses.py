@@ -1,7 +1,4 @@
-"""Looking at the network: who is there, who holds a port, and which way leads to a machine.
-
-The stores through which processes meet that know torchrun's environment alone.
-"""
+"""Network facts of this machine (ports, addresses, interfaces), and the TCPStores that are opened on them."""
 
 from __future__ import annotations
 
@@ -21,9 +18,9 @@ LOOPBACK = "127.0.0.1"
 
 
 def open_store(seconds: float = 300, use_libuv: bool = True) -> TCPStore:
-    """A store on a free port of loopback, held from this moment on; it listens to this machine alone.
+    """A store on a free loopback port.
 
-    torch by itself would listen to everyone, and would take a port that may be gone by then.
+    torch's default listens on all interfaces, and binds a port that may have been taken meanwhile.
     """
     with socket.create_server((LOOPBACK, 0), backlog=512) as listener:
         return TCPStore(
@@ -38,7 +35,7 @@ def open_store(seconds: float = 300, use_libuv: bool = True) -> TCPStore:
 
 
 def free_port() -> int:
-    """A port for a program that opens it itself; another may be quicker."""
+    """A free port for a program that opens it itself; another program may take it first."""
     with socket.create_server((LOOPBACK, 0)) as listener:
         return int(listener.getsockname()[1])
 
@@ -55,7 +52,7 @@ def call_with_timeout(
     late: Callable[[], Exception],
     check: Callable[[], None] = lambda: None,
 ) -> T:
-    """`what()` in a thread of its own: a call into a store whose machine is gone may never come back."""
+    """Call `what()` in a thread: a call into a store whose machine is gone may never return."""
     done: list[T] = []
     failed: list[BaseException] = []
 
@@ -83,9 +80,9 @@ def connect(host: str, port: int) -> TCPStore:
 
 
 def listen_on(address: tuple[str, int]) -> socket.socket:
-    """A socket at the interface that others reach by this name, and at no other if that is known; it listens.
+    """A listening socket, bound to the interface that other machines reach by this name if that can be told.
 
-    A name that leads to loopback here (Debian's installer writes it so) says nothing of the interface; an address does.
+    A name that resolves to loopback here (as Debian's installer sets up) does not tell the interface; an address does.
     """
     host, port = address
     outer = sorted((one for one in _addresses(host) if not one.is_loopback), key=lambda one: one.version)
@@ -97,7 +94,7 @@ def listen_on(address: tuple[str, int]) -> socket.socket:
     try:
         made.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         made.bind((own, port))
-        # At once: until somebody listens, a second socket may be bound to the same port.
+        # At once: until it listens, a second socket may be bound to the same port.
         made.listen(BACKLOG)
     except OSError:
         made.close()
@@ -106,7 +103,7 @@ def listen_on(address: tuple[str, int]) -> socket.socket:
 
 
 def _is_loopback(host: str) -> bool:
-    """Whether it is a loopback address itself, and no name."""
+    """Whether it is a loopback address, not a name."""
     try:
         return ipaddress.ip_address(host).is_loopback
     except ValueError:
@@ -135,17 +132,17 @@ def _own_addresses() -> set[str]:
 
 
 def local_address_to(address: tuple[str, int]) -> str | None:
-    """This machine's own address on the way to another."""
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as way:
+    """This machine's address on the route to another."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         try:
-            way.connect(address)  # sends nothing
+            probe.connect(address)  # sends nothing
         except OSError:
             return None
-        return str(way.getsockname()[0])
+        return str(probe.getsockname()[0])
 
 
 def interface_of(own: str | None) -> str | None:
-    """The interface that has an address of this machine's."""
+    """The interface that has this address."""
     found = [name for name, every in psutil.net_if_addrs().items() for one in every if one.address == own]
     return found[0] if found else None
 
@@ -157,7 +154,7 @@ def warnings_about(host: str) -> list[str]:
 
 
 def _addresses(host: str) -> set[ipaddress.IPv4Address | ipaddress.IPv6Address]:
-    """What a name leads to here; nothing if it is not known."""
+    """The addresses of a name; none if it cannot be resolved."""
     try:
         return {ipaddress.ip_address(str(info[4][0]).partition("%")[0]) for info in socket.getaddrinfo(host, None)}
     except (OSError, ValueError):

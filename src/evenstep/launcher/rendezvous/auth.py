@@ -1,13 +1,8 @@
-"""The secret that the launchers of one run share: given by the user, or made by the first machine.
+"""The token that the launchers of one run share, and what it protects.
 
-Whoever has it is a machine of the run; who has it not can do nothing but knock. It never travels: see tunnel.py.
-
-What machines leave for each other in a store, signed: who does not know the token cannot speak for one of them.
-
-How Slurm itself knows who somebody is: munge, whose daemons seal a text for one user of the cluster.
-
-credential = sealed_for_me("secret")      # on one node
-opened_from_me(credential)                # on another, by the same user; for anyone else, None
+The user sets it, or the first machine makes one and leaves it in a file, or in a credential of munge, Slurm's
+authentication service. It is never sent over the network (see tunnel.py). Messages between machines are signed with a
+key derived from it.
 """
 
 from __future__ import annotations
@@ -30,7 +25,7 @@ from evenstep.errors import PlanError
 
 TOKEN = "EVENSTEP_TOKEN"
 TOKEN_FILE = "EVENSTEP_TOKEN_FILE"
-"""A file that holds the token, for those who keep secrets in files."""
+"""The path of a file that holds the token."""
 MIN_TOKEN_CHARS = 16
 MOST_BYTES = 4096
 LABEL = "evenstep token "
@@ -38,7 +33,7 @@ MAKE_ONE = f'export {TOKEN}=$(python -c "import secrets; print(secrets.token_hex
 
 
 def given_token(environment: Mapping[str, str] = os.environ) -> str | None:
-    """The token that the user has set, as text or as a file; None if there is none."""
+    """The token that the user has set, as text or in a file; None if there is none."""
     token, file = environment.get(TOKEN, "").strip(), environment.get(TOKEN_FILE)
     if token and file:
         raise PlanError(f"{TOKEN} and {TOKEN_FILE} are both set; unset one of them")
@@ -48,13 +43,13 @@ def given_token(environment: Mapping[str, str] = os.environ) -> str | None:
 
 
 def make_token() -> str:
-    """256 bits that nobody can guess."""
+    """256 random bits."""
     return secrets.token_hex(32)
 
 
 @contextmanager
 def token_hidden() -> Iterator[None]:
-    """Whatever is started meanwhile does not inherit the token: ranks, and what the user's code starts, need none."""
+    """Processes started inside the block do not inherit the token: ranks and the user's code need none."""
     kept = {name: os.environ.pop(name) for name in (TOKEN, TOKEN_FILE) if name in os.environ}
     try:
         yield
@@ -63,18 +58,18 @@ def token_hidden() -> Iterator[None]:
 
 
 def labelled(token: str) -> str:
-    """What is sealed for the other machines: it says what it is."""
+    """The text of a credential: the token with a label."""
     return f"{LABEL}{token}"
 
 
 def unlabelled(text: str) -> str | None:
-    """The token in a text that `labelled` made; None for anything else that this user may have sealed."""
+    """The token in a text from `labelled`; None for any other text that this user may have sealed."""
     found = re.fullmatch(f"{LABEL}([0-9a-f]{{64}})", text.strip())
     return found[1] if found is not None else None
 
 
 def read_private(path: Path) -> str:
-    """The text of a file that nobody else can read or write."""
+    """The text of a file; refused if other users can read or write it."""
     try:
         with path.open("rb") as file:
             about = os.fstat(file.fileno())
@@ -82,32 +77,31 @@ def read_private(path: Path) -> str:
     except OSError as error:
         raise PlanError(f"{path} cannot be read: {error.strerror}; {TOKEN_FILE} names a file with a token") from error
     if about.st_uid not in (os.geteuid(), 0) or stat.S_IMODE(about.st_mode) & 0o077:
-        raise PlanError(f"{path} is open to others (mode {stat.S_IMODE(about.st_mode):o}): chmod 600 {path}")
+        raise PlanError(f"{path} is accessible to other users (mode {stat.S_IMODE(about.st_mode):o}): chmod 600 {path}")
     return text.decode(errors="replace").strip()
 
 
 def _checked(token: str, what: str) -> str:
-    """A short one could be found by trying."""
+    """Refuse a token short enough to be found by trying."""
     if len(token) < MIN_TOKEN_CHARS:
         raise PlanError(
-            f"{what} has {len(token)} characters, and {MIN_TOKEN_CHARS} is the least; make one, and set it on all "
+            f"{what} has {len(token)} characters, and {MIN_TOKEN_CHARS} is the minimum; make one, and set it on all "
             f"machines:\n{MAKE_ONE}"
         )
     return token
 
 
 class TokenFile:
-    """Where the first machine leaves a token that it made, for machines that share its folder."""
+    """The file with a token that the first machine made, for machines that share its folder."""
 
     def __init__(self, folder: Path, address: tuple[str, int]) -> None:
         self.path = folder / f".token-{address[0].replace(':', '_')}-{address[1]}"
 
     def write(self, token: str) -> None:
-        """Leave it; nobody else can read it."""
+        """Write it, readable by this user alone."""
         try:
             self.path.parent.mkdir(parents=True, exist_ok=True)
-            # Written beside it, and moved: no reader finds half of it, and a link that someone has put there is not
-            # followed.
+            # Written to another name, then renamed: no reader finds half of it, and a planted symlink is not followed.
             beside = self.path.with_name(f"{self.path.name}-{secrets.token_hex(4)}")
             with os.fdopen(os.open(beside, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
                 file.write(f"{token}\n")
@@ -119,28 +113,28 @@ class TokenFile:
             ) from error
 
     def read(self) -> str | None:
-        """The token that was left; None if there is none."""
+        """The token; None if there is no file."""
         try:
-            # A list from the file server itself: a client of NFS may believe for a while that there is no such file.
+            # Listing the folder asks the file server: an NFS client may cache for a while that the file does not exist.
             is_there = self.path.name in os.listdir(self.path.parent)
         except OSError:
             return None
         return read_private(self.path) if is_there else None
 
     def remove(self) -> None:
-        """The run has ended."""
+        """Delete the file at the end of the run."""
         self.path.unlink(missing_ok=True)
 
     def announcement(self, token: str) -> str:
-        """What to do on machines that do not share the folder; the token itself is for a terminal, not for a log."""
-        shown = token if sys.stderr.isatty() else f"...   (what {self.path} holds)"
+        """What to do on machines that do not share the folder; the token is shown on a terminal, never in a log."""
+        shown = token if sys.stderr.isatty() else f"...   (see {self.path})"
         return (
             f"no {TOKEN} is set, so this machine made one. Machines that share this folder find it; on others, before "
             f"the same command:\nexport {TOKEN}={shown}"
         )
 
 
-FORGED = "someone who is no machine of this run writes into its rendezvous; use another port and another token"
+FORGED = "an unauthorized process writes to this run's rendezvous; use another port and another token"
 DIGEST = "sha256"
 DIGEST_BYTES = 32
 _NEVER = (0, b"")
@@ -148,32 +142,32 @@ _NEVER = (0, b"")
 
 @dataclass(frozen=True)
 class MessageSigner:
-    """The key of one run. A message is bound to it, to the place where it was left, and to its turn there."""
+    """Signs messages with the key of one run, for one slot of the store and one sequence number."""
 
     key: bytes = field(repr=False)
-    """Derived from the token and the id of the run: what was signed in another run is worth nothing here."""
+    """Derived from the token and the run's id: messages of another run do not verify."""
     _seen: dict[str, tuple[int, bytes]] = field(default_factory=dict, repr=False, compare=False)
-    """The latest turn seen at each place, and the signature there: an older message cannot come back."""
+    """The latest sequence number read in each slot, and its signature: an older message cannot be replayed."""
     _used: dict[str, int] = field(default_factory=dict, repr=False, compare=False)
-    """The latest turn used at each place. Not seen: of two machines that write at once, the store takes one."""
+    """The latest sequence number written in each slot; of two machines that write at once, the store takes one."""
 
-    def sign(self, place: str, values: Mapping[str, Any]) -> str:
-        """A message for a place, which takes the turn after the latest that was read or written there."""
-        turn = max(self._seen.get(place, _NEVER)[0], self._used.get(place, 0)) + 1
-        self._used[place] = turn
-        text = json.dumps({"place": place, "turn": turn, "values": values})
+    def sign(self, slot: str, values: Mapping[str, Any]) -> str:
+        """A signed message for a slot, with the number after the latest one read or written there."""
+        number = max(self._seen.get(slot, _NEVER)[0], self._used.get(slot, 0)) + 1
+        self._used[slot] = number
+        text = json.dumps({"slot": slot, "number": number, "values": values})
         return f"{self._signature(text.encode())}{text}"
 
-    def verify(self, place: str, message: bytes) -> dict[str, Any] | None:
-        """What a message says; None if it is someone else's, or belongs elsewhere, or is not newer than one seen."""
+    def verify(self, slot: str, message: bytes) -> dict[str, Any] | None:
+        """A message's values; None if its signature is wrong, it is for another slot, or it is older than one read."""
         written, text = message[: 2 * DIGEST_BYTES], message[2 * DIGEST_BYTES :]
         if not hmac.compare_digest(written, self._signature(text).encode()):
             return None
         found = json.loads(text)
-        turn, seen = self._seen.get(place, _NEVER)
-        if found["place"] != place or found["turn"] < turn or (found["turn"] == turn and written != seen):
+        number, seen = self._seen.get(slot, _NEVER)
+        if found["slot"] != slot or found["number"] < number or (found["number"] == number and written != seen):
             return None
-        self._seen[place] = (found["turn"], written)
+        self._seen[slot] = (found["number"], written)
         values: dict[str, Any] = found["values"]
         return values
 
@@ -184,20 +178,20 @@ class MessageSigner:
 SECONDS = 10.0
 MAX_CREDENTIAL_BYTES = 4096
 OPENED = (0, 15, 16, 17)
-"""Also if it is too old, from a clock that is ahead, or was opened before: it is sealed all the same, and who sent it
-has to prove yet that the secret in it is his.
+"""Success, and expired, from the future, or replayed: such a credential is still authentic, and its sender must yet
+prove that it knows the token in it.
 """
 
 
 def munge_seal(text: str) -> bytes:
-    """A credential that only this user can open, on the nodes of this cluster; nothing if there is no munge."""
+    """A munge credential that only this user can open, on nodes of this cluster; empty without munge."""
     done = _run(["munge", f"--restrict-uid={os.geteuid()}"], text.encode())
     credential = done.stdout.strip() if done is not None and done.returncode == 0 else b""
     return credential if len(credential) <= MAX_CREDENTIAL_BYTES else b""
 
 
 def munge_open(credential: bytes) -> str | None:
-    """The text in a credential that this user has made; None if it is somebody else's, or no credential."""
+    """The text of a credential that this user made; None if another user made it, or it is invalid."""
     done = _run(["unmunge", "--numeric", "--keys=UID"], credential) if len(credential) <= MAX_CREDENTIAL_BYTES else None
     if done is None or done.returncode not in OPENED:
         return None

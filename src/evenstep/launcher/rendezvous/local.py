@@ -1,4 +1,4 @@
-"""How the processes of one attempt find each other. A way to start on other machines is one class of this shape."""
+"""The rendezvous protocol: how the processes of one attempt find each other; and its form for one machine."""
 
 from __future__ import annotations
 
@@ -15,26 +15,26 @@ from evenstep.launcher.failure import Cause
 
 @dataclass(frozen=True)
 class RankAssignment:
-    """Where the processes that this launcher starts stand among all of them."""
+    """The ranks of the processes that this launcher starts, and their environment."""
 
     first_rank: int
     size: int
     machine: int = 0
     num_machines: int = 1
     local_offset: int = 0
-    """How many processes of other launchers on the same machine come before these."""
+    """Processes of other launchers on this machine that come before these."""
     num_local: int = 0
     """Processes on this machine, those of other launchers included."""
     resume: str | None = None
-    """The checkpoint from which all of them go on."""
+    """The checkpoint from which all of them continue."""
     environment: Mapping[str, str] = field(default_factory=dict)
-    """What workers need to know in order to meet."""
+    """Variables with which the workers find the store."""
 
     def describe(self) -> str:
         return f"{self.num_machines} machines, {self.size} processes; this is machine {self.machine + 1}"
 
     def environments(self, num: int, more: Mapping[str, str]) -> list[dict[str, str]]:
-        """What each local process is told, in the words of torchrun."""
+        """The variables of each local process, with torchrun's names."""
         return [
             {
                 "RANK": str(self.first_rank + local),
@@ -54,46 +54,46 @@ class RankAssignment:
 
 
 class Rendezvous(Protocol):
-    """The launchers of one run, which may be on many machines."""
+    """Connects the launchers of one run, which may be on many machines."""
 
     def waiting_message(self) -> str:
-        """What is waited for now, in one line; nothing, if that will not take long."""
+        """What the next round waits for, in one line; empty if it will not take long."""
 
     def next_round(self, num: int, attempt: int, resume: str | None = None) -> RankAssignment | None:
-        """Wait until enough machines are there; each brings `num` processes, the first one knows where to go on.
+        """Wait for enough machines, and assign ranks; `num` processes start here, and the first machine sets `resume`.
 
-        None if the run ended without the processes of this launcher.
+        None if the run ended without this launcher.
         """
 
     def report_failure(self, cause: Cause) -> Cause:
-        """Say that an attempt has failed here, so that nobody waits for it; what all machines believe was the cause."""
+        """Publish that this attempt failed here; return the cause that all machines agree on."""
 
     def remote_failure(self) -> Cause | None:
-        """What failed elsewhere, in this attempt."""
+        """What failed on another machine in this attempt."""
 
     def has_waiting_machine(self, asks_store: bool = False) -> bool:
-        """Whether a machine has come that could take part; `is_certain` takes its time to find out."""
+        """Whether another machine waits to join; `asks_store` does not rely on the latest heartbeat."""
 
     def close(self) -> None:
         """Leave."""
 
 
 class LocalRendezvous:
-    """Processes of one machine meet through a file in a folder of their own; nothing listens to the outside."""
+    """Processes of one machine meet through a file store in a private folder; no port is opened."""
 
     def __init__(self) -> None:
         self._stack = ExitStack()
         self._folder = self._stack.enter_context(live_folder())
 
     def next_round(self, num: int, attempt: int, resume: str | None = None) -> RankAssignment:
-        # Of its own for each attempt: what a killed process left in it would be taken for a new one's.
+        # A new file for each attempt: a killed process's keys would be mistaken for a new one's.
         return RankAssignment(0, num, resume=resume, environment={STORE: str(self._folder / f"store-{attempt}")})
 
     def waiting_message(self) -> str:
         return ""
 
     def report_failure(self, cause: Cause) -> Cause:
-        """There is nobody else."""
+        """The cause itself: there is no other machine."""
         return cause
 
     def remote_failure(self) -> Cause | None:
@@ -111,8 +111,8 @@ def torchrun_environment(address: str, port: int, size: int, restarts: int) -> d
     return {
         "MASTER_ADDR": address,
         "MASTER_PORT": str(port),
-        # The launcher holds the store, so that no other program can take its port. A process alone may be a script
-        # that starts others by itself: its first one must hold it.
+        # The launcher holds the store, so that no other program can take its port. A single process may be a script
+        # that spawns its own workers: its rank 0 must hold the store.
         "TORCHELASTIC_USE_AGENT_STORE": str(size > 1),
         "TORCHELASTIC_RUN_ID": uuid.uuid4().hex,
         "TORCHELASTIC_SIGNALS_TO_HANDLE": "SIGTERM,SIGINT,SIGHUP,SIGQUIT",

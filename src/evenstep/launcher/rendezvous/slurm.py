@@ -1,4 +1,4 @@
-"""Slurm, found from its environment: `srun evenstep train ...` makes every task of the step a part of one run."""
+"""Slurm, detected from its environment: `srun evenstep train ...` joins all tasks of the step into one run."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from evenstep.errors import BadInput
 from evenstep.schema import Natural, Positive, read_variables
 
 FIRST_PORT, NUM_PORTS = 20_000, 12_000
-"""Ports are derived from the number of the job, so that jobs on one machine do not meet; they end below 32768, where
-Linux begins to give them away.
+"""Ports are derived from the job id, so that jobs on one machine do not collide; they end below 32768, where Linux's
+ephemeral ports begin.
 """
 
 _TASKS = r"[0-9]{1,6}(\(x[0-9]{1,6}\))?"
@@ -47,24 +47,24 @@ class Slurm:
         return f"{self.head}:{FIRST_PORT + (int(self.job) * 31 + int(self.step or 0)) % NUM_PORTS}"
 
     def devices(self, num_gpus: int) -> str:
-        """What a task drives that was not told: its own card where machines have several tasks, or all there are."""
+        """Default devices of a task: its own GPU where machines have several tasks, else all GPUs."""
         if self.num_local > 1:
-            # Slurm may show a task its own card alone, or all cards to all tasks.
+            # Slurm may show a task its own GPU alone, or all GPUs to all tasks.
             return f"cuda:{self.local if self.local < num_gpus else 0}" if num_gpus else "cpu"
         return str(max(1, num_gpus))
 
     def requeue(self) -> str:
-        """Queue the job again; what there is to say about it."""
+        """Requeue the job; return a line about it."""
         try:
             done = subprocess.run(["scontrol", "requeue", self.job], capture_output=True, text=True, timeout=30)
         except (OSError, subprocess.TimeoutExpired) as error:
-            return f"the job could not be queued again: {error}"
-        return f"job {self.job} is queued again" if done.returncode == 0 else f"scontrol: {done.stderr.strip()}"
+            return f"the job could not be requeued: {error}"
+        return f"job {self.job} is requeued" if done.returncode == 0 else f"scontrol: {done.stderr.strip()}"
 
 
 @dataclass(frozen=True)
 class _Variables:
-    """Those of Slurm's that matter here."""
+    """Slurm's variables that are used here."""
 
     SLURM_JOB_ID: Natural | None = None
     SLURM_STEP_ID: Natural | None = None
@@ -90,7 +90,7 @@ def find_slurm(environment: Mapping[str, str] = os.environ) -> Slurm | None:
         )
     return Slurm(
         job=str(given.SLURM_JOB_ID),
-        # A batch script by itself has SLURM_PROCID, too; only what srun has started has a step.
+        # A batch script has SLURM_PROCID, too; only processes started by srun have a step.
         step=None if given.SLURM_STEP_ID is None else str(given.SLURM_STEP_ID),
         task=given.SLURM_PROCID,
         num_tasks=given.SLURM_STEP_NUM_TASKS,
@@ -108,7 +108,7 @@ def first_node(nodes: str) -> str:
 
 
 def _tasks_here(tasks: str, node: int) -> int:
-    """The part of `2(x3),1` that belongs to a machine."""
+    """The number of tasks on one node, from `2(x3),1`."""
     for num, repeated in re.findall(r"(\d+)(?:\(x(\d+)\))?", tasks):
         node -= int(repeated or 1)
         if node < 0:

@@ -299,5 +299,5 @@ def _check_resumes(plan: Plan, skeleton: nn.Module, source: Source | Stream, ord
     if num_steps is not None and state["step"] >= num_steps:
         raise PlanError(
             f"{path} is at step {state['step']} and the plan ends at step {num_steps}: "
-            "there is nothing left to do; to continue, give a larger --epochs or --steps"
+            "there is nothing left to do; give a larger --epochs or --steps to continue"
         )

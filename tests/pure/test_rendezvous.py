@@ -431,9 +431,7 @@ class TestTheToken:
 
     def test_is_shown_on_a_terminal_alone(self, monkeypatch: pytest.MonkeyPatch) -> None:
         file = TokenFile(Path("runs"), ("10.0.0.1", 29400))
-        assert file.announcement(ONE).endswith(
-            "export EVENSTEP_TOKEN=...   (the content of runs/.token-10.0.0.1-29400)"
-        )
+        assert file.announcement(ONE).endswith("export EVENSTEP_TOKEN=...   (see runs/.token-10.0.0.1-29400)")
         monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
         assert file.announcement(ONE).endswith(f"export EVENSTEP_TOKEN={ONE}")
 

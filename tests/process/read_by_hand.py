@@ -55,12 +55,13 @@ for batch in loader:
     (gradient,) = [weight.grad.item() for weight in model.parameters() if weight.grad is not None]
     steps.append({"samples": batch.num_samples, "gradient": gradient, "mean": data.mean().item()})
     team.step(optimizer)
+measured = team.evaluate(lambda model, batch: {"mean": batch[:, 0], "all": (len(batch), 1)}, model, loader)
 told = {
     "shared": by_hand(torch.ones(65, 1)),
     "shared, as a dataset": by_hand(TensorDataset(torch.ones(65, 1))),
     "own": {"seen": sorted(seen), "steps": steps, "epoch": loader.epoch},
-    "measured": team.evaluate(lambda model, batch: {"mean": batch[:, 0], "all": (len(batch), 1)}, model, loader),
-    "num_measured": team.last_measured,
+    "measured": measured,
+    "num_measured": measured.num_samples,
     "fewer": refusal(lambda: team.loader(mine[: 40 - rank], batch=8, compare=False)),
     "tensors": refusal(lambda: team.backward(loss, model, (mine, mine))),
     "not spread": refusal(lambda: team.backward(loss, nn.Linear(1, 1), batch)),

@@ -372,7 +372,7 @@ def test_all_of_the_data_that_ranks_bring_themselves_is_used(counted: list[dict[
             "for batch in team.loader(data, batch=64): team.backward(loss, model, batch)",
         ),
         ("not spread", "backward takes what Team.wrap returned, one or a tuple of them, and got Linear"),
-        ("no loader", "measure takes what Team.loader returned, and got a list"),
+        ("no loader", "evaluate takes what Team.loader returned, and got a list"),
         ("no metrics", "metrics returned a Tensor; return a dict of named values: {'accuracy': correct.float()}"),
     ],
 )

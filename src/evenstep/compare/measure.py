@@ -21,7 +21,7 @@ from evenstep.plan import Plan
 from evenstep.profiling.spans import HOST, Noted, Tap, spans_of, timeline, usual_parts, usual_seconds
 from evenstep.record import Measurement, Step
 from evenstep.task import Task
-from evenstep.training.loop import train
+from evenstep.training.loop import StepTaken, train
 from evenstep.training.step import Eager, Stepper
 from evenstep.training.team import Team
 from evenstep.training.trainer import Event, Job, perform
@@ -105,8 +105,8 @@ class Measuring(Job):
             peak_bytes=peaks,
         )
 
-    def _next(self, steps: Iterator[tuple[Step, list[int]]] | None = None) -> Step:
-        step, _ = next(steps or self._steps)
+    def _next(self, steps: Iterator[StepTaken] | None = None) -> Step:
+        step = next(steps or self._steps).step
         if self.team.requests.stop:
             raise Preempted("stop requested")
         return step
@@ -165,7 +165,7 @@ class Measuring(Job):
         finally:
             tap.is_muted = False
 
-    def _usual(self, steps: Iterator[tuple[Step, list[int]]]) -> float:
+    def _usual(self, steps: Iterator[StepTaken]) -> float:
         """Seconds of a usual step, the mean of all ranks."""
         seconds = []
         self._together()
@@ -218,7 +218,7 @@ class Trial(Job):
 
     def events(self) -> Iterator[Event]:
         """Each step; a wish to stop ends it, with nothing to save."""
-        for step, _ in train(self.run, self.stepper, self.plan, self._peak_bytes, waits_at=self._waits_at):
+        for step, *_ in train(self.run, self.stepper, self.plan, self._peak_bytes, waits_at=self._waits_at):
             yield from self._said()
             yield step
             if self.team.requests.stop:

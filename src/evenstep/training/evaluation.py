@@ -17,6 +17,14 @@ NEEDS_GRADIENTS = "does not require grad"
 """In what torch says when a gradient is taken where none is computed."""
 
 
+class Means(dict[str, float]):
+    """Named means over a whole data set, and over how many samples."""
+
+    def __init__(self, values: Mapping[str, float], num_samples: int) -> None:
+        super().__init__(values)
+        self.num_samples = num_samples
+
+
 class Evaluator:
     """Calls one function with gradients off; from the first time that it takes a gradient itself, with gradients on.
 

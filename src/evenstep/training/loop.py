@@ -6,6 +6,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from functools import partial
+from typing import NamedTuple
 
 from evenstep.data.loader import Batch
 from evenstep.distributed.heartbeat import INPUT
@@ -16,8 +17,16 @@ from evenstep.training.step import Stepper, Taken
 
 LOOKED_AT = 64
 """Peaks of memory only ever grow: after the first steps they are looked at so often, which takes longer than a beat."""
-Happened = tuple[Step, list[int]]
-"""What a step did; for an audit, on which samples too."""
+
+
+class StepTaken(NamedTuple):
+    """One row of the Record, and what does not stand there."""
+
+    step: Step
+    ids: list[int]
+    """The samples, for an audit."""
+    compute_seconds: float
+    """As in `MeanLoss`."""
 
 
 def train(
@@ -27,7 +36,7 @@ def train(
     peak_bytes: Callable[[], dict[str, int]],
     batches: Iterable[Batch] | None = None,
     waits_at: Callable[[int], bool] = lambda step: False,
-) -> Iterator[Happened]:
+) -> Iterator[StepTaken]:
     """Take optimizer steps until the plan is done, yielding what each one did, in order.
 
     On the loader's batches, unless others are given. A stepper may be a few steps ahead of what is known of them; at
@@ -73,9 +82,9 @@ def is_done(run: Run, plan: Plan) -> bool:
     return run.loader.epoch >= plan.epochs
 
 
-def _known(taken: Taken, step: Callable[..., Step], ids: list[int]) -> Happened:
-    outcome = taken.read()
-    return step(loss=outcome.loss, count=outcome.count), ids
+def _known(taken: Taken, step: Callable[..., Step], ids: list[int]) -> StepTaken:
+    loss = taken.read()
+    return StepTaken(step(loss=float(loss), count=loss.count), ids, loss.compute_seconds)
 
 
 def _timed(run: Run, source: Iterable[Batch]) -> Iterator[tuple[Batch, float, float]]:

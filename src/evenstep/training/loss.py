@@ -41,6 +41,21 @@ def as_pair(values: Any, num_samples: int) -> list[float]:
     return [values * num_samples if num_samples else 0.0, num_samples]
 
 
+class MeanLoss(float):
+    """The mean loss of a global batch; `count` is what it is a mean over: samples, or whatever the loss counts."""
+
+    __slots__ = ("compute_seconds", "count")
+
+    count: float
+    compute_seconds: float
+    """How long this process computed before it waited for others; 0 in a replayed CUDA graph, which does not know."""
+
+    def __new__(cls, value: float, count: float, compute_seconds: float = 0.0) -> MeanLoss:
+        self = super().__new__(cls, value)
+        self.count, self.compute_seconds = count, compute_seconds
+        return self
+
+
 class Totals:
     """The loss of one global batch.
 

@@ -12,6 +12,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from evenstep.data.loader import Batch
 from evenstep.strategies.base import DistributedModel
 from evenstep.task import Amount
+from evenstep.training.loss import MeanLoss
 from evenstep.training.team import Team
 
 
@@ -32,19 +33,11 @@ class Recipe:
             self.scheduler.step()
 
 
-@dataclass(frozen=True)
-class Outcome:
-    """The mean loss of a step's global batch, and what it is a mean over."""
-
-    loss: float
-    count: float
-
-
 class Taken(Protocol):
     """A step that was taken, or is being taken by a card that the host runs ahead of."""
 
-    def read(self) -> Outcome:
-        """What it gave; waits for it."""
+    def read(self) -> MeanLoss:
+        """Its loss; waits for it."""
 
 
 class Stepper(Protocol):
@@ -62,11 +55,11 @@ class Stepper(Protocol):
 class Done:
     """A step that is over."""
 
-    def __init__(self, outcome: Outcome) -> None:
-        self._outcome = outcome
+    def __init__(self, loss: MeanLoss) -> None:
+        self._loss = loss
 
-    def read(self) -> Outcome:
-        return self._outcome
+    def read(self) -> MeanLoss:
+        return self._loss
 
 
 class Eager:
@@ -82,4 +75,4 @@ class Eager:
         recipe = self._recipe
         loss = recipe.team.backward(recipe.loss, recipe.model, batch)
         recipe.advance(recipe.team.step(recipe.optimizer, clip=recipe.clip))
-        return Done(Outcome(loss, recipe.team.last_count))
+        return Done(loss)

@@ -58,8 +58,8 @@ from evenstep.strategies.base import (
 from evenstep.strategy_facts import DEFAULT, DEFAULT_IN_ONE_PROCESS, REFERENCE, STRATEGIES, with_processes
 from evenstep.task import Amount
 from evenstep.training.batchnorm import standing_in
-from evenstep.training.evaluation import Evaluator, named
-from evenstep.training.loss import Totals, as_sum
+from evenstep.training.evaluation import Evaluator, Means, named
+from evenstep.training.loss import MeanLoss, Totals, as_sum
 from evenstep.training.optim import refuse_closure, refuse_sharded, start_momentum
 from evenstep.training.precision import Precision
 
@@ -189,12 +189,6 @@ class Team:
         self.models: list[DistributedModel] = []
         """What `wrap` returned."""
         self.requests = Requests()
-        self.last_compute_seconds = 0.0
-        """How long the last backward was at work before it needed the others."""
-        self.last_count = 0.0
-        """What the last loss was a mean over: samples, or whatever the loss counts."""
-        self.last_measured = 0
-        """Samples that the last `measure` went over."""
         self._refusals = Refusals(world)
         self._current: Batch | None = None
         self._backwards = 0
@@ -267,8 +261,8 @@ class Team:
         )
         return Loader(adopted.source, order, self.world, batch, reading)
 
-    def backward(self, loss: Callable[[Any, Any], Amount], model: Models, batch: Batch) -> float:
-        """Compute the gradients of the global batch; returns its mean loss.
+    def backward(self, loss: Callable[[Any, Any], Amount], model: Models, batch: Batch) -> MeanLoss:
+        """Compute the gradients of the global batch; returns its mean loss, a float that knows its `count`.
 
         Of several models the first is trained, and the others are at hand, frozen: `backward(loss, (d, g), batch)`
         calls `loss((d, g), data)`.
@@ -278,7 +272,7 @@ class Team:
         with Frozen(models[1:]) if len(models) > 1 else NOTHING:
             return self._backward(models, batch, partial(self._on_replicas, loss, models, batch))
 
-    def replay_backward(self, captured: Captured, model: DistributedModel, batch: Batch) -> float:
+    def replay_backward(self, captured: Captured, model: DistributedModel, batch: Batch) -> MeanLoss:
         """`backward` by graphs in which forward and backward of every seat were recorded."""
 
         def replay(totals: Totals) -> None:
@@ -317,7 +311,9 @@ class Team:
                     list(enumerate(per_replica)),
                 )
 
-    def _backward(self, models: tuple[DistributedModel, ...], batch: Batch, compute: Callable[[Totals], None]) -> float:
+    def _backward(
+        self, models: tuple[DistributedModel, ...], batch: Batch, compute: Callable[[Totals], None]
+    ) -> MeanLoss:
         self._refusals.refuse_model(models[0])
         check_consistent(self.world, batch)
         self._draw_for(batch)
@@ -329,8 +325,7 @@ class Team:
         totals = Totals(self.world, batch.num_samples, self.requests.encode())
         compute(totals)
         mean = totals.read()
-        self.last_count = totals.count
-        self.last_compute_seconds = totals.seconds_alone()
+        compute_seconds = totals.seconds_alone()
         self.requests.agree(totals.wish)
         # A rank that sends nothing goes its own way, which may lead anywhere; nothing is learned then.
         if not math.isfinite(mean) and not self.world.tap.is_muted:
@@ -342,7 +337,7 @@ class Team:
             torch._foreach_mul_(gradients, totals.late_factor)
         for weight, gradient in earlier:
             weight.grad = gradient if weight.grad is None else weight.grad + gradient
-        return mean
+        return MeanLoss(mean, totals.count, compute_seconds)
 
     def step(self, optimizer: torch.optim.Optimizer, clip: float | None = None) -> bool:
         """Update the weights and forget the gradients; False if fp16's scaler had every rank skip this one."""
@@ -375,21 +370,22 @@ class Team:
         batches: Loader,
         *,
         can_stop: bool = False,
-    ) -> dict[str, float]:
+    ) -> Means:
         """Means of named values over all of `batches`, every sample once, the same on every process.
 
         Where it `can_stop`, it raises Interrupted on all processes if any of them is asked to stop.
         """
         if not isinstance(batches, Loader):
-            raise TaskError(f"measure takes what Team.loader returned, and got a {type(batches).__name__}")
+            raise TaskError(f"evaluate takes what Team.loader returned, and got a {type(batches).__name__}")
         model.sync_replicas(is_training=False)
         sums: dict[str, torch.Tensor] = {}
+        num_samples = 0
         evaluate = Evaluator()
         replica_measure = partial(self._replica_measure, function, model, evaluate)
         with model.evaluating():
             for number, batch in enumerate(batches.whole_pass(), 1):
                 self.world.heartbeat.beat(EVALUATING)
-                self.last_measured = batch.span.stop
+                num_samples = batch.span.stop
                 if can_stop and number % BATCHES_BETWEEN_AGREEMENTS == 0:
                     self._stop_together()
                 for per_replica in batch.micro_batches:
@@ -407,10 +403,8 @@ class Team:
         work = self.world.total(table)
         if work is not None:
             work.wait()
-        return {
-            name: total / count if count else math.nan
-            for name, (total, count) in zip(names, table.tolist(), strict=True)
-        }
+        rows = zip(names, table.tolist(), strict=True)
+        return Means({name: total / count if count else math.nan for name, (total, count) in rows}, num_samples)
 
     def _stop_together(self) -> None:
         """Raise Interrupted if any process is asked to stop."""

@@ -88,6 +88,7 @@ class Job:
             self.samples = SamplesWriter(run_folder)
         self.replicas = ReplicaCheck(team.world, self._model.module) if team.world.size > 1 else None
         self.pace = StragglerMonitor(team.world)
+        self._compute_seconds = 0.0
         self.tracing: Tracing | None = None
         if plan.restarts or plan.machines:
             team.requests.save_periodically()
@@ -168,7 +169,9 @@ class Job:
                 yield evaluation
             saved = self._save(evaluation)
         self.tracing = start_tracing(self.plan, self.team, self.folder, self.run.step, self.run.num_steps)
-        for step, ids in train(self.run, self.stepper, self.plan, self._peak_bytes, waits_at=self._waits_at):
+        for step, ids, compute_seconds in train(
+            self.run, self.stepper, self.plan, self._peak_bytes, waits_at=self._waits_at
+        ):
             yield from self._said()
             if self.tracing is not None:
                 yield from self.tracing.after(step.step)
@@ -178,9 +181,9 @@ class Job:
             yield step
             if step.step < self.run.step:
                 # A card that is ahead of what is known of it; what follows is for the step at which all wait.
-                self._add_to_pace(step)
+                self._add_to_pace(step, compute_seconds)
                 continue
-            yield from self._compared(step)
+            yield from self._compared(step, compute_seconds)
             is_end = is_done(self.run, self.plan)
             is_epoch_end = self.run.loader.is_between_epochs or is_end
             # What is all but done is finished, asked to stop or not.
@@ -209,9 +212,9 @@ class Job:
             raise KeyboardInterrupt
         raise Preempted(f"stop requested: saved step-{step:08d}")
 
-    def _compared(self, step: Step) -> Iterator[str]:
+    def _compared(self, step: Step, compute_seconds: float) -> Iterator[str]:
         """Every so many steps, whether the replicas are still one model, and whether a rank is slow."""
-        self._add_to_pace(step)
+        self._add_to_pace(step, compute_seconds)
         if self.replicas is None or not self._is_compared(step.step):
             return
         with self.heartbeat.during(COMPARING):
@@ -221,9 +224,11 @@ class Job:
         if slow:
             yield slow
 
-    def _add_to_pace(self, step: Step) -> None:
-        own = self.team.last_compute_seconds
-        self.pace.add(step.input_seconds, own, max(0.0, step.seconds - step.input_seconds - own))
+    def _add_to_pace(self, step: Step, compute_seconds: float) -> None:
+        # A replayed CUDA graph does not know: the last step that did stands for it.
+        self._compute_seconds = compute_seconds or self._compute_seconds
+        waited = step.seconds - step.input_seconds - self._compute_seconds
+        self.pace.add(step.input_seconds, self._compute_seconds, max(0.0, waited))
 
     def _is_compared(self, step: int) -> bool:
         return step % (self.plan.check_every or USUAL["check_every"]) == 0 or step in FIRST_CHECKS
@@ -340,7 +345,7 @@ class Job:
             return None
         seconds = time.perf_counter() - started
         return Evaluation(
-            step=self.run.step, epoch=epoch, values=values, samples=self.team.last_measured, seconds=seconds
+            step=self.run.step, epoch=epoch, values=dict(values), samples=values.num_samples, seconds=seconds
         )
 
     def _save(self, evaluation: Evaluation | None, evaluation_due: bool = False) -> Path:

@@ -24,9 +24,9 @@ from evenstep.data.nested import leaves, map_tensors
 from evenstep.errors import NonFiniteLoss
 from evenstep.monitor.nonfinite import explain
 from evenstep.strategies.base import forget, forget_gradients, on
-from evenstep.training.loss import HostCopy, Part, Totals, as_pair, not_finite
+from evenstep.training.loss import HostCopy, MeanLoss, Part, Totals, as_pair, not_finite
 from evenstep.training.optim import Sliced, is_fused
-from evenstep.training.step import Outcome, Recipe
+from evenstep.training.step import Recipe
 
 if TYPE_CHECKING:
     from evenstep.training.step import Recipe
@@ -398,7 +398,7 @@ class Pending:
         self.event = event
         self._place = place
         self._values: Any = None
-        self._outcome: Outcome | None = None
+        self._loss: MeanLoss | None = None
         self._step = batch.loader.num_finished
         self._recipe = recipe
         self._captured = captured
@@ -412,23 +412,22 @@ class Pending:
             self._values = self._captured.read(self._place)
         return self._values
 
-    def read(self) -> Outcome:
+    def read(self) -> MeanLoss:
         """What it gave; NonFiniteLoss if that is no number. The weights are then those of the step before it."""
-        if self._outcome is None:
-            self._outcome = self._read()
-        return self._outcome
+        if self._loss is None:
+            self._loss = self._read()
+        return self._loss
 
-    def _read(self) -> Outcome:
+    def _read(self) -> MeanLoss:
         values = self.arrive()
         pairs = self._captured.pairs(values)
         total, count = (math.fsum(column) for column in zip(*pairs, strict=True))
         team = self._recipe.team
         team.requests.agree(values[2] if team.world.size > 1 else self._wish)
-        team.last_count = count
         mean = total / count if count else 0.0
         if not math.isfinite(mean):
             per_replica = [micro_batch for per_replica in self._batch.micro_batches for micro_batch in per_replica]
             spoilt = not_finite(team.world.rank, per_replica, pairs) if team.world.size == 1 else []
             more = (mean, spoilt, self._batch, self._recipe.model, self._step)
             raise NonFiniteLoss(explain(team.world, team.precision.name, *more))
-        return Outcome(mean, count)
+        return MeanLoss(mean, count)

@@ -31,7 +31,7 @@ from evenstep.training.cuda_graphs.capture_checks import (
     seen,
 )
 from evenstep.training.cuda_graphs.graph import PLACES, Captured, Choices, Pending, shapes_of
-from evenstep.training.step import Done, Eager, Outcome, Recipe, Taken
+from evenstep.training.step import Done, Eager, Recipe, Taken
 
 WARM_UP = 6
 WARM_UP_DDP = 12
@@ -141,7 +141,7 @@ class Fast:
         recipe = self._recipe
         loss = recipe.team.replay_backward(captured, recipe.model, batch)
         recipe.advance(recipe.team.step(recipe.optimizer, clip=recipe.clip))
-        return Done(Outcome(loss, recipe.team.last_count))
+        return Done(loss)
 
     def _replay_whole(self, captured: Captured, batch: Batch) -> Taken:
         team = self._recipe.team
@@ -206,7 +206,6 @@ class Fast:
         before = copied(state)
         loss = recipe.team.backward(recipe.loss, recipe.model, batch)
         was_taken = recipe.team.step(recipe.optimizer, clip=recipe.clip)
-        outcome = Outcome(loss, recipe.team.last_count)
         after = copied(state)
         draws = any(torch.cuda.default_generators[d.index].get_offset() for d in self._world.devices)
         problem = self._record(batch)
@@ -215,14 +214,14 @@ class Fast:
             assert self._captured is not None
             self._captured.draws = draws
             replayed = self._once(self._captured, batch)
-            problem = self._difference(outcome.loss, replayed) or self._elsewhere(before, after, state)
+            problem = self._difference(loss, replayed) or self._elsewhere(before, after, state)
             put(state, after)
         if not self._all(problem is None):
             self._captured = None
             self._give_up(problem or "another rank's step could not be recorded")
         recipe.advance(was_taken)
         self._clock.start()
-        return Done(Outcome(outcome.loss, outcome.count))
+        return Done(loss)
 
     def _has_room(self, state_bytes: int) -> bool:
         """For the memory of graphs beside that of a plain step (a short last batch is one), and copies on the host."""

@@ -23,7 +23,7 @@ from torch.nn import functional as F
 from torch.utils.data import Dataset
 
 from evenstep import Task
-from evenstep.compare import Asked, Comparison, compare
+from evenstep.compare import CompareRequest, Comparison, compare
 from evenstep.report.recommend import best
 
 
@@ -116,8 +116,8 @@ def _waits_to_send(found: Comparison) -> bool:
 def main() -> None:
     rows, results, wrong = [], {}, 0
     for case in CASES:
-        asked = Asked(source=f"{__file__}:{case.task}", strategies="dp,ddp", choices=case.choices)
-        found, folder = compare(asked)
+        request = CompareRequest(source=f"{__file__}:{case.task}", strategies="dp,ddp", choices=case.choices)
+        found, folder = compare(request)
         shutil.rmtree(folder)
         right = case.is_right(found)
         wrong += not right

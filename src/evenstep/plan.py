@@ -27,7 +27,7 @@ PRECISION_NAMES: tuple[str, ...] = get_args(PrecisionName)
 IN_THIS_PROCESS = "(in this process)"
 """For a task that nobody can find by a name."""
 
-# A field's limits, and what is said of a value outside of them.
+# A field's limits, and the message for a value outside of them.
 Whole = Annotated[int, Meta(ge=1, le=LARGEST, description="it is a whole number from 1 up")]
 Text = Annotated[
     str,
@@ -44,12 +44,12 @@ Workers = Annotated[
 Clip = Annotated[
     float, Meta(gt=0, le=sys.float_info.max, description="it is the largest allowed gradient norm, such as 1.0")
 ]
-Restarts = Annotated[int, Meta(ge=0, le=LARGEST, description="it is the number of crashes to go on after, from 0 up")]
+Restarts = Annotated[int, Meta(ge=0, le=LARGEST, description="it is the number of crashes to restart after, from 0 up")]
 StallAfter = Annotated[float, Meta(ge=1, le=sys.float_info.max, description="it is a number of seconds, from 1 up")]
 CheckEvery = Annotated[int, Meta(ge=0, le=LARGEST, description="it is a number of steps, or 0 for never")]
 
 USUAL: dict[str, Any] = {"restarts": 0, "check_every": 100, "fast": "auto"}
-"""What is not worth a line of its own."""
+"""Defaults that are not shown."""
 _DEVICE = re.compile(r"cpu|mps|cuda(:[0-9]{1,4})?")
 _NAME = re.compile(rf"(?![\s.])[^/\\{BREAKS_LINES}]{{1,100}}")
 MOST_NAME_BYTES = 200
@@ -123,7 +123,7 @@ class Plan:
 
     def _check_launch(self) -> None:
         if (self.epochs is None) == (self.steps is None):
-            raise PlanError("a run is so many epochs or so many steps: give one of --epochs and --steps")
+            raise PlanError("a run is measured in epochs or in steps: give one of --epochs and --steps")
         if self.machines is not None:
             parse_machines(self.machines)
         if (self.machines is None) != (self.rendezvous is None):
@@ -138,7 +138,7 @@ class Plan:
         kinds = {device.split(":")[0] for device in self.devices}
         self._check_placement(self._facts, kinds)
         if self.precision == "tf32" and kinds != {"cuda"}:
-            raise PlanError("tf32 is a way of CUDA devices to multiply; on others use --precision fp32 or bf16")
+            raise PlanError("tf32 exists on CUDA devices only; on others use --precision fp32 or bf16")
         if self.precision == "fp64" and "mps" in kinds:
             raise PlanError("mps has no float64; use --precision fp32")
         for name, why in self._facts.refusals.items():
@@ -178,7 +178,7 @@ class Plan:
             )
 
     def steps_an_epoch(self, num_samples: int) -> int:
-        """Optimizer steps in one pass over so many samples, a short last one included."""
+        """Optimizer steps in one pass over the samples, a short last step included."""
         return math.ceil(num_samples / self.batch)
 
     def batch_sizes(self, lengths: Lengths) -> set[int]:
@@ -302,7 +302,7 @@ def check_patience(restarts: int, stall_after: float | None) -> None:
 
 
 def parse_machines(text: str) -> tuple[int, int]:
-    """`2:4` is at least 2 and at most 4; `2` is just so many."""
+    """`2:4` is at least 2 and at most 4; `2` is exactly 2."""
     match = re.fullmatch(r"([0-9]{1,9})(?::([0-9]{1,9}))?", text.strip())
     least, most = (int(match[1]), int(match[2] or match[1])) if match else (0, 0)
     if not 1 <= least <= most:

@@ -102,7 +102,10 @@ def refused(evenstep: Callable[..., Ended]) -> Refused:
         ("train my_task.py --devices gpu", ["unknown device 'gpu'; write cpu, mps or cuda:0"]),
         ("train my_task.py --devices cpu,tpu", ["unknown device 'tpu'; write cpu, mps or cuda:0"]),
         ("train my_task.py --precision fp23", ["unknown precision 'fp23'; allowed are fp64", "; did you mean"]),
-        ("train my_task.py --precision tf32 --devices cpu", ["tf32 is a way of CUDA", "use --precision fp32 or bf16"]),
+        (
+            "train my_task.py --precision tf32 --devices cpu",
+            ["tf32 exists on CUDA devices only", "use --precision fp32 or bf16"],
+        ),
         ("train my_task.py --batch 0", ["batch is 0; it is a whole number from 1 up"]),
         ("train my_task.py --batch -3", ["batch is -3; it is a whole number from 1 up"]),
         (

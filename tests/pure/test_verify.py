@@ -32,17 +32,17 @@ from evenstep.verify.recorder import (
     MOST_ELEMENTS,
     MOST_TRIED,
     STRENGTH,
-    DrawsSeen,
+    DowncastDetector,
+    DrawDetector,
     Evidence,
     Failure,
-    NarrowSeen,
-    disturbed,
     fewer,
+    perturbed,
     sampled,
 )
 from evenstep.verify.runs import Budget, OutOfTime, Runs
 from evenstep.verify.task_causes import gathered, loss
-from evenstep.verify.tolerance import UNJUDGED, Disturbed, Yardstick, exact, parts_of, settled
+from evenstep.verify.tolerance import NOT_COMPARED, PerturbedLimit, RoundingLimit, exact, parts_of, settled
 from evenstep.verify.verdict import Configuration, Part, Verdict, lines, table
 from tests.small_tasks import small_task
 
@@ -317,7 +317,7 @@ def test_what_an_evaluation_lacks_is_an_infinite_difference(evaluations: list[An
     one = write_run("one", step, evaluations=[{"values": {"loss": 1.0, "accuracy": 0.5}}])
     found = sizes(one, write_run("other", step, evaluations=evaluations))
     assert found["evaluation", name] == math.inf
-    assert first_beyond([Difference("evaluation", 1, name, math.inf)], Yardstick([], "fp32")) is not None
+    assert first_beyond([Difference("evaluation", 1, name, math.inf)], RoundingLimit([], "fp32")) is not None
 
 
 @pytest.mark.parametrize(
@@ -401,27 +401,27 @@ def of(part: str, name: str, step: int = 1) -> Difference:
 
 def test_rounding_of_the_task_itself_is_the_yardstick() -> None:
     noise = [Difference("gradients", 1, "a", 1e-4), Difference("gradients", 1, "b", 1e-6)]
-    limit = Yardstick(noise, "fp32")
+    limit = RoundingLimit(noise, "fp32")
     assert limit(of("gradients", "a")) == pytest.approx(3e-3)
     assert limit(of("gradients", "b")) == pytest.approx(1e-3)
     assert limit(of("weights", "a")) == 1e-5
     assert limit(of("samples", "samples")) == 0
     assert limit(of("checkpoint", "a")) == pytest.approx(3e-3)
-    assert limit(of("evaluation", "accuracy")) == UNJUDGED
-    loose = Yardstick([*noise, Difference("evaluation", 1, "accuracy", 0.5)], "fp32")
+    assert limit(of("evaluation", "accuracy")) == NOT_COMPARED
+    loose = RoundingLimit([*noise, Difference("evaluation", 1, "accuracy", 0.5)], "fp32")
     assert loose(of("checkpoint", "accuracy")) == limit(of("checkpoint", "accuracy"))
 
 
 def test_without_a_yardstick_the_rule_of_thumb_counts() -> None:
-    assert Yardstick([], "fp16")(of("gradients", "a")) == 5e-2
-    assert Yardstick([Difference("optimizer", 1, STEP, math.inf)], "fp16")(of("gradients", "a")) == 5e-2
+    assert RoundingLimit([], "fp16")(of("gradients", "a")) == 5e-2
+    assert RoundingLimit([Difference("optimizer", 1, STEP, math.inf)], "fp16")(of("gradients", "a")) == 5e-2
 
 
 # Rounding that jumps
 
 
 def test_how_far_one_device_is_moved_until_a_step_is_the_limit_of_that_step() -> None:
-    limit = Disturbed(Yardstick([], "fp32"))
+    limit = PerturbedLimit(RoundingLimit([], "fp32"))
     limit.add([Difference("gradients", 3, "a", 0.01), Difference("optimizer", 3, STEP, math.inf)])
     limit.add([Difference("gradients", 4, "a", 0.005)])
     assert limit.num_tried == 2
@@ -433,19 +433,19 @@ def test_how_far_one_device_is_moved_until_a_step_is_the_limit_of_that_step() ->
 
 
 class FakeRuns:
-    """Disturbed runs, made before; remembers which were asked for."""
+    """PerturbedLimit runs, made before; remembers which were asked for."""
 
     def __init__(self, *runs: Evidence | Failure) -> None:
         self._runs = runs
         self.asked: list[int] = []
         self.most = MOST_TRIED
 
-    def watched(self, config: Configuration, precision: str, *, disturbance: int) -> Evidence | Failure:
+    def watched(self, config: Configuration, precision: str, *, perturbation: int) -> Evidence | Failure:
         assert (config.label, precision) == ("single", "fp32")
         if len(self.asked) == self.most:
             raise OutOfTime
-        self.asked.append(disturbance)
-        return self._runs[(disturbance - 1) % len(self._runs)]
+        self.asked.append(perturbation)
+        return self._runs[(perturbation - 1) % len(self._runs)]
 
 
 def eased(runs: FakeRuns, reference: Evidence, run: Evidence) -> tuple[bool, list[str]]:
@@ -454,7 +454,7 @@ def eased(runs: FakeRuns, reference: Evidence, run: Evidence) -> tuple[bool, lis
     judge = Judge(runs, runs, Configuration("ddp", ("cpu", "cpu")), Depth())  # type: ignore[arg-type]
     judge._is_rough = True
     found = Differ(COARSE).all(reference, run)
-    return first_beyond(found, judge._eased(Yardstick([], "fp32"), found, reference)) is None, judge._notes
+    return first_beyond(found, judge._eased(RoundingLimit([], "fp32"), found, reference)) is None, judge._notes
 
 
 def test_a_way_that_is_off_as_far_as_one_device_that_was_disturbed_passes() -> None:
@@ -495,22 +495,22 @@ def test_a_disturbed_model_is_off_by_next_to_nothing_and_nothing_else_is_drawn()
         made = change(torch.nn.Linear(50, 50))
         return made.weight.detach(), float(torch.rand(()))
 
-    (plain_one, drawn), (first, also_drawn) = model(lambda made: made), model(lambda made: disturbed(made, 1))
+    (plain_one, drawn), (first, also_drawn) = model(lambda made: made), model(lambda made: perturbed(made, 1))
     assert drawn == also_drawn
     off = ((first - plain_one) / plain_one).abs()
     assert 0.9 * STRENGTH < float(off.max()) < 1.1 * STRENGTH
-    assert torch.equal(first, model(lambda made: disturbed(made, 1))[0])
-    assert not torch.equal(first, model(lambda made: disturbed(made, 2))[0])
+    assert torch.equal(first, model(lambda made: perturbed(made, 1))[0])
+    assert not torch.equal(first, model(lambda made: perturbed(made, 2))[0])
     narrow = torch.nn.Linear(50, 50).bfloat16()
     before = narrow.weight.detach().clone()
-    assert 0.1 < float((disturbed(narrow, 1).weight != before).float().mean()) < 0.9
+    assert 0.1 < float((perturbed(narrow, 1).weight != before).float().mean()) < 0.9
 
 
 # What is seen
 
 
 def test_sees_who_draws_and_where() -> None:
-    seen = DrawsSeen()
+    seen = DrawDetector()
     with seen.watching():
         torch.rand(2)
         random.random()
@@ -524,15 +524,15 @@ def test_sees_who_draws_and_where() -> None:
 
 
 def test_a_complex_parameter_is_known_to_have_few_digits() -> None:
-    seen = NarrowSeen()
-    seen.look_at(torch.nn.Linear(2, 2))
+    seen = DowncastDetector()
+    seen.check_parameters(torch.nn.Linear(2, 2))
     assert seen.place is None
-    seen.look_at(torch.nn.Linear(2, 2, dtype=torch.complex64))
+    seen.check_parameters(torch.nn.Linear(2, 2, dtype=torch.complex64))
     assert seen.place == "the parameter weight is complex64"
 
 
 def test_sees_a_float64_made_narrower_and_no_other_cast() -> None:
-    seen = NarrowSeen()
+    seen = DowncastDetector()
     with seen:
         torch.zeros(2).double() + torch.arange(2).float()
     assert seen.place is None
@@ -759,11 +759,11 @@ def test_who_cannot_see_the_whole_batch_is_sent_to_a_way_that_can() -> None:
 
 def test_a_part_that_was_not_judged_has_no_tick() -> None:
     found = [Difference("evaluation", 1, "accuracy", 0.5), Difference("loss", 1, "loss", 1e-9)]
-    parts = parts_of(found, Yardstick([], "fp32"))
+    parts = parts_of(found, RoundingLimit([], "fp32"))
     assert parts["evaluation"] == Part(None, True)
     assert parts["loss"] == Part(1e-9, True)
     missing = [Difference("evaluation", 1, "accuracy", math.inf)]
-    assert parts_of(missing, Yardstick([], "fp32"))["evaluation"] == Part(math.inf, False)
+    assert parts_of(missing, RoundingLimit([], "fp32"))["evaluation"] == Part(math.inf, False)
 
 
 def test_verdicts_that_were_reached_are_kept_when_a_later_way_cannot_be_judged(

@@ -40,7 +40,7 @@ def main() -> None:
 
 
 def _say_usage(error: Any) -> None:
-    """What is wrong with the command line; asked for nothing at all, Typer has shown the help already."""
+    """What is wrong with the command line; without any arguments, Typer has shown the help already."""
     message = error.format_message().strip().rstrip(".")
     if message:
         command = error.ctx.command_path if error.ctx else "evenstep"

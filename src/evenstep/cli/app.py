@@ -33,7 +33,7 @@ RendezvousOption = Annotated[str | None, typer.Option(metavar="HOST:PORT", help=
 
 
 def refuse_broken(words: Iterable[str]) -> None:
-    """Refuse what no name and no number is written with: it would tear a message apart, or fail deep inside."""
+    """Refuse control characters and broken UTF-8, which would garble messages or fail later."""
     for word in words:
         if re.search(f"[{BREAKS_LINES}]", word):
             raise BadInput(

@@ -65,12 +65,12 @@ def compare(
     as_json: Annotated[bool, typer.Option("--json", help="Print the comparison as one line of JSON.")] = False,
 ) -> None:
     """Measure the speed of strategies on your task: a table, a recommendation, and an HTML page in runs/."""
-    from evenstep.compare import Asked
+    from evenstep.compare import CompareRequest
     from evenstep.compare import compare as measure
     from evenstep.report.terminal import show_comparison
 
     choices = {"batch": batch, "precision": precision, "workers": workers, "threads": threads}
-    asked = Asked(
+    request = CompareRequest(
         source=task,
         strategies=strategies,
         devices=devices,
@@ -81,7 +81,7 @@ def compare(
         command=shlex.join(["evenstep", *sys.argv[1:]]),
     )
     with saying() as say:
-        comparison, folder = measure(asked, say)
+        comparison, folder = measure(request, say)
     page, why_not = _page(comparison, folder)
     if as_json:
         print(json.dumps({**dataclasses.asdict(comparison), "folder": str(folder), "page": page}))

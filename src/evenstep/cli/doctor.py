@@ -48,7 +48,7 @@ def doctor(
     environment = dict(os.environ)
     from evenstep.launcher.fork_server import start_server
 
-    # Its import of torch and ours go on at the same time. If it cannot be started, the trials will say so.
+    # It imports torch while we do. If it cannot be started, the trials will say so.
     with suppress(OSError):
         start_server()
     from evenstep.doctor.finding import worst
@@ -86,7 +86,7 @@ def _examined(environment: dict[str, str], machines: str | None, rendezvous: str
 
 @contextmanager
 def _progress() -> Iterator[Callable[[CheckStarted], None]]:
-    """What is looked at now: a bar on a terminal, a line for each trial anywhere else; on stderr."""
+    """The current check, on stderr: a bar on a terminal, else a line per trial."""
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 
     console = Console(stderr=True, highlight=False, emoji=False)

@@ -1,4 +1,4 @@
-"""`evenstep report`: a page of runs, or of a comparison; or of one run while it goes on."""
+"""`evenstep report`: a page of runs or of a comparison, or a live page of one run."""
 
 from __future__ import annotations
 

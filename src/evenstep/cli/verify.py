@@ -91,8 +91,8 @@ def verify(
         if not keep:
             _remove(prepared.folder, is_first)
         if verdicts:
-            # Also where a later way could not be judged: what is known of the others is said before the error is.
-            shown = _Asked(task, len(configs), time.monotonic() - started, keep)
+            # Also if a later configuration fails: the verdicts reached before are shown before the error.
+            shown = _Request(task, len(configs), time.monotonic() - started, keep)
             _show(prepared, settled(verdicts), shown, as_json)
     if not all(verdict.is_same for verdict in verdicts.values()):
         raise typer.Exit(EvenstepError.exit_code)
@@ -109,19 +109,19 @@ def _remove(folder: Path, is_first: bool) -> None:
 def _check(
     prepared: Prepared, configs: list[Configuration], verdicts: dict[Configuration, Verdict], depth: Depth
 ) -> None:
-    """Fill the verdicts in, one by one."""
+    """Add the verdicts as they are reached."""
     from evenstep.report.progress import without_control
     from evenstep.verify import judged
 
     errors = Console(stderr=True, highlight=False, emoji=False)
     for line in prepared.said:
         errors.print(without_control(line), style="yellow", markup=False, soft_wrap=True)
-    with _Shown(errors, num_runs=2 + 4 * len(configs)) as shown:
+    with _RunProgress(errors, num_runs=2 + 4 * len(configs)) as shown:
         for config, verdict in judged(prepared, configs, prepared.folder, replace(depth, say=shown.say)):
             verdicts[config] = verdict
 
 
-class _Shown:
+class _RunProgress:
     """The runs as they are made: a bar on a terminal, plain lines anywhere else."""
 
     def __init__(self, console: Console, num_runs: int) -> None:
@@ -130,7 +130,7 @@ class _Shown:
         self._num_runs = num_runs
         self._num = 0
 
-    def __enter__(self) -> _Shown:
+    def __enter__(self) -> _RunProgress:
         if self._console.is_terminal:
             from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 
@@ -155,8 +155,8 @@ class _Shown:
 
 
 @dataclass(frozen=True)
-class _Asked:
-    """What was asked for, and how long it took."""
+class _Request:
+    """The request, and how long it took."""
 
     task: str
     num_configs: int
@@ -164,32 +164,32 @@ class _Asked:
     keep: bool
 
 
-def _show(prepared: Prepared, verdicts: Mapping[Configuration, Verdict], asked: _Asked, as_json: bool) -> None:
+def _show(prepared: Prepared, verdicts: Mapping[Configuration, Verdict], request: _Request, as_json: bool) -> None:
     from evenstep.report.progress import without_control
     from evenstep.verify.verdict import lines, table
 
     if as_json:
-        print(json.dumps(_values(prepared, verdicts, asked)))
+        print(json.dumps(_values(prepared, verdicts, request)))
         return
     console = Console(highlight=False, emoji=False, soft_wrap=True)
     if not console.is_terminal:
         # In a file or a pipe there is no edge to fold at.
         console.width = 120
     console.print(table(verdicts), soft_wrap=False)
-    for line, style in lines(verdicts, asked.num_configs, prepared.plan.batch, asked.seconds):
+    for line, style in lines(verdicts, request.num_configs, prepared.plan.batch, request.seconds):
         console.print(without_control(line), style=style, markup=False)
-    if asked.keep:
+    if request.keep:
         console.print(f"the runs are in {prepared.folder}", style="dim", markup=False)
 
 
-def _values(prepared: Prepared, verdicts: Mapping[Configuration, Verdict], asked: _Asked) -> dict[str, Any]:
+def _values(prepared: Prepared, verdicts: Mapping[Configuration, Verdict], request: _Request) -> dict[str, Any]:
     return {
-        "task": asked.task,
-        "is_same": len(verdicts) == asked.num_configs and all(verdict.is_same for verdict in verdicts.values()),
+        "task": request.task,
+        "is_same": len(verdicts) == request.num_configs and all(verdict.is_same for verdict in verdicts.values()),
         "batch": prepared.plan.batch,
         "precision": prepared.plan.precision,
-        "seconds": round(asked.seconds, 2),
-        "runs": str(prepared.folder) if asked.keep else None,
+        "seconds": round(request.seconds, 2),
+        "runs": str(prepared.folder) if request.keep else None,
         "ways": [
             {
                 "way": config.label,

@@ -1,4 +1,4 @@
-"""Strategies measured side by side on the user's own task and machine, with what each of them learns beside it."""
+"""Measures strategies on the user's task and machine, and whether each matches training on one device."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ from evenstep.verify.configurations import find_configs, plan_of
 TIMES = 4
 """The larger batch that is tried."""
 SHORT_STEP_SECONDS = 0.02
-"""Only of steps shorter than this it is asked whether they are too small."""
+"""A larger batch is tried only where steps are shorter than this."""
 PARITY_STEPS = 3
 
 
 @dataclass(frozen=True, kw_only=True)
-class Asked:
-    """What to compare, and with how much care."""
+class CompareRequest:
+    """What to compare, and how thoroughly."""
 
     source: str
     strategies: str | None = None
@@ -43,37 +43,37 @@ class Asked:
     command: str = ""
 
 
-def compare(asked: Asked, say: Callable[[str], None] = lambda line: None) -> tuple[Comparison, Path]:
-    """Measure every way, and write the comparison beside the Records that it is made from; and its folder."""
-    configs = find_configs(asked.strategies, asked.devices)
-    name = asked.choices.get("name") or free_name(label_of(asked.source), "compare")
+def compare(request: CompareRequest, say: Callable[[str], None] = lambda line: None) -> tuple[Comparison, Path]:
+    """Measure every configuration, and write the comparison beside its Records; returns it and its folder."""
+    configs = find_configs(request.strategies, request.devices)
+    name = request.choices.get("name") or free_name(label_of(request.source), "compare")
     first = {"strategy": REFERENCE, "devices": list(configs[0].devices), "name": name}
-    base = prepare(asked.source, {**asked.choices, **first})
+    base = prepare(request.source, {**request.choices, **first})
     try:
         for config in configs:
             plan_of(base.plan, config)
     except PlanError:
         shutil.rmtree(base.folder)
         raise
-    race = Race(base, base.folder, configs[0], say, sync_batchnorm=asked.sync_batchnorm)
-    block = race.block_for(configs, asked.steps)
+    race = Race(base, base.folder, configs[0], say, sync_batchnorm=request.sync_batchnorm)
+    block = race.block_for(configs, request.steps)
     configs = [config for config in configs if config.label not in race.left_out]
-    parities = _parities(base, configs, asked.sync_batchnorm, say)
-    race.run_rounds(configs, block, asked.rounds)
+    parities = _parities(base, configs, request.sync_batchnorm, say)
+    race.run_rounds(configs, block, request.rounds)
     rows = race.rows(configs, parities)
     comparison = Comparison(
-        task=str(asked.source),
+        task=str(request.source),
         batch=base.plan.batch,
         precision=base.plan.precision,
         steps=block.steps,
-        rounds=asked.rounds,
+        rounds=request.rounds,
         rows=rows,
         left_out=race.left_out,
         machine=race.taken[0].record.machine,
-        command=asked.command,
+        command=request.command,
         created=datetime.datetime.now().isoformat(timespec="minutes"),
     )
-    # Now: whatever comes of the larger batch, this was measured.
+    # Written now, so that a failure with the larger batch does not lose it.
     replace(comparison, advice=advise(comparison)).write(base.folder)
     comparison = replace(comparison, larger_batch=_larger_batch(race, comparison, configs, block))
     comparison = replace(comparison, advice=advise(comparison))
@@ -84,7 +84,7 @@ def compare(asked: Asked, say: Callable[[str], None] = lambda line: None) -> tup
 def _parities(
     base: Prepared, configs: Sequence[Configuration], sync_batchnorm: bool, say: Callable[[str], None]
 ) -> dict[Configuration, tuple[Parity, str]]:
-    """Whether each way learns what `single` learns; a check that cannot be made says so."""
+    """Whether each configuration matches `single`, or why that is unknown."""
     found: dict[Configuration, tuple[Parity, str]] = {configs[0]: ("reference", "the reference for the other rows")}
     say("checking that every strategy matches single")
     folder = base.folder / "verify"
@@ -104,7 +104,7 @@ def _parities(
 def _larger_batch(
     race: Race, comparison: Comparison, configs: Sequence[Configuration], block: Block
 ) -> LargerBatch | None:
-    """Whether the fastest way would make more of a larger batch; asked of short steps only."""
+    """The speed of the fastest configuration with a larger batch, if its steps are short."""
     row = best(comparison)
     num_samples = race.base.lengths.rest
     is_too_large = num_samples is not None and TIMES * comparison.batch > num_samples
@@ -124,4 +124,4 @@ def _rate(taken: Taken) -> float:
     return taken.measurement.samples / taken.measurement.seconds
 
 
-__all__ = ["Asked", "Comparison", "Row", "compare"]
+__all__ = ["CompareRequest", "Comparison", "Row", "compare"]

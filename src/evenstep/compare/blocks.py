@@ -1,4 +1,4 @@
-"""Measuring ways against each other: blocks in turn, forwards and backwards, so that no way has the quiet moments."""
+"""Blocks of steps of each configuration, in alternating order, so that a change in machine load affects all of them."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from evenstep.worker.main import Instead
 
 TRIAL = Block(warm_up=3, steps=4, special=2)
 BLOCK_SECONDS = 0.8
-"""What the steps of a block take with the slowest way, about; special steps and the warm-up come on top."""
+"""About the seconds of a block's steps in the slowest configuration; special steps and warm-up come on top."""
 LEAST_STEPS, MOST_STEPS = 6, 200
 
 
@@ -38,19 +38,19 @@ class Taken:
 
 @dataclass
 class Race:
-    """The blocks of all ways, and what kept some of them from running."""
+    """The blocks of all configurations, and why some could not run."""
 
     base: Prepared
     folder: Path
     reference: Configuration
-    """With which the others are compared; if it fails, so does everything."""
+    """The baseline; if it fails, the comparison fails."""
     say: Callable[[str], None]
     taken: list[Taken] = field(default_factory=list)
     left_out: dict[str, str] = field(default_factory=dict)
     sync_batchnorm: bool = False
 
     def block_for(self, configs: Sequence[Configuration], steps: int | None) -> Block:
-        """A short trial of every way: whether it runs, and how many steps make a block of a second or so."""
+        """Try every configuration briefly: whether it runs, and how many steps make a block of about a second."""
         slowest = 0.0
         for config in configs:
             self.say(f"trying {config.label}")
@@ -62,7 +62,7 @@ class Race:
         return Block(warm_up=max(3, steps // 5), steps=steps, special=max(4, steps // 2))
 
     def run_rounds(self, configs: Sequence[Configuration], block: Block, rounds: int) -> None:
-        """Every way once a round, in turn forwards and backwards."""
+        """Run every configuration once per round, in alternating order."""
         for number in range(1, rounds + 1):
             for config in configs if number % 2 else reversed(configs):
                 if config.label not in self.left_out:
@@ -71,7 +71,7 @@ class Race:
                     self.taken += [taken] if taken is not None else []
 
     def run(self, config: Configuration, name: str, block: Block, batch: int | None = None) -> Taken | None:
-        """One block in processes of its own; None if it failed, and then that way is left out."""
+        """One block in new processes; None if it failed, and the configuration is then left out."""
         folder = self.folder / f"{config.strategy}-{len(config.devices)}-{name}"
         try:
             prepared = variant(
@@ -98,7 +98,7 @@ class Race:
         return Taken(config, folder, record, record.measurement, record.measurement.first_step_at - began)
 
     def rows(self, configs: Sequence[Configuration], parities: Mapping[Configuration, tuple[Parity, str]]) -> list[Row]:
-        """One row for each way that ran to the end."""
+        """One row for each configuration that completed."""
         return [self._row(config, *parities[config]) for config in configs if config.label not in self.left_out]
 
     def _row(self, config: Configuration, parity: Parity, why: str) -> Row:

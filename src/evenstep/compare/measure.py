@@ -1,6 +1,6 @@
 """One block of a comparison: warm-up, steps as they are, without input, with their parts, and without communication.
 
-Some steps of a training and nothing else: no evaluation, no checkpoint.
+`trial` runs the steps alone: no evaluation, no checkpoint.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class Block:
     warm_up: int
     steps: int
     special: int
-    """Steps without input, with their parts timed, and without communication: so many of each."""
+    """Number of steps without input, with timed parts, and without communication, each."""
 
     @property
     def plan_steps(self) -> int:
@@ -53,7 +53,7 @@ def measure(plan: Plan, task: Task, run_folder: Path, **block: int) -> Iterator[
 
 
 class Measuring(Job):
-    """A training, held to the clock."""
+    """A training whose steps are timed."""
 
     def __init__(self, block: Block, plan: Plan, task: Task, run_folder: Path, team: Team) -> None:
         super().__init__(plan, task, run_folder, team)
@@ -62,7 +62,7 @@ class Measuring(Job):
         self._repeated: Batch | None = None
 
     def _stepper(self) -> Stepper:
-        # Parts are told apart in plain steps alone, and are to be parts of what is measured.
+        # Only eager steps can be timed in parts, and the parts must belong to the steps that are measured.
         return Eager(self._recipe())
 
     def events(self) -> Iterator[Event]:
@@ -177,8 +177,8 @@ class Measuring(Job):
         return fmean(self.team.world.gather(usual(seconds, self.team.world.device.type)))
 
     def _with_hidden(self, parts: dict[str, float], without_communication: float | None) -> dict[str, float]:
-        """On a card, fsdp's collectives are waited for by the card itself: what they cost is what the step saves
-        without them, and it is taken from forward and backward."""
+        """On a GPU, fsdp's collectives are waited for by the GPU itself: their cost is what a step saves without them,
+        taken from forward and backward."""
         if without_communication is None or parts["communication"] or self.team.world.device.type != "cuda":
             return parts
         computing = parts["forward"] + parts["backward"]
@@ -193,7 +193,7 @@ class Measuring(Job):
 
 
 def usual(seconds: Sequence[float], kind: str) -> float:
-    """Seconds of a usual step. On a card the host's times of single steps mean little; together they are right."""
+    """Seconds of a typical step: on a GPU the mean, since the host runs ahead of single steps; else the median."""
     return fmean(seconds) if kind == "cuda" else median(seconds)
 
 
@@ -217,7 +217,7 @@ class Trial(Job):
     """The steps alone."""
 
     def events(self) -> Iterator[Event]:
-        """Each step; a wish to stop ends it, with nothing to save."""
+        """Each step; a stop request ends it, with nothing to save."""
         for step, *_ in train(self.run, self.stepper, self.plan, self._peak_bytes, waits_at=self._waits_at):
             yield from self._said()
             yield step

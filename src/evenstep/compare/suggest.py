@@ -1,4 +1,4 @@
-"""What might make a training faster at the price of other arithmetic: tried on the task, shown, left to the user."""
+"""`train --suggest`: options that may be faster but change the arithmetic, measured on the task."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from evenstep.strategy_facts import STRATEGIES
 from evenstep.worker.main import Instead
 
 STEPS = {"cpu": 30, "cuda": 120}
-"""Of each trial; on a card, the first few dozen are those in which a step is recorded as a graph."""
+"""Steps of each trial; on a GPU, CUDA graphs are captured in the first few dozen."""
 
 
 @dataclass(frozen=True)
@@ -69,7 +69,7 @@ def suggest(source: Any, choices: Mapping[str, Any], say: Callable[[str], None])
     changes = [change for change in TRIED if _makes_sense(base, change)]
     try:
         found = {change.flag: _tried(base, change, say) for change in changes}
-        # Once more, backwards, so that no change has the quiet moments.
+        # Again in reverse order, so that a change in machine load affects all of them.
         for change in reversed(changes):
             first = found[change.flag]
             again = first if first.problem else _tried(base, change, say)

@@ -1,4 +1,4 @@
-"""Strategies side by side, as they were measured: what `compare` writes, and tables and pages are made from."""
+"""The result of `compare` as a value: one row per configuration, from which tables and pages are made."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ Parity = Literal["reference", "same", "differs", "unknown"]
 
 @dataclass(frozen=True, kw_only=True)
 class Range:
-    """The middle of several blocks, and how far they lie apart."""
+    """Median, minimum and maximum over several blocks."""
 
     middle: float
     low: float
@@ -43,16 +43,16 @@ class Row:
     parts: dict[str, float]
     """Seconds of a step in input, forward, backward, communication that is not hidden, and optimizer."""
     without_input_seconds: Range
-    """A step on a batch that is there already: the most that faster input could give."""
+    """A step with its batch already loaded: the limit of what faster input could gain."""
     without_communication_seconds: Range | None
-    """A step that sends nothing: the most that faster links could give. None where nothing is sent."""
+    """A step without communication: the limit of what faster links could gain. None where nothing is sent."""
     sent_bytes: Natural
     """By each rank in a step."""
     peak_bytes: dict[str, Natural]
     start_seconds: Range
     """From the start of the processes to the end of the first step."""
     parity: Parity
-    """Whether it learns what one device learns."""
+    """Whether it matches training on one device."""
     why: str = ""
     """One sentence about that."""
     threads: Natural = 0
@@ -67,13 +67,13 @@ class Row:
 
     @property
     def is_sound(self) -> bool:
-        """Whether nothing speaks against what it learns."""
+        """Whether it is not known to differ from the reference."""
         return self.parity in ("reference", "same", "unknown")
 
 
 @dataclass(frozen=True, kw_only=True)
 class LargerBatch:
-    """The fastest way once more, with a batch so many times as large: whether the steps are too small."""
+    """The fastest configuration with a batch `times` as large: are the steps too small?"""
 
     times: Positive
     label: str
@@ -91,7 +91,7 @@ class Comparison:
     """Of each block, after the warm-up."""
     rounds: Natural
     rows: list[Row]
-    """The first one is what the others are measured against."""
+    """The first row is the baseline."""
     left_out: dict[str, str] = field(default_factory=dict)
     """Labels of what could not be measured, and why."""
     machine: dict[str, Any] = field(default_factory=dict)
@@ -107,7 +107,7 @@ class Comparison:
         return row.samples_per_second.middle / first if first else 0.0
 
     def efficiency(self, row: Row) -> float:
-        """Speed-up for each device, of which the first row has so many."""
+        """Speed-up per device, relative to the first row."""
         return self.speedup(row) * len(self.rows[0].devices) / len(row.devices)
 
     def write(self, folder: Path) -> Path:

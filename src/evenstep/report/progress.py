@@ -28,7 +28,7 @@ def pass_on(text: str, stream: TextIO) -> None:
     A carriage return stays: progress bars are drawn with it.
     """
     if stream.isatty():
-        # Nor can it write what looks as if another rank had said it.
+        # Nor can it imitate the prefix of another rank.
         text = _FORGED.sub("[rank 0] ", _ALL_BUT_RETURN.sub("", text))
     stream.write(text)
     stream.flush()

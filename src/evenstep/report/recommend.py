@@ -1,4 +1,4 @@
-"""Which way to take, with the reason and the number; and what to pull next, with what it could give at most."""
+"""Which configuration to use and why; and the next lever, with the most that it could gain."""
 
 from __future__ import annotations
 
@@ -8,32 +8,32 @@ from evenstep.report.comparison import Comparison, Row
 from evenstep.strategy_facts import REFERENCE
 
 CLEAR = 1.05
-"""Ways that are within this of the fastest, or within its spread, count as equally fast."""
+"""Configurations within this factor of the fastest, or within its range, count as equally fast."""
 EVEN = 1.25
 """Devices whose peaks differ by less hold the same."""
 WORTH_PULLING = 1.10
 NOTICED = 0.05
 """A smaller part of a step than this is noise."""
 STEADY = 1.5
-"""Times of the same thing that are further apart than this mean little."""
+"""Measurements of the same thing that differ by a larger factor are unreliable."""
 SMALL_BATCH = 1.5
 """Samples a second with a larger batch over those now: from here on, the batch is too small for its overhead."""
 
 
 def advise(comparison: Comparison) -> list[str]:
-    """Two sentences that recommend one way, and one about the next lever."""
+    """Two sentences that recommend a configuration, and one about the next lever."""
     row = best(comparison)
     said = [_recommendation(comparison, row), _others(comparison, row), next_lever(comparison, row)]
     return [*said, *unsteady(comparison)]
 
 
 def unsteady(comparison: Comparison) -> list[str]:
-    """A sentence about ways whose times contradict each other, if there are any."""
+    """A warning about configurations whose times contradict each other, if there are any."""
     first = comparison.rows[0]
     labels = [
         row.label
         for row in comparison.rows
-        # So many times as fast as its devices are more: one of the two was held up.
+        # Faster than its device count allows: one of the two was slowed down.
         if _is_unsteady(row) or comparison.speedup(row) > STEADY * len(row.devices) / len(first.devices)
     ]
     if not labels:
@@ -45,13 +45,13 @@ def unsteady(comparison: Comparison) -> list[str]:
 
 
 def _is_unsteady(row: Row) -> bool:
-    """Blocks far apart, or parts that are another step than the whole."""
+    """Whether blocks vary a lot, or parts do not add up to the step."""
     rate, whole = row.samples_per_second, row.step_seconds.middle
     return rate.high > STEADY * rate.low or not whole / STEADY < sum(row.parts.values()) < whole * STEADY
 
 
 def best(comparison: Comparison) -> Row:
-    """The fastest that learns the right thing; of those about as fast, the one with even memory and fewer devices."""
+    """The fastest that matches single; of those about as fast, the one with even memory and fewer devices."""
     sound = [row for row in comparison.rows if row.is_sound]
     fastest = max(sound, key=lambda row: row.samples_per_second.middle)
     close = [row for row in sound if row.samples_per_second.middle * CLEAR >= fastest.samples_per_second.middle]
@@ -133,7 +133,7 @@ class Lever:
 
 
 def next_lever(comparison: Comparison, row: Row) -> str:
-    """What limits the way that was chosen, by what was measured without it."""
+    """What limits the chosen configuration, from the measurements without it."""
     levers = [lever for lever in (_input(row), _communication(row), _batch(comparison, row)) if lever is not None]
     crowded = _threads(comparison, row)
     if crowded is not None:

@@ -1,9 +1,4 @@
-"""Runs side by side.
-
-A comparison on a terminal: how fast, what a step is made of, what it learns.
-
-Suggestions on a terminal.
-"""
+"""Tables for the terminal: runs, comparisons and suggestions."""
 
 from __future__ import annotations
 
@@ -23,7 +18,7 @@ from evenstep.strategy_facts import STRATEGIES
 
 
 def side_by_side(records: Sequence[Record]) -> Table:
-    """One row a run: what it learned, how fast, and what it held in memory."""
+    """One row per run: losses and metrics, speed, and peak memory."""
     finished = [record.summary for record in records if record.summary is not None]
     names = list(dict.fromkeys(name for summary in finished for name in summary.valid))
     table = Table(box=None, pad_edge=False, header_style="bold")
@@ -115,19 +110,19 @@ def show_comparison(comparison: Comparison, console: Console) -> None:
 
 
 def speed_table(comparison: Comparison) -> Table:
-    """Samples a second, and what they are worth."""
+    """Speed, speed-up, efficiency and parity."""
     table = _table("strategy", "samples/s", "spread", "speed-up", "efficiency")
     table.add_column("vs. single", no_wrap=True)
     for row in comparison.rows:
         rate = row.samples_per_second
-        said, style = PARITY[row.parity]
+        parity, style = PARITY[row.parity]
         table.add_row(
             plain(row.label),
             f"{rate.middle:,.0f}",
             f"{rate.low:,.0f}-{rate.high:,.0f}",
             f"{comparison.speedup(row):.2f}x",
             f"{comparison.efficiency(row):.0%}",
-            Text(said, style=style),
+            Text(parity, style=style),
         )
     return table
 
@@ -148,7 +143,7 @@ def step_table(comparison: Comparison) -> Table:
 
 
 def cost_table(comparison: Comparison) -> Table:
-    """What a way holds, sends and waits for before its first step."""
+    """Memory, bytes sent and start-up time of each configuration."""
     table = _table("cost", "start-up", "sent a step")
     table.add_column("peak memory")
     for row in comparison.rows:
@@ -196,11 +191,11 @@ def size_in_short(num_bytes: int) -> str:
 
 
 MUCH = 1.05
-"""Less than this, by the worst of its rounds against the best without it, is not worth another arithmetic."""
+"""A smaller gain, worst round against the best without the change, does not justify other arithmetic."""
 
 
 def show_suggestions(found: list[Any], command: str, console: Console) -> None:
-    """What each change gives and costs; and the command that takes the best of them."""
+    """What each change gains and costs; and the command that uses the best of them."""
     plain, *others = found
     table = Table(box=None, header_style="bold", pad_edge=False)
     for head in ("change", "ms a step", "x as fast", "last loss", "first step", "pays after"):

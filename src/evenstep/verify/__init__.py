@@ -1,7 +1,7 @@
-"""Does this way of training learn what one device learns? Found by running both, and why not by testing the causes.
+"""Does a configuration match training on one device? Both are run and compared; if they differ, causes are tested.
 
-verdicts = check(prepared, [Way("ddp", ("cpu", "cpu"))], folder)        # the whole check
-verdicts = check(prepared, ways, folder, Depth(steps=3, own_precision=False))   # a short one, for `compare`
+verdicts = check(prepared, [Configuration("ddp", ("cpu", "cpu"))], folder)        # the whole check
+verdicts = check(prepared, configs, folder, Depth(steps=3, own_precision=False))   # a short one, for `compare`
 """
 
 from evenstep.verify.check import Depth, check, judged

@@ -1,6 +1,6 @@
-"""Why a way differs: each cause is a test, tried in turn; what no test confirms is not claimed.
+"""Why a configuration differs from single: each cause has a test, and only a confirmed cause is named.
 
-Causes that lie in the rank: every rank did the same by itself, and they are laid side by side.
+Some tests run the training again with one change; others compare what each rank computed from the same samples.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from evenstep.verify.differences import (
 from evenstep.verify.recorder import Evidence, Failure
 from evenstep.verify.runs import OutOfTime, Runs, has_ranks, one_device
 from evenstep.verify.task_causes import buffers, captured, draws, gathered, hooks, loss, metrics, reading
-from evenstep.verify.tolerance import UNJUDGED
+from evenstep.verify.tolerance import NOT_COMPARED
 from evenstep.verify.verdict import Cause, Configuration
 
 NEAR = 1e-7
@@ -40,7 +40,7 @@ def by_rank(single: Found, ranks: Sequence[Found], label: str, is_rough: bool) -
     near = ROUGHLY if is_rough else NEAR
     own, of_ranks = single.get("batch"), [rank["batch"] for rank in ranks if rank.get("batch")]
     cause = _other_settings(single.get("settings"), [rank.get("settings") for rank in ranks], label)
-    # A rank whose test failed has computed nothing that could be compared: `problems_of` tells of it.
+    # A rank whose test failed has nothing to compare: `problems_of` reports it.
     if cause is not None or not own or not ranks or len(of_ranks) < len(ranks):
         return cause
     return (
@@ -146,8 +146,8 @@ LATE = "the time for the search ran out"
 
 
 @dataclass(frozen=True)
-class Apart:
-    """How far two runs are apart."""
+class RunDifference:
+    """The difference between two runs."""
 
     largest: float
     agrees: bool
@@ -163,7 +163,7 @@ class Apart:
 
 @dataclass(frozen=True)
 class Case:
-    """A way that differs from one device, and how."""
+    """A configuration that differs from one device, and how."""
 
     runs: Runs
     config: Configuration
@@ -182,7 +182,7 @@ class Case:
 
     @property
     def can_gather(self) -> bool:
-        """Whether each rank could get the whole batch from the others, as no micro-batch and no thread can."""
+        """Whether each rank can gather the whole batch, which neither micro-batches nor threads can."""
         return has_ranks(self.config) and self.config.accumulate == 1
 
     @property
@@ -196,21 +196,21 @@ class Case:
         return {one.name for one in self.beyond}
 
     def found(self) -> dict[str, Any]:
-        """What the task showed on one device, taken apart."""
+        """The findings of the experiments on one device."""
         (found,) = self.runs.examined(self.single, self.precision, self.is_rough)
         return found
 
     def on_ranks(self) -> list[dict[str, Any]]:
-        """The same from every rank; empty for a way of one process."""
+        """The same from every rank; empty for a configuration with one process."""
         return self.runs.examined(self.config, self.precision, self.is_rough) if has_ranks(self.config) else []
 
-    def apart(self, one: Evidence | Failure, other: Evidence | Failure) -> Apart:
-        """Two runs laid side by side."""
+    def apart(self, one: Evidence | Failure, other: Evidence | Failure) -> RunDifference:
+        """Compare two runs."""
         if isinstance(one, Failure) or isinstance(other, Failure):
-            return Apart(math.inf, False, one if isinstance(one, Failure) else other)  # type: ignore[arg-type]
+            return RunDifference(math.inf, False, one if isinstance(one, Failure) else other)  # type: ignore[arg-type]
         found = Differ(COARSE if self.is_rough else FINE).all(one, other)
-        judged = [each.size for each in found if self.limit(each) < UNJUDGED or math.isinf(each.size)]
-        return Apart(max(judged, default=0.0), first_beyond(found, self.limit) is None)
+        judged = [each.size for each in found if self.limit(each) < NOT_COMPARED or math.isinf(each.size)]
+        return RunDifference(max(judged, default=0.0), first_beyond(found, self.limit) is None)
 
 
 def find_cause(case: Case, failure: Failure | None) -> Cause:
@@ -222,7 +222,7 @@ def find_cause(case: Case, failure: Failure | None) -> Cause:
 
 
 def _confirmed(case: Case) -> Cause:
-    """What was tested before costs no time, so that each test has its turn."""
+    """Every test is tried, even when time is up: runs that exist already cost none."""
     is_late = False
     for test in _tests(case):
         try:
@@ -248,7 +248,7 @@ def _unknown(why: str, evidence: tuple[str, ...]) -> Cause:
 
 
 def only_in(case: Case, arithmetic: float, said: tuple[str, ...]) -> Cause:
-    """Why a way differs in the task's own precision though float64 agrees: a run that repeats itself, or does not."""
+    """Why a configuration differs in the task's own precision although float64 agrees."""
     try:
         cause = _not_repeated(case) or _config_not_repeated(case)
     except OutOfTime:
@@ -273,7 +273,7 @@ def _tests(case: Case) -> list[Callable[[Case], Cause | None]]:
         _batch_norm,
         lambda case: draws(case.found(), case.is_rough),
         lambda case: reading(case.found()),
-        # Before the loss: what depends on such a buffer depends on the others of its batch.
+        # Before the loss: what depends on such a buffer depends on the other samples of its batch.
         lambda case: _buffers(case) if (case.found().get("buffers") or {}).get("read") else None,
         _gathered,
         lambda case: loss(case.found(), case.can_gather),
@@ -293,14 +293,14 @@ def _tests(case: Case) -> list[Callable[[Case], Cause | None]]:
 
 
 def lies_in_task(case: Case) -> bool:
-    """Whether the task, taken apart on one device, already shows why no way of cutting its batch up can agree."""
+    """Whether experiments on one device already show why no split of the batch can agree."""
     found = case.found()
     causes = (captured(found), draws(found, case.is_rough), reading(found), loss(found, case.can_gather))
     return any(cause is not None for cause in causes)
 
 
 def _gathered(case: Case) -> Cause | None:
-    """Gradients alone differ in the first step, in a way whose ranks can ask each other."""
+    """Only gradients differ in the first step, under a strategy whose ranks can gather."""
     first = case.reference.begin + 1
     at_first = {one.part for one in case.beyond if one.step <= first}
     if not case.can_gather or "gradients" not in at_first or "loss" in at_first:
@@ -337,7 +337,7 @@ def _not_repeated(case: Case) -> Cause | None:
 
 
 def _config_not_repeated(case: Case) -> Cause | None:
-    """The same run twice under this very way."""
+    """The same run twice under this configuration."""
     if case.run is None:
         return None
     apart = case.apart(case.run, case.runs.watched(case.config, case.precision, again="again"))
@@ -360,7 +360,7 @@ def _start_apart(one: Evidence, other: Any) -> str | None:
 
 
 def _batch_norm(case: Case) -> Cause | None:
-    """The same two runs with statistics that are no longer each device's own."""
+    """The same two runs with BatchNorm statistics that do not depend on the device."""
     layers = case.found().get("norms") or []
     if not layers or case.run is None:
         return None
@@ -389,7 +389,7 @@ def _batch_norm(case: Case) -> Cause | None:
 
 
 def _forgotten(case: Case) -> Cause | None:
-    """What a checkpoint of one device holds, and how one device goes on from it."""
+    """What a checkpoint of one device holds, and whether one device can resume from it."""
     half = case.runs.half
     saved = case.runs.watched(case.single, case.precision, is_saved=True)
     if not isinstance(saved, Evidence) or not has_checkpoint(saved, half):
@@ -421,7 +421,7 @@ def _forgotten(case: Case) -> Cause | None:
 
 
 def _cut_alone(case: Case) -> Cause | None:
-    """One device that cuts the batch into as many parts: is it the cutting, or what is sent?"""
+    """One device with as many micro-batches: does splitting cause it, or communication?"""
     num = len(case.config.devices) * case.config.accumulate
     if num == 1 or case.run is None:
         return None
@@ -443,7 +443,7 @@ def _cut_alone(case: Case) -> Cause | None:
 
 def _failed(case: Case, failure: Failure) -> Cause:
     found = case.found()
-    # Of draws, those alone that leave parameters out can make a way fail that one device does not.
+    # Only draws that skip parameters can make a configuration fail that runs on one device.
     skipping = draws(found, case.is_rough) if (found.get("draws") or {}).get("skips") else None
     cause = captured(found) or skipping or by_rank(found, case.on_ranks(), case.config.label, case.is_rough)
     without = (found.get("batch") or {}).get("without") or []
@@ -465,7 +465,7 @@ def _failed(case: Case, failure: Failure) -> Cause:
 
 
 def _as_said(failure: Failure, evidence: tuple[str, ...]) -> Cause:
-    """In the words in which the run itself failed."""
+    """The error message of the run."""
     lines = failure.first_lines.splitlines() or ["it ended without an error message"]
     return Cause(name=_kind_of(failure), sentence=lines[0].rstrip(".;"), evidence=evidence, advice=" ".join(lines[1:]))
 

@@ -1,4 +1,4 @@
-"""The check: one device, then every way, in float64 and in the task's own precision."""
+"""The check: train on one device, then with every configuration, in float64 and in the task's own precision."""
 
 from __future__ import annotations
 
@@ -30,9 +30,9 @@ from evenstep.verify.differences import (
 from evenstep.verify.recorder import MOST_TRIED, Evidence, Failure
 from evenstep.verify.runs import Budget, OutOfTime, Runs, Say, one_device
 from evenstep.verify.tolerance import (
-    WITHOUT_YARDSTICK,
-    Disturbed,
-    Yardstick,
+    FALLBACK_TOLERANCE,
+    PerturbedLimit,
+    RoundingLimit,
     by_rounding,
     exact,
     has_steps,
@@ -51,28 +51,28 @@ SKIPPED = (
 
 @dataclass(frozen=True)
 class Depth:
-    """How much is looked at."""
+    """How much is compared."""
 
     steps: int = 4
     own_precision: bool = True
     """Whether the task's own precision is compared beside float64."""
     sync_batchnorm: bool = False
     from_single: bool = False
-    """Whether each way goes on from a checkpoint of one device, too; the reverse is always tried."""
+    """Whether each configuration also resumes from a checkpoint of one device; the reverse is always tested."""
     say: Say = lambda line: None
 
 
 def check(
     base: Prepared, configs: Sequence[Configuration], folder: Path, depth: Depth | None = None
 ) -> dict[Configuration, Verdict]:
-    """Whether each way learns what one device learns; the runs go into `folder`, and are left there."""
+    """Whether each configuration matches one device; the runs are written to `folder` and left there."""
     return settled(dict(judged(base, configs, folder, depth or Depth())))
 
 
 def judged(
     base: Prepared, configs: Sequence[Configuration], folder: Path, depth: Depth
 ) -> Iterator[tuple[Configuration, Verdict]]:
-    """The same, one after the other: what is known stays known if a later one cannot be judged."""
+    """The verdicts as they are reached, so that an error in a later one does not lose them."""
     runs = Runs(base, folder, depth.steps, depth.sync_batchnorm, depth.say)
     search = runs.search(Budget())
     try:
@@ -83,12 +83,12 @@ def judged(
 
 
 class Judge:
-    """One way against one device."""
+    """Compares one configuration with one device."""
 
     def __init__(self, runs: Runs, search: Runs, config: Configuration, depth: Depth) -> None:
         self._runs = runs
         self._search = search
-        """The same ones, where a cause is looked for: its time is limited."""
+        """The same runs, within the time limit of the search for causes."""
         self._config = config
         self._depth = depth
         self._own = runs.base.plan.precision
@@ -99,11 +99,11 @@ class Judge:
         self._is_rough = False
 
     def verdict(self) -> Verdict:
-        """The arithmetic first; then the same in practice."""
+        """Compare in float64 first, then in the precision of the task."""
         try:
             return self._verdict()
         finally:
-            # A large model's are large, and another way follows.
+            # They may be large, and another configuration follows.
             self._runs.forget_checkpoints(self._config)
 
     def _verdict(self) -> Verdict:
@@ -146,7 +146,7 @@ class Judge:
             why = found.first_lines.splitlines()
             self._notes.append(
                 f"the task does not run in float64 ({why[-1] if why else 'it failed'}), so only {self._own} was "
-                f"compared, with tolerance {WITHOUT_YARDSTICK[self._own]:g}"
+                f"compared, with tolerance {FALLBACK_TOLERANCE[self._own]:g}"
             )
         return not isinstance(found, Failure)
 
@@ -176,7 +176,7 @@ class Judge:
             self._notes.append(f"no gradient reaches {', '.join(without[:3])}{more}, not even on one device")
 
     def _round_trip(self, differ: Differ, reference: Evidence, run: Evidence, precision: str) -> list[Difference]:
-        """A checkpoint of this way holds what was trained, and one device goes on from it as if from its own."""
+        """A checkpoint of this configuration is complete, and one device resumes from it as from its own."""
         half = self._runs.half
         if not has_checkpoint(run, half):
             return [Difference("checkpoint", half, "checkpoint", math.inf)]
@@ -192,7 +192,7 @@ class Judge:
     def _gone_on(
         self, differ: Differ, reference: Evidence, config: Configuration, saved: Evidence, precision: str
     ) -> list[Difference]:
-        """A way that goes on from a run's checkpoint, beside one device that never stopped."""
+        """Compare a configuration resumed from a checkpoint with one device that was not interrupted."""
         half = self._runs.half
         whose = REFERENCE if saved is reference else self._config.label
         again, resume = f"resumed from a checkpoint of {whose}", str(saved.checkpoint(half))
@@ -211,18 +211,18 @@ class Judge:
         if not self._is_rough:
             return exact
         if precision == "fp64" != self._own:
-            return Yardstick(Differ(COARSE).all(self._reference("fp64"), self._reference(self._own)), self._own)
-        return Yardstick([], precision)
+            return RoundingLimit(Differ(COARSE).all(self._reference("fp64"), self._reference(self._own)), self._own)
+        return RoundingLimit([], precision)
 
     def _in_practice(self, arithmetic: Limit) -> Verdict:
-        """In the task's own precision: a way may be off as far as rounding itself is, and some more."""
+        """Compare in the task's own precision, with a tolerance measured from rounding on one device."""
         self._is_rough = True
         reference, run = self._reference(self._own), self._runs.watched(self._config, self._own)
         if isinstance(run, Failure):
             return self._failed(run, reference, self._own)
         noise = Differ(COARSE).all(self._reference("fp64"), reference)
         found = self._without_skips(Differ(COARSE).all(reference, run), reference, run)
-        limit: Limit = Yardstick(noise, self._own)
+        limit: Limit = RoundingLimit(noise, self._own)
         said = f"in {self._own}, max relative difference {most(found):.1e}; {by_rounding(noise)}"
         if not has_steps(found):
             said = f"in {self._own} nothing was compared: {SKIPPED}"
@@ -233,13 +233,13 @@ class Judge:
             return self._same(arithmetic)
         shown = tensor_of(first, found, limit)
         tested = [said, f"the tolerance for {shown.name} is {limit(shown):.1e}"]
-        if isinstance(limit, Disturbed):
+        if isinstance(limit, PerturbedLimit):
             tested.append(still(limit.moved(shown), limit.num_tried))
         case = self._case(reference, run, self._own, limit, found)
         return self._differs(first, found, case, only_in(case, self._largest(), tuple(tested)))
 
     def _is_explained(self, reference: Evidence, run: Evidence, limit: Limit) -> bool:
-        """Whether a way is off for a reason that the task itself shows: nobody need look for what rounding does."""
+        """Whether the task itself shows the reason, so that rounding need not be measured."""
         if not self._is_rough or first_beyond(self._found, limit) is None:
             return False
         try:
@@ -248,15 +248,15 @@ class Judge:
             return False
 
     def _eased(self, limit: Limit, found: Sequence[Difference], reference: Evidence) -> Limit:
-        """Where a way is off by more than rounding: a limit by how far one device is moved by next to nothing."""
+        """A wider limit, from how far tiny perturbations of the weights move one device."""
         first = first_beyond(found, limit)
         if first is None or not self._is_rough or any(math.isinf(one.size) for one in found):
             return limit
         precision = reference.record.plan.precision
-        eased = Disturbed(limit)
+        eased = PerturbedLimit(limit)
         for number in range(1, MOST_TRIED + 1):
             try:
-                run = self._search.watched(one_device(self._config), precision, disturbance=number)
+                run = self._search.watched(one_device(self._config), precision, perturbation=number)
             except OutOfTime:
                 break
             if isinstance(run, Failure):
@@ -269,7 +269,7 @@ class Judge:
         return eased
 
     def _without_skips(self, found: list[Difference], reference: Evidence, run: Evidence) -> list[Difference]:
-        """In fp16 the whole of a batch overflows sooner than its parts do, so that a sound way skips other steps."""
+        """Ignore steps that only one run skipped: in fp16 a whole batch overflows sooner than its parts."""
         skipped = [
             one
             for one in found

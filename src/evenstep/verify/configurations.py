@@ -1,7 +1,4 @@
-"""The ways that a command line asks for; `compare` reads its own by the same rules.
-
-What is compared: strategies, each on some devices.
-"""
+"""Configurations from the command line: which strategies on which devices `verify` and `compare` run."""
 
 from __future__ import annotations
 
@@ -57,7 +54,7 @@ def device_sets(text: str) -> list[tuple[str, ...]]:
 
 
 def plan_of(plan: Plan, config: Configuration) -> Plan:
-    """The plan of a way; raises what a plan refuses, before anything is started."""
+    """The plan of a configuration; raises PlanError before anything is started."""
     return Plan.from_json(
         {**plan.to_json(), "strategy": config.strategy, "devices": config.devices, "accumulate": config.accumulate}
     )

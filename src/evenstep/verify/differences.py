@@ -1,7 +1,4 @@
-"""How far two runs of the same training are apart, tensor by tensor, each relative to its own size.
-
-Sentences about differences.
-"""
+"""Relative differences between two runs of the same training, tensor by tensor, and messages about them."""
 
 from __future__ import annotations
 
@@ -29,7 +26,7 @@ ADAPTED = ("weight", "optimizer")
 
 @dataclass(frozen=True)
 class Difference:
-    """One number: after `step` steps, `name` of `part` is off by `size`, relative to the largest of its numbers."""
+    """One number: after `step` steps, `name` of `part` differs by `size`, relative to its largest element."""
 
     part: str
     step: int
@@ -43,11 +40,11 @@ Limit = Callable[[Difference], float]
 
 @dataclass(frozen=True)
 class Guard:
-    """What is too small to say anything.
+    """What is too small to be compared.
 
     A gradient whose true value is zero is computed as rounding noise (the bias of attention's keys, which softmax
-    cancels). Adam divides noise by its own size and takes full steps with it, so such weights differ by far, and
-    nothing is learned by them.
+    cancels). Adam divides noise by its own size and takes full steps with it, so such weights differ a lot
+    without meaning.
     """
 
     element: float
@@ -61,7 +58,7 @@ COARSE = Guard(1e-2, 1e-3)
 
 
 class Differ:
-    """Compares runs; what it once found to be noise stays left out."""
+    """Compares runs; elements whose gradient was once found to be noise stay excluded."""
 
     def __init__(self, guard: Guard) -> None:
         self._guard = guard
@@ -73,9 +70,9 @@ class Differ:
         return [name for name, noise in self._noise.items() if bool(noise.all())]
 
     def all(self, one: Evidence, other: Evidence) -> list[Difference]:
-        """In the order in which they come to be, from where both of them have begun.
+        """All differences in order of time, from the first step that both runs took.
 
-        After a step that only one of them took, nothing more can be compared.
+        After a step that only one run took, nothing more is compared.
         """
         found: list[Difference] = []
         begin = max(one.begin, other.begin)
@@ -91,13 +88,13 @@ class Differ:
         return [*found, *_evaluations(one, other, begin)]
 
     def _step(self, one: Tensors, other: Tensors, step: int) -> Iterator[Difference]:
-        # A run that goes on from a checkpoint begins elsewhere.
+        # A resumed run starts from other weights.
         if _ordered("start", one, {}) and _ordered("start", {}, other):
             for name, size in self._kind("start", one, other):
                 yield Difference("weights", 0, name, size)
         for name, size in self._kind("gradient", one, other):
             yield Difference("gradients", step, name, size)
-        self._listen(one, other)
+        self._find_noise(one, other)
         for kind, part in (("weight", "weights"), ("buffer", "weights"), ("optimizer", "optimizer")):
             for name, size in self._kind(kind, one, other):
                 yield Difference(part, step, name, size)
@@ -115,7 +112,7 @@ class Differ:
             sizes = [self._size(kind, name, one[key], other[key], floor)]
             norms = [float(run[f"norm/{key}"]) for run in (one, other) if f"norm/{key}" in run]
             if len(norms) == 2 and not (kind in ADAPTED and self._is_noisy(name)):
-                sizes.append(as_size(apart(*norms), max(norms[0], floor)))
+                sizes.append(as_size(distance(*norms), max(norms[0], floor)))
             yield name, max(sizes)
 
     def _size(self, kind: str, name: str, one: torch.Tensor, other: torch.Tensor, floor: float) -> float:
@@ -138,8 +135,8 @@ class Differ:
         size = as_size(float(away.max()), max(_largest([one]), _largest([other]), floor))
         return 0.0 if kind == "optimizer" and size <= _digits(one, other) else size
 
-    def _listen(self, one: Tensors, other: Tensors) -> None:
-        """Note which elements had nothing but noise for a gradient."""
+    def _find_noise(self, one: Tensors, other: Tensors) -> None:
+        """Note which elements have only noise as their gradient."""
         keys = _ordered("gradient", one, other)
         floor = self._guard.tensor * _largest([one[key] for key in keys if key in one])
         for key in keys:
@@ -163,14 +160,14 @@ def _digits(one: torch.Tensor, other: torch.Tensor) -> float:
     return 0.0 if eps <= torch.finfo(torch.float64).eps else 4 * eps
 
 
-def apart(one: float, other: float) -> float:
-    """How far two numbers are apart; no number and no number are the same."""
+def distance(one: float, other: float) -> float:
+    """The absolute difference; NaN equals NaN."""
     return 0.0 if one == other or (math.isnan(one) and math.isnan(other)) else abs(one - other)
 
 
-def as_size(apart: float, scale: float) -> float:
-    """As a part of `scale`; infinite where that is no number, so that it is beyond every limit."""
-    size = apart / max(scale, 1e-300)
+def as_size(distance: float, scale: float) -> float:
+    """Relative to `scale`; infinite where it is NaN, so that it exceeds every limit."""
+    size = distance / max(scale, 1e-300)
     return size if math.isfinite(size) else math.inf
 
 
@@ -226,7 +223,7 @@ def _samples(one: Evidence, other: Evidence, step: int) -> Difference:
 
 def _loss(one: Evidence, other: Evidence, step: int) -> Difference:
     largest = max((abs(loss) for loss in one.losses.values() if math.isfinite(loss)), default=0.0)
-    return Difference("loss", step, "loss", as_size(apart(one.losses[step], other.losses[step]), largest))
+    return Difference("loss", step, "loss", as_size(distance(one.losses[step], other.losses[step]), largest))
 
 
 def _missing(key: str, one: Tensors, other: Tensors) -> float:
@@ -263,14 +260,14 @@ def _values(one: Evaluation, other: Evaluation) -> Iterator[Difference]:
             yield Difference("evaluation", one.step, name, math.inf)
             continue
         value, found = one.values[name], other.values[name]
-        size = as_size(apart(value, found), max(abs(value), abs(found), 1e-12))
+        size = as_size(distance(value, found), max(abs(value), abs(found), 1e-12))
         is_rounding = name != "loss" and _is_one_sample(value - found, one.samples)
         yield Difference("evaluation", one.step, name, 0.0 if is_rounding else size)
 
 
-def _is_one_sample(apart: float, num_samples: int) -> bool:
-    """Whether one sample's answer fell to the other side: two scores were alike but for rounding."""
-    return abs(abs(apart) * num_samples - 1) < 1e-6
+def _is_one_sample(distance: float, num_samples: int) -> bool:
+    """Whether exactly one sample flipped: two scores were equal but for rounding."""
+    return abs(abs(distance) * num_samples - 1) < 1e-6
 
 
 def _ordered(kind: str, one: Tensors, other: Tensors) -> list[str]:
@@ -294,12 +291,12 @@ _THINGS = {
 
 
 def same(label: str, largest: float) -> str:
-    """For a way that passes."""
+    """Message for a configuration that passes."""
     return f"{label} matches single: max relative difference {largest:.0e}"
 
 
 def differs(label: str, first: Difference, precision: str) -> str:
-    """Where a way first differs, and by how much."""
+    """Message: where a configuration first differs, and by how much."""
     if first.name == STEP:
         return f"{label} does not match single: only one of them took step {first.step} ({precision})"
     thing = _THINGS[first.part].format(name=first.name)
@@ -309,7 +306,7 @@ def differs(label: str, first: Difference, precision: str) -> str:
 
 
 def jumps(first: Difference, moved: float, precision: str) -> str:
-    """For a way that is off by more than rounding, where one device is too as soon as it is disturbed."""
+    """Note for a difference that tiny perturbations cause on one device, too."""
     thing = _THINGS[first.part].format(name=first.name)
     return (
         f"in {precision}, from step {first.step} on, {thing} differs by {in_percent(first.size)}: rounding flips a "
@@ -319,7 +316,7 @@ def jumps(first: Difference, moved: float, precision: str) -> str:
 
 
 def still(moved: float, num_tried: int) -> str:
-    """For a way that is off by more than that."""
+    """Evidence that perturbations do not explain a difference."""
     return (
         f"single, with its initial weights perturbed by a relative {STRENGTH:.0e} ({num_tried} tries), differs there "
         f"by at most {moved:.1e}"
@@ -327,11 +324,11 @@ def still(moved: float, num_tried: int) -> str:
 
 
 def fails(label: str, failure: Failure) -> str:
-    """For a way that does not come to its end."""
+    """Message for a configuration that fails."""
     what = "learns nothing" if "nothing is learned" in failure.message else "fails, and single does not"
     return f"{label} {what}"
 
 
 def in_percent(size: float) -> str:
-    """A relative difference as people say it."""
+    """A relative difference in percent, or in scientific notation if it is tiny."""
     return f"{100 * size:.3g} %" if size >= 1e-4 else f"{size:.1e}"

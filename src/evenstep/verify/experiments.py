@@ -1,7 +1,7 @@
-"""A task, taken apart in one process: each cause for which strategies could differ, tested by itself.
+"""Experiments on a task in one process: each tests one possible cause of a difference between strategies.
 
-Every rank of a run does the same with the same samples and the same weights, and writes what it found; whoever started
-them compares. Nothing is sent between them, so that a difference is the task's own.
+Every rank runs them on the same samples and weights, without communication, and writes its findings; the parent
+compares them. So a difference between ranks lies in the task.
 """
 
 from __future__ import annotations
@@ -25,23 +25,23 @@ from evenstep.training.loss import as_sum
 from evenstep.training.team import join
 from evenstep.training.trainer import Event, set_up_torch
 from evenstep.verify.one_batch import SUBSETS, WHOLE, Given, Outcome, Workbench, cut_up
-from evenstep.verify.recorder import DrawsSeen, DropoutOff, as_real
+from evenstep.verify.recorder import DrawDetector, DropoutOff, as_real
 
 FOLDER = "examined"
 MOST_ELEMENTS = 2_000
 MOST_SLOPES = 3
 MOST_SEEDS = 40
 MOST_SECONDS = 10.0
-"""So many other seeds are tried, and for so long, until a draw shows."""
+"""Limits of the search for a seed that changes the result."""
 Findings = dict[str, Any]
 
 
 def perform_examination(
     plan: Plan, task: Task, run_folder: Path, *, is_rough: bool, tests: Sequence[str]
 ) -> Iterator[Event]:
-    """Carry some of TESTS out in this process, and leave what was found in the run folder.
+    """Run some of TESTS in this process, and write the findings to the run folder.
 
-    It `is_rough` where the task computes in fewer digits than float64 has.
+    `is_rough`: the task computes in lower precision than float64.
     """
     set_up_torch(plan)
     team = join(plan.strategy, plan.devices, plan.precision, plan.seed)
@@ -55,7 +55,7 @@ def perform_examination(
 
 
 def examine(bench: Workbench, tests: Sequence[str]) -> Findings:
-    """Each of these tests; one that cannot be carried out on this task says so, and the others go on."""
+    """Run the tests; one that fails on this task is listed under `problems`."""
     findings: Findings = {}
     for name in tests:
         try:
@@ -115,7 +115,7 @@ def _warned(bench: Workbench) -> list[str]:
 
 def _draws(bench: Workbench) -> Findings:
     """Does the loss draw random numbers, and does the result depend on them?"""
-    seen = DrawsSeen()
+    seen = DrawDetector()
     one = bench.compute(seed=1, watch=seen.watching())
     by_itself = _furthest(one, bench.compute(seed=1))
     apart, skips, begun = 0.0, False, time.monotonic()
@@ -160,7 +160,7 @@ def _cut(bench: Workbench) -> Findings:
         has_slope = _is_slope(bench, found.unlike, outcomes[WHOLE].norms)
     if outcomes[WHOLE].count is None:
         return {**asdict(found), "sizes": sizes, "has_slope": has_slope}
-    # A sum with its count: what is a mistake in a mean is what is asked for.
+    # With a (sum, count) pair a sum over samples is correct.
     total = sum(outcomes[part,].loss for part in range(3))
     kind = "sound" if found.kind == "sum" else "pair"
     return {**asdict(found), "kind": kind, "by_parts": total, "sizes": sizes, "has_slope": has_slope}
@@ -181,13 +181,13 @@ def _thinned(gradients: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
 def _metrics(bench: Workbench) -> dict[str, str]:
     """How each value of an evaluation adds up."""
     sizes = [len(part) for part in bench.thirds()]
-    pieces = [bench.measure(part) for part in bench.thirds()]
+    parts = [bench.measure(part) for part in bench.thirds()]
     whole = bench.measure(bench.union([0, 1, 2]))
     kinds = {}
     for name, amount in whole.items():
         total = as_sum(amount, sum(sizes), name).double()
         by_parts = torch.stack(
-            [as_sum(piece[name], size, name).double() for piece, size in zip(pieces, sizes, strict=True)]
+            [as_sum(part[name], size, name).double() for part, size in zip(parts, sizes, strict=True)]
         ).sum(0)
         is_near = bool(((total - by_parts).abs() <= bench.tolerance * total.abs().clamp(min=1e-12)).all())
         kinds[name] = "sound" if is_near else "mixed"
@@ -238,7 +238,7 @@ def _furthest(one: Outcome, other: Outcome) -> float:
 
 
 BY_RANK = ("batch", "settings")
-"""What every rank is asked; the rest is the same on all of them."""
+"""Tests that every rank runs; the others give the same on all ranks."""
 TESTS: dict[str, Callable[[Workbench], Any]] = {
     "batch": _batch,
     "settings": _settings,

@@ -1,9 +1,7 @@
-"""One model, one batch, nothing around them: where a task is taken apart.
+"""One model and one batch, split in any way: is the loss of the batch the mean of the losses of its parts?
 
-Is what a batch gives the mean of what its parts give? What a loss is a mean over, found by cutting a batch up.
-
-At the start every token of a language model has nearly the same loss, so that a mean over tokens cannot be told from a
-mean over samples by the loss alone. Gradients differ from the first step on: they are held to the same sums.
+At the start every token of a language model has nearly the same loss, so that the loss alone does not distinguish a
+mean over tokens from a mean over samples. Gradients do, from the first step on: they must add up in the same way.
 """
 
 from __future__ import annotations
@@ -33,7 +31,7 @@ from evenstep.strategies.base import evaluating, same_numbers
 from evenstep.task import Amount, Task
 from evenstep.training.evaluation import LossAndMetrics
 from evenstep.training.team import Team
-from evenstep.verify.recorder import LEAST, DropoutOff, as_real, disturbed, same_torch, sampled, torch_states
+from evenstep.verify.recorder import LEAST, DropoutOff, as_real, perturbed, same_torch, sampled, torch_states
 
 Kind = Literal["sound", "sum", "weighted", "mixed"]
 Parts = tuple[int, ...]
@@ -44,7 +42,7 @@ WHOLE = SUBSETS[-1]
 
 @dataclass(frozen=True)
 class Given:
-    """What some of the parts give together."""
+    """Loss and gradients of some of the parts together."""
 
     loss: float
     gradients: Mapping[str, torch.Tensor]
@@ -53,7 +51,7 @@ class Given:
 
 @dataclass(frozen=True)
 class Rounding:
-    """How far loss and gradients may be off."""
+    """Tolerances of loss and gradients."""
 
     loss: float
     """Relative to the largest loss."""
@@ -68,7 +66,7 @@ class Rounding:
 
 @dataclass(frozen=True)
 class CutUp:
-    """What became of it."""
+    """How the loss and gradients of a batch follow from those of its parts."""
 
     kind: Kind
     """sound: a mean over samples. sum: a sum over samples. weighted: a mean over something else, of which each part
@@ -182,10 +180,10 @@ def _fitted(values: Values) -> list[float]:
 
 TOLERANCE = 1e-9
 ROUGH_TOLERANCE = 1e-3
-DISTURBANCES = 3
-"""How often the weights are disturbed to see what rounding does, where a task computes in fewer digits."""
+PERTURBATIONS = 3
+"""How often the weights are perturbed to measure rounding, where a task computes in lower precision."""
 TIMES_MOVED = 10.0
-"""How much more than a disturbance moves it something may be off."""
+"""How many times as far as a perturbation moves it a value may differ."""
 STRIDES = (1e-5, 1e-4, 1e-3, 1e-2)
 """By which part of itself the loss is moved to measure its slope: rounding hides the small, curvature the large."""
 
@@ -203,7 +201,7 @@ class Outcome:
 
 
 class Workbench:
-    """The task's model as it starts, and its first global batch in any cut."""
+    """The task's initial model, and its first global batch in any split."""
 
     def __init__(self, plan: Plan, task: Task, team: Team, dropout: DropoutOff, is_rough: bool) -> None:
         self.task = task
@@ -286,9 +284,9 @@ class Workbench:
             return Rounding(self._least / 10, self._least, 1e-6)
         still = self.compute()
         moved_loss, moved = 0.0, dict.fromkeys(still.gradients, 0.0)
-        for number in range(1, DISTURBANCES + 1):
+        for number in range(1, PERTURBATIONS + 1):
             with self._kept_weights():
-                disturbed(self.model, number)
+                perturbed(self.model, number)
                 other = self.compute()
             moved_loss = max(moved_loss, TIMES_MOVED * abs(other.loss - still.loss))
             for name in still.gradients.keys() & other.gradients.keys():
@@ -340,7 +338,7 @@ class Workbench:
             return LossAndMetrics(self.task)(self.model, data)
 
     def without_batch_statistics(self) -> AbstractContextManager[None]:
-        """BatchNorm normalizes by what it remembers."""
+        """BatchNorm uses its running statistics."""
         return evaluating(*(layer for layer in self.model.modules() if isinstance(layer, _BatchNorm)))
 
     def buffers_before(self) -> dict[str, torch.Tensor]:
@@ -368,7 +366,7 @@ class Workbench:
         return abs(first.loss - second.loss) > self._least / 10 * max(abs(first.loss), abs(second.loss))
 
     def is_cut_alike(self) -> bool | None:
-        """Whether samples are the same when their batch is cut up; None if they cannot be laid side by side."""
+        """Whether samples stay the same when their batch is split; None if they cannot be compared."""
         whole, parts = self.data(), [self.data(part) for part in self.thirds()]
         columns, of_parts = _tensors(whole), [_tensors(part) for part in parts]
         if any(len(one) != len(columns) for one in of_parts):
@@ -385,7 +383,7 @@ class Workbench:
         return True
 
     def code_that_draws(self) -> list[str]:
-        """Which of the user's functions drew from generators that are not given to them."""
+        """The user's functions that drew from global generators."""
         return sorted(self._drew)
 
     def _is_of_norm(self, name: str) -> bool:

@@ -1,17 +1,9 @@
-"""A training that is watched: what every step computed, as whole tensors under the user's own names, on the disk.
+"""Records a training for comparison: the tensors of every step, as whole tensors under the user's own names, on disk.
 
-What a watched run left behind, read back.
-
-Dropout, switched off in this whole process: it is drawn anew for every device, and nothing else should be.
-
-Code that computes in fewer digits than it was asked to: `logits.float()` in a training in float64.
-
-Who draws random numbers, and on which line of the user's: seen while a function of theirs runs.
-
-One device that starts next to where it should: how far does that alone take it?
-
-Where a ReLU, a max-pool or a comparison decides, the last digit of a weight can turn the decision, and a gradient
-jumps. A batch that is cut up is rounded otherwise, so that a sound way may jump where one device does not.
+Dropout is disabled in the recording process, since each device draws its own. Downcasts (`logits.float()` in float64)
+and random draws are detected, with the user's line. A run can also start from slightly perturbed weights: where a ReLU
+or a max-pool decides, the last digit of a weight can flip the decision, and a split batch is rounded differently, so
+that a correct configuration may differ from one device. `Evidence` reads a recorded run.
 """
 
 from __future__ import annotations
@@ -53,7 +45,7 @@ _DROPS = ("dropout", "alpha_dropout", "feature_dropout", "feature_alpha_dropout"
 
 
 class DropoutOff:
-    """What makes `F.dropout`, `nn.Dropout` and attention leave everything in; `was_used` tells whether any was on.
+    """Disables `F.dropout`, `nn.Dropout` and dropout in attention; `was_used` is true if any was enabled.
 
     Functions are replaced rather than a torch mode entered: modes are per thread, and dp computes in threads; nor
     would a mode be there when an activation checkpoint computes forward again.
@@ -107,10 +99,10 @@ _TORCH = os.path.dirname(torch.__file__) + os.sep
 _PYTHON = os.path.dirname(os.__file__) + os.sep
 
 
-class DrawsSeen(TorchFunctionMode):
-    """While it is entered, notes which generators move, and the user's lines that draw.
+class DrawDetector(TorchFunctionMode):
+    """Notes which random generators advance, and the user's lines that draw.
 
-    A mode of functions, as NarrowSeen is; that an operation draws is seen by the generators that it moves.
+    An operation draws if a generator advances during it.
     """
 
     def __init__(self) -> None:
@@ -162,7 +154,7 @@ def _generator_of(function: Callable[..., Any]) -> bool:
 
 
 def torch_states() -> list[torch.Tensor]:
-    """Those of the CPU and of every card that was used."""
+    """The generator states of the CPU and of every GPU that was used."""
     with torch._C.DisableTorchFunction():
         gpus = torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else []
         return [torch.get_rng_state(), *gpus]
@@ -171,7 +163,7 @@ def torch_states() -> list[torch.Tensor]:
 def same_torch(one: list[torch.Tensor], other: list[torch.Tensor]) -> bool:
     """Whether torch drew nothing in between."""
     with torch._C.DisableTorchFunction():
-        # A card that was first used in between had nothing drawn before.
+        # A GPU that was first used in between had drawn nothing before.
         return all(a.equal(b) for a, b in zip(one, other, strict=False))
 
 
@@ -198,17 +190,17 @@ def _same_numpy(one: Any, other: Any) -> bool:
     return bool(one[2:] == other[2:] and np.array_equal(one[1], other[1]))
 
 
-class NarrowSeen(TorchFunctionMode):
-    """While it is entered, notes the first line at which a float64 becomes a narrower float.
+class DowncastDetector(TorchFunctionMode):
+    """Notes the first line at which a float64 is cast to a lower precision.
 
-    A mode of functions: one of dispatch would see the same, and import sympy for it.
+    A function mode: a dispatch mode would see the same, but imports sympy.
     """
 
     def __init__(self) -> None:
         super().__init__()
         self.place: str | None = None
 
-    def look_at(self, model: nn.Module) -> None:
+    def check_parameters(self, model: nn.Module) -> None:
         """Note a complex parameter, which stays as it is: `Module.double` changes real ones alone."""
         kept = (name for name, weight in model.named_parameters() if weight.dtype is torch.complex64)
         self.place = next((f"the parameter {name} is complex64" for name in kept), self.place)
@@ -239,14 +231,14 @@ def _tensors(value: Any) -> Iterator[torch.Tensor]:
 FOLDER = "witness"
 FACTS = "facts.json"
 MOST_ELEMENTS = 50_000
-"""Of a larger tensor, every so many-th element and the norm are kept."""
+"""Of a larger tensor, evenly spaced elements and the norm are kept."""
 VALID_BATCHES = 4
-"""Evaluated are so many batches and one sample: enough to see whether they are counted rightly."""
+"""Evaluation uses this many batches and one sample: enough to see whether samples are counted correctly."""
 Norms = Literal["own", "eval"]
 
 
 def perform_watched(plan: Plan, task: Task, run_folder: Path, *, norms: Norms = "own") -> Iterator[Event]:
-    """`perform` without dropout, with a file for each step beside its Record; BatchNorm may be kept from its batch."""
+    """`perform` without dropout, with a file for each step; `norms="eval"`: BatchNorm uses its running statistics."""
     watch = Watch(plan, run_folder / FOLDER)
     for event in perform(replace(plan, fast="off"), watch.over(task, norms), run_folder):
         if isinstance(event, Step):
@@ -256,7 +248,7 @@ def perform_watched(plan: Plan, task: Task, run_folder: Path, *, norms: Norms = 
 
 
 class Watch:
-    """Takes, before and after each of the optimizer's steps, what there is to compare; all ranks take part.
+    """Records tensors before and after each optimizer step; all ranks take part.
 
     A step that fp16's scaler skips leaves no file: how many were taken is not how many the Record counts.
     """
@@ -266,7 +258,7 @@ class Watch:
         self._folder = folder
         self._is_main = read_rank()[0] == 0
         self._dropout = DropoutOff()
-        self._narrow = NarrowSeen()
+        self._narrow = DowncastDetector()
         self._taken: Tensors = {}
         self._is_first = True
         self._module: nn.Module | None = None
@@ -275,12 +267,12 @@ class Watch:
             folder.mkdir(exist_ok=True)
 
     def over(self, task: Task, norms: Norms) -> Task:
-        """The same task, with its model and its optimizer in view."""
+        """The same task, with its model and optimizer recorded."""
 
         def model() -> nn.Module:
             self._module = self._dropout.in_layers(task.model())
             if self._plan.precision == "fp64":
-                self._narrow.look_at(self._module)
+                self._narrow.check_parameters(self._module)
             return without_batch_statistics(self._module) if norms == "eval" else self._module
 
         def optimizer(parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
@@ -295,7 +287,7 @@ class Watch:
             return made
 
         def loss(model: nn.Module, batch: Any) -> Amount:
-            """The first one on one device is looked at closely."""
+            """On one device, the first call is checked for downcasts."""
             if self._is_first and self._plan.precision == "fp64" and len(self._plan.devices) == 1:
                 with self._narrow:
                     return task.loss(model, batch)
@@ -306,13 +298,13 @@ class Watch:
         return replace(task, model=model, loss=loss, optimizer=optimizer, valid=valid, show=None)
 
     def write(self, step: int) -> None:
-        """What was taken since the last step, under the number that the Record has for it."""
+        """Write what was recorded since the last step, under its number in the Record."""
         if self._is_main and self._taken:
             save_file(self._taken, self._folder / f"step-{step:08d}.safetensors")
         self._taken = {}
 
     def finish(self) -> None:
-        """Say what was seen over all steps."""
+        """Write facts about the whole run."""
         if self._is_main:
             assert self._module is not None
             facts = {
@@ -414,7 +406,7 @@ def fewer(data: Any, most: int) -> Any:
 
 @dataclass(frozen=True)
 class Failure:
-    """A run that did not come to its end."""
+    """A run that failed."""
 
     message: str
 
@@ -444,7 +436,7 @@ class Evidence:
 
     @cached_property
     def begin(self) -> int:
-        """The step from which it goes on; 0 for a run from the start."""
+        """The step from which it resumes; 0 for a run from the start."""
         return self.record.data.get("step", 0)
 
     @cached_property
@@ -473,7 +465,7 @@ class Evidence:
         return self.folder / files.FOLDER / f"step-{step:08d}"
 
     def forget_checkpoints(self) -> None:
-        """Give their room on the disk back: a large model's are large."""
+        """Delete them: those of a large model are large."""
         shutil.rmtree(self.folder / files.FOLDER, ignore_errors=True)
 
     @cached_property
@@ -498,14 +490,14 @@ MOST_TRIED = 10
 again in a third to nearly all of the tries: ten in vain are rare."""
 
 
-def perform_disturbed(plan: Plan, task: Task, run_folder: Path, *, norms: Norms, number: int) -> Iterator[Event]:
-    """`perform_watched` from weights that are off by next to nothing, in another direction for every number."""
-    beside = replace(task, model=lambda: disturbed(task.model(), number))
+def perform_perturbed(plan: Plan, task: Task, run_folder: Path, *, norms: Norms, number: int) -> Iterator[Event]:
+    """`perform_watched` from slightly perturbed weights; each number gives another perturbation."""
+    beside = replace(task, model=lambda: perturbed(task.model(), number))
     yield from perform_watched(plan, beside, run_folder, norms=norms)
 
 
 @torch.no_grad()
-def disturbed(model: nn.Module, number: int) -> nn.Module:
+def perturbed(model: nn.Module, number: int) -> nn.Module:
     """The same model; every weight is moved by a random part of STRENGTH, or by a last digit if that is more."""
     # Its own, so that nothing else is drawn otherwise than without it.
     draws = torch.Generator().manual_seed(number)

@@ -1,4 +1,4 @@
-"""The runs of a check: each made once, in processes of its own, and kept until all of it is judged."""
+"""The runs of a check: each is run once, in new processes, and kept until the check is done."""
 
 from __future__ import annotations
 
@@ -25,10 +25,10 @@ from evenstep.worker.main import Instead
 Say = Callable[[str], None]
 MAX_CHARACTERS = 100
 SEARCH_SECONDS = 75.0
-"""No run is started to look for causes after so long, over all ways of a check."""
+"""Time limit of the search for causes, over all configurations; after it no further run is started."""
 STALL_SECONDS, TIMES_SLOWEST = 30.0, 20
-"""A way that does not move for so long, and for so many of one device's slowest steps, hangs: ranks that wait for each
-other (a layer that one of them skips, under fsdp) would be waited for through the ten minutes of a first step."""
+"""A run without progress for this long, and for this many times the slowest step of one device, hangs. Without this
+limit, ranks that wait for each other (one skips a layer under fsdp) would wait the ten minutes of a first step."""
 
 
 class OutOfTime(Exception):
@@ -44,7 +44,7 @@ class Budget:
 
     @contextmanager
     def counted(self) -> Iterator[None]:
-        """Something that takes its time from it."""
+        """Count the time of what runs inside; raises OutOfTime."""
         if self.spent >= self.seconds:
             raise OutOfTime
         begun = time.monotonic()
@@ -55,18 +55,18 @@ class Budget:
 
 
 def one_device(config: Configuration) -> Configuration:
-    """What a way is compared with."""
+    """The reference for a configuration."""
     return Configuration(REFERENCE, config.devices[:1])
 
 
 def has_ranks(config: Configuration) -> bool:
-    """Whether each of its devices has a process of its own."""
+    """Whether it has one process per device."""
     return STRATEGIES[config.strategy].processes_per_device
 
 
 @dataclass
 class Runs:
-    """Runs by what they are; asked for twice, a run is made once."""
+    """Cached runs: the same run requested twice is run once."""
 
     base: Prepared
     folder: Path
@@ -74,7 +74,7 @@ class Runs:
     sync_batchnorm: bool = False
     say: Say = lambda line: None
     budget: Budget | None = None
-    """Of a search; None: every run is made."""
+    """Of a search; None: no limit."""
     _made: dict[tuple[Any, ...], Any] = field(default_factory=dict)
 
     def search(self, budget: Budget) -> Runs:
@@ -88,21 +88,21 @@ class Runs:
         *,
         again: str = "",
         norms: str = "own",
-        disturbance: int = 0,
+        perturbation: int = 0,
         is_saved: bool = False,
         **changes: Any,
     ) -> Any:
-        """What a training of so many steps computed: Evidence, or the Failure that it ended with.
+        """Train for a few steps: Evidence, or the Failure that it ended with.
 
-        Its checkpoints are kept where it `is_saved`, until they are forgotten. With the number of a `disturbance` it
-        starts next to where it should.
+        Its checkpoints are kept where it `is_saved`, until they are forgotten. With the number of a `perturbation` it
+        starts from perturbed weights.
         """
-        key = (config, precision, again, norms, disturbance, is_saved, tuple(sorted(changes.items())))
+        key = (config, precision, again, norms, perturbation, is_saved, tuple(sorted(changes.items())))
         if key not in self._made:
-            again = again or (f"disturbed {disturbance}" if disturbance else "")
+            again = again or (f"perturbed {perturbation}" if perturbation else "")
             instead = (
-                Instead("evenstep.verify.recorder:perform_disturbed", {"norms": norms, "number": disturbance})
-                if disturbance
+                Instead("evenstep.verify.recorder:perform_perturbed", {"norms": norms, "number": perturbation})
+                if perturbation
                 else Instead("evenstep.verify.recorder:perform_watched", {"norms": norms})
             )
             every = {"checkpoint_every": self.half} if is_saved else {}
@@ -115,7 +115,7 @@ class Runs:
         return self._made[key]
 
     def examined(self, config: Configuration, precision: str, is_rough: bool) -> list[dict[str, Any]]:
-        """What each rank found out about the task by itself; under `failure`, why that could not be done."""
+        """The findings of each rank; or, under `failure`, why there are none."""
         key = (config, precision, is_rough)
         if key not in self._made:
             tests = list(TESTS if config == one_device(config) else BY_RANK)
@@ -135,17 +135,17 @@ class Runs:
 
     @property
     def half(self) -> int:
-        """The step whose checkpoint is gone on from."""
+        """The step whose checkpoint is resumed."""
         return max(1, self.steps // 2)
 
     def forget_checkpoints(self, config: Configuration | None = None) -> None:
-        """Those of all runs, or of a way's."""
+        """Delete the checkpoints of all runs, or of one configuration."""
         for (of_config, *_), made in self._made.items():
             if isinstance(made, Evidence) and config in (None, of_config):
                 made.forget_checkpoints()
 
     def _folder(self, config: Configuration, *words: str) -> Path:
-        """One of its own, named so that people find it."""
+        """A new folder with a readable name."""
         cut = f"by-{config.accumulate}" if config.accumulate > 1 else ""
         name = "-".join(filter(None, [config.strategy, *_shortened(config.devices), cut, *words]))
         plain = re.sub(r"\W+", "-", name)[:MAX_CHARACTERS]
@@ -178,7 +178,7 @@ class Runs:
         return Evidence(folder)
 
     def _patience(self, config: Configuration) -> float | None:
-        """For how long a way may stand still; None where one device has not shown how long its steps take."""
+        """Seconds without progress before a run is ended; None until one device has shown how long its steps take."""
         single = one_device(config)
         runs = [one for (of_config, *_), one in self._made.items() if of_config == single and isinstance(one, Evidence)]
         slowest = max((step.seconds for run in runs for step in run.record.steps), default=None)

@@ -1,4 +1,4 @@
-"""Causes that lie in the task itself, from what one device found when it took the task apart."""
+"""Causes that lie in the task, from the findings of the experiments on one device."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""How far apart is rounding, and how far is not.
-
-Many differences in a few numbers.
-"""
+"""Tolerances: which differences are rounding and which are not; and summaries of many differences."""
 
 from __future__ import annotations
 
@@ -17,13 +14,13 @@ from evenstep.verify.verdict import PARTS, Configuration, Part, Verdict
 
 TOLERANCE = 1e-8
 """In float64. Rounding makes 1e-15 to 1e-12 over a few steps; mistakes make 1e-5 and more."""
-WITHOUT_YARDSTICK = {"fp64": 1e-4, "fp32": 1e-4, "tf32": 1e-2, "bf16": 5e-2, "fp16": 5e-2}
-"""In the task's own precision, where it cannot be run in float64 to see what rounding does."""
+FALLBACK_TOLERANCE = {"fp64": 1e-4, "fp32": 1e-4, "tf32": 1e-2, "bf16": 5e-2, "fp16": 5e-2}
+"""In the task's own precision, where the task does not run in float64, so that rounding cannot be measured."""
 TIMES_NOISE = 30.0
-"""How much more than its own rounding noise a tensor may be off."""
+"""How many times its own rounding noise a tensor may differ."""
 TIMES_MOVED = 2.0
-"""How much more than one device itself, disturbed, a tensor may be off."""
-UNJUDGED = sys.float_info.max
+"""How many times as far as perturbed weights move one device a tensor may differ."""
+NOT_COMPARED = sys.float_info.max
 """The limit of what is not judged; one that is missing is infinitely far off, and beyond it."""
 
 
@@ -32,12 +29,12 @@ def exact(one: Difference) -> float:
     return TOLERANCE
 
 
-class Yardstick:
-    """How far rounding alone takes each tensor of this very task, times a factor; without `noise`, a rule of thumb."""
+class RoundingLimit:
+    """The effect of rounding on each tensor of this task, times a factor; without `noise`, a fixed tolerance."""
 
     def __init__(self, noise: Sequence[Difference], precision: str) -> None:
         is_known = any(math.isfinite(one.size) and one.part == "gradients" for one in noise)
-        self._least = (LEAST if is_known else WITHOUT_YARDSTICK).get(precision, LEAST["fp32"])
+        self._least = (LEAST if is_known else FALLBACK_TOLERANCE).get(precision, LEAST["fp32"])
         self._of_tensor: dict[tuple[str, str], float] = {}
         self._of_part: dict[str, float] = {}
         for one in noise:
@@ -52,15 +49,15 @@ class Yardstick:
             return 0.0
         if one.part == "evaluation" and one.name != "loss":
             # Counts jump: rounding moves a sample from right to wrong. Float64 judges them.
-            return UNJUDGED
+            return NOT_COMPARED
         by_tensor = TIMES_NOISE * self._of_tensor.get((one.part, one.name), 0.0)
         return max(self._least, by_tensor, TIMES_NOISE / 3 * self._of_part.get(one.part, 0.0))
 
 
-class Disturbed:
-    """The `usual` limit; or how far one device was moved by disturbances until that very step, times a factor.
+class PerturbedLimit:
+    """The `usual` limit, or how far perturbations moved one device up to that step, times a factor.
 
-    By step: what is computed in fewer digits is off from the first step on, where next to nothing jumps.
+    By step: lower precision shows from the first step on, where perturbations move almost nothing.
     """
 
     def __init__(self, usual: Limit) -> None:
@@ -69,7 +66,7 @@ class Disturbed:
         self._moved: dict[tuple[str, str], list[Difference]] = {}
 
     def add(self, found: Sequence[Difference]) -> None:
-        """What one disturbance did."""
+        """Add the differences that one perturbation caused."""
         self.num_tried += 1
         for one in found:
             if math.isfinite(one.size):
@@ -86,7 +83,7 @@ class Disturbed:
 
 
 def _judged_as(one: Difference) -> tuple[str, ...]:
-    """A run that goes on from a checkpoint is judged by all that it trains."""
+    """A resumed run is judged by everything it trains."""
     return (one.part,) if one.part in ("samples", "evaluation") else (one.part, "checkpoint")
 
 
@@ -101,7 +98,7 @@ def most(found: Sequence[Difference]) -> float:
 
 
 def by_rounding(noise: Sequence[Difference]) -> str:
-    """What one device in its own precision and in float64 are apart, in words."""
+    """Message: how much one device in its own precision differs from float64."""
     known = [one for one in noise if math.isfinite(one.size)]
     if not any(one.part == "gradients" for one in known):
         return "the effect of rounding alone could not be measured"
@@ -115,17 +112,17 @@ def tensor_of(first: Difference, found: Sequence[Difference], limit: Limit) -> D
 
 
 def parts_of(found: Sequence[Difference], limit: Limit) -> dict[str, Part]:
-    """The row of a way: of each part the largest difference; what is not judged is left out."""
+    """The row of a configuration: the largest difference of each part that is compared."""
     parts = {}
     for name in PARTS:
-        of_part = [one for one in found if one.part == name and (limit(one) < UNJUDGED or math.isinf(one.size))]
+        of_part = [one for one in found if one.part == name and (limit(one) < NOT_COMPARED or math.isinf(one.size))]
         is_same = all(one.size <= limit(one) for one in of_part)
         parts[name] = Part(max((one.size for one in of_part), default=None), is_same)
     return parts
 
 
 def settled(verdicts: Mapping[Configuration, Verdict]) -> dict[Configuration, Verdict]:
-    """All verdicts, once all are known: who cannot see the whole batch is sent to a way that can, if one passed.
+    """Final verdicts: a loss that needs the whole batch gets the advice to use a strategy that passed, if one did.
 
     A loss that gathers from all ranks agrees under ddp and fsdp, and cannot under dp or in micro-batches.
     """

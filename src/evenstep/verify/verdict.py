@@ -1,7 +1,4 @@
-"""What is asked, and what the answer looks like.
-
-Verdicts as a table with ticks, and the sentences below it.
-"""
+"""Configurations and verdicts as values, and as a table with messages below it."""
 
 from __future__ import annotations
 
@@ -19,7 +16,7 @@ PARTS = ("loss", "gradients", "weights", "optimizer", "evaluation", "samples", "
 
 @dataclass(frozen=True)
 class Configuration:
-    """One way to train: a strategy, its devices, and into how many micro-batches each device cuts its share."""
+    """A strategy, its devices, and the number of micro-batches per device and step."""
 
     strategy: str
     devices: tuple[str, ...]
@@ -42,19 +39,19 @@ class Part:
 
 @dataclass(frozen=True, kw_only=True)
 class Cause:
-    """Why a way differs, and the tests that say so."""
+    """Why a configuration differs, and the tests that confirm it."""
 
     name: str
     """A short name for programs: `batchnorm`, `rank`, `mean-of-means` ..."""
     sentence: str
     evidence: tuple[str, ...] = ()
-    """What was tried, and what came of it."""
+    """What was tested, and the outcome."""
     advice: str = ""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Verdict:
-    """Whether a way learns what `single` learns; if not, where it first differs, by how much, and why."""
+    """Whether a configuration matches `single`; if not, where it first differs, by how much, and why."""
 
     is_same: bool
     sentence: str
@@ -83,11 +80,11 @@ def _finite(value: float | None) -> float | None:
 
 
 EACH = "each of them"
-"""In the place of a way's name, where several have one cause."""
+"""Replaces the label where several configurations have one cause."""
 
 
 def table(verdicts: Mapping[Configuration, Verdict]) -> Table:
-    """One row for each way: the largest difference of each part, and whether that is rounding."""
+    """One row per configuration: the largest difference of each part, and whether it is rounding."""
     made = Table(box=None, pad_edge=False, header_style="bold")
     for column in ("", *PARTS):
         made.add_column(column, no_wrap=True)
@@ -108,7 +105,7 @@ def _cell(part: Part | None) -> Text:
 def lines(
     verdicts: Mapping[Configuration, Verdict], num_configs: int, batch: int, seconds: float
 ) -> Iterator[tuple[str, str]]:
-    """What follows the table: each failing way in a few lines, then what holds for all that were asked for."""
+    """The lines below the table: each configuration that differs, then notes and the result."""
     for alike in _by_cause(verdicts):
         yield from _paragraph(alike)
     notes = dict.fromkeys(note for verdict in verdicts.values() for note in verdict.notes)
@@ -120,7 +117,7 @@ def lines(
 
 
 def _by_cause(verdicts: Mapping[Configuration, Verdict]) -> list[dict[Configuration, Verdict]]:
-    """Ways that fail, those with one cause together."""
+    """Configurations that differ, grouped by cause."""
     groups: dict[tuple[str, ...], dict[Configuration, Verdict]] = {}
     for config, verdict in verdicts.items():
         if not verdict.is_same:

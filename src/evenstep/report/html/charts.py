@@ -1,8 +1,6 @@
-"""How charts look: colours that can be read on white and on black, labels that are only ever text.
+"""The charts of a page: scaling, losses and metrics, parts and timelines of a step, memory and step times.
 
-Curves: speed-up and efficiency against ideal, losses on top of each other, whatever goes on from step to step.
-
-Bars: what a step is made of, the step as a timeline, memory for each device, how long steps took.
+Colours are readable on white and on black, and labels are never interpreted as markup or TeX.
 """
 
 from __future__ import annotations
@@ -96,7 +94,7 @@ def places(strategies: Sequence[str]) -> list[int]:
 
 
 def part_kind(name: str) -> str:
-    """What a part of a step is drawn as: gradients on their way, in buckets or all at once, are communication."""
+    """What a part of a step is drawn as: sending gradients, in buckets or all at once, is communication."""
     return "communication" if name.startswith(("bucket", "gradients")) else name
 
 
@@ -126,7 +124,7 @@ def blank(*, height: int, x: str = "", y: str = "", tips: Sequence[tuple[str, st
         tools="xbox_zoom",
         # A finger that scrolls the page must not zoom a chart; the page's script turns this on for a mouse.
         active_drag=None,
-        # Its bar would lie on the chart, and needs a stylesheet of its own in the dark.
+        # The toolbar would cover the chart, and needs another stylesheet in dark mode.
         toolbar_location=None,
         background_fill_color=None,
         border_fill_color=None,
@@ -157,7 +155,7 @@ def _set_fonts(plot: figure) -> None:
 
 
 def from_zero(most: float) -> Range1d:
-    """A range that begins at nothing and leaves some room above `most`."""
+    """A range from zero to a little above `most`."""
     return Range1d(start=0, end=most * 1.08 if math.isfinite(most) and most > 0 else 1)
 
 
@@ -333,7 +331,7 @@ def _scaling(comparison: Comparison, scale: Scale, ends: list[int], ideal: list[
 
 
 def _straight(plot: figure, x: Sequence[float], y: Sequence[float], name: str, line: Line) -> None:
-    # What a hover says of other lines is said of this one, too.
+    # The same tooltip as for other lines.
     columns = {
         "x": list(x),
         "y": list(y),
@@ -349,7 +347,7 @@ def _strategy_curve(plot: figure, comparison: Comparison, strategy: str, place: 
     name, ink = f"strategy {place}", colour(place)
     base = comparison.rows[0]
     if rows[0] is not base and len(rows[0].devices) > len(base.devices):
-        # From where the others are measured: not a row of its own, so the line alone goes there.
+        # The line starts at the baseline, which is another strategy, so it gets no marker there.
         first = [len(base.devices), len(rows[0].devices)]
         begin = [scale(base, base.samples_per_second.middle), scale(rows[0], rows[0].samples_per_second.middle)]
         _straight(plot, first, begin, name, Line(x="x", y="y", line_color=ink, line_dash="dotted", line_width=2))

@@ -1,7 +1,4 @@
-"""What a page shows of the steps of a run, gathered while they are read: of a long run as little as of a short one.
-
-Long series, made short enough for a page while they are read: what stands out stays.
-"""
+"""Downsampled curves of a run, made while its steps are read: bounded size, with extremes kept."""
 
 from __future__ import annotations
 

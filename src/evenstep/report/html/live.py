@@ -1,4 +1,4 @@
-"""A live page of one run, served on this machine alone while the training goes on."""
+"""A live page of one run, served to this machine only, during the training."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 HOST = "127.0.0.1"
 QUIET_SECONDS = 30.0
-"""After so long without a new row, the page says how long."""
+"""Without a new row for this long, the page shows for how long."""
 
 
 def serve(run: Path, port: int = 0) -> None:
@@ -41,7 +41,7 @@ def serve(run: Path, port: int = 0) -> None:
         try:
             server.serve_forever()
         except KeyboardInterrupt:
-            # Asked to end, and nothing was going on that could be lost.
+            # Nothing is running that could be lost.
             signal.signal(signal.SIGINT, signal.SIG_IGN)
 
 
@@ -68,7 +68,7 @@ class Watched:
             return render(self._look())
 
     def news(self) -> dict[str, Any]:
-        """What is to be changed on a page of before."""
+        """The update for an open page."""
         with self._lock:
             return news(self._look(), self._reader.record)
 
@@ -79,7 +79,7 @@ class Watched:
     def _read_on(self) -> None:
         try:
             with self.path.open("rb") as file:
-                self._begin_anew_if_another(os.fstat(file.fileno()))
+                self._reset_if_replaced(os.fstat(file.fileno()))
                 file.seek(self._read_to)
                 for row in self._reader.read_on(file):
                     self._num_rows += 1
@@ -89,8 +89,8 @@ class Watched:
             # Not there yet, or no longer.
             return
 
-    def _begin_anew_if_another(self, file: os.stat_result) -> None:
-        """A Record only grows: one that is shorter, or another file, is of a run begun anew under the same name."""
+    def _reset_if_replaced(self, file: os.stat_result) -> None:
+        """Start over if the Record is shorter or another file: a new run has the same name."""
         if file.st_size < self._read_to or self._inode not in (0, file.st_ino):
             self._read_to, self._reader, self._run = 0, RecordReader(self.path), None
             # It may have as many rows as the other one had.
@@ -121,7 +121,7 @@ def _waiting(path: Path) -> Page:
 
 
 def status_of(run: ReadRun | None, quiet_seconds: float) -> str:
-    """What goes on, in one sentence."""
+    """The state of the run in one sentence."""
     if run is None:
         return "waiting for the first row of the Record"
     record, last = run.record, run.curves.last
@@ -141,7 +141,7 @@ def shape(page: Page) -> str:
 
 
 def news(page: Page, record: Record | None) -> dict[str, Any]:
-    """What the page's script asks for: the numbers of all charts, and the cells of the table."""
+    """What the page's script requests: the numbers of all charts, and the cells of the table."""
     return {
         "shape": page.shape,
         "status": page.status,
@@ -195,7 +195,7 @@ class WatchServer(ThreadingHTTPServer):
             raise BadInput(f"port {port} is taken ({error.strerror}); give another --port, or none") from error
 
     def process_request(self, request: Any, client_address: Any) -> None:
-        """Answer in a thread of its own."""
+        """Respond in a new thread."""
         self._since[request] = time.monotonic()
         if len(self._since) > self.most_connections:
             self._end(next(iter(self._since)))
@@ -219,7 +219,7 @@ class WatchServer(ThreadingHTTPServer):
             connection.shutdown(socket.SHUT_RDWR)
 
     def handle_error(self, request: Any, client_address: Any) -> None:
-        """A tab that is closed in mid-answer is nothing to tell of, nor is one that was ended."""
+        """Ignore tabs that were closed during a response, and connections that were ended."""
         if not isinstance(sys.exception(), ConnectionError | TimeoutError):
             super().handle_error(request, client_address)
 

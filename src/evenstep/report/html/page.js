@@ -1,12 +1,12 @@
 "use strict";
-// Draws the charts, colours them as the page is coloured, and, on a live page, asks for what is new.
+// Draws the charts, colours them as the page is coloured, and, on a live page, polls for updates.
 (() => {
   const items = JSON.parse(document.getElementById("items").textContent);
   const drawn = new Map(); // name of a chart -> its bokeh document
   const dark = window.matchMedia("(prefers-color-scheme: dark)");
   const INKS = {
     light: { muted: "#5b6470", line: "#c3cad3" },
-    // Not lighter: a page that is dark on the screen is printed on white paper, and charts are not drawn anew for that.
+    // Not lighter: a page that is dark on the screen is printed on white paper, and charts are not redrawn for that.
     dark: { muted: "#8b95a3", line: "#4a5563" },
   };
 
@@ -145,7 +145,7 @@
     for (const [name, values] of Object.entries(news.charts)) feed(name, values);
     fill(news.runs);
     say(news.status, news.has_ended ? "ended" : "");
-    // A run that has ended may be resumed in the same folder: asked less often, but asked.
+    // A run that has ended may be resumed in the same folder: polled less often.
     window.setTimeout(poll, news.has_ended ? 5000 : 1000);
   }
 

@@ -1,6 +1,6 @@
-"""What the page of a comparison, or of some runs, says; one HTML file that needs nothing else.
+"""The page of a comparison or of runs: one self-contained HTML file.
 
-A page as HTML: no network, no JavaScript but bokeh's and our own, everything escaped.
+It needs no network, runs no JavaScript but bokeh's and our own, and escapes everything.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ NEEDS_BOKEH = "a page needs bokeh, which is not installed; pip install 'evenstep
 
 @dataclass(frozen=True, kw_only=True)
 class Page:
-    """All that the template says."""
+    """The contents of a page."""
 
     title: str
     about: str
@@ -151,7 +151,7 @@ FILE = "page.html"
 
 
 def write_page(comparison: Comparison, folder: Path, path: Path | None = None) -> Path:
-    """Write the page of a comparison whose runs lie in `folder`, there or at `path`; where it was written."""
+    """Write the page of a comparison whose runs lie in `folder`, there or at `path`; returns where."""
     target = path or folder / FILE
     _write(target, page_of_comparison(comparison, folder))
     return target

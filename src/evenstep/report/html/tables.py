@@ -1,7 +1,4 @@
-"""The page's tables: everything that a chart shows, as words and numbers.
-
-What the words on a page mean.
-"""
+"""The tables of a page: every number that its charts show; and the glossary."""
 
 from __future__ import annotations
 
@@ -61,7 +58,7 @@ def with_spread(spread: Range | None, scale: float = 1.0, digits: int = 0) -> st
 
 
 def amount(num_bytes: int) -> str:
-    """Bytes that travel are often few."""
+    """Bytes, down to single ones: what is sent is often small."""
     if num_bytes >= 2**20:
         return f"{num_bytes / 2**20:,.1f} MiB"
     return f"{num_bytes / 1024:,.1f} KiB" if num_bytes >= 1024 else f"{num_bytes} B"
@@ -69,7 +66,7 @@ def amount(num_bytes: int) -> str:
 
 @dataclass(frozen=True, kw_only=True)
 class PartBar:
-    """One piece of the bar in the table: its part, its time, and its width in hundredths of the longest step."""
+    """One segment of the bar in the table: its part, its time, and its width in hundredths of the longest step."""
 
     part: str
     ms: str
@@ -148,7 +145,7 @@ def parts_sheet(comparison: Comparison) -> Sheet:
 
 
 def runs_sheet(names: Sequence[str], runs: Sequence[ReadRun]) -> Sheet:
-    """One line a run: what it learned, how fast, and what it held in memory."""
+    """One line per run: losses and metrics, speed, and peak memory."""
     metrics = _metrics([run.record for run in runs])
     columns = ["", "task", "strategy", "devices", "batch", "steps", "loss"]
     columns += [f"valid {without_control(name)}" for name in metrics] + ["samples/s", "peak memory", "state"]

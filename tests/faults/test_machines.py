@@ -256,7 +256,7 @@ def test_losing_the_first_machine_ends_the_run_with_a_clear_error(tmp_path: Path
             first.host.kill()
         else:
             first.host.cut()
-        assert_ends(second, 1, 20, f"{first.host.address}:{PORT} does not answer", "cannot go on without it")
+        assert_ends(second, 1, 20, f"{first.host.address}:{PORT} does not answer", "cannot continue without it")
 
 
 def test_a_machine_that_dies_with_its_cable_in_is_left_behind_too(tmp_path: Path) -> None:
@@ -349,7 +349,7 @@ def test_a_port_that_a_stranger_holds_is_named_at_once(tmp_path: Path) -> None:
             machine.train(first, "2")
         assert first.wait(30) == 2
         assert f"port {PORT} cannot be used (Address already in use); another program holds it" in first.host.said()
-        assert_ends(second, 2, 20, f"{first.host.address}:{PORT} is held by a program that is no rendezvous")
+        assert_ends(second, 2, 20, f"{first.host.address}:{PORT} is used by another program")
 
 
 @pytest.mark.parametrize("difference", ["task", "token", "nothing"])

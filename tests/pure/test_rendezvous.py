@@ -339,7 +339,7 @@ class TestAMachineThatEnters:
         monkeypatch.setattr(join, "HEAD_SECONDS", 1.0)
         with (
             socket.create_server(("127.0.0.1", 0)) as listener,
-            pytest.raises(NotEvenstep, match="takes connections, and has said nothing for 1 s"),
+            pytest.raises(NotEvenstep, match="accepts connections, and has sent nothing for 1 s"),
         ):
             join.join_run(listener.getsockname(), MINE)
 
@@ -450,7 +450,7 @@ class TestTheToken:
         port = free_port()
         with machines(port, is_head=True):
             monkeypatch.delenv(TOKEN)
-            with pytest.raises(PlanError, match=f"lets in who knows the run's token, and no token is set; .*{TOKEN}"):
+            with pytest.raises(PlanError, match=f"requires the run's token, and none is set; .*{TOKEN}"):
                 C10dRendezvous(("127.0.0.1", port), (1, 2), MINE, False)
 
     def test_cannot_be_had_from_what_is_in_the_store(self, monkeypatch: pytest.MonkeyPatch) -> None:

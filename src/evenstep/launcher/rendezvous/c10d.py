@@ -1,20 +1,16 @@
-"""The launchers of one run on many machines: PyTorch's c10d rendezvous, elastic between a least and a most.
+"""The launchers of one run on many machines: PyTorch's c10d rendezvous, elastic between a minimum and a maximum.
 
-The machine named by `--rendezvous` holds the store through which all others meet, and its first process is rank 0:
-the Record and the checkpoints stay there whoever comes or goes. Losing any other machine costs the steps since the
-last checkpoint; losing this one ends the run.
+The machine named by `--rendezvous` holds the store, and its first process is rank 0: the Record and the checkpoints
+stay there, whichever machines join or leave. Losing any other machine costs the steps since the last checkpoint; losing
+this one ends the run.
 
-torch's elastic rendezvous, without what makes it unsafe between machines: pickles, and clocks that must agree.
-
-torch keeps the state of a rendezvous as a pickle, which runs code where it is read, and full of times of day of the
-machine that wrote it, so that a machine whose clock is 8 s behind is taken for dead by the others, or they by it. Here
-it travels as signed JSON in which every time is a number that changes when the time does. A machine turns a number that
-it has not seen before into a time of its own; so clocks may differ, and may jump.
+torch stores the state of a rendezvous as a pickle, which runs code where it is read, and with wall-clock times of the
+machine that wrote it, so that a machine whose clock is 8 s behind is considered dead. Here the state is signed JSON in
+which every time is a counter that changes when the time does. A machine that reads a new count takes its own time for
+it; so clocks may differ, and may jump.
 
 Private parts of torch, as in 2.11 and 2.13: _RendezvousState and _NodeDesc of dynamic_rendezvous. torch unpickles only
 what `SignedState` has pickled in the same process, a moment before.
-
-Many machines, as programs for torchrun know them.
 """
 
 from __future__ import annotations
@@ -66,15 +62,15 @@ from evenstep.plan import Plan
 
 KEY = "rendezvous"
 NOTHING = "-"
-"""Of a rendezvous that nobody has come to: a store waits for a key that is not there."""
+"""The state before any machine joined: a store would block on a missing key."""
 LAST_CALL = timedelta(seconds=3)
-"""For more machines, once the least number is there."""
+"""How long to wait for more machines once the minimum has joined."""
 Node = tuple[str, int, int]
 
 
 @dataclass(frozen=True)
 class Wire:
-    """A _RendezvousState as it travels."""
+    """A _RendezvousState in the form that is sent."""
 
     round: int
     complete: bool
@@ -89,8 +85,8 @@ class Wire:
 class SignedState(RendezvousBackend):
     """The state of the rendezvous in a store, as signed JSON.
 
-    What is not signed by a machine of the run, or is older than what was seen, is not read: the state before it stands,
-    and the next machine that writes puts it back.
+    A state that is not signed by a machine of the run, or is older than one read before, is ignored; the next write
+    replaces it.
     """
 
     def __init__(self, store: Store, signer: MessageSigner) -> None:
@@ -102,20 +98,20 @@ class SignedState(RendezvousBackend):
 
     @property
     def name(self) -> str:
-        """As torch knows it."""
+        """torch's name for the backend."""
         return "c10d"
 
     @property
     def round(self) -> int:
-        """Of the latest state; it does not change while this machine takes part in it."""
+        """The round of the latest state; it does not change while this machine takes part in it."""
         return self._latest.round if self._latest is not None else 0
 
     def get_state(self) -> tuple[bytes, Any] | None:
-        """The latest state as torch wants it, and what was found in the store, to be replaced by `set_state`."""
+        """The latest state in torch's form, and the stored message, for `set_state` to compare with."""
         return self._read(self._ask(lambda: self._store.get(KEY)))
 
     def set_state(self, state: bytes, token: Any = None) -> tuple[bytes, Any, bool] | None:
-        """Replace what `get_state` found, unless someone was quicker."""
+        """Replace what `get_state` found, unless another machine has replaced it first."""
         wire = self._times.to_wire(pickle.loads(state))
         text = self._signer.sign(KEY, asdict(wire))
         before = token.decode() if isinstance(token, bytes) else NOTHING
@@ -139,14 +135,14 @@ class SignedState(RendezvousBackend):
 
 
 class Times:
-    """Times of other machines, as this one's clock would have it: when it first saw that they had changed."""
+    """Converts other machines' time counters to this machine's clock: the time at which a new count was first read."""
 
     def __init__(self) -> None:
         self._seen: dict[Hashable, tuple[int, float]] = {}
         self._given: dict[Hashable, datetime] = {}
 
     def from_wire(self, wire: Wire) -> Any:
-        """torch's own state, with times of this machine."""
+        """torch's state, with this machine's times."""
         state = _RendezvousState()
         state.round, state.complete, state.closed = wire.round, wire.complete, wire.closed
         state.deadline = None if wire.deadline is None else self._local(None, wire.deadline) + LAST_CALL
@@ -157,7 +153,7 @@ class Times:
         return state
 
     def to_wire(self, state: Any) -> Wire:
-        """What other machines are to read."""
+        """The form that is sent to other machines."""
         return Wire(
             round=state.round,
             complete=state.complete,
@@ -172,7 +168,7 @@ class Times:
         )
 
     def _local(self, whose: Hashable, number: int) -> datetime:
-        """By a clock that nobody sets, since torch compares it at once with the one that people do."""
+        """The time by the monotonic clock, as a wall-clock time for torch to compare with now."""
         now = time.monotonic()
         if self._seen.get(whose, (None,))[0] != number:
             self._seen[whose] = (number, now)
@@ -180,7 +176,7 @@ class Times:
         return self._given[whose]
 
     def _number(self, whose: Hashable, when: datetime) -> int:
-        """The number that was read, or the next one if torch has set the time anew."""
+        """The count that was read, or the next one if torch has changed the time."""
         number = self._seen.get(whose, (0,))[0]
         return number if when == self._given.get(whose) else number + 1
 
@@ -193,15 +189,15 @@ T = TypeVar("T")
 LOST_SECONDS = 8.0
 """A machine that gives no heartbeat for so long is lost."""
 LEAVING_SECONDS = 3.0
-"""How long the first machine stays at the end, for the others to hear of it."""
+"""How long the first machine waits at the end for the other machines to leave."""
 
 
 class HeadLost(TrainingError):
-    """The machine that holds the store does not answer."""
+    """The machine that holds the store does not respond."""
 
 
 class C10dRendezvous:
-    """This launcher's place among those of other machines."""
+    """The rendezvous of this launcher with those of other machines."""
 
     def __init__(
         self, address: tuple[str, int], machines: tuple[int, int], identity: Identity, is_head: bool | None
@@ -234,11 +230,11 @@ class C10dRendezvous:
         return 0 if self.is_head else self._ask(lambda: self._store.add("arrivals", 1), HEAD_SECONDS)
 
     def publish(self, plan: Plan) -> None:
-        """Tell the other machines what is trained."""
+        """Send the plan to the other machines."""
         self._publish({"plan": plan.to_json()})
 
     def refuse(self, why: str) -> None:
-        """Tell the other machines why nothing is trained, and those that are about to come."""
+        """Tell the other machines, also those that join in the next seconds, why nothing is trained."""
         self._publish({"plan": None, "refused": why})
         self._wait_until_left(self._least - 1)
 
@@ -247,25 +243,24 @@ class C10dRendezvous:
         self._ask(lambda: self._store.set("plan", text))
 
     def read_plan(self) -> Plan:
-        """What the first machine trains."""
-        # The first machine may be loading data, and be too busy to answer.
+        """The first machine's plan."""
+        # The first machine may be loading data, and too busy to respond.
         (found,) = self._read(self._store, {"plan": "plan"}, HEAD_SECONDS) or (None,)
         if found is None:
-            raise TrainingError(f"{self._host} has not said what to train within {HEAD_SECONDS:.0f} s")
+            raise TrainingError(f"{self._host} has not sent its plan within {HEAD_SECONDS:.0f} s")
         if found["plan"] is None:
             raise PlanError(f"{self._host} trains nothing: {found['refused']}")
         return Plan.from_json(found["plan"])
 
     def _read(self, store: Store, slots: Mapping[str, str], seconds: float) -> list[dict[str, Any]] | None:
-        """What machines have left under these keys, each with the place it is signed for; None if one says nothing.
+        """The messages under these keys, each with the slot it is signed for; None if one is missing.
 
-        What is not signed is passed over: whoever has to say something there will say it yet, or has been silenced.
+        A message without a valid signature is ignored: the right machine may still write its own.
         """
         deadline = time.monotonic() + seconds
         is_forged = False
         while time.monotonic() < deadline:
-            # Not by waiting in the store: nobody else here could speak to it meanwhile, and this machine would seem
-            # lost.
+            # Poll: a blocking wait would hold the store's connection, and this machine would seem lost.
             if self._ask(lambda: store.check(list(slots)), seconds):
                 texts = self._ask(lambda: [store.get(key) for key in slots], seconds)
                 found = [self._signer.verify(slot, text) for slot, text in zip(slots.values(), texts, strict=True)]
@@ -278,16 +273,16 @@ class C10dRendezvous:
         return None
 
     def waiting_message(self) -> str:
-        """What is waited for now, in one line."""
+        """What the next round waits for, in one line."""
         where = f"{self._host}:{self._port}"
         if self._members or self.is_head:
-            return f"waiting for machines at {where}, {self._least} at least" if not self._members else ""
+            return f"waiting for machines at {where}, at least {self._least}" if not self._members else ""
         num = self._ask(lambda: int(self._store.add("present", 0)))
         is_full = num >= self._most
-        return f"waiting: the run at {where} has its {num} machines, and takes this one in when it loses one" * is_full
+        return f"waiting: the run at {where} has all its {num} machines; this one joins when one is lost" * is_full
 
     def next_round(self, num: int, attempt: int, resume: str | None = None) -> RankAssignment | None:
-        """Wait until enough machines are there; ranks go by when a machine first came, not by its address."""
+        """Wait for enough machines; ranks follow the order in which machines first joined."""
         self._round = None
         found = self._rendezvous()
         if found is None:
@@ -310,7 +305,7 @@ class C10dRendezvous:
         self._heartbeats = {}
         if members is None:
             self._round = store
-            self.report_failure(Cause("a machine is lost: it came, and said no more", (), 0, is_loss=True))
+            self.report_failure(Cause("a machine is lost: it joined, and then stopped responding", (), 0, is_loss=True))
             return self.next_round(num, attempt, resume)
         members.sort(key=lambda member: member["arrival"])
         if self.is_head:
@@ -330,8 +325,8 @@ class C10dRendezvous:
             raise TrainingError("the run on the other machines has ended") from error
         except RendezvousTimeoutError as error:
             raise TrainingError(
-                f"fewer than {self._least} machines came to {self._host}:{self._port} within {JOIN_SECONDS} s; "
-                "start the same command on the others"
+                f"fewer than {self._least} machines joined at {self._host}:{self._port} within {JOIN_SECONDS} s; "
+                "start the same command on the other machines"
             ) from error
         except RendezvousConnectionError as error:
             raise self._head_lost() from error
@@ -339,7 +334,7 @@ class C10dRendezvous:
             raise TrainingError(str(error)) from error
 
     def _new_store(self) -> int:
-        """A store for the workers of one attempt; what killed ones left in another would be taken for new ones'."""
+        """A new store for the workers of one attempt: a killed worker's keys would be mistaken for a new one's."""
         self._workers_store, port = self._access.open_workers_store()
         return port
 
@@ -347,26 +342,26 @@ class C10dRendezvous:
         machine = next(index for index, member in enumerate(members) if member["arrival"] == self._arrival)
         nums = [int(member["num"]) for member in members]
         environment = {
-            # On every machine the launcher's own: what the workers say to it is carried to the first machine.
+            # The launcher's own port on every machine; it relays the workers' connections to the first machine.
             "MASTER_ADDR": LOOPBACK,
             "MASTER_PORT": str(self._access.port_to(members[0]["port"])),
-            # Held by the first launcher, whoever comes: never two masters.
+            # The first launcher holds the store, never a worker.
             "TORCHELASTIC_USE_AGENT_STORE": "True",
             "TORCHELASTIC_RESTART_COUNT": str(max(member["attempt"] for member in members) - 1),
             "TORCHELASTIC_RUN_ID": self._access.run,
         }
         interface = self._access.interface((self._host, self._port))
         if interface and "GLOO_SOCKET_IFNAME" not in os.environ:
-            # By itself, gloo believes what the machine's own name resolves to, which on Debian is a loopback address.
+            # gloo's default is what the machine's own name resolves to, which on Debian is a loopback address.
             environment["GLOO_SOCKET_IFNAME"] = interface
         return RankAssignment(
             sum(nums[:machine]), sum(nums), machine, len(members), resume=members[0]["resume"], environment=environment
         )
 
     def report_failure(self, cause: Cause) -> Cause:
-        """Say what failed here, and hear what is believed: whoever was first to say so.
+        """Publish what failed here; return the cause that was published first.
 
-        Ranks that failed because they lost others wait a while for what those have to say, or for their silence.
+        Ranks that failed because they lost other ranks first wait for those ranks' own cause, or for their timeout.
         """
         deadline = time.monotonic() + (LOST_SECONDS + 2 if cause.is_victim else 0)
         while self._cause is None and time.monotonic() < deadline:
@@ -381,21 +376,21 @@ class C10dRendezvous:
         return self._cause or cause
 
     def remote_failure(self) -> Cause | None:
-        """What failed elsewhere; raises if the machine that holds the store is gone."""
+        """What failed on another machine; raises if the machine that holds the store is lost."""
         self._check_head()
         return self._cause
 
     def has_waiting_machine(self, asks_store: bool = False) -> bool:
-        """Whether a machine waits to be taken in; `is_certain` asks, since the word of it may still be on its way."""
+        """Whether another machine waits to join; `asks_store` does not rely on the latest heartbeat."""
         store = self._round
         if asks_store and not self._is_wanted and store is not None:
-            # A store that is gone wants nobody.
+            # Without a store, no machine can join.
             with suppress(HeadLost):
                 self._is_wanted = self._ask(lambda: store.check(["wanted"]))
         return self._is_wanted
 
     def close(self) -> None:
-        """Leave; the first machine takes the meeting place with it, once the others have left."""
+        """Leave; the first machine closes the store once the other machines have left."""
         self._closed.set()
         with suppress(HeadLost):
             if not self._is_silent():
@@ -422,7 +417,7 @@ class C10dRendezvous:
             backend=self._state,
             min_nodes=self._least,
             max_nodes=self._most,
-            # torch tells machines apart by this and the process id, and containers may have both in common.
+            # torch identifies machines by this and the process id, and containers may share both.
             local_addr=f"{hostname()}-{secrets.token_hex(8)}",
             timeout=RendezvousTimeout(join=timedelta(seconds=JOIN_SECONDS), last_call=LAST_CALL),
             keep_alive_interval=2,
@@ -431,7 +426,7 @@ class C10dRendezvous:
         return handler
 
     def _heartbeat_loop(self) -> None:
-        """A sign of life for the others, and what they have to say, in a thread: a dead link answers nothing."""
+        """Send heartbeats and read messages, in a thread, since a call over a dead link blocks."""
         while not self._closed.wait(HEARTBEAT_SECONDS):
             try:
                 self._store.add(f"beat/{self._arrival}", 1)
@@ -440,7 +435,7 @@ class C10dRendezvous:
                     self._read_messages(store)
                 self._answered = time.monotonic()
             except Exception:
-                # Silence is judged by its length, whatever the reason.
+                # Only the time without an answer counts, whatever the error.
                 continue
 
     def _read_messages(self, store: Store) -> None:
@@ -476,8 +471,8 @@ class C10dRendezvous:
 
     def _head_lost(self) -> HeadLost:
         return HeadLost(
-            f"{self._host}:{self._port} does not answer: the machine that holds the rendezvous is lost, or the way to "
-            "it is cut, and the run cannot go on without it.\n"
+            f"{self._host}:{self._port} does not answer: the machine that holds the rendezvous is lost, or the "
+            "network to it is down, and the run cannot continue without it.\n"
             f"Start it there again, with --resume and the run's folder, and then here"
         )
 
@@ -486,7 +481,7 @@ class C10dRendezvous:
         return f"round {self._state.round} cause"
 
     def _ask(self, what: Callable[[], T], seconds: float | None = LOST_SECONDS) -> T:
-        """Something that needs the store, in bounded time; or (None) for as long as its machine is there."""
+        """Call into the store, within a time limit, or (None) for as long as its machine responds."""
         try:
             return call_with_timeout(what, seconds, self._head_lost, self._check_head)
         except (ConnectionError, OSError, RuntimeError) as error:
@@ -496,7 +491,7 @@ class C10dRendezvous:
 
 
 class TorchrunRendezvous(C10dRendezvous):
-    """The machines of a training, with all of torchrun's names for them."""
+    """The same, with the environment that torchrun gives a program."""
 
     restarts = 0
     num_before = 0

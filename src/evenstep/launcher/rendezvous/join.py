@@ -1,4 +1,4 @@
-"""How a launcher becomes part of a run on many machines: as the one that holds it, or as one that was let in."""
+"""Become part of a run on many machines: host it (`host_run`), or join it with the token (`join_run`)."""
 
 from __future__ import annotations
 
@@ -52,14 +52,14 @@ from evenstep.launcher.rendezvous.version_check import Identity
 
 HEAD_SECONDS = 300.0
 TOKEN_SECONDS = 10.0
-"""From when the first machine answers: a folder that is on another machine's disk may show the file late."""
+"""Counted from when the first machine answers: a network file system may show the token file late."""
 
 Address = tuple[str, int]
 
 
 @dataclass(frozen=True)
 class StoreAccess:
-    """A launcher's own part of what leads to the stores of a run."""
+    """A launcher's access to the stores of a run."""
 
     run: str
     """A fresh id for every run."""
@@ -77,27 +77,27 @@ class StoreAccess:
         return store, int(store.port)
 
     def port_to(self, port: int) -> int:
-        """Where processes of this machine reach a store of the first one."""
+        """The local port that leads to a store of the first machine."""
         return port if isinstance(self.tunnel, TunnelServer) else self.tunnel.port(port)
 
     def interface(self, address: Address) -> str | None:
-        """The interface by which this machine and the others reach each other."""
+        """The network interface that connects this machine with the others."""
         own = local_address_to(address)
         if own is not None and own.startswith("127.") and isinstance(self.tunnel, TunnelServer):
-            # Its own name leads the first machine to itself; others know better.
+            # The first machine's own name may resolve to loopback; use the address that another machine connected to.
             own = self.tunnel.reached_at or own
         return interface_of(own)
 
     def close(self) -> None:
-        """Leave."""
+        """Close the tunnel."""
         if self.token_file is not None:
-            # While the port is held: the next run that takes it leaves a file of the same name.
+            # While the port is held: the next run on this port writes a file of the same name.
             self.token_file.remove()
         self.tunnel.close()
 
 
 def host_run(address: Address, identity: Identity) -> StoreAccess:
-    """The first machine's: it listens, and makes a token if nobody has set one."""
+    """Listen as the first machine, and make a token if none is set."""
     token = given_token()
     store = open_store(JOIN_SECONDS)
     with _listening(address) as bound:
@@ -109,7 +109,7 @@ def host_run(address: Address, identity: Identity) -> StoreAccess:
 
 def _host_with_own_token(address: Address, identity: Identity, bound: socket.socket, store: TCPStore) -> StoreAccess:
     token, file, is_slurm = make_token(), TokenFile(RUNS, address), find_slurm() is not None
-    # The port is ours, and so is the file that is named after it; nobody is answered before it is there.
+    # Holding the port gives this process the file named after it; write it before answering any machine.
     file.write(token)
     try:
         credential = munge_seal(labelled(token)) if is_slurm else b""
@@ -124,7 +124,7 @@ def _host_with_own_token(address: Address, identity: Identity, bound: socket.soc
 
 @contextmanager
 def _listening(address: Address) -> Iterator[socket.socket]:
-    """The port, held from here on; given up again if the block fails."""
+    """The bound port; closed if the block fails."""
     try:
         bound = listen_on(address)
     except OSError as error:
@@ -139,38 +139,38 @@ def _listening(address: Address) -> Iterator[socket.socket]:
 
 
 def join_run(address: Address, identity: Identity) -> StoreAccess:
-    """Another machine's: it waits for the first one, and asks to be let in."""
+    """Wait for the first machine, and authenticate with the token."""
     where = f"{address[0]}:{address[1]}"
     deadline = time.monotonic() + HEAD_SECONDS
     token = given_token()
     _wait_for(address, deadline)
     late = time.monotonic() + TOKEN_SECONDS
-    is_told = False
+    is_reported = False
     while True:
         try:
             found = token or _token_of_slurm(address) or TokenFile(RUNS, address).read()
             client = _authenticated(address, found, identity) if found else None
         except WrongToken as error:
-            # In a file it may be that of a run before.
+            # A token from a file may be an earlier run's.
             if token is not None or time.monotonic() > late:
                 raise PlanError(f"{error}; {_same_token(address)}") from None
             client = None
         except (OSError, EOFError) as error:
-            # It has gone again, or is too busy to answer, or has its fill of connections for now.
+            # It has closed, or is too busy to answer, or has too many connections for now.
             time.sleep(RETRY_SECONDS)
             if not isinstance(error, Busy):
                 _wait_for(address, deadline)
             elif time.monotonic() > deadline:
-                raise NotEvenstep(_mute(where)) from error
-            elif not is_told:
-                print(f"waiting for {where}, which is busy, or another program: {error}", file=sys.stderr, flush=True)
-                is_told = True
+                raise NotEvenstep(_unresponsive(where)) from error
+            elif not is_reported:
+                print(f"waiting for {where}, which is busy or is another program: {error}", file=sys.stderr, flush=True)
+                is_reported = True
             late = time.monotonic() + TOKEN_SECONDS
             continue
         if client is not None:
             return _access(client, deadline)
         if time.monotonic() > late:
-            raise PlanError(f"{where} lets in who knows the run's token, and no token is set; {_same_token(address)}")
+            raise PlanError(f"{where} requires the run's token, and none is set; {_same_token(address)}")
         time.sleep(RETRY_SECONDS)
 
 
@@ -183,26 +183,26 @@ def _access(client: TunnelClient, deadline: float) -> StoreAccess:
 
 
 def _token_of_slurm(address: Address) -> str | None:
-    """That of the first task, if this is another task of the same user's."""
+    """The first task's token, if it belongs to the same user."""
     credential = credential_of(address) if find_slurm() is not None else b""
     text = munge_open(credential) if credential else None
     return unlabelled(text) if text is not None else None
 
 
 def _store_through(client: TunnelClient, deadline: float) -> TCPStore:
-    """By a bounded wait: torch tries for as long as the store's own timeout to reach one that is gone."""
+    """Connect within the deadline: torch would retry for the store's own timeout."""
     port = client.port()
     seconds = max(1.0, deadline - time.monotonic())
     return call_with_timeout(lambda: connect(LOOPBACK, port), seconds, lambda: _no_answer(client.where))
 
 
 def _no_answer(where: str) -> TrainingError:
-    return TrainingError(f"nobody answers at {where}; start the same command on that machine")
+    return TrainingError(f"no answer from {where}; start the same command on that machine")
 
 
-def _mute(where: str) -> str:
+def _unresponsive(where: str) -> str:
     return (
-        f"{where} takes connections, and has said nothing for {HEAD_SECONDS:.0f} s: another program holds the "
+        f"{where} accepts connections, and has sent nothing for {HEAD_SECONDS:.0f} s: another program holds the "
         "port (choose another one, the same on all machines), or the launcher there hangs"
     )
 
@@ -231,6 +231,6 @@ def _wait_for(address: Address, deadline: float) -> None:
 
 def _same_token(address: Address) -> str:
     return (
-        f"give it to this machine as {TOKEN}, or in a file as {TOKEN_FILE}. It is what was set on {address[0]}, or "
-        f"what the command there has shown and left in {TokenFile(RUNS, address).path}"
+        f"give it to this machine as {TOKEN}, or in a file as {TOKEN_FILE}. It is the one set on {address[0]}, or "
+        f"the one that the command there printed and wrote to {TokenFile(RUNS, address).path}"
     )

@@ -1,16 +1,15 @@
-"""A way into the first machine's stores for those who know the token, and for nobody else.
+"""An authenticated tunnel to the first machine's stores: only processes that know the token can connect.
 
-torch's TCPStore lets anyone who reaches it read, write and delete. So stores listen on loopback alone, and what leads
-to them from other machines is this: the first machine has a `Gate` at the address of the rendezvous, and every other
-launcher has a `Way` to it. Where a store is wanted on another machine, its `Way` opens a port on loopback and carries
-each connection there to the gate:
+torch's TCPStore lets anyone who reaches it read, write and delete. So stores listen on loopback only, and other
+machines reach them through this tunnel: the first machine runs a `TunnelServer` at the address of the rendezvous, and
+every other launcher a `TunnelClient`, which opens a loopback port and relays each connection to the server:
 
-    a process -> port on loopback -> Way  =====  network  =====  Gate -> store on loopback
+    a process -> loopback port -> TunnelClient  =====  network  =====  TunnelServer -> store on loopback
 
-Before a byte is carried, both sides prove that they know the token, for this run and this connection (HMAC over the
-run's id and a fresh number of either side), without showing it. What is read before that has a fixed length. Then the
-machine says who it is, and is told in words if it does not fit. What is carried afterwards is neither signed nor
-encrypted, as is the rest of what torch sends.
+Before any data is relayed, both sides prove that they know the token, for this run and this connection (HMAC over the
+run's id and a nonce from each side), without sending it. Everything read before that has a fixed or bounded length.
+Then the client sends its machine's identity, and is refused with a reason if it does not match. The relayed data is
+neither signed nor encrypted, like all of torch's own traffic.
 """
 
 from __future__ import annotations
@@ -40,28 +39,28 @@ from evenstep.report.progress import without_control
 T = TypeVar("T")
 Reader: TypeAlias = asyncio.StreamReader
 Writer: TypeAlias = asyncio.StreamWriter
-Side = Literal["gate", "way"]
+Side = Literal["server", "client"]
 HELLO = b"evenstep rendezvous 1\n"
 RUN_BYTES = 16
 NONCE_BYTES = 32
 MAX_FRAME_BYTES = 2**22
-"""Of a machine that has proved that it knows the token."""
+"""The longest message of an authenticated machine."""
 ANSWER_SECONDS = 4.0
-"""Whoever says nothing for so long is busy, and is asked again: a launcher that prepares a run may hold the interpreter
-for minutes. Shorter than HANDSHAKE_SECONDS: a gate that was too busy to answer is not taken for one that hangs up."""
+"""Without an answer for this long, the server is busy and is tried again: a launcher that prepares a run may hold the
+GIL for minutes. Shorter than HANDSHAKE_SECONDS, so that a busy server is not mistaken for one that hangs up."""
 HANDSHAKE_SECONDS = 8.0
 BUSY_SECONDS = 60.0
-"""For how long a connection of a worker's is tried again."""
+"""How long a worker's connection is retried."""
 RETRY_SECONDS = 0.2
 MAX_UNPROVED = 256
-"""Connections at once that have proved nothing yet; more are closed."""
+"""Unauthenticated connections at a time; more are closed."""
 MAX_UNPROVED_PER_ADDRESS = 64
-"""Of them from one address, so that a stranger does not keep other machines out; our own machines try again."""
+"""Of them from one address, so that a stranger cannot keep machines out; our own machines retry."""
 CHUNK = 2**16
 
 
 class NotEvenstep(PlanError):
-    """Something else listens there."""
+    """Another program listens there."""
 
 
 class WrongToken(PlanError):
@@ -69,16 +68,16 @@ class WrongToken(PlanError):
 
 
 class AnotherRun(PlanError):
-    """It came to this address since."""
+    """A newer run listens at this address."""
 
 
 class Busy(OSError):
-    """Whoever listens there has no time for this machine now, or no room; nobody knows yet who it is."""
+    """The process that listens there does not answer, or has too many connections; it is not yet identified."""
 
 
 @dataclass(frozen=True)
 class Greeting:
-    """What a gate says to anyone."""
+    """What a server sends before authentication."""
 
     run: bytes
     nonce: bytes
@@ -86,7 +85,7 @@ class Greeting:
 
 
 async def _read_greeting(reader: Reader) -> Greeting | None:
-    """None if it is no gate that speaks; pieces of fixed lengths, and one that is not long."""
+    """Read fields of fixed or bounded length; None if it is not a tunnel server."""
     try:
         async with asyncio.timeout(ANSWER_SECONDS):
             if not await _says_hello(reader):
@@ -95,11 +94,11 @@ async def _read_greeting(reader: Reader) -> Greeting | None:
             num = int.from_bytes(await reader.readexactly(2), "big")
             return Greeting(run, nonce, await reader.readexactly(num)) if num <= MAX_CREDENTIAL_BYTES else None
     except TimeoutError as error:
-        raise Busy(f"nothing was said for {ANSWER_SECONDS} s") from error
+        raise Busy(f"no answer for {ANSWER_SECONDS} s") from error
 
 
 async def _says_hello(reader: Reader) -> bool:
-    """By the first wrong letter: another program may say something short, and wait."""
+    """Compare byte by byte: another program may send something short, and wait."""
     said = b""
     while len(said) < len(HELLO) and HELLO.startswith(said):
         more = await reader.read(len(HELLO) - len(said))
@@ -107,13 +106,13 @@ async def _says_hello(reader: Reader) -> bool:
             break
         said += more
     if not said:
-        # As a gate does that has its fill of connections.
-        raise Busy("the connection was closed before a word was said")
+        # As a server with too many connections does.
+        raise Busy("the connection was closed before anything was sent")
     return said == HELLO
 
 
 def credential_of(address: tuple[str, int]) -> bytes:
-    """The token as the gate there shows it, sealed; empty if it does not. Raises Busy if nobody has time to say."""
+    """The sealed token that the server offers; empty if it offers none. Raises Busy if it does not answer."""
 
     async def ask() -> bytes:
         reader, writer = await asyncio.wait_for(asyncio.open_connection(*address), HANDSHAKE_SECONDS)
@@ -128,34 +127,34 @@ def credential_of(address: tuple[str, int]) -> bytes:
 
 @dataclass(frozen=True)
 class JoinRequest:
-    """What a machine says when it has proved that it knows the token."""
+    """What a client sends once it is authenticated."""
 
     port: int
-    """Of a store on the first machine; 0 is that of the launchers."""
+    """A store's port on the first machine; 0 is the launchers' store."""
     identity: Identity
 
 
 @dataclass(frozen=True)
 class JoinReply:
-    """What it is told."""
+    """The server's reply."""
 
     refused: str = ""
 
 
 def run_key(token: str, run: bytes) -> bytes:
-    """The key of one run. Slow and salted: a token that people thought up is not found by trying many."""
+    """The key of one run; slow and salted, so that a weak token is hard to find by trying."""
     return hashlib.scrypt(token.encode(), salt=run, n=2**14, r=8, p=1, dklen=DIGEST_BYTES)
 
 
 @dataclass(frozen=True)
 class Session:
-    """The proofs and first words of one connection."""
+    """The proofs and signed messages of one connection."""
 
     key: bytes = field(repr=False)
     nonces: bytes
 
     def proof(self, side: Side, text: bytes = b"") -> bytes:
-        """What only a side that knows the token can say; of this connection, and of this text."""
+        """An HMAC that only a side that knows the token can make, for this connection and this text."""
         return hmac.digest(self.key, side.encode() + self.nonces + text, DIGEST)
 
     async def check(self, side: Side, reader: Reader) -> None:
@@ -169,7 +168,7 @@ class Session:
         writer.write(len(text).to_bytes(4, "big") + self.proof(side, b"says" + text) + text)
 
     async def read(self, side: Side, reader: Reader, kind: type[T]) -> T:
-        """A signed message of the other side's; it is not looked into before its signature is known to be right."""
+        """Read a signed message; it is decoded only after its signature is verified."""
         num = int.from_bytes(await reader.readexactly(4), "big")
         proof = await reader.readexactly(DIGEST_BYTES)
         text = await reader.readexactly(min(num, MAX_FRAME_BYTES))
@@ -179,7 +178,7 @@ class Session:
 
 
 class _Loop:
-    """Connections are carried by one thread, however many there are."""
+    """An event loop in one thread that relays all connections."""
 
     def __init__(self) -> None:
         self._loop = asyncio.new_event_loop()
@@ -205,7 +204,7 @@ class _Loop:
         return server
 
     def stop(self, server: asyncio.Server) -> None:
-        """Take no more connections there; those that are carried go on."""
+        """Accept no more connections there; open ones continue."""
 
         async def close() -> None:
             server.close()
@@ -229,35 +228,35 @@ class _Loop:
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
-        # Sockets are closed in the turn after the one in which they are told to.
+        # Sockets are closed in the next iteration of the loop.
         await asyncio.sleep(0)
 
 
 class TunnelServer:
-    """The first machine's: who knows the token, and fits, is led to a store."""
+    """The first machine's end: relays authenticated machines with a matching identity to a store."""
 
     def __init__(
         self, bound: socket.socket, token: str, identity: Identity, port: int, credential: bytes = b""
     ) -> None:
         self._credential = credential
-        """The token, sealed for this user by the cluster; whoever else reads it learns nothing."""
+        """The token, sealed by munge for this user; other users cannot open it."""
         self.run = secrets.token_bytes(RUN_BYTES)
         self.key = run_key(token, self.run)
         self._identity = identity
         self._port = port
         self._of_workers = 0
         self.reached_at = ""
-        """The address of this machine by which another one has come."""
+        """The address of this machine that another one connected to."""
         self._unproved: Counter[str] = Counter()
         self._loop = _Loop()
         self._loop.listen(bound, self._serve)
 
     def close(self) -> None:
-        """Nobody is led anywhere any more."""
+        """Close the port and all connections."""
         self._loop.close()
 
     def set_workers_port(self, port: int) -> None:
-        """The store of the workers of this attempt, and none before it."""
+        """Relay workers to this attempt's store, and no longer to earlier ones."""
         self._of_workers = port
 
     async def _serve(self, reader: Reader, writer: Writer) -> None:
@@ -266,7 +265,7 @@ class TunnelServer:
             await _relay((reader, writer), await asyncio.open_connection(LOOPBACK, port))
 
     async def _admit(self, reader: Reader, writer: Writer) -> int | None:
-        """Which store to lead to; None if there is nothing to be had."""
+        """The port of the store to connect to; None if the machine is refused."""
         whose = str(writer.get_extra_info("peername")[0])
         if self._unproved[whose] >= MAX_UNPROVED_PER_ADDRESS or self._unproved.total() >= MAX_UNPROVED:
             return None
@@ -277,9 +276,9 @@ class TunnelServer:
         finally:
             self._unproved -= Counter({whose: 1})
         async with asyncio.timeout(HANDSHAKE_SECONDS):
-            hello = await session.read("way", reader, JoinRequest)
+            hello = await session.read("client", reader, JoinRequest)
             refused = self._refusal(hello)
-            session.write("gate", writer, JoinReply(refused))
+            session.write("server", writer, JoinReply(refused))
             await writer.drain()
         if refused:
             return None
@@ -291,14 +290,14 @@ class TunnelServer:
         writer.write(HELLO + self.run + nonce + len(self._credential).to_bytes(2, "big") + self._credential)
         theirs = await reader.readexactly(NONCE_BYTES)
         session = Session(self.key, self.run + nonce + theirs)
-        # The other side first: a stranger is given nothing to compare his guesses with.
-        await session.check("way", reader)
-        writer.write(session.proof("gate"))
+        # The client first: a stranger gets nothing to test guesses against.
+        await session.check("client", reader)
+        writer.write(session.proof("server"))
         return session
 
     def _refusal(self, hello: JoinRequest) -> str:
         if hello.port:
-            return "" if hello.port == self._of_workers else "that store is gone"
+            return "" if hello.port == self._of_workers else "that store is closed"
         why = self._identity.refusal_of(hello.identity)
         if why:
             said = without_control(f"{hello.identity.machine} was refused: {why}")
@@ -307,7 +306,7 @@ class TunnelServer:
 
 
 class TunnelClient:
-    """Another machine's way to the gate."""
+    """Another machine's end: loopback ports that lead to the first machine's stores."""
 
     def __init__(self, address: tuple[str, int], token: str, identity: Identity) -> None:
         self._address = address
@@ -317,7 +316,7 @@ class TunnelClient:
         """The id of the run, once it is known."""
         self.key = b""
         self._to_workers: asyncio.Server | None = None
-        """What leads to the store of the workers of the latest attempt."""
+        """The loopback server for the latest attempt's worker store."""
         self._loop = _Loop()
 
     @property
@@ -325,15 +324,15 @@ class TunnelClient:
         return f"{self._address[0]}:{self._address[1]}"
 
     def authenticate(self) -> None:
-        """Ask to be let in; raises, in words, if this machine is not."""
+        """Prove that this machine knows the token; raises with the reason if it is refused."""
         self._loop.do(self._authenticate())
 
     def close(self) -> None:
-        """Nothing is carried any more."""
+        """Close all ports and connections."""
         self._loop.close()
 
     def port(self, there: int = 0) -> int:
-        """A port on loopback here that leads to a store on the first machine."""
+        """A local loopback port that leads to a store on the first machine."""
         listener = socket.create_server((LOOPBACK, 0))
 
         async def serve(reader: Reader, writer: Writer) -> None:
@@ -352,7 +351,7 @@ class TunnelClient:
         writer.close()
 
     async def _connect_when_free(self, there: int) -> tuple[Reader, Writer]:
-        """The gate may have its fill of connections for a moment: all workers of a large machine come at once."""
+        """Retry while the server has too many connections: all workers of a large machine connect at once."""
         deadline = time.monotonic() + BUSY_SECONDS
         while True:
             try:
@@ -363,14 +362,14 @@ class TunnelClient:
             await asyncio.sleep(RETRY_SECONDS)
 
     async def _connect(self, there: int) -> tuple[Reader, Writer]:
-        """A connection that has been let in."""
+        """An authenticated connection."""
         reader, writer = await asyncio.wait_for(asyncio.open_connection(*self._address), HANDSHAKE_SECONDS)
         try:
             session = await self._handshake(reader, writer)
-            session.write("way", writer, JoinRequest(there, self._identity))
-            answer = await asyncio.wait_for(session.read("gate", reader, JoinReply), HANDSHAKE_SECONDS)
+            session.write("client", writer, JoinRequest(there, self._identity))
+            answer = await asyncio.wait_for(session.read("server", reader, JoinReply), HANDSHAKE_SECONDS)
             if answer.refused:
-                raise PlanError(f"this machine does not fit the run at {self.where}: {answer.refused}")
+                raise PlanError(f"this machine does not match the run at {self.where}: {answer.refused}")
         except BaseException:
             writer.close()
             raise
@@ -379,20 +378,20 @@ class TunnelClient:
     async def _handshake(self, reader: Reader, writer: Writer) -> Session:
         greeting = await _read_greeting(reader)
         if greeting is None:
-            raise NotEvenstep(f"{self.where} is held by a program that is no rendezvous; choose another port")
+            raise NotEvenstep(f"{self.where} is used by another program; choose another port")
         run, theirs = greeting.run, greeting.nonce
         self._recognize(run)
         nonce = secrets.token_bytes(NONCE_BYTES)
         session = Session(self.key, run + theirs + nonce)
-        writer.write(nonce + session.proof("way"))
+        writer.write(nonce + session.proof("client"))
         try:
-            await asyncio.wait_for(session.check("gate", reader), ANSWER_SECONDS)
+            await asyncio.wait_for(session.check("server", reader), ANSWER_SECONDS)
         except (EOFError, ConnectionError, WrongToken) as error:
             raise WrongToken(f"the run at {self.where} has another token") from error
         return session
 
     def _recognize(self, run: bytes) -> None:
-        """The run that was met first: another one that came to this address since is none of ours."""
+        """Remember the first run found here, and refuse a newer one at the same address."""
         if self.run and run != self.run:
             raise AnotherRun(f"the run at {self.where} has ended, and another one has begun there")
         if not self.run:
@@ -409,14 +408,14 @@ def is_tunnel_server(address: tuple[str, int]) -> bool:
 
 
 async def _relay(one: tuple[Reader, Writer], other: tuple[Reader, Writer]) -> None:
-    """Bytes both ways, until either side has no more."""
-    ways = [asyncio.ensure_future(_copy(one[0], other[1])), asyncio.ensure_future(_copy(other[0], one[1]))]
+    """Copy bytes in both directions until either side closes."""
+    copies = [asyncio.ensure_future(_copy(one[0], other[1])), asyncio.ensure_future(_copy(other[0], one[1]))]
     try:
-        await asyncio.wait(ways, return_when=asyncio.FIRST_COMPLETED)
+        await asyncio.wait(copies, return_when=asyncio.FIRST_COMPLETED)
     finally:
-        for way in ways:
-            way.cancel()
-        await asyncio.gather(*ways, return_exceptions=True)
+        for copy in copies:
+            copy.cancel()
+        await asyncio.gather(*copies, return_exceptions=True)
         for _, writer in (one, other):
             writer.close()
 

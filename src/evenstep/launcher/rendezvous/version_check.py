@@ -18,12 +18,12 @@ from evenstep.task import BUILT_IN
 MOST_NAMED = 4
 MAX_CHARACTERS = 80
 HASH_CHARS = 16
-"""Of a source; nobody who could forge one is asked for it."""
+"""Of a source's SHA-256; short, since it guards against mistakes, not forgery."""
 
 
 @dataclass(frozen=True)
 class Identity:
-    """One machine's own; another with the same token, and with a different one of these, is no part of the run."""
+    """A machine's command, versions and sources; a machine that differs in one of them is refused."""
 
     machine: str
     command: Mapping[str, str] = field(default_factory=dict)
@@ -32,7 +32,7 @@ class Identity:
     """A hash of each of the user's own source files, by the name under which it is imported."""
 
     def refusal_of(self, other: Identity) -> str:
-        """Why another machine does not fit, with both sides; nothing if it does."""
+        """Why another machine does not match, with both values; empty if it does."""
         ours, theirs = self._facts(), other._facts()
         names = [name for name in {**ours, **theirs} if ours.get(name) != theirs.get(name)]
         parts = [
@@ -53,13 +53,13 @@ def _short(text: str | None) -> str:
 
 
 def identity_of(command: Mapping[str, str], sources: Mapping[str, str]) -> Identity:
-    """This machine's; what computes should be the same on all of them, too."""
+    """This machine's identity, with the versions that compute."""
     versions = {"torch": str(torch.__version__), "evenstep": evenstep.__version__}
     return Identity(socket.gethostname(), command, versions, sources)
 
 
 def sources_of_task(spec: str) -> dict[str, str]:
-    """Of a task as `train` takes it; a built-in one is evenstep's own."""
+    """Hashes of a task's sources; none for a built-in task."""
     place = BUILT_IN.get(spec, spec).partition(":")[0]
     if spec in BUILT_IN:
         return {}
@@ -69,23 +69,23 @@ def sources_of_task(spec: str) -> dict[str, str]:
 
 
 def sources_of_file(file: Path) -> dict[str, str]:
-    """Of a script, and of all that it imports from its own folder or from the working folder."""
+    """Hashes of a script and of all that it imports from its own folder or the working folder."""
     return _Sources((file.parent, Path())).of_file(file)
 
 
 def sources_of_module(name: str) -> dict[str, str]:
-    """Of a module in the working folder; one that is installed has a version."""
+    """Hashes of a module in the working folder and its imports; an installed one has none."""
     return _Sources((Path(),)).of_module(name)
 
 
 @dataclass(frozen=True)
 class _Sources:
-    """Found by reading and not by importing: code that differs should not run first."""
+    """Finds sources by parsing, not importing: code that differs should not run first."""
 
     folders: tuple[Path, ...]
     hashes: dict[str, str] = field(default_factory=dict)
     _wanted: list[str] = field(default_factory=list)
-    """Modules that are still to be looked for; a chain of imports may be longer than Python recurses."""
+    """Modules still to be found; a queue, since import chains may exceed the recursion limit."""
 
     def of_file(self, file: Path) -> dict[str, str]:
         self._add(file.name, file, "")
@@ -101,9 +101,9 @@ class _Sources:
         return self.hashes
 
     def _look_for(self, name: str) -> None:
-        """A module and the packages around it; nothing if it is none of the user's own."""
+        """Add a module and its parent packages; nothing if it is not the user's own."""
         parts = name.split(".")
-        # `-m` also takes names with hyphens.
+        # `-m` also accepts names with hyphens.
         if not all(part.replace("-", "_").isidentifier() for part in parts):
             return
         for folder in self.folders:
@@ -129,7 +129,7 @@ class _Sources:
 
 
 def _imports(source: bytes, package: str) -> Iterator[str]:
-    """The names that a source imports, wherever in it."""
+    """The names that a source imports, anywhere in it."""
     try:
         tree = ast.parse(source)
     except (SyntaxError, ValueError, RecursionError, MemoryError):

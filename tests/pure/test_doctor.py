@@ -406,7 +406,7 @@ def test_a_check_that_fails_is_a_finding_itself() -> None:
         raise ValueError("a strange machine")
 
     (found,) = Check("odd", look).findings()
-    assert (found.status, found.said) == ("warn", "could not be looked at: ValueError: a strange machine")
+    assert (found.status, found.said) == ("warn", "could not be checked: ValueError: a strange machine")
     # Where nothing can be tried out, nothing can be trained.
     (found,) = Check("odd", look, is_trial=True).findings()
     assert (found.status, found.said) == ("bad", "could not be tried: ValueError: a strange machine")
@@ -431,7 +431,7 @@ def test_machines_that_differ_are_told_apart() -> None:
 
 def test_a_clock_that_nobody_knows_is_not_said_to_be_right() -> None:
     *_, clocks = compare([member("a"), member("b", seconds_behind=None)])
-    assert (clocks.status, clocks.said) == ("warn", "not known of b: the first machine did not answer")
+    assert (clocks.status, clocks.said) == ("warn", "unknown for b: the first machine did not answer")
     *_, clocks = compare([member("a"), member("b", seconds_behind=None), member("c", seconds_behind=9)])
     assert (clocks.status, clocks.said) == ("warn", "9.0 s apart")
 

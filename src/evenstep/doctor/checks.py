@@ -25,7 +25,7 @@ class MachineChecks:
     copies: Mapping[tuple[str, str], float] = field(default_factory=dict)
 
     def checks(self) -> list[Check]:
-        """What will be looked at."""
+        """The checks, in order."""
         num_gpus = gpus.num_gpus()
         nvml = gpus.open_driver()
         static = [
@@ -51,7 +51,7 @@ class MachineChecks:
         found = gpus.look_at_gpus(nvml, self.budget.allowed(gpus.LOOK_SECONDS))
         self.gpu_facts = {one.name: one for one in found}
         seconds = self.budget.allowed(gpus.LOOK_SECONDS)
-        # To a card that does not compute nothing can be copied either, and the pairs need the time.
+        # Copies to a broken GPU would fail too, and the pairs need the time.
         if seconds and worst(found) != "bad":
             self.copies = gpus.copies_between_gpus(seconds)
         return found
@@ -68,7 +68,7 @@ class MachineChecks:
         return Check(f"all-reduce: {'; '.join(pair.name for pair in pairs)}", look, is_trial=True)
 
     def _reference(self, pair: Pair, trial: Trial) -> Reference:
-        """What this pair should give, and how that is known."""
+        """The expected speed of a pair, and its source."""
         if pair.back_end == "nccl":
             return self._gpu_reference(pair.devices)
         if self.loopback is None:
@@ -95,7 +95,7 @@ def _one(name: str, look: Callable[[], Finding]) -> Check:
 
 @dataclass(frozen=True)
 class CheckStarted:
-    """What is looked at now."""
+    """Announces the next check."""
 
     name: str
     number: int
@@ -105,19 +105,19 @@ class CheckStarted:
 
 @dataclass(frozen=True)
 class Report:
-    """All that was found, and how long it took."""
+    """All findings, and the duration."""
 
     findings: tuple[Finding, ...]
     seconds: float
     is_first: bool = True
-    """Whether this is the machine that speaks for all."""
+    """Whether this is the first machine, which prints the findings of all."""
 
 
 Examination = Generator[CheckStarted | Report, None, None]
 
 
 def examine(environment: Mapping[str, str]) -> Examination:
-    """Look at everything; says what comes next, and at last the report."""
+    """Run all checks: yields the name of each before it starts, and finally the report."""
     began = time.monotonic()
     checks = MachineChecks(environment).checks()
     found: list[Finding] = []

@@ -1,10 +1,7 @@
-"""The doctor on several machines at once: the same command on each, an all-reduce between every two of them.
+"""The doctor on several machines: compare their versions and clocks, and run an all-reduce between every two of them.
 
-What the doctors of several machines tell each other, through a store that one of them holds.
-
-What machines that are to train together say of themselves, and where they differ.
-
-What other machines send, each value of the kind that it should be; anything else is an error of `read`'s.
+The same command runs on each machine. They exchange signed messages through the first machine's store; every value that
+is read from another machine is converted to its expected type, or refused.
 """
 
 from __future__ import annotations
@@ -50,15 +47,15 @@ from evenstep.plan import parse_address, parse_machines
 T = TypeVar("T")
 POLL_SECONDS = 0.005
 ANSWER_SECONDS = 1800.0
-"""Nobody is waited for longer than this; one that is lost is known to be so within seconds."""
+"""The longest wait for a message; a lost machine is detected within seconds."""
 
 
 class BadMessage(TrainingError):
-    """What was said is nothing that a doctor says, or was said by someone else."""
+    """A message that cannot be read, or is not signed by a machine of this run."""
 
 
 class MessageStore(Protocol):
-    """Where texts are left for others: a store of torch's."""
+    """A key-value store, as torch's Store."""
 
     def set(self, key: str, value: str, /) -> None: ...
 
@@ -69,24 +66,24 @@ class MessageStore(Protocol):
 
 @dataclass(frozen=True)
 class Channel:
-    """This machine among all of them."""
+    """Signed messages between this machine and the others."""
 
     store: MessageStore
     machine: int
     num: int
     signer: MessageSigner
-    """What only these machines have; all that they say is signed with it, for the place where it is left."""
+    """Signs every message for its key."""
     is_lost: Callable[[], bool] = lambda: False
-    """Whether a machine is known to be gone, so that nobody need be waited for."""
+    """Whether a machine is lost, so that waiting is useless."""
 
     def send(self, key: str, values: Mapping[str, Any]) -> None:
-        """Leave plain values for whoever asks for them."""
+        """Publish values under a key."""
         self.store.set(f"doctor/{key}", self.signer.sign(f"doctor/{key}", values))
 
     def receive(self, key: str, read: Callable[[dict[str, Any]], T], seconds: float = ANSWER_SECONDS) -> T | None:
-        """What `read` makes of what was left there; None if nothing comes.
+        """The message under a key, converted by `read`; None if there is none in time.
 
-        Not by waiting in the store: that would never end.
+        Polls, since a blocking wait in the store could not be ended.
         """
         deadline = time.monotonic() + seconds
         while not self.store.check([f"doctor/{key}"]):
@@ -102,11 +99,11 @@ class Channel:
                 raise BadMessage(FORGED)
             return read(values)
         except (LookupError, TypeError, ValueError, ArithmeticError, AttributeError) as error:
-            why = f"what another machine says is not understood here ({key}: {type(error).__name__}: {error})"
+            why = f"a message from another machine is not understood here ({key}: {type(error).__name__}: {error})"
             raise BadMessage(why[:MAX_TEXT_CHARS]) from error
 
     def seconds_behind(self) -> float | None:
-        """How far this machine's clock is behind the first one's; each is answered in turn."""
+        """How far this machine's clock is behind the first one's, which answers each machine in turn."""
         if self.machine:
             return self._ask_clock()
         for machine in range(1, self.num):
@@ -118,7 +115,7 @@ class Channel:
         asked = time.time()
         self.send(f"clock/{self.machine}/asked", {})
         answer = self.receive(f"clock/{self.machine}/answered", lambda values: finite(values["seconds"]))
-        # The first machine answers others before; what counts is how long it took from its answer.
+        # The first machine may answer other machines before; only the time since its answer counts.
         return None if answer is None else answer - max(asked, time.time() - POLL_SECONDS)
 
 
@@ -127,7 +124,7 @@ FAR_APART_SECONDS = 5.0
 
 @dataclass(frozen=True)
 class MachineFacts:
-    """What a machine says of itself."""
+    """One machine's versions, GPUs, interface and clock."""
 
     name: str
     torch: str
@@ -137,13 +134,13 @@ class MachineFacts:
     interface: str
     interface_bits_per_second: float
     seconds_behind: float | None
-    """Of the first machine's clock; None: not known."""
+    """Behind the first machine's clock; None if unknown."""
     set_names: str
-    """Variables that are set there and may disturb, with spaces between."""
+    """Set variables that may cause failures, separated by spaces."""
 
     @classmethod
     def from_json(cls, values: Mapping[str, Any]) -> MachineFacts:
-        """What another machine sent, each value of the kind that it should be."""
+        """Convert what another machine sent."""
         behind = values["seconds_behind"]
         names = ("name", "torch", "evenstep", "python", "interface")
         return cls(
@@ -156,7 +153,7 @@ class MachineFacts:
 
 
 def compare(members: Sequence[MachineFacts | None]) -> list[Finding]:
-    """Versions and clocks of machines that are to train together."""
+    """Findings about the machines' versions and clocks."""
     there = [one for one in members if one is not None]
     return [
         _same("torch of all", {one.name: one.torch for one in there}, "install the same torch on all machines"),
@@ -181,23 +178,23 @@ def _clocks(members: Sequence[MachineFacts]) -> Finding:
     if apart > FAR_APART_SECONDS:
         late = max(behind, key=lambda name: abs(behind[name]))
         advice = (
-            f"set {late}'s clock (NTP, chrony): runs do not mind, but nobody can tell what came first in their logs"
+            f"set {late}'s clock (NTP, chrony): training works, but the order of events in the logs cannot be told"
         )
         return Finding("clocks", "warn", said, advice, behind)
     if unknown:
-        said = f"not known of {', '.join(unknown)}: the first machine did not answer"
-        return Finding("clocks", "warn", said, "run it again, or compare what date says there", behind)
+        said = f"unknown for {', '.join(unknown)}: the first machine did not answer"
+        return Finding("clocks", "warn", said, "run it again, or compare the output of date there", behind)
     return Finding("clocks", "good", said, numbers=behind)
 
 
 def reference(first: MachineFacts, second: MachineFacts) -> Reference:
-    """What the slower of two interfaces says of itself; a link below what trainings warn of is slow in any case."""
+    """The nominal speed of the slower interface; a link below the limit of training's own warning is always slow."""
     slower = min(first, second, key=lambda one: one.interface_bits_per_second)
     bits = slower.interface_bits_per_second
     words = (
-        f"{slower.interface} of {slower.name} says {bits / 1e9:g} Gbit/s" if bits else "nobody says what it could be"
+        f"{slower.interface} of {slower.name} reports {bits / 1e9:g} Gbit/s" if bits else "nominal speed unknown"
     )
-    advice = "is it the right network? GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME choose another; --rendezvous, too"
+    advice = "is it the right network? GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME choose another; so does --rendezvous"
     return Reference(words, bits / 8 or None, slow_bytes_per_second=SLOW / 8, slow_advice=advice)
 
 
@@ -206,33 +203,33 @@ MAX_FINDINGS = 1000
 
 @dataclass(frozen=True)
 class MachineReport:
-    """What a machine found with itself, and between itself and others."""
+    """What a machine found on itself, and between itself and other machines."""
 
     own: tuple[Finding, ...]
     pairs: tuple[Finding, ...]
 
 
 def read_report(values: Mapping[str, Any]) -> MachineReport:
-    """What another machine found."""
+    """Convert another machine's report."""
     own, pairs = ([Finding.from_json(one) for one in values[name][:MAX_FINDINGS]] for name in ("own", "pairs"))
     return MachineReport(tuple(own), tuple(pairs))
 
 
 def read_verdict(values: Mapping[str, Any]) -> Finding:
-    """What the first machine says of all."""
+    """Convert the first machine's overall verdict."""
     usual = {"name": "all machines", "advice": "", "numbers": {}}
     return Finding.from_json({**usual, "status": values["status"], "said": values["said"]})
 
 
 def read_ended(values: Mapping[str, Any]) -> Ended:
-    """How another machine's part of an attempt ended: one process, whose rows can be judged."""
+    """Convert the result of another machine's part of an attempt, which is one process."""
     why, is_late = str(values["why"])[:MAX_TEXT_CHARS], bool(values["is_late"])
     if why:
         return Ended(why=why, is_late=is_late)
     (returned,) = values["returned"]
     rows = [_row(row) for row in returned["rows"]]
     if not rows:
-        raise ValueError("nothing was added up")
+        raise ValueError("no all-reduce was measured")
     return Ended(({"rows": rows, "copy_bytes_per_second": finite(returned["copy_bytes_per_second"])},))
 
 
@@ -247,12 +244,12 @@ INTERFACE_NAME = "GLOO_SOCKET_IFNAME"
 
 
 class DoctorRendezvous(C10dRendezvous):
-    """The meeting, and a board on which the machines of one visit leave what they found."""
+    """The rendezvous of the doctors, and their access to the first machine's store."""
 
     _store: TCPStore
 
     def next_round(self, num: int, attempt: int, resume: str | None = None) -> RankAssignment | None:
-        """Meet, and reach for the store of the first machine's."""
+        """Wait for the machines, and connect to the first machine's store."""
         assignment = super().next_round(num, attempt, resume)
         if assignment is not None:
             host, port = assignment.environment["MASTER_ADDR"], int(assignment.environment["MASTER_PORT"])
@@ -260,23 +257,23 @@ class DoctorRendezvous(C10dRendezvous):
         return assignment
 
     def set(self, key: str, value: str) -> None:
-        """Leave a text; raises if the first machine is gone, as all of these do."""
+        """Store a text; raises HeadLost if the first machine is lost, as `get` and `check` do."""
         self._ask(lambda: self._store.set(key, value))
 
     def get(self, key: str) -> bytes:
-        """A text that was left."""
+        """A stored text."""
         return self._ask(lambda: self._store.get(key))
 
     def check(self, keys: list[str]) -> bool:
-        """Whether these texts are there."""
+        """Whether these keys are set."""
         return self._ask(lambda: self._store.check(keys))
 
     def channel(self, assignment: RankAssignment) -> Channel:
-        """What this machine says to the others there, and hears."""
+        """The channel to the other machines."""
         return Channel(self, assignment.machine, assignment.num_machines, self._signer, self.is_one_lost)
 
     def is_one_lost(self) -> bool:
-        """Whether a machine of the visit is gone."""
+        """Whether one of the machines is lost."""
         return self.remote_failure() is not None
 
     def _head_lost(self) -> HeadLost:
@@ -284,9 +281,9 @@ class DoctorRendezvous(C10dRendezvous):
 
 
 def examine_together(environment: Mapping[str, str], machines: str, rendezvous: str) -> Examination:
-    """Look at this machine, then meet the others; the first machine's report holds what all have found."""
+    """Check this machine, then all machines together; the first machine's report has all findings."""
     began = time.monotonic()
-    # Versions that differ are what it finds, and no reason to send a machine away.
+    # Without versions: different ones are a finding, not a reason to refuse a machine.
     identity = Identity(socket.gethostname(), {"command": "doctor"})
     backend = DoctorRendezvous(parse_address(rendezvous), parse_machines(machines), identity, None)
     try:
@@ -296,8 +293,8 @@ def examine_together(environment: Mapping[str, str], machines: str, rendezvous: 
                 own = event.findings
             else:
                 yield event
-        yield CheckStarted(backend.waiting_message() or "meeting the other machines", 1, 1, is_trial=True)
-        # Now it is told what leads to the others, and not what the user set, which may be what is wrong.
+        yield CheckStarted(backend.waiting_message() or "waiting for the other machines", 1, 1, is_trial=True)
+        # Use the interface that the rendezvous found; the one that the user set may be wrong.
         os.environ.pop(INTERFACE_NAME, None)
         assignment = backend.next_round(1, 1)
         if assignment is None:
@@ -310,7 +307,7 @@ def examine_together(environment: Mapping[str, str], machines: str, rendezvous: 
 
 
 class _ClusterCheck:
-    """This machine's part in a visit to all of them."""
+    """This machine's part in the check of all machines."""
 
     def __init__(self, channel: Channel, assignment: RankAssignment, environment: Mapping[str, str]) -> None:
         self._assignment = assignment
@@ -319,11 +316,11 @@ class _ClusterCheck:
         self._interface = assignment.environment.get(INTERFACE_NAME, "")
 
     def findings(self, own: Sequence[Finding]) -> list[Finding]:
-        """What all have found, on the first machine; on the others, how it ended."""
+        """All findings, on the first machine; on other machines, the overall verdict."""
         try:
             return self._found(own)
         except BadMessage as error:
-            # Whoever goes on without it would wait for what the others do not do: leave, and they will see it.
+            # Leave: the other machines notice it, while continuing would make both sides wait.
             wrong = not_understood("other machines", error)
             return [wrong] if self._assignment.machine else [*own, wrong]
 
@@ -367,7 +364,7 @@ class _ClusterCheck:
         ]
 
     def _pairs(self, members: Sequence[MachineFacts | None]) -> list[Finding]:
-        """The pairs that this machine is one of; the lower of two reports."""
+        """Test the pairs that include this machine; the lower of two machines reports."""
         mine = [pair for one in rounds(self._channel.num) for pair in one if self._channel.machine in pair]
         found = []
         for pair in mine:
@@ -390,7 +387,7 @@ class _ClusterCheck:
             to_try = [] if self._channel.is_lost() else remedies(back_end, names, is_between_machines=True)
             if first.interface == second.interface:
                 to_try = [with_interface(settings, first.interface) for settings in to_try]
-            # Both sides must try the same at the same time: no clock decides how much is tried.
+            # Both sides must try the same at the same time, so no time limit applies.
             trial = search(trial, to_try, attempts.make, TimeBudget(math.inf, math.inf))
         return judge(trial, reference(first, second))
 
@@ -399,34 +396,34 @@ class _ClusterCheck:
         usual = {"RANK": str(rank), "WORLD_SIZE": "2", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
         own = {name: value for name, value in self._environment.items() if name == INTERFACE_NAME}
         given = {**self._assignment.environment, **own, **usual, "OMP_NUM_THREADS": "1"}
-        # Without the user's interface, the one that leads to the others.
+        # Instead of the user's interface, the one that the rendezvous found.
         without = {name: self._interface if name == INTERFACE_NAME else None for name in settings}
         meant = with_interface({**without, **{n: v for n, v in settings.items() if v is not None}}, self._interface)
         seconds = CPU_SECONDS if device == "cpu" else GPU_SECONDS
         return Job(add_up_between, (where, [device], ALL_BYTES), 1, seconds, meant, [given])
 
     def _others(self, members: Sequence[MachineFacts | None]) -> tuple[list[Finding], list[Finding]]:
-        """What the other machines found wrong with themselves, and what they found between them."""
+        """What the other machines found on themselves, and between them."""
         found: list[Finding] = []
         pairs: list[Finding] = []
         for number, member in enumerate(members[1:], 1):
             name = member.name if member is not None else f"machine {number + 1}"
             try:
-                remote_failure = self._channel.receive(f"report/{number}", read_report)
+                report = self._channel.receive(f"report/{number}", read_report)
             except BadMessage as error:
                 found.append(not_understood(name, error))
                 continue
-            if remote_failure is None:
-                found.append(Finding(name, "bad", "has not said what it found", "is it still there?"))
+            if report is None:
+                found.append(Finding(name, "bad", "sent no report", "is it still running?"))
                 continue
-            wrong = [one.of(name) for one in remote_failure.own if one.status != "good"]
-            num, every = len(remote_failure.own) - len(wrong), len(remote_failure.own)
+            wrong = [one.of(name) for one in report.own if one.status != "good"]
+            num, every = len(report.own) - len(wrong), len(report.own)
             found += [Finding(name, "good", f"{num} of {every} checks are good"), *wrong]
-            pairs += remote_failure.pairs
+            pairs += report.pairs
         return found, pairs
 
     def try_with(self, job: Job, where: str, partner: int) -> Ended:
-        """Do this machine's part, and hear how the partner's ended."""
+        """Run this machine's part, and combine it with the partner's result."""
         channel = self._channel
         channel.send(f"{where}/ready/{channel.machine}", {})
         if channel.receive(f"{where}/ready/{partner}", dict) is None:
@@ -440,14 +437,14 @@ class _ClusterCheck:
 
 
 def not_understood(name: str, error: BadMessage) -> Finding:
-    """What to say of a machine that says nothing that can be used."""
-    advice = f"install the same evenstep everywhere; keep strangers out with {TOKEN}, the same on all machines"
+    """The finding for a machine whose messages cannot be used."""
+    advice = f"install the same evenstep on all machines; keep strangers out with the same {TOKEN} on all of them"
     return Finding(name, "bad", str(error), advice)
 
 
 @dataclass
 class _Attempts:
-    """Attempts of one pair of machines, numbered so that both sides speak of the same one."""
+    """Attempts of one pair of machines, numbered so that both sides refer to the same one."""
 
     of: _ClusterCheck
     pair: tuple[int, int]
@@ -464,7 +461,7 @@ class _Attempts:
 
 
 def both(mine: Ended, theirs: Ended, is_first: bool) -> Ended:
-    """How an attempt ended, the same on both sides: who failed knows more than who waited for it."""
+    """The result of an attempt, the same on both sides; a failure explains more than a timeout."""
     sides = (mine, theirs) if is_first else (theirs, mine)
     failed = sorted((one for one in sides if not one.is_well), key=lambda one: one.is_late)
     return replace(failed[0], returned=()) if failed else Ended(sides[0].returned + sides[1].returned)

@@ -187,7 +187,7 @@ def _plain(node: Any) -> Node:
 
 T = TypeVar("T")
 LOST_SECONDS = 8.0
-"""A machine that gives no heartbeat for so long is lost."""
+"""A machine without a heartbeat for this long is lost."""
 LEAVING_SECONDS = 3.0
 """How long the first machine waits at the end for the other machines to leave."""
 

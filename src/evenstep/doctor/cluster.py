@@ -177,9 +177,7 @@ def _clocks(members: Sequence[MachineFacts]) -> Finding:
     said = f"{apart:.1f} s apart"
     if apart > FAR_APART_SECONDS:
         late = max(behind, key=lambda name: abs(behind[name]))
-        advice = (
-            f"set {late}'s clock (NTP, chrony): training works, but the order of events in the logs cannot be told"
-        )
+        advice = f"set {late}'s clock (NTP, chrony): training works, but the order of events in the logs cannot be told"
         return Finding("clocks", "warn", said, advice, behind)
     if unknown:
         said = f"unknown for {', '.join(unknown)}: the first machine did not answer"
@@ -191,9 +189,7 @@ def reference(first: MachineFacts, second: MachineFacts) -> Reference:
     """The nominal speed of the slower interface; a link below the limit of training's own warning is always slow."""
     slower = min(first, second, key=lambda one: one.interface_bits_per_second)
     bits = slower.interface_bits_per_second
-    words = (
-        f"{slower.interface} of {slower.name} reports {bits / 1e9:g} Gbit/s" if bits else "nominal speed unknown"
-    )
+    words = f"{slower.interface} of {slower.name} reports {bits / 1e9:g} Gbit/s" if bits else "nominal speed unknown"
     advice = "is it the right network? GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME choose another; so does --rendezvous"
     return Reference(words, bits / 8 or None, slow_bytes_per_second=SLOW / 8, slow_advice=advice)
 

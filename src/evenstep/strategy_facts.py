@@ -123,9 +123,14 @@ STRATEGIES: Mapping[str, StrategyFacts] = MappingProxyType(_FACTS)
 
 
 def add_strategy(facts: StrategyFacts) -> None:
-    """Make a custom strategy known to this process; call it where the task's file is imported, as all processes do."""
+    """Make a custom strategy known, at the top of the task's file; the launcher passes the row on to its workers."""
     if _FACTS.setdefault(facts.name, facts) != facts:
         raise ValueError(f"there is a strategy {facts.name!r} already; give yours another name")
+
+
+def added_strategies() -> tuple[StrategyFacts, ...]:
+    """The rows that `add_strategy` added in this process."""
+    return tuple(_FACTS.values())[len(_ROWS) :]
 
 
 def usual_strategies() -> list[StrategyFacts]:

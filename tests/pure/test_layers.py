@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import dataclasses
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -14,6 +15,7 @@ import typer
 import evenstep
 from evenstep.cli import app
 from evenstep.plan import Plan
+from evenstep.strategy_facts import REFERENCE, STRATEGIES
 
 SOURCE = Path(evenstep.__file__).parent
 VALUES = {"errors", "schema", "strategy_facts", "plan", "record", "task"}
@@ -64,6 +66,39 @@ def imported_layers(file: Path) -> set[str]:
             names |= {f"{node.module}.{alias.name}" for alias in node.names}
     found = {name.split(".")[1] for name in names if name.startswith("evenstep.")}
     return found - {layer(file)}
+
+
+NAMES_A_STRATEGY = {
+    "cli/train.py": "examples of commands",
+    "cli/verify.py": "examples of commands",
+    "cli/compare.py": "examples of commands",
+    "monitor/known_errors.py": "what an error of torch's DDP or fully_shard means, which other strategies do not raise",
+}
+
+
+def strategies_named(file: Path) -> list[str]:
+    """Texts with a strategy's name, docstrings aside, and imports of one's file."""
+    nodes = list(ast.walk(ast.parse(file.read_text())))
+    docs = {id(node.value) for node in nodes if isinstance(node, ast.Expr)}
+    texts = [
+        node.value
+        for node in nodes
+        if isinstance(node, ast.Constant) and isinstance(node.value, str) and id(node) not in docs
+    ]
+    imports = [node.module or "" for node in nodes if isinstance(node, ast.ImportFrom)]
+    # "single" is a word of its own inside a sentence, and what the others are compared with.
+    others = "|".join(name for name in STRATEGIES if name != REFERENCE)
+    named = rf"{REFERENCE}|.*(?<![\w-])({others})(?![\w-]).*"
+    return [text for text in texts if re.fullmatch(named, text, re.DOTALL)] + [
+        name for name in imports if re.match(r"evenstep\.strategies\.(?!base)", name)
+    ]
+
+
+def test_outside_of_the_strategies_and_their_facts_nothing_names_one() -> None:
+    own = [file for file in FILES if layer(file) not in ("strategies", "strategy_facts")]
+    naming = {str(file.relative_to(SOURCE)): strategies_named(file) for file in own}
+    assert {file: texts for file, texts in naming.items() if texts and file not in NAMES_A_STRATEGY} == {}
+    assert all(naming[file] for file in NAMES_A_STRATEGY), "an exception that is not needed any more"
 
 
 def module_name(file: Path) -> str:

@@ -68,10 +68,11 @@ def verify(
     """Check that each strategy matches training on one device; if not, show where it differs and why (exit code 1)."""
     if steps < 1 or accumulate < 1:
         raise PlanError(f"steps is {steps} and accumulate {accumulate}; both are whole numbers from 1 up")
-    from evenstep.launcher.prepare import RUNS, free_name, label_of, prepare
+    from evenstep.launcher.prepare import RUNS, free_name, label_of, load_strategies, prepare
     from evenstep.verify import Depth, settled
     from evenstep.verify.configurations import configs_of, plan_of
 
+    load_strategies(strategies, task, seed)
     configs = configs_of(strategies, devices, accumulate)
     choices = {"batch": batch, "precision": precision, "seed": seed, "data": data}
     name = free_name(label_of(task), "verify")

@@ -12,7 +12,7 @@ from typing import Any
 from evenstep.compare.blocks import Race, Taken
 from evenstep.compare.measure import Block
 from evenstep.errors import EvenstepError, PlanError
-from evenstep.launcher.prepare import Prepared, free_name, label_of, prepare
+from evenstep.launcher.prepare import Prepared, free_name, label_of, load_strategies, prepare
 from evenstep.report.comparison import Comparison, LargerBatch, Parity, Row
 from evenstep.report.recommend import advise, best
 from evenstep.strategy_facts import REFERENCE
@@ -45,6 +45,7 @@ class CompareRequest:
 
 def compare(request: CompareRequest, say: Callable[[str], None] = lambda line: None) -> tuple[Comparison, Path]:
     """Measure every configuration, and write the comparison beside its Records; returns it and its folder."""
+    load_strategies(request.strategies, request.source, request.choices.get("seed"))
     configs = find_configs(request.strategies, request.devices)
     name = request.choices.get("name") or free_name(label_of(request.source), "compare")
     first = {"strategy": REFERENCE, "devices": list(configs[0].devices), "name": name}

@@ -20,13 +20,14 @@ from evenstep.data.adapt import AdaptedData, adapt
 from evenstep.distributed.devices import check_devices, choose_devices, num_cores
 from evenstep.errors import PlanError, TaskError, shorten
 from evenstep.launcher.preflight import probe
-from evenstep.plan import IN_THIS_PROCESS, Plan, parse_devices, parse_machines, read_plan
+from evenstep.plan import IN_THIS_PROCESS, Plan, Seed, parse_devices, parse_machines, read_plan
 from evenstep.profiling.trackers import check_log
 from evenstep.report.progress import without_control
 from evenstep.sampling.order import Lengths, Order, lengths_of
 from evenstep.sampling.rng import seed_everything
+from evenstep.schema import check
 from evenstep.strategy_facts import DEFAULT, REFERENCE, STRATEGIES
-from evenstep.task import Task, TaskFunction, call_task, describe, find_task, refuse_untrusted, spec_of
+from evenstep.task import BUILT_IN, Task, TaskFunction, call_task, describe, find_task, refuse_untrusted, spec_of
 
 RUNS = Path("runs")
 DEFAULT_BATCH = 64
@@ -72,6 +73,7 @@ def prepare(source: str | TaskFunction | Task | None, choices: Mapping[str, Any]
     elif "epochs" in chosen:
         base.pop("steps", None)
     values = {**base, **chosen, **_devices(chosen, base), "task": spec or IN_THIS_PROCESS}
+    load_strategies(str(values["strategy"]), source, values.get("seed"))
     # Check what needs no task before loading it: its data may take a while.
     draft = _draft(values, label_of(source))
     if spec is None and (STRATEGIES[draft.strategy].processes_per_device or draft.restarts):
@@ -92,6 +94,18 @@ def prepare(source: str | TaskFunction | Task | None, choices: Mapping[str, Any]
     num_steps = plan.num_steps(lengths_of(order), *start)
     said = [*said, *train.said, *_dropped(order), *(valid.said if valid is not None else []), *_crowded(plan)]
     return Prepared(plan, task, spec, _make_folder(plan), lengths_of(order), num_steps, said, cwd=cwd)
+
+
+def load_strategies(names: str | None, source: object, seed: int | None) -> None:
+    """If a strategy of a list such as `ddp,mine` is not known, import the task's file, which may add it."""
+    unknown = {name.strip() for name in (names or "").split(",")} - {"", *STRATEGIES}
+    if not unknown or not isinstance(source, str) or source in BUILT_IN:
+        return
+    check("seed", seed or 0, Seed, PlanError)
+    # As in every worker: data that the file makes at its top is the same.
+    seed_everything(seed or 0)
+    with _users_code():
+        find_task(source)
 
 
 @contextmanager

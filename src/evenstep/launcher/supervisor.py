@@ -37,7 +37,7 @@ from evenstep.launcher.prepare import Prepared
 from evenstep.launcher.processes import ProcessSpec, RankLogs, StartMethod, Workers, seconds_computed, workers
 from evenstep.launcher.rendezvous.local import RankAssignment, Rendezvous
 from evenstep.record import FILE, Start, end_of_rows, rows
-from evenstep.strategy_facts import STRATEGIES
+from evenstep.strategy_facts import STRATEGIES, added_strategies
 from evenstep.training.trainer import Event
 from evenstep.worker.main import Instead, WorkerOrders, work
 
@@ -281,7 +281,13 @@ class Attempt:
         folder = _free_logs(run_folder / "logs", assignment.first_rank)
         self._logs = RankLogs(folder, assignment.first_rank)
         self._orders = WorkerOrders(
-            str(run_folder), str(folder), assignment.resume, of.launch.devices, of.launch.instead, of.launch.cwd
+            str(run_folder),
+            str(folder),
+            assignment.resume,
+            of.launch.devices,
+            of.launch.instead,
+            of.launch.cwd,
+            added_strategies(),
         )
         self._more = {"TORCHELASTIC_RESTART_COUNT": str(number - 1), **assignment.environment}
         self._stack = ExitStack()

@@ -16,6 +16,7 @@ import psutil
 import torch
 
 from evenstep.errors import EvenstepError, RankLost, shorten
+from evenstep.strategy_facts import sharding, with_processes
 from evenstep.task import NO_GROUP
 
 Match = re.Match[str]
@@ -193,12 +194,12 @@ def _smaller(situation: Situation) -> str:
         )
     if situation.was_tried:
         return (
-            "Not even one sample at once fits (tried): try --precision bf16, --strategy fsdp over more devices, or\n"
-            "activation checkpointing"
+            f"Not even one sample at once fits (tried): try --precision bf16, --strategy {sharding()} over more "
+            "devices, or\nactivation checkpointing"
         )
     return (
         f"Try --accumulate {2 * situation.accumulate}: half as many samples at once, and the same result. Or "
-        "--precision bf16, or --strategy fsdp"
+        f"--precision bf16, or --strategy {sharding()}"
     )
 
 
@@ -214,7 +215,7 @@ def _host_memory(found: Match, _: Sequence[str], __: Situation) -> str:
 def _one_sample(_: Match, __: Sequence[str], ___: Situation) -> str:
     return (
         "BatchNorm cannot be trained on one sample, and that is what this device has in this step.\n"
-        "Use another --batch, a DataLoader with drop_last=True, or --sync-batchnorm with ddp or fsdp"
+        f"Use another --batch, a DataLoader with drop_last=True, or --sync-batchnorm with {with_processes()}"
     )
 
 

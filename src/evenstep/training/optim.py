@@ -32,6 +32,7 @@ from evenstep.distributed.world import World
 from evenstep.errors import TaskError
 from evenstep.sampling.rng import fork_rng, seed_devices, seed_host
 from evenstep.strategies.base import fills_memory, has_sparse_gradients
+from evenstep.strategy_facts import DEFAULT, sharding
 
 STEPS = 8
 """Enough for averages to differ, and for most of what an optimizer does every few steps."""
@@ -76,7 +77,8 @@ def refuse_sharded(optimizer: Optimizer, world: World) -> None:
     if problems:
         raise TaskError(
             f"{type(optimizer).__name__} cannot update sharded parameters as it updates whole ones: {problems[0]}.\n"
-            "Use it with ddp; under fsdp use an optimizer that updates every number by itself, such as AdamW or SGD"
+            f"Use it with {DEFAULT}; under {sharding()} use an optimizer that updates every number by itself, such as "
+            "AdamW or SGD"
         )
 
 

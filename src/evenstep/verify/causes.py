@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from evenstep.strategy_facts import REFERENCE
+from evenstep.strategy_facts import REFERENCE, with_processes
 from evenstep.verify.differences import (
     COARSE,
     FINE,
@@ -373,7 +373,7 @@ def _batch_norm(case: Case) -> Cause | None:
         after = case.apart(*calm)
         tried = "with BatchNorm in eval mode everywhere"
         advice = (
-            "Train with ddp or fsdp and --sync-batchnorm, or use GroupNorm."
+            f"Train with {with_processes()} and --sync-batchnorm, or use GroupNorm."
             if case.config.accumulate == 1
             else "Train with no accumulation, or use GroupNorm: each micro-batch is normalized separately."
         )

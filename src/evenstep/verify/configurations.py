@@ -7,7 +7,7 @@ import torch
 from evenstep.distributed.devices import check_devices, choose_devices
 from evenstep.errors import PlanError
 from evenstep.plan import Plan, parse_devices
-from evenstep.strategy_facts import DEFAULT, REFERENCE, STRATEGIES, usual_strategies
+from evenstep.strategy_facts import DEFAULT, DEFAULT_IN_ONE_PROCESS, REFERENCE, STRATEGIES, usual_strategies
 from evenstep.verify.verdict import Configuration
 
 
@@ -30,7 +30,10 @@ def named_strategies(text: str) -> list[str]:
     names = list(dict.fromkeys(name.strip() for name in text.split(",") if name.strip()))
     unknown = [name for name in names if name not in STRATEGIES]
     if unknown or not names:
-        raise PlanError(f"unknown strategies {text!r}; allowed are {', '.join(STRATEGIES)}, such as dp,ddp")
+        raise PlanError(
+            f"unknown strategies {text!r}; allowed are {', '.join(STRATEGIES)}, such as "
+            f"{DEFAULT_IN_ONE_PROCESS},{DEFAULT}"
+        )
     return names
 
 

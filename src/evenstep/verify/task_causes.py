@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Container, Sequence
 from typing import Any
 
+from evenstep.strategy_facts import with_processes
 from evenstep.verify.differences import in_percent
 from evenstep.verify.verdict import Cause
 
@@ -116,7 +117,8 @@ def _mixed(evidence: str, can_gather: bool) -> Cause:
     gather = (
         "Let each rank compare with the samples of all: torch.distributed.nn.functional.all_gather"
         if can_gather
-        else "Use ddp or fsdp in one micro-batch, and a loss that gathers (torch.distributed.nn.functional.all_gather)"
+        else f"Use {with_processes()} in one micro-batch, and a loss that gathers "
+        "(torch.distributed.nn.functional.all_gather)"
     )
     return Cause(
         name=BATCH_DEPENDENT,

@@ -22,6 +22,7 @@ from evenstep.distributed.world import read_heartbeat, spare_folder, stay_in_gro
 from evenstep.errors import EvenstepError, Preempted, shorten
 from evenstep.monitor.known_errors import answer, is_victim, message_of, noted_advice, noted_step
 from evenstep.plan import Plan, read_plan
+from evenstep.strategy_facts import StrategyFacts, add_strategy
 from evenstep.task import Task, call_task, is_user_code, load_task
 
 if TYPE_CHECKING:
@@ -57,6 +58,8 @@ class WorkerOrders:
     instead: Instead | None = None
     cwd: str | None = None
     """Where to work, if the task has said so already."""
+    strategies: tuple[StrategyFacts, ...] = ()
+    """Custom ones, which the plan may name; the task's file, which adds them, is loaded after the plan."""
 
 
 def work(orders: WorkerOrders, source: Task | None = None) -> None:
@@ -84,6 +87,8 @@ def perform_rank(orders: WorkerOrders, source: Task | None) -> None:
     from evenstep.sampling.rng import seed_everything
 
     run_folder = Path(orders.run_folder)
+    for row in orders.strategies:
+        add_strategy(row)
     plan = read_plan(run_folder)
     plan = replace(plan, resume=orders.resume or plan.resume, devices=orders.devices or plan.devices)
     if orders.cwd is not None:

@@ -6,8 +6,9 @@ import signal
 import sys
 import threading
 from types import FrameType
+from typing import NoReturn
 
-from evenstep.errors import Preempted
+from evenstep.errors import STOPPED, Preempted
 from evenstep.launcher.fork_server import ensure_resource_tracker, start_server_for
 
 
@@ -16,14 +17,24 @@ def main() -> None:
     for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP):
         if signal.getsignal(number) == signal.SIG_DFL:
             signal.signal(number, _stop)
-    start_server_for(sys.argv[1:])
-    from evenstep.cli import main as run_command
-
+    try:
+        start_server_for(sys.argv[1:])
+        from evenstep.cli import main as run_command
+    except Preempted as error:
+        _refuse(str(error), error.exit_code)
+    except KeyboardInterrupt:
+        _refuse("stopped", STOPPED)
     try:
         run_command()
     except SystemExit as ended:
         _leave(ended)
         raise
+
+
+def _refuse(message: str, exit_code: int) -> NoReturn:
+    """What reports errors in the command is not imported yet."""
+    print(f"error: {message}", file=sys.stderr)
+    sys.exit(exit_code)
 
 
 def _leave(ended: SystemExit) -> None:

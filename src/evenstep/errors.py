@@ -16,6 +16,8 @@
 A message says what was given, what is allowed and what to do next, in one or two lines.
 """
 
+STOPPED = 130
+"""The exit code after Ctrl-C, as in a shell."""
 MAX_CHARACTERS = 200
 BREAKS_LINES = "\x00-\x1f\x7f-\x9f\u2028\u2029\ud800-\udfff"
 """Characters that a terminal obeys, that end a line, or that no file can be written with; for a regular expression."""

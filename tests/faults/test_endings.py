@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import signal
+import subprocess
+import sys
 from collections.abc import Callable
 
 import pytest
@@ -85,3 +88,29 @@ def test_interrupted_in_the_middle_of_a_save_it_has_the_checkpoint_before(
     resumed = train("--resume", "runs/one", name="two")
     assert resumed.code == 0, resumed.err
     assert weights("two") == undisturbed()
+
+
+INTERRUPTED_IMPORT = """
+import os, sys
+from evenstep.__main__ import main
+
+
+class Finder:
+    def find_spec(self, name, path, target=None):
+        if name == "evenstep.cli":
+            os.kill(os.getpid(), int(sys.argv[1]))
+
+
+sys.meta_path.insert(0, Finder())
+main()
+"""
+
+
+@pytest.mark.parametrize(
+    ("number", "code", "words"),
+    [(signal.SIGTERM, 75, "asked to stop before anything was begun"), (signal.SIGINT, 130, "stopped")],
+)
+def test_asked_to_stop_while_the_command_is_imported_it_says_so_in_one_line(number: int, code: int, words: str) -> None:
+    command = [sys.executable, "-c", INTERRUPTED_IMPORT, str(int(number))]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=100)
+    assert (done.returncode, done.stderr) == (code, f"error: {words}\n")

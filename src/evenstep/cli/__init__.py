@@ -11,9 +11,8 @@ from rich.console import Console
 
 from evenstep.cli import compare, doctor, inspect, report, train, verify  # noqa: F401  (their commands are found in `app`)
 from evenstep.cli.app import app, refuse_broken
-from evenstep.errors import MAX_CHARACTERS, BadInput, EvenstepError, shorten
+from evenstep.errors import MAX_CHARACTERS, STOPPED, BadInput, EvenstepError, shorten
 
-STOPPED = 130
 MOST_IN_A_LINE = 1000
 _COMMAND = re.compile(r"(?<!\S)(evenstep [a-z]{2,20} |--[a-z-]{2,30} )(?=\S)")
 """Where one begins that a message advises, or its options."""

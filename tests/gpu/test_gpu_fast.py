@@ -225,7 +225,7 @@ with warnings.catch_warnings(record=True) as caught:
     for _ in range(20):
         next(steps)
 torch.cuda.set_sync_debug_mode("default")
-print(json.dumps({"said": job.stepper.said, "waits": [str(one.message) for one in caught]}))
+print(json.dumps({"said": job.stepper.messages, "waits": [str(one.message) for one in caught]}))
 """
     )
     ended = subprocess.run([sys.executable, "count.py"], capture_output=True, text=True, timeout=200)

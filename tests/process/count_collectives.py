@@ -11,7 +11,7 @@ from torch.nn import functional as F
 
 import evenstep
 from evenstep.distributed.shm.allreduce import Channel
-from evenstep.distributed.shm.scalars import Mailbox
+from evenstep.distributed.shm.scalars import ScalarAllReduce
 
 counts = dict.fromkeys(["steps", "micro_batches", "averages", "letters", "other_collectives"], 0)
 
@@ -31,7 +31,7 @@ model = team.wrap(nn.Sequential(nn.Linear(6, 8), nn.ReLU(), nn.Linear(8, 3)))
 optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
 loader = team.loader((torch.randn(90, 6), torch.randint(0, 3, (90,))), batch=10, accumulate=3)
 counted(Channel, "average", "averages")
-counted(Mailbox, "post", "letters")
+counted(ScalarAllReduce, "post", "letters")
 for name in ("all_reduce", "all_gather", "broadcast", "barrier", "reduce", "reduce_scatter_tensor"):
     counted(dist, name, "other_collectives")
 for batch in loader:

@@ -158,7 +158,7 @@ def main(out: Path) -> None:
     world = team.world
     built = build(out.parent) if world.is_main else None
     world.barrier()
-    found: dict[str, Any] = {"built": built is not None, "mailbox": world.nearby.mailbox is not None}
+    found: dict[str, Any] = {"built": built is not None, "mailbox": world.nearby.scalars is not None}
     library = load(out.parent)
     channel = open_channel(world.gather, world.rank, 4_000_000, library)
     found["opened"] = channel is not None

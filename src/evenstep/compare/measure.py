@@ -219,7 +219,7 @@ class Trial(Job):
     def events(self) -> Iterator[Event]:
         """Each step; a stop request ends it, with nothing to save."""
         for step, *_ in train(self.run, self.stepper, self.plan, self._peak_bytes, waits_at=self._waits_at):
-            yield from self._said()
+            yield from self._messages()
             yield step
             if self.team.requests.stop:
                 raise Preempted("stop requested")

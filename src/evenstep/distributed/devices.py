@@ -116,7 +116,7 @@ def peak_bytes(world: World) -> dict[str, int]:
         f"rank{world.rank} {device}": torch.cuda.memory_stats_as_nested_dict(device)["allocated_bytes"]["all"]["peak"]
         if device.type == "cuda"
         else _peak_process()
-        for device in (*world.devices, *world.lent)
+        for device in (*world.devices, *world.delegated)
     }
 
 

@@ -1,7 +1,7 @@
-"""What every process is doing, in memory that the launcher can read even when that process cannot answer.
+"""Each rank's step and phase, in memory that the launcher reads even if that rank cannot answer.
 
-A process that is stopped, or whose interpreter lock is held by C code, answers no signal handler of Python and sends
-no message. It has left its last step and phase in a file that is mapped into memory, one slot for each rank.
+A process that is stopped, or in which C code holds the GIL, runs no Python signal handler and sends no message. Its
+last step and phase are in a memory-mapped file, one slot per rank.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from pathlib import Path
 PHASES = (
     "starting up",
     "loading the task",
-    "joining the others",
+    "joining the process group",
     "building the model",
     "reading input",
     "in forward",
@@ -31,9 +31,9 @@ STARTING, LOADING, JOINING, BUILDING, INPUT, FORWARD, BACKWARD, UPDATE, COMPARIN
     len(PHASES)
 )
 PARTS = {INPUT: "input", FORWARD: "forward", BACKWARD: "backward", UPDATE: "optimizer"}
-"""Phases that are parts of a step, and what they are called there."""
+"""The phases that are parts of a step, and the parts' names."""
 UNTIMED = (STARTING, LOADING, JOINING, BUILDING, SAVING, ENDING)
-"""Phases whose length says nothing about the others': data may be fetched there, or a large file written."""
+"""Phases whose length says nothing about that of others: they may download data or write a large file."""
 
 _SLOT = struct.Struct("<qqqq")
 SLOT_BYTES = 64
@@ -41,14 +41,14 @@ SLOT_BYTES = 64
 
 @dataclass(frozen=True)
 class HeartbeatState:
-    """The last sign of life of one rank."""
+    """The last heartbeat of one rank."""
 
     count: int
-    """How many there were; one that does not grow is a process that does not move."""
+    """The number of heartbeats; if it does not grow, the process is stuck."""
     step: int
     phase: int
     collectives: int
-    """How many of our own (sums, gathers) it has begun: of two ranks, the one with fewer has the last one to come."""
+    """The number of evenstep's own collectives it has entered; the rank with fewer is behind."""
 
     @property
     def where(self) -> str:
@@ -57,17 +57,17 @@ class HeartbeatState:
 
     @property
     def progress(self) -> tuple[int, int, int]:
-        """What can be compared: of two ranks in one world, the smaller one is behind."""
+        """Comparable between ranks: the smaller one is behind."""
         return self.step, self.phase, self.collectives
 
 
 class Heartbeat:
-    """This process's slot. A beat takes less than a microsecond."""
+    """This process's slot. Writing to it takes less than a microsecond."""
 
     def __init__(self, memory: mmap.mmap | bytearray | None = None, slot: int = 0) -> None:
         self._memory = memory if memory is not None else bytearray(SLOT_BYTES)
         self._offset = slot * SLOT_BYTES
-        # A process may open its slot twice, and no two beats may look alike.
+        # A process may open its slot twice, and no two heartbeats may be equal.
         self._count = _read(self._memory, self._offset).count
         self.step = 0
         self.collectives = 0
@@ -75,7 +75,7 @@ class Heartbeat:
         self._write: Callable[..., None] = _SLOT.pack_into
 
     def also(self, listener: Callable[[int], None] | None) -> None:
-        """Tell someone else of every phase too; None ends that. Without a listener this costs a beat nothing."""
+        """Also call `listener` at every phase; None removes it. Without one, a heartbeat costs nothing more."""
 
         def both(memory: mmap.mmap | bytearray, offset: int, count: int, step: int, phase: int, more: int) -> None:
             _SLOT.pack_into(memory, offset, count, step, phase, more)
@@ -85,31 +85,31 @@ class Heartbeat:
         self._write = _SLOT.pack_into if listener is None else both
 
     def beat(self, phase: int) -> None:
-        """Say what this process begins to do."""
+        """Enter a phase."""
         self._count += 1
         self.phase = phase
         self._write(self._memory, self._offset, self._count, self.step, phase, self.collectives)
 
     def collective(self) -> None:
-        """Say that one of our own collectives begins."""
+        """Enter one of evenstep's own collectives."""
         self.collectives += 1
         self.beat(self.phase)
 
     @contextmanager
     def during(self, phase: int) -> Iterator[None]:
-        """Say it, and say afterwards that what was done before goes on."""
+        """Enter a phase, and return to the previous one afterwards."""
         before = self.phase
         self.beat(phase)
         yield
         self.beat(before)
 
     def read(self) -> HeartbeatState:
-        """What was said last."""
+        """The last heartbeat."""
         return _read(self._memory, self._offset)
 
 
 def make_heartbeats(path: Path, num_ranks: int) -> Heartbeats:
-    """The file with a slot for each rank, empty."""
+    """Create the file, with an empty slot for each rank."""
     path.write_bytes(bytes(max(1, num_ranks) * SLOT_BYTES))
     return Heartbeats(path, num_ranks)
 
@@ -129,11 +129,11 @@ class Heartbeats:
         self._num_ranks = num_ranks
 
     def read(self) -> list[HeartbeatState]:
-        """The last beat of every rank."""
+        """The last heartbeat of every rank."""
         return [_read(self._memory, rank * SLOT_BYTES) for rank in range(self._num_ranks)]
 
     def close(self) -> None:
-        """Let go of the file."""
+        """Unmap the file."""
         self._memory.close()
 
 

@@ -1,4 +1,4 @@
-"""Who this process is among the others, and the few things that all of them do together."""
+"""This process's rank, world size and devices, and the collectives that all ranks take part in."""
 
 from __future__ import annotations
 
@@ -20,32 +20,32 @@ from msgspec import Meta
 
 from evenstep.distributed.heartbeat import JOINING, Heartbeat, open_heartbeat
 from evenstep.distributed.process import read_rank
-from evenstep.distributed.shm.scalars import Letter, Mailbox, Sums
+from evenstep.distributed.shm.scalars import PendingSum, PendingTensorSum, ScalarAllReduce
 from evenstep.errors import BadInput, PlanError
 from evenstep.profiling.spans import Tap
 from evenstep.schema import read_variables
 
 _INTERFACE = "GLOO_SOCKET_IFNAME"
 STORE = "EVENSTEP_STORE"
-"""The file through which the processes of one machine meet; set by the launcher."""
+"""The file of the FileStore through which the ranks of one machine rendezvous; set by the launcher."""
 HEARTBEATS = "EVENSTEP_BEATS"
-"""The file in which processes leave their signs of life, and the slot of this one in it; set by the launcher."""
+"""The heartbeat file and this process's slot in it; set by the launcher."""
 
 
 @dataclass
 class Nearby:
-    """What processes of one machine share."""
+    """What the ranks of one machine share."""
 
     may_share: bool = True
-    """Not where every collective is to be compared: those of torch alone are."""
-    mailbox: Mailbox | None = None
+    """False under --check-collectives, which sees only torch's collectives."""
+    scalars: ScalarAllReduce | None = None
 
 
 @dataclass(frozen=True)
 class World:
-    """This process: its rank, how many there are, and the devices that it drives.
+    """This process: its rank, the world size, and the devices that it drives.
 
-    A *seat* is a device of the whole world. Under dp one process drives all seats; otherwise each drives one.
+    A replica is one device's copy of the model. Under dp one process drives all replicas; otherwise each drives one.
     """
 
     rank: int
@@ -54,8 +54,8 @@ class World:
     heartbeat: Heartbeat = field(default_factory=Heartbeat, compare=False, repr=False)
     tap: Tap = field(default_factory=Tap, compare=False, repr=False)
     nearby: Nearby = field(default_factory=Nearby, compare=False, repr=False)
-    lent: tuple[torch.device, ...] = ()
-    """More devices, which the strategy's engine uses by itself."""
+    delegated: tuple[torch.device, ...] = ()
+    """More devices, which nn.DataParallel drives from the first one."""
 
     @cached_property
     def device(self) -> torch.device:
@@ -73,30 +73,30 @@ class World:
 
     @cached_property
     def replicas(self) -> range:
-        """The seats that this process drives."""
+        """The replicas that this process drives."""
         return range(self.rank * len(self.devices), (self.rank + 1) * len(self.devices))
 
-    def post(self, numbers: Sequence[float]) -> Letter | None:
-        """Sum a few numbers of the host over all processes; None where nothing faster than `total` can do it."""
-        mailbox = self.nearby.mailbox if self.nearby.may_share else None
-        if mailbox is None or self.tap.is_muted:
+    def post(self, numbers: Sequence[float]) -> PendingSum | None:
+        """Start to sum a few numbers on the host over all ranks; None where `total` has to do it."""
+        scalars = self.nearby.scalars if self.nearby.may_share else None
+        if scalars is None or self.tap.is_muted:
             return None
         self.heartbeat.collective()
-        return mailbox.post(numbers)
+        return scalars.post(numbers)
 
-    def total(self, values: torch.Tensor) -> dist.Work | Sums | None:
-        """Sum `values` over all processes, in place; what is returned must be waited for."""
+    def total(self, values: torch.Tensor) -> dist.Work | PendingTensorSum | None:
+        """Sum `values` over all ranks, in place; wait for the returned work."""
         if self.size == 1 or self.tap.is_muted:
             return None
         self.heartbeat.collective()
-        mailbox = self.nearby.mailbox if self.nearby.may_share else None
-        if mailbox is not None and mailbox.takes(values):
-            return Sums(mailbox.post(values.reshape(-1).tolist()), values)
+        scalars = self.nearby.scalars if self.nearby.may_share else None
+        if scalars is not None and scalars.takes(values):
+            return PendingTensorSum(scalars.post(values.reshape(-1).tolist()), values)
         work: dist.Work = dist.all_reduce(values, async_op=True)
         return work
 
     def gather(self, value: Any) -> list[Any]:
-        """`value` (anything JSON can hold) of every process, in the order of ranks, on every process."""
+        """The `value` (anything JSON can hold) of every rank, in rank order, on every rank."""
         if self.size == 1:
             return [value]
         self.heartbeat.collective()
@@ -111,28 +111,28 @@ class World:
         return [json.loads(bytes(text[: int(length)].tolist())) for text, length in zip(texts, lengths, strict=True)]
 
     def agree(self, problem: str | None) -> list[str]:
-        """What went wrong on any process, so that all of them stop together; empty if nothing did."""
+        """The problems of all ranks, so that all stop together; empty if there are none."""
         return [f"rank {rank}: {text}" for rank, text in enumerate(self.gather(problem)) if text]
 
     def barrier(self) -> None:
-        """Wait for all processes."""
+        """Wait for all ranks."""
         self.gather(None)
 
 
 def read_heartbeat(environment: Mapping[str, str] = os.environ) -> Heartbeat:
-    """Where this process leaves its signs of life; nowhere that others look, if no launcher asked for them."""
+    """This process's heartbeat; without a launcher, one that nobody reads."""
     path, _, slot = environment.get(HEARTBEATS, "").rpartition(":")
     return open_heartbeat(path, int(slot)) if slot.isdecimal() and os.path.exists(path) else Heartbeat()
 
 
 def spare_folder(environment: Mapping[str, str] = os.environ) -> Path:
-    """A folder of this run on another disk than its own, most of the time: that of the signs of life."""
+    """A folder of this run that is usually on another disk than the run folder: that of the heartbeat file."""
     path, _, _ = environment.get(HEARTBEATS, "").rpartition(":")
     return Path(path).parent if path else Path(os.devnull)
 
 
 def join_world(devices: Sequence[str], needs_group: bool) -> World:
-    """Bind this process to its device and meet the others.
+    """Bind this process to its device and join the process group.
 
     `devices` are those of the whole machine if there are several processes, and this process's own if it is alone.
     """
@@ -147,19 +147,19 @@ def join_world(devices: Sequence[str], needs_group: bool) -> World:
     if needs_group or size > 1:
         _meet(world, backend=backend_for(devices))
     if size > 1 and world.device.type == "cpu":
-        world.nearby.mailbox = Mailbox.open(world.gather, rank, size)
+        world.nearby.scalars = ScalarAllReduce.open(world.gather, rank, size)
     return world
 
 
 def backend_for(devices: Sequence[str]) -> str:
-    """NCCL where every process has a card of its own; gloo on CPU and where processes share a card."""
+    """NCCL where every process has its own GPU; gloo on CPUs and where processes share a GPU."""
     own_gpus = len(set(devices)) == len(devices) and all(name.startswith("cuda") for name in devices)
     return "cpu:gloo,cuda:nccl" if own_gpus else "gloo"
 
 
 @dataclass(frozen=True)
 class _Address:
-    """Where ranks meet that torchrun started."""
+    """The rendezvous of ranks that torchrun started."""
 
     MASTER_ADDR: str = ""
     MASTER_PORT: Annotated[int, Meta(ge=0, le=65535)] | None = None
@@ -179,7 +179,7 @@ def _meet(world: World, backend: str) -> None:
             )
         dist.init_process_group(backend)
         return
-    # One machine: meet through a file and speak over loopback, so that nothing listens to the outside.
+    # One machine: rendezvous through a file and connect over loopback, so that nothing listens on other interfaces.
     store: Any = dist.FileStore(path, world.size) if path else dist.HashStore()  # type: ignore[attr-defined]
     with _over_loopback(stays=world.size > 1):
         dist.init_process_group(backend, store=store, rank=world.rank, world_size=world.size)
@@ -187,9 +187,9 @@ def _meet(world: World, backend: str) -> None:
 
 @contextmanager
 def _over_loopback(stays: bool) -> Iterator[None]:
-    """Have gloo listen on loopback alone, unless the user chose an interface.
+    """Let gloo listen on loopback only, unless the user chose an interface.
 
-    It `stays` so among ranks, for groups that they make later; what a process alone starts may have to reach others.
+    Ranks keep this (`stays`) for later process groups; what a single process starts may have to reach other machines.
     """
     is_ours = _INTERFACE not in os.environ
     os.environ.setdefault(_INTERFACE, "lo0" if sys.platform == "darwin" else "lo")
@@ -201,11 +201,11 @@ def _over_loopback(stays: bool) -> Iterator[None]:
 
 
 def _let_go() -> None:
-    """Leave the others in good order, at the end of a program that did not fail.
+    """Destroy the process group at the end of a program that did not fail.
 
-    gloo's threads get a moment to drop the tensors of the last collective. They need the interpreter for that; one
-    that is being taken apart refuses, and the process aborts with "terminate called without an active exception"
-    (seen in 1 of 20 ends of a process).
+    gloo's threads then get some time to release the tensors of the last collective. They need the GIL for that; an
+    interpreter that is shutting down refuses it, and the process aborts with "terminate called without an active
+    exception" (seen at 1 of 20 process exits).
     """
     if not _failed and not hasattr(sys, "last_value") and dist.is_initialized():
         dist.destroy_process_group()
@@ -216,17 +216,17 @@ _failed = False
 
 
 def leave_group_of_one() -> None:
-    """Before this process is copied: a copy would take the group of a process alone for that of all copies."""
+    """Before a fork: a child would take the process group of a single process for that of all ranks."""
     if dist.is_initialized() and dist.get_world_size() == 1:
         dist.destroy_process_group()
 
 
 def stay_in_group() -> None:
-    """This process failed: leaving the group in order would wait for ranks that wait for this one."""
+    """This process failed: destroying the group would wait for ranks that wait for this one."""
     global _failed
     _failed = True
 
 
 def _indexed(name: str) -> str:
-    """`cuda` alone means whatever is current at each call; a process must not move between cards."""
+    """`cuda` means the current device at each call; a process must stay on one GPU."""
     return "cuda:0" if name == "cuda" else name

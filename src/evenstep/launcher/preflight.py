@@ -32,7 +32,7 @@ from evenstep.strategy_facts import STRATEGIES, sharding
 from evenstep.task import Task, describe, takes_steps
 from evenstep.training.batchnorm import is_local
 from evenstep.training.evaluation import Evaluator, named
-from evenstep.training.loss import Totals, as_sum
+from evenstep.training.loss import LossTotal, as_sum
 from evenstep.training.optim import refuse_closure
 from evenstep.training.precision import Precision
 from evenstep.training.team import refuse_lazy
@@ -105,7 +105,7 @@ class DryRun:
             self._fault = "augment_batch cannot be computed"
             data = self._task.augment_batch(data, Draws(few.ids, self._plan.seed, 0, self._world.device))
         self._fault = "the loss cannot be computed"
-        Totals(self._world, 1).take(self._task.loss(model, data), MicroBatch(data, few.ids[:0], 1))
+        LossTotal(self._world, 1).take(self._task.loss(model, data), MicroBatch(data, few.ids[:0], 1))
 
     def _evaluate(self, model: nn.Module, few: SampleBatch) -> None:
         task, data = self._task, map_tensors(few.data, self._precision.fit_tensor)

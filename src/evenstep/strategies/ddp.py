@@ -213,7 +213,7 @@ class DDPModel(RankModel):
 
 def _averaging(model: nn.Module, world: World) -> Averaging | None:
     """The way through shared memory, where all ranks are on one machine and on its CPU."""
-    if world.nearby.mailbox is None or not world.nearby.may_share or not all(world.gather(can_average(model))):
+    if world.nearby.scalars is None or not world.nearby.may_share or not all(world.gather(can_average(model))):
         return None
     weights: list[torch.Tensor] = [weight for _, weight in trained(model)]
     group: Any = dist.group.WORLD

@@ -15,7 +15,7 @@ class TorchDP:
 
     def wrap(self, model: nn.Module, world: World, sample: Sample | None = None) -> DistributedModel:
         model.to(world.device)
-        return DataParallelModel(model, [device.index for device in (world.device, *world.lent)])
+        return DataParallelModel(model, [device.index for device in (world.device, *world.delegated)])
 
 
 class DataParallelModel(DistributedModel):

@@ -1,4 +1,4 @@
-"""The loop."""
+"""The training loop: it yields what each step did, and prints nothing."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from evenstep.record import Step
 from evenstep.training.run import Run
 from evenstep.training.step import Stepper, Taken
 
-LOOKED_AT = 64
-"""Peaks of memory only ever grow: after the first steps they are looked at so often, which takes longer than a beat."""
+PEAKS_EVERY = 64
+"""After as many steps, peak memory, which only grows, is read once per as many steps: reading it is not free."""
 
 
 class StepTaken(NamedTuple):
-    """One row of the Record, and what does not stand there."""
+    """A row of the Record, and what is not written there."""
 
     step: Step
     ids: list[int]
@@ -39,13 +39,13 @@ def train(
 ) -> Iterator[StepTaken]:
     """Take optimizer steps until the plan is done, yielding what each one did, in order.
 
-    On the loader's batches, unless others are given. A stepper may be a few steps ahead of what is known of them; at
-    the end of an epoch, at a step that somebody waits for, and when all processes agreed to stop or to save, the last
-    step that was taken is also the last that is known.
+    It uses the loader's batches unless others are given. A stepper may run a few steps ahead of the losses that are
+    known; at the end of an epoch, where `waits_at` is true, and when all processes agreed to stop or to save, the loss
+    of the last step is known.
     """
     (optimizer,) = run.optimizers.values()
     requests = run.team.requests
-    under_way: deque[tuple[Taken, Callable[..., Step], list[int]]] = deque()
+    pending: deque[tuple[Taken, Callable[..., Step], list[int]]] = deque()
     peaks = peak_bytes()
     while not is_done(run, plan):
         for batch, started, arrived in _timed(run, run.loader if batches is None else batches):
@@ -54,7 +54,7 @@ def train(
             number = run.step
             ends = (plan.steps is not None or batch.is_epoch_end) and is_done(run, plan)
             is_last = ends or batch.is_epoch_end or waits_at(number)
-            if is_last or number < LOOKED_AT or number % LOOKED_AT == 0:
+            if is_last or number < PEAKS_EVERY or number % PEAKS_EVERY == 0:
                 peaks = peak_bytes()
             step = partial(
                 Step,
@@ -67,15 +67,15 @@ def train(
                 peak_bytes=peaks,
                 epoch_samples=run.loader.lengths.of(batch.span.epoch) or 0,
             )
-            under_way.append((taken, step, batch.ids.tolist() if plan.audit else []))
-            while len(under_way) > (0 if is_last or requests.stop or requests.save else stepper.lag):
-                yield _known(*under_way.popleft())
+            pending.append((taken, step, batch.ids.tolist() if plan.audit else []))
+            while len(pending) > (0 if is_last or requests.stop or requests.save else stepper.lag):
+                yield _known(*pending.popleft())
             if ends:
                 return
 
 
 def is_done(run: Run, plan: Plan) -> bool:
-    """Whether the last step of the plan was taken."""
+    """Whether the plan's last step was taken."""
     if plan.steps is not None:
         return run.step >= plan.steps
     assert plan.epochs is not None
@@ -88,7 +88,7 @@ def _known(taken: Taken, step: Callable[..., Step], ids: list[int]) -> StepTaken
 
 
 def _timed(run: Run, source: Iterable[Batch]) -> Iterator[tuple[Batch, float, float]]:
-    """Each batch with the times at which it was asked for and at which it was there."""
+    """Each batch with the times at which it was requested and at which it arrived."""
     batches = iter(source)
     heartbeat = run.team.world.heartbeat
     while True:

@@ -1,4 +1,4 @@
-"""A loss is a sum and a count: adding both up over micro-batches, seats and processes."""
+"""A loss is a sum and a count, each summed over micro-batches, replicas and processes."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ from typing import Any
 import torch
 
 from evenstep.data.loader import MicroBatch
-from evenstep.distributed.shm.scalars import Letter
+from evenstep.distributed.shm.scalars import PendingSum
 from evenstep.distributed.world import World
 from evenstep.errors import TaskError
 from evenstep.task import Amount
 
 
 @dataclass(slots=True)
-class Part:
-    """What one piece gave: a mean, or [sum, count], on its device."""
+class PartialLoss:
+    """The loss of one micro-batch: a mean, or [sum, count], on its device."""
 
     micro_batch: MicroBatch
     amount: torch.Tensor
@@ -35,7 +35,7 @@ class Part:
 
 
 def as_pair(values: Any, num_samples: int) -> list[float]:
-    """[sum, count] of what came to the host: that pair, or a mean over so many samples."""
+    """[sum, count] of values on the host: that pair, or a mean over `num_samples`."""
     if isinstance(values, list):
         return values
     return [values * num_samples if num_samples else 0.0, num_samples]
@@ -56,64 +56,64 @@ class MeanLoss(float):
         return self
 
 
-class Totals:
+class LossTotal:
     """The loss of one global batch.
 
-    The sums are sent to the other processes after forward and read after backward, so that their way is hidden
-    behind backward and the host waits for nothing that is still to be computed.
+    The sums are sent to the other processes after forward and read after backward, so that communication overlaps
+    backward and the host does not wait for work that is still to be computed.
     """
 
-    def __init__(self, world: World, num_samples: int, wish: float = 0.0) -> None:
-        self.wish = wish
-        """What this process asks of all (see `requests`); once read, the sum of what they ask."""
-        self._started = Moment(world)
-        self._arrived: Moment | None = None
+    def __init__(self, world: World, num_samples: int, request_code: float = 0.0) -> None:
+        self.request_code = request_code
+        """This process's request to stop or to save (see preemption.py); once read, the sum over all processes."""
+        self._started = DeviceTime(world)
+        self._arrived: DeviceTime | None = None
         self.late_factor: float | None = None
-        """What the gradients are still to be multiplied by, when the count was not known before backward."""
+        """The factor still to be applied to the gradients, if the count was not known before backward."""
         self.count = 0.0
         self._world = world
         self._num_samples = num_samples
-        self.parts: list[Part] = []
+        self.parts: list[PartialLoss] = []
         self.is_late = False
-        self.sent: HostCopy | Letter | None = None
+        self.sent: HostCopy | PendingSum | None = None
 
     def take(self, amount: Amount, micro_batch: MicroBatch) -> tuple[torch.Tensor, float]:
-        """Add one piece's loss; where backward starts, and the weight with which gradients add up to the global mean.
+        """Add a micro-batch's loss; returns the tensor to start backward from, and its weight in the global mean.
 
-        Engines with several processes divide by their number; that is undone here.
+        DDP and FSDP divide gradients by the number of processes; the weight undoes that.
         """
         is_pair = isinstance(amount, tuple | list)
         if is_pair:
             _check_pair(amount, "loss")
         loss: torch.Tensor = _checked(amount[0] if is_pair else amount)
         kept = as_sum(amount, micro_batch.num_samples, "loss") if is_pair else loss.detach()
-        self.parts.append(Part(micro_batch, kept, self.copy(kept)))
+        self.parts.append(PartialLoss(micro_batch, kept, self.copy(kept)))
         weight = micro_batch.num_samples
         if is_pair:
-            # Counts of the others are not known yet: divide by the samples now, and set it right after backward.
+            # The other ranks' counts are not known yet: divide by the samples now, and correct it after backward.
             self.is_late = True
             weight = min(1, micro_batch.num_samples)
         return loss, self._world.size * weight / self._num_samples
 
     def copy(self, kept: torch.Tensor) -> HostCopy | None:
-        """What a process that is alone needs on the host; several processes add up first."""
+        """A copy on the host, for a single process; several processes sum first."""
         return HostCopy(kept) if self._world.size == 1 else None
 
     def send(self) -> None:
-        """Start adding up over processes; called once by the only seat of each process, before its last backward."""
+        """Start the sum over processes; called once, by the only replica of each process, before its last backward."""
         if self._world.size > 1:
-            self._arrived = Moment(self._world)
+            self._arrived = DeviceTime(self._world)
             self.sent = self._post()
 
-    def _post(self) -> HostCopy | Letter:
-        """[sum, count, wish] of this process, to be added up with those of the others."""
+    def _post(self) -> HostCopy | PendingSum:
+        """Start the sum of [sum, count, request code] over processes."""
         if self._world.device.type != "cpu":
-            padded = torch.nn.functional.pad(self.own_pair(), (0, 1), value=self.wish)
+            padded = torch.nn.functional.pad(self.own_pair(), (0, 1), value=self.request_code)
             return HostCopy(padded, self._world)
-        # On the host, where the losses are there already, Python adds up three numbers faster than torch.
+        # The losses are on the host already, where Python sums three numbers faster than torch.
         pairs = [as_pair(part.amount.tolist(), part.micro_batch.num_samples) for part in self.parts]
         total, count = (math.fsum(column) for column in zip(*pairs, strict=True))
-        numbers = [total, count, self.wish]
+        numbers = [total, count, self.request_code]
         return self._world.post(numbers) or HostCopy(torch.tensor(numbers, dtype=torch.float64), self._world)
 
     def own_pair(self) -> torch.Tensor:
@@ -125,7 +125,7 @@ class Totals:
         if self.sent is None:
             pairs = [part.read() for part in self.parts]
         else:
-            *pair, self.wish = self.sent.read()
+            *pair, self.request_code = self.sent.read()
             pairs = [pair]
         total, count = (math.fsum(column) for column in zip(*pairs, strict=True))
         self.count = count
@@ -134,17 +134,17 @@ class Totals:
         return total / count if count else 0.0
 
     def seconds_alone(self) -> float:
-        """How long this process was at work before the others were needed; once the mean was read."""
+        """How long this process computed before it needed the other ranks; known once the mean was read."""
         return self._arrived.seconds_since(self._started) if self._arrived is not None else 0.0
 
     def non_finite(self) -> list[str]:
-        """Which of this process's pieces gave a loss that is NaN or infinite, and their first sample ids."""
+        """This process's micro-batches whose loss is NaN or infinite, with their first sample ids."""
         per_replica = [part.micro_batch for part in self.parts]
         return not_finite(self._world.rank, per_replica, [part.pair().tolist() for part in self.parts])
 
 
 def not_finite(rank: int, per_replica: list[MicroBatch], pairs: list[list[float]]) -> list[str]:
-    """Which pieces have a sum that is NaN or infinite, and their first sample ids."""
+    """The micro-batches whose sum is NaN or infinite, with their first sample ids."""
     return [
         f"rank {rank} got {total} for samples {micro_batch.ids[:8].tolist()}" + " and more" * (len(micro_batch.ids) > 8)
         for micro_batch, (total, _) in zip(per_replica, pairs, strict=True)
@@ -152,8 +152,8 @@ def not_finite(rank: int, per_replica: list[MicroBatch], pairs: list[list[float]
     ]
 
 
-class Moment:
-    """A point in time of the device's work: on a card, the host runs ahead of it."""
+class DeviceTime:
+    """A point in time on the device: on a GPU, the host runs ahead of it."""
 
     def __init__(self, world: World) -> None:
         self._time = time.perf_counter()
@@ -162,22 +162,22 @@ class Moment:
             self._event = torch.cuda.Event(enable_timing=True)
             self._event.record()
 
-    def seconds_since(self, earlier: Moment) -> float:
-        """Both must lie in the past."""
+    def seconds_since(self, earlier: DeviceTime) -> float:
+        """Both must have been reached by the device."""
         if self._event is None or earlier._event is None:
             return self._time - earlier._time
         return float(earlier._event.elapsed_time(self._event)) / 1000
 
 
 class HostCopy:
-    """A small tensor on its way to the host, added up over processes if a world is given."""
+    """An asynchronous copy of a small tensor to the host, summed over processes if a world is given."""
 
     def __init__(self, values: torch.Tensor, world: World | None = None) -> None:
         self._work = world.total(values) if world is not None else None
         self._values = values
         self._event: torch.cuda.Event | None = None
         if values.is_cuda:
-            # On a stream of its own: backward must not queue up behind the slowest rank's forward.
+            # On a side stream: backward must not queue behind the slowest rank's forward.
             stream = _side_stream(values.device)
             stream.wait_stream(torch.cuda.current_stream(values.device))
             with torch.cuda.stream(stream):
@@ -210,9 +210,9 @@ def _side_stream(device: torch.device) -> torch.cuda.Stream:
 def as_sum(amount: Any, num_samples: int, what: str) -> torch.Tensor:
     """[sum, count] of a mean over samples, of one value per sample, or of a pair (sum, count).
 
-    A piece that stands in for nothing (`num_samples` 0) gives [0, 0].
+    An empty micro-batch (`num_samples` 0) gives [0, 0].
     """
-    # new_full and not new_tensor: a number that is copied to a card makes the host wait for the card.
+    # new_full, not new_tensor: copying a number to a GPU makes the host wait for the GPU.
     if isinstance(amount, tuple | list):
         _check_pair(amount, what)
         total, count = torch.as_tensor(amount[0]).detach().reshape(()), amount[1]
@@ -224,7 +224,7 @@ def as_sum(amount: Any, num_samples: int, what: str) -> torch.Tensor:
         return torch.stack([total, total.new_full((), float(count))])
     values = torch.as_tensor(amount).detach()
     if num_samples == 0:
-        # The mean of nothing is NaN, and NaN times 0 is not 0.
+        # The mean of an empty tensor is NaN, and NaN times 0 is not 0.
         return values.new_zeros(2, dtype=_wide(values))
     values = values.to(_wide(values))
     if values.ndim == 0:

@@ -1,4 +1,4 @@
-"""Taking an optimizer step: backward, update, schedule. What its loss was may be known a little later."""
+"""One optimizer step: backward, update, scheduler. On a GPU its loss may be read some steps later."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from evenstep.training.team import Team
 
 @dataclass(frozen=True)
 class Recipe:
-    """All that a step is made of, but for its batch."""
+    """What a step needs besides its batch."""
 
     team: Team
     loss: Callable[[Any, Any], Amount]
@@ -28,32 +28,32 @@ class Recipe:
     scheduler: LRScheduler | None
 
     def advance(self, was_taken: bool = True) -> None:
-        """Schedulers count the steps that were taken."""
+        """Step the scheduler, unless fp16's GradScaler skipped the optimizer step."""
         if was_taken and self.scheduler is not None:
             self.scheduler.step()
 
 
 class Taken(Protocol):
-    """A step that was taken, or is being taken by a card that the host runs ahead of."""
+    """A step that is done, or still running on a GPU that the host runs ahead of."""
 
     def read(self) -> MeanLoss:
-        """Its loss; waits for it."""
+        """Wait for its loss."""
 
 
 class Stepper(Protocol):
-    """Takes steps, one after another."""
+    """Takes one step after another."""
 
     lag: int
-    """How many steps may be under way while the next one is begun."""
-    said: list[str]
-    """What there is to say about how steps are taken; whoever says it, clears it."""
+    """How many steps may still be running when the next one starts."""
+    messages: list[str]
+    """What to log about how steps are taken; the reader clears it."""
 
     def take(self, batch: Batch) -> Taken:
         """One optimizer step."""
 
 
 class Done:
-    """A step that is over."""
+    """A step whose loss is known."""
 
     def __init__(self, loss: MeanLoss) -> None:
         self._loss = loss
@@ -63,12 +63,12 @@ class Done:
 
 
 class Eager:
-    """Each step by itself, its loss read before the weights change."""
+    """Eager steps; the loss is read before the weights change."""
 
     lag = 0
 
     def __init__(self, recipe: Recipe) -> None:
-        self.said: list[str] = []
+        self.messages: list[str] = []
         self._recipe = recipe
 
     def take(self, batch: Batch) -> Taken:

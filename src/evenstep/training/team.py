@@ -59,7 +59,7 @@ from evenstep.strategy_facts import DEFAULT, DEFAULT_IN_ONE_PROCESS, REFERENCE, 
 from evenstep.task import Amount
 from evenstep.training.batchnorm import standing_in
 from evenstep.training.evaluation import Evaluator, Means, named
-from evenstep.training.loss import MeanLoss, Totals, as_sum
+from evenstep.training.loss import LossTotal, MeanLoss, as_sum
 from evenstep.training.optim import refuse_closure, refuse_sharded, start_momentum
 from evenstep.training.precision import Precision
 
@@ -166,7 +166,7 @@ def join_team(
         raise PlanError(f"{chosen} runs in one process, and there are {size}; use {with_processes()}")
     world = join_world(devices or available_devices(read_rank()), needs_group=many or needs_group)
     if STRATEGIES[chosen].drives_from_first:
-        world = replace(world, devices=world.devices[:1], lent=world.devices[1:])
+        world = replace(world, devices=world.devices[:1], delegated=world.devices[1:])
     seed_everything(seed)
     return Team(world, chosen, Precision(precision, world.device), seed)
 
@@ -275,9 +275,9 @@ class Team:
     def replay_backward(self, captured: Captured, model: DistributedModel, batch: Batch) -> MeanLoss:
         """`backward` by graphs in which forward and backward of every seat were recorded."""
 
-        def replay(totals: Totals) -> None:
+        def replay(totals: LossTotal) -> None:
             self.world.heartbeat.beat(BACKWARD)
-            captured.fill(batch, totals.wish)
+            captured.fill(batch, totals.request_code)
             if self.world.size > 1:
                 self.world.heartbeat.collective()
             with model.sync_gradients(is_last=True):
@@ -300,7 +300,7 @@ class Team:
         """The last batch will be gone through once more, from the same start and with the same draws."""
         self._current = None
 
-    def _on_replicas(self, loss: Loss, models: tuple[DistributedModel, ...], batch: Batch, totals: Totals) -> None:
+    def _on_replicas(self, loss: Loss, models: tuple[DistributedModel, ...], batch: Batch, totals: LossTotal) -> None:
         for number, per_replica in enumerate(batch.micro_batches, 1):
             is_last = number == len(batch.micro_batches)
             with models[0].sync_gradients(is_last):
@@ -312,7 +312,7 @@ class Team:
                 )
 
     def _backward(
-        self, models: tuple[DistributedModel, ...], batch: Batch, compute: Callable[[Totals], None]
+        self, models: tuple[DistributedModel, ...], batch: Batch, compute: Callable[[LossTotal], None]
     ) -> MeanLoss:
         self._refusals.refuse_model(models[0])
         check_consistent(self.world, batch)
@@ -322,11 +322,11 @@ class Team:
         self.world.heartbeat.beat(FORWARD)
         for one in models:
             one.sync_replicas(is_training=True)
-        totals = Totals(self.world, batch.num_samples, self.requests.encode())
+        totals = LossTotal(self.world, batch.num_samples, self.requests.encode())
         compute(totals)
         mean = totals.read()
         compute_seconds = totals.seconds_alone()
-        self.requests.agree(totals.wish)
+        self.requests.agree(totals.request_code)
         # A rank that sends nothing goes its own way, which may lead anywhere; nothing is learned then.
         if not math.isfinite(mean) and not self.world.tap.is_muted:
             forget(models[0].weights)
@@ -408,11 +408,11 @@ class Team:
 
     def _stop_together(self) -> None:
         """Raise Interrupted if any process is asked to stop."""
-        wish = torch.full((), self.requests.encode(), dtype=torch.float64)
-        work = self.world.total(wish)
+        request_code = torch.full((), self.requests.encode(), dtype=torch.float64)
+        work = self.world.total(request_code)
         if work is not None:
             work.wait()
-        self.requests.agree(wish.item())
+        self.requests.agree(request_code.item())
         if self.requests.stop:
             raise Interrupted
 
@@ -429,7 +429,7 @@ class Team:
         models: tuple[DistributedModel, ...],
         place: int,
         micro_batch: MicroBatch,
-        totals: Totals,
+        totals: LossTotal,
         last: bool,
     ) -> None:
         """Forward and backward of one seat's piece."""

@@ -172,7 +172,7 @@ class Job:
         for step, ids, compute_seconds in train(
             self.run, self.stepper, self.plan, self._peak_bytes, waits_at=self._waits_at
         ):
-            yield from self._said()
+            yield from self._messages()
             if self.tracing is not None:
                 yield from self.tracing.after(step.step)
             self.tally.add(step)
@@ -180,13 +180,13 @@ class Job:
                 self._write_samples(step, ids)
             yield step
             if step.step < self.run.step:
-                # A card that is ahead of what is known of it; what follows is for the step at which all wait.
+                # The GPU runs ahead of what is known; the rest is done at a step at which all ranks synchronize.
                 self._add_to_pace(step, compute_seconds)
                 continue
             yield from self._compared(step, compute_seconds)
             is_end = is_done(self.run, self.plan)
             is_epoch_end = self.run.loader.is_between_epochs or is_end
-            # What is all but done is finished, asked to stop or not.
+            # The last step is evaluated and saved, also after a request to stop.
             is_asked = requests.stop and not is_end
             if is_epoch_end and not is_asked:
                 evaluation = self._evaluate(step.epoch, can_stop=not is_end)
@@ -237,10 +237,10 @@ class Job:
         """Whether something is done after this step that needs it to be over."""
         return self._is_due(step) or (self.replicas is not None and self._is_compared(step))
 
-    def _said(self) -> list[str]:
-        said = list(self.stepper.said)
-        self.stepper.said.clear()
-        return said if self.team.world.is_main else []
+    def _messages(self) -> list[str]:
+        messages = list(self.stepper.messages)
+        self.stepper.messages.clear()
+        return messages if self.team.world.is_main else []
 
     @property
     def _model(self) -> Any:

@@ -1,9 +1,7 @@
-"""The other processes that share memory: waiting for them, and noticing that one has ended.
+"""Shared memory between the processes of one machine, and waiting for each other in it.
 
-Memory that the processes of one machine share, and how they meet in it.
-
-The first process makes it, with no name in any folder; the others open it through /proc, and then nobody keeps it
-open. So it is gone with the last process that has it mapped, however that one ends, and /dev/shm has no part in it.
+The first process creates an anonymous file (memfd); the others open it through /proc, and then all close it. The memory
+is freed with the last process that has it mapped, however that process ends. /dev/shm is not used.
 """
 
 from __future__ import annotations
@@ -24,19 +22,19 @@ from evenstep.distributed.devices import num_cores
 from evenstep.errors import RankLost, TrainingError
 
 SPINS = 300
-"""Looks before the core is offered to others; about 50 microseconds."""
+"""Checks before the core is yielded; about 50 microseconds."""
 YIELD_SECONDS = 0.0002
 SLEEP_PART = 1 / 16
-"""Of the time waited so far: what is slept before the next look."""
+"""The sleep before the next check, as a fraction of the time waited so far."""
 LONGEST_SLEEP = 0.005
 LOOK_SECONDS = 0.05
 LONGEST_WAIT = timedelta(minutes=30)
-"""As long as torch's own collectives."""
+"""The default timeout of torch's own collectives."""
 
 
 @dataclass(frozen=True)
 class Peers:
-    """All processes of the memory, this one too."""
+    """All processes that share the memory, including this one."""
 
     pids: Sequence[int]
     started: Sequence[str]
@@ -45,9 +43,9 @@ class Peers:
 
     @classmethod
     def of(cls, everyone: Sequence[Mapping[str, Any]], rank: int) -> Peers:
-        """Those that introduced themselves."""
+        """From what each process gathered about itself."""
         pids = [int(one["pid"]) for one in everyone]
-        # More processes than cores: who looks again and again keeps the one away that is waited for.
+        # With more processes than cores, a spinning process would keep the awaited one off its core.
         return cls(pids, [one["started"] for one in everyone], rank, len(pids) <= num_cores())
 
     @property
@@ -55,7 +53,7 @@ class Peers:
         return len(self.pids)
 
     def wait(self, is_there: Callable[[], bool]) -> None:
-        """Until it is there. Python sees signals meanwhile, and a process that has ended is noticed."""
+        """Wait until `is_there()`; meanwhile Python handles signals, and a process that has ended is detected."""
         if self.may_spin:
             for _ in range(SPINS):
                 if is_there():
@@ -68,14 +66,14 @@ class Peers:
             _rest(waited)
             if now - looked > LOOK_SECONDS:
                 looked = now
-                # What was posted before its end counts.
+                # What it posted before it ended counts.
                 lost = self.lost()
                 if is_there():
                     return
                 self.judge(lost, waited)
 
     def judge(self, lost: Sequence[int], waited: float) -> None:
-        """Wait no longer for ranks that have ended, nor for ever."""
+        """Raise if a rank has ended, or after the timeout."""
         if lost:
             raise RankLost(
                 f"rank {lost[0]} ended while this one waited for it: if it left a report, the cause is there"
@@ -96,7 +94,7 @@ class Peers:
 
 
 def started_at(pid: int) -> str:
-    """When a process began, in the kernel's own words; empty if it has ended."""
+    """When a process started, as the kernel writes it; empty if it has ended."""
     try:
         fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     except OSError:
@@ -105,7 +103,7 @@ def started_at(pid: int) -> str:
 
 
 def _rest(waited: float) -> None:
-    """Leave the core to others, the longer the longer this process has waited."""
+    """Yield the core, for longer the longer this process has waited."""
     if waited < YIELD_SECONDS:
         os.sched_yield()
     else:
@@ -113,31 +111,31 @@ def _rest(waited: float) -> None:
 
 
 Gather = Callable[[Any], list[Any]]
-"""A value that JSON can hold, of every process, in the order of ranks."""
+"""Gathers a JSON value from every process, in rank order."""
 _BOOT = Path("/proc/sys/kernel/random/boot_id")
 
 
 @dataclass(frozen=True)
 class Shared:
-    """The memory, as one process has it."""
+    """One process's mapping of the memory."""
 
     memory: torch.Tensor
-    """All of it, as bytes; unmapped with the last tensor that looks at it."""
+    """All of it, as bytes; unmapped with the last tensor that views it."""
     rank: int
     peers: Peers
 
     @property
     def size(self) -> int:
-        """How many processes have it."""
+        """The number of processes."""
         return self.peers.size
 
     def counters(self, num: int) -> memoryview:
-        """The first so many numbers of 8 bytes; looking at one takes less than a tenth of a microsecond."""
+        """The first `num` 64-bit integers; reading one takes less than a tenth of a microsecond."""
         return self.memory[: 8 * num].numpy().data.cast("q")
 
 
 def share(gather: Gather, rank: int, num_bytes: int) -> Shared | None:
-    """Memory of so many bytes for all processes that gather; None for all of them if one cannot have it."""
+    """Map `num_bytes` of memory in all processes that gather; None in all of them if one cannot."""
     mine = _introduced()
     file = -1
     if rank == 0 and mine:
@@ -155,7 +153,7 @@ def share(gather: Gather, rank: int, num_bytes: int) -> Shared | None:
 
 
 def _introduced() -> dict[str, Any]:
-    """Who this process is to others of the machine; nothing if it cannot share."""
+    """How other processes of this machine identify this one; empty if it cannot share memory."""
     if not hasattr(os, "memfd_create") or not _BOOT.exists():
         return {}
     return {"boot": _BOOT.read_text().strip(), "pid": os.getpid(), "started": started_at(os.getpid())}
@@ -165,7 +163,7 @@ def _made(num_bytes: int) -> tuple[int, str]:
     name = f"evenstep-{secrets.token_hex(16)}"
     file = os.memfd_create(name, os.MFD_CLOEXEC)
     try:
-        # All of it now: memory that is not there when it is written would be a SIGBUS, in mid-training.
+        # Allocate all of it now: memory that is missing when it is written would be a SIGBUS during training.
         os.posix_fallocate(file, 0, num_bytes)
     except OSError:
         os.close(file)
@@ -179,10 +177,10 @@ def _opened(everyone: list[Mapping[str, Any]], rank: int, file: int, num_bytes: 
         return None
     path = f"/proc/{first['pid']}/fd/{first['file']}" if rank else f"/proc/self/fd/{file}"
     try:
-        # In another namespace that number is another process, whose files are not to be touched.
+        # In another PID namespace that number is another process, whose files must not be opened.
         if not os.readlink(path).startswith(f"/memfd:{first['name']}"):
             return None
-        # Python's own mmap would keep the file open.
+        # Python's mmap would keep the file open.
         return torch.from_file(path, shared=True, size=num_bytes, dtype=torch.uint8)
     except (OSError, RuntimeError):
         return None

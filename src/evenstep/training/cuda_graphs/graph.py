@@ -24,7 +24,7 @@ from evenstep.data.nested import leaves, map_tensors
 from evenstep.errors import NonFiniteLoss
 from evenstep.monitor.nonfinite import explain
 from evenstep.strategies.base import forget, forget_gradients, on
-from evenstep.training.loss import HostCopy, MeanLoss, Part, Totals, as_pair, not_finite
+from evenstep.training.loss import HostCopy, LossTotal, MeanLoss, PartialLoss, as_pair, not_finite
 from evenstep.training.optim import Sliced, is_fused
 from evenstep.training.step import Recipe
 
@@ -145,14 +145,14 @@ class Captured:
             ]
             for per_replica in batch.micro_batches
         ]
-        self._wish = torch.zeros(1, dtype=torch.float64, device=world.device)
+        self._request_code = torch.zeros(1, dtype=torch.float64, device=world.device)
         self._bad = torch.zeros((), device=world.device)
         self._one = torch.ones((), device=world.device)
         groups = recipe.optimizer.param_groups
         self._rates = [torch.full((), float(group["lr"]), device=world.device) for group in groups]
         self._last_rates = [float(group["lr"]) for group in groups]
-        self._last_wish = 0.0
-        self._totals = [Recorded(world, batch.num_samples, self._wish) for _ in world.devices]
+        self._last_request_code = 0.0
+        self._totals = [Recorded(world, batch.num_samples, self._request_code) for _ in world.devices]
         # A pair for each micro-batch, or what all ranks add up.
         self._told = Told(side, 2 * len(batch.micro_batches) + 1)
         forget(recipe.model.weights)
@@ -160,7 +160,7 @@ class Captured:
             # Eager steps ran in the seats' threads; this one has not set up its libraries yet.
             for place in range(len(world.devices)):
                 with on(world.devices[place]):
-                    self._compute(place, Recorded(world, batch.num_samples, self._wish))
+                    self._compute(place, Recorded(world, batch.num_samples, self._request_code))
             for bound in recipe.model.loss_modules:
                 forget(bound.parameters())
         # Shared with plain steps, cuBLAS's workspaces must belong to the graphs: whoever clears them would break these.
@@ -171,14 +171,14 @@ class Captured:
         for weights in self._weights:
             forget(weights)
 
-    def fill(self, batch: Batch, wish: float) -> None:
+    def fill(self, batch: Batch, request_code: float) -> None:
         """Put a batch where the graphs read it."""
         for slots, per_replica in zip(self._slots, batch.micro_batches, strict=True):
             for slot, micro_batch in zip(slots, per_replica, strict=True):
                 slot.fill(micro_batch)
-        if wish != self._last_wish:
-            self._wish.fill_(wish)
-            self._last_wish = wish
+        if request_code != self._last_request_code:
+            self._request_code.fill_(request_code)
+            self._last_request_code = request_code
 
     def replay(self) -> None:
         """Everything that the graphs hold, in order."""
@@ -200,7 +200,7 @@ class Captured:
         """The values of a loss, as numbers; the card must have come to the end of that step."""
         return self._told.read(place)
 
-    def replay_backward(self, batch: Batch, totals: Totals) -> None:
+    def replay_backward(self, batch: Batch, totals: LossTotal) -> None:
         """Forward and backward of every seat; the gradients are left on the parameters, and the losses in `totals`."""
         self.replay()
         for weights, gradients in zip(self._weights, self._gradients, strict=True):
@@ -208,7 +208,7 @@ class Captured:
                 weight.grad = gradient
         for place, recorded in enumerate(self._totals):
             for per_replica, part in zip(batch.micro_batches, recorded.parts, strict=True):
-                totals.parts.append(Part(per_replica[place], part.amount, totals.copy(part.amount)))
+                totals.parts.append(PartialLoss(per_replica[place], part.amount, totals.copy(part.amount)))
         totals.is_late = any(one.is_late for one in self._totals)
         if self._totals[0].sums is not None:
             totals.sent = HostCopy(self._totals[0].sums)
@@ -313,15 +313,15 @@ class Gathered:
         self._index.copy_(torch.from_numpy(micro_batch.rows.ids), non_blocking=True)
 
 
-class Recorded(Totals):
+class Recorded(LossTotal):
     """The loss of a step that is being recorded: all of it stays on the card."""
 
-    def __init__(self, world: Any, num_samples: int, wish: torch.Tensor) -> None:
+    def __init__(self, world: Any, num_samples: int, request_code: torch.Tensor) -> None:
         super().__init__(world, num_samples)
         self.sums: torch.Tensor | None = None
-        self._wish_on_gpu = wish
+        self._request_code_on_gpu = request_code
         self._work: Any = None
-        self.values: torch.Tensor = wish
+        self.values: torch.Tensor = request_code
         """What the host needs to know of the loss."""
 
     def copy(self, kept: torch.Tensor) -> HostCopy | None:
@@ -329,7 +329,7 @@ class Recorded(Totals):
 
     def send(self) -> None:
         if self._world.size > 1:
-            self.sums = torch.cat([self.own_pair(), self._wish_on_gpu])
+            self.sums = torch.cat([self.own_pair(), self._request_code_on_gpu])
             self._work = self._world.total(self.sums)
 
     def arrive(self) -> None:
@@ -393,7 +393,7 @@ class Pending:
     """A step that the card is taking; its loss is on its way to the host."""
 
     def __init__(
-        self, recipe: Recipe, captured: Captured, batch: Batch, place: int, event: torch.cuda.Event, wish: float
+        self, recipe: Recipe, captured: Captured, batch: Batch, place: int, event: torch.cuda.Event, request_code: float
     ) -> None:
         self.event = event
         self._place = place
@@ -403,7 +403,7 @@ class Pending:
         self._recipe = recipe
         self._captured = captured
         self._batch = batch
-        self._wish = wish
+        self._request_code = request_code
 
     def arrive(self) -> Any:
         """Wait until the step is over; afterwards its event and its place are free."""
@@ -423,7 +423,7 @@ class Pending:
         pairs = self._captured.pairs(values)
         total, count = (math.fsum(column) for column in zip(*pairs, strict=True))
         team = self._recipe.team
-        team.requests.agree(values[2] if team.world.size > 1 else self._wish)
+        team.requests.agree(values[2] if team.world.size > 1 else self._request_code)
         mean = total / count if count else 0.0
         if not math.isfinite(mean):
             per_replica = [micro_batch for per_replica in self._batch.micro_batches for micro_batch in per_replica]

@@ -67,7 +67,7 @@ class Fast:
     lag = LAG
 
     def __init__(self, recipe: Recipe) -> None:
-        self.said: list[str] = []
+        self.messages: list[str] = []
         self._recipe = recipe
         self._eager = Eager(recipe)
         self._world = recipe.team.world
@@ -147,8 +147,8 @@ class Fast:
         team = self._recipe.team
         heartbeat = self._world.heartbeat
         heartbeat.beat(FORWARD)
-        wish = team.begin_replay(batch, captured.draws)
-        captured.fill(batch, wish)
+        request_code = team.begin_replay(batch, captured.draws)
+        captured.fill(batch, request_code)
         if self._world.size > 1:
             heartbeat.collective()
         place = captured.replay_whole()
@@ -158,7 +158,7 @@ class Fast:
         heartbeat.beat(BACKWARD)
         batch.finish()
         self._recipe.advance()
-        pending = Pending(self._recipe, captured, batch, place, event, wish)
+        pending = Pending(self._recipe, captured, batch, place, event, request_code)
         self._under_way.append(pending)
         if len(self._under_way) > LAG:
             # The host waits here, within a step's time, and not where a loss is read.
@@ -194,7 +194,7 @@ class Fast:
                 # The others replay on, and would not be there to record another one.
                 self._give_up(f"{changed} is another one now")
             else:
-                self.said.append(f"{changed} is another one now: the step is recorded anew")
+                self.messages.append(f"{changed} is another one now: the step is recorded anew")
         return changed is not None
 
     def _try(self, batch: Batch) -> Taken:
@@ -284,11 +284,11 @@ class Fast:
         assert self._captured is not None
         what = "the whole step is" if self._captured.is_whole else "forward and backward are"
         ends = "bit-equal" if self._is_equal else "equal within rounding"
-        self.said.append(f"fast: {what} replayed as a CUDA graph, {ends} to the plain step, {gain:.1f} x ({was})")
+        self.messages.append(f"fast: {what} replayed as a CUDA graph, {ends} to the plain step, {gain:.1f} x ({was})")
 
     def _give_up(self, why: str) -> None:
         self._is_over = True
-        self.said.append(f"fast: the step stays as it is: {why}")
+        self.messages.append(f"fast: the step stays as it is: {why}")
 
     def _all(self, is_so: bool) -> bool:
         """Whether it is so on every rank."""

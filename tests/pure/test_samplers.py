@@ -94,10 +94,10 @@ def test_without_replacement_the_first_draw_follows_the_weights() -> None:
         (samplers.Weighted([0.0] * 10), "all weights are 0, so no sample can be drawn"),
         (samplers.Weighted([1.0] * 9 + [-1]), "the weight of sample 9 is -1.0; weights are finite and not below 0"),
         (samplers.Weighted([1.0] * 9 + [float("nan")]), "the weight of sample 9 is nan"),
-        (samplers.Weighted([1.0] * 10, num_samples=0), "num_samples is 0; it is a whole number from 1 up"),
+        (samplers.Weighted([1.0] * 10, num_samples=0), "num_samples is 0; it is an integer from 1 up"),
         (
             samplers.Weighted([1.0] * 5 + [0.0] * 5, num_samples=6, replacement=False),
-            "6 samples without replacement were asked for, and 5 have a weight above 0",
+            "num_samples is 6 without replacement, and 5 samples have a weight above 0",
         ),
         (samplers.Balanced([0] * 11), "labels has 11 entries and the data 10 samples"),
         (samplers.ByLength([1] * 9), "lengths has 9 entries and the data 10 samples"),
@@ -106,18 +106,18 @@ def test_without_replacement_the_first_draw_follows_the_weights() -> None:
         (samplers.Curriculum([float("nan")] * 10), "the difficulty of some samples is NaN"),
         (
             samplers.Curriculum([1.0] * 10, pace=(0.0, 1.0)),
-            r"pace is \(0.0, 1.0\); give the part of",
+            r"pace is \(0.0, 1.0\); give the fraction of",
         ),
-        (samplers.Curriculum([1.0] * 10, pace=2), r"pace is \(2,\); give the part of the data"),
-        (samplers.Weighted([1.0] * 10, num_samples=2.5), "num_samples is 2.5; it is a whole number"),  # type: ignore[arg-type]
+        (samplers.Curriculum([1.0] * 10, pace=2), r"pace is \(2,\); give the fraction of the data"),
+        (samplers.Weighted([1.0] * 10, num_samples=2.5), "num_samples is 2.5; it is an integer"),  # type: ignore[arg-type]
         (samplers.Weighted(["a"] * 10), "weights holds <U1, not numbers; give one number for each sample"),
         (samplers.ByLength(["10", "9"] * 5), "lengths holds <U2, not numbers"),
         (samplers.Weighted([[1.0], [1.0, 2.0]] * 5), "weights cannot be read as one number for each sample"),
-        (samplers.Subset([1, 10]), "the subset gave the id 10, and the data has 10 samples: ids go from 0 to 9"),
+        (samplers.Subset([1, 10]), "the subset gave the id 10, and the data has 10 samples: ids range from 0 to 9"),
         (samplers.Subset([-1]), "the subset gave the id -1"),
         (samplers.Subset([3, 3]), "the subset gave the id 3 2 times in one epoch"),
-        (samplers.Subset([]), "a subset is a row of sample ids, whole numbers, at least one"),
-        (samplers.Subset([0.5]), "a subset is a row of sample ids, whole numbers"),
+        (samplers.Subset([]), "a subset is a non-empty list of sample ids, which are integers"),
+        (samplers.Subset([0.5]), "a subset is a non-empty list of sample ids, which are integers"),
     ],
 )
 def test_what_cannot_be_followed_is_refused(sampler: samplers.Sampler, message: str) -> None:
@@ -287,12 +287,12 @@ def test_a_sampler_is_told_its_epoch() -> None:
 @pytest.mark.parametrize(
     ("sampler", "message"),
     [
-        (Stubborn(5), "Stubborn gives another order when it is asked twice for the same epoch"),
-        ([0, 1, 1, 2], "list gave the id 1 2 times in one epoch; if that is meant, say so: sampler=samplers.Custom"),
-        ([0, 12], "list gave the id 12, and the data has 10 samples: ids go from 0 to 9"),
+        (Stubborn(5), "Stubborn gives a different order when it is iterated twice for the same epoch"),
+        ([0, 1, 1, 2], "list gave the id 1 2 times in one epoch; if that is intended, use sampler=samplers.Custom"),
+        ([0, 12], "list gave the id 12, and the data has 10 samples: ids range from 0 to 9"),
         ([[0, 1], [2, 3]], r"list gave \[0, 1\]; a sampler gives one sample id at a time"),
         ([], "list is empty; it must give at least one id"),
-        ([*range(8), 8.7], r"list gave 8.7; a sampler gives one sample id at a time, a whole number"),
+        ([*range(8), 8.7], r"list gave 8.7; a sampler gives one sample id at a time, an integer"),
         (BatchSampler(range(10), 2, False), "a BatchSampler was given as the sampler; give one that gives single ids"),
         (7, "the sampler is a int; give one of evenstep.samplers, or a torch Sampler"),
         ((id_ for id_ in range(3)), "generator has no length; give it a __len__"),

@@ -1,1 +1,1 @@
-"""Which sample goes where, in which order, and the random numbers that decide it: pure functions, no torch."""
+"""The order of samples and random numbers as pure functions of seed, epoch and position; importable without torch."""

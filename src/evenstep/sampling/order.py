@@ -1,4 +1,4 @@
-"""Which sample goes where, at which step: pure functions of (seed, epoch, position)."""
+"""Which samples each step uses, and which of them each replica gets: pure functions of (seed, epoch, position)."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from evenstep.errors import PlanError
 from evenstep.sampling.rng import Ids
 
 BLOCK = 1 << 16
-"""Ids that are computed and kept at a time; a step takes a slice of them."""
+"""Ids that are computed and cached at a time; a step takes a slice of them."""
 
 
 def share(num: int, replica: int, num_replicas: int) -> range:
-    """The contiguous part of `num` things that falls to one of `num_seats`; sizes differ by one at most.
+    """The contiguous share of `num` samples that one replica gets; the sizes of shares differ by at most one.
 
-    >>> [len(share(10, seat, 3)) for seat in range(3)]
+    >>> [len(share(10, replica, 3)) for replica in range(3)]
     [4, 3, 3]
     """
     size, extra = divmod(num, num_replicas)
@@ -27,7 +27,7 @@ def share(num: int, replica: int, num_replicas: int) -> range:
 
 
 def smallest_micro_batch(num: int, num_replicas: int, accumulate: int) -> int:
-    """Samples of the smallest part that `num` of them are cut into; a seat with nothing to do still runs one.
+    """The size of the smallest micro-batch of a global batch; a replica without samples still runs one.
 
     >>> smallest_micro_batch(65, 2, 1), smallest_micro_batch(65, 2, 10), smallest_micro_batch(1, 2, 1)
     (32, 3, 1)
@@ -38,7 +38,7 @@ def smallest_micro_batch(num: int, num_replicas: int, accumulate: int) -> int:
 
 @dataclass(frozen=True)
 class Span:
-    """The samples of one optimizer step: places `start` to `stop` in the order of an epoch."""
+    """The samples of one optimizer step: positions `start` to `stop` of an epoch."""
 
     epoch: int
     start: int
@@ -50,20 +50,20 @@ class Span:
 
 @dataclass(frozen=True)
 class Lengths:
-    """How many samples each epoch has: `first` those of the first epochs, `rest` every later one.
+    """The number of samples of each epoch: `first` lists the first epochs, `rest` is that of every later one.
 
-    A stream's length is not known before it ends: its `rest` is None, and `first` the epochs that it has finished.
+    The length of a stream is unknown until it ends: `rest` is None, and `first` lists the finished epochs.
     """
 
     rest: int | None
     first: tuple[int, ...] = ()
 
     def of(self, epoch: int) -> int | None:
-        """Samples of one epoch, if known."""
+        """The number of samples of an epoch; None if unknown."""
         return self.first[epoch] if epoch < len(self.first) else self.rest
 
     def locate(self, position: int) -> tuple[int, int]:
-        """(epoch, place in it) after `position` samples; the end of an epoch is the start of the next."""
+        """(epoch, position in the epoch) after `position` samples; the end of an epoch is the start of the next."""
         for epoch, length in enumerate(self.first):
             if position < length:
                 return epoch, position
@@ -74,16 +74,16 @@ class Lengths:
         return len(self.first) + more, place
 
     def begin(self, epoch: int) -> int:
-        """The position at which an epoch begins."""
+        """The number of samples before an epoch."""
         return sum(self.first[:epoch]) + max(0, epoch - len(self.first)) * (self.rest or 0)
 
     def whole_batches(self, batch: int) -> Lengths:
-        """Without what a short last batch of each epoch would hold."""
+        """The same, without the samples of an incomplete last batch."""
         rest = None if self.rest is None else self.rest - self.rest % batch
         return Lengths(rest, tuple(length - length % batch for length in self.first))
 
     def span(self, position: int, batch: int) -> Span:
-        """The step that begins after `position` samples; it never reaches into the next epoch."""
+        """The step that starts after `position` samples; it never crosses the end of an epoch."""
         epoch, start = self.locate(position)
         length = self.of(epoch)
         return Span(epoch, start, start + batch if length is None else min(start + batch, length))
@@ -91,24 +91,24 @@ class Lengths:
 
 @dataclass(frozen=True)
 class Order:
-    """Sample ids by epoch and place: what every sampler becomes, and the only thing that a loader knows of it."""
+    """Sample ids by epoch and position: what every sampler is turned into, and all that a loader sees of it."""
 
     lengths: Lengths
     find: Callable[[int, int, int], Ids]
     """The ids of (epoch, start, stop)."""
     name: str
     repeats: bool = False
-    """Whether an id may come twice in an epoch, by promise."""
+    """Whether an id may occur more than once in an epoch."""
     identity: str = ""
-    """Differs between orders that a position would mean different samples in; the seed is kept apart."""
+    """Differs between orders in which a position means different samples; does not include the seed."""
     members: Ids | None = None
-    """The ids that it ever gives, if not all."""
+    """The ids that occur in this order; None: all."""
     in_blocks: bool = True
-    """Whether `find` is as cheap for a part of an epoch as for the whole, by share."""
+    """Whether `find` computes a part of an epoch at its share of the cost of the whole."""
     num_ranks: int = 1
-    """Ranks that each have data of their own in it, `members` of which are numbered by each for itself."""
+    """Ranks with separate data; `members` then holds the ids of one rank."""
     dropped: Lengths = Lengths(0)
-    """Samples of each epoch that are left out because its last batch is short."""
+    """Samples of each epoch that drop_last leaves out."""
     _kept: dict[tuple[int, int], Ids] = field(default_factory=dict, repr=False, compare=False)
 
     def ids(self, span: Span) -> Ids:
@@ -122,7 +122,7 @@ class Order:
         return np.concatenate(parts)[span.start - first * size : span.stop - first * size]
 
     def drop_last(self, batch: int) -> Order:
-        """The same, less the short batch at the end of an epoch; its places are then those of this batch alone."""
+        """The same order without an incomplete last batch; positions are then valid for this batch size only."""
         kept = self.lengths.whole_batches(batch)
         if kept == self.lengths:
             return self
@@ -150,7 +150,7 @@ class Order:
         return kept
 
     def facts(self, num_samples: int | None) -> dict[str, Any]:
-        """What an audit needs to know of it."""
+        """What an audit needs to know about this order."""
         lengths = {"first": list(self.lengths.first), "rest": self.lengths.rest}
         every = [*self.dropped.first, self.dropped.rest]
         dropped = {"dropped": every} if any(every) else {}
@@ -158,10 +158,10 @@ class Order:
 
 
 def lengths_of(order: Order | None) -> Lengths:
-    """Samples of each epoch; a stream's are not known before it ends."""
+    """The number of samples of each epoch; unknown for a stream, which has no order."""
     return Lengths(None) if order is None else order.lengths
 
 
 def order_name(order: Order | None) -> str:
-    """Which order a position is a place in; a stream has its own."""
+    """The name under which a checkpoint stores the order that its position refers to."""
     return "stream" if order is None else f"{order.name} {order.identity}".strip()

@@ -59,7 +59,7 @@ def test_one_that_hangs_and_one_that_crashes_disturb_no_other() -> None:
     crashing = Job(os.abort)  # type: ignore[arg-type]
     failing = Job(add_up, (("cpu",), SMALL))
     late, crashed, failed, fine = try_together([hanging, crashing, failing, Job(add_up, (("cpu", "cpu"), SMALL))])
-    assert (late.is_late, late.why) == (True, "nothing came of it within 2 s")
+    assert (late.is_late, late.why) == (True, "no result within 2 s")
     assert "SIGABRT" in crashed.why
     assert "local rank 1 has no device" in failed.why
     assert is_sound(fine), fine

@@ -181,7 +181,7 @@ def test_a_cpu_torch_on_a_machine_with_gpus_is_bad(tmp_path: Path) -> None:
     (tmp_path / "nvidia0").touch()
     (tmp_path / "nvidiactl").touch()
     if torch.version.cuda is None:
-        assert "1 NVIDIA card cannot be used" in torch_build(0, tmp_path).advice
+        assert "1 NVIDIA GPU cannot be used" in torch_build(0, tmp_path).advice
     assert back_ends(0).numbers["gloo"] is True
 
 

@@ -1,7 +1,4 @@
-"""This machine: its devices, its threads, its versions, and the memory that was used.
-
-Which stream of a card a training runs on.
-"""
+"""This machine's devices, CUDA streams, threads and versions, and the memory that a process used."""
 
 from __future__ import annotations
 
@@ -30,7 +27,7 @@ MOST_PROCESSES_PER_CORE = 8
 
 
 def available_devices(rank: tuple[int, int, int]) -> list[str]:
-    """A device for each process of this machine: cards if there are enough, else the CPU."""
+    """A device for each process of this machine: GPUs if there are enough, else the CPU."""
     num = read_variables(RankVariables, os.environ).LOCAL_WORLD_SIZE
     return list(choose_devices(num or rank[1]))
 
@@ -43,7 +40,7 @@ def choose_devices(count: int) -> tuple[str, ...]:
     if gpus:
         if count > gpus:
             raise PlanError(
-                f"{count} devices were requested and this machine has {gpus} CUDA card{'s' * (gpus > 1)}; "
+                f"{count} devices were requested and this machine has {gpus} CUDA device{'s' * (gpus > 1)}; "
                 f"use --devices {gpus}, or name them: --devices {','.join(['cpu'] * min(count, 4))}"
             )
         return tuple(f"cuda:{index}" for index in range(count))
@@ -59,7 +56,7 @@ def check_devices(devices: Sequence[str]) -> None:
     gpus = torch.cuda.device_count()
     for name in devices:
         if name.startswith("cuda") and int(name.partition(":")[2] or 0) >= gpus:
-            have = f"cuda:0 to cuda:{gpus - 1}" if gpus > 1 else "cuda:0" if gpus else "no CUDA card"
+            have = f"cuda:0 to cuda:{gpus - 1}" if gpus > 1 else "cuda:0" if gpus else "no CUDA device"
             raise PlanError(f"device {name} does not exist: this machine has {have}; on the CPU use --devices cpu")
         if name == "mps" and not torch.backends.mps.is_available():
             raise PlanError("device mps does not exist here; use --devices cpu")
@@ -111,7 +108,7 @@ def facts() -> dict[str, Any]:
 
 
 def peak_bytes(world: World) -> dict[str, int]:
-    """Peak memory of this process's devices: what torch allocated on a card, the whole process on the CPU."""
+    """Peak memory of this process's devices: what torch allocated on a GPU, the whole process on the CPU."""
     return {
         f"rank{world.rank} {device}": torch.cuda.memory_stats_as_nested_dict(device)["allocated_bytes"]["all"]["peak"]
         if device.type == "cuda"

@@ -1,7 +1,7 @@
-"""What a running training is asked to do: to stop and save, or only to save. Ranks agree on it at a step.
+"""Requests to a running training: to stop and save, or only to save. All ranks agree on them at the same step.
 
-A signal reaches one rank, or all of them a moment apart. What it asks for travels with the sum of the losses, which
-goes around at every step anyway; so every rank learns of it at the same step, and no collective is added.
+A signal may reach one rank, or all of them at slightly different times. The request is sent along with the sum of the
+losses, which is all-reduced at every step anyway; so all ranks see it at the same step, without another collective.
 """
 
 from __future__ import annotations
@@ -17,16 +17,16 @@ from types import FrameType
 from evenstep.distributed.process import unblock_signals
 
 SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP)
-"""What a cluster sends to a job that it is about to take away."""
+"""Signals that a cluster sends to a job before it ends it."""
 _STOP = 4096.0
-"""More than there are ranks, so that both wishes fit into one number that is summed."""
+"""More than there are ranks, so that both requests fit into one summed number."""
 SAVE_SECONDS = 30.0
 SAVE_INTERVAL_FACTOR = 50
-"""A save that took a second is not repeated within so many."""
+"""A save is not repeated within this many times its duration."""
 
 
 def is_ignored(number: int) -> bool:
-    """Whether a signal is to be left alone, as `nohup` asks with SIGHUP, and a shell with Ctrl-C behind its back."""
+    """Whether a signal is ignored: SIGHUP under `nohup`, SIGINT of a background job."""
     return signal.getsignal(number) == signal.SIG_IGN
 
 
@@ -50,7 +50,7 @@ _stop_requested_early = False
 
 
 def catch_early_signals() -> None:
-    """Take signals from the first moment on; what was asked before there was a training is not forgotten."""
+    """Handle signals from the start of the process; a request before the training begins is remembered."""
 
     def take(number: int, frame: FrameType | None) -> None:
         global _stop_requested_early
@@ -62,38 +62,38 @@ def catch_early_signals() -> None:
 
 
 class Requests:
-    """This process's wishes, and what all processes have agreed on."""
+    """This process's requests, and what all processes have agreed on."""
 
     def __init__(self) -> None:
         self.stop_requested = _stop_requested_early
         self.is_interrupt = False
-        """Whether it was Ctrl-C, and not a cluster."""
+        """Whether it was Ctrl-C, not a cluster."""
         self.stop = False
         self.save = False
         self._saves_periodically = False
         self._next_save = 0.0
 
     def save_periodically(self) -> None:
-        """Ask for a checkpoint every half minute: what a crash costs. One rank's clock counts for all."""
+        """Request a checkpoint every 30 s, the most that a crash costs. One rank's clock counts for all."""
         self._saves_periodically = True
         self._next_save = time.monotonic() + SAVE_SECONDS
 
     def saved(self, seconds: float) -> None:
-        """A checkpoint was written, and took so long."""
+        """Note that a checkpoint was written, and its duration."""
         self._next_save = time.monotonic() + max(SAVE_SECONDS, SAVE_INTERVAL_FACTOR * seconds)
 
     def encode(self) -> float:
-        """What this process wants, as a number that can be summed over processes."""
+        """This process's requests as a number that can be summed over processes."""
         wants_save = self._saves_periodically and time.monotonic() > self._next_save
         return _STOP * self.stop_requested + wants_save
 
     def agree(self, total: float) -> None:
-        """Take the sum of all wishes."""
+        """Decode the sum of all processes' requests."""
         self.stop = total >= _STOP
         self.save = total % _STOP > 0
 
     def listening(self, *numbers: signal.Signals) -> AbstractContextManager[None]:
-        """Take these signals as a wish to stop; a second Ctrl-C is not waited with."""
+        """Handle these signals as a request to stop; a second Ctrl-C stops at once."""
         return handling_signals(self._take, numbers)
 
     def _take(self, number: int, frame: FrameType | None) -> None:

@@ -1,10 +1,7 @@
-"""The life of a process that the launcher started: tied to it, found by its name, ended at once. Imports no torch.
+"""The life of a worker process: tied to the launcher, named, with stack dumps on a signal, ended at once. No torch.
 
-A process's stacks, written by C when a signal comes: no lock of the interpreter is needed for it.
-
-What a script finds in a copy of the fork server: a process that looks as if Python had just been started.
-
-All that is private to CPython's multiprocessing is here, as seen in 3.11 to 3.13.
+Also what makes a fork of the fork server look to a script as if Python had just been started. All uses of private parts
+of CPython's multiprocessing are here, as seen in 3.11 to 3.13.
 """
 
 from __future__ import annotations
@@ -33,13 +30,13 @@ from evenstep.errors import BadInput
 from evenstep.schema import Natural, Positive, read_variables
 
 STACKS_SIGNAL: int = getattr(signal, "SIGRTMIN", signal.SIGUSR2) + (8 if hasattr(signal, "SIGRTMIN") else 0)
-"""One that nobody else is likely to use."""
+"""A real-time signal that other programs hardly use."""
 _open_files: list[IO[str]] = []
 
 
 @contextmanager
 def dump_stacks_to(path: Path) -> Iterator[None]:
-    """Write the stacks there when asked to, for as long as the block lasts; copies of this process do so, too."""
+    """Dump stacks there on STACKS_SIGNAL inside the block; forks of this process do so, too."""
     with path.open("a") as file:
         faulthandler.register(STACKS_SIGNAL, file=file, all_threads=True)
         try:
@@ -49,25 +46,25 @@ def dump_stacks_to(path: Path) -> Iterator[None]:
 
 
 def install_stack_dumps(folder: Path, rank: int) -> None:
-    """Write the stacks when asked to, and when the process dies of a signal such as SIGSEGV."""
+    """Dump stacks on STACKS_SIGNAL, and on a fatal signal such as SIGSEGV."""
     asked = (folder / f"rank{rank}.stacks").open("a")
     crashed = (folder / f"rank{rank}.crash").open("a")
     faulthandler.register(STACKS_SIGNAL, file=asked, all_threads=True)
-    # All threads: one of gloo's, in C++ alone, may end the process while the main one waits in the user's line.
+    # All threads: one of gloo's C++ threads may abort the process while the main one waits in the user's line.
     faulthandler.enable(file=crashed, all_threads=True)
-    # faulthandler knows them by number alone.
+    # Kept open: faulthandler has only their descriptors.
     _open_files.extend([asked, crashed])
 
 
 _MainProcess: Any = type(multiprocessing.current_process())
-"""Found while this is one: CPython deletes the name of the class."""
+"""Taken from the main process: CPython deletes the class's name."""
 
 
 def detach_from_server() -> None:
-    """Forget the fork server: a child of its is no main process, starts its own children by it and holds its pipes."""
+    """Detach from the fork server, whose children are not main processes, use it for their own, and hold its pipes."""
     if multiprocessing.parent_process() is None:
         return
-    # What still refers to one of these is in frames of the engine that are never returned to.
+    # Only frames of the engine that never run again refer to these.
     for descriptor in map(int, os.listdir("/dev/fd")):
         if descriptor > 2:
             with suppress(OSError):
@@ -75,7 +72,7 @@ def detach_from_server() -> None:
     process._parent_process = None  # type: ignore[attr-defined]
     process._current_process = _MainProcess()  # type: ignore[attr-defined]
     multiprocessing.set_start_method(None, force=True)
-    # Their functions are bound to these very objects.
+    # Replaced in place: module functions are bound to these objects.
     vars(forkserver._forkserver).update(vars(forkserver.ForkServer()))
     vars(resource_tracker._resource_tracker).update(vars(resource_tracker.ResourceTracker()))
     sys.stdin = sys.__stdin__ = _opened_stdin()  # type: ignore[assignment, misc]
@@ -83,7 +80,7 @@ def detach_from_server() -> None:
 
 
 def _seed_again() -> None:
-    """Python's own generator is seeded again after a fork; of the others', every rank would draw the same."""
+    """Reseed NumPy and torch, as Python does for `random`: otherwise every fork would draw the same numbers."""
     if "numpy.random" in sys.modules:
         sys.modules["numpy.random"].seed()
     if "torch" in sys.modules:
@@ -100,7 +97,7 @@ def _opened_stdin() -> TextIO | None:
 
 
 def open_output() -> None:
-    """stdout and stderr, unbuffered: torchrun starts `python -u`. A notebook's streams are not even files."""
+    """Reopen stdout and stderr unbuffered, as torchrun's `python -u`; a notebook's streams are not files."""
     for number, name in ((1, "stdout"), (2, "stderr")):
         first = getattr(sys, f"__{name}__")
         raw = open(number, "wb", buffering=0, closefd=False)  # noqa: SIM115
@@ -113,36 +110,36 @@ def open_output() -> None:
 
 
 def new_main(path: str) -> ModuleType:
-    """An empty `__main__` for the script at this path, with what pickle and multiprocessing look for in it."""
+    """An empty `__main__` for the script at this path, with the attributes that pickle and multiprocessing use."""
     main = ModuleType("__main__")
     whole = os.path.abspath(path)
     builtins = sys.modules["builtins"]
     found = {"__file__": whole, "__loader__": SourceFileLoader("__main__", whole), "__builtins__": builtins}
     vars(main).update(found, __cached__=None, __annotations__={})
-    # The second is what a child that was spawned calls it.
+    # `__mp_main__` is its name in a spawned child.
     sys.modules["__main__"] = sys.modules["__mp_main__"] = main
     return main
 
 
 def tidy_up_at_exit() -> None:
-    """Have Python end children and write out logs after all that the script registers, as if imported before it."""
+    """Register multiprocessing's and logging's exit handlers first, so that they run after the script's own."""
     atexit.register(logging.shutdown)
     atexit.register(util._exit_function)  # type: ignore[attr-defined]
 
 
 OWN_LOGS = "EVENSTEP_OWN_LOGS"
-"""Set for a copy of another process, which opens its logs itself."""
+"""Set for a forked process, which opens its logs itself."""
 LAUNCHER = "EVENSTEP_LAUNCHER"
-"""Set while the launcher starts its fork server: whose death is to be the server's."""
+"""The launcher's process id, set while it starts its fork server, which is to die with it."""
 BLOCKED_SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP)
-"""Signals that the fork server keeps for its copies until they have said what they mean."""
+"""Signals that the fork server blocks, until its forks have installed their handlers."""
 PARENT = "EVENSTEP_PARENT"
-"""The process id of whoever started a worker: the launcher, or its fork server."""
+"""The process id of a worker's parent: the launcher, or its fork server."""
 
 
 @dataclass(frozen=True)
 class RankVariables:
-    """What torchrun and our launcher tell a process; a process alone has none of it."""
+    """The rank variables that torchrun and our launcher set; defaults are those of a single process."""
 
     RANK: Natural = 0
     WORLD_SIZE: Positive = 1
@@ -151,7 +148,7 @@ class RankVariables:
 
 
 def read_rank(environment: Mapping[str, str] = os.environ) -> tuple[int, int, int]:
-    """(rank, size, local rank) of this process; (0, 1, 0) for a process alone."""
+    """(rank, size, local rank) of this process; (0, 1, 0) for a single process."""
     given = read_variables(RankVariables, environment)
     if given.RANK >= given.WORLD_SIZE:
         raise BadInput(
@@ -162,19 +159,19 @@ def read_rank(environment: Mapping[str, str] = os.environ) -> tuple[int, int, in
 
 
 def omp_num_threads(environment: Mapping[str, str] = os.environ) -> int | None:
-    """What OMP_NUM_THREADS says; None where it says nothing, or a list for nested regions, which torch does not use."""
+    """The value of OMP_NUM_THREADS; None if unset, or a list for nested regions, which torch does not use."""
     asked = environment.get("OMP_NUM_THREADS", "")
     return int(asked) or None if re.fullmatch("[0-9]{1,5}", asked) else None
 
 
 def begin(logs: str) -> None:
-    """Tie this process to the launcher, name it, and have it leave its stacks when it is asked for them."""
-    # Taken out: what the user's code starts has another parent.
+    """Tie this process to the launcher, name it, and install stack dumps."""
+    # Removed: processes that the user's code starts have another parent.
     parent = os.environ.pop(PARENT, None)
     if parent:
         die_with(int(parent))
     take_threads()
-    # What a copied process has registered is its original's to do: removing temporary folders, say.
+    # Exit handlers inherited by a fork belong to the parent: removing temporary folders, for example.
     atexit._clear()
     weakref.finalize._registry.clear()  # type: ignore[attr-defined]
     weakref.finalize._registered_with_atexit = False  # type: ignore[attr-defined]
@@ -191,21 +188,21 @@ def begin(logs: str) -> None:
 
 
 def take_threads() -> None:
-    """Compute with as many threads as OMP_NUM_THREADS says: it may have been set after torch was imported."""
+    """Apply OMP_NUM_THREADS, which may have been set after torch was imported."""
     torch, num = sys.modules.get("torch"), omp_num_threads()
     if torch is not None and num not in (None, torch.get_num_threads()):
         torch.set_num_threads(num)
 
 
 def unblock_signals() -> None:
-    """Let signals come that were held back until now."""
+    """Unblock the signals that the fork server blocked."""
     signal.pthread_sigmask(signal.SIG_UNBLOCK, BLOCKED_SIGNALS)
 
 
 def end(exit_code: int) -> None:
     """End this process at once.
 
-    Taking the interpreter apart in order would wait for ranks that wait for this one.
+    A regular interpreter exit would wait for ranks that wait for this one.
     """
     atexit._run_exitfuncs()
     sys.stdout.flush()
@@ -214,15 +211,15 @@ def end(exit_code: int) -> None:
 
 
 def die_with(parent: int) -> None:
-    """Ask Linux to kill this process when its parent dies, however it dies; elsewhere, see that it is still there."""
+    """Have Linux kill this process when its parent dies; elsewhere, only check that the parent is alive."""
     if sys.platform == "linux":
         ctypes.CDLL(None, use_errno=True).prctl(1, signal.SIGKILL)  # 1: PR_SET_PDEATHSIG
     if os.getppid() != parent:
-        os._exit(1)  # it was gone before this process could ask to go with it
+        os._exit(1)  # the parent died before prctl was called
 
 
 def signal_name(number: int) -> str:
-    """`SIGKILL`; of a signal that Python has no name for, its number."""
+    """`SIGKILL`, or the number of a signal without a name in Python."""
     try:
         return signal.Signals(number).name
     except ValueError:
@@ -230,6 +227,6 @@ def signal_name(number: int) -> str:
 
 
 def set_process_name(name: str) -> None:
-    """The name that `top` and `ps` show; up to 15 letters."""
+    """Set the name that `top` and `ps` show, up to 15 characters."""
     if sys.platform == "linux":
         ctypes.CDLL(None, use_errno=True).prctl(15, name.encode())  # 15: PR_SET_NAME

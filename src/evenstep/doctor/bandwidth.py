@@ -1,7 +1,4 @@
-"""What the processes of a trial do: add numbers up together, and copy them, by the clock.
-
-Every pair of this machine's devices, and how they are tried out in about a minute.
-"""
+"""Timed all-reduces and copies: what a trial's processes run, and how all pairs of devices are tried in a minute."""
 
 from __future__ import annotations
 
@@ -29,14 +26,14 @@ LARGE_BYTES = (2**18, 2**22, 2**26)
 WARM_UP = 2
 MAX_REPEATS = 50
 SPEND_SECONDS = 0.3
-"""For the repeats of one size."""
+"""For all repeats of one size."""
 LONGEST_SECONDS = 1.0
-"""No larger size is tried that would take longer than this."""
+"""A size expected to take longer than this is skipped."""
 COPY_BYTES = 2**26
 
 
 def add_up(devices: Sequence[str], sizes: Sequence[int]) -> dict[str, Any]:
-    """Join the group, all-reduce tensors of these many bytes, and check every sum exactly."""
+    """Join the group, all-reduce tensors of these sizes in bytes, and check every sum exactly."""
     world = join_world(devices, needs_group=True)
     rows: list[dict[str, Any]] = []
     copy_rate = bytes_per_second_of_copies(world.device)
@@ -48,7 +45,7 @@ def add_up(devices: Sequence[str], sizes: Sequence[int]) -> dict[str, Any]:
 
 
 def add_up_between(where: str, devices: Sequence[str], sizes: Sequence[int]) -> dict[str, Any]:
-    """The same with a process of another machine, found below `where` in the store of the rendezvous."""
+    """The same with a process of another machine, through the prefix `where` of the rendezvous' store."""
     rank, size, _ = read_rank()
     # The store is the first launcher's, as that of a training is.
     store = TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), is_master=False)
@@ -56,7 +53,7 @@ def add_up_between(where: str, devices: Sequence[str], sizes: Sequence[int]) -> 
         torch.cuda.set_device(devices[0])
     dist.init_process_group(backend_for(devices), store=PrefixStore(where, store), rank=rank, world_size=size)
     found = add_up(devices, sizes)
-    # Who leaves first would cut off what the other has not read yet.
+    # The first to leave would cut off data that the other has not read.
     dist.barrier()
     dist.destroy_process_group()
     return found
@@ -68,9 +65,9 @@ def _measured(world: World, num_bytes: int) -> dict[str, Any]:
     dist.all_reduce(summed)
     is_right = torch.equal(summed.cpu(), expected_sum(num_bytes, world.size))
     seconds = _timed(world, lambda: dist.all_reduce(given))
-    # Every repeat added up what the one before had left: whichever went wrong, the last shows it.
+    # Every repeat sums the result of the one before, so the last one shows any error.
     is_right &= torch.equal(given.cpu(), expected_sum(num_bytes, world.size, WARM_UP + len(seconds)))
-    # All ranks decide by the same number whether to go on.
+    # All ranks decide by the same number whether to continue.
     slowest = torch.tensor([median(seconds)], dtype=torch.float64, device=world.device)
     dist.all_reduce(slowest, dist.ReduceOp.MAX)
     return {
@@ -84,7 +81,7 @@ def _measured(world: World, num_bytes: int) -> dict[str, Any]:
 
 
 def _timed(world: World, step: Callable[[], object]) -> list[float]:
-    """Seconds of each repeat, as many as all ranks have time for."""
+    """Seconds of each repeat, as many as fit the time on all ranks."""
     warm = [_seconds(world, step) for _ in range(WARM_UP)]
     longest = torch.tensor([warm[-1]], dtype=torch.float64, device=world.device)
     dist.all_reduce(longest, dist.ReduceOp.MAX)
@@ -101,20 +98,20 @@ def _seconds(world: World, step: Callable[[], object]) -> float:
 
 
 def pattern(num_bytes: int, rank: int, device: torch.device) -> torch.Tensor:
-    """Whole numbers, different at every place and on every rank, whose sums float32 holds exactly."""
+    """Integers, different at every index and on every rank, whose sums are exact in float32."""
     places = torch.arange(num_bytes // 4, device=device) % 8191
     return (places + 10_000 * (rank + 1)).float()
 
 
 def expected_sum(num_bytes: int, size: int, times: int = 1) -> torch.Tensor:
-    """The sum of the patterns of all ranks, added up in place so many times; exact for one rank and for two."""
+    """The sum of all ranks' patterns after `times` in-place all-reduces; exact for one rank and for two."""
     places = torch.arange(num_bytes // 4) % 8191
-    # Doubling moves a float32's exponent alone: 52 times leave its digits as they are.
+    # Doubling changes only a float32's exponent, so 52 times lose no digits.
     return (places * size + 10_000 * (size * (size + 1) // 2)).float() * float(size) ** (times - 1)
 
 
 def bytes_per_second_of_copies(device: torch.device, other: torch.device | None = None) -> float:
-    """How fast this device copies within itself, or to another: the best of a few."""
+    """The best speed of a few copies within this device, or to another."""
     source = torch.zeros(COPY_BYTES, dtype=torch.uint8, device=device)
     target = torch.zeros(COPY_BYTES, dtype=torch.uint8, device=other or device)
     if other is not None and other.type == "cpu" and device.type == "cuda":
@@ -131,7 +128,7 @@ def bytes_per_second_of_copies(device: torch.device, other: torch.device | None 
 
 
 def look_at_gpu(index: int) -> dict[str, Any]:
-    """What torch says of a card, after it has computed something on it."""
+    """A GPU's properties and copy speeds, after a test computation."""
     device = torch.device("cuda", index)
     properties = torch.cuda.get_device_properties(device)
     free, total = torch.cuda.mem_get_info(device)
@@ -151,7 +148,7 @@ def look_at_gpu(index: int) -> dict[str, Any]:
 
 
 def copy_between_all(num_gpus: int) -> dict[str, Any]:
-    """Bytes a second that each card copies to each later one: what NCCL could have at the most."""
+    """Bytes per second of copies between all pairs of GPUs: an upper bound for NCCL."""
     names = [f"cuda:{index}" for index in range(num_gpus)]
     rows = [
         (first, second, bytes_per_second_of_copies(torch.device(first), torch.device(second)))
@@ -162,7 +159,7 @@ def copy_between_all(num_gpus: int) -> dict[str, Any]:
 
 ALL_BYTES = (SMALL_BYTES, *LARGE_BYTES)
 FEW_GPUS = 4
-"""Up to so many, each pair is measured alone; above, all are checked, and neighbours are measured."""
+"""Up to this number, each pair is measured alone; above, all are checked, and neighbours are measured."""
 CPU_SECONDS, GPU_SECONDS = 20.0, 25.0
 AGAIN_CPU_SECONDS, AGAIN_GPU_SECONDS = 15.0, 12.0
 LOOPBACK_NAME = "lo0" if sys.platform == "darwin" else "lo"
@@ -170,7 +167,7 @@ LOOPBACK_NAME = "lo0" if sys.platform == "darwin" else "lo"
 
 @dataclass(frozen=True)
 class Pair:
-    """Devices whose ranks add numbers up: two, one twice, or a card alone with its back end."""
+    """The devices of one all-reduce: two, the same one twice, or a single GPU."""
 
     devices: tuple[str, ...]
     sizes: tuple[int, ...] = ALL_BYTES
@@ -190,7 +187,7 @@ class Pair:
         return self.devices[0] == "cpu"
 
     def job(self) -> Job:
-        """Its trial, in the user's own environment."""
+        """Its trial in the user's environment."""
         seconds = CPU_SECONDS if self.is_on_cpu else GPU_SECONDS
         return Job(add_up, (self.devices, self.sizes), len(self.devices), seconds)
 
@@ -200,12 +197,12 @@ class Pair:
         return try_out(replace(self.job(), seconds=seconds, settings=settings))
 
     def remedies(self, set_names: Iterable[str]) -> list[Settings]:
-        """What may help it, if it fails."""
+        """Settings that may help if it fails."""
         return [with_interface(settings, LOOPBACK_NAME) for settings in remedies(self.back_end, set_names)]
 
 
 def try_pairs(pairs: Sequence[Pair], set_names: Iterable[str], budget: TimeBudget) -> list[Trial]:
-    """Try pairs at the same time; those that fail again, one by one, with what may help.
+    """Try pairs at the same time; then search remedies for each pair that failed.
 
     `set_names` are the variables of the user's environment.
     """
@@ -229,7 +226,7 @@ def schedule(num_gpus: int) -> list[list[Pair]]:
     if num_gpus:
         alone.append([Pair(("cuda:0", "cuda:0"))])
     if num_gpus == 1:
-        # Nothing travels: that it starts is all there is to see.
+        # No data is exchanged: it only shows that NCCL starts.
         return [*alone, [Pair(("cuda:0",), (SMALL_BYTES,))]]
     if num_gpus <= FEW_GPUS:
         return [*alone, *([_gpus(pair)] for pair in combinations(range(num_gpus), 2))]
@@ -247,13 +244,13 @@ def _gpus(pair: tuple[int, int]) -> Pair:
 
 
 def rounds(num: int) -> list[list[tuple[int, int]]]:
-    """Every pair of `num` players once, in rounds in which nobody plays twice."""
+    """Every pair of `num` members once, in rounds without overlapping pairs (a round-robin tournament)."""
     players: list[int | None] = [*range(num), *([None] if num % 2 else [])]
     half = len(players) // 2
     found = []
     for _ in range(len(players) - 1):
         matches = zip(players[:half], reversed(players[half:]), strict=True)
         found.append(sorted((min(a, b), max(a, b)) for a, b in matches if a is not None and b is not None))
-        # One stays, all others move on by a seat.
+        # The first stays, the rest rotate.
         players = [players[0], players[-1], *players[1:-1]]
     return found

@@ -1,4 +1,4 @@
-"""All checks of one machine, in the order in which they are read."""
+"""All checks of one machine, in the order of the report."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from evenstep.doctor.remedies import Reference, TimeBudget, Trial, judge, rate_i
 
 @dataclass
 class MachineChecks:
-    """One visit of the doctor's to this machine: what is measured early is what later numbers stand beside."""
+    """The checks of this machine; later ones compare with what earlier ones measured."""
 
     environment: Mapping[str, str]
     budget: TimeBudget = field(default_factory=TimeBudget)
@@ -33,7 +33,7 @@ class MachineChecks:
             _one("torch", lambda: environment.torch_build(num_gpus)),
             _one("back ends", lambda: environment.back_ends(num_gpus)),
             Check("driver", lambda: gpus.driver(nvml, self.environment)),
-            *([Check("cards", lambda: self._gpus(nvml), is_trial=True)] if num_gpus else []),
+            *([Check("GPUs", lambda: self._gpus(nvml), is_trial=True)] if num_gpus else []),
             _one("cores", limits.cores),
             _one("threads", lambda: limits.threads(self.environment)),
             _one("memory", limits.memory),

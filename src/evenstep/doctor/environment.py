@@ -1,7 +1,4 @@
-"""Python, torch, and the back ends that this torch was built with.
-
-Environment variables that change how a training runs: which are set, and which should not be.
-"""
+"""Python, torch and its backends, and environment variables that change how a training runs."""
 
 from __future__ import annotations
 
@@ -25,7 +22,7 @@ NVIDIA_DEVICES = Path("/dev")
 
 
 def python() -> Finding:
-    """Its version, and where it is."""
+    """Python's version, and the system."""
     numbers: dict[str, Number] = {"python": platform.python_version(), "system": platform.system()}
     said = f"{platform.python_version()} on {platform.system()} {platform.machine()}"
     if sys.version_info < OLDEST_PYTHON:
@@ -34,7 +31,7 @@ def python() -> Finding:
 
 
 def torch_build(num_gpus: int, devices: Path = NVIDIA_DEVICES) -> Finding:
-    """Its version, and whether it can use the cards of this machine."""
+    """torch's version, and whether it can use this machine's GPUs."""
     built = (
         f"CUDA {torch.version.cuda}" if torch.version.cuda else f"ROCm {torch.version.hip}" * bool(torch.version.hip)
     )
@@ -51,19 +48,19 @@ def torch_build(num_gpus: int, devices: Path = NVIDIA_DEVICES) -> Finding:
     present = num_gpus_present(devices)
     said, advice = ", ".join(parts), ""
     if present and not built:
-        advice = f"{present} NVIDIA card{'s' * (present > 1)} cannot be used: install a torch that is built for CUDA"
+        advice = f"{present} NVIDIA GPU{'s' * (present > 1)} cannot be used: install a torch that is built for CUDA"
     elif tuple(int(part) for part in torch.__version__.split(".")[:2]) < OLDEST_TORCH:
         advice = f"install torch {OLDEST_TORCH[0]}.{OLDEST_TORCH[1]} or newer"
     return Finding("torch", "bad" if advice else "good", said, advice, numbers)
 
 
 def num_gpus_present(devices: Path = NVIDIA_DEVICES) -> int:
-    """NVIDIA cards that the system knows, whether torch sees them or not."""
+    """NVIDIA GPUs that the system has, whether torch sees them or not."""
     return len(list(devices.glob("nvidia[0-9]*")))
 
 
 def back_ends(num_gpus: int) -> Finding:
-    """What ranks can speak through."""
+    """The communication backends of this torch."""
     there = {"gloo": dist.is_gloo_available(), "nccl": dist.is_nccl_available(), "mpi": dist.is_mpi_available()}
     version = _nccl_version() if there["nccl"] else None
     numbers: dict[str, Number] = {**there, "nccl_version": version}
@@ -73,7 +70,7 @@ def back_ends(num_gpus: int) -> Finding:
     if not there["gloo"]:
         return Finding("back ends", "bad", said, "install a torch with gloo: the one from PyPI has it", numbers)
     if num_gpus > 1 and not there["nccl"]:
-        advice = "cards would speak through the host: install a torch that is built for CUDA, with NCCL"
+        advice = "GPUs would communicate through the host: install a torch that is built for CUDA, with NCCL"
         return Finding("back ends", "warn", said, advice, numbers)
     return Finding("back ends", "good", said, numbers=numbers)
 
@@ -94,7 +91,7 @@ LISTED = re.compile(
 SECRET = re.compile(r"TOKEN|SECRET|KEY|PASS|CREDENTIAL", re.IGNORECASE)
 MAX_CHARACTERS = 60
 OWN = {("TORCH_CPP_LOG_LEVEL", "ERROR")}
-"""Set by evenstep itself, for runs on many machines."""
+"""Set by evenstep for runs on many machines."""
 ON = ("1", "true", "yes", "on", "y", "t")
 RANK_NAMES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
 
@@ -112,7 +109,7 @@ Judge = Callable[[str], Judgement | None]
 
 
 def variables(environment: Mapping[str, str]) -> list[Finding]:
-    """One finding for each variable that is wrong or slow, and one that lists all others."""
+    """One finding for each variable that is wrong or slow, and one that lists the rest."""
     found = {name: value for name, value in sorted(environment.items()) if LISTED.match(name)}
     found = {name: value for name, value in found.items() if (name, value) not in OWN}
     judged = {name: JUDGES[name](value) for name, value in found.items() if name in JUDGES}
@@ -133,24 +130,24 @@ def variables(environment: Mapping[str, str]) -> list[Finding]:
 
 
 def shown(name: str, value: str) -> str:
-    """A value that may be printed: short, and nothing that its name says is a secret."""
+    """A value to print: shortened, and hidden if its name suggests a secret."""
     if SECRET.search(name):
         return "(not shown)"
     return value or "''" if len(value) <= MAX_CHARACTERS else f"{value[: MAX_CHARACTERS - 3]}..."
 
 
 def left_ranks(environment: Mapping[str, str]) -> list[Finding]:
-    """Ranks that someone exported by hand: a training started here would believe them."""
+    """Rank variables left in the shell, which a training started here would use."""
     size = environment.get("WORLD_SIZE", "1")
     if not size.isdecimal() or len(size) > 9 or int(size) <= 1 or "SLURM_JOB_ID" in environment:
         return []
     names = [name for name in RANK_NAMES if name in environment]
-    said = f"WORLD_SIZE={size} is set in this shell: what is started here takes itself for one of {size} processes"
+    said = f"WORLD_SIZE={size} is set in this shell: a program started here assumes that it is one of {size} processes"
     return [Finding("ranks", "warn", said, f"unset {' '.join(names)}")]
 
 
 def missing_interfaces(text: str, present: Set[str], is_nccl: bool) -> list[str]:
-    """The names in a list of interfaces that none here bears; NCCL takes beginnings of names, `=` exact ones."""
+    """Names in an interface list that match no interface here; NCCL matches prefixes, or exact names after `=`."""
     if is_nccl and text.startswith("^"):
         return []
     is_exact = not is_nccl or text.startswith("=")
@@ -194,10 +191,10 @@ def _visible_gpus(value: str) -> Judgement | None:
     if not num_gpus_present():
         return None
     if not named or named[0].strip() in ("-1", "NoDevFiles"):
-        return Judgement("warn", "it hides every card", "unset CUDA_VISIBLE_DEVICES to use cards")
+        return Judgement("warn", "it hides every GPU", "unset CUDA_VISIBLE_DEVICES to use GPUs")
     if num_gpus() < len(named):
         said = f"{len(named)} named, and torch sees {num_gpus()}: it stops at the first that is not there"
-        return Judgement("warn", said, "name cards that nvidia-smi -L lists, or unset CUDA_VISIBLE_DEVICES")
+        return Judgement("warn", said, "name GPUs that nvidia-smi -L lists, or unset CUDA_VISIBLE_DEVICES")
     return None
 
 
@@ -209,17 +206,17 @@ JUDGES: Mapping[str, Judge] = {
     "MASTER_ADDR": _address,
     "NCCL_DEBUG": _if_in(("INFO", "TRACE"), "NCCL prints much", "unset NCCL_DEBUG, or set it to WARN"),
     "NCCL_IB_DISABLE": _if_on("warn", "InfiniBand is not used", _DETOUR.format("NCCL_IB_DISABLE")),
-    "NCCL_P2P_DISABLE": _if_on("warn", "cards speak through the host", _DETOUR.format("NCCL_P2P_DISABLE")),
-    "NCCL_SHM_DISABLE": _if_on("warn", "cards speak through sockets", _DETOUR.format("NCCL_SHM_DISABLE")),
+    "NCCL_P2P_DISABLE": _if_on("warn", "GPUs communicate through the host", _DETOUR.format("NCCL_P2P_DISABLE")),
+    "NCCL_SHM_DISABLE": _if_on("warn", "GPUs communicate through sockets", _DETOUR.format("NCCL_SHM_DISABLE")),
     "NCCL_SOCKET_IFNAME": _interface("NCCL_SOCKET_IFNAME"),
     "PYTORCH_NO_CUDA_MEMORY_CACHING": _if_on(
-        "warn", "every tensor asks the driver for memory: slow", "unset PYTORCH_NO_CUDA_MEMORY_CACHING"
+        "warn", "every tensor allocates memory in the driver: slow", "unset PYTORCH_NO_CUDA_MEMORY_CACHING"
     ),
     "TORCH_DISTRIBUTED_DEBUG": _if_in(
         ("DETAIL",), "every collective is compared between ranks: slow", "unset TORCH_DISTRIBUTED_DEBUG"
     ),
     "TORCH_NCCL_ASYNC_ERROR_HANDLING": lambda value: (
-        Judgement("warn", "ranks wait for ever for one that failed", "unset TORCH_NCCL_ASYNC_ERROR_HANDLING")
+        Judgement("warn", "ranks wait forever for one that failed", "unset TORCH_NCCL_ASYNC_ERROR_HANDLING")
         if value.strip() == "0"
         else None
     ),

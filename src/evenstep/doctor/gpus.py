@@ -1,4 +1,4 @@
-"""Cards: what the driver says of them, who else uses them, and whether they compute."""
+"""GPUs: the driver's facts about them, other processes that use them, and whether they compute."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ NVLINK_BYTES_PER_SECOND: Mapping[int, float] = {1: 20e9, 2: 25e9, 3: 25e9, 4: 25
 
 
 def num_gpus() -> int:
-    """Cards that torch sees; no card is touched."""
+    """GPUs that torch sees; initializes none of them."""
     return torch.cuda.device_count()
 
 
 def open_driver() -> Any:
-    """NVIDIA's library of facts, ready to be asked; None where it is not there."""
+    """NVML, initialized; None if it is not installed."""
     try:
         nvml = importlib.import_module("pynvml")
         nvml.nvmlInit()
@@ -38,13 +38,13 @@ def open_driver() -> Any:
 def driver(nvml: Any, environment: Mapping[str, str]) -> list[Finding]:
     """The driver's version, and whether this torch was built for a newer one."""
     if nvml is None:
-        said = "asked of torch alone: nvidia-ml-py is not here" if num_gpus() else "no NVIDIA driver, no cards"
+        said = "unknown: nvidia-ml-py is not installed" if num_gpus() else "no NVIDIA driver, no GPUs"
         return [Finding("driver", "good", said)]
     version, cuda = nvml.nvmlSystemGetDriverVersion(), nvml.nvmlSystemGetCudaDriverVersion_v2()
     present = nvml.nvmlDeviceGetCount()
     newest = f"{cuda // 1000}.{cuda % 1000 // 10}"
     numbers: dict[str, Number] = {"driver": version, "cuda_of_driver": newest, "cards_present": present}
-    said = f"{version}, for CUDA up to {newest}; {present} card{'s' * (present != 1)}"
+    said = f"{version}, for CUDA up to {newest}; {present} GPU{'s' * (present != 1)}"
     built = torch.version.cuda
     is_hidden = "CUDA_VISIBLE_DEVICES" in environment
     if built and int(built.split(".")[0]) > cuda // 1000:
@@ -57,7 +57,7 @@ def driver(nvml: Any, environment: Mapping[str, str]) -> list[Finding]:
 
 
 def look_at_gpus(nvml: Any, seconds: float = LOOK_SECONDS) -> list[Finding]:
-    """Each card, in a process of its own: one that hangs or crashes takes nothing with it."""
+    """Check each GPU in a process of its own, which may hang or crash without harm."""
     jobs = [Job(look_at_gpu, (index,), 1, seconds) for index in range(num_gpus())]
     found = []
     for index, ended in enumerate(try_together(jobs)):
@@ -65,13 +65,13 @@ def look_at_gpus(nvml: Any, seconds: float = LOOK_SECONDS) -> list[Finding]:
         if ended.is_well:
             found.append(judge_gpu(name, ended.returned[0], holders(nvml, ended.returned[0]["uuid"]), nvml))
         else:
-            advice = "is torch built for this card and driver? nvidia-smi and dmesg say more"
+            advice = "is torch built for this GPU and driver? nvidia-smi and dmesg tell more"
             found.append(Finding(name, "bad", f"does not compute: {ended.why}", advice))
     return found
 
 
 def judge_gpu(name: str, facts: Mapping[str, Any], others: Sequence[str], nvml: Any = None) -> Finding:
-    """What to say of a card that was looked at."""
+    """The finding for a GPU that was checked."""
     free, total = int(facts["free_bytes"]), int(facts["memory_bytes"])
     link = nvlink(nvml, facts["uuid"])
     said = (
@@ -84,15 +84,16 @@ def judge_gpu(name: str, facts: Mapping[str, Any], others: Sequence[str], nvml: 
         return Finding(name, "bad", f"{said}; it computes WRONG products", "do not use it: nvidia-smi -q", numbers)
     if free < LITTLE_FREE_PART * total:
         who = f": {', '.join(others)}" if others else ""
-        return Finding(name, "warn", said, f"others hold its memory{who}; end them, or choose another card", numbers)
+        advice = f"other processes hold its memory{who}; end them, or choose another GPU"
+        return Finding(name, "warn", said, advice, numbers)
     used = f"; also in use by {', '.join(others)}" if others else ""
     return Finding(name, "good", said + used, numbers=numbers)
 
 
 def holders(nvml: Any, uuid: str) -> list[str]:
-    """The processes that hold memory of a card, other than our own."""
+    """Other processes that hold memory of a GPU."""
     found = []
-    with suppress(Exception):  # NVML's own errors: what it does not tell here, nobody misses
+    with suppress(Exception):  # NVML's own errors: this information is optional
         handle = _handle(nvml, uuid)
         for process in nvml.nvmlDeviceGetComputeRunningProcesses(handle):
             held = f" ({size(process.usedGpuMemory)})" if process.usedGpuMemory else ""
@@ -101,7 +102,7 @@ def holders(nvml: Any, uuid: str) -> list[str]:
 
 
 def nvlink(nvml: Any, uuid: str) -> float | None:
-    """Nominal bytes a second one way over all NVLinks of a card; None where there are none, or nobody says."""
+    """Nominal bytes per second one way over all NVLinks of a GPU; None if there are none, or it is unknown."""
     total = 0.0
     with suppress(Exception):  # as above; a link that does not exist is an error of NVML's
         handle = _handle(nvml, uuid)
@@ -116,7 +117,7 @@ def _handle(nvml: Any, uuid: str) -> Any:
 
 
 def copies_between_gpus(seconds: float = LOOK_SECONDS) -> dict[tuple[str, str], float]:
-    """Bytes a second that each card copies to each other, measured; empty where that fails or there is one card."""
+    """Measured bytes per second of copies between GPUs; empty if that fails or there is one GPU."""
     if num_gpus() < 2:
         return {}
     ended = try_out(Job(copy_between_all, (num_gpus(),), 1, seconds))

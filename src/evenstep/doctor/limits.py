@@ -1,4 +1,4 @@
-"""Cores, threads, memory, shared memory and open files: what processes of a training would get."""
+"""Cores, threads, memory, shared memory and open files that a training's processes would get."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def threads(environment: Mapping[str, str], groups: Groups | None = None) -> Fin
 
 
 def memory(groups: Groups | None = None) -> Finding:
-    """Memory that is there, and that is free."""
+    """Total and free memory."""
     machine, limit = psutil.virtual_memory(), (groups or Groups()).memory_limit()
     total = machine.total if limit is None else min(machine.total, limit[0])
     free = machine.available if limit is None else max(0, min(machine.available, limit[0] - limit[1]))
@@ -75,7 +75,7 @@ def memory(groups: Groups | None = None) -> Finding:
 
 
 def shared_memory(folder: Path = SHARED) -> Finding:
-    """Room for what loader processes, and NCCL on one machine, hand over."""
+    """Size of /dev/shm, which loader workers and NCCL use to pass data."""
     name = "shared memory"
     try:
         space = os.statvfs(folder)
@@ -109,7 +109,7 @@ def open_files(limits: tuple[int, int] | None = None) -> Finding:
 
 
 def locked_memory(infiniband: Path = INFINIBAND) -> Finding:
-    """Memory that may be pinned: InfiniBand does nothing without it."""
+    """Memory that may be pinned, which InfiniBand needs."""
     soft, _ = (_or_infinite(limit) for limit in resource.getrlimit(resource.RLIMIT_MEMLOCK))
     numbers = {"locked_bytes": soft if soft != math.inf else None}
     said = "no limit" if soft == math.inf else f"{soft / 2**20:g} MiB may be locked"

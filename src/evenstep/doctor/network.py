@@ -1,4 +1,4 @@
-"""Loopback, ports and names: how processes of this machine find and hear each other."""
+"""Loopback, ports and host name: how processes of this machine reach each other."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ NAME_SECONDS = 4.0
 
 @dataclass(frozen=True)
 class Loopback:
-    """What a plain socket of this machine to itself gives: the most that gloo can have here."""
+    """The speed of a plain loopback socket: an upper bound for gloo."""
 
     latency_seconds: float
     bytes_per_second: float
 
 
 def measure_loopback() -> Loopback:
-    """A byte there and back, and a stream one way, between two threads."""
+    """Measure the round trip of a byte and the speed of a stream, between two threads."""
     with socket.create_server((LOOPBACK, 0)) as listener:
         listener.settimeout(WAIT_SECONDS)
         with socket.create_connection(listener.getsockname(), timeout=WAIT_SECONDS) as near:
@@ -76,18 +76,18 @@ def _answer(far: socket.socket) -> None:
 
 
 def loopback() -> tuple[Finding, Loopback | None]:
-    """Whether this machine hears itself, and how fast."""
+    """Whether loopback works, and how fast."""
     try:
         found = measure_loopback()
     except OSError as error:
-        advice = "bring the interface up: ip link set lo up; and let no firewall stand before it"
+        advice = "bring the interface up (ip link set lo up), and allow it in the firewall"
         return Finding("loopback", "bad", f"{LOOPBACK} does not work: {error}", advice), None
     said = f"{found.latency_seconds * 1e6:.0f} us, {found.bytes_per_second / 1e9:.1f} GB/s through a plain socket"
     return Finding("loopback", "good", said, numbers=vars(found)), found
 
 
 def ports() -> Finding:
-    """Whether a store can be held on a free port, as `evenstep run` and torchrun hold one; both kinds are tried."""
+    """Whether a TCPStore works on a free port, as `evenstep run` and torchrun need; tries both backends."""
     failed = _try_store(use_libuv=True)
     if failed is None:
         return Finding("ports", "good", "a free port holds a store, and a client reaches it")
@@ -101,7 +101,7 @@ def _try_store(use_libuv: bool) -> str | None:
     """Why it does not work, or None."""
     patience = timedelta(seconds=WAIT_SECONDS)
     try:
-        # Not by torch's own socket: that would listen to everyone who can reach this machine.
+        # Not by torch's own socket, which would listen on all interfaces.
         server = open_store(seconds=WAIT_SECONDS, use_libuv=use_libuv)
         client = TCPStore(LOOPBACK, server.port, None, False, patience, False, use_libuv=use_libuv)
         client.set("asked", "yes")
@@ -111,7 +111,7 @@ def _try_store(use_libuv: bool) -> str | None:
 
 
 def host_name(name: str | None = None) -> Finding:
-    """Whether this machine's own name leads to itself; gloo and NCCL of other programs believe it."""
+    """Whether this machine's name resolves to itself; gloo and NCCL rely on it in other programs."""
     name = name or socket.gethostname()
     advice = f"add a line such as `127.0.1.1 {name}` to /etc/hosts"
     try:
@@ -121,7 +121,7 @@ def host_name(name: str | None = None) -> Finding:
     own = {address.address for every in psutil.net_if_addrs().values() for address in every}
     foreign = [one for one in addresses if one not in own and not one.startswith("127.")]
     if foreign:
-        said = f"{name} leads to {', '.join(foreign)}, which is no address of this machine"
+        said = f"{name} resolves to {', '.join(foreign)}, which is not an address of this machine"
         return Finding("host name", "warn", said, f"correct it: {advice}")
     only = ", which no other machine can reach; evenstep does not use it" * all(
         one.startswith("127.") or one == "::1" for one in addresses
@@ -130,7 +130,7 @@ def host_name(name: str | None = None) -> Finding:
 
 
 def resolve(name: str, seconds: float) -> list[str]:
-    """The addresses of a name; OSError if there are none, or if nobody answers for so long."""
+    """The addresses of a name; OSError if there are none, or no answer within these seconds."""
     found: list[str] = []
     failed: list[OSError] = []
 
@@ -141,12 +141,12 @@ def resolve(name: str, seconds: float) -> list[str]:
         except OSError as error:
             failed.append(error)
 
-    # A thread that nobody waits for: a name server that is silent would hold up the end of the program as well.
+    # A daemon thread: an unresponsive name server would otherwise delay the end of the program.
     thread = threading.Thread(target=ask, daemon=True)
     thread.start()
     thread.join(seconds)
     if not found:
-        raise failed[0] if failed else OSError(f"nobody answers within {seconds:.0f} s")
+        raise failed[0] if failed else OSError(f"no answer within {seconds:.0f} s")
     return found
 
 

@@ -1,9 +1,4 @@
-"""Settings that are known to help when ranks cannot speak; a doctor tries them instead of guessing.
-
-A trial that failed, and the search for what helps.
-
-What to say of a trial: right or wrong, fast or slow, beside what the hardware should give.
-"""
+"""Judge a trial all-reduce (correct or wrong, fast or slow), and try settings that may fix a failed one."""
 
 from __future__ import annotations
 
@@ -15,8 +10,8 @@ from evenstep.doctor.finding import Finding, Number, Status
 from evenstep.doctor.sandbox import Ended, Settings
 from evenstep.report.terminal import size
 
-INTERFACE = "(the interface that leads to the others)"
-"""Stands for a name that each machine knows for itself."""
+INTERFACE = "(the interface that leads to the other machines)"
+"""A placeholder for each machine's own interface name."""
 SUSPECTS: Mapping[str, tuple[str, ...]] = {
     "gloo": ("GLOO_SOCKET_IFNAME", "GLOO_DEVICE_TRANSPORT", "TORCH_DISTRIBUTED_DEBUG", "LD_PRELOAD"),
     "nccl": (
@@ -35,7 +30,7 @@ SUSPECTS: Mapping[str, tuple[str, ...]] = {
         "TORCH_DISTRIBUTED_DEBUG",
     ),
 }
-"""Variables that have broken it before, by back end; the likeliest first."""
+"""Variables that may break a backend, the likeliest first."""
 CURES: Mapping[str, tuple[tuple[str, str], ...]] = {
     "gloo": (("GLOO_SOCKET_IFNAME", INTERFACE),),
     "nccl": (
@@ -53,49 +48,49 @@ CURES_BETWEEN: Mapping[str, tuple[tuple[str, str], ...]] = {
     "gloo": (("GLOO_SOCKET_IFNAME", INTERFACE),),
     "nccl": (("NCCL_SOCKET_IFNAME", INTERFACE), ("NCCL_IB_DISABLE", "1"), ("GLOO_SOCKET_IFNAME", INTERFACE)),
 }
-"""The same between machines."""
+"""Settings that may help between machines."""
 
 
 def suspects(back_end: str, environment: Iterable[str]) -> list[str]:
-    """Those that are set, and may be the reason."""
+    """Set variables that may be the cause."""
     given = set(environment)
     return [name for name in SUSPECTS[back_end] if name in given]
 
 
 def remedies(back_end: str, set_names: Iterable[str], is_between_machines: bool = False) -> list[Settings]:
-    """What to try, one at a time: without what is set, then with what is known to help."""
+    """Settings to try in order: without each suspect variable, then with each known remedy."""
     without: list[Settings] = [{name: None} for name in suspects(back_end, set_names)]
     cures = CURES_BETWEEN if is_between_machines else CURES
     return [*without, *({name: value} for name, value in cures[back_end])]
 
 
 def in_words(settings: Settings) -> str:
-    """What a user types."""
+    """The shell commands for these settings."""
     return "; ".join(f"unset {name}" if value is None else f"export {name}={value}" for name, value in settings.items())
 
 
 def with_interface(settings: Settings, interface: str) -> Settings:
-    """The same, where this machine's own interface is meant."""
+    """The settings with the placeholder replaced by this machine's interface."""
     return {name: interface if value == INTERFACE else value for name, value in settings.items()}
 
 
 TRYING_SECONDS = 25.0
 """For all remedies of all pairs together."""
 VISIT_SECONDS = 50.0
-"""For all that is tried: the whole visit is to take about a minute, however much of it hangs."""
+"""For all trials: the doctor takes about a minute, even if some of them hang."""
 LEAST_SECONDS = 6.0
-"""Ranks take some seconds to start: with less than this, a sound pair would be said to hang."""
+"""Ranks take some seconds to start: with less than this, a working pair would seem to hang."""
 
 
 @dataclass(frozen=True)
 class Trial:
-    """What came of a pair, and of the remedies that were tried on it."""
+    """The result of a pair, and of the remedies tried on it."""
 
     name: str
     ended: Ended
     helped_by: Settings | None = None
     fixed: Ended | None = None
-    """What came of it with the remedy that helped."""
+    """The result with the remedy that helped."""
     tried: tuple[Settings, ...] = ()
     not_tried: tuple[Settings, ...] = ()
     is_left_out: bool = False
@@ -104,18 +99,18 @@ class Trial:
 
 @dataclass
 class TimeBudget:
-    """The time that may still be spent over all trials: on remedies, and on anything."""
+    """The time left for remedies, and for all trials."""
 
     seconds: float = TRYING_SECONDS
     deadline: float = field(default_factory=lambda: time.monotonic() + VISIT_SECONDS)
 
     def allowed(self, seconds: float) -> float:
-        """So many seconds, or as many as are left; 0 if these are too few to try anything."""
+        """These seconds, or as many as are left; 0 if too few are left for a trial."""
         left = self.deadline - time.monotonic()
         return min(seconds, left) if left >= LEAST_SECONDS else 0.0
 
     def spend(self, attempt: Callable[[Settings], Ended], settings: Settings) -> Ended:
-        """Make an attempt, and remember how long it took."""
+        """Make an attempt, and subtract its duration."""
         began = time.monotonic()
         try:
             return attempt(settings)
@@ -126,7 +121,7 @@ class TimeBudget:
 def search(
     failed: Trial, to_try: Sequence[Settings], attempt: Callable[[Settings], Ended], budget: TimeBudget
 ) -> Trial:
-    """Try one remedy after the other, until one helps or no time is left."""
+    """Try the remedies in order until one helps or no time is left."""
     for number, settings in enumerate(to_try):
         if budget.allowed(budget.seconds) <= 0:
             return replace(failed, tried=tuple(to_try[:number]), not_tried=tuple(to_try[number:]))
@@ -137,7 +132,7 @@ def search(
 
 
 def is_sound(ended: Ended) -> bool:
-    """Whether it ran to its end with every sum right."""
+    """Whether it finished with every sum correct."""
     return ended.is_well and wrong_bytes(ended) is None
 
 
@@ -153,21 +148,21 @@ SLOW_LATENCY_SECONDS = 10e-3
 
 @dataclass(frozen=True)
 class Reference:
-    """What the hardware should give, and where that number comes from."""
+    """The expected speed of the hardware, and its source."""
 
     words: str = ""
     bytes_per_second: float | None = None
     latency_seconds: float | None = None
     slow_bytes_per_second: float | None = None
-    """What is too slow, where that is known better."""
+    """A better limit for what is slow, if known."""
     slow_advice: str = "is something else running here? run it again when the machine is quiet"
 
 
 def judge(trial: Trial, reference: Reference) -> Finding:
-    """What to say of a pair."""
+    """The finding for a pair."""
     if trial.is_left_out:
-        advice = "heal what is bad or slow above, then run it again"
-        return Finding(trial.name, "warn", "not tried: what came before took all the time there was", advice)
+        advice = "fix what is bad or slow above, then run it again"
+        return Finding(trial.name, "warn", "not tried: the checks before it took all the time", advice)
     if not is_sound(trial.ended):
         return _judge_failed(trial)
     numbers = numbers_of(trial.ended, reference)
@@ -205,7 +200,7 @@ def _judge_speed(numbers: Mapping[str, Number], reference: Reference) -> tuple[S
 
 
 def numbers_of(ended: Ended, reference: Reference | None = None) -> dict[str, Number]:
-    """Latency of the smallest size, bandwidth of the largest, seconds of each, and what stands beside them."""
+    """Latency of the smallest size, bandwidth of the largest, seconds of each, and the references."""
     if not ended.returned:
         return {}
     rows = ended.returned[0]["rows"]
@@ -224,7 +219,7 @@ def numbers_of(ended: Ended, reference: Reference | None = None) -> dict[str, Nu
 
 
 def speed_in_words(numbers: Mapping[str, Number], reference: Reference) -> str:
-    """Latency and bandwidth, each beside what the hardware should give."""
+    """Latency and bandwidth, each with its reference."""
     latency = f"latency {float(numbers['latency_seconds'] or 0) * 1e6:.0f} us"
     if reference.latency_seconds:
         latency += f" (a plain socket: {reference.latency_seconds * 1e6:.0f} us)"

@@ -1,4 +1,4 @@
-"""Something tried out in a few real processes, which may fail, hang or crash: they are killed, and this one goes on."""
+"""Run a function in a few separate processes that may fail, hang or crash without harm to this one."""
 
 from __future__ import annotations
 
@@ -22,24 +22,24 @@ from evenstep.launcher.rendezvous.local import LocalRendezvous
 from evenstep.worker.main import write_report
 
 Settings = Mapping[str, str | None]
-"""Environment variables for a trial; None: it is not set."""
+"""Environment variables for a trial; None unsets one."""
 MAX_CHARACTERS = 300
 ENFORCED = re.compile(r"\[(enforce fail at )?/[^]]*\]\s*(ifa != nullptr\. )?")
-"""Where in gloo's sources it noticed: no help to a reader here."""
+"""The location in gloo's sources, which is removed from messages."""
 
 
 @dataclass(frozen=True)
 class Job:
-    """A function of ours, to be called in `num` processes of one group; what it returns is plain values."""
+    """A function to call in `num` processes of one group; it returns JSON values."""
 
     function: Callable[..., Mapping[str, Any]]
     arguments: tuple[Any, ...] = ()
     num: int = 2
     seconds: float = 15.0
-    """After which it counts as hanging."""
+    """The time limit, after which it counts as hanging."""
     settings: Settings = field(default_factory=dict)
     environments: Sequence[Mapping[str, str]] = ()
-    """How each process finds the others; by itself, through a file on this machine."""
+    """Variables with which the processes find each other; by default, through a file on this machine."""
 
 
 @dataclass(frozen=True)
@@ -47,11 +47,11 @@ class Ended:
     """How the processes of a job ended."""
 
     returned: tuple[Mapping[str, Any], ...] = ()
-    """What each of them returned, if all did."""
+    """What each process returned, if all did."""
     why: str = ""
     """The first cause, if it failed."""
     is_late: bool = False
-    """Whether it was killed because nothing came of it in time."""
+    """Whether it was killed at its time limit."""
 
     @property
     def is_well(self) -> bool:
@@ -59,22 +59,22 @@ class Ended:
 
 
 def try_out(job: Job) -> Ended:
-    """Do one job."""
+    """Run one job."""
     return try_together([job])[0]
 
 
 def try_together(jobs: Sequence[Job]) -> list[Ended]:
-    """Do several jobs at the same time; no process is left when this returns, or is interrupted."""
+    """Run several jobs at the same time; no process is left when this returns, or is interrupted."""
     with ExitStack() as stack:
         attempts = [_Attempt(job, stack) for job in jobs]
-        # All are asked each time: one that waits has a deadline of its own.
+        # Poll all of them each time: each has its own deadline.
         while [attempt for attempt in attempts if attempt.is_running()]:
             pass
         return [attempt.ended() for attempt in attempts]
 
 
 class _Attempt:
-    """The processes of one job, from their start to what came of them."""
+    """The processes of one job, from their start to their result."""
 
     def __init__(self, job: Job, stack: ExitStack) -> None:
         self._job = job
@@ -91,8 +91,8 @@ class _Attempt:
         self._is_late = self._is_over = False
 
     def is_running(self) -> bool:
-        """Whether it is still at work; waits a moment."""
-        # Never asked again once it is over: those that were killed then would be taken for the cause.
+        """Whether it is still running; waits a moment."""
+        # Not polled again once it is over: processes killed then would be taken for the cause.
         self._is_over = self._is_over or not self._workers.poll()
         if not self._is_over and time.monotonic() > self._deadline:
             self._is_over = self._is_late = True
@@ -100,20 +100,20 @@ class _Attempt:
         return not self._is_over
 
     def ended(self) -> Ended:
-        """What came of it."""
+        """The result."""
         if self._is_late:
-            return Ended(why=f"nothing came of it within {self._job.seconds:.0f} s", is_late=True)
+            return Ended(why=f"no result within {self._job.seconds:.0f} s", is_late=True)
         failed = self._workers.failed
         if failed:
             return Ended(why=why_failed(self._folder, {self._ranks[local]: code for local, code in failed.items()}))
         files = [self._folder / f"returned-{local}.json" for local in range(self._job.num)]
         if not all(file.exists() for file in files):
-            return Ended(why="a process ended, with exit code 0, before it was done")
+            return Ended(why="a process exited with code 0 before it was done")
         return Ended(tuple(json.loads(file.read_text()) for file in files))
 
 
 def why_failed(logs: Path, failed: Mapping[int, int]) -> str:
-    """The first cause in one line: what a process reported, or how it ended if it could not."""
+    """The first cause in one line: a process's report, or how it ended without one."""
     found = cause(logs, failed, {})
     is_reported = any(logs.glob("rank*.error.json"))
     said = [line for line in found.details if not line.startswith("  ")] if is_reported else []
@@ -121,17 +121,17 @@ def why_failed(logs: Path, failed: Mapping[int, int]) -> str:
 
 
 def shortened(message: str) -> str:
-    """An error of torch's in a line: NCCL says what happened at its very end, others at the beginning."""
+    """torch's error in one line: NCCL puts the reason last, other libraries first."""
     _, _, last = message.partition("Last error:")
     line = (ENFORCED.sub("", last or message).strip() or "no reason given").splitlines()[0]
     return line if len(line) <= MAX_CHARACTERS else f"{line[: MAX_CHARACTERS - 3]}..."
 
 
 def perform(logs: str, function: Callable[..., Mapping[str, Any]], arguments: tuple[Any, ...], given: Settings) -> None:
-    """The life of one of these processes."""
+    """The main function of one of these processes."""
     begin(logs)
     unblock_signals()
-    # Ctrl-C reaches every process of a terminal; the doctor alone decides what it means.
+    # Ctrl-C reaches every process of a terminal; only the doctor handles it.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     apply(given)
     rank, _, local = read_rank()
@@ -146,7 +146,7 @@ def perform(logs: str, function: Callable[..., Mapping[str, Any]], arguments: tu
 
 
 def apply(settings: Settings) -> None:
-    """Set these variables in this process, and take those away that are None."""
+    """Set these variables in this process, and unset those that are None."""
     for name, value in settings.items():
         if value is None:
             os.environ.pop(name, None)

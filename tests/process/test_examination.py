@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from evenstep.verify.task_causes import buffers, draws, hooks, loss
-from evenstep.verify.verdict import Cause
+from evenstep.verify.verdict import DifferenceCause
 
 ROOT = Path(__file__).parents[2]
 CASES = {
@@ -52,7 +52,7 @@ def findings() -> dict[str, Any]:
     return dict(json.loads(line) for line in done.stdout.splitlines())
 
 
-def causes(found: dict[str, Any], is_rough: bool) -> Iterator[Cause | None]:
+def causes(found: dict[str, Any], is_rough: bool) -> Iterator[DifferenceCause | None]:
     """In the order in which they are looked for."""
     yield draws(found, is_rough)
     yield buffers(found, is_cut=False, differing=found["buffers"]["by_data"])

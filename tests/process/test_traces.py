@@ -59,7 +59,7 @@ def check_numbers(strategy: str) -> None:
     for one in found:
         assert one.steps == 3
         assert list(one.parts) == list(PARTS)
-        assert one.told == pytest.approx(1, abs=0.05)
+        assert one.accounted == pytest.approx(1, abs=0.05)
         assert min(one.parts[part] for part in PARTS if part != "communication") > 0
         assert (one.parts["communication"] > 0) is (strategy != "single")
         done = spans(one.rank)
@@ -109,7 +109,7 @@ def test_a_traced_training_learns_what_another_does_with_micro_batches_and_dp() 
     (found,) = trace.numbers(RUN / trace.FILE)
     # Steps 4 to 7: an epoch ends after the fourth, with an evaluation and a checkpoint.
     assert found.steps == 4
-    assert found.told == pytest.approx(1, abs=0.05)
+    assert found.accounted == pytest.approx(1, abs=0.05)
     forwards = [name for name, lane in spans(0) if name == "evenstep: forward" and lane != "compute"]
     assert len(forwards) == 4 * 2 * 2
 

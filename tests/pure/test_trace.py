@@ -217,7 +217,7 @@ def test_the_table_has_a_row_for_each_rank_and_the_file_the_same_numbers() -> No
     assert second.split()[0] == "1"
     trace.write_numbers(found, Path("numbers.json"))
     assert json.loads(Path("numbers.json").read_text())["ranks"][1]["parts"]["forward"] == pytest.approx(300e-6)
-    assert [one.told for one in found] == pytest.approx([1, 1])
+    assert [one.accounted for one in found] == pytest.approx([1, 1])
 
 
 @pytest.mark.parametrize("content", ["", "{}", "[1]", '{"traceEvents": 3}', '{"traceEvents": []}', "\x00"])

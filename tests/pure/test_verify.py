@@ -23,7 +23,7 @@ from evenstep.plan import Plan
 from evenstep.record import FILE
 from evenstep.verify import recorder
 from evenstep.verify.causes import Case, _config_not_repeated, by_rank, find_cause, problems_of
-from evenstep.verify.check import Depth, Judge, judged
+from evenstep.verify.check import ConfigurationCheck, Depth, judged
 from evenstep.verify.configurations import configs_of, usual_on
 from evenstep.verify.differences import COARSE, FINE, STEP, Differ, Difference, differs, first_beyond, saved_as_trained
 from evenstep.verify.experiments import plain
@@ -43,7 +43,7 @@ from evenstep.verify.recorder import (
 from evenstep.verify.runs import Budget, OutOfTime, Runs
 from evenstep.verify.task_causes import gathered, loss
 from evenstep.verify.tolerance import NOT_COMPARED, PerturbedLimit, RoundingLimit, exact, parts_of, settled
-from evenstep.verify.verdict import Configuration, Part, Verdict, lines, table
+from evenstep.verify.verdict import Configuration, PartVerdict, Verdict, lines, table
 from tests.small_tasks import small_task
 
 VALUES = [torch.tensor([1.0, 2.0, 4.0]), torch.tensor([3.0, 3.5]), torch.tensor([0.5, 9.0, 2.0, 7.0])]
@@ -451,7 +451,7 @@ class FakeRuns:
 def eased(runs: FakeRuns, reference: Evidence, run: Evidence) -> tuple[bool, list[str]]:
     """Whether it passes, and what is said about it."""
     runs.base = SimpleNamespace(plan=reference.record.plan)  # type: ignore[attr-defined]
-    judge = Judge(runs, runs, Configuration("ddp", ("cpu", "cpu")), Depth())  # type: ignore[arg-type]
+    judge = ConfigurationCheck(runs, runs, Configuration("ddp", ("cpu", "cpu")), Depth())  # type: ignore[arg-type]
     judge._is_rough = True
     found = Differ(COARSE).all(reference, run)
     return first_beyond(found, judge._eased(RoundingLimit([], "fp32"), found, reference)) is None, judge._notes
@@ -713,7 +713,7 @@ def test_a_failure_is_told_without_its_logs() -> None:
 
 
 def test_markup_in_names_stays_text() -> None:
-    verdict = Verdict(is_same=False, sentence="", parts={"loss": Part(math.inf, False)})
+    verdict = Verdict(is_same=False, sentence="", parts={"loss": PartVerdict(math.inf, False)})
     (label, *_), *_ = [
         [cell.plain for cell in column.cells] for column in table({Configuration("[red]", ("cpu",)): verdict}).columns
     ]
@@ -760,21 +760,21 @@ def test_who_cannot_see_the_whole_batch_is_sent_to_a_way_that_can() -> None:
 def test_a_part_that_was_not_judged_has_no_tick() -> None:
     found = [Difference("evaluation", 1, "accuracy", 0.5), Difference("loss", 1, "loss", 1e-9)]
     parts = parts_of(found, RoundingLimit([], "fp32"))
-    assert parts["evaluation"] == Part(None, True)
-    assert parts["loss"] == Part(1e-9, True)
+    assert parts["evaluation"] == PartVerdict(None, True)
+    assert parts["loss"] == PartVerdict(1e-9, True)
     missing = [Difference("evaluation", 1, "accuracy", math.inf)]
-    assert parts_of(missing, RoundingLimit([], "fp32"))["evaluation"] == Part(math.inf, False)
+    assert parts_of(missing, RoundingLimit([], "fp32"))["evaluation"] == PartVerdict(math.inf, False)
 
 
 def test_verdicts_that_were_reached_are_kept_when_a_later_way_cannot_be_judged(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    def verdict(judge: Judge) -> Verdict:
+    def verdict(judge: ConfigurationCheck) -> Verdict:
         if judge._config.strategy == "fsdp":
             raise TrainingError("single itself does not run")
         return Verdict(is_same=True, sentence="")
 
-    monkeypatch.setattr(Judge, "verdict", verdict)
+    monkeypatch.setattr(ConfigurationCheck, "verdict", verdict)
     configs = configs_of("ddp,fsdp", "2", 1)
     base = SimpleNamespace(plan=Plan(batch=2, steps=1))
     reached = []
@@ -830,7 +830,7 @@ def test_what_is_known_is_said_before_the_error_that_ends_it(
     evenstep: Any, monkeypatch: pytest.MonkeyPatch, as_json: bool
 ) -> None:
     def judged(prepared: object, configs: list[Configuration], *_: object) -> Iterator[tuple[Configuration, Verdict]]:
-        yield configs[0], Verdict(is_same=True, sentence="the same", parts={"loss": Part(1e-16, True)})
+        yield configs[0], Verdict(is_same=True, sentence="the same", parts={"loss": PartVerdict(1e-16, True)})
         raise TrainingError("single itself does not run, so there is nothing to compare with:\nno room")
 
     monkeypatch.setattr("evenstep.verify.judged", judged)

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from evenstep.compare.blocks import Race, Taken
+from evenstep.compare.blocks import MeasuredBlock, Race
 from evenstep.compare.measure import Block
 from evenstep.errors import EvenstepError, PlanError
 from evenstep.launcher.prepare import Prepared, free_name, label_of, load_strategies, prepare
@@ -121,7 +121,7 @@ def _larger_batch(
     return LargerBatch(times=TIMES, label=row.label, samples_per_second=_rate(taken))
 
 
-def _rate(taken: Taken) -> float:
+def _rate(taken: MeasuredBlock) -> float:
     return taken.measurement.samples / taken.measurement.seconds
 
 

@@ -26,7 +26,7 @@ LEAST_STEPS, MOST_STEPS = 6, 200
 
 
 @dataclass(frozen=True)
-class Taken:
+class MeasuredBlock:
     """One block, as it was measured."""
 
     config: Configuration
@@ -45,7 +45,7 @@ class Race:
     reference: Configuration
     """The baseline; if it fails, the comparison fails."""
     say: Callable[[str], None]
-    taken: list[Taken] = field(default_factory=list)
+    taken: list[MeasuredBlock] = field(default_factory=list)
     left_out: dict[str, str] = field(default_factory=dict)
     sync_batchnorm: bool = False
 
@@ -70,7 +70,7 @@ class Race:
                     taken = self.run(config, f"round-{number}", block)
                     self.taken += [taken] if taken is not None else []
 
-    def run(self, config: Configuration, name: str, block: Block, batch: int | None = None) -> Taken | None:
+    def run(self, config: Configuration, name: str, block: Block, batch: int | None = None) -> MeasuredBlock | None:
         """One block in new processes; None if it failed, and the configuration is then left out."""
         folder = self.folder / f"{config.strategy}-{len(config.devices)}-{name}"
         try:
@@ -95,7 +95,7 @@ class Race:
             self.left_out[config.label] = str(error).splitlines()[0]
             return None
         assert record.measurement is not None
-        return Taken(config, folder, record, record.measurement, record.measurement.first_step_at - began)
+        return MeasuredBlock(config, folder, record, record.measurement, record.measurement.first_step_at - began)
 
     def rows(self, configs: Sequence[Configuration], parities: Mapping[Configuration, tuple[Parity, str]]) -> list[Row]:
         """One row for each configuration that completed."""

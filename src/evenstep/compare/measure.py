@@ -210,10 +210,10 @@ def noted(tap: Tap) -> Noted:
 
 def trial(plan: Plan, task: Task, run_folder: Path) -> Iterator[Event]:
     """What a worker does to see how fast a plan is: the plan's steps, as a training takes them."""
-    return perform(plan, task, run_folder, make=Trial)
+    return perform(plan, task, run_folder, make=TrialRun)
 
 
-class Trial(Job):
+class TrialRun(Job):
     """The steps alone."""
 
     def events(self) -> Iterator[Event]:

@@ -1,15 +1,9 @@
-"""Stretches of time, and sums of them: what lies in one set of stretches and not in another.
+"""`train --profile`: the traces of all ranks as one timeline, and the parts of a step computed from it.
 
-One timeline of all ranks, made of the profilers' own files: each rank a process, its lanes input, compute,
-communication, and the streams of its cards.
-
-What a step is made of, computed from the timeline that `--profile` wrote.
-
-numbers("runs/NAME/trace.json.gz")
-
-Every moment of a step belongs to one part. On a card it belongs to what the card computes; where nothing is computed
-while something travels, to communication that is not hidden; and to what the host is doing where the card does
-nothing. On a CPU the host is what computes.
+`merge` writes one trace with a process per rank and lanes for input, compute, communication and CUDA streams.
+`numbers("runs/NAME/trace.json.gz")` assigns every instant of a step to one part. On a GPU that is the part of the
+kernel that runs; communication where data is sent and nothing is computed; and what the host does while the GPU idles.
+On a CPU the host computes.
 """
 
 from __future__ import annotations
@@ -36,7 +30,7 @@ def span_of(event: Mapping[str, Any]) -> Span:
 
 
 def union(spans: Iterable[Span], gap: float = 0.0) -> list[Span]:
-    """The same time as stretches that do not overlap, in order; those no more than `gap` apart become one."""
+    """The same time as sorted spans without overlap; spans with at most `gap` between them are joined."""
     joined: list[Span] = []
     for begin, end in sorted(span for span in spans if span[1] > span[0]):
         if joined and begin <= joined[-1][1] + gap:
@@ -47,7 +41,7 @@ def union(spans: Iterable[Span], gap: float = 0.0) -> list[Span]:
 
 
 def common(some: Sequence[Span], others: Sequence[Span]) -> list[Span]:
-    """The time that lies in both; each is what `union` returned."""
+    """The intersection; both are results of `union`."""
     found: list[Span] = []
     here = there = 0
     while here < len(some) and there < len(others):
@@ -62,7 +56,7 @@ def common(some: Sequence[Span], others: Sequence[Span]) -> list[Span]:
 
 
 def without(some: Sequence[Span], others: Sequence[Span]) -> list[Span]:
-    """The time that lies in the first and not in the second; each is what `union` returned."""
+    """The first without the second; both are results of `union`."""
     if not some:
         return []
     ends = [some[0][0], *(edge for span in others for edge in span), max(some[-1][1], some[0][0])]
@@ -71,12 +65,12 @@ def without(some: Sequence[Span], others: Sequence[Span]) -> list[Span]:
 
 
 def length(spans: Iterable[Span]) -> float:
-    """How much time that is, of stretches that do not overlap."""
+    """The total time of spans that do not overlap."""
     return sum(end - begin for begin, end in spans)
 
 
 def holds(spans: Sequence[Span], begin: float, end: float) -> bool:
-    """Whether one of them has all of that stretch, or moment, in it; they are what `union` returned."""
+    """Whether one of the spans, a result of `union`, contains the interval."""
     place = bisect_right(spans, (begin, float("inf"))) - 1
     return place >= 0 and begin < spans[place][1] and end <= spans[place][1]
 
@@ -193,7 +187,7 @@ def _into_lanes(rank: _Rank) -> None:
         kind = _kind_on_main(event, inputs, sending) if thread == main else kinds.get(thread, INPUT)
         event["pid"], event["tid"] = rank.rank, lanes.number(kind, thread)
         if event["ph"] in _FLOWS:
-            # Arrows are found by their number, which each rank counts by itself.
+            # Arrows are matched by id, which each rank counts separately.
             event["id"] = rank.rank * 2**32 + int(event["id"])
 
 
@@ -224,9 +218,9 @@ def _kind_on_main(event: Event, inputs: list[Span], sending: list[Span]) -> str:
 
 
 def _kinds(rank: _Rank, main: Any) -> dict[tuple[Any, Any], str]:
-    """What each other thread of this process, and each stream of its cards, does.
+    """What each other thread of this process, and each CUDA stream, does.
 
-    A thread that neither sends nor has a part in the step reads ahead.
+    A thread that neither communicates nor computes prefetches.
     """
     kinds: dict[tuple[Any, Any], str] = {}
     host = main[0] if main is not None else None
@@ -250,7 +244,7 @@ def _thread(event: Event) -> tuple[Any, Any]:
 
 
 def is_mark(event: Event) -> bool:
-    """Whether evenstep itself marked this; what the card did meanwhile gets the same names."""
+    """Whether evenstep marked this on the host; the profiler gives GPU spans the same names."""
     return event.get("cat") == "user_annotation" and str(event["name"]).startswith(MARK)
 
 
@@ -275,9 +269,9 @@ def _label(rank: int, lane: int, kind: str, **values: Any) -> Event:
 FILE, NUMBERS = "trace.json.gz", "numbers.json"
 HOST_PARTS = tuple(part for part in PARTS if part != COMMUNICATION)
 SMALL_GAP = 50.0
-"""Microseconds from one operation to the next in which a CPU still counts as computing: the engine's own way."""
+"""Microseconds between operations in which a CPU still counts as computing: the overhead of autograd."""
 _NO_COMPUTING = ("c10d::", "autograd::", "torch::autograd::", "_c10d_functional::")
-_ASKING = ("cuda_runtime", "cuda_driver")
+_LAUNCHES = ("cuda_runtime", "cuda_driver")
 _NEAR = 8
 _MAIN = (INPUT, COMPUTE)
 _MEMORY = ("gpu_memcpy", "gpu_memset")
@@ -291,13 +285,13 @@ class RankNumbers:
     steps: int
     step_seconds: float
     parts: dict[str, float]
-    """Seconds of a step in each of PARTS; communication is what of it was not hidden behind computing."""
+    """Seconds of a step in each of PARTS; communication is what does not overlap with computing."""
     communication_seconds: float
-    """Seconds of a step in which something travelled, hidden or not."""
+    """Seconds of a step with communication, overlapped or not."""
 
     @property
-    def told(self) -> float:
-        """Which part of the step its parts account for."""
+    def accounted(self) -> float:
+        """The share of the step that its parts account for."""
         return sum(self.parts.values()) / self.step_seconds
 
 
@@ -313,12 +307,12 @@ def numbers(path: str | Path) -> list[RankNumbers]:
 
 
 def write_numbers(found: Sequence[RankNumbers], path: Path) -> None:
-    """For programs: the same numbers as JSON."""
+    """Write the numbers as JSON."""
     path.write_text(json.dumps({"unit": "seconds", "ranks": [asdict(one) for one in found]}, indent=1) + "\n")
 
 
 def lines(found: Sequence[RankNumbers]) -> list[str]:
-    """For people: a row for each rank, milliseconds and shares of the step."""
+    """A table with a row for each rank: milliseconds and shares of the step."""
     titles = ["rank", "step ms", *("not hidden" if part == COMMUNICATION else part for part in PARTS)]
     rows = [titles]
     for one in found:
@@ -330,12 +324,12 @@ def lines(found: Sequence[RankNumbers]) -> list[str]:
 
 def _rank_numbers(rank: int, events: list[Event]) -> RankNumbers:
     lanes = {event["tid"]: event["args"]["name"] for event in events if event.get("name") == "thread_name"}
-    doings = _Doings([event for event in events if event["ph"] == "X"], lanes)
-    steps = [span_of(event) for event in doings.marks if event["name"].startswith(STEP)]
+    activity = _RankActivity([event for event in events if event["ph"] == "X"], lanes)
+    steps = [span_of(event) for event in activity.marks if event["name"].startswith(STEP)]
     every = free = union(steps)
     in_seconds = 1e6 * max(1, len(steps))
     parts = dict.fromkeys(PARTS, 0.0)
-    for part, claimed in doings.claims():
+    for part, claimed in activity.claims():
         parts[part] += length(common(free, claimed)) / in_seconds
         free = without(free, claimed)
     return RankNumbers(
@@ -343,12 +337,12 @@ def _rank_numbers(rank: int, events: list[Event]) -> RankNumbers:
         steps=len(steps),
         step_seconds=length(every) / in_seconds,
         parts=parts,
-        communication_seconds=length(common(every, doings.travelling())) / in_seconds,
+        communication_seconds=length(common(every, activity.communicating())) / in_seconds,
     )
 
 
-class _Doings:
-    """What one rank did, and for which part of a step."""
+class _RankActivity:
+    """What one rank did, by part of a step."""
 
     def __init__(self, spans: list[Event], lanes: Mapping[int, str]) -> None:
         self._spans = spans
@@ -358,24 +352,24 @@ class _Doings:
         self._memory = self._on_gpu(_MEMORY)
 
     def claims(self) -> Iterator[tuple[str, list[Span]]]:
-        """What claims a moment for which part; the first that does has it."""
-        yield COMMUNICATION, without(self.travelling(), self._computing())
+        """Spans of each part, by priority: the first part that covers an instant gets it."""
+        yield COMMUNICATION, without(self.communicating(), self._computing())
         for on_gpu in (self._kernels, self._memory):
             for part in HOST_PARTS:
                 yield part, union(on_gpu[part])
-        # Where seats have threads of their own, the main thread waits for them, and has the last say.
+        # Where replicas have their own threads, the main thread waits for them, so its marks come last.
         for of_main in (False, True):
             marks = [event for event in self.marks if (self._lane(event) in _MAIN) is of_main]
             for part in HOST_PARTS:
                 yield part, union(span_of(event) for event in marks if event["name"] == f"{MARK}{part}")
 
-    def travelling(self) -> list[Span]:
-        """When something is on its way."""
+    def communicating(self) -> list[Span]:
+        """When data is sent."""
         on_host = [span_of(event) for event in self._spans if self._lane(event).startswith(COMMUNICATION)]
         return union([*on_host, *self._kernels[COMMUNICATION], *self._memory[COMMUNICATION]])
 
     def _computing(self) -> list[Span]:
-        """When this rank computes: its card, if it has one."""
+        """When this rank computes: its GPU, if it has one."""
         if any(self._kernels.values()):
             return union(span for part in HOST_PARTS for span in self._kernels[part])
         return union((span_of(event) for event in self._spans if self._is_computing(event)), SMALL_GAP)
@@ -389,21 +383,21 @@ class _Doings:
         return self._lanes.get(event["tid"], "")
 
     def _on_gpu(self, kinds: Sequence[str]) -> dict[str, list[Span]]:
-        """What a card did, by what the host was doing when it asked for that."""
+        """What a GPU did, by what the host was doing when it launched it."""
         found: dict[str, list[Span]] = {part: [] for part in PARTS}
-        asked = {_correlation(event): event for event in self._spans if event.get("cat") in _ASKING}
+        launches = {_correlation(event): event for event in self._spans if event.get("cat") in _LAUNCHES}
         phases = _Phases(self.marks)
         for event in self._spans:
             if event.get("cat") in kinds:
-                asking = asked.get(_correlation(event), event)
-                part = COMMUNICATION if is_nccl(event["name"]) else phases.at(asking["tid"], asking["ts"])
+                launch = launches.get(_correlation(event), event)
+                part = COMMUNICATION if is_nccl(event["name"]) else phases.at(launch["tid"], launch["ts"])
                 if part is not None:
                     found[part].append(span_of(event))
         return found
 
 
 class _Phases:
-    """What the host was doing at a moment: the thread that asks, or, if it is one of autograd's, any other."""
+    """What the host was doing at a time: the launching thread, or any other if that is one of autograd's."""
 
     def __init__(self, marks: list[Event]) -> None:
         self._of_lane: dict[Any, list[tuple[float, float, str]]] = {}
@@ -413,13 +407,13 @@ class _Phases:
                 for lane in (event["tid"], None):
                     self._of_lane.setdefault(lane, []).append((*span_of(event), parts[event["name"]]))
 
-    def at(self, lane: int, moment: float) -> str | None:
+    def at(self, lane: int, time: float) -> str | None:
         """The part; None if nothing is marked there."""
         for phases in (self._of_lane.get(lane, []), self._of_lane.get(None, [])):
-            place = bisect_right(phases, (moment, float("inf")))
+            place = bisect_right(phases, (time, float("inf")))
             # The last one that had begun: what was begun inside of another is more to the point.
             for _, end, part in reversed(phases[max(0, place - _NEAR) : place]):
-                if moment < end:
+                if time < end:
                     return part
         return None
 

@@ -6,6 +6,6 @@ verdicts = check(prepared, configs, folder, Depth(steps=3, own_precision=False))
 
 from evenstep.verify.check import Depth, check, judged
 from evenstep.verify.tolerance import settled
-from evenstep.verify.verdict import Configuration, Part, Verdict
+from evenstep.verify.verdict import Configuration, PartVerdict, Verdict
 
-__all__ = ["Configuration", "Depth", "Part", "Verdict", "check", "judged", "settled"]
+__all__ = ["Configuration", "Depth", "PartVerdict", "Verdict", "check", "judged", "settled"]

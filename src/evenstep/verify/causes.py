@@ -26,7 +26,7 @@ from evenstep.verify.recorder import Evidence, Failure
 from evenstep.verify.runs import OutOfTime, Runs, has_ranks, one_device
 from evenstep.verify.task_causes import buffers, captured, draws, gathered, hooks, loss, metrics, reading
 from evenstep.verify.tolerance import NOT_COMPARED
-from evenstep.verify.verdict import Cause, Configuration
+from evenstep.verify.verdict import Configuration, DifferenceCause
 
 NEAR = 1e-7
 ROUGHLY = 1e-3
@@ -35,7 +35,7 @@ Groups = list[dict[str, Any]]
 """An optimizer's settings."""
 
 
-def by_rank(single: Found, ranks: Sequence[Found], label: str, is_rough: bool) -> Cause | None:
+def by_rank(single: Found, ranks: Sequence[Found], label: str, is_rough: bool) -> DifferenceCause | None:
     """What the same samples and weights give on each rank, and on one device."""
     near = ROUGHLY if is_rough else NEAR
     own, of_ranks = single.get("batch"), [rank["batch"] for rank in ranks if rank.get("batch")]
@@ -60,7 +60,7 @@ def problems_of(single: Found, ranks: Sequence[Found]) -> tuple[str, ...]:
     return tuple(dict.fromkeys(said))
 
 
-def _other_settings(own: Groups | None, ranks: Sequence[Groups | None], label: str) -> Cause | None:
+def _other_settings(own: Groups | None, ranks: Sequence[Groups | None], label: str) -> DifferenceCause | None:
     found = [groups for groups in ranks if groups is not None]
     if own is None or len(found) < len(ranks):
         return None
@@ -74,8 +74,8 @@ def _other_settings(own: Groups | None, ranks: Sequence[Groups | None], label: s
     return None
 
 
-def _settings(called: str, own: Any, found: Sequence[Any], label: str) -> Cause:
-    return Cause(
+def _settings(called: str, own: Any, found: Sequence[Any], label: str) -> DifferenceCause:
+    return DifferenceCause(
         name="settings",
         sentence=f"the optimizer's {called} depends on the rank or the world size: {own} on single, "
         f"{_listed(found)} on the ranks",
@@ -84,11 +84,11 @@ def _settings(called: str, own: Any, found: Sequence[Any], label: str) -> Cause:
     )
 
 
-def _other_data(own: Found, ranks: Sequence[Found]) -> Cause | None:
+def _other_data(own: Found, ranks: Sequence[Found]) -> DifferenceCause | None:
     who = next((rank for rank, one in enumerate(ranks) if one["data"] != own["data"]), None)
     if who is None:
         return None
-    return Cause(
+    return DifferenceCause(
         name="other-data",
         sentence=f"the data depends on the rank: for the same ids, rank {who} reads other samples than single",
         evidence=("the ids of the first batch were read on single and on every rank",),
@@ -96,11 +96,11 @@ def _other_data(own: Found, ranks: Sequence[Found]) -> Cause | None:
     )
 
 
-def _other_loss(own: float, found: Sequence[float], label: str, near: float) -> Cause | None:
+def _other_loss(own: float, found: Sequence[float], label: str, near: float) -> DifferenceCause | None:
     if all(_near(one, own, near) for one in found):
         return None
     factors = [one / own if own else math.nan for one in found]
-    return Cause(
+    return DifferenceCause(
         name="rank",
         sentence="the model or loss depends on the rank or the world size: for the same samples and weights the "
         f"loss is {_listed([f'{factor:.4g}' for factor in factors])} times that of single",
@@ -111,12 +111,12 @@ def _other_loss(own: float, found: Sequence[float], label: str, near: float) -> 
 
 def _other_gradients(
     own: Mapping[str, float], ranks: Sequence[Mapping[str, float]], label: str, near: float
-) -> Cause | None:
+) -> DifferenceCause | None:
     largest = max(own.values(), default=0.0)
     for name, norm in own.items():
         found = [rank.get(name, 0.0) for rank in ranks]
         if norm > 1e-6 * largest and not all(_near(one, norm, near) for one in found):
-            return Cause(
+            return DifferenceCause(
                 name="gradients-by-rank",
                 sentence=f"the gradient of {name} depends on the rank or the world size, although the loss does "
                 f"not: {_listed([f'{one / norm:.4g}' for one in found])} times that of single for the same "
@@ -213,7 +213,7 @@ class Case:
         return RunDifference(max(judged, default=0.0), first_beyond(found, self.limit) is None)
 
 
-def find_cause(case: Case, failure: Failure | None) -> Cause:
+def find_cause(case: Case, failure: Failure | None) -> DifferenceCause:
     """The first cause that its test confirms; none where no test does, or where they take too long."""
     try:
         return _confirmed(case) if failure is None else _failed(case, failure)
@@ -221,7 +221,7 @@ def find_cause(case: Case, failure: Failure | None) -> Cause:
         return _unknown(LATE, ()) if failure is None else _as_said(failure, ())
 
 
-def _confirmed(case: Case) -> Cause:
+def _confirmed(case: Case) -> DifferenceCause:
     """Every test is tried, even when time is up: runs that exist already cost none."""
     is_late = False
     for test in _tests(case):
@@ -238,8 +238,8 @@ def _confirmed(case: Case) -> Cause:
     return _unknown("none of the tested causes applies", (repeated, *problems_of(case.found(), case.on_ranks())))
 
 
-def _unknown(why: str, evidence: tuple[str, ...]) -> Cause:
-    return Cause(
+def _unknown(why: str, evidence: tuple[str, ...]) -> DifferenceCause:
+    return DifferenceCause(
         name="unknown",
         sentence=f"the cause was not found: {why}",
         evidence=evidence,
@@ -247,7 +247,7 @@ def _unknown(why: str, evidence: tuple[str, ...]) -> Cause:
     )
 
 
-def only_in(case: Case, arithmetic: float, said: tuple[str, ...]) -> Cause:
+def only_in(case: Case, arithmetic: float, said: tuple[str, ...]) -> DifferenceCause:
     """Why a configuration differs in the task's own precision although float64 agrees."""
     try:
         cause = _not_repeated(case) or _config_not_repeated(case)
@@ -256,7 +256,7 @@ def only_in(case: Case, arithmetic: float, said: tuple[str, ...]) -> Cause:
     if cause is not None:
         return cause
     own = case.precision
-    return Cause(
+    return DifferenceCause(
         name="precision",
         sentence=f"a difference in precision, as far as was tested: in float64 {case.config.label} and single agree to "
         f"{arithmetic:.0e}, in {own} they do not, although each is reproducible there, and perturbing the "
@@ -266,8 +266,8 @@ def only_in(case: Case, arithmetic: float, said: tuple[str, ...]) -> Cause:
     )
 
 
-def _tests(case: Case) -> list[Callable[[Case], Cause | None]]:
-    by_found: list[Callable[[Case], Cause | None]] = [
+def _tests(case: Case) -> list[Callable[[Case], DifferenceCause | None]]:
+    by_found: list[Callable[[Case], DifferenceCause | None]] = [
         _not_repeated,
         lambda case: captured(case.found()),
         _batch_norm,
@@ -299,7 +299,7 @@ def lies_in_task(case: Case) -> bool:
     return any(cause is not None for cause in causes)
 
 
-def _gathered(case: Case) -> Cause | None:
+def _gathered(case: Case) -> DifferenceCause | None:
     """Only gradients differ in the first step, under a strategy whose ranks can gather."""
     first = case.reference.begin + 1
     at_first = {one.part for one in case.beyond if one.step <= first}
@@ -308,11 +308,11 @@ def _gathered(case: Case) -> Cause | None:
     return gathered(case.found(), case.limit(Difference("loss", first, "loss", 0.0)))
 
 
-def _buffers(case: Case) -> Cause | None:
+def _buffers(case: Case) -> DifferenceCause | None:
     return buffers(case.found(), case.config.accumulate > 1, case.names)
 
 
-def _not_repeated(case: Case) -> Cause | None:
+def _not_repeated(case: Case) -> DifferenceCause | None:
     """The same run twice on one device."""
     again = case.runs.watched(case.single, case.precision, again="again")
     apart = case.apart(case.reference, again)
@@ -321,13 +321,13 @@ def _not_repeated(case: Case) -> Cause | None:
     tested = f"single, run twice, {apart.in_words()}"
     starts = _start_apart(case.reference, again)
     if starts:
-        return Cause(
+        return DifferenceCause(
             name="start",
             sentence=f"building the model twice gives different weights: {starts} differs before the first step",
             evidence=(tested,),
             advice="Initialize it from torch's, NumPy's or Python's global generators, which are seeded beforehand.",
         )
-    return Cause(
+    return DifferenceCause(
         name="not-repeatable",
         sentence="the task is not reproducible, not even on one device: the same run twice "
         f"{'gives different results' if apart.failure is None else 'ends differently'}",
@@ -336,14 +336,14 @@ def _not_repeated(case: Case) -> Cause | None:
     )
 
 
-def _config_not_repeated(case: Case) -> Cause | None:
+def _config_not_repeated(case: Case) -> DifferenceCause | None:
     """The same run twice under this configuration."""
     if case.run is None:
         return None
     apart = case.apart(case.run, case.runs.watched(case.config, case.precision, again="again"))
     if apart.agrees:
         return None
-    return Cause(
+    return DifferenceCause(
         name="not-repeatable",
         sentence=f"{case.config.label} is not reproducible: the same run twice "
         f"{'gives different results' if apart.failure is None else 'ends differently'}, while single is reproducible",
@@ -359,7 +359,7 @@ def _start_apart(one: Evidence, other: Any) -> str | None:
     return next((each.name for each in found if each.step == 0 and each.size > 0), None)
 
 
-def _batch_norm(case: Case) -> Cause | None:
+def _batch_norm(case: Case) -> DifferenceCause | None:
     """The same two runs with BatchNorm statistics that do not depend on the device."""
     layers = case.found().get("norms") or []
     if not layers or case.run is None:
@@ -380,7 +380,7 @@ def _batch_norm(case: Case) -> Cause | None:
     if not after.agrees:
         return None
     names = f"{layers[0]} and {len(layers) - 1} more" if len(layers) > 1 else layers[0]
-    return Cause(
+    return DifferenceCause(
         name="batchnorm",
         sentence=f"BatchNorm ({names}) normalizes by the statistics of each part of the batch, not of the whole batch",
         evidence=(f"it {before.in_words()}; {tried}, by {after.largest:.0e}",),
@@ -388,7 +388,7 @@ def _batch_norm(case: Case) -> Cause | None:
     )
 
 
-def _forgotten(case: Case) -> Cause | None:
+def _forgotten(case: Case) -> DifferenceCause | None:
     """What a checkpoint of one device holds, and whether one device can resume from it."""
     half = case.runs.half
     saved = case.runs.watched(case.single, case.precision, is_saved=True)
@@ -396,7 +396,7 @@ def _forgotten(case: Case) -> Cause | None:
         return None
     lost = [one.name for one in saved_as_trained(saved, half) if one.size > 0]
     if lost:
-        return Cause(
+        return DifferenceCause(
             name="not-saved",
             sentence=f"a checkpoint does not hold what was trained, not even on one device: {', '.join(lost[:3])}",
             evidence=("the checkpoint was compared with the weights, buffers and optimizer state of its step",),
@@ -407,7 +407,7 @@ def _forgotten(case: Case) -> Cause | None:
     apart = case.apart(case.reference, case.runs.watched(case.single, case.precision, again=again, resume=resume))
     if apart.agrees:
         return None
-    return Cause(
+    return DifferenceCause(
         name="forgotten",
         sentence="training matches, but a run resumed from a checkpoint does not, not even on one device, although "
         "the checkpoint holds every parameter, buffer and optimizer state: the task keeps other state (a counter, a "
@@ -420,7 +420,7 @@ def _forgotten(case: Case) -> Cause | None:
     )
 
 
-def _cut_alone(case: Case) -> Cause | None:
+def _cut_alone(case: Case) -> DifferenceCause | None:
     """One device with as many micro-batches: does splitting cause it, or communication?"""
     num = len(case.config.devices) * case.config.accumulate
     if num == 1 or case.run is None:
@@ -429,7 +429,7 @@ def _cut_alone(case: Case) -> Cause | None:
     from_cut, from_whole = case.apart(cut, case.run), case.apart(case.reference, cut)
     if not from_cut.agrees or from_whole.agrees or from_whole.failure is not None:
         return None
-    return Cause(
+    return DifferenceCause(
         name="cut",
         sentence=f"splitting the batch, not communication: single with {num} micro-batches gives the same as "
         f"{case.config.label}",
@@ -441,7 +441,7 @@ def _cut_alone(case: Case) -> Cause | None:
     )
 
 
-def _failed(case: Case, failure: Failure) -> Cause:
+def _failed(case: Case, failure: Failure) -> DifferenceCause:
     found = case.found()
     # Only draws that skip parameters can make a configuration fail that runs on one device.
     skipping = draws(found, case.is_rough) if (found.get("draws") or {}).get("skips") else None
@@ -449,7 +449,7 @@ def _failed(case: Case, failure: Failure) -> Cause:
     without = (found.get("batch") or {}).get("without") or []
     tested = (f"on single no gradient reaches {', '.join(without[:5])}",) if without else ()
     if cause is not None:
-        return Cause(
+        return DifferenceCause(
             name=cause.name,
             sentence=cause.sentence,
             evidence=(
@@ -464,10 +464,12 @@ def _failed(case: Case, failure: Failure) -> Cause:
     return replace(said, name="no-gradient") if is_missing else said
 
 
-def _as_said(failure: Failure, evidence: tuple[str, ...]) -> Cause:
+def _as_said(failure: Failure, evidence: tuple[str, ...]) -> DifferenceCause:
     """The error message of the run."""
     lines = failure.first_lines.splitlines() or ["it ended without an error message"]
-    return Cause(name=_kind_of(failure), sentence=lines[0].rstrip(".;"), evidence=evidence, advice=" ".join(lines[1:]))
+    return DifferenceCause(
+        name=_kind_of(failure), sentence=lines[0].rstrip(".;"), evidence=evidence, advice=" ".join(lines[1:])
+    )
 
 
 def _kind_of(failure: Failure) -> str:

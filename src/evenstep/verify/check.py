@@ -41,7 +41,7 @@ from evenstep.verify.tolerance import (
     settled,
     tensor_of,
 )
-from evenstep.verify.verdict import Cause, Configuration, Verdict
+from evenstep.verify.verdict import Configuration, DifferenceCause, Verdict
 
 SKIPPED = (
     "no optimizer step was taken in both runs: fp16's GradScaler skips steps until it has found its scale; use more "
@@ -77,12 +77,12 @@ def judged(
     search = runs.search(Budget())
     try:
         for config in configs:
-            yield config, Judge(runs, search, config, depth).verdict()
+            yield config, ConfigurationCheck(runs, search, config, depth).verdict()
     finally:
         runs.forget_checkpoints()
 
 
-class Judge:
+class ConfigurationCheck:
     """Compares one configuration with one device."""
 
     def __init__(self, runs: Runs, search: Runs, config: Configuration, depth: Depth) -> None:
@@ -323,7 +323,7 @@ class Judge:
         beyond = {one for one in found if one.size > limit(one)}
         return Case(self._search, self._config, precision, reference, run, limit, frozenset(beyond), self._is_rough)
 
-    def _differs(self, first: Difference, found: Sequence[Difference], case: Case, cause: Cause) -> Verdict:
+    def _differs(self, first: Difference, found: Sequence[Difference], case: Case, cause: DifferenceCause) -> Verdict:
         shown = tensor_of(first, found, case.limit)
         return Verdict(
             is_same=False,

@@ -7,21 +7,21 @@ from typing import Any
 
 from evenstep.strategy_facts import with_processes
 from evenstep.verify.differences import in_percent
-from evenstep.verify.verdict import Cause
+from evenstep.verify.verdict import DifferenceCause
 
 APPRECIABLE = 1e-7
 ROUGHLY = 1e-3
 Found = dict[str, Any]
 
 
-def captured(found: Found) -> Cause | None:
+def captured(found: Found) -> DifferenceCause | None:
     """A loss that was given a copy of the model, and gave the original its gradients."""
     names = found.get("captured")
     if names is None:
         return None
     reached = (found.get("batch") or {}).get("gradients")
     if reached == {} and not names:
-        return Cause(
+        return DifferenceCause(
             name="captured-model",
             sentence="the loss does not use the model that it is given, but another one: no parameter of the trained "
             "model gets a gradient",
@@ -30,7 +30,7 @@ def captured(found: Found) -> Cause | None:
         )
     if not names:
         return None
-    return Cause(
+    return DifferenceCause(
         name="captured-model",
         sentence="the loss does not use the model that it is given, but another one: its forward bypasses the "
         "replica that each device trains",
@@ -39,7 +39,7 @@ def captured(found: Found) -> Cause | None:
     )
 
 
-def draws(found: Found, is_rough: bool) -> Cause | None:
+def draws(found: Found, is_rough: bool) -> DifferenceCause | None:
     """A result that changes with the seed of the host and of the devices alone."""
     seen = found.get("draws") or {}
     least = ROUGHLY if is_rough else APPRECIABLE
@@ -47,7 +47,7 @@ def draws(found: Found, is_rough: bool) -> Cause | None:
         return None
     where = f", at {seen['places'][0]}" if seen["places"] else ""
     skips = ", so each device skips different parameters" if seen["skips"] else ""
-    return Cause(
+    return DifferenceCause(
         name="draws",
         sentence="the model or loss draws random numbers, and each device draws different ones "
         f"({' and '.join(seen['generators'])} generator{where}){skips}",
@@ -59,7 +59,7 @@ def draws(found: Found, is_rough: bool) -> Cause | None:
     )
 
 
-def reading(found: Found) -> Cause | None:
+def reading(found: Found) -> DifferenceCause | None:
     """Samples that differ when the batch that they are in is cut up, or when they are read again."""
     read = found.get("reading") or {}
     if not read or (read["repeats"] and read["is_cut_alike"] is not False):
@@ -68,7 +68,7 @@ def reading(found: Found) -> Cause | None:
     if read["is_cut_alike"] is False and not read.get("code") and read["repeats"]:
         by = " (collate or __getitems__ draws random numbers, or depends on the other samples)"
     what = "when its batch is split" if read["repeats"] else "when it is read a second time"
-    return Cause(
+    return DifferenceCause(
         name="reading",
         sentence=f"a sample is not the same {what}{by}",
         evidence=("the same ids were read twice, as one batch and in three parts, and compared",),
@@ -77,7 +77,7 @@ def reading(found: Found) -> Cause | None:
     )
 
 
-def loss(found: Found, can_gather: bool) -> Cause | None:
+def loss(found: Found, can_gather: bool) -> DifferenceCause | None:
     """A loss of the whole batch that is not the mean of the losses of its parts."""
     cut = found.get("cut") or {}
     kind = cut.get("kind", "sound")
@@ -107,20 +107,20 @@ def loss(found: Found, can_gather: bool) -> Cause | None:
         "pair": "Return a sum over samples, with nothing in it that depends on how many there are.",
     }
     name = {"sum": "sum", "weighted": "mean-of-means", "pair": "pair"}[kind]
-    return Cause(name=name, sentence=sentences[kind], evidence=(evidence,), advice=advice[kind])
+    return DifferenceCause(name=name, sentence=sentences[kind], evidence=(evidence,), advice=advice[kind])
 
 
 BATCH_DEPENDENT = "batch-dependent"
 
 
-def _mixed(evidence: str, can_gather: bool) -> Cause:
+def _mixed(evidence: str, can_gather: bool) -> DifferenceCause:
     gather = (
         "Let each rank compare with the samples of all: torch.distributed.nn.functional.all_gather"
         if can_gather
         else f"Use {with_processes()} in one micro-batch, and a loss that gathers "
         "(torch.distributed.nn.functional.all_gather)"
     )
-    return Cause(
+    return DifferenceCause(
         name=BATCH_DEPENDENT,
         sentence="the loss of a sample depends on the other samples of its batch (in-batch negatives, a normalization, "
         "a rank or a router's load over the batch), and each device sees only its own part",
@@ -129,7 +129,7 @@ def _mixed(evidence: str, can_gather: bool) -> Cause:
     )
 
 
-def gathered(found: Found, loss_limit: float) -> Cause | None:
+def gathered(found: Found, loss_limit: float) -> DifferenceCause | None:
     """A loss that depends on the whole batch, and is that of the whole batch on every rank; its gradients are not.
 
     It is known to be the same to `loss_limit`, relative to its size; the parts of a batch must give clearly another.
@@ -139,7 +139,7 @@ def gathered(found: Found, loss_limit: float) -> Cause | None:
         return None
     if abs(cut["by_parts"] - cut["whole"]) <= 10 * loss_limit * abs(cut["whole"]):
         return None
-    return Cause(
+    return DifferenceCause(
         name="gather",
         sentence="the loss gathers from all ranks and is that of the whole batch, but its gradients are not: no "
         "gradient flows back through the gather",
@@ -149,13 +149,13 @@ def gathered(found: Found, loss_limit: float) -> Cause | None:
     )
 
 
-def hooks(found: Found) -> Cause | None:
+def hooks(found: Found) -> DifferenceCause | None:
     """Gradients that do not add up although the loss does, and that are not its slope."""
     cut = found.get("cut") or {}
     if cut.get("kind") != "sound" or not cut.get("unlike") or cut["has_slope"] is not False:
         return None
     name = cut["unlike"][0]
-    return Cause(
+    return DifferenceCause(
         name="gradient-hook",
         sentence=f"the gradient of {name} is changed (by a hook or a custom backward) "
         "in a way that does not add up: clipped, normalized or rounded for each part of the batch",
@@ -167,7 +167,7 @@ def hooks(found: Found) -> Cause | None:
     )
 
 
-def buffers(found: Found, is_cut: bool, differing: Container[str]) -> Cause | None:
+def buffers(found: Found, is_cut: bool, differing: Container[str]) -> DifferenceCause | None:
     """Buffers that forward changes, and that differ or change the loss."""
     seen = found.get("buffers") or {}
     changed = seen.get("changed" if is_cut else "by_data") or []
@@ -181,8 +181,8 @@ def buffers(found: Found, is_cut: bool, differing: Container[str]) -> Cause | No
     return _sampling_buffer(name, read, names) if name in seen["by_data"] else _calling_buffer(name, read)
 
 
-def _adding_buffer(name: str, read: str, is_count: bool) -> Cause:
-    return Cause(
+def _adding_buffer(name: str, read: str, is_count: bool) -> DifferenceCause:
+    return DifferenceCause(
         name="buffer",
         sentence=f"forward {'counts samples' if is_count else 'adds up what it sees'} in the buffer {name}, and "
         f"{read}: every device counts its own part of the batch, and only the first one's is kept",
@@ -191,8 +191,8 @@ def _adding_buffer(name: str, read: str, is_count: bool) -> Cause:
     )
 
 
-def _sampling_buffer(name: str, read: str, names: Sequence[str]) -> Cause:
-    return Cause(
+def _sampling_buffer(name: str, read: str, names: Sequence[str]) -> DifferenceCause:
+    return DifferenceCause(
         name="buffer",
         sentence=f"forward changes the buffer {name} by the samples that it sees, and {read}: every device keeps "
         "its own, and only the first one's is kept",
@@ -202,8 +202,8 @@ def _sampling_buffer(name: str, read: str, names: Sequence[str]) -> Cause:
     )
 
 
-def _calling_buffer(name: str, read: str) -> Cause:
-    return Cause(
+def _calling_buffer(name: str, read: str) -> DifferenceCause:
+    return DifferenceCause(
         name="buffer",
         sentence=f"every call of forward changes the buffer {name}, and {read}: each micro-batch is a call",
         evidence=("after forward on some samples, on others and on all of them it holds the same",),
@@ -211,12 +211,12 @@ def _calling_buffer(name: str, read: str) -> Cause:
     )
 
 
-def metrics(found: Found) -> Cause | None:
+def metrics(found: Found) -> DifferenceCause | None:
     """Values of an evaluation that are not means over samples."""
     names = [name for name, kind in (found.get("metrics") or {}).items() if kind != "sound"]
     if not names:
         return None
-    return Cause(
+    return DifferenceCause(
         name="metric",
         sentence=f"the metric {names[0]} is not a mean over samples: that of a batch does not follow from its parts",
         evidence=("it was computed for one batch as a whole and in three parts",),

@@ -10,7 +10,7 @@ from dataclasses import replace
 from evenstep.verify.differences import Difference, Limit
 from evenstep.verify.recorder import LEAST
 from evenstep.verify.task_causes import BATCH_DEPENDENT
-from evenstep.verify.verdict import PARTS, Configuration, Part, Verdict
+from evenstep.verify.verdict import PARTS, Configuration, PartVerdict, Verdict
 
 TOLERANCE = 1e-8
 """In float64. Rounding makes 1e-15 to 1e-12 over a few steps; mistakes make 1e-5 and more."""
@@ -111,13 +111,13 @@ def tensor_of(first: Difference, found: Sequence[Difference], limit: Limit) -> D
     return first if first.part == "samples" else next((one for one in of_step if one.size > limit(one)), first)
 
 
-def parts_of(found: Sequence[Difference], limit: Limit) -> dict[str, Part]:
+def parts_of(found: Sequence[Difference], limit: Limit) -> dict[str, PartVerdict]:
     """The row of a configuration: the largest difference of each part that is compared."""
     parts = {}
     for name in PARTS:
         of_part = [one for one in found if one.part == name and (limit(one) < NOT_COMPARED or math.isinf(one.size))]
         is_same = all(one.size <= limit(one) for one in of_part)
-        parts[name] = Part(max((one.size for one in of_part), default=None), is_same)
+        parts[name] = PartVerdict(max((one.size for one in of_part), default=None), is_same)
     return parts
 
 

@@ -30,7 +30,7 @@ class Configuration:
 
 
 @dataclass(frozen=True)
-class Part:
+class PartVerdict:
     """One thing that was compared: the largest difference, relative to its size; None where there is nothing."""
 
     difference: float | None
@@ -38,7 +38,7 @@ class Part:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Cause:
+class DifferenceCause:
     """Why a configuration differs, and the tests that confirm it."""
 
     name: str
@@ -64,7 +64,7 @@ class Verdict:
     first_tensor: str | None = None
     difference: float | None = None
     notes: tuple[str, ...] = ()
-    parts: Mapping[str, Part] = field(default_factory=dict)
+    parts: Mapping[str, PartVerdict] = field(default_factory=dict)
 
     def to_json(self) -> dict[str, Any]:
         """For programs; a difference that is not finite is null."""
@@ -95,7 +95,7 @@ def table(verdicts: Mapping[Configuration, Verdict]) -> Table:
     return made
 
 
-def _cell(part: Part | None) -> Text:
+def _cell(part: PartVerdict | None) -> Text:
     if part is None or part.difference is None:
         return Text("-", style="dim")
     size = "" if part.difference in (0.0, float("inf")) else f" {part.difference:.0e}"

@@ -24,7 +24,7 @@ import evenstep
 from evenstep.plan import Plan
 from evenstep.task import Task
 from evenstep.training.loop import train
-from evenstep.training.trainer import Job
+from evenstep.training.trainer import Trainer
 
 GRAPH_WARM_UP = 3
 LIGHTNING_WARM_UP = 10
@@ -312,7 +312,7 @@ def lightning(work: Work) -> Racer:
 def ours(
     work: Work, strategy: str = "single", num_devices: int = 1, compile_: bool = False, fast: str = "auto"
 ) -> Racer:
-    """evenstep's own Job and loop, in this process."""
+    """evenstep's own Trainer and loop, in this process."""
     devices = (str(work.device),) * num_devices
     known = {"fast": fast} if HAS_FAST else {}
     plan = Plan(
@@ -327,7 +327,7 @@ def ours(
     task = Task(model=work.network, train=work.data, loss=loss, optimizer=work.adamw)
     team = evenstep.join(strategy, devices, work.precision)
     folder = tempfile.TemporaryDirectory()
-    job = Job(plan, task, Path(folder.name), team)
+    job = Trainer(plan, task, Path(folder.name), team)
     steps = train(
         # What was learned is compared after so many steps, not while the card is two ahead.
         job.run,

@@ -208,13 +208,13 @@ def test_replayed_steps_never_wait_for_the_gpu() -> None:
 import json, warnings, torch
 from tests.gpu.test_gpu_fast import task
 from evenstep.plan import Plan
-from evenstep.training.trainer import Job
+from evenstep.training.trainer import Trainer
 from evenstep.training.team import join
 from evenstep.training.loop import train
 from pathlib import Path
 plan = Plan(batch=40, steps=60, devices=("cuda:0",), epochs=None, resident=True, check_every=0)
 team = join("single", ("cuda:0",))
-job = Job(plan, task(), Path("here"), team)
+job = Trainer(plan, task(), Path("here"), team)
 steps = train(job.run, job.stepper, plan, dict)
 for _ in range(35):
     next(steps)

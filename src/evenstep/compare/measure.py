@@ -24,7 +24,7 @@ from evenstep.task import Task
 from evenstep.training.loop import StepTaken, train
 from evenstep.training.step import Eager, Stepper
 from evenstep.training.team import Team
-from evenstep.training.trainer import Event, Job, perform
+from evenstep.training.trainer import Event, Trainer, perform
 
 SHOWN_STEPS = 3
 """Timed steps of which the whole timeline is kept."""
@@ -52,7 +52,7 @@ def measure(plan: Plan, task: Task, run_folder: Path, **block: int) -> Iterator[
     return perform(plan, task, run_folder, make=partial(Measuring, Block(**block)))
 
 
-class Measuring(Job):
+class Measuring(Trainer):
     """A training whose steps are timed."""
 
     def __init__(self, block: Block, plan: Plan, task: Task, run_folder: Path, team: Team) -> None:
@@ -213,7 +213,7 @@ def trial(plan: Plan, task: Task, run_folder: Path) -> Iterator[Event]:
     return perform(plan, task, run_folder, make=TrialRun)
 
 
-class TrialRun(Job):
+class TrialRun(Trainer):
     """The steps alone."""
 
     def events(self) -> Iterator[Event]:

@@ -1,6 +1,6 @@
-"""One process's whole part in a run: build, resume, train, evaluate, save, sum up.
+"""The trainer: one rank's whole part in a run. It builds, resumes, trains, evaluates and saves.
 
-Carrying a Job out: joining the others, writing the Record, and what becomes of an error.
+`perform` joins the process group, runs a trainer, writes the Record on rank 0, and adds what is known to an error.
 """
 
 from __future__ import annotations
@@ -50,16 +50,16 @@ from evenstep.training.step import Eager, Recipe, Stepper
 from evenstep.training.team import Interrupted, Team, join_team
 
 FIRST_CHECKS = (10, 30)
-"""Steps at which replicas are compared early: most of what goes wrong goes wrong at once."""
+"""Steps at which replicas are also compared: most mistakes show at once."""
 
 LOCAL_NORM = "BatchNorm uses each process's share of a batch; --sync-batchnorm makes it the same as on one device"
 
 Event = Row | str
-"""What a job yields: rows of the Record, and lines to say."""
+"""What a trainer yields: rows of the Record, and lines to log."""
 
 
-class Job:
-    """A plan and a task, built and ready."""
+class Trainer:
+    """A plan and a task, built and ready to run on this rank."""
 
     def __init__(self, plan: Plan, task: Task, run_folder: Path, team: Team) -> None:
         self.plan = plan
@@ -396,13 +396,12 @@ def _call_scheduler(task: Task, optimizer: torch.optim.Optimizer, num_steps: int
 
 
 def perform(
-    plan: Plan, task: Task, run_folder: Path, *more_signals: signal.Signals, make: Callable[..., Job] = Job
+    plan: Plan, task: Task, run_folder: Path, *more_signals: signal.Signals, make: Callable[..., Trainer] = Trainer
 ) -> Iterator[Event]:
-    """Run the plan in this process (one of several, or alone), yielding what happens; rank 0 writes the Record.
+    """Run the plan on this rank, yielding its events; rank 0 writes the Record.
 
-    In a folder that has a Record already, the run goes on in it. SIGTERM, SIGUSR1 and SIGHUP, and `more_signals`, ask
-    it to stop: at a step that all processes agree on it saves, and raises Preempted. `make` makes a Job that does
-    something else than train.
+    In a folder that already has a Record, the run continues it. SIGTERM, SIGUSR1, SIGHUP and `more_signals` request a
+    stop: all ranks agree on a step, save there, and raise Preempted. `make` makes another kind of Trainer.
     """
     set_up_torch(plan)
     team = join_team(plan.strategy, plan.devices, plan.precision, plan.seed, needs_group=False)
@@ -413,17 +412,17 @@ def perform(
         yield from _perform(make(plan, task, run_folder, team))
 
 
-def _perform(job: Job) -> Iterator[Event]:
-    team = job.team
-    yield from job.resume()
+def _perform(trainer: Trainer) -> Iterator[Event]:
+    team = trainer.team
+    yield from trainer.resume()
     remove_copies()
     record: RecordWriter | None = None
     if team.world.is_main:
-        record = RecordWriter(job.folder, job.plan, devices.facts(), job.facts)
-        job.run.before_save = record.flush
-    tracking = start_tracking(job.tracker_start, team.world.is_main)
+        record = RecordWriter(trainer.folder, trainer.plan, devices.facts(), trainer.facts)
+        trainer.run.before_save = record.flush
+    tracking = start_tracking(trainer.tracker_start, team.world.is_main)
     try:
-        for event in job.events():
+        for event in trainer.events():
             if record is not None and not isinstance(event, str):
                 record.append(event)
                 yield from tracking.log(event) if tracking is not None else ()
@@ -431,20 +430,20 @@ def _perform(job: Job) -> Iterator[Event]:
         if record is not None:
             record.flush()
         team.world.heartbeat.beat(ENDING)
-        # Nobody leaves while another still reads what it sent.
+        # No rank exits while another still reads what it sent.
         team.world.barrier()
     except BadInput as error:
-        if job.run.step == 0:
+        if trainer.run.step == 0:
             raise
-        # Bad input is what is refused before anything is started; this was met on the way.
-        raise TrainingError(f"at step {job.run.step + 1}: {error}") from error
+        # Bad input is refused before anything starts; this happened during training.
+        raise TrainingError(f"at step {trainer.run.step + 1}: {error}") from error
     except Exception as error:
         if is_worker_death(error):
             raise
-        note(error, job.run.step + 1, job.trainable_names(), job.situation(error))
+        note(error, trainer.run.step + 1, trainer.trainable_names(), trainer.situation(error))
         raise
     finally:
-        job.close()
+        trainer.close()
         if tracking is not None:
             tracking.close()
         if record is not None:
@@ -452,7 +451,7 @@ def _perform(job: Job) -> Iterator[Event]:
 
 
 def set_up_torch(plan: Plan) -> None:
-    """Settings of this process, before anything is computed."""
+    """Configure torch in this process, before the first computation."""
     torch.set_num_threads(devices.share_threads(plan.threads, plan.devices))
     if plan.deterministic:
         # cuBLAS asks for this, and reads it when it is first used.

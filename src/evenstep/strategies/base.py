@@ -145,7 +145,7 @@ class Frozen:
 
 
 def call(models: tuple[DistributedModel, ...], place: int, loss: Callable[..., Amount], data: Any) -> Amount:
-    """`loss` of the models on one seat: the trained one through the engine's wrapper, the others directly."""
+    """`loss` of the models on one replica: the trained one through torch's wrapper, the others directly."""
     trained, *others = models
     if not others:
         return trained.replicas[place](loss, data)  # type: ignore[no-any-return]

@@ -1,9 +1,8 @@
-"""One process per device; each holds the whole model, and gradients are averaged, while backward runs or after it.
+"""One process per device; each holds the whole model, and gradients are averaged during backward or after it.
 
-The gradients of a model, averaged after backward, where processes share memory.
-
-Not by DDP, whose buckets copy every gradient once more and hide what is sent behind the rest of backward: here is
-nothing to hide it behind, for who adds up is the core that computes.
+Across GPUs and machines torch's DistributedDataParallel does that. On one machine's CPU, gradients are averaged through
+shared memory after backward: DDP's buckets would copy every gradient once more, and there is nothing to overlap with,
+since the cores that sum are those that compute.
 """
 
 from __future__ import annotations
@@ -32,7 +31,7 @@ from evenstep.strategies.single import Single
 
 
 class Averaging:
-    """Goes around the last backward of a step; an open tap is told of it, and for a muted one nothing is sent."""
+    """Surrounds the last backward of a step; reports to an open tap, and sends nothing while it is muted."""
 
     def __init__(self, channel: Channel, model: nn.Module, tap: Tap) -> None:
         self._channel, self._tap = channel, tap
@@ -50,7 +49,7 @@ class Averaging:
         if error is not None or self._tap.is_muted:
             return
         if torch.autograd.profiler._is_profiler_enabled:
-            # As dp's own sending is called in a trace; an engine of torch's would be in it by itself.
+            # Named in a trace as dp names its own sends; a wrapper of torch would be in the trace already.
             with record_function("evenstep: reduce"):
                 self._average()
         else:
@@ -69,7 +68,7 @@ class Averaging:
         begin = tap.now() if tap.is_open else None
         tap.mark("communication")
         if self._is_broken:
-            raise TrainingError("an average of gradients was interrupted, and cannot be gone on from: start anew")
+            raise TrainingError("averaging gradients was interrupted and cannot continue; start the run again")
         self._is_broken = True
         for places in self._kinds:
             self._channel.average([rows[place] for place in places])
@@ -200,7 +199,7 @@ class DDPModel(RankModel):
     def time_communication(self, tap: Tap) -> None:
         self._tap = tap
         # torch compares annotations, which are text here, with types: not the function itself.
-        self._wrapper.register_comm_hook(tap, lambda tap, bucket: _told_of(tap, bucket))
+        self._wrapper.register_comm_hook(tap, lambda tap, bucket: _timed_all_reduce(tap, bucket))
 
     @contextmanager
     def _checking(self) -> Iterator[None]:
@@ -222,8 +221,8 @@ def _averaging(model: nn.Module, world: World) -> Averaging | None:
     return Averaging(channel, model, world.tap) if channel is not None else None
 
 
-def _told_of(tap: Tap, bucket: Any) -> torch.futures.Future[torch.Tensor]:
-    """What DDP does with a bucket by itself, between two looks at the clock."""
+def _timed_all_reduce(tap: Tap, bucket: Any) -> torch.futures.Future[torch.Tensor]:
+    """The all-reduce that DDP does with a bucket by default, timed."""
     gradients: torch.Tensor = bucket.buffer()
     if tap.is_muted:
         at_once: torch.futures.Future[torch.Tensor] = torch.futures.Future()
@@ -245,7 +244,7 @@ def _told_of(tap: Tap, bucket: Any) -> torch.futures.Future[torch.Tensor]:
 
 
 def send_buffers(model: DistributedModel, tap: Tap | None = None) -> None:
-    """Rank 0's batch statistics to all ranks, each of which kept its own; a tap is told of it, or hinders it."""
+    """Send rank 0's buffers to all ranks, each of which kept its own; a muted tap prevents it."""
     buffers = list(model.module.buffers())
     if tap is None or not buffers:
         send_from_rank_0(buffers)

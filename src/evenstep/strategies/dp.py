@@ -2,7 +2,7 @@
 
 A step of nn.DataParallel is scatter, replicate, forward, gather, loss, reduce, update. Here:
 
-    scatter     the loader hands every seat its own share, straight to its device
+    scatter     the loader hands every replica its own share, straight to its device
     replicate   each device sends the parameters it updates to the others; replicas are never rebuilt
     forward     in every replica, and the loss and backward with it: no outputs are gathered on device 0
     reduce      each device receives the gradients of the parameters it updates, in one copy from each other device

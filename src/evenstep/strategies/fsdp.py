@@ -1,16 +1,12 @@
-"""One process per device; each holds a slice of every parameter, gradient and optimizer state.
+"""One process per device; each holds a shard of every parameter, gradient and optimizer state.
 
-Which parts of a model fsdp gathers on their own: those that keep their parameters to themselves.
+`units` chooses the parts of a model that are gathered separately: those whose parameters nothing else uses.
 
-Every rank runs the same layers and gets the same gradients: seen before each of fsdp's collectives.
-
-A layer or a head that some ranks do not use makes their collectives differ (see `comm.ledger`). torch's hooks have no
-place for this: it wraps `FSDPParamGroup.post_backward`, private, as torch 2.11 and 2.13 have it.
-
-Between machines each comparison is a round trip, so only the first forwards are compared, and then one of many, each
-with its backward. Ranks that begin to differ in between end as torch ends them: in its error, or at a timeout.
-
-fsdp's two collectives, told of to a tap; muted, each rank gathers its own slice as often as there are ranks.
+`Agreement` checks before each collective that all ranks run the same layers and get the same gradients. A layer or a
+head that some ranks do not use makes their collectives differ (see `distributed.collectives`). torch has no hook for
+this: it wraps `FSDPParamGroup.post_backward`, which is private, as torch 2.11 and 2.13 have it. Between machines each
+comparison is a round trip, so only the first forwards are compared, and then one of many, each with its backward. Ranks
+that begin to differ in between end as torch ends them: in its error, or at a timeout.
 """
 
 from __future__ import annotations
@@ -252,15 +248,15 @@ class FSDP(Single):
         return ShardedModel(model, bound)
 
     def _watch(self, bound: LossModule, world: World) -> None:
-        """Compare what ranks are about to send, and have a tap told of it."""
+        """Compare what ranks are about to send, and report it to the tap."""
         if self._agreement is None:
             self._agreement = Agreement(open_ledger(world.gather, world.rank), world.rank, world.tap)
         agreement = self._agreement
         names = {id(weight): name for name, weight in bound.model.named_parameters()}
         for name, unit, group in _groups(bound):
             own = [names[id(one.sharded_param)] for one in group.fsdp_params]
-            unit.set_custom_all_gather(ToldAllGather(world.tap, agreement.gathers(name.removeprefix("model."), own)))
-            unit.set_custom_reduce_scatter(ToldReduceScatter(world.tap))
+            unit.set_custom_all_gather(TimedAllGather(world.tap, agreement.gathers(name.removeprefix("model."), own)))
+            unit.set_custom_reduce_scatter(TimedReduceScatter(world.tap))
             agreement.watch_backward(group)
         agreement.watch_forward(bound)
 
@@ -322,7 +318,7 @@ def _separating(root: nn.Module) -> Iterator[None]:
 
 
 def _groups(root: nn.Module) -> list[tuple[str, Any, Any]]:
-    """The units that have parameters of their own: their names, modules, and what the engine keeps of each."""
+    """The units that have parameters of their own: their names, modules, and what `fully_shard` keeps of each."""
     from torch.distributed.fsdp import FSDPModule
 
     units = [(name, module) for name, module in root.named_modules() if isinstance(module, FSDPModule)]
@@ -331,7 +327,7 @@ def _groups(root: nn.Module) -> list[tuple[str, Any, Any]]:
     return [(*unit, group) for unit, group in zip(units, groups, strict=True) if group is not None]
 
 
-class ToldAllGather(DefaultAllGather):
+class TimedAllGather(DefaultAllGather):
     def __init__(self, tap: Tap, before: Callable[[], None]) -> None:
         self._tap, self._before = tap, before
 
@@ -346,7 +342,7 @@ class ToldAllGather(DefaultAllGather):
             return super().__call__(output_tensor, input_tensor, *more, **named)
 
 
-class ToldReduceScatter(DefaultReduceScatter):
+class TimedReduceScatter(DefaultReduceScatter):
     def __init__(self, tap: Tap) -> None:
         self._tap = tap
 

@@ -9,7 +9,7 @@ import pytest
 
 FIRST_STEP = """
 import sys, torch
-from evenstep.worker.lazy_compiler import StandIn, put_off_compiler
+from evenstep.worker.lazy_compiler import Stub, put_off_compiler
 put_off_compiler()
 import torch.distributed as dist
 dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
@@ -21,7 +21,7 @@ def step():
     optimizer.zero_grad()
 step()
 optimizer.load_state_dict(optimizer.state_dict())
-assert isinstance(sys.modules["torch._dynamo"], StandIn), "something asked for more"
+assert isinstance(sys.modules["torch._dynamo"], Stub), "something asked for more"
 assert "sympy" not in sys.modules
 """
 NEEDS = {

@@ -72,7 +72,7 @@ def _refuse_too_many(count: int) -> None:
 
 
 def num_cores() -> int:
-    """Cores whose time this process gets: what affinity and the quota of its control group both allow."""
+    """Cores that this process can use: allowed by both its affinity and its control group's quota."""
     return usable_cores(own_quota())
 
 
@@ -88,12 +88,12 @@ def cores_by_affinity() -> int:
 
 
 def share_threads(threads: int | None, devices: Sequence[str]) -> int:
-    """Threads for one process (or replica), so that those of one machine do not fight for its cores."""
+    """Threads for one process (or replica), so that those of one machine share its cores."""
     return threads or omp_num_threads() or max(1, num_cores() // len(devices))
 
 
 def facts() -> dict[str, Any]:
-    """Versions and hardware, to stand beside every number; no host name, no user, no environment."""
+    """Versions and hardware, recorded with every measurement; no host name, user or environment."""
     return {
         "python": platform.python_version(),
         "torch": torch.__version__,
@@ -123,9 +123,10 @@ def _peak_process() -> int:
 
 
 def leave_default_stream(device: torch.device) -> None:
-    """Go on, in this thread, on a stream of its own: the default one cannot be recorded as a graph.
+    """Switch this thread to a side stream: the default stream cannot be captured in a CUDA graph.
 
-    DDP's nodes belong to the stream on which it is made, and cuBLAS keeps a workspace for each: it is one and the same.
+    One stream for everything: DDP's autograd nodes belong to the stream on which it is made, and cuBLAS keeps a
+    workspace for each stream.
     """
     if device.type == "cuda" and torch.cuda.current_stream(device) == torch.cuda.default_stream(device):
         stream = torch.cuda.Stream(device)
@@ -134,7 +135,7 @@ def leave_default_stream(device: torch.device) -> None:
 
 
 def return_to_default_stream(device: torch.device) -> None:
-    """Go on, in this thread, where others expect it to be."""
+    """Switch this thread back to the default stream."""
     if device.type == "cuda":
         stream = torch.cuda.default_stream(device)
         stream.wait_stream(torch.cuda.current_stream(device))

@@ -1,8 +1,7 @@
-"""Temporary folders that nobody else can look into, and that the next evenstep removes if their process was killed.
+"""Private temporary folders; those of killed processes are removed by the next evenstep.
 
-The owner holds a lock on a file in the folder for as long as it lives. The kernel lets go of the lock of a dead
-process, and answers for processes of other containers too, which may share the folder above and the host name, and
-count process ids of their own.
+The owner holds a lock on a file in the folder while it lives. The kernel releases the lock of a dead process, also
+across containers, which may share the parent folder and the host name but not process ids.
 """
 
 from __future__ import annotations
@@ -21,16 +20,16 @@ from evenstep.errors import BadInput, shorten
 PREFIX = "evenstep-live-"
 _LOCK = "lock"
 LONGEST_SOCKET_PATH = 103
-"""What every Unix takes; Linux takes four bytes more."""
+"""The limit of every Unix; Linux allows four bytes more."""
 _SOCKET = "/pymp-01234567/listener-01234567"
-"""What multiprocessing puts behind the folder of temporary files."""
+"""What multiprocessing appends to the temporary folder."""
 SHORT = "/tmp"
 _own: list[Path] = []
 
 
 @contextmanager
 def live_folder() -> Iterator[Path]:
-    """A folder for as long as the block lasts; those of killed processes are removed first."""
+    """A folder that exists inside the block; those of killed processes are removed first."""
     _remove_abandoned()
     folder = Path(tempfile.mkdtemp(prefix=PREFIX))
     lock = _hold(folder)
@@ -44,7 +43,7 @@ def live_folder() -> Iterator[Path]:
 
 
 def _hold(folder: Path) -> int:
-    """Lock first, and only then under the name that others look for: nobody sees it free."""
+    """Lock the file, then rename it to the name that others look for, so that it is never seen unlocked."""
     lock = os.open(folder / "making", os.O_WRONLY | os.O_CREAT, 0o600)
     fcntl.flock(lock, fcntl.LOCK_EX)
     os.rename(folder / "making", folder / _LOCK)
@@ -56,7 +55,7 @@ def _remove_abandoned() -> None:
         try:
             if not _is_own(folder):
                 continue
-            # Everybody may write here: opening a named pipe would wait for ever, a link would lead elsewhere.
+            # A world-writable folder: opening a named pipe would block forever, a symlink would lead elsewhere.
             lock = os.open(folder / _LOCK, os.O_WRONLY | os.O_NONBLOCK | os.O_NOFOLLOW)
         except OSError:
             continue  # gone, or not yet locked
@@ -64,7 +63,7 @@ def _remove_abandoned() -> None:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             shutil.rmtree(folder, ignore_errors=True)
         except OSError:
-            continue  # its owner lives
+            continue  # its owner is alive
         finally:
             os.close(lock)
 
@@ -75,12 +74,12 @@ def _is_own(folder: Path) -> bool:
 
 
 def make_socket_folder() -> None:
-    """Make the folder in which multiprocessing opens its sockets, for this process and those that it starts.
+    """Make the folder in which multiprocessing opens its sockets, for this process and its children.
 
-    It is removed when this process ends; one that a child made would stay behind when the child is killed. Where
-    TMPDIR is too long for a socket's path, it lies in /tmp, and it alone.
+    It is removed when this process ends; one made by a child would be left behind if the child is killed. If TMPDIR is
+    too long for a socket's path, only this folder is in /tmp.
     """
-    from multiprocessing.util import get_temp_dir  # Imported here: --help need not wait for it.
+    from multiprocessing.util import get_temp_dir  # Imported here, to keep --help fast.
 
     usual = tempfile.gettempdir()
     is_short = len(os.fsencode(usual + _SOCKET)) <= LONGEST_SOCKET_PATH
@@ -99,7 +98,7 @@ def make_socket_folder() -> None:
 
 
 def remove_own_folders() -> None:
-    """Remove all of this process's folders now: before an end at which Python clears nothing up."""
+    """Remove all of this process's folders now, before an exit without Python's cleanup."""
     from multiprocessing.util import get_temp_dir
 
     for folder in (*_own, Path(get_temp_dir())):

@@ -1,9 +1,8 @@
-"""torch's compiler, loaded when it is needed and not before.
+"""Import torch's compiler only when it is needed.
 
 The first step of any optimizer and the constructor of DDP import `torch._dynamo`, and with it sympy: more than a second
-in every process, to ask it for a "graph break" where no graph is. Until someone really needs the compiler, a stand-in
-answers those few questions as the real one would in a program that compiles nothing; whatever else it is asked for, it
-makes way.
+in every process, for a "graph break" where there is no graph. Until the compiler is really needed, a stub module
+answers these few calls as the real one would in a program that compiles nothing; anything else loads the real one.
 """
 
 from __future__ import annotations
@@ -20,14 +19,14 @@ NAME = "torch._dynamo"
 
 
 def put_off_compiler() -> None:
-    """Put the stand-in in its place; nothing, if the compiler is loaded already."""
+    """Install the stub, unless the compiler is already loaded."""
     if NAME not in sys.modules:
-        sys.modules[NAME] = StandIn()
+        sys.modules[NAME] = Stub()
         sys.meta_path.insert(0, _finder)
 
 
-class StandIn(types.ModuleType):
-    """What a program that compiles nothing asks of torch._dynamo."""
+class Stub(types.ModuleType):
+    """The part of torch._dynamo that a program without compilation uses."""
 
     def __init__(self) -> None:
         super().__init__(NAME)
@@ -37,16 +36,16 @@ class StandIn(types.ModuleType):
         self._left_alone: list[Callable[..., Any]] = []
 
     def graph_break(self, *_: Any, **__: Any) -> None:
-        """There is no graph."""
+        """Nothing: there is no graph."""
 
     def disable(self, function: Any = None, *_: Any, **__: Any) -> Any:
-        """Nothing to switch off; remembered, for when there is."""
+        """Remember the function, to disable compilation for it once the compiler is loaded."""
         if function is not None:
             self._left_alone.append(function)
         return function if function is not None else self.disable
 
-    def make_way(self) -> types.ModuleType:
-        """Load the real one; functions that were left alone are then switched off by it."""
+    def load_real(self) -> types.ModuleType:
+        """Load the real module, which then disables the remembered functions."""
         if sys.modules.get(NAME) is self:
             sys.meta_path.remove(_finder)
             del sys.modules[NAME]
@@ -58,7 +57,7 @@ class StandIn(types.ModuleType):
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):
             raise AttributeError(name)
-        return getattr(self.make_way(), name)
+        return getattr(self.load_real(), name)
 
 
 class _Part(types.ModuleType):
@@ -70,25 +69,25 @@ class _Part(types.ModuleType):
 
 class _Utils(_Part):
     def get_optimize_ddp_mode(self) -> str:
-        """What the real one says where nothing was set."""
+        """The real module's default."""
         return "ddp_optimizer"
 
 
 class _TraceRules(_Part):
     def clear_lru_cache(self) -> None:
-        """Nothing was kept."""
+        """Nothing: there is no cache."""
 
 
 class _Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
-    """A part of the compiler is imported: load all of it, and give that part."""
+    """On the import of a submodule, load the real compiler and return that submodule."""
 
     def find_spec(
         self, name: str, path: Sequence[str] | None, target: types.ModuleType | None = None
     ) -> importlib.machinery.ModuleSpec | None:
-        standing_in = sys.modules.get(NAME)
-        if not name.startswith(f"{NAME}.") or not isinstance(standing_in, StandIn):
+        stub = sys.modules.get(NAME)
+        if not name.startswith(f"{NAME}.") or not isinstance(stub, Stub):
             return None
-        standing_in.make_way()
+        stub.load_real()
         importlib.import_module(name)
         return importlib.machinery.ModuleSpec(name, self)
 
@@ -96,7 +95,7 @@ class _Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
         return sys.modules[spec.name]
 
     def exec_module(self, module: types.ModuleType) -> None:
-        """It was executed when it was imported."""
+        """Nothing: the module was executed when it was imported."""
 
 
 _finder = _Finder()

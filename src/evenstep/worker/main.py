@@ -29,15 +29,15 @@ if TYPE_CHECKING:
     from evenstep.training.trainer import Event
 
 WORKER = "EVENSTEP_WORKER"
-"""Set in every worker, so that a script that it imports cannot start a training of its own."""
+"""Set in every worker, so that a script that it imports cannot start another training."""
 
 MAX_LOGGED_CHARS = 10**6
-"""Letters of a line of a traceback: a message with a tensor in it can have a hundred times as many."""
+"""Characters of a line of a traceback: a message with a tensor in it can be a hundred times longer."""
 
 
 @dataclass(frozen=True)
 class Instead:
-    """Something else than a training to be done with the plan and the task: `entry(plan, task, folder, **how)`."""
+    """What a worker runs instead of a training: `entry(plan, task, folder, **how)`."""
 
     entry: str
     """`package.module:function`; it yields events as `perform` does."""
@@ -46,34 +46,34 @@ class Instead:
 
 @dataclass(frozen=True)
 class WorkerOrders:
-    """What a worker process is to do."""
+    """What a worker process needs to know."""
 
     run_folder: str
     logs: str
     """The folder for what this attempt's processes print and report."""
     resume: str | None = None
-    """The checkpoint from which the run goes on after a crash; None if the plan says."""
+    """The checkpoint from which the run continues after a crash; None for the plan's."""
     devices: tuple[str, ...] | None = None
-    """Those of this machine, if they are not the plan's."""
+    """This machine's devices, if they differ from the plan's."""
     instead: Instead | None = None
     cwd: str | None = None
-    """Where to work, if the task has said so already."""
+    """The working folder, if the task has already chosen one."""
     strategies: tuple[StrategyFacts, ...] = ()
     """Custom ones, which the plan may name; the task's file, which adds them, is loaded after the plan."""
 
 
 def work(orders: WorkerOrders, source: Task | None = None) -> None:
-    """Do this rank's part of a run and end the process; leave a report if it fails."""
+    """Do this rank's part of a run and end the process; write a report if it fails."""
     rank, _, _ = read_rank()
     os.environ[WORKER] = str(rank)
     begin(orders.logs)
     catch_early_signals()
-    # Ctrl-C reaches every process of a terminal; the launcher alone decides what it means.
+    # Ctrl-C reaches every process of a terminal; only the launcher handles it.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     try:
         perform_rank(orders, source)
     except Preempted:
-        # What was asked for is no failure: a report of it could be taken for the cause of one.
+        # A requested stop is not a failure: a report could be taken for the cause of one.
         end(Preempted.exit_code)
     except BaseException as error:
         stay_in_group()
@@ -99,7 +99,7 @@ def perform_rank(orders: WorkerOrders, source: Task | None) -> None:
     for event in _performance(orders.instead)(plan, task, run_folder):
         if isinstance(event, str):
             print(event, flush=True)
-    # A rank that ends with exit code 0 and has not come this far was ended by os._exit.
+    # A rank that exits with code 0 without this heartbeat called os._exit.
     read_heartbeat().beat(ENDING)
 
 
@@ -113,7 +113,7 @@ def _performance(instead: Instead | None) -> Callable[[Plan, Task, Path], Iterat
 
 
 def write_report(logs: Path, rank: int, error: BaseException) -> None:
-    """What the launcher shows of this failure, if it is the first cause."""
+    """Write what the launcher shows of this failure if it is the first cause."""
     raised = _raised(error)
     frames = traceback.extract_tb(raised.__traceback__)
     own = [frame for frame in frames if is_user_code(frame.filename)]
@@ -130,7 +130,7 @@ def write_report(logs: Path, rank: int, error: BaseException) -> None:
         "answer": noted_advice(error) or answer(error),
         "lines": [f"{frame.filename}:{frame.lineno} in {frame.name}: {frame.line}" for frame in own[-4:]],
     }
-    # A disk that is full may be the very error; the launcher looks into both folders.
+    # A full disk may be the error itself; the launcher reads both folders.
     for folder in (logs, spare_folder()):
         with suppress(OSError):
             _write_report(folder, rank, report, error)
@@ -138,7 +138,7 @@ def write_report(logs: Path, rank: int, error: BaseException) -> None:
 
 
 def _raised(error: BaseException) -> BaseException:
-    """What the user's code raised: of a StopIteration, which no generator lets through, Python makes a RuntimeError."""
+    """What the user's code raised: Python turns a StopIteration inside a generator into a RuntimeError."""
     cause = error.__cause__
     return cause if isinstance(error, RuntimeError) and isinstance(cause, StopIteration) else error
 
@@ -146,7 +146,7 @@ def _raised(error: BaseException) -> BaseException:
 def _write_report(folder: Path, rank: int, report: dict[str, Any], error: BaseException) -> None:
     path = folder / f"rank{rank}.error.json"
     path.parent.mkdir(parents=True, exist_ok=True)
-    # Beside and renamed: this process may be stopped while it writes.
+    # Written and renamed: this process may be stopped while it writes.
     beside = path.with_suffix(".writing")
     beside.write_text(json.dumps(report))
     beside.replace(path)

@@ -1,6 +1,6 @@
-"""What the fork server imports before it serves: a process copied from it finds torch imported already.
+"""Imported by the fork server, so that its forks have torch already.
 
-Nothing here computes, starts a thread or touches a card: neither survives a fork.
+Nothing here computes, starts a thread or initializes CUDA: none of that survives a fork.
 """
 
 from __future__ import annotations
@@ -13,10 +13,10 @@ from evenstep.distributed.process import BLOCKED_SIGNALS, LAUNCHER, die_with
 
 launcher = os.environ.pop(LAUNCHER, "")
 if launcher:
-    # At once, if it is gone already: torch takes seconds to import, for nobody.
+    # Exits at once if the launcher is gone, instead of importing torch for seconds.
     die_with(int(launcher))
-    # A cluster sends the others to every process of a job: this one, with which the ranks die, is to outlive them, and
-    # what comes before a rank has begun is kept for it.
+    # A cluster signals every process of a job: the server must outlive the ranks, which die with it, and a signal that
+    # arrives before a rank has its handlers stays pending for it.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.pthread_sigmask(signal.SIG_BLOCK, BLOCKED_SIGNALS)
 

@@ -1,4 +1,4 @@
-"""A program of the user's (a script, a module, a function) as one of several processes. Imports no torch by itself."""
+"""Run the user's program (a script, a module, a function) in a worker process. Imports no torch itself."""
 
 from __future__ import annotations
 
@@ -34,12 +34,12 @@ class Program:
     arguments: tuple[str, ...] = ()
     is_module: bool = False
     rank_flag: str | None = None
-    """How a script of before torchrun is told its local rank: `--local_rank` or `--local-rank`."""
+    """The flag that passes the local rank to an old script: `--local_rank` or `--local-rank`."""
     search_path: tuple[str, ...] = ()
     """`sys.path` of a new Python, without the folder of what it runs."""
 
     def to_json(self) -> str:
-        """For a process of its own."""
+        """The form for a new process's command line."""
         return json.dumps(asdict(self))
 
 
@@ -50,7 +50,7 @@ def run_program(logs: str, program: Program) -> None:
 
 
 def run_function(logs: str, results: str, function: Callable[..., Any], arguments: tuple[Any, ...]) -> None:
-    """Call a function that this process has a copy of; what it returns goes back to the launcher."""
+    """Call a function that this fork inherited; its result goes back to the launcher."""
 
     def call() -> None:
         rank, _, _ = read_rank()
@@ -61,8 +61,7 @@ def run_function(logs: str, results: str, function: Callable[..., Any], argument
 
 
 def _run(logs: str, what: Callable[[], None]) -> None:
-    # As under torchrun: Ctrl-C on a terminal is the launcher's to pass on, and a program that signals its own process
-    # group reaches itself alone.
+    # As under torchrun: the launcher forwards Ctrl-C, and a program that signals its process group reaches only itself.
     with suppress(PermissionError):
         os.setsid()
     begin(logs)
@@ -73,7 +72,7 @@ def _run(logs: str, what: Callable[[], None]) -> None:
     except SystemExit as request:
         exit_program(_exit_code(request))
     except BaseException as error:
-        # A second Ctrl-C, while the first is told of, would be taken for a good end.
+        # A second Ctrl-C while the first is reported would be taken for a normal exit.
         signal.signal(signal.SIGINT, signal.SIG_IGN)
         from evenstep.distributed.world import stay_in_group
         from evenstep.worker.main import write_report
@@ -89,23 +88,23 @@ def _run(logs: str, what: Callable[[], None]) -> None:
 
 
 def exit_program(exit_code: int) -> None:
-    """End the process as Python does after the last line: by waiting for threads and calling exit handlers.
+    """End the process as Python does after the last line: wait for threads, then call exit handlers.
 
-    A process that hangs here is found by this function's name in its stack.
+    The hang report recognizes this function's name in a stack.
     """
     threading._shutdown()  # type: ignore[attr-defined]
     end(exit_code)
 
 
 def _call_hook(error: BaseException) -> None:
-    """The script's own, if it has one; torch's only prints what the launcher tells in fewer lines."""
+    """Call the script's own excepthook; torch's only repeats what the launcher reports in fewer lines."""
     hook = sys.excepthook
     if hook is not sys.__excepthook__ and not str(hook.__module__).startswith("torch."):
         hook(type(error), error, error.__traceback__)
 
 
 def _exit_code(request: SystemExit) -> int:
-    """What Python makes of `sys.exit(...)`: a text is printed, and means 1."""
+    """The exit code of `sys.exit(...)`: a text is printed, and means 1."""
     if request.code is None or isinstance(request.code, int):
         return (request.code or 0) & 0xFF
     print(request.code, file=sys.stderr)
@@ -122,7 +121,7 @@ def _as_main(program: Program) -> None:
     if program.is_module:
         runpy._run_module_as_main(program.name)  # type: ignore[attr-defined]
         return
-    # Or it would be compiled with this file's own `from __future__ import annotations`.
+    # Without dont_inherit it would be compiled with this file's `from __future__ import annotations`.
     code = compile(Path(program.name).read_bytes(), str(main.__file__), "exec", dont_inherit=True)
     exec(code, vars(main))
 

@@ -320,11 +320,11 @@ def told(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
         ("a stream changed in place", "nothing"),
         ("meant to differ", "nothing"),
         ("deaf", "ranks 0 and 1 read the same data for different samples"),
-        ("other data", "rank 1 has other data than rank 0: the same sample differs between them"),
-        ("other order", "rank 1 takes its samples in another order than rank 0"),
+        ("other data", "rank 1 has different data than rank 0: the same sample differs between them"),
+        ("other order", "rank 1 takes its samples in a different order than rank 0"),
         ("other length", "rank 1 has 42 samples and rank 0 has 40"),
-        ("a stream shared out", "rank 1 read another stream than rank 0"),
-        ("a stream of arrays shared out", "rank 1 read another stream than rank 0"),
+        ("a stream shared out", "rank 1 read a different stream than rank 0"),
+        ("a stream of arrays shared out", "rank 1 read a different stream than rank 0"),
     ],
 )
 def test_what_ranks_read_is_compared(told: dict[str, str], way: str, said: str) -> None:
@@ -363,8 +363,8 @@ def test_all_of_the_data_that_ranks_bring_themselves_is_used(counted: list[dict[
     [
         (
             "fewer",
-            "rank 1 has 39 samples of its own and rank 0 has 40: with compare=False every rank has an equal part in "
-            "each step.\nGive all of them as many, such as the first 39",
+            "rank 1 has 39 samples and rank 0 has 40: with compare=False every rank has an equal share of "
+            "each step.\nGive all ranks the same number, such as the first 39",
         ),
         (
             "tensors",

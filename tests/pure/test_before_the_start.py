@@ -309,5 +309,5 @@ def test_drop_last_of_valid_data_smaller_than_the_batch_drops_nothing(train: Cal
     data = "torch.utils.data.DataLoader(list(zip(x.repeat({0}, 1), y.repeat({0}))), batch_size=64, drop_last=True)"
     ended = train(f"batch=None, train={data.format(13)}, valid={data.format(2)}")
     assert ended.code == 0, ended.err
-    assert "the valid DataLoader's drop_last is not followed: an evaluation counts every sample\n" in ended.err
+    assert "the valid DataLoader's drop_last is ignored: an evaluation counts every sample\n" in ended.err
     assert [one.samples for one in Record.read("runs/tried").evaluations] == [40, 40]

@@ -187,9 +187,9 @@ def test_every_rank_trains_on_all_of_its_own_data_where_they_are_meant_to_differ
 
 def test_ranks_with_data_of_their_own_share_a_batch_equally() -> None:
     adopted = per_rank(adapt(torch.arange(10)), 3)
-    with pytest.raises(PlanError, match=r"a global batch of 8 does not divide over 3 ranks with data .* use 6 or 9"):
+    with pytest.raises(PlanError, match=r"batch of 8 does not divide over 3 ranks with separate data; use 6 or 9"):
         adopted.order(0, 8)
-    with pytest.raises(PlanError, match=r"a global batch of 2 does not divide over 3 ranks with data .* use 3 or 6"):
+    with pytest.raises(PlanError, match=r"batch of 2 does not divide over 3 ranks with separate data; use 3 or 6"):
         adopted.order(0, 2)
     with pytest.raises(TaskError, match="a stream that differs between ranks"):
         per_rank(adapt(Numbers(4)), 2)
@@ -479,7 +479,7 @@ def test_a_pass_over_everything_is_in_order_and_plain(kind: str) -> None:
 @pytest.mark.timeout(30)
 def test_what_cannot_be_sent_from_a_worker_is_said(spoil: Callable[[Any], Any]) -> None:
     loader = open_loader(list(torch.ones(8, 2)), worlds(1)[0], 4, collate=lambda samples: spoil(samples[0]), workers=1)
-    with pytest.raises(TaskError, match=r"a batch cannot be sent from a loader worker: .*; let the data be plain"):
+    with pytest.raises(TaskError, match=r"a batch cannot be sent from a loader worker: .*; return plain tensors"):
         list(loader)
     loader.close()
 

@@ -293,7 +293,7 @@ def test_a_sampler_is_told_its_epoch() -> None:
         ([[0, 1], [2, 3]], r"list gave \[0, 1\]; a sampler gives one sample id at a time"),
         ([], "list is empty; it must give at least one id"),
         ([*range(8), 8.7], r"list gave 8.7; a sampler gives one sample id at a time, an integer"),
-        (BatchSampler(range(10), 2, False), "a BatchSampler was given as the sampler; give one that gives single ids"),
+        (BatchSampler(range(10), 2, False), "a BatchSampler was given as the sampler; give a sampler of single ids"),
         (7, "the sampler is a int; give one of evenstep.samplers, or a torch Sampler"),
         ((id_ for id_ in range(3)), "generator has no length; give it a __len__"),
     ],
@@ -343,9 +343,9 @@ def test_a_distributed_sampler_says_only_whether_to_shuffle_and_its_batch_is_eve
     adopted = adapt(DataLoader(DATA, 4, sampler=DistributedSampler(DATA, 2, 1, shuffle=False)))  # type: ignore[arg-type]
     assert isinstance(adopted.sampler, samplers.Sequential)
     assert adopted.batch == 4
-    assert adopted.said == [
-        "the train DataLoader's DistributedSampler is not needed: each rank gets its share of a global batch, and "
-        "batch_size=4 is that of all ranks together"
+    assert adopted.notes == [
+        "the train DataLoader's DistributedSampler is not needed: each rank gets its share of the global batch, and "
+        "batch_size=4 is the global batch of all ranks"
     ]
 
 
@@ -370,7 +370,7 @@ def test_a_dataloader_is_taken_apart() -> None:
     order = adopted.order(seed=0, batch=2)
     assert order is not None
     assert sorted(epoch_of(order)) == [1, 2, 3]
-    assert (adopted.batch, adopted.workers, adopted.said) == (4, 2, [])
+    assert (adopted.batch, adopted.workers, adopted.notes) == (4, 2, [])
     assert adopted.source.fetch(np.array([5, 6]))[1] == [5, 6]  # type: ignore[union-attr]
 
 
@@ -419,8 +419,8 @@ def test_the_short_last_batch_is_dropped_in_training_and_an_evaluation_counts_al
     else:
         loader = DataLoader(PAIRS, 4, **how)  # type: ignore[arg-type]
     train, valid = adapt(loader), adapt(loader, what="valid")
-    assert (train.drop_last, train.said) == (True, [])
-    assert valid.said == ["the valid DataLoader's drop_last is not followed: an evaluation counts every sample"]
+    assert (train.drop_last, train.notes) == (True, [])
+    assert valid.notes == ["the valid DataLoader's drop_last is ignored: an evaluation counts every sample"]
     order = train.order(seed=0, batch=4)
     assert order is not None
     assert (order.lengths, order.dropped) == (Lengths(8), Lengths(2))
@@ -449,9 +449,9 @@ class ByTwos(BatchSampler):
     [
         (
             DataLoader(PAIRS, batch_sampler=ByTwos(range(10), 2, False)),  # type: ignore[arg-type]
-            r"has a batch_sampler of its own \(ByTwos\), and the batch is evenstep's to cut up",
+            r"has a custom batch_sampler \(ByTwos\), but evenstep forms the batches",
         ),
-        (DataLoader(PAIRS, batch_size=None), "has batch_size=None: its dataset makes batches; let it give samples"),  # type: ignore[arg-type]
+        (DataLoader(PAIRS, batch_size=None), "has batch_size=None: its dataset returns batches; let it return samples"),  # type: ignore[arg-type]
     ],
 )
 def test_dataloaders_that_cannot_be_taken_over_say_why(loader: DataLoader[Any], message: str) -> None:

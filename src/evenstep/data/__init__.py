@@ -1,1 +1,1 @@
-"""What one rank reads: the user's data adapted, batched, prefetched."""
+"""The data of one rank: datasets and DataLoaders of the user, adapted, batched and prefetched."""

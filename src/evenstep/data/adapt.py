@@ -1,4 +1,4 @@
-"""Data as users have it: a DataLoader is taken apart, a torch Sampler becomes an order of ids."""
+"""Adapters for what users bring: datasets, tensors, DataLoaders and torch Samplers."""
 
 from __future__ import annotations
 
@@ -29,21 +29,21 @@ from evenstep.sampling.order import Order
 
 @dataclass(frozen=True)
 class AdaptedData:
-    """The user's data, opened."""
+    """The user's data as a source of samples with a sampler."""
 
     source: Source | Stream
     sampler: samplers.Sampler
     batch: int | None = None
-    """The DataLoader's, if it was one."""
+    """The batch size of the DataLoader, if one was given."""
     workers: int | None = None
     worker_init: Callable[[int], None] | None = None
     drop_last: bool = False
-    """Whether the last global batch of an epoch is left out if it is short."""
-    said: list[str] = field(default_factory=list)
-    """What was not taken over, in plain words."""
+    """Whether an incomplete last global batch of an epoch is left out."""
+    notes: list[str] = field(default_factory=list)
+    """Settings of the DataLoader that are not used, as sentences for the user."""
 
     def order(self, seed: int, batch: int) -> Order | None:
-        """The order of its ids; a stream has its own."""
+        """The order of the ids; None for a stream."""
         if isinstance(self.source, Stream):
             return None
         order = self.sampler.order(self.source.num_samples, seed, batch)
@@ -53,9 +53,9 @@ class AdaptedData:
 def adapt(
     data: Any, collate: Collate | None = None, sampler: Any = None, what: str = "train", *, shuffle: bool = True
 ) -> AdaptedData:
-    """Open `data`, whatever it is: `sampler` and `collate` go before those of a DataLoader, `shuffle` after them."""
+    """Open `data`; `sampler` and `collate` override those of a DataLoader, `shuffle` applies if there is no sampler."""
     if isinstance(data, DataLoader):
-        return _taken_apart(data, collate, sampler, what)
+        return _from_dataloader(data, collate, sampler, what)
     if is_stream(data):
         if sampler is not None and not isinstance(sampler, samplers.Sequential):
             raise TaskError(f"the {what} data is a stream, which comes in its own order; leave the sampler out")
@@ -66,27 +66,29 @@ def adapt(
     return AdaptedData(source, as_sampler(sampler))
 
 
-def _taken_apart(loader: DataLoader[Any], collate: Collate | None, sampler: Any, what: str) -> AdaptedData:
-    said = []
+def _from_dataloader(loader: DataLoader[Any], collate: Collate | None, sampler: Any, what: str) -> AdaptedData:
+    notes = []
     batch, own_sampler = loader.batch_size, loader.sampler
     if loader.batch_size is None and type(loader.batch_sampler) is BatchSampler:
         batch, own_sampler = loader.batch_sampler.batch_size, loader.batch_sampler.sampler
-    own_batches = loader.batch_sampler is not None and type(loader.batch_sampler) is not BatchSampler
-    if own_batches:
+    has_own_batches = loader.batch_sampler is not None and type(loader.batch_sampler) is not BatchSampler
+    if has_own_batches:
         raise TaskError(
-            f"the {what} DataLoader has a batch_sampler of its own ({type(loader.batch_sampler).__name__}), and the "
-            "batch is evenstep's to cut up;\ngive the dataset, and an order of samples: Task(sampler=...), such as "
+            f"the {what} DataLoader has a custom batch_sampler ({type(loader.batch_sampler).__name__}), but evenstep "
+            "forms the batches;\ngive the dataset, and a sampler of single samples: Task(sampler=...), such as "
             "evenstep.samplers.ByLength"
         )
     if batch is None:
-        raise TaskError(f"the {what} DataLoader has batch_size=None: its dataset makes batches; let it give samples")
+        raise TaskError(
+            f"the {what} DataLoader has batch_size=None: its dataset returns batches; let it return samples"
+        )
     drop_last = bool(loader.drop_last or getattr(loader.batch_sampler, "drop_last", False))
     if drop_last and what == "valid":
-        said.append("the valid DataLoader's drop_last is not followed: an evaluation counts every sample")
+        notes.append("the valid DataLoader's drop_last is ignored: an evaluation counts every sample")
     if sampler is None and type(own_sampler) is DistributedSampler:
-        said.append(
-            f"the {what} DataLoader's DistributedSampler is not needed: each rank gets its share of a global batch, "
-            f"and batch_size={batch} is that of all ranks together"
+        notes.append(
+            f"the {what} DataLoader's DistributedSampler is not needed: each rank gets its share of the global batch, "
+            f"and batch_size={batch} is the global batch of all ranks"
         )
     if collate is None and loader.collate_fn not in (default_collate, default_convert):
         collate = loader.collate_fn
@@ -99,16 +101,16 @@ def _taken_apart(loader: DataLoader[Any], collate: Collate | None, sampler: Any,
         workers=loader.num_workers,
         worker_init=loader.worker_init_fn,
         drop_last=drop_last and what != "valid",
-        said=[*said, *inner.said],
+        notes=[*notes, *inner.notes],
     )
 
 
 def per_rank(adopted: AdaptedData, num_ranks: int) -> AdaptedData:
-    """Data that differs between ranks, as one: each reads what it has, and all of it is used."""
+    """Separate data on each rank as one data set: each rank reads its own samples, and all are used."""
     if isinstance(adopted.source, Stream):
         raise TaskError(
-            "a stream that differs between ranks (compare=False) may end on one before the others; "
-            "give each rank a list of as many samples, or one stream to all"
+            "a stream that differs between ranks (compare=False) may end on one rank before the others; "
+            "give each rank a list of the same length, or the same stream to all ranks"
         )
     ids = np.tile(np.arange(adopted.source.num_samples), num_ranks)
     return replace(
@@ -117,16 +119,16 @@ def per_rank(adopted: AdaptedData, num_ranks: int) -> AdaptedData:
 
 
 def as_sampler(given: Any) -> samplers.Sampler:
-    """One of our samplers for one of torch's, or for one of the user's own."""
+    """The evenstep sampler for a sampler of torch's, or for a custom one."""
     if callable(getattr(given, "order", None)) and not isinstance(given, Sampler):
         return given  # type: ignore[no-any-return]
     if isinstance(given, BatchSampler):
-        raise TaskError("a BatchSampler was given as the sampler; give one that gives single ids: the batch is global")
+        raise TaskError("a BatchSampler was given as the sampler; give a sampler of single ids: the batch is global")
     kind = type(given)
     if kind is SequentialSampler:
         return samplers.Sequential()
     if kind is DistributedSampler:
-        # It would share out what is shared out already; its order is ours.
+        # Each rank already gets a share of the order.
         return samplers.Shuffled() if given.shuffle else samplers.Sequential()
     if kind is RandomSampler:
         return _random(given)

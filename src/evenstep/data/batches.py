@@ -1,4 +1,4 @@
-"""What one process reads for one optimizer step, on the host: in the training process or in a loader worker."""
+"""The batches that one process reads, on the host: in the training process or in a loader worker."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ from evenstep.sampling.rng import Ids
 from evenstep.task import Batch as Data
 
 MAX_HASHED_BYTES = 1 << 20
-"""Bytes of each tensor that a digest looks at."""
+"""Bytes of each tensor that go into a digest."""
 
 
 @dataclass(frozen=True)
 class BatchSplit:
-    """How a global batch is cut up: which seats are this process's, and into how many micro-batches."""
+    """How a global batch is split: the replicas of this process, and the number of micro-batches."""
 
     replicas: range
     num_replicas: int
@@ -35,11 +35,11 @@ class BatchSplit:
     def of(cls, world: World, accumulate: int) -> BatchSplit:
         return cls(world.replicas, world.num_replicas, accumulate)
 
-    def places(self, num: int) -> list[list[range]]:
-        """For each micro-batch, what each of this process's seats takes of `num` samples."""
+    def ranges(self, num: int) -> list[list[range]]:
+        """For each micro-batch, the samples out of `num` that each replica of this process takes."""
         if self.num_replicas == 1 and self.accumulate == 1:
             return [[range(num)]]
-        # Seat 0 has the largest share; every seat runs as many micro-batches as it does, for collectives must match.
+        # Replica 0 has the largest share; all replicas run as many micro-batches, because collectives must match.
         num_micro = min(self.accumulate, len(share(num, 0, self.num_replicas)))
         shares = [share(num, replica, self.num_replicas) for replica in self.replicas]
         return [
@@ -50,21 +50,21 @@ class BatchSplit:
 
 @dataclass(slots=True)
 class Request:
-    """The ids of one step, cut up for one process."""
+    """The ids of one step."""
 
     span: Span
     ids: Ids
     """Of the whole global batch."""
     is_epoch_end: bool
     is_checked: bool
-    """Whether the ranks will compare what they read."""
+    """Whether the ranks compare what they read."""
     keys: Ids
-    """What the draws for each sample depend on: its id, or its place where samples repeat."""
+    """What the random numbers of each sample depend on: its id, or its position where samples repeat."""
 
 
 @dataclass(slots=True)
 class HostMicroBatch:
-    """What one seat computes at once, still on the host. `ids` may be empty: then the data stands in for nothing."""
+    """The micro-batch of one replica, on the host; with no `ids`, its data is a placeholder that counts for nothing."""
 
     data: Data
     ids: Ids
@@ -73,53 +73,53 @@ class HostMicroBatch:
 
 @dataclass(frozen=True)
 class BatchDigests:
-    """Names for what was read, for the ranks to compare; "" where there is nothing to say."""
+    """Digests of what was read, which the ranks compare; "" where nothing can be compared."""
 
     replicas: list[str]
-    """What each of this process's seats read."""
+    """One digest per replica of this process."""
     common: str
-    """What every rank should have read alike."""
+    """Of a sample that should be equal on every rank."""
     ids: str
-    """The ids of the global batch."""
+    """Of the ids of the global batch."""
 
 
 @dataclass(slots=True)
 class HostBatch:
-    """One step as it was read: for each micro-batch, a piece for every seat of this process."""
+    """One step as it was read: a list of micro-batches, each with one part per replica of this process."""
 
     span: Span
     micro_batches: list[list[HostMicroBatch]]
     is_epoch_end: bool
     checked: BatchDigests | None = None
-    """What the ranks compare, if they are to."""
+    """None if the ranks do not compare this batch."""
 
 
 @dataclass(frozen=True)
 class WorkerFailure:
-    """What went wrong in a loader worker, in the words of the TaskError that the training process will raise."""
+    """An error in a loader worker: the message of the TaskError that the training process raises."""
 
     message: str
 
 
 def requests(order: Order, batch: int, epoch: int, start: int, num_checked: int) -> Iterator[Request]:
-    """The steps from a place of an epoch to its end; ranks compare what they read in the first `num_checked`."""
+    """The steps from position `start` of an epoch to its end; ranks compare the first `num_checked`."""
     length = order.lengths.of(epoch)
     assert length is not None
-    for number, place in enumerate(range(start, length, batch)):
-        span = Span(epoch, place, min(place + batch, length))
+    for number, first in enumerate(range(start, length, batch)):
+        span = Span(epoch, first, min(first + batch, length))
         ids = order.ids(span)
         keys = np.arange(span.start, span.stop) if order.repeats else ids
         yield Request(span, ids, span.stop == length, number < num_checked, keys)
 
 
 class Reader:
-    """Reads requests, for each of this process's seats from its own source: the same one, or a copy on its device."""
+    """Reads requests; each replica of this process has a source, shared or copied to its device."""
 
     def __init__(
         self, sources: list[Source], cut: BatchSplit, seed: int, augment: Augment | None, pinned: bool
     ) -> None:
         self._sources = sources
-        self._cut = cut
+        self._split = cut
         self._is_whole = cut.num_replicas == 1 and cut.accumulate == 1
         self._seed = seed
         self._augment = augment
@@ -136,8 +136,8 @@ class Reader:
             whole = HostMicroBatch(data, ids, keys)
             return HostBatch(request.span, [[whole]], request.is_epoch_end)
         micro_batches = [
-            [self._piece(source, request, own, touch) for source, own in zip(self._sources, places, strict=True)]
-            for places in self._cut.places(len(ids))
+            [self._micro_batch(source, request, own, touch) for source, own in zip(self._sources, ranges, strict=True)]
+            for ranges in self._split.ranges(len(ids))
         ]
         checked = None
         if request.is_checked:
@@ -145,23 +145,22 @@ class Reader:
         return HostBatch(request.span, micro_batches, request.is_epoch_end, checked)
 
     def read_in_worker(self, request: Request) -> HostBatch | WorkerFailure:
-        """`read` in a loader worker: what is wrong with the data is said in the training process."""
+        """`read` in a loader worker: an error in the data is returned, and raised in the training process."""
         try:
             return sendable(self.read(request))
         except TaskError as error:
             return WorkerFailure(str(error))
 
-    def _piece(self, source: Source, request: Request, places: range, touch: SampleTransform) -> HostMicroBatch:
-        # A seat with nothing to do still runs one sample, which counts for nothing: collectives need every rank.
-        read = slice(places.start, places.stop) if places else slice(1)
+    def _micro_batch(self, source: Source, request: Request, own: range, touch: SampleTransform) -> HostMicroBatch:
+        # A replica without samples still runs one, which counts for nothing: collectives need every rank.
+        read = slice(own.start, own.stop) if own else slice(1)
         data = None if request.is_checked else source.rows(request.ids[read], touch)
         if data is None:
             data = source.fetch(request.ids[read], request.keys[read], touch, self._pinned)
-        own = slice(places.start, places.stop)
-        return HostMicroBatch(data, request.ids[own], request.keys[own])
+        return HostMicroBatch(data, request.ids[own.start : own.stop], request.keys[own.start : own.stop])
 
     def _common(self, request: Request, touch: SampleTransform) -> str:
-        """A digest of a sample that every rank reads; empty if it is not the same when it is read twice."""
+        """A digest of a sample that every rank reads; empty if reading it twice gives different data."""
         once, again = (digest([self._sources[0].fetch(request.ids[:1], request.keys[:1], touch)]) for _ in range(2))
         return once if once == again else ""
 
@@ -172,7 +171,7 @@ class Reader:
 
 
 def replica_digests(micro_batches: list[list[HostMicroBatch]]) -> list[str]:
-    """For each seat, a name for what it read; "" for a seat whose samples are none, or all alike."""
+    """For each replica, a digest of what it read; "" if it has no samples, or if all are equal."""
     replicas = [
         [micro_batch.data for micro_batch in per_replica if len(micro_batch.ids)]
         for per_replica in zip(*micro_batches, strict=True)
@@ -181,26 +180,26 @@ def replica_digests(micro_batches: list[list[HostMicroBatch]]) -> list[str]:
 
 
 def sendable(batch: HostBatch) -> HostBatch | WorkerFailure:
-    """The batch, if a loader worker can send it: torch's sender drops what it cannot pickle, and all would wait."""
+    """The batch, if it can be pickled: torch's sender thread drops one that cannot, and the training would hang."""
     try:
         for micro_batch in (micro_batch for per_replica in batch.micro_batches for micro_batch in per_replica):
             pickle.dumps(map_tensors(micro_batch.data, _checked_tensor))
     except Exception as error:
         return WorkerFailure(
             f"a batch cannot be sent from a loader worker: {type(error).__name__}: {error}; "
-            "let the data be plain tensors, numbers and texts, or use --workers 0"
+            "return plain tensors, numbers and strings, or use --workers 0"
         )
     return batch
 
 
 def _checked_tensor(tensor: torch.Tensor) -> Any:
     if tensor.requires_grad and not tensor.is_leaf:
-        raise ValueError("a tensor has a gradient to carry; detach() it")
+        raise ValueError("a tensor requires grad and is not a leaf; detach() it")
     return None
 
 
 def digest(data: Any) -> str:
-    """A short name for the content of tensors, arrays, numbers and texts, however nested; "" if it holds more."""
+    """A digest of nested tensors, arrays, numbers and strings; "" if there is anything else."""
     content = hashlib.blake2b(digest_size=8)
     for leaf in leaves(data):
         if isinstance(leaf, torch.Tensor) and leaf.layout is torch.strided:
@@ -216,7 +215,7 @@ def digest(data: Any) -> str:
 
 
 def is_varied(data: Any) -> bool:
-    """Whether samples of a batch differ; if all are alike, they say nothing about who read which."""
+    """Whether samples of a batch differ; equal ones do not show which rank read which."""
     for leaf in leaves(data):
         is_tensor = isinstance(leaf, torch.Tensor) and leaf.layout is torch.strided
         if is_tensor and leaf.ndim and len(leaf) > 1 and bool((leaf[1:] != leaf[:1]).any()):

@@ -126,7 +126,7 @@ class Stream:
         common = digest(samples) if is_checked else ""
         micro_batches = [
             [self._piece(samples, span, places, touch) for places in replicas]
-            for replicas in part.cut.places(len(samples))
+            for replicas in part.cut.ranges(len(samples))
         ]
         checked = BatchDigests(replica_digests(micro_batches), common, "") if is_checked else None
         return HostBatch(span, micro_batches, is_epoch_end, checked)

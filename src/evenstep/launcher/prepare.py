@@ -92,7 +92,7 @@ def prepare(source: str | TaskFunction | Task | None, choices: Mapping[str, Any]
         probe(plan, task, train, valid, order)
         cwd = os.getcwd()
     num_steps = plan.num_steps(lengths_of(order), *start)
-    said = [*said, *train.said, *_dropped(order), *(valid.said if valid is not None else []), *_crowded(plan)]
+    said = [*said, *train.notes, *_dropped(order), *(valid.notes if valid is not None else []), *_crowded(plan)]
     return Prepared(plan, task, spec, _make_folder(plan), lengths_of(order), num_steps, said, cwd=cwd)
 
 

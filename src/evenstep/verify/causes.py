@@ -475,10 +475,10 @@ def _as_said(failure: Failure, evidence: tuple[str, ...]) -> DifferenceCause:
 def _kind_of(failure: Failure) -> str:
     kinds = {
         "read the same data": "same-data",
-        "has other data": "other-data",
-        "read another stream": "other-data",
+        "has different data": "other-data",
+        "read a different stream": "other-data",
         "samples and rank": "other-data",
-        "in another order": "other-data",
+        "in a different order": "other-data",
         "no gradient reaches": "no-gradient",
     }
     return next((name for words, name in kinds.items() if words in failure.message), "failed")

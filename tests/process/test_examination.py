@@ -75,5 +75,5 @@ def test_a_layer_that_is_skipped_is_told_with_the_line_that_draws(findings: dict
     assert cause is not None
     assert "modeling_opt.py" in cause.sentence
     assert "torch.rand([])" in cause.sentence
-    assert cause.sentence.endswith("so each of them leaves other parameters out")
+    assert cause.sentence.endswith("so each device skips different parameters")
     assert "layerdrop=0" in cause.advice

@@ -21,9 +21,9 @@ def main() -> None:
     console.print()
     console.print(side_by_side(records))
     console.print(
-        f"\nThe same {records[0].summary.samples:,} samples in the same order: one network, learned four ways."
+        f"\nThe same {records[0].summary.samples:,} samples in the same order: one network, trained with four strategies."
     )
-    # Counts mean cards where there are any, and this machine may have one.
+    # Counts mean GPUs where there are any, and this machine may have one.
     compared = "1,2" if not torch.cuda.is_available() else "cpu/cpu,cpu"
     console.print(f"\n[bold]evenstep compare digits --devices {compared}[/bold]")
     subprocess.run([sys.executable, "-m", "evenstep", "compare", "digits", "--devices", compared], check=True)

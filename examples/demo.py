@@ -20,9 +20,7 @@ def main() -> None:
         records.append(evenstep.train("digits", strategy=strategy, devices=("cpu",) * devices))
     console.print()
     console.print(side_by_side(records))
-    console.print(
-        f"\nThe same {records[0].summary.samples:,} samples in the same order: one network, trained with four strategies."
-    )
+    console.print(f"\nThe same {records[0].summary.samples:,} samples in the same order: one network, four strategies.")
     # Counts mean GPUs where there are any, and this machine may have one.
     compared = "1,2" if not torch.cuda.is_available() else "cpu/cpu,cpu"
     console.print(f"\n[bold]evenstep compare digits --devices {compared}[/bold]")

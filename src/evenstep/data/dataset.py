@@ -138,7 +138,7 @@ class Source(Protocol):
 
     num_samples: int
     is_on_gpu: bool
-    """Whether the samples lie in a card's memory already."""
+    """Whether the samples are already in GPU memory."""
 
     def is_slow(self, augments: bool) -> bool:
         """Whether Python runs for every sample, so that worker processes are of use."""
@@ -195,7 +195,7 @@ def _columns(data: Any, what: str) -> list[Any] | None:
 
 
 class Rows:
-    """Samples of columns on a card that are still to be gathered; a recorded step gathers them itself."""
+    """Samples on a GPU that have not been gathered yet; a captured CUDA graph gathers them itself."""
 
     def __init__(self, columns: Any, ids: Ids, device: torch.device) -> None:
         self.columns = columns
@@ -207,7 +207,7 @@ class Rows:
         return self.at(torch.from_numpy(self.ids).to(self.device, non_blocking=True))
 
     def at(self, index: torch.Tensor) -> Batch:
-        """The samples at an index that is on the card."""
+        """The samples at an index that is on the GPU."""
         return map_fields(self.columns, lambda column: column.index_select(0, index))
 
 

@@ -39,7 +39,7 @@ NUM_CHECKED = 2
 
 
 class MicroBatch:
-    """What one seat computes at once. A seat with nothing to do still runs one sample, which counts for nothing:
+    """The micro-batch of one replica. A replica without samples still runs one, which counts for nothing:
     collectives need every rank."""
 
     __slots__ = ("_inputs", "ids", "num_samples", "rows")
@@ -49,24 +49,24 @@ class MicroBatch:
         self.ids = ids
         self.num_samples = num_samples
         self.rows = rows
-        """Where the data is still to be gathered from, if it is on the card already."""
+        """Where the data is gathered from, if it is already on the GPU."""
 
     @property
     def inputs(self) -> Data:
-        """What the loss gets: this seat's samples, or the one that stands in for none."""
+        """What the loss gets: the samples of this replica, or the placeholder of one without samples."""
         if self._inputs is None and self.rows is not None:
             self._inputs = self.rows.fetch()
         return self._inputs
 
     @property
     def data(self) -> Data:
-        """This seat's own samples: of one with nothing to do, tensors without a row."""
+        """The samples of this replica; tensors without rows if it has none."""
         return self.inputs if self.num_samples else map_tensors(self.inputs, no_rows)
 
 
 @dataclass(slots=True, eq=False)
 class Batch:
-    """One optimizer step: for each micro-batch, a piece for every seat of this process."""
+    """One optimizer step: a list of micro-batches, each with one part per replica of this process."""
 
     span: Span
     micro_batches: list[list[MicroBatch]]
@@ -263,7 +263,7 @@ class Loader:
         return map_tensors(micro_batch.data, lambda tensor: self._reading.fit(tensor.to(device, non_blocking=True)))
 
     def _sent(self, host: HostBatch) -> tuple[HostBatch, list[torch.cuda.Event]]:
-        """The batch on its way to the cards; called ahead of time, in a thread of its own."""
+        """The batch, while it is copied to the GPUs; called in the prefetch thread."""
         micro_batches = []
         for per_replica in host.micro_batches:
             moved = []

@@ -1,7 +1,4 @@
-"""Reading ahead: in worker processes (torch's own), and onto the card by a thread with a stream of its own.
-
-Going over the data once, in this process or in worker processes: what is read, before any device sees it.
-"""
+"""Prefetching: batches are read in DataLoader workers, and copied to the GPU in a thread on a separate CUDA stream."""
 
 from __future__ import annotations
 
@@ -300,14 +297,14 @@ class Prefetcher(Generic[T]):
 
 
 class GpuCopy:
-    """Copies host tensors to a card on a stream of its own; `arrive` lets the training's stream wait for them."""
+    """Copies host tensors to a GPU on a separate CUDA stream; `arrive` hands them to the current stream."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
         self._stream = torch.cuda.Stream(device)
 
     def send(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Start copying; called within `begin`. What lies on a card already is left to `arrive`."""
+        """Start copying; called within `begin`. Tensors on a GPU are left to `arrive`."""
         if tensor.is_cuda:
             return tensor
         pinned = tensor if tensor.is_pinned() else tensor.pin_memory()

@@ -56,7 +56,7 @@ def test_another_seed_is_refused_for_it_would_repeat_samples(tmp_path: Path) -> 
     run = new_run()
     take_steps(run, 2)
     run.save(tmp_path)
-    with pytest.raises(CheckpointError, match="seed 0 and the seed is now 1: going on would repeat"):
+    with pytest.raises(CheckpointError, match="seed 0 and the seed is now 1: resuming would repeat"):
         new_run(seed=1).load(tmp_path)
 
 

@@ -20,8 +20,8 @@ import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from evenstep.audit import FILE, Audit, SamplesWriter, audit, judge
-from evenstep.audit.samples import MAX_PROBLEMS, Problems, read_lines
+from evenstep.audit import FILE, Audit, SamplesWriter, audit, coverage
+from evenstep.audit.sample_log import MAX_PROBLEMS, Problems, read_lines
 from evenstep.errors import BadInput
 from evenstep.plan import Plan
 from evenstep.record import FILE as RECORD
@@ -654,7 +654,7 @@ def trainings(draw: st.DrawFn) -> Training:
 @contextmanager
 def few_at_a_time(size: int) -> Iterator[None]:
     """Ids are counted in blocks of this size, instead of tens of thousands."""
-    with mock.patch.object(judge, "_IDS_AT_ONCE", size):
+    with mock.patch.object(coverage, "_IDS_AT_ONCE", size):
         yield
 
 

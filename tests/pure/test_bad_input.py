@@ -20,7 +20,7 @@ from torch import nn
 
 import evenstep as library
 from evenstep.checkpoint import files
-from evenstep.cli import _say_error
+from evenstep.cli.app import _print_error
 from evenstep.errors import shorten
 from tests.pure.conftest import Ended
 
@@ -364,7 +364,7 @@ def test_a_checkpoint_of_other_data_or_another_seed_is_refused(run: Path, refuse
     write_task(train="(x[:19], y[:19])")
     message = refused(*resume(run))
     assert "was trained on 20 samples and the data now has 19" in message
-    assert "start anew from its weights: --resume " in message
+    assert "start again from its weights: --resume " in message
 
 
 def test_a_finished_run_is_not_resumed(run: Path, refused: Refused) -> None:
@@ -526,7 +526,7 @@ LONG = "/" + "x" * 300
 def test_commands_to_copy_are_whole_and_every_error_ends_its_line(
     message: str, shown: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    _say_error(message)
+    _print_error(message)
     said = capsys.readouterr().err
     assert said.startswith("error: ")
     assert said.endswith("\n")

@@ -34,6 +34,7 @@ from evenstep.launcher.rendezvous.auth import (
     TOKEN_FILE,
     MessageSigner,
     TokenFile,
+    WrongToken,
     given_token,
     labelled,
     make_token,
@@ -52,7 +53,6 @@ from evenstep.launcher.rendezvous.tunnel import (
     NotEvenstep,
     TunnelClient,
     TunnelServer,
-    WrongToken,
 )
 from evenstep.launcher.rendezvous.version_check import Identity, sources_of_file, sources_of_task
 from evenstep.plan import Plan

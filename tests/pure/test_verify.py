@@ -26,7 +26,7 @@ from evenstep.verify.causes import Case, _config_not_repeated, by_rank, find_cau
 from evenstep.verify.check import ConfigurationCheck, Depth, judged
 from evenstep.verify.configurations import configs_of, usual_on
 from evenstep.verify.differences import COARSE, FINE, STEP, Differ, Difference, differs, first_beyond, saved_as_trained
-from evenstep.verify.experiments import plain
+from evenstep.verify.examination import plain
 from evenstep.verify.one_batch import SUBSETS, CutUp, Given, Rounding, Workbench, cut_up
 from evenstep.verify.recorder import (
     MOST_ELEMENTS,

@@ -10,8 +10,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from evenstep.audit.chain import read_chain
-from evenstep.audit.judge import Audit, Judge
-from evenstep.audit.samples import FILE, SamplesWriter, read_lines
+from evenstep.audit.coverage import Audit, Judge
+from evenstep.audit.sample_log import FILE, SamplesWriter, read_lines
 
 __all__ = ["FILE", "Audit", "SamplesWriter", "audit"]
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from itertools import pairwise
 from pathlib import Path
 
-from evenstep.audit.samples import FILE, samples_file, unreadable
+from evenstep.audit.sample_log import FILE, samples_file, unreadable
 from evenstep.errors import BadInput
 from evenstep.record import Record, SamplingFacts
 from evenstep.sampling.order import Lengths

@@ -26,7 +26,6 @@ from safetensors import SafetensorError, safe_open
 
 from evenstep.errors import CheckpointError, shorten
 from evenstep.record import Evaluation, Tally
-from evenstep.sampling.rng import SORTED_UP_TO
 from evenstep.schema import Natural, Positive, Schema
 
 FORMAT = 1
@@ -230,26 +229,6 @@ def start_of(resume: str | None) -> tuple[int, int]:
         return 0, 0
     state = read_state(Path(resume))
     return state["step"], state["loader"]["position"]
-
-
-def check_same_order(path: Path, state: State, seed: int, num_samples: int | None, order: str) -> None:
-    """Raise CheckpointError where the position of a checkpoint would mean other samples than it did."""
-    before = state["loader"]["num_samples"]
-    # Before orders had names, long ones were shuffled in another way.
-    unnamed = "shuffled" if before is None or before <= SORTED_UP_TO else "shuffled by an older evenstep"
-    other_order = state["loader"].get("order", unnamed)
-    problem = None
-    if before != num_samples:
-        problem = f"was trained on {before} samples and the data now has {num_samples}"
-    elif state["seed"] != seed:
-        problem = f"was trained with seed {state['seed']} and the seed is now {seed}"
-    elif other_order != order:
-        problem = f"took its samples in another order ({other_order}) than the one now asked for ({order})"
-    if problem is not None:
-        raise CheckpointError(
-            f"{path} {problem}: going on would repeat some samples and miss others.\n"
-            f"Give it what it had, or start anew from its weights: --resume {path / WEIGHTS}"
-        )
 
 
 def find(where: str) -> tuple[Path, list[str]]:

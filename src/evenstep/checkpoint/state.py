@@ -5,14 +5,16 @@ from __future__ import annotations
 import re
 import sys
 from collections.abc import Iterator, Mapping
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 from typing_extensions import TypeIs
 
-from evenstep.checkpoint.files import OptimizerState
+from evenstep.checkpoint.files import WEIGHTS, OptimizerState, State
 from evenstep.errors import CheckpointError, shorten
+from evenstep.sampling.rng import SORTED_UP_TO
 
 if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
@@ -296,3 +298,23 @@ def read_weights(path: str, allow_pickle: bool) -> Tensors:
     if not isinstance(loaded, Mapping) or not all(isinstance(value, torch.Tensor) for value in loaded.values()):
         raise CheckpointError(f"{path} holds no table of tensors; save it with torch.save(model.state_dict(), ...)")
     return dict(loaded)
+
+
+def check_same_order(path: Path, state: State, seed: int, num_samples: int | None, order: str) -> None:
+    """Raise CheckpointError where the position of a checkpoint would mean other samples than it did."""
+    before = state["loader"]["num_samples"]
+    # Before orders had names, long ones were shuffled in another way.
+    unnamed = "shuffled" if before is None or before <= SORTED_UP_TO else "shuffled by an older evenstep"
+    other_order = state["loader"].get("order", unnamed)
+    problem = None
+    if before != num_samples:
+        problem = f"was trained on {before} samples and the data now has {num_samples}"
+    elif state["seed"] != seed:
+        problem = f"was trained with seed {state['seed']} and the seed is now {seed}"
+    elif other_order != order:
+        problem = f"took its samples in another order ({other_order}) than the one now asked for ({order})"
+    if problem is not None:
+        raise CheckpointError(
+            f"{path} {problem}: resuming would repeat some samples and miss others.\n"
+            f"Give it what it had, or start again from its weights: --resume {path / WEIGHTS}"
+        )

@@ -1,20 +1,28 @@
-"""The command's root, and what several of its commands share."""
+"""The command's root: its options, exit codes and error messages, and what several verbs share."""
 
 from __future__ import annotations
 
 import re
+import sys
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, nullcontext
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 from rich.console import Console
 
 import evenstep
-from evenstep.errors import BREAKS_LINES, BadInput, shorten
+from evenstep.errors import BREAKS_LINES, MAX_CHARACTERS, STOPPED, BadInput, EvenstepError, shorten
 from evenstep.task import BUILT_IN
 
 TASKS = f"{', '.join(BUILT_IN)}; or your own as file.py, file.py:function or package.module:function."
+
+MOST_IN_A_LINE = 1000
+_COMMAND = re.compile(r"(?<!\S)(evenstep [a-z]{2,20} |--[a-z-]{2,30} )(?=\S)")
+"""Where one begins that a message advises, or its options."""
+
+# Typer keeps its name for "the command line is wrong" to itself; this public one is made from it.
+_USAGE_ERROR: type[Exception] = typer.BadParameter.__mro__[1]
 
 app = typer.Typer(
     name="evenstep",
@@ -67,3 +75,46 @@ def saying() -> Iterator[Callable[[str], None]]:
     except KeyboardInterrupt:
         console.print("stopped")
         raise
+
+
+def main() -> None:
+    """Run the command, and end with a code that means something: 0 done, 1 failed, 2 bad input, 130 stopped."""
+    try:
+        if sys.argv[1:2] != ["run"]:  # What follows a script is the script's.
+            refuse_broken(sys.argv[1:])
+        sys.exit(app(prog_name="evenstep", standalone_mode=False))
+    except EvenstepError as error:
+        _print_error(str(error))
+        sys.exit(error.exit_code)
+    except _USAGE_ERROR as error:
+        _print_usage(error)
+        sys.exit(BadInput.exit_code)
+    except KeyboardInterrupt:
+        _print_error("stopped")
+        sys.exit(STOPPED)
+
+
+def _print_usage(error: Any) -> None:
+    """What is wrong with the command line; without any arguments, Typer has shown the help already."""
+    message = error.format_message().strip().rstrip(".")
+    if message:
+        command = error.ctx.command_path if error.ctx else "evenstep"
+        _print_error(f"{message}{'' if message.endswith('?') else ';'} see {command} --help")
+
+
+def _print_error(message: str) -> None:
+    """On stderr; what was given, and is very long, is shortened."""
+    from evenstep.report.progress import without_control
+
+    # emoji: ":100:" is a line number here, not a picture.
+    console = Console(stderr=True, highlight=False, soft_wrap=True, emoji=False)
+    console.print("[bold red]error:[/bold red] ", end="")
+    for line in without_control(message).splitlines() or [""]:
+        console.print(shorten(_with_short_words(line), MOST_IN_A_LINE), markup=False)
+
+
+def _with_short_words(line: str) -> str:
+    """A command to copy stays whole: one of which a path is cut does something else, or nothing."""
+    found = _COMMAND.search(line)
+    end = found.start() if found is not None else len(line)
+    return re.sub(rf"\S{{{MAX_CHARACTERS},}}", lambda long: shorten(long[0]), line[:end]) + line[end:]

@@ -15,7 +15,7 @@ from torch import nn
 from torch.optim.lr_scheduler import LRScheduler
 
 from evenstep.checkpoint import files
-from evenstep.checkpoint.state import check_weights, refuse_difference
+from evenstep.checkpoint.state import check_same_order, check_weights, refuse_difference
 from evenstep.data.adapt import AdaptedData
 from evenstep.data.dataset import SampleTransform, Source
 from evenstep.data.iterable import Stream
@@ -290,7 +290,7 @@ def _check_resumes(plan: Plan, skeleton: nn.Module, source: Source | Stream, ord
     own = {name: tuple(value.shape) for name, value in skeleton.state_dict().items() if isinstance(value, torch.Tensor)}
     refuse_difference(own, {name: tuple(shape) for name, (_, shape) in table.items()}, str(path))
     num_samples = None if isinstance(source, Stream) else source.num_samples
-    files.check_same_order(path, state, plan.seed, num_samples, order_name(order))
+    check_same_order(path, state, plan.seed, num_samples, order_name(order))
     known = tuple(state["loader"].get("stream") or ())
     lengths = order.lengths if order is not None else Lengths(None, known)
     num_steps = plan.num_steps(lengths, *files.start_of(plan.resume))

@@ -1,14 +1,11 @@
-"""Whether a team can step an optimizer: without a closure, and on parameters that are sharded.
+"""The optimizer step: clipping, fp16's GradScaler, fused kernels, and which optimizers can be used at all.
 
-Both are tried on a copy of it with small parameters: a list of names would say nothing about the optimizers of others.
+Whether an optimizer works without a closure and on sharded parameters is tried on a copy with small parameters: a list
+of names would not cover other people's optimizers.
 
-Updates in one kernel, where torch has one and the user has not chosen otherwise.
-
-A fused update of a small network, spread over the whole card.
-
-torch's fused kernels give each block of a card 65,536 numbers of a tensor: a small network is the work of a few blocks,
-and most of the card looks on. Cut into slices, it is many blocks' work, with the same arithmetic for every number. A
-launch takes 30 tensors or more, so slices cost nothing up to there.
+torch's fused kernels give each block of a GPU 65,536 numbers of a tensor, so that a small network occupies few blocks.
+`Sliced` cuts its tensors into more, with the same arithmetic for every number. A launch takes 30 tensors or more, so
+up to that number slices cost nothing.
 """
 
 from __future__ import annotations
@@ -31,7 +28,7 @@ from evenstep.checkpoint.state import is_sharded, sharded_like, whole
 from evenstep.distributed.world import World
 from evenstep.errors import TaskError
 from evenstep.sampling.rng import fork_rng, seed_devices, seed_host
-from evenstep.strategies.base import fills_memory, has_sparse_gradients
+from evenstep.strategies.base import fills_memory, forget_gradients, has_sparse_gradients, update
 from evenstep.strategy_facts import DEFAULT, sharding
 
 STEPS = 8
@@ -241,6 +238,26 @@ def fuse(optimizer: torch.optim.Optimizer, model: nn.Module) -> None:
     # What the constructor sets with fused=True: fp16's scaler leaves the check for infinities to the kernel.
     untyped._step_supports_amp_scaling = True
     untyped._need_device_dtype_check_for_fused = True
+
+
+def step_optimizer(optimizer: Optimizer, clip: float | None, scaler: torch.amp.GradScaler | None) -> bool:
+    """Clip the gradients to a total norm, update the weights, drop the gradients; False if the scaler skipped it."""
+    if scaler is not None:
+        scaler.unscale_(optimizer)
+    if clip is not None:
+        weights = [weight for group in optimizer.param_groups for weight in group["params"]]
+        torch.nn.utils.clip_grad_norm_(weights, clip)
+    taken = True
+    start_momentum(optimizer)
+    if scaler is None:
+        update(optimizer)
+    else:
+        before = scaler.get_scale()
+        scaler.step(optimizer)
+        scaler.update()
+        taken = scaler.get_scale() >= before
+    forget_gradients(optimizer)
+    return taken
 
 
 def start_momentum(optimizer: torch.optim.Optimizer) -> None:

@@ -17,6 +17,7 @@ import evenstep
 from evenstep.checkpoint import files
 from evenstep.checkpoint.files import State
 from evenstep.checkpoint.state import (
+    check_same_order,
     load_optimizer_state,
     load_weights,
     made_with,
@@ -126,7 +127,7 @@ class Run:
             return self._load_foreign(str(where), allow_pickle)
         path, said = files.find(str(where))
         state = files.read_state(path)
-        files.check_same_order(path, state, self.team.seed, self.loader.num_samples, order_name(self.loader.order))
+        check_same_order(path, state, self.team.seed, self.loader.num_samples, order_name(self.loader.order))
         tensors = load_file(path / files.WEIGHTS)
         moments = load_file(path / files.OPTIMIZER)
         rates = self._other_schedule(state, said)

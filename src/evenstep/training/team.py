@@ -47,20 +47,18 @@ from evenstep.strategies.base import (
     Frozen,
     call,
     forget,
-    forget_gradients,
     go_back,
     load_strategy,
     on,
     one_by_one,
     separate,
-    update,
 )
 from evenstep.strategy_facts import DEFAULT, DEFAULT_IN_ONE_PROCESS, REFERENCE, STRATEGIES, with_processes
 from evenstep.task import Amount
 from evenstep.training.batchnorm import standing_in
 from evenstep.training.evaluation import Evaluator, Means, named
 from evenstep.training.loss import LossTotal, MeanLoss, as_sum
-from evenstep.training.optim import refuse_closure, refuse_sharded, start_momentum
+from evenstep.training.optim import refuse_closure, refuse_sharded, step_optimizer
 from evenstep.training.precision import Precision
 
 if TYPE_CHECKING:
@@ -343,22 +341,7 @@ class Team:
         """Update the weights and forget the gradients; False if fp16's scaler had every rank skip this one."""
         self.world.heartbeat.beat(UPDATE)
         self._refusals.refuse_optimizer(optimizer)
-        scaler = self.precision.scaler
-        if scaler is not None:
-            scaler.unscale_(optimizer)
-        if clip is not None:
-            weights = [weight for group in optimizer.param_groups for weight in group["params"]]
-            torch.nn.utils.clip_grad_norm_(weights, clip)
-        taken = True
-        start_momentum(optimizer)
-        if scaler is None:
-            update(optimizer)
-        else:
-            before = scaler.get_scale()
-            scaler.step(optimizer)
-            scaler.update()
-            taken = scaler.get_scale() >= before
-        forget_gradients(optimizer)
+        taken = step_optimizer(optimizer, clip, self.precision.scaler)
         if self._current is not None:
             self._current.finish()
         return taken

@@ -31,7 +31,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.overrides import TorchFunctionMode
 from torch.utils.data import DataLoader, Dataset, IterableDataset, Subset
 
-from evenstep.audit.samples import FILE, Problems, read_lines
+from evenstep.audit.sample_log import FILE, Problems, read_lines
 from evenstep.checkpoint import files
 from evenstep.checkpoint.state import Tensors, is_sharded
 from evenstep.distributed.process import read_rank

@@ -16,8 +16,8 @@ from evenstep.errors import EvenstepError, Preempted
 from evenstep.launcher.launch import run_in_processes, variant
 from evenstep.launcher.prepare import Prepared
 from evenstep.strategy_facts import REFERENCE, STRATEGIES
-from evenstep.verify.experiments import BY_RANK, TESTS
-from evenstep.verify.experiments import FOLDER as EXAMINED
+from evenstep.verify.examination import BY_RANK, TESTS
+from evenstep.verify.examination import FOLDER as EXAMINED
 from evenstep.verify.recorder import Evidence, Failure
 from evenstep.verify.verdict import Configuration
 from evenstep.worker.main import Instead
@@ -121,7 +121,7 @@ class Runs:
             tests = list(TESTS if config == one_device(config) else BY_RANK)
             how = {"is_rough": is_rough, "tests": tests}
             folder = self._folder(config, precision, "examined")
-            instead = Instead("evenstep.verify.experiments:perform_examination", how)
+            instead = Instead("evenstep.verify.examination:perform_examination", how)
             changes = {"precision": precision, "accumulate": 1}
             found = self._run(folder, config, instead, changes, f"looking for the cause, {config.label}")
             paths = sorted((folder / EXAMINED).glob("rank*.json"))

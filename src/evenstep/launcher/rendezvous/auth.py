@@ -7,6 +7,8 @@ key derived from it.
 
 from __future__ import annotations
 
+import asyncio
+import hashlib
 import hmac
 import json
 import os
@@ -19,10 +21,18 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, TypeAlias, TypeVar
+
+import msgspec
 
 from evenstep.errors import PlanError
 
+T = TypeVar("T")
+Reader: TypeAlias = asyncio.StreamReader
+Writer: TypeAlias = asyncio.StreamWriter
+Side = Literal["server", "client"]
+MAX_FRAME_BYTES = 2**22
+"""The longest message of an authenticated machine."""
 TOKEN = "EVENSTEP_TOKEN"
 TOKEN_FILE = "EVENSTEP_TOKEN_FILE"
 """The path of a file that holds the token."""
@@ -205,3 +215,43 @@ def _run(command: list[str], given: bytes) -> subprocess.CompletedProcess[bytes]
         return subprocess.run(command, input=given, capture_output=True, timeout=SECONDS)
     except (OSError, subprocess.TimeoutExpired):
         return None
+
+
+class WrongToken(PlanError):
+    """The run there has another token."""
+
+
+def run_key(token: str, run: bytes) -> bytes:
+    """The key of one run; slow and salted, so that a weak token is hard to find by trying."""
+    return hashlib.scrypt(token.encode(), salt=run, n=2**14, r=8, p=1, dklen=DIGEST_BYTES)
+
+
+@dataclass(frozen=True)
+class Session:
+    """The proofs and signed messages of one connection."""
+
+    key: bytes = field(repr=False)
+    nonces: bytes
+
+    def proof(self, side: Side, text: bytes = b"") -> bytes:
+        """An HMAC that only a side that knows the token can make, for this connection and this text."""
+        return hmac.digest(self.key, side.encode() + self.nonces + text, DIGEST)
+
+    async def check(self, side: Side, reader: Reader) -> None:
+        """Read the other side's proof."""
+        if not hmac.compare_digest(await reader.readexactly(DIGEST_BYTES), self.proof(side)):
+            raise WrongToken("a proof is wrong")
+
+    def write(self, side: Side, writer: Writer, message: Any) -> None:
+        """Send a signed message."""
+        text = msgspec.json.encode(message)
+        writer.write(len(text).to_bytes(4, "big") + self.proof(side, b"says" + text) + text)
+
+    async def read(self, side: Side, reader: Reader, kind: type[T]) -> T:
+        """Read a signed message; it is decoded only after its signature is verified."""
+        num = int.from_bytes(await reader.readexactly(4), "big")
+        proof = await reader.readexactly(DIGEST_BYTES)
+        text = await reader.readexactly(min(num, MAX_FRAME_BYTES))
+        if not hmac.compare_digest(proof, self.proof(side, b"says" + text)):
+            raise WrongToken("a signature is wrong")
+        return msgspec.json.decode(text, type=kind)

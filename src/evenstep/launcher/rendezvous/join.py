@@ -30,6 +30,7 @@ from evenstep.launcher.rendezvous.auth import (
     TOKEN_FILE,
     MessageSigner,
     TokenFile,
+    WrongToken,
     given_token,
     labelled,
     make_token,
@@ -44,7 +45,6 @@ from evenstep.launcher.rendezvous.tunnel import (
     NotEvenstep,
     TunnelClient,
     TunnelServer,
-    WrongToken,
     credential_of,
     is_tunnel_server,
 )

@@ -15,8 +15,6 @@ neither signed nor encrypted, like all of torch's own traffic.
 from __future__ import annotations
 
 import asyncio
-import hashlib
-import hmac
 import secrets
 import socket
 import sys
@@ -25,26 +23,26 @@ import time
 from collections import Counter
 from collections.abc import Awaitable, Callable, Coroutine
 from contextlib import suppress
-from dataclasses import dataclass, field
-from typing import Any, Literal, TypeAlias, TypeVar
-
-import msgspec
+from dataclasses import dataclass
+from typing import Any, TypeVar
 
 from evenstep.errors import PlanError
 from evenstep.launcher.rendezvous.addresses import LOOPBACK
-from evenstep.launcher.rendezvous.auth import DIGEST, DIGEST_BYTES, MAX_CREDENTIAL_BYTES
+from evenstep.launcher.rendezvous.auth import (
+    MAX_CREDENTIAL_BYTES,
+    Reader,
+    Session,
+    Writer,
+    WrongToken,
+    run_key,
+)
 from evenstep.launcher.rendezvous.version_check import Identity
 from evenstep.report.progress import without_control
 
 T = TypeVar("T")
-Reader: TypeAlias = asyncio.StreamReader
-Writer: TypeAlias = asyncio.StreamWriter
-Side = Literal["server", "client"]
 HELLO = b"evenstep rendezvous 1\n"
 RUN_BYTES = 16
 NONCE_BYTES = 32
-MAX_FRAME_BYTES = 2**22
-"""The longest message of an authenticated machine."""
 ANSWER_SECONDS = 4.0
 """Without an answer for this long, the server is busy and is tried again: a launcher that prepares a run may hold the
 GIL for minutes. Shorter than HANDSHAKE_SECONDS, so that a busy server is not mistaken for one that hangs up."""
@@ -61,10 +59,6 @@ CHUNK = 2**16
 
 class NotEvenstep(PlanError):
     """Another program listens there."""
-
-
-class WrongToken(PlanError):
-    """The run there has another token."""
 
 
 class AnotherRun(PlanError):
@@ -139,42 +133,6 @@ class JoinReply:
     """The server's reply."""
 
     refused: str = ""
-
-
-def run_key(token: str, run: bytes) -> bytes:
-    """The key of one run; slow and salted, so that a weak token is hard to find by trying."""
-    return hashlib.scrypt(token.encode(), salt=run, n=2**14, r=8, p=1, dklen=DIGEST_BYTES)
-
-
-@dataclass(frozen=True)
-class Session:
-    """The proofs and signed messages of one connection."""
-
-    key: bytes = field(repr=False)
-    nonces: bytes
-
-    def proof(self, side: Side, text: bytes = b"") -> bytes:
-        """An HMAC that only a side that knows the token can make, for this connection and this text."""
-        return hmac.digest(self.key, side.encode() + self.nonces + text, DIGEST)
-
-    async def check(self, side: Side, reader: Reader) -> None:
-        """Read the other side's proof."""
-        if not hmac.compare_digest(await reader.readexactly(DIGEST_BYTES), self.proof(side)):
-            raise WrongToken("a proof is wrong")
-
-    def write(self, side: Side, writer: Writer, message: Any) -> None:
-        """Send a signed message."""
-        text = msgspec.json.encode(message)
-        writer.write(len(text).to_bytes(4, "big") + self.proof(side, b"says" + text) + text)
-
-    async def read(self, side: Side, reader: Reader, kind: type[T]) -> T:
-        """Read a signed message; it is decoded only after its signature is verified."""
-        num = int.from_bytes(await reader.readexactly(4), "big")
-        proof = await reader.readexactly(DIGEST_BYTES)
-        text = await reader.readexactly(min(num, MAX_FRAME_BYTES))
-        if not hmac.compare_digest(proof, self.proof(side, b"says" + text)):
-            raise WrongToken("a signature is wrong")
-        return msgspec.json.decode(text, type=kind)
 
 
 class _Loop:

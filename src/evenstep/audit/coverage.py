@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from evenstep.audit.chain import Expected, RunPart
-from evenstep.audit.samples import Ids, Problems, SampleLine, counted
+from evenstep.audit.sample_log import Ids, Problems, SampleLine, counted
 
 NUM_COUNTED = 1 << 32
 """Ids that an audit counts, from 0 up: 4 GiB, at one byte for each."""

@@ -540,7 +540,7 @@ def test_the_command_ends_with_1_and_says_what_is_wrong(evenstep: Callable[..., 
     said = ended.out.splitlines()
     assert ended.code == 1
     assert said[0] == "12 of 100 samples, 0 repeated, 0 missed, but 12 problems"
-    assert said[1:] == [*(f"step {step} is in no file" for step in range(1, 20, 2)), "and 2 problems more"]
+    assert said[1:] == [*(f"step {step} is in no file" for step in range(1, 20, 2)), "and 2 more problems"]
 
 
 def test_the_command_gives_json_in_one_line(evenstep: Callable[..., Ended]) -> None:

@@ -141,7 +141,7 @@ def test_demo_shows_four_strategies_that_learned_the_same_and_ends_with_the_page
     assert list(rows) == ["single", "dp", "ddp", "fsdp"]
     (page,) = Path("runs").glob("*-compare/page.html")
     assert said.splitlines()[-1] == f"page  {page}"
-    assert said.count("✓ the same") == 3
+    assert said.count("✓ same") == 3
     runs = [path for path in sorted(Path("runs").iterdir()) if path != page.parent]
     summaries = [Record.read(path).summary for path in runs]
     assert len(summaries) == 4

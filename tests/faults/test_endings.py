@@ -108,7 +108,7 @@ main()
 
 @pytest.mark.parametrize(
     ("number", "code", "words"),
-    [(signal.SIGTERM, 75, "asked to stop before anything was begun"), (signal.SIGINT, 130, "stopped")],
+    [(signal.SIGTERM, 75, "stop requested before anything was begun"), (signal.SIGINT, 130, "stopped")],
 )
 def test_asked_to_stop_while_the_command_is_imported_it_says_so_in_one_line(number: int, code: int, words: str) -> None:
     command = [sys.executable, "-c", INTERRUPTED_IMPORT, str(int(number))]

@@ -93,7 +93,7 @@ def test_the_best_is_named_with_its_command_if_the_rounds_agree() -> None:
     text = shown(plain, faster, unsure, broken)
     assert "evenstep train my_task.py --precision bf16" in text
     assert "does not run: no compiler" in text
-    assert "nothing here is worth a change" in shown(plain, unsure)
+    assert "none of these is worth a change" in shown(plain, unsure)
 
 
 def test_it_says_after_how_many_steps_a_change_has_paid_for_its_start() -> None:

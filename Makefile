@@ -28,10 +28,10 @@ demo: $(STAMP)
 	@$(BIN)/python examples/demo.py
 
 test: $(STAMP)
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest -n 3 --dist loadfile
 
 test-all: $(STAMP)
-	$(BIN)/python -m pytest -m 'not gpu'
+	$(BIN)/python -m pytest -n 3 --dist loadfile -m 'not gpu'
 
 check: $(STAMP)
 	$(BIN)/ruff check .

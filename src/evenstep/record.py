@@ -28,7 +28,7 @@ PARTS = ("input", "forward", "backward", "communication", "optimizer")
 
 
 class SamplingFacts(TypedDict, total=False):
-    """How samples are drawn, and from where a run goes on; empty in records of before there was an audit."""
+    """How samples are drawn, and where the run starts; empty in Records from before audits existed."""
 
     sampler: str
     repeats: bool
@@ -107,7 +107,7 @@ class Summary:
 
 @dataclass(frozen=True, kw_only=True)
 class Lane:
-    """What one device of a rank did during a step (`seat 0`), what its host did, or what travelled (`network`)."""
+    """Spans of one device of a rank during a step (`seat 0`), of its host, or of communication (`network`)."""
 
     rank: Natural
     name: str
@@ -280,7 +280,7 @@ class Tally:
     seconds: float = 0.0
     first_samples: Natural = 0
     first_seconds: float = 0.0
-    """Of the first step, which sets things up: speed is that of the others."""
+    """Seconds of the first step, which includes set-up; speed is measured without it."""
     epoch: Natural = 0
     epoch_loss: float = 0.0
     """The losses of the last epoch, summed over what each is a mean of."""
@@ -361,7 +361,7 @@ class RecordReader:
                 record.summary = row
 
     def _restart(self, record: Record, data: SamplingFacts) -> None:
-        """What came after the checkpoint from which the run goes on was lost, and is done again."""
+        """Drop the steps after the checkpoint from which the run resumes; they are taken again."""
         last = data.get("step", 0)
         self._steps.forget_after(last)
         record.restarts.append(data)
@@ -379,7 +379,7 @@ def rows(file: IO[bytes], kinds: Collection[str] = KINDS) -> Iterator[Start | Ro
 
 def _placed_rows(file: IO[bytes], kinds: Collection[str]) -> Iterator[tuple[int, Start | Row]]:
     """Each with where in the file it begins."""
-    # As our writer begins them: of a million steps that nobody asks for, none is parsed.
+    # The prefix our writer uses: of a million steps that are not read, none is parsed.
     skipped = tuple(f'{{"kind": "{kind}", '.encode() for kind in {*KINDS} - {*kinds, "start"})
     while True:
         start = file.tell()
@@ -406,7 +406,7 @@ def _line_number(file: IO[bytes], start: int) -> int:
 
 
 def _inner(what: object) -> dict[str, Any]:
-    """A row inside of another one: the lanes of a timeline."""
+    """A nested row: the lanes of a timeline."""
     if not isinstance(what, Lane):
         raise TypeError(f"a row holds a {type(what).__name__}, which JSON does not")
     return vars(what)
@@ -440,7 +440,7 @@ class RecordWriter:
             self._file.flush()
 
     def flush(self) -> None:
-        """Write what is left, before something is done that later runs go on from."""
+        """Write buffered rows, before a checkpoint that later runs resume from."""
         self._file.flush()
         if not self._path.exists():
             raise FileNotFoundError(f"{self._path} is gone: the folder of this run was deleted or moved")
@@ -466,7 +466,7 @@ def _cut_torn_line(path: Path) -> None:
 
 
 def end_of_rows(file: IO[bytes]) -> int:
-    """Where the last whole line ends: looked for from the end, since a long run goes on as fast as a short one."""
+    """The end of the last whole line, searched from the end: a long run resumes as fast as a short one."""
     end = file.seek(0, os.SEEK_END)
     while end > 0:
         begin = max(0, end - BLOCK_BYTES)

@@ -1,4 +1,4 @@
-"""One door for what is read: a file's text becomes a value of a declared type, or one of our errors.
+"""Reads untrusted text: a file's content becomes a value of a declared type, or one of our errors.
 
     COMPARISON = Schema(Comparison, "comparison", advice="give the folder of one")
     COMPARISON.read(Path("runs/mine/comparison.json"))

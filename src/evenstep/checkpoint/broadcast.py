@@ -15,7 +15,7 @@ from evenstep.distributed.world import World
 
 PART_BYTES = 2**26
 _copies = ExitStack()
-"""Folders of what was sent here."""
+"""Folders of checkpoints that were sent to this machine."""
 
 
 def broadcast_checkpoint(world: World, where: str | None) -> str | None:
@@ -36,7 +36,7 @@ def broadcast_checkpoint(world: World, where: str | None) -> str | None:
 
 
 def remove_copies() -> None:
-    """Remove what was sent here, once it is loaded."""
+    """Remove the copies, once they are loaded."""
     _copies.close()
 
 

@@ -1,4 +1,4 @@
-"""Checkpoint folders: written beside, flushed, hashed, renamed; `latest` moved last; the last good one never touched.
+"""Checkpoint folders: written to a temporary folder, flushed, hashed, renamed; `latest` moves last.
 
 runs/NAME/checkpoints/
   step-00000120/
@@ -48,7 +48,7 @@ class LoaderState(TypedDict):
 
 
 class OptimizerGroup(TypedDict):
-    """Parameters by name; the options of the group stand beside them."""
+    """Parameters by name, next to the group's options."""
 
     params: list[str]
 
@@ -92,7 +92,7 @@ class Totals:
 
 
 class State(TypedDict):
-    """What state.json holds at least; whoever saves a checkpoint may add to it."""
+    """The required content of state.json; a caller may add to it."""
 
     format: Positive
     evenstep: str
@@ -140,7 +140,7 @@ def write(folder: Path, step: int, files: Mapping[str, Callable[[Path], None]]) 
             fill(beside / name)
         sums = "".join(f"{_sha256(beside / name)}  {name}\n" for name in sorted(files))
         (beside / SUMS).write_text(sums)
-        # safetensors makes files for their owner alone; whoever may read the sums may read what they are of.
+        # safetensors creates files with mode 0600; give them the mode of the other files.
         mode = (beside / SUMS).stat().st_mode
         for path in [*beside.iterdir(), beside]:
             if path.is_file():
@@ -192,7 +192,7 @@ def whole(folder: Path) -> list[Path]:
 
 
 def verify(path: Path) -> None:
-    """Raise CheckpointError unless every file is byte for byte what was written."""
+    """Raise CheckpointError unless every file has the hash it was written with."""
     try:
         lines = (path / SUMS).read_text().splitlines()
         expected = {name: digest for digest, name in (line.split("  ", 1) for line in lines)}
@@ -224,7 +224,7 @@ def read_state(path: Path) -> State:
 
 
 def start_of(resume: str | None) -> tuple[int, int]:
-    """(step, position) from which a run goes on: those of a checkpoint; a new run, or a file of weights, has (0, 0)."""
+    """(step, position) at which a run starts: those of a checkpoint; (0, 0) for a new run or a file of weights."""
     if resume is None or os.path.isfile(resume):
         return 0, 0
     state = read_state(Path(resume))

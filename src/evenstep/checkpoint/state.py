@@ -50,7 +50,7 @@ def _tensors(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
 
 @torch.no_grad()
 def load_weights(module: nn.Module, loaded: Mapping[str, torch.Tensor], source: str) -> str | None:
-    """Copy `loaded` into the model; what was stripped from its names, in words. A partial match is refused."""
+    """Copy `loaded` into the model; returns a message on stripped prefixes. A partial match is refused."""
     own = dict(_tensors(module))
     found, stripped = _matching(loaded, own, source)
     for name, target in own.items():
@@ -196,7 +196,7 @@ def load_optimizer_state(
 
 
 def _keep_scalars(state: dict[str, Any], saved: Mapping[str, Any]) -> None:
-    """torch casts what it loads to the parameter's dtype; a scalar, such as NAdam's mu_product, has one of its own."""
+    """torch casts loaded state to the parameter's dtype; a scalar, such as NAdam's mu_product, keeps its own."""
     for key, value in saved.items():
         if isinstance(value, torch.Tensor) and not value.ndim and state[key].dtype is not value.dtype:
             state[key] = value.to(state[key].device)
@@ -204,7 +204,7 @@ def _keep_scalars(state: dict[str, Any], saved: Mapping[str, Any]) -> None:
 
 HOW = ("foreach", "fused", "capturable")
 COMPARED = {"lr": "learning rate", "weight_decay": "weight decay"}
-"""Options that a task may be given anew, and what they are called."""
+"""Options that may change on resume, and their names in messages."""
 
 
 def unused_options(optimizer: torch.optim.Optimizer, saved: Mapping[str, Any], resets_lr: bool) -> list[str]:
@@ -227,19 +227,19 @@ def unused_options(optimizer: torch.optim.Optimizer, saved: Mapping[str, Any], r
 
 
 def made_with(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
-    """Of each group, the options that are compared when a run goes on; asked before the first step."""
+    """The options of each group that are compared on resume; read before the first step."""
     return [{key: _plain(group[key]) for key in COMPARED if key in group} for group in optimizer.param_groups]
 
 
 def _before_schedules(
     saved: Mapping[str, Any], made: Mapping[str, Any], own: Mapping[str, Any], key: str
 ) -> tuple[Any, Any]:
-    """An option of a group in the checkpoint and in the optimizer as it was made: what a scheduler started from."""
+    """A group's option in the checkpoint and in the new optimizer: the scheduler's initial value."""
     initial = f"initial_{key}"
     if initial in saved and initial in own:
         key = initial
     elif initial not in saved and initial not in own:
-        # ReduceLROnPlateau, and a loop that sets the rate by itself, leave no initial value behind.
+        # ReduceLROnPlateau, and loops that set the rate themselves, record no initial value.
         saved = {**saved, **made}
     return _plain(saved.get(key)), _plain(own.get(key))
 

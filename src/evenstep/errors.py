@@ -77,7 +77,7 @@ class SaveFailed(TrainingError):
 
 
 class RankLost(TrainingError):
-    """Another rank ended first: the cause is to be looked for there."""
+    """Another rank ended first, and has the cause."""
 
 
 class WorkerFailed(TrainingError):

@@ -160,7 +160,7 @@ class Source(Protocol):
 
 def open_source(data: Any, collate: Collate | None, what: str = "train") -> Source:
     """The reader that fits `data`, or a TaskError that says what is wrong with it."""
-    if type(data) is TensorDataset:  # a subclass may have a __getitem__ of its own
+    if type(data) is TensorDataset:  # a subclass may define its own __getitem__
         data = data.tensors
     source: Source
     if type(data) is Subset:

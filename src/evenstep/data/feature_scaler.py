@@ -14,7 +14,7 @@ from evenstep.errors import TaskError
 
 EPSILON = torch.finfo(torch.float64).eps
 VALUES_AT_ONCE = 2**15
-"""So many are looked at in one go: their float64 copies stay in the processor's cache."""
+"""Values processed at a time: their float64 copies stay in the CPU cache."""
 HELD_BY_FLOAT32 = {
     *(torch.bool, torch.uint8, torch.int8, torch.int16, torch.uint16),
     *(torch.float16, torch.bfloat16, torch.float32),
@@ -143,7 +143,7 @@ class Scaler(nn.Module):
         return (centred / self.deviation.to(working).view(shape)).to(self.dtype)
 
     def fit(self, batches: Iterable[Any], world: World | None = None) -> Self:
-        """Start anew and take in this process's share of the data, then everyone's; all ranks get the same bits.
+        """Fit to this process's share of the data, then merge all ranks' statistics; all ranks get the same bits.
 
         Every process of `world` calls this; one without any batch is fine.
         """

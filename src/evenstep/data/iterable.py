@@ -143,7 +143,7 @@ class Stream:
 
 
 class _Opened:
-    """A stream that is being gone through, with draws that are the same on every rank and disturb nobody."""
+    """An iteration over a stream, with the same random draws on every rank, isolated from the global generators."""
 
     def __init__(self, data: Iterable[Any], seed: int, what: str) -> None:
         self._data = data

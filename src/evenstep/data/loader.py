@@ -139,7 +139,7 @@ class Loader:
 
     @property
     def epoch(self) -> int:
-        """Epochs that are finished, which is the number of the one that goes on, counted from 0."""
+        """The number of finished epochs, which is the index of the current one."""
         return self.lengths.locate(self.position)[0]
 
     @property
@@ -170,7 +170,7 @@ class Loader:
         return self._delivered(self._whole.begin(0, 0, 0), None)
 
     def whole_data(self, num_batches: int | None = None) -> Iterator[Data]:
-        """This process's part of every sample once (or of so many batches): what a Scaler is fitted on."""
+        """This process's share of all samples, once (or of a number of batches): what a Scaler is fitted to."""
         for batch in islice(self.whole_pass(), num_batches):
             for micro_batch in (micro_batch for per_replica in batch.micro_batches for micro_batch in per_replica):
                 if micro_batch.num_samples:
@@ -187,7 +187,7 @@ class Loader:
         return batch.micro_batches[0][0].inputs
 
     def state_dict(self) -> dict[str, Any]:
-        """Where a later run goes on: a position, the steps that led there, and the order that gives it meaning."""
+        """Where a later run resumes: the position, the steps taken, and the order they refer to."""
         return {
             "position": self.position,
             "num_finished": self.num_finished,
@@ -213,7 +213,7 @@ class Loader:
         return {**order, "step": self.num_finished, "position": self.position}
 
     def close(self) -> None:
-        """End what reads ahead: threads and worker processes."""
+        """Stop prefetching: end its threads and worker processes."""
         if self._ahead is not None:
             self._ahead.close()
             self._ahead = None

@@ -33,7 +33,7 @@ from evenstep.task import Batch as Data
 T = TypeVar("T")
 ExceptHook = Callable[[type[BaseException], BaseException, TracebackType | None], Any]
 PREFETCH_FACTOR = 2
-"""Batches that each worker, and the thread, may be ahead of the training."""
+"""Batches that each worker, and the thread, may prefetch."""
 MAX_WORKERS = 4
 
 
@@ -131,7 +131,7 @@ def _decided() -> Iterator[None]:
 
 
 def _end(iterator: Any) -> None:
-    """End a DataLoader's workers; torch may raise for one that died at any moment until they are all gone."""
+    """End a DataLoader's workers; torch may raise for a dead worker until all have ended."""
     for _ in range(2):
         try:
             iterator._shutdown_workers()
@@ -269,7 +269,7 @@ class Prefetcher(Generic[T]):
             self.close()
 
     def close(self) -> None:
-        """Stop reading; what was read ahead is dropped."""
+        """Stop reading and drop the prefetched batches."""
         self._stop.set()
         while self._thread.is_alive():
             try:

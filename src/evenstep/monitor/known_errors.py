@@ -34,13 +34,13 @@ class Situation:
     fits: int | None = None
     """What `largest_that_fits` found."""
     was_tried: bool = False
-    """Whether it was looked for."""
+    """Whether it was searched for."""
     has_batchnorm: bool = False
 
 
 @dataclass(frozen=True)
 class _Case:
-    """One known failure: how it is recognised, and what is said."""
+    """A known failure: how it is recognised, and the advice for it."""
 
     pattern: str
     answer: Callable[[Match, Sequence[str], Situation], str]
@@ -54,7 +54,7 @@ def answer(error: BaseException, names: Sequence[str] = (), situation: Situation
 
 
 def is_victim(error: BaseException) -> bool:
-    """Whether this rank failed only because another one had: the cause is to be looked for there."""
+    """Whether this rank failed only because another rank failed first, which has the cause."""
     found = _find(error)
     return isinstance(error, RankLost) or (found is not None and found[0].is_victim)
 

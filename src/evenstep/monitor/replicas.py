@@ -60,7 +60,7 @@ def _kind(tensor: torch.Tensor) -> str:
 
 
 class ReplicaCheck:
-    """Compares this rank's replica with the others'."""
+    """Compares this rank's replica with those of the other ranks."""
 
     def __init__(self, world: World, module: nn.Module) -> None:
         self._world = world

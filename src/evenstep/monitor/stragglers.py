@@ -1,4 +1,4 @@
-"""Who the others wait for, and why: said while training goes on, from when each rank arrives at the collective.
+"""Which rank is slow, and why: reported during training, from the time at which each rank reaches the collective.
 
 Clocks of different machines need not agree. Every step ends at the same moment for all, so a rank is late by what
 its own part (reading, computing) takes longer than that of the others.
@@ -24,7 +24,7 @@ MIN_SECONDS = 0.02
 MIN_PART = 0.3
 """A rank is late if that costs more than this part of every step, and more than MIN_SECONDS."""
 REST_PART = 0.6
-"""Where what comes after the arrival takes more than this part of the step, the links are looked at."""
+"""If the time after the arrival exceeds this fraction of a step, the links are measured."""
 PROBE_EVERY_SECONDS = 300.0
 SAMPLE_STEPS = 64
 PROBE_BYTES = 2**18
@@ -64,7 +64,7 @@ class RankTimes:
 
 @dataclass(frozen=True)
 class Straggler:
-    """A rank that the others wait for at every step."""
+    """A rank that delays all others at every step."""
 
     rank: int
     reason: Reason
@@ -133,7 +133,7 @@ class StragglerMonitor:
         return [RankTimes(*row.tolist()) for row in rows]
 
     def _is_news(self, rank: int, reason: str, severity: float) -> bool:
-        """Whether this was not said yet, or is twice as bad as when it was said. Ranks agree: they said the same."""
+        """Whether this is new, or twice as bad as when it was last reported; the same on every rank."""
         if severity < 2 * self._said.get((rank, reason), 0.0):
             return False
         self._said[rank, reason] = severity
@@ -141,7 +141,7 @@ class StragglerMonitor:
 
     def _judge_links(self) -> str | None:
         found = judge_links(probe(self._world))
-        # Twice: a busy machine has moments in which everything is slow.
+        # Twice in a row: on a busy machine everything is slow for short periods.
         again = judge_links(probe(self._world)) if found else None
         self._probed_at = time.monotonic()
         if found is None or again is None or again.rank != found.rank:
@@ -150,7 +150,7 @@ class StragglerMonitor:
 
 
 def late_ranks(table: Sequence[RankTimes]) -> list[Straggler]:
-    """The ranks that come late, the latest first: later than the others in the mean and in the median of steps."""
+    """The late ranks, the latest first: later than the others both in the mean and in the median over steps."""
     limit = max(MIN_PART * max(row.whole for row in table), MIN_SECONDS)
     late = [_lateness(table, rank) for rank in range(len(table))]
     return sorted((one for one in late if one and one.seconds > limit), key=lambda one: -one.seconds)
@@ -249,7 +249,7 @@ def _answer(sender: int) -> None:
 
 
 def judge_links(rates: Sequence[float]) -> SlowLink | None:
-    """The rank that sends much more slowly than the others; all of them, if they are alike and slow."""
+    """The rank that sends much more slowly than the others; all ranks, if all are slow."""
     rank = min(range(len(rates)), key=lambda number: rates[number])
     others = median(rate for number, rate in enumerate(rates) if number != rank)
     if rates[rank] >= SLOW:

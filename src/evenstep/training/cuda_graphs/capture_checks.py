@@ -27,7 +27,7 @@ _OF_TORCH = {"_parameters", "_buffers", "_modules", "_non_persistent_buffers_set
 
 
 def seen(loss: Callable[..., Any], model: nn.Module) -> Seen:
-    """Names and values of all of it, as far as it can be found; of collections, their length."""
+    """Names and values of that state, as far as it can be found; for collections, their length."""
     found: Seen = {f"requires_grad of {name}": weight.requires_grad for name, weight in model.named_parameters()}
     for name, layer in model.named_modules():
         for key, value in vars(layer).items():
@@ -43,13 +43,13 @@ def seen(loss: Callable[..., Any], model: nn.Module) -> Seen:
 
 
 def drew_on_host() -> bool:
-    """Whether torch's own generator of the host was used since it was seeded, as it is at every step."""
+    """Whether torch's CPU generator was used since it was seeded for this step."""
     seeded = torch.Generator().manual_seed(torch.default_generator.initial_seed())
     return not torch.equal(seeded.get_state(), torch.default_generator.get_state())
 
 
 def first_change(before: Seen, after: Seen) -> str | None:
-    """The first name that stands for something else now."""
+    """The first name whose value changed."""
     return next((name for name in (*before, *after) if before.get(name, _PLAIN) != after.get(name, _PLAIN)), None)
 
 
@@ -62,7 +62,7 @@ def _told(name: str, value: Any) -> Seen:
 
 
 def _around(function: Any) -> Iterator[tuple[str, Any]]:
-    """What a function sees outside itself: its closure, the globals that it names, and what a method belongs to."""
+    """What a function refers to: its closure, the globals it names, and the object of a method."""
     if isinstance(function, MethodType):
         yield from ((f"{key} of {type(function.__self__).__name__}", v) for key, v in _variables(function.__self__))
         function = function.__func__
@@ -90,9 +90,9 @@ def _names(code: CodeType) -> Iterator[str]:
 
 
 MOST_APART = 0.02
-"""Share of the numbers of a kind that may be elsewhere: Adam takes full steps where a gradient is but rounding, too."""
+"""Fraction of numbers that may differ: Adam takes full steps even where a gradient is only rounding."""
 LAST_DIGITS = 4
-"""In units of the last place: how far a number may be off in any case."""
+"""Allowed difference of any number, in units in the last place."""
 
 Kinds = dict[str, list[torch.Tensor]]
 
@@ -114,25 +114,25 @@ def changed_by(recipe: Recipe) -> Kinds:
 
 
 def num_bytes(kinds: Kinds) -> int:
-    """Of all of them."""
+    """The total."""
     return sum(tensor.nbytes for tensors in kinds.values() for tensor in tensors)
 
 
 def copied(kinds: Kinds) -> Kinds:
-    """On the host: the card's memory is the training's."""
+    """Copies on the host: GPU memory belongs to the training."""
     return {kind: [tensor.detach().to("cpu", copy=True) for tensor in tensors] for kind, tensors in kinds.items()}
 
 
 @torch.no_grad()
 def put(targets: Kinds, sources: Kinds) -> None:
-    """Make the targets what the sources are."""
+    """Copy the sources into the targets."""
     for kind, tensors in targets.items():
         for target, source in zip(tensors, sources[kind], strict=True):
             target.copy_(source)
 
 
 def are_equal(one: Kinds, other: Kinds) -> bool:
-    """Bit for bit."""
+    """Whether they are bit-equal."""
     return all(
         torch.equal(first, second.to(first.device))
         for kind, tensors in one.items()
@@ -157,7 +157,7 @@ def first_apart(before: Kinds, after: Kinds, now: Kinds, tolerance: float) -> st
 def _num_beyond(limit: float, ended: torch.Tensor, now: torch.Tensor) -> int:
     digits = LAST_DIGITS * torch.finfo(ended.dtype).eps if ended.is_floating_point() else 0.0
     distance = (ended.double() - now.cpu().double()).abs()
-    # Not "above the limit": what is no number is above nothing.
+    # Not "above the limit": NaN is above nothing.
     return int((~(distance <= limit + digits * ended.double().abs())).sum())
 
 
@@ -172,7 +172,7 @@ class Clock:
         self.count = 0
 
     def start(self) -> None:
-        """Begin to count."""
+        """Start counting."""
         self._wait()
         self._seconds, self.count, self.is_on = 0.0, 0, True
 

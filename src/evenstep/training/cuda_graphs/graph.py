@@ -1,4 +1,4 @@
-"""A step that was recorded as a CUDA graph and is replayed: hundreds of kernels for the price of one call.
+"""A step captured as a CUDA graph and replayed: hundreds of kernels for one launch.
 
 Where nothing but the card takes part in the update (a fused optimizer, one seat), the graph is the whole step, and the
 host does not wait for it. Elsewhere it holds forward and backward of each seat, and the update is taken as always.
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from evenstep.training.step import Recipe
 
 PLACES = 4
-"""Steps whose values are on the host at once: more than may be under way when those of the first are read."""
+"""Steps whose values the host keeps: more than may be running when those of the first are read."""
 
 
 class Told:
@@ -63,26 +63,26 @@ class Told:
             self._place.add_(1).remainder_(PLACES)
 
     def join(self) -> None:
-        """A step ends when it has been told of."""
+        """A step ends when its values are on the host."""
         torch.cuda.current_stream().wait_stream(self._stream)
 
     def next(self) -> int:
-        """Where the values of the step that was just asked for will be."""
+        """The slot of the values of the step that was just launched."""
         self._num += 1
         return (self._num - 1) % PLACES
 
     def read(self, place: int) -> Any:
-        """As numbers; the card must have come to the end of that step."""
+        """The values as floats; the GPU must have finished that step."""
         return self._host[place].tolist()
 
 
 Shapes = tuple[Any, ...]
 MODE = "thread_local"
-"""Other threads of this process, such as the one that reads ahead, go on while a graph is recorded."""
+"""Other threads of this process, such as the prefetching one, keep running during a capture."""
 
 
 def shapes_of(batch: Batch) -> Shapes | None:
-    """What two batches must have in common to go through one graph; None if a batch is no plain tree of tensors."""
+    """What two batches must share to use one graph; None if a batch is not a plain tree of tensors."""
     shapes: list[Any] = [batch.num_samples]
     for per_replica in batch.micro_batches:
         for micro_batch in per_replica:
@@ -109,13 +109,13 @@ def _add_shapes(data: Any, shapes: list[Any]) -> bool:
 
 @dataclass(frozen=True)
 class Choices:
-    """What else is fixed in a graph: the optimizer's settings but for its learning rates."""
+    """What else is fixed in a graph: the optimizer's options except its learning rates."""
 
     groups: tuple[tuple[tuple[str, Any], ...], ...]
 
     @classmethod
     def of(cls, optimizer: torch.optim.Optimizer) -> Choices:
-        """As they are now."""
+        """The current ones."""
         apart = ("params", "lr", "initial_lr", "param_names")
         return cls(
             tuple(
@@ -126,10 +126,10 @@ class Choices:
 
 
 class Captured:
-    """The graphs of one shape of batch, with the tensors that they read and write."""
+    """The graphs for one batch shape, with their static inputs and outputs."""
 
     def __init__(self, recipe: Recipe, batch: Batch, side: torch.cuda.Stream) -> None:
-        """`side` is a stream on which part of a step is recorded beside the rest."""
+        """`side` is a stream on which part of a step is captured in parallel."""
         world = recipe.team.world
         self._recipe = recipe
         self._num_samples = batch.num_samples
@@ -137,7 +137,7 @@ class Captured:
         self.choices = Choices.of(recipe.optimizer)
         self.is_whole = can_be_whole(recipe)
         self.draws = True
-        """Whether the step draws random numbers; those that do not need no seed."""
+        """Whether the step draws random numbers, and so needs a seed."""
         self._slots = [
             [
                 Copied(micro_batch) if micro_batch.rows is None else Gathered(micro_batch, micro_batch.rows)
@@ -153,11 +153,11 @@ class Captured:
         self._last_rates = [float(group["lr"]) for group in groups]
         self._last_request_code = 0.0
         self._totals = [Recorded(world, batch.num_samples, self._request_code) for _ in world.devices]
-        # A pair for each micro-batch, or what all ranks add up.
+        # A pair for each micro-batch, or the sum over ranks.
         self._told = Told(side, 2 * len(batch.micro_batches) + 1)
         forget(recipe.model.weights)
         if len(world.devices) > 1:
-            # Eager steps ran in the seats' threads; this one has not set up its libraries yet.
+            # Eager steps ran in the replicas' threads; this thread has not initialized its libraries yet.
             for place in range(len(world.devices)):
                 with on(world.devices[place]):
                     self._compute(place, Recorded(world, batch.num_samples, self._request_code))
@@ -172,7 +172,7 @@ class Captured:
             forget(weights)
 
     def fill(self, batch: Batch, request_code: float) -> None:
-        """Put a batch where the graphs read it."""
+        """Copy a batch into the static inputs."""
         for slots, per_replica in zip(self._slots, batch.micro_batches, strict=True):
             for slot, micro_batch in zip(slots, per_replica, strict=True):
                 slot.fill(micro_batch)
@@ -187,7 +187,7 @@ class Captured:
                 graph.replay()
 
     def replay_whole(self) -> int:
-        """The whole step; where the values of its loss will be, when the card has come to its end."""
+        """Replay the whole step; returns the slot of its loss, valid once the GPU has finished it."""
         rates = [group["lr"] for group in self._recipe.optimizer.param_groups]
         if rates != self._last_rates:
             for rate, tensor in zip(rates, self._rates, strict=True):
@@ -197,11 +197,11 @@ class Captured:
         return self._told.next()
 
     def read(self, place: int) -> Any:
-        """The values of a loss, as numbers; the card must have come to the end of that step."""
+        """The values of a loss as floats; the GPU must have finished that step."""
         return self._told.read(place)
 
     def replay_backward(self, batch: Batch, totals: LossTotal) -> None:
-        """Forward and backward of every seat; the gradients are left on the parameters, and the losses in `totals`."""
+        """Forward and backward of every replica; leaves gradients on the parameters and losses in `totals`."""
         self.replay()
         for weights, gradients in zip(self._weights, self._gradients, strict=True):
             for weight, gradient in zip(weights, gradients, strict=True):
@@ -221,7 +221,7 @@ class Captured:
         world = self._recipe.team.world
         graph = torch.cuda.CUDAGraph()
         device = world.devices[place]
-        # The stream that all of the training uses, if it is one that can be recorded: DDP's nodes belong to it.
+        # The training's stream, if it can be captured: DDP's autograd nodes belong to it.
         current = torch.cuda.current_stream(device)
         stream = torch.cuda.Stream(device) if current == torch.cuda.default_stream(device) else current
         pool = torch.cuda.graph_pool_handle()
@@ -279,24 +279,24 @@ def _leave(device: torch.device, pool: Any) -> None:
 
 
 class Copied:
-    """Where a piece's tensors are copied to before each replay."""
+    """Static inputs: a micro-batch's tensors are copied here before each replay."""
 
     def __init__(self, micro_batch: MicroBatch) -> None:
         self._piece = MicroBatch(map_tensors(micro_batch.inputs, torch.clone), micro_batch.ids, micro_batch.num_samples)
         self._tensors = list(leaves(self._piece.inputs))
 
     def micro_batch(self) -> MicroBatch:
-        """What is recorded."""
+        """The captured inputs."""
         return self._piece
 
     def fill(self, micro_batch: MicroBatch) -> None:
-        """Put another piece in its place."""
+        """Copy another micro-batch into them."""
         for target, source in zip(self._tensors, leaves(micro_batch.inputs), strict=True):
             target.copy_(source, non_blocking=True)
 
 
 class Gathered:
-    """Samples that are on the card already: which of them is all that is copied, and gathering is recorded."""
+    """Samples that are resident on the GPU: only their indices are copied; gathering them is captured."""
 
     def __init__(self, micro_batch: MicroBatch, rows: Rows) -> None:
         self._first = micro_batch
@@ -304,17 +304,17 @@ class Gathered:
         self._index = torch.from_numpy(rows.ids).to(rows.device)
 
     def micro_batch(self) -> MicroBatch:
-        """What is recorded."""
+        """The captured inputs."""
         return MicroBatch(self._rows.at(self._index), self._first.ids, self._first.num_samples)
 
     def fill(self, micro_batch: MicroBatch) -> None:
-        """Take other samples."""
+        """Copy other indices."""
         assert micro_batch.rows is not None
         self._index.copy_(torch.from_numpy(micro_batch.rows.ids), non_blocking=True)
 
 
 class Recorded(LossTotal):
-    """The loss of a step that is being recorded: all of it stays on the card."""
+    """The loss of a step under capture; all of it stays on the GPU."""
 
     def __init__(self, world: Any, num_samples: int, request_code: torch.Tensor) -> None:
         super().__init__(world, num_samples)
@@ -322,7 +322,7 @@ class Recorded(LossTotal):
         self._request_code_on_gpu = request_code
         self._work: Any = None
         self.values: torch.Tensor = request_code
-        """What the host needs to know of the loss."""
+        """The values of the loss that the host needs."""
 
     def copy(self, kept: torch.Tensor) -> HostCopy | None:
         return None
@@ -357,11 +357,11 @@ class Recorded(LossTotal):
 
 
 def can_be_whole(recipe: Recipe) -> bool:
-    """Whether the update can be part of the graph: one seat, a fused kernel, nobody else to be told."""
+    """Whether the update can be captured: one replica, a fused kernel, no optimizer hooks."""
     optimizer: Any = recipe.optimizer
     hooks = optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks
     precision = recipe.team.precision
-    # The card holds learning rates in float32, which is not enough for float64.
+    # Learning rates on the GPU are float32, which is not enough for float64.
     is_plain = precision.scaler is None and precision.name != "fp64" and not hooks
     rates = [group["lr"] for group in optimizer.param_groups]
     return (
@@ -374,7 +374,7 @@ def can_be_whole(recipe: Recipe) -> bool:
 
 @contextmanager
 def _as_recorded(optimizer: Any, rates: list[torch.Tensor], bad: torch.Tensor) -> Iterator[None]:
-    """Learning rates on the card, and a number there that keeps the weights as they are."""
+    """Learning rates on the GPU, and a flag there that leaves the weights unchanged."""
     before = [{key: group[key] for key in ("lr", "capturable") if key in group} for group in optimizer.param_groups]
     for group, rate in zip(optimizer.param_groups, rates, strict=True):
         group["lr"] = rate
@@ -390,7 +390,7 @@ def _as_recorded(optimizer: Any, rates: list[torch.Tensor], bad: torch.Tensor) -
 
 
 class Pending:
-    """A step that the card is taking; its loss is on its way to the host."""
+    """A step running on the GPU; its loss is being copied to the host."""
 
     def __init__(
         self, recipe: Recipe, captured: Captured, batch: Batch, place: int, event: torch.cuda.Event, request_code: float
@@ -406,14 +406,14 @@ class Pending:
         self._request_code = request_code
 
     def arrive(self) -> Any:
-        """Wait until the step is over; afterwards its event and its place are free."""
+        """Wait until the step has finished; its event and slot can be reused afterwards."""
         if self._values is None:
             self.event.synchronize()
             self._values = self._captured.read(self._place)
         return self._values
 
     def read(self) -> MeanLoss:
-        """What it gave; NonFiniteLoss if that is no number. The weights are then those of the step before it."""
+        """Its loss; NonFiniteLoss if that is not finite, with the weights of the step before."""
         if self._loss is None:
             self._loss = self._read()
         return self._loss

@@ -1,4 +1,4 @@
-"""Steps as CUDA graphs, chosen by themselves: where a graph is safe, gives what the step gives, and is faster.
+"""Decides automatically whether to replay steps as CUDA graphs: where that is safe, equal and faster.
 
 A few steps are taken as always. If they look alike, the next one is taken as always and also recorded and replayed from
 the same start; if both end alike, what follows is replayed. A batch of another shape is taken as always.
@@ -35,16 +35,16 @@ from evenstep.training.step import Done, Eager, Recipe, Taken
 
 WARM_UP = 6
 WARM_UP_DDP = 12
-"""DDP looks at the clock of the card in its first ten steps, which no graph can hold."""
+"""DDP times its first ten steps on the GPU, which cannot be captured."""
 ASKED_AT = (20, 60, 200)
-"""Plain steps after which several ranks ask each other whether all of them could record the next one."""
+"""Eager steps after which ranks agree on whether all of them can capture the next one."""
 TIMED = 4
-"""Steps before that by which their usual time is known."""
+"""Steps before the capture that are timed."""
 LAG = 2
-"""Steps that the host is ahead of the card."""
+"""Steps that the host runs ahead of the GPU."""
 assert LAG + 1 < PLACES
 JUDGED = 10
-"""Replayed steps by which it is judged whether they are faster."""
+"""Replayed steps that are timed, to decide whether they are faster."""
 LEAST_GAIN = 1.0
 TOLERANCE = {"fp64": 1e-9, "fp32": 1e-3, "tf32": 1e-2, "bf16": 3e-2, "fp16": 3e-2}
 """How far from where the plain step ends, by a step's usual way; most replayed steps end there bit for bit."""
@@ -52,7 +52,7 @@ LOSS_TOLERANCE = {"fp64": 1e-12, "fp32": 1e-5, "tf32": 1e-3, "bf16": 1e-2, "fp16
 
 
 def can_be_fast(recipe: Recipe) -> bool:
-    """Whether its steps can be recorded at all: all on cards, and nothing between them but NCCL."""
+    """Whether steps can be captured: all devices are GPUs, and communication is NCCL only."""
     world = recipe.team.world
     if any(device.type != "cuda" for device in world.devices):
         return False
@@ -62,7 +62,7 @@ def can_be_fast(recipe: Recipe) -> bool:
 
 
 class Fast:
-    """Takes steps as always, until it knows better."""
+    """Takes eager steps until replaying a graph proves faster."""
 
     lag = LAG
 
@@ -75,7 +75,7 @@ class Fast:
         self._captured: Captured | None = None
         self._is_over = False
         self._before: tuple[object, Choices, Seen] | None = None
-        """What the step before looked like: the shapes of its batch, its settings, and what Python knew then."""
+        """The previous step: the shapes of its batch, the optimizer's options, and the Python state it read."""
         self._alike = 0
         self._num_plain = 0
         self._clock = Clock(self._world.devices)
@@ -102,7 +102,7 @@ class Fast:
         return taken
 
     def _is_time(self, batch: Batch) -> bool:
-        """Whether this step is to be recorded. Several ranks ask each other, all at the same steps."""
+        """Whether to capture this step. Ranks agree on it, all at the same steps."""
         self._num_plain += 1
         is_ready = not self._is_over and self._alike >= self._needed and shapes_of(batch) == self._shapes_before()
         if self._world.size == 1:
@@ -113,7 +113,7 @@ class Fast:
         return self._before[0] if self._before is not None else None
 
     def _plain(self, batch: Batch) -> Taken:
-        """A step as always, after others that were replayed: none of those may have gone wrong."""
+        """An eager step, after the pending replays have been checked."""
         while self._under_way:
             self._under_way.popleft().read()
         return self._eager.take(batch)
@@ -123,7 +123,7 @@ class Fast:
         assert captured is not None
         if shapes_of(batch) != captured.shapes:
             return self._plain(batch)
-        # A schedule may change more than the learning rate.
+        # A scheduler may change more than the learning rate.
         if recipe.scheduler is not None and Choices.of(recipe.optimizer) != captured.choices:
             return self._plain(batch)
         if batch.span.start == 0 and self._has_changed():
@@ -161,12 +161,12 @@ class Fast:
         pending = Pending(self._recipe, captured, batch, place, event, request_code)
         self._under_way.append(pending)
         if len(self._under_way) > LAG:
-            # The host waits here, within a step's time, and not where a loss is read.
+            # The host waits here, for less than a step, and not where a loss is read.
             self._under_way[0].arrive()
         return pending
 
     def _look(self, batch: Batch) -> None:
-        """Whether this step was like the one before it."""
+        """Compare this step with the previous one."""
         shapes = shapes_of(batch)
         now = (shapes, Choices.of(self._recipe.optimizer), seen(self._recipe.loss, self._recipe.model.module))
         if shapes is None:
@@ -183,7 +183,7 @@ class Fast:
         self._before = now
 
     def _has_changed(self) -> bool:
-        """At the begin of an epoch: whether Python knows something else than when the step was recorded."""
+        """At the start of an epoch: whether the Python state differs from that at capture."""
         assert self._before is not None
         now = seen(self._recipe.loss, self._recipe.model.module)
         draws = ("Python's random numbers", "NumPy's random numbers")
@@ -191,14 +191,14 @@ class Fast:
         if changed is not None:
             self._captured, self._before, self._alike = None, None, 0
             if self._world.size > 1:
-                # The others replay on, and would not be there to record another one.
+                # The other ranks keep replaying, and would not take part in another capture.
                 self._give_up(f"{changed} is another one now")
             else:
                 self.messages.append(f"{changed} is another one now: the step is recorded anew")
         return changed is not None
 
     def _try(self, batch: Batch) -> Taken:
-        """Take this step as always; record it, replay it from the same start, and see whether it ends alike."""
+        """Take this step eagerly; capture it, replay it from the same state, and compare the results."""
         recipe, state = self._recipe, changed_by(self._recipe)
         if not self._all(self._has_room(num_bytes(state))):
             self._give_up("the card's memory does not hold the step twice")
@@ -224,7 +224,7 @@ class Fast:
         return Done(loss)
 
     def _has_room(self, state_bytes: int) -> bool:
-        """For the memory of graphs beside that of a plain step (a short last batch is one), and copies on the host."""
+        """Whether graphs fit next to an eager step (the short last batch is one), and the copies on the host."""
         device = self._world.device
         used = torch.cuda.memory_allocated(device)
         of_a_step = torch.cuda.max_memory_allocated(device) - used
@@ -232,9 +232,9 @@ class Fast:
         return 2 * of_a_step < free and 3 * state_bytes < psutil.virtual_memory().available
 
     def _record(self, batch: Batch) -> str | None:
-        """What kept the step from being recorded; None if nothing did."""
+        """Capture the step; returns why that failed, or None."""
         try:
-            # One for all recordings: torch has few streams, and deals them out again.
+            # One for all captures: torch has few streams, and reuses them.
             self._side = self._side or torch.cuda.Stream(self._world.device)
             self._captured = Captured(self._recipe, batch, self._side)
         except Exception as error:
@@ -247,7 +247,7 @@ class Fast:
         return None
 
     def _once(self, captured: Captured, batch: Batch) -> float:
-        """The loss of this batch, replayed; the weights change, the loader's position does not."""
+        """Replay this batch and return its loss; changes the weights, not the loader's position."""
         recipe = self._recipe
         recipe.team.forget_batch()
         if not captured.is_whole:
@@ -273,7 +273,7 @@ class Fast:
         return f"recorded, {kind} end elsewhere" if kind is not None else None
 
     def _judge(self) -> None:
-        """Keep what is no slower; each rank for itself, for plain and replayed steps go together."""
+        """Keep the graph if it is not slower; each rank decides alone, since eager and replayed steps can be mixed."""
         seconds = self._clock.stop()
         gain = self._eager_seconds / seconds
         was = f"{self._eager_seconds * 1e3:.2f} to {seconds * 1e3:.2f} ms"
@@ -291,12 +291,12 @@ class Fast:
         self.messages.append(f"fast: the step stays as it is: {why}")
 
     def _all(self, is_so: bool) -> bool:
-        """Whether it is so on every rank."""
+        """Whether it is true on every rank."""
         return all(self._world.gather(is_so))
 
 
 def _free_generator(device: torch.device) -> None:
-    """A recording that failed leaves torch's generator waiting for its end; another state takes its place."""
+    """A failed capture leaves torch's generator in capture mode; give it a new state."""
     fresh = torch.Generator(device)
     torch.cuda.default_generators[device.index].graphsafe_set_state(fresh.graphsafe_get_state())
 

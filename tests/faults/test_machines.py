@@ -297,7 +297,7 @@ def test_a_machine_too_many_waits_and_ends_with_the_run(tmp_path: Path) -> None:
         spare.train(first, "1:2", "--epochs", "8", STEP_SECONDS="0.1")
         assert_ends(first, 0, 60)
         assert_ends(second, 0, 10)
-        assert_ends(spare, 0, 20, "waiting", "has ended")
+        assert_ends(spare, 0, 20, "waiting", "the run ended without this machine")
         assert Record.read(first.folder / "runs/many").restarts == []
 
 
@@ -370,7 +370,7 @@ def test_runs_never_merge(tmp_path: Path, difference: str) -> None:
         why = {
             "task": "epochs is 60 on host1 and 50 on host0",
             "token": f"the run at {first.host.address}:{PORT} has another token",
-            "nothing": "no token is set; give it to this machine as EVENSTEP_TOKEN",
+            "nothing": "and none is set; give it to this machine as EVENSTEP_TOKEN",
         }
         assert_ends(second, 2, 30, why[difference])
         wait_until(lambda: ("host1 was refused" in first.host.said()) == (difference == "task"))

@@ -86,7 +86,7 @@ def repeat(name: str, seed: int) -> Repeat:
         print(f"{name}, seed {seed}: {said}", file=sys.stderr, flush=True)
         return Repeat(seed, is_passed=False, said=said)
     configs = json.loads(done.stdout.splitlines()[-1])["ways"] if done.stdout.strip() else []
-    has_jump = any("rounding jumps there" in note for config in configs for note in config["notes"])
+    has_jump = any("rounding flips a decision there" in note for config in configs for note in config["notes"])
     if done.returncode == 0:
         return Repeat(seed, is_passed=True, has_jump=has_jump)
     said = (

@@ -144,13 +144,13 @@ def test_finds_what_was_planted_and_names_the_cause(name: str, strategy: str, ca
 def test_offers_synchronised_batch_norm_and_shows_that_it_helps() -> None:
     verdict = verdict_of("batch_norm", "ddp")
     assert verdict.advice == "Train with --sync-batchnorm."
-    assert "and with --sync-batchnorm by " in verdict.evidence[0]
+    assert "; with --sync-batchnorm, by " in verdict.evidence[0]
     assert verdict_of("batch_norm", "ddp", Depth(sync_batchnorm=True)).is_same
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize(("steps", "words"), [(2, "in fp16 nothing was judged"), (12, "in one of them alone")])
+@pytest.mark.parametrize(("steps", "words"), [(2, "in fp16 nothing was compared"), (12, "in one run only")])
 def test_steps_that_the_scaler_skips_are_not_mistaken_for_others(steps: int, words: str) -> None:
     base = prepare(f"{MISTAKES / 'planted.py'}:overflowing", {"precision": "fp16"})
     config = Configuration("ddp", TWO)
@@ -164,7 +164,7 @@ def test_steps_that_the_scaler_skips_are_not_mistaken_for_others(steps: int, wor
 def test_rounding_that_turns_decisions_is_no_difference() -> None:
     verdict = verdict_of("deciding", "ddp")
     assert verdict.is_same, verdict
-    assert any("rounding jumps there" in note for note in verdict.notes), verdict.notes
+    assert any("rounding flips a decision there" in note for note in verdict.notes), verdict.notes
 
 
 @pytest.mark.slow

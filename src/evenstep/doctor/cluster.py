@@ -242,27 +242,27 @@ INTERFACE_NAME = "GLOO_SOCKET_IFNAME"
 class DoctorRendezvous(C10dRendezvous):
     """The rendezvous of the doctors, and their access to the first machine's store."""
 
-    _store: TCPStore
+    _messages: TCPStore
 
     def next_round(self, num: int, attempt: int, resume: str | None = None) -> RankAssignment | None:
         """Wait for the machines, and connect to the first machine's store."""
         assignment = super().next_round(num, attempt, resume)
         if assignment is not None:
             host, port = assignment.environment["MASTER_ADDR"], int(assignment.environment["MASTER_PORT"])
-            self._store = self._ask(lambda: TCPStore(host, port, is_master=False))
+            self._messages = self._ask(lambda: TCPStore(host, port, is_master=False))
         return assignment
 
     def set(self, key: str, value: str) -> None:
         """Store a text; raises HeadLost if the first machine is lost, as `get` and `check` do."""
-        self._ask(lambda: self._store.set(key, value))
+        self._ask(lambda: self._messages.set(key, value))
 
     def get(self, key: str) -> bytes:
         """A stored text."""
-        return self._ask(lambda: self._store.get(key))
+        return self._ask(lambda: self._messages.get(key))
 
     def check(self, keys: list[str]) -> bool:
         """Whether these keys are set."""
-        return self._ask(lambda: self._store.check(keys))
+        return self._ask(lambda: self._messages.check(keys))
 
     def channel(self, assignment: RankAssignment) -> Channel:
         """The channel to the other machines."""

@@ -180,7 +180,7 @@ class Steps(Sequence[Step]):
         """All of them; None where they are more than MAX_HELD."""
 
     def add(self, step: Step, place: int) -> None:
-        """One more, which was read at that place."""
+        """Add a row that was read at this offset."""
         self._numbers.append(step.step)
         self._places.append(place)
         if len(self) > MAX_HELD:
@@ -238,7 +238,7 @@ class Record:
     restarts: list[SamplingFacts] = field(default_factory=list)
     """The same as `data`, for each time that the run went on after a crash or a preemption."""
     steps: Sequence[Step] = ()
-    """Those of a long run are read from its file when they are asked for."""
+    """Those of a long run are read from its file when needed."""
     evaluations: list[Evaluation] = field(default_factory=list)
     timelines: list[Timeline] = field(default_factory=list)
     measurement: Measurement | None = None
@@ -446,7 +446,7 @@ class RecordWriter:
             raise FileNotFoundError(f"{self._path} is gone: the folder of this run was deleted or moved")
 
     def close(self) -> None:
-        """Write what can be; what must be was flushed, and whoever could not do that has said so."""
+        """Write what is left, if possible; what must be written was flushed before, with an error if that failed."""
         with suppress(OSError):
             self._file.close()
 

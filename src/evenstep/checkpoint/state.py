@@ -25,7 +25,7 @@ _WRAPPERS = ("_orig_mod.", "_fsdp_wrapped_module.", "_checkpoint_wrapped_module.
 
 
 def is_sharded(tensor: torch.Tensor) -> TypeIs[DTensor]:
-    """Whether a tensor is spread over ranks; asked without importing what only fsdp imports."""
+    """Whether a tensor is sharded over ranks; does not import DTensor, which only fsdp needs."""
     tensors = sys.modules.get("torch.distributed.tensor")
     return tensors is not None and isinstance(tensor, tensors.DTensor)
 

@@ -277,7 +277,7 @@ def start_momentum(optimizer: torch.optim.Optimizer) -> None:
 
 
 def is_fused(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether its kernel can be told, by a number on the card, to leave the weights as they are."""
+    """Whether its kernel skips the update if a flag on the GPU is set."""
     return type(optimizer) in FUSED and all(group.get("fused") for group in optimizer.param_groups)
 
 
@@ -303,7 +303,7 @@ class Sliced(TorchDispatchMode):
 
 
 def slice_length(sizes: list[int]) -> int:
-    """Numbers of a slice, for tensors of these sizes: as few as one launch allows; 0 if that is enough for the card as
+    """Numbers of a slice, for tensors of these sizes: as few as one launch allows; 0 if that is enough for the GPU as
     it is, or too much for one launch.
 
     >>> slice_length([784 * 256, 256, 2560, 10]), slice_length([100] * 5), slice_length([10**8])

@@ -22,12 +22,12 @@ class Precision:
         self.dtype = torch.float64 if name == "fp64" else torch.float32
         self.scaler = torch.amp.GradScaler(device.type) if name == "fp16" else None
         if device.type == "cuda":
-            # torch lets convolutions use tf32 unless told otherwise: fp32 here means fp32.
+            # torch lets convolutions use tf32 by default: fp32 here means fp32.
             torch.backends.cuda.matmul.allow_tf32 = name == "tf32"
             torch.backends.cudnn.allow_tf32 = name == "tf32"
 
     def autocast(self, device: torch.device) -> AbstractContextManager[Any]:
-        """The context in which the loss is computed; per thread, so every seat enters its own."""
+        """The context in which the loss is computed; per thread, so every replica enters its own."""
         if self.half is None:
             return NOTHING
         return torch.autocast(device.type, dtype=self.half)

@@ -1,4 +1,4 @@
-"""The five verbs on which every training here is built: join, spread, backward, step, measure.
+"""The five verbs of a training loop: join, wrap, backward, step, evaluate.
 
 team = evenstep.join(strategy="ddp")                    # alone, under evenstep, or under torchrun
 model = team.wrap(Net())
@@ -66,7 +66,7 @@ if TYPE_CHECKING:
 
 
 class Refusals:
-    """Knows what was spread, and looks at everything new once."""
+    """Checks each wrapped model and each optimizer once."""
 
     def __init__(self, world: World) -> None:
         self._world = world
@@ -75,29 +75,29 @@ class Refusals:
         self._checked: WeakSet[torch.optim.Optimizer] = WeakSet()
 
     def learn(self, model: DistributedModel) -> None:
-        """A model that was spread."""
+        """Remember a wrapped model."""
         self._known |= {id(weight) for weight in model.weights}
         self._trainable[model] = [weight.requires_grad for weight in model.weights]
 
     def refuse_model(self, model: DistributedModel) -> None:
         """Before each backward."""
-        # The engines are told at the start which parameters train; later changes would reach one copy of several.
+        # DDP and FSDP learn at the start which parameters train; a later change would reach one replica of several.
         if self._world.num_replicas > 1 and [w.requires_grad for w in model.weights] != self._trainable[model]:
             raise TaskError(
-                "requires_grad of some parameters changed after team.wrap; set it before the model is spread"
+                "requires_grad of some parameters changed after team.wrap; set it before the model is wrapped"
             )
         if model.is_checked:
             return
         # One that has seen no data would let everything through as it is.
         if unfitted(model.module):
             raise TaskError(
-                "the model has a Scaler that has seen no data; fit it before the model is spread:\n"
+                "the model has a Scaler that has seen no data; fit it before the model is wrapped:\n"
                 "scaler.fit(loader.whole_data(), team.world)"
             )
         model.is_checked = True
 
     def refuse_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
-        """Before each update: one over other parameters than those that were spread would train nothing.
+        """Before each update: an optimizer over parameters of an unwrapped model would train nothing.
 
         All ranks call this.
         """
@@ -135,7 +135,7 @@ BATCHES_BETWEEN_AGREEMENTS = 8
 
 
 class Interrupted(Exception):
-    """An evaluation was left because a process is asked to stop."""
+    """An evaluation was interrupted by a request to stop."""
 
 
 def join(
@@ -176,7 +176,7 @@ def _default_strategy(num_processes: int, devices: Sequence[str]) -> str:
 
 
 class Team:
-    """This process's part in a training: who it is, how the model is spread, what numbers it computes with."""
+    """This process's part in a training: its rank and devices, its strategy, its precision."""
 
     def __init__(self, world: World, strategy: str, precision: Precision, seed: int) -> None:
         self.world = world
@@ -191,7 +191,7 @@ class Team:
         self._current: Batch | None = None
         self._backwards = 0
         self._keys: tuple[int, list[int]] = (-1, [])
-        """Of an epoch: what dropout's draws on each seat depend on."""
+        """The epoch, and the key of dropout's seed for each replica."""
 
     @property
     def last_batch(self) -> Batch | None:
@@ -271,7 +271,7 @@ class Team:
             return self._backward(models, batch, partial(self._on_replicas, loss, models, batch))
 
     def replay_backward(self, captured: Captured, model: DistributedModel, batch: Batch) -> MeanLoss:
-        """`backward` by graphs in which forward and backward of every seat were recorded."""
+        """`backward` by replaying the captured forward and backward of every replica."""
 
         def replay(totals: LossTotal) -> None:
             self.world.heartbeat.beat(BACKWARD)
@@ -291,7 +291,7 @@ class Team:
         return self.requests.encode()
 
     def syncing_alone(self, model: DistributedModel, is_last: bool) -> AbstractContextManager[None]:
-        """What surrounds a micro-batch of the only seat of this process; several seats meet outside of it."""
+        """The context of a micro-batch of this process's only replica; several replicas synchronize outside."""
         return model.sync_gradients(is_last) if len(self.world.devices) == 1 else NOTHING
 
     def forget_batch(self) -> None:
@@ -325,7 +325,7 @@ class Team:
         mean = totals.read()
         compute_seconds = totals.seconds_alone()
         self.requests.agree(totals.request_code)
-        # A rank that sends nothing goes its own way, which may lead anywhere; nothing is learned then.
+        # Without communication (a measured ceiling) ranks diverge, and the loss means nothing.
         if not math.isfinite(mean) and not self.world.tap.is_muted:
             forget(models[0].weights)
             step, spoilt = batch.loader.num_finished + 1, totals.non_finite()
@@ -372,7 +372,7 @@ class Team:
                 if can_stop and number % BATCHES_BETWEEN_AGREEMENTS == 0:
                     self._stop_together()
                 for per_replica in batch.micro_batches:
-                    # The first seat decides for all whether gradients are needed, before threads draw at random.
+                    # The first replica decides for all whether gradients are needed, before threads draw numbers.
                     run = model.run if evaluate.has_succeeded else one_by_one
                     for measured in run(replica_measure, list(enumerate(per_replica))):
                         for name, pair in measured.items():
@@ -390,7 +390,7 @@ class Team:
         return Means({name: total / count if count else math.nan for name, (total, count) in rows}, num_samples)
 
     def _stop_together(self) -> None:
-        """Raise Interrupted if any process is asked to stop."""
+        """Raise Interrupted on all processes if one of them has a request to stop."""
         request_code = torch.full((), self.requests.encode(), dtype=torch.float64)
         work = self.world.total(request_code)
         if work is not None:
@@ -400,7 +400,7 @@ class Team:
             raise Interrupted
 
     def infer(self, function: Callable[[Any], T], model: DistributedModel) -> T:
-        """`function(model)` on the first seat of every process, with no gradients; all processes must call it."""
+        """`function(model)` on the first replica of every process, without gradients; all processes must call it."""
         model.sync_replicas(is_training=False)
         with torch.no_grad(), model.evaluating():
             answer: T = model.loss_modules[0](function)
@@ -415,7 +415,7 @@ class Team:
         totals: LossTotal,
         last: bool,
     ) -> None:
-        """Forward and backward of one seat's piece."""
+        """Forward and backward of one replica's micro-batch."""
         device = self.world.devices[place]
         # In backward too, where activation checkpointing runs the forward again.
         with on(device), NOTHING if micro_batch.num_samples else standing_in():
@@ -452,7 +452,7 @@ class Team:
         return {name: as_sum(amount, micro_batch.num_samples, name).to(home) for name, amount in found.items()}
 
     def _draw_for(self, batch: Batch) -> None:
-        """Seed dropout for this batch: different on every seat, the same after a restart."""
+        """Seed dropout for this batch: different on every replica, the same after a restart."""
         self._backwards = self._backwards + 1 if batch is self._current else 0
         self._current = batch
         epoch, start = batch.span.epoch, batch.span.start

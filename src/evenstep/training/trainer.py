@@ -122,7 +122,7 @@ class Trainer:
 
     @property
     def tracker_start(self) -> TrackerStart:
-        """What a tracker is told first."""
+        """What a tracker logs first."""
         redone_from = self.run.step + 1 if self.is_again else None
         return TrackerStart(self.plan, self.folder, redone_from)
 

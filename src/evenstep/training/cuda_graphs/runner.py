@@ -47,7 +47,7 @@ JUDGED = 10
 """Replayed steps that are timed, to decide whether they are faster."""
 LEAST_GAIN = 1.0
 TOLERANCE = {"fp64": 1e-9, "fp32": 1e-3, "tf32": 1e-2, "bf16": 3e-2, "fp16": 3e-2}
-"""How far from where the plain step ends, by a step's usual way; most replayed steps end there bit for bit."""
+"""Allowed difference to the eager step, relative to a step's usual change; most replays are bit-equal."""
 LOSS_TOLERANCE = {"fp64": 1e-12, "fp32": 1e-5, "tf32": 1e-3, "bf16": 1e-2, "fp16": 1e-2}
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import io
+import re
 from pathlib import Path
 from typing import Any
 
@@ -116,8 +117,9 @@ def test_a_folder_that_goes_away_gives_one_warning_and_the_training_ends_well(
     assert len(record.steps) == 12
     assert record.summary is not None
     (warning,) = warnings_of(capfd.readouterr().err)
-    assert warning.startswith("warning: tensorboard is off (FileNotFoundError: ")
-    assert warning.endswith("); training continues")
+    # The writer's thread may look between the folder's end and the file in its place.
+    cause = r"(FileNotFound|NotADirectory)Error: .+"
+    assert re.fullmatch(rf"warning: tensorboard is off \({cause}\); training continues", warning)
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")  # of TensorBoard's thread

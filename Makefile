@@ -54,11 +54,13 @@ $(BENCH_STAMP): pyproject.toml constraints.txt bench/requirements.txt
 bench: $(BENCH_READY)
 	$(BENCH_PYTHON) bench/suite.py $(if $(DATA),--data $(DATA))
 
-# Whether what evenstep says of itself is right: the parts of a step, its advice, what comparing replicas costs.
+# Whether what evenstep says of itself is right: the parts of a step, its advice, what comparing replicas costs,
+# how soon it reacts to a fault.
 bench-more: $(STAMP)
 	$(BIN)/python bench/parts.py --out bench/results/$(shell date +%F)-parts-cpu.json
 	$(BIN)/python bench/advice.py bench/results/$(shell date +%F)-advice-cpu.json
 	$(BIN)/python bench/replicas.py bench/results/$(shell date +%F)-replicas-cpu.json
+	$(BIN)/python bench/reactions.py bench/results/$(shell date +%F)-reactions-cpu.json
 
 bench-quick: $(BENCH_READY)
 	@$(BENCH_PYTHON) bench/quick.py

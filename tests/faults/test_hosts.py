@@ -109,9 +109,10 @@ def test_a_capped_host_sends_slowly_until_it_is_uncapped() -> None:
     with hosts(2) as (first, second):
         serve(first)
         first.cap(mbit=8)
-        assert 0.8 < fetch(second, first) < 2
+        capped = fetch(second, first)
+        assert capped > 0.8, "no packet is faster than the cap"
         first.uncap()
-        assert fetch(second, first) < 0.5
+        assert fetch(second, first) < capped
 
 
 def test_addresses_are_chosen_and_two_networks_at_once_may_use_the_same() -> None:

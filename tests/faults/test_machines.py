@@ -233,6 +233,7 @@ def test_a_machine_may_bring_more_devices_than_the_first(tmp_path: Path) -> None
         assert {path.name for path in (second.folder / "runs/many/logs").glob("*.out")} == {"rank1.out", "rank2.out"}
 
 
+@pytest.mark.smoke
 def test_a_machine_whose_cable_is_pulled_is_left_behind(tmp_path: Path) -> None:
     """Fault 22."""
     with machines(tmp_path, 2) as (first, second):

@@ -34,6 +34,7 @@ def names_of_checkpoints() -> list[str]:
 
 
 @pytest.mark.slow
+@pytest.mark.smoke
 @pytest.mark.usefixtures("small_disk")
 def test_a_disk_that_fills_up_is_told_of_on_all_ranks_and_costs_no_checkpoint() -> None:  # 11
     ended = train(*EVERY_3, "--restarts", "2", fault=fail("fill", rank=0, step=8))

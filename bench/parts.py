@@ -16,7 +16,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
-from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -31,12 +31,11 @@ from harness import Ratio, compared, show, write
 from models import MLP_10M, SIMPLE_NET
 
 from evenstep import Task
-from evenstep.compare.measure import Block
+from evenstep.compare.measure import Block, measure
 from evenstep.launcher.launch import run_in_processes, variant
 from evenstep.launcher.prepare import prepare
 from evenstep.launcher.script import launch
 from evenstep.record import PARTS, Measurement, Record
-from evenstep.worker.main import Instead
 
 WAYS = (("single", 1), ("dp", 2), ("ddp", 2), ("fsdp", 2))
 ON_ONE_GPU = (("single", 1), ("dp", 2), ("ddp", 2), ("fsdp", 1))
@@ -83,7 +82,7 @@ def measured(name: str, strategy: str, devices: tuple[str, ...], block: Block, f
     """One block, in processes of its own."""
     base = prepare(f"{__file__}:{name}", {"name": f"parts-{time.monotonic_ns()}", "devices": list(devices[:1])})
     prepared = variant(base, folder, strategy=strategy, devices=devices, steps=block.plan_steps)
-    for _ in run_in_processes(prepared, Instead("evenstep.compare.measure:measure", asdict(block))):
+    for _ in run_in_processes(prepared, partial(measure, block=block)):
         pass
     found = Record.read(folder).measurement
     shutil.rmtree(folder)

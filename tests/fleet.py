@@ -14,11 +14,11 @@ from pathlib import Path
 import torch
 from safetensors.torch import load_file
 
-from evenstep.launcher.processes import ProcessSpec, RankLogs, workers
+from evenstep.launcher.processes import RankLogs, workers
 from evenstep.launcher.rendezvous.local import LocalRendezvous
 from evenstep.plan import Plan
 from evenstep.record import Record
-from evenstep.worker.user_program import Program, run_program
+from evenstep.worker.user_program import ProgramSpec, run_program
 
 
 @dataclass(frozen=True)
@@ -39,11 +39,11 @@ def run_jobs(folder: Path, size: int, jobs: Iterable[tuple[str, Plan, str]], dev
 def run_processes(script: Path, arguments: Sequence[str], size: int, logs_folder: Path, **more: str) -> None:
     """Run a script as `size` processes that meet as those of a training do; what they said, if one of them fails."""
     rendezvous = LocalRendezvous()
-    environments = rendezvous.next_round(size, 1).environments(size, {"OMP_NUM_THREADS": "1", **more})
-    logs = RankLogs(logs_folder)
-    program = Program(str(script), tuple(arguments), search_path=tuple(sys.path))
+    logs, path = RankLogs(logs_folder), tuple(sys.path)
+    program = ProgramSpec(logs=str(logs_folder), name=str(script), arguments=tuple(arguments), search_path=path)
+    specs = rendezvous.next_round(size, 1).specs(program, size, {"OMP_NUM_THREADS": "1", **more})
     try:
-        with workers(ProcessSpec(run_program, (str(logs_folder), program), environments, logs)) as started:
+        with workers(run_program, specs, logs) as started:
             while started.poll():
                 pass
             said = [path.read_text() for path in sorted(logs.folder.glob("*.traceback"))]

@@ -26,7 +26,9 @@ from torch.utils.data import Dataset
 
 from evenstep import Task
 from evenstep.distributed.heartbeat import SAVING
+from evenstep.distributed.process import worker_spec
 from evenstep.distributed.world import read_heartbeat
+from evenstep.worker.main import TrainingSpec
 
 HAPPENED = Path("happened")
 CHECKPOINTS = Path("runs/one/checkpoints")
@@ -99,7 +101,7 @@ class Head(nn.Linear):
 
 
 def model() -> nn.Module:
-    if "EVENSTEP_WORKER" in os.environ:
+    if isinstance(worker_spec(), TrainingSpec):
         happen("while building")
     made = nn.Sequential(nn.Linear(4, WIDTH), nn.Dropout(0.2), Head(WIDTH, 2))
     return made.double() if is_due("double weights") else made

@@ -14,14 +14,14 @@ import torch
 from torch import nn
 
 import evenstep
-from evenstep.distributed.world import STORE
+from evenstep.distributed.process import WorkerSpec, set_spec
 
 STEP = 5
 
 
 def work(rank: int, out: Path, how: str) -> None:
     os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE="2")
-    os.environ[STORE] = str(out.with_name("store"))
+    set_spec(WorkerSpec(store=str(out.with_name("store"))))
     torch.set_num_threads(1)
     team = evenstep.join("ddp", ("cpu", "cpu"))
     model = team.wrap(nn.Sequential(nn.Linear(8, 2000), nn.Tanh(), nn.Linear(2000, 500), nn.Linear(500, 1)))

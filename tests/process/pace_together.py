@@ -15,7 +15,8 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from evenstep.distributed.world import STORE, World, join_world
+from evenstep.distributed.process import WorkerSpec, set_spec
+from evenstep.distributed.world import World, join_world
 from evenstep.errors import TrainingError
 from evenstep.monitor.replicas import ReplicaCheck
 from evenstep.monitor.stragglers import StragglerMonitor, probe
@@ -148,7 +149,7 @@ def replicas(world: World) -> dict[str, Any]:
 def work(rank: int, folder: Path) -> None:
     """One rank's whole life."""
     os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(NUM_RANKS))
-    os.environ[STORE] = str(folder / "store")
+    set_spec(WorkerSpec(store=str(folder / "store")))
     torch.set_num_threads(1)
     world = join_world(("cpu",) * NUM_RANKS, needs_group=True)
     reports = world.gather({**paces(world), **replicas(world)})

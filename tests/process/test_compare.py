@@ -7,7 +7,7 @@ import signal
 import subprocess
 import sys
 import time
-from dataclasses import asdict
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -15,12 +15,11 @@ from typing import Any
 import psutil
 import pytest
 
-from evenstep.compare.measure import Block
+from evenstep.compare.measure import Block, measure
 from evenstep.launcher.launch import run_in_processes, variant
 from evenstep.launcher.prepare import prepare
 from evenstep.record import PARTS, Measurement, Record
 from evenstep.report.comparison import Comparison
-from evenstep.worker.main import Instead
 
 TASK = """
 import torch
@@ -110,7 +109,7 @@ def blocks(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Record]:
         found = {}
         for name, changes in WAYS.items():
             prepared = variant(base, base.folder / name, steps=block.plan_steps, **changes)
-            for _ in run_in_processes(prepared, Instead("evenstep.compare.measure:measure", asdict(block))):
+            for _ in run_in_processes(prepared, partial(measure, block=block)):
                 pass
             found[name] = Record.read(prepared.folder)
     return found

@@ -55,7 +55,7 @@ if __name__ == "__main__":
 EXPLAINED = {
     # One open file each for stacks that are asked for and for those of a crash, closed by exec.
     "open files",
-    # A name that outlives restarts is not torchrun's; the address is that of loopback; EVENSTEP_BEATS is for join().
+    # A name that outlives restarts is not torchrun's; the address is that of loopback.
     "environment",
     "drawn",
     # Ranks share one: it is the first that reads it who gets what was typed.
@@ -110,7 +110,7 @@ def test_a_script_finds_a_new_main_process() -> None:
     assert len(first["open files"]) == 5
     assert first["is session leader"]
     assert {first["stdin"], second["stdin"]} == {"typed", ""}
-    assert {name for name in first["environment"] if name.startswith("EVENSTEP_")} == {"EVENSTEP_BEATS"}
+    assert {name for name in first["environment"] if name.startswith("EVENSTEP_")} == set()
     assert all(mine != theirs for mine, theirs in zip(first["drawn"], second["drawn"], strict=True))
 
 
@@ -196,8 +196,7 @@ def test_a_script_finds_what_torchrun_gives(how: tuple[str, ...], num: str) -> N
     assert {name: value for name, value in ours.items() if name not in EXPLAINED} == {
         name: value for name, value in theirs.items() if name not in EXPLAINED
     }
-    assert set(ours["environment"]) - set(theirs["environment"]) == {"EVENSTEP_BEATS"}
-    assert set(theirs["environment"]) <= set(ours["environment"])
+    assert set(ours["environment"]) == set(theirs["environment"])
     different = {name for name, value in theirs["environment"].items() if ours["environment"][name] != value}
     alone = {"TORCHELASTIC_USE_AGENT_STORE"} if num == "1" else set()
     assert different == {"MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_RUN_ID", "TORCHELASTIC_ERROR_FILE", *alone}

@@ -5,11 +5,12 @@ from __future__ import annotations
 import shutil
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from statistics import fmean, median
 
-from evenstep.compare.measure import Block, usual
+from evenstep.compare.measure import Block, measure, usual
 from evenstep.errors import EvenstepError, Preempted
 from evenstep.launcher.launch import run_in_processes, variant
 from evenstep.launcher.prepare import Prepared
@@ -17,7 +18,6 @@ from evenstep.record import PARTS, Measurement, Record
 from evenstep.report.comparison import Parity, Range, Row
 from evenstep.strategy_facts import STRATEGIES
 from evenstep.verify import Configuration
-from evenstep.worker.main import Instead
 
 TRIAL = Block(warm_up=3, steps=4, special=2)
 BLOCK_SECONDS = 0.8
@@ -84,7 +84,7 @@ class Race:
                 batch=batch or self.base.plan.batch,
             )
             began = time.time()
-            for _ in run_in_processes(prepared, Instead("evenstep.compare.measure:measure", asdict(block))):
+            for _ in run_in_processes(prepared, partial(measure, block=block)):
                 pass
             record = Record.read(folder)
         except Preempted:

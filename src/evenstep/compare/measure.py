@@ -47,9 +47,9 @@ class Block:
         return self.warm_up + self.steps + 3 * self.special + 2 * SETTLING_STEPS
 
 
-def measure(plan: Plan, task: Task, run_folder: Path, **block: int) -> Iterator[Event]:
+def measure(plan: Plan, task: Task, run_folder: Path, *, block: Block) -> Iterator[Event]:
     """What a worker of a comparison does instead of training: `plan.steps` is the block's `plan_steps`."""
-    return perform(plan, task, run_folder, make=partial(Measuring, Block(**block)))
+    return perform(plan, task, run_folder, make=partial(Measuring, block))
 
 
 class Measuring(Trainer):

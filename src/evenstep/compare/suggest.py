@@ -10,12 +10,12 @@ from typing import Any
 
 from torch import nn
 
+from evenstep.compare.measure import trial
 from evenstep.errors import EvenstepError, Preempted
 from evenstep.launcher.launch import run_in_processes, variant
 from evenstep.launcher.prepare import Prepared, prepare
 from evenstep.record import Record
 from evenstep.strategy_facts import STRATEGIES
-from evenstep.worker.main import Instead
 
 STEPS = {"cpu": 30, "cuda": 120}
 """Steps of each trial; on a GPU, CUDA graphs are captured in the first few dozen."""
@@ -102,7 +102,7 @@ def _tried(base: Prepared, change: Change, say: Callable[[str], None]) -> Sugges
     shutil.rmtree(folder, ignore_errors=True)
     try:
         prepared = variant(base, folder, steps=steps, **change.changes)
-        for _ in run_in_processes(prepared, Instead("evenstep.compare.measure:trial", {})):
+        for _ in run_in_processes(prepared, trial):
             pass
     except Preempted:
         raise

@@ -19,7 +19,7 @@ import sys
 import weakref
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from importlib.machinery import SourceFileLoader
 from multiprocessing import forkserver, process, resource_tracker, util
 from pathlib import Path
@@ -127,14 +127,44 @@ def tidy_up_at_exit() -> None:
     atexit.register(util._exit_function)  # type: ignore[attr-defined]
 
 
-OWN_LOGS = "EVENSTEP_OWN_LOGS"
-"""Set for a forked process, which opens its logs itself."""
-LAUNCHER = "EVENSTEP_LAUNCHER"
-"""The launcher's process id, set while it starts its fork server, which is to die with it."""
 BLOCKED_SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP)
 """Signals that the fork server blocks, until its forks have installed their handlers."""
-PARENT = "EVENSTEP_PARENT"
-"""The process id of a worker's parent: the launcher, or its fork server."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class WorkerSpec:
+    """Everything that a launcher gives one worker process; each kind of worker adds what it runs."""
+
+    logs: str = ""
+    """The folder for what this attempt's processes print and report."""
+    environment: Mapping[str, str] = field(default_factory=dict)
+    """Its variables: its rank under torchrun's names, and what torch and the user's code read."""
+    heartbeats: str = ""
+    """The file to which all processes of the attempt write their heartbeats."""
+    slot: int = 0
+    """This process's slot in it."""
+    store: str | None = None
+    """The file of the store in which the ranks of one machine meet; None: at MASTER_ADDR."""
+    resume: str | None = None
+    """The checkpoint from which this attempt continues; None for the plan's."""
+    parent: int = 0
+    """The process that it dies with: the launcher, or its fork server."""
+    opens_logs: bool = False
+    """Whether it redirects its own output, as a fork does."""
+
+
+_spec: WorkerSpec | None = None
+
+
+def set_spec(spec: WorkerSpec | None) -> None:
+    """Make this process a worker with this spec; None: no worker."""
+    global _spec
+    _spec = spec
+
+
+def worker_spec() -> WorkerSpec | None:
+    """What this process was given; None if no launcher started it."""
+    return _spec
 
 
 @dataclass(frozen=True)
@@ -164,12 +194,11 @@ def omp_num_threads(environment: Mapping[str, str] = os.environ) -> int | None:
     return int(asked) or None if re.fullmatch("[0-9]{1,5}", asked) else None
 
 
-def begin(logs: str) -> None:
+def begin(spec: WorkerSpec) -> None:
     """Tie this process to the launcher, name it, and install stack dumps."""
-    # Removed: processes that the user's code starts have another parent.
-    parent = os.environ.pop(PARENT, None)
-    if parent:
-        die_with(int(parent))
+    set_spec(spec)
+    if spec.parent:
+        die_with(spec.parent)
     take_threads()
     # Exit handlers inherited by a fork belong to the parent: removing temporary folders, for example.
     atexit._clear()
@@ -178,10 +207,10 @@ def begin(logs: str) -> None:
     signal.signal(signal.SIGINT, signal.default_int_handler)
     rank, _, _ = read_rank()
     set_process_name(f"evenstep-rank{rank}")
-    install_stack_dumps(Path(logs), rank)
-    if os.environ.pop(OWN_LOGS, None):
+    install_stack_dumps(Path(spec.logs), rank)
+    if spec.opens_logs:
         for stream, name in ((1, "out"), (2, "err")):
-            file = os.open(Path(logs) / f"rank{rank}.{name}", os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+            file = os.open(Path(spec.logs) / f"rank{rank}.{name}", os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
             os.dup2(file, stream)
             os.close(file)
     open_output()

@@ -7,7 +7,7 @@ import json
 import os
 import sys
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -19,17 +19,13 @@ import torch.distributed as dist
 from msgspec import Meta
 
 from evenstep.distributed.heartbeat import JOINING, Heartbeat, open_heartbeat
-from evenstep.distributed.process import read_rank
+from evenstep.distributed.process import read_rank, worker_spec
 from evenstep.distributed.shm.scalars import PendingSum, PendingTensorSum, ScalarAllReduce
 from evenstep.errors import BadInput, PlanError
 from evenstep.profiling.spans import Tap
 from evenstep.schema import read_variables
 
 _INTERFACE = "GLOO_SOCKET_IFNAME"
-STORE = "EVENSTEP_STORE"
-"""The file of the FileStore through which the ranks of one machine rendezvous; set by the launcher."""
-HEARTBEATS = "EVENSTEP_BEATS"
-"""The heartbeat file and this process's slot in it; set by the launcher."""
 
 
 @dataclass
@@ -119,16 +115,16 @@ class World:
         self.gather(None)
 
 
-def read_heartbeat(environment: Mapping[str, str] = os.environ) -> Heartbeat:
+def read_heartbeat() -> Heartbeat:
     """This process's heartbeat; without a launcher, one that nobody reads."""
-    path, _, slot = environment.get(HEARTBEATS, "").rpartition(":")
-    return open_heartbeat(path, int(slot)) if slot.isdecimal() and os.path.exists(path) else Heartbeat()
+    spec = worker_spec()
+    return open_heartbeat(spec.heartbeats, spec.slot) if spec and os.path.exists(spec.heartbeats) else Heartbeat()
 
 
-def spare_folder(environment: Mapping[str, str] = os.environ) -> Path:
+def spare_folder() -> Path:
     """A folder of this run that is usually on another disk than the run folder: that of the heartbeat file."""
-    path, _, _ = environment.get(HEARTBEATS, "").rpartition(":")
-    return Path(path).parent if path else Path(os.devnull)
+    spec = worker_spec()
+    return Path(spec.heartbeats).parent if spec and spec.heartbeats else Path(os.devnull)
 
 
 def join_world(devices: Sequence[str], needs_group: bool) -> World:
@@ -169,7 +165,8 @@ def _meet(world: World, backend: str) -> None:
     if dist.is_initialized():
         return
     atexit.register(_let_go)
-    path = os.environ.get(STORE)
+    spec = worker_spec()
+    path = spec.store if spec is not None else None
     if path is None and world.size > 1:
         address = read_variables(_Address, os.environ)
         if not address.MASTER_ADDR or address.MASTER_PORT is None:

@@ -9,15 +9,15 @@ import signal
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from evenstep.distributed.process import begin, end, read_rank, unblock_signals
+from evenstep.distributed.process import WorkerSpec, begin, end, read_rank, unblock_signals
 from evenstep.distributed.temporary import live_folder
 from evenstep.distributed.world import stay_in_group
 from evenstep.launcher.failure import cause
-from evenstep.launcher.processes import ProcessSpec, RankLogs, Workers, workers
+from evenstep.launcher.processes import RankLogs, Workers, workers
 from evenstep.launcher.rendezvous.local import LocalRendezvous
 from evenstep.worker.main import write_report
 
@@ -81,12 +81,12 @@ class _Attempt:
         self._folder = stack.enter_context(live_folder())
         self._rendezvous = LocalRendezvous()
         stack.callback(self._rendezvous.close)
-        own = self._rendezvous.next_round(job.num, 1).environments(job.num, {"OMP_NUM_THREADS": "1"})
-        environments = [dict(one) for one in job.environments or own]
-        self._ranks = [int(one["RANK"]) for one in environments]
-        order = (str(self._folder), job.function, job.arguments, dict(job.settings))
-        spec = ProcessSpec(perform, order, environments, RankLogs(self._folder, self._ranks[0]))
-        self._workers: Workers = stack.enter_context(workers(spec))
+        spec = WorkerSpec(logs=str(self._folder))
+        specs = [replace(spec, environment=one) for one in job.environments]
+        specs = specs or self._rendezvous.next_round(job.num, 1).specs(spec, job.num, {"OMP_NUM_THREADS": "1"})
+        self._ranks = [int(one.environment["RANK"]) for one in specs]
+        logs, more = RankLogs(self._folder, self._ranks[0]), (job.function, job.arguments, dict(job.settings))
+        self._workers: Workers = stack.enter_context(workers(perform, specs, logs, more=more))
         self._deadline = time.monotonic() + job.seconds
         self._is_late = self._is_over = False
 
@@ -127,9 +127,11 @@ def shortened(message: str) -> str:
     return line if len(line) <= MAX_CHARACTERS else f"{line[: MAX_CHARACTERS - 3]}..."
 
 
-def perform(logs: str, function: Callable[..., Mapping[str, Any]], arguments: tuple[Any, ...], given: Settings) -> None:
+def perform(
+    spec: WorkerSpec, function: Callable[..., Mapping[str, Any]], arguments: tuple[Any, ...], given: Settings
+) -> None:
     """The main function of one of these processes."""
-    begin(logs)
+    begin(spec)
     unblock_signals()
     # Ctrl-C reaches every process of a terminal; only the doctor handles it.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
@@ -137,10 +139,10 @@ def perform(logs: str, function: Callable[..., Mapping[str, Any]], arguments: tu
     rank, _, local = read_rank()
     try:
         returned = json.dumps(dict(function(*arguments)))
-        Path(logs, f"returned-{local}.json").write_text(returned)
+        Path(spec.logs, f"returned-{local}.json").write_text(returned)
     except BaseException as error:
         stay_in_group()
-        write_report(Path(logs), rank, error)
+        write_report(Path(spec.logs), rank, error)
         end(1)
     end(0)
 

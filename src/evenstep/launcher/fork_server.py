@@ -14,7 +14,7 @@ import warnings
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 
-from evenstep.distributed.process import LAUNCHER, signal_name
+from evenstep.distributed.process import signal_name
 from evenstep.distributed.temporary import make_socket_folder
 from evenstep.errors import WorkerFailed
 from evenstep.launcher.rendezvous.auth import token_hidden
@@ -38,19 +38,8 @@ def start_server(more: Sequence[str] = ()) -> None:
     make_socket_folder()
     multiprocessing.set_forkserver_preload([*PRELOADED, *more])
     ensure_resource_tracker()
-    with _tied_to_launcher(), hidden_main():
+    with token_hidden(), hidden_main():
         forkserver.ensure_running()
-
-
-@contextmanager
-def _tied_to_launcher() -> Iterator[None]:
-    """A server started inside the block ends with this process, and does not inherit the token."""
-    os.environ[LAUNCHER] = str(os.getpid())
-    try:
-        with token_hidden():
-            yield
-    finally:
-        del os.environ[LAUNCHER]
 
 
 def ensure_resource_tracker(starts: bool = True) -> None:
@@ -148,7 +137,7 @@ def forking() -> Iterator[int]:
     start_server()
     pid, before = _server_pid(), multiprocessing.active_children()
     try:
-        with _tied_to_launcher(), hidden_main():
+        with hidden_main():
             yield pid
         if _server_pid() != pid:
             # multiprocessing has started another server, whose children would not know their parent.

@@ -24,9 +24,8 @@ import psutil
 
 from evenstep.distributed.heartbeat import BACKWARD, EVALUATING, INPUT, Heartbeats, HeartbeatState, make_heartbeats
 from evenstep.distributed.heartbeat import UNTIMED as UNTIMED_PHASES
-from evenstep.distributed.process import STACKS_SIGNAL, dump_stacks_to
+from evenstep.distributed.process import STACKS_SIGNAL, WorkerSpec, dump_stacks_to, set_spec, worker_spec
 from evenstep.distributed.temporary import live_folder, remove_own_folders
-from evenstep.distributed.world import HEARTBEATS
 from evenstep.errors import Stalled
 from evenstep.launcher.logs import ranks_in_words
 from evenstep.launcher.processes import send, send_to_main_thread
@@ -39,6 +38,7 @@ UNTIMED_SECONDS = 1800.0
 LONGEST_PAUSE_FACTOR = 20
 POLL_SECONDS = 0.2
 STACKS = "stacks"
+HEARTBEATS = "heartbeats"
 SHOWN_FRAMES = 6
 SAMPLES = 5
 MAX_LOADER_WORKERS = 8
@@ -457,15 +457,16 @@ def exit_on_stall(logs: Path, limit: float | None) -> Iterator[None]:
     A thread watches; it cannot run while C code holds the GIL.
     """
     with live_folder() as folder, dump_stacks_to(folder / STACKS):
-        heartbeats = make_heartbeats(folder / "beats", 1)
-        os.environ[HEARTBEATS] = f"{folder / 'beats'}:0"
+        heartbeats = make_heartbeats(folder / HEARTBEATS, 1)
+        before = worker_spec()
+        set_spec(WorkerSpec(logs=str(logs), heartbeats=str(folder / HEARTBEATS)))
         done = threading.Event()
         thread = threading.Thread(target=_watch_single, args=(heartbeats, limit, folder, logs, done), daemon=True)
         thread.start()
         try:
             yield
         finally:
-            del os.environ[HEARTBEATS]
+            set_spec(before)
             done.set()
             thread.join()
             heartbeats.close()

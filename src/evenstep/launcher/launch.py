@@ -22,7 +22,7 @@ import torch
 
 from evenstep.checkpoint import files
 from evenstep.data.prefetch import explain_worker_death
-from evenstep.distributed.process import read_rank
+from evenstep.distributed.process import read_rank, worker_spec
 from evenstep.errors import CheckpointError, EvenstepError, PlanError, Preempted
 from evenstep.launcher.failure import cause, report, stopped_where
 from evenstep.launcher.hang import exit_on_stall
@@ -40,7 +40,7 @@ from evenstep.strategy_facts import STRATEGIES, with_processes
 from evenstep.task import Task, TaskFunction
 from evenstep.training.trainer import Event, perform
 from evenstep.worker.lazy_compiler import put_off_compiler
-from evenstep.worker.main import WORKER, Instead, write_report
+from evenstep.worker.main import Perform, TrainingSpec, write_report
 
 Source = Union[str, "TaskFunction", Task, None]
 OWN = ("devices",)
@@ -145,7 +145,8 @@ def _requeued(source: Source, chosen: Mapping[str, Any], slurm: Slurm | None) ->
         resume, said = files.find(str(folder))
     except CheckpointError:
         return prepared
-    return replace(prepared, resume=str(resume), said=[*said, f"continuing from {resume.name} of {folder}"])
+    plan = replace(prepared.plan, resume=str(resume))
+    return replace(prepared, plan=plan, said=[*said, f"continuing from {resume.name} of {folder}"])
 
 
 def train(task: str | TaskFunction | Task, *, progress: bool = True, **choices: Any) -> Record:
@@ -153,7 +154,7 @@ def train(task: str | TaskFunction | Task, *, progress: bool = True, **choices: 
 
     record = evenstep.train(task, strategy="ddp", devices=2, batch=512, epochs=10)
     """
-    if WORKER in os.environ:
+    if isinstance(worker_spec(), TrainingSpec):
         raise PlanError(
             "evenstep.train was called by a worker that imports your script; let the script alone call it:\n"
             'if __name__ == "__main__": evenstep.train(...)'
@@ -234,11 +235,10 @@ def run(ready: Ready, ends_stalls: bool = False) -> Iterator[Event]:
 def _in_this_process(prepared: Prepared, ends_stalls: bool) -> Iterator[Event]:
     logs = prepared.folder / "logs"
     try:
-        plan = replace(prepared.plan, resume=prepared.resume or prepared.plan.resume)
         folder = prepared.folder.absolute()
-        stalls = exit_on_stall(folder / "logs", plan.stall_after) if ends_stalls else nullcontext()
+        stalls = exit_on_stall(folder / "logs", prepared.plan.stall_after) if ends_stalls else nullcontext()
         with stalls, chdir(prepared.cwd):
-            yield from perform(plan, prepared.task, folder, signal.SIGINT)
+            yield from perform(prepared.plan, prepared.task, folder, signal.SIGINT)
     except EvenstepError:
         raise
     except (Exception, SystemExit) as error:
@@ -266,8 +266,11 @@ def variant(base: Prepared, folder: Path, **changes: Any) -> Prepared:
     return replace(base, plan=plan, folder=folder, num_steps=plan.num_steps(base.lengths))
 
 
-def run_in_processes(prepared: Prepared, instead: Instead | None = None) -> Iterator[Event]:
-    """Run it in separate processes, single and dp too, so that its memory can be measured."""
+def run_in_processes(prepared: Prepared, perform: Perform = perform) -> Iterator[Event]:
+    """Run it in separate processes, single and dp too, so that its memory can be measured.
+
+    They may `perform` something else than a training: a function of a module, which they import.
+    """
     if prepared.spec is None:
         refuse_fork_after_cuda()
-    return Supervisor(of_plan(prepared, instead), LocalRendezvous()).events()
+    return Supervisor(of_plan(prepared, perform), LocalRendezvous()).events()

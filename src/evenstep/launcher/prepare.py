@@ -49,10 +49,6 @@ class Prepared:
     lengths: Lengths
     num_steps: int | None
     said: list[str]
-    resume: str | None = None
-    """A checkpoint in the run's own folder, from which it continues in the same Record."""
-    devices: tuple[str, ...] | None = None
-    """This machine's devices, if they differ from the plan's."""
     cwd: str = "."
     """The working folder that the task chose: its data may be read from there."""
 
@@ -142,17 +138,17 @@ def prepare_from_plan(plan: Plan, source: str | TaskFunction | Task | None, own:
     if spec is None:
         raise PlanError("on many machines a task comes from a file or a module: evenstep train my_task.py --machines 2")
     given = parse_devices(str(own["devices"])) if own.get("devices") else None
-    devices = choose_devices(given) if isinstance(given, int) else given
-    check_devices(devices or plan.devices)
+    devices = choose_devices(given) if isinstance(given, int) else given or plan.devices
+    check_devices(devices)
     seed_everything(plan.seed)
     with _users_code():
         task = call_task(find_task(spec), plan.data)
         order = adapt(task.train, task.collate, task.sampler).order(plan.seed, plan.batch)
         cwd = os.getcwd()
-    plan = replace(plan, allow_pickle=bool(own.get("allow_pickle")))
     folder = RUNS / plan.name
     write_plan(folder, plan)
-    return Prepared(plan, task, spec, folder, lengths_of(order), None, [], devices=devices, cwd=cwd)
+    plan = replace(plan, devices=devices, allow_pickle=bool(own.get("allow_pickle")))
+    return Prepared(plan, task, spec, folder, lengths_of(order), None, [], cwd=cwd)
 
 
 def write_plan(folder: Path, plan: Plan) -> None:

@@ -8,21 +8,23 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext, suppress
-from dataclasses import dataclass
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
 
+import msgspec
 import psutil
 from torch.distributed.elastic.multiprocessing import LogsDest, LogsSpecs, PContext, start_processes
 
-from evenstep.distributed.process import LAUNCHER, OWN_LOGS, PARENT
+from evenstep.distributed.process import WorkerSpec
 from evenstep.distributed.temporary import make_socket_folder
 from evenstep.distributed.world import leave_group_of_one
 from evenstep.errors import Preempted
 from evenstep.launcher.fork_server import DYING_SECONDS, ensure_resource_tracker, forking, server_exit_code
 from evenstep.launcher.rendezvous.auth import token_hidden
+from evenstep.worker import user_program
 
 POLL_SECONDS = 0.02
 KILL_SECONDS = 2
@@ -53,6 +55,8 @@ class RankLogs(LogsSpecs):
         def paths(ending: str) -> dict[int, str]:
             return {local: str(self.path(local, ending)) for local in envs}
 
+        for local, path in paths("engine.json").items():
+            envs[local]["TORCHELASTIC_ERROR_FILE"] = path
         streams = dict.fromkeys(envs, "") if self.is_left_to_ranks else None
         return LogsDest(
             stdouts=streams or paths("out"),
@@ -69,17 +73,6 @@ class RankLogs(LogsSpecs):
     @property
     def root_log_dir(self) -> str:
         return str(self.folder)
-
-
-@dataclass(frozen=True)
-class ProcessSpec:
-    """Processes to start: `entry(*arguments)`, once for each environment."""
-
-    entry: str | Callable[..., Any]
-    arguments: tuple[Any, ...]
-    environments: Sequence[Mapping[str, str]]
-    logs: RankLogs
-    how: StartMethod = "server"
 
 
 class Workers:
@@ -157,17 +150,36 @@ class Workers:
 
 
 @contextmanager
-def workers(spec: ProcessSpec) -> Iterator[Workers]:
-    """Start the processes; none is left when the block ends."""
+def workers(
+    entry: Callable[..., None],
+    specs: Sequence[WorkerSpec],
+    logs: RankLogs,
+    how: StartMethod = "server",
+    more: tuple[Any, ...] = (),
+) -> Iterator[Workers]:
+    """Start `entry(spec, *more)` in a process for each spec; none is left when the block ends."""
     # The engine logs every process that fails or is killed; the user wants the cause alone.
     logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)
     make_socket_folder()
-    spec.logs.is_left_to_ranks = spec.how != "program"
-    if spec.how == "fork":
+    logs.is_left_to_ranks = how != "program"
+    if how == "fork":
         leave_group_of_one()
-    with forking() if spec.how == "server" else nullcontext() as server, _signals_left_alone(), token_hidden():
-        context = _started(spec, server)
-    started = Workers(context, len(spec.environments), server)
+    with forking() if how == "server" else nullcontext() as server, _signals_left_alone(), token_hidden():
+        given = [replace(spec, parent=server or os.getpid(), opens_logs=logs.is_left_to_ranks) for spec in specs]
+        context = start_processes(
+            name="evenstep",
+            entrypoint=sys.executable if how == "program" else entry,
+            args={
+                local: ("-u", "-m", user_program.__name__, msgspec.json.encode(spec).decode())
+                if how == "program"
+                else (spec, *more)
+                for local, spec in enumerate(given)
+            },
+            envs={local: {**os.environ, **spec.environment} for local, spec in enumerate(given)},
+            logs_specs=logs,
+            start_method="forkserver" if how == "server" else "fork",
+        )
+    started = Workers(context, len(specs), server)
     try:
         yield started
     finally:
@@ -176,19 +188,6 @@ def workers(spec: ProcessSpec) -> Iterator[Workers]:
         if server is not None:
             # The tracker is notified when the engine's semaphores are deleted.
             ensure_resource_tracker()
-
-
-def _started(spec: ProcessSpec, server: int | None) -> PContext:
-    more = {PARENT: str(server or os.getpid()), **({OWN_LOGS: "1"} if spec.logs.is_left_to_ranks else {})}
-    ours = {name: value for name, value in os.environ.items() if name != LAUNCHER}
-    return start_processes(
-        name="evenstep",
-        entrypoint=spec.entry,
-        args=dict.fromkeys(range(len(spec.environments)), spec.arguments),
-        envs={local: {**ours, **one, **more} for local, one in enumerate(spec.environments)},
-        logs_specs=spec.logs,
-        start_method="forkserver" if spec.how == "server" else "fork",
-    )
 
 
 @contextmanager
@@ -234,11 +233,6 @@ def send_to_main_thread(pid: int, number: int) -> None:
         send(pid, number)
     else:
         tgkill(pid, pid, number)
-
-
-def python(*arguments: str) -> tuple[str, tuple[str, ...]]:
-    """This Python interpreter and its arguments."""
-    return sys.executable, ("-u", *arguments)
 
 
 def seconds_computed(pid: int) -> float:

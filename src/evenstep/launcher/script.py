@@ -16,11 +16,11 @@ from typing import Any
 
 import torch
 
+from evenstep.distributed.process import WorkerSpec
 from evenstep.distributed.temporary import live_folder
 from evenstep.errors import PlanError, WorkerFailed, shorten
 from evenstep.launcher.fork_server import threads_for_script
 from evenstep.launcher.launch import refuse_fork_after_cuda
-from evenstep.launcher.processes import python
 from evenstep.launcher.rendezvous.addresses import LOOPBACK, free_port, open_store
 from evenstep.launcher.rendezvous.local import LocalRendezvous, RankAssignment, Rendezvous, torchrun_environment
 from evenstep.launcher.rendezvous.slurm import find_slurm
@@ -28,8 +28,7 @@ from evenstep.launcher.rendezvous.version_check import Identity, identity_of, so
 from evenstep.launcher.supervisor import Launch, Supervisor
 from evenstep.plan import check_patience, parse_address, parse_machines
 from evenstep.report.progress import Progress
-from evenstep.worker.main import WorkerOrders
-from evenstep.worker.user_program import Program, run_function, run_program
+from evenstep.worker.user_program import ProgramSpec, run_function, run_program
 
 SPELLINGS = ("--local-rank", "--local_rank")
 DECLARE = ("add_argument", "option")
@@ -65,7 +64,8 @@ class LocalTorchrunRendezvous(LocalRendezvous):
         # A new store for each attempt: a killed process's keys would be mistaken for a new one's.
         self._store = open_store() if num > 1 else None
         port = self._store.port if self._store is not None else free_port()
-        return replace(assignment, environment=torchrun_environment(LOOPBACK, port, num, self._restarts))
+        environment = torchrun_environment(LOOPBACK, port, num, self._restarts)
+        return replace(assignment, store=None, environment=environment)
 
 
 @dataclass(frozen=True)
@@ -84,12 +84,16 @@ class Script:
     machines: str | None = None
     rendezvous: str | None = None
 
-    def program(self) -> Program:
+    def spec(self) -> ProgramSpec:
         """What each process runs."""
-        flag = None if self.is_module else old_flag(self._source(), self.arguments)
-        # The first entry is the folder of the command `evenstep`.
-        search_path = sys.path[0 if sys.flags.safe_path else 1 :]
-        return Program(self.name, self.arguments, self.is_module, flag, tuple(search_path))
+        return ProgramSpec(
+            name=self.name,
+            arguments=self.arguments,
+            is_module=self.is_module,
+            rank_flag=None if self.is_module else old_flag(self._source(), self.arguments),
+            # The first entry is the folder of the command `evenstep`.
+            search_path=tuple(sys.path[0 if sys.flags.safe_path else 1 :]),
+        )
 
     def _source(self) -> str:
         try:
@@ -124,14 +128,14 @@ def run_script(script: Script) -> None:
     if not script.is_module and not os.path.isfile(script.name):
         raise PlanError(f"no file {script.name}; give the script first, then its own arguments")
     _check(script.num, script.restarts, script.stall_after)
-    program = script.program()
+    spec = script.spec()
     backend = _rendezvous(script)
     launch = Launch(
         _folder(script.name if script.is_module else Path(script.name).stem),
         script.num,
-        python()[0] if script.is_fresh else run_program,
-        lambda orders: _fresh(orders, program) if script.is_fresh else (orders.logs, program),
-        "program" if script.is_fresh else "server",
+        run_program,
+        spec,
+        how="program" if script.is_fresh else "server",
         restarts=script.restarts,
         stall_after=script.stall_after,
         environment=threads_for_script(script.num),
@@ -194,7 +198,8 @@ def launch(
             _folder(getattr(function, "__name__", "function").strip("<>")),
             devices,
             run_function,
-            lambda orders: (orders.logs, str(results), function, arguments),
+            WorkerSpec(),
+            (results, function, arguments),
             "fork",
             restarts=restarts,
             stall_after=stall_after,
@@ -239,10 +244,6 @@ def _watch(supervisor: Supervisor) -> None:
     with Progress(None, is_bare=True) as shown:
         for event in supervisor.events():
             shown.show(event)
-
-
-def _fresh(orders: WorkerOrders, program: Program) -> tuple[str, ...]:
-    return (*python("-m", "evenstep.worker.user_program")[1], orders.logs, program.to_json())
 
 
 def _folder(label: str) -> Path:

@@ -7,7 +7,7 @@ import signal
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import FrameType
 from typing import IO, Any
@@ -17,12 +17,13 @@ from evenstep.distributed.cgroups import MemoryWatch
 from evenstep.distributed.devices import share_threads
 from evenstep.distributed.heartbeat import ENDING, Heartbeats, HeartbeatState, make_heartbeats
 from evenstep.distributed.preemption import SIGNALS, handling_signals
+from evenstep.distributed.process import WorkerSpec
 from evenstep.distributed.temporary import live_folder
-from evenstep.distributed.world import HEARTBEATS
 from evenstep.errors import CheckpointError, Preempted, Stalled, WorkerFailed
 from evenstep.launcher.failure import Cause, cause, report, server_cause
 from evenstep.launcher.hang import (
     FIRST_SECONDS,
+    HEARTBEATS,
     LEAST_SECONDS,
     RankSnapshot,
     StallWatch,
@@ -34,12 +35,12 @@ from evenstep.launcher.hang import (
 )
 from evenstep.launcher.logs import MergedLogs
 from evenstep.launcher.prepare import Prepared
-from evenstep.launcher.processes import ProcessSpec, RankLogs, StartMethod, Workers, seconds_computed, workers
+from evenstep.launcher.processes import RankLogs, StartMethod, Workers, seconds_computed, workers
 from evenstep.launcher.rendezvous.local import RankAssignment, Rendezvous
 from evenstep.record import FILE, Start, end_of_rows, rows
 from evenstep.strategy_facts import STRATEGIES, added_strategies
-from evenstep.training.trainer import Event
-from evenstep.worker.main import Instead, WorkerOrders, work
+from evenstep.training.trainer import Event, perform
+from evenstep.worker.main import Perform, TrainingSpec, work
 
 MAX_PAUSE_SECONDS = 60.0
 
@@ -112,47 +113,43 @@ class Launch:
 
     folder: Path
     num: int
-    entry: str | Callable[..., Any]
-    arguments: Callable[[WorkerOrders], tuple[Any, ...]]
-    """The entry point's arguments, given one attempt's orders."""
+    entry: Callable[..., None]
+    """Called in each process with its spec and `more`."""
+    spec: WorkerSpec
+    """What all processes of all attempts are given."""
+    more: tuple[Any, ...] = ()
     how: StartMethod = "server"
-    resume: str | None = None
-    """The checkpoint in the run's own folder from which the first attempt continues."""
     restarts: int = 0
     stall_after: float | None = None
     environment: Mapping[str, str] = field(default_factory=dict)
-    devices: tuple[str, ...] | None = None
-    """This machine's devices, if they differ from the plan's."""
     least_seconds: float = LEAST_SECONDS
     """The shortest default stall limit."""
-    instead: Instead | None = None
-    """What the workers do instead of training."""
-    cwd: str | None = None
-    """The working folder chosen by a task that lives in this process; a task from a file chooses it again."""
     is_program: bool = False
     """Whether it is the user's own program: rank 0's output is passed through, and signals are forwarded to it."""
 
 
-def of_plan(prepared: Prepared, instead: Instead | None = None) -> Launch:
-    """The processes that carry out a plan."""
-    plan = prepared.plan
-    devices = prepared.devices or plan.devices
-    is_found = prepared.spec is not None
+def of_plan(prepared: Prepared, perform: Perform = perform) -> Launch:
+    """The processes that carry out a plan; they may `perform` something else than a training."""
+    plan, is_found = prepared.plan, prepared.spec is not None
     return Launch(
         prepared.folder,
-        len(devices) if STRATEGIES[plan.strategy].processes_per_device else 1,
+        len(plan.devices) if STRATEGIES[plan.strategy].processes_per_device else 1,
         work,
-        (lambda orders: (orders,)) if is_found else (lambda orders: (orders, prepared.task)),
+        TrainingSpec(
+            plan=plan,
+            # Absolute: the user's code may change the working folder.
+            run_folder=str(prepared.folder.absolute()),
+            # A task from a file chooses the working folder again.
+            cwd=None if is_found else prepared.cwd,
+            strategies=added_strategies(),
+        ),
+        (perform,) if is_found else (perform, prepared.task),
         "server" if is_found else "fork",
-        prepared.resume,
         plan.restarts,
         plan.stall_after,
-        {"OMP_NUM_THREADS": str(share_threads(plan.threads, devices))},
-        prepared.devices,
+        {"OMP_NUM_THREADS": str(share_threads(plan.threads, plan.devices))},
         # A compiler may be called again in any step: for the short last batch, for evaluation.
         FIRST_SECONDS if plan.compile else LEAST_SECONDS,
-        instead,
-        None if is_found else prepared.cwd,
     )
 
 
@@ -174,7 +171,7 @@ class Supervisor:
                 self.rendezvous.close()
 
     def _attempts(self) -> Iterator[Event]:
-        resume = self.launch.resume
+        resume: str | None = None
         number = 0
         while True:
             number += 1
@@ -276,36 +273,24 @@ class Attempt:
         self.was_preempted = False
         self._launch = of.launch
         self._num = of.launch.num
-        # Absolute: the user's code may change the working folder.
-        run_folder = of.launch.folder.absolute()
-        folder = _free_logs(run_folder / "logs", assignment.first_rank)
+        folder = _free_logs(of.launch.folder.absolute() / "logs", assignment.first_rank)
         self._logs = RankLogs(folder, assignment.first_rank)
-        self._orders = WorkerOrders(
-            str(run_folder),
-            str(folder),
-            assignment.resume,
-            of.launch.devices,
-            of.launch.instead,
-            of.launch.cwd,
-            added_strategies(),
-        )
-        self._more = {"TORCHELASTIC_RESTART_COUNT": str(number - 1), **assignment.environment}
+        self._number = number
         self._stack = ExitStack()
         self._stop_sent = False
         self._stall_shown = False
 
     def __enter__(self) -> Attempt:
         self._live = self._stack.enter_context(live_folder())
-        file = self._live / "beats"
-        self._heartbeats: Heartbeats = make_heartbeats(file, self._num)
+        self._heartbeats: Heartbeats = make_heartbeats(self._live / HEARTBEATS, self._num)
         self._stack.callback(self._heartbeats.close)
-        environments = self.assignment.environments(self._num, {**self._launch.environment, **self._more})
-        for local, one in enumerate(environments):
-            one[HEARTBEATS] = f"{file}:{local}"
-            one["TORCHELASTIC_ERROR_FILE"] = str(self._logs.path(local, "engine.json").absolute())
-        launch = self._launch
-        self._start = ProcessSpec(launch.entry, launch.arguments(self._orders), environments, self._logs, launch.how)
         return self
+
+    def _specs(self) -> list[WorkerSpec]:
+        logs, heartbeats = str(self._logs.folder), str(self._live / HEARTBEATS)
+        spec = replace(self._launch.spec, logs=logs, heartbeats=heartbeats)
+        more = {"TORCHELASTIC_RESTART_COUNT": str(self._number - 1), **self.assignment.environment}
+        return self.assignment.specs(spec, self._num, {**self._launch.environment, **more})
 
     def __exit__(self, *error: Any) -> None:
         self._stack.close()
@@ -313,7 +298,9 @@ class Attempt:
     def events(self) -> Iterator[Event]:
         """Start all processes; yield rank 0's rows and all ranks' lines as they are written."""
         try:
-            self._workers: Workers = self._stack.enter_context(workers(self._start))
+            launch = self._launch
+            started = workers(launch.entry, self._specs(), self._logs, launch.how, launch.more)
+            self._workers: Workers = self._stack.enter_context(started)
         except WorkerFailed as error:
             self.cause = self.of.rendezvous.report_failure(Cause(str(error), (), 0, is_outside=True))
             return

@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
+from functools import partial
 from itertools import count, groupby
 from pathlib import Path
 from typing import Any
@@ -16,11 +17,11 @@ from evenstep.errors import EvenstepError, Preempted
 from evenstep.launcher.launch import run_in_processes, variant
 from evenstep.launcher.prepare import Prepared
 from evenstep.strategy_facts import REFERENCE, STRATEGIES
-from evenstep.verify.examination import BY_RANK, TESTS
+from evenstep.verify.examination import BY_RANK, TESTS, perform_examination
 from evenstep.verify.examination import FOLDER as EXAMINED
-from evenstep.verify.recorder import Evidence, Failure
+from evenstep.verify.recorder import Evidence, Failure, Norms, perform_perturbed, perform_watched
 from evenstep.verify.verdict import Configuration
-from evenstep.worker.main import Instead
+from evenstep.worker.main import Perform
 
 Say = Callable[[str], None]
 MAX_CHARACTERS = 100
@@ -87,7 +88,7 @@ class Runs:
         precision: str,
         *,
         again: str = "",
-        norms: str = "own",
+        norms: Norms = "own",
         perturbation: int = 0,
         is_saved: bool = False,
         **changes: Any,
@@ -100,15 +101,15 @@ class Runs:
         key = (config, precision, again, norms, perturbation, is_saved, tuple(sorted(changes.items())))
         if key not in self._made:
             again = again or (f"perturbed {perturbation}" if perturbation else "")
-            instead = (
-                Instead("evenstep.verify.recorder:perform_perturbed", {"norms": norms, "number": perturbation})
+            perform = (
+                partial(perform_perturbed, norms=norms, number=perturbation)
                 if perturbation
-                else Instead("evenstep.verify.recorder:perform_watched", {"norms": norms})
+                else partial(perform_watched, norms=norms)
             )
             every = {"checkpoint_every": self.half} if is_saved else {}
             folder = self._folder(config, precision, again, norms if norms != "own" else "", *changes)
             said = f"{config.label} in {precision}{f', {again}' if again else ''}"
-            made = self._run(folder, config, instead, {"precision": precision, **every, **changes}, said)
+            made = self._run(folder, config, perform, {"precision": precision, **every, **changes}, said)
             if isinstance(made, Evidence) and not is_saved:
                 made.forget_checkpoints()
             self._made[key] = made
@@ -119,11 +120,10 @@ class Runs:
         key = (config, precision, is_rough)
         if key not in self._made:
             tests = list(TESTS if config == one_device(config) else BY_RANK)
-            how = {"is_rough": is_rough, "tests": tests}
             folder = self._folder(config, precision, "examined")
-            instead = Instead("evenstep.verify.examination:perform_examination", how)
+            perform = partial(perform_examination, is_rough=is_rough, tests=tests)
             changes = {"precision": precision, "accumulate": 1}
-            found = self._run(folder, config, instead, changes, f"looking for the cause, {config.label}")
+            found = self._run(folder, config, perform, changes, f"looking for the cause, {config.label}")
             paths = sorted((folder / EXAMINED).glob("rank*.json"))
             self._made[key] = (
                 [{"failure": found.first_lines}]
@@ -153,7 +153,7 @@ class Runs:
         return next(path for path in paths if not path.exists())
 
     def _run(
-        self, folder: Path, config: Configuration, instead: Instead, changes: dict[str, Any], said: str
+        self, folder: Path, config: Configuration, perform: Perform, changes: dict[str, Any], said: str
     ) -> Evidence | Failure:
         fields = {
             "strategy": config.strategy,
@@ -169,7 +169,7 @@ class Runs:
         try:
             with self.budget.counted() if self.budget is not None else nullcontext():
                 self.say(said)
-                for _ in run_in_processes(variant(self.base, folder, **fields), instead):
+                for _ in run_in_processes(variant(self.base, folder, **fields), perform):
                     pass
         except Preempted:
             raise

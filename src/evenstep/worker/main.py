@@ -2,114 +2,84 @@
 
 from __future__ import annotations
 
-import importlib
 import json
 import os
 import signal
 import time
 import traceback
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import suppress
-from dataclasses import dataclass, field, replace
-from functools import partial
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from evenstep.distributed.heartbeat import ENDING, LOADING
 from evenstep.distributed.preemption import catch_early_signals
-from evenstep.distributed.process import begin, end, read_rank
+from evenstep.distributed.process import WorkerSpec, begin, end, read_rank
 from evenstep.distributed.world import read_heartbeat, spare_folder, stay_in_group
 from evenstep.errors import EvenstepError, Preempted, shorten
 from evenstep.monitor.known_errors import answer, is_victim, message_of, noted_advice, noted_step
-from evenstep.plan import Plan, read_plan
+from evenstep.plan import Plan
 from evenstep.strategy_facts import StrategyFacts, add_strategy
 from evenstep.task import Task, call_task, is_user_code, load_task
 
-if TYPE_CHECKING:
-    from evenstep.training.trainer import Event
-
-WORKER = "EVENSTEP_WORKER"
-"""Set in every worker, so that a script that it imports cannot start another training."""
-
+Perform = Callable[[Plan, Task, Path], Iterator[object]]
+"""What a rank runs: `training.trainer.perform`, or a function like it; texts among its events are printed."""
 MAX_LOGGED_CHARS = 10**6
 """Characters of a line of a traceback: a message with a tensor in it can be a hundred times longer."""
 
 
-@dataclass(frozen=True)
-class Instead:
-    """What a worker runs instead of a training: `entry(plan, task, folder, **how)`."""
+@dataclass(frozen=True, kw_only=True)
+class TrainingSpec(WorkerSpec):
+    """One rank of a training."""
 
-    entry: str
-    """`package.module:function`; it yields events as `perform` does."""
-    how: Mapping[str, Any] = field(default_factory=dict)
-
-
-@dataclass(frozen=True)
-class WorkerOrders:
-    """What a worker process needs to know."""
-
+    plan: Plan
     run_folder: str
-    logs: str
-    """The folder for what this attempt's processes print and report."""
-    resume: str | None = None
-    """The checkpoint from which the run continues after a crash; None for the plan's."""
-    devices: tuple[str, ...] | None = None
-    """This machine's devices, if they differ from the plan's."""
-    instead: Instead | None = None
     cwd: str | None = None
     """The working folder, if the task has already chosen one."""
     strategies: tuple[StrategyFacts, ...] = ()
     """Custom ones, which the plan may name; the task's file, which adds them, is loaded after the plan."""
 
 
-def work(orders: WorkerOrders, source: Task | None = None) -> None:
-    """Do this rank's part of a run and end the process; write a report if it fails."""
+def work(spec: TrainingSpec, perform: Perform, source: Task | None = None) -> None:
+    """Do this rank's part of a run and end the process; write a report if it fails.
+
+    `perform` is the training, or what is done instead of it; `source` is a task that this fork inherited.
+    """
+    begin(spec)
     rank, _, _ = read_rank()
-    os.environ[WORKER] = str(rank)
-    begin(orders.logs)
     catch_early_signals()
     # Ctrl-C reaches every process of a terminal; only the launcher handles it.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     try:
-        perform_rank(orders, source)
+        _perform_rank(spec, perform, source)
     except Preempted:
         # A requested stop is not a failure: a report could be taken for the cause of one.
         end(Preempted.exit_code)
     except BaseException as error:
         stay_in_group()
-        write_report(Path(orders.logs), rank, error)
+        write_report(Path(spec.logs), rank, error)
         end(error.exit_code if isinstance(error, EvenstepError) else 1)
     end(0)
 
 
-def perform_rank(orders: WorkerOrders, source: Task | None) -> None:
+def _perform_rank(spec: TrainingSpec, perform: Perform, source: Task | None) -> None:
     """Load the task under the plan's seed and run it to the end."""
     from evenstep.sampling.rng import seed_everything
 
-    run_folder = Path(orders.run_folder)
-    for row in orders.strategies:
+    for row in spec.strategies:
         add_strategy(row)
-    plan = read_plan(run_folder)
-    plan = replace(plan, resume=orders.resume or plan.resume, devices=orders.devices or plan.devices)
-    if orders.cwd is not None:
-        os.chdir(orders.cwd)
+    plan = replace(spec.plan, resume=spec.resume or spec.plan.resume)
+    if spec.cwd is not None:
+        os.chdir(spec.cwd)
     read_heartbeat().beat(LOADING)
     seed_everything(plan.seed)
     task = call_task(source) if source is not None else load_task(plan.task, plan.data)
-    for event in _performance(orders.instead)(plan, task, run_folder):
+    for event in perform(plan, task, Path(spec.run_folder)):
         if isinstance(event, str):
             print(event, flush=True)
     # A rank that exits with code 0 without this heartbeat called os._exit.
     read_heartbeat().beat(ENDING)
-
-
-def _performance(instead: Instead | None) -> Callable[[Plan, Task, Path], Iterator[Event]]:
-    from evenstep.training.trainer import perform
-
-    if instead is None:
-        return perform
-    module, _, name = instead.entry.partition(":")
-    return partial(getattr(importlib.import_module(module), name), **instead.how)
 
 
 def write_report(logs: Path, rank: int, error: BaseException) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import pickle
 import runpy
@@ -11,11 +10,14 @@ import sys
 import threading
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import msgspec
+
 from evenstep.distributed.process import (
+    WorkerSpec,
     begin,
     detach_from_server,
     end,
@@ -26,8 +28,8 @@ from evenstep.distributed.process import (
 )
 
 
-@dataclass(frozen=True)
-class Program:
+@dataclass(frozen=True, kw_only=True)
+class ProgramSpec(WorkerSpec):
     """A script and its arguments; or a module, as `python -m` would run it."""
 
     name: str
@@ -38,33 +40,28 @@ class Program:
     search_path: tuple[str, ...] = ()
     """`sys.path` of a new Python, without the folder of what it runs."""
 
-    def to_json(self) -> str:
-        """The form for a new process's command line."""
-        return json.dumps(asdict(self))
 
-
-def run_program(logs: str, program: Program) -> None:
+def run_program(spec: ProgramSpec) -> None:
     """Run it as if Python had been started with it, and end the process as Python would."""
     detach_from_server()
-    _run(logs, lambda: _as_main(program))
+    _run(spec, lambda: _as_main(spec))
 
 
-def run_function(logs: str, results: str, function: Callable[..., Any], arguments: tuple[Any, ...]) -> None:
+def run_function(spec: WorkerSpec, results: Path, function: Callable[..., Any], arguments: tuple[Any, ...]) -> None:
     """Call a function that this fork inherited; its result goes back to the launcher."""
 
     def call() -> None:
         rank, _, _ = read_rank()
-        returned = pickle.dumps(function(*arguments))
-        (Path(results) / f"{rank}.pickle").write_bytes(returned)
+        (results / f"{rank}.pickle").write_bytes(pickle.dumps(function(*arguments)))
 
-    _run(logs, call)
+    _run(spec, call)
 
 
-def _run(logs: str, what: Callable[[], None]) -> None:
+def _run(spec: WorkerSpec, what: Callable[[], None]) -> None:
     # As under torchrun: the launcher forwards Ctrl-C, and a program that signals its process group reaches only itself.
     with suppress(PermissionError):
         os.setsid()
-    begin(logs)
+    begin(spec)
     tidy_up_at_exit()
     unblock_signals()
     try:
@@ -79,7 +76,7 @@ def _run(logs: str, what: Callable[[], None]) -> None:
 
         stay_in_group()
         rank, _, _ = read_rank()
-        write_report(Path(logs), rank, error)
+        write_report(Path(spec.logs), rank, error)
         try:
             _call_hook(error)
         finally:
@@ -111,7 +108,7 @@ def _exit_code(request: SystemExit) -> int:
     return 1
 
 
-def _as_main(program: Program) -> None:
+def _as_main(program: ProgramSpec) -> None:
     flag = [f"{program.rank_flag}={os.environ['LOCAL_RANK']}"] if program.rank_flag else []
     sys.argv = [program.name, *flag, *program.arguments]
     sys.orig_argv = [sys.executable, "-u", *(["-m"] if program.is_module else []), *sys.argv]
@@ -127,6 +124,4 @@ def _as_main(program: Program) -> None:
 
 
 if __name__ == "__main__":
-    given = json.loads(sys.argv[2])
-    lists = {name: tuple(given[name]) for name in ("arguments", "search_path")}
-    run_program(sys.argv[1], Program(**{**given, **lists}))
+    run_program(msgspec.json.decode(sys.argv[1], type=ProgramSpec))

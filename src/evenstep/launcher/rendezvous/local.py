@@ -5,12 +5,14 @@ from __future__ import annotations
 import uuid
 from collections.abc import Mapping
 from contextlib import ExitStack
-from dataclasses import dataclass, field
-from typing import Protocol
+from dataclasses import dataclass, field, replace
+from typing import Protocol, TypeVar
 
+from evenstep.distributed.process import WorkerSpec
 from evenstep.distributed.temporary import live_folder
-from evenstep.distributed.world import STORE
 from evenstep.launcher.failure import Cause
+
+Spec = TypeVar("Spec", bound=WorkerSpec)
 
 
 @dataclass(frozen=True)
@@ -29,28 +31,38 @@ class RankAssignment:
     """The checkpoint from which all of them continue."""
     environment: Mapping[str, str] = field(default_factory=dict)
     """Variables with which the workers find the store."""
+    store: str | None = None
+    """The file of the store, if there is one machine."""
 
     def describe(self) -> str:
         return f"{self.num_machines} machines, {self.size} processes; this is machine {self.machine + 1}"
 
-    def environments(self, num: int, more: Mapping[str, str]) -> list[dict[str, str]]:
-        """The variables of each local process, with torchrun's names."""
+    def specs(self, spec: Spec, num: int, more: Mapping[str, str]) -> list[Spec]:
+        """The spec of each local process, with its rank and `more` variables."""
         return [
-            {
-                "RANK": str(self.first_rank + local),
-                "LOCAL_RANK": str(self.local_offset + local),
-                "WORLD_SIZE": str(self.size),
-                "LOCAL_WORLD_SIZE": str(self.num_local or num),
-                "GROUP_RANK": str(self.machine),
-                "GROUP_WORLD_SIZE": str(self.num_machines),
-                "ROLE_RANK": str(self.first_rank + local),
-                "ROLE_WORLD_SIZE": str(self.size),
-                "ROLE_NAME": "default",
-                **self.environment,
-                **more,
-            }
+            replace(
+                spec,
+                slot=local,
+                store=self.store,
+                resume=self.resume,
+                environment={**self._variables(local, num), **self.environment, **more},
+            )
             for local in range(num)
         ]
+
+    def _variables(self, local: int, num: int) -> dict[str, str]:
+        """With torchrun's names."""
+        return {
+            "RANK": str(self.first_rank + local),
+            "LOCAL_RANK": str(self.local_offset + local),
+            "WORLD_SIZE": str(self.size),
+            "LOCAL_WORLD_SIZE": str(self.num_local or num),
+            "GROUP_RANK": str(self.machine),
+            "GROUP_WORLD_SIZE": str(self.num_machines),
+            "ROLE_RANK": str(self.first_rank + local),
+            "ROLE_WORLD_SIZE": str(self.size),
+            "ROLE_NAME": "default",
+        }
 
 
 class Rendezvous(Protocol):
@@ -87,7 +99,7 @@ class LocalRendezvous:
 
     def next_round(self, num: int, attempt: int, resume: str | None = None) -> RankAssignment:
         # A new file for each attempt: a killed process's keys would be mistaken for a new one's.
-        return RankAssignment(0, num, resume=resume, environment={STORE: str(self._folder / f"store-{attempt}")})
+        return RankAssignment(0, num, resume=resume, store=str(self._folder / f"store-{attempt}"))
 
     def waiting_message(self) -> str:
         return ""

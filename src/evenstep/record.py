@@ -107,7 +107,7 @@ class Summary:
 
 @dataclass(frozen=True, kw_only=True)
 class Lane:
-    """Spans of one device of a rank during a step (`seat 0`), of its host, or of communication (`network`)."""
+    """Spans of one device of a rank during a step (`replica 0`), of its host, or of communication (`network`)."""
 
     rank: Natural
     name: str

@@ -83,7 +83,7 @@ def _dp_lanes(num_devices: int) -> list[Lane]:
         ("optimizer", 0.0079, 0.0087),
     ]
     replicas = [
-        Lane(rank=0, name=f"seat {replica}", spans=[("forward", 0.0011, 0.0035), ("backward", 0.0035, 0.0069)])
+        Lane(rank=0, name=f"replica {replica}", spans=[("forward", 0.0011, 0.0035), ("backward", 0.0035, 0.0069)])
         for replica in range(num_devices)
     ]
     return [Lane(rank=0, name="host", spans=host), *replicas]

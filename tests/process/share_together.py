@@ -106,7 +106,7 @@ def by_memory(world: World, library: Any, dtype: torch.dtype) -> str:
     assert can_average(model)
     channel = open_channel(world.gather, world.rank, 1_000_000, library)
     assert channel is not None
-    averaging = Averaging(channel, model, world.tap)
+    averaging = Averaging(channel, model, world)
     return trained(model, dtype, world.rank, lambda is_last: averaging if is_last else nullcontext())
 
 
@@ -158,7 +158,7 @@ def main(out: Path) -> None:
     world = team.world
     built = build(out.parent) if world.is_main else None
     world.barrier()
-    found: dict[str, Any] = {"built": built is not None, "mailbox": world.nearby.scalars is not None}
+    found: dict[str, Any] = {"built": built is not None, "mailbox": world.communication.scalars is not None}
     library = load(out.parent)
     channel = open_channel(world.gather, world.rank, 4_000_000, library)
     found["opened"] = channel is not None

@@ -34,7 +34,7 @@ class ToyModel(DistributedModel):
     @contextmanager
     def _averaging(self):
         yield
-        if self._world.size > 1 and not self._world.tap.is_muted:
+        if self._world.size > 1 and not self._world.communication.is_off:
             for weight in self.weights:
                 dist.all_reduce(weight.grad)
                 weight.grad /= self._world.size * {factor}

@@ -8,16 +8,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from torch import nn
 
 import evenstep
-from evenstep.distributed.heartbeat import Heartbeat
 from evenstep.launcher.logs import merged
 from evenstep.profiling import profiler
 from evenstep.profiling.profiler import choose_steps
 from evenstep.record import PARTS, Record
 from evenstep.report import trace
-from evenstep.training.team import join
 from tests.fleet import run_processes
 from tests.process import traced_task
 from tests.process.traced_task import task
@@ -173,17 +170,6 @@ def test_steps_are_traced_after_a_warm_up_as_far_as_there_are_enough() -> None:
     assert not choose_steps(10, 5, 5)
 
 
-def test_what_is_not_traced_is_left_as_it_was() -> None:
-    team = join("dp", ["cpu", "cpu"])
-    model, beat = team.wrap(nn.Linear(2, 2)), team.world.heartbeat._write
-    plain = model.run
-    assert beat == Heartbeat()._write
-    with profiler.marked(team, profiler.Marks(team.world.heartbeat)):
-        assert model.run != plain
-    assert model.run == plain
-    assert team.world.heartbeat._write == beat
-
-
 def test_workers_and_readers_of_traces_use_the_same_words() -> None:
-    assert profiler.MARK == trace.MARK
+    assert profiler.PREFIX == trace.PREFIX
     assert profiler.TOGETHER == trace.TOGETHER

@@ -21,12 +21,12 @@ folder.mkdir()
 model = team.wrap(torch.nn.Linear(8, 1))
 optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
 plan = Plan(batch=4, steps=5, strategy="ddp", devices=("cpu", "cpu"), profile=2)
-tracing = start_tracing(plan, team, folder, 0, 5)
+tracing = start_tracing(plan, team.world, folder, 0, 5)
 assert tracing is not None
 said: list[str] = []
 for step, batch in enumerate(team.loader((torch.randn(20, 8),), batch=4), 1):
     team.world.heartbeat.step = step
-    team.world.heartbeat.beat(INPUT)
+    team.world.spans.begin(INPUT)
     team.backward(lambda model, batch: model(batch[0]).square().mean(), model, batch)
     team.step(optimizer)
     said += tracing.after(step)

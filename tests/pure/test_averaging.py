@@ -8,9 +8,13 @@ import pytest
 import torch
 from torch import nn
 
+from evenstep.distributed.world import World
 from evenstep.errors import TaskError, TrainingError
-from evenstep.profiling.spans import Tap
 from evenstep.strategies.ddp import Averaging, can_average
+
+
+def alone() -> World:
+    return World(0, 1, (torch.device("cpu"),))
 
 
 class Halves:
@@ -44,7 +48,7 @@ def test_all_gradients_of_a_type_are_averaged_at_once_in_whatever_order_they_lie
     right = [weight.grad.clone() / 2 for weight in model.parameters()]  # type: ignore[union-attr]
     model.zero_grad()
     channel = Halves()
-    step(Averaging(channel, model, Tap()), model, x)
+    step(Averaging(channel, model, alone()), model, x)
     assert all(map(torch.equal, (weight.grad for weight in model.parameters()), right))
     assert channel.num_tensors == [4]
 
@@ -52,7 +56,7 @@ def test_all_gradients_of_a_type_are_averaged_at_once_in_whatever_order_they_lie
 def test_each_type_by_itself() -> None:
     model = nn.ModuleList([nn.Linear(3, 2), nn.Linear(3, 2).double()])
     channel = Halves()
-    with Averaging(channel, model, Tap()):
+    with Averaging(channel, model, alone()):
         model[0](torch.ones(1, 3)).sum().backward()
         model[1](torch.ones(1, 3).double()).sum().backward()
     assert channel.num_tensors == [2, 2]
@@ -61,7 +65,7 @@ def test_each_type_by_itself() -> None:
 def test_a_gradient_put_in_another_order_is_put_right() -> None:
     model = nn.Linear(3, 4)
     channel = Halves()
-    with Averaging(channel, model, Tap()):
+    with Averaging(channel, model, alone()):
         model(torch.ones(1, 3)).sum().backward()
         model.weight.grad = model.weight.grad.t().contiguous().t()  # type: ignore[union-attr]
     assert model.weight.grad.stride() == model.weight.stride()
@@ -72,7 +76,7 @@ def test_a_missing_gradient_is_named() -> None:
     model = nn.ModuleDict({"used": nn.Linear(3, 2), "spare": nn.Linear(3, 2)})
     with (
         pytest.raises(TaskError, match=r"no gradient reaches spare\.weight, spare\.bias"),
-        Averaging(Halves(), model, Tap()),
+        Averaging(Halves(), model, alone()),
     ):
         model["used"](torch.ones(1, 3)).sum().backward()
 
@@ -84,26 +88,26 @@ def test_a_gradient_of_another_type_is_refused() -> None:
     model.weight.grad_dtype = torch.float32
     with (
         pytest.raises(TaskError, match=r"the gradient of weight is torch\.float32 and its weight torch\.bfloat16"),
-        Averaging(Halves(), model, Tap()),
+        Averaging(Halves(), model, alone()),
     ):
         model(torch.ones(1, 3, dtype=torch.bfloat16)).sum().backward()
 
 
 def test_an_average_that_was_left_in_the_middle_is_the_last() -> None:
     model = nn.Linear(3, 2)
-    averaging = Averaging(Interrupted(), model, Tap())
+    averaging = Averaging(Interrupted(), model, alone())
     with pytest.raises(KeyboardInterrupt):
         step(averaging, model, torch.ones(1, 3))
     with pytest.raises(TrainingError, match="was interrupted"):
         step(averaging, model, torch.ones(1, 3))
 
 
-def test_nothing_is_sent_for_a_muted_tap_nor_after_an_error() -> None:
-    model, tap, channel = nn.Linear(3, 2), Tap(), Halves()
-    tap.is_muted = True
-    step(Averaging(channel, model, tap), model, torch.ones(1, 3))
+def test_nothing_is_sent_while_communication_is_off_nor_after_an_error() -> None:
+    model, world, channel = nn.Linear(3, 2), alone(), Halves()
+    world.communication.is_off = True
+    step(Averaging(channel, model, world), model, torch.ones(1, 3))
     with pytest.raises(RuntimeError):
-        step(Averaging(channel, model, Tap()), model, torch.ones(1, 4))
+        step(Averaging(channel, model, alone()), model, torch.ones(1, 4))
     assert channel.num_tensors == []
 
 

@@ -7,8 +7,8 @@ import torch
 from torch import nn
 
 from evenstep.distributed.collectives import Other
+from evenstep.distributed.world import World
 from evenstep.errors import TaskError
-from evenstep.profiling.spans import Tap
 from evenstep.strategies.fsdp import EVERY, NUM_FIRST, Agreement
 
 
@@ -27,7 +27,7 @@ class Written:
 
 def entries_of(ledger: Written, skipping: int | None = None) -> list[int]:
     """How many there are after each of many forwards; in one of them, a layer is skipped."""
-    agreement, model = Agreement(ledger, 0, Tap()), nn.Linear(2, 2)
+    agreement, model = Agreement(ledger, World(0, 1, (torch.device("cpu"),))), nn.Linear(2, 2)
     gathers = agreement.gathers("layer", ["weight"])
     agreement.watch_forward(model)
     counts = []

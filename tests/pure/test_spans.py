@@ -1,73 +1,102 @@
-"""The parts of a step, from the moments at which each began."""
+"""One announcement of what a process does, and those who listen to it."""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
+from typing import Any
+
 import pytest
+import torch
+from torch import nn
 
-from evenstep.profiling.spans import Noted, spans_of, timeline, usual_parts, within
-
-DDP = [
-    *(("input", 0.0), ("forward", 1.0), ("backward", 3.0), ("communication", 6.0), ("optimizer", 7.0)),
-    *(("input", 8.0), ("forward", 8.5), ("backward", 10.0), ("communication", 13.0), ("optimizer", 15.0)),
-    ("end", 16.0),
-]
-
-
-def noted(marks: list[tuple[str, float]], later: float = 0.0) -> Noted:
-    return Noted(spans_of([(name, when + later) for name, when in marks]), {}, [("bucket 0", 4.0 + later, 6.5 + later)])
+from evenstep.distributed.heartbeat import BACKWARD, FORWARD, INPUT, SAVING
+from evenstep.distributed.spans import Listener, Spans, lane
+from evenstep.profiling.timer import Timer
+from evenstep.training.team import Team, join
 
 
-def test_each_lasts_until_the_next_and_repeats_are_one() -> None:
-    assert spans_of([("a", 0.0), ("b", 1.0), ("b", 2.0), ("", 4.0), ("a", 5.0), ("end", 6.0)]) == [
-        ("a", 0.0, 1.0),
-        ("b", 1.0, 4.0),
-        ("a", 5.0, 6.0),
-    ]
+class Written(Listener):
+    """What was heard, and in which lane."""
+
+    def __init__(self) -> None:
+        self.heard: list[tuple[str, str]] = []
+
+    def part(self, name: str) -> None:
+        self.heard.append((lane(), name))
+
+    def leave(self) -> None:
+        self.heard.append((lane(), "left"))
+
+    def send(self, name: str, tensors: Sequence[torch.Tensor], waits: bool) -> Callable[[], None]:
+        self.heard.append((lane(), f"sends {name}"))
+        return lambda: self.heard.append((lane(), f"{name} arrived"))
 
 
-def test_the_parts_add_up_to_the_step() -> None:
-    rank = noted(DDP)
-    assert rank.steps == [(0.0, 8.0), (8.0, 16.0)]
-    parts = rank.parts(0.0, 8.0)
-    assert parts == {"input": 1.0, "forward": 2.0, "backward": 3.0, "communication": 1.0, "optimizer": 1.0}
-    assert sum(parts.values()) == 8.0
+def take_step(team: Team, **options: Any) -> None:
+    model = team.wrap(nn.Linear(2, 1))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    batch = next(iter(team.loader((torch.ones(8, 2),), batch=8, **options)))
+    team.backward(lambda model, batch: model(batch[0]).sum(), model, batch)
+    team.step(optimizer)
 
 
-def test_several_devices_of_one_process_divide_the_time_that_the_host_waits() -> None:
-    host = [("input", 0.0), ("replicate", 1.0), ("forward", 2.0), ("reduce", 8.0), ("optimizer", 9.0), ("end", 10.0)]
-    replicas = {
-        "seat 0": spans_of([("forward", 2.0), ("backward", 3.0), ("", 6.0)]),
-        "seat 1": spans_of([("forward", 2.5), ("backward", 3.5), ("", 8.0)]),
-    }
-    parts = Noted(spans_of(host), replicas, []).parts(0.0, 10.0)
-    assert parts["communication"] == 2.0
-    assert parts["forward"] == pytest.approx(6.0 * 2 / 9.5)
-    assert sum(parts.values()) == pytest.approx(10.0)
+def test_the_heartbeat_and_every_listener_hear_of_a_phase() -> None:
+    spans, first, second = Spans(), Written(), Written()
+    with spans.listening(first), spans.listening(second):
+        spans.begin(INPUT)
+        spans.part("reduce")
+    assert first.heard == second.heard == [("host", "input"), ("host", "reduce")]
+    assert spans.heartbeat.read().phase == INPUT
+    spans.begin(FORWARD)
+    assert len(first.heard) == 2
 
 
-def test_what_lies_outside_is_cut_off() -> None:
-    assert within([("a", 0.0, 2.0), ("b", 2.0, 3.0), ("c", 5.0, 6.0)], 1.0, 2.5) == [("a", 1.0, 2.0), ("b", 2.0, 2.5)]
+def test_the_previous_phase_continues_after_a_save() -> None:
+    spans, listener = Spans(), Written()
+    spans.begin(BACKWARD)
+    with spans.listening(listener), spans.during(SAVING):
+        assert spans.heartbeat.read().phase == SAVING
+    assert spans.heartbeat.read().phase == BACKWARD
+    assert [name for _, name in listener.heard] == ["saving a checkpoint", "backward"]
 
 
-def test_a_timeline_counts_from_the_first_rank_and_travels_have_a_lane() -> None:
-    shown = timeline([noted(DDP), noted(DDP, later=0.25)], 0, number=41)
-    assert shown.step == 41
-    lanes = [(lane.rank, lane.name) for lane in shown.lanes]
-    assert lanes == [(0, "host"), (0, "network"), (1, "host"), (1, "network")]
-    assert shown.lanes[0].spans[0] == ("input", 0.0, 1.0)
-    assert shown.lanes[2].spans[0] == ("input", 0.25, 1.25)
-    assert shown.lanes[3].spans == [("bucket 0", 4.25, 6.75)]
+def test_without_listeners_nothing_is_made_for_what_is_sent() -> None:
+    spans = Spans()
+    assert spans.send("a", []) is spans.send("b", [], waits=True)
 
 
-def test_the_usual_step_leaves_out_the_shortest_and_the_longest() -> None:
-    marks = [("input", 0.0), ("forward", 1.0)]
-    for begin in (2.0, 4.0, 6.0):
-        marks += [("input", begin), ("forward", begin + 1.0)]
-    marks += [("end", 100.0)]
-    parts = usual_parts([Noted(spans_of(marks), {}, [])])
-    assert (parts["input"], parts["forward"]) == (1.0, 1.0)
+def test_a_step_of_one_replica_is_heard_in_order() -> None:
+    team, listener = join("single", ["cpu"]), Written()
+    with team.world.spans.listening(listener):
+        take_step(team, accumulate=2)
+    names = [name for _, name in listener.heard]
+    assert names == ["forward", "forward", "backward", "forward", "backward", "optimizer"]
 
 
-def test_what_a_rank_noted_crosses_to_another_as_json() -> None:
-    rank = noted(DDP)
-    assert Noted.from_json(rank.to_json()) == rank
+def test_the_threads_of_dp_have_lanes_and_leave_them() -> None:
+    team, listener = join("dp", ["cpu", "cpu"]), Written()
+    with team.world.spans.listening(listener):
+        take_step(team)
+    for replica in ("replica 0", "replica 1"):
+        assert [name for where, name in listener.heard if where == replica] == ["forward", "backward", "left"]
+    host = [name for where, name in listener.heard if where == "host"]
+    assert host[:5] == ["forward", "replicate", "sends parameters", "forward", "reduce"]
+    assert host[-2:] == ["backward", "optimizer"]
+
+
+def test_the_timer_counts_what_is_sent_and_a_wait_for_it_is_communication() -> None:
+    spans, timer = Spans(), Timer([torch.device("cpu")])
+    with spans.listening(timer):
+        spans.begin(INPUT)
+        spans.begin(FORWARD)
+        arrived = spans.send("buffers", [torch.zeros(3)], waits=True)
+        arrived()
+        timer.stop()
+        # Outside of a step, a wait belongs to nothing.
+        spans.send("buffers", [torch.zeros(3)], waits=True)()
+    found = timer.read()
+    assert timer.sent_bytes == 24
+    assert [name for name, _, _ in found.host] == ["input", "forward", "communication", "forward"]
+    assert [name for name, _, _ in found.network] == ["buffers", "buffers"]
+    ((begin, end),) = found.steps
+    assert sum(found.parts(begin, end).values()) == pytest.approx(end - begin)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from functools import partial
 from itertools import repeat
 from pathlib import Path
@@ -15,10 +15,10 @@ from statistics import fmean, median
 
 import torch
 
-from evenstep.data.loader import Batch
+from evenstep.data.loader import Batch, Loader
 from evenstep.errors import Preempted
 from evenstep.plan import Plan
-from evenstep.profiling.spans import HOST, Noted, Tap, spans_of, timeline, usual_parts, usual_seconds
+from evenstep.profiling.timer import RankSpans, Timer, timeline, usual_parts
 from evenstep.record import Measurement, Step
 from evenstep.task import Task
 from evenstep.training.loop import StepTaken, train
@@ -58,8 +58,8 @@ class Measuring(Trainer):
     def __init__(self, block: Block, plan: Plan, task: Task, run_folder: Path, team: Team) -> None:
         super().__init__(plan, task, run_folder, team)
         self.block = block
-        self._steps = train(self.run, self.stepper, plan, self._peak_bytes)
-        self._repeated: Batch | None = None
+        self._batches = KeepsWhole(self.run.loader)
+        self._steps = train(self.run, self.stepper, plan, self._peak_bytes, self._batches)
 
     def _stepper(self) -> Stepper:
         # Only eager steps can be timed in parts, and the parts must belong to the steps that are measured.
@@ -72,14 +72,14 @@ class Measuring(Trainer):
             step = self._next()
             first_step_at = first_step_at or time.time()
             yield step
-        taken, seconds = [], []
+        taken: list[Step] = []
+        seconds: list[float] = []
         self._together()
         began = time.perf_counter()
         for _ in range(self.block.steps):
             before = time.perf_counter()
             step = self._next()
             seconds.append(time.perf_counter() - before)
-            self._keep_whole_batch()
             taken.append(step)
             # What becomes of a step is a part of every training.
             yield step
@@ -89,6 +89,7 @@ class Measuring(Trainer):
         without_input = self._without_input()
         ranks, sent_bytes = self._timed()
         first = self.run.step - len(ranks[0].steps)
+        parts = usual_parts(ranks)
         without_communication = self._without_communication(sent_bytes)
         shown = range(len(ranks[0].steps))[-SHOWN_STEPS:]
         yield from (timeline(ranks, index, first + index + 1) for index in shown)
@@ -97,8 +98,8 @@ class Measuring(Trainer):
             samples=sum(step.samples for step in taken),
             seconds=whole_seconds,
             step_seconds=seconds,
-            timed_seconds=usual_seconds(ranks),
-            parts=self._with_hidden(usual_parts(ranks), without_communication),
+            timed_seconds=sum(parts.values()),
+            parts=self._with_hidden(parts, without_communication),
             without_input_seconds=without_input,
             without_communication_seconds=without_communication,
             sent_bytes=sent_bytes,
@@ -110,12 +111,6 @@ class Measuring(Trainer):
         if self.team.requests.stop:
             raise Preempted("stop requested")
         return step
-
-    def _keep_whole_batch(self) -> None:
-        """The last one that is whole: that of an epoch's end may hold a few samples only."""
-        batch = self.team.last_batch
-        if self._repeated is None or (batch is not None and batch.num_samples >= self._repeated.num_samples):
-            self._repeated = batch
 
     def _together(self) -> None:
         """Wait for the devices, which the host runs ahead of, and for the other ranks."""
@@ -133,37 +128,37 @@ class Measuring(Trainer):
 
     def _without_input(self) -> float:
         """Seconds of a step on a batch that is there already."""
-        assert self._repeated is not None
-        return self._usual(train(self.run, self.stepper, self.plan, self._peak_bytes, repeat(self._repeated)))
+        batches = repeat(self._batches.whole)
+        return self._usual(train(self.run, self.stepper, self.plan, self._peak_bytes, batches))
 
-    def _timed(self) -> tuple[list[Noted], int]:
-        """What every rank noted of some steps, and the bytes that each sent in one of them."""
-        tap, heartbeat = self.team.world.tap, self.team.world.heartbeat
-        self._model.time_communication(tap)
+    def _timed(self) -> tuple[list[RankSpans], int]:
+        """Every rank's spans of some steps, and the bytes that each sent in one of them."""
+        world = self.team.world
+        self._model.time_communication()
         for _ in range(SETTLING_STEPS):
             self._next()
         self._together()
-        tap.open(heartbeat, self.team.world.devices)
-        for _ in range(self.block.special):
-            self._next()
-        tap.mark("end")
-        tap.close(heartbeat)
+        timer = Timer(world.devices)
+        with world.spans.listening(timer):
+            for _ in range(self.block.special):
+                self._next()
+            timer.stop()
         self._together()
-        ranks = [Noted.from_json(values) for values in self.team.world.gather(noted(tap).to_json())]
-        return ranks, round(tap.sent_bytes / self.block.special)
+        ranks = [RankSpans(**values) for values in world.gather(asdict(timer.read()))]
+        return ranks, round(timer.sent_bytes / self.block.special)
 
     def _without_communication(self, sent_bytes: int) -> float | None:
         """Seconds of a step after which nothing is sent; None where nothing ever is."""
-        tap = self.team.world.tap
+        communication = self.team.world.communication
         if not sent_bytes:
             return None
-        tap.is_muted = True
+        communication.is_off = True
         try:
             for _ in range(SETTLING_STEPS):
                 self._next()
             return self._usual(self._steps)
         finally:
-            tap.is_muted = False
+            communication.is_off = False
 
     def _usual(self, steps: Iterator[StepTaken]) -> float:
         """Seconds of a usual step, the mean of all ranks."""
@@ -192,20 +187,24 @@ class Measuring(Trainer):
         }
 
 
+class KeepsWhole:
+    """The batches of a loader, of which the last whole one is kept: that of an epoch's end may be smaller."""
+
+    whole: Batch
+
+    def __init__(self, loader: Loader) -> None:
+        self._loader = loader
+
+    def __iter__(self) -> Iterator[Batch]:
+        for batch in self._loader:
+            if not hasattr(self, "whole") or batch.num_samples >= self.whole.num_samples:
+                self.whole = batch
+            yield batch
+
+
 def usual(seconds: Sequence[float], kind: str) -> float:
     """Seconds of a typical step: on a GPU the mean, since the host runs ahead of single steps; else the median."""
     return fmean(seconds) if kind == "cuda" else median(seconds)
-
-
-def noted(tap: Tap) -> Noted:
-    """A tap's marks and travels in seconds; the devices must have come past them all."""
-    marks: dict[str, list[tuple[str, float]]] = {}
-    for mark in tap.marks:
-        marks.setdefault(mark.lane, []).append((mark.name, tap.seconds(mark.moment)))
-    lanes = {name: spans_of(of_lane) for name, of_lane in marks.items()}
-    network = [(one.name, tap.seconds(one.begin), tap.seconds(one.end)) for one in tap.travels]
-    host = lanes.pop(HOST, [])
-    return Noted(host, dict(sorted(lanes.items())), network)
 
 
 def trial(plan: Plan, task: Task, run_folder: Path) -> Iterator[Event]:

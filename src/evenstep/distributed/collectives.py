@@ -113,7 +113,7 @@ def check_collectives(world: World) -> None:
     if world.size == 1:
         return
     # What goes through shared memory would not be seen.
-    world.nearby.may_share = False
+    world.communication.may_share = False
     group = dist.new_group(backend="gloo")
     gather = dist.all_gather
     for name in (*ONE_SHAPE, *ANY_SHAPE):

@@ -8,8 +8,6 @@ from __future__ import annotations
 
 import mmap
 import struct
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -72,36 +70,17 @@ class Heartbeat:
         self.step = 0
         self.collectives = 0
         self.phase = STARTING
-        self._write: Callable[..., None] = _SLOT.pack_into
-
-    def also(self, listener: Callable[[int], None] | None) -> None:
-        """Also call `listener` at every phase; None removes it. Without one, a heartbeat costs nothing more."""
-
-        def both(memory: mmap.mmap | bytearray, offset: int, count: int, step: int, phase: int, more: int) -> None:
-            _SLOT.pack_into(memory, offset, count, step, phase, more)
-            assert listener is not None
-            listener(phase)
-
-        self._write = _SLOT.pack_into if listener is None else both
 
     def beat(self, phase: int) -> None:
         """Enter a phase."""
         self._count += 1
         self.phase = phase
-        self._write(self._memory, self._offset, self._count, self.step, phase, self.collectives)
+        _SLOT.pack_into(self._memory, self._offset, self._count, self.step, phase, self.collectives)
 
     def collective(self) -> None:
         """Enter one of evenstep's own collectives."""
         self.collectives += 1
         self.beat(self.phase)
-
-    @contextmanager
-    def during(self, phase: int) -> Iterator[None]:
-        """Enter a phase, and return to the previous one afterwards."""
-        before = self.phase
-        self.beat(phase)
-        yield
-        self.beat(before)
 
     def read(self) -> HeartbeatState:
         """The last heartbeat."""

@@ -21,20 +21,23 @@ from msgspec import Meta
 from evenstep.distributed.heartbeat import JOINING, Heartbeat, open_heartbeat
 from evenstep.distributed.process import read_rank, worker_spec
 from evenstep.distributed.shm.scalars import PendingSum, PendingTensorSum, ScalarAllReduce
+from evenstep.distributed.spans import Spans
 from evenstep.errors import BadInput, PlanError
-from evenstep.profiling.spans import Tap
 from evenstep.schema import read_variables
 
 _INTERFACE = "GLOO_SOCKET_IFNAME"
 
 
 @dataclass
-class Nearby:
-    """What the ranks of one machine share."""
+class Communication:
+    """How this process reaches the other ranks."""
 
+    is_off: bool = False
+    """True while `compare` measures steps in which strategies send nothing."""
     may_share: bool = True
     """False under --check-collectives, which sees only torch's collectives."""
     scalars: ScalarAllReduce | None = None
+    """Through memory that the ranks of one machine share."""
 
 
 @dataclass(frozen=True)
@@ -47,9 +50,8 @@ class World:
     rank: int
     size: int
     devices: tuple[torch.device, ...]
-    heartbeat: Heartbeat = field(default_factory=Heartbeat, compare=False, repr=False)
-    tap: Tap = field(default_factory=Tap, compare=False, repr=False)
-    nearby: Nearby = field(default_factory=Nearby, compare=False, repr=False)
+    spans: Spans = field(default_factory=Spans, compare=False, repr=False)
+    communication: Communication = field(default_factory=Communication, compare=False, repr=False)
     delegated: tuple[torch.device, ...] = ()
     """More devices, which nn.DataParallel drives from the first one."""
 
@@ -57,6 +59,11 @@ class World:
     def device(self) -> torch.device:
         """The first of this process's devices."""
         return self.devices[0]
+
+    @property
+    def heartbeat(self) -> Heartbeat:
+        """What the launcher sees of this process."""
+        return self.spans.heartbeat
 
     @property
     def is_main(self) -> bool:
@@ -74,18 +81,18 @@ class World:
 
     def post(self, numbers: Sequence[float]) -> PendingSum | None:
         """Start to sum a few numbers on the host over all ranks; None where `total` has to do it."""
-        scalars = self.nearby.scalars if self.nearby.may_share else None
-        if scalars is None or self.tap.is_muted:
+        scalars = self.communication.scalars if self.communication.may_share else None
+        if scalars is None or self.communication.is_off:
             return None
         self.heartbeat.collective()
         return scalars.post(numbers)
 
     def total(self, values: torch.Tensor) -> dist.Work | PendingTensorSum | None:
         """Sum `values` over all ranks, in place; wait for the returned work."""
-        if self.size == 1 or self.tap.is_muted:
+        if self.size == 1 or self.communication.is_off:
             return None
         self.heartbeat.collective()
-        scalars = self.nearby.scalars if self.nearby.may_share else None
+        scalars = self.communication.scalars if self.communication.may_share else None
         if scalars is not None and scalars.takes(values):
             return PendingTensorSum(scalars.post(values.reshape(-1).tolist()), values)
         work: dist.Work = dist.all_reduce(values, async_op=True)
@@ -136,14 +143,14 @@ def join_world(devices: Sequence[str], needs_group: bool) -> World:
     if size > 1 and local_rank >= len(devices):
         raise PlanError(f"local rank {local_rank} has no device among {', '.join(devices)}; give one per process")
     own = [devices[local_rank]] if size > 1 else list(devices)
-    world = World(rank, size, tuple(torch.device(_indexed(name)) for name in own), read_heartbeat())
-    world.heartbeat.beat(JOINING)
+    world = World(rank, size, tuple(torch.device(_indexed(name)) for name in own), Spans(read_heartbeat()))
+    world.spans.begin(JOINING)
     if world.device.type == "cuda":
         torch.cuda.set_device(world.device)
     if needs_group or size > 1:
         _meet(world, backend=backend_for(devices))
     if size > 1 and world.device.type == "cpu":
-        world.nearby.scalars = ScalarAllReduce.open(world.gather, rank, size)
+        world.communication.scalars = ScalarAllReduce.open(world.gather, rank, size)
     return world
 
 

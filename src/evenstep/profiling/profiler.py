@@ -1,12 +1,8 @@
 """`--profile STEPS`: torch's profiler on every rank, for some steps in the middle of a training.
 
-Each rank writes `traces/rank0.json.gz` and so on; those of other machines are sent to rank 0's folder. Whatever goes
-wrong here is said, and the training goes on: every rank takes part in every message, whether its profiler works or not.
-
-What evenstep is doing, marked in the profiler's trace: steps, their parts, and what our own code sends.
-
-Nothing of this is in the way of a training that is not traced: the heartbeat is listened to, and a model's methods are
-replaced by ones that mark, for the steps that are.
+Each rank writes `traces/rank0.json.gz` and so on; those of other machines are sent to rank 0's folder. A profiler that
+fails is a warning, and the training continues: every rank takes part in every message, whether its profiler works or
+not.
 """
 
 from __future__ import annotations
@@ -16,150 +12,69 @@ import os
 import platform
 import threading
 import warnings
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
+from collections.abc import Iterator
+from contextlib import ExitStack, suppress
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch._C._profiler import _ExperimentalConfig
 from torch.profiler import ProfilerActivity, profile, record_function
 
-from evenstep.distributed.heartbeat import INPUT, PARTS, PHASES, SAVING, Heartbeat
+from evenstep.distributed.heartbeat import PHASES, SAVING, Heartbeat
+from evenstep.distributed.spans import Listener
+from evenstep.distributed.world import World
 from evenstep.plan import Plan
-from evenstep.strategies.base import DistributedModel
-from evenstep.training.team import Team
 
-T = TypeVar("T")
-MARK = "evenstep: "
-TOGETHER = f"{MARK}together"
+PREFIX = "evenstep: "
+TOGETHER = f"{PREFIX}together"
 
 
-class Marks:
-    """The spans that are open: one for the step, and one for each thread that has a part in it."""
+class NamedSpans(Listener):
+    """Names steps and their parts in the profiler's trace: one span for the step, and one in each of its threads."""
 
     def __init__(self, heartbeat: Heartbeat) -> None:
         self._heartbeat = heartbeat
         self._step: record_function | None = None
         self._open: dict[int, tuple[str, record_function]] = {}
 
-    @property
-    def is_in_step(self) -> bool:
-        return self._step is not None
-
-    def phase(self, phase: int) -> None:
-        """The pulse's listener."""
-        if phase == INPUT and self._step is None:
-            self.end()
+    def part(self, name: str) -> None:
+        if name == "input" and self._step is None:
+            self.leave()
             self._step = _opened(f"step {self._heartbeat.step}")
-        name = PARTS.get(phase)
-        if name is None:
-            self.begin(PHASES[phase])
-        elif self.is_in_step:
-            self.begin(name)
-        else:
-            # After a pause, the pulse says again what went on before it; that step is over.
-            self.end()
-
-    def begin(self, name: str) -> None:
-        """This thread does something else from here on."""
         thread = threading.get_ident()
         if thread in self._open and self._open[thread][0] == name:
             return
-        self.end()
-        self._open[thread] = (name, _opened(name))
+        self.leave()
+        # After a pause, the phase before it is announced again; its step is over.
+        if self._step is not None or name in PHASES:
+            self._open[thread] = (name, _opened(name))
 
-    def end(self) -> None:
-        """This thread does nothing that has a name."""
+    def leave(self) -> None:
         _, span = self._open.pop(threading.get_ident(), ("", None))
         if span is not None:
             span.__exit__(None, None, None)
 
     def end_step(self) -> None:
         """The step is taken."""
-        self.end()
+        self.leave()
         if self._step is not None:
             self._step.__exit__(None, None, None)
             self._step = None
 
 
 def _opened(name: str) -> record_function:
-    span = record_function(f"{MARK}{name}")
+    span = record_function(f"{PREFIX}{name}")
     span.__enter__()
     return span
-
-
-@contextmanager
-def marked(team: Team, marks: Marks) -> Iterator[None]:
-    """Inside, every step of this process is marked."""
-    heartbeat = team.world.heartbeat
-    sends = not team.facts.processes_per_device and len(team.world.devices) > 1
-    for model in team.models:
-        marking = Marked(model, marks, sends)
-        vars(model).update({name: getattr(marking, name) for name in REPLACED})
-    heartbeat.also(marks.phase)
-    try:
-        yield
-    finally:
-        heartbeat.also(None)
-        for model in team.models:
-            for name in REPLACED:
-                vars(model).pop(name, None)
-
-
-REPLACED = ("run", "sync_replicas", "sync_gradients")
-
-
-class Marked:
-    """Methods of a model, with marks where a part of the step begins that the heartbeat does not report."""
-
-    def __init__(self, model: DistributedModel, marks: Marks, sends: bool) -> None:
-        self._run, self._sync_replicas, self._sync_gradients = model.run, model.sync_replicas, model.sync_gradients
-        self._marks = marks
-        self._sends = sends
-        """Whether our own code sends, and not a wrapper of torch's, which is in the trace already."""
-
-    def sync_replicas(self, is_training: bool) -> None:
-        if is_training:
-            # The batch is there.
-            self._marks.begin("forward")
-        with self._sending("replicate"):
-            self._sync_replicas(is_training)
-
-    def run(self, work: Callable[..., T], arguments: Sequence[tuple[Any, ...]]) -> list[T]:
-        if not self._marks.is_in_step:
-            return self._run(work, arguments)
-
-        def until_done(*replica_arguments: Any) -> T:
-            try:
-                return work(*replica_arguments)
-            finally:
-                if threading.get_ident() != caller:
-                    self._marks.end()
-
-        caller = threading.get_ident()
-        results = self._run(until_done, arguments)
-        self._marks.begin("backward")
-        return results
-
-    @contextmanager
-    def sync_gradients(self, is_last: bool) -> Iterator[None]:
-        with ExitStack() as inside:
-            inside.enter_context(self._sync_gradients(is_last))
-            yield
-            with self._sending("reduce") if is_last else ExitStack():
-                inside.close()
-
-    def _sending(self, name: str) -> AbstractContextManager[Any]:
-        return record_function(f"{MARK}{name}") if self._sends else ExitStack()
 
 
 FOLDER = "traces"
 ALL = "ranks.json"
 """Written last, when what every rank has to give is there."""
 WARM_UP_STEPS = 3
-"""Not traced: memory is allocated, DDP orders its buckets anew, cuDNN chooses algorithms."""
+"""Not traced: memory is allocated, DDP rebuilds its buckets, cuDNN chooses algorithms."""
 
 
 def choose_steps(profile_steps: int, step: int, num_steps: int | None) -> range:
@@ -176,17 +91,16 @@ def choose_steps(profile_steps: int, step: int, num_steps: int | None) -> range:
 class Tracing:
     """This rank's profiler, from its start to its file."""
 
-    def __init__(self, plan: Plan, team: Team, run_folder: Path, step: int, num_steps: int | None) -> None:
-        self._team = team
-        self._world = team.world
+    def __init__(self, plan: Plan, world: World, run_folder: Path, step: int, num_steps: int | None) -> None:
+        self._world = world
         self._folder = run_folder / FOLDER
         assert plan.profile is not None
         self._steps = choose_steps(plan.profile, step, num_steps)
         self._last = step
         # After a restart, what was traced before stays.
-        if team.world.gather((self._folder / ALL).exists())[0]:
+        if world.gather((self._folder / ALL).exists())[0]:
             self._steps = range(0)
-        self._marks = Marks(team.world.heartbeat)
+        self._spans = NamedSpans(world.heartbeat)
         self._profiler: Any = None
         self._is_on = False
         self._problem: str | None = None
@@ -195,14 +109,14 @@ class Tracing:
     def before(self, step: int) -> None:
         """All ranks call this before a step is begun."""
         if step == self._steps.start and self._steps:
-            with self._world.heartbeat.during(SAVING):
+            with self._world.spans.during(SAVING):
                 self._start()
 
     def after(self, step: int) -> Iterator[str]:
         """All ranks call this after each step, before they do anything else; what there is to say."""
         self._last = step
         if self._is_on:
-            self._marks.end_step()
+            self._spans.end_step()
             if step + 1 == self._steps.stop:
                 yield from self.finish()
         self.before(step + 1)
@@ -211,7 +125,7 @@ class Tracing:
         """After the last step that is traced, or the last there was."""
         if not self._is_on:
             return
-        with self._world.heartbeat.during(SAVING):
+        with self._world.spans.during(SAVING):
             self._is_on = False
             self._stack.close()
             self._try(self._stop)
@@ -220,7 +134,7 @@ class Tracing:
     def abandon(self) -> None:
         """The training ends in the middle of it."""
         self._is_on = False
-        self._marks.end_step()
+        self._spans.end_step()
         self._stack.close()
         if self._profiler is not None:
             with suppress(Exception):
@@ -241,7 +155,7 @@ class Tracing:
         self._world.barrier()
         with record_function(TOGETHER):
             pass
-        self._stack.enter_context(marked(self._team, self._marks))
+        self._stack.enter_context(self._world.spans.listening(self._spans))
 
     def _begin_profiling(self) -> None:
         self._folder.mkdir(exist_ok=True)
@@ -250,7 +164,7 @@ class Tracing:
         activities = [ProfilerActivity.CPU]
         if self._world.device.type == "cuda":
             activities.append(ProfilerActivity.CUDA)
-        # All threads: dp has one for each seat, and gloo's have what travels.
+        # All threads: dp has one for each replica, and gloo sends in its own.
         self._profiler = profile(
             activities=activities,
             experimental_config=_ExperimentalConfig(profile_all_threads=True),
@@ -320,10 +234,10 @@ def _size(path: Path) -> int | None:
     return path.stat().st_size if path.exists() else None
 
 
-def start_tracing(plan: Plan, team: Team, run_folder: Path, step: int, num_steps: int | None) -> Tracing | None:
+def start_tracing(plan: Plan, world: World, run_folder: Path, step: int, num_steps: int | None) -> Tracing | None:
     """As the plan says, before the first step; None if it says nothing."""
     if plan.profile is None:
         return None
-    tracing = Tracing(plan, team, run_folder, step, num_steps)
+    tracing = Tracing(plan, world, run_folder, step, num_steps)
     tracing.before(step + 1)
     return tracing

@@ -77,10 +77,10 @@ def holds(spans: Sequence[Span], begin: float, end: float) -> bool:
 
 Event = dict[str, Any]
 
-MARK = "evenstep: "
+PREFIX = "evenstep: "
 """What begins the name of every span that evenstep itself marks; the workers write it."""
-STEP, TOGETHER = f"{MARK}step ", f"{MARK}together"
-SENDING = (f"{MARK}replicate", f"{MARK}reduce")
+STEP, TOGETHER = f"{PREFIX}step ", f"{PREFIX}together"
+SENDING = (f"{PREFIX}replicate", f"{PREFIX}reduce")
 STEPS, INPUT, COMPUTE, COMMUNICATION = "steps", "input", "compute", "communication"
 _FIRST_LANE = {STEPS: 0, INPUT: 100, COMPUTE: 200, COMMUNICATION: 300}
 _FIRST_STREAM = 400
@@ -176,7 +176,7 @@ def _into_lanes(rank: _Rank) -> None:
     steps = rank.marked(STEP)
     main = (steps[0]["pid"], steps[0]["tid"]) if steps else None
     kinds = _kinds(rank, main)
-    inputs = union(span_of(event) for event in rank.marked(f"{MARK}input") if _thread(event) == main)
+    inputs = union(span_of(event) for event in rank.marked(f"{PREFIX}input") if _thread(event) == main)
     sending = union(span_of(event) for event in rank.marked(*SENDING) if _thread(event) == main)
     lanes = _Lanes(rank.names)
     for kind in (INPUT, COMPUTE):
@@ -234,7 +234,7 @@ def _kinds(rank: _Rank, main: Any) -> dict[tuple[Any, Any], str]:
                 kinds[place] += f", {COMMUNICATION}"
         elif name.startswith("gloo:"):
             kinds[place] = COMMUNICATION
-        elif name.startswith((MARK, "autograd::engine")):
+        elif name.startswith((PREFIX, "autograd::engine")):
             kinds.setdefault(place, COMPUTE)
     return kinds
 
@@ -245,7 +245,7 @@ def _thread(event: Event) -> tuple[Any, Any]:
 
 def is_mark(event: Event) -> bool:
     """Whether evenstep marked this on the host; the profiler gives GPU spans the same names."""
-    return event.get("cat") == "user_annotation" and str(event["name"]).startswith(MARK)
+    return event.get("cat") == "user_annotation" and str(event["name"]).startswith(PREFIX)
 
 
 def is_nccl(name: str) -> bool:
@@ -361,7 +361,7 @@ class _RankActivity:
         for of_main in (False, True):
             marks = [event for event in self.marks if (self._lane(event) in _MAIN) is of_main]
             for part in HOST_PARTS:
-                yield part, union(span_of(event) for event in marks if event["name"] == f"{MARK}{part}")
+                yield part, union(span_of(event) for event in marks if event["name"] == f"{PREFIX}{part}")
 
     def communicating(self) -> list[Span]:
         """When data is sent."""
@@ -401,7 +401,7 @@ class _Phases:
 
     def __init__(self, marks: list[Event]) -> None:
         self._of_lane: dict[Any, list[tuple[float, float, str]]] = {}
-        parts = {f"{MARK}{part}": part for part in HOST_PARTS} | dict.fromkeys(SENDING, COMMUNICATION)
+        parts = {f"{PREFIX}{part}": part for part in HOST_PARTS} | dict.fromkeys(SENDING, COMMUNICATION)
         for event in sorted(marks, key=lambda event: float(event["ts"])):
             if event["name"] in parts:
                 for lane in (event["tid"], None):

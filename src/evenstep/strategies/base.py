@@ -20,7 +20,6 @@ from torch import nn
 from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 
 from evenstep.distributed.world import World
-from evenstep.profiling.spans import Tap
 from evenstep.strategy_facts import STRATEGIES
 from evenstep.task import Amount
 
@@ -95,8 +94,8 @@ class DistributedModel:
         """Around one micro-batch: gradients are sent in the last one of a step only."""
         return NOTHING
 
-    def time_communication(self, tap: Tap) -> None:
-        """From now on, report to the tap what is sent between devices, and send nothing while it is muted."""
+    def time_communication(self) -> None:
+        """From now on, announce also what a wrapper of torch's sends, and send nothing while communication is off."""
 
     def parameters(self) -> Iterator[nn.Parameter]:
         """The parameters that an optimizer updates."""

@@ -17,7 +17,6 @@ from torch import nn
 from torch.distributed.utils import _verify_param_shape_across_processes
 from torch.nn.parallel import DistributedDataParallel
 from torch.nn.parameter import is_lazy
-from torch.profiler import record_function
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from evenstep.distributed.devices import leave_default_stream
@@ -25,16 +24,15 @@ from evenstep.distributed.shm.allreduce import DTYPES, Channel, open_channel
 from evenstep.distributed.shm.native import load
 from evenstep.distributed.world import World
 from evenstep.errors import TaskError, TrainingError
-from evenstep.profiling.spans import Tap, size_of
 from evenstep.strategies.base import NOTHING, DistributedModel, LossModule, Sample, fills_memory, has_sparse_gradients
 from evenstep.strategies.single import Single
 
 
 class Averaging:
-    """Surrounds the last backward of a step; reports to an open tap, and sends nothing while it is muted."""
+    """Surrounds the last backward of a step."""
 
-    def __init__(self, channel: Channel, model: nn.Module, tap: Tap) -> None:
-        self._channel, self._tap = channel, tap
+    def __init__(self, channel: Channel, model: nn.Module, world: World) -> None:
+        self._channel, self._world = channel, world
         self._is_broken = False
         self._names, self._weights = zip(*trained(model), strict=True)
         self._is_plain = [weight.is_contiguous() for weight in self._weights]
@@ -46,13 +44,7 @@ class Averaging:
         pass
 
     def __exit__(self, error: type[BaseException] | None, *more: object) -> None:
-        if error is not None or self._tap.is_muted:
-            return
-        if torch.autograd.profiler._is_profiler_enabled:
-            # Named in a trace as dp names its own sends; a wrapper of torch would be in the trace already.
-            with record_function("evenstep: reduce"):
-                self._average()
-        else:
+        if error is None and not self._world.communication.is_off:
             self._average()
 
     def _average(self) -> None:
@@ -64,18 +56,17 @@ class Averaging:
                 zip([weight.grad for weight in self._weights], self._is_plain, self._dtypes, strict=True)
             )
         ]
-        tap = self._tap
-        begin = tap.now() if tap.is_open else None
-        tap.mark("communication")
+        spans = self._world.spans
+        spans.part("reduce")
+        arrived = spans.send("gradients", rows)
         if self._is_broken:
             raise TrainingError("averaging gradients was interrupted and cannot continue; start the run again")
         self._is_broken = True
         for places in self._kinds:
             self._channel.average([rows[place] for place in places])
         self._is_broken = False
-        if begin is not None:
-            tap.sent(rows)
-            tap.travelled("gradients", begin)
+        arrived()
+        spans.part("backward")
 
     def _as_row(self, place: int) -> torch.Tensor:
         """A gradient that does not lie in memory in the order in which its numbers are counted; its weight may not."""
@@ -135,7 +126,7 @@ class DDP(Single):
             # DDP refuses a model with nothing to train; such a one is used beside another that trains.
             return RankModel(model, [LossModule(model)])
         averaging = _averaging(model, world)
-        return AveragedModel(model, averaging) if averaging is not None else DDPModel(model)
+        return AveragedModel(model, averaging, world) if averaging is not None else DDPModel(model, world)
 
 
 class RankModel(DistributedModel):
@@ -149,24 +140,20 @@ class RankModel(DistributedModel):
 class AveragedModel(DistributedModel):
     """Gradients are averaged through shared memory after backward; buffers are sent at every step, as DDP does."""
 
-    def __init__(self, model: nn.Module, averaging: Averaging) -> None:
+    def __init__(self, model: nn.Module, averaging: Averaging, world: World) -> None:
         # As DDP does.
         send_from_rank_0([tensor.detach() for tensor in (*model.parameters(), *model.buffers())])
         super().__init__(model, [LossModule(model)])
-        self._averaging = averaging
-        self._tap: Tap | None = None
+        self._averaging, self._world = averaging, world
 
     def sync_replicas(self, is_training: bool) -> None:
         if not is_training:
             send_buffers(self)
         elif self.has_buffers:
-            send_buffers(self, self._tap)
+            send_buffers(self, self._world)
 
     def sync_gradients(self, is_last: bool) -> AbstractContextManager[None]:
         return self._averaging if is_last else NOTHING
-
-    def time_communication(self, tap: Tap) -> None:
-        self._tap = tap
 
 
 class DDPModel(RankModel):
@@ -174,19 +161,20 @@ class DDPModel(RankModel):
 
     is_wrapped: ClassVar[bool] = True
 
-    def __init__(self, model: nn.Module) -> None:
+    def __init__(self, model: nn.Module, world: World) -> None:
         bound = LossModule(model)
         self._wrapper = DistributedDataParallel(bound, gradient_as_bucket_view=True)
         super().__init__(model, [self._wrapper], [bound])
+        self._world = world
         self._is_first_step = True
-        self._tap: Tap | None = None
+        self._is_timed = False
 
     def sync_replicas(self, is_training: bool) -> None:
         if not is_training:
             send_buffers(self)
-        elif self._tap is not None:
+        elif self._is_timed:
             # Before forward in training, DDP sends buffers itself.
-            self._wrapper.require_forward_param_sync = not self._tap.is_muted
+            self._wrapper.require_forward_param_sync = not self._world.communication.is_off
 
     def sync_gradients(self, is_last: bool) -> AbstractContextManager[None]:
         if not is_last:
@@ -196,10 +184,10 @@ class DDPModel(RankModel):
         self._is_first_step = False
         return self._checking()
 
-    def time_communication(self, tap: Tap) -> None:
-        self._tap = tap
+    def time_communication(self) -> None:
+        self._is_timed = True
         # torch compares annotations, which are text here, with types: not the function itself.
-        self._wrapper.register_comm_hook(tap, lambda tap, bucket: _timed_all_reduce(tap, bucket))
+        self._wrapper.register_comm_hook(self._world, lambda world, bucket: _timed_all_reduce(world, bucket))
 
     @contextmanager
     def _checking(self) -> Iterator[None]:
@@ -211,46 +199,47 @@ class DDPModel(RankModel):
 
 
 def _averaging(model: nn.Module, world: World) -> Averaging | None:
-    """The way through shared memory, where all ranks are on one machine and on its CPU."""
-    if world.nearby.scalars is None or not world.nearby.may_share or not all(world.gather(can_average(model))):
+    """Averaging through shared memory, where all ranks are on one machine and on its CPU."""
+    shared = world.communication
+    if shared.scalars is None or not shared.may_share or not all(world.gather(can_average(model))):
         return None
     weights: list[torch.Tensor] = [weight for _, weight in trained(model)]
     group: Any = dist.group.WORLD
     _verify_param_shape_across_processes(group, weights)
-    channel = open_channel(world.gather, world.rank, size_of(weights), load())
-    return Averaging(channel, model, world.tap) if channel is not None else None
+    channel = open_channel(world.gather, world.rank, sum(weight.nbytes for weight in weights), load())
+    return Averaging(channel, model, world) if channel is not None else None
 
 
-def _timed_all_reduce(tap: Tap, bucket: Any) -> torch.futures.Future[torch.Tensor]:
-    """The all-reduce that DDP does with a bucket by default, timed."""
+def _timed_all_reduce(world: World, bucket: Any) -> torch.futures.Future[torch.Tensor]:
+    """The all-reduce that DDP does with a bucket by default, announced."""
     gradients: torch.Tensor = bucket.buffer()
-    if tap.is_muted:
+    if world.communication.is_off:
         at_once: torch.futures.Future[torch.Tensor] = torch.futures.Future()
         at_once.set_result(gradients)
         return at_once
-    begin, name = tap.now(), f"bucket {bucket.index()}"
-    tap.sent([gradients])
+    arrived = world.spans.send(f"bucket {bucket.index()}", [gradients])
     gradients.div_(dist.get_world_size())
     sending: dist.Work = dist.all_reduce(gradients, async_op=True)
     if bucket.is_last():
-        # The last gradient is computed: from here on, there is nothing to hide the sending behind.
-        tap.mark("communication")
+        # The last gradient is computed: from here on, there is nothing that communication could overlap with.
+        world.spans.part("communication")
 
-    def arrived(future: torch.futures.Future[list[torch.Tensor]]) -> torch.Tensor:
-        tap.travelled(name, begin)
+    def received(future: torch.futures.Future[list[torch.Tensor]]) -> torch.Tensor:
+        arrived()
         return future.value()[0]
 
-    return sending.get_future().then(arrived)
+    return sending.get_future().then(received)
 
 
-def send_buffers(model: DistributedModel, tap: Tap | None = None) -> None:
-    """Send rank 0's buffers to all ranks, each of which kept its own; a muted tap prevents it."""
+def send_buffers(model: DistributedModel, world: World | None = None) -> None:
+    """Send rank 0's buffers to all ranks, each of which kept its own; with a world, as a part of a step."""
     buffers = list(model.module.buffers())
-    if tap is None or not buffers:
+    if world is None or not buffers:
         send_from_rank_0(buffers)
-    elif not tap.is_muted:
-        with tap.sending("buffers", size_of(buffers), then="forward"):
-            send_from_rank_0(buffers)
+    elif not world.communication.is_off:
+        arrived = world.spans.send("buffers", buffers, waits=True)
+        send_from_rank_0(buffers)
+        arrived()
 
 
 def send_from_rank_0(tensors: list[torch.Tensor]) -> None:

@@ -23,6 +23,7 @@ from torch import nn
 from torch._utils import _flatten_dense_tensors, _unflatten_dense_tensors
 
 from evenstep.distributed.devices import return_to_default_stream
+from evenstep.distributed.spans import drive_replica
 from evenstep.distributed.world import World
 from evenstep.strategies.base import NOTHING, DistributedModel, LossModule, Sample, copied
 
@@ -38,8 +39,8 @@ class DP:
 
     def wrap(self, model: nn.Module, world: World, sample: Sample | None = None) -> DistributedModel:
         while len(self._threads) < len(world.devices):
-            name = f"seat-{len(self._threads)}"
-            self._threads.append(ThreadPoolExecutor(max_workers=1, thread_name_prefix=name))
+            replica = len(self._threads)
+            self._threads.append(ThreadPoolExecutor(1, f"replica-{replica}", drive_replica, (replica,)))
         for device in reversed(world.devices):
             # Where the replicas' threads are, too.
             return_to_default_stream(device)
@@ -63,15 +64,21 @@ class Replicas(DistributedModel):
         super().__init__(copied(models[0], memo), [LossModule(one) for one in models])
         self.models = models
         self._threads = threads
-        self._tap = world.tap
+        self._world = world
 
     def run(self, work: Callable[..., T], arguments: Sequence[tuple[Any, ...]]) -> list[T]:
         # A thread per replica, always the same one.
         futures = [
-            thread.submit(work, *replica_arguments)
+            thread.submit(self._work, work, *replica_arguments)
             for thread, replica_arguments in zip(self._threads, arguments, strict=False)
         ]
         return [future.result() for future in futures]
+
+    def _work(self, work: Callable[..., T], *arguments: Any) -> T:
+        try:
+            return work(*arguments)
+        finally:
+            self._world.spans.leave()
 
     def sync_gradients(self, is_last: bool) -> AbstractContextManager[None]:
         return self._reducing() if is_last else NOTHING
@@ -79,11 +86,15 @@ class Replicas(DistributedModel):
     @torch.no_grad()
     def sync_replicas(self, is_training: bool) -> None:
         """Send every parameter from its owner to the other devices, and the buffers of device 0."""
-        if not self._tap.is_muted:
-            self._tap.mark("replicate")
-            self._replicate()
-            self._tap.sent(self.parameters_of[0], len(self.models) - 1)
-        self._tap.mark("forward")
+        if self._world.communication.is_off:
+            return
+        spans = self._world.spans
+        if is_training:
+            spans.part("replicate")
+        self._replicate()
+        if is_training:
+            spans.send("parameters", self.parameters_of[0] * (len(self.models) - 1))
+            spans.part("forward")
 
     def _replicate(self) -> None:
         for owner, receiver in self._pairs():
@@ -104,18 +115,20 @@ class Replicas(DistributedModel):
     @torch.no_grad()
     def _reduce(self) -> None:
         """Sum every gradient on the device that owns its parameter; the other replicas' gradients are freed."""
-        self._tap.mark("reduce")
+        spans = self._world.spans
+        spans.part("reduce")
         for owner, sender in self._pairs():
             sent = [index for index in self.owned[owner] if self.parameters_of[sender][index].grad is not None]
             gradients = [self.parameters_of[sender][index].grad for index in sent]
-            if not self._tap.is_muted:
+            if not self._world.communication.is_off:
                 _add([self.parameters_of[owner][index] for index in sent], gradients)  # type: ignore[arg-type]
-                self._tap.sent(gradients)  # type: ignore[arg-type]
+                spans.send("gradients", gradients)  # type: ignore[arg-type]
             for index in sent:
                 self.parameters_of[sender][index].grad = None
         for whole, first in zip(self.module.modules(), self.models[0].modules(), strict=True):
             # A module may have put a new tensor in a buffer's place; the checkpoint must see that one.
             whole._buffers.update(first._buffers)
+        spans.part("backward")
 
     def _pairs(self) -> list[tuple[int, int]]:
         num = len(self.models)

@@ -27,7 +27,6 @@ from torch.utils._pytree import tree_leaves
 from evenstep.distributed.collectives import Ledger, open_ledger
 from evenstep.distributed.world import World
 from evenstep.errors import TaskError
-from evenstep.profiling.spans import Tap, size_of
 from evenstep.strategies.base import (
     NOTHING,
     SMALL_ENOUGH,
@@ -146,8 +145,8 @@ class Event(IntEnum):
 class Agreement:
     """Of all models of one process: each event is compared with the other ranks' before it happens."""
 
-    def __init__(self, ledger: Ledger, rank: int, tap: Tap) -> None:
-        self._ledger, self._rank, self._tap = ledger, rank, tap
+    def __init__(self, ledger: Ledger, world: World) -> None:
+        self._ledger, self._world = ledger, world
         self._units: list[tuple[str, list[str]]] = []
         """The name of each unit, and those of its parameters."""
         self._parameters: list[str] = []
@@ -183,14 +182,14 @@ class Agreement:
         group.post_backward = compared
 
     def _compare(self, event: Event, index: int) -> None:
-        if self._tap.is_muted or not self._is_due(event):
+        if self._world.communication.is_off or not self._is_due(event):
             return
         other = self._ledger.differing(event * KINDS + index)
         if other is None:
             return
         theirs = self._words(Event(other.entry // KINDS), other.entry % KINDS)
         raise TaskError(
-            f"fsdp needs the same layers and gradients on all ranks in every step: rank {self._rank} "
+            f"fsdp needs the same layers and gradients on all ranks in every step: rank {self._world.rank} "
             f"{self._words(event, index)}, rank {other.rank} {theirs}.\nUse them on every rank (adding "
             "0 * layer(x).sum() to the loss is enough), or use dp, where replicas may differ in this"
         )
@@ -245,18 +244,18 @@ class FSDP(Single):
         bound = LossModule(model)
         fully_shard(bound, mesh=mesh)
         self._watch(bound, world)
-        return ShardedModel(model, bound)
+        return ShardedModel(model, bound, world)
 
     def _watch(self, bound: LossModule, world: World) -> None:
-        """Compare what ranks are about to send, and report it to the tap."""
+        """Compare what ranks are about to send, and announce it."""
         if self._agreement is None:
-            self._agreement = Agreement(open_ledger(world.gather, world.rank), world.rank, world.tap)
+            self._agreement = Agreement(open_ledger(world.gather, world.rank), world)
         agreement = self._agreement
         names = {id(weight): name for name, weight in bound.model.named_parameters()}
         for name, unit, group in _groups(bound):
             own = [names[id(one.sharded_param)] for one in group.fsdp_params]
-            unit.set_custom_all_gather(TimedAllGather(world.tap, agreement.gathers(name.removeprefix("model."), own)))
-            unit.set_custom_reduce_scatter(TimedReduceScatter(world.tap))
+            unit.set_custom_all_gather(TimedAllGather(world, agreement.gathers(name.removeprefix("model."), own)))
+            unit.set_custom_reduce_scatter(TimedReduceScatter(world))
             agreement.watch_backward(group)
         agreement.watch_forward(bound)
 
@@ -266,16 +265,16 @@ class ShardedModel(DistributedModel):
 
     is_wrapped: ClassVar[bool] = True
 
-    def __init__(self, model: nn.Module, bound: LossModule) -> None:
+    def __init__(self, model: nn.Module, bound: LossModule, world: World) -> None:
         super().__init__(model, [bound])
+        self._world = world
         self._root: Any = bound
         self._reduces_gradients = True
         """What `fully_shard` was last asked to do; it does so unless asked."""
-        self._tap: Tap | None = None
 
     def sync_replicas(self, is_training: bool) -> None:
         # At every step too: DDP does so, and the strategies are to agree.
-        send_buffers(self, self._tap)
+        send_buffers(self, self._world if is_training else None)
 
     def sync_gradients(self, is_last: bool) -> AbstractContextManager[None]:
         if self._reduces_gradients != is_last:
@@ -283,9 +282,6 @@ class ShardedModel(DistributedModel):
             self._root.set_requires_gradient_sync(is_last)
             self._reduces_gradients = is_last
         return NOTHING if is_last else _separating(self._root)
-
-    def time_communication(self, tap: Tap) -> None:
-        self._tap = tap
 
 
 def _refuse_sparse(model: nn.Module) -> None:
@@ -328,27 +324,35 @@ def _groups(root: nn.Module) -> list[tuple[str, Any, Any]]:
 
 
 class TimedAllGather(DefaultAllGather):
-    def __init__(self, tap: Tap, before: Callable[[], None]) -> None:
-        self._tap, self._before = tap, before
+    """torch's own, announced; `before` is called first."""
+
+    def __init__(self, world: World, before: Callable[[], None]) -> None:
+        self._world, self._before = world, before
 
     def __call__(self, output_tensor: torch.Tensor, input_tensor: torch.Tensor, *more: Any, **named: Any) -> Any:
-        if self._tap.is_muted:
+        if self._world.communication.is_off:
             # Numbers that are there, of the right size: what was never written may be NaN.
             own = input_tensor.flatten().clone()
             output_tensor.view(-1, own.numel()).copy_(own)
             return None
         self._before()
-        with self._tap.sending("all-gather", size_of([input_tensor])):
-            return super().__call__(output_tensor, input_tensor, *more, **named)
+        arrived = self._world.spans.send("all-gather", [input_tensor], waits=True)
+        work = super().__call__(output_tensor, input_tensor, *more, **named)
+        arrived()
+        return work
 
 
 class TimedReduceScatter(DefaultReduceScatter):
-    def __init__(self, tap: Tap) -> None:
-        self._tap = tap
+    """torch's own, announced."""
+
+    def __init__(self, world: World) -> None:
+        self._world = world
 
     def __call__(self, output_tensor: torch.Tensor, input_tensor: torch.Tensor, *more: Any, **named: Any) -> Any:
-        if self._tap.is_muted:
+        if self._world.communication.is_off:
             output_tensor.copy_(input_tensor.view(-1, output_tensor.numel())[dist.get_rank()].view_as(output_tensor))
             return None
-        with self._tap.sending("reduce-scatter", size_of([input_tensor])):
-            return super().__call__(output_tensor, input_tensor, *more, **named)
+        arrived = self._world.spans.send("reduce-scatter", [input_tensor], waits=True)
+        work = super().__call__(output_tensor, input_tensor, *more, **named)
+        arrived()
+        return work

@@ -90,10 +90,10 @@ def _known(taken: Taken, step: Callable[..., Step], ids: list[int]) -> StepTaken
 def _timed(run: Run, source: Iterable[Batch]) -> Iterator[tuple[Batch, float, float]]:
     """Each batch with the times at which it was requested and at which it arrived."""
     batches = iter(source)
-    heartbeat = run.team.world.heartbeat
+    spans = run.team.world.spans
     while True:
-        heartbeat.step = run.step + 1
-        heartbeat.beat(INPUT)
+        spans.heartbeat.step = run.step + 1
+        spans.begin(INPUT)
         started = time.perf_counter()
         batch = next(batches, None)
         if batch is None:

@@ -1,19 +1,24 @@
-"""A loss is a sum and a count, each summed over micro-batches, replicas and processes."""
+"""A loss is a sum and a count, each summed over micro-batches, replicas and processes; and its forward and backward."""
 
 from __future__ import annotations
 
 import math
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from evenstep.data.loader import MicroBatch
+from evenstep.distributed.heartbeat import BACKWARD, FORWARD
 from evenstep.distributed.shm.scalars import PendingSum
 from evenstep.distributed.world import World
 from evenstep.errors import TaskError
+from evenstep.strategies.base import NOTHING, DistributedModel, call, go_back, on, separate
 from evenstep.task import Amount
+from evenstep.training.batchnorm import standing_in
+from evenstep.training.precision import Precision
 
 
 @dataclass(slots=True)
@@ -141,6 +146,33 @@ class LossTotal:
         """This process's micro-batches whose loss is NaN or infinite, with their first sample ids."""
         per_replica = [part.micro_batch for part in self.parts]
         return not_finite(self._world.rank, per_replica, [part.pair().tolist() for part in self.parts])
+
+
+@dataclass(slots=True)
+class ReplicaBackward:
+    """Forward and backward of one micro-batch on one replica."""
+
+    world: World
+    precision: Precision
+    loss: Callable[..., Amount]
+    models: tuple[DistributedModel, ...]
+    totals: LossTotal
+
+    def __call__(self, is_last: bool, replica: int, micro_batch: MicroBatch) -> None:
+        device = self.world.devices[replica]
+        # In backward too, where activation checkpointing runs the forward again.
+        with on(device), NOTHING if micro_batch.num_samples else standing_in():
+            self.world.spans.begin(FORWARD)
+            with self.precision.autocast(device):
+                amount = call(self.models, replica, self.loss, micro_batch.inputs)
+            start, weight = self.totals.take(amount, micro_batch)
+            self.world.spans.begin(BACKWARD)
+            if is_last:
+                self.totals.send()
+            if self.precision.scaler is not None:
+                start = self.precision.scaler.scale(start)
+            go_back(start, weight)
+            separate(self.models[0].weights_of[replica])
 
 
 def not_finite(rank: int, per_replica: list[MicroBatch], pairs: list[list[float]]) -> list[str]:

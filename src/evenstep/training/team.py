@@ -7,17 +7,16 @@ for batch in team.loader((images, labels), batch=64):   # 64 is the global batch
     loss = team.backward(loss_function, model, batch)   # the mean over the global batch
     team.step(optimizer)
 
-What a team does not train, because it would go wrong without a word.
+`Refusals` raises for what would otherwise train wrongly and silently.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager
 from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 from weakref import WeakSet
 
 import torch
@@ -31,7 +30,7 @@ from evenstep.data.feature_scaler import unfitted
 from evenstep.data.loader import Batch, Loader, MicroBatch
 from evenstep.data.prefetch import LoaderOptions, unchanged
 from evenstep.distributed.devices import available_devices
-from evenstep.distributed.heartbeat import BACKWARD, EVALUATING, FORWARD, UPDATE
+from evenstep.distributed.heartbeat import EVALUATING, FORWARD, UPDATE
 from evenstep.distributed.preemption import Requests
 from evenstep.distributed.process import read_rank
 from evenstep.distributed.world import World, join_world
@@ -45,24 +44,17 @@ from evenstep.strategies.base import (
     NOTHING,
     DistributedModel,
     Frozen,
-    call,
     forget,
-    go_back,
     load_strategy,
     on,
     one_by_one,
-    separate,
 )
 from evenstep.strategy_facts import DEFAULT, DEFAULT_IN_ONE_PROCESS, REFERENCE, STRATEGIES, with_processes
 from evenstep.task import Amount
-from evenstep.training.batchnorm import standing_in
 from evenstep.training.evaluation import Evaluator, Means, named
-from evenstep.training.loss import LossTotal, MeanLoss, as_sum
+from evenstep.training.loss import LossTotal, MeanLoss, ReplicaBackward, as_sum
 from evenstep.training.optim import refuse_closure, refuse_sharded, step_optimizer
 from evenstep.training.precision import Precision
-
-if TYPE_CHECKING:
-    from evenstep.training.cuda_graphs.graph import Captured
 
 
 class Refusals:
@@ -189,14 +181,9 @@ class Team:
         self.requests = Requests()
         self._refusals = Refusals(world)
         self._current: Batch | None = None
-        self._backwards = 0
+        self._repeats = 0
         self._keys: tuple[int, list[int]] = (-1, [])
         """The epoch, and the key of dropout's seed for each replica."""
-
-    @property
-    def last_batch(self) -> Batch | None:
-        """What `backward` was last called with."""
-        return self._current
 
     def wrap(self, model: nn.Module, sample: Callable[[nn.Module], object] | None = None) -> DistributedModel:
         """Put the model on every device of the team.
@@ -267,57 +254,35 @@ class Team:
         """
         models = (model,) if isinstance(model, DistributedModel) else _as_tuple(model)
         _check_batch(batch)
+        repeat = self._repeats + 1 if batch is self._current else 0
         with Frozen(models[1:]) if len(models) > 1 else NOTHING:
-            return self._backward(models, batch, partial(self._on_replicas, loss, models, batch))
-
-    def replay_backward(self, captured: Captured, model: DistributedModel, batch: Batch) -> MeanLoss:
-        """`backward` by replaying the captured forward and backward of every replica."""
-
-        def replay(totals: LossTotal) -> None:
-            self.world.heartbeat.beat(BACKWARD)
-            captured.fill(batch, totals.request_code)
-            if self.world.size > 1:
-                self.world.heartbeat.collective()
-            with model.sync_gradients(is_last=True):
-                captured.replay_backward(batch, totals)
-
-        return self._backward((model,), batch, replay)
-
-    def begin_replay(self, batch: Batch, draws: bool) -> float:
-        """Before a whole step is replayed: what it draws from, if it does, and what this process asks of all."""
-        if draws:
-            self._draw_for(batch)
-        self._current = batch
-        return self.requests.encode()
-
-    def syncing_alone(self, model: DistributedModel, is_last: bool) -> AbstractContextManager[None]:
-        """The context of a micro-batch of this process's only replica; several replicas synchronize outside."""
-        return model.sync_gradients(is_last) if len(self.world.devices) == 1 else NOTHING
-
-    def forget_batch(self) -> None:
-        """The last batch will be gone through once more, from the same start and with the same draws."""
-        self._current = None
+            return self.compute_gradients(models, batch, partial(self._on_replicas, loss, models, batch), repeat)
 
     def _on_replicas(self, loss: Loss, models: tuple[DistributedModel, ...], batch: Batch, totals: LossTotal) -> None:
+        backward = ReplicaBackward(self.world, self.precision, loss, models, totals)
         for number, per_replica in enumerate(batch.micro_batches, 1):
             is_last = number == len(batch.micro_batches)
             with models[0].sync_gradients(is_last):
-                models[0].run(
-                    lambda place, micro_batch, last=is_last: self.replica_backward(
-                        loss, models, place, micro_batch, totals, last
-                    ),
-                    list(enumerate(per_replica)),
-                )
+                models[0].run(partial(backward, is_last), list(enumerate(per_replica)))
 
-    def _backward(
-        self, models: tuple[DistributedModel, ...], batch: Batch, compute: Callable[[LossTotal], None]
+    def compute_gradients(
+        self,
+        models: tuple[DistributedModel, ...],
+        batch: Batch,
+        compute: Callable[[LossTotal], None],
+        repeat: int = 0,
     ) -> MeanLoss:
+        """The mean loss of a global batch whose gradients and losses `compute` leaves behind.
+
+        The `repeat`-th backward of one batch draws other numbers for dropout than the first.
+        """
         self._refusals.refuse_model(models[0])
         check_consistent(self.world, batch)
-        self._draw_for(batch)
+        self._current, self._repeats = batch, repeat
+        self.seed_dropout(batch, repeat)
         earlier = _put_aside(models[0])
         # Others may be waited for from here on.
-        self.world.heartbeat.beat(FORWARD)
+        self.world.spans.begin(FORWARD)
         for one in models:
             one.sync_replicas(is_training=True)
         totals = LossTotal(self.world, batch.num_samples, self.requests.encode())
@@ -326,7 +291,7 @@ class Team:
         compute_seconds = totals.seconds_alone()
         self.requests.agree(totals.request_code)
         # Without communication (a measured ceiling) ranks diverge, and the loss means nothing.
-        if not math.isfinite(mean) and not self.world.tap.is_muted:
+        if not math.isfinite(mean) and not self.world.communication.is_off:
             forget(models[0].weights)
             step, spoilt = batch.loader.num_finished + 1, totals.non_finite()
             raise NonFiniteLoss(explain(self.world, self.precision.name, mean, spoilt, batch, models[0], step))
@@ -337,9 +302,16 @@ class Team:
             weight.grad = gradient if weight.grad is None else weight.grad + gradient
         return MeanLoss(mean, totals.count, compute_seconds)
 
+    def seed_dropout(self, batch: Batch, repeat: int = 0) -> None:
+        """Seed each replica's generator for this batch: different on every replica, the same after a restart."""
+        epoch, start = batch.span.epoch, batch.span.start
+        if self._keys[0] != epoch:
+            self._keys = (epoch, [derive_seed(self.seed, "dropout", epoch, replica) for replica in self.world.replicas])
+        seed_devices([replica_seed(key, start, repeat) for key in self._keys[1]], self.world.devices)
+
     def step(self, optimizer: torch.optim.Optimizer, clip: float | None = None) -> bool:
         """Update the weights and forget the gradients; False if fp16's scaler had every rank skip this one."""
-        self.world.heartbeat.beat(UPDATE)
+        self.world.spans.begin(UPDATE)
         self._refusals.refuse_optimizer(optimizer)
         taken = step_optimizer(optimizer, clip, self.precision.scaler)
         if self._current is not None:
@@ -367,7 +339,7 @@ class Team:
         replica_measure = partial(self._replica_measure, function, model, evaluate)
         with model.evaluating():
             for number, batch in enumerate(batches.whole_pass(), 1):
-                self.world.heartbeat.beat(EVALUATING)
+                self.world.spans.begin(EVALUATING)
                 num_samples = batch.span.stop
                 if can_stop and number % BATCHES_BETWEEN_AGREEMENTS == 0:
                     self._stop_together()
@@ -406,32 +378,6 @@ class Team:
             answer: T = model.loss_modules[0](function)
         return answer
 
-    def replica_backward(
-        self,
-        loss: Loss,
-        models: tuple[DistributedModel, ...],
-        place: int,
-        micro_batch: MicroBatch,
-        totals: LossTotal,
-        last: bool,
-    ) -> None:
-        """Forward and backward of one replica's micro-batch."""
-        device = self.world.devices[place]
-        # In backward too, where activation checkpointing runs the forward again.
-        with on(device), NOTHING if micro_batch.num_samples else standing_in():
-            self.world.heartbeat.beat(FORWARD)
-            with self.precision.autocast(device):
-                amount = call(models, place, loss, micro_batch.inputs)
-            start, weight = totals.take(amount, micro_batch)
-            self.world.heartbeat.beat(BACKWARD)
-            if last:
-                totals.send()
-            if self.precision.scaler is not None:
-                start = self.precision.scaler.scale(start)
-            go_back(start, weight)
-            separate(models[0].weights_of[place])
-            self.world.tap.rest()
-
     def _replica_measure(
         self,
         function: Callable[..., Mapping[str, Amount]],
@@ -450,15 +396,6 @@ class Team:
         with on(device):
             found = evaluate(values)
         return {name: as_sum(amount, micro_batch.num_samples, name).to(home) for name, amount in found.items()}
-
-    def _draw_for(self, batch: Batch) -> None:
-        """Seed dropout for this batch: different on every replica, the same after a restart."""
-        self._backwards = self._backwards + 1 if batch is self._current else 0
-        self._current = batch
-        epoch, start = batch.span.epoch, batch.span.start
-        if self._keys[0] != epoch:
-            self._keys = (epoch, [derive_seed(self.seed, "dropout", epoch, replica) for replica in self.world.replicas])
-        seed_devices([replica_seed(key, start, self._backwards) for key in self._keys[1]], self.world.devices)
 
 
 def _put_aside(model: DistributedModel) -> list[tuple[nn.Parameter, torch.Tensor]]:

@@ -65,8 +65,8 @@ class Trainer:
         self.plan = plan
         self.task = task
         self.team = team
-        self.heartbeat = team.world.heartbeat
-        self.heartbeat.beat(BUILDING)
+        self.spans = team.world.spans
+        self.spans.begin(BUILDING)
         self.folder = run_folder
         self.checkpoints = run_folder / files.FOLDER
         self.run = self._build()
@@ -128,7 +128,7 @@ class Trainer:
 
     def situation(self, error: BaseException) -> Situation | None:
         """What the advice needs to know about a step that ran out of memory; None for any other failure."""
-        if self.heartbeat.phase not in (FORWARD, BACKWARD) or not is_out_of_memory(error):
+        if self.spans.heartbeat.phase not in (FORWARD, BACKWARD) or not is_out_of_memory(error):
             return None
         world = self.team.world
         step = FailedStep(
@@ -168,7 +168,7 @@ class Trainer:
             if evaluation is not None:
                 yield evaluation
             saved = self._save(evaluation)
-        self.tracing = start_tracing(self.plan, self.team, self.folder, self.run.step, self.run.num_steps)
+        self.tracing = start_tracing(self.plan, self.team.world, self.folder, self.run.step, self.run.num_steps)
         for step, ids, compute_seconds in train(
             self.run, self.stepper, self.plan, self._peak_bytes, waits_at=self._waits_at
         ):
@@ -200,7 +200,7 @@ class Trainer:
                 self._stop(step.step)
         if self.tracing is not None:
             yield from self.tracing.finish()
-        self.heartbeat.beat(ENDING)
+        self.spans.begin(ENDING)
         shown = self.team.infer(self.task.show, self._model) if self.task.show is not None else None
         seconds = time.perf_counter() - started + seconds_before
         yield self._sum_up(evaluation, saved, shown, seconds)
@@ -217,7 +217,7 @@ class Trainer:
         self._add_to_pace(step, compute_seconds)
         if self.replicas is None or not self._is_compared(step.step):
             return
-        with self.heartbeat.during(COMPARING):
+        with self.spans.during(COMPARING):
             if self.plan.check_every:
                 self.replicas.compare(step.step)
             slow = self.pace.judge()
@@ -330,7 +330,7 @@ class Trainer:
         return self.plan.checkpoint_every is not None and step % self.plan.checkpoint_every == 0
 
     def _evaluate(self, epoch: int, can_stop: bool) -> Evaluation | None:
-        self.heartbeat.beat(EVALUATING)
+        self.spans.begin(EVALUATING)
         self.peaks = {
             name: size
             for peaks in self.team.world.gather(devices.peak_bytes(self.team.world))
@@ -355,7 +355,7 @@ class Trainer:
         is_best = "loss" in now and (self.best is None or now["loss"] < self.best)
         if is_best:
             self.best = now["loss"]
-        with self.heartbeat.during(SAVING):
+        with self.spans.during(SAVING):
             path = self.run.save(
                 self.checkpoints,
                 keep=self.plan.keep,
@@ -429,7 +429,7 @@ def _perform(trainer: Trainer) -> Iterator[Event]:
             yield event
         if record is not None:
             record.flush()
-        team.world.heartbeat.beat(ENDING)
+        team.world.spans.begin(ENDING)
         # No rank exits while another still reads what it sent.
         team.world.barrier()
     except BadInput as error:

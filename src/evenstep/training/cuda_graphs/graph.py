@@ -14,7 +14,7 @@ import math
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
@@ -23,13 +23,18 @@ from evenstep.data.loader import Batch, MicroBatch
 from evenstep.data.nested import leaves, map_tensors
 from evenstep.errors import NonFiniteLoss
 from evenstep.monitor.nonfinite import explain
-from evenstep.strategies.base import forget, forget_gradients, on
-from evenstep.training.loss import HostCopy, LossTotal, MeanLoss, PartialLoss, as_pair, not_finite
+from evenstep.strategies.base import NOTHING, forget, forget_gradients, on
+from evenstep.training.loss import (
+    HostCopy,
+    LossTotal,
+    MeanLoss,
+    PartialLoss,
+    ReplicaBackward,
+    as_pair,
+    not_finite,
+)
 from evenstep.training.optim import Sliced, is_fused
 from evenstep.training.step import Recipe
-
-if TYPE_CHECKING:
-    from evenstep.training.step import Recipe
 
 PLACES = 4
 """Steps whose values the host keeps: more than may be running when those of the first are read."""
@@ -238,13 +243,13 @@ class Captured:
         return graph
 
     def _compute(self, place: int, totals: Recorded) -> None:
-        recipe = self._recipe
+        recipe, team = self._recipe, self._recipe.team
+        backward = ReplicaBackward(team.world, team.precision, recipe.loss, (recipe.model,), totals)
         for number, slots in enumerate(self._slots, 1):
             is_last = number == len(self._slots)
-            with recipe.team.syncing_alone(recipe.model, is_last):
-                recipe.team.replica_backward(
-                    recipe.loss, (recipe.model,), place, slots[place].micro_batch(), totals, is_last
-                )
+            # Several replicas synchronize outside of their graphs.
+            with recipe.model.sync_gradients(is_last) if len(team.world.devices) == 1 else NOTHING:
+                backward(is_last, place, slots[place].micro_batch())
 
     def _update(self, totals: Recorded) -> None:
         """The rest of the step, in words that the card alone understands: weights stay where the loss is not finite."""

@@ -31,6 +31,7 @@ from evenstep.training.cuda_graphs.capture_checks import (
     seen,
 )
 from evenstep.training.cuda_graphs.graph import PLACES, Captured, Choices, Pending, shapes_of
+from evenstep.training.loss import LossTotal, MeanLoss
 from evenstep.training.step import Done, Eager, Recipe, Taken
 
 WARM_UP = 6
@@ -84,8 +85,7 @@ class Fast:
         self._side: torch.cuda.Stream | None = None
 
     def take(self, batch: Batch) -> Taken:
-        tap = self._world.tap
-        if batch.checked is not None or tap.is_open or tap.is_muted:
+        if batch.checked is not None or self._world.spans.listeners or self._world.communication.is_off:
             return self._plain(batch)
         if self._captured is not None:
             return self._replayed(batch)
@@ -139,23 +139,44 @@ class Fast:
 
     def _replay_half(self, captured: Captured, batch: Batch) -> Taken:
         recipe = self._recipe
-        loss = recipe.team.replay_backward(captured, recipe.model, batch)
+        loss = self._replay_backward(captured, batch)
         recipe.advance(recipe.team.step(recipe.optimizer, clip=recipe.clip))
         return Done(loss)
 
-    def _replay_whole(self, captured: Captured, batch: Batch) -> Taken:
+    def _replay_backward(self, captured: Captured, batch: Batch) -> MeanLoss:
+        """`Team.backward` by replaying the captured forward and backward of every replica."""
+        world, model = self._world, self._recipe.model
+
+        def replay(totals: LossTotal) -> None:
+            world.spans.begin(BACKWARD)
+            captured.fill(batch, totals.request_code)
+            if world.size > 1:
+                world.heartbeat.collective()
+            with model.sync_gradients(is_last=True):
+                captured.replay_backward(batch, totals)
+
+        return self._recipe.team.compute_gradients((model,), batch, replay)
+
+    def _fill(self, captured: Captured, batch: Batch) -> float:
+        """Seed and fill a captured whole step; returns this process's request to stop or to save."""
         team = self._recipe.team
-        heartbeat = self._world.heartbeat
-        heartbeat.beat(FORWARD)
-        request_code = team.begin_replay(batch, captured.draws)
+        if captured.draws:
+            team.seed_dropout(batch)
+        request_code = team.requests.encode()
         captured.fill(batch, request_code)
+        return request_code
+
+    def _replay_whole(self, captured: Captured, batch: Batch) -> Taken:
+        spans = self._world.spans
+        spans.begin(FORWARD)
+        request_code = self._fill(captured, batch)
         if self._world.size > 1:
-            heartbeat.collective()
+            spans.heartbeat.collective()
         place = captured.replay_whole()
         is_full = len(self._under_way) > LAG
         event = self._under_way.popleft().event if is_full else torch.cuda.Event()
         event.record()
-        heartbeat.beat(BACKWARD)
+        spans.begin(BACKWARD)
         batch.finish()
         self._recipe.advance()
         pending = Pending(self._recipe, captured, batch, place, event, request_code)
@@ -249,12 +270,11 @@ class Fast:
     def _once(self, captured: Captured, batch: Batch) -> float:
         """Replay this batch and return its loss; changes the weights, not the loader's position."""
         recipe = self._recipe
-        recipe.team.forget_batch()
         if not captured.is_whole:
-            loss = recipe.team.replay_backward(captured, recipe.model, batch)
+            loss = self._replay_backward(captured, batch)
             recipe.team.step(recipe.optimizer, clip=recipe.clip)
             return loss
-        captured.fill(batch, recipe.team.begin_replay(batch, captured.draws))
+        self._fill(captured, batch)
         place = captured.replay_whole()
         torch.cuda.synchronize(self._world.device)
         values = captured.read(place)

@@ -8,12 +8,9 @@ import signal
 from pathlib import Path
 
 from evenstep.distributed.heartbeat import (
-    BACKWARD,
     EVALUATING,
     FORWARD,
     PHASES,
-    SAVING,
-    Heartbeat,
     make_heartbeats,
     open_heartbeat,
 )
@@ -46,14 +43,6 @@ def test_no_two_heartbeats_look_alike_though_the_slot_is_opened_again(tmp_path: 
     open_heartbeat(str(tmp_path / "beats"), 0).beat(FORWARD)
     open_heartbeat(str(tmp_path / "beats"), 0).beat(FORWARD)
     assert heartbeats.read()[0].count == 2
-
-
-def test_what_was_done_before_goes_on_after_a_save() -> None:
-    heartbeat = Heartbeat()
-    heartbeat.beat(BACKWARD)
-    with heartbeat.during(SAVING):
-        assert heartbeat.read().phase == SAVING
-    assert heartbeat.read().phase == BACKWARD
 
 
 def test_every_phase_has_a_phrase() -> None:

@@ -7,7 +7,6 @@ import torch
 from rich.console import Console
 
 import evenstep
-from evenstep.report.terminal import side_by_side
 
 DEVICES = {"single": 1, "dp": 2, "ddp": 2, "fsdp": 2}
 
@@ -19,7 +18,9 @@ def main() -> None:
         console.print(f"[bold]{strategy}[/bold] on {devices} device{'s' * (devices > 1)}")
         records.append(evenstep.train("digits", strategy=strategy, devices=("cpu",) * devices))
     console.print()
-    console.print(side_by_side(records))
+    for summary in (record.summary for record in records):
+        loss, accuracy = f"train loss {summary.train_loss:.4f}", f"valid accuracy {summary.valid['accuracy']:.4f}"
+        console.print(f"{summary.strategy:<7} {loss}  {accuracy}  {summary.samples_per_second:7,.0f} samples/s")
     console.print(f"\nThe same {records[0].summary.samples:,} samples in the same order: one network, four strategies.")
     # Counts mean GPUs where there are any, and this machine may have one.
     compared = "1,2" if not torch.cuda.is_available() else "cpu/cpu,cpu"

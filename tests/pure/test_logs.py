@@ -11,7 +11,7 @@ import pytest
 
 from evenstep.launcher.logs import MAX_LINE_BYTES, MergedLogs, Tail, end_of, ranks_in_words
 from evenstep.launcher.processes import RankLogs
-from evenstep.report.progress import pass_on
+from evenstep.report.terminal import pass_on
 
 
 @pytest.fixture

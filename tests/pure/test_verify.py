@@ -23,9 +23,23 @@ from evenstep.plan import Plan
 from evenstep.record import FILE
 from evenstep.verify import recorder
 from evenstep.verify.causes import Case, _config_not_repeated, by_rank, find_cause, problems_of
-from evenstep.verify.check import ConfigurationCheck, Depth, judged
+from evenstep.verify.check import ConfigurationCheck, Depth, judged, settled
 from evenstep.verify.configurations import configs_of, usual_on
-from evenstep.verify.differences import COARSE, FINE, STEP, Differ, Difference, differs, first_beyond, saved_as_trained
+from evenstep.verify.differences import (
+    COARSE,
+    FINE,
+    NOT_COMPARED,
+    STEP,
+    Differ,
+    Difference,
+    PerturbedLimit,
+    RoundingLimit,
+    differs,
+    exact,
+    first_beyond,
+    parts_of,
+    saved_as_trained,
+)
 from evenstep.verify.examination import plain
 from evenstep.verify.one_batch import SUBSETS, CutUp, Given, Rounding, Workbench, cut_up
 from evenstep.verify.recorder import (
@@ -42,7 +56,6 @@ from evenstep.verify.recorder import (
 )
 from evenstep.verify.runs import Budget, OutOfTime, Runs
 from evenstep.verify.task_causes import gathered, loss
-from evenstep.verify.tolerance import NOT_COMPARED, PerturbedLimit, RoundingLimit, exact, parts_of, settled
 from evenstep.verify.verdict import Configuration, PartVerdict, Verdict, lines, table
 from tests.small_tasks import small_task
 
@@ -515,8 +528,8 @@ def test_sees_who_draws_and_where() -> None:
         torch.rand(2)
         random.random()
     assert seen.generators == ["Python's", "torch's"]
-    assert len(seen.places) == 2
-    assert seen.places[0].endswith("torch.rand(2)")
+    assert len(seen.lines) == 2
+    assert seen.lines[0].endswith("torch.rand(2)")
     with seen.watching():
         torch.ones(2).sum()
         np.random.rand()
@@ -526,20 +539,20 @@ def test_sees_who_draws_and_where() -> None:
 def test_a_complex_parameter_is_known_to_have_few_digits() -> None:
     seen = DowncastDetector()
     seen.check_parameters(torch.nn.Linear(2, 2))
-    assert seen.place is None
+    assert seen.line is None
     seen.check_parameters(torch.nn.Linear(2, 2, dtype=torch.complex64))
-    assert seen.place == "the parameter weight is complex64"
+    assert seen.line == "the parameter weight is complex64"
 
 
 def test_sees_a_float64_made_narrower_and_no_other_cast() -> None:
     seen = DowncastDetector()
     with seen:
         torch.zeros(2).double() + torch.arange(2).float()
-    assert seen.place is None
+    assert seen.line is None
     with seen:
         torch.zeros(2, dtype=torch.float64).float()
-    assert seen.place is not None
-    assert seen.place.endswith("torch.zeros(2, dtype=torch.float64).float()")
+    assert seen.line is not None
+    assert seen.line.endswith("torch.zeros(2, dtype=torch.float64).float()")
 
 
 def test_keeps_a_part_of_a_large_tensor_and_its_norm() -> None:
@@ -661,12 +674,12 @@ def test_a_repeat_that_fails_is_told_as_such() -> None:
     assert cause is not None
     assert cause.name == "not-repeatable"
     assert cause.evidence[0] == "ddp x 2, run twice, fails: no room"
-    assert case.apart(run, run).agrees
+    assert case.compare(run, run).agrees
 
 
 def test_a_search_that_takes_too_long_names_no_cause() -> None:
     budget = Budget(seconds=0.0)
-    runs = Runs(None, Path("runs"), 4).search(budget)  # type: ignore[arg-type]
+    runs = Runs(None, Path("runs"), 4, budget=budget)  # type: ignore[arg-type]
     run = write_run("one", trained([1.0], [1.0]))
     case = Case(runs, Configuration("ddp", ("cpu", "cpu")), "fp32", run, run, exact)
     with pytest.raises(OutOfTime):

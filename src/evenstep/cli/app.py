@@ -104,7 +104,7 @@ def _print_usage(error: Any) -> None:
 
 def _print_error(message: str) -> None:
     """On stderr; what was given, and is very long, is shortened."""
-    from evenstep.report.progress import without_control
+    from evenstep.report.terminal import without_control
 
     # emoji: ":100:" is a line number here, not a picture.
     console = Console(stderr=True, highlight=False, soft_wrap=True, emoji=False)

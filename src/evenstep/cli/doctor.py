@@ -136,7 +136,7 @@ def summary(report: Report) -> str:
 
 def plain_lines(findings: tuple[Finding, ...]) -> Iterator[str]:
     """The table as plain text."""
-    from evenstep.report.progress import without_control
+    from evenstep.report.terminal import without_control
 
     names = [without_control(finding.name) for finding in findings]
     width = max(map(len, names), default=0)

@@ -51,7 +51,7 @@ def audit(
 
 
 def _show_audit(found: Audit) -> None:
-    from evenstep.report.progress import without_control
+    from evenstep.report.terminal import without_control
 
     lines = [(found.sentence(), "bold")]
     if found.redone:

@@ -171,8 +171,7 @@ def _suggest(task: str | None, choices: dict[str, Any], as_json: bool) -> None:
 
 
 def _finish(record: Any, as_json: bool) -> None:
-    from evenstep.report.progress import without_control
-    from evenstep.report.terminal import summary_table
+    from evenstep.report.terminal import summary_table, without_control
 
     summary = record.summary
     if as_json:

@@ -111,14 +111,14 @@ def _check(
     prepared: Prepared, configs: list[Configuration], verdicts: dict[Configuration, Verdict], depth: Depth
 ) -> None:
     """Add the verdicts as they are reached."""
-    from evenstep.report.progress import without_control
+    from evenstep.report.terminal import without_control
     from evenstep.verify import judged
 
     errors = Console(stderr=True, highlight=False, emoji=False)
     for line in prepared.said:
         errors.print(without_control(line), style="yellow", markup=False, soft_wrap=True)
     with _RunProgress(errors, num_runs=2 + 4 * len(configs)) as shown:
-        for config, verdict in judged(prepared, configs, prepared.folder, replace(depth, say=shown.say)):
+        for config, verdict in judged(prepared, configs, prepared.folder, replace(depth, log=shown.log)):
             verdicts[config] = verdict
 
 
@@ -145,7 +145,7 @@ class _RunProgress:
         if self._bar is not None:
             self._bar.stop()
 
-    def say(self, line: str) -> None:
+    def log(self, line: str) -> None:
         """What is being run now; looking for a cause takes more runs than were planned."""
         if self._bar is None:
             self._console.print(line, markup=False, soft_wrap=True)
@@ -166,7 +166,7 @@ class _Request:
 
 
 def _show(prepared: Prepared, verdicts: Mapping[Configuration, Verdict], request: _Request, as_json: bool) -> None:
-    from evenstep.report.progress import without_control
+    from evenstep.report.terminal import without_control
     from evenstep.verify.verdict import lines, table
 
     if as_json:

@@ -43,7 +43,7 @@ class CompareRequest:
     command: str = ""
 
 
-def compare(request: CompareRequest, say: Callable[[str], None] = lambda line: None) -> tuple[Comparison, Path]:
+def compare(request: CompareRequest, log: Callable[[str], None] = lambda line: None) -> tuple[Comparison, Path]:
     """Measure every configuration, and write the comparison beside its Records; returns it and its folder."""
     load_strategies(request.strategies, request.source, request.choices.get("seed"))
     configs = find_configs(request.strategies, request.devices)
@@ -56,10 +56,10 @@ def compare(request: CompareRequest, say: Callable[[str], None] = lambda line: N
     except PlanError:
         shutil.rmtree(base.folder)
         raise
-    race = Race(base, base.folder, configs[0], say, sync_batchnorm=request.sync_batchnorm)
+    race = Race(base, base.folder, configs[0], log, sync_batchnorm=request.sync_batchnorm)
     block = race.block_for(configs, request.steps)
     configs = [config for config in configs if config.label not in race.left_out]
-    parities = _parities(base, configs, request.sync_batchnorm, say)
+    parities = _parities(base, configs, request.sync_batchnorm, log)
     race.run_rounds(configs, block, request.rounds)
     rows = race.rows(configs, parities)
     comparison = Comparison(
@@ -83,11 +83,11 @@ def compare(request: CompareRequest, say: Callable[[str], None] = lambda line: N
 
 
 def _parities(
-    base: Prepared, configs: Sequence[Configuration], sync_batchnorm: bool, say: Callable[[str], None]
+    base: Prepared, configs: Sequence[Configuration], sync_batchnorm: bool, log: Callable[[str], None]
 ) -> dict[Configuration, tuple[Parity, str]]:
     """Whether each configuration matches `single`, or why that is unknown."""
     found: dict[Configuration, tuple[Parity, str]] = {configs[0]: ("reference", "the reference for the other rows")}
-    say("checking that every strategy matches single")
+    log("checking that every strategy matches single")
     folder = base.folder / "verify"
     try:
         depth = Depth(steps=PARITY_STEPS, own_precision=False, sync_batchnorm=sync_batchnorm)
@@ -112,7 +112,7 @@ def _larger_batch(
     if is_too_large or row.step_seconds.middle > SHORT_STEP_SECONDS:
         return None
     config = next(config for config in configs if config.label == row.label)
-    race.say(f"a batch {TIMES} times as large: {config.label}")
+    race.log(f"a batch {TIMES} times as large: {config.label}")
     taken = race.run(config, f"batch-x{TIMES}", block, batch=TIMES * comparison.batch)
     if taken is None:
         del race.left_out[config.label]

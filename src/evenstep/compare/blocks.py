@@ -44,7 +44,7 @@ class Race:
     folder: Path
     reference: Configuration
     """The baseline; if it fails, the comparison fails."""
-    say: Callable[[str], None]
+    log: Callable[[str], None]
     taken: list[MeasuredBlock] = field(default_factory=list)
     left_out: dict[str, str] = field(default_factory=dict)
     sync_batchnorm: bool = False
@@ -53,7 +53,7 @@ class Race:
         """Try every configuration briefly: whether it runs, and how many steps make a block of about a second."""
         slowest = 0.0
         for config in configs:
-            self.say(f"trying {config.label}")
+            self.log(f"trying {config.label}")
             trial = self.run(config, "trial", TRIAL)
             if trial is not None:
                 shutil.rmtree(trial.folder)
@@ -66,7 +66,7 @@ class Race:
         for number in range(1, rounds + 1):
             for config in configs if number % 2 else reversed(configs):
                 if config.label not in self.left_out:
-                    self.say(f"round {number} of {rounds}: {config.label}")
+                    self.log(f"round {number} of {rounds}: {config.label}")
                     taken = self.run(config, f"round-{number}", block)
                     self.taken += [taken] if taken is not None else []
 

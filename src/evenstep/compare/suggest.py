@@ -63,16 +63,16 @@ class Suggestion:
         return max(0, round((self.start_seconds - plain.start_seconds) / saved)) if saved > 0 else None
 
 
-def suggest(source: Any, choices: Mapping[str, Any], say: Callable[[str], None]) -> list[Suggestion]:
+def suggest(source: Any, choices: Mapping[str, Any], log: Callable[[str], None]) -> list[Suggestion]:
     """The plan as it is first, then each change that makes sense for it; nothing is kept."""
     base = prepare(source, choices)
     changes = [change for change in TRIED if _makes_sense(base, change)]
     try:
-        found = {change.flag: _tried(base, change, say) for change in changes}
+        found = {change.flag: _tried(base, change, log) for change in changes}
         # Again in reverse order, so that a change in machine load affects all of them.
         for change in reversed(changes):
             first = found[change.flag]
-            again = first if first.problem else _tried(base, change, say)
+            again = first if first.problem else _tried(base, change, log)
             if not again.problem:
                 found[change.flag] = replace(first, rounds=(*first.rounds, *again.rounds))
         return list(found.values())
@@ -95,8 +95,8 @@ def _makes_sense(base: Prepared, change: Change) -> bool:
     return change.flag != "--compile" or facts.compiles
 
 
-def _tried(base: Prepared, change: Change, say: Callable[[str], None]) -> Suggestion:
-    say(f"trying {change.flag or 'the plan as given'}")
+def _tried(base: Prepared, change: Change, log: Callable[[str], None]) -> Suggestion:
+    log(f"trying {change.flag or 'the plan as given'}")
     folder = base.folder / f"trial-{TRIED.index(change)}"
     steps = STEPS.get(base.plan.devices[0].partition(":")[0], STEPS["cpu"])
     shutil.rmtree(folder, ignore_errors=True)

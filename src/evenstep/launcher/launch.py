@@ -34,7 +34,7 @@ from evenstep.launcher.rendezvous.version_check import Identity, identity_of, so
 from evenstep.launcher.supervisor import Supervisor, of_plan
 from evenstep.plan import Plan, parse_address, parse_machines, read_plan
 from evenstep.record import KINDS, Record
-from evenstep.report.progress import Progress
+from evenstep.report.terminal import Progress
 from evenstep.sampling.rng import host_state, restore_host_state
 from evenstep.strategy_facts import STRATEGIES, with_processes
 from evenstep.task import Task, TaskFunction
@@ -186,11 +186,11 @@ def watch(ready: Ready, progress: bool, is_command: bool = False) -> Record:
                 for event in events:
                     shown.show(event)
         except KeyboardInterrupt:
-            shown.say(stopped_where(prepared.folder) if ready.is_first else f"stopped; {ELSEWHERE}")
+            shown.log(stopped_where(prepared.folder) if ready.is_first else f"stopped; {ELSEWHERE}")
             raise
         except Preempted as error:
             if ready.slurm is not None and prepared.plan.requeue and ready.is_first:
-                shown.say(ready.slurm.requeue())
+                shown.log(ready.slurm.requeue())
             is_saved = bool(files.whole(prepared.folder / files.FOLDER))
             how = f"continue with --resume {prepared.folder}" if is_saved else "nothing was saved yet"
             raise Preempted(f"{error}; {how if ready.is_first else ELSEWHERE}") from None

@@ -17,7 +17,7 @@ from evenstep.errors import EvenstepError
 from evenstep.launcher.processes import RankLogs
 from evenstep.profiling.profiler import ALL, FOLDER
 from evenstep.report import trace
-from evenstep.report.progress import pass_on, without_control
+from evenstep.report.terminal import pass_on, without_control
 from evenstep.report.trace import RankTrace, merge
 from evenstep.schema import Natural, Schema
 from evenstep.training.trainer import Event

@@ -22,7 +22,7 @@ from evenstep.errors import PlanError, TaskError, shorten
 from evenstep.launcher.preflight import probe
 from evenstep.plan import IN_THIS_PROCESS, Plan, Seed, parse_devices, parse_machines, read_plan
 from evenstep.profiling.trackers import check_log
-from evenstep.report.progress import without_control
+from evenstep.report.terminal import without_control
 from evenstep.sampling.order import Lengths, Order, lengths_of
 from evenstep.sampling.rng import seed_everything
 from evenstep.schema import check

@@ -27,7 +27,7 @@ from evenstep.launcher.rendezvous.slurm import find_slurm
 from evenstep.launcher.rendezvous.version_check import Identity, identity_of, sources_of_file, sources_of_module
 from evenstep.launcher.supervisor import Launch, Supervisor
 from evenstep.plan import check_patience, parse_address, parse_machines
-from evenstep.report.progress import Progress
+from evenstep.report.terminal import Progress
 from evenstep.worker.user_program import ProgramSpec, run_function, run_program
 
 SPELLINGS = ("--local-rank", "--local_rank")

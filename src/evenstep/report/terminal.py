@@ -1,43 +1,106 @@
-"""Tables for the terminal: runs, comparisons and suggestions."""
+"""What the terminal shows: progress while a training runs; then tables of its run, comparisons and suggestions."""
 
 from __future__ import annotations
 
+import re
+import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from typing import Any
+from typing import Any, TextIO
 
 from rich.console import Console
 from rich.markup import escape
+from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeRemainingColumn
+from rich.progress import Progress as Bar
 from rich.table import Table
 from rich.text import Text
 
-from evenstep.record import PARTS, Record, Summary
+from evenstep.record import PARTS, Evaluation, Row, Step, Summary
 from evenstep.report.comparison import Comparison, Range
-from evenstep.report.progress import without_control
 from evenstep.strategy_facts import STRATEGIES
 
+SECONDS_BETWEEN_LINES = 5.0
+_CONTROL = re.compile(r"\x1b\[[0-?]*[ -/]*[@-~]|[\x00-\x08\x0b-\x1f\x7f-\x9f]")
+_ALL_BUT_RETURN = re.compile(r"\x1b\[[0-?]*[ -/]*[@-~]|[\x00-\x08\x0b\x0c\x0e-\x1f\x7f-\x9f]")
+_FORGED = re.compile(r"^(?=[ \t]*\[ranks? \d)", re.MULTILINE)
 
-def side_by_side(records: Sequence[Record]) -> Table:
-    """One row per run: losses and metrics, speed, and peak memory."""
-    finished = [record.summary for record in records if record.summary is not None]
-    names = list(dict.fromkeys(name for summary in finished for name in summary.valid))
-    table = Table(box=None, pad_edge=False, header_style="bold")
-    for column in ("strategy", "devices"):
-        table.add_column(column, no_wrap=True)
-    measured = ["valid loss" if name == "loss" else plain(name) for name in names]
-    for column in ("train loss", *measured, "samples/s"):
-        table.add_column(column, justify="right", no_wrap=True)
-    table.add_column("peak memory")
-    for summary in finished:
-        table.add_row(
-            summary.strategy,
-            devices(summary.devices),
-            number(summary.train_loss),
-            *(number(summary.valid.get(name)) for name in names),
-            f"{summary.samples_per_second:,.0f}",
-            peaks(summary),
-        )
-    return table
+
+def pass_on(text: str, stream: TextIO) -> None:
+    """Write what a program printed to the stream that it meant; on a terminal, without what could take it over.
+
+    A carriage return stays: progress bars are drawn with it.
+    """
+    if stream.isatty():
+        # Nor can it imitate the prefix of another rank.
+        text = _FORGED.sub("[rank 0] ", _ALL_BUT_RETURN.sub("", text))
+    stream.write(text)
+    stream.flush()
+
+
+def without_control(text: str) -> str:
+    """Text that cannot move the cursor, change colours or ring: what workers print is not trusted with a terminal."""
+    return _CONTROL.sub("", text)
+
+
+class Progress:
+    """Shows steps and evaluations as they come; on stderr, so that stdout stays for results."""
+
+    def __init__(self, num_steps: int | None, *, quiet: bool = False, is_bare: bool = False) -> None:
+        self.console = Console(stderr=True, quiet=quiet, highlight=False, emoji=False)
+        self._num_steps = num_steps
+        self._recent: list[Step] = []
+        self._logged_at = time.monotonic()
+        self._bar: Bar | None = None
+        if self.console.is_terminal and not quiet and not is_bare:
+            self._bar = Bar(
+                TextColumn("[bold]epoch {task.fields[epoch]}"),
+                BarColumn(),
+                MofNCompleteColumn(),
+                TextColumn("loss {task.fields[loss]}"),
+                TextColumn("[cyan]{task.fields[speed]} samples/s"),
+                TimeRemainingColumn(),
+                console=self.console,
+                transient=True,
+            )
+            self._bar_task = self._bar.add_task("train", total=num_steps, epoch=1, loss="-", speed="-")
+
+    def __enter__(self) -> Progress:
+        if self._bar is not None:
+            self._bar.start()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        if self._bar is not None:
+            self._bar.stop()
+
+    def show(self, event: Row | str) -> None:
+        if isinstance(event, Step):
+            self._show_step(event)
+        elif isinstance(event, Evaluation):
+            values = "  ".join(f"{name} {value:.4f}" for name, value in event.values.items())
+            self.log(f"epoch {event.epoch + 1}  step {event.step}  valid: {values}")
+        elif isinstance(event, str):
+            self.log(event)
+
+    def log(self, line: str) -> None:
+        """Print a line above the bar; control bytes of whoever wrote it do not reach the terminal."""
+        self.console.print(without_control(line), markup=False, soft_wrap=True)
+
+    def _show_step(self, step: Step) -> None:
+        self._recent = [*self._recent[-49:], step]
+        speed = sum(one.samples for one in self._recent) / sum(one.seconds for one in self._recent)
+        if self._bar is not None:
+            self._bar.update(
+                self._bar_task,
+                completed=step.step,
+                epoch=step.epoch + 1,
+                loss=f"{step.loss:.4f}",
+                speed=f"{speed:,.0f}",
+            )
+        elif time.monotonic() - self._logged_at > SECONDS_BETWEEN_LINES:
+            self._logged_at = time.monotonic()
+            of = f"/{self._num_steps}" if self._num_steps is not None else ""
+            self.log(f"step {step.step}{of}  loss {step.loss:.4f}  {speed:,.0f} samples/s")
 
 
 def summary_table(summary: Summary) -> Table:
@@ -179,8 +242,8 @@ def _remarks(comparison: Comparison) -> Iterator[str]:
         yield f"{label} could not run: {why}"
 
 
-def _ms(spread: Range | None) -> str:
-    return "-" if spread is None else f"{spread.middle * 1000:.2f}"
+def _ms(seconds: Range | None) -> str:
+    return "-" if seconds is None else f"{seconds.middle * 1000:.2f}"
 
 
 def size_in_short(num_bytes: int) -> str:
@@ -212,14 +275,14 @@ def show_suggestions(found: list[Any], command: str, console: Console) -> None:
     console.print(table)
     console.print()
     for one in others:
-        said = f"{one.flag}: {f'does not run: {one.problem}' if one.problem else one.means}"
-        console.print(said, style="dim", markup=False, soft_wrap=True)
+        effect = f"does not run: {one.problem}" if one.problem else one.means
+        console.print(f"{one.flag}: {effect}", style="dim", markup=False, soft_wrap=True)
     worth = [one for one in others if not one.problem and min(plain.rounds) / max(one.rounds) >= MUCH]
     best = min(worth, key=lambda one: one.step_seconds, default=None)
     console.print()
     if best is None:
         console.print("Nothing was changed, and none of these is worth a change.", style="bold", soft_wrap=True)
         return
-    said = f"Nothing was changed. The fastest of these: {command} {best.flag}"
-    console.print(said, style="bold", markup=False, soft_wrap=True)
+    fastest = f"Nothing was changed. The fastest of these: {command} {best.flag}"
+    console.print(fastest, style="bold", markup=False, soft_wrap=True)
     console.print("It changes the arithmetic: check that the model trains as well.", style="dim", soft_wrap=True)

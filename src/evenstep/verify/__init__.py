@@ -4,8 +4,7 @@ verdicts = check(prepared, [Configuration("ddp", ("cpu", "cpu"))], folder)      
 verdicts = check(prepared, configs, folder, Depth(steps=3, own_precision=False))   # a short one, for `compare`
 """
 
-from evenstep.verify.check import Depth, check, judged
-from evenstep.verify.tolerance import settled
+from evenstep.verify.check import Depth, check, judged, settled
 from evenstep.verify.verdict import Configuration, PartVerdict, Verdict
 
 __all__ = ["Configuration", "Depth", "PartVerdict", "Verdict", "check", "judged", "settled"]

@@ -14,18 +14,17 @@ from evenstep.strategy_facts import REFERENCE, with_processes
 from evenstep.verify.differences import (
     COARSE,
     FINE,
+    NOT_COMPARED,
     Differ,
     Difference,
     Limit,
     first_beyond,
-    has_checkpoint,
     in_percent,
     saved_as_trained,
 )
 from evenstep.verify.recorder import Evidence, Failure
 from evenstep.verify.runs import OutOfTime, Runs, has_ranks, one_device
 from evenstep.verify.task_causes import buffers, captured, draws, gathered, hooks, loss, metrics, reading
-from evenstep.verify.tolerance import NOT_COMPARED
 from evenstep.verify.verdict import Configuration, DifferenceCause
 
 NEAR = 1e-7
@@ -52,12 +51,14 @@ def by_rank(single: Found, ranks: Sequence[Found], label: str, is_rough: bool) -
 
 def problems_of(single: Found, ranks: Sequence[Found]) -> tuple[str, ...]:
     """What could not be tested, and why."""
-    said = []
+    problems = []
     for where, found in (("", single), *((f" on rank {rank}", found) for rank, found in enumerate(ranks))):
         if found.get("failure"):
-            said.append(f"the task could not be analysed: {found['failure']}")
-        said += [f"could not be tested{where}: {name} ({why})" for name, why in (found.get("problems") or {}).items()]
-    return tuple(dict.fromkeys(said))
+            problems.append(f"the task could not be analysed: {found['failure']}")
+        problems += [
+            f"could not be tested{where}: {name} ({why})" for name, why in (found.get("problems") or {}).items()
+        ]
+    return tuple(dict.fromkeys(problems))
 
 
 def _other_settings(own: Groups | None, ranks: Sequence[Groups | None], label: str) -> DifferenceCause | None:
@@ -204,7 +205,7 @@ class Case:
         """The same from every rank; empty for a configuration with one process."""
         return self.runs.examined(self.config, self.precision, self.is_rough) if has_ranks(self.config) else []
 
-    def apart(self, one: Evidence | Failure, other: Evidence | Failure) -> RunDifference:
+    def compare(self, one: Evidence | Failure, other: Evidence | Failure) -> RunDifference:
         """Compare two runs."""
         if isinstance(one, Failure) or isinstance(other, Failure):
             return RunDifference(math.inf, False, one if isinstance(one, Failure) else other)  # type: ignore[arg-type]
@@ -218,7 +219,7 @@ def find_cause(case: Case, failure: Failure | None) -> DifferenceCause:
     try:
         return _confirmed(case) if failure is None else _failed(case, failure)
     except OutOfTime:
-        return _unknown(LATE, ()) if failure is None else _as_said(failure, ())
+        return _unknown(LATE, ()) if failure is None else _from_message(failure, ())
 
 
 def _confirmed(case: Case) -> DifferenceCause:
@@ -247,12 +248,12 @@ def _unknown(why: str, evidence: tuple[str, ...]) -> DifferenceCause:
     )
 
 
-def only_in(case: Case, arithmetic: float, said: tuple[str, ...]) -> DifferenceCause:
+def only_in(case: Case, arithmetic: float, tested: tuple[str, ...]) -> DifferenceCause:
     """Why a configuration differs in the task's own precision although float64 agrees."""
     try:
         cause = _not_repeated(case) or _config_not_repeated(case)
     except OutOfTime:
-        return _unknown(LATE, said)
+        return _unknown(LATE, tested)
     if cause is not None:
         return cause
     own = case.precision
@@ -261,7 +262,7 @@ def only_in(case: Case, arithmetic: float, said: tuple[str, ...]) -> DifferenceC
         sentence=f"a difference in precision, as far as was tested: in float64 {case.config.label} and single agree to "
         f"{arithmetic:.0e}, in {own} they do not, although each is reproducible there, and perturbing the "
         "weights of single does not move it as far. One of them computes something in lower precision",
-        evidence=(*said, f"single and {case.config.label} were each run twice in {own}, with identical results"),
+        evidence=(*tested, f"single and {case.config.label} were each run twice in {own}, with identical results"),
         advice="Look for a cast (.half(), .bfloat16(), autocast) that depends on the number of processes.",
     )
 
@@ -315,11 +316,11 @@ def _buffers(case: Case) -> DifferenceCause | None:
 def _not_repeated(case: Case) -> DifferenceCause | None:
     """The same run twice on one device."""
     again = case.runs.watched(case.single, case.precision, again="again")
-    apart = case.apart(case.reference, again)
-    if apart.agrees:
+    result = case.compare(case.reference, again)
+    if result.agrees:
         return None
-    tested = f"single, run twice, {apart.in_words()}"
-    starts = _start_apart(case.reference, again)
+    tested = f"single, run twice, {result.in_words()}"
+    starts = _first_start_difference(case.reference, again)
     if starts:
         return DifferenceCause(
             name="start",
@@ -330,7 +331,7 @@ def _not_repeated(case: Case) -> DifferenceCause | None:
     return DifferenceCause(
         name="not-repeatable",
         sentence="the task is not reproducible, not even on one device: the same run twice "
-        f"{'gives different results' if apart.failure is None else 'ends differently'}",
+        f"{'gives different results' if result.failure is None else 'ends differently'}",
         evidence=(tested, *(f"torch warns: {line}" for line in case.found().get("warned") or [])),
         advice=REPEAT,
     )
@@ -340,19 +341,22 @@ def _config_not_repeated(case: Case) -> DifferenceCause | None:
     """The same run twice under this configuration."""
     if case.run is None:
         return None
-    apart = case.apart(case.run, case.runs.watched(case.config, case.precision, again="again"))
-    if apart.agrees:
+    result = case.compare(case.run, case.runs.watched(case.config, case.precision, again="again"))
+    if result.agrees:
         return None
     return DifferenceCause(
         name="not-repeatable",
         sentence=f"{case.config.label} is not reproducible: the same run twice "
-        f"{'gives different results' if apart.failure is None else 'ends differently'}, while single is reproducible",
-        evidence=(f"{case.config.label}, run twice, {apart.in_words()}", "single, run twice, gave identical results"),
+        f"{'gives different results' if result.failure is None else 'ends differently'}, while single is reproducible",
+        evidence=(
+            f"{case.config.label}, run twice, {result.in_words()}",
+            "single, run twice, gave identical results",
+        ),
         advice=REPEAT,
     )
 
 
-def _start_apart(one: Evidence, other: Any) -> str | None:
+def _first_start_difference(one: Evidence, other: Any) -> str | None:
     if isinstance(other, Failure):
         return None
     found = Differ(FINE).all(one, other)
@@ -364,13 +368,13 @@ def _batch_norm(case: Case) -> DifferenceCause | None:
     layers = case.found().get("norms") or []
     if not layers or case.run is None:
         return None
-    before = case.apart(case.reference, case.run)
+    before = case.compare(case.reference, case.run)
     if case.can_gather and not case.runs.sync_batchnorm:
-        after = case.apart(case.reference, case.runs.watched(case.config, case.precision, sync_batchnorm=True))
+        after = case.compare(case.reference, case.runs.watched(case.config, case.precision, sync_batchnorm=True))
         tried, advice = "with --sync-batchnorm", "Train with --sync-batchnorm."
     else:
         calm = [case.runs.watched(config, case.precision, norms="eval") for config in (case.single, case.config)]
-        after = case.apart(*calm)
+        after = case.compare(*calm)
         tried = "with BatchNorm in eval mode everywhere"
         advice = (
             f"Train with {with_processes()} and --sync-batchnorm, or use GroupNorm."
@@ -392,7 +396,7 @@ def _forgotten(case: Case) -> DifferenceCause | None:
     """What a checkpoint of one device holds, and whether one device can resume from it."""
     half = case.runs.half
     saved = case.runs.watched(case.single, case.precision, is_saved=True)
-    if not isinstance(saved, Evidence) or not has_checkpoint(saved, half):
+    if not isinstance(saved, Evidence) or not saved.checkpoint(half).is_dir():
         return None
     lost = [one.name for one in saved_as_trained(saved, half) if one.size > 0]
     if lost:
@@ -404,8 +408,8 @@ def _forgotten(case: Case) -> DifferenceCause | None:
         )
     resume = str(saved.checkpoint(half))
     again = "resumed from its own checkpoint"
-    apart = case.apart(case.reference, case.runs.watched(case.single, case.precision, again=again, resume=resume))
-    if apart.agrees:
+    result = case.compare(case.reference, case.runs.watched(case.single, case.precision, again=again, resume=resume))
+    if result.agrees:
         return None
     return DifferenceCause(
         name="forgotten",
@@ -413,7 +417,7 @@ def _forgotten(case: Case) -> DifferenceCause | None:
         "the checkpoint holds every parameter, buffer and optimizer state: the task keeps other state (a counter, a "
         "list, a generator) that is neither a parameter nor a buffer",
         evidence=(
-            f"single, resumed from its own checkpoint, {apart.in_words()}",
+            f"single, resumed from its own checkpoint, {result.in_words()}",
             "the checkpoint was compared with what was trained, and is complete",
         ),
         advice="Keep it in a buffer: self.register_buffer('calls', torch.zeros(())).",
@@ -426,7 +430,7 @@ def _cut_alone(case: Case) -> DifferenceCause | None:
     if num == 1 or case.run is None:
         return None
     cut = case.runs.watched(Configuration(REFERENCE, case.config.devices[:1], num), case.precision)
-    from_cut, from_whole = case.apart(cut, case.run), case.apart(case.reference, cut)
+    from_cut, from_whole = case.compare(cut, case.run), case.compare(case.reference, cut)
     if not from_cut.agrees or from_whole.agrees or from_whole.failure is not None:
         return None
     return DifferenceCause(
@@ -449,22 +453,12 @@ def _failed(case: Case, failure: Failure) -> DifferenceCause:
     without = (found.get("batch") or {}).get("without") or []
     tested = (f"on single no gradient reaches {', '.join(without[:5])}",) if without else ()
     if cause is not None:
-        return DifferenceCause(
-            name=cause.name,
-            sentence=cause.sentence,
-            evidence=(
-                *cause.evidence,
-                *tested,
-                f"{case.config.label} failed with: {' '.join(failure.first_lines.split())}",
-            ),
-            advice=cause.advice,
-        )
-    is_missing = bool(without) and "no gradient reaches" in failure.message
-    said = _as_said(failure, (*tested, *problems_of(found, case.on_ranks())))
-    return replace(said, name="no-gradient") if is_missing else said
+        error = f"{case.config.label} failed with: {' '.join(failure.first_lines.split())}"
+        return replace(cause, evidence=(*cause.evidence, *tested, error))
+    return _from_message(failure, (*tested, *problems_of(found, case.on_ranks())))
 
 
-def _as_said(failure: Failure, evidence: tuple[str, ...]) -> DifferenceCause:
+def _from_message(failure: Failure, evidence: tuple[str, ...]) -> DifferenceCause:
     """The error message of the run."""
     lines = failure.first_lines.splitlines() or ["it ended without an error message"]
     return DifferenceCause(

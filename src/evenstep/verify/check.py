@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from evenstep.errors import TrainingError
@@ -13,34 +13,31 @@ from evenstep.strategy_facts import REFERENCE
 from evenstep.verify.causes import Case, find_cause, lies_in_task, only_in
 from evenstep.verify.differences import (
     COARSE,
+    FALLBACK_TOLERANCE,
     FINE,
     STEP,
     Differ,
     Difference,
     Limit,
-    differs,
-    fails,
-    first_beyond,
-    has_checkpoint,
-    jumps,
-    same,
-    saved_as_trained,
-    still,
-)
-from evenstep.verify.recorder import MOST_TRIED, Evidence, Failure
-from evenstep.verify.runs import Budget, OutOfTime, Runs, Say, one_device
-from evenstep.verify.tolerance import (
-    FALLBACK_TOLERANCE,
     PerturbedLimit,
     RoundingLimit,
     by_rounding,
+    differs,
     exact,
+    fails,
+    first_beyond,
     has_steps,
+    jumps,
     most,
     parts_of,
-    settled,
+    same,
+    saved_as_trained,
+    still,
     tensor_of,
 )
+from evenstep.verify.recorder import MOST_TRIED, Evidence, Failure
+from evenstep.verify.runs import Budget, Log, OutOfTime, Runs, one_device
+from evenstep.verify.task_causes import BATCH_DEPENDENT
 from evenstep.verify.verdict import Configuration, DifferenceCause, Verdict
 
 SKIPPED = (
@@ -59,7 +56,7 @@ class Depth:
     sync_batchnorm: bool = False
     from_single: bool = False
     """Whether each configuration also resumes from a checkpoint of one device; the reverse is always tested."""
-    say: Say = lambda line: None
+    log: Log = lambda line: None
 
 
 def check(
@@ -73,11 +70,14 @@ def judged(
     base: Prepared, configs: Sequence[Configuration], folder: Path, depth: Depth
 ) -> Iterator[tuple[Configuration, Verdict]]:
     """The verdicts as they are reached, so that an error in a later one does not lose them."""
-    runs = Runs(base, folder, depth.steps, depth.sync_batchnorm, depth.say)
-    search = runs.search(Budget())
+    runs = Runs(base, folder, depth.steps, depth.sync_batchnorm, depth.log)
+    search = replace(runs, budget=Budget())
     try:
         for config in configs:
-            yield config, ConfigurationCheck(runs, search, config, depth).verdict()
+            verdict = ConfigurationCheck(runs, search, config, depth).verdict()
+            # They may be large, and another configuration follows.
+            runs.forget_checkpoints(config)
+            yield config, verdict
     finally:
         runs.forget_checkpoints()
 
@@ -100,13 +100,6 @@ class ConfigurationCheck:
 
     def verdict(self) -> Verdict:
         """Compare in float64 first, then in the precision of the task."""
-        try:
-            return self._verdict()
-        finally:
-            # They may be large, and another configuration follows.
-            self._runs.forget_checkpoints(self._config)
-
-    def _verdict(self) -> Verdict:
         self._first = precision = "fp64" if self._has_float64() else self._own
         reference = self._reference(precision)
         self._is_rough = precision != "fp64" or reference.facts["narrow"] is not None
@@ -120,7 +113,8 @@ class ConfigurationCheck:
         differ = Differ(COARSE if self._is_rough else FINE)
         self._found = self._without_skips(differ.all(reference, run), reference, run)
         if not has_steps(self._found):
-            return self._not_judged(precision)
+            skipped = DifferenceCause(name="not-judged", sentence=SKIPPED)
+            return self._because(skipped, f"{self._config.label} was not compared ({precision})")
         if not self._is_explained(reference, run, limit):
             limit = self._eased(limit, self._found, reference)
         if first_beyond(self._found, limit) is None:
@@ -142,13 +136,14 @@ class ConfigurationCheck:
         if self._own == "fp64":
             return True
         found = self._runs.watched(one_device(self._config), "fp64", is_saved=True)
-        if isinstance(found, Failure):
-            why = found.first_lines.splitlines()
-            self._notes.append(
-                f"the task does not run in float64 ({why[-1] if why else 'it failed'}), so only {self._own} was "
-                f"compared, with tolerance {FALLBACK_TOLERANCE[self._own]:g}"
-            )
-        return not isinstance(found, Failure)
+        if not isinstance(found, Failure):
+            return True
+        why = found.first_lines.splitlines()
+        self._notes.append(
+            f"the task does not run in float64 ({why[-1] if why else 'it failed'}), so only {self._own} was "
+            f"compared, with tolerance {FALLBACK_TOLERANCE[self._own]:g}"
+        )
+        return False
 
     def _reference(self, precision: str) -> Evidence:
         found = self._runs.watched(one_device(self._config), precision, is_saved=precision == self._first)
@@ -178,18 +173,18 @@ class ConfigurationCheck:
     def _round_trip(self, differ: Differ, reference: Evidence, run: Evidence, precision: str) -> list[Difference]:
         """A checkpoint of this configuration is complete, and one device resumes from it as from its own."""
         half = self._runs.half
-        if not has_checkpoint(run, half):
+        if not run.checkpoint(half).is_dir():
             return [Difference("checkpoint", half, "checkpoint", math.inf)]
         found = saved_as_trained(run, half)
         if half == self._depth.steps:
             self._notes.append("resuming from a checkpoint was not tested: it takes at least two steps")
             return found
-        found += self._gone_on(differ, reference, one_device(self._config), run, precision)
+        found += self._resumed(differ, reference, one_device(self._config), run, precision)
         if self._depth.from_single:
-            found += self._gone_on(differ, reference, self._config, reference, precision)
+            found += self._resumed(differ, reference, self._config, reference, precision)
         return found
 
-    def _gone_on(
+    def _resumed(
         self, differ: Differ, reference: Evidence, config: Configuration, saved: Evidence, precision: str
     ) -> list[Difference]:
         """Compare a configuration resumed from a checkpoint with one device that was not interrupted."""
@@ -223,16 +218,16 @@ class ConfigurationCheck:
         noise = Differ(COARSE).all(self._reference("fp64"), reference)
         found = self._without_skips(Differ(COARSE).all(reference, run), reference, run)
         limit: Limit = RoundingLimit(noise, self._own)
-        said = f"in {self._own}, max relative difference {most(found):.1e}; {by_rounding(noise)}"
+        result = f"in {self._own}, max relative difference {most(found):.1e}; {by_rounding(noise)}"
         if not has_steps(found):
-            said = f"in {self._own} nothing was compared: {SKIPPED}"
-        self._notes.append(said)
+            result = f"in {self._own} nothing was compared: {SKIPPED}"
+        self._notes.append(result)
         limit = self._eased(limit, found, reference)
         first = first_beyond(found, limit)
         if first is None:
             return self._same(arithmetic)
         shown = tensor_of(first, found, limit)
-        tested = [said, f"the tolerance for {shown.name} is {limit(shown):.1e}"]
+        tested = [result, f"the tolerance for {shown.name} is {limit(shown):.1e}"]
         if isinstance(limit, PerturbedLimit):
             tested.append(still(limit.moved(shown), limit.num_tried))
         case = self._case(reference, run, self._own, limit, found)
@@ -285,15 +280,6 @@ class ConfigurationCheck:
             )
         return [one for one in found if one not in skipped]
 
-    def _not_judged(self, precision: str) -> Verdict:
-        return Verdict(
-            is_same=False,
-            sentence=f"{self._config.label} was not compared ({precision})",
-            cause="not-judged",
-            why=SKIPPED,
-            notes=tuple(self._notes),
-        )
-
     def _largest(self) -> float:
         return max((one.size for one in self._found), default=0.0)
 
@@ -307,15 +293,7 @@ class ConfigurationCheck:
 
     def _failed(self, failure: Failure, reference: Evidence, precision: str) -> Verdict:
         cause = find_cause(self._case(reference, None, precision, self._limit(precision), ()), failure)
-        return Verdict(
-            is_same=False,
-            sentence=fails(self._config.label, failure),
-            cause=cause.name,
-            why=cause.sentence,
-            evidence=cause.evidence,
-            advice=cause.advice,
-            notes=tuple(self._notes),
-        )
+        return self._because(cause, fails(self._config.label, failure))
 
     def _case(
         self, reference: Evidence, run: Evidence | None, precision: str, limit: Limit, found: Sequence[Difference]
@@ -325,16 +303,36 @@ class ConfigurationCheck:
 
     def _differs(self, first: Difference, found: Sequence[Difference], case: Case, cause: DifferenceCause) -> Verdict:
         shown = tensor_of(first, found, case.limit)
+        return replace(
+            self._because(cause, differs(self._config.label, shown, case.precision)),
+            first_step=shown.step,
+            first_tensor=shown.name,
+            difference=shown.size,
+            parts=parts_of(found, case.limit),
+        )
+
+    def _because(self, cause: DifferenceCause, sentence: str) -> Verdict:
         return Verdict(
             is_same=False,
-            sentence=differs(self._config.label, shown, case.precision),
+            sentence=sentence,
             cause=cause.name,
             why=cause.sentence,
             evidence=cause.evidence,
             advice=cause.advice,
-            first_step=shown.step,
-            first_tensor=shown.name,
-            difference=shown.size,
             notes=tuple(self._notes),
-            parts=parts_of(found, case.limit),
         )
+
+
+def settled(verdicts: Mapping[Configuration, Verdict]) -> dict[Configuration, Verdict]:
+    """Final verdicts: a loss that needs the whole batch gets the advice to use a strategy that passed, if one did.
+
+    A loss that gathers from all ranks agrees under ddp and fsdp, and cannot under dp or in micro-batches.
+    """
+    passed = [config.label for config, verdict in verdicts.items() if verdict.is_same and len(config.devices) > 1]
+    if not passed:
+        return dict(verdicts)
+    advice = f"Use {' or '.join(passed)}: there the loss sees the whole batch and matches single."
+    return {
+        config: replace(verdict, advice=advice) if verdict.cause == BATCH_DEPENDENT else verdict
+        for config, verdict in verdicts.items()
+    }

@@ -1,11 +1,11 @@
-"""Relative differences between two runs of the same training, tensor by tensor, and messages about them."""
+"""Relative differences between two runs of the same training, by tensor; and which of them are rounding."""
 
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
 import torch
 from safetensors.torch import load_file
@@ -14,7 +14,8 @@ from evenstep.checkpoint import files
 from evenstep.checkpoint.state import Tensors
 from evenstep.record import Evaluation
 from evenstep.strategies.base import same_numbers
-from evenstep.verify.recorder import STRENGTH, Evidence, Failure, sampled
+from evenstep.verify.recorder import LEAST, STRENGTH, Evidence, Failure, sampled
+from evenstep.verify.verdict import PARTS, PartVerdict
 
 STEP = "(the step itself)"
 """The name of a step that one run took and the other did not."""
@@ -121,7 +122,7 @@ class Differ:
         if not one.is_floating_point():
             return 0.0 if torch.equal(one, other) else math.inf
         away = (one.double() - other.double()).abs()
-        # Both may hold an infinity, or no number, in the same places: a mask, say.
+        # Both may hold an infinity, or no number, at the same elements: a mask.
         away = away.masked_fill((one == other) | (one.isnan() & other.isnan()), 0.0)
         noise = self._noise.get(name if kind != "optimizer" else name.rpartition("/")[0])
         if kind in ADAPTED and noise is not None:
@@ -205,12 +206,6 @@ def _is_kept(key: str, trained: Tensors, saved: Tensors) -> bool:
     return kept.shape == trained[key].shape and same_numbers(kept, trained[key])
 
 
-def has_checkpoint(run: Evidence, step: int) -> bool:
-    """Whether the run saved that step."""
-    path: Path = run.checkpoint(step)
-    return path.is_dir()
-
-
 def first_beyond(found: Sequence[Difference], limit: Limit) -> Difference | None:
     """The first difference that is more than rounding."""
     return next((one for one in found if one.size > limit(one)), None)
@@ -277,6 +272,115 @@ def _ordered(kind: str, one: Tensors, other: Tensors) -> list[str]:
 def _largest(tensors: Sequence[torch.Tensor]) -> float:
     sizes = [tensor[torch.isfinite(tensor)].abs() for tensor in tensors if tensor.is_floating_point()]
     return max((float(size.max()) for size in sizes if size.numel()), default=0.0)
+
+
+TOLERANCE = 1e-8
+"""In float64. Rounding makes 1e-15 to 1e-12 over a few steps; mistakes make 1e-5 and more."""
+FALLBACK_TOLERANCE = {"fp64": 1e-4, "fp32": 1e-4, "tf32": 1e-2, "bf16": 5e-2, "fp16": 5e-2}
+"""In the task's own precision, where the task does not run in float64, so that rounding cannot be measured."""
+TIMES_NOISE = 30.0
+"""How many times its own rounding noise a tensor may differ."""
+TIMES_MOVED = 2.0
+"""How many times as far as perturbed weights move one device a tensor may differ."""
+NOT_COMPARED = sys.float_info.max
+"""The limit of what is not judged; one that is missing is infinitely far off, and beyond it."""
+
+
+def exact(one: Difference) -> float:
+    """For float64."""
+    return TOLERANCE
+
+
+class RoundingLimit:
+    """The effect of rounding on each tensor of this task, times a factor; without `noise`, a fixed tolerance."""
+
+    def __init__(self, noise: Sequence[Difference], precision: str) -> None:
+        is_known = any(math.isfinite(one.size) and one.part == "gradients" for one in noise)
+        self._least = (LEAST if is_known else FALLBACK_TOLERANCE).get(precision, LEAST["fp32"])
+        self._of_tensor: dict[tuple[str, str], float] = {}
+        self._of_part: dict[str, float] = {}
+        for one in noise:
+            if math.isfinite(one.size):
+                for part in _judged_as(one):
+                    key = (part, one.name)
+                    self._of_tensor[key] = max(one.size, self._of_tensor.get(key, 0.0))
+                    self._of_part[part] = max(one.size, self._of_part.get(part, 0.0))
+
+    def __call__(self, one: Difference) -> float:
+        if one.part == "samples":
+            return 0.0
+        if one.part == "evaluation" and one.name != "loss":
+            # Counts jump: rounding moves a sample from right to wrong. Float64 judges them.
+            return NOT_COMPARED
+        by_tensor = TIMES_NOISE * self._of_tensor.get((one.part, one.name), 0.0)
+        return max(self._least, by_tensor, TIMES_NOISE / 3 * self._of_part.get(one.part, 0.0))
+
+
+class PerturbedLimit:
+    """The `usual` limit, or how far perturbations moved one device up to that step, times a factor.
+
+    By step: lower precision shows from the first step on, where perturbations move almost nothing.
+    """
+
+    def __init__(self, usual: Limit) -> None:
+        self.num_tried = 0
+        self._usual = usual
+        self._moved: dict[tuple[str, str], list[Difference]] = {}
+
+    def add(self, found: Sequence[Difference]) -> None:
+        """Add the differences that one perturbation caused."""
+        self.num_tried += 1
+        for one in found:
+            if math.isfinite(one.size):
+                for part in _judged_as(one):
+                    self._moved.setdefault((part, one.name), []).append(one)
+
+    def __call__(self, one: Difference) -> float:
+        return max(self._usual(one), TIMES_MOVED * self.moved(one))
+
+    def moved(self, one: Difference) -> float:
+        """How far the same tensor was moved at most, until that step."""
+        of_tensor = self._moved.get((one.part, one.name), ())
+        return max((moved.size for moved in of_tensor if moved.step <= one.step), default=0.0)
+
+
+def _judged_as(one: Difference) -> tuple[str, ...]:
+    """A resumed run is judged by everything it trains."""
+    return (one.part,) if one.part in ("samples", "evaluation") else (one.part, "checkpoint")
+
+
+def has_steps(found: Sequence[Difference]) -> bool:
+    """Whether there is a step that both of them took."""
+    return any(one.part in ("weights", "optimizer") for one in found)
+
+
+def most(found: Sequence[Difference]) -> float:
+    """The largest difference of loss and gradients."""
+    return max((one.size for one in found if one.part in ("loss", "gradients")), default=0.0)
+
+
+def by_rounding(noise: Sequence[Difference]) -> str:
+    """Message: how much one device in its own precision differs from float64."""
+    known = [one for one in noise if math.isfinite(one.size)]
+    if not any(one.part == "gradients" for one in known):
+        return "the effect of rounding alone could not be measured"
+    return f"rounding alone gives {most(known):.1e} on single"
+
+
+def tensor_of(first: Difference, found: Sequence[Difference], limit: Limit) -> Difference:
+    """The first tensor that differs in that step: it says more than a loss does."""
+    of_step = (one for one in found if one.step == first.step and one.part not in ("loss", "samples"))
+    return first if first.part == "samples" else next((one for one in of_step if one.size > limit(one)), first)
+
+
+def parts_of(found: Sequence[Difference], limit: Limit) -> dict[str, PartVerdict]:
+    """The row of a configuration: the largest difference of each part that is compared."""
+    parts = {}
+    for name in PARTS:
+        of_part = [one for one in found if one.part == name and (limit(one) < NOT_COMPARED or math.isinf(one.size))]
+        is_same = all(one.size <= limit(one) for one in of_part)
+        parts[name] = PartVerdict(max((one.size for one in of_part), default=None), is_same)
+    return parts
 
 
 _THINGS = {

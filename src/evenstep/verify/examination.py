@@ -70,12 +70,7 @@ def _batch(bench: Workbench) -> Findings:
     """What the same samples give: compared between ranks, and with one device."""
     outcome = bench.compute()
     without = [n for n, w in bench.model.named_parameters() if w.requires_grad and n not in outcome.gradients]
-    return {
-        "data": digest(bench.data()),
-        "loss": outcome.loss,
-        "gradients": outcome.norms,
-        "without": without,
-    }
+    return {"data": digest(bench.data()), "loss": outcome.loss, "gradients": outcome.norms, "without": without}
 
 
 def _settings(bench: Workbench) -> list[dict[str, Any]]:
@@ -93,11 +88,6 @@ def plain(value: Any) -> Any:
     if isinstance(value, tuple | list):
         return [plain(one) for one in value]
     return value if value is None or isinstance(value, int | float | str) else type(value).__name__
-
-
-def _norms(bench: Workbench) -> list[str]:
-    """Layers that normalize over the batch."""
-    return bench.batch_norms
 
 
 def _warned(bench: Workbench) -> list[str]:
@@ -118,20 +108,15 @@ def _draws(bench: Workbench) -> Findings:
     seen = DrawDetector()
     one = bench.compute(seed=1, watch=seen.watching())
     by_itself = _furthest(one, bench.compute(seed=1))
-    apart, skips, begun = 0.0, False, time.monotonic()
+    largest, skips, begun = 0.0, False, time.monotonic()
     # A layer that is skipped once in ten times is not seen by one seed more.
     for seed in range(2, MOST_SEEDS + 2) if seen.generators else ():
         other = bench.compute(seed=seed)
-        apart, skips = max(apart, _furthest(one, other)), one.gradients.keys() != other.gradients.keys()
-        if apart > bench.tolerance or time.monotonic() - begun > MOST_SECONDS:
+        largest, skips = max(largest, _furthest(one, other)), one.gradients.keys() != other.gradients.keys()
+        if largest > bench.tolerance or time.monotonic() - begun > MOST_SECONDS:
             break
-    return {
-        "generators": seen.generators,
-        "places": seen.places,
-        "apart": apart,
-        "by_itself": by_itself,
-        "skips": skips,
-    }
+    found = {"generators": seen.generators, "places": seen.lines}
+    return {**found, "apart": largest, "by_itself": by_itself, "skips": skips}
 
 
 def _captured(bench: Workbench) -> list[str]:
@@ -147,7 +132,7 @@ def _captured(bench: Workbench) -> list[str]:
 def _reading(bench: Workbench) -> Findings:
     """Is a sample the same when it is read again, and when the batch is cut up?"""
     first, again = digest(bench.data()), digest(bench.data())
-    return {"repeats": first == again, "is_cut_alike": bench.is_cut_alike(), "code": bench.code_that_draws()}
+    return {"repeats": first == again, "is_cut_alike": bench.is_cut_alike(), "code": sorted(bench.drawing_code)}
 
 
 def _cut(bench: Workbench) -> Findings:
@@ -207,13 +192,8 @@ def _buffers(bench: Workbench) -> Findings:
     }
     summed = [name for name in grown if _adds_up(grown[name])]
     counts = [name for name in summed if _is_count(grown[name], [len(part) for part in parts])]
-    return {
-        "changed": changed,
-        "by_data": by_data,
-        "summed": summed,
-        "counts": counts,
-        "read": bool(changed) and bench.reads_buffers(),
-    }
+    is_read = bool(changed) and bench.reads_buffers()
+    return {"changed": changed, "by_data": by_data, "summed": summed, "counts": counts, "read": is_read}
 
 
 def _adds_up(grown: Sequence[torch.Tensor]) -> bool:
@@ -229,12 +209,12 @@ def _is_count(grown: Sequence[torch.Tensor], sizes: Sequence[int]) -> bool:
 
 def _furthest(one: Outcome, other: Outcome) -> float:
     """The largest relative difference of loss and gradients; one that is missing in one of them alone is all of it."""
-    apart = [abs(one.loss - other.loss) / max(abs(one.loss), abs(other.loss), 1e-300)]
+    sizes = [abs(one.loss - other.loss) / max(abs(one.loss), abs(other.loss), 1e-300)]
     largest = max((float(gradient.abs().max()) for gradient in one.gradients.values()), default=0.0)
     for name in one.gradients.keys() & other.gradients.keys():
         scale = max(float(one.gradients[name].abs().max()), 1e-6 * largest, 1e-300)
-        apart.append(float((one.gradients[name] - other.gradients[name]).abs().max()) / scale)
-    return 1.0 if one.gradients.keys() != other.gradients.keys() else max(apart)
+        sizes.append(float((one.gradients[name] - other.gradients[name]).abs().max()) / scale)
+    return 1.0 if one.gradients.keys() != other.gradients.keys() else max(sizes)
 
 
 BY_RANK = ("batch", "settings")
@@ -242,7 +222,7 @@ BY_RANK = ("batch", "settings")
 TESTS: dict[str, Callable[[Workbench], Any]] = {
     "batch": _batch,
     "settings": _settings,
-    "norms": _norms,
+    "norms": lambda bench: bench.batch_norms,
     "warned": _warned,
     "draws": _draws,
     "captured": _captured,

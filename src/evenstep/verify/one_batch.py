@@ -110,8 +110,8 @@ def cut_up(given: Mapping[Parts, Given], sizes: Sequence[int], rounding: Roundin
 def _unlike(columns: Mapping[Parts, Sequence[torch.Tensor]], names: Sequence[str], combine: Combine) -> tuple[str, ...]:
     """Gradients that do not add up; the one that is furthest off first."""
     off = {
-        name: _misfit({chosen: columns[chosen][place] for chosen in SUBSETS}, combine)
-        for place, name in enumerate(names, 1)
+        name: _misfit({chosen: columns[chosen][index] for chosen in SUBSETS}, combine)
+        for index, name in enumerate(names, 1)
     }
     return tuple(sorted((name for name in names if off[name] > 1), key=lambda name: -off[name]))
 
@@ -214,7 +214,8 @@ class Workbench:
         self._adopted = adapt(task.train, task.collate, task.sampler)
         self._streamed: list[Any] = []
         self.ids = self._first_ids()
-        self._drew: set[str] = set()
+        self.drawing_code: set[str] = set()
+        """The user's functions that drew from global generators."""
         self.model: nn.Module = team.precision.fit(dropout.in_layers(task.model())).to(self._device)
         if not self.model.training:
             # As the worker does; of a model in training mode, layers may be in eval mode on purpose.
@@ -252,14 +253,19 @@ class Workbench:
         before, on_gpus = rng_states(), torch_states()
         changed = self.task.augment_batch(moved, Draws(ids, self._plan.seed, 0, self._device))
         if not is_same_state(before, rng_states()) or not same_torch(on_gpus, torch_states()):
-            self._drew.add("augment_batch")
+            self.drawing_code.add("augment_batch")
         return changed
 
     def compute(
-        self, ids: Ids | None = None, seed: int = 0, watch: AbstractContextManager[None] | None = None
+        self,
+        ids: Ids | None = None,
+        seed: int = 0,
+        watch: AbstractContextManager[None] | None = None,
+        restores: bool = True,
     ) -> Outcome:
-        """Loss and gradients, always from the same state."""
-        self._restore()
+        """Loss and gradients, from the initial state unless that is not to be restored."""
+        if restores:
+            self._restore()
         for weight in self.model.parameters():
             weight.grad = None
         data = self.data(ids)
@@ -290,8 +296,8 @@ class Workbench:
                 other = self.compute()
             moved_loss = max(moved_loss, TIMES_MOVED * abs(other.loss - still.loss))
             for name in still.gradients.keys() & other.gradients.keys():
-                apart = float((other.gradients[name] - still.gradients[name]).abs().max())
-                moved[name] = max(moved[name], TIMES_MOVED * apart)
+                distance = float((other.gradients[name] - still.gradients[name]).abs().max())
+                moved[name] = max(moved[name], TIMES_MOVED * distance)
         return Rounding(self._least / 10, self._least, 1e-3, moved_loss, moved)
 
     def has_slope(self, name: str) -> bool | None:
@@ -357,11 +363,7 @@ class Workbench:
         one, other, _ = self.thirds()
         first = self.compute(one)
         self.compute(other)
-        for weight in self.model.parameters():
-            weight.grad = None
-        data = self.data(one)
-        seed_everything(0)
-        second = self.backward(self.model, data)
+        second = self.compute(one, restores=False)
         self._restore()
         return abs(first.loss - second.loss) > self._least / 10 * max(abs(first.loss), abs(second.loss))
 
@@ -371,20 +373,13 @@ class Workbench:
         columns, of_parts = _tensors(whole), [_tensors(part) for part in parts]
         if any(len(one) != len(columns) for one in of_parts):
             return None
-        for place, column in enumerate(columns):
-            cut = [one[place] for one in of_parts]
-            if not column.ndim or any(one.shape[1:] != column.shape[1:] for one in cut):
-                continue
-            # A column of the batch rather than of its samples: lengths packed together, a table of classes.
-            if sum(len(one) for one in cut) != len(column):
-                continue
-            if not same_numbers(torch.cat(cut), column):
+        for column, *cut in zip(columns, *of_parts, strict=True):
+            has_rows = column.ndim and all(one.shape[1:] == column.shape[1:] for one in cut)
+            # Other columns belong to the batch, not to its samples: lengths packed together, a table of classes.
+            is_of_samples = has_rows and sum(len(one) for one in cut) == len(column)
+            if is_of_samples and not same_numbers(torch.cat(cut), column):
                 return False
         return True
-
-    def code_that_draws(self) -> list[str]:
-        """The user's functions that drew from global generators."""
-        return sorted(self._drew)
 
     def _is_of_norm(self, name: str) -> bool:
         return name.rpartition(".")[0] in self.batch_norms

@@ -18,6 +18,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import cached_property
+from itertools import chain
 from pathlib import Path
 from types import FrameType
 from typing import Any, Literal
@@ -34,6 +35,7 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset, Subset
 from evenstep.audit.sample_log import FILE, Problems, read_lines
 from evenstep.checkpoint import files
 from evenstep.checkpoint.state import Tensors, is_sharded
+from evenstep.data.nested import leaves
 from evenstep.distributed.process import read_rank
 from evenstep.plan import Plan
 from evenstep.record import Record, Step
@@ -54,11 +56,11 @@ class DropoutOff:
     def __init__(self) -> None:
         self.was_used = False
         for name in [*_DROPS, *(f"{name}_" for name in _DROPS)]:
-            calm = self._calm(getattr(torch, name))
-            setattr(torch._VF, name, calm)
-            setattr(torch, name, calm)
+            disabled = self._without_dropout(getattr(torch, name))
+            setattr(torch._VF, name, disabled)
+            setattr(torch, name, disabled)
         attention = F.scaled_dot_product_attention
-        _replace_everywhere(attention, self._calm_attention(attention))
+        _replace_everywhere(attention, self._attention_without_dropout(attention))
 
     def in_layers(self, model: nn.Module) -> nn.Module:
         """Recurrent layers hand their dropout to a kernel that has it inside."""
@@ -68,21 +70,21 @@ class DropoutOff:
                 layer.dropout = 0.0
         return model
 
-    def _calm(self, drop: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
-        def calm(input: torch.Tensor, p: float, train: bool) -> torch.Tensor:
+    def _without_dropout(self, function: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+        def disabled(input: torch.Tensor, p: float, train: bool) -> torch.Tensor:
             self.was_used = self.was_used or bool(train and p)
-            return drop(input, p, False)
+            return function(input, p, False)
 
-        return calm
+        return disabled
 
-    def _calm_attention(self, attention: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
-        def calm(*given: Any, **named: Any) -> torch.Tensor:
+    def _attention_without_dropout(self, attention: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+        def disabled(*given: Any, **named: Any) -> torch.Tensor:
             # query, key, value, mask, dropout, ...
             chance = named.pop("dropout_p", given[4] if len(given) > 4 else 0.0)
             self.was_used = self.was_used or bool(chance)
             return attention(*given[:4], *((0.0,) if len(given) > 4 else ()), *given[5:], **named)
 
-        return calm
+        return disabled
 
 
 def _replace_everywhere(old: object, new: object) -> None:
@@ -93,7 +95,7 @@ def _replace_everywhere(old: object, new: object) -> None:
                 setattr(module, name, new)
 
 
-MOST_PLACES = 3
+MOST_LINES = 3
 _OURS = os.path.dirname(os.path.dirname(__file__)) + os.sep
 _TORCH = os.path.dirname(torch.__file__) + os.sep
 _PYTHON = os.path.dirname(os.__file__) + os.sep
@@ -107,7 +109,7 @@ class DrawDetector(TorchFunctionMode):
 
     def __init__(self) -> None:
         super().__init__()
-        self.places: list[str] = []
+        self.lines: list[str] = []
         self.generators: list[str] = []
         self._states: list[torch.Tensor] = []
 
@@ -120,9 +122,9 @@ class DrawDetector(TorchFunctionMode):
         return result
 
     def _note(self, stack: traceback.StackSummary) -> None:
-        place = innermost(stack)
-        if place is not None and place not in self.places and len(self.places) < MOST_PLACES:
-            self.places.append(place)
+        line = innermost(stack)
+        if line is not None and line not in self.lines and len(self.lines) < MOST_LINES:
+            self.lines.append(line)
 
     @contextmanager
     def watching(self) -> Iterator[None]:
@@ -198,34 +200,26 @@ class DowncastDetector(TorchFunctionMode):
 
     def __init__(self) -> None:
         super().__init__()
-        self.place: str | None = None
+        self.line: str | None = None
 
     def check_parameters(self, model: nn.Module) -> None:
         """Note a complex parameter, which stays as it is: `Module.double` changes real ones alone."""
         kept = (name for name, weight in model.named_parameters() if weight.dtype is torch.complex64)
-        self.place = next((f"the parameter {name} is complex64" for name in kept), self.place)
+        self.line = next((f"the parameter {name} is complex64" for name in kept), self.line)
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
-        if self.place is None and any(map(_is_narrow, _tensors(result))) and any(map(_is_wide, _tensors(args))):
-            self.place = innermost(traceback.extract_stack()) or str(func)
+        if self.line is None and torch.float64 in _dtypes(args) and any(map(_is_narrow, _dtypes(result))):
+            self.line = innermost(traceback.extract_stack()) or str(func)
         return result
 
 
-def _is_narrow(tensor: torch.Tensor) -> bool:
-    return tensor.is_floating_point() and tensor.dtype.itemsize < 8
+def _is_narrow(dtype: torch.dtype) -> bool:
+    return dtype.is_floating_point and dtype.itemsize < 8
 
 
-def _is_wide(tensor: torch.Tensor) -> bool:
-    return tensor.dtype is torch.float64
-
-
-def _tensors(value: Any) -> Iterator[torch.Tensor]:
-    if isinstance(value, torch.Tensor):
-        yield value
-    elif isinstance(value, tuple | list):
-        for one in value:
-            yield from _tensors(one)
+def _dtypes(value: Any) -> set[torch.dtype]:
+    return {leaf.dtype for leaf in leaves(value) if isinstance(leaf, torch.Tensor)}
 
 
 FOLDER = "witness"
@@ -237,8 +231,16 @@ VALID_BATCHES = 4
 Norms = Literal["own", "eval"]
 
 
-def perform_watched(plan: Plan, task: Task, run_folder: Path, *, norms: Norms = "own") -> Iterator[Event]:
-    """`perform` without dropout, with a file for each step; `norms="eval"`: BatchNorm uses its running statistics."""
+def perform_watched(
+    plan: Plan, task: Task, run_folder: Path, *, norms: Norms = "own", perturbation: int = 0
+) -> Iterator[Event]:
+    """`perform` without dropout, with a file for each step; `norms="eval"`: BatchNorm uses its running statistics.
+
+    With the number of a `perturbation`, it starts from slightly perturbed weights.
+    """
+    if perturbation:
+        make = task.model
+        task = replace(task, model=lambda: perturbed(make(), perturbation))
     watch = Watch(plan, run_folder / FOLDER)
     for event in perform(replace(plan, fast="off"), watch.over(task, norms), run_folder):
         if isinstance(event, Step):
@@ -309,7 +311,7 @@ class Watch:
             assert self._module is not None
             facts = {
                 "dropout": self._dropout.was_used,
-                "narrow": self._narrow.place,
+                "narrow": self._narrow.line,
                 "parameters": list(self._weights),
                 "passing": _passing(self._module),
                 "aliases": _aliases(self._module),
@@ -357,11 +359,8 @@ def _passing(module: nn.Module) -> list[str]:
 def _aliases(module: nn.Module) -> dict[str, str]:
     """Second names of tied weights and buffers, which checkpoints hold too, and the first ones."""
     first = {id(tensor): name for name, tensor in (*module.named_parameters(), *module.named_buffers())}
-    every = (
-        *module.named_parameters(remove_duplicate=False),
-        *module.named_buffers(remove_duplicate=False),
-    )
-    return {name: first[id(tensor)] for name, tensor in every if first[id(tensor)] != name}
+    every = (module.named_parameters(remove_duplicate=False), module.named_buffers(remove_duplicate=False))
+    return {name: first[id(tensor)] for name, tensor in chain(*every) if first[id(tensor)] != name}
 
 
 @torch.no_grad()
@@ -457,8 +456,8 @@ class Evidence:
     def tensors(self, step: int) -> Tensors:
         """Everything of one step, in the model's order: `gradient/NAME`, `weight/NAME`, `optimizer/NAME/KEY` ..."""
         loaded = load_file(self.folder / FOLDER / f"step-{step:08d}.safetensors")
-        places = {name: place for place, name in enumerate(self.facts["parameters"])}
-        return {key: loaded[key] for key in sorted(loaded, key=lambda key: _place(key, places))}
+        indices = {name: index for index, name in enumerate(self.facts["parameters"])}
+        return {key: loaded[key] for key in sorted(loaded, key=lambda key: _model_order(key, indices))}
 
     def checkpoint(self, step: int) -> Path:
         """The folder of a checkpoint."""
@@ -475,10 +474,10 @@ class Evidence:
         return [name for name in self.facts["parameters"] if f"gradient/{name}" not in reached]
 
 
-def _place(key: str, places: dict[str, int]) -> tuple[int, str]:
+def _model_order(key: str, indices: dict[str, int]) -> tuple[int, str]:
     kind, _, name = key.partition("/")
     name = name.rpartition("/")[0] if kind == "optimizer" else name
-    return places.get(name, len(places)), key
+    return indices.get(name, len(indices)), key
 
 
 STRENGTH = 2.0**-19
@@ -488,12 +487,6 @@ LEAST = {"fp64": 1e-5, "fp32": 1e-5, "tf32": 1e-3, "bf16": 1e-2, "fp16": 1e-2}
 MOST_TRIED = 10
 """Of five decisions that rounding had turned (CIFAR-10), disturbances of half and of twice this strength turned each
 again in a third to nearly all of the tries: ten in vain are rare."""
-
-
-def perform_perturbed(plan: Plan, task: Task, run_folder: Path, *, norms: Norms, number: int) -> Iterator[Event]:
-    """`perform_watched` from slightly perturbed weights; each number gives another perturbation."""
-    beside = replace(task, model=lambda: perturbed(task.model(), number))
-    yield from perform_watched(plan, beside, run_folder, norms=norms)
 
 
 @torch.no_grad()

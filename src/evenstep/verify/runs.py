@@ -7,7 +7,7 @@ import re
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import partial
 from itertools import count, groupby
 from pathlib import Path
@@ -19,11 +19,11 @@ from evenstep.launcher.prepare import Prepared
 from evenstep.strategy_facts import REFERENCE, STRATEGIES
 from evenstep.verify.examination import BY_RANK, TESTS, perform_examination
 from evenstep.verify.examination import FOLDER as EXAMINED
-from evenstep.verify.recorder import Evidence, Failure, Norms, perform_perturbed, perform_watched
+from evenstep.verify.recorder import Evidence, Failure, Norms, perform_watched
 from evenstep.verify.verdict import Configuration
 from evenstep.worker.main import Perform
 
-Say = Callable[[str], None]
+Log = Callable[[str], None]
 MAX_CHARACTERS = 100
 SEARCH_SECONDS = 75.0
 """Time limit of the search for causes, over all configurations; after it no further run is started."""
@@ -73,14 +73,10 @@ class Runs:
     folder: Path
     steps: int
     sync_batchnorm: bool = False
-    say: Say = lambda line: None
+    log: Log = lambda line: None
     budget: Budget | None = None
-    """Of a search; None: no limit."""
+    """Of a search for causes, whose runs raise OutOfTime; None: no limit."""
     _made: dict[tuple[Any, ...], Any] = field(default_factory=dict)
-
-    def search(self, budget: Budget) -> Runs:
-        """The same runs; those that are not made yet are made as long as there is time. Raises OutOfTime."""
-        return replace(self, budget=budget)
 
     def watched(
         self,
@@ -101,15 +97,11 @@ class Runs:
         key = (config, precision, again, norms, perturbation, is_saved, tuple(sorted(changes.items())))
         if key not in self._made:
             again = again or (f"perturbed {perturbation}" if perturbation else "")
-            perform = (
-                partial(perform_perturbed, norms=norms, number=perturbation)
-                if perturbation
-                else partial(perform_watched, norms=norms)
-            )
+            perform = partial(perform_watched, norms=norms, perturbation=perturbation)
             every = {"checkpoint_every": self.half} if is_saved else {}
             folder = self._folder(config, precision, again, norms if norms != "own" else "", *changes)
-            said = f"{config.label} in {precision}{f', {again}' if again else ''}"
-            made = self._run(folder, config, perform, {"precision": precision, **every, **changes}, said)
+            message = f"{config.label} in {precision}{f', {again}' if again else ''}"
+            made = self._run(folder, config, perform, {"precision": precision, **every, **changes}, message)
             if isinstance(made, Evidence) and not is_saved:
                 made.forget_checkpoints()
             self._made[key] = made
@@ -153,7 +145,7 @@ class Runs:
         return next(path for path in paths if not path.exists())
 
     def _run(
-        self, folder: Path, config: Configuration, perform: Perform, changes: dict[str, Any], said: str
+        self, folder: Path, config: Configuration, perform: Perform, changes: dict[str, Any], message: str
     ) -> Evidence | Failure:
         fields = {
             "strategy": config.strategy,
@@ -168,7 +160,7 @@ class Runs:
         }
         try:
             with self.budget.counted() if self.budget is not None else nullcontext():
-                self.say(said)
+                self.log(message)
                 for _ in run_in_processes(variant(self.base, folder, **fields), perform):
                     pass
         except Preempted:

@@ -17,24 +17,18 @@ Found = dict[str, Any]
 def captured(found: Found) -> DifferenceCause | None:
     """A loss that was given a copy of the model, and gave the original its gradients."""
     names = found.get("captured")
-    if names is None:
-        return None
-    reached = (found.get("batch") or {}).get("gradients")
-    if reached == {} and not names:
-        return DifferenceCause(
-            name="captured-model",
-            sentence="the loss does not use the model that it is given, but another one: no parameter of the trained "
-            "model gets a gradient",
-            evidence=("called with the model, the loss has a gradient, which reaches none of its parameters",),
-            advice="Use the argument: loss=lambda model, batch: ... model(batch[0]) ...",
-        )
-    if not names:
+    if names:
+        effect = "its forward bypasses the replica that each device trains"
+        tested = f"called with a copy of the model, the loss gave gradients to the original: {', '.join(names[:3])}"
+    elif names == [] and (found.get("batch") or {}).get("gradients") == {}:
+        effect = "no parameter of the trained model gets a gradient"
+        tested = "called with the model, the loss has a gradient, which reaches none of its parameters"
+    else:
         return None
     return DifferenceCause(
         name="captured-model",
-        sentence="the loss does not use the model that it is given, but another one: its forward bypasses the "
-        "replica that each device trains",
-        evidence=(f"called with a copy of the model, the loss gave gradients to the original: {', '.join(names[:3])}",),
+        sentence=f"the loss does not use the model that it is given, but another one: {effect}",
+        evidence=(tested,),
         advice="Use the argument: loss=lambda model, batch: ... model(batch[0]) ...",
     )
 
@@ -93,21 +87,26 @@ def loss(found: Found, can_gather: bool) -> DifferenceCause | None:
     evidence = f"one batch in parts of {_sizes(cut)}: {losses}"
     if kind == "mixed":
         return _mixed(evidence, can_gather)
-    sentences = {
-        "sum": "the loss is a sum over the batch, not a mean: half of the batch gives half of the loss",
-        "weighted": "the loss is a mean over something other than samples (tokens, boxes), so that the mean of its "
-        f"parts is a mean of means: one part of the batch weighs {cut.get('factor', 1):.3g} times as much as its "
-        "samples do",
-        "pair": "the sum that the loss returns is not the sum of what the parts of the batch give",
-    }
-    advice = {
-        "sum": "Return the mean over the samples, or the pair (sum, count).",
-        "weighted": "Return the pair (sum, count): the sum over tokens or boxes, and how many there were. A model that "
-        "returns a mean of its own (.loss of Hugging Face) gives the sum as .loss * count.",
-        "pair": "Return a sum over samples, with nothing in it that depends on how many there are.",
-    }
-    name = {"sum": "sum", "weighted": "mean-of-means", "pair": "pair"}[kind]
-    return DifferenceCause(name=name, sentence=sentences[kind], evidence=(evidence,), advice=advice[kind])
+    name, sentence, advice = {
+        "sum": (
+            "sum",
+            "the loss is a sum over the batch, not a mean: half of the batch gives half of the loss",
+            "Return the mean over the samples, or the pair (sum, count).",
+        ),
+        "weighted": (
+            "mean-of-means",
+            "the loss is a mean over something other than samples (tokens, boxes), so that the mean of its parts is a "
+            f"mean of means: one part of the batch weighs {cut.get('factor', 1):.3g} times as much as its samples do",
+            "Return the pair (sum, count): the sum over tokens or boxes, and how many there were. A model that returns "
+            "a mean of its own (.loss of Hugging Face) gives the sum as .loss * count.",
+        ),
+        "pair": (
+            "pair",
+            "the sum that the loss returns is not the sum of what the parts of the batch give",
+            "Return a sum over samples, with nothing in it that depends on how many there are.",
+        ),
+    }[kind]
+    return DifferenceCause(name=name, sentence=sentence, evidence=(evidence,), advice=advice)
 
 
 BATCH_DEPENDENT = "batch-dependent"

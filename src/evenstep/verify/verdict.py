@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any
@@ -69,14 +70,10 @@ class Verdict:
     def to_json(self) -> dict[str, Any]:
         """For programs; a difference that is not finite is null."""
         values = asdict(self)
-        values["parts"] = {name: asdict(part) for name, part in self.parts.items()}
-        for place in (values, *values["parts"].values()):
-            place["difference"] = _finite(place["difference"])
+        for part in (values, *values["parts"].values()):
+            if part["difference"] is not None and not math.isfinite(part["difference"]):
+                part["difference"] = None
         return values
-
-
-def _finite(value: float | None) -> float | None:
-    return value if value is not None and abs(value) < float("inf") else None
 
 
 EACH = "each of them"

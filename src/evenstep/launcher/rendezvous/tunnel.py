@@ -37,7 +37,7 @@ from evenstep.launcher.rendezvous.auth import (
     run_key,
 )
 from evenstep.launcher.rendezvous.version_check import Identity
-from evenstep.report.progress import without_control
+from evenstep.report.terminal import without_control
 
 T = TypeVar("T")
 HELLO = b"evenstep rendezvous 1\n"

@@ -30,7 +30,7 @@ from evenstep.record import PARTS, Evaluation, Timeline
 from evenstep.report.comparison import Comparison, Range, Row
 from evenstep.report.html.curves import Curves, Quantiles, ReadRun, Sampled, Thinned, evenly
 from evenstep.report.html.tables import distinct
-from evenstep.report.progress import without_control
+from evenstep.report.terminal import without_control
 
 COLOURS = ("#3b82f6", "#d97706", "#a855f7", "#059669", "#ef4444", "#0891b2", "#ec4899", "#65a30d", "#7d8590")
 """Of the strategies or runs, in their order; each has a contrast of 3 to 1 or more on both backgrounds."""

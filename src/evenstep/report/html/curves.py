@@ -6,6 +6,8 @@ import math
 import random
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from itertools import groupby
+from operator import itemgetter
 
 import numpy as np
 
@@ -17,86 +19,53 @@ Point = tuple[float, float]
 
 
 class Thinned:
-    """Which points of a series to draw: of each bin the least, the most and the first that is no number; and both ends.
-
-    A series of any length has at most twice `num_bins` bins. When they are full, each two become one.
-    """
+    """Points of a series to draw: of each interval the lowest, the highest and the first non-finite; and both ends."""
 
     def __init__(self, num_bins: int = NUM_BINS) -> None:
-        self._most_bins = 2 * num_bins
-        self._bins: list[_Bin] = []
-        self._width = 1
-        self._first: Point | None = None
-        self._last: Point | None = None
+        self._num_bins = num_bins
+        self._points: list[Point] = []
 
     @classmethod
     def of(cls, points: Iterable[Point], num_bins: int = NUM_BINS) -> Thinned:
-        """Of a series that is there already."""
         thinned = cls(num_bins)
         for x, y in points:
             thinned.add(x, y)
         return thinned
 
     def add(self, x: float, y: float) -> None:
-        """One more, on the right of the others."""
-        self._last = (x, y)
-        if self._first is None:
-            self._first = self._last
-        if not self._bins or self._bins[-1].num == self._width:
-            if len(self._bins) == self._most_bins:
-                self._bins = [
-                    one.with_next(other) for one, other in zip(self._bins[::2], self._bins[1::2], strict=True)
-                ]
-                self._width *= 2
-            self._bins.append(_Bin())
-        self._bins[-1].add(self._last)
+        """Add a point to the right of the others."""
+        self._points.append((x, y))
+        # However long the series is, no more than this is kept of it.
+        if len(self._points) > 12 * self._num_bins:
+            self._points = _thinned(self._points, self._num_bins)
 
     def points(self) -> list[Point]:
         """From left to right; infinity cannot be drawn and becomes a gap, as NaN is one."""
-        ends = [one for one in (self._first, self._last) if one is not None]
-        kept = {x: y for one in self._bins for x, y in one.points()} | dict(ends)
-        return [(x, y if math.isfinite(y) else math.nan) for x, y in sorted(kept.items())]
+        return [(x, y if math.isfinite(y) else math.nan) for x, y in _thinned(self._points, self._num_bins)]
 
 
-class _Bin:
-    __slots__ = ("gap", "least", "most", "num")
-
-    def __init__(self) -> None:
-        self.num = 0
-        self.least: Point | None = None
-        self.most: Point | None = None
-        self.gap: Point | None = None
-        """The first that is no number."""
-
-    def add(self, point: Point) -> None:
-        self.num += 1
-        y = point[1]
-        if not math.isfinite(y):
-            self.gap = self.gap or point
-            return
-        if self.least is None or y < self.least[1]:
-            self.least = point
-        if self.most is None or y > self.most[1]:
-            self.most = point
-
-    def with_next(self, other: _Bin) -> _Bin:
-        num = self.num + other.num
-        for point in other.points():
-            self.add(point)
-        self.num = num
-        return self
-
-    def points(self) -> list[Point]:
-        return [point for point in (self.least, self.most, self.gap) if point is not None]
+def _thinned(points: list[Point], num_bins: int) -> list[Point]:
+    if len(points) <= 2 * num_bins:
+        return points
+    begin, end = points[0][0], points[-1][0]
+    width = (end - begin) / num_bins or 1.0
+    kept = dict([points[0], points[-1]])
+    for _, of_bin in groupby(points, lambda point: int((point[0] - begin) / width)):
+        inside = list(of_bin)
+        finite = [point for point in inside if math.isfinite(point[1])]
+        gaps = [point for point in inside if not math.isfinite(point[1])]
+        ends = [min(finite, key=itemgetter(1)), max(finite, key=itemgetter(1))] if finite else []
+        kept |= dict([*ends, *gaps[:1]])
+    return sorted(kept.items())
 
 
 class Sampled:
-    """Values from all over a series, each of them as likely to be there as any other; all, while they are few."""
+    """A uniform random sample of a series, of at most MOST_SAMPLED values."""
 
     def __init__(self, values: Iterable[float] = ()) -> None:
         self.values: list[float] = []
         self.count = 0
-        """How many finite ones there were."""
+        """Of all finite values."""
         self.least, self.most = math.inf, -math.inf
         self._random = random.Random(0)
         for value in values:
@@ -114,20 +83,20 @@ class Sampled:
         return whole
 
     def add(self, value: float) -> None:
-        """One more; what is no number is left out."""
+        """Add a value, unless it is not finite."""
         if not math.isfinite(value):
             return
         self.count += 1
         self.least, self.most = min(self.least, value), max(self.most, value)
         if self.count <= MOST_SAMPLED:
             self.values.append(value)
-        elif (place := int(self._random.random() * self.count)) < MOST_SAMPLED:
-            self.values[place] = value
+        elif (index := int(self._random.random() * self.count)) < MOST_SAMPLED:
+            self.values[index] = value
 
 
 @dataclass(frozen=True, kw_only=True)
 class Quantiles:
-    """How values are spread, in eight numbers."""
+    """The distribution of values, in eight numbers."""
 
     count: int
     least: float
@@ -140,7 +109,6 @@ class Quantiles:
 
     @classmethod
     def of(cls, sampled: Sampled) -> Quantiles | None:
-        """None where there are no values."""
         if not sampled.count:
             return None
         cuts = [float(cut) for cut in np.quantile(sampled.values, [0.05, 0.25, 0.5, 0.75, 0.95])]
@@ -149,10 +117,10 @@ class Quantiles:
 
 
 def evenly(values: Sequence[float], most: int) -> list[float]:
-    """So many of them at most, from all over."""
+    """At most this number of values, at equal distances."""
     if len(values) <= most:
         return list(values)
-    return [values[int(place)] for place in np.linspace(0, len(values) - 1, most)]
+    return [values[int(index)] for index in np.linspace(0, len(values) - 1, most)]
 
 
 class Curves:
@@ -165,17 +133,14 @@ class Curves:
         self.seconds = Sampled()
         """Of all steps but the first, which starts things up."""
         self.samples = 0
-        """Of these steps."""
         self.total_seconds = 0.0
         self.num_not_finite = 0
-        """Losses."""
         self.peak_bytes: dict[str, int] = {}
         self.last: Step | None = None
         for step in steps:
             self.add(step)
 
     def add(self, step: Step) -> None:
-        """One more."""
         self.loss.add(step.step, step.loss)
         self.samples_per_second.add(step.step, step.samples / step.seconds if step.seconds > 0 else math.nan)
         self.input_ms.add(step.step, step.input_seconds * 1000)
@@ -197,7 +162,6 @@ class ReadRun:
 
     @classmethod
     def of(cls, record: Record) -> ReadRun:
-        """Every step is read once."""
         return cls(record, Curves(record.steps))
 
     @property

@@ -19,12 +19,12 @@ from typing import TYPE_CHECKING, Any
 import evenstep
 from evenstep.errors import BadInput
 from evenstep.record import FILE as RECORD_FILE
-from evenstep.record import Record, Timeline
+from evenstep.record import PARTS, Record, Timeline
 from evenstep.report.comparison import Comparison, Row
 from evenstep.report.html import tables
 from evenstep.report.html.curves import ReadRun, Sampled
-from evenstep.report.html.tables import OF_COMPARISONS, OF_RUNS, ComparedRow, Sheet, distinct
-from evenstep.report.progress import without_control
+from evenstep.report.html.tables import OF_COMPARISONS, OF_RUNS, Sheet, distinct
+from evenstep.report.terminal import devices, size, without_control
 
 if TYPE_CHECKING:
     from jinja2 import Environment
@@ -44,7 +44,6 @@ class Page:
     commands: Sequence[str]
     charts: Sequence[Chart]
     comparison: Comparison | None = None
-    compared: Sequence[ComparedRow] = ()
     runs: Sheet | None = None
     numbers: Mapping[str, Sheet] = field(default_factory=dict)
     """Sheets that hold the numbers of a chart, by its name."""
@@ -57,7 +56,7 @@ class Page:
 
     @property
     def timelines(self) -> list[Chart]:
-        """Those that share one place."""
+        """The charts of which tabs show one at a time."""
         return [chart for chart in self.charts if chart.tab]
 
 
@@ -81,6 +80,7 @@ def render(page: Page) -> str:
         .get_template("page.html.j2")
         .render(
             page=page,
+            parts=PARTS,
             policy=policy,
             style=_own("page.css"),
             scripts=scripts,
@@ -132,19 +132,18 @@ def _hash(script: str) -> str:
 def _environment() -> Environment:
     from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
-    return Environment(
+    made = Environment(
         loader=FileSystemLoader(HERE),
         autoescape=True,
         undefined=StrictUndefined,
         trim_blocks=True,
         lstrip_blocks=True,
         # Control bytes have no place on a page, whoever wrote them into a name.
-        finalize=_printable,
+        finalize=lambda value: without_control(value) if type(value) is str else value,
     )
-
-
-def _printable(value: object) -> object:
-    return without_control(value) if type(value) is str else value
+    made.filters |= {"ms": tables.milliseconds, "amount": tables.amount, "size": size, "devices": devices}
+    made.filters["distinct"] = distinct
+    return made
 
 
 FILE = "page.html"
@@ -186,7 +185,6 @@ def page_of_comparison(comparison: Comparison, folder: Path) -> str:
             commands=[comparison.command] if comparison.command else [],
             charts=_comparison_charts(comparison, found) if comparison.rows else [],
             comparison=comparison,
-            compared=tables.compared_rows(comparison),
             numbers={"parts": tables.parts_sheet(comparison), "times": tables.times_sheet(times)},
             sheets=[
                 *tables.plan_sheets(list(plans), list(plans.values())),

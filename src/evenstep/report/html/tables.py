@@ -10,17 +10,9 @@ from typing import Any
 
 from evenstep.plan import Plan
 from evenstep.record import PARTS, Record
-from evenstep.report.comparison import Comparison, Range, Row
+from evenstep.report.comparison import Comparison, Range
 from evenstep.report.html.curves import Quantiles, ReadRun, Sampled
-from evenstep.report.progress import without_control
-from evenstep.report.terminal import devices, number, size
-
-PARITY_WORDS = {
-    "reference": "reference",
-    "same": "same",
-    "differs": "differs",
-    "unknown": "not checked",
-}
+from evenstep.report.terminal import devices, number, size, without_control
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,11 +41,11 @@ def milliseconds(seconds: float | None) -> str:
     return f"{ms:,.0f}" if ms >= 100 else f"{ms:.1f}" if ms >= 10 else f"{ms:.2f}" if ms >= 0.1 else f"{ms:.3f}"
 
 
-def with_spread(spread: Range | None, scale: float = 1.0, digits: int = 0) -> str:
-    """`5,933 (5,800 to 6,020)`."""
-    if spread is None:
+def with_range(seconds: Range | None) -> str:
+    """In milliseconds: `5.93 (5.80 to 6.02)`."""
+    if seconds is None:
         return "-"
-    middle, low, high = (f"{value * scale:,.{digits}f}" for value in (spread.middle, spread.low, spread.high))
+    middle, low, high = (f"{value * 1000:,.2f}" for value in (seconds.middle, seconds.low, seconds.high))
     return middle if low == high else f"{middle} ({low} to {high})"
 
 
@@ -64,69 +56,6 @@ def amount(num_bytes: int) -> str:
     return f"{num_bytes / 1024:,.1f} KiB" if num_bytes >= 1024 else f"{num_bytes} B"
 
 
-@dataclass(frozen=True, kw_only=True)
-class PartBar:
-    """One segment of the bar in the table: its part, its time, and its width in hundredths of the longest step."""
-
-    part: str
-    ms: str
-    width: float
-
-
-@dataclass(frozen=True, kw_only=True)
-class ComparedRow:
-    """One row of the table at the top of a comparison's page."""
-
-    label: str
-    devices: str
-    speed: str
-    spread: str
-    speedup: str
-    efficiency: str
-    step: str
-    parts: Sequence[PartBar]
-    memory: Sequence[tuple[str, str]]
-    sent: str
-    start: str
-    parity: str
-    parity_words: str
-    why: str
-    is_sound: bool
-
-
-def compared_rows(comparison: Comparison) -> list[ComparedRow]:
-    """The rows of a comparison, in words."""
-    longest = max((sum(row.parts.values()) for row in comparison.rows), default=0.0) or 1.0
-    names = distinct([row.label for row in comparison.rows])
-    return [_compared(comparison, row, name, longest) for row, name in zip(comparison.rows, names, strict=True)]
-
-
-def _compared(comparison: Comparison, row: Row, name: str, longest: float) -> ComparedRow:
-    speed = row.samples_per_second
-    return ComparedRow(
-        label=name,
-        devices=devices(row.devices),
-        speed=f"{speed.middle:,.0f}",
-        spread=f"{speed.low:,.0f} to {speed.high:,.0f}",
-        speedup=f"{comparison.speedup(row):.2f} x",
-        efficiency=f"{comparison.efficiency(row):.0%}",
-        step=milliseconds(row.step_seconds.middle),
-        parts=[_bar(part, row, longest) for part in PARTS],
-        memory=[(device, size(num_bytes)) for device, num_bytes in row.peak_bytes.items()],
-        sent=amount(row.sent_bytes) if row.sent_bytes else "-",
-        start=f"{row.start_seconds.middle:.1f} s",
-        parity=row.parity,
-        parity_words=PARITY_WORDS.get(row.parity, row.parity),
-        why=row.why,
-        is_sound=row.is_sound,
-    )
-
-
-def _bar(part: str, row: Row, longest: float) -> PartBar:
-    seconds = row.parts.get(part, 0.0)
-    return PartBar(part=part, ms=milliseconds(seconds), width=round(100 * seconds / longest, 2))
-
-
 def parts_sheet(comparison: Comparison) -> Sheet:
     """The parts of each row's step in milliseconds, and the two ceilings."""
     rows = [
@@ -135,8 +64,8 @@ def parts_sheet(comparison: Comparison) -> Sheet:
             *(milliseconds(row.parts.get(part, 0.0)) for part in PARTS),
             milliseconds(sum(row.parts.values())),
             milliseconds(row.step_seconds.middle),
-            with_spread(row.without_input_seconds, 1000, 2),
-            with_spread(row.without_communication_seconds, 1000, 2),
+            with_range(row.without_input_seconds),
+            with_range(row.without_communication_seconds),
         ]
         for row, name in zip(comparison.rows, distinct([row.label for row in comparison.rows]), strict=True)
     ]

@@ -18,7 +18,7 @@ from evenstep.launcher.processes import RankLogs
 from evenstep.profiling.profiler import ALL, FOLDER
 from evenstep.report import trace
 from evenstep.report.terminal import pass_on, without_control
-from evenstep.report.trace import RankTrace, merge
+from evenstep.report.trace import RankNumbers, RankTrace, merge
 from evenstep.schema import Natural, Schema
 from evenstep.training.trainer import Event
 
@@ -220,6 +220,8 @@ def ranks_in_words(ranks: list[int]) -> str:
 class _RankTraceFile:
     file: str
     machine: str
+    steps: Natural = 0
+    parts: dict[str, float | None] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -253,7 +255,7 @@ def merged(folder: Path) -> list[str]:
         ranks = [RankTrace(rank, folder / FOLDER / one.file, one.machine) for rank, one in known.ranks.items()]
         path = folder / trace.FILE
         merge(ranks, path)
-        found = trace.numbers(path)
+        found = [RankNumbers(rank=rank, steps=one.steps, parts=one.parts) for rank, one in known.ranks.items()]
         trace.write_numbers(found, folder / FOLDER / trace.NUMBERS)
     except (OSError, ValueError, KeyError, TypeError, AttributeError, EvenstepError) as error:
         return [f"warning: no trace was made ({type(error).__name__}: {error})"]

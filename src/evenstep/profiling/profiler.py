@@ -26,6 +26,7 @@ from evenstep.distributed.heartbeat import PHASES, SAVING, Heartbeat
 from evenstep.distributed.spans import Listener
 from evenstep.distributed.world import World
 from evenstep.plan import Plan
+from evenstep.profiling.timer import COMMUNICATION, Timer, usual_parts
 
 PREFIX = "evenstep: "
 TOGETHER = f"{PREFIX}together"
@@ -40,6 +41,9 @@ class NamedSpans(Listener):
         self._open: dict[int, tuple[str, record_function]] = {}
 
     def part(self, name: str) -> None:
+        if name == COMMUNICATION:
+            # Of a wrapper of torch's, whose collectives are in the trace already.
+            return
         if name == "input" and self._step is None:
             self.leave()
             self._step = _opened(f"step {self._heartbeat.step}")
@@ -101,6 +105,7 @@ class Tracing:
         if world.gather((self._folder / ALL).exists())[0]:
             self._steps = range(0)
         self._spans = NamedSpans(world.heartbeat)
+        self._timer: Timer | None = None
         self._profiler: Any = None
         self._is_on = False
         self._problem: str | None = None
@@ -117,6 +122,8 @@ class Tracing:
         self._last = step
         if self._is_on:
             self._spans.end_step()
+            if self._timer is not None:
+                self._timer.stop()
             if step + 1 == self._steps.stop:
                 yield from self.finish()
         self.before(step + 1)
@@ -155,7 +162,9 @@ class Tracing:
         self._world.barrier()
         with record_function(TOGETHER):
             pass
-        self._stack.enter_context(self._world.spans.listening(self._spans))
+        self._timer = Timer(self._world.devices)
+        for listener in (self._timer, self._spans):
+            self._stack.enter_context(self._world.spans.listening(listener))
 
     def _begin_profiling(self) -> None:
         self._folder.mkdir(exist_ok=True)
@@ -186,18 +195,28 @@ class Tracing:
     def _hand_in(self) -> Iterator[str]:
         """Bring what the ranks wrote together in rank 0's folder."""
         size = self._path(self._world.rank).stat().st_size if self._problem is None else None
-        told = self._world.gather([self._problem, size, machine_name()])
+        written = self._world.gather([self._problem, size, machine_name(), self._numbers()])
         mine = [_size(self._path(rank)) for rank in range(self._world.size)]
         here = self._world.gather(mine)[0]
-        for rank, (_, size, _) in enumerate(told):
+        for rank, (_, size, _, _) in enumerate(written):
             if size is not None and here[rank] != size:
                 self._send(rank, size)
-        without = {rank: problem for rank, (problem, _, _) in enumerate(told) if problem}
+        without = {rank: problem for rank, (problem, *_) in enumerate(written) if problem}
         if without:
             ranks = f"rank{'s' * (len(without) > 1)} {', '.join(map(str, without))}"
-            yield f"warning: no trace of {ranks} ({next(iter(without.values()))}); the training goes on"
-        if self._world.is_main and len(without) < len(told):
-            yield from self._close_folder(told)
+            yield f"warning: no trace of {ranks} ({next(iter(without.values()))}); training continues"
+        if self._world.is_main and len(without) < len(written):
+            yield from self._close_folder(written)
+
+    def _numbers(self) -> dict[str, Any]:
+        """How many steps were timed, and the parts of a typical one."""
+        assert self._timer is not None
+        found = self._timer.read()
+        parts: dict[str, float | None] = {**usual_parts([found])}
+        if self._world.size > 1 and not parts[COMMUNICATION]:
+            # Where the GPU itself waits for collectives, as under fsdp, the host cannot tell when.
+            parts[COMMUNICATION] = None
+        return {"steps": len(found.steps), "parts": parts}
 
     def _send(self, rank: int, size: int) -> None:
         """One rank's file to rank 0, from a machine whose files rank 0 does not see."""
@@ -209,10 +228,10 @@ class Tracing:
             dist.recv(arrived, rank)
             self._try(lambda: self._path(rank).write_bytes(arrived.numpy().tobytes()))
 
-    def _close_folder(self, told: list[Any]) -> Iterator[str]:
+    def _close_folder(self, written: list[Any]) -> Iterator[str]:
         ranks = {
-            rank: {"file": self._path(rank).name, "machine": machine}
-            for rank, (problem, _, machine) in enumerate(told)
+            rank: {"file": self._path(rank).name, "machine": machine, **numbers}
+            for rank, (problem, _, machine, numbers) in enumerate(written)
             if problem is None
         }
         steps = [self._steps.start, self._last]
@@ -220,7 +239,7 @@ class Tracing:
             self._folder.mkdir(exist_ok=True)
             (self._folder / ALL).write_text(json.dumps({"steps": steps, "ranks": ranks}) + "\n")
         except OSError as error:
-            yield f"warning: the traces cannot be written ({error}); the training goes on"
+            yield f"warning: the traces cannot be written ({error}); training continues"
 
 
 def machine_name() -> str:

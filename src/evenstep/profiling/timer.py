@@ -66,7 +66,9 @@ class Timer(Listener):
         return arrived
 
     def read(self) -> RankSpans:
-        """What was timed; the devices must have finished it."""
+        """What was timed; waits for the devices."""
+        for device in self._clocks:
+            torch.cuda.synchronize(device)
         begins: dict[str, list[tuple[str, float]]] = {HOST: []}
         for where, name, timestamp in self._parts:
             begins.setdefault(where, []).append((name, self._seconds(timestamp)))

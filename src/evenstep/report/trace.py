@@ -1,9 +1,6 @@
-"""`train --profile`: the traces of all ranks as one timeline, and the parts of a step computed from it.
+"""`train --profile`: the traces of all ranks as one timeline, and a table of the parts of a step.
 
 `merge` writes one trace with a process per rank and lanes for input, compute, communication and CUDA streams.
-`numbers("runs/NAME/trace.json.gz")` assigns every instant of a step to one part. On a GPU that is the part of the
-kernel that runs; communication where data is sent and nothing is computed; and what the host does while the GPU idles.
-On a CPU the host computes.
 """
 
 from __future__ import annotations
@@ -29,44 +26,15 @@ def span_of(event: Mapping[str, Any]) -> Span:
     return event["ts"], event["ts"] + event["dur"]
 
 
-def union(spans: Iterable[Span], gap: float = 0.0) -> list[Span]:
-    """The same time as sorted spans without overlap; spans with at most `gap` between them are joined."""
+def union(spans: Iterable[Span]) -> list[Span]:
+    """The same time as sorted spans without overlap."""
     joined: list[Span] = []
     for begin, end in sorted(span for span in spans if span[1] > span[0]):
-        if joined and begin <= joined[-1][1] + gap:
+        if joined and begin <= joined[-1][1]:
             joined[-1] = (joined[-1][0], max(end, joined[-1][1]))
         else:
             joined.append((begin, end))
     return joined
-
-
-def common(some: Sequence[Span], others: Sequence[Span]) -> list[Span]:
-    """The intersection; both are results of `union`."""
-    found: list[Span] = []
-    here = there = 0
-    while here < len(some) and there < len(others):
-        begin, end = max(some[here][0], others[there][0]), min(some[here][1], others[there][1])
-        if begin < end:
-            found.append((begin, end))
-        if some[here][1] < others[there][1]:
-            here += 1
-        else:
-            there += 1
-    return found
-
-
-def without(some: Sequence[Span], others: Sequence[Span]) -> list[Span]:
-    """The first without the second; both are results of `union`."""
-    if not some:
-        return []
-    ends = [some[0][0], *(edge for span in others for edge in span), max(some[-1][1], some[0][0])]
-    between = [(ends[index], ends[index + 1]) for index in range(0, len(ends), 2)]
-    return common(some, [span for span in between if span[0] < span[1]])
-
-
-def length(spans: Iterable[Span]) -> float:
-    """The total time of spans that do not overlap."""
-    return sum(end - begin for begin, end in spans)
 
 
 def holds(spans: Sequence[Span], begin: float, end: float) -> bool:
@@ -76,9 +44,9 @@ def holds(spans: Sequence[Span], begin: float, end: float) -> bool:
 
 
 Event = dict[str, Any]
-
+FILE, NUMBERS = "trace.json.gz", "numbers.json"
 PREFIX = "evenstep: "
-"""What begins the name of every span that evenstep itself marks; the workers write it."""
+"""Of the names of evenstep's own spans; the workers write it."""
 STEP, TOGETHER = f"{PREFIX}step ", f"{PREFIX}together"
 SENDING = (f"{PREFIX}replicate", f"{PREFIX}reduce")
 STEPS, INPUT, COMPUTE, COMMUNICATION = "steps", "input", "compute", "communication"
@@ -107,14 +75,14 @@ class _Rank:
     names: dict[int, str] = field(default_factory=dict)
     """What each of its lanes is called."""
 
-    def marked(self, *prefixes: str) -> list[Event]:
-        return [event for event in self.events if is_mark(event) and event["name"].startswith(prefixes)]
+    def named(self, *prefixes: str) -> list[Event]:
+        return [event for event in self.events if is_own_span(event) and event["name"].startswith(prefixes)]
 
 
 def merge(traces: Sequence[RankTrace], path: Path) -> None:
     """Write the timelines of all ranks as one file, which Perfetto and chrome://tracing open as it is."""
     ranks = _read(traces)
-    begins = [event["ts"] for rank in ranks for event in rank.marked(STEP)]
+    begins = [event["ts"] for rank in ranks for event in rank.named(STEP)]
     if not begins:
         raise BadInput(f"no step was traced: {', '.join(str(trace.path) for trace in traces)} hold none")
     late = _offsets(ranks)
@@ -166,18 +134,18 @@ def _offsets(ranks: Sequence[_Rank]) -> dict[str, float]:
     """How far each machine's clock is ahead of the first one's: all ranks left one barrier at about the same time."""
     left: dict[str, list[float]] = {rank.machine: [] for rank in ranks}
     for rank in ranks:
-        left[rank.machine] += [event["ts"] + event["dur"] for event in rank.marked(TOGETHER)]
+        left[rank.machine] += [event["ts"] + event["dur"] for event in rank.named(TOGETHER)]
     first = left[ranks[0].machine]
     return {machine: median(times) - median(first) if times and first else 0.0 for machine, times in left.items()}
 
 
 def _into_lanes(rank: _Rank) -> None:
     """Give every event the rank as its process and a lane as its thread."""
-    steps = rank.marked(STEP)
+    steps = rank.named(STEP)
     main = (steps[0]["pid"], steps[0]["tid"]) if steps else None
     kinds = _kinds(rank, main)
-    inputs = union(span_of(event) for event in rank.marked(f"{PREFIX}input") if _thread(event) == main)
-    sending = union(span_of(event) for event in rank.marked(*SENDING) if _thread(event) == main)
+    inputs = union(span_of(event) for event in rank.named(f"{PREFIX}input") if _thread(event) == main)
+    sending = union(span_of(event) for event in rank.named(*SENDING) if _thread(event) == main)
     lanes = _Lanes(rank.names)
     for kind in (INPUT, COMPUTE):
         # The first of each is the main thread's.
@@ -243,8 +211,8 @@ def _thread(event: Event) -> tuple[Any, Any]:
     return event["pid"], event["tid"]
 
 
-def is_mark(event: Event) -> bool:
-    """Whether evenstep marked this on the host; the profiler gives GPU spans the same names."""
+def is_own_span(event: Event) -> bool:
+    """Whether this is evenstep's own span on the host; the profiler gives GPU spans the same names."""
     return event.get("cat") == "user_annotation" and str(event["name"]).startswith(PREFIX)
 
 
@@ -266,49 +234,25 @@ def _label(rank: int, lane: int, kind: str, **values: Any) -> Event:
     return {"ph": "M", "pid": rank, "tid": lane, "ts": 0, "name": kind, "args": values}
 
 
-FILE, NUMBERS = "trace.json.gz", "numbers.json"
-HOST_PARTS = tuple(part for part in PARTS if part != COMMUNICATION)
-SMALL_GAP = 50.0
-"""Microseconds between operations in which a CPU still counts as computing: the overhead of autograd."""
-_NO_COMPUTING = ("c10d::", "autograd::", "torch::autograd::", "_c10d_functional::")
-_LAUNCHES = ("cuda_runtime", "cuda_driver")
-_NEAR = 8
-_MAIN = (INPUT, COMPUTE)
-_MEMORY = ("gpu_memcpy", "gpu_memset")
-
-
 @dataclass(frozen=True, kw_only=True)
 class RankNumbers:
-    """The mean step of one rank."""
+    """The typical step of one rank, as its timer saw it."""
 
     rank: int
     steps: int
-    step_seconds: float
-    parts: dict[str, float]
-    """Seconds of a step in each of PARTS; communication is what does not overlap with computing."""
-    communication_seconds: float
-    """Seconds of a step with communication, overlapped or not."""
+    parts: dict[str, float | None]
+    """Seconds of a step in each of PARTS; None where torch communicates inside of forward and backward."""
 
     @property
-    def accounted(self) -> float:
-        """The share of the step that its parts account for."""
-        return sum(self.parts.values()) / self.step_seconds
-
-
-def numbers(path: str | Path) -> list[RankNumbers]:
-    """The mean step of every rank in a trace file, in the order of ranks."""
-    of_rank: dict[int, list[Event]] = {}
-    for event in read_events(Path(path))["traceEvents"]:
-        of_rank.setdefault(event["pid"], []).append(event)
-    found = [_rank_numbers(rank, events) for rank, events in sorted(of_rank.items())]
-    if not any(one.steps for one in found):
-        raise BadInput(f"{path} holds no step that evenstep marked; --profile writes such a trace")
-    return [one for one in found if one.steps]
+    def step_seconds(self) -> float:
+        """The parts together."""
+        return sum(filter(None, self.parts.values()))
 
 
 def write_numbers(found: Sequence[RankNumbers], path: Path) -> None:
     """Write the numbers as JSON."""
-    path.write_text(json.dumps({"unit": "seconds", "ranks": [asdict(one) for one in found]}, indent=1) + "\n")
+    ranks = [asdict(one) | {"step_seconds": one.step_seconds} for one in found]
+    path.write_text(json.dumps({"unit": "seconds", "ranks": ranks}, indent=1) + "\n")
 
 
 def lines(found: Sequence[RankNumbers]) -> list[str]:
@@ -316,107 +260,11 @@ def lines(found: Sequence[RankNumbers]) -> list[str]:
     titles = ["rank", "step ms", *("not hidden" if part == COMMUNICATION else part for part in PARTS)]
     rows = [titles]
     for one in found:
-        shares = [f"{one.parts[part] * 1e3:.2f} {one.parts[part] / one.step_seconds:4.0%}" for part in PARTS]
+        shares = [_share(one.parts.get(part), one.step_seconds) for part in PARTS]
         rows.append([str(one.rank), f"{one.step_seconds * 1e3:.2f}", *shares])
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     return ["  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)) for row in rows]
 
 
-def _rank_numbers(rank: int, events: list[Event]) -> RankNumbers:
-    lanes = {event["tid"]: event["args"]["name"] for event in events if event.get("name") == "thread_name"}
-    activity = _RankActivity([event for event in events if event["ph"] == "X"], lanes)
-    steps = [span_of(event) for event in activity.marks if event["name"].startswith(STEP)]
-    every = free = union(steps)
-    in_seconds = 1e6 * max(1, len(steps))
-    parts = dict.fromkeys(PARTS, 0.0)
-    for part, claimed in activity.claims():
-        parts[part] += length(common(free, claimed)) / in_seconds
-        free = without(free, claimed)
-    return RankNumbers(
-        rank=rank,
-        steps=len(steps),
-        step_seconds=length(every) / in_seconds,
-        parts=parts,
-        communication_seconds=length(common(every, activity.communicating())) / in_seconds,
-    )
-
-
-class _RankActivity:
-    """What one rank did, by part of a step."""
-
-    def __init__(self, spans: list[Event], lanes: Mapping[int, str]) -> None:
-        self._spans = spans
-        self._lanes = lanes
-        self.marks = [event for event in spans if is_mark(event)]
-        self._kernels = self._on_gpu(("kernel",))
-        self._memory = self._on_gpu(_MEMORY)
-
-    def claims(self) -> Iterator[tuple[str, list[Span]]]:
-        """Spans of each part, by priority: the first part that covers an instant gets it."""
-        yield COMMUNICATION, without(self.communicating(), self._computing())
-        for on_gpu in (self._kernels, self._memory):
-            for part in HOST_PARTS:
-                yield part, union(on_gpu[part])
-        # Where replicas have their own threads, the main thread waits for them, so its marks come last.
-        for of_main in (False, True):
-            marks = [event for event in self.marks if (self._lane(event) in _MAIN) is of_main]
-            for part in HOST_PARTS:
-                yield part, union(span_of(event) for event in marks if event["name"] == f"{PREFIX}{part}")
-
-    def communicating(self) -> list[Span]:
-        """When data is sent."""
-        on_host = [span_of(event) for event in self._spans if self._lane(event).startswith(COMMUNICATION)]
-        return union([*on_host, *self._kernels[COMMUNICATION], *self._memory[COMMUNICATION]])
-
-    def _computing(self) -> list[Span]:
-        """When this rank computes: its GPU, if it has one."""
-        if any(self._kernels.values()):
-            return union(span for part in HOST_PARTS for span in self._kernels[part])
-        return union((span_of(event) for event in self._spans if self._is_computing(event)), SMALL_GAP)
-
-    def _is_computing(self, event: Event) -> bool:
-        # What has no namespace is a node of autograd: a function of the user's or of FSDP's, which may wait in it.
-        is_operation = event.get("cat") == "cpu_op" and "::" in event["name"]
-        return is_operation and not event["name"].startswith(_NO_COMPUTING) and self._lane(event).startswith(COMPUTE)
-
-    def _lane(self, event: Event) -> str:
-        return self._lanes.get(event["tid"], "")
-
-    def _on_gpu(self, kinds: Sequence[str]) -> dict[str, list[Span]]:
-        """What a GPU did, by what the host was doing when it launched it."""
-        found: dict[str, list[Span]] = {part: [] for part in PARTS}
-        launches = {_correlation(event): event for event in self._spans if event.get("cat") in _LAUNCHES}
-        phases = _Phases(self.marks)
-        for event in self._spans:
-            if event.get("cat") in kinds:
-                launch = launches.get(_correlation(event), event)
-                part = COMMUNICATION if is_nccl(event["name"]) else phases.at(launch["tid"], launch["ts"])
-                if part is not None:
-                    found[part].append(span_of(event))
-        return found
-
-
-class _Phases:
-    """What the host was doing at a time: the launching thread, or any other if that is one of autograd's."""
-
-    def __init__(self, marks: list[Event]) -> None:
-        self._of_lane: dict[Any, list[tuple[float, float, str]]] = {}
-        parts = {f"{PREFIX}{part}": part for part in HOST_PARTS} | dict.fromkeys(SENDING, COMMUNICATION)
-        for event in sorted(marks, key=lambda event: float(event["ts"])):
-            if event["name"] in parts:
-                for lane in (event["tid"], None):
-                    self._of_lane.setdefault(lane, []).append((*span_of(event), parts[event["name"]]))
-
-    def at(self, lane: int, time: float) -> str | None:
-        """The part; None if nothing is marked there."""
-        for phases in (self._of_lane.get(lane, []), self._of_lane.get(None, [])):
-            place = bisect_right(phases, (time, float("inf")))
-            # The last one that had begun: what was begun inside of another is more to the point.
-            for _, end, part in reversed(phases[max(0, place - _NEAR) : place]):
-                if time < end:
-                    return part
-        return None
-
-
-def _correlation(event: Event) -> Any:
-    return event.get("args", {}).get("correlation")
+def _share(seconds: float | None, whole: float) -> str:
+    return f"{seconds * 1e3:.2f} {seconds / (whole or 1.0):4.0%}" if seconds is not None else "-"

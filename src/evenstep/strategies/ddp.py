@@ -218,7 +218,8 @@ def _timed_all_reduce(world: World, bucket: Any) -> torch.futures.Future[torch.T
         at_once.set_result(gradients)
         return at_once
     arrived = world.spans.send(f"bucket {bucket.index()}", [gradients])
-    gradients.div_(dist.get_world_size())
+    # Not div_: DDP itself multiplies.
+    gradients.mul_(1 / dist.get_world_size())
     sending: dist.Work = dist.all_reduce(gradients, async_op=True)
     if bucket.is_last():
         # The last gradient is computed: from here on, there is nothing that communication could overlap with.

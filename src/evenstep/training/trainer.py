@@ -168,6 +168,8 @@ class Trainer:
             if evaluation is not None:
                 yield evaluation
             saved = self._save(evaluation)
+        if self.plan.profile is not None:
+            self._model.time_communication()
         self.tracing = start_tracing(self.plan, self.team.world, self.folder, self.run.step, self.run.num_steps)
         for step, ids, compute_seconds in train(
             self.run, self.stepper, self.plan, self._peak_bytes, waits_at=self._waits_at

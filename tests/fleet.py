@@ -15,7 +15,7 @@ import torch
 from safetensors.torch import load_file
 
 from evenstep.launcher.processes import RankLogs, workers
-from evenstep.launcher.rendezvous.local import LocalRendezvous
+from evenstep.launcher.rendezvous import LocalRendezvous
 from evenstep.plan import Plan
 from evenstep.record import Record
 from evenstep.worker.user_program import ProgramSpec, run_program
@@ -40,8 +40,14 @@ def run_processes(script: Path, arguments: Sequence[str], size: int, logs_folder
     """Run a script as `size` processes that meet as those of a training do; what they said, if one of them fails."""
     rendezvous = LocalRendezvous()
     logs, path = RankLogs(logs_folder), tuple(sys.path)
-    program = ProgramSpec(logs=str(logs_folder), name=str(script), arguments=tuple(arguments), search_path=path)
-    specs = rendezvous.next_round(size, 1).specs(program, size, {"OMP_NUM_THREADS": "1", **more})
+    program = ProgramSpec(
+        logs=str(logs_folder),
+        name=str(script),
+        arguments=tuple(arguments),
+        search_path=path,
+        environment={"OMP_NUM_THREADS": "1", **more},
+    )
+    specs = rendezvous.next_round(size, 1).specs(program, size)
     try:
         with workers(run_program, specs, logs) as started:
             while started.poll():

@@ -124,12 +124,7 @@ class Plan:
     def _check_launch(self) -> None:
         if (self.epochs is None) == (self.steps is None):
             raise PlanError("a run is measured in epochs or in steps: give one of --epochs and --steps")
-        if self.machines is not None:
-            parse_machines(self.machines)
-        if (self.machines is None) != (self.rendezvous is None):
-            raise PlanError("--machines and --rendezvous go together: --machines 2:4 --rendezvous head:29400")
-        if self.rendezvous is not None:
-            parse_address(self.rendezvous)
+        parse_rendezvous(self.machines, self.rendezvous)
         if self.machines is not None and not self._facts.several_machines:
             allowed = one_of(row for row in STRATEGIES.values() if row.several_machines)
             raise PlanError(f"{self.strategy} runs on one machine; use --strategy {allowed} with --machines")
@@ -299,6 +294,16 @@ def check_patience(restarts: int, stall_after: float | None) -> None:
     """Refuse a number of restarts, or a limit for stalls, that makes no sense."""
     check("restarts", restarts, Restarts, PlanError)
     check("stall_after", stall_after, StallAfter | None, PlanError)
+
+
+def parse_rendezvous(machines: str | None, rendezvous: str | None) -> tuple[tuple[str, int], tuple[int, int]] | None:
+    """The address of the first machine, and the least and most number of machines; None for one machine."""
+    if machines is None and rendezvous is None:
+        return None
+    least_and_most = parse_machines(machines) if machines is not None else (1, 1)
+    if machines is None or rendezvous is None:
+        raise PlanError("--machines and --rendezvous go together: --machines 2:4 --rendezvous head:29400")
+    return parse_address(rendezvous), least_and_most
 
 
 def parse_machines(text: str) -> tuple[int, int]:

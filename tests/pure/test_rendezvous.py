@@ -26,12 +26,11 @@ from torch.distributed.elastic.rendezvous.dynamic_rendezvous import (
 )
 
 from evenstep.errors import PlanError, TrainingError
+from evenstep.launcher.environment import TOKEN, TOKEN_FILE, launcher_variables
 from evenstep.launcher.rendezvous import join, tunnel
 from evenstep.launcher.rendezvous.addresses import free_port, is_here, listen_on, open_store
 from evenstep.launcher.rendezvous.auth import (
     MAX_CREDENTIAL_BYTES,
-    TOKEN,
-    TOKEN_FILE,
     MessageSigner,
     TokenFile,
     WrongToken,
@@ -396,20 +395,20 @@ def plan() -> Plan:
 class TestTheToken:
     def test_that_is_short_is_refused_with_what_makes_one(self) -> None:
         with pytest.raises(PlanError, match=r"has 11 characters, and 16 is the minimum(?s:.*)secrets.token_hex"):
-            given_token({TOKEN: "open sesame"})
+            given_token(launcher_variables({TOKEN: "open sesame"}))
 
     def test_is_read_from_a_file_that_nobody_else_can_read(self, tmp_path: Path) -> None:
         file = tmp_path / "token"
         file.write_text(f"{ONE}\n")
         file.chmod(0o640)
         with pytest.raises(PlanError, match=r"accessible to other users \(mode 640\): chmod 600"):
-            given_token({TOKEN_FILE: str(file)})
+            given_token(launcher_variables({TOKEN_FILE: str(file)}))
         file.chmod(0o600)
-        assert given_token({TOKEN_FILE: str(file)}) == ONE
+        assert given_token(launcher_variables({TOKEN_FILE: str(file)})) == ONE
         with pytest.raises(PlanError, match="both set"):
-            given_token({TOKEN: ONE, TOKEN_FILE: str(file)})
+            given_token(launcher_variables({TOKEN: ONE, TOKEN_FILE: str(file)}))
         with pytest.raises(PlanError, match="cannot be read: No such file"):
-            given_token({TOKEN_FILE: str(tmp_path / "nowhere")})
+            given_token(launcher_variables({TOKEN_FILE: str(tmp_path / "nowhere")}))
 
     def test_that_nobody_has_set_is_made_and_left_where_machines_of_the_folder_find_it(
         self, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from evenstep.launcher.environment import slurm_variables
 from evenstep.launcher.rendezvous.slurm import find_slurm, first_node
 
 # As set by Slurm 22.05 for task 1 of `srun -n3` over two machines; a batch script has no step.
@@ -40,7 +41,7 @@ def test_the_first_machine_of_a_list_is_found(nodes: str, first: str) -> None:
 
 
 def test_a_task_that_srun_started_is_part_of_one_run() -> None:
-    slurm = find_slurm(TASK)
+    slurm = find_slurm(slurm_variables(TASK))
     assert slurm is not None
     assert slurm.is_spread
     assert (slurm.task, slurm.num_tasks, slurm.local, slurm.num_local) == (1, 3, 1, 2)
@@ -50,7 +51,7 @@ def test_a_task_that_srun_started_is_part_of_one_run() -> None:
 
 @pytest.mark.parametrize(("node", "num_local"), [(0, 2), (1, 2), (2, 2), (3, 1), (4, 1)])
 def test_tasks_are_counted_machine_by_machine(node: int, num_local: int) -> None:
-    slurm = find_slurm({**TASK, "SLURM_STEP_TASKS_PER_NODE": "2(x3),1", "SLURM_NODEID": str(node)})
+    slurm = find_slurm(slurm_variables({**TASK, "SLURM_STEP_TASKS_PER_NODE": "2(x3),1", "SLURM_NODEID": str(node)}))
     assert slurm is not None
     assert slurm.num_local == num_local
 
@@ -58,7 +59,7 @@ def test_tasks_are_counted_machine_by_machine(node: int, num_local: int) -> None
 def test_tasks_of_one_job_meet_at_one_port_and_those_of_others_at_another() -> None:
     ports = {}
     for job, step, task in [("71", "2", "0"), ("71", "2", "1"), ("71", "3", "0"), ("72", "2", "0")]:
-        slurm = find_slurm({**TASK, "SLURM_JOB_ID": job, "SLURM_STEP_ID": step, "SLURM_PROCID": task})
+        slurm = find_slurm(slurm_variables({**TASK, "SLURM_JOB_ID": job, "SLURM_STEP_ID": step, "SLURM_PROCID": task}))
         assert slurm is not None
         ports[job, step, task] = int(slurm.rendezvous.rpartition(":")[2])
     assert ports["71", "2", "0"] == ports["71", "2", "1"]
@@ -67,25 +68,25 @@ def test_tasks_of_one_job_meet_at_one_port_and_those_of_others_at_another() -> N
 
 
 def test_a_batch_script_runs_alone_however_many_tasks_its_job_may_start() -> None:
-    slurm = find_slurm(BATCH)
+    slurm = find_slurm(slurm_variables(BATCH))
     assert slurm is not None
     assert not slurm.is_spread
 
 
 @pytest.mark.parametrize("tasks", ["1", ""])
 def test_a_single_task_runs_alone(tasks: str) -> None:
-    slurm = find_slurm({**TASK, "SLURM_PROCID": "0", "SLURM_STEP_NUM_TASKS": tasks})
+    slurm = find_slurm(slurm_variables({**TASK, "SLURM_PROCID": "0", "SLURM_STEP_NUM_TASKS": tasks}))
     assert slurm is not None
     assert not slurm.is_spread
 
 
 @pytest.mark.parametrize("environment", [{}, {"SLURM_JOB_ID": ""}, {"SLURM_CONF": "/etc/slurm.conf"}])
 def test_elsewhere_there_is_no_slurm(environment: dict[str, str]) -> None:
-    assert find_slurm(environment) is None
+    assert find_slurm(slurm_variables(environment)) is None
 
 
 def test_a_requeued_job_knows_how_often_it_was_started() -> None:
-    slurm = find_slurm({**BATCH, "SLURM_RESTART_COUNT": "2"})
+    slurm = find_slurm(slurm_variables({**BATCH, "SLURM_RESTART_COUNT": "2"}))
     assert slurm is not None
     assert slurm.num_restarts == 2
 
@@ -103,6 +104,6 @@ def test_a_requeued_job_knows_how_often_it_was_started() -> None:
 def test_a_task_drives_its_own_gpu_or_all_of_its_machine(
     per_node: str, local: int, num_gpus: int, devices: str
 ) -> None:
-    slurm = find_slurm({**TASK, "SLURM_STEP_TASKS_PER_NODE": per_node, "SLURM_LOCALID": str(local)})
+    slurm = find_slurm(slurm_variables({**TASK, "SLURM_STEP_TASKS_PER_NODE": per_node, "SLURM_LOCALID": str(local)}))
     assert slurm is not None
     assert slurm.devices(num_gpus) == devices

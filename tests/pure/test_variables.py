@@ -10,6 +10,7 @@ import pytest
 import evenstep as library
 from evenstep.distributed.process import omp_num_threads, read_rank
 from evenstep.errors import BadInput
+from evenstep.launcher.environment import slurm_variables
 from evenstep.launcher.rendezvous.slurm import find_slurm
 from tests.pure.conftest import Ended
 
@@ -61,7 +62,7 @@ def test_a_rank_that_makes_no_sense_is_refused(environment: dict[str, str], mess
 )
 def test_a_variable_of_slurm_that_makes_no_sense_is_refused(name: str, text: str) -> None:
     with pytest.raises(BadInput, match=f"the variable {name} is ") as refused:
-        find_slurm({**JOB, name: text})
+        find_slurm(slurm_variables({**JOB, name: text}))
     assert len(str(refused.value)) < 400
 
 

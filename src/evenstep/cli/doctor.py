@@ -14,8 +14,8 @@ from rich.table import Table
 
 import evenstep
 from evenstep.cli.app import MachinesOption, RendezvousOption, app
-from evenstep.errors import EvenstepError, PlanError
-from evenstep.plan import parse_address, parse_machines
+from evenstep.errors import EvenstepError
+from evenstep.plan import parse_rendezvous
 
 if TYPE_CHECKING:
     from evenstep.doctor.checks import CheckStarted, Examination, Report
@@ -40,11 +40,7 @@ def doctor(
     as_json: Annotated[bool, typer.Option("--json", help="Print the findings as one line of JSON.")] = False,
 ) -> None:
     """Check this machine: what works, what is wrong and how to fix it; exit code 1 if something is bad."""
-    if (machines is None) != (rendezvous is None):
-        raise PlanError("--machines and --rendezvous go together: --machines 2 --rendezvous head:29400")
-    if machines is not None and rendezvous is not None:
-        parse_machines(machines)
-        parse_address(rendezvous)
+    parse_rendezvous(machines, rendezvous)
     environment = dict(os.environ)
     from evenstep.launcher.fork_server import start_server
 

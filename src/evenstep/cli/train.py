@@ -142,18 +142,17 @@ def train(
     if suggest:
         _suggest(task, choices, as_json)
         return
-    from evenstep.launcher.launch import get_ready, watch
+    from evenstep.launcher.launch import prepare_run, watch
 
-    ready = get_ready(task, choices)
-    prepared = ready.prepared
+    prepared, connection = prepare_run(task, choices)
     errors = Console(stderr=True, highlight=False, emoji=False)
-    for line in prepared.said:
+    for line in prepared.notes:
         errors.print(line, style="yellow", markup=False, soft_wrap=True)
-    if not as_json and ready.is_first:
+    if not as_json and connection.is_head:
         errors.print(prepared.plan.describe(), style="dim", markup=False)
-        errors.print(f"\n{prepared.arithmetic}", style="bold", markup=False)
-    record = watch(ready, progress=True, is_command=True)
-    if ready.is_first:
+        errors.print(f"\n{prepared.plan.arithmetic(prepared.lengths)}", style="bold", markup=False)
+    record = watch(prepared, connection, is_command=True)
+    if connection.is_head:
         _finish(record, as_json)
 
 

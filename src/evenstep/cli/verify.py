@@ -115,7 +115,7 @@ def _check(
     from evenstep.verify import judged
 
     errors = Console(stderr=True, highlight=False, emoji=False)
-    for line in prepared.said:
+    for line in prepared.notes:
         errors.print(without_control(line), style="yellow", markup=False, soft_wrap=True)
     with _RunProgress(errors, num_runs=2 + 4 * len(configs)) as shown:
         for config, verdict in judged(prepared, configs, prepared.folder, replace(depth, log=shown.log)):

@@ -15,10 +15,9 @@ import torch
 
 import evenstep
 from evenstep.distributed.cgroups import own_quota
-from evenstep.distributed.process import RankVariables, omp_num_threads
+from evenstep.distributed.process import omp_num_threads, read_local_size
 from evenstep.errors import PlanError
 from evenstep.plan import check_device_names
-from evenstep.schema import read_variables
 
 if TYPE_CHECKING:
     from evenstep.distributed.world import World
@@ -28,8 +27,7 @@ MOST_PROCESSES_PER_CORE = 8
 
 def available_devices(rank: tuple[int, int, int]) -> list[str]:
     """A device for each process of this machine: GPUs if there are enough, else the CPU."""
-    num = read_variables(RankVariables, os.environ).LOCAL_WORLD_SIZE
-    return list(choose_devices(num or rank[1]))
+    return list(choose_devices(read_local_size() or rank[1]))
 
 
 def choose_devices(count: int) -> tuple[str, ...]:

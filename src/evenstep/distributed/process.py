@@ -24,7 +24,9 @@ from importlib.machinery import SourceFileLoader
 from multiprocessing import forkserver, process, resource_tracker, util
 from pathlib import Path
 from types import ModuleType
-from typing import IO, Any, TextIO
+from typing import IO, Annotated, Any, TextIO
+
+from msgspec import Meta
 
 from evenstep.errors import BadInput
 from evenstep.schema import Natural, Positive, read_variables
@@ -177,6 +179,11 @@ class RankVariables:
     LOCAL_WORLD_SIZE: Positive | None = None
 
 
+def read_local_size(environment: Mapping[str, str] = os.environ) -> int | None:
+    """The number of processes on this machine, if it is given."""
+    return read_variables(RankVariables, environment).LOCAL_WORLD_SIZE
+
+
 def read_rank(environment: Mapping[str, str] = os.environ) -> tuple[int, int, int]:
     """(rank, size, local rank) of this process; (0, 1, 0) for a single process."""
     given = read_variables(RankVariables, environment)
@@ -188,10 +195,28 @@ def read_rank(environment: Mapping[str, str] = os.environ) -> tuple[int, int, in
     return given.RANK, given.WORLD_SIZE, given.LOCAL_RANK
 
 
+@dataclass(frozen=True)
+class MasterVariables:
+    """Where ranks that no launcher of ours has given a store meet."""
+
+    MASTER_ADDR: str = ""
+    MASTER_PORT: Annotated[int, Meta(ge=0, le=65535)] | None = None
+
+
+def check_master(size: int, environment: Mapping[str, str] = os.environ) -> None:
+    """Refuse ranks that do not know where they meet."""
+    given = read_variables(MasterVariables, environment)
+    if not given.MASTER_ADDR or given.MASTER_PORT is None:
+        raise BadInput(
+            f"WORLD_SIZE is {size}, and MASTER_ADDR and MASTER_PORT do not say where the ranks meet; "
+            "start this with evenstep run or torchrun"
+        )
+
+
 def omp_num_threads(environment: Mapping[str, str] = os.environ) -> int | None:
     """The value of OMP_NUM_THREADS; None if unset, or a list for nested regions, which torch does not use."""
-    asked = environment.get("OMP_NUM_THREADS", "")
-    return int(asked) or None if re.fullmatch("[0-9]{1,5}", asked) else None
+    given = environment.get("OMP_NUM_THREADS", "")
+    return int(given) or None if re.fullmatch("[0-9]{1,5}", given) else None
 
 
 def begin(spec: WorkerSpec) -> None:

@@ -12,18 +12,16 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
 import torch
 import torch.distributed as dist
-from msgspec import Meta
 
 from evenstep.distributed.heartbeat import JOINING, Heartbeat, open_heartbeat
-from evenstep.distributed.process import read_rank, worker_spec
+from evenstep.distributed.process import check_master, read_rank, worker_spec
 from evenstep.distributed.shm.scalars import PendingSum, PendingTensorSum, ScalarAllReduce
 from evenstep.distributed.spans import Spans
-from evenstep.errors import BadInput, PlanError
-from evenstep.schema import read_variables
+from evenstep.errors import PlanError
 
 _INTERFACE = "GLOO_SOCKET_IFNAME"
 
@@ -160,14 +158,6 @@ def backend_for(devices: Sequence[str]) -> str:
     return "cpu:gloo,cuda:nccl" if own_gpus else "gloo"
 
 
-@dataclass(frozen=True)
-class _Address:
-    """The rendezvous of ranks that torchrun started."""
-
-    MASTER_ADDR: str = ""
-    MASTER_PORT: Annotated[int, Meta(ge=0, le=65535)] | None = None
-
-
 def _meet(world: World, backend: str) -> None:
     if dist.is_initialized():
         return
@@ -175,12 +165,7 @@ def _meet(world: World, backend: str) -> None:
     spec = worker_spec()
     path = spec.store if spec is not None else None
     if path is None and world.size > 1:
-        address = read_variables(_Address, os.environ)
-        if not address.MASTER_ADDR or address.MASTER_PORT is None:
-            raise BadInput(
-                f"WORLD_SIZE is {world.size}, and MASTER_ADDR and MASTER_PORT do not say where the ranks meet; "
-                "start this with evenstep run or torchrun"
-            )
+        check_master(world.size)
         dist.init_process_group(backend)
         return
     # One machine: rendezvous through a file and connect over loopback, so that nothing listens on other interfaces.

@@ -37,9 +37,10 @@ from evenstep.doctor.remedies import (
 )
 from evenstep.doctor.sandbox import Ended, Job, Settings, try_out
 from evenstep.errors import TrainingError
-from evenstep.launcher.rendezvous.auth import FORGED, TOKEN, MessageSigner
+from evenstep.launcher.environment import TOKEN
+from evenstep.launcher.rendezvous import RankAssignment
+from evenstep.launcher.rendezvous.auth import FORGED, MessageSigner
 from evenstep.launcher.rendezvous.c10d import C10dRendezvous, HeadLost
-from evenstep.launcher.rendezvous.local import RankAssignment
 from evenstep.launcher.rendezvous.version_check import Identity
 from evenstep.monitor.stragglers import SLOW
 from evenstep.plan import parse_address, parse_machines

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import re
 import signal
 import time
@@ -16,9 +15,10 @@ from typing import Any
 from evenstep.distributed.process import WorkerSpec, begin, end, read_rank, unblock_signals
 from evenstep.distributed.temporary import live_folder
 from evenstep.distributed.world import stay_in_group
+from evenstep.launcher.environment import set_variables
 from evenstep.launcher.failure import cause
 from evenstep.launcher.processes import RankLogs, Workers, workers
-from evenstep.launcher.rendezvous.local import LocalRendezvous
+from evenstep.launcher.rendezvous import LocalRendezvous
 from evenstep.worker.main import write_report
 
 Settings = Mapping[str, str | None]
@@ -81,9 +81,9 @@ class _Attempt:
         self._folder = stack.enter_context(live_folder())
         self._rendezvous = LocalRendezvous()
         stack.callback(self._rendezvous.close)
-        spec = WorkerSpec(logs=str(self._folder))
+        spec = WorkerSpec(logs=str(self._folder), environment={"OMP_NUM_THREADS": "1"})
         specs = [replace(spec, environment=one) for one in job.environments]
-        specs = specs or self._rendezvous.next_round(job.num, 1).specs(spec, job.num, {"OMP_NUM_THREADS": "1"})
+        specs = specs or self._rendezvous.next_round(job.num, 1).specs(spec, job.num)
         self._ranks = [int(one.environment["RANK"]) for one in specs]
         logs, more = RankLogs(self._folder, self._ranks[0]), (job.function, job.arguments, dict(job.settings))
         self._workers: Workers = stack.enter_context(workers(perform, specs, logs, more=more))
@@ -135,7 +135,7 @@ def perform(
     unblock_signals()
     # Ctrl-C reaches every process of a terminal; only the doctor handles it.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    apply(given)
+    set_variables(given)
     rank, _, local = read_rank()
     try:
         returned = json.dumps(dict(function(*arguments)))
@@ -145,12 +145,3 @@ def perform(
         write_report(Path(spec.logs), rank, error)
         end(1)
     end(0)
-
-
-def apply(settings: Settings) -> None:
-    """Set these variables in this process, and unset those that are None."""
-    for name, value in settings.items():
-        if value is None:
-            os.environ.pop(name, None)
-        else:
-            os.environ[name] = value

@@ -17,7 +17,13 @@ from contextlib import contextmanager
 from evenstep.distributed.process import signal_name
 from evenstep.distributed.temporary import make_socket_folder
 from evenstep.errors import WorkerFailed
-from evenstep.launcher.rendezvous.auth import token_hidden
+from evenstep.launcher.environment import (
+    changed_variables,
+    launcher_variables,
+    set_variables,
+    threads_for_script,
+    token_hidden,
+)
 from evenstep.strategy_facts import STRATEGIES
 
 PRELOADED = ("evenstep.worker.preload",)
@@ -55,15 +61,8 @@ def ensure_resource_tracker(starts: bool = True) -> None:
     if not starts and resource_tracker._resource_tracker._fd is None:  # type: ignore[attr-defined]
         return
     warnings.filterwarnings("ignore", "resource_tracker: process died unexpectedly")
-    before = os.environ.get("PYTHONWARNINGS")
-    os.environ["PYTHONWARNINGS"] = "ignore"
-    try:
-        with _stderr_closed():
-            resource_tracker.ensure_running()
-    finally:
-        del os.environ["PYTHONWARNINGS"]
-        if before is not None:
-            os.environ["PYTHONWARNINGS"] = before
+    with changed_variables({"PYTHONWARNINGS": "ignore"}), _stderr_closed():
+        resource_tracker.ensure_running()
 
 
 @contextmanager
@@ -90,15 +89,16 @@ def start_server_for(arguments: Sequence[str]) -> None:
     names = [word.partition("=")[0] for word in rest]
     if "--help" in names or not hasattr(os, "fork") or sys.platform != "linux":
         return
-    if "--machines" in names or "SLURM_STEP_ID" in os.environ:
+    is_slurm = bool(launcher_variables().SLURM_STEP_ID)
+    if "--machines" in names or is_slurm:
         # Read when torch is loaded: without it, c10d warns in every process that names cannot be looked up.
-        os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
+        set_variables({"TORCH_CPP_LOG_LEVEL": launcher_variables().TORCH_CPP_LOG_LEVEL})
     if command in ("verify", "compare"):
         start_server(_preloads(STRATEGIES))
-    has_several = "SLURM_STEP_ID" in os.environ or any(name in MULTI_PROCESS_OPTIONS for name in names)
+    has_several = is_slurm or any(name in MULTI_PROCESS_OPTIONS for name in names)
     if command == "run":
         # In this process too: OpenMP, MKL and OpenBLAS read it once, when the server loads them.
-        os.environ.update(threads_for_script(_num_processes(rest)))
+        set_variables(threads_for_script(_num_processes(rest)))
     if (command == "train" and has_several) or (command == "run" and "--fresh" not in names):
         start_server(_preloads(name for name in STRATEGIES if name in " ".join(rest)))
 
@@ -106,11 +106,6 @@ def start_server_for(arguments: Sequence[str]) -> None:
 def _preloads(names: Iterable[str]) -> list[str]:
     """What workers of these strategies import."""
     return [module for name in names for module in STRATEGIES[name].preloads]
-
-
-def threads_for_script(num: int) -> dict[str, str]:
-    """The thread variable that torchrun sets for `num` processes of one machine, unless the user has set it."""
-    return {"OMP_NUM_THREADS": "1"} if num > 1 and "OMP_NUM_THREADS" not in os.environ else {}
 
 
 def _num_processes(words: Sequence[str]) -> int:

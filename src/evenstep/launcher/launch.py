@@ -14,7 +14,7 @@ import os
 import signal
 from collections.abc import Iterator, Mapping
 from contextlib import chdir, contextmanager, nullcontext
-from dataclasses import dataclass, fields, replace
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any, Union
 
@@ -28,11 +28,11 @@ from evenstep.launcher.failure import cause, report, stopped_where
 from evenstep.launcher.hang import exit_on_stall
 from evenstep.launcher.logs import with_trace
 from evenstep.launcher.prepare import RUNS, Prepared, label_of, prepare, prepare_from_plan, write_plan
-from evenstep.launcher.rendezvous.local import LocalRendezvous, Rendezvous
+from evenstep.launcher.rendezvous import LocalRendezvous, Rendezvous
 from evenstep.launcher.rendezvous.slurm import Slurm, find_slurm
 from evenstep.launcher.rendezvous.version_check import Identity, identity_of, sources_of_task
 from evenstep.launcher.supervisor import Supervisor, of_plan
-from evenstep.plan import Plan, parse_address, parse_machines, read_plan
+from evenstep.plan import Plan, parse_rendezvous, read_plan
 from evenstep.record import KINDS, Record
 from evenstep.report.terminal import Progress
 from evenstep.sampling.rng import host_state, restore_host_state
@@ -47,18 +47,7 @@ OWN = ("devices",)
 """Choices that may differ between the machines of one run."""
 
 
-@dataclass(frozen=True)
-class Ready:
-    """A prepared run, and the rendezvous of its launchers."""
-
-    prepared: Prepared
-    rendezvous: Rendezvous
-    is_first: bool = True
-    """Whether this launcher shows the training and has its Record."""
-    slurm: Slurm | None = None
-
-
-def get_ready(source: Source, choices: Mapping[str, Any]) -> Ready:
+def prepare_run(source: Source, choices: Mapping[str, Any]) -> tuple[Prepared, Rendezvous]:
     """Check everything, and connect to the other machines if there are any."""
     # Refuse rank variables that no worker could read before one is started.
     read_rank()
@@ -67,7 +56,7 @@ def get_ready(source: Source, choices: Mapping[str, Any]) -> Ready:
     if chosen.get("requeue") and slurm is None:
         raise PlanError("--requeue needs a Slurm job, and this is not one; --restarts continues after a crash")
     if chosen.get("machines") is None:
-        return Ready(_requeued(source, chosen, slurm) or prepare(source, chosen), LocalRendezvous(), slurm=slurm)
+        return _requeued(source, chosen, slurm) or prepare(source, chosen), LocalRendezvous()
     return _with_machines(source, chosen, slurm, _identity(source, choices, slurm))
 
 
@@ -83,19 +72,20 @@ def _identity(source: Source, choices: Mapping[str, Any], slurm: Slurm | None) -
     return identity_of(command, sources)
 
 
-def _with_machines(source: Source, chosen: dict[str, Any], slurm: Slurm | None, identity: Identity) -> Ready:
+def _with_machines(
+    source: Source, chosen: dict[str, Any], slurm: Slurm | None, identity: Identity
+) -> tuple[Prepared, Rendezvous]:
     from evenstep.launcher.rendezvous.c10d import C10dRendezvous  # what it imports is not needed on one machine
 
-    address, machines = _checked(chosen)
+    where = parse_rendezvous(str(chosen["machines"]), chosen.get("rendezvous"))
+    assert where is not None
     is_head = slurm.task == 0 if slurm is not None and slurm.is_spread else None
-    rendezvous = C10dRendezvous(address, machines, identity, is_head)
+    rendezvous = C10dRendezvous(*where, identity, is_head)
     try:
         if not rendezvous.is_head:
-            return Ready(
-                prepare_from_plan(rendezvous.read_plan(), source, chosen), rendezvous, is_first=False, slurm=slurm
-            )
+            return prepare_from_plan(rendezvous.read_plan(), source, chosen), rendezvous
         prepared = _requeued(source, chosen, slurm) or prepare(source, chosen)
-        if prepared.spec is None:
+        if not prepared.is_importable:
             raise PlanError("on many machines a task comes from a file or a module, as in evenstep train my_task.py")
     except EvenstepError as error:
         if rendezvous.is_head:
@@ -103,14 +93,7 @@ def _with_machines(source: Source, chosen: dict[str, Any], slurm: Slurm | None, 
         rendezvous.close()
         raise
     rendezvous.publish(prepared.plan)
-    said = [*prepared.said, *rendezvous.said]
-    return Ready(replace(prepared, said=said), rendezvous, slurm=slurm)
-
-
-def _checked(chosen: Mapping[str, Any]) -> tuple[tuple[str, int], tuple[int, int]]:
-    if chosen.get("rendezvous") is None:
-        raise PlanError("--machines and --rendezvous go together: --machines 2:4 --rendezvous head:29400")
-    return parse_address(str(chosen["rendezvous"])), parse_machines(str(chosen["machines"]))
+    return replace(prepared, notes=[*prepared.notes, *rendezvous.warnings]), rendezvous
 
 
 def _for_slurm(slurm: Slurm, source: Source, choices: Mapping[str, Any]) -> dict[str, Any]:
@@ -142,11 +125,11 @@ def _requeued(source: Source, chosen: Mapping[str, Any], slurm: Slurm | None) ->
         return None
     prepared = prepare_from_plan(read_plan(folder), source, chosen)
     try:
-        resume, said = files.find(str(folder))
+        resume, notes = files.find(str(folder))
     except CheckpointError:
         return prepared
     plan = replace(prepared.plan, resume=str(resume))
-    return replace(prepared, plan=plan, said=[*said, f"continuing from {resume.name} of {folder}"])
+    return replace(prepared, plan=plan, notes=[*notes, f"continuing from {resume.name} of {folder}"])
 
 
 def train(task: str | TaskFunction | Task, *, progress: bool = True, **choices: Any) -> Record:
@@ -163,39 +146,40 @@ def train(task: str | TaskFunction | Task, *, progress: bool = True, **choices: 
     if unknown:
         raise PlanError(f"unknown {', '.join(sorted(unknown))}; train takes {', '.join(CHOICES)}")
     with _settings_kept():
-        return watch(get_ready(task, choices), progress)
+        return watch(*prepare_run(task, choices), progress)
 
 
 ELSEWHERE = "the checkpoints are on the first machine"
 
 
-def watch(ready: Ready, progress: bool, is_command: bool = False) -> Record:
+def watch(prepared: Prepared, rendezvous: Rendezvous, progress: bool = True, is_command: bool = False) -> Record:
     """Carry the plan out, show its progress, and read its Record.
 
     A command may exit when it hangs; a notebook's process must survive.
     """
-    prepared = ready.prepared
     if is_command:
         put_off_compiler()
-    with Progress(prepared.num_steps, quiet=not progress, is_bare=not ready.is_first) as shown:
+    is_head = rendezvous.is_head
+    with Progress(prepared.num_steps, quiet=not progress, is_bare=not is_head) as shown:
         try:
-            events = run(ready, is_command)
-            if prepared.plan.profile is not None and ready.is_first:
+            events = _run(prepared, rendezvous, is_command)
+            if prepared.plan.profile is not None and is_head:
                 events = with_trace(events, prepared.folder)
             with explain_worker_death():
                 for event in events:
                     shown.show(event)
         except KeyboardInterrupt:
-            shown.log(stopped_where(prepared.folder) if ready.is_first else f"stopped; {ELSEWHERE}")
+            shown.log(stopped_where(prepared.folder) if is_head else f"stopped; {ELSEWHERE}")
             raise
         except Preempted as error:
-            if ready.slurm is not None and prepared.plan.requeue and ready.is_first:
-                shown.log(ready.slurm.requeue())
+            slurm = find_slurm()
+            if slurm is not None and prepared.plan.requeue and is_head:
+                shown.log(slurm.requeue())
             is_saved = bool(files.whole(prepared.folder / files.FOLDER))
             how = f"continue with --resume {prepared.folder}" if is_saved else "nothing was saved yet"
-            raise Preempted(f"{error}; {how if ready.is_first else ELSEWHERE}") from None
+            raise Preempted(f"{error}; {how if is_head else ELSEWHERE}") from None
     # The Record is where rank 0 was, which may be on another machine.
-    if not ready.is_first:
+    if not is_head:
         return Record(prepared.plan)
     return Record.read(prepared.folder, kinds=("summary",) if is_command else KINDS)
 
@@ -221,15 +205,12 @@ def _settings_kept() -> Iterator[None]:
 CHOICES = (*(field.name for field in fields(Plan) if field.name != "task"), "plan")
 
 
-def run(ready: Ready, ends_stalls: bool = False) -> Iterator[Event]:
+def _run(prepared: Prepared, rendezvous: Rendezvous, ends_stalls: bool) -> Iterator[Event]:
     """Carry the plan out, yielding events as they happen."""
-    prepared, plan = ready.prepared, ready.prepared.plan
-    if not STRATEGIES[plan.strategy].processes_per_device and not plan.restarts:
-        ready.rendezvous.close()
+    if not STRATEGIES[prepared.plan.strategy].processes_per_device and not prepared.plan.restarts:
+        rendezvous.close()
         return _in_this_process(prepared, ends_stalls)
-    if prepared.spec is None:
-        refuse_fork_after_cuda()
-    return Supervisor(of_plan(prepared), ready.rendezvous).events()
+    return run_in_processes(prepared, rendezvous=rendezvous)
 
 
 def _in_this_process(prepared: Prepared, ends_stalls: bool) -> Iterator[Event]:
@@ -266,11 +247,13 @@ def variant(base: Prepared, folder: Path, **changes: Any) -> Prepared:
     return replace(base, plan=plan, folder=folder, num_steps=plan.num_steps(base.lengths))
 
 
-def run_in_processes(prepared: Prepared, perform: Perform = perform) -> Iterator[Event]:
+def run_in_processes(
+    prepared: Prepared, perform: Perform = perform, rendezvous: Rendezvous | None = None
+) -> Iterator[Event]:
     """Run it in separate processes, single and dp too, so that its memory can be measured.
 
     They may `perform` something else than a training: a function of a module, which they import.
     """
-    if prepared.spec is None:
+    if not prepared.is_importable:
         refuse_fork_after_cuda()
-    return Supervisor(of_plan(prepared, perform), LocalRendezvous()).events()
+    return Supervisor(of_plan(prepared, perform), rendezvous or LocalRendezvous()).events()

@@ -9,7 +9,7 @@ import re
 import sys
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -43,18 +43,18 @@ class Prepared:
 
     plan: Plan
     task: Task
-    spec: str | None
-    """How another process finds the task; None if it exists only in this process."""
     folder: Path
     lengths: Lengths
-    num_steps: int | None
-    said: list[str]
+    num_steps: int | None = None
+    notes: list[str] = field(default_factory=list)
+    """What to tell the user before the first step."""
     cwd: str = "."
     """The working folder that the task chose: its data may be read from there."""
 
     @property
-    def arithmetic(self) -> str:
-        return self.plan.arithmetic(self.lengths)
+    def is_importable(self) -> bool:
+        """Whether another process can import the task; one that exists only in this process reaches it by fork."""
+        return self.plan.task != IN_THIS_PROCESS
 
 
 def prepare(source: str | TaskFunction | Task | None, choices: Mapping[str, Any]) -> Prepared:
@@ -76,7 +76,7 @@ def prepare(source: str | TaskFunction | Task | None, choices: Mapping[str, Any]
         draft = replace(draft, threads=_forked_threads(draft.threads))
     # Before the file is imported, so that data created at module level is the same here and in every worker.
     seed_everything(draft.seed)
-    draft, said = _resumed(draft)
+    draft, notes = _resumed(draft)
     start = files.start_of(draft.resume)
     with _users_code():
         found = find_task(source) if isinstance(source, str) else source
@@ -88,8 +88,8 @@ def prepare(source: str | TaskFunction | Task | None, choices: Mapping[str, Any]
         probe(plan, task, train, valid, order)
         cwd = os.getcwd()
     num_steps = plan.num_steps(lengths_of(order), *start)
-    said = [*said, *train.notes, *_dropped(order), *(valid.notes if valid is not None else []), *_crowded(plan)]
-    return Prepared(plan, task, spec, _make_folder(plan), lengths_of(order), num_steps, said, cwd=cwd)
+    notes = [*notes, *train.notes, *_dropped(order), *(valid.notes if valid is not None else []), *_crowded(plan)]
+    return Prepared(plan, task, _make_folder(plan), lengths_of(order), num_steps, notes, cwd)
 
 
 def load_strategies(names: str | None, source: object, seed: int | None) -> None:
@@ -148,7 +148,7 @@ def prepare_from_plan(plan: Plan, source: str | TaskFunction | Task | None, own:
     folder = RUNS / plan.name
     write_plan(folder, plan)
     plan = replace(plan, devices=devices, allow_pickle=bool(own.get("allow_pickle")))
-    return Prepared(plan, task, spec, folder, lengths_of(order), None, [], cwd=cwd)
+    return Prepared(plan, task, folder, lengths_of(order), cwd=cwd)
 
 
 def write_plan(folder: Path, plan: Plan) -> None:
@@ -156,9 +156,13 @@ def write_plan(folder: Path, plan: Plan) -> None:
     try:
         folder.mkdir(parents=True, exist_ok=True)
         if not (folder / "plan.json").exists():
-            (folder / "plan.json").write_text(json.dumps(plan.to_json(), indent=2) + "\n")
+            _write_json(folder, plan)
     except OSError as error:
         raise PlanError(f"{folder} cannot be written: {os.strerror(error.errno or 0)}") from error
+
+
+def _write_json(folder: Path, plan: Plan) -> None:
+    (folder / "plan.json").write_text(json.dumps(plan.to_json(), indent=2) + "\n")
 
 
 def _dropped(order: Order | None) -> list[str]:
@@ -279,8 +283,8 @@ def _resumed(plan: Plan) -> tuple[Plan, list[str]]:
         return plan, []
     if os.path.isfile(plan.resume):
         return replace(plan, resume=str(Path(plan.resume).resolve())), []
-    path, said = files.find(plan.resume)
-    return replace(plan, resume=str(path)), said
+    path, notes = files.find(plan.resume)
+    return replace(plan, resume=str(path)), notes
 
 
 def _make_folder(plan: Plan) -> Path:
@@ -289,7 +293,7 @@ def _make_folder(plan: Plan) -> Path:
         if not RUNS.is_dir():
             RUNS.mkdir()
         folder.mkdir()
-        (folder / "plan.json").write_text(json.dumps(plan.to_json(), indent=2) + "\n")
+        _write_json(folder, plan)
     except FileExistsError:
         if not RUNS.is_dir():
             raise PlanError(f"{RUNS} is a file, and runs need a folder of that name; move the file") from None

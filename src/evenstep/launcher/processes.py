@@ -22,8 +22,8 @@ from evenstep.distributed.process import WorkerSpec
 from evenstep.distributed.temporary import make_socket_folder
 from evenstep.distributed.world import leave_group_of_one
 from evenstep.errors import Preempted
+from evenstep.launcher.environment import changed_variables, token_hidden, with_variables
 from evenstep.launcher.fork_server import DYING_SECONDS, ensure_resource_tracker, forking, server_exit_code
-from evenstep.launcher.rendezvous.auth import token_hidden
 from evenstep.worker import user_program
 
 POLL_SECONDS = 0.02
@@ -33,7 +33,6 @@ REPORT_SECONDS = 0.5
 """How long the other ranks may take to exit when one has failed: their reports show which failed first."""
 UNKNOWN = 255
 """The exit code that multiprocessing gives to the children of a dead fork server."""
-_ENGINE_SIGNALS = "TORCHELASTIC_SIGNALS_TO_HANDLE"
 
 StartMethod = Literal["server", "fork", "program"]
 """Forked from the fork server, forked from this process, or started as a new program."""
@@ -164,7 +163,9 @@ def workers(
     logs.is_left_to_ranks = how != "program"
     if how == "fork":
         leave_group_of_one()
-    with forking() if how == "server" else nullcontext() as server, _signals_left_alone(), token_hidden():
+    # With its own signal handlers, which raise, the engine would replace ours.
+    own_signals = changed_variables({"TORCHELASTIC_SIGNALS_TO_HANDLE": ""})
+    with forking() if how == "server" else nullcontext() as server, own_signals, token_hidden():
         given = [replace(spec, parent=server or os.getpid(), opens_logs=logs.is_left_to_ranks) for spec in specs]
         context = start_processes(
             name="evenstep",
@@ -175,7 +176,7 @@ def workers(
                 else (spec, *more)
                 for local, spec in enumerate(given)
             },
-            envs={local: {**os.environ, **spec.environment} for local, spec in enumerate(given)},
+            envs={local: with_variables(spec.environment) for local, spec in enumerate(given)},
             logs_specs=logs,
             start_method="forkserver" if how == "server" else "fork",
         )
@@ -188,19 +189,6 @@ def workers(
         if server is not None:
             # The tracker is notified when the engine's semaphores are deleted.
             ensure_resource_tracker()
-
-
-@contextmanager
-def _signals_left_alone() -> Iterator[None]:
-    """Keep our signal handlers: the engine would replace them with its own, which raise."""
-    before = os.environ.get(_ENGINE_SIGNALS)
-    os.environ[_ENGINE_SIGNALS] = ""
-    try:
-        yield
-    finally:
-        del os.environ[_ENGINE_SIGNALS]
-        if before is not None:
-            os.environ[_ENGINE_SIGNALS] = before
 
 
 def _exit_codes(context: PContext) -> list[int | None]:

@@ -19,14 +19,14 @@ import torch
 from evenstep.distributed.process import WorkerSpec
 from evenstep.distributed.temporary import live_folder
 from evenstep.errors import PlanError, WorkerFailed, shorten
-from evenstep.launcher.fork_server import threads_for_script
+from evenstep.launcher.environment import threads_for_script
 from evenstep.launcher.launch import refuse_fork_after_cuda
+from evenstep.launcher.rendezvous import LocalRendezvous, RankAssignment, Rendezvous, torchrun_environment
 from evenstep.launcher.rendezvous.addresses import LOOPBACK, free_port, open_store
-from evenstep.launcher.rendezvous.local import LocalRendezvous, RankAssignment, Rendezvous, torchrun_environment
 from evenstep.launcher.rendezvous.slurm import find_slurm
 from evenstep.launcher.rendezvous.version_check import Identity, identity_of, sources_of_file, sources_of_module
 from evenstep.launcher.supervisor import Launch, Supervisor
-from evenstep.plan import check_patience, parse_address, parse_machines
+from evenstep.plan import check_patience, parse_machines, parse_rendezvous
 from evenstep.report.terminal import Progress
 from evenstep.worker.user_program import ProgramSpec, run_function, run_program
 
@@ -93,6 +93,7 @@ class Script:
             rank_flag=None if self.is_module else old_flag(self._source(), self.arguments),
             # The first entry is the folder of the command `evenstep`.
             search_path=tuple(sys.path[0 if sys.flags.safe_path else 1 :]),
+            environment=threads_for_script(self.num),
         )
 
     def _source(self) -> str:
@@ -138,8 +139,6 @@ def run_script(script: Script) -> None:
         how="program" if script.is_fresh else "server",
         restarts=script.restarts,
         stall_after=script.stall_after,
-        environment=threads_for_script(script.num),
-        is_program=True,
     )
     _watch(Supervisor(launch, backend))
 
@@ -150,17 +149,15 @@ def _rendezvous(script: Script) -> Rendezvous:
     machines, rendezvous, is_head = script.machines, script.rendezvous, None
     if slurm is not None and slurm.is_spread and machines is None:
         machines, rendezvous, is_head = str(slurm.num_tasks), slurm.rendezvous, slurm.task == 0
-    if machines is not None and parse_machines(machines) == (1, 1):
-        # `torchrun --nnodes 1 --rdzv-endpoint localhost:0`, as it is often written.
-        return LocalTorchrunRendezvous(script.restarts)
-    if (machines is None) != (rendezvous is None):
-        raise PlanError("--machines and --rendezvous go together: --machines 2:4 --rendezvous head:29400")
-    if machines is None or rendezvous is None:
+    # `torchrun --nnodes 1 --rdzv-endpoint localhost:0`, as it is often written.
+    is_local = machines is not None and parse_machines(machines) == (1, 1)
+    where = None if is_local else parse_rendezvous(machines, rendezvous)
+    if where is None:
         return LocalTorchrunRendezvous(script.restarts)
     from evenstep.launcher.rendezvous.c10d import TorchrunRendezvous  # what it imports is not needed on one machine
 
     identity = _identity(script, f"{slurm.job}.{slurm.step}" if slurm is not None else "none")
-    backend = TorchrunRendezvous(parse_address(rendezvous), parse_machines(machines), identity, is_head)
+    backend = TorchrunRendezvous(*where, identity, is_head)
     backend.restarts = script.restarts
     if slurm is not None and slurm.is_spread:
         backend.num_before, backend.num_here = slurm.local * script.num, slurm.num_local * script.num
@@ -198,14 +195,12 @@ def launch(
             _folder(getattr(function, "__name__", "function").strip("<>")),
             devices,
             run_function,
-            WorkerSpec(),
+            # OpenMP's threads do not survive a fork; with more than one, the process would wait for them forever.
+            WorkerSpec(environment={"OMP_NUM_THREADS": "1"}),
             (results, function, arguments),
             "fork",
-            restarts=restarts,
-            stall_after=stall_after,
-            # OpenMP's threads do not survive a fork; with more than one, the process would wait for them forever.
-            environment={"OMP_NUM_THREADS": "1"},
-            is_program=True,
+            restarts,
+            stall_after,
         )
         _watch(Supervisor(what, LocalTorchrunRendezvous(restarts)))
         # Safe to unpickle: written by forks of this process, in a private folder.

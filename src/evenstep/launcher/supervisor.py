@@ -36,7 +36,7 @@ from evenstep.launcher.hang import (
 from evenstep.launcher.logs import MergedLogs
 from evenstep.launcher.prepare import Prepared
 from evenstep.launcher.processes import RankLogs, StartMethod, Workers, seconds_computed, workers
-from evenstep.launcher.rendezvous.local import RankAssignment, Rendezvous
+from evenstep.launcher.rendezvous import RankAssignment, Rendezvous
 from evenstep.record import FILE, Start, end_of_rows, rows
 from evenstep.strategy_facts import STRATEGIES, added_strategies
 from evenstep.training.trainer import Event, perform
@@ -121,16 +121,18 @@ class Launch:
     how: StartMethod = "server"
     restarts: int = 0
     stall_after: float | None = None
-    environment: Mapping[str, str] = field(default_factory=dict)
     least_seconds: float = LEAST_SECONDS
     """The shortest default stall limit."""
-    is_program: bool = False
-    """Whether it is the user's own program: rank 0's output is passed through, and signals are forwarded to it."""
+
+    @property
+    def is_program(self) -> bool:
+        """Whether it is the user's own program: rank 0's output is passed through, and signals are forwarded to it."""
+        return not isinstance(self.spec, TrainingSpec)
 
 
 def of_plan(prepared: Prepared, perform: Perform = perform) -> Launch:
     """The processes that carry out a plan; they may `perform` something else than a training."""
-    plan, is_found = prepared.plan, prepared.spec is not None
+    plan, is_importable = prepared.plan, prepared.is_importable
     return Launch(
         prepared.folder,
         len(plan.devices) if STRATEGIES[plan.strategy].processes_per_device else 1,
@@ -140,14 +142,14 @@ def of_plan(prepared: Prepared, perform: Perform = perform) -> Launch:
             # Absolute: the user's code may change the working folder.
             run_folder=str(prepared.folder.absolute()),
             # A task from a file chooses the working folder again.
-            cwd=None if is_found else prepared.cwd,
+            cwd=None if is_importable else prepared.cwd,
             strategies=added_strategies(),
+            environment={"OMP_NUM_THREADS": str(share_threads(plan.threads, plan.devices))},
         ),
-        (perform,) if is_found else (perform, prepared.task),
-        "server" if is_found else "fork",
+        (perform,) if is_importable else (perform, prepared.task),
+        "server" if is_importable else "fork",
         plan.restarts,
         plan.stall_after,
-        {"OMP_NUM_THREADS": str(share_threads(plan.threads, plan.devices))},
         # A compiler may be called again in any step: for the short last batch, for evaluation.
         FIRST_SECONDS if plan.compile else LEAST_SECONDS,
     )
@@ -288,9 +290,9 @@ class Attempt:
 
     def _specs(self) -> list[WorkerSpec]:
         logs, heartbeats = str(self._logs.folder), str(self._live / HEARTBEATS)
-        spec = replace(self._launch.spec, logs=logs, heartbeats=heartbeats)
-        more = {"TORCHELASTIC_RESTART_COUNT": str(self._number - 1), **self.assignment.environment}
-        return self.assignment.specs(spec, self._num, {**self._launch.environment, **more})
+        environment = {**self._launch.spec.environment, "TORCHELASTIC_RESTART_COUNT": str(self._number - 1)}
+        spec = replace(self._launch.spec, logs=logs, heartbeats=heartbeats, environment=environment)
+        return self.assignment.specs(spec, self._num)
 
     def __exit__(self, *error: Any) -> None:
         self._stack.close()

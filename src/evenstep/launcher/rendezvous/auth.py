@@ -17,8 +17,7 @@ import secrets
 import stat
 import subprocess
 import sys
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, TypeAlias, TypeVar
@@ -26,6 +25,7 @@ from typing import Any, Literal, TypeAlias, TypeVar
 import msgspec
 
 from evenstep.errors import PlanError
+from evenstep.launcher.environment import TOKEN, TOKEN_FILE, LauncherVariables, launcher_variables
 
 T = TypeVar("T")
 Reader: TypeAlias = asyncio.StreamReader
@@ -33,18 +33,16 @@ Writer: TypeAlias = asyncio.StreamWriter
 Side = Literal["server", "client"]
 MAX_FRAME_BYTES = 2**22
 """The longest message of an authenticated machine."""
-TOKEN = "EVENSTEP_TOKEN"
-TOKEN_FILE = "EVENSTEP_TOKEN_FILE"
-"""The path of a file that holds the token."""
 MIN_TOKEN_CHARS = 16
 MOST_BYTES = 4096
 LABEL = "evenstep token "
 MAKE_ONE = f'export {TOKEN}=$(python -c "import secrets; print(secrets.token_hex())")'
 
 
-def given_token(environment: Mapping[str, str] = os.environ) -> str | None:
+def given_token(given: LauncherVariables | None = None) -> str | None:
     """The token that the user has set, as text or in a file; None if there is none."""
-    token, file = environment.get(TOKEN, "").strip(), environment.get(TOKEN_FILE)
+    given = given or launcher_variables()
+    token, file = given.EVENSTEP_TOKEN.strip(), given.EVENSTEP_TOKEN_FILE
     if token and file:
         raise PlanError(f"{TOKEN} and {TOKEN_FILE} are both set; unset one of them")
     if file:
@@ -55,16 +53,6 @@ def given_token(environment: Mapping[str, str] = os.environ) -> str | None:
 def make_token() -> str:
     """256 random bits."""
     return secrets.token_hex(32)
-
-
-@contextmanager
-def token_hidden() -> Iterator[None]:
-    """Processes started inside the block do not inherit the token: ranks and the user's code need none."""
-    kept = {name: os.environ.pop(name) for name in (TOKEN, TOKEN_FILE) if name in os.environ}
-    try:
-        yield
-    finally:
-        os.environ.update(kept)
 
 
 def labelled(token: str) -> str:

@@ -15,7 +15,6 @@ what `SignedState` has pickled in the same process, a moment before.
 
 from __future__ import annotations
 
-import os
 import pickle
 import secrets
 import threading
@@ -44,7 +43,9 @@ from torch.distributed.elastic.rendezvous.dynamic_rendezvous import (
 )
 
 from evenstep.errors import PlanError, TrainingError
+from evenstep.launcher.environment import launcher_variables, set_variables
 from evenstep.launcher.failure import Cause
+from evenstep.launcher.rendezvous import RankAssignment, torchrun_environment
 from evenstep.launcher.rendezvous.addresses import (
     HEARTBEAT_SECONDS,
     JOIN_SECONDS,
@@ -56,7 +57,6 @@ from evenstep.launcher.rendezvous.addresses import (
 )
 from evenstep.launcher.rendezvous.auth import FORGED, MessageSigner
 from evenstep.launcher.rendezvous.join import HEAD_SECONDS, host_run, join_run
-from evenstep.launcher.rendezvous.local import RankAssignment, torchrun_environment
 from evenstep.launcher.rendezvous.version_check import Identity
 from evenstep.plan import Plan
 
@@ -205,7 +205,7 @@ class C10dRendezvous:
         self._host, self._port = address
         self._least, self._most = machines
         self.is_head = is_here(self._host) if is_head is None else is_head
-        self.said: list[str] = warnings_about(self._host)
+        self.warnings = warnings_about(self._host)
         self._access = host_run(address, identity) if self.is_head else join_run(address, identity)
         self._signer = self._access.signer
         self._store: Store = self._access.store
@@ -351,7 +351,7 @@ class C10dRendezvous:
             "TORCHELASTIC_RUN_ID": self._access.run,
         }
         interface = self._access.interface((self._host, self._port))
-        if interface and "GLOO_SOCKET_IFNAME" not in os.environ:
+        if interface and not launcher_variables().GLOO_SOCKET_IFNAME:
             # gloo's default is what the machine's own name resolves to, which on Debian is a loopback address.
             environment["GLOO_SOCKET_IFNAME"] = interface
         return RankAssignment(
@@ -410,7 +410,7 @@ class C10dRendezvous:
             time.sleep(0.05)
 
     def _join(self) -> DynamicRendezvousHandler:
-        os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
+        set_variables({"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"})
         handler: DynamicRendezvousHandler = DynamicRendezvousHandler.from_backend(
             run_id=self._access.run,
             store=self._store,

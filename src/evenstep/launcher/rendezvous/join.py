@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from torch._C._distributed_c10d import TCPStore
 
 from evenstep.errors import PlanError, TrainingError
+from evenstep.launcher.environment import TOKEN, TOKEN_FILE
 from evenstep.launcher.prepare import RUNS
 from evenstep.launcher.rendezvous.addresses import (
     JOIN_SECONDS,
@@ -26,8 +27,6 @@ from evenstep.launcher.rendezvous.addresses import (
     open_store,
 )
 from evenstep.launcher.rendezvous.auth import (
-    TOKEN,
-    TOKEN_FILE,
     MessageSigner,
     TokenFile,
     WrongToken,

@@ -2,24 +2,17 @@
 
 from __future__ import annotations
 
-import os
 import re
 import subprocess
-from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Annotated
-
-from msgspec import Meta
 
 from evenstep.errors import BadInput
-from evenstep.schema import Natural, Positive, read_variables
+from evenstep.launcher.environment import SlurmVariables, slurm_variables
 
 FIRST_PORT, NUM_PORTS = 20_000, 12_000
 """Ports are derived from the job id, so that jobs on one machine do not collide; they end below 32768, where Linux's
 ephemeral ports begin.
 """
-
-_TASKS = r"[0-9]{1,6}(\(x[0-9]{1,6}\))?"
 
 
 @dataclass(frozen=True)
@@ -62,25 +55,9 @@ class Slurm:
         return f"job {self.job} is requeued" if done.returncode == 0 else f"scontrol: {done.stderr.strip()}"
 
 
-@dataclass(frozen=True)
-class _Variables:
-    """Slurm's variables that are used here."""
-
-    SLURM_JOB_ID: Natural | None = None
-    SLURM_STEP_ID: Natural | None = None
-    SLURM_PROCID: Natural = 0
-    SLURM_STEP_NUM_TASKS: Positive = 1
-    SLURM_LOCALID: Natural = 0
-    SLURM_NODEID: Natural = 0
-    SLURM_STEP_TASKS_PER_NODE: Annotated[str, Meta(pattern=f"^{_TASKS}(,{_TASKS})*$")] = "1"
-    SLURM_STEP_NODELIST: str = ""
-    SLURM_JOB_NODELIST: str = ""
-    SLURM_RESTART_COUNT: Natural = 0
-
-
-def find_slurm(environment: Mapping[str, str] = os.environ) -> Slurm | None:
+def find_slurm(given: SlurmVariables | None = None) -> Slurm | None:
     """The job that this process belongs to."""
-    given = read_variables(_Variables, environment)
+    given = given or slurm_variables()
     if given.SLURM_JOB_ID is None:
         return None
     if given.SLURM_PROCID >= given.SLURM_STEP_NUM_TASKS and given.SLURM_STEP_ID is not None:

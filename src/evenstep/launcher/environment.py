@@ -1,0 +1,91 @@
+"""The environment variables that the launcher reads or changes; workers read theirs in distributed/process.py."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass
+from typing import Annotated
+
+from msgspec import Meta
+
+from evenstep.schema import Natural, Positive, read_variables
+
+TOKEN = "EVENSTEP_TOKEN"
+TOKEN_FILE = "EVENSTEP_TOKEN_FILE"
+_TASKS = r"[0-9]{1,6}(\(x[0-9]{1,6}\))?"
+
+
+@dataclass(frozen=True)
+class LauncherVariables:
+    """What the user may set, as text."""
+
+    EVENSTEP_TOKEN: str = ""
+    EVENSTEP_TOKEN_FILE: str = ""
+    """The path of a file that holds the token."""
+    GLOO_SOCKET_IFNAME: str = ""
+    OMP_NUM_THREADS: str = ""
+    SLURM_STEP_ID: str = ""
+    TORCH_CPP_LOG_LEVEL: str = "ERROR"
+
+
+@dataclass(frozen=True)
+class SlurmVariables:
+    """What Slurm sets in a job."""
+
+    SLURM_JOB_ID: Natural | None = None
+    SLURM_STEP_ID: Natural | None = None
+    SLURM_PROCID: Natural = 0
+    SLURM_STEP_NUM_TASKS: Positive = 1
+    SLURM_LOCALID: Natural = 0
+    SLURM_NODEID: Natural = 0
+    SLURM_STEP_TASKS_PER_NODE: Annotated[str, Meta(pattern=f"^{_TASKS}(,{_TASKS})*$")] = "1"
+    SLURM_STEP_NODELIST: str = ""
+    SLURM_JOB_NODELIST: str = ""
+    SLURM_RESTART_COUNT: Natural = 0
+
+
+def launcher_variables(environment: Mapping[str, str] = os.environ) -> LauncherVariables:
+    """Those of this process."""
+    return read_variables(LauncherVariables, environment)
+
+
+def slurm_variables(environment: Mapping[str, str] = os.environ) -> SlurmVariables:
+    """Those of this process; a malformed one is refused."""
+    return read_variables(SlurmVariables, environment)
+
+
+def threads_for_script(num: int) -> dict[str, str]:
+    """The thread variable that torchrun sets for `num` processes of one machine, unless the user has set it."""
+    return {"OMP_NUM_THREADS": "1"} if num > 1 and not launcher_variables().OMP_NUM_THREADS else {}
+
+
+def set_variables(values: Mapping[str, str | None]) -> None:
+    """Set these variables in this process, and unset those that are None."""
+    for name, value in values.items():
+        if value is None:
+            os.environ.pop(name, None)
+        else:
+            os.environ[name] = value
+
+
+def with_variables(more: Mapping[str, str]) -> dict[str, str]:
+    """The whole environment of a process to be started."""
+    return {**os.environ, **more}
+
+
+@contextmanager
+def changed_variables(values: Mapping[str, str | None]) -> Iterator[None]:
+    """Inside the block, and for processes started there, these variables are set; those that are None are unset."""
+    before = {name: os.environ.get(name) for name in values}
+    set_variables(values)
+    try:
+        yield
+    finally:
+        set_variables(before)
+
+
+def token_hidden() -> AbstractContextManager[None]:
+    """Processes started inside the block do not inherit the token: ranks and the user's code need none."""
+    return changed_variables({TOKEN: None, TOKEN_FILE: None})

@@ -91,16 +91,18 @@ class Case:
 
 
 CASES = (
-    Case("input_bound", "the lever is input", lambda found: "lever: input" in found.advice[2], {"workers": 0}),
+    Case(
+        "input_bound", "the bottleneck is input", lambda found: "Bottleneck: input" in found.advice[2], {"workers": 0}
+    ),
     Case("communication_bound", "one device; ddp waits to send", lambda found: _waits_to_send(found)),
     Case(
         "tiny",
         "one device, and a larger batch",
-        lambda found: best(found).label == "single" and "lever: the batch" in found.advice[2],
+        lambda found: best(found).label == "single" and "Bottleneck: the batch" in found.advice[2],
     ),
     Case(
         "fine",
-        "two devices, and no lever stands out",
+        "two devices, and no bottleneck stands out",
         lambda found: len(best(found).devices) == 2 and "none stands out" in found.advice[2],
         {"threads": 1},
     ),

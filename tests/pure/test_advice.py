@@ -1,4 +1,4 @@
-"""Which way is recommended, and which lever, on five constructed cases and their neighbours."""
+"""Which configuration is recommended, and which bottleneck is named, on five constructed cases and their neighbours."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import pytest
 
 from evenstep.errors import BadInput
 from evenstep.report.comparison import Comparison, LargerBatch, Parity, Range, Row
-from evenstep.report.recommend import advise, best, next_lever
+from evenstep.report.recommend import advise, best, bottleneck
 
 GIB = 2**30
 
@@ -62,9 +62,9 @@ def comparison(*rows: Row, larger_batch: LargerBatch | None = None, cores: int =
 def test_input_bound_more_devices_do_not_help_and_input_is_the_lever() -> None:
     found = comparison(row("single", 1, 0.050, waits=0.040), row("ddp", 2, 0.049, waits=0.042, sends=0.001))
     said = advise(found)
-    assert said[0].startswith("Take single: 1,280 samples/s")
+    assert said[0].startswith("Use single: 1,280 samples/s")
     assert "no other strategy that matches single is clearly faster" in said[0]
-    assert "Next lever: input. A step waits 40.00 ms of 50.00 ms" in said[2]
+    assert "Bottleneck: input. A step waits 40.00 ms of 50.00 ms" in said[2]
     assert "at most 5.0x as fast" in said[2]
 
 
@@ -74,8 +74,8 @@ def test_communication_bound_the_one_device_is_kept_or_communication_is_the_leve
     assert "ddp x 2 0.33x (1.67x with free communication)" in advise(slow)[1]
     faster = comparison(row("single", 1, 0.100), row("ddp", 2, 0.080, sends=0.030))
     said = advise(faster)
-    assert said[0].startswith("Take ddp x 2: 1.25x single on 2 devices (62% efficiency")
-    assert "Next lever: communication. 30.00 ms of 80.00 ms" in said[2]
+    assert said[0].startswith("Use ddp x 2: 1.25x single on 2 devices (62% efficiency")
+    assert "Bottleneck: communication. 30.00 ms of 80.00 ms" in said[2]
     assert "takes 50.00 ms, at most 1.6x as fast" in said[2]
 
 
@@ -83,7 +83,7 @@ def test_a_tiny_model_stays_on_one_device_and_wants_a_larger_batch() -> None:
     larger = LargerBatch(times=4, label="single", samples_per_second=3.4 * 64 / 0.0004)
     found = comparison(row("single", 1, 0.0004), row("ddp", 2, 0.0016, sends=0.001), larger_batch=larger)
     said = advise(found)
-    assert said[0].startswith("Take single")
+    assert said[0].startswith("Use single")
     assert "the batch, which is small for this model: --batch 256 gives 3.4x as many samples/s" in said[2]
 
 
@@ -94,7 +94,7 @@ def test_of_two_that_are_about_as_fast_the_one_with_even_memory_is_taken() -> No
         row("ddp", 2, 0.062, sends=0.002),
     )
     said = advise(found)
-    assert said[0].startswith("Take ddp x 2: 1.61x single on 2 devices (81% efficiency")
+    assert said[0].startswith("Use ddp x 2: 1.61x single on 2 devices (81% efficiency")
     assert said[0].endswith("memory even.")
     assert "dp-torch x 2 1.67x and cuda:0 uses 2.3x the memory of the device that uses least" in said[1]
 
@@ -102,8 +102,8 @@ def test_of_two_that_are_about_as_fast_the_one_with_even_memory_is_taken() -> No
 def test_fine_as_it_is() -> None:
     found = comparison(row("single", 1, 0.100), row("ddp", 2, 0.053, sends=0.001))
     said = advise(found)
-    assert said[0].startswith("Take ddp x 2: 1.89x single on 2 devices (94% efficiency")
-    assert "Next lever: none stands out; forward and backward take" in said[2]
+    assert said[0].startswith("Use ddp x 2: 1.89x single on 2 devices (94% efficiency")
+    assert "Bottleneck: none stands out; forward and backward take" in said[2]
 
 
 def test_on_one_device_nothing_is_wrapped_for_nothing() -> None:
@@ -114,7 +114,7 @@ def test_on_one_device_nothing_is_wrapped_for_nothing() -> None:
 def test_what_learns_something_else_is_never_recommended() -> None:
     found = comparison(row("single", 1, 0.100), row("ddp", 2, 0.050, parity="differs"))
     said = advise(found)
-    assert said[0].startswith("Take single")
+    assert said[0].startswith("Use single")
     assert "ddp x 2 2.00x, but it does not match single" in said[1]
 
 
@@ -133,13 +133,13 @@ def test_times_that_contradict_each_other_are_not_passed_on_without_a_word() -> 
 def test_what_could_not_be_checked_is_recommended_with_that_word() -> None:
     unknown = replace(row("ddp", 2, 0.050, parity="unknown"), why="it stalled")
     said = advise(comparison(row("single", 1, 0.100), unknown))
-    assert said[0].startswith("Take ddp x 2")
+    assert said[0].startswith("Use ddp x 2")
     assert said[0].endswith("; whether it matches single was not checked (it stalled).")
 
 
 def test_more_threads_than_cores_are_the_first_thing_to_mend() -> None:
     crowded = replace(row("ddp", 4, 0.020), devices=["cpu"] * 4, threads=1)
-    said = next_lever(comparison(row("single", 1, 0.1), crowded, cores=2), crowded)
+    said = bottleneck(comparison(row("single", 1, 0.1), crowded, cores=2), crowded)
     assert "4 CPU devices x 1 thread share 2 cores" in said
     assert "use --devices 2" in said
 

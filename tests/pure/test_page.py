@@ -244,7 +244,7 @@ def test_helpful_errors(evenstep: Callable[..., Ended], tmp_path: Path, monkeypa
     said = {
         "is no run folder": evenstep("report", "nowhere"),
         "is a comparison, and a page holds one; give it alone": evenstep("report", run, tmp_path),
-        "cannot be written (No such file or directory); give another place with --out": evenstep(
+        "cannot be written (No such file or directory); give another path with --out": evenstep(
             "report", run, "--out", "no/such/page.html"
         ),
         "--watch serves the page of one run and writes none": evenstep("report", "--watch", run, run),

@@ -28,7 +28,6 @@ class Range:
 
     @classmethod
     def of(cls, values: Sequence[float]) -> Range:
-        """The median, the least and the most."""
         return cls(middle=median(values), low=min(values), high=max(values))
 
 
@@ -99,7 +98,7 @@ class Comparison:
     created: str = ""
     larger_batch: LargerBatch | None = None
     advice: list[str] = field(default_factory=list)
-    """Which one to take, with the reason and the number; and the next lever."""
+    """Which one to take, with the reason and the number; and its bottleneck."""
 
     def speedup(self, row: Row) -> float:
         """How many times as many samples a second as the first row."""
@@ -111,14 +110,12 @@ class Comparison:
         return self.speedup(row) * len(self.rows[0].devices) / len(row.devices)
 
     def write(self, folder: Path) -> Path:
-        """Into the folder, beside its runs."""
         path = folder / FILE
         path.write_text(json.dumps(asdict(self), indent=1) + "\n")
         return path
 
     @classmethod
     def read(cls, folder: str | Path) -> Comparison:
-        """What `write` wrote."""
         return _SCHEMA.read(Path(folder) / FILE if os.path.isdir(folder) else Path(folder))
 
 

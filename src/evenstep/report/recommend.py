@@ -1,4 +1,4 @@
-"""Which configuration to use and why; and the next lever, with the most that it could gain."""
+"""Which configuration to use and why; and its bottleneck, with the most that removing it could gain."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ CLEAR = 1.05
 """Configurations within this factor of the fastest, or within its range, count as equally fast."""
 EVEN = 1.25
 """Devices whose peaks differ by less hold the same."""
-WORTH_PULLING = 1.10
+WORTH_NAMING = 1.10
 NOTICED = 0.05
 """A smaller part of a step than this is noise."""
 STEADY = 1.5
@@ -21,10 +21,10 @@ SMALL_BATCH = 1.5
 
 
 def advise(comparison: Comparison) -> list[str]:
-    """Two sentences that recommend a configuration, and one about the next lever."""
+    """Two sentences that recommend a configuration, and one about its bottleneck."""
     row = best(comparison)
-    said = [_recommendation(comparison, row), _others(comparison, row), next_lever(comparison, row)]
-    return [*said, *unsteady(comparison)]
+    sentences = [_recommendation(comparison, row), _others(comparison, row), bottleneck(comparison, row)]
+    return [*sentences, *unsteady(comparison)]
 
 
 def unsteady(comparison: Comparison) -> list[str]:
@@ -54,17 +54,17 @@ def best(comparison: Comparison) -> Row:
     """The fastest that matches single; of those about as fast, the one with even memory and fewer devices."""
     sound = [row for row in comparison.rows if row.is_sound]
     fastest = max(sound, key=lambda row: row.samples_per_second.middle)
-    close = [row for row in sound if row.samples_per_second.middle * CLEAR >= fastest.samples_per_second.middle]
-    close += [row for row in sound if row not in close and not _is_clearly_faster(fastest, row)]
+    rate = fastest.samples_per_second
+    close = [
+        row
+        for row in sound
+        if row.samples_per_second.middle * CLEAR >= rate.middle or row.samples_per_second.high >= rate.low
+    ]
     return min(close, key=_preference)
 
 
 def _preference(row: Row) -> tuple[bool, int, bool, float]:
     return imbalance(row) > EVEN, len(row.devices), row.strategy != REFERENCE, -row.samples_per_second.middle
-
-
-def _is_clearly_faster(row: Row, other: Row) -> bool:
-    return row.samples_per_second.low > other.samples_per_second.high
 
 
 def imbalance(row: Row) -> float:
@@ -80,10 +80,10 @@ def _recommendation(comparison: Comparison, row: Row) -> str:
             if len(comparison.rows) > 1
             else "nothing else ran"
         )
-        return f"Take {row.label}: {_rate(row)}, and {why}{_doubt(row)}."
+        return f"Use {row.label}: {_rate(row)}, and {why}{_doubt(row)}."
     of = comparison.rows[0].label
     return (
-        f"Take {row.label}: {comparison.speedup(row):.2f}x {of} on {len(row.devices)} devices "
+        f"Use {row.label}: {comparison.speedup(row):.2f}x {of} on {len(row.devices)} devices "
         f"({comparison.efficiency(row):.0%} efficiency, {_rate(row)}), {_memory(row)}{_doubt(row)}."
     )
 
@@ -95,14 +95,14 @@ def _doubt(row: Row) -> str:
 def _others(comparison: Comparison, chosen: Row) -> str:
     parts = [_other(comparison, row) for row in comparison.rows if row is not chosen]
     parts += [f"{label} could not run" for label in comparison.left_out]
-    return f"The others: {'; '.join(parts)}." if parts else "There is nothing to compare it with."
+    return f"Other configurations: {'; '.join(parts)}." if parts else "There is nothing to compare it with."
 
 
 def _other(comparison: Comparison, row: Row) -> str:
     text = f"{row.label} {comparison.speedup(row):.2f}x"
-    lever = _communication(row)
-    if lever is not None:
-        text += f" ({lever.gain * comparison.speedup(row):.2f}x with free communication)"
+    communication = _communication(row)
+    if communication is not None:
+        text += f" ({communication.gain * comparison.speedup(row):.2f}x with free communication)"
     if len(row.devices) > 1 and imbalance(row) > EVEN:
         text += f" and {_memory(row)}"
     return text if row.is_sound else f"{text}, but it does not match single"
@@ -125,35 +125,34 @@ def _rate(row: Row) -> str:
 
 
 @dataclass(frozen=True)
-class Lever:
-    """Something to pull, and how many times as fast the step could be with it at most."""
+class Bottleneck:
+    """What limits a step, and how many times as fast it could be at most without that."""
 
     gain: float
     sentence: str
 
 
-def next_lever(comparison: Comparison, row: Row) -> str:
+def bottleneck(comparison: Comparison, row: Row) -> str:
     """What limits the chosen configuration, from the measurements without it."""
-    levers = [lever for lever in (_input(row), _communication(row), _batch(comparison, row)) if lever is not None]
     crowded = _threads(comparison, row)
     if crowded is not None:
         return crowded
-    best_lever = max(levers, key=lambda lever: lever.gain, default=None)
-    if best_lever is None:
+    found = [one for one in (_input(row), _communication(row), _batch(comparison, row)) if one is not None]
+    if not found:
         share = (row.parts.get("forward", 0.0) + row.parts.get("backward", 0.0)) / (sum(row.parts.values()) or 1.0)
         return (
-            f"Next lever: none stands out; forward and backward take {share:.0%} of the step. "
+            f"Bottleneck: none stands out; forward and backward take {share:.0%} of the step. "
             "A faster device, or --precision bf16 where the task allows it."
         )
-    return f"Next lever: {best_lever.sentence}"
+    return f"Bottleneck: {max(found, key=lambda one: one.gain).sentence}"
 
 
-def _input(row: Row) -> Lever | None:
+def _input(row: Row) -> Bottleneck | None:
     gain = row.step_seconds.middle / row.without_input_seconds.middle
     waited = row.parts["input"]
-    if gain < WORTH_PULLING or waited < NOTICED * row.step_seconds.middle:
+    if gain < WORTH_NAMING or waited < NOTICED * row.step_seconds.middle:
         return None
-    return Lever(
+    return Bottleneck(
         gain,
         f"input. A step waits {_ms(waited)} of {_ms(row.step_seconds.middle)} for its batch; with the batch already "
         f"loaded it takes {_ms(row.without_input_seconds.middle)}, at most {gain:.1f}x as fast. More "
@@ -161,13 +160,13 @@ def _input(row: Row) -> Lever | None:
     )
 
 
-def _communication(row: Row) -> Lever | None:
+def _communication(row: Row) -> Bottleneck | None:
     if row.without_communication_seconds is None or row.parts["communication"] < NOTICED * row.step_seconds.middle:
         return None
     gain = row.step_seconds.middle / row.without_communication_seconds.middle
-    if gain < WORTH_PULLING:
+    if gain < WORTH_NAMING:
         return None
-    return Lever(
+    return Bottleneck(
         gain,
         f"communication. {_ms(row.parts['communication'])} of {_ms(row.step_seconds.middle)} do not overlap with "
         f"backward; without communication, a step takes {_ms(row.without_communication_seconds.middle)}, at most "
@@ -175,14 +174,14 @@ def _communication(row: Row) -> Lever | None:
     )
 
 
-def _batch(comparison: Comparison, row: Row) -> Lever | None:
+def _batch(comparison: Comparison, row: Row) -> Bottleneck | None:
     larger = comparison.larger_batch
     if larger is None or larger.label != row.label:
         return None
     gain = larger.samples_per_second / row.samples_per_second.middle
     if gain < SMALL_BATCH:
         return None
-    return Lever(
+    return Bottleneck(
         gain,
         f"the batch, which is small for this model: --batch {larger.times * comparison.batch} gives {gain:.1f}x as "
         f"many samples/s ({larger.samples_per_second:,.0f}). A larger batch changes the training.",
@@ -197,7 +196,7 @@ def _threads(comparison: Comparison, row: Row) -> str | None:
         return None
     each = f"{row.threads} thread{'s' * (row.threads > 1)}"
     return (
-        f"Next lever: threads. {num} CPU device{'s' * (num > 1)} x {each} share {cores} cores and wait for each other; "
+        f"Bottleneck: threads. {num} CPU device{'s' * (num > 1)} x {each} share {cores} cores and wait for each other; "
         f"use --devices {max(1, cores // max(1, row.threads))}, or fewer --threads."
     )
 

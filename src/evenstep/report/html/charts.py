@@ -1,5 +1,6 @@
 """The charts of a page: scaling, losses and metrics, parts and timelines of a step, memory and step times.
 
+Figures use bokeh's glyphs, not its shorthands, which make five glyphs of each for selections.
 Colours are readable on white and on black, and labels are never interpreted as markup or TeX.
 """
 
@@ -22,7 +23,6 @@ from bokeh.models import (
     Range1d,
 )
 from bokeh.models.annotations import TeeHead, Whisker
-from bokeh.models.glyph import Glyph
 from bokeh.models.glyphs import HBar, Line, Scatter, Segment
 from bokeh.plotting import figure
 
@@ -70,22 +70,21 @@ class Chart:
     caption: str = ""
     keys: Sequence[Key] = ()
     tab: str = ""
-    """Charts with tabs share one place on the page, and its buttons choose between them."""
+    """Charts with tabs share one section of the page, whose buttons choose between them."""
     is_wide: bool = False
 
 
-def colour(place: int) -> str:
-    """Of the strategy or run at this place; with many of them, colours come again with other dashes."""
-    return COLOURS[place % len(COLOURS)]
+def colour(index: int) -> str:
+    """The colour of a strategy or run; with many of them, colours are repeated with other dashes."""
+    return COLOURS[index % len(COLOURS)]
 
 
-def dash(place: int) -> str:
-    """Of the line at this place."""
-    return DASHES[place // len(COLOURS) % len(DASHES)]
+def dash(index: int) -> str:
+    return DASHES[index // len(COLOURS) % len(DASHES)]
 
 
-def places(strategies: Sequence[str]) -> list[int]:
-    """Places for rows of a comparison: one colour for each strategy, another dash for each of its device counts."""
+def colour_indices(strategies: Sequence[str]) -> list[int]:
+    """Indices for rows of a comparison: one colour for each strategy, another dash for each of its device counts."""
     kinds = list(dict.fromkeys(strategies))
     return [
         kinds.index(strategy) + len(COLOURS) * strategies[:number].count(strategy)
@@ -111,12 +110,12 @@ def label(text: str, longest: int = LONGEST_LABEL) -> str:
 
 
 def labels(names: Sequence[str], longest: int = LONGEST_LABEL) -> list[str]:
-    """All of them, each different: an axis takes a name only once."""
+    """All of them, made distinct: an axis takes a name only once."""
     return distinct([label(name, longest) for name in names])
 
 
 def blank(*, height: int, x: str = "", y: str = "", tips: Sequence[tuple[str, str]] = (), **options: Any) -> figure:
-    """A figure with nothing in it, as wide as its place on the page."""
+    """A figure with nothing in it, as wide as its section of the page."""
     plot = figure(
         height=height,
         sizing_mode="stretch_width",
@@ -139,11 +138,6 @@ def blank(*, height: int, x: str = "", y: str = "", tips: Sequence[tuple[str, st
     return plot
 
 
-def draw(plot: figure, source: ColumnDataSource, glyph: Glyph, name: str | None = None) -> None:
-    """Draw the columns of a source; with one look, where bokeh's own shorthands make five, for selections."""
-    plot.add_glyph(source, glyph, name=name)
-
-
 def _set_fonts(plot: figure) -> None:
     for axis in plot.axis:
         axis.axis_label_text_font = axis.major_label_text_font = FONT
@@ -160,16 +154,16 @@ def from_zero(most: float) -> Range1d:
 
 
 FEW_POINTS = 2
-"""So few that a line alone would hardly be seen, or not at all."""
+"""Of up to this number of points, a line alone would hardly be seen."""
 Scale = Callable[[Row, float], float]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Drawn:
-    """A run under the name and at the place (its colour) that it has on the page."""
+    """A run, with its name and colour on the page."""
 
     label: str
-    place: int
+    index: int
     run: ReadRun
 
     @property
@@ -184,7 +178,7 @@ class Series:
 
     name: str
     label: str
-    place: int
+    index: int
     x: Sequence[float]
     y: Sequence[float]
     is_line: bool = True
@@ -230,7 +224,7 @@ def input_chart(runs: Sequence[Drawn]) -> Chart | None:
 
 def _keys(runs: Sequence[Drawn]) -> list[Key]:
     return [
-        Key(name=f"run {number}", label=run.label, colour=colour(run.place), dash=dash(run.place))
+        Key(name=f"run {number}", label=run.label, colour=colour(run.index), dash=dash(run.index))
         for number, run in enumerate(runs)
     ]
 
@@ -251,7 +245,7 @@ def _of_evaluations(runs: Sequence[Drawn], metric: str, is_line: bool) -> list[S
 def _series(number: int, run: Drawn, thinned: Thinned, name: str) -> Series:
     points = thinned.points()
     x, y = [x for x, _ in points], [y for _, y in points]
-    return Series(name=f"run {number}", label=name, place=run.place, x=x, y=y)
+    return Series(name=f"run {number}", label=name, index=run.index, x=x, y=y)
 
 
 def _lines(all_series: Sequence[Series], *, y: str, tip: str, is_nested: bool = False) -> figure | None:
@@ -272,12 +266,14 @@ def _lines(all_series: Sequence[Series], *, y: str, tip: str, is_nested: bool = 
 
 
 def _draw(plot: figure, series: Series, source: ColumnDataSource, width: float) -> None:
-    ink, name = colour(series.place), series.name
+    ink, name = colour(series.index), series.name
     if series.is_line:
-        draw(plot, source, Line(x="x", y="y", line_color=ink, line_width=width, line_dash=dash(series.place)), name)
+        plot.add_glyph(
+            source, Line(x="x", y="y", line_color=ink, line_width=width, line_dash=dash(series.index)), name=name
+        )
     if series.has_markers or len(series.x) <= FEW_POINTS:
         mark = Scatter(x="x", y="y", marker="diamond", size=8 + width, fill_color=ink, line_color=ink)
-        draw(plot, source, mark, name)
+        plot.add_glyph(source, mark, name=name)
 
 
 def _width(number: int, num: int) -> float:
@@ -310,8 +306,8 @@ def _strategies(comparison: Comparison) -> list[str]:
 
 def _strategy_keys(comparison: Comparison) -> list[Key]:
     keys = [
-        Key(name=f"strategy {place}", label=strategy, colour=colour(place))
-        for place, strategy in enumerate(_strategies(comparison))
+        Key(name=f"strategy {index}", label=strategy, colour=colour(index))
+        for index, strategy in enumerate(_strategies(comparison))
     ]
     return [*keys, Key(name="ideal", label="ideal", colour=OTHER)]
 
@@ -325,26 +321,20 @@ def _scaling(comparison: Comparison, scale: Scale, ends: list[int], ideal: list[
     plot.xaxis.ticker = FixedTicker(ticks=sorted({len(row.devices) for row in comparison.rows}))
     plot.yaxis.formatter = NumeralTickFormatter(format="0 %" if "%" in number else "0.0")
     _straight(plot, ends, ideal, "ideal", Line(x="x", y="y", line_color=OTHER, line_dash="dashed", line_width=1.5))
-    for place, strategy in enumerate(_strategies(comparison)):
-        _strategy_curve(plot, comparison, strategy, place, scale)
+    for index, strategy in enumerate(_strategies(comparison)):
+        _strategy_curve(plot, comparison, strategy, index, scale)
     return plot
 
 
-def _straight(plot: figure, x: Sequence[float], y: Sequence[float], name: str, line: Line) -> None:
+def _straight(plot: figure, x: list[float], y: list[float], name: str, line: Line) -> None:
     # The same tooltip as for other lines.
-    columns = {
-        "x": list(x),
-        "y": list(y),
-        "low": list(y),
-        "high": list(y),
-        "label": ["ideal" if name == "ideal" else ""] * 2,
-    }
-    draw(plot, ColumnDataSource(columns), line, name)
+    columns = {"x": x, "y": y, "low": y, "high": y, "label": ["ideal" if name == "ideal" else ""] * 2}
+    plot.add_glyph(ColumnDataSource(columns), line, name=name)
 
 
-def _strategy_curve(plot: figure, comparison: Comparison, strategy: str, place: int, scale: Scale) -> None:
+def _strategy_curve(plot: figure, comparison: Comparison, strategy: str, index: int, scale: Scale) -> None:
     rows = sorted((row for row in comparison.rows if row.strategy == strategy), key=lambda row: len(row.devices))
-    name, ink = f"strategy {place}", colour(place)
+    name, ink = f"strategy {index}", colour(index)
     base = comparison.rows[0]
     if rows[0] is not base and len(rows[0].devices) > len(base.devices):
         # The line starts at the baseline, which is another strategy, so it gets no marker there.
@@ -360,8 +350,8 @@ def _strategy_curve(plot: figure, comparison: Comparison, strategy: str, place: 
             "label": [label(row.label) for row in rows],
         }
     )
-    draw(plot, source, Line(x="x", y="y", line_color=ink, line_width=2.5), name)
-    draw(plot, source, Scatter(x="x", y="y", fill_color=ink, line_color=ink, size=10), name)
+    plot.add_glyph(source, Line(x="x", y="y", line_color=ink, line_width=2.5), name=name)
+    plot.add_glyph(source, Scatter(x="x", y="y", fill_color=ink, line_color=ink, size=10), name=name)
     head = TeeHead(size=8, line_color=ink)
     whisker = Whisker(source=source, base="x", lower="low", upper="high", lower_head=head, upper_head=head, name=name)
     whisker.line_color = ink
@@ -389,7 +379,7 @@ def parts_chart(comparison: Comparison) -> Chart:
         source = ColumnDataSource(_part_columns(rows, names, part))
         ink = part_colour(part)
         bar = HBar(y="row", left="left", right="right", height=0.62, fill_color=ink, line_color=ink)
-        draw(plot, source, bar, part)
+        plot.add_glyph(source, bar, name=part)
     _ceilings(plot, rows, names)
     keys = [Key(name=part, label=part, colour=part_colour(part)) for part in PARTS]
     marks = [
@@ -433,10 +423,8 @@ def _part_columns(rows: Sequence[Row], names: list[str], part: str) -> dict[str,
 
 
 def _ceilings(plot: figure, rows: Sequence[Row], names: Sequence[str]) -> None:
-    whole: list[Range | None] = [row.step_seconds for row in rows]
-    without_input: list[Range | None] = [row.without_input_seconds for row in rows]
-    _marks(plot, rows, names, whole, "nothing", "dash")
-    _marks(plot, rows, names, without_input, "input", "inverted_triangle")
+    _marks(plot, rows, names, [row.step_seconds for row in rows], "nothing", "dash")
+    _marks(plot, rows, names, [row.without_input_seconds for row in rows], "input", "inverted_triangle")
     _marks(plot, rows, names, [row.without_communication_seconds for row in rows], "communication", "diamond")
 
 
@@ -460,7 +448,7 @@ def _marks(
         line_color="white" if part in PARTS else OTHER,
         line_width=1.5 if part in PARTS else 3,
     )
-    draw(plot, ColumnDataSource(columns), mark, f"ceilings {part}")
+    plot.add_glyph(ColumnDataSource(columns), mark, name=f"ceilings {part}")
 
 
 def typical(timelines: Sequence[Timeline]) -> Timeline | None:
@@ -481,12 +469,12 @@ def timeline_charts(timelines: Mapping[str, Timeline]) -> list[Chart]:
     """A step of each strategy as its ranks spent it, on the same scale where they can be seen on it."""
     longest = max(map(length, timelines.values()), default=0.0)
     return [
-        _timeline_chart(place, name, one, longest * 1000, is_one_of_many=len(timelines) > 1)
-        for place, (name, one) in enumerate(timelines.items())
+        _timeline_chart(index, name, one, longest * 1000, is_one_of_many=len(timelines) > 1)
+        for index, (name, one) in enumerate(timelines.items())
     ]
 
 
-def _timeline_chart(place: int, name: str, timeline: Timeline, longest_ms: float, is_one_of_many: bool) -> Chart:
+def _timeline_chart(index: int, name: str, timeline: Timeline, longest_ms: float, is_one_of_many: bool) -> Chart:
     shown = sorted(timeline.lanes, key=lambda lane: lane.rank)[:MOST_LANES]
     lanes = labels([f"rank {lane.rank} {lane.name}" for lane in shown])
     spans = [
@@ -509,7 +497,7 @@ def _timeline_chart(place: int, name: str, timeline: Timeline, longest_ms: float
     scale = "It is much shorter than the longest, and has its own scale." if is_short else "All steps share one scale."
     caption = f"Step {timeline.step}, of median length.{more} {scale if is_one_of_many else ''}"
     return Chart(
-        name=f"timeline-{place}",
+        name=f"timeline-{index}",
         title="Timeline of a step, by rank",
         figure=plot,
         caption=caption,
@@ -528,14 +516,14 @@ def _spans(plot: figure, kind: str, spans: Sequence[tuple[str, str, float, float
     }
     ink = part_colour(kind)
     bar = HBar(y="lane", left="left", right="right", height=0.66, fill_color=ink, fill_alpha=0.88, line_color=ink)
-    draw(plot, ColumnDataSource(columns), bar, kind)
+    plot.add_glyph(ColumnDataSource(columns), bar, name=kind)
 
 
-def memory_chart(rows: Mapping[str, Mapping[str, int]], places: Sequence[int]) -> Chart | None:
+def memory_chart(rows: Mapping[str, Mapping[str, int]], indices: Sequence[int]) -> Chart | None:
     """Peak memory of every device of every row."""
     bars = [
-        (place, name, device, num_bytes)
-        for place, (name, peaks) in zip(places, rows.items(), strict=True)
+        (index, name, device, num_bytes)
+        for index, (name, peaks) in zip(indices, rows.items(), strict=True)
         for device, num_bytes in peaks.items()
     ][:MOST_LANES]
     if not bars:
@@ -544,7 +532,7 @@ def memory_chart(rows: Mapping[str, Mapping[str, int]], places: Sequence[int]) -
     columns = {
         "row": names,
         "mib": [num_bytes / 2**20 for *_, num_bytes in bars],
-        "colour": [colour(place) for place, *_ in bars],
+        "colour": [colour(index) for index, *_ in bars],
     }
     plot = blank(
         height=_height(len(bars), 24), x="MiB", tips=[("", "@row"), ("peak", "@mib{0,0} MiB")], y_range=_down(names)
@@ -553,16 +541,16 @@ def memory_chart(rows: Mapping[str, Mapping[str, int]], places: Sequence[int]) -
     plot.x_range.name = "reach"
     plot.ygrid.grid_line_color = None
     source = ColumnDataSource(columns, name="memory")
-    draw(plot, source, HBar(y="row", left=0, right="mib", height=0.7, fill_color="colour", line_color=None))
+    plot.add_glyph(source, HBar(y="row", left=0, right="mib", height=0.7, fill_color="colour", line_color=None))
     caption = "Peak memory of each device; on a CPU, of the whole process, torch included."
     return Chart(name="memory", title="Memory", figure=plot, caption=caption)
 
 
-def times_chart(rows: Mapping[str, Sampled], places: Sequence[int]) -> Chart | None:
+def times_chart(rows: Mapping[str, Sampled], indices: Sequence[int]) -> Chart | None:
     """How long the steps of every row took: each a dot, half of them in the box, nine of ten between the ends."""
     boxes = [
-        (place, name, sampled.values, cuts)
-        for place, (name, sampled) in zip(places, rows.items(), strict=True)
+        (index, name, sampled.values, cuts)
+        for index, (name, sampled) in zip(indices, rows.items(), strict=True)
         if (cuts := Quantiles.of(sampled)) is not None
     ]
     if not boxes:
@@ -573,7 +561,7 @@ def times_chart(rows: Mapping[str, Sampled], places: Sequence[int]) -> Chart | N
     plot.x_range = from_zero(1000 * max(cuts.p95 for *_, cuts in boxes))
     plot.x_range.name = "reach"
     plot.ygrid.grid_line_color = None
-    inks = [colour(place) for place, *_ in boxes]
+    inks = [colour(index) for index, *_ in boxes]
     _dots(plot, names, inks, [seconds for _, _, seconds, _ in boxes])
     _boxes(plot, names, inks, [cuts for *_, cuts in boxes])
     caption = "Each dot is a step; the box spans the middle 50 %, the line 5 % to 95 %; slower steps are cut off."
@@ -585,11 +573,11 @@ def _boxes(plot: figure, names: list[str], inks: list[str], cuts: Sequence[Quant
     for cut in ("p5", "p25", "middle", "p75", "p95"):
         columns[cut] = [1000 * getattr(one, cut) for one in cuts]
     source = ColumnDataSource(columns, name="boxes")
-    draw(plot, source, Segment(x0="p5", x1="p95", y0="row", y1="row", line_color="colour", line_width=2))
+    plot.add_glyph(source, Segment(x0="p5", x1="p95", y0="row", y1="row", line_color="colour", line_width=2))
     box = HBar(y="row", left="p25", right="p75", height=0.5, line_color="colour", fill_color="colour", fill_alpha=0.45)
-    draw(plot, source, box)
+    plot.add_glyph(source, box)
     middle = Scatter(x="middle", y="row", marker="dash", angle=math.pi / 2, size=20, line_color="colour", line_width=3)
-    draw(plot, source, middle)
+    plot.add_glyph(source, middle)
 
 
 def _dots(plot: figure, names: list[str], inks: list[str], rows: Sequence[Sequence[float]]) -> None:
@@ -605,4 +593,4 @@ def _dots(plot: figure, names: list[str], inks: list[str], rows: Sequence[Sequen
         "colour": [ink for *_, ink in dots],
     }
     source = ColumnDataSource(columns, name="dots")
-    draw(plot, source, Scatter(x="ms", y="at", size=4, fill_color="colour", fill_alpha=0.35, line_color=None))
+    plot.add_glyph(source, Scatter(x="ms", y="at", size=4, fill_color="colour", fill_alpha=0.35, line_color=None))

@@ -138,7 +138,7 @@ def _environment() -> Environment:
         undefined=StrictUndefined,
         trim_blocks=True,
         lstrip_blocks=True,
-        # Control bytes have no place on a page, whoever wrote them into a name.
+        # Control bytes do not belong on a page, whoever wrote them into a name.
         finalize=lambda value: without_control(value) if type(value) is str else value,
     )
     made.filters |= {"ms": tables.milliseconds, "amount": tables.amount, "size": size, "devices": devices}
@@ -167,7 +167,7 @@ def _write(path: Path, text: str) -> None:
         # surrogatepass would not survive a browser: a name that is no Unicode is shown with question marks.
         path.write_bytes(text.encode("utf-8", errors="replace"))
     except OSError as error:
-        raise BadInput(f"{path} cannot be written ({error.strerror}); give another place with --out") from error
+        raise BadInput(f"{path} cannot be written ({error.strerror}); give another path with --out") from error
 
 
 def page_of_comparison(comparison: Comparison, folder: Path) -> str:
@@ -199,10 +199,10 @@ def page_of_comparison(comparison: Comparison, folder: Path) -> str:
 def _comparison_charts(comparison: Comparison, found: Mapping[str, Sequence[ReadRun]]) -> list[Chart]:
     from evenstep.report.html import charts
 
-    places = charts.places([row.strategy for row in comparison.rows])
+    indices = charts.colour_indices([row.strategy for row in comparison.rows])
     losses = [
-        charts.Drawn(label=name, place=place, run=runs[0])
-        for place, (name, runs) in zip(places, found.items(), strict=True)
+        charts.Drawn(label=name, index=index, run=runs[0])
+        for index, (name, runs) in zip(indices, found.items(), strict=True)
         if runs
     ]
     memory = {name: row.peak_bytes for name, row in zip(found, comparison.rows, strict=True)}
@@ -212,8 +212,8 @@ def _comparison_charts(comparison: Comparison, found: Mapping[str, Sequence[Read
         charts.parts_chart(comparison),
         *charts.timeline_charts(_timelines(found)),
         charts.loss_chart(losses),
-        charts.memory_chart(memory, places),
-        charts.times_chart(times, places),
+        charts.memory_chart(memory, indices),
+        charts.times_chart(times, indices),
     ]
     return [chart for chart in drawn if chart is not None]
 
@@ -290,9 +290,9 @@ def runs_page(runs: Sequence[ReadRun]) -> Page:
 def _runs_charts(runs: Mapping[str, ReadRun]) -> list[Chart]:
     from evenstep.report.html import charts
 
-    places = range(len(runs))
+    indices = range(len(runs))
     drawn_runs = [
-        charts.Drawn(label=name, place=place, run=run) for place, (name, run) in zip(places, runs.items(), strict=True)
+        charts.Drawn(label=name, index=index, run=run) for index, (name, run) in zip(indices, runs.items(), strict=True)
     ]
     drawn = [
         charts.loss_chart(drawn_runs),
@@ -300,8 +300,8 @@ def _runs_charts(runs: Mapping[str, ReadRun]) -> list[Chart]:
         *charts.metric_charts(drawn_runs),
         charts.speed_chart(drawn_runs),
         charts.input_chart(drawn_runs),
-        charts.memory_chart({name: run.peak_bytes for name, run in runs.items()}, places),
-        charts.times_chart({name: run.step_seconds for name, run in runs.items()}, places),
+        charts.memory_chart({name: run.peak_bytes for name, run in runs.items()}, indices),
+        charts.times_chart({name: run.step_seconds for name, run in runs.items()}, indices),
     ]
     return [chart for chart in drawn if chart is not None]
 

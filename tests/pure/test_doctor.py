@@ -12,6 +12,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import psutil
 import pytest
 import torch
@@ -25,14 +26,13 @@ from evenstep.doctor.checks import CheckStarted, MachineChecks, Report
 from evenstep.doctor.cluster import (
     BadMessage,
     Channel,
+    ClusterCheck,
     MachineFacts,
-    _ClusterCheck,
+    MachineReport,
+    SideEnded,
     both,
     compare,
     not_understood,
-    read_ended,
-    read_report,
-    read_verdict,
 )
 from evenstep.doctor.environment import back_ends, missing_interfaces, torch_build, variables
 from evenstep.doctor.finding import Check, Finding, Status, worst
@@ -417,45 +417,30 @@ def test_a_check_that_fails_is_a_finding_itself() -> None:
 
 def member(name: str, **more: object) -> MachineFacts:
     usual = {"torch": "2.13.0", "evenstep": "0.1.0", "python": "3.11.7", "gpus": 0, "interface": "eth0"}
-    usual |= {"interface_bits_per_second": 1e10, "seconds_behind": 0.0, "set_names": ""}
-    return MachineFacts.from_json({"name": name, **usual, **more})
+    usual |= {"interface_bits_per_second": 1e10, "clock_seconds": 100.0, "set_names": ""}
+    return msgspec.convert({"name": name, **usual, **more}, MachineFacts)
 
 
-def test_machines_that_differ_are_told_apart() -> None:
+def test_versions_and_clocks_that_differ_are_findings() -> None:
     assert {one.status for one in compare([member("a"), member("b", python="3.11.2"), None])} == {"good"}
-    torch_found, _, _, clocks = compare([member("a"), member("b", torch="2.11.0", seconds_behind=7.0)])
+    torch_found, _, _, clocks = compare([member("a"), member("b", torch="2.11.0", clock_seconds=93.0)])
     assert (torch_found.status, torch_found.said) == ("warn", "a 2.13.0, b 2.11.0")
     assert (clocks.status, clocks.said) == ("warn", "7.0 s apart")
+    assert clocks.numbers == {"a": 0.0, "b": 7.0}
     assert "b's clock" in clocks.advice
 
 
-def test_a_clock_that_nobody_knows_is_not_said_to_be_right() -> None:
-    *_, clocks = compare([member("a"), member("b", seconds_behind=None)])
-    assert (clocks.status, clocks.said) == ("warn", "unknown for b: the first machine did not answer")
-    *_, clocks = compare([member("a"), member("b", seconds_behind=None), member("c", seconds_behind=9)])
-    assert (clocks.status, clocks.said) == ("warn", "9.0 s apart")
-
-
-def test_both_sides_of_an_attempt_believe_the_one_that_failed_first_hand() -> None:
-    late, failed = Ended(why="nothing came of it", is_late=True), Ended(why="no such interface")
-    assert both(late, failed, is_first=True) == both(failed, late, is_first=False) == failed
-    assert both(well(), late, True).why
-    assert len(both(well(), well(), True).returned) == 4
-
-
-def test_what_another_machine_sends_is_taken_for_short_texts_and_numbers() -> None:
-    sent = {"name": "x" * 9999, "status": "splendid", "said": 5, "advice": "", "numbers": {"a": [1], "b": 2}}
-    found = Finding.from_json(sent)
-    assert (found.status, found.said, dict(found.numbers), len(found.name)) == ("bad", "5", {"b": 2}, 100)
-    many = {**sent, "numbers": {**{"k" * 999 + str(n): 1 for n in range(999)}, "s": "y" * 9999, "n": math.nan}}
-    assert len(Finding.from_json(many).numbers) <= 200
-    short = Finding.from_json({**sent, "numbers": {"s": "y" * 9999, "n": math.nan}}).numbers
-    assert short == {"s": "y" * 600, "n": None}
-    assert len(member("m" * 9999, torch="t" * 9999).name) == 100
+def test_a_failure_explains_an_attempt_better_than_a_timeout() -> None:
+    late, failed = SideEnded("no result", True, []), SideEnded("no such interface", False, [])
+    good = msgspec.convert(ENDED, SideEnded)
+    assert both(late, failed) == both(failed, late) == Ended(why="no such interface")
+    assert both(good, late).why
+    assert len(both(good, good).returned) == 2
+    assert both(good, SideEnded("", False, [])).why == "a machine sent no result"
 
 
 class Pad:
-    """A board for machines that are one process."""
+    """A store for machines that are one process."""
 
     def __init__(self) -> None:
         self.texts: dict[str, bytes] = {}
@@ -470,32 +455,29 @@ class Pad:
         return all(key in self.texts for key in keys)
 
 
-def test_machines_hear_each_other_and_do_not_wait_for_one_that_is_lost() -> None:
+def channel(pad: Pad, machine: int, key: bytes = b"ours", is_lost: bool = False) -> Channel:
+    return Channel(pad, machine, 2, MessageSigner(key), lambda: is_lost)  # type: ignore[arg-type]
+
+
+def test_machines_exchange_values_and_do_not_wait_for_one_that_is_lost() -> None:
     pad = Pad()
-    first = Channel(pad, 0, 2, MessageSigner(b"ours"))
-    second = Channel(pad, 1, 2, MessageSigner(b"ours"), is_lost=lambda: True)
-    first.send("a", {"b": 1})
-    assert second.receive("a", dict) == {"b": 1}
-    assert second.receive("missing", dict) is None
+    first, second = channel(pad, 0), channel(pad, 1, is_lost=True)
+    assert second.exchange("a", {"b": 2}, dict, [0, 1]) == [None, {"b": 2}]
+    assert first.exchange("a", {"b": 1}, dict, [0, 1]) == [{"b": 1}, {"b": 2}]
     assert first.receive("missing", dict, 0.01) is None
-    assert second.seconds_behind() is None
-    first.send("clock/1/answered", {"seconds": time.time() + 60})
-    behind = second.seconds_behind()
-    assert behind is not None
-    assert 55 < behind < 65
 
 
-def test_what_a_stranger_writes_or_moves_is_not_believed() -> None:
+def test_messages_of_a_stranger_and_moved_ones_are_refused() -> None:
     pad = Pad()
-    channel = Channel(pad, 0, 2, MessageSigner(b"ours"))
-    Channel(pad, 1, 2, MessageSigner(b"theirs")).send("verdict", {"status": "good", "said": ""})
-    channel.send("verdict/old", {"status": "good", "said": ""})
-    pad.texts["doctor/moved"] = pad.texts["doctor/verdict/old"]
-    pad.set("doctor/plain", '{"status": "good", "said": ""}')
-    for key in ("verdict", "moved", "plain"):
+    first = channel(pad, 0)
+    channel(pad, 1, b"theirs").send("report", {"own": [], "pairs": []})
+    first.send("old", {"own": [], "pairs": []})
+    pad.texts["doctor/moved"] = pad.texts["doctor/old"]
+    pad.set("doctor/plain", '{"own": [], "pairs": []}')
+    for key in ("report", "moved", "plain"):
         with pytest.raises(BadMessage, match="unauthorized process"):
-            channel.receive(key, read_verdict)
-    assert channel.receive("verdict/old", read_verdict) == Finding("all machines", "good", "")
+            first.receive(key, MachineReport)
+    assert first.receive("old", MachineReport) == MachineReport([], [])
 
 
 ROW = {"num_bytes": 4096, "is_right": True, "median_seconds": 1e-4, "best_seconds": 1e-4}
@@ -503,69 +485,63 @@ ENDED = {"returned": [{"rows": [ROW], "copy_bytes_per_second": 5e9}], "why": "",
 
 
 @pytest.mark.parametrize(
-    ("read", "values"),
+    ("kind", "values"),
     [
-        (read_report, {}),
-        (read_report, {"own": 5, "pairs": []}),
-        (read_report, {"own": [{"name": "a"}], "pairs": []}),
-        (read_report, {"own": [], "pairs": ["text"]}),
-        (read_verdict, {"status": []}),
-        (read_verdict, []),
-        (read_ended, {**ENDED, "returned": []}),
-        (read_ended, {**ENDED, "returned": [{"rows": [], "copy_bytes_per_second": 1}]}),
-        (read_ended, {**ENDED, "returned": [{"rows": [{**ROW, "best_seconds": 0}], "copy_bytes_per_second": 1}]}),
-        (read_ended, {**ENDED, "returned": [{"rows": [{**ROW, "num_bytes": math.inf}], "copy_bytes_per_second": 1}]}),
-        (MachineFacts.from_json, {"name": "a"}),
-        (MachineFacts.from_json, []),
+        (MachineReport, {}),
+        (MachineReport, {"own": 5, "pairs": []}),
+        (MachineReport, {"own": [{"name": "a"}], "pairs": []}),
+        (MachineReport, {"own": [{"name": "a", "status": "splendid", "said": ""}], "pairs": []}),
+        (MachineReport, {"own": [], "pairs": ["text"]}),
+        (SideEnded, {**ENDED, "returned": [{"rows": [], "copy_bytes_per_second": 1}]}),
+        (SideEnded, {**ENDED, "returned": [{"rows": [{**ROW, "best_seconds": 0}], "copy_bytes_per_second": 1}]}),
+        (SideEnded, {**ENDED, "returned": [{"rows": [{**ROW, "num_bytes": math.inf}], "copy_bytes_per_second": 1}]}),
+        (SideEnded, {**ENDED, "returned": [{"rows": [ROW], "copy_bytes_per_second": math.nan}]}),
+        (MachineFacts, {"name": "a"}),
+        (MachineFacts, []),
     ],
 )
-def test_what_is_no_message_of_a_doctor_s_is_a_bad_finding(read: Callable[[Any], Any], values: Any) -> None:
+def test_a_message_of_another_type_is_a_bad_finding(kind: type[Any], values: Any) -> None:
     pad = Pad()
     pad.set("doctor/a", MessageSigner(b"ours").sign("doctor/a", values))
     with pytest.raises(BadMessage, match="not understood here") as raised:
-        Channel(pad, 0, 2, MessageSigner(b"ours")).receive("a", read)
+        channel(pad, 0).receive("a", kind)
     found = not_understood("machine 2", raised.value)
     assert found.status == "bad"
     assert "EVENSTEP_TOKEN" in found.advice
 
 
-def test_a_visit_that_a_stranger_speaks_into_ends_with_a_bad_finding() -> None:
+def test_a_check_that_a_stranger_disturbs_ends_with_a_bad_finding() -> None:
     pad, own = Pad(), Finding("python", "good", "")
-    pad.set("doctor/clock/1/asked", "{}")
-    first = _ClusterCheck(Channel(pad, 0, 2, MessageSigner(b"ours")), RankAssignment(0, 2, 0, 2), {}).findings([own])
+    pad.set("doctor/ready/1", "{}")
+    first = ClusterCheck(channel(pad, 0), RankAssignment(0, 2, 0, 2), {}).findings([own])
     assert [(one.name, one.status) for one in first] == [("python", "good"), ("other machines", "bad")]
-    pad.set("doctor/clock/1/answered", "{}")
-    channel = Channel(pad, 1, 2, MessageSigner(b"ours"))
-    (second,) = _ClusterCheck(channel, RankAssignment(1, 2, 1, 2), {}).findings([own])
+    pad.set("doctor/ready/0", "{}")
+    (second,) = ClusterCheck(channel(pad, 1, is_lost=True), RankAssignment(1, 2, 1, 2), {}).findings([own])
     assert second.status == "bad"
     assert "unauthorized process" in second.said
 
 
 def test_a_report_that_is_not_understood_is_a_bad_finding_beside_all_others() -> None:
     pad = Pad()
-    other = Channel(pad, 1, 2, MessageSigner(b"ours"))
-    other.send("clock/1/asked", {})
-    other.send("member/1", asdict(member("b")))
+    other = channel(pad, 1, is_lost=True)
+    other.send("ready/1", {})
+    other.send("member/1", asdict(member("b", clock_seconds=time.time())))
     other.send("report/1", {"findings": "none"})
-    # The other is gone by now: what it left is heard, and no attempt is made.
-    channel = Channel(pad, 0, 2, MessageSigner(b"ours"), is_lost=lambda: True)
-    found = {one.name: one for one in _ClusterCheck(channel, RankAssignment(0, 2, 0, 2), {}).findings([])}
+    # The other machine has left: its messages are read, and no attempt is made.
+    check = ClusterCheck(channel(pad, 0, is_lost=True), RankAssignment(0, 2, 0, 2), {})
+    found = {one.name: one for one in check.findings([])}
     assert found["b"].status == "bad"
     assert "not understood here" in found["b"].said
     assert found["clocks"].status == "good"
-    assert other.receive("verdict", read_verdict) == Finding(
-        "all machines", "bad", "the first machine prints what was found"
-    )
+    (verdict,) = ClusterCheck(other, RankAssignment(1, 2, 1, 2), {}).findings([])
+    assert (verdict.status, verdict.said) == ("bad", "the first machine prints what was found")
 
 
-def test_what_another_machine_measured_is_read_as_it_was_sent() -> None:
-    ended = read_ended(ENDED)
-    assert ended.is_well
-    assert judge(Trial("pair", both(ended, ended, True)), Reference()).status == "good"
-    assert not is_sound(
-        read_ended({**ENDED, "returned": [{"rows": [{**ROW, "is_right": "yes"}], "copy_bytes_per_second": 1}]})
-    )
-    assert read_ended({"returned": None, "why": "x" * 9999, "is_late": True}) == Ended(why="x" * 600, is_late=True)
+def test_what_another_machine_measured_is_judged_like_its_own() -> None:
+    ended = msgspec.convert(ENDED, SideEnded)
+    assert judge(Trial("pair", both(ended, ended)), Reference()).status == "good"
+    wrong = {**ENDED, "returned": [{"rows": [{**ROW, "is_right": False}], "copy_bytes_per_second": 1}]}
+    assert not is_sound(both(ended, msgspec.convert(wrong, SideEnded)))
 
 
 def test_rates_are_said_in_units_that_people_read() -> None:

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from evenstep.errors import EvenstepError
@@ -13,10 +12,7 @@ Status = Literal["good", "warn", "bad"]
 Number = int | float | str | bool | None
 STATUSES: tuple[Status, ...] = ("good", "warn", "bad")
 MAX_TEXT_CHARS = 600
-"""Characters of a text from NCCL or another machine."""
-MOST_NAME = 100
-"""Characters of a name from another machine."""
-MAX_NUMBERS = 200
+"""Characters of an error message."""
 
 
 @dataclass(frozen=True)
@@ -33,19 +29,6 @@ class Finding:
     def to_json(self) -> dict[str, Any]:
         """Plain values."""
         return {**vars(self), "numbers": dict(self.numbers)}
-
-    @classmethod
-    def from_json(cls, values: Mapping[str, Any]) -> Finding:
-        """Convert what another machine sent, with texts cut and numbers checked."""
-        status: Status = values["status"] if values["status"] in STATUSES else "bad"
-        name, said, advice = (str(values[name])[:MAX_TEXT_CHARS] for name in ("name", "said", "advice"))
-        numbers = list(values["numbers"].items())[:MAX_NUMBERS]
-        plain = {str(key)[:MOST_NAME]: _short(value) for key, value in numbers if isinstance(value, Number)}
-        return cls(name[:MOST_NAME], status, said, advice, plain)
-
-    def of(self, machine: str) -> Finding:
-        """The same finding, named after its machine."""
-        return replace(self, name=f"{machine}: {self.name}")
 
 
 @dataclass(frozen=True)
@@ -68,21 +51,6 @@ class Check:
             # Where no process of a trial can be started, none of a training can.
             advice = "are processes, open files and memory left? ulimit -a shows the limits" * self.is_trial
             return [Finding(self.name, "bad" if self.is_trial else "warn", why[:MAX_TEXT_CHARS], advice)]
-
-
-def finite(value: Any) -> float:
-    """A finite number from another machine; ValueError otherwise."""
-    number = float(value)
-    if not math.isfinite(number):
-        raise ValueError(f"{number} is no number")
-    return number
-
-
-def _short(value: Number) -> Number:
-    if isinstance(value, str):
-        return value[:MAX_TEXT_CHARS]
-    # JSON has no NaN or infinity.
-    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def worst(findings: Sequence[Finding]) -> Status:

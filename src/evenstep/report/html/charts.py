@@ -326,7 +326,7 @@ def _scaling(comparison: Comparison, scale: Scale, ends: list[int], ideal: list[
     return plot
 
 
-def _straight(plot: figure, x: list[float], y: list[float], name: str, line: Line) -> None:
+def _straight(plot: figure, x: Sequence[float], y: Sequence[float], name: str, line: Line) -> None:
     # The same tooltip as for other lines.
     columns = {"x": x, "y": y, "low": y, "high": y, "label": ["ideal" if name == "ideal" else ""] * 2}
     plot.add_glyph(ColumnDataSource(columns), line, name=name)

@@ -28,25 +28,23 @@ IN_THIS_PROCESS = "(in this process)"
 """For a task that nobody can find by a name."""
 
 # A field's limits, and the message for a value outside of them.
-Whole = Annotated[int, Meta(ge=1, le=LARGEST, description="it is a whole number from 1 up")]
+Whole = Annotated[int, Meta(ge=1, le=LARGEST, description="it must be a whole number, 1 or more")]
 Text = Annotated[
     str,
     Meta(
         pattern=f"^[^{BREAKS_LINES}]*$",
         max_length=4096,
-        description="it is one line of up to 4096 characters, without control characters and broken ones",
+        description="it must be one line of up to 4096 characters, without control characters",
     ),
 ]
-Seed = Annotated[int, Meta(ge=0, le=LARGEST, description="it goes from 0 to 2**63 - 1")]
+Seed = Annotated[int, Meta(ge=0, le=LARGEST, description="it must be from 0 to 2**63 - 1")]
 Workers = Annotated[
-    int, Meta(ge=0, le=LARGEST, description="it is the number of loader processes a rank has, from 0 up")
+    int, Meta(ge=0, le=LARGEST, description="it must be a number of loader processes per rank, 0 or more")
 ]
-Clip = Annotated[
-    float, Meta(gt=0, le=sys.float_info.max, description="it is the largest allowed gradient norm, such as 1.0")
-]
-Restarts = Annotated[int, Meta(ge=0, le=LARGEST, description="it is the number of crashes to restart after, from 0 up")]
-StallAfter = Annotated[float, Meta(ge=1, le=sys.float_info.max, description="it is a number of seconds, from 1 up")]
-CheckEvery = Annotated[int, Meta(ge=0, le=LARGEST, description="it is a number of steps, or 0 for never")]
+Clip = Annotated[float, Meta(gt=0, le=sys.float_info.max, description="it must be greater than 0, such as 1.0")]
+Restarts = Annotated[int, Meta(ge=0, le=LARGEST, description="it must be a number of crashes, 0 or more")]
+StallAfter = Annotated[float, Meta(ge=1, le=sys.float_info.max, description="it must be 1 second or more")]
+CheckEvery = Annotated[int, Meta(ge=0, le=LARGEST, description="it must be a number of steps, or 0 for never")]
 
 USUAL: dict[str, Any] = {"restarts": 0, "check_every": 100, "fast": "auto"}
 """Defaults that are not shown."""
@@ -63,7 +61,7 @@ class Plan:
     >>> Plan(task="digits", batch=512, strategy="ddp", devices=("cpu",) * 4, accumulate=2, epochs=1).arithmetic(
     ...     Lengths(60_000)
     ... )
-    '512 = 4 devices x 64 x 2 micro-batches, 118 steps an epoch (the last holds 96)'
+    'global batch 512 = 4 devices x 64 x 2 micro-batches; 118 steps per epoch (the last has 96 samples)'
     """
 
     batch: Whole
@@ -123,7 +121,7 @@ class Plan:
 
     def _check_launch(self) -> None:
         if (self.epochs is None) == (self.steps is None):
-            raise PlanError("a run is measured in epochs or in steps: give one of --epochs and --steps")
+            raise PlanError("--epochs and --steps exclude each other; give one of them")
         parse_rendezvous(self.machines, self.rendezvous)
         if self.machines is not None and not self._facts.several_machines:
             allowed = one_of(row for row in STRATEGIES.values() if row.several_machines)
@@ -167,9 +165,11 @@ class Plan:
         if self.batch < smallest:
             machines = self.most_devices // len(self.devices)
             of_machines = f"{machines} machines x " if machines > 1 else ""
+            num = len(self.devices)
+            parts = f" x {self.accumulate} micro-batches" if self.accumulate > 1 else ""
             raise PlanError(
-                f"a global batch of {self.batch} does not fill {of_machines}{len(self.devices)} devices x "
-                f"{self.accumulate} micro-batches; use --batch {smallest} or more"
+                f"a global batch of {self.batch} is too small for {of_machines}{num} device{'s' * (num > 1)}{parts}; "
+                f"use --batch {smallest} or more"
             )
 
     def steps_an_epoch(self, num_samples: int) -> int:
@@ -218,7 +218,8 @@ class Plan:
         if machines[0] != machines[1]:
             each = f"{len(self.devices)} device{'s' * (len(self.devices) > 1)} each"
             return (
-                f"{self.batch} over {machines[0]} to {machines[1]} machines, {each}, {self._epochs_in_words(lengths)}"
+                f"global batch {self.batch} over {machines[0]} to {machines[1]} machines, {each}; "
+                f"{self._epochs_in_words(lengths)}"
             )
         num = machines[0] * len(self.devices)
         micro_sizes = {
@@ -230,7 +231,7 @@ class Plan:
         parts = f" x {self.accumulate} micro-batches" if self.accumulate > 1 else ""
         devices = "1 device" if len(self.devices) == 1 else f"{len(self.devices)} devices"
         devices = f"{machines[0]} machines x {devices}" if machines[0] > 1 else devices
-        return f"{self.batch} = {devices} x {sizes}{parts}, {self._epochs_in_words(lengths)}"
+        return f"global batch {self.batch} = {devices} x {sizes}{parts}; {self._epochs_in_words(lengths)}"
 
     def _epochs_in_words(self, lengths: Lengths) -> str:
         if lengths.rest is None:
@@ -238,8 +239,8 @@ class Plan:
         steps = self.steps_an_epoch(lengths.rest)
         growing = "".join(f"{self.steps_an_epoch(length)}, " for length in lengths.first)
         last = lengths.rest % self.batch
-        short = f" (the last holds {last})" if last and steps > 1 else ""
-        return f"{growing}{'then ' if growing else ''}{steps} step{'s' * (steps != 1)} an epoch{short}"
+        short = f" (the last has {last} samples)" if last and steps > 1 else ""
+        return f"{growing}{'then ' if growing else ''}{steps} step{'s' * (steps != 1)} per epoch{short}"
 
     def describe(self) -> str:
         """The plan as a block for people; what is left at 'none' or 'off' is not shown."""
@@ -284,6 +285,8 @@ def parse_devices(text: str) -> int | tuple[str, ...]:
 def check_device_names(devices: Iterable[str]) -> None:
     """Refuse what names no device, on this machine or another."""
     for device in devices:
+        if device.isdigit():
+            raise PlanError("--devices takes a count, such as 2, or a list of names, such as cpu,cpu; not both in one")
         if not _DEVICE.fullmatch(device):
             raise PlanError(
                 f"unknown device {shorten(repr(device))}; write cpu, mps or cuda:0, or a count such as --devices 2"
@@ -302,7 +305,10 @@ def parse_rendezvous(machines: str | None, rendezvous: str | None) -> tuple[tupl
         return None
     least_and_most = parse_machines(machines) if machines is not None else (1, 1)
     if machines is None or rendezvous is None:
-        raise PlanError("--machines and --rendezvous go together: --machines 2:4 --rendezvous head:29400")
+        raise PlanError(
+            "--machines and --rendezvous go together: --machines 2 --rendezvous node0:29400, where node0 is the first "
+            "machine"
+        )
     return parse_address(rendezvous), least_and_most
 
 

@@ -255,7 +255,8 @@ class Record:
         """The Record of a run folder (or of a record file); of a long run, perhaps with rows of some `kinds` alone."""
         path = Path(run) / FILE if os.path.isdir(run) else Path(run)
         if not os.path.isfile(path):
-            raise BadInput(f"{shorten(str(run))} is no run folder: it has no {FILE}")
+            why = f"is not a run folder (it has no {FILE})" if os.path.exists(run) else "does not exist"
+            raise BadInput(f"{shorten(str(run))} {why}; give a run folder, such as runs/2026-11-15-digits-ddp")
         reader = RecordReader(path)
         try:
             with path.open("rb") as file:

@@ -37,14 +37,14 @@ class Schema(Generic[T]):
     holds: Any
     """A `type[T]`, or a union, which has no such name."""
     name: str
-    """`comparison`, in `x is no comparison: ...`."""
+    """`comparison`, in `x is not a comparison: ...`."""
     error: type[BadInput] = BadInput
     advice: str = ""
 
     def read(self, path: Path) -> T:
         """The value in a file."""
         if not os.path.isfile(path):  # Unlike Path's, it has no error of its own: for a name that is too long, say.
-            raise self.refusal(path, "there is no such file")
+            raise self.error(f"{shorten(str(path))} does not exist{f'; {self.advice}' if self.advice else ''}")
         try:
             text = path.read_bytes()
         except OSError as error:
@@ -78,7 +78,7 @@ class Schema(Generic[T]):
     def refusal(self, where: object, why: str) -> BadInput:
         """The error to raise."""
         advice = f"; {self.advice}" if self.advice else ""
-        return self.error(f"{shorten(str(where))} is no {self.name}: {shorten(why)}{advice}")
+        return self.error(f"{shorten(str(where))} is not a {self.name}: {shorten(why)}{advice}")
 
     @cached_property
     def _decoder(self) -> msgspec.json.Decoder[Any]:
@@ -100,7 +100,7 @@ def check(name: str, given: object, hint: Any, error: type[BadInput]) -> None:
         choices = get_args(hint) if get_origin(hint) is not Literal else (hint,)
         for choice in choices:
             if get_origin(choice) is Literal:
-                raise error(f"unknown {name} {shown}; {_allowed(given, get_args(choice))}") from None
+                raise error(f"{name} is {shown}; {_allowed(given, get_args(choice))}") from None
         meta = [one for choice in (hint, *choices) for one in get_args(choice) if isinstance(one, Meta)]
         raise error(f"{name} is {shown}; {meta[0].description if meta else in_words(wrong)}") from None
 
@@ -127,8 +127,11 @@ def read_variables(kind: type[T], environment: Mapping[str, str]) -> T:
 
 
 def _allowed(given: object, names: Sequence[str]) -> str:
-    close = difflib.get_close_matches(str(given)[:MAX_CHARACTERS], names, n=1)
-    return f"allowed are {', '.join(names)}" + (f"; did you mean {close[0]}?" if close else "")
+    """`choose auto or off; did you mean off?`"""
+    *most, last = names
+    close = difflib.get_close_matches(str(given)[:MAX_CHARACTERS], names, n=2)
+    choose = f"choose {', '.join(most)} or {last}" if most else f"the only choice is {last}"
+    return choose + (f"; did you mean {' or '.join(close)}?" if close else "")
 
 
 @cache

@@ -22,7 +22,7 @@ class StrategyFacts:
     summary: str
     """One line for help and docs."""
     known_as: str = ""
-    """What torch calls it, where that says more than the name."""
+    """For lists of all strategies, where it says more than the name."""
     processes_per_device: bool = False
     """True: one process for each device. False: one process drives them all."""
     drives_from_first: bool = False
@@ -73,6 +73,7 @@ _ROWS = (
         name=DEFAULT_IN_ONE_PROCESS,
         location="evenstep.strategies.dp:DP",
         summary="one process, one replica and one thread for each device",
+        known_as="one process, a thread per device",
         needs_several_devices=True,
         mixes_device_kinds=True,
         compiles=False,
@@ -152,7 +153,7 @@ def listed() -> str:
     """All of them for help, with torch's names where these say more.
 
     >>> listed()
-    'single, dp, ddp, fsdp or dp-torch (nn.DataParallel)'
+    'single, dp (one process, a thread per device), ddp, fsdp or dp-torch (nn.DataParallel)'
     """
     shown = [f"{row.name} ({row.known_as})" if row.known_as else row.name for row in STRATEGIES.values()]
     return f"{', '.join(shown[:-1])} or {shown[-1]}"

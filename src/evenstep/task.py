@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import importlib
 import importlib.util
 import inspect
@@ -14,7 +15,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, Any, TypeAlias
 
-from evenstep.errors import EvenstepError, TaskError, shorten
+from evenstep.errors import MAX_CHARACTERS, EvenstepError, TaskError, shorten
 
 if TYPE_CHECKING:
     import torch
@@ -115,6 +116,8 @@ def call_task(source: TaskFunction | Task, data: str | None = None) -> Task:
     if set(needed) - {"data"}:
         raise TaskError(f"{name}({', '.join(needed)}) needs more than it gets; it may take `data` (--data) or nothing")
     folder = parameters.get("data")
+    if data is not None and folder is None and all(one.kind is not one.VAR_KEYWORD for one in parameters.values()):
+        raise TaskError(f"{name}() takes no data folder; leave --data out, or give the function a parameter `data`")
     takes_folder = folder is not None and (data is not None or folder.default is folder.empty)
     try:
         made = source(data=data) if takes_folder else source()
@@ -135,8 +138,10 @@ def find_task(spec: str) -> TaskFunction | Task:
     elif name or (colon and place not in BUILT_IN):
         module = _import_module(place)
     else:
+        close = difflib.get_close_matches(spec[:MAX_CHARACTERS], BUILT_IN, n=1)
         raise TaskError(
-            f"no task called {spec!r}; built in are {', '.join(BUILT_IN)}.\n"
+            f"no task called {spec!r}; {f'did you mean {close[0]}? ' if close else ''}"
+            f"Built in are {', '.join(BUILT_IN)}.\n"
             "Your own is given as file.py, file.py:function or package.module:function."
         )
     return _pick(module, place, name if colon else None)
@@ -206,7 +211,10 @@ def _pick(module: ModuleType, place: str, name: str | None) -> TaskFunction | Ta
         return found
     candidates = _candidates(module)
     if not candidates:
-        raise TaskError(f"{place} has no task; add a function: def task() -> Task: return Task(...)")
+        raise TaskError(
+            f"{place} has no task; add a function that returns an evenstep.Task:\n"
+            "def task() -> Task: return Task(model=..., train=..., loss=..., optimizer=...)"
+        )
     if name is not None:
         specs = ", ".join(f"{place}:{candidate}" for candidate in candidates)
         raise TaskError(f"{place + ':'!r} names no function; choose from {specs}")
@@ -252,7 +260,7 @@ def _import_file(path: Path) -> ModuleType:
     try:
         module_spec.loader.exec_module(module)
     except (Exception, SystemExit) as error:
-        raise TaskError(f"{path} does not import: {describe(error, str(path))}") from error
+        raise TaskError(f"{path} cannot be imported: {describe(error, str(path))}") from error
     return module
 
 
@@ -262,7 +270,7 @@ def _import_module(name: str) -> ModuleType:
     try:
         return importlib.import_module(name)
     except (Exception, SystemExit) as error:
-        raise TaskError(f"module {name} does not import: {describe(error)}") from error
+        raise TaskError(f"module {name} cannot be imported: {describe(error)}") from error
 
 
 def describe(error: BaseException, prefer: str | None = None) -> str:

@@ -194,7 +194,7 @@ def comparison(folder: Path, task: str = "digits", why: str = "") -> Comparison:
         command=f"evenstep compare {task} --devices 1,2",
         created="2026-11-15 12:00",
         advice=[
-            "ddp: 1.70x on 2 devices, memory even; dp 1.16x, device 0 holds all the gradients.",
+            "ddp: 1.70x on 2 devices, even memory; dp 1.16x, device 0 holds all the gradients.",
             "Next: communication that is not hidden takes 6 % of the step; without it, ddp would give 1.81x.",
             *([why] if why else []),
         ],

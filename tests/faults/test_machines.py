@@ -495,8 +495,8 @@ def test_a_second_machine_hears_why_the_first_one_refuses(tmp_path: Path) -> Non
         second.train(first, "2", "--batch", "1")
         time.sleep(3)
         first.train(first, "2", "--batch", "1")
-        assert_ends(first, 2, 20, "a global batch of 1 does not fill 2 machines")
-        assert_ends(second, 2, 10, "a global batch of 1 does not fill 2 machines")
+        assert_ends(first, 2, 20, "a global batch of 1 is too small for 2 machines")
+        assert_ends(second, 2, 10, "a global batch of 1 is too small for 2 machines")
 
 
 def test_a_stall_on_the_second_machine_is_explained_on_the_first(tmp_path: Path) -> None:

@@ -13,7 +13,7 @@ from tests.faults.runs import FOLDER, fail, train
 def test_a_rank_that_leaves_without_a_word_is_the_cause_and_no_other(strategy: str) -> None:  # 36
     ended = train("--strategy", strategy, fault=fail("leave", rank=1, step=4))
     assert ended.code == 1
-    assert ended.report[0] == "rank 1 ended with exit code 0 at step 4, in forward and left no report"
+    assert ended.report[0] == "rank 1 exited with code 0 at step 4, in forward and left no report"
     assert "os._exit" in ended.report[1]
 
 
@@ -21,7 +21,7 @@ def test_a_rank_that_leaves_without_a_word_is_the_cause_and_no_other(strategy: s
 def test_a_run_whose_ranks_all_leave_is_not_done() -> None:  # 36
     ended = train("--strategy", "ddp", fault=fail("leave", rank=0, step=4), devices=1)
     assert ended.code == 1
-    assert ended.report[0].startswith("rank 0 ended with exit code 0 at step 4")
+    assert ended.report[0].startswith("rank 0 exited with code 0 at step 4")
 
 
 @pytest.mark.slow

@@ -126,7 +126,7 @@ def test_a_comparison_has_a_table_a_recommendation_and_a_page() -> None:
     for label in ("single", "dp x 2", "ddp x 2", "fsdp x 2"):
         assert f"\n{label} " in f"\n{ended.stdout}"
     assert ended.stdout.count("✓ same") == 3
-    assert "Use " in ended.stdout
+    assert "Recommended: " in ended.stdout
     assert "Bottleneck: " in ended.stdout
     assert "round 2 of 2: fsdp x 2\nround 2 of 2: ddp x 2\nround 2 of 2: dp x 2\nround 2 of 2: single" in ended.stderr
     page = Path("runs/mine/page.html").read_text()
@@ -210,7 +210,7 @@ def test_a_way_that_learns_something_else_is_marked_and_not_recommended() -> Non
     single, ddp = found["rows"]
     assert (single["parity"], ddp["parity"]) == ("reference", "differs")
     assert "BatchNorm" in ddp["why"]
-    assert found["advice"][0].startswith("Use single")
+    assert found["advice"][0].startswith("Recommended: single")
     assert "but it does not match single" in found["advice"][1]
 
 

@@ -119,8 +119,8 @@ def test_a_pipe_gets_plain_words_without_control_bytes_and_an_exit_code_that_fit
     done = doctor(NCCL_TOPO_FILE="\x1b[31mred[bold]")
     said = done.stdout
     (pair,) = [line for line in said.splitlines() if "2 x cpu, gloo" in line]
-    assert "sums right" in pair
-    summary = re.fullmatch(r"(\d+) good, (\d+) to look at, (\d+) bad \(\d+ s\)", said.splitlines()[-1])
+    assert "all-reduce is correct" in pair
+    summary = re.fullmatch(r"(\d+) good, (\d+) warnings, (\d+) bad \(\d+ s\)", said.splitlines()[-1])
     assert summary is not None, said
     # A machine that runs tests need not be sound; what is said of it, counted and returned must agree.
     counted = [len(re.findall(f"(?m)^{status} ", said)) for status in ("good", "warn", "bad")]
@@ -180,7 +180,7 @@ def test_a_terminal_gets_ticks() -> None:
     process.wait(timeout=60)
     terminal.close()
     assert "✓" in terminal.shown
-    assert "sums right" in terminal.shown
+    assert "all-reduce is correct" in terminal.shown
 
 
 def _start(machine: Host, folder: Path, head: Host, **environment: str) -> subprocess.Popen[bytes]:

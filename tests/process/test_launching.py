@@ -143,7 +143,7 @@ def test_a_module_runs_as_python_m_would_and_its_exit_code_is_told(folder: Path)
     assert done.stdout == "['0', '--more'] __main__\n"
     failed = evenstep("run", "-m", "package.program", "3")
     assert failed.returncode == 1
-    assert "rank 0 ended with exit code 3" in failed.stderr
+    assert "rank 0 exited with code 3" in failed.stderr
     assert workers_of(folder) == []
 
 

@@ -160,12 +160,12 @@ def test_without_the_package_it_is_refused_before_the_start(monkeypatch: pytest.
 
 
 def test_an_unknown_tracker_is_refused_with_those_that_are_known() -> None:
-    with pytest.raises(PlanError, match=r"unknown log 'tensorbord'; allowed are tensorboard; did you mean"):
+    with pytest.raises(PlanError, match=r"log is 'tensorbord'; the only choice is tensorboard; did you mean"):
         Plan(batch=8, steps=1, log="tensorbord")
 
 
 def test_a_profile_of_no_steps_is_refused() -> None:
-    with pytest.raises(PlanError, match="profile is 0; it is a whole number from 1 up"):
+    with pytest.raises(PlanError, match="profile is 0; it must be a whole number, 1 or more"):
         Plan(batch=8, steps=1, profile=0)
 
 

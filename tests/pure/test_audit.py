@@ -431,7 +431,7 @@ def test_a_run_without_samples_is_refused() -> None:
 def test_no_run_and_no_run_folder_are_refused() -> None:
     with pytest.raises(BadInput, match="no run given"):
         audit([])
-    with pytest.raises(BadInput, match=r"nowhere is no run folder: it has no record.jsonl"):
+    with pytest.raises(BadInput, match=r"nowhere does not exist; give a run folder"):
         audit(["nowhere"])
 
 
@@ -455,7 +455,9 @@ def test_a_record_that_does_not_say_how_samples_are_drawn_is_refused(data: Any) 
     (folder / RECORD).write_text(json.dumps({"kind": "start", "plan": PLAN.to_json(), "machine": {}, "data": data}))
     with (folder / RECORD).open("a") as file:
         file.write("\n")
-    with pytest.raises(BadInput, match=r"does not say how its samples are drawn|is no record of a run: line 1, data"):
+    with pytest.raises(
+        BadInput, match=r"does not say how its samples are drawn|is not a record of a run: line 1, data"
+    ):
         audit([folder])
 
 

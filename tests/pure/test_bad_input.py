@@ -92,39 +92,39 @@ def refused(evenstep: Callable[..., Ended]) -> Refused:
     ("arguments", "said"),
     [
         ("train", ["no task given; try: evenstep train digits"]),
-        ("train digit", ["no task called 'digit'; built in are digits,", "file.py:function"]),
+        ("train digit", ["no task called 'digit'; did you mean digits? Built in are digits,", "file.py:function"]),
         ("train some/folder", ["no file some/folder", "a Python file of yours"]),
         ("train gone.py", ["no file gone.py", "a Python file of yours"]),
         ("train my_task.py:other", ["my_task.py has no 'other'; it has task"]),
         ("train my_task.py:", ["'my_task.py:' names no function; choose from my_task.py:task"]),
-        ("train my_task.py --strategy dpp", ["unknown strategy 'dpp'; allowed are single", "; did you mean d"]),
+        ("train my_task.py --strategy dpp", ["unknown strategy 'dpp'; choose single", "; did you mean d"]),
         ("train my_task.py --strategy simple", ["unknown strategy 'simple'", "; did you mean single?"]),
         ("train my_task.py --devices gpu", ["unknown device 'gpu'; write cpu, mps or cuda:0"]),
         ("train my_task.py --devices cpu,tpu", ["unknown device 'tpu'; write cpu, mps or cuda:0"]),
-        ("train my_task.py --precision fp23", ["unknown precision 'fp23'; allowed are fp64", "; did you mean"]),
+        ("train my_task.py --precision fp23", ["precision is 'fp23'; choose fp64", "; did you mean"]),
         (
             "train my_task.py --precision tf32 --devices cpu",
             ["tf32 exists on CUDA devices only", "use --precision fp32 or bf16"],
         ),
-        ("train my_task.py --batch 0", ["batch is 0; it is a whole number from 1 up"]),
-        ("train my_task.py --batch -3", ["batch is -3; it is a whole number from 1 up"]),
+        ("train my_task.py --batch 0", ["batch is 0; it must be a whole number, 1 or more"]),
+        ("train my_task.py --batch -3", ["batch is -3; it must be a whole number, 1 or more"]),
         (
             "train my_task.py --batch 21",
             ["a global batch of 21 is larger than the 20 training", "use --batch 20 or less"],
         ),
-        ("train my_task.py --batch five", ["'--batch'", "see evenstep train --help"]),
+        ("train my_task.py --batch five", ["--batch is 'five'", "see evenstep train --help"]),
         (
             "train my_task.py --devices cpu,cpu --accumulate 3",
-            ["a global batch of 5 does not fill 2 devices x 3 micro-batches; use --batch 6 or more"],
+            ["a global batch of 5 is too small for 2 devices x 3 micro-batches; use --batch 6 or more"],
         ),
         ("train my_task.py --devices cuda:7", ["device cuda:7 does not exist: this machine has", "use --devices cpu"]),
         ("train my_task.py --devices 10000", ["10000", "use --devices "]),
         ("train my_task.py --devices 99999999999999999999", ["99999999999999999999", "use --devices "]),
         ("train my_task.py --devices 0", ["0 devices were requested; give 1 or more"]),
         ("train my_task.py --devices cpu,cpu --strategy single", ["single runs on one device and 2", "--strategy dp"]),
-        ("train my_task.py --epochs 1 --steps 1", ["give one of --epochs and --steps"]),
-        ("train my_task.py --steps 0", ["steps is 0; it is a whole number from 1 up"]),
-        ("train my_task.py --seed -1", ["seed is -1; it goes from 0 to 2**63 - 1"]),
+        ("train my_task.py --epochs 1 --steps 1", ["exclude each other; give one of them"]),
+        ("train my_task.py --steps 0", ["steps is 0; it must be a whole number, 1 or more"]),
+        ("train my_task.py --seed -1", ["seed is -1; it must be from 0 to 2**63 - 1"]),
         ("train my_task.py --name a/b", ["'a/b' cannot name a run; use letters, digits"]),
         ("train my_task.py --name .hidden", ["'.hidden' cannot name a run; use letters, digits"]),
         ("train my_task.py --name ..", ["'..' cannot name a run; use letters, digits"]),
@@ -135,11 +135,14 @@ def refused(evenstep: Callable[..., Ended]) -> Refused:
         ("tarin my_task.py", ["No such command 'tarin'", "--help"]),
         ("train my_task.py --resume runs/gone", ["runs/gone does not exist; give a run folder"]),
         ("train my_task.py --resume gone.pt", ["gone.pt does not exist; give a run folder"]),
-        ("train my_task.py --resume .", [". holds no checkpoint; one is written at the end of every epoch"]),
-        ("train --plan gone.json", ["gone.json is no plan", "give the plan.json of a run folder"]),
-        ("train --plan my_task.py", ["my_task.py is no plan", "give the plan.json of a run folder"]),
+        (
+            "train my_task.py --resume .",
+            [". is neither a checkpoint nor a run folder with one"],
+        ),
+        ("train --plan gone.json", ["gone.json does not exist", "give the plan.json of a run folder"]),
+        ("train --plan my_task.py", ["my_task.py is not a plan", "give the plan.json of a run folder"]),
         ("checkpoint inspect gone", ["gone does not exist; give a run folder"]),
-        ("run gone.py", ["no file gone.py; give the script first"]),
+        ("run gone.py", ["gone.py does not exist; write: evenstep run"]),
         ("run --devices 0 my_task.py", ["0 devices were requested; give 1 or more"]),
         ("run --nproc-per-node two my_task.py", ["--devices is 'two'; write a number such as 2, or gpu, cpu or auto"]),
         ("run --rdzv_id=5 my_task.py", ["no option --rdzv_id; omit it: machines of one run identify each other"]),
@@ -165,10 +168,10 @@ def test_a_command_without_arguments_shows_its_help(evenstep: Callable[..., Ende
 
 def test_a_message_is_printed_as_it_is(refused: Refused) -> None:
     assert refused("train", "[bold]:100:") == (
-        "module [bold] does not import: ModuleNotFoundError: No module named '[bold]'"
+        "module [bold] cannot be imported: ModuleNotFoundError: No module named '[bold]'"
     )
     assert refused("train", "[bold]:\x1b[31m") == (
-        r"'[bold]:\x1b[31m' on the command line holds a control character, or bytes that are no UTF-8"
+        r"'[bold]:\x1b[31m' on the command line holds a control character, or bytes that are not UTF-8"
     )
     assert refused("train", "digits", "--resume", "a:100:b").startswith("a:100:b does not exist")
 
@@ -178,12 +181,12 @@ def test_a_message_is_printed_as_it_is(refused: Refused) -> None:
     [
         (
             "import nowhere",
-            ["my_task.py does not import: ModuleNotFoundError: No module named 'nowhere'", "_task.py:1)"],
+            ["my_task.py cannot be imported: ModuleNotFoundError: No module named 'nowhere'", "_task.py:1)"],
         ),
-        ("def task(:", ["my_task.py does not import: SyntaxError", "my_task.py, line 1)"]),
-        ("raise ValueError('one\\ntwo\\nthree')", ["my_task.py does not import: ValueError: one two three"]),
-        ("exit()", ["my_task.py does not import: SystemExit"]),
-        ("x = 1", ["my_task.py has no task; add a function: def task() -> Task: return Task(...)"]),
+        ("def task(:", ["my_task.py cannot be imported: SyntaxError", "my_task.py, line 1)"]),
+        ("raise ValueError('one\\ntwo\\nthree')", ["my_task.py cannot be imported: ValueError: one two three"]),
+        ("exit()", ["my_task.py cannot be imported: SystemExit"]),
+        ("x = 1", ["my_task.py has no task; add a function that returns an evenstep.Task:"]),
         (
             "from evenstep import Task\ndef a() -> Task: ...\ndef b() -> Task: ...",
             ["my_task.py has 2 tasks: a, b; choose one with my_task.py:a"],
@@ -334,9 +337,9 @@ def test_a_truncated_checkpoint_is_refused(run: Path, refused: Refused) -> None:
 def test_a_folder_that_is_no_checkpoint_is_refused(refused: Refused) -> None:
     write_task()
     Path("folder").mkdir()
-    assert "folder holds no checkpoint; one is written at the end of every epoch" in refused(*resume(Path("folder")))
+    assert "folder is neither a checkpoint nor a run folder with one" in refused(*resume(Path("folder")))
     Path("folder/state.json").write_text("{}")
-    assert "folder is no checkpoint: its SHA256SUMS cannot be read" in refused(*resume(Path("folder")))
+    assert "folder is not a checkpoint: its SHA256SUMS cannot be read" in refused(*resume(Path("folder")))
 
 
 @pytest.mark.parametrize("where", ["", "checkpoints/latest"])
@@ -451,7 +454,7 @@ def test_a_file_that_holds_no_weights_is_refused(refused: Refused, name: str, co
     write_task()
     Path(name).write_bytes(content)
     message = refused(*from_file(name, *more))
-    assert f"{name} is no weights file (" in message
+    assert f"{name} is not a weights file" in message
     assert "give a .safetensors file" in message
 
 
@@ -461,7 +464,7 @@ def test_a_truncated_file_of_weights_is_refused(refused: Refused) -> None:
     save_file(WEIGHTS, "weights.safetensors")
     for name in ("weights.pt", "weights.safetensors"):
         os.truncate(name, Path(name).stat().st_size - 20)
-        assert f"{name} is no weights file (" in refused(*from_file(name))
+        assert f"{name} is not a weights file" in refused(*from_file(name))
 
 
 def test_weights_of_another_model_are_refused_with_the_first_differences(refused: Refused) -> None:

@@ -284,7 +284,7 @@ def test_drop_last_is_followed_from_the_schedule_to_the_audit(train: Callable[..
     ended = train(f"{EIGHTEEN}, batch=None, {COSINE}", "--audit")
     assert ended.code == 0, ended.err
     assert "drop_last leaves 2 of 18 samples out of each epoch, its short last batch\n" in ended.err
-    assert "8 = 1 device x 8, 2 steps an epoch\n" in ended.err
+    assert "global batch 8 = 1 device x 8; 2 steps per epoch\n" in ended.err
     assert "16 samples x 2 epochs, 0 repeated, 0 missed, 4 left out by drop_last\n" in ended.out
     record = Record.read("runs/tried")
     assert [step.samples for step in record.steps] == [8, 8, 8, 8]

@@ -74,9 +74,9 @@ DAMAGE = {
     flip_a_byte: "is damaged: weights.safetensors is not what was written (SHA-256 differs)",
     truncate: "is damaged: optimizer.safetensors is not what was written (SHA-256 differs)",
     delete: "is damaged: state.json is missing",
-    delete_sums: "is no checkpoint: its SHA256SUMS cannot be read",
-    scramble_sums: "is no checkpoint: its SHA256SUMS cannot be read",
-    forget_weights: "is no whole checkpoint: SHA256SUMS does not list weights.safetensors",
+    delete_sums: "is not a checkpoint: its SHA256SUMS cannot be read",
+    scramble_sums: "is not a checkpoint: its SHA256SUMS cannot be read",
+    forget_weights: "is not a complete checkpoint: SHA256SUMS does not list weights.safetensors",
 }
 damaged_in_any_way = pytest.mark.parametrize("damage", DAMAGE, ids=lambda damage: damage.__name__)
 
@@ -146,10 +146,11 @@ def test_what_is_no_checkpoint_is_refused() -> None:
     Path("runs/empty").mkdir(parents=True)
     Path("notes.txt").write_text("milk")
     with pytest.raises(
-        CheckpointError, match="runs/empty holds no checkpoint; one is written at the end of every epoch"
+        CheckpointError,
+        match="runs/empty is neither a checkpoint nor a run folder with one",
     ):
         files.find("runs/empty")
-    with pytest.raises(CheckpointError, match=r"notes\.txt holds no checkpoint"):
+    with pytest.raises(CheckpointError, match=r"notes\.txt is neither a checkpoint nor a run folder with one"):
         files.find("notes.txt")
     with pytest.raises(CheckpointError, match="runs/gone does not exist; give a run folder, such as runs/"):
         files.find("runs/gone")
@@ -175,7 +176,7 @@ def test_a_state_that_is_no_json_table_is_refused_although_its_sum_is_right(cont
             files.STATE: lambda file: file.write_text(content),
         },
     )
-    with pytest.raises(CheckpointError, match=r"step-00000006/state\.json is no state of a checkpoint: "):
+    with pytest.raises(CheckpointError, match=r"step-00000006/state\.json is not a state of a checkpoint: "):
         files.read_state(path)
     assert files.find("runs/one")[0] == older.resolve()
 
@@ -194,7 +195,7 @@ def test_a_state_that_is_no_json_table_is_refused_although_its_sum_is_right(cont
 )
 def test_a_state_with_a_wrong_field_is_refused_by_its_name(changes: dict[str, Any], message: str) -> None:
     path = save(3, **changes)
-    with pytest.raises(CheckpointError, match=rf"step-00000003/state\.json is no state of a checkpoint: {message}"):
+    with pytest.raises(CheckpointError, match=rf"step-00000003/state\.json is not a state of a checkpoint: {message}"):
         files.read_state(path)
 
 

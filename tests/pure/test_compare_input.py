@@ -31,13 +31,13 @@ def task() -> Task:
     [
         (
             ("my_task.py", "--strategies", "dpp"),
-            "unknown strategies 'dpp'; allowed are single, dp, ddp, fsdp",
+            "unknown strategy 'dpp'; choose from single, dp, ddp, fsdp",
         ),
         (("my_task.py", "--devices", "two"), "device"),
         (("my_task.py", "--devices", "0,1"), "0 devices were requested"),
         (("nothing.py",), "no file nothing.py"),
         (("my_task.py", "--rounds", "0"), "--rounds"),
-        (("my_task.py", "--batch", "1", "--devices", "1,2"), "a global batch of 1 does not fill"),
+        (("my_task.py", "--batch", "1", "--devices", "1,2"), "a global batch of 1 is too small for"),
     ],
 )
 def test_bad_input_is_refused_with_code_2(evenstep: Callable[..., Any], arguments: tuple[str, ...], said: str) -> None:
@@ -56,5 +56,5 @@ def test_single_comes_first_and_others_where_they_make_sense() -> None:
 
 
 def test_two_lists_of_as_many_devices_are_for_two_commands() -> None:
-    with pytest.raises(PlanError, match="names two lists of as many devices"):
+    with pytest.raises(PlanError, match="names two lists of the same length"):
         find_configs(None, "cpu,cpu/cpu,cpu")

@@ -272,7 +272,9 @@ def test_each_variable_is_judged_and_the_rest_is_listed() -> None:
 
 
 def test_nothing_set_is_good() -> None:
-    assert [(one.status, one.said) for one in variables({"HOME": "/"})] == [("good", "nothing is set")]
+    assert [(one.status, one.said) for one in variables({"HOME": "/"})] == [
+        ("good", "no variable is set that changes a run")
+    ]
 
 
 @pytest.mark.parametrize(
@@ -584,7 +586,7 @@ def test_the_exit_code_is_1_if_something_is_bad_and_0_if_not(
 
 
 def test_help_has_examples(evenstep: Callable[..., Finished]) -> None:
-    assert "evenstep doctor --machines 2 --rendezvous head:29400" in evenstep("doctor", "--help").out
+    assert "evenstep doctor --machines 2 --rendezvous node0:29400" in evenstep("doctor", "--help").out
 
 
 def test_the_name_of_this_machine_is_looked_at() -> None:

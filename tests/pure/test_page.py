@@ -111,7 +111,7 @@ def test_a_page_of_a_comparison_says_in_words_all_that_its_charts_show(compared:
         "without input",
     ):
         assert words in text
-    assert "ddp: 1.70x on 2 devices, memory even" in text
+    assert "ddp: 1.70x on 2 devices, even memory" in text
     assert "evenstep compare digits --devices 1,2" in text
     assert "The Records of ddp x 4 are missing" in text
 
@@ -242,7 +242,7 @@ def test_helpful_errors(evenstep: Callable[..., Ended], tmp_path: Path, monkeypa
     examples.comparison(tmp_path)
     run = examples.write_record(examples.record("ddp", 2), tmp_path / "a")
     said = {
-        "is no run folder": evenstep("report", "nowhere"),
+        "nowhere does not exist": evenstep("report", "nowhere"),
         "is a comparison, and a page holds one; give it alone": evenstep("report", run, tmp_path),
         "cannot be written (No such file or directory); give another path with --out": evenstep(
             "report", run, "--out", "no/such/page.html"
@@ -394,7 +394,7 @@ def test_the_server_answers_two_paths_by_its_own_name_and_nothing_else(tmp_path:
 
 def test_a_file_that_is_no_record_is_refused_by_the_live_page(tmp_path: Path) -> None:
     (tmp_path / "record.jsonl").write_text("[]\n")
-    with pytest.raises(BadInput, match="is no record of a run"):
+    with pytest.raises(BadInput, match="is not a record of a run"):
         Watched(tmp_path).news()
 
 

@@ -33,21 +33,25 @@ def make(**values: Any) -> Plan:
         (
             {"batch": 512, "strategy": "ddp", "devices": cpus(4), "accumulate": 2},
             60_000,
-            "512 = 4 devices x 64 x 2 micro-batches, 118 steps an epoch (the last holds 96)",
+            "global batch 512 = 4 devices x 64 x 2 micro-batches; 118 steps per epoch (the last has 96 samples)",
         ),
         (
             {"batch": 500, "strategy": "ddp", "devices": cpus(4)},
             60_000,
-            "500 = 4 devices x 125, 120 steps an epoch",
+            "global batch 500 = 4 devices x 125; 120 steps per epoch",
         ),
-        ({"batch": 10, "strategy": "dp", "devices": cpus(3)}, 100, "10 = 3 devices x 3-4, 10 steps an epoch"),
+        (
+            {"batch": 10, "strategy": "dp", "devices": cpus(3)},
+            100,
+            "global batch 10 = 3 devices x 3-4; 10 steps per epoch",
+        ),
         (
             {"batch": 11, "strategy": "ddp", "devices": cpus(2), "accumulate": 3},
             22,
-            "11 = 2 devices x 1-2 x 3 micro-batches, 2 steps an epoch",
+            "global batch 11 = 2 devices x 1-2 x 3 micro-batches; 2 steps per epoch",
         ),
-        ({"batch": 64}, 64, "64 = 1 device x 64, 1 step an epoch"),
-        ({"batch": 64}, 65, "64 = 1 device x 64, 2 steps an epoch (the last holds 1)"),
+        ({"batch": 64}, 64, "global batch 64 = 1 device x 64; 1 step per epoch"),
+        ({"batch": 64}, 65, "global batch 64 = 1 device x 64; 2 steps per epoch (the last has 1 samples)"),
     ],
 )
 def test_the_batch_is_cut_up_in_one_line(values: dict[str, Any], num_samples: int, line: str) -> None:
@@ -93,12 +97,12 @@ def test_steps_are_counted_over_epochs_of_unequal_length_from_anywhere(
 def test_a_stream_has_as_many_steps_as_it_has() -> None:
     assert Plan(batch=8, epochs=2).num_steps(Lengths(None)) is None
     assert Plan(batch=8, steps=5).num_steps(Lengths(None)) == 5
-    assert Plan(batch=8, epochs=2).arithmetic(Lengths(None)) == "8 = 1 device x 8, until the stream ends"
+    assert Plan(batch=8, epochs=2).arithmetic(Lengths(None)) == "global batch 8 = 1 device x 8; until the stream ends"
 
 
 def test_a_growing_epoch_is_said() -> None:
     line = Plan(batch=8, epochs=2).arithmetic(Lengths(20, (5, 10)))
-    assert line == "8 = 1 device x 8, 1, 2, then 3 steps an epoch (the last holds 4)"
+    assert line == "global batch 8 = 1 device x 8; 1, 2, then 3 steps per epoch (the last has 4 samples)"
 
 
 @pytest.mark.parametrize(
@@ -156,15 +160,15 @@ def test_describe_shows_what_is_chosen_and_hides_what_is_off() -> None:
     }
 
 
-WHOLE = "it is a whole number from 1 up"
+WHOLE = "it must be a whole number, 1 or more"
 
 
 @pytest.mark.parametrize(
     ("values", "message"),
     [
-        ({"strategy": "dpp"}, "unknown strategy 'dpp'; allowed are single, dp, ddp, fsdp, dp-torch; did you mean"),
-        ({"strategy": "horovod"}, "unknown strategy 'horovod'; allowed are single, dp, ddp, fsdp"),
-        ({"precision": "fp23"}, "unknown precision 'fp23'; allowed are fp64, fp32, tf32, bf16, fp16; did you mean"),
+        ({"strategy": "dpp"}, "unknown strategy 'dpp'; choose single, dp, ddp, fsdp or dp-torch; did you mean"),
+        ({"strategy": "horovod"}, "unknown strategy 'horovod'; choose single, dp, ddp, fsdp"),
+        ({"precision": "fp23"}, "precision is 'fp23'; choose fp64, fp32, tf32, bf16 or fp16; did you mean"),
         ({"devices": ("gpu",)}, "unknown device 'gpu'; write cpu, mps or cuda:0, or a count such as --devices 2"),
         ({"devices": ("cuda:-1",)}, "unknown device 'cuda:-1'"),
         ({"devices": ("cpu\n",)}, "unknown device 'cpu\\n'"),
@@ -178,13 +182,13 @@ WHOLE = "it is a whole number from 1 up"
         ({"checkpoint_every": 0}, f"checkpoint-every is 0; {WHOLE}"),
         ({"keep": 0}, f"keep is 0; {WHOLE}"),
         ({"threads": 0}, f"threads is 0; {WHOLE}"),
-        ({"epochs": 1}, "epochs or in steps: give one of --epochs and --steps"),
-        ({"steps": None}, "epochs or in steps: give one of --epochs and --steps"),
-        ({"clip": 0.0}, "clip is 0.0; it is the largest allowed gradient norm, such as 1.0"),
-        ({"clip": float("nan")}, "clip is nan; it is the largest allowed gradient norm"),
-        ({"clip": float("inf")}, "clip is inf; it is the largest allowed gradient norm"),
-        ({"seed": -1}, "seed is -1; it goes from 0 to 2**63 - 1"),
-        ({"seed": 2**63}, f"seed is {2**63}; it goes from 0 to 2**63 - 1"),
+        ({"epochs": 1}, "exclude each other; give one of them"),
+        ({"steps": None}, "exclude each other; give one of them"),
+        ({"clip": 0.0}, "clip is 0.0; it must be greater than 0"),
+        ({"clip": float("nan")}, "clip is nan; it must be greater than 0"),
+        ({"clip": float("inf")}, "clip is inf; it must be greater than 0"),
+        ({"seed": -1}, "seed is -1; it must be from 0 to 2**63 - 1"),
+        ({"seed": 2**63}, f"seed is {2**63}; it must be from 0 to 2**63 - 1"),
         ({"devices": ()}, "no device given; try --devices 1"),
         ({"devices": cpus(2)}, "single runs on one device and 2 were given; use --strategy dp, ddp or fsdp"),
         ({"strategy": "ddp", "devices": ("cpu", "cuda:0")}, "devices of different kinds (cpu, cuda); ddp needs one"),
@@ -195,7 +199,7 @@ WHOLE = "it is a whole number from 1 up"
         ({"sync_batchnorm": True}, "--sync-batchnorm joins processes, and single has one; use --strategy ddp or fsdp"),
         (
             {"strategy": "ddp", "devices": cpus(4), "accumulate": 3, "batch": 11},
-            "a global batch of 11 does not fill 4 devices x 3 micro-batches; use --batch 12 or more",
+            "a global batch of 11 is too small for 4 devices x 3 micro-batches; use --batch 12 or more",
         ),
         (
             {"strategy": "dp-torch"},
@@ -255,8 +259,8 @@ def test_anything_else_does_not(name: str) -> None:
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("{", "plan.json is no plan: it is not JSON .Expecting property name"),
-        ("[1]", "plan.json is no plan: expected object, got array; give the plan.json of a run folder"),
+        ("{", "plan.json is not a plan: it is not JSON .Expecting property name"),
+        ("[1]", "plan.json is not a plan: expected object, got array; give the plan.json of a run folder"),
         ("{}", "not a plan: it needs a batch and a list of devices"),
         ('{"devices": ["cpu"]}', "not a plan: it needs a batch and a list of devices"),
         ('{"devices": ["cpu"], "batch": 1, "warp": 9}', "the plan has warp, unknown here; a newer evenstep wrote it"),
@@ -270,5 +274,5 @@ def test_a_file_that_is_no_plan_is_refused(text: str, message: str) -> None:
 
 
 def test_a_plan_that_is_not_there_is_refused() -> None:
-    with pytest.raises(PlanError, match=r"nowhere\.json is no plan: there is no such file"):
+    with pytest.raises(PlanError, match=r"nowhere\.json does not exist"):
         read_plan("nowhere.json")

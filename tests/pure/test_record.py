@@ -129,10 +129,10 @@ def test_rows_of_a_kind_from_the_future_are_passed_over(tmp_path: Path) -> None:
     [
         ("", "record.jsonl is empty: the run ended before its first line"),
         ('{"kind": "start", "pl', "record.jsonl is empty: the run ended before its first line"),
-        ("# A heading\n", "record.jsonl is no record of a run"),
-        ('{"kind": "step"}\n', "record.jsonl is no record of a run"),
-        ("[1, 2]\n", "record.jsonl is no record of a run: line 1, expected object, got array"),
-        ("[" * 100_000 + "\n", "record.jsonl is no record of a run: line 1"),
+        ("# A heading\n", "record.jsonl is not a record of a run"),
+        ('{"kind": "step"}\n', "record.jsonl is not a record of a run"),
+        ("[1, 2]\n", "record.jsonl is not a record of a run: line 1, expected object, got array"),
+        ("[" * 100_000 + "\n", "record.jsonl is not a record of a run: line 1"),
         ('{"kind": "start", "plan": [], "machine": {}}\n', "line 1, plan: expected object, got array"),
     ],
 )
@@ -157,7 +157,7 @@ def test_a_row_that_is_damaged_is_named_with_its_field(tmp_path: Path, field: st
     lines = file.read_text().splitlines(keepends=True)
     lines[2] = json.dumps({"kind": "step", **vars(step(2)), field: value}) + "\n"
     file.write_text("".join(lines))
-    with pytest.raises(BadInput, match=f"record.jsonl is no record of a run: {message}"):
+    with pytest.raises(BadInput, match=f"record.jsonl is not a record of a run: {message}"):
         Record.read(tmp_path)
 
 
@@ -169,9 +169,10 @@ def test_a_row_of_a_newer_version_may_have_more_fields(tmp_path: Path) -> None:
 
 def test_a_folder_without_a_record_and_a_missing_one_are_refused() -> None:
     Path("empty").mkdir()
-    for place in ("empty", "nowhere"):
-        with pytest.raises(BadInput, match=f"{place} is no run folder: it has no record.jsonl"):
-            Record.read(place)
+    with pytest.raises(BadInput, match=r"empty is not a run folder \(it has no record.jsonl\)"):
+        Record.read("empty")
+    with pytest.raises(BadInput, match="nowhere does not exist; give a run folder"):
+        Record.read("nowhere")
 
 
 def test_the_rows_after_a_torn_one_are_read_when_a_run_goes_on(tmp_path: Path) -> None:
@@ -219,7 +220,7 @@ def test_steps_of_a_long_run_are_read_from_the_file_when_they_are_asked_for(
     with pytest.raises(IndexError):
         steps[2000]
     (tmp_path / FILE).unlink()
-    with pytest.raises(BadInput, match=r"record\.jsonl is no record of a run: No such file"):
+    with pytest.raises(BadInput, match=r"record\.jsonl is not a record of a run: No such file"):
         list(steps)
 
 

@@ -802,7 +802,7 @@ def test_verdicts_that_were_reached_are_kept_when_a_later_way_cannot_be_judged(
 def test_a_plan_that_is_refused_is_bad_input_and_no_difference(evenstep: Callable[..., Any]) -> None:
     ended = evenstep("verify", "digits", "--batch", "1", "--devices", "cpu,cpu")
     assert ended.code == 2
-    assert ended.err.count("a global batch of 1 does not fill 2 devices") == 1
+    assert ended.err.count("a global batch of 1 is too small for 2 devices") == 1
     assert not Path("runs").exists()
 
 
@@ -822,9 +822,9 @@ def test_ways_are_every_strategy_on_every_number_of_devices() -> None:
         Configuration("single", ("cpu",), 2),
         Configuration("dp", ("cpu", "cpu"), 2),
     ]
-    with pytest.raises(PlanError, match="unknown strategies"):
+    with pytest.raises(PlanError, match="unknown strategy"):
         configs_of("", None, 1)
-    with pytest.raises(PlanError, match="give --accumulate 2, or --strategies ddp"):
+    with pytest.raises(PlanError, match="is the reference that others are compared with"):
         configs_of("single", "2", 1)
 
 
@@ -834,7 +834,7 @@ def test_ways_are_every_strategy_on_every_number_of_devices() -> None:
 def test_bad_input_is_refused_before_anything_is_started(evenstep: Any) -> None:
     done = evenstep("verify", "digits", "--strategies", "dpp")
     assert done.code == 2
-    assert "unknown strategies 'dpp'; allowed are single, dp, ddp, fsdp" in done.err
+    assert "unknown strategy 'dpp'; choose from single, dp, ddp, fsdp" in done.err
     assert not Path("runs").exists()
 
 

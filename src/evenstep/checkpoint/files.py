@@ -197,10 +197,10 @@ def verify(path: Path) -> None:
         lines = (path / SUMS).read_text().splitlines()
         expected = {name: digest for digest, name in (line.split("  ", 1) for line in lines)}
     except (OSError, ValueError) as error:
-        raise CheckpointError(f"{path} is no checkpoint: its {SUMS} cannot be read ({error})") from error
+        raise CheckpointError(f"{path} is not a checkpoint: its {SUMS} cannot be read ({error})") from error
     missing = {WEIGHTS, OPTIMIZER, STATE} - set(expected)
     if missing:
-        raise CheckpointError(f"{path} is no whole checkpoint: {SUMS} does not list {', '.join(sorted(missing))}")
+        raise CheckpointError(f"{path} is not a complete checkpoint: {SUMS} does not list {', '.join(sorted(missing))}")
     for name, digest in expected.items():
         file = path / Path(name).name
         if not file.is_file():
@@ -241,7 +241,9 @@ def find(where: str) -> tuple[Path, list[str]]:
         return path.resolve(), []
     candidates = whole(path / FOLDER) or whole(path)
     if not candidates:
-        raise CheckpointError(f"{where} holds no checkpoint; one is written at the end of every epoch")
+        raise CheckpointError(
+            f"{where} is neither a checkpoint nor a run folder with one; the first is written after the first epoch"
+        )
     warnings = []
     for candidate in reversed(candidates):
         try:
@@ -261,7 +263,7 @@ def tensor_table(path: Path) -> dict[str, tuple[str, list[int]]]:
             parts = {name: file.get_slice(name) for name in file.keys()}  # noqa: SIM118  (it is no dict)
             return {name: (part.get_dtype(), part.get_shape()) for name, part in parts.items()}
     except (OSError, SafetensorError) as error:
-        raise CheckpointError(f"{shorten(str(path))} is no safetensors file ({shorten(str(error))})") from error
+        raise CheckpointError(f"{shorten(str(path))} is not a safetensors file ({shorten(str(error))})") from error
 
 
 def _sha256(path: Path) -> str:

@@ -286,8 +286,10 @@ def read_weights(path: str, allow_pickle: bool) -> Tensors:
                 f"{path} holds Python objects, which can run code when loaded. Ask for a .safetensors file, "
                 "or, if you trust it, add --allow-pickle"
             ) from None
+        # torch's advice on pickles is for those who wrote one.
+        why = "" if "weights_only" in str(error) else f" ({_in_short(error)})"
         raise CheckpointError(
-            f"{path} is no weights file ({_in_short(error)}); "
+            f"{path} is not a weights file{why}; "
             "give a .safetensors file, or one of torch.save(model.state_dict(), ...)"
         ) from error
     if isinstance(loaded, nn.Module):

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import difflib
 import re
 import sys
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
+from itertools import pairwise
 from typing import Annotated, Any
 
 import typer
@@ -15,7 +17,11 @@ import evenstep
 from evenstep.errors import BREAKS_LINES, MAX_CHARACTERS, STOPPED, BadInput, EvenstepError, shorten
 from evenstep.task import BUILT_IN
 
-TASKS = f"{', '.join(BUILT_IN)}; or your own as file.py, file.py:function or package.module:function."
+TASKS = (
+    f"{', '.join(BUILT_IN)}; or your own: a Python file with a function that returns an evenstep.Task, as file.py, "
+    "file.py:function or package.module:function."
+)
+DATA_HELP = "Data folder, for tasks whose function has a parameter `data`; default for built-in tasks: EVENSTEP_DATA."
 
 MOST_IN_A_LINE = 1000
 _COMMAND = re.compile(r"(?<!\S)(evenstep [a-z]{2,20} |--[a-z-]{2,30} )(?=\S)")
@@ -30,14 +36,20 @@ app = typer.Typer(
     add_completion=False,
     rich_markup_mode="rich",
     pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
 )
 checkpoint_app = typer.Typer(help="Inspect checkpoints.", no_args_is_help=True)
 app.add_typer(checkpoint_app, name="checkpoint")
 
-MACHINES_HELP = "Number of machines, such as 2, or minimum and maximum, such as 2:4."
+MACHINES_HELP = "Number of machines, such as 2, or minimum and maximum, such as 2:4; default: 1."
 RENDEZVOUS_HELP = "Host name of the first machine and a free port on it; the same on all machines."
 MachinesOption = Annotated[str | None, typer.Option(help=MACHINES_HELP)]
 RendezvousOption = Annotated[str | None, typer.Option(metavar="HOST:PORT", help=RENDEZVOUS_HELP)]
+
+
+def flag(*names: str, help: str, **more: Any) -> Any:
+    """An option without a value; help shows no type for it."""
+    return typer.Option(*names, metavar="", help=help, **more)
 
 
 def refuse_broken(words: Iterable[str]) -> None:
@@ -45,7 +57,7 @@ def refuse_broken(words: Iterable[str]) -> None:
     for word in words:
         if re.search(f"[{BREAKS_LINES}]", word):
             raise BadInput(
-                f"{shorten(ascii(word))} on the command line holds a control character, or bytes that are no UTF-8"
+                f"{shorten(ascii(word))} on the command line holds a control character, or bytes that are not UTF-8"
             )
 
 
@@ -58,7 +70,7 @@ def _show_version(wanted: bool) -> None:
 @app.callback()
 def root(
     version: Annotated[
-        bool, typer.Option("--version", help="Show the version.", callback=_show_version, is_eager=True)
+        bool, flag("--version", help="Show the version.", callback=_show_version, is_eager=True)
     ] = False,
 ) -> None:
     """Train one PyTorch task, unchanged, on one device or many, with the same result."""
@@ -96,10 +108,23 @@ def main() -> None:
 
 def _print_usage(error: Any) -> None:
     """What is wrong with the command line; without any arguments, Typer has shown the help already."""
-    message = error.format_message().strip().rstrip(".")
+    message = _in_our_words(error.format_message().strip().rstrip("."), sys.argv)
     if message:
-        command = error.ctx.command_path if error.ctx else "evenstep"
+        verb = sys.argv[1] if len(sys.argv) > 1 and not sys.argv[1].startswith("-") else ""
+        command = error.ctx.command_path if error.ctx else f"evenstep {verb}".rstrip()
         _print_error(f"{message}{'' if message.endswith('?') else ';'} see {command} --help")
+
+
+def _in_our_words(message: str, words: Sequence[str]) -> str:
+    """Typer's message with the value that was given, and without options that are nothing like the one that was."""
+    if found := re.match(r"No such option: (\S+) \(Possible options: (.+)\)", message):
+        close = difflib.get_close_matches(found[1], found[2].split(", "), n=1, cutoff=0.75)
+        return f"No such option: {found[1]}" + (f"; did you mean {close[0]}?" if close else "")
+    if found := re.match(r"Invalid value for '(--\S+)': (.+)", message, re.DOTALL):
+        given = [value for option, value in pairwise(words) if option == found[1]]
+        given += [word.partition("=")[2] for word in words if word.startswith(f"{found[1]}=")]
+        return f"{found[1]} is {shorten(repr(given[-1]))}: {found[2]}" if given else message
+    return message
 
 
 def _print_error(message: str) -> None:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 from rich.console import Console
 
-from evenstep.cli.app import TASKS, app, saying
+from evenstep.cli.app import DATA_HELP, TASKS, app, flag, saying
 from evenstep.errors import EvenstepError
 from evenstep.strategy_facts import STRATEGIES, with_processes
 
@@ -35,34 +35,39 @@ def compare(
     task: Annotated[str, typer.Argument(help=TASKS)],
     devices: Annotated[
         str,
-        typer.Option(help="Device counts such as 1,2,4, or lists separated by slashes such as cuda:0/cuda:0,cuda:1."),
+        typer.Option(
+            help="Device counts such as 1,2,4, or lists of different lengths with slashes: cuda:0/cuda:0,cuda:1."
+        ),
     ] = "1,2",
     strategies: Annotated[
         str | None, typer.Option(help=f"Comma-separated: {', '.join(STRATEGIES)}; default: all that can run here.")
     ] = None,
     rounds: Annotated[
-        int, typer.Option(min=1, max=50, help="Measurements of each strategy; more give a better range.")
+        int,
+        typer.Option(min=1, max=50, help="How often each strategy is measured; more is more reliable."),
     ] = 3,
     steps: Annotated[
-        int | None, typer.Option(min=2, help="Timed steps in each measurement; default: about a second of them.")
+        int | None,
+        typer.Option(min=2, help="Timed steps in each measurement; default: one second of them."),
     ] = None,
     batch: Annotated[int | None, typer.Option(help="Global batch size, over all devices; default: the task's.")] = None,
     precision: Annotated[str | None, typer.Option(help="fp64, fp32 (default), tf32, bf16 or fp16.")] = None,
     workers: Annotated[
-        int | None, typer.Option(help="Data loading processes per rank, for data that is not tensors.")
+        int | None,
+        typer.Option(help="Loader processes per rank, unless data is tensors; default: by free cores."),
     ] = None,
     threads: Annotated[
         int | None, typer.Option(help="CPU threads per process; default: the cores divided by the processes.")
     ] = None,
-    data: Annotated[str | None, typer.Option(help="Data folder, for tasks that take one.")] = None,
+    data: Annotated[str | None, typer.Option(help=DATA_HELP)] = None,
     seed: Annotated[
         int | None, typer.Option(help="Seed of weights, sample order, dropout and augmentation; default: 0.")
     ] = None,
     sync_batchnorm: Annotated[
-        bool, typer.Option("--sync-batchnorm", help=f"Use SyncBatchNorm under {with_processes()}.")
+        bool, flag("--sync-batchnorm", help=f"Use SyncBatchNorm under {with_processes()}.")
     ] = False,
-    name: Annotated[str | None, typer.Option(help="Name of the folder, runs/NAME.")] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print the comparison as one line of JSON.")] = False,
+    name: Annotated[str | None, typer.Option(help="The folder, runs/NAME; default: by date and task.")] = None,
+    as_json: Annotated[bool, flag("--json", help="Print the comparison as one line of JSON.")] = False,
 ) -> None:
     """Measure the speed of strategies on your task: a table, a recommendation, and an HTML page in runs/."""
     from evenstep.compare import CompareRequest

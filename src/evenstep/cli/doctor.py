@@ -13,7 +13,7 @@ from rich.console import Console
 from rich.table import Table
 
 import evenstep
-from evenstep.cli.app import MachinesOption, RendezvousOption, app
+from evenstep.cli.app import MachinesOption, RendezvousOption, app, flag
 from evenstep.errors import EvenstepError
 from evenstep.plan import parse_rendezvous
 
@@ -28,7 +28,7 @@ evenstep doctor
 
 evenstep doctor --json | python -m json.tool
 
-evenstep doctor --machines 2 --rendezvous head:29400
+evenstep doctor --machines 2 --rendezvous node0:29400
 """
 MARKS = {"good": ("✓", "green"), "warn": ("!", "yellow"), "bad": ("✗", "bold red")}
 
@@ -37,9 +37,9 @@ MARKS = {"good": ("✓", "green"), "warn": ("!", "yellow"), "bad": ("✗", "bold
 def doctor(
     machines: MachinesOption = None,
     rendezvous: RendezvousOption = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print the findings as one line of JSON.")] = False,
+    as_json: Annotated[bool, flag("--json", help="Print the findings as one line of JSON.")] = False,
 ) -> None:
-    """Check this machine: what works, what is wrong and how to fix it; exit code 1 if something is bad."""
+    """Check this machine: what works, what is wrong and how to fix it; exit code 1 if any check is bad."""
     parse_rendezvous(machines, rendezvous)
     environment = dict(os.environ)
     from evenstep.launcher.fork_server import start_server
@@ -127,7 +127,7 @@ def summary(report: Report) -> str:
     from evenstep.doctor.finding import count
 
     good, warn, bad = (count(report.findings, status) for status in ("good", "warn", "bad"))
-    return f"{good} good, {warn} to look at, {bad} bad ({report.seconds:.0f} s)"
+    return f"{good} good, {warn} warnings, {bad} bad ({report.seconds:.0f} s)"
 
 
 def plain_lines(findings: tuple[Finding, ...]) -> Iterator[str]:

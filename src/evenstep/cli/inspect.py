@@ -10,7 +10,7 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from evenstep.cli.app import app, checkpoint_app
+from evenstep.cli.app import app, checkpoint_app, flag
 from evenstep.errors import EvenstepError
 
 if TYPE_CHECKING:
@@ -36,9 +36,9 @@ def audit(
             metavar="RUN", help="Folder of a run trained with --audit, followed by those of runs resumed from it."
         ),
     ],
-    as_json: Annotated[bool, typer.Option("--json", help="Print as one line of JSON.")] = False,
+    as_json: Annotated[bool, flag("--json", help="Print as one line of JSON.")] = False,
 ) -> None:
-    """Count the samples that a training used twice or not at all; exit code 1 if there are any."""
+    """Count the samples that a training run used more than once or not at all; exit code 1 if there are any."""
     from evenstep.audit import audit as read_and_count
 
     found = read_and_count(runs)
@@ -67,9 +67,9 @@ def _show_audit(found: Audit) -> None:
 @checkpoint_app.command()
 def inspect(
     path: Annotated[Path, typer.Argument(help="A run folder or a checkpoint.")],
-    as_json: Annotated[bool, typer.Option("--json", help="Print as one line of JSON.")] = False,
+    as_json: Annotated[bool, flag("--json", help="Print as one line of JSON.")] = False,
 ) -> None:
-    """Check that a checkpoint is complete, and show what it holds."""
+    """Check that a checkpoint is complete, and show what it holds; exit code 2 if it is damaged."""
     from evenstep.checkpoint import files
     from evenstep.report.terminal import plain
 
@@ -85,16 +85,15 @@ def inspect(
         "strategy": (state.get("plan") or {}).get("strategy"),
         "evenstep": state["evenstep"],
         "torch": state["torch"],
-        "whole": True,
     }
     if as_json:
         weights = {name: {"dtype": dtype, "shape": shape} for name, (dtype, shape) in tensors.items()}
-        print(json.dumps({**facts, "warnings": warnings, "weights": weights}))
+        print(json.dumps({**facts, "whole": True, "warnings": warnings, "weights": weights}))
         return
     console = Console(highlight=False, emoji=False)
     for warning in warnings:
         console.print(warning, style="yellow", markup=False)
-    for key, value in facts.items():
+    for key, value in (facts | {"complete": "yes"}).items():
         shown = ", ".join(f"{name} {number:.4f}" for name, number in value.items()) if key == "valid" else value
         console.print(f"{key.replace('_', ' '):<18} {shown or '-'}", markup=False, soft_wrap=True)
     table = Table(box=None, pad_edge=False, header_style="bold")

@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from evenstep.cli.app import app
+from evenstep.cli.app import app, flag
 from evenstep.errors import BadInput
 
 EXAMPLES = """
@@ -16,7 +16,7 @@ EXAMPLES = """
 
 evenstep report runs/a runs/b
 
-evenstep report runs/2026-11-15-compare-digits --out page.html
+evenstep report runs/2026-11-15-digits-compare --out page.html
 
 evenstep report --watch runs/2026-11-15-digits-ddp
 """
@@ -28,8 +28,10 @@ def report(
     out: Annotated[
         Path | None, typer.Option(help="HTML file to write; default: page.html in the first folder.")
     ] = None,
-    watch: Annotated[bool, typer.Option("--watch", help="Serve a live page of one run, until Ctrl-C.")] = False,
-    port: Annotated[int, typer.Option(help="Port of the live page; default: any free port.", min=0, max=65535)] = 0,
+    watch: Annotated[bool, flag("--watch", help="Serve a live page of one run, until Ctrl-C.")] = False,
+    port: Annotated[
+        int, typer.Option(help="Port of the live page; default: any free port.", show_default=False, min=0, max=65535)
+    ] = 0,
 ) -> None:
     """Write one HTML page with charts and tables of runs or of a comparison."""
     if port and not watch:

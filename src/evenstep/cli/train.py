@@ -12,16 +12,18 @@ import typer
 from rich.console import Console
 
 from evenstep.cli.app import (
+    DATA_HELP,
     MACHINES_HELP,
     RENDEZVOUS_HELP,
     TASKS,
     MachinesOption,
     RendezvousOption,
     app,
+    flag,
     refuse_broken,
     saying,
 )
-from evenstep.strategy_facts import DEFAULT, listed
+from evenstep.strategy_facts import DEFAULT, REFERENCE, listed, one_of, usual_strategies
 
 TRAIN_EXAMPLES = """
 [bold]Examples[/bold]
@@ -32,7 +34,7 @@ evenstep train digits --strategy ddp --devices 2
 
 evenstep train my_task.py --strategy fsdp --devices 4 --batch 512 --epochs 10 --precision bf16
 
-evenstep train my_task.py --resume runs/2026-11-15-digits-ddp
+evenstep train --resume runs/2026-11-15-digits-ddp --epochs 20
 """
 
 
@@ -42,9 +44,15 @@ def train(
         str | None,
         typer.Argument(help=TASKS),
     ] = None,
-    strategy: Annotated[str | None, typer.Option(help=f"{listed()}; default: {DEFAULT} on several devices.")] = None,
+    strategy: Annotated[
+        str | None, typer.Option(help=f"{listed()}; default: {REFERENCE} on one device, {DEFAULT} on several.")
+    ] = None,
     devices: Annotated[
-        str | None, typer.Option(help="Number of devices, or a list such as cuda:0,cuda:1 or cpu,cpu.")
+        str | None,
+        typer.Option(
+            help="Number of devices, or a list such as cuda:0,cuda:1 or cpu,cpu; default: 1, or all GPUs with "
+            f"--strategy {one_of(usual_strategies())}."
+        ),
     ] = None,
     batch: Annotated[int | None, typer.Option(help="Global batch size, over all devices; default: the task's.")] = None,
     epochs: Annotated[int | None, typer.Option(help="Passes over the data; default: the task's.")] = None,
@@ -66,53 +74,59 @@ def train(
     ] = None,
     keep: Annotated[int | None, typer.Option(help="Recent checkpoints to keep, besides the best; default: 2.")] = None,
     resume: Annotated[
-        str | None, typer.Option(help="Run folder or checkpoint to resume, or a weights file to start from.")
+        str | None,
+        typer.Option(
+            help="Run folder or checkpoint to resume (TASK may be left out), or a weights file to start from."
+        ),
     ] = None,
-    data: Annotated[str | None, typer.Option(help="Data folder, for tasks that take one.")] = None,
-    plan: Annotated[str | None, typer.Option(help="plan.json of a run to repeat.")] = None,
+    data: Annotated[str | None, typer.Option(help=DATA_HELP)] = None,
+    plan: Annotated[str | None, typer.Option(help="plan.json of a run to repeat; other options override it.")] = None,
     workers: Annotated[
         int | None,
-        typer.Option(help="Data loading processes per rank, for data that is not tensors; default: by free cores."),
+        typer.Option(help="Loader processes per rank, for datasets that are not tensors; default: by the free cores."),
     ] = None,
-    resident: Annotated[bool | None, typer.Option("--resident", help="Keep datasets of tensors on the device.")] = None,
+    resident: Annotated[
+        bool | None,
+        flag("--resident", help="Keep a dataset of tensors on the device."),
+    ] = None,
     audit: Annotated[
         bool | None,
-        typer.Option("--audit", help="Record the samples of each step, and report any that were repeated or missed."),
+        flag("--audit", help="Record the samples of each step, and report any that were repeated or missed."),
     ] = None,
     threads: Annotated[
         int | None, typer.Option(help="CPU threads per process; default: the cores divided by the processes.")
     ] = None,
-    deterministic: Annotated[
-        bool | None, typer.Option("--deterministic", help="Use deterministic algorithms only.")
-    ] = None,
-    cudnn_benchmark: Annotated[
-        bool | None, typer.Option("--cudnn-benchmark", help="Let cuDNN benchmark algorithms.")
-    ] = None,
-    compile: Annotated[bool | None, typer.Option("--compile", help="Use torch.compile.")] = None,
+    deterministic: Annotated[bool | None, flag("--deterministic", help="Use deterministic algorithms only.")] = None,
+    cudnn_benchmark: Annotated[bool | None, flag("--cudnn-benchmark", help="Let cuDNN benchmark algorithms.")] = None,
+    compile: Annotated[bool | None, flag("--compile", help="Use torch.compile.")] = None,
     fast: Annotated[
         str | None,
         typer.Option(help="auto (default): capture and replay steps as CUDA graphs where that is safe; or off."),
     ] = None,
     channels_last: Annotated[
-        bool | None, typer.Option("--channels-last", help="Use the channels_last memory format for images.")
+        bool | None, flag("--channels-last", help="Use the channels_last memory format for images.")
     ] = None,
     suggest: Annotated[
-        bool, typer.Option("--suggest", help="Do not train: measure options that may be faster, and show their gain.")
+        bool,
+        flag("--suggest", help="Do not train: measure options that may be faster, and show their gain."),
     ] = False,
     sync_batchnorm: Annotated[
         bool | None,
-        typer.Option("--sync-batchnorm", help="Use SyncBatchNorm, where the strategy has several processes."),
+        flag("--sync-batchnorm", help="Use SyncBatchNorm, where the strategy has several processes."),
     ] = None,
     allow_pickle: Annotated[
-        bool | None, typer.Option("--allow-pickle", help="Allow weights files that are pickles, which can run code.")
+        bool | None,
+        flag("--allow-pickle", help="Allow weights files that are pickles, which can run code."),
     ] = None,
     restarts: Annotated[
-        int | None, typer.Option(help="Restart from the last checkpoint after up to N crashes; default: 0.")
+        int | None,
+        typer.Option(metavar="N", help="Restart from the last checkpoint after up to N crashes; default: 0."),
     ] = None,
     stall_after: Annotated[
         float | None,
         typer.Option(
-            metavar="SECONDS", help="End a run that makes no progress for SECONDS; default: 120 or more, by step time."
+            metavar="SECONDS",
+            help="End a run that makes no progress for SECONDS; default: 20 times the longest step, at least 120.",
         ),
     ] = None,
     check_every: Annotated[
@@ -122,20 +136,21 @@ def train(
         ),
     ] = None,
     check_collectives: Annotated[
-        bool | None, typer.Option("--check-collectives", help="Check that all ranks call the same collectives; slow.")
+        bool | None,
+        flag("--check-collectives", help="Check that all ranks call the same collectives; slow."),
     ] = None,
     machines: MachinesOption = None,
     rendezvous: RendezvousOption = None,
     requeue: Annotated[
         bool | None,
-        typer.Option("--requeue", help="Under Slurm: when preempted, save a checkpoint and requeue the job."),
+        flag("--requeue", help="Under Slurm: when preempted, save a checkpoint and requeue the job."),
     ] = None,
     profile: Annotated[
         int | None,
         typer.Option(metavar="STEPS", help="Trace STEPS steps on all ranks with torch.profiler, into one timeline."),
     ] = None,
     log: Annotated[str | None, typer.Option(help="tensorboard: write event files into the run folder.")] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print the summary as one line of JSON.")] = False,
+    as_json: Annotated[bool, flag("--json", help="Print the summary as one line of JSON.")] = False,
 ) -> None:
     """Train a task on one device or many."""
     choices = {key: value for key, value in locals().items() if key not in ("task", "as_json", "suggest")}
@@ -187,14 +202,27 @@ def _finish(record: Any, as_json: bool) -> None:
         console.print(summary.audit["sentence"], markup=False, soft_wrap=True)
 
 
+RUN_EXAMPLES = """
+[bold]Examples[/bold]
+
+evenstep run --devices 2 train.py --lr 0.1
+
+evenstep run --devices 2 -m package.train
+
+evenstep run --machines 2 --rendezvous node0:29400 --devices 8 train.py
+"""
+
+
 @app.command(
+    epilog=RUN_EXAMPLES,
+    options_metavar="[OPTIONS]",
     context_settings={
         "allow_extra_args": True,
         "ignore_unknown_options": True,
         "allow_interspersed_args": False,
         # torchrun takes both spellings of its options, and both are in use.
         "token_normalize_func": lambda name: name.replace("_", "-"),
-    }
+    },
 )
 def run(
     context: typer.Context,
@@ -208,17 +236,17 @@ def run(
             help="Number of processes, one per device; or gpu, cpu or auto: one for each there is.",
         ),
     ] = "1",
-    module: Annotated[bool, typer.Option("--module", "-m", help="SCRIPT is a module, as for python -m.")] = False,
+    module: Annotated[bool, flag("--module", "-m", help="SCRIPT is a module, as for python -m.")] = False,
     restarts: Annotated[
-        int, typer.Option("--restarts", "--max-restarts", help="Restart the script after up to N crashes.")
+        int, typer.Option("--restarts", "--max-restarts", metavar="N", help="Restart the script after up to N crashes.")
     ] = 0,
     stall_after: Annotated[
         float | None,
-        typer.Option(metavar="SECONDS", help="End a script that makes no progress for SECONDS; default: 600."),
+        typer.Option(metavar="SECONDS", help="End a script whose stacks do not change for SECONDS; default: 600."),
     ] = None,
     fresh: Annotated[
         bool,
-        typer.Option(
+        flag(
             "--fresh",
             help="Start a new interpreter for each process: for a script that sets environment variables for torch.",
         ),
@@ -231,7 +259,10 @@ def run(
         bool, typer.Option("--standalone", hidden=True, help="Accepted for torchrun: the default without --machines.")
     ] = False,
 ) -> None:
-    """Run a script as several processes, as torchrun does; arguments after the script are passed to it."""
+    """Run a script as several processes, like torchrun; what follows SCRIPT is passed to it.
+
+    The output of rank 0 is shown, and the errors of all ranks; runs/DATE-TIME-SCRIPT/logs has all output.
+    """
     refuse_broken([script, devices, machines or "", rendezvous or ""])
     from evenstep.launcher.script import Script, count_processes, refuse_option, run_script
 

@@ -14,8 +14,10 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from rich.console import Console
 
-from evenstep.cli.app import TASKS, app
+from evenstep.cli.app import DATA_HELP, TASKS, app, flag
 from evenstep.errors import EvenstepError, PlanError
+from evenstep.plan import Whole
+from evenstep.schema import check
 from evenstep.strategy_facts import REFERENCE, STRATEGIES, usual_strategies
 
 if TYPE_CHECKING:
@@ -47,27 +49,33 @@ def verify(
     ] = None,
     devices: Annotated[
         str | None,
-        typer.Option(help="Device counts such as 2,3, or a list such as cuda:0,cuda:1; default: 2, or all GPUs."),
+        typer.Option(
+            help="Device counts such as 2,3, or a list such as cuda:0,cuda:1; default: all GPUs, else cpu,cpu."
+        ),
     ] = None,
     steps: Annotated[int, typer.Option(help="Optimizer steps to compare.")] = 4,
     batch: Annotated[int | None, typer.Option(help="Global batch size, over all devices; default: the task's.")] = None,
     precision: Annotated[
-        str | None, typer.Option(help="Compared beside float64: fp32 (default), tf32, bf16 or fp16.")
+        str | None,
+        typer.Option(
+            help="Precision to check besides fp64, which is always checked: fp32 (default), tf32, bf16 or fp16."
+        ),
     ] = None,
     accumulate: Annotated[int, typer.Option(help="Micro-batches per optimizer step, under every strategy.")] = 1,
     sync_batchnorm: Annotated[
-        bool, typer.Option("--sync-batchnorm", help="Use SyncBatchNorm, where the strategy has several processes.")
+        bool,
+        flag("--sync-batchnorm", help="Use SyncBatchNorm, where the strategy has several processes."),
     ] = False,
     seed: Annotated[
         int | None, typer.Option(help="Seed of weights, sample order and augmentation; default: 0.")
     ] = None,
-    data: Annotated[str | None, typer.Option(help="Data folder, for tasks that take one.")] = None,
-    keep: Annotated[bool, typer.Option("--keep", help="Keep the runs that were compared.")] = False,
-    as_json: Annotated[bool, typer.Option("--json", help="Print the verdicts as one line of JSON.")] = False,
+    data: Annotated[str | None, typer.Option(help=DATA_HELP)] = None,
+    keep: Annotated[bool, flag("--keep", help="Keep the runs that were compared.")] = False,
+    as_json: Annotated[bool, flag("--json", help="Print the verdicts as one line of JSON.")] = False,
 ) -> None:
     """Check that each strategy matches training on one device; if not, show where it differs and why (exit code 1)."""
-    if steps < 1 or accumulate < 1:
-        raise PlanError(f"steps is {steps} and accumulate {accumulate}; both are whole numbers from 1 up")
+    check("steps", steps, Whole, PlanError)
+    check("accumulate", accumulate, Whole, PlanError)
     from evenstep.launcher.prepare import RUNS, free_name, label_of, load_strategies, prepare
     from evenstep.verify import Depth, settled
     from evenstep.verify.configurations import configs_of, plan_of

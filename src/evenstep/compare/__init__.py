@@ -112,7 +112,7 @@ def _larger_batch(
     if is_too_large or row.step_seconds.middle > SHORT_STEP_SECONDS:
         return None
     config = next(config for config in configs if config.label == row.label)
-    race.log(f"a batch {TIMES} times as large: {config.label}")
+    race.log(f"measuring {config.label} with a batch {TIMES} times as large")
     taken = race.run(config, f"batch-x{TIMES}", block, batch=TIMES * comparison.batch)
     if taken is None:
         del race.left_out[config.label]

@@ -116,7 +116,11 @@ def variables(environment: Mapping[str, str]) -> list[Finding]:
     wrong = {name: judgement for name, judgement in judged.items() if judgement is not None}
     rest = [f"{name}={shown(name, value)}" for name, value in found.items() if name not in wrong]
     said = (
-        f"set: {', '.join(rest)}" if rest else "nothing else is set that changes a run" if wrong else "nothing is set"
+        f"set: {', '.join(rest)}"
+        if rest
+        else "nothing else is set that changes a run"
+        if wrong
+        else "no variable is set that changes a run"
     )
     listed = Finding("environment", "good", said, numbers={name: shown(name, value) for name, value in found.items()})
     return [

@@ -51,7 +51,7 @@ def threads(environment: Mapping[str, str], groups: Groups | None = None) -> Fin
         said = f"OMP_NUM_THREADS={asked} on {num} usable core{'s' * (num > 1)}: they wait for each other"
         return Finding("threads", "warn", said, f"unset OMP_NUM_THREADS, or set it to {num} or less", numbers)
     if given and not asked:
-        said = f"OMP_NUM_THREADS={given!r} is no number of threads"
+        said = f"OMP_NUM_THREADS={given!r} is not a number of threads"
         return Finding("threads", "warn", said, "unset OMP_NUM_THREADS", numbers)
     said = f"{asked} a process, by OMP_NUM_THREADS" if asked else f"{alone} for one rank, {of_two} for each of 2"
     return Finding("threads", "good", said, numbers=numbers)
@@ -97,7 +97,7 @@ def open_files(limits: tuple[int, int] | None = None) -> Finding:
     """How many files, sockets and shared tensors one process may hold."""
     soft, hard = (_or_infinite(limit) for limit in limits or resource.getrlimit(resource.RLIMIT_NOFILE))
     numbers = {"files": soft if soft != math.inf else None, "files_hard": hard if hard != math.inf else None}
-    said = f"{_in_words(soft)} a process, at most {_in_words(hard)}"
+    said = f"{_in_words(soft)} per process (hard limit {_in_words(hard)})"
     if soft >= FEW_FILES:
         return Finding("open files", "good", said, numbers=numbers)
     wanted = int(min(hard, 65536))

@@ -90,7 +90,7 @@ def ports() -> Finding:
     """Whether a TCPStore works on a free port, as `evenstep run` and torchrun need; tries both backends."""
     failed = _try_store(use_libuv=True)
     if failed is None:
-        return Finding("ports", "good", "a free port holds a store, and a client reaches it")
+        return Finding("ports", "good", "a TCPStore works on a free port")
     if _try_store(use_libuv=False) is None:
         return Finding("ports", "bad", f"no store can be held: {failed}", "set USE_LIBUV=0 (found by trying)")
     advice = "let processes listen on 127.0.0.1: a firewall, a sandbox or a lack of free ports forbids it"

@@ -167,7 +167,7 @@ def judge(trial: Trial, reference: Reference) -> Finding:
         return _judge_failed(trial)
     numbers = numbers_of(trial.ended, reference)
     status, why = _judge_speed(numbers, reference)
-    said = f"sums right; {speed_in_words(numbers, reference)}{why}"
+    said = f"all-reduce is correct; {speed_in_words(numbers, reference)}{why}"
     return Finding(trial.name, status, said, reference.slow_advice if why else "", numbers)
 
 

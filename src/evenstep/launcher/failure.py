@@ -126,7 +126,7 @@ def _unreported(logs: Path, ended: Mapping[int, int], heartbeats: Mapping[int, H
         if -code == signal.SIGBUS:
             details = (*details, "Often /dev/shm is too small for loader processes; try --workers 0.")
     else:
-        headline = f"rank {rank} ended with exit code {code}{where} and left no report"
+        headline = f"rank {rank} exited with code {code}{where} and left no report"
         # Other codes are legitimate: a script may call sys.exit.
         details = ("Something in the task, or in what it imports, calls os._exit.",) if code == 0 else ()
     return Cause(headline, details, _step(heartbeats, rank), _others(heartbeats, {rank}))
@@ -160,7 +160,7 @@ def _others(heartbeats: Mapping[int, HeartbeatState], failed: set[int]) -> str:
     places: dict[str, list[int]] = {}
     for rank, heartbeat in heartbeats.items():
         if rank not in failed:
-            places.setdefault(heartbeat.where if heartbeat.count else "at work", []).append(rank)
+            places.setdefault(heartbeat.where if heartbeat.count else "still running", []).append(rank)
     parts = [
         f"{ranks_in_words(ranks)} {'was' if len(ranks) == 1 else 'were'} {place}" for place, ranks in places.items()
     ]

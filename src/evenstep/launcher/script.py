@@ -127,7 +127,7 @@ def count_processes(given: str) -> int:
 def run_script(script: Script) -> None:
     """Run it: rank 0's output is shown, other ranks' warnings too; all logs are in a folder below runs/."""
     if not script.is_module and not os.path.isfile(script.name):
-        raise PlanError(f"no file {script.name}; give the script first, then its own arguments")
+        raise PlanError(f"{script.name} does not exist; write: evenstep run [OPTIONS] SCRIPT [ARGS]")
     _check(script.num, script.restarts, script.stall_after)
     spec = script.spec()
     backend = _rendezvous(script)

@@ -29,25 +29,35 @@ def advise(comparison: Comparison) -> list[str]:
 
 def unsteady(comparison: Comparison) -> list[str]:
     """A warning about configurations whose times contradict each other, if there are any."""
-    first = comparison.rows[0]
-    labels = [
-        row.label
-        for row in comparison.rows
-        # Faster than its device count allows: one of the two was slowed down.
-        if _is_unsteady(row) or comparison.speedup(row) > STEADY * len(row.devices) / len(first.devices)
+    num_first = len(comparison.rows[0].devices)
+    found = {
+        "rounds differ too much": [_rounds_differ(row) for row in comparison.rows],
+        "parts of a step do not add up to the step": [not _parts_add_up(row) for row in comparison.rows],
+        # One of the two was slowed down.
+        "speed is more than the number of devices allows": [
+            comparison.speedup(row) > STEADY * len(row.devices) / num_first for row in comparison.rows
+        ],
+    }
+    said = [
+        f"{', '.join(row.label for row, one in zip(comparison.rows, is_so, strict=True) if one)}: {what}"
+        for what, is_so in found.items()
+        if any(is_so)
     ]
-    if not labels:
+    if not said:
         return []
     return [
-        f"The times of {', '.join(labels)} vary too much to be relied on: something else ran on this machine, or the "
-        "blocks are too short. Measure again when it is quiet, or with more --rounds and --steps."
+        f"Do not rely on these times ({'; '.join(said)}): something else ran on this machine, or the measurements are "
+        "too short. Measure again when it is quiet, or with more --rounds and --steps."
     ]
 
 
-def _is_unsteady(row: Row) -> bool:
-    """Whether blocks vary a lot, or parts do not add up to the step."""
-    rate, whole = row.samples_per_second, row.step_seconds.middle
-    return rate.high > STEADY * rate.low or not whole / STEADY < sum(row.parts.values()) < whole * STEADY
+def _rounds_differ(row: Row) -> bool:
+    return row.samples_per_second.high > STEADY * row.samples_per_second.low
+
+
+def _parts_add_up(row: Row) -> bool:
+    whole = row.step_seconds.middle
+    return whole / STEADY < sum(row.parts.values()) < whole * STEADY
 
 
 def best(comparison: Comparison) -> Row:
@@ -80,11 +90,11 @@ def _recommendation(comparison: Comparison, row: Row) -> str:
             if len(comparison.rows) > 1
             else "nothing else ran"
         )
-        return f"Use {row.label}: {_rate(row)}, and {why}{_doubt(row)}."
+        return f"Recommended: {row.label}, with {_rate(row)}; {why}{_doubt(row)}."
     of = comparison.rows[0].label
     return (
-        f"Use {row.label}: {comparison.speedup(row):.2f}x {of} on {len(row.devices)} devices "
-        f"({comparison.efficiency(row):.0%} efficiency, {_rate(row)}), {_memory(row)}{_doubt(row)}."
+        f"Recommended: {row.label}, {comparison.speedup(row):.2f}x as fast as {of} on {len(row.devices)} devices, "
+        f"{comparison.efficiency(row):.0%} efficiency, {_rate(row)}; {_memory(row)}{_doubt(row)}."
     )
 
 
@@ -109,19 +119,19 @@ def _other(comparison: Comparison, row: Row) -> str:
 
 
 def _memory(row: Row) -> str:
-    """`memory even`, or who holds how much more; one process on the CPU has one number for all its devices."""
+    """Whether devices use the same memory; one process on the CPU has one number for all its devices."""
     if len(row.peak_bytes) < 2:
-        return "memory shared" if len(row.devices) > 1 else "one device"
+        return "its devices share one memory" if len(row.devices) > 1 else "one device"
     ratio = imbalance(row)
     if ratio <= EVEN:
-        return "memory even"
+        return "all devices use about the same memory"
     fullest = max(row.peak_bytes, key=lambda name: row.peak_bytes[name])
     return f"{fullest} uses {ratio:.1f}x the memory of the device that uses least"
 
 
 def _rate(row: Row) -> str:
     rate = row.samples_per_second
-    return f"{rate.middle:,.0f} samples/s ({rate.low:,.0f} to {rate.high:,.0f})"
+    return f"{rate.middle:,.0f} samples/s (range {rate.low:,.0f} to {rate.high:,.0f})"
 
 
 @dataclass(frozen=True)
@@ -142,7 +152,7 @@ def bottleneck(comparison: Comparison, row: Row) -> str:
         share = (row.parts.get("forward", 0.0) + row.parts.get("backward", 0.0)) / (sum(row.parts.values()) or 1.0)
         return (
             f"Bottleneck: none stands out; forward and backward take {share:.0%} of the step. "
-            "A faster device, or --precision bf16 where the task allows it."
+            "Try a faster device, or --precision bf16 if the task allows it."
         )
     return f"Bottleneck: {max(found, key=lambda one: one.gain).sentence}"
 
@@ -184,7 +194,7 @@ def _batch(comparison: Comparison, row: Row) -> Bottleneck | None:
     return Bottleneck(
         gain,
         f"the batch, which is small for this model: --batch {larger.times * comparison.batch} gives {gain:.1f}x as "
-        f"many samples/s ({larger.samples_per_second:,.0f}). A larger batch changes the training.",
+        f"many samples/s ({larger.samples_per_second:,.0f}). A larger batch changes the result of training.",
     )
 
 

@@ -175,7 +175,7 @@ def show_comparison(comparison: Comparison, console: Console) -> None:
 def speed_table(comparison: Comparison) -> Table:
     """Speed, speed-up, efficiency and parity."""
     table = _table("strategy", "samples/s", "spread", "speed-up", "efficiency")
-    table.add_column("vs. single", no_wrap=True)
+    table.add_column("result vs. single", no_wrap=True)
     for row in comparison.rows:
         rate = row.samples_per_second
         parity, style = PARITY[row.parity]
@@ -193,7 +193,7 @@ def speed_table(comparison: Comparison) -> Table:
 def step_table(comparison: Comparison) -> Table:
     """Where a step goes, in milliseconds."""
     short = {"communication": "comm.*", "optimizer": "optim."}
-    table = _table("ms a step", "whole", *(short.get(part, part) for part in PARTS), "no input", "no comm.")
+    table = _table("ms per step", "total", *(short.get(part, part) for part in PARTS), "w/o input", "w/o comm.")
     for row in comparison.rows:
         table.add_row(
             plain(row.label),
@@ -207,7 +207,7 @@ def step_table(comparison: Comparison) -> Table:
 
 def cost_table(comparison: Comparison) -> Table:
     """Memory, bytes sent and start-up time of each configuration."""
-    table = _table("cost", "start-up", "sent a step")
+    table = _table("cost", "start-up", "sent per step")
     table.add_column("peak memory")
     for row in comparison.rows:
         peaks = ", ".join(size(peak) for peak in row.peak_bytes.values())
@@ -225,7 +225,7 @@ def _table(first: str, *more: str) -> Table:
 
 def _remarks(comparison: Comparison) -> Iterator[str]:
     yield (
-        "* not overlapped with backward; no input, no comm.: the same step with its batch already loaded, "
+        "* not overlapped with backward; w/o input, w/o comm.: the same step with its batch already loaded, "
         "and without communication"
     )
     for row in comparison.rows:

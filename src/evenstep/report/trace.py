@@ -104,7 +104,7 @@ def read_events(path: Path) -> dict[str, Any]:
             whole = json.load(file)
         assert isinstance(whole["traceEvents"], list)
     except (OSError, EOFError, ValueError, KeyError, TypeError, AssertionError) as error:
-        raise BadInput(f"{path} is no trace ({type(error).__name__}: {error}); --profile writes one") from error
+        raise BadInput(f"{path} is not a trace ({type(error).__name__}: {error}); --profile writes one") from error
     return dict(whole)
 
 

@@ -12,15 +12,15 @@ from evenstep.verify.verdict import Configuration
 
 
 def configs_of(strategies: str | None, devices: str | None, accumulate: int) -> list[Configuration]:
-    """Every strategy on every set of devices; one device with nothing cut up is what they are compared with."""
+    """Every strategy on every set of devices; one device, without accumulation, is what they are compared with."""
     sets = device_sets(devices) if devices is not None else [_all_devices()]
     names = named_strategies(strategies) if strategies is not None else None
     configs = [_config(name, chosen, accumulate) for chosen in sets for name in names or usual_on(chosen)]
     configs = [config for config in dict.fromkeys(configs) if (config.strategy, config.accumulate) != (REFERENCE, 1)]
     if not configs:
         raise PlanError(
-            f"{REFERENCE} with nothing cut up is what others are compared with; give --accumulate 2, or "
-            f"--strategies {DEFAULT}"
+            f"{REFERENCE} is the reference that others are compared with; name another strategy, such as "
+            f"--strategies {DEFAULT}, or add --accumulate 2"
         )
     return configs
 
@@ -31,8 +31,8 @@ def named_strategies(text: str) -> list[str]:
     unknown = [name for name in names if name not in STRATEGIES]
     if unknown or not names:
         raise PlanError(
-            f"unknown strategies {text!r}; allowed are {', '.join(STRATEGIES)}, such as "
-            f"{DEFAULT_IN_ONE_PROCESS},{DEFAULT}"
+            f"unknown strategy {', '.join(unknown) or text!r}; choose from {', '.join(STRATEGIES)}, "
+            f"several with commas: {DEFAULT_IN_ONE_PROCESS},{DEFAULT}"
         )
     return names
 
@@ -79,13 +79,15 @@ def find_configs(strategies: str | None, devices: str) -> list[Configuration]:
     """
     sets = device_sets(devices)
     if len({len(one) for one in sets}) < len(sets):
-        raise PlanError(f"{devices!r} names two lists of as many devices; compare those in two commands")
+        raise PlanError(f"{devices!r} names two lists of the same length; compare those in two commands")
     named = named_strategies(strategies) if strategies is not None else None
     configs = [Configuration(REFERENCE, (sets[0][0],))]
     for one in sets:
         configs += [
             config for config in (Configuration(name, one) for name in _on(one, named)) if config not in configs
         ]
+    if named == [REFERENCE]:
+        raise PlanError(f"{REFERENCE} alone has nothing to be compared with; write --strategies {REFERENCE},{DEFAULT}")
     return configs
 
 

@@ -107,6 +107,8 @@ def lines(
         yield from _paragraph(alike)
     notes = dict.fromkeys(note for verdict in verdicts.values() for note in verdict.notes)
     yield "", ""
+    if any(part.difference for verdict in verdicts.values() for part in verdict.parts.values()):
+        yield "Numbers are the max relative difference from single; without a number: identical.", "dim"
     yield from ((f"note: {note}", "dim") for note in notes)
     good = sum(verdict.is_same for verdict in verdicts.values())
     number = "all" if good == num_configs else f"{good} of {num_configs}"

@@ -6,8 +6,8 @@ import difflib
 import re
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
-from itertools import pairwise
+from contextlib import contextmanager
+from itertools import count, pairwise
 from typing import Annotated, Any
 
 import typer
@@ -21,7 +21,6 @@ TASKS = (
     f"{', '.join(BUILT_IN)}; or your own: a Python file with a function that returns an evenstep.Task, as file.py, "
     "file.py:function or package.module:function."
 )
-DATA_HELP = "Data folder, for tasks whose function has a parameter `data`; default for built-in tasks: EVENSTEP_DATA."
 
 MOST_IN_A_LINE = 1000
 _COMMAND = re.compile(r"(?<!\S)(evenstep [a-z]{2,20} |--[a-z-]{2,30} )(?=\S)")
@@ -43,13 +42,34 @@ app.add_typer(checkpoint_app, name="checkpoint")
 
 MACHINES_HELP = "Number of machines, such as 2, or minimum and maximum, such as 2:4; default: 1."
 RENDEZVOUS_HELP = "Host name of the first machine and a free port on it; the same on all machines."
-MachinesOption = Annotated[str | None, typer.Option(help=MACHINES_HELP)]
-RendezvousOption = Annotated[str | None, typer.Option(metavar="HOST:PORT", help=RENDEZVOUS_HELP)]
 
 
 def flag(*names: str, help: str, **more: Any) -> Any:
     """An option without a value; help shows no type for it."""
     return typer.Option(*names, metavar="", help=help, **more)
+
+
+TaskArgument = Annotated[str, typer.Argument(help=TASKS)]
+BatchOption = Annotated[int | None, typer.Option(help="Global batch size, over all devices; default: the task's.")]
+DataOption = Annotated[
+    str | None,
+    typer.Option(
+        help="Data folder, for tasks whose function has a parameter `data`; default for built-in tasks: EVENSTEP_DATA."
+    ),
+]
+JsonOption = Annotated[bool, flag("--json", help="Print the result as one line of JSON.")]
+MachinesOption = Annotated[str | None, typer.Option(help=MACHINES_HELP)]
+PrecisionOption = Annotated[str | None, typer.Option(help="fp64, fp32 (default), tf32, bf16 or fp16.")]
+RendezvousOption = Annotated[str | None, typer.Option(metavar="HOST:PORT", help=RENDEZVOUS_HELP)]
+SeedOption = Annotated[
+    int | None, typer.Option(help="Seed of weights, sample order, dropout and augmentation; default: 0.")
+]
+ThreadsOption = Annotated[
+    int | None, typer.Option(help="CPU threads per process; default: the cores divided by the processes.")
+]
+WorkersOption = Annotated[
+    int | None, typer.Option(help="Loader processes per rank, unless data is tensors; default: by free cores.")
+]
 
 
 def refuse_broken(words: Iterable[str]) -> None:
@@ -77,16 +97,39 @@ def root(
 
 
 @contextmanager
-def saying() -> Iterator[Callable[[str], None]]:
-    """What is being done, on stderr: one line that changes on a terminal, one after another elsewhere."""
-    console = Console(stderr=True, highlight=False, emoji=False)
-    status = console.status("preparing") if console.is_terminal else None
-    try:
-        with status or nullcontext():
-            yield status.update if status else lambda line: console.print(line, markup=False, soft_wrap=True)
-    except KeyboardInterrupt:
-        console.print("stopped")
-        raise
+def progress(total: int | None = None) -> Iterator[Callable[..., None]]:
+    """Show on stderr what is being done: one line that changes on a terminal, one after another elsewhere.
+
+    `report(line)` may give another total than the expected one, which is at most an estimate.
+    """
+    console = error_console()
+    if not console.is_terminal:
+        yield lambda line, total=None: console.print(line, markup=False, soft_wrap=True)
+        return
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TextColumn
+
+    text = TextColumn("{task.description}", markup=False)
+    columns = (SpinnerColumn(), text) if total is None else (text, BarColumn(), MofNCompleteColumn())
+    with Progress(*columns, console=console, transient=True) as bar:
+        row, done = bar.add_task("preparing", total=total), count()
+
+        def report(line: str, total: int | None = total) -> None:
+            num = next(done)
+            bar.update(row, description=line, completed=num, total=max(total or 0, num + 1))
+
+        yield report
+
+
+def error_console() -> Console:
+    return Console(stderr=True, highlight=False, emoji=False)
+
+
+def print_notes(notes: Iterable[str]) -> None:
+    """On stderr, before the work begins."""
+    from evenstep.report.terminal import without_control
+
+    for line in notes:
+        error_console().print(without_control(line), style="yellow", markup=False, soft_wrap=True)
 
 
 def main() -> None:

@@ -12,7 +12,19 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 from rich.console import Console
 
-from evenstep.cli.app import DATA_HELP, TASKS, app, flag, saying
+from evenstep.cli.app import (
+    BatchOption,
+    DataOption,
+    JsonOption,
+    PrecisionOption,
+    SeedOption,
+    TaskArgument,
+    ThreadsOption,
+    WorkersOption,
+    app,
+    flag,
+    progress,
+)
 from evenstep.errors import EvenstepError
 from evenstep.strategy_facts import STRATEGIES, with_processes
 
@@ -32,7 +44,7 @@ evenstep compare my_task.py --devices cuda:0/cuda:0,cuda:1 --precision bf16
 
 @app.command(epilog=EXAMPLES)
 def compare(
-    task: Annotated[str, typer.Argument(help=TASKS)],
+    task: TaskArgument,
     devices: Annotated[
         str,
         typer.Option(
@@ -43,38 +55,29 @@ def compare(
         str | None, typer.Option(help=f"Comma-separated: {', '.join(STRATEGIES)}; default: all that can run here.")
     ] = None,
     rounds: Annotated[
-        int,
-        typer.Option(min=1, max=50, help="How often each strategy is measured; more is more reliable."),
+        int, typer.Option(min=1, max=50, help="How often each strategy is measured; more is more reliable.")
     ] = 3,
     steps: Annotated[
-        int | None,
-        typer.Option(min=2, help="Timed steps in each measurement; default: one second of them."),
+        int | None, typer.Option(min=2, help="Timed steps in each measurement; default: one second of them.")
     ] = None,
-    batch: Annotated[int | None, typer.Option(help="Global batch size, over all devices; default: the task's.")] = None,
-    precision: Annotated[str | None, typer.Option(help="fp64, fp32 (default), tf32, bf16 or fp16.")] = None,
-    workers: Annotated[
-        int | None,
-        typer.Option(help="Loader processes per rank, unless data is tensors; default: by free cores."),
-    ] = None,
-    threads: Annotated[
-        int | None, typer.Option(help="CPU threads per process; default: the cores divided by the processes.")
-    ] = None,
-    data: Annotated[str | None, typer.Option(help=DATA_HELP)] = None,
-    seed: Annotated[
-        int | None, typer.Option(help="Seed of weights, sample order, dropout and augmentation; default: 0.")
-    ] = None,
+    batch: BatchOption = None,
+    precision: PrecisionOption = None,
+    workers: WorkersOption = None,
+    threads: ThreadsOption = None,
+    data: DataOption = None,
+    seed: SeedOption = None,
     sync_batchnorm: Annotated[
         bool, flag("--sync-batchnorm", help=f"Use SyncBatchNorm under {with_processes()}.")
     ] = False,
     name: Annotated[str | None, typer.Option(help="The folder, runs/NAME; default: by date and task.")] = None,
-    as_json: Annotated[bool, flag("--json", help="Print the comparison as one line of JSON.")] = False,
+    as_json: JsonOption = False,
 ) -> None:
     """Measure the speed of strategies on your task: a table, a recommendation, and an HTML page in runs/."""
     from evenstep.compare import CompareRequest
     from evenstep.compare import compare as measure
     from evenstep.report.terminal import show_comparison
 
-    choices = {"batch": batch, "precision": precision, "workers": workers, "threads": threads}
+    choices = {"batch": batch, "precision": precision, "workers": workers, "threads": threads, "data": data}
     request = CompareRequest(
         source=task,
         strategies=strategies,
@@ -82,11 +85,11 @@ def compare(
         rounds=rounds,
         steps=steps,
         sync_batchnorm=sync_batchnorm,
-        choices={**choices, "data": data, "seed": seed, "name": name},
+        choices={**choices, "seed": seed, "name": name},
         command=shlex.join(["evenstep", *sys.argv[1:]]),
     )
-    with saying() as say:
-        comparison, folder = measure(request, say)
+    with progress() as log:
+        comparison, folder = measure(request, log)
     page, why_not = _page(comparison, folder)
     if as_json:
         print(json.dumps({**dataclasses.asdict(comparison), "folder": str(folder), "page": page}))

@@ -4,21 +4,22 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable, Iterator
-from contextlib import closing, contextmanager, suppress
-from typing import TYPE_CHECKING, Annotated, Any
+import sys
+from collections.abc import Iterator
+from contextlib import closing, suppress
+from typing import TYPE_CHECKING, Any
 
 import typer
 from rich.console import Console
 from rich.table import Table
 
 import evenstep
-from evenstep.cli.app import MachinesOption, RendezvousOption, app, flag
+from evenstep.cli.app import JsonOption, MachinesOption, RendezvousOption, app, error_console, progress
 from evenstep.errors import EvenstepError
 from evenstep.plan import parse_rendezvous
 
 if TYPE_CHECKING:
-    from evenstep.doctor.checks import CheckStarted, Examination, Report
+    from evenstep.doctor.checks import Examination, Report
     from evenstep.doctor.finding import Finding
 
 EXAMPLES = """
@@ -37,14 +38,14 @@ MARKS = {"good": ("✓", "green"), "warn": ("!", "yellow"), "bad": ("✗", "bold
 def doctor(
     machines: MachinesOption = None,
     rendezvous: RendezvousOption = None,
-    as_json: Annotated[bool, flag("--json", help="Print the findings as one line of JSON.")] = False,
+    as_json: JsonOption = False,
 ) -> None:
     """Check this machine: what works, what is wrong and how to fix it; exit code 1 if any check is bad."""
     parse_rendezvous(machines, rendezvous)
     environment = dict(os.environ)
     from evenstep.launcher.fork_server import start_server
 
-    # It imports torch while we do. If it cannot be started, the trials will say so.
+    # It imports torch while this process does. If it cannot be started, the trials report it.
     with suppress(OSError):
         start_server()
     from evenstep.doctor.finding import worst
@@ -52,10 +53,10 @@ def doctor(
     try:
         report = _examined(environment, machines, rendezvous)
     except KeyboardInterrupt:
-        Console(stderr=True, highlight=False).print("stopped; nothing was changed, nothing is left running")
+        error_console().print("stopped; nothing was changed, nothing is left running")
         raise
     if not report.is_first:
-        Console(stderr=True, highlight=False).print(report.findings[0].said, markup=False)
+        error_console().print(report.findings[0].said, markup=False)
     elif as_json:
         print(json.dumps(_to_json(report)))
     else:
@@ -72,32 +73,14 @@ def _examined(environment: dict[str, str], machines: str | None, rendezvous: str
         from evenstep.doctor.cluster import examine_together  # what it imports is not needed on one machine
 
         events = examine_together(environment, machines, rendezvous)
-    with closing(events), _progress() as show_looking:
+    with closing(events), progress(total=1) as log:
         for event in events:
             if isinstance(event, Report):
                 return event
-            show_looking(event)
+            # What takes no time is worth a bar's step, but no line.
+            if event.is_trial or sys.stderr.isatty():
+                log(f"{event.name} ...", event.total)
     raise EvenstepError("the other machines have ended without this one; give the same command to all of them")
-
-
-@contextmanager
-def _progress() -> Iterator[Callable[[CheckStarted], None]]:
-    """The current check, on stderr: a bar on a terminal, else a line per trial."""
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
-
-    console = Console(stderr=True, highlight=False, emoji=False)
-
-    def say(event: CheckStarted) -> None:
-        if event.is_trial:
-            console.print(f"{event.name} ...", markup=False, soft_wrap=True)
-
-    if not console.is_terminal:
-        yield say
-        return
-    columns = (BarColumn(20), MofNCompleteColumn(), TextColumn("{task.description}", markup=False))
-    with Progress(*columns, console=console, transient=True) as bar:
-        task = bar.add_task("", total=None)
-        yield lambda event: bar.update(task, description=event.name, completed=event.number - 1, total=event.total)
 
 
 def _to_json(report: Report) -> dict[str, Any]:

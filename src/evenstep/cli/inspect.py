@@ -10,7 +10,7 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from evenstep.cli.app import app, checkpoint_app, flag
+from evenstep.cli.app import JsonOption, app, checkpoint_app
 from evenstep.errors import EvenstepError
 
 if TYPE_CHECKING:
@@ -36,7 +36,7 @@ def audit(
             metavar="RUN", help="Folder of a run trained with --audit, followed by those of runs resumed from it."
         ),
     ],
-    as_json: Annotated[bool, flag("--json", help="Print as one line of JSON.")] = False,
+    as_json: JsonOption = False,
 ) -> None:
     """Count the samples that a training run used more than once or not at all; exit code 1 if there are any."""
     from evenstep.audit import audit as read_and_count
@@ -67,7 +67,7 @@ def _show_audit(found: Audit) -> None:
 @checkpoint_app.command()
 def inspect(
     path: Annotated[Path, typer.Argument(help="A run folder or a checkpoint.")],
-    as_json: Annotated[bool, flag("--json", help="Print as one line of JSON.")] = False,
+    as_json: JsonOption = False,
 ) -> None:
     """Check that a checkpoint is complete, and show what it holds; exit code 2 if it is damaged."""
     from evenstep.checkpoint import files

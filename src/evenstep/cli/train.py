@@ -12,16 +12,24 @@ import typer
 from rich.console import Console
 
 from evenstep.cli.app import (
-    DATA_HELP,
     MACHINES_HELP,
     RENDEZVOUS_HELP,
     TASKS,
+    BatchOption,
+    DataOption,
+    JsonOption,
     MachinesOption,
+    PrecisionOption,
     RendezvousOption,
+    SeedOption,
+    ThreadsOption,
+    WorkersOption,
     app,
+    error_console,
     flag,
+    print_notes,
+    progress,
     refuse_broken,
-    saying,
 )
 from evenstep.strategy_facts import DEFAULT, REFERENCE, listed, one_of, usual_strategies
 
@@ -54,13 +62,11 @@ def train(
             f"--strategy {one_of(usual_strategies())}."
         ),
     ] = None,
-    batch: Annotated[int | None, typer.Option(help="Global batch size, over all devices; default: the task's.")] = None,
+    batch: BatchOption = None,
     epochs: Annotated[int | None, typer.Option(help="Passes over the data; default: the task's.")] = None,
     steps: Annotated[int | None, typer.Option(help="Number of optimizer steps, instead of epochs.")] = None,
-    seed: Annotated[
-        int | None, typer.Option(help="Seed of weights, sample order, dropout and augmentation; default: 0.")
-    ] = None,
-    precision: Annotated[str | None, typer.Option(help="fp64, fp32 (default), tf32, bf16 or fp16.")] = None,
+    seed: SeedOption = None,
+    precision: PrecisionOption = None,
     accumulate: Annotated[int | None, typer.Option(help="Micro-batches per optimizer step; default: 1.")] = None,
     clip: Annotated[
         float | None, typer.Option(help="Maximum norm for gradient clipping; default: no clipping.")
@@ -79,23 +85,15 @@ def train(
             help="Run folder or checkpoint to resume (TASK may be left out), or a weights file to start from."
         ),
     ] = None,
-    data: Annotated[str | None, typer.Option(help=DATA_HELP)] = None,
+    data: DataOption = None,
     plan: Annotated[str | None, typer.Option(help="plan.json of a run to repeat; other options override it.")] = None,
-    workers: Annotated[
-        int | None,
-        typer.Option(help="Loader processes per rank, for datasets that are not tensors; default: by the free cores."),
-    ] = None,
-    resident: Annotated[
-        bool | None,
-        flag("--resident", help="Keep a dataset of tensors on the device."),
-    ] = None,
+    workers: WorkersOption = None,
+    resident: Annotated[bool | None, flag("--resident", help="Keep a dataset of tensors on the device.")] = None,
     audit: Annotated[
         bool | None,
         flag("--audit", help="Record the samples of each step, and report any that were repeated or missed."),
     ] = None,
-    threads: Annotated[
-        int | None, typer.Option(help="CPU threads per process; default: the cores divided by the processes.")
-    ] = None,
+    threads: ThreadsOption = None,
     deterministic: Annotated[bool | None, flag("--deterministic", help="Use deterministic algorithms only.")] = None,
     cudnn_benchmark: Annotated[bool | None, flag("--cudnn-benchmark", help="Let cuDNN benchmark algorithms.")] = None,
     compile: Annotated[bool | None, flag("--compile", help="Use torch.compile.")] = None,
@@ -107,16 +105,13 @@ def train(
         bool | None, flag("--channels-last", help="Use the channels_last memory format for images.")
     ] = None,
     suggest: Annotated[
-        bool,
-        flag("--suggest", help="Do not train: measure options that may be faster, and show their gain."),
+        bool, flag("--suggest", help="Do not train: measure options that may be faster, and show their gain.")
     ] = False,
     sync_batchnorm: Annotated[
-        bool | None,
-        flag("--sync-batchnorm", help="Use SyncBatchNorm, where the strategy has several processes."),
+        bool | None, flag("--sync-batchnorm", help="Use SyncBatchNorm, where the strategy has several processes.")
     ] = None,
     allow_pickle: Annotated[
-        bool | None,
-        flag("--allow-pickle", help="Allow weights files that are pickles, which can run code."),
+        bool | None, flag("--allow-pickle", help="Allow weights files that are pickles, which can run code.")
     ] = None,
     restarts: Annotated[
         int | None,
@@ -136,21 +131,19 @@ def train(
         ),
     ] = None,
     check_collectives: Annotated[
-        bool | None,
-        flag("--check-collectives", help="Check that all ranks call the same collectives; slow."),
+        bool | None, flag("--check-collectives", help="Check that all ranks call the same collectives; slow.")
     ] = None,
     machines: MachinesOption = None,
     rendezvous: RendezvousOption = None,
     requeue: Annotated[
-        bool | None,
-        flag("--requeue", help="Under Slurm: when preempted, save a checkpoint and requeue the job."),
+        bool | None, flag("--requeue", help="Under Slurm: when preempted, save a checkpoint and requeue the job.")
     ] = None,
     profile: Annotated[
         int | None,
         typer.Option(metavar="STEPS", help="Trace STEPS steps on all ranks with torch.profiler, into one timeline."),
     ] = None,
     log: Annotated[str | None, typer.Option(help="tensorboard: write event files into the run folder.")] = None,
-    as_json: Annotated[bool, flag("--json", help="Print the summary as one line of JSON.")] = False,
+    as_json: JsonOption = False,
 ) -> None:
     """Train a task on one device or many."""
     choices = {key: value for key, value in locals().items() if key not in ("task", "as_json", "suggest")}
@@ -160,10 +153,9 @@ def train(
     from evenstep.launcher.launch import prepare_run, watch
 
     prepared, connection = prepare_run(task, choices)
-    errors = Console(stderr=True, highlight=False, emoji=False)
-    for line in prepared.notes:
-        errors.print(line, style="yellow", markup=False, soft_wrap=True)
+    print_notes(prepared.notes)
     if not as_json and connection.is_head:
+        errors = error_console()
         errors.print(prepared.plan.describe(), style="dim", markup=False)
         errors.print(f"\n{prepared.plan.arithmetic(prepared.lengths)}", style="bold", markup=False)
     record = watch(prepared, connection, is_command=True)
@@ -175,8 +167,8 @@ def _suggest(task: str | None, choices: dict[str, Any], as_json: bool) -> None:
     from evenstep.compare.suggest import suggest
     from evenstep.report.terminal import show_suggestions
 
-    with saying() as say:
-        found = suggest(task, choices, say)
+    with progress() as log:
+        found = suggest(task, choices, log)
     if as_json:
         print(json.dumps([dataclasses.asdict(one) for one in found]))
         return

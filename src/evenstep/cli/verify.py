@@ -7,14 +7,14 @@ import shutil
 import time
 from collections.abc import Mapping
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.console import Console
 
-from evenstep.cli.app import DATA_HELP, TASKS, app, flag
+from evenstep.cli.app import BatchOption, DataOption, JsonOption, TaskArgument, app, flag, print_notes, progress
 from evenstep.errors import EvenstepError, PlanError
 from evenstep.plan import Whole
 from evenstep.schema import check
@@ -22,7 +22,7 @@ from evenstep.strategy_facts import REFERENCE, STRATEGIES, usual_strategies
 
 if TYPE_CHECKING:
     from evenstep.launcher.prepare import Prepared
-    from evenstep.verify import Configuration, Depth, Verdict
+    from evenstep.verify import Configuration, Verdict
 
 EXAMPLES = """
 [bold]Examples[/bold]
@@ -39,7 +39,7 @@ evenstep verify my_task.py --accumulate 2 --precision bf16 --json
 
 @app.command(epilog=EXAMPLES)
 def verify(
-    task: Annotated[str, typer.Argument(help=TASKS)],
+    task: TaskArgument,
     strategies: Annotated[
         str | None,
         typer.Option(
@@ -54,7 +54,7 @@ def verify(
         ),
     ] = None,
     steps: Annotated[int, typer.Option(help="Optimizer steps to compare.")] = 4,
-    batch: Annotated[int | None, typer.Option(help="Global batch size, over all devices; default: the task's.")] = None,
+    batch: BatchOption = None,
     precision: Annotated[
         str | None,
         typer.Option(
@@ -63,21 +63,20 @@ def verify(
     ] = None,
     accumulate: Annotated[int, typer.Option(help="Micro-batches per optimizer step, under every strategy.")] = 1,
     sync_batchnorm: Annotated[
-        bool,
-        flag("--sync-batchnorm", help="Use SyncBatchNorm, where the strategy has several processes."),
+        bool, flag("--sync-batchnorm", help="Use SyncBatchNorm, where the strategy has several processes.")
     ] = False,
     seed: Annotated[
         int | None, typer.Option(help="Seed of weights, sample order and augmentation; default: 0.")
     ] = None,
-    data: Annotated[str | None, typer.Option(help=DATA_HELP)] = None,
+    data: DataOption = None,
     keep: Annotated[bool, flag("--keep", help="Keep the runs that were compared.")] = False,
-    as_json: Annotated[bool, flag("--json", help="Print the verdicts as one line of JSON.")] = False,
+    as_json: JsonOption = False,
 ) -> None:
     """Check that each strategy matches training on one device; if not, show where it differs and why (exit code 1)."""
     check("steps", steps, Whole, PlanError)
     check("accumulate", accumulate, Whole, PlanError)
     from evenstep.launcher.prepare import RUNS, free_name, label_of, load_strategies, prepare
-    from evenstep.verify import Depth, settled
+    from evenstep.verify import Depth, judged, settled
     from evenstep.verify.configurations import configs_of, plan_of
 
     load_strategies(strategies, task, seed)
@@ -94,8 +93,13 @@ def verify(
         raise
     started = time.monotonic()
     verdicts: dict[Configuration, Verdict] = {}
+    print_notes(prepared.notes)
     try:
-        _check(prepared, configs, verdicts, Depth(steps, sync_batchnorm=sync_batchnorm, from_single=True))
+        # An estimate: looking for a cause takes more runs.
+        with progress(total=2 + 4 * len(configs)) as log:
+            depth = Depth(steps, sync_batchnorm=sync_batchnorm, from_single=True, log=log)
+            for config, verdict in judged(prepared, configs, prepared.folder, depth):
+                verdicts[config] = verdict
     finally:
         if not keep:
             _remove(prepared.folder, is_first)
@@ -113,54 +117,6 @@ def _remove(folder: Path, is_first: bool) -> None:
     if is_first:
         with suppress(OSError):
             folder.parent.rmdir()
-
-
-def _check(
-    prepared: Prepared, configs: list[Configuration], verdicts: dict[Configuration, Verdict], depth: Depth
-) -> None:
-    """Add the verdicts as they are reached."""
-    from evenstep.report.terminal import without_control
-    from evenstep.verify import judged
-
-    errors = Console(stderr=True, highlight=False, emoji=False)
-    for line in prepared.notes:
-        errors.print(without_control(line), style="yellow", markup=False, soft_wrap=True)
-    with _RunProgress(errors, num_runs=2 + 4 * len(configs)) as shown:
-        for config, verdict in judged(prepared, configs, prepared.folder, replace(depth, log=shown.log)):
-            verdicts[config] = verdict
-
-
-class _RunProgress:
-    """The runs as they are made: a bar on a terminal, plain lines anywhere else."""
-
-    def __init__(self, console: Console, num_runs: int) -> None:
-        self._console = console
-        self._bar: Any = None
-        self._num_runs = num_runs
-        self._num = 0
-
-    def __enter__(self) -> _RunProgress:
-        if self._console.is_terminal:
-            from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
-
-            columns = (TextColumn("{task.description}", markup=False), BarColumn(), MofNCompleteColumn())
-            self._bar = Progress(*columns, console=self._console, transient=True)
-            self._bar.start()
-            self._row = self._bar.add_task("starting", total=self._num_runs)
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        if self._bar is not None:
-            self._bar.stop()
-
-    def log(self, line: str) -> None:
-        """What is being run now; looking for a cause takes more runs than were planned."""
-        if self._bar is None:
-            self._console.print(line, markup=False, soft_wrap=True)
-            return
-        total = max(self._num_runs, self._num + 1)
-        self._bar.update(self._row, description=line, completed=self._num, total=total)
-        self._num += 1
 
 
 @dataclass(frozen=True)

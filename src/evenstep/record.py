@@ -23,6 +23,10 @@ FLUSH_SECONDS = 0.2
 BLOCK_BYTES = 2**16
 MAX_HELD = 10_000
 """Steps of a record that are held in memory: some megabytes."""
+TRACES, TRACE_INDEX = "traces", "ranks.json"
+"""The folder of what `--profile` traced, and the file in it that is written last, when all ranks are done."""
+SPAN_PREFIX = "evenstep: "
+"""Of the names of evenstep's own spans in a trace."""
 PARTS = ("input", "forward", "backward", "communication", "optimizer")
 """What a step is made of; communication is what of it was not hidden behind backward."""
 

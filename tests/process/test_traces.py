@@ -11,7 +11,6 @@ import pytest
 
 import evenstep
 from evenstep.launcher.logs import merged
-from evenstep.profiling import profiler
 from evenstep.profiling.profiler import choose_steps
 from evenstep.record import PARTS, Record
 from evenstep.report import trace
@@ -170,8 +169,3 @@ def test_steps_are_traced_after_a_warm_up_as_far_as_there_are_enough() -> None:
     assert choose_steps(10, 0, 5) == range(2, 6)
     assert choose_steps(10, 0, 1) == range(1, 2)
     assert not choose_steps(10, 5, 5)
-
-
-def test_workers_and_readers_of_traces_use_the_same_words() -> None:
-    assert profiler.PREFIX == trace.PREFIX
-    assert profiler.TOGETHER == trace.TOGETHER

@@ -14,9 +14,10 @@ from tensorboard.plugins.hparams.plugin_data_pb2 import HParamsPluginData
 
 import evenstep
 from evenstep.errors import PlanError
+from evenstep.launcher.prepare import check_log
 from evenstep.plan import Plan
 from evenstep.profiling import trackers
-from evenstep.profiling.trackers import TrackerStart, Tracking, check_log
+from evenstep.profiling.trackers import TrackerStart, Tracking
 from evenstep.record import Step
 from tests.process import traced_task
 from tests.process.traced_task import task

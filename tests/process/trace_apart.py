@@ -12,17 +12,14 @@ import torch
 
 import evenstep
 from evenstep.distributed.heartbeat import INPUT
-from evenstep.plan import Plan
-from evenstep.profiling.profiler import start_tracing
+from evenstep.profiling.profiler import Tracing
 
 team = evenstep.join("ddp", ["cpu", "cpu"])
 folder = Path(sys.argv[1]) / f"machine{team.world.rank}"
 folder.mkdir()
 model = team.wrap(torch.nn.Linear(8, 1))
 optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-plan = Plan(batch=4, steps=5, strategy="ddp", devices=("cpu", "cpu"), profile=2)
-tracing = start_tracing(plan, team.world, folder, 0, 5)
-assert tracing is not None
+tracing = Tracing(2, team.world, folder, 0, 5)
 said: list[str] = []
 for step, batch in enumerate(team.loader((torch.randn(20, 8),), batch=4), 1):
     team.world.heartbeat.step = step

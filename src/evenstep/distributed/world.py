@@ -12,16 +12,18 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
 
 from evenstep.distributed.heartbeat import JOINING, Heartbeat, open_heartbeat
 from evenstep.distributed.process import check_master, read_rank, worker_spec
-from evenstep.distributed.shm.scalars import PendingSum, PendingTensorSum, ScalarAllReduce
 from evenstep.distributed.spans import Spans
 from evenstep.errors import PlanError
+
+if TYPE_CHECKING:
+    from evenstep.distributed.shm.scalars import PendingSum, PendingTensorSum, ScalarAllReduce
 
 _INTERFACE = "GLOO_SOCKET_IFNAME"
 
@@ -92,7 +94,7 @@ class World:
         self.heartbeat.collective()
         scalars = self.communication.scalars if self.communication.may_share else None
         if scalars is not None and scalars.takes(values):
-            return PendingTensorSum(scalars.post(values.reshape(-1).tolist()), values)
+            return scalars.post_tensor(values)
         work: dist.Work = dist.all_reduce(values, async_op=True)
         return work
 
@@ -148,6 +150,8 @@ def join_world(devices: Sequence[str], needs_group: bool) -> World:
     if needs_group or size > 1:
         _meet(world, backend=backend_for(devices))
     if size > 1 and world.device.type == "cpu":
+        from evenstep.distributed.shm.scalars import ScalarAllReduce
+
         world.communication.scalars = ScalarAllReduce.open(world.gather, rank, size)
     return world
 

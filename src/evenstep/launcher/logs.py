@@ -15,7 +15,7 @@ from pathlib import Path
 
 from evenstep.errors import EvenstepError
 from evenstep.launcher.processes import RankLogs
-from evenstep.profiling.profiler import ALL, FOLDER
+from evenstep.record import TRACE_INDEX, TRACES
 from evenstep.report import trace
 from evenstep.report.terminal import pass_on, without_control
 from evenstep.report.trace import RankNumbers, RankTrace, merge
@@ -248,15 +248,15 @@ def with_trace(events: Iterator[Event], folder: Path) -> Iterator[Event]:
 
 def merged(folder: Path) -> list[str]:
     """Merge the ranks' traces, if there are any, into one timeline; return lines about it. Never fails the training."""
-    if not (folder / FOLDER / ALL).exists():
+    if not (folder / TRACES / TRACE_INDEX).exists():
         return []
     try:
-        known = _TRACE_INDEX.read(folder / FOLDER / ALL)
-        ranks = [RankTrace(rank, folder / FOLDER / one.file, one.machine) for rank, one in known.ranks.items()]
+        known = _TRACE_INDEX.read(folder / TRACES / TRACE_INDEX)
+        ranks = [RankTrace(rank, folder / TRACES / one.file, one.machine) for rank, one in known.ranks.items()]
         path = folder / trace.FILE
         merge(ranks, path)
         found = [RankNumbers(rank=rank, steps=one.steps, parts=one.parts) for rank, one in known.ranks.items()]
-        trace.write_numbers(found, folder / FOLDER / trace.NUMBERS)
+        trace.write_numbers(found, folder / TRACES / trace.NUMBERS)
     except (OSError, ValueError, KeyError, TypeError, AttributeError, EvenstepError) as error:
         return [f"warning: no trace was made ({type(error).__name__}: {error})"]
     first, last = known.steps

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import datetime
+import importlib.util
 import json
 import os
 import re
@@ -21,7 +22,6 @@ from evenstep.distributed.devices import check_devices, choose_devices, num_core
 from evenstep.errors import PlanError, TaskError, shorten
 from evenstep.launcher.preflight import probe
 from evenstep.plan import IN_THIS_PROCESS, Plan, Seed, parse_devices, parse_machines, read_plan
-from evenstep.profiling.trackers import check_log
 from evenstep.report.terminal import without_control
 from evenstep.sampling.order import Lengths, Order, lengths_of
 from evenstep.sampling.rng import seed_everything
@@ -200,6 +200,12 @@ def _draft(values: dict[str, Any], label: str) -> Plan:
     check_devices(draft.devices)
     check_log(draft.log)
     return draft
+
+
+def check_log(name: str | None) -> None:
+    """Refuse a tracker that is not installed, before anything is started."""
+    if name is not None and importlib.util.find_spec(name) is None:
+        raise PlanError(f"--log {name} needs {name}, which is not installed here; pip install 'evenstep[{name}]'")
 
 
 def _completed(draft: Plan, values: dict[str, Any], task: Task, train: AdaptedData) -> Plan:

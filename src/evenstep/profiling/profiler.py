@@ -25,11 +25,8 @@ from torch.profiler import ProfilerActivity, profile, record_function
 from evenstep.distributed.heartbeat import PHASES, SAVING, Heartbeat
 from evenstep.distributed.spans import Listener
 from evenstep.distributed.world import World
-from evenstep.plan import Plan
 from evenstep.profiling.timer import COMMUNICATION, Timer, usual_parts
-
-PREFIX = "evenstep: "
-TOGETHER = f"{PREFIX}together"
+from evenstep.record import SPAN_PREFIX, TRACE_INDEX, TRACES
 
 
 class NamedSpans(Listener):
@@ -69,14 +66,11 @@ class NamedSpans(Listener):
 
 
 def _opened(name: str) -> record_function:
-    span = record_function(f"{PREFIX}{name}")
+    span = record_function(f"{SPAN_PREFIX}{name}")
     span.__enter__()
     return span
 
 
-FOLDER = "traces"
-ALL = "ranks.json"
-"""Written last, when what every rank has to give is there."""
 WARM_UP_STEPS = 3
 """Not traced: memory is allocated, DDP rebuilds its buckets, cuDNN chooses algorithms."""
 
@@ -95,14 +89,14 @@ def choose_steps(profile_steps: int, step: int, num_steps: int | None) -> range:
 class Tracing:
     """This rank's profiler, from its start to its file."""
 
-    def __init__(self, plan: Plan, world: World, run_folder: Path, step: int, num_steps: int | None) -> None:
+    def __init__(self, num: int, world: World, run_folder: Path, step: int, num_steps: int | None) -> None:
+        """Of `num` steps, in a run that has taken `step` of its `num_steps`; all ranks call this before the next."""
         self._world = world
-        self._folder = run_folder / FOLDER
-        assert plan.profile is not None
-        self._steps = choose_steps(plan.profile, step, num_steps)
+        self._folder = run_folder / TRACES
+        self._steps = choose_steps(num, step, num_steps)
         self._last = step
         # After a restart, what was traced before stays.
-        if world.gather((self._folder / ALL).exists())[0]:
+        if world.gather((self._folder / TRACE_INDEX).exists())[0]:
             self._steps = range(0)
         self._spans = NamedSpans(world.heartbeat)
         self._timer: Timer | None = None
@@ -110,6 +104,7 @@ class Tracing:
         self._is_on = False
         self._problem: str | None = None
         self._stack = ExitStack()
+        self.before(step + 1)
 
     def before(self, step: int) -> None:
         """All ranks call this before a step is begun."""
@@ -160,7 +155,7 @@ class Tracing:
         self._try(self._begin_profiling)
         self._is_on = True
         self._world.barrier()
-        with record_function(TOGETHER):
+        with record_function(f"{SPAN_PREFIX}together"):
             pass
         self._timer = Timer(self._world.devices)
         for listener in (self._timer, self._spans):
@@ -237,7 +232,7 @@ class Tracing:
         steps = [self._steps.start, self._last]
         try:
             self._folder.mkdir(exist_ok=True)
-            (self._folder / ALL).write_text(json.dumps({"steps": steps, "ranks": ranks}) + "\n")
+            (self._folder / TRACE_INDEX).write_text(json.dumps({"steps": steps, "ranks": ranks}) + "\n")
         except OSError as error:
             yield f"warning: the traces cannot be written ({error}); training continues"
 
@@ -251,12 +246,3 @@ def machine_name() -> str:
 
 def _size(path: Path) -> int | None:
     return path.stat().st_size if path.exists() else None
-
-
-def start_tracing(plan: Plan, world: World, run_folder: Path, step: int, num_steps: int | None) -> Tracing | None:
-    """As the plan says, before the first step; None if it says nothing."""
-    if plan.profile is None:
-        return None
-    tracing = Tracing(plan, world, run_folder, step, num_steps)
-    tracing.before(step + 1)
-    return tracing

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import importlib.util
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
-from evenstep.errors import PlanError
 from evenstep.plan import Plan
 from evenstep.record import Evaluation, Row, Step, Summary
 
@@ -37,17 +35,6 @@ class Tracker(Protocol):
 
     def close(self) -> None:
         """Write what is left; raises what went wrong."""
-
-
-def check_log(name: str | None) -> None:
-    """Refuse a tracker that is not installed, before anything is started."""
-    if name is not None and importlib.util.find_spec(name) is None:
-        raise PlanError(f"--log {name} needs {name}, which is not installed here; pip install 'evenstep[{name}]'")
-
-
-def start_tracking(start: TrackerStart, is_main: bool) -> Tracking | None:
-    """The plan's tracker, on rank 0 only."""
-    return Tracking(start) if is_main and start.plan.log is not None else None
 
 
 class Tracking:

@@ -15,7 +15,7 @@ from statistics import median
 from typing import Any
 
 from evenstep.errors import BadInput
-from evenstep.record import PARTS
+from evenstep.record import PARTS, SPAN_PREFIX
 
 Span = tuple[float, float]
 """Begin and end, in whatever unit both have."""
@@ -45,10 +45,8 @@ def holds(spans: Sequence[Span], begin: float, end: float) -> bool:
 
 Event = dict[str, Any]
 FILE, NUMBERS = "trace.json.gz", "numbers.json"
-PREFIX = "evenstep: "
-"""Of the names of evenstep's own spans; the workers write it."""
-STEP, TOGETHER = f"{PREFIX}step ", f"{PREFIX}together"
-SENDING = (f"{PREFIX}replicate", f"{PREFIX}reduce")
+STEP, TOGETHER = f"{SPAN_PREFIX}step ", f"{SPAN_PREFIX}together"
+SENDING = (f"{SPAN_PREFIX}replicate", f"{SPAN_PREFIX}reduce")
 STEPS, INPUT, COMPUTE, COMMUNICATION = "steps", "input", "compute", "communication"
 _FIRST_LANE = {STEPS: 0, INPUT: 100, COMPUTE: 200, COMMUNICATION: 300}
 _FIRST_STREAM = 400
@@ -144,7 +142,7 @@ def _into_lanes(rank: _Rank) -> None:
     steps = rank.named(STEP)
     main = (steps[0]["pid"], steps[0]["tid"]) if steps else None
     kinds = _kinds(rank, main)
-    inputs = union(span_of(event) for event in rank.named(f"{PREFIX}input") if _thread(event) == main)
+    inputs = union(span_of(event) for event in rank.named(f"{SPAN_PREFIX}input") if _thread(event) == main)
     sending = union(span_of(event) for event in rank.named(*SENDING) if _thread(event) == main)
     lanes = _Lanes(rank.names)
     for kind in (INPUT, COMPUTE):
@@ -202,7 +200,7 @@ def _kinds(rank: _Rank, main: Any) -> dict[tuple[Any, Any], str]:
                 kinds[place] += f", {COMMUNICATION}"
         elif name.startswith("gloo:"):
             kinds[place] = COMMUNICATION
-        elif name.startswith((PREFIX, "autograd::engine")):
+        elif name.startswith((SPAN_PREFIX, "autograd::engine")):
             kinds.setdefault(place, COMPUTE)
     return kinds
 
@@ -213,7 +211,7 @@ def _thread(event: Event) -> tuple[Any, Any]:
 
 def is_own_span(event: Event) -> bool:
     """Whether this is evenstep's own span on the host; the profiler gives GPU spans the same names."""
-    return event.get("cat") == "user_annotation" and str(event["name"]).startswith(PREFIX)
+    return event.get("cat") == "user_annotation" and str(event["name"]).startswith(SPAN_PREFIX)
 
 
 def is_nccl(name: str) -> bool:

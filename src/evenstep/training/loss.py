@@ -6,19 +6,21 @@ import math
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from evenstep.data.loader import MicroBatch
 from evenstep.distributed.heartbeat import BACKWARD, FORWARD
-from evenstep.distributed.shm.scalars import PendingSum
 from evenstep.distributed.world import World
 from evenstep.errors import TaskError
 from evenstep.strategies.base import NOTHING, DistributedModel, call, go_back, on, separate
 from evenstep.task import Amount
 from evenstep.training.batchnorm import standing_in
 from evenstep.training.precision import Precision
+
+if TYPE_CHECKING:
+    from evenstep.distributed.shm.scalars import PendingSum
 
 
 @dataclass(slots=True)

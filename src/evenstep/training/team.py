@@ -36,7 +36,6 @@ from evenstep.distributed.process import read_rank
 from evenstep.distributed.world import World, join_world
 from evenstep.errors import NonFiniteLoss, PlanError, TaskError
 from evenstep.monitor.nonfinite import explain
-from evenstep.monitor.replicas import refuse_different_models
 from evenstep.plan import PrecisionName
 from evenstep.sampling.rng import Draws, derive_seed, replica_seed, seed_devices, seed_everything
 from evenstep.schema import check_choice
@@ -193,7 +192,10 @@ class Team:
         """
         refuse_lazy(model)
         fitted = self.precision.fit(model)
-        refuse_different_models(self.world, fitted)
+        if self.world.size > 1:
+            from evenstep.monitor.replicas import refuse_different_models
+
+            refuse_different_models(self.world, fitted)
         distributed = self.strategy.wrap(fitted, self.world, sample)
         self._refusals.learn(distributed)
         self.models.append(distributed)

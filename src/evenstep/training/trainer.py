@@ -1,6 +1,9 @@
 """The trainer: one rank's whole part in a run. It builds, resumes, trains, evaluates and saves.
 
 `perform` joins the process group, runs a trainer, writes the Record on rank 0, and adds what is known to an error.
+
+What a plain run does not need (CUDA graphs, monitors of several ranks, the profiler, trackers, an audit) is imported
+here, when a run first uses it.
 """
 
 from __future__ import annotations
@@ -12,42 +15,40 @@ from collections.abc import Callable, Iterator
 from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 from torch.optim.lr_scheduler import LRScheduler
 
-from evenstep.audit import SamplesWriter, audit
 from evenstep.checkpoint import files
-from evenstep.checkpoint.broadcast import broadcast_checkpoint, remove_copies
 from evenstep.data.feature_scaler import unfitted
 from evenstep.data.loader import Loader
 from evenstep.data.prefetch import explain_worker_death, is_worker_death
 from evenstep.distributed import devices
-from evenstep.distributed.collectives import check_collectives
 from evenstep.distributed.devices import return_to_default_stream
 from evenstep.distributed.heartbeat import BACKWARD, BUILDING, COMPARING, ENDING, EVALUATING, FORWARD, SAVING
 from evenstep.distributed.preemption import SIGNALS
 from evenstep.errors import BadInput, Preempted, TrainingError
 from evenstep.monitor.known_errors import Situation, is_out_of_memory, note
-from evenstep.monitor.oom import FailedStep, diagnose
-from evenstep.monitor.replicas import ReplicaCheck
-from evenstep.monitor.stragglers import StragglerMonitor
 from evenstep.plan import USUAL, Plan
-from evenstep.profiling.profiler import Tracing, start_tracing
-from evenstep.profiling.trackers import TrackerStart, start_tracking
 from evenstep.record import Evaluation, Record, RecordWriter, Row, Step, Summary, Tally, has_begun
 from evenstep.sampling.rng import derive_seed, fork_rng, seed_everything
 from evenstep.task import Task, takes_steps
 from evenstep.training.batchnorm import is_local, synchronised
-from evenstep.training.cuda_graphs.runner import Fast, can_be_fast
 from evenstep.training.evaluation import LossAndMetrics
 from evenstep.training.loop import is_done, train
 from evenstep.training.optim import fuse
 from evenstep.training.run import Run
 from evenstep.training.step import Eager, Recipe, Stepper
 from evenstep.training.team import Interrupted, Team, join_team
+
+if TYPE_CHECKING:
+    from evenstep.audit import SamplesWriter
+    from evenstep.monitor.replicas import ReplicaCheck
+    from evenstep.monitor.stragglers import StragglerMonitor
+    from evenstep.profiling.profiler import Tracing
+    from evenstep.profiling.trackers import Tracking
 
 FIRST_CHECKS = (10, 30)
 """Steps at which replicas are also compared: most mistakes show at once."""
@@ -85,9 +86,16 @@ class Trainer:
         """Whether this run was started before, in its own folder."""
         self.samples: SamplesWriter | None = None
         if plan.audit and team.world.is_main:
+            from evenstep.audit import SamplesWriter
+
             self.samples = SamplesWriter(run_folder)
-        self.replicas = ReplicaCheck(team.world, self._model.module) if team.world.size > 1 else None
-        self.pace = StragglerMonitor(team.world)
+        self.replicas: ReplicaCheck | None = None
+        self.pace: StragglerMonitor | None = None
+        if team.world.size > 1:
+            from evenstep.monitor.replicas import ReplicaCheck
+            from evenstep.monitor.stragglers import StragglerMonitor
+
+            self.replicas, self.pace = ReplicaCheck(team.world, self._model.module), StragglerMonitor(team.world)
         self._compute_seconds = 0.0
         self.tracing: Tracing | None = None
         if plan.restarts or plan.machines:
@@ -120,16 +128,29 @@ class Trainer:
         file = {"samples_file": self.samples.path.name} if self.samples is not None else {}
         return {**self.run.loader.facts(), **file}
 
-    @property
-    def tracker_start(self) -> TrackerStart:
-        """What a tracker logs first."""
+    def start_tracking(self) -> Tracking | None:
+        """The plan's tracker, on rank 0 only."""
+        if self.plan.log is None or not self.team.world.is_main:
+            return None
+        from evenstep.profiling.trackers import TrackerStart, Tracking
+
         redone_from = self.run.step + 1 if self.is_again else None
-        return TrackerStart(self.plan, self.folder, redone_from)
+        return Tracking(TrackerStart(self.plan, self.folder, redone_from))
+
+    def _start_tracing(self) -> Tracing | None:
+        if self.plan.profile is None:
+            return None
+        from evenstep.profiling.profiler import Tracing
+
+        self._model.time_communication()
+        return Tracing(self.plan.profile, self.team.world, self.folder, self.run.step, self.run.num_steps)
 
     def situation(self, error: BaseException) -> Situation | None:
         """What the advice needs to know about a step that ran out of memory; None for any other failure."""
         if self.spans.heartbeat.phase not in (FORWARD, BACKWARD) or not is_out_of_memory(error):
             return None
+        from evenstep.monitor.oom import FailedStep, diagnose
+
         world = self.team.world
         step = FailedStep(
             module=self._model.module,
@@ -168,9 +189,7 @@ class Trainer:
             if evaluation is not None:
                 yield evaluation
             saved = self._save(evaluation)
-        if self.plan.profile is not None:
-            self._model.time_communication()
-        self.tracing = start_tracing(self.plan, self.team.world, self.folder, self.run.step, self.run.num_steps)
+        self.tracing = self._start_tracing()
         for step, ids, compute_seconds in train(
             self.run, self.stepper, self.plan, self._peak_bytes, waits_at=self._waits_at
         ):
@@ -217,7 +236,7 @@ class Trainer:
     def _compared(self, step: Step, compute_seconds: float) -> Iterator[str]:
         """Every so many steps, whether the replicas are still one model, and whether a rank is slow."""
         self._add_to_pace(step, compute_seconds)
-        if self.replicas is None or not self._is_compared(step.step):
+        if self.replicas is None or self.pace is None or not self._is_compared(step.step):
             return
         with self.spans.during(COMPARING):
             if self.plan.check_every:
@@ -227,6 +246,8 @@ class Trainer:
             yield slow
 
     def _add_to_pace(self, step: Step, compute_seconds: float) -> None:
+        if self.pace is None:
+            return
         # A replayed CUDA graph does not know: the last step that did stands for it.
         self._compute_seconds = compute_seconds or self._compute_seconds
         waited = step.seconds - step.input_seconds - self._compute_seconds
@@ -281,8 +302,12 @@ class Trainer:
 
     def _stepper(self) -> Stepper:
         recipe = self._recipe()
-        is_fast = self.plan.fast == "auto" and self.plan.profile is None and can_be_fast(recipe)
-        return Fast(recipe) if is_fast else Eager(recipe)
+        if self.plan.fast == "auto" and self.plan.profile is None and self.team.world.device.type == "cuda":
+            from evenstep.training.cuda_graphs.runner import Fast, can_be_fast
+
+            if can_be_fast(recipe):
+                return Fast(recipe)
+        return Eager(recipe)
 
     def _recipe(self) -> Recipe:
         (optimizer,) = self.run.optimizers.values()
@@ -322,6 +347,8 @@ class Trainer:
         """What the samples of this run amount to; rank 0 alone looks."""
         if self.samples is None:
             return None
+        from evenstep.audit import audit
+
         self.samples.close()
         found = audit([self.folder])
         if not found.is_clean:
@@ -408,8 +435,13 @@ def perform(
     set_up_torch(plan)
     team = join_team(plan.strategy, plan.devices, plan.precision, plan.seed, needs_group=False)
     if plan.check_collectives:
+        from evenstep.distributed.collectives import check_collectives
+
         check_collectives(team.world)
-    plan = replace(plan, resume=broadcast_checkpoint(team.world, plan.resume))
+    if plan.resume is not None and team.world.size > 1:
+        from evenstep.checkpoint.broadcast import broadcast_checkpoint
+
+        plan = replace(plan, resume=broadcast_checkpoint(team.world, plan.resume))
     with team.requests.listening(*SIGNALS, *more_signals), explain_worker_death():
         yield from _perform(make(plan, task, run_folder, team))
 
@@ -417,12 +449,15 @@ def perform(
 def _perform(trainer: Trainer) -> Iterator[Event]:
     team = trainer.team
     yield from trainer.resume()
-    remove_copies()
+    if trainer.plan.resume is not None and team.world.size > 1:
+        from evenstep.checkpoint.broadcast import remove_copies
+
+        remove_copies()
     record: RecordWriter | None = None
     if team.world.is_main:
         record = RecordWriter(trainer.folder, trainer.plan, devices.facts(), trainer.facts)
         trainer.run.before_save = record.flush
-    tracking = start_tracking(trainer.tracker_start, team.world.is_main)
+    tracking = trainer.start_tracking()
     try:
         for event in trainer.events():
             if record is not None and not isinstance(event, str):

@@ -19,7 +19,15 @@ signal.signal(signal.SIGINT, signal.SIG_IGN)
 signal.pthread_sigmask(signal.SIG_BLOCK, BLOCKED_SIGNALS)
 
 ENGINE = "torch.distributed.elastic.multiprocessing.api"
-OURS = ("evenstep.training.trainer", "evenstep.worker.main", "evenstep.worker.user_program")
+OURS = (
+    "evenstep.distributed.shm.scalars",
+    "evenstep.monitor.replicas",
+    "evenstep.monitor.stragglers",
+    "evenstep.training.trainer",
+    "evenstep.worker.main",
+    "evenstep.worker.user_program",
+)
+"""What several ranks of a machine need."""
 for module in ("torch", ENGINE, "multiprocessing.synchronize", *OURS):
     importlib.import_module(module)
 importlib.import_module("evenstep.worker.lazy_compiler").put_off_compiler()

@@ -54,6 +54,10 @@ class ScalarAllReduce:
         self._counts[self._posted[self._rank]] = number + 1
         return PendingSum(self, number, len(numbers))
 
+    def post_tensor(self, values: torch.Tensor) -> PendingTensorSum:
+        """Post a tensor, into which the sums are copied."""
+        return PendingTensorSum(self.post(values.reshape(-1).tolist()), values)
+
     def fetch(self, number: int, length: int) -> list[float]:
         """Wait for the sums with this number."""
         self._wait(self._posted, number)

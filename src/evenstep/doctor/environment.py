@@ -5,8 +5,7 @@ from __future__ import annotations
 import platform
 import re
 import sys
-from collections.abc import Callable, Mapping, Sequence, Set
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Set
 from pathlib import Path
 
 import torch
@@ -65,8 +64,8 @@ def back_ends(num_gpus: int) -> Finding:
     version = _nccl_version() if there["nccl"] else None
     numbers: dict[str, Number] = {**there, "nccl_version": version}
     names = [f"nccl {version}" if name == "nccl" else name for name, is_there in there.items() if is_there]
-    said = f"{', '.join(names) or 'none'}; not {_listed([name for name, is_there in there.items() if not is_there])}"
-    said = said.removesuffix("; not ")
+    missing = ", ".join(name for name, is_there in there.items() if not is_there)
+    said = (", ".join(names) or "none") + f"; not {missing}" * bool(missing)
     if not there["gloo"]:
         return Finding("back ends", "bad", said, "install a torch with gloo: the one from PyPI has it", numbers)
     if num_gpus > 1 and not there["nccl"]:
@@ -78,10 +77,6 @@ def back_ends(num_gpus: int) -> Finding:
 def _nccl_version() -> str:
     version = torch.cuda.nccl.version()
     return ".".join(map(str, version)) if isinstance(version, tuple) else str(version)
-
-
-def _listed(names: Sequence[str]) -> str:
-    return ", ".join(names)
 
 
 LISTED = re.compile(
@@ -96,15 +91,8 @@ ON = ("1", "true", "yes", "on", "y", "t")
 RANK_NAMES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
 
 
-@dataclass(frozen=True)
-class Judgement:
-    """What is wrong with one variable."""
-
-    status: Status
-    said: str
-    advice: str
-
-
+Judgement = tuple[Status, str, str]
+"""Status, what is wrong with a variable, and advice."""
 Judge = Callable[[str], Judgement | None]
 
 
@@ -115,18 +103,17 @@ def variables(environment: Mapping[str, str]) -> list[Finding]:
     judged = {name: JUDGES[name](value) for name, value in found.items() if name in JUDGES}
     wrong = {name: judgement for name, judgement in judged.items() if judgement is not None}
     rest = [f"{name}={shown(name, value)}" for name, value in found.items() if name not in wrong]
-    said = (
-        f"set: {', '.join(rest)}"
-        if rest
-        else "nothing else is set that changes a run"
-        if wrong
-        else "no variable is set that changes a run"
+    none = "nothing else is set that changes a run" if wrong else "no variable is set that changes a run"
+    listed = Finding(
+        "environment",
+        "good",
+        f"set: {', '.join(rest)}" if rest else none,
+        numbers={name: shown(name, value) for name, value in found.items()},
     )
-    listed = Finding("environment", "good", said, numbers={name: shown(name, value) for name, value in found.items()})
     return [
         *(
-            Finding(name, one.status, f"{shown(name, found[name])}: {one.said}", one.advice)
-            for name, one in wrong.items()
+            Finding(name, status, f"{shown(name, found[name])}: {said}", advice)
+            for name, (status, said, advice) in wrong.items()
         ),
         *left_ranks(environment),
         listed,
@@ -156,11 +143,10 @@ def missing_interfaces(text: str, present: Set[str], is_nccl: bool) -> list[str]
         return []
     is_exact = not is_nccl or text.startswith("=")
     names = [name for name in text.removeprefix("=" if is_nccl else "").split(",") if name]
-    return [name for name in names if not _is_there(name.split(":")[0], present, is_exact)]
-
-
-def _is_there(name: str, present: Set[str], is_exact: bool) -> bool:
-    return name in present if is_exact else any(one.startswith(name) for one in present)
+    wanted = {name: name.split(":")[0] for name in names}
+    if is_exact:
+        return [name for name, exact in wanted.items() if exact not in present]
+    return [name for name, prefix in wanted.items() if not any(one.startswith(prefix) for one in present)]
 
 
 def _interface(name: str) -> Judge:
@@ -169,24 +155,24 @@ def _interface(name: str) -> Judge:
         if not missing:
             return None
         said = f"no interface {', '.join(missing)} here; there are {', '.join(sorted(interfaces()))}"
-        return Judgement("bad", said, f"unset {name}, or name one that is there")
+        return ("bad", said, f"unset {name}, or name one that is there")
 
     return judge
 
 
 def _if_on(status: Status, said: str, advice: str) -> Judge:
-    return lambda value: Judgement(status, said, advice) if value.strip().lower() in ON else None
+    return lambda value: (status, said, advice) if value.strip().lower() in ON else None
 
 
 def _if_in(values: tuple[str, ...], said: str, advice: str) -> Judge:
-    return lambda value: Judgement("warn", said, advice) if value.strip().upper() in values else None
+    return lambda value: ("warn", said, advice) if value.strip().upper() in values else None
 
 
 def _address(value: str) -> Judgement | None:
     try:
         resolve(value, NAME_SECONDS)
     except OSError as error:
-        return Judgement("warn", f"not known here ({error.strerror or error})", "unset MASTER_ADDR, or correct it")
+        return ("warn", f"not known here ({error.strerror or error})", "unset MASTER_ADDR, or correct it")
     return None
 
 
@@ -195,10 +181,10 @@ def _visible_gpus(value: str) -> Judgement | None:
     if not num_gpus_present():
         return None
     if not named or named[0].strip() in ("-1", "NoDevFiles"):
-        return Judgement("warn", "it hides every GPU", "unset CUDA_VISIBLE_DEVICES to use GPUs")
+        return ("warn", "it hides every GPU", "unset CUDA_VISIBLE_DEVICES to use GPUs")
     if num_gpus() < len(named):
         said = f"{len(named)} named, and torch sees {num_gpus()}: it stops at the first that is not there"
-        return Judgement("warn", said, "name GPUs that nvidia-smi -L lists, or unset CUDA_VISIBLE_DEVICES")
+        return ("warn", said, "name GPUs that nvidia-smi -L lists, or unset CUDA_VISIBLE_DEVICES")
     return None
 
 
@@ -220,7 +206,7 @@ JUDGES: Mapping[str, Judge] = {
         ("DETAIL",), "every collective is compared between ranks: slow", "unset TORCH_DISTRIBUTED_DEBUG"
     ),
     "TORCH_NCCL_ASYNC_ERROR_HANDLING": lambda value: (
-        Judgement("warn", "ranks wait forever for one that failed", "unset TORCH_NCCL_ASYNC_ERROR_HANDLING")
+        ("warn", "ranks wait forever for one that failed", "unset TORCH_NCCL_ASYNC_ERROR_HANDLING")
         if value.strip() == "0"
         else None
     ),

@@ -15,8 +15,8 @@ from torch._C._distributed_c10d import TCPStore
 from evenstep.doctor.finding import Finding
 from evenstep.launcher.rendezvous.addresses import LOOPBACK, open_store
 
-PIECE_BYTES = 2**20
-NUM_PIECES = 64
+CHUNK_BYTES = 2**20
+NUM_CHUNKS = 64
 NUM_PINGS = 200
 WAIT_SECONDS = 5.0
 NAME_SECONDS = 4.0
@@ -34,45 +34,45 @@ def measure_loopback() -> Loopback:
     """Measure the round trip of a byte and the speed of a stream, between two threads."""
     with socket.create_server((LOOPBACK, 0)) as listener:
         listener.settimeout(WAIT_SECONDS)
-        with socket.create_connection(listener.getsockname(), timeout=WAIT_SECONDS) as near:
-            far, _ = listener.accept()
-            with far:
-                for end in (near, far):
+        with socket.create_connection(listener.getsockname(), timeout=WAIT_SECONDS) as client:
+            server, _ = listener.accept()
+            with server:
+                for end in (client, server):
                     end.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
                     end.settimeout(WAIT_SECONDS)
-                answering = threading.Thread(target=_answer, args=(far,), daemon=True)
-                answering.start()
-                found = Loopback(_ping(near), _stream(near))
-                answering.join(WAIT_SECONDS)
+                echo = threading.Thread(target=_echo, args=(server,), daemon=True)
+                echo.start()
+                found = Loopback(_ping(client), _stream(client))
+                echo.join(WAIT_SECONDS)
     return found
 
 
-def _ping(near: socket.socket) -> float:
+def _ping(client: socket.socket) -> float:
     times = []
     for _ in range(NUM_PINGS):
         began = time.perf_counter()
-        near.sendall(b"?")
-        near.recv(1)
+        client.sendall(b"?")
+        client.recv(1)
         times.append((time.perf_counter() - began) / 2)
     return median(times)
 
 
-def _stream(near: socket.socket) -> float:
-    piece = bytes(PIECE_BYTES)
+def _stream(client: socket.socket) -> float:
+    chunk = bytes(CHUNK_BYTES)
     began = time.perf_counter()
-    for _ in range(NUM_PIECES):
-        near.sendall(piece)
-    near.recv(1)
-    return NUM_PIECES * PIECE_BYTES / (time.perf_counter() - began)
+    for _ in range(NUM_CHUNKS):
+        client.sendall(chunk)
+    client.recv(1)
+    return NUM_CHUNKS * CHUNK_BYTES / (time.perf_counter() - began)
 
 
-def _answer(far: socket.socket) -> None:
+def _echo(server: socket.socket) -> None:
     for _ in range(NUM_PINGS):
-        far.sendall(far.recv(1))
-    left, room = NUM_PIECES * PIECE_BYTES, memoryview(bytearray(PIECE_BYTES))
-    while left and (num := far.recv_into(room)):
+        server.sendall(server.recv(1))
+    left, buffer = NUM_CHUNKS * CHUNK_BYTES, memoryview(bytearray(CHUNK_BYTES))
+    while left and (num := server.recv_into(buffer)):
         left -= num
-    far.sendall(b"!")
+    server.sendall(b"!")
 
 
 def loopback() -> tuple[Finding, Loopback | None]:
@@ -104,8 +104,8 @@ def _try_store(use_libuv: bool) -> str | None:
         # Not by torch's own socket, which would listen on all interfaces.
         server = open_store(seconds=WAIT_SECONDS, use_libuv=use_libuv)
         client = TCPStore(LOOPBACK, server.port, None, False, patience, False, use_libuv=use_libuv)
-        client.set("asked", "yes")
-        return None if server.get("asked") == b"yes" else "what was written to it is not what was read"
+        client.set("key", "yes")
+        return None if server.get("key") == b"yes" else "what was written to it is not what was read"
     except (RuntimeError, OSError) as error:
         return str(error).splitlines()[0]
 

@@ -51,15 +51,10 @@ CURES_BETWEEN: Mapping[str, tuple[tuple[str, str], ...]] = {
 """Settings that may help between machines."""
 
 
-def suspects(back_end: str, environment: Iterable[str]) -> list[str]:
-    """Set variables that may be the cause."""
-    given = set(environment)
-    return [name for name in SUSPECTS[back_end] if name in given]
-
-
 def remedies(back_end: str, set_names: Iterable[str], is_between_machines: bool = False) -> list[Settings]:
     """Settings to try in order: without each suspect variable, then with each known remedy."""
-    without: list[Settings] = [{name: None} for name in suspects(back_end, set_names)]
+    given = set(set_names)
+    without: list[Settings] = [{name: None} for name in SUSPECTS[back_end] if name in given]
     cures = CURES_BETWEEN if is_between_machines else CURES
     return [*without, *({name: value} for name, value in cures[back_end])]
 

@@ -384,7 +384,7 @@ def test_mistakes_of_a_loop_are_told_alike_on_all_ranks(counted: list[dict[str, 
     ("name", "devices", "said"),
     [
         ("raising", "2", "sample 7 cannot be read: ZeroDivisionError: division by zero (MY_TASK:"),
-        ("dying", "1", "a loader worker ended by itself: "),
+        ("dying", "1", "a loader worker died: "),
     ],
 )
 def test_what_goes_wrong_in_a_loader_worker_is_told(

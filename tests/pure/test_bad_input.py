@@ -211,7 +211,7 @@ def test_a_file_without_one_task_is_refused(refused: Refused, text: str, said: l
         ({"train": "NoLength()"}, ["the train data (NoLength) has no length; give it a __len__"]),
         (
             {"train": "iter([1, 2])"},
-            ["the train data is an iterator (list_iterator), which can be gone through once; give an object"],
+            ["the train data is an iterator (list_iterator), which can be iterated over only once; give an object"],
         ),
         ({"train": "Samples()"}, ["sample 0 is ((4,), ()) and sample 19 is ((3,), ())", "give the Task a collate"]),
         ({"train": "(x, y[:7])"}, ["the train data has columns of [20, 7] samples; all need the same number"]),

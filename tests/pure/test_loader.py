@@ -628,7 +628,7 @@ def test_a_stream_drops_its_short_last_batch_too(size: int, workers: int, num: i
 def test_a_stream_of_which_nothing_is_left_is_refused() -> None:
     loader = open_loader(Numbers(5), worlds(1)[0], 6, drop_last=True)
     with pytest.raises(
-        TaskError, match="has 5 samples from place 0 on, and drop_last leaves nothing of them with a gl"
+        TaskError, match="has 5 samples from sample 0 on, and drop_last leaves nothing of them with a gl"
     ):
         list(loader)
 
@@ -658,7 +658,7 @@ def test_a_stream_that_fails_says_where(workers: int) -> None:
 def test_a_stream_that_became_shorter_says_so() -> None:
     (loader,) = loaders(Numbers(8), 4, worlds(1))
     loader.load_state_dict({"position": 12, "num_finished": 3})
-    with pytest.raises(TaskError, match="the train stream ended before place 12, from where this run goes on"):
+    with pytest.raises(TaskError, match="the train stream ended before sample 12, from which this run resumes"):
         list(loader)
 
 

@@ -144,7 +144,10 @@ def test_tensors_move_however_they_are_nested() -> None:
         ({"x": X, "y": Y[:3].numpy()}, "the train data has columns of [4, 3] samples"),
         ((X, torch.tensor(1.0)), "the train data holds a tensor with no dimensions; the first one counts samples"),
         ((X, np.array(["a", "b", "c", "d"])), "the train data has an array of <U1, which no tensor can hold"),
-        (iter([1, 2]), "the train data is an iterator (list_iterator), which can be gone through once; give an object"),
+        (
+            iter([1, 2]),
+            "the train data is an iterator (list_iterator), which can be iterated over only once; give an object",
+        ),
         (None, "the train data is a NoneType; give a dataset"),
         (NoLength(), "the train data (NoLength) has no length; give it a __len__"),
         (LengthNotWritten(), "the train data (LengthNotWritten) has no length; give it a __len__"),

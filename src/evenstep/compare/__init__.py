@@ -1,29 +1,42 @@
-"""Measures strategies on the user's task and machine, and whether each matches training on one device."""
+"""Measures strategies on the user's task and machine, and whether each matches training on one device.
+
+Blocks of steps of each configuration run in alternating order, so that a change in machine load affects all of them.
+"""
 
 from __future__ import annotations
 
 import datetime
 import shutil
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
+from statistics import fmean, median
 from typing import Any
 
-from evenstep.compare.blocks import MeasuredBlock, Race
-from evenstep.compare.measure import Block
-from evenstep.errors import EvenstepError, PlanError
+from evenstep.compare.measure import Block, measure, usual
+from evenstep.errors import EvenstepError, PlanError, Preempted
+from evenstep.launcher.launch import run_in_processes, variant
 from evenstep.launcher.prepare import Prepared, free_name, label_of, load_strategies, prepare
-from evenstep.report.comparison import Comparison, LargerBatch, Parity, Row
+from evenstep.record import PARTS, Measurement, Record
+from evenstep.report.comparison import Comparison, LargerBatch, Parity, Range, Row
 from evenstep.report.recommend import advise, best
-from evenstep.strategy_facts import REFERENCE
+from evenstep.strategy_facts import REFERENCE, STRATEGIES
 from evenstep.verify import Configuration, Depth, check
 from evenstep.verify.configurations import find_configs, plan_of
+
+__all__ = ["CompareRequest", "Comparison", "Row", "compare"]
 
 TIMES = 4
 """The larger batch that is tried."""
 SHORT_STEP_SECONDS = 0.02
 """A larger batch is tried only where steps are shorter than this."""
 PARITY_STEPS = 3
+TRIAL = Block(warm_up=3, steps=4, special=2)
+BLOCK_SECONDS = 0.8
+"""About the seconds of a block's steps in the slowest configuration; special steps and warm-up come on top."""
+LEAST_STEPS, MOST_STEPS = 6, 200
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,12 +69,12 @@ def compare(request: CompareRequest, log: Callable[[str], None] = lambda line: N
     except PlanError:
         shutil.rmtree(base.folder)
         raise
-    race = Race(base, base.folder, configs[0], log, sync_batchnorm=request.sync_batchnorm)
-    block = race.block_for(configs, request.steps)
-    configs = [config for config in configs if config.label not in race.left_out]
+    runner = BlockRunner(base, configs[0], log, sync_batchnorm=request.sync_batchnorm)
+    block = runner.block_for(configs, request.steps)
+    configs = [config for config in configs if config.label not in runner.left_out]
     parities = _parities(base, configs, request.sync_batchnorm, log)
-    race.run_rounds(configs, block, request.rounds)
-    rows = race.rows(configs, parities)
+    runner.run_rounds(configs, block, request.rounds)
+    rows = runner.rows(configs, parities)
     comparison = Comparison(
         task=str(request.source),
         batch=base.plan.batch,
@@ -69,14 +82,14 @@ def compare(request: CompareRequest, log: Callable[[str], None] = lambda line: N
         steps=block.steps,
         rounds=request.rounds,
         rows=rows,
-        left_out=race.left_out,
-        machine=race.taken[0].record.machine,
+        left_out=runner.left_out,
+        machine=runner.taken[0].record.machine,
         command=request.command,
         created=datetime.datetime.now().isoformat(timespec="minutes"),
     )
     # Written now, so that a failure with the larger batch does not lose it.
     replace(comparison, advice=advise(comparison)).write(base.folder)
-    comparison = replace(comparison, larger_batch=_larger_batch(race, comparison, configs, block))
+    comparison = replace(comparison, larger_batch=_larger_batch(runner, comparison, configs, block))
     comparison = replace(comparison, advice=advise(comparison))
     comparison.write(base.folder)
     return comparison, base.folder
@@ -103,26 +116,119 @@ def _parities(
 
 
 def _larger_batch(
-    race: Race, comparison: Comparison, configs: Sequence[Configuration], block: Block
+    runner: BlockRunner, comparison: Comparison, configs: Sequence[Configuration], block: Block
 ) -> LargerBatch | None:
     """The speed of the fastest configuration with a larger batch, if its steps are short."""
     row = best(comparison)
-    num_samples = race.base.lengths.rest
+    num_samples = runner.base.lengths.rest
     is_too_large = num_samples is not None and TIMES * comparison.batch > num_samples
     if is_too_large or row.step_seconds.middle > SHORT_STEP_SECONDS:
         return None
     config = next(config for config in configs if config.label == row.label)
-    race.log(f"measuring {config.label} with a batch {TIMES} times as large")
-    taken = race.run(config, f"batch-x{TIMES}", block, batch=TIMES * comparison.batch)
+    runner.log(f"measuring {config.label} with a batch {TIMES} times as large")
+    taken = runner.run(config, f"batch-x{TIMES}", block, batch=TIMES * comparison.batch)
     if taken is None:
-        del race.left_out[config.label]
+        del runner.left_out[config.label]
         return None
     shutil.rmtree(taken.folder)
-    return LargerBatch(times=TIMES, label=row.label, samples_per_second=_rate(taken))
+    rate = taken.measurement.samples / taken.measurement.seconds
+    return LargerBatch(times=TIMES, label=row.label, samples_per_second=rate)
 
 
-def _rate(taken: MeasuredBlock) -> float:
-    return taken.measurement.samples / taken.measurement.seconds
+@dataclass(frozen=True)
+class MeasuredBlock:
+    """One block, as it was measured."""
+
+    config: Configuration
+    folder: Path
+    record: Record
+    measurement: Measurement
+    start_seconds: float
 
 
-__all__ = ["CompareRequest", "Comparison", "Row", "compare"]
+@dataclass
+class BlockRunner:
+    """The blocks of all configurations, and why some could not run."""
+
+    base: Prepared
+    reference: Configuration
+    """The baseline; if it fails, the comparison fails."""
+    log: Callable[[str], None]
+    taken: list[MeasuredBlock] = field(default_factory=list)
+    left_out: dict[str, str] = field(default_factory=dict)
+    sync_batchnorm: bool = False
+
+    def block_for(self, configs: Sequence[Configuration], steps: int | None) -> Block:
+        """Try every configuration briefly: whether it runs, and how many steps make a block of about a second."""
+        slowest = 0.0
+        for config in configs:
+            self.log(f"trying {config.label}")
+            trial = self.run(config, "trial", TRIAL)
+            if trial is not None:
+                shutil.rmtree(trial.folder)
+                slowest = max(slowest, median(trial.measurement.step_seconds))
+        steps = steps or min(MOST_STEPS, max(LEAST_STEPS, int(BLOCK_SECONDS / max(slowest, 1e-6))))
+        return Block(warm_up=max(3, steps // 5), steps=steps, special=max(4, steps // 2))
+
+    def run_rounds(self, configs: Sequence[Configuration], block: Block, rounds: int) -> None:
+        """Run every configuration once per round, in alternating order."""
+        for number in range(1, rounds + 1):
+            for config in configs if number % 2 else reversed(configs):
+                if config.label not in self.left_out:
+                    self.log(f"round {number} of {rounds}: {config.label}")
+                    taken = self.run(config, f"round-{number}", block)
+                    self.taken += [taken] if taken is not None else []
+
+    def run(self, config: Configuration, name: str, block: Block, batch: int | None = None) -> MeasuredBlock | None:
+        """One block in new processes; None if it failed, and the configuration is then left out."""
+        folder = self.base.folder / f"{config.strategy}-{len(config.devices)}-{name}"
+        try:
+            prepared = variant(
+                self.base,
+                folder,
+                strategy=config.strategy,
+                devices=config.devices,
+                steps=block.plan_steps,
+                sync_batchnorm=self.sync_batchnorm and STRATEGIES[config.strategy].processes_per_device,
+                batch=batch or self.base.plan.batch,
+            )
+            began = time.time()
+            for _ in run_in_processes(prepared, partial(measure, block=block)):
+                pass
+            record = Record.read(folder)
+        except Preempted:
+            raise
+        except EvenstepError as error:
+            if config == self.reference and batch is None:
+                raise
+            self.left_out[config.label] = str(error).splitlines()[0]
+            return None
+        assert record.measurement is not None
+        return MeasuredBlock(config, folder, record, record.measurement, record.measurement.first_step_at - began)
+
+    def rows(self, configs: Sequence[Configuration], parities: Mapping[Configuration, tuple[Parity, str]]) -> list[Row]:
+        """One row for each configuration that completed."""
+        return [self._row(config, *parities[config]) for config in configs if config.label not in self.left_out]
+
+    def _row(self, config: Configuration, parity: Parity, why: str) -> Row:
+        taken = [one for one in self.taken if one.config == config]
+        measured = [one.measurement for one in taken]
+        bare = [one.without_communication_seconds for one in measured]
+        peaks = [one.peak_bytes for one in measured]
+        kind = config.devices[0].partition(":")[0]
+        return Row(
+            strategy=config.strategy,
+            devices=list(config.devices),
+            samples_per_second=Range.of([one.samples / one.seconds for one in measured]),
+            step_seconds=Range.of([usual(one.step_seconds, kind) for one in measured]),
+            parts={name: fmean(one.parts[name] for one in measured) for name in PARTS},
+            without_input_seconds=Range.of([one.without_input_seconds for one in measured]),
+            without_communication_seconds=Range.of([one for one in bare if one is not None]) if bare[0] else None,
+            sent_bytes=max(one.sent_bytes for one in measured),
+            peak_bytes={name: max(peak.get(name, 0) for peak in peaks) for name in peaks[0]},
+            start_seconds=Range.of([one.start_seconds for one in taken]),
+            parity=parity,
+            why=why,
+            threads=int(taken[0].record.machine.get("threads", 0)),
+            runs=[one.folder.name for one in taken],
+        )

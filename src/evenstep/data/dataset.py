@@ -1,7 +1,4 @@
-"""Reading samples by id: one index operation for tensors and arrays, one call per sample for anything else.
-
-Samples that Python code of the user's makes, one by one: read, augmented, collated, and drawn for.
-"""
+"""Reading samples by id: one index operation for tensors and arrays, one call per sample for anything else."""
 
 from __future__ import annotations
 
@@ -24,10 +21,10 @@ Read = Callable[[list[int]], Iterator[Any]]
 
 
 class SampleTransform:
-    """What is done with each sample of an epoch: draws depend on (seed, epoch, key), and then it is augmented.
+    """Augments the samples of an epoch, with random numbers that depend only on (seed, epoch, key).
 
-    The key is the sample's id; where a sampler repeats samples it is the place in the epoch, so that a sample that
-    comes twice is not changed the same way twice.
+    The key is the sample's id; where a sampler repeats samples it is the position in the epoch, so that a repeated
+    sample is augmented differently each time.
     """
 
     def __init__(self, seed: int, epoch: int, augment: Augment | None = None) -> None:
@@ -37,7 +34,7 @@ class SampleTransform:
         self._generator = torch.Generator()
 
     def begin(self, key: int, what: str = "data") -> None:
-        """Seed what the user's code may draw from while it makes this sample."""
+        """Seed the global generators, from which the user's code may draw for this sample."""
         seed, epoch = self._where
         seed_host(derive_seed(seed, what, epoch, key))
 
@@ -53,18 +50,17 @@ class SampleTransform:
 
 
 class PerSample:
-    """Reading by Python code of the user's: `read(ids)` gives samples, which are then augmented and collated.
+    """Reading by the user's Python code: `read(ids)` yields samples, which are then augmented and collated.
 
-    Draws of all three from Python's, NumPy's and torch's own generators depend on (seed, epoch, key) alone, and
-    disturb nobody. (What `__getitems__` and `collate` draw depends on the first key of the share that they get.)
-    Seeding costs more than many a sample, so it begins when a draw was first seen: what was made before that did not
-    draw, and is right without.
+    What these draw from the global generators of Python, NumPy and torch depends only on (seed, epoch, key), and the
+    generators are restored. (For `__getitems__` and `collate`, the key is the first one of their share.) Seeding costs
+    more than many samples do, so it starts with the first batch that draws; batches before that did not need it.
     """
 
     def __init__(self, read: Read, collate: Collate | None, *, can_read_again: bool = True) -> None:
         self._read = read
         self._collate = collate
-        # What cannot be read again cannot be tried first: the user's code may change samples in place.
+        # Without a second read, no first try without seeds: the user's code may change samples in place.
         self._draws = not can_read_again
         self._reads_draw = can_read_again
 
@@ -102,7 +98,7 @@ class PerSample:
 
 
 def collated(samples: list[Any], ids: Ids, collate: Collate | None) -> Batch:
-    """Samples as one batch, or a TaskError that says which ones do not fit together."""
+    """Samples as one batch, or a TaskError that names those that do not fit together."""
     try:
         return (collate or default_collate)(samples)
     except (Exception, SystemExit) as error:
@@ -111,7 +107,7 @@ def collated(samples: list[Any], ids: Ids, collate: Collate | None) -> Batch:
         if collate is not None:
             raise TaskError(f"the Task's collate cannot join samples {few(ids.tolist())}: {describe(error)}") from error
         shapes = [str(map_fields(sample, _shape)) for sample in samples]
-        odd = next((place for place, shape in enumerate(shapes) if shape != shapes[0]), None)
+        odd = next((index for index, shape in enumerate(shapes) if shape != shapes[0]), None)
         if odd is None:
             raise TaskError(
                 f"samples cannot be made into a batch: {describe(error)}; give the Task a collate"
@@ -141,12 +137,12 @@ class Source(Protocol):
     """Whether the samples are already in GPU memory."""
 
     def is_slow(self, augments: bool) -> bool:
-        """Whether Python runs for every sample, so that worker processes are of use."""
+        """Whether Python runs for every sample, so that worker processes help."""
 
     def fetch(
         self, ids: Ids, keys: Ids | None = None, touch: SampleTransform | None = None, pinned: bool = False
     ) -> Batch:
-        """The samples as one batch; `keys` are what their draws depend on."""
+        """The samples as one batch; their random numbers depend on `keys`."""
 
     def rows(self, ids: Ids, touch: SampleTransform) -> Rows | None:
         """The samples, to be gathered later; None if they cannot be."""
@@ -159,7 +155,7 @@ class Source(Protocol):
 
 
 def open_source(data: Any, collate: Collate | None, what: str = "train") -> Source:
-    """The reader that fits `data`, or a TaskError that says what is wrong with it."""
+    """The reader for `data`, or a TaskError that explains what is wrong with it."""
     if type(data) is TensorDataset:  # a subclass may define its own __getitem__
         data = data.tensors
     source: Source
@@ -182,7 +178,7 @@ def _columns(data: Any, what: str) -> list[Any] | None:
     elif isinstance(data, tuple):
         values = list(data)
     else:
-        # A list is a list of samples, whatever they are.
+        # A list is always a list of samples.
         return None
     of_numbers = [isinstance(value, torch.Tensor | np.ndarray) for value in values]
     if any(of_numbers) and not all(of_numbers):
@@ -203,7 +199,6 @@ class Rows:
         self.device = device
 
     def fetch(self) -> Batch:
-        """The samples."""
         return self.at(torch.from_numpy(self.ids).to(self.device, non_blocking=True))
 
     def at(self, index: torch.Tensor) -> Batch:
@@ -236,7 +231,7 @@ class Table:
             for column in columns
         )
         is_plain = all(isinstance(c, torch.Tensor) and c.is_cpu and not c.requires_grad for c in columns)
-        # Bound once: looking them up at every step would cost a good part of the copying itself.
+        # Bound once: looking them up in every step would take as long as much of the copying.
         self._selects = [column.index_select for column in columns] if is_plain else None
 
     def is_slow(self, augments: bool) -> bool:
@@ -273,7 +268,6 @@ class Table:
         pass
 
     def on(self, device: torch.device) -> Table:
-        """The same samples, in the device's memory."""
         moved = map_fields(self._data, lambda column: torch.as_tensor(column).to(device))
         return Table(moved, self._collate, "resident")
 
@@ -321,7 +315,7 @@ class Samples:
         return None
 
     def on(self, device: torch.device) -> Samples:
-        raise NotImplementedError("samples are made one by one, and live nowhere")
+        raise NotImplementedError("a dataset has no tensors that could be moved")
 
     def _read(self, ids: list[int]) -> Iterator[Any]:
         many = getattr(self._data, "__getitems__", None)

@@ -1,4 +1,4 @@
-"""Features with mean 0 and deviation 1: fitted once, over the batches of all processes, and saved with the model."""
+"""Standardized features (mean 0, deviation 1): fitted once, over the data of all ranks, and saved with the model."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ HELD_BY_FLOAT32 = {
 
 @dataclass(frozen=True)
 class Moments:
-    """How many values each feature has, their mean, and their squared deviations from it, added up.
+    """Count, mean and sum of squared deviations of each feature, merged as by Chan, Golub and LeVeque.
 
-    The merge is that of Chan, Golub and LeVeque. The mean is `mean + rest`, two doubles: of 1e8 and a little noise, one
-    double alone would lose, at every merge, as much as the noise can spare (1e-9 of it instead of 1e-15).
+    The mean is `mean + rest`, two doubles: for values near 1e8 with little noise, a single double would lose 1e-9 of
+    the noise at every merge, instead of 1e-15.
     """
 
     count: int
@@ -41,46 +41,45 @@ class Moments:
 
     @classmethod
     def of(cls, values: torch.Tensor) -> Moments:
-        """Those of a few values, features x values, in two passes."""
+        """From a few values (features x values), in two passes."""
         values = values.to(torch.float64)
         guess = values.mean(1, keepdim=True)
-        apart = values - guess
-        rest = apart.mean(1, keepdim=True)
-        squares = (apart - rest).square().sum(1)
+        deviations = values - guess
+        rest = deviations.mean(1, keepdim=True)
+        squares = (deviations - rest).square().sum(1)
         return cls(values.shape[1], *_exact_sum(guess.squeeze(1), rest.squeeze(1)), squares)
 
     def add(self, values: torch.Tensor) -> Moments:
-        """With more values, features x values, of any type; a TaskError names the feature that is not finite."""
+        """With more values (features x values) of any dtype; a TaskError names a feature that is not finite."""
         moments = self
         for few in values.split(max(1, VALUES_AT_ONCE // len(values)), dim=1):
             moments = moments.merge(Moments.of(few)) if few.numel() else moments
-        strange = (~moments.squares.isfinite()).nonzero().flatten().tolist()
-        if strange:
+        bad = (~moments.squares.isfinite()).nonzero().flatten().tolist()
+        if bad:
             raise TaskError(
-                f"feature {strange[0]} of {len(values)} has NaN, infinity or a number too large to be squared"
-                f"{f', and so have {len(strange) - 1} others' if len(strange) > 1 else ''}; a Scaler needs finite "
+                f"feature {bad[0]} of {len(values)} has NaN, infinity or a number too large to be squared"
+                f"{f', and so have {len(bad) - 1} others' if len(bad) > 1 else ''}; a Scaler needs finite "
                 "numbers: fill or leave out the others in the data"
             )
         return moments
 
     def merge(self, other: Moments) -> Moments:
-        """Those of both together."""
         if not self.count or not other.count:
             return self if self.count else other
         count = self.count + other.count
-        apart = (other.mean - self.mean) + (other.rest - self.rest)
-        mean, rest = _exact_sum(self.mean, self.rest + apart * (other.count / count))
-        squares = self.squares + other.squares + apart.square() * (self.count * other.count / count)
+        delta = (other.mean - self.mean) + (other.rest - self.rest)
+        mean, rest = _exact_sum(self.mean, self.rest + delta * (other.count / count))
+        squares = self.squares + other.squares + delta.square() * (self.count * other.count / count)
         return Moments(count, mean, rest, squares)
 
     def deviation(self) -> torch.Tensor:
-        """Of the population; 1 for a feature that rounding cannot tell from a constant, by scikit-learn's rule."""
+        """Of the population; 1 for a feature that is constant within rounding, as in scikit-learn."""
         variance = self.squares / self.count
         bound = self.count * EPSILON * variance + (self.count * EPSILON * self.mean).square()
         return variance.sqrt().masked_fill(variance <= bound, 1.0)
 
     def to_json(self) -> list[Any]:
-        """As lists; JSON keeps every bit of a double."""
+        """Lists, in which JSON keeps every bit of a double."""
         return [self.count, self.mean.tolist(), self.rest.tolist(), self.squares.tolist()]
 
     @classmethod
@@ -90,15 +89,15 @@ class Moments:
 
 
 class Scaler(nn.Module):
-    """Gives every feature mean 0 and deviation 1, over the training data of all processes; scikit-learn's numbers.
+    """Standardizes every feature, over the training data of all ranks, as scikit-learn's StandardScaler does.
 
     nn.Sequential(Scaler(20), nn.Linear(20, 64), ...)    # tables: 20 columns
-    Scaler(3, dim=1)                                     # pictures N x C x H x W: one mean and deviation per channel
-    Scaler(1, dim=None)                                  # pictures N x H x W: one mean and deviation for everything
+    Scaler(3, dim=1)                                     # images N x C x H x W: one mean and deviation per channel
+    Scaler(1, dim=None)                                  # images N x H x W: one mean and deviation for everything
     Scaler(20, of=lambda batch: batch["features"])       # what to fit it to, when a batch is a dict
 
-    A part of the model: its statistics are saved with the weights, and move with them. Until it is fitted it changes
-    nothing but the type. Forward does not ask whether it is: the answer lies on the card, and the host would wait.
+    A part of the model: its statistics are saved and moved with the weights. Before it is fitted, it only changes the
+    dtype; forward does not check that it was fitted, since the host would wait for the GPU.
     """
 
     count: torch.Tensor
@@ -120,8 +119,8 @@ class Scaler(nn.Module):
         self.dim = dim
         self.of = of
         self.dtype = torch.get_default_dtype()
-        """What forward gives, as the model's layers want it; `model.double()` changes it."""
-        # All of one type, so that an engine that sends them to other ranks needs one message.
+        """The dtype of forward's result; `model.double()` changes it."""
+        # All of one dtype, so that one message sends them to other ranks.
         self.register_buffer("count", torch.zeros((), dtype=torch.float64))
         for name in ("mean", "rest", "squares"):
             self.register_buffer(name, torch.zeros(num_features, dtype=torch.float64))
@@ -129,17 +128,17 @@ class Scaler(nn.Module):
 
     @property
     def is_fitted(self) -> bool:
-        """Whether it has seen any value; asks the device."""
+        """Whether it has seen any value; synchronizes with the device."""
         return bool(self.count > 0)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         shape = self._shape_beside(x)
-        # In float64, 64 pictures of CIFAR-10 would take 1.1 ms instead of 0.15; but seconds since 1970 (int64) need it.
-        short = x.dtype in HELD_BY_FLOAT32
-        working = torch.promote_types(self.dtype, torch.float32) if short else self.mean.dtype
+        # In float64, 64 images of CIFAR-10 would take 1.1 ms instead of 0.15; but seconds since 1970 (int64) need it.
+        is_exact = x.dtype in HELD_BY_FLOAT32
+        working = torch.promote_types(self.dtype, torch.float32) if is_exact else self.mean.dtype
         mean = self.mean.to(working)
-        lost = (self.mean - mean).to(working)
-        centred = x.to(working) - mean.view(shape) - lost.view(shape)
+        rounded_off = (self.mean - mean).to(working)
+        centred = x.to(working) - mean.view(shape) - rounded_off.view(shape)
         return (centred / self.deviation.to(working).view(shape)).to(self.dtype)
 
     def fit(self, batches: Iterable[Any], world: World | None = None) -> Self:
@@ -161,7 +160,7 @@ class Scaler(nn.Module):
         return self
 
     def update(self, x: torch.Tensor) -> Self:
-        """Take in more values, in this process alone; also after a checkpoint was loaded."""
+        """Add values, in this process only; also after a checkpoint was loaded."""
         held = (vector.to("cpu").to(torch.float64) for vector in (self.mean, self.rest, self.squares))
         self._remember(Moments(int(self.count), *held).add(self._values(x)))
         return self
@@ -174,24 +173,22 @@ class Scaler(nn.Module):
         if not moments.count:
             return
         self.count.fill_(moments.count)
-        # In place: replicas and engines hold these very tensors.
+        # In place: replicas and wrappers hold these very tensors.
         self.mean.copy_(moments.mean)
         self.rest.copy_(moments.rest)
         self.squares.copy_(moments.squares)
         self.deviation.copy_(moments.deviation())
 
     def _pick(self, batch: Any) -> torch.Tensor:
-        """What of a batch is to be scaled."""
-        if self.of is not None:
-            picked: Any = self.of(batch)
-        else:
-            picked = batch[0] if isinstance(batch, tuple | list) and batch else batch
+        """The tensor of a batch that is scaled."""
+        first = batch[0] if isinstance(batch, tuple | list) and batch else batch
+        picked: Any = self.of(batch) if self.of is not None else first
         if isinstance(picked, torch.Tensor):
             return picked
         if self.of is None and isinstance(batch, Mapping):
             names = ", ".join(map(repr, batch))
             raise TaskError(
-                f"a batch is a dict of {names}, and the Scaler cannot know which to take; say it:\n"
+                f"a batch is a dict of {names}, and the Scaler cannot know which to use; name it:\n"
                 f"Scaler({self.num_features}, of=lambda batch: batch[{next(iter(batch), 'x')!r}])"
             )
         what = "`of` gave the Scaler" if self.of is not None else "the Scaler takes a batch or the first of it, here"
@@ -200,27 +197,27 @@ class Scaler(nn.Module):
         )
 
     def _values(self, x: torch.Tensor) -> torch.Tensor:
-        """`x` as features x values, on the CPU: the same statistics whatever device the data lies on."""
+        """`x` as features x values, on the CPU, so that statistics do not depend on the device."""
         self._shape_beside(x)
         x = x.detach().to("cpu")
         return x.reshape(1, -1) if self.dim is None else x.movedim(self.dim, 0).reshape(self.num_features, -1)
 
     def _shape_beside(self, x: torch.Tensor) -> list[int]:
-        """The shape in which one number per feature meets `x`."""
+        """The shape in which one number per feature broadcasts over `x`."""
         shape = [1] * x.ndim
         if self.dim is None:
             return shape
         if not -x.ndim <= self.dim < x.ndim or x.shape[self.dim] != self.num_features:
             raise TaskError(
                 f"Scaler({self.num_features}, dim={self.dim}) got a tensor of shape {tuple(x.shape)}; dimension "
-                f"{self.dim} must have {self.num_features} features. dim=1 is right for pictures N x C x H x W, "
+                f"{self.dim} must have {self.num_features} features. dim=1 is right for images N x C x H x W, "
                 "Scaler(1, dim=None) for one mean and deviation of everything"
             )
         shape[self.dim] = self.num_features
         return shape
 
     def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> Self:
-        """Go where the model goes; its type is what forward gives, and the statistics are never rounded to it."""
+        """Move with the model; its dtype becomes that of forward's result, while the statistics stay float64."""
         like = fn(torch.zeros((), dtype=self.dtype, device=self.count.device))
         self.dtype = like.dtype
 
@@ -240,7 +237,7 @@ def unfitted(module: nn.Module) -> list[Scaler]:
 
 
 def _exact_sum(one: torch.Tensor, other: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """The rounded sum and what the rounding lost (Knuth's)."""
+    """The rounded sum and its rounding error (Knuth's two-sum)."""
     total = one + other
     part = total - one
     return total, (one - (total - part)) + (other - part)

@@ -1,8 +1,7 @@
-"""Iterable datasets: every reader goes through the whole stream and keeps what falls to it.
+"""Iterable datasets: every reader iterates over the whole stream and keeps its share.
 
-So the batches are those of one process, whatever the number of ranks and workers, and a sample's id is its place in the
-stream. This is exact for a stream that gives the same samples each time it is gone through; one that does not is
-noticed by the ranks' comparison of what they read, as far as the first batches show it.
+So the batches are those of one process, whatever the number of ranks and workers, and a sample's id is its index in the
+stream. The stream must yield the same samples in every iteration; the ranks compare the first batches to detect others.
 """
 
 from __future__ import annotations
@@ -35,13 +34,13 @@ SKIPPED_AT_ONCE = 1000
 
 
 def is_stream(data: Any) -> bool:
-    """Whether samples can only be had one after the other."""
+    """Whether samples can only be iterated over, not indexed."""
     return isinstance(data, IterableDataset) or (hasattr(data, "__iter__") and not hasattr(data, "__getitem__"))
 
 
 @dataclass(frozen=True)
 class StreamPart:
-    """An epoch of a stream from a place on, and what is made of it."""
+    """The rest of an epoch, from sample `start` on, and how it is split into batches."""
 
     cut: BatchSplit
     batch: int
@@ -59,57 +58,57 @@ class Stream:
     def __init__(self, data: Iterable[Any], collate: Collate | None, what: str) -> None:
         if hasattr(data, "__next__"):
             raise TaskError(
-                f"the {what} data is an iterator ({type(data).__name__}), which can be gone through once; "
-                "give an object whose __iter__ begins anew"
+                f"the {what} data is an iterator ({type(data).__name__}), which can be iterated over only once; "
+                "give an object whose __iter__ starts again"
             )
         self._data = data
         self._collate = collate
         self._what = what
-        self._kept = PerSample(self._pick, collate, can_read_again=False)
+        self._reader = PerSample(self._pick, collate, can_read_again=False)
         self._held: tuple[int, list[Any]] = (0, [])
+        """The id of the first sample in memory, and the samples."""
 
     def first(self, num: int, touch: SampleTransform) -> tuple[Any, Ids]:
         """A batch of the first few samples, and their ids."""
         samples = self._opened(0, 0).take(num)
         self._held = (0, samples)
         ids = np.arange(len(samples))
-        return self._kept.make(ids, ids, touch), ids
+        return self._reader.make(ids, ids, touch), ids
 
     def _opened(self, seed: int, epoch: int) -> _Opened:
-        """An epoch, at its start, with a first sample in it."""
         if hasattr(self._data, "set_epoch"):
             self._data.set_epoch(epoch)
         return _Opened(self._data, derive_seed(seed, "stream", epoch), self._what)
 
     def batches(self, part: StreamPart, reader: int = 0, num_readers: int = 1) -> Iterator[HostBatch]:
-        """The steps of a part, of which reader `reader` makes every `num_readers`th."""
+        """The steps of a part; of `num_readers` readers, each makes every `num_readers`th."""
         opened = self._opened(part.seed, part.epoch)
         touch = SampleTransform(part.seed, part.epoch, part.augment)
         opened.skip(part.start)
-        # The last step of an epoch must know that it is the last: that no sample follows, or no whole batch.
-        ahead = part.batch if part.drop_last else 1
-        samples = opened.take(part.batch + ahead)
+        # Read ahead: a step is the last of its epoch if no sample follows, or no whole batch.
+        num_ahead = part.batch if part.drop_last else 1
+        samples = opened.take(part.batch + num_ahead)
         self._check_start(part, len(samples))
         for number in count():
             samples, held = samples[: part.batch], samples[part.batch :]
-            if len(samples) < (part.batch if part.drop_last else 1):
+            if len(samples) < num_ahead:
                 return
             if number % num_readers == reader:
                 start = part.start + number * part.batch
                 span = Span(part.epoch, start, start + len(samples))
-                yield self._cut(part, samples, span, touch, len(held) < ahead, number < part.num_checked)
+                yield self._cut(part, samples, span, touch, len(held) < num_ahead, number < part.num_checked)
             samples = held + opened.take(part.batch)
 
     def _check_start(self, part: StreamPart, num: int) -> None:
         """Raise TaskError if there is no step at all in what is left of an epoch."""
         if num == 0:
             raise TaskError(
-                f"the {self._what} stream ended before place {part.start}, from where this run goes on; "
-                "it must give as many samples as before"
+                f"the {self._what} stream ended before sample {part.start}, from which this run resumes; "
+                "it must yield as many samples as before"
             )
         if part.drop_last and num < part.batch:
             raise TaskError(
-                f"the {self._what} stream has {num} samples from place {part.start} on, and drop_last leaves nothing "
+                f"the {self._what} stream has {num} samples from sample {part.start} on, and drop_last leaves nothing "
                 f"of them with a global batch of {part.batch}; use --batch {num} or less"
             )
 
@@ -125,17 +124,17 @@ class Stream:
         # Before the user's code can change the samples in place.
         common = digest(samples) if is_checked else ""
         micro_batches = [
-            [self._piece(samples, span, places, touch) for places in replicas]
+            [self._micro_batch(samples, span, own, touch) for own in replicas]
             for replicas in part.cut.ranges(len(samples))
         ]
         checked = BatchDigests(replica_digests(micro_batches), common, "") if is_checked else None
         return HostBatch(span, micro_batches, is_epoch_end, checked)
 
-    def _piece(self, samples: list[Any], span: Span, places: range, touch: SampleTransform) -> HostMicroBatch:
-        ids = span.start + np.arange(places.start, places.stop)
+    def _micro_batch(self, samples: list[Any], span: Span, own: range, touch: SampleTransform) -> HostMicroBatch:
+        ids = span.start + np.arange(own.start, own.stop)
         read = ids if len(ids) else np.array([span.start])
         self._held = (span.start, samples)
-        return HostMicroBatch(self._kept.make(read, read, touch), ids, ids)
+        return HostMicroBatch(self._reader.make(read, read, touch), ids, ids)
 
     def _pick(self, ids: list[int]) -> Iterator[Any]:
         start, samples = self._held
@@ -148,35 +147,35 @@ class _Opened:
     def __init__(self, data: Iterable[Any], seed: int, what: str) -> None:
         self._data = data
         self._what = what
-        self._draws = IsolatedRng(seed)
-        self._place = 0
+        self._rng = IsolatedRng(seed)
+        self._num_taken = 0
         self._iterator: Iterator[Any] | None = None
 
     def take(self, num: int) -> list[Any]:
         """The next `num` samples, or what is left."""
         taken: list[Any] = []
         try:
-            with self._draws:
+            with self._rng:
                 if self._iterator is None:
                     self._iterator = iter(self._data)
                 for sample in islice(self._iterator, num):
                     taken.append(sample)
         except (Exception, SystemExit) as error:
-            place = self._place + len(taken)
-            raise TaskError(f"the {self._what} stream failed at sample {place}: {describe(error)}") from error
-        self._place += len(taken)
-        if self._place == 0:
+            failed = self._num_taken + len(taken)
+            raise TaskError(f"the {self._what} stream failed at sample {failed}: {describe(error)}") from error
+        self._num_taken += len(taken)
+        if self._num_taken == 0:
             raise TaskError(f"the {self._what} data, a stream, is empty; it needs at least one sample")
         return taken
 
     def skip(self, num: int) -> None:
-        """Go past samples that an earlier run has used."""
+        """Skip samples that an earlier run has used."""
         while num > 0:
             num -= len(self.take(min(num, SKIPPED_AT_ONCE))) or num
 
 
 class StreamInWorkers(IterableDataset[Any]):
-    """A stream as loader workers read it: each makes every n-th batch, and they come back in turn."""
+    """A stream as loader workers read it: of n workers, each makes every n-th batch."""
 
     def __init__(self, stream: Stream, part: StreamPart) -> None:
         super().__init__()
@@ -188,7 +187,7 @@ class StreamInWorkers(IterableDataset[Any]):
 
         info = worker.get_worker_info()
         assert info is not None
-        # A dataset that shares itself out among workers would share out a share: it is to give everything.
+        # A dataset that shards itself by worker would yield only a shard: every worker needs all samples.
         worker._worker_info = None
         try:
             for batch in self._stream.batches(self._part, info.id, info.num_workers):

@@ -34,6 +34,7 @@ from evenstep.sampling.samplers import PerRank, Sampler, Sequential, Subset
 from evenstep.task import Batch as Data
 
 Change = Callable[[Data, Draws], Data]
+Move = Callable[[HostMicroBatch, torch.device], Data]
 NUM_CHECKED = 2
 """Batches of a loader that the ranks compare."""
 
@@ -88,7 +89,7 @@ class Batch:
         )
 
     def finish(self) -> None:
-        """Say that the optimizer has taken this step: the loader's position moves past it, once."""
+        """Mark this step as taken: the loader's position moves past it, once."""
         if not self.is_finished:
             self.is_finished = True
             self.loader._finished(self)
@@ -103,11 +104,11 @@ class Loader:
         order: Order | None,
         world: World,
         batch: int,
-        reading: LoaderOptions | None = None,
+        options: LoaderOptions | None = None,
     ) -> None:
-        reading = reading or LoaderOptions()
-        if batch < 1 or reading.accumulate < 1:
-            raise PlanError(f"batch is {batch} and accumulate {reading.accumulate}; both are whole numbers from 1 up")
+        options = options or LoaderOptions()
+        if batch < 1 or options.accumulate < 1:
+            raise PlanError(f"batch is {batch} and accumulate {options.accumulate}; both are whole numbers from 1 up")
         self.position = 0
         """Samples that finished steps have used, over all epochs."""
         self.num_finished = 0
@@ -118,24 +119,24 @@ class Loader:
         self._source = source
         self._world = world
         self._batch = batch
-        self._reading = reading
-        self._cut = BatchSplit.of(world, reading.accumulate)
-        self._left_to_check = NUM_CHECKED if reading.compare and world.num_replicas > 1 else 0
-        is_slow = isinstance(source, Stream) or source.is_slow(reading.augment is not None)
-        # Every worker goes through the whole stream: more of them than one do not make it come faster.
+        self._options = options
+        self._split = BatchSplit.of(world, options.accumulate)
+        self._left_to_check = NUM_CHECKED if options.compare and world.num_replicas > 1 else 0
+        is_slow = isinstance(source, Stream) or source.is_slow(options.augment is not None)
+        # Every worker iterates over the whole stream: more than one do not make it faster.
         most = 1 if isinstance(source, Stream) else MAX_WORKERS
-        self._num_workers = choose_workers(reading.workers, is_slow, world.size, most)
-        self._stays = reading.fit is unchanged and all(device.type == "cpu" for device in world.devices)
+        self._num_workers = choose_workers(options.workers, is_slow, world.size, most)
+        self._stays = options.fit is unchanged and all(device.type == "cpu" for device in world.devices)
         on_gpus = all(device.type == "cuda" for device in world.devices)
-        is_there = reading.resident or (not isinstance(source, Stream) and source.is_on_gpu)
-        # A dataset that may draw at random is not read beside a training that draws.
+        is_there = options.resident or (not isinstance(source, Stream) and source.is_on_gpu)
+        # A dataset that may draw random numbers is not read in a thread beside a training that draws.
         self._copies: dict[torch.device, GpuCopy] = {}
         if on_gpus and not is_there and (self._num_workers or not is_slow):
             self._copies = {device: GpuCopy(device) for device in world.devices}
-        self._sources = self._placed()
-        self._training = self._passes(order, reading)
+        self._sources = self._sources_by_device()
+        self._training = self._passes(order, options)
         self._whole: Passes | None = None
-        self._ahead: Prefetcher[Any] | None = None
+        self._prefetcher: Prefetcher[Any] | None = None
 
     @property
     def epoch(self) -> int:
@@ -149,41 +150,41 @@ class Loader:
 
     def __len__(self) -> int:
         """Steps from here to the end of the epoch."""
-        epoch, place = self.lengths.locate(self.position)
+        epoch, index = self.lengths.locate(self.position)
         length = self.lengths.of(epoch)
         if length is None:
             raise TypeError("a stream has no length before it ends")
-        return -(-(length - place) // self._batch)
+        return -(-(length - index) // self._batch)
 
     def __iter__(self) -> Iterator[Batch]:
         read = self._training.begin(*self.lengths.locate(self.position), self._left_to_check)
-        with closing(self._delivered(read, self._reading.augment_batch)) as batches:
+        with closing(self._delivered(read, self._options.augment_batch)) as batches:
             for batch in batches:
                 yield batch
                 batch.finish()
 
     def whole_pass(self) -> Iterator[Batch]:
-        """Every sample that is ever used once, as it is, in the order of the data; the position does not move."""
+        """Every sample that the order uses, once, unchanged, in the order of the data; the position does not move."""
         if self._whole is None:
-            plain = replace(self._reading, augment=None, drop_last=False)
+            plain = replace(self._options, augment=None, drop_last=False)
             self._whole = self._passes(self._in_order(), plain)
         return self._delivered(self._whole.begin(0, 0, 0), None)
 
     def whole_data(self, num_batches: int | None = None) -> Iterator[Data]:
-        """This process's share of all samples, once (or of a number of batches): what a Scaler is fitted to."""
+        """This process's share of all samples (or of the first `num_batches`): what a Scaler is fitted to."""
         for batch in islice(self.whole_pass(), num_batches):
             for micro_batch in (micro_batch for per_replica in batch.micro_batches for micro_batch in per_replica):
                 if micro_batch.num_samples:
                     yield micro_batch.data
 
     def peek(self) -> Data:
-        """What the loss gets first in the next step, augmented as it will be; the position and draws do not move."""
+        """The first micro-batch of the next step, augmented as it will be; the position and generators do not move."""
         source = self._source if isinstance(self._source, Stream) else self._sources
         # In this process: no loader worker is started for one batch.
-        passes = Passes(source, self.order, self._cut, self._batch, self._reading, num_workers=0, pinned=False)
+        passes = Passes(source, self.order, self._split, self._batch, self._options, num_workers=0, pinned=False)
         with fork_rng():
             host = next(iter(passes.begin(*self.lengths.locate(self.position), num_checked=0)))
-            batch = self._made(host, self._moved, self._reading.augment_batch)
+            batch = self._made(host, self._moved, self._options.augment_batch)
         return batch.micro_batches[0][0].inputs
 
     def state_dict(self) -> dict[str, Any]:
@@ -197,14 +198,14 @@ class Loader:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on from where `state_dict` was taken, by any number of processes."""
+        """Continue where `state_dict` was taken, with any number of processes."""
         self.position = state["position"]
         self.num_finished = state["num_finished"]
         if self.order is None:
             self.lengths = Lengths(None, tuple(state.get("stream") or ()))
 
     def facts(self) -> dict[str, Any]:
-        """What an audit needs to know of the data and its order, and where this run begins."""
+        """What an audit needs to know about the data and its order, and where this run starts."""
         order = {"sampler": "stream", "repeats": False, "num_samples": None, "first": [], "rest": None}
         if self.order is not None:
             order = self.order.facts(self.num_samples)
@@ -214,15 +215,15 @@ class Loader:
 
     def close(self) -> None:
         """Stop prefetching: end its threads and worker processes."""
-        if self._ahead is not None:
-            self._ahead.close()
-            self._ahead = None
+        if self._prefetcher is not None:
+            self._prefetcher.close()
+            self._prefetcher = None
         for passes in (self._training, self._whole):
             if passes is not None:
                 passes.close()
 
     def compared(self) -> None:
-        """Say that the ranks have compared a batch."""
+        """Count a batch that the ranks have compared."""
         self._left_to_check = max(0, self._left_to_check - 1)
 
     def _finished(self, batch: Batch) -> None:
@@ -233,10 +234,10 @@ class Loader:
             if batch.is_epoch_end and self.order is None:
                 self.lengths = replace(self.lengths, first=(*self.lengths.first, batch.span.stop))
 
-    def _passes(self, order: Order | None, reading: LoaderOptions) -> Passes:
+    def _passes(self, order: Order | None, options: LoaderOptions) -> Passes:
         source = self._source if isinstance(self._source, Stream) else self._sources
         pinned = bool(self._copies) and not self._num_workers
-        return Passes(source, order, self._cut, self._batch, reading, self._num_workers, pinned)
+        return Passes(source, order, self._split, self._batch, options, self._num_workers, pinned)
 
     def _in_order(self) -> Order | None:
         if self.order is None or self.num_samples is None:
@@ -244,76 +245,76 @@ class Loader:
         sampler: Sampler = Sequential() if self.order.members is None else Subset(self.order.members, shuffle=False)
         if self.order.num_ranks > 1:
             sampler = PerRank(sampler, self.order.num_ranks)
-        return sampler.order(self.num_samples, self._reading.seed, self._batch)
+        return sampler.order(self.num_samples, self._options.seed, self._batch)
 
     def _delivered(self, batches: Iterator[HostBatch], change: Change | None) -> Generator[Batch]:
-        """Batches on their devices."""
         if not self._copies:
             for host in batches:
                 yield self._made(host, self._moved, change)
             return
-        self._ahead = Prefetcher(batches, self._sent)
-        with closing(self._ahead.made()) as sent:
+        self._prefetcher = Prefetcher(batches, self._sent)
+        with closing(self._prefetcher.made()) as sent:
             for host, events in sent:
                 for event, device in zip(events, self._copies, strict=True):
                     torch.cuda.current_stream(device).wait_event(event)
                 yield self._made(host, self._arrived, change)
 
     def _moved(self, micro_batch: HostMicroBatch, device: torch.device) -> Data:
-        return map_tensors(micro_batch.data, lambda tensor: self._reading.fit(tensor.to(device, non_blocking=True)))
+        return map_tensors(micro_batch.data, lambda tensor: self._options.fit(tensor.to(device, non_blocking=True)))
 
     def _sent(self, host: HostBatch) -> tuple[HostBatch, list[torch.cuda.Event]]:
         """The batch, while it is copied to the GPUs; called in the prefetch thread."""
-        micro_batches = []
-        for per_replica in host.micro_batches:
-            moved = []
-            for micro_batch, device in zip(per_replica, self._world.devices, strict=True):
-                with self._copies[device].begin():
-                    moved.append(
-                        HostMicroBatch(
-                            map_tensors(micro_batch.data, self._copies[device].send), micro_batch.ids, micro_batch.keys
-                        )
-                    )
-            micro_batches.append(moved)
+        micro_batches = [
+            [self._copied(one, device) for one, device in zip(per_replica, self._world.devices, strict=True)]
+            for per_replica in host.micro_batches
+        ]
         return replace(host, micro_batches=micro_batches), [copy.sent() for copy in self._copies.values()]
+
+    def _copied(self, micro_batch: HostMicroBatch, device: torch.device) -> HostMicroBatch:
+        copy = self._copies[device]
+        with copy.begin():
+            return replace(micro_batch, data=map_tensors(micro_batch.data, copy.send))
 
     def _arrived(self, micro_batch: HostMicroBatch, device: torch.device) -> Data:
         copy = self._copies[device]
-        return map_tensors(micro_batch.data, lambda tensor: self._reading.fit(copy.arrive(tensor)))
+        return map_tensors(micro_batch.data, lambda tensor: self._options.fit(copy.arrive(tensor)))
 
-    def _made(
-        self, host: HostBatch, place: Callable[[HostMicroBatch, torch.device], Data], change: Change | None
-    ) -> Batch:
+    def _made(self, host: HostBatch, move: Move, change: Change | None) -> Batch:
         if self._stays and change is None:
-            as_read = [
+            micro_batches = [
                 [MicroBatch(one.data, one.ids, len(one.ids)) for one in per_replica]
                 for per_replica in host.micro_batches
             ]
-            return Batch(host.span, as_read, self, host.is_epoch_end, host.checked)
-        micro_batches = []
-        for per_replica in host.micro_batches:
-            made = []
-            for micro_batch, device in zip(per_replica, self._world.devices, strict=True):
-                rows = micro_batch.data if isinstance(micro_batch.data, Rows) else None
-                if rows is not None and rows.device == device and change is None and self._reading.fit is unchanged:
-                    made.append(MicroBatch(None, micro_batch.ids, len(micro_batch.ids), rows))
-                    continue
-                data = place(micro_batch if rows is None else replace(micro_batch, data=rows.fetch()), device)
-                if change is not None:
-                    keys = micro_batch.keys if len(micro_batch.keys) else np.zeros(1, dtype=np.int64)
-                    data = change(data, Draws(keys, self._reading.seed, host.span.epoch, device))
-                made.append(MicroBatch(data, micro_batch.ids, len(micro_batch.ids)))
-            micro_batches.append(made)
+        else:
+            micro_batches = [
+                [
+                    self._micro_batch(one, device, move, change, host.span.epoch)
+                    for one, device in zip(per_replica, self._world.devices, strict=True)
+                ]
+                for per_replica in host.micro_batches
+            ]
         return Batch(host.span, micro_batches, self, host.is_epoch_end, host.checked)
 
-    def _placed(self) -> list[Source]:
+    def _micro_batch(
+        self, host: HostMicroBatch, device: torch.device, move: Move, change: Change | None, epoch: int
+    ) -> MicroBatch:
+        rows = host.data if isinstance(host.data, Rows) else None
+        if rows is not None and rows.device == device and change is None and self._options.fit is unchanged:
+            return MicroBatch(None, host.ids, len(host.ids), rows)
+        data = move(host if rows is None else replace(host, data=rows.fetch()), device)
+        if change is not None:
+            keys = host.keys if len(host.keys) else np.zeros(1, dtype=np.int64)
+            data = change(data, Draws(keys, self._options.seed, epoch, device))
+        return MicroBatch(data, host.ids, len(host.ids))
+
+    def _sources_by_device(self) -> list[Source]:
         """A source for each of this process's devices: the same one, or a copy in the device's memory."""
         source, devices = self._source, self._world.devices
-        if self._reading.resident and not can_be_resident(source, self._reading.augment is not None):
+        if self._options.resident and not can_be_resident(source, self._options.augment is not None):
             raise PlanError(NOT_RESIDENT)
         if isinstance(source, Stream):
             return []
-        if not self._reading.resident:
+        if not self._options.resident:
             return [source for _ in devices]
         copies = {device: source.on(device) for device in set(devices)}
         return [copies[device] for device in devices]

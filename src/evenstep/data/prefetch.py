@@ -38,7 +38,7 @@ MAX_WORKERS = 4
 
 
 def choose_workers(workers: int | None, is_slow: bool, num_processes: int, most: int = MAX_WORKERS) -> int:
-    """Loader workers of one process: as many as asked for; else one for each core that the training leaves free."""
+    """Loader workers of one process: as many as requested; else one for each core that the training leaves free."""
     if not is_slow:
         return 0
     if workers is not None:
@@ -47,29 +47,28 @@ def choose_workers(workers: int | None, is_slow: bool, num_processes: int, most:
 
 
 class Pool:
-    """Worker processes that read requests; they stay from epoch to epoch."""
+    """Worker processes that read requests; they are kept from epoch to epoch."""
 
     def __init__(self, reader: Reader, num_workers: int, begin: WorkerInit) -> None:
         self._queue = _Queue()
         self._loader = _made(_Readable(reader), num_workers, begin, sampler=self._queue, persistent_workers=True)
         self._iterator: Any = None
-        self._asked = 0
+        self._num_passes = 0
 
     def read(self, requests: Iterable[Request]) -> Iterator[HostBatch]:
-        """What was asked for, in order. Asking again drops what an earlier question had still to give."""
+        """The requested batches, in order; ends an earlier pass that is not finished."""
         self._queue.requests = requests
-        self._asked += 1
-        self._iterator = _begun(self._loader)
-        return self._answers(self._asked)
+        self._num_passes += 1
+        self._iterator = _started(self._loader)
+        return self._batches(self._num_passes)
 
-    def _answers(self, number: int) -> Iterator[HostBatch]:
-        for batch in _opened(self._iterator):
-            if number != self._asked:
+    def _batches(self, number: int) -> Iterator[HostBatch]:
+        for batch in _received(self._iterator):
+            if number != self._num_passes:
                 raise TaskError("another pass over this loader has begun; finish one before the next, or make two")
             yield batch
 
     def close(self) -> None:
-        """End the worker processes."""
         if self._iterator is not None:
             _end(self._iterator)
             self._iterator = None
@@ -77,16 +76,16 @@ class Pool:
 
 def read_stream(stream: StreamInWorkers, num_workers: int, begin: WorkerInit) -> Generator[HostBatch]:
     """An epoch of a stream, read by worker processes that end with it."""
-    iterator = _begun(_made(stream, num_workers, begin))
+    iterator = _started(_made(stream, num_workers, begin))
     try:
-        yield from _opened(iterator)
+        yield from _received(iterator)
     finally:
         _end(iterator)
 
 
 def _made(data: Dataset[Any], num_workers: int, begin: WorkerInit, **how: Any) -> DataLoader[Any]:
     make_socket_folder()
-    with _decided():
+    with _without_warnings():
         return DataLoader(
             data,
             batch_size=None,
@@ -95,7 +94,7 @@ def _made(data: Dataset[Any], num_workers: int, begin: WorkerInit, **how: Any) -
             worker_init_fn=begin,
             generator=torch.Generator(),  # not the one that the training draws from
             collate_fn=_as_it_is,
-            # The user's dataset may hold what no pickle takes; a copy of this process has it already.
+            # The user's dataset may hold objects that cannot be pickled; a forked process has them already.
             multiprocessing_context="fork" if sys.platform == "linux" else None,
             **how,
         )
@@ -104,26 +103,26 @@ def _made(data: Dataset[Any], num_workers: int, begin: WorkerInit, **how: Any) -
 _begun_iterators: weakref.WeakSet[Any] = weakref.WeakSet()
 
 
-def _begun(loader: DataLoader[Any]) -> Any:
-    with _decided():
+def _started(loader: DataLoader[Any]) -> Any:
+    with _without_warnings():
         iterator = iter(loader)
     _begun_iterators.add(iterator)
-    # Again for each: the last one registered is the first to run, before torch and multiprocessing have their turn.
+    # Register again: the last one registered runs first, before those of torch and multiprocessing.
     atexit.unregister(_end_all)
     atexit.register(_end_all, os.getpid())
     return iterator
 
 
 def _end_all(process: int) -> None:
-    """Leave no worker to multiprocessing: it would end them by SIGTERM, which they ignore, and wait for that."""
+    """End all workers before multiprocessing would: it sends SIGTERM, which they ignore, and waits."""
     if os.getpid() == process:
         for iterator in list(_begun_iterators):
             _end(iterator)
 
 
 @contextmanager
-def _decided() -> Iterator[None]:
-    """Without torch's advice on the number of workers, and Python's on forking beside gloo's threads."""
+def _without_warnings() -> Iterator[None]:
+    """Ignore torch's advice on the number of workers, and Python's on forking beside gloo's threads."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "This DataLoader will create")
         warnings.filterwarnings("ignore", "This process .* is multi-threaded")
@@ -138,19 +137,19 @@ def _end(iterator: Any) -> None:
             break
         except RuntimeError:
             continue
-    # torch has waited for one that is still busy, and then asked it to go: it does not listen.
+    # torch has waited for one that is still busy, and then sent SIGTERM, which it ignores.
     for worker in iterator._workers:
         worker.kill()
 
 
 def is_worker_death(error: BaseException) -> bool:
-    """Whether torch says that a loader worker died; it may say so anywhere in the training process's main thread."""
+    """Whether torch reports that a loader worker died, which it does in any line of the main thread."""
     return isinstance(error, RuntimeError) and str(error).startswith("DataLoader worker")
 
 
 @contextmanager
 def explain_worker_death() -> Iterator[None]:
-    """Around all that a training's main thread does: torch raises there when a worker dies, in whatever line it is."""
+    """Turn torch's error for a dead worker, which it raises in any line of the main thread, into ours."""
     try:
         yield
     except RuntimeError as error:
@@ -160,20 +159,19 @@ def explain_worker_death() -> Iterator[None]:
 
 
 def worker_death_error(error: BaseException) -> TrainingError:
-    """The same, with what to do."""
     first = (str(error) or type(error).__name__).splitlines()[0]
     return TrainingError(
-        f"a loader worker ended by itself: {first}\n"
+        f"a loader worker died: {first}\n"
         "Often memory or /dev/shm ran out: try fewer --workers, or --workers 0 to see the error itself."
     )
 
 
-def _opened(batches: Iterator[HostBatch | WorkerFailure]) -> Iterator[HostBatch]:
+def _received(batches: Iterator[HostBatch | WorkerFailure]) -> Iterator[HostBatch]:
     while True:
         try:
             batch = next(batches, None)
         except (RuntimeError, ConnectionError, EOFError) as error:
-            # A worker that dies while it sends is seen as a broken connection before it is seen to be dead.
+            # A worker that dies while it sends breaks its connection before torch notices its death.
             if isinstance(error, RuntimeError) and not is_worker_death(error):
                 raise
             _end(batches)
@@ -198,7 +196,7 @@ class _Readable(Dataset[Any]):
 
 
 class _Queue(Sampler[Any]):
-    """Requests for the workers: torch calls what says which samples are next a sampler."""
+    """Requests for the workers, as the sampler of their DataLoader."""
 
     requests: Iterable[Request] = ()
 
@@ -207,7 +205,7 @@ class _Queue(Sampler[Any]):
 
 
 class WorkerInit:
-    """The first lines of a loader worker: it goes when its training process goes, and leaves signals to that one."""
+    """Starts a loader worker: it dies with its training process, which alone handles signals."""
 
     def __init__(self, init: Callable[[int], None] | None, dataset: Any) -> None:
         self._init = init
@@ -215,16 +213,16 @@ class WorkerInit:
         self._parent = os.getpid()
 
     def __call__(self, number: int) -> None:
-        # A cluster signals every process of a job; what is to be done is the training process's to say.
-        for asked in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP):
-            signal.signal(asked, signal.SIG_IGN)
+        # A cluster signals every process of a job; the training process handles that.
+        for ignored in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP):
+            signal.signal(ignored, signal.SIG_IGN)
         set_process_name("evenstep-reader")
         die_with(self._parent)
         sys.excepthook = _ignoring_lost_peers(sys.excepthook)
         if self._init is not None:
             info = get_worker_info()
             assert info is not None
-            # The user's own, which their function may look for.
+            # The user's function may expect their own dataset.
             object.__setattr__(info, "dataset", self._dataset)
             self._init(number)
 
@@ -245,18 +243,17 @@ def _ignoring_lost_peers(hook: ExceptHook) -> ExceptHook:
 
 
 class Prefetcher(Generic[T]):
-    """Does `make` for the next few items in a thread, while the training computes."""
+    """Calls `make` on the next few items in a thread, while the training computes."""
 
     def __init__(self, items: Iterator[Any], make: Callable[[Any], T]) -> None:
         self._items = items
         self._make = make
         self._ready: queue.Queue[tuple[T | None, BaseException | None]] = queue.Queue(PREFETCH_FACTOR)
         self._stop = threading.Event()
-        self._thread = threading.Thread(target=self._work, daemon=True, name="evenstep-ahead")
+        self._thread = threading.Thread(target=self._work, daemon=True, name="evenstep-prefetch")
         self._thread.start()
 
     def made(self) -> Generator[T]:
-        """What was made, in order."""
         try:
             while True:
                 made, error = self._ready.get()
@@ -269,7 +266,7 @@ class Prefetcher(Generic[T]):
             self.close()
 
     def close(self) -> None:
-        """Stop reading and drop the prefetched batches."""
+        """Stop options and drop the prefetched batches."""
         self._stop.set()
         while self._thread.is_alive():
             try:
@@ -321,7 +318,7 @@ class GpuCopy:
         return event
 
     def arrive(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Say that the training's stream uses a tensor that was sent."""
+        """A tensor that was sent, for use in the current stream."""
         if tensor.device != self.device:
             return tensor.to(self.device, non_blocking=True)
         tensor.record_stream(torch.cuda.current_stream(self.device))
@@ -335,7 +332,7 @@ NOT_RESIDENT = (
 
 
 def can_be_resident(source: Source | Stream, augments: bool) -> bool:
-    """Whether the samples can live in a device's memory."""
+    """Whether the samples can be kept in a device's memory."""
     return not isinstance(source, Stream) and not source.is_slow(augments)
 
 
@@ -345,71 +342,71 @@ def unchanged(tensor: torch.Tensor) -> torch.Tensor:
 
 @dataclass(frozen=True)
 class LoaderOptions:
-    """How samples are read and made ready."""
+    """How samples are read and prepared."""
 
     seed: int = 0
     accumulate: int = 1
     augment: Augment | None = None
     augment_batch: Callable[[Data, Draws], Data] | None = None
     workers: int | None = None
-    """Loader processes; None: one for each core that the training leaves free, where they are of use."""
+    """Loader processes; None: one for each core that the training leaves free, where they help."""
     worker_init: Callable[[int], None] | None = None
     dataset: Any = None
     """What `worker_init` finds as its dataset."""
     drop_last: bool = False
     """Whether a stream's last batch is left out if it is short; other data has an order that knows."""
     resident: bool = False
-    """Whether the data lives in the memory of the devices."""
+    """Whether the data is kept in the memory of the devices."""
     compare: bool = True
     """Whether the ranks compare what they read in the first batches."""
     fit: Callable[[torch.Tensor], torch.Tensor] = unchanged
-    """The last change of a tensor on its device: its type, say."""
+    """The last change of a tensor on its device, such as its dtype."""
 
 
 class Passes:
-    """Passes over the data in one order; worker processes stay from one to the next, except a stream's."""
+    """Passes over the data in one order; worker processes are kept for the next pass, except a stream's."""
 
     def __init__(
         self,
         source: Stream | list[Source],
         order: Order | None,
-        cut: BatchSplit,
+        split: BatchSplit,
         batch: int,
-        reading: LoaderOptions,
+        options: LoaderOptions,
         num_workers: int,
         pinned: bool,
     ) -> None:
         self._order = order
-        self._cut = cut
+        self._split = split
         self._batch = batch
-        self._reading = reading
+        self._options = options
         self._num_workers = num_workers
-        self._begin = WorkerInit(reading.worker_init, reading.dataset)
+        self._begin = WorkerInit(options.worker_init, options.dataset)
         self._source = source
         self._reader = None
         if not isinstance(source, Stream):
-            self._reader = Reader(source, cut, reading.seed, reading.augment, pinned)
+            self._reader = Reader(source, split, options.seed, options.augment, pinned)
         self._pool: Pool | None = None
         self._stream: Any = None
 
     def begin(self, epoch: int, start: int, num_checked: int) -> Iterator[HostBatch]:
-        """The batches of an epoch from a place on."""
+        """The batches of an epoch from sample `start` on."""
         if isinstance(self._source, Stream):
             return self._begin_stream(self._source, epoch, start, num_checked)
         assert self._reader is not None
         assert self._order is not None
         self._source[0].check_length()
-        asked = requests(self._order, self._batch, epoch, start, num_checked)
+        steps = requests(self._order, self._batch, epoch, start, num_checked)
         if not self._num_workers:
-            return map(self._reader.read, asked)
+            return map(self._reader.read, steps)
         if self._pool is None:
             self._pool = Pool(self._reader, self._num_workers, self._begin)
-        return self._pool.read(asked)
+        return self._pool.read(steps)
 
     def _begin_stream(self, stream: Stream, epoch: int, start: int, num_checked: int) -> Iterator[HostBatch]:
-        reading = self._reading
-        how = (reading.seed, reading.augment, reading.drop_last)
-        part = StreamPart(self._cut, self._batch, *how, epoch, start, num_checked)
+        options = self._options
+        how = (options.seed, options.augment, options.drop_last)
+        part = StreamPart(self._split, self._batch, *how, epoch, start, num_checked)
         if not self._num_workers:
             return stream.batches(part)
         self.close()
@@ -417,7 +414,6 @@ class Passes:
         return self._stream  # type: ignore[no-any-return]
 
     def close(self) -> None:
-        """End the worker processes, if there are any."""
         if self._pool is not None:
             self._pool.close()
             self._pool = None

@@ -465,7 +465,7 @@ def test_all_machines_stop_at_one_step_when_one_is_asked_to_and_go_on_later(
         wait_until(lambda: first.has_taken(7))
         both[asked].launcher.send_signal(signal.SIGTERM)
         assert_ends(first, 75, 20, "stop requested", "--resume runs/many")
-        assert_ends(second, 75, 10, "stop requested; what was saved is on the first machine")
+        assert_ends(second, 75, 10, "stop requested; the checkpoints are on the first machine")
         steps = len(Record.read(first.folder / "runs/many").steps)
         assert 7 <= steps < 40
         where = ["--machines", "2", "--rendezvous", f"{first.host.address}:{PORT}"] if num_after == 2 else []

@@ -96,7 +96,7 @@ def cause(
     details = (
         *(f"  {line}" for line in first["lines"]),
         *_shortened(": ".join(filter(None, (first["type"], first["message"])))),
-        *_indented(first["answer"]),
+        *(first["answer"] or "").splitlines()[:3],
     )
     step = _step(heartbeats, rank) or first["step"]
     headline = f"rank {rank} failed{_where(heartbeats, rank, step)}"
@@ -137,10 +137,10 @@ def _crash_frames(logs: Path, rank: int) -> list[str]:
     file = logs / f"rank{rank}.crash"
     frames = crashed_thread(file.read_text(errors="replace")) if file.exists() else []
     own = [frame for frame in frames if is_user_code(frame.file)][:2]
-    said = end_of(logs / f"rank{rank}.err")
+    log = end_of(logs / f"rank{rank}.err")
     # C++ prints the uncaught exception before it aborts.
-    what = [line.strip() for line in said.splitlines() if "what():" in line or "terminate called" in line][-2:]
-    differ = "--check-collectives names the line of every rank." if "collective mismatch" in said else ""
+    what = [line.strip() for line in log.splitlines() if "what():" in line or "terminate called" in line][-2:]
+    differ = "--check-collectives names the line of every rank." if "collective mismatch" in log else ""
     return [*(f"  {frame}" for frame in own or frames[:2]), *what, *filter(None, [differ])]
 
 
@@ -157,12 +157,12 @@ def _step(heartbeats: Mapping[int, HeartbeatState], rank: int) -> int:
 
 def _others(heartbeats: Mapping[int, HeartbeatState], failed: set[int]) -> str:
     """What the other ranks were doing, in one line."""
-    places: dict[str, list[int]] = {}
+    groups: dict[str, list[int]] = {}
     for rank, heartbeat in heartbeats.items():
         if rank not in failed:
-            places.setdefault(heartbeat.where if heartbeat.count else "still running", []).append(rank)
+            groups.setdefault(heartbeat.where if heartbeat.count else "still running", []).append(rank)
     parts = [
-        f"{ranks_in_words(ranks)} {'was' if len(ranks) == 1 else 'were'} {place}" for place, ranks in places.items()
+        f"{ranks_in_words(ranks)} {'was' if len(ranks) == 1 else 'were'} {where}" for where, ranks in groups.items()
     ]
     return f"{'; '.join(parts[:3])}{'; ...' if len(parts) > 3 else ''}, and stopped" if parts else ""
 
@@ -174,10 +174,6 @@ def _reports(logs: Path) -> list[dict[str, Any]]:
 def _shortened(message: str) -> list[str]:
     lines = [shorten(line, MAX_LINE_CHARS) for line in message.strip().splitlines()]
     return lines if len(lines) <= MAX_MESSAGE_LINES else [*lines[: MAX_MESSAGE_LINES - 1], "..."]
-
-
-def _indented(text: str | None) -> list[str]:
-    return text.splitlines()[:3] if text else []
 
 
 def report(causes: Sequence[Cause], run_folder: Path, why_no_more: str = "") -> EvenstepError:
@@ -199,9 +195,9 @@ def _exception(cause: Cause) -> str:
 
 def where_to_look(run_folder: Path) -> str:
     """The last lines of every report."""
-    look = f"full logs: {run_folder / 'logs'}"
+    logs = f"full logs: {run_folder / 'logs'}"
     saved = files.whole(run_folder / files.FOLDER)
-    return f"{look}\ncontinue from {saved[-1].name}: add --resume {run_folder}" if saved else look
+    return f"{logs}\ncontinue from {saved[-1].name}: add --resume {run_folder}" if saved else logs
 
 
 def stopped_where(run_folder: Path) -> str:

@@ -26,7 +26,6 @@ from evenstep.launcher.environment import (
 )
 from evenstep.strategy_facts import STRATEGIES
 
-PRELOADED = ("evenstep.worker.preload",)
 DYING_SECONDS = 1.0
 """How long after its pipes close a killed process may take to be reported as dead."""
 MULTI_PROCESS_OPTIONS = ("--devices", "--strategy", "--restarts", "--machines", "--resume", "--plan")
@@ -42,7 +41,7 @@ def start_server(more: Sequence[str] = ()) -> None:
     from multiprocessing import forkserver
 
     make_socket_folder()
-    multiprocessing.set_forkserver_preload([*PRELOADED, *more])
+    multiprocessing.set_forkserver_preload(["evenstep.worker.preload", *more])
     ensure_resource_tracker()
     with token_hidden(), hidden_main():
         forkserver.ensure_running()

@@ -69,7 +69,7 @@ class StallWatch:
         self._least = least
         self._first_step = 0
         """The step at which this attempt began."""
-        self._looked = time.monotonic()
+        self._sampled = time.monotonic()
         self._seen: str | None = None
         self._counts: list[int] = []
         self._moved = self._watched = time.monotonic()
@@ -104,9 +104,9 @@ class StallWatch:
 
     def _compare_stacks(self, now: float, limit: float) -> None:
         """Programs that do not train send no heartbeats; a change in their stacks counts as progress instead."""
-        if self._stacks is None or now - self._looked < limit / SAMPLES:
+        if self._stacks is None or now - self._sampled < limit / SAMPLES:
             return
-        self._looked = now
+        self._sampled = now
         seen = self._stacks()
         if seen is None or seen != self._seen:
             self._moved = now
@@ -258,10 +258,10 @@ def late_ranks(snapshots: Sequence[RankSnapshot]) -> list[RankSnapshot]:
 
 
 def _waiting(others: Sequence[RankSnapshot]) -> str:
-    places: dict[str, list[int]] = {}
+    groups: dict[str, list[int]] = {}
     for snapshot in others:
-        places.setdefault(snapshot.where(), []).append(snapshot.rank)
-    return "; ".join(f"{_with_verb(ranks, 'waits', 'wait')} {place}" for place, ranks in places.items())
+        groups.setdefault(snapshot.where(), []).append(snapshot.rank)
+    return "; ".join(f"{_with_verb(ranks, 'waits', 'wait')} {where}" for where, ranks in groups.items())
 
 
 def _with_verb(ranks: list[int], singular: str, plural: str) -> str:

@@ -188,7 +188,8 @@ def probe(plan: Plan, task: Task, train: AdaptedData, valid: AdaptedData | None,
     if plan.resident and not can_be_resident(source, task.augment is not None):
         raise PlanError(NOT_RESIDENT)
     lengths = lengths_of(order)
-    _check_schedule(task, plan.num_steps(lengths))
+    if plan.num_steps(lengths) is None and task.scheduler is not None and takes_steps(task.scheduler):
+        raise PlanError("the scheduler takes the number of steps, and a stream has no length; give --steps")
     skeleton = _skeleton(task)
     if skeleton is not None:
         refuse_lazy(skeleton)
@@ -221,11 +222,6 @@ def _check_makers(task: Task) -> None:
         raise TaskError(
             f"Task.model is a {type(task.model).__name__}; give a function that makes the model: model=lambda: Net()"
         )
-
-
-def _check_schedule(task: Task, num_steps: int | None) -> None:
-    if num_steps is None and task.scheduler is not None and takes_steps(task.scheduler):
-        raise PlanError("the scheduler takes the number of steps, and a stream has no length; give --steps")
 
 
 def _skeleton(task: Task) -> nn.Module | None:

@@ -190,13 +190,13 @@ def _forked_threads(threads: int | None) -> int:
 
 
 def _draft(values: dict[str, Any], label: str) -> Plan:
-    """The plan as far as it is known; a batch and a length that are the task's to say are held open by small ones."""
+    """The plan as far as it is known; small ones stand for a batch and a length that the task sets."""
     machines = parse_machines(str(values["machines"]))[1] if values.get("machines") else 1
     smallest = machines * len(values["devices"]) * max(1, int(values.get("accumulate", 1)))
-    held_open: dict[str, Any] = {"batch": smallest, "name": free_name(label, values["strategy"])}
+    stand_ins: dict[str, Any] = {"batch": smallest, "name": free_name(label, values["strategy"])}
     if "epochs" not in values and "steps" not in values:
-        held_open["epochs"] = 1
-    draft = Plan(**{**held_open, **values})
+        stand_ins["epochs"] = 1
+    draft = Plan(**{**stand_ins, **values})
     check_devices(draft.devices)
     check_log(draft.log)
     return draft
@@ -264,8 +264,8 @@ def _devices(chosen: Mapping[str, Any], base: Mapping[str, Any]) -> dict[str, An
 def label_of(source: str | TaskFunction | Task) -> str:
     """The task's name as part of a folder's name."""
     if isinstance(source, str):
-        place, _, name = source.partition(":")
-        label = Path(place).stem if place.endswith(".py") else name or place
+        module, _, name = source.partition(":")
+        label = Path(module).stem if module.endswith(".py") else name or module
     else:
         label = str(getattr(source, "__name__", "task"))
         file = getattr(sys.modules.get(getattr(source, "__module__", "")), "__file__", None)

@@ -90,15 +90,15 @@ class Script:
             name=self.name,
             arguments=self.arguments,
             is_module=self.is_module,
-            rank_flag=None if self.is_module else old_flag(self._source(), self.arguments),
+            rank_flag=self._rank_flag(),
             # The first entry is the folder of the command `evenstep`.
             search_path=tuple(sys.path[0 if sys.flags.safe_path else 1 :]),
             environment=threads_for_script(self.num),
         )
 
-    def _source(self) -> str:
+    def _rank_flag(self) -> str | None:
         try:
-            return Path(self.name).read_text(errors="replace")
+            return None if self.is_module else old_flag(Path(self.name).read_text(errors="replace"), self.arguments)
         except OSError as error:
             raise PlanError(f"{self.name} cannot be read: {error.strerror}; give a Python file") from error
 
@@ -129,8 +129,7 @@ def run_script(script: Script) -> None:
     if not script.is_module and not os.path.isfile(script.name):
         raise PlanError(f"{script.name} does not exist; write: evenstep run [OPTIONS] SCRIPT [ARGS]")
     _check(script.num, script.restarts, script.stall_after)
-    spec = script.spec()
-    backend = _rendezvous(script)
+    spec, rendezvous = script.spec(), _rendezvous(script)
     launch = Launch(
         _folder(script.name if script.is_module else Path(script.name).stem),
         script.num,
@@ -140,7 +139,7 @@ def run_script(script: Script) -> None:
         restarts=script.restarts,
         stall_after=script.stall_after,
     )
-    _watch(Supervisor(launch, backend))
+    _watch(Supervisor(launch, rendezvous))
 
 
 def _rendezvous(script: Script) -> Rendezvous:

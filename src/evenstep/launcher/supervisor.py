@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
+from itertools import count
 from pathlib import Path
 from types import FrameType
 from typing import IO, Any
@@ -102,7 +103,6 @@ class RecordTail:
                 yield row
 
     def close(self) -> None:
-        """Close the file."""
         if self._file is not None:
             self._file.close()
 
@@ -174,11 +174,8 @@ class Supervisor:
 
     def _attempts(self) -> Iterator[Event]:
         resume: str | None = None
-        number = 0
-        while True:
-            number += 1
-            expected = self.rendezvous.waiting_message()
-            if expected:
+        for number in count(1):
+            if expected := self.rendezvous.waiting_message():
                 yield expected
             assignment = self._gather(number, resume)
             if assignment is None:
@@ -186,21 +183,18 @@ class Supervisor:
                 return
             if assignment.num_machines > 1:
                 yield assignment.describe()
-            with Attempt(self, assignment, number) as attempt:
-                yield from attempt.events()
+            attempt = Attempt(self, assignment, number)
+            yield from attempt.events()
             if attempt.cause is None and not attempt.was_preempted:
                 return
-            if attempt.was_preempted:
-                if self.stop.number is not None or not self.rendezvous.has_waiting_machine(asks_store=True):
-                    self._stop()
-                yield "another machine joined: restarting with it"
-            else:
-                assert attempt.cause is not None
+            resume, notes = self._newest()
+            if attempt.cause is not None:
                 self.causes.append(attempt.cause)
-                resume, said = self._find()
-                yield from self._before_restart(_from_where(resume, assignment), said)
-                continue
-            resume = self._newest()
+                yield from self._before_restart(_from_where(resume, assignment), notes)
+            elif self.stop.number is not None or not self.rendezvous.has_waiting_machine(asks_store=True):
+                self._stop()
+            else:
+                yield "another machine joined: restarting with it"
 
     def _gather(self, number: int, resume: str | None) -> RankAssignment | None:
         """Wait for the other machines; a stop signal ends the wait at once, since there is nothing to save."""
@@ -214,10 +208,10 @@ class Supervisor:
     def _stop(self) -> None:
         if self.stop.number == signal.SIGINT:
             raise KeyboardInterrupt
-        newest = self._newest()
+        newest, _ = self._newest()
         raise Preempted(f"stop requested: saved {Path(newest).name}" if newest else "stop requested")
 
-    def _before_restart(self, where: str, said: Sequence[str]) -> Iterator[str]:
+    def _before_restart(self, where: str, notes: Sequence[str]) -> Iterator[str]:
         """Report the cause and wait; raise if another attempt would not help."""
         allowed = self.launch.restarts
         last = self.causes[-1]
@@ -233,8 +227,7 @@ class Supervisor:
         if why:
             raise report(counted, self.launch.folder, why)
         pause = 0.0 if last.is_loss else self._pause(counted)
-        yield from last.lines()
-        yield from said
+        yield from (*last.lines(), *notes)
         wait = f", in {pause:.0f} s" if pause else ""
         yield f"continuing{where}" if last.is_loss else f"restart {len(counted)} of {allowed},{where}{wait}"
         deadline = time.monotonic() + pause
@@ -251,18 +244,14 @@ class Supervisor:
             without += 1
         return min(MAX_PAUSE_SECONDS, 2.0 ** (without - 1)) if without else 0.0
 
-    def _newest(self) -> str | None:
-        """The newest complete checkpoint of this run."""
-        return self._find()[0]
-
-    def _find(self) -> tuple[str | None, list[str]]:
-        """That checkpoint, and notes about newer ones that cannot be used."""
+    def _newest(self) -> tuple[str | None, list[str]]:
+        """The newest complete checkpoint of this run, and notes about newer ones that cannot be used."""
         folder = self.launch.folder
         try:
-            path, said = files.find(str(folder))
+            path, notes = files.find(str(folder))
         except CheckpointError as error:
             return None, [str(error)] if files.whole(folder / files.FOLDER) else []
-        return str(path), said
+        return str(path), notes
 
 
 class Attempt:
@@ -278,15 +267,8 @@ class Attempt:
         folder = _free_logs(of.launch.folder.absolute() / "logs", assignment.first_rank)
         self._logs = RankLogs(folder, assignment.first_rank)
         self._number = number
-        self._stack = ExitStack()
         self._stop_sent = False
         self._stall_shown = False
-
-    def __enter__(self) -> Attempt:
-        self._live = self._stack.enter_context(live_folder())
-        self._heartbeats: Heartbeats = make_heartbeats(self._live / HEARTBEATS, self._num)
-        self._stack.callback(self._heartbeats.close)
-        return self
 
     def _specs(self) -> list[WorkerSpec]:
         logs, heartbeats = str(self._logs.folder), str(self._live / HEARTBEATS)
@@ -294,24 +276,25 @@ class Attempt:
         spec = replace(self._launch.spec, logs=logs, heartbeats=heartbeats, environment=environment)
         return self.assignment.specs(spec, self._num)
 
-    def __exit__(self, *error: Any) -> None:
-        self._stack.close()
-
     def events(self) -> Iterator[Event]:
         """Start all processes; yield rank 0's rows and all ranks' lines as they are written."""
-        try:
-            launch = self._launch
-            started = workers(launch.entry, self._specs(), self._logs, launch.how, launch.more)
-            self._workers: Workers = self._stack.enter_context(started)
-        except WorkerFailed as error:
-            self.cause = self.of.rendezvous.report_failure(Cause(str(error), (), 0, is_outside=True))
-            return
-        yield from self._watched()
+        launch = self._launch
+        with ExitStack() as stack:
+            self._live = stack.enter_context(live_folder())
+            self._heartbeats: Heartbeats = make_heartbeats(self._live / HEARTBEATS, self._num)
+            stack.callback(self._heartbeats.close)
+            try:
+                started = workers(launch.entry, self._specs(), self._logs, launch.how, launch.more)
+                self._workers: Workers = stack.enter_context(started)
+            except WorkerFailed as error:
+                self.cause = self.of.rendezvous.report_failure(Cause(str(error), (), 0, is_outside=True))
+                return
+            # Only the first machine has the Record.
+            record = RecordTail(launch.folder / FILE if self.assignment.machine == 0 else Path(os.devnull))
+            stack.callback(record.close)
+            yield from self._watched(record)
 
-    def _watched(self) -> Iterator[Event]:
-        # Only the first machine has the Record.
-        record = RecordTail(self._launch.folder / FILE if self.assignment.machine == 0 else Path(os.devnull))
-        self._stack.callback(record.close)
+    def _watched(self, record: RecordTail) -> Iterator[Event]:
         logs = MergedLogs(self._logs, self._num, passes_rank_0_on=self._launch.is_program)
         stall = StallWatch(self._heartbeats, self._launch.stall_after, self._activity, self._launch.least_seconds)
         memory = MemoryWatch(self._workers.pids)

@@ -75,14 +75,10 @@ def call_with_timeout(
     return done[0]
 
 
-def connect(host: str, port: int) -> TCPStore:
-    return TCPStore(host, port, is_master=False, timeout=timedelta(seconds=JOIN_SECONDS))
-
-
 def listen_on(address: tuple[str, int]) -> socket.socket:
-    """A listening socket, bound to the interface that other machines reach by this name if that can be told.
+    """A listening socket, bound to the interface that other machines reach by this name if it is known.
 
-    A name that resolves to loopback here (as Debian's installer sets up) does not tell the interface; an address does.
+    A name that resolves to loopback here (as Debian's installer sets up) does not show the interface; an address does.
     """
     host, port = address
     outer = sorted((one for one in _addresses(host) if not one.is_loopback), key=lambda one: one.version)
@@ -159,7 +155,3 @@ def _addresses(host: str) -> set[ipaddress.IPv4Address | ipaddress.IPv6Address]:
         return {ipaddress.ip_address(str(info[4][0]).partition("%")[0]) for info in socket.getaddrinfo(host, None)}
     except (OSError, ValueError):
         return set()
-
-
-def hostname() -> str:
-    return socket.gethostname()

@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import pickle
 import secrets
+import socket
 import threading
 import time
 from collections.abc import Callable, Hashable, Mapping
@@ -51,7 +52,6 @@ from evenstep.launcher.rendezvous.addresses import (
     JOIN_SECONDS,
     LOOPBACK,
     call_with_timeout,
-    hostname,
     is_here,
     warnings_about,
 )
@@ -219,15 +219,12 @@ class C10dRendezvous:
         try:
             self._state = self._ask(lambda: SignedState(self._store, self._signer), HEAD_SECONDS)
             self._handler = self._join()
-            self._arrival = self._arrive()
+            self._arrival = 0 if self.is_head else self._ask(lambda: self._store.add("arrivals", 1), HEAD_SECONDS)
         except BaseException:
             self._access.close()
             raise
         self._answered = time.monotonic()
         threading.Thread(target=self._heartbeat_loop, daemon=True).start()
-
-    def _arrive(self) -> int:
-        return 0 if self.is_head else self._ask(lambda: self._store.add("arrivals", 1), HEAD_SECONDS)
 
     def publish(self, plan: Plan) -> None:
         """Send the plan to the other machines."""
@@ -287,13 +284,17 @@ class C10dRendezvous:
         found = self._rendezvous()
         if found is None:
             return None
+        port = 0
+        if self.is_head:
+            # A new store for each attempt: a killed worker's keys would be mistaken for a new one's.
+            self._workers_store, port = self._access.open_workers_store()
         mine = {
             "arrival": self._arrival,
             "num": num,
             "attempt": attempt,
-            "name": hostname(),
+            "name": socket.gethostname(),
             "resume": resume,
-            "port": self._new_store() if self.is_head else 0,
+            "port": port,
         }
         store, here = found.store, f"round {self._state.round}"
         text = self._signer.sign(f"{here} machine {found.rank}", mine)
@@ -333,11 +334,6 @@ class C10dRendezvous:
         except RendezvousError as error:
             raise TrainingError(str(error)) from error
 
-    def _new_store(self) -> int:
-        """A new store for the workers of one attempt: a killed worker's keys would be mistaken for a new one's."""
-        self._workers_store, port = self._access.open_workers_store()
-        return port
-
     def _assignment(self, members: list[dict[str, Any]], num: int) -> RankAssignment:
         machine = next(index for index, member in enumerate(members) if member["arrival"] == self._arrival)
         nums = [int(member["num"]) for member in members]
@@ -369,10 +365,10 @@ class C10dRendezvous:
             time.sleep(0.05)
         store = self._round
         if self._cause is None and store is not None:
-            named = cause if cause.machine or cause.is_loss else replace(cause, machine=hostname())
+            named = cause if cause.machine or cause.is_loss else replace(cause, machine=socket.gethostname())
             text = self._signer.sign(self._cause_key, named.to_json())
-            said = self._signer.verify(self._cause_key, self._ask(lambda: store.compare_set("cause", "", text)))
-            self._cause = named if said is None else Cause.from_json(said)
+            first = self._signer.verify(self._cause_key, self._ask(lambda: store.compare_set("cause", "", text)))
+            self._cause = named if first is None else Cause.from_json(first)
         return self._cause or cause
 
     def remote_failure(self) -> Cause | None:
@@ -418,7 +414,7 @@ class C10dRendezvous:
             min_nodes=self._least,
             max_nodes=self._most,
             # torch identifies machines by this and the process id, and containers may share both.
-            local_addr=f"{hostname()}-{secrets.token_hex(8)}",
+            local_addr=f"{socket.gethostname()}-{secrets.token_hex(8)}",
             timeout=RendezvousTimeout(join=timedelta(seconds=JOIN_SECONDS), last_call=LAST_CALL),
             keep_alive_interval=2,
             keep_alive_max_attempt=4,
@@ -440,8 +436,8 @@ class C10dRendezvous:
 
     def _read_messages(self, store: Store) -> None:
         if self._cause is None and store.check(["cause"]):
-            said = self._signer.verify(self._cause_key, store.get("cause"))
-            self._cause = None if said is None else Cause.from_json(said)
+            values = self._signer.verify(self._cause_key, store.get("cause"))
+            self._cause = None if values is None else Cause.from_json(values)
         if not self.is_head:
             self._is_wanted = self._is_wanted or store.check(["wanted"])
             return

@@ -9,6 +9,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from datetime import timedelta
 
 from torch._C._distributed_c10d import TCPStore
 
@@ -19,7 +20,6 @@ from evenstep.launcher.rendezvous.addresses import (
     JOIN_SECONDS,
     LOOPBACK,
     call_with_timeout,
-    connect,
     interface_of,
     is_open,
     listen_on,
@@ -148,12 +148,12 @@ def join_run(address: Address, identity: Identity) -> StoreAccess:
     while True:
         try:
             found = token or _token_of_slurm(address) or TokenFile(RUNS, address).read()
-            client = _authenticated(address, found, identity) if found else None
+            if found:
+                return _access(TunnelClient(address, found, identity), deadline)
         except WrongToken as error:
             # A token from a file may be an earlier run's.
             if token is not None or time.monotonic() > late:
                 raise PlanError(f"{error}; {_same_token(address)}") from None
-            client = None
         except (OSError, EOFError) as error:
             # It has closed, or is too busy to answer, or has too many connections for now.
             time.sleep(RETRY_SECONDS)
@@ -166,15 +166,15 @@ def join_run(address: Address, identity: Identity) -> StoreAccess:
                 is_reported = True
             late = time.monotonic() + TOKEN_SECONDS
             continue
-        if client is not None:
-            return _access(client, deadline)
         if time.monotonic() > late:
             raise PlanError(f"{where} requires the run's token, and none is set; {_same_token(address)}")
         time.sleep(RETRY_SECONDS)
 
 
 def _access(client: TunnelClient, deadline: float) -> StoreAccess:
+    """Authenticate, and connect to the launchers' store."""
     try:
+        client.authenticate()
         return StoreAccess(client.run.hex(), MessageSigner(client.key), _store_through(client, deadline), client)
     except BaseException:
         client.close()
@@ -192,7 +192,10 @@ def _store_through(client: TunnelClient, deadline: float) -> TCPStore:
     """Connect within the deadline: torch would retry for the store's own timeout."""
     port = client.port()
     seconds = max(1.0, deadline - time.monotonic())
-    return call_with_timeout(lambda: connect(LOOPBACK, port), seconds, lambda: _no_answer(client.where))
+    limit = timedelta(seconds=JOIN_SECONDS)
+    return call_with_timeout(
+        lambda: TCPStore(LOOPBACK, port, is_master=False, timeout=limit), seconds, lambda: _no_answer(client.where)
+    )
 
 
 def _no_answer(where: str) -> TrainingError:
@@ -204,16 +207,6 @@ def _unresponsive(where: str) -> str:
         f"{where} accepts connections, and has sent nothing for {HEAD_SECONDS:.0f} s: another program holds the "
         "port (choose another one, the same on all machines), or the launcher there hangs"
     )
-
-
-def _authenticated(address: Address, token: str, identity: Identity) -> TunnelClient:
-    client = TunnelClient(address, token, identity)
-    try:
-        client.authenticate()
-    except BaseException:
-        client.close()
-        raise
-    return client
 
 
 def _wait_for(address: Address, deadline: float) -> None:

@@ -93,16 +93,16 @@ async def _read_greeting(reader: Reader) -> Greeting | None:
 
 async def _says_hello(reader: Reader) -> bool:
     """Compare byte by byte: another program may send something short, and wait."""
-    said = b""
-    while len(said) < len(HELLO) and HELLO.startswith(said):
-        more = await reader.read(len(HELLO) - len(said))
+    received = b""
+    while len(received) < len(HELLO) and HELLO.startswith(received):
+        more = await reader.read(len(HELLO) - len(received))
         if not more:
             break
-        said += more
-    if not said:
+        received += more
+    if not received:
         # As a server with too many connections does.
         raise Busy("the connection was closed before anything was sent")
-    return said == HELLO
+    return received == HELLO
 
 
 def credential_of(address: tuple[str, int]) -> bytes:
@@ -258,8 +258,7 @@ class TunnelServer:
             return "" if hello.port == self._of_workers else "that store is closed"
         why = self._identity.refusal_of(hello.identity)
         if why:
-            said = without_control(f"{hello.identity.machine} was refused: {why}")
-            print(said, file=sys.stderr, flush=True)
+            print(without_control(f"{hello.identity.machine} was refused: {why}"), file=sys.stderr, flush=True)
         return why
 
 

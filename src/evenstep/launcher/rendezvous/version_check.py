@@ -6,7 +6,9 @@ import ast
 import hashlib
 import os
 import socket
-from collections.abc import Iterator, Mapping
+from collections import deque
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -19,6 +21,8 @@ MOST_NAMED = 4
 MAX_CHARACTERS = 80
 HASH_CHARS = 16
 """Of a source's SHA-256; short, since it guards against mistakes, not forgery."""
+_Source = tuple[str, Path, str]
+"""The name under which it is imported, its file, and the package to which its relative imports refer."""
 
 
 @dataclass(frozen=True)
@@ -60,72 +64,54 @@ def identity_of(command: Mapping[str, str], sources: Mapping[str, str]) -> Ident
 
 def sources_of_task(spec: str) -> dict[str, str]:
     """Hashes of a task's sources; none for a built-in task."""
-    place = BUILT_IN.get(spec, spec).partition(":")[0]
     if spec in BUILT_IN:
         return {}
-    if place.endswith(".py"):
-        return sources_of_file(Path(place))
-    return sources_of_module(place)
+    module = spec.partition(":")[0]
+    return sources_of_file(Path(module)) if module.endswith(".py") else sources_of_module(module)
 
 
 def sources_of_file(file: Path) -> dict[str, str]:
     """Hashes of a script and of all that it imports from its own folder or the working folder."""
-    return _Sources((file.parent, Path())).of_file(file)
+    return _hashes([(file.name, file, "")], (file.parent, Path()))
 
 
 def sources_of_module(name: str) -> dict[str, str]:
     """Hashes of a module in the working folder and its imports; an installed one has none."""
-    return _Sources((Path(),)).of_module(name)
+    return _hashes(_own_sources(name, (Path(),)), (Path(),))
 
 
-@dataclass(frozen=True)
-class _Sources:
-    """Finds sources by parsing, not importing: code that differs should not run first."""
-
-    folders: tuple[Path, ...]
-    hashes: dict[str, str] = field(default_factory=dict)
-    _wanted: list[str] = field(default_factory=list)
-    """Modules still to be found; a queue, since import chains may exceed the recursion limit."""
-
-    def of_file(self, file: Path) -> dict[str, str]:
-        self._add(file.name, file, "")
-        return self._complete()
-
-    def of_module(self, name: str) -> dict[str, str]:
-        self._wanted.append(name)
-        return self._complete()
-
-    def _complete(self) -> dict[str, str]:
-        while self._wanted:
-            self._look_for(self._wanted.pop())
-        return self.hashes
-
-    def _look_for(self, name: str) -> None:
-        """Add a module and its parent packages; nothing if it is not the user's own."""
-        parts = name.split(".")
-        # `-m` also accepts names with hyphens.
-        if not all(part.replace("-", "_").isidentifier() for part in parts):
-            return
-        for folder in self.folders:
-            for number in range(1, len(parts) + 1):
-                base = folder.joinpath(*parts[:number])
-                package, module = base / "__init__.py", base.with_name(f"{base.name}.py")
-                own = ".".join(parts[:number])
-                # Path.is_file raises where a name is too long for a file.
-                if os.path.isfile(package):
-                    self._add(own, package, own)
-                elif os.path.isfile(module):
-                    self._add(own, module, own.rpartition(".")[0])
-
-    def _add(self, name: str, file: Path, package: str) -> None:
-        if name in self.hashes:
-            return
-        try:
+def _hashes(sources: Iterable[_Source], folders: Sequence[Path]) -> dict[str, str]:
+    """Of these sources and their imports; found by parsing, not importing: code that differs should not run first."""
+    hashes: dict[str, str] = {}
+    # A queue, since import chains may exceed the recursion limit.
+    queue = deque(sources)
+    while queue:
+        name, file, package = queue.popleft()
+        if name in hashes:
+            continue
+        with suppress(OSError):
             source = file.read_bytes()
-        except OSError:
-            return
-        self.hashes[name] = hashlib.sha256(source).hexdigest()[:HASH_CHARS]
-        self._wanted.extend(_imports(source, package))
+            hashes[name] = hashlib.sha256(source).hexdigest()[:HASH_CHARS]
+            queue.extend(found for wanted in _imports(source, package) for found in _own_sources(wanted, folders))
+    return hashes
+
+
+def _own_sources(name: str, folders: Sequence[Path]) -> Iterator[_Source]:
+    """A module and its parent packages; none if it is not the user's own."""
+    parts = name.split(".")
+    # `-m` also accepts names with hyphens.
+    if not all(part.replace("-", "_").isidentifier() for part in parts):
+        return
+    for folder in folders:
+        for number in range(1, len(parts) + 1):
+            base = folder.joinpath(*parts[:number])
+            package, module = base / "__init__.py", base.with_name(f"{base.name}.py")
+            own = ".".join(parts[:number])
+            # Path.is_file raises where a name is too long for a file.
+            if os.path.isfile(package):
+                yield own, package, own
+            elif os.path.isfile(module):
+                yield own, module, own.rpartition(".")[0]
 
 
 def _imports(source: bytes, package: str) -> Iterator[str]:

@@ -1,30 +1,30 @@
-"""Every error a user can meet, and the exit code each one ends a command with.
+"""Every error that a user can get, with the exit code of the command.
 
     EvenstepError
-    ├── BadInput                exit 2: what was asked cannot be done; nothing was started
+    ├── BadInput                exit 2: the request cannot be carried out; nothing was started
     │   ├── TaskError           the task: not found, does not import, its loss or data do not fit
-    │   ├── PlanError           the plan: an unknown strategy, a batch that cannot be cut up, too few devices
+    │   ├── PlanError           the plan: an unknown strategy, a batch that cannot be split, too few devices
     │   └── CheckpointError     the checkpoint: not one, damaged, from another model or a newer version
-    ├── TrainingError           exit 1: it started and could not go on
-    │   ├── NonFiniteLoss       the loss became NaN or infinite; all ranks stopped before the weights were touched
-    │   ├── SaveFailed          a checkpoint could not be written; those before it are as they were
+    ├── TrainingError           exit 1: it started and could not continue
+    │   ├── NonFiniteLoss       the loss became NaN or infinite; all ranks stopped before the weights changed
+    │   ├── SaveFailed          a checkpoint could not be written; earlier ones are unchanged
     │   ├── RankLost            another rank of this machine ended while this one waited for it
     │   ├── WorkerFailed        a worker process failed; the message holds the first cause
-    │   └── Stalled             exit 124: nothing moved any more; the message names who the others waited for
-    └── Preempted               exit 75: asked to stop by SIGTERM or SIGUSR1, and saved
+    │   └── Stalled             exit 124: no progress; the message names the rank that the other ranks waited for
+    └── Preempted               exit 75: stopped by SIGTERM or SIGUSR1, after a checkpoint
 
-A message says what was given, what is allowed and what to do next, in one or two lines.
+A message names what was given, what is allowed and what to do next, in one or two lines.
 """
 
 STOPPED = 130
 """The exit code after Ctrl-C, as in a shell."""
 MAX_CHARACTERS = 200
 BREAKS_LINES = "\x00-\x1f\x7f-\x9f\u2028\u2029\ud800-\udfff"
-"""Characters that a terminal obeys, that end a line, or that no file can be written with; for a regular expression."""
+"""Control characters, line ends, and surrogates, which no file can hold; for a regular expression."""
 
 
 def shorten(text: str, most: int = MAX_CHARACTERS) -> str:
-    """What is given may be very long; its beginning and its end tell what it is.
+    """The beginning and the end of a long text.
 
     >>> len(shorten("a" * 5000))
     200
@@ -34,15 +34,15 @@ def shorten(text: str, most: int = MAX_CHARACTERS) -> str:
 
 
 class EvenstepError(Exception):
-    """Anything evenstep says no to."""
+    """Base class of all errors."""
 
     exit_code = 1
     is_final = False
-    """Whether it would come again, however often the training is started."""
+    """Whether a restart would fail in the same way."""
 
 
 class BadInput(EvenstepError):
-    """What was asked cannot be done; nothing was started."""
+    """The request cannot be carried out; nothing was started."""
 
     exit_code = 2
     is_final = True
@@ -61,7 +61,7 @@ class CheckpointError(BadInput):
 
 
 class TrainingError(EvenstepError):
-    """The training started and could not go on."""
+    """The training started and could not continue."""
 
 
 class NonFiniteLoss(TrainingError):
@@ -71,13 +71,13 @@ class NonFiniteLoss(TrainingError):
 
 
 class SaveFailed(TrainingError):
-    """A checkpoint could not be written: a disk that is full is full for the next attempt, too."""
+    """A checkpoint could not be written; a full disk would stop the next attempt, too."""
 
     is_final = True
 
 
 class RankLost(TrainingError):
-    """Another rank ended first, and has the cause."""
+    """Another rank ended first, and reports the cause."""
 
 
 class WorkerFailed(TrainingError):
@@ -85,12 +85,12 @@ class WorkerFailed(TrainingError):
 
 
 class Stalled(TrainingError):
-    """Nothing moved any more."""
+    """No rank made progress."""
 
     exit_code = 124
 
 
 class Preempted(EvenstepError):
-    """The training was asked to stop, agreed on a step and saved it."""
+    """The training received a stop signal, and saved a checkpoint at a common step."""
 
     exit_code = 75

@@ -251,7 +251,6 @@ class Record:
 
     @property
     def losses(self) -> list[float]:
-        """The loss of every step."""
         return [step.loss for step in self.steps]
 
     @classmethod
@@ -293,14 +292,12 @@ class Tally:
 
     @classmethod
     def of(cls, steps: Iterable[Step]) -> Tally:
-        """Of steps that were taken already."""
         tally = cls()
         for step in steps:
             tally.add(step)
         return tally
 
     def add(self, step: Step) -> None:
-        """One more."""
         if not self.steps:
             self.first_samples, self.first_seconds = step.samples, step.seconds
         if not self.steps or step.epoch != self.epoch:
@@ -433,7 +430,6 @@ class RecordWriter:
         self._write({"kind": "start", "plan": plan.to_json(), "machine": machine, "data": dict(data or {})})
 
     def append(self, what: Row) -> None:
-        """Add one row."""
         # Not asdict, which copies all of it, value by value: that took as long as a layer of a small network.
         self._write({"kind": type(what).__name__.lower(), **vars(what)})
 

@@ -3,7 +3,7 @@
     COMPARISON = Schema(Comparison, "comparison", advice="give the folder of one")
     COMPARISON.read(Path("runs/mine/comparison.json"))
 
-The types are the dataclasses that the rest of the code works with; limits stand beside fields: `samples: Natural`.
+The types are the dataclasses of the rest of the code; limits are part of a field's type: `samples: Natural`.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ MALFORMED = (msgspec.MsgspecError, ValueError, RecursionError)
 
 @dataclass(frozen=True)
 class Schema(Generic[T]):
-    """What one kind of text holds, and the error of a text that does not."""
+    """The type that one kind of text holds, and the error for a text that does not."""
 
     holds: Any
     """A `type[T]`, or a union, which has no such name."""
@@ -42,8 +42,7 @@ class Schema(Generic[T]):
     advice: str = ""
 
     def read(self, path: Path) -> T:
-        """The value in a file."""
-        if not os.path.isfile(path):  # Unlike Path's, it has no error of its own: for a name that is too long, say.
+        if not os.path.isfile(path):  # Unlike Path.is_file, it does not raise for a name that is too long.
             raise self.error(f"{shorten(str(path))} does not exist{f'; {self.advice}' if self.advice else ''}")
         try:
             text = path.read_bytes()
@@ -76,7 +75,6 @@ class Schema(Generic[T]):
             return cast(T, msgspec.convert(json.loads(text), self.holds))
 
     def refusal(self, where: object, why: str) -> BadInput:
-        """The error to raise."""
         advice = f"; {self.advice}" if self.advice else ""
         return self.error(f"{shorten(str(where))} is not a {self.name}: {shorten(why)}{advice}")
 
@@ -86,13 +84,13 @@ class Schema(Generic[T]):
 
 
 def check_fields(value: Any, error: type[BadInput]) -> None:
-    """Raise unless every field of a dataclass holds what its type says."""
+    """Raise unless every field of a dataclass has its declared type."""
     for name, hint in _hints(value.__class__).items():
         check(name, getattr(value, name), hint, error)
 
 
 def check(name: str, given: object, hint: Any, error: type[BadInput]) -> None:
-    """Raise unless a value is what a type says; its Literals, or the description beside its limits, are the message."""
+    """Raise unless a value has this type; the message lists its Literals, or gives the description of its limits."""
     try:
         msgspec.convert(given, hint)
     except msgspec.ValidationError as wrong:
@@ -106,14 +104,14 @@ def check(name: str, given: object, hint: Any, error: type[BadInput]) -> None:
 
 
 def check_choice(name: str, given: object, allowed: Iterable[str], error: type[BadInput]) -> None:
-    """Raise unless a value is one of the names that are known now."""
+    """Raise unless a value is one of the allowed names."""
     names = list(allowed)
     if given not in names:
         raise error(f"unknown {name} {shorten(repr(given))}; {_allowed(given, names)}")
 
 
 def read_variables(kind: type[T], environment: Mapping[str, str]) -> T:
-    """Environment variables as a dataclass whose fields bear their names; an empty variable counts as not set."""
+    """Environment variables as a dataclass whose fields have the same names; an empty variable counts as not set."""
     hints = _hints(cast(Any, kind))
     given = {name: environment[name] for name in hints if environment.get(name)}
     for name, text in given.items():
@@ -149,7 +147,7 @@ def in_words(error: Exception) -> str:
         return "it is nested too deeply"
     if not isinstance(error, msgspec.ValidationError):
         return f"it is not JSON ({error})"
-    what, _, place = str(error).replace("`", "").partition(" - at $")
+    what, _, path = str(error).replace("`", "").partition(" - at $")
     what = what.removeprefix("Object ")
     what = what[:1].lower() + what[1:]
-    return f"{place.lstrip('.')}: {what}" if place else what
+    return f"{path.lstrip('.')}: {what}" if path else what

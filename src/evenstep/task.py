@@ -30,12 +30,12 @@ Amount: TypeAlias = "torch.Tensor | tuple[torch.Tensor, torch.Tensor | int | flo
 """A mean over the samples of a batch, or a pair (sum, count)."""
 
 Model: TypeAlias = Any
-"""The user's own module, as `Task.model` made it: every method and attribute is there, under every strategy."""
+"""The user's module, as `Task.model` made it: it has all its methods and attributes under every strategy."""
 
 TaskFunction: TypeAlias = "Callable[..., Task]"
 
 NO_GROUP = "process group has not been initialized"
-"""What torch says, to a DistributedSampler above all."""
+"""Part of torch's error, mostly from a DistributedSampler."""
 WITHOUT_SAMPLER = (
     "A task needs no process group: leave DistributedSampler out and write DataLoader(dataset, shuffle=True); "
     "each rank gets its share"
@@ -44,7 +44,7 @@ WITHOUT_SAMPLER = (
 
 @dataclass(frozen=True, kw_only=True)
 class Task:
-    """The user's four things (model, data, loss, optimizer) and, if they like, a few more.
+    """What is trained: model, data, loss and optimizer; and options.
 
     def task() -> Task:
         return Task(
@@ -67,15 +67,15 @@ class Task:
     scheduler: Callable[..., LRScheduler] | None = None
     """Called with the optimizer, or with the optimizer and the number of steps; counts optimizer steps."""
     augment: Callable[[Any, torch.Generator], Any] | None = None
-    """Changes one training sample; its generator depends on (seed, epoch, sample) and on nothing else."""
+    """Changes one training sample; its generator depends only on (seed, epoch, sample)."""
     augment_batch: Callable[[Batch, Draws], Batch] | None = None
-    """Changes a training batch on the device; `draws.uniform(k)` depends on (seed, epoch, sample) and nothing else."""
+    """Changes a training batch on the device; `draws.uniform(k)` depends only on (seed, epoch, sample)."""
     sampler: Any = None
     """One of evenstep.samplers, or a torch Sampler; shuffled if not given."""
     collate: Callable[[list[Any]], Batch] | None = None
     """Makes a batch of a list of samples; torch's default if not given."""
     show: Callable[[Model], str] | None = None
-    """A text about the trained model, shown at the end: a sampled sentence, say."""
+    """A text about the trained model, shown at the end: a generated sentence, for example."""
     batch: int | None = None
     """The global batch, unless the plan gives one; if neither does, that of the DataLoader, or 64."""
     epochs: int = 1
@@ -83,7 +83,7 @@ class Task:
 
 
 def takes_steps(scheduler: Callable[..., Any]) -> bool:
-    """Whether a scheduler asks for the number of steps beside the optimizer."""
+    """Whether a scheduler takes the number of steps besides the optimizer."""
     return len(inspect.signature(scheduler).parameters) > 1
 
 
@@ -105,7 +105,7 @@ def load_task(spec: str, data: str | None = None) -> Task:
 
 
 def call_task(source: TaskFunction | Task, data: str | None = None) -> Task:
-    """The Task that a function makes; one with a parameter called `data` is given the folder, if there is one."""
+    """The Task that a function returns; if it has a parameter `data`, it gets the folder."""
     if isinstance(source, Task):
         return source
     name = getattr(source, "__name__", repr(source))
@@ -132,11 +132,11 @@ def call_task(source: TaskFunction | Task, data: str | None = None) -> Task:
 
 def find_task(spec: str) -> TaskFunction | Task:
     """The function (or Task) that a spec names, without calling it."""
-    place, colon, name = BUILT_IN.get(spec, spec).partition(":")
-    if place.endswith(".py") or os.sep in place:
-        module = _import_file(Path(place))
-    elif name or (colon and place not in BUILT_IN):
-        module = _import_module(place)
+    where, colon, name = BUILT_IN.get(spec, spec).partition(":")
+    if where.endswith(".py") or os.sep in where:
+        module = _import_file(Path(where))
+    elif name or (colon and where not in BUILT_IN):
+        module = _import_module(where)
     else:
         close = difflib.get_close_matches(spec[:MAX_CHARACTERS], BUILT_IN, n=1)
         raise TaskError(
@@ -144,14 +144,14 @@ def find_task(spec: str) -> TaskFunction | Task:
             f"Built in are {', '.join(BUILT_IN)}.\n"
             "Your own is given as file.py, file.py:function or package.module:function."
         )
-    return _pick(module, place, name if colon else None)
+    return _pick(module, where, name if colon else None)
 
 
 def refuse_untrusted(spec: str, named_by: str) -> Path | None:
-    """The file that a spec makes Python import, found without importing it; None for a task that is built in.
+    """The file that a spec makes Python import, found without importing it; None for a built-in task.
 
-    For a spec that a file names and nobody typed: code from outside of the working folder is refused, and what is
-    installed in it.
+    For a spec that comes from a file, not from the user: code outside the working folder, or installed in it, is
+    refused.
     """
     if spec in BUILT_IN:
         return None
@@ -167,29 +167,29 @@ def refuse_untrusted(spec: str, named_by: str) -> Path | None:
 
 
 def _is_installed(file: Path) -> bool:
-    """Whether pip or Python put it there: a virtual environment often lies in the working folder."""
+    """Whether pip or Python installed it: a virtual environment is often inside the working folder."""
     prefix, here = Path(sys.prefix).resolve(), Path.cwd().resolve()
-    # Python may be installed above the working folder, or just there: /usr and /usr/src/app.
+    # Python may be installed above the working folder, or in it: /usr and /usr/src/app.
     is_below = prefix != here and prefix.is_relative_to(here)
     return _is_library(str(file)) or (is_below and file.is_relative_to(prefix))
 
 
-def _file_of(place: str) -> Path | None:
-    """Where a file is, or the package or module that is imported first."""
-    if place.endswith(".py") or os.sep in place:
-        return Path(os.path.realpath(place))
+def _file_of(where: str) -> Path | None:
+    """The path of a file, or of the package or module that is imported first."""
+    if where.endswith(".py") or os.sep in where:
+        return Path(os.path.realpath(where))
     if "" not in sys.path:
         sys.path.insert(0, "")
     try:
-        found = importlib.util.find_spec(place.partition(".")[0])
+        found = importlib.util.find_spec(where.partition(".")[0])
     except (ImportError, ValueError):
         return None
-    places = [found.origin, *(found.submodule_search_locations or ())] if found is not None else []
-    return next((Path(os.path.realpath(one)) for one in places if one is not None and os.path.exists(one)), None)
+    paths = [found.origin, *(found.submodule_search_locations or ())] if found is not None else []
+    return next((Path(os.path.realpath(one)) for one in paths if one is not None and os.path.exists(one)), None)
 
 
 def spec_of(source: TaskFunction | Task | str) -> str | None:
-    """The spec under which another process finds `source`; None if it lives in this process alone."""
+    """The spec under which another process finds `source`; None if it exists only in this process."""
     if isinstance(source, str):
         return source
     name = getattr(source, "__qualname__", "")
@@ -202,28 +202,28 @@ def spec_of(source: TaskFunction | Task | str) -> str | None:
     return f"{Path(file).resolve()}:{name}" if file and file.endswith(".py") else None
 
 
-def _pick(module: ModuleType, place: str, name: str | None) -> TaskFunction | Task:
+def _pick(module: ModuleType, where: str, name: str | None) -> TaskFunction | Task:
     """The function called `name`; with None, the one that the module has."""
     if name:
         if not hasattr(module, name):
-            raise TaskError(f"{place} has no {name!r}; it has {', '.join(_candidates(module)) or 'no task at all'}")
+            raise TaskError(f"{where} has no {name!r}; it has {', '.join(_candidates(module)) or 'no task at all'}")
         found: TaskFunction | Task = getattr(module, name)
         return found
     candidates = _candidates(module)
     if not candidates:
         raise TaskError(
-            f"{place} has no task; add a function that returns an evenstep.Task:\n"
+            f"{where} has no task; add a function that returns an evenstep.Task:\n"
             "def task() -> Task: return Task(model=..., train=..., loss=..., optimizer=...)"
         )
     if name is not None:
-        specs = ", ".join(f"{place}:{candidate}" for candidate in candidates)
-        raise TaskError(f"{place + ':'!r} names no function; choose from {specs}")
+        specs = ", ".join(f"{where}:{candidate}" for candidate in candidates)
+        raise TaskError(f"{where + ':'!r} names no function; choose from {specs}")
     if "task" in candidates:
         return candidates["task"]
     if len(candidates) > 1:
         first = next(iter(candidates))
         raise TaskError(
-            f"{place} has {len(candidates)} tasks: {', '.join(candidates)}; choose one with {place}:{first}"
+            f"{where} has {len(candidates)} tasks: {', '.join(candidates)}; choose one with {where}:{first}"
         )
     return next(iter(candidates.values()))
 
@@ -253,7 +253,7 @@ def _import_file(path: Path) -> ModuleType:
         raise TaskError(f"{path} is not a Python file; a task file ends with .py")
     module = importlib.util.module_from_spec(module_spec)
     sys.modules[name] = module
-    # Beside the file, as `python file.py` would have it, so that it can import its neighbours.
+    # As `python file.py` does, so that it can import files next to it.
     folder = str(path.resolve().parent)
     if folder not in sys.path:
         sys.path.insert(0, folder)
@@ -292,12 +292,12 @@ def is_user_code(filename: str) -> bool:
     if filename.startswith("<") and not filename.startswith("<ipython"):
         return False
     if os.path.basename(filename) == "evenstep":
-        return False  # the command, which is installed wherever programs are
+        return False  # the command itself
     return not filename.startswith(ours) and not _is_library(filename)
 
 
 def _is_library(filename: str) -> bool:
-    """Whether it lies where pip installs, or is Python's own."""
+    """Whether it was installed by pip, or is part of Python."""
     libraries = (
         f"{os.sep}site-packages{os.sep}",
         f"{os.sep}dist-packages{os.sep}",

@@ -202,13 +202,13 @@ def test_takes_from_an_archive_only_the_files_it_names(tmp_path: Path, website: 
 def test_another_archive_is_not_even_opened(tmp_path: Path, website: Path) -> None:
     (website / "all.tar.gz").write_bytes(b"<html>please log in</html>")
     url = (website / "all.tar.gz").as_uri()
-    with pytest.raises(TaskError, match=r"failed: what came has md5 \w+, expected 0123"):
+    with pytest.raises(TaskError, match=r"failed: the download has md5 \w+, expected 0123"):
         find(published(website, url=url, archive_md5="0123", inner="inside"), str(tmp_path / "data"))
 
 
 def test_a_wrong_download_is_not_kept(tmp_path: Path, website: Path) -> None:
     (website / "words").write_bytes(b"goodbye")
-    with pytest.raises(TaskError, match="failed: what came is not the official words"):
+    with pytest.raises(TaskError, match="failed: the download is not the official words"):
         find(published(website), str(tmp_path / "data"))
     assert [path for path in (tmp_path / "data").rglob("*") if path.is_file()] == []
 

@@ -9,9 +9,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from evenstep.audit.chain import read_chain
 from evenstep.audit.coverage import Audit, Judge
-from evenstep.audit.sample_log import FILE, SamplesWriter, read_lines
+from evenstep.audit.sample_log import FILE, SamplesWriter, read_chain, read_lines
 
 __all__ = ["FILE", "Audit", "SamplesWriter", "audit"]
 

@@ -10,8 +10,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from evenstep.audit.chain import Expected, RunPart
-from evenstep.audit.sample_log import Ids, Problems, SampleLine, counted
+from evenstep.audit.sample_log import Expected, Ids, Problems, RunPart, SampleLine, counted
 
 NUM_COUNTED = 1 << 32
 """Ids that an audit counts, from 0 up: 4 GiB, at one byte for each."""
@@ -84,7 +83,6 @@ class Audit:
         return {name: getattr(self, name) for name in ("samples", "repeated", "missed", "redone", "dropped")}
 
     def to_json(self) -> dict[str, Any]:
-        """What `evenstep audit --json` prints."""
         drawn = {"sampler": self.sampler, "repeats": self.repeats}
         if self.repeats:
             drawn["different"] = self.different
@@ -107,17 +105,13 @@ class Judge:
         self.num_finished = 0
         self.lengths: set[int] = set()
         """The distinct lengths of finished epochs."""
-        number, place = self.expected.lengths.locate(first.position)
+        number, offset = self.expected.lengths.locate(first.position)
         self.start = ""
         if first.step:
-            where = (
-                f"{counted(place, 'sample')} into epoch {number + 1}"
-                if place
-                else f"the beginning of epoch {number + 1}"
-            )
-            self.start = f"from step {first.step + 1} on, {where}; the runs before it were not given"
+            where = f"{counted(offset, 'sample')} into" if offset else "the beginning of"
+            self.start = f"from step {first.step + 1} on, {where} epoch {number + 1}; the runs before it were not given"
         self._seen = SeenIds(self.expected.num_samples)
-        self.epoch = Epoch(number, place, self.expected, self._seen, self.problems)
+        self.epoch = Epoch(number, offset, self.expected, self._seen, self.problems)
 
     def begin(self, run: RunPart) -> None:
         """Start the next run, which must begin where the steps before it end."""
@@ -131,7 +125,6 @@ class Judge:
         self.step, self.position = run.step, run.position
 
     def add(self, line: SampleLine, run: RunPart) -> None:
-        """Count one step."""
         self._follow(line.step, run)
         self.position += len(line.ids)
         if line.epoch < self.epoch.number:
@@ -146,7 +139,6 @@ class Judge:
         self.epoch.add(line)
 
     def finish(self, last: RunPart) -> Audit:
-        """The result, after the last step."""
         if last.last_step is not None and last.last_step > self.step:
             self._lost(self.step + 1, last.last_step)
         unfinished = 0
@@ -239,7 +231,6 @@ class Epoch:
         return self.num_expected is not None and self.num_samples >= self.num_expected
 
     def add(self, line: SampleLine) -> None:
-        """Count the samples of one step."""
         ids = line.ids
         self.num_samples += len(ids)
         if not set(map(type, ids)) <= {int}:
@@ -291,14 +282,14 @@ class Epoch:
             ids = np.array(self._ids, dtype=object)
         lowest, stop = self._bounds()
         is_outside = ((ids < lowest) | (ids >= stop)).astype(bool)
-        for place in np.flatnonzero(is_outside)[:_NUM_EXAMPLES]:
-            self._problems.add(f"id {ids[place]} of step {self._steps[place]} is {self._outside(int(ids[place]))}")
-        places = np.flatnonzero(~is_outside)
-        is_again = self._seen.add(ids[places].astype(np.int64))
+        for index in np.flatnonzero(is_outside)[:_NUM_EXAMPLES]:
+            self._problems.add(f"id {ids[index]} of step {self._steps[index]} is {self._outside(int(ids[index]))}")
+        indices = np.flatnonzero(~is_outside)
+        is_again = self._seen.add(ids[indices].astype(np.int64))
         if not self._expected.repeats:
             self._num_repeated += int(np.count_nonzero(is_again))
-            for place in places[is_again][: _NUM_EXAMPLES - len(self._examples)]:
-                self._examples.append(f"id {ids[place]} again in step {self._steps[place]}")
+            for index in indices[is_again][: _NUM_EXAMPLES - len(self._examples)]:
+                self._examples.append(f"id {ids[index]} again in step {self._steps[index]}")
         self._ids, self._steps = [], []
 
     def _bounds(self) -> tuple[int, int]:

@@ -22,10 +22,10 @@ def broadcast_checkpoint(world: World, where: str | None) -> str | None:
     """The path at which this rank finds what rank 0 has at `where`; all ranks call this."""
     if where is None or world.size == 1:
         return where
-    marks = world.gather(_mark(Path(where)))
-    if all(mark == marks[0] for mark in marks) or marks[0] is None:
+    digests = world.gather(_digest(Path(where)))
+    if all(digest == digests[0] for digest in digests) or digests[0] is None:
         return where
-    mine = Path(where) if world.is_main or marks[world.rank] == marks[0] else None
+    mine = Path(where) if world.is_main or digests[world.rank] == digests[0] else None
     source = Path(where)
     names = [str(path.relative_to(source.parent)) for path in _files(source)] if world.is_main else []
     (names, *_) = world.gather(names)
@@ -44,8 +44,8 @@ def _files(path: Path) -> list[Path]:
     return [path] if path.is_file() else sorted(one for one in path.iterdir() if one.is_file())
 
 
-def _mark(path: Path) -> str | None:
-    """What tells two checkpoints, or two files of weights, apart; None if there is nothing."""
+def _digest(path: Path) -> str | None:
+    """A digest of a checkpoint, or of a file of weights; None if there is nothing."""
     if path.is_file():
         with path.open("rb") as file:
             return hashlib.file_digest(file, "sha256").hexdigest()
@@ -54,7 +54,7 @@ def _mark(path: Path) -> str | None:
 
 
 def _send(world: World, path: Path, is_written: bool) -> None:
-    """One file of rank 0's, in parts, to those that have not got it."""
+    """Broadcast one file of rank 0, in parts; ranks that lack it write it."""
     (size, *_) = world.gather(path.stat().st_size if world.is_main else None)
     if is_written:
         path.parent.mkdir(parents=True, exist_ok=True)

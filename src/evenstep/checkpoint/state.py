@@ -31,10 +31,10 @@ def is_sharded(tensor: torch.Tensor) -> TypeIs[DTensor]:
 
 
 def whole(tensor: torch.Tensor, keep: bool) -> torch.Tensor | None:
-    """A copy on the CPU, put together from all ranks; where `keep` is false this only takes part."""
+    """A copy on the CPU, gathered from all ranks; with `keep` false, this rank only takes part."""
     if is_sharded(tensor):
         tensor = tensor.full_tensor()
-    # A copy even on the CPU: parts of one buffer cannot be written as tensors of their own.
+    # A copy even on the CPU: views of one buffer cannot be written as separate tensors.
     return tensor.detach().to("cpu", copy=True).contiguous() if keep else None
 
 
@@ -65,12 +65,9 @@ def check_weights(module: nn.Module, path: str, allow_pickle: bool) -> None:
 
 def _matching(loaded: Mapping[str, torch.Tensor], own: Tensors, source: str) -> tuple[Tensors, str | None]:
     found, stripped = _matching_names(loaded, own)
-    refuse_difference(_shapes(own), _shapes(found), source)
+    here, there = ({name: tuple(tensor.shape) for name, tensor in tensors.items()} for tensors in (own, found))
+    refuse_difference(here, there, source)
     return found, stripped
-
-
-def _shapes(tensors: Mapping[str, torch.Tensor]) -> dict[str, Shape]:
-    return {name: tuple(tensor.shape) for name, tensor in tensors.items()}
 
 
 def _matching_names(loaded: Mapping[str, torch.Tensor], own: Mapping[str, Any]) -> tuple[Tensors, str | None]:
@@ -87,10 +84,8 @@ def _matching_names(loaded: Mapping[str, torch.Tensor], own: Mapping[str, Any]) 
             removed.add("module.")
             name = name.removeprefix("module.")
         bare[name] = value
-    said = (
-        f"stripped {' and '.join(repr(prefix) for prefix in sorted(removed))} from parameter names" if removed else None
-    )
-    return bare, said
+    stripped = " and ".join(map(repr, sorted(removed)))
+    return bare, f"stripped {stripped} from parameter names" if removed else None
 
 
 def refuse_difference(own: Mapping[str, Shape], found: Mapping[str, Shape], source: str) -> None:
@@ -117,7 +112,7 @@ def _first(names: list[str], most: int = 3) -> str:
 
 
 def sharded_like(tensor: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
-    """`tensor` in the way `target` lies on the devices; every rank cuts out its own slice."""
+    """`tensor` sharded over the devices as `target` is; every rank cuts out its own slice."""
     if not is_sharded(target):
         return tensor
     from torch.distributed.tensor import distribute_tensor
@@ -154,7 +149,7 @@ def optimizer_state(module: nn.Module, optimizer: torch.optim.Optimizer, keep: b
 def load_optimizer_state(
     module: nn.Module, optimizer: torch.optim.Optimizer, tensors: Mapping[str, torch.Tensor], saved: OptimizerState
 ) -> None:
-    """Put back what `optimizer_state` took, by parameter name."""
+    """Restore what `optimizer_state` returned, by parameter name."""
     names = {id(weight): name for name, weight in module.named_parameters()}
     if saved["class"] != type(optimizer).__name__:
         raise CheckpointError(
@@ -185,7 +180,7 @@ def load_optimizer_state(
     start = 0
     for group, saved_group, group_names in zip(optimizer.param_groups, saved["groups"], own, strict=True):
         options = {key: _typed(value, group.get(key)) for key, value in saved_group.items() if key != "params"}
-        # How the update is computed is this run's own choice; it may lie on other devices than those that saved.
+        # How the update is computed is chosen by this run, whose devices may be others.
         options |= {key: group[key] for key in HOW if key in group}
         groups.append({**options, "params": list(range(start, start + len(group_names)))})
         start += len(group_names)

@@ -137,8 +137,6 @@ def _larger_batch(
 
 @dataclass(frozen=True)
 class MeasuredBlock:
-    """One block, as it was measured."""
-
     config: Configuration
     folder: Path
     record: Record
@@ -207,7 +205,6 @@ class BlockRunner:
         return MeasuredBlock(config, folder, record, record.measurement, record.measurement.first_step_at - began)
 
     def rows(self, configs: Sequence[Configuration], parities: Mapping[Configuration, tuple[Parity, str]]) -> list[Row]:
-        """One row for each configuration that completed."""
         return [self._row(config, *parities[config]) for config in configs if config.label not in self.left_out]
 
     def _row(self, config: Configuration, parity: Parity, why: str) -> Row:

@@ -43,7 +43,6 @@ class AdaptedData:
     """Settings of the DataLoader that are not used, as sentences for the user."""
 
     def order(self, seed: int, batch: int) -> Order | None:
-        """The order of the ids; None for a stream."""
         if isinstance(self.source, Stream):
             return None
         order = self.sampler.order(self.source.num_samples, seed, batch)

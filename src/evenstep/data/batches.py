@@ -127,7 +127,6 @@ class Reader:
         self._touch: tuple[int, SampleTransform] | None = None
 
     def read(self, request: Request) -> HostBatch:
-        """The data of one step."""
         touch = self._touch_of(request.span.epoch)
         ids, keys = request.ids, request.keys
         if self._is_whole and not request.is_checked:

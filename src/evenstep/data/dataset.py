@@ -39,7 +39,6 @@ class SampleTransform:
         seed_host(derive_seed(seed, what, epoch, key))
 
     def change(self, sample: Any, id_: int, key: int) -> Any:
-        """The augmented sample."""
         if self._augment is None:
             return sample
         seed, epoch = self._where
@@ -65,7 +64,6 @@ class PerSample:
         self._reads_draw = can_read_again
 
     def make(self, ids: Ids, keys: Ids, touch: SampleTransform | None) -> Batch:
-        """A batch of these samples."""
         runs_code = self._reads_draw or self._collate is not None or (touch is not None and touch.augments)
         if touch is None or not runs_code:
             return collated(list(self._read(ids.tolist())), ids, self._collate)
@@ -119,7 +117,6 @@ def collated(samples: list[Any], ids: Ids, collate: Collate | None) -> Batch:
 
 
 def few(ids: list[int]) -> str:
-    """The first ids, for a message."""
     return ", ".join(map(str, ids[:4])) + (" and more" if len(ids) > 4 else "")
 
 
@@ -202,7 +199,6 @@ class Rows:
         return self.at(torch.from_numpy(self.ids).to(self.device, non_blocking=True))
 
     def at(self, index: torch.Tensor) -> Batch:
-        """The samples at an index that is on the GPU."""
         return map_fields(self.columns, lambda column: column.index_select(0, index))
 
 
@@ -365,7 +361,6 @@ class SubsetSource:
         self._source.check_length()
 
     def on(self, device: torch.device) -> SubsetSource:
-        """The same samples, in the device's memory."""
         return SubsetSource(self._source.on(device), self._indices, "resident")
 
 

@@ -78,7 +78,6 @@ class Batch:
 
     @property
     def num_samples(self) -> int:
-        """Samples of the whole global batch."""
         return len(self.span)
 
     @property

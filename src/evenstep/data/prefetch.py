@@ -266,7 +266,7 @@ class Prefetcher(Generic[T]):
             self.close()
 
     def close(self) -> None:
-        """Stop options and drop the prefetched batches."""
+        """Stop reading and drop the prefetched batches."""
         self._stop.set()
         while self._thread.is_alive():
             try:

@@ -187,12 +187,10 @@ class Pair:
         return self.devices[0] == "cpu"
 
     def job(self) -> Job:
-        """Its trial in the user's environment."""
         seconds = CPU_SECONDS if self.is_on_cpu else GPU_SECONDS
         return Job(add_up, (self.devices, self.sizes), len(self.devices), seconds)
 
     def again(self, budget: TimeBudget, settings: Settings) -> Ended:
-        """Try it once more, with these settings."""
         seconds = budget.allowed(AGAIN_CPU_SECONDS if self.is_on_cpu else AGAIN_GPU_SECONDS)
         return try_out(replace(self.job(), seconds=seconds, settings=settings))
 

@@ -25,7 +25,6 @@ class MachineChecks:
     copies: Mapping[tuple[str, str], float] = field(default_factory=dict)
 
     def checks(self) -> list[Check]:
-        """The checks, in order."""
         num_gpus = gpus.num_gpus()
         nvml = gpus.open_driver()
         static = [
@@ -95,8 +94,6 @@ def _one(name: str, look: Callable[[], Finding]) -> Check:
 
 @dataclass(frozen=True)
 class CheckStarted:
-    """Announces the next check."""
-
     name: str
     number: int
     total: int
@@ -105,8 +102,6 @@ class CheckStarted:
 
 @dataclass(frozen=True)
 class Report:
-    """All findings, and the duration."""
-
     findings: tuple[Finding, ...]
     seconds: float
     is_first: bool = True

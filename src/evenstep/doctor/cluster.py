@@ -86,8 +86,6 @@ def examine_together(environment: Mapping[str, str], machines: str, rendezvous: 
 
 
 class DoctorRendezvous(C10dRendezvous):
-    """The rendezvous of the doctors."""
-
     def channel(self, assignment: RankAssignment) -> Channel:
         """The channel to the other machines, through the first machine's store."""
         host, port = assignment.environment["MASTER_ADDR"], int(assignment.environment["MASTER_PORT"])
@@ -125,7 +123,6 @@ class Channel:
         return [self.receive(f"{key}/{machine}", kind) for machine in machines]
 
     def send(self, key: str, values: Mapping[str, Any]) -> None:
-        """Publish values under a key."""
         text = self.signer.sign(f"doctor/{key}", values)
         self.ask(lambda: self.store.set(f"doctor/{key}", text))
 
@@ -167,7 +164,6 @@ class MachineFacts:
 
 
 def compare(members: Sequence[MachineFacts | None]) -> list[Finding]:
-    """Findings about the machines' versions and clocks."""
     there = [one for one in members if one is not None]
     return [
         _same("torch of all", {one.name: one.torch for one in there}, "install the same torch on all machines"),

@@ -21,7 +21,6 @@ NVIDIA_DEVICES = Path("/dev")
 
 
 def python() -> Finding:
-    """Python's version, and the system."""
     numbers: dict[str, Number] = {"python": platform.python_version(), "system": platform.system()}
     said = f"{platform.python_version()} on {platform.system()} {platform.machine()}"
     if sys.version_info < OLDEST_PYTHON:
@@ -59,7 +58,6 @@ def num_gpus_present(devices: Path = NVIDIA_DEVICES) -> int:
 
 
 def back_ends(num_gpus: int) -> Finding:
-    """The communication backends of this torch."""
     there = {"gloo": dist.is_gloo_available(), "nccl": dist.is_nccl_available(), "mpi": dist.is_mpi_available()}
     version = _nccl_version() if there["nccl"] else None
     numbers: dict[str, Number] = {**there, "nccl_version": version}

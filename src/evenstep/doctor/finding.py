@@ -27,7 +27,6 @@ class Finding:
     """Measured values, in base units: bytes, seconds, bytes per second."""
 
     def to_json(self) -> dict[str, Any]:
-        """Plain values."""
         return {**vars(self), "numbers": dict(self.numbers)}
 
 
@@ -54,10 +53,8 @@ class Check:
 
 
 def worst(findings: Sequence[Finding]) -> Status:
-    """The worst status of all findings."""
     return max((one.status for one in findings), key=STATUSES.index, default="good")
 
 
 def count(findings: Sequence[Finding], status: Status) -> int:
-    """How many are of this status."""
     return sum(one.status == status for one in findings)

@@ -71,7 +71,6 @@ def look_at_gpus(nvml: Any, seconds: float = LOOK_SECONDS) -> list[Finding]:
 
 
 def judge_gpu(name: str, facts: Mapping[str, Any], others: Sequence[str], nvml: Any = None) -> Finding:
-    """The finding for a GPU that was checked."""
     free, total = int(facts["free_bytes"]), int(facts["memory_bytes"])
     link = nvlink(nvml, facts["uuid"])
     said = (

@@ -58,7 +58,6 @@ def threads(environment: Mapping[str, str], groups: Groups | None = None) -> Fin
 
 
 def memory(groups: Groups | None = None) -> Finding:
-    """Total and free memory."""
     machine, limit = psutil.virtual_memory(), (groups or Groups()).memory_limit()
     total = machine.total if limit is None else min(machine.total, limit[0])
     free = machine.available if limit is None else max(0, min(machine.available, limit[0] - limit[1]))

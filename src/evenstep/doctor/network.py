@@ -76,7 +76,6 @@ def _echo(server: socket.socket) -> None:
 
 
 def loopback() -> tuple[Finding, Loopback | None]:
-    """Whether loopback works, and how fast."""
     try:
         found = measure_loopback()
     except OSError as error:
@@ -151,5 +150,4 @@ def resolve(name: str, seconds: float) -> list[str]:
 
 
 def interfaces() -> set[str]:
-    """The names of the network interfaces of this machine."""
     return set(psutil.net_if_addrs())

@@ -105,7 +105,6 @@ class TimeBudget:
         return min(seconds, left) if left >= LEAST_SECONDS else 0.0
 
     def spend(self, attempt: Callable[[Settings], Ended], settings: Settings) -> Ended:
-        """Make an attempt, and subtract its duration."""
         began = time.monotonic()
         try:
             return attempt(settings)
@@ -154,7 +153,6 @@ class Reference:
 
 
 def judge(trial: Trial, reference: Reference) -> Finding:
-    """The finding for a pair."""
     if trial.is_left_out:
         advice = "fix what is bad or slow above, then run it again"
         return Finding(trial.name, "warn", "not tried: the checks before it took all the time", advice)
@@ -226,11 +224,9 @@ def speed_in_words(numbers: Mapping[str, Number], reference: Reference) -> str:
 
 
 def rate_in_words(bytes_per_second: float) -> str:
-    """`1.5 GB/s`, or `80 MB/s`."""
     giga = bytes_per_second / 1e9
     return f"{giga:.{0 if giga >= 20 else 1}f} GB/s" if giga >= 0.95 else f"{bytes_per_second / 1e6:.3g} MB/s"
 
 
 def size_in_words(num_bytes: int) -> str:
-    """`64 MiB`, or `4 KiB`."""
     return size(num_bytes) if num_bytes >= 2**20 else f"{num_bytes // 2**10} KiB"

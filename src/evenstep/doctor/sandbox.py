@@ -59,7 +59,6 @@ class Ended:
 
 
 def try_out(job: Job) -> Ended:
-    """Run one job."""
     return try_together([job])[0]
 
 
@@ -100,7 +99,6 @@ class _Attempt:
         return not self._is_over
 
     def ended(self) -> Ended:
-        """The result."""
         if self._is_late:
             return Ended(why=f"no result within {self._job.seconds:.0f} s", is_late=True)
         failed = self._workers.failed

@@ -61,7 +61,6 @@ class Row:
 
     @property
     def label(self) -> str:
-        """`ddp x 2`, or `single`."""
         return f"{self.strategy} x {len(self.devices)}" if len(self.devices) > 1 else self.strategy
 
     @property

@@ -104,7 +104,6 @@ class Progress:
 
 
 def summary_table(summary: Summary) -> Table:
-    """The end of one run."""
     table = Table(box=None, pad_edge=False, show_header=False)
     table.add_column(style="bold")
     table.add_column(overflow="fold")
@@ -143,12 +142,10 @@ def peaks(summary: Summary) -> str:
 
 
 def size(num_bytes: int) -> str:
-    """Bytes in the unit people read."""
     return f"{num_bytes / 2**30:.2f} GiB" if num_bytes >= 2**30 else f"{num_bytes / 2**20:.0f} MiB"
 
 
 def number(value: float | None) -> str:
-    """Four digits after the point, or a dash."""
     return "-" if value is None else f"{value:.4f}"
 
 
@@ -173,7 +170,6 @@ def show_comparison(comparison: Comparison, console: Console) -> None:
 
 
 def speed_table(comparison: Comparison) -> Table:
-    """Speed, speed-up, efficiency and parity."""
     table = _table("strategy", "samples/s", "spread", "speed-up", "efficiency")
     table.add_column("result vs. single", no_wrap=True)
     for row in comparison.rows:
@@ -206,7 +202,6 @@ def step_table(comparison: Comparison) -> Table:
 
 
 def cost_table(comparison: Comparison) -> Table:
-    """Memory, bytes sent and start-up time of each configuration."""
     table = _table("cost", "start-up", "sent per step")
     table.add_column("peak memory")
     for row in comparison.rows:
@@ -247,7 +242,6 @@ def _ms(seconds: Range | None) -> str:
 
 
 def size_in_short(num_bytes: int) -> str:
-    """Bytes, from few to many."""
     if num_bytes < 2**20:
         return f"{num_bytes / 2**10:.0f} KiB" if num_bytes else "-"
     return size(num_bytes)

@@ -112,7 +112,6 @@ class Order:
     _kept: dict[tuple[int, int], Ids] = field(default_factory=dict, repr=False, compare=False)
 
     def ids(self, span: Span) -> Ids:
-        """The ids of one step."""
         size = BLOCK if self.in_blocks else self.lengths.of(span.epoch) or 1
         first, last = span.start // size, max(span.start, span.stop - 1) // size
         if first == last:

@@ -148,11 +148,9 @@ States: TypeAlias = tuple[Any, Any, Any]
 
 
 def seed_everything(seed: int) -> None:
-    """Seed Python, NumPy and torch on every device."""
     import torch
 
-    random.seed(seed)
-    np.random.seed(seed % 2**32)
+    seed_host(seed)
     torch.manual_seed(seed)
 
 
@@ -244,7 +242,6 @@ def _set_numpy_state(state: Any) -> None:
 
 
 def restore_rng_states(states: States) -> None:
-    """Restore what `rng_states` returned."""
     import torch
 
     python, numpy, own = states

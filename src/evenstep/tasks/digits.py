@@ -1,4 +1,4 @@
-"""Handwritten digits, 8x8, as they come installed with scikit-learn: needs no download."""
+"""Handwritten digits, 8x8, from the installed scikit-learn: no download needed."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from evenstep.tasks.networks import Normalize
 
 
 class DigitNet(nn.Module):
-    """Two convolutions and two linear layers, for pictures of 8x8."""
+    """Two convolutions and two linear layers, for images of 8x8."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -35,8 +35,8 @@ class DigitNet(nn.Module):
 
 
 def task() -> Task:
-    """Digits 0 to 9 in 1,797 small pictures; a fifth of each digit is held out."""
-    images, labels = _pictures()
+    """Digits 0 to 9 in 1,797 small images; a fifth of each digit is held out."""
+    images, labels = _images()
     held_out = hold_out(labels)
     return Task(
         model=DigitNet,
@@ -53,7 +53,7 @@ def task() -> Task:
 
 def hold_out(labels: Tensor) -> Tensor:
     """Which samples are held out: a fifth of each label, always the same ones."""
-    # A generator of its own: the split must not move with the seed of the run.
+    # A separate generator: the split must not change with the seed of the run.
     order = torch.randperm(len(labels), generator=torch.Generator().manual_seed(0))
     held_out = torch.zeros(len(labels), dtype=torch.bool)
     for label in set(labels.tolist()):
@@ -62,7 +62,7 @@ def hold_out(labels: Tensor) -> Tensor:
     return held_out
 
 
-def _pictures() -> tuple[Tensor, Tensor]:
+def _images() -> tuple[Tensor, Tensor]:
     installed = find_spec("sklearn")
     if installed is None or installed.origin is None:
         raise TaskError("digits needs scikit-learn: pip install 'evenstep[demo]'")

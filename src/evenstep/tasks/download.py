@@ -21,7 +21,7 @@ from evenstep.errors import TaskError
 
 CONNECT_SECONDS = 5.0
 
-# Machines in FIPS mode refuse md5 unless told that it only recognises files.
+# In FIPS mode, md5 is refused unless it is declared not to be used for security.
 _md5 = partial(hashlib.md5, usedforsecurity=False)
 
 
@@ -33,7 +33,7 @@ class Official:
     md5: Mapping[str, str]
     """Of each file's content, uncompressed: packers write different gzip headers around the same bytes."""
     url: str
-    """A folder (ends with /) that holds the files one by one, or one tar archive of them all."""
+    """A folder (ends with /) that holds each file, or one tar archive of them all."""
     suffix: str = ""
     """What the published names end with: `.gz`, or nothing."""
     archive_md5: str = ""
@@ -44,14 +44,15 @@ class Official:
 
 
 def find(official: Official, data: str | None = None) -> dict[str, Path]:
-    """Where each file of a data set lies, after downloading those that lie nowhere."""
+    """The path of each file of a data set; missing ones are downloaded."""
     given = data or os.environ.get("EVENSTEP_DATA")
     cache = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "evenstep"
     roots = [Path(given).expanduser(), cache] if given else [cache]
     missing = [name for name in official.md5 if _look_up(official, name, roots) is None]
     if missing:
         try:
-            _download(official, missing, _download_folder(roots) / official.name)
+            writable = next(filter(_is_writable, roots), roots[0])
+            _download(official, missing, writable / official.name)
         except (OSError, HTTPException, EOFError, zlib.error) as error:
             raise TaskError(_missing_message(official, missing, roots, bool(given), error)) from error
     found = {name: _look_up(official, name, roots) for name in official.md5}
@@ -71,7 +72,7 @@ def verified(path: Path, md5: str) -> bytes:
 
 
 def unpacked(path: Path) -> bytes:
-    """The content of a file, gunzipped if it was packed."""
+    """The content of a file, uncompressed if it was gzipped."""
     content = path.read_bytes()
     if content[:2] != b"\x1f\x8b":
         return content
@@ -96,10 +97,6 @@ def _folders(official: Official, root: Path) -> list[Path]:
     return [own, root, own / official.inner, root / official.inner] if official.inner else [own, root]
 
 
-def _download_folder(roots: list[Path]) -> Path:
-    return next((root for root in roots if _is_writable(root)), roots[0])
-
-
 def _is_writable(folder: Path) -> bool:
     while not folder.exists():
         folder = folder.parent
@@ -121,10 +118,10 @@ def _extract(official: Official, missing: list[str], archive: Path, folder: Path
     with archive.open("rb") as file:
         found = hashlib.file_digest(file, _md5).hexdigest()
     if found != official.archive_md5:
-        raise OSError(f"what came has md5 {found}, expected {official.archive_md5}")
+        raise OSError(f"the download has md5 {found}, expected {official.archive_md5}")
     with tarfile.open(archive) as tar:
         for name in missing:
-            # By name, one by one: an archive may hold paths that lead elsewhere.
+            # By name: an archive may hold paths that lead elsewhere.
             member = tar.extractfile(f"{official.inner}/{name}")
             assert member is not None, f"{official.inner}/{name} is not a plain file"
             with _part(folder, name) as part:
@@ -136,19 +133,19 @@ def _keep(part: Path, path: Path, md5: str) -> None:
     try:
         verified(part, md5)
     except TaskError as error:
-        raise OSError(f"what came is not the official {path.name}") from error
+        raise OSError(f"the download is not the official {path.name}") from error
     part.rename(path)
 
 
 @contextmanager
 def _fetched(url: str, folder: Path) -> Iterator[Path]:
-    """The file behind a url, under a name that goes away again."""
+    """The file behind a URL, under a temporary name."""
     from rich.console import Console
     from rich.progress import DownloadColumn, Progress
 
     console = Console(stderr=True)
     with urlopen(url, timeout=CONNECT_SECONDS) as response:
-        # Only now: a mistyped folder should not come to life where there is no network.
+        # Only now: a mistyped folder should not be created where there is no network.
         folder.mkdir(parents=True, exist_ok=True)
         with _part(folder, url.rpartition("/")[2]) as part:
             columns = (*Progress.get_default_columns(), DownloadColumn())

@@ -1,4 +1,4 @@
-"""MNIST and Fashion-MNIST: 60,000 + 10,000 grey pictures, 28x28, in the IDX format."""
+"""MNIST and Fashion-MNIST: 60,000 + 10,000 grey images, 28x28, in the IDX format."""
 
 from __future__ import annotations
 
@@ -41,17 +41,17 @@ FASHION_MNIST = Official(
 
 
 def mnist(data: str | None = None) -> Task:
-    """Handwritten digits; one hidden layer reads more than 97 of 100 of them."""
+    """Handwritten digits; one hidden layer reaches more than 97 % accuracy."""
     return _task(MNIST, data, mean=0.1307 * 255, deviation=0.3081 * 255)
 
 
 def fashion_mnist(data: str | None = None) -> Task:
-    """Pieces of clothing; one hidden layer knows more than 87 of 100 of them."""
+    """Clothing; one hidden layer reaches more than 87 % accuracy."""
     return _task(FASHION_MNIST, data, mean=0.2860 * 255, deviation=0.3530 * 255)
 
 
 def read_idx(content: bytes, path: Path) -> Tensor:
-    """The bytes of an IDX file as a tensor: pictures (n x rows x columns) or labels (n)."""
+    """The bytes of an IDX file as a tensor: images (n x rows x columns) or labels (n)."""
     num_dimensions = content[3] if len(content) >= 4 else 0
     if content[:3] != b"\x00\x00\x08" or num_dimensions == 0:
         raise TaskError(f"{path} begins with {content[:4].hex(' ')}, an IDX file of bytes with 00 00 08; replace it")

@@ -1,4 +1,4 @@
-"""The networks of the built-in tasks; images come as bytes, and each network normalises its own."""
+"""The networks of the built-in tasks; images are bytes, and each network normalizes them."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from torch import Tensor, nn
 
 
 class Normalize(nn.Module):
-    """Bytes to numbers around zero, one mean and deviation per channel (or one for all)."""
+    """Normalizes bytes, with one mean and deviation per channel, or one for all."""
 
     mean: Tensor
     deviation: Tensor
 
     def __init__(self, mean: Sequence[float], deviation: Sequence[float]) -> None:
         super().__init__()
-        # Not persistent: constants of the data, not something a checkpoint should carry.
+        # Not persistent: constants of the data do not belong in a checkpoint.
         self.register_buffer("mean", torch.tensor(mean).view(-1, 1, 1), persistent=False)
         self.register_buffer("deviation", torch.tensor(deviation).view(-1, 1, 1), persistent=False)
 
@@ -27,8 +27,6 @@ class Normalize(nn.Module):
 
 
 class SimpleNet(nn.Module):
-    """One hidden layer: 784-256-10."""
-
     def __init__(self, normalize: Normalize) -> None:
         super().__init__()
         self.normalize = normalize
@@ -83,7 +81,7 @@ class ResidualBlock(nn.Module):
 
 
 class ResNet18(nn.Module):
-    """ResNet-18 for 32x32 images: a 3x3 stem and no max-pool, so that little is thrown away early."""
+    """ResNet-18 for 32x32 images: a 3x3 stem and no max-pool, so that resolution is kept early on."""
 
     def __init__(self, normalize: Normalize) -> None:
         super().__init__()
@@ -106,12 +104,12 @@ class ResNet18(nn.Module):
 
 
 class Attention(nn.Module):
-    """Each position looks at itself and at those before it."""
+    """Causal self-attention."""
 
     def __init__(self, width: int, heads: int) -> None:
         super().__init__()
         self.heads = heads
-        # No bias: softmax cancels that of the keys, so its gradient is rounding noise, which Adam would blow up.
+        # No bias: softmax cancels that of the keys, so its gradient is rounding noise, which Adam would amplify.
         self.query_key_value = nn.Linear(width, 3 * width, bias=False)
         self.output = nn.Linear(width, width)
 
@@ -125,7 +123,7 @@ class Attention(nn.Module):
 
 
 class TransformerBlock(nn.Module):
-    """Attention, then a small MLP, each added to what came in and normalised before."""
+    """Attention, then an MLP, each with a residual connection and a LayerNorm before it."""
 
     def __init__(self, width: int, heads: int) -> None:
         super().__init__()
@@ -141,7 +139,7 @@ class TransformerBlock(nn.Module):
 
 
 class GPT(nn.Module):
-    """A small decoder: what comes next, at every position."""
+    """A small decoder-only transformer."""
 
     def __init__(self, vocabulary: int, context: int, layers: int, heads: int, width: int) -> None:
         super().__init__()
@@ -151,7 +149,7 @@ class GPT(nn.Module):
         self.blocks = nn.ModuleList(TransformerBlock(width, heads) for _ in range(layers))
         self.norm = nn.LayerNorm(width)
         self.output = nn.Linear(width, vocabulary, bias=False)
-        # Torch draws embeddings from N(0, 1), far too loud beside layers of this size.
+        # Torch draws embeddings from N(0, 1), far too large beside layers of this size.
         nn.init.normal_(self.token_embedding.weight, std=0.02)
         nn.init.normal_(self.position_embedding.weight, std=0.02)
 

@@ -1,4 +1,4 @@
-"""A character model of Shakespeare's plays: 1.1 MB of text, 65 symbols."""
+"""A character model of Shakespeare's plays: 1.1 MB of text, 65 characters."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ WARM_UP_STEPS = 50
 
 
 def task(data: str | None = None) -> Task:
-    """Guess the next character; the last tenth of the text is held out."""
+    """Predict the next character; the last tenth of the text is held out."""
     path = find(TINYSHAKESPEARE, data)["input.txt"]
     alphabet, tokens = read_text(verified(path, TINYSHAKESPEARE.md5["input.txt"]), path)
     num_train = len(tokens) * 9 // 10
@@ -52,20 +52,20 @@ def task(data: str | None = None) -> Task:
 
 
 def read_text(content: bytes, path: Path) -> tuple[str, Tensor]:
-    """The symbols of a text in order, and the text as numbers of symbols."""
+    """The characters of a text in sorted order, and the text as their indices."""
     try:
         text = content.decode()
     except UnicodeDecodeError as error:
         raise TaskError(f"{path} is not UTF-8 text: {error}; replace it") from error
     alphabet = "".join(sorted(set(text)))
     if not 0 < len(alphabet) <= 256:
-        raise TaskError(f"{path} has {len(alphabet)} different symbols, allowed are 1 to 256; replace it")
-    number = {symbol: index for index, symbol in enumerate(alphabet)}
-    return alphabet, torch.tensor([number[symbol] for symbol in text], dtype=torch.uint8)
+        raise TaskError(f"{path} has {len(alphabet)} different characters, allowed are 1 to 256; replace it")
+    index = {character: number for number, character in enumerate(alphabet)}
+    return alphabet, torch.tensor([index[character] for character in text], dtype=torch.uint8)
 
 
 def windows(tokens: Tensor, context: int) -> tuple[Tensor, Tensor]:
-    """A text cut into pieces of `context` tokens, and for each token the one that follows it."""
+    """A text cut into windows of `context` tokens, and for each token the next one."""
     return tokens[:-1].unfold(0, context, context), tokens[1:].unfold(0, context, context)
 
 

@@ -148,8 +148,6 @@ LATE = "the time for the search ran out"
 
 @dataclass(frozen=True)
 class RunDifference:
-    """The difference between two runs."""
-
     largest: float
     agrees: bool
     """Whether all of it is rounding."""
@@ -188,12 +186,10 @@ class Case:
 
     @property
     def parts(self) -> set[str]:
-        """Those that differ."""
         return {one.part for one in self.beyond}
 
     @property
     def names(self) -> set[str]:
-        """The tensors that differ."""
         return {one.name for one in self.beyond}
 
     def found(self) -> dict[str, Any]:
@@ -206,7 +202,6 @@ class Case:
         return self.runs.examined(self.config, self.precision, self.is_rough) if has_ranks(self.config) else []
 
     def compare(self, one: Evidence | Failure, other: Evidence | Failure) -> RunDifference:
-        """Compare two runs."""
         if isinstance(one, Failure) or isinstance(other, Failure):
             return RunDifference(math.inf, False, one if isinstance(one, Failure) else other)  # type: ignore[arg-type]
         found = Differ(COARSE if self.is_rough else FINE).all(one, other)
@@ -459,7 +454,6 @@ def _failed(case: Case, failure: Failure) -> DifferenceCause:
 
 
 def _from_message(failure: Failure, evidence: tuple[str, ...]) -> DifferenceCause:
-    """The error message of the run."""
     lines = failure.first_lines.splitlines() or ["it ended without an error message"]
     return DifferenceCause(
         name=_kind_of(failure), sentence=lines[0].rstrip(".;"), evidence=evidence, advice=" ".join(lines[1:])

@@ -202,7 +202,6 @@ class ConfigurationCheck:
         ]
 
     def _limit(self, precision: str) -> Limit:
-        """What counts as rounding."""
         if not self._is_rough:
             return exact
         if precision == "fp64" != self._own:

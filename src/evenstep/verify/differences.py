@@ -287,7 +287,6 @@ NOT_COMPARED = sys.float_info.max
 
 
 def exact(one: Difference) -> float:
-    """For float64."""
     return TOLERANCE
 
 
@@ -328,7 +327,6 @@ class PerturbedLimit:
         self._moved: dict[tuple[str, str], list[Difference]] = {}
 
     def add(self, found: Sequence[Difference]) -> None:
-        """Add the differences that one perturbation caused."""
         self.num_tried += 1
         for one in found:
             if math.isfinite(one.size):
@@ -395,7 +393,6 @@ _THINGS = {
 
 
 def same(label: str, largest: float) -> str:
-    """Message for a configuration that passes."""
     return f"{label} matches single: max relative difference {largest:.0e}"
 
 
@@ -428,7 +425,6 @@ def still(moved: float, num_tried: int) -> str:
 
 
 def fails(label: str, failure: Failure) -> str:
-    """Message for a configuration that fails."""
     what = "learns nothing" if "nothing is learned" in failure.message else "fails, and single does not"
     return f"{label} {what}"
 

@@ -74,7 +74,6 @@ def _batch(bench: Workbench) -> Findings:
 
 
 def _settings(bench: Workbench) -> list[dict[str, Any]]:
-    """The optimizer's, group by group."""
     return [
         {name: plain(value) for name, value in group.items() if name not in ("params", "param_names")}
         for group in bench.optimizer.param_groups
@@ -203,7 +202,6 @@ def _adds_up(grown: Sequence[torch.Tensor]) -> bool:
 
 
 def _is_count(grown: Sequence[torch.Tensor], sizes: Sequence[int]) -> bool:
-    """Whether it grew by the number of samples."""
     return all(bool((one == size).all()) for one, size in zip(grown, sizes, strict=True))
 
 

@@ -51,8 +51,6 @@ class Given:
 
 @dataclass(frozen=True)
 class Rounding:
-    """Tolerances of loss and gradients."""
-
     loss: float
     """Relative to the largest loss."""
     gradient: float
@@ -190,8 +188,6 @@ STRIDES = (1e-5, 1e-4, 1e-3, 1e-2)
 
 @dataclass(frozen=True)
 class Outcome:
-    """What a loss and its backward gave."""
-
     loss: float
     """The mean, or the sum where there is a count."""
     count: float | None
@@ -233,7 +229,6 @@ class Workbench:
         return [self.ids[begin:end] for begin, end in pairwise(cuts)]
 
     def union(self, chosen: Sequence[int]) -> Ids:
-        """Some of the thirds together."""
         parts = self.thirds()
         joined: Ids = np.concatenate([parts[part] for part in chosen])
         return joined

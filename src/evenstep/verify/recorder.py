@@ -128,7 +128,6 @@ class DrawDetector(TorchFunctionMode):
 
     @contextmanager
     def watching(self) -> Iterator[None]:
-        """Everything that runs inside."""
         python, numpy, _ = rng_states()
         own = self._states = torch_states()
         outside = sys.getprofile()
@@ -306,7 +305,6 @@ class Watch:
         self._taken = {}
 
     def finish(self) -> None:
-        """Write facts about the whole run."""
         if self._is_main:
             assert self._module is not None
             facts = {
@@ -405,8 +403,6 @@ def fewer(data: Any, most: int) -> Any:
 
 @dataclass(frozen=True)
 class Failure:
-    """A run that failed."""
-
     message: str
 
     @property
@@ -444,7 +440,6 @@ class Evidence:
 
     @cached_property
     def ids(self) -> dict[int, list[Any]]:
-        """The samples of every step."""
         path = self.folder / FILE
         return {line.step: line.ids for line in read_lines(path, Problems())} if path.exists() else {}
 
@@ -460,7 +455,6 @@ class Evidence:
         return {key: loaded[key] for key in sorted(loaded, key=lambda key: _model_order(key, indices))}
 
     def checkpoint(self, step: int) -> Path:
-        """The folder of a checkpoint."""
         return self.folder / files.FOLDER / f"step-{step:08d}"
 
     def forget_checkpoints(self) -> None:

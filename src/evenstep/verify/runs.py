@@ -61,7 +61,6 @@ def one_device(config: Configuration) -> Configuration:
 
 
 def has_ranks(config: Configuration) -> bool:
-    """Whether it has one process per device."""
     return STRATEGIES[config.strategy].processes_per_device
 
 
@@ -127,7 +126,6 @@ class Runs:
 
     @property
     def half(self) -> int:
-        """The step whose checkpoint is resumed."""
         return max(1, self.steps // 2)
 
     def forget_checkpoints(self, config: Configuration | None = None) -> None:

@@ -25,7 +25,6 @@ class Configuration:
 
     @property
     def label(self) -> str:
-        """`ddp x 2`, `single`, `single, 2 micro-batches`."""
         name = f"{self.strategy} x {len(self.devices)}" if len(self.devices) > 1 else self.strategy
         return f"{name}, {self.accumulate} micro-batches" if self.accumulate > 1 else name
 

@@ -98,7 +98,6 @@ def part_kind(name: str) -> str:
 
 
 def part_colour(name: str) -> str:
-    """Of a part of a step."""
     return PART_COLOURS.get(part_kind(name), OTHER)
 
 
@@ -168,7 +167,6 @@ class Drawn:
 
     @property
     def evaluations(self) -> list[Evaluation]:
-        """Of its validation set."""
         return self.run.record.evaluations
 
 
@@ -209,14 +207,12 @@ def metric_charts(runs: Sequence[Drawn], most: int = 6) -> list[Chart]:
 
 
 def speed_chart(runs: Sequence[Drawn]) -> Chart | None:
-    """Samples a second, step by step."""
     plot = _lines(_of_steps(runs, lambda curves: curves.samples_per_second), y="samples/s", tip="0,0")
     caption = "Every step; in a long run, the slowest and the fastest of each interval."
     return Chart(name="speed", title="Speed", figure=plot, keys=_keys(runs), caption=caption) if plot else None
 
 
 def input_chart(runs: Sequence[Drawn]) -> Chart | None:
-    """What of each step was spent waiting for its batch."""
     plot = _lines(_of_steps(runs, lambda curves: curves.input_ms), y="ms", tip="0.000")
     caption = "How long each step waited for its batch."
     return Chart(name="input", title="Wait for input", figure=plot, keys=_keys(runs), caption=caption) if plot else None
@@ -397,13 +393,11 @@ def parts_chart(comparison: Comparison) -> Chart:
 
 
 def _reach(row: Row) -> float:
-    """The longest of what is drawn for a row."""
     marks = (row.step_seconds, row.without_input_seconds, row.without_communication_seconds)
     return max(sum(row.parts.values()), *(mark.middle for mark in marks if mark is not None))
 
 
 def _down(names: Sequence[str]) -> FactorRange:
-    """The first at the top."""
     return FactorRange(factors=list(reversed(names)), name="rows")
 
 
@@ -461,7 +455,6 @@ def typical(timelines: Sequence[Timeline]) -> Timeline | None:
 
 
 def length(timeline: Timeline) -> float:
-    """Seconds from the first begin to the last end."""
     return max((end for lane in timeline.lanes for _, _, end in lane.spans), default=0.0)
 
 
@@ -520,7 +513,6 @@ def _spans(plot: figure, kind: str, spans: Sequence[tuple[str, str, float, float
 
 
 def memory_chart(rows: Mapping[str, Mapping[str, int]], indices: Sequence[int]) -> Chart | None:
-    """Peak memory of every device of every row."""
     bars = [
         (index, name, device, num_bytes)
         for index, (name, peaks) in zip(indices, rows.items(), strict=True)

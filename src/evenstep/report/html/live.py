@@ -63,12 +63,10 @@ class Watched:
         self._page: tuple[int, Page] | None = None
 
     def page(self) -> str:
-        """The page as it is now."""
         with self._lock:
             return render(self._look())
 
     def news(self) -> dict[str, Any]:
-        """The update for an open page."""
         with self._lock:
             return news(self._look(), self._reader.record)
 
@@ -181,42 +179,28 @@ class WatchServer(ThreadingHTTPServer):
     """Two paths, this machine only; no file is ever served."""
 
     daemon_threads = True
-    longest_seconds = 60.0
-    """Of a connection: one request and its answer. Who takes longer holds it open for something else."""
     most_connections = 32
-    """At once; one more ends the oldest."""
+    """One more ends the oldest, which may never have sent a request."""
 
     def __init__(self, watched: Watched, port: int) -> None:
         self.watched = watched
-        self._since: dict[socket.socket, float] = {}
+        self._connections: list[socket.socket] = []
         try:
             super().__init__((HOST, port), _Handler)
         except OSError as error:
             raise BadInput(f"port {port} is taken ({error.strerror}); give another --port, or none") from error
 
     def process_request(self, request: Any, client_address: Any) -> None:
-        """Respond in a new thread."""
-        self._since[request] = time.monotonic()
-        if len(self._since) > self.most_connections:
-            self._end(next(iter(self._since)))
+        self._connections.append(request)
+        if len(self._connections) > self.most_connections:
+            with suppress(OSError):
+                self._connections.pop(0).shutdown(socket.SHUT_RDWR)
         super().process_request(request, client_address)
 
     def shutdown_request(self, request: Any) -> None:
-        """The answer is given, or will not be."""
-        self._since.pop(request, None)
+        with suppress(ValueError):
+            self._connections.remove(request)
         super().shutdown_request(request)
-
-    def service_actions(self) -> None:
-        """Twice a second: end connections that send or read a byte now and then."""
-        late = time.monotonic() - self.longest_seconds
-        for connection, since in list(self._since.items()):
-            if since < late:
-                self._end(connection)
-
-    def _end(self, connection: socket.socket) -> None:
-        self._since.pop(connection, None)
-        with suppress(OSError):
-            connection.shutdown(socket.SHUT_RDWR)
 
     def handle_error(self, request: Any, client_address: Any) -> None:
         """Ignore tabs that were closed during a response, and connections that were ended."""
@@ -225,7 +209,7 @@ class WatchServer(ThreadingHTTPServer):
 
     @property
     def hosts(self) -> set[str]:
-        """What a browser may call this server: a page of elsewhere that points its own name here is refused."""
+        """Host headers that are allowed: a foreign page whose name resolves to this address is refused."""
         return {f"{name}:{self.server_port}" for name in (HOST, "localhost")}
 
 
@@ -236,7 +220,6 @@ class _Handler(BaseHTTPRequestHandler):
     sys_version = ""
 
     def do_GET(self) -> None:
-        """The page, its news, or no."""
         if self.headers.get("Host") not in self.server.hosts:
             self._answer(HTTPStatus.FORBIDDEN, "text/plain", f"use http://{HOST}:{self.server.server_port}/\n")
         elif self.path not in ("/", "/news.json"):

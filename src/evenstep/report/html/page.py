@@ -37,8 +37,6 @@ NEEDS_BOKEH = "a page needs bokeh, which is not installed; pip install 'evenstep
 
 @dataclass(frozen=True, kw_only=True)
 class Page:
-    """The contents of a page."""
-
     title: str
     about: str
     commands: Sequence[str]
@@ -157,7 +155,6 @@ def write_page(comparison: Comparison, folder: Path, path: Path | None = None) -
 
 
 def write_page_of_runs(records: Sequence[Record], path: Path) -> Path:
-    """Write the page of these runs."""
     _write(path, page_of_runs(records))
     return path
 
@@ -171,7 +168,6 @@ def _write(path: Path, text: str) -> None:
 
 
 def page_of_comparison(comparison: Comparison, folder: Path) -> str:
-    """The page of a comparison whose runs lie in `folder`."""
     need_bokeh()
     names = distinct([row.label for row in comparison.rows])
     found = {name: _read(row, folder) for name, row in zip(names, comparison.rows, strict=True)}
@@ -260,12 +256,10 @@ def _timelines(found: Mapping[str, Sequence[ReadRun]]) -> dict[str, Timeline]:
 
 
 def page_of_runs(records: Sequence[Record]) -> str:
-    """The page of one run or several."""
     return render(runs_page([ReadRun.of(record) for record in records]))
 
 
 def runs_page(runs: Sequence[ReadRun]) -> Page:
-    """What the page of these runs says."""
     need_bokeh()
     records = [run.record for run in runs]
     names = distinct([record.plan.name for record in records])

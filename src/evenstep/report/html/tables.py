@@ -34,7 +34,6 @@ def distinct(names: Sequence[str]) -> list[str]:
 
 
 def milliseconds(seconds: float | None) -> str:
-    """Three digits of them that mean something."""
     if seconds is None or not math.isfinite(seconds):
         return "-"
     ms = seconds * 1000
@@ -116,7 +115,6 @@ def _speed(run: ReadRun) -> float:
 
 
 def times_sheet(rows: Mapping[str, Sampled]) -> Sheet:
-    """How long steps took, in milliseconds."""
     found = {name: Quantiles.of(sampled) for name, sampled in rows.items()}
     lines = [
         [name, f"{cuts.count:,}", *map(milliseconds, (cuts.least, cuts.p5, cuts.middle, cuts.p95, cuts.most))]
@@ -128,7 +126,6 @@ def times_sheet(rows: Mapping[str, Sampled]) -> Sheet:
 
 
 def evaluations_sheet(names: Sequence[str], records: Sequence[Record], most: int = 20) -> Sheet:
-    """The last evaluations of every run."""
     metrics = _metrics(records)
     rows = [
         [name, f"{one.epoch + 1}", f"{one.step:,}", *(number(one.values.get(metric)) for metric in metrics)]

@@ -18,7 +18,7 @@ from evenstep.launcher.processes import RankLogs, workers
 from evenstep.launcher.rendezvous import LocalRendezvous
 from evenstep.plan import Plan
 from evenstep.record import Record
-from evenstep.worker.user_program import ProgramSpec, run_program
+from evenstep.worker.main import ProgramSpec, run_program
 
 
 @dataclass(frozen=True)

@@ -14,12 +14,11 @@ from typing import Any
 
 from evenstep.distributed.process import WorkerSpec, begin, end, read_rank, unblock_signals
 from evenstep.distributed.temporary import live_folder
-from evenstep.distributed.world import stay_in_group
 from evenstep.launcher.environment import set_variables
 from evenstep.launcher.failure import cause
 from evenstep.launcher.processes import RankLogs, Workers, workers
 from evenstep.launcher.rendezvous import LocalRendezvous
-from evenstep.worker.main import write_report
+from evenstep.worker.main import report_failure
 
 Settings = Mapping[str, str | None]
 """Environment variables for a trial; None unsets one."""
@@ -134,12 +133,11 @@ def perform(
     # Ctrl-C reaches every process of a terminal; only the doctor handles it.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     set_variables(given)
-    rank, _, local = read_rank()
+    _, _, local = read_rank()
     try:
         returned = json.dumps(dict(function(*arguments)))
         Path(spec.logs, f"returned-{local}.json").write_text(returned)
     except BaseException as error:
-        stay_in_group()
-        write_report(Path(spec.logs), rank, error)
+        report_failure(spec, error)
         end(1)
     end(0)

@@ -30,7 +30,7 @@ from evenstep.errors import Stalled
 from evenstep.launcher.logs import ranks_in_words
 from evenstep.launcher.processes import send, send_to_main_thread
 from evenstep.task import is_user_code
-from evenstep.worker import user_program
+from evenstep.worker import main as worker_main
 
 LEAST_SECONDS = 120.0
 FIRST_SECONDS = 600.0
@@ -205,7 +205,7 @@ class RankSnapshot:
     @property
     def is_exiting(self) -> bool:
         """Whether the user's program has returned, and its process waits for threads or exit handlers."""
-        exit_frame = (user_program.__file__, user_program.exit_program.__name__)
+        exit_frame = (worker_main.__file__, worker_main.exit_program.__name__)
         return exit_frame in [(frame.file, frame.name) for frame in self.frames]
 
     def where(self) -> str:

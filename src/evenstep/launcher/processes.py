@@ -24,7 +24,7 @@ from evenstep.distributed.world import leave_group_of_one
 from evenstep.errors import Preempted
 from evenstep.launcher.environment import changed_variables, token_hidden, with_variables
 from evenstep.launcher.fork_server import DYING_SECONDS, ensure_resource_tracker, forking, server_exit_code
-from evenstep.worker import user_program
+from evenstep.worker import main as worker_main
 
 POLL_SECONDS = 0.02
 KILL_SECONDS = 2
@@ -171,7 +171,7 @@ def workers(
             name="evenstep",
             entrypoint=sys.executable if how == "program" else entry,
             args={
-                local: ("-u", "-m", user_program.__name__, msgspec.json.encode(spec).decode())
+                local: ("-u", "-m", worker_main.__name__, msgspec.json.encode(spec).decode())
                 if how == "program"
                 else (spec, *more)
                 for local, spec in enumerate(given)

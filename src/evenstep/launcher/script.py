@@ -28,7 +28,7 @@ from evenstep.launcher.rendezvous.version_check import Identity, identity_of, so
 from evenstep.launcher.supervisor import Launch, Supervisor
 from evenstep.plan import check_patience, parse_machines, parse_rendezvous
 from evenstep.report.terminal import Progress
-from evenstep.worker.user_program import ProgramSpec, run_function, run_program
+from evenstep.worker.main import ProgramSpec, run_function, run_program
 
 SPELLINGS = ("--local-rank", "--local_rank")
 DECLARE = ("add_argument", "option")

@@ -1,6 +1,5 @@
 """`python -m evenstep`, and the command `evenstep`."""
 
-import atexit
 import os
 import signal
 import sys
@@ -9,6 +8,7 @@ from types import FrameType
 from typing import NoReturn
 
 from evenstep.errors import STOPPED, Preempted
+from evenstep.internals import run_exit_handlers
 from evenstep.launcher.fork_server import ensure_resource_tracker, start_server_for
 
 
@@ -50,7 +50,7 @@ def _leave(ended: SystemExit) -> None:
         return
     # It hears of every semaphore that goes now.
     ensure_resource_tracker(starts=False)
-    atexit._run_exitfuncs()
+    run_exit_handlers()
     os._exit(ended.code or 0)
 
 

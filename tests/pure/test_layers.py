@@ -20,11 +20,23 @@ from evenstep.strategy_facts import REFERENCE, STRATEGIES
 
 SOURCE = Path(evenstep.__file__).parent
 VALUES = {"errors", "schema", "strategy_facts", "plan", "record", "task"}
-ENGINE = {*VALUES, "sampling", "audit", "data", "distributed", "checkpoint", "strategies", "monitor", "profiling"}
+ENGINE = {
+    *VALUES,
+    "internals",
+    "sampling",
+    "audit",
+    "data",
+    "distributed",
+    "checkpoint",
+    "strategies",
+    "monitor",
+    "profiling",
+}
 MAY_IMPORT = {
     "errors": set(),
     "schema": {"errors"},
     "strategy_facts": set(),
+    "internals": set(),
     "sampling": {"errors"},
     "plan": {"errors", "schema", "strategy_facts", "sampling"},
     "record": {"errors", "schema", "plan"},
@@ -32,24 +44,24 @@ MAY_IMPORT = {
     "audit": {*VALUES, "sampling"},
     "report": VALUES,
     "tasks": {"errors", "task"},
-    "distributed": VALUES,
-    "profiling": {*VALUES, "distributed"},
-    "data": {*VALUES, "sampling", "distributed"},
+    "distributed": {*VALUES, "internals"},
+    "profiling": {*VALUES, "internals", "distributed"},
+    "data": {*VALUES, "internals", "sampling", "distributed"},
     "checkpoint": {*VALUES, "sampling", "distributed"},
-    "strategies": {*VALUES, "distributed"},
-    "monitor": {*VALUES, "distributed", "data", "checkpoint", "strategies"},
+    "strategies": {*VALUES, "internals", "distributed"},
+    "monitor": {*VALUES, "internals", "distributed", "data", "checkpoint", "strategies"},
     "training": ENGINE,
     "worker": {*ENGINE, "training"},
     "launcher": {*ENGINE, "report", "training", "worker"},
     "verify": {*ENGINE, "report", "training", "worker", "launcher"},
     "compare": {*ENGINE, "report", "training", "worker", "launcher", "verify"},
-    "doctor": {*VALUES, "distributed", "monitor", "report", "worker", "launcher"},
+    "doctor": {*VALUES, "internals", "distributed", "monitor", "report", "worker", "launcher"},
     "cli": {*VALUES, "audit", "checkpoint", "report", "launcher", "doctor", "verify", "compare"},
-    "__main__": {"cli", "errors", "launcher"},
+    "__main__": {"cli", "errors", "internals", "launcher"},
     # Names that are found when first asked for.
     "__init__": {*VALUES, "sampling", "data", "training", "launcher"},
 }
-TORCH_FREE = {*VALUES, "sampling", "audit", "report", "cli", "__init__"}
+TORCH_FREE = {*VALUES, "internals", "sampling", "audit", "report", "cli", "__init__"}
 FILES_WITHOUT_TORCH = {"checkpoint/files.py", "distributed/process.py", "distributed/heartbeat.py"}
 
 
@@ -70,6 +82,7 @@ def imported_layers(file: Path) -> set[str]:
 
 
 NAMES_A_STRATEGY = {
+    "internals.py": "where torch keeps the private parts of fully_shard",
     "cli/train.py": "examples of commands",
     "cli/verify.py": "examples of commands",
     "cli/compare.py": "examples of commands",

@@ -12,7 +12,7 @@ from itertools import count, islice
 from typing import Any
 
 import numpy as np
-from torch.utils.data import IterableDataset
+from torch.utils.data import IterableDataset, get_worker_info
 
 from evenstep.data.batches import (
     BatchDigests,
@@ -26,6 +26,7 @@ from evenstep.data.batches import (
 )
 from evenstep.data.dataset import Augment, Collate, PerSample, SampleTransform
 from evenstep.errors import TaskError
+from evenstep.internals import hide_worker_info
 from evenstep.sampling.order import Span
 from evenstep.sampling.rng import Ids, IsolatedRng, derive_seed
 from evenstep.task import describe
@@ -183,12 +184,10 @@ class StreamInWorkers(IterableDataset[Any]):
         self._part = part
 
     def __iter__(self) -> Iterator[HostBatch | WorkerFailure]:
-        from torch.utils.data._utils import worker
-
-        info = worker.get_worker_info()
+        info = get_worker_info()
         assert info is not None
         # A dataset that shards itself by worker would yield only a shard: every worker needs all samples.
-        worker._worker_info = None
+        hide_worker_info()
         try:
             for batch in self._stream.batches(self._part, info.id, info.num_workers):
                 yield sendable(batch)

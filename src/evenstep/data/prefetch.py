@@ -26,6 +26,7 @@ from evenstep.distributed.devices import num_cores
 from evenstep.distributed.process import die_with, set_process_name
 from evenstep.distributed.temporary import make_socket_folder
 from evenstep.errors import TaskError, TrainingError
+from evenstep.internals import end_workers
 from evenstep.sampling.order import Order
 from evenstep.sampling.rng import Draws
 from evenstep.task import Batch as Data
@@ -133,7 +134,7 @@ def _end(iterator: Any) -> None:
     """End a DataLoader's workers; torch may raise for a dead worker until all have ended."""
     for _ in range(2):
         try:
-            iterator._shutdown_workers()
+            end_workers(iterator)
             break
         except RuntimeError:
             continue

@@ -1,7 +1,6 @@
 """The life of a worker process: tied to the launcher, named, with stack dumps on a signal, ended at once. No torch.
 
-Also what makes a fork of the fork server look to a script as if Python had just been started. All uses of private parts
-of CPython's multiprocessing are here, as seen in 3.11 to 3.13.
+Also what makes a fork of the fork server look to a script as if Python had just been started.
 """
 
 from __future__ import annotations
@@ -16,19 +15,18 @@ import os
 import re
 import signal
 import sys
-import weakref
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from importlib.machinery import SourceFileLoader
-from multiprocessing import forkserver, process, resource_tracker, util
 from pathlib import Path
 from types import ModuleType
-from typing import IO, Annotated, Any, TextIO
+from typing import IO, Annotated, TextIO
 
 from msgspec import Meta
 
 from evenstep.errors import BadInput
+from evenstep.internals import become_main_process, close_multiprocessing, forget_exit_handlers, run_exit_handlers
 from evenstep.schema import Natural, Positive, read_variables
 
 STACKS_SIGNAL: int = getattr(signal, "SIGRTMIN", signal.SIGUSR2) + (8 if hasattr(signal, "SIGRTMIN") else 0)
@@ -58,10 +56,6 @@ def install_stack_dumps(folder: Path, rank: int) -> None:
     _open_files.extend([asked, crashed])
 
 
-_MainProcess: Any = type(multiprocessing.current_process())
-"""Taken from the main process: CPython deletes the class's name."""
-
-
 def detach_from_server() -> None:
     """Detach from the fork server, whose children are not main processes, use it for their own, and hold its pipes."""
     if multiprocessing.parent_process() is None:
@@ -71,12 +65,7 @@ def detach_from_server() -> None:
         if descriptor > 2:
             with suppress(OSError):
                 os.close(descriptor)
-    process._parent_process = None  # type: ignore[attr-defined]
-    process._current_process = _MainProcess()  # type: ignore[attr-defined]
-    multiprocessing.set_start_method(None, force=True)
-    # Replaced in place: module functions are bound to these objects.
-    vars(forkserver._forkserver).update(vars(forkserver.ForkServer()))
-    vars(resource_tracker._resource_tracker).update(vars(resource_tracker.ResourceTracker()))
+    become_main_process()
     sys.stdin = sys.__stdin__ = _opened_stdin()  # type: ignore[assignment, misc]
     _seed_again()
 
@@ -126,7 +115,7 @@ def new_main(path: str) -> ModuleType:
 def tidy_up_at_exit() -> None:
     """Register multiprocessing's and logging's exit handlers first, so that they run after the script's own."""
     atexit.register(logging.shutdown)
-    atexit.register(util._exit_function)  # type: ignore[attr-defined]
+    atexit.register(close_multiprocessing)
 
 
 BLOCKED_SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP)
@@ -226,9 +215,7 @@ def begin(spec: WorkerSpec) -> None:
         die_with(spec.parent)
     take_threads()
     # Exit handlers inherited by a fork belong to the parent: removing temporary folders, for example.
-    atexit._clear()
-    weakref.finalize._registry.clear()  # type: ignore[attr-defined]
-    weakref.finalize._registered_with_atexit = False  # type: ignore[attr-defined]
+    forget_exit_handlers()
     signal.signal(signal.SIGINT, signal.default_int_handler)
     rank, _, _ = read_rank()
     set_process_name(f"evenstep-rank{rank}")
@@ -258,7 +245,7 @@ def end(exit_code: int) -> None:
 
     A regular interpreter exit would wait for ranks that wait for this one.
     """
-    atexit._run_exitfuncs()
+    run_exit_handlers()
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(exit_code)

@@ -14,12 +14,12 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch._C._distributed_c10d import PrefixStore, TCPStore
 
 from evenstep.distributed.process import read_rank
 from evenstep.distributed.world import World, backend_for, join_world
 from evenstep.doctor.remedies import TimeBudget, Trial, is_sound, remedies, search, with_interface
 from evenstep.doctor.sandbox import Ended, Job, Settings, try_out, try_together
+from evenstep.internals import PrefixStore, TCPStore
 
 SMALL_BYTES = 2**12
 LARGE_BYTES = (2**18, 2**22, 2**26)

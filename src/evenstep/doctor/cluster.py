@@ -20,7 +20,6 @@ import msgspec
 import psutil
 import torch
 from msgspec import Meta
-from torch._C._distributed_c10d import Store, TCPStore
 
 import evenstep
 from evenstep.doctor.bandwidth import ALL_BYTES, CPU_SECONDS, GPU_SECONDS, add_up_between, rounds
@@ -40,6 +39,7 @@ from evenstep.doctor.remedies import (
 )
 from evenstep.doctor.sandbox import Ended, Job, Settings, try_out
 from evenstep.errors import TrainingError
+from evenstep.internals import Store, TCPStore
 from evenstep.launcher.environment import TOKEN
 from evenstep.launcher.rendezvous import RankAssignment
 from evenstep.launcher.rendezvous.auth import FORGED, MessageSigner

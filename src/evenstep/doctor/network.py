@@ -10,9 +10,9 @@ from datetime import timedelta
 from statistics import median
 
 import psutil
-from torch._C._distributed_c10d import TCPStore
 
 from evenstep.doctor.finding import Finding
+from evenstep.internals import TCPStore
 from evenstep.launcher.rendezvous.addresses import LOOPBACK, open_store
 
 CHUNK_BYTES = 2**20

@@ -17,6 +17,7 @@ from contextlib import contextmanager
 from evenstep.distributed.process import signal_name
 from evenstep.distributed.temporary import make_socket_folder
 from evenstep.errors import WorkerFailed
+from evenstep.internals import fork_server_pid, has_resource_tracker
 from evenstep.launcher.environment import (
     changed_variables,
     launcher_variables,
@@ -55,10 +56,10 @@ def ensure_resource_tracker(starts: bool = True) -> None:
     """
     if not starts and "multiprocessing.resource_tracker" not in sys.modules:
         return
+    if not starts and not has_resource_tracker():
+        return
     from multiprocessing import resource_tracker
 
-    if not starts and resource_tracker._resource_tracker._fd is None:  # type: ignore[attr-defined]
-        return
     warnings.filterwarnings("ignore", "resource_tracker: process died unexpectedly")
     with changed_variables({"PYTHONWARNINGS": "ignore"}), _stderr_closed():
         resource_tracker.ensure_running()
@@ -129,11 +130,11 @@ def forking() -> Iterator[int]:
     import multiprocessing
 
     start_server()
-    pid, before = _server_pid(), multiprocessing.active_children()
+    pid, before = fork_server_pid(), multiprocessing.active_children()
     try:
         with hidden_main():
             yield pid
-        if _server_pid() != pid:
+        if fork_server_pid() != pid:
             # multiprocessing has started another server, whose children would not know their parent.
             raise EOFError
     except (OSError, EOFError, multiprocessing.ProcessError) as error:
@@ -144,17 +145,10 @@ def forking() -> Iterator[int]:
 
 
 def _why_not_copied(pid: int, error: Exception) -> str:
-    if _server_pid() != pid:
+    if fork_server_pid() != pid:
         return server_lost(None)
     exit_code = server_exit_code(pid, DYING_SECONDS)
     return f"the ranks could not be started: {error}" if exit_code is None else server_lost(exit_code)
-
-
-def _server_pid() -> int:
-    from multiprocessing import forkserver
-
-    pid: int = forkserver._forkserver._forkserver_pid  # type: ignore[attr-defined]
-    return pid
 
 
 def server_exit_code(pid: int, seconds: float) -> int | None:

@@ -22,6 +22,7 @@ from evenstep.distributed.process import WorkerSpec
 from evenstep.distributed.temporary import make_socket_folder
 from evenstep.distributed.world import leave_group_of_one
 from evenstep.errors import Preempted
+from evenstep.internals import elastic_processes, log_streams
 from evenstep.launcher.environment import changed_variables, token_hidden, with_variables
 from evenstep.launcher.fork_server import DYING_SECONDS, ensure_resource_tracker, forking, server_exit_code
 from evenstep.worker import main as worker_main
@@ -196,16 +197,14 @@ def _exit_codes(context: PContext) -> list[int | None]:
     handlers = getattr(context, "subprocess_handlers", None)
     if handlers is not None:
         return [handlers[local].proc.poll() for local in sorted(handlers)]
-    processes = context._pc.processes if context._pc is not None else []  # type: ignore[attr-defined]
-    return [process.exitcode for process in processes]
+    return [process.exitcode for process in elastic_processes(context)]
 
 
 def _close_logs(context: PContext) -> None:
     for handler in getattr(context, "subprocess_handlers", {}).values():
         # torch leaves the logs of processes that exited open.
-        for stream in (handler._stdout, handler._stderr):
-            if stream is not None:
-                stream.close()
+        for stream in log_streams(handler):
+            stream.close()
 
 
 def send(pid: int, number: int) -> None:

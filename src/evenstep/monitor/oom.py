@@ -10,10 +10,10 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.nn.modules.batchnorm import _BatchNorm
 
 from evenstep.checkpoint.state import is_sharded
 from evenstep.data.nested import map_tensors
+from evenstep.internals import BatchNorm
 from evenstep.monitor.known_errors import Situation, largest_that_fits
 from evenstep.task import Amount, Batch, Model
 
@@ -34,7 +34,7 @@ def diagnose(error: BaseException, step: FailedStep, share: int, accumulate: int
     """The largest micro-batch that fits, found by trying; `share` counts the samples of a step on one device."""
     # The traceback keeps the tensors of the failed step alive.
     traceback.clear_frames(error.__traceback__)
-    has_batchnorm = any(isinstance(layer, _BatchNorm) for layer in step.module.modules())
+    has_batchnorm = any(isinstance(layer, BatchNorm) for layer in step.module.modules())
     situation = Situation(share=share, accumulate=accumulate, has_batchnorm=has_batchnorm)
     weights = [weight for weight in step.module.parameters() if weight.requires_grad]
     # A sharded model runs only on all ranks together, and only this rank is here.

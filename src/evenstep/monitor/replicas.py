@@ -13,12 +13,12 @@ from collections.abc import Iterable, Iterator, Sequence
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.nn.modules.batchnorm import _NormBase
 from torch.nn.parameter import is_lazy
 
 from evenstep.checkpoint.state import is_sharded
 from evenstep.distributed.world import World
 from evenstep.errors import TaskError, TrainingError
+from evenstep.internals import NormBase
 
 Sums = dict[str, int]
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
@@ -121,7 +121,7 @@ def _still_buffers(module: nn.Module, moving: set[str]) -> Iterator[tuple[str, t
     Between two of DDP's broadcasts every rank adds its own samples to these: they differ, and rightly.
     """
     for prefix, layer in module.named_modules():
-        if not isinstance(layer, _NormBase):
+        if not isinstance(layer, NormBase):
             for name, buffer in layer.named_buffers(prefix, recurse=False):
                 if name not in moving:
                     yield name, buffer

@@ -19,12 +19,12 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch._C._profiler import _ExperimentalConfig
 from torch.profiler import ProfilerActivity, profile, record_function
 
 from evenstep.distributed.heartbeat import PHASES, SAVING, Heartbeat
 from evenstep.distributed.spans import Listener
 from evenstep.distributed.world import World
+from evenstep.internals import profile_all_threads
 from evenstep.profiling.timer import COMMUNICATION, Timer, usual_parts
 from evenstep.record import SPAN_PREFIX, TRACE_INDEX, TRACES
 
@@ -171,7 +171,7 @@ class Tracing:
         # All threads: dp has one for each replica, and gloo sends in its own.
         self._profiler = profile(
             activities=activities,
-            experimental_config=_ExperimentalConfig(profile_all_threads=True),
+            experimental_config=profile_all_threads(),
         )
         with warnings.catch_warnings():
             # torch 2.11 warns of what would come of a second start.

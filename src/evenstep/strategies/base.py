@@ -17,9 +17,16 @@ from typing import Any, ClassVar, Protocol, TypeVar
 
 import torch
 from torch import nn
-from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 
 from evenstep.distributed.world import World
+from evenstep.internals import (
+    autograd_engine,
+    has_step_hooks,
+    hooks_after_steps,
+    hooks_before_steps,
+    is_profiling,
+    note_step_for_scheduler,
+)
 from evenstep.strategy_facts import STRATEGIES
 from evenstep.task import Amount
 
@@ -201,9 +208,6 @@ def same_numbers(one: torch.Tensor, other: torch.Tensor) -> bool:
     return bool(((one == other) | ((one != one) & (other != other))).all())
 
 
-_ENGINE = torch.autograd.Variable._execution_engine
-
-
 def go_back(loss: torch.Tensor, weight: float) -> None:
     """`(loss * weight).backward()`: the weight is where the engine starts, and no operation of the graph.
 
@@ -213,7 +217,7 @@ def go_back(loss: torch.Tensor, weight: float) -> None:
         (loss * weight).backward()
         return
     start = _start(weight, loss.dtype, loss.device)
-    _ENGINE.run_backward((loss,), (start,), False, False, (), allow_unreachable=True, accumulate_grad=True)
+    autograd_engine.run_backward((loss,), (start,), False, False, (), allow_unreachable=True, accumulate_grad=True)
 
 
 # Never dropped: a recorded step reads it for as long as it is replayed.
@@ -259,23 +263,16 @@ def update(optimizer: torch.optim.Optimizer) -> None:
     # Bound to the optimizer, or to another one; a scheduler wraps it, to know that there was a step.
     is_own = getattr(step, "__self__", optimizer) is optimizer
     bare = _bare_step(getattr(step, "__func__", step)) if is_own else None
-    if bare is None or _is_listened_to(optimizer) or optimizer.defaults.get("differentiable"):
+    if bare is None or _has_listeners(optimizer) or optimizer.defaults.get("differentiable"):
         optimizer.step()
         return
-    if hasattr(step, "_wrapped_by_lr_sched"):
-        optimizer._opt_called = True  # type: ignore[attr-defined]
+    note_step_for_scheduler(optimizer, step)
     with torch.no_grad():
         bare(optimizer)
 
 
-def _is_listened_to(optimizer: torch.optim.Optimizer) -> bool:
-    return bool(
-        optimizer._optimizer_step_pre_hooks
-        or optimizer._optimizer_step_post_hooks
-        or _global_optimizer_pre_hooks
-        or _global_optimizer_post_hooks
-        or torch.autograd.profiler._is_profiler_enabled
-    )
+def _has_listeners(optimizer: torch.optim.Optimizer) -> bool:
+    return bool(has_step_hooks(optimizer) or hooks_before_steps or hooks_after_steps or is_profiling())
 
 
 @cache

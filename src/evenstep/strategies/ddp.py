@@ -14,16 +14,15 @@ from typing import Any, ClassVar
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.utils import _verify_param_shape_across_processes
 from torch.nn.parallel import DistributedDataParallel
 from torch.nn.parameter import is_lazy
-from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from evenstep.distributed.devices import leave_default_stream
 from evenstep.distributed.shm.allreduce import DTYPES, Channel, open_channel
 from evenstep.distributed.shm.native import load
 from evenstep.distributed.world import World
 from evenstep.errors import TaskError, TrainingError
+from evenstep.internals import broadcast_coalesced, is_traceable_wrapper_subclass, refuse_different_shapes
 from evenstep.strategies.base import NOTHING, DistributedModel, LossModule, Sample, fills_memory, has_sparse_gradients
 from evenstep.strategies.single import Single
 
@@ -204,8 +203,7 @@ def _averaging(model: nn.Module, world: World) -> Averaging | None:
     if shared.scalars is None or not shared.may_share or not all(world.gather(can_average(model))):
         return None
     weights: list[torch.Tensor] = [weight for _, weight in trained(model)]
-    group: Any = dist.group.WORLD
-    _verify_param_shape_across_processes(group, weights)
+    refuse_different_shapes(dist.group.WORLD, weights)
     channel = open_channel(world.gather, world.rank, sum(weight.nbytes for weight in weights), load())
     return Averaging(channel, model, world) if channel is not None else None
 
@@ -246,5 +244,4 @@ def send_buffers(model: DistributedModel, world: World | None = None) -> None:
 def send_from_rank_0(tensors: list[torch.Tensor]) -> None:
     """Copies of rank 0's tensors to all ranks, a few large messages at a time."""
     if tensors:
-        group: Any = dist.group.WORLD
-        dist._broadcast_coalesced(group, tensors, SEND_BYTES, 0)  # type: ignore[attr-defined]
+        broadcast_coalesced(dist.group.WORLD, tensors, SEND_BYTES, 0)

@@ -20,11 +20,17 @@ from typing import Any, TypeVar
 
 import torch
 from torch import nn
-from torch._utils import _flatten_dense_tensors, _unflatten_dense_tensors
 
 from evenstep.distributed.devices import return_to_default_stream
 from evenstep.distributed.spans import drive_replica
 from evenstep.distributed.world import World
+from evenstep.internals import (
+    flatten_dense_tensors,
+    foreach_add_,
+    foreach_copy_,
+    take_buffers,
+    unflatten_dense_tensors,
+)
 from evenstep.strategies.base import NOTHING, DistributedModel, LossModule, Sample, copied
 
 T = TypeVar("T")
@@ -127,7 +133,7 @@ class Replicas(DistributedModel):
                 self.parameters_of[sender][index].grad = None
         for whole, first in zip(self.module.modules(), self.models[0].modules(), strict=True):
             # A module may have put a new tensor in a buffer's place; the checkpoint must see that one.
-            whole._buffers.update(first._buffers)
+            take_buffers(whole, first)
         spans.part("backward")
 
     def _pairs(self) -> list[tuple[int, int]]:
@@ -154,14 +160,14 @@ def _sent(tensors: list[torch.Tensor], device: torch.device) -> list[torch.Tenso
     for dtype in {tensor.dtype for tensor in tensors}:
         indices = [index for index, tensor in enumerate(tensors) if tensor.dtype == dtype]
         group = [tensors[index] for index in indices]
-        flat = _flatten_dense_tensors(group).to(device, non_blocking=device.type == "cuda")
-        arrived |= dict(zip(indices, _unflatten_dense_tensors(flat, group), strict=True))
+        flat = flatten_dense_tensors(group).to(device, non_blocking=device.type == "cuda")
+        arrived |= dict(zip(indices, unflatten_dense_tensors(flat, group), strict=True))
     return [arrived[index] for index in range(len(tensors))]
 
 
 def _copy(sources: Sequence[torch.Tensor], targets: Sequence[torch.Tensor]) -> None:
     if sources:
-        torch._foreach_copy_(list(targets), _sent(list(sources), targets[0].device))
+        foreach_copy_(list(targets), _sent(list(sources), targets[0].device))
 
 
 def _add(parameters: Sequence[nn.Parameter], gradients: Sequence[torch.Tensor]) -> None:
@@ -177,4 +183,4 @@ def _add(parameters: Sequence[nn.Parameter], gradients: Sequence[torch.Tensor]) 
             sums.append(parameter.grad)
             more.append(gradient)
     if sums:
-        torch._foreach_add_(sums, more)
+        foreach_add_(sums, more)

@@ -20,13 +20,19 @@ from typing import Any, ClassVar
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultAllGather, DefaultReduceScatter
 from torch.overrides import TorchFunctionMode
-from torch.utils._pytree import tree_leaves
 
 from evenstep.distributed.collectives import Ledger, open_ledger
 from evenstep.distributed.world import World
 from evenstep.errors import TaskError
+from evenstep.internals import (
+    DefaultAllGather,
+    DefaultReduceScatter,
+    fsdp_groups,
+    has_gradient,
+    tree_leaves,
+    unsharded_parameters,
+)
 from evenstep.strategies.base import (
     NOTHING,
     SMALL_ENOUGH,
@@ -171,11 +177,11 @@ class Agreement:
 
         def compared(*unused: Any) -> None:
             if group.reduce_grads:
-                has_gradient = [_has_gradient(one) for one in group.fsdp_params]
+                reached = [has_gradient(one) for one in group.fsdp_params]
                 for place, one in enumerate(group.fsdp_params):
-                    if not has_gradient[place] and one.sharded_param.requires_grad:
+                    if not reached[place] and one.sharded_param.requires_grad:
                         self._compare(Event.UNUSED, start + place)
-                if any(has_gradient):
+                if any(reached):
                     self._compare(Event.REDUCE, unit)
             post_backward(*unused)
 
@@ -208,14 +214,6 @@ class Agreement:
         name, parameters = self._units[index]
         shown = ", ".join(parameters[:4]) + " ..." * (len(parameters) > 4)
         return f"runs {name or 'the model'} ({shown})" if event is Event.GATHER else f"has gradients for {shown}"
-
-
-def _has_gradient(parameter: Any) -> bool:
-    if parameter.unsharded_accumulated_grad is not None:
-        return True
-    # A unit that never ran has no such tensor yet.
-    unsharded = getattr(parameter, "_unsharded_param", None)
-    return unsharded is not None and unsharded.grad is not None
 
 
 class FSDP(Single):
@@ -252,7 +250,7 @@ class FSDP(Single):
             self._agreement = Agreement(open_ledger(world.gather, world.rank), world)
         agreement = self._agreement
         names = {id(weight): name for name, weight in bound.model.named_parameters()}
-        for name, unit, group in _groups(bound):
+        for name, unit, group in fsdp_groups(bound):
             own = [names[id(one.sharded_param)] for one in group.fsdp_params]
             unit.set_custom_all_gather(TimedAllGather(world, agreement.gathers(name.removeprefix("model."), own)))
             unit.set_custom_reduce_scatter(TimedReduceScatter(world))
@@ -307,20 +305,7 @@ def _refuse_complex(model: nn.Module) -> None:
 def _separating(root: nn.Module) -> Iterator[None]:
     """Around a backward whose gradients stay whole and are added to later, on parameters that torch alone sees."""
     yield
-    groups = [group for _, _, group in _groups(root)]
-    separate(
-        [one._unsharded_param for group in groups for one in group.fsdp_params if hasattr(one, "_unsharded_param")]
-    )
-
-
-def _groups(root: nn.Module) -> list[tuple[str, Any, Any]]:
-    """The units that have parameters of their own: their names, modules, and what `fully_shard` keeps of each."""
-    from torch.distributed.fsdp import FSDPModule
-
-    units = [(name, module) for name, module in root.named_modules() if isinstance(module, FSDPModule)]
-    states: list[Any] = [module._get_fsdp_state() for _, module in units]
-    groups = [state._fsdp_param_group for state in states]
-    return [(*unit, group) for unit, group in zip(units, groups, strict=True) if group is not None]
+    separate([weight for _, _, group in fsdp_groups(root) for weight in unsharded_parameters(group)])
 
 
 class TimedAllGather(DefaultAllGather):

@@ -9,13 +9,14 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.nn.modules.batchnorm import _BatchNorm
+
+from evenstep.internals import BatchNorm
 
 
 def synchronised(module: nn.Module) -> nn.Module:
     """The model with every BatchNorm made to share its statistics among processes; names and weights stay."""
     for child in module.modules():
-        if isinstance(child, _BatchNorm) and not isinstance(child, nn.SyncBatchNorm):
+        if isinstance(child, BatchNorm) and not isinstance(child, nn.SyncBatchNorm):
             # The class alone is changed: parameters, buffers and their names are those of the user's layer.
             child.__class__ = SharedBatchNorm
     return module
@@ -24,7 +25,7 @@ def synchronised(module: nn.Module) -> nn.Module:
 def is_local(module: nn.Module) -> bool:
     """Whether a model has a BatchNorm that knows its own process's share of a batch alone."""
     shared = (nn.SyncBatchNorm, SharedBatchNorm)
-    return any(isinstance(one, _BatchNorm) and not isinstance(one, shared) for one in module.modules())
+    return any(isinstance(one, BatchNorm) and not isinstance(one, shared) for one in module.modules())
 
 
 _stands_in = False
@@ -66,7 +67,7 @@ def summed(values: torch.Tensor) -> torch.Tensor:
     return total
 
 
-class SharedBatchNorm(_BatchNorm):
+class SharedBatchNorm(BatchNorm):
     """torch's SyncBatchNorm runs on CUDA alone; this is the same arithmetic with a differentiable all-reduce."""
 
     def _check_input_dim(self, input: torch.Tensor) -> None:

@@ -19,14 +19,13 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-import torch.optim.optimizer as torch_optimizer
 from torch import nn
 from torch.optim import Optimizer
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from evenstep.checkpoint.state import is_sharded, sharded_like, whole
 from evenstep.distributed.world import World
 from evenstep.errors import TaskError
+from evenstep.internals import TorchDispatchMode, hooks_after_steps, hooks_before_steps, make_fused
 from evenstep.sampling.rng import fork_rng, seed_devices, seed_host
 from evenstep.strategies.base import fills_memory, forget_gradients, has_sparse_gradients, update
 from evenstep.strategy_facts import DEFAULT, sharding
@@ -196,10 +195,7 @@ def _small_state(own: Mapping[str, Any], weight: nn.Parameter, small: nn.Paramet
 @contextmanager
 def _without_global_hooks() -> Iterator[None]:
     """Inside, `register_optimizer_step_pre_hook` and `..._post_hook` have registered nothing."""
-    every: tuple[dict[int, Any], ...] = (
-        torch_optimizer._global_optimizer_pre_hooks,
-        torch_optimizer._global_optimizer_post_hooks,
-    )
+    every = (hooks_before_steps, hooks_after_steps)
     kept = [dict(hooks) for hooks in every]
     for hooks in every:
         hooks.clear()
@@ -234,10 +230,7 @@ def fuse(optimizer: torch.optim.Optimizer, model: nn.Module) -> None:
         return
     for group in groups:
         group["fused"] = True
-    untyped: Any = optimizer
-    # What the constructor sets with fused=True: fp16's scaler leaves the check for infinities to the kernel.
-    untyped._step_supports_amp_scaling = True
-    untyped._need_device_dtype_check_for_fused = True
+    make_fused(optimizer)
 
 
 def step_optimizer(optimizer: Optimizer, clip: float | None, scaler: torch.amp.GradScaler | None) -> bool:

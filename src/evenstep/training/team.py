@@ -35,6 +35,7 @@ from evenstep.distributed.preemption import Requests
 from evenstep.distributed.process import read_rank
 from evenstep.distributed.world import World, join_world
 from evenstep.errors import NonFiniteLoss, PlanError, TaskError
+from evenstep.internals import foreach_mul_
 from evenstep.monitor.nonfinite import explain
 from evenstep.plan import PrecisionName
 from evenstep.sampling.rng import Draws, derive_seed, replica_seed, seed_devices, seed_everything
@@ -299,7 +300,7 @@ class Team:
             raise NonFiniteLoss(explain(self.world, self.precision.name, mean, spoilt, batch, models[0], step))
         if totals.late_factor is not None:
             gradients = [weight.grad for weight in models[0].weights if weight.grad is not None]
-            torch._foreach_mul_(gradients, totals.late_factor)
+            foreach_mul_(gradients, totals.late_factor)
         for weight, gradient in earlier:
             weight.grad = gradient if weight.grad is None else weight.grad + gradient
         return MeanLoss(mean, totals.count, compute_seconds)

@@ -16,7 +16,6 @@ from typing import Any, Literal
 import numpy as np
 import torch
 from torch import nn
-from torch.nn.modules.batchnorm import _BatchNorm
 
 from evenstep.data.adapt import adapt
 from evenstep.data.dataset import SampleTransform, collated
@@ -24,6 +23,7 @@ from evenstep.data.feature_scaler import unfitted
 from evenstep.data.iterable import Stream
 from evenstep.data.nested import leaves, map_tensors
 from evenstep.distributed.world import World
+from evenstep.internals import BatchNorm
 from evenstep.plan import Plan
 from evenstep.sampling.order import Span
 from evenstep.sampling.rng import Draws, Ids, is_same_state, rng_states, seed_everything
@@ -220,7 +220,7 @@ class Workbench:
             scaler.fit(iter([self.data()]), World(0, 1, (self._device,)))
         self.optimizer = task.optimizer(self.model.parameters())
         self._buffers = {name: buffer.clone() for name, buffer in self.model.named_buffers()}
-        self.batch_norms = [name for name, one in self.model.named_modules() if isinstance(one, _BatchNorm)]
+        self.batch_norms = [name for name, one in self.model.named_modules() if isinstance(one, BatchNorm)]
 
     def thirds(self) -> list[Ids]:
         """The batch's ids in three parts of unequal size."""
@@ -340,7 +340,7 @@ class Workbench:
 
     def without_batch_statistics(self) -> AbstractContextManager[None]:
         """BatchNorm uses its running statistics."""
-        return evaluating(*(layer for layer in self.model.modules() if isinstance(layer, _BatchNorm)))
+        return evaluating(*(layer for layer in self.model.modules() if isinstance(layer, BatchNorm)))
 
     def buffers_before(self) -> dict[str, torch.Tensor]:
         """Those that are not BatchNorm's."""

@@ -28,7 +28,6 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import nn
 from torch.nn import functional as F
-from torch.nn.modules.batchnorm import _BatchNorm
 from torch.overrides import TorchFunctionMode
 from torch.utils.data import DataLoader, Dataset, IterableDataset, Subset
 
@@ -37,6 +36,7 @@ from evenstep.checkpoint import files
 from evenstep.checkpoint.state import Tensors, is_sharded
 from evenstep.data.nested import leaves
 from evenstep.distributed.process import read_rank
+from evenstep.internals import BatchNorm, DisableTorchFunction, global_generators, replace_function
 from evenstep.plan import Plan
 from evenstep.record import Record, Step
 from evenstep.sampling.rng import rng_states
@@ -57,8 +57,7 @@ class DropoutOff:
         self.was_used = False
         for name in [*_DROPS, *(f"{name}_" for name in _DROPS)]:
             disabled = self._without_dropout(getattr(torch, name))
-            setattr(torch._VF, name, disabled)
-            setattr(torch, name, disabled)
+            replace_function(name, disabled)
         attention = F.scaled_dot_product_attention
         _replace_everywhere(attention, self._attention_without_dropout(attention))
 
@@ -150,20 +149,19 @@ class DrawDetector(TorchFunctionMode):
 
 
 def _generator_of(function: Callable[..., Any]) -> bool:
-    owner = getattr(function, "__self__", None)
-    return owner is getattr(random, "_inst", None) or owner is getattr(np.random.mtrand, "_rand", None)
+    return any(getattr(function, "__self__", None) is generator for generator in global_generators())
 
 
 def torch_states() -> list[torch.Tensor]:
     """The generator states of the CPU and of every GPU that was used."""
-    with torch._C.DisableTorchFunction():
+    with DisableTorchFunction():
         gpus = torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else []
         return [torch.get_rng_state(), *gpus]
 
 
 def same_torch(one: list[torch.Tensor], other: list[torch.Tensor]) -> bool:
     """Whether torch drew nothing in between."""
-    with torch._C.DisableTorchFunction():
+    with DisableTorchFunction():
         # A GPU that was first used in between had drawn nothing before.
         return all(a.equal(b) for a, b in zip(one, other, strict=False))
 
@@ -381,7 +379,7 @@ def as_real(tensor: torch.Tensor) -> torch.Tensor:
 def without_batch_statistics(model: nn.Module) -> nn.Module:
     """Every BatchNorm normalizes by what it remembers, so that no sample depends on its neighbours."""
     for layer in model.modules():
-        if isinstance(layer, _BatchNorm):
+        if isinstance(layer, BatchNorm):
             layer.eval()
     return model
 

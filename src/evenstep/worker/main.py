@@ -8,10 +8,8 @@ from __future__ import annotations
 import json
 import os
 import pickle
-import runpy
 import signal
 import sys
-import threading
 import time
 import traceback
 from collections.abc import Callable, Iterator
@@ -35,6 +33,7 @@ from evenstep.distributed.process import (
     unblock_signals,
 )
 from evenstep.errors import EvenstepError, Preempted, shorten
+from evenstep.internals import run_module_as_main, wait_for_threads
 from evenstep.strategy_facts import StrategyFacts, add_strategy
 
 if TYPE_CHECKING:
@@ -156,7 +155,7 @@ def exit_program(exit_code: int) -> None:
 
     The hang report recognizes this function's name in a stack.
     """
-    threading._shutdown()  # type: ignore[attr-defined]
+    wait_for_threads()
     end(exit_code)
 
 
@@ -183,7 +182,7 @@ def _as_main(program: ProgramSpec) -> None:
     sys.path[:] = [*([] if sys.flags.safe_path else [folder]), *program.search_path]
     main = new_main(program.name)
     if program.is_module:
-        runpy._run_module_as_main(program.name)  # type: ignore[attr-defined]
+        run_module_as_main(program.name)
         return
     # Without dont_inherit it would be compiled with this file's `from __future__ import annotations`.
     code = compile(Path(program.name).read_bytes(), str(main.__file__), "exec", dont_inherit=True)

@@ -22,6 +22,10 @@ import torch
 import torch.distributed.elastic.multiprocessing.api
 import multiprocessing.synchronize
 
+# What several ranks of a machine need besides the trainer.
+import evenstep.distributed.shm.scalars
+import evenstep.monitor.replicas
+import evenstep.monitor.stragglers
 import evenstep.training.trainer
 import evenstep.worker.main
 from evenstep.worker.lazy_compiler import put_off_compiler

@@ -10,9 +10,9 @@ from datetime import timedelta
 from typing import TypeVar
 
 import psutil
-from torch._C._distributed_c10d import TCPStore
 
 from evenstep.errors import PlanError
+from evenstep.internals import TCPStore
 
 LOOPBACK = "127.0.0.1"
 

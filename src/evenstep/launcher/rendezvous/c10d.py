@@ -9,8 +9,7 @@ machine that wrote it, so that a machine whose clock is 8 s behind is considered
 which every time is a counter that changes when the time does. A machine that reads a new count takes its own time for
 it; so clocks may differ, and may jump.
 
-Private parts of torch, as in 2.11 and 2.13: _RendezvousState and _NodeDesc of dynamic_rendezvous. torch unpickles only
-what `SignedState` has pickled in the same process, a moment before.
+torch unpickles only what `SignedState` has pickled in the same process, a moment before.
 """
 
 from __future__ import annotations
@@ -27,7 +26,6 @@ from datetime import UTC, datetime, timedelta
 from typing import Any, TypeVar
 
 import msgspec
-from torch._C._distributed_c10d import Store
 from torch.distributed.elastic.rendezvous import (
     RendezvousClosedError,
     RendezvousConnectionError,
@@ -39,11 +37,10 @@ from torch.distributed.elastic.rendezvous.dynamic_rendezvous import (
     DynamicRendezvousHandler,
     RendezvousBackend,
     RendezvousTimeout,
-    _NodeDesc,
-    _RendezvousState,
 )
 
 from evenstep.errors import PlanError, TrainingError
+from evenstep.internals import NodeDesc, RendezvousState, Store
 from evenstep.launcher.environment import launcher_variables, set_variables
 from evenstep.launcher.failure import Cause
 from evenstep.launcher.rendezvous import RankAssignment, torchrun_environment
@@ -70,7 +67,7 @@ Node = tuple[str, int, int]
 
 @dataclass(frozen=True)
 class Wire:
-    """A _RendezvousState in the form that is sent."""
+    """A RendezvousState in the form that is sent."""
 
     round: int
     complete: bool
@@ -143,13 +140,13 @@ class Times:
 
     def from_wire(self, wire: Wire) -> Any:
         """torch's state, with this machine's times."""
-        state = _RendezvousState()
+        state = RendezvousState()
         state.round, state.complete, state.closed = wire.round, wire.complete, wire.closed
         state.deadline = None if wire.deadline is None else self._local(None, wire.deadline) + LAST_CALL
-        state.participants = {_NodeDesc(*node): rank for node, rank in wire.participants}
-        state.wait_list = {_NodeDesc(*node) for node in wire.wait_list}
-        state.redundancy_list = {_NodeDesc(*node) for node in wire.redundancy_list}
-        state.last_heartbeats = {_NodeDesc(*node): self._local(node, number) for node, number in wire.last_heartbeats}
+        state.participants = {NodeDesc(*node): rank for node, rank in wire.participants}
+        state.wait_list = {NodeDesc(*node) for node in wire.wait_list}
+        state.redundancy_list = {NodeDesc(*node) for node in wire.redundancy_list}
+        state.last_heartbeats = {NodeDesc(*node): self._local(node, number) for node, number in wire.last_heartbeats}
         return state
 
     def to_wire(self, state: Any) -> Wire:

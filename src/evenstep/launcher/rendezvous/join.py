@@ -11,9 +11,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
 
-from torch._C._distributed_c10d import TCPStore
-
 from evenstep.errors import PlanError, TrainingError
+from evenstep.internals import TCPStore
 from evenstep.launcher.environment import TOKEN, TOKEN_FILE
 from evenstep.launcher.prepare import RUNS
 from evenstep.launcher.rendezvous.addresses import (

@@ -18,6 +18,7 @@ import numpy as np
 import torch
 from torch import nn
 
+from evenstep.internals import scaler_tensors
 from evenstep.training.step import Recipe
 
 Seen = dict[str, Any]
@@ -108,8 +109,7 @@ def changed_by(recipe: Recipe) -> Kinds:
                 kinds.setdefault(f"the optimizer's {name}", []).append(value)
     scaler = recipe.team.precision.scaler
     if scaler is not None:
-        kept = [one for one in (scaler._scale, scaler._growth_tracker) if one is not None]
-        kinds.setdefault("the scale", []).extend(kept)
+        kinds.setdefault("the scale", []).extend(scaler_tensors(scaler))
     return kinds
 
 

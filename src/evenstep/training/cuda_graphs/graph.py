@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,6 +22,13 @@ from evenstep.data.dataset import Rows
 from evenstep.data.loader import Batch, MicroBatch
 from evenstep.data.nested import leaves, map_tensors
 from evenstep.errors import NonFiniteLoss
+from evenstep.internals import (
+    clear_cublas_workspaces,
+    flag_non_finite_,
+    foreach_mul_,
+    has_step_hooks,
+    release_pool,
+)
 from evenstep.monitor.nonfinite import explain
 from evenstep.strategies.base import NOTHING, forget, forget_gradients, on
 from evenstep.training.loss import (
@@ -169,7 +176,7 @@ class Captured:
             for bound in recipe.model.loss_modules:
                 forget(bound.parameters())
         # Shared with plain steps, cuBLAS's workspaces must belong to the graphs: whoever clears them would break these.
-        torch._C._cuda_clearCublasWorkspaces()
+        clear_cublas_workspaces()
         self._graphs = [self._record(place) for place in range(len(world.devices))]
         self._weights = [list(bound.parameters()) for bound in recipe.model.loss_modules]
         self._gradients = [[weight.grad for weight in weights] for weights in self._weights]
@@ -238,7 +245,8 @@ class Captured:
                 if self.is_whole:
                     self._update(self._totals[place])
         except BaseException:
-            _leave(device, pool)
+            # Otherwise torch's allocator waits for the end of the capture and frees nothing that other streams used.
+            release_pool(device, pool)
             raise
         return graph
 
@@ -256,8 +264,8 @@ class Captured:
         recipe = self._recipe
         if totals.is_late:
             gradients = [weight.grad for weight in recipe.model.weights if weight.grad is not None]
-            torch._foreach_mul_(gradients, totals.late_factor_on_gpu(self._num_samples))
-        torch._amp_foreach_non_finite_check_and_unscale_([totals.values], self._bad, self._one)
+            foreach_mul_(gradients, totals.late_factor_on_gpu(self._num_samples))
+        flag_non_finite_([totals.values], self._bad, self._one)
         self._told.record(totals.values)
         try:
             self._update_weights()
@@ -273,14 +281,6 @@ class Captured:
         with _as_recorded(recipe.optimizer, self._rates, self._bad), Sliced():  # type: ignore[no-untyped-call]
             recipe.optimizer.step()
         forget_gradients(recipe.optimizer)
-
-
-def _leave(device: torch.device, pool: Any) -> None:
-    """A recording that CUDA broke off leaves torch's allocator waiting for its end: what other streams used would never
-    be free again. Where torch has ended it, it refuses to do so twice, and then the pool is the graph's to release."""
-    with suppress(RuntimeError, AttributeError):
-        torch._C._cuda_endAllocateToPool(device.index, pool)
-        torch._C._cuda_releasePool(device.index, pool)
 
 
 class Copied:
@@ -364,10 +364,9 @@ class Recorded(LossTotal):
 def can_be_whole(recipe: Recipe) -> bool:
     """Whether the update can be captured: one replica, a fused kernel, no optimizer hooks."""
     optimizer: Any = recipe.optimizer
-    hooks = optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks
     precision = recipe.team.precision
     # Learning rates on the GPU are float32, which is not enough for float64.
-    is_plain = precision.scaler is None and precision.name != "fp64" and not hooks
+    is_plain = precision.scaler is None and precision.name != "fp64" and not has_step_hooks(optimizer)
     rates = [group["lr"] for group in optimizer.param_groups]
     return (
         is_plain

@@ -1,0 +1,275 @@
+"""Every use of private parts of torch and CPython, so that an upgrade that moves one fails in one file and its tests.
+
+All were seen to work with CPython 3.11 to 3.13 and with torch 2.11 and 2.13, on CPUs and on GPUs. Apart from these,
+`evenstep.worker.lazy_compiler` stands in for torch's private compiler module.
+"""
+
+from __future__ import annotations
+
+import atexit
+import importlib
+import random
+import sys
+import threading
+import weakref
+from collections.abc import Callable
+from contextlib import suppress
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    import torch
+    from torch import nn
+    from torch._C import DisableTorchFunction as DisableTorchFunction
+    from torch._C._distributed_c10d import PrefixStore as PrefixStore
+    from torch._C._distributed_c10d import Store as Store
+    from torch._C._distributed_c10d import TCPStore as TCPStore
+    from torch.distributed.elastic.rendezvous import dynamic_rendezvous
+    from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultAllGather as DefaultAllGather
+    from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultReduceScatter as DefaultReduceScatter
+    from torch.nn.modules import batchnorm
+    from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
+    from torch.utils._python_dispatch import is_traceable_wrapper_subclass as is_traceable_wrapper_subclass
+    from torch.utils._pytree import tree_leaves as tree_leaves
+
+    BatchNorm = batchnorm._BatchNorm
+    NormBase = batchnorm._NormBase
+    NodeDesc = dynamic_rendezvous._NodeDesc
+    RendezvousState = dynamic_rendezvous._RendezvousState
+    run_module_as_main: Callable[[str], object]
+    close_multiprocessing: Callable[[], None]
+    # Several tensors in one kernel.
+    foreach_add_: Callable[..., None]
+    foreach_copy_: Callable[..., None]
+    foreach_mul_: Callable[..., None]
+    flag_non_finite_: Callable[..., None]
+    flatten_dense_tensors: Callable[..., torch.Tensor]
+    unflatten_dense_tensors: Callable[..., tuple[torch.Tensor, ...]]
+    autograd_engine: Any
+    refuse_different_shapes: Callable[..., None]
+    """`refuse_different_shapes(group, tensors)` raises on all ranks if their tensors differ in number or shape."""
+    broadcast_coalesced: Callable[..., None]
+    """`broadcast_coalesced(group, tensors, message_bytes, rank)` sends a rank's tensors in a few large messages."""
+    hooks_before_steps: dict[int, Any]
+    hooks_after_steps: dict[int, Any]
+    """The hooks of all optimizers."""
+
+LAZY = {
+    "BatchNorm": "torch.nn.modules.batchnorm:_BatchNorm",
+    "NormBase": "torch.nn.modules.batchnorm:_NormBase",
+    "DisableTorchFunction": "torch._C:DisableTorchFunction",
+    "TorchDispatchMode": "torch.utils._python_dispatch:TorchDispatchMode",
+    "is_traceable_wrapper_subclass": "torch.utils._python_dispatch:is_traceable_wrapper_subclass",
+    "tree_leaves": "torch.utils._pytree:tree_leaves",
+    "foreach_add_": "torch:_foreach_add_",
+    "foreach_copy_": "torch:_foreach_copy_",
+    "foreach_mul_": "torch:_foreach_mul_",
+    "flag_non_finite_": "torch:_amp_foreach_non_finite_check_and_unscale_",
+    "flatten_dense_tensors": "torch._utils:_flatten_dense_tensors",
+    "unflatten_dense_tensors": "torch._utils:_unflatten_dense_tensors",
+    "autograd_engine": "torch.autograd.variable:Variable._execution_engine",
+    "hooks_before_steps": "torch.optim.optimizer:_global_optimizer_pre_hooks",
+    "hooks_after_steps": "torch.optim.optimizer:_global_optimizer_post_hooks",
+    "Store": "torch._C._distributed_c10d:Store",
+    "TCPStore": "torch._C._distributed_c10d:TCPStore",
+    "PrefixStore": "torch._C._distributed_c10d:PrefixStore",
+    "broadcast_coalesced": "torch.distributed:_broadcast_coalesced",
+    "refuse_different_shapes": "torch.distributed.utils:_verify_param_shape_across_processes",
+    "NodeDesc": "torch.distributed.elastic.rendezvous.dynamic_rendezvous:_NodeDesc",
+    "RendezvousState": "torch.distributed.elastic.rendezvous.dynamic_rendezvous:_RendezvousState",
+    "run_module_as_main": "runpy:_run_module_as_main",
+    "close_multiprocessing": "multiprocessing.util:_exit_function",
+    "DefaultAllGather": "torch.distributed.fsdp._fully_shard._fsdp_collectives:DefaultAllGather",
+    "DefaultReduceScatter": "torch.distributed.fsdp._fully_shard._fsdp_collectives:DefaultReduceScatter",
+}
+"""Imported when first used: this module is also for processes without torch, and torch's FSDP takes a second."""
+
+
+def __getattr__(name: str) -> Any:
+    if name not in LAZY:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    module, _, path = LAZY[name].partition(":")
+    found: Any = importlib.import_module(module)
+    for part in path.split("."):
+        found = getattr(found, part)
+    return found
+
+
+# Optimizers and fp16's GradScaler.
+
+
+def has_step_hooks(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether this optimizer has hooks of its own."""
+    return bool(optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks)
+
+
+def is_profiling() -> bool:
+    """Whether torch's profiler runs."""
+    return bool(sys.modules["torch.autograd.profiler"]._is_profiler_enabled)
+
+
+def note_step_for_scheduler(optimizer: Any, step: Any) -> None:
+    """Let a scheduler, which has wrapped `step`, know that a step was taken around it."""
+    if hasattr(step, "_wrapped_by_lr_sched"):
+        optimizer._opt_called = True
+
+
+def scaler_tensors(scaler: torch.amp.GradScaler) -> list[torch.Tensor]:
+    """The scale and the steps since it last changed, once there are any."""
+    return [one for one in (scaler._scale, scaler._growth_tracker) if one is not None]
+
+
+def make_fused(optimizer: Any) -> None:
+    """Set what the constructor sets with fused=True: the kernel then checks for infinities, not fp16's scaler."""
+    optimizer._step_supports_amp_scaling = True
+    optimizer._need_device_dtype_check_for_fused = True
+
+
+# Modules.
+
+
+def take_buffers(target: nn.Module, source: nn.Module) -> None:
+    """Let `target` hold the very buffers of `source`, those that it does not save included."""
+    target._buffers.update(source._buffers)
+
+
+def replace_function(name: str, function: Any) -> None:
+    """Replace a function of `torch`, also where `torch.nn.functional` takes it from."""
+    import torch
+
+    setattr(torch._VF, name, function)
+    setattr(torch, name, function)
+
+
+# CUDA graphs.
+
+
+def clear_cublas_workspaces() -> None:
+    """Free cuBLAS's workspaces: those made during a capture then belong to the graph."""
+    import torch
+
+    torch._C._cuda_clearCublasWorkspaces()
+
+
+def release_pool(device: torch.device, pool: Any) -> None:
+    """End the allocation of a capture that CUDA broke off; torch refuses where it has ended it already."""
+    import torch
+
+    with suppress(RuntimeError, AttributeError):
+        torch._C._cuda_endAllocateToPool(device.index, pool)
+        torch._C._cuda_releasePool(device.index, pool)
+
+
+# FSDP.
+
+
+def fsdp_groups(root: nn.Module) -> list[tuple[str, Any, Any]]:
+    """The units that have parameters of their own: their names, modules, and what `fully_shard` keeps of each."""
+    from torch.distributed.fsdp import FSDPModule
+
+    units = [(name, module) for name, module in root.named_modules() if isinstance(module, FSDPModule)]
+    states: list[Any] = [module._get_fsdp_state() for _, module in units]
+    groups = [state._fsdp_param_group for state in states]
+    return [(*unit, group) for unit, group in zip(units, groups, strict=True) if group is not None]
+
+
+def unsharded_parameters(group: Any) -> list[torch.Tensor]:
+    """The gathered parameters of a unit, which only torch sees; none before it first ran."""
+    return [one._unsharded_param for one in group.fsdp_params if hasattr(one, "_unsharded_param")]
+
+
+def has_gradient(fsdp_parameter: Any) -> bool:
+    """Whether backward reached a parameter of a unit."""
+    if fsdp_parameter.unsharded_accumulated_grad is not None:
+        return True
+    # A unit that never ran has no such tensor yet.
+    unsharded = getattr(fsdp_parameter, "_unsharded_param", None)
+    return unsharded is not None and unsharded.grad is not None
+
+
+# The profiler, loader workers and torch's elastic agent.
+
+
+def profile_all_threads() -> Any:
+    """The option of torch's profiler to follow every thread of the process."""
+    from torch._C._profiler import _ExperimentalConfig
+
+    return _ExperimentalConfig(profile_all_threads=True)
+
+
+def hide_worker_info() -> None:
+    """Let a dataset believe that it is read by one process, not by one of several loader workers."""
+    from torch.utils.data._utils import worker
+
+    worker._worker_info = None
+
+
+def end_workers(iterator: Any) -> None:
+    """End the workers of a DataLoader that is being iterated over."""
+    iterator._shutdown_workers()
+
+
+def log_streams(handler: Any) -> list[Any]:
+    """The open logs of a process that the elastic agent started."""
+    return [stream for stream in (handler._stdout, handler._stderr) if stream is not None]
+
+
+def elastic_processes(context: Any) -> list[Any]:
+    """The processes that torch's elastic agent forked; none before their start."""
+    return context._pc.processes if context._pc is not None else []
+
+
+# CPython.
+
+
+def become_main_process() -> None:
+    """Let multiprocessing treat a child of the fork server as a main process, with servers of its own."""
+    import multiprocessing
+    from multiprocessing import forkserver, process, resource_tracker
+
+    # CPython deletes the name of the class.
+    (main,) = (kind for kind in process.BaseProcess.__subclasses__() if kind.__name__ == "_MainProcess")
+    process._parent_process = None  # type: ignore[attr-defined]
+    process._current_process = main()  # type: ignore[attr-defined]
+    multiprocessing.set_start_method(None, force=True)
+    # Replaced in place: module functions are bound to these objects.
+    vars(forkserver._forkserver).update(vars(forkserver.ForkServer()))
+    vars(resource_tracker._resource_tracker).update(vars(resource_tracker.ResourceTracker()))
+
+
+def forget_exit_handlers() -> None:
+    """Drop the exit handlers and finalizers that a fork inherited."""
+    atexit._clear()
+    weakref.finalize._registry.clear()  # type: ignore[attr-defined]
+    weakref.finalize._registered_with_atexit = False  # type: ignore[attr-defined]
+
+
+def run_exit_handlers() -> None:
+    """Run the exit handlers now, before an `os._exit`."""
+    atexit._run_exitfuncs()
+
+
+def fork_server_pid() -> int:
+    """The process id of multiprocessing's fork server."""
+    from multiprocessing import forkserver
+
+    pid: int = forkserver._forkserver._forkserver_pid  # type: ignore[attr-defined]
+    return pid
+
+
+def has_resource_tracker() -> bool:
+    """Whether multiprocessing has started its resource tracker."""
+    from multiprocessing import resource_tracker
+
+    return resource_tracker._resource_tracker._fd is not None  # type: ignore[attr-defined]
+
+
+def wait_for_threads() -> None:
+    """What Python does after the last line of a program: wait for its threads."""
+    threading._shutdown()  # type: ignore[attr-defined]
+
+
+def global_generators() -> tuple[object, object]:
+    """Those behind the functions of `random` and `numpy.random`."""
+    from numpy.random import mtrand
+
+    return random._inst, mtrand._rand

@@ -1,0 +1,306 @@
+"""Private parts of torch and CPython: each is there, does what evenstep needs, and is used through one file."""
+
+from __future__ import annotations
+
+import ast
+import multiprocessing
+import random
+import subprocess
+import sys
+import threading
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.optim.lr_scheduler import LRScheduler, StepLR
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+from torch.utils.data import DataLoader, IterableDataset, get_worker_info
+
+import evenstep
+from evenstep import internals
+
+SOURCE = Path(evenstep.__file__).parent
+ELSEWHERE = {
+    "worker/lazy_compiler.py": "a stub of torch._dynamo, which has tests of its own",
+    "training/cuda_graphs/capture_checks.py": "the names of what a module keeps of its own",
+}
+DOCUMENTED = {"_exit", "_getframe", "_current_frames", "_fields"}
+
+
+def private_uses(file: Path, own: set[str]) -> list[str]:
+    """Private names of other packages that a file imports or reads."""
+    found = []
+    for node in ast.walk(ast.parse(file.read_text())):
+        if isinstance(node, ast.ImportFrom) and not str(node.module).startswith("evenstep"):
+            names = [*str(node.module).split("."), *(alias.name for alias in node.names)]
+            found += [name for name in names if is_private(name)]
+        if isinstance(node, ast.Attribute) and is_private(node.attr) and node.attr not in own | DOCUMENTED:
+            found.append(node.attr)
+    return found
+
+
+def is_private(name: str) -> bool:
+    return name.startswith("_") and not name.startswith("__")
+
+
+def defined(file: Path) -> set[str]:
+    """Private names that a file gives to functions, variables and attributes."""
+    names = set()
+    for node in ast.walk(ast.parse(file.read_text())):
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+            names.add(node.name)
+        elif isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store) and is_self(node.value):
+            names.add(node.attr)
+        elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+            names.add(node.id)
+    return names
+
+
+def is_self(node: ast.expr) -> bool:
+    return isinstance(node, ast.Name) and node.id in ("self", "cls")
+
+
+def test_private_parts_of_others_are_used_in_one_file() -> None:
+    files = {str(file.relative_to(SOURCE)): file for file in SOURCE.rglob("*.py")}
+    own = {name for file in files.values() for name in defined(file)}
+    used = {name: private_uses(file, own) for name, file in files.items() if name != "internals.py"}
+    assert {name: uses for name, uses in used.items() if uses and name not in ELSEWHERE} == {}
+    assert private_uses(files["internals.py"], own)
+
+
+@pytest.mark.parametrize("name", internals.LAZY)
+def test_each_name_is_there(name: str) -> None:
+    assert getattr(internals, name) is not None
+
+
+def test_it_imports_no_torch_and_knows_no_other_name() -> None:
+    check = "import sys, evenstep.internals; assert 'torch' not in sys.modules and 'multiprocessing' not in sys.modules"
+    subprocess.run([sys.executable, "-c", check], check=True)
+    with pytest.raises(AttributeError, match="has no attribute 'no_such_name'"):
+        _ = internals.no_such_name
+
+
+def test_several_tensors_are_changed_in_one_call() -> None:
+    tensors = [torch.ones(2), torch.ones(3)]
+    internals.foreach_mul_(tensors, 2.0)
+    internals.foreach_add_(tensors, [torch.ones(2), torch.ones(3)])
+    internals.foreach_copy_(tensors[:1], [torch.zeros(2)])
+    assert [one.tolist() for one in tensors] == [[0, 0], [3, 3, 3]]
+    flat = internals.flatten_dense_tensors(tensors)
+    assert [one.tolist() for one in internals.unflatten_dense_tensors(flat, tensors)] == [[0, 0], [3, 3, 3]]
+
+
+def test_a_number_that_is_not_finite_sets_the_flag() -> None:
+    flag = torch.zeros(())
+    internals.flag_non_finite_([torch.tensor([1.0])], flag, torch.ones(()))
+    assert flag.item() == 0
+    internals.flag_non_finite_([torch.tensor([float("nan")])], flag, torch.ones(()))
+    assert flag.item() == 1
+
+
+def test_backward_starts_from_a_given_number() -> None:
+    weight = nn.Parameter(torch.ones(2))
+    start = torch.tensor(3.0)
+    internals.autograd_engine.run_backward(
+        (weight.sum(),), (start,), False, False, (), allow_unreachable=True, accumulate_grad=True
+    )
+    assert weight.grad is not None
+    assert weight.grad.tolist() == [3, 3]
+
+
+def test_hooks_of_one_optimizer_and_of_all_are_seen() -> None:
+    optimizer = torch.optim.SGD([nn.Parameter(torch.ones(1))])
+    assert not internals.has_step_hooks(optimizer)
+    hook = optimizer.register_step_pre_hook(lambda *_: None)
+    assert internals.has_step_hooks(optimizer)
+    hook.remove()
+    for register, hooks in (
+        (register_optimizer_step_pre_hook, internals.hooks_before_steps),
+        (register_optimizer_step_post_hook, internals.hooks_after_steps),
+    ):
+        everywhere = register(lambda *_: None)
+        assert len(hooks) == 1
+        everywhere.remove()
+        assert not hooks
+
+
+def test_a_profiler_that_runs_is_seen_and_follows_all_threads() -> None:
+    assert not internals.is_profiling()
+    with torch.profiler.profile(experimental_config=internals.profile_all_threads()) as profiler:
+        assert internals.is_profiling()
+        thread = threading.Thread(target=lambda: torch.ones(2).add(1))
+        thread.start()
+        thread.join()
+    assert any(event.key == "aten::add" for event in profiler.key_averages())
+
+
+def test_a_scheduler_does_not_warn_of_a_step_that_was_taken_around_it(recwarn: pytest.WarningsRecorder) -> None:
+    optimizer = torch.optim.SGD([nn.Parameter(torch.ones(1))], lr=1.0)
+    scheduler: LRScheduler = StepLR(optimizer, 1)
+    internals.note_step_for_scheduler(optimizer, optimizer.step)
+    scheduler.step()
+    assert not recwarn.list
+
+
+def test_a_grad_scaler_has_two_tensors_once_it_scaled() -> None:
+    scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
+    assert internals.scaler_tensors(scaler) == []
+    scaler.scale(torch.ones(()))
+    assert [one.item() for one in internals.scaler_tensors(scaler)] == [8.0, 0]
+
+
+def test_modules_share_buffers_and_batch_norms_have_a_base() -> None:
+    one, other = nn.BatchNorm1d(2), nn.BatchNorm1d(2)
+    internals.take_buffers(one, other)
+    assert one.running_mean is other.running_mean
+    assert isinstance(one, internals.BatchNorm)
+    assert isinstance(nn.InstanceNorm1d(2), internals.NormBase)
+
+
+def test_a_replaced_function_is_found_by_functional(monkeypatch: pytest.MonkeyPatch) -> None:
+    for owner in (torch, torch._VF):
+        monkeypatch.setattr(owner, "dropout", torch.dropout)
+    internals.replace_function("dropout", lambda *_: "replaced")
+    assert nn.functional.dropout(torch.ones(1)) == "replaced"
+
+
+def test_what_ranks_send_and_compare_works_in_a_group_of_one(tmp_path: Path) -> None:
+    store = dist.FileStore(str(tmp_path / "store"), 1)  # type: ignore[attr-defined]
+    assert isinstance(store, internals.Store)
+    assert internals.TCPStore("127.0.0.1", 0, 1, True).port > 0
+    had_group = dist.is_initialized()
+    if not had_group:
+        dist.init_process_group("gloo", store=store, rank=0, world_size=1)
+    try:
+        tensors = [torch.ones(2), torch.zeros(3)]
+        internals.broadcast_coalesced(dist.group.WORLD, tensors, 2**20, 0)
+        internals.refuse_different_shapes(dist.group.WORLD, tensors)
+    finally:
+        if not had_group:
+            dist.destroy_process_group()
+
+
+def test_what_fully_shard_keeps_of_a_unit(tmp_path: Path) -> None:
+    run_alone(
+        f"""
+import torch, torch.distributed as dist
+from torch import nn
+from torch.distributed.fsdp import fully_shard
+from evenstep import internals
+store = dist.FileStore({str(tmp_path / "store")!r}, 1)
+dist.init_process_group("gloo", store=store, rank=0, world_size=1)
+model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 1))
+fully_shard(model[0]); fully_shard(model)
+for unit in (model[0], model):
+    unit.set_custom_all_gather(internals.DefaultAllGather())
+    unit.set_custom_reduce_scatter(internals.DefaultReduceScatter())
+(name, unit, group), (first, _, _) = internals.fsdp_groups(model)
+assert (name, unit, first) == ("", model, "0")
+assert callable(group.post_backward) and group.reduce_grads
+assert [internals.has_gradient(one) for one in group.fsdp_params] == [False, False]
+model.set_requires_gradient_sync(False)
+model(torch.ones(1, 2)).sum().backward()
+assert [internals.has_gradient(one) for one in group.fsdp_params] == [True, True]
+assert [tuple(one.shape) for one in internals.unsharded_parameters(group)] == [(1, 2), (1,)]
+dist.destroy_process_group()
+"""
+    )
+
+
+class OfAll(IterableDataset[bool]):
+    def __iter__(self) -> Any:
+        before = get_worker_info() is not None
+        internals.hide_worker_info()
+        yield before and get_worker_info() is None
+
+
+def test_a_dataset_does_not_see_that_it_is_in_a_worker() -> None:
+    assert [bool(one) for one in DataLoader(OfAll(), num_workers=1)] == [True]
+
+
+def test_a_child_of_the_fork_server_becomes_a_main_process_and_threads_are_waited_for() -> None:
+    context = multiprocessing.get_context("forkserver")
+    child = context.Process(target=become_main)
+    child.start()
+    child.join(60)
+    assert child.exitcode == 0
+    assert internals.fork_server_pid() > 0
+    assert internals.has_resource_tracker()
+
+
+def become_main() -> None:
+    assert multiprocessing.parent_process() is not None
+    internals.become_main_process()
+    assert multiprocessing.parent_process() is None
+    assert multiprocessing.current_process().name == "MainProcess"
+
+
+def test_exit_handlers_are_forgotten_and_run() -> None:
+    code = """
+import atexit, weakref
+from evenstep import internals
+atexit.register(print, "forgotten")
+weakref.finalize(internals, print, "forgotten, too")
+internals.forget_exit_handlers()
+atexit.register(print, "run")
+weakref.finalize(internals, print, "finalized")
+internals.run_exit_handlers()
+print("end")
+"""
+    assert run_alone(code).split() == ["finalized", "run", "end"]
+
+
+def test_an_optimizer_that_is_made_fused_later_is_as_one_that_was_made_so() -> None:
+    weight = nn.Parameter(torch.ones(2))
+    later, fused = torch.optim.SGD([weight]), torch.optim.SGD([weight], fused=True)
+    later.param_groups[0]["fused"] = True
+    internals.make_fused(later)
+    assert {name for name in vars(fused) if name.endswith(("scaling", "for_fused"))} <= vars(later).keys()
+    weight.grad = torch.ones(2)
+    later.step()
+    assert weight.tolist() == pytest.approx([0.999, 0.999])
+
+
+def test_workers_of_a_loader_end_when_they_are_to() -> None:
+    iterator: Any = iter(DataLoader([1, 2], num_workers=1))
+    (worker,) = iterator._workers
+    internals.end_workers(iterator)
+    assert not worker.is_alive()
+
+
+def test_logs_of_a_process_of_the_elastic_agent(tmp_path: Path) -> None:
+    from torch.distributed.elastic.multiprocessing.subprocess_handler import SubprocessHandler
+
+    handler = SubprocessHandler(sys.executable, ("-c", ""), {}, str(tmp_path / "out"), None, 0, None)
+    handler.proc.wait()
+    (stream,) = internals.log_streams(handler)
+    stream.close()
+
+
+def test_threads_are_waited_for() -> None:
+    code = "import threading, time; from evenstep import internals\n"
+    code += "threading.Thread(target=lambda: (time.sleep(0.2), print('done'))).start(); internals.wait_for_threads()\n"
+    assert run_alone(f"{code}print('end')").split() == ["done", "end"]
+
+
+def test_the_generators_behind_random_and_numpy() -> None:
+    python, numpy = internals.global_generators()
+    assert random.random.__self__ is python  # type: ignore[attr-defined]
+    assert np.random.rand.__self__ is numpy
+
+
+def test_processes_of_the_elastic_agent_before_and_after_their_start() -> None:
+    from torch.distributed.elastic.multiprocessing.api import MultiprocessContext
+
+    assert "_pc" in Path(sys.modules[MultiprocessContext.__module__].__file__ or "").read_text()
+    assert internals.elastic_processes(SimpleNamespace(_pc=None)) == []
+    assert internals.elastic_processes(SimpleNamespace(_pc=SimpleNamespace(processes=[1]))) == [1]
+
+
+def run_alone(code: str) -> str:
+    return subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True).stdout

@@ -3,7 +3,7 @@
 python bench/advice.py [OUT.json]      two CPU cores; exit code 1 if an answer is wrong
 
 Memory that is uneven cannot be made on the CPU, nor with one card: that case is a table of numbers, in
-tests/pure/test_advice.py, as are all the others once more.
+tests/pure/test_recommend.py, as are all the others once more.
 """
 
 from __future__ import annotations

@@ -28,7 +28,9 @@ ROUNDS = 5
 
 def rank_lost(how: str) -> float:
     """From the end of a rank in backward until the other one raises."""
-    subprocess.run([sys.executable, HERE / "tests/process/lose_together.py", "out.json", how], timeout=60, check=True)
+    subprocess.run(
+        [sys.executable, HERE / "tests/process/lost_rank_script.py", "out.json", how], timeout=60, check=True
+    )
     return float(json.loads(Path("out.json").read_text())["seconds"])
 
 

@@ -307,7 +307,7 @@ def test_ranks_that_read_the_same_are_told_so_before_the_first_step(
 
 @pytest.fixture(scope="module")
 def told(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
-    return run_script("read_apart.py", tmp_path_factory.mktemp("apart"))
+    return run_script("consistency_script.py", tmp_path_factory.mktemp("apart"))
 
 
 @pytest.mark.parametrize(
@@ -334,7 +334,7 @@ def test_what_ranks_read_is_compared(told: dict[str, str], way: str, said: str) 
 @pytest.fixture(scope="module")
 def counted(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     """What each of two ranks found in a loop that looks at its batches itself."""
-    return run_script("read_by_hand.py", tmp_path_factory.mktemp("by-hand"))  # type: ignore[no-any-return]
+    return run_script("custom_reading_script.py", tmp_path_factory.mktemp("by-hand"))  # type: ignore[no-any-return]
 
 
 @pytest.mark.parametrize("data", ["shared", "shared, as a dataset"])

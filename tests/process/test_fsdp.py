@@ -85,7 +85,7 @@ REFUSED = {
 
 
 def test_every_optimizer_is_refused_or_learns_what_one_device_learns(tmp_path: Path) -> None:
-    run_processes(HERE / "optimize_together.py", [str(tmp_path)], 2, tmp_path / "logs")
+    run_processes(HERE / "optimizer_script.py", [str(tmp_path)], 2, tmp_path / "logs")
     first, second = (json.loads((tmp_path / f"{rank}.json").read_text()) for rank in range(2))
     assert first == second
     assert {name for name in vars(torch.optim) if name in first} >= {"AdamW", "SGD", "RAdam", "ASGD", "Muon"}
@@ -96,7 +96,7 @@ def test_every_optimizer_is_refused_or_learns_what_one_device_learns(tmp_path: P
 
 
 def test_a_ledger_finds_the_first_entry_that_differs(tmp_path: Path) -> None:
-    run_processes(HERE / "compare_together.py", [str(tmp_path)], 2, tmp_path / "logs")
+    run_processes(HERE / "collectives_script.py", [str(tmp_path)], 2, tmp_path / "logs")
     for kind in ("SharedLedger", "SentLedger"):
         found = [json.loads((tmp_path / f"{kind}-{rank}.json").read_text()) for rank in range(2)]
         assert [one["while equal"] for one in found] == [None, None]

@@ -67,7 +67,7 @@ def test_half_precision_learns_what_single_does_within_its_rounding(runs: Path, 
 
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
 def test_all_ranks_skip_a_step_that_overflows_on_one(tmp_path: Path, strategy: str) -> None:
-    first, second = run_script("skip_together.py", tmp_path, strategy)
+    first, second = run_script("skip_script.py", tmp_path, strategy)
     assert first == second
     assert False in first["taken"]
     assert True in first["taken"]
@@ -126,16 +126,16 @@ def test_dropout_goes_on_after_a_restart_bit_for_bit(runs: Path, where: str) -> 
 
 
 def test_dropout_draws_another_mask_on_every_rank_and_in_every_backward(runs: Path, tmp_path: Path) -> None:
-    first, second = run_script("drop_together.py", tmp_path)
+    first, second = run_script("dropout_script.py", tmp_path)
     assert len(first) == len(second) == 4
     assert len({*first, *second}) == 8
-    assert run_script("drop_together.py", tmp_path) == [first, second]
+    assert run_script("dropout_script.py", tmp_path) == [first, second]
     assert result(runs, "ddp-2/drop").record.losses != result(runs, "single-1/drop").record.losses
 
 
 def test_every_rank_evaluates_the_model_that_is_saved(tmp_path: Path) -> None:
     """Batch statistics differ between ranks while training; an evaluation uses those of rank 0 everywhere."""
-    first, second = run_script("evaluate_together.py", tmp_path)
+    first, second = run_script("evaluation_script.py", tmp_path)
     assert first["while_training"] != second["while_training"]
     assert first["statistics"] == second["statistics"] == first["while_training"]
     assert first["modes"] == second["modes"] == [True, False]

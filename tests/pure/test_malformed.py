@@ -34,8 +34,8 @@ from evenstep.errors import BadInput
 from evenstep.launcher import fork_server
 from evenstep.report.html.live import Watched
 from tests.pure.conftest import Ended
-from tests.pure.test_advice import comparison, row
 from tests.pure.test_bad_input import write_task
+from tests.pure.test_recommend import comparison, row
 
 FEW, MANY = 15, 250
 

@@ -1,4 +1,4 @@
-"""One rank that fits Scalers with others, then trains with one; `python scale_together.py STRATEGY OUT`."""
+"""One rank that fits Scalers with others, then trains with one; `python feature_scaler_script.py STRATEGY OUT`."""
 
 from __future__ import annotations
 

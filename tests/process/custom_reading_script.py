@@ -1,4 +1,4 @@
-"""One of two ranks whose loop counts by hand, on shared data and on data of its own; `python read_by_hand.py OUT`."""
+"""One of two ranks whose loop counts itself, on shared and on separate data; `custom_reading_script.py OUT`."""
 
 from __future__ import annotations
 

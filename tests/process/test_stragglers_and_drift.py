@@ -10,14 +10,14 @@ from typing import Any
 
 import pytest
 
-from tests.process.pace_together import NUM_RANKS
+from tests.process.stragglers_script import NUM_RANKS
 
 
 @pytest.fixture(scope="module")
 def said(tmp_path_factory: pytest.TempPathFactory) -> Any:
     """What the ranks were told in each case, which is the same for all of them."""
     folder = tmp_path_factory.mktemp("pace")
-    script = str(Path(__file__).with_name("pace_together.py"))
+    script = str(Path(__file__).with_name("stragglers_script.py"))
     subprocess.run([sys.executable, script, str(folder)], check=True, timeout=60)
     reports = json.loads((folder / "out.json").read_text())
     told = [{case: line for case, line in report.items() if case != "probe seconds"} for report in reports]

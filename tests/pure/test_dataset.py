@@ -197,7 +197,7 @@ def broken(id_: int) -> int:
 @pytest.mark.parametrize(("kind", "ids"), [(Samples, "sample 0"), (ManyAtOnce, "samples 3, 0, 2")])
 def test_a_sample_that_raises_is_named_with_the_users_line(kind: type[Samples], ids: str) -> None:
     line = broken.__code__.co_firstlineno + 1
-    with pytest.raises(TaskError, match=rf"{ids} cannot be read: ZeroDivisionError: .*test_sources\.py:{line}\)"):
+    with pytest.raises(TaskError, match=rf"{ids} cannot be read: ZeroDivisionError: .*test_dataset\.py:{line}\)"):
         fetch(kind(broken))
 
 
@@ -207,7 +207,7 @@ def test_a_dataset_that_gives_too_few_samples_is_refused() -> None:
 
 
 def test_a_collate_that_raises_is_named_with_its_line() -> None:
-    with pytest.raises(TaskError, match=r"the Task's collate cannot join samples 3, 0, 2: TypeError.*test_sources"):
+    with pytest.raises(TaskError, match=r"the Task's collate cannot join samples 3, 0, 2: TypeError.*test_dataset"):
         fetch((X, Y), collate=lambda samples: sum(samples))
 
 

@@ -1,4 +1,4 @@
-"""One rank of a training with dropout, which keeps the masks that it drew; `python drop_together.py OUT`."""
+"""One rank of a training with dropout, which keeps the masks that it drew; `python dropout_script.py OUT`."""
 
 import json
 import sys

@@ -1,4 +1,4 @@
-"""Three ranks look at each other: at their paces, and at their replicas; `python pace_together.py FOLDER`."""
+"""Three ranks look at each other: at their paces, and at their replicas; `python stragglers_script.py FOLDER`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""One rank of an fp16 training in which rank 1's samples alone overflow; `python skip_together.py STRATEGY OUT`."""
+"""One rank of an fp16 training in which rank 1's samples alone overflow; `python skip_script.py STRATEGY OUT`."""
 
 import json
 import sys

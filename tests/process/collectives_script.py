@@ -1,4 +1,4 @@
-"""Ranks that write the same entries, more than a ledger keeps, and then different ones; `compare_together.py OUT`."""
+"""Ranks that write the same entries, more than a ledger keeps, and then different ones; `collectives_script.py OUT`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Ranks that average through shared memory; `python share_together.py OUT`."""
+"""Ranks that average through shared memory; `python shm_script.py OUT`."""
 
 from __future__ import annotations
 

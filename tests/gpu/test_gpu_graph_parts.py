@@ -12,7 +12,7 @@ from torch.nn import functional as F
 import evenstep
 from evenstep import Task
 from evenstep.training.cuda_graphs.graph import PLACES, Told
-from tests.pure.test_sliced import KINDS, descend, made
+from tests.pure.test_fused_slices import KINDS, descend, made
 
 pytestmark = [
     pytest.mark.gpu,

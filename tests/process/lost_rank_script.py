@@ -1,4 +1,4 @@
-"""Two ranks, one of which ends in mid-backward; the other says how it ended. `python lose_together.py OUT HOW`."""
+"""Two ranks, one of which ends in mid-backward; the other says how it ended. `python lost_rank_script.py OUT HOW`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Every optimizer of torch, and some of others, on sharded parameters and on whole ones; `optimize_together.py OUT`."""
+"""Every optimizer of torch, and some of others, on sharded parameters and on whole ones; `optimizer_script.py OUT`."""
 
 from __future__ import annotations
 

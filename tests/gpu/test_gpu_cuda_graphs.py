@@ -124,7 +124,7 @@ def test_replayed_steps_learn_what_plain_ones_learn(
 def test_ddp_over_nccl_is_replayed_too() -> None:
     """One process needs no DDP; here it wraps all the same, for this machine has no second card."""
     Path("my_task.py").write_text(
-        "from evenstep.strategies.ddp import DDP\nfrom tests.gpu.test_gpu_fast import task as made\n\n"
+        "from evenstep.strategies.ddp import DDP\nfrom tests.gpu.test_gpu_cuda_graphs import task as made\n\n"
         "DDP.wraps_alone = True\n\n\ndef task():\n    return made()\n"
     )
     said = {}
@@ -206,7 +206,7 @@ def test_replayed_steps_never_wait_for_the_gpu() -> None:
     Path("count.py").write_text(
         """
 import json, warnings, torch
-from tests.gpu.test_gpu_fast import task
+from tests.gpu.test_gpu_cuda_graphs import task
 from evenstep.plan import Plan
 from evenstep.training.trainer import Trainer
 from evenstep.training.team import join

@@ -1,4 +1,4 @@
-"""Two weights whose gradients torch keeps in the same memory; `python twins_together.py OUT STRATEGY`."""
+"""Two weights whose gradients torch keeps in the same memory; `python tied_gradients_script.py OUT STRATEGY`."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""Takes tasks apart in this one process; `python examine_apart.py NAME:PRECISION ...` prints what each of them showed.
+"""Examines tasks in this process; `python examination_script.py NAME:PRECISION ...` prints the findings of each.
 
-A process of its own, since dropout stays switched off in it. A precision with a star is taken to have few digits.
+A separate process, since dropout stays disabled in it. A precision with a star counts as lower than float64.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""One rank of a training with BatchNorm, one of its layers frozen by hand; `python evaluate_together.py OUT`."""
+"""One rank of a training with BatchNorm, one of its layers frozen by hand; `python evaluation_script.py OUT`."""
 
 import json
 import sys

@@ -13,14 +13,14 @@ from sklearn.preprocessing import StandardScaler
 
 from evenstep.training.team import join
 from tests.fleet import run_processes
-from tests.process.scale_together import NUM_RANKS, images, report, table
+from tests.process.feature_scaler_script import NUM_RANKS, images, report, table
 
 
 @pytest.fixture(scope="module", params=["ddp", "fsdp"])
 def reports(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Any:
     folder = tmp_path_factory.mktemp("scale")
     run_processes(
-        Path(__file__).with_name("scale_together.py"),
+        Path(__file__).with_name("feature_scaler_script.py"),
         [request.param, str(folder / "out.json")],
         NUM_RANKS,
         folder / "logs",

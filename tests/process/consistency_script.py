@@ -1,4 +1,4 @@
-"""One of two ranks that read data in right and wrong ways; `python read_apart.py OUT`: what each way was told."""
+"""One of two ranks that read data correctly and incorrectly; `python consistency_script.py OUT`: what each got."""
 
 from __future__ import annotations
 

@@ -27,7 +27,7 @@ def named() -> set[str]:
 def found(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     """What every rank found, of so many."""
     folder = tmp_path_factory.mktemp("shared")
-    run_processes(HERE / "share_together.py", [str(folder / "out.json")], request.param, folder / "logs")
+    run_processes(HERE / "shm_script.py", [str(folder / "out.json")], request.param, folder / "logs")
     every: list[dict[str, Any]] = json.loads((folder / "out.json").read_text())
     if not every[0]["built"]:
         pytest.skip("no C compiler here")
@@ -71,7 +71,7 @@ def test_no_memory_is_left_open(found: list[dict[str, Any]]) -> None:
 def test_a_rank_that_ends_in_mid_backward_is_noticed_and_leaves_nothing(tmp_path: Path, how: str) -> None:
     before = named()
     out = tmp_path / "out.json"
-    subprocess.run([sys.executable, str(HERE / "lose_together.py"), str(out), how], timeout=60, check=True)
+    subprocess.run([sys.executable, str(HERE / "lost_rank_script.py"), str(out), how], timeout=60, check=True)
     said = json.loads(out.read_text())
     assert said["type"] == "RankLost"
     assert said["message"] == "rank 1 ended while this one waited for it: if it left a report, the cause is there"

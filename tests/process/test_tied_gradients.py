@@ -9,7 +9,7 @@ import pytest
 
 import evenstep
 from tests.fleet import run_processes
-from tests.process.twins_together import errors
+from tests.process.tied_gradients_script import errors
 
 HERE = Path(__file__).parent
 
@@ -23,7 +23,7 @@ def test_in_one_process(strategy: str, num: int) -> None:
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
 def test_in_two_processes(strategy: str, tmp_path: Path) -> None:
     out = tmp_path / "out.json"
-    run_processes(HERE / "twins_together.py", [str(out), strategy], 2, tmp_path / "logs")
+    run_processes(HERE / "tied_gradients_script.py", [str(out), strategy], 2, tmp_path / "logs")
     every = json.loads(out.read_text())
     assert len(every) == 2
     for found in every:

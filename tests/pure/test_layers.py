@@ -145,6 +145,11 @@ def test_values_reports_and_commands_do_not_import_torch() -> None:
     subprocess.run([sys.executable, "-c", f"import sys, {', '.join(light)}; {check}"], check=True)
 
 
+def test_help_waits_neither_for_torch_nor_for_numpy() -> None:
+    check = "assert not {'torch', 'numpy'} & set(sys.modules)"
+    subprocess.run([sys.executable, "-c", f"import sys, evenstep.__main__, evenstep.cli; {check}"], check=True)
+
+
 def test_the_public_names_are_these_and_each_is_there() -> None:
     assert evenstep.__all__ == [
         "EvenstepError",

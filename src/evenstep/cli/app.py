@@ -125,7 +125,6 @@ def error_console() -> Console:
 
 
 def print_notes(notes: Iterable[str]) -> None:
-    """On stderr, before the work begins."""
     from evenstep.report.terminal import without_control
 
     for line in notes:

@@ -16,7 +16,6 @@ from rich.table import Table
 import evenstep
 from evenstep.cli.app import JsonOption, MachinesOption, RendezvousOption, app, error_console, progress
 from evenstep.errors import EvenstepError
-from evenstep.plan import parse_rendezvous
 
 if TYPE_CHECKING:
     from evenstep.doctor.checks import Examination, Report
@@ -41,6 +40,8 @@ def doctor(
     as_json: JsonOption = False,
 ) -> None:
     """Check this machine: what works, what is wrong and how to fix it; exit code 1 if any check is bad."""
+    from evenstep.plan import parse_rendezvous
+
     parse_rendezvous(machines, rendezvous)
     environment = dict(os.environ)
     from evenstep.launcher.fork_server import start_server

@@ -16,7 +16,6 @@ from rich.console import Console
 
 from evenstep.cli.app import BatchOption, DataOption, JsonOption, TaskArgument, app, flag, print_notes, progress
 from evenstep.errors import EvenstepError, PlanError
-from evenstep.plan import Whole
 from evenstep.schema import check
 from evenstep.strategy_facts import REFERENCE, STRATEGIES, usual_strategies
 
@@ -73,6 +72,8 @@ def verify(
     as_json: JsonOption = False,
 ) -> None:
     """Check that each strategy matches training on one device; if not, show where it differs and why (exit code 1)."""
+    from evenstep.plan import Whole
+
     check("steps", steps, Whole, PlanError)
     check("accumulate", accumulate, Whole, PlanError)
     from evenstep.launcher.prepare import RUNS, free_name, label_of, load_strategies, prepare

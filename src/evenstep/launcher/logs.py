@@ -148,7 +148,6 @@ class Tail:
 
     @property
     def num_unread(self) -> int:
-        """Bytes written and not yet read."""
         return max(0, self.path.stat().st_size - self._at) if self.path.exists() else 0
 
     def _read(self, most: int) -> bytes:
@@ -179,7 +178,6 @@ class Line:
         """Whether the next byte overwrites the line; a carriage return right before the newline does not."""
 
     def add(self, part: bytes) -> None:
-        """Append."""
         body = part.rstrip(b"\r")
         if body:
             _, _, shown = body.rpartition(b"\r")
@@ -190,7 +188,6 @@ class Line:
         self._is_over = len(body) < len(part) or (self._is_over and not body)
 
     def shown(self) -> str:
-        """The line as text."""
         more = self._num_bytes - len(self._kept)
         return self._kept.decode(errors="replace") + (f" ... ({more:,} bytes more)" if more else "")
 

@@ -72,7 +72,6 @@ class DryRun:
         """The message if the next call fails."""
 
     def check(self, train: SampleBatch, valid: SampleBatch | None) -> None:
-        """Compute what a step and an evaluation compute."""
         with self._refusing():
             self._fault = "the model cannot be built"
             # A copy: the task may return the model that will be trained.

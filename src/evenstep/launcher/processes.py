@@ -67,7 +67,6 @@ class RankLogs(LogsSpecs):
         )
 
     def path(self, local: int, ending: str) -> Path:
-        """A local rank's file."""
         return self.folder / f"rank{self.first_rank + local}.{ending}"
 
     @property
@@ -106,7 +105,6 @@ class Workers:
         self.kill()
 
     def exit_codes(self) -> dict[int, int]:
-        """Exit codes of the processes that have ended."""
         return {local: code for local, code in enumerate(_exit_codes(self._context)) if code is not None}
 
     def running(self) -> dict[int, int]:
@@ -121,7 +119,6 @@ class Workers:
         return server_exit_code(self._server, DYING_SECONDS)
 
     def send(self, number: int) -> None:
-        """Send a signal to all running processes."""
         for pid in self.running().values():
             send(pid, number)
 

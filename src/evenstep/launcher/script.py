@@ -9,6 +9,7 @@ import pickle
 import re
 import shlex
 import sys
+import uuid
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -21,7 +22,7 @@ from evenstep.distributed.temporary import live_folder
 from evenstep.errors import PlanError, WorkerFailed, shorten
 from evenstep.launcher.environment import threads_for_script
 from evenstep.launcher.launch import refuse_fork_after_cuda
-from evenstep.launcher.rendezvous import LocalRendezvous, RankAssignment, Rendezvous, torchrun_environment
+from evenstep.launcher.rendezvous import LocalRendezvous, RankAssignment, Rendezvous
 from evenstep.launcher.rendezvous.addresses import LOOPBACK, free_port, open_store
 from evenstep.launcher.rendezvous.slurm import find_slurm
 from evenstep.launcher.rendezvous.version_check import Identity, identity_of, sources_of_file, sources_of_module
@@ -53,19 +54,30 @@ NOT_OURS = {
 
 
 class LocalTorchrunRendezvous(LocalRendezvous):
-    """One machine, with the environment that torchrun gives a program."""
-
-    def __init__(self, restarts: int) -> None:
-        super().__init__()
-        self._restarts = restarts
+    """Processes of one machine meet at MASTER_PORT, as torchrun's do."""
 
     def next_round(self, num: int, attempt: int, resume: str | None = None) -> RankAssignment:
         assignment = super().next_round(num, attempt, resume)
         # A new store for each attempt: a killed process's keys would be mistaken for a new one's.
         self._store = open_store() if num > 1 else None
-        port = self._store.port if self._store is not None else free_port()
-        environment = torchrun_environment(LOOPBACK, port, num, self._restarts)
+        environment = {
+            "MASTER_ADDR": LOOPBACK,
+            "MASTER_PORT": str(self._store.port if self._store is not None else free_port()),
+            # The launcher holds the store, so that no other program can take its port. A single process may be a script
+            # that spawns its own workers: its rank 0 must hold the store.
+            "TORCHELASTIC_USE_AGENT_STORE": str(num > 1),
+        }
         return replace(assignment, store=None, environment=environment)
+
+
+def _torchrun_variables(restarts: int) -> dict[str, str]:
+    """What torchrun sets beside the ranks and their address."""
+    return {
+        "TORCHELASTIC_RUN_ID": uuid.uuid4().hex,
+        "TORCHELASTIC_SIGNALS_TO_HANDLE": "SIGTERM,SIGINT,SIGHUP,SIGQUIT",
+        "TORCHELASTIC_MAX_RESTARTS": str(restarts),
+        "TORCH_NCCL_ASYNC_ERROR_HANDLING": "1",
+    }
 
 
 @dataclass(frozen=True)
@@ -85,7 +97,6 @@ class Script:
     rendezvous: str | None = None
 
     def spec(self) -> ProgramSpec:
-        """What each process runs."""
         return ProgramSpec(
             name=self.name,
             arguments=self.arguments,
@@ -93,7 +104,7 @@ class Script:
             rank_flag=self._rank_flag(),
             # The first entry is the folder of the command `evenstep`.
             search_path=tuple(sys.path[0 if sys.flags.safe_path else 1 :]),
-            environment=threads_for_script(self.num),
+            environment={**_torchrun_variables(self.restarts), **threads_for_script(self.num)},
         )
 
     def _rank_flag(self) -> str | None:
@@ -152,12 +163,11 @@ def _rendezvous(script: Script) -> Rendezvous:
     is_local = machines is not None and parse_machines(machines) == (1, 1)
     where = None if is_local else parse_rendezvous(machines, rendezvous)
     if where is None:
-        return LocalTorchrunRendezvous(script.restarts)
-    from evenstep.launcher.rendezvous.c10d import TorchrunRendezvous  # what it imports is not needed on one machine
+        return LocalTorchrunRendezvous()
+    from evenstep.launcher.rendezvous.c10d import C10dRendezvous  # what it imports is not needed on one machine
 
     identity = _identity(script, f"{slurm.job}.{slurm.step}" if slurm is not None else "none")
-    backend = TorchrunRendezvous(*where, identity, is_head)
-    backend.restarts = script.restarts
+    backend = C10dRendezvous(*where, identity, is_head)
     if slurm is not None and slurm.is_spread:
         backend.num_before, backend.num_here = slurm.local * script.num, slurm.num_local * script.num
     return backend
@@ -195,13 +205,13 @@ def launch(
             devices,
             run_function,
             # OpenMP's threads do not survive a fork; with more than one, the process would wait for them forever.
-            WorkerSpec(environment={"OMP_NUM_THREADS": "1"}),
+            WorkerSpec(environment={**_torchrun_variables(restarts), "OMP_NUM_THREADS": "1"}),
             (results, function, arguments),
             "fork",
             restarts,
             stall_after,
         )
-        _watch(Supervisor(what, LocalTorchrunRendezvous(restarts)))
+        _watch(Supervisor(what, LocalTorchrunRendezvous()))
         # Safe to unpickle: written by forks of this process, in a private folder.
         return [_returned(results / f"{rank}.pickle") for rank in range(devices)]
 

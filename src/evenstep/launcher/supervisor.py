@@ -58,7 +58,6 @@ class StopSignals:
         self._is_idle = False
 
     def listening(self) -> AbstractContextManager[None]:
-        """Handle them inside the block."""
         return handling_signals(self._take, (signal.SIGINT, *SIGNALS))
 
     def _take(self, number: int, frame: FrameType | None) -> None:
@@ -94,7 +93,6 @@ class RecordTail:
                 self._at = end_of_rows(file)
 
     def new(self) -> Iterator[Event]:
-        """Rows written since the last call."""
         if self._file is None and self._path.exists():
             self._file = self._path.open("rb")
             self._file.seek(self._at)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import uuid
 from collections.abc import Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
@@ -121,18 +120,3 @@ class LocalRendezvous:
 
     def close(self) -> None:
         self._stack.close()
-
-
-def torchrun_environment(address: str, port: int, size: int, restarts: int) -> dict[str, str]:
-    """What torchrun sets beside the ranks."""
-    return {
-        "MASTER_ADDR": address,
-        "MASTER_PORT": str(port),
-        # The launcher holds the store, so that no other program can take its port. A single process may be a script
-        # that spawns its own workers: its rank 0 must hold the store.
-        "TORCHELASTIC_USE_AGENT_STORE": str(size > 1),
-        "TORCHELASTIC_RUN_ID": uuid.uuid4().hex,
-        "TORCHELASTIC_SIGNALS_TO_HANDLE": "SIGTERM,SIGINT,SIGHUP,SIGQUIT",
-        "TORCHELASTIC_MAX_RESTARTS": str(restarts),
-        "TORCH_NCCL_ASYNC_ERROR_HANDLING": "1",
-    }

@@ -120,7 +120,6 @@ class TokenFile:
         return read_private(self.path) if is_there else None
 
     def remove(self) -> None:
-        """Delete the file at the end of the run."""
         self.path.unlink(missing_ok=True)
 
     def announcement(self, token: str) -> str:
@@ -226,12 +225,10 @@ class Session:
         return hmac.digest(self.key, side.encode() + self.nonces + text, DIGEST)
 
     async def check(self, side: Side, reader: Reader) -> None:
-        """Read the other side's proof."""
         if not hmac.compare_digest(await reader.readexactly(DIGEST_BYTES), self.proof(side)):
             raise WrongToken("a proof is wrong")
 
     def write(self, side: Side, writer: Writer, message: Any) -> None:
-        """Send a signed message."""
         text = msgspec.json.encode(message)
         writer.write(len(text).to_bytes(4, "big") + self.proof(side, b"says" + text) + text)
 

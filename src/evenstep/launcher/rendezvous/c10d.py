@@ -43,7 +43,7 @@ from evenstep.errors import PlanError, TrainingError
 from evenstep.internals import NodeDesc, RendezvousState, Store
 from evenstep.launcher.environment import launcher_variables, set_variables
 from evenstep.launcher.failure import Cause
-from evenstep.launcher.rendezvous import RankAssignment, torchrun_environment
+from evenstep.launcher.rendezvous import RankAssignment
 from evenstep.launcher.rendezvous.addresses import (
     HEARTBEAT_SECONDS,
     JOIN_SECONDS,
@@ -95,7 +95,6 @@ class SignedState(RendezvousBackend):
 
     @property
     def name(self) -> str:
-        """torch's name for the backend."""
         return "c10d"
 
     @property
@@ -196,6 +195,11 @@ class HeadLost(TrainingError):
 class C10dRendezvous:
     """The rendezvous of this launcher with those of other machines."""
 
+    num_before = 0
+    """Processes of other launchers on this machine that come before this one's, as Slurm starts a script's."""
+    num_here = 0
+    """Processes on this machine, those of other launchers included; 0: there is no other launcher."""
+
     def __init__(
         self, address: tuple[str, int], machines: tuple[int, int], identity: Identity, is_head: bool | None
     ) -> None:
@@ -224,7 +228,6 @@ class C10dRendezvous:
         threading.Thread(target=self._heartbeat_loop, daemon=True).start()
 
     def publish(self, plan: Plan) -> None:
-        """Send the plan to the other machines."""
         self._publish({"plan": plan.to_json()})
 
     def refuse(self, why: str) -> None:
@@ -237,7 +240,6 @@ class C10dRendezvous:
         self._ask(lambda: self._store.set("plan", text))
 
     def read_plan(self) -> Plan:
-        """The first machine's plan."""
         # The first machine may be loading data, and too busy to respond.
         (found,) = self._read(self._store, {"plan": "plan"}, HEAD_SECONDS) or (None,)
         if found is None:
@@ -267,7 +269,6 @@ class C10dRendezvous:
         return None
 
     def waiting_message(self) -> str:
-        """What the next round waits for, in one line."""
         where = f"{self._host}:{self._port}"
         if self._members or self.is_head:
             return f"waiting for machines at {where}, at least {self._least}" if not self._members else ""
@@ -348,7 +349,14 @@ class C10dRendezvous:
             # gloo's default is what the machine's own name resolves to, which on Debian is a loopback address.
             environment["GLOO_SOCKET_IFNAME"] = interface
         return RankAssignment(
-            sum(nums[:machine]), sum(nums), machine, len(members), resume=members[0]["resume"], environment=environment
+            sum(nums[:machine]),
+            sum(nums),
+            machine,
+            len(members),
+            self.num_before,
+            self.num_here,
+            resume=members[0]["resume"],
+            environment=environment,
         )
 
     def report_failure(self, cause: Cause) -> Cause:
@@ -374,7 +382,6 @@ class C10dRendezvous:
         return self._cause
 
     def has_waiting_machine(self, asks_store: bool = False) -> bool:
-        """Whether another machine waits to join; `asks_store` does not rely on the latest heartbeat."""
         store = self._round
         if asks_store and not self._is_wanted and store is not None:
             # Without a store, no machine can join.
@@ -481,25 +488,3 @@ class C10dRendezvous:
             if isinstance(error, RendezvousError):
                 raise
             raise self._head_lost() from error
-
-
-class TorchrunRendezvous(C10dRendezvous):
-    """The same, with the environment that torchrun gives a program."""
-
-    restarts = 0
-    num_before = 0
-    """Processes of other launchers on this machine that come before this one's, as Slurm starts them."""
-    num_here = 0
-
-    def next_round(self, num: int, attempt: int, resume: str | None = None) -> RankAssignment | None:
-        assignment = super().next_round(num, attempt, resume)
-        if assignment is None:
-            return None
-        given = assignment.environment
-        usual = torchrun_environment(given["MASTER_ADDR"], int(given["MASTER_PORT"]), assignment.size, self.restarts)
-        return replace(
-            assignment,
-            local_offset=self.num_before,
-            num_local=self.num_here,
-            environment={**usual, **given, "TORCHELASTIC_USE_AGENT_STORE": "True"},
-        )

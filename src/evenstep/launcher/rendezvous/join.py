@@ -87,7 +87,6 @@ class StoreAccess:
         return interface_of(own)
 
     def close(self) -> None:
-        """Close the tunnel."""
         if self.token_file is not None:
             # While the port is held: the next run on this port writes a file of the same name.
             self.token_file.remove()

@@ -145,11 +145,9 @@ class _Loop:
         self._thread.start()
 
     def do(self, what: Coroutine[Any, Any, T]) -> T:
-        """Have something done there, and wait for it."""
         return asyncio.run_coroutine_threadsafe(what, self._loop).result()
 
     def listen(self, listener: socket.socket, serve: Callable[[Reader, Writer], Awaitable[None]]) -> asyncio.Server:
-        """Serve whoever connects."""
 
         async def served(reader: Reader, writer: Writer) -> None:
             # What went wrong is the other side's to find out: its connection ends.
@@ -171,7 +169,6 @@ class _Loop:
         self.do(close())
 
     def close(self) -> None:
-        """End all connections."""
         if not self._thread.is_alive():
             return
         self.do(self._end())
@@ -210,7 +207,6 @@ class TunnelServer:
         self._loop.listen(bound, self._serve)
 
     def close(self) -> None:
-        """Close the port and all connections."""
         self._loop.close()
 
     def set_workers_port(self, port: int) -> None:
@@ -285,7 +281,6 @@ class TunnelClient:
         self._loop.do(self._authenticate())
 
     def close(self) -> None:
-        """Close all ports and connections."""
         self._loop.close()
 
     def port(self, there: int = 0) -> int:
@@ -319,7 +314,6 @@ class TunnelClient:
             await asyncio.sleep(RETRY_SECONDS)
 
     async def _connect(self, there: int) -> tuple[Reader, Writer]:
-        """An authenticated connection."""
         reader, writer = await asyncio.wait_for(asyncio.open_connection(*self._address), HANDSHAKE_SECONDS)
         try:
             session = await self._handshake(reader, writer)

@@ -182,6 +182,7 @@ def steps_done(name: str) -> list[int]:
     return [json.loads(line)["step"] for line in lines if line.endswith("}")]
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(300)
 def test_killed_on_2_gone_on_with_on_3_and_killed_and_finished_on_1(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch

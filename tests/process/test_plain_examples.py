@@ -21,7 +21,7 @@ PROGRAMS = {"single.py": (), "data_parallel.py": (), "distributed.py": ("--world
 
 
 def python(*arguments: str) -> subprocess.CompletedProcess[str]:
-    # No cards: the tests are about the programs, and must mean the same on a machine that has one.
+    # No GPUs: the tests are about the programs, and must mean the same on a machine that has one.
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
     return subprocess.run([sys.executable, *arguments], capture_output=True, text=True, env=environment, timeout=60)
 
@@ -30,7 +30,9 @@ def code_blocks(page: Path) -> list[str]:
     return re.findall(r"```python\n(.*?)```", page.read_text(), re.DOTALL)
 
 
-@pytest.mark.parametrize("program", PROGRAMS)
+@pytest.mark.parametrize(
+    "program", [pytest.param(name, marks=pytest.mark.slow if name != "distributed.py" else ()) for name in PROGRAMS]
+)
 def test_learns_in_one_epoch_and_saves_weights_with_their_own_names(program: str) -> None:
     done = python("-W", "error", str(PLAIN / program), "--epochs", "1", *PROGRAMS[program])
     assert done.returncode == 0, done.stderr

@@ -80,6 +80,7 @@ def test_verify_finds_that_it_learns_what_one_device_learns(folder: Path) -> Non
     assert json.loads(done.stdout)["is_same"]
 
 
+@pytest.mark.slow
 def test_verify_finds_its_mistake(folder: Path) -> None:
     (folder / "toy_strategy.py").write_text(STRATEGY.replace("{factor}", "2"))
     done = evenstep(folder, "verify", "my_task.py", "--strategies", "toy", "--devices", "cpu,cpu")

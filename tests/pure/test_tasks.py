@@ -347,6 +347,7 @@ def test_digits_without_scikit_learn_says_what_to_install(monkeypatch: pytest.Mo
         load_task("digits")
 
 
+@pytest.mark.slow
 def test_shakespeare_learns_from_a_text_and_shows_some(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     text = b"To be, or not to be:\n" * 100
     (tmp_path / "input.txt").write_bytes(text)

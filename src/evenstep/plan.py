@@ -7,6 +7,7 @@ import os
 import re
 import sys
 from collections.abc import Iterable, Mapping
+from contextvars import ContextVar
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Annotated, Any, Literal, get_args
@@ -16,7 +17,15 @@ from msgspec import Meta
 from evenstep.errors import BREAKS_LINES, PlanError, shorten
 from evenstep.sampling.order import Lengths, share, smallest_micro_batch
 from evenstep.schema import LARGEST, Schema, check, check_choice, check_fields
-from evenstep.strategy_facts import REFERENCE, STRATEGIES, StrategyFacts, one_of, usual_strategies, with_processes
+from evenstep.strategy_facts import (
+    REFERENCE,
+    STRATEGIES,
+    UNKNOWN,
+    StrategyFacts,
+    one_of,
+    usual_strategies,
+    with_processes,
+)
 
 PrecisionName = Literal["fp64", "fp32", "tf32", "bf16", "fp16"]
 FastName = Literal["auto", "off"]
@@ -24,6 +33,8 @@ TrackerName = Literal["tensorboard"]
 
 PRECISION_NAMES: tuple[str, ...] = get_args(PrecisionName)
 
+_is_saved = ContextVar("is_saved", default=False)
+"""Whether a plan is read that was checked when it was written."""
 IN_THIS_PROCESS = "(in this process)"
 """For a task that nobody can find by a name."""
 
@@ -66,7 +77,7 @@ class Plan:
 
     batch: Whole
     task: Text = IN_THIS_PROCESS
-    strategy: str = REFERENCE
+    strategy: Text = REFERENCE
     devices: tuple[Text, ...] = ("cpu",)
     epochs: Whole | None = None
     steps: Whole | None = None
@@ -102,7 +113,8 @@ class Plan:
 
     def __post_init__(self) -> None:
         # Types first: what follows can rely on them.
-        check_choice("strategy", self.strategy, STRATEGIES, PlanError)
+        if not _is_saved.get():
+            check_choice("strategy", self.strategy, STRATEGIES, PlanError)
         check_fields(self, PlanError)
         check_device_names(self.devices)
         self._check_launch()
@@ -117,7 +129,7 @@ class Plan:
 
     @property
     def _facts(self) -> StrategyFacts:
-        return STRATEGIES[self.strategy]
+        return STRATEGIES.get(self.strategy, UNKNOWN)
 
     def _check_launch(self) -> None:
         if (self.epochs is None) == (self.steps is None):
@@ -257,14 +269,18 @@ class Plan:
 
     @classmethod
     def from_json(cls, values: Mapping[str, Any]) -> Plan:
-        """The plan that `to_json` wrote."""
+        """The plan that `to_json` wrote; its strategy may be one that the task's file, not imported yet, adds."""
         known = {field.name for field in fields(cls)}
         unknown = sorted(set(values) - known)
         if unknown:
             raise PlanError(f"the plan has {shorten(', '.join(unknown))}, unknown here; a newer evenstep wrote it")
         if "batch" not in values or not isinstance(values.get("devices"), list | tuple):
             raise PlanError("not a plan: it needs a batch and a list of devices; a run folder's plan.json is one")
-        return cls(**{**values, "devices": tuple(values["devices"])})
+        token = _is_saved.set(True)
+        try:
+            return cls(**{**values, "devices": tuple(values["devices"])})
+        finally:
+            _is_saved.reset(token)
 
 
 _FILE: Schema[dict[str, Any]] = Schema(dict[str, Any], "plan", PlanError, "give the plan.json of a run folder")

@@ -20,9 +20,7 @@ class StrategyFacts:
     location: str
     """Module and class, imported when first used: torch's FSDP takes a second to import."""
     summary: str
-    """One line for help and docs."""
-    known_as: str = ""
-    """For lists of all strategies, where it says more than the name."""
+    """One line for `evenstep train --help`."""
     processes_per_device: bool = False
     """True: one process for each device. False: one process drives them all."""
     drives_from_first: bool = False
@@ -73,7 +71,6 @@ _ROWS = (
         name=DEFAULT_IN_ONE_PROCESS,
         location="evenstep.strategies.dp:DP",
         summary="one process, one replica and one thread for each device",
-        known_as="one process, a thread per device",
         needs_several_devices=True,
         mixes_device_kinds=True,
         compiles=False,
@@ -107,7 +104,6 @@ _ROWS = (
         name="dp-torch",
         location="evenstep.strategies.torch_dp:TorchDP",
         summary="torch's own nn.DataParallel on CUDA devices, to compare with",
-        known_as="nn.DataParallel",
         drives_from_first=True,
         is_baseline=True,
         needs_several_devices=True,
@@ -117,6 +113,15 @@ _ROWS = (
         cuda_graphs=False,
         separates_communication=False,
     ),
+)
+UNKNOWN = StrategyFacts(
+    name="",
+    location="",
+    summary="of a saved run, whose task has not been imported: nothing is refused",
+    processes_per_device=True,
+    device_kinds=("cpu", "cuda", "mps"),
+    mixes_device_kinds=True,
+    several_machines=True,
 )
 _FACTS = {row.name: row for row in _ROWS}
 STRATEGIES: Mapping[str, StrategyFacts] = MappingProxyType(_FACTS)
@@ -147,16 +152,6 @@ def one_of(rows: Iterable[StrategyFacts]) -> str:
     """
     *most, last = [row.name for row in rows]
     return f"{', '.join(most)} or {last}" if most else last
-
-
-def listed() -> str:
-    """All of them for help, with torch's names where these say more.
-
-    >>> listed()
-    'single, dp (one process, a thread per device), ddp, fsdp or dp-torch (nn.DataParallel)'
-    """
-    shown = [f"{row.name} ({row.known_as})" if row.known_as else row.name for row in STRATEGIES.values()]
-    return f"{', '.join(shown[:-1])} or {shown[-1]}"
 
 
 def with_processes() -> str:

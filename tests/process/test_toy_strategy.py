@@ -74,6 +74,20 @@ def test_train_runs_it_in_two_processes(folder: Path) -> None:
     assert json.loads((run / "plan.json").read_text())["strategy"] == "toy"
 
 
+def test_its_run_is_reported_and_resumed_with_and_without_naming_the_task(folder: Path) -> None:
+    options = ("--strategy", "toy", "--devices", "cpu,cpu", "--steps", "4", "--name", "first")
+    assert evenstep(folder, "train", "my_task.py", *options).returncode == 0
+    done = evenstep(folder, "report", "runs/first")
+    assert done.returncode == 0, done.stderr
+    for task in (["my_task.py"], []):
+        done = evenstep(folder, "train", *task, "--resume", "runs/first", "--steps", "6", "--json")
+        assert done.returncode == 0, done.stderr
+        assert (json.loads(done.stdout)["strategy"], json.loads(done.stdout)["steps"]) == ("toy", 2)
+    (folder / "my_task.py").write_text("from evenstep.tasks.digits import task\n")
+    done = evenstep(folder, "train", "--resume", "runs/first", "--steps", "6")
+    assert (done.returncode, "unknown strategy 'toy'" in done.stderr) == (2, True)
+
+
 def test_verify_finds_that_it_learns_what_one_device_learns(folder: Path) -> None:
     done = evenstep(folder, "verify", "my_task.py", "--strategies", "toy", "--devices", "cpu,cpu", "--json")
     assert done.returncode == 0, done.stdout + done.stderr

@@ -31,9 +31,14 @@ from evenstep.cli.app import (
     progress,
     refuse_broken,
 )
-from evenstep.strategy_facts import DEFAULT, REFERENCE, listed, one_of, usual_strategies
+from evenstep.strategy_facts import DEFAULT, REFERENCE, STRATEGIES, one_of, usual_strategies
 
-TRAIN_EXAMPLES = """
+_SUMMARIES = "\n\n".join(f"{row.name}: {row.summary}" for row in STRATEGIES.values())
+TRAIN_EXAMPLES = f"""
+[bold]Strategies[/bold]
+
+{_SUMMARIES}
+
 [bold]Examples[/bold]
 
 evenstep train digits
@@ -53,7 +58,10 @@ def train(
         typer.Argument(help=TASKS),
     ] = None,
     strategy: Annotated[
-        str | None, typer.Option(help=f"{listed()}; default: {REFERENCE} on one device, {DEFAULT} on several.")
+        str | None,
+        typer.Option(
+            help=f"{one_of(STRATEGIES.values())}, see below; default: {REFERENCE} on one device, {DEFAULT} on several."
+        ),
     ] = None,
     devices: Annotated[
         str | None,

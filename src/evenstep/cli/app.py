@@ -98,9 +98,20 @@ def root(
 
 @contextmanager
 def progress(total: int | None = None) -> Iterator[Callable[..., None]]:
+    """`progress_bar`, which also reports Ctrl-C."""
+    with progress_bar(total) as report:
+        try:
+            yield report
+        except KeyboardInterrupt:
+            error_console().print("stopped")
+            raise
+
+
+@contextmanager
+def progress_bar(total: int | None = None) -> Iterator[Callable[..., None]]:
     """Show on stderr what is being done: one line that changes on a terminal, one after another elsewhere.
 
-    `report(line)` may give another total than the expected one, which is at most an estimate.
+    The total is an estimate; `report(line, total)` may correct it.
     """
     console = error_console()
     if not console.is_terminal:

@@ -14,7 +14,7 @@ from rich.console import Console
 from rich.table import Table
 
 import evenstep
-from evenstep.cli.app import JsonOption, MachinesOption, RendezvousOption, app, error_console, progress
+from evenstep.cli.app import JsonOption, MachinesOption, RendezvousOption, app, error_console, progress_bar
 from evenstep.errors import EvenstepError
 
 if TYPE_CHECKING:
@@ -74,7 +74,7 @@ def _examined(environment: dict[str, str], machines: str | None, rendezvous: str
         from evenstep.doctor.cluster import examine_together  # what it imports is not needed on one machine
 
         events = examine_together(environment, machines, rendezvous)
-    with closing(events), progress(total=1) as log:
+    with closing(events), progress_bar(total=1) as log:
         for event in events:
             if isinstance(event, Report):
                 return event

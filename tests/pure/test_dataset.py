@@ -12,7 +12,7 @@ import torch
 from torch.utils.data import Dataset, TensorDataset
 
 from evenstep.data.adapt import adapt
-from evenstep.data.dataset import open_source
+from evenstep.data.dataset import SampleTransform, open_source
 from evenstep.data.nested import map_tensors
 from evenstep.errors import TaskError
 
@@ -68,7 +68,7 @@ def memory_map() -> np.memmap[Any, Any]:
 def fetch(data: Any, collate: Callable[[list[Any]], Any] | None = None) -> Any:
     source = open_source(data, collate)
     assert source.num_samples == 4
-    return source.fetch(IDS)
+    return source.fetch(IDS, IDS, SampleTransform(0, 0))
 
 
 @pytest.mark.parametrize(

@@ -124,23 +124,23 @@ class Reader:
         self._seed = seed
         self._augment = augment
         self._pinned = pinned
-        self._touch: tuple[int, SampleTransform] | None = None
+        self._transform: tuple[int, SampleTransform] | None = None
 
     def read(self, request: Request) -> HostBatch:
-        touch = self._touch_of(request.span.epoch)
+        transform = self._transform_of(request.span.epoch)
         ids, keys = request.ids, request.keys
         if self._is_whole and not request.is_checked:
             source = self._sources[0]
-            data = source.rows(ids, touch) or source.fetch(ids, keys, touch, self._pinned)
+            data = source.rows(ids, transform) or source.fetch(ids, keys, transform, self._pinned)
             whole = HostMicroBatch(data, ids, keys)
             return HostBatch(request.span, [[whole]], request.is_epoch_end)
         micro_batches = [
-            [self._micro_batch(source, request, own, touch) for source, own in zip(self._sources, ranges, strict=True)]
+            [self._micro_batch(*each, request, transform) for each in zip(self._sources, ranges, strict=True)]
             for ranges in self._split.ranges(len(ids))
         ]
         checked = None
         if request.is_checked:
-            checked = BatchDigests(replica_digests(micro_batches), self._common(request, touch), digest(ids))
+            checked = BatchDigests(replica_digests(micro_batches), self._common(request, transform), digest(ids))
         return HostBatch(request.span, micro_batches, request.is_epoch_end, checked)
 
     def read_in_worker(self, request: Request) -> HostBatch | WorkerFailure:
@@ -150,23 +150,23 @@ class Reader:
         except TaskError as error:
             return WorkerFailure(str(error))
 
-    def _micro_batch(self, source: Source, request: Request, own: range, touch: SampleTransform) -> HostMicroBatch:
+    def _micro_batch(self, source: Source, own: range, request: Request, transform: SampleTransform) -> HostMicroBatch:
         # A replica without samples still runs one, which counts for nothing: collectives need every rank.
         read = slice(own.start, own.stop) if own else slice(1)
-        data = None if request.is_checked else source.rows(request.ids[read], touch)
+        data = None if request.is_checked else source.rows(request.ids[read], transform)
         if data is None:
-            data = source.fetch(request.ids[read], request.keys[read], touch, self._pinned)
+            data = source.fetch(request.ids[read], request.keys[read], transform, self._pinned)
         return HostMicroBatch(data, request.ids[own.start : own.stop], request.keys[own.start : own.stop])
 
-    def _common(self, request: Request, touch: SampleTransform) -> str:
+    def _common(self, request: Request, transform: SampleTransform) -> str:
         """A digest of a sample that every rank reads; empty if reading it twice gives different data."""
-        once, again = (digest([self._sources[0].fetch(request.ids[:1], request.keys[:1], touch)]) for _ in range(2))
+        once, again = (digest([self._sources[0].fetch(request.ids[:1], request.keys[:1], transform)]) for _ in range(2))
         return once if once == again else ""
 
-    def _touch_of(self, epoch: int) -> SampleTransform:
-        if self._touch is None or self._touch[0] != epoch:
-            self._touch = (epoch, SampleTransform(self._seed, epoch, self._augment))
-        return self._touch[1]
+    def _transform_of(self, epoch: int) -> SampleTransform:
+        if self._transform is None or self._transform[0] != epoch:
+            self._transform = (epoch, SampleTransform(self._seed, epoch, self._augment))
+        return self._transform[1]
 
 
 def replica_digests(micro_batches: list[list[HostMicroBatch]]) -> list[str]:

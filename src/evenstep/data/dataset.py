@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import torch
@@ -63,35 +63,34 @@ class PerSample:
         self._draws = not can_read_again
         self._reads_draw = can_read_again
 
-    def make(self, ids: Ids, keys: Ids, touch: SampleTransform | None) -> Batch:
-        runs_code = self._reads_draw or self._collate is not None or (touch is not None and touch.augments)
-        if touch is None or not runs_code:
+    def make(self, ids: Ids, keys: Ids, transform: SampleTransform) -> Batch:
+        if not (self._reads_draw or self._collate is not None or transform.augments):
             return collated(list(self._read(ids.tolist())), ids, self._collate)
         before = rng_states()
         if not self._draws:
-            batch = self._made(ids, keys.tolist(), touch, seeds=False)
+            batch = self._made(ids, keys.tolist(), transform, seeds=False)
             if is_same_state(before, rng_states()):
                 return batch
             self._draws = True
         try:
-            return self._made(ids, keys.tolist(), touch, seeds=True)
+            return self._made(ids, keys.tolist(), transform, seeds=True)
         finally:
             restore_rng_states(before)
 
-    def _made(self, ids: Ids, keys: list[int], touch: SampleTransform, seeds: bool) -> Batch:
-        if not seeds and not touch.augments:
+    def _made(self, ids: Ids, keys: list[int], transform: SampleTransform, seeds: bool) -> Batch:
+        if not seeds and not transform.augments:
             return collated(list(self._read(ids.tolist())), ids, self._collate)
         if seeds:
-            touch.begin(keys[0])
+            transform.begin(keys[0])
         samples = []
         reading = self._read(ids.tolist())
         for id_, key in zip(ids.tolist(), keys, strict=True):
             if seeds:
-                touch.begin(key)
+                transform.begin(key)
             sample = next(reading)
-            samples.append(touch.change(sample, id_, key) if touch.augments else sample)
+            samples.append(transform.change(sample, id_, key) if transform.augments else sample)
         if seeds:
-            touch.begin(keys[0], "collate")
+            transform.begin(keys[0], "collate")
         return collated(samples, ids, self._collate)
 
 
@@ -126,29 +125,31 @@ def _shape(value: Any) -> Any:
     return tuple(value.shape) if hasattr(value, "shape") else type(value).__name__
 
 
-class Source(Protocol):
+class Source:
     """Samples by id."""
 
     num_samples: int
-    is_on_gpu: bool
+    is_on_gpu = False
     """Whether the samples are already in GPU memory."""
 
     def is_slow(self, augments: bool) -> bool:
         """Whether Python runs for every sample, so that worker processes help."""
+        return True
 
-    def fetch(
-        self, ids: Ids, keys: Ids | None = None, touch: SampleTransform | None = None, pinned: bool = False
-    ) -> Batch:
+    def fetch(self, ids: Ids, keys: Ids, transform: SampleTransform, pinned: bool = False) -> Batch:
         """The samples as one batch; their random numbers depend on `keys`."""
+        raise NotImplementedError
 
-    def rows(self, ids: Ids, touch: SampleTransform) -> Rows | None:
+    def rows(self, ids: Ids, transform: SampleTransform) -> Rows | None:
         """The samples, to be gathered later; None if they cannot be."""
+        return None
 
     def check_length(self) -> None:
         """Raise TaskError if there are no longer as many samples as there were."""
 
     def on(self, device: torch.device) -> Source:
         """The same samples in the device's memory; for those that are not slow."""
+        raise NotImplementedError
 
 
 def open_source(data: Any, collate: Collate | None, what: str = "train") -> Source:
@@ -202,7 +203,7 @@ class Rows:
         return map_fields(self.columns, lambda column: column.index_select(0, index))
 
 
-class Table:
+class Table(Source):
     """A tensor or array, or a tuple or dict of them; the first dimension counts samples."""
 
     def __init__(self, data: Any, collate: Collate | None, what: str) -> None:
@@ -233,22 +234,20 @@ class Table:
     def is_slow(self, augments: bool) -> bool:
         return augments or self._collate is not None
 
-    def rows(self, ids: Ids, touch: SampleTransform) -> Rows | None:
-        if self._collate is not None or touch.augments or not self._is_plain_gpu:
+    def rows(self, ids: Ids, transform: SampleTransform) -> Rows | None:
+        if self._collate is not None or transform.augments or not self._is_plain_gpu:
             return None
         return Rows(self._data, ids, self._device)
 
-    def fetch(
-        self, ids: Ids, keys: Ids | None = None, touch: SampleTransform | None = None, pinned: bool = False
-    ) -> Batch:
-        if self._collate is None and (touch is None or not touch.augments):
+    def fetch(self, ids: Ids, keys: Ids, transform: SampleTransform, pinned: bool = False) -> Batch:
+        if self._collate is None and not transform.augments:
             index = torch.from_numpy(ids)
             if self._selects is not None and not pinned:
                 return self._packed([select(0, index) for select in self._selects])
             if self._device.type != "cpu":
                 index = index.to(self._device, non_blocking=True)
             return map_fields(self._data, lambda column: _take(column, ids, index, pinned))
-        return self._rows.make(ids, ids if keys is None else keys, touch)
+        return self._rows.make(ids, keys, transform)
 
     def _packed(self, columns: list[torch.Tensor]) -> Batch:
         if type(self._data) is tuple:
@@ -260,18 +259,13 @@ class Table:
     def _read(self, ids: list[int]) -> Iterator[Any]:
         return (map_fields(self._data, partial(_row, row=id_)) for id_ in ids)
 
-    def check_length(self) -> None:
-        pass
-
     def on(self, device: torch.device) -> Table:
         moved = map_fields(self._data, lambda column: torch.as_tensor(column).to(device))
         return Table(moved, self._collate, "resident")
 
 
-class Samples:
+class Samples(Source):
     """Any map-style dataset."""
-
-    is_on_gpu = False
 
     def __init__(self, data: Any, collate: Collate | None, what: str) -> None:
         if not hasattr(data, "__getitem__"):
@@ -283,9 +277,6 @@ class Samples:
         self._rows = PerSample(self._read, collate)
         self._what = what
         self.num_samples = self._length()
-
-    def is_slow(self, augments: bool) -> bool:
-        return True
 
     def _length(self) -> int:
         try:
@@ -302,16 +293,8 @@ class Samples:
                 "a dataset must not grow or shrink while it is trained on"
             )
 
-    def fetch(
-        self, ids: Ids, keys: Ids | None = None, touch: SampleTransform | None = None, pinned: bool = False
-    ) -> Batch:
-        return self._rows.make(ids, ids if keys is None else keys, touch)
-
-    def rows(self, ids: Ids, touch: SampleTransform) -> None:
-        return None
-
-    def on(self, device: torch.device) -> Samples:
-        raise NotImplementedError("a dataset has no tensors that could be moved")
+    def fetch(self, ids: Ids, keys: Ids, transform: SampleTransform, pinned: bool = False) -> Batch:
+        return self._rows.make(ids, keys, transform)
 
     def _read(self, ids: list[int]) -> Iterator[Any]:
         many = getattr(self._data, "__getitems__", None)
@@ -335,7 +318,7 @@ class Samples:
         return samples
 
 
-class SubsetSource:
+class SubsetSource(Source):
     """Some samples of another source: what torch's Subset and random_split make."""
 
     def __init__(self, source: Source, indices: Any, what: str) -> None:
@@ -349,13 +332,11 @@ class SubsetSource:
     def is_slow(self, augments: bool) -> bool:
         return self._source.is_slow(augments)
 
-    def fetch(
-        self, ids: Ids, keys: Ids | None = None, touch: SampleTransform | None = None, pinned: bool = False
-    ) -> Batch:
-        return self._source.fetch(self._indices[ids], ids if keys is None else keys, touch, pinned)
+    def fetch(self, ids: Ids, keys: Ids, transform: SampleTransform, pinned: bool = False) -> Batch:
+        return self._source.fetch(self._indices[ids], keys, transform, pinned)
 
-    def rows(self, ids: Ids, touch: SampleTransform) -> Rows | None:
-        return self._source.rows(self._indices[ids], touch)
+    def rows(self, ids: Ids, transform: SampleTransform) -> Rows | None:
+        return self._source.rows(self._indices[ids], transform)
 
     def check_length(self) -> None:
         self._source.check_length()

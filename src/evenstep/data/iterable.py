@@ -69,12 +69,12 @@ class Stream:
         self._held: tuple[int, list[Any]] = (0, [])
         """The id of the first sample in memory, and the samples."""
 
-    def first(self, num: int, touch: SampleTransform) -> tuple[Any, Ids]:
+    def first(self, num: int, transform: SampleTransform) -> tuple[Any, Ids]:
         """A batch of the first few samples, and their ids."""
         samples = self._opened(0, 0).take(num)
         self._held = (0, samples)
         ids = np.arange(len(samples))
-        return self._reader.make(ids, ids, touch), ids
+        return self._reader.make(ids, ids, transform), ids
 
     def _opened(self, seed: int, epoch: int) -> _Opened:
         if hasattr(self._data, "set_epoch"):
@@ -84,7 +84,7 @@ class Stream:
     def batches(self, part: StreamPart, reader: int = 0, num_readers: int = 1) -> Iterator[HostBatch]:
         """The steps of a part; of `num_readers` readers, each makes every `num_readers`th."""
         opened = self._opened(part.seed, part.epoch)
-        touch = SampleTransform(part.seed, part.epoch, part.augment)
+        transform = SampleTransform(part.seed, part.epoch, part.augment)
         opened.skip(part.start)
         # Read ahead: a step is the last of its epoch if no sample follows, or no whole batch.
         num_ahead = part.batch if part.drop_last else 1
@@ -97,7 +97,7 @@ class Stream:
             if number % num_readers == reader:
                 start = part.start + number * part.batch
                 span = Span(part.epoch, start, start + len(samples))
-                yield self._cut(part, samples, span, touch, len(held) < num_ahead, number < part.num_checked)
+                yield self._cut(part, samples, span, transform, len(held) < num_ahead, number < part.num_checked)
             samples = held + opened.take(part.batch)
 
     def _check_start(self, part: StreamPart, num: int) -> None:
@@ -118,24 +118,24 @@ class Stream:
         part: StreamPart,
         samples: list[Any],
         span: Span,
-        touch: SampleTransform,
+        transform: SampleTransform,
         is_epoch_end: bool,
         is_checked: bool,
     ) -> HostBatch:
         # Before the user's code can change the samples in place.
         common = digest(samples) if is_checked else ""
         micro_batches = [
-            [self._micro_batch(samples, span, own, touch) for own in replicas]
+            [self._micro_batch(samples, span, own, transform) for own in replicas]
             for replicas in part.cut.ranges(len(samples))
         ]
         checked = BatchDigests(replica_digests(micro_batches), common, "") if is_checked else None
         return HostBatch(span, micro_batches, is_epoch_end, checked)
 
-    def _micro_batch(self, samples: list[Any], span: Span, own: range, touch: SampleTransform) -> HostMicroBatch:
+    def _micro_batch(self, samples: list[Any], span: Span, own: range, transform: SampleTransform) -> HostMicroBatch:
         ids = span.start + np.arange(own.start, own.stop)
         read = ids if len(ids) else np.array([span.start])
         self._held = (span.start, samples)
-        return HostMicroBatch(self._reader.make(read, read, touch), ids, ids)
+        return HostMicroBatch(self._reader.make(read, read, transform), ids, ids)
 
     def _pick(self, ids: list[int]) -> Iterator[Any]:
         start, samples = self._held

@@ -50,13 +50,13 @@ class SampleBatch:
     ids: Ids
 
 
-def sample_batch(source: Source | Stream, touch: SampleTransform, most: int = 4) -> SampleBatch:
+def sample_batch(source: Source | Stream, transform: SampleTransform, most: int = 4) -> SampleBatch:
     """The first samples of a stream; of other data the first two, the middle one and the last."""
     if isinstance(source, Stream):
-        return SampleBatch(*source.first(most, touch))
+        return SampleBatch(*source.first(most, transform))
     last = source.num_samples - 1
     ids = np.array(sorted({0, min(1, last), last // 2, last})[:most], dtype=np.int64)
-    return SampleBatch(source.fetch(ids, ids, touch), ids)
+    return SampleBatch(source.fetch(ids, ids, transform), ids)
 
 
 class DryRun:
@@ -196,15 +196,15 @@ def probe(plan: Plan, task: Task, train: AdaptedData, valid: AdaptedData | None,
         _check_optimizer(task, skeleton)
         _check_resumes(plan, skeleton, source, order)
     num_parameters = sum(weight.numel() for weight in skeleton.parameters()) if skeleton is not None else 0
-    touch = SampleTransform(plan.seed, 0, task.augment)
-    few = sample_batch(source, touch)
+    transform = SampleTransform(plan.seed, 0, task.augment)
+    few = sample_batch(source, transform)
     few_valid = sample_batch(valid.source, SampleTransform(plan.seed, 0)) if valid is not None else None
     # A larger model is tested by the workers.
     if skeleton is None or num_parameters <= SMALL_ENOUGH:
         dry_run = DryRun(plan, task)
         dry_run.check(few, few_valid)
         if min(map(plan.smallest_micro_batch, plan.batch_sizes(lengths))) == 1:
-            dry_run.check_alone(sample_batch(source, touch, most=1), lengths)
+            dry_run.check_alone(sample_batch(source, transform, most=1), lengths)
 
 
 def _check_makers(task: Task) -> None:

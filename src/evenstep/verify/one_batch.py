@@ -236,12 +236,12 @@ class Workbench:
     def data(self, ids: Ids | None = None) -> Any:
         """Samples as the training gets them."""
         ids = self.ids if ids is None else ids
-        touch = SampleTransform(self._plan.seed, 0, self.task.augment)
+        transform = SampleTransform(self._plan.seed, 0, self.task.augment)
         source = self._adopted.source
         if isinstance(source, Stream):
             read = collated([self._streamed[id_] for id_ in ids], ids, self.task.collate)
         else:
-            read = source.fetch(ids, ids, touch)
+            read = source.fetch(ids, ids, transform)
         moved = map_tensors(read, lambda tensor: self._team.precision.fit_tensor(tensor.to(self._device)))
         if self.task.augment_batch is None:
             return moved

@@ -28,7 +28,7 @@ TRACES, TRACE_INDEX = "traces", "ranks.json"
 SPAN_PREFIX = "evenstep: "
 """Of the names of evenstep's own spans in a trace."""
 PARTS = ("input", "forward", "backward", "communication", "optimizer")
-"""What a step is made of; communication is what of it was not hidden behind backward."""
+"""The parts of a step; communication counts only where it does not overlap with backward."""
 
 
 class SamplingFacts(TypedDict, total=False):
@@ -65,12 +65,12 @@ class Step:
     loss: float
     samples: Natural
     count: float
-    """What the loss is a mean over: the samples, or the tokens, say, if the loss is a pair (sum, count)."""
+    """What the loss is a mean over: samples, or tokens if the loss is a pair (sum, count) of them."""
     seconds: float
     input_seconds: float
     lr: float
     peak_bytes: dict[str, Natural]
-    """Peak of every device so far; gathered from the other ranks at evaluations and at the end, own ones live."""
+    """Peak of every device so far; those of other ranks are updated at evaluations and at the end."""
     epoch_samples: Natural = 0
     """Samples of the whole epoch; grows under a curriculum."""
 
@@ -88,25 +88,25 @@ class Evaluation:
 
 @dataclass(frozen=True, kw_only=True)
 class Summary:
-    """The end of a run in the words that `--json` prints."""
+    """The end of a run, as `--json` prints it."""
 
     strategy: str
     devices: list[str]
     steps: Natural
-    """Taken by this run; a resumed one does not count what came before."""
+    """Taken by this run, without those before it was resumed."""
     samples: Natural
     train_loss: float | None
-    """Mean over the samples of the last epoch, or of what was run of it."""
+    """Mean over the samples of the last epoch, as far as it was run."""
     valid: dict[str, float]
     samples_per_second: float
-    """Of the steps alone, the first one left out; evaluation, checkpoints and start-up are not in it."""
+    """Without the first step, evaluation, checkpoints and start-up."""
     seconds: float
     peak_bytes: dict[str, Natural]
     checkpoint: str | None
     run: str
     shown: str | None = None
     audit: dict[str, Any] | None = None
-    """What `--audit` found: samples, how many of them were repeated, how many were missed."""
+    """What `--audit` found: the number of samples, and of repeated and missed ones."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -121,7 +121,7 @@ class Lane:
 
 @dataclass(frozen=True, kw_only=True)
 class Timeline:
-    """One step as every rank spent it; seconds count from when the first of them began."""
+    """One step of every rank, in seconds since the first rank began."""
 
     step: Natural
     lanes: list[Lane]
@@ -129,26 +129,26 @@ class Timeline:
 
 @dataclass(frozen=True, kw_only=True)
 class Measurement:
-    """One block of a comparison: steps after a warm-up, and the same steps without this or that."""
+    """One block of a comparison: steps after a warm-up, and steps without input or communication."""
 
     first_step_at: float
     """When the first step was done, in seconds since 1970."""
     samples: Natural
     """Of all its steps."""
     seconds: float
-    """Of all its steps, and of what becomes of them: a row of the Record."""
+    """Of all its steps, including their rows in the Record."""
     step_seconds: list[float]
-    """Of every step alone, by the wall clock."""
+    """Of every step, by the wall clock."""
     timed_seconds: float
     """Of a step while its parts are timed; the parts add up to it."""
     parts: dict[str, float]
     """Seconds of a step in each of PARTS, the mean of all ranks."""
     without_input_seconds: float
-    """Of a step on a batch that is there already."""
+    """Of a step on a batch that is already loaded."""
     without_communication_seconds: float | None
-    """Of a step after which nothing is sent; None where nothing ever is."""
+    """Of a step without communication; None where a strategy has none."""
     sent_bytes: Natural
-    """By each rank in a step: gradients, and parameters where those travel."""
+    """By each rank in a step: gradients, and parameters under some strategies."""
     peak_bytes: dict[str, Natural]
 
 
@@ -157,7 +157,7 @@ Row = Step | Evaluation | Summary | Timeline | Measurement
 
 @dataclass(frozen=True)
 class _Kind:
-    """As much of a row as says which of them it is."""
+    """The kind of a row."""
 
     kind: str
 
@@ -170,37 +170,34 @@ KINDS = tuple(_ROWS)
 
 
 class Steps(Sequence[Step]):
-    """The steps of a record file: held while they are few, so that they outlive the file.
-
-    Those of a long run, more than should be held at once, are each read when asked for.
-    """
+    """The steps of a record file: in memory up to MAX_HELD, so that they outlive the file; else read on access."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
         self._numbers = array("Q")
-        self._places = array("Q")
+        self._offsets = array("Q")
         """Where in the file each row begins."""
         self._held: list[Step] | None = []
         """All of them; None where they are more than MAX_HELD."""
 
-    def add(self, step: Step, place: int) -> None:
+    def add(self, step: Step, offset: int) -> None:
         """Add a row that was read at this offset."""
         self._numbers.append(step.step)
-        self._places.append(place)
+        self._offsets.append(offset)
         if len(self) > MAX_HELD:
             self._held = None
         elif self._held is not None:
             self._held.append(step)
 
     def forget_after(self, step: int) -> None:
-        """Those were lost and taken again."""
+        """Drop steps that were lost and are taken again."""
         num = bisect_right(self._numbers, step)
-        del self._numbers[num:], self._places[num:]
+        del self._numbers[num:], self._offsets[num:]
         if self._held is not None:
             del self._held[num:]
 
     def __len__(self) -> int:
-        return len(self._places)
+        return len(self._offsets)
 
     @overload
     def __getitem__(self, index: int) -> Step: ...
@@ -212,21 +209,21 @@ class Steps(Sequence[Step]):
         if self._held is not None:
             return self._held[index]
         if isinstance(index, slice):
-            return list(self._read(self._places[index]))
-        (step,) = self._read([self._places[index]])
+            return list(self._read(self._offsets[index]))
+        (step,) = self._read([self._offsets[index]])
         return step
 
     def __iter__(self) -> Iterator[Step]:
-        return iter(self._held) if self._held is not None else self._read(self._places)
+        return iter(self._held) if self._held is not None else self._read(self._offsets)
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, Sequence) and len(self) == len(other) and all(map(eq, self, other))
 
-    def _read(self, places: Iterable[int]) -> Iterator[Step]:
+    def _read(self, offsets: Iterable[int]) -> Iterator[Step]:
         try:
             with self._path.open("rb") as file:
-                for place in places:
-                    file.seek(place)
+                for offset in offsets:
+                    file.seek(offset)
                     yield _STEP.parse(file.readline(), self._path)
         except OSError as error:
             raise _KIND.refusal(self._path, error.strerror or str(error)) from error
@@ -240,9 +237,9 @@ class Record:
     machine: dict[str, Any] = field(default_factory=dict)
     data: SamplingFacts = field(default_factory=lambda: SamplingFacts())
     restarts: list[SamplingFacts] = field(default_factory=list)
-    """The same as `data`, for each time that the run went on after a crash or a preemption."""
+    """The same as `data`, for each restart after a crash or a preemption."""
     steps: Sequence[Step] = ()
-    """Those of a long run are read from its file when needed."""
+    """Those of a long run are read from its file on access."""
     evaluations: list[Evaluation] = field(default_factory=list)
     timelines: list[Timeline] = field(default_factory=list)
     measurement: Measurement | None = None
@@ -274,10 +271,7 @@ class Record:
 
 @dataclass
 class Tally:
-    """What the summary says of the steps of a run so far, counted as they are taken: no rank keeps them.
-
-    A checkpoint holds it: a restart reads none of them again.
-    """
+    """Sums over the steps of a run so far, for its summary; saved in checkpoints, so that a restart reads no steps."""
 
     steps: Natural = 0
     samples: Natural = 0
@@ -287,7 +281,7 @@ class Tally:
     """Seconds of the first step, which includes set-up; speed is measured without it."""
     epoch: Natural = 0
     epoch_loss: float = 0.0
-    """The losses of the last epoch, summed over what each is a mean of."""
+    """The sum of the losses of the last epoch, each times its count."""
     epoch_count: float = 0.0
 
     @classmethod
@@ -310,7 +304,7 @@ class Tally:
 
     @property
     def train_loss(self) -> float | None:
-        """The mean over the samples of the last epoch, or of what was run of it."""
+        """The mean over the samples of the last epoch, as far as it was run."""
         return self.epoch_loss / (self.epoch_count or 1.0) if self.steps else None
 
     @property
@@ -322,22 +316,22 @@ class Tally:
 
 
 class RecordReader:
-    """Makes a Record of a file that may still grow."""
+    """Reads a Record from a file that may still grow."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
         self.record: Record | None = None
         """What was read so far; None before the first row."""
-        # Whoever asks for steps later may be in another folder by then.
+        # The working folder may have changed when steps are read.
         self._steps = Steps(path.absolute())
 
     def read_on(self, file: IO[bytes], kinds: Collection[str] = KINDS) -> Iterator[Start | Row]:
-        """Take the whole lines from here to the end into the Record; each of them when that is done."""
-        for place, row in _placed_rows(file, kinds):
+        """Add the complete lines up to the end of the file to the Record; yields each row after it was added."""
+        for offset, row in _rows_with_offsets(file, kinds):
             if self.record is None:
                 self.record = self._begin(row)
             else:
-                self._take(self.record, row, place)
+                self._take(self.record, row, offset)
             yield row
 
     def _begin(self, row: Start | Row) -> Record:
@@ -347,12 +341,12 @@ class RecordReader:
             )
         return Record(Plan.from_json(row.plan), machine=row.machine, data=row.data, steps=self._steps, path=self.path)
 
-    def _take(self, record: Record, row: Start | Row, place: int) -> None:
+    def _take(self, record: Record, row: Start | Row, offset: int) -> None:
         match row:
             case Start():
                 self._restart(record, row.data)
             case Step():
-                self._steps.add(row, place)
+                self._steps.add(row, offset)
             case Evaluation():
                 record.evaluations.append(row)
             case Timeline():
@@ -372,16 +366,16 @@ class RecordReader:
 
 
 def rows(file: IO[bytes], kinds: Collection[str] = KINDS) -> Iterator[Start | Row]:
-    """The whole lines from here to the end; a line that is still being written is left for next time.
+    """The rows from here to the end of the file; an incomplete last line is left for the next call.
 
-    Of `kinds` alone, and of every start; kinds that a newer evenstep may write are passed over.
+    Only rows of `kinds`, and starts; kinds of a newer evenstep are skipped.
     """
-    return (row for _, row in _placed_rows(file, kinds))
+    return (row for _, row in _rows_with_offsets(file, kinds))
 
 
-def _placed_rows(file: IO[bytes], kinds: Collection[str]) -> Iterator[tuple[int, Start | Row]]:
-    """Each with where in the file it begins."""
-    # The prefix our writer uses: of a million steps that are not read, none is parsed.
+def _rows_with_offsets(file: IO[bytes], kinds: Collection[str]) -> Iterator[tuple[int, Start | Row]]:
+    """Each row, with its offset in the file."""
+    # The prefix that our writer uses, so that skipped rows are not parsed.
     skipped = tuple(f'{{"kind": "{kind}", '.encode() for kind in {*KINDS} - {*kinds, "start"})
     while True:
         start = file.tell()
@@ -430,7 +424,7 @@ class RecordWriter:
         self._write({"kind": "start", "plan": plan.to_json(), "machine": machine, "data": dict(data or {})})
 
     def append(self, what: Row) -> None:
-        # Not asdict, which copies all of it, value by value: that took as long as a layer of a small network.
+        # Not asdict, whose deep copy took as long as a layer of a small network.
         self._write({"kind": type(what).__name__.lower(), **vars(what)})
 
     def _write(self, row: dict[str, Any]) -> None:
@@ -453,13 +447,13 @@ class RecordWriter:
 
 
 def has_begun(run_folder: Path) -> bool:
-    """Whether a run in this folder has written something already."""
+    """Whether a run in this folder has written any rows."""
     file = run_folder / FILE
     return file.exists() and file.stat().st_size > 0
 
 
 def _cut_torn_line(path: Path) -> None:
-    """Take off what a process that was killed had begun to write: the next row would be written into it."""
+    """Cut off the incomplete last line of a killed process: the next row would be appended to it."""
     if not path.exists():
         return
     with path.open("r+b") as file:

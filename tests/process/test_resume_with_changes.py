@@ -84,8 +84,8 @@ def test_what_the_optimizer_was_made_with_is_said_where_the_checkpoint_has_anoth
     path = before.save("mine")
     assert run_of(0.1, scheduler=scheduler).load("mine") == []
     said = run_of(0.3, 0.2, scheduler).load("mine")
-    rate = "the learning rate of the checkpoint goes on, 0.1; the one of this task's optimizer, 0.3, is not used"
-    decay = "the weight decay of the checkpoint goes on, 0.0; the one of this task's optimizer, 0.2, is not used"
+    rate = "the checkpoint's learning rate, 0.1, is kept; the one of this task's optimizer, 0.3, is not used"
+    decay = "the checkpoint's weight decay, 0.0, is kept; the one of this task's optimizer, 0.2, is not used"
     # What OneCycleLR is given goes before the optimizer's own.
     advice = f"; for that, start from its weights: --resume {path.resolve()}/weights.safetensors"
     assert said == [line + advice for line in ([decay] if scheduler == "one-cycle" else [rate, decay])]
@@ -106,7 +106,7 @@ def test_a_rate_that_was_reduced_on_the_way_is_not_taken_for_another_one_in_the_
         assert on.optimizers[""].param_groups[0]["lr"] == pytest.approx(0.001)
         on.save("again")
     (said,) = run_of(0.3).load("again")
-    assert "the learning rate of the checkpoint goes on, 0.1; the one of this task's optimizer, 0.3" in said
+    assert "the checkpoint's learning rate, 0.1, is kept; the one of this task's optimizer, 0.3" in said
 
 
 def test_another_optimizer_is_refused() -> None:

@@ -456,7 +456,7 @@ def test_a_record_that_does_not_say_how_samples_are_drawn_is_refused(data: Any) 
     with (folder / RECORD).open("a") as file:
         file.write("\n")
     with pytest.raises(
-        BadInput, match=r"does not say how its samples are drawn|is not a record of a run: line 1, data"
+        BadInput, match=r"does not describe how its samples are drawn|is not a record of a run: line 1, data"
     ):
         audit([folder])
 

@@ -313,7 +313,7 @@ def test_another_learning_rate_in_the_task_is_said_with_what_to_do(run: Path, ev
     task.write_text(task.read_text().replace("lr=0.0", "lr=0.5"))
     ended = evenstep(*resume(run))
     assert ended.code == 0, ended.err
-    assert "the learning rate of the checkpoint goes on, 0.0; the one of this task's optimizer, 0.5, is not used" in (
+    assert "the checkpoint's learning rate, 0.0, is kept; the one of this task's optimizer, 0.5, is not used" in (
         ended.err
     )
     assert f"--resume {run.resolve()}/checkpoints/step-00000002/weights.safetensors" in ended.err

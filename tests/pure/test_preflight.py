@@ -297,7 +297,7 @@ def test_drop_last_goes_on_in_mid_epoch_with_the_batch_it_had(evenstep: Callable
     assert evenstep("train", "my_task.py", "--steps", "3", "--name", "cut", "--audit").code == 0
     other = evenstep("train", "--resume", "runs/cut", "--epochs", "3", "--batch", "7")
     assert other.code == 2
-    assert "(in order in whole batches of 8) than the one now asked for (in order in whole batches of 7)" in other.err
+    assert "(in order in whole batches of 8) than the one now requested (in order in whole batches of 7)" in other.err
     rest = evenstep("train", "--resume", "runs/cut", "--epochs", "3", "--name", "rest", "--audit")
     assert rest.code == 0, rest.err
     audited = evenstep("audit", "runs/cut", "runs/rest")

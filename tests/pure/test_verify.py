@@ -41,7 +41,7 @@ from evenstep.verify.differences import (
     saved_as_trained,
 )
 from evenstep.verify.examination import plain
-from evenstep.verify.one_batch import SUBSETS, CutUp, Given, Rounding, Workbench, cut_up
+from evenstep.verify.one_batch import SUBSETS, CutUp, Outcome, Rounding, Workbench, cut_up
 from evenstep.verify.recorder import (
     MOST_ELEMENTS,
     MOST_TRIED,
@@ -69,7 +69,7 @@ def joined(parts: list[torch.Tensor], chosen: Sequence[int]) -> torch.Tensor:
 
 def cut(value: Callable[[Sequence[int]], float], **gradients: Callable[[Sequence[int]], torch.Tensor]) -> CutUp:
     """Three parts of 3, 2 and 4 samples, cut up by what some of them give."""
-    given = {chosen: Given(value(chosen), {name: of(chosen) for name, of in gradients.items()}) for chosen in SUBSETS}
+    given = {chosen: Outcome(value(chosen), {name: of(chosen) for name, of in gradients.items()}) for chosen in SUBSETS}
     return cut_up(given, [3, 2, 4], Rounding(1e-9, 1e-8, 1e-6))
 
 
@@ -122,12 +122,12 @@ def test_gradients_that_do_not_add_up_where_the_loss_does_are_named() -> None:
 
 
 def test_a_gradient_that_only_a_part_has_does_not_add_up() -> None:
-    given = {chosen: Given(1.0, {"w": torch.ones(3).double()} if chosen == (0,) else {}) for chosen in SUBSETS}
+    given = {chosen: Outcome(1.0, {"w": torch.ones(3).double()} if chosen == (0,) else {}) for chosen in SUBSETS}
     assert cut_up(given, [3, 2, 4], Rounding(1e-9, 1e-8, 1e-6)).unlike == ("w",)
 
 
 def test_what_rounding_moves_is_no_difference() -> None:
-    given = {chosen: Given(1.0, {"w": torch.tensor([1e-7 * len(chosen)])}) for chosen in SUBSETS}
+    given = {chosen: Outcome(1.0, {"w": torch.tensor([1e-7 * len(chosen)])}) for chosen in SUBSETS}
     assert cut_up(given, [3, 2, 4], Rounding(1e-6, 1e-5, 1e-3)).unlike == ("w",)
     assert cut_up(given, [3, 2, 4], Rounding(1e-6, 1e-5, 1e-3, moved={"w": 1e-6})).unlike == ()
 

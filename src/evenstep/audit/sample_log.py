@@ -194,7 +194,7 @@ def _read(folder: Path) -> list[RunPart]:
         return _parts(folder, record)
     except KeyError as error:
         raise BadInput(
-            f"the record of {folder} does not say how its samples are drawn (it lacks {error}); "
+            f"the record of {folder} does not describe how its samples are drawn (it lacks {error}); "
             "another version of evenstep wrote it"
         ) from error
 

@@ -1,4 +1,4 @@
-"""A checkpoint that lies on the first machine, for ranks of machines that do not share a file system with it."""
+"""Sends a checkpoint of the first machine to ranks on machines that do not share its file system."""
 
 from __future__ import annotations
 

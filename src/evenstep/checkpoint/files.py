@@ -38,7 +38,7 @@ _NAME = re.compile(r"step-([0-9]+)")
 
 
 class LoaderState(TypedDict):
-    """Where in its data a training was."""
+    """The position of a training in its data."""
 
     position: Natural
     num_finished: Natural
@@ -62,7 +62,7 @@ OptimizerState = TypedDict(
         "made_with": NotRequired[list[dict[str, Any]]],
     },
 )
-"""By the names of parameters: what is no tensor, and the groups; of each group, what `state.made_with` tells."""
+"""By parameter name: values that are no tensors; and the groups, with what `state.made_with` returned for each."""
 
 Word = Annotated[int, Meta(ge=0, lt=2**32)]
 
@@ -82,13 +82,13 @@ class HostState(TypedDict):
 
 @dataclass(frozen=True, kw_only=True)
 class Totals:
-    """What a restart must know of the rows before it: they may be millions."""
+    """What a restart must know about the rows before it, which may be millions."""
 
     tally: Tally
     best: float | None
     """The least validation loss."""
     evaluation: Evaluation | None
-    """That of this very step."""
+    """At this step."""
 
 
 class State(TypedDict):
@@ -113,7 +113,7 @@ class State(TypedDict):
 
 @dataclass(frozen=True)
 class _Version:
-    """As much of state.json as says whether the rest can be understood."""
+    """The part of state.json that shows whether this version can read the rest."""
 
     format: Positive
     evenstep: str = "another version"
@@ -182,7 +182,7 @@ def prune(folder: Path, keep: int) -> None:
 def whole(folder: Path) -> list[Path]:
     """The finished checkpoints below a folder, oldest first."""
     for replaced in folder.glob(".step-*.replaced"):
-        # A process was killed between putting the old one aside and the new one in its place.
+        # A process was killed between moving the old one away and renaming the new one.
         final = folder / replaced.name.removeprefix(".").removesuffix(".replaced")
         if not final.exists():
             replaced.rename(final)

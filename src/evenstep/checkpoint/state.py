@@ -203,22 +203,22 @@ COMPARED = {"lr": "learning rate", "weight_decay": "weight decay"}
 
 
 def unused_options(optimizer: torch.optim.Optimizer, saved: Mapping[str, Any], resets_lr: bool) -> list[str]:
-    """What the optimizer was made with and a checkpoint has another value of, in words; to be asked before loading.
+    """Messages about options of the optimizer that a checkpoint overrides; call this before loading.
 
-    Other options than these are not compared: schedulers and optimizers change them as they go.
+    Other options are not compared: schedulers and optimizers change them.
     """
-    said = []
+    messages = []
     made = saved.get("made_with") or [{} for _ in saved["groups"]]
     for key, name in COMPARED.items():
         groups = zip(saved["groups"], made, optimizer.param_groups, strict=False)
         pairs = [_before_schedules(*both, key) for both in groups]
         other = next((pair for pair in pairs if pair[0] != pair[1]), None)
         if other is not None and not (resets_lr and key == "lr"):
-            said.append(
-                f"the {name} of the checkpoint goes on, {other[0]}; "
+            messages.append(
+                f"the checkpoint's {name}, {other[0]}, is kept; "
                 f"the one of this task's optimizer, {other[1]}, is not used"
             )
-    return said
+    return messages
 
 
 def made_with(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
@@ -300,7 +300,7 @@ def read_weights(path: str, allow_pickle: bool) -> Tensors:
 def check_same_order(path: Path, state: State, seed: int, num_samples: int | None, order: str) -> None:
     """Raise CheckpointError where the position of a checkpoint would mean other samples than it did."""
     before = state["loader"]["num_samples"]
-    # Before orders had names, long ones were shuffled in another way.
+    # Before orders had names, long ones were shuffled differently.
     unnamed = "shuffled" if before is None or before <= SORTED_UP_TO else "shuffled by an older evenstep"
     other_order = state["loader"].get("order", unnamed)
     problem = None
@@ -309,7 +309,7 @@ def check_same_order(path: Path, state: State, seed: int, num_samples: int | Non
     elif state["seed"] != seed:
         problem = f"was trained with seed {state['seed']} and the seed is now {seed}"
     elif other_order != order:
-        problem = f"took its samples in another order ({other_order}) than the one now asked for ({order})"
+        problem = f"took its samples in another order ({other_order}) than the one now requested ({order})"
     if problem is not None:
         raise CheckpointError(
             f"{path} {problem}: resuming would repeat some samples and miss others.\n"

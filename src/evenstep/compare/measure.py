@@ -29,7 +29,7 @@ from evenstep.training.trainer import Event, Trainer, perform
 SHOWN_STEPS = 3
 """Timed steps of which the whole timeline is kept."""
 SETTLING_STEPS = 2
-"""After a change: DDP's hook, say, is new to it."""
+"""Untimed steps after a change, such as a new DDP hook."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -118,7 +118,7 @@ class Measuring(Trainer):
         self.team.world.barrier()
 
     def _wait_for_devices(self, seconds: list[float] | None = None) -> None:
-        """What the host had run ahead counts to its last step."""
+        """The host may be ahead of the devices; that time counts to its last step."""
         began = time.perf_counter()
         for device in self.team.world.devices:
             if device.type == "cuda":

@@ -99,15 +99,15 @@ def _seconds(world: World, step: Callable[[], object]) -> float:
 
 def pattern(num_bytes: int, rank: int, device: torch.device) -> torch.Tensor:
     """Integers, different at every index and on every rank, whose sums are exact in float32."""
-    places = torch.arange(num_bytes // 4, device=device) % 8191
-    return (places + 10_000 * (rank + 1)).float()
+    indices = torch.arange(num_bytes // 4, device=device) % 8191
+    return (indices + 10_000 * (rank + 1)).float()
 
 
 def expected_sum(num_bytes: int, size: int, times: int = 1) -> torch.Tensor:
     """The sum of all ranks' patterns after `times` in-place all-reduces; exact for one rank and for two."""
-    places = torch.arange(num_bytes // 4) % 8191
+    indices = torch.arange(num_bytes // 4) % 8191
     # Doubling changes only a float32's exponent, so 52 times lose no digits.
-    return (places * size + 10_000 * (size * (size + 1) // 2)).float() * float(size) ** (times - 1)
+    return (indices * size + 10_000 * (size * (size + 1) // 2)).float() * float(size) ** (times - 1)
 
 
 def bytes_per_second_of_copies(device: torch.device, other: torch.device | None = None) -> float:

@@ -44,16 +44,18 @@ def cores(groups: Groups | None = None) -> Finding:
 def threads(environment: Mapping[str, str], groups: Groups | None = None) -> Finding:
     """Threads that each of a few ranks would compute with."""
     num, given = usable_cores((groups or Groups()).cpu_quota()), environment.get("OMP_NUM_THREADS", "")
-    asked = omp_num_threads(environment) or 0
-    alone, of_two = (share_threads(asked or None, ["cpu"] * ranks) for ranks in (1, 2))
+    requested = omp_num_threads(environment) or 0
+    alone, of_two = (share_threads(requested or None, ["cpu"] * ranks) for ranks in (1, 2))
     numbers = {"threads_alone": alone, "threads_of_two": of_two}
-    if asked > num:
-        said = f"OMP_NUM_THREADS={asked} on {num} usable core{'s' * (num > 1)}: they wait for each other"
+    if requested > num:
+        said = f"OMP_NUM_THREADS={requested} on {num} usable core{'s' * (num > 1)}: they wait for each other"
         return Finding("threads", "warn", said, f"unset OMP_NUM_THREADS, or set it to {num} or less", numbers)
-    if given and not asked:
+    if given and not requested:
         said = f"OMP_NUM_THREADS={given!r} is not a number of threads"
         return Finding("threads", "warn", said, "unset OMP_NUM_THREADS", numbers)
-    said = f"{asked} a process, by OMP_NUM_THREADS" if asked else f"{alone} for one rank, {of_two} for each of 2"
+    said = (
+        f"{requested} a process, by OMP_NUM_THREADS" if requested else f"{alone} for one rank, {of_two} for each of 2"
+    )
     return Finding("threads", "good", said, numbers=numbers)
 
 
@@ -68,7 +70,7 @@ def memory(groups: Groups | None = None) -> Finding:
     advice = "" if status == "good" else "every rank takes about 300 MiB before its model: end other programs"
     if advice and is_limited:
         advice = (
-            "every rank takes about 300 MiB before its model: ask for a larger limit (docker --memory, sbatch --mem)"
+            "every rank takes about 300 MiB before its model: request a larger limit (docker --memory, sbatch --mem)"
         )
     return Finding("memory", status, f"{size(free)} free of {size(total)}{whose}", advice, numbers)
 

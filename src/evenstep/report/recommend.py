@@ -38,16 +38,16 @@ def unsteady(comparison: Comparison) -> list[str]:
             comparison.speedup(row) > STEADY * len(row.devices) / num_first for row in comparison.rows
         ],
     }
-    said = [
+    reasons = [
         f"{', '.join(row.label for row, one in zip(comparison.rows, is_so, strict=True) if one)}: {what}"
         for what, is_so in found.items()
         if any(is_so)
     ]
-    if not said:
+    if not reasons:
         return []
     return [
-        f"Do not rely on these times ({'; '.join(said)}): something else ran on this machine, or the measurements are "
-        "too short. Measure again when it is quiet, or with more --rounds and --steps."
+        f"Do not rely on these times ({'; '.join(reasons)}): something else ran on this machine, or the measurements "
+        "are too short. Measure again when it is quiet, or with more --rounds and --steps."
     ]
 
 

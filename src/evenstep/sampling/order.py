@@ -70,8 +70,8 @@ class Lengths:
             position -= length
         if self.rest is None:
             return len(self.first), position
-        more, place = divmod(position, self.rest)
-        return len(self.first) + more, place
+        more, index = divmod(position, self.rest)
+        return len(self.first) + more, index
 
     def begin(self, epoch: int) -> int:
         """The number of samples before an epoch."""

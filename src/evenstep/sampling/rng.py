@@ -31,7 +31,7 @@ _GOLDEN = np.uint64(0x9E3779B97F4A7C15)
 _MIX = np.uint64(0xD6E8FEB86659FD93)
 _HALF = np.uint64(32)
 _ALL_BITS = (1 << 64) - 1
-_PLACE = np.uint64(SORTED_UP_TO - 1)
+_INDEX = np.uint64(SORTED_UP_TO - 1)
 
 
 def derive_seed(seed: int, name: str, *where: int) -> int:
@@ -40,9 +40,9 @@ def derive_seed(seed: int, name: str, *where: int) -> int:
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little") >> 1
 
 
-def replica_seed(key: int, place: int, number: int) -> int:
+def replica_seed(key: int, position: int, number: int) -> int:
     """A 63-bit seed for one backward pass at a position of the epoch; ten times as fast as `derive_seed`."""
-    word = (key + place * 0x9E3779B97F4A7C15 + number * 0xD6E8FEB86659FD93) & _ALL_BITS
+    word = (key + position * 0x9E3779B97F4A7C15 + number * 0xD6E8FEB86659FD93) & _ALL_BITS
     word = ((word ^ (word >> 32)) * 0xD6E8FEB86659FD93) & _ALL_BITS
     return (word ^ (word >> 32)) >> 1
 
@@ -92,20 +92,20 @@ class Draws:
         return low + (self.uniform() * (high - low)).long().clamp_(max=high - low - 1)
 
 
-def permuted(places: Ids, num: int, key: tuple[int, int]) -> Ids:
-    """The elements at `places` of the random permutation of 0 to num - 1 that belongs to `key`."""
+def permuted(positions: Ids, num: int, key: tuple[int, int]) -> Ids:
+    """The elements at `positions` of the random permutation of 0 to num - 1 that belongs to `key`."""
     if num <= SORTED_UP_TO:
         words = np.random.Philox(key=np.array(key, dtype=np.uint64)).random_raw(num)
         # The index is in the low bits: no two words are equal, and a plain sort is six times as fast as argsort.
-        words &= ~_PLACE
+        words &= ~_INDEX
         words |= np.arange(num, dtype=np.uint64)
         words.sort()
-        words &= _PLACE
-        return words.astype(np.int64)[places]
+        words &= _INDEX
+        return words.astype(np.int64)[positions]
     # A Feistel network permutes the numbers below a power of two; results outside the range go through it again.
     rounds = np.random.Philox(key=np.array(key, dtype=np.uint64)).random_raw(_ROUNDS)
     bits = (num - 1).bit_length()
-    ids = _feistel(places.astype(np.uint64), bits, rounds)
+    ids = _feistel(positions.astype(np.uint64), bits, rounds)
     outside = np.flatnonzero(ids >= num)
     while len(outside):
         ids[outside] = again = _feistel(ids[outside], bits, rounds)

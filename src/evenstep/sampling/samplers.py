@@ -157,11 +157,11 @@ class Balanced:
 
 def _members_by_turn(members: Ids, turns: Ids, seed: int, kind: int) -> Ids:
     """The members of a class for these turns: a random permutation per round."""
-    rounds, places = np.divmod(turns, len(members))
+    rounds, positions = np.divmod(turns, len(members))
     ids = np.empty(len(turns), dtype=np.int64)
     for number in np.unique(rounds).tolist():
         own = rounds == number
-        ids[own] = members[permuted(places[own], len(members), (derive_seed(seed, "class", kind), number))]
+        ids[own] = members[permuted(positions[own], len(members), (derive_seed(seed, "class", kind), number))]
     return ids
 
 
@@ -330,10 +330,10 @@ class PerRank:
         own = self.sampler.order(each, seed, part)
 
         def find(epoch: int, start: int, stop: int) -> Ids:
-            places = np.arange(start, stop)
-            begins = places // batch * part
+            positions = np.arange(start, stop)
+            begins = positions // batch * part
             widths = np.minimum(part, (own.lengths.of(epoch) or 0) - begins)
-            ranks, offsets = np.divmod(places % batch, widths)
+            ranks, offsets = np.divmod(positions % batch, widths)
             first, last = int(begins[0]), int((begins + widths).max())
             ids: Ids = ranks * each + own.ids(Span(epoch, first, last))[begins + offsets - first]
             return ids

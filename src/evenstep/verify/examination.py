@@ -11,7 +11,7 @@ import time
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +24,7 @@ from evenstep.task import Task, describe
 from evenstep.training.loss import as_sum
 from evenstep.training.team import join
 from evenstep.training.trainer import Event, set_up_torch
-from evenstep.verify.one_batch import SUBSETS, WHOLE, Given, Outcome, Workbench, cut_up
+from evenstep.verify.one_batch import SUBSETS, WHOLE, Outcome, Workbench, cut_up
 from evenstep.verify.recorder import DrawDetector, DropoutOff, as_real
 
 FOLDER = "examined"
@@ -139,7 +139,7 @@ def _cut(bench: Workbench) -> Findings:
     sizes = [len(part) for part in bench.thirds()]
     with bench.without_batch_statistics():
         outcomes = {chosen: bench.compute(bench.union(chosen)) for chosen in SUBSETS}
-        given = {chosen: Given(one.loss, _thinned(one.gradients)) for chosen, one in outcomes.items()}
+        given = {chosen: replace(one, gradients=_thinned(one.gradients)) for chosen, one in outcomes.items()}
         found = cut_up(given, sizes, bench.rounding())
         has_slope = _is_slope(bench, found.unlike, outcomes[WHOLE].norms)
     if outcomes[WHOLE].count is None:

@@ -41,12 +41,15 @@ WHOLE = SUBSETS[-1]
 
 
 @dataclass(frozen=True)
-class Given:
-    """Loss and gradients of some of the parts together."""
+class Outcome:
+    """Loss and gradients of some samples."""
 
     loss: float
+    """The mean, or the sum where there is a count."""
     gradients: Mapping[str, torch.Tensor]
-    """Flat, in float64, by parameter; one that is not there is zero."""
+    """Flat, in float64, by parameter; some elements of a large one. A missing gradient is zero."""
+    count: float | None = None
+    norms: Mapping[str, float] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -82,7 +85,7 @@ Values = dict[Parts, torch.Tensor]
 Combine = Callable[[Sequence[int], Sequence[torch.Tensor]], torch.Tensor]
 
 
-def cut_up(given: Mapping[Parts, Given], sizes: Sequence[int], rounding: Rounding) -> CutUp:
+def cut_up(given: Mapping[Parts, Outcome], sizes: Sequence[int], rounding: Rounding) -> CutUp:
     """Compare what SUBSETS of three parts give, in the units of what each number may be off."""
     names = list(dict.fromkeys(name for one in given.values() for name in one.gradients))
     columns = _in_units(given, names, rounding)
@@ -115,7 +118,7 @@ def _unlike(columns: Mapping[Parts, Sequence[torch.Tensor]], names: Sequence[str
 
 
 def _in_units(
-    given: Mapping[Parts, Given], names: Sequence[str], rounding: Rounding
+    given: Mapping[Parts, Outcome], names: Sequence[str], rounding: Rounding
 ) -> dict[Parts, list[torch.Tensor]]:
     """The loss and then every gradient, divided by what it may be off."""
     most = {name: max(_largest(one.gradients.get(name)) for one in given.values()) for name in names}
@@ -184,16 +187,6 @@ TIMES_MOVED = 10.0
 """How many times as far as a perturbation moves it a value may differ."""
 STRIDES = (1e-5, 1e-4, 1e-3, 1e-2)
 """By which part of itself the loss is moved to measure its slope: rounding hides the small, curvature the large."""
-
-
-@dataclass(frozen=True)
-class Outcome:
-    loss: float
-    """The mean, or the sum where there is a count."""
-    count: float | None
-    gradients: dict[str, torch.Tensor]
-    """Flat, and of a large one a fixed part: several outcomes are held at once."""
-    norms: dict[str, float]
 
 
 class Workbench:
@@ -277,7 +270,7 @@ class Workbench:
         found = {name: weight.grad for name, weight in model.named_parameters() if weight.grad is not None}
         gradients = {name: sampled(name, gradient)[name].double() for name, gradient in found.items()}
         norms = {name: float(as_real(gradient).double().norm()) for name, gradient in found.items()}
-        return Outcome(float(loss.detach()), count, gradients, norms)
+        return Outcome(float(loss.detach()), gradients, count, norms)
 
     def rounding(self) -> Rounding:
         """How far the first batch's loss and gradients may be off; where digits are few, by disturbing the weights."""

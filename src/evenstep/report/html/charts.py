@@ -311,8 +311,8 @@ def _strategy_keys(comparison: Comparison) -> list[Key]:
 def _scaling(comparison: Comparison, scale: Scale, ends: list[int], ideal: list[float], y: str, number: str) -> figure:
     highest = max([*ideal, *(scale(row, row.samples_per_second.high) for row in comparison.rows)])
     tips = [("", "@label"), (y, f"@y{{{number}}}"), ("rounds", f"@low{{{number}}} to @high{{{number}}}")]
-    room = max(0.25, (ends[1] - ends[0]) * 0.08)
-    plot = blank(height=300, x="devices", y=y, tips=tips, x_range=(ends[0] - room, ends[1] + room))
+    margin = max(0.25, (ends[1] - ends[0]) * 0.08)
+    plot = blank(height=300, x="devices", y=y, tips=tips, x_range=(ends[0] - margin, ends[1] + margin))
     plot.y_range = from_zero(highest)
     plot.xaxis.ticker = FixedTicker(ticks=sorted({len(row.devices) for row in comparison.rows}))
     plot.yaxis.formatter = NumeralTickFormatter(format="0 %" if "%" in number else "0.0")
@@ -354,13 +354,19 @@ def _strategy_curve(plot: figure, comparison: Comparison, strategy: str, index: 
     plot.add_layout(whisker)
 
 
-ROW_HEIGHT = 34
 MOST_LANES = 48
 MOST_DOTS = 160
 
 
-def _height(num_rows: int, row_height: int = ROW_HEIGHT) -> int:
-    return 95 + row_height * num_rows
+def _rows_figure(
+    names: Sequence[str], row_height: int, most: float, tips: Sequence[tuple[str, str]], x: str = "ms"
+) -> figure:
+    """A figure with a row for each name, the first at the top, and an axis from zero to a little above `most`."""
+    rows = FactorRange(factors=list(reversed(names)), name="rows")
+    plot = blank(height=95 + row_height * len(names), x=x, tips=tips, y_range=rows)
+    plot.x_range = from_zero(most)
+    plot.ygrid.grid_line_color = None
+    return plot
 
 
 def parts_chart(comparison: Comparison) -> Chart:
@@ -368,9 +374,7 @@ def parts_chart(comparison: Comparison) -> Chart:
     rows = comparison.rows
     names = labels([row.label for row in rows])
     tips = [("", "@row: @part"), ("takes", "@ms{0.000} ms"), ("of the step", "@share{0.0 %}")]
-    plot = blank(height=_height(len(rows)), x="ms", tips=tips, y_range=_down(names))
-    plot.x_range = from_zero(1000 * max(map(_reach, rows)))
-    plot.ygrid.grid_line_color = None
+    plot = _rows_figure(names, 34, 1000 * max(map(_reach, rows)), tips)
     for part in PARTS:
         source = ColumnDataSource(_part_columns(rows, names, part))
         ink = part_colour(part)
@@ -395,10 +399,6 @@ def parts_chart(comparison: Comparison) -> Chart:
 def _reach(row: Row) -> float:
     marks = (row.step_seconds, row.without_input_seconds, row.without_communication_seconds)
     return max(sum(row.parts.values()), *(mark.middle for mark in marks if mark is not None))
-
-
-def _down(names: Sequence[str]) -> FactorRange:
-    return FactorRange(factors=list(reversed(names)), name="rows")
 
 
 def _part_columns(rows: Sequence[Row], names: list[str], part: str) -> dict[str, list[float] | list[str]]:
@@ -476,11 +476,9 @@ def _timeline_chart(index: int, name: str, timeline: Timeline, longest_ms: float
         for text, begin, end in lane.spans
     ]
     tips = [("", "@lane: @part"), ("takes", "@ms{0.000} ms"), ("from", "@left{0.000} to @right{0.000} ms")]
-    plot = blank(height=_height(len(lanes), 30), x="ms", tips=tips, y_range=_down(lanes))
     # Among much longer ones, nothing could be seen of a short step.
     is_short = 4000 * length(timeline) < longest_ms
-    plot.x_range = from_zero(1000 * length(timeline) if is_short else longest_ms)
-    plot.ygrid.grid_line_color = None
+    plot = _rows_figure(lanes, 30, 1000 * length(timeline) if is_short else longest_ms, tips)
     kinds = list(dict.fromkeys(part_kind(text) for _, text, _, _ in spans))
     for kind in kinds:
         _spans(plot, kind, [span for span in spans if part_kind(span[1]) == kind])
@@ -526,12 +524,9 @@ def memory_chart(rows: Mapping[str, Mapping[str, int]], indices: Sequence[int]) 
         "mib": [num_bytes / 2**20 for *_, num_bytes in bars],
         "colour": [colour(index) for index, *_ in bars],
     }
-    plot = blank(
-        height=_height(len(bars), 24), x="MiB", tips=[("", "@row"), ("peak", "@mib{0,0} MiB")], y_range=_down(names)
-    )
-    plot.x_range = from_zero(max(num_bytes for *_, num_bytes in bars) / 2**20)
+    most = max(num_bytes for *_, num_bytes in bars) / 2**20
+    plot = _rows_figure(names, 24, most, [("", "@row"), ("peak", "@mib{0,0} MiB")], x="MiB")
     plot.x_range.name = "reach"
-    plot.ygrid.grid_line_color = None
     source = ColumnDataSource(columns, name="memory")
     plot.add_glyph(source, HBar(y="row", left=0, right="mib", height=0.7, fill_color="colour", line_color=None))
     caption = "Peak memory of each device; on a CPU, of the whole process, torch included."
@@ -549,10 +544,8 @@ def times_chart(rows: Mapping[str, Sampled], indices: Sequence[int]) -> Chart | 
         return None
     names = labels([name for _, name, _, _ in boxes])
     tips = [("", "@row"), ("median", "@middle{0.000} ms"), ("middle 50 %", "@p25{0.000} to @p75{0.000} ms")]
-    plot = blank(height=_height(len(boxes), 40), x="ms", tips=tips, y_range=_down(names))
-    plot.x_range = from_zero(1000 * max(cuts.p95 for *_, cuts in boxes))
+    plot = _rows_figure(names, 40, 1000 * max(cuts.p95 for *_, cuts in boxes), tips)
     plot.x_range.name = "reach"
-    plot.ygrid.grid_line_color = None
     inks = [colour(index) for index, *_ in boxes]
     _dots(plot, names, inks, [seconds for _, _, seconds, _ in boxes])
     _boxes(plot, names, inks, [cuts for *_, cuts in boxes])

@@ -1,4 +1,4 @@
-"""Steps that are replayed as CUDA graphs: the same losses and weights as plain steps, or plain steps with a reason."""
+"""Steps that are replayed as CUDA graphs: the same losses and weights as eager steps, or eager steps with a reason."""
 
 from __future__ import annotations
 
@@ -94,7 +94,7 @@ def weights(record: Record) -> dict[str, torch.Tensor]:
 def run_case(case: str, capsys: pytest.CaptureFixture[str], **choices: Any) -> tuple[Record, str]:
     changes, more = CASES[case]
     if choices["strategy"] == "dp":
-        # Dropout under dp is not repeatable where a card is listed twice: its seats share a generator.
+        # Dropout under dp is not repeatable where a GPU is listed twice: its replicas share a generator.
         changes = {**changes, "model": lambda: Net(0.0)}
     record = evenstep.train(task(**changes), epochs=4, **{**more, **choices})
     return record, capsys.readouterr().err
@@ -122,7 +122,7 @@ def test_replayed_steps_learn_what_plain_ones_learn(
 
 
 def test_ddp_over_nccl_is_replayed_too() -> None:
-    """One process needs no DDP; here it wraps all the same, for this machine has no second card."""
+    """One process needs no DDP; here it wraps anyway, because this machine has no second GPU."""
     Path("my_task.py").write_text(
         "from evenstep.strategies.ddp import DDP\nfrom tests.gpu.test_gpu_cuda_graphs import task as made\n\n"
         "DDP.wraps_alone = True\n\n\ndef task():\n    return made()\n"
@@ -156,13 +156,13 @@ def test_a_loss_that_is_no_number_stops_at_its_step_with_the_weights_before_it(
 @pytest.mark.parametrize(
     ("loss", "why"),
     [
-        ("reads", "it cannot be recorded"),
+        ("reads", "it cannot be captured"),
         ("counts", "changes from step to step"),
         ("draws", "Python's random numbers changes from step to step"),
         ("draws_by_torch", "it draws random numbers on the host"),
     ],
 )
-def test_what_a_graph_cannot_hold_is_taken_as_always(loss: str, why: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_what_a_graph_cannot_hold_is_taken_eagerly(loss: str, why: str, capsys: pytest.CaptureFixture[str]) -> None:
     import random
 
     calls = [0.0]
@@ -187,7 +187,7 @@ def test_what_a_graph_cannot_hold_is_taken_as_always(loss: str, why: str, capsys
     chosen = {"reads": reads, "counts": counts, "draws": draws, "draws_by_torch": draws_by_torch}[loss]
     fast = evenstep.train(task(loss=chosen), epochs=2, name="fast")
     said = capsys.readouterr().err
-    assert "the step stays as it is" in said
+    assert "steps stay eager" in said
     assert why in said
     random.seed(0)
     assert len(fast.steps) == 2 * NUM // BATCH

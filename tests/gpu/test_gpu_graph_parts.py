@@ -1,4 +1,4 @@
-"""The parts of a recorded step: what the card tells of it, slices of an update, a recording that breaks off."""
+"""The parts of a captured step: the losses that it writes, slices of an update, a capture that fails."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch.nn import functional as F
 
 import evenstep
 from evenstep import Task
-from evenstep.training.cuda_graphs.graph import PLACES, Told
+from evenstep.training.cuda_graphs.graph import SLOTS, LossRing
 from tests.pure.test_fused_slices import KINDS, descend, made
 
 pytestmark = [
@@ -23,9 +23,9 @@ pytestmark = [
 
 @pytest.mark.parametrize("shape", [(), (2,), (2, 2), (3,)])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-def test_every_replay_is_told_of_in_its_place(shape: tuple[int, ...], dtype: torch.dtype) -> None:
+def test_every_replay_writes_its_slot(shape: tuple[int, ...], dtype: torch.dtype) -> None:
     device = torch.device("cuda:0")
-    told = Told(torch.cuda.Stream(device), 7)
+    ring = LossRing(torch.cuda.Stream(device), 7)
     count = torch.zeros(shape, dtype=dtype, device=device)
     graph = torch.cuda.CUDAGraph()
     torch.cuda.synchronize()
@@ -33,17 +33,17 @@ def test_every_replay_is_told_of_in_its_place(shape: tuple[int, ...], dtype: tor
         # Memory that the graph uses before, and that must not be where earlier values are.
         torch.ones(1000, device=device).mul_(3)
         count += 1
-        told.record(count)
+        ring.record(count)
         torch.ones(1000, device=device).mul_(5)
-        told.join()
+        ring.join()
     found = []
-    for number in range(3 * PLACES + 1):
+    for number in range(3 * SLOTS + 1):
         graph.replay()
-        place = told.next()
-        assert place == number % PLACES
+        place = ring.next()
+        assert place == number % SLOTS
         if number % 3 == 2:
             torch.cuda.synchronize()
-            found.append((number, told.read(place), told.read((place - 2) % PLACES)))
+            found.append((number, ring.read(place), ring.read((place - 2) % SLOTS)))
     for number, now, before in found:
         assert now == torch.full(shape, number + 1.0).tolist()
         assert before == torch.full(shape, number - 1.0).tolist()
@@ -73,7 +73,7 @@ def test_memory_is_given_back_after_a_recording_that_broke_off(capsys: pytest.Ca
         batch=64,
     )
     evenstep.train(task, epochs=2)
-    assert "it cannot be recorded" in capsys.readouterr().err
+    assert "it cannot be captured" in capsys.readouterr().err
     torch.cuda.synchronize()
     torch.empty(1, device="cuda:0")  # an allocation looks at what has become free
     found = torch.cuda.memory_stats()

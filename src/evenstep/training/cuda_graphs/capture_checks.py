@@ -1,8 +1,7 @@
-"""What the model and the loss keep in Python: numbers that change from step to step would not change in a replay.
+"""What decides whether a step is replayed: the Python state that it reads, the tensors that it changes, and its time.
 
-Do two ways of taking a step end in the same place? Every tensor that a step changes, copied, put back, compared.
-
-How long steps take on devices that the host runs ahead of.
+Python values that change from step to step would not change in a replay. A replay must change every tensor as the eager
+step does, and must not be slower.
 """
 
 from __future__ import annotations
@@ -33,10 +32,10 @@ def seen(loss: Callable[..., Any], model: nn.Module) -> Seen:
     for name, layer in model.named_modules():
         for key, value in vars(layer).items():
             if key not in _OF_TORCH:
-                found |= _told(f"{name}.{key}".lstrip("."), value)
+                found |= _value_of(f"{name}.{key}".lstrip("."), value)
     for function in (loss, *(type(layer).forward for layer in model.modules())):
         for name, value in _around(function):
-            found |= _told(name, value)
+            found |= _value_of(name, value)
     found["Python's random numbers"] = hash(random.getstate())
     state: Any = np.random.get_state(legacy=False)
     found["NumPy's random numbers"] = (state["state"]["key"].tobytes(), state["state"]["pos"])
@@ -54,7 +53,7 @@ def first_change(before: Seen, after: Seen) -> str | None:
     return next((name for name in (*before, *after) if before.get(name, _PLAIN) != after.get(name, _PLAIN)), None)
 
 
-def _told(name: str, value: Any) -> Seen:
+def _value_of(name: str, value: Any) -> Seen:
     if isinstance(value, _PLAIN):
         return {name: value}
     if isinstance(value, _MANY) or hasattr(value, "maxlen"):
@@ -141,13 +140,13 @@ def are_equal(one: Kinds, other: Kinds) -> bool:
 
 
 def first_apart(before: Kinds, after: Kinds, now: Kinds, tolerance: float) -> str | None:
-    """The first kind that went from `before` elsewhere than `after`: by more than so much of its usual way."""
+    """The first kind whose change from `before` differs from that to `after` by more than this share of it."""
     for kind, tensors in now.items():
-        way, num = 0.0, 0
-        for begun, ended in zip(before[kind], after[kind], strict=True):
-            way += float((ended.double() - begun.double()).square().sum())
+        change, num = 0.0, 0
+        for start, ended in zip(before[kind], after[kind], strict=True):
+            change += float((ended.double() - start.double()).square().sum())
             num += ended.numel()
-        limit = tolerance * math.sqrt(way / max(1, num))
+        limit = tolerance * math.sqrt(change / max(1, num))
         off = sum(_num_beyond(limit, *pair) for pair in zip(after[kind], tensors, strict=True))
         if off > MOST_APART * num:
             return kind

@@ -1,11 +1,8 @@
 """A step captured as a CUDA graph and replayed: hundreds of kernels for one launch.
 
-Where nothing but the card takes part in the update (a fused optimizer, one seat), the graph is the whole step, and the
-host does not wait for it. Elsewhere it holds forward and backward of each seat, and the update is taken as always.
-
-What the card tells the host of a replayed whole step, as part of its graph: beside the update, not after it.
-
-A step that a card is taking while the host is ahead of it: its loss comes a little later.
+With one replica and a fused optimizer, the graph is the whole step, and the host runs ahead of it: `LossRing` holds
+the losses of the last steps, and `Pending` is a step whose loss has not been read. Otherwise a graph holds forward and
+backward of each replica, and the update is eager.
 """
 
 from __future__ import annotations
@@ -43,36 +40,39 @@ from evenstep.training.loss import (
 from evenstep.training.optim import Sliced, is_fused
 from evenstep.training.step import Recipe
 
-PLACES = 4
+SLOTS = 4
 """Steps whose values the host keeps: more than may be running when those of the first are read."""
 
 
-class Told:
-    """A ring of places on the card, copied to the host whole; the card counts where the next values go, and so does the
-    host. Made before a graph is recorded, in memory of its own."""
+class LossRing:
+    """The losses of the last steps, written by the graph itself, beside the update.
+
+    A ring of slots on the GPU, copied to the host whole; GPU and host both count the slot of the next step. It is made
+    before the capture, in memory that does not belong to the graph.
+    """
 
     def __init__(self, stream: torch.cuda.Stream, most_values: int) -> None:
         device = stream.device
-        num_bytes = PLACES * most_values * 8
+        num_bytes = SLOTS * most_values * 8
         self._host = torch.zeros(num_bytes, dtype=torch.uint8, pin_memory=True)
-        # Not a graph's own memory: what lay at the same place earlier in the step would be written over other steps'.
+        # Not memory of the graph, which other tensors of the step may use before.
         self._ring = torch.zeros(num_bytes, dtype=torch.uint8, device=device)
-        self._place = torch.zeros(1, dtype=torch.int64, device=device)
-        # Whoever frees the host's memory will wait for the stream that replays: it has written there.
+        self._slot = torch.zeros(1, dtype=torch.int64, device=device)
+        # torch frees pinned memory only after the streams that wrote to it: this makes the replaying one known.
         self._host.copy_(self._ring, non_blocking=True)
         self._stream = stream
         self._num = 0
 
     def record(self, values: torch.Tensor) -> None:
-        """Tell these; whoever records waits for it later, by `join`."""
-        shape, num = (PLACES, *values.shape), PLACES * values.numel()
+        """Write these values; the capture waits for it in `join`."""
+        shape, num = (SLOTS, *values.shape), SLOTS * values.numel()
         self._host = self._host.view(values.dtype)[:num].view(shape)
         self._ring = self._ring.view(values.dtype)[:num].view(shape)
         self._stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(self._stream):
-            self._ring.index_copy_(0, self._place, values[None])
+            self._ring.index_copy_(0, self._slot, values[None])
             self._host.copy_(self._ring, non_blocking=True)
-            self._place.add_(1).remainder_(PLACES)
+            self._slot.add_(1).remainder_(SLOTS)
 
     def join(self) -> None:
         """A step ends when its values are on the host."""
@@ -81,11 +81,11 @@ class Told:
     def next(self) -> int:
         """The slot of the values of the step that was just launched."""
         self._num += 1
-        return (self._num - 1) % PLACES
+        return (self._num - 1) % SLOTS
 
-    def read(self, place: int) -> Any:
+    def read(self, slot: int) -> Any:
         """The values as floats; the GPU must have finished that step."""
-        return self._host[place].tolist()
+        return self._host[slot].tolist()
 
 
 Shapes = tuple[Any, ...]
@@ -94,7 +94,7 @@ MODE = "thread_local"
 
 
 def shapes_of(batch: Batch) -> Shapes | None:
-    """What two batches must share to use one graph; None if a batch is not a plain tree of tensors."""
+    """What two batches must share to use one graph; None if a batch is not a tree of tensors."""
     shapes: list[Any] = [batch.num_samples]
     for per_replica in batch.micro_batches:
         for micro_batch in per_replica:
@@ -164,20 +164,20 @@ class Captured:
         self._rates = [torch.full((), float(group["lr"]), device=world.device) for group in groups]
         self._last_rates = [float(group["lr"]) for group in groups]
         self._last_request_code = 0.0
-        self._totals = [Recorded(world, batch.num_samples, self._request_code) for _ in world.devices]
+        self._totals = [CapturedLoss(world, batch.num_samples, self._request_code) for _ in world.devices]
         # A pair for each micro-batch, or the sum over ranks.
-        self._told = Told(side, 2 * len(batch.micro_batches) + 1)
+        self._losses = LossRing(side, 2 * len(batch.micro_batches) + 1)
         forget(recipe.model.weights)
         if len(world.devices) > 1:
             # Eager steps ran in the replicas' threads; this thread has not initialized its libraries yet.
-            for place in range(len(world.devices)):
-                with on(world.devices[place]):
-                    self._compute(place, Recorded(world, batch.num_samples, self._request_code))
+            for replica in range(len(world.devices)):
+                with on(world.devices[replica]):
+                    self._compute(replica, CapturedLoss(world, batch.num_samples, self._request_code))
             for bound in recipe.model.loss_modules:
                 forget(bound.parameters())
-        # Shared with plain steps, cuBLAS's workspaces must belong to the graphs: whoever clears them would break these.
+        # cuBLAS's workspaces must belong to the graphs: if eager steps share and clear them, replays break.
         clear_cublas_workspaces()
-        self._graphs = [self._record(place) for place in range(len(world.devices))]
+        self._graphs = [self._capture(replica) for replica in range(len(world.devices))]
         self._weights = [list(bound.parameters()) for bound in recipe.model.loss_modules]
         self._gradients = [[weight.grad for weight in weights] for weights in self._weights]
         for weights in self._weights:
@@ -206,11 +206,11 @@ class Captured:
                 tensor.fill_(rate)
             self._last_rates = rates
         self._graphs[0].replay()
-        return self._told.next()
+        return self._losses.next()
 
-    def read(self, place: int) -> Any:
+    def read(self, slot: int) -> Any:
         """The values of a loss as floats; the GPU must have finished that step."""
-        return self._told.read(place)
+        return self._losses.read(slot)
 
     def replay_backward(self, batch: Batch, totals: LossTotal) -> None:
         """Forward and backward of every replica; leaves gradients on the parameters and losses in `totals`."""
@@ -218,9 +218,9 @@ class Captured:
         for weights, gradients in zip(self._weights, self._gradients, strict=True):
             for weight, gradient in zip(weights, gradients, strict=True):
                 weight.grad = gradient
-        for place, recorded in enumerate(self._totals):
-            for per_replica, part in zip(batch.micro_batches, recorded.parts, strict=True):
-                totals.parts.append(PartialLoss(per_replica[place], part.amount, totals.copy(part.amount)))
+        for replica, captured in enumerate(self._totals):
+            for per_replica, part in zip(batch.micro_batches, captured.parts, strict=True):
+                totals.parts.append(PartialLoss(per_replica[replica], part.amount, totals.copy(part.amount)))
         totals.is_late = any(one.is_late for one in self._totals)
         if self._totals[0].sums is not None:
             totals.sent = HostCopy(self._totals[0].sums)
@@ -229,56 +229,56 @@ class Captured:
         """[sum, count] of each part of a whole step, from what `read` gave."""
         return self._totals[0].pairs(values)
 
-    def _record(self, place: int) -> torch.cuda.CUDAGraph:
+    def _capture(self, replica: int) -> torch.cuda.CUDAGraph:
         world = self._recipe.team.world
         graph = torch.cuda.CUDAGraph()
-        device = world.devices[place]
+        device = world.devices[replica]
         # The training's stream, if it can be captured: DDP's autograd nodes belong to it.
         current = torch.cuda.current_stream(device)
         stream = torch.cuda.Stream(device) if current == torch.cuda.default_stream(device) else current
         pool = torch.cuda.graph_pool_handle()
         try:
             with on(device), torch.cuda.graph(graph, pool, stream, MODE):
-                self._compute(place, self._totals[place])
+                self._compute(replica, self._totals[replica])
                 if len(world.devices) == 1:
-                    self._totals[place].arrive()
+                    self._totals[replica].arrive()
                 if self.is_whole:
-                    self._update(self._totals[place])
+                    self._update(self._totals[replica])
         except BaseException:
             # Otherwise torch's allocator waits for the end of the capture and frees nothing that other streams used.
             release_pool(device, pool)
             raise
         return graph
 
-    def _compute(self, place: int, totals: Recorded) -> None:
+    def _compute(self, replica: int, totals: CapturedLoss) -> None:
         recipe, team = self._recipe, self._recipe.team
         backward = ReplicaBackward(team.world, team.precision, recipe.loss, (recipe.model,), totals)
         for number, slots in enumerate(self._slots, 1):
             is_last = number == len(self._slots)
             # Several replicas synchronize outside of their graphs.
             with recipe.model.sync_gradients(is_last) if len(team.world.devices) == 1 else NOTHING:
-                backward(is_last, place, slots[place].micro_batch())
+                backward(is_last, replica, slots[replica].micro_batch())
 
-    def _update(self, totals: Recorded) -> None:
-        """The rest of the step, in words that the card alone understands: weights stay where the loss is not finite."""
+    def _update(self, totals: CapturedLoss) -> None:
+        """The rest of the step, without the host: the weights do not change if the loss is not finite."""
         recipe = self._recipe
         if totals.is_late:
             gradients = [weight.grad for weight in recipe.model.weights if weight.grad is not None]
             foreach_mul_(gradients, totals.late_factor_on_gpu(self._num_samples))
         flag_non_finite_([totals.values], self._bad, self._one)
-        self._told.record(totals.values)
+        self._losses.record(totals.values)
         try:
             self._update_weights()
         finally:
-            # A recording with loose ends would fail with no word of what went wrong.
-            self._told.join()
+            # A capture with an unjoined stream would fail without naming the cause.
+            self._losses.join()
 
     def _update_weights(self) -> None:
         recipe = self._recipe
         if recipe.clip is not None:
             weights = [weight for group in recipe.optimizer.param_groups for weight in group["params"]]
             torch.nn.utils.clip_grad_norm_(weights, recipe.clip)
-        with _as_recorded(recipe.optimizer, self._rates, self._bad), Sliced():  # type: ignore[no-untyped-call]
+        with _capturable(recipe.optimizer, self._rates, self._bad), Sliced():  # type: ignore[no-untyped-call]
             recipe.optimizer.step()
         forget_gradients(recipe.optimizer)
 
@@ -287,12 +287,14 @@ class Copied:
     """Static inputs: a micro-batch's tensors are copied here before each replay."""
 
     def __init__(self, micro_batch: MicroBatch) -> None:
-        self._piece = MicroBatch(map_tensors(micro_batch.inputs, torch.clone), micro_batch.ids, micro_batch.num_samples)
-        self._tensors = list(leaves(self._piece.inputs))
+        self._inputs = MicroBatch(
+            map_tensors(micro_batch.inputs, torch.clone), micro_batch.ids, micro_batch.num_samples
+        )
+        self._tensors = list(leaves(self._inputs.inputs))
 
     def micro_batch(self) -> MicroBatch:
         """The captured inputs."""
-        return self._piece
+        return self._inputs
 
     def fill(self, micro_batch: MicroBatch) -> None:
         """Copy another micro-batch into them."""
@@ -318,7 +320,7 @@ class Gathered:
         self._index.copy_(torch.from_numpy(micro_batch.rows.ids), non_blocking=True)
 
 
-class Recorded(LossTotal):
+class CapturedLoss(LossTotal):
     """The loss of a step under capture; all of it stays on the GPU."""
 
     def __init__(self, world: Any, num_samples: int, request_code: torch.Tensor) -> None:
@@ -377,7 +379,7 @@ def can_be_whole(recipe: Recipe) -> bool:
 
 
 @contextmanager
-def _as_recorded(optimizer: Any, rates: list[torch.Tensor], bad: torch.Tensor) -> Iterator[None]:
+def _capturable(optimizer: Any, rates: list[torch.Tensor], bad: torch.Tensor) -> Iterator[None]:
     """Learning rates on the GPU, and a flag there that leaves the weights unchanged."""
     before = [{key: group[key] for key in ("lr", "capturable") if key in group} for group in optimizer.param_groups]
     for group, rate in zip(optimizer.param_groups, rates, strict=True):
@@ -397,10 +399,10 @@ class Pending:
     """A step running on the GPU; its loss is being copied to the host."""
 
     def __init__(
-        self, recipe: Recipe, captured: Captured, batch: Batch, place: int, event: torch.cuda.Event, request_code: float
+        self, recipe: Recipe, captured: Captured, batch: Batch, slot: int, event: torch.cuda.Event, request_code: float
     ) -> None:
         self.event = event
-        self._place = place
+        self._slot = slot
         self._values: Any = None
         self._loss: MeanLoss | None = None
         self._step = batch.loader.num_finished
@@ -413,7 +415,7 @@ class Pending:
         """Wait until the step has finished; its event and slot can be reused afterwards."""
         if self._values is None:
             self.event.synchronize()
-            self._values = self._captured.read(self._place)
+            self._values = self._captured.read(self._slot)
         return self._values
 
     def read(self) -> MeanLoss:

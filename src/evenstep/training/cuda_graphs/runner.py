@@ -1,7 +1,7 @@
 """Decides automatically whether to replay steps as CUDA graphs: where that is safe, equal and faster.
 
-A few steps are taken as always. If they look alike, the next one is taken as always and also recorded and replayed from
-the same start; if both end alike, what follows is replayed. A batch of another shape is taken as always.
+The first steps are eager. If they are alike, the next one is taken twice from the same state: eagerly, and captured and
+replayed. If both results agree, later steps are replayed, except for batches of another shape.
 """
 
 from __future__ import annotations
@@ -30,20 +30,20 @@ from evenstep.training.cuda_graphs.capture_checks import (
     put,
     seen,
 )
-from evenstep.training.cuda_graphs.graph import PLACES, Captured, Choices, Pending, shapes_of
+from evenstep.training.cuda_graphs.graph import SLOTS, Captured, Choices, Pending, shapes_of
 from evenstep.training.loss import LossTotal, MeanLoss
 from evenstep.training.step import Done, Eager, Recipe, Taken
 
 WARM_UP = 6
 WARM_UP_DDP = 12
 """DDP times its first ten steps on the GPU, which cannot be captured."""
-ASKED_AT = (20, 60, 200)
+AGREED_AT = (20, 60, 200)
 """Eager steps after which ranks agree on whether all of them can capture the next one."""
 TIMED = 4
 """Steps before the capture that are timed."""
 LAG = 2
 """Steps that the host runs ahead of the GPU."""
-assert LAG + 1 < PLACES
+assert LAG + 1 < SLOTS
 JUDGED = 10
 """Replayed steps that are timed, to decide whether they are faster."""
 LEAST_GAIN = 1.0
@@ -78,7 +78,7 @@ class Fast:
         self._before: tuple[object, Choices, Seen] | None = None
         """The previous step: the shapes of its batch, the optimizer's options, and the Python state it read."""
         self._alike = 0
-        self._num_plain = 0
+        self._num_eager = 0
         self._clock = Clock(self._world.devices)
         self._eager_seconds = math.inf
         self._under_way: deque[Pending] = deque()
@@ -86,33 +86,33 @@ class Fast:
 
     def take(self, batch: Batch) -> Taken:
         if batch.checked is not None or self._world.spans.listeners or self._world.communication.is_off:
-            return self._plain(batch)
+            return self._take_eagerly(batch)
         if self._captured is not None:
             return self._replayed(batch)
         if self._is_time(batch):
             self._eager_seconds = self._clock.stop()
             return self._try(batch)
         if self._is_over:
-            return self._plain(batch)
+            return self._take_eagerly(batch)
         if self._alike == self._needed - TIMED:
             self._clock.start()
         with self._clock:
             taken = self._eager.take(batch)
-        self._look(batch)
+        self._compare(batch)
         return taken
 
     def _is_time(self, batch: Batch) -> bool:
         """Whether to capture this step. Ranks agree on it, all at the same steps."""
-        self._num_plain += 1
+        self._num_eager += 1
         is_ready = not self._is_over and self._alike >= self._needed and shapes_of(batch) == self._shapes_before()
         if self._world.size == 1:
             return is_ready
-        return self._num_plain in ASKED_AT and self._all(is_ready)
+        return self._num_eager in AGREED_AT and self._all(is_ready)
 
     def _shapes_before(self) -> object:
         return self._before[0] if self._before is not None else None
 
-    def _plain(self, batch: Batch) -> Taken:
+    def _take_eagerly(self, batch: Batch) -> Taken:
         """An eager step, after the pending replays have been checked."""
         while self._under_way:
             self._under_way.popleft().read()
@@ -122,12 +122,12 @@ class Fast:
         captured, recipe = self._captured, self._recipe
         assert captured is not None
         if shapes_of(batch) != captured.shapes:
-            return self._plain(batch)
+            return self._take_eagerly(batch)
         # A scheduler may change more than the learning rate.
         if recipe.scheduler is not None and Choices.of(recipe.optimizer) != captured.choices:
-            return self._plain(batch)
+            return self._take_eagerly(batch)
         if batch.span.start == 0 and self._has_changed():
-            return self._plain(batch)
+            return self._take_eagerly(batch)
         replay = self._replay_whole if captured.is_whole else self._replay_half
         if not self._clock.is_on:
             return replay(captured, batch)
@@ -172,32 +172,32 @@ class Fast:
         request_code = self._fill(captured, batch)
         if self._world.size > 1:
             spans.heartbeat.collective()
-        place = captured.replay_whole()
+        slot = captured.replay_whole()
         is_full = len(self._under_way) > LAG
         event = self._under_way.popleft().event if is_full else torch.cuda.Event()
         event.record()
         spans.begin(BACKWARD)
         batch.finish()
         self._recipe.advance()
-        pending = Pending(self._recipe, captured, batch, place, event, request_code)
+        pending = Pending(self._recipe, captured, batch, slot, event, request_code)
         self._under_way.append(pending)
         if len(self._under_way) > LAG:
             # The host waits here, for less than a step, and not where a loss is read.
             self._under_way[0].arrive()
         return pending
 
-    def _look(self, batch: Batch) -> None:
+    def _compare(self, batch: Batch) -> None:
         """Compare this step with the previous one."""
         shapes = shapes_of(batch)
         now = (shapes, Choices.of(self._recipe.optimizer), seen(self._recipe.loss, self._recipe.model.module))
         if shapes is None:
             self._give_up("a batch holds more than tensors in tuples, lists and dicts")
         elif drew_on_host():
-            self._give_up("it draws random numbers on the host, which a recorded step would not draw again")
+            self._give_up("it draws random numbers on the host, which a replay would not draw again")
         elif self._before is not None and now[:2] == self._before[:2]:
             changed = first_change(self._before[2], now[2])
             if changed is not None and self._alike:
-                self._give_up(f"{changed} changes from step to step, which a recorded step would not see")
+                self._give_up(f"{changed} changes from step to step, which a replay would not see")
             self._alike += 1
         else:
             self._alike = 0
@@ -213,38 +213,38 @@ class Fast:
             self._captured, self._before, self._alike = None, None, 0
             if self._world.size > 1:
                 # The other ranks keep replaying, and would not take part in another capture.
-                self._give_up(f"{changed} is another one now")
+                self._give_up(f"{changed} changed")
             else:
-                self.messages.append(f"{changed} is another one now: the step is recorded anew")
+                self.messages.append(f"{changed} changed; re-capturing the CUDA graph")
         return changed is not None
 
     def _try(self, batch: Batch) -> Taken:
         """Take this step eagerly; capture it, replay it from the same state, and compare the results."""
         recipe, state = self._recipe, changed_by(self._recipe)
-        if not self._all(self._has_room(num_bytes(state))):
-            self._give_up("the card's memory does not hold the step twice")
+        if not self._all(self._has_memory(num_bytes(state))):
+            self._give_up("GPU memory does not hold the step twice")
             return self._eager.take(batch)
         before = copied(state)
         loss = recipe.team.backward(recipe.loss, recipe.model, batch)
         was_taken = recipe.team.step(recipe.optimizer, clip=recipe.clip)
         after = copied(state)
         draws = any(torch.cuda.default_generators[d.index].get_offset() for d in self._world.devices)
-        problem = self._record(batch)
+        problem = self._capture(batch)
         if self._all(problem is None):
             put(state, before)
             assert self._captured is not None
             self._captured.draws = draws
             replayed = self._once(self._captured, batch)
-            problem = self._difference(loss, replayed) or self._elsewhere(before, after, state)
+            problem = self._difference(loss, replayed) or self._state_difference(before, after, state)
             put(state, after)
         if not self._all(problem is None):
             self._captured = None
-            self._give_up(problem or "another rank's step could not be recorded")
+            self._give_up(problem or "another rank could not capture its step")
         recipe.advance(was_taken)
         self._clock.start()
         return Done(loss)
 
-    def _has_room(self, state_bytes: int) -> bool:
+    def _has_memory(self, state_bytes: int) -> bool:
         """Whether graphs fit next to an eager step (the short last batch is one), and the copies on the host."""
         device = self._world.device
         used = torch.cuda.memory_allocated(device)
@@ -252,7 +252,7 @@ class Fast:
         free = torch.cuda.mem_get_info(device)[0] + torch.cuda.memory_reserved(device) - used
         return 2 * of_a_step < free and 3 * state_bytes < psutil.virtual_memory().available
 
-    def _record(self, batch: Batch) -> str | None:
+    def _capture(self, batch: Batch) -> str | None:
         """Capture the step; returns why that failed, or None."""
         try:
             # One for all captures: torch has few streams, and reuses them.
@@ -264,7 +264,7 @@ class Fast:
                 _free_generator(device)
             for bound in self._recipe.model.loss_modules:
                 forget(bound.parameters())
-            return f"it cannot be recorded ({_in_short(error)})"
+            return f"it cannot be captured ({_shortened(error)})"
         return None
 
     def _once(self, captured: Captured, batch: Batch) -> float:
@@ -275,9 +275,9 @@ class Fast:
             recipe.team.step(recipe.optimizer, clip=recipe.clip)
             return loss
         self._fill(captured, batch)
-        place = captured.replay_whole()
+        slot = captured.replay_whole()
         torch.cuda.synchronize(self._world.device)
-        values = captured.read(place)
+        values = captured.read(slot)
         total, count = (math.fsum(column) for column in zip(*captured.pairs(values), strict=True))
         return total / count if count else 0.0
 
@@ -285,12 +285,12 @@ class Fast:
         limit = LOSS_TOLERANCE[self._recipe.team.precision.name]
         if math.isclose(loss, replayed, rel_tol=limit, abs_tol=limit):
             return None
-        return f"recorded, it gives a loss of {replayed:.6g} and not {loss:.6g}"
+        return f"a replay gives a loss of {replayed:.6g} instead of {loss:.6g}"
 
-    def _elsewhere(self, before: Kinds, after: Kinds, now: Kinds) -> str | None:
+    def _state_difference(self, before: Kinds, after: Kinds, now: Kinds) -> str | None:
         self._is_equal = are_equal(now, after)
         kind = first_apart(before, after, now, TOLERANCE[self._recipe.team.precision.name])
-        return f"recorded, {kind} end elsewhere" if kind is not None else None
+        return f"a replay changes {kind} differently" if kind is not None else None
 
     def _judge(self) -> None:
         """Keep the graph if it is not slower; each rank decides alone, since eager and replayed steps can be mixed."""
@@ -299,16 +299,16 @@ class Fast:
         was = f"{self._eager_seconds * 1e3:.2f} to {seconds * 1e3:.2f} ms"
         if gain < LEAST_GAIN:
             self._captured = None
-            self._give_up(f"as a graph it would be no faster ({was})")
+            self._give_up(f"as a CUDA graph it would be no faster ({was})")
             return
         assert self._captured is not None
         what = "the whole step is" if self._captured.is_whole else "forward and backward are"
         ends = "bit-equal" if self._is_equal else "equal within rounding"
-        self.messages.append(f"fast: {what} replayed as a CUDA graph, {ends} to the plain step, {gain:.1f} x ({was})")
+        self.messages.append(f"fast: {what} replayed as a CUDA graph, {ends} to the eager step, {gain:.1f} x ({was})")
 
     def _give_up(self, why: str) -> None:
         self._is_over = True
-        self.messages.append(f"fast: the step stays as it is: {why}")
+        self.messages.append(f"fast: steps stay eager: {why}")
 
     def _all(self, is_so: bool) -> bool:
         """Whether it is true on every rank."""
@@ -321,6 +321,6 @@ def _free_generator(device: torch.device) -> None:
     torch.cuda.default_generators[device.index].graphsafe_set_state(fresh.graphsafe_get_state())
 
 
-def _in_short(error: Exception) -> str:
+def _shortened(error: Exception) -> str:
     first_line, *_ = str(error).splitlines() or [""]
     return f"{type(error).__name__}: {first_line[:100]}"

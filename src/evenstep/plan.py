@@ -10,7 +10,7 @@ from collections.abc import Iterable, Mapping
 from contextvars import ContextVar
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
-from typing import Annotated, Any, Literal, get_args
+from typing import Annotated, Any, Literal
 
 from msgspec import Meta
 
@@ -30,8 +30,6 @@ from evenstep.strategy_facts import (
 PrecisionName = Literal["fp64", "fp32", "tf32", "bf16", "fp16"]
 FastName = Literal["auto", "off"]
 TrackerName = Literal["tensorboard"]
-
-PRECISION_NAMES: tuple[str, ...] = get_args(PrecisionName)
 
 _is_saved = ContextVar("is_saved", default=False)
 """Whether a plan is read that was checked when it was written."""

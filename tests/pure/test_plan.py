@@ -5,7 +5,7 @@ from __future__ import annotations
 import doctest
 import json
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 from hypothesis import given
@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from evenstep import plan, strategy_facts
 from evenstep.errors import PlanError
-from evenstep.plan import PRECISION_NAMES, Plan, check_name, parse_devices, read_plan
+from evenstep.plan import Plan, PrecisionName, check_name, parse_devices, read_plan
 from evenstep.sampling import order
 from evenstep.sampling.order import Lengths
 from evenstep.strategy_facts import STRATEGIES
@@ -217,7 +217,7 @@ def test_helpful_errors(values: dict[str, Any], message: str) -> None:
 
 
 @pytest.mark.parametrize("strategy", [row.name for row in STRATEGIES.values() if "cpu" in row.device_kinds])
-@pytest.mark.parametrize("precision", [name for name in PRECISION_NAMES if name != "tf32"])
+@pytest.mark.parametrize("precision", [name for name in get_args(PrecisionName) if name != "tf32"])
 def test_every_strategy_goes_with_every_precision_on_a_cpu(strategy: str, precision: str) -> None:
     plan = make(strategy=strategy, precision=precision)
     assert (plan.strategy, plan.precision) == (strategy, precision)

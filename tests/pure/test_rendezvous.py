@@ -35,11 +35,9 @@ from evenstep.launcher.rendezvous.auth import (
     TokenFile,
     WrongToken,
     given_token,
-    labelled,
     make_token,
-    munge_open,
-    munge_seal,
-    unlabelled,
+    open_token,
+    seal_token,
 )
 from evenstep.launcher.rendezvous.c10d import KEY, LAST_CALL, C10dRendezvous, SignedState
 from evenstep.launcher.rendezvous.tunnel import (
@@ -558,47 +556,47 @@ def test_a_machine_that_fails_after_it_entered_leaves_nothing_behind(monkeypatch
     assert not addresses_of(port)
 
 
-class TestMunge:
-    def test_what_is_sealed_says_that_it_is_a_token(self) -> None:
-        token = make_token()
-        assert unlabelled(labelled(token)) == token
-        assert unlabelled(token) is None, "this user may have sealed anything"
-        assert unlabelled(labelled("short")) is None
+SEALED = make_token()
 
+
+class TestMunge:
     def test_what_is_too_long_is_not_looked_at(self, monkeypatch: pytest.MonkeyPatch) -> None:
         program = Path("programs/unmunge")
         program.parent.mkdir()
         program.write_text("#!/bin/sh\ntouch asked\n")
         program.chmod(0o755)
         monkeypatch.setenv("PATH", str(program.parent.resolve()), prepend=":")
-        assert munge_open(b"A" * (MAX_CREDENTIAL_BYTES + 1)) is None
+        assert open_token(b"A" * (MAX_CREDENTIAL_BYTES + 1)) is None
         assert not Path("asked").exists()
 
     def test_where_there_is_none_nothing_is_sealed_or_opened(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setenv("PATH", "/nowhere")
-        assert munge_seal(ONE) == b""
-        assert munge_open(b"MUNGE:AAAA:") is None
+        assert seal_token(ONE) == b""
+        assert open_token(b"MUNGE:AAAA:") is None
 
     @pytest.mark.parametrize(
-        ("said", "code", "found"),
+        ("maker", "code", "text", "is_opened"),
         [
-            (f"UID: {os.geteuid()}", 0, ONE),
-            (f"UID: {os.geteuid()}", 17, ONE),
-            (f"UID: {os.geteuid() + 1}", 0, None),
-            (f"UID: {os.geteuid()}", 18, None),
-            ("nonsense", 0, None),
+            (f"UID: {os.geteuid()}", 0, f"evenstep token {SEALED}", True),
+            (f"UID: {os.geteuid()}", 17, f"evenstep token {SEALED}", True),
+            (f"UID: {os.geteuid() + 1}", 0, f"evenstep token {SEALED}", False),
+            (f"UID: {os.geteuid()}", 18, f"evenstep token {SEALED}", False),
+            ("nonsense", 0, f"evenstep token {SEALED}", False),
+            # This user may have sealed anything.
+            (f"UID: {os.geteuid()}", 0, SEALED, False),
+            (f"UID: {os.geteuid()}", 0, "evenstep token short", False),
         ],
     )
-    def test_a_credential_counts_if_this_user_made_it(
-        self, monkeypatch: pytest.MonkeyPatch, said: str, code: int, found: str | None
+    def test_a_credential_counts_if_this_user_sealed_a_token(
+        self, monkeypatch: pytest.MonkeyPatch, maker: str, code: int, text: str, is_opened: bool
     ) -> None:
         """By a program that answers as munge's does; the real one is asked in the tests of Slurm."""
         program = Path("programs/unmunge")
         program.parent.mkdir()
-        program.write_text(f"#!/bin/sh\ncat > /dev/null\nprintf '{said}\\n\\n{ONE}'\nexit {code}\n")
+        program.write_text(f"#!/bin/sh\ncat > /dev/null\nprintf '{maker}\\n\\n{text}'\nexit {code}\n")
         program.chmod(0o755)
         monkeypatch.setenv("PATH", str(program.parent.resolve()), prepend=":")
-        assert munge_open(b"MUNGE:AAAA:") == found
+        assert open_token(b"MUNGE:AAAA:") == (SEALED if is_opened else None)
 
 
 class TestTheSourcesOfATask:

@@ -14,7 +14,11 @@ import psutil
 from evenstep.errors import PlanError
 from evenstep.internals import TCPStore
 
+T = TypeVar("T")
 LOOPBACK = "127.0.0.1"
+JOIN_SECONDS = 600
+HEARTBEAT_SECONDS = 0.5
+BACKLOG = 512
 
 
 def open_store(seconds: float = 300, use_libuv: bool = True) -> TCPStore:
@@ -22,7 +26,7 @@ def open_store(seconds: float = 300, use_libuv: bool = True) -> TCPStore:
 
     torch's default listens on all interfaces, and binds a port that may have been taken meanwhile.
     """
-    with socket.create_server((LOOPBACK, 0), backlog=512) as listener:
+    with socket.create_server((LOOPBACK, 0), backlog=BACKLOG) as listener:
         return TCPStore(
             LOOPBACK,
             listener.getsockname()[1],
@@ -38,12 +42,6 @@ def free_port() -> int:
     """A free port for a program that opens it itself; another program may take it first."""
     with socket.create_server((LOOPBACK, 0)) as listener:
         return int(listener.getsockname()[1])
-
-
-T = TypeVar("T")
-JOIN_SECONDS = 600
-HEARTBEAT_SECONDS = 0.5
-BACKLOG = 512
 
 
 def call_with_timeout(

@@ -36,6 +36,17 @@ MAX_FRAME_BYTES = 2**22
 MIN_TOKEN_CHARS = 16
 MOST_BYTES = 4096
 LABEL = "evenstep token "
+"""Before the token in a credential: this user may have sealed anything."""
+MUNGE_SECONDS = 10.0
+MAX_CREDENTIAL_BYTES = 4096
+OPENED = (0, 15, 16, 17)
+"""Success, and expired, from the future, or replayed: such a credential is still authentic, and its sender must yet
+prove that it knows the token in it.
+"""
+FORGED = "an unauthorized process writes to this run's rendezvous; use another port and another token"
+DIGEST = "sha256"
+DIGEST_BYTES = 32
+_NEVER = (0, b"")
 MAKE_ONE = f'export {TOKEN}=$(python -c "import secrets; print(secrets.token_hex())")'
 
 
@@ -53,17 +64,6 @@ def given_token(given: LauncherVariables | None = None) -> str | None:
 def make_token() -> str:
     """256 random bits."""
     return secrets.token_hex(32)
-
-
-def labelled(token: str) -> str:
-    """The text of a credential: the token with a label."""
-    return f"{LABEL}{token}"
-
-
-def unlabelled(text: str) -> str | None:
-    """The token in a text from `labelled`; None for any other text that this user may have sealed."""
-    found = re.fullmatch(f"{LABEL}([0-9a-f]{{64}})", text.strip())
-    return found[1] if found is not None else None
 
 
 def read_private(path: Path) -> str:
@@ -131,12 +131,6 @@ class TokenFile:
         )
 
 
-FORGED = "an unauthorized process writes to this run's rendezvous; use another port and another token"
-DIGEST = "sha256"
-DIGEST_BYTES = 32
-_NEVER = (0, b"")
-
-
 @dataclass(frozen=True)
 class MessageSigner:
     """Signs messages with the key of one run, for one slot of the store and one sequence number."""
@@ -172,34 +166,27 @@ class MessageSigner:
         return hmac.digest(self.key, b"message " + text, DIGEST).hex()
 
 
-SECONDS = 10.0
-MAX_CREDENTIAL_BYTES = 4096
-OPENED = (0, 15, 16, 17)
-"""Success, and expired, from the future, or replayed: such a credential is still authentic, and its sender must yet
-prove that it knows the token in it.
-"""
-
-
-def munge_seal(text: str) -> bytes:
+def seal_token(token: str) -> bytes:
     """A munge credential that only this user can open, on nodes of this cluster; empty without munge."""
-    done = _run(["munge", f"--restrict-uid={os.geteuid()}"], text.encode())
+    done = _run(["munge", f"--restrict-uid={os.geteuid()}"], f"{LABEL}{token}".encode())
     credential = done.stdout.strip() if done is not None and done.returncode == 0 else b""
     return credential if len(credential) <= MAX_CREDENTIAL_BYTES else b""
 
 
-def munge_open(credential: bytes) -> str | None:
-    """The text of a credential that this user made; None if another user made it, or it is invalid."""
+def open_token(credential: bytes) -> str | None:
+    """The token in a credential that this user made; None if another user made it, or it seals something else."""
     done = _run(["unmunge", "--numeric", "--keys=UID"], credential) if len(credential) <= MAX_CREDENTIAL_BYTES else None
     if done is None or done.returncode not in OPENED:
         return None
     about, _, text = done.stdout.decode(errors="replace").partition("\n\n")
     maker = re.fullmatch(r"UID:\s*(\d+)", about.strip())
-    return text if maker is not None and int(maker[1]) == os.geteuid() else None
+    token = re.fullmatch(f"{LABEL}([0-9a-f]{{64}})", text.strip())
+    return token[1] if token is not None and maker is not None and int(maker[1]) == os.geteuid() else None
 
 
 def _run(command: list[str], given: bytes) -> subprocess.CompletedProcess[bytes] | None:
     try:
-        return subprocess.run(command, input=given, capture_output=True, timeout=SECONDS)
+        return subprocess.run(command, input=given, capture_output=True, timeout=MUNGE_SECONDS)
     except (OSError, subprocess.TimeoutExpired):
         return None
 

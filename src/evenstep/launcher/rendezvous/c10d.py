@@ -62,7 +62,12 @@ NOTHING = "-"
 """The state before any machine joined: a store would block on a missing key."""
 LAST_CALL = timedelta(seconds=3)
 """How long to wait for more machines once the minimum has joined."""
+LOST_SECONDS = 8.0
+"""A machine without a heartbeat for this long is lost."""
+LEAVING_SECONDS = 3.0
+"""How long the first machine waits at the end for the other machines to leave."""
 Node = tuple[str, int, int]
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -179,13 +184,6 @@ class Times:
 
 def _plain(node: Any) -> Node:
     return node.addr, node.pid, node.local_id
-
-
-T = TypeVar("T")
-LOST_SECONDS = 8.0
-"""A machine without a heartbeat for this long is lost."""
-LEAVING_SECONDS = 3.0
-"""How long the first machine waits at the end for the other machines to leave."""
 
 
 class HeadLost(TrainingError):

@@ -30,11 +30,9 @@ from evenstep.launcher.rendezvous.auth import (
     TokenFile,
     WrongToken,
     given_token,
-    labelled,
     make_token,
-    munge_open,
-    munge_seal,
-    unlabelled,
+    open_token,
+    seal_token,
 )
 from evenstep.launcher.rendezvous.slurm import find_slurm
 from evenstep.launcher.rendezvous.tunnel import (
@@ -109,7 +107,7 @@ def _host_with_own_token(address: Address, identity: Identity, bound: socket.soc
     # Holding the port gives this process the file named after it; write it before answering any machine.
     file.write(token)
     try:
-        credential = munge_seal(labelled(token)) if is_slurm else b""
+        credential = seal_token(token) if is_slurm else b""
         server = TunnelServer(bound, token, identity, store.port, credential)
     except BaseException:
         file.remove()
@@ -182,8 +180,7 @@ def _access(client: TunnelClient, deadline: float) -> StoreAccess:
 def _token_of_slurm(address: Address) -> str | None:
     """The first task's token, if it belongs to the same user."""
     credential = credential_of(address) if find_slurm() is not None else b""
-    text = munge_open(credential) if credential else None
-    return unlabelled(text) if text is not None else None
+    return open_token(credential) if credential else None
 
 
 def _store_through(client: TunnelClient, deadline: float) -> TCPStore:

@@ -43,7 +43,7 @@ def test_the_first_machine_of_a_list_is_found(nodes: str, first: str) -> None:
 def test_a_task_that_srun_started_is_part_of_one_run() -> None:
     slurm = find_slurm(slurm_variables(TASK))
     assert slurm is not None
-    assert slurm.is_spread
+    assert slurm.has_several_tasks
     assert (slurm.task, slurm.num_tasks, slurm.local, slurm.num_local) == (1, 3, 1, 2)
     assert slurm.rendezvous.startswith("gpu03:")
     assert slurm.num_restarts == 0
@@ -70,14 +70,14 @@ def test_tasks_of_one_job_meet_at_one_port_and_those_of_others_at_another() -> N
 def test_a_batch_script_runs_alone_however_many_tasks_its_job_may_start() -> None:
     slurm = find_slurm(slurm_variables(BATCH))
     assert slurm is not None
-    assert not slurm.is_spread
+    assert not slurm.has_several_tasks
 
 
 @pytest.mark.parametrize("tasks", ["1", ""])
 def test_a_single_task_runs_alone(tasks: str) -> None:
     slurm = find_slurm(slurm_variables({**TASK, "SLURM_PROCID": "0", "SLURM_STEP_NUM_TASKS": tasks}))
     assert slurm is not None
-    assert not slurm.is_spread
+    assert not slurm.has_several_tasks
 
 
 @pytest.mark.parametrize("environment", [{}, {"SLURM_JOB_ID": ""}, {"SLURM_CONF": "/etc/slurm.conf"}])

@@ -77,9 +77,9 @@ class MemoryWatch:
         self._pids = pids
         self._readings: deque[MemoryReading] = deque(maxlen=NUM_REMEMBERED)
         self._read_at = 0.0
-        self.look()
+        self.update()
 
-    def look(self) -> None:
+    def update(self) -> None:
         """Take a reading, at most twice a second."""
         now = time.monotonic()
         if now - self._read_at < CHECK_SECONDS:

@@ -22,25 +22,26 @@ import torch
 
 from evenstep.checkpoint import files
 from evenstep.data.prefetch import explain_worker_death
+from evenstep.distributed.devices import share_threads
 from evenstep.distributed.process import read_rank, worker_spec
 from evenstep.errors import CheckpointError, EvenstepError, PlanError, Preempted
 from evenstep.launcher.failure import cause, report, stopped_where
-from evenstep.launcher.hang import exit_on_stall
+from evenstep.launcher.hang import FIRST_SECONDS, LEAST_SECONDS, exit_on_stall
 from evenstep.launcher.logs import with_trace
 from evenstep.launcher.prepare import RUNS, Prepared, label_of, prepare, prepare_from_plan, write_plan
 from evenstep.launcher.rendezvous import LocalRendezvous, Rendezvous
 from evenstep.launcher.rendezvous.slurm import Slurm, find_slurm
 from evenstep.launcher.rendezvous.version_check import Identity, identity_of, sources_of_task
-from evenstep.launcher.supervisor import Supervisor, of_plan
+from evenstep.launcher.supervisor import Launch, Supervisor
 from evenstep.plan import Plan, parse_rendezvous, read_plan
 from evenstep.record import KINDS, Record
 from evenstep.report.terminal import Progress
 from evenstep.sampling.rng import host_state, restore_host_state
-from evenstep.strategy_facts import STRATEGIES, with_processes
+from evenstep.strategy_facts import STRATEGIES, added_strategies, with_processes
 from evenstep.task import Task, TaskFunction
 from evenstep.training.trainer import Event, perform
 from evenstep.worker.lazy_compiler import put_off_compiler
-from evenstep.worker.main import Perform, TrainingSpec, write_report
+from evenstep.worker.main import Perform, TrainingSpec, work, write_report
 
 Source = Union[str, "TaskFunction", Task, None]
 OWN = ("devices",)
@@ -79,7 +80,7 @@ def _with_machines(
 
     where = parse_rendezvous(str(chosen["machines"]), chosen.get("rendezvous"))
     assert where is not None
-    is_head = slurm.task == 0 if slurm is not None and slurm.is_spread else None
+    is_head = slurm.task == 0 if slurm is not None and slurm.has_several_tasks else None
     rendezvous = C10dRendezvous(*where, identity, is_head)
     try:
         if not rendezvous.is_head:
@@ -101,7 +102,7 @@ def _for_slurm(slurm: Slurm, source: Source, choices: Mapping[str, Any]) -> dict
     chosen = {name: value for name, value in choices.items() if value is not None}
     if source is not None:
         chosen.setdefault("name", _job_name(slurm, label_of(source)))
-    if slurm.is_spread:
+    if slurm.has_several_tasks:
         chosen.setdefault("machines", str(slurm.num_tasks))
         chosen.setdefault("rendezvous", slurm.rendezvous)
         chosen.setdefault("devices", slurm.devices(torch.cuda.device_count()))
@@ -256,4 +257,26 @@ def run_in_processes(
     """
     if not prepared.is_importable:
         refuse_fork_after_cuda()
-    return Supervisor(of_plan(prepared, perform), rendezvous or LocalRendezvous()).events()
+    plan, is_importable = prepared.plan, prepared.is_importable
+    spec = TrainingSpec(
+        plan=plan,
+        # Absolute: the user's code may change the working folder.
+        run_folder=str(prepared.folder.absolute()),
+        # A task from a file chooses the working folder again.
+        cwd=None if is_importable else prepared.cwd,
+        strategies=added_strategies(),
+        environment={"OMP_NUM_THREADS": str(share_threads(plan.threads, plan.devices))},
+    )
+    launch = Launch(
+        prepared.folder,
+        len(plan.devices) if STRATEGIES[plan.strategy].processes_per_device else 1,
+        work,
+        spec,
+        (perform,) if is_importable else (perform, prepared.task),
+        "server" if is_importable else "fork",
+        plan.restarts,
+        plan.stall_after,
+        # A compiler may be called again in any step: for the short last batch, for evaluation.
+        FIRST_SECONDS if plan.compile else LEAST_SECONDS,
+    )
+    return Supervisor(launch, rendezvous or LocalRendezvous()).events()

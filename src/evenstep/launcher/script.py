@@ -157,7 +157,7 @@ def _rendezvous(script: Script) -> Rendezvous:
     """One machine, or several as given by the options or by Slurm's environment."""
     slurm = find_slurm()
     machines, rendezvous, is_head = script.machines, script.rendezvous, None
-    if slurm is not None and slurm.is_spread and machines is None:
+    if slurm is not None and slurm.has_several_tasks and machines is None:
         machines, rendezvous, is_head = str(slurm.num_tasks), slurm.rendezvous, slurm.task == 0
     # `torchrun --nnodes 1 --rdzv-endpoint localhost:0`, as it is often written.
     is_local = machines is not None and parse_machines(machines) == (1, 1)
@@ -168,7 +168,7 @@ def _rendezvous(script: Script) -> Rendezvous:
 
     identity = _identity(script, f"{slurm.job}.{slurm.step}" if slurm is not None else "none")
     backend = C10dRendezvous(*where, identity, is_head)
-    if slurm is not None and slurm.is_spread:
+    if slurm is not None and slurm.has_several_tasks:
         backend.num_before, backend.num_here = slurm.local * script.num, slurm.num_local * script.num
     return backend
 

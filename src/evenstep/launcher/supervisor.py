@@ -15,7 +15,6 @@ from typing import IO, Any
 
 from evenstep.checkpoint import files
 from evenstep.distributed.cgroups import MemoryWatch
-from evenstep.distributed.devices import share_threads
 from evenstep.distributed.heartbeat import ENDING, Heartbeats, HeartbeatState, make_heartbeats
 from evenstep.distributed.preemption import SIGNALS, handling_signals
 from evenstep.distributed.process import WorkerSpec
@@ -23,7 +22,6 @@ from evenstep.distributed.temporary import live_folder
 from evenstep.errors import CheckpointError, Preempted, Stalled, WorkerFailed
 from evenstep.launcher.failure import Cause, cause, report, server_cause
 from evenstep.launcher.hang import (
-    FIRST_SECONDS,
     HEARTBEATS,
     LEAST_SECONDS,
     RankSnapshot,
@@ -35,13 +33,11 @@ from evenstep.launcher.hang import (
     take_snapshots,
 )
 from evenstep.launcher.logs import MergedLogs
-from evenstep.launcher.prepare import Prepared
 from evenstep.launcher.processes import RankLogs, StartMethod, Workers, seconds_computed, workers
 from evenstep.launcher.rendezvous import RankAssignment, Rendezvous
 from evenstep.record import FILE, Start, end_of_rows, rows
-from evenstep.strategy_facts import STRATEGIES, added_strategies
-from evenstep.training.trainer import Event, perform
-from evenstep.worker.main import Perform, TrainingSpec, work
+from evenstep.training.trainer import Event
+from evenstep.worker.main import TrainingSpec
 
 MAX_PAUSE_SECONDS = 60.0
 
@@ -126,31 +122,6 @@ class Launch:
     def is_program(self) -> bool:
         """Whether it is the user's own program: rank 0's output is passed through, and signals are forwarded to it."""
         return not isinstance(self.spec, TrainingSpec)
-
-
-def of_plan(prepared: Prepared, perform: Perform = perform) -> Launch:
-    """The processes that carry out a plan; they may `perform` something else than a training."""
-    plan, is_importable = prepared.plan, prepared.is_importable
-    return Launch(
-        prepared.folder,
-        len(plan.devices) if STRATEGIES[plan.strategy].processes_per_device else 1,
-        work,
-        TrainingSpec(
-            plan=plan,
-            # Absolute: the user's code may change the working folder.
-            run_folder=str(prepared.folder.absolute()),
-            # A task from a file chooses the working folder again.
-            cwd=None if is_importable else prepared.cwd,
-            strategies=added_strategies(),
-            environment={"OMP_NUM_THREADS": str(share_threads(plan.threads, plan.devices))},
-        ),
-        (perform,) if is_importable else (perform, prepared.task),
-        "server" if is_importable else "fork",
-        plan.restarts,
-        plan.stall_after,
-        # A compiler may be called again in any step: for the short last batch, for evaluation.
-        FIRST_SECONDS if plan.compile else LEAST_SECONDS,
-    )
 
 
 @dataclass
@@ -299,7 +270,7 @@ class Attempt:
         working = True
         while working:
             working = self._workers.poll()
-            memory.look()
+            memory.update()
             yield from logs.new(is_end=not working)
             yield from record.new()
             if working:

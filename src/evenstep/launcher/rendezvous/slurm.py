@@ -30,7 +30,7 @@ class Slurm:
     num_restarts: int
 
     @property
-    def is_spread(self) -> bool:
+    def has_several_tasks(self) -> bool:
         """Whether srun has started several tasks."""
         return self.step is not None and self.num_tasks > 1
 

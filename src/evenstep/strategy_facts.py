@@ -24,16 +24,16 @@ class StrategyFacts:
     processes_per_device: bool = False
     """True: one process for each device. False: one process drives them all."""
     drives_from_first: bool = False
-    """True: whole batches go to the first device, and torch's wrapper splits them over the others."""
+    """True: whole batches go to the first device, and torch's wrapper splits them over the other devices."""
     is_reference: bool = False
-    """The strategy that the others are compared with; it runs on one device."""
+    """The strategy that all others are compared with; it runs on one device."""
     is_baseline: bool = False
     """Present only to be compared with: `compare` includes it where it runs, `verify` only if it is named."""
     needs_several_devices: bool = False
     """On one device it does what the reference does, and `compare` skips it there."""
     device_kinds: tuple[str, ...] = ("cpu", "cuda")
     other_kinds_refusal: str = ""
-    """The message for devices of other kinds, where there is more to say than which strategies run on them."""
+    """The message for devices of other kinds, if it should say more than which strategies run on them."""
     mixes_device_kinds: bool = False
     """Whether one run can use a CPU and a GPU."""
     several_machines: bool = False
@@ -46,7 +46,7 @@ class StrategyFacts:
     cuda_graphs: bool = True
     """Whether a step that goes through torch's wrapper can be captured."""
     separates_communication: bool = True
-    """Whether communication can be timed apart from forward and backward."""
+    """Whether communication can be timed separately from forward and backward."""
     refusals: Mapping[str, str] = field(default_factory=dict)
     """Fields of the Plan that cannot be set with it, each with the message that says why and what to use."""
     preloads: tuple[str, ...] = ()

@@ -87,7 +87,7 @@ def test_memory_that_is_refused_is_called_out_of_memory_and_the_same_step_ends_i
     ended = train("--restarts", "3", fault=fail("limit memory", rank=1, step=7))
     assert ended.code == 1
     assert ended.report[0] == "rank 1 failed at step 7, in forward"
-    assert any(line.startswith("out of memory on this machine: 1.0 GiB were asked for") for line in ended.report)
+    assert any(line.startswith("out of memory on this machine: 1.0 GiB were requested") for line in ended.report)
     assert "step 7 has failed twice: it would fail again" in ended.report
     assert len(ended.report) <= 15
 

@@ -80,7 +80,7 @@ VICTIMS = [
     (DistNetworkError("Failed to recv, got 0 bytes. Connection was likely closed. Did the remote"), "ended first"),
     (
         DistNetworkError("The client socket has timed out after 2000ms while trying to connect to (127.0.0.1, 29833)."),
-        "nobody answers at 127.0.0.1:29833",
+        "nothing answers at 127.0.0.1:29833",
     ),
     (DistStoreError("Timed out after 3 seconds waiting for clients. 1/2 clients joined."), "1 of 2 ranks came"),
     (DistStoreError("wait timeout after 3000ms, keys: /0//cpu//0/2"), "not all ranks came"),
@@ -132,7 +132,7 @@ def test_a_slice_of_a_parameter_is_recognised(message: str) -> None:
 
 def test_two_ranks_on_one_gpu_get_one_each() -> None:
     said = answer(SAME_GPU) or ""
-    assert said.startswith("ranks 0 and 1 are on the same card")
+    assert said.startswith("ranks 0 and 1 are on the same GPU")
     assert "--devices cuda:0,cuda:1" in said
 
 
@@ -183,8 +183,8 @@ def test_a_full_gpu_says_what_fits_and_keeps_the_result() -> None:
 @pytest.mark.parametrize(
     ("error", "asked"),
     [
-        (MACHINE_FULL, "3.7 GiB were asked for"),
-        (MemoryError("Unable to allocate 74.5 GiB for an array with shape (10000000000,)"), "74.5 GiB were asked for"),
+        (MACHINE_FULL, "3.7 GiB were requested"),
+        (MemoryError("Unable to allocate 74.5 GiB for an array with shape (10000000000,)"), "74.5 GiB were requested"),
         (MemoryError(), "out of memory on this machine; "),
         (RuntimeError("std::bad_alloc"), "out of memory on this machine; "),
     ],

@@ -1,1 +1,1 @@
-"""Who this process is among the others, which devices it drives, and what all of them do together."""
+"""This process's rank and devices, and what all ranks do together."""

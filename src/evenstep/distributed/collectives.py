@@ -1,11 +1,11 @@
-"""What every rank is about to do, compared before it is done.
+"""Compares between ranks what each is about to do, before it is done.
 
-Ranks that come to one collective with tensors of different sizes end in an abort or wait for ever. Where the sizes
-happen to agree, nothing fails, and the result belongs to nobody. So each rank first writes down what it does next.
+Ranks that enter one collective with tensors of different sizes abort or hang. Where the sizes happen to agree, nothing
+fails, and the result is wrong. So each rank first writes down its next operation in a `Ledger`, which fsdp uses.
 
-Every collective compared between ranks before it begins: which, of what type and shape, and from which line.
-
-gloo adds float32 to float64 without a word, and waits for ever where one rank broadcasts and another reduces.
+`check_collectives` (--check-collectives) compares every collective of torch.distributed: which one, of what dtype and
+shape, and from which line. gloo adds float32 to float64 silently, and hangs where one rank broadcasts and another
+reduces.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ class Ledger(Protocol):
     """Whether every entry takes a round trip, in which all ranks wait for each other."""
 
     def differing(self, entry: int) -> Other | None:
-        """Write the next entry; a rank that wrote another one in the same place, if there is any."""
+        """Write the next entry; a rank that wrote another one at the same point, if there is any."""
 
 
 def open_ledger(gather: Gather, rank: int) -> Ledger:
@@ -57,7 +57,7 @@ def open_ledger(gather: Gather, rank: int) -> Ledger:
 
 
 class SharedLedger:
-    """Waits for nobody: of two ranks that differ, the one that comes later finds the other's entry."""
+    """Never waits: of two ranks that differ, the later one finds the other's entry."""
 
     waits = False
 
@@ -72,11 +72,11 @@ class SharedLedger:
         self._num_written += 1
         numbers, number, place = self._numbers, self._num_written, 2 * (self._num_written % DEPTH)
         own = self._own + place
-        # Nobody reads an entry under the number of the one that it replaces.
+        # No rank reads an entry under the number of the one that it replaces.
         numbers[own] = 0
         numbers[own + 1] = entry
         numbers[own] = number
-        # x86 may read the others' entries before its own are out; not across the locked instruction of a lock.
+        # x86 may read other ranks' entries before its own are written; not across the locked instruction of a lock.
         with self._fence:
             pass
         for rank, start in self._others:
@@ -117,26 +117,26 @@ def check_collectives(world: World) -> None:
     group = dist.new_group(backend="gloo")
     gather = dist.all_gather
     for name in (*ONE_SHAPE, *ANY_SHAPE):
-        setattr(dist, name, _compared(name, getattr(dist, name), functools.partial(_tell, world, gather, group)))
+        setattr(dist, name, _compared(name, getattr(dist, name), functools.partial(_exchange, world, gather, group)))
 
 
-def _compared(name: str, collective: Callable[..., Any], tell: Callable[[str], list[str]]) -> Callable[..., Any]:
+def _compared(name: str, collective: Callable[..., Any], exchange: Callable[[str], list[str]]) -> Callable[..., Any]:
     signature = inspect.signature(collective)
 
     @functools.wraps(collective)
     def call(*arguments: Any, **options: Any) -> Any:
         # A part of the ranks has its own order of calls.
         if signature.bind(*arguments, **options).arguments.get("group") in (None, dist.group.WORLD):
-            told = tell(f"{_what(name, arguments, options)} at {_users_line()}")
-            if len({one.rpartition(" at ")[0] for one in told}) > 1:
-                calls = "\n".join(f"rank {rank} calls {one}" for rank, one in enumerate(told[:8]))
-                raise TrainingError(f"the ranks do not call the same collective:\n{calls}")
+            calls = exchange(f"{_what(name, arguments, options)} at {_users_line()}")
+            if len({one.rpartition(" at ")[0] for one in calls}) > 1:
+                lines = "\n".join(f"rank {rank} calls {one}" for rank, one in enumerate(calls[:8]))
+                raise TrainingError(f"the ranks do not call the same collective:\n{lines}")
         return collective(*arguments, **options)
 
     return call
 
 
-def _tell(world: World, gather: Callable[..., Any], group: Any, text: str) -> list[str]:
+def _exchange(world: World, gather: Callable[..., Any], group: Any, text: str) -> list[str]:
     mine = torch.zeros(LONGEST, dtype=torch.uint8)
     data = text.encode()[:LONGEST]
     mine[: len(data)] = torch.frombuffer(bytearray(data), dtype=torch.uint8)
@@ -160,5 +160,5 @@ def _users_line() -> str:
     while frame.f_back is not None and not is_user_code(frame.f_code.co_filename):
         frame = frame.f_back
     is_found = is_user_code(frame.f_code.co_filename)
-    # The end of a long path is what tells files apart, and the message has room for so much.
+    # The end of a long path identifies the file; the message has a fixed length.
     return f"{frame.f_code.co_filename[-LONGEST // 2 :]}:{frame.f_lineno}" if is_found else "evenstep's own line"

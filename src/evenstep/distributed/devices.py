@@ -75,7 +75,7 @@ def num_cores() -> int:
 
 
 def usable_cores(quota: float | None) -> int:
-    """The same, for a quota of so many cores' time (None: no limit); part of a core is one that computes at times."""
+    """The same for a quota of CPU time, in cores (None: no limit); a fraction counts as a core."""
     allowed = cores_by_affinity()
     return allowed if quota is None else max(1, min(allowed, math.ceil(quota)))
 

@@ -31,7 +31,7 @@ STARTING, LOADING, JOINING, BUILDING, INPUT, FORWARD, BACKWARD, UPDATE, COMPARIN
 PARTS = {INPUT: "input", FORWARD: "forward", BACKWARD: "backward", UPDATE: "optimizer"}
 """The phases that are parts of a step, and the parts' names."""
 UNTIMED = (STARTING, LOADING, JOINING, BUILDING, SAVING, ENDING)
-"""Phases whose length says nothing about that of others: they may download data or write a large file."""
+"""Phases whose length varies: they may download data or write a large file."""
 
 _SLOT = struct.Struct("<qqqq")
 SLOT_BYTES = 64

@@ -47,13 +47,13 @@ def dump_stacks_to(path: Path) -> Iterator[None]:
 
 def install_stack_dumps(folder: Path, rank: int) -> None:
     """Dump stacks on STACKS_SIGNAL, and on a fatal signal such as SIGSEGV."""
-    asked = (folder / f"rank{rank}.stacks").open("a")
+    requested = (folder / f"rank{rank}.stacks").open("a")
     crashed = (folder / f"rank{rank}.crash").open("a")
-    faulthandler.register(STACKS_SIGNAL, file=asked, all_threads=True)
+    faulthandler.register(STACKS_SIGNAL, file=requested, all_threads=True)
     # All threads: one of gloo's C++ threads may abort the process while the main one waits in the user's line.
     faulthandler.enable(file=crashed, all_threads=True)
     # Kept open: faulthandler has only their descriptors.
-    _open_files.extend([asked, crashed])
+    _open_files.extend([requested, crashed])
 
 
 def detach_from_server() -> None:

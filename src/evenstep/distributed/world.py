@@ -123,7 +123,7 @@ class World:
 
 
 def read_heartbeat() -> Heartbeat:
-    """This process's heartbeat; without a launcher, one that nobody reads."""
+    """This process's heartbeat; without a launcher, one that is not read."""
     spec = worker_spec()
     return open_heartbeat(spec.heartbeats, spec.slot) if spec and os.path.exists(spec.heartbeats) else Heartbeat()
 

@@ -148,7 +148,7 @@ def _slice(_: Match, __: Sequence[str], ___: Situation) -> str:
 def _same_gpu(found: Match, _: Sequence[str], __: Situation) -> str:
     first, second = sorted((int(found["one"]), int(found["other"])))
     return (
-        f"ranks {first} and {second} are on the same card, which NCCL refuses.\n"
+        f"ranks {first} and {second} are on the same GPU, which NCCL refuses.\n"
         "Give each its own (--devices cuda:0,cuda:1), or let them share it through gloo (--devices cuda:0,cuda:0)"
     )
 
@@ -207,7 +207,7 @@ def _host_memory(found: Match, _: Sequence[str], __: Situation) -> str:
     asked = _size(int(found["bytes"])) if found["bytes"] else found["words"]
     free = _size(psutil.virtual_memory().available)
     return (
-        f"out of memory on this machine{f': {asked} were asked for' if asked else ''}; {free} are free now.\n"
+        f"out of memory on this machine{f': {asked} were requested' if asked else ''}; {free} are free now.\n"
         "Fewer --workers, a larger --accumulate (fewer samples at once), or data that is read as it is needed"
     )
 
@@ -241,7 +241,7 @@ def _too_late(found: Match, _: Sequence[str], __: Situation) -> str:
 
 def _nobody_there(found: Match, _: Sequence[str], __: Situation) -> str:
     return (
-        f"nobody answers at {found['host']}:{found['port']}: rank 0 has not started or has ended, that address "
+        f"nothing answers at {found['host']}:{found['port']}: rank 0 has not started or has ended, that address "
         "(MASTER_ADDR,\nMASTER_PORT) is not its own, or a firewall lies between"
     )
 

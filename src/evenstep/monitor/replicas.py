@@ -104,10 +104,10 @@ class ReplicaCheck:
         return all(other.item() == value for other in every)
 
     def _explain(self, sums: Sums, step: int) -> str | None:
-        told = self._world.gather({"sums": sums, "moving": sorted(self._moving)})
-        moving = {name for other in told for name in other["moving"]}
+        ranks_sums = self._world.gather({"sums": sums, "moving": sorted(self._moving)})
+        moving = {name for other in ranks_sums for name in other["moving"]}
         self._moving |= moving
-        return differing([other["sums"] for other in told], moving, step, self._last_equal)
+        return differing([other["sums"] for other in ranks_sums], moving, step, self._last_equal)
 
 
 def _comparable(named: Iterator[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, torch.Tensor]]:
@@ -154,23 +154,23 @@ def _sum_of_bits(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def combined(sums: Iterable[int]) -> int:
-    """One signed 64-bit number for all of them, each weighed by its place: opposite differences do not cancel."""
+    """One signed 64-bit number for all values, each weighted by its position: opposite differences do not cancel."""
     number = 1
     for one in sums:
         number = (number * _MULTIPLIER + one) % 2**64
     return number - 2**63
 
 
-def differing(told: Sequence[Sums], moving: set[str], step: int, last_equal: int | None) -> str | None:
-    """What to say of the first tensor that is not the same on all ranks; None if each is."""
-    names = dict.fromkeys(name for sums in told for name in sums if name not in moving)
-    apart = {name: ranks for name in names if (ranks := _ranks_apart([sums.get(name) for sums in told]))}
-    if not apart:
+def differing(ranks_sums: Sequence[Sums], moving: set[str], step: int, last_equal: int | None) -> str | None:
+    """A message about the first tensor that differs between ranks; None if all are equal."""
+    names = dict.fromkeys(name for sums in ranks_sums for name in sums if name not in moving)
+    unequal = {name: ranks for name in names if (ranks := _ranks_apart([sums.get(name) for sums in ranks_sums]))}
+    if not unequal:
         return None
-    first = next(iter(apart))
-    more = f" (the first of {len(apart)} tensors that differ)" if len(apart) > 1 else ""
+    first = next(iter(unequal))
+    more = f" (the first of {len(unequal)} tensors that differ)" if len(unequal) > 1 else ""
     since = f"they were still equal at step {last_equal}" if last_equal is not None else "it is the first comparison"
-    return f"replicas differ: {first} {apart[first]}{more}, seen after step {step}; {since}.\n{_CAUSES}"
+    return f"replicas differ: {first} {unequal[first]}{more}, seen after step {step}; {since}.\n{_CAUSES}"
 
 
 def _ranks_apart(values: Sequence[int | None]) -> str | None:

@@ -1,7 +1,7 @@
 """Which rank is slow, and why: reported during training, from the time at which each rank reaches the collective.
 
-Clocks of different machines need not agree. Every step ends at the same moment for all, so a rank is late by what
-its own part (reading, computing) takes longer than that of the others.
+Clocks of different machines need not agree. Every step ends at the same time for all ranks, so a rank is late by what
+its own part (reading, computing) takes longer than on the other ranks.
 """
 
 from __future__ import annotations
@@ -80,11 +80,11 @@ class Straggler:
 
 
 class StragglerMonitor:
-    """This rank's times, and what all of them together say."""
+    """This rank's times, and the verdict over those of all ranks."""
 
     def __init__(self, world: World) -> None:
         self._world = world
-        self._said: dict[tuple[int, str], float] = {}
+        self._reported: dict[tuple[int, str], float] = {}
         self._probed_at = -PROBE_EVERY_SECONDS
         self._forget()
 
@@ -97,10 +97,7 @@ class StragglerMonitor:
         self._sample.append((input_seconds, compute_seconds))
 
     def judge(self) -> str | None:
-        """The line to say, the same on every rank, or None; all ranks call this after the same steps."""
-        if self._world.size == 1:
-            self._forget()
-            return None
+        """The line to log, the same on every rank, or None; all ranks call this after the same steps."""
         table = self._gather()
         if min(row.steps for row in table) < MIN_STEPS:
             return None
@@ -134,9 +131,9 @@ class StragglerMonitor:
 
     def _is_news(self, rank: int, reason: str, severity: float) -> bool:
         """Whether this is new, or twice as bad as when it was last reported; the same on every rank."""
-        if severity < 2 * self._said.get((rank, reason), 0.0):
+        if severity < 2 * self._reported.get((rank, reason), 0.0):
             return False
-        self._said[rank, reason] = severity
+        self._reported[rank, reason] = severity
         return True
 
     def _judge_links(self) -> str | None:
@@ -219,33 +216,33 @@ def _send(receiver: int, spend_seconds: float) -> float:
     started = time.perf_counter()
     best = 0.0
     for _ in range(ROUNDS):
-        began = _ask(1, receiver, answer)
+        began = _announce(1, receiver, answer)
         dist.send(payload, receiver)
         dist.recv(answer, receiver)
         best = max(best, 8 * PROBE_BYTES / (time.perf_counter() - began))
         if best > ENOUGH or time.perf_counter() - started > spend_seconds:
             break
-    _ask(0, receiver, answer)
+    _announce(0, receiver, answer)
     return best
 
 
-def _ask(goes_on: int, receiver: int, answer: torch.Tensor) -> float:
-    """Tell the receiver whether another round comes; the time at which it knew."""
-    dist.send(torch.tensor([goes_on]), receiver)
+def _announce(continues: int, receiver: int, answer: torch.Tensor) -> float:
+    """Announce to the receiver whether another round follows; returns the time at which it knows."""
+    dist.send(torch.tensor([continues]), receiver)
     dist.recv(answer, receiver)
     return time.perf_counter()
 
 
 def _answer(sender: int) -> None:
-    goes_on = torch.ones(1, dtype=torch.int64)
+    continues = torch.ones(1, dtype=torch.int64)
     payload = torch.empty(PROBE_BYTES, dtype=torch.uint8)
     while True:
-        dist.recv(goes_on, sender)
-        dist.send(goes_on, sender)
-        if not goes_on.item():
+        dist.recv(continues, sender)
+        dist.send(continues, sender)
+        if not continues.item():
             return
         dist.recv(payload, sender)
-        dist.send(goes_on, sender)
+        dist.send(continues, sender)
 
 
 def judge_links(rates: Sequence[float]) -> SlowLink | None:

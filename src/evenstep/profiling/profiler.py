@@ -113,7 +113,7 @@ class Tracing:
                 self._start()
 
     def after(self, step: int) -> Iterator[str]:
-        """All ranks call this after each step, before they do anything else; what there is to say."""
+        """All ranks call this after each step, before they do anything else; yields lines to log."""
         self._last = step
         if self._is_on:
             self._spans.end_step()
@@ -144,7 +144,7 @@ class Tracing:
         self._profiler = None
 
     def _try(self, what: Any) -> None:
-        """Do it; a problem is kept, to be said when all ranks hand in what they have."""
+        """Do it; a problem is kept until all ranks hand in what they have."""
         try:
             if self._problem is None:
                 what()
@@ -163,7 +163,7 @@ class Tracing:
 
     def _begin_profiling(self) -> None:
         self._folder.mkdir(exist_ok=True)
-        # Or it says on stderr when it starts and stops; read when it is first used.
+        # Otherwise it logs its start and stop on stderr; read when it is first used.
         os.environ.setdefault("KINETO_LOG_LEVEL", "99")
         activities = [ProfilerActivity.CPU]
         if self._world.device.type == "cuda":
@@ -209,7 +209,7 @@ class Tracing:
         found = self._timer.read()
         parts: dict[str, float | None] = {**usual_parts([found])}
         if self._world.size > 1 and not parts[COMMUNICATION]:
-            # Where the GPU itself waits for collectives, as under fsdp, the host cannot tell when.
+            # Under fsdp the GPU itself waits for collectives, and the host does not know when.
             parts[COMMUNICATION] = None
         return {"steps": len(found.steps), "parts": parts}
 
@@ -238,7 +238,7 @@ class Tracing:
 
 
 def machine_name() -> str:
-    """What machines are told apart by: processes with the same one share a clock."""
+    """Identifies a machine: processes with the same one share a clock."""
     with suppress(OSError):
         return f"{platform.node()} {Path('/proc/sys/kernel/random/boot_id').read_text().strip()}"
     return platform.node()

@@ -1,4 +1,4 @@
-"""Times the parts of steps: when each began, on the host and on each replica, and what was sent meanwhile.
+"""Times the parts of steps: when each began, on the host and on each replica, and what was sent.
 
 `Timer` listens to the spans of some steps. `RankSpans` is what it found on one rank, from which the parts of a typical
 step and the timeline of one step of all ranks are computed.

@@ -39,8 +39,8 @@ def union(spans: Iterable[Span]) -> list[Span]:
 
 def holds(spans: Sequence[Span], begin: float, end: float) -> bool:
     """Whether one of the spans, a result of `union`, contains the interval."""
-    place = bisect_right(spans, (begin, float("inf"))) - 1
-    return place >= 0 and begin < spans[place][1] and end <= spans[place][1]
+    index = bisect_right(spans, (begin, float("inf"))) - 1
+    return index >= 0 and begin < spans[index][1] and end <= spans[index][1]
 
 
 Event = dict[str, Any]
@@ -191,17 +191,17 @@ def _kinds(rank: _Rank, main: Any) -> dict[tuple[Any, Any], str]:
     kinds: dict[tuple[Any, Any], str] = {}
     host = main[0] if main is not None else None
     for event in rank.events:
-        place, name = _thread(event), str(event.get("name"))
-        if event["ph"] != "X" or place == main:
+        thread, name = _thread(event), str(event.get("name"))
+        if event["ph"] != "X" or thread == main:
             continue
         if event["pid"] != host:
-            kinds.setdefault(place, f"cuda:{event['pid']} stream {event['tid']}")
-            if is_nccl(name) and not kinds[place].endswith(COMMUNICATION):
-                kinds[place] += f", {COMMUNICATION}"
+            kinds.setdefault(thread, f"cuda:{event['pid']} stream {event['tid']}")
+            if is_nccl(name) and not kinds[thread].endswith(COMMUNICATION):
+                kinds[thread] += f", {COMMUNICATION}"
         elif name.startswith("gloo:"):
-            kinds[place] = COMMUNICATION
+            kinds[thread] = COMMUNICATION
         elif name.startswith((SPAN_PREFIX, "autograd::engine")):
-            kinds.setdefault(place, COMPUTE)
+            kinds.setdefault(thread, COMPUTE)
     return kinds
 
 

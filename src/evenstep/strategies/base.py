@@ -92,7 +92,7 @@ class DistributedModel:
 
     def run(self, work: Callable[..., T], arguments: Sequence[tuple[Any, ...]]) -> list[T]:
         """`work(*arguments[i])` for each replica of this process."""
-        return one_by_one(work, arguments)
+        return one_after_another(work, arguments)
 
     def sync_replicas(self, is_training: bool) -> None:
         """Give every replica the current weights; before an evaluation also rank 0's buffers, which are those saved."""
@@ -150,25 +150,25 @@ class Frozen:
             weight.requires_grad_(True)
 
 
-def call(models: tuple[DistributedModel, ...], place: int, loss: Callable[..., Amount], data: Any) -> Amount:
+def call(models: tuple[DistributedModel, ...], replica: int, loss: Callable[..., Amount], data: Any) -> Amount:
     """`loss` of the models on one replica: the trained one through torch's wrapper, the others directly."""
     trained, *others = models
     if not others:
-        return trained.replicas[place](loss, data)  # type: ignore[no-any-return]
+        return trained.replicas[replica](loss, data)  # type: ignore[no-any-return]
 
     def inner(*bare: Any) -> Amount:
         return loss(bare, data)
 
     for other in reversed(others):
-        inner = _inside(other.loss_modules[place], inner)
-    return trained.replicas[place](inner)  # type: ignore[no-any-return]
+        inner = _inside(other.loss_modules[replica], inner)
+    return trained.replicas[replica](inner)  # type: ignore[no-any-return]
 
 
 def _inside(bound: nn.Module, inner: Callable[..., Amount]) -> Callable[..., Amount]:
     return lambda *bare: bound(lambda model: inner(*bare, model))
 
 
-def one_by_one(work: Callable[..., T], arguments: Sequence[tuple[Any, ...]]) -> list[T]:
+def one_after_another(work: Callable[..., T], arguments: Sequence[tuple[Any, ...]]) -> list[T]:
     """`work` for one replica after the other, in this thread."""
     return [work(*replica_arguments) for replica_arguments in arguments]
 
@@ -204,14 +204,14 @@ def copied(model: M, memo: dict[int, Any] | None = None) -> M:
 
 
 def same_numbers(one: torch.Tensor, other: torch.Tensor) -> bool:
-    """Whether two tensors of one shape hold the same; no number in the same place of both is the same."""
+    """Whether two tensors of one shape hold the same values, NaN included."""
     return bool(((one == other) | ((one != one) & (other != other))).all())
 
 
 def go_back(loss: torch.Tensor, weight: float) -> None:
     """`(loss * weight).backward()`: the weight is where the engine starts, and no operation of the graph.
 
-    `Tensor.backward` makes a tensor of ones at every call and looks at it from all sides: a tenth of a small step.
+    `Tensor.backward` makes and checks a tensor of ones at every call: a tenth of a small step.
     """
     if type(loss) is not torch.Tensor:
         (loss * weight).backward()
@@ -220,7 +220,7 @@ def go_back(loss: torch.Tensor, weight: float) -> None:
     autograd_engine.run_backward((loss,), (start,), False, False, (), allow_unreachable=True, accumulate_grad=True)
 
 
-# Never dropped: a recorded step reads it for as long as it is replayed.
+# Never dropped: a captured CUDA graph reads it in every replay.
 @cache
 def _start(weight: float, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
     return torch.full((), weight, dtype=dtype, device=device)
@@ -232,19 +232,19 @@ def separate(weights: Sequence[torch.Tensor]) -> None:
     Backward of `a.view(...) + b.view(...)` hands both the same numbers, and torch keeps them as two gradients. Whatever
     changes gradients in place changes these twice: the next micro-batch, an average, clipping.
     """
-    places = sorted(
+    ranges = sorted(
         [
-            (gradient.data_ptr(), gradient.nbytes, place)
-            for place, weight in enumerate(weights)
+            (gradient.data_ptr(), gradient.nbytes, index)
+            for index, weight in enumerate(weights)
             if type(gradient := weight.grad) is torch.Tensor and gradient.layout is torch.strided
         ]
     )
     end = 0
-    for start, num_bytes, place in places:
+    for start, num_bytes, index in ranges:
         if start < end:
-            gradient = weights[place].grad
+            gradient = weights[index].grad
             assert gradient is not None
-            weights[place].grad = gradient.clone()
+            weights[index].grad = gradient.clone()
         end = max(end, start + num_bytes)
 
 
@@ -257,7 +257,7 @@ def fills_memory(weight: torch.Tensor) -> bool:
 def update(optimizer: torch.optim.Optimizer) -> None:
     """`optimizer.step()`, less the profiler's range and the compiler's marks around it: a twentieth of a small step.
 
-    Whoever listens is told: with hooks, under a profiler, and for any step but torch's own, it is the whole call.
+    With hooks, under a profiler, and for any step that is not torch's own, it is the whole call.
     """
     step: Any = getattr(optimizer, "__dict__", {}).get("step", type(optimizer).step)
     # Bound to the optimizer, or to another one; a scheduler wraps it, to know that there was a step.
@@ -277,7 +277,7 @@ def _has_listeners(optimizer: torch.optim.Optimizer) -> bool:
 
 @cache
 def _bare_step(step: Any) -> Callable[[torch.optim.Optimizer], Any] | None:
-    """A step of torch's own without what torch wraps around it; None if somebody else had a hand in it."""
+    """A step of torch's own without what torch wraps around it; None if another library wraps it."""
     layers = [step]
     while hasattr(layers[-1], "__wrapped__"):
         layers.append(layers[-1].__wrapped__)
@@ -301,5 +301,5 @@ def forget_gradients(optimizer: torch.optim.Optimizer) -> None:
 
 
 def has_sparse_gradients(model: nn.Module) -> bool:
-    """Whether a layer was told to make them."""
+    """Whether a layer makes them (sparse=True)."""
     return any(getattr(layer, "sparse", False) is True for layer in model.modules())

@@ -37,7 +37,7 @@ class Averaging:
         self._is_plain = [weight.is_contiguous() for weight in self._weights]
         self._dtypes = [weight.dtype for weight in self._weights]
         self._kinds = [[i for i, one in enumerate(self._dtypes) if one == kind] for kind in dict.fromkeys(self._dtypes)]
-        """The places of weights, by type: a channel averages those of one type at a time."""
+        """The indices of weights, by type: a channel averages those of one type at a time."""
 
     def __enter__(self) -> None:
         pass
@@ -50,8 +50,8 @@ class Averaging:
         rows = [
             gradient
             if is_plain and gradient is not None and gradient.dtype is dtype and gradient.is_contiguous()
-            else self._as_row(place)
-            for place, (gradient, is_plain, dtype) in enumerate(
+            else self._as_row(index)
+            for index, (gradient, is_plain, dtype) in enumerate(
                 zip([weight.grad for weight in self._weights], self._is_plain, self._dtypes, strict=True)
             )
         ]
@@ -61,20 +61,20 @@ class Averaging:
         if self._is_broken:
             raise TrainingError("averaging gradients was interrupted and cannot continue; start the run again")
         self._is_broken = True
-        for places in self._kinds:
-            self._channel.average([rows[place] for place in places])
+        for indices in self._kinds:
+            self._channel.average([rows[index] for index in indices])
         self._is_broken = False
         arrived()
         spans.part("backward")
 
-    def _as_row(self, place: int) -> torch.Tensor:
+    def _as_row(self, index: int) -> torch.Tensor:
         """A gradient that does not lie in memory in the order in which its numbers are counted; its weight may not."""
-        weight: nn.Parameter = self._weights[place]
+        weight: nn.Parameter = self._weights[index]
         if weight.grad is None:
             raise no_gradient([name for name, one in zip(self._names, self._weights, strict=True) if one.grad is None])
         if weight.grad.dtype is not weight.dtype:
             raise TaskError(
-                f"the gradient of {self._names[place]} is {weight.grad.dtype} and its weight {weight.dtype}; ddp "
+                f"the gradient of {self._names[index]} is {weight.grad.dtype} and its weight {weight.dtype}; ddp "
                 "averages gradients of their weights' type: leave grad_dtype as it is"
             )
         if weight.grad.stride() != weight.stride():

@@ -58,7 +58,7 @@ def units(model: nn.Module) -> list[nn.Module]:
 
 
 def units_apart(model: nn.Module, world: World, sample: Sample | None) -> list[nn.Module]:
-    """Those units whose parameters nobody uses but themselves, as far as a sample shows; all ranks call this.
+    """The units whose parameters nothing else uses, as far as a sample shows; all ranks call this.
 
     Outside of its own forward, a unit has this rank's slices of its parameters. An average of weights that the model
     keeps in a buffer, a penalty on all weights, a method other than forward: these need the parameters whole. The
@@ -130,9 +130,9 @@ def _shared_parameters(model: nn.Module) -> set[int]:
 
 KINDS = 2**32
 NUM_FIRST = 16
-"""Forwards that are compared at the start of a run, where comparing is slow; most differences show at once."""
+"""Forwards that are compared at the start of a run, where comparing is slow; most differences show early."""
 EVERY = 256
-"""Of those after that, one in so many."""
+"""Of later forwards, one in this many is compared."""
 
 
 class Event(IntEnum):
@@ -165,7 +165,7 @@ class Agreement:
         return lambda: self._compare(Event.GATHER, index)
 
     def watch_forward(self, root: nn.Module) -> None:
-        """A rank that runs fewer layers goes on to another collective than the others."""
+        """A rank that runs fewer layers enters another collective than the other ranks."""
         # The compiler would trace what it cannot repeat.
         root.register_forward_hook(torch.compiler.disable(lambda *_: self._compare(Event.END, 0)))
 
@@ -178,9 +178,9 @@ class Agreement:
         def compared(*unused: Any) -> None:
             if group.reduce_grads:
                 reached = [has_gradient(one) for one in group.fsdp_params]
-                for place, one in enumerate(group.fsdp_params):
-                    if not reached[place] and one.sharded_param.requires_grad:
-                        self._compare(Event.UNUSED, start + place)
+                for number, one in enumerate(group.fsdp_params):
+                    if not reached[number] and one.sharded_param.requires_grad:
+                        self._compare(Event.UNUSED, start + number)
                 if any(reached):
                     self._compare(Event.REDUCE, unit)
             post_backward(*unused)
@@ -225,7 +225,7 @@ class FSDP(Single):
 
     def wrap(self, model: nn.Module, world: World, sample: Sample | None = None) -> DistributedModel:
         if world.size == 1:
-            # One process has nobody to share with, and gathering its own slices would triple a small step.
+            # One process has nothing to shard over, and gathering its own slices would triple a small step.
             return super().wrap(model, world)
         # Imported here: these bring sympy along, two seconds that the other strategies need not wait for.
         from torch.distributed.device_mesh import init_device_mesh
@@ -268,7 +268,7 @@ class ShardedModel(DistributedModel):
         self._world = world
         self._root: Any = bound
         self._reduces_gradients = True
-        """What `fully_shard` was last asked to do; it does so unless asked."""
+        """What `fully_shard` was last set to do; this is its default."""
 
     def sync_replicas(self, is_training: bool) -> None:
         # At every step too: DDP does so, and the strategies are to agree.

@@ -14,7 +14,7 @@ from evenstep.task import Amount, Batch, Model, Task
 
 T = TypeVar("T")
 NEEDS_GRADIENTS = "does not require grad"
-"""In what torch says when a gradient is taken where none is computed."""
+"""Part of torch's error where a gradient is needed and none is computed."""
 
 
 class Means(dict[str, float]):

@@ -63,7 +63,7 @@ def refuse_sharded(optimizer: Optimizer, world: World) -> None:
     try:
         expected, again = (Rehearsal(optimizer, rows).moved(seed) for seed in range(2))
     except Exception:
-        # It cannot be tried like this; its first step will say more.
+        # It cannot be tried like this; its first step raises a better error.
         return
     if not all(map(torch.equal, expected, again)):
         # It draws random numbers.
@@ -73,8 +73,8 @@ def refuse_sharded(optimizer: Optimizer, world: World) -> None:
     if problems:
         raise TaskError(
             f"{type(optimizer).__name__} cannot update sharded parameters as it updates whole ones: {problems[0]}.\n"
-            f"Use it with {DEFAULT}; under {sharding()} use an optimizer that updates every number by itself, such as "
-            "AdamW or SGD"
+            f"Use it with {DEFAULT}; under {sharding()} use an optimizer that updates each number independently, "
+            "such as AdamW or SGD"
         )
 
 
@@ -86,10 +86,10 @@ def _problem(rehearsal: Rehearsal, expected: list[torch.Tensor]) -> str | None:
         first, *_ = re.split(r"\n|[.!] |[.!]$", str(error))
         return f"its step fails with {type(error).__name__}: {first[:120]}"
     for ours, theirs in zip(moved, expected, strict=True):
-        apart = float((ours - theirs).abs().max() / theirs.abs().max().clamp(min=1e-300))
-        if not apart < TOLERANCE:
+        difference = float((ours - theirs).abs().max() / theirs.abs().max().clamp(min=1e-300))
+        if not difference < TOLERANCE:
             shape = " x ".join(map(str, theirs.shape))
-            return f"after {STEPS} steps a parameter of {shape} is off by {apart:.1g} of what it moved"
+            return f"after {STEPS} steps a parameter of {shape} is off by {difference:.1g} of what it moved"
     return None
 
 
@@ -137,7 +137,7 @@ class Rehearsal:
 
     @contextmanager
     def leaving_no_trace(self) -> Iterator[None]:
-        """Around steps: random numbers go on afterwards as if there had been none, and global hooks see none."""
+        """Around steps that leave the random generators as they were and call no global hooks."""
         devices = {weight.device for weight in self._weights if weight.is_cuda}
         with fork_rng(), torch.random.fork_rng(devices), _without_global_hooks():
             yield
@@ -215,7 +215,7 @@ _CHOICES = ("foreach", "fused", "differentiable", "capturable")
 
 
 def fuse(optimizer: torch.optim.Optimizer, model: nn.Module) -> None:
-    """Have the optimizer update all weights at once: the same arithmetic but for rounding, in a third of the time."""
+    """Use the fused kernel: the same arithmetic up to rounding, in a third of the time."""
     if type(optimizer) not in FUSED or has_sparse_gradients(model):
         return
     groups = [optimizer.defaults, *optimizer.param_groups]

@@ -66,7 +66,7 @@ class Run:
         self.before_save: Callable[[], None] = lambda: None
         """What else must be on the disk before a checkpoint is, such as a record of its steps; rank 0 calls it."""
         self.loaded: Mapping[str, Any] = {}
-        """The state of the checkpoint from which this goes on."""
+        """The state of the checkpoint that was loaded."""
         self._made_with = {key: made_with(one) for key, one in self.optimizers.items()}
         if set(self.optimizers) - set(self.models):
             raise TaskError(f"optimizers {list(self.optimizers)} and models {list(self.models)} need the same names")
@@ -118,19 +118,19 @@ class Run:
         if problems:
             raise SaveFailed(
                 f"the checkpoint of step {self.step} could not be written ({problems[0]}).\n"
-                f"Earlier checkpoints in {folder} were not touched: mend the cause, then go on from there."
+                f"Earlier checkpoints in {folder} were not touched: fix the cause, then resume from there."
             )
 
     def load(self, where: str | Path, *, allow_pickle: bool = False) -> list[str]:
-        """Go on from a checkpoint (or a folder of them), or start from a file of weights; what there is to say."""
+        """Resume from a checkpoint (or a folder of them), or start from a file of weights; returns lines to log."""
         if Path(where).is_file():
             return self._load_foreign(str(where), allow_pickle)
-        path, said = files.find(str(where))
+        path, notes = files.find(str(where))
         state = files.read_state(path)
         check_same_order(path, state, self.team.seed, self.loader.num_samples, order_name(self.loader.order))
         tensors = load_file(path / files.WEIGHTS)
         moments = load_file(path / files.OPTIMIZER)
-        rates = self._other_schedule(state, said)
+        rates = self._other_schedule(state, notes)
         missing = sorted(set(self.optimizers) - set(state["optimizers"]))
         if missing:
             raise CheckpointError(f"{path} has no state of the optimizer {missing[0]!r}; start from its weights alone")
@@ -141,22 +141,22 @@ class Run:
                 unused = unused_options(optimizer, saved, resets_lr=rates is not None)
                 self._made_with[key] = saved.get("made_with", self._made_with[key])
                 load_optimizer_state(model.module, optimizer, _unprefixed(key, moments), saved)
-                said += [f"{one}; for that, start from its weights: --resume {path / files.WEIGHTS}" for one in unused]
+                notes += [f"{one}; for that, start from its weights: --resume {path / files.WEIGHTS}" for one in unused]
         self._restore(state)
         self.loaded = state
         if rates is None and self.scheduler is not None and state["scheduler"] is not None:
             self.scheduler.load_state_dict(unpacked(state["scheduler"]))
         for group, rate in zip(self._first_groups(), rates or [], strict=False):
             group["lr"] = rate
-        return said
+        return notes
 
-    def _other_schedule(self, state: State, said: list[str]) -> list[float] | None:
+    def _other_schedule(self, state: State, notes: list[str]) -> list[float] | None:
         """The learning rates of a schedule made for another length, advanced to this step; None if it is the same."""
         if self.scheduler is None or None in (state["num_steps"], self.num_steps):
             return None
         if state["num_steps"] == self.num_steps:
             return None
-        said.append(f"the schedule was made for {state['num_steps']} steps and is now made for {self.num_steps}")
+        notes.append(f"the schedule was made for {state['num_steps']} steps and is now made for {self.num_steps}")
         with warnings.catch_warnings():
             # "step() before optimizer.step()": so it is, the steps were taken by the run before.
             warnings.simplefilter("ignore", UserWarning)

@@ -47,7 +47,7 @@ from evenstep.strategies.base import (
     forget,
     load_strategy,
     on,
-    one_by_one,
+    one_after_another,
 )
 from evenstep.strategy_facts import DEFAULT, DEFAULT_IN_ONE_PROCESS, REFERENCE, STRATEGIES, with_processes
 from evenstep.task import Amount
@@ -139,7 +139,7 @@ def join(
     """Become one of the processes that train together; a process alone is a team of one.
 
     `devices` are those of this machine, one for each process (for `dp`: one for each replica). torch's default process
-    group is there afterwards, of one process too: what asks it for rank and size gets an answer.
+    group exists afterwards, also for one process, so that other libraries can query rank and size.
     """
     return join_team(strategy, devices, precision, seed, needs_group=True)
 
@@ -225,7 +225,7 @@ class Team:
         """This process's part of every global batch of `data`, in the order of `sampler`, or shuffled, or as it is.
 
         All processes give the same data, and compare what they read in the first batches. `compare=False` is for data
-        that is meant to differ, such as what each process has collected by itself: as many samples on each, all of
+        that is meant to differ, such as what each process has collected: as many samples on each, all of
         which are used, an equal part of every batch from each. `what` is its name in messages.
         """
         adopted = adapt(data, collate, sampler, what, shuffle=shuffle)
@@ -252,7 +252,7 @@ class Team:
     def backward(self, loss: Callable[[Any, Any], Amount], model: Models, batch: Batch) -> MeanLoss:
         """Compute the gradients of the global batch; returns its mean loss, a float that knows its `count`.
 
-        Of several models the first is trained, and the others are at hand, frozen: `backward(loss, (d, g), batch)`
+        Of several models the first is trained, and the others are frozen: `backward(loss, (d, g), batch)`
         calls `loss((d, g), data)`.
         """
         models = (model,) if isinstance(model, DistributedModel) else _as_tuple(model)
@@ -331,7 +331,7 @@ class Team:
     ) -> Means:
         """Means of named values over all of `batches`, every sample once, the same on every process.
 
-        Where it `can_stop`, it raises Interrupted on all processes if any of them is asked to stop.
+        Where it `can_stop`, it raises Interrupted on all processes if any of them has a request to stop.
         """
         if not isinstance(batches, Loader):
             raise TaskError(f"evaluate takes what Team.loader returned, and got a {type(batches).__name__}")
@@ -348,7 +348,7 @@ class Team:
                     self._stop_together()
                 for per_replica in batch.micro_batches:
                     # The first replica decides for all whether gradients are needed, before threads draw numbers.
-                    run = model.run if evaluate.has_succeeded else one_by_one
+                    run = model.run if evaluate.has_succeeded else one_after_another
                     for measured in run(replica_measure, list(enumerate(per_replica))):
                         for name, pair in measured.items():
                             sums[name] = sums[name] + pair if name in sums else pair
@@ -386,14 +386,14 @@ class Team:
         function: Callable[..., Mapping[str, Amount]],
         model: DistributedModel,
         evaluate: Evaluator,
-        place: int,
+        replica: int,
         micro_batch: MicroBatch,
     ) -> dict[str, torch.Tensor]:
-        device = self.world.devices[place]
+        device = self.world.devices[replica]
 
         def values() -> Mapping[str, Amount]:
             with self.precision.autocast(device):
-                return named(model.loss_modules[place](function, micro_batch.inputs))
+                return named(model.loss_modules[replica](function, micro_batch.inputs))
 
         home = self.world.device
         with on(device):

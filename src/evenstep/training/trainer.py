@@ -51,7 +51,7 @@ if TYPE_CHECKING:
     from evenstep.profiling.trackers import Tracking
 
 FIRST_CHECKS = (10, 30)
-"""Steps at which replicas are also compared: most mistakes show at once."""
+"""Steps at which replicas are also compared: most mistakes show early."""
 
 LOCAL_NORM = "BatchNorm uses each process's share of a batch; --sync-batchnorm makes it the same as on one device"
 
@@ -80,7 +80,7 @@ class Trainer:
         self.tally = Tally()
         """Steps of this run, those before a restart included; of those, rank 0 alone knows."""
         self.evaluated: Evaluation | None = None
-        """That of the checkpoint from which this run goes on in its own folder."""
+        """That of the checkpoint from which this run resumes in its own folder."""
         self.is_evaluation_due = False
         self.is_again = team.world.is_main and has_begun(run_folder)
         """Whether this run was started before, in its own folder."""
@@ -102,14 +102,14 @@ class Trainer:
             team.requests.save_periodically()
 
     def resume(self) -> list[str]:
-        """Go on from where the plan says; what there is to say about that, and about the model."""
-        said = [LOCAL_NORM] if self.team.world.size > 1 and is_local(self._model.module) else []
+        """Load what the plan resumes from; returns lines to log about it and about the model."""
+        notes = [LOCAL_NORM] if self.team.world.size > 1 and is_local(self._model.module) else []
         if self.plan.resume is not None:
-            said += self.run.load(self.plan.resume, allow_pickle=self.plan.allow_pickle)
+            notes += self.run.load(self.plan.resume, allow_pickle=self.plan.allow_pickle)
             self.is_evaluation_due = bool(self.run.loaded.get("evaluation_due"))
             if self.is_again and Path(self.plan.resume).resolve().parent == self.checkpoints.resolve():
                 self._recall(self.run.loaded.get("so_far"))
-        return said
+        return notes
 
     def _recall(self, so_far: files.Totals | None) -> None:
         if so_far is not None:
@@ -124,7 +124,7 @@ class Trainer:
 
     @property
     def facts(self) -> dict[str, Any]:
-        """How samples are drawn, from where this start goes on, and where its samples are written."""
+        """How samples are drawn, where this start resumes, and where its samples are written."""
         file = {"samples_file": self.samples.path.name} if self.samples is not None else {}
         return {**self.run.loader.facts(), **file}
 
@@ -227,14 +227,14 @@ class Trainer:
         yield self._sum_up(evaluation, saved, shown, seconds)
 
     def _stop(self, step: int) -> None:
-        """Leave, all ranks together: nobody ends while another still reads what it sent."""
+        """Leave, all ranks together: no rank ends while another still reads what it sent."""
         self.team.world.barrier()
         if self.team.requests.is_interrupt:
             raise KeyboardInterrupt
         raise Preempted(f"stop requested: saved step-{step:08d}")
 
     def _compared(self, step: Step, compute_seconds: float) -> Iterator[str]:
-        """Every so many steps, whether the replicas are still one model, and whether a rank is slow."""
+        """Every few steps, check whether the replicas are still equal and whether a rank is slow."""
         self._add_to_pace(step, compute_seconds)
         if self.replicas is None or self.pace is None or not self._is_compared(step.step):
             return
@@ -291,7 +291,7 @@ class Trainer:
         team.check(optimizer)
         num_steps = plan.num_steps(loader.lengths, *files.start_of(plan.resume))
         scheduler = _call_scheduler(task, optimizer, num_steps) if task.scheduler is not None else None
-        # From here on Python's and NumPy's draws (in a dataset, say) differ between ranks.
+        # From here on Python's and NumPy's draws (in a dataset, for example) differ between ranks.
         seed_everything(derive_seed(plan.seed, "host", 0, team.world.rank))
         return Run(team, model, optimizer, loader, scheduler, num_steps)
 
@@ -329,7 +329,7 @@ class Trainer:
         """Statistics of what is trained on, each rank's share merged; a resumed run has them in its weights."""
         if self.plan.resume is not None:
             return
-        # A stream may have no end: of one that is trained on for so many steps, no more than those are looked at.
+        # A stream may have no end: read no more of it than the steps of the plan.
         num_batches = self.plan.steps if loader.num_samples is None else None
         try:
             for scaler in unfitted(module):
@@ -491,7 +491,7 @@ def set_up_torch(plan: Plan) -> None:
     """Configure torch in this process, before the first computation."""
     torch.set_num_threads(devices.share_threads(plan.threads, plan.devices))
     if plan.deterministic:
-        # cuBLAS asks for this, and reads it when it is first used.
+        # Required by cuBLAS, which reads it when it is first used.
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
         torch.use_deterministic_algorithms(True)
     torch.backends.cudnn.deterministic = plan.deterministic

@@ -44,7 +44,7 @@ class ScalarAllReduce:
         """Post this process's numbers; the sums are read later."""
         number = self._num_posted
         if number >= DEPTH:
-            # A sum that is never read, because the program continued after an error, must not block the others.
+            # A sum that is never read, because the program continued after an error, must not block later ones.
             self._mark_read(number - DEPTH)
             self._wait(self._read, number - DEPTH)
         start = self._start(number, self._rank)

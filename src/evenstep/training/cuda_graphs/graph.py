@@ -128,10 +128,10 @@ class Choices:
     @classmethod
     def of(cls, optimizer: torch.optim.Optimizer) -> Choices:
         """The current ones."""
-        apart = ("params", "lr", "initial_lr", "param_names")
+        excluded = ("params", "lr", "initial_lr", "param_names")
         return cls(
             tuple(
-                tuple((key, value) for key, value in group.items() if key not in apart)
+                tuple((key, value) for key, value in group.items() if key not in excluded)
                 for group in optimizer.param_groups
             )
         )

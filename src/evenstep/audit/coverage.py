@@ -176,8 +176,9 @@ class Judge:
         else:
             self.problems.add(f"step {step} of {run.folder} comes after step {self.step}")
 
-    def _lost(self, first: int, last: int) -> None:
-        self.problems.add(f"step {first} is in no file" if first == last else f"steps {first} to {last} are in no file")
+    def _lost(self, first: int, last: int, what: str = "step") -> None:
+        are = f"{what} {first} is" if first == last else f"{what}s {first} to {last} are"
+        self.problems.add(f"{are} in no file")
 
     def _next_epoch(self, line: SampleLine) -> None:
         epoch = self.epoch
@@ -188,17 +189,12 @@ class Judge:
             )
         self._close()
         if line.epoch > epoch.number + 1:
-            self._skip(epoch.number + 1, line.epoch)
+            lengths = self.expected.lengths
+            self.missed += lengths.begin(line.epoch) - lengths.begin(epoch.number + 1)
+            self._lost(epoch.number + 2, line.epoch, "epoch")
         if not self.expected.repeats:
             self._seen = SeenIds(self.expected.num_samples)
         self.epoch = Epoch(line.epoch, 0, self.expected, self._seen, self.problems)
-
-    def _skip(self, first: int, stop: int) -> None:
-        lengths = self.expected.lengths
-        self.missed += lengths.begin(stop) - lengths.begin(first)
-        self.problems.add(
-            f"epoch {first + 1} is in no file" if stop == first + 1 else f"epochs {first + 1} to {stop} are in no file"
-        )
 
     def _close(self) -> None:
         self.repeated += self.epoch.count_repeated()

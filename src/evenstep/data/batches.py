@@ -143,8 +143,8 @@ class Reader:
             checked = BatchDigests(replica_digests(micro_batches), self._common(request, transform), digest(ids))
         return HostBatch(request.span, micro_batches, request.is_epoch_end, checked)
 
-    def read_in_worker(self, request: Request) -> HostBatch | WorkerFailure:
-        """`read` in a loader worker: an error in the data is returned, and raised in the training process."""
+    def __getitem__(self, request: Request) -> HostBatch | WorkerFailure:
+        """`read` as a DataLoader's dataset: its worker returns an error, which the training process raises."""
         try:
             return sendable(self.read(request))
         except TaskError as error:

@@ -17,7 +17,7 @@ from types import TracebackType
 from typing import Any, Generic, TypeVar
 
 import torch
-from torch.utils.data import DataLoader, Dataset, Sampler, get_worker_info
+from torch.utils.data import DataLoader, Sampler, get_worker_info
 
 from evenstep.data.batches import BatchSplit, HostBatch, Reader, Request, WorkerFailure, requests
 from evenstep.data.dataset import Augment, Source
@@ -52,7 +52,7 @@ class Pool:
 
     def __init__(self, reader: Reader, num_workers: int, begin: WorkerInit) -> None:
         self._queue = _Queue()
-        self._loader = _made(_Readable(reader), num_workers, begin, sampler=self._queue, persistent_workers=True)
+        self._loader = _made(reader, num_workers, begin, sampler=self._queue, persistent_workers=True)
         self._iterator: Any = None
         self._num_passes = 0
 
@@ -84,7 +84,7 @@ def read_stream(stream: StreamInWorkers, num_workers: int, begin: WorkerInit) ->
         _end(iterator)
 
 
-def _made(data: Dataset[Any], num_workers: int, begin: WorkerInit, **how: Any) -> DataLoader[Any]:
+def _made(data: Any, num_workers: int, begin: WorkerInit, **how: Any) -> DataLoader[Any]:
     make_socket_folder()
     with _without_warnings():
         return DataLoader(
@@ -94,7 +94,7 @@ def _made(data: Dataset[Any], num_workers: int, begin: WorkerInit, **how: Any) -
             prefetch_factor=PREFETCH_FACTOR,
             worker_init_fn=begin,
             generator=torch.Generator(),  # not the one that the training draws from
-            collate_fn=_as_it_is,
+            collate_fn=unchanged,
             # The user's dataset may hold objects that cannot be pickled; a forked process has them already.
             multiprocessing_context="fork" if sys.platform == "linux" else None,
             **how,
@@ -182,18 +182,6 @@ def _received(batches: Iterator[HostBatch | WorkerFailure]) -> Iterator[HostBatc
         if isinstance(batch, WorkerFailure):
             raise TaskError(batch.message)
         yield batch
-
-
-def _as_it_is(batch: T) -> T:
-    return batch
-
-
-class _Readable(Dataset[Any]):
-    def __init__(self, reader: Reader) -> None:
-        self._reader = reader
-
-    def __getitem__(self, request: Request) -> HostBatch | WorkerFailure:
-        return self._reader.read_in_worker(request)
 
 
 class _Queue(Sampler[Any]):
@@ -337,8 +325,8 @@ def can_be_resident(source: Source | Stream, augments: bool) -> bool:
     return not isinstance(source, Stream) and not source.is_slow(augments)
 
 
-def unchanged(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor
+def unchanged(value: T) -> T:
+    return value
 
 
 @dataclass(frozen=True)

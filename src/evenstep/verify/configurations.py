@@ -15,7 +15,11 @@ def configs_of(strategies: str | None, devices: str | None, accumulate: int) -> 
     """Every strategy on every set of devices; one device, without accumulation, is what they are compared with."""
     sets = device_sets(devices) if devices is not None else [_all_devices()]
     names = named_strategies(strategies) if strategies is not None else None
-    configs = [_config(name, chosen, accumulate) for chosen in sets for name in names or usual_on(chosen)]
+    configs = [
+        Configuration(name, chosen[:1] if name == REFERENCE else chosen, accumulate)
+        for chosen in sets
+        for name in names or usual_on(chosen)
+    ]
     configs = [config for config in dict.fromkeys(configs) if (config.strategy, config.accumulate) != (REFERENCE, 1)]
     if not configs:
         raise PlanError(
@@ -61,10 +65,6 @@ def plan_of(plan: Plan, config: Configuration) -> Plan:
     return Plan.from_json(
         {**plan.to_json(), "strategy": config.strategy, "devices": config.devices, "accumulate": config.accumulate}
     )
-
-
-def _config(strategy: str, devices: tuple[str, ...], accumulate: int) -> Configuration:
-    return Configuration(strategy, devices[:1] if strategy == REFERENCE else devices, accumulate)
 
 
 def _all_devices() -> tuple[str, ...]:

@@ -173,7 +173,8 @@ def page_of_comparison(comparison: Comparison, folder: Path) -> str:
     found = {name: _read(row, folder) for name, row in zip(names, comparison.rows, strict=True)}
     plans = {name: runs[0].record.plan for name, runs in found.items() if runs}
     times = {name: _step_seconds(runs) for name, runs in found.items()}
-    missing = [name for name, runs in found.items() if not runs]
+    without = ", ".join(name for name, runs in found.items() if not runs)
+    missing = [f"The Records of {without} are missing: no losses and no timeline."] if without else []
     return render(
         Page(
             title=comparison.task,
@@ -187,7 +188,7 @@ def page_of_comparison(comparison: Comparison, folder: Path) -> str:
                 tables.machine_sheet(comparison.machine),
             ],
             words=OF_COMPARISONS,
-            notes=[*_larger_batch(comparison), *_missing(missing)],
+            notes=[*_larger_batch(comparison), *missing],
         )
     )
 
@@ -222,10 +223,6 @@ def _larger_batch(comparison: Comparison) -> list[str]:
         f"With a batch {larger.times} times as large, {larger.label} gives {larger.samples_per_second:,.0f} samples/s. "
         "A larger batch changes the training, so it is not a row of the table."
     ]
-
-
-def _missing(names: Sequence[str]) -> list[str]:
-    return [f"The Records of {', '.join(names)} are missing: no losses and no timeline."] if names else []
 
 
 def _about(comparison: Comparison) -> str:

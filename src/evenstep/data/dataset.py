@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -188,13 +189,13 @@ def _columns(data: Any, what: str) -> list[Any] | None:
     return values if any(of_numbers) else None
 
 
+@dataclass(frozen=True, eq=False)
 class Rows:
     """Samples on a GPU that have not been gathered yet; a captured CUDA graph gathers them itself."""
 
-    def __init__(self, columns: Any, ids: Ids, device: torch.device) -> None:
-        self.columns = columns
-        self.ids = ids
-        self.device = device
+    columns: Any
+    ids: Ids
+    device: torch.device
 
     def fetch(self) -> Batch:
         return self.at(torch.from_numpy(self.ids).to(self.device, non_blocking=True))

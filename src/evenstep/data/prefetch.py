@@ -352,54 +352,49 @@ class LoaderOptions:
     """The last change of a tensor on its device, such as its dtype."""
 
 
+@dataclass
 class Passes:
     """Passes over the data in one order; worker processes are kept for the next pass, except a stream's."""
 
-    def __init__(
-        self,
-        source: Stream | list[Source],
-        order: Order | None,
-        split: BatchSplit,
-        batch: int,
-        options: LoaderOptions,
-        num_workers: int,
-        pinned: bool,
-    ) -> None:
-        self._order = order
-        self._split = split
-        self._batch = batch
-        self._options = options
-        self._num_workers = num_workers
+    source: Stream | list[Source]
+    order: Order | None
+    split: BatchSplit
+    batch: int
+    options: LoaderOptions
+    num_workers: int
+    pinned: bool
+
+    def __post_init__(self) -> None:
+        options = self.options
         self._begin = WorkerInit(options.worker_init, options.dataset)
-        self._source = source
         self._reader = None
-        if not isinstance(source, Stream):
-            self._reader = Reader(source, split, options.seed, options.augment, pinned)
+        if not isinstance(self.source, Stream):
+            self._reader = Reader(self.source, self.split, options.seed, options.augment, self.pinned)
         self._pool: Pool | None = None
         self._stream: Any = None
 
     def begin(self, epoch: int, start: int, num_checked: int) -> Iterator[HostBatch]:
         """The batches of an epoch from sample `start` on."""
-        if isinstance(self._source, Stream):
-            return self._begin_stream(self._source, epoch, start, num_checked)
+        if isinstance(self.source, Stream):
+            return self._begin_stream(self.source, epoch, start, num_checked)
         assert self._reader is not None
-        assert self._order is not None
-        self._source[0].check_length()
-        steps = requests(self._order, self._batch, epoch, start, num_checked)
-        if not self._num_workers:
+        assert self.order is not None
+        self.source[0].check_length()
+        steps = requests(self.order, self.batch, epoch, start, num_checked)
+        if not self.num_workers:
             return map(self._reader.read, steps)
         if self._pool is None:
-            self._pool = Pool(self._reader, self._num_workers, self._begin)
+            self._pool = Pool(self._reader, self.num_workers, self._begin)
         return self._pool.read(steps)
 
     def _begin_stream(self, stream: Stream, epoch: int, start: int, num_checked: int) -> Iterator[HostBatch]:
-        options = self._options
+        options = self.options
         how = (options.seed, options.augment, options.drop_last)
-        part = StreamPart(self._split, self._batch, *how, epoch, start, num_checked)
-        if not self._num_workers:
+        part = StreamPart(self.split, self.batch, *how, epoch, start, num_checked)
+        if not self.num_workers:
             return stream.batches(part)
         self.close()
-        self._stream = read_stream(StreamInWorkers(stream, part), self._num_workers, self._begin)
+        self._stream = read_stream(StreamInWorkers(stream, part), self.num_workers, self._begin)
         return self._stream  # type: ignore[no-any-return]
 
     def close(self) -> None:

@@ -233,14 +233,17 @@ class SideEnded:
     returned: list[MeasuredPair]
 
 
+@dataclass(frozen=True)
 class ClusterCheck:
     """This machine's part in the check of all machines."""
 
-    def __init__(self, channel: Channel, assignment: RankAssignment, environment: Mapping[str, str]) -> None:
-        self._assignment = assignment
-        self._environment = environment
-        self._channel = channel
-        self._interface = assignment.environment.get(INTERFACE_NAME, "")
+    channel: Channel
+    assignment: RankAssignment
+    environment: Mapping[str, str]
+
+    @property
+    def _interface(self) -> str:
+        return self.assignment.environment.get(INTERFACE_NAME, "")
 
     def findings(self, own: Sequence[Finding]) -> list[Finding]:
         """All findings, on the first machine; on other machines, the overall verdict."""
@@ -249,12 +252,12 @@ class ClusterCheck:
         except BadMessage as error:
             # Leave: the other machines notice it, while continuing would make both sides wait.
             wrong = not_understood("other machines", error)
-            return [wrong] if self._channel.machine else [*own, wrong]
+            return [wrong] if self.channel.machine else [*own, wrong]
         verdict = Finding("all machines", worst(found), "the first machine prints what was found")
-        return [verdict] if self._channel.machine else found
+        return [verdict] if self.channel.machine else found
 
     def _found(self, own: Sequence[Finding]) -> list[Finding]:
-        channel, every = self._channel, range(self._channel.num)
+        channel, every = self.channel, range(self.channel.num)
         channel.exchange("ready", {}, dict, every)
         members = _distinct(channel.exchange("member", asdict(self._facts(time.time())), MachineFacts, every))
         pairs = self._pairs(members)
@@ -275,12 +278,12 @@ class ClusterCheck:
             self._interface,
             stats.speed * 1e6 if stats is not None else 0.0,
             clock_seconds,
-            " ".join(sorted(suspicious & self._environment.keys())),
+            " ".join(sorted(suspicious & self.environment.keys())),
         )
 
     def _pairs(self, members: Sequence[MachineFacts | None]) -> list[Finding]:
         """Test the pairs that include this machine; the lower of two machines reports."""
-        mine = [pair for one in rounds(self._channel.num) for pair in one if self._channel.machine in pair]
+        mine = [pair for one in rounds(self.channel.num) for pair in one if self.channel.machine in pair]
         found = []
         for pair in mine:
             first, second = members[pair[0]], members[pair[1]]
@@ -288,7 +291,7 @@ class ClusterCheck:
                 continue
             kinds = ("cpu", "cuda:0") if first.gpus and second.gpus else ("cpu",)
             judged = [self._pair(pair, first, second, device) for device in kinds]
-            found += judged if self._channel.machine == pair[0] else []
+            found += judged if self.channel.machine == pair[0] else []
         return found
 
     def _pair(self, pair: tuple[int, int], first: MachineFacts, second: MachineFacts, device: str) -> Finding:
@@ -302,7 +305,7 @@ class ClusterCheck:
         trial = Trial(f"{first.name} + {second.name}, {back_end}", attempt({}))
         if not is_sound(trial.ended):
             names = f"{first.set_names} {second.set_names}".split()
-            to_try = [] if self._channel.is_lost() else remedies(back_end, names, is_between_machines=True)
+            to_try = [] if self.channel.is_lost() else remedies(back_end, names, is_between_machines=True)
             if first.interface == second.interface:
                 to_try = [with_interface(settings, first.interface) for settings in to_try]
             # Both sides must try the same at the same time, so no time limit applies.
@@ -311,7 +314,7 @@ class ClusterCheck:
 
     def _attempt(self, pair: tuple[int, int], where: str, device: str, settings: Settings) -> Ended:
         """Run this machine's part, and combine it with the other machine's result."""
-        channel = self._channel
+        channel = self.channel
         rank = pair.index(channel.machine)
         lost = Ended(why=f"machine {pair[1 - rank] + 1} does not answer", is_late=True)
         if None in channel.exchange(f"{where}/ready", {}, dict, pair):
@@ -322,8 +325,8 @@ class ClusterCheck:
 
     def _job(self, where: str, rank: int, device: str, settings: Settings) -> Job:
         usual = {"RANK": str(rank), "WORLD_SIZE": "2", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
-        own = {name: value for name, value in self._environment.items() if name == INTERFACE_NAME}
-        given = {**self._assignment.environment, **own, **usual, "OMP_NUM_THREADS": "1"}
+        own = {name: value for name, value in self.environment.items() if name == INTERFACE_NAME}
+        given = {**self.assignment.environment, **own, **usual, "OMP_NUM_THREADS": "1"}
         # Instead of the user's interface, the one that the rendezvous found.
         without = {name: self._interface if name == INTERFACE_NAME else None for name in settings}
         meant = with_interface({**without, **{n: v for n, v in settings.items() if v is not None}}, self._interface)
@@ -335,11 +338,11 @@ class ClusterCheck:
         found: list[Finding] = []
         pairs: list[Finding] = []
         for number, member in enumerate(members):
-            if number == self._channel.machine:
+            if number == self.channel.machine:
                 continue
             name = member.name if member is not None else f"machine {number + 1}"
             try:
-                report = self._channel.receive(f"report/{number}", MachineReport)
+                report = self.channel.receive(f"report/{number}", MachineReport)
             except BadMessage as error:
                 found.append(not_understood(name, error))
                 continue

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 
 from evenstep.doctor.finding import Finding, Number, Status
 from evenstep.doctor.sandbox import Ended, Settings
-from evenstep.report.terminal import size
+from evenstep.report.terminal import size_in_short
 
 INTERFACE = "(the interface that leads to the other machines)"
 """A placeholder for each machine's own interface name."""
@@ -178,7 +178,7 @@ def _judge_failed(trial: Trial) -> Finding:
 def _failure(ended: Ended) -> str:
     wrong = wrong_bytes(ended)
     if wrong is not None:
-        return f"the sum of {size_in_words(wrong)} is WRONG, as gradients would be: do not train with this"
+        return f"the sum of {size_in_short(wrong)} is WRONG, as gradients would be: do not train with this"
     return f"{'hangs' if ended.is_late else 'fails'}: {ended.why}"
 
 
@@ -220,13 +220,9 @@ def speed_in_words(numbers: Mapping[str, Number], reference: Reference) -> str:
         return latency
     amount, rate = int(numbers["num_bytes"] or 0), float(numbers["bytes_per_second"] or 0)
     beside = f" ({reference.words})" if reference.words else ""
-    return f"{size_in_words(amount)} at {rate_in_words(rate)}{beside}, {latency}"
+    return f"{size_in_short(amount)} at {rate_in_words(rate)}{beside}, {latency}"
 
 
 def rate_in_words(bytes_per_second: float) -> str:
     giga = bytes_per_second / 1e9
     return f"{giga:.{0 if giga >= 20 else 1}f} GB/s" if giga >= 0.95 else f"{bytes_per_second / 1e6:.3g} MB/s"
-
-
-def size_in_words(num_bytes: int) -> str:
-    return size(num_bytes) if num_bytes >= 2**20 else f"{num_bytes // 2**10} KiB"

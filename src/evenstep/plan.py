@@ -8,7 +8,7 @@ import re
 import sys
 from collections.abc import Iterable, Mapping
 from contextvars import ContextVar
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -54,6 +54,9 @@ Clip = Annotated[float, Meta(gt=0, le=sys.float_info.max, description="it must b
 Restarts = Annotated[int, Meta(ge=0, le=LARGEST, description="it must be a number of crashes, 0 or more")]
 StallAfter = Annotated[float, Meta(ge=1, le=sys.float_info.max, description="it must be 1 second or more")]
 CheckEvery = Annotated[int, Meta(ge=0, le=LARGEST, description="it must be a number of steps, or 0 for never")]
+
+# Not Text: msgspec 0.22 corrupts memory for a limited str in a union with a list of such.
+OptionValue = str | int | float | bool | list[str | int | float | bool] | None
 
 USUAL: dict[str, Any] = {"restarts": 0, "check_every": 100, "fast": "auto"}
 """Defaults that are not shown."""
@@ -108,12 +111,15 @@ class Plan:
     requeue: bool = False
     profile: Whole | None = None
     log: TrackerName | None = None
+    options: dict[Text, OptionValue] = field(default_factory=dict, hash=False)
+    """What the task's function is called with, besides `data`."""
 
     def __post_init__(self) -> None:
         # Types first: what follows can rely on them.
         if not _is_saved.get():
             check_choice("strategy", self.strategy, STRATEGIES, PlanError)
         check_fields(self, PlanError)
+        check("options", self.options_in_words, Text, PlanError)
         check_device_names(self.devices)
         self._check_launch()
         self._check_devices()
@@ -255,11 +261,18 @@ class Plan:
     def describe(self) -> str:
         """The plan as a block for people; what is left at 'none' or 'off' is not shown."""
         shown = {name: value for name, value in asdict(self).items() if value is not None and value is not False}
-        shown["devices"] = ", ".join(self.devices)
+        shown |= {"devices": ", ".join(self.devices), "options": self.options_in_words}
+        if not self.options:
+            del shown["options"]
         for name, usual in USUAL.items():
             if shown.get(name) == usual:
                 del shown[name]
         return "\n".join(f"{name.replace('_', ' '):<18} {value}" for name, value in shown.items())
+
+    @property
+    def options_in_words(self) -> str:
+        """`lr=0.1, width=64`"""
+        return ", ".join(f"{name}={value}" for name, value in self.options.items())
 
     def to_json(self) -> dict[str, Any]:
         """The plan as JSON values; `from_json` reads them back."""

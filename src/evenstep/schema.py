@@ -90,17 +90,28 @@ def check_fields(value: Any, error: type[BadInput]) -> None:
 
 
 def check(name: str, given: object, hint: Any, error: type[BadInput]) -> None:
-    """Raise unless a value has this type; the message lists its Literals, or gives the description of its limits."""
+    """Raise unless a value is what a type says."""
+    read_value(name.replace("_", "-"), given, hint, error, is_text=False)
+
+
+def read_value(name: str, given: object, hint: Any, error: type[BadInput], is_text: bool = True) -> Any:
+    """A value of this type, from text or JSON; the error lists its Literals, or gives the description of its limits."""
     try:
-        msgspec.convert(given, hint)
+        return msgspec.convert(given, hint, strict=not is_text, dec_hook=_path)
     except msgspec.ValidationError as wrong:
-        name, shown = name.replace("_", "-"), shorten(repr(given))
+        shown = shorten(repr(given))
         choices = get_args(hint) if get_origin(hint) is not Literal else (hint,)
         for choice in choices:
             if get_origin(choice) is Literal:
                 raise error(f"{name} is {shown}; {_allowed(given, get_args(choice))}") from None
         meta = [one for choice in (hint, *choices) for one in get_args(choice) if isinstance(one, Meta)]
         raise error(f"{name} is {shown}; {meta[0].description if meta else in_words(wrong)}") from None
+
+
+def _path(kind: type, given: Any) -> Path:
+    if kind is not Path:
+        raise NotImplementedError(f"a {kind.__name__} cannot be written as text")
+    return Path(given)
 
 
 def check_choice(name: str, given: object, allowed: Iterable[str], error: type[BadInput]) -> None:
@@ -124,10 +135,10 @@ def read_variables(kind: type[T], environment: Mapping[str, str]) -> T:
     return msgspec.convert(given, kind, strict=False)
 
 
-def _allowed(given: object, names: Sequence[str]) -> str:
+def _allowed(given: object, names: Sequence[object]) -> str:
     """`choose auto or off; did you mean off?`"""
-    *most, last = names
-    close = difflib.get_close_matches(str(given)[:MAX_CHARACTERS], names, n=2)
+    *most, last = map(str, names)
+    close = difflib.get_close_matches(str(given)[:MAX_CHARACTERS], list(map(str, names)), n=2)
     choose = f"choose {', '.join(most)} or {last}" if most else f"the only choice is {last}"
     return choose + (f"; did you mean {' or '.join(close)}?" if close else "")
 

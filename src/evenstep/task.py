@@ -1,4 +1,4 @@
-"""What is trained: a Task, and finding one by name, file or module."""
+"""What is trained: a Task, finding one by name, file or module, and the options of its function."""
 
 from __future__ import annotations
 
@@ -12,10 +12,11 @@ import traceback
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from types import ModuleType
-from typing import TYPE_CHECKING, Any, TypeAlias
+from types import MappingProxyType, ModuleType
+from typing import TYPE_CHECKING, Any, TypeAlias, get_args, get_origin, get_type_hints
 
 from evenstep.errors import MAX_CHARACTERS, EvenstepError, TaskError, shorten
+from evenstep.schema import read_value
 
 if TYPE_CHECKING:
     import torch
@@ -33,6 +34,8 @@ Model: TypeAlias = Any
 """The user's module, as `Task.model` made it: it has all its methods and attributes under every strategy."""
 
 TaskFunction: TypeAlias = "Callable[..., Task]"
+
+NO_OPTIONS: Mapping[str, Any] = MappingProxyType({})
 
 NO_GROUP = "process group has not been initialized"
 """Part of torch's error, mostly from a DistributedSampler."""
@@ -99,28 +102,32 @@ BUILT_IN = {
 }
 
 
-def load_task(spec: str, data: str | None = None) -> Task:
+def load_task(spec: str, data: str | None = None, options: Mapping[str, Any] = NO_OPTIONS) -> Task:
     """The Task behind `digits`, `file.py`, `file.py:function` or `package.module:function`."""
-    return call_task(find_task(spec), data)
+    return call_task(find_task(spec), data, options)
 
 
-def call_task(source: TaskFunction | Task, data: str | None = None) -> Task:
-    """The Task that a function returns; if it has a parameter `data`, it gets the folder."""
+def call_task(source: TaskFunction | Task, data: str | None = None, options: Mapping[str, Any] = NO_OPTIONS) -> Task:
+    """The Task that a function returns; its other parameters are its options, and `data` is the folder."""
     if isinstance(source, Task):
+        if options:
+            raise TaskError("a Task takes no options; give a function instead: def task(lr: float = 1e-3) -> Task: ...")
         return source
     name = getattr(source, "__name__", repr(source))
     if not callable(source):
         raise TaskError(f"{name!r} is neither a Task nor a function that makes one; write: def task() -> Task: ...")
+    arguments = read_options(source, options)
     parameters = inspect.signature(source).parameters
-    needed = [one.name for one in parameters.values() if one.default is one.empty and one.kind < one.VAR_POSITIONAL]
-    if set(needed) - {"data"}:
-        raise TaskError(f"{name}({', '.join(needed)}) needs more than it gets; it may take `data` (--data) or nothing")
+    missing = [one.name for one in options_of(source) if one.default is one.empty and one.name not in arguments]
+    if missing:
+        raise TaskError(f"{name}() needs {', '.join(missing)}; write {' '.join(f'{one}=...' for one in missing)}")
     folder = parameters.get("data")
     if data is not None and folder is None and all(one.kind is not one.VAR_KEYWORD for one in parameters.values()):
         raise TaskError(f"{name}() takes no data folder; leave --data out, or give the function a parameter `data`")
-    takes_folder = folder is not None and (data is not None or folder.default is folder.empty)
+    if folder is not None and (data is not None or folder.default is folder.empty):
+        arguments["data"] = data
     try:
-        made = source(data=data) if takes_folder else source()
+        made = source(**arguments)
     except EvenstepError:
         raise
     except Exception as error:
@@ -128,6 +135,58 @@ def call_task(source: TaskFunction | Task, data: str | None = None) -> Task:
     if not isinstance(made, Task):
         raise TaskError(f"{name}() returned {type(made).__name__}, not a Task; end it with: return Task(...)")
     return made
+
+
+def options_of(source: TaskFunction | Task) -> list[inspect.Parameter]:
+    """The parameters that a command may set, each with its type: annotated, or that of its default."""
+    if isinstance(source, Task):
+        return []
+    try:
+        hints = get_type_hints(source)
+    except NameError:  # of names that are imported for type checkers only
+        hints = {}
+    return [
+        one.replace(annotation=hints.get(one.name, str if one.default is one.empty else type(one.default)))
+        for one in inspect.signature(source).parameters.values()
+        if one.name != "data" and one.kind in (one.POSITIONAL_OR_KEYWORD, one.KEYWORD_ONLY)
+    ]
+
+
+def read_options(source: TaskFunction | Task, given: Mapping[str, Any]) -> dict[str, Any]:
+    """The arguments for a task's function, from text (`lr=0.1` on a command line) or from the JSON of a plan."""
+    known = {one.name: one for one in options_of(source)}
+    arguments = {}
+    for name, value in given.items():
+        if name not in known:
+            what = f"{getattr(source, '__name__', 'the task')}() has no option {shorten(name)}"
+            if name == "data":
+                raise TaskError("the data folder is given as --data")
+            if not known:
+                raise TaskError(f"{what}, nor any other; give it a parameter: def task({shorten(name)}: float = ...)")
+            close = difflib.get_close_matches(name[:MAX_CHARACTERS], known, n=1)
+            raise TaskError(f"{what}; {f'did you mean {close[0]}? ' if close else ''}It has {', '.join(known)}")
+        kind = known[name].annotation
+        is_list = isinstance(value, str) and any(get_origin(one) in (list, tuple) for one in (kind, *get_args(kind)))
+        try:
+            arguments[name] = read_value(name, value.split(",") if is_list else value, kind, TaskError)
+        except (TypeError, NameError, NotImplementedError) as error:
+            raise TaskError(f"{name} cannot be given on a command line: {error}") from error
+    return arguments
+
+
+def parse_options(words: Iterable[str]) -> dict[str, str]:
+    """`["lr=0.1", "width=64"]` as a table.
+
+    >>> parse_options(["lr=0.1", "note=a=b"])
+    {'lr': '0.1', 'note': 'a=b'}
+    """
+    options = {}
+    for word in words:
+        name, equals, value = word.partition("=")
+        if not equals or not name.isidentifier():
+            raise TaskError(f"{shorten(word)} is not an option of the task; write NAME=VALUE, such as lr=0.1")
+        options[name] = value
+    return options
 
 
 def find_task(spec: str) -> TaskFunction | Task:

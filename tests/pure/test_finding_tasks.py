@@ -136,7 +136,7 @@ def test_without_a_folder_the_default_of_the_parameter_called_data_stands() -> N
             "my_task.py",
             "task() does not make its Task: FileNotFoundError: .*/my_task.py:10)",
         ),
-        ("def task(size): return make(size)", "my_task.py", "task(size) needs more than it gets; it may take `data`"),
+        ("def task(size): return make(size)", "my_task.py", "task() needs size; write size=..."),
     ],
 )
 def test_helpful_errors(text: str, spec: str, message: str) -> None:

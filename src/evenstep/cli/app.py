@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import difflib
+import inspect
+import os
 import re
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -12,10 +14,11 @@ from typing import Annotated, Any
 
 import typer
 from rich.console import Console
+from rich.text import Text
 
 import evenstep
 from evenstep.errors import BREAKS_LINES, MAX_CHARACTERS, STOPPED, BadInput, EvenstepError, shorten
-from evenstep.task import BUILT_IN
+from evenstep.task import BUILT_IN, Task, parse_options
 
 TASKS = (
     f"{', '.join(BUILT_IN)}; or your own: a Python file with a function that returns an evenstep.Task, as file.py, "
@@ -50,6 +53,14 @@ def flag(*names: str, help: str, **more: Any) -> Any:
 
 
 TaskArgument = Annotated[str, typer.Argument(help=TASKS)]
+OptionsArgument = Annotated[
+    list[str] | None,
+    typer.Argument(
+        metavar="[NAME=VALUE]...",
+        help="Options of the task, the parameters of its function, such as lr=0.1; `TASK --help` lists them.",
+        show_default=False,
+    ),
+]
 BatchOption = Annotated[int | None, typer.Option(help="Global batch size, over all devices; default: the task's.")]
 DataOption = Annotated[
     str | None,
@@ -70,6 +81,13 @@ ThreadsOption = Annotated[
 WorkersOption = Annotated[
     int | None, typer.Option(help="Loader processes per rank, unless data is tensors; default: by free cores.")
 ]
+
+
+def split_options(task: str | None, words: Sequence[str] | None) -> tuple[str | None, dict[str, str] | None]:
+    """The task, which a resumed run may leave out, and the options behind it."""
+    if task is not None and "=" in task and not os.path.exists(task):
+        return None, parse_options([task, *(words or ())])
+    return task, parse_options(words or ()) or None
 
 
 def refuse_broken(words: Iterable[str]) -> None:
@@ -147,7 +165,10 @@ def main() -> None:
     try:
         if sys.argv[1:2] != ["run"]:  # What follows a script is the script's.
             refuse_broken(sys.argv[1:])
-        sys.exit(app(prog_name="evenstep", standalone_mode=False))
+        code = app(prog_name="evenstep", standalone_mode=False)
+        if {"-h", "--help"} & set(sys.argv[1:]):
+            _show_task_options(sys.argv[1:])
+        sys.exit(code)
     except EvenstepError as error:
         _print_error(str(error))
         sys.exit(error.exit_code)
@@ -157,6 +178,32 @@ def main() -> None:
     except KeyboardInterrupt:
         _print_error("stopped")
         sys.exit(STOPPED)
+
+
+def _show_task_options(words: Sequence[str]) -> None:
+    """Below the help of a command that names a task: what can be set in it."""
+    from rich.table import Table
+
+    from evenstep.task import find_task, options_of
+
+    specs = [word for word in words[1:] if word in BUILT_IN or re.search(r"\.py(:|$)|^[\w.]+:\w+$", word)]
+    if words[0] not in ("train", "verify", "compare") or not specs:
+        return
+    task = find_task(specs[0])
+    table = Table(box=None, pad_edge=False, show_header=False)
+    for one in options_of(task):
+        default = "required" if one.default is one.empty else f"default: {one.default}"
+        table.add_row(f"  {one.name}=", Text(_type_in_words(one.annotation)), Text(default))
+    console = Console(highlight=False, emoji=False, soft_wrap=True)
+    console.print(f"Options of {specs[0]}{':' if table.row_count else ': none'}", style="bold", markup=False)
+    if task.__doc__ and not isinstance(task, Task):
+        console.print(f"  {inspect.cleandoc(task.__doc__)}", markup=False)
+    if table.row_count:
+        console.print(table)
+
+
+def _type_in_words(kind: Any) -> str:
+    return kind.__name__ if isinstance(kind, type) else str(kind).replace("typing.", "")
 
 
 def _print_usage(error: Any) -> None:

@@ -16,6 +16,7 @@ from evenstep.cli.app import (
     BatchOption,
     DataOption,
     JsonOption,
+    OptionsArgument,
     PrecisionOption,
     SeedOption,
     TaskArgument,
@@ -27,6 +28,7 @@ from evenstep.cli.app import (
 )
 from evenstep.errors import EvenstepError
 from evenstep.strategy_facts import STRATEGIES, with_processes
+from evenstep.task import parse_options
 
 if TYPE_CHECKING:
     from evenstep.report.comparison import Comparison
@@ -45,6 +47,7 @@ evenstep compare my_task.py --devices cuda:0/cuda:0,cuda:1 --precision bf16
 @app.command(epilog=EXAMPLES)
 def compare(
     task: TaskArgument,
+    options: OptionsArgument = None,
     devices: Annotated[
         str,
         typer.Option(
@@ -85,7 +88,7 @@ def compare(
         rounds=rounds,
         steps=steps,
         sync_batchnorm=sync_batchnorm,
-        choices={**choices, "seed": seed, "name": name},
+        choices={**choices, "seed": seed, "name": name, "options": parse_options(options or ())},
         command=shlex.join(["evenstep", *sys.argv[1:]]),
     )
     with progress() as log:

@@ -19,6 +19,7 @@ from evenstep.cli.app import (
     DataOption,
     JsonOption,
     MachinesOption,
+    OptionsArgument,
     PrecisionOption,
     RendezvousOption,
     SeedOption,
@@ -30,6 +31,7 @@ from evenstep.cli.app import (
     print_notes,
     progress,
     refuse_broken,
+    split_options,
 )
 from evenstep.strategy_facts import DEFAULT, REFERENCE, STRATEGIES, one_of, usual_strategies
 
@@ -45,6 +47,8 @@ evenstep train digits
 
 evenstep train digits --strategy ddp --devices 2
 
+evenstep train my_task.py lr=0.1 width=128 --devices 2
+
 evenstep train my_task.py --strategy fsdp --devices 4 --batch 512 --epochs 10 --precision bf16
 
 evenstep train --resume runs/2026-11-15-digits-ddp --epochs 20
@@ -57,6 +61,7 @@ def train(
         str | None,
         typer.Argument(help=TASKS),
     ] = None,
+    options: OptionsArgument = None,
     strategy: Annotated[
         str | None,
         typer.Option(
@@ -154,7 +159,10 @@ def train(
     as_json: JsonOption = False,
 ) -> None:
     """Train a task on one device or many."""
-    choices = {key: value for key, value in locals().items() if key not in ("task", "as_json", "suggest")}
+    choices: dict[str, Any] = {
+        key: value for key, value in locals().items() if key not in ("task", "as_json", "suggest")
+    }
+    task, choices["options"] = split_options(task, options)
     if suggest:
         _suggest(task, choices, as_json)
         return

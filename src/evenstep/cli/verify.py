@@ -14,10 +14,21 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from rich.console import Console
 
-from evenstep.cli.app import BatchOption, DataOption, JsonOption, TaskArgument, app, flag, print_notes, progress
+from evenstep.cli.app import (
+    BatchOption,
+    DataOption,
+    JsonOption,
+    OptionsArgument,
+    TaskArgument,
+    app,
+    flag,
+    print_notes,
+    progress,
+)
 from evenstep.errors import EvenstepError, PlanError
 from evenstep.schema import check
 from evenstep.strategy_facts import REFERENCE, STRATEGIES, usual_strategies
+from evenstep.task import parse_options
 
 if TYPE_CHECKING:
     from evenstep.launcher.prepare import Prepared
@@ -39,6 +50,7 @@ evenstep verify my_task.py --accumulate 2 --precision bf16 --json
 @app.command(epilog=EXAMPLES)
 def verify(
     task: TaskArgument,
+    options: OptionsArgument = None,
     strategies: Annotated[
         str | None,
         typer.Option(
@@ -82,7 +94,13 @@ def verify(
 
     load_strategies(strategies, task, seed)
     configs = configs_of(strategies, devices, accumulate)
-    choices = {"batch": batch, "precision": precision, "seed": seed, "data": data}
+    choices = {
+        "batch": batch,
+        "precision": precision,
+        "seed": seed,
+        "data": data,
+        "options": parse_options(options or ()),
+    }
     name = free_name(label_of(task), "verify")
     is_first = not RUNS.exists()
     prepared = prepare(task, {**choices, "name": name, "devices": configs[0].devices[0], "strategy": REFERENCE})

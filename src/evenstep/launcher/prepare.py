@@ -14,6 +14,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import torch
 
 from evenstep.checkpoint import files
@@ -27,7 +28,18 @@ from evenstep.sampling.order import Lengths, Order, lengths_of
 from evenstep.sampling.rng import seed_everything
 from evenstep.schema import check
 from evenstep.strategy_facts import DEFAULT, REFERENCE, STRATEGIES
-from evenstep.task import BUILT_IN, Task, TaskFunction, call_task, describe, find_task, refuse_untrusted, spec_of
+from evenstep.task import (
+    BUILT_IN,
+    NO_OPTIONS,
+    Task,
+    TaskFunction,
+    call_task,
+    describe,
+    find_task,
+    read_options,
+    refuse_untrusted,
+    spec_of,
+)
 
 RUNS = Path("runs")
 DEFAULT_BATCH = 64
@@ -69,9 +81,10 @@ def prepare(source: str | TaskFunction | Task | None, choices: Mapping[str, Any]
     elif "epochs" in chosen:
         base.pop("steps", None)
     values = {**base, **chosen, **_devices(chosen, base), "task": spec or IN_THIS_PROCESS}
+    values["options"] = {**base.get("options", {}), **chosen.get("options", {})}
     load_strategies(str(values["strategy"]), source, values.get("seed"))
     # Check what needs no task before loading it: its data may take a while.
-    draft = _draft(values, label_of(source))
+    draft = _draft(values, label_of(source, values["options"]))
     if spec is None and (STRATEGIES[draft.strategy].processes_per_device or draft.restarts):
         draft = replace(draft, threads=_forked_threads(draft.threads))
     # Before the file is imported, so that data created at module level is the same here and in every worker.
@@ -80,7 +93,8 @@ def prepare(source: str | TaskFunction | Task | None, choices: Mapping[str, Any]
     start = files.start_of(draft.resume)
     with _users_code():
         found = find_task(source) if isinstance(source, str) else source
-        task = call_task(found, draft.data)
+        draft = replace(draft, options=msgspec.to_builtins(read_options(found, draft.options), enc_hook=str))
+        task = call_task(found, draft.data, draft.options)
         train = adapt(task.train, task.collate, task.sampler)
         plan = _completed(draft, values, task, train)
         valid = adapt(task.valid, task.collate, what="valid") if task.valid is not None else None
@@ -88,7 +102,14 @@ def prepare(source: str | TaskFunction | Task | None, choices: Mapping[str, Any]
         probe(plan, task, train, valid, order)
         cwd = os.getcwd()
     num_steps = plan.num_steps(lengths_of(order), *start)
-    notes = [*notes, *train.notes, *_dropped(order), *(valid.notes if valid is not None else []), *_crowded(plan)]
+    notes = [
+        *notes,
+        *_changed(base.get("options", {}), plan.options),
+        *train.notes,
+        *_dropped(order),
+        *(valid.notes if valid is not None else []),
+        *_crowded(plan),
+    ]
     return Prepared(plan, task, _make_folder(plan), lengths_of(order), num_steps, notes, cwd)
 
 
@@ -142,7 +163,7 @@ def prepare_from_plan(plan: Plan, source: str | TaskFunction | Task | None, own:
     check_devices(devices)
     seed_everything(plan.seed)
     with _users_code():
-        task = call_task(find_task(spec), plan.data)
+        task = call_task(find_task(spec), plan.data, plan.options)
         order = adapt(task.train, task.collate, task.sampler).order(plan.seed, plan.batch)
         cwd = os.getcwd()
     folder = RUNS / plan.name
@@ -163,6 +184,12 @@ def write_plan(folder: Path, plan: Plan) -> None:
 
 def _write_json(folder: Path, plan: Plan) -> None:
     (folder / "plan.json").write_text(json.dumps(plan.to_json(), indent=2) + "\n")
+
+
+def _changed(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
+    """Options of the task that differ from those of the run that is resumed or repeated."""
+    changed = [f"{name}={now[name]} (it was {value})" for name, value in before.items() if now.get(name) != value]
+    return [f"other options than before: {', '.join(changed)}"] if changed else []
 
 
 def _dropped(order: Order | None) -> list[str]:
@@ -261,8 +288,8 @@ def _devices(chosen: Mapping[str, Any], base: Mapping[str, Any]) -> dict[str, An
     return {"strategy": strategy, "devices": devices}
 
 
-def label_of(source: str | TaskFunction | Task) -> str:
-    """The task's name as part of a folder's name."""
+def label_of(source: str | TaskFunction | Task, options: Mapping[str, Any] = NO_OPTIONS) -> str:
+    """The task's name, and the options that were given, as part of a folder's name."""
     if isinstance(source, str):
         module, _, name = source.partition(":")
         label = Path(module).stem if module.endswith(".py") else name or module
@@ -270,7 +297,8 @@ def label_of(source: str | TaskFunction | Task) -> str:
         label = str(getattr(source, "__name__", "task"))
         file = getattr(sys.modules.get(getattr(source, "__module__", "")), "__file__", None)
         label = Path(file).stem if label == "task" and file else label
-    return re.sub(r"[^\w-]+", "-", label).strip("-")[:50] or "task"
+    label = "-".join([label[:50], *(f"{name}={value}" for name, value in options.items())])
+    return re.sub(r"[^\w.=]+", "-", label).strip("-.")[:100].rstrip("-.") or "task"
 
 
 def free_name(label: str, what: str) -> str:

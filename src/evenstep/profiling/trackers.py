@@ -151,4 +151,5 @@ TRACKERS: dict[str, Callable[[TrackerStart], Tracker]] = {"tensorboard": TensorB
 def hyperparameters(plan: Plan) -> dict[str, bool | int | float | str]:
     """The plan as values that TensorBoard accepts; fields that are None are left out."""
     values = {**plan.to_json(), "devices": ", ".join(plan.devices)}
-    return {name: value for name, value in values.items() if value is not None}
+    options = {name: str(value) if isinstance(value, list) else value for name, value in values.pop("options").items()}
+    return {name: value for name, value in {**options, **values}.items() if value is not None}

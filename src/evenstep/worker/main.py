@@ -91,7 +91,7 @@ def _perform_rank(spec: TrainingSpec, perform: Perform, source: Task | None) -> 
         os.chdir(spec.cwd)
     read_heartbeat().beat(LOADING)
     seed_everything(plan.seed)
-    task = call_task(source) if source is not None else load_task(plan.task, plan.data)
+    task = call_task(source) if source is not None else load_task(plan.task, plan.data, plan.options)
     for event in perform(plan, task, Path(spec.run_folder)):
         if isinstance(event, str):
             print(event, flush=True)

@@ -141,7 +141,7 @@ def _metrics(records: Sequence[Record]) -> list[str]:
 
 def plan_sheets(names: Sequence[str], plans: Sequence[Plan]) -> list[Sheet]:
     """What all plans have in common, and where they differ; what is off or none everywhere is not shown."""
-    values = [{**asdict(plan), "devices": ", ".join(plan.devices)} for plan in plans]
+    values = [{**asdict(plan), "devices": ", ".join(plan.devices), "options": plan.options_in_words} for plan in plans]
     shown = [field for field in (values[0] if values else {}) if any(_is_set(one[field]) for one in values)]
     same = [field for field in shown if len({str(one[field]) for one in values}) == 1]
     other = [field for field in shown if field not in same]

@@ -1,0 +1,166 @@
+"""Options of a task: the parameters of its function, set as NAME=VALUE on a command line, in a plan and in Python."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import evenstep
+from evenstep.errors import TaskError
+from evenstep.plan import Plan, read_plan
+from evenstep.profiling.trackers import hyperparameters
+from evenstep.record import Record
+from evenstep.task import Task, call_task, parse_options, read_options
+
+TASK = '''
+from __future__ import annotations
+from pathlib import Path
+from typing import Literal
+import torch
+from torch import nn
+from evenstep import Task
+
+x = torch.randn(24, 4)
+activations = {"tanh": nn.Tanh, "relu": nn.ReLU}
+
+def task(
+    data: str = "here",
+    *,
+    lr: float = 0.1,
+    width: int = 3,
+    sizes: list[int] | None = None,
+    kind: Literal["tanh", "relu"] = "tanh",
+    is_wide: bool = False,
+    start=0.5,
+    where: Path = Path("a"),
+) -> Task:
+    """A small network.
+
+    width: of its only layer
+    """
+    print(data, lr, width, sizes, kind, is_wide, start, repr(where), flush=True)
+    return Task(
+        model=lambda: nn.Sequential(nn.Linear(4, width), activations[kind](), nn.Linear(width, 1)),
+        train=(x,),
+        loss=lambda model, batch: (model(batch[0]) - start).square().mean(),
+        optimizer=lambda parameters: torch.optim.SGD(parameters, lr=lr),
+        batch=8,
+    )
+'''
+GIVEN = ("lr=1", "width=5", "sizes=1,2", "kind=relu", "is_wide=true", "start=0.25", "where=b/c")
+PRINTED = "here 1.0 5 [1, 2] relu True 0.25 PosixPath('b/c')"
+OPTIONS = {
+    "lr": 1.0,
+    "width": 5,
+    "sizes": [1, 2],
+    "kind": "relu",
+    "is_wide": True,
+    "start": 0.25,
+    "where": "b/c",
+}
+
+
+@pytest.fixture(autouse=True)
+def _task() -> None:
+    Path("my_task.py").write_text(TASK)
+
+
+def evenstep_(*arguments: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "evenstep", *arguments]
+    return subprocess.run(command, capture_output=True, text=True, timeout=120)
+
+
+def test_every_process_gets_them_and_the_plan_the_record_and_the_folder_name_them() -> None:
+    done = evenstep_("train", "my_task.py", *GIVEN, "--strategy", "ddp", "--devices", "cpu,cpu")
+    assert done.returncode == 0, done.stderr
+    assert "options            lr=1.0, width=5, sizes=[1, 2], kind=relu, is_wide=True" in done.stderr
+    (run,) = Path("runs").iterdir()
+    assert run.name.endswith("-my_task-lr=1-width=5-sizes=1-2-kind=relu-is_wide=true-start=0.25-where=b-c-ddp")
+    assert [file.read_text().splitlines()[0] for file in sorted(run.glob("logs/*.out"))] == [PRINTED] * 2
+    assert read_plan(run).options == OPTIONS
+    assert Record.read(run).plan.options == OPTIONS
+    page = evenstep_("report", str(run))
+    assert "lr=1.0, width=5" in Path(page.stdout.strip()).read_text()
+
+
+def test_a_resumed_run_keeps_them_and_says_which_are_new() -> None:
+    first = evenstep_("train", "my_task.py", "width=5", "start=0.25", "--name", "first")
+    assert first.returncode == 0, first.stderr
+    done = evenstep_("train", "--resume", "runs/first", "start=0.75", "--epochs", "2", "--name", "later")
+    assert done.returncode == 0, done.stderr
+    assert "other options than before: start=0.75 (it was 0.25)" in done.stderr
+    assert read_plan("runs/later").options == {"width": 5, "start": 0.75}
+
+
+def test_verify_compare_and_python_take_them() -> None:
+    done = evenstep_("verify", "my_task.py", "width=2", "--strategies", "dp", "--steps", "1")
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "here 0.1 2 None tanh" in done.stdout + done.stderr
+    compared = ("--strategies", "dp", "--rounds", "1", "--steps", "2", "--name", "c", "--json")
+    done = evenstep_("compare", "my_task.py", "width=2", *compared)
+    assert done.returncode == 0, done.stderr
+    assert json.loads(Path("runs/c/plan.json").read_text())["options"] == {"width": 2}
+    record = evenstep.train("my_task.py", options={"width": 7}, devices=1, progress=False)
+    assert record.plan.options == {"width": 7}
+
+
+def test_help_lists_them_with_types_defaults_and_the_docstring() -> None:
+    shown = evenstep_("train", "my_task.py", "--help").stdout
+    assert "Options of my_task.py:" in shown
+    assert "A small network." in shown
+    words = [" ".join(line.split()) for line in shown.splitlines()]
+    assert "lr= float default: 0.1" in words
+    assert "kind= Literal['tanh', 'relu'] default: tanh" in words
+    assert "start= float default: 0.5" in words
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ("lrr=1", "task() has no option lrr; did you mean lr? It has lr, width, sizes"),
+        ("lr=fast", "lr is 'fast'; expected float, got str"),
+        ("kind=elu", "kind is 'elu'; choose tanh or relu; did you mean relu?"),
+        ("sizes=1,x", "sizes is ['1', 'x']; [1]: expected int, got str"),
+        ("width", "width is not an option of the task; write NAME=VALUE, such as lr=0.1"),
+        ("data=here", "the data folder is given as --data"),
+    ],
+)
+def test_a_wrong_one_is_refused_in_one_line_and_nothing_is_left(given: str, said: str) -> None:
+    done = evenstep_("train", "my_task.py", given)
+    assert done.returncode == 2
+    assert said in done.stderr
+    assert len(done.stderr.splitlines()) == 1
+    assert not Path("runs").exists()
+
+
+def test_a_task_without_any_says_how_to_add_one() -> None:
+    done = evenstep_("train", "digits", "lr=1")
+    assert "task() has no option lr, nor any other; give it a parameter: def task(lr: float = ...)" in done.stderr
+
+
+def test_a_parameter_without_a_default_is_needed() -> None:
+    def task(width: int) -> Task:
+        raise AssertionError(width)
+
+    with pytest.raises(TaskError, match=r"task\(\) needs width; write width=\.\.\."):
+        call_task(task)
+
+
+def test_values_go_through_a_plan_and_to_trackers() -> None:
+    plan = Plan(batch=1, epochs=1, options=OPTIONS)
+    assert Plan.from_json(json.loads(json.dumps(plan.to_json()))) == plan
+    assert hyperparameters(plan)["width"] == 5
+    assert "options" not in hyperparameters(plan)
+    assert "options" not in Plan(batch=1, epochs=1).describe()
+
+
+def test_what_no_text_can_say_is_refused_by_name() -> None:
+    def task(model: Task) -> Task:
+        return model
+
+    with pytest.raises(TaskError, match="model cannot be given on a command line"):
+        read_options(task, parse_options(["model=net"]))

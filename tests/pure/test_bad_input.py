@@ -131,7 +131,7 @@ def refused(evenstep: Callable[..., Ended]) -> Refused:
         ("train my_task.py --name a..b", ["'a..b' cannot name a run; use letters, digits"]),
         ("train my_task.py --wrong", ["No such option: --wrong", "see evenstep train --help"]),
         ("train my_task.py --strategy", ["--strategy", "requires an argument; see evenstep "]),
-        ("train my_task.py more", ["unexpected extra argument", "more", "see evenstep train --help"]),
+        ("train my_task.py more", ["more is not an option of the task; write NAME=VALUE"]),
         ("tarin my_task.py", ["No such command 'tarin'", "--help"]),
         ("train my_task.py --resume runs/gone", ["runs/gone does not exist; give a run folder"]),
         ("train my_task.py --resume gone.pt", ["gone.pt does not exist; give a run folder"]),

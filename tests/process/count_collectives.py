@@ -10,8 +10,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import evenstep
-from evenstep.distributed.shm.allreduce import Channel
-from evenstep.distributed.shm.scalars import ScalarAllReduce
+from evenstep.distributed.shm.allreduce import Channel, ScalarAllReduce
 
 counts = dict.fromkeys(["steps", "micro_batches", "averages", "letters", "other_collectives"], 0)
 

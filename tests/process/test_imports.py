@@ -55,5 +55,5 @@ def test_one_device_imports_only_what_it_needs(tmp_path: Path) -> None:
 
 def test_two_devices_import_the_monitors_and_shared_memory_but_no_graphs(tmp_path: Path) -> None:
     found = imported(tmp_path, "--devices", "cpu,cpu", "--strategy", "ddp")
-    assert {"monitor.replicas", "monitor.stragglers", "distributed.shm.scalars", "strategies.ddp"} <= found
+    assert {"monitor.replicas", "monitor.stragglers", "distributed.shm.allreduce", "strategies.ddp"} <= found
     assert {name for name in found if name.startswith(("training.cuda_graphs", "profiling", "audit"))} == set()

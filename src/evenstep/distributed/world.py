@@ -23,7 +23,7 @@ from evenstep.distributed.spans import Spans
 from evenstep.errors import PlanError
 
 if TYPE_CHECKING:
-    from evenstep.distributed.shm.scalars import PendingSum, PendingTensorSum, ScalarAllReduce
+    from evenstep.distributed.shm.allreduce import PendingSum, PendingTensorSum, ScalarAllReduce
 
 _INTERFACE = "GLOO_SOCKET_IFNAME"
 
@@ -150,7 +150,7 @@ def join_world(devices: Sequence[str], needs_group: bool) -> World:
     if needs_group or size > 1:
         _meet(world, backend=backend_for(devices))
     if size > 1 and world.device.type == "cpu":
-        from evenstep.distributed.shm.scalars import ScalarAllReduce
+        from evenstep.distributed.shm.allreduce import ScalarAllReduce
 
         world.communication.scalars = ScalarAllReduce.open(world.gather, rank, size)
     return world

@@ -20,7 +20,7 @@ from evenstep.training.batchnorm import standing_in
 from evenstep.training.precision import Precision
 
 if TYPE_CHECKING:
-    from evenstep.distributed.shm.scalars import PendingSum
+    from evenstep.distributed.shm.allreduce import PendingSum
 
 
 @dataclass(slots=True)

@@ -23,7 +23,7 @@ import torch.distributed.elastic.multiprocessing.api
 import multiprocessing.synchronize
 
 # What several ranks of a machine need besides the trainer.
-import evenstep.distributed.shm.scalars
+import evenstep.distributed.shm.allreduce
 import evenstep.monitor.replicas
 import evenstep.monitor.stragglers
 import evenstep.training.trainer

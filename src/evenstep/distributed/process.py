@@ -140,8 +140,6 @@ class WorkerSpec:
     """The checkpoint from which this attempt continues; None for the plan's."""
     parent: int = 0
     """The process that it dies with: the launcher, or its fork server."""
-    opens_logs: bool = False
-    """Whether it redirects its own output, as a fork does."""
 
 
 _spec: WorkerSpec | None = None
@@ -220,11 +218,10 @@ def begin(spec: WorkerSpec) -> None:
     rank, _, _ = read_rank()
     set_process_name(f"evenstep-rank{rank}")
     install_stack_dumps(Path(spec.logs), rank)
-    if spec.opens_logs:
-        for stream, name in ((1, "out"), (2, "err")):
-            file = os.open(Path(spec.logs) / f"rank{rank}.{name}", os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
-            os.dup2(file, stream)
-            os.close(file)
+    for stream, name in ((1, "out"), (2, "err")):
+        file = os.open(Path(spec.logs) / f"rank{rank}.{name}", os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+        os.dup2(file, stream)
+        os.close(file)
     open_output()
 
 

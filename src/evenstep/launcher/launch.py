@@ -237,13 +237,9 @@ def refuse_fork_after_cuda() -> None:
         )
 
 
-def variant(base: Prepared, folder: Path, **changes: Any) -> Prepared:
-    """The same task with some fields of its plan changed; `steps` replaces epochs, and the reverse."""
-    if changes.get("steps") is not None:
-        changes.setdefault("epochs", None)
-    if changes.get("epochs") is not None:
-        changes.setdefault("steps", None)
-    plan = replace(base.plan, name=folder.name, **changes)
+def variant(base: Prepared, folder: Path, *, steps: int, **changes: Any) -> Prepared:
+    """The same task for this many steps, with some fields of its plan changed."""
+    plan = replace(base.plan, name=folder.name, steps=steps, epochs=None, **changes)
     write_plan(folder, plan)
     return replace(base, plan=plan, folder=folder, num_steps=plan.num_steps(base.lengths))
 

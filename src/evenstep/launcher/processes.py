@@ -22,7 +22,7 @@ from evenstep.distributed.process import WorkerSpec
 from evenstep.distributed.temporary import make_socket_folder
 from evenstep.distributed.world import leave_group_of_one
 from evenstep.errors import Preempted
-from evenstep.internals import elastic_processes, log_streams
+from evenstep.internals import elastic_processes
 from evenstep.launcher.environment import changed_variables, token_hidden, with_variables
 from evenstep.launcher.fork_server import DYING_SECONDS, ensure_resource_tracker, forking, server_exit_code
 from evenstep.worker import main as worker_main
@@ -46,22 +46,19 @@ class RankLogs(LogsSpecs):
         super().__init__()
         self.folder = folder
         self.first_rank = first_rank
-        self.is_left_to_ranks = False
-        """Whether the processes open their logs themselves: the engine would leak the old descriptors into them, and
-        cannot redirect a notebook's streams."""
         folder.mkdir(parents=True, exist_ok=True)
 
     def reify(self, envs: dict[int, dict[str, str]]) -> LogsDest:
-        def paths(ending: str) -> dict[int, str]:
-            return {local: str(self.path(local, ending)) for local in envs}
-
-        for local, path in paths("engine.json").items():
+        errors = {local: str(self.path(local, "engine.json")) for local in envs}
+        for local, path in errors.items():
             envs[local]["TORCHELASTIC_ERROR_FILE"] = path
-        streams = dict.fromkeys(envs, "") if self.is_left_to_ranks else None
+        # The ranks open their logs themselves: the engine would leak the old descriptors into forks, and cannot
+        # redirect a notebook's streams.
+        unchanged = dict.fromkeys(envs, "")
         return LogsDest(
-            stdouts=streams or paths("out"),
-            stderrs=streams or paths("err"),
-            error_files=paths("engine.json"),
+            stdouts=unchanged,
+            stderrs=unchanged,
+            error_files=errors,
             filtered_stdout=os.devnull,
             filtered_stderr=os.devnull,
         )
@@ -158,13 +155,12 @@ def workers(
     # The engine logs every process that fails or is killed; the user wants the cause alone.
     logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)
     make_socket_folder()
-    logs.is_left_to_ranks = how != "program"
     if how == "fork":
         leave_group_of_one()
     # With its own signal handlers, which raise, the engine would replace ours.
     own_signals = changed_variables({"TORCHELASTIC_SIGNALS_TO_HANDLE": ""})
     with forking() if how == "server" else nullcontext() as server, own_signals, token_hidden():
-        given = [replace(spec, parent=server or os.getpid(), opens_logs=logs.is_left_to_ranks) for spec in specs]
+        given = [replace(spec, parent=server or os.getpid()) for spec in specs]
         context = start_processes(
             name="evenstep",
             entrypoint=sys.executable if how == "program" else entry,
@@ -183,7 +179,6 @@ def workers(
         yield started
     finally:
         started.kill()
-        _close_logs(context)
         if server is not None:
             # The tracker is notified when the engine's semaphores are deleted.
             ensure_resource_tracker()
@@ -195,13 +190,6 @@ def _exit_codes(context: PContext) -> list[int | None]:
     if handlers is not None:
         return [handlers[local].proc.poll() for local in sorted(handlers)]
     return [process.exitcode for process in elastic_processes(context)]
-
-
-def _close_logs(context: PContext) -> None:
-    for handler in getattr(context, "subprocess_handlers", {}).values():
-        # torch leaves the logs of processes that exited open.
-        for stream in log_streams(handler):
-            stream.close()
 
 
 def send(pid: int, number: int) -> None:

@@ -128,13 +128,6 @@ class JoinRequest:
     identity: Identity
 
 
-@dataclass(frozen=True)
-class JoinReply:
-    """The server's reply."""
-
-    refused: str = ""
-
-
 class _Loop:
     """An event loop in one thread that relays all connections."""
 
@@ -232,7 +225,7 @@ class TunnelServer:
         async with asyncio.timeout(HANDSHAKE_SECONDS):
             hello = await session.read("client", reader, JoinRequest)
             refused = self._refusal(hello)
-            session.write("server", writer, JoinReply(refused))
+            session.write("server", writer, refused)
             await writer.drain()
         if refused:
             return None
@@ -318,9 +311,9 @@ class TunnelClient:
         try:
             session = await self._handshake(reader, writer)
             session.write("client", writer, JoinRequest(there, self._identity))
-            answer = await asyncio.wait_for(session.read("server", reader, JoinReply), HANDSHAKE_SECONDS)
-            if answer.refused:
-                raise PlanError(f"this machine does not match the run at {self.where}: {answer.refused}")
+            refused = await asyncio.wait_for(session.read("server", reader, str), HANDSHAKE_SECONDS)
+            if refused:
+                raise PlanError(f"this machine does not match the run at {self.where}: {refused}")
         except BaseException:
             writer.close()
             raise

@@ -20,7 +20,7 @@ from torch._C._distributed_c10d import TCPStore
 
 from evenstep.distributed import devices
 from evenstep.distributed.cgroups import Groups
-from evenstep.doctor import network
+from evenstep.doctor import Check, Finding, Status, network, worst
 from evenstep.doctor.bandwidth import expected_sum, pattern, rounds, schedule
 from evenstep.doctor.checks import CheckStarted, MachineChecks, Report
 from evenstep.doctor.cluster import (
@@ -35,7 +35,6 @@ from evenstep.doctor.cluster import (
     not_understood,
 )
 from evenstep.doctor.environment import back_ends, missing_interfaces, torch_build, variables
-from evenstep.doctor.finding import Check, Finding, Status, worst
 from evenstep.doctor.gpus import driver, judge_gpu
 from evenstep.doctor.limits import cores, memory, open_files, shared_memory, threads
 from evenstep.doctor.network import host_name, measure_loopback, ports, resolve

@@ -18,8 +18,8 @@ from evenstep.cli.app import JsonOption, MachinesOption, RendezvousOption, app, 
 from evenstep.errors import EvenstepError
 
 if TYPE_CHECKING:
+    from evenstep.doctor import Finding
     from evenstep.doctor.checks import Examination, Report
-    from evenstep.doctor.finding import Finding
 
 EXAMPLES = """
 [bold]Examples[/bold]
@@ -49,7 +49,7 @@ def doctor(
     # It imports torch while this process does. If it cannot be started, the trials report it.
     with suppress(OSError):
         start_server()
-    from evenstep.doctor.finding import worst
+    from evenstep.doctor import worst
 
     try:
         report = _examined(environment, machines, rendezvous)
@@ -85,7 +85,7 @@ def _examined(environment: dict[str, str], machines: str | None, rendezvous: str
 
 
 def _to_json(report: Report) -> dict[str, Any]:
-    from evenstep.doctor.finding import STATUSES, count, worst
+    from evenstep.doctor import STATUSES, count, worst
 
     return {
         "evenstep": evenstep.__version__,
@@ -108,7 +108,7 @@ def show(report: Report, console: Console) -> None:
 
 def summary(report: Report) -> str:
     """The last line: how many of each, and how long it took."""
-    from evenstep.doctor.finding import count
+    from evenstep.doctor import count
 
     good, warn, bad = (count(report.findings, status) for status in ("good", "warn", "bad"))
     return f"{good} good, {warn} warnings, {bad} bad ({report.seconds:.0f} s)"

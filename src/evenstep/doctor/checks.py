@@ -7,10 +7,9 @@ from collections.abc import Callable, Generator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from evenstep.doctor import environment, gpus, limits, network
+from evenstep.doctor import Check, Finding, environment, gpus, limits, network, worst
 from evenstep.doctor.bandwidth import Pair, schedule, try_pairs
 from evenstep.doctor.environment import variables
-from evenstep.doctor.finding import Check, Finding, worst
 from evenstep.doctor.remedies import Reference, TimeBudget, Trial, judge, rate_in_words
 
 

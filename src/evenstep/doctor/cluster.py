@@ -22,9 +22,9 @@ import torch
 from msgspec import Meta
 
 import evenstep
+from evenstep.doctor import MAX_TEXT_CHARS, Finding, worst
 from evenstep.doctor.bandwidth import ALL_BYTES, CPU_SECONDS, GPU_SECONDS, add_up_between, rounds
 from evenstep.doctor.checks import CheckStarted, Examination, Report, examine
-from evenstep.doctor.finding import MAX_TEXT_CHARS, Finding, worst
 from evenstep.doctor.gpus import num_gpus
 from evenstep.doctor.remedies import (
     SUSPECTS,

@@ -11,7 +11,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from evenstep.doctor.finding import Finding, Number, Status
+from evenstep.doctor import Finding, Number, Status
 from evenstep.doctor.gpus import num_gpus
 from evenstep.doctor.network import NAME_SECONDS, interfaces, resolve
 

@@ -9,8 +9,8 @@ from typing import Any
 
 import torch
 
+from evenstep.doctor import Finding, Number
 from evenstep.doctor.bandwidth import copy_between_all, look_at_gpu
-from evenstep.doctor.finding import Finding, Number
 from evenstep.doctor.sandbox import Job, try_out, try_together
 from evenstep.report.terminal import size
 

@@ -14,7 +14,7 @@ import psutil
 from evenstep.distributed.cgroups import Groups
 from evenstep.distributed.devices import cores_by_affinity, share_threads, usable_cores
 from evenstep.distributed.process import omp_num_threads
-from evenstep.doctor.finding import Finding, Status
+from evenstep.doctor import Finding, Status
 from evenstep.report.terminal import size
 
 LITTLE_MEMORY = 2**30

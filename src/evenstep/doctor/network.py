@@ -11,7 +11,7 @@ from statistics import median
 
 import psutil
 
-from evenstep.doctor.finding import Finding
+from evenstep.doctor import Finding
 from evenstep.internals import TCPStore
 from evenstep.launcher.rendezvous.addresses import LOOPBACK, open_store
 

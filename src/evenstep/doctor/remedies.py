@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
-from evenstep.doctor.finding import Finding, Number, Status
+from evenstep.doctor import Finding, Number, Status
 from evenstep.doctor.sandbox import Ended, Settings
 from evenstep.report.terminal import size_in_short
 

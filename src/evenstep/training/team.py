@@ -24,7 +24,7 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 
 from evenstep.data.adapt import adapt, per_rank
-from evenstep.data.consistency import check_consistent, check_equal_lengths
+from evenstep.data.batches import check_consistent, check_equal_lengths
 from evenstep.data.dataset import Augment
 from evenstep.data.feature_scaler import unfitted
 from evenstep.data.loader import Batch, Loader, MicroBatch

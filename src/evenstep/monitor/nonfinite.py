@@ -2,25 +2,30 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
 
-from evenstep.data.loader import Batch
 from evenstep.distributed.world import World
 from evenstep.plan import PrecisionName
 from evenstep.strategies.base import DistributedModel
 
 
-def explain(
-    world: World,
-    precision: PrecisionName,
-    mean: float,
-    spoilt: list[str],
-    batch: Batch,
-    model: DistributedModel,
-    step: int,
-) -> str:
+@dataclass(frozen=True)
+class NonFiniteMean:
+    """The mean loss of a step, NaN or infinite."""
+
+    mean: float
+    step: int
+    epoch: int
+    precision: PrecisionName
+    spoilt: list[str]
+    """This rank's micro-batches that made it so, in words."""
+
+
+def explain(world: World, model: DistributedModel, loss: NonFiniteMean) -> str:
     """Which rank's samples made the loss of a step non-finite; all ranks call this together."""
-    first, *more = [report for reports in world.gather(spoilt) for report in reports] or [None]
+    first, *more = [report for reports in world.gather(loss.spoilt) for report in reports] or [None]
     where = f"; {first}" if first else "; every part is finite, their sum is not"
     others = f", and {len(more)} other parts too" if more else ""
     names = [name for name, weight in model.module.named_parameters() if not is_finite(weight)]
@@ -29,8 +34,8 @@ def explain(
         advice = f"{known} not finite since an earlier step: a gradient was not, though the loss was. Try --clip 1.0."
     else:
         advice = "The weights are those of the step before. A lower learning rate or --clip 1.0 often helps."
-    hint = " fp16 holds no number above 65504; try bf16." if precision == "fp16" else ""
-    return f"the loss is {mean} at step {step} (epoch {batch.span.epoch + 1}){where}{others}.\n{advice}{hint}"
+    hint = " fp16 holds no number above 65504; try bf16." if loss.precision == "fp16" else ""
+    return f"the loss is {loss.mean} at step {loss.step} (epoch {loss.epoch + 1}){where}{others}.\n{advice}{hint}"
 
 
 def is_finite(weight: torch.Tensor) -> bool:

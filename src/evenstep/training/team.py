@@ -36,7 +36,7 @@ from evenstep.distributed.process import read_rank
 from evenstep.distributed.world import World, join_world
 from evenstep.errors import NonFiniteLoss, PlanError, TaskError
 from evenstep.internals import foreach_mul_
-from evenstep.monitor.nonfinite import explain
+from evenstep.monitor.nonfinite import NonFiniteMean, explain
 from evenstep.plan import PrecisionName
 from evenstep.sampling.rng import Draws, derive_seed, replica_seed, seed_devices, seed_everything
 from evenstep.schema import check_choice
@@ -296,8 +296,9 @@ class Team:
         # Without communication (a measured ceiling) ranks diverge, and the loss means nothing.
         if not math.isfinite(mean) and not self.world.communication.is_off:
             forget(models[0].weights)
-            step, spoilt = batch.loader.num_finished + 1, totals.non_finite()
-            raise NonFiniteLoss(explain(self.world, self.precision.name, mean, spoilt, batch, models[0], step))
+            step, epoch = batch.loader.num_finished + 1, batch.span.epoch
+            loss = NonFiniteMean(mean, step, epoch, self.precision.name, totals.non_finite())
+            raise NonFiniteLoss(explain(self.world, models[0], loss))
         if totals.late_factor is not None:
             gradients = [weight.grad for weight in models[0].weights if weight.grad is not None]
             foreach_mul_(gradients, totals.late_factor)

@@ -26,7 +26,7 @@ from evenstep.internals import (
     has_step_hooks,
     release_pool,
 )
-from evenstep.monitor.nonfinite import explain
+from evenstep.monitor.nonfinite import NonFiniteMean, explain
 from evenstep.strategies.base import NOTHING, forget, forget_gradients, on
 from evenstep.training.loss import (
     HostCopy,
@@ -434,6 +434,6 @@ class Pending:
         if not math.isfinite(mean):
             per_replica = [micro_batch for per_replica in self._batch.micro_batches for micro_batch in per_replica]
             spoilt = not_finite(team.world.rank, per_replica, pairs) if team.world.size == 1 else []
-            more = (mean, spoilt, self._batch, self._recipe.model, self._step)
-            raise NonFiniteLoss(explain(team.world, team.precision.name, *more))
+            loss = NonFiniteMean(mean, self._step, self._batch.span.epoch, team.precision.name, spoilt)
+            raise NonFiniteLoss(explain(team.world, self._recipe.model, loss))
         return MeanLoss(mean, count)

@@ -161,7 +161,9 @@ def test_the_quick_commands_of_the_readme_run_and_print_what_it_shows() -> None:
     printed = [run(command) for command in shown(README) if can_run(command) and not TAKES_LONG.search(command)]
     assert len(printed) >= 5
     everything = {" ".join(line.split()) for output in printed for line in output.splitlines()}
-    lines = re.findall(r"^(?:\d+ = .*|(?:train|valid) loss .*)", "\n".join(blocks(README, "console")), re.MULTILINE)
+    lines = re.findall(
+        r"^(?:global batch .*|(?:train|valid) loss .*)", "\n".join(blocks(README, "console")), re.MULTILINE
+    )
     assert len(lines) == 6
     assert {" ".join(line.split()) for line in lines} <= everything
     assert "800 samples, 0 repeated, 0 missed" in everything

@@ -196,6 +196,11 @@ def test_a_sound_task_passes() -> None:
     assert all(part.is_same and part.difference is not None for part in verdict.parts.values())
 
 
+def test_a_metric_in_float32_is_sound() -> None:
+    verdict = verdict_of("float_metric", "ddp", Depth(steps=2, own_precision=False))
+    assert verdict.is_same, verdict
+
+
 @pytest.mark.slow
 def test_a_sound_task_passes_and_leaves_nothing_behind() -> None:
     task = f"{MISTAKES / 'planted.py'}:sound"

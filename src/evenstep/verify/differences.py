@@ -249,6 +249,10 @@ def _evaluations(one: Evidence, other: Evidence, begin: int) -> Iterator[Differe
             yield from _values(first[step], second[step])
 
 
+METRIC_ROUNDING = 1e-6
+"""Metrics are often float32 also where the model is not: `(model(x).argmax(1) == y).float().mean()`."""
+
+
 def _values(one: Evaluation, other: Evaluation) -> Iterator[Difference]:
     for name in dict.fromkeys([*one.values, *other.values]):
         if name not in one.values or name not in other.values:
@@ -256,7 +260,7 @@ def _values(one: Evaluation, other: Evaluation) -> Iterator[Difference]:
             continue
         value, found = one.values[name], other.values[name]
         size = as_size(distance(value, found), max(abs(value), abs(found), 1e-12))
-        is_rounding = name != "loss" and _is_one_sample(value - found, one.samples)
+        is_rounding = name != "loss" and (size < METRIC_ROUNDING or _is_one_sample(value - found, one.samples))
         yield Difference("evaluation", one.step, name, 0.0 if is_rounding else size)
 
 

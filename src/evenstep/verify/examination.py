@@ -24,6 +24,7 @@ from evenstep.task import Task, describe
 from evenstep.training.loss import as_sum
 from evenstep.training.team import join
 from evenstep.training.trainer import Event, set_up_torch
+from evenstep.verify.differences import METRIC_ROUNDING
 from evenstep.verify.one_batch import SUBSETS, WHOLE, Outcome, Workbench, cut_up
 from evenstep.verify.recorder import DrawDetector, DropoutOff, as_real
 
@@ -173,7 +174,8 @@ def _metrics(bench: Workbench) -> dict[str, str]:
         by_parts = torch.stack(
             [as_sum(part[name], size, name).double() for part, size in zip(parts, sizes, strict=True)]
         ).sum(0)
-        is_near = bool(((total - by_parts).abs() <= bench.tolerance * total.abs().clamp(min=1e-12)).all())
+        tolerance = bench.tolerance if name == "loss" else max(bench.tolerance, METRIC_ROUNDING)
+        is_near = bool(((total - by_parts).abs() <= tolerance * total.abs().clamp(min=1e-12)).all())
         kinds[name] = "sound" if is_near else "mixed"
     return kinds
 

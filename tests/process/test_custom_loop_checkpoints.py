@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import nn
 from torch.nn import functional as F
+from torch.utils.data import DataLoader, TensorDataset
 
 import evenstep
 from evenstep.errors import CheckpointError, NonFiniteLoss, PlanError, TaskError, TrainingError
@@ -80,6 +81,31 @@ def test_a_mask_of_minus_infinity_is_no_reason_not_to_save(tmp_path: Path) -> No
     model = team.wrap(net)
     run = Run(team, model, torch.optim.SGD(model.parameters(), lr=0.1), team.loader(x, batch=10))
     assert (run.save(tmp_path) / "weights.safetensors").is_file()
+
+
+def test_what_a_plain_loop_does_with_losses_and_batches() -> None:
+    team = evenstep.join("single", devices=("cpu",))
+    model = team.wrap(nn.Linear(6, 2))
+    loader = team.loader(DataLoader(TensorDataset(x), batch_size=10))
+    batch = next(iter(loader))
+    assert batch.num_samples == 10
+    mean = team.backward(lambda model, batch: loss(model, batch[0]), model, batch)
+    assert mean.item() == mean
+    with pytest.raises(TypeError, match=r"given to team\.backward\(loss, model, batch\)"):
+        list(batch)
+    with pytest.raises(TaskError, match=r"team\.loader\(data, batch=64\)"):
+        team.loader(TensorDataset(x))
+
+
+def test_a_schedule_that_would_not_be_saved_is_warned_of(tmp_path: Path) -> None:
+    team = evenstep.join("single", devices=("cpu",))
+    model = team.wrap(nn.Linear(6, 2))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1)
+    loader = team.loader(x, batch=10)
+    with pytest.warns(UserWarning, match=r"write Run\(team, model, optimizer, loader, scheduler\)"):
+        Run(team, model, optimizer, loader)
+    Run(team, model, optimizer, loader, scheduler)
 
 
 def test_an_optimizer_over_other_parameters_is_refused() -> None:

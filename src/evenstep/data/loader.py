@@ -6,7 +6,7 @@ from collections.abc import Callable, Generator, Iterator, Mapping
 from contextlib import closing
 from dataclasses import dataclass, replace
 from itertools import islice
-from typing import Any
+from typing import Any, NoReturn
 
 import numpy as np
 import torch
@@ -79,6 +79,12 @@ class Batch:
     @property
     def num_samples(self) -> int:
         return len(self.span)
+
+    def __iter__(self) -> NoReturn:
+        raise TypeError(
+            "a batch of team.loader is given to team.backward(loss, model, batch); loss(model, batch) receives what "
+            "the data collates to, such as (x, y)"
+        )
 
     @property
     def ids(self) -> Ids:

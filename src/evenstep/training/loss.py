@@ -62,6 +62,10 @@ class MeanLoss(float):
         self.count, self.compute_seconds = count, compute_seconds
         return self
 
+    def item(self) -> float:
+        """The number, as of a tensor."""
+        return float(self)
+
 
 class LossTotal:
     """The loss of one global batch.

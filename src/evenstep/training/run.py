@@ -41,7 +41,7 @@ _PAIRS = "(pairs)"
 class Run:
     """A training as it stands; `save` under any strategy and size, `load` into any other.
 
-    run = evenstep.Run(team, model, optimizer, loader)
+    run = evenstep.Run(team, model, optimizer, loader, scheduler)    # the last, if there is one
     run.save("checkpoints"); run.load("checkpoints")
 
     Several models and optimizers are given as dicts: Run(team, {"g": g, "d": d}, {"g": g_optimizer, ...}, loader).
@@ -72,6 +72,12 @@ class Run:
             raise TaskError(f"optimizers {list(self.optimizers)} and models {list(self.models)} need the same names")
         if scheduler is not None:
             _check_scheduler(scheduler)
+        elif len(self.optimizers) == 1 and "initial_lr" in next(iter(self.optimizers.values())).param_groups[0]:
+            warnings.warn(
+                "the optimizer has a scheduler that this Run does not save, so that a resumed training would begin its "
+                "schedule again; write Run(team, model, optimizer, loader, scheduler)",
+                stacklevel=2,
+            )
 
     @property
     def step(self) -> int:

@@ -209,7 +209,7 @@ class Team:
     def loader(
         self,
         data: Any,
-        batch: int,
+        batch: int | None = None,
         *,
         shuffle: bool = True,
         sampler: Any = None,
@@ -226,9 +226,13 @@ class Team:
 
         All processes give the same data, and compare what they read in the first batches. `compare=False` is for data
         that is meant to differ, such as what each process has collected: as many samples on each, all of
-        which are used, an equal part of every batch from each. `what` is its name in messages.
+        which are used, an equal part of every batch from each. `what` is its name in messages. `batch` is the global
+        batch; that of a DataLoader, if left out.
         """
         adopted = adapt(data, collate, sampler, what, shuffle=shuffle)
+        batch = batch if batch is not None else adopted.batch
+        if batch is None:
+            raise TaskError("team.loader needs the size of the global batch: team.loader(data, batch=64)")
         if not compare and self.world.size > 1:
             adopted = per_rank(adopted, self.world.size)
         order = adopted.order(self.seed, batch)

@@ -31,7 +31,7 @@ from evenstep.internals import (
     take_buffers,
     unflatten_dense_tensors,
 )
-from evenstep.strategies.base import NOTHING, DistributedModel, LossModule, Sample, copied
+from evenstep.strategies.base import NOTHING, DistributedModel, LossModule, Sample, copied, on
 
 T = TypeVar("T")
 
@@ -75,16 +75,19 @@ class Replicas(DistributedModel):
     def run(self, work: Callable[..., T], arguments: Sequence[tuple[Any, ...]]) -> list[T]:
         # A thread per replica, always the same one.
         futures = [
-            thread.submit(self._work, work, *replica_arguments)
-            for thread, replica_arguments in zip(self._threads, arguments, strict=False)
+            thread.submit(self._work, device, work, *replica_arguments)
+            for thread, device, replica_arguments in zip(self._threads, self._world.devices, arguments, strict=False)
         ]
         return [future.result() for future in futures]
 
-    def _work(self, work: Callable[..., T], *arguments: Any) -> T:
+    def _work(self, device: torch.device, work: Callable[..., T], *arguments: Any) -> T:
         try:
             return work(*arguments)
         finally:
-            self._world.spans.leave()
+            if self._world.spans.listeners:
+                # The timer reads the clock of the current device.
+                with on(device):
+                    self._world.spans.leave()
 
     def sync_gradients(self, is_last: bool) -> AbstractContextManager[None]:
         return self._reducing() if is_last else NOTHING

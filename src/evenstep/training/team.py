@@ -285,8 +285,7 @@ class Team:
         """
         self._refusals.refuse_model(models[0])
         check_consistent(self.world, batch)
-        self._current, self._repeats = batch, repeat
-        self.seed_dropout(batch, repeat)
+        self.start_batch(batch, repeat)
         earlier = _put_aside(models[0])
         # Others may be waited for from here on.
         self.world.spans.begin(FORWARD)
@@ -310,8 +309,11 @@ class Team:
             weight.grad = gradient if weight.grad is None else weight.grad + gradient
         return MeanLoss(mean, totals.count, compute_seconds)
 
-    def seed_dropout(self, batch: Batch, repeat: int = 0) -> None:
-        """Seed each replica's generator for this batch: different on every replica, the same after a restart."""
+    def start_batch(self, batch: Batch, repeat: int = 0, seeds: bool = True) -> None:
+        """Seed dropout for this batch, unless nothing draws: different on every replica, the same after a restart."""
+        self._current, self._repeats = batch, repeat
+        if not seeds:
+            return
         epoch, start = batch.span.epoch, batch.span.start
         if self._keys[0] != epoch:
             self._keys = (epoch, [derive_seed(self.seed, "dropout", epoch, replica) for replica in self.world.replicas])

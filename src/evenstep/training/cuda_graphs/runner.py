@@ -160,8 +160,7 @@ class Fast:
     def _fill(self, captured: Captured, batch: Batch) -> float:
         """Seed and fill a captured whole step; returns this process's request to stop or to save."""
         team = self._recipe.team
-        if captured.draws:
-            team.seed_dropout(batch)
+        team.start_batch(batch, seeds=captured.draws)
         request_code = team.requests.encode()
         captured.fill(batch, request_code)
         return request_code

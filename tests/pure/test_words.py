@@ -1,0 +1,37 @@
+"""PyTorch's words, not private ones, in source and docs."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+import evenstep
+
+SOURCE = Path(evenstep.__file__).parent
+ROOT = SOURCE.parents[1]
+PRIVATE = (
+    *("seat", "seats", "card", "spread", "piece", "pieces", "told", "letters", "voices", "heard"),
+    *("tap", "pulse", "beats", "wish", "anew", "so many", "all the same", "likeness", "lever", "knock"),
+    *("of somebody's own", "recorded step", "by itself"),
+)
+"""Instead: replica or rank, GPU, wrap, micro-batch, message, timer, heartbeat, request, again, N, still, custom."""
+ALLOWED = (
+    "use letters, digits",
+    '"samples/s", "spread"',  # of measurements
+    "can be told apart",
+    "were told to use CPUs",
+)
+
+
+def lines() -> Iterator[tuple[Path, str]]:
+    history = {ROOT / "docs/decisions.md"}
+    for file in (*SOURCE.rglob("*.py"), *ROOT.glob("docs/*.md"), ROOT / "README.md", ROOT / "CONTRIBUTING.md"):
+        if file not in history:
+            yield from ((file, line) for line in file.read_text().splitlines())
+
+
+def test_no_private_words() -> None:
+    private = re.compile(rf"\b({'|'.join(PRIVATE)})\b", re.IGNORECASE)
+    found = [f"{file.relative_to(ROOT)}: {line.strip()}" for file, line in lines() if private.search(line)]
+    assert [line for line in found if not any(word in line for word in ALLOWED)] == []

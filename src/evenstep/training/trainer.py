@@ -50,6 +50,8 @@ if TYPE_CHECKING:
     from evenstep.profiling.profiler import Tracing
     from evenstep.profiling.trackers import Tracking
 
+FADED = 1e-3
+"""Of the first learning rate: a smaller part of it after one epoch of several is a mistake."""
 FIRST_CHECKS = (10, 30)
 """Steps at which replicas are also compared: most mistakes show early."""
 
@@ -207,6 +209,8 @@ class Trainer:
             yield from self._compared(step, compute_seconds)
             is_end = is_done(self.run, self.plan)
             is_epoch_end = self.run.loader.is_between_epochs or is_end
+            if is_epoch_end and not is_end and step.epoch == 0:
+                yield from self._faded_rate(step)
             # The last step is evaluated and saved, also after a request to stop.
             is_asked = requests.stop and not is_end
             if is_epoch_end and not is_asked:
@@ -225,6 +229,18 @@ class Trainer:
         shown = self.team.infer(self.task.show, self._model) if self.task.show is not None else None
         seconds = time.perf_counter() - started + seconds_before
         yield self._sum_up(evaluation, saved, shown, seconds)
+
+    def _faded_rate(self, step: Step) -> Iterator[str]:
+        """Warn of a schedule that was meant to be stepped once per epoch."""
+        scheduler = self.run.scheduler
+        if scheduler is None or not self.team.world.is_main:
+            return
+        first, now = float(scheduler.base_lrs[0]), float(scheduler.optimizer.param_groups[0]["lr"])
+        if now < FADED * first:
+            yield (
+                f"the learning rate fell from {first:.3g} to {now:.3g} in the first epoch: the scheduler is stepped "
+                f"after every optimizer step ({step.step} per epoch), not after every epoch"
+            )
 
     def _stop(self, step: int) -> None:
         """Leave, all ranks together: no rank ends while another still reads what it sent."""

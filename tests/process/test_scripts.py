@@ -116,3 +116,28 @@ def test_a_signal_is_passed_on_to_a_script(number: signal.Signals, code: int, kn
     assert process.returncode == (0 if knows else code), said
     assert ("I know" in out) == knows
     assert "checkpoint" not in said
+
+
+LOOP = """
+import torch
+from torch import nn
+import evenstep
+
+team = evenstep.join()
+model = team.wrap(nn.Linear(3, 1))
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+for batch in team.loader((torch.ones(16, 3),), batch=8):
+    loss = team.backward(lambda model, batch: model(batch[0]).mean(), model, batch)
+    team.step(optimizer)
+print(loss.nowhere)
+"""
+
+
+def test_a_loop_that_fails_between_two_calls_is_not_said_to_be_in_the_last_one(tmp_path: Path) -> None:
+    script = tmp_path / "loop.py"
+    script.write_text(LOOP)
+    command = [sys.executable, "-m", "evenstep", "run", "--devices", "2", str(script)]
+    done = subprocess.run(command, capture_output=True, text=True, env=no_ranks(), timeout=100)
+    headline, line, *_ = done.stderr.splitlines()
+    assert re.fullmatch(r"error: rank [01] failed", headline), done.stderr
+    assert line.endswith("loop.py:12 in <module>: print(loss.nowhere)")

@@ -99,7 +99,9 @@ def cause(
         *(first["answer"] or "").splitlines()[:3],
     )
     step = _step(heartbeats, rank) or first["step"]
-    headline = f"rank {rank} failed{_where(heartbeats, rank, step)}"
+    # A custom loop is anywhere between two calls; the last one says nothing of where it failed.
+    where = _where(heartbeats, rank, step) if not first.get("is_between_calls") else f" at step {step}" * bool(step)
+    headline = f"rank {rank} failed{where}"
     return Cause(headline, details, step, _others(heartbeats, {rank}), is_victim=first["is_victim"])
 
 

@@ -195,10 +195,14 @@ def report_failure(spec: WorkerSpec, error: BaseException) -> None:
 
     stay_in_group()
     rank, _, _ = read_rank()
-    write_report(Path(spec.logs), rank, error)
+    write_report(Path(spec.logs), rank, error, is_custom_loop=not isinstance(spec, TrainingSpec))
 
 
-def write_report(logs: Path, rank: int, error: BaseException) -> None:
+ENGINE = tuple(f"{Path(__file__).parents[1] / name}{os.sep}" for name in ("training", "data", "strategies"))
+"""In a traceback, what a task or a call of a custom loop goes through."""
+
+
+def write_report(logs: Path, rank: int, error: BaseException, is_custom_loop: bool = False) -> None:
     """Write what the launcher shows of this failure if it is the first cause."""
     from evenstep.distributed.world import spare_folder
     from evenstep.monitor.known_errors import answer, is_victim, message_of, noted_advice, noted_step
@@ -217,6 +221,7 @@ def write_report(logs: Path, rank: int, error: BaseException) -> None:
         "exit_code": error.exit_code if isinstance(error, EvenstepError) else 1,
         "step": noted_step(error),
         "is_victim": is_victim(error),
+        "is_between_calls": is_custom_loop and not any(frame.filename.startswith(ENGINE) for frame in frames),
         "answer": noted_advice(error) or answer(error),
         "lines": [f"{frame.filename}:{frame.lineno} in {frame.name}: {frame.line}" for frame in own[-4:]],
     }

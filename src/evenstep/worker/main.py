@@ -175,7 +175,7 @@ def _exit_code(request: SystemExit) -> int:
 
 
 def _as_main(program: ProgramSpec) -> None:
-    flag = [f"{program.rank_flag}={os.environ['LOCAL_RANK']}"] if program.rank_flag else []
+    flag = [f"{program.rank_flag}={read_rank()[2]}"] if program.rank_flag else []
     sys.argv = [program.name, *flag, *program.arguments]
     sys.orig_argv = [sys.executable, "-u", *(["-m"] if program.is_module else []), *sys.argv]
     folder = os.getcwd() if program.is_module else str(Path(program.name).resolve().parent)

@@ -10,8 +10,8 @@ import pytest
 import evenstep as library
 from evenstep.distributed.process import omp_num_threads, read_rank
 from evenstep.errors import BadInput
-from evenstep.launcher.environment import slurm_variables
 from evenstep.launcher.rendezvous.slurm import find_slurm
+from evenstep.launcher.variables import slurm_variables
 from tests.pure.conftest import Ended
 
 JOB = {"SLURM_JOB_ID": "71", "SLURM_STEP_ID": "0", "SLURM_PROCID": "1", "SLURM_STEP_NUM_TASKS": "2"}

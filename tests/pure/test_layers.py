@@ -169,6 +169,16 @@ def test_the_public_names_are_these_and_each_is_there() -> None:
         _ = evenstep.Trainer
 
 
+def test_no_two_modules_and_no_two_classes_have_the_same_name() -> None:
+    files = [file for file in SOURCE.rglob("*.py") if file.name != "__init__.py"]
+    modules = [file.stem for file in files]
+    assert [name for name in modules if modules.count(name) > 1] == []
+    classes = [
+        node.name for file in files for node in ast.parse(file.read_text()).body if isinstance(node, ast.ClassDef)
+    ]
+    assert [name for name in classes if classes.count(name) > 1] == []
+
+
 def test_every_option_of_train_is_a_field_of_the_plan_and_the_other_way_round() -> None:
     command = typer.main.get_command(app).commands["train"]  # type: ignore[attr-defined]
     flags = {flag for option in command.params for flag in option.opts if flag.startswith("-")}

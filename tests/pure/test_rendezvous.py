@@ -26,7 +26,6 @@ from torch.distributed.elastic.rendezvous.dynamic_rendezvous import (
 )
 
 from evenstep.errors import PlanError, TrainingError
-from evenstep.launcher.environment import TOKEN, TOKEN_FILE, launcher_variables
 from evenstep.launcher.rendezvous import join, tunnel
 from evenstep.launcher.rendezvous.addresses import free_port, is_here, listen_on, open_store
 from evenstep.launcher.rendezvous.auth import (
@@ -51,6 +50,7 @@ from evenstep.launcher.rendezvous.tunnel import (
     TunnelServer,
 )
 from evenstep.launcher.rendezvous.version_check import Identity, sources_of_file, sources_of_task
+from evenstep.launcher.variables import TOKEN, TOKEN_FILE, launcher_variables
 from evenstep.plan import Plan
 
 NAME = "run"

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from evenstep.launcher.environment import slurm_variables
 from evenstep.launcher.rendezvous.slurm import find_slurm, first_node
+from evenstep.launcher.variables import slurm_variables
 
 # As set by Slurm 22.05 for task 1 of `srun -n3` over two machines; a batch script has no step.
 TASK = {

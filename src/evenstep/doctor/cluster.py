@@ -40,11 +40,11 @@ from evenstep.doctor.remedies import (
 from evenstep.doctor.sandbox import Ended, Job, Settings, try_out
 from evenstep.errors import TrainingError
 from evenstep.internals import Store, TCPStore
-from evenstep.launcher.environment import TOKEN
 from evenstep.launcher.rendezvous import RankAssignment
 from evenstep.launcher.rendezvous.auth import FORGED, MessageSigner
 from evenstep.launcher.rendezvous.c10d import C10dRendezvous, HeadLost
 from evenstep.launcher.rendezvous.version_check import Identity
+from evenstep.launcher.variables import TOKEN
 from evenstep.monitor.stragglers import SLOW
 from evenstep.plan import parse_address, parse_machines
 from evenstep.schema import Natural
@@ -86,11 +86,13 @@ def examine_together(environment: Mapping[str, str], machines: str, rendezvous: 
 
 
 class DoctorRendezvous(C10dRendezvous):
-    def channel(self, assignment: RankAssignment) -> Channel:
+    def channel(self, assignment: RankAssignment) -> MachineChannel:
         """The channel to the other machines, through the first machine's store."""
         host, port = assignment.environment["MASTER_ADDR"], int(assignment.environment["MASTER_PORT"])
         store = self._ask(lambda: TCPStore(host, port, is_master=False))
-        return Channel(store, assignment.machine, assignment.num_machines, self._signer, self._is_one_lost, self._ask)
+        return MachineChannel(
+            store, assignment.machine, assignment.num_machines, self._signer, self._is_one_lost, self._ask
+        )
 
     def _is_one_lost(self) -> bool:
         return self.remote_failure() is not None
@@ -104,7 +106,7 @@ class BadMessage(TrainingError):
 
 
 @dataclass(frozen=True)
-class Channel:
+class MachineChannel:
     """Signed messages between this machine and the others."""
 
     store: Store
@@ -237,7 +239,7 @@ class SideEnded:
 class ClusterCheck:
     """This machine's part in the check of all machines."""
 
-    channel: Channel
+    channel: MachineChannel
     assignment: RankAssignment
     environment: Mapping[str, str]
 

@@ -14,10 +14,10 @@ from typing import Any
 
 from evenstep.distributed.process import WorkerSpec, begin, end, read_rank, unblock_signals
 from evenstep.distributed.temporary import live_folder
-from evenstep.launcher.environment import set_variables
 from evenstep.launcher.failure import cause
 from evenstep.launcher.processes import RankLogs, Workers, workers
 from evenstep.launcher.rendezvous import LocalRendezvous
+from evenstep.launcher.variables import set_variables
 from evenstep.worker.main import report_failure
 
 Settings = Mapping[str, str | None]

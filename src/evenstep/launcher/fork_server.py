@@ -18,7 +18,7 @@ from evenstep.distributed.process import signal_name
 from evenstep.distributed.temporary import make_socket_folder
 from evenstep.errors import WorkerFailed
 from evenstep.internals import fork_server_pid, has_resource_tracker
-from evenstep.launcher.environment import (
+from evenstep.launcher.variables import (
     changed_variables,
     launcher_variables,
     set_variables,

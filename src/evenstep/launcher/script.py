@@ -20,13 +20,13 @@ import torch
 from evenstep.distributed.process import WorkerSpec
 from evenstep.distributed.temporary import live_folder
 from evenstep.errors import PlanError, WorkerFailed, shorten
-from evenstep.launcher.environment import threads_for_script
 from evenstep.launcher.launch import refuse_fork_after_cuda
 from evenstep.launcher.rendezvous import LocalRendezvous, RankAssignment, Rendezvous
 from evenstep.launcher.rendezvous.addresses import LOOPBACK, free_port, open_store
 from evenstep.launcher.rendezvous.slurm import find_slurm
 from evenstep.launcher.rendezvous.version_check import Identity, identity_of, sources_of_file, sources_of_module
 from evenstep.launcher.supervisor import Launch, Supervisor
+from evenstep.launcher.variables import threads_for_script
 from evenstep.plan import check_patience, parse_machines, parse_rendezvous
 from evenstep.report.terminal import Progress
 from evenstep.worker.main import ProgramSpec, run_function, run_program

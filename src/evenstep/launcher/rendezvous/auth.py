@@ -25,7 +25,7 @@ from typing import Any, Literal, TypeAlias, TypeVar
 import msgspec
 
 from evenstep.errors import PlanError
-from evenstep.launcher.environment import TOKEN, TOKEN_FILE, LauncherVariables, launcher_variables
+from evenstep.launcher.variables import TOKEN, TOKEN_FILE, LauncherVariables, launcher_variables
 
 T = TypeVar("T")
 Reader: TypeAlias = asyncio.StreamReader

@@ -13,7 +13,6 @@ from datetime import timedelta
 
 from evenstep.errors import PlanError, TrainingError
 from evenstep.internals import TCPStore
-from evenstep.launcher.environment import TOKEN, TOKEN_FILE
 from evenstep.launcher.prepare import RUNS
 from evenstep.launcher.rendezvous.addresses import (
     JOIN_SECONDS,
@@ -45,6 +44,7 @@ from evenstep.launcher.rendezvous.tunnel import (
     is_tunnel_server,
 )
 from evenstep.launcher.rendezvous.version_check import Identity
+from evenstep.launcher.variables import TOKEN, TOKEN_FILE
 
 HEAD_SECONDS = 300.0
 TOKEN_SECONDS = 10.0

@@ -7,7 +7,7 @@ import subprocess
 from dataclasses import dataclass
 
 from evenstep.errors import BadInput
-from evenstep.launcher.environment import SlurmVariables, slurm_variables
+from evenstep.launcher.variables import SlurmVariables, slurm_variables
 
 FIRST_PORT, NUM_PORTS = 20_000, 12_000
 """Ports are derived from the job id, so that jobs on one machine do not collide; they end below 32768, where Linux's

@@ -232,11 +232,11 @@ class Trainer:
 
     def _faded_rate(self, step: Step) -> Iterator[str]:
         """Warn of a schedule that was meant to be stepped once per epoch."""
-        scheduler = self.run.scheduler
-        if scheduler is None or not self.team.world.is_main:
-            return
-        first, now = float(scheduler.base_lrs[0]), float(scheduler.optimizer.param_groups[0]["lr"])
-        if now < FADED * first:
+        (optimizer,) = self.run.optimizers.values()
+        group = optimizer.param_groups[0]
+        # A scheduler notes the first rate in its optimizer.
+        first, now = float(group.get("initial_lr", 0.0)), float(group["lr"])
+        if self.team.world.is_main and now < FADED * first:
             yield (
                 f"the learning rate fell from {first:.3g} to {now:.3g} in the first epoch: the scheduler is stepped "
                 f"after every optimizer step ({step.step} per epoch), not after every epoch"

@@ -34,7 +34,7 @@ def python(*arguments: str | Path) -> str:
 @pytest.mark.parametrize(
     "start",
     [
-        pytest.param((sys.executable,), id="alone"),
+        pytest.param((sys.executable,), id="alone", marks=pytest.mark.slow),
         pytest.param((sys.executable, "-m", "evenstep", "run", "--devices", "2"), id="evenstep"),
         pytest.param(
             (sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2"),
@@ -75,6 +75,7 @@ def write_gz(path: Path, content: bytes) -> None:
     path.write_bytes(gzip.compress(content))
 
 
+@pytest.mark.slow
 def test_mnist_trains_from_the_command_and_from_python(digits_as_mnist: Path) -> None:
     python("-m", "evenstep", "train", EXAMPLES / "mnist.py", "--data", digits_as_mnist, "--name", "command")
     said = python(EXAMPLES / "mnist.py", digits_as_mnist)

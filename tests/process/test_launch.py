@@ -248,6 +248,7 @@ def test_a_script_without_a_guard_is_told_so_and_starts_nothing_more(task_file: 
     assert len(list(Path("runs").iterdir())) == 1
 
 
+@pytest.mark.slow
 def test_data_made_at_the_top_of_a_file_is_the_same_under_every_strategy(task_file: Path) -> None:
     """The README's own task file."""
     readme = (Path(__file__).parents[2] / "README.md").read_text()

@@ -96,16 +96,20 @@ def test_a_resumed_run_keeps_them_and_says_which_are_new() -> None:
     assert read_plan("runs/later").options == {"width": 5, "start": 0.75}
 
 
-def test_verify_compare_and_python_take_them() -> None:
+def test_verify_and_python_take_them() -> None:
     done = evenstep_("verify", "my_task.py", "width=2", "--strategies", "dp", "--steps", "1")
     assert done.returncode == 0, done.stdout + done.stderr
     assert "here 0.1 2 None tanh" in done.stdout + done.stderr
+    record = evenstep.train("my_task.py", options={"width": 7}, devices=1, progress=False)
+    assert record.plan.options == {"width": 7}
+
+
+@pytest.mark.slow
+def test_compare_takes_them() -> None:
     compared = ("--strategies", "dp", "--rounds", "1", "--steps", "2", "--name", "c", "--json")
     done = evenstep_("compare", "my_task.py", "width=2", *compared)
     assert done.returncode == 0, done.stderr
     assert json.loads(Path("runs/c/plan.json").read_text())["options"] == {"width": 2}
-    record = evenstep.train("my_task.py", options={"width": 7}, devices=1, progress=False)
-    assert record.plan.options == {"width": 7}
 
 
 def test_help_lists_them_with_types_defaults_and_the_docstring() -> None:

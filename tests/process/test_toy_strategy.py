@@ -101,6 +101,7 @@ def test_verify_finds_its_mistake(folder: Path) -> None:
     assert done.returncode == 1, done.stdout + done.stderr
 
 
+@pytest.mark.slow
 def test_compare_measures_it_beside_the_others(folder: Path) -> None:
     how = ("--strategies", "toy", "--devices", "1,2", "--rounds", "1", "--steps", "4", "--json")
     done = evenstep(folder, "compare", "my_task.py", *how)

@@ -208,11 +208,6 @@ def end_workers(iterator: Any) -> None:
     iterator._shutdown_workers()
 
 
-def log_streams(handler: Any) -> list[Any]:
-    """The open logs of a process that the elastic agent started."""
-    return [stream for stream in (handler._stdout, handler._stderr) if stream is not None]
-
-
 def elastic_processes(context: Any) -> list[Any]:
     """The processes that torch's elastic agent forked; none before their start."""
     return context._pc.processes if context._pc is not None else []

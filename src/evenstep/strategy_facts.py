@@ -43,7 +43,7 @@ class StrategyFacts:
     """Whether each device holds a part of the weights instead of all of them."""
     compiles: bool = True
     """Whether torch.compile can make it faster."""
-    cuda_graphs: bool = True
+    cuda_graphs: bool = False
     """Whether a step that goes through torch's wrapper can be captured."""
     separates_communication: bool = True
     """Whether communication can be timed separately from forward and backward."""
@@ -66,6 +66,7 @@ _ROWS = (
         summary="one process, one device: what all other strategies are compared with",
         is_reference=True,
         device_kinds=("cpu", "cuda", "mps"),
+        cuda_graphs=True,
     ),
     StrategyFacts(
         name=DEFAULT_IN_ONE_PROCESS,
@@ -73,6 +74,7 @@ _ROWS = (
         summary="one process, one replica and one thread for each device",
         needs_several_devices=True,
         mixes_device_kinds=True,
+        cuda_graphs=True,
         compiles=False,
         refusals={
             "compile": "torch.compile does not trace in several threads, which dp needs; use --strategy ddp",
@@ -84,6 +86,7 @@ _ROWS = (
         summary="one process for each device; each holds the whole model, and gradients are averaged",
         processes_per_device=True,
         several_machines=True,
+        cuda_graphs=True,
     ),
     StrategyFacts(
         name="fsdp",
@@ -94,7 +97,6 @@ _ROWS = (
         # Seen on torch 2.11: ranks on one GPU use gloo, and gathering whole tensors there is a SIGSEGV.
         shares_gpu=False,
         shards=True,
-        cuda_graphs=False,
         refusals={
             "channels_last": "fully_shard takes no weights with channels last; use --strategy ddp with --channels-last",
         },
@@ -110,7 +112,6 @@ _ROWS = (
         device_kinds=("cuda",),
         other_kinds_refusal="dp-torch is nn.DataParallel, which runs on CUDA devices only; use --strategy dp",
         compiles=False,
-        cuda_graphs=False,
         separates_communication=False,
     ),
 )

@@ -143,7 +143,7 @@ def options_of(source: TaskFunction | Task) -> list[inspect.Parameter]:
         return []
     try:
         hints = get_type_hints(source)
-    except NameError:  # of names that are imported for type checkers only
+    except Exception:  # names that only type checkers import; a partial or a callable object has no hints
         hints = {}
     return [
         one.replace(annotation=hints.get(one.name, str if one.default is one.empty else type(one.default)))
@@ -162,7 +162,7 @@ def read_options(source: TaskFunction | Task, given: Mapping[str, Any]) -> dict[
             if name == "data":
                 raise TaskError("the data folder is given as --data")
             if not known:
-                raise TaskError(f"{what}, nor any other; give it a parameter: def task({shorten(name)}: float = ...)")
+                raise TaskError(f"{what}: it takes none; add a parameter: def task({shorten(name)}: float = ...)")
             close = difflib.get_close_matches(name[:MAX_CHARACTERS], known, n=1)
             raise TaskError(f"{what}; {f'did you mean {close[0]}? ' if close else ''}It has {', '.join(known)}")
         kind = known[name].annotation

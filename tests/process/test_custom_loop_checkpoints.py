@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import pickle
 from pathlib import Path
 
 import pytest
@@ -91,6 +93,7 @@ def test_what_a_plain_loop_does_with_losses_and_batches() -> None:
     assert batch.num_samples == 10
     mean = team.backward(lambda model, batch: loss(model, batch[0]), model, batch)
     assert mean.item() == mean
+    assert pickle.loads(pickle.dumps(mean)).count == copy.copy(mean).count == 10
     with pytest.raises(TypeError, match=r"given to team\.backward\(loss, model, batch\)"):
         list(batch)
     with pytest.raises(TaskError, match=r"team\.loader\(data, batch=64\)"):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -92,7 +93,7 @@ def test_a_resumed_run_keeps_them_and_says_which_are_new() -> None:
     assert first.returncode == 0, first.stderr
     done = evenstep_("train", "--resume", "runs/first", "start=0.75", "--epochs", "2", "--name", "later")
     assert done.returncode == 0, done.stderr
-    assert "other options than before: start=0.75 (it was 0.25)" in done.stderr
+    assert "options changed: start=0.75 (was 0.25)" in done.stderr
     assert read_plan("runs/later").options == {"width": 5, "start": 0.75}
 
 
@@ -143,7 +144,28 @@ def test_a_wrong_one_is_refused_in_one_line_and_nothing_is_left(given: str, said
 
 def test_a_task_without_any_says_how_to_add_one() -> None:
     done = evenstep_("train", "digits", "lr=1")
-    assert "task() has no option lr, nor any other; give it a parameter: def task(lr: float = ...)" in done.stderr
+    assert "task() has no option lr: it takes none; add a parameter: def task(lr: float = ...)" in done.stderr
+
+
+def test_another_task_does_not_get_them() -> None:
+    assert evenstep_("train", "my_task.py", "width=4", "--name", "first", "--steps", "1").returncode == 0
+    Path("other.py").write_text(TASK.replace("width: int = 3", "size: int = 4").replace("width", "size"))
+    done = evenstep_("train", "other.py", "--resume", "runs/first", "--steps", "2", "--name", "second")
+    assert done.returncode == 0, done.stderr
+    assert read_plan("runs/second").options == {}
+
+
+def test_a_partial_is_a_task_too() -> None:
+    def task(width: int) -> Task:
+        raise TaskError(f"width is {width}")
+
+    with pytest.raises(TaskError, match="width is 5"):
+        call_task(partial(task, width=5))
+
+
+def test_help_with_a_device_imports_nothing() -> None:
+    done = evenstep_("train", "--devices", "cuda:0", "--help")
+    assert (done.returncode, done.stderr) == (0, "")
 
 
 def test_a_parameter_without_a_default_is_needed() -> None:

@@ -273,15 +273,6 @@ def test_workers_of_a_loader_end_when_they_are_to() -> None:
     assert not worker.is_alive()
 
 
-def test_logs_of_a_process_of_the_elastic_agent(tmp_path: Path) -> None:
-    from torch.distributed.elastic.multiprocessing.subprocess_handler import SubprocessHandler
-
-    handler = SubprocessHandler(sys.executable, ("-c", ""), {}, str(tmp_path / "out"), None, 0, None)
-    handler.proc.wait()
-    (stream,) = internals.log_streams(handler)
-    stream.close()
-
-
 def test_threads_are_waited_for() -> None:
     code = "import threading, time; from evenstep import internals\n"
     code += "threading.Thread(target=lambda: (time.sleep(0.2), print('done'))).start(); internals.wait_for_threads()\n"

@@ -186,16 +186,16 @@ def _show_task_options(words: Sequence[str]) -> None:
 
     from evenstep.task import find_task, options_of
 
-    specs = [word for word in words[1:] if word in BUILT_IN or re.search(r"\.py(:|$)|^[\w.]+:\w+$", word)]
-    if words[0] not in ("train", "verify", "compare") or not specs:
+    spec = words[1] if words[0] in ("train", "verify", "compare") and len(words) > 1 else "-"
+    if spec.startswith("-") or "=" in spec:
         return
-    task = find_task(specs[0])
+    task = find_task(spec)
     table = Table(box=None, pad_edge=False, show_header=False)
     for one in options_of(task):
         default = "required" if one.default is one.empty else f"default: {one.default}"
         table.add_row(f"  {one.name}=", Text(_type_in_words(one.annotation)), Text(default))
     console = Console(highlight=False, emoji=False, soft_wrap=True)
-    console.print(f"Options of {specs[0]}{':' if table.row_count else ': none'}", style="bold", markup=False)
+    console.print(f"Options of {spec}{':' if table.row_count else ': none'}", style="bold", markup=False)
     if task.__doc__ and not isinstance(task, Task):
         console.print(f"  {inspect.cleandoc(task.__doc__)}", markup=False)
     if table.row_count:

@@ -105,6 +105,8 @@ def _parities(
     try:
         depth = Depth(steps=PARITY_STEPS, own_precision=False, sync_batchnorm=sync_batchnorm)
         verdicts = check(base, configs[1:], folder, depth) if configs[1:] else {}
+    except Preempted:
+        raise
     except EvenstepError as error:
         return found | {config: ("unknown", str(error).splitlines()[0]) for config in configs[1:]}
     finally:

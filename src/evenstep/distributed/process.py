@@ -243,8 +243,9 @@ def end(exit_code: int) -> None:
     A regular interpreter exit would wait for ranks that wait for this one.
     """
     run_exit_handlers()
-    sys.stdout.flush()
-    sys.stderr.flush()
+    for stream in (sys.stdout, sys.stderr):
+        with suppress(Exception):  # a script may have closed or replaced it
+            stream.flush()
     os._exit(exit_code)
 
 

@@ -81,7 +81,8 @@ def prepare(source: str | TaskFunction | Task | None, choices: Mapping[str, Any]
     elif "epochs" in chosen:
         base.pop("steps", None)
     values = {**base, **chosen, **_devices(chosen, base), "task": spec or IN_THIS_PROCESS}
-    values["options"] = {**base.get("options", {}), **chosen.get("options", {})}
+    before = base.get("options", {}) if _is_same_file(spec, base.get("task")) else {}
+    values["options"] = {**before, **chosen.get("options", {})}
     load_strategies(str(values["strategy"]), source, values.get("seed"))
     # Check what needs no task before loading it: its data may take a while.
     draft = _draft(values, label_of(source, values["options"]))
@@ -104,13 +105,19 @@ def prepare(source: str | TaskFunction | Task | None, choices: Mapping[str, Any]
     num_steps = plan.num_steps(lengths_of(order), *start)
     notes = [
         *notes,
-        *_changed(base.get("options", {}), plan.options),
+        *_changed(before, plan.options),
         *train.notes,
         *_dropped(order),
         *(valid.notes if valid is not None else []),
         *_crowded(plan),
     ]
     return Prepared(plan, task, _make_folder(plan), lengths_of(order), num_steps, notes, cwd)
+
+
+def _is_same_file(spec: str | None, other: str | None) -> bool:
+    """Whether two specs name a task of one file or module, or neither names any."""
+    files = [os.path.realpath((one or IN_THIS_PROCESS).partition(":")[0]) for one in (spec, other)]
+    return files[0] == files[1]
 
 
 def load_strategies(names: str | None, source: object, seed: int | None) -> None:
@@ -188,8 +195,8 @@ def _write_json(folder: Path, plan: Plan) -> None:
 
 def _changed(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
     """Options of the task that differ from those of the run that is resumed or repeated."""
-    changed = [f"{name}={now[name]} (it was {value})" for name, value in before.items() if now.get(name) != value]
-    return [f"other options than before: {', '.join(changed)}"] if changed else []
+    changed = [f"{name}={now[name]} (was {value})" for name, value in before.items() if now.get(name) != value]
+    return [f"options changed: {', '.join(changed)}"] if changed else []
 
 
 def _dropped(order: Order | None) -> list[str]:

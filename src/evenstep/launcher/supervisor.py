@@ -252,15 +252,15 @@ class Attempt:
             self._live = stack.enter_context(live_folder())
             self._heartbeats: Heartbeats = make_heartbeats(self._live / HEARTBEATS, self._num)
             stack.callback(self._heartbeats.close)
+            # Only the first machine has the Record. Before the ranks start: what they write is new.
+            record = RecordTail(launch.folder / FILE if self.assignment.machine == 0 else Path(os.devnull))
+            stack.callback(record.close)
             try:
                 started = workers(launch.entry, self._specs(), self._logs, launch.how, launch.more)
                 self._workers: Workers = stack.enter_context(started)
             except WorkerFailed as error:
                 self.cause = self.of.rendezvous.report_failure(Cause(str(error), (), 0, is_outside=True))
                 return
-            # Only the first machine has the Record.
-            record = RecordTail(launch.folder / FILE if self.assignment.machine == 0 else Path(os.devnull))
-            stack.callback(record.close)
             yield from self._watched(record)
 
     def _watched(self, record: RecordTail) -> Iterator[Event]:

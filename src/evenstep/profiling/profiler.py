@@ -127,9 +127,9 @@ class Tracing:
         """After the last step that is traced, or the last there was."""
         if not self._is_on:
             return
+        self._is_on = False
+        self._stack.close()
         with self._world.spans.during(SAVING):
-            self._is_on = False
-            self._stack.close()
             self._try(self._stop)
             yield from self._hand_in()
 

@@ -37,7 +37,8 @@ class Timer(Listener):
         self._clocks = {device: _start_clock(device) for device in devices if self._on_gpu}
 
     def part(self, name: str) -> None:
-        if name in _PART_OF:
+        # After `stop`, a pause announces the phase before it again, which belongs to no step.
+        if name in _PART_OF and (self._current or name == STEP):
             self._current = name
             self._parts.append((lane(), name, self._now()))
 

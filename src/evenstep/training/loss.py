@@ -62,6 +62,9 @@ class MeanLoss(float):
         self.count, self.compute_seconds = count, compute_seconds
         return self
 
+    def __getnewargs__(self) -> tuple[float, float, float]:  # type: ignore[override]
+        return float(self), self.count, self.compute_seconds
+
     def item(self) -> float:
         """The number, as of a tensor."""
         return float(self)

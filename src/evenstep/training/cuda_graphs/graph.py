@@ -24,6 +24,8 @@ from evenstep.internals import (
     flag_non_finite_,
     foreach_mul_,
     has_step_hooks,
+    hooks_after_steps,
+    hooks_before_steps,
     release_pool,
 )
 from evenstep.monitor.nonfinite import NonFiniteMean, explain
@@ -364,11 +366,12 @@ class CapturedLoss(LossTotal):
 
 
 def can_be_whole(recipe: Recipe) -> bool:
-    """Whether the update can be captured: one replica, a fused kernel, no optimizer hooks."""
+    """Whether the update can be captured: one replica, a fused kernel, no hooks of this optimizer or of all."""
     optimizer: Any = recipe.optimizer
     precision = recipe.team.precision
+    is_hooked = bool(has_step_hooks(optimizer) or hooks_before_steps or hooks_after_steps)
     # Learning rates on the GPU are float32, which is not enough for float64.
-    is_plain = precision.scaler is None and precision.name != "fp64" and not has_step_hooks(optimizer)
+    is_plain = precision.scaler is None and precision.name != "fp64" and not is_hooked
     rates = [group["lr"] for group in optimizer.param_groups]
     return (
         is_plain

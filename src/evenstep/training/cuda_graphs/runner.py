@@ -55,10 +55,10 @@ LOSS_TOLERANCE = {"fp64": 1e-12, "fp32": 1e-5, "tf32": 1e-3, "bf16": 1e-2, "fp16
 def can_be_fast(recipe: Recipe) -> bool:
     """Whether steps can be captured: all devices are GPUs, and communication is NCCL only."""
     world = recipe.team.world
-    if any(device.type != "cuda" for device in world.devices):
+    if not recipe.team.facts.cuda_graphs or any(device.type != "cuda" for device in world.devices):
         return False
     if recipe.model.is_wrapped:
-        return recipe.team.facts.cuda_graphs and "cuda:nccl" in str(dist.get_backend_config())
+        return "cuda:nccl" in str(dist.get_backend_config())
     return world.size == 1
 
 
@@ -75,6 +75,8 @@ class Fast:
         self._needed = WARM_UP_DDP if recipe.model.is_wrapped else WARM_UP
         self._captured: Captured | None = None
         self._is_over = False
+        self._had_graph = False
+        """The same on all ranks, though each may give its graph up alone: from then on no capture is agreed on."""
         self._before: tuple[object, Choices, Seen] | None = None
         """The previous step: the shapes of its batch, the optimizer's options, and the Python state it read."""
         self._alike = 0
@@ -107,7 +109,7 @@ class Fast:
         is_ready = not self._is_over and self._alike >= self._needed and shapes_of(batch) == self._shapes_before()
         if self._world.size == 1:
             return is_ready
-        return self._num_eager in AGREED_AT and self._all(is_ready)
+        return not self._had_graph and self._num_eager in AGREED_AT and self._all(is_ready)
 
     def _shapes_before(self) -> object:
         return self._before[0] if self._before is not None else None
@@ -236,7 +238,8 @@ class Fast:
             replayed = self._once(self._captured, batch)
             problem = self._difference(loss, replayed) or self._state_difference(before, after, state)
             put(state, after)
-        if not self._all(problem is None):
+        self._had_graph = self._all(problem is None)
+        if not self._had_graph:
             self._captured = None
             self._give_up(problem or "another rank could not capture its step")
         recipe.advance(was_taken)

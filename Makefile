@@ -15,7 +15,7 @@ export UV_FIND_LINKS ?= $(PIP_FIND_LINKS)
 setup: $(STAMP)
 
 $(STAMP): pyproject.toml constraints.txt hatch_build.py src/evenstep/distributed/shm/sums.c
-	@echo "making the environment in $(VENV) ..."
+	@echo "making the environment in $(VENV); this takes some minutes, once ..."
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "evenstep needs Python 3.11 or newer; try make PYTHON=python3.12")'
 	@$(PYTHON) -m venv $(VENV)
 	@# Bytecode is compiled once, here: where Python may not write it, every import of torch would compile it anew.
@@ -23,6 +23,7 @@ $(STAMP): pyproject.toml constraints.txt hatch_build.py src/evenstep/distributed
 	  && $(BIN)/uv pip install -q --compile-bytecode --python $(BIN)/python -c constraints.txt -e '.[dev]' \
 	  || $(BIN)/python -m pip install -q --disable-pip-version-check -c constraints.txt -e '.[dev]'
 	@touch $(STAMP)
+	@echo "done; for the command: source $(VENV)/bin/activate"
 
 demo: $(STAMP)
 	@$(BIN)/python examples/demo.py

@@ -188,8 +188,8 @@ def speed_table(comparison: Comparison) -> Table:
 
 def step_table(comparison: Comparison) -> Table:
     """Where a step goes, in milliseconds."""
-    short = {"communication": "comm.*", "optimizer": "optim."}
-    table = _table("ms per step", "total", *(short.get(part, part) for part in PARTS), "w/o input", "w/o comm.")
+    short = {"communication": "comm.*", "optimizer": "opt."}
+    table = _table("ms/step", "total", *(short.get(part, part) for part in PARTS), "w/o input", "w/o comm.")
     for row in comparison.rows:
         table.add_row(
             plain(row.label),

@@ -25,8 +25,8 @@ from evenstep.doctor.bandwidth import expected_sum, pattern, rounds, schedule
 from evenstep.doctor.checks import CheckStarted, MachineChecks, Report
 from evenstep.doctor.cluster import (
     BadMessage,
-    Channel,
     ClusterCheck,
+    MachineChannel,
     MachineFacts,
     MachineReport,
     SideEnded,
@@ -456,8 +456,8 @@ class Pad:
         return all(key in self.texts for key in keys)
 
 
-def channel(pad: Pad, machine: int, key: bytes = b"ours", is_lost: bool = False) -> Channel:
-    return Channel(pad, machine, 2, MessageSigner(key), lambda: is_lost)  # type: ignore[arg-type]
+def channel(pad: Pad, machine: int, key: bytes = b"ours", is_lost: bool = False) -> MachineChannel:
+    return MachineChannel(pad, machine, 2, MessageSigner(key), lambda: is_lost)  # type: ignore[arg-type]
 
 
 def test_machines_exchange_values_and_do_not_wait_for_one_that_is_lost() -> None:

@@ -1,8 +1,8 @@
 """Every use of private parts of torch and CPython, so that an upgrade that moves one fails in one file and its tests.
 
 This file and its tests ran with CPython 3.11 and torch 2.13 on CPUs. Before they were gathered here, the same uses ran
-with CPython 3.12 and torch 2.11 on a GPU as well. Apart from these, `evenstep.worker.lazy_compiler` stands in for torch's
-private compiler module.
+with CPython 3.12 and torch 2.11 on a GPU as well. Apart from these, `evenstep.worker.lazy_compiler` stands in for
+torch's private compiler module.
 """
 
 from __future__ import annotations

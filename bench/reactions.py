@@ -21,7 +21,8 @@ sys.path.insert(0, str(HERE))
 from tests.faults import runs  # noqa: E402  (the tests' own faults)
 from tests.process.test_doctor import Hanging  # noqa: E402
 
-from evenstep.doctor.remedies import TimeBudget, try_pairs  # noqa: E402
+from evenstep.doctor.bandwidth import try_pairs  # noqa: E402
+from evenstep.doctor.remedies import TimeBudget  # noqa: E402
 
 ROUNDS = 5
 

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import ast
+import importlib
+import importlib.util
 import json
 import random
 import subprocess
@@ -341,3 +344,12 @@ def test_a_benchmark_that_leaves_no_result_is_an_error(tmp_path: Path, monkeypat
     assert suite.run("C3", tmp_path / "out.json") == "there is no bench/not_there.py yet"
     monkeypatch.setitem(suite.PARTS, "C3", suite.Part("harness.py", "nothing"))
     assert suite.run("C3", tmp_path / "out.json") == "exit code 0"
+
+
+@pytest.mark.parametrize("script", sorted(BENCH.glob("*.py")), ids=lambda script: script.name)
+def test_what_a_benchmark_imports_of_ours_is_there(script: Path) -> None:
+    for node in ast.walk(ast.parse(script.read_text())):
+        if isinstance(node, ast.ImportFrom) and str(node.module).split(".")[0] in ("evenstep", "tests"):
+            module = importlib.import_module(str(node.module))
+            for name in node.names:
+                assert hasattr(module, name.name) or importlib.util.find_spec(f"{node.module}.{name.name}"), name.name

@@ -35,6 +35,8 @@ _is_saved = ContextVar("is_saved", default=False)
 """Whether a plan is read that was checked when it was written."""
 IN_THIS_PROCESS = "(in this process)"
 """For a task that nobody can find by a name."""
+CUSTOM_LOOP = "(custom loop)"
+"""For a loop of the user's own, whose length only the user knows."""
 
 # A field's limits, and the message for a value outside of them.
 Whole = Annotated[int, Meta(ge=1, le=LARGEST, description="it must be a whole number, 1 or more")]
@@ -136,7 +138,8 @@ class Plan:
         return STRATEGIES.get(self.strategy, UNKNOWN)
 
     def _check_launch(self) -> None:
-        if (self.epochs is None) == (self.steps is None):
+        is_open = self.task == CUSTOM_LOOP and self.epochs is None
+        if (self.epochs is None) == (self.steps is None) and not is_open:
             raise PlanError("--epochs and --steps exclude each other; give one of them")
         parse_rendezvous(self.machines, self.rendezvous)
         if self.machines is not None and not self._facts.several_machines:

@@ -82,15 +82,15 @@ def test_what_the_optimizer_was_made_with_is_said_where_the_checkpoint_has_anoth
         if before.scheduler is not None:
             before.scheduler.step()
     path = before.save("mine")
-    assert run_of(0.1, scheduler=scheduler).load("mine") == []
-    said = run_of(0.3, 0.2, scheduler).load("mine")
+    assert run_of(0.1, scheduler=scheduler).load("mine").notes == []
+    said = run_of(0.3, 0.2, scheduler).load("mine").notes
     rate = "the checkpoint's learning rate, 0.1, is kept; the one of this task's optimizer, 0.3, is not used"
     decay = "the checkpoint's weight decay, 0.0, is kept; the one of this task's optimizer, 0.2, is not used"
     # What OneCycleLR is given goes before the optimizer's own.
     advice = f"; for that, start from its weights: --resume {path.resolve()}/weights.safetensors"
     assert said == [line + advice for line in ([decay] if scheduler == "one-cycle" else [rate, decay])]
     if scheduler is not None:
-        longer = run_of(0.3, scheduler=scheduler, num_steps=12).load("mine")
+        longer = run_of(0.3, scheduler=scheduler, num_steps=12).load("mine").notes
         assert longer == ["the schedule was made for 8 steps and is now made for 12"]
 
 
@@ -102,10 +102,10 @@ def test_a_rate_that_was_reduced_on_the_way_is_not_taken_for_another_one_in_the_
     before.save("mine")
     for folder in ("mine", "again"):
         on = run_of(0.1)
-        assert on.load(folder) == []
+        assert on.load(folder).notes == []
         assert on.optimizers[""].param_groups[0]["lr"] == pytest.approx(0.001)
         on.save("again")
-    (said,) = run_of(0.3).load("again")
+    (said,) = run_of(0.3).load("again").notes
     assert "the checkpoint's learning rate, 0.1, is kept; the one of this task's optimizer, 0.3" in said
 
 

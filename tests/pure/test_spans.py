@@ -70,7 +70,7 @@ def test_a_step_of_one_replica_is_heard_in_order() -> None:
     with team.world.spans.listening(listener):
         take_step(team, accumulate=2)
     names = [name for _, name in listener.heard]
-    assert names == ["forward", "forward", "backward", "forward", "backward", "optimizer"]
+    assert names == ["input", "forward", "forward", "backward", "forward", "backward", "optimizer"]
 
 
 def test_the_threads_of_dp_have_lanes_and_leave_them() -> None:
@@ -80,7 +80,7 @@ def test_the_threads_of_dp_have_lanes_and_leave_them() -> None:
     for replica in ("replica 0", "replica 1"):
         assert [name for where, name in listener.heard if where == replica] == ["forward", "backward", "left"]
     host = [name for where, name in listener.heard if where == "host"]
-    assert host[:5] == ["forward", "replicate", "sends parameters", "forward", "reduce"]
+    assert host[:6] == ["input", "forward", "replicate", "sends parameters", "forward", "reduce"]
     assert host[-2:] == ["backward", "optimizer"]
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Generator, Iterator, Mapping
 from contextlib import closing
 from dataclasses import dataclass, replace
@@ -26,6 +27,7 @@ from evenstep.data.prefetch import (
     choose_workers,
     unchanged,
 )
+from evenstep.distributed.heartbeat import INPUT
 from evenstep.distributed.world import World
 from evenstep.errors import PlanError
 from evenstep.sampling.order import Lengths, Order, Span, lengths_of, order_name
@@ -117,13 +119,16 @@ class Loader:
         self.position = 0
         """Samples that finished steps have used, over all epochs."""
         self.num_finished = 0
+        self.waited_seconds = 0.0
+        """For batches, since this loader was made."""
+        self.batch = batch
+        self.accumulate = options.accumulate
         self.order = order
         self.num_samples = None if isinstance(source, Stream) else source.num_samples
         """Samples of the data; None for a stream."""
         self.lengths = lengths_of(order)
         self._source = source
         self._world = world
-        self._batch = batch
         self._options = options
         self._split = BatchSplit.of(world, options.accumulate)
         self._left_to_check = NUM_CHECKED if options.compare and world.num_replicas > 1 else 0
@@ -159,14 +164,25 @@ class Loader:
         length = self.lengths.of(epoch)
         if length is None:
             raise TypeError("a stream has no length before it ends")
-        return -(-(length - index) // self._batch)
+        return -(-(length - index) // self.batch)
 
     def __iter__(self) -> Iterator[Batch]:
         read = self._training.begin(*self.lengths.locate(self.position), self._left_to_check)
         with closing(self._delivered(read, self._options.augment_batch)) as batches:
-            for batch in batches:
+            while (batch := self._next(batches)) is not None:
                 yield batch
                 batch.finish()
+
+    def _next(self, batches: Iterator[Batch]) -> Batch | None:
+        spans = self._world.spans
+        # The trainer has announced it already.
+        if spans.heartbeat.phase != INPUT:
+            spans.heartbeat.step = self.num_finished + 1
+            spans.begin(INPUT)
+        started = time.perf_counter()
+        batch = next(batches, None)
+        self.waited_seconds += time.perf_counter() - started
+        return batch
 
     def whole_pass(self) -> Iterator[Batch]:
         """Every sample that the order uses, once, unchanged, in the order of the data; the position does not move."""
@@ -186,7 +202,7 @@ class Loader:
         """The first micro-batch of the next step, augmented as it will be; the position and generators do not move."""
         source = self._source if isinstance(self._source, Stream) else self._sources
         # In this process: no loader worker is started for one batch.
-        passes = Passes(source, self.order, self._split, self._batch, self._options, num_workers=0, pinned=False)
+        passes = Passes(source, self.order, self._split, self.batch, self._options, num_workers=0, pinned=False)
         with fork_rng():
             host = next(iter(passes.begin(*self.lengths.locate(self.position), num_checked=0)))
             batch = self._made(host, self._moved, self._options.augment_batch)
@@ -242,7 +258,7 @@ class Loader:
     def _passes(self, order: Order | None, options: LoaderOptions) -> Passes:
         source = self._source if isinstance(self._source, Stream) else self._sources
         pinned = bool(self._copies) and not self._num_workers
-        return Passes(source, order, self._split, self._batch, options, self._num_workers, pinned)
+        return Passes(source, order, self._split, self.batch, options, self._num_workers, pinned)
 
     def _in_order(self) -> Order | None:
         if self.order is None or self.num_samples is None:
@@ -250,7 +266,7 @@ class Loader:
         sampler: Sampler = Sequential() if self.order.members is None else Subset(self.order.members, shuffle=False)
         if self.order.num_ranks > 1:
             sampler = PerRank(sampler, self.order.num_ranks)
-        return sampler.order(self.num_samples, self._options.seed, self._batch)
+        return sampler.order(self.num_samples, self._options.seed, self.batch)
 
     def _delivered(self, batches: Iterator[HostBatch], change: Change | None) -> Generator[Batch]:
         if not self._copies:

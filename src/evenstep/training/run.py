@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import json
+import sys
+import time
 import warnings
 from collections import Counter
 from collections.abc import Callable, Mapping
+from dataclasses import asdict
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from safetensors.torch import load_file, save_file
@@ -32,10 +35,25 @@ from evenstep.monitor.nonfinite import is_finite
 from evenstep.sampling.order import order_name
 from evenstep.sampling.rng import derive_seed, host_state, restore_host_state, seed_everything
 from evenstep.strategies.base import DistributedModel
+from evenstep.task import Amount
+from evenstep.training.evaluation import Means
 from evenstep.training.team import Team
+
+if TYPE_CHECKING:
+    from evenstep.plan import TrackerName
+    from evenstep.record import Summary
+    from evenstep.training.loop_record import LoopRecord
 
 T = TypeVar("T")
 _PAIRS = "(pairs)"
+
+
+class Loaded(dict[str, Any]):
+    """What the loop had added to the checkpoint with `run.save(..., name=value)`, and lines to log about it."""
+
+    def __init__(self, added: Mapping[str, Any], notes: list[str]) -> None:
+        super().__init__(added)
+        self.notes = notes
 
 
 class Run:
@@ -45,6 +63,13 @@ class Run:
     run.save("checkpoints"); run.load("checkpoints")
 
     Several models and optimizers are given as dicts: Run(team, {"g": g, "d": d}, {"g": g_optimizer, ...}, loader).
+
+    With a folder, a custom loop leaves there what `evenstep train` does, checkpoints and a Record:
+
+    run = evenstep.Run(team, model, optimizer, loader, folder="runs/mine", log="tensorboard")
+    run.load()                                           # where an earlier start of it was saved, if there is one
+    for batch in loader: ...; run.log(loss)              # one row for each step
+    run.evaluate(metrics, model, valid); run.save(); run.finish()
     """
 
     def __init__(
@@ -55,6 +80,9 @@ class Run:
         loader: Loader,
         scheduler: LRScheduler | None = None,
         num_steps: int | None = None,
+        *,
+        folder: str | Path | None = None,
+        log: TrackerName | None = None,
     ) -> None:
         self.team = team
         self.models = _named(model)
@@ -78,14 +106,69 @@ class Run:
                 "schedule again; write Run(team, model, optimizer, loader, scheduler)",
                 stacklevel=2,
             )
+        self.folder = Path(folder) if folder is not None else None
+        self._saved: Path | None = None
+        """The last checkpoint."""
+        self._record = None
+        if self.folder is not None:
+            from evenstep.training.loop_record import LoopRecord, loop_plan
+
+            self._record = LoopRecord(team, self.folder, loop_plan(team, loader, self.folder, log), loader.facts())
+            self.before_save = self._record.flush
+        elif log is not None:
+            raise TaskError('a tracker needs a run folder: Run(..., folder="runs/mine", log="tensorboard")')
 
     @property
     def step(self) -> int:
         """Global batches that were finished."""
         return self.loader.num_finished
 
-    def save(self, folder: str | Path, *, keep: int = 2, is_best: bool = False, **extra: Any) -> Path:
-        """Write a checkpoint below `folder`; every process calls this, rank 0 writes, all of them know how it went."""
+    def log(self, loss: float | torch.Tensor) -> None:
+        """Write the row of a step to the Record, after its backward; `loss` is what `team.backward` returned."""
+        record, batch = self._recorded(), self.team.current
+        if batch is None:
+            raise TaskError("run.log writes the row of a step; call it after team.backward")
+        from evenstep.training.loop_record import LoopStep
+
+        record.add_step(
+            LoopStep(
+                step=self.step if batch.is_finished else self.step + 1,
+                epoch=batch.span.epoch,
+                loss=float(loss),
+                samples=batch.num_samples,
+                count=getattr(loss, "count", batch.num_samples),
+                lr=float(self._first_groups()[0]["lr"]),
+                input_seconds=self.loader.waited_seconds,
+                epoch_samples=self.loader.lengths.of(batch.span.epoch) or 0,
+            )
+        )
+
+    def evaluate(
+        self, function: Callable[[Any, Any], Mapping[str, Amount]], model: DistributedModel, batches: Loader
+    ) -> Means:
+        """`team.evaluate`, with a row in the Record; all processes get the same values."""
+        record, started = self._recorded(), time.perf_counter()
+        means = self.team.evaluate(function, model, batches)
+        epoch = self.loader.epoch - self.loader.is_between_epochs
+        record.add_evaluation(self.step, max(0, epoch), means, time.perf_counter() - started)
+        return means
+
+    def finish(self) -> Summary:
+        """Write the summary of the run to its Record; every process calls this, after the last step."""
+        record = self._recorded()
+        return record.finish(self._saved)
+
+    def _recorded(self) -> LoopRecord:
+        if self._record is None:
+            raise TaskError('this Run has no folder to write to; make it with Run(..., folder="runs/mine")')
+        return self._record
+
+    def save(self, folder: str | Path | None = None, *, keep: int = 2, is_best: bool = False, **extra: Any) -> Path:
+        """Write a checkpoint below `folder`; every process calls this, rank 0 writes, all of them know how it went.
+
+        `load` returns the `extra` values, which JSON can hold. Without a folder it is written into that of the run.
+        """
+        folder = self._checkpoints(folder)
         main = self.team.world.is_main
         tensors: dict[str, torch.Tensor] = {}
         moments: dict[str, torch.Tensor] = {}
@@ -96,7 +179,10 @@ class Run:
                 of_optimizer, optimizers[key] = optimizer_state(model.module, self.optimizers[key], keep=main)
                 optimizers[key]["made_with"] = self._made_with[key]
                 moments |= _prefixed(key, of_optimizer)
-        state = {**self._state(), "optimizers": optimizers, **extra}
+        so_far = {"so_far": asdict(self._record.so_far())} if self._record is not None else {}
+        state = {**self._state(), "optimizers": optimizers}
+        _refuse_taken(extra, state)
+        state |= {**so_far, **extra}
         # Agreed on before anything is written: of a sharded weight, another rank may hold the part that is spoilt.
         self._stop_if(self._first_not_finite(), folder)
         problem = None
@@ -116,7 +202,17 @@ class Run:
             except Exception as error:
                 problem = f"{type(error).__name__}: {error}"
         self._stop_if(problem, folder)
+        self._saved = path
+        if self._record is not None:
+            self._record.pause_ended()
         return path
+
+    def _checkpoints(self, folder: str | Path | None) -> Path:
+        if folder is not None:
+            return Path(folder)
+        if self.folder is None:
+            raise TaskError('run.save needs a folder: run.save("checkpoints"), or Run(..., folder="runs/mine")')
+        return self.folder / files.FOLDER
 
     def _stop_if(self, problem: str | None, folder: str | Path) -> None:
         """Raise on all ranks if any of them has a problem."""
@@ -127,10 +223,16 @@ class Run:
                 f"Earlier checkpoints in {folder} were not touched: fix the cause, then resume from there."
             )
 
-    def load(self, where: str | Path, *, allow_pickle: bool = False) -> list[str]:
-        """Resume from a checkpoint (or a folder of them), or start from a file of weights; returns lines to log."""
+    def load(self, where: str | Path | None = None, *, allow_pickle: bool = False) -> Loaded:
+        """Resume from a checkpoint (or a folder of them), or start from a file of weights.
+
+        Returns what `save` was given besides, by name. Without an argument, from the folder of the run, if anything was
+        saved there.
+        """
+        if where is None:
+            return self._load_own(allow_pickle)
         if Path(where).is_file():
-            return self._load_foreign(str(where), allow_pickle)
+            return Loaded({}, self._load_foreign(str(where), allow_pickle))
         path, notes = files.find(str(where))
         state = files.read_state(path)
         check_same_order(path, state, self.team.seed, self.loader.num_samples, order_name(self.loader.order))
@@ -154,7 +256,20 @@ class Run:
             self.scheduler.load_state_dict(unpacked(state["scheduler"]))
         for group, rate in zip(self._first_groups(), rates or [], strict=False):
             group["lr"] = rate
-        return notes
+        if self._record is not None:
+            self._record.recall(self.loader.facts(), state.get("so_far"))
+        return Loaded({name: state[name] for name in state if name not in _TAKEN}, notes)  # type: ignore[literal-required]
+
+    def _load_own(self, allow_pickle: bool) -> Loaded:
+        self._recorded().continues = True
+        checkpoints = self._checkpoints(None)
+        # Asked by rank 0 for all: it may be writing where other machines do not see it yet.
+        if not self.team.world.gather(bool(files.whole(checkpoints)))[0]:
+            return Loaded({}, [])
+        loaded = self.load(checkpoints, allow_pickle=allow_pickle)
+        for note in loaded.notes if self.team.world.is_main else ():
+            print(note, file=sys.stderr)
+        return loaded
 
     def _other_schedule(self, state: State, notes: list[str]) -> list[float] | None:
         """The learning rates of a schedule made for another length, advanced to this step; None if it is the same."""
@@ -214,6 +329,16 @@ class Run:
             restore_host_state(state["generators"][world.rank])
         else:
             seed_everything(derive_seed(self.team.seed, "host", self.step, world.rank))
+
+
+_TAKEN = frozenset(files.State.__annotations__)
+"""Names in a checkpoint's state."""
+
+
+def _refuse_taken(extra: Mapping[str, Any], state: Mapping[str, Any]) -> None:
+    taken = sorted(set(extra) & set(state))
+    if taken:
+        raise TaskError(f"a checkpoint has a {taken[0]!r} of its own; save yours under another name")
 
 
 def _named(one_or_more: T | Mapping[str, T]) -> dict[str, T]:

@@ -180,7 +180,8 @@ class Team:
         """What `wrap` returned."""
         self.requests = Requests()
         self._refusals = Refusals(world)
-        self._current: Batch | None = None
+        self.current: Batch | None = None
+        """The batch of the last backward."""
         self._repeats = 0
         self._keys: tuple[int, list[int]] = (-1, [])
         """The epoch, and the key of dropout's seed for each replica."""
@@ -261,7 +262,7 @@ class Team:
         """
         models = (model,) if isinstance(model, DistributedModel) else _as_tuple(model)
         _check_batch(batch)
-        repeat = self._repeats + 1 if batch is self._current else 0
+        repeat = self._repeats + 1 if batch is self.current else 0
         with Frozen(models[1:]) if len(models) > 1 else NOTHING:
             return self.compute_gradients(models, batch, partial(self._on_replicas, loss, models, batch), repeat)
 
@@ -311,7 +312,7 @@ class Team:
 
     def start_batch(self, batch: Batch, repeat: int = 0, seeds: bool = True) -> None:
         """Seed dropout for this batch, unless nothing draws: different on every replica, the same after a restart."""
-        self._current, self._repeats = batch, repeat
+        self.current, self._repeats = batch, repeat
         if not seeds:
             return
         epoch, start = batch.span.epoch, batch.span.start
@@ -324,8 +325,8 @@ class Team:
         self.world.spans.begin(UPDATE)
         self._refusals.refuse_optimizer(optimizer)
         taken = step_optimizer(optimizer, clip, self.precision.scaler)
-        if self._current is not None:
-            self._current.finish()
+        if self.current is not None:
+            self.current.finish()
         return taken
 
     def evaluate(

@@ -107,7 +107,7 @@ class Trainer:
         """Load what the plan resumes from; returns lines to log about it and about the model."""
         notes = [LOCAL_NORM] if self.team.world.size > 1 and is_local(self._model.module) else []
         if self.plan.resume is not None:
-            notes += self.run.load(self.plan.resume, allow_pickle=self.plan.allow_pickle)
+            notes += self.run.load(self.plan.resume, allow_pickle=self.plan.allow_pickle).notes
             self.is_evaluation_due = bool(self.run.loaded.get("evaluation_due"))
             if self.is_again and Path(self.plan.resume).resolve().parent == self.checkpoints.resolve():
                 self._recall(self.run.loaded.get("so_far"))

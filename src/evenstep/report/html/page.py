@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 import evenstep
 from evenstep.errors import BadInput
+from evenstep.plan import CUSTOM_LOOP
 from evenstep.record import FILE as RECORD_FILE
 from evenstep.record import PARTS, Record, Timeline
 from evenstep.report.comparison import Comparison, Row
@@ -269,7 +270,7 @@ def runs_page(runs: Sequence[ReadRun]) -> Page:
         commands=[
             f"evenstep train --plan {shlex.quote(str(record.path.parent / 'plan.json'))}"
             for record in records
-            if record.path
+            if record.path and record.plan.task != CUSTOM_LOOP
         ],
         charts=_runs_charts(by_name),
         runs=tables.runs_sheet(names, runs),

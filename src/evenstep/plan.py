@@ -113,6 +113,10 @@ class Plan:
     requeue: bool = False
     profile: Whole | None = None
     log: TrackerName | None = None
+    evaluate_every: Whole | None = None
+    evaluate_first: bool = False
+    best: Text | None = None
+    stop_after: Whole | None = None
     options: dict[Text, OptionValue] = field(default_factory=dict, hash=False)
     """What the task's function is called with, besides `data`."""
 
@@ -127,6 +131,7 @@ class Plan:
         self._check_devices()
         self._check_cut()
         check_name(self.name)
+        parse_best(self.best)
 
     @property
     def most_devices(self) -> int:
@@ -310,6 +315,33 @@ def parse_devices(text: str) -> int | tuple[str, ...]:
     if re.fullmatch(r"-?[0-9]{1,4000}", text.strip()):
         return int(text)
     return tuple(part.strip() for part in text.split(","))
+
+
+Direction = Literal["min", "max"]
+SMALLER_IS_BETTER = "loss error err nll perplexity ppl mse rmse mae mape wer cer ter fid brier distance"
+LARGER_IS_BETTER = (
+    "accuracy acc top1 top5 auc auroc roc_auc ap map average_precision auprc f1 fbeta precision recall sensitivity "
+    "specificity bleu rouge rouge1 rouge2 rougel meteor chrf iou miou dice jaccard psnr ssim r2 mcc kappa ndcg mrr hit "
+    "return reward"
+)
+
+
+def parse_best(text: str | None) -> tuple[str, Direction]:
+    """The metric that decides which checkpoint is the best, and whether its least or greatest value is.
+
+    >>> parse_best(None), parse_best("accuracy"), parse_best("clean/rmse"), parse_best("score:max")
+    (('loss', 'min'), ('accuracy', 'max'), ('clean/rmse', 'min'), ('score', 'max'))
+    """
+    metric, _, given = (text or "loss").rpartition(":")
+    if metric and given in ("min", "max"):
+        return metric, "min" if given == "min" else "max"
+    metric = text or "loss"
+    words = {*re.split(r"[^a-z0-9]+", metric.lower()), metric.lower().rpartition("/")[2]}
+    is_smaller, is_larger = bool(words & {*SMALLER_IS_BETTER.split()}), bool(words & {*LARGER_IS_BETTER.split()})
+    if is_smaller == is_larger:
+        shown = shorten(metric)
+        raise PlanError(f"is a larger {shown} better, or a smaller one? Write --best {shown}:max or --best {shown}:min")
+    return metric, "min" if is_smaller else "max"
 
 
 def check_device_names(devices: Iterable[str]) -> None:

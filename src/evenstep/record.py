@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import time
 from array import array
@@ -15,7 +16,7 @@ from pathlib import Path
 from typing import IO, Any, TypedDict, get_args, overload
 
 from evenstep.errors import BadInput, shorten
-from evenstep.plan import Plan
+from evenstep.plan import Plan, parse_best
 from evenstep.schema import MALFORMED, Natural, Positive, Schema, in_words
 
 FILE = "record.jsonl"
@@ -84,6 +85,28 @@ class Evaluation:
     values: dict[str, float]
     samples: Natural
     seconds: float
+    train_loss: float | None = None
+    """Mean over the samples of this epoch so far."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class EpochEnd:
+    """The end of an epoch that is not evaluated."""
+
+    step: Natural
+    epoch: Natural
+    train_loss: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class Best:
+    """The best evaluation of a run by one metric, and its checkpoint."""
+
+    metric: str
+    value: float
+    step: Natural
+    values: dict[str, float]
+    checkpoint: str
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -107,6 +130,9 @@ class Summary:
     shown: str | None = None
     audit: dict[str, Any] | None = None
     """What `--audit` found: the number of samples, and of repeated and missed ones."""
+    best: Best | None = None
+    stopped: str | None = None
+    """Why the run ended before its plan did."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -152,7 +178,7 @@ class Measurement:
     peak_bytes: dict[str, Natural]
 
 
-Row = Step | Evaluation | Summary | Timeline | Measurement
+Row = Step | Evaluation | EpochEnd | Summary | Timeline | Measurement
 
 
 @dataclass(frozen=True)
@@ -241,6 +267,8 @@ class Record:
     steps: Sequence[Step] = ()
     """Those of a long run are read from its file on access."""
     evaluations: list[Evaluation] = field(default_factory=list)
+    epochs: list[EpochEnd] = field(default_factory=list)
+    """The ends of those that were not evaluated."""
     timelines: list[Timeline] = field(default_factory=list)
     measurement: Measurement | None = None
     summary: Summary | None = None
@@ -315,6 +343,49 @@ class Tally:
         return self.samples / (self.seconds or 1.0) if self.steps else 0.0
 
 
+@dataclass
+class BestSoFar:
+    """The best evaluation so far, and how many came after it; saved in checkpoints."""
+
+    by: str
+    """What `--best` was given as, such as accuracy:max."""
+    best: Best | None = None
+    num_since: Natural = 0
+    """Evaluations since the best one."""
+
+    @classmethod
+    def of(cls, plan: Plan) -> BestSoFar:
+        return cls(":".join(parse_best(plan.best)))
+
+    def add(self, evaluation: Evaluation, checkpoint: str) -> bool:
+        """Whether this one is better than all before it; `checkpoint` is the one that it would be saved in."""
+        metric, direction = parse_best(self.by)
+        if metric not in evaluation.values:
+            raise BadInput(f"no metric {shorten(metric)} for --best; there are {', '.join(evaluation.values)}")
+        value = evaluation.values[metric]
+        sign = 1 if direction == "min" else -1
+        # NaN is never better.
+        if not math.isnan(value) and (self.best is None or sign * value < sign * self.best.value):
+            self.num_since = 0
+            self.best = Best(
+                metric=metric, value=value, step=evaluation.step, values=evaluation.values, checkpoint=checkpoint
+            )
+            return True
+        self.num_since += 1
+        return False
+
+    def why_stop(self, plan: Plan) -> str | None:
+        """Why the plan's `--stop-after` ends the run here, if it does."""
+        if plan.stop_after is None or self.num_since < plan.stop_after:
+            return None
+        metric, _ = parse_best(self.by)
+        best = (
+            f"best {self.best.value:.4f} at step {self.best.step}" if self.best is not None else "it was never a number"
+        )
+        num = "the last evaluation" if plan.stop_after == 1 else f"{plan.stop_after} evaluations"
+        return f"no better {metric} in {num} ({best})"
+
+
 class RecordReader:
     """Reads a Record from a file that may still grow."""
 
@@ -349,6 +420,8 @@ class RecordReader:
                 self._steps.add(row, offset)
             case Evaluation():
                 record.evaluations.append(row)
+            case EpochEnd():
+                record.epochs.append(row)
             case Timeline():
                 record.timelines.append(row)
             case Measurement():
@@ -361,7 +434,9 @@ class RecordReader:
         last = data.get("step", 0)
         self._steps.forget_after(last)
         record.restarts.append(data)
-        record.evaluations = [one for one in record.evaluations if one.step <= last]
+        # From the start again, the evaluation before the first step is repeated too.
+        record.evaluations = [one for one in record.evaluations if one.step <= last] if last else []
+        record.epochs = [one for one in record.epochs if one.step <= last]
         record.summary = None
 
 
@@ -402,8 +477,8 @@ def _line_number(file: IO[bytes], start: int) -> int:
 
 
 def _inner(what: object) -> dict[str, Any]:
-    """A nested row: the lanes of a timeline."""
-    if not isinstance(what, Lane):
+    """A nested row: the lanes of a timeline, the best of a summary."""
+    if not isinstance(what, Lane | Best):
         raise TypeError(f"a row holds a {type(what).__name__}, which JSON does not")
     return vars(what)
 

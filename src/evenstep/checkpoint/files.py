@@ -25,7 +25,7 @@ from msgspec import Meta
 from safetensors import SafetensorError, safe_open
 
 from evenstep.errors import CheckpointError, shorten
-from evenstep.record import Evaluation, Tally
+from evenstep.record import BestSoFar, Evaluation, Tally
 from evenstep.schema import Natural, Positive, Schema
 
 FORMAT = 1
@@ -86,9 +86,10 @@ class Totals:
 
     tally: Tally
     best: float | None
-    """The least validation loss."""
+    """The best value of the metric of `--best`."""
     evaluation: Evaluation | None
     """At this step."""
+    best_so_far: BestSoFar | None = None
 
 
 class State(TypedDict):
@@ -124,12 +125,17 @@ _VERSION: Schema[_Version] = Schema(_Version, "state of a checkpoint", Checkpoin
 _STATE: Schema[State] = Schema(State, "state of a checkpoint", CheckpointError)
 
 
+def step_name(step: int) -> str:
+    """The folder of a step's checkpoint."""
+    return f"step-{step:08d}"
+
+
 def write(folder: Path, step: int, files: Mapping[str, Callable[[Path], None]]) -> Path:
     """Write one checkpoint of `files` (each a function that fills a path) below `folder`; its final path.
 
     Killed at any point, this leaves the older checkpoints as they were.
     """
-    final = folder / f"step-{step:08d}"
+    final = folder / step_name(step)
     beside = folder / f".{final.name}.{os.getpid()}"
     replaced = folder / f".{final.name}.replaced"
     # A process that was killed in the middle may have left this, and may have had our process id.

@@ -156,6 +156,22 @@ def train(
         typer.Option(metavar="STEPS", help="Trace STEPS steps on all ranks with torch.profiler, into one timeline."),
     ] = None,
     log: Annotated[str | None, typer.Option(help="tensorboard: write event files into the run folder.")] = None,
+    evaluate_every: Annotated[
+        int | None,
+        typer.Option(metavar="STEPS", help="Evaluate every STEPS steps and at the end, instead of after each epoch."),
+    ] = None,
+    evaluate_first: Annotated[bool | None, flag("--evaluate-first", help="Evaluate before the first step too.")] = None,
+    best: Annotated[
+        str | None,
+        typer.Option(
+            metavar="METRIC[:min|:max]",
+            help="Metric that chooses the best checkpoint, such as accuracy or score:max; default: loss.",
+        ),
+    ] = None,
+    stop_after: Annotated[
+        int | None,
+        typer.Option(metavar="N", help="Stop after N evaluations without a better value of the --best metric."),
+    ] = None,
     as_json: JsonOption = False,
 ) -> None:
     """Train a task on one device or many."""
@@ -192,14 +208,19 @@ def _suggest(task: str | None, choices: dict[str, Any], as_json: bool) -> None:
     show_suggestions(found, command, Console(highlight=False, emoji=False))
 
 
+def without_nan(value: Any) -> Any:
+    """JSON has no NaN and no infinity: None instead."""
+    if isinstance(value, dict):
+        return {name: without_nan(one) for name, one in value.items()}
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
 def _finish(record: Any, as_json: bool) -> None:
     from evenstep.report.terminal import summary_table, without_control
 
     summary = record.summary
     if as_json:
-        values = dataclasses.asdict(summary)
-        values["valid"] = {name: value if math.isfinite(value) else None for name, value in summary.valid.items()}
-        print(json.dumps(values))
+        print(json.dumps(without_nan(dataclasses.asdict(summary))))
         return
     console = Console(highlight=False, emoji=False)
     if summary.shown:

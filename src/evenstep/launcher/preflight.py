@@ -23,8 +23,9 @@ from evenstep.data.loader import MicroBatch
 from evenstep.data.nested import map_tensors
 from evenstep.data.prefetch import NOT_RESIDENT, can_be_resident
 from evenstep.distributed.world import World
-from evenstep.errors import EvenstepError, PlanError, TaskError
-from evenstep.plan import Plan
+from evenstep.errors import EvenstepError, PlanError, TaskError, shorten
+from evenstep.plan import Plan, parse_best
+from evenstep.record import BestSoFar
 from evenstep.sampling.order import Lengths, Order, lengths_of, order_name
 from evenstep.sampling.rng import Draws, Ids
 from evenstep.strategies.base import SMALL_ENOUGH, copied, evaluating
@@ -110,10 +111,17 @@ class DryRun:
         task, data = self._task, map_tensors(few.data, self._precision.fit_tensor)
         self._fault = "the loss of the valid data cannot be computed"
         as_sum(Evaluator()(task.loss, model, data), 1, "loss")
+        names = ["loss"]
         if task.metrics is not None:
             self._fault = "the metrics cannot be computed"
             for name, amount in named(Evaluator()(task.metrics, model, data)).items():
                 as_sum(amount, 1, name)
+                names.append(name)
+        metric, _ = parse_best(self._plan.best)
+        if metric not in names:
+            raise PlanError(
+                f"--best is {shorten(metric)}, and an evaluation has {', '.join(names)}; choose one of these"
+            )
 
     @contextmanager
     def _refusing(self, hint: str = "") -> Iterator[None]:
@@ -178,6 +186,7 @@ MADE_BY_TASK = (
 def probe(plan: Plan, task: Task, train: AdaptedData, valid: AdaptedData | None, order: Order | None) -> None:
     """Check data, model, loss and metrics against the plan; `order` is that of the training samples."""
     _check_makers(task)
+    _check_evaluations(plan, task)
     source = train.source
     if not isinstance(source, Stream) and plan.batch > source.num_samples:
         raise PlanError(
@@ -205,6 +214,13 @@ def probe(plan: Plan, task: Task, train: AdaptedData, valid: AdaptedData | None,
         dry_run.check(few, few_valid)
         if min(map(plan.smallest_micro_batch, plan.batch_sizes(lengths))) == 1:
             dry_run.check_alone(sample_batch(source, transform, most=1), lengths)
+
+
+def _check_evaluations(plan: Plan, task: Task) -> None:
+    given = [name for name in ("evaluate_every", "evaluate_first", "best", "stop_after") if getattr(plan, name)]
+    if task.valid is None and given:
+        flag = given[0].replace("_", "-")
+        raise PlanError(f"--{flag} needs data to evaluate on, and the task has none; give it: Task(..., valid=data)")
 
 
 def _check_makers(task: Task) -> None:
@@ -296,3 +312,8 @@ def _check_resumes(plan: Plan, skeleton: nn.Module, source: Source | Stream, ord
             f"{path} is at step {state['step']} and the plan ends at step {num_steps}: "
             "there is nothing left to do; give a larger --epochs or --steps to continue"
         )
+    so_far = state.get("so_far")
+    best = so_far.best_so_far if so_far is not None else None
+    why = best.why_stop(plan) if best is not None and best.by == BestSoFar.of(plan).by else None
+    if why is not None:
+        raise PlanError(f"{path} is where the run stopped early: {why}; give a larger --stop-after to continue")

@@ -15,7 +15,7 @@ from rich.progress import Progress as Bar
 from rich.table import Table
 from rich.text import Text
 
-from evenstep.record import PARTS, Evaluation, Row, Step, Summary
+from evenstep.record import PARTS, EpochEnd, Evaluation, Row, Step, Summary
 from evenstep.report.comparison import Comparison, Range
 from evenstep.strategy_facts import STRATEGIES
 
@@ -78,7 +78,10 @@ class Progress:
             self._show_step(event)
         elif isinstance(event, Evaluation):
             values = "  ".join(f"{name} {value:.4f}" for name, value in event.values.items())
-            self.log(f"epoch {event.epoch + 1}  step {event.step}  valid: {values}")
+            train = f"train loss {event.train_loss:.4f}  " if event.train_loss is not None else ""
+            self.log(f"epoch {event.epoch + 1}  step {event.step}  {train}valid: {values}")
+        elif isinstance(event, EpochEnd):
+            self.log(f"epoch {event.epoch + 1}  step {event.step}  train loss {event.train_loss:.4f}")
         elif isinstance(event, str):
             self.log(event)
 
@@ -115,6 +118,13 @@ def summary_table(summary: Summary) -> Table:
         table.add_row("train loss", number(summary.train_loss))
     for name, value in summary.valid.items():
         table.add_row(f"valid {plain(name)}", number(value))
+    if summary.best is not None:
+        best = summary.best
+        table.add_row(
+            "best", f"{plain(best.metric)} {number(best.value)} at step {best.step}, {plain(best.checkpoint)}"
+        )
+    if summary.stopped:
+        table.add_row("stopped early", plain(summary.stopped))
     table.add_row("peak memory", peaks(summary))
     if summary.checkpoint:
         table.add_row("checkpoint", plain(summary.checkpoint))

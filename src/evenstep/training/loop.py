@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Generator, Iterable, Iterator
 from functools import partial
 from typing import NamedTuple
 
@@ -36,7 +36,7 @@ def train(
     peak_bytes: Callable[[], dict[str, int]],
     batches: Iterable[Batch] | None = None,
     waits_at: Callable[[int], bool] = lambda step: False,
-) -> Iterator[StepTaken]:
+) -> Generator[StepTaken]:
     """Take optimizer steps until the plan is done, yielding what each one did, in order.
 
     It uses the loader's batches unless others are given. A stepper may run a few steps ahead of the losses that are

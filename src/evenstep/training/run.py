@@ -186,7 +186,7 @@ class Run:
         # Agreed on before anything is written: of a sharded weight, another rank may hold the part that is spoilt.
         self._stop_if(self._first_not_finite(), folder)
         problem = None
-        path = Path(folder) / f"step-{self.step:08d}"
+        path = Path(folder) / files.step_name(self.step)
         if main:
             try:
                 writers = {

@@ -11,7 +11,7 @@ from __future__ import annotations
 import os
 import signal
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator
 from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
@@ -32,7 +32,7 @@ from evenstep.distributed.preemption import SIGNALS
 from evenstep.errors import BadInput, Preempted, TrainingError
 from evenstep.monitor.known_errors import Situation, is_out_of_memory, note
 from evenstep.plan import USUAL, Plan
-from evenstep.record import Evaluation, Record, RecordWriter, Row, Step, Summary, Tally, has_begun
+from evenstep.record import BestSoFar, EpochEnd, Evaluation, Record, RecordWriter, Row, Step, Summary, Tally, has_begun
 from evenstep.sampling.rng import derive_seed, fork_rng, seed_everything
 from evenstep.task import Task, takes_steps
 from evenstep.training.batchnorm import is_local, synchronised
@@ -78,11 +78,15 @@ class Trainer:
         if task.valid is not None:
             self.valid = self._loader(task.valid, shuffle=False, what="valid")
         self.peaks: dict[str, int] = {}
-        self.best: float | None = None
+        self.best = BestSoFar.of(plan)
         self.tally = Tally()
         """Steps of this run, those before a restart included; of those, rank 0 alone knows."""
         self.evaluated: Evaluation | None = None
-        """That of the checkpoint from which this run resumes in its own folder."""
+        """The last evaluation; at first, that of the checkpoint from which this run resumes in its own folder."""
+        self.saved: Path | None = None
+        """The last checkpoint."""
+        self.stopped: str | None = None
+        """Why the run ends before its plan does."""
         self.is_evaluation_due = False
         self.is_again = team.world.is_main and has_begun(run_folder)
         """Whether this run was started before, in its own folder."""
@@ -109,20 +113,32 @@ class Trainer:
         if self.plan.resume is not None:
             notes += self.run.load(self.plan.resume, allow_pickle=self.plan.allow_pickle).notes
             self.is_evaluation_due = bool(self.run.loaded.get("evaluation_due"))
+            notes += self._recall_best(self.run.loaded.get("so_far"))
             if self.is_again and Path(self.plan.resume).resolve().parent == self.checkpoints.resolve():
                 self._recall(self.run.loaded.get("so_far"))
         return notes
 
     def _recall(self, so_far: files.Totals | None) -> None:
-        if so_far is not None:
-            self.tally, self.best, self.evaluated = so_far.tally, so_far.best, so_far.evaluation
+        if so_far is not None and so_far.best_so_far is not None:
+            self.tally, self.evaluated = so_far.tally, so_far.evaluation
             return
         # A checkpoint of an evenstep that did not write it down: all rows are read, once.
         record = Record.read(self.folder, kinds=("step", "evaluation"))
         self.tally = Tally.of(step for step in record.steps if step.step <= self.run.step)
-        evaluations = [one for one in record.evaluations if one.step <= self.run.step]
-        self.best = min((one.values["loss"] for one in evaluations), default=None)
-        self.evaluated = next((one for one in evaluations if one.step == self.run.step), None)
+        for one in record.evaluations:
+            if one.step <= self.run.step:
+                self._is_best(one)
+                self.evaluated = one if one.step == self.run.step else None
+
+    def _recall_best(self, so_far: files.Totals | None) -> list[str]:
+        """Continue to look for the best where the checkpoint was saved; a line to log if it starts again."""
+        before = so_far.best_so_far if so_far is not None else None
+        if before is None:
+            return []
+        if before.by == self.best.by:
+            self.best = before
+            return []
+        return [f"--best was {before.by} and is now {self.best.by}: the best so far is not known"]
 
     @property
     def facts(self) -> dict[str, Any]:
@@ -182,19 +198,12 @@ class Trainer:
     def events(self) -> Iterator[Event]:
         """Everything from the first step to the summary."""
         started = time.perf_counter()
-        evaluation = self.evaluated
         seconds_before = self.tally.seconds
-        saved = Path(self.plan.resume) if self.is_again and self.plan.resume is not None else None
-        requests = self.team.requests
-        if self.is_evaluation_due:
-            evaluation = self._evaluate(self.run.loader.epoch - 1, can_stop=False)
-            if evaluation is not None:
-                yield evaluation
-            saved = self._save(evaluation)
+        self.saved = Path(self.plan.resume) if self.is_again and self.plan.resume is not None else None
+        yield from self._before()
         self.tracing = self._start_tracing()
-        for step, ids, compute_seconds in train(
-            self.run, self.stepper, self.plan, self._peak_bytes, waits_at=self._waits_at
-        ):
+        steps = train(self.run, self.stepper, self.plan, self._peak_bytes, waits_at=self._waits_at)
+        for step, ids, compute_seconds in steps if self.stopped is None else ():
             yield from self._messages()
             if self.tracing is not None:
                 yield from self.tracing.after(step.step)
@@ -207,28 +216,50 @@ class Trainer:
                 self._add_to_pace(step, compute_seconds)
                 continue
             yield from self._compared(step, compute_seconds)
-            is_end = is_done(self.run, self.plan)
-            is_epoch_end = self.run.loader.is_between_epochs or is_end
-            if is_epoch_end and not is_end and step.epoch == 0:
-                yield from self._faded_rate(step)
-            # The last step is evaluated and saved, also after a request to stop.
-            is_asked = requests.stop and not is_end
-            if is_epoch_end and not is_asked:
-                evaluation = self._evaluate(step.epoch, can_stop=not is_end)
-                if evaluation is not None:
-                    yield evaluation
-                is_asked = requests.stop and not is_end
-            if is_epoch_end or is_asked or requests.save or self._is_due(step.step):
-                is_behind = evaluation is None or evaluation.step < step.step
-                saved = self._save(evaluation, evaluation_due=is_epoch_end and is_behind and self.valid is not None)
-            if is_asked:
-                self._stop(step.step)
+            yield from self._after(step)
+            if self.stopped is not None:
+                steps.close()
+                break
         if self.tracing is not None:
             yield from self.tracing.finish()
         self.spans.begin(ENDING)
         shown = self.team.infer(self.task.show, self._model) if self.task.show is not None else None
-        seconds = time.perf_counter() - started + seconds_before
-        yield self._sum_up(evaluation, saved, shown, seconds)
+        yield self._sum_up(shown, time.perf_counter() - started + seconds_before)
+
+    def _before(self) -> Iterator[Event]:
+        """The evaluation that a checkpoint was saved without, or the one before the first step."""
+        if self.is_evaluation_due:
+            epoch = self.run.loader.epoch - self.run.loader.is_between_epochs
+            is_best = yield from self._evaluated(epoch, can_stop=False)
+            self._save(is_best)
+        elif self.plan.evaluate_first and self.run.step == 0:
+            evaluation = self._evaluate(0, can_stop=True)
+            if evaluation is not None:
+                yield evaluation
+        self.stopped = self.best.why_stop(self.plan)
+
+    def _after(self, step: Step) -> Iterator[Event]:
+        """After a step: evaluate, save and stop, each where it is due."""
+        requests = self.team.requests
+        is_end = is_done(self.run, self.plan)
+        is_epoch_end = self.run.loader.is_between_epochs or is_end
+        if is_epoch_end and not is_end and step.epoch == 0:
+            yield from self._faded_rate(step)
+        is_due, is_best = self._is_evaluated(step.step, is_epoch_end, is_end), False
+        # The last step is evaluated and saved, also after a request to stop.
+        is_asked = requests.stop and not is_end
+        if is_due and not is_asked:
+            is_best = yield from self._evaluated(step.epoch, can_stop=not is_end)
+            self.stopped = self.best.why_stop(self.plan) if not is_end else None
+            is_asked = requests.stop and not is_end and self.stopped is None
+        elif is_epoch_end and not is_asked:
+            self._gather_peaks()
+            yield EpochEnd(step=step.step, epoch=step.epoch, train_loss=self.tally.train_loss or 0.0)
+        is_over = is_epoch_end or is_asked or self.stopped is not None
+        if is_over or is_best or requests.save or self._is_saved(step.step):
+            self._save(is_best, evaluation_due=is_due and self._current_evaluation is None)
+        if is_asked:
+            self._stop(step.step)
 
     def _faded_rate(self, step: Step) -> Iterator[str]:
         """Warn of a schedule that was meant to be stepped once per epoch."""
@@ -274,7 +305,9 @@ class Trainer:
 
     def _waits_at(self, step: int) -> bool:
         """Whether something is done after this step that needs it to be over."""
-        return self._is_due(step) or (self.replicas is not None and self._is_compared(step))
+        return (
+            self._is_saved(step) or self._is_evaluated(step) or (self.replicas is not None and self._is_compared(step))
+        )
 
     def _messages(self) -> list[str]:
         messages = list(self.stepper.messages)
@@ -371,16 +404,42 @@ class Trainer:
             raise TrainingError("\n".join([found.sentence(), *found.problems[:5]]))
         return found.to_json()
 
-    def _is_due(self, step: int) -> bool:
+    def _is_saved(self, step: int) -> bool:
         return self.plan.checkpoint_every is not None and step % self.plan.checkpoint_every == 0
 
-    def _evaluate(self, epoch: int, can_stop: bool) -> Evaluation | None:
+    def _is_evaluated(self, step: int, is_epoch_end: bool = False, is_end: bool = False) -> bool:
+        every = self.plan.evaluate_every
+        is_due = is_epoch_end if every is None else step % every == 0 or is_end
+        return is_due and self.valid is not None
+
+    @property
+    def _current_evaluation(self) -> Evaluation | None:
+        """That of the weights as they are now."""
+        return self.evaluated if self.evaluated is not None and self.evaluated.step == self.run.step else None
+
+    def _evaluated(self, epoch: int, can_stop: bool) -> Generator[Event, None, bool]:
+        """Evaluate; returns whether this is the best evaluation so far, False if it was interrupted."""
+        evaluation = self._evaluate(epoch, can_stop)
+        if evaluation is None:
+            return False
+        self.evaluated = evaluation
+        yield evaluation
+        return self._is_best(evaluation)
+
+    def _is_best(self, evaluation: Evaluation) -> bool:
+        """Whether it is the best so far; from now on it is known as that."""
+        return self.best.add(evaluation, str(self._short_folder / files.FOLDER / files.step_name(evaluation.step)))
+
+    def _gather_peaks(self) -> None:
         self.spans.begin(EVALUATING)
         self.peaks = {
             name: size
             for peaks in self.team.world.gather(devices.peak_bytes(self.team.world))
             for name, size in peaks.items()
         }
+
+    def _evaluate(self, epoch: int, can_stop: bool) -> Evaluation | None:
+        self._gather_peaks()
         if self.valid is None:
             return None
         started = time.perf_counter()
@@ -388,51 +447,70 @@ class Trainer:
             values = self.team.evaluate(LossAndMetrics(self.task), self._model, self.valid, can_stop=can_stop)
         except Interrupted:
             return None
-        seconds = time.perf_counter() - started
         return Evaluation(
-            step=self.run.step, epoch=epoch, values=dict(values), samples=values.num_samples, seconds=seconds
+            step=self.run.step,
+            epoch=epoch,
+            values=self._agreed(values),
+            samples=values.num_samples,
+            seconds=time.perf_counter() - started,
+            train_loss=self.tally.train_loss,
         )
 
-    def _save(self, evaluation: Evaluation | None, evaluation_due: bool = False) -> Path:
+    def _agreed(self, values: dict[str, float]) -> dict[str, float]:
+        """Those of rank 0, where all ranks decide by them whether to save or to stop."""
+        is_decided_by = self.plan.evaluate_every is not None or self.plan.stop_after is not None
+        found: dict[str, float] = self.team.world.gather(dict(values))[0] if is_decided_by else dict(values)
+        return found
+
+    def _save(self, is_best: bool = False, evaluation_due: bool = False) -> None:
         started = time.monotonic()
-        current = evaluation if evaluation is not None and evaluation.step == self.run.step else None
-        now = current.values if current is not None else {}
-        is_best = "loss" in now and (self.best is None or now["loss"] < self.best)
-        if is_best:
-            self.best = now["loss"]
+        current, best = self._current_evaluation, self.best.best
         with self.spans.during(SAVING):
-            path = self.run.save(
+            self.saved = self.run.save(
                 self.checkpoints,
                 keep=self.plan.keep,
                 is_best=is_best,
-                valid=now,
+                valid=current.values if current is not None else {},
                 plan=self.plan.to_json(),
                 evaluation_due=evaluation_due,
-                so_far=asdict(files.Totals(tally=self.tally, best=self.best, evaluation=current)),
+                so_far=asdict(
+                    files.Totals(
+                        tally=self.tally,
+                        best=best.value if best is not None else None,
+                        evaluation=current,
+                        best_so_far=self.best,
+                    )
+                ),
             )
         self.team.requests.saved(time.monotonic() - started)
-        return path
 
     def _peak_bytes(self) -> dict[str, int]:
         return {**self.peaks, **devices.peak_bytes(self.team.world)}
 
-    def _sum_up(self, evaluation: Evaluation | None, saved: Path | None, shown: str | None, seconds: float) -> Summary:
-        run = Path(*self.folder.parts[-2:])  # runs/name, as everybody calls it, wherever it lies
+    def _sum_up(self, shown: str | None, seconds: float) -> Summary:
+        run = self._short_folder
         return Summary(
             strategy=self.plan.strategy,
             devices=list(self.plan.devices),
             steps=self.tally.steps,
             samples=self.tally.samples,
             train_loss=self.tally.train_loss,
-            valid=evaluation.values if evaluation is not None else {},
+            valid=self.evaluated.values if self.evaluated is not None else {},
             samples_per_second=self.tally.samples_per_second,
             seconds=seconds,
             peak_bytes={**self._peak_bytes()},
-            checkpoint=str(run / files.FOLDER / saved.name) if saved is not None else None,
+            checkpoint=str(run / files.FOLDER / self.saved.name) if self.saved is not None else None,
             run=str(run),
             shown=shown,
             audit=self._audit(),
+            best=self.best.best,
+            stopped=self.stopped,
         )
+
+    @property
+    def _short_folder(self) -> Path:
+        """runs/name, as everybody calls it, wherever it lies."""
+        return Path(*self.folder.parts[-2:])
 
 
 def _call_scheduler(task: Task, optimizer: torch.optim.Optimizer, num_steps: int | None) -> LRScheduler:

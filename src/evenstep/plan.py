@@ -33,6 +33,7 @@ TrackerName = Literal["tensorboard"]
 
 _is_saved = ContextVar("is_saved", default=False)
 """Whether a plan is read that was checked when it was written."""
+RUNS = "runs"
 IN_THIS_PROCESS = "(in this process)"
 """For a task that nobody can find by a name."""
 CUSTOM_LOOP = "(custom loop)"
@@ -60,7 +61,7 @@ CheckEvery = Annotated[int, Meta(ge=0, le=LARGEST, description="it must be a num
 # Not Text: msgspec 0.22 corrupts memory for a limited str in a union with a list of such.
 OptionValue = str | int | float | bool | list[str | int | float | bool] | None
 
-USUAL: dict[str, Any] = {"restarts": 0, "check_every": 100, "fast": "auto"}
+USUAL: dict[str, Any] = {"restarts": 0, "check_every": 100, "fast": "auto", "out": RUNS}
 """Defaults that are not shown."""
 _DEVICE = re.compile(r"cpu|mps|cuda(:[0-9]{1,4})?")
 _NAME = re.compile(rf"(?![\s.])[^/\\{BREAKS_LINES}]{{1,100}}")
@@ -89,6 +90,8 @@ class Plan:
     accumulate: Whole = 1
     clip: Clip | None = None
     name: Text = "run"
+    out: Text = RUNS
+    """The folder in which the folder of the run is made."""
     checkpoint_every: Whole | None = None
     keep: Whole = 2
     resume: Text | None = None
@@ -269,13 +272,23 @@ class Plan:
     def describe(self) -> str:
         """The plan as a block for people; what is left at 'none' or 'off' is not shown."""
         shown = {name: value for name, value in asdict(self).items() if value is not None and value is not False}
-        shown |= {"devices": ", ".join(self.devices), "options": self.options_in_words}
+        shown |= {"task": self.task_name, "devices": ", ".join(self.devices), "options": self.options_in_words}
         if not self.options:
             del shown["options"]
         for name, usual in USUAL.items():
             if shown.get(name) == usual:
                 del shown[name]
         return "\n".join(f"{name.replace('_', ' '):<18} {value}" for name, value in shown.items())
+
+    @property
+    def folder(self) -> Path:
+        """The folder of the run."""
+        return Path(self.out) / self.name
+
+    @property
+    def task_name(self) -> str:
+        """`my_task.py:small`, without the folders above it."""
+        return self.task.rpartition(os.sep)[2]
 
     @property
     def options_in_words(self) -> str:

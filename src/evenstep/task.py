@@ -191,10 +191,10 @@ def parse_options(words: Iterable[str]) -> dict[str, str]:
 
 def find_task(spec: str) -> TaskFunction | Task:
     """The function (or Task) that a spec names, without calling it."""
-    where, colon, name = BUILT_IN.get(spec, spec).partition(":")
-    if where.endswith(".py") or os.sep in where:
+    where, name = split_spec(BUILT_IN.get(spec, spec))
+    if _is_file(where):
         module = _import_file(Path(where))
-    elif name or (colon and where not in BUILT_IN):
+    elif name or (name is not None and where not in BUILT_IN):
         module = _import_module(where)
     else:
         close = difflib.get_close_matches(spec[:MAX_CHARACTERS], BUILT_IN, n=1)
@@ -203,10 +203,35 @@ def find_task(spec: str) -> TaskFunction | Task:
             f"Built in are {', '.join(BUILT_IN)}.\n"
             "Your own is given as file.py, file.py:function or package.module:function."
         )
-    return _pick(module, where, name if colon else None)
+    return _pick(module, where, name)
 
 
-def refuse_untrusted(spec: str, named_by: str) -> Path | None:
+def split_spec(spec: str) -> tuple[str, str | None]:
+    """The file or module of a spec, and the name of the function; None if there is no colon.
+
+    >>> split_spec("my_task.py:small"), split_spec("/a:b/my_task.py")
+    (('my_task.py', 'small'), ('/a:b/my_task.py', None))
+    """
+    file, ending, name = spec.rpartition(".py:")
+    if ending:
+        return f"{file}.py", name
+    where, colon, name = (spec, "", "") if spec.endswith(".py") else spec.partition(":")
+    return where, name if colon else None
+
+
+def absolute_spec(spec: str) -> str:
+    """The spec of the same task from any folder; that of a module is looked for in the working folder."""
+    where, name = split_spec(spec)
+    if spec in BUILT_IN or not _is_file(where):
+        return spec
+    return os.path.abspath(where) + (f":{name}" if name is not None else "")
+
+
+def _is_file(where: str) -> bool:
+    return where.endswith(".py") or os.sep in where
+
+
+def refuse_untrusted(spec: str, flag: str, named_by: str) -> Path | None:
     """The file that a spec makes Python import, found without importing it; None for a built-in task.
 
     For a spec that comes from a file, not from the user: code outside the working folder, or installed in it, is
@@ -214,13 +239,13 @@ def refuse_untrusted(spec: str, named_by: str) -> Path | None:
     """
     if spec in BUILT_IN:
         return None
-    file = _file_of(spec.partition(":")[0])
+    file = _file_of(split_spec(spec)[0])
     is_inside = file is not None and file.is_relative_to(Path.cwd().resolve())
     if file is None or not is_inside or _is_installed(file):
         why = "an installed package" if is_inside else "not in this folder"
         raise TaskError(
             f"{shorten(named_by)} names the task {shorten(spec)}, which is {why}: importing it runs it.\n"
-            f"If you trust it, name it yourself: evenstep train {shorten(spec)} --resume or --plan {shorten(named_by)}"
+            f"If you trust it, name it yourself: evenstep train {shorten(spec)} {flag} {shorten(named_by)}"
         )
     return file
 
@@ -235,7 +260,7 @@ def _is_installed(file: Path) -> bool:
 
 def _file_of(where: str) -> Path | None:
     """The path of a file, or of the package or module that is imported first."""
-    if where.endswith(".py") or os.sep in where:
+    if _is_file(where):
         return Path(os.path.realpath(where))
     if "" not in sys.path:
         sys.path.insert(0, "")

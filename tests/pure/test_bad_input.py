@@ -249,7 +249,9 @@ def test_a_task_that_cannot_be_trained_is_refused(refused: Refused, parts: dict[
 def test_a_run_needs_a_folder_to_write_into(refused: Refused) -> None:
     write_task()
     Path("runs").write_text("this is a file")
-    assert refused("train", "my_task.py") == "runs is a file, and runs need a folder of that name; move the file"
+    assert refused("train", "my_task.py") == (
+        "runs is a file, and runs need a folder of that name; move the file, or give another --out"
+    )
 
 
 def test_a_run_does_not_write_over_another(refused: Refused) -> None:

@@ -4,21 +4,21 @@ from __future__ import annotations
 
 import difflib
 import inspect
-import os
 import re
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from itertools import count, pairwise
 from typing import Annotated, Any
 
 import typer
 from rich.console import Console
+from rich.table import Table
 from rich.text import Text
 
 import evenstep
 from evenstep.errors import BREAKS_LINES, MAX_CHARACTERS, STOPPED, BadInput, EvenstepError, shorten
-from evenstep.task import BUILT_IN, Task, parse_options
+from evenstep.task import BUILT_IN, Task
 
 TASKS = (
     f"{', '.join(BUILT_IN)}; or your own: a Python file with a function that returns an evenstep.Task, as file.py, "
@@ -52,7 +52,7 @@ def flag(*names: str, help: str, **more: Any) -> Any:
     return typer.Option(*names, metavar="", help=help, **more)
 
 
-TaskArgument = Annotated[str, typer.Argument(help=TASKS)]
+TaskArgument = Annotated[str | None, typer.Argument(help=TASKS)]
 OptionsArgument = Annotated[
     list[str] | None,
     typer.Argument(
@@ -70,7 +70,13 @@ DataOption = Annotated[
 ]
 JsonOption = Annotated[bool, flag("--json", help="Print the result as one line of JSON.")]
 MachinesOption = Annotated[str | None, typer.Option(help=MACHINES_HELP)]
+OutOption = Annotated[
+    str | None, typer.Option(metavar="DIR", help="Folder in which the run's folder is made; default: runs.")
+]
 PrecisionOption = Annotated[str | None, typer.Option(help="fp64, fp32 (default), tf32, bf16 or fp16.")]
+QuietOption = Annotated[
+    bool, flag("--quiet", "-q", help="Show no plan and no progress: only messages, errors and the result.")
+]
 RendezvousOption = Annotated[str | None, typer.Option(metavar="HOST:PORT", help=RENDEZVOUS_HELP)]
 SeedOption = Annotated[
     int | None, typer.Option(help="Seed of weights, sample order, dropout and augmentation; default: 0.")
@@ -83,20 +89,11 @@ WorkersOption = Annotated[
 ]
 
 
-def split_options(task: str | None, words: Sequence[str] | None) -> tuple[str | None, dict[str, str] | None]:
-    """The task, which a resumed run may leave out, and the options behind it."""
-    if task is not None and "=" in task and not os.path.exists(task):
-        return None, parse_options([task, *(words or ())])
-    return task, parse_options(words or ()) or None
-
-
-def refuse_broken(words: Iterable[str]) -> None:
+def refuse_broken(words: Iterable[str], where: str = "on the command line") -> None:
     """Refuse control characters and broken UTF-8, which would garble messages or fail later."""
     for word in words:
         if re.search(f"[{BREAKS_LINES}]", word):
-            raise BadInput(
-                f"{shorten(ascii(word))} on the command line holds a control character, or bytes that are not UTF-8"
-            )
+            raise BadInput(f"{shorten(ascii(word))} {where} holds a control character, or bytes that are not UTF-8")
 
 
 def _show_version(wanted: bool) -> None:
@@ -115,9 +112,9 @@ def root(
 
 
 @contextmanager
-def progress(total: int | None = None) -> Iterator[Callable[..., None]]:
+def progress(total: int | None = None, quiet: bool = False) -> Iterator[Callable[..., None]]:
     """`progress_bar`, which also reports Ctrl-C."""
-    with progress_bar(total) as report:
+    with nullcontext(lambda *_: None) if quiet else progress_bar(total) as report:
         try:
             yield report
         except KeyboardInterrupt:
@@ -153,6 +150,15 @@ def error_console() -> Console:
     return Console(stderr=True, highlight=False, emoji=False)
 
 
+def print_whole(table: Table, console: Console) -> None:
+    """Print a table without folding its cells: a path that is cut cannot be copied."""
+    console.width = MOST_IN_A_LINE
+    with console.capture() as captured:
+        console.print(table)
+    for line in captured.get().splitlines():
+        print(line.rstrip())
+
+
 def print_notes(notes: Iterable[str]) -> None:
     from evenstep.report.terminal import without_control
 
@@ -182,8 +188,6 @@ def main() -> None:
 
 def _show_task_options(words: Sequence[str]) -> None:
     """Below the help of a command that names a task: what can be set in it."""
-    from rich.table import Table
-
     from evenstep.task import find_task, options_of
 
     spec = words[1] if words[0] in ("train", "verify", "compare") and len(words) > 1 else "-"

@@ -17,7 +17,9 @@ from evenstep.cli.app import (
     DataOption,
     JsonOption,
     OptionsArgument,
+    OutOption,
     PrecisionOption,
+    QuietOption,
     SeedOption,
     TaskArgument,
     ThreadsOption,
@@ -26,9 +28,9 @@ from evenstep.cli.app import (
     flag,
     progress,
 )
+from evenstep.cli.settings import SettingsOption, need_task
 from evenstep.errors import EvenstepError
 from evenstep.strategy_facts import STRATEGIES, with_processes
-from evenstep.task import parse_options
 
 if TYPE_CHECKING:
     from evenstep.report.comparison import Comparison
@@ -46,8 +48,9 @@ evenstep compare my_task.py --devices cuda:0/cuda:0,cuda:1 --precision bf16
 
 @app.command(epilog=EXAMPLES)
 def compare(
-    task: TaskArgument,
+    task: TaskArgument = None,
     options: OptionsArgument = None,
+    settings: SettingsOption = None,
     devices: Annotated[
         str,
         typer.Option(
@@ -73,6 +76,8 @@ def compare(
         bool, flag("--sync-batchnorm", help=f"Use SyncBatchNorm under {with_processes()}.")
     ] = False,
     name: Annotated[str | None, typer.Option(help="The folder, runs/NAME; default: by date and task.")] = None,
+    out: OutOption = None,
+    quiet: QuietOption = False,
     as_json: JsonOption = False,
 ) -> None:
     """Measure the speed of strategies on your task: a table, a recommendation, and an HTML page in runs/."""
@@ -80,6 +85,7 @@ def compare(
     from evenstep.compare import compare as measure
     from evenstep.report.terminal import show_comparison
 
+    task, given = need_task(task, options, settings, "compare")
     choices = {"batch": batch, "precision": precision, "workers": workers, "threads": threads, "data": data}
     request = CompareRequest(
         source=task,
@@ -88,10 +94,10 @@ def compare(
         rounds=rounds,
         steps=steps,
         sync_batchnorm=sync_batchnorm,
-        choices={**choices, "seed": seed, "name": name, "options": parse_options(options or ())},
+        choices={**choices, "seed": seed, "name": name, "out": out, "options": given},
         command=shlex.join(["evenstep", *sys.argv[1:]]),
     )
-    with progress() as log:
+    with progress(quiet=quiet) as log:
         comparison, folder = measure(request, log)
     page, why_not = _page(comparison, folder)
     if as_json:

@@ -14,25 +14,28 @@ from rich.console import Console
 from evenstep.cli.app import (
     MACHINES_HELP,
     RENDEZVOUS_HELP,
-    TASKS,
     BatchOption,
     DataOption,
     JsonOption,
     MachinesOption,
     OptionsArgument,
+    OutOption,
     PrecisionOption,
+    QuietOption,
     RendezvousOption,
     SeedOption,
+    TaskArgument,
     ThreadsOption,
     WorkersOption,
     app,
     error_console,
     flag,
     print_notes,
+    print_whole,
     progress,
     refuse_broken,
-    split_options,
 )
+from evenstep.cli.settings import SettingsOption, choose_task
 from evenstep.strategy_facts import DEFAULT, REFERENCE, STRATEGIES, one_of, usual_strategies
 
 _SUMMARIES = "\n\n".join(f"{row.name}: {row.summary}" for row in STRATEGIES.values())
@@ -49,6 +52,8 @@ evenstep train digits --strategy ddp --devices 2
 
 evenstep train my_task.py lr=0.1 width=128 --devices 2
 
+evenstep train --config run.toml --batch 256
+
 evenstep train my_task.py --strategy fsdp --devices 4 --batch 512 --epochs 10 --precision bf16
 
 evenstep train --resume runs/2026-11-15-digits-ddp --epochs 20
@@ -57,11 +62,9 @@ evenstep train --resume runs/2026-11-15-digits-ddp --epochs 20
 
 @app.command(epilog=TRAIN_EXAMPLES)
 def train(
-    task: Annotated[
-        str | None,
-        typer.Argument(help=TASKS),
-    ] = None,
+    task: TaskArgument = None,
     options: OptionsArgument = None,
+    settings: SettingsOption = None,
     strategy: Annotated[
         str | None,
         typer.Option(
@@ -85,8 +88,10 @@ def train(
         float | None, typer.Option(help="Maximum norm for gradient clipping; default: no clipping.")
     ] = None,
     name: Annotated[
-        str | None, typer.Option(help="Name of the run folder, runs/NAME; default: from date, task and strategy.")
+        str | None,
+        typer.Option(help="Name of the run folder, runs/NAME; default: from date, task, options and strategy."),
     ] = None,
+    out: OutOption = None,
     checkpoint_every: Annotated[
         int | None,
         typer.Option(metavar="STEPS", help="Save a checkpoint every STEPS steps, as well as after each epoch."),
@@ -172,13 +177,14 @@ def train(
         int | None,
         typer.Option(metavar="N", help="Stop after N evaluations without a better value of the --best metric."),
     ] = None,
+    quiet: QuietOption = False,
     as_json: JsonOption = False,
 ) -> None:
     """Train a task on one device or many."""
     choices: dict[str, Any] = {
-        key: value for key, value in locals().items() if key not in ("task", "as_json", "suggest")
+        key: value for key, value in locals().items() if key not in ("task", "settings", "as_json", "suggest", "quiet")
     }
-    task, choices["options"] = split_options(task, options)
+    task, choices["options"] = choose_task(task, options, settings)
     if suggest:
         _suggest(task, choices, as_json)
         return
@@ -186,11 +192,11 @@ def train(
 
     prepared, connection = prepare_run(task, choices)
     print_notes(prepared.notes)
-    if not as_json and connection.is_head:
+    if not as_json and not quiet and connection.is_head:
         errors = error_console()
         errors.print(prepared.plan.describe(), style="dim", markup=False)
         errors.print(f"\n{prepared.plan.arithmetic(prepared.lengths)}", style="bold", markup=False)
-    record = watch(prepared, connection, is_command=True)
+    record = watch(prepared, connection, progress=not quiet, is_command=True)
     if connection.is_head:
         _finish(record, as_json)
 
@@ -226,7 +232,7 @@ def _finish(record: Any, as_json: bool) -> None:
     if summary.shown:
         console.print(without_control(summary.shown), markup=False)
         console.print()
-    console.print(summary_table(summary))
+    print_whole(summary_table(summary), console)
     if summary.audit is not None:
         console.print(summary.audit["sentence"], markup=False, soft_wrap=True)
 
@@ -284,6 +290,7 @@ def run(
     rendezvous: Annotated[
         str | None, typer.Option("--rendezvous", "--rdzv-endpoint", metavar="HOST:PORT", help=RENDEZVOUS_HELP)
     ] = None,
+    out: OutOption = None,
     standalone: Annotated[
         bool, typer.Option("--standalone", hidden=True, help="Accepted for torchrun: the default without --machines.")
     ] = False,
@@ -298,4 +305,5 @@ def run(
     refuse_option(script)
     arguments = context.args[1:] if context.args[:1] == ["--"] else context.args
     num = count_processes(devices)
-    run_script(Script(script, tuple(arguments), num, module, fresh, restarts, stall_after, machines, rendezvous))
+    what = Script(script, tuple(arguments), num, module, fresh, restarts, stall_after, machines, rendezvous)
+    run_script(what, out)

@@ -19,16 +19,18 @@ from evenstep.cli.app import (
     DataOption,
     JsonOption,
     OptionsArgument,
+    OutOption,
+    QuietOption,
     TaskArgument,
     app,
     flag,
     print_notes,
     progress,
 )
+from evenstep.cli.settings import SettingsOption, need_task
 from evenstep.errors import EvenstepError, PlanError
 from evenstep.schema import check
 from evenstep.strategy_facts import REFERENCE, STRATEGIES, usual_strategies
-from evenstep.task import parse_options
 
 if TYPE_CHECKING:
     from evenstep.launcher.prepare import Prepared
@@ -49,8 +51,9 @@ evenstep verify my_task.py --accumulate 2 --precision bf16 --json
 
 @app.command(epilog=EXAMPLES)
 def verify(
-    task: TaskArgument,
+    task: TaskArgument = None,
     options: OptionsArgument = None,
+    settings: SettingsOption = None,
     strategies: Annotated[
         str | None,
         typer.Option(
@@ -81,14 +84,17 @@ def verify(
     ] = None,
     data: DataOption = None,
     keep: Annotated[bool, flag("--keep", help="Keep the runs that were compared.")] = False,
+    out: OutOption = None,
+    quiet: QuietOption = False,
     as_json: JsonOption = False,
 ) -> None:
     """Check that each strategy matches training on one device; if not, show where it differs and why (exit code 1)."""
-    from evenstep.plan import Whole
+    from evenstep.plan import RUNS, Whole
 
+    task, given = need_task(task, options, settings, "verify")
     check("steps", steps, Whole, PlanError)
     check("accumulate", accumulate, Whole, PlanError)
-    from evenstep.launcher.prepare import RUNS, free_name, label_of, load_strategies, prepare
+    from evenstep.launcher.prepare import free_name, label_of, load_strategies, prepare
     from evenstep.verify import Depth, judged, settled
     from evenstep.verify.configurations import configs_of, plan_of
 
@@ -99,10 +105,11 @@ def verify(
         "precision": precision,
         "seed": seed,
         "data": data,
-        "options": parse_options(options or ()),
+        "options": given,
+        "out": out,
     }
-    name = free_name(label_of(task), "verify")
-    is_first = not RUNS.exists()
+    name = free_name(label_of(task, given), "verify", out or RUNS)
+    is_first = not Path(out or RUNS).exists()
     prepared = prepare(task, {**choices, "name": name, "devices": configs[0].devices[0], "strategy": REFERENCE})
     try:
         for config in configs:
@@ -115,7 +122,7 @@ def verify(
     print_notes(prepared.notes)
     try:
         # An estimate: looking for a cause takes more runs.
-        with progress(total=2 + 4 * len(configs)) as log:
+        with progress(2 + 4 * len(configs), quiet) as log:
             depth = Depth(steps, sync_batchnorm=sync_batchnorm, from_single=True, log=log)
             for config, verdict in judged(prepared, configs, prepared.folder, depth):
                 verdicts[config] = verdict

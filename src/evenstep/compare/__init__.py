@@ -19,6 +19,7 @@ from evenstep.compare.measure import Block, measure, usual
 from evenstep.errors import EvenstepError, PlanError, Preempted
 from evenstep.launcher.launch import run_in_processes, variant
 from evenstep.launcher.prepare import Prepared, free_name, label_of, load_strategies, prepare
+from evenstep.plan import RUNS
 from evenstep.record import PARTS, Measurement, Record
 from evenstep.report.comparison import Comparison, LargerBatch, Parity, Range, Row
 from evenstep.report.recommend import advise, best
@@ -60,7 +61,8 @@ def compare(request: CompareRequest, log: Callable[[str], None] = lambda line: N
     """Measure every configuration, and write the comparison beside its Records; returns it and its folder."""
     load_strategies(request.strategies, request.source, request.choices.get("seed"))
     configs = find_configs(request.strategies, request.devices)
-    name = request.choices.get("name") or free_name(label_of(request.source), "compare")
+    label = label_of(request.source, request.choices.get("options", {}))
+    name = request.choices.get("name") or free_name(label, "compare", request.choices.get("out") or RUNS)
     first = {"strategy": REFERENCE, "devices": list(configs[0].devices), "name": name}
     base = prepare(request.source, {**request.choices, **first})
     try:

@@ -29,7 +29,7 @@ from evenstep.strategy_facts import STRATEGIES
 
 DYING_SECONDS = 1.0
 """How long after its pipes close a killed process may take to be reported as dead."""
-MULTI_PROCESS_OPTIONS = ("--devices", "--strategy", "--restarts", "--machines", "--resume", "--plan")
+MULTI_PROCESS_OPTIONS = ("--devices", "--strategy", "--restarts", "--machines", "--resume", "--plan", "--config")
 DEVICES = ("--devices", "--nproc-per-node", "--nproc_per_node")
 NO_VALUE = ("-m", "--module", "--fresh", "--standalone")
 """Options of `run` that no value follows."""

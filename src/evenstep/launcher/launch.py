@@ -28,12 +28,12 @@ from evenstep.errors import CheckpointError, EvenstepError, PlanError, Preempted
 from evenstep.launcher.failure import cause, report, stopped_where
 from evenstep.launcher.hang import FIRST_SECONDS, LEAST_SECONDS, exit_on_stall
 from evenstep.launcher.logs import with_trace
-from evenstep.launcher.prepare import RUNS, Prepared, label_of, prepare, prepare_from_plan, write_plan
+from evenstep.launcher.prepare import Prepared, label_of, prepare, prepare_from_plan, write_plan
 from evenstep.launcher.rendezvous import LocalRendezvous, Rendezvous
 from evenstep.launcher.rendezvous.slurm import Slurm, find_slurm
 from evenstep.launcher.rendezvous.version_check import Identity, identity_of, sources_of_task
 from evenstep.launcher.supervisor import Launch, Supervisor
-from evenstep.plan import Plan, parse_rendezvous, read_plan
+from evenstep.plan import RUNS, Plan, parse_rendezvous, read_plan
 from evenstep.record import KINDS, Record
 from evenstep.report.terminal import Progress
 from evenstep.sampling.rng import host_state, restore_host_state
@@ -101,7 +101,7 @@ def _for_slurm(slurm: Slurm, source: Source, choices: Mapping[str, Any]) -> dict
     """The choices, with defaults from Slurm's environment."""
     chosen = {name: value for name, value in choices.items() if value is not None}
     if source is not None:
-        chosen.setdefault("name", _job_name(slurm, label_of(source)))
+        chosen.setdefault("name", _job_name(slurm, label_of(source), Path(chosen.get("out") or RUNS)))
     if slurm.has_several_tasks:
         chosen.setdefault("machines", str(slurm.num_tasks))
         chosen.setdefault("rendezvous", slurm.rendezvous)
@@ -109,11 +109,11 @@ def _for_slurm(slurm: Slurm, source: Source, choices: Mapping[str, Any]) -> dict
     return chosen
 
 
-def _job_name(slurm: Slurm, label: str) -> str:
+def _job_name(slurm: Slurm, label: str, out: Path) -> str:
     """A new name for each training of a job; for a requeued job, the name of the run that it began."""
     stem = f"{label}-job{slurm.job}"
     names = [stem, *(f"{stem}-{number}" for number in range(2, 1000))]
-    taken = [name for name in names if (RUNS / name).exists()]
+    taken = [name for name in names if (out / name).exists()]
     if slurm.num_restarts and taken:
         return taken[-1]
     return next(name for name in names if name not in taken)
@@ -121,7 +121,7 @@ def _job_name(slurm: Slurm, label: str) -> str:
 
 def _requeued(source: Source, chosen: Mapping[str, Any], slurm: Slurm | None) -> Prepared | None:
     """The run that a requeued job began, to be continued in its folder; None if there is none."""
-    folder = RUNS / str(chosen.get("name", ""))
+    folder = Path(chosen.get("out") or RUNS) / str(chosen.get("name", ""))
     if slurm is None or not slurm.num_restarts or not os.path.isfile(folder / "plan.json"):
         return None
     prepared = prepare_from_plan(read_plan(folder), source, chosen)
@@ -156,12 +156,13 @@ ELSEWHERE = "the checkpoints are on the first machine"
 def watch(prepared: Prepared, rendezvous: Rendezvous, progress: bool = True, is_command: bool = False) -> Record:
     """Carry the plan out, show its progress, and read its Record.
 
-    A command may exit when it hangs; a notebook's process must survive.
+    A command may exit when it hangs, and shows messages without progress; a notebook's process must survive.
     """
     if is_command:
         put_off_compiler()
     is_head = rendezvous.is_head
-    with Progress(prepared.num_steps, quiet=not progress, is_bare=not is_head) as shown:
+    is_silent = not progress and not is_command
+    with Progress(prepared.num_steps, quiet=is_silent, is_bare=not is_head, shows_steps=progress) as shown:
         try:
             events = _run(prepared, rendezvous, is_command)
             if prepared.plan.profile is not None and is_head:
@@ -239,7 +240,7 @@ def refuse_fork_after_cuda() -> None:
 
 def variant(base: Prepared, folder: Path, *, steps: int, **changes: Any) -> Prepared:
     """The same task for this many steps, with some fields of its plan changed."""
-    plan = replace(base.plan, name=folder.name, steps=steps, epochs=None, **changes)
+    plan = replace(base.plan, name=folder.name, out=str(folder.parent), steps=steps, epochs=None, **changes)
     write_plan(folder, plan)
     return replace(base, plan=plan, folder=folder, num_steps=plan.num_steps(base.lengths))
 

@@ -22,7 +22,7 @@ from evenstep.data.adapt import AdaptedData, adapt
 from evenstep.distributed.devices import check_devices, choose_devices, num_cores
 from evenstep.errors import PlanError, TaskError, shorten
 from evenstep.launcher.preflight import probe
-from evenstep.plan import IN_THIS_PROCESS, Plan, Seed, parse_devices, parse_machines, read_plan
+from evenstep.plan import IN_THIS_PROCESS, RUNS, Plan, Seed, parse_devices, parse_machines, read_plan
 from evenstep.report.terminal import without_control
 from evenstep.sampling.order import Lengths, Order, lengths_of
 from evenstep.sampling.rng import seed_everything
@@ -33,17 +33,20 @@ from evenstep.task import (
     NO_OPTIONS,
     Task,
     TaskFunction,
+    absolute_spec,
     call_task,
     describe,
     find_task,
     read_options,
     refuse_untrusted,
     spec_of,
+    split_spec,
 )
 
-RUNS = Path("runs")
 DEFAULT_BATCH = 64
-PER_START = ("name", "machines", "rendezvous", "requeue", "profile")
+MOST_CHARACTERS = 95
+"""Of a run's name, of which a number may become part."""
+PER_START = ("name", "out", "machines", "rendezvous", "requeue", "profile")
 """Fields of one start, which a repeated or resumed run does not take over."""
 PER_COMMAND = ("allow_pickle",)
 """Fields that only a command may set, not a file: they allow code to run."""
@@ -74,13 +77,18 @@ def prepare(source: str | TaskFunction | Task | None, choices: Mapping[str, Any]
     chosen = {name: value for name, value in choices.items() if value is not None}
     base = _base(chosen)
     if source is None:
-        source = _named(base.get("task"), str(chosen.get("resume") or choices.get("plan")))
+        flag = "--resume" if "resume" in chosen else "--plan"
+        source = _named(base.get("task"), flag, str(chosen.get("resume") or choices.get("plan")))
     spec = spec_of(source)
     if "steps" in chosen:
         base.pop("epochs", None)
     elif "epochs" in chosen:
         base.pop("steps", None)
-    values = {**base, **chosen, **_devices(chosen, base), "task": spec or IN_THIS_PROCESS}
+    task_spec = absolute_spec(spec) if spec is not None else IN_THIS_PROCESS
+    values = {**base, **chosen, **_devices(chosen, base), "task": task_spec}
+    if os.path.exists(values.get("data", "")):
+        # As the task: a resume may start in another folder.
+        values["data"] = os.path.abspath(values["data"])
     before = base.get("options", {}) if _is_same_file(spec, base.get("task")) else {}
     values["options"] = {**before, **chosen.get("options", {})}
     load_strategies(str(values["strategy"]), source, values.get("seed"))
@@ -95,6 +103,10 @@ def prepare(source: str | TaskFunction | Task | None, choices: Mapping[str, Any]
     with _users_code():
         found = find_task(source) if isinstance(source, str) else source
         draft = replace(draft, options=msgspec.to_builtins(read_options(found, draft.options), enc_hook=str))
+        if "name" not in values:
+            draft = replace(
+                draft, name=free_name(label_of(source, values["options"], found), draft.strategy, draft.out)
+            )
         task = call_task(found, draft.data, draft.options)
         train = adapt(task.train, task.collate, task.sampler)
         plan = _completed(draft, values, task, train)
@@ -116,7 +128,7 @@ def prepare(source: str | TaskFunction | Task | None, choices: Mapping[str, Any]
 
 def _is_same_file(spec: str | None, other: str | None) -> bool:
     """Whether two specs name a task of one file or module, or neither names any."""
-    files = [os.path.realpath((one or IN_THIS_PROCESS).partition(":")[0]) for one in (spec, other)]
+    files = [os.path.realpath(split_spec(one or IN_THIS_PROCESS)[0]) for one in (spec, other)]
     return files[0] == files[1]
 
 
@@ -147,11 +159,11 @@ def _users_code() -> Iterator[None]:
         os.chdir(home)
 
 
-def _named(spec: str | None, named_by: str) -> str:
+def _named(spec: str | None, flag: str, named_by: str) -> str:
     """The task that a plan or a checkpoint names; printed before it is imported, since importing runs it."""
     if spec is None or spec == IN_THIS_PROCESS:
         raise PlanError("no task given; try: evenstep train digits")
-    file = refuse_untrusted(spec, named_by)
+    file = refuse_untrusted(spec, flag, named_by)
     if file is not None and os.path.exists(file):
         print(without_control(f"importing {file}, which {named_by} names"), file=sys.stderr)
     return spec
@@ -162,7 +174,7 @@ def prepare_from_plan(plan: Plan, source: str | TaskFunction | Task | None, own:
 
     `own` holds the choices that may differ between machines: the devices.
     """
-    spec = spec_of(source) if source is not None else _named(plan.task, "the plan of this run")
+    spec = spec_of(source) if source is not None else _named(plan.task, "--plan", "the plan of this run")
     if spec is None:
         raise PlanError("on many machines a task comes from a file or a module: evenstep train my_task.py --machines 2")
     given = parse_devices(str(own["devices"])) if own.get("devices") else None
@@ -170,13 +182,13 @@ def prepare_from_plan(plan: Plan, source: str | TaskFunction | Task | None, own:
     check_devices(devices)
     seed_everything(plan.seed)
     with _users_code():
+        plan = replace(plan, task=absolute_spec(spec), data=own.get("data") or plan.data)
         task = call_task(find_task(spec), plan.data, plan.options)
         order = adapt(task.train, task.collate, task.sampler).order(plan.seed, plan.batch)
         cwd = os.getcwd()
-    folder = RUNS / plan.name
-    write_plan(folder, plan)
+    write_plan(plan.folder, plan)
     plan = replace(plan, devices=devices, allow_pickle=bool(own.get("allow_pickle")))
-    return Prepared(plan, task, folder, lengths_of(order), cwd=cwd)
+    return Prepared(plan, task, plan.folder, lengths_of(order), cwd=cwd)
 
 
 def write_plan(folder: Path, plan: Plan) -> None:
@@ -227,7 +239,7 @@ def _draft(values: dict[str, Any], label: str) -> Plan:
     """The plan as far as it is known; small ones stand for a batch and a length that the task sets."""
     machines = parse_machines(str(values["machines"]))[1] if values.get("machines") else 1
     smallest = machines * len(values["devices"]) * max(1, int(values.get("accumulate", 1)))
-    stand_ins: dict[str, Any] = {"batch": smallest, "name": free_name(label, values["strategy"])}
+    stand_ins: dict[str, Any] = {"batch": smallest, "name": label}
     if "epochs" not in values and "steps" not in values:
         stand_ins["epochs"] = 1
     draft = Plan(**{**stand_ins, **values})
@@ -295,11 +307,16 @@ def _devices(chosen: Mapping[str, Any], base: Mapping[str, Any]) -> dict[str, An
     return {"strategy": strategy, "devices": devices}
 
 
-def label_of(source: str | TaskFunction | Task, options: Mapping[str, Any] = NO_OPTIONS) -> str:
-    """The task's name, and the options that were given, as part of a folder's name."""
+def label_of(
+    source: str | TaskFunction | Task, options: Mapping[str, Any] = NO_OPTIONS, found: TaskFunction | Task | None = None
+) -> str:
+    """The task's file and function, and the options that were given, as part of a folder's name."""
     if isinstance(source, str):
-        module, _, name = source.partition(":")
-        label = Path(module).stem if module.endswith(".py") else name or module
+        module, name = split_spec(source)
+        name = name or getattr(found, "__name__", None)
+        is_plain = source in BUILT_IN or name in (None, "task", Path(module).stem)
+        label = Path(module).stem if module.endswith(".py") else module.rpartition(".")[2]
+        label = label if is_plain else f"{label}-{name}"
     else:
         label = str(getattr(source, "__name__", "task"))
         file = getattr(sys.modules.get(getattr(source, "__module__", "")), "__file__", None)
@@ -308,11 +325,12 @@ def label_of(source: str | TaskFunction | Task, options: Mapping[str, Any] = NO_
     return re.sub(r"[^\w.=]+", "-", label).strip("-.")[:100].rstrip("-.") or "task"
 
 
-def free_name(label: str, what: str) -> str:
+def free_name(label: str, what: str, out: str = RUNS) -> str:
     """An unused run name: the date, the task, and the strategy or the command."""
-    stem = f"{datetime.date.today().isoformat()}-{label}-{what}"
+    date, what = datetime.date.today().isoformat(), what[:20]
+    stem = f"{date}-{label[: MOST_CHARACTERS - len(date) - len(what) - 2].rstrip('-.')}-{what}"
     name, number = stem, 1
-    while os.path.exists(RUNS / name):
+    while os.path.exists(Path(out) / name):
         number += 1
         name = f"{stem}-{number}"
     return name
@@ -329,15 +347,17 @@ def _resumed(plan: Plan) -> tuple[Plan, list[str]]:
 
 
 def _make_folder(plan: Plan) -> Path:
-    folder = RUNS / plan.name
+    folder, out = plan.folder, Path(plan.out)
     try:
-        if not RUNS.is_dir():
-            RUNS.mkdir()
+        if not out.is_dir():
+            out.mkdir(parents=True)
         folder.mkdir()
         _write_json(folder, plan)
     except FileExistsError:
-        if not RUNS.is_dir():
-            raise PlanError(f"{RUNS} is a file, and runs need a folder of that name; move the file") from None
+        if not out.is_dir():
+            raise PlanError(
+                f"{out} is a file, and runs need a folder of that name; move the file, or give another --out"
+            ) from None
         if plan.resume is not None and Path(plan.resume).is_relative_to(folder.resolve()):
             raise PlanError(
                 f"{folder} is the run given to --resume, and the new run needs its own folder: "
@@ -347,6 +367,6 @@ def _make_folder(plan: Plan) -> Path:
     except OSError as error:
         raise PlanError(
             f"{folder} cannot be written: {os.strerror(error.errno or 0)}; "
-            "start in a folder that you can write to, or free space"
+            "start in a folder that you can write to, give another --out, or free space"
         ) from error
     return folder

@@ -27,7 +27,7 @@ from evenstep.launcher.rendezvous.slurm import find_slurm
 from evenstep.launcher.rendezvous.version_check import Identity, identity_of, sources_of_file, sources_of_module
 from evenstep.launcher.supervisor import Launch, Supervisor
 from evenstep.launcher.variables import threads_for_script
-from evenstep.plan import check_patience, parse_machines, parse_rendezvous
+from evenstep.plan import RUNS, check_patience, parse_machines, parse_rendezvous
 from evenstep.report.terminal import Progress
 from evenstep.worker.main import ProgramSpec, run_function, run_program
 
@@ -135,14 +135,14 @@ def count_processes(given: str) -> int:
     return counts[given]
 
 
-def run_script(script: Script) -> None:
-    """Run it: rank 0's output is shown, other ranks' warnings too; all logs are in a folder below runs/."""
+def run_script(script: Script, out: str | None = None) -> None:
+    """Run it: rank 0's output is shown, other ranks' warnings too; all logs are in a folder below `out`, or runs/."""
     if not script.is_module and not os.path.isfile(script.name):
         raise PlanError(f"{script.name} does not exist; write: evenstep run [OPTIONS] SCRIPT [ARGS]")
     _check(script.num, script.restarts, script.stall_after)
     spec, rendezvous = script.spec(), _rendezvous(script)
     launch = Launch(
-        _folder(script.name if script.is_module else Path(script.name).stem),
+        _folder(script.name if script.is_module else Path(script.name).stem, out or RUNS),
         script.num,
         run_program,
         spec,
@@ -250,9 +250,9 @@ def _watch(supervisor: Supervisor) -> None:
             shown.show(event)
 
 
-def _folder(label: str) -> Path:
+def _folder(label: str, out: str = RUNS) -> Path:
     stamp = datetime.datetime.now().strftime("%Y-%m-%d-%H%M%S")
-    path = Path("runs") / f"{stamp}-{re.sub(r'[^0-9A-Za-z_.-]+', '-', label)}"
+    path = Path(out) / f"{stamp}-{re.sub(r'[^0-9A-Za-z_.-]+', '-', label)}"
     number = 1
     while True:
         try:

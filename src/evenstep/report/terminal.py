@@ -45,13 +45,17 @@ def without_control(text: str) -> str:
 class Progress:
     """Shows steps and evaluations as they come; on stderr, so that stdout stays for results."""
 
-    def __init__(self, num_steps: int | None, *, quiet: bool = False, is_bare: bool = False) -> None:
+    def __init__(
+        self, num_steps: int | None, *, quiet: bool = False, is_bare: bool = False, shows_steps: bool = True
+    ) -> None:
+        """`quiet` shows nothing; without `shows_steps`, only messages are shown."""
         self.console = Console(stderr=True, quiet=quiet, highlight=False, emoji=False)
         self._num_steps = num_steps
+        self._shows_steps = shows_steps
         self._recent: list[Step] = []
         self._logged_at = time.monotonic()
         self._bar: Bar | None = None
-        if self.console.is_terminal and not quiet and not is_bare:
+        if self.console.is_terminal and shows_steps and not quiet and not is_bare:
             self._bar = Bar(
                 TextColumn("[bold]epoch {task.fields[epoch]}"),
                 BarColumn(),
@@ -74,7 +78,11 @@ class Progress:
             self._bar.stop()
 
     def show(self, event: Row | str) -> None:
-        if isinstance(event, Step):
+        if isinstance(event, str):
+            self.log(event)
+        elif not self._shows_steps:
+            return
+        elif isinstance(event, Step):
             self._show_step(event)
         elif isinstance(event, Evaluation):
             values = "  ".join(f"{name} {value:.4f}" for name, value in event.values.items())
@@ -82,8 +90,6 @@ class Progress:
             self.log(f"epoch {event.epoch + 1}  step {event.step}  {train}valid: {values}")
         elif isinstance(event, EpochEnd):
             self.log(f"epoch {event.epoch + 1}  step {event.step}  train loss {event.train_loss:.4f}")
-        elif isinstance(event, str):
-            self.log(event)
 
     def log(self, line: str) -> None:
         """Print a line above the bar; control bytes of whoever wrote it do not reach the terminal."""

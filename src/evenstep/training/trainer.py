@@ -428,7 +428,7 @@ class Trainer:
 
     def _is_best(self, evaluation: Evaluation) -> bool:
         """Whether it is the best so far; from now on it is known as that."""
-        return self.best.add(evaluation, str(self._short_folder / files.FOLDER / files.step_name(evaluation.step)))
+        return self.best.add(evaluation, str(self.plan.folder / files.FOLDER / files.step_name(evaluation.step)))
 
     def _gather_peaks(self) -> None:
         self.spans.begin(EVALUATING)
@@ -488,7 +488,7 @@ class Trainer:
         return {**self.peaks, **devices.peak_bytes(self.team.world)}
 
     def _sum_up(self, shown: str | None, seconds: float) -> Summary:
-        run = self._short_folder
+        run = self.plan.folder
         return Summary(
             strategy=self.plan.strategy,
             devices=list(self.plan.devices),
@@ -506,11 +506,6 @@ class Trainer:
             best=self.best.best,
             stopped=self.stopped,
         )
-
-    @property
-    def _short_folder(self) -> Path:
-        """runs/name, as everybody calls it, wherever it lies."""
-        return Path(*self.folder.parts[-2:])
 
 
 def _call_scheduler(task: Task, optimizer: torch.optim.Optimizer, num_steps: int | None) -> LRScheduler:

@@ -10,10 +10,10 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
+from pathlib import Path
 
 from evenstep.errors import PlanError, TrainingError
 from evenstep.internals import TCPStore
-from evenstep.launcher.prepare import RUNS
 from evenstep.launcher.rendezvous.addresses import (
     JOIN_SECONDS,
     LOOPBACK,
@@ -45,6 +45,7 @@ from evenstep.launcher.rendezvous.tunnel import (
 )
 from evenstep.launcher.rendezvous.version_check import Identity
 from evenstep.launcher.variables import TOKEN, TOKEN_FILE
+from evenstep.plan import RUNS
 
 HEAD_SECONDS = 300.0
 TOKEN_SECONDS = 10.0
@@ -103,7 +104,7 @@ def host_run(address: Address, identity: Identity) -> StoreAccess:
 
 
 def _host_with_own_token(address: Address, identity: Identity, bound: socket.socket, store: TCPStore) -> StoreAccess:
-    token, file, is_slurm = make_token(), TokenFile(RUNS, address), find_slurm() is not None
+    token, file, is_slurm = make_token(), TokenFile(Path(RUNS), address), find_slurm() is not None
     # Holding the port gives this process the file named after it; write it before answering any machine.
     file.write(token)
     try:
@@ -143,7 +144,7 @@ def join_run(address: Address, identity: Identity) -> StoreAccess:
     is_reported = False
     while True:
         try:
-            found = token or _token_of_slurm(address) or TokenFile(RUNS, address).read()
+            found = token or _token_of_slurm(address) or TokenFile(Path(RUNS), address).read()
             if found:
                 return _access(TunnelClient(address, found, identity), deadline)
         except WrongToken as error:
@@ -219,5 +220,5 @@ def _wait_for(address: Address, deadline: float) -> None:
 def _same_token(address: Address) -> str:
     return (
         f"give it to this machine as {TOKEN}, or in a file as {TOKEN_FILE}. It is the one set on {address[0]}, or "
-        f"the one that the command there printed and wrote to {TokenFile(RUNS, address).path}"
+        f"the one that the command there printed and wrote to {TokenFile(Path(RUNS), address).path}"
     )

@@ -15,7 +15,7 @@ from pathlib import Path
 import torch
 
 import evenstep
-from evenstep.task import BUILT_IN
+from evenstep.task import BUILT_IN, split_spec
 
 MOST_NAMED = 4
 MAX_CHARACTERS = 80
@@ -66,7 +66,7 @@ def sources_of_task(spec: str) -> dict[str, str]:
     """Hashes of a task's sources; none for a built-in task."""
     if spec in BUILT_IN:
         return {}
-    module = spec.partition(":")[0]
+    module, _ = split_spec(spec)
     return sources_of_file(Path(module)) if module.endswith(".py") else sources_of_module(module)
 
 

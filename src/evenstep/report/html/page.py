@@ -263,7 +263,7 @@ def runs_page(runs: Sequence[ReadRun]) -> Page:
     names = distinct([record.plan.name for record in records])
     by_name = dict(zip(names, runs, strict=True))
     times = {name: run.step_seconds for name, run in by_name.items()}
-    tasks = list(dict.fromkeys(record.plan.task for record in records))
+    tasks = list(dict.fromkeys(record.plan.task_name for record in records))
     return Page(
         title=", ".join(tasks[:3]) + (" …" if len(tasks) > 3 else ""),
         about=names[0] if len(names) == 1 else f"{len(names)} runs",

@@ -85,7 +85,7 @@ def _run(name: str, run: ReadRun, metrics: Sequence[str]) -> list[str]:
     plan, values = record.plan, record.evaluations[-1].values if record.evaluations else {}
     return [
         name,
-        plan.task,
+        plan.task_name,
         plan.strategy,
         devices(plan.devices),
         f"{plan.batch:,}",

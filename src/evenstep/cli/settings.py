@@ -1,0 +1,135 @@
+"""`--config run.toml`: the options of a command and of its task, from a file; the command line wins."""
+
+from __future__ import annotations
+
+import difflib
+import inspect
+import os
+import tomllib
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Annotated, Any, get_args, get_type_hints
+
+import typer
+
+from evenstep.cli.app import refuse_broken
+from evenstep.errors import MAX_CHARACTERS, BadInput, PlanError, shorten
+from evenstep.schema import read_value
+from evenstep.task import parse_options, refuse_untrusted
+
+OPTIONS = "options"
+"""The table of the task's options."""
+ONLY_TYPED = ("allow-pickle", "config")
+"""What a file may not set: it would allow code to run."""
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What a file of settings holds."""
+
+    path: str
+    task: str | None = None
+    options: dict[str, Any] = field(default_factory=dict)
+    """Of the task."""
+    flags: dict[str, Any] = field(default_factory=dict)
+    """Of the command."""
+
+
+def read_settings(path: str) -> Settings:
+    """Read a TOML file; which command it is for, only `_apply` knows."""
+    if not os.path.isfile(path):
+        raise BadInput(f"{shorten(path)} does not exist; --config takes a TOML file, with lines such as batch = 64")
+    try:
+        with open(path, "rb") as file:
+            values = tomllib.load(file)
+    except (OSError, ValueError, RecursionError) as error:
+        raise BadInput(f"{shorten(path)} is not TOML: {shorten(str(error))}") from error
+    refuse_broken(_texts(values), f"in {shorten(path)}")
+    task, options = values.pop("task", None), values.pop(OPTIONS, {})
+    if not isinstance(task, str | None):
+        raise BadInput(f'{shorten(path)}: task is {shorten(repr(task))}; write a text, such as "my_task.py"')
+    if not isinstance(options, dict):
+        raise BadInput(f"{shorten(path)}: options is {shorten(repr(options))}; write [options], and below it lr = 0.1")
+    return Settings(path, task, options, values)
+
+
+def _texts(value: Any) -> Iterator[str]:
+    """All keys and texts, however deep."""
+    if isinstance(value, str):
+        yield value
+    parts = [*value, *value.values()] if isinstance(value, dict) else value if isinstance(value, list) else ()
+    for part in parts:
+        yield from _texts(part)
+
+
+def _apply(context: typer.Context, settings: Settings | None) -> Settings | None:
+    """Make the file's values the defaults of the command."""
+    if settings is None:
+        return None
+    assert context.command.callback is not None
+    types = get_type_hints(inspect.unwrap(context.command.callback))
+    flags = {flag: str(one.name) for one in context.command.params for flag in one.opts if one.name in types}
+    known = {flag.removeprefix("--"): name for flag, name in flags.items() if flag.startswith("--")}
+    defaults: dict[str, Any] = {}
+    for key, value in settings.flags.items():
+        name = key.replace("_", "-")
+        if name in ONLY_TYPED:
+            raise BadInput(f"{settings.path}: {name} cannot be set in a file; write --{name} on the command line")
+        if name not in known:
+            raise BadInput(f"{settings.path}: {_unknown(key, known, context)}")
+        defaults[known[name]] = _read(f"{settings.path}: {key}", value, types[known[name]])
+    context.default_map = {**(context.default_map or {}), **defaults}
+    return settings
+
+
+def _unknown(key: str, known: Mapping[str, Any], context: typer.Context) -> str:
+    names = [*(name for name in known if name not in ONLY_TYPED), "task"]
+    close = difflib.get_close_matches(key[:MAX_CHARACTERS].replace("_", "-"), names, n=1)
+    advice = f"did you mean {close[0]}? Options" if close else "options"
+    return f"{context.command_path} has no option {shorten(key)}; {advice} of the task stand below [options]"
+
+
+def _read(where: str, value: Any, kind: Any) -> Any:
+    """A value of an option's type, without Typer's conversions, which take 1.5 for a whole number; a list is a text."""
+    (kind,) = [one for one in get_args(kind) or (kind,) if one is not type(None)]
+    words = value if isinstance(value, list) else [value]
+    if kind is str and all(isinstance(word, str | int) and not isinstance(word, bool) for word in words):
+        return ",".join(map(str, words))
+    return read_value(where, value, kind, BadInput, is_text=False)
+
+
+SettingsOption = Annotated[
+    Settings | None,
+    typer.Option(
+        "--config",
+        metavar="FILE",
+        parser=read_settings,
+        callback=_apply,
+        is_eager=True,
+        help="TOML file of options: batch = 64; those of the task below [options]. The command line wins.",
+    ),
+]
+
+
+def choose_task(
+    task: str | None, words: Sequence[str] | None, settings: Settings | None
+) -> tuple[str | None, dict[str, Any] | None]:
+    """The task and its options, from the command line and the file; a resumed run may leave the task out."""
+    words = words or ()
+    if task is not None and "=" in task and not os.path.exists(task):
+        task, words = None, (task, *words)
+    given: dict[str, Any] = {**(settings.options if settings else {}), **parse_options(words)}
+    if task is None and settings is not None and settings.task is not None:
+        refuse_untrusted(settings.task, "--config", settings.path)
+        task = settings.task
+    return task, given or None
+
+
+def need_task(
+    task: str | None, words: Sequence[str] | None, settings: Settings | None, verb: str
+) -> tuple[str, dict[str, Any]]:
+    """The same, for a command that cannot do without a task."""
+    chosen, options = choose_task(task, words, settings)
+    if chosen is None:
+        raise PlanError(f"no task given; try: evenstep {verb} digits")
+    return chosen, options or {}

@@ -117,7 +117,7 @@ def choose_task(
     """The task and its options, from the command line and the file; a resumed run may leave the task out."""
     words = words or ()
     if task is not None and "=" in task and not os.path.exists(task):
-        task, words = None, (task, *words)
+        words, task = (task, *words), None
     given: dict[str, Any] = {**(settings.options if settings else {}), **parse_options(words)}
     if task is None and settings is not None and settings.task is not None:
         refuse_untrusted(settings.task, "--config", settings.path)

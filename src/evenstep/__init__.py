@@ -14,11 +14,12 @@ if TYPE_CHECKING:
     from evenstep.record import Record
     from evenstep.sampling import samplers
     from evenstep.task import Task
+    from evenstep.training.in_loss import gather
     from evenstep.training.run import Run
     from evenstep.training.team import join
 
 __version__ = "0.1.0"
-__all__ = ["EvenstepError", "Plan", "Record", "Run", "Scaler", "Task", "join", "launch", "samplers", "train"]
+__all__ = ["EvenstepError", "Plan", "Record", "Run", "Scaler", "Task", "gather", "join", "launch", "samplers", "train"]
 
 # Found when first asked for: torch takes a second to import, and `evenstep --help` should not wait for it.
 _WHERE = {
@@ -28,6 +29,7 @@ _WHERE = {
     "Run": "evenstep.training.run",
     "Scaler": "evenstep.data.feature_scaler",
     "Task": "evenstep.task",
+    "gather": "evenstep.training.in_loss",
     "join": "evenstep.training.team",
     "launch": "evenstep.launcher.script",
     "train": "evenstep.launcher.launch",

@@ -158,6 +158,7 @@ def test_the_public_names_are_these_and_each_is_there() -> None:
         "Run",
         "Scaler",
         "Task",
+        "gather",
         "join",
         "launch",
         "samplers",

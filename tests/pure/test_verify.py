@@ -604,7 +604,7 @@ def test_samples_are_laid_side_by_side_with_those_of_theparts_of(column: Any, is
 
 def test_a_mean_of_means_is_explained_with_its_factor() -> None:
     found = {"cut": {"kind": "weighted", "whole": 1.0, "by_parts": 1.2, "factor": 1.31, "sizes": [5, 4, 7]}}
-    cause = loss(found, can_gather=True)
+    cause = loss(found)
     assert cause is not None
     assert "one part of the batch weighs 1.31 times as much as its samples do" in cause.sentence
     assert cause.evidence == ("one batch in parts of 5 + 4 + 7: loss 1 as a whole, 1.2 from its parts",)

@@ -14,7 +14,7 @@ So memory is even: device 0 holds no more than the others.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any, TypeVar
 
@@ -22,6 +22,7 @@ import torch
 from torch import nn
 
 from evenstep.distributed.devices import return_to_default_stream
+from evenstep.distributed.rows import MeetingLeft
 from evenstep.distributed.spans import drive_replica
 from evenstep.distributed.world import World
 from evenstep.internals import (
@@ -78,7 +79,7 @@ class Replicas(DistributedModel):
             thread.submit(self._work, device, work, *replica_arguments)
             for thread, device, replica_arguments in zip(self._threads, self._world.devices, arguments, strict=False)
         ]
-        return [future.result() for future in futures]
+        return _results(futures)
 
     def _work(self, device: torch.device, work: Callable[..., T], *arguments: Any) -> T:
         try:
@@ -142,6 +143,14 @@ class Replicas(DistributedModel):
     def _pairs(self) -> list[tuple[int, int]]:
         num = len(self.models)
         return [(owner, other) for owner in range(num) for other in range(num) if other != owner]
+
+
+def _results(futures: Sequence[Future[T]]) -> list[T]:
+    """What all replicas return; the first error, and before others those that are not the result of another's."""
+    errors = [error for future in futures if (error := future.exception()) is not None]
+    if errors:
+        raise next((error for error in errors if not isinstance(error, MeetingLeft)), errors[0])
+    return [future.result() for future in futures]
 
 
 def _balanced(sizes: Sequence[int], num_owners: int) -> list[list[int]]:

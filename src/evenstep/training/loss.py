@@ -17,6 +17,7 @@ from evenstep.errors import TaskError
 from evenstep.strategies.base import NOTHING, DistributedModel, call, go_back, on, separate
 from evenstep.task import Amount
 from evenstep.training.batchnorm import standing_in
+from evenstep.training.in_loss import LossContext
 from evenstep.training.precision import Precision
 
 if TYPE_CHECKING:
@@ -166,11 +167,12 @@ class ReplicaBackward:
     loss: Callable[..., Amount]
     models: tuple[DistributedModel, ...]
     totals: LossTotal
+    context: LossContext
 
     def __call__(self, is_last: bool, replica: int, micro_batch: MicroBatch) -> None:
         device = self.world.devices[replica]
         # In backward too, where activation checkpointing runs the forward again.
-        with on(device), NOTHING if micro_batch.num_samples else standing_in():
+        with on(device), self.context.on(replica), NOTHING if micro_batch.num_samples else standing_in():
             self.world.spans.begin(FORWARD)
             with self.precision.autocast(device):
                 amount = call(self.models, replica, self.loss, micro_batch.inputs)

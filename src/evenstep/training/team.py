@@ -38,7 +38,15 @@ from evenstep.errors import NonFiniteLoss, PlanError, TaskError
 from evenstep.internals import foreach_mul_
 from evenstep.monitor.nonfinite import NonFiniteMean, explain
 from evenstep.plan import PrecisionName
-from evenstep.sampling.rng import Draws, derive_seed, replica_seed, seed_devices, seed_everything
+from evenstep.sampling.rng import (
+    Draws,
+    derive_seed,
+    replica_seed,
+    restore_rng_states,
+    rng_states,
+    seed_devices,
+    seed_everything,
+)
 from evenstep.schema import check_choice
 from evenstep.strategies.base import (
     NOTHING,
@@ -52,6 +60,7 @@ from evenstep.strategies.base import (
 from evenstep.strategy_facts import DEFAULT, DEFAULT_IN_ONE_PROCESS, REFERENCE, STRATEGIES, with_processes
 from evenstep.task import Amount
 from evenstep.training.evaluation import Evaluator, Means, named
+from evenstep.training.in_loss import LossContext
 from evenstep.training.loss import LossTotal, MeanLoss, ReplicaBackward, as_sum
 from evenstep.training.optim import refuse_closure, refuse_sharded, step_optimizer
 from evenstep.training.precision import Precision
@@ -178,6 +187,8 @@ class Team:
         self.strategy = load_strategy(strategy)
         self.models: list[DistributedModel] = []
         """What `wrap` returned."""
+        self.called_in_loss: set[str] = set()
+        """What losses have called of `evenstep.training.in_loss`."""
         self.requests = Requests()
         self._refusals = Refusals(world)
         self.current: Batch | None = None
@@ -267,7 +278,8 @@ class Team:
             return self.compute_gradients(models, batch, partial(self._on_replicas, loss, models, batch), repeat)
 
     def _on_replicas(self, loss: Loss, models: tuple[DistributedModel, ...], batch: Batch, totals: LossTotal) -> None:
-        backward = ReplicaBackward(self.world, self.precision, loss, models, totals)
+        context = LossContext(self.world, batch, self.called_in_loss)
+        backward = ReplicaBackward(self.world, self.precision, loss, models, totals, context)
         for number, per_replica in enumerate(batch.micro_batches, 1):
             is_last = number == len(batch.micro_batches)
             with models[0].sync_gradients(is_last):
@@ -354,10 +366,10 @@ class Team:
                 num_samples = batch.span.stop
                 if can_stop and number % BATCHES_BETWEEN_AGREEMENTS == 0:
                     self._stop_together()
+                context = LossContext(self.world, batch)
                 for per_replica in batch.micro_batches:
-                    # The first replica decides for all whether gradients are needed, before threads draw numbers.
-                    run = model.run if evaluate.has_succeeded else one_after_another
-                    for measured in run(replica_measure, list(enumerate(per_replica))):
+                    run = model.run if evaluate.has_succeeded else partial(self._try_alone, model, context)
+                    for measured in run(partial(replica_measure, context), list(enumerate(per_replica))):
                         for name, pair in measured.items():
                             sums[name] = sums[name] + pair if name in sums else pair
         # A rank may have met no sample of a kind that another one has a name for.
@@ -371,6 +383,20 @@ class Team:
             work.wait()
         rows = zip(names, table.tolist(), strict=True)
         return Means({name: total / count if count else math.nan for name, (total, count) in rows}, num_samples)
+
+    def _try_alone(
+        self, model: DistributedModel, context: LossContext, work: Callable[..., T], arguments: list[tuple[Any, ...]]
+    ) -> list[T]:
+        """The first replica decides for all whether gradients are needed, before threads draw numbers."""
+        before = rng_states()
+        context.is_alone = len(self.world.devices) > 1
+        found = one_after_another(work, arguments)
+        if not context.is_alone or "gather" not in context.called:
+            return found
+        # What it computed is of no replica's own rows.
+        restore_rng_states(before)
+        context.is_alone = False
+        return model.run(work, arguments)
 
     def _stop_together(self) -> None:
         """Raise Interrupted on all processes if one of them has a request to stop."""
@@ -394,6 +420,7 @@ class Team:
         function: Callable[..., Mapping[str, Amount]],
         model: DistributedModel,
         evaluate: Evaluator,
+        context: LossContext,
         replica: int,
         micro_batch: MicroBatch,
     ) -> dict[str, torch.Tensor]:
@@ -404,7 +431,7 @@ class Team:
                 return named(model.loss_modules[replica](function, micro_batch.inputs))
 
         home = self.world.device
-        with on(device):
+        with on(device), context.on(replica):
             found = evaluate(values)
         return {name: as_sum(amount, micro_batch.num_samples, name).to(home) for name, amount in found.items()}
 

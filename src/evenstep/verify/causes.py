@@ -272,7 +272,7 @@ def _tests(case: Case) -> list[Callable[[Case], DifferenceCause | None]]:
         # Before the loss: what depends on such a buffer depends on the other samples of its batch.
         lambda case: _buffers(case) if (case.found().get("buffers") or {}).get("read") else None,
         _gathered,
-        lambda case: loss(case.found(), case.can_gather),
+        lambda case: loss(case.found()),
         # Before the ranks are compared: what changes from run to run would look as if it depended on them.
         _config_not_repeated,
         lambda case: by_rank(case.found(), case.on_ranks(), case.config.label, case.is_rough),
@@ -291,7 +291,7 @@ def _tests(case: Case) -> list[Callable[[Case], DifferenceCause | None]]:
 def lies_in_task(case: Case) -> bool:
     """Whether experiments on one device already show why no split of the batch can agree."""
     found = case.found()
-    causes = (captured(found), draws(found, case.is_rough), reading(found), loss(found, case.can_gather))
+    causes = (captured(found), draws(found, case.is_rough), reading(found), loss(found))
     return any(cause is not None for cause in causes)
 
 

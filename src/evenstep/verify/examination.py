@@ -21,6 +21,7 @@ from evenstep.data.batches import digest
 from evenstep.plan import Plan
 from evenstep.strategies.base import copied
 from evenstep.task import Task, describe
+from evenstep.training.in_loss import called_outside
 from evenstep.training.loss import as_sum
 from evenstep.training.team import join
 from evenstep.training.trainer import Event, set_up_torch
@@ -143,12 +144,13 @@ def _cut(bench: Workbench) -> Findings:
         given = {chosen: replace(one, gradients=_thinned(one.gradients)) for chosen, one in outcomes.items()}
         found = cut_up(given, sizes, bench.rounding())
         has_slope = _is_slope(bench, found.unlike, outcomes[WHOLE].norms)
+    more = {"sizes": sizes, "has_slope": has_slope, "gathers": "gather" in called_outside}
     if outcomes[WHOLE].count is None:
-        return {**asdict(found), "sizes": sizes, "has_slope": has_slope}
+        return {**asdict(found), **more}
     # With a (sum, count) pair a sum over samples is correct.
     total = sum(outcomes[part,].loss for part in range(3))
     kind = "sound" if found.kind == "sum" else "pair"
-    return {**asdict(found), "kind": kind, "by_parts": total, "sizes": sizes, "has_slope": has_slope}
+    return {**asdict(found), "kind": kind, "by_parts": total, **more}
 
 
 def _is_slope(bench: Workbench, unlike: Sequence[str], norms: Mapping[str, float]) -> bool | None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Container, Sequence
 from typing import Any
 
-from evenstep.strategy_facts import with_processes
 from evenstep.verify.differences import in_percent
 from evenstep.verify.verdict import DifferenceCause
 
@@ -71,22 +70,24 @@ def reading(found: Found) -> DifferenceCause | None:
     )
 
 
-def loss(found: Found, can_gather: bool) -> DifferenceCause | None:
+def loss(found: Found) -> DifferenceCause | None:
     """A loss of the whole batch that is not the mean of the losses of its parts."""
     cut = found.get("cut") or {}
     kind = cut.get("kind", "sound")
+    if cut.get("gathers"):
+        # Of a part alone, it is the loss of that part.
+        return None
     if kind == "sound" and cut.get("unlike") and cut["has_slope"]:
         return _mixed(
             f"one batch in parts of {_sizes(cut)}: the gradient of {cut['unlike'][0]} is not the mean of those of the "
-            "parts, though it is the derivative of the loss, unchanged by any hook",
-            can_gather,
+            "parts, though it is the derivative of the loss, unchanged by any hook"
         )
     if kind == "sound":
         return None
     losses = f"loss {cut['whole']:.6g} as a whole, {cut['by_parts']:.6g} from its parts"
     evidence = f"one batch in parts of {_sizes(cut)}: {losses}"
     if kind == "mixed":
-        return _mixed(evidence, can_gather)
+        return _mixed(evidence)
     name, sentence, advice = {
         "sum": (
             "sum",
@@ -112,19 +113,14 @@ def loss(found: Found, can_gather: bool) -> DifferenceCause | None:
 BATCH_DEPENDENT = "batch-dependent"
 
 
-def _mixed(evidence: str, can_gather: bool) -> DifferenceCause:
-    gather = (
-        "Let each rank compare with the samples of all: torch.distributed.nn.functional.all_gather"
-        if can_gather
-        else f"Use {with_processes()} in one micro-batch, and a loss that gathers "
-        "(torch.distributed.nn.functional.all_gather)"
-    )
+def _mixed(evidence: str) -> DifferenceCause:
     return DifferenceCause(
         name=BATCH_DEPENDENT,
         sentence="the loss of a sample depends on the other samples of its batch (in-batch negatives, a normalization, "
         "a rank or a router's load over the batch), and each device sees only its own part",
         evidence=(evidence,),
-        advice=f"{gather}; or a loss of each sample alone, or single.",
+        advice="Gather what is compared from all devices, z = evenstep.gather(z), and return the loss of all of it, in "
+        "one micro-batch; or a loss of each sample alone.",
     )
 
 
@@ -133,7 +129,7 @@ def gathered(found: Found, loss_limit: float) -> DifferenceCause | None:
 
     It is known to be the same to `loss_limit`, relative to its size; the parts of a batch must give clearly another.
     """
-    cause, cut = loss(found, can_gather=True), found.get("cut") or {}
+    cause, cut = loss(found), found.get("cut") or {}
     if cause is None or cause.name != BATCH_DEPENDENT:
         return None
     if abs(cut["by_parts"] - cut["whole"]) <= 10 * loss_limit * abs(cut["whole"]):
@@ -143,8 +139,7 @@ def gathered(found: Found, loss_limit: float) -> DifferenceCause | None:
         sentence="the loss gathers from all ranks and is that of the whole batch, but its gradients are not: no "
         "gradient flows back through the gather",
         evidence=(*cause.evidence, "the loss of the first step is that of single, and its gradients are not"),
-        advice="Gather with torch.distributed.nn.functional.all_gather, which sends gradients back; "
-        "torch.distributed.all_gather does not.",
+        advice="Gather with evenstep.gather, which sends gradients back; torch.distributed.all_gather does not.",
     )
 
 

@@ -39,6 +39,7 @@ from evenstep.training.loss import (
     as_pair,
     not_finite,
 )
+from evenstep.training.in_loss import LossContext
 from evenstep.training.optim import Sliced, is_fused
 from evenstep.training.step import Recipe
 
@@ -146,6 +147,7 @@ class Captured:
         """`side` is a stream on which part of a step is captured in parallel."""
         world = recipe.team.world
         self._recipe = recipe
+        self._context = LossContext(world, batch)
         self._num_samples = batch.num_samples
         self.shapes = shapes_of(batch)
         self.choices = Choices.of(recipe.optimizer)
@@ -254,7 +256,7 @@ class Captured:
 
     def _compute(self, replica: int, totals: CapturedLoss) -> None:
         recipe, team = self._recipe, self._recipe.team
-        backward = ReplicaBackward(team.world, team.precision, recipe.loss, (recipe.model,), totals)
+        backward = ReplicaBackward(team.world, team.precision, recipe.loss, (recipe.model,), totals, self._context)
         for number, slots in enumerate(self._slots, 1):
             is_last = number == len(self._slots)
             # Several replicas synchronize outside of their graphs.

@@ -193,6 +193,8 @@ class Fast:
         now = (shapes, Choices.of(self._recipe.optimizer), seen(self._recipe.loss, self._recipe.model.module))
         if shapes is None:
             self._give_up("a batch holds more than tensors in tuples, lists and dicts")
+        elif len(self._world.devices) > 1 and "gather" in self._recipe.team.called_in_loss:
+            self._give_up("in evenstep.gather replicas wait for each other, which a graph of one of them cannot")
         elif drew_on_host():
             self._give_up("it draws random numbers on the host, which a replay would not draw again")
         elif self._before is not None and now[:2] == self._before[:2]:

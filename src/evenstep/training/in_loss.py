@@ -1,0 +1,124 @@
+"""What a loss can call while it is computed: `evenstep.gather`."""
+
+from __future__ import annotations
+
+import threading
+from typing import TYPE_CHECKING
+
+import torch
+
+from evenstep.data.loader import Batch
+from evenstep.distributed.world import World
+from evenstep.errors import TaskError
+from evenstep.sampling.order import share
+
+if TYPE_CHECKING:
+    from evenstep.distributed.rows import Meeting, RowExchange
+
+_thread = threading.local()
+"""`call` is the LossCall that this thread computes."""
+called_outside: set[str] = set()
+"""Which of these functions were called while no batch of a training was computed, as `verify` does."""
+_making_meeting = threading.Lock()
+
+
+def gather(tensor: torch.Tensor) -> torch.Tensor:
+    """The rows of all devices, one for each sample of the global batch, in their order, with gradients.
+
+    def loss(model, batch):
+        one, other = (evenstep.gather(model(view)) for view in batch)
+        return nt_xent(one, other)
+
+    The loss is then that of the whole batch, or of this device's rows against all: both equal one device.
+    """
+    call: LossCall | None = getattr(_thread, "call", None)
+    if call is None:
+        called_outside.add("gather")
+        return tensor
+    return call.context.gather(tensor, call.replica)
+
+
+class LossContext:
+    """One global batch of which losses are computed; the replicas of this process share it."""
+
+    __slots__ = ("_num_micro", "_num_samples", "called", "is_alone", "meeting", "world")
+
+    def __init__(self, world: World, batch: Batch, called: set[str] | None = None) -> None:
+        self.world = world
+        self._num_samples, self._num_micro = batch.num_samples, len(batch.micro_batches)
+        self.called = set() if called is None else called
+        """Names of functions of this module that the loss called."""
+        self.is_alone = False
+        """Whether replicas are tried one after the other, though there are others."""
+        self.meeting: Meeting | None = None
+
+    def on(self, replica: int) -> LossCall:
+        """Around what one replica of this process computes, backward included."""
+        return LossCall(self, replica)
+
+    def gather(self, tensor: torch.Tensor, replica: int) -> torch.Tensor:
+        world = self.world
+        self.called.add("gather")
+        if self._num_micro > 1:
+            raise TaskError(
+                f"evenstep.gather needs the whole batch at once, and --accumulate splits it into {self._num_micro} "
+                "micro-batches;\nleave --accumulate out, and use more devices or a smaller --batch if memory is short"
+            )
+        counts = [len(share(self._num_samples, one, world.num_replicas)) for one in range(world.num_replicas)]
+        _check_rows(tensor, max(1, counts[world.replicas[replica]]))
+        return tensor if world.num_replicas == 1 else self._gathered(tensor, replica, counts)
+
+    def _gathered(self, tensor: torch.Tensor, replica: int, counts: list[int]) -> torch.Tensor:
+        from evenstep.distributed.rows import Meeting, ProcessRows, RepeatedRows, ThreadRows, gather_rows
+
+        world = self.world
+        exchange: RowExchange
+        if len(world.devices) == 1:
+            exchange = ProcessRows(world, counts)
+        elif self.is_alone or world.communication.is_off:
+            exchange = RepeatedRows(replica, counts)
+        else:
+            _refuse_shared_gpu(world)
+            with _making_meeting:
+                self.meeting = self.meeting or Meeting(len(world.devices))
+            exchange = ThreadRows(self.meeting, replica, counts, world.devices[replica])
+        return gather_rows(tensor, exchange)
+
+
+class LossCall:
+    """One replica's call of the loss; inside, the functions of this module know it."""
+
+    __slots__ = ("context", "replica")
+
+    def __init__(self, context: LossContext, replica: int) -> None:
+        self.context, self.replica = context, replica
+
+    def __enter__(self) -> None:
+        _thread.call = self
+
+    def __exit__(self, *error: object) -> None:
+        _thread.call = None
+        if self.context.meeting is not None:
+            self.context.meeting.leave(self.replica)
+
+
+def _check_rows(tensor: torch.Tensor, num_samples: int) -> None:
+    if not isinstance(tensor, torch.Tensor):
+        raise TaskError(f"evenstep.gather takes a tensor, and got a {type(tensor).__name__}")
+    if tensor.ndim and len(tensor) == num_samples:
+        return
+    raise TaskError(
+        f"evenstep.gather takes one row for each sample: there are {num_samples} on this device, and the tensor has "
+        f"shape {tuple(tensor.shape)}.\nGather each view separately, torch.cat([gather(a), gather(b)]), or make rows of "
+        "them: tensor.view(num_samples, -1)"
+    )
+
+
+def _refuse_shared_gpu(world: World) -> None:
+    """Autograd has one thread for each GPU, in which the backwards of two replicas cannot wait for each other."""
+    gpus = [device for device in world.devices if device.type != "cpu"]
+    if len(set(gpus)) < len(gpus):
+        raise TaskError(
+            f"evenstep.gather needs a GPU for each replica, and {gpus[0]} has several; use a strategy with a process "
+            "for each device (--strategy), or name each GPU once"
+        )

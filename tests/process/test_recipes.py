@@ -1,0 +1,27 @@
+"""Every recipe of docs/recipes.md trains as it stands."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+PAGE = (Path(__file__).parents[2] / "docs" / "recipes.md").read_text()
+RECIPES = {
+    title.strip(): blocks
+    for title, text in re.findall(r"^## (.+?)\n(.*?)(?=^## |\Z)", PAGE, re.DOTALL | re.MULTILINE)
+    if (blocks := re.findall(r"^```python\n(.*?)^```", text, re.DOTALL | re.MULTILINE))
+}
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("title", RECIPES)
+def test_a_recipe_trains_on_two_devices(title: str) -> None:
+    for number, source in enumerate(RECIPES[title]):
+        Path(f"recipe_{number}.py").write_text(source)
+        run = [sys.executable, "-m", "evenstep", "train", f"recipe_{number}.py", "--strategy", "ddp", "--steps", "3"]
+        done = subprocess.run([*run, "--devices", "cpu,cpu"], capture_output=True, text=True, timeout=120)
+        assert done.returncode == 0, done.stderr

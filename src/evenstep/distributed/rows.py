@@ -120,7 +120,7 @@ class ThreadRows:
 
 
 class RepeatedRows:
-    """One replica alone stands for all, to try what a loss does with so many rows: no value of it is used."""
+    """One replica's rows, repeated, in place of all: a loss is tried with them, and its values are not used."""
 
     def __init__(self, replica: int, counts: Sequence[int]) -> None:
         self._own, self._num = own_rows(counts, replica), sum(counts)

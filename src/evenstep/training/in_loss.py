@@ -19,7 +19,6 @@ _thread = threading.local()
 """`call` is the LossCall that this thread computes."""
 called_outside: set[str] = set()
 """Which of these functions were called while no batch of a training was computed, as `verify` does."""
-_making_meeting = threading.Lock()
 
 
 def gather(tensor: torch.Tensor) -> torch.Tensor:
@@ -51,6 +50,11 @@ class LossContext:
         self.is_alone = False
         """Whether replicas are tried one after the other, though there are others."""
         self.meeting: Meeting | None = None
+        """Of several replicas in this process."""
+        if len(world.devices) > 1:
+            from evenstep.distributed.rows import Meeting
+
+            self.meeting = Meeting(len(world.devices))
 
     def on(self, replica: int) -> LossCall:
         """Around what one replica of this process computes, backward included."""
@@ -69,18 +73,16 @@ class LossContext:
         return tensor if world.num_replicas == 1 else self._gathered(tensor, replica, counts)
 
     def _gathered(self, tensor: torch.Tensor, replica: int, counts: list[int]) -> torch.Tensor:
-        from evenstep.distributed.rows import Meeting, ProcessRows, RepeatedRows, ThreadRows, gather_rows
+        from evenstep.distributed.rows import ProcessRows, RepeatedRows, ThreadRows, gather_rows
 
         world = self.world
         exchange: RowExchange
-        if len(world.devices) == 1:
+        if self.meeting is None:
             exchange = ProcessRows(world, counts)
         elif self.is_alone or world.communication.is_off:
             exchange = RepeatedRows(replica, counts)
         else:
             _refuse_shared_gpu(world)
-            with _making_meeting:
-                self.meeting = self.meeting or Meeting(len(world.devices))
             exchange = ThreadRows(self.meeting, replica, counts, world.devices[replica])
         return gather_rows(tensor, exchange)
 
@@ -98,7 +100,7 @@ class LossCall:
 
     def __exit__(self, *error: object) -> None:
         _thread.call = None
-        if self.context.meeting is not None:
+        if self.context.meeting is not None and not self.context.is_alone:
             self.context.meeting.leave(self.replica)
 
 

@@ -1,0 +1,53 @@
+"""What a loss can call, on GPUs: the same result, or eager steps with a reason."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+import evenstep
+from evenstep import Record, Task
+from tests.fleet import furthest, newest_weights
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.timeout(240),
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+]
+
+x = torch.randn(330, 12, generator=torch.Generator().manual_seed(0))
+
+
+def contrastive(model: nn.Module, batch: tuple[torch.Tensor]) -> torch.Tensor:
+    one, other = evenstep.gather(model(batch[0])), evenstep.gather(model(batch[0] + 0.1))
+    return F.cross_entropy(one @ other.T, torch.arange(len(one), device=one.device))
+
+
+def trained(strategy: str, devices: str, precision: str = "fp64", **changes: Any) -> Record:
+    usual: dict[str, Any] = {
+        "model": lambda: nn.Sequential(nn.Linear(12, 16), nn.Tanh(), nn.Linear(16, 8)),
+        "train": (x,),
+        "loss": contrastive,
+        "optimizer": lambda parameters: torch.optim.AdamW(parameters, lr=1e-2),
+        "batch": 16,
+    }
+    task = Task(**{**usual, **changes})
+    choices: dict[str, Any] = {"strategy": strategy, "devices": devices, "precision": precision, "name": strategy}
+    return evenstep.train(task, **choices)
+
+
+@pytest.mark.parametrize(("strategy", "devices"), [("dp", "cuda:0,cpu"), ("ddp", "cuda:0,cuda:0")])
+def test_a_loss_that_gathers_equals_one_gpu(strategy: str, devices: str) -> None:
+    one, several = trained("single", "cuda:0"), trained(strategy, devices)
+    assert several.losses == pytest.approx(one.losses, rel=1e-9)
+    assert furthest(newest_weights(Path("runs") / strategy), newest_weights(Path("runs/single"))) < 1e-9
+
+
+def test_replicas_that_share_a_gpu_are_refused() -> None:
+    with pytest.raises(evenstep.EvenstepError, match=r"needs a GPU for each replica, and cuda:0 has several"):
+        trained("dp", "cuda:0,cuda:0")

@@ -111,8 +111,8 @@ def _check_rows(tensor: torch.Tensor, num_samples: int) -> None:
         return
     raise TaskError(
         f"evenstep.gather takes one row for each sample: there are {num_samples} on this device, and the tensor has "
-        f"shape {tuple(tensor.shape)}.\nGather each view separately, torch.cat([gather(a), gather(b)]), or make rows of "
-        "them: tensor.view(num_samples, -1)"
+        f"shape {tuple(tensor.shape)}.\nGather each view separately, torch.cat([gather(a), gather(b)]), or make rows "
+        "of them: tensor.view(num_samples, -1)"
     )
 
 

@@ -30,6 +30,7 @@ from evenstep.internals import (
 )
 from evenstep.monitor.nonfinite import NonFiniteMean, explain
 from evenstep.strategies.base import NOTHING, forget, forget_gradients, on
+from evenstep.training.in_loss import LossContext
 from evenstep.training.loss import (
     HostCopy,
     LossTotal,
@@ -39,7 +40,6 @@ from evenstep.training.loss import (
     as_pair,
     not_finite,
 )
-from evenstep.training.in_loss import LossContext
 from evenstep.training.optim import Sliced, is_fused
 from evenstep.training.step import Recipe
 

@@ -2,8 +2,8 @@
 
 Every replica gets all rows, in the order of the samples. In backward, the gradients that all replicas have for a row
 are summed and go back to the replica that it came from. Each replica's loss is weighted by its share of the samples.
-Since these weights add up to 1, the sum is the gradient of one device, whether a replica returns the loss of all rows or
-that of its own.
+Since these weights add up to 1, the sum is the gradient of one device, whether a replica returns the loss of all rows
+or that of its own.
 """
 
 from __future__ import annotations

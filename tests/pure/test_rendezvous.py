@@ -37,7 +37,7 @@ from evenstep.launcher.rendezvous.auth import (
     open_token,
     seal_token,
 )
-from evenstep.launcher.rendezvous.c10d import KEY, LAST_CALL, C10dRendezvous, SignedState
+from evenstep.launcher.rendezvous.c10d import KEY, LAST_CALL, LONG_CALL, C10dRendezvous, SignedState
 from evenstep.launcher.rendezvous.tunnel import (
     HELLO,
     MAX_UNPROVED_PER_ADDRESS,
@@ -129,6 +129,22 @@ class TestTheStateOfARendezvous:
             "it is no newer"
         )
         assert again.participants == {}
+
+
+def test_a_machine_that_is_known_to_wait_is_waited_for_longer() -> None:
+    backend = SignedState(open_store(), MessageSigner(b"ours"))
+    state, node = _RendezvousState(), _NodeDesc("here", 1, 0)
+    state.participants[node] = 0
+    state.deadline = datetime.now(UTC) + LAST_CALL
+    backend.set_state(pickle.dumps(state))
+    at_first = as_read(backend).deadline
+    backend.times.num_expected = 2
+    assert abs(as_read(backend).deadline - at_first - (LONG_CALL - LAST_CALL)) < timedelta(seconds=0.5)
+    waiting = as_read(backend)
+    waiting.participants[_NodeDesc("there", 1, 0)] = 1
+    _, token = backend.get_state() or (b"", None)
+    backend.set_state(pickle.dumps(waiting), token)
+    assert abs(as_read(backend).deadline - at_first) < timedelta(seconds=0.5)
 
 
 def as_read(backend: SignedState) -> Any:

@@ -62,6 +62,8 @@ NOTHING = "-"
 """The state before any machine joined: a store would block on a missing key."""
 LAST_CALL = timedelta(seconds=3)
 """How long to wait for more machines once the minimum has joined."""
+LONG_CALL = timedelta(seconds=10)
+"""The same, for a machine that is known to wait: without it, the next round would end at once to take it in."""
 LOST_SECONDS = 8.0
 """A machine without a heartbeat for this long is lost."""
 LEAVING_SECONDS = 3.0
@@ -94,7 +96,7 @@ class SignedState(RendezvousBackend):
     def __init__(self, store: Store, signer: MessageSigner) -> None:
         self._store = store
         self._signer = signer
-        self._times = Times()
+        self.times = Times()
         self._latest: Wire | None = None
         self._ask(lambda: store.compare_set(KEY, "", NOTHING))
 
@@ -113,7 +115,7 @@ class SignedState(RendezvousBackend):
 
     def set_state(self, state: bytes, token: Any = None) -> tuple[bytes, Any, bool] | None:
         """Replace what `get_state` found, unless another machine has replaced it first."""
-        wire = self._times.to_wire(pickle.loads(state))
+        wire = self.times.to_wire(pickle.loads(state))
         text = self._signer.sign(KEY, asdict(wire))
         before = token.decode() if isinstance(token, bytes) else NOTHING
         written = self._ask(lambda: self._store.compare_set(KEY, before, text))
@@ -126,7 +128,7 @@ class SignedState(RendezvousBackend):
             self._latest = msgspec.convert(values, Wire)
         if self._latest is None:
             return None
-        return pickle.dumps(self._times.from_wire(self._latest)), message
+        return pickle.dumps(self.times.from_wire(self._latest)), message
 
     def _ask(self, what: Callable[[], T]) -> T:
         try:
@@ -139,6 +141,9 @@ class Times:
     """Converts other machines' time counters to this machine's clock: the time at which a new count was first read."""
 
     def __init__(self) -> None:
+        self.num_expected = 0
+        """Machines to wait longer for."""
+        self._last_call = LAST_CALL
         self._seen: dict[Hashable, tuple[int, float]] = {}
         self._given: dict[Hashable, datetime] = {}
 
@@ -146,7 +151,8 @@ class Times:
         """torch's state, with this machine's times."""
         state = RendezvousState()
         state.round, state.complete, state.closed = wire.round, wire.complete, wire.closed
-        state.deadline = None if wire.deadline is None else self._local(None, wire.deadline) + LAST_CALL
+        self._last_call = LAST_CALL if len(wire.participants) >= self.num_expected else LONG_CALL
+        state.deadline = None if wire.deadline is None else self._local(None, wire.deadline) + self._last_call
         state.participants = {NodeDesc(*node): rank for node, rank in wire.participants}
         state.wait_list = {NodeDesc(*node) for node in wire.wait_list}
         state.redundancy_list = {NodeDesc(*node) for node in wire.redundancy_list}
@@ -159,7 +165,7 @@ class Times:
             round=state.round,
             complete=state.complete,
             closed=state.closed,
-            deadline=None if state.deadline is None else self._number(None, state.deadline - LAST_CALL),
+            deadline=None if state.deadline is None else self._number(None, state.deadline - self._last_call),
             participants=[(_plain(node), rank) for node, rank in state.participants.items()],
             wait_list=[_plain(node) for node in state.wait_list],
             redundancy_list=[_plain(node) for node in state.redundancy_list],
@@ -277,6 +283,7 @@ class C10dRendezvous:
     def next_round(self, num: int, attempt: int, resume: str | None = None) -> RankAssignment | None:
         """Wait for enough machines; ranks follow the order in which machines first joined."""
         self._round = None
+        self._state.times.num_expected = len(self._members) + 1 if self._is_wanted else 0
         found = self._rendezvous()
         if found is None:
             return None

@@ -121,6 +121,18 @@ def measurement(record: Record) -> Measurement:
 
 
 def test_a_comparison_has_a_table_a_recommendation_and_a_page() -> None:
+    ended = compare("my_task.py", "--devices", "2", "--strategies", "ddp", *QUICK, "--name", "mine")
+    assert ended.returncode == 0, ended.stderr
+    assert ended.stdout.count("✓ same") == 1
+    assert "Recommended: " in ended.stdout
+    assert "Bottleneck: " in ended.stdout
+    assert "page  runs/mine/page.html" in ended.stdout
+    assert "ddp x 2" in Path("runs/mine/page.html").read_text()
+    assert [row.label for row in Comparison.read("runs/mine").rows] == ["single", "ddp x 2"]
+
+
+@pytest.mark.slow
+def test_a_comparison_of_all_strategies_measures_each_in_turn() -> None:
     ended = compare("my_task.py", "--devices", "1,2", *QUICK, "--name", "mine")
     assert ended.returncode == 0, ended.stderr
     for label in ("single", "dp x 2", "ddp x 2", "fsdp x 2"):
@@ -188,7 +200,19 @@ def test_the_gradients_travel_between_backward_and_the_optimizer(blocks: dict[st
 
 
 def test_ctrl_c_ends_it_with_nothing_left_running() -> None:
-    command = [sys.executable, "-m", "evenstep", "compare", "my_task.py", "--strategies", "ddp", "--rounds", "50"]
+    command = [
+        sys.executable,
+        "-m",
+        "evenstep",
+        "compare",
+        "my_task.py",
+        "--strategies",
+        "ddp",
+        "--rounds",
+        "50",
+        "--steps",
+        "6",
+    ]
     with subprocess.Popen(command, stderr=subprocess.PIPE, stdout=subprocess.DEVNULL, text=True) as process:
         assert process.stderr is not None
         for line in process.stderr:

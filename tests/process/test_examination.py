@@ -60,6 +60,7 @@ def causes(found: dict[str, Any], is_rough: bool) -> Iterator[DifferenceCause | 
     yield hooks(found)
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize(("case", "name"), CASES.items())
 def test_a_task_taken_apart_shows_its_cause_or_none(findings: dict[str, Any], case: str, name: str | None) -> None:
@@ -69,6 +70,7 @@ def test_a_task_taken_apart_shows_its_cause_or_none(findings: dict[str, Any], ca
     assert (confirmed.name if confirmed is not None else None) == name, found
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(300)
 def test_a_layer_that_is_skipped_is_told_with_the_line_that_draws(findings: dict[str, Any]) -> None:
     cause = draws(findings["opt:fp64*"], is_rough=True)

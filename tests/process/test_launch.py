@@ -94,7 +94,7 @@ def test_trains_on_two_processes_and_prints_its_summary_as_json(task_file: Path)
     assert summary["seconds"] > 0
 
 
-@pytest.mark.parametrize("rank", ["0", "2"])
+@pytest.mark.parametrize("rank", [pytest.param("0", marks=pytest.mark.slow), "2"])
 def test_a_rank_that_raises_is_explained_in_15_lines(task_file: Path, rank: str) -> None:
     done = evenstep("train", "my_task.py", "--devices", "3", FAIL_RANK=rank, FAIL_KIND="raise")
     assert done.returncode == 1

@@ -114,7 +114,9 @@ def test_a_script_finds_a_new_main_process() -> None:
     assert all(mine != theirs for mine, theirs in zip(first["drawn"], second["drawn"], strict=True))
 
 
-@pytest.mark.parametrize(("given", "num"), [({}, 1), ({"OMP_NUM_THREADS": "3"}, 3)], ids=["unset", "set"])
+@pytest.mark.parametrize(
+    ("given", "num"), [({}, 1), pytest.param({"OMP_NUM_THREADS": "3"}, 3, marks=pytest.mark.slow)], ids=["unset", "set"]
+)
 def test_a_script_computes_with_the_threads_that_the_environment_says(given: dict[str, str], num: int) -> None:
     started("evenstep", "run", "--devices", "2", LOOK, **given)
     assert seen(0)["environment"]["OMP_NUM_THREADS"] == str(num)
@@ -161,7 +163,7 @@ def test_an_exception_reaches_the_hook_of_the_script() -> None:
     assert Path("told").read_text() == "ValueError"
 
 
-@pytest.mark.parametrize("how", [(), ("--fresh",)])
+@pytest.mark.parametrize("how", [(), pytest.param(("--fresh",), marks=pytest.mark.slow)])
 def test_a_script_does_not_find_the_token_of_its_launcher(how: tuple[str, ...]) -> None:
     """Neither where it looks, nor in what its process was started with."""
     Path("script.py").write_text("import os\nprint(open('/proc/self/environ').read(), dict(os.environ))\n")

@@ -74,6 +74,7 @@ def test_train_runs_it_in_two_processes(folder: Path) -> None:
     assert json.loads((run / "plan.json").read_text())["strategy"] == "toy"
 
 
+@pytest.mark.slow
 def test_its_run_is_reported_and_resumed_with_and_without_naming_the_task(folder: Path) -> None:
     options = ("--strategy", "toy", "--devices", "cpu,cpu", "--steps", "4", "--name", "first")
     assert evenstep(folder, "train", "my_task.py", *options).returncode == 0

@@ -32,7 +32,9 @@ NEEDS = {
 }
 
 
-@pytest.mark.parametrize("need", NEEDS)
+@pytest.mark.parametrize(
+    "need", [pytest.param(need, marks=() if need == "a compiled model" else pytest.mark.slow) for need in NEEDS]
+)
 def test_a_first_step_does_not_load_it_and_a_real_need_does(need: str) -> None:
     after = 'assert sys.modules["torch._dynamo"].__file__\nassert torch._dynamo is sys.modules["torch._dynamo"]\nstep()'
     code = "\n".join([FIRST_STEP, NEEDS[need], after])

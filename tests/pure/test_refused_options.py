@@ -1,0 +1,38 @@
+"""Options of a task that are refused before anything starts."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from tests.process.test_options import TASK
+from tests.pure.conftest import Ended
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ("lrr=1", "task() has no option lrr; did you mean lr? It has lr, width, sizes"),
+        ("lr=fast", "lr is 'fast'; expected float, got str"),
+        ("kind=elu", "kind is 'elu'; choose tanh or relu; did you mean relu?"),
+        ("sizes=1,x", "sizes is ['1', 'x']; [1]: expected int, got str"),
+        ("width", "width is not an option of the task; write NAME=VALUE, such as lr=0.1"),
+        ("data=here", "the data folder is given as --data"),
+    ],
+)
+def test_a_wrong_one_is_refused_in_one_line_and_nothing_is_left(
+    evenstep: Callable[..., Ended], given: str, said: str
+) -> None:
+    Path("my_task.py").write_text(TASK)
+    done = evenstep("train", "my_task.py", given)
+    assert done.code == 2
+    assert said in done.err
+    assert len(done.err.splitlines()) == 1
+    assert not Path("runs").exists()
+
+
+def test_a_task_without_any_says_how_to_add_one(evenstep: Callable[..., Ended]) -> None:
+    done = evenstep("train", "digits", "lr=1")
+    assert "task() has no option lr: it takes none; add a parameter: def task(lr: float = ...)" in done.err

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
 import math
 import os
@@ -495,6 +496,9 @@ class RecordWriter:
         self._path = run_folder / FILE
         _cut_torn_line(self._path)
         self._file = self._path.open("a", encoding="utf-8")
+        with suppress(OSError):
+            # Held until this process ends, however it ends: `is_written` asks for it.
+            fcntl.flock(self._file, fcntl.LOCK_SH | fcntl.LOCK_NB)
         self._flushed = 0.0
         self._write({"kind": "start", "plan": plan.to_json(), "machine": machine, "data": dict(data or {})})
 
@@ -519,6 +523,32 @@ class RecordWriter:
         """Write what is left, if possible; what must be written was flushed before, with an error if that failed."""
         with suppress(OSError):
             self._file.close()
+
+
+def is_written(path: Path) -> bool:
+    """Whether a process is writing this record file."""
+    with path.open("rb") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return True
+        except OSError:  # a file system without locks
+            return False
+    return False
+
+
+def ends_of(path: Path) -> tuple[Start, list[Start | Row]]:
+    """The first row of a record file, and its last ones: a long run's file is not read for its end."""
+    kinds = ("step", "evaluation", "summary")
+    with path.open("rb") as file:
+        start = next(rows(file, ()), None)
+        if not isinstance(start, Start):
+            raise BadInput(f"{shorten(str(path))} is empty: the run ended before its first line")
+        begin = file.seek(0, os.SEEK_END) - BLOCK_BYTES
+        file.seek(max(0, begin))
+        if begin > 0:
+            file.readline()
+        return start, list(rows(file, kinds))
 
 
 def has_begun(run_folder: Path) -> bool:

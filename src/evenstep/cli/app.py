@@ -17,6 +17,7 @@ from rich.table import Table
 from rich.text import Text
 
 import evenstep
+from evenstep.cli.completion import complete_task
 from evenstep.errors import BREAKS_LINES, MAX_CHARACTERS, STOPPED, BadInput, EvenstepError, shorten
 from evenstep.task import BUILT_IN, Task
 
@@ -35,7 +36,6 @@ _USAGE_ERROR: type[Exception] = typer.BadParameter.__mro__[1]
 app = typer.Typer(
     name="evenstep",
     no_args_is_help=True,
-    add_completion=False,
     rich_markup_mode="rich",
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
@@ -52,7 +52,7 @@ def flag(*names: str, help: str, **more: Any) -> Any:
     return typer.Option(*names, metavar="", help=help, **more)
 
 
-TaskArgument = Annotated[str | None, typer.Argument(help=TASKS)]
+TaskArgument = Annotated[str | None, typer.Argument(help=TASKS, autocompletion=complete_task)]
 OptionsArgument = Annotated[
     list[str] | None,
     typer.Argument(

@@ -1,8 +1,11 @@
-"""`evenstep audit` and `evenstep checkpoint`: looking at what a run has left."""
+"""`evenstep runs`, `evenstep audit` and `evenstep checkpoint`: looking at what a run has left."""
 
 from __future__ import annotations
 
+import dataclasses
 import json
+import math
+import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -10,12 +13,20 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from evenstep.cli.app import JsonOption, app, checkpoint_app
-from evenstep.errors import EvenstepError
+from evenstep.cli.app import JsonOption, app, checkpoint_app, print_whole
+from evenstep.cli.completion import complete_run
+from evenstep.errors import BadInput, EvenstepError, shorten
 
 if TYPE_CHECKING:
     from evenstep.audit import Audit
 
+RUNS_EXAMPLES = """
+[bold]Examples[/bold]
+
+evenstep runs
+
+evenstep runs /data/runs --json
+"""
 AUDIT_EXAMPLES = """
 [bold]Examples[/bold]
 
@@ -26,6 +37,37 @@ evenstep audit runs/mine
 evenstep audit runs/mine runs/mine-resumed runs/mine-resumed-again
 """
 SHOWN_PROBLEMS = 10
+RunArgument = Annotated[
+    Path, typer.Argument(metavar="RUN", help="A run folder or a checkpoint.", autocompletion=complete_run)
+]
+
+
+@app.command(epilog=RUNS_EXAMPLES)
+def runs(
+    folder: Annotated[
+        Path, typer.Argument(metavar="[DIR]", help="The folder of run folders; default: runs.", show_default=False)
+    ] = Path("runs"),
+    as_json: JsonOption = False,
+) -> None:
+    """List runs with their state (running, done, stopped, failed) and result, the latest last."""
+    from evenstep.report.run_list import list_runs, runs_table
+
+    if not os.path.isdir(folder) and folder != Path("runs"):
+        raise BadInput(f"{shorten(str(folder))} is not a folder; give the one that was given to --out")
+    found = list_runs(folder) if os.path.isdir(folder) else []
+    if as_json:
+        print(json.dumps([_finite(dataclasses.asdict(one)) for one in found]))
+    elif not found:
+        print(f"no runs in {folder}; train one: evenstep train digits")
+    else:
+        print_whole(runs_table(found), Console(highlight=False, emoji=False))
+
+
+def _finite(value: Any) -> Any:
+    """JSON has no NaN."""
+    if isinstance(value, dict):
+        return {key: _finite(one) for key, one in value.items()}
+    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 @app.command(epilog=AUDIT_EXAMPLES)
@@ -33,7 +75,9 @@ def audit(
     runs: Annotated[
         list[Path],
         typer.Argument(
-            metavar="RUN", help="Folder of a run trained with --audit, followed by those of runs resumed from it."
+            metavar="RUN",
+            help="Folder of a run trained with --audit, followed by those of runs resumed from it.",
+            autocompletion=complete_run,
         ),
     ],
     as_json: JsonOption = False,
@@ -66,7 +110,7 @@ def _show_audit(found: Audit) -> None:
 
 @checkpoint_app.command()
 def inspect(
-    path: Annotated[Path, typer.Argument(help="A run folder or a checkpoint.")],
+    path: RunArgument,
     as_json: JsonOption = False,
 ) -> None:
     """Check that a checkpoint is complete, and show what it holds; exit code 2 if it is damaged."""

@@ -9,6 +9,7 @@ from typing import Annotated
 import typer
 
 from evenstep.cli.app import app, flag
+from evenstep.cli.completion import complete_run
 from evenstep.errors import BadInput
 
 EXAMPLES = """
@@ -24,7 +25,10 @@ evenstep report --watch runs/2026-11-15-digits-ddp
 
 @app.command(epilog=EXAMPLES)
 def report(
-    runs: Annotated[list[Path], typer.Argument(metavar="RUN", help="Run folders, or the folder of a comparison.")],
+    runs: Annotated[
+        list[Path],
+        typer.Argument(metavar="RUN", help="Run folders, or the folder of a comparison.", autocompletion=complete_run),
+    ],
     out: Annotated[
         Path | None, typer.Option(help="HTML file to write; default: page.html in the first folder.")
     ] = None,

@@ -13,6 +13,7 @@ from typing import Annotated, Any, get_args, get_type_hints
 import typer
 
 from evenstep.cli.app import refuse_broken
+from evenstep.cli.completion import complete_settings
 from evenstep.errors import MAX_CHARACTERS, BadInput, PlanError, shorten
 from evenstep.schema import read_value
 from evenstep.task import parse_options, refuse_untrusted
@@ -106,6 +107,7 @@ SettingsOption = Annotated[
         parser=read_settings,
         callback=_apply,
         is_eager=True,
+        autocompletion=complete_settings,
         help="TOML file of options: batch = 64; those of the task below [options]. The command line wins.",
     ),
 ]

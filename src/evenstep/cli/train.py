@@ -35,6 +35,7 @@ from evenstep.cli.app import (
     progress,
     refuse_broken,
 )
+from evenstep.cli.completion import complete_run, complete_strategy
 from evenstep.cli.settings import SettingsOption, choose_task
 from evenstep.strategy_facts import DEFAULT, REFERENCE, STRATEGIES, one_of, usual_strategies
 
@@ -68,7 +69,8 @@ def train(
     strategy: Annotated[
         str | None,
         typer.Option(
-            help=f"{one_of(STRATEGIES.values())}, see below; default: {REFERENCE} on one device, {DEFAULT} on several."
+            help=f"{one_of(STRATEGIES.values())}, see below; default: {REFERENCE} on one device, {DEFAULT} on several.",
+            autocompletion=complete_strategy,
         ),
     ] = None,
     devices: Annotated[
@@ -100,7 +102,8 @@ def train(
     resume: Annotated[
         str | None,
         typer.Option(
-            help="Run folder or checkpoint to resume (TASK may be left out), or a weights file to start from."
+            help="Run folder or checkpoint to resume (TASK may be left out), or a weights file to start from.",
+            autocompletion=complete_run,
         ),
     ] = None,
     data: DataOption = None,

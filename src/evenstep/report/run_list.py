@@ -1,0 +1,167 @@
+"""The runs of a folder, each with its state and result, from the first and the last rows of their Records."""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+from rich.table import Table
+from rich.text import Text
+
+from evenstep.errors import EvenstepError, shorten
+from evenstep.plan import Plan, read_plan
+from evenstep.record import FILE, Evaluation, Start, Step, Summary, ends_of, is_written
+from evenstep.report import comparison
+from evenstep.report.terminal import number, plain
+
+RunState = Literal["running", "done", "stopped", "failed", "not started", "compared", "unreadable"]
+STYLES = {"running": "cyan", "done": "green", "failed": "red", "unreadable": "red"}
+MOST_RESULT = 60
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunFacts:
+    """One run, as `evenstep runs --json` prints it."""
+
+    run: str
+    state: RunState
+    task: str | None = None
+    options: dict[str, Any] = field(default_factory=dict)
+    strategy: str | None = None
+    devices: list[str] = field(default_factory=list)
+    epochs: int | None = None
+    """Of the plan; or `steps`."""
+    steps: int | None = None
+    epoch: int = 0
+    step: int = 0
+    """The last one that was recorded."""
+    train_loss: float | None = None
+    """Mean over the last epoch if it is done, else the loss of the last step."""
+    valid: dict[str, float] = field(default_factory=dict)
+    """The last evaluation."""
+    best: dict[str, Any] | None = None
+    error: str | None = None
+    changed: float = 0.0
+    """Of the last row, in seconds since 1970."""
+
+
+def list_runs(folder: Path) -> list[RunFacts]:
+    """The runs and comparisons right below a folder; the one that changed last comes last."""
+    found = [_facts(one) for one in sorted(folder.iterdir()) if one.is_dir() and _is_run(one)]
+    return sorted(found, key=lambda one: one.changed)
+
+
+def _is_run(folder: Path) -> bool:
+    return any(os.path.isfile(folder / name) for name in (FILE, "plan.json", comparison.FILE))
+
+
+def _facts(folder: Path) -> RunFacts:
+    try:
+        if os.path.isfile(folder / comparison.FILE):
+            return _of_comparison(folder)
+        return _of_record(folder) if os.path.isfile(folder / FILE) else _of_plan(folder)
+    except (EvenstepError, OSError) as error:
+        return RunFacts(run=str(folder), state="unreadable", error=str(error), changed=folder.stat().st_mtime)
+
+
+def _of_comparison(folder: Path) -> RunFacts:
+    found = comparison.Comparison.read(folder)
+    changed = (folder / comparison.FILE).stat().st_mtime
+    return RunFacts(run=str(folder), state="compared", task=found.task, changed=changed)
+
+
+def _of_plan(folder: Path) -> RunFacts:
+    error = _first_error(folder)
+    values = _of(read_plan(folder))
+    changed = (folder / "plan.json").stat().st_mtime
+    return RunFacts(run=str(folder), state="failed" if error else "not started", error=error, changed=changed, **values)
+
+
+def _of_record(folder: Path) -> RunFacts:
+    path = folder / FILE
+    start, rows = ends_of(path)
+    last: dict[type, Any] = {}
+    for row in rows:
+        if isinstance(row, Start):
+            # Resumed in this folder: what comes is the run's end.
+            last.pop(Summary, None)
+        last[type(row)] = row
+    step, evaluation, summary = last.get(Step), last.get(Evaluation), last.get(Summary)
+    is_running = summary is None and is_written(path)
+    error = _first_error(folder) if summary is None and not is_running else None
+    state: RunState = "done" if summary else "running" if is_running else "failed" if error else "stopped"
+    return RunFacts(
+        run=str(folder),
+        state=state,
+        epoch=step.epoch + 1 if step else 0,
+        step=step.step if step else 0,
+        train_loss=summary.train_loss if summary else step.loss if step else None,
+        valid=summary.valid if summary else evaluation.values if evaluation else {},
+        best=vars(summary.best) if summary and summary.best else None,
+        error=error,
+        changed=path.stat().st_mtime,
+        **_of(Plan.from_json(start.plan)),
+    )
+
+
+def _of(plan: Plan) -> dict[str, Any]:
+    names = ("task", "options", "strategy", "epochs", "steps")
+    return {**{name: getattr(plan, name) for name in names}, "devices": list(plan.devices)}
+
+
+def _first_error(folder: Path) -> str | None:
+    """What the first rank that failed has reported, in the last attempt that left a report."""
+    reports: dict[Path, list[Mapping[str, Any]]] = {}
+    for path in folder.glob("logs/**/rank*.error.json"):
+        reports.setdefault(path.parent, []).append(json.loads(path.read_text()))
+    if not reports:
+        return None
+    latest = max(reports.values(), key=lambda of_attempt: max(int(one["nanoseconds"]) for one in of_attempt))
+    first = min(latest, key=lambda one: (one["is_victim"], int(one["nanoseconds"])))
+    message = f"{first['type']}: {first['message']}".strip().rstrip(":")
+    return (message.splitlines() or [""])[0]
+
+
+def runs_table(runs: Sequence[RunFacts]) -> Table:
+    """One line per run; its name comes last, since it may be long."""
+    table = Table(box=None, pad_edge=False, header_style="bold")
+    for name in ("state", "at", "changed", "result", "run"):
+        table.add_column(name, no_wrap=True)
+    for one in runs:
+        state = Text(one.state, style=STYLES.get(one.state, ""))
+        age = f"{_age(time.time() - one.changed)} ago"
+        table.add_row(state, _position(one), age, plain(shorten(_result(one), MOST_RESULT)), plain(one.run))
+    return table
+
+
+def _position(one: RunFacts) -> str:
+    if one.state in ("compared", "unreadable", "not started"):
+        return "-"
+    if one.state == "done" or (one.steps is None and one.epochs is None):
+        return f"step {one.step}"
+    return f"step {one.step}/{one.steps}" if one.steps else f"epoch {one.epoch}/{one.epochs}"
+
+
+def _result(one: RunFacts) -> str:
+    if one.error is not None:
+        return one.error.splitlines()[0]
+    if one.valid:
+        return "valid " + ", ".join(f"{name} {number(value)}" for name, value in one.valid.items())
+    return f"train loss {number(one.train_loss)}" if one.train_loss is not None else "-"
+
+
+def _age(seconds: float) -> str:
+    """`3 min`, in the largest unit of which there are two.
+
+    >>> _age(30), _age(150), _age(200_000)
+    ('30 s', '2 min', '2 days')
+    """
+    for unit, length in (("days", 86_400), ("h", 3600), ("min", 60)):
+        if seconds >= 2 * length or (unit == "min" and seconds >= length):
+            return f"{seconds // length:.0f} {unit}"
+    return f"{max(0.0, seconds):.0f} s"

@@ -35,7 +35,7 @@ def measure(name: str) -> tuple[float, float]:
     model = team.wrap(MODELS[name]())
     optimizer = torch.optim.Adam(model.parameters())
     check = ReplicaCheck(team.world, model.module)
-    batch = next(iter(team.loader(data, BATCH, compare=False)))
+    batch = next(iter(team.loader(data, BATCH, mine=True)))
 
     def step() -> None:
         team.backward(lambda net, data: F.cross_entropy(net(data[0]), data[1]), model, batch)

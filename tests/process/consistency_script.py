@@ -75,7 +75,7 @@ CASES: dict[str, tuple[Any, dict[str, Any]]] = {
     "periodic": (torch.arange(4.0).repeat(10)[:, None].expand(40, 4), in_order),
     "drawn at random": (Fickle(), {}),
     "a stream changed in place": (Whole(), {"augment": in_place}),
-    "meant to differ": (torch.randn(40, 4, generator=mine), {"compare": False}),
+    "meant to differ": (torch.randn(40, 4, generator=mine), {"mine": True}),
     "deaf": (Deaf(), {}),
     "other data": (torch.randn(40, 4, generator=mine), {}),
     "other order": (numbers, {"sampler": samplers.Curriculum(difficulty)}),

@@ -36,18 +36,17 @@ def by_hand(data: Any) -> dict[str, int]:
     """What a loop counts that looks at every piece of its own."""
     found = {"samples": 0, "positive": 0, "pieces": 0}
     for batch in team.loader(data, batch=16, shuffle=False):
-        for micro_batch in (micro_batch for per_replica in batch.micro_batches for micro_batch in per_replica):
-            (x,) = micro_batch.data if isinstance(micro_batch.data, tuple | list) else (micro_batch.data,)
-            found["samples"] += len(x)
-            found["positive"] += int((x > 0).sum())
-            found["pieces"] += 1
-            model.module(x)
+        (x,) = batch.data if isinstance(batch.data, tuple | list) else (batch.data,)
+        found["samples"] += len(x)
+        found["positive"] += int((x > 0).sum())
+        found["pieces"] += 1
+        model(x)
     return found
 
 
 mine = 1000.0 * rank + torch.arange(40.0)[:, None]
 seen, steps = [], []
-loader = team.loader(mine, batch=8, compare=False)
+loader = team.loader(mine, batch=8, mine=True)
 for batch in loader:
     team.backward(loss, model, batch)
     data = batch.micro_batches[0][0].data
@@ -62,8 +61,8 @@ told = {
     "own": {"seen": sorted(seen), "steps": steps, "epoch": loader.epoch},
     "measured": measured,
     "num_measured": measured.num_samples,
-    "fewer": refusal(lambda: team.loader(mine[: 40 - rank], batch=8, compare=False)),
-    "tensors": refusal(lambda: team.backward(loss, model, (mine, mine))),
+    "fewer": refusal(lambda: team.loader(mine[: 40 - rank], batch=8, mine=True)),
+    "tensors": refusal(lambda: team.backward(loss, model, ("x", 1))),
     "not spread": refusal(lambda: team.backward(loss, nn.Linear(1, 1), batch)),
     "no loader": refusal(lambda: team.evaluate(lambda model, batch: {}, model, [mine])),
     "no metrics": refusal(lambda: team.evaluate(lambda model, batch: batch.mean(), model, loader)),

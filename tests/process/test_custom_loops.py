@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import subprocess
 import sys
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 import torch
@@ -16,19 +18,21 @@ from evenstep.plan import CUSTOM_LOOP
 from evenstep.record import Record
 from evenstep.strategy_facts import STRATEGIES
 from tests.fleet import furthest, newest_weights
-from tests.process import recorded_loop_script
+from tests.process import own_tensors_script, recorded_loop_script
 from tests.process.test_scripts import no_ranks
 from tests.process.test_trackers import events, steps_of
 
-SCRIPT = Path(recorded_loop_script.__file__)
 SLOW = pytest.mark.slow
+STRATEGY = pytest.mark.parametrize(
+    "strategy", [pytest.param("dp", marks=SLOW), "ddp", pytest.param("fsdp", marks=SLOW)]
+)
 
 
-def start(strategy: str, *arguments: str) -> subprocess.CompletedProcess[str]:
-    """The loop in as many processes as the strategy has devices."""
-    command = [sys.executable, "-m", "evenstep", "run", "--devices", "2", str(SCRIPT), strategy, *arguments]
+def start(module: ModuleType, strategy: str, *arguments: str) -> subprocess.CompletedProcess[str]:
+    """A loop in as many processes as the strategy has devices."""
+    command = [sys.executable, "-m", "evenstep", "run", "--devices", "2", str(module.__file__), strategy, *arguments]
     if not STRATEGIES[strategy].processes_per_device:
-        command = [sys.executable, str(SCRIPT), strategy, *arguments]
+        command = [sys.executable, str(module.__file__), strategy, *arguments]
     return subprocess.run(command, capture_output=True, text=True, env=no_ranks(), timeout=100)
 
 
@@ -40,13 +44,13 @@ def report(folder: str) -> str:
     return Path(done.stdout.strip()).read_text()
 
 
-@pytest.mark.parametrize("strategy", [pytest.param("dp", marks=SLOW), "ddp", pytest.param("fsdp", marks=SLOW)])
+@STRATEGY
 def test_a_loop_leaves_the_record_that_one_device_leaves_and_resumes_on_another_strategy(strategy: str) -> None:
     recorded_loop_script.train("single", "runs/alone", 3)
-    failed = start(strategy, "runs/mine", "3", "9")
+    failed = start(recorded_loop_script, strategy, "runs/mine", "3", "9")
     assert failed.returncode == 1
     assert "RuntimeError: lost" in failed.stderr
-    done = start(strategy, "runs/mine", "3")
+    done = start(recorded_loop_script, strategy, "runs/mine", "3")
     assert done.returncode == 0, done.stderr
     alone, mine = Record.read("runs/alone"), Record.read("runs/mine")
     assert [step.step for step in mine.steps] == list(range(1, 19))
@@ -68,6 +72,21 @@ def test_a_loop_leaves_the_record_that_one_device_leaves_and_resumes_on_another_
     assert CUSTOM_LOOP in page
     assert "train --plan" not in page
     assert steps_of(events(Path("runs/mine")), "train/loss") == list(range(1, 19))
+
+
+@STRATEGY
+def test_tensors_that_each_process_brings_are_parts_of_one_batch(strategy: str) -> None:
+    alone = own_tensors_script.train("single", "runs/alone", 12)
+    for steps in ("5", "12"):
+        done = start(own_tensors_script, strategy, "runs/mine", steps)
+        assert done.returncode == 0, done.stderr
+    record = Record.read("runs/mine")
+    assert [step.samples for step in record.steps] == [5, 6, 7, 8] * 3
+    assert record.losses == pytest.approx(Record.read("runs/alone").losses, rel=1e-9)
+    assert furthest(newest_weights(Path("runs/mine")), newest_weights(Path("runs/alone"))) < 1e-9
+    # What model(x) returned, after each step.
+    state = json.loads(Path("runs/mine/checkpoints/latest/state.json").read_text())
+    assert state["outputs"] == pytest.approx(alone, rel=1e-9)
 
 
 def small_run(folder: str | None = "runs/small") -> evenstep.Run:
@@ -111,3 +130,69 @@ def test_what_a_loop_gets_wrong_about_its_record_is_said() -> None:
         small_run(None).log(1.0)
     with pytest.raises(TaskError, match=r"run\.save needs a folder"):
         small_run(None).save()
+
+
+def test_a_batch_is_plain_tensors_where_a_loop_wants_them() -> None:
+    team = evenstep.join("dp", devices=("cpu", "cpu"))
+    x, y = torch.randn(21, 6), torch.arange(21)
+    met = []
+    for batch in team.loader({"x": x, "y": y}, batch=8, accumulate=2):
+        assert torch.equal(batch.data["x"], x[batch.ids])
+        met += batch.data["y"].tolist()
+    assert sorted(met) == list(range(21))
+    for a, b in team.loader((x, y), batch=8):
+        assert torch.equal(a, x[b])
+
+
+def test_a_wrapped_model_can_be_called_and_computes_no_gradients() -> None:
+    team = evenstep.join("dp", devices=("cpu", "cpu"))
+    model = team.wrap(nn.Linear(6, 2))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    x = torch.randn(5, 6)
+    team.backward(lambda model, batch: model(batch).square().mean(), model, x)
+    team.step(optimizer)
+    output = model(x)
+    assert not output.requires_grad
+    assert torch.equal(output, torch.nn.functional.linear(x, model.module.weight, model.module.bias))
+    with pytest.raises(TaskError, match="have 4 and 5 rows"):
+        team.backward(lambda model, batch: model(batch).mean(), model, (x, x[:4]))
+    with pytest.raises(TaskError, match="tensors without rows"):
+        team.backward(lambda model, batch: model(batch).mean(), model, x[:0])
+
+
+@pytest.mark.parametrize("num", [64, 65, 67, 3])
+def test_what_an_evaluation_is_given_are_samples_and_never_one_that_stands_in(num: int) -> None:
+    team = evenstep.join("dp", devices=("cpu", "cpu", "cpu"))
+    model = team.wrap(nn.Linear(1, 1))
+    met: list[float] = []
+
+    def count(model: nn.Module, batch: torch.Tensor) -> dict[str, torch.Tensor]:
+        met.extend(batch[:, 0].tolist())
+        return {"number": batch[:, 0]}
+
+    means = team.evaluate(count, model, team.loader(torch.arange(float(num))[:, None], batch=3 if num == 3 else 16))
+    assert sorted(met) == list(range(num))
+    assert means.num_samples == num
+    assert means["number"] == pytest.approx((num - 1) / 2)
+
+
+@pytest.mark.slow
+def test_a_loop_that_stalls_is_reported_with_its_step() -> None:
+    Path("stalls.py").write_text(
+        """
+import time, torch, evenstep
+team = evenstep.join()
+model = team.wrap(torch.nn.Linear(2, 1))
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+loader = team.loader(torch.randn(40, 2), batch=4)
+for batch in loader:
+    if loader.num_finished == 3 and team.world.rank == 1:
+        time.sleep(1000)
+    team.backward(lambda model, batch: model(batch).mean(), model, batch)
+    team.step(optimizer)
+"""
+    )
+    command = [sys.executable, "-m", "evenstep", "run", "--devices", "2", "--stall-after", "4", "stalls.py"]
+    ended = subprocess.run(command, capture_output=True, text=True, env=no_ranks(), timeout=100)
+    assert ended.returncode == 124
+    assert "rank 0 is waiting for rank 1, which was last seen at step 4" in ended.stderr

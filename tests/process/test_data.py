@@ -364,12 +364,12 @@ def test_all_of_the_data_that_ranks_bring_themselves_is_used(counted: list[dict[
     [
         (
             "fewer",
-            "rank 1 has 39 samples and rank 0 has 40: with compare=False every rank has an equal share of "
+            "rank 1 has 39 samples and rank 0 has 40: with mine=True every rank has an equal share of "
             "each step.\nGive all ranks the same number, such as the first 39",
         ),
         (
             "tensors",
-            "backward takes a batch of Team.loader, and got a tuple; write: "
+            "backward takes a batch of team.loader, or tensors with a row for each sample, and got a tuple; write: "
             "for batch in team.loader(data, batch=64): team.backward(loss, model, batch)",
         ),
         ("not spread", "backward takes what Team.wrap returned, one or a tuple of them, and got Linear"),

@@ -108,7 +108,7 @@ def per_rank(adopted: AdaptedData, num_ranks: int) -> AdaptedData:
     """Separate data on each rank as one data set: each rank reads its own samples, and all are used."""
     if isinstance(adopted.source, Stream):
         raise TaskError(
-            "a stream that differs between ranks (compare=False) may end on one rank before the others; "
+            "a stream that differs between ranks (mine=True) may end on one rank before the others; "
             "give each rank a list of the same length, or the same stream to all ranks"
         )
     ids = np.tile(np.arange(adopted.source.num_samples), num_ranks)

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 MAX_HASHED_BYTES = 1 << 20
 """Bytes of each tensor that go into a digest."""
-_IF_INTENDED = "In a custom loop, use team.loader(..., compare=False) for data that differs between ranks on purpose"
+_IF_INTENDED = "In a custom loop, use team.loader(..., mine=True) for data that differs between ranks on purpose"
 
 
 @dataclass(frozen=True)
@@ -108,12 +108,17 @@ class WorkerFailure:
     message: str
 
 
-def requests(order: Order, batch: int, epoch: int, start: int, num_checked: int) -> Iterator[Request]:
-    """The steps from position `start` of an epoch to its end; ranks compare the first `num_checked`."""
-    length = order.lengths.of(epoch)
-    assert length is not None
-    for number, first in enumerate(range(start, length, batch)):
-        span = Span(epoch, first, min(first + batch, length))
+def requests(order: Order, batch: int, rest: Span, num_checked: int, least: int = 1) -> Iterator[Request]:
+    """The steps of the rest of an epoch; ranks compare the first `num_checked`.
+
+    A last step with fewer than `least` samples is joined with the one before.
+    """
+    length = rest.stop
+    left = len(rest) % batch
+    joins = 0 < left < least and left < len(rest) and order.num_ranks == 1
+    for number, first in enumerate(range(rest.start, length - left if joins else length, batch)):
+        stop = min(first + batch, length)
+        span = Span(rest.epoch, first, length if joins and length - stop == left else stop)
         ids = order.ids(span)
         keys = np.arange(span.start, span.stop) if order.repeats else ids
         yield Request(span, ids, span.stop == length, number < num_checked, keys)
@@ -259,7 +264,7 @@ def check_equal_lengths(world: World, order: Order) -> None:
         if lengths != gathered[0]:
             num, first = (one[0] // world.size for one in (lengths, gathered[0]))
             raise TaskError(
-                f"rank {rank} has {num} samples and rank 0 has {first}: with compare=False every rank has "
+                f"rank {rank} has {num} samples and rank 0 has {first}: with mine=True every rank has "
                 f"an equal share of each step.\nGive all ranks the same number, such as the first {min(num, first)}"
             )
 

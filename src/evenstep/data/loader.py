@@ -7,7 +7,7 @@ from collections.abc import Callable, Generator, Iterator, Mapping
 from contextlib import closing
 from dataclasses import dataclass, replace
 from itertools import islice
-from typing import Any, NoReturn
+from typing import Any
 
 import numpy as np
 import torch
@@ -15,7 +15,7 @@ import torch
 from evenstep.data.batches import BatchDigests, BatchSplit, HostBatch, HostMicroBatch
 from evenstep.data.dataset import Rows, Source, no_rows
 from evenstep.data.iterable import Stream
-from evenstep.data.nested import map_tensors
+from evenstep.data.nested import concatenated, map_tensors
 from evenstep.data.prefetch import (
     MAX_WORKERS,
     NOT_RESIDENT,
@@ -82,18 +82,24 @@ class Batch:
     def num_samples(self) -> int:
         return len(self.span)
 
-    def __iter__(self) -> NoReturn:
-        raise TypeError(
-            "a batch of team.loader is given to team.backward(loss, model, batch); loss(model, batch) receives what "
-            "the data collates to, such as (x, y)"
-        )
+    @property
+    def data(self) -> Data:
+        """The samples of this process as the data collates them; tensors without rows if it has none."""
+        parts = [part.data for part in self._parts if part.num_samples] or [self._parts[0].data]
+        return concatenated(parts)
+
+    def __iter__(self) -> Iterator[Any]:
+        """`x, y = batch`"""
+        return iter(self.data)
 
     @property
     def ids(self) -> Ids:
         """The samples of this process, in the global order."""
-        return np.concatenate(
-            [micro_batch.ids for per_replica in zip(*self.micro_batches, strict=True) for micro_batch in per_replica]
-        )
+        return np.concatenate([part.ids for part in self._parts])
+
+    @property
+    def _parts(self) -> list[MicroBatch]:
+        return [part for per_replica in zip(*self.micro_batches, strict=True) for part in per_replica]
 
     def finish(self) -> None:
         """Mark this step as taken: the loader's position moves past it, once."""
@@ -189,6 +195,8 @@ class Loader:
         if self._whole is None:
             plain = replace(self._options, augment=None, drop_last=False)
             self._whole = self._passes(self._in_order(), plain)
+            # Every replica then has samples of its own, unless the data has fewer than there are replicas.
+            self._whole.least = self._world.num_replicas
         return self._delivered(self._whole.begin(0, 0, 0), None)
 
     def whole_data(self, num_batches: int | None = None) -> Iterator[Data]:

@@ -6,7 +6,7 @@ Unlike `torch.utils._pytree`, these functions also descend into mappings that ar
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -35,6 +35,23 @@ def map_fields(data: Any, function: Callable[[Any], Any]) -> Any:
     if isinstance(data, Mapping):
         return {name: function(value) for name, value in data.items()}
     return function(data)
+
+
+def concatenated(parts: Sequence[Any]) -> Any:
+    """Nested tensors of several parts of a batch, one after the other along the first dimension."""
+    first = parts[0]
+    if len(parts) == 1 or (isinstance(first, torch.Tensor) and not first.ndim):
+        return first
+    if isinstance(first, torch.Tensor):
+        return torch.cat([part.to(first.device) for part in parts])
+    if isinstance(first, Mapping):
+        return _mapping_like(first, {name: concatenated([part[name] for part in parts]) for name in first})
+    if isinstance(first, list) and not any(isinstance(leaf, torch.Tensor) for leaf in leaves(first)):
+        return [value for part in parts for value in part]
+    if isinstance(first, tuple | list):
+        fields = [concatenated(values) for values in zip(*parts, strict=True)]
+        return type(first)(*fields) if hasattr(first, "_fields") else type(first)(fields)
+    return first
 
 
 def leaves(data: Any) -> Iterator[Any]:

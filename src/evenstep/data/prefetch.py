@@ -27,7 +27,7 @@ from evenstep.distributed.process import die_with, set_process_name
 from evenstep.distributed.temporary import make_socket_folder
 from evenstep.errors import TaskError, TrainingError
 from evenstep.internals import end_workers
-from evenstep.sampling.order import Order
+from evenstep.sampling.order import Order, Span
 from evenstep.sampling.rng import Draws
 from evenstep.task import Batch as Data
 
@@ -363,6 +363,8 @@ class Passes:
     options: LoaderOptions
     num_workers: int
     pinned: bool
+    least: int = 1
+    """Samples of a step; a last one with fewer is joined with the step before."""
 
     def __post_init__(self) -> None:
         options = self.options
@@ -380,7 +382,9 @@ class Passes:
         assert self._reader is not None
         assert self.order is not None
         self.source[0].check_length()
-        steps = requests(self.order, self.batch, epoch, start, num_checked)
+        length = self.order.lengths.of(epoch)
+        assert length is not None
+        steps = requests(self.order, self.batch, Span(epoch, start, length), num_checked, self.least)
         if not self.num_workers:
             return map(self._reader.read, steps)
         if self._pool is None:

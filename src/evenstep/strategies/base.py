@@ -90,6 +90,18 @@ class DistributedModel:
         self.weights_of = [list(bound.parameters()) for bound in self.loss_modules]
         """Those of each replica, which get its gradients."""
 
+    def __call__(self, *arguments: Any, **named: Any) -> Any:
+        """The output of the model on this process's first device, without gradients: `team.backward` computes those.
+
+        Where parameters are sharded, all processes call it together.
+        """
+        self.refresh()
+        with torch.no_grad():
+            return self.loss_modules[0](lambda model: model(*arguments, **named))
+
+    def refresh(self) -> None:
+        """Give the first replica of this process the current weights, without waiting for another process."""
+
     def run(self, work: Callable[..., T], arguments: Sequence[tuple[Any, ...]]) -> list[T]:
         """`work(*arguments[i])` for each replica of this process."""
         return one_after_another(work, arguments)

@@ -106,6 +106,10 @@ class Replicas(DistributedModel):
             spans.send("parameters", self.parameters_of[0] * (len(self.models) - 1))
             spans.part("forward")
 
+    @torch.no_grad()
+    def refresh(self) -> None:
+        self._replicate()
+
     def _replicate(self) -> None:
         for owner, receiver in self._pairs():
             _copy(

@@ -167,21 +167,20 @@ class LoopRecord:
             print(warning, file=sys.stderr)
 
 
-def loop_plan(team: Team, loader: Loader | None, folder: Path, log: TrackerName | None) -> Plan:
+def loop_plan(team: Team, loader: Loader, folder: Path, log: TrackerName | None) -> Plan:
     """What a custom loop runs, as far as it is known; all ranks call this."""
     check_name(folder.name)
     world = team.world
     names = world.gather([str(device) for device in (*world.devices, *world.delegated)])
     of_machine = names[: read_local_size() or world.size]
     devices_used = tuple(name for of_rank in of_machine for name in of_rank)
-    batch, accumulate = (loader.batch, loader.accumulate) if loader is not None else (1, 1)
     return Plan(
         task=CUSTOM_LOOP,
         name=folder.name,
         strategy=team.facts.name,
         devices=devices_used,
-        batch=max(batch, len(devices_used) * accumulate),
-        accumulate=accumulate,
+        batch=max(loader.batch, len(devices_used) * loader.accumulate),
+        accumulate=loader.accumulate,
         precision=team.precision.name,
         seed=team.seed,
         log=log,

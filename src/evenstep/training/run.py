@@ -77,7 +77,7 @@ class Run:
         team: Team,
         model: DistributedModel | Mapping[str, DistributedModel],
         optimizer: torch.optim.Optimizer | Mapping[str, torch.optim.Optimizer],
-        loader: Loader,
+        loader: Loader | None = None,
         scheduler: LRScheduler | None = None,
         num_steps: int | None = None,
         *,
@@ -87,7 +87,7 @@ class Run:
         self.team = team
         self.models = _named(model)
         self.optimizers = _named(optimizer)
-        self.loader = loader
+        self.loader = loader if loader is not None else team.own_batches
         self.scheduler = scheduler
         self.num_steps = num_steps
         """What the schedule was made for, where it depends on that."""
@@ -113,7 +113,9 @@ class Run:
         if self.folder is not None:
             from evenstep.training.loop_record import LoopRecord, loop_plan
 
-            self._record = LoopRecord(team, self.folder, loop_plan(team, loader, self.folder, log), loader.facts())
+            self._record = LoopRecord(
+                team, self.folder, loop_plan(team, self.loader, self.folder, log), self.loader.facts()
+            )
             self.before_save = self._record.flush
         elif log is not None:
             raise TaskError('a tracker needs a run folder: Run(..., folder="runs/mine", log="tensorboard")')

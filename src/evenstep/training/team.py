@@ -16,7 +16,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 from weakref import WeakSet
 
 import torch
@@ -64,6 +64,9 @@ from evenstep.training.in_loss import LossContext
 from evenstep.training.loss import LossTotal, MeanLoss, ReplicaBackward, as_sum
 from evenstep.training.optim import refuse_closure, refuse_sharded, step_optimizer
 from evenstep.training.precision import Precision
+
+if TYPE_CHECKING:
+    from evenstep.data.own_batches import OwnBatches
 
 
 class Refusals:
@@ -193,6 +196,7 @@ class Team:
         self._refusals = Refusals(world)
         self.current: Batch | None = None
         """The batch of the last backward."""
+        self._own_batches: OwnBatches | None = None
         self._repeats = 0
         self._keys: tuple[int, list[int]] = (-1, [])
         """The epoch, and the key of dropout's seed for each replica."""
@@ -231,21 +235,21 @@ class Team:
         augment_batch: Callable[[Any, Draws], Any] | None = None,
         workers: int | None = None,
         resident: bool = False,
-        compare: bool = True,
+        mine: bool = False,
         what: str = "train",
     ) -> Loader:
         """This process's part of every global batch of `data`, in the order of `sampler`, or shuffled, or as it is.
 
-        All processes give the same data, and compare what they read in the first batches. `compare=False` is for data
-        that is meant to differ, such as what each process has collected: as many samples on each, all of
-        which are used, an equal part of every batch from each. `what` is its name in messages. `batch` is the global
-        batch; that of a DataLoader, if left out.
+        All processes give the same data, and compare what they read in the first batches. `mine=True` is for data
+        that each process has for itself, such as what it has collected: as many samples on each, all of which are
+        used, an equal part of every batch from each. `what` is its name in messages. `batch` is the global batch; that
+        of a DataLoader, if left out.
         """
         adopted = adapt(data, collate, sampler, what, shuffle=shuffle)
         batch = batch if batch is not None else adopted.batch
         if batch is None:
             raise TaskError("team.loader needs the size of the global batch: team.loader(data, batch=64)")
-        if not compare and self.world.size > 1:
+        if mine and self.world.size > 1:
             adopted = per_rank(adopted, self.world.size)
         order = adopted.order(self.seed, batch)
         if order is not None and order.num_ranks > 1:
@@ -260,20 +264,40 @@ class Team:
             dataset=getattr(data, "dataset", data),
             drop_last=adopted.drop_last,
             resident=resident,
-            compare=compare,
-            fit=self.precision.fit_tensor if self.precision.name == "fp64" else unchanged,
+            compare=not mine,
+            fit=self._fit,
         )
         return Loader(adopted.source, order, self.world, batch, reading)
 
-    def backward(self, loss: Callable[[Any, Any], Amount], model: Models, batch: Batch) -> MeanLoss:
+    @property
+    def _fit(self) -> Callable[[torch.Tensor], torch.Tensor]:
+        return self.precision.fit_tensor if self.precision.name == "fp64" else unchanged
+
+    @property
+    def own_batches(self) -> OwnBatches:
+        """The steps of a loop that has no loader, or none that lasts."""
+        if self._own_batches is None:
+            from evenstep.data.own_batches import OwnBatches
+
+            self._own_batches = OwnBatches(self.world, self._fit)
+        return self._own_batches
+
+    def backward(self, loss: Callable[[Any, Any], Amount], model: Models, batch: Any) -> MeanLoss:
         """Compute the gradients of the global batch; returns its mean loss, a float that knows its `count`.
 
-        Of several models the first is trained, and the others are frozen: `backward(loss, (d, g), batch)`
-        calls `loss((d, g), data)`.
+        `batch` is one of a loader, or tensors with a row for each sample: this process's part of the global batch,
+        which may be larger than another's. Of several models the first is trained, and the others are frozen:
+        `backward(loss, (d, g), batch)` calls `loss((d, g), data)`.
         """
         models = (model,) if isinstance(model, DistributedModel) else _as_tuple(model)
-        _check_batch(batch)
-        repeat = self._repeats + 1 if batch is self.current else 0
+        repeat = 0
+        if not isinstance(batch, Batch):
+            batch = self.own_batches.make(batch)
+            # A second backward before a step: of other samples, at the same position.
+            is_again = self.current is not None and self.current.span == batch.span and not self.current.is_finished
+            repeat = self._repeats + 1 if is_again else 0
+        elif batch is self.current:
+            repeat = self._repeats + 1
         with Frozen(models[1:]) if len(models) > 1 else NOTHING:
             return self.compute_gradients(models, batch, partial(self._on_replicas, loss, models, batch), repeat)
 
@@ -337,8 +361,10 @@ class Team:
         self.world.spans.begin(UPDATE)
         self._refusals.refuse_optimizer(optimizer)
         taken = step_optimizer(optimizer, clip, self.precision.scaler)
-        if self.current is not None:
+        if self.current is not None and not self.current.is_finished:
             self.current.finish()
+            if self._own_batches is not None and self.current.loader is not self._own_batches:
+                self._own_batches.count(self.current)
         return taken
 
     def evaluate(
@@ -451,11 +477,3 @@ def _as_tuple(model: Models) -> tuple[DistributedModel, ...]:
         odd = next((type(one).__name__ for one in models if not isinstance(one, DistributedModel)), "nothing")
         raise TaskError(f"backward takes what Team.wrap returned, one or a tuple of them, and got {odd}")
     return models
-
-
-def _check_batch(batch: Batch) -> None:
-    if not isinstance(batch, Batch):
-        raise TaskError(
-            f"backward takes a batch of Team.loader, and got a {type(batch).__name__}; write: "
-            "for batch in team.loader(data, batch=64): team.backward(loss, model, batch)"
-        )

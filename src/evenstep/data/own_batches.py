@@ -1,0 +1,79 @@
+"""Batches of plain tensors that a custom loop brings itself: what each process collected, or a part of a batch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import numpy as np
+import torch
+
+from evenstep.data.iterable import Stream
+from evenstep.data.loader import Batch, Loader, MicroBatch
+from evenstep.data.nested import leaves, map_tensors
+from evenstep.data.prefetch import LoaderOptions
+from evenstep.distributed.world import World
+from evenstep.errors import TaskError
+from evenstep.sampling.order import Span, share
+
+
+class OwnBatches(Loader):
+    """Where a loop without a loader stands: the steps and samples it has taken. There is nothing to iterate over."""
+
+    def __init__(self, world: World, fit: Callable[[torch.Tensor], torch.Tensor]) -> None:
+        super().__init__(Stream((), None, "own"), None, world, 1, LoaderOptions(workers=0, compare=False, fit=fit))
+
+    def make(self, data: Any) -> Batch:
+        """One step of `data`, this process's part of it: tensors with a row for each sample. All ranks call this."""
+        num = num_rows(data)
+        self._world.heartbeat.step = self.num_finished + 1
+        total = self._total(num)
+        if not total:
+            raise TaskError("backward was given tensors without rows, on every rank; skip such a step")
+        devices = self._world.devices
+        shares = [share(num, replica, len(devices)) for replica in range(len(devices))]
+        parts = [self._part(data, *each) for each in zip(shares, devices, strict=True)]
+        return Batch(Span(0, self.position, self.position + total), [parts], self, False, None)
+
+    def count(self, batch: Batch) -> None:
+        """Count a step whose batch came from a loader."""
+        self.position += batch.num_samples
+        self.num_finished += 1
+
+    def _total(self, num: int) -> int:
+        """The rows of all ranks."""
+        total = torch.tensor([num], dtype=torch.float64)
+        work = self._world.total(total)
+        if work is not None:
+            work.wait()
+        return int(total.item())
+
+    def _part(self, data: Any, own: range, device: torch.device) -> MicroBatch:
+        rows = map_tensors(data, partial(_rows, own=own))
+        inputs = map_tensors(rows, lambda tensor: self._options.fit(tensor.to(device, non_blocking=True)))
+        return MicroBatch(inputs, np.arange(own.start, own.stop), len(own))
+
+
+def num_rows(data: Any) -> int:
+    """The samples of nested tensors, which all have a row for each."""
+    lengths = sorted({len(leaf) for leaf in leaves(data) if isinstance(leaf, torch.Tensor) and leaf.ndim})
+    if not lengths:
+        raise TaskError(
+            f"backward takes a batch of team.loader, or tensors with a row for each sample, and got a "
+            f"{type(data).__name__}; write: for batch in team.loader(data, batch=64): team.backward(loss, model, batch)"
+        )
+    if len(lengths) > 1:
+        raise TaskError(
+            f"the tensors given to backward have {lengths[0]} and {lengths[-1]} rows; each needs a row for each sample"
+        )
+    return lengths[0]
+
+
+def _rows(tensor: torch.Tensor, own: range) -> torch.Tensor:
+    if not tensor.ndim:
+        return tensor
+    if not len(tensor):
+        # It counts for nothing: collectives need every rank.
+        return tensor.new_zeros((1, *tensor.shape[1:]))
+    return tensor[own.start : own.stop] if own else tensor[:1]

@@ -66,7 +66,12 @@ class Task:
     optimizer: Callable[[Iterable[torch.nn.Parameter]], torch.optim.Optimizer]
     valid: Any = None
     metrics: Callable[[Model, Batch], Mapping[str, Amount]] | None = None
-    """Named values of a batch: one per sample (a vector), a mean, or a pair (sum, count)."""
+    """Named values of a batch: one per sample (a vector), a mean, or a pair (sum, count). With `loss` among them, an
+    evaluation does not compute the loss separately."""
+    predict: Callable[[Model, Batch], tuple[Any, Any]] | None = None
+    """(predictions, targets) of a validation batch, for `scores`: tensors or lists, or tuples or dicts of these."""
+    scores: Mapping[str, Any] | None = None
+    """Functions of all predictions and targets of the validation data, or objects with update, compute and reset."""
     scheduler: Callable[..., LRScheduler] | None = None
     """Called with the optimizer, or with the optimizer and the number of steps; counts optimizer steps."""
     augment: Callable[[Any, torch.Generator], Any] | None = None

@@ -102,16 +102,28 @@ class World:
         """The `value` (anything JSON can hold) of every rank, in rank order, on every rank."""
         if self.size == 1:
             return [value]
-        self.heartbeat.collective()
-        mine = torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8)
-        lengths = [torch.zeros(1, dtype=torch.int64) for _ in range(self.size)]
-        dist.all_gather(lengths, torch.tensor([len(mine)]))
-        longest = int(max(lengths))
-        padded = torch.zeros(longest, dtype=torch.uint8)
-        padded[: len(mine)] = mine
-        texts = [torch.empty(longest, dtype=torch.uint8) for _ in range(self.size)]
+        padded, lengths = self._padded(json.dumps(value).encode())
+        texts = [torch.empty_like(padded) for _ in range(self.size)]
         dist.all_gather(texts, padded)
-        return [json.loads(bytes(text[: int(length)].tolist())) for text, length in zip(texts, lengths, strict=True)]
+        return [json.loads(bytes(text[:length].tolist())) for text, length in zip(texts, lengths, strict=True)]
+
+    def collect(self, data: bytes) -> list[bytes]:
+        """The `data` of every rank, in rank order, on rank 0; an empty list on the others."""
+        if self.size == 1:
+            return [data]
+        padded, lengths = self._padded(data)
+        found = [torch.empty_like(padded) for _ in range(self.size)] if self.is_main else None
+        dist.gather(padded, found)
+        return [one[:length].numpy().tobytes() for one, length in zip(found or (), lengths, strict=bool(found))]
+
+    def _padded(self, data: bytes) -> tuple[torch.Tensor, list[int]]:
+        """The bytes of this rank in a tensor that is as long on all ranks; and how many are meant on each."""
+        self.heartbeat.collective()
+        lengths = [torch.zeros(1, dtype=torch.int64) for _ in range(self.size)]
+        dist.all_gather(lengths, torch.tensor([len(data)]))
+        padded = torch.zeros(int(max(lengths)), dtype=torch.uint8)
+        padded[: len(data)] = torch.frombuffer(bytearray(data), dtype=torch.uint8)
+        return padded, [int(length) for length in lengths]
 
     def agree(self, problem: str | None) -> list[str]:
         """The problems of all ranks, so that all stop together; empty if there are none."""

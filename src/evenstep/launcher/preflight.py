@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -117,11 +117,24 @@ class DryRun:
             for name, amount in named(Evaluator()(task.metrics, model, data)).items():
                 as_sum(amount, 1, name)
                 names.append(name)
+        if task.predict is not None and task.scores is not None:
+            from evenstep.training.scores import as_pair_of_tensors
+
+            self._fault = "the predictions cannot be computed"
+            as_pair_of_tensors(Evaluator()(task.predict, model, data))
+            names += self._new_names(names, task.scores)
         metric, _ = parse_best(self._plan.best)
-        if metric not in names:
+        # A score may be a dict of values, named score/key.
+        if metric not in names and metric.rpartition("/")[0] not in (task.scores or ()):
             raise PlanError(
                 f"--best is {shorten(metric)}, and an evaluation has {', '.join(names)}; choose one of these"
             )
+
+    def _new_names(self, names: Collection[str], scores: Mapping[str, object]) -> list[str]:
+        taken = [name for name in scores if name in names]
+        if taken:
+            raise TaskError(f"{taken[0]!r} is both a score and one of the metrics; give them different names")
+        return list(scores)
 
     @contextmanager
     def _refusing(self, hint: str = "") -> Iterator[None]:
@@ -217,6 +230,10 @@ def probe(plan: Plan, task: Task, train: AdaptedData, valid: AdaptedData | None,
 
 
 def _check_evaluations(plan: Plan, task: Task) -> None:
+    if task.predict is not None or task.scores is not None:
+        from evenstep.training.scores import scores_of
+
+        scores_of(task)
     given = [name for name in ("evaluate_every", "evaluate_first", "best", "stop_after") if getattr(plan, name)]
     if task.valid is None and given:
         flag = given[0].replace("_", "-")

@@ -72,6 +72,8 @@ class LossAndMetrics:
         more: Mapping[str, Amount] = {}
         if task.metrics is not None:
             more = named(self._evaluate_metrics(task.metrics, model, batch))
+        if "loss" in more:
+            return {"loss": more["loss"], **more}
         return {"loss": self._evaluate_loss(task.loss, model, batch), **more}
 
 

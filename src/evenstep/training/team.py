@@ -67,6 +67,7 @@ from evenstep.training.precision import Precision
 
 if TYPE_CHECKING:
     from evenstep.data.own_batches import OwnBatches
+    from evenstep.training.scores import Scores
 
 
 class Refusals:
@@ -373,9 +374,10 @@ class Team:
         model: DistributedModel,
         batches: Loader,
         *,
+        scores: Scores | None = None,
         can_stop: bool = False,
     ) -> Means:
-        """Means of named values over all of `batches`, every sample once, the same on every process.
+        """Means of named values over all of `batches`, every sample once, the same on every process; and `scores`.
 
         Where it `can_stop`, it raises Interrupted on all processes if any of them has a request to stop.
         """
@@ -386,6 +388,8 @@ class Team:
         num_samples = 0
         evaluate = Evaluator()
         replica_measure = partial(self._replica_measure, function, model, evaluate)
+        if scores is not None:
+            scores.reset()
         with model.evaluating():
             for number, batch in enumerate(batches.whole_pass(), 1):
                 self.world.spans.begin(EVALUATING)
@@ -393,6 +397,8 @@ class Team:
                 if can_stop and number % BATCHES_BETWEEN_AGREEMENTS == 0:
                     self._stop_together()
                 context = LossContext(self.world, batch)
+                if scores is not None:
+                    scores.add(self, model, batch)
                 for per_replica in batch.micro_batches:
                     run = model.run if evaluate.has_succeeded else partial(self._try_alone, model, context)
                     for measured in run(partial(replica_measure, context), list(enumerate(per_replica))):
@@ -408,7 +414,8 @@ class Team:
         if work is not None:
             work.wait()
         rows = zip(names, table.tolist(), strict=True)
-        return Means({name: total / count if count else math.nan for name, (total, count) in rows}, num_samples)
+        means = {name: total / count if count else math.nan for name, (total, count) in rows}
+        return Means({**means, **(scores.compute(self.world) if scores is not None else {})}, num_samples)
 
     def _try_alone(
         self, model: DistributedModel, context: LossContext, work: Callable[..., T], arguments: list[tuple[Any, ...]]

@@ -49,6 +49,7 @@ if TYPE_CHECKING:
     from evenstep.monitor.stragglers import StragglerMonitor
     from evenstep.profiling.profiler import Tracing
     from evenstep.profiling.trackers import Tracking
+    from evenstep.training.scores import Scores
 
 FADED = 1e-3
 """Of the first learning rate: a smaller part of it after one epoch of several is a mistake."""
@@ -77,6 +78,11 @@ class Trainer:
         self.valid = None
         if task.valid is not None:
             self.valid = self._loader(task.valid, shuffle=False, what="valid")
+        self.scores: Scores | None = None
+        if task.scores is not None:
+            from evenstep.training.scores import scores_of
+
+            self.scores = scores_of(task)
         self.peaks: dict[str, int] = {}
         self.best = BestSoFar.of(plan)
         self.tally = Tally()
@@ -444,7 +450,9 @@ class Trainer:
             return None
         started = time.perf_counter()
         try:
-            values = self.team.evaluate(LossAndMetrics(self.task), self._model, self.valid, can_stop=can_stop)
+            values = self.team.evaluate(
+                LossAndMetrics(self.task), self._model, self.valid, scores=self.scores, can_stop=can_stop
+            )
         except Interrupted:
             return None
         return Evaluation(

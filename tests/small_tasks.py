@@ -173,6 +173,59 @@ class Later(nn.Module):
         return self.one(x) + self.other(x) if self.num_forwards > 7 else self.one(x)
 
 
+class Experts(nn.Module):
+    """A mixture of experts, each for the samples that the router gives it; a batch is too small for all of them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.router = nn.Linear(20, 6)
+        self.experts = nn.ModuleList(nn.Sequential(nn.Linear(20, 4), nn.Tanh(), nn.Linear(4, 5)) for _ in range(6))
+        self.pooler = nn.Linear(3, 3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        share, chosen = self.router(x).softmax(1).max(1)
+        scores = x.new_zeros(len(x), 5)
+        for number, expert in enumerate(self.experts):
+            rows = (chosen == number).nonzero().flatten()
+            if len(rows):
+                scores = scores.index_add(0, rows, share[rows, None] * expert(x[rows]))
+        return scores
+
+
+class TwoHeads(nn.Module):
+    """A sample goes through one of two heads, and few go through the second."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = nn.Linear(20, 8)
+        self.usual, self.rare = nn.Linear(8, 5), nn.Linear(8, 5)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        hidden = torch.tanh(self.body(x))
+        is_rare = x[:, 0] > 1.2
+        scores = x.new_zeros(len(x), 5)
+        for mask, head in ((~is_rare, self.usual), (is_rare, self.rare)):
+            if mask.any():
+                rows = mask.nonzero().flatten()
+                scores = scores.index_put((rows,), head(hidden[rows]))
+        return scores
+
+
+class Idle(TwoHeads):
+    """In the first steps all samples go through both heads."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("num_forwards", torch.zeros((), dtype=torch.int64))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.num_forwards += self.training
+        if self.num_forwards > 7:
+            return super().forward(x)
+        hidden = torch.tanh(self.body(x))
+        return self.usual(hidden) + self.rare(hidden)
+
+
 def weight_normed() -> nn.Module:
     """By the older function, whose layers hold a tensor that torch does not copy."""
     with warnings.catch_warnings():
@@ -232,6 +285,9 @@ def accuracy(model: nn.Module, batch: tuple[torch.Tensor, torch.Tensor]) -> dict
 
 DATA = {
     "averaged": vectors,
+    "experts": vectors,
+    "heads": vectors,
+    "idle": vectors,
     "later": vectors,
     "weight_norm": vectors,
     "mlp": vectors,
@@ -243,6 +299,9 @@ DATA = {
 }
 BUILDERS = {
     "averaged": Averaged,
+    "experts": Experts,
+    "heads": TwoHeads,
+    "idle": Idle,
     "later": Later,
     "weight_norm": weight_normed,
     "mlp": mlp,
@@ -260,6 +319,11 @@ LOSS = {
     ("norm", "mean"): mean_loss,
     ("drop", "mean"): mean_loss,
     ("averaged", "mean"): mean_loss,
+    ("experts", "mean"): mean_loss,
+    ("experts", "pair"): pair_loss,
+    ("heads", "mean"): mean_loss,
+    ("heads", "pair"): pair_loss,
+    ("idle", "mean"): mean_loss,
     ("later", "mean"): mean_loss,
     ("weight_norm", "mean"): mean_loss,
     ("mlp", "decayed"): decayed_loss,

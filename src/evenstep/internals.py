@@ -10,6 +10,7 @@ from __future__ import annotations
 import atexit
 import importlib
 import random
+import re
 import sys
 import threading
 import weakref
@@ -158,6 +159,28 @@ def release_pool(device: torch.device, pool: Any) -> None:
     with suppress(RuntimeError, AttributeError):
         torch._C._cuda_endAllocateToPool(device.index, pool)
         torch._C._cuda_releasePool(device.index, pool)
+
+
+# DDP.
+
+
+def unreduced(wrapper: nn.Module) -> list[int]:
+    """The indices of parameters for whose gradients DDP still waits, after a backward; usually none."""
+    reducer: Any = wrapper.reducer
+    try:
+        reducer._check_reducer_finalized()
+    except RuntimeError as error:
+        found = re.search(r"Parameter indices which did not receive grad for rank \d+: ([\d ]+)", str(error))
+        if found is None:
+            raise
+        return [int(index) for index in found[1].split()]
+    return []
+
+
+def leave_parameters(wrapper: nn.Module) -> None:
+    """Take DDP's hooks off the parameters, for another wrapper to take its place."""
+    reducer: Any = wrapper.reducer
+    reducer._remove_autograd_hooks()
 
 
 # FSDP.

@@ -122,19 +122,6 @@ def test_an_optimizer_over_other_parameters_is_refused() -> None:
         team.step(before)
 
 
-def test_parameters_that_are_thawed_after_spreading_are_refused() -> None:
-    team = evenstep.join("dp", devices=("cpu", "cpu"))
-    net = nn.Linear(6, 2)
-    net.bias.requires_grad_(False)
-    model = team.wrap(net)
-    batch = next(iter(team.loader(x, batch=10)))
-    team.backward(loss, model, batch)
-    for weight in model.parameters():
-        weight.requires_grad_()
-    with pytest.raises(TaskError, match="requires_grad of some parameters changed"):
-        team.backward(loss, model, batch)
-
-
 @pytest.mark.parametrize("strategy", ["single", "dp", "ddp"])
 def test_three_backwards_before_a_step_add_up_for_means_and_for_pairs(strategy: str) -> None:
     def pair(model: nn.Module, batch: torch.Tensor) -> tuple[torch.Tensor, int]:

@@ -201,7 +201,7 @@ def test_a_loss_that_is_nan_on_one_rank_stops_all_at_that_step_and_names_the_sam
     assert json.loads(good.stdout)["step"] == len(steps)
 
 
-def test_a_parameter_without_gradient_is_named_before_the_second_step(task_file: Path) -> None:
+def test_a_parameter_without_gradient_is_named_once(task_file: Path) -> None:
     unused = TASK.replace("lambda: nn.Linear(4, 2)", "Model").replace(
         "def task()",
         "class Model(nn.Linear):\n"
@@ -214,8 +214,8 @@ def test_a_parameter_without_gradient_is_named_before_the_second_step(task_file:
     task_file.write_text(unused)
     assert evenstep("train", "my_task.py", "--steps", "2").returncode == 0
     done = evenstep("train", "my_task.py", "--steps", "2", "--devices", "2")
-    assert done.returncode == 2
-    assert "no gradient reaches forgotten.weight, forgotten.bias" in done.stderr
+    assert done.returncode == 0, done.stderr
+    assert done.stderr.count("no gradient reaches forgotten.weight, forgotten.bias (2 of 4 parameters)") == 1
     assert "requires_grad_(False)" in done.stderr
 
 

@@ -50,7 +50,8 @@ def test_all_gradients_of_a_type_are_averaged_at_once_in_whatever_order_they_lie
     channel = Halves()
     step(Averaging(channel, model, alone()), model, x)
     assert all(map(torch.equal, (weight.grad for weight in model.parameters()), right))
-    assert channel.num_tensors == [4]
+    # One more number says that this rank lacks no gradient.
+    assert channel.num_tensors == [4 + 1]
 
 
 def test_each_type_by_itself() -> None:
@@ -59,7 +60,7 @@ def test_each_type_by_itself() -> None:
     with Averaging(channel, model, alone()):
         model[0](torch.ones(1, 3)).sum().backward()
         model[1](torch.ones(1, 3).double()).sum().backward()
-    assert channel.num_tensors == [2, 2]
+    assert channel.num_tensors == [2 + 1, 2]
 
 
 def test_a_gradient_put_in_another_order_is_put_right() -> None:
@@ -72,13 +73,28 @@ def test_a_gradient_put_in_another_order_is_put_right() -> None:
     assert torch.equal(model.weight.grad, torch.full((4, 3), 0.5))
 
 
-def test_a_missing_gradient_is_named() -> None:
+class TwoRanks(Halves):
+    """A channel whose other process used all parameters, and has ones."""
+
+    def average(self, tensors: Sequence[torch.Tensor]) -> None:
+        super().average(tensors)
+        is_list = len(self.num_tensors) > 1
+        for tensor in tensors if is_list else tensors[:-1]:
+            tensor.add_(0.5)
+
+
+@pytest.mark.parametrize("channel", [Halves(), TwoRanks()], ids=["no rank", "one rank"])
+def test_a_gradient_that_a_rank_lacks_is_that_of_the_others_or_none(channel: Halves) -> None:
     model = nn.ModuleDict({"used": nn.Linear(3, 2), "spare": nn.Linear(3, 2)})
-    with (
-        pytest.raises(TaskError, match=r"no gradient reaches spare\.weight, spare\.bias"),
-        Averaging(Halves(), model, alone()),
-    ):
-        model["used"](torch.ones(1, 3)).sum().backward()
+    averaging = Averaging(channel, model, alone())
+    step(averaging, model["used"], torch.ones(1, 3))
+    if isinstance(channel, TwoRanks):
+        assert torch.equal(model["spare"].weight.grad, torch.full((2, 3), 0.5))
+        assert "spare.weight, spare.bias" in averaging.unused.notes[0]
+    else:
+        assert model["spare"].weight.grad is None
+        assert "no gradient reaches spare.weight, spare.bias (2 of 4 parameters)" in averaging.unused.notes[0]
+    assert channel.num_tensors == [4 + 1, 1]
 
 
 def test_a_gradient_of_another_type_is_refused() -> None:

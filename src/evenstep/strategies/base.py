@@ -85,6 +85,8 @@ class DistributedModel:
         self.has_buffers = next(module.buffers(), None) is not None
         self.is_checked = False
         """Whether the team has seen that it can be trained."""
+        self.notes: list[str] = []
+        """What to log about how it is trained; the reader clears it."""
         self.replicas = replicas
         self.loss_modules = loss_modules if loss_modules is not None else replicas
         self.weights_of = [list(bound.parameters()) for bound in self.loss_modules]
@@ -112,6 +114,9 @@ class DistributedModel:
     def sync_gradients(self, is_last: bool) -> AbstractContextManager[None]:
         """Around one micro-batch: gradients are sent in the last one of a step only."""
         return NOTHING
+
+    def follow_requires_grad(self) -> None:
+        """Train what the parameters' requires_grad says now; all ranks call this after the same change."""
 
     def time_communication(self) -> None:
         """From now on, announce also what a wrapper of torch's sends, and send nothing while communication is off."""

@@ -7,8 +7,7 @@ since the cores that sum are those that compute.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager
 from typing import Any, ClassVar
 
 import torch
@@ -22,9 +21,22 @@ from evenstep.distributed.shm.allreduce import DTYPES, Channel, open_channel
 from evenstep.distributed.shm.native import load
 from evenstep.distributed.world import World
 from evenstep.errors import TaskError, TrainingError
-from evenstep.internals import broadcast_coalesced, is_traceable_wrapper_subclass, refuse_different_shapes
+from evenstep.internals import (
+    broadcast_coalesced,
+    is_traceable_wrapper_subclass,
+    leave_parameters,
+    refuse_different_shapes,
+    unreduced,
+)
 from evenstep.strategies.base import NOTHING, DistributedModel, LossModule, Sample, fills_memory, has_sparse_gradients
 from evenstep.strategies.single import Single
+from evenstep.strategies.unused import UnusedParameters, negative_zeros
+
+
+AVERAGED_COST = (
+    "ddp averages zeros for them, and lists them in the same message; "
+    "parameter.requires_grad_(False) saves that for what is never trained"
+)
 
 
 class Averaging:
@@ -38,6 +50,11 @@ class Averaging:
         self._dtypes = [weight.dtype for weight in self._weights]
         self._kinds = [[i for i, one in enumerate(self._dtypes) if one == kind] for kind in dict.fromkeys(self._dtypes)]
         """The indices of weights, by type: a channel averages those of one type at a time."""
+        self.unused = UnusedParameters(trained(model), world, AVERAGED_COST)
+        self._is_listed = False
+        """Whether some rank once lacked a gradient; from then on, ranks list those that they have."""
+        self._flags = torch.zeros(1, dtype=self._dtypes[0])
+        """Averaged with the gradients: how many a rank lacks, or for each whether it has one."""
 
     def __enter__(self) -> None:
         pass
@@ -47,12 +64,14 @@ class Averaging:
             self._average()
 
     def _average(self) -> None:
+        gradients = [weight.grad for weight in self._weights]
+        self._set_flags([index for index, gradient in enumerate(gradients) if gradient is None])
         rows = [
             gradient
             if is_plain and gradient is not None and gradient.dtype is dtype and gradient.is_contiguous()
             else self._as_row(index)
             for index, (gradient, is_plain, dtype) in enumerate(
-                zip([weight.grad for weight in self._weights], self._is_plain, self._dtypes, strict=True)
+                zip(gradients, self._is_plain, self._dtypes, strict=True)
             )
         ]
         spans = self._world.spans
@@ -61,17 +80,39 @@ class Averaging:
         if self._is_broken:
             raise TrainingError("averaging gradients was interrupted and cannot continue; start the run again")
         self._is_broken = True
+        flags = [self._flags]
         for indices in self._kinds:
-            self._channel.average([rows[index] for index in indices])
+            self._channel.average([*(rows[index] for index in indices), *flags])
+            flags = []
+        if self._is_listed or self._flags.item():
+            self._drop_unused(gradients)
         self._is_broken = False
         arrived()
         spans.part("backward")
+
+    def _set_flags(self, lacking: list[int]) -> None:
+        if self._is_listed:
+            self._flags.fill_(1)
+            self._flags[lacking] = 0
+        elif lacking:
+            self._flags.fill_(len(lacking))
+
+    def _drop_unused(self, own: list[torch.Tensor | None]) -> None:
+        """Leave no gradient where no rank had one; `own` are this rank's, before the average."""
+        if not self._is_listed:
+            self._is_listed = True
+            self._flags = torch.zeros(len(own), dtype=self._dtypes[0])
+            self._set_flags([index for index, gradient in enumerate(own) if gradient is None])
+            self._channel.average([self._flags])
+            self.unused.note(self._flags)
+        for index in torch.nonzero(self._flags == 0).flatten().tolist():
+            self._weights[index].grad = None
 
     def _as_row(self, index: int) -> torch.Tensor:
         """A gradient that does not lie in memory in the order in which its numbers are counted; its weight may not."""
         weight: nn.Parameter = self._weights[index]
         if weight.grad is None:
-            raise no_gradient([name for name, one in zip(self._names, self._weights, strict=True) if one.grad is None])
+            weight.grad = torch.zeros_like(weight)
         if weight.grad.dtype is not weight.dtype:
             raise TaskError(
                 f"the gradient of {self._names[index]} is {weight.grad.dtype} and its weight {weight.dtype}; ddp "
@@ -97,14 +138,6 @@ def _fits(weight: nn.Parameter) -> bool:
     if is_lazy(weight) or is_traceable_wrapper_subclass(weight) or weight.dtype not in DTYPES:
         return False
     return weight.numel() == 0 or fills_memory(weight)
-
-
-def no_gradient(names: list[str]) -> TaskError:
-    """A step would go wrong: some rank's parameters have no gradient to average."""
-    return TaskError(
-        f"no gradient reaches {', '.join(names[:5])}{' ...' if len(names) > 5 else ''}, and ddp averages one "
-        "of every parameter.\nUse them in the loss, or switch them off: parameter.requires_grad_(False)"
-    )
 
 
 SEND_BYTES = 2**28
@@ -135,6 +168,12 @@ class RankModel(DistributedModel):
         if not is_training:
             send_buffers(self)
 
+    def follow_requires_grad(self) -> None:
+        raise TaskError(
+            "no parameter required a gradient when the model was wrapped, and now some do; wrap it with those to be "
+            "trained first, and freeze them afterwards"
+        )
+
 
 class AveragedModel(DistributedModel):
     """Gradients are averaged through shared memory after backward; buffers are sent at every step, as DDP does."""
@@ -144,6 +183,7 @@ class AveragedModel(DistributedModel):
         send_from_rank_0([tensor.detach() for tensor in (*model.parameters(), *model.buffers())])
         super().__init__(model, [LossModule(model)])
         self._averaging, self._world = averaging, world
+        self.notes = averaging.unused.notes
 
     def sync_replicas(self, is_training: bool) -> None:
         if not is_training:
@@ -153,6 +193,63 @@ class AveragedModel(DistributedModel):
 
     def sync_gradients(self, is_last: bool) -> AbstractContextManager[None]:
         return self._averaging if is_last else NOTHING
+
+    def follow_requires_grad(self) -> None:
+        averaging = _averaging(self.module, self._world)
+        if averaging is None:
+            raise TaskError("ddp cannot average the gradients of the parameters that require them now")
+        self._averaging, self.notes = averaging, averaging.unused.notes
+
+
+class Completing:
+    """Surrounds the last backward of a step, after which DDP waits for the gradients that backward did not reach."""
+
+    def __init__(self, wrapper: DistributedDataParallel, model: nn.Module, world: World) -> None:
+        self._wrapper = wrapper
+        self._weights = [weight for _, weight in trained(model)]
+        self._sparse = _sparse_parameters(model)
+        self.unused = UnusedParameters(trained(model), world, COMPLETED_COST)
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, error: type[BaseException] | None, *more: object) -> None:
+        if error is None:
+            self._complete()
+
+    def _complete(self) -> None:
+        """Give DDP zeros in their place: then it sends what other ranks wait for, and nobody hangs."""
+        lacking: list[int] = []
+        unreduced_ = unreduced(self._wrapper)
+        if unreduced_:
+            lacking = [index for index in unreduced_ if self._weights[index].grad is None]
+            # Their hooks tell DDP; a gradient of an earlier micro-batch stays as it is.
+            missed = [self._weights[index] for index in unreduced_]
+            torch.autograd.backward(missed, [self._zeros(weight) for weight in missed])
+        for index in self.unused.nowhere(lacking, [self._reduced(index) for index in lacking]):
+            self._weights[index].grad = None
+
+    def _zeros(self, weight: torch.Tensor) -> torch.Tensor:
+        if id(weight) not in self._sparse:
+            return negative_zeros(weight)
+        return torch.sparse_coo_tensor(size=weight.shape, dtype=weight.dtype, device=weight.device)
+
+    def _reduced(self, index: int) -> torch.Tensor:
+        gradient = self._weights[index].grad
+        assert gradient is not None
+        # Of a sparse one no number is left if no rank has any.
+        return gradient.coalesce().values() if gradient.is_sparse else gradient
+
+
+def _sparse_parameters(model: nn.Module) -> set[int]:
+    layers = [layer for layer in model.modules() if has_sparse_gradients(layer)]
+    return {id(weight) for layer in layers for weight in layer.parameters(recurse=False)}
+
+
+COMPLETED_COST = (
+    "For them ddp sends zeros after backward, and ranks compare in each step which they are; "
+    "parameter.requires_grad_(False) saves that for what is never trained"
+)
 
 
 class DDPModel(RankModel):
@@ -165,8 +262,9 @@ class DDPModel(RankModel):
         self._wrapper = DistributedDataParallel(bound, gradient_as_bucket_view=True)
         super().__init__(model, [self._wrapper], [bound])
         self._world = world
-        self._is_first_step = True
         self._is_timed = False
+        self._completing = Completing(self._wrapper, model, world)
+        self.notes = self._completing.unused.notes
 
     def sync_replicas(self, is_training: bool) -> None:
         if not is_training:
@@ -176,25 +274,24 @@ class DDPModel(RankModel):
             self._wrapper.require_forward_param_sync = not self._world.communication.is_off
 
     def sync_gradients(self, is_last: bool) -> AbstractContextManager[None]:
-        if not is_last:
-            return self._wrapper.no_sync()
-        if not self._is_first_step:
-            return NOTHING
-        self._is_first_step = False
-        return self._checking()
+        return self._completing if is_last else self._wrapper.no_sync()
+
+    def follow_requires_grad(self) -> None:
+        leave_parameters(self._wrapper)
+        before = self._wrapper
+        self._wrapper = DistributedDataParallel(self.loss_modules[0], gradient_as_bucket_view=True)
+        self.replicas[0] = self._wrapper
+        if before._compiled_call_impl is not None:
+            self._wrapper.compile()
+        self._completing = Completing(self._wrapper, self.module, self._world)
+        self.notes = self._completing.unused.notes
+        if self._is_timed:
+            self.time_communication()
 
     def time_communication(self) -> None:
         self._is_timed = True
         # torch compares annotations, which are text here, with types: not the function itself.
         self._wrapper.register_comm_hook(self._world, lambda world, bucket: _timed_all_reduce(world, bucket))
-
-    @contextmanager
-    def _checking(self) -> Iterator[None]:
-        """After the first backward: DDP waits for every gradient, and would stop at the second step with no names."""
-        yield
-        without = [name for name, weight in trained(self.module) if weight.grad is None]
-        if without:
-            raise no_gradient(without)
 
 
 def _averaging(model: nn.Module, world: World) -> Averaging | None:

@@ -93,6 +93,12 @@ class Replicas(DistributedModel):
     def sync_gradients(self, is_last: bool) -> AbstractContextManager[None]:
         return self._reducing() if is_last else NOTHING
 
+    def follow_requires_grad(self) -> None:
+        for owner, indices in enumerate(self.owned):
+            for index in indices:
+                for weights in self.parameters_of:
+                    weights[index].requires_grad_(self.parameters_of[owner][index].requires_grad)
+
     @torch.no_grad()
     def sync_replicas(self, is_training: bool) -> None:
         """Send every parameter from its owner to the other devices, and the buffers of device 0."""

@@ -86,11 +86,8 @@ class Refusals:
 
     def refuse_model(self, model: DistributedModel) -> None:
         """Before each backward."""
-        # DDP and FSDP learn at the start which parameters train; a later change would reach one replica of several.
-        if self._world.num_replicas > 1 and [w.requires_grad for w in model.weights] != self._trainable[model]:
-            raise TaskError(
-                "requires_grad of some parameters changed after team.wrap; set it before the model is wrapped"
-            )
+        if self._world.num_replicas > 1:
+            self._follow(model)
         if model.is_checked:
             return
         # One that has seen no data would let everything through as it is.
@@ -100,6 +97,16 @@ class Refusals:
                 "scaler.fit(loader.whole_data(), team.world)"
             )
         model.is_checked = True
+
+    def _follow(self, model: DistributedModel) -> None:
+        """Strategies learn at the start which parameters train; all ranks must change that after the same step."""
+        flags = [weight.requires_grad for weight in model.weights]
+        if flags == self._trainable[model] or not any(flags):
+            return
+        if any(other != flags for other in self._world.gather(flags)):
+            raise TaskError("requires_grad of some parameters changed on some ranks only; change it on all of them")
+        self._trainable[model] = flags
+        model.follow_requires_grad()
 
     def refuse_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
         """Before each update: an optimizer over parameters of an unwrapped model would train nothing.

@@ -316,8 +316,9 @@ class Trainer:
         )
 
     def _messages(self) -> list[str]:
-        messages = list(self.stepper.messages)
+        messages = [*self.stepper.messages, *self._model.notes]
         self.stepper.messages.clear()
+        self._model.notes.clear()
         return messages if self.team.world.is_main else []
 
     @property

@@ -1,0 +1,82 @@
+"""Parameters without a gradient, on some ranks or on all, in some steps or in all: every strategy equals one device."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from itertools import product
+from pathlib import Path
+
+import pytest
+from safetensors.torch import load_file
+
+from evenstep.plan import Plan
+from tests.fleet import furthest, result, run_jobs, run_processes
+from tests.small_tasks import small_task
+
+HERE = Path(__file__).parent
+STEPS = 50
+WORLDS = {"single-1": 1, "dp-2": 1, "ddp-2": 2, "ddp-3": 3, "ddp+torch-2": 2, "fsdp-2": 2}
+"""With `+torch`, gradients go through torch's DistributedDataParallel, as they do on GPUs."""
+KEYS = ("experts/adamw/mean", "experts/sgd/pair", "heads/adamw/pair", "heads/sgd/mean")
+CASES = [*product(KEYS, (1, 3)), ("idle/adamw/mean", 1), ("idle/sgd/mean", 1)]
+QUICK = [("experts/adamw/mean", 1), ("heads/sgd/mean", 3), ("idle/adamw/mean", 1)]
+
+
+def plan(where: str, accumulate: int) -> Plan:
+    strategy, _, num = where.partition("-")
+    return Plan(
+        strategy=strategy.removesuffix("+torch"),
+        devices=("cpu",) * int(num),
+        batch=10,
+        steps=STEPS,
+        accumulate=accumulate,
+        precision="fp64",
+        clip=1.0,
+        threads=1,
+        check_collectives="+torch" in strategy,
+    )
+
+
+def name(where: str, key: str, accumulate: int) -> str:
+    return f"{where}_{key.replace('/', '-')}_{accumulate}"
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest) -> Path:
+    folder = tmp_path_factory.mktemp("unused")
+    of_this = [item.callspec.params for item in request.session.items if hasattr(item, "callspec")]
+    cases = [(one["where"], one["key"], one["accumulate"]) for one in of_this if "accumulate" in one]
+    wanted = dict.fromkeys((place, *case[1:]) for case in cases for place in ("single-1", case[0]))
+    # The check of collectives replaces functions of torch, for the rest of a process.
+    for size, is_torch in ((1, False), (2, False), (2, True), (3, False)):
+        chosen = [case for case in wanted if WORLDS[case[0]] == size and ("+torch" in case[0]) == is_torch]
+        if chosen:
+            run_jobs(folder, size, [(name(*case), plan(case[0], case[2]), case[1]) for case in chosen])
+    return folder
+
+
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize(
+    ("where", "key", "accumulate"),
+    [
+        pytest.param(where, *case, marks=() if case in QUICK else pytest.mark.slow)
+        for where, case in product([where for where in WORLDS if where != "single-1"], CASES)
+    ],
+)
+def test_learns_the_same_as_single(trained: Path, where: str, key: str, accumulate: int) -> None:
+    single, other = result(trained, name("single-1", key, accumulate)), result(trained, name(where, key, accumulate))
+    assert len(single.record.losses) == STEPS
+    assert other.record.losses == pytest.approx(single.record.losses, rel=1e-9)
+    assert furthest(other.weights, single.weights) < 1e-9
+    states = [trained / name(one, key, accumulate) / "checkpoints" / "latest" for one in ("single-1", where)]
+    ours, theirs = (load_file(state / "optimizer.safetensors") for state in states)
+    assert ours.keys() == theirs.keys()
+    assert not any("pooler" in one for one in ours)
+
+
+@pytest.mark.parametrize("strategy", ["dp", "ddp", "ddp+torch", "fsdp"])
+def test_layers_are_frozen_and_unfrozen_between_steps(tmp_path: Path, strategy: str) -> None:
+    for kind, size in (("single", 1), (strategy, 1 if strategy == "dp" else 2)):
+        run_processes(HERE / "unfreezing_script.py", [str(tmp_path / kind), kind], size, tmp_path / f"logs-{kind}")
+    assert furthest(load_file(tmp_path / strategy), load_file(tmp_path / "single")) < 1e-9

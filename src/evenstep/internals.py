@@ -177,10 +177,12 @@ def unreduced(wrapper: nn.Module) -> list[int]:
     return []
 
 
-def leave_parameters(wrapper: nn.Module) -> None:
-    """Take DDP's hooks off the parameters, for another wrapper to take its place."""
-    reducer: Any = wrapper.reducer
+def take_over(wrapper: nn.Module, before: nn.Module) -> None:
+    """Let a new DDP wrapper take the place of another: the only hooks on the parameters are its own."""
+    reducer: Any = before.reducer
     reducer._remove_autograd_hooks()
+    if before._compiled_call_impl is not None:
+        wrapper.compile()
 
 
 # FSDP.

@@ -60,10 +60,10 @@ def normed() -> Task:
     return Task(model=model, train=(x, y), loss=task().loss, optimizer=task().optimizer, batch=32)
 
 
-def unused() -> Task:
+def sparse() -> Task:
     def model():
         net = nn.Sequential(nn.Linear(20, 2))
-        net.spare = nn.Linear(3, 3)
+        net.names = nn.Embedding(3, 3, sparse=True)
         net.forward = lambda data: net[0](data)
         return net
     return Task(model=model, train=(x, y), loss=task().loss, optimizer=task().optimizer, batch=32)
@@ -239,6 +239,6 @@ def test_a_way_that_learns_something_else_is_marked_and_not_recommended() -> Non
 
 
 def test_a_way_that_cannot_run_is_left_out_with_the_reason() -> None:
-    found = as_json("my_task.py:unused", "--devices", "2", "--strategies", "ddp", *QUICK)
+    found = as_json("my_task.py:sparse", "--devices", "2", "--strategies", "fsdp", *QUICK)
     assert [row["strategy"] for row in found["rows"]] == ["single"]
-    assert "no gradient reaches spare.weight" in found["left_out"]["ddp x 2"]
+    assert "names makes sparse gradients (sparse=True)" in found["left_out"]["fsdp x 2"]

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-from dataclasses import replace
 from itertools import product
 from pathlib import Path
 
@@ -12,7 +10,6 @@ from safetensors.torch import load_file
 
 from evenstep.plan import Plan
 from tests.fleet import furthest, result, run_jobs, run_processes
-from tests.small_tasks import small_task
 
 HERE = Path(__file__).parent
 STEPS = 50

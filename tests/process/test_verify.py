@@ -45,7 +45,6 @@ PLANTED = {
     "reducing_hook": ("ddp", "gradients-by-rank", "2 times that of single for the same samples"),
     "clipping_hook": ("ddp", "gradient-hook", "the gradient of 2.weight is changed (by a hook or a custom backward)"),
     "around": ("ddp", "captured-model", "the loss does not use the model that it is given"),
-    "unused": ("ddp", "no-gradient", "no gradient reaches forgotten.weight, forgotten.bias"),
     "same_data": ("ddp", "same-data", "ranks 0 and 1 read the same data"),
     "queue": ("ddp", "buffer", "forward changes the buffer 1.seen"),
     "quantized": ("ddp", "buffer", "activation_post_process.scale by the samples that it sees, and the loss reads it"),
@@ -94,6 +93,7 @@ SOUND = {
             "adafactor",
             "gathered",
             "frozen_norm",
+            "unused",
         )
     },
 }

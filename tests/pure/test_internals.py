@@ -212,6 +212,34 @@ dist.destroy_process_group()
     )
 
 
+def test_ddp_says_which_gradients_it_waits_for_and_another_wrapper_takes_its_place(tmp_path: Path) -> None:
+    run_alone(
+        f"""
+import torch, torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+from evenstep import internals
+store = dist.FileStore({str(tmp_path / "store")!r}, 1)
+dist.init_process_group("gloo", store=store, rank=0, world_size=1)
+model = nn.ModuleDict(dict(used=nn.Linear(2, 2), spare=nn.Linear(2, 2)))
+model.forward = lambda x: model["used"](x)
+first = DistributedDataParallel(model)
+first(torch.ones(1, 2)).sum().backward()
+assert internals.unreduced(first) == [2, 3]
+spare = list(model["spare"].parameters())
+torch.autograd.backward(spare, [torch.zeros_like(one) for one in spare])
+assert internals.unreduced(first) == []
+model["spare"].requires_grad_(False)
+second = DistributedDataParallel(model)
+internals.take_over(second, first)
+for _ in range(2):
+    second(torch.ones(1, 2)).sum().backward()
+    assert internals.unreduced(second) == []
+dist.destroy_process_group()
+"""
+    )
+
+
 class OfAll(IterableDataset[bool]):
     def __iter__(self) -> Any:
         before = get_worker_info() is not None

@@ -24,18 +24,17 @@ from evenstep.errors import TaskError, TrainingError
 from evenstep.internals import (
     broadcast_coalesced,
     is_traceable_wrapper_subclass,
-    leave_parameters,
     refuse_different_shapes,
+    take_over,
     unreduced,
 )
 from evenstep.strategies.base import NOTHING, DistributedModel, LossModule, Sample, fills_memory, has_sparse_gradients
 from evenstep.strategies.single import Single
 from evenstep.strategies.unused import UnusedParameters, negative_zeros
 
-
 AVERAGED_COST = (
     "ddp averages zeros for them, and lists them in the same message; "
-    "parameter.requires_grad_(False) saves that for what is never trained"
+    "freeze what is never trained: parameter.requires_grad_(False)"
 )
 
 
@@ -247,8 +246,8 @@ def _sparse_parameters(model: nn.Module) -> set[int]:
 
 
 COMPLETED_COST = (
-    "For them ddp sends zeros after backward, and ranks compare in each step which they are; "
-    "parameter.requires_grad_(False) saves that for what is never trained"
+    "After backward, ddp sends zeros for them, and in each step one small message about which they are; "
+    "freeze what is never trained: parameter.requires_grad_(False)"
 )
 
 
@@ -277,12 +276,10 @@ class DDPModel(RankModel):
         return self._completing if is_last else self._wrapper.no_sync()
 
     def follow_requires_grad(self) -> None:
-        leave_parameters(self._wrapper)
         before = self._wrapper
         self._wrapper = DistributedDataParallel(self.loss_modules[0], gradient_as_bucket_view=True)
+        take_over(self._wrapper, before)
         self.replicas[0] = self._wrapper
-        if before._compiled_call_impl is not None:
-            self._wrapper.compile()
         self._completing = Completing(self._wrapper, self.module, self._world)
         self.notes = self._completing.unused.notes
         if self._is_timed:

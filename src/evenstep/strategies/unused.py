@@ -12,7 +12,7 @@ import torch
 
 from evenstep.distributed.world import World
 
-SHOWN = 5
+SHOWN = 3
 """Names of a message."""
 
 
@@ -71,12 +71,12 @@ class UnusedParameters:
         said = []
         if nowhere:
             said.append(
-                f"no gradient reaches {_listed(nowhere)} ({len(nowhere)} of {len(self.names)} parameters) in this step: "
-                "the optimizer leaves them alone, as on one device"
+                f"no gradient reaches {_listed(nowhere)} ({len(nowhere)} of {len(self.names)} parameters): the "
+                "optimizer leaves them alone, as on one device"
             )
         if partly:
-            said.append(f"{_listed(partly)} had a gradient on some ranks only; the others add zeros")
-        self.notes.append(f"{'; '.join(said)}. {self._cost}")
+            said.append(f"only some ranks have a gradient of {_listed(partly)}: the others add zeros")
+        self.notes.append(f"in this step {'; '.join(said)}. {self._cost}")
 
 
 def _listed(names: list[str]) -> str:

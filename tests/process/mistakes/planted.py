@@ -343,20 +343,6 @@ def around() -> Task:
     return with_loss(lambda model, batch: cross_entropy(net, batch))
 
 
-class Unused(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.used = nn.Linear(COLUMNS, 4)
-        self.forgotten = nn.Linear(COLUMNS, 4)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.used(x)
-
-
-def unused() -> Task:
-    return replace(sound(), model=Unused)
-
-
 class ByItself(Dataset[Any]):
     """Gives the next sample, whichever is asked for."""
 

@@ -306,3 +306,24 @@ class FrozenNorm(nn.BatchNorm1d):
 
 def frozen_norm() -> Task:
     return planted.with_middle(lambda: FrozenNorm(12).eval())
+
+
+class Unused(nn.Module):
+    """A layer that no loss uses."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.used = nn.Linear(planted.COLUMNS, 4)
+        self.forgotten = nn.Linear(planted.COLUMNS, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.used(x)
+
+
+def unused() -> Task:
+    return replace(planted.sound(), model=Unused)
+
+
+def experts() -> Task:
+    """Each rank uses other parameters in each step."""
+    return small_task("experts/adamw/mean")

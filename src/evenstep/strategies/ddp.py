@@ -231,7 +231,9 @@ class Completing:
     def _zeros(self, weight: torch.Tensor) -> torch.Tensor:
         if id(weight) not in self._sparse:
             return negative_zeros(weight)
-        return torch.sparse_coo_tensor(size=weight.shape, dtype=weight.dtype, device=weight.device)
+        # No rows, as an embedding that was given none makes.
+        rows = torch.zeros(1, 0, dtype=torch.int64, device=weight.device)
+        return torch.sparse_coo_tensor(rows, weight.new_zeros(0, *weight.shape[1:]), weight.shape)
 
     def _reduced(self, index: int) -> torch.Tensor:
         gradient = self._weights[index].grad

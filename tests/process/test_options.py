@@ -91,10 +91,18 @@ def test_every_process_gets_them_and_the_plan_the_record_and_the_folder_name_the
 def test_a_resumed_run_keeps_them_and_says_which_are_new() -> None:
     first = evenstep_("train", "my_task.py", "width=5", "start=0.25", "--name", "first")
     assert first.returncode == 0, first.stderr
-    done = evenstep_("train", "--resume", "runs/first", "start=0.75", "--epochs", "2", "--name", "later")
+    later = ("train", "--resume", "runs/first", "--epochs", "2")
+    same = evenstep_(*later, "width=5", "kind=tanh", "--name", "same")
+    assert same.returncode == 0, same.stderr
+    assert "options changed" not in same.stderr
+    done = evenstep_(*later, "start=0.75", "lr=0.5", "--name", "later")
     assert done.returncode == 0, done.stderr
-    assert "options changed: start=0.75 (was 0.25)" in done.stderr
-    assert read_plan("runs/later").options == {"width": 5, "start": 0.75}
+    assert (
+        "options changed: start=0.75 (was 0.25), lr=0.5 (was 0.1); "
+        "weights, optimizer state and learning rate are still those of the checkpoint\n" in done.stderr
+    )
+    assert "the checkpoint's learning rate, 0.1, is kept; the one of this task's optimizer, 0.5, is not" in done.stderr
+    assert read_plan("runs/later").options == {"width": 5, "start": 0.75, "lr": 0.5}
 
 
 @pytest.mark.slow

@@ -142,6 +142,17 @@ def test_a_resume_from_a_folder_beside_it_gives_the_command_that_works() -> None
     assert resumed.returncode == 0, resumed.stderr
 
 
+def test_a_project_that_was_moved_is_resumed_with_its_options() -> None:
+    Path("old").mkdir()
+    Path("my_task.py").rename("old/my_task.py")
+    assert evenstep_("train", "my_task.py", "width=4", "--name", "first", cwd="old").returncode == 0
+    Path("old").rename("new")
+    for task in ((), ("my_task.py",)):
+        resumed = evenstep_("train", *task, "--resume", "runs/first", "--epochs", "2", cwd="new")
+        assert resumed.returncode == 0, resumed.stderr
+        assert "options            width=4" in resumed.stderr
+
+
 def test_a_run_is_named_after_file_function_and_options() -> None:
     for words in (("my_task.py:small", "width=1"), ("my_task.py",), ("my_task.py:task", "lr=0.2")):
         assert evenstep_("train", *words, "--steps", "1").returncode == 0

@@ -129,7 +129,7 @@ INTEGERS = st.one_of(
 )
 NUMBERS = st.one_of(st.sampled_from(["0", "-1", "1", "nan", "inf", "1e308", "1e400", "5e-324"]), st.floats().map(str))
 COMMANDS: dict[str, Any] = typer.main.get_command(app).commands  # type: ignore[attr-defined]
-VERBS = {name: one for name, one in COMMANDS.items() if name not in ("checkpoint", "doctor")}
+VERBS = {name: one for name, one in COMMANDS.items() if name not in ("checkpoint", "doctor", "runs")}
 VERBS["checkpoint inspect"] = COMMANDS["checkpoint"].commands["inspect"]
 
 
@@ -143,8 +143,8 @@ def command_lines(draw: st.DrawFn) -> list[str]:
     """A verb, its argument, and options of its own, most of them of the right kind."""
     verb = draw(st.sampled_from(["train", *sorted(VERBS)]))
     options = [one for one in VERBS[verb].params if one.opts[0].startswith("--")]
-    # A rendezvous that could be one would be waited at, and a live page is served for ever.
-    names = st.sampled_from([one for one in options if one.name not in ("rendezvous", "watch", "help")])
+    # A rendezvous that could be one would be waited at, a live page is served for ever, and a run in --out is made.
+    names = st.sampled_from([one for one in options if one.name not in ("rendezvous", "watch", "help", "out")])
     words = []
     for option in draw(st.lists(names, max_size=3, unique_by=lambda one: one.name)):
         values = INTEGERS if option.name in WHOLE else NUMBERS if option.name in ("clip", "stall_after") else WORDS
@@ -171,6 +171,14 @@ def is_help(words: list[str]) -> bool:
 def check_line(words: list[str]) -> None:
     if not is_help(words):
         check_refused(*words)
+
+
+@given(WORDS)
+@inputs(FEW)
+@pytest.mark.usefixtures("cluttered")
+def test_a_folder_of_runs_is_listed_or_refused(word: str) -> None:
+    check_refused_or_done("runs", word)
+    check_refused("runs")
 
 
 @given(command_lines())

@@ -52,7 +52,7 @@ def runs(
     """List runs with their state (running, done, stopped, failed) and result, the latest last."""
     from evenstep.report.run_list import list_runs, runs_table
 
-    if not os.path.isdir(folder) and folder != Path("runs"):
+    if not os.path.isdir(folder) and (os.path.exists(folder) or folder != Path("runs")):
         raise BadInput(f"{shorten(str(folder))} is not a folder; give the one that was given to --out")
     found = list_runs(folder) if os.path.isdir(folder) else []
     if as_json:

@@ -37,6 +37,7 @@ from evenstep.task import (
     call_task,
     describe,
     find_task,
+    options_of,
     read_options,
     refuse_untrusted,
     spec_of,
@@ -117,7 +118,7 @@ def prepare(source: str | TaskFunction | Task | None, choices: Mapping[str, Any]
     num_steps = plan.num_steps(lengths_of(order), *start)
     notes = [
         *notes,
-        *_changed(before, plan.options),
+        *(_changed(found, before, plan) if base else ()),
         *train.notes,
         *_dropped(order),
         *(valid.notes if valid is not None else []),
@@ -127,9 +128,9 @@ def prepare(source: str | TaskFunction | Task | None, choices: Mapping[str, Any]
 
 
 def _is_same_file(spec: str | None, other: str | None) -> bool:
-    """Whether two specs name a task of one file or module, or neither names any."""
-    files = [os.path.realpath(split_spec(one or IN_THIS_PROCESS)[0]) for one in (spec, other)]
-    return files[0] == files[1]
+    """Whether two specs name a task of one file or module, or neither names any; the other may have been moved here."""
+    here, there = (os.path.realpath(split_spec(one or IN_THIS_PROCESS)[0]) for one in (spec, other))
+    return here == there or (os.path.basename(here) == os.path.basename(there) and not os.path.exists(there))
 
 
 def load_strategies(names: str | None, source: object, seed: int | None) -> None:
@@ -163,6 +164,10 @@ def _named(spec: str | None, flag: str, named_by: str) -> str:
     """The task that a plan or a checkpoint names; printed before it is imported, since importing runs it."""
     if spec is None or spec == IN_THIS_PROCESS:
         raise PlanError("no task given; try: evenstep train digits")
+    where, name = split_spec(spec)
+    if os.path.isabs(where) and not os.path.exists(where) and os.path.exists(os.path.basename(where)):
+        # The project was moved, or this is another machine.
+        spec = absolute_spec(os.path.basename(where)) + (f":{name}" if name is not None else "")
     file = refuse_untrusted(spec, flag, named_by)
     if file is not None and os.path.exists(file):
         print(without_control(f"importing {file}, which {named_by} names"), file=sys.stderr)
@@ -205,10 +210,12 @@ def _write_json(folder: Path, plan: Plan) -> None:
     (folder / "plan.json").write_text(json.dumps(plan.to_json(), indent=2) + "\n")
 
 
-def _changed(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
-    """Options of the task that differ from those of the run that is resumed or repeated."""
-    changed = [f"{name}={now[name]} (was {value})" for name, value in before.items() if now.get(name) != value]
-    return [f"options changed: {', '.join(changed)}"] if changed else []
+def _changed(source: TaskFunction | Task, before: Mapping[str, Any], plan: Plan) -> list[str]:
+    """Options of the task that differ from those of the run that is resumed or repeated, and what that does."""
+    was = {one.name: one.default for one in options_of(source)} | dict(before)
+    changed = [f"{name}={value} (was {was[name]})" for name, value in plan.options.items() if value != was[name]]
+    effect = "; weights, optimizer state and learning rate are still those of the checkpoint" if plan.resume else ""
+    return [f"options changed: {', '.join(changed)}{effect}"] if changed else []
 
 
 def _dropped(order: Order | None) -> list[str]:

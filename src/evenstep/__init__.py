@@ -14,12 +14,26 @@ if TYPE_CHECKING:
     from evenstep.record import Record
     from evenstep.sampling import samplers
     from evenstep.task import Task
-    from evenstep.training.in_loss import gather
+    from evenstep.training.in_loss import gather, log, progress
     from evenstep.training.run import Run
     from evenstep.training.team import join
 
 __version__ = "0.1.0"
-__all__ = ["EvenstepError", "Plan", "Record", "Run", "Scaler", "Task", "gather", "join", "launch", "samplers", "train"]
+__all__ = [
+    "EvenstepError",
+    "Plan",
+    "Record",
+    "Run",
+    "Scaler",
+    "Task",
+    "gather",
+    "join",
+    "launch",
+    "log",
+    "progress",
+    "samplers",
+    "train",
+]
 
 # Found when first asked for: torch takes a second to import, and `evenstep --help` should not wait for it.
 _WHERE = {
@@ -32,6 +46,8 @@ _WHERE = {
     "gather": "evenstep.training.in_loss",
     "join": "evenstep.training.team",
     "launch": "evenstep.launcher.script",
+    "log": "evenstep.training.in_loss",
+    "progress": "evenstep.training.in_loss",
     "train": "evenstep.launcher.launch",
 }
 

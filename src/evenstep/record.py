@@ -75,6 +75,8 @@ class Step:
     """Peak of every device so far; those of other ranks are updated at evaluations and at the end."""
     epoch_samples: Natural = 0
     """Samples of the whole epoch; grows under a curriculum."""
+    logged: dict[str, float] = field(default_factory=dict)
+    """What the loss gave to `evenstep.log`."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -504,7 +506,10 @@ class RecordWriter:
 
     def append(self, what: Row) -> None:
         # Not asdict, whose deep copy took as long as a layer of a small network.
-        self._write({"kind": type(what).__name__.lower(), **vars(what)})
+        row = {"kind": type(what).__name__.lower(), **vars(what)}
+        if not row.get("logged", True):
+            del row["logged"]
+        self._write(row)
 
     def _write(self, row: dict[str, Any]) -> None:
         self._file.write(_encode(row) + "\n")

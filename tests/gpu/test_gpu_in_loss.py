@@ -51,3 +51,18 @@ def test_a_loss_that_gathers_equals_one_gpu(strategy: str, devices: str) -> None
 def test_replicas_that_share_a_gpu_are_refused() -> None:
     with pytest.raises(evenstep.EvenstepError, match=r"needs a GPU for each replica, and cuda:0 has several"):
         trained("dp", "cuda:0,cuda:0")
+
+
+def logging(model: nn.Module, batch: tuple[torch.Tensor]) -> torch.Tensor:
+    loss = model(batch[0]).square().mean()
+    evenstep.log({"twice": 2 * loss, "step": evenstep.progress().step})
+    return loss
+
+
+def test_a_loss_that_logs_is_computed_eagerly_and_the_run_says_so(capfd: pytest.CaptureFixture[str]) -> None:
+    record = trained("single", "cuda:0", "fp32", loss=logging)
+    assert [step.logged["step"] for step in record.steps] == [step.step for step in record.steps]
+    assert all(step.logged["twice"] == pytest.approx(2 * step.loss, rel=1e-5) for step in record.steps)
+    assert "fast: steps stay eager: the loss calls evenstep.log, which a replay would not call again" in " ".join(
+        capfd.readouterr().err.split()
+    )

@@ -161,6 +161,8 @@ def test_the_public_names_are_these_and_each_is_there() -> None:
         "gather",
         "join",
         "launch",
+        "log",
+        "progress",
         "samplers",
         "train",
     ]

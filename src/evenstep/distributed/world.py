@@ -82,7 +82,7 @@ class World:
     def post(self, numbers: Sequence[float]) -> PendingSum | None:
         """Start to sum a few numbers on the host over all ranks; None where `total` has to do it."""
         scalars = self.communication.scalars if self.communication.may_share else None
-        if scalars is None or self.communication.is_off:
+        if scalars is None or self.communication.is_off or len(numbers) > scalars.most_numbers:
             return None
         self.heartbeat.collective()
         return scalars.post(numbers)

@@ -1,9 +1,11 @@
-"""What a loss can call while it is computed: `evenstep.gather`."""
+"""What a loss can call while it is computed: `evenstep.gather`, `evenstep.log` and `evenstep.progress`."""
 
 from __future__ import annotations
 
 import threading
-from typing import TYPE_CHECKING
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -11,6 +13,7 @@ from evenstep.data.loader import Batch
 from evenstep.distributed.world import World
 from evenstep.errors import TaskError
 from evenstep.sampling.order import share
+from evenstep.task import Amount
 
 if TYPE_CHECKING:
     from evenstep.distributed.rows import Meeting, RowExchange
@@ -37,14 +40,53 @@ def gather(tensor: torch.Tensor) -> torch.Tensor:
     return call.context.gather(tensor, call.replica)
 
 
+def log(values: Mapping[str, Amount]) -> None:
+    """Record more values of a step than its loss: means over the samples, one value per sample, or (sum, count).
+
+    evenstep.log({"reconstruction": reconstruction, "accuracy": logits.argmax(1) == labels})
+
+    They are summed over devices and micro-batches like the loss, and sent with it. Evaluations record metrics instead.
+    """
+    _check_values(values)
+    call: LossCall | None = getattr(_thread, "call", None)
+    if call is None:
+        called_outside.add("log")
+        return
+    call.context.called.add("log")
+    call.logged += [(name, _detached(value)) for name, value in values.items()]
+
+
+@dataclass(frozen=True)
+class Progress:
+    """Where a training is."""
+
+    step: int
+    """The number of this step, from 1; in an evaluation, that of the last one."""
+    epoch: int
+    """From 0."""
+
+
+def progress() -> Progress:
+    """The step and the epoch of the batch whose loss is computed; step 0 outside of a training."""
+    call: LossCall | None = getattr(_thread, "call", None)
+    if call is None:
+        called_outside.add("progress")
+        return Progress(0, 0)
+    return call.context.progress()
+
+
 class LossContext:
     """One global batch of which losses are computed; the replicas of this process share it."""
 
-    __slots__ = ("_num_micro", "_num_samples", "called", "is_alone", "meeting", "world")
+    __slots__ = ("_at", "_num_micro", "_num_samples", "called", "is_alone", "meeting", "world")
 
-    def __init__(self, world: World, batch: Batch, called: set[str] | None = None) -> None:
+    def __init__(
+        self, world: World, batch: Batch, called: set[str] | None = None, at: tuple[int, int] | None = None
+    ) -> None:
+        """`at` are the step and the epoch of an evaluation."""
         self.world = world
         self._num_samples, self._num_micro = batch.num_samples, len(batch.micro_batches)
+        self._at = (batch.loader.num_finished + 1, batch.span.epoch) if at is None else at
         self.called = set() if called is None else called
         """Names of functions of this module that the loss called."""
         self.is_alone = False
@@ -59,6 +101,10 @@ class LossContext:
     def on(self, replica: int) -> LossCall:
         """Around what one replica of this process computes, backward included."""
         return LossCall(self, replica)
+
+    def progress(self) -> Progress:
+        self.called.add("progress")
+        return Progress(*self._at)
 
     def gather(self, tensor: torch.Tensor, replica: int) -> torch.Tensor:
         world = self.world
@@ -90,18 +136,38 @@ class LossContext:
 class LossCall:
     """One replica's call of the loss; inside, the functions of this module know it."""
 
-    __slots__ = ("context", "replica")
+    __slots__ = ("context", "logged", "replica")
 
     def __init__(self, context: LossContext, replica: int) -> None:
         self.context, self.replica = context, replica
+        self.logged: list[tuple[str, Amount]] = []
 
-    def __enter__(self) -> None:
+    def __enter__(self) -> LossCall:
         _thread.call = self
+        return self
 
     def __exit__(self, *error: object) -> None:
         _thread.call = None
         if self.context.meeting is not None and not self.context.is_alone:
             self.context.meeting.leave(self.replica)
+
+
+def _detached(value: Any) -> Any:
+    """Without its graph, whose memory would be kept."""
+    if isinstance(value, torch.Tensor):
+        return value.detach()
+    return tuple(map(_detached, value)) if isinstance(value, tuple | list) else value
+
+
+def _check_values(values: Any) -> None:
+    if not isinstance(values, Mapping) or not all(isinstance(name, str) for name in values):
+        raise TaskError('evenstep.log takes a dict of named values: evenstep.log({"accuracy": correct})')
+    for name, value in values.items():
+        if not isinstance(value, torch.Tensor | int | float | tuple | list):
+            raise TaskError(
+                f"evenstep.log takes numbers and tensors, and {name!r} is a {type(value).__name__}; give a mean over "
+                "the samples, one value per sample, or a pair (sum, count)"
+            )
 
 
 def _check_rows(tensor: torch.Tensor, num_samples: int) -> None:

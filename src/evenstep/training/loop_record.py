@@ -37,6 +37,7 @@ class LoopStep:
     input_seconds: float
     """Waited for batches since the run began."""
     epoch_samples: int
+    logged: dict[str, float]
 
 
 class LoopRecord:
@@ -104,6 +105,7 @@ class LoopRecord:
             lr=taken.lr,
             peak_bytes=dict(self._peaks),
             epoch_samples=taken.epoch_samples,
+            logged=taken.logged,
         )
         self._waited = taken.input_seconds
         self.tally.add(row)

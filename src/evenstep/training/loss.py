@@ -52,19 +52,23 @@ def as_pair(values: Any, num_samples: int) -> list[float]:
 class MeanLoss(float):
     """The mean loss of a global batch; `count` is what it is a mean over: samples, or whatever the loss counts."""
 
-    __slots__ = ("compute_seconds", "count")
+    __slots__ = ("compute_seconds", "count", "logged")
 
     count: float
+    logged: dict[str, float]
+    """Means of what the loss gave to `evenstep.log`."""
     compute_seconds: float
     """How long this process computed before it waited for others; 0 in a replayed CUDA graph, which does not know."""
 
-    def __new__(cls, value: float, count: float, compute_seconds: float = 0.0) -> MeanLoss:
+    def __new__(
+        cls, value: float, count: float, compute_seconds: float = 0.0, logged: dict[str, float] | None = None
+    ) -> MeanLoss:
         self = super().__new__(cls, value)
-        self.count, self.compute_seconds = count, compute_seconds
+        self.count, self.compute_seconds, self.logged = count, compute_seconds, logged or {}
         return self
 
-    def __getnewargs__(self) -> tuple[float, float, float]:  # type: ignore[override]
-        return float(self), self.count, self.compute_seconds
+    def __getnewargs__(self) -> tuple[float, float, float, dict[str, float]]:  # type: ignore[override]
+        return float(self), self.count, self.compute_seconds, self.logged
 
     def item(self) -> float:
         """The number, as of a tensor."""
@@ -78,7 +82,8 @@ class LossTotal:
     backward and the host does not wait for work that is still to be computed.
     """
 
-    def __init__(self, world: World, num_samples: int, request_code: float = 0.0) -> None:
+    def __init__(self, world: World, num_samples: int, request_code: float = 0.0, logs: StepLogs | None = None) -> None:
+        self.logs = logs or StepLogs(world, [])
         self.request_code = request_code
         """This process's request to stop or to save (see preemption.py); once read, the sum over all processes."""
         self._started = DeviceTime(world)
@@ -121,14 +126,16 @@ class LossTotal:
             self.sent = self._post()
 
     def _post(self) -> HostCopy | PendingSum:
-        """Start the sum of [sum, count, request code] over processes."""
+        """Start the sum of [sum, count, request code, whether names are new, sums and counts of names]."""
+        has_new = float(self.logs.has_new)
         if self._world.device.type != "cpu":
             padded = torch.nn.functional.pad(self.own_pair(), (0, 1), value=self.request_code)
-            return HostCopy(padded, self._world)
+            padded = torch.nn.functional.pad(padded, (0, 1), value=has_new)
+            return HostCopy(torch.cat([padded, *self.logs.known(padded)]) if self.logs.names else padded, self._world)
         # The losses are on the host already, where Python sums three numbers faster than torch.
         pairs = [as_pair(part.amount.tolist(), part.micro_batch.num_samples) for part in self.parts]
         total, count = (math.fsum(column) for column in zip(*pairs, strict=True))
-        numbers = [total, count, self.request_code]
+        numbers = [total, count, self.request_code, has_new, *self.logs.known_numbers()]
         return self._world.post(numbers) or HostCopy(torch.tensor(numbers, dtype=torch.float64), self._world)
 
     def own_pair(self) -> torch.Tensor:
@@ -140,8 +147,10 @@ class LossTotal:
         if self.sent is None:
             pairs = [part.read() for part in self.parts]
         else:
-            *pair, self.request_code = self.sent.read()
-            pairs = [pair]
+            # A captured step sends three numbers.
+            total, count, self.request_code, *more = self.sent.read()
+            pairs = [[total, count]]
+            self.logs.take_sums(more)
         total, count = (math.fsum(column) for column in zip(*pairs, strict=True))
         self.count = count
         if self.is_late:
@@ -158,6 +167,77 @@ class LossTotal:
         return not_finite(self._world.rank, per_replica, [part.pair().tolist() for part in self.parts])
 
 
+class StepLogs:
+    """What the losses of one step gave to `evenstep.log`; sums over processes travel with those of the loss.
+
+    `names` are those that all ranks know, in one order, from step to step. Where a rank has another one, the ranks
+    agree on it after the step, in two collectives more.
+    """
+
+    def __init__(self, world: World, names: list[str]) -> None:
+        self.names = names
+        self._world = world
+        self._own: list[tuple[str, torch.Tensor, HostCopy | None]] = []
+        self._sums: list[float] = []
+
+    def take(self, logged: list[tuple[str, Amount]], num_samples: int) -> None:
+        """Add what the loss of one micro-batch logged."""
+        for name, amount in logged:
+            pair = as_sum(amount, num_samples, name)
+            self._own.append((name, pair, HostCopy(pair) if self._world.size == 1 else None))
+
+    @property
+    def has_new(self) -> bool:
+        """Whether this rank has a name that not all know."""
+        return any(name not in self.names for name, _, _ in self._own)
+
+    def known(self, like: torch.Tensor) -> list[torch.Tensor]:
+        """[sum, count] of each name that all ranks know, on the device."""
+        return _pairs_of(self.names, self._own, like)
+
+    def known_numbers(self) -> list[float]:
+        """The same on the host."""
+        return torch.cat(self.known(torch.zeros(1, dtype=torch.float64))).tolist() if self.names else []
+
+    def take_sums(self, more: list[float]) -> None:
+        """What was sent beside the loss, summed over ranks; all ranks call this."""
+        has_new, *self._sums = more or [0.0]
+        if not has_new or self._world.communication.is_off:
+            return
+        every = self._world.gather([name for name, _, _ in self._own])
+        new = [name for name in dict.fromkeys(name for of_rank in every for name in of_rank) if name not in self.names]
+        table = torch.cat(_pairs_of(new, self._own, torch.zeros(1, dtype=torch.float64)))
+        work = self._world.total(table)
+        if work is not None:
+            work.wait()
+        self._sums += table.tolist()
+        self.names += new
+
+    def means(self) -> dict[str, float]:
+        """The mean of each name, over all that was counted; none of what no sample had."""
+        pairs: dict[str, list[list[float]]] = {}
+        if self._world.size == 1:
+            for name, _, host in self._own:
+                assert host is not None
+                pairs.setdefault(name, []).append(host.read())
+        else:
+            pairs = {name: [self._sums[2 * index : 2 * index + 2]] for index, name in enumerate(self.names)}
+        # Threads add their parts in any order: fsum gives the same sum in each.
+        sums = {name: [math.fsum(column) for column in zip(*every, strict=True)] for name, every in pairs.items()}
+        return {name: total / count for name, (total, count) in sums.items() if count}
+
+
+def _pairs_of(
+    names: list[str], logged: list[tuple[str, torch.Tensor, HostCopy | None]], like: torch.Tensor
+) -> list[torch.Tensor]:
+    """[sum, count] of each name."""
+    pairs = {name: like.new_zeros(2) for name in names}
+    for name, pair, _ in logged:
+        if name in pairs:
+            pairs[name] = pairs[name] + pair.to(like)
+    return list(pairs.values())
+
+
 @dataclass(slots=True)
 class ReplicaBackward:
     """Forward and backward of one micro-batch on one replica."""
@@ -172,11 +252,13 @@ class ReplicaBackward:
     def __call__(self, is_last: bool, replica: int, micro_batch: MicroBatch) -> None:
         device = self.world.devices[replica]
         # In backward too, where activation checkpointing runs the forward again.
-        with on(device), self.context.on(replica), NOTHING if micro_batch.num_samples else standing_in():
+        with on(device), self.context.on(replica) as called, NOTHING if micro_batch.num_samples else standing_in():
             self.world.spans.begin(FORWARD)
             with self.precision.autocast(device):
                 amount = call(self.models, replica, self.loss, micro_batch.inputs)
             start, weight = self.totals.take(amount, micro_batch)
+            if called.logged:
+                self.totals.logs.take(called.logged, micro_batch.num_samples)
             self.world.spans.begin(BACKWARD)
             if is_last:
                 self.totals.send()

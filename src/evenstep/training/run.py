@@ -142,6 +142,7 @@ class Run:
                 lr=float(self._first_groups()[0]["lr"]),
                 input_seconds=self.loader.waited_seconds,
                 epoch_samples=self.loader.lengths.of(batch.span.epoch) or 0,
+                logged=getattr(loss, "logged", {}),
             )
         )
 
@@ -324,6 +325,7 @@ class Run:
 
     def _restore(self, state: State) -> None:
         self.loader.load_state_dict(state["loader"])
+        self.team.resumed_at = (self.step, self.loader.epoch)
         if self.team.precision.scaler is not None and state["scaler"]:
             self.team.precision.scaler.load_state_dict(state["scaler"])
         world = self.team.world

@@ -61,7 +61,7 @@ from evenstep.strategy_facts import DEFAULT, DEFAULT_IN_ONE_PROCESS, REFERENCE, 
 from evenstep.task import Amount
 from evenstep.training.evaluation import Evaluator, Means, named
 from evenstep.training.in_loss import LossContext
-from evenstep.training.loss import LossTotal, MeanLoss, ReplicaBackward, as_sum
+from evenstep.training.loss import LossTotal, MeanLoss, ReplicaBackward, StepLogs, as_sum
 from evenstep.training.optim import refuse_closure, refuse_sharded, step_optimizer
 from evenstep.training.precision import Precision
 
@@ -200,6 +200,10 @@ class Team:
         """What `wrap` returned."""
         self.called_in_loss: set[str] = set()
         """What losses have called of `evenstep.training.in_loss`."""
+        self._log_names: list[str] = []
+        """What losses have logged, in the order that all ranks agreed on."""
+        self.resumed_at = (0, 0)
+        """The steps taken and the epoch of the checkpoint that was loaded."""
         self.requests = Requests()
         self._refusals = Refusals(world)
         self.current: Batch | None = None
@@ -336,7 +340,8 @@ class Team:
         self.world.spans.begin(FORWARD)
         for one in models:
             one.sync_replicas(is_training=True)
-        totals = LossTotal(self.world, batch.num_samples, self.requests.encode())
+        logs = StepLogs(self.world, self._log_names)
+        totals = LossTotal(self.world, batch.num_samples, self.requests.encode(), logs)
         compute(totals)
         mean = totals.read()
         compute_seconds = totals.seconds_alone()
@@ -352,7 +357,7 @@ class Team:
             foreach_mul_(gradients, totals.late_factor)
         for weight, gradient in earlier:
             weight.grad = gradient if weight.grad is None else weight.grad + gradient
-        return MeanLoss(mean, totals.count, compute_seconds)
+        return MeanLoss(mean, totals.count, compute_seconds, logs.means())
 
     def start_batch(self, batch: Batch, repeat: int = 0, seeds: bool = True) -> None:
         """Seed dropout for this batch, unless nothing draws: different on every replica, the same after a restart."""
@@ -403,7 +408,7 @@ class Team:
                 num_samples = batch.span.stop
                 if can_stop and number % BATCHES_BETWEEN_AGREEMENTS == 0:
                     self._stop_together()
-                context = LossContext(self.world, batch)
+                context = LossContext(self.world, batch, at=self._at())
                 if scores is not None:
                     scores.add(self, model, batch)
                 for per_replica in batch.micro_batches:
@@ -423,6 +428,11 @@ class Team:
         rows = zip(names, table.tolist(), strict=True)
         means = {name: total / count if count else math.nan for name, (total, count) in rows}
         return Means({**means, **(scores.compute(self.world) if scores is not None else {})}, num_samples)
+
+    def _at(self) -> tuple[int, int]:
+        """The steps taken and the epoch, as an evaluation sees them."""
+        batch = self.current
+        return self.resumed_at if batch is None else (batch.loader.num_finished, batch.span.epoch)
 
     def _try_alone(
         self, model: DistributedModel, context: LossContext, work: Callable[..., T], arguments: list[tuple[Any, ...]]

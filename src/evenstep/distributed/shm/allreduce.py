@@ -118,6 +118,8 @@ DEPTH = 4
 class ScalarAllReduce:
     """One process's end of a scalar all-reduce: every process has a slot for each pending sum, and two counters."""
 
+    most_numbers = MAX_NUMBERS
+
     def __init__(self, shared: Shared) -> None:
         self._rank, self._peers = shared.rank, shared.peers
         size = shared.size

@@ -195,6 +195,9 @@ class Fast:
             self._give_up("a batch holds more than tensors in tuples, lists and dicts")
         elif len(self._world.devices) > 1 and "gather" in self._recipe.team.called_in_loss:
             self._give_up("in evenstep.gather replicas wait for each other, which a graph of one of them cannot")
+        elif not {"log", "progress"}.isdisjoint(self._recipe.team.called_in_loss):
+            (name, *_) = sorted({"log", "progress"} & self._recipe.team.called_in_loss)
+            self._give_up(f"the loss calls evenstep.{name}, which a replay would not call again")
         elif drew_on_host():
             self._give_up("it draws random numbers on the host, which a replay would not draw again")
         elif self._before is not None and now[:2] == self._before[:2]:

@@ -57,7 +57,7 @@ def log(values: Mapping[str, Amount]) -> None:
 
 
 @dataclass(frozen=True)
-class Progress:
+class TrainingProgress:
     """Where a training is."""
 
     step: int
@@ -66,12 +66,12 @@ class Progress:
     """From 0."""
 
 
-def progress() -> Progress:
+def progress() -> TrainingProgress:
     """The step and the epoch of the batch whose loss is computed; step 0 outside of a training."""
     call: LossCall | None = getattr(_thread, "call", None)
     if call is None:
         called_outside.add("progress")
-        return Progress(0, 0)
+        return TrainingProgress(0, 0)
     return call.context.progress()
 
 
@@ -102,9 +102,9 @@ class LossContext:
         """Around what one replica of this process computes, backward included."""
         return LossCall(self, replica)
 
-    def progress(self) -> Progress:
+    def progress(self) -> TrainingProgress:
         self.called.add("progress")
-        return Progress(*self._at)
+        return TrainingProgress(*self._at)
 
     def gather(self, tensor: torch.Tensor, replica: int) -> torch.Tensor:
         world = self.world

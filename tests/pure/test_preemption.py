@@ -8,6 +8,9 @@ import signal
 import pytest
 
 from evenstep.distributed.preemption import Requests
+from evenstep.training.cuda_graphs.runner import AgreedLater
+from evenstep.training.loss import MeanLoss
+from evenstep.training.step import Done
 
 
 def total(*every: Requests) -> float:
@@ -50,3 +53,14 @@ def test_the_second_ctrl_c_does_not_wait_and_a_second_sigterm_does() -> None:
             os.kill(os.getpid(), signal.SIGINT)
             signal.pause()
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+
+
+def test_an_eager_step_among_replayed_ones_counts_its_requests_when_it_is_read() -> None:
+    """On another rank the same step is replayed, and the host learns of a request some steps later."""
+    requests = Requests()
+    requests.stop_requested = True
+    requests.agree(requests.encode())
+    step = AgreedLater(Done(MeanLoss(1.0, 2.0)), requests)
+    requests.agreed = False, False
+    assert float(step.read()) == 1.0
+    assert requests.agreed == (True, False)

@@ -89,8 +89,16 @@ class Requests:
 
     def agree(self, total: float) -> None:
         """Decode the sum of all processes' requests."""
-        self.stop = total >= _STOP
-        self.save = total % _STOP > 0
+        self.agreed = total >= _STOP, total % _STOP > 0
+
+    @property
+    def agreed(self) -> tuple[bool, bool]:
+        """Whether to stop, and whether to save."""
+        return self.stop, self.save
+
+    @agreed.setter
+    def agreed(self, values: tuple[bool, bool]) -> None:
+        self.stop, self.save = values
 
     def listening(self, *numbers: signal.Signals) -> AbstractContextManager[None]:
         """Handle these signals as a request to stop; a second Ctrl-C stops at once."""

@@ -427,6 +427,8 @@ class Pending:
         """Its loss; NonFiniteLoss if that is not finite, with the weights of the step before."""
         if self._loss is None:
             self._loss = self._read()
+        team = self._recipe.team
+        team.requests.agree(self.arrive()[2] if team.world.size > 1 else self._request_code)
         return self._loss
 
     def _read(self) -> MeanLoss:
@@ -434,7 +436,6 @@ class Pending:
         pairs = self._captured.pairs(values)
         total, count = (math.fsum(column) for column in zip(*pairs, strict=True))
         team = self._recipe.team
-        team.requests.agree(values[2] if team.world.size > 1 else self._request_code)
         mean = total / count if count else 0.0
         if not math.isfinite(mean):
             per_replica = [micro_batch for per_replica in self._batch.micro_batches for micro_batch in per_replica]

@@ -15,6 +15,7 @@ import torch.distributed as dist
 
 from evenstep.data.loader import Batch
 from evenstep.distributed.heartbeat import BACKWARD, FORWARD
+from evenstep.distributed.preemption import Requests
 from evenstep.strategies.base import forget
 from evenstep.training.cuda_graphs.capture_checks import (
     Clock,
@@ -62,6 +63,17 @@ def can_be_fast(recipe: Recipe) -> bool:
     return world.size == 1
 
 
+class AgreedLater:
+    """A step whose requests count when it is read: other ranks replay the same step, and learn of them only then."""
+
+    def __init__(self, taken: Taken, requests: Requests) -> None:
+        self._taken, self._requests, self._agreed = taken, requests, requests.agreed
+
+    def read(self) -> MeanLoss:
+        self._requests.agreed = self._agreed
+        return self._taken.read()
+
+
 class Fast:
     """Takes eager steps until replaying a graph proves faster."""
 
@@ -87,6 +99,15 @@ class Fast:
         self._side: torch.cuda.Stream | None = None
 
     def take(self, batch: Batch) -> Taken:
+        requests = self._recipe.team.requests
+        before = requests.agreed
+        taken = self._take(batch)
+        if isinstance(taken, Done):
+            taken = AgreedLater(taken, requests)
+        requests.agreed = before
+        return taken
+
+    def _take(self, batch: Batch) -> Taken:
         if batch.checked is not None or self._world.spans.listeners or self._world.communication.is_off:
             return self._take_eagerly(batch)
         if self._captured is not None:

@@ -82,6 +82,8 @@ class Task:
     """One of evenstep.samplers, or a torch Sampler; shuffled if not given."""
     collate: Callable[[list[Any]], Batch] | None = None
     """Makes a batch of a list of samples; torch's default if not given."""
+    drop_last: bool = False
+    """Whether a short last batch of an epoch is left out, as with a DataLoader's drop_last."""
     show: Callable[[Model], str] | None = None
     """A text about the trained model, shown at the end: a generated sentence, for example."""
     batch: int | None = None

@@ -32,21 +32,20 @@ def train(strategy: str, folder: str, epochs: int, fail_at: int = 0) -> None:
     scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.99)
     loader = team.loader((x[:41], y[:41]), batch=8)
     valid = team.loader((x[41:], y[41:]), batch=8, shuffle=False)
-    run = evenstep.Run(team, model, optimizer, loader, scheduler, folder=folder, log="tensorboard")
-    best, since = run.load().get("best", [float("inf"), 0])
-    while loader.epoch < epochs and since < 3:
+    run = evenstep.Run(team, model, optimizer, loader, scheduler, folder=folder, log="tensorboard", best="error")
+    seen = run.load().get("seen", [])
+    while loader.epoch < epochs and run.evaluations_since_best < 3:
         for batch in loader:
             mean = team.backward(loss, model, batch)
             team.step(optimizer)
             run.log(mean)
             scheduler.step()
             if run.step == fail_at - 1:
-                run.save(best=[best, since])
+                run.save(seen=seen)
             if run.step == fail_at:
                 raise RuntimeError("lost")
-        error = run.evaluate(metrics, model, valid)["error"]
-        best, since = (error, 0) if error < best else (best, since + 1)
-        run.save(is_best=not since, best=[best, since])
+        seen.append(run.evaluate(metrics, model, valid)["error"])
+        run.save(seen=seen)
     run.finish()
 
 

@@ -68,6 +68,9 @@ def test_a_loop_leaves_the_record_that_one_device_leaves_and_resumes_on_another_
     assert (mine.summary.steps, mine.summary.samples) == (18, 3 * 41)
     assert mine.summary.train_loss == pytest.approx(alone.summary.train_loss, rel=1e-9)
     assert mine.summary.checkpoint == "runs/mine/checkpoints/step-00000018"
+    assert mine.summary.best is not None
+    assert mine.summary.best.value == pytest.approx(min(one.values["error"] for one in alone.evaluations), rel=1e-9)
+    assert Path("runs/mine/checkpoints/best").resolve().name == Path(mine.summary.best.checkpoint).name
     page = report("runs/mine")
     assert CUSTOM_LOOP in page
     assert "train --plan" not in page
@@ -89,11 +92,11 @@ def test_tensors_that_each_process_brings_are_parts_of_one_batch(strategy: str) 
     assert state["outputs"] == pytest.approx(alone, rel=1e-9)
 
 
-def small_run(folder: str | None = "runs/small") -> evenstep.Run:
+def small_run(folder: str | None = "runs/small", best: str | None = None) -> evenstep.Run:
     team = evenstep.join("single", devices=("cpu",))
     model = team.wrap(nn.Linear(6, 2))
     loader = team.loader(torch.ones(20, 6), batch=10)
-    return evenstep.Run(team, model, torch.optim.SGD(model.parameters(), lr=0.1), loader, folder=folder)
+    return evenstep.Run(team, model, torch.optim.SGD(model.parameters(), lr=0.1), loader, folder=folder, best=best)
 
 
 def take_step(run: evenstep.Run) -> float:
@@ -115,6 +118,28 @@ def test_a_folder_with_an_earlier_run_is_not_written_over() -> None:
     again.log(loss)
     again.finish()
     assert len(Record.read("runs/small").steps) == 1
+
+
+def test_a_loop_stops_when_no_evaluation_is_better() -> None:
+    run = small_run(best="number:max")
+    (model,) = run.models.values()
+    values = iter([1.0, 3.0, 2.0, 2.5, 9.0])
+    while run.evaluations_since_best < 2:
+        run.log(take_step(run))
+        now = torch.tensor([next(values)])
+        run.evaluate(lambda model, batch, now=now: {"number": now.expand(len(batch))}, model, run.loader)
+        run.save(keep=9)
+    run.finish()
+    summary = Record.read("runs/small").summary
+    assert summary is not None
+    assert summary.best is not None
+    assert (summary.best.value, summary.best.step, summary.steps) == (3.0, 2, 4)
+    assert Path("runs/small/checkpoints/best").resolve().name == "step-00000002"
+    again = small_run(best="number:max")
+    again.load()
+    assert again.evaluations_since_best == 2
+    with pytest.raises(TaskError, match=r'make it with Run\(\.\.\., best="accuracy"\)'):
+        _ = small_run("runs/other").evaluations_since_best
 
 
 def test_what_a_loop_gets_wrong_about_its_record_is_said() -> None:

@@ -22,6 +22,9 @@ RECIPES = {
 def test_a_recipe_trains_on_two_devices(title: str) -> None:
     for number, source in enumerate(RECIPES[title]):
         Path(f"recipe_{number}.py").write_text(source)
-        run = [sys.executable, "-m", "evenstep", "train", f"recipe_{number}.py", "--strategy", "ddp", "--steps", "3"]
-        done = subprocess.run([*run, "--devices", "cpu,cpu"], capture_output=True, text=True, timeout=120)
+        train = ["train", f"recipe_{number}.py", "--strategy", "ddp", "--steps", "3", "--devices", "cpu,cpu"]
+        # A custom loop is a script.
+        command = ["run", "--devices", "2", f"recipe_{number}.py"] if "evenstep.join(" in source else train
+        run = [sys.executable, "-m", "evenstep", *command]
+        done = subprocess.run(run, capture_output=True, text=True, timeout=120)
         assert done.returncode == 0, done.stderr

@@ -197,7 +197,7 @@ def test_a_full_machine_says_how_much_was_asked_for(error: Exception, asked: str
 def test_batchnorm_on_one_sample_says_how_to_give_it_more() -> None:
     with pytest.raises(ValueError, match="Expected more than 1 value per channel") as failed:
         torch.nn.BatchNorm1d(3)(torch.ones(1, 3))
-    assert "drop_last=True, or --sync-batchnorm" in (answer(failed.value) or "")
+    assert "drop_last=True in the Task, or --sync-batchnorm" in (answer(failed.value) or "")
 
 
 def test_a_second_gradient_through_weights_that_fsdp_freed_is_known() -> None:

@@ -206,6 +206,7 @@ def test_gradients_are_on_only_where_they_are_needed_and_draws_come_once() -> No
 
 NORMED = "model=lambda: nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.Linear(8, 2))"
 PICTURES = "model=lambda: nn.Sequential(nn.Unflatten(1, (1, 2, 2)), nn.BatchNorm2d(1), nn.Flatten(), nn.Linear(4, 2))"
+OF_TASK = "train=(x[:18], y[:18]), sampler=range(18), batch=8, drop_last=True"
 EIGHTEEN = "train=torch.utils.data.DataLoader(list(zip(x[:18], y[:18])), batch_size=8, drop_last=True)"
 
 
@@ -215,12 +216,12 @@ EIGHTEEN = "train=torch.utils.data.DataLoader(list(zip(x[:18], y[:18])), batch_s
         (
             "--batch 19",
             "the last step of an epoch (1 sample) leaves one sample for a device;\n"
-            "use a DataLoader with drop_last=True, or --batch 18",
+            "use drop_last=True in the Task, or --batch 18",
         ),
         (
             "--batch 17 --strategy dp --devices cpu,cpu",
             "the last step of an epoch (3 samples over 2 devices) leaves one sample for a device;\n"
-            "use a DataLoader with drop_last=True, or --batch 16",
+            "use drop_last=True in the Task, or --batch 16",
         ),
         (
             "--batch 6 --strategy ddp --devices cpu,cpu --accumulate 2",
@@ -230,12 +231,12 @@ EIGHTEEN = "train=torch.utils.data.DataLoader(list(zip(x[:18], y[:18])), batch_s
         (
             "--batch 19 --strategy ddp --devices cpu,cpu",
             "the last step of an epoch (1 sample over 2 devices) leaves one sample for a device;\n"
-            "use a DataLoader with drop_last=True, or --batch 20",
+            "use drop_last=True in the Task, or --batch 20",
         ),
         (
             "--batch 19 --strategy ddp --devices cpu,cpu --sync-batchnorm",
             "the last step of an epoch (1 sample over 2 devices) leaves one sample for a device;\n"
-            "use a DataLoader with drop_last=True, or --batch 20",
+            "use drop_last=True in the Task, or --batch 20",
         ),
         ("--batch 1", "every step (1 sample) leaves one sample for a device;\nuse --batch 2"),
     ],
@@ -253,9 +254,10 @@ def test_batchnorm_with_one_sample_is_foreseen(train: Callable[..., Ended], more
         (NORMED, "--batch 18"),
         (PICTURES, "--batch 19"),
         (f"{NORMED}, {EIGHTEEN}", "--batch 17"),
+        (f"{NORMED}, {OF_TASK}", "--batch 17"),
         ("loss=mean", "--batch 19"),
     ],
-    ids=["two samples", "more values than samples", "dropped", "no BatchNorm"],
+    ids=["two samples", "more values than samples", "dropped", "dropped by the task", "no BatchNorm"],
 )
 def test_what_can_be_trained_on_one_sample_is_trained(train: Callable[..., Ended], parts: str, more: str) -> None:
     ended = train(parts, *more.split())
@@ -280,11 +282,23 @@ def test_a_run_that_ends_before_the_short_step_is_trained(evenstep: Callable[...
 COSINE = "scheduler=lambda optimizer, num_steps: torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, num_steps)"
 
 
-def test_drop_last_is_followed_from_the_schedule_to_the_audit(train: Callable[..., Ended]) -> None:
-    ended = train(f"{EIGHTEEN}, batch=None, {COSINE}", "--audit")
+@pytest.mark.parametrize(
+    ("data", "more"),
+    [
+        (f"{EIGHTEEN}, batch=None", ""),
+        (OF_TASK, ""),
+        (OF_TASK, "--strategy dp --devices cpu,cpu"),
+        pytest.param(OF_TASK, "--strategy ddp --devices cpu,cpu", marks=pytest.mark.slow),
+        pytest.param(OF_TASK, "--strategy fsdp --devices cpu,cpu", marks=pytest.mark.slow),
+    ],
+)
+def test_drop_last_is_followed_from_the_schedule_to_the_audit(
+    train: Callable[..., Ended], data: str, more: str
+) -> None:
+    ended = train(f"{data}, {COSINE}", "--audit", *more.split())
     assert ended.code == 0, ended.err
     assert "drop_last leaves 2 of 18 samples out of each epoch, its short last batch\n" in ended.err
-    assert "global batch 8 = 1 device x 8; 2 steps per epoch\n" in ended.err
+    assert f"global batch 8 = {'2 devices x 4' if more else '1 device x 8'}; 2 steps per epoch\n" in ended.err
     assert "16 samples x 2 epochs, 0 repeated, 0 missed, 4 left out by drop_last\n" in ended.out
     record = Record.read("runs/tried")
     assert [step.samples for step in record.steps] == [8, 8, 8, 8]

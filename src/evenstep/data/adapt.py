@@ -25,6 +25,7 @@ from evenstep.data.iterable import Stream, is_stream
 from evenstep.errors import TaskError
 from evenstep.sampling import samplers
 from evenstep.sampling.order import Order
+from evenstep.task import Task
 
 
 @dataclass(frozen=True)
@@ -47,6 +48,15 @@ class AdaptedData:
             return None
         order = self.sampler.order(self.source.num_samples, seed, batch)
         return order.drop_last(batch) if self.drop_last else order
+
+    def dropping(self, drop_last: bool) -> AdaptedData:
+        """The same, without an incomplete last batch if that is asked for here."""
+        return replace(self, drop_last=True) if drop_last and not self.drop_last else self
+
+
+def adapt_train(task: Task) -> AdaptedData:
+    """The training data of a task."""
+    return adapt(task.train, task.collate, task.sampler).dropping(task.drop_last)
 
 
 def adapt(

@@ -166,7 +166,7 @@ def _where_alone(plan: Plan, lengths: Lengths) -> str:
 
 
 def _too_few_for_batchnorm(plan: Plan, lengths: Lengths) -> str:
-    remedies = ["a DataLoader with drop_last=True"] * (plan.smallest_micro_batch(plan.batch) > 1)
+    remedies = ["drop_last=True in the Task"] * (plan.smallest_micro_batch(plan.batch) > 1)
     has_processes = STRATEGIES[plan.strategy].processes_per_device
     can_share = has_processes and min(plan.most_devices, *plan.batch_sizes(lengths)) > 1
     remedies += ["--sync-batchnorm"] * can_share

@@ -18,7 +18,7 @@ import msgspec
 import torch
 
 from evenstep.checkpoint import files
-from evenstep.data.adapt import AdaptedData, adapt
+from evenstep.data.adapt import AdaptedData, adapt, adapt_train
 from evenstep.distributed.devices import check_devices, choose_devices, num_cores
 from evenstep.errors import PlanError, TaskError, shorten
 from evenstep.launcher.preflight import probe
@@ -109,7 +109,7 @@ def prepare(source: str | TaskFunction | Task | None, choices: Mapping[str, Any]
                 draft, name=free_name(label_of(source, values["options"], found), draft.strategy, draft.out)
             )
         task = call_task(found, draft.data, draft.options)
-        train = adapt(task.train, task.collate, task.sampler)
+        train = adapt_train(task)
         plan = _completed(draft, values, task, train)
         valid = adapt(task.valid, task.collate, what="valid") if task.valid is not None else None
         order = train.order(plan.seed, plan.batch)
@@ -189,7 +189,7 @@ def prepare_from_plan(plan: Plan, source: str | TaskFunction | Task | None, own:
     with _users_code():
         plan = replace(plan, task=absolute_spec(spec), data=own.get("data") or plan.data)
         task = call_task(find_task(spec), plan.data, plan.options)
-        order = adapt(task.train, task.collate, task.sampler).order(plan.seed, plan.batch)
+        order = adapt_train(task).order(plan.seed, plan.batch)
         cwd = os.getcwd()
     write_plan(plan.folder, plan)
     plan = replace(plan, devices=devices, allow_pickle=bool(own.get("allow_pickle")))

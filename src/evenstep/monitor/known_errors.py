@@ -215,7 +215,7 @@ def _host_memory(found: Match, _: Sequence[str], __: Situation) -> str:
 def _one_sample(_: Match, __: Sequence[str], ___: Situation) -> str:
     return (
         "BatchNorm cannot be trained on one sample, and that is what this device has in this step.\n"
-        f"Use another --batch, a DataLoader with drop_last=True, or --sync-batchnorm with {with_processes()}"
+        f"Use another --batch, drop_last=True in the Task, or --sync-batchnorm with {with_processes()}"
     )
 
 

@@ -14,7 +14,7 @@ from evenstep.distributed import devices
 from evenstep.distributed.process import read_local_size
 from evenstep.errors import TaskError
 from evenstep.plan import CUSTOM_LOOP, Plan, TrackerName, check_name
-from evenstep.record import Evaluation, RecordWriter, Row, Step, Summary, Tally, has_begun
+from evenstep.record import BestSoFar, Evaluation, RecordWriter, Row, Step, Summary, Tally, has_begun
 from evenstep.training.evaluation import Means
 from evenstep.training.loop import PEAKS_EVERY
 
@@ -40,6 +40,15 @@ class LoopStep:
     logged: dict[str, float]
 
 
+@dataclass(frozen=True)
+class LoopChoices:
+    """What a custom loop chose for its run."""
+
+    log: TrackerName | None
+    best: str | None
+    """As in `--best accuracy:max`."""
+
+
 class LoopRecord:
     """Rows of a custom loop; on ranks other than 0 nothing is written."""
 
@@ -47,6 +56,7 @@ class LoopRecord:
         self.tally = Tally()
         self.evaluation: Evaluation | None = None
         """The last one."""
+        self.best = BestSoFar.of(plan) if plan.best is not None else None
         self.continues = False
         """Whether the loop resumes the run of this folder."""
         self._world = team.world
@@ -116,8 +126,14 @@ class LoopRecord:
         """Write the row of an evaluation."""
         row = Evaluation(step=step, epoch=epoch, values=dict(means), samples=means.num_samples, seconds=seconds)
         self.evaluation = row
+        if self.best is not None:
+            self.best.add(row, str(self._checkpoint(files.step_name(step))))
         self._append(row)
         self.pause_ended()
+
+    def is_best_at(self, step: int) -> bool:
+        """Whether the evaluation of this step is the best so far."""
+        return self.best is not None and self.best.best is not None and self.best.best.step == step
 
     def pause_ended(self) -> None:
         """What was done since the last row (an evaluation, a checkpoint) is no part of the next step."""
@@ -125,7 +141,8 @@ class LoopRecord:
 
     def so_far(self) -> files.Totals:
         """What a resumed loop must know of the rows before it."""
-        return files.Totals(tally=self.tally, best=None, evaluation=self.evaluation)
+        value = self.best.best.value if self.best is not None and self.best.best is not None else None
+        return files.Totals(tally=self.tally, best=value, evaluation=self.evaluation, best_so_far=self.best)
 
     def recall(self, facts: dict[str, Any], so_far: files.Totals | None) -> None:
         """Go on from here in the data, and from what `so_far` returned in the run that is resumed."""
@@ -133,6 +150,9 @@ class LoopRecord:
         if so_far is not None:
             self.tally, self.evaluation = so_far.tally, so_far.evaluation
             self._began -= self.tally.seconds
+            before = so_far.best_so_far
+            if self.best is not None and before is not None and before.by == self.best.by:
+                self.best = before
 
     def flush(self) -> None:
         """Before a checkpoint, its rows are on the disk."""
@@ -142,7 +162,6 @@ class LoopRecord:
     def finish(self, checkpoint: Path | None) -> Summary:
         """Write the summary; all ranks call this."""
         peaks = self._world.gather({**self._peaks, **devices.peak_bytes(self._world)})
-        run = Path(*self._folder.absolute().parts[-2:])
         summary = Summary(
             strategy=self._plan.strategy,
             devices=list(self._plan.devices),
@@ -153,12 +172,21 @@ class LoopRecord:
             samples_per_second=self.tally.samples_per_second,
             seconds=time.perf_counter() - self._began,
             peak_bytes={name: size for of_rank in peaks for name, size in of_rank.items()},
-            checkpoint=str(run / files.FOLDER / checkpoint.name) if checkpoint is not None else None,
-            run=str(run),
+            checkpoint=str(self._checkpoint(checkpoint.name)) if checkpoint is not None else None,
+            run=str(self._run),
+            best=self.best.best if self.best is not None else None,
         )
         self._append(summary)
         self.flush()
         return summary
+
+    @property
+    def _run(self) -> Path:
+        """runs/mine, as everybody calls it, wherever it lies."""
+        return Path(*self._folder.absolute().parts[-2:])
+
+    def _checkpoint(self, name: str) -> Path:
+        return self._run / files.FOLDER / name
 
     def _append(self, row: Row) -> None:
         self._open()
@@ -169,7 +197,7 @@ class LoopRecord:
             print(warning, file=sys.stderr)
 
 
-def loop_plan(team: Team, loader: Loader, folder: Path, log: TrackerName | None) -> Plan:
+def loop_plan(team: Team, loader: Loader, folder: Path, choices: LoopChoices) -> Plan:
     """What a custom loop runs, as far as it is known; all ranks call this."""
     check_name(folder.name)
     world = team.world
@@ -185,5 +213,6 @@ def loop_plan(team: Team, loader: Loader, folder: Path, log: TrackerName | None)
         accumulate=loader.accumulate,
         precision=team.precision.name,
         seed=team.seed,
-        log=log,
+        log=choices.log,
+        best=choices.best,
     )

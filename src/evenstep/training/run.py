@@ -66,7 +66,7 @@ class Run:
 
     With a folder, a custom loop leaves there what `evenstep train` does, checkpoints and a Record:
 
-    run = evenstep.Run(team, model, optimizer, loader, folder="runs/mine", log="tensorboard")
+    run = evenstep.Run(team, model, optimizer, loader, folder="runs/mine", log="tensorboard", best="accuracy")
     run.load()                                           # where an earlier start of it was saved, if there is one
     for batch in loader: ...; run.log(loss)              # one row for each step
     run.evaluate(metrics, model, valid); run.save(); run.finish()
@@ -83,6 +83,7 @@ class Run:
         *,
         folder: str | Path | None = None,
         log: TrackerName | None = None,
+        best: str | None = None,
     ) -> None:
         self.team = team
         self.models = _named(model)
@@ -111,14 +112,13 @@ class Run:
         """The last checkpoint."""
         self._record = None
         if self.folder is not None:
-            from evenstep.training.loop_record import LoopRecord, loop_plan
+            from evenstep.training.loop_record import LoopChoices, LoopRecord, loop_plan
 
-            self._record = LoopRecord(
-                team, self.folder, loop_plan(team, self.loader, self.folder, log), self.loader.facts()
-            )
+            plan = loop_plan(team, self.loader, self.folder, LoopChoices(log, best))
+            self._record = LoopRecord(team, self.folder, plan, self.loader.facts())
             self.before_save = self._record.flush
-        elif log is not None:
-            raise TaskError('a tracker needs a run folder: Run(..., folder="runs/mine", log="tensorboard")')
+        elif log is not None or best is not None:
+            raise TaskError('log and best need a run folder: Run(..., folder="runs/mine", log="tensorboard")')
 
     @property
     def step(self) -> int:
@@ -155,6 +155,14 @@ class Run:
         epoch = self.loader.epoch - self.loader.is_between_epochs
         record.add_evaluation(self.step, max(0, epoch), means, time.perf_counter() - started)
         return means
+
+    @property
+    def evaluations_since_best(self) -> int:
+        """How many evaluations came after the best one by the metric that `best` names; the same on all processes."""
+        best = self._recorded().best
+        if best is None:
+            raise TaskError('this Run does not know which metric decides; make it with Run(..., best="accuracy")')
+        return best.num_since
 
     def finish(self) -> Summary:
         """Write the summary of the run to its Record; every process calls this, after the last step."""
@@ -199,7 +207,7 @@ class Run:
                 }
                 self.before_save()
                 files.write(Path(folder), self.step, writers)
-                if is_best:
+                if is_best or (self._record is not None and self._record.is_best_at(self.step)):
                     files.point(Path(folder), "best", path.name)
                 files.prune(Path(folder), keep)
             except Exception as error:

@@ -247,6 +247,7 @@ class Team:
         augment_batch: Callable[[Any, Draws], Any] | None = None,
         workers: int | None = None,
         resident: bool = False,
+        drop_last: bool = False,
         mine: bool = False,
         what: str = "train",
     ) -> Loader:
@@ -255,9 +256,9 @@ class Team:
         All processes give the same data, and compare what they read in the first batches. `mine=True` is for data
         that each process has for itself, such as what it has collected: as many samples on each, all of which are
         used, an equal part of every batch from each. `what` is its name in messages. `batch` is the global batch; that
-        of a DataLoader, if left out.
+        of a DataLoader, if left out. `drop_last` leaves out a short last batch of an epoch.
         """
-        adopted = adapt(data, collate, sampler, what, shuffle=shuffle)
+        adopted = adapt(data, collate, sampler, what, shuffle=shuffle).dropping(drop_last)
         batch = batch if batch is not None else adopted.batch
         if batch is None:
             raise TaskError("team.loader needs the size of the global batch: team.loader(data, batch=64)")

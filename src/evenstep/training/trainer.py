@@ -328,7 +328,13 @@ class Trainer:
 
     def _build(self) -> Run:
         plan, task, team = self.plan, self.task, self.team
-        loader = self._loader(task.train, sampler=task.sampler, augment=task.augment, augment_batch=task.augment_batch)
+        loader = self._loader(
+            task.train,
+            sampler=task.sampler,
+            drop_last=task.drop_last,
+            augment=task.augment,
+            augment_batch=task.augment_batch,
+        )
         module = task.model()
         self._fit_scalers(module, loader)
         if not module.training:

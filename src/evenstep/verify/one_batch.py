@@ -17,7 +17,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from evenstep.data.adapt import adapt
+from evenstep.data.adapt import adapt_train
 from evenstep.data.dataset import SampleTransform, collated
 from evenstep.data.feature_scaler import unfitted
 from evenstep.data.iterable import Stream
@@ -200,7 +200,7 @@ class Workbench:
         self._plan = plan
         self._team = team
         self._device = team.world.device
-        self._adopted = adapt(task.train, task.collate, task.sampler)
+        self._adopted = adapt_train(task)
         self._streamed: list[Any] = []
         self.ids = self._first_ids()
         self.drawing_code: set[str] = set()

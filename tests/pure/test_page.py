@@ -316,6 +316,23 @@ def test_a_new_metric_changes_the_shape_of_the_live_page(tmp_path: Path) -> None
     assert watched.news()["shape"] != before
 
 
+def test_a_learning_rate_is_drawn_once_it_changes(tmp_path: Path) -> None:
+    record = examples.record("single", 1, num_steps=3)
+    watched = Watched(tmp_path)
+    writer = RecordWriter(tmp_path, record.plan, record.machine)
+    first, second, third = record.steps
+    for step in (first, replace(second, lr=first.lr)):
+        writer.append(step)
+    writer.flush()
+    before = watched.news()
+    assert "lr" not in before["charts"]
+    writer.append(replace(third, lr=first.lr / 2))
+    writer.close()
+    after = watched.news()
+    assert "lr" in after["charts"]
+    assert after["shape"] != before["shape"]
+
+
 def test_a_row_that_is_still_being_written_is_left_for_next_time(tmp_path: Path) -> None:
     record = examples.record("single", 1, num_steps=3)
     run = examples.write_record(record, tmp_path / "run")

@@ -218,6 +218,14 @@ def input_chart(runs: Sequence[Drawn]) -> Chart | None:
     return Chart(name="input", title="Wait for input", figure=plot, keys=_keys(runs), caption=caption) if plot else None
 
 
+def lr_chart(runs: Sequence[Drawn]) -> Chart | None:
+    if not any(run.run.curves.lr_changes for run in runs):
+        return None
+    plot = _lines(_of_steps(runs, lambda curves: curves.lr), y="learning rate", tip="0.000e+0")
+    caption = "Of the optimizer's first parameter group."
+    return Chart(name="lr", title="Learning rate", figure=plot, keys=_keys(runs), caption=caption) if plot else None
+
+
 def _keys(runs: Sequence[Drawn]) -> list[Key]:
     return [
         Key(name=f"run {number}", label=run.label, colour=colour(run.index), dash=dash(run.index))

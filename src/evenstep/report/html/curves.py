@@ -130,6 +130,8 @@ class Curves:
         self.loss = Thinned()
         self.samples_per_second = Thinned()
         self.input_ms = Thinned()
+        self.lr = Thinned()
+        self.lr_changes = False
         self.seconds = Sampled()
         """Of all steps but the first, which starts things up."""
         self.samples = 0
@@ -144,6 +146,8 @@ class Curves:
         self.loss.add(step.step, step.loss)
         self.samples_per_second.add(step.step, step.samples / step.seconds if step.seconds > 0 else math.nan)
         self.input_ms.add(step.step, step.input_seconds * 1000)
+        self.lr.add(step.step, step.lr)
+        self.lr_changes |= self.last is not None and step.lr != self.last.lr
         self.num_not_finite += not math.isfinite(step.loss)
         self.peak_bytes |= step.peak_bytes
         if self.last is not None:

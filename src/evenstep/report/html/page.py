@@ -291,6 +291,7 @@ def _runs_charts(runs: Mapping[str, ReadRun]) -> list[Chart]:
         *charts.timeline_charts(_timelines({name: [run] for name, run in runs.items()})),
         *charts.metric_charts(drawn_runs),
         charts.speed_chart(drawn_runs),
+        charts.lr_chart(drawn_runs),
         charts.input_chart(drawn_runs),
         charts.memory_chart({name: run.peak_bytes for name, run in runs.items()}, indices),
         charts.times_chart({name: run.step_seconds for name, run in runs.items()}, indices),

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType, ModuleType
-from typing import TYPE_CHECKING, Any, TypeAlias, get_args, get_origin, get_type_hints
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias, get_args, get_origin, get_type_hints
 
 from evenstep.errors import MAX_CHARACTERS, EvenstepError, TaskError, shorten
 from evenstep.schema import read_value
@@ -32,6 +32,10 @@ Amount: TypeAlias = "torch.Tensor | tuple[torch.Tensor, torch.Tensor | int | flo
 
 Model: TypeAlias = Any
 """The user's module, as `Task.model` made it: it has all its methods and attributes under every strategy."""
+
+ScheduleEvery = Literal["step", "epoch"]
+ScheduleLength = Literal["num_steps", "steps_per_epoch"]
+LENGTHS: tuple[ScheduleLength, ...] = ("num_steps", "steps_per_epoch")
 
 TaskFunction: TypeAlias = "Callable[..., Task]"
 
@@ -73,7 +77,10 @@ class Task:
     scores: Mapping[str, Any] | None = None
     """Functions of all predictions and targets of the validation data, or objects with update, compute and reset."""
     scheduler: Callable[..., LRScheduler] | None = None
-    """Called with the optimizer, or with the optimizer and the number of steps; counts optimizer steps."""
+    """Called with the optimizer, and with `num_steps` and `steps_per_epoch` if it has such parameters. Stepped after
+    every optimizer step; a ReduceLROnPlateau after every evaluation, with the metric of `--best`."""
+    schedule_every: ScheduleEvery = "step"
+    """When the scheduler is stepped: after every optimizer step, or after every epoch."""
     augment: Callable[[Any, torch.Generator], Any] | None = None
     """Changes one training sample; its generator depends only on (seed, epoch, sample)."""
     augment_batch: Callable[[Batch, Draws], Batch] | None = None
@@ -92,9 +99,18 @@ class Task:
     """The length, unless the plan gives one."""
 
 
-def takes_steps(scheduler: Callable[..., Any]) -> bool:
-    """Whether a scheduler takes the number of steps besides the optimizer."""
-    return len(inspect.signature(scheduler).parameters) > 1
+def lengths_taken(scheduler: Callable[..., Any]) -> dict[str, ScheduleLength]:
+    """Which parameters of a scheduler besides the optimizer get which length; another required one gets num_steps.
+
+    >>> lengths_taken(lambda optimizer, total: None), lengths_taken(lambda optimizer, rate=1, *, steps_per_epoch: None)
+    ({'total': 'num_steps'}, {'steps_per_epoch': 'steps_per_epoch'})
+    """
+    more = list(inspect.signature(scheduler).parameters.values())[1:]
+    taken: dict[str, ScheduleLength] = {length: length for length in LENGTHS if length in [one.name for one in more]}
+    required = [one.name for one in more[:1] if one.kind is one.POSITIONAL_OR_KEYWORD and one.default is one.empty]
+    if "num_steps" not in taken:
+        taken = {**dict.fromkeys(required, "num_steps"), **taken}
+    return taken
 
 
 _OF_FILES = "evenstep_task_"

@@ -30,12 +30,13 @@ from evenstep.sampling.order import Lengths, Order, lengths_of, order_name
 from evenstep.sampling.rng import Draws, Ids
 from evenstep.strategies.base import SMALL_ENOUGH, copied, evaluating
 from evenstep.strategy_facts import STRATEGIES, sharding
-from evenstep.task import Task, describe, takes_steps
+from evenstep.task import Task, describe
 from evenstep.training.batchnorm import is_local
 from evenstep.training.evaluation import Evaluator, named
 from evenstep.training.loss import LossTotal, as_sum
 from evenstep.training.optim import refuse_closure
 from evenstep.training.precision import Precision
+from evenstep.training.schedule import check_scheduler, make_scheduler
 from evenstep.training.team import refuse_lazy
 from evenstep.worker.lazy_compiler import put_off_compiler
 
@@ -209,8 +210,7 @@ def probe(plan: Plan, task: Task, train: AdaptedData, valid: AdaptedData | None,
     if plan.resident and not can_be_resident(source, task.augment is not None):
         raise PlanError(NOT_RESIDENT)
     lengths = lengths_of(order)
-    if plan.num_steps(lengths) is None and task.scheduler is not None and takes_steps(task.scheduler):
-        raise PlanError("the scheduler takes the number of steps, and a stream has no length; give --steps")
+    _check_schedule(plan, task, lengths)
     skeleton = _skeleton(task)
     if skeleton is not None:
         refuse_lazy(skeleton)
@@ -238,6 +238,21 @@ def _check_evaluations(plan: Plan, task: Task) -> None:
     if task.valid is None and given:
         flag = given[0].replace("_", "-")
         raise PlanError(f"--{flag} needs data to evaluate on, and the task has none; give it: Task(..., valid=data)")
+
+
+def _check_schedule(plan: Plan, task: Task, lengths: Lengths) -> None:
+    """Make the scheduler for a small optimizer; it may need that of the task, and is then tested by the workers."""
+    if task.scheduler is None:
+        return
+    put_off_compiler()
+    optimizer = torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=0.1, momentum=0.9)
+    try:
+        scheduler = make_scheduler(task, optimizer, plan, lengths, plan.num_steps(lengths))
+    except EvenstepError:
+        raise
+    except Exception:
+        return
+    check_scheduler(scheduler, plan, task)
 
 
 def _check_makers(task: Task) -> None:

@@ -10,11 +10,11 @@ from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 import torch
 from safetensors.torch import load_file, save_file
-from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
+from torch.optim.lr_scheduler import LRScheduler
 
 import evenstep
 from evenstep.checkpoint import files
@@ -32,7 +32,7 @@ from evenstep.checkpoint.state import (
 from evenstep.data.loader import Loader
 from evenstep.errors import CheckpointError, SaveFailed, TaskError
 from evenstep.monitor.nonfinite import is_finite
-from evenstep.sampling.order import order_name
+from evenstep.sampling.order import Lengths, order_name
 from evenstep.sampling.rng import derive_seed, host_state, restore_host_state, seed_everything
 from evenstep.strategies.base import DistributedModel
 from evenstep.task import Amount
@@ -46,6 +46,7 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 _PAIRS = "(pairs)"
+SteppedAfter = Literal["step", "epoch", "evaluation"]
 
 
 class Loaded(dict[str, Any]):
@@ -92,6 +93,8 @@ class Run:
         self.scheduler = scheduler
         self.num_steps = num_steps
         """What the schedule was made for, where it depends on that."""
+        self.stepped_after: SteppedAfter = "step"
+        """What the scheduler counts."""
         self.before_save: Callable[[], None] = lambda: None
         """What else must be on the disk before a checkpoint is, such as a record of its steps; rank 0 calls it."""
         self.loaded: Mapping[str, Any] = {}
@@ -286,15 +289,21 @@ class Run:
         """The learning rates of a schedule made for another length, advanced to this step; None if it is the same."""
         if self.scheduler is None or None in (state["num_steps"], self.num_steps):
             return None
-        if state["num_steps"] == self.num_steps:
+        # What evaluations gave is not known here.
+        if state["num_steps"] == self.num_steps or self.stepped_after == "evaluation":
             return None
         notes.append(f"the schedule was made for {state['num_steps']} steps and is now made for {self.num_steps}")
         with warnings.catch_warnings():
             # "step() before optimizer.step()": so it is, the steps were taken by the run before.
             warnings.simplefilter("ignore", UserWarning)
-            for _ in range(state["step"]):
+            for _ in range(self._epochs_of(state) if self.stepped_after == "epoch" else state["step"]):
                 self.scheduler.step()
         return [group["lr"] for group in self._first_groups()]
+
+    def _epochs_of(self, state: State) -> int:
+        stream = state["loader"].get("stream")
+        lengths = Lengths(None, tuple(stream or ())) if self.loader.order is None else self.loader.lengths
+        return lengths.locate(state["loader"]["position"])[0]
 
     def _first_groups(self) -> list[dict[str, Any]]:
         return next(iter(self.optimizers.values())).param_groups
@@ -386,8 +395,6 @@ def unpacked(value: Any) -> Any:
 
 
 def _check_scheduler(scheduler: LRScheduler) -> None:
-    if isinstance(scheduler, ReduceLROnPlateau):
-        raise TaskError("ReduceLROnPlateau needs a metric at every step; use a scheduler that counts optimizer steps")
     try:
         json.dumps(packed(scheduler.state_dict()))
     except TypeError as error:

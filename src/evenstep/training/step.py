@@ -26,10 +26,12 @@ class Recipe:
     optimizer: torch.optim.Optimizer
     clip: float | None
     scheduler: LRScheduler | None
+    is_scheduled: bool = True
+    """Whether every step is one of the scheduler; others count epochs or evaluations."""
 
     def advance(self, was_taken: bool = True) -> None:
         """Step the scheduler, unless fp16's GradScaler skipped the optimizer step."""
-        if was_taken and self.scheduler is not None:
+        if was_taken and self.scheduler is not None and self.is_scheduled:
             self.scheduler.step()
 
 

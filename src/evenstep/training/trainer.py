@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
-from torch.optim.lr_scheduler import LRScheduler
+from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 from evenstep.checkpoint import files
 from evenstep.data.feature_scaler import unfitted
@@ -31,15 +31,16 @@ from evenstep.distributed.heartbeat import BACKWARD, BUILDING, COMPARING, ENDING
 from evenstep.distributed.preemption import SIGNALS
 from evenstep.errors import BadInput, Preempted, TrainingError
 from evenstep.monitor.known_errors import Situation, is_out_of_memory, note
-from evenstep.plan import USUAL, Plan
+from evenstep.plan import USUAL, Plan, parse_best
 from evenstep.record import BestSoFar, EpochEnd, Evaluation, Record, RecordWriter, Row, Step, Summary, Tally, has_begun
 from evenstep.sampling.rng import derive_seed, fork_rng, seed_everything
-from evenstep.task import Task, takes_steps
+from evenstep.task import Task
 from evenstep.training.batchnorm import is_local, synchronised
 from evenstep.training.evaluation import LossAndMetrics
 from evenstep.training.loop import is_done, train
 from evenstep.training.optim import fuse
 from evenstep.training.run import Run
+from evenstep.training.schedule import check_scheduler, make_scheduler, stepped_after
 from evenstep.training.step import Eager, Recipe, Stepper
 from evenstep.training.team import Interrupted, Team, join_team
 
@@ -251,6 +252,8 @@ class Trainer:
         is_epoch_end = self.run.loader.is_between_epochs or is_end
         if is_epoch_end and not is_end and step.epoch == 0:
             yield from self._faded_rate(step)
+        if self.run.stepped_after == "epoch" and self.run.loader.is_between_epochs and self.run.scheduler is not None:
+            self.run.scheduler.step()
         is_due, is_best = self._is_evaluated(step.step, is_epoch_end, is_end), False
         # The last step is evaluated and saved, also after a request to stop.
         is_asked = requests.stop and not is_end
@@ -276,7 +279,8 @@ class Trainer:
         if self.team.world.is_main and now < FADED * first:
             yield (
                 f"the learning rate fell from {first:.3g} to {now:.3g} in the first epoch: the scheduler is stepped "
-                f"after every optimizer step ({step.step} per epoch), not after every epoch"
+                f"after every optimizer step ({step.step} per epoch), not after every epoch; for that, write "
+                'Task(..., schedule_every="epoch")'
             )
 
     def _stop(self, step: int) -> None:
@@ -352,10 +356,13 @@ class Trainer:
         fuse(optimizer, model.module)
         team.check(optimizer)
         num_steps = plan.num_steps(loader.lengths, *files.start_of(plan.resume))
-        scheduler = _call_scheduler(task, optimizer, num_steps) if task.scheduler is not None else None
+        scheduler = make_scheduler(task, optimizer, plan, loader.lengths, num_steps)
+        check_scheduler(scheduler, plan, task)
         # From here on Python's and NumPy's draws (in a dataset, for example) differ between ranks.
         seed_everything(derive_seed(plan.seed, "host", 0, team.world.rank))
-        return Run(team, model, optimizer, loader, scheduler, num_steps)
+        run = Run(team, model, optimizer, loader, scheduler, num_steps)
+        run.stepped_after = stepped_after(scheduler, task)
+        return run
 
     def _compute_sample(self, loader: Loader, model: nn.Module) -> None:
         data = loader.peek()
@@ -373,7 +380,8 @@ class Trainer:
 
     def _recipe(self) -> Recipe:
         (optimizer,) = self.run.optimizers.values()
-        return Recipe(self.team, self.task.loss, self._model, optimizer, self.plan.clip, self.run.scheduler)
+        run, is_scheduled = self.run, self.run.stepped_after == "step"
+        return Recipe(self.team, self.task.loss, self._model, optimizer, self.plan.clip, run.scheduler, is_scheduled)
 
     def _loader(self, data: Any, **how: Any) -> Loader:
         plan = self.plan
@@ -437,7 +445,11 @@ class Trainer:
             return False
         self.evaluated = evaluation
         yield evaluation
-        return self._is_best(evaluation)
+        is_best = self._is_best(evaluation)
+        if isinstance(self.run.scheduler, ReduceLROnPlateau):
+            metric, _ = parse_best(self.plan.best)
+            self.run.scheduler.step(evaluation.values[metric])
+        return is_best
 
     def _is_best(self, evaluation: Evaluation) -> bool:
         """Whether it is the best so far; from now on it is known as that."""
@@ -472,9 +484,9 @@ class Trainer:
         )
 
     def _agreed(self, values: dict[str, float]) -> dict[str, float]:
-        """Those of rank 0, where all ranks decide by them whether to save or to stop."""
-        is_decided_by = self.plan.evaluate_every is not None or self.plan.stop_after is not None
-        found: dict[str, float] = self.team.world.gather(dict(values))[0] if is_decided_by else dict(values)
+        """Those of rank 0, where all ranks decide by them: whether to save or to stop, the learning rate."""
+        deciding = (self.plan.evaluate_every, self.plan.stop_after, self.run.stepped_after == "evaluation")
+        found: dict[str, float] = self.team.world.gather(dict(values))[0] if any(deciding) else dict(values)
         return found
 
     def _save(self, is_best: bool = False, evaluation_due: bool = False) -> None:
@@ -521,11 +533,6 @@ class Trainer:
             best=self.best.best,
             stopped=self.stopped,
         )
-
-
-def _call_scheduler(task: Task, optimizer: torch.optim.Optimizer, num_steps: int | None) -> LRScheduler:
-    assert task.scheduler is not None
-    return task.scheduler(optimizer, num_steps) if takes_steps(task.scheduler) else task.scheduler(optimizer)
 
 
 def perform(

@@ -37,6 +37,8 @@ __all__ = [
 
 # Found when first asked for: torch takes a second to import, and `evenstep --help` should not wait for it.
 _WHERE = {
+    # Not public: what Record.model calls, which lies above it.
+    "load_model": "evenstep.checkpoint.export",
     "EvenstepError": "evenstep.errors",
     "Plan": "evenstep.plan",
     "Record": "evenstep.record",

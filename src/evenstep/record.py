@@ -16,6 +16,7 @@ from operator import eq
 from pathlib import Path
 from typing import IO, Any, TypedDict, get_args, overload
 
+import evenstep
 from evenstep.errors import BadInput, shorten
 from evenstep.plan import Plan, parse_best
 from evenstep.schema import MALFORMED, Natural, Positive, Schema, in_words
@@ -280,6 +281,16 @@ class Record:
     @property
     def losses(self) -> list[float]:
         return [step.loss for step in self.steps]
+
+    def model(self, checkpoint: str = "latest", task: Any = None) -> Any:
+        """The trained model, on the CPU, in evaluation mode; `checkpoint` may be "best" or "step-00000120".
+
+        `task` is needed if the run's own cannot be found by a name, or lies outside the working folder.
+        """
+        if self.path is None:
+            raise BadInput("this Record was not read from a run folder; write Record.read(folder).model()")
+        where = self.path.parent / "checkpoints" / checkpoint
+        return evenstep.load_model(where, task, "name it yourself: record.model(task=...)")
 
     @classmethod
     def read(cls, run: str | Path, kinds: Collection[str] = KINDS) -> Record:

@@ -250,15 +250,24 @@ def absolute_spec(spec: str) -> str:
     return os.path.abspath(where) + (f":{name}" if name is not None else "")
 
 
+def moved_spec(spec: str) -> str:
+    """The spec of the same task after its file was moved into the working folder, or on another machine."""
+    where, name = split_spec(spec)
+    here = os.path.basename(where)
+    if not os.path.isabs(where) or os.path.exists(where) or not os.path.exists(here):
+        return spec
+    return os.path.abspath(here) + (f":{name}" if name is not None else "")
+
+
 def _is_file(where: str) -> bool:
     return where.endswith(".py") or os.sep in where
 
 
-def refuse_untrusted(spec: str, flag: str, named_by: str) -> Path | None:
+def refuse_untrusted(spec: str, named_by: str, instead: str) -> Path | None:
     """The file that a spec makes Python import, found without importing it; None for a built-in task.
 
     For a spec that comes from a file, not from the user: code outside the working folder, or installed in it, is
-    refused.
+    refused, with what to do instead.
     """
     if spec in BUILT_IN:
         return None
@@ -268,7 +277,7 @@ def refuse_untrusted(spec: str, flag: str, named_by: str) -> Path | None:
         why = "an installed package" if is_inside else "not in this folder"
         raise TaskError(
             f"{shorten(named_by)} names the task {shorten(spec)}, which is {why}: importing it runs it.\n"
-            f"If you trust it, name it yourself: evenstep train {shorten(spec)} {flag} {shorten(named_by)}"
+            f"If you trust it, {instead}"
         )
     return file
 

@@ -59,7 +59,7 @@ MAY_IMPORT = {
     "cli": {*VALUES, "audit", "checkpoint", "report", "launcher", "doctor", "verify", "compare"},
     "__main__": {"cli", "errors", "internals", "launcher"},
     # Names that are found when first asked for.
-    "__init__": {*VALUES, "sampling", "data", "training", "launcher"},
+    "__init__": {*VALUES, "sampling", "data", "checkpoint", "training", "launcher"},
 }
 TORCH_FREE = {*VALUES, "internals", "sampling", "audit", "report", "cli", "__init__"}
 FILES_WITHOUT_TORCH = {"checkpoint/files.py", "distributed/process.py", "distributed/heartbeat.py"}

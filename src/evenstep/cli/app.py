@@ -40,7 +40,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-checkpoint_app = typer.Typer(help="Inspect checkpoints.", no_args_is_help=True)
+checkpoint_app = typer.Typer(help="Inspect and export checkpoints.", no_args_is_help=True)
 app.add_typer(checkpoint_app, name="checkpoint")
 
 MACHINES_HELP = "Number of machines, such as 2, or minimum and maximum, such as 2:4; default: 1."

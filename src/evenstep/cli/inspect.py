@@ -14,7 +14,7 @@ from rich.console import Console
 from rich.table import Table
 
 from evenstep.cli.app import JsonOption, app, checkpoint_app, print_whole
-from evenstep.cli.completion import complete_run
+from evenstep.cli.completion import complete_run, complete_task
 from evenstep.errors import BadInput, EvenstepError, shorten
 
 if TYPE_CHECKING:
@@ -106,6 +106,37 @@ def _show_audit(found: Audit) -> None:
     console = Console(highlight=False, emoji=False, soft_wrap=True)
     for line, style in lines:
         console.print(without_control(line), style=style, markup=False)
+
+
+EXPORT_EXAMPLES = """
+[bold]Examples[/bold]
+
+evenstep checkpoint export runs/mine exported --to torch
+
+evenstep checkpoint export runs/mine/checkpoints/best exported --to safetensors
+"""
+
+
+@checkpoint_app.command(epilog=EXPORT_EXAMPLES)
+def export(
+    path: RunArgument,
+    folder: Annotated[Path, typer.Argument(metavar="DIR", help="The folder to write to.")],
+    to: Annotated[
+        str,
+        typer.Option(
+            help="safetensors: model.safetensors; torch: model.pt, a state_dict; "
+            "hf: a folder for from_pretrained, if the model has save_pretrained."
+        ),
+    ],
+    task: Annotated[
+        str | None, typer.Option(help="The task, for hf, if it lies outside this folder.", autocompletion=complete_task)
+    ] = None,
+) -> None:
+    """Write the weights of a run for use without evenstep; of its latest checkpoint, unless you name one."""
+    from evenstep.checkpoint.export import export
+
+    for one in export(path, to, folder, task):
+        print(one)
 
 
 @checkpoint_app.command()

@@ -122,7 +122,8 @@ def choose_task(
         words, task = (task, *words), None
     given: dict[str, Any] = {**(settings.options if settings else {}), **parse_options(words)}
     if task is None and settings is not None and settings.task is not None:
-        refuse_untrusted(settings.task, "--config", settings.path)
+        instead = f"name it yourself: evenstep train {settings.task} --config {settings.path}"
+        refuse_untrusted(settings.task, settings.path, instead)
         task = settings.task
     return task, given or None
 

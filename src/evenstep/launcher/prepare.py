@@ -37,6 +37,7 @@ from evenstep.task import (
     call_task,
     describe,
     find_task,
+    moved_spec,
     options_of,
     read_options,
     refuse_untrusted,
@@ -164,11 +165,9 @@ def _named(spec: str | None, flag: str, named_by: str) -> str:
     """The task that a plan or a checkpoint names; printed before it is imported, since importing runs it."""
     if spec is None or spec == IN_THIS_PROCESS:
         raise PlanError("no task given; try: evenstep train digits")
-    where, name = split_spec(spec)
-    if os.path.isabs(where) and not os.path.exists(where) and os.path.exists(os.path.basename(where)):
-        # The project was moved, or this is another machine.
-        spec = absolute_spec(os.path.basename(where)) + (f":{name}" if name is not None else "")
-    file = refuse_untrusted(spec, flag, named_by)
+    spec = moved_spec(spec)
+    instead = f"name it yourself: evenstep train {shorten(spec)} {flag} {shorten(named_by)}"
+    file = refuse_untrusted(spec, named_by, instead)
     if file is not None and os.path.exists(file):
         print(without_control(f"importing {file}, which {named_by} names"), file=sys.stderr)
     return spec

@@ -1,0 +1,125 @@
+"""The ways out: the trained model in Python, and files that load where evenstep is not installed."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from evenstep import Record
+from evenstep.errors import BadInput
+from tests.process.test_recipes import PAGE
+from tests.pure.conftest import Ended, evenstep
+
+__all__ = ["evenstep"]
+
+TITLE = "## Use the trained model elsewhere"
+RECIPE = PAGE[PAGE.index(TITLE) :]
+(TASK, INFERENCE) = re.findall(r"^```py(?:thon)?\n(.*?)^```", RECIPE, re.DOTALL | re.MULTILINE)[:2]
+WITHOUT_EVENSTEP = "import sys; sys.modules['evenstep'] = None\n"
+INPUT = torch.arange(40.0).view(2, 20)
+
+
+@pytest.fixture(autouse=True)
+def _task() -> None:
+    Path("my_task.py").write_text(TASK)
+
+
+def command(*words: str) -> subprocess.CompletedProcess[str]:
+    run = [sys.executable, "-m", "evenstep", *words]
+    return subprocess.run(run, capture_output=True, text=True, timeout=120)
+
+
+slow = pytest.mark.slow
+
+
+@pytest.mark.parametrize(
+    "strategy", ["single", pytest.param("dp", marks=slow), "ddp", pytest.param("fsdp", marks=slow)]
+)
+def test_the_model_of_a_run_is_the_same_in_python_and_without_evenstep(strategy: str) -> None:
+    devices = "cpu" if strategy == "single" else "cpu,cpu"
+    trained = command("train", "my_task.py", "--strategy", strategy, "--devices", devices, "--name", "mine", "-q")
+    assert trained.returncode == 0, trained.stderr
+    for run, to in (("runs/mine", "torch"), ("runs/mine/checkpoints/best", "safetensors")):
+        exported = command("checkpoint", "export", run, "--to", to, "exported")
+        assert exported.returncode == 0, exported.stderr
+        assert Path(exported.stdout.strip()).is_file()
+    mask = os.umask(0)
+    os.umask(mask)
+    files = [path for path in (*Path("runs").rglob("*"), *Path("exported").iterdir()) if path.is_file()]
+    assert {path.name for path in files if path.stat().st_mode & 0o777 != 0o666 & ~mask} == set()
+    show = "print(model(torch.arange(40.).view(2, 20)).tolist())"
+    loads = INFERENCE.replace('torch.load("exported/model.pt")', 'load_file("exported/model.safetensors")')
+    for program in (INFERENCE, f"from safetensors.torch import load_file\n{loads}"):
+        Path("inference.py").write_text(f"{WITHOUT_EVENSTEP}{program}{show}")
+        done = subprocess.run([sys.executable, "inference.py"], capture_output=True, text=True, timeout=120)
+        assert done.returncode == 0, done.stderr
+        model = Record.read("runs/mine").model("best")
+        assert not model.training
+        assert torch.tensor(eval(done.stdout.splitlines()[-1])) == pytest.approx(model(INPUT).detach(), rel=1e-5)
+
+
+HF = """
+import torch
+from transformers import GPT2Config, GPT2LMHeadModel
+from evenstep import Task
+
+tokens = torch.randint(0, 50, (16, 8))
+
+def task() -> Task:
+    config = GPT2Config(vocab_size=50, n_positions=8, n_embd=8, n_layer=1, n_head=2, bos_token_id=1, eos_token_id=2)
+    return Task(
+        model=lambda: GPT2LMHeadModel(config),
+        train=(tokens,),
+        loss=lambda model, batch: model(batch[0], labels=batch[0]).loss,
+        optimizer=lambda parameters: torch.optim.SGD(parameters, lr=0.1),
+    )
+"""
+
+
+def test_a_hugging_face_model_becomes_a_folder_for_from_pretrained() -> None:
+    Path("my_task.py").write_text(HF)
+    assert command("train", "my_task.py", "--steps", "2", "--batch", "8", "--name", "mine").returncode == 0
+    exported = command("checkpoint", "export", "runs/mine", "gpt", "--to", "hf")
+    assert exported.returncode == 0, exported.stderr
+    from transformers import GPT2LMHeadModel
+
+    loaded = GPT2LMHeadModel.from_pretrained("gpt")
+    tokens = torch.arange(8).view(1, 8)
+    assert torch.equal(loaded(tokens).logits, Record.read("runs/mine").model()(tokens).logits)
+    assert (Path("gpt") / "config.json").stat().st_mode & 0o044
+
+
+def test_what_cannot_be_exported_is_refused_in_one_line(evenstep: Callable[..., Ended], tmp_path: Path) -> None:
+    assert command("train", "my_task.py", "--steps", "1", "--name", "mine").returncode == 0
+    assert command("checkpoint", "export", "runs/mine", "out", "--to", "torch").returncode == 0
+    before = {path: path.read_bytes() for path in Path("out").iterdir()}
+    for words, said in {
+        ("runs/mine", "out", "--to", "torch"): "out/model.pt exists; choose another folder, or remove it",
+        ("runs/mine", "out", "--to", "onnx"): "unknown format 'onnx'; choose safetensors, torch or hf",
+        ("runs/mine", "out", "--to", "hf"): "the model is a Sequential, which has no save_pretrained",
+        ("runs", "out", "--to", "torch"): "runs is neither a checkpoint nor a run folder with one",
+        ("runs/mine", "my_task.py", "--to", "torch"): "my_task.py cannot be written",
+    }.items():
+        ended = evenstep("checkpoint", "export", *words)
+        assert (ended.code, said in ended.err) == (2, True), ended
+    assert {path: path.read_bytes() for path in Path("out").iterdir()} == before
+    assert sorted(os.listdir()) == ["my_task.py", "out", "runs"]
+
+
+def test_a_task_outside_the_working_folder_is_imported_if_it_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert command("train", "my_task.py", "--steps", "1", "--name", "mine").returncode == 0
+    Path("beside").mkdir()
+    monkeypatch.chdir("beside")
+    record = Record.read("../runs/mine")
+    with pytest.raises(BadInput, match=r"which is not in this folder: .*\n.*record\.model\(task=\.\.\.\)"):
+        record.model()
+    model = record.model("step-00000001", task="../my_task.py")
+    assert model.state_dict().keys() == load_file("../runs/mine/checkpoints/latest/weights.safetensors").keys()

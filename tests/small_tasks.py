@@ -71,6 +71,11 @@ def scaled(task: Task) -> Task:
     return replace(task, model=lambda: nn.Sequential(Scaler(20), *mlp()))
 
 
+def with_complex(model: nn.Module) -> nn.Module:
+    model.register_parameter("unused", nn.Parameter(torch.ones(3, dtype=torch.complex64)))
+    return model
+
+
 def shaken(sample: tuple[torch.Tensor, ...], generator: torch.Generator) -> tuple[torch.Tensor, ...]:
     return sample[0] + 0.1 * torch.randn(sample[0].shape, generator=generator), *sample[1:]
 
@@ -90,6 +95,8 @@ KINDS: dict[str, Callable[[Task], Task]] = {
     "weighted": lambda task: replace(task, sampler=samplers.Weighted(task.train[1] + 0.5)),
     "balanced": lambda task: replace(task, sampler=samplers.Balanced(task.train[1])),
     "curriculum": lambda task: replace(task, sampler=samplers.Curriculum(task.train[0][:, 0], pace=(0.2, 0.5))),
+    # Which shared memory does not average: torch's DistributedDataParallel does.
+    "complex": lambda task: replace(task, model=lambda: with_complex(task.model())),
     "scaler": scaled,
     "scaler-of-some": lambda task: replace(scaled(task), sampler=samplers.Subset(range(40))),
 }

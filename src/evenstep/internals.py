@@ -212,6 +212,15 @@ def has_gradient(fsdp_parameter: Any) -> bool:
     return unsharded is not None and unsharded.grad is not None
 
 
+def give_gradient(fsdp_parameter: Any, make: Callable[[torch.Tensor], torch.Tensor]) -> bool:
+    """Give a parameter of a unit, before it is reduced, the gradient that backward did not; False if it never ran."""
+    unsharded = getattr(fsdp_parameter, "_unsharded_param", None)
+    if unsharded is None:
+        return False
+    unsharded.grad = make(unsharded)
+    return True
+
+
 # The profiler, loader workers and torch's elastic agent.
 
 

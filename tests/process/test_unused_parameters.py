@@ -13,10 +13,12 @@ from tests.fleet import furthest, result, run_jobs, run_processes
 
 HERE = Path(__file__).parent
 STEPS = 50
-WORLDS = {"single-1": 1, "dp-2": 1, "ddp-2": 2, "ddp-3": 3, "ddp+torch-2": 2, "fsdp-2": 2}
-"""With `+torch`, gradients go through torch's DistributedDataParallel, as they do on GPUs."""
+WORLDS = {"single-1": 1, "dp-2": 1, "ddp-2": 2, "ddp-3": 3, "ddp+torch-2": 2, "fsdp-2": 2, "fsdp+torch-2": 2}
+"""With `+torch`, nothing goes through shared memory, as between machines."""
 KEYS = ("experts/adamw/mean", "experts/sgd/pair", "heads/adamw/pair", "heads/sgd/mean")
 CASES = [*product(KEYS, (1, 3)), ("idle/adamw/mean", 1), ("idle/sgd/mean", 1)]
+COMPLEX = [("ddp-2", (f"{key}/complex", accumulate)) for key, accumulate in CASES]
+"""With torch's DistributedDataParallel and shared memory, as on GPUs of one machine."""
 QUICK = [("experts/adamw/mean", 1), ("heads/sgd/mean", 3), ("idle/adamw/mean", 1)]
 
 
@@ -58,7 +60,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureReq
     ("where", "key", "accumulate"),
     [
         pytest.param(where, *case, marks=() if case in QUICK else pytest.mark.slow)
-        for where, case in product([where for where in WORLDS if where != "single-1"], CASES)
+        for where, case in (*product([where for where in WORLDS if where != "single-1"], CASES), *COMPLEX)
     ],
 )
 def test_learns_the_same_as_single(trained: Path, where: str, key: str, accumulate: int) -> None:
@@ -72,7 +74,7 @@ def test_learns_the_same_as_single(trained: Path, where: str, key: str, accumula
     assert not any("pooler" in one for one in ours)
 
 
-@pytest.mark.parametrize("strategy", ["dp", "ddp", "ddp+torch", "fsdp"])
+@pytest.mark.parametrize("strategy", ["dp", "ddp", "ddp+torch", "fsdp", "fsdp+torch"])
 def test_layers_are_frozen_and_unfrozen_between_steps(tmp_path: Path, strategy: str) -> None:
     for kind, size in (("single", 1), (strategy, 1 if strategy == "dp" else 2)):
         run_processes(HERE / "unfreezing_script.py", [str(tmp_path / kind), kind], size, tmp_path / f"logs-{kind}")

@@ -94,6 +94,7 @@ SOUND = {
             "gathered",
             "frozen_norm",
             "unused",
+            "experts",
         )
     },
 }

@@ -90,10 +90,10 @@ def test_a_gradient_that_a_rank_lacks_is_that_of_the_others_or_none(channel: Hal
     step(averaging, model["used"], torch.ones(1, 3))
     if isinstance(channel, TwoRanks):
         assert torch.equal(model["spare"].weight.grad, torch.full((2, 3), 0.5))
-        assert "spare.weight, spare.bias" in averaging.unused.notes[0]
+        assert "spare.weight, spare.bias" in averaging.note.lines[0]
     else:
         assert model["spare"].weight.grad is None
-        assert "no gradient reaches spare.weight, spare.bias (2 of 4 parameters)" in averaging.unused.notes[0]
+        assert "no gradient reaches spare.weight, spare.bias (2 of 4 parameters)" in averaging.note.lines[0]
     assert channel.num_tensors == [4 + 1, 1]
 
 

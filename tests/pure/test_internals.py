@@ -203,10 +203,12 @@ for unit in (model[0], model):
 assert (name, unit, first) == ("", model, "0")
 assert callable(group.post_backward) and group.reduce_grads
 assert [internals.has_gradient(one) for one in group.fsdp_params] == [False, False]
+assert not internals.give_gradient(group.fsdp_params[0], torch.zeros_like)
 model.set_requires_gradient_sync(False)
 model(torch.ones(1, 2)).sum().backward()
 assert [internals.has_gradient(one) for one in group.fsdp_params] == [True, True]
 assert [tuple(one.shape) for one in internals.unsharded_parameters(group)] == [(1, 2), (1,)]
+assert internals.give_gradient(group.fsdp_params[0], torch.zeros_like)
 dist.destroy_process_group()
 """
     )

@@ -30,7 +30,7 @@ from evenstep.internals import (
 )
 from evenstep.strategies.base import NOTHING, DistributedModel, LossModule, Sample, fills_memory, has_sparse_gradients
 from evenstep.strategies.single import Single
-from evenstep.strategies.unused import UnusedParameters, negative_zeros
+from evenstep.strategies.unused import UnusedNote, UnusedParameters, negative_zeros
 
 AVERAGED_COST = (
     "ddp averages zeros for them, and lists them in the same message; "
@@ -49,7 +49,7 @@ class Averaging:
         self._dtypes = [weight.dtype for weight in self._weights]
         self._kinds = [[i for i, one in enumerate(self._dtypes) if one == kind] for kind in dict.fromkeys(self._dtypes)]
         """The indices of weights, by type: a channel averages those of one type at a time."""
-        self.unused = UnusedParameters(trained(model), world, AVERAGED_COST)
+        self.note = UnusedNote(self._names, AVERAGED_COST)
         self._is_listed = False
         """Whether some rank once lacked a gradient; from then on, ranks list those that they have."""
         self._flags = torch.zeros(1, dtype=self._dtypes[0])
@@ -103,7 +103,7 @@ class Averaging:
             self._flags = torch.zeros(len(own), dtype=self._dtypes[0])
             self._set_flags([index for index, gradient in enumerate(own) if gradient is None])
             self._channel.average([self._flags])
-            self.unused.note(self._flags)
+            self.note.say(self._flags)
         for index in torch.nonzero(self._flags == 0).flatten().tolist():
             self._weights[index].grad = None
 
@@ -182,7 +182,7 @@ class AveragedModel(DistributedModel):
         send_from_rank_0([tensor.detach() for tensor in (*model.parameters(), *model.buffers())])
         super().__init__(model, [LossModule(model)])
         self._averaging, self._world = averaging, world
-        self.notes = averaging.unused.notes
+        self.notes = averaging.note.lines
 
     def sync_replicas(self, is_training: bool) -> None:
         if not is_training:
@@ -197,7 +197,7 @@ class AveragedModel(DistributedModel):
         averaging = _averaging(self.module, self._world)
         if averaging is None:
             raise TaskError("ddp cannot average the gradients of the parameters that require them now")
-        self._averaging, self.notes = averaging, averaging.unused.notes
+        self._averaging, self.notes = averaging, averaging.note.lines
 
 
 class Completing:
@@ -207,7 +207,7 @@ class Completing:
         self._wrapper = wrapper
         self._weights = [weight for _, weight in trained(model)]
         self._sparse = _sparse_parameters(model)
-        self.unused = UnusedParameters(trained(model), world, COMPLETED_COST)
+        self.unused = UnusedParameters([name for name, _ in trained(model)], world, COMPLETED_COST)
 
     def __enter__(self) -> None:
         pass
@@ -248,7 +248,7 @@ def _sparse_parameters(model: nn.Module) -> set[int]:
 
 
 COMPLETED_COST = (
-    "After backward, ddp sends zeros for them, and in each step one small message about which they are; "
+    "After backward, ddp sends zeros for them, and between machines one small message about which they are; "
     "freeze what is never trained: parameter.requires_grad_(False)"
 )
 
@@ -265,7 +265,7 @@ class DDPModel(RankModel):
         self._world = world
         self._is_timed = False
         self._completing = Completing(self._wrapper, model, world)
-        self.notes = self._completing.unused.notes
+        self.notes = self._completing.unused.note.lines
 
     def sync_replicas(self, is_training: bool) -> None:
         if not is_training:
@@ -283,7 +283,7 @@ class DDPModel(RankModel):
         take_over(self._wrapper, before)
         self.replicas[0] = self._wrapper
         self._completing = Completing(self._wrapper, self.module, self._world)
-        self.notes = self._completing.unused.notes
+        self.notes = self._completing.unused.note.lines
         if self._is_timed:
             self.time_communication()
 

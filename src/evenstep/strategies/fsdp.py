@@ -11,12 +11,14 @@ that begin to differ in between end as torch ends them: in its error, or at a ti
 
 from __future__ import annotations
 
+import random
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from enum import IntEnum
 from typing import Any, ClassVar
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -29,12 +31,12 @@ from evenstep.internals import (
     DefaultAllGather,
     DefaultReduceScatter,
     fsdp_groups,
+    give_gradient,
     has_gradient,
     tree_leaves,
     unsharded_parameters,
 )
 from evenstep.strategies.base import (
-    NOTHING,
     SMALL_ENOUGH,
     DistributedModel,
     LossModule,
@@ -46,6 +48,7 @@ from evenstep.strategies.base import (
 )
 from evenstep.strategies.ddp import send_buffers, send_from_rank_0
 from evenstep.strategies.single import Single
+from evenstep.strategies.unused import UnusedParameters, negative_zeros
 
 
 def units(model: nn.Module) -> list[nn.Module]:
@@ -67,37 +70,66 @@ def units_apart(model: nn.Module, world: World, sample: Sample | None) -> list[n
     found = units(model)
     if sample is None or sum(weight.numel() for weight in model.parameters()) > SMALL_ENOUGH:
         return found
-    used, written = zip(*world.gather(_observed(model, sample)), strict=True)
+    used, conditional, written = zip(*world.gather(_observed(model, sample)), strict=True)
     changed = next(filter(None, written), None)
     if changed:
         raise TaskError(
             f"forward changes the parameter {changed[0]}; under fsdp it has a gathered copy, which is dropped "
             "afterwards.\nKeep what forward changes in a buffer (register_buffer), or use ddp"
         )
-    return [unit for index, unit in enumerate(found) if not any(index in of_rank for of_rank in used)]
+    together = {index for of_rank in (*used, *conditional) for index in of_rank}
+    return [unit for index, unit in enumerate(found) if index not in together]
 
 
-def _observed(model: nn.Module, sample: Sample) -> tuple[list[int], list[str]]:
-    """The units that were used from outside in a sample, and the parameters that it changed."""
+def _observed(model: nn.Module, sample: Sample) -> tuple[list[int], list[int], list[str]]:
+    """The units that a sample used from outside, those that another one may not run, and the parameters it changed."""
     copy = copied(model)
     watched = UsesOutside(units(copy))
     with watched:
         sample(copy)
     pairs = zip(model.named_parameters(), copy.parameters(), strict=True)
-    return sorted(watched.seen), [name for (name, before), after in pairs if not same_numbers(before, after)]
+    changed = [name for (name, before), after in pairs if not same_numbers(before, after)]
+    return sorted(watched.seen), watched.conditional(), changed
+
+
+DECISIONS = {
+    *("__bool__", "__int__", "__float__", "__index__", "__contains__", "item", "tolist", "numpy", "is_nonzero"),
+    *("equal", "allclose", "nonzero", "argwhere", "masked_select", "unique", "unique_consecutive"),
+}
+"""Functions of tensors whose results Python may branch on, or whose shapes depend on values."""
 
 
 class UsesOutside(TorchFunctionMode):
-    """Inside, notes which units' parameters are computed with while the unit itself is not running."""
+    """Inside, notes which units' parameters are computed with while the unit itself is not running.
+
+    And which units run after a decision that depends on data or on chance, outside of all units: a sample of
+    another rank may be decided differently, and that rank would not gather the unit.
+    """
 
     def __init__(self, watched: Sequence[nn.Module]) -> None:
         super().__init__()
         self.seen: set[int] = set()
+        self._num_units = len(watched)
         self._running: Counter[int] = Counter()
+        self._run: set[int] = set()
+        self._decided: set[int] = set()
+        self._is_decided = False
+        self._draws = _host_draws()
         self._unit_of = {id(weight): index for index, unit in enumerate(watched) for weight in unit.parameters()}
         for index, unit in enumerate(watched):
-            unit.register_forward_pre_hook(lambda *_, index=index: self._running.update([index]))
+            unit.register_forward_pre_hook(lambda *_, index=index: self._enter(index))
             unit.register_forward_hook(lambda *_, index=index: self._running.subtract([index]), always_call=True)
+
+    def conditional(self) -> list[int]:
+        """The units that ran after a decision, and those that did not run."""
+        return sorted(self._decided | (set(range(self._num_units)) - self._run))
+
+    def _enter(self, index: int) -> None:
+        self._running.update([index])
+        self._run.add(index)
+        if self._is_decided or self._draws != _host_draws():
+            self._is_decided = True
+            self._decided.add(index)
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -108,7 +140,22 @@ class UsesOutside(TorchFunctionMode):
         # A shape or a device is the same for a slice.
         if outside and any(isinstance(one, torch.Tensor) for one in tree_leaves(result)):
             self.seen |= outside
+        if not self._is_decided and _decides(func, args) and not any(self._running.values()):
+            self._is_decided = True
         return result
+
+
+def _decides(func: Any, args: tuple[Any, ...]) -> bool:
+    name = getattr(func, "__name__", "")
+    if name == "__getitem__":
+        return any(isinstance(one, torch.Tensor) and one.dtype is torch.bool for one in tree_leaves(args[1:]))
+    return name in DECISIONS or (name == "where" and len(args) == 1)
+
+
+def _host_draws() -> tuple[Any, ...]:
+    """The state of Python's and NumPy's generators."""
+    state: Any = np.random.get_state(legacy=False)
+    return random.getstate(), state["state"]["pos"], state["state"]["key"].tobytes()
 
 
 def _candidates(module: nn.Module) -> Iterator[nn.Module]:
@@ -142,9 +189,7 @@ class Event(IntEnum):
     """The parameters of a unit are gathered, for its forward or its backward."""
     END = 2
     """The forward is over."""
-    UNUSED = 3
-    """A parameter got no gradient in this step."""
-    REDUCE = 4
+    REDUCE = 3
     """The gradients of a unit are averaged."""
 
 
@@ -155,7 +200,6 @@ class Agreement:
         self._ledger, self._world = ledger, world
         self._units: list[tuple[str, list[str]]] = []
         """The name of each unit, and those of its parameters."""
-        self._parameters: list[str] = []
         self._num_forwards = 0
 
     def gathers(self, name: str, parameters: list[str]) -> Callable[[], None]:
@@ -169,19 +213,15 @@ class Agreement:
         # The compiler would trace what it cannot repeat.
         root.register_forward_hook(torch.compiler.disable(lambda *_: self._compare(Event.END, 0)))
 
-    def watch_backward(self, group: Any) -> None:
-        """Compare which parameters of a unit got gradients, before these are averaged."""
-        unit, start = len(self._units) - 1, len(self._parameters)
-        self._parameters += self._units[unit][1]
+    def watch_backward(self, group: Any, fill: Callable[[], None]) -> None:
+        """Call `fill` before the gradients of a unit are averaged, and compare which unit that is."""
+        unit = len(self._units) - 1
         post_backward = group.post_backward
 
         def compared(*unused: Any) -> None:
             if group.reduce_grads:
-                reached = [has_gradient(one) for one in group.fsdp_params]
-                for number, one in enumerate(group.fsdp_params):
-                    if not reached[number] and one.sharded_param.requires_grad:
-                        self._compare(Event.UNUSED, start + number)
-                if any(reached):
+                fill()
+                if any(map(has_gradient, group.fsdp_params)):
                     self._compare(Event.REDUCE, unit)
             post_backward(*unused)
 
@@ -195,9 +235,9 @@ class Agreement:
             return
         theirs = self._words(Event(other.entry // KINDS), other.entry % KINDS)
         raise TaskError(
-            f"fsdp needs the same layers and gradients on all ranks in every step: rank {self._world.rank} "
-            f"{self._words(event, index)}, rank {other.rank} {theirs}.\nUse them on every rank (adding "
-            "0 * layer(x).sum() to the loss is enough), or use dp, where replicas may differ in this"
+            f"fsdp gathers these layers one by one, and so all ranks run the same ones in every step: rank "
+            f"{self._world.rank} {self._words(event, index)}, rank {other.rank} {theirs}.\nUse them on every rank "
+            "(adding 0 * layer(x).sum() to the loss is enough), or use ddp, where ranks may differ in this"
         )
 
     def _is_due(self, event: Event) -> bool:
@@ -209,11 +249,53 @@ class Agreement:
     def _words(self, event: Event, index: int) -> str:
         if event is Event.END:
             return "runs no more layers"
-        if event is Event.UNUSED:
-            return f"has no gradient for {self._parameters[index]}"
         name, parameters = self._units[index]
         shown = ", ".join(parameters[:4]) + " ..." * (len(parameters) > 4)
         return f"runs {name or 'the model'} ({shown})" if event is Event.GATHER else f"has gradients for {shown}"
+
+
+COST = (
+    "fsdp averages zeros for them, and between machines sends in each step one small message about which they are; "
+    "freeze what is never trained: parameter.requires_grad_(False)"
+)
+
+
+class Unreached:
+    """Surrounds the last backward of a step, in which units average zeros for parameters that this rank did not use."""
+
+    def __init__(self, model: nn.Module, world: World) -> None:
+        names, self._weights = zip(*model.named_parameters(), strict=True)
+        self.unused = UnusedParameters(names, world, COST, sees_sums=False)
+        self._index_of = {name: index for index, name in enumerate(names)}
+        self._filled: list[int] = []
+
+    def filling(self, names: list[str], group: Any, is_root: bool) -> Callable[[], None]:
+        """Gives zeros to a unit's parameters that have no gradient, if others of the unit have one.
+
+        Units none of whose parameters have one are not averaged; the root, which all ranks run, always is.
+        """
+        indices = [self._index_of[name] for name in names]
+
+        def fill() -> None:
+            without = [number for number, one in enumerate(group.fsdp_params) if not has_gradient(one)]
+            if not without or (len(without) == len(indices) and not is_root):
+                return
+            for number in without:
+                one = group.fsdp_params[number]
+                if one.sharded_param.requires_grad and give_gradient(one, negative_zeros):
+                    self._filled.append(indices[number])
+
+        return fill
+
+    def __enter__(self) -> None:
+        self._filled.clear()
+
+    def __exit__(self, error: type[BaseException] | None, *more: object) -> None:
+        if error is not None:
+            return
+        without = [index for index, one in enumerate(self._weights) if one.requires_grad and one.grad is None]
+        for index in self.unused.nowhere(self._filled + without):
+            self._weights[index].grad = None
 
 
 class FSDP(Single):
@@ -241,10 +323,11 @@ class FSDP(Single):
             fully_shard(unit, mesh=mesh)
         bound = LossModule(model)
         fully_shard(bound, mesh=mesh)
-        self._watch(bound, world)
-        return ShardedModel(model, bound, world)
+        unreached = Unreached(model, world)
+        self._watch(bound, world, unreached)
+        return ShardedModel(model, bound, world, unreached)
 
-    def _watch(self, bound: LossModule, world: World) -> None:
+    def _watch(self, bound: LossModule, world: World, unreached: Unreached) -> None:
         """Compare what ranks are about to send, and announce it."""
         if self._agreement is None:
             self._agreement = Agreement(open_ledger(world.gather, world.rank), world)
@@ -254,7 +337,7 @@ class FSDP(Single):
             own = [names[id(one.sharded_param)] for one in group.fsdp_params]
             unit.set_custom_all_gather(TimedAllGather(world, agreement.gathers(name.removeprefix("model."), own)))
             unit.set_custom_reduce_scatter(TimedReduceScatter(world))
-            agreement.watch_backward(group)
+            agreement.watch_backward(group, unreached.filling(own, group, is_root=not name))
         agreement.watch_forward(bound)
 
 
@@ -263,9 +346,11 @@ class ShardedModel(DistributedModel):
 
     is_wrapped: ClassVar[bool] = True
 
-    def __init__(self, model: nn.Module, bound: LossModule, world: World) -> None:
+    def __init__(self, model: nn.Module, bound: LossModule, world: World, unreached: Unreached) -> None:
         super().__init__(model, [bound])
         self._world = world
+        self._unreached = unreached
+        self.notes = unreached.unused.note.lines
         self._root: Any = bound
         self._reduces_gradients = True
         """What `fully_shard` was last set to do; this is its default."""
@@ -279,7 +364,7 @@ class ShardedModel(DistributedModel):
             # It walks through all modules.
             self._root.set_requires_gradient_sync(is_last)
             self._reduces_gradients = is_last
-        return NOTHING if is_last else _separating(self._root)
+        return self._unreached if is_last else _separating(self._root)
 
 
 def _refuse_sparse(model: nn.Module) -> None:

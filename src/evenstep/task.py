@@ -93,6 +93,12 @@ class Task:
     """Whether a short last batch of an epoch is left out, as with a DataLoader's drop_last."""
     show: Callable[[Model], str] | None = None
     """A text about the trained model, shown at the end: a generated sentence, for example."""
+    after: Callable[[Any], None] | None = None
+    """Called between steps, on all ranks: `after(run)`, with run.model, run.step, run.epoch, run.metrics and more."""
+    after_every: int | None = None
+    """Steps between two calls of `after`; None: at the end of each epoch."""
+    ema: float | None = None
+    """The decay of an average of the weights, such as 0.999, which is evaluated and saved beside them."""
     batch: int | None = None
     """The global batch, unless the plan gives one; if neither does, that of the DataLoader, or 64."""
     epochs: int = 1

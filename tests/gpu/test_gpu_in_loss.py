@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from torch import nn
 from torch.nn import functional as F
 
@@ -28,7 +29,8 @@ def contrastive(model: nn.Module, batch: tuple[torch.Tensor]) -> torch.Tensor:
     return F.cross_entropy(one @ other.T, torch.arange(len(one), device=one.device))
 
 
-def trained(strategy: str, devices: str, precision: str = "fp64", **changes: Any) -> Record:
+def trained(strategy: str, devices: str, precision: str = "fp64", **given: Any) -> Record:
+    options = {key: given.pop(key) for key in ("fast", "epochs", "name") if key in given}
     usual: dict[str, Any] = {
         "model": lambda: nn.Sequential(nn.Linear(12, 16), nn.Tanh(), nn.Linear(16, 8)),
         "train": (x,),
@@ -36,9 +38,9 @@ def trained(strategy: str, devices: str, precision: str = "fp64", **changes: Any
         "optimizer": lambda parameters: torch.optim.AdamW(parameters, lr=1e-2),
         "batch": 16,
     }
-    task = Task(**{**usual, **changes})
+    task = Task(**{**usual, **given})
     choices: dict[str, Any] = {"strategy": strategy, "devices": devices, "precision": precision, "name": strategy}
-    return evenstep.train(task, **choices)
+    return evenstep.train(task, **{**choices, **options})
 
 
 @pytest.mark.parametrize(("strategy", "devices"), [("dp", "cuda:0,cpu"), ("ddp", "cuda:0,cuda:0")])
@@ -66,3 +68,27 @@ def test_a_loss_that_logs_is_computed_eagerly_and_the_run_says_so(capfd: pytest.
     assert "fast: steps stay eager: the loss calls evenstep.log, which a replay would not call again" in " ".join(
         capfd.readouterr().err.split()
     )
+
+
+def unfreeze(run: Any) -> None:
+    run.model[0].requires_grad_(True)
+
+
+def half_frozen() -> nn.Module:
+    model = nn.Sequential(nn.Linear(12, 16), nn.Tanh(), nn.Linear(16, 8))
+    model[0].requires_grad_(False)
+    return model
+
+
+def plain(model: nn.Module, batch: tuple[torch.Tensor]) -> torch.Tensor:
+    return model(batch[0]).square().mean()
+
+
+@pytest.mark.parametrize("fast", ["auto", "off"])
+def test_replayed_steps_average_the_weights_and_follow_what_changes_between_them(fast: str) -> None:
+    changes: dict[str, Any] = {"loss": plain, "model": half_frozen, "after": unfreeze, "after_every": 15, "ema": 0.9}
+    devices = ("cpu", "cuda:0")
+    tasks = [trained("single", device, "fp32", **changes, fast=fast, epochs=3, name=device[:3]) for device in devices]
+    assert tasks[1].losses == pytest.approx(tasks[0].losses, rel=1e-3)
+    ours, theirs = (load_file(f"runs/{name}/checkpoints/latest/ema.safetensors") for name in ("cud", "cpu"))
+    assert furthest(ours, theirs) < 1e-3

@@ -34,6 +34,8 @@ SUMS = "SHA256SUMS"
 WEIGHTS = "weights.safetensors"
 OPTIMIZER = "optimizer.safetensors"
 STATE = "state.json"
+EMA = "ema.safetensors"
+"""The average of the weights, under their names, where a task has one."""
 _NAME = re.compile(r"step-([0-9]+)")
 
 

@@ -359,6 +359,13 @@ class ShardedModel(DistributedModel):
         # At every step too: DDP does so, and the strategies are to agree.
         send_buffers(self, self._world if is_training else None)
 
+    @contextmanager
+    def evaluating(self) -> Iterator[None]:
+        with super().evaluating():
+            yield
+        # A forward without backward leaves the root's parameters gathered: the next one would not see new weights.
+        self._root.reshard()
+
     def sync_gradients(self, is_last: bool) -> AbstractContextManager[None]:
         if self._reduces_gradients != is_last:
             # It walks through all modules.

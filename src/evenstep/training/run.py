@@ -8,6 +8,7 @@ import time
 import warnings
 from collections import Counter
 from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
@@ -34,7 +35,7 @@ from evenstep.errors import CheckpointError, SaveFailed, TaskError
 from evenstep.monitor.nonfinite import is_finite
 from evenstep.sampling.order import Lengths, order_name
 from evenstep.sampling.rng import derive_seed, host_state, restore_host_state, seed_everything
-from evenstep.strategies.base import DistributedModel
+from evenstep.strategies.base import NOTHING, DistributedModel
 from evenstep.task import Amount
 from evenstep.training.evaluation import Means
 from evenstep.training.team import Team
@@ -43,6 +44,7 @@ if TYPE_CHECKING:
     from evenstep.plan import TrackerName
     from evenstep.record import Summary
     from evenstep.training.loop_record import LoopRecord
+    from evenstep.training.weight_average import WeightAverage
 
 T = TypeVar("T")
 _PAIRS = "(pairs)"
@@ -97,6 +99,8 @@ class Run:
         """What the scheduler counts."""
         self.before_save: Callable[[], None] = lambda: None
         """What else must be on the disk before a checkpoint is, such as a record of its steps; rank 0 calls it."""
+        self.average: WeightAverage | None = None
+        """Of the weights, where a task has one."""
         self.loaded: Mapping[str, Any] = {}
         """The state of the checkpoint that was loaded."""
         self._made_with = {key: made_with(one) for key, one in self.optimizers.items()}
@@ -167,6 +171,10 @@ class Run:
             raise TaskError('this Run does not know which metric decides; make it with Run(..., best="accuracy")')
         return best.num_since
 
+    def averaged(self) -> AbstractContextManager[None]:
+        """Inside, the models have the average of their weights, if there is one."""
+        return self.average.in_place() if self.average is not None else NOTHING
+
     def finish(self) -> Summary:
         """Write the summary of the run to its Record; every process calls this, after the last step."""
         record = self._recorded()
@@ -193,6 +201,10 @@ class Run:
                 of_optimizer, optimizers[key] = optimizer_state(model.module, self.optimizers[key], keep=main)
                 optimizers[key]["made_with"] = self._made_with[key]
                 moments |= _prefixed(key, of_optimizer)
+        averages: dict[str, torch.Tensor] = {}
+        with self.averaged():
+            for key, model in self.models.items() if self.average is not None else ():
+                averages |= _prefixed(key, weights(model.module, keep=main))
         so_far = {"so_far": asdict(self._record.so_far())} if self._record is not None else {}
         state = {**self._state(), "optimizers": optimizers}
         _refuse_taken(extra, state)
@@ -208,6 +220,8 @@ class Run:
                     files.OPTIMIZER: lambda file: save_file(moments, file),
                     files.STATE: lambda file: file.write_text(json.dumps(state)),
                 }
+                if self.average is not None:
+                    writers[files.EMA] = lambda file: save_file(averages, file)
                 self.before_save()
                 files.write(Path(folder), self.step, writers)
                 if is_best or (self._record is not None and self._record.is_best_at(self.step)):
@@ -265,6 +279,7 @@ class Run:
                 load_optimizer_state(model.module, optimizer, _unprefixed(key, moments), saved)
                 notes += [f"{one}; for that, start from its weights: --resume {path / files.WEIGHTS}" for one in unused]
         self._restore(state)
+        notes += self._load_average(path)
         self.loaded = state
         if rates is None and self.scheduler is not None and state["scheduler"] is not None:
             self.scheduler.load_state_dict(unpacked(state["scheduler"]))
@@ -317,12 +332,28 @@ class Run:
                     return f"{where} holds NaN or infinity; a gradient was not finite though the loss was"
         return None
 
+    def _load_average(self, path: Path) -> list[str]:
+        """Continue the average of the weights; a line to log if there is none to continue, or none is continued."""
+        is_saved = (path / files.EMA).exists()
+        if self.average is None:
+            return [f"{path} has an average of the weights (ema), and the task has none any more"] if is_saved else []
+        if not is_saved:
+            self.average.restart()
+            return [f"{path} has no average of the weights (ema): it begins with the weights of step {self.step}"]
+        tensors = load_file(path / files.EMA)
+        with self.average.in_place():
+            for key, model in self.models.items():
+                load_weights(model.module, _unprefixed(key, tensors), str(path))
+        return []
+
     def _load_foreign(self, path: str, allow_pickle: bool) -> list[str]:
         if len(self.models) > 1:
             raise CheckpointError(f"{path} is one model's weights, and this run has {len(self.models)} models")
         loaded = read_weights(path, allow_pickle)
         (model,) = self.models.values()
         stripped = load_weights(model.module, loaded, path)
+        if self.average is not None:
+            self.average.restart()
         return [f"{path}: {stripped or 'weights loaded'}; optimizer and data start from the beginning"]
 
     def _state(self) -> dict[str, Any]:

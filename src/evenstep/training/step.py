@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from torch.optim.lr_scheduler import LRScheduler
@@ -14,6 +14,9 @@ from evenstep.strategies.base import DistributedModel
 from evenstep.task import Amount
 from evenstep.training.loss import MeanLoss
 from evenstep.training.team import Team
+
+if TYPE_CHECKING:
+    from evenstep.training.weight_average import WeightAverage
 
 
 @dataclass(frozen=True)
@@ -28,11 +31,14 @@ class Recipe:
     scheduler: LRScheduler | None
     is_scheduled: bool = True
     """Whether every step is one of the scheduler; others count epochs or evaluations."""
+    average: WeightAverage | None = None
 
     def advance(self, was_taken: bool = True) -> None:
-        """Step the scheduler, unless fp16's GradScaler skipped the optimizer step."""
+        """Step the scheduler and the average of weights, unless fp16's GradScaler skipped the optimizer step."""
         if was_taken and self.scheduler is not None and self.is_scheduled:
             self.scheduler.step()
+        if was_taken and self.average is not None:
+            self.average.update()
 
 
 class Taken(Protocol):
@@ -53,6 +59,9 @@ class Stepper(Protocol):
     def take(self, batch: Batch) -> Taken:
         """One optimizer step."""
 
+    def recheck(self) -> None:
+        """What a step does may have been changed between two of them."""
+
 
 class Done:
     """A step whose loss is known."""
@@ -72,6 +81,9 @@ class Eager:
     def __init__(self, recipe: Recipe) -> None:
         self.messages: list[str] = []
         self._recipe = recipe
+
+    def recheck(self) -> None:
+        pass
 
     def take(self, batch: Batch) -> Taken:
         recipe = self._recipe

@@ -75,6 +75,14 @@ class Trainer:
         self.folder = run_folder
         self.checkpoints = run_folder / files.FOLDER
         self.run = self._build()
+        if task.ema is not None:
+            from evenstep.training.weight_average import WeightAverage
+
+            self.run.average = WeightAverage(self.run.models.values(), task.ema)
+        if task.after is not None or task.after_every is not None:
+            from evenstep.training.after import check_after
+
+            check_after(task)
         self.stepper = self._stepper()
         self.valid = None
         if task.valid is not None:
@@ -120,6 +128,7 @@ class Trainer:
         if self.plan.resume is not None:
             notes += self.run.load(self.plan.resume, allow_pickle=self.plan.allow_pickle).notes
             self.is_evaluation_due = bool(self.run.loaded.get("evaluation_due"))
+            self._freeze(self.run.loaded.get("frozen"))
             notes += self._recall_best(self.run.loaded.get("so_far"))
             if self.is_again and Path(self.plan.resume).resolve().parent == self.checkpoints.resolve():
                 self._recall(self.run.loaded.get("so_far"))
@@ -230,7 +239,7 @@ class Trainer:
         if self.tracing is not None:
             yield from self.tracing.finish()
         self.spans.begin(ENDING)
-        shown = self.team.infer(self.task.show, self._model) if self.task.show is not None else None
+        shown = self._infer(self.task.show) if self.task.show is not None else None
         yield self._sum_up(shown, time.perf_counter() - started + seconds_before)
 
     def _before(self) -> Iterator[Event]:
@@ -264,11 +273,64 @@ class Trainer:
         elif is_epoch_end and not is_asked:
             self._gather_peaks()
             yield EpochEnd(step=step.step, epoch=step.epoch, train_loss=self.tally.train_loss or 0.0)
+        if self._is_after(step.step, is_epoch_end):
+            self._call_after(step)
         is_over = is_epoch_end or is_asked or self.stopped is not None
         if is_over or is_best or requests.save or self._is_saved(step.step):
             self._save(is_best, evaluation_due=is_due and self._current_evaluation is None)
         if is_asked:
             self._stop(step.step)
+
+    def _is_after(self, step: int, is_epoch_end: bool = False) -> bool:
+        every = self.task.after_every
+        return self.task.after is not None and (is_epoch_end if every is None else step % every == 0)
+
+    def _call_after(self, step: Step) -> None:
+        from evenstep.training.after import BetweenSteps
+
+        assert self.task.after is not None
+        evaluation, run = self._current_evaluation, self.run
+        modules = {key: model.module for key, model in run.models.items()}
+        self.task.after(
+            BetweenSteps(
+                model=modules.get("", modules),
+                optimizer=run.optimizers.get("", run.optimizers),
+                step=step.step,
+                epoch=step.epoch,
+                loss=step.loss,
+                metrics=evaluation.values if evaluation is not None else {},
+                folder=self.folder,
+                rank=self.team.world.rank,
+                infer=self._infer,
+            )
+        )
+        for model in run.models.values():
+            model.follow_requires_grad()
+        self.stepper.recheck()
+
+    def _infer(self, function: Callable[[Any], Any]) -> Any:
+        with self.run.averaged():
+            return self.team.infer(function, self._model)
+
+    def _freeze(self, names: list[str] | None) -> None:
+        """Freeze what was frozen in the checkpoint, and nothing else; `after` may have changed it since the start."""
+        if names is None or self.task.after is None:
+            return
+        for name, weight in self._named_weights():
+            weight.requires_grad_(name not in names)
+        for model in self.run.models.values():
+            model.follow_requires_grad()
+
+    def _frozen(self) -> dict[str, list[str]]:
+        """What is frozen now, where `after` may change it."""
+        if self.task.after is None:
+            return {}
+        return {"frozen": [name for name, weight in self._named_weights() if not weight.requires_grad]}
+
+    def _named_weights(self) -> Iterator[tuple[str, nn.Parameter]]:
+        for key, model in self.run.models.items():
+            for name, weight in model.module.named_parameters():
+                yield f"{key}.{name}" if key else name, weight
 
     def _faded_rate(self, step: Step) -> Iterator[str]:
         """Warn of a schedule that was meant to be stepped once per epoch."""
@@ -315,9 +377,9 @@ class Trainer:
 
     def _waits_at(self, step: int) -> bool:
         """Whether something is done after this step that needs it to be over."""
-        return (
-            self._is_saved(step) or self._is_evaluated(step) or (self.replicas is not None and self._is_compared(step))
-        )
+        if self._is_saved(step) or self._is_evaluated(step) or self._is_after(step):
+            return True
+        return self.replicas is not None and self._is_compared(step)
 
     def _messages(self) -> list[str]:
         messages = [*self.stepper.messages, *self._model.notes]
@@ -380,8 +442,11 @@ class Trainer:
 
     def _recipe(self) -> Recipe:
         (optimizer,) = self.run.optimizers.values()
-        run, is_scheduled = self.run, self.run.stepped_after == "step"
-        return Recipe(self.team, self.task.loss, self._model, optimizer, self.plan.clip, run.scheduler, is_scheduled)
+        run, plan = self.run, self.plan
+        is_scheduled = run.stepped_after == "step"
+        return Recipe(
+            self.team, self.task.loss, self._model, optimizer, plan.clip, run.scheduler, is_scheduled, run.average
+        )
 
     def _loader(self, data: Any, **how: Any) -> Loader:
         plan = self.plan
@@ -469,9 +534,10 @@ class Trainer:
             return None
         started = time.perf_counter()
         try:
-            values = self.team.evaluate(
-                LossAndMetrics(self.task), self._model, self.valid, scores=self.scores, can_stop=can_stop
-            )
+            with self.run.averaged():
+                values = self.team.evaluate(
+                    LossAndMetrics(self.task), self._model, self.valid, scores=self.scores, can_stop=can_stop
+                )
         except Interrupted:
             return None
         return Evaluation(
@@ -500,6 +566,7 @@ class Trainer:
                 valid=current.values if current is not None else {},
                 plan=self.plan.to_json(),
                 evaluation_due=evaluation_due,
+                **self._frozen(),
                 so_far=asdict(
                     files.Totals(
                         tally=self.tally,

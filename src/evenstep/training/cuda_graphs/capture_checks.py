@@ -28,7 +28,9 @@ _OF_TORCH = {"_parameters", "_buffers", "_modules", "_non_persistent_buffers_set
 
 def seen(loss: Callable[..., Any], model: nn.Module) -> Seen:
     """Names and values of that state, as far as it can be found; for collections, their length."""
-    found: Seen = {f"requires_grad of {name}": weight.requires_grad for name, weight in model.named_parameters()}
+    found: Seen = {}
+    for name, weight in model.named_parameters():
+        found |= {f"requires_grad of {name}": weight.requires_grad, f"the memory of {name}": weight.data_ptr()}
     for name, layer in model.named_modules():
         for key, value in vars(layer).items():
             if key not in _OF_TORCH:

@@ -97,6 +97,11 @@ class Fast:
         self._eager_seconds = math.inf
         self._under_way: deque[Pending] = deque()
         self._side: torch.cuda.Stream | None = None
+        self._rechecks = False
+        """Whether the next step is compared with the captured one, as the first of an epoch is."""
+
+    def recheck(self) -> None:
+        self._rechecks = True
 
     def take(self, batch: Batch) -> Taken:
         requests = self._recipe.team.requests
@@ -149,7 +154,7 @@ class Fast:
         # A scheduler may change more than the learning rate.
         if recipe.scheduler is not None and Choices.of(recipe.optimizer) != captured.choices:
             return self._take_eagerly(batch)
-        if batch.span.start == 0 and self._has_changed():
+        if (batch.span.start == 0 or self._rechecks) and self._has_changed():
             return self._take_eagerly(batch)
         replay = self._replay_whole if captured.is_whole else self._replay_half
         if not self._clock.is_on:
@@ -233,9 +238,12 @@ class Fast:
     def _has_changed(self) -> bool:
         """At the start of an epoch: whether the Python state differs from that at capture."""
         assert self._before is not None
+        self._rechecks = False
         now = seen(self._recipe.loss, self._recipe.model.module)
         draws = ("Python's random numbers", "NumPy's random numbers")
         changed = first_change(*({k: v for k, v in one.items() if k not in draws} for one in (self._before[2], now)))
+        if changed is None and self._recipe.scheduler is None and Choices.of(self._recipe.optimizer) != self._before[1]:
+            changed = "an option of the optimizer"
         if changed is not None:
             self._captured, self._before, self._alike = None, None, 0
             if self._world.size > 1:

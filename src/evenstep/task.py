@@ -9,7 +9,8 @@ import inspect
 import os
 import sys
 import traceback
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType, ModuleType
@@ -42,10 +43,9 @@ TaskFunction: TypeAlias = "Callable[..., Task]"
 NO_OPTIONS: Mapping[str, Any] = MappingProxyType({})
 
 NO_GROUP = "process group has not been initialized"
-"""Part of torch's error, mostly from a DistributedSampler."""
-WITHOUT_SAMPLER = (
-    "A task needs no process group: leave DistributedSampler out and write DataLoader(dataset, shuffle=True); "
-    "each rank gets its share"
+"""Part of torch's error."""
+WITHOUT_GROUP = (
+    "A task needs no process group, and there is none while it is made: give the whole data; each rank gets its share"
 )
 
 
@@ -156,7 +156,8 @@ def call_task(source: TaskFunction | Task, data: str | None = None, options: Map
     if folder is not None and (data is not None or folder.default is folder.empty):
         arguments["data"] = data
     try:
-        made = source(**arguments)
+        with _samplers_of_one_rank():
+            made = source(**arguments)
     except EvenstepError:
         raise
     except Exception as error:
@@ -164,6 +165,29 @@ def call_task(source: TaskFunction | Task, data: str | None = None, options: Map
     if not isinstance(made, Task):
         raise TaskError(f"{name}() returned {type(made).__name__}, not a Task; end it with: return Task(...)")
     return made
+
+
+@contextmanager
+def _samplers_of_one_rank() -> Iterator[None]:
+    """Let `DistributedSampler(dataset)` be made where no process group is: what it samples is shared out later."""
+    distributed = sys.modules.get("torch.distributed")
+    data = sys.modules.get("torch.utils.data")
+    if data is None or distributed is None or distributed.is_initialized():
+        yield
+        return
+    kind, made = data.DistributedSampler, data.DistributedSampler.__init__
+
+    def make(
+        self: Any, dataset: Any, num_replicas: int | None = None, rank: int | None = None, *more: Any, **by_name: Any
+    ) -> None:
+        alone = num_replicas is None and rank is None
+        made(self, dataset, 1 if alone else num_replicas, 0 if alone else rank, *more, **by_name)
+
+    kind.__init__ = make
+    try:
+        yield
+    finally:
+        kind.__init__ = made
 
 
 def options_of(source: TaskFunction | Task) -> list[inspect.Parameter]:
@@ -380,7 +404,8 @@ def _import_file(path: Path) -> ModuleType:
     if folder not in sys.path:
         sys.path.insert(0, folder)
     try:
-        module_spec.loader.exec_module(module)
+        with _samplers_of_one_rank():
+            module_spec.loader.exec_module(module)
     except (Exception, SystemExit) as error:
         raise TaskError(f"{path} cannot be imported: {describe(error, str(path))}") from error
     return module
@@ -390,7 +415,8 @@ def _import_module(name: str) -> ModuleType:
     if "" not in sys.path:
         sys.path.insert(0, "")
     try:
-        return importlib.import_module(name)
+        with _samplers_of_one_rank():
+            return importlib.import_module(name)
     except (Exception, SystemExit) as error:
         raise TaskError(f"module {name} cannot be imported: {describe(error)}") from error
 
@@ -401,7 +427,7 @@ def describe(error: BaseException, prefer: str | None = None) -> str:
     if isinstance(error, SyntaxError):
         return what
     if NO_GROUP in what:
-        what = f"{what} {WITHOUT_SAMPLER}"
+        what = f"{what} {WITHOUT_GROUP}"
     frames = traceback.extract_tb(error.__traceback__)
     own = [frame for frame in frames if is_user_code(frame.filename)]
     preferred = [frame for frame in own if prefer and frame.filename.endswith(prefer)] or own

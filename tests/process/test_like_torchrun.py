@@ -12,6 +12,7 @@ from typing import Any
 import psutil
 import pytest
 
+from evenstep.launcher.script import Script, TorchrunOptions, in_our_words
 from tests.process.test_scripts import SCRIPTS, no_ranks
 
 LOOK = str(SCRIPTS / "look_around.py")
@@ -184,7 +185,30 @@ def test_the_options_of_torchrun_are_known() -> None:
         "2",
         "--max-restarts=1",
     )
-    assert started("evenstep", "run", *options, "script.py").stdout == "2 1\n"
+    done = started("evenstep", "run", *options, "script.py", "--lr", "1")
+    assert done.stdout == "2 1\n"
+    assert done.stderr == "in evenstep's words: evenstep run --devices 2 --restarts 1 script.py ...\n"
+    more = (
+        "--node_rank=0",
+        "--master-addr",
+        "localhost",
+        "--master_port=29501",
+        "--rdzv-backend=c10d",
+        "--rdzv_id",
+        "7",
+    )
+    done = started("evenstep", "run", "--nnodes", "1", *more, "--nproc-per-node=2", "script.py")
+    assert done.stdout == "2 1\n"
+    assert started("evenstep", "run", "--devices", "2", "script.py").stderr == ""
+
+
+def test_the_address_of_the_first_machine_is_taken_from_torchruns_options() -> None:
+    given = TorchrunOptions(node_rank="1", master_addr="node1", rdzv_backend="static")
+    script = Script("train.py", ("--lr", "1"), 2, machines="2", rendezvous=given.rendezvous)
+    assert script.rendezvous == "node1:29500"
+    words = ["--nnodes", "2", "--nproc_per_node=2"]
+    assert in_our_words(script, words) == "evenstep run --devices 2 --machines 2 --rendezvous node1:29500 train.py ..."
+    assert in_our_words(script, ["--devices", "2", "--machines=2"]) == ""
 
 
 @pytest.mark.slow

@@ -145,8 +145,12 @@ def refused(evenstep: Callable[..., Ended]) -> Refused:
         ("run gone.py", ["gone.py does not exist; write: evenstep run"]),
         ("run --devices 0 my_task.py", ["0 devices were requested; give 1 or more"]),
         ("run --nproc-per-node two my_task.py", ["--devices is 'two'; write a number such as 2, or gpu, cpu or auto"]),
-        ("run --rdzv_id=5 my_task.py", ["no option --rdzv_id; omit it: machines of one run identify each other"]),
-        ("run --node-rank 0 my_task.py", ["no option --node-rank; omit it; on several machines write --machines"]),
+        (
+            "run --log_dir=5 my_task.py",
+            ["no option --log_dir; write --out DIR: each rank's output is in a folder below"],
+        ),
+        ("run --rdzv_backend etcd my_task.py", ["--rdzv-backend etcd: machines use torch's c10d rendezvous; omit it"]),
+        ("run --nnodes 2 my_task.py", ["--machines and --rendezvous go together"]),
         ("run --lr 0.1 my_task.py", ["no option --lr; see evenstep run --help"]),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
@@ -218,7 +222,11 @@ def test_a_file_without_one_task_is_refused(refused: Refused, text: str, said: l
         ({"train": "None"}, ["the train data is a NoneType; give a dataset"]),
         (
             {"train": "torch.utils.data.DistributedSampler(x)"},
-            ["leave DistributedSampler out and write DataLoader(dataset, shuffle=True)", "my_task.py:"],
+            ["the train data is a DistributedSampler, which gives the order of a dataset; give the dataset itself"],
+        ),
+        (
+            {"train": "(x[torch.distributed.get_rank() :],)"},
+            ["A task needs no process group, and there is none while it is made: give the whole data", "my_task.py:"],
         ),
         (
             {"model": "nn.Linear(10**6, 10**6)"},

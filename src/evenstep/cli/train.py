@@ -251,6 +251,9 @@ evenstep run --machines 2 --rendezvous node0:29400 --devices 8 train.py
 """
 
 
+TorchrunOption = Annotated[str | None, typer.Option(hidden=True)]
+
+
 @app.command(
     epilog=RUN_EXAMPLES,
     options_metavar="[OPTIONS]",
@@ -294,19 +297,37 @@ def run(
         str | None, typer.Option("--rendezvous", "--rdzv-endpoint", metavar="HOST:PORT", help=RENDEZVOUS_HELP)
     ] = None,
     out: OutOption = None,
-    standalone: Annotated[
-        bool, typer.Option("--standalone", hidden=True, help="Accepted for torchrun: the default without --machines.")
-    ] = False,
+    standalone: Annotated[bool, typer.Option("--standalone", hidden=True)] = False,
+    node_rank: TorchrunOption = None,
+    master_addr: TorchrunOption = None,
+    master_port: TorchrunOption = None,
+    rdzv_backend: TorchrunOption = None,
+    rdzv_id: TorchrunOption = None,
+    rdzv_conf: TorchrunOption = None,
 ) -> None:
     """Run a script as several processes, like torchrun; what follows SCRIPT is passed to it.
 
-    The output of rank 0 is shown, and the errors of all ranks; runs/DATE-TIME-SCRIPT/logs has all output.
+    torchrun's options are understood. The output of rank 0 is shown, and the errors of all ranks;
+    runs/DATE-TIME-SCRIPT/logs has all output.
     """
     refuse_broken([script, devices, machines or "", rendezvous or ""])
-    from evenstep.launcher.script import Script, count_processes, refuse_option, run_script
+    from evenstep.launcher.script import (
+        Script,
+        TorchrunOptions,
+        count_processes,
+        in_our_words,
+        refuse_option,
+        run_script,
+    )
 
     refuse_option(script)
     arguments = context.args[1:] if context.args[:1] == ["--"] else context.args
     num = count_processes(devices)
+    theirs = TorchrunOptions(node_rank, master_addr, master_port, rdzv_backend, rdzv_id, rdzv_conf)
+    if machines is not None:
+        rendezvous = rendezvous or theirs.rendezvous
     what = Script(script, tuple(arguments), num, module, fresh, restarts, stall_after, machines, rendezvous)
+    words = sys.argv[2 : len(sys.argv) - len(context.args)]
+    if hint := in_our_words(what, words):
+        error_console().print(f"in evenstep's words: {hint}", style="dim", markup=False, soft_wrap=True)
     run_script(what, out)

@@ -65,10 +65,15 @@ def adapt(
     """Open `data`; `sampler` and `collate` override those of a DataLoader, `shuffle` applies if there is no sampler."""
     if isinstance(data, DataLoader):
         return _from_dataloader(data, collate, sampler, what)
-    if is_stream(data):
+    if is_stream(data) and not isinstance(data, Sampler):
         if sampler is not None and not isinstance(sampler, samplers.Sequential):
             raise TaskError(f"the {what} data is a stream, which comes in its own order; leave the sampler out")
         return AdaptedData(Stream(data, collate, what), samplers.Sequential())
+    if isinstance(data, Sampler):
+        raise TaskError(
+            f"the {what} data is a {type(data).__name__}, which gives the order of a dataset; give the dataset itself, "
+            "and the order as Task(sampler=...)"
+        )
     source = open_source(data, collate, what)
     if sampler is None:
         return AdaptedData(source, samplers.Shuffled() if shuffle else samplers.Sequential())

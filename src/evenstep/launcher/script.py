@@ -34,23 +34,59 @@ from evenstep.worker.main import ProgramSpec, run_function, run_program
 SPELLINGS = ("--local-rank", "--local_rank")
 DECLARE = ("add_argument", "option")
 """The calls that declare an option in argparse and click."""
-IN_RUNS = "omit it: each rank's output is in a folder below runs/"
-MACHINES = "omit it; on several machines write --machines 2 --rendezvous HOST:PORT on each of them"
+IN_RUNS = "omit it: each rank's output is in a folder below runs/, or below that of --out"
 NOT_OURS = {
-    "--rdzv-backend": "omit it: machines use torch's c10d rendezvous",
-    "--rdzv-id": "omit it: machines of one run identify each other by its token",
-    "--rdzv-conf": "omit it",
-    "--node-rank": MACHINES,
-    "--master-addr": MACHINES,
-    "--master-port": MACHINES,
-    "--log-dir": IN_RUNS,
+    "--log-dir": "write --out DIR: each rank's output is in a folder below it",
     "--redirects": IN_RUNS,
     "-r": IN_RUNS,
     "--tee": IN_RUNS,
     "-t": IN_RUNS,
     "--no-python": "give a Python script, or a module after -m",
+    "--run-path": "omit it",
+    "--start-method": "omit it: processes are forked, or new with --fresh",
+    "--local-addr": "omit it: the address is the one that leads to the first machine",
 }
 """Options of torchrun, and what to write instead."""
+
+
+@dataclass(frozen=True)
+class TorchrunOptions:
+    """Options of torchrun that are accepted, and mean something else here, or nothing."""
+
+    node_rank: str | None = None
+    master_addr: str | None = None
+    master_port: str | None = None
+    rdzv_backend: str | None = None
+    rdzv_id: str | None = None
+    rdzv_conf: str | None = None
+
+    def __post_init__(self) -> None:
+        if self.rdzv_backend not in (None, "c10d", "static"):
+            raise PlanError(
+                f"--rdzv-backend {shorten(self.rdzv_backend)}: machines use torch's c10d rendezvous; omit it, and "
+                "write --machines 2 --rendezvous HOST:PORT on each of them"
+            )
+
+    @property
+    def rendezvous(self) -> str | None:
+        """The address of the first machine, which knows itself by it: node ranks are not needed."""
+        return f"{self.master_addr}:{self.master_port or 29500}" if self.master_addr else None
+
+
+def in_our_words(script: Script, words: Sequence[str]) -> str:
+    """The command with our options, if any of `words`, the options before the script, is torchrun's."""
+    own = ("--devices", "--machines", "--rendezvous", "--restarts", "--module", "--stall-after", "--out", "--fresh")
+    foreign = [word.partition("=")[0] for word in words if word.startswith("--") and word != "--"]
+    several = script.machines is not None and parse_machines(script.machines) != (1, 1)
+    if all(word in own for word in foreign) or (several and script.rendezvous is None):
+        return ""
+    options = [
+        *(["--devices", str(script.num)] if script.num != 1 else []),
+        *(["--machines", str(script.machines), "--rendezvous", str(script.rendezvous)] if several else []),
+        *(["--restarts", str(script.restarts)] if script.restarts else []),
+        *(["-m"] if script.is_module else []),
+    ]
+    return shlex.join(["evenstep", "run", *options, script.name]) + (" ..." if script.arguments else "")
 
 
 class LocalTorchrunRendezvous(LocalRendezvous):

@@ -86,7 +86,15 @@ class Eager:
         pass
 
     def take(self, batch: Batch) -> Taken:
-        recipe = self._recipe
-        loss = recipe.team.backward(recipe.loss, recipe.model, batch)
-        recipe.advance(recipe.team.step(recipe.optimizer, clip=recipe.clip))
+        loss = self.backward(batch)
+        self.update()
         return Done(loss)
+
+    def backward(self, batch: Batch) -> MeanLoss:
+        """The first half: gradients and loss."""
+        return self._recipe.team.backward(self._recipe.loss, self._recipe.model, batch)
+
+    def update(self) -> None:
+        """The second half."""
+        recipe = self._recipe
+        recipe.advance(recipe.team.step(recipe.optimizer, clip=recipe.clip))

@@ -91,6 +91,8 @@ class Fast:
         """The same on all ranks, though each may give its graph up alone: from then on no capture is agreed on."""
         self._before: tuple[object, Choices, Seen] | None = None
         """The previous step: the shapes of its batch, the optimizer's options, and the Python state it read."""
+        self._reached: list[bool] | None = None
+        """Which parameters had a gradient in the previous step."""
         self._alike = 0
         self._num_eager = 0
         self._clock = Clock(self._world.devices)
@@ -125,9 +127,11 @@ class Fast:
         if self._alike == self._needed - TIMED:
             self._clock.start()
         with self._clock:
-            taken = self._eager.take(batch)
-        self._compare(batch)
-        return taken
+            loss = self._eager.backward(batch)
+            reached = [weight.grad is not None for weight in self._recipe.model.weights]
+            self._eager.update()
+        self._compare(batch, reached)
+        return Done(loss)
 
     def _is_time(self, batch: Batch) -> bool:
         """Whether to capture this step. Ranks agree on it, all at the same steps."""
@@ -213,8 +217,9 @@ class Fast:
             self._under_way[0].arrive()
         return pending
 
-    def _compare(self, batch: Batch) -> None:
+    def _compare(self, batch: Batch, reached: list[bool]) -> None:
         """Compare this step with the previous one."""
+        before, self._reached = self._reached, reached
         shapes = shapes_of(batch)
         now = (shapes, Choices.of(self._recipe.optimizer), seen(self._recipe.loss, self._recipe.model.module))
         if shapes is None:
@@ -226,6 +231,8 @@ class Fast:
             self._give_up(f"the loss calls evenstep.{name}, which a replay would not call again")
         elif drew_on_host():
             self._give_up("it draws random numbers on the host, which a replay would not draw again")
+        elif before not in (None, reached):
+            self._give_up("the parameters that have a gradient change from step to step")
         elif self._before is not None and now[:2] == self._before[:2]:
             changed = first_change(self._before[2], now[2])
             if changed is not None and self._alike:
@@ -245,7 +252,7 @@ class Fast:
         if changed is None and self._recipe.scheduler is None and Choices.of(self._recipe.optimizer) != self._before[1]:
             changed = "an option of the optimizer"
         if changed is not None:
-            self._captured, self._before, self._alike = None, None, 0
+            self._captured, self._before, self._reached, self._alike = None, None, None, 0
             if self._world.size > 1:
                 # The other ranks keep replaying, and would not take part in another capture.
                 self._give_up(f"{changed} changed")

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from itertools import product
 from pathlib import Path
 
@@ -9,7 +11,7 @@ import pytest
 from safetensors.torch import load_file
 
 from evenstep.plan import Plan
-from tests.fleet import furthest, result, run_jobs, run_processes
+from tests.fleet import furthest, newest_weights, result, run_jobs, run_processes
 
 HERE = Path(__file__).parent
 STEPS = 50
@@ -79,3 +81,55 @@ def test_layers_are_frozen_and_unfrozen_between_steps(tmp_path: Path, strategy: 
     for kind, size in (("single", 1), (strategy, 1 if strategy == "dp" else 2)):
         run_processes(HERE / "unfreezing_script.py", [str(tmp_path / kind), kind], size, tmp_path / f"logs-{kind}")
     assert furthest(load_file(tmp_path / strategy), load_file(tmp_path / "single")) < 1e-9
+
+
+STAGED = """
+import torch
+from torch import nn
+from torch.nn import functional as F
+from evenstep import Task
+
+x = torch.randn(60, 6)
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.backbone, self.head, self.spare = nn.Linear(6, 5), nn.Linear(5, 2), nn.Linear(2, 2)
+        self.backbone.requires_grad_(False)
+
+    def forward(self, x):
+        return self.head(torch.tanh(self.backbone(x)))
+
+def after(run):
+    if run.epoch == 1:
+        run.model.backbone.requires_grad_(True)
+        run.model.head.bias.requires_grad_(False)
+
+def task() -> Task:
+    return Task(
+        model=Net,
+        train=(x, (x[:, 0] > 0).long()),
+        loss=lambda model, batch: F.cross_entropy(model(batch[0]), batch[1]),
+        optimizer=lambda parameters: torch.optim.AdamW(parameters, lr=1e-2, weight_decay=0.1),
+        batch=9,
+        after=after,
+    )
+"""
+
+
+@pytest.mark.parametrize(
+    "strategy", ["ddp", pytest.param("dp", marks=pytest.mark.slow), pytest.param("fsdp", marks=pytest.mark.slow)]
+)
+def test_a_run_that_unfroze_layers_is_resumed_with_them(strategy: str) -> None:
+    Path("staged.py").write_text(STAGED)
+    two = ("--strategy", strategy, "--devices", "cpu,cpu")
+    for arguments in (
+        ("staged.py", "--epochs", "5", "--name", "whole"),
+        ("staged.py", "--epochs", "3", "--name", "first", *two),
+        ("staged.py", "--epochs", "5", "--name", "rest", "--resume", "runs/first", *two),
+    ):
+        command = [sys.executable, "-m", "evenstep", "train", *arguments, "--precision", "fp64"]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+        assert done.returncode == 0, done.stderr
+    ours, theirs = (newest_weights(Path("runs") / name) for name in ("rest", "whole"))
+    assert furthest(ours, theirs) < 1e-9

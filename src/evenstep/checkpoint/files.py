@@ -112,6 +112,8 @@ class State(TypedDict):
     valid: NotRequired[dict[str, float]]
     evaluation_due: NotRequired[bool]
     so_far: NotRequired[Totals | None]
+    requires_grad: NotRequired[dict[str, dict[str, bool]]]
+    """By model and parameter, where it changed during the training."""
 
 
 @dataclass(frozen=True)

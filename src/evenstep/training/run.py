@@ -104,6 +104,8 @@ class Run:
         self.loaded: Mapping[str, Any] = {}
         """The state of the checkpoint that was loaded."""
         self._made_with = {key: made_with(one) for key, one in self.optimizers.items()}
+        self._built = {key: _trained(model) for key, model in self.models.items()}
+        """Which parameters required gradients at the start; layers may be unfrozen between steps."""
         if set(self.optimizers) - set(self.models):
             raise TaskError(f"optimizers {list(self.optimizers)} and models {list(self.models)} need the same names")
         if scheduler is not None:
@@ -369,9 +371,17 @@ class Run:
             "scheduler": packed(self.scheduler.state_dict()) if self.scheduler else None,
             "scaler": scaler.state_dict() if scaler else None,
             "generators": self.team.world.gather(host_state()),
+            "requires_grad": {
+                key: {name: flag for name, flag in _trained(model).items() if flag != self._built[key].get(name)}
+                for key, model in self.models.items()
+            },
         }
 
     def _restore(self, state: State) -> None:
+        for key, model in self.models.items():
+            changed = state.get("requires_grad", {}).get(key, {})
+            for name, weight in model.module.named_parameters():
+                weight.requires_grad_(changed.get(name, weight.requires_grad))
         self.loader.load_state_dict(state["loader"])
         self.team.resumed_at = (self.step, self.loader.epoch)
         if self.team.precision.scaler is not None and state["scaler"]:
@@ -391,6 +401,10 @@ def _refuse_taken(extra: Mapping[str, Any], state: Mapping[str, Any]) -> None:
     taken = sorted(set(extra) & set(state))
     if taken:
         raise TaskError(f"a checkpoint has a {taken[0]!r} of its own; save yours under another name")
+
+
+def _trained(model: DistributedModel) -> dict[str, bool]:
+    return {name: weight.requires_grad for name, weight in model.module.named_parameters()}
 
 
 def _named(one_or_more: T | Mapping[str, T]) -> dict[str, T]:

@@ -70,10 +70,25 @@ def cosine(optimizer: torch.optim.Optimizer, num_steps: int) -> Any:
     return torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, num_steps)
 
 
+def epochwise(optimizer: torch.optim.Optimizer) -> Any:
+    return torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.5)
+
+
+def plateau(optimizer: torch.optim.Optimizer) -> Any:
+    """After the first, no loss is better by so much: the rate falls at every evaluation."""
+    return torch.optim.lr_scheduler.ReduceLROnPlateau(
+        optimizer, factor=0.9, patience=0, threshold=9.0, threshold_mode="abs"
+    )
+
+
+VALID = (torch.randn(50, 3, 8, 8), torch.randint(0, 5, (50,)))
+
 CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "plain": ({}, {}),
     "ragged": ({}, {"batch": 48}),
     "schedule and clip": ({"scheduler": cosine}, {"clip": 0.1}),
+    "schedule per epoch": ({"scheduler": epochwise, "schedule_every": "epoch"}, {}),
+    "plateau within epochs": ({"scheduler": plateau, "valid": VALID}, {"evaluate_every": 3}),
     "accumulate": ({}, {"accumulate": 2}),
     "pair": ({"loss": pair}, {"accumulate": 2}),
     "sgd": ({"optimizer": lambda weights: torch.optim.SGD(weights, lr=0.05, momentum=0.9, nesterov=True)}, {}),

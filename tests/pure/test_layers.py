@@ -84,6 +84,7 @@ def imported_layers(file: Path) -> set[str]:
 NAMES_A_STRATEGY = {
     "internals.py": "where torch keeps the private parts of fully_shard",
     "cli/train.py": "examples of commands",
+    "cli/evaluate.py": "examples of commands",
     "cli/verify.py": "examples of commands",
     "cli/compare.py": "examples of commands",
     "monitor/known_errors.py": "what an error of torch's DDP or fully_shard means, which other strategies do not raise",

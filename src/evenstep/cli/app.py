@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 import inspect
+import math
 import re
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -164,6 +165,13 @@ def print_notes(notes: Iterable[str]) -> None:
 
     for line in notes:
         error_console().print(without_control(line), style="yellow", markup=False, soft_wrap=True)
+
+
+def without_nan(value: Any) -> Any:
+    """JSON has no NaN and no infinity: None instead."""
+    if isinstance(value, dict):
+        return {name: without_nan(one) for name, one in value.items()}
+    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def main() -> None:

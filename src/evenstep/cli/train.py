@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import math
 import sys
 from typing import Annotated, Any
 
@@ -34,6 +33,7 @@ from evenstep.cli.app import (
     print_whole,
     progress,
     refuse_broken,
+    without_nan,
 )
 from evenstep.cli.completion import complete_run, complete_strategy
 from evenstep.cli.settings import SettingsOption, choose_task
@@ -215,13 +215,6 @@ def _suggest(task: str | None, choices: dict[str, Any], as_json: bool) -> None:
         return
     command = " ".join(["evenstep", *(word for word in sys.argv[1:] if word != "--suggest")])
     show_suggestions(found, command, Console(highlight=False, emoji=False))
-
-
-def without_nan(value: Any) -> Any:
-    """JSON has no NaN and no infinity: None instead."""
-    if isinstance(value, dict):
-        return {name: without_nan(one) for name, one in value.items()}
-    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def _finish(record: Any, as_json: bool) -> None:

@@ -73,7 +73,7 @@ class DryRun:
         self._fault = ""
         """The message if the next call fails."""
 
-    def check(self, train: SampleBatch, valid: SampleBatch | None) -> None:
+    def check(self, train: SampleBatch | None, valid: SampleBatch | None) -> None:
         with self._refusing():
             self._fault = "the model cannot be built"
             # A copy: the task may return the model that will be trained.
@@ -81,7 +81,8 @@ class DryRun:
             if not self._model.training:
                 # As the worker does; of a model in training mode, layers may be in eval mode on purpose.
                 self._model.train()
-            self._step(self._model, train)
+            if train is not None:
+                self._step(self._model, train)
             if valid is not None:
                 with evaluating(self._model):
                     self._evaluate(self._model, valid)
@@ -227,6 +228,19 @@ def probe(plan: Plan, task: Task, train: AdaptedData, valid: AdaptedData | None,
         dry_run.check(few, few_valid)
         if min(map(plan.smallest_micro_batch, plan.batch_sizes(lengths))) == 1:
             dry_run.check_alone(sample_batch(source, transform, most=1), lengths)
+
+
+def probe_evaluation(plan: Plan, task: Task, valid: AdaptedData | None) -> None:
+    """Check what evaluating a file of weights needs."""
+    _check_makers(task)
+    _check_evaluations(plan, task)
+    if valid is None:
+        raise TaskError("the task has no data to evaluate on; give it: Task(..., valid=data)")
+    skeleton = _skeleton(task)
+    if skeleton is not None and plan.resume is not None:
+        check_weights(skeleton, plan.resume, plan.allow_pickle)
+    if skeleton is None or sum(weight.numel() for weight in skeleton.parameters()) <= SMALL_ENOUGH:
+        DryRun(plan, task).check(None, sample_batch(valid.source, SampleTransform(plan.seed, 0)))
 
 
 def _check_evaluations(plan: Plan, task: Task) -> None:

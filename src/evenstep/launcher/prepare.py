@@ -21,7 +21,7 @@ from evenstep.checkpoint import files
 from evenstep.data.adapt import AdaptedData, adapt, adapt_train
 from evenstep.distributed.devices import check_devices, choose_devices, num_cores
 from evenstep.errors import PlanError, TaskError, shorten
-from evenstep.launcher.preflight import probe
+from evenstep.launcher.preflight import probe, probe_evaluation
 from evenstep.plan import IN_THIS_PROCESS, RUNS, Plan, Seed, parse_devices, parse_machines, read_plan
 from evenstep.report.terminal import without_control
 from evenstep.sampling.order import Lengths, Order, lengths_of
@@ -74,13 +74,13 @@ class Prepared:
         return self.plan.task != IN_THIS_PROCESS
 
 
-def prepare(source: str | TaskFunction | Task | None, choices: Mapping[str, Any]) -> Prepared:
-    """Fill in defaults, check everything, and make the run folder."""
+def prepare(source: str | TaskFunction | Task | None, choices: Mapping[str, Any], is_training: bool = True) -> Prepared:
+    """Fill in defaults, check everything (of an evaluation: what it needs), and make the run folder."""
     chosen = {name: value for name, value in choices.items() if value is not None}
     base = _base(chosen)
     if source is None:
         flag = "--resume" if "resume" in chosen else "--plan"
-        source = _named(base.get("task"), flag, str(chosen.get("resume") or choices.get("plan")))
+        source = named_task(base.get("task"), flag, str(chosen.get("resume") or choices.get("plan")))
     spec = spec_of(source)
     if "steps" in chosen:
         base.pop("epochs", None)
@@ -114,7 +114,10 @@ def prepare(source: str | TaskFunction | Task | None, choices: Mapping[str, Any]
         plan = _completed(draft, values, task, train)
         valid = adapt(task.valid, task.collate, what="valid") if task.valid is not None else None
         order = train.order(plan.seed, plan.batch)
-        probe(plan, task, train, valid, order)
+        if is_training:
+            probe(plan, task, train, valid, order)
+        else:
+            probe_evaluation(plan, task, valid)
         cwd = os.getcwd()
     num_steps = plan.num_steps(lengths_of(order), *start)
     notes = [
@@ -161,13 +164,13 @@ def _users_code() -> Iterator[None]:
         os.chdir(home)
 
 
-def _named(spec: str | None, flag: str, named_by: str) -> str:
+def named_task(spec: str | None, flag: str, named_by: str) -> str:
     """The task that a plan or a checkpoint names; printed before it is imported, since importing runs it."""
     if spec is None or spec == IN_THIS_PROCESS:
         raise PlanError("no task given; try: evenstep train digits")
     spec = moved_spec(spec)
-    instead = f"name it yourself: evenstep train {shorten(spec)} {flag} {shorten(named_by)}"
-    file = refuse_untrusted(spec, named_by, instead)
+    words = ("evaluate", named_by, spec) if flag == "evaluate" else ("train", spec, flag, named_by)
+    file = refuse_untrusted(spec, named_by, f"name it yourself: evenstep {' '.join(map(shorten, words))}")
     if file is not None and os.path.exists(file):
         print(without_control(f"importing {file}, which {named_by} names"), file=sys.stderr)
     return spec
@@ -178,7 +181,7 @@ def prepare_from_plan(plan: Plan, source: str | TaskFunction | Task | None, own:
 
     `own` holds the choices that may differ between machines: the devices.
     """
-    spec = spec_of(source) if source is not None else _named(plan.task, "--plan", "the plan of this run")
+    spec = spec_of(source) if source is not None else named_task(plan.task, "--plan", "the plan of this run")
     if spec is None:
         raise PlanError("on many machines a task comes from a file or a module: evenstep train my_task.py --machines 2")
     given = parse_devices(str(own["devices"])) if own.get("devices") else None
@@ -273,7 +276,7 @@ def _base(chosen: dict[str, Any]) -> dict[str, Any]:
     base: dict[str, Any] = {}
     repeated = chosen.pop("plan", None)
     if repeated is not None:
-        base = read_plan(str(repeated)).to_json()
+        base = (Plan.from_json(repeated) if isinstance(repeated, Mapping) else read_plan(str(repeated))).to_json()
         _refuse_foreign_resume(base["resume"], chosen, str(repeated))
     resume = chosen.get("resume")
     if resume is not None and not os.path.isfile(resume):

@@ -39,8 +39,8 @@ class Scores:
     def __init__(self, predict: Callable[[Model, Batch], tuple[Any, Any]], scores: Mapping[str, Any]) -> None:
         self._predict = predict
         self._evaluate = Evaluator()
+        self._scores = scores
         self._objects = {name: alone(one) for name, one in scores.items() if is_updated(one)}
-        self._functions = {name: one for name, one in scores.items() if name not in self._objects}
         self._pairs: list[tuple[Any, Any]] = []
         """Of all batches so far, on rank 0, where there are functions."""
 
@@ -60,7 +60,7 @@ class Scores:
         predictions, targets = joined(pairs)
         for name, one in self._objects.items():
             _explained(name, one.update, predictions, targets)
-        if self._functions:
+        if len(self._objects) < len(self._scores):
             self._pairs.append((predictions, targets))
 
     def _pairs_of(self, team: Team, model: DistributedModel, batch: LoadedBatch) -> list[tuple[Any, Any]]:
@@ -93,13 +93,13 @@ class Scores:
 
     def _computed(self) -> dict[str, float]:
         values: dict[str, float] = {}
-        for name, one in self._objects.items():
-            values |= as_numbers(name, _explained(name, one.compute))
-        if self._functions:
-            predictions, targets = joined(self._pairs)
-            for name, function in self._functions.items():
-                pair = (targets, predictions) if takes_targets_first(function) else (predictions, targets)
-                values |= as_numbers(name, _explained(name, function, *pair))
+        predictions, targets = joined(self._pairs) if self._pairs else (None, None)
+        for name, one in self._scores.items():
+            if name in self._objects:
+                values |= as_numbers(name, _explained(name, one.compute))
+            else:
+                pair = (targets, predictions) if takes_targets_first(one) else (predictions, targets)
+                values |= as_numbers(name, _explained(name, one, *pair))
         self._pairs.clear()
         return values
 

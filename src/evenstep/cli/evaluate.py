@@ -1,0 +1,90 @@
+"""`evenstep evaluate`: what a checkpoint gives on validation data."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict
+from typing import Annotated
+
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from evenstep.cli.app import (
+    BatchOption,
+    DataOption,
+    JsonOption,
+    OptionsArgument,
+    PrecisionOption,
+    WorkersOption,
+    app,
+    print_notes,
+    without_nan,
+)
+from evenstep.cli.completion import complete_run, complete_strategy, complete_task
+from evenstep.cli.settings import choose_task
+
+EXAMPLES = """
+[bold]Examples[/bold]
+
+evenstep evaluate runs/mine
+
+evenstep evaluate runs/mine/checkpoints/best --data /data/test
+
+evenstep evaluate runs/mine my_task.py valid=test --strategy ddp --devices 2
+"""
+
+
+@app.command(epilog=EXAMPLES)
+def evaluate(
+    checkpoint: Annotated[
+        str,
+        typer.Argument(
+            metavar="RUN|CHECKPOINT",
+            help="A run folder (its newest checkpoint), or a checkpoint, such as runs/mine/checkpoints/best.",
+            autocompletion=complete_run,
+        ),
+    ],
+    task: Annotated[
+        str | None, typer.Argument(help="Task to use; default: that of the run.", autocompletion=complete_task)
+    ] = None,
+    options: OptionsArgument = None,
+    strategy: Annotated[
+        str | None, typer.Option(help="Default: that of the run.", autocompletion=complete_strategy)
+    ] = None,
+    devices: Annotated[
+        str | None, typer.Option(help="Number of devices, or a list such as cuda:0,cuda:1; default: those of the run.")
+    ] = None,
+    batch: BatchOption = None,
+    precision: PrecisionOption = None,
+    data: DataOption = None,
+    workers: WorkersOption = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Evaluate a checkpoint: the loss, metrics and scores of all validation data, the same on any number of devices."""
+    task, given = choose_task(task, options, None)
+    from evenstep.launcher.evaluating import evaluate as evaluated
+    from evenstep.report.terminal import number, plain
+
+    choices = {
+        "strategy": strategy,
+        "devices": devices,
+        "batch": batch,
+        "precision": precision,
+        "data": data,
+        "workers": workers,
+        "options": given,
+    }
+    found = evaluated(checkpoint, task, choices, print_notes)
+    if as_json:
+        print(json.dumps(without_nan(asdict(found))))
+        return
+    table = Table(box=None, pad_edge=False, show_header=False)
+    table.add_column(style="bold")
+    table.add_column(overflow="fold")
+    table.add_row("checkpoint", plain(found.checkpoint))
+    table.add_row("step", str(found.step))
+    table.add_row("evaluated", f"{found.samples:,} samples in {found.seconds:.1f} s")
+    for name, value in found.values.items():
+        table.add_row(f"valid {plain(name)}", number(value))
+    Console(highlight=False, emoji=False).print(table)

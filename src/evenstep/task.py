@@ -67,7 +67,8 @@ class Task:
     """A tuple or dict of tensors or arrays, any dataset (map-style or iterable), or a DataLoader."""
     loss: Callable[[Model, Batch], Amount]
     """A mean over the samples of the batch, or a pair (sum, count) such as (token losses, tokens)."""
-    optimizer: Callable[[Iterable[torch.nn.Parameter]], torch.optim.Optimizer]
+    optimizer: Callable[..., torch.optim.Optimizer]
+    """Called with the parameters; with the model, if its parameter is called `model` or annotated as nn.Module."""
     valid: Any = None
     metrics: Callable[[Model, Batch], Mapping[str, Amount]] | None = None
     """Named values of a batch: one per sample (a vector), a mean, or a pair (sum, count). With `loss` among them, an
@@ -103,6 +104,22 @@ class Task:
     """The global batch, unless the plan gives one; if neither does, that of the DataLoader, or 64."""
     epochs: int = 1
     """The length, unless the plan gives one."""
+
+
+def takes_model(optimizer: Callable[..., Any]) -> bool:
+    """Whether the function of an optimizer takes the model, for the names of its parameters.
+
+    >>> takes_model(lambda model: None), takes_model(lambda parameters: None), takes_model(lambda module, lr=1: None)
+    (True, False, True)
+    """
+    try:
+        first = next(iter(inspect.signature(optimizer).parameters.values()), None)
+    except (TypeError, ValueError):  # a class written in C has no signature
+        return False
+    if first is None:
+        return False
+    annotation = first.annotation if isinstance(first.annotation, str) else getattr(first.annotation, "__name__", "")
+    return first.name in ("model", "module") or annotation.rpartition(".")[2] == "Module"
 
 
 def lengths_taken(scheduler: Callable[..., Any]) -> dict[str, ScheduleLength]:

@@ -34,7 +34,7 @@ from evenstep.task import Task, describe
 from evenstep.training.batchnorm import is_local
 from evenstep.training.evaluation import Evaluator, named
 from evenstep.training.loss import LossTotal, as_sum
-from evenstep.training.optim import refuse_closure
+from evenstep.training.optim import make_optimizer, refuse_closure
 from evenstep.training.precision import Precision
 from evenstep.training.schedule import check_scheduler, make_scheduler
 from evenstep.training.team import refuse_lazy
@@ -321,7 +321,9 @@ def _check_optimizer(task: Task, skeleton: nn.Module) -> None:
     # Making and stepping an optimizer would import torch's compiler: more than a second of every start.
     put_off_compiler()
     try:
-        optimizer = task.optimizer(skeleton.parameters())
+        optimizer = make_optimizer(task.optimizer, skeleton)
+    except EvenstepError:
+        raise
     except Exception:
         # Some read the values, which a meta model does not have; the worker will report errors.
         return

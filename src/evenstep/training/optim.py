@@ -29,6 +29,7 @@ from evenstep.internals import TorchDispatchMode, hooks_after_steps, hooks_befor
 from evenstep.sampling.rng import fork_rng, seed_devices, seed_host
 from evenstep.strategies.base import fills_memory, forget_gradients, has_sparse_gradients, update
 from evenstep.strategy_facts import DEFAULT, sharding
+from evenstep.task import takes_model
 
 STEPS = 8
 """Enough for averages to differ, and for most of what an optimizer does every few steps."""
@@ -37,6 +38,14 @@ TOLERANCE = 1e-5
 
 Place = Callable[[torch.Tensor], torch.Tensor]
 """Puts the values of a small parameter, or of its gradient, where they are to lie."""
+
+
+def make_optimizer(function: Callable[..., Optimizer], model: nn.Module) -> Optimizer:
+    """`optimizer(parameters)` or `optimizer(model)`, as the function takes it; the model's names are the user's own."""
+    made = function(model if takes_model(function) else model.parameters())
+    if not hasattr(made, "param_groups"):
+        raise TaskError(f"Task.optimizer returned a {type(made).__name__}; it must return a torch.optim.Optimizer")
+    return made
 
 
 def refuse_closure(optimizer: Optimizer) -> None:

@@ -38,7 +38,7 @@ from evenstep.task import Task
 from evenstep.training.batchnorm import is_local, synchronised
 from evenstep.training.evaluation import LossAndMetrics
 from evenstep.training.loop import is_done, train
-from evenstep.training.optim import fuse
+from evenstep.training.optim import fuse, make_optimizer
 from evenstep.training.run import Run
 from evenstep.training.schedule import check_scheduler, make_scheduler, stepped_after
 from evenstep.training.step import Eager, Recipe, Stepper
@@ -414,7 +414,7 @@ class Trainer:
         if plan.compile:
             for replica in model.replicas:
                 replica.compile()
-        optimizer = task.optimizer(model.parameters())
+        optimizer = make_optimizer(task.optimizer, model.module)
         fuse(optimizer, model.module)
         team.check(optimizer)
         num_steps = plan.num_steps(loader.lengths, *files.start_of(plan.resume))

@@ -30,6 +30,7 @@ from evenstep.sampling.rng import Draws, Ids, is_same_state, rng_states, seed_ev
 from evenstep.strategies.base import evaluating, same_numbers
 from evenstep.task import Amount, Task
 from evenstep.training.evaluation import LossAndMetrics
+from evenstep.training.optim import make_optimizer
 from evenstep.training.team import Team
 from evenstep.verify.recorder import LEAST, DropoutOff, as_real, perturbed, same_torch, sampled, torch_states
 
@@ -211,7 +212,7 @@ class Workbench:
             self.model.train()
         for scaler in unfitted(self.model):
             scaler.fit(iter([self.data()]), World(0, 1, (self._device,)))
-        self.optimizer = task.optimizer(self.model.parameters())
+        self.optimizer = make_optimizer(task.optimizer, self.model)
         self._buffers = {name: buffer.clone() for name, buffer in self.model.named_buffers()}
         self.batch_norms = [name for name, one in self.model.named_modules() if isinstance(one, BatchNorm)]
 

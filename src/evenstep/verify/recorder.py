@@ -14,7 +14,7 @@ import random
 import shutil
 import sys
 import traceback
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -41,6 +41,7 @@ from evenstep.plan import Plan
 from evenstep.record import Record, Step
 from evenstep.sampling.rng import rng_states
 from evenstep.task import Amount, Task
+from evenstep.training.optim import make_optimizer
 from evenstep.training.trainer import Event, perform
 
 _DROPS = ("dropout", "alpha_dropout", "feature_dropout", "feature_alpha_dropout")
@@ -274,13 +275,10 @@ class Watch:
                 self._narrow.check_parameters(self._module)
             return without_batch_statistics(self._module) if norms == "eval" else self._module
 
-        def optimizer(parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
-            assert self._module is not None
-            given = list(parameters)
-            # Under dp these are the parameters that each device owns; their names are those of the first replica.
-            names = [name for name, _ in self._module.named_parameters()]
-            self._weights = dict(zip(names, given, strict=True))
-            made = task.optimizer(iter(given))
+        def optimizer(model: nn.Module) -> torch.optim.Optimizer:
+            # Under dp these are the parameters that each device owns.
+            self._weights = dict(model.named_parameters())
+            made = make_optimizer(task.optimizer, model)
             made.register_step_pre_hook(lambda *_: None if _is_skipped(made) else self._before())
             made.register_step_post_hook(lambda *_: None if _is_skipped(made) else self._after(made))
             return made

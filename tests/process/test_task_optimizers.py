@@ -1,0 +1,89 @@
+"""Optimizers as tasks write them, under every strategy against one device: by parameter names, and several at once."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from evenstep.record import Record
+from tests.fleet import furthest, newest_weights
+
+NAMED = """
+import torch
+from torch import nn
+from torch.nn import functional as F
+from evenstep import Task
+
+x = torch.randn(60, 6)
+
+def net():
+    return nn.Sequential(nn.Linear(6, 5), nn.LayerNorm(5), nn.Tanh(), nn.Linear(5, 2))
+
+def by_layer(net: nn.Module):
+    assert [name for name, _ in net.named_parameters()][:3] == ["0.weight", "0.bias", "1.weight"]
+    return torch.optim.AdamW(
+        {
+            "params": [weight],
+            "lr": 1e-2 * 0.5 ** (3 - int(name[0])),
+            "weight_decay": 0.3 if name.endswith("weight") and weight.ndim > 1 else 0.0,
+        }
+        for name, weight in net.named_parameters()
+    )
+
+def task() -> Task:
+    return Task(
+        model=net,
+        train=(x, (x[:, 0] > 0).long()),
+        loss=lambda model, batch: F.cross_entropy(model(batch[0]), batch[1]),
+        optimizer=by_layer,
+        scheduler=lambda optimizer, num_steps: torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, num_steps),
+        batch=9,
+    )
+
+def closed() -> Task:
+    return Task(model=net, train=task().train, loss=task().loss, optimizer=lambda model: torch.optim.LBFGS(
+        model.parameters()), batch=9)
+"""
+STRATEGIES = ["ddp", pytest.param("dp", marks=pytest.mark.slow), pytest.param("fsdp", marks=pytest.mark.slow)]
+
+
+def run(*arguments: str, code: int = 0) -> str:
+    command = [sys.executable, "-m", "evenstep", *arguments]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=200)
+    assert done.returncode == code, done.stdout + done.stderr
+    return done.stdout + done.stderr
+
+
+def check_equal_to_single(file: str, strategy: str, *more: str) -> None:
+    """The same losses and weights after an epoch and a half; and a resume, into the other of the two."""
+    where = {"single": (), "two": ("--strategy", strategy, "--devices", "cpu,cpu")}
+    for name, how in where.items():
+        run("train", file, *how, "--steps", "11", "--name", name, "--precision", "fp64", *more)
+    run("train", file, "--resume", "runs/two", "--steps", "17", "--name", "on", "--precision", "fp64", *more)
+    run("train", file, "--steps", "17", "--name", "whole", "--precision", "fp64", *more)
+    single, two = (Record.read(Path("runs") / name) for name in where)
+    assert two.losses == pytest.approx(single.losses, rel=1e-9)
+    for ours, theirs in (("two", "single"), ("on", "whole")):
+        assert furthest(*(newest_weights(Path("runs") / name) for name in (ours, theirs))) < 1e-9
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_groups_made_by_parameter_names_learn_what_one_device_learns(strategy: str) -> None:
+    Path("named.py").write_text(NAMED.replace("        scheduler=", "        # "))
+    check_equal_to_single("named.py", strategy)
+
+
+@pytest.mark.slow
+def test_verify_passes_groups_made_by_parameter_names() -> None:
+    Path("named.py").write_text(NAMED)
+    run("verify", "named.py", "--strategies", "dp,ddp,fsdp", "--devices", "2")
+
+
+def test_an_optimizer_that_needs_a_closure_is_refused_before_the_start() -> None:
+    Path("named.py").write_text(NAMED)
+    said = run("train", "named.py:closed", "--devices", "2", code=2)
+    assert "LBFGS.step needs a closure that computes the loss again" in said
+    assert not Path("runs").exists()

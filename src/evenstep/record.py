@@ -78,6 +78,8 @@ class Step:
     """Samples of the whole epoch; grows under a curriculum."""
     logged: dict[str, float] = field(default_factory=dict)
     """What the loss gave to `evenstep.log`."""
+    grad_norm: float | None = None
+    """Of all gradients before they were clipped; None where `--clip` is not given."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -518,8 +520,10 @@ class RecordWriter:
     def append(self, what: Row) -> None:
         # Not asdict, whose deep copy took as long as a layer of a small network.
         row = {"kind": type(what).__name__.lower(), **vars(what)}
-        if not row.get("logged", True):
-            del row["logged"]
+        # What most runs have nothing of.
+        absent = [name for name in ("logged", "grad_norm") if name in row and row[name] in (None, {})]
+        for name in absent:
+            del row[name]
         self._write(row)
 
     def _write(self, row: dict[str, Any]) -> None:

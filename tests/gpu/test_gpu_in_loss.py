@@ -30,7 +30,7 @@ def contrastive(model: nn.Module, batch: tuple[torch.Tensor]) -> torch.Tensor:
 
 
 def trained(strategy: str, devices: str, precision: str = "fp64", **given: Any) -> Record:
-    options = {key: given.pop(key) for key in ("fast", "epochs", "name") if key in given}
+    options = {key: given.pop(key) for key in ("fast", "epochs", "name", "clip") if key in given}
     usual: dict[str, Any] = {
         "model": lambda: nn.Sequential(nn.Linear(12, 16), nn.Tanh(), nn.Linear(16, 8)),
         "train": (x,),
@@ -92,3 +92,12 @@ def test_replayed_steps_average_the_weights_and_follow_what_changes_between_them
     assert tasks[1].losses == pytest.approx(tasks[0].losses, rel=1e-3)
     ours, theirs = (load_file(f"runs/{name}/checkpoints/latest/ema.safetensors") for name in ("cud", "cpu"))
     assert furthest(ours, theirs) < 1e-3
+
+
+def test_the_norm_of_gradients_is_recorded_by_replayed_steps_too(capfd: pytest.CaptureFixture[str]) -> None:
+    names = {"auto": "replayed", "off": "eager"}
+    one, other = (trained("single", "cuda:0", "fp32", loss=plain, clip=0.1, fast=f, name=n) for f, n in names.items())
+    assert "replayed as a CUDA graph" in " ".join(capfd.readouterr().err.split())
+    norms = [step.grad_norm or 0.0 for step in other.steps]
+    assert [step.grad_norm for step in one.steps] == pytest.approx(norms, rel=1e-3)
+    assert min(norms) > 0.0

@@ -55,8 +55,18 @@ def test_values_are_those_of_one_device(strategy: str, num: int) -> None:
         assert ours.logged["mean"] == pytest.approx(ours.loss, rel=1e-9)
         assert ours.logged["per sample"] == pytest.approx(ours.loss, rel=1e-9)
         assert ours.logged["pair"] == pytest.approx(ours.loss / 2, rel=1e-9)
+        assert ours.grad_norm is None
         assert (ours.logged["step"], ours.logged["epoch"]) == (ours.step, ours.epoch)
     assert sum("first" in step.logged for step in several.steps) == 2
+
+
+@pytest.mark.parametrize(("strategy", "num"), EACH)
+def test_the_norm_of_gradients_is_recorded_where_they_are_clipped(strategy: str, num: int) -> None:
+    one, several = (trained(*how, clip=0.1) for how in (("single", 1), (strategy, num)))
+    norms = [step.grad_norm or 0.0 for step in one.steps]
+    assert [step.grad_norm for step in several.steps] == pytest.approx(norms, rel=1e-9)
+    assert min(norms) > 0.1
+    assert several.losses == pytest.approx(one.losses, rel=1e-9)
 
 
 @pytest.mark.parametrize(("strategy", "num"), [("single", 1), ("ddp", 2)])

@@ -119,6 +119,7 @@ class TensorBoard:
             "train/lr": step.lr,
             "train/samples_per_second": step.samples / step.seconds,
             "train/input_share": step.input_seconds / step.seconds,
+            **({"train/grad_norm": step.grad_norm} if step.grad_norm is not None else {}),
             **{f"train/{name}": value for name, value in step.logged.items()},
             **{f"peak_bytes/{name}": size for name, size in grown.items()},
         }

@@ -84,7 +84,8 @@ def is_done(run: Run, plan: Plan) -> bool:
 
 def _known(taken: Taken, step: Callable[..., Step], ids: list[int]) -> StepTaken:
     loss = taken.read()
-    return StepTaken(step(loss=float(loss), count=loss.count, logged=loss.logged), ids, loss.compute_seconds)
+    row = step(loss=float(loss), count=loss.count, logged=loss.logged, grad_norm=loss.grad_norm)
+    return StepTaken(row, ids, loss.compute_seconds)
 
 
 def _timed(run: Run, source: Iterable[Batch]) -> Iterator[tuple[Batch, float, float]]:

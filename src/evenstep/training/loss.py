@@ -52,11 +52,13 @@ def as_pair(values: Any, num_samples: int) -> list[float]:
 class MeanLoss(float):
     """The mean loss of a global batch; `count` is what it is a mean over: samples, or whatever the loss counts."""
 
-    __slots__ = ("compute_seconds", "count", "logged")
+    __slots__ = ("compute_seconds", "count", "grad_norm", "logged")
 
     count: float
     logged: dict[str, float]
     """Means of what the loss gave to `evenstep.log`."""
+    grad_norm: float | None
+    """Before clipping; None where nothing is clipped, and before the update."""
     compute_seconds: float
     """How long this process computed before it waited for others; 0 in a replayed CUDA graph, which does not know."""
 
@@ -65,6 +67,7 @@ class MeanLoss(float):
     ) -> MeanLoss:
         self = super().__new__(cls, value)
         self.count, self.compute_seconds, self.logged = count, compute_seconds, logged or {}
+        self.grad_norm = None
         return self
 
     def __getnewargs__(self) -> tuple[float, float, float, dict[str, float]]:  # type: ignore[override]

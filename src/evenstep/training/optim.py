@@ -16,6 +16,7 @@ import re
 from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -242,13 +243,32 @@ def fuse(optimizer: torch.optim.Optimizer, model: nn.Module) -> None:
     make_fused(optimizer)
 
 
-def step_optimizer(optimizer: Optimizer, clip: float | None, scaler: torch.amp.GradScaler | None) -> bool:
-    """Clip the gradients to a total norm, update the weights, drop the gradients; False if the scaler skipped it."""
+@dataclass(frozen=True, slots=True)
+class WeightUpdate:
+    """What a call of the optimizer did; false if fp16's GradScaler skipped it."""
+
+    was_taken: bool
+    grad_norm: torch.Tensor | None
+    """Before clipping, on the device; None where nothing is clipped."""
+
+    def __bool__(self) -> bool:
+        return self.was_taken
+
+
+def clip_gradients(optimizer: Optimizer, clip: float) -> torch.Tensor:
+    """`clip_grad_norm_` of all its parameters; returns their norm, of sharded ones too."""
+    weights = [weight for group in optimizer.param_groups for weight in group["params"]]
+    norm = torch.nn.utils.get_total_norm([weight.grad for weight in weights if weight.grad is not None])
+    norm = norm.full_tensor() if is_sharded(norm) else norm
+    torch.nn.utils.clip_grads_with_norm_(weights, clip, norm)
+    return norm
+
+
+def step_optimizer(optimizer: Optimizer, clip: float | None, scaler: torch.amp.GradScaler | None) -> WeightUpdate:
+    """Clip the gradients to a total norm, update the weights, drop the gradients."""
     if scaler is not None:
         scaler.unscale_(optimizer)
-    if clip is not None:
-        weights = [weight for group in optimizer.param_groups for weight in group["params"]]
-        torch.nn.utils.clip_grad_norm_(weights, clip)
+    norm = clip_gradients(optimizer, clip) if clip is not None else None
     taken = True
     start_momentum(optimizer)
     if scaler is None:
@@ -259,7 +279,7 @@ def step_optimizer(optimizer: Optimizer, clip: float | None, scaler: torch.amp.G
         scaler.update()
         taken = scaler.get_scale() >= before
     forget_gradients(optimizer)
-    return taken
+    return WeightUpdate(taken, norm)
 
 
 def start_momentum(optimizer: torch.optim.Optimizer) -> None:

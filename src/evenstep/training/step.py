@@ -12,7 +12,8 @@ from torch.optim.lr_scheduler import LRScheduler
 from evenstep.data.loader import Batch
 from evenstep.strategies.base import DistributedModel
 from evenstep.task import Amount
-from evenstep.training.loss import MeanLoss
+from evenstep.training.loss import HostCopy, MeanLoss
+from evenstep.training.optim import WeightUpdate
 from evenstep.training.team import Team
 
 if TYPE_CHECKING:
@@ -66,35 +67,39 @@ class Stepper(Protocol):
 class Done:
     """A step whose loss is known."""
 
-    def __init__(self, loss: MeanLoss) -> None:
+    def __init__(self, loss: MeanLoss, update: WeightUpdate) -> None:
         self._loss = loss
+        self._norm = HostCopy(update.grad_norm) if update.grad_norm is not None else None
 
     def read(self) -> MeanLoss:
+        if self._norm is not None:
+            self._loss.grad_norm, self._norm = self._norm.read(), None
         return self._loss
 
 
 class Eager:
     """Eager steps; the loss is read before the weights change."""
 
-    lag = 0
-
     def __init__(self, recipe: Recipe) -> None:
         self.messages: list[str] = []
         self._recipe = recipe
+        # On a GPU, the norm of a step's gradients is known when the next one has begun.
+        self.lag = int(recipe.clip is not None and recipe.team.world.device.type == "cuda")
 
     def recheck(self) -> None:
         pass
 
     def take(self, batch: Batch) -> Taken:
         loss = self.backward(batch)
-        self.update()
-        return Done(loss)
+        return Done(loss, self.update())
 
     def backward(self, batch: Batch) -> MeanLoss:
         """The first half: gradients and loss."""
         return self._recipe.team.backward(self._recipe.loss, self._recipe.model, batch)
 
-    def update(self) -> None:
+    def update(self) -> WeightUpdate:
         """The second half."""
         recipe = self._recipe
-        recipe.advance(recipe.team.step(recipe.optimizer, clip=recipe.clip))
+        update = recipe.team.step(recipe.optimizer, clip=recipe.clip)
+        recipe.advance(update.was_taken)
+        return update

@@ -62,7 +62,7 @@ from evenstep.task import Amount
 from evenstep.training.evaluation import Evaluator, Means, named
 from evenstep.training.in_loss import LossContext
 from evenstep.training.loss import LossTotal, MeanLoss, ReplicaBackward, StepLogs, as_sum
-from evenstep.training.optim import refuse_closure, refuse_sharded, step_optimizer
+from evenstep.training.optim import WeightUpdate, refuse_closure, refuse_sharded, step_optimizer
 from evenstep.training.precision import Precision
 
 if TYPE_CHECKING:
@@ -370,8 +370,8 @@ class Team:
             self._keys = (epoch, [derive_seed(self.seed, "dropout", epoch, replica) for replica in self.world.replicas])
         seed_devices([replica_seed(key, start, repeat) for key in self._keys[1]], self.world.devices)
 
-    def step(self, optimizer: torch.optim.Optimizer, clip: float | None = None) -> bool:
-        """Update the weights and forget the gradients; False if fp16's scaler had every rank skip this one."""
+    def step(self, optimizer: torch.optim.Optimizer, clip: float | None = None) -> WeightUpdate:
+        """Update the weights and forget the gradients; false if fp16's scaler had every rank skip this one."""
         self.world.spans.begin(UPDATE)
         self._refusals.refuse_optimizer(optimizer)
         taken = step_optimizer(optimizer, clip, self.precision.scaler)

@@ -128,7 +128,6 @@ class Trainer:
         if self.plan.resume is not None:
             notes += self.run.load(self.plan.resume, allow_pickle=self.plan.allow_pickle).notes
             self.is_evaluation_due = bool(self.run.loaded.get("evaluation_due"))
-            self._freeze(self.run.loaded.get("frozen"))
             notes += self._recall_best(self.run.loaded.get("so_far"))
             if self.is_again and Path(self.plan.resume).resolve().parent == self.checkpoints.resolve():
                 self._recall(self.run.loaded.get("so_far"))
@@ -311,26 +310,6 @@ class Trainer:
     def _infer(self, function: Callable[[Any], Any]) -> Any:
         with self.run.averaged():
             return self.team.infer(function, self._model)
-
-    def _freeze(self, names: list[str] | None) -> None:
-        """Freeze what was frozen in the checkpoint, and nothing else; `after` may have changed it since the start."""
-        if names is None or self.task.after is None:
-            return
-        for name, weight in self._named_weights():
-            weight.requires_grad_(name not in names)
-        for model in self.run.models.values():
-            model.follow_requires_grad()
-
-    def _frozen(self) -> dict[str, list[str]]:
-        """What is frozen now, where `after` may change it."""
-        if self.task.after is None:
-            return {}
-        return {"frozen": [name for name, weight in self._named_weights() if not weight.requires_grad]}
-
-    def _named_weights(self) -> Iterator[tuple[str, nn.Parameter]]:
-        for key, model in self.run.models.items():
-            for name, weight in model.module.named_parameters():
-                yield f"{key}.{name}" if key else name, weight
 
     def _faded_rate(self, step: Step) -> Iterator[str]:
         """Warn of a schedule that was meant to be stepped once per epoch."""
@@ -566,7 +545,6 @@ class Trainer:
                 valid=current.values if current is not None else {},
                 plan=self.plan.to_json(),
                 evaluation_due=evaluation_due,
-                **self._frozen(),
                 so_far=asdict(
                     files.Totals(
                         tally=self.tally,

@@ -98,8 +98,9 @@ def loss(found: Found) -> DifferenceCause | None:
             "mean-of-means",
             "the loss is a mean over something other than samples (tokens, boxes), so that the mean of its parts is a "
             f"mean of means: one part of the batch weighs {cut.get('factor', 1):.3g} times as much as its samples do",
-            "Return the pair (sum, count): the sum over tokens or boxes, and how many there were. A model that returns "
-            "a mean of its own (.loss of Hugging Face) gives the sum as .loss * count.",
+            "Return the pair (sum, count): the sum over tokens or boxes, and how many there were. With .loss of "
+            "Hugging Face, in two lines: count = (labels[:, 1:] != -100).sum(); return output.loss * count, count "
+            "(without [:, 1:] where the model does not shift the labels: masked language models, T5).",
         ),
         "pair": (
             "pair",

@@ -40,7 +40,7 @@ from evenstep.training.loss import (
     as_pair,
     not_finite,
 )
-from evenstep.training.optim import Sliced, is_fused
+from evenstep.training.optim import Sliced, clip_gradients, is_fused
 from evenstep.training.step import Recipe
 
 SLOTS = 4
@@ -163,6 +163,8 @@ class Captured:
         ]
         self._request_code = torch.zeros(1, dtype=torch.float64, device=world.device)
         self._bad = torch.zeros((), device=world.device)
+        self._norm: torch.Tensor | None = None
+        self._norms = torch.zeros(SLOTS, pin_memory=True)
         self._one = torch.ones((), device=world.device)
         groups = recipe.optimizer.param_groups
         self._rates = [torch.full((), float(group["lr"]), device=world.device) for group in groups]
@@ -210,11 +212,18 @@ class Captured:
                 tensor.fill_(rate)
             self._last_rates = rates
         self._graphs[0].replay()
-        return self._losses.next()
+        slot = self._losses.next()
+        if self._norm is not None:
+            self._norms[slot].copy_(self._norm, non_blocking=True)
+        return slot
 
     def read(self, slot: int) -> Any:
         """The values of a loss as floats; the GPU must have finished that step."""
         return self._losses.read(slot)
+
+    def read_norm(self, slot: int) -> float | None:
+        """The norm of a step's gradients before they were clipped; the GPU must have finished that step."""
+        return float(self._norms[slot]) if self._norm is not None else None
 
     def replay_backward(self, batch: Batch, totals: LossTotal) -> None:
         """Forward and backward of every replica; leaves gradients on the parameters and losses in `totals`."""
@@ -280,8 +289,8 @@ class Captured:
     def _update_weights(self) -> None:
         recipe = self._recipe
         if recipe.clip is not None:
-            weights = [weight for group in recipe.optimizer.param_groups for weight in group["params"]]
-            torch.nn.utils.clip_grad_norm_(weights, recipe.clip)
+            # Kept: its memory belongs to the graph, and every replay writes it.
+            self._norm = clip_gradients(recipe.optimizer, recipe.clip)
         with _capturable(recipe.optimizer, self._rates, self._bad), Sliced():  # type: ignore[no-untyped-call]
             recipe.optimizer.step()
         forget_gradients(recipe.optimizer)
@@ -409,6 +418,7 @@ class Pending:
         self.event = event
         self._slot = slot
         self._values: Any = None
+        self._norm: float | None = None
         self._loss: MeanLoss | None = None
         self._step = batch.loader.num_finished
         self._recipe = recipe
@@ -420,7 +430,7 @@ class Pending:
         """Wait until the step has finished; its event and slot can be reused afterwards."""
         if self._values is None:
             self.event.synchronize()
-            self._values = self._captured.read(self._slot)
+            self._values, self._norm = self._captured.read(self._slot), self._captured.read_norm(self._slot)
         return self._values
 
     def read(self) -> MeanLoss:
@@ -442,4 +452,6 @@ class Pending:
             spoilt = not_finite(team.world.rank, per_replica, pairs) if team.world.size == 1 else []
             loss = NonFiniteMean(mean, self._step, self._batch.span.epoch, team.precision.name, spoilt)
             raise NonFiniteLoss(explain(team.world, self._recipe.model, loss))
-        return MeanLoss(mean, count)
+        loss = MeanLoss(mean, count)
+        loss.grad_norm = self._norm
+        return loss

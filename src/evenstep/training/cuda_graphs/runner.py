@@ -129,9 +129,9 @@ class Fast:
         with self._clock:
             loss = self._eager.backward(batch)
             reached = [weight.grad is not None for weight in self._recipe.model.weights]
-            self._eager.update()
+            update = self._eager.update()
         self._compare(batch, reached)
-        return Done(loss)
+        return Done(loss, update)
 
     def _is_time(self, batch: Batch) -> bool:
         """Whether to capture this step. Ranks agree on it, all at the same steps."""
@@ -172,8 +172,9 @@ class Fast:
     def _replay_half(self, captured: Captured, batch: Batch) -> Taken:
         recipe = self._recipe
         loss = self._replay_backward(captured, batch)
-        recipe.advance(recipe.team.step(recipe.optimizer, clip=recipe.clip))
-        return Done(loss)
+        update = recipe.team.step(recipe.optimizer, clip=recipe.clip)
+        recipe.advance(update.was_taken)
+        return Done(loss, update)
 
     def _replay_backward(self, captured: Captured, batch: Batch) -> MeanLoss:
         """`Team.backward` by replaying the captured forward and backward of every replica."""
@@ -268,7 +269,7 @@ class Fast:
             return self._eager.take(batch)
         before = copied(state)
         loss = recipe.team.backward(recipe.loss, recipe.model, batch)
-        was_taken = recipe.team.step(recipe.optimizer, clip=recipe.clip)
+        update = recipe.team.step(recipe.optimizer, clip=recipe.clip)
         after = copied(state)
         draws = any(torch.cuda.default_generators[d.index].get_offset() for d in self._world.devices)
         problem = self._capture(batch)
@@ -283,9 +284,9 @@ class Fast:
         if not self._had_graph:
             self._captured = None
             self._give_up(problem or "another rank could not capture its step")
-        recipe.advance(was_taken)
+        recipe.advance(update.was_taken)
         self._clock.start()
-        return Done(loss)
+        return Done(loss, update)
 
     def _has_memory(self, state_bytes: int) -> bool:
         """Whether graphs fit next to an eager step (the short last batch is one), and the copies on the host."""

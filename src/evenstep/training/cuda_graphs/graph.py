@@ -452,6 +452,6 @@ class Pending:
             spoilt = not_finite(team.world.rank, per_replica, pairs) if team.world.size == 1 else []
             loss = NonFiniteMean(mean, self._step, self._batch.span.epoch, team.precision.name, spoilt)
             raise NonFiniteLoss(explain(team.world, self._recipe.model, loss))
-        loss = MeanLoss(mean, count)
-        loss.grad_norm = self._norm
-        return loss
+        known = MeanLoss(mean, count)
+        known.grad_norm = self._norm
+        return known

@@ -349,7 +349,9 @@ def parse_best(text: str | None) -> tuple[str, Direction]:
     if metric and given in ("min", "max"):
         return metric, "min" if given == "min" else "max"
     metric = text or "loss"
-    words = {*re.split(r"[^a-z0-9]+", metric.lower()), metric.lower().rpartition("/")[2]}
+    # Of clean/rmse, clean is the name of a validation set.
+    last = metric.lower().rpartition("/")[2]
+    words = {*re.split(r"[^a-z0-9]+", last), last}
     is_smaller, is_larger = bool(words & {*SMALLER_IS_BETTER.split()}), bool(words & {*LARGER_IS_BETTER.split()})
     if is_smaller == is_larger:
         shown = shorten(metric)

@@ -359,6 +359,16 @@ class Tally:
         return self.samples / (self.seconds or 1.0) if self.steps else 0.0
 
 
+def find_metric(metric: str, names: Iterable[str]) -> str | None:
+    """The value that a metric names: of several validation sets, that of the first.
+
+    >>> find_metric("loss", ["loss", "auc"]), find_metric("loss", ["clean/loss", "noisy/loss"]), find_metric("f1", [])
+    ('loss', 'clean/loss', None)
+    """
+    names = list(names)
+    return metric if metric in names else next((name for name in names if name.endswith(f"/{metric}")), None)
+
+
 @dataclass
 class BestSoFar:
     """The best evaluation so far, and how many came after it; saved in checkpoints."""
@@ -375,9 +385,10 @@ class BestSoFar:
 
     def add(self, evaluation: Evaluation, checkpoint: str) -> bool:
         """Whether this one is better than all before it; `checkpoint` is the one that it would be saved in."""
-        metric, direction = parse_best(self.by)
-        if metric not in evaluation.values:
-            raise BadInput(f"no metric {shorten(metric)} for --best; there are {', '.join(evaluation.values)}")
+        given, direction = parse_best(self.by)
+        metric = find_metric(given, evaluation.values)
+        if metric is None:
+            raise BadInput(f"no metric {shorten(given)} for --best; there are {', '.join(evaluation.values)}")
         value = evaluation.values[metric]
         sign = 1 if direction == "min" else -1
         # NaN is never better.

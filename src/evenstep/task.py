@@ -70,6 +70,7 @@ class Task:
     optimizer: Callable[..., torch.optim.Optimizer]
     """Called with the parameters; with the model, if its parameter is called `model` or annotated as nn.Module."""
     valid: Any = None
+    """As `train`; or several validation sets, by name: {"clean": data, "noisy": data}."""
     metrics: Callable[[Model, Batch], Mapping[str, Amount]] | None = None
     """Named values of a batch: one per sample (a vector), a mean, or a pair (sum, count). With `loss` among them, an
     evaluation does not compute the loss separately."""

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
+import torch
 from torch.utils.data import (
     BatchSampler,
     DataLoader,
@@ -57,6 +58,24 @@ class AdaptedData:
 def adapt_train(task: Task) -> AdaptedData:
     """The training data of a task."""
     return adapt(task.train, task.collate, task.sampler).dropping(task.drop_last)
+
+
+def validation_sets(valid: Any) -> dict[str, Any]:
+    """The validation sets of a task by name; a single one has the name ''.
+
+    A dict of tensors or arrays is one set, whose batches are dicts.
+    """
+    if valid is None:
+        return {}
+    is_named = isinstance(valid, Mapping) and bool(valid) and all(isinstance(name, str) for name in valid)
+    if is_named and not any(isinstance(data, torch.Tensor | np.ndarray) for data in valid.values()):
+        return dict(valid)
+    return {"": valid}
+
+
+def adapt_valid(task: Task) -> dict[str, AdaptedData]:
+    """The validation data of a task, by name."""
+    return {name: adapt(data, task.collate, what="valid") for name, data in validation_sets(task.valid).items()}
 
 
 def adapt(

@@ -25,14 +25,14 @@ from evenstep.data.prefetch import NOT_RESIDENT, can_be_resident
 from evenstep.distributed.world import World
 from evenstep.errors import EvenstepError, PlanError, TaskError, shorten
 from evenstep.plan import Plan, parse_best
-from evenstep.record import BestSoFar
+from evenstep.record import BestSoFar, find_metric
 from evenstep.sampling.order import Lengths, Order, lengths_of, order_name
 from evenstep.sampling.rng import Draws, Ids
 from evenstep.strategies.base import SMALL_ENOUGH, copied, evaluating
 from evenstep.strategy_facts import STRATEGIES, sharding
 from evenstep.task import Task, describe
 from evenstep.training.batchnorm import is_local
-from evenstep.training.evaluation import Evaluator, named
+from evenstep.training.evaluation import Evaluator, named, prefixed
 from evenstep.training.loss import LossTotal, as_sum
 from evenstep.training.optim import make_optimizer, refuse_closure
 from evenstep.training.precision import Precision
@@ -73,7 +73,7 @@ class DryRun:
         self._fault = ""
         """The message if the next call fails."""
 
-    def check(self, train: SampleBatch | None, valid: SampleBatch | None) -> None:
+    def check(self, train: SampleBatch | None, valid: Mapping[str, SampleBatch]) -> None:
         with self._refusing():
             self._fault = "the model cannot be built"
             # A copy: the task may return the model that will be trained.
@@ -83,9 +83,12 @@ class DryRun:
                 self._model.train()
             if train is not None:
                 self._step(self._model, train)
-            if valid is not None:
-                with evaluating(self._model):
-                    self._evaluate(self._model, valid)
+            with evaluating(self._model):
+                names = [
+                    prefixed(set_, name) for set_, few in valid.items() for name in self._evaluate(self._model, few)
+                ]
+            if names:
+                self._check_best(names)
 
     def check_alone(self, sample: SampleBatch, lengths: Lengths) -> None:
         """Take a step on one sample, as a device with a single-sample micro-batch will."""
@@ -109,7 +112,8 @@ class DryRun:
         self._fault = "the loss cannot be computed"
         LossTotal(self._world, 1).take(self._task.loss(model, data), MicroBatch(data, few.ids[:0], 1))
 
-    def _evaluate(self, model: nn.Module, few: SampleBatch) -> None:
+    def _evaluate(self, model: nn.Module, few: SampleBatch) -> list[str]:
+        """The names of the values that an evaluation of these samples has."""
         task, data = self._task, map_tensors(few.data, self._precision.fit_tensor)
         self._fault = "the loss of the valid data cannot be computed"
         as_sum(Evaluator()(task.loss, model, data), 1, "loss")
@@ -125,9 +129,13 @@ class DryRun:
             self._fault = "the predictions cannot be computed"
             as_pair_of_tensors(Evaluator()(task.predict, model, data))
             names += self._new_names(names, task.scores)
+        return names
+
+    def _check_best(self, names: list[str]) -> None:
         metric, _ = parse_best(self._plan.best)
         # A score may be a dict of values, named score/key.
-        if metric not in names and metric.rpartition("/")[0] not in (task.scores or ()):
+        scores = [name for name in names if name.rpartition("/")[2] in (self._task.scores or ())]
+        if find_metric(metric, names) is None and not any(metric.startswith(f"{score}/") for score in scores):
             raise PlanError(
                 f"--best is {shorten(metric)}, and an evaluation has {', '.join(names)}; choose one of these"
             )
@@ -198,7 +206,7 @@ MADE_BY_TASK = (
 """Fields of a Task, what their functions return, and their argument."""
 
 
-def probe(plan: Plan, task: Task, train: AdaptedData, valid: AdaptedData | None, order: Order | None) -> None:
+def probe(plan: Plan, task: Task, train: AdaptedData, valid: Mapping[str, AdaptedData], order: Order | None) -> None:
     """Check data, model, loss and metrics against the plan; `order` is that of the training samples."""
     _check_makers(task)
     _check_evaluations(plan, task)
@@ -221,26 +229,29 @@ def probe(plan: Plan, task: Task, train: AdaptedData, valid: AdaptedData | None,
     num_parameters = sum(weight.numel() for weight in skeleton.parameters()) if skeleton is not None else 0
     transform = SampleTransform(plan.seed, 0, task.augment)
     few = sample_batch(source, transform)
-    few_valid = sample_batch(valid.source, SampleTransform(plan.seed, 0)) if valid is not None else None
     # A larger model is tested by the workers.
     if skeleton is None or num_parameters <= SMALL_ENOUGH:
         dry_run = DryRun(plan, task)
-        dry_run.check(few, few_valid)
+        dry_run.check(few, _few_of_each(plan, valid))
         if min(map(plan.smallest_micro_batch, plan.batch_sizes(lengths))) == 1:
             dry_run.check_alone(sample_batch(source, transform, most=1), lengths)
 
 
-def probe_evaluation(plan: Plan, task: Task, valid: AdaptedData | None) -> None:
+def _few_of_each(plan: Plan, valid: Mapping[str, AdaptedData]) -> dict[str, SampleBatch]:
+    return {name: sample_batch(one.source, SampleTransform(plan.seed, 0)) for name, one in valid.items()}
+
+
+def probe_evaluation(plan: Plan, task: Task, valid: Mapping[str, AdaptedData]) -> None:
     """Check what evaluating a file of weights needs."""
     _check_makers(task)
     _check_evaluations(plan, task)
-    if valid is None:
+    if not valid:
         raise TaskError("the task has no data to evaluate on; give it: Task(..., valid=data)")
     skeleton = _skeleton(task)
     if skeleton is not None and plan.resume is not None:
         check_weights(skeleton, plan.resume, plan.allow_pickle)
     if skeleton is None or sum(weight.numel() for weight in skeleton.parameters()) <= SMALL_ENOUGH:
-        DryRun(plan, task).check(None, sample_batch(valid.source, SampleTransform(plan.seed, 0)))
+        DryRun(plan, task).check(None, _few_of_each(plan, valid))
 
 
 def _check_evaluations(plan: Plan, task: Task) -> None:

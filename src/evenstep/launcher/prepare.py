@@ -18,7 +18,7 @@ import msgspec
 import torch
 
 from evenstep.checkpoint import files
-from evenstep.data.adapt import AdaptedData, adapt, adapt_train
+from evenstep.data.adapt import AdaptedData, adapt_train, adapt_valid
 from evenstep.distributed.devices import check_devices, choose_devices, num_cores
 from evenstep.errors import PlanError, TaskError, shorten
 from evenstep.launcher.preflight import probe, probe_evaluation
@@ -112,7 +112,7 @@ def prepare(source: str | TaskFunction | Task | None, choices: Mapping[str, Any]
         task = call_task(found, draft.data, draft.options)
         train = adapt_train(task)
         plan = _completed(draft, values, task, train)
-        valid = adapt(task.valid, task.collate, what="valid") if task.valid is not None else None
+        valid = adapt_valid(task)
         order = train.order(plan.seed, plan.batch)
         if is_training:
             probe(plan, task, train, valid, order)
@@ -125,7 +125,7 @@ def prepare(source: str | TaskFunction | Task | None, choices: Mapping[str, Any]
         *(_changed(found, before, plan) if base else ()),
         *train.notes,
         *_dropped(order),
-        *(valid.notes if valid is not None else []),
+        *dict.fromkeys(note for one in valid.values() for note in one.notes),
         *_crowded(plan),
     ]
     return Prepared(plan, task, _make_folder(plan), lengths_of(order), num_steps, notes, cwd)

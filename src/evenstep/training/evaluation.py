@@ -77,6 +77,11 @@ class LossAndMetrics:
         return {"loss": self._evaluate_loss(task.loss, model, batch), **more}
 
 
+def prefixed(set_name: str, name: str) -> str:
+    """The name of a value, with that of its validation set, if the set has one."""
+    return f"{set_name}/{name}" if set_name else name
+
+
 def named(values: Any) -> Mapping[str, Amount]:
     """What metrics returned, if it is what they may return."""
     if not isinstance(values, Mapping):

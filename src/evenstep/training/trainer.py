@@ -22,6 +22,7 @@ from torch import nn
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 from evenstep.checkpoint import files
+from evenstep.data.adapt import validation_sets
 from evenstep.data.feature_scaler import unfitted
 from evenstep.data.loader import Loader
 from evenstep.data.prefetch import explain_worker_death, is_worker_death
@@ -32,11 +33,23 @@ from evenstep.distributed.preemption import SIGNALS
 from evenstep.errors import BadInput, Preempted, TrainingError
 from evenstep.monitor.known_errors import Situation, is_out_of_memory, note
 from evenstep.plan import USUAL, Plan, parse_best
-from evenstep.record import BestSoFar, EpochEnd, Evaluation, Record, RecordWriter, Row, Step, Summary, Tally, has_begun
+from evenstep.record import (
+    BestSoFar,
+    EpochEnd,
+    Evaluation,
+    Record,
+    RecordWriter,
+    Row,
+    Step,
+    Summary,
+    Tally,
+    find_metric,
+    has_begun,
+)
 from evenstep.sampling.rng import derive_seed, fork_rng, seed_everything
 from evenstep.task import Task
 from evenstep.training.batchnorm import is_local, synchronised
-from evenstep.training.evaluation import LossAndMetrics
+from evenstep.training.evaluation import LossAndMetrics, Means, prefixed
 from evenstep.training.loop import is_done, train
 from evenstep.training.optim import fuse, make_optimizer
 from evenstep.training.run import Run
@@ -84,9 +97,9 @@ class Trainer:
 
             check_after(task)
         self.stepper = self._stepper()
-        self.valid = None
-        if task.valid is not None:
-            self.valid = self._loader(task.valid, shuffle=False, what="valid")
+        self.valid = {
+            name: self._loader(data, shuffle=False, what="valid") for name, data in validation_sets(task.valid).items()
+        }
         self.scores: Scores | None = None
         if task.scores is not None:
             from evenstep.training.scores import scores_of
@@ -200,9 +213,8 @@ class Trainer:
 
     def close(self) -> None:
         """End the loaders' worker processes and the log of samples."""
-        for loader in (self.run.loader, self.valid):
-            if loader is not None:
-                loader.close()
+        for loader in (self.run.loader, *self.valid.values()):
+            loader.close()
         if self.samples is not None:
             self.samples.close()
         if self.tracing is not None:
@@ -475,7 +487,7 @@ class Trainer:
     def _is_evaluated(self, step: int, is_epoch_end: bool = False, is_end: bool = False) -> bool:
         every = self.plan.evaluate_every
         is_due = is_epoch_end if every is None else step % every == 0 or is_end
-        return is_due and self.valid is not None
+        return is_due and bool(self.valid)
 
     @property
     def _current_evaluation(self) -> Evaluation | None:
@@ -491,7 +503,8 @@ class Trainer:
         yield evaluation
         is_best = self._is_best(evaluation)
         if isinstance(self.run.scheduler, ReduceLROnPlateau):
-            metric, _ = parse_best(self.plan.best)
+            metric = find_metric(parse_best(self.plan.best)[0], evaluation.values)
+            assert metric is not None
             self.run.scheduler.step(evaluation.values[metric])
         return is_best
 
@@ -509,14 +522,12 @@ class Trainer:
 
     def _evaluate(self, epoch: int, can_stop: bool) -> Evaluation | None:
         self._gather_peaks()
-        if self.valid is None:
+        if not self.valid:
             return None
         started = time.perf_counter()
         try:
             with self.run.averaged():
-                values = self.team.evaluate(
-                    LossAndMetrics(self.task), self._model, self.valid, scores=self.scores, can_stop=can_stop
-                )
+                values = self._values(can_stop)
         except Interrupted:
             return None
         return Evaluation(
@@ -527,6 +538,18 @@ class Trainer:
             seconds=time.perf_counter() - started,
             train_loss=self.tally.train_loss,
         )
+
+    def _values(self, can_stop: bool) -> Means:
+        """Of all validation sets."""
+        values: dict[str, float] = {}
+        num_samples = 0
+        for set_, loader in self.valid.items():
+            found = self.team.evaluate(
+                LossAndMetrics(self.task), self._model, loader, scores=self.scores, can_stop=can_stop
+            )
+            values |= {prefixed(set_, name): value for name, value in found.items()}
+            num_samples += found.num_samples
+        return Means(values, num_samples)
 
     def _agreed(self, values: dict[str, float]) -> dict[str, float]:
         """Those of rank 0, where all ranks decide by them: whether to save or to stop, the learning rate."""

@@ -11,6 +11,7 @@ from torch import nn
 import evenstep
 from evenstep import Record, Task
 from evenstep.errors import EvenstepError
+from evenstep.report.html.page import page_of_runs
 
 x = torch.randn(37, 4, generator=torch.Generator().manual_seed(0))
 EACH = [
@@ -86,6 +87,19 @@ def test_there_may_be_many_and_a_resumed_run_goes_on_with_them() -> None:
     assert all(step.logged["value 49"] == pytest.approx(49 * step.loss) for step in record.steps)
     again = trained("ddp", 2, many, resume="runs/ddp", name="again", epochs=2)
     assert [(step.step, len(step.logged)) for step in again.steps] == [(step, 50) for step in range(6, 11)]
+
+
+def test_the_page_and_tensorboard_show_them() -> None:
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    record = trained("single", 1, clip=0.1, log="tensorboard")
+    page = page_of_runs([record])
+    assert all(title in page for title in ("Train per sample", "Train mean", "Gradient norm"))
+    events = EventAccumulator("runs/single/tensorboard")
+    events.Reload()
+    shown = [one.value for one in events.Scalars("train/per sample")]
+    assert shown == pytest.approx([step.logged["per sample"] for step in record.steps], rel=1e-6)
+    assert len(events.Scalars("train/grad_norm")) == len(record.steps)
 
 
 def not_finite(model: nn.Module, batch: tuple[torch.Tensor]) -> torch.Tensor:

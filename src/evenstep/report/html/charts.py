@@ -10,6 +10,7 @@ import math
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from statistics import median
 from typing import Any
 
@@ -224,6 +225,25 @@ def lr_chart(runs: Sequence[Drawn]) -> Chart | None:
     plot = _lines(_of_steps(runs, lambda curves: curves.lr), y="learning rate", tip="0.000e+0")
     caption = "Of the optimizer's first parameter group."
     return Chart(name="lr", title="Learning rate", figure=plot, keys=_keys(runs), caption=caption) if plot else None
+
+
+def grad_norm_chart(runs: Sequence[Drawn]) -> Chart | None:
+    """Where gradients are clipped; None elsewhere."""
+    plot = _lines(_of_steps(runs, lambda curves: curves.grad_norm), y="norm", tip="0.000e+0")
+    caption = "Of all gradients of a step, before they are clipped."
+    return Chart(name="norm", title="Gradient norm", figure=plot, keys=_keys(runs), caption=caption) if plot else None
+
+
+def logged_charts(runs: Sequence[Drawn], most: int = 12) -> list[Chart]:
+    """One chart for each of the first names that losses gave to `evenstep.log`."""
+    charts = []
+    names = dict.fromkeys(name for run in runs for name in run.run.curves.logged)
+    for number, name in enumerate(list(names)[:most]):
+        lines = _of_steps(runs, partial(Curves.logged_as, name=name))
+        plot = _lines(lines, y=label(name), tip="0.00000", is_nested=True)
+        if plot is not None:
+            charts.append(Chart(name=f"logged-{number}", title=f"Train {name}", figure=plot, keys=_keys(runs)))
+    return charts
 
 
 def _keys(runs: Sequence[Drawn]) -> list[Key]:

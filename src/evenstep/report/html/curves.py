@@ -132,6 +132,9 @@ class Curves:
         self.input_ms = Thinned()
         self.lr = Thinned()
         self.lr_changes = False
+        self.grad_norm = Thinned()
+        self.logged: dict[str, Thinned] = {}
+        """What the loss gave to `evenstep.log`, by name."""
         self.seconds = Sampled()
         """Of all steps but the first, which starts things up."""
         self.samples = 0
@@ -142,11 +145,19 @@ class Curves:
         for step in steps:
             self.add(step)
 
+    def logged_as(self, name: str) -> Thinned:
+        """What the loss logged under this name; empty if it did not."""
+        return self.logged.get(name) or Thinned()
+
     def add(self, step: Step) -> None:
         self.loss.add(step.step, step.loss)
         self.samples_per_second.add(step.step, step.samples / step.seconds if step.seconds > 0 else math.nan)
         self.input_ms.add(step.step, step.input_seconds * 1000)
         self.lr.add(step.step, step.lr)
+        if step.grad_norm is not None:
+            self.grad_norm.add(step.step, step.grad_norm)
+        for name, value in step.logged.items():
+            self.logged.setdefault(name, Thinned()).add(step.step, value)
         self.lr_changes |= self.last is not None and step.lr != self.last.lr
         self.num_not_finite += not math.isfinite(step.loss)
         self.peak_bytes |= step.peak_bytes

@@ -290,6 +290,8 @@ def _runs_charts(runs: Mapping[str, ReadRun]) -> list[Chart]:
         charts.loss_chart(drawn_runs),
         *charts.timeline_charts(_timelines({name: [run] for name, run in runs.items()})),
         *charts.metric_charts(drawn_runs),
+        *charts.logged_charts(drawn_runs),
+        charts.grad_norm_chart(drawn_runs),
         charts.speed_chart(drawn_runs),
         charts.lr_chart(drawn_runs),
         charts.input_chart(drawn_runs),

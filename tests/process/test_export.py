@@ -66,6 +66,17 @@ def test_the_model_of_a_run_is_the_same_in_python_and_without_evenstep(strategy:
         assert torch.tensor(eval(done.stdout.splitlines()[-1])) == pytest.approx(model(INPUT).detach(), rel=1e-5)
 
 
+def test_an_average_of_the_weights_goes_out_where_there_is_one() -> None:
+    Path("my_task.py").write_text(TASK.replace("return Task(", "return Task(ema=0.9, ", 1))
+    assert command("train", "my_task.py", "--name", "mine", "-q").returncode == 0
+    assert command("checkpoint", "export", "runs/mine", "exported", "--to", "safetensors").returncode == 0
+    latest = Path("runs/mine/checkpoints/latest")
+    average, weights = load_file(latest / "ema.safetensors"), load_file(latest / "weights.safetensors")
+    for tensors in (load_file("exported/model.safetensors"), Record.read("runs/mine").model().state_dict()):
+        assert all(torch.equal(tensors[name], value) for name, value in average.items())
+        assert not torch.equal(tensors["1.weight"], weights["1.weight"])
+
+
 HF = """
 import torch
 from transformers import GPT2Config, GPT2LMHeadModel

@@ -93,7 +93,7 @@ def test_the_list_has_states_results_and_options(evenstep: Callable[..., Ended])
     assert (found["whole"]["step"], found["whole"]["epoch"], found["whole"]["strategy"]) == (6, 2, "single")
     assert found["whole"]["valid"].keys() == {"loss"}
     lines = evenstep("runs", "runs").out.splitlines()
-    assert lines[0].split() == ["state", "at", "changed", "result", "run"]
+    assert lines[0].split() == ["state", "at", "result", "run"]
     assert any(line.startswith("done") and "step 6" in line and line.endswith("runs/whole") for line in lines)
     refused = evenstep("runs", "nowhere")
     assert (refused.code, refused.err) == (2, "error: nowhere is not a folder; give the one that was given to --out\n")

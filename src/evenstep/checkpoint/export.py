@@ -26,7 +26,8 @@ AnyTask: TypeAlias = "str | TaskFunction | Task | None"
 def load_model(where: str | Path, task: AnyTask = None, instead: str = "") -> Any:
     """The task's model with the weights of a checkpoint, on the CPU, in evaluation mode; a dict of several models.
 
-    A task that the checkpoint names is imported if it lies in the working folder; `instead` tells how to name another.
+    With an average of the weights (`ema`), it has that, as in evaluations. The task that the checkpoint names is
+    imported if it lies in the working folder; `instead` tells how to name another.
     """
     path, _ = files.find(str(where))
     saved = files.read_state(path).get("plan")
@@ -35,7 +36,7 @@ def load_model(where: str | Path, task: AnyTask = None, instead: str = "") -> An
         task = _named_task(plan, path, instead)
     source = find_task(task) if isinstance(task, str) else task
     made = call_task(source, plan.data if plan else None, plan.options if plan else {}).model()
-    weights = load_file(path / files.WEIGHTS)
+    weights = _evaluated_weights(path)
     for key, model in made.items() if isinstance(made, Mapping) else [("", made)]:
         if plan is not None and plan.precision == "fp64":
             model.double()
@@ -80,7 +81,12 @@ def export(where: str | Path, to: str, folder: Path, task: AnyTask = None) -> li
 
 def _weights(where: str | Path) -> Tensors:
     path, _ = files.find(str(where))
-    return load_file(path / files.WEIGHTS)
+    return _evaluated_weights(path)
+
+
+def _evaluated_weights(path: Path) -> Tensors:
+    """What evaluations of this checkpoint used."""
+    return load_file(path / (files.EMA if (path / files.EMA).exists() else files.WEIGHTS))
 
 
 def _write_safetensors(where: str | Path, beside: Path) -> None:

@@ -53,11 +53,11 @@ def flag(*names: str, help: str, **more: Any) -> Any:
     return typer.Option(*names, metavar="", help=help, **more)
 
 
-TaskArgument = Annotated[str | None, typer.Argument(help=TASKS, autocompletion=complete_task)]
+TaskArgument = Annotated[str | None, typer.Argument(metavar="TASK", help=TASKS, autocompletion=complete_task)]
 OptionsArgument = Annotated[
     list[str] | None,
     typer.Argument(
-        metavar="[NAME=VALUE]...",
+        metavar="NAME=VALUE",
         help="Options of the task, the parameters of its function, such as lr=0.1; `TASK --help` lists them.",
         show_default=False,
     ),
@@ -157,7 +157,8 @@ def print_whole(table: Table, console: Console) -> None:
     with console.capture() as captured:
         console.print(table)
     for line in captured.get().splitlines():
-        print(line.rstrip())
+        # The padding of the last column, which may stand before the end of a style.
+        print(re.sub(r"\s+((?:\x1b\[[0-9;]*m)*)$", r"\1", line))
 
 
 def print_notes(notes: Iterable[str]) -> None:

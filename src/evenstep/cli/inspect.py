@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import math
 import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -13,7 +12,7 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from evenstep.cli.app import JsonOption, app, checkpoint_app, print_whole
+from evenstep.cli.app import JsonOption, app, checkpoint_app, print_whole, without_nan
 from evenstep.cli.completion import complete_run, complete_task
 from evenstep.errors import BadInput, EvenstepError, shorten
 
@@ -45,7 +44,7 @@ RunArgument = Annotated[
 @app.command(epilog=RUNS_EXAMPLES)
 def runs(
     folder: Annotated[
-        Path, typer.Argument(metavar="[DIR]", help="The folder of run folders; default: runs.", show_default=False)
+        Path, typer.Argument(metavar="DIR", help="The folder of run folders; default: runs.", show_default=False)
     ] = Path("runs"),
     as_json: JsonOption = False,
 ) -> None:
@@ -56,18 +55,11 @@ def runs(
         raise BadInput(f"{shorten(str(folder))} is not a folder; give the one that was given to --out")
     found = list_runs(folder) if os.path.isdir(folder) else []
     if as_json:
-        print(json.dumps([_finite(dataclasses.asdict(one)) for one in found]))
+        print(json.dumps([without_nan(dataclasses.asdict(one)) for one in found]))
     elif not found:
         print(f"no runs in {folder}; train one: evenstep train digits")
     else:
         print_whole(runs_table(found), Console(highlight=False, emoji=False))
-
-
-def _finite(value: Any) -> Any:
-    """JSON has no NaN."""
-    if isinstance(value, dict):
-        return {key: _finite(one) for key, one in value.items()}
-    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 @app.command(epilog=AUDIT_EXAMPLES)

@@ -260,7 +260,9 @@ TorchrunOption = Annotated[str | None, typer.Option(hidden=True)]
 )
 def run(
     context: typer.Context,
-    script: Annotated[str, typer.Argument(help="A script written for torchrun, or with evenstep.join().")],
+    script: Annotated[
+        str, typer.Argument(metavar="SCRIPT", help="A script written for torchrun, or with evenstep.join().")
+    ],
     devices: Annotated[
         str,
         typer.Option(

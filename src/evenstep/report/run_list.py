@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -13,7 +12,7 @@ from typing import Any, Literal
 from rich.table import Table
 from rich.text import Text
 
-from evenstep.errors import EvenstepError, shorten
+from evenstep.errors import EvenstepError
 from evenstep.plan import Plan, read_plan
 from evenstep.record import FILE, Evaluation, Start, Step, Summary, ends_of, is_written
 from evenstep.report import comparison
@@ -21,7 +20,8 @@ from evenstep.report.terminal import number, plain
 
 RunState = Literal["running", "done", "stopped", "failed", "not started", "compared", "unreadable"]
 STYLES = {"running": "cyan", "done": "green", "failed": "red", "unreadable": "red"}
-MOST_RESULT = 60
+MOST_RESULT = 26
+"""Characters; --json has all of it."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -130,12 +130,11 @@ def _first_error(folder: Path) -> str | None:
 def runs_table(runs: Sequence[RunFacts]) -> Table:
     """One line per run; its name comes last, since it may be long."""
     table = Table(box=None, pad_edge=False, header_style="bold")
-    for name in ("state", "at", "changed", "result", "run"):
+    for name in ("state", "at", "result", "run"):
         table.add_column(name, no_wrap=True)
     for one in runs:
         state = Text(one.state, style=STYLES.get(one.state, ""))
-        age = f"{_age(time.time() - one.changed)} ago"
-        table.add_row(state, _position(one), age, plain(shorten(_result(one), MOST_RESULT)), plain(one.run))
+        table.add_row(state, _position(one), plain(_result(one)), plain(one.run))
     return table
 
 
@@ -148,20 +147,8 @@ def _position(one: RunFacts) -> str:
 
 
 def _result(one: RunFacts) -> str:
-    if one.error is not None:
-        return one.error.splitlines()[0]
+    result = f"train loss {number(one.train_loss)}" if one.train_loss is not None else "-"
     if one.valid:
-        return "valid " + ", ".join(f"{name} {number(value)}" for name, value in one.valid.items())
-    return f"train loss {number(one.train_loss)}" if one.train_loss is not None else "-"
-
-
-def _age(seconds: float) -> str:
-    """`3 min`, in the largest unit of which there are two.
-
-    >>> _age(30), _age(150), _age(200_000)
-    ('30 s', '2 min', '2 days')
-    """
-    for unit, length in (("days", 86_400), ("h", 3600), ("min", 60)):
-        if seconds >= 2 * length or (unit == "min" and seconds >= length):
-            return f"{seconds // length:.0f} {unit}"
-    return f"{max(0.0, seconds):.0f} s"
+        result = "valid " + ", ".join(f"{name} {number(value)}" for name, value in one.valid.items())
+    result = result if one.error is None else one.error
+    return result if len(result) <= MOST_RESULT else f"{result[: MOST_RESULT - 1].rstrip()}…"

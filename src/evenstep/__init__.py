@@ -6,6 +6,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from evenstep import adopt
     from evenstep.data.feature_scaler import Scaler
     from evenstep.errors import EvenstepError
     from evenstep.launcher.launch import train
@@ -26,6 +27,7 @@ __all__ = [
     "Run",
     "Scaler",
     "Task",
+    "adopt",
     "gather",
     "join",
     "launch",
@@ -52,6 +54,7 @@ _WHERE = {
     "progress": "evenstep.training.in_loss",
     "train": "evenstep.launcher.launch",
 }
+_MODULES = {"adopt": "evenstep.adopt", "samplers": "evenstep.sampling.samplers"}
 
 
 def __dir__() -> list[str]:
@@ -59,8 +62,8 @@ def __dir__() -> list[str]:
 
 
 def __getattr__(name: str) -> Any:
-    if name == "samplers":
-        return importlib.import_module("evenstep.sampling.samplers")
+    if name in _MODULES:
+        return importlib.import_module(_MODULES[name])
     if name not in _WHERE:
         raise AttributeError(f"evenstep has no {name!r}; it has {', '.join(__all__)}")
     return getattr(importlib.import_module(_WHERE[name]), name)

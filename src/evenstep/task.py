@@ -105,6 +105,14 @@ class Task:
     """The global batch, unless the plan gives one; if neither does, that of the DataLoader, or 64."""
     epochs: int = 1
     """The length, unless the plan gives one."""
+    steps: int | None = None
+    """The length in steps, instead of `epochs`, unless the plan gives one."""
+    clip: float | None = None
+    """The largest norm of the gradients, unless the plan gives one."""
+    accumulate: int | None = None
+    """Micro-batches of a step on each device, unless the plan gives a number."""
+    precision: str | None = None
+    """As in the plan, unless that gives one."""
 
 
 def takes_model(optimizer: Callable[..., Any]) -> bool:

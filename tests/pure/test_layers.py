@@ -55,11 +55,12 @@ MAY_IMPORT = {
     "launcher": {*ENGINE, "report", "training", "worker"},
     "verify": {*ENGINE, "report", "training", "worker", "launcher"},
     "compare": {*ENGINE, "report", "training", "worker", "launcher", "verify"},
+    "adopt": {*ENGINE, "training", "launcher"},
     "doctor": {*VALUES, "internals", "distributed", "monitor", "report", "worker", "launcher"},
-    "cli": {*VALUES, "audit", "checkpoint", "report", "launcher", "doctor", "verify", "compare"},
+    "cli": {*VALUES, "audit", "checkpoint", "report", "launcher", "doctor", "verify", "compare", "adopt"},
     "__main__": {"cli", "errors", "internals", "launcher"},
     # Names that are found when first asked for.
-    "__init__": {*VALUES, "sampling", "data", "checkpoint", "training", "launcher"},
+    "__init__": {*VALUES, "sampling", "data", "checkpoint", "training", "launcher", "adopt"},
 }
 TORCH_FREE = {*VALUES, "internals", "sampling", "audit", "report", "cli", "__init__"}
 FILES_WITHOUT_TORCH = {"checkpoint/files.py", "distributed/process.py", "distributed/heartbeat.py"}
@@ -87,6 +88,7 @@ NAMES_A_STRATEGY = {
     "cli/evaluate.py": "examples of commands",
     "cli/verify.py": "examples of commands",
     "cli/compare.py": "examples of commands",
+    "adopt/hf_trainer.py": "an argument of transformers has this name too",
     "monitor/known_errors.py": "what an error of torch's DDP or fully_shard means, which other strategies do not raise",
 }
 
@@ -159,6 +161,7 @@ def test_the_public_names_are_these_and_each_is_there() -> None:
         "Run",
         "Scaler",
         "Task",
+        "adopt",
         "gather",
         "join",
         "launch",

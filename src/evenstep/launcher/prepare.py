@@ -50,6 +50,8 @@ MOST_CHARACTERS = 95
 """Of a run's name, of which a number may become part."""
 PER_START = ("name", "out", "machines", "rendezvous", "requeue", "profile")
 """Fields of one start, which a repeated or resumed run does not take over."""
+OF_TASK = ("clip", "accumulate", "precision")
+"""Fields that a task may set, for plans that do not."""
 PER_COMMAND = ("allow_pickle",)
 """Fields that only a command may set, not a file: they allow code to run."""
 
@@ -265,10 +267,13 @@ def check_log(name: str | None) -> None:
 
 def _completed(draft: Plan, values: dict[str, Any], task: Task, train: AdaptedData) -> Plan:
     """The draft, with the task's (or its DataLoader's) batch and epochs as defaults."""
-    batch = values.get("batch") or task.batch or train.batch or DEFAULT_BATCH
-    if "epochs" in values or "steps" in values:
-        return replace(draft, batch=batch)
-    return replace(draft, batch=batch, epochs=task.epochs)
+    chosen: dict[str, Any] = {"batch": values.get("batch") or task.batch or train.batch or DEFAULT_BATCH}
+    for name in OF_TASK:
+        if name not in values and getattr(task, name) is not None:
+            chosen[name] = getattr(task, name)
+    if "epochs" not in values and "steps" not in values:
+        chosen |= {"epochs": task.epochs} if task.steps is None else {"epochs": None, "steps": task.steps}
+    return replace(draft, **chosen)
 
 
 def _base(chosen: dict[str, Any]) -> dict[str, Any]:

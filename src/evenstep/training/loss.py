@@ -112,6 +112,9 @@ class LossTotal:
         kept = as_sum(amount, micro_batch.num_samples, "loss") if is_pair else loss.detach()
         self.parts.append(PartialLoss(micro_batch, kept, self.copy(kept)))
         weight = micro_batch.num_samples
+        if is_pair and weight == self._num_samples and self._world.num_replicas == 1:
+            # The whole batch: no other count is to come.
+            return loss / _at_least_one(amount[1]), 1.0
         if is_pair:
             # The other ranks' counts are not known yet: divide by the samples now, and correct it after backward.
             self.is_late = True
@@ -358,6 +361,13 @@ def as_sum(amount: Any, num_samples: int, what: str) -> torch.Tensor:
     if values.ndim == 0:
         return torch.stack([values * num_samples, values.new_full((), num_samples)])
     return torch.stack([values.sum(), values.new_full((), values.numel())])
+
+
+def _at_least_one(count: Any) -> Any:
+    """A count to divide by; of a batch that counts nothing, the sum is zero already."""
+    if isinstance(count, torch.Tensor):
+        return torch.where(count == 0, torch.ones_like(count), count).reshape(())
+    return count or 1
 
 
 def _wide(tensor: torch.Tensor) -> torch.dtype:

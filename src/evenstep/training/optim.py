@@ -226,7 +226,7 @@ _CHOICES = ("foreach", "fused", "differentiable", "capturable")
 
 def fuse(optimizer: torch.optim.Optimizer, model: nn.Module) -> None:
     """Use the fused kernel: the same arithmetic up to rounding, in a third of the time."""
-    if type(optimizer) not in FUSED or has_sparse_gradients(model):
+    if type(optimizer) not in FUSED or has_sparse_gradients(model) or getattr(optimizer, "keeps_kernel", False):
         return
     groups = [optimizer.defaults, *optimizer.param_groups]
     if any(group.get(choice) for group in groups for choice in _CHOICES):
@@ -258,6 +258,8 @@ class WeightUpdate:
 def clip_gradients(optimizer: Optimizer, clip: float) -> torch.Tensor:
     """`clip_grad_norm_` of all its parameters; returns their norm, of sharded ones too."""
     weights = [weight for group in optimizer.param_groups for weight in group["params"]]
+    # A norm of all gradients is rounded differently in another order.
+    weights = getattr(optimizer, "in_order_of_model", weights)
     norm = torch.nn.utils.get_total_norm([weight.grad for weight in weights if weight.grad is not None])
     norm = norm.full_tensor() if is_sharded(norm) else norm
     torch.nn.utils.clip_grads_with_norm_(weights, clip, norm)

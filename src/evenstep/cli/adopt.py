@@ -1,0 +1,34 @@
+"""`evenstep adopt`: does an adopted task take the steps of its original?"""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+from evenstep.cli.app import OptionsArgument, app
+
+EXAMPLES = """
+[bold]Examples[/bold]
+
+evenstep adopt my_task.py
+
+evenstep adopt my_task.py --steps 100
+"""
+
+
+@app.command(epilog=EXAMPLES)
+def adopt(
+    task: Annotated[str, typer.Argument(help="A file whose task is made by evenstep.adopt.")],
+    options: OptionsArgument = None,
+    steps: Annotated[int, typer.Option(help="Optimizer steps to compare.", min=1)] = 20,
+) -> None:
+    """Compare the first steps of an adopted task with those of its original, on one device, bit for bit."""
+    from evenstep.adopt.proof import differences
+    from evenstep.task import parse_options
+
+    name, found = differences(task, parse_options(options or []), steps)
+    if found:
+        print("\n".join(found))
+        raise typer.Exit(1)
+    print(f"{steps} steps: losses and weights equal those of {name}, bit for bit")

@@ -1,0 +1,102 @@
+"""Adopted trainers: the first steps are those of the original, and several devices train the same model."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import evenstep
+from evenstep.errors import TaskError
+from tests.process.test_scripts import no_ranks
+
+transformers = pytest.importorskip("transformers")
+
+from tests.process import trainer_task  # noqa: E402
+
+SLOW = pytest.mark.slow
+TRAINER = str(trainer_task.__file__)
+
+
+def command(*words: str) -> subprocess.CompletedProcess[str]:
+    run = [sys.executable, "-m", "evenstep", *words]
+    return subprocess.run(run, capture_output=True, text=True, env=no_ranks(), timeout=110)
+
+
+@pytest.mark.parametrize("kind", ["gpt2", pytest.param("bert", marks=SLOW)])
+def test_the_first_steps_are_those_of_the_trainer_bit_for_bit(kind: str) -> None:
+    done = command("adopt", TRAINER, f"kind={kind}")
+    assert done.returncode == 0, done.stdout + done.stderr
+    said = "20 steps: losses and weights equal those of transformers.Trainer, bit for bit\n"
+    assert done.stdout.endswith(said)
+
+
+def test_a_difference_from_the_trainer_is_named() -> None:
+    text = Path(TRAINER).read_text()
+    own = "evenstep.adopt.trainer(lambda: make_trainer(kind, dropout))"
+    assert own in text
+    changed = f"__import__('dataclasses').replace({own}, scheduler=None)"
+    Path("changed.py").write_text(text.replace(own, changed))
+    done = command("adopt", "changed.py", "--steps", "3")
+    assert done.returncode == 1, done.stderr
+    assert done.stdout.startswith("step 2: the loss is "), done.stdout
+    assert "weight differs after the last step (max relative difference" in done.stdout
+
+
+@pytest.mark.parametrize("strategy", [pytest.param("dp", marks=SLOW), "ddp", pytest.param("fsdp", marks=SLOW)])
+def test_an_adopted_trainer_trains_the_same_model_on_two_devices(strategy: str) -> None:
+    how: dict[str, Any] = {"options": {"dropout": 0.0}, "steps": 8, "progress": False, "threads": 1}
+    alone = evenstep.train(TRAINER, strategy="single", devices="cpu", **how)
+    both = evenstep.train(TRAINER, strategy=strategy, devices="cpu,cpu", **how)
+    # GPT-2 computes its loss in float32.
+    assert both.losses == pytest.approx(alone.losses, rel=1e-5)
+    assert [step.count for step in both.steps] == [step.count for step in alone.steps]
+    assert (alone.plan.batch, alone.plan.clip, alone.plan.epochs) == (6, 1.0, None)
+
+
+class Stepping(transformers.Trainer):
+    def training_step(self, *arguments: Any, **named: Any) -> torch.Tensor:
+        return super().training_step(*arguments, **named)
+
+
+class Freezing(transformers.TrainerCallback):
+    pass
+
+
+def with_callback(callback: Any) -> Any:
+    made = trainer_task.make_trainer()
+    made.add_callback(callback)
+    return made
+
+
+PLATEAU = {"lr_scheduler_type": "reduce_lr_on_plateau", "eval_strategy": "epoch"}
+
+
+@pytest.mark.parametrize(
+    ("make", "said"),
+    [
+        (lambda: trainer_task.make_trainer(base=Stepping), r"Stepping\.training_step changes how a step is computed"),
+        (lambda: with_callback(Freezing), "the callback Freezing may change the training"),
+        (lambda: with_callback(transformers.EarlyStoppingCallback()), "leave it out, and use --stop-after"),
+        (
+            lambda: trainer_task.make_trainer(neftune_noise_alpha=5.0),
+            r"TrainingArguments\(neftune_noise_alpha",
+        ),
+        (lambda: trainer_task.make_trainer(**PLATEAU), "its learning rate scheduler"),
+        (lambda: 3, "takes a transformers.Trainer or a function that makes one, and got 3"),
+    ],
+    ids=["training_step", "callback", "early stopping", "noise", "plateau", "no Trainer"],
+)
+def test_what_cannot_be_adopted_is_refused_by_name(make: Any, said: str) -> None:
+    with pytest.raises(TaskError, match=said):
+        evenstep.adopt.trainer(make)
+
+
+def test_a_task_of_its_own_has_no_original() -> None:
+    done = command("adopt", "digits")
+    assert done.returncode == 2
+    assert done.stderr.startswith("error: digits was not adopted: it has no original")

@@ -87,7 +87,7 @@ PLATEAU = {"lr_scheduler_type": "reduce_lr_on_plateau", "eval_strategy": "epoch"
             r"TrainingArguments\(neftune_noise_alpha",
         ),
         (lambda: trainer_task.make_trainer(**PLATEAU), "its learning rate scheduler"),
-        (lambda: 3, "takes a transformers.Trainer or a function that makes one, and got 3"),
+        (lambda: 3, "takes a transformers.Trainer, or a function that makes one; got 3"),
     ],
     ids=["training_step", "callback", "early stopping", "noise", "plateau", "no Trainer"],
 )

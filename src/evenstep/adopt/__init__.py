@@ -20,7 +20,7 @@ from evenstep.task import Task
 def trainer(make: Callable[[], Any]) -> Task:
     """The task of a Trainer of transformers: a function that makes it, or the Trainer itself.
 
-    Several processes need the function: a Trainer that is made in one of them would join them by itself.
+    Several processes need the function: a Trainer that is made in one of them would start a process group of its own.
     """
     from evenstep.adopt.hf_trainer import adopt_trainer
 

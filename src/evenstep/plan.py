@@ -115,6 +115,8 @@ class Plan:
     rendezvous: Text | None = None
     requeue: bool = False
     profile: Whole | None = None
+    statistics: Whole | None = None
+    """Steps between two that are looked into."""
     log: TrackerName | None = None
     evaluate_every: Whole | None = None
     evaluate_first: bool = False
@@ -164,6 +166,8 @@ class Plan:
         for name, why in self._facts.refusals.items():
             if getattr(self, name):
                 raise PlanError(why)
+        if self.statistics is not None and self.compile:
+            raise PlanError("--statistics looks at the output of every layer, which --compile merges; leave one out")
         if self.sync_batchnorm and not self._facts.processes_per_device:
             raise PlanError(
                 f"--sync-batchnorm joins processes, and {self.strategy} has one; use --strategy {with_processes()}"

@@ -96,6 +96,31 @@ class Evaluation:
 
 
 @dataclass(frozen=True, kw_only=True)
+class ValueStatistics:
+    """Of the values of one tensor, wherever they lie."""
+
+    mean: float
+    std: float
+    norm: float
+    largest: float
+    """Absolute value."""
+    zeros: float
+    """The part of them that is exactly 0."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class LayerStatistics:
+    """With `--statistics`: of every parameter, its gradient, and the output of every layer, after `step` steps."""
+
+    step: Natural
+    parameters: dict[str, ValueStatistics]
+    gradients: dict[str, ValueStatistics]
+    """Of the global batch, before clipping."""
+    outputs: dict[str, ValueStatistics]
+    """Over the global batch."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class EpochEnd:
     """The end of an epoch that is not evaluated."""
 
@@ -184,7 +209,7 @@ class Measurement:
     peak_bytes: dict[str, Natural]
 
 
-Row = Step | Evaluation | EpochEnd | Summary | Timeline | Measurement
+Row = Step | Evaluation | LayerStatistics | EpochEnd | Summary | Timeline | Measurement
 
 
 @dataclass(frozen=True)
@@ -273,6 +298,8 @@ class Record:
     steps: Sequence[Step] = ()
     """Those of a long run are read from its file on access."""
     evaluations: list[Evaluation] = field(default_factory=list)
+    statistics: list[LayerStatistics] = field(default_factory=list)
+    """Of the steps that `--statistics` looked into."""
     epochs: list[EpochEnd] = field(default_factory=list)
     """The ends of those that were not evaluated."""
     timelines: list[Timeline] = field(default_factory=list)
@@ -447,6 +474,8 @@ class RecordReader:
                 self._steps.add(row, offset)
             case Evaluation():
                 record.evaluations.append(row)
+            case LayerStatistics():
+                record.statistics.append(row)
             case EpochEnd():
                 record.epochs.append(row)
             case Timeline():
@@ -464,6 +493,7 @@ class RecordReader:
         # From the start again, the evaluation before the first step is repeated too.
         record.evaluations = [one for one in record.evaluations if one.step <= last] if last else []
         record.epochs = [one for one in record.epochs if one.step <= last]
+        record.statistics = [one for one in record.statistics if one.step <= last]
         record.summary = None
 
 
@@ -504,8 +534,8 @@ def _line_number(file: IO[bytes], start: int) -> int:
 
 
 def _inner(what: object) -> dict[str, Any]:
-    """A nested row: the lanes of a timeline, the best of a summary."""
-    if not isinstance(what, Lane | Best):
+    """A nested row: the lanes of a timeline, the best of a summary, statistics of a layer."""
+    if not isinstance(what, Lane | Best | ValueStatistics):
         raise TypeError(f"a row holds a {type(what).__name__}, which JSON does not")
     return vars(what)
 

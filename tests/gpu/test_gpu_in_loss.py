@@ -30,7 +30,7 @@ def contrastive(model: nn.Module, batch: tuple[torch.Tensor]) -> torch.Tensor:
 
 
 def trained(strategy: str, devices: str, precision: str = "fp64", **given: Any) -> Record:
-    options = {key: given.pop(key) for key in ("fast", "epochs", "name", "clip") if key in given}
+    options = {key: given.pop(key) for key in ("fast", "epochs", "name", "clip", "statistics") if key in given}
     usual: dict[str, Any] = {
         "model": lambda: nn.Sequential(nn.Linear(12, 16), nn.Tanh(), nn.Linear(16, 8)),
         "train": (x,),
@@ -101,3 +101,12 @@ def test_the_norm_of_gradients_is_recorded_by_replayed_steps_too(capfd: pytest.C
     norms = [step.grad_norm or 0.0 for step in other.steps]
     assert [step.grad_norm for step in one.steps] == pytest.approx(norms, rel=1e-3)
     assert min(norms) > 0.0
+
+
+def test_statistics_on_a_gpu_are_those_on_a_cpu() -> None:
+    records = [trained("single", device, loss=plain, statistics=10, name=device[:3]) for device in ("cpu", "cuda:0")]
+    ours, theirs = (record.statistics for record in records)
+    assert [row.step for row in ours] == [10, 20]
+    for one, other in zip(ours, theirs, strict=True):
+        norms = [{name: values.norm for name, values in row.gradients.items()} for row in (one, other)]
+        assert norms[0] == pytest.approx(norms[1], rel=1e-6)

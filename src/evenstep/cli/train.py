@@ -159,6 +159,13 @@ def train(
     requeue: Annotated[
         bool | None, flag("--requeue", help="Under Slurm: when preempted, save a checkpoint and requeue the job.")
     ] = None,
+    statistics: Annotated[
+        int | None,
+        typer.Option(
+            metavar="STEPS",
+            help="Every STEPS steps, record mean, deviation and norm of parameters, gradients and outputs of layers.",
+        ),
+    ] = None,
     profile: Annotated[
         int | None,
         typer.Option(metavar="STEPS", help="Trace STEPS steps on all ranks with torch.profiler, into one timeline."),

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from evenstep.plan import Plan
-from evenstep.record import Evaluation, Row, Step, Summary
+from evenstep.record import Evaluation, LayerStatistics, Row, Step, Summary
 
 FOLDER = "tensorboard"
 MAX_QUEUE = 10_000
@@ -104,6 +104,8 @@ class TensorBoard:
             self._scalars(row.step, self._of_step(row))
         elif isinstance(row, Evaluation):
             self._scalars(row.step, {f"valid/{name}": value for name, value in row.values.items()})
+        elif isinstance(row, LayerStatistics):
+            self._scalars(row.step, layer_scalars(row))
         elif isinstance(row, Summary):
             self._add_final_values(row)
 
@@ -145,6 +147,17 @@ class TensorBoard:
     def _add(self, summary: Any, step: int | None = None) -> None:
         assert self._writer.file_writer is not None
         self._writer.file_writer.add_summary(summary, step)
+
+
+def layer_scalars(row: LayerStatistics) -> dict[str, float]:
+    """`gradients/0.weight/norm` and the like."""
+    kinds = {"parameters": row.parameters, "gradients": row.gradients, "outputs": row.outputs}
+    return {
+        f"{kind}/{name or 'model'}/{what}": value
+        for kind, layers in kinds.items()
+        for name, values in layers.items()
+        for what, value in vars(values).items()
+    }
 
 
 TRACKERS: dict[str, Callable[[TrackerStart], Tracker]] = {"tensorboard": TensorBoard}

@@ -75,6 +75,12 @@ def progress() -> TrainingProgress:
     return call.context.progress()
 
 
+def computes_samples() -> bool:
+    """Whether this thread computes the loss of samples, not of one that stands in for none."""
+    call: LossCall | None = getattr(_thread, "call", None)
+    return call is not None and call.num_samples > 0
+
+
 class LossContext:
     """One global batch of which losses are computed; the replicas of this process share it."""
 
@@ -98,9 +104,9 @@ class LossContext:
 
             self.meeting = Meeting(len(world.devices))
 
-    def on(self, replica: int) -> LossCall:
-        """Around what one replica of this process computes, backward included."""
-        return LossCall(self, replica)
+    def on(self, replica: int, num_samples: int) -> LossCall:
+        """Around what one replica of this process computes of a micro-batch, backward included."""
+        return LossCall(self, replica, num_samples)
 
     def progress(self) -> TrainingProgress:
         self.called.add("progress")
@@ -136,10 +142,10 @@ class LossContext:
 class LossCall:
     """One replica's call of the loss; inside, the functions of this module know it."""
 
-    __slots__ = ("context", "logged", "replica")
+    __slots__ = ("context", "logged", "num_samples", "replica")
 
-    def __init__(self, context: LossContext, replica: int) -> None:
-        self.context, self.replica = context, replica
+    def __init__(self, context: LossContext, replica: int, num_samples: int) -> None:
+        self.context, self.replica, self.num_samples = context, replica, num_samples
         self.logged: list[tuple[str, Amount]] = []
 
     def __enter__(self) -> LossCall:

@@ -258,7 +258,8 @@ class ReplicaBackward:
     def __call__(self, is_last: bool, replica: int, micro_batch: MicroBatch) -> None:
         device = self.world.devices[replica]
         # In backward too, where activation checkpointing runs the forward again.
-        with on(device), self.context.on(replica) as called, NOTHING if micro_batch.num_samples else standing_in():
+        stands_in = NOTHING if micro_batch.num_samples else standing_in()
+        with on(device), self.context.on(replica, micro_batch.num_samples) as called, stands_in:
             self.world.spans.begin(FORWARD)
             with self.precision.autocast(device):
                 amount = call(self.models, replica, self.loss, micro_batch.inputs)

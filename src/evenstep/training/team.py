@@ -482,7 +482,7 @@ class Team:
                 return named(model.loss_modules[replica](function, micro_batch.inputs))
 
         home = self.world.device
-        with on(device), context.on(replica):
+        with on(device), context.on(replica, micro_batch.num_samples):
             found = evaluate(values)
         return {name: as_sum(amount, micro_batch.num_samples, name).to(home) for name, amount in found.items()}
 

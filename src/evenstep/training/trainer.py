@@ -63,6 +63,7 @@ if TYPE_CHECKING:
     from evenstep.monitor.stragglers import StragglerMonitor
     from evenstep.profiling.profiler import Tracing
     from evenstep.profiling.trackers import Tracking
+    from evenstep.training.layer_statistics import InspectedSteps
     from evenstep.training.scores import Scores
 
 FADED = 1e-3
@@ -96,6 +97,8 @@ class Trainer:
             from evenstep.training.after import check_after
 
             check_after(task)
+        self.inspected: InspectedSteps | None = None
+        """The stepper, with `--statistics`."""
         self.stepper = self._stepper()
         self.valid = {
             name: self._loader(data, shuffle=False, what="valid") for name, data in validation_sets(task.valid).items()
@@ -238,6 +241,9 @@ class Trainer:
             if self.plan.audit:
                 self._write_samples(step, ids)
             yield step
+            if self.inspected is not None:
+                yield from self.inspected.rows
+                self.inspected.rows.clear()
             if step.step < self.run.step:
                 # The GPU runs ahead of what is known; the rest is done at a step at which all ranks synchronize.
                 self._add_to_pace(step, compute_seconds)
@@ -424,6 +430,11 @@ class Trainer:
 
     def _stepper(self) -> Stepper:
         recipe = self._recipe()
+        if self.plan.statistics is not None:
+            from evenstep.training.layer_statistics import InspectedSteps
+
+            self.inspected = InspectedSteps(recipe, self.plan.statistics)
+            return self.inspected
         if self.plan.fast == "auto" and self.plan.profile is None and self.team.world.device.type == "cuda":
             from evenstep.training.cuda_graphs.runner import Fast, can_be_fast
 

@@ -246,6 +246,37 @@ def logged_charts(runs: Sequence[Drawn], most: int = 12) -> list[Chart]:
     return charts
 
 
+LAYER_CHARTS = {
+    "parameters": ("norm", "Parameters by layer", "The norm of each parameter after a step."),
+    "gradients": ("norm", "Gradients by layer", "The norm of each parameter's gradient, before clipping."),
+    "outputs": ("std", "Outputs by layer", "The standard deviation of what each layer returns, over the global batch."),
+}
+
+
+def layer_charts(runs: Sequence[Drawn], most: int = 18) -> list[Chart]:
+    """What `--statistics` recorded of the first layers, on a page of one run."""
+    rows = runs[0].run.record.statistics if len(runs) == 1 else []
+    charts = []
+    for kind, (what, title, caption) in LAYER_CHARTS.items():
+        found = [(row.step, getattr(row, kind)) for row in rows]
+        names = list(dict.fromkeys(name for _, layers in found for name in layers))[:most]
+        lines = [_layer_series(number, name, what, found) for number, name in enumerate(names)]
+        plot = _lines(lines, y=what, tip="0.000e+0")
+        keys = [
+            Key(name=one.name, label=label(one.label, 60), colour=colour(one.index), dash=dash(one.index))
+            for one in lines
+        ]
+        if plot is not None:
+            charts.append(Chart(name=kind, title=title, figure=plot, keys=keys, caption=caption))
+    return charts
+
+
+def _layer_series(number: int, name: str, what: str, found: Sequence[tuple[int, Mapping[str, Any]]]) -> Series:
+    points = Thinned.of((step, getattr(layers[name], what)) for step, layers in found if name in layers).points()
+    x, y = [x for x, _ in points], [y for _, y in points]
+    return Series(name=f"layer {number}", label=name or "model", index=number, x=x, y=y)
+
+
 def _keys(runs: Sequence[Drawn]) -> list[Key]:
     return [
         Key(name=f"run {number}", label=run.label, colour=colour(run.index), dash=dash(run.index))

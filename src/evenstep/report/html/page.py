@@ -292,6 +292,7 @@ def _runs_charts(runs: Mapping[str, ReadRun]) -> list[Chart]:
         *charts.metric_charts(drawn_runs),
         *charts.logged_charts(drawn_runs),
         charts.grad_norm_chart(drawn_runs),
+        *charts.layer_charts(drawn_runs),
         charts.speed_chart(drawn_runs),
         charts.lr_chart(drawn_runs),
         charts.input_chart(drawn_runs),

@@ -1,0 +1,144 @@
+"""`--statistics STEPS`: mean, deviation, norm, largest value and zeros of every parameter, gradient and layer's output.
+
+They are those of the whole model and of the whole global batch: sums over shards, devices and micro-batches, which two
+collectives add up at the end of such a step. Other steps pay nothing.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from evenstep.checkpoint.state import is_sharded
+from evenstep.data.loader import Batch
+from evenstep.data.nested import leaves
+from evenstep.record import LayerStatistics, ValueStatistics
+from evenstep.training.in_loss import computes_samples
+from evenstep.training.step import Done, Eager, Recipe, Taken
+
+Sums = tuple[str, str, torch.Tensor, torch.Tensor]
+"""Kind, name, [count, sum, sum of squares, zeros], and the largest absolute value."""
+
+
+class InspectedSteps(Eager):
+    """Eager steps; `rows` are the statistics of those that were looked into, and the reader clears them."""
+
+    def __init__(self, recipe: Recipe, every: int) -> None:
+        super().__init__(recipe)
+        self.rows: list[LayerStatistics] = []
+        self._every = every
+
+    def take(self, batch: Batch) -> Taken:
+        step = batch.loader.num_finished + 1
+        if step % self._every:
+            return super().take(batch)
+        found = Inspection(self._recipe)
+        with found.outputs():
+            loss = self.backward(batch)
+        found.add_gradients()
+        update = self.update()
+        found.add_parameters()
+        self.rows.append(found.statistics(step))
+        return Done(loss, update)
+
+
+class Inspection:
+    """What one step shows."""
+
+    def __init__(self, recipe: Recipe) -> None:
+        self._model, self._scaler = recipe.model, recipe.team.precision.scaler
+        self._world = recipe.team.world
+        self._found: list[Sums] = []
+
+    @contextmanager
+    def outputs(self) -> Iterator[None]:
+        """Inside, what layers without layers of their own return is looked at."""
+        hooks = [
+            layer.register_forward_hook(lambda *given, name=name: self._add_output(name, given[-1]))
+            for bound in self._model.loss_modules
+            for name, layer in bound.model.named_modules()
+            if not any(True for _ in layer.children())
+        ]
+        try:
+            yield
+        finally:
+            for hook in hooks:
+                hook.remove()
+
+    def add_gradients(self) -> None:
+        """Of the global batch, before they are clipped."""
+        scale = self._scaler.get_scale() if self._scaler is not None else 1.0
+        for name, weight in self._model.module.named_parameters():
+            if weight.grad is not None:
+                self._add_whole("gradients", name, weight.grad, 1 / scale)
+
+    def add_parameters(self) -> None:
+        """After the update."""
+        for name, weight in self._model.module.named_parameters():
+            self._add_whole("parameters", name, weight.detach())
+
+    def statistics(self, step: int) -> LayerStatistics:
+        """Of all devices together; all ranks call this."""
+        keys = self._keys()
+        sums, most = self._together(keys)
+        kinds: dict[str, dict[str, ValueStatistics]] = {"parameters": {}, "gradients": {}, "outputs": {}}
+        for (kind, name), of_all, largest in zip(keys, sums.tolist(), most.tolist(), strict=True):
+            kinds[kind][name] = value_statistics(*of_all, largest)
+        return LayerStatistics(step=step, **kinds)
+
+    def _add_output(self, name: str, output: Any) -> None:
+        tensor = next((one for one in leaves(output) if isinstance(one, torch.Tensor)), None)
+        if tensor is not None and tensor.is_floating_point() and computes_samples():
+            self._found.append(("outputs", name, *_sums(tensor.detach())))
+
+    def _add_whole(self, kind: str, name: str, tensor: torch.Tensor, factor: float = 1.0) -> None:
+        """Of this rank's shard; of what all ranks hold alike, of rank 0's."""
+        local = tensor.to_local() if is_sharded(tensor) else tensor
+        if not is_sharded(tensor) and not self._world.is_main:
+            local = local[:0] if local.ndim else local.new_empty(0)
+        self._found.append((kind, name, *_sums(local.detach() * factor if factor != 1.0 else local)))
+
+    def _keys(self) -> list[tuple[str, str]]:
+        """The same on all ranks: one of them may have run other layers."""
+        own = [[kind, name] for kind, name in dict.fromkeys((kind, name) for kind, name, _, _ in self._found)]
+        every = dict.fromkeys((kind, name) for of_rank in self._world.gather(own) for kind, name in of_rank)
+        return list(every)
+
+    def _together(self, keys: list[tuple[str, str]]) -> tuple[torch.Tensor, torch.Tensor]:
+        rows = {key: index for index, key in enumerate(keys)}
+        device = self._world.device
+        wide = torch.float32 if device.type == "mps" else torch.float64
+        sums, most = torch.zeros(len(keys), 4, dtype=wide, device=device), torch.zeros(len(keys), device=device)
+        for kind, name, values, largest in self._found:
+            index = rows[kind, name]
+            sums[index] += values.to(device)
+            most[index] = torch.maximum(most[index], largest.to(device, most.dtype))
+        if self._world.size > 1:
+            dist.all_reduce(sums)
+            dist.all_reduce(most, dist.ReduceOp.MAX)
+        return sums, most
+
+
+def _sums(tensor: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    flat = tensor.flatten().abs() if tensor.is_complex() else tensor.flatten()
+    wide = flat if flat.device.type == "mps" else flat.double()
+    count = wide.new_full((), wide.numel())
+    largest = wide.abs().max() if wide.numel() else wide.new_zeros(())
+    return torch.stack([count, wide.sum(), wide.square().sum(), (wide == 0).sum().to(wide.dtype)]), largest
+
+
+def value_statistics(count: float, total: float, squares: float, zeros: float, largest: float) -> ValueStatistics:
+    """From sums over all values.
+
+    >>> value_statistics(4, 4.0, 20.0, 1, 4.0)
+    ValueStatistics(mean=1.0, std=2.0, norm=4.47213595499958, largest=4.0, zeros=0.25)
+    """
+    num = count or 1.0
+    mean = total / num
+    deviation = math.sqrt(max(0.0, squares / num - mean * mean))
+    return ValueStatistics(mean=mean, std=deviation, norm=math.sqrt(squares), largest=largest, zeros=zeros / num)

@@ -7,7 +7,7 @@ collectives add up at the end of such a step. Other steps pay nothing.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -58,10 +58,11 @@ class Inspection:
     @contextmanager
     def outputs(self) -> Iterator[None]:
         """Inside, what layers without layers of their own return is looked at."""
+        bound: list[Any] = list(self._model.loss_modules)
         hooks = [
             layer.register_forward_hook(lambda *given, name=name: self._add_output(name, given[-1]))
-            for bound in self._model.loss_modules
-            for name, layer in bound.model.named_modules()
+            for one in bound
+            for name, layer in one.model.named_modules()
             if not any(True for _ in layer.children())
         ]
         try:
@@ -88,7 +89,7 @@ class Inspection:
         sums, most = self._together(keys)
         kinds: dict[str, dict[str, ValueStatistics]] = {"parameters": {}, "gradients": {}, "outputs": {}}
         for (kind, name), of_all, largest in zip(keys, sums.tolist(), most.tolist(), strict=True):
-            kinds[kind][name] = value_statistics(*of_all, largest)
+            kinds[kind][name] = value_statistics(of_all, largest)
         return LayerStatistics(step=step, **kinds)
 
     def _add_output(self, name: str, output: Any) -> None:
@@ -132,12 +133,13 @@ def _sums(tensor: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     return torch.stack([count, wide.sum(), wide.square().sum(), (wide == 0).sum().to(wide.dtype)]), largest
 
 
-def value_statistics(count: float, total: float, squares: float, zeros: float, largest: float) -> ValueStatistics:
-    """From sums over all values.
+def value_statistics(sums: Sequence[float], largest: float) -> ValueStatistics:
+    """From the count, the sum, the sum of squares and the zeros of all values.
 
-    >>> value_statistics(4, 4.0, 20.0, 1, 4.0)
+    >>> value_statistics([4, 4.0, 20.0, 1], largest=4.0)
     ValueStatistics(mean=1.0, std=2.0, norm=4.47213595499958, largest=4.0, zeros=0.25)
     """
+    count, total, squares, zeros = sums
     num = count or 1.0
     mean = total / num
     deviation = math.sqrt(max(0.0, squares / num - mean * mean))

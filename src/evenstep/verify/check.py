@@ -27,6 +27,7 @@ from evenstep.verify.differences import (
     fails,
     first_beyond,
     has_steps,
+    is_loss,
     jumps,
     most,
     parts_of,
@@ -160,7 +161,8 @@ class ConfigurationCheck:
                 f"the task computes in lower precision even when run in float64 ({reference.facts['narrow']}), so it "
                 "was compared within the rounding of that precision"
             )
-        metrics = dict.fromkeys(name for one in reference.record.evaluations for name in one.values if name != "loss")
+        values = dict.fromkeys(name for one in reference.record.evaluations for name in one.values)
+        metrics = [name for name in values if not is_loss(name)]
         if metrics and self._is_rough:
             self._notes.append(
                 f"evaluation metrics were not compared ({', '.join(metrics)}): rounding can flip single samples"

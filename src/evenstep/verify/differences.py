@@ -249,6 +249,11 @@ def _evaluations(one: Evidence, other: Evidence, begin: int) -> Iterator[Differe
             yield from _values(first[step], second[step])
 
 
+def is_loss(name: str) -> bool:
+    """Whether a value of an evaluation is the loss, of the only validation set or of a named one."""
+    return name.rpartition("/")[2] == "loss"
+
+
 METRIC_ROUNDING = 1e-6
 """Metrics are often float32 also where the model is not: `(model(x).argmax(1) == y).float().mean()`."""
 
@@ -260,7 +265,7 @@ def _values(one: Evaluation, other: Evaluation) -> Iterator[Difference]:
             continue
         value, found = one.values[name], other.values[name]
         size = as_size(distance(value, found), max(abs(value), abs(found), 1e-12))
-        is_rounding = name != "loss" and (size < METRIC_ROUNDING or _is_one_sample(value - found, one.samples))
+        is_rounding = not is_loss(name) and (size < METRIC_ROUNDING or _is_one_sample(value - found, one.samples))
         yield Difference("evaluation", one.step, name, 0.0 if is_rounding else size)
 
 
@@ -312,7 +317,7 @@ class RoundingLimit:
     def __call__(self, one: Difference) -> float:
         if one.part == "samples":
             return 0.0
-        if one.part == "evaluation" and one.name != "loss":
+        if one.part == "evaluation" and not is_loss(one.name):
             # Counts jump: rounding moves a sample from right to wrong. Float64 judges them.
             return NOT_COMPARED
         by_tensor = TIMES_NOISE * self._of_tensor.get((one.part, one.name), 0.0)

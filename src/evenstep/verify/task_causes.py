@@ -213,9 +213,11 @@ def metrics(found: Found) -> DifferenceCause | None:
         return None
     return DifferenceCause(
         name="metric",
-        sentence=f"the metric {names[0]} is not a mean over samples: that of a batch does not follow from its parts",
+        sentence=f"the metric {names[0]} changes with the number of devices: it is not a mean over samples, and that "
+        "of a batch does not follow from its parts",
         evidence=("it was computed for one batch as a whole and in three parts",),
-        advice="Return one value per sample, or a pair (sum, count).",
+        advice="Return one value per sample, or a pair (sum, count). What needs all predictions (F1, AUC, a maximum) "
+        "is a score: Task(predict=..., scores={...}).",
     )
 
 

@@ -432,7 +432,7 @@ class BestSoFar:
         """Why the plan's `--stop-after` ends the run here, if it does."""
         if plan.stop_after is None or self.num_since < plan.stop_after:
             return None
-        metric, _ = parse_best(self.by)
+        metric = self.best.metric if self.best is not None else parse_best(self.by)[0]
         best = (
             f"best {self.best.value:.4f} at step {self.best.step}" if self.best is not None else "it was never a number"
         )

@@ -197,12 +197,20 @@ def test_hundreds_of_command_lines_are_refused(words: list[str]) -> None:
     check_line(words)
 
 
+@pytest.mark.usefixtures("cluttered")
+@pytest.mark.parametrize("verb", sorted(ARGUMENTS))
+def test_a_folder_that_cannot_be_made_is_refused(verb: str) -> None:
+    for word in ("a" * 256, "a/" * 3000, "pipe", "pipe/x", "my_task.py", "/proc/self/mem", "/dev/null/x", *BROKEN):
+        check_refused(verb, "--out", word, ARGUMENTS[verb])
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(1200)
 @pytest.mark.usefixtures("cluttered")
 @pytest.mark.parametrize("verb", sorted(VERBS))
 def test_every_option_refuses_what_is_long_or_broken_or_no_file_to_read(verb: str) -> None:
     options = [one.opts[0] for one in VERBS[verb].params if one.opts[0].startswith("--") and not one.is_flag]
+    options = [option for option in options if option != "--out"]
     for word in (*LONG, *BROKEN, "/proc/self/mem", "pipe", "", "²"):
         check_refused(*verb.split(), word)
         for option in options:

@@ -312,7 +312,8 @@ def run(
     torchrun's options are understood. The output of rank 0 is shown, and the errors of all ranks;
     runs/DATE-TIME-SCRIPT/logs has all output.
     """
-    refuse_broken([script, devices, machines or "", rendezvous or ""])
+    theirs = (node_rank, master_addr, master_port, rdzv_backend, rdzv_id, rdzv_conf)
+    refuse_broken(word for word in (script, devices, machines, rendezvous, out, *theirs) if word)
     from evenstep.launcher.script import (
         Script,
         TorchrunOptions,
@@ -325,11 +326,9 @@ def run(
     refuse_option(script)
     arguments = context.args[1:] if context.args[:1] == ["--"] else context.args
     num = count_processes(devices)
-    theirs = TorchrunOptions(node_rank, master_addr, master_port, rdzv_backend, rdzv_id, rdzv_conf)
+    torchrun = TorchrunOptions(*theirs)
     if machines is not None:
-        rendezvous = rendezvous or theirs.rendezvous
+        rendezvous = rendezvous or torchrun.rendezvous
     what = Script(script, tuple(arguments), num, module, fresh, restarts, stall_after, machines, rendezvous)
     words = sys.argv[2 : len(sys.argv) - len(context.args)]
-    if hint := in_our_words(what, words):
-        error_console().print(f"in evenstep's words: {hint}", style="dim", markup=False, soft_wrap=True)
-    run_script(what, out)
+    run_script(what, out, in_our_words(what, words))

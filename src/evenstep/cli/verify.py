@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 import time
 from collections.abc import Mapping
@@ -109,7 +110,7 @@ def verify(
         "out": out,
     }
     name = free_name(label_of(task, given), "verify", out or RUNS)
-    is_first = not Path(out or RUNS).exists()
+    is_first = not os.path.exists(out or RUNS)
     prepared = prepare(task, {**choices, "name": name, "devices": configs[0].devices[0], "strategy": REFERENCE})
     try:
         for config in configs:

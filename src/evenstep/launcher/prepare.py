@@ -363,7 +363,7 @@ def _resumed(plan: Plan) -> tuple[Plan, list[str]]:
 def _make_folder(plan: Plan) -> Path:
     folder, out = plan.folder, Path(plan.out)
     try:
-        if not out.is_dir():
+        if not os.path.isdir(out):
             out.mkdir(parents=True)
         folder.mkdir()
         _write_json(folder, plan)

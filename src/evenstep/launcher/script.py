@@ -77,9 +77,9 @@ def in_our_words(script: Script, words: Sequence[str]) -> str:
     """The command with our options, if any of `words`, the options before the script, is torchrun's."""
     own = ("--devices", "--machines", "--rendezvous", "--restarts", "--module", "--stall-after", "--out", "--fresh")
     foreign = [word.partition("=")[0] for word in words if word.startswith("--") and word != "--"]
-    several = script.machines is not None and parse_machines(script.machines) != (1, 1)
-    if all(word in own for word in foreign) or (several and script.rendezvous is None):
+    if all(word in own for word in foreign):
         return ""
+    several = script.machines is not None and parse_machines(script.machines) != (1, 1)
     options = [
         *(["--devices", str(script.num)] if script.num != 1 else []),
         *(["--machines", str(script.machines), "--rendezvous", str(script.rendezvous)] if several else []),
@@ -171,8 +171,11 @@ def count_processes(given: str) -> int:
     return counts[given]
 
 
-def run_script(script: Script, out: str | None = None) -> None:
-    """Run it: rank 0's output is shown, other ranks' warnings too; all logs are in a folder below `out`, or runs/."""
+def run_script(script: Script, out: str | None = None, hint: str = "") -> None:
+    """Run it: rank 0's output is shown, other ranks' warnings too; all logs are in a folder below `out`, or runs/.
+
+    `hint` is shown if there is nothing to refuse.
+    """
     if not script.is_module and not os.path.isfile(script.name):
         raise PlanError(f"{script.name} does not exist; write: evenstep run [OPTIONS] SCRIPT [ARGS]")
     _check(script.num, script.restarts, script.stall_after)
@@ -186,7 +189,7 @@ def run_script(script: Script, out: str | None = None) -> None:
         restarts=script.restarts,
         stall_after=script.stall_after,
     )
-    _watch(Supervisor(launch, rendezvous))
+    _watch(Supervisor(launch, rendezvous), hint)
 
 
 def _rendezvous(script: Script) -> Rendezvous:
@@ -280,8 +283,10 @@ def old_flag(source: str, arguments: Sequence[str] = ()) -> str | None:
     return next((flag for flag in SPELLINGS if flag in known), None)
 
 
-def _watch(supervisor: Supervisor) -> None:
+def _watch(supervisor: Supervisor, hint: str = "") -> None:
     with Progress(None, is_bare=True) as shown:
+        if hint:
+            shown.log(f"in evenstep's words: {hint}")
         for event in supervisor.events():
             shown.show(event)
 

@@ -16,7 +16,6 @@ import re
 from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -243,16 +242,16 @@ def fuse(optimizer: torch.optim.Optimizer, model: nn.Module) -> None:
     make_fused(optimizer)
 
 
-@dataclass(frozen=True, slots=True)
-class WeightUpdate:
-    """What a call of the optimizer did; false if fp16's GradScaler skipped it."""
+class WeightUpdate(int):
+    """Whether the weights were updated, as an int: 0 if fp16's GradScaler skipped it. It knows the `grad_norm`."""
 
-    was_taken: bool
     grad_norm: torch.Tensor | None
     """Before clipping, on the device; None where nothing is clipped."""
 
-    def __bool__(self) -> bool:
-        return self.was_taken
+    def __new__(cls, was_taken: bool, grad_norm: torch.Tensor | None) -> WeightUpdate:
+        self = super().__new__(cls, was_taken)
+        self.grad_norm = grad_norm
+        return self
 
 
 def clip_gradients(optimizer: Optimizer, clip: float) -> torch.Tensor:

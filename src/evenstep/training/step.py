@@ -101,5 +101,5 @@ class Eager:
         """The second half."""
         recipe = self._recipe
         update = recipe.team.step(recipe.optimizer, clip=recipe.clip)
-        recipe.advance(update.was_taken)
+        recipe.advance(bool(update))
         return update

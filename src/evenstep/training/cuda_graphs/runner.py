@@ -173,7 +173,7 @@ class Fast:
         recipe = self._recipe
         loss = self._replay_backward(captured, batch)
         update = recipe.team.step(recipe.optimizer, clip=recipe.clip)
-        recipe.advance(update.was_taken)
+        recipe.advance(bool(update))
         return Done(loss, update)
 
     def _replay_backward(self, captured: Captured, batch: Batch) -> MeanLoss:
@@ -284,7 +284,7 @@ class Fast:
         if not self._had_graph:
             self._captured = None
             self._give_up(problem or "another rank could not capture its step")
-        recipe.advance(update.was_taken)
+        recipe.advance(bool(update))
         self._clock.start()
         return Done(loss, update)
 

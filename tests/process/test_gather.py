@@ -13,6 +13,7 @@ from torch.nn import functional as F
 import evenstep
 from evenstep import Record, Task
 from evenstep.errors import EvenstepError
+from evenstep.training import in_loss
 from tests.fleet import furthest, newest_weights
 
 x = torch.randn(53, 12, generator=torch.Generator().manual_seed(0))
@@ -91,6 +92,13 @@ def test_every_strategy_equals_one_device(kind: str, strategy: str, num: int) ->
     for ours, theirs in zip(several.evaluations, one.evaluations, strict=True):
         assert ours.values == pytest.approx(theirs.values, rel=1e-9)
     assert furthest(newest_weights(Path("runs") / strategy), newest_weights(Path("runs/single"))) < 1e-9
+
+
+@pytest.mark.parametrize("kind", LOSSES)
+def test_replicas_of_one_gpu_send_gradients_back_after_backward(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Here on the CPU, where they need not: the arithmetic is the same."""
+    monkeypatch.setattr(in_loss, "shares_gpu", lambda world: True)
+    test_every_strategy_equals_one_device(kind, "dp", 3)
 
 
 def test_on_one_device_and_outside_of_a_training_it_returns_its_argument() -> None:

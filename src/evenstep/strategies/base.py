@@ -225,16 +225,18 @@ def same_numbers(one: torch.Tensor, other: torch.Tensor) -> bool:
     return bool(((one == other) | ((one != one) & (other != other))).all())
 
 
-def go_back(loss: torch.Tensor, weight: float) -> None:
+def go_back(loss: torch.Tensor, weight: float, keeps_graph: bool = False) -> None:
     """`(loss * weight).backward()`: the weight is where the engine starts, and no operation of the graph.
 
     `Tensor.backward` makes and checks a tensor of ones at every call: a tenth of a small step.
     """
     if type(loss) is not torch.Tensor:
-        (loss * weight).backward()
+        (loss * weight).backward(retain_graph=keeps_graph)
         return
     start = _start(weight, loss.dtype, loss.device)
-    autograd_engine.run_backward((loss,), (start,), False, False, (), allow_unreachable=True, accumulate_grad=True)
+    autograd_engine.run_backward(
+        (loss,), (start,), keeps_graph, False, (), allow_unreachable=True, accumulate_grad=True
+    )
 
 
 # Never dropped: a captured CUDA graph reads it in every replay.

@@ -37,7 +37,7 @@ def gather(tensor: torch.Tensor) -> torch.Tensor:
     if call is None:
         called_outside.add("gather")
         return tensor
-    return call.context.gather(tensor, call.replica)
+    return call.context.gather(tensor, call)
 
 
 def log(values: Mapping[str, Amount]) -> None:
@@ -112,7 +112,7 @@ class LossContext:
         self.called.add("progress")
         return TrainingProgress(*self._at)
 
-    def gather(self, tensor: torch.Tensor, replica: int) -> torch.Tensor:
+    def gather(self, tensor: torch.Tensor, call: LossCall) -> torch.Tensor:
         world = self.world
         self.called.add("gather")
         if self._num_micro > 1:
@@ -121,32 +121,35 @@ class LossContext:
                 "micro-batches;\nleave --accumulate out, and use more devices or a smaller --batch if memory is short"
             )
         counts = [len(share(self._num_samples, one, world.num_replicas)) for one in range(world.num_replicas)]
-        _check_rows(tensor, max(1, counts[world.replicas[replica]]))
-        return tensor if world.num_replicas == 1 else self._gathered(tensor, replica, counts)
+        _check_rows(tensor, max(1, counts[world.replicas[call.replica]]))
+        return tensor if world.num_replicas == 1 else self._gathered(tensor, call, counts)
 
-    def _gathered(self, tensor: torch.Tensor, replica: int, counts: list[int]) -> torch.Tensor:
+    def _gathered(self, tensor: torch.Tensor, call: LossCall, counts: list[int]) -> torch.Tensor:
         from evenstep.distributed.rows import ProcessRows, RepeatedRows, ThreadRows, gather_rows
 
-        world = self.world
+        world, replica = self.world, call.replica
         exchange: RowExchange
         if self.meeting is None:
             exchange = ProcessRows(world, counts)
         elif self.is_alone or world.communication.is_off:
             exchange = RepeatedRows(replica, counts)
         else:
-            _refuse_shared_gpu(world)
             exchange = ThreadRows(self.meeting, replica, counts, world.devices[replica])
+            if shares_gpu(world) and tensor.requires_grad and torch.is_grad_enabled():
+                return call.defer(tensor, exchange)
         return gather_rows(tensor, exchange)
 
 
 class LossCall:
     """One replica's call of the loss; inside, the functions of this module know it."""
 
-    __slots__ = ("context", "logged", "num_samples", "replica")
+    __slots__ = ("context", "deferred", "logged", "num_samples", "replica")
 
     def __init__(self, context: LossContext, replica: int, num_samples: int) -> None:
         self.context, self.replica, self.num_samples = context, replica, num_samples
         self.logged: list[tuple[str, Amount]] = []
+        self.deferred: list[tuple[torch.Tensor, torch.Tensor, RowExchange]] = []
+        """Own rows, all rows, and the way back: where backward of a gather is not a part of that of the loss."""
 
     def __enter__(self) -> LossCall:
         _thread.call = self
@@ -156,6 +159,18 @@ class LossCall:
         _thread.call = None
         if self.context.meeting is not None and not self.context.is_alone:
             self.context.meeting.leave(self.replica)
+
+    def defer(self, tensor: torch.Tensor, exchange: RowExchange) -> torch.Tensor:
+        """All rows, cut off from the graph of the own ones, which `finish_backward` takes up again."""
+        rows = exchange.collect(tensor.detach()).requires_grad_()
+        self.deferred.append((tensor, rows, exchange))
+        return rows.clone()
+
+    def finish_backward(self) -> None:
+        """Send the gradients of gathered rows back, after the backward of the loss, which kept the graph."""
+        for tensor, rows, exchange in reversed(self.deferred):
+            gradients = rows.grad if rows.grad is not None else torch.zeros_like(rows)
+            torch.autograd.backward(tensor, exchange.sum_own(gradients), retain_graph=True)
 
 
 def _detached(value: Any) -> Any:
@@ -188,11 +203,7 @@ def _check_rows(tensor: torch.Tensor, num_samples: int) -> None:
     )
 
 
-def _refuse_shared_gpu(world: World) -> None:
-    """Autograd has one thread for each GPU, in which the backwards of two replicas cannot wait for each other."""
+def shares_gpu(world: World) -> bool:
+    """Whether two replicas do: autograd has one thread for each GPU, in which their backwards cannot wait."""
     gpus = [device for device in world.devices if device.type != "cpu"]
-    if len(set(gpus)) < len(gpus):
-        raise TaskError(
-            f"evenstep.gather needs a GPU for each replica, and {gpus[0]} has several; use a strategy with a process "
-            "for each device (--strategy), or name each GPU once"
-        )
+    return len(set(gpus)) < len(gpus)

@@ -271,7 +271,9 @@ class ReplicaBackward:
                 self.totals.send()
             if self.precision.scaler is not None:
                 start = self.precision.scaler.scale(start)
-            go_back(start, weight)
+            go_back(start, weight, keeps_graph=bool(called.deferred))
+            if called.deferred:
+                called.finish_backward()
             separate(self.models[0].weights_of[replica])
 
 

@@ -48,7 +48,16 @@ def disturb(step):
 
 def metrics(model, batch):
     height = model(batch[0]) / 4
+    if int(height[0]) == int(os.environ.get("EVALUATED_SLOWLY_AT", -1)) and not Path("disturbed").exists():
+        Path("disturbed").touch()
+        time.sleep(2)
     return {"score": -(height - 7) ** 2 + 0.01 * batch[0][:, 0], "error": (height - 7) ** 2}
+
+def show(model):
+    if os.environ.get("KILLED_AT_THE_END") and not Path("disturbed").exists():
+        Path("disturbed").touch()
+        os.kill(os.getpid(), signal.SIGKILL)
+    return "shown"
 
 def task() -> Task:
     x = torch.arange(1, 25.0)[:, None]
@@ -59,6 +68,7 @@ def task() -> Task:
         loss=lambda model, batch: -model(batch[0]).mean(),
         optimizer=lambda parameters: torch.optim.SGD(parameters, lr=1.0),
         metrics=metrics,
+        show=show,
         batch=6,
         epochs=9,
     )
@@ -128,14 +138,48 @@ def test_a_killed_run_goes_on_and_decides_as_one_that_was_not(strategy: tuple[st
     assert killed.summary.best.step == 6
 
 
-def test_a_preempted_run_is_resumed_in_another_folder_and_still_knows_the_best() -> None:
-    words = command("train", "my_task.py", "--name", "first", *OFTEN, *two("ddp"))
-    with subprocess.Popen(words, stderr=subprocess.PIPE, env={**os.environ, "PAUSED_AT": "10"}) as process:
+def preempted(name: str, *arguments: str, **environment: str) -> None:
+    """SIGTERM while the task waits."""
+    words = command("train", "my_task.py", "--name", name, *arguments)
+    with subprocess.Popen(words, stderr=subprocess.PIPE, env={**os.environ, **environment}) as process:
         wait_until(lambda: Path("disturbed").exists())
         process.send_signal(signal.SIGTERM)
         assert process.wait(60) == 75
         assert process.stderr is not None
         process.stderr.read()
+
+
+def test_a_run_that_stopped_early_and_was_killed_before_its_end_only_ends() -> None:
+    killed = trained("killed", *OFTEN, "--restarts", "1", KILLED_AT_THE_END="yes")
+    assert len(killed.restarts) == 1
+    assert [one.step for one in killed.evaluations] == STEPS
+    assert len(killed.steps) == 15
+    assert killed.summary is not None
+    assert killed.summary.stopped == "no better score in 3 evaluations (best -0.9400 at step 6)"
+    assert killed.summary.shown == "shown"
+
+
+def test_an_evaluation_that_was_interrupted_is_made_by_the_run_that_resumes() -> None:
+    # Ranks agree on a stop every eight batches of an evaluation.
+    Path("my_task.py").write_text(TASK.replace("valid=(x[:11],)", "valid=(x.repeat(6, 1),)"))
+    whole = trained("whole", *OFTEN, *two("ddp"))
+    preempted("first", *OFTEN, *two("ddp"), EVALUATED_SLOWLY_AT="9")
+    assert [one.step for one in Record.read("runs/first").evaluations] == [0, 3, 6]
+    assert [step.step for step in Record.read("runs/first").steps] == list(range(1, 10))
+    done = subprocess.run(
+        command("train", "--resume", "runs/first", "--name", "second"), capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr
+    second = Record.read("runs/second")
+    assert [(one.step, one.epoch) for one in second.evaluations] == [(9, 2), (12, 2), (15, 3)]
+    assert values(second) == {step: of_step for step, of_step in values(whole).items() if step > 6}
+    assert second.summary is not None
+    assert whole.summary is not None
+    assert second.summary.stopped == whole.summary.stopped
+
+
+def test_a_preempted_run_is_resumed_in_another_folder_and_still_knows_the_best() -> None:
+    preempted("first", *OFTEN, *two("ddp"), PAUSED_AT="10")
     done = subprocess.run(
         command("train", "--resume", "runs/first", "--name", "second", "--json"), capture_output=True, text=True
     )
@@ -161,6 +205,8 @@ def test_lines_and_summary_name_the_train_loss_and_the_best_beside_the_last() ->
     said = " ".join(done.stdout.split())
     assert "valid error 25.0000" in said
     assert "best error 1.0000 at step 8, runs/mine/checkpoints/step-00000008" in said
+    page = subprocess.run(command("report", "runs/mine"), capture_output=True, text=True, timeout=120, check=True)
+    assert "ended; best error 1.0000 at step 8" in Path(page.stdout.strip()).read_text()
     Path("my_task.py").write_text(TASK.replace("valid=(x[:11],),", ""))
     done = train("plain", "--epochs", "2")
     assert "epoch 1  step 4  train loss -6.0000\n" in done.stderr

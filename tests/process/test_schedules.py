@@ -222,3 +222,22 @@ def test_parameters_get_lengths_by_their_names() -> None:
     assert lengths_taken(lambda optimizer, num_steps=None, warmup=3: None) == {"num_steps": "num_steps"}
     both = {"total": "num_steps", "steps_per_epoch": "steps_per_epoch"}
     assert lengths_taken(lambda optimizer, total, steps_per_epoch: OneCycleLR) == both
+
+
+def test_a_custom_loop_saves_and_loads_its_plateau() -> None:
+    def made() -> tuple[evenstep.Run, ReduceLROnPlateau]:
+        team = evenstep.join("single", devices=("cpu",))
+        model = team.wrap(nn.Linear(3, 1))
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        plateau = ReduceLROnPlateau(optimizer, patience=1)
+        return evenstep.Run(team, model, optimizer, team.loader(x, batch=6), plateau), plateau
+
+    run, before = made()
+    for loss in (1.0, 2.0):
+        before.step(loss)
+    run.save("mine")
+    run, after = made()
+    run.load("mine")
+    assert (after.best, after.num_bad_epochs) == (1.0, 1)
+    after.step(2.0)
+    assert run.optimizers[""].param_groups[0]["lr"] == pytest.approx(0.01)

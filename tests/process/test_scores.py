@@ -218,6 +218,14 @@ def test_a_score_that_fails_names_itself() -> None:
         evenstep.train(small_task(predict=pair, scores={"auc": broken}), threads=1)
 
 
+def test_under_ddp_there_is_one_cause() -> None:
+    Path("my_task.py").write_text(TASK.replace("def auc(y_true, y_score):", "def auc(y_true, y_score):\n    1 / 0"))
+    words = ("train", "my_task.py", "--steps", "1", "--strategy", "ddp", "--devices", "cpu,cpu")
+    done = subprocess.run([sys.executable, "-m", "evenstep", *words], capture_output=True, text=True, timeout=120)
+    assert done.returncode == 1
+    assert "the score 'auc' cannot be computed: ZeroDivisionError: division by zero" in done.stderr
+
+
 def test_what_cannot_be_joined_says_how_to_return_it() -> None:
     with pytest.raises(
         TaskError, match=r"different shapes \(\(3,\), \(4,\)\); return a list with one entry per sample"

@@ -77,7 +77,8 @@ def test_the_plan_is_the_hyperparameters_and_the_last_values_their_metrics() -> 
     assert chosen["devices"].string_value == "cpu"
     assert "clip" not in chosen
     metrics = {info.name.tag for info in hparams(read, "_hparams_/experiment").experiment.metric_infos}
-    assert metrics == {"final/valid_loss", "final/valid_accuracy", "final/train_loss", "final/samples_per_second"}
+    final_values = {"valid_loss", "valid_accuracy", "best_loss", "train_loss", "samples_per_second"}
+    assert metrics == {f"final/{name}" for name in final_values}
     assert record.summary is not None
     (final,) = read.Scalars("final/valid_loss")
     assert final.value == pytest.approx(record.summary.valid["loss"])

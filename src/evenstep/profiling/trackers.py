@@ -131,6 +131,8 @@ class TensorBoard:
         from tensorboard.plugins.hparams import summary_v2
 
         final = {f"final/valid_{name}": value for name, value in summary.valid.items()}
+        if summary.best is not None:
+            final[f"final/best_{summary.best.metric}"] = summary.best.value
         if summary.train_loss is not None:
             final["final/train_loss"] = summary.train_loss
         final["final/samples_per_second"] = summary.samples_per_second

@@ -94,8 +94,18 @@ def _run(name: str, run: ReadRun, metrics: Sequence[str]) -> list[str]:
         *(number(values.get(metric)) for metric in metrics),
         f"{_speed(run):,.0f}",
         ", ".join(size(num_bytes) for num_bytes in run.peak_bytes.values()) or "-",
-        "ended" if record.summary is not None else "not ended",
+        _state(record),
     ]
+
+
+def _state(record: Record) -> str:
+    if record.summary is None:
+        return "not ended"
+    best = record.summary.best
+    shown = (
+        f"; best {without_control(best.metric)} {number(best.value)} at step {best.step:,}" if best is not None else ""
+    )
+    return f"{'stopped early' if record.summary.stopped else 'ended'}{shown}"
 
 
 def _loss(run: ReadRun) -> str:

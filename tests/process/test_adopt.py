@@ -16,10 +16,12 @@ from tests.process.test_scripts import no_ranks
 
 transformers = pytest.importorskip("transformers")
 
-from tests.process import trainer_task  # noqa: E402
+L = pytest.importorskip("lightning")
+
+from tests.process import lightning_task, trainer_task  # noqa: E402
 
 SLOW = pytest.mark.slow
-TRAINER = str(trainer_task.__file__)
+TRAINER, LIGHTNING = str(trainer_task.__file__), str(lightning_task.__file__)
 
 
 def command(*words: str) -> subprocess.CompletedProcess[str]:
@@ -47,7 +49,12 @@ def test_a_difference_from_the_trainer_is_named() -> None:
     assert "weight differs after the last step (max relative difference" in done.stdout
 
 
-@pytest.mark.parametrize("strategy", [pytest.param("dp", marks=SLOW), "ddp", pytest.param("fsdp", marks=SLOW)])
+STRATEGY = pytest.mark.parametrize(
+    "strategy", [pytest.param("dp", marks=SLOW), "ddp", pytest.param("fsdp", marks=SLOW)]
+)
+
+
+@STRATEGY
 def test_an_adopted_trainer_trains_the_same_model_on_two_devices(strategy: str) -> None:
     how: dict[str, Any] = {"options": {"dropout": 0.0}, "steps": 8, "progress": False, "threads": 1}
     alone = evenstep.train(TRAINER, strategy="single", devices="cpu", **how)
@@ -94,6 +101,72 @@ PLATEAU = {"lr_scheduler_type": "reduce_lr_on_plateau", "eval_strategy": "epoch"
 def test_what_cannot_be_adopted_is_refused_by_name(make: Any, said: str) -> None:
     with pytest.raises(TaskError, match=said):
         evenstep.adopt.trainer(make)
+
+
+def test_the_first_steps_are_those_of_a_lightning_trainer_bit_for_bit() -> None:
+    done = command("adopt", LIGHTNING)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert done.stdout == "20 steps: losses and weights equal those of a Lightning Trainer, bit for bit\n"
+
+
+@STRATEGY
+def test_an_adopted_module_trains_the_same_model_on_two_devices(strategy: str) -> None:
+    how: dict[str, Any] = {
+        "options": {"dropout": 0.0},
+        "epochs": 2,
+        "progress": False,
+        "threads": 1,
+        "precision": "fp64",
+    }
+    alone = evenstep.train(LIGHTNING, strategy="single", devices="cpu", **how)
+    both = evenstep.train(LIGHTNING, strategy=strategy, devices="cpu,cpu", **how)
+    assert both.losses == pytest.approx(alone.losses, rel=1e-9)
+    assert [step.lr for step in both.steps] == [0.01] * 6 + [0.005] * 6
+    assert [step.logged for step in both.steps] == [pytest.approx(step.logged) for step in alone.steps]
+    for ours, theirs in zip(both.evaluations, alone.evaluations, strict=True):
+        assert ours.values == pytest.approx(theirs.values, rel=1e-9)
+        assert set(ours.values) == {"loss", "val_loss", "val_accuracy"}
+
+
+class Manual(lightning_task.Net):
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+
+
+class TwoOptimizers(lightning_task.Net):
+    def configure_optimizers(self) -> Any:
+        return [torch.optim.SGD(self.parameters(), lr=0.1), torch.optim.SGD(self.parameters(), lr=0.1)], []
+
+
+class Hooked(lightning_task.Net):
+    def on_after_backward(self) -> None:
+        pass
+
+
+class Epochs(lightning_task.Net):
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        return super().training_step(batch, batch_idx) * self.current_epoch
+
+
+class Indexed(lightning_task.Net):
+    def training_step(self, batch: Any, number: int) -> torch.Tensor:
+        return super().training_step(batch, 0) * number
+
+
+@pytest.mark.parametrize(
+    ("kind", "said"),
+    [
+        (Manual, "Manual optimizes manually"),
+        (TwoOptimizers, "configure_optimizers returned 2 optimizers"),
+        (Hooked, r"Hooked\.on_after_backward is called by Lightning's Trainer alone"),
+        (Epochs, r"Epochs\.training_step uses self\.current_epoch: use evenstep\.progress\(\)\.epoch"),
+        (Indexed, r"Indexed\.training_step uses the index of its batch"),
+    ],
+)
+def test_modules_that_cannot_be_adopted_are_refused_by_name(kind: type[Any], said: str) -> None:
+    with pytest.raises(TaskError, match=said):
+        evenstep.adopt.lightning(kind(), lightning_task.Points())
 
 
 def test_a_task_of_its_own_has_no_original() -> None:

@@ -25,3 +25,10 @@ def trainer(make: Callable[[], Any]) -> Task:
     from evenstep.adopt.hf_trainer import adopt_trainer
 
     return adopt_trainer(make)
+
+
+def lightning(module: Any, datamodule: Any = None) -> Task:
+    """The task of a LightningModule, with its LightningDataModule, its DataLoader, or its own train_dataloader."""
+    from evenstep.adopt.lightning_module import adopt_lightning
+
+    return adopt_lightning(module, datamodule)

@@ -62,13 +62,16 @@ class Task:
         )
     """
 
-    model: Callable[[], torch.nn.Module]
+    model: Callable[[], Any]
+    """Returns the model, or a dict of several models."""
     train: Any
     """A tuple or dict of tensors or arrays, any dataset (map-style or iterable), or a DataLoader."""
-    loss: Callable[[Model, Batch], Amount]
-    """A mean over the samples of the batch, or a pair (sum, count) such as (token losses, tokens)."""
-    optimizer: Callable[..., torch.optim.Optimizer]
-    """Called with the parameters; with the model, if its parameter is called `model` or annotated as nn.Module."""
+    loss: Any
+    """`loss(model, batch)` returns a mean over the samples of the batch, or a pair (sum, count) such as (token losses,
+    tokens). Of several models: a dict of functions `loss(models, batch)`; each trains the model of its name."""
+    optimizer: Any
+    """Called with the parameters; with the model, if its parameter is called `model` or annotated as nn.Module. Of
+    several models: a dict, in the order in which they are stepped."""
     valid: Any = None
     """As `train`; or several validation sets, by name: {"clean": data, "noisy": data}."""
     metrics: Callable[[Model, Batch], Mapping[str, Amount]] | None = None
@@ -113,6 +116,11 @@ class Task:
     """Micro-batches of a step on each device, unless the plan gives a number."""
     precision: str | None = None
     """As in the plan, unless that gives one."""
+
+
+def has_several(task: Task) -> bool:
+    """Whether it trains several models, each with a loss and an optimizer."""
+    return isinstance(task.loss, Mapping) or isinstance(task.optimizer, Mapping)
 
 
 def takes_model(optimizer: Callable[..., Any]) -> bool:

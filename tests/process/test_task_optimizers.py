@@ -87,3 +87,75 @@ def test_an_optimizer_that_needs_a_closure_is_refused_before_the_start() -> None
     said = run("train", "named.py:closed", "--devices", "2", code=2)
     assert "LBFGS.step needs a closure that computes the loss again" in said
     assert not Path("runs").exists()
+
+
+GAN = """
+import torch
+from torch import nn
+from torch.nn import functional as F
+from evenstep import Task
+
+x = torch.randn(60, 3) + 2
+z = torch.randn(60, 2)
+
+class Net(nn.Module):
+    def __init__(self, *sizes):
+        super().__init__()
+        self.layers = nn.Sequential(nn.Linear(*sizes[:2]), nn.Tanh(), nn.Linear(*sizes[1:]))
+
+    def forward(self, x):
+        return self.layers(x)
+
+def d_loss(models, batch):
+    real, noise = batch
+    return F.softplus(-models.d(real)).mean() + F.softplus(models["d"](models.g(noise))).mean()
+
+def g_loss(models, batch):
+    return F.softplus(-models.d(models.g(batch[1]))).mean() + models.teacher(models.g(batch[1])).square().mean()
+
+def adam(model):
+    return torch.optim.AdamW(model.parameters(), lr=1e-2, weight_decay=0.1)
+
+def task() -> Task:
+    return Task(
+        model=lambda: {"d": Net(3, 5, 1), "g": Net(2, 4, 3), "teacher": nn.Linear(3, 2)},
+        train=(x, z),
+        valid=(x[:11], z[:11]),
+        loss={"d": d_loss, "g": g_loss},
+        optimizer={"d": adam, "g": lambda parameters: torch.optim.SGD(parameters, lr=0.1, momentum=0.9)},
+        metrics=lambda models, batch: {"size": models.g(batch[1]).square().mean(1)},
+        show=lambda models: f"{models.g(z[:1].to(models.g.layers[0].weight.dtype)).shape}",
+        batch=9,
+    )
+"""
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_a_gan_learns_what_one_device_learns(strategy: str) -> None:
+    Path("gan.py").write_text(GAN)
+    check_equal_to_single("gan.py", strategy, "--clip", "1.0")
+    record = Record.read(Path("runs/two"))
+    for step in record.steps:
+        assert step.loss == pytest.approx(step.logged["loss/d"] + step.logged["loss/g"])
+    assert {"loss", "loss/d", "loss/g", "size"} <= record.evaluations[-1].values.keys()
+
+
+@pytest.mark.slow
+def test_verify_passes_a_gan() -> None:
+    Path("gan.py").write_text(GAN)
+    run("verify", "gan.py", "--strategies", "dp,ddp,fsdp", "--devices", "2")
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "words"),
+    [
+        ('loss={"d": d_loss, "g": g_loss}', "loss=d_loss", "give both as dicts with the same keys"),
+        ('"teacher": nn.Linear(3, 2)}', "}", "'teacher'"),
+        ('lambda: {"d": Net(3, 5, 1), "g"', 'lambda: {"x": Net(3, 5, 1), "g"', "Task.model() made only x, g, teacher"),
+        ("model=lambda: {", "model=lambda: Net(3, 5, 1) or {", "must return a dict of modules"),
+        ("batch=9", "batch=9, scheduler=lambda o: o", "Task.scheduler changes one optimizer, and there are 2"),
+    ],
+)
+def test_what_does_not_fit_is_refused_before_the_start(old: str, new: str, words: str) -> None:
+    Path("gan.py").write_text(GAN.replace(old, new))
+    assert words in run("train", "gan.py", code=2)

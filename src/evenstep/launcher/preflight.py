@@ -30,7 +30,7 @@ from evenstep.sampling.order import Lengths, Order, lengths_of, order_name
 from evenstep.sampling.rng import Draws, Ids
 from evenstep.strategies.base import SMALL_ENOUGH, copied, evaluating
 from evenstep.strategy_facts import STRATEGIES, sharding
-from evenstep.task import Task, describe
+from evenstep.task import Task, describe, has_several
 from evenstep.training.batchnorm import is_local
 from evenstep.training.evaluation import Evaluator, named, prefixed
 from evenstep.training.loss import LossTotal, as_sum
@@ -116,8 +116,11 @@ class DryRun:
         """The names of the values that an evaluation of these samples has."""
         task, data = self._task, map_tensors(few.data, self._precision.fit_tensor)
         self._fault = "the loss of the valid data cannot be computed"
-        as_sum(Evaluator()(task.loss, model, data), 1, "loss")
-        names = ["loss"]
+        found = Evaluator()(getattr(task.loss, "evaluated", task.loss), model, data)
+        losses = found if isinstance(found, Mapping) else {"loss": found}
+        names = list(losses)
+        for name, amount in losses.items():
+            as_sum(amount, 1, name)
         if task.metrics is not None:
             self._fault = "the metrics cannot be computed"
             for name, amount in named(Evaluator()(task.metrics, model, data)).items():
@@ -302,6 +305,8 @@ def _skeleton(task: Task) -> nn.Module | None:
         try:
             with torch.device(device):
                 model = task.model()
+        except EvenstepError:
+            raise
         except Exception:
             # Some models compute with real numbers while they are built.
             continue
@@ -331,14 +336,18 @@ def _check_fits(plan: Plan, skeleton: nn.Module) -> None:
 def _check_optimizer(task: Task, skeleton: nn.Module) -> None:
     # Making and stepping an optimizer would import torch's compiler: more than a second of every start.
     put_off_compiler()
-    try:
-        optimizer = make_optimizer(task.optimizer, skeleton)
-    except EvenstepError:
-        raise
-    except Exception:
-        # Some read the values, which a meta model does not have; the worker will report errors.
-        return
-    refuse_closure(optimizer)
+    makers, parts = {"": task.optimizer}, {"": skeleton}
+    if has_several(task):
+        makers, parts = task.optimizer, dict(skeleton.named_children())
+    for key, make in makers.items():
+        try:
+            optimizer = make_optimizer(make, parts[key])
+        except EvenstepError:
+            raise
+        except Exception:
+            # Some read the values, which a meta model does not have; the worker will report errors.
+            return
+        refuse_closure(optimizer)
 
 
 def _gpu_bytes(device: str) -> int | None:

@@ -37,6 +37,7 @@ from evenstep.task import (
     call_task,
     describe,
     find_task,
+    has_several,
     moved_spec,
     options_of,
     read_options,
@@ -111,7 +112,7 @@ def prepare(source: str | TaskFunction | Task | None, choices: Mapping[str, Any]
             draft = replace(
                 draft, name=free_name(label_of(source, values["options"], found), draft.strategy, draft.out)
             )
-        task = call_task(found, draft.data, draft.options)
+        task = _in_turn(call_task(found, draft.data, draft.options))
         train = adapt_train(task)
         plan = _completed(draft, values, task, train)
         valid = adapt_valid(task)
@@ -192,7 +193,7 @@ def prepare_from_plan(plan: Plan, source: str | TaskFunction | Task | None, own:
     seed_everything(plan.seed)
     with _users_code():
         plan = replace(plan, task=absolute_spec(spec), data=own.get("data") or plan.data)
-        task = call_task(find_task(spec), plan.data, plan.options)
+        task = _in_turn(call_task(find_task(spec), plan.data, plan.options))
         order = adapt_train(task).order(plan.seed, plan.batch)
         cwd = os.getcwd()
     write_plan(plan.folder, plan)
@@ -263,6 +264,14 @@ def check_log(name: str | None) -> None:
     """Refuse a tracker that is not installed, before anything is started."""
     if name is not None and importlib.util.find_spec(name) is None:
         raise PlanError(f"--log {name} needs {name}, which is not installed here; pip install 'evenstep[{name}]'")
+
+
+def _in_turn(task: Task) -> Task:
+    if not has_several(task):
+        return task
+    from evenstep.training.several import in_turn
+
+    return in_turn(task)
 
 
 def _completed(draft: Plan, values: dict[str, Any], task: Task, train: AdaptedData) -> Plan:

@@ -74,7 +74,9 @@ class LossAndMetrics:
             more = named(self._evaluate_metrics(task.metrics, model, batch))
         if "loss" in more:
             return {"loss": more["loss"], **more}
-        return {"loss": self._evaluate_loss(task.loss, model, batch), **more}
+        # That of several models has more than one name.
+        found = self._evaluate_loss(getattr(task.loss, "evaluated", task.loss), model, batch)
+        return {**found, **more} if isinstance(found, Mapping) else {"loss": found, **more}
 
 
 def prefixed(set_name: str, name: str) -> str:

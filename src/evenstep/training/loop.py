@@ -43,7 +43,7 @@ def train(
     known; at the end of an epoch, where `waits_at` is true, and when all processes agreed to stop or to save, the loss
     of the last step is known.
     """
-    (optimizer,) = run.optimizers.values()
+    optimizer = next(iter(run.optimizers.values()))
     requests = run.team.requests
     pending: deque[tuple[Taken, Callable[..., Step], list[int]]] = deque()
     peaks = peak_bytes()

@@ -372,14 +372,22 @@ class Team:
 
     def step(self, optimizer: torch.optim.Optimizer, clip: float | None = None) -> WeightUpdate:
         """Update the weights and forget the gradients; false if fp16's scaler had every rank skip this one."""
+        taken = self.update(optimizer, clip)
+        self.finish_batch()
+        return taken
+
+    def update(self, optimizer: torch.optim.Optimizer, clip: float | None = None) -> WeightUpdate:
+        """The same, before another update in the same step."""
         self.world.spans.begin(UPDATE)
         self._refusals.refuse_optimizer(optimizer)
-        taken = step_optimizer(optimizer, clip, self.precision.scaler)
+        return step_optimizer(optimizer, clip, self.precision.scaler)
+
+    def finish_batch(self) -> None:
+        """The step of the current batch is taken."""
         if self.current is not None and not self.current.is_finished:
             self.current.finish()
             if self._own_batches is not None and self.current.loader is not self._own_batches:
                 self._own_batches.count(self.current)
-        return taken
 
     def evaluate(
         self,

@@ -13,7 +13,7 @@ import signal
 import time
 from collections.abc import Callable, Generator, Iterator
 from dataclasses import asdict, replace
-from functools import partial
+from functools import cached_property, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -30,7 +30,7 @@ from evenstep.distributed import devices
 from evenstep.distributed.devices import return_to_default_stream
 from evenstep.distributed.heartbeat import BACKWARD, BUILDING, COMPARING, ENDING, EVALUATING, FORWARD, SAVING
 from evenstep.distributed.preemption import SIGNALS
-from evenstep.errors import BadInput, Preempted, TrainingError
+from evenstep.errors import BadInput, Preempted, TaskError, TrainingError
 from evenstep.monitor.known_errors import Situation, is_out_of_memory, note
 from evenstep.plan import USUAL, Plan, parse_best
 from evenstep.record import (
@@ -47,7 +47,7 @@ from evenstep.record import (
     has_begun,
 )
 from evenstep.sampling.rng import derive_seed, fork_rng, seed_everything
-from evenstep.task import Task
+from evenstep.task import Task, has_several
 from evenstep.training.batchnorm import is_local, synchronised
 from evenstep.training.evaluation import LossAndMetrics, Means, prefixed
 from evenstep.training.loop import is_done, train
@@ -63,6 +63,7 @@ if TYPE_CHECKING:
     from evenstep.monitor.stragglers import StragglerMonitor
     from evenstep.profiling.profiler import Tracing
     from evenstep.profiling.trackers import Tracking
+    from evenstep.strategies.base import DistributedModel
     from evenstep.training.layer_statistics import InspectedSteps
     from evenstep.training.scores import Scores
 
@@ -321,8 +322,6 @@ class Trainer:
                 infer=self._infer,
             )
         )
-        for model in run.models.values():
-            model.follow_requires_grad()
         self.stepper.recheck()
 
     def _infer(self, function: Callable[[Any], Any]) -> Any:
@@ -331,8 +330,7 @@ class Trainer:
 
     def _faded_rate(self, step: Step) -> Iterator[str]:
         """Warn of a schedule that was meant to be stepped once per epoch."""
-        (optimizer,) = self.run.optimizers.values()
-        group = optimizer.param_groups[0]
+        group = next(iter(self.run.optimizers.values())).param_groups[0]
         # A scheduler notes the first rate in its optimizer.
         first, now = float(group.get("initial_lr", 0.0)), float(group["lr"])
         if self.team.world.is_main and now < FADED * first:
@@ -379,15 +377,20 @@ class Trainer:
         return self.replicas is not None and self._is_compared(step)
 
     def _messages(self) -> list[str]:
-        messages = [*self.stepper.messages, *self._model.notes]
-        self.stepper.messages.clear()
-        self._model.notes.clear()
+        sources = [self.stepper.messages, *(model.notes for model in self.run.models.values())]
+        messages = [message for source in sources for message in source]
+        for source in sources:
+            source.clear()
         return messages if self.team.world.is_main else []
 
-    @property
+    @cached_property
     def _model(self) -> Any:
-        (model,) = self.run.models.values()
-        return model
+        """All models of the task as one."""
+        if "" in self.run.models:
+            return self.run.models[""]
+        from evenstep.training.several import JointModel
+
+        return JointModel(self.run.models)
 
     def _build(self) -> Run:
         plan, task, team = self.plan, self.task, self.team
@@ -406,22 +409,34 @@ class Trainer:
         if plan.sync_batchnorm:
             module = synchronised(module)
         if plan.channels_last:
-            module = module.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
-        model = team.wrap(module, partial(self._compute_sample, loader))
+            module = module.to(memory_format=torch.channels_last)
+        models = self._wrap(module, partial(self._compute_sample, loader))
         if plan.compile:
-            for replica in model.replicas:
+            for replica in (replica for model in models.values() for replica in model.replicas):
                 replica.compile()
-        optimizer = make_optimizer(task.optimizer, model.module)
-        fuse(optimizer, model.module)
-        team.check(optimizer)
+        makers = task.optimizer if has_several(task) else {"": task.optimizer}
+        optimizers = {key: make_optimizer(make, models[key].module) for key, make in makers.items()}
+        for key, optimizer in optimizers.items():
+            fuse(optimizer, models[key].module)
+            team.check(optimizer)
         num_steps = plan.num_steps(loader.lengths, *files.start_of(plan.resume))
-        scheduler = make_scheduler(task, optimizer, plan, loader.lengths, num_steps)
+        scheduler = make_scheduler(task, next(iter(optimizers.values())), plan, loader.lengths, num_steps)
         check_scheduler(scheduler, plan, task)
         # From here on Python's and NumPy's draws (in a dataset, for example) differ between ranks.
         seed_everything(derive_seed(plan.seed, "host", 0, team.world.rank))
-        run = Run(team, model, optimizer, loader, scheduler, num_steps)
+        run = Run(team, models, optimizers, loader, scheduler, num_steps)
         run.stepped_after = stepped_after(scheduler, task)
         return run
+
+    def _wrap(self, module: nn.Module, compute: Callable[[nn.Module], object]) -> dict[str, DistributedModel]:
+        """The wrapped model, or several by their names."""
+        if not has_several(self.task):
+            return {"": self.team.wrap(module, compute)}
+        from evenstep.training.several import parts_of, samples_of
+
+        fitted = self.team.precision.fit(module)
+        samples = samples_of(fitted, compute)
+        return {key: self.team.wrap(part, samples[key]) for key, part in parts_of(fitted).items()}
 
     def _compute_sample(self, loader: Loader, model: nn.Module) -> None:
         data = loader.peek()
@@ -429,6 +444,14 @@ class Trainer:
             self.task.loss(model, data)
 
     def _stepper(self) -> Stepper:
+        if has_several(self.task):
+            from evenstep.training.several import InTurn
+
+            if self.plan.statistics is not None:
+                raise TaskError(
+                    "--statistics is for tasks of one model; leave it out, or use evenstep.log in the losses"
+                )
+            return InTurn(self.run, self.task.loss, self.plan.clip)
         recipe = self._recipe()
         if self.plan.statistics is not None:
             from evenstep.training.layer_statistics import InspectedSteps

@@ -31,6 +31,7 @@ from evenstep.strategies.base import evaluating, same_numbers
 from evenstep.task import Amount, Task
 from evenstep.training.evaluation import LossAndMetrics
 from evenstep.training.optim import make_optimizer
+from evenstep.training.several import optimizers_of, parts_of
 from evenstep.training.team import Team
 from evenstep.verify.recorder import LEAST, DropoutOff, as_real, perturbed, same_torch, sampled, torch_states
 
@@ -212,7 +213,8 @@ class Workbench:
             self.model.train()
         for scaler in unfitted(self.model):
             scaler.fit(iter([self.data()]), World(0, 1, (self._device,)))
-        self.optimizer = make_optimizer(task.optimizer, self.model)
+        key, make = next(iter(optimizers_of(task).items()))
+        self.optimizer = make_optimizer(make, parts_of(self.model)[key])
         self._buffers = {name: buffer.clone() for name, buffer in self.model.named_buffers()}
         self.batch_norms = [name for name, one in self.model.named_modules() if isinstance(one, BatchNorm)]
 

@@ -42,6 +42,7 @@ from evenstep.record import Record, Step
 from evenstep.sampling.rng import rng_states
 from evenstep.task import Amount, Task
 from evenstep.training.optim import make_optimizer
+from evenstep.training.several import LossesInTurn
 from evenstep.training.trainer import Event, perform
 
 _DROPS = ("dropout", "alpha_dropout", "feature_dropout", "feature_alpha_dropout")
@@ -275,24 +276,37 @@ class Watch:
                 self._narrow.check_parameters(self._module)
             return without_batch_statistics(self._module) if norms == "eval" else self._module
 
+        most = VALID_BATCHES * self._plan.batch + 1
+        recorded = replace(task, model=model, valid=fewer(task.valid, most), show=None)
+        if not isinstance(task.loss, LossesInTurn):
+            return replace(recorded, loss=self._checked(task.loss), optimizer=self._recorded(task.optimizer))
+        losses = LossesInTurn({key: self._checked(loss) for key, loss in task.loss.parts.items()})
+        optimizers = {key: self._recorded(make, f"{key}.") for key, make in task.optimizer.items()}
+        return replace(recorded, loss=losses, optimizer=optimizers)
+
+    def _checked(self, loss: Callable[..., Amount]) -> Callable[..., Amount]:
+        """The same loss; on one device, the first call is checked for downcasts."""
+
+        def checked(model: nn.Module, batch: Any) -> Amount:
+            if self._is_first and self._plan.precision == "fp64" and len(self._plan.devices) == 1:
+                with self._narrow:
+                    return loss(model, batch)
+            return loss(model, batch)
+
+        return checked
+
+    def _recorded(self, make: Callable[..., torch.optim.Optimizer], prefix: str = "") -> Callable[..., Any]:
+        """The same optimizer, whose steps are recorded."""
+
         def optimizer(model: nn.Module) -> torch.optim.Optimizer:
             # Under dp these are the parameters that each device owns.
-            self._weights = dict(model.named_parameters())
-            made = make_optimizer(task.optimizer, model)
+            self._weights |= {f"{prefix}{name}": weight for name, weight in model.named_parameters()}
+            made = make_optimizer(make, model)
             made.register_step_pre_hook(lambda *_: None if _is_skipped(made) else self._before())
             made.register_step_post_hook(lambda *_: None if _is_skipped(made) else self._after(made))
             return made
 
-        def loss(model: nn.Module, batch: Any) -> Amount:
-            """On one device, the first call is checked for downcasts."""
-            if self._is_first and self._plan.precision == "fp64" and len(self._plan.devices) == 1:
-                with self._narrow:
-                    return task.loss(model, batch)
-            return task.loss(model, batch)
-
-        most = VALID_BATCHES * self._plan.batch + 1
-        valid = fewer(task.valid, most)
-        return replace(task, model=model, loss=loss, optimizer=optimizer, valid=valid, show=None)
+        return optimizer
 
     def write(self, step: int) -> None:
         """Write what was recorded since the last step, under its number in the Record."""
@@ -320,7 +334,8 @@ class Watch:
 
     def _after(self, optimizer: torch.optim.Optimizer) -> None:
         assert self._module is not None
-        self._take("weight", self._weights)
+        # Of several models, some may have no optimizer.
+        self._take("weight", {**dict(self._module.named_parameters()), **self._weights})
         self._take("buffer", dict(self._module.named_buffers()))
         states = {
             f"{name}/{key}": value

@@ -82,7 +82,7 @@ def _perform_rank(spec: TrainingSpec, perform: Perform, source: Task | None) -> 
     """Load the task under the plan's seed and run it to the end."""
     from evenstep.distributed.world import read_heartbeat
     from evenstep.sampling.rng import seed_everything
-    from evenstep.task import call_task, load_task
+    from evenstep.task import call_task, has_several, load_task
 
     for row in spec.strategies:
         add_strategy(row)
@@ -92,6 +92,10 @@ def _perform_rank(spec: TrainingSpec, perform: Perform, source: Task | None) -> 
     read_heartbeat().beat(LOADING)
     seed_everything(plan.seed)
     task = call_task(source) if source is not None else load_task(plan.task, plan.data, plan.options)
+    if has_several(task):
+        from evenstep.training.several import in_turn
+
+        task = in_turn(task)
     for event in perform(plan, task, Path(spec.run_folder)):
         if isinstance(event, str):
             print(event, flush=True)

@@ -1,0 +1,242 @@
+"""Several models in one task, each with its loss and optimizer, stepped in turn: a GAN, an actor and its critic.
+
+    Task(
+        model=lambda: {"d": Discriminator(), "g": Generator()},
+        loss={"d": d_loss, "g": g_loss},                           # d_loss(models, batch), with models.d and models.g
+        optimizer={"d": lambda parameters: Adam(parameters), "g": ...},
+    )
+
+`in_turn` makes of it a task of one model, `NamedModels`, whose loss is the sum; what builds, checks and evaluates tasks
+needs to know no more. Only a step does: each model is wrapped by itself, and frozen while another is trained.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import replace
+from functools import partial
+from typing import Any, TypeVar
+
+import torch
+from torch import nn
+
+from evenstep.data.loader import Batch
+from evenstep.errors import TaskError
+from evenstep.strategies.base import SMALL_ENOUGH, DistributedModel, Sample, copied
+from evenstep.task import Amount, Task, has_several
+from evenstep.training.loss import MeanLoss
+from evenstep.training.optim import WeightUpdate
+from evenstep.training.run import Run
+from evenstep.training.step import Done, Taken
+
+T = TypeVar("T")
+Loss = Callable[[Any, Any], Amount]
+MakeOptimizer = Callable[..., torch.optim.Optimizer]
+OWN_LOOP = "for anything else, write a loop: docs/task.md, Your own loop"
+
+
+class NamedModels(nn.Module):
+    """What a loss of several models gets: `models.g` or `models["g"]`."""
+
+    def __init__(self, models: Mapping[str, nn.Module]) -> None:
+        super().__init__()
+        for key, model in models.items():
+            self.add_module(key, model)
+
+    def __getitem__(self, key: str) -> nn.Module:
+        return dict(self.items())[key]
+
+    def items(self) -> Iterator[tuple[str, nn.Module]]:
+        """Names and models, in their order."""
+        return self.named_children()
+
+
+class LossesInTurn:
+    """The losses of several models; called, their sum."""
+
+    def __init__(self, parts: Mapping[str, Loss]) -> None:
+        self.parts = dict(parts)
+
+    def __call__(self, models: Any, batch: Any) -> Amount:
+        return self.evaluated(models, batch)["loss"]
+
+    def evaluated(self, models: Any, batch: Any) -> dict[str, Amount]:
+        """What an evaluation shows: the sum, and each by its name."""
+        amounts = {key: loss(models, batch) for key, loss in self.parts.items()}
+        return {"loss": sum(map(_mean, amounts.values())), **{f"loss/{key}": one for key, one in amounts.items()}}
+
+
+def _mean(amount: Any) -> Any:
+    return amount[0] / amount[1] if isinstance(amount, tuple | list) else amount
+
+
+def in_turn(task: Task) -> Task:
+    """A task of several models as one of a single model; any other task as it is."""
+    if not has_several(task) or isinstance(task.loss, LossesInTurn):
+        return task
+    losses, optimizers = task.loss, task.optimizer
+    if not isinstance(losses, Mapping) or not isinstance(optimizers, Mapping) or list(losses) != list(optimizers):
+        raise TaskError(
+            f"Task.loss has {_keys(losses)} and Task.optimizer {_keys(optimizers)}; give both as dicts with the same "
+            f"keys, in the order in which they are stepped; {OWN_LOOP}"
+        )
+    if task.scheduler is not None:
+        raise TaskError(f"Task.scheduler changes one optimizer, and there are {len(optimizers)}; {OWN_LOOP}")
+    return replace(task, model=partial(_make_models, task.model, tuple(losses)), loss=LossesInTurn(losses))
+
+
+def _make_models(make: Callable[[], Any], trained: tuple[str, ...]) -> NamedModels:
+    made = make()
+    if not isinstance(made, Mapping) or not all(isinstance(one, nn.Module) for one in made.values()):
+        raise TaskError(
+            f"Task.loss has {_keys(trained)}, so Task.model() must return a dict of modules with these keys"
+        )
+    missing = [key for key in trained if key not in made]
+    if missing:
+        raise TaskError(f"Task.loss has {missing[0]!r}, and Task.model() made only {_keys(made)}")
+    odd = next((key for key in made if not key.isidentifier() or hasattr(NamedModels, key)), None)
+    if odd is not None:
+        raise TaskError(f"a model cannot be called {odd!r}; use a name that can follow a dot, such as models.g")
+    for key, model in made.items():
+        if not model.training:
+            # As pretrained models often come.
+            model.train()
+        if key not in trained:
+            model.requires_grad_(False)
+    return NamedModels(made)
+
+
+def _keys(given: Any) -> str:
+    return ", ".join(map(str, given)) if isinstance(given, Mapping | tuple) else f"a {type(given).__name__}"
+
+
+def parts_of(model: nn.Module) -> dict[str, nn.Module]:
+    """The models that are wrapped, each by itself; a single one has no name."""
+    return dict(model.items()) if isinstance(model, NamedModels) else {"": model}
+
+
+def optimizers_of(task: Task) -> dict[str, MakeOptimizer]:
+    """The functions that make the optimizers, by the name of the model."""
+    return dict(task.optimizer) if isinstance(task.optimizer, Mapping) else {"": task.optimizer}
+
+
+def samples_of(model: nn.Module, compute: Callable[[nn.Module], object]) -> dict[str, Sample | None]:
+    """For each model, what computes the loss with a copy of it in its place; made before any of them is wrapped."""
+    parts = parts_of(model)
+    if "" in parts:
+        return {"": compute}
+    if sum(weight.numel() for weight in model.parameters()) > SMALL_ENOUGH:
+        return dict.fromkeys(parts)
+    copies = {key: copied(part) for key, part in parts.items()}
+
+    def sample(key: str, one: nn.Module) -> object:
+        device = next(one.parameters()).device
+        return compute(NamedModels({**{name: copy.to(device) for name, copy in copies.items()}, key: one}))
+
+    return {key: partial(sample, key) for key in parts}
+
+
+class JointLoss(nn.Module):
+    """Runs a function of all models as the forward of each, one inside the other."""
+
+    def __init__(self, bound: Mapping[str, nn.Module]) -> None:
+        super().__init__()
+        self._views: dict[tuple[int, ...], NamedModels] = {}
+        self._bound = list(bound.items())
+        for key, module in bound.items():
+            self.add_module(key, module)
+
+    def forward(self, work: Callable[..., T], *arguments: Any) -> T:
+        keys = [key for key, _ in self._bound]
+
+        def inner(*bare: nn.Module) -> T:
+            return work(view(self._views, keys, bare), *arguments)
+
+        for _, module in reversed(self._bound):
+            inner = _inside(module, inner)
+        return inner()
+
+
+def _inside(bound: nn.Module, inner: Callable[..., T]) -> Callable[..., T]:
+    return lambda *bare: bound(lambda model: inner(*bare, model))
+
+
+def view(views: dict[tuple[int, ...], NamedModels], keys: Sequence[str], bare: Sequence[nn.Module]) -> NamedModels:
+    """These models by their names; made once for each replica."""
+    ids = tuple(map(id, bare))
+    if ids not in views:
+        views[ids] = NamedModels(dict(zip(keys, bare, strict=True)))
+    return views[ids]
+
+
+class JointModel(DistributedModel):
+    """Several wrapped models as one, for everything but a step."""
+
+    def __init__(self, models: Mapping[str, DistributedModel]) -> None:
+        self._models = list(models.values())
+        replicas: list[nn.Module] = [
+            JointLoss({key: model.loss_modules[replica] for key, model in models.items()})
+            for replica in range(len(self._models[0].loss_modules))
+        ]
+        super().__init__(NamedModels({key: model.module for key, model in models.items()}), replicas)
+
+    def run(self, work: Callable[..., T], arguments: Sequence[tuple[Any, ...]]) -> list[T]:
+        return self._models[0].run(work, arguments)
+
+    def sync_replicas(self, is_training: bool) -> None:
+        for model in self._models:
+            model.sync_replicas(is_training)
+
+    def time_communication(self) -> None:
+        for model in self._models:
+            model.time_communication()
+
+    @contextmanager
+    def evaluating(self) -> Iterator[None]:
+        with ExitStack() as stack:
+            for model in self._models:
+                stack.enter_context(model.evaluating())
+            yield
+
+
+class InTurn:
+    """Eager steps of several models: of each backward and update, one after the other, on the same batch."""
+
+    lag = 0
+
+    def __init__(self, run: Run, losses: LossesInTurn, clip: float | None) -> None:
+        self.messages: list[str] = []
+        self._run, self._team = run, run.team
+        self._losses, self._clip = losses.parts, clip
+        self._views: dict[tuple[int, ...], NamedModels] = {}
+        if run.team.world.device.type == "cuda":
+            self.messages.append("fast: steps stay eager: the task has several optimizers")
+
+    def recheck(self) -> None:
+        pass
+
+    def take(self, batch: Batch) -> Taken:
+        losses: dict[str, MeanLoss] = {}
+        are_taken = True
+        for key, loss in self._losses.items():
+            keys = [key, *(other for other in self._run.models if other != key)]
+            models = tuple(self._run.models[one] for one in keys)
+            losses[key] = self._team.backward(partial(self._call, loss, keys), models, batch)
+            are_taken &= self._team.update(self._run.optimizers[key], self._clip).was_taken
+        self._team.finish_batch()
+        if self._run.average is not None and are_taken:
+            self._run.average.update()
+        return Done(_total(losses), WeightUpdate(are_taken, None))
+
+    def _call(self, loss: Loss, keys: Sequence[str], bare: Sequence[nn.Module], data: Any) -> Amount:
+        return loss(view(self._views, keys, bare), data)
+
+
+def _total(losses: Mapping[str, MeanLoss]) -> MeanLoss:
+    logged = {name: value for loss in losses.values() for name, value in loss.logged.items()}
+    logged |= {f"loss/{key}": float(loss) for key, loss in losses.items()}
+    *_, last = losses.values()
+    seconds = sum(loss.compute_seconds for loss in losses.values())
+    return MeanLoss(math.fsum(losses.values()), last.count, seconds, logged)

@@ -34,7 +34,7 @@ from evenstep.training.step import Done, Taken
 T = TypeVar("T")
 Loss = Callable[[Any, Any], Amount]
 MakeOptimizer = Callable[..., torch.optim.Optimizer]
-OWN_LOOP = "for anything else, write a loop: docs/task.md, Your own loop"
+OWN_LOOP = "for anything else, write a loop: docs/task.md, 'Your own loop'"
 
 
 class NamedModels(nn.Module):

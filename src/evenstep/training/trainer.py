@@ -448,9 +448,7 @@ class Trainer:
             from evenstep.training.several import InTurn
 
             if self.plan.statistics is not None:
-                raise TaskError(
-                    "--statistics is for tasks of one model; leave it out, or use evenstep.log in the losses"
-                )
+                raise TaskError("--statistics is for tasks of one model; use evenstep.log in the losses instead")
             return InTurn(self.run, self.task.loss, self.plan.clip)
         recipe = self._recipe()
         if self.plan.statistics is not None:

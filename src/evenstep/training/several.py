@@ -224,7 +224,7 @@ class InTurn:
             keys = [key, *(other for other in self._run.models if other != key)]
             models = tuple(self._run.models[one] for one in keys)
             losses[key] = self._team.backward(partial(self._call, loss, keys), models, batch)
-            are_taken &= self._team.update(self._run.optimizers[key], self._clip).was_taken
+            are_taken &= bool(self._team.update(self._run.optimizers[key], self._clip))
         self._team.finish_batch()
         if self._run.average is not None and are_taken:
             self._run.average.update()

@@ -7,7 +7,7 @@
     )
 
 `in_turn` makes of it a task of one model, `NamedModels`, whose loss is the sum; what builds, checks and evaluates tasks
-needs to know no more. Only a step does: each model is wrapped by itself, and frozen while another is trained.
+needs to know no more. Only a step does: each model has a wrapper, and is frozen while another is trained.
 """
 
 from __future__ import annotations
@@ -113,7 +113,7 @@ def _keys(given: Any) -> str:
 
 
 def parts_of(model: nn.Module) -> dict[str, nn.Module]:
-    """The models that are wrapped, each by itself; a single one has no name."""
+    """The models that are wrapped, one by one; a single one has no name."""
     return dict(model.items()) if isinstance(model, NamedModels) else {"": model}
 
 

@@ -110,6 +110,8 @@ class Task:
     """The length, unless the plan gives one."""
     steps: int | None = None
     """The length in steps, instead of `epochs`, unless the plan gives one."""
+    best: str | None = None
+    """The metric of the best checkpoint, early stopping and ReduceLROnPlateau, unless the plan gives one: accuracy."""
     clip: float | None = None
     """The largest norm of the gradients, unless the plan gives one."""
     accumulate: int | None = None

@@ -178,3 +178,30 @@ def test_the_step_does_not_wait_for_the_gpu_beyond_the_loss() -> None:
     finally:
         torch.cuda.set_sync_debug_mode("default")
     assert len(batches) == 4
+
+
+@pytest.mark.parametrize("where", ["single-1", "dp-2"])
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_scores_of_predictions_on_the_gpu_are_those_of_the_cpu(where: str, precision: str) -> None:
+    strategy, _, num = where.partition("-")
+    x, y = DATA["mlp"](101, torch.Generator().manual_seed(0))
+    task = evenstep.Task(
+        model=BUILDERS["mlp"],
+        train=(x, y),
+        valid=(x, y),
+        loss=mean_loss,
+        optimizer=lambda parameters: torch.optim.SGD(parameters, lr=0.0),
+        predict=lambda model, batch: ({"logits": model(batch[0]), "x": batch[0]}, batch[1]),
+        scores={
+            "median": lambda predictions, targets: predictions["logits"].median(),
+            "in_order": lambda predictions, targets: float(predictions["x"].equal(x) and targets.equal(y)),
+        },
+        batch=16,
+    )
+    devices = ("cuda:0",) * int(num)
+    record = evenstep.train(task, strategy=strategy, devices=devices, precision=precision, steps=1, evaluate_every=1)
+    expected = evenstep.train(task, devices=("cpu",), steps=1)
+    values = record.evaluations[-1].values
+    assert values["in_order"] == 1.0
+    tolerance = 1e-4 if precision == "fp32" else 0.05
+    assert values["median"] == pytest.approx(expected.evaluations[-1].values["median"], abs=tolerance)

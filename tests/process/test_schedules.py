@@ -206,6 +206,16 @@ def test_a_plateau_needs_evaluations_and_the_right_end_of_the_metric() -> None:
         evenstep.train("my_task.py", options={"kind": "plateau"}, best="loss:max")
 
 
+def test_the_task_may_name_the_metric_of_its_plateau_so_that_verify_needs_no_flag() -> None:
+    rising = TASK.replace("patience=1)", "patience=1, mode='max')").replace("batch=6,", "batch=6, best='loss:max',")
+    Path("my_task.py").write_text(rising)
+    record = evenstep.train("my_task.py", options={"kind": "plateau"}, progress=False, threads=1)
+    assert record.plan.best == "loss:max"
+    command = [sys.executable, "-m", "evenstep", "verify", "my_task.py", "kind=plateau", "--strategies", "dp"]
+    done = subprocess.run([*command, "--steps", "2"], capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
 def test_a_stream_has_no_steps_per_epoch() -> None:
     class Stream(torch.utils.data.IterableDataset[Any]):
         def __iter__(self) -> Any:

@@ -49,10 +49,14 @@ def evaluate(
     prepared = prepare(source, choices, is_training=False)
     log([*notes, *prepared.notes])
     only = replace(prepared.plan, restarts=0, audit=False, log=None)
-    # On a failure, its logs stay.
-    for _ in run_in_processes(replace(prepared, plan=only), perform_evaluation):
-        pass
-    (evaluation,) = Record.read(prepared.folder).evaluations
+    try:
+        for _ in run_in_processes(replace(prepared, plan=only), perform_evaluation):
+            pass
+        (evaluation,) = Record.read(prepared.folder).evaluations
+    except (KeyboardInterrupt, Preempted):
+        shutil.rmtree(prepared.folder, ignore_errors=True)
+        raise
+    # After a failure, its logs stay.
     shutil.rmtree(prepared.folder, ignore_errors=True)
     shown = os.path.relpath(path)
     return EvaluatedCheckpoint(

@@ -51,7 +51,7 @@ MOST_CHARACTERS = 95
 """Of a run's name, of which a number may become part."""
 PER_START = ("name", "out", "machines", "rendezvous", "requeue", "profile")
 """Fields of one start, which a repeated or resumed run does not take over."""
-OF_TASK = ("clip", "accumulate", "precision")
+OF_TASK = ("clip", "accumulate", "precision", "best")
 """Fields that a task may set, for plans that do not."""
 PER_COMMAND = ("allow_pickle",)
 """Fields that only a command may set, not a file: they allow code to run."""

@@ -51,7 +51,7 @@ def check_scheduler(scheduler: LRScheduler | None, plan: Plan, task: Task) -> No
     if scheduler.mode != direction:
         raise TaskError(
             f"ReduceLROnPlateau waits for a {scheduler.mode} of {metric}, whose {direction} is best; "
-            f"write ReduceLROnPlateau(optimizer, mode={direction!r}), or choose another metric with --best"
+            f"write ReduceLROnPlateau(optimizer, mode={direction!r}), or name another metric: Task(best=...) or --best"
         )
 
 

@@ -12,7 +12,9 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file
+from torch import nn
 
+import evenstep as library
 from evenstep import Record
 from evenstep.errors import BadInput
 from tests.process.test_recipes import PAGE
@@ -75,6 +77,18 @@ def test_an_average_of_the_weights_goes_out_where_there_is_one() -> None:
     for tensors in (load_file("exported/model.safetensors"), Record.read("runs/mine").model().state_dict()):
         assert all(torch.equal(tensors[name], value) for name, value in average.items())
         assert not torch.equal(tensors["1.weight"], weights["1.weight"])
+
+
+def test_the_checkpoint_of_a_custom_loop_is_exported_too(evenstep: Callable[..., Ended]) -> None:
+    team = library.join("single", devices=("cpu",))
+    model = team.wrap(nn.Linear(2, 1))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    library.Run(team, model, optimizer, team.loader(torch.zeros(4, 2), batch=2)).save("mine")
+    assert evenstep("checkpoint", "export", "mine", "exported", "--to", "torch").code == 0
+    assert torch.equal(torch.load("exported/model.pt")["weight"], model.module.weight)
+    refused = evenstep("checkpoint", "export", "mine", "hf", "--to", "hf")
+    assert "does not name the task that it is from" in refused.err
+    assert "--to hf --task TASK" in refused.err
 
 
 HF = """

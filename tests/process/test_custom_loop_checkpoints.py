@@ -55,6 +55,18 @@ def test_two_models_and_optimizers_go_on_from_the_middle_of_an_epoch(tmp_path: P
     assert take_steps(again, 8) == rest
 
 
+def test_what_a_loop_adds_to_a_checkpoint_comes_back(tmp_path: Path) -> None:
+    run = new_run()
+    take_steps(run, 2)
+    replay = torch.arange(12.0).view(3, 4).t()
+    run.save(tmp_path, replay={"states": replay, "parts": [replay[0], 3]}, temperature=0.25, note=None)
+    loaded = new_run().load(tmp_path)
+    assert set(loaded) == {"replay", "temperature", "note"}
+    assert (loaded["temperature"], loaded["note"], loaded["replay"]["parts"][1]) == (0.25, None, 3)
+    assert torch.equal(loaded["replay"]["states"], replay)
+    assert torch.equal(loaded["replay"]["parts"][0], replay[0])
+
+
 def test_another_seed_is_refused_for_it_would_repeat_samples(tmp_path: Path) -> None:
     run = new_run()
     take_steps(run, 2)

@@ -115,9 +115,10 @@ def test_a_folder_with_an_earlier_run_is_not_written_over() -> None:
         again.log(loss)
     # It ended before its first checkpoint: there is nothing to load, and the Record begins again.
     assert again.load() == {}
-    again.log(loss)
+    again.log(loss, entropy=torch.tensor(0.5))
     again.finish()
-    assert len(Record.read("runs/small").steps) == 1
+    (step,) = Record.read("runs/small").steps
+    assert step.logged == {"entropy": 0.5}
 
 
 def test_a_loop_stops_when_no_evaluation_is_better() -> None:

@@ -46,7 +46,12 @@ def make_trainer(kind: Kind = "gpt2", dropout: float = 0.1, base: type[Trainer] 
     torch.manual_seed(0)
     given = {"learning_rate": 5e-3, "warmup_steps": 5, "weight_decay": 0.1, "per_device_train_batch_size": 6}
     args = TrainingArguments(
-        output_dir="out", num_train_epochs=3, report_to=[], use_cpu=True, disable_tqdm=True, **{**given, **more}
+        output_dir="out",
+        num_train_epochs=3,
+        report_to=[],
+        use_cpu=not torch.cuda.is_available(),
+        disable_tqdm=True,
+        **{**given, **more},
     )
     data, valid = Sentences(kind, 45), Sentences(kind, 13)
     return base(model=model_of(kind, dropout), args=args, train_dataset=data, eval_dataset=valid)

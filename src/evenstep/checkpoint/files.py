@@ -35,6 +35,8 @@ WEIGHTS = "weights.safetensors"
 OPTIMIZER = "optimizer.safetensors"
 STATE = "state.json"
 EMA = "ema.safetensors"
+EXTRA = "extra.safetensors"
+"""Tensors that a custom loop has added."""
 """The average of the weights, under their names, where a task has one."""
 _NAME = re.compile(r"step-([0-9]+)")
 

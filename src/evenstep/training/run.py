@@ -19,6 +19,7 @@ from torch.optim.lr_scheduler import LRScheduler
 
 import evenstep
 from evenstep.checkpoint import files
+from evenstep.checkpoint.extra import with_tensors, without_tensors
 from evenstep.checkpoint.files import State
 from evenstep.checkpoint.state import (
     check_same_order,
@@ -134,8 +135,11 @@ class Run:
         """Global batches that were finished."""
         return self.loader.num_finished
 
-    def log(self, loss: float | torch.Tensor) -> None:
-        """Write the row of a step to the Record, after its backward; `loss` is what `team.backward` returned."""
+    def log(self, loss: float | torch.Tensor, **values: float | torch.Tensor) -> None:
+        """Write the row of a step to the Record, after its backward; `loss` is what `team.backward` returned.
+
+        `values` are other numbers of this step, as rank 0 has them: `run.log(d_loss, g_loss=g_loss)`.
+        """
         record, batch = self._recorded(), self.team.current
         if batch is None:
             raise TaskError("run.log writes the row of a step; call it after team.backward")
@@ -151,7 +155,7 @@ class Run:
                 lr=float(self._first_groups()[0]["lr"]),
                 input_seconds=self.loader.waited_seconds,
                 epoch_samples=self.loader.lengths.of(batch.span.epoch) or 0,
-                logged=getattr(loss, "logged", {}),
+                logged={**getattr(loss, "logged", {}), **{name: float(value) for name, value in values.items()}},
             )
         )
 
@@ -190,7 +194,8 @@ class Run:
     def save(self, folder: str | Path | None = None, *, keep: int = 2, is_best: bool = False, **extra: Any) -> Path:
         """Write a checkpoint below `folder`; every process calls this, rank 0 writes, all of them know how it went.
 
-        `load` returns the `extra` values, which JSON can hold. Without a folder it is written into that of the run.
+        `load` returns the `extra` values: tensors, and what JSON can hold, as rank 0 has them. Without a folder it is
+        written into that of the run.
         """
         folder = self._checkpoints(folder)
         main = self.team.world.is_main
@@ -210,7 +215,8 @@ class Run:
         so_far = {"so_far": asdict(self._record.so_far())} if self._record is not None else {}
         state = {**self._state(), "optimizers": optimizers}
         _refuse_taken(extra, state)
-        state |= {**so_far, **extra}
+        added: dict[str, torch.Tensor] = {}
+        state |= {**so_far, **without_tensors(extra, added)}
         # Agreed on before anything is written: of a sharded weight, another rank may hold the part that is spoilt.
         self._stop_if(self._first_not_finite(), folder)
         problem = None
@@ -224,6 +230,8 @@ class Run:
                 }
                 if self.average is not None:
                     writers[files.EMA] = lambda file: save_file(averages, file)
+                if added:
+                    writers[files.EXTRA] = lambda file: save_file(added, file)
                 self.before_save()
                 files.write(Path(folder), self.step, writers)
                 if is_best or (self._record is not None and self._record.is_best_at(self.step)):
@@ -289,7 +297,9 @@ class Run:
             group["lr"] = rate
         if self._record is not None:
             self._record.recall(self.loader.facts(), state.get("so_far"))
-        return Loaded({name: state[name] for name in state if name not in _TAKEN}, notes)  # type: ignore[literal-required]
+        added = load_file(path / files.EXTRA) if (path / files.EXTRA).exists() else {}
+        extra = {name: value for name, value in state.items() if name not in _TAKEN}
+        return Loaded(with_tensors(extra, added), notes)
 
     def _load_own(self, allow_pickle: bool) -> Loaded:
         self._recorded().continues = True

@@ -156,6 +156,39 @@ def test_ddp_over_nccl_is_replayed_too() -> None:
         assert other.loss == pytest.approx(one.loss, rel=2e-3)
 
 
+class WithSpare(Net):
+    """A layer that nothing uses."""
+
+    def __init__(self) -> None:
+        super().__init__(0.0)
+        self.spare = nn.Linear(4, 4)
+
+
+def test_a_parameter_that_no_step_uses_is_left_alone_by_replays(capsys: pytest.CaptureFixture[str]) -> None:
+    decayed = {"model": WithSpare, "optimizer": lambda parameters: torch.optim.AdamW(parameters, weight_decay=0.5)}
+    plain = evenstep.train(task(**decayed), epochs=4, fast="off", name="plain")
+    capsys.readouterr()
+    fast = evenstep.train(task(**decayed), epochs=4, name="fast")
+    assert "replayed as a CUDA graph" in capsys.readouterr().err
+    assert torch.equal(weights(fast)["spare.weight"], weights(plain)["spare.weight"])
+
+
+def test_several_optimizers_step_eagerly(capsys: pytest.CaptureFixture[str]) -> None:
+    """A teacher, and two students that are trained in turn."""
+
+    def loss_of(name: str) -> Any:
+        return lambda models, batch: F.mse_loss(models[name](batch[0]), models.teacher(batch[0]))
+
+    several: dict[str, Any] = {
+        "model": lambda: {"one": Net(0.0), "other": Net(0.0), "teacher": Net(0.0)},
+        "loss": {name: loss_of(name) for name in ("one", "other")},
+        "optimizer": dict.fromkeys(("one", "other"), lambda parameters: torch.optim.AdamW(parameters, lr=1e-3)),
+    }
+    record = evenstep.train(task(**several), epochs=2, name="several")
+    assert "fast: steps stay eager: the task has several optimizers" in capsys.readouterr().err
+    assert record.steps[-1].logged["loss/other"] < record.steps[0].logged["loss/other"]
+
+
 def test_a_loss_that_is_no_number_stops_at_its_step_with_the_weights_before_it(
     capsys: pytest.CaptureFixture[str],
 ) -> None:

@@ -1,4 +1,4 @@
-"""One rank of a training that counts what it sends; `python count_collectives.py OUT`."""
+"""One rank of a training that counts what it sends; `python count_collectives.py [complex] OUT`."""
 
 import json
 import sys
@@ -26,7 +26,21 @@ def counted(where: object, name: str, key: str) -> None:
 
 
 team = evenstep.join("ddp", devices=("cpu", "cpu"))
-model = team.wrap(nn.Sequential(nn.Linear(6, 8), nn.ReLU(), nn.Linear(8, 3)))
+
+
+class Spectral(nn.Module):
+    """A complex parameter, whose gradient torch's DDP averages."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.filter = nn.Parameter(torch.ones(4, dtype=torch.complex64))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.fft.irfft(torch.fft.rfft(x) * self.filter, n=6)
+
+
+first = Spectral() if "complex" in sys.argv else nn.Identity()
+model = team.wrap(nn.Sequential(first, nn.Linear(6, 8), nn.ReLU(), nn.Linear(8, 3)))
 optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
 loader = team.loader((torch.randn(90, 6), torch.randint(0, 3, (90,))), batch=10, accumulate=3)
 counted(Channel, "average", "averages")
@@ -39,4 +53,4 @@ for batch in loader:
     counts["steps"] += 1
     counts["micro_batches"] += len(batch.micro_batches)
 if team.world.is_main:
-    Path(sys.argv[1]).write_text(json.dumps(counts))
+    Path(sys.argv[-1]).write_text(json.dumps(counts))

@@ -118,6 +118,9 @@ class DistributedModel:
     def follow_requires_grad(self) -> None:
         """Train what the parameters' requires_grad says now; all ranks call this after the same change."""
 
+    def note_replay(self) -> None:
+        """A step was replayed as a CUDA graph, around `sync_gradients`."""
+
     def time_communication(self) -> None:
         """From now on, announce also what a wrapper of torch's sends, and send nothing while communication is off."""
 

@@ -220,6 +220,10 @@ class Completing:
         """Give DDP zeros in their place: then it sends what other ranks wait for, and nobody hangs."""
         lacking: list[int] = []
         unreduced_ = unreduced(self._wrapper)
+        if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
+            if unreduced_:
+                raise RuntimeError("some parameters have no gradient, which ranks compare in each step")
+            return
         if unreduced_:
             lacking = [index for index in unreduced_ if self._weights[index].grad is None]
             # Their hooks tell DDP; a gradient of an earlier micro-batch stays as it is.
@@ -233,7 +237,8 @@ class Completing:
             return negative_zeros(weight)
         # No rows, as an embedding that was given none makes.
         rows = torch.zeros(1, 0, dtype=torch.int64, device=weight.device)
-        return torch.sparse_coo_tensor(rows, weight.new_zeros(0, *weight.shape[1:]), weight.shape)
+        values = weight.new_zeros(0, *weight.shape[1:])
+        return torch.sparse_coo_tensor(rows, values, weight.shape, check_invariants=True)
 
     def _reduced(self, index: int) -> torch.Tensor:
         gradient = self._weights[index].grad
@@ -286,6 +291,9 @@ class DDPModel(RankModel):
         self.notes = self._completing.unused.note.lines
         if self._is_timed:
             self.time_communication()
+
+    def note_replay(self) -> None:
+        self._completing.unused.replayed()
 
     def time_communication(self) -> None:
         self._is_timed = True

@@ -60,8 +60,8 @@ class UnusedNote:
         self.lines.append(f"in this step {'; '.join(said)}. {self._cost}")
 
 
-DEPTH = 4
-"""Steps that a board keeps: the host of a GPU may be a step ahead of another one."""
+DEPTH = 8
+"""Steps that a board keeps: the host of a GPU may be some steps ahead of another one."""
 
 
 class Board:
@@ -142,6 +142,11 @@ class UnusedParameters:
             return [index for index, is_absent in zip(lacking, are_negative_zeros(sums), strict=True) if is_absent]
         self.note.say(having / self._world.size)
         return [int(index) for index in torch.nonzero(having == 0).flatten().tolist()]
+
+    def replayed(self) -> None:
+        """This rank replayed a step, in which it lacked nothing; others may not have."""
+        if self._board is not None:
+            self._board.write([])
 
     def _ask(self, lacking: list[int]) -> torch.Tensor:
         having = torch.ones(len(self.note.names), dtype=torch.float64)

@@ -204,6 +204,7 @@ class Fast:
         request_code = self._fill(captured, batch)
         if self._world.size > 1:
             spans.heartbeat.collective()
+        self._recipe.model.note_replay()
         slot = captured.replay_whole()
         is_full = len(self._under_way) > LAG
         event = self._under_way.popleft().event if is_full else torch.cuda.Event()

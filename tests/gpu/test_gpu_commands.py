@@ -100,3 +100,13 @@ def test_the_doctor_knows_the_gpu() -> None:
     ended = subprocess.run([sys.executable, "-m", "evenstep", "doctor", "--json"], capture_output=True, text=True)
     assert ended.returncode in (0, 1), ended.stderr
     assert torch.cuda.get_device_name(0) in ended.stdout
+
+
+@pytest.mark.parametrize("devices", ["cuda:0", "cuda:0,cuda:0"])
+def test_the_model_of_a_run_on_a_gpu_goes_out_on_the_cpu(devices: str) -> None:
+    evenstep("train", "my_task.py", "--devices", devices, "--steps", "4", "--name", "mine", "--quiet")
+    evenstep("checkpoint", "export", "runs/mine", "exported", "--to", "torch")
+    model = Record.read("runs/mine").model()
+    exported = torch.load("exported/model.pt")
+    assert {weight.device.type for weight in (*model.parameters(), *exported.values())} == {"cpu"}
+    assert all(torch.equal(value, exported[name]) for name, value in model.state_dict().items())

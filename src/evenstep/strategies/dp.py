@@ -47,11 +47,19 @@ class DP:
     def wrap(self, model: nn.Module, world: World, sample: Sample | None = None) -> DistributedModel:
         while len(self._threads) < len(world.devices):
             replica = len(self._threads)
-            self._threads.append(ThreadPoolExecutor(1, f"replica-{replica}", drive_replica, (replica,)))
+            arguments = replica, world.devices[replica]
+            self._threads.append(ThreadPoolExecutor(1, f"replica-{replica}", _start_thread, arguments))
         for device in reversed(world.devices):
             # Where the replicas' threads are, too.
             return_to_default_stream(device)
         return Replicas(model, world, self._threads)
+
+
+def _start_thread(replica: int, device: torch.device) -> None:
+    drive_replica(replica)
+    if device.type == "cuda":
+        # cuBLAS warns where its call is the first of a thread to CUDA.
+        torch.cuda.synchronize(device)
 
 
 class Replicas(DistributedModel):

@@ -91,6 +91,16 @@ def test_the_checkpoint_of_a_custom_loop_is_exported_too(evenstep: Callable[...,
     assert "--to hf --task TASK" in refused.err
 
 
+def test_several_models_come_back_by_name(evenstep: Callable[..., Ended]) -> None:
+    recipe = PAGE[PAGE.index("## A GAN: several models") :]
+    Path("my_task.py").write_text(recipe.split("```python\n", 1)[1].split("```", 1)[0])
+    assert command("train", "my_task.py", "--steps", "2", "--name", "mine", "-q").returncode == 0
+    assert evenstep("checkpoint", "export", "runs/mine", "exported", "--to", "torch").code == 0
+    models, exported = Record.read("runs/mine").model(), torch.load("exported/model.pt")
+    assert {f"{key}.{name}" for key, model in models.items() for name in model.state_dict()} == exported.keys()
+    assert torch.equal(models["g"].state_dict()["0.weight"], exported["g.0.weight"])
+
+
 HF = """
 import torch
 from transformers import GPT2Config, GPT2LMHeadModel

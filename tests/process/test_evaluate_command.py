@@ -90,6 +90,36 @@ def test_the_average_of_the_weights_is_evaluated_if_the_run_has_one() -> None:
     assert json.loads(done.stdout)["values"] == pytest.approx(record.evaluations[-1].values, rel=1e-5)
 
 
+TWO_MODELS = """
+import torch
+from torch import nn
+from evenstep import Task
+
+x = torch.randn(40, 3, generator=torch.Generator().manual_seed(0))
+
+def task() -> Task:
+    return Task(
+        model=lambda: {"a": nn.Linear(3, 2), "b": nn.Linear(2, 3)},
+        train=x,
+        valid=x[:11],
+        loss={
+            "b": lambda models, batch: (models.b(models.a(batch)) - batch).square().mean(),
+            "a": lambda models, batch: models.a(batch).square().mean(),
+        },
+        optimizer={key: lambda parameters: torch.optim.SGD(parameters, lr=0.1) for key in ("b", "a")},
+        batch=10,
+    )
+"""
+
+
+def test_several_models_are_evaluated_together() -> None:
+    Path("two_models.py").write_text(TWO_MODELS)
+    record = evenstep.train("two_models.py", name="two", precision="fp64", progress=False, threads=1)
+    done = evaluate("runs/two", "--json", "--strategy", "ddp", "--devices", "cpu,cpu")
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout)["values"] == pytest.approx(record.evaluations[-1].values, rel=1e-12)
+
+
 def test_other_data_gives_other_values_and_the_table_names_them() -> None:
     done = evaluate("runs/mine/checkpoints/best", "my_task.py", "--data", "other")
     assert done.returncode == 0, done.stderr

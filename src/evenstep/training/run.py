@@ -359,11 +359,11 @@ class Run:
         return []
 
     def _load_foreign(self, path: str, allow_pickle: bool) -> list[str]:
-        if len(self.models) > 1:
-            raise CheckpointError(f"{path} is one model's weights, and this run has {len(self.models)} models")
         loaded = read_weights(path, allow_pickle)
-        (model,) = self.models.values()
-        stripped = load_weights(model.module, loaded, path)
+        if not all(_unprefixed(key, loaded) for key in self.models):
+            raise CheckpointError(f"{path} is one model's weights, and this run has {len(self.models)} models")
+        for key, model in self.models.items():
+            stripped = load_weights(model.module, _unprefixed(key, loaded), path)
         if self.average is not None:
             self.average.restart()
         return [f"{path}: {stripped or 'weights loaded'}; optimizer and data start from the beginning"]

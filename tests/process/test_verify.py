@@ -92,6 +92,8 @@ SOUND = {
             "asgd",
             "adafactor",
             "gathered",
+            "gathered_by_evenstep",
+            "averaged",
             "frozen_norm",
             "unused",
             "experts",

@@ -15,6 +15,7 @@ from torch.nn.utils.rnn import pad_sequence
 from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader
 
+import evenstep
 from evenstep import Task
 from evenstep.tasks import cifar10 as cifar10_file
 from evenstep.tasks import mnist as mnist_file
@@ -293,6 +294,27 @@ def adafactor() -> Task:
 def gathered() -> Task:
     """Negatives from all ranks, which send gradients back."""
     return planted.gathering(with_gradient=True)
+
+
+def gathered_by_evenstep() -> Task:
+    """In-batch negatives as on one device, but for evenstep.gather."""
+
+    def loss(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
+        near, far = evenstep.gather(model(batch[0])), evenstep.gather(model(batch[0] + 0.1))
+        return F.cross_entropy(near @ far.T, torch.arange(len(near), device=near.device))
+
+    return planted.with_loss(loss)
+
+
+def averaged() -> Task:
+    """Evaluated with the average of the weights; the loss logs, and grows with the step."""
+
+    def loss(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
+        error = F.cross_entropy(model(batch[0]), batch[1])
+        evenstep.log({"error": error})
+        return error * evenstep.progress().step
+
+    return replace(planted.with_loss(loss), ema=0.5)
 
 
 class FrozenNorm(nn.BatchNorm1d):

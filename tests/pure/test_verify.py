@@ -359,6 +359,7 @@ class Stepper:
     """An optimizer that learns nothing; torch's own import seconds of other things first."""
 
     def __init__(self) -> None:
+        self.param_groups: list[dict[str, Any]] = []
         self.state: dict[Any, Any] = {}
         self.hooks: list[Any] = []
         self.register_step_pre_hook = self.register_step_post_hook = self.hooks.append
@@ -374,7 +375,7 @@ def test_a_watched_step_is_numbered_by_the_record(monkeypatch: pytest.MonkeyPatc
     watch = recorder.Watch(Plan(batch=2, steps=3), Path("witness"))
     task = watch.over(replace(small_task("mlp/sgd/mean"), optimizer=lambda parameters: Stepper()), "own")  # type: ignore
     model = task.model()
-    optimizer = task.optimizer(model.parameters())
+    optimizer = task.optimizer(model)
     for step in (1, 2, 3):
         for weight in model.parameters():
             weight.grad = torch.ones_like(weight)

@@ -28,3 +28,7 @@ def test_a_recipe_trains_on_two_devices(title: str) -> None:
         run = [sys.executable, "-m", "evenstep", *command]
         done = subprocess.run(run, capture_output=True, text=True, timeout=120)
         assert done.returncode == 0, done.stderr
+        if "evenstep.adopt." in source:
+            adopt = [sys.executable, "-m", "evenstep", "adopt", f"recipe_{number}.py", "--steps", "3"]
+            compared = subprocess.run(adopt, capture_output=True, text=True, timeout=120)
+            assert compared.stdout.endswith("bit for bit\n"), compared.stdout + compared.stderr

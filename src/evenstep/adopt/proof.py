@@ -23,6 +23,7 @@ from evenstep.task import call_task, find_task
 
 def differences(spec: str, options: Mapping[str, Any], num_steps: int) -> tuple[str, list[str]]:
     """The name of the original, and in which steps and weights it differs; an empty list: in none."""
+    seed_everything(0)  # The seed of the run below, before the import: the file may draw its data.
     task = call_task(find_task(spec), None, options)
     if not isinstance(task, AdoptedTask) or task.original is None:
         raise TaskError(f"{spec} was not adopted: it has no original to be compared with; see evenstep.adopt")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import math
 import os
 import re
@@ -14,7 +15,7 @@ from typing import Annotated, Any, Literal
 
 from msgspec import Meta
 
-from evenstep.errors import BREAKS_LINES, PlanError, shorten
+from evenstep.errors import BREAKS_LINES, MAX_CHARACTERS, PlanError, shorten
 from evenstep.sampling.order import Lengths, share, smallest_micro_batch
 from evenstep.schema import LARGEST, Schema, check, check_choice, check_fields
 from evenstep.strategy_facts import (
@@ -359,7 +360,12 @@ def parse_best(text: str | None) -> tuple[str, Direction]:
     is_smaller, is_larger = bool(words & {*SMALLER_IS_BETTER.split()}), bool(words & {*LARGER_IS_BETTER.split()})
     if is_smaller == is_larger:
         shown = shorten(metric)
-        raise PlanError(f"is a larger {shown} better, or a smaller one? Write --best {shown}:max or --best {shown}:min")
+        known = [*SMALLER_IS_BETTER.split(), *LARGER_IS_BETTER.split()]
+        close = difflib.get_close_matches(metric[:MAX_CHARACTERS], known, n=1)
+        raise PlanError(
+            f"is a larger {shown} better, or a smaller one? Write --best {shown}:max or --best {shown}:min"
+            f"{f', or did you mean {close[0]}?' if close else ''}"
+        )
     return metric, "min" if is_smaller else "max"
 
 

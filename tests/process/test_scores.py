@@ -13,8 +13,9 @@ from torch import nn
 
 import evenstep
 from evenstep import Task
-from evenstep.errors import TaskError
+from evenstep.errors import PlanError, TaskError
 from evenstep.record import Record
+from evenstep.report.run_list import list_runs
 from evenstep.training.scores import Scores, as_numbers, as_pair_of_tensors, joined
 from tests.fleet import newest_weights
 
@@ -200,6 +201,7 @@ def pair(model: nn.Module, batch: tuple[torch.Tensor]) -> tuple[torch.Tensor, to
             {"predict": lambda model, batch: model(batch[0]), "scores": {"auc": roc_auc_score}},
             "predict returned a Tensor; return a pair: (predictions, targets)",
         ),
+        ({"predict": pair, "scores": {"f1": lambda p, t: p}}, "the score 'f1' is a Tensor of "),
         ({"predict": pair, "scores": {"loss": roc_auc_score}}, "'loss' is both a score and one of the metrics"),
     ],
 )
@@ -210,12 +212,22 @@ def test_what_cannot_be_scored_is_refused_before_the_start(given: dict[str, obje
     assert not Path("runs").exists()
 
 
+def test_a_dict_of_scores_is_known_by_its_keys_before_the_start() -> None:
+    scores = {"map": lambda predictions, targets: {"all": 0.5, "small": 0.25}}
+    with pytest.raises(PlanError, match="--best is map, and an evaluation has loss, map/all, map/small; choose one"):
+        evenstep.train(small_task(predict=pair, scores=scores), best="map:max")
+    assert not Path("runs").exists()
+
+
 def test_a_score_that_fails_names_itself() -> None:
     def broken(predictions: torch.Tensor, targets: torch.Tensor) -> float:
         raise ValueError("no positive sample")
 
     with pytest.raises(evenstep.EvenstepError, match=r"the score 'auc' cannot be computed: ValueError: no positive"):
-        evenstep.train(small_task(predict=pair, scores={"auc": broken}), threads=1)
+        evenstep.train(small_task(predict=pair, scores={"auc": broken}), threads=1, name="broken")
+    (run,) = list_runs(Path("runs"))
+    assert run.state == "failed"
+    assert "the score 'auc' cannot be computed" in str(run.error)
 
 
 def test_under_ddp_there_is_one_cause() -> None:
@@ -233,6 +245,6 @@ def test_what_cannot_be_joined_says_how_to_return_it() -> None:
         joined([torch.zeros(2, 3), torch.zeros(2, 4)])
     with pytest.raises(TaskError, match="no batch; return tensors or lists with one entry per sample"):
         joined([torch.zeros(()), torch.zeros(())])
-    with pytest.raises(TaskError, match="the score 'f1' is a Tensor; return one number, or a dict of numbers"):
+    with pytest.raises(TaskError, match="the score 'f1' is a Tensor of 3 numbers; it must be one number, or a dict"):
         as_numbers("f1", torch.zeros(3))
     assert as_pair_of_tensors((torch.ones(1, dtype=torch.bfloat16), ["a"]))[0].dtype is torch.float32

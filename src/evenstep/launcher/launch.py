@@ -24,7 +24,7 @@ from evenstep.checkpoint import files
 from evenstep.data.prefetch import explain_worker_death
 from evenstep.distributed.devices import share_threads
 from evenstep.distributed.process import read_rank, worker_spec
-from evenstep.errors import CheckpointError, EvenstepError, PlanError, Preempted
+from evenstep.errors import CheckpointError, EvenstepError, PlanError, Preempted, TrainingError
 from evenstep.launcher.failure import cause, report, stopped_where
 from evenstep.launcher.hang import FIRST_SECONDS, LEAST_SECONDS, exit_on_stall
 from evenstep.launcher.logs import with_trace
@@ -222,7 +222,10 @@ def _in_this_process(prepared: Prepared, ends_stalls: bool) -> Iterator[Event]:
         stalls = exit_on_stall(folder / "logs", prepared.plan.stall_after) if ends_stalls else nullcontext()
         with stalls, chdir(prepared.cwd):
             yield from perform(prepared.plan, prepared.task, folder, signal.SIGINT)
-    except EvenstepError:
+    except EvenstepError as error:
+        if isinstance(error, TrainingError):
+            # `evenstep runs` reads it.
+            write_report(logs, 0, error)
         raise
     except (Exception, SystemExit) as error:
         write_report(logs, 0, error)

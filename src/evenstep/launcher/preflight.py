@@ -127,11 +127,12 @@ class DryRun:
                 as_sum(amount, 1, name)
                 names.append(name)
         if task.predict is not None and task.scores is not None:
-            from evenstep.training.scores import as_pair_of_tensors
+            from evenstep.training.scores import as_pair_of_tensors, names_of
 
             self._fault = "the predictions cannot be computed"
-            as_pair_of_tensors(Evaluator()(task.predict, model, data))
-            names += self._new_names(names, task.scores)
+            pair = as_pair_of_tensors(Evaluator()(task.predict, model, data))
+            self._fault = "the scores cannot be computed"
+            names += self._new_names(names, names_of(task.scores, pair))
         return names
 
     def _check_best(self, names: list[str]) -> None:
@@ -143,11 +144,11 @@ class DryRun:
                 f"--best is {shorten(metric)}, and an evaluation has {', '.join(names)}; choose one of these"
             )
 
-    def _new_names(self, names: Collection[str], scores: Mapping[str, object]) -> list[str]:
+    def _new_names(self, names: Collection[str], scores: list[str]) -> list[str]:
         taken = [name for name in scores if name in names]
         if taken:
             raise TaskError(f"{taken[0]!r} is both a score and one of the metrics; give them different names")
-        return list(scores)
+        return scores
 
     @contextmanager
     def _refusing(self, hint: str = "") -> Iterator[None]:

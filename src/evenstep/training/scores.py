@@ -6,8 +6,10 @@ computed from the same values by the same calls on any number of devices.
 
 from __future__ import annotations
 
+import copy
 import inspect
 import io
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -55,8 +57,16 @@ class Scores:
         pairs = self._pairs_of(team, model, batch)
         if team.world.size > 1:
             pairs = [pair for of_rank in team.world.collect(_packed(pairs)) for pair in _unpacked(of_rank)]
-        if not team.world.is_main:
-            return
+        if team.world.is_main:
+            self._update(pairs)
+
+    def names(self, pair: tuple[Any, Any]) -> list[str]:
+        """The names of all values, from the predictions and targets of a few samples."""
+        self.reset()
+        self._update([pair])
+        return list(self._computed())
+
+    def _update(self, pairs: Sequence[tuple[Any, Any]]) -> None:
         predictions, targets = joined(pairs)
         for name, one in self._objects.items():
             _explained(name, one.update, predictions, targets)
@@ -121,6 +131,24 @@ def scores_of(task: Task) -> Scores | None:
     return Scores(task.predict, task.scores)
 
 
+def names_of(scores: Mapping[str, Any], pair: tuple[Any, Any]) -> list[str]:
+    """The names of the values that the scores have, tried on the predictions and targets of a few samples.
+
+    A score that fails on so few, as an AUC of one class does, is known by its own name.
+    """
+    names: list[str] = []
+    for name, one in scores.items():
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            try:
+                names += Scores(lambda *_: pair, {name: copy.deepcopy(one)}).names(pair)
+            except Exception as error:
+                if isinstance(error, TaskError) and error.__cause__ is None:
+                    raise
+                names.append(name)
+    return names
+
+
 def is_updated(score: object) -> bool:
     """Whether it is an object that is updated batch by batch."""
     return not isinstance(score, type) and all(callable(getattr(score, method, None)) for method in UPDATED)
@@ -183,7 +211,11 @@ def as_numbers(name: str, value: Any) -> dict[str, float]:
     if isinstance(value, Mapping):
         return {f"{name}/{key}": float(one) for key, one in value.items() if _is_number(one)}
     if not _is_number(value):
-        raise TaskError(f"the score {name!r} is a {type(value).__name__}; return one number, or a dict of numbers")
+        num = f" of {value.numel()} numbers" if isinstance(value, torch.Tensor) else ""
+        raise TaskError(
+            f"the score {name!r} is a {type(value).__name__}{num}; it must be one number, or a dict of numbers (of "
+            "torchmetrics, ClasswiseWrapper makes one)"
+        )
     return {name: float(value)}
 
 

@@ -59,14 +59,14 @@ def reading(found: Found) -> DifferenceCause | None:
         return None
     by = f" ({', '.join(read['code'])} draws from a global generator)" if read.get("code") else ""
     if read["is_cut_alike"] is False and not read.get("code") and read["repeats"]:
-        by = " (collate or __getitems__ draws random numbers, or depends on the other samples)"
+        by = " (collate, __getitems__ or augment_batch draws random numbers, or uses the other samples of the batch)"
     what = "when its batch is split" if read["repeats"] else "when it is read a second time"
     return DifferenceCause(
         name="reading",
         sentence=f"a sample is not the same {what}{by}",
         evidence=("the same ids were read twice, as one batch and in three parts, and compared",),
-        advice="Let a sample depend on its id, and draw from the generator that augment gets, or from draws.uniform(k) "
-        "in augment_batch.",
+        advice="Let a sample depend on its id alone: draw from the generator that augment gets, or from "
+        "draws.uniform(k) in augment_batch; take a partner (mixup) from the data set, in augment.",
     )
 
 

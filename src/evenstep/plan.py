@@ -127,6 +127,9 @@ class Plan:
     """What the task's function is called with, besides `data`."""
 
     def __post_init__(self) -> None:
+        # JSON has no infinity. No norm is larger than this one either: it is measured, and nothing is clipped.
+        if self.clip == math.inf:
+            object.__setattr__(self, "clip", sys.float_info.max)
         # Types first: what follows can rely on them.
         if not _is_saved.get():
             check_choice("strategy", self.strategy, STRATEGIES, PlanError)
@@ -280,6 +283,8 @@ class Plan:
         shown |= {"task": self.task_name, "devices": ", ".join(self.devices), "options": self.options_in_words}
         if not self.options:
             del shown["options"]
+        if self.clip == sys.float_info.max:
+            shown["clip"] = math.inf
         for name, usual in USUAL.items():
             if shown.get(name) == usual:
                 del shown[name]

@@ -15,10 +15,10 @@ from torch import nn
 import evenstep
 from evenstep.errors import TaskError
 from evenstep.plan import CUSTOM_LOOP
-from evenstep.record import Record
+from evenstep.record import Record, Step
 from evenstep.strategy_facts import STRATEGIES
 from tests.fleet import furthest, newest_weights
-from tests.process import own_tensors_script, recorded_loop_script
+from tests.process import own_tensors_script, recorded_loop_script, rollouts_script
 from tests.process.test_scripts import no_ranks
 from tests.process.test_trackers import events, steps_of
 
@@ -90,6 +90,22 @@ def test_tensors_that_each_process_brings_are_parts_of_one_batch(strategy: str) 
     # What model(x) returned, after each step.
     state = json.loads(Path("runs/mine/checkpoints/latest/state.json").read_text())
     assert state["outputs"] == pytest.approx(alone, rel=1e-9)
+
+
+@STRATEGY
+def test_a_loop_with_two_optimizers_that_draws_its_samples_counts_iterations_and_resumes_exactly(strategy: str) -> None:
+    for folder, steps in (("runs/whole", "9"), ("runs/halves", "4"), ("runs/halves", "9")):
+        done = start(rollouts_script, strategy, folder, steps)
+        assert done.returncode == 0, done.stderr
+    whole, halves = ([_numbers(step) for step in Record.read(f"runs/{name}").steps] for name in ("whole", "halves"))
+    assert [step for step, *_ in halves] == list(range(1, 10))
+    assert halves == whole
+    assert all(norm is not None and norm > 1e-3 for *_, norm in whole)
+    assert furthest(newest_weights(Path("runs/halves")), newest_weights(Path("runs/whole"))) == 0
+
+
+def _numbers(step: Step) -> tuple[int, float, float, float | None]:
+    return step.step, step.loss, step.logged["c_loss"], step.grad_norm
 
 
 def small_run(folder: str | None = "runs/small", best: str | None = None) -> evenstep.Run:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from typing import Any
 
 import pytest
@@ -68,6 +70,16 @@ def test_the_norm_of_gradients_is_recorded_where_they_are_clipped(strategy: str,
     assert [step.grad_norm for step in several.steps] == pytest.approx(norms, rel=1e-9)
     assert min(norms) > 0.1
     assert several.losses == pytest.approx(one.losses, rel=1e-9)
+
+
+def test_the_norm_can_be_measured_without_clipping() -> None:
+    measured, plain = trained("single", 1, clip=float("inf"), name="measured"), trained("single", 1)
+    assert measured.losses == plain.losses
+    assert all(step.grad_norm for step in measured.steps)
+    train = [sys.executable, "-m", "evenstep", "train", "digits", "--steps", "2", "--clip", "inf", "--name", "digits"]
+    done = subprocess.run(train, capture_output=True, text=True, timeout=100)
+    assert done.returncode == 0, done.stderr
+    assert all(step.grad_norm for step in Record.read("runs/digits").steps)
 
 
 @pytest.mark.parametrize(("strategy", "num"), [("single", 1), ("ddp", 2)])

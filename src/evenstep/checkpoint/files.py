@@ -72,7 +72,7 @@ Word = Annotated[int, Meta(ge=0, lt=2**32)]
 
 
 class HostState(TypedDict):
-    """Python's and NumPy's generators of one rank."""
+    """The generators of one rank: Python's, NumPy's and torch's, which earlier checkpoints lack."""
 
     python: tuple[Literal[3], Annotated[list[Word], Meta(min_length=625, max_length=625)], float | None]
     numpy: tuple[
@@ -82,6 +82,8 @@ class HostState(TypedDict):
         Literal[0, 1],
         float,
     ]
+    torch: NotRequired[str]
+    cuda: NotRequired[list[str]]
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from functools import partial
 from typing import Any
+from weakref import WeakSet
 
 import numpy as np
 import torch
@@ -23,6 +24,17 @@ class OwnBatches(Loader):
 
     def __init__(self, world: World, fit: Callable[[torch.Tensor], torch.Tensor]) -> None:
         super().__init__(Stream((), None, "own"), None, world, 1, LoaderOptions(workers=0, compare=False, fit=fit))
+        self._stepped: WeakSet[torch.optim.Optimizer] = WeakSet()
+        """The optimizers that have taken the current step."""
+        self._is_next = True
+        """Whether the batch that is finished next begins a step."""
+
+    def stepped(self, optimizer: torch.optim.Optimizer) -> None:
+        """Before a batch is finished: several optimizers, each stepped once, take one step together."""
+        self._is_next = not self._stepped or optimizer in self._stepped
+        if self._is_next:
+            self._stepped = WeakSet()
+        self._stepped.add(optimizer)
 
     def make(self, data: Any) -> Batch:
         """One step of `data`, this process's part of it: tensors with a row for each sample. All ranks call this."""
@@ -37,9 +49,12 @@ class OwnBatches(Loader):
         return Batch(Span(0, self.position, self.position + total), [parts], self, False, None)
 
     def count(self, batch: Batch) -> None:
-        """Count a step whose batch came from a loader."""
+        """Count the batch of a step, one of a loader or not."""
         self.position += batch.num_samples
-        self.num_finished += 1
+        self.num_finished += self._is_next
+
+    def _finished(self, batch: Batch) -> None:
+        self.count(batch)
 
     def _total(self, num: int) -> int:
         """The rows of all ranks."""

@@ -7,6 +7,7 @@ only when it is used.
 
 from __future__ import annotations
 
+import base64
 import ctypes
 import hashlib
 import random
@@ -164,7 +165,7 @@ def seed_host(seed: int) -> None:
 
 
 def host_state() -> dict[str, Any]:
-    """The states of Python's and NumPy's generators as JSON values; torch's are seeded again at each step."""
+    """The states of Python's and NumPy's generators as JSON values."""
     version, words, gauss = random.getstate()
     kind, keys, position, has_gauss, cached = np.random.get_state(legacy=True)
     return {"python": [version, list(words), gauss], "numpy": [kind, keys.tolist(), position, has_gauss, cached]}  # type: ignore[union-attr]
@@ -176,6 +177,38 @@ def restore_host_state(state: Mapping[str, Any]) -> None:
     random.setstate((version, tuple(words), gauss))
     kind, keys, position, has_gauss, cached = state["numpy"]
     _set_numpy_state((kind, np.array(keys, dtype=np.uint32), position, has_gauss, cached))
+
+
+def device_state(devices: tuple[torch.device, ...]) -> dict[str, Any]:
+    """The states of torch's generators, on the CPU and on these devices, as JSON values.
+
+    A step seeds them again; a custom loop may draw between two steps.
+    """
+    import torch
+
+    on_gpus = [torch.cuda.get_rng_state(device) for device in devices if device.type == "cuda"]
+    return {"torch": _as_text(torch.get_rng_state()), "cuda": [_as_text(state) for state in on_gpus]}
+
+
+def restore_device_state(state: Mapping[str, Any], devices: tuple[torch.device, ...]) -> None:
+    """Restore torch's generators to what `device_state` returned; earlier checkpoints have none."""
+    import torch
+
+    if "torch" in state:
+        torch.set_rng_state(_from_text(state["torch"]))
+    on_gpus = [device for device in devices if device.type == "cuda"]
+    for device, of_device in zip(on_gpus, state.get("cuda", ()), strict=False):
+        torch.cuda.set_rng_state(_from_text(of_device), device)
+
+
+def _as_text(state: torch.Tensor) -> str:
+    return base64.b64encode(state.numpy().tobytes()).decode()
+
+
+def _from_text(text: str) -> torch.Tensor:
+    import torch
+
+    return torch.frombuffer(bytearray(base64.b64decode(text)), dtype=torch.uint8)
 
 
 @contextmanager

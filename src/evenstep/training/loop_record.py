@@ -38,6 +38,7 @@ class LoopStep:
     """Waited for batches since the run began."""
     epoch_samples: int
     logged: dict[str, float]
+    grad_norm: float | None
 
 
 @dataclass(frozen=True)
@@ -116,6 +117,7 @@ class LoopRecord:
             peak_bytes=dict(self._peaks),
             epoch_samples=taken.epoch_samples,
             logged=taken.logged,
+            grad_norm=taken.grad_norm,
         )
         self._waited = taken.input_seconds
         self.tally.add(row)

@@ -35,7 +35,14 @@ from evenstep.data.loader import Loader
 from evenstep.errors import CheckpointError, SaveFailed, TaskError
 from evenstep.monitor.nonfinite import is_finite
 from evenstep.sampling.order import Lengths, order_name
-from evenstep.sampling.rng import derive_seed, host_state, restore_host_state, seed_everything
+from evenstep.sampling.rng import (
+    derive_seed,
+    device_state,
+    host_state,
+    restore_device_state,
+    restore_host_state,
+    seed_everything,
+)
 from evenstep.strategies.base import NOTHING, DistributedModel
 from evenstep.task import Amount
 from evenstep.training.evaluation import Means
@@ -132,7 +139,7 @@ class Run:
 
     @property
     def step(self) -> int:
-        """Global batches that were finished."""
+        """Global batches that were finished; of a loop without a loader, updates of the optimizer with the most."""
         return self.loader.num_finished
 
     def log(self, loss: float | torch.Tensor, **values: float | torch.Tensor) -> None:
@@ -145,6 +152,7 @@ class Run:
             raise TaskError("run.log writes the row of a step; call it after team.backward")
         from evenstep.training.loop_record import LoopStep
 
+        norm, self.team.grad_norm = self.team.grad_norm, None
         record.add_step(
             LoopStep(
                 step=self.step if batch.is_finished else self.step + 1,
@@ -156,6 +164,7 @@ class Run:
                 input_seconds=self.loader.waited_seconds,
                 epoch_samples=self.loader.lengths.of(batch.span.epoch) or 0,
                 logged={**getattr(loss, "logged", {}), **{name: float(value) for name, value in values.items()}},
+                grad_norm=float(norm) if norm is not None and batch.is_finished else None,
             )
         )
 
@@ -380,7 +389,7 @@ class Run:
             "num_steps": self.num_steps,
             "scheduler": packed(self.scheduler.state_dict()) if self.scheduler else None,
             "scaler": scaler.state_dict() if scaler else None,
-            "generators": self.team.world.gather(host_state()),
+            "generators": self.team.world.gather({**host_state(), **device_state(self.team.world.devices)}),
             "requires_grad": {
                 key: {name: flag for name, flag in _trained(model).items() if flag != self._built[key].get(name)}
                 for key, model in self.models.items()
@@ -399,6 +408,10 @@ class Run:
         world = self.team.world
         if len(state["generators"]) == world.size:
             restore_host_state(state["generators"][world.rank])
+            try:
+                restore_device_state(state["generators"][world.rank], world.devices)
+            except (ValueError, RuntimeError, TypeError) as error:
+                raise CheckpointError(f"its states of torch's generators cannot be restored: {error}") from error
         else:
             seed_everything(derive_seed(self.team.seed, "host", self.step, world.rank))
 

@@ -207,6 +207,8 @@ class Team:
         self.requests = Requests()
         self._refusals = Refusals(world)
         self.current: Batch | None = None
+        self.grad_norm: torch.Tensor | None = None
+        """Of the last step that clipped, before clipping, on the device."""
         """The batch of the last backward."""
         self._own_batches: OwnBatches | None = None
         self._repeats = 0
@@ -371,8 +373,15 @@ class Team:
         seed_devices([replica_seed(key, start, repeat) for key in self._keys[1]], self.world.devices)
 
     def step(self, optimizer: torch.optim.Optimizer, clip: float | None = None) -> WeightUpdate:
-        """Update the weights and forget the gradients; false if fp16's scaler had every rank skip this one."""
+        """Update the weights and forget the gradients; false if fp16's scaler had every rank skip this one.
+
+        `clip=math.inf` measures the norm of the gradients and clips nothing.
+        """
         taken = self.update(optimizer, clip)
+        if self._own_batches is not None:
+            self._own_batches.stepped(optimizer)
+        if taken.grad_norm is not None:
+            self.grad_norm = taken.grad_norm
         self.finish_batch()
         return taken
 

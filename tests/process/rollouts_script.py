@@ -1,4 +1,4 @@
-"""A custom loop without a loader, with two optimizers, that draws its samples: `rollouts_script.py STRATEGY FOLDER STEPS`."""
+"""A custom loop of two optimizers that draws its samples: `rollouts_script.py STRATEGY FOLDER STEPS`."""
 
 from __future__ import annotations
 

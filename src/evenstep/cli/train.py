@@ -87,7 +87,7 @@ def train(
     precision: PrecisionOption = None,
     accumulate: Annotated[int | None, typer.Option(help="Micro-batches per optimizer step; default: 1.")] = None,
     clip: Annotated[
-        float | None, typer.Option(help="Maximum norm for gradient clipping; inf: measure the norm only. Default: no clipping.")
+        float | None, typer.Option(help="Maximum norm for gradient clipping; inf: only record the norm.")
     ] = None,
     name: Annotated[
         str | None,

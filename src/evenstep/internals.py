@@ -1,7 +1,7 @@
-"""Every use of private parts of torch and CPython, so that an upgrade that moves one fails in one file and its tests.
+"""Every use of private parts of torch, CPython and transformers: an upgrade that moves one fails in this file's tests.
 
-This file and its tests ran with CPython 3.11 and torch 2.13 on CPUs. Before they were gathered here, the same uses ran
-with CPython 3.12 and torch 2.11 on a GPU as well. Apart from these, `evenstep.worker.lazy_compiler` stands in for
+It ran with CPython 3.11, torch 2.13 and transformers 5.22 on CPUs (with its own tests, and those of adopt), and with
+CPython 3.12 and torch 2.11 on a GPU (in tests/gpu). Apart from these, `evenstep.worker.lazy_compiler` stands in for
 torch's private compiler module.
 """
 
@@ -183,6 +183,15 @@ def take_over(wrapper: nn.Module, before: nn.Module) -> None:
     reducer._remove_autograd_hooks()
     if before._compiled_call_impl is not None:
         wrapper.compile()
+
+
+# transformers.
+
+
+def num_items_in_batch(trainer: Any, batch: Any, device: torch.device) -> torch.Tensor | None:
+    """The number of labels by which a Trainer divides the loss of a batch; None if it divides by none."""
+    found: torch.Tensor | None = trainer._get_num_items_in_batch([batch], device)
+    return found
 
 
 # FSDP.

@@ -139,5 +139,5 @@ def test_a_loop_that_fails_between_two_calls_is_not_said_to_be_in_the_last_one(t
     command = [sys.executable, "-m", "evenstep", "run", "--devices", "2", str(script)]
     done = subprocess.run(command, capture_output=True, text=True, env=no_ranks(), timeout=100)
     headline, line, *_ = done.stderr.splitlines()
-    assert re.fullmatch(r"error: rank [01] failed", headline), done.stderr
+    assert re.fullmatch(r"error: rank [01] failed at step 2", headline), done.stderr
     assert line.endswith("loop.py:12 in <module>: print(loss.nowhere)")

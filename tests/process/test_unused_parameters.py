@@ -46,7 +46,8 @@ def name(where: str, key: str, accumulate: int) -> str:
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest) -> Path:
     folder = tmp_path_factory.mktemp("unused")
-    of_this = [item.callspec.params for item in request.session.items if hasattr(item, "callspec")]
+    items = [item for item in request.session.items if item.path == request.path]
+    of_this = [item.callspec.params for item in items if hasattr(item, "callspec")]
     cases = [(one["where"], one["key"], one["accumulate"]) for one in of_this if "accumulate" in one]
     wanted = dict.fromkeys((place, *case[1:]) for case in cases for place in ("single-1", case[0]))
     # The check of collectives replaces functions of torch, for the rest of a process.

@@ -10,6 +10,7 @@ import pytest
 from evenstep.distributed.preemption import Requests
 from evenstep.training.cuda_graphs.runner import AgreedLater
 from evenstep.training.loss import MeanLoss
+from evenstep.training.optim import WeightUpdate
 from evenstep.training.step import Done
 
 
@@ -60,7 +61,7 @@ def test_an_eager_step_among_replayed_ones_counts_its_requests_when_it_is_read()
     requests = Requests()
     requests.stop_requested = True
     requests.agree(requests.encode())
-    step = AgreedLater(Done(MeanLoss(1.0, 2.0)), requests)
+    step = AgreedLater(Done(MeanLoss(1.0, 2.0), WeightUpdate(True, None)), requests)
     requests.agreed = False, False
     assert float(step.read()) == 1.0
     assert requests.agreed == (True, False)

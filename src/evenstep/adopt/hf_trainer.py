@@ -12,6 +12,7 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from evenstep.adopt.adopted import AdoptedTask, FirstSteps, ModelCopies, alone, moved
 from evenstep.errors import TaskError
+from evenstep.internals import num_items_in_batch
 from evenstep.sampling.rng import fork_rng
 from evenstep.task import Amount, Task
 
@@ -154,7 +155,7 @@ class Adoption:
     def loss(self, model: nn.Module, batch: Any) -> Amount:
         """The mean over samples; or, where the Trainer divides by the labels that count, the pair (sum, count)."""
         device = next(value.device for value in batch.values() if isinstance(value, torch.Tensor))
-        count = self.trainer._get_num_items_in_batch([batch], device)
+        count = num_items_in_batch(self.trainer, batch, device)
         if count is None or not self._normalizes:
             mean: torch.Tensor = self.trainer.compute_loss(model, dict(batch), num_items_in_batch=count)
             return mean
@@ -227,7 +228,7 @@ class Adoption:
         Some models take that argument and ignore it.
         """
         few = self._loader.collate_fn([self._loader.dataset[0]]) if not self._is_stream else {}
-        count = self.trainer._get_num_items_in_batch([few], torch.device("cpu")) if "labels" in few else None
+        count = num_items_in_batch(self.trainer, few, torch.device("cpu")) if "labels" in few else None
         if count is None:
             return False
         model = self.trainer.model.cpu().eval()

@@ -181,13 +181,18 @@ class Loader:
 
     def _next(self, batches: Iterator[Batch]) -> Batch | None:
         spans = self._world.spans
-        # The trainer has announced it already.
-        if spans.heartbeat.phase != INPUT:
+        # A trainer has announced it already.
+        is_custom_loop = spans.heartbeat.phase != INPUT
+        if is_custom_loop:
             spans.heartbeat.step = self.num_finished + 1
             spans.begin(INPUT)
         started = time.perf_counter()
         batch = next(batches, None)
         self.waited_seconds += time.perf_counter() - started
+        if batch is None and is_custom_loop:
+            # There is no next step, as far as is known.
+            spans.heartbeat.step = self.num_finished
+            spans.begin(INPUT)
         return batch
 
     def whole_pass(self) -> Iterator[Batch]:

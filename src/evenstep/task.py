@@ -278,8 +278,12 @@ def parse_options(words: Iterable[str]) -> dict[str, str]:
     return options
 
 
-def find_task(spec: str) -> TaskFunction | Task:
-    """The function (or Task) that a spec names, without calling it."""
+EXAMPLE = "def task() -> Task: return Task(model=..., train=..., loss=..., optimizer=...)"
+"""Shown where a file has no task."""
+
+
+def find_task(spec: str, example: str = EXAMPLE) -> TaskFunction | Task:
+    """The function (or Task) that a spec names, without calling it; an error shows the `example`."""
     where, name = split_spec(BUILT_IN.get(spec, spec))
     if _is_file(where):
         module = _import_file(Path(where))
@@ -292,7 +296,7 @@ def find_task(spec: str) -> TaskFunction | Task:
             f"Built in are {', '.join(BUILT_IN)}.\n"
             "Your own is given as file.py, file.py:function or package.module:function."
         )
-    return _pick(module, where, name)
+    return _pick(module, where, name, example)
 
 
 def split_spec(spec: str) -> tuple[str, str | None]:
@@ -384,7 +388,7 @@ def spec_of(source: TaskFunction | Task | str) -> str | None:
     return f"{Path(file).resolve()}:{name}" if file and file.endswith(".py") else None
 
 
-def _pick(module: ModuleType, where: str, name: str | None) -> TaskFunction | Task:
+def _pick(module: ModuleType, where: str, name: str | None, example: str) -> TaskFunction | Task:
     """The function called `name`; with None, the one that the module has."""
     if name:
         if not hasattr(module, name):
@@ -393,10 +397,7 @@ def _pick(module: ModuleType, where: str, name: str | None) -> TaskFunction | Ta
         return found
     candidates = _candidates(module)
     if not candidates:
-        raise TaskError(
-            f"{where} has no task; add a function that returns an evenstep.Task:\n"
-            "def task() -> Task: return Task(model=..., train=..., loss=..., optimizer=...)"
-        )
+        raise TaskError(f"{where} has no task; add a function that returns an evenstep.Task:\n{example}")
     if name is not None:
         specs = ", ".join(f"{where}:{candidate}" for candidate in candidates)
         raise TaskError(f"{where + ':'!r} names no function; choose from {specs}")

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import evenstep
-from evenstep.errors import TaskError
+from evenstep.errors import PlanError, TaskError
 from tests.process.test_scripts import no_ranks
 
 transformers = pytest.importorskip("transformers")
@@ -49,6 +49,65 @@ def test_a_difference_from_the_trainer_is_named() -> None:
     assert "weight differs after the last step (max relative difference" in done.stdout
 
 
+UNSEEDED = """
+import torch, evenstep
+from transformers import BertConfig, BertForSequenceClassification, Trainer, TrainingArguments
+
+data = [{"input_ids": torch.randint(60, (9,)), "labels": number % 2} for number in range(60)]
+
+def make_trainer():
+    sizes = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 32}
+    args = TrainingArguments(output_dir="out", report_to=[], use_cpu=True)
+    model = BertForSequenceClassification(BertConfig(vocab_size=64, **sizes))
+    return Trainer(model=model, args=args, train_dataset=data)
+"""
+TASK = "\ndef task():\n    return evenstep.adopt.trainer(make_trainer)\n"
+
+
+def test_a_trainer_that_does_not_seed_starts_equal_and_one_that_draws_a_seed_is_named() -> None:
+    Path("unseeded.py").write_text(UNSEEDED + TASK)
+    done = command("adopt", "unseeded.py", "--steps", "3")
+    assert done.stdout.endswith("bit for bit\n"), done.stdout + done.stderr
+    Path("drawn.py").write_text(UNSEEDED.replace("    sizes", "    torch.seed()\n    sizes") + TASK)
+    done = command("adopt", "drawn.py", "--steps", "3")
+    assert done.returncode == 1, done.stderr
+    assert done.stdout.startswith("the models differ before the first step: bert."), done.stdout
+
+
+def test_a_script_with_a_trainer_and_no_task_is_shown_the_task() -> None:
+    Path("script.py").write_text(UNSEEDED)
+    done = command("adopt", "script.py")
+    assert done.returncode == 2
+    assert "def task(): return evenstep.adopt.trainer(make_trainer)" in done.stderr
+
+
+@pytest.mark.parametrize("kind", ["bert", "gpt2"])
+def test_metrics_and_the_best_are_those_of_the_trainer(kind: trainer_task.Kind) -> None:
+    more = {"load_best_model_at_end": True, "metric_for_best_model": "hits", "eval_strategy": "epoch"}
+    more |= {"save_strategy": "epoch"}
+    task = evenstep.adopt.trainer(lambda: trainer_task.make_trainer(kind, **more))
+    assert task.best == "hits:max"
+    record = evenstep.train(task, strategy="single", devices="cpu", steps=10, progress=False)
+    trainer = trainer_task.make_trainer(kind)
+    trainer.model.load_state_dict(record.model(task=task).state_dict())
+    assert record.evaluations[-1].values["hits"] == pytest.approx(trainer.evaluate()["eval_hits"], rel=1e-9)
+    assert record.summary is not None
+    assert record.summary.best is not None
+    assert record.summary.best.metric == "hits"
+
+
+class Predicting(transformers.Trainer):
+    def prediction_step(self, *arguments: Any, **named: Any) -> Any:
+        return super().prediction_step(*arguments, **named)
+
+
+def test_what_is_left_out_is_said_with_what_to_use_instead() -> None:
+    task = evenstep.adopt.trainer(lambda: trainer_task.make_trainer(base=Predicting))
+    said = r"compute_metrics of the Trainer is not taken over \(Predicting.prediction_step .*dataclasses.replace\(task"
+    with pytest.raises(PlanError, match=said):
+        evenstep.train(task, best="hits:max", strategy="single", devices="cpu", steps=2, progress=False)
+
+
 STRATEGY = pytest.mark.parametrize(
     "strategy", [pytest.param("dp", marks=SLOW), "ddp", pytest.param("fsdp", marks=SLOW)]
 )
@@ -62,6 +121,7 @@ def test_an_adopted_trainer_trains_the_same_model_on_two_devices(strategy: str) 
     # GPT-2 computes its loss in float32.
     assert both.losses == pytest.approx(alone.losses, rel=1e-5)
     assert [step.count for step in both.steps] == [step.count for step in alone.steps]
+    assert both.evaluations[-1].values == pytest.approx(alone.evaluations[-1].values, rel=1e-5)
     assert (alone.plan.batch, alone.plan.clip, alone.plan.epochs) == (6, 1.0, None)
 
 

@@ -212,11 +212,11 @@ def test_a_parameter_without_gradient_is_named_once(task_file: Path) -> None:
         1,
     )
     task_file.write_text(unused)
-    assert evenstep("train", "my_task.py", "--steps", "2").returncode == 0
-    done = evenstep("train", "my_task.py", "--steps", "2", "--devices", "2")
-    assert done.returncode == 0, done.stderr
-    assert done.stderr.count("no gradient reaches forgotten.weight, forgotten.bias (2 of 4 parameters)") == 1
-    assert "requires_grad_(False)" in done.stderr
+    for strategy, devices in (("single", "1"), ("dp", "2"), ("ddp", "2")):
+        done = evenstep("train", "my_task.py", "--steps", "2", "--strategy", strategy, "--devices", devices)
+        assert done.returncode == 0, done.stderr
+        assert done.stderr.count("no gradient reaches forgotten.weight, forgotten.bias (2 of 4 parameters)") == 1
+        assert "requires_grad_(False)" in done.stderr
 
 
 def test_a_script_trains_a_task_that_it_imports_from_beside_itself(task_file: Path) -> None:

@@ -42,6 +42,11 @@ def model_of(kind: Kind, dropout: float) -> torch.nn.Module:
     return transformers.GPT2LMHeadModel(transformers.GPT2Config(**size, **drops))
 
 
+def compute_metrics(given: transformers.EvalPrediction) -> dict[str, float]:
+    counts = given.label_ids != -100
+    return {"hits": float((given.predictions.argmax(-1) == given.label_ids)[counts].mean())}
+
+
 def make_trainer(kind: Kind = "gpt2", dropout: float = 0.1, base: type[Trainer] = Trainer, **more: Any) -> Trainer:
     torch.manual_seed(0)
     given = {"learning_rate": 5e-3, "warmup_steps": 5, "weight_decay": 0.1, "per_device_train_batch_size": 6}
@@ -54,7 +59,8 @@ def make_trainer(kind: Kind = "gpt2", dropout: float = 0.1, base: type[Trainer] 
         **{**given, **more},
     )
     data, valid = Sentences(kind, 45), Sentences(kind, 13)
-    return base(model=model_of(kind, dropout), args=args, train_dataset=data, eval_dataset=valid)
+    given_data = {"train_dataset": data, "eval_dataset": valid, "compute_metrics": compute_metrics}
+    return base(model=model_of(kind, dropout), args=args, **given_data)
 
 
 def task(kind: Kind = "gpt2", dropout: float = 0.1) -> Task:

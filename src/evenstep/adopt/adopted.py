@@ -40,6 +40,8 @@ class AdoptedTask(Task):
     """A task that knows what it was made of."""
 
     original: Original | None = None
+    left_out: tuple[str, ...] = ()
+    """What the original does and this task does not, and what to use instead: one line for each."""
 
 
 @contextmanager

@@ -11,6 +11,7 @@ from torch import nn
 from torch.optim.lr_scheduler import LRScheduler
 
 from evenstep.adopt.adopted import AdoptedTask, FirstSteps, ModelCopies, alone, moved
+from evenstep.adopt.hf_metrics import TrainerMetrics, best_of, left_out
 from evenstep.errors import TaskError
 from evenstep.internals import num_items_in_batch
 from evenstep.sampling.rng import fork_rng
@@ -133,6 +134,7 @@ class Adoption:
     def task(self) -> AdoptedTask:
         trainer, args = self.trainer, self.trainer.args
         batch = args.per_device_train_batch_size * args.gradient_accumulation_steps
+        metrics = TrainerMetrics.of(trainer)
         return AdoptedTask(
             model=ModelCopies(trainer.model, self._prepare),
             train=self._loader.dataset,
@@ -149,7 +151,11 @@ class Adoption:
             clip=args.max_grad_norm or None,
             accumulate=args.gradient_accumulation_steps,
             precision="bf16" if args.bf16 else "fp16" if args.fp16 else None,
+            predict=metrics.predict if metrics is not None else None,
+            scores={"": metrics.compute} if metrics is not None else None,
+            best=best_of(trainer, metrics),
             original=self,
+            left_out=tuple(left_out(trainer, metrics)),
         )
 
     def loss(self, model: nn.Module, batch: Any) -> Amount:

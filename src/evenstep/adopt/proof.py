@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -14,23 +15,39 @@ from evenstep.adopt.adopted import AdoptedTask, FirstSteps
 from evenstep.checkpoint import files
 from evenstep.distributed.devices import share_threads
 from evenstep.errors import TaskError
-from evenstep.launcher.launch import train
+from evenstep.launcher.launch import prepare_run, settings_kept, watch
 from evenstep.record import Record
 from evenstep.sampling.rng import derive_seed, replica_seed, seed_devices, seed_everything
 from evenstep.strategy_facts import REFERENCE
 from evenstep.task import call_task, find_task
 
+EXAMPLE = "def task(): return evenstep.adopt.trainer(make_trainer)  # a function that makes your Trainer"
 
-def differences(spec: str, options: Mapping[str, Any], num_steps: int) -> tuple[str, list[str]]:
-    """The name of the original, and in which steps and weights it differs; an empty list: in none."""
+
+@dataclass(frozen=True)
+class Proof:
+    """How an adopted task compares with its original."""
+
+    original: str
+    """Its name."""
+    differences: list[str]
+    left_out: tuple[str, ...]
+
+
+def compare_with_original(spec: str, options: Mapping[str, Any], num_steps: int) -> Proof:
+    """Take the first steps of a task and of its original; weights, losses and weights are compared, in this order."""
     seed_everything(0)  # The seed of the run below, before the import: the file may draw its data.
-    task = call_task(find_task(spec), None, options)
+    task = call_task(find_task(spec, EXAMPLE), None, options)
     if not isinstance(task, AdoptedTask) or task.original is None:
         raise TaskError(f"{spec} was not adopted: it has no original to be compared with; see evenstep.adopt")
-    name = task.original.name
-    record = train(
-        spec, options=dict(options), strategy=REFERENCE, devices=1, steps=num_steps, fast="off", progress=False
-    )
+    choices = {"options": dict(options), "strategy": REFERENCE, "devices": 1, "steps": num_steps, "fast": "off"}
+    with settings_kept():
+        prepared, rendezvous = prepare_run(spec, choices)
+        start = _start(prepared.task.model().state_dict(), task.model().state_dict())
+        if start:
+            rendezvous.close()
+            return Proof(task.original.name, start, task.left_out)
+        record = watch(prepared, rendezvous, progress=False)
     assert record.path is not None
     ours = FirstSteps(record.losses, load_file(record.path.parent / files.FOLDER / "latest" / files.WEIGHTS))
     # A sum over more threads is rounded differently.
@@ -41,7 +58,8 @@ def differences(spec: str, options: Mapping[str, Any], num_steps: int) -> tuple[
         theirs = task.original.first_steps(num_steps, task, partial(_seed, record))
     finally:
         torch.set_num_threads(threads)
-    return name, [*_losses(ours.losses, theirs.losses), *_weights(ours.weights, theirs.weights)]
+    found = [*_losses(ours.losses, theirs.losses), *_weights(ours.weights, theirs.weights)]
+    return Proof(task.original.name, found, task.left_out)
 
 
 def _seed(record: Record, step: int) -> None:
@@ -50,6 +68,16 @@ def _seed(record: Record, step: int) -> None:
     epoch, index = divmod(step, plan.steps_an_epoch(length) if length else step + 1)
     key = derive_seed(plan.seed, "dropout", epoch, 0)
     seed_devices([replica_seed(key, index * plan.batch, 0)], (torch.device(plan.devices[0]),))
+
+
+def _start(ours: Mapping[str, torch.Tensor], theirs: Mapping[str, torch.Tensor]) -> list[str]:
+    """Whether two calls of the task, after the same seed, make the same model."""
+    for name, mine in ours.items():
+        if name not in theirs or not torch.equal(mine, theirs[name]):
+            return [
+                f"the models differ before the first step: {name} is another one in each process; seed what draws it"
+            ]
+    return []
 
 
 def _losses(ours: list[float], theirs: list[float]) -> list[str]:

@@ -24,11 +24,12 @@ def adopt(
     steps: Annotated[int, typer.Option(help="Optimizer steps to compare.", min=1)] = 20,
 ) -> None:
     """Compare the first steps of an adopted task with those of its original, on one device, bit for bit."""
-    from evenstep.adopt.proof import differences
+    from evenstep.adopt.proof import compare_with_original
     from evenstep.task import parse_options
 
-    name, found = differences(task, parse_options(options or []), steps)
-    if found:
-        print("\n".join(found))
+    proof = compare_with_original(task, parse_options(options or []), steps)
+    for line in (*proof.left_out, *proof.differences):
+        print(line)
+    if proof.differences:
         raise typer.Exit(1)
-    print(f"{steps} steps: losses and weights equal those of {name}, bit for bit")
+    print(f"{steps} steps: losses and weights equal those of {proof.original}, bit for bit")

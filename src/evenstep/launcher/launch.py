@@ -146,7 +146,7 @@ def train(task: str | TaskFunction | Task, *, progress: bool = True, **choices: 
     unknown = set(choices) - set(CHOICES)
     if unknown:
         raise PlanError(f"unknown {', '.join(sorted(unknown))}; train takes {', '.join(CHOICES)}")
-    with _settings_kept():
+    with settings_kept():
         return watch(*prepare_run(task, choices), progress)
 
 
@@ -187,7 +187,7 @@ def watch(prepared: Prepared, rendezvous: Rendezvous, progress: bool = True, is_
 
 
 @contextmanager
-def _settings_kept() -> Iterator[None]:
+def settings_kept() -> Iterator[None]:
     """Restore torch's global settings and generators after a training in this process."""
     threads, deterministic = torch.get_num_threads(), torch.are_deterministic_algorithms_enabled()
     flags = (torch.backends.cudnn.deterministic, torch.backends.cudnn.benchmark)

@@ -137,11 +137,15 @@ class DryRun:
 
     def _check_best(self, names: list[str]) -> None:
         metric, _ = parse_best(self._plan.best)
+        if "" in (self._task.scores or ()):
+            # It returns a dict, whose names are known after the first evaluation.
+            return
         # A score may be a dict of values, named score/key.
         scores = [name for name in names if name.rpartition("/")[2] in (self._task.scores or ())]
         if find_metric(metric, names) is None and not any(metric.startswith(f"{score}/") for score in scores):
             raise PlanError(
                 f"--best is {shorten(metric)}, and an evaluation has {', '.join(names)}; choose one of these"
+                + "".join(f"\n{line}" for line in getattr(self._task, "left_out", ()))
             )
 
     def _new_names(self, names: Collection[str], scores: list[str]) -> list[str]:

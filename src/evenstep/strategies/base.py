@@ -87,6 +87,7 @@ class DistributedModel:
         """Whether the team has seen that it can be trained."""
         self.notes: list[str] = []
         """What to log about how it is trained; the reader clears it."""
+        self._has_noted_unused = False
         self.replicas = replicas
         self.loss_modules = loss_modules if loss_modules is not None else replicas
         self.weights_of = [list(bound.parameters()) for bound in self.loss_modules]
@@ -113,7 +114,24 @@ class DistributedModel:
 
     def sync_gradients(self, is_last: bool) -> AbstractContextManager[None]:
         """Around one micro-batch: gradients are sent in the last one of a step only."""
-        return NOTHING
+        return NOTHING if self._has_noted_unused or not is_last else self._noting_unused()
+
+    @contextmanager
+    def _noting_unused(self) -> Iterator[None]:
+        yield
+        self.note_unused()
+
+    def note_unused(self) -> None:
+        """After the first backward, note which parameters have no gradient."""
+        self._has_noted_unused = True
+        if all(weight.grad is not None for weight in self.weights if weight.requires_grad):
+            return
+        from evenstep.strategies.unused import FREEZE, UnusedNote
+
+        trained = {name: weight for name, weight in self.module.named_parameters() if weight.requires_grad}
+        note = UnusedNote(list(trained), FREEZE)
+        note.say(torch.tensor([float(weight.grad is not None) for weight in trained.values()]))
+        self.notes += note.lines
 
     def follow_requires_grad(self) -> None:
         """Train what the parameters' requires_grad says now; all ranks call this after the same change."""

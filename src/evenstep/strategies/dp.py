@@ -139,6 +139,8 @@ class Replicas(DistributedModel):
     def _reducing(self) -> Iterator[None]:
         yield
         self._reduce()
+        if not self._has_noted_unused:
+            self.note_unused()
 
     @torch.no_grad()
     def _reduce(self) -> None:

@@ -14,6 +14,7 @@ from evenstep.distributed.shm.allreduce import stores_are_ordered
 from evenstep.distributed.shm.segment import Shared, share
 from evenstep.distributed.world import World
 
+FREEZE = "Freeze what is never trained: parameter.requires_grad_(False)"
 SHOWN = 3
 """Names of a message."""
 
@@ -53,7 +54,7 @@ class UnusedNote:
         if nowhere:
             said.append(
                 f"no gradient reaches {_listed(nowhere)} ({len(nowhere)} of {len(self.names)} parameters): the "
-                "optimizer leaves them alone, as on one device"
+                "optimizer leaves them alone"
             )
         if partly:
             said.append(f"only some ranks have a gradient of {_listed(partly)}: the others add zeros")

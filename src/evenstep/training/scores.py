@@ -207,9 +207,9 @@ def joined(pairs: Sequence[Any]) -> Any:
 
 
 def as_numbers(name: str, value: Any) -> dict[str, float]:
-    """A score by its name; of several in a dict, those that are one number, as name/key."""
+    """A score by its name; of several in a dict, those that are one number, as name/key (or key, without a name)."""
     if isinstance(value, Mapping):
-        return {f"{name}/{key}": float(one) for key, one in value.items() if _is_number(one)}
+        return {f"{name}/{key}".lstrip("/"): float(one) for key, one in value.items() if _is_number(one)}
     if not _is_number(value):
         num = f" of {value.numel()} numbers" if isinstance(value, torch.Tensor) else ""
         raise TaskError(

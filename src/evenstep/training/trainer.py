@@ -142,6 +142,8 @@ class Trainer:
     def resume(self) -> list[str]:
         """Load what the plan resumes from; returns lines to log about it and about the model."""
         notes = [LOCAL_NORM] if self.team.world.size > 1 and is_local(self._model.module) else []
+        # What an adopted task does not do.
+        notes += getattr(self.task, "left_out", ())
         if self.plan.resume is not None:
             notes += self.run.load(self.plan.resume, allow_pickle=self.plan.allow_pickle).notes
             self.is_evaluation_due = bool(self.run.loaded.get("evaluation_due"))

@@ -83,6 +83,7 @@ def test_a_checkpoint_gives_what_its_run_recorded(strategy: str) -> None:
     assert first["values"] == pytest.approx(recorded[4], rel=1e-12)
 
 
+@pytest.mark.slow
 def test_the_average_of_the_weights_is_evaluated_if_the_run_has_one() -> None:
     record = evenstep.train("my_task.py", name="averaged", options={"ema": 0.9}, progress=False, threads=1)
     done = evaluate("runs/averaged", "--json")
@@ -120,6 +121,7 @@ def test_several_models_are_evaluated_together() -> None:
     assert json.loads(done.stdout)["values"] == pytest.approx(record.evaluations[-1].values, rel=1e-12)
 
 
+@pytest.mark.slow
 def test_other_data_gives_other_values_and_the_table_names_them() -> None:
     done = evaluate("runs/mine/checkpoints/best", "my_task.py", "--data", "other")
     assert done.returncode == 0, done.stderr

@@ -68,6 +68,7 @@ def test_the_model_of_a_run_is_the_same_in_python_and_without_evenstep(strategy:
         assert torch.tensor(eval(done.stdout.splitlines()[-1])) == pytest.approx(model(INPUT).detach(), rel=1e-5)
 
 
+@pytest.mark.slow
 def test_an_average_of_the_weights_goes_out_where_there_is_one() -> None:
     Path("my_task.py").write_text(TASK.replace("return Task(", "return Task(ema=0.9, ", 1))
     assert command("train", "my_task.py", "--name", "mine", "-q").returncode == 0
@@ -119,6 +120,7 @@ def task() -> Task:
 """
 
 
+@pytest.mark.slow
 def test_a_hugging_face_model_becomes_a_folder_for_from_pretrained() -> None:
     Path("my_task.py").write_text(HF)
     assert command("train", "my_task.py", "--steps", "2", "--batch", "8", "--name", "mine").returncode == 0

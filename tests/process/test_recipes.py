@@ -15,10 +15,14 @@ RECIPES = {
     for title, text in re.findall(r"^## (.+?)\n(.*?)(?=^## |\Z)", PAGE, re.DOTALL | re.MULTILINE)
     if (blocks := re.findall(r"^```python\n(.*?)^```", text, re.DOTALL | re.MULTILINE))
 }
+QUICK = ("Your ", "A loss over the whole batch", "A GAN", "Early stopping")
 
 
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize("title", RECIPES)
+@pytest.mark.parametrize(
+    "title",
+    [pytest.param(title, marks=() if title.startswith(QUICK) else pytest.mark.slow) for title in RECIPES],
+)
 def test_a_recipe_trains_on_two_devices(title: str) -> None:
     for number, source in enumerate(RECIPES[title]):
         Path(f"recipe_{number}.py").write_text(source)

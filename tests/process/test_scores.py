@@ -134,7 +134,7 @@ def test_auc_f1_and_map_equal_those_of_scikit_learn(num: int, size: int) -> None
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("strategy", ["dp", "fsdp"])
+@pytest.mark.parametrize("strategy", ["dp", pytest.param("fsdp", marks=pytest.mark.slow)])
 def test_other_strategies_too(strategy: str) -> None:
     Path("my_task.py").write_text(TASK)
     trained("mine", "--strategy", strategy, "--devices", "cpu,cpu", "--accumulate", "2", "--best", "auc")

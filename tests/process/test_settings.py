@@ -132,6 +132,7 @@ def test_runs_go_where_out_says_and_a_resume_works_from_another_folder() -> None
     assert [step.step for step in Record.read(later).steps] == [4, 5, 6]
 
 
+@pytest.mark.slow
 def test_a_resume_from_a_folder_beside_it_gives_the_command_that_works() -> None:
     assert evenstep_("train", "my_task.py", "--name", "first").returncode == 0
     Path("beside").mkdir()
@@ -153,6 +154,7 @@ def test_a_project_that_was_moved_is_resumed_with_its_options() -> None:
         assert "options            width=4" in resumed.stderr
 
 
+@pytest.mark.slow
 def test_a_run_is_named_after_file_function_and_options() -> None:
     for words in (("my_task.py:small", "width=1"), ("my_task.py",), ("my_task.py:task", "lr=0.2")):
         assert evenstep_("train", *words, "--steps", "1").returncode == 0
@@ -162,7 +164,7 @@ def test_a_run_is_named_after_file_function_and_options() -> None:
     assert long.returncode == 0, long.stderr
 
 
-@pytest.mark.parametrize("strategy", ["single", "ddp"])
+@pytest.mark.parametrize("strategy", ["single", pytest.param("ddp", marks=pytest.mark.slow)])
 def test_quiet_shows_messages_and_the_result_alone(strategy: str) -> None:
     devices = "cpu,cpu" if strategy == "ddp" else "cpu"
     done = evenstep_("train", "my_task.py", "--strategy", strategy, "--devices", devices, "-q")

@@ -18,6 +18,14 @@ RECIPES = {
 QUICK = ("Your ", "A loss over the whole batch", "A GAN", "Early stopping")
 
 
+def test_verify_follows_what_is_changed_between_steps() -> None:
+    (source,) = RECIPES["A mean teacher: a second model that follows the first"]
+    Path("teacher.py").write_text(source)
+    verify = ["verify", "teacher.py", "--strategies", "ddp", "--devices", "cpu,cpu"]
+    done = subprocess.run([sys.executable, "-m", "evenstep", *verify], capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize(
     "title",

@@ -261,6 +261,9 @@ class Watch:
         self._dropout = DropoutOff()
         self._narrow = DowncastDetector()
         self._taken: Tensors = {}
+        self._written: tuple[int, Tensors] = (0, {})
+        """The last step that was not skipped, and what was recorded of it."""
+        self._is_taken = False
         self._is_first = True
         self._module: nn.Module | None = None
         self._weights: dict[str, nn.Parameter] = {}
@@ -278,6 +281,8 @@ class Watch:
 
         most = VALID_BATCHES * self._plan.batch + 1
         recorded = replace(task, model=model, valid=fewer(task.valid, most), show=None)
+        if task.after is not None:
+            recorded = replace(recorded, after=self._recorded_after(task.after))
         if not isinstance(task.loss, LossesInTurn):
             return replace(recorded, loss=self._checked(task.loss), optimizer=self._recorded(task.optimizer))
         losses = LossesInTurn({key: self._checked(loss) for key, loss in task.loss.parts.items()})
@@ -308,11 +313,25 @@ class Watch:
 
         return optimizer
 
+    def _recorded_after(self, after: Callable[[Any], None]) -> Callable[[Any], None]:
+        """The same function; what it changes belongs to the step before it, as in a checkpoint."""
+
+        def recorded(run: Any) -> None:
+            after(run)
+            if run.step == self._written[0]:
+                self._take_model()
+                self.write(run.step)
+
+        return recorded
+
     def write(self, step: int) -> None:
-        """Write what was recorded since the last step, under its number in the Record."""
-        if self._is_main and self._taken:
-            save_file(self._taken, self._folder / f"step-{step:08d}.safetensors")
-        self._taken = {}
+        """Write what was recorded since the last step, or more of that one, under its number in the Record."""
+        if self._is_taken:
+            before = self._written[1] if step == self._written[0] else {}
+            self._written = step, {**before, **self._taken}
+            if self._is_main:
+                save_file(self._written[1], self._folder / f"step-{step:08d}.safetensors")
+        self._taken, self._is_taken = {}, False
 
     def finish(self) -> None:
         if self._is_main:
@@ -332,11 +351,15 @@ class Watch:
             self._take("start", self._weights)
         self._take("gradient", {name: w.grad for name, w in self._weights.items() if w.grad is not None})
 
-    def _after(self, optimizer: torch.optim.Optimizer) -> None:
+    def _take_model(self) -> None:
         assert self._module is not None
+        self._is_taken = True
         # Of several models, some may have no optimizer.
         self._take("weight", {**dict(self._module.named_parameters()), **self._weights})
         self._take("buffer", dict(self._module.named_buffers()))
+
+    def _after(self, optimizer: torch.optim.Optimizer) -> None:
+        self._take_model()
         states = {
             f"{name}/{key}": value
             for name, weight in self._weights.items()

@@ -319,6 +319,10 @@ class Record:
         if self.path is None:
             raise BadInput("this Record was not read from a run folder; write Record.read(folder).model()")
         where = self.path.parent / "checkpoints" / checkpoint
+        best = self.summary.best if self.summary is not None else None
+        if checkpoint == "best" and best is not None and not where.exists() and os.path.exists(best.checkpoint):
+            # That of the run from which this one was resumed.
+            where = Path(best.checkpoint)
         return evenstep.load_model(where, task, "name it yourself: record.model(task=...)")
 
     @classmethod

@@ -7,11 +7,12 @@ import importlib
 import importlib.util
 import inspect
 import os
+import re
 import sys
 import traceback
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 from types import MappingProxyType, ModuleType
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias, get_args, get_origin, get_type_hints
@@ -197,7 +198,7 @@ def call_task(source: TaskFunction | Task, data: str | None = None, options: Map
     except EvenstepError:
         raise
     except Exception as error:
-        raise TaskError(f"{name}() does not make its Task: {describe(error)}") from error
+        raise TaskError(f"{name}() does not make its Task: {describe(error)}{_nearest_field(error)}") from error
     if not isinstance(made, Task):
         raise TaskError(f"{name}() returned {type(made).__name__}, not a Task; end it with: return Task(...)")
     return made
@@ -224,6 +225,13 @@ def _samplers_of_one_rank() -> Iterator[None]:
         yield
     finally:
         kind.__init__ = made
+
+
+def _nearest_field(error: Exception) -> str:
+    """A hint for a mistyped field: Task(losss=...)."""
+    found = re.match(r"Task\.__init__\(\) got an unexpected keyword argument '(\w+)'", str(error))
+    close = difflib.get_close_matches(found[1], [one.name for one in fields(Task)], n=1) if found else []
+    return f"; did you mean {close[0]}?" if close else ""
 
 
 def options_of(source: TaskFunction | Task) -> list[inspect.Parameter]:

@@ -69,6 +69,18 @@ def test_the_model_of_a_run_is_the_same_in_python_and_without_evenstep(strategy:
 
 
 @pytest.mark.slow
+def test_the_best_model_may_be_one_of_the_run_before() -> None:
+    choices = {"best": "loss:max", "progress": False}
+    before = library.train("my_task.py", name="before", epochs=1, **choices)
+    later = library.train("my_task.py", name="later", epochs=2, resume="runs/before", **choices)
+    assert later.summary is not None
+    assert later.summary.best is not None
+    assert later.summary.best.checkpoint.startswith("runs/before")
+    ours, theirs = later.model("best").state_dict(), before.model("best").state_dict()
+    assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
+
+
+@pytest.mark.slow
 def test_an_average_of_the_weights_goes_out_where_there_is_one() -> None:
     Path("my_task.py").write_text(TASK.replace("return Task(", "return Task(ema=0.9, ", 1))
     assert command("train", "my_task.py", "--name", "mine", "-q").returncode == 0

@@ -144,6 +144,20 @@ def test_another_task_does_not_get_them() -> None:
     assert read_plan("runs/second").options == {}
 
 
+@pytest.mark.slow
+def test_a_copy_of_the_task_and_the_best_of_the_run_before() -> None:
+    first = evenstep_("train", "my_task.py", "width=5", "start=0", "lr=0.5", "--epochs", "2", "--name", "first")
+    assert first.returncode == 0, first.stderr
+    Path("copy").mkdir()
+    Path("copy/my_task.py").write_text(TASK)
+    done = evenstep_("train", "copy/my_task.py", "--resume", "runs/first", "--epochs", "3", "--name", "later")
+    assert done.returncode == 0, done.stderr
+    assert "option of the earlier run: width=5" in done.stderr
+    assert read_plan("runs/later").options == {"width": 5, "start": 0.0, "lr": 0.5}
+    missing = evenstep_("evaluate", "runs/later/checkpoints/bset")
+    assert "runs/later/checkpoints has no checkpoint bset; it has " in missing.stderr
+
+
 def test_a_partial_is_a_task_too() -> None:
     def task(width: int) -> Task:
         raise TaskError(f"width is {width}")

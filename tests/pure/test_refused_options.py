@@ -36,3 +36,14 @@ def test_a_wrong_one_is_refused_in_one_line_and_nothing_is_left(
 def test_a_task_without_any_says_how_to_add_one(evenstep: Callable[..., Ended]) -> None:
     done = evenstep("train", "digits", "lr=1")
     assert "task() has no option lr: it takes none; add a parameter: def task(lr: float = ...)" in done.err
+
+
+def test_a_flag_that_is_none_may_be_meant_for_the_task(evenstep: Callable[..., Ended]) -> None:
+    done = evenstep("train", "digits", "--lr", "0.1")
+    assert done.code == 2
+    assert "No such option: --lr; an option of the task is written lr=VALUE; see evenstep train --help" in done.err
+
+
+def test_a_mistyped_field_of_a_task_is_named(evenstep: Callable[..., Ended]) -> None:
+    Path("my_task.py").write_text(TASK.replace("loss=lambda", "losss=lambda"))
+    assert "did you mean loss?" in evenstep("train", "my_task.py").err

@@ -249,6 +249,9 @@ def find(where: str) -> tuple[Path, list[str]]:
     """The newest whole checkpoint of a run folder (or the checkpoint itself), verified, and warnings about others."""
     path = Path(where)
     if not os.path.exists(path):
+        if path.parent.name == FOLDER and os.path.isdir(path.parent):
+            there = sorted(one.name for one in path.parent.iterdir() if os.path.isdir(one))
+            raise CheckpointError(f"{path.parent} has no checkpoint {path.name}; it has {', '.join(there) or 'none'}")
         raise CheckpointError(f"{where} does not exist; give a run folder, such as runs/2026-11-15-digits-ddp")
     if (path / SUMS).exists() or (path / STATE).exists():
         verify(path)

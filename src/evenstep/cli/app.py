@@ -232,12 +232,21 @@ def _in_our_words(message: str, words: Sequence[str]) -> str:
     """Typer's message with the value that was given, and without options that are nothing like the one that was."""
     if found := re.match(r"No such option: (\S+) \(Possible options: (.+)\)", message):
         close = difflib.get_close_matches(found[1], found[2].split(", "), n=1, cutoff=0.75)
-        return f"No such option: {found[1]}" + (f"; did you mean {close[0]}?" if close else "")
+        return f"No such option: {found[1]}" + (f"; did you mean {close[0]}?" if close else _for_task(found[1], words))
+    if found := re.fullmatch(r"No such option: (\S+)", message):
+        return message + _for_task(found[1], words)
     if found := re.match(r"Invalid value for '(--\S+)': (.+)", message, re.DOTALL):
         given = [value for option, value in pairwise(words) if option == found[1]]
         given += [word.partition("=")[2] for word in words if word.startswith(f"{found[1]}=")]
         return f"{found[1]} is {shorten(repr(given[-1]))}: {found[2]}" if given else message
     return message
+
+
+def _for_task(flag: str, words: Sequence[str]) -> str:
+    """A hint for `--lr 0.1`, which may be meant for the task."""
+    name = flag.lstrip("-").replace("-", "_")
+    takes_options = words[1:2] and words[1] in ("train", "verify", "compare", "evaluate")
+    return f"; an option of the task is written {name}=VALUE" if takes_options and name.isidentifier() else ""
 
 
 def _print_error(message: str) -> None:

@@ -94,7 +94,8 @@ def prepare(source: str | TaskFunction | Task | None, choices: Mapping[str, Any]
     if os.path.exists(values.get("data", "")):
         # As the task: a resume may start in another folder.
         values["data"] = os.path.abspath(values["data"])
-    before = base.get("options", {}) if _is_same_file(spec, base.get("task")) else {}
+    is_same = _is_same_file(spec, base.get("task"))
+    before = base.get("options", {}) if is_same else {}
     values["options"] = {**before, **chosen.get("options", {})}
     load_strategies(str(values["strategy"]), source, values.get("seed"))
     # Check what needs no task before loading it: its data may take a while.
@@ -107,6 +108,12 @@ def prepare(source: str | TaskFunction | Task | None, choices: Mapping[str, Any]
     start = files.start_of(draft.resume)
     with _users_code():
         found = find_task(source) if isinstance(source, str) else source
+        if not is_same:
+            # A copy of the task, or another version of it.
+            names = {one.name for one in options_of(found)}
+            before = {name: value for name, value in base.get("options", {}).items() if name in names}
+            values["options"] = {**before, **values["options"]}
+            draft = replace(draft, options=values["options"])
         draft = replace(draft, options=msgspec.to_builtins(read_options(found, draft.options), enc_hook=str))
         if "name" not in values:
             draft = replace(
@@ -125,6 +132,7 @@ def prepare(source: str | TaskFunction | Task | None, choices: Mapping[str, Any]
     num_steps = plan.num_steps(lengths_of(order), *start)
     notes = [
         *notes,
+        *(() if is_same else [f"option of the earlier run: {name}={value}" for name, value in before.items()]),
         *(_changed(found, before, plan) if base else ()),
         *train.notes,
         *_dropped(order),

@@ -19,11 +19,11 @@ evenstep adopt my_task.py --steps 100
 
 @app.command(epilog=EXAMPLES)
 def adopt(
-    task: Annotated[str, typer.Argument(help="A file whose task is made by evenstep.adopt.")],
+    task: Annotated[str, typer.Argument(metavar="TASK", help="A file whose task is made by evenstep.adopt.")],
     options: OptionsArgument = None,
     steps: Annotated[int, typer.Option(help="Optimizer steps to compare.", min=1)] = 20,
 ) -> None:
-    """Compare the first steps of an adopted task with those of its original, on one device, bit for bit."""
+    """Compare the first steps of a task made of a Trainer or LightningModule with the original's, bit for bit."""
     from evenstep.adopt.proof import compare_with_original
     from evenstep.task import parse_options
 

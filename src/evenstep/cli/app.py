@@ -58,7 +58,7 @@ OptionsArgument = Annotated[
     list[str] | None,
     typer.Argument(
         metavar="NAME=VALUE",
-        help="Options of the task, the parameters of its function, such as lr=0.1; `TASK --help` lists them.",
+        help="Options of the task (parameters of its function), such as lr=0.1: see `evenstep train TASK --help`.",
         show_default=False,
     ),
 ]

@@ -75,7 +75,9 @@ def compare(
     sync_batchnorm: Annotated[
         bool, flag("--sync-batchnorm", help=f"Use SyncBatchNorm under {with_processes()}.")
     ] = False,
-    name: Annotated[str | None, typer.Option(help="The folder, runs/NAME; default: by date and task.")] = None,
+    name: Annotated[
+        str | None, typer.Option(help="Name of the comparison's folder; default: by date and task.")
+    ] = None,
     out: OutOption = None,
     quiet: QuietOption = False,
     as_json: JsonOption = False,

@@ -31,7 +31,7 @@ evenstep evaluate runs/mine
 
 evenstep evaluate runs/mine/checkpoints/best --data /data/test
 
-evenstep evaluate runs/mine my_task.py valid=test --strategy ddp --devices 2
+evenstep evaluate runs/mine my_task.py split=test --strategy ddp --devices 2
 """
 
 
@@ -46,7 +46,8 @@ def evaluate(
         ),
     ],
     task: Annotated[
-        str | None, typer.Argument(help="Task to use; default: that of the run.", autocompletion=complete_task)
+        str | None,
+        typer.Argument(metavar="TASK", help="Task to use; default: that of the run.", autocompletion=complete_task),
     ] = None,
     options: OptionsArgument = None,
     strategy: Annotated[

@@ -37,7 +37,7 @@ evenstep audit runs/mine runs/mine-resumed runs/mine-resumed-again
 """
 SHOWN_PROBLEMS = 10
 RunArgument = Annotated[
-    Path, typer.Argument(metavar="RUN", help="A run folder or a checkpoint.", autocompletion=complete_run)
+    Path, typer.Argument(metavar="RUN|CHECKPOINT", help="A run folder or a checkpoint.", autocompletion=complete_run)
 ]
 
 
@@ -124,7 +124,7 @@ def export(
         str | None, typer.Option(help="The task, for hf, if it lies outside this folder.", autocompletion=complete_task)
     ] = None,
 ) -> None:
-    """Write the weights of a run for use without evenstep; of its latest checkpoint, unless you name one."""
+    """Write the weights of a run for use without evenstep; of its latest checkpoint, or of the one that you name."""
     from evenstep.checkpoint.export import export
 
     for one in export(path, to, folder, task):

@@ -276,7 +276,7 @@ def run(
             "--devices",
             "--nproc-per-node",
             metavar="N",
-            help="Number of processes, one per device; or gpu, cpu or auto: one for each there is.",
+            help="Number of processes, one per device; or gpu, cpu or auto: one per GPU or CPU core.",
         ),
     ] = "1",
     module: Annotated[bool, flag("--module", "-m", help="SCRIPT is a module, as for python -m.")] = False,
@@ -285,7 +285,10 @@ def run(
     ] = 0,
     stall_after: Annotated[
         float | None,
-        typer.Option(metavar="SECONDS", help="End a script whose stacks do not change for SECONDS; default: 600."),
+        typer.Option(
+            metavar="SECONDS",
+            help="End a script none of whose ranks leaves the line that it is at for SECONDS; default: 600.",
+        ),
     ] = None,
     fresh: Annotated[
         bool,

@@ -381,9 +381,10 @@ def _check_resumes(plan: Plan, skeleton: nn.Module, source: Source | Stream, ord
     if num_steps is None and plan.epochs is not None and len(known) >= plan.epochs:
         num_steps = state["step"]
     if num_steps is not None and state["step"] >= num_steps:
+        end = f"step {plan.steps}" if plan.steps is not None else f"epoch {plan.epochs}"
         raise PlanError(
-            f"{path} is at step {state['step']} and the plan ends at step {num_steps}: "
-            "there is nothing left to do; give a larger --epochs or --steps to continue"
+            f"{path} is at step {state['step']}, and the plan ends with {end}: there is nothing left to do; "
+            "give a larger --epochs or --steps to continue"
         )
     so_far = state.get("so_far")
     best = so_far.best_so_far if so_far is not None else None

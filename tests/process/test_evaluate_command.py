@@ -131,6 +131,16 @@ def test_other_data_gives_other_values_and_the_table_names_them() -> None:
     assert "valid gap" in said
 
 
+@pytest.mark.slow
+def test_what_was_best_in_the_run_need_not_be_in_the_evaluation() -> None:
+    sets = TASK.replace("valid=(x[:23], y[:23])", 'valid={"first": (x[:23], y[:23]), "rest": (x[23:], y[23:])}')
+    Path("sets.py").write_text(sets)
+    evenstep.train("sets.py", name="sets", best="rest/accuracy", progress=False, threads=1)
+    done = evaluate("runs/sets", "my_task.py", "--json")
+    assert done.returncode == 0, done.stderr
+    assert "accuracy" in json.loads(done.stdout)["values"]
+
+
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [

@@ -259,7 +259,8 @@ def probe_evaluation(plan: Plan, task: Task, valid: Mapping[str, AdaptedData]) -
     if skeleton is not None and plan.resume is not None:
         check_weights(skeleton, plan.resume, plan.allow_pickle)
     if skeleton is None or sum(weight.numel() for weight in skeleton.parameters()) <= SMALL_ENOUGH:
-        DryRun(plan, task).check(None, _few_of_each(plan, valid))
+        # What was best in the run may be of another validation set.
+        DryRun(replace(plan, best=None), task).check(None, _few_of_each(plan, valid))
 
 
 def _check_evaluations(plan: Plan, task: Task) -> None:

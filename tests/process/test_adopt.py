@@ -64,6 +64,7 @@ def make_trainer():
 TASK = "\ndef task():\n    return evenstep.adopt.trainer(make_trainer)\n"
 
 
+@pytest.mark.slow
 def test_a_trainer_that_does_not_seed_starts_equal_and_one_that_draws_a_seed_is_named() -> None:
     Path("unseeded.py").write_text(UNSEEDED + TASK)
     done = command("adopt", "unseeded.py", "--steps", "3")
@@ -81,7 +82,7 @@ def test_a_script_with_a_trainer_and_no_task_is_shown_the_task() -> None:
     assert "def task(): return evenstep.adopt.trainer(make_trainer)" in done.stderr
 
 
-@pytest.mark.parametrize("kind", ["bert", "gpt2"])
+@pytest.mark.parametrize("kind", ["gpt2", pytest.param("bert", marks=SLOW)])
 def test_metrics_and_the_best_are_those_of_the_trainer(kind: trainer_task.Kind) -> None:
     more = {"load_best_model_at_end": True, "metric_for_best_model": "hits", "eval_strategy": "epoch"}
     more |= {"save_strategy": "epoch"}
@@ -113,6 +114,7 @@ STRATEGY = pytest.mark.parametrize(
 )
 
 
+@SLOW
 @STRATEGY
 def test_an_adopted_trainer_trains_the_same_model_on_two_devices(strategy: str) -> None:
     how: dict[str, Any] = {"options": {"dropout": 0.0}, "steps": 8, "progress": False, "threads": 1}

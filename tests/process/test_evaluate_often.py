@@ -159,6 +159,7 @@ def test_a_run_that_stopped_early_and_was_killed_before_its_end_only_ends() -> N
     assert killed.summary.shown == "shown"
 
 
+@pytest.mark.slow
 def test_an_evaluation_that_was_interrupted_is_made_by_the_run_that_resumes() -> None:
     # Ranks agree on a stop every eight batches of an evaluation.
     Path("my_task.py").write_text(TASK.replace("valid=(x[:11],)", "valid=(x.repeat(6, 1),)"))

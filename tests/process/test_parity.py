@@ -52,7 +52,7 @@ def is_quick(where: str, case: tuple[str, int, str]) -> bool:
         return False  # the longest, and one whose parts others have
     if where.endswith("-3"):
         return case in QUICK and is_mlp and is_fp64
-    return case in QUICK and (is_mlp or (is_fp64 and not case[0].endswith("adamw/pair")))
+    return case in QUICK and is_fp64 and (is_mlp or not case[0].endswith("adamw/pair"))
 
 
 @pytest.fixture(scope="module")

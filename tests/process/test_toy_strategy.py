@@ -89,6 +89,7 @@ def test_its_run_is_reported_and_resumed_with_and_without_naming_the_task(folder
     assert (done.returncode, "unknown strategy 'toy'" in done.stderr) == (2, True)
 
 
+@pytest.mark.slow
 def test_verify_finds_that_it_learns_what_one_device_learns(folder: Path) -> None:
     done = evenstep(folder, "verify", "my_task.py", "--strategies", "toy", "--devices", "cpu,cpu", "--json")
     assert done.returncode == 0, done.stdout + done.stderr

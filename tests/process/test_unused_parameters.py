@@ -118,9 +118,8 @@ def task() -> Task:
 """
 
 
-@pytest.mark.parametrize(
-    "strategy", ["ddp", pytest.param("dp", marks=pytest.mark.slow), pytest.param("fsdp", marks=pytest.mark.slow)]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("strategy", ["ddp", "dp", "fsdp"])
 def test_a_run_that_unfroze_layers_is_resumed_with_them(strategy: str) -> None:
     Path("staged.py").write_text(STAGED)
     two = ("--strategy", strategy, "--devices", "cpu,cpu")

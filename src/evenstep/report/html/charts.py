@@ -208,30 +208,31 @@ def metric_charts(runs: Sequence[Drawn], most: int = 6) -> list[Chart]:
 
 
 def speed_chart(runs: Sequence[Drawn]) -> Chart | None:
-    plot = _lines(_of_steps(runs, lambda curves: curves.samples_per_second), y="samples/s", tip="0,0")
     caption = "Every step; in a long run, the slowest and the fastest of each interval."
-    return Chart(name="speed", title="Speed", figure=plot, keys=_keys(runs), caption=caption) if plot else None
+    plot = _lines(_of_steps(runs, lambda curves: curves.samples_per_second), y="samples/s", tip="0,0")
+    return _step_chart(runs, plot, "speed", "Speed", caption)
 
 
 def input_chart(runs: Sequence[Drawn]) -> Chart | None:
     plot = _lines(_of_steps(runs, lambda curves: curves.input_ms), y="ms", tip="0.000")
-    caption = "How long each step waited for its batch."
-    return Chart(name="input", title="Wait for input", figure=plot, keys=_keys(runs), caption=caption) if plot else None
+    return _step_chart(runs, plot, "input", "Wait for input", "How long each step waited for its batch.")
 
 
 def lr_chart(runs: Sequence[Drawn]) -> Chart | None:
     if not any(run.run.curves.lr_changes for run in runs):
         return None
     plot = _lines(_of_steps(runs, lambda curves: curves.lr), y="learning rate", tip="0.000e+0")
-    caption = "Of the optimizer's first parameter group."
-    return Chart(name="lr", title="Learning rate", figure=plot, keys=_keys(runs), caption=caption) if plot else None
+    return _step_chart(runs, plot, "lr", "Learning rate", "Of the optimizer's first parameter group.")
 
 
 def grad_norm_chart(runs: Sequence[Drawn]) -> Chart | None:
     """Where gradients are clipped; None elsewhere."""
     plot = _lines(_of_steps(runs, lambda curves: curves.grad_norm), y="norm", tip="0.000e+0")
-    caption = "Of all gradients of a step, before they are clipped."
-    return Chart(name="norm", title="Gradient norm", figure=plot, keys=_keys(runs), caption=caption) if plot else None
+    return _step_chart(runs, plot, "norm", "Gradient norm", "Of all gradients of a step, before they are clipped.")
+
+
+def _step_chart(runs: Sequence[Drawn], plot: figure | None, name: str, title: str, caption: str) -> Chart | None:
+    return Chart(name=name, title=title, figure=plot, keys=_keys(runs), caption=caption) if plot else None
 
 
 def logged_charts(runs: Sequence[Drawn], most: int = 12) -> list[Chart]:

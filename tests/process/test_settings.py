@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -130,6 +131,32 @@ def test_runs_go_where_out_says_and_a_resume_works_from_another_folder() -> None
     (later,) = (above / "some/where").iterdir()
     assert Record.read(later).plan.data == str(Path("data").resolve())
     assert [step.step for step in Record.read(later).steps] == [4, 5, 6]
+
+
+def test_a_resumed_run_lies_beside_the_run_before_and_its_best_is_found_from_anywhere() -> None:
+    # The largest loss is that of the first epoch.
+    words = ("--best", "loss:max", "--out", "some/where", "--name", "first", "--epochs", "2")
+    first = evenstep_("train", "my_task.py", *words)
+    assert first.returncode == 0, first.stderr
+    for name, cwd in (("second", Path.cwd().parent), ("third", Path.cwd())):
+        before = Path("some/where", "first" if name == "second" else "second").resolve()
+        words = ("--resume", str(before), "--epochs", "3" if name == "second" else "4", "--name", name)
+        resumed = evenstep_("train", *words, cwd=cwd)
+        assert resumed.returncode == 0, resumed.stderr
+    third = Record.read("some/where/third")
+    best = third.summary and third.summary.best
+    assert best is not None
+    assert best.checkpoint == "some/where/first/checkpoints/step-00000003"
+    assert Path("some/where/third/checkpoints/best").resolve() == Path(best.checkpoint).resolve()
+    evaluated = evenstep_("evaluate", "some/where/third/checkpoints/best", "--json").stdout
+    values = json.loads(evaluated.splitlines()[-1])["values"]
+    assert values == pytest.approx(best.values)
+    exported = evenstep_("checkpoint", "export", "some/where/third/checkpoints/best", "exported", "--to", "torch")
+    assert exported.returncode == 0, exported.stderr
+    shutil.rmtree("some/where/first")
+    gone = evenstep_("evaluate", "some/where/third/checkpoints/best")
+    assert gone.returncode == 2
+    assert "first/checkpoints/step-00000003, which was moved or deleted" in gone.stderr
 
 
 @pytest.mark.slow

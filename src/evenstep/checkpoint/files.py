@@ -7,7 +7,7 @@ runs/NAME/checkpoints/
     state.json              step, position, scheduler, generators, plan
     SHA256SUMS              `sha256sum -c SHA256SUMS` agrees
   latest -> step-00000120
-  best -> step-00000080
+  best -> step-00000080     ../../FIRST/checkpoints/step-00000080 where a resumed run has no better one
 """
 
 from __future__ import annotations
@@ -182,6 +182,20 @@ def point(folder: Path, link: str, target: str) -> None:
     _flush(folder)
 
 
+def keep_best(folder: Path, resumed: Path, step: int) -> Path | None:
+    """Let `best` of a resumed run point to the best checkpoint of the run before; None if that is gone."""
+    named = resumed.parent / step_name(step)
+    # The run before may itself have been resumed.
+    found = next((one.resolve() for one in (named, resumed.parent / "best") if (one / STATE).is_file()), None)
+    if found is None or found.name != named.name:
+        return None
+    if found.parent != folder.resolve():
+        folder.mkdir(parents=True, exist_ok=True)
+        # Relative: the folder of all runs may be moved.
+        point(folder, "best", os.path.relpath(found, folder.resolve()))
+    return found
+
+
 def prune(folder: Path, keep: int) -> None:
     """Delete all but the last `keep` checkpoints, the best one, and the one that `latest` names."""
     spared = {(folder / link).resolve() for link in ("latest", "best")}
@@ -251,6 +265,8 @@ def find(where: str) -> tuple[Path, list[str]]:
     if not os.path.exists(path):
         if path.parent.name == FOLDER and os.path.isdir(path.parent):
             there = sorted(one.name for one in path.parent.iterdir() if os.path.isdir(one))
+            if path.is_symlink():
+                raise CheckpointError(f"{where} points to {path.resolve()}, which was moved or deleted")
             raise CheckpointError(f"{path.parent} has no checkpoint {path.name}; it has {', '.join(there) or 'none'}")
         raise CheckpointError(f"{where} does not exist; give a run folder, such as runs/2026-11-15-digits-ddp")
     if (path / SUMS).exists() or (path / STATE).exists():

@@ -28,7 +28,7 @@ from evenstep.errors import CheckpointError, EvenstepError, PlanError, Preempted
 from evenstep.launcher.failure import cause, report, stopped_where
 from evenstep.launcher.hang import FIRST_SECONDS, LEAST_SECONDS, exit_on_stall
 from evenstep.launcher.logs import with_trace
-from evenstep.launcher.prepare import Prepared, label_of, prepare, prepare_from_plan, write_plan
+from evenstep.launcher.prepare import Prepared, label_of, out_of_resumed, prepare, prepare_from_plan, write_plan
 from evenstep.launcher.rendezvous import LocalRendezvous, Rendezvous
 from evenstep.launcher.rendezvous.slurm import Slurm, find_slurm
 from evenstep.launcher.rendezvous.version_check import Identity, identity_of, sources_of_task
@@ -53,7 +53,11 @@ def prepare_run(source: Source, choices: Mapping[str, Any]) -> tuple[Prepared, R
     # Refuse rank variables that no worker could read before one is started.
     read_rank()
     slurm = find_slurm()
-    chosen = dict(choices) if slurm is None else _for_slurm(slurm, source, choices)
+    chosen = dict(choices)
+    if chosen.get("resume") is not None and chosen.get("out") is None:
+        chosen["out"] = out_of_resumed(chosen["resume"])
+    if slurm is not None:
+        chosen = _for_slurm(slurm, source, chosen)
     if chosen.get("requeue") and slurm is None:
         raise PlanError("--requeue needs a Slurm job, and this is not one; --restarts continues after a crash")
     if chosen.get("machines") is None:

@@ -309,6 +309,22 @@ def _base(chosen: dict[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in base.items() if value is not None and name not in PER_START + PER_COMMAND}
 
 
+def out_of_resumed(resume: object) -> str | None:
+    """The folder of run folders that holds the run to resume; None for a checkpoint or run that was moved elsewhere."""
+    path = Path(os.path.abspath(str(resume)))
+    run = path.parent.parent if path.parent.name == files.FOLDER else path
+    if not os.path.isdir(path) or not os.path.isfile(run / "plan.json"):
+        return None
+    try:
+        out = os.path.abspath(read_plan(run).out)
+    except PlanError:
+        # What a resume needs is in the checkpoint.
+        return None
+    if os.path.basename(out) != run.parent.name:
+        return None
+    return str(run.parent.relative_to(Path.cwd()) if run.parent.is_relative_to(Path.cwd()) else run.parent)
+
+
 def _refuse_foreign_resume(path: str | None, chosen: Mapping[str, Any], named_by: str) -> None:
     """A plan may resume from a path in the working folder; any other path must be given with --resume."""
     if path is None or "resume" in chosen or Path(os.path.realpath(path)).is_relative_to(Path.cwd().resolve()):

@@ -171,8 +171,20 @@ class Trainer:
             return []
         if before.by == self.best.by:
             self.best = before
+            self._keep_best()
             return []
         return [f"--best was {before.by} and is now {self.best.by}: the best so far is not known"]
+
+    def _keep_best(self) -> None:
+        assert self.plan.resume is not None
+        if not self.team.world.is_main or self.best.best is None:
+            return
+        path = files.keep_best(self.checkpoints, Path(self.plan.resume), self.best.best.step)
+        if path is not None:
+            runs = self.folder.parent.resolve()
+            # As the command was given it: the task may have changed the working folder.
+            shown = Path(self.plan.out) / path.relative_to(runs) if path.is_relative_to(runs) else path
+            self.best.best = replace(self.best.best, checkpoint=str(shown))
 
     @property
     def facts(self) -> dict[str, Any]:

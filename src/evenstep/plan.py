@@ -16,7 +16,7 @@ from typing import Annotated, Any, Literal
 from msgspec import Meta
 
 from evenstep.errors import BREAKS_LINES, MAX_CHARACTERS, PlanError, shorten
-from evenstep.sampling.order import Lengths, share, smallest_micro_batch
+from evenstep.sampling.order import Lengths, Shares, enough_for_all, in_proportion, share, smallest_micro_batch
 from evenstep.schema import LARGEST, Schema, check, check_choice, check_fields
 from evenstep.strategy_facts import (
     REFERENCE,
@@ -89,6 +89,8 @@ class Plan:
     seed: Seed = 0
     precision: PrecisionName = "fp32"
     accumulate: Whole = 1
+    shares: Text | None = None
+    """`5,3`: each device's part of every global batch, in the order of ranks; or `auto`."""
     clip: Clip | None = None
     name: Text = "run"
     out: Text = RUNS
@@ -138,6 +140,7 @@ class Plan:
         check_device_names(self.devices)
         self._check_launch()
         self._check_devices()
+        self._check_shares()
         self._check_cut()
         check_name(self.name)
         parse_best(self.best)
@@ -195,6 +198,37 @@ class Plan:
             refusal = f"{kind} runs with --strategy {running} only, and {name} was given"
             raise PlanError(facts.other_kinds_refusal or refusal)
 
+    def _check_shares(self) -> None:
+        if self.shares is None:
+            return
+        shares, num = parse_shares(self.shares), len(self.devices)
+        least, most = parse_machines(self.machines) if self.machines is not None else (1, 1)
+        if num * most == 1:
+            raise PlanError("--shares divides a batch over several devices, and there is one; leave it out")
+        if shares is None:
+            raise PlanError("--shares auto is not there yet; give a number for each device, such as 5,3")
+        if least != most:
+            raise PlanError(
+                f"--shares has a number for each device, and --machines {self.machines} may be fewer or more; "
+                "use --shares auto"
+            )
+        # Machines may have different numbers of devices: those are counted when they have met.
+        if self.machines is None and len(shares) != num:
+            given = f"--shares {shorten(self.shares)} has {len(shares)} number{'s' * (len(shares) > 1)}"
+            raise PlanError(f"{given} for {num} devices; give one for each")
+        smallest = enough_for_all(shares, self.accumulate)
+        if min(map(len, in_proportion(self.batch, shares))) < self.accumulate:
+            raise PlanError(
+                f"a global batch of {self.batch} is too small for --shares {shorten(self.shares)}: a device would have "
+                f"none of it, or too few for its micro-batches; use --batch {smallest} or more"
+            )
+
+    @property
+    def proportions(self) -> Shares:
+        """What each device gets of a global batch, as far as it is known before the start."""
+        known = parse_shares(self.shares) if self.shares is not None else None
+        return known or (1,) * self.most_devices
+
     def _check_cut(self) -> None:
         smallest = self.most_devices * self.accumulate
         if self.batch < smallest:
@@ -226,7 +260,7 @@ class Plan:
 
     def smallest_micro_batch(self, size: int) -> int:
         """Samples that a device computes at once, where it has the fewest of a step of this size."""
-        return smallest_micro_batch(size, self.most_devices, self.accumulate)
+        return smallest_micro_batch(size, self.proportions, self.accumulate)
 
     def num_steps(self, lengths: Lengths, step: int = 0, position: int = 0) -> int | None:
         """Optimizer steps of the whole run, of which `step` are done and have used `position` samples.
@@ -256,17 +290,17 @@ class Plan:
                 f"global batch {self.batch} over {machines[0]} to {machines[1]} machines, {each}; "
                 f"{self._epochs_in_words(lengths)}"
             )
-        num = machines[0] * len(self.devices)
         micro_sizes = {
-            len(share(len(share(self.batch, replica, num)), part, self.accumulate))
-            for replica in range(num)
+            len(share(len(own), part, self.accumulate))
+            for own in in_proportion(self.batch, self.proportions)
             for part in range(self.accumulate)
         }
         sizes = "-".join(str(size) for size in sorted(micro_sizes))
         parts = f" x {self.accumulate} micro-batches" if self.accumulate > 1 else ""
         devices = "1 device" if len(self.devices) == 1 else f"{len(self.devices)} devices"
         devices = f"{machines[0]} machines x {devices}" if machines[0] > 1 else devices
-        return f"global batch {self.batch} = {devices} x {sizes}{parts}; {self._epochs_in_words(lengths)}"
+        shares = f" (shares {self.shares})" if self.shares is not None else ""
+        return f"global batch {self.batch} = {devices} x {sizes}{parts}{shares}; {self._epochs_in_words(lengths)}"
 
     def _epochs_in_words(self, lengths: Lengths) -> str:
         if lengths.rest is None:
@@ -402,6 +436,26 @@ def parse_rendezvous(machines: str | None, rendezvous: str | None) -> tuple[tupl
             "machine"
         )
     return parse_address(rendezvous), least_and_most
+
+
+AUTO = "auto"
+"""Shares that are measured in the first steps."""
+
+
+def parse_shares(text: str) -> Shares | None:
+    """`5,3` gives the first device 5 of 8 samples; None for `auto`.
+
+    >>> parse_shares("5,3"), parse_shares("auto")
+    ((5, 3), None)
+    """
+    words = text.split(",")
+    if text.strip() == AUTO:
+        return None
+    if not all(re.fullmatch(r"\s*0*[1-9][0-9]{0,8}\s*", word) for word in words):
+        raise PlanError(
+            f"shares is {shorten(repr(text))}; write a whole number from 1 up for each device, such as 5,3, or auto"
+        )
+    return tuple(int(word) for word in words)
 
 
 def parse_machines(text: str) -> tuple[int, int]:

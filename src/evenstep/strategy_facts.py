@@ -113,6 +113,7 @@ _ROWS = (
         other_kinds_refusal="dp-torch is nn.DataParallel, which runs on CUDA devices only; use --strategy dp",
         compiles=False,
         separates_communication=False,
+        refusals={"shares": "nn.DataParallel cuts a batch into equal parts; use --strategy dp with --shares"},
     ),
 )
 UNKNOWN = StrategyFacts(

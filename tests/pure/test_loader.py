@@ -244,7 +244,7 @@ def test_every_rank_runs_as_many_micro_batches_and_none_is_without_data(
         assert len({len(one.micro_batches) for one in batches}) == 1
         assert batches[0].num_samples in foreseen
         smallest = min(len(micro_batch.inputs) for one in batches for micro_batch in per_replica(one))
-        assert smallest == smallest_micro_batch(batches[0].num_samples, size, accumulate)
+        assert smallest == smallest_micro_batch(batches[0].num_samples, (1,) * size, accumulate)
         for micro_batch in (micro_batch for one in batches for micro_batch in per_replica(one)):
             assert micro_batch.num_samples == len(micro_batch.ids)
             assert len(micro_batch.inputs) == max(1, micro_batch.num_samples)

@@ -86,6 +86,14 @@ def train(
     seed: SeedOption = None,
     precision: PrecisionOption = None,
     accumulate: Annotated[int | None, typer.Option(help="Micro-batches per optimizer step; default: 1.")] = None,
+    shares: Annotated[
+        str | None,
+        typer.Option(
+            metavar="N,N,...|auto",
+            help="Part of each device in every batch, such as 5,3, for devices of unequal speed; auto: measured in the "
+            "first steps. Default: equal.",
+        ),
+    ] = None,
     clip: Annotated[
         float | None, typer.Option(help="Maximum norm for gradient clipping; inf: only record the norm.")
     ] = None,

@@ -18,7 +18,7 @@ from evenstep.data.dataset import Augment, SampleTransform, Source
 from evenstep.data.nested import leaves, map_tensors
 from evenstep.distributed.world import World
 from evenstep.errors import TaskError
-from evenstep.sampling.order import Order, Span, order_name, share
+from evenstep.sampling.order import Order, Shares, Span, in_proportion, order_name, share
 from evenstep.sampling.rng import Ids
 from evenstep.task import Batch as Data
 
@@ -37,22 +37,37 @@ class BatchSplit:
     replicas: range
     num_replicas: int
     accumulate: int
+    shares: Shares | None = None
+    """What each replica, of all processes, gets in proportion; None: equal shares."""
 
     @classmethod
     def of(cls, world: World, accumulate: int) -> BatchSplit:
         return cls(world.replicas, world.num_replicas, accumulate)
 
+    def by_replica(self, num: int) -> list[range]:
+        """The samples out of `num` that each replica, of all processes, takes."""
+        if self.shares is not None:
+            return in_proportion(num, self.shares)
+        return [share(num, replica, self.num_replicas) for replica in range(self.num_replicas)]
+
     def ranges(self, num: int) -> list[list[range]]:
         """For each micro-batch, the samples out of `num` that each replica of this process takes."""
         if self.num_replicas == 1 and self.accumulate == 1:
             return [[range(num)]]
-        # Replica 0 has the largest share; all replicas run as many micro-batches, because collectives must match.
-        num_micro = min(self.accumulate, len(share(num, 0, self.num_replicas)))
-        shares = [share(num, replica, self.num_replicas) for replica in self.replicas]
+        shares, largest = self._own(num)
+        # As many micro-batches on all replicas, because collectives must match.
+        num_micro = min(self.accumulate, largest)
         return [
             [own[part.start : part.stop] for own in shares for part in [share(len(own), micro, num_micro)]]
             for micro in range(num_micro)
         ]
+
+    def _own(self, num: int) -> tuple[list[range], int]:
+        """The samples of each replica of this process, and the largest number that any replica has."""
+        if self.shares is None:
+            return [share(num, one, self.num_replicas) for one in self.replicas], len(share(num, 0, self.num_replicas))
+        every = in_proportion(num, self.shares)
+        return every[self.replicas.start : self.replicas.stop], max(map(len, every))
 
 
 @dataclass(slots=True)

@@ -30,7 +30,7 @@ from evenstep.data.prefetch import (
 from evenstep.distributed.heartbeat import INPUT
 from evenstep.distributed.world import World
 from evenstep.errors import PlanError
-from evenstep.sampling.order import Lengths, Order, Span, lengths_of, order_name
+from evenstep.sampling.order import Lengths, Order, Shares, Span, enough_for_all, lengths_of, order_name
 from evenstep.sampling.rng import Draws, Ids, fork_rng
 from evenstep.sampling.samplers import PerRank, Sampler, Sequential, Subset
 from evenstep.task import Batch as Data
@@ -136,7 +136,8 @@ class Loader:
         self._source = source
         self._world = world
         self._options = options
-        self._split = BatchSplit.of(world, options.accumulate)
+        self.split = BatchSplit.of(world, options.accumulate)
+        """How global batches are cut from now on."""
         self._left_to_check = NUM_CHECKED if options.compare and world.num_replicas > 1 else 0
         is_slow = isinstance(source, Stream) or source.is_slow(options.augment is not None)
         # Every worker iterates over the whole stream: more than one do not make it faster.
@@ -173,11 +174,19 @@ class Loader:
         return -(-(length - index) // self.batch)
 
     def __iter__(self) -> Iterator[Batch]:
-        read = self._training.begin(*self.lengths.locate(self.position), self._left_to_check)
-        with closing(self._delivered(read, self._options.augment_batch)) as batches:
-            while (batch := self._next(batches)) is not None:
-                yield batch
-                batch.finish()
+        is_rest = True
+        while is_rest:
+            if self._training.split is not self.split:
+                # Read again from here, in other shares: what is prefetched has been cut already.
+                self._training.close()
+                self._training = self._passes(self.order, self._options)
+            read = self._training.begin(*self.lengths.locate(self.position), self._left_to_check)
+            is_rest = False
+            with closing(self._delivered(read, self._options.augment_batch)) as batches:
+                while not is_rest and (batch := self._next(batches)) is not None:
+                    yield batch
+                    batch.finish()
+                    is_rest = self._training.split is not self.split and not batch.is_epoch_end
 
     def _next(self, batches: Iterator[Batch]) -> Batch | None:
         spans = self._world.spans
@@ -197,11 +206,15 @@ class Loader:
 
     def whole_pass(self) -> Iterator[Batch]:
         """Every sample that the order uses, once, unchanged, in the order of the data; the position does not move."""
+        if self._whole is not None and self._whole.split is not self.split:
+            self._whole.close()
+            self._whole = None
         if self._whole is None:
             plain = replace(self._options, augment=None, drop_last=False)
             self._whole = self._passes(self._in_order(), plain)
             # Every replica then has samples of its own, unless the data has fewer than there are replicas.
-            self._whole.least = self._world.num_replicas
+            shares = self.split.shares
+            self._whole.least = self._world.num_replicas if shares is None else enough_for_all(shares)
         return self._delivered(self._whole.begin(0, 0, 0), None)
 
     def whole_data(self, num_batches: int | None = None) -> Iterator[Data]:
@@ -215,11 +228,21 @@ class Loader:
         """The first micro-batch of the next step, augmented as it will be; the position and generators do not move."""
         source = self._source if isinstance(self._source, Stream) else self._sources
         # In this process: no loader worker is started for one batch.
-        passes = Passes(source, self.order, self._split, self.batch, self._options, num_workers=0, pinned=False)
+        passes = Passes(source, self.order, self.split, self.batch, self._options, num_workers=0, pinned=False)
         with fork_rng():
             host = next(iter(passes.begin(*self.lengths.locate(self.position), num_checked=0)))
             batch = self._made(host, self._moved, self._options.augment_batch)
         return batch.micro_batches[0][0].inputs
+
+    def share_out(self, shares: Shares) -> None:
+        """From the next batch on, give each replica its part in these proportions; all processes call this together."""
+        num = self._world.num_replicas
+        if len(shares) != num:
+            raise PlanError(
+                f"shares are {','.join(map(str, shares))}, and there are {num} devices; give a number for each, in the "
+                "order of ranks"
+            )
+        self.split = replace(self.split, shares=shares)
 
     def state_dict(self) -> dict[str, Any]:
         """Where a later run resumes: the position, the steps taken, and the order they refer to."""
@@ -271,7 +294,7 @@ class Loader:
     def _passes(self, order: Order | None, options: LoaderOptions) -> Passes:
         source = self._source if isinstance(self._source, Stream) else self._sources
         pinned = bool(self._copies) and not self._num_workers
-        return Passes(source, order, self._split, self.batch, options, self._num_workers, pinned)
+        return Passes(source, order, self.split, self.batch, options, self._num_workers, pinned)
 
     def _in_order(self) -> Order | None:
         if self.order is None or self.num_samples is None:

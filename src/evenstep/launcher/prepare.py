@@ -22,9 +22,9 @@ from evenstep.data.adapt import AdaptedData, adapt_train, adapt_valid
 from evenstep.distributed.devices import check_devices, choose_devices, num_cores
 from evenstep.errors import PlanError, TaskError, shorten
 from evenstep.launcher.preflight import probe, probe_evaluation
-from evenstep.plan import IN_THIS_PROCESS, RUNS, Plan, Seed, parse_devices, parse_machines, read_plan
+from evenstep.plan import IN_THIS_PROCESS, RUNS, Plan, Seed, parse_devices, parse_machines, parse_shares, read_plan
 from evenstep.report.terminal import without_control
-from evenstep.sampling.order import Lengths, Order, lengths_of
+from evenstep.sampling.order import Lengths, Order, enough_for_all, lengths_of
 from evenstep.sampling.rng import seed_everything
 from evenstep.schema import check
 from evenstep.strategy_facts import DEFAULT, REFERENCE, STRATEGIES
@@ -94,6 +94,7 @@ def prepare(source: str | TaskFunction | Task | None, choices: Mapping[str, Any]
     if os.path.exists(values.get("data", "")):
         # As the task: a resume may start in another folder.
         values["data"] = os.path.abspath(values["data"])
+    dropped = _drop_shares(values) if "shares" not in chosen else []
     is_same = _is_same_file(spec, base.get("task"))
     before = base.get("options", {}) if is_same else {}
     values["options"] = {**before, **chosen.get("options", {})}
@@ -132,6 +133,7 @@ def prepare(source: str | TaskFunction | Task | None, choices: Mapping[str, Any]
     num_steps = plan.num_steps(lengths_of(order), *start)
     notes = [
         *notes,
+        *dropped,
         *(() if is_same else [f"option of the earlier run: {name}={value}" for name, value in before.items()]),
         *(_changed(found, before, plan) if base else ()),
         *train.notes,
@@ -231,6 +233,22 @@ def _changed(source: TaskFunction | Task, before: Mapping[str, Any], plan: Plan)
     return [f"options changed: {', '.join(changed)}{effect}"] if changed else []
 
 
+def _drop_shares(values: dict[str, Any]) -> list[str]:
+    """Shares of an earlier run are those of its devices; a line to log if there are now more, or fewer."""
+    if values.get("shares") is None:
+        return []
+    shares = parse_shares(values["shares"])
+    machines = parse_machines(str(values["machines"])) if values.get("machines") else (1, 1)
+    num = len(values["devices"]) * machines[1]
+    if num > 1 and (shares is None or (len(shares) == num and machines[0] == machines[1])):
+        return []
+    del values["shares"]
+    if shares is None:
+        return []
+    given = ",".join(map(str, shares))
+    return [f"the shares {given} were those of {len(shares)} devices, and this run has {num}: they are dropped"]
+
+
 def _dropped(order: Order | None) -> list[str]:
     if order is None or not order.dropped.rest:
         return []
@@ -258,7 +276,9 @@ def _forked_threads(threads: int | None) -> int:
 def _draft(values: dict[str, Any], label: str) -> Plan:
     """The plan as far as it is known; small ones stand for a batch and a length that the task sets."""
     machines = parse_machines(str(values["machines"]))[1] if values.get("machines") else 1
-    smallest = machines * len(values["devices"]) * max(1, int(values.get("accumulate", 1)))
+    accumulate = max(1, int(values.get("accumulate", 1)))
+    shares = parse_shares(str(values["shares"])) if values.get("shares") else None
+    smallest = max(machines * len(values["devices"]) * accumulate, enough_for_all(shares or (1,), accumulate))
     stand_ins: dict[str, Any] = {"batch": smallest, "name": label}
     if "epochs" not in values and "steps" not in values:
         stand_ins["epochs"] = 1

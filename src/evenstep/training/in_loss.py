@@ -12,7 +12,6 @@ import torch
 from evenstep.data.loader import Batch
 from evenstep.distributed.world import World
 from evenstep.errors import TaskError
-from evenstep.sampling.order import share
 from evenstep.task import Amount
 
 if TYPE_CHECKING:
@@ -84,7 +83,7 @@ def computes_samples() -> bool:
 class LossContext:
     """One global batch of which losses are computed; the replicas of this process share it."""
 
-    __slots__ = ("_at", "_num_micro", "_num_samples", "called", "is_alone", "meeting", "world")
+    __slots__ = ("_at", "_num_micro", "_num_samples", "_split", "called", "is_alone", "meeting", "world")
 
     def __init__(
         self, world: World, batch: Batch, called: set[str] | None = None, at: tuple[int, int] | None = None
@@ -92,6 +91,7 @@ class LossContext:
         """`at` are the step and the epoch of an evaluation."""
         self.world = world
         self._num_samples, self._num_micro = batch.num_samples, len(batch.micro_batches)
+        self._split = batch.loader.split
         self._at = (batch.loader.num_finished + 1, batch.span.epoch) if at is None else at
         self.called = set() if called is None else called
         """Names of functions of this module that the loss called."""
@@ -120,7 +120,7 @@ class LossContext:
                 f"evenstep.gather needs the whole batch at once, and --accumulate splits it into {self._num_micro} "
                 "micro-batches;\nleave --accumulate out, and use more devices or a smaller --batch if memory is short"
             )
-        counts = [len(share(self._num_samples, one, world.num_replicas)) for one in range(world.num_replicas)]
+        counts = [len(own) for own in self._split.by_replica(self._num_samples)]
         _check_rows(tensor, max(1, counts[world.replicas[call.replica]]))
         return tensor if world.num_replicas == 1 else self._gathered(tensor, call, counts)
 

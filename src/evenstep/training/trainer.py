@@ -32,7 +32,7 @@ from evenstep.distributed.heartbeat import BACKWARD, BUILDING, COMPARING, ENDING
 from evenstep.distributed.preemption import SIGNALS
 from evenstep.errors import BadInput, Preempted, TaskError, TrainingError
 from evenstep.monitor.known_errors import Situation, is_out_of_memory, note
-from evenstep.plan import USUAL, Plan, parse_best
+from evenstep.plan import USUAL, Plan, parse_best, parse_shares
 from evenstep.record import (
     BestSoFar,
     EpochEnd,
@@ -223,7 +223,8 @@ class Trainer:
             autocast=self.team.precision.autocast,
             device=world.device,
         )
-        return diagnose(error, step, -(-self.plan.batch // world.num_replicas), self.plan.accumulate)
+        largest = max(map(len, self.run.loader.split.by_replica(self.plan.batch)))
+        return diagnose(error, step, largest, self.plan.accumulate)
 
     def trainable_names(self) -> list[str]:
         """In the order in which DDP counts parameters."""
@@ -487,7 +488,7 @@ class Trainer:
 
     def _loader(self, data: Any, **how: Any) -> Loader:
         plan = self.plan
-        return self.team.loader(
+        loader = self.team.loader(
             data,
             plan.batch,
             accumulate=plan.accumulate,
@@ -496,6 +497,10 @@ class Trainer:
             resident=plan.resident,
             **how,
         )
+        shares = parse_shares(plan.shares) if plan.shares is not None else None
+        if shares is not None:
+            loader.share_out(shares)
+        return loader
 
     def _fit_scalers(self, module: nn.Module, loader: Loader) -> None:
         """Statistics of what is trained on, each rank's share merged; a resumed run has them in its weights."""

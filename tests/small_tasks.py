@@ -84,6 +84,15 @@ def shaken_batch(batch: tuple[torch.Tensor, ...], draws: Draws) -> tuple[torch.T
     return batch[0] + 0.1 * draws.uniform(20), *batch[1:]
 
 
+def with_dropout(model: nn.Module) -> nn.Module:
+    """Dropout behind every normalization and activation."""
+    for layer in list(model.modules()):
+        for name, child in layer.named_children():
+            if isinstance(child, nn.Tanh | nn.LayerNorm):
+                setattr(layer, name, nn.Sequential(child, nn.Dropout(0.2)))
+    return model
+
+
 KINDS: dict[str, Callable[[Task], Task]] = {
     "rows": lambda task: replace(task, train=Rows(task.train)),
     "stream": lambda task: replace(task, train=Flow(task.train), valid=Flow(task.valid), scheduler=None),
@@ -97,6 +106,7 @@ KINDS: dict[str, Callable[[Task], Task]] = {
     "curriculum": lambda task: replace(task, sampler=samplers.Curriculum(task.train[0][:, 0], pace=(0.2, 0.5))),
     # Which shared memory does not average: torch's DistributedDataParallel does.
     "complex": lambda task: replace(task, model=lambda: with_complex(task.model())),
+    "dropout": lambda task: replace(task, model=lambda: with_dropout(task.model())),
     "scaler": scaled,
     "scaler-of-some": lambda task: replace(scaled(task), sampler=samplers.Subset(range(40))),
 }

@@ -91,6 +91,8 @@ class Plan:
     accumulate: Whole = 1
     shares: Text | None = None
     """`5,3`: each device's part of every global batch, in the order of ranks; or `auto`."""
+    replicas: Whole | None = None
+    """Virtual replicas: the parts of a batch whose gradients are summed in one order, on any number of devices."""
     clip: Clip | None = None
     name: Text = "run"
     out: Text = RUNS
@@ -141,6 +143,7 @@ class Plan:
         self._check_launch()
         self._check_devices()
         self._check_shares()
+        self._check_replicas()
         self._check_cut()
         check_name(self.name)
         parse_best(self.best)
@@ -225,13 +228,36 @@ class Plan:
 
     @property
     def proportions(self) -> Shares:
-        """What each device gets of a global batch, as far as it is known before the start."""
+        """What each device (or virtual replica) gets of a global batch, as far as it is known before the start."""
+        if self.replicas is not None:
+            return (1,) * self.replicas
         known = parse_shares(self.shares) if self.shares is not None else None
         return known or (1,) * self.most_devices
 
+    def _check_replicas(self) -> None:
+        if self.replicas is None:
+            return
+        check_replicas(self.replicas, self.most_devices, self._facts)
+        if self.sync_batchnorm:
+            raise PlanError(
+                "--sync-batchnorm computes with the statistics of the whole batch, which processes sum in an order of "
+                "their own; with --replicas leave it out: BatchNorm uses a virtual replica's samples"
+            )
+
+    @property
+    def num_parts(self) -> int:
+        """Parts of a global batch that are cut into micro-batches: virtual replicas, or devices."""
+        return self.replicas or self.most_devices
+
     def _check_cut(self) -> None:
-        smallest = self.most_devices * self.accumulate
+        smallest = self.num_parts * self.accumulate
         if self.batch < smallest:
+            if self.replicas is not None:
+                parts = f" x {self.accumulate} micro-batches" if self.accumulate > 1 else ""
+                raise PlanError(
+                    f"a global batch of {self.batch} is too small for {self.replicas} virtual replicas{parts}; "
+                    f"use --batch {smallest} or more"
+                )
             machines = self.most_devices // len(self.devices)
             of_machines = f"{machines} machines x " if machines > 1 else ""
             num = len(self.devices)
@@ -300,6 +326,8 @@ class Plan:
         devices = "1 device" if len(self.devices) == 1 else f"{len(self.devices)} devices"
         devices = f"{machines[0]} machines x {devices}" if machines[0] > 1 else devices
         shares = f" (shares {self.shares})" if self.shares is not None else ""
+        if self.replicas is not None:
+            devices = f"{self.replicas} virtual replicas on {devices}, each"
         return f"global batch {self.batch} = {devices} x {sizes}{parts}{shares}; {self._epochs_in_words(lengths)}"
 
     def _epochs_in_words(self, lengths: Lengths) -> str:
@@ -406,6 +434,19 @@ def parse_best(text: str | None) -> tuple[str, Direction]:
             f"{f', or did you mean {close[0]}?' if close else ''}"
         )
     return metric, "min" if is_smaller else "max"
+
+
+def check_replicas(num: int, num_devices: int, facts: StrategyFacts) -> None:
+    """Refuse virtual replicas that the strategy, or the number of devices, does not allow."""
+    check("replicas", num, Whole, PlanError)
+    if not facts.virtual_replicas:
+        able = one_of(row for row in STRATEGIES.values() if row.virtual_replicas)
+        raise PlanError(f"{facts.name} does not sum gradients in the order of --replicas; use --strategy {able}")
+    if num < num_devices:
+        raise PlanError(
+            f"{num} virtual replica{'s' * (num > 1)} cannot be shared by {num_devices} devices; use --replicas "
+            f"{num_devices} or more, the same number on any number of devices"
+        )
 
 
 def check_device_names(devices: Iterable[str]) -> None:

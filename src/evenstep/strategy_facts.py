@@ -45,6 +45,8 @@ class StrategyFacts:
     """Whether torch.compile can make it faster."""
     cuda_graphs: bool = False
     """Whether a step that goes through torch's wrapper can be captured."""
+    virtual_replicas: bool = False
+    """Whether it sums the gradients of virtual replicas in the order of their tree (`--replicas`)."""
     separates_communication: bool = True
     """Whether communication can be timed separately from forward and backward."""
     refusals: Mapping[str, str] = field(default_factory=dict)
@@ -67,6 +69,7 @@ _ROWS = (
         is_reference=True,
         device_kinds=("cpu", "cuda", "mps"),
         cuda_graphs=True,
+        virtual_replicas=True,
     ),
     StrategyFacts(
         name=DEFAULT_IN_ONE_PROCESS,
@@ -124,6 +127,7 @@ UNKNOWN = StrategyFacts(
     device_kinds=("cpu", "cuda", "mps"),
     mixes_device_kinds=True,
     several_machines=True,
+    virtual_replicas=True,
 )
 _FACTS = {row.name: row for row in _ROWS}
 STRATEGIES: Mapping[str, StrategyFacts] = MappingProxyType(_FACTS)

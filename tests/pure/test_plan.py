@@ -207,6 +207,14 @@ WHOLE = "it must be a whole number, 1 or more"
             "a global batch of 11 is too small for 4 devices x 3 micro-batches; use --batch 12 or more",
         ),
         (
+            {"replicas": 4, "accumulate": 2, "batch": 7},
+            "a global batch of 7 is too small for 4 virtual replicas x 2 micro-batches; use --batch 8 or more",
+        ),
+        (
+            {"replicas": 4, "strategy": "dp-torch", "devices": ("cuda:0", "cuda:1")},
+            "dp-torch does not sum gradients in the order of --replicas; use --strategy single",
+        ),
+        (
             {"strategy": "dp-torch"},
             "dp-torch is nn.DataParallel, which runs on CUDA devices only; use --strategy dp",
         ),

@@ -94,6 +94,14 @@ def train(
             "first steps. Default: equal.",
         ),
     ] = None,
+    replicas: Annotated[
+        int | None,
+        typer.Option(
+            metavar="V",
+            help="Cut each batch into V virtual replicas, whose gradients are summed in one order: the same bits on "
+            "any number of devices up to V.",
+        ),
+    ] = None,
     clip: Annotated[
         float | None, typer.Option(help="Maximum norm for gradient clipping; inf: only record the norm.")
     ] = None,

@@ -9,7 +9,8 @@ import hashlib
 import pickle
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
-from typing import TYPE_CHECKING, Any
+from functools import cached_property
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import torch
@@ -18,7 +19,7 @@ from evenstep.data.dataset import Augment, SampleTransform, Source
 from evenstep.data.nested import leaves, map_tensors
 from evenstep.distributed.world import World
 from evenstep.errors import TaskError
-from evenstep.sampling.order import Order, Shares, Span, in_proportion, order_name, share
+from evenstep.sampling.order import Order, Shares, Span, enough_for_all, in_proportion, order_name, share
 from evenstep.sampling.rng import Ids
 from evenstep.task import Batch as Data
 
@@ -30,6 +31,13 @@ MAX_HASHED_BYTES = 1 << 20
 _IF_INTENDED = "In a custom loop, use team.loader(..., mine=True) for data that differs between ranks on purpose"
 
 
+class Place(NamedTuple):
+    """Which micro-batch of which virtual replica."""
+
+    virtual: int
+    micro: int
+
+
 @dataclass(frozen=True)
 class BatchSplit:
     """How a global batch is split: the replicas of this process, and the number of micro-batches."""
@@ -39,19 +47,58 @@ class BatchSplit:
     accumulate: int
     shares: Shares | None = None
     """What each replica, of all processes, gets in proportion; None: equal shares."""
+    num_virtual: int | None = None
+    """Virtual replicas, if the batch is cut into such."""
 
     @classmethod
     def of(cls, world: World, accumulate: int) -> BatchSplit:
-        return cls(world.replicas, world.num_replicas, accumulate)
+        return cls(world.replicas, world.num_replicas, accumulate, num_virtual=world.num_virtual)
 
     def by_replica(self, num: int) -> list[range]:
         """The samples out of `num` that each replica, of all processes, takes."""
+        if self.num_virtual is not None:
+            every = [share(num, virtual, self.num_virtual) for virtual in range(self.num_virtual)]
+            parts = [every[own.start : own.stop] for own in self.virtual]
+            return [range(own[0].start, own[-1].stop) if own else range(0) for own in parts]
+        return self._dealt(num)
+
+    @cached_property
+    def virtual(self) -> tuple[range, ...]:
+        """For each replica of all processes, the virtual replicas that it computes."""
+        assert self.num_virtual is not None
+        return tuple(self._dealt(self.num_virtual))
+
+    def _dealt(self, num: int) -> list[range]:
         if self.shares is not None:
             return in_proportion(num, self.shares)
         return [share(num, replica, self.num_replicas) for replica in range(self.num_replicas)]
 
+    @property
+    def least(self) -> int:
+        """Samples of which every replica, or virtual replica, has some."""
+        if self.num_virtual is not None:
+            return self.num_virtual
+        return self.num_replicas if self.shares is None else enough_for_all(self.shares)
+
+    def num_micro(self, num: int) -> int:
+        """Micro-batches of each virtual replica, out of `num` samples."""
+        assert self.num_virtual is not None
+        return min(self.accumulate, len(share(num, 0, self.num_virtual)))
+
+    def places(self, num: int) -> list[list[Place | None]]:
+        """With virtual replicas: whose each micro-batch is, in the order of `ranges`; None where a device has fewer."""
+        num_micro = self.num_micro(num)
+        own = [
+            [Place(virtual, micro) for virtual in self.virtual[replica] for micro in range(num_micro)]
+            for replica in self.replicas
+        ]
+        most = max(map(len, self.virtual)) * num_micro
+        return [[places[at] if at < len(places) else None for places in own] for at in range(most)]
+
     def ranges(self, num: int) -> list[list[range]]:
         """For each micro-batch, the samples out of `num` that each replica of this process takes."""
+        if self.num_virtual is not None:
+            return [[self._samples_of(place, num) for place in per_replica] for per_replica in self.places(num)]
         if self.num_replicas == 1 and self.accumulate == 1:
             return [[range(num)]]
         shares, largest = self._own(num)
@@ -68,6 +115,14 @@ class BatchSplit:
             return [share(num, one, self.num_replicas) for one in self.replicas], len(share(num, 0, self.num_replicas))
         every = in_proportion(num, self.shares)
         return every[self.replicas.start : self.replicas.stop], max(map(len, every))
+
+    def _samples_of(self, place: Place | None, num: int) -> range:
+        if place is None:
+            return range(0)
+        assert self.num_virtual is not None
+        own = share(num, place.virtual, self.num_virtual)
+        part = share(len(own), place.micro, self.num_micro(num))
+        return own[part.start : part.stop]
 
 
 @dataclass(slots=True)
@@ -147,7 +202,7 @@ class Reader:
     ) -> None:
         self._sources = sources
         self._split = cut
-        self._is_whole = cut.num_replicas == 1 and cut.accumulate == 1
+        self._is_whole = cut.num_replicas == 1 and cut.accumulate == 1 and cut.num_virtual in (None, 1)
         self._seed = seed
         self._augment = augment
         self._pinned = pinned

@@ -30,7 +30,7 @@ from evenstep.data.prefetch import (
 from evenstep.distributed.heartbeat import INPUT
 from evenstep.distributed.world import World
 from evenstep.errors import PlanError
-from evenstep.sampling.order import Lengths, Order, Shares, Span, enough_for_all, lengths_of, order_name
+from evenstep.sampling.order import Lengths, Order, Shares, Span, lengths_of, order_name
 from evenstep.sampling.rng import Draws, Ids, fork_rng
 from evenstep.sampling.samplers import PerRank, Sampler, Sequential, Subset
 from evenstep.task import Batch as Data
@@ -213,8 +213,7 @@ class Loader:
             plain = replace(self._options, augment=None, drop_last=False)
             self._whole = self._passes(self._in_order(), plain)
             # Every replica then has samples of its own, unless the data has fewer than there are replicas.
-            shares = self.split.shares
-            self._whole.least = self._world.num_replicas if shares is None else enough_for_all(shares)
+            self._whole.least = self.split.least
         return self._delivered(self._whole.begin(0, 0, 0), None)
 
     def whole_data(self, num_batches: int | None = None) -> Iterator[Data]:

@@ -90,6 +90,11 @@ def share_threads(threads: int | None, devices: Sequence[str]) -> int:
     return threads or omp_num_threads() or max(1, num_cores() // len(devices))
 
 
+def threads_for_replicas() -> int:
+    """Threads of each process with virtual replicas: as many on any number of devices, for kernels sum by threads."""
+    return omp_num_threads() or 1
+
+
 def facts() -> dict[str, Any]:
     """Versions and hardware, recorded with every measurement; no host name, user or environment."""
     return {

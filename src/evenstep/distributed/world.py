@@ -54,6 +54,8 @@ class World:
     communication: Communication = field(default_factory=Communication, compare=False, repr=False)
     delegated: tuple[torch.device, ...] = ()
     """More devices, which nn.DataParallel drives from the first one."""
+    num_virtual: int | None = None
+    """Virtual replicas (`--replicas`), if the batch is cut into such."""
 
     @cached_property
     def device(self) -> torch.device:

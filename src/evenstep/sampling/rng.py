@@ -296,7 +296,14 @@ def seed_devices(seeds: list[int], devices: tuple[torch.device, ...]) -> None:
 
     torch.default_generator.manual_seed(seeds[0])
     for seed, device in zip(seeds, devices, strict=True):
-        if device.type == "cuda":
-            torch.cuda.default_generators[device.index].manual_seed(seed)
-        elif device.type == "mps":
-            torch.mps.manual_seed(seed)
+        seed_device(seed, device)
+
+
+def seed_device(seed: int, device: torch.device) -> None:
+    """Seed the generator of a GPU; that of the CPU is left as it is."""
+    import torch
+
+    if device.type == "cuda":
+        torch.cuda.default_generators[device.index].manual_seed(seed)
+    elif device.type == "mps":
+        torch.mps.manual_seed(seed)

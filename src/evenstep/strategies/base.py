@@ -13,7 +13,7 @@ import importlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import cache
-from typing import Any, ClassVar, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol, TypeVar
 
 import torch
 from torch import nn
@@ -29,6 +29,9 @@ from evenstep.internals import (
 )
 from evenstep.strategy_facts import STRATEGIES
 from evenstep.task import Amount
+
+if TYPE_CHECKING:
+    from evenstep.distributed.gradient_tree import GradientTree
 
 T = TypeVar("T")
 
@@ -115,6 +118,18 @@ class DistributedModel:
     def sync_gradients(self, is_last: bool) -> AbstractContextManager[None]:
         """Around one micro-batch: gradients are sent in the last one of a step only."""
         return NOTHING if self._has_noted_unused or not is_last else self._noting_unused()
+
+    def sum_trees(self, trees: Sequence[GradientTree], virtual: tuple[range, ...]) -> None:
+        """Give the weights the sum of what each replica of this process, and of others, computed.
+
+        `virtual` are the virtual replicas of each.
+        """
+        from evenstep.distributed.gradient_tree import give, total
+
+        (tree,) = trees
+        give(self.weights, total(tree.nodes, tree.sums))
+        if not self._has_noted_unused:
+            self.note_unused()
 
     @contextmanager
     def _noting_unused(self) -> Iterator[None]:

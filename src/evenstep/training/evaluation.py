@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
 
 import numpy as np
 import torch
 
+from evenstep.distributed.world import World
 from evenstep.errors import TaskError
 from evenstep.sampling.rng import restore_rng_states, rng_states
 from evenstep.task import Amount, Batch, Model, Task
@@ -23,6 +25,33 @@ class Means(dict[str, float]):
     def __init__(self, values: Mapping[str, float], num_samples: int) -> None:
         super().__init__(values)
         self.num_samples = num_samples
+
+
+class NamedSums:
+    """Sums and counts of named values, over all micro-batches of an evaluation and all ranks."""
+
+    def __init__(self, world: World) -> None:
+        self._world = world
+        self._sums: dict[str, torch.Tensor] = {}
+
+    def add(self, measured: Mapping[str, torch.Tensor]) -> None:
+        """Add [sum, count] of each value of a micro-batch."""
+        for name, pair in measured.items():
+            self._sums[name] = self._sums[name] + pair if name in self._sums else pair
+
+    def means(self) -> dict[str, float]:
+        """The mean of each value, the same on all ranks, which call this together."""
+        # A rank may have met no sample of a kind that another one has a name for.
+        names = list(dict.fromkeys(name for of_rank in self._world.gather(list(self._sums)) for name in of_rank))
+        wide = torch.float32 if self._world.device.type == "mps" else torch.float64
+        table = torch.zeros(len(names), 2, dtype=wide, device=self._world.device)
+        for row, name in enumerate(names):
+            table[row] += self._sums.get(name, 0)
+        work = self._world.total(table)
+        if work is not None:
+            work.wait()
+        rows = zip(names, table.tolist(), strict=True)
+        return {name: total / count if count else math.nan for name, (total, count) in rows}
 
 
 class Evaluator:

@@ -115,6 +115,11 @@ class LossContext:
     def gather(self, tensor: torch.Tensor, call: LossCall) -> torch.Tensor:
         world = self.world
         self.called.add("gather")
+        if world.num_virtual not in (None, 1):
+            raise TaskError(
+                f"evenstep.gather makes a loss of the whole batch, and --replicas {world.num_virtual} computes it in "
+                "parts that do not depend on the devices;\nleave one of them out"
+            )
         if self._num_micro > 1:
             raise TaskError(
                 f"evenstep.gather needs the whole batch at once, and --accumulate splits it into {self._num_micro} "

@@ -95,6 +95,8 @@ class LossTotal:
         """The factor still to be applied to the gradients, if the count was not known before backward."""
         self.count = 0.0
         self._world = world
+        self._scale = world.size
+        """What strategies divide summed gradients by."""
         self._num_samples = num_samples
         self.parts: list[PartialLoss] = []
         self.is_late = False
@@ -119,7 +121,7 @@ class LossTotal:
             # The other ranks' counts are not known yet: divide by the samples now, and correct it after backward.
             self.is_late = True
             weight = min(1, micro_batch.num_samples)
-        return loss, self._world.size * weight / self._num_samples
+        return loss, self._scale * weight / self._num_samples
 
     def copy(self, kept: torch.Tensor) -> HostCopy | None:
         """A copy on the host, for a single process; several processes sum first."""
@@ -150,18 +152,20 @@ class LossTotal:
 
     def read(self) -> float:
         """The mean loss of the global batch."""
-        if self.sent is None:
-            pairs = [part.read() for part in self.parts]
-        else:
-            # A captured step sends three numbers.
-            total, count, self.request_code, *more = self.sent.read()
-            pairs = [[total, count]]
-            self.logs.take_sums(more)
-        total, count = (math.fsum(column) for column in zip(*pairs, strict=True))
+        total, count = (math.fsum(column) for column in zip(*self._pairs(), strict=True))
         self.count = count
         if self.is_late:
             self.late_factor = self._num_samples / count if count else 1.0
         return total / count if count else 0.0
+
+    def _pairs(self) -> list[list[float]]:
+        """[sum, count] of parts of the global batch."""
+        if self.sent is None:
+            return [part.read() for part in self.parts]
+        # A captured step sends three numbers.
+        total, count, self.request_code, *more = self.sent.read()
+        self.logs.take_sums(more)
+        return [[total, count]]
 
     def seconds_alone(self) -> float:
         """How long this process computed before it needed the other ranks; known once the mean was read."""
@@ -195,11 +199,19 @@ class StepLogs:
     @property
     def has_new(self) -> bool:
         """Whether this rank has a name that not all know."""
-        return any(name not in self.names for name, _, _ in self._own)
+        return any(name not in self.names for name in self.own_names())
+
+    def own_names(self) -> list[str]:
+        """What the losses of this rank logged."""
+        return [name for name, _, _ in self._own]
 
     def known(self, like: torch.Tensor) -> list[torch.Tensor]:
         """[sum, count] of each name that all ranks know, on the device."""
-        return _pairs_of(self.names, self._own, like)
+        return self.sums_of(self.names, like)
+
+    def sums_of(self, names: list[str], like: torch.Tensor) -> list[torch.Tensor]:
+        """[sum, count] of each of these names."""
+        return _pairs_of(names, self._own, like)
 
     def known_numbers(self) -> list[float]:
         """The same on the host."""
@@ -210,9 +222,9 @@ class StepLogs:
         has_new, *self._sums = more or [0.0]
         if not has_new or self._world.communication.is_off:
             return
-        every = self._world.gather([name for name, _, _ in self._own])
+        every = self._world.gather(self.own_names())
         new = [name for name in dict.fromkeys(name for of_rank in every for name in of_rank) if name not in self.names]
-        table = torch.cat(_pairs_of(new, self._own, torch.zeros(1, dtype=torch.float64)))
+        table = torch.cat(self.sums_of(new, torch.zeros(1, dtype=torch.float64)))
         work = self._world.total(table)
         if work is not None:
             work.wait()

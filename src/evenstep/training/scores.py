@@ -90,10 +90,10 @@ class Scores:
             return pair if micro_batch.num_samples else None
 
         found = []
-        for per_replica in batch.micro_batches:
+        for index, per_replica in enumerate(batch.micro_batches):
             # The first replica decides for all whether gradients are needed.
-            run = model.run if self._evaluate.has_succeeded else one_after_another
-            found.append(run(of_replica, list(enumerate(per_replica))))
+            run = team.runner(model) if self._evaluate.has_succeeded else one_after_another
+            found.append(run(team.seeded(of_replica, batch, index), list(enumerate(per_replica))))
         return [pair for of_one in zip(*found, strict=True) for pair in of_one if pair is not None]
 
     def compute(self, world: World) -> dict[str, float]:

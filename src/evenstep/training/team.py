@@ -29,7 +29,7 @@ from evenstep.data.dataset import Augment
 from evenstep.data.feature_scaler import unfitted
 from evenstep.data.loader import Batch, Loader, MicroBatch
 from evenstep.data.prefetch import LoaderOptions, unchanged
-from evenstep.distributed.devices import available_devices
+from evenstep.distributed.devices import available_devices, threads_for_replicas
 from evenstep.distributed.heartbeat import EVALUATING, FORWARD, UPDATE
 from evenstep.distributed.preemption import Requests
 from evenstep.distributed.process import read_rank
@@ -37,7 +37,7 @@ from evenstep.distributed.world import World, join_world
 from evenstep.errors import NonFiniteLoss, PlanError, TaskError
 from evenstep.internals import foreach_mul_
 from evenstep.monitor.nonfinite import NonFiniteMean, explain
-from evenstep.plan import PrecisionName
+from evenstep.plan import PrecisionName, check_replicas
 from evenstep.sampling.rng import (
     Draws,
     derive_seed,
@@ -59,7 +59,7 @@ from evenstep.strategies.base import (
 )
 from evenstep.strategy_facts import DEFAULT, DEFAULT_IN_ONE_PROCESS, REFERENCE, STRATEGIES, with_processes
 from evenstep.task import Amount
-from evenstep.training.evaluation import Evaluator, Means, named
+from evenstep.training.evaluation import Evaluator, Means, NamedSums, named
 from evenstep.training.in_loss import LossContext
 from evenstep.training.loss import LossTotal, MeanLoss, ReplicaBackward, StepLogs, as_sum
 from evenstep.training.optim import WeightUpdate, refuse_closure, refuse_sharded, step_optimizer
@@ -68,6 +68,7 @@ from evenstep.training.precision import Precision
 if TYPE_CHECKING:
     from evenstep.data.own_batches import OwnBatches
     from evenstep.training.scores import Scores
+    from evenstep.training.virtual_replicas import Seeds
 
 
 class Refusals:
@@ -155,13 +156,19 @@ def join(
     devices: Sequence[str] | None = None,
     precision: PrecisionName = "fp32",
     seed: int = 0,
+    replicas: int | None = None,
 ) -> Team:
     """Become one of the processes that train together; a process alone is a team of one.
 
     `devices` are those of this machine, one for each process (for `dp`: one for each replica). torch's default process
-    group exists afterwards, also for one process, so that other libraries can query rank and size.
+    group exists afterwards, also for one process, so that other libraries can query rank and size. `replicas` are
+    virtual ones: the training then has the same bits on any number of devices up to that.
     """
-    return join_team(strategy, devices, precision, seed, needs_group=True)
+    team = join_team(strategy, devices, precision, seed, needs_group=True)
+    if replicas is None:
+        return team
+    torch.set_num_threads(threads_for_replicas())
+    return team.with_replicas(replicas)
 
 
 def join_team(
@@ -211,9 +218,21 @@ class Team:
         """Of the last step that clipped, before clipping, on the device."""
         """The batch of the last backward."""
         self._own_batches: OwnBatches | None = None
+        self.virtual_seeds: Seeds | None = None
+        """Of virtual replicas, if there are such."""
         self._repeats = 0
         self._keys: tuple[int, list[int]] = (-1, [])
         """The epoch, and the key of dropout's seed for each replica."""
+
+    def with_replicas(self, num: int) -> Team:
+        """The same team, whose batches are cut into virtual replicas."""
+        from evenstep.training.virtual_replicas import Seeds
+
+        check_replicas(num, self.world.num_replicas, self.facts)
+        self.world = replace(self.world, num_virtual=num)
+        self._refusals = Refusals(self.world)
+        self.virtual_seeds = Seeds(self.seed, self.world, "dropout")
+        return self
 
     def wrap(self, model: nn.Module, sample: Callable[[nn.Module], object] | None = None) -> DistributedModel:
         """Put the model on every device of the team.
@@ -319,6 +338,11 @@ class Team:
     def _on_replicas(self, loss: Loss, models: tuple[DistributedModel, ...], batch: Batch, totals: LossTotal) -> None:
         context = LossContext(self.world, batch, self.called_in_loss)
         backward = ReplicaBackward(self.world, self.precision, loss, models, totals, context)
+        if self.virtual_seeds is not None:
+            from evenstep.training.virtual_replicas import VirtualBackward
+
+            VirtualBackward(backward, batch, self.virtual_seeds, self._repeats).run()
+            return
         for number, per_replica in enumerate(batch.micro_batches, 1):
             is_last = number == len(batch.micro_batches)
             with models[0].sync_gradients(is_last):
@@ -343,8 +367,7 @@ class Team:
         self.world.spans.begin(FORWARD)
         for one in models:
             one.sync_replicas(is_training=True)
-        logs = StepLogs(self.world, self._log_names)
-        totals = LossTotal(self.world, batch.num_samples, self.requests.encode(), logs)
+        totals = self._loss_total(batch)
         compute(totals)
         mean = totals.read()
         compute_seconds = totals.seconds_alone()
@@ -360,12 +383,20 @@ class Team:
             foreach_mul_(gradients, totals.late_factor)
         for weight, gradient in earlier:
             weight.grad = gradient if weight.grad is None else weight.grad + gradient
-        return MeanLoss(mean, totals.count, compute_seconds, logs.means())
+        return MeanLoss(mean, totals.count, compute_seconds, totals.logs.means())
+
+    def _loss_total(self, batch: Batch) -> LossTotal:
+        if self.virtual_seeds is not None:
+            from evenstep.training.virtual_replicas import VirtualLoss
+
+            return VirtualLoss(self.world, batch, self.requests.encode(), self._log_names)
+        logs = StepLogs(self.world, self._log_names)
+        return LossTotal(self.world, batch.num_samples, self.requests.encode(), logs)
 
     def start_batch(self, batch: Batch, repeat: int = 0, seeds: bool = True) -> None:
         """Seed dropout for this batch, unless nothing draws: different on every replica, the same after a restart."""
         self.current, self._repeats = batch, repeat
-        if not seeds:
+        if not seeds or self.virtual_seeds is not None:
             return
         epoch, start = batch.span.epoch, batch.span.start
         if self._keys[0] != epoch:
@@ -414,7 +445,7 @@ class Team:
         if not isinstance(batches, Loader):
             raise TaskError(f"evaluate takes what Team.loader returned, and got a {type(batches).__name__}")
         model.sync_replicas(is_training=False)
-        sums: dict[str, torch.Tensor] = {}
+        sums = self._named_sums()
         num_samples = 0
         evaluate = Evaluator()
         replica_measure = partial(self._replica_measure, function, model, evaluate)
@@ -429,23 +460,29 @@ class Team:
                 context = LossContext(self.world, batch, at=self._at())
                 if scores is not None:
                     scores.add(self, model, batch)
-                for per_replica in batch.micro_batches:
-                    run = model.run if evaluate.has_succeeded else partial(self._try_alone, model, context)
-                    for measured in run(partial(replica_measure, context), list(enumerate(per_replica))):
-                        for name, pair in measured.items():
-                            sums[name] = sums[name] + pair if name in sums else pair
-        # A rank may have met no sample of a kind that another one has a name for.
-        names = list(dict.fromkeys(name for of_rank in self.world.gather(list(sums)) for name in of_rank))
-        wide = torch.float32 if self.world.device.type == "mps" else torch.float64
-        table = torch.zeros(len(names), 2, dtype=wide, device=self.world.device)
-        for row, name in enumerate(names):
-            table[row] += sums.get(name, 0)
-        work = self.world.total(table)
-        if work is not None:
-            work.wait()
-        rows = zip(names, table.tolist(), strict=True)
-        means = {name: total / count if count else math.nan for name, (total, count) in rows}
+                for index, per_replica in enumerate(batch.micro_batches):
+                    run = self.runner(model) if evaluate.has_succeeded else partial(self._try_alone, model, context)
+                    measure = self.seeded(partial(replica_measure, context), batch, index)
+                    for measured in run(measure, list(enumerate(per_replica))):
+                        sums.add(measured)
+        means = sums.means()
         return Means({**means, **(scores.compute(self.world) if scores is not None else {})}, num_samples)
+
+    def _named_sums(self) -> NamedSums:
+        if self.virtual_seeds is None:
+            return NamedSums(self.world)
+        from evenstep.training.virtual_replicas import ExactSums
+
+        return ExactSums(self.world)
+
+    def runner(self, model: DistributedModel) -> Callable[..., list[Any]]:
+        """What calls a function for each replica: beside each other, unless they draw from one generator."""
+        seeds = self.virtual_seeds
+        return one_after_another if seeds is not None and seeds.share_generator else model.run
+
+    def seeded(self, work: Callable[..., T], batch: Batch, index: int) -> Callable[..., T]:
+        """`work(replica, micro_batch)` of an evaluation; the draws of virtual replicas do not depend on devices."""
+        return work if self.virtual_seeds is None else self.virtual_seeds.seeded(work, batch, index)
 
     def _at(self) -> tuple[int, int]:
         """The steps taken and the epoch, as an evaluation sees them."""

@@ -474,9 +474,12 @@ class Trainer:
         if self.plan.fast == "auto" and self.plan.profile is None and self.team.world.device.type == "cuda":
             from evenstep.training.cuda_graphs.runner import Fast, can_be_fast
 
-            if can_be_fast(recipe):
+            if self.plan.replicas is None and can_be_fast(recipe):
                 return Fast(recipe)
-        return Eager(recipe)
+        eager = Eager(recipe)
+        if self.plan.replicas is not None and self.team.world.device.type == "cuda":
+            eager.messages.append("fast: steps stay eager: --replicas seeds every micro-batch")
+        return eager
 
     def _recipe(self) -> Recipe:
         (optimizer,) = self.run.optimizers.values()
@@ -664,6 +667,8 @@ def perform(
     """
     set_up_torch(plan)
     team = join_team(plan.strategy, plan.devices, plan.precision, plan.seed, needs_group=False)
+    if plan.replicas is not None:
+        team = team.with_replicas(plan.replicas)
     if plan.check_collectives:
         from evenstep.distributed.collectives import check_collectives
 
@@ -719,7 +724,8 @@ def _perform(trainer: Trainer) -> Iterator[Event]:
 
 def set_up_torch(plan: Plan) -> None:
     """Configure torch in this process, before the first computation."""
-    torch.set_num_threads(devices.share_threads(plan.threads, plan.devices))
+    fixed = devices.threads_for_replicas() if plan.replicas is not None else None
+    torch.set_num_threads(devices.share_threads(plan.threads or fixed, plan.devices))
     if plan.deterministic:
         # Required by cuBLAS, which reads it when it is first used.
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")

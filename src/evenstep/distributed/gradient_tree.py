@@ -1,0 +1,110 @@
+"""The order in which gradients of virtual replicas are summed: one binary tree over all of them, whatever the devices.
+
+Node k of level 0 is the gradient of virtual replica k. Above, node k is the sum of nodes 2k and 2k + 1 below it, or
+node 2k alone where there is no other. A device sums the virtual replicas that it computes as far as they are whole
+nodes; what is left is summed over devices, in the same order on each.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import NamedTuple
+
+import torch
+
+from evenstep.internals import foreach_add_
+
+Gradients = list[torch.Tensor | None]
+"""One for each weight; None where backward did not reach it."""
+
+
+class Node(NamedTuple):
+    """One sum: a place in the tree."""
+
+    level: int
+    number: int
+
+
+def nodes_of(virtual: range) -> list[Node]:
+    """The fewest nodes that make up a range of virtual replicas, from the first to the last.
+
+    >>> nodes_of(range(0, 4)), nodes_of(range(1, 4))
+    ([Node(level=2, number=0)], [Node(level=0, number=1), Node(level=1, number=1)])
+    """
+    nodes: list[Node] = []
+    for number in virtual:
+        _push(nodes, Node(0, number))
+    return nodes
+
+
+def _push(nodes: list[Node], node: Node) -> int:
+    """Add the next node to a binary counter; returns how many before it became part of it."""
+    num = 0
+    while nodes and nodes[-1] == (node.level, node.number - 1) and node.number % 2:
+        nodes.pop()
+        node = Node(node.level + 1, node.number // 2)
+        num += 1
+    nodes.append(node)
+    return num
+
+
+def additions(nodes: Sequence[Node]) -> list[tuple[int, int]]:
+    """In which order nodes that make up the whole tree become one: (i, j) adds the j-th to the i-th.
+
+    >>> additions([Node(1, 0), Node(0, 2), Node(0, 3)])
+    [(1, 2), (0, 1)]
+    """
+    here = {node: place for place, node in enumerate(nodes)}
+    pairs: list[tuple[int, int]] = []
+    level = 0
+    while len(here) > 1:
+        for node in sorted(node for node in here if node.level == level and node.number % 2 == 0):
+            place, other = here.pop(node), here.pop(Node(level, node.number + 1), None)
+            if other is not None:
+                pairs.append((place, other))
+            here[Node(level + 1, node.number // 2)] = place
+        level += 1
+    return pairs
+
+
+def add(left: Gradients, right: Gradients) -> Gradients:
+    """The sum, in the memory of the left ones; a gradient that only one side has is that one."""
+    both = [pair for pair in zip(left, right, strict=True) if pair[0] is not None and pair[1] is not None]
+    if both:
+        foreach_add_([one for one, _ in both], [other for _, other in both])
+    return [other if one is None else one for one, other in zip(left, right, strict=True)]
+
+
+class GradientTree:
+    """The sums of what one device has computed so far: a binary counter, of few gradients at a time."""
+
+    def __init__(self, weights: Sequence[torch.Tensor]) -> None:
+        self._weights = weights
+        self.nodes: list[Node] = []
+        self.sums: list[Gradients] = []
+        """Of each node."""
+
+    @torch.no_grad()
+    def take(self, node: Node) -> None:
+        """Take the gradients off the weights: they are those of the next node."""
+        gradients: Gradients = [weight.grad for weight in self._weights]
+        for weight in self._weights:
+            weight.grad = None
+        for _ in range(_push(self.nodes, node)):
+            gradients = add(self.sums.pop(), gradients)
+        self.sums.append(gradients)
+
+
+@torch.no_grad()
+def total(nodes: Sequence[Node], sums: Iterable[Gradients]) -> Gradients:
+    """The sum of all nodes, in the order of the tree and in the memory of the first."""
+    gradients = list(sums)
+    for one, other in additions(nodes):
+        gradients[one] = add(gradients[one], gradients[other])
+    return gradients[0]
+
+
+def give(weights: Sequence[torch.Tensor], gradients: Gradients) -> None:
+    """Make these the gradients of the weights."""
+    for weight, gradient in zip(weights, gradients, strict=True):
+        weight.grad = gradient

@@ -1,0 +1,277 @@
+"""Steps that have the same bits on any number of devices (`--replicas V`).
+
+A global batch is cut into V virtual replicas. Each device computes some of them, one after the other; their gradients
+are summed in the order of one tree (see `evenstep.distributed.gradient_tree`). Whatever a loss draws belongs to its
+virtual replica: the generators are seeded before each of its micro-batches. The loss of every micro-batch is sent as it
+is, and summed once, exactly.
+"""
+
+from __future__ import annotations
+
+import math
+import threading
+from collections.abc import Callable, Iterable, Mapping
+from typing import TYPE_CHECKING, TypeVar
+
+import torch
+
+from evenstep.data.batches import Place
+from evenstep.data.loader import Batch, MicroBatch
+from evenstep.distributed.gradient_tree import GradientTree, Node
+from evenstep.distributed.world import World
+from evenstep.errors import TaskError
+from evenstep.sampling.rng import derive_seed, replica_seed, seed_device, seed_host
+from evenstep.strategies.base import DistributedModel, has_sparse_gradients, one_after_another
+from evenstep.task import Amount
+from evenstep.training.evaluation import NamedSums
+from evenstep.training.loss import HostCopy, LossTotal, ReplicaBackward, StepLogs, as_pair, as_sum
+
+if TYPE_CHECKING:
+    from evenstep.distributed.shm.allreduce import PendingSum
+
+Placed = list[tuple[Place, MicroBatch]]
+"""The micro-batches of one device, each with the virtual replica that it belongs to."""
+MOST_MICRO_BATCHES = 1 << 32
+EVALUATION = -1
+"""Its draws are those of no epoch: every evaluation of the same weights draws the same."""
+T = TypeVar("T")
+
+
+class Seeds:
+    """Seeds of the virtual replicas: functions of (seed, epoch, position, virtual replica, micro-batch, repeat)."""
+
+    def __init__(self, seed: int, world: World, what: str) -> None:
+        self._seed, self._world, self._what = seed, world, what
+        self._keys: tuple[int, dict[int, int]] = (-1, {})
+        self.share_generator = shares_generator(world)
+
+    def begin(self, epoch: int) -> None:
+        """Before the micro-batches of a batch."""
+        if self._keys[0] != epoch:
+            self._keys = (epoch, {})
+
+    def set(self, replica: int, place: Place, position: int, repeat: int) -> None:
+        """Seed what a micro-batch on this replica can draw from."""
+        number = place.micro + repeat * MOST_MICRO_BATCHES
+        epoch, keys = self._keys
+        if place.virtual not in keys:
+            keys[place.virtual] = derive_seed(self._seed, self._what, epoch, place.virtual)
+        seed = replica_seed(keys[place.virtual], position, number)
+        if self.share_generator or len(self._world.devices) == 1:
+            seed_host(seed)
+        seed_device(seed, self._world.devices[replica])
+
+    def seeded(self, work: Callable[[int, MicroBatch], T], batch: Batch, index: int) -> Callable[[int, MicroBatch], T]:
+        """`work` on the micro-batches with this index, in an evaluation."""
+        self.begin(EVALUATION)
+        places = batch.loader.split.places(batch.num_samples)[index]
+
+        def call(replica: int, micro_batch: MicroBatch) -> T:
+            place = places[replica]
+            if place is not None:
+                self.set(replica, place, batch.span.start, 0)
+            return work(replica, micro_batch)
+
+        return call
+
+
+def shares_generator(world: World) -> bool:
+    """Whether two replicas of this process draw from one generator: they then run one after the other."""
+    return len(set(world.devices)) < len(world.devices)
+
+
+def placed(batch: Batch) -> list[Placed]:
+    """For each replica of this process, its micro-batches that have samples, in their order."""
+    rounds = zip(batch.loader.split.places(batch.num_samples), batch.micro_batches, strict=True)
+    pairs = [list(zip(places, micro_batches, strict=True)) for places, micro_batches in rounds]
+    return [
+        [(place, micro_batch) for place, micro_batch in of_replica if place is not None and micro_batch.num_samples]
+        for of_replica in zip(*pairs, strict=True)
+    ]
+
+
+def refuse_sparse(model: DistributedModel) -> None:
+    """Raise TaskError for gradients that the tree cannot add."""
+    if has_sparse_gradients(model.module):
+        raise TaskError("--replicas sums whole gradients, and a layer makes sparse ones; give it sparse=False")
+
+
+class VirtualBackward:
+    """Forward and backward of one global batch."""
+
+    def __init__(self, backward: ReplicaBackward, batch: Batch, seeds: Seeds, repeat: int) -> None:
+        self._backward, self._batch, self._seeds, self._repeat = backward, batch, seeds, repeat
+        self._num_micro = batch.loader.split.num_micro(batch.num_samples)
+        self._start = batch.span.start
+        seeds.begin(batch.span.epoch)
+
+    def run(self) -> None:
+        model, totals = self._backward.models[0], self._backward.totals
+        run = one_after_another if self._seeds.share_generator else model.run
+        trees = run(self._on_device, list(enumerate(placed(self._batch))))
+        if totals.sent is None:
+            # No virtual replica of this process has samples in a short batch.
+            totals.send()
+        model.sum_trees(trees, self._batch.loader.split.virtual)
+        seed_host(derive_seed(self._seeds._seed, "after", self._batch.span.epoch, self._start))
+
+    def _on_device(self, replica: int, own: Placed) -> GradientTree:
+        tree = GradientTree(self._backward.models[0].weights_of[replica])
+        for number, (place, micro_batch) in enumerate(own):
+            self._seeds.set(replica, place, self._start, self._repeat)
+            self._backward(number == len(own) - 1, replica, micro_batch)
+            following = own[number + 1][0].virtual if number + 1 < len(own) else None
+            if following == place.virtual:
+                continue
+            if self._num_micro == 1 and place.virtual % 2 == 0 and following == place.virtual + 1:
+                # Backward itself adds the gradients of two, each of one micro-batch: a pass over them less.
+                continue
+            tree.take(self._node(tree, place.virtual, own[number - 1][0].virtual if number else None))
+        return tree
+
+    def _node(self, tree: GradientTree, virtual: int, before: int | None) -> Node:
+        is_pair = self._num_micro == 1 and virtual % 2 == 1 and before == virtual - 1
+        return Node(1, virtual // 2) if is_pair else Node(0, virtual)
+
+
+class VirtualLogs(StepLogs):
+    """What the losses of one step gave to `evenstep.log`, each value in the place of its micro-batch."""
+
+    def __init__(self, world: World, names: list[str], num_places: int) -> None:
+        super().__init__(world, names)
+        self._num_places = num_places
+        self.thread = threading.local()
+        """`place` is that of the micro-batch whose loss this thread computes."""
+        self._placed: list[tuple[str, int, torch.Tensor, HostCopy | None]] = []
+
+    def take(self, logged: list[tuple[str, Amount]], num_samples: int) -> None:
+        for name, amount in logged:
+            pair = as_sum(amount, num_samples, name)
+            host = HostCopy(pair) if self._world.size == 1 else None
+            self._placed.append((name, self.thread.place, pair, host))
+
+    def own_names(self) -> list[str]:
+        return [name for name, *_ in self._placed]
+
+    def sums_of(self, names: list[str], like: torch.Tensor) -> list[torch.Tensor]:
+        vectors = {name: like.new_zeros(2 * self._num_places) for name in names}
+        for name, place, pair, _ in self._placed:
+            if name in vectors:
+                vectors[name][2 * place : 2 * place + 2] += pair.to(like)
+        return list(vectors.values())
+
+    def means(self) -> dict[str, float]:
+        width = 2 * self._num_places
+        if self._world.size == 1:
+            vectors: dict[str, list[float]] = {}
+            for name, place, _, host in self._placed:
+                assert host is not None
+                vector = vectors.setdefault(name, [0.0] * width)
+                for index, value in enumerate(host.read(), 2 * place):
+                    vector[index] += value
+        else:
+            vectors = {name: self._sums[width * at : width * (at + 1)] for at, name in enumerate(self.names)}
+        sums = {name: (math.fsum(vector[::2]), math.fsum(vector[1::2])) for name, vector in vectors.items()}
+        return {name: total / count for name, (total, count) in sums.items() if count}
+
+
+class VirtualLoss(LossTotal):
+    """The loss of one global batch: that of each micro-batch is sent in a place of its own, to which others add 0."""
+
+    def __init__(self, world: World, batch: Batch, request_code: float, names: list[str]) -> None:
+        num_micro = batch.loader.split.num_micro(batch.num_samples)
+        assert world.num_virtual is not None
+        self._num_places = world.num_virtual * num_micro
+        self._logs = VirtualLogs(world, names, self._num_places)
+        super().__init__(world, batch.num_samples, request_code, self._logs)
+        # Gradients are summed, not averaged over processes.
+        self._scale = 1
+        own = [pair for of_replica in placed(batch) for pair in of_replica]
+        self._place_of = {id(micro_batch): place.virtual * num_micro + place.micro for place, micro_batch in own}
+
+    def take(self, amount: Amount, micro_batch: MicroBatch) -> tuple[torch.Tensor, float]:
+        self._logs.thread.place = self._place_of[id(micro_batch)]
+        return super().take(amount, micro_batch)
+
+    def _post(self) -> HostCopy | PendingSum:
+        """Start the sum of [request code, whether names are new, sums and counts of places, the same of each name]."""
+        more = [self.request_code, float(self.logs.has_new)]
+        places = [2 * self._place_of[id(part.micro_batch)] for part in self.parts]
+        if self._world.device.type != "cpu":
+            own = torch.zeros(2 * self._num_places + 2, dtype=torch.float64, device=self._world.device)
+            own[0].fill_(more[0])
+            own[1].fill_(more[1])
+            for place, part in zip(places, self.parts, strict=True):
+                own[place + 2 : place + 4] = part.pair()
+            return HostCopy(torch.cat([own, *self.logs.known(own)]), self._world)
+        numbers = more + [0.0] * (2 * self._num_places)
+        for place, part in zip(places, self.parts, strict=True):
+            numbers[place + 2 : place + 4] = as_pair(part.amount.tolist(), part.micro_batch.num_samples)
+        numbers += self.logs.known_numbers()
+        return self._world.post(numbers) or HostCopy(torch.tensor(numbers, dtype=torch.float64), self._world)
+
+    def _pairs(self) -> list[list[float]]:
+        if self.sent is None:
+            return [part.read() for part in self.parts]
+        self.request_code, has_new, *more = self.sent.read()
+        width = 2 * self._num_places
+        self.logs.take_sums([has_new, *more[width:]])
+        return [more[place : place + 2] for place in range(0, width, 2)]
+
+
+class ExactSums(NamedSums):
+    """Sums that are rounded once, at the end: the same in any order of micro-batches and ranks."""
+
+    def __init__(self, world: World) -> None:
+        super().__init__(world)
+        self._pairs: dict[str, list[torch.Tensor]] = {}
+
+    def add(self, measured: Mapping[str, torch.Tensor]) -> None:
+        for name, pair in measured.items():
+            self._pairs.setdefault(name, []).append(pair)
+
+    def means(self) -> dict[str, float]:
+        own = {name: _exact(torch.stack(pairs).tolist()) for name, pairs in self._pairs.items()}
+        every = self._world.gather(own)
+        names = dict.fromkeys(name for of_rank in every for name in of_rank)
+        means: dict[str, float] = {}
+        for name in names:
+            columns = zip(*(of_rank[name] for of_rank in every if name in of_rank), strict=True)
+            total, count = (_sum([part for parts in column for part in parts]) for column in columns)
+            means[name] = total / count if count else math.nan
+        return means
+
+
+def _sum(values: list[float]) -> float:
+    # fsum refuses infinities of both signs.
+    return math.fsum(values) if all(map(math.isfinite, values)) else sum(values)
+
+
+def _exact(pairs: list[list[float]]) -> list[list[float]]:
+    """For sums and for counts, few numbers that add up to exactly what all of them do."""
+    return [partial_sums(column) for column in zip(*pairs, strict=True)]
+
+
+def partial_sums(values: Iterable[float]) -> list[float]:
+    """Few numbers of different magnitude whose sum is exactly that of all values.
+
+    >>> partial_sums([1e100, 1.0, -1e100]), partial_sums([0.1] * 10)
+    ([1.0], [5.551115123125783e-17, 1.0])
+    """
+    parts: list[float] = []
+    odd: list[float] = []
+    for value in values:
+        if not math.isfinite(value):
+            odd.append(value)
+            continue
+        kept = 0
+        for part in parts:
+            high, low = (value, part) if abs(value) >= abs(part) else (part, value)
+            rounded = high + low
+            rest = low - (rounded - high)
+            if rest:
+                parts[kept] = rest
+                kept += 1
+            value = rounded
+        parts[kept:] = [value] if value or not kept else []
+    return parts + odd

@@ -128,6 +128,7 @@ def test_a_rank_that_the_kernel_kills_for_memory_is_said_to_have_run_out_of_it(g
     assert "step 7 has failed twice: it would fail again" in ended.report
 
 
+@pytest.mark.slow
 def test_what_fails_at_every_start_is_tried_as_often_as_allowed_with_pauses() -> None:  # 25
     ended = train("--restarts", "3", fault=fail("raise at the start", rank=1, step=0))
     assert ended.code == 1
@@ -178,6 +179,7 @@ print("handed over")
 """
 
 
+@pytest.mark.slow
 def test_a_rank_that_is_killed_while_it_takes_a_batch_over_leaves_no_traceback_of_its_worker() -> None:
     Path("script.py").write_text(HANDS_A_BATCH_OVER)
     done = subprocess.run([sys.executable, "script.py"], capture_output=True, text=True, timeout=100)

@@ -24,6 +24,7 @@ def says_nothing_of_python(ended: Ended) -> bool:
     return not any(word in ended.err for word in ("Traceback", "resource_tracker", "exit code 255"))
 
 
+@pytest.mark.slow
 def test_a_killed_fork_server_is_named_and_the_run_goes_on(undisturbed: Callable[..., bytes]) -> None:  # 32
     ended = train(*EVERY_THIRD, "--restarts", "1", fault=fail("kill the server", rank=1, step=8, once=True))
     assert ended.code == 0, ended.err
@@ -57,6 +58,7 @@ def test_killed_again_while_it_starts_it_is_started_once_more(undisturbed: Calla
     assert is_exact(undisturbed)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "fault", [pytest.param("kill the tracker", marks=pytest.mark.slow), "kill the tracker and a rank"]
 )

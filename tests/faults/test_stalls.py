@@ -61,6 +61,7 @@ def test_a_stopped_rank_is_named_with_the_stacks_of_all_and_left_behind(
     assert weights() == undisturbed()
 
 
+@pytest.mark.slow
 def test_a_rank_that_never_gets_its_samples_is_named_where_others_wait_for_its_buffers() -> None:
     options = ("--stall-after", "3", "--workers", "0")
     # 60: BatchNorm refuses a last step with one sample for each rank.
@@ -70,6 +71,7 @@ def test_a_rank_that_never_gets_its_samples_is_named_where_others_wait_for_its_b
     assert "in __getitem__" in "".join(stacks(ended)[1])
 
 
+@pytest.mark.slow
 def test_a_sample_that_never_comes_from_a_loader_worker_is_named_with_the_workers_stack() -> None:  # 31
     options = ("--stall-after", "3", "--workers", "2")
     ended = train(*options, fault=fail("never read", rank=1, step=4), task="of_samples")

@@ -34,6 +34,7 @@ def temporary() -> Path:
     return folder
 
 
+@pytest.mark.slow
 def test_a_tmpdir_too_long_for_a_socket_trains_with_loader_workers_and_is_left_empty(temporary: Path) -> None:
     long = temporary / ("x" * 120)
     long.mkdir()
@@ -50,6 +51,7 @@ def test_a_stall_of_ranks_leaves_nothing_in_tmpdir(temporary: Path) -> None:
     assert left(temporary) == []
 
 
+@pytest.mark.slow
 def test_a_stall_in_the_command_itself_leaves_nothing_in_tmpdir(temporary: Path) -> None:
     Path("hanging.py").write_text(HANGING)
     command = [sys.executable, "-m", "evenstep", "train", "hanging.py", "--devices", "1", "--stall-after", "1"]

@@ -44,6 +44,7 @@ def test_every_rank_of_a_task_that_goes_elsewhere_finds_it_and_leaves_its_run_he
     assert list(Path("elsewhere").iterdir()) == [Path("elsewhere/happened")]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("strategy", ["ddp", pytest.param("fsdp", marks=pytest.mark.slow)])
 def test_weights_of_another_type_on_one_rank_are_refused_by_name(strategy: str) -> None:
     ended = train("--strategy", strategy, "--stall-after", "20", fault=fail("double weights", rank=1, step=0))

@@ -29,6 +29,7 @@ def command(*words: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(run, capture_output=True, text=True, env=no_ranks(), timeout=110)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["gpt2", pytest.param("bert", marks=SLOW)])
 def test_the_first_steps_are_those_of_the_trainer_bit_for_bit(kind: str) -> None:
     done = command("adopt", TRAINER, f"kind={kind}")
@@ -37,6 +38,7 @@ def test_the_first_steps_are_those_of_the_trainer_bit_for_bit(kind: str) -> None
     assert done.stdout.endswith(said)
 
 
+@pytest.mark.slow
 def test_a_difference_from_the_trainer_is_named() -> None:
     text = Path(TRAINER).read_text()
     own = "evenstep.adopt.trainer(lambda: make_trainer(kind, dropout))"
@@ -75,6 +77,7 @@ def test_a_trainer_that_does_not_seed_starts_equal_and_one_that_draws_a_seed_is_
     assert done.stdout.startswith("the models differ before the first step: bert."), done.stdout
 
 
+@pytest.mark.slow
 def test_a_script_with_a_trainer_and_no_task_is_shown_the_task() -> None:
     Path("script.py").write_text(UNSEEDED)
     done = command("adopt", "script.py")
@@ -171,6 +174,7 @@ def test_the_first_steps_are_those_of_a_lightning_trainer_bit_for_bit() -> None:
     assert done.stdout == "20 steps: losses and weights equal those of a Lightning Trainer, bit for bit\n"
 
 
+@pytest.mark.slow
 @STRATEGY
 def test_an_adopted_module_trains_the_same_model_on_two_devices(strategy: str) -> None:
     how: dict[str, Any] = {

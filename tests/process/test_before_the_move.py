@@ -35,6 +35,7 @@ def test_its_checkpoint_is_resumed_to_the_weights_of_an_uninterrupted_run() -> N
     assert [step.step for step in Record.read("runs/resumed").steps] == list(range(15, 25))
 
 
+@pytest.mark.slow
 def test_its_checkpoint_is_resumed_on_one_device() -> None:
     evenstep("train", "--resume", "weighted", "--strategy", "single", "--devices", "1", "--steps", "16", "--name", "on")
     assert [step.step for step in Record.read("runs/on").steps] == [15, 16]

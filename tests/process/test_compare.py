@@ -152,6 +152,7 @@ def test_a_comparison_of_all_strategies_measures_each_in_turn() -> None:
     assert all(record.losses == pytest.approx(first[0].losses, rel=1e-4) for record in first)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("config", WAYS)
 def test_the_parts_leave_no_moment_of_a_step_out(blocks: dict[str, Record], config: str) -> None:
     found = measurement(blocks[config])
@@ -199,6 +200,7 @@ def test_the_gradients_travel_between_backward_and_the_optimizer(blocks: dict[st
     assert backward < lanes[0, "network"][1][1] < lanes[0, "network"][1][2] < optimizer
 
 
+@pytest.mark.slow
 def test_ctrl_c_ends_it_with_nothing_left_running() -> None:
     command = [
         sys.executable,
@@ -238,6 +240,7 @@ def test_a_way_that_learns_something_else_is_marked_and_not_recommended() -> Non
     assert "but it does not match single" in found["advice"][1]
 
 
+@pytest.mark.slow
 def test_a_way_that_cannot_run_is_left_out_with_the_reason() -> None:
     found = as_json("my_task.py:sparse", "--devices", "2", "--strategies", "fsdp", *QUICK)
     assert [row["strategy"] for row in found["rows"]] == ["single"]

@@ -77,6 +77,7 @@ def test_a_loop_leaves_the_record_that_one_device_leaves_and_resumes_on_another_
     assert steps_of(events(Path("runs/mine")), "train/loss") == list(range(1, 19))
 
 
+@pytest.mark.slow
 @STRATEGY
 def test_tensors_that_each_process_brings_are_parts_of_one_batch(strategy: str) -> None:
     alone = own_tensors_script.train("single", "runs/alone", 12)
@@ -92,6 +93,7 @@ def test_tensors_that_each_process_brings_are_parts_of_one_batch(strategy: str) 
     assert state["outputs"] == pytest.approx(alone, rel=1e-9)
 
 
+@pytest.mark.slow
 @STRATEGY
 def test_a_loop_with_two_optimizers_that_draws_its_samples_counts_iterations_and_resumes_exactly(strategy: str) -> None:
     for folder, steps in (("runs/whole", "9"), ("runs/halves", "4"), ("runs/halves", "9")):

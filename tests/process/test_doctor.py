@@ -99,6 +99,7 @@ class Broken(Pair):
         return Job(add_up, (self.devices, self.sizes), settings={"GLOO_SOCKET_IFNAME": "nonsense"})
 
 
+@pytest.mark.slow
 def test_the_command_finds_what_spoils_the_environment_and_what_helps() -> None:
     done = doctor("--json", limit="ulimit -n 256", GLOO_SOCKET_IFNAME="nonsense", CUDA_LAUNCH_BLOCKING="1")
     assert done.returncode == 1, done.stderr
@@ -158,6 +159,7 @@ class Terminal:
         )
 
 
+@pytest.mark.slow
 def test_ctrl_c_leaves_nothing_running(tmp_path: Path) -> None:
     terminal = Terminal()
     process = terminal.start(sys.executable, "-m", "evenstep", "doctor", TMPDIR=str(tmp_path))

@@ -14,6 +14,7 @@ from torch import nn
 
 import evenstep
 from evenstep.record import Record
+from tests.marks import first_is_quick
 
 TASK = """
 import json
@@ -113,6 +114,7 @@ def task() -> Task:
 """
 
 
+@pytest.mark.slow
 def test_several_models_are_evaluated_together() -> None:
     Path("two_models.py").write_text(TWO_MODELS)
     record = evenstep.train("two_models.py", name="two", precision="fp64", progress=False, threads=1)
@@ -143,12 +145,14 @@ def test_what_was_best_in_the_run_need_not_be_in_the_evaluation() -> None:
 
 @pytest.mark.parametrize(
     ("arguments", "said"),
-    [
-        (("runs/none",), "runs/none does not exist; give a run folder"),
-        (("custom",), "was saved by a custom loop, which has no Task to evaluate; call team.evaluate in that loop"),
-        (("runs/mine", "classes=3"), "is from another model: 3.weight is (2, 4) there and (3, 4) here"),
-        (("runs/mine", "size=3"), "task() has no option size"),
-    ],
+    first_is_quick(
+        [
+            (("runs/none",), "runs/none does not exist; give a run folder"),
+            (("custom",), "was saved by a custom loop, which has no Task to evaluate; call team.evaluate in that loop"),
+            (("runs/mine", "classes=3"), "is from another model: 3.weight is (2, 4) there and (3, 4) here"),
+            (("runs/mine", "size=3"), "task() has no option size"),
+        ]
+    ),
 )
 def test_what_cannot_be_evaluated_is_refused_in_one_line(arguments: tuple[str, ...], said: str) -> None:
     team = evenstep.join("single", devices=("cpu",))

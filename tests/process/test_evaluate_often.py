@@ -123,6 +123,7 @@ def test_two_devices_evaluate_and_stop_where_one_does(strategy: str) -> None:
         assert values(other)[step] == pytest.approx(expected, rel=1e-12)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("strategy", [(), two("ddp")], ids=["single", "ddp"])
 def test_a_killed_run_goes_on_and_decides_as_one_that_was_not(strategy: tuple[str, ...]) -> None:
     whole = trained("whole", *OFTEN, *strategy)
@@ -149,6 +150,7 @@ def preempted(name: str, *arguments: str, **environment: str) -> None:
         process.stderr.read()
 
 
+@pytest.mark.slow
 def test_a_run_that_stopped_early_and_was_killed_before_its_end_only_ends() -> None:
     killed = trained("killed", *OFTEN, "--restarts", "1", KILLED_AT_THE_END="yes")
     assert len(killed.restarts) == 1
@@ -179,6 +181,7 @@ def test_an_evaluation_that_was_interrupted_is_made_by_the_run_that_resumes() ->
     assert second.summary.stopped == whole.summary.stopped
 
 
+@pytest.mark.slow
 def test_a_preempted_run_is_resumed_in_another_folder_and_still_knows_the_best() -> None:
     preempted("first", *OFTEN, *two("ddp"), PAUSED_AT="10")
     done = subprocess.run(
@@ -214,6 +217,7 @@ def test_lines_and_summary_name_the_train_loss_and_the_best_beside_the_last() ->
     assert [one.train_loss for one in Record.read("runs/plain").epochs] == [-6.0, -22.0]
 
 
+@pytest.mark.slow
 def test_without_a_flag_the_least_loss_of_the_epochs_is_the_best() -> None:
     record = trained("mine")
     assert [one.step for one in record.evaluations] == list(range(4, 37, 4))

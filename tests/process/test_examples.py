@@ -31,6 +31,7 @@ def python(*arguments: str | Path) -> str:
     return run(sys.executable, *arguments)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "start",
     [
@@ -87,6 +88,7 @@ def test_mnist_trains_from_the_command_and_from_python(digits_as_mnist: Path) ->
     assert "accuracy" in said
 
 
+@pytest.mark.slow
 def test_cifar10_sees_the_same_flips_on_one_device_and_on_two(tmp_path: Path) -> None:
     folder = tmp_path / "cifar"
     folder.mkdir()
@@ -121,6 +123,7 @@ def test_imbalanced_digits_are_balanced_alike_on_one_device_and_on_two() -> None
     assert Record.read("runs/two").losses == pytest.approx(one.losses, rel=1e-4)
 
 
+@pytest.mark.slow
 def test_curriculum_keeps_its_pace_and_shows_it_in_the_record() -> None:
     said = python(EXAMPLES / "curriculum.py")
     record = Record.read(next(Path("runs").iterdir()))
@@ -153,6 +156,7 @@ def test_demo_shows_four_strategies_that_learned_the_same_and_ends_with_the_page
     assert len({round(summary.valid["accuracy"], 9) for summary in summaries if summary}) == 1
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::ResourceWarning")
 def test_notebook_runs_from_its_first_cell_to_its_last(tmp_path: Path) -> None:
     notebook = nbformat.read(EXAMPLES / "notebook.ipynb", as_version=4)

@@ -102,6 +102,7 @@ def test_the_checkpoint_of_a_custom_loop_is_exported_too(evenstep: Callable[...,
     assert "--to hf --task TASK" in refused.err
 
 
+@pytest.mark.slow
 def test_several_models_come_back_by_name(evenstep: Callable[..., Ended]) -> None:
     recipe = PAGE[PAGE.index("## A GAN: several models") :]
     Path("my_task.py").write_text(recipe.split("```python\n", 1)[1].split("```", 1)[0])
@@ -144,6 +145,7 @@ def test_a_hugging_face_model_becomes_a_folder_for_from_pretrained() -> None:
     assert (Path("gpt") / "config.json").stat().st_mode & 0o044
 
 
+@pytest.mark.slow
 def test_what_cannot_be_exported_is_refused_in_one_line(evenstep: Callable[..., Ended], tmp_path: Path) -> None:
     assert command("train", "my_task.py", "--steps", "1", "--name", "mine").returncode == 0
     assert command("checkpoint", "export", "runs/mine", "out", "--to", "torch").returncode == 0
@@ -161,6 +163,7 @@ def test_what_cannot_be_exported_is_refused_in_one_line(evenstep: Callable[..., 
     assert sorted(os.listdir()) == ["my_task.py", "out", "runs"]
 
 
+@pytest.mark.slow
 def test_a_task_outside_the_working_folder_is_imported_if_it_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     assert command("train", "my_task.py", "--steps", "1", "--name", "mine").returncode == 0
     Path("beside").mkdir()

@@ -16,7 +16,7 @@ from tests.fleet import run_processes
 from tests.process.feature_scaler_script import NUM_RANKS, images, report, table
 
 
-@pytest.fixture(scope="module", params=["ddp", "fsdp"])
+@pytest.fixture(scope="module", params=["ddp", pytest.param("fsdp", marks=pytest.mark.slow)])
 def reports(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Any:
     folder = tmp_path_factory.mktemp("scale")
     run_processes(

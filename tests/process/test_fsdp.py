@@ -30,6 +30,7 @@ def train(task: str, *options: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, capture_output=True, text=True, timeout=100)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("task", ["heads", "experts"])
 def test_layers_that_some_ranks_do_not_use_are_gathered_together(task: str) -> None:
     ended = train(task)
@@ -60,18 +61,21 @@ for batch in team.loader(task.train, batch=8):
 """
 
 
+@pytest.mark.slow
 def test_a_parameter_that_forward_changes_is_named() -> None:
     ended = train("teacher")
     assert ended.returncode == 2, ended.stderr
     assert "error: forward changes the parameter teacher.weight; under fsdp it has a gathered copy" in ended.stderr
 
 
+@pytest.mark.slow
 def test_a_complex_parameter_is_named_before_the_first_step() -> None:
     ended = train("complex_weights")
     assert ended.returncode == 2, ended.stderr
     assert "error: the parameter filter is complex64, and fsdp trains real ones only;" in ended.stderr
 
 
+@pytest.mark.slow
 def test_an_average_of_weights_is_kept_by_a_task_that_augments() -> None:
     for strategy in ("fsdp", "ddp"):
         ended = train("two_views", "--strategy", strategy, "--name", strategy, "--precision", "fp64")
@@ -101,6 +105,7 @@ REFUSED = {
 """What torch cannot do with sharded parameters, or does wrong without a word."""
 
 
+@pytest.mark.slow
 def test_every_optimizer_is_refused_or_learns_what_one_device_learns(tmp_path: Path) -> None:
     run_processes(HERE / "optimizer_script.py", [str(tmp_path)], 2, tmp_path / "logs")
     first, second = (json.loads((tmp_path / f"{rank}.json").read_text()) for rank in range(2))

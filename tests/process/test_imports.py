@@ -7,6 +7,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 TASK = """
 import sys
 from dataclasses import replace
@@ -53,6 +55,7 @@ def test_one_device_imports_only_what_it_needs(tmp_path: Path) -> None:
     assert len(found) <= MOST
 
 
+@pytest.mark.slow
 def test_two_devices_import_the_monitors_and_shared_memory_but_no_graphs(tmp_path: Path) -> None:
     found = imported(tmp_path, "--devices", "cpu,cpu", "--strategy", "ddp")
     assert {"monitor.replicas", "monitor.stragglers", "distributed.shm.allreduce", "strategies.ddp"} <= found

@@ -135,6 +135,7 @@ def test_workers_do_not_outlive_a_killed_launcher(task_file: Path) -> None:
     wait_until(lambda: workers_of(task_file.parent) == [], seconds=5)
 
 
+@pytest.mark.slow
 def test_a_loop_of_ones_own_does_not_outlive_its_launcher(tmp_path: Path) -> None:
     Path("loop.py").write_text(
         "import evenstep, time\nevenstep.join()\nopen('joined', 'a').write('x')\ntime.sleep(60)\n"
@@ -201,6 +202,7 @@ def test_a_loss_that_is_nan_on_one_rank_stops_all_at_that_step_and_names_the_sam
     assert json.loads(good.stdout)["step"] == len(steps)
 
 
+@pytest.mark.slow
 def test_a_parameter_without_gradient_is_named_once(task_file: Path) -> None:
     unused = TASK.replace("lambda: nn.Linear(4, 2)", "Model").replace(
         "def task()",
@@ -219,6 +221,7 @@ def test_a_parameter_without_gradient_is_named_once(task_file: Path) -> None:
         assert "requires_grad_(False)" in done.stderr
 
 
+@pytest.mark.slow
 def test_a_script_trains_a_task_that_it_imports_from_beside_itself(task_file: Path) -> None:
     (task_file.parent / "folder").mkdir()
     task_file.rename("folder/neighbour.py")
@@ -230,6 +233,7 @@ def test_a_script_trains_a_task_that_it_imports_from_beside_itself(task_file: Pa
     assert done.stdout.strip() == "3"
 
 
+@pytest.mark.slow
 def test_an_error_of_the_users_is_explained_on_one_device_too(task_file: Path) -> None:
     done = evenstep("train", "my_task.py", RANK="0", FAIL_RANK="0", FAIL_KIND="raise")
     assert done.returncode == 1

@@ -62,6 +62,7 @@ def test_a_function_runs_in_several_processes_and_what_each_returns_comes_back()
     assert (logs / "rank1.out").read_text() == "hello from rank 1\n"
 
 
+@pytest.mark.slow
 def test_a_process_alone_joins_a_group_of_one_that_what_it_launches_does_not_take_for_its_own() -> None:
     alone = (
         "    import os, torch.utils.data as data\n"
@@ -90,6 +91,7 @@ def test_a_function_that_raises_is_explained_with_its_line(folder: Path) -> None
     assert workers_of(folder) == []
 
 
+@pytest.mark.slow
 def test_replicas_that_drift_apart_are_named_by_parameter_and_step() -> None:
     Path("my_task.py").write_text(TASK + DRIFT)
     done = evenstep("train", "my_task.py", "--devices", "2", "--epochs", "4", "--name", "drifts")
@@ -147,6 +149,7 @@ def test_a_module_runs_as_python_m_would_and_its_exit_code_is_told(folder: Path)
     assert workers_of(folder) == []
 
 
+@pytest.mark.slow
 def test_threads_of_a_script_are_waited_for() -> None:
     Path("script.py").write_text(
         "import time\nfrom concurrent.futures import ThreadPoolExecutor\n"

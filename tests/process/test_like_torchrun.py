@@ -90,11 +90,13 @@ def test_an_unguarded_script_has_loader_workers_a_lambda_and_a_pool() -> None:
     assert done.stderr == ""
 
 
+@pytest.mark.slow
 def test_a_script_spawns_what_it_defines() -> None:
     Path("script.py").write_text(GUARDED)
     assert started("evenstep", "run", "script.py").stdout.splitlines() == ["spawn 6", "forkserver 6"]
 
 
+@pytest.mark.slow
 def test_a_script_finds_a_new_main_process() -> None:
     started("evenstep", "run", "--devices", "2", LOOK, "--lr", "0.1")
     first, second = seen(0), seen(1)
@@ -115,6 +117,7 @@ def test_a_script_finds_a_new_main_process() -> None:
     assert all(mine != theirs for mine, theirs in zip(first["drawn"], second["drawn"], strict=True))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("given", "num"), [({}, 1), pytest.param({"OMP_NUM_THREADS": "3"}, 3, marks=pytest.mark.slow)], ids=["unset", "set"]
 )
@@ -155,6 +158,7 @@ def test_a_loader_worker_that_hangs_ends_with_its_rank(tmp_path: Path) -> None:
     assert here == {os.getpid()}
 
 
+@pytest.mark.slow
 def test_an_exception_reaches_the_hook_of_the_script() -> None:
     Path("script.py").write_text(HANGS)
     command = [sys.executable, "-m", "evenstep", "run", "script.py", "2"]
@@ -164,6 +168,7 @@ def test_an_exception_reaches_the_hook_of_the_script() -> None:
     assert Path("told").read_text() == "ValueError"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("how", [(), pytest.param(("--fresh",), marks=pytest.mark.slow)])
 def test_a_script_does_not_find_the_token_of_its_launcher(how: tuple[str, ...]) -> None:
     """Neither where it looks, nor in what its process was started with."""
@@ -174,6 +179,7 @@ def test_a_script_does_not_find_the_token_of_its_launcher(how: tuple[str, ...]) 
     assert "what-machines-share" not in done.stdout
 
 
+@pytest.mark.slow
 def test_the_options_of_torchrun_are_known() -> None:
     Path("script.py").write_text("import os, torch\nprint(os.environ['WORLD_SIZE'], torch.get_num_threads())\n")
     options = (

@@ -72,6 +72,7 @@ def test_the_norm_of_gradients_is_recorded_where_they_are_clipped(strategy: str,
     assert several.losses == pytest.approx(one.losses, rel=1e-9)
 
 
+@pytest.mark.slow
 def test_the_norm_can_be_measured_without_clipping() -> None:
     measured, plain = trained("single", 1, clip=float("inf"), name="measured"), trained("single", 1)
     assert measured.losses == plain.losses

@@ -26,6 +26,7 @@ def train(*options: str, **environment: str) -> dict[str, object]:
     return summary
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("devices", "steps"), [(1, 400), pytest.param(2, 4000, marks=pytest.mark.slow)])
 def test_ranks_keep_nothing_of_a_step_that_is_over(devices: int, steps: int) -> None:
     train("--devices", str(devices), "--steps", str(steps), COUNTED=f"{steps // 4} {steps}", SAMPLES="20000")
@@ -35,6 +36,7 @@ def test_ranks_keep_nothing_of_a_step_that_is_over(devices: int, steps: int) -> 
         assert late - early < 16 * (steps - steps // 4), f"rank {rank} held {early} bytes, and {late} in the end"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("fault", ["record", pytest.param("checkpoint", marks=pytest.mark.slow)])
 def test_a_restart_reads_no_row_of_before_and_sums_up_all_of_them(fault: str) -> None:
     """Rows that cannot be read then do not matter; only where a checkpoint has no sums are they read."""

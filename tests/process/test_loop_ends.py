@@ -11,6 +11,7 @@ from pathlib import Path
 import psutil
 import pytest
 
+from tests.marks import first_is_quick
 from tests.process.test_scripts import no_ranks
 
 LOOP = """
@@ -61,7 +62,9 @@ def check_loop_ends(command: tuple[str, ...], workers: int, left_by: str) -> Non
     assert not re.search(r"worker.*(killed|exited)", done.stderr), done.stderr
 
 
-@pytest.mark.parametrize(("command", "workers", "left_by"), [(ALONE, 2, "end"), (ALONE, 1, "raise"), (RUN, 1, "break")])
+@pytest.mark.parametrize(
+    ("command", "workers", "left_by"), first_is_quick([(RUN, 1, "break"), (ALONE, 2, "end"), (ALONE, 1, "raise")])
+)
 def test_a_loop_with_workers_ends(command: tuple[str, ...], workers: int, left_by: str) -> None:
     check_loop_ends(command, workers, left_by)
 
@@ -93,6 +96,7 @@ time.sleep(1000)
 """
 
 
+@pytest.mark.slow
 def test_what_a_rank_that_died_has_started_is_ended() -> None:
     Path("loop.py").write_text(CRASH)
     done = subprocess.run([sys.executable, *RUN], capture_output=True, text=True, env=no_ranks(), timeout=100)

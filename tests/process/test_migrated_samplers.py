@@ -68,6 +68,7 @@ def test_a_task_needs_no_process_group_for_it_and_trains_as_on_one_device(strate
     ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("num", ["1", "2"])
 def test_a_loader_of_a_custom_loop_gives_every_sample_once(num: str) -> None:
     Path("loop.py").write_text(LOOP)

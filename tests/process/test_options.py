@@ -88,6 +88,7 @@ def test_every_process_gets_them_and_the_plan_the_record_and_the_folder_name_the
     assert "lr=1.0, width=5" in Path(page.stdout.strip()).read_text()
 
 
+@pytest.mark.slow
 def test_a_resumed_run_keeps_them_and_says_which_are_new() -> None:
     first = evenstep_("train", "my_task.py", "width=5", "start=0.25", "--name", "first")
     assert first.returncode == 0, first.stderr

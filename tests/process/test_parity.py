@@ -47,12 +47,10 @@ def name(where: str, case: tuple[str, int, str]) -> str:
 
 
 def is_quick(where: str, case: tuple[str, int, str]) -> bool:
-    is_mlp, is_fp64 = case[0].startswith("mlp"), case[2] == "fp64"
-    if case[0] == "gpt/adamw/mean" or case == ("mlp/adamw/mean", 3, "fp32"):
-        return False  # the longest, and one whose parts others have
-    if where.endswith("-3"):
-        return case in QUICK and is_mlp and is_fp64
-    return case in QUICK and is_fp64 and (is_mlp or not case[0].endswith("adamw/pair"))
+    if case not in QUICK or case[2] != "fp64":
+        return False
+    # Every network by ddp; the others, and three ranks, with the smallest one.
+    return case[0].startswith("mlp") or (where == "ddp-2" and case[0].endswith("sgd/pair"))
 
 
 @pytest.fixture(scope="module")

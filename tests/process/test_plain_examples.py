@@ -30,6 +30,7 @@ def code_blocks(page: Path) -> list[str]:
     return re.findall(r"```python\n(.*?)```", page.read_text(), re.DOTALL)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "program", [pytest.param(name, marks=pytest.mark.slow if name != "distributed.py" else ()) for name in PROGRAMS]
 )
@@ -77,6 +78,7 @@ def test_the_task_file_of_the_page_trains_on_two_processes(tmp_path: Path) -> No
     assert 0 < summary["valid"]["accuracy"] <= 1
 
 
+@pytest.mark.slow
 def test_the_loop_of_the_page_trains(tmp_path: Path) -> None:
     task, *_, loop = code_blocks(PAGE)
     given = """

@@ -151,6 +151,7 @@ def test_a_rank_without_a_trace_leaves_those_of_the_others() -> None:
     assert [one["rank"] for one in numbers()] == [0]
 
 
+@pytest.mark.slow
 def test_what_another_machine_traced_is_sent_to_rank_0(tmp_path: Path) -> None:
     run_processes(Path(__file__).with_name("profile_script.py"), [str(tmp_path)], 2, tmp_path / "logs")
     first, second = tmp_path / "machine0", tmp_path / "machine1"

@@ -15,6 +15,7 @@ import pytest
 
 from evenstep.record import FILE
 from evenstep.report.run_list import list_runs
+from tests.marks import first_is_quick
 from tests.pure.conftest import Ended, evenstep
 from tests.waiting import wait_until
 
@@ -64,7 +65,7 @@ def state_of(name: str) -> str:
     return next((one.state for one in found if Path(one.run).name == name), "missing")
 
 
-@pytest.mark.parametrize("devices", ["cpu", "cpu,cpu"])
+@pytest.mark.parametrize("devices", first_is_quick(["cpu", "cpu,cpu"]))
 def test_a_run_is_running_and_then_stopped(devices: str) -> None:
     process = start("seconds=0.05", "--epochs", "1000", "--devices", devices, "--name", "long")
     wait_until(lambda: state_of("long") == "running")

@@ -28,6 +28,7 @@ from evenstep import Task
 from evenstep.errors import PlanError, TaskError
 from evenstep.record import Record
 from evenstep.task import lengths_taken
+from tests.marks import first_is_quick
 
 x = torch.randn(120, 3, generator=torch.Generator().manual_seed(0))
 
@@ -162,7 +163,7 @@ def by_torch(name: str, kind: str) -> list[float]:
     return found
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", first_is_quick(["plateau", *(kind for kind in KINDS if kind != "plateau")]))
 def test_steps_epochs_and_evaluations_are_counted_as_by_hand(kind: str) -> None:
     one = rates("one", f"kind={kind}")
     assert one == by_torch("one", kind)
@@ -178,6 +179,7 @@ def test_other_strategies_too(kind: str, strategy: str) -> None:
     assert rates("two", f"kind={kind}", "--strategy", strategy, "--devices", "cpu,cpu") == one
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["plateau", pytest.param("epoch", marks=pytest.mark.slow)])
 def test_a_killed_run_keeps_its_schedule(kind: str) -> None:
     two = ("--strategy", "ddp", "--devices", "cpu,cpu")
@@ -189,6 +191,7 @@ def test_a_killed_run_keeps_its_schedule(kind: str) -> None:
 
 
 # The last step is evaluated; within an epoch that would be one evaluation more.
+@pytest.mark.slow
 @pytest.mark.parametrize(("kind", "steps"), [("epoch", 17), ("plateau", 15)])
 def test_a_run_of_more_epochs_goes_on_with_its_schedule(kind: str, steps: int) -> None:
     whole = rates("whole", f"kind={kind}")
@@ -206,6 +209,7 @@ def test_a_plateau_needs_evaluations_and_the_right_end_of_the_metric() -> None:
         evenstep.train("my_task.py", options={"kind": "plateau"}, best="loss:max")
 
 
+@pytest.mark.slow
 def test_the_task_may_name_the_metric_of_its_plateau_so_that_verify_needs_no_flag() -> None:
     rising = TASK.replace("patience=1)", "patience=1, mode='max')").replace("batch=6,", "batch=6, best='loss:max',")
     Path("my_task.py").write_text(rising)

@@ -18,6 +18,7 @@ from evenstep.record import Record
 from evenstep.report.run_list import list_runs
 from evenstep.training.scores import Scores, as_numbers, as_pair_of_tensors, joined
 from tests.fleet import newest_weights
+from tests.marks import first_is_quick
 
 TASK = """
 from functools import partial
@@ -117,10 +118,9 @@ def expected(name: str, num: int) -> dict[str, float]:
     }
 
 
-CASES = [(101, 1), (101, 2), (101, 3), (1000, 3)]
-
-
-@pytest.mark.parametrize(("num", "size"), [*CASES, *(pytest.param(1000, n, marks=pytest.mark.slow) for n in (1, 2))])
+@pytest.mark.parametrize(
+    ("num", "size"), first_is_quick([(101, 2), (101, 1), (101, 3), (1000, 1), (1000, 2), (1000, 3)])
+)
 def test_auc_f1_and_map_equal_those_of_scikit_learn(num: int, size: int) -> None:
     Path("my_task.py").write_text(TASK)
     record = trained("mine", f"num={num}", "--strategy", "ddp", "--devices", ",".join(["cpu"] * size))
@@ -230,6 +230,7 @@ def test_a_score_that_fails_names_itself() -> None:
     assert "the score 'auc' cannot be computed" in str(run.error)
 
 
+@pytest.mark.slow
 def test_under_ddp_there_is_one_cause() -> None:
     Path("my_task.py").write_text(TASK.replace("def auc(y_true, y_score):", "def auc(y_true, y_score):\n    1 / 0"))
     words = ("train", "my_task.py", "--steps", "1", "--strategy", "ddp", "--devices", "cpu,cpu")

@@ -170,6 +170,7 @@ def test_a_resume_from_a_folder_beside_it_gives_the_command_that_works() -> None
     assert resumed.returncode == 0, resumed.stderr
 
 
+@pytest.mark.slow
 def test_a_project_that_was_moved_is_resumed_with_its_options() -> None:
     Path("old").mkdir()
     Path("my_task.py").rename("old/my_task.py")
@@ -191,6 +192,7 @@ def test_a_run_is_named_after_file_function_and_options() -> None:
     assert long.returncode == 0, long.stderr
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("strategy", ["single", pytest.param("ddp", marks=pytest.mark.slow)])
 def test_quiet_shows_messages_and_the_result_alone(strategy: str) -> None:
     devices = "cpu,cpu" if strategy == "ddp" else "cpu"

@@ -13,6 +13,7 @@ import pytest
 
 from evenstep.distributed.shm import native
 from tests.fleet import run_processes
+from tests.marks import first_is_quick
 
 HERE = Path(__file__).parent
 pytestmark = pytest.mark.timeout(300)
@@ -67,7 +68,7 @@ def test_no_memory_is_left_open(found: list[dict[str, Any]]) -> None:
     assert [one["left"]["memfds"] for one in found] == [[]] * len(found)
 
 
-@pytest.mark.parametrize("how", ["kill", "exit"])
+@pytest.mark.parametrize("how", first_is_quick(["kill", "exit"]))
 def test_a_rank_that_ends_in_mid_backward_is_noticed_and_leaves_nothing(tmp_path: Path, how: str) -> None:
     before = named()
     out = tmp_path / "out.json"

@@ -40,6 +40,7 @@ def _task_file() -> None:
     Path("my_task.py").write_text(TASK)
 
 
+@pytest.mark.slow
 def test_changes_are_tried_on_the_same_samples_and_nothing_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(suggesting, "TRIED", TRIED[:4])
     said: list[str] = []
@@ -53,6 +54,7 @@ def test_changes_are_tried_on_the_same_samples_and_nothing_is_kept(monkeypatch: 
     assert len(said) == 6
 
 
+@pytest.mark.slow
 def test_what_is_chosen_already_is_not_suggested(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(suggesting, "TRIED", TRIED[:4])
     found = suggest("my_task.py", {"precision": "bf16", "channels_last": True}, lambda line: None)

@@ -10,6 +10,7 @@ import pytest
 
 from evenstep.record import Record
 from tests.fleet import furthest, newest_weights
+from tests.marks import first_is_quick
 
 NAMED = """
 import torch
@@ -70,6 +71,7 @@ def check_equal_to_single(file: str, strategy: str, *more: str) -> None:
         assert furthest(*(newest_weights(Path("runs") / name) for name in (ours, theirs))) < 1e-9
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_groups_made_by_parameter_names_learn_what_one_device_learns(strategy: str) -> None:
     Path("named.py").write_text(NAMED.replace("        scheduler=", "        # "))
@@ -148,13 +150,19 @@ def test_verify_passes_a_gan() -> None:
 
 @pytest.mark.parametrize(
     ("old", "new", "words"),
-    [
-        ('loss={"d": d_loss, "g": g_loss}', "loss=d_loss", "give both as dicts with the same keys"),
-        ('"teacher": nn.Linear(3, 2)}', "}", "'teacher'"),
-        ('lambda: {"d": Net(3, 5, 1), "g"', 'lambda: {"x": Net(3, 5, 1), "g"', "Task.model() made only x, g, teacher"),
-        ("model=lambda: {", "model=lambda: Net(3, 5, 1) or {", "must return a dict of modules"),
-        ("batch=9", "batch=9, scheduler=lambda o: o", "Task.scheduler changes one optimizer, and there are 2"),
-    ],
+    first_is_quick(
+        [
+            ('loss={"d": d_loss, "g": g_loss}', "loss=d_loss", "give both as dicts with the same keys"),
+            ('"teacher": nn.Linear(3, 2)}', "}", "'teacher'"),
+            (
+                'lambda: {"d": Net(3, 5, 1), "g"',
+                'lambda: {"x": Net(3, 5, 1), "g"',
+                "Task.model() made only x, g, teacher",
+            ),
+            ("model=lambda: {", "model=lambda: Net(3, 5, 1) or {", "must return a dict of modules"),
+            ("batch=9", "batch=9, scheduler=lambda o: o", "Task.scheduler changes one optimizer, and there are 2"),
+        ]
+    ),
 )
 def test_what_does_not_fit_is_refused_before_the_start(old: str, new: str, words: str) -> None:
     Path("gan.py").write_text(GAN.replace(old, new))

@@ -9,6 +9,7 @@ import pytest
 
 import evenstep
 from tests.fleet import run_processes
+from tests.marks import first_is_quick
 from tests.process.tied_gradients_script import errors
 
 HERE = Path(__file__).parent
@@ -20,7 +21,7 @@ def test_in_one_process(strategy: str, num: int) -> None:
     assert max(found.values()) < 1e-6, found
 
 
-@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
+@pytest.mark.parametrize("strategy", first_is_quick(["ddp", "fsdp"]))
 def test_in_two_processes(strategy: str, tmp_path: Path) -> None:
     out = tmp_path / "out.json"
     run_processes(HERE / "tied_gradients_script.py", [str(out), strategy], 2, tmp_path / "logs")

@@ -112,6 +112,7 @@ def test_compare_measures_it_beside_the_others(folder: Path) -> None:
     assert rows["toy", 2] == "same"
 
 
+@pytest.mark.slow
 def test_what_its_row_refuses_and_an_unknown_name_are_refused_before_anything_starts(folder: Path) -> None:
     done = evenstep(folder, "train", "my_task.py", "--strategy", "toy", "--compile", "--steps", "1")
     assert (done.returncode, "toy does not compile; use --strategy ddp" in done.stderr) == (2, True)

@@ -1,0 +1,18 @@
+"""Which cases of a test run with `make test`, and which with `make test-all` only."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import pytest
+
+
+def first_is_quick(cases: Iterable[Any], num_quick: int = 1) -> list[Any]:
+    """The cases, of which all but the first run with `make test-all` only; a tuple is a case of several arguments."""
+    return [
+        case
+        if index < num_quick
+        else pytest.param(*(case if isinstance(case, tuple) else (case,)), marks=pytest.mark.slow)
+        for index, case in enumerate(cases)
+    ]

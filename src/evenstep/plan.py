@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import json
 import math
 import os
 import re
@@ -37,6 +38,7 @@ _is_saved = ContextVar("is_saved", default=False)
 RUNS = "runs"
 IN_THIS_PROCESS = "(in this process)"
 """For a task that nobody can find by a name."""
+PLAN_FILE = "plan.json"
 CUSTOM_LOOP = "(custom loop)"
 """For a loop of the user's own, whose length only the user knows."""
 
@@ -209,7 +211,8 @@ class Plan:
         if num * most == 1:
             raise PlanError("--shares divides a batch over several devices, and there is one; leave it out")
         if shares is None:
-            raise PlanError("--shares auto is not there yet; give a number for each device, such as 5,3")
+            self._check_measurable()
+            return
         if least != most:
             raise PlanError(
                 f"--shares has a number for each device, and --machines {self.machines} may be fewer or more; "
@@ -225,6 +228,15 @@ class Plan:
                 f"a global batch of {self.batch} is too small for --shares {shorten(self.shares)}: a device would have "
                 f"none of it, or too few for its micro-batches; use --batch {smallest} or more"
             )
+
+    def _check_measurable(self) -> None:
+        """Of --shares auto."""
+        how = "measure with --strategy ddp --shares auto, and give the numbers that it finds"
+        why = "where a fast device waits for a slow one, so that its speed is not known"
+        if self._facts.shards:
+            raise PlanError(f"{self.strategy} gathers layers in forward, {why};\n{how}")
+        if self.sync_batchnorm:
+            raise PlanError(f"--sync-batchnorm joins all devices in forward, {why};\n{how}, without --sync-batchnorm")
 
     @property
     def proportions(self) -> Shares:
@@ -392,7 +404,12 @@ _FILE: Schema[dict[str, Any]] = Schema(dict[str, Any], "plan", PlanError, "give 
 
 def read_plan(path: str | Path) -> Plan:
     """A plan.json, or the one in a run folder."""
-    return Plan.from_json(_FILE.read(Path(path) / "plan.json" if os.path.isdir(path) else Path(path)))
+    return Plan.from_json(_FILE.read(Path(path) / PLAN_FILE if os.path.isdir(path) else Path(path)))
+
+
+def write_plan_file(folder: Path, plan: Plan) -> None:
+    """The plan.json of a run folder."""
+    (folder / PLAN_FILE).write_text(json.dumps(plan.to_json(), indent=2) + "\n")
 
 
 def parse_devices(text: str) -> int | tuple[str, ...]:

@@ -209,7 +209,18 @@ class Measurement:
     peak_bytes: dict[str, Natural]
 
 
-Row = Step | Evaluation | LayerStatistics | EpochEnd | Summary | Timeline | Measurement
+@dataclass(frozen=True, kw_only=True)
+class MeasuredShares:
+    """What `--shares auto` chose after `step` steps."""
+
+    step: Natural
+    shares: list[Positive]
+    """Samples of a global batch, for each device in the order of ranks."""
+    seconds_per_sample: list[float]
+    """Of each device, in forward."""
+
+
+Row = Step | Evaluation | LayerStatistics | EpochEnd | Summary | Timeline | Measurement | MeasuredShares
 
 
 @dataclass(frozen=True)
@@ -304,6 +315,8 @@ class Record:
     """The ends of those that were not evaluated."""
     timelines: list[Timeline] = field(default_factory=list)
     measurement: Measurement | None = None
+    shares: MeasuredShares | None = None
+    """Where `--shares auto` has measured them."""
     summary: Summary | None = None
     path: Path | None = None
 
@@ -486,6 +499,8 @@ class RecordReader:
                 record.timelines.append(row)
             case Measurement():
                 record.measurement = row
+            case MeasuredShares():
+                record.shares = row
             case Summary():
                 record.summary = row
 

@@ -5,12 +5,16 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from evenstep.errors import PlanError
 from evenstep.plan import Plan
+from evenstep.record import Record
+from evenstep.sampling.order import Lengths
+from evenstep.training.shares import choose_shares
 from tests.fleet import furthest, result, run_jobs
 
 STEPS = 30
@@ -125,6 +129,7 @@ def test_a_resume_keeps_them_and_drops_them_on_other_devices() -> None:
         (("--shares", "5"), "--shares 5 has 1 number for 2 devices; give one for each"),
         (("--shares", "5,0"), "shares is '5,0'; write a whole number from 1 up for each device, such as 5,3, or auto"),
         (("--shares", "99,1"), "use --batch 100 or more"),
+        (("--shares", "auto", "--strategy", "fsdp"), "where a fast device waits for a slow one"),
         (("--shares", "5,3", "--devices", "1", "--strategy", "single"), "there is one; leave it out"),
     ],
 )
@@ -138,3 +143,88 @@ def test_what_cannot_be_shared_is_refused_before_the_start(words: tuple[str, ...
 def test_numbers_for_a_changing_number_of_machines_are_refused() -> None:
     with pytest.raises(PlanError, match="may be fewer or more; use --shares auto"):
         Plan(batch=8, steps=1, strategy="ddp", devices=("cpu",), machines="1:2", rendezvous="a:1", shares="5,3")
+
+
+SLOW_TASK = """
+import os, time
+from pathlib import Path
+import torch
+from torch import nn
+import evenstep
+from evenstep import Task
+
+slow_rank = int(os.environ.get("SLOW_RANK", -1))
+
+def loss(model, batch):
+    # A device that takes some milliseconds for a sample, and another one that takes three times as long.
+    time.sleep(0.0003 * len(batch[0]) * (3 if int(os.environ.get("RANK", 0)) == slow_rank else 1))
+    if evenstep.progress().step == 45 and slow_rank >= 0 and not Path("crashed").exists():
+        Path("crashed").touch()
+        raise RuntimeError("planted")
+    return (model(batch[0]) - batch[1]).square().mean()
+
+def task() -> Task:
+    torch.manual_seed(1)
+    x = torch.randn(200, 4)
+    return Task(
+        model=lambda: nn.Linear(4, 1),
+        train=(x, x.sum(1, keepdim=True)),
+        valid=(x[:50], x[:50].sum(1, keepdim=True)),
+        loss=loss,
+        optimizer=lambda parameters: torch.optim.SGD(parameters, lr=0.1),
+        batch=16,
+        steps=60,
+    )
+"""
+
+
+def test_auto_moves_samples_to_the_faster_rank_and_a_restart_keeps_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    Path("slow_task.py").write_text(SLOW_TASK)
+    how = ("--precision", "fp64", "--audit")
+    alone = evenstep_("train", "slow_task.py", *how, "--name", "alone")
+    assert alone.returncode == 0, alone.stderr
+    monkeypatch.setenv("SLOW_RANK", "1")
+    ddp = ("--strategy", "ddp", "--devices", "cpu,cpu", "--shares", "auto", "--name", "both")
+    both = evenstep_("train", "slow_task.py", *how, *ddp, "--checkpoint-every", "40", "--restarts", "1")
+    assert both.returncode == 0, both.stderr
+    record, reference = Record.read("runs/both"), Record.read("runs/alone")
+    assert record.shares is not None
+    assert record.shares.step == 35
+    assert sum(record.shares.shares) == 16
+    assert record.shares.shares[0] > record.shares.shares[1]
+    given = ",".join(map(str, record.shares.shares))
+    assert f"--shares auto: {given} samples of each global batch, since devices take" in both.stderr
+    assert f"--shares auto: {given}, as measured before the restart" in both.stderr
+    assert json.loads(Path("runs/both/plan.json").read_text())["shares"] == given
+    assert record.losses == pytest.approx(reference.losses, rel=1e-9)
+    assert record.evaluations[-1].values == pytest.approx(reference.evaluations[-1].values, rel=1e-9)
+    assert "0 repeated" in both.stdout
+
+
+@pytest.mark.slow
+def test_auto_measures_each_device_of_dp() -> None:
+    Path("slow_task.py").write_text(SLOW_TASK)
+    done = evenstep_("train", "slow_task.py", "--strategy", "dp", "--devices", "cpu,cpu", "--shares", "auto")
+    assert done.returncode == 0, done.stderr
+    (run,) = Path("runs").iterdir()
+    shares = Record.read(run).shares
+    assert shares is not None
+    assert len(shares.seconds_per_sample) == 2
+
+
+def test_shares_follow_the_seconds_that_a_sample_takes() -> None:
+    plan = Plan(batch=64, steps=1, strategy="ddp", devices=("cpu", "cpu"), shares="auto")
+    lengths = Lengths(640)
+    shares, why = choose_shares(plan, [0.002, 0.004], lengths)
+    assert shares == (43, 21)
+    assert why == (
+        "--shares auto: 43,21 samples of each global batch, since devices take 2 to 4 ms for a sample in forward"
+    )
+    assert choose_shares(plan, [0.0021, 0.002], lengths)[0] == (32, 32)
+    assert choose_shares(plan, [1.0, 1e-9], lengths)[0] == (32, 32)  # one sample for a device: as BatchNorm cannot
+    assert choose_shares(replace(plan, accumulate=3), [9.0, 1.0], Lengths(64))[0] == (6, 58)
+    # The last step has one sample, however it is shared.
+    assert choose_shares(replace(plan, batch=4, steps=None, epochs=1), [2.0, 1.0], Lengths(65))[0] == (1, 3)
+    assert choose_shares(plan, [1.0, 2.0], lengths, "gather waits")[0] == (32, 32)
+    three = replace(plan, batch=30, devices=("cpu",) * 3)
+    assert choose_shares(three, [1.0, 1.0, 2.0], Lengths(30))[0] == (12, 12, 6)

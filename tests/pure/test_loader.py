@@ -707,3 +707,22 @@ def test_samples_of_any_shape_are_joined_by_a_collate() -> None:
         assert first["more"]["texts"] == ["", "a", "aa", "aaa"]
         assert second["tokens"].shape == second["more"]["deep"][0][0].shape == (2, 6)
         loader.close()
+
+
+@pytest.mark.parametrize(("streams", "workers"), [(False, 0), (True, 0), (False, 1)])
+def test_shares_may_change_between_two_steps_and_no_sample_is_lost(streams: bool, workers: int) -> None:
+    data: Any = Numbers(50) if streams else list(range(50)) if workers else torch.arange(50)
+    pair = loaders(data, 10, worlds(2), None if streams else samplers.Sequential(), workers=workers)
+    seen: list[int] = []
+    sizes: list[list[int]] = []
+    for batches in zip(*pair, strict=True):
+        seen += step_ids(batches)
+        sizes.append([len(batch.ids) for batch in batches])
+        if len(sizes) == 2:
+            for loader in pair:
+                loader.share_out((4, 1))
+    assert seen == list(range(50))
+    assert sizes == [[5, 5], [5, 5], [8, 2], [8, 2], [8, 2]]
+    assert [[len(batch.ids) for batch in batches] for batches in zip(*pair, strict=True)] == [[8, 2]] * 5
+    for loader in pair:
+        loader.close()

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import datetime
 import importlib.util
-import json
 import os
 import re
 import sys
@@ -22,7 +21,18 @@ from evenstep.data.adapt import AdaptedData, adapt_train, adapt_valid
 from evenstep.distributed.devices import check_devices, choose_devices, num_cores
 from evenstep.errors import PlanError, TaskError, shorten
 from evenstep.launcher.preflight import probe, probe_evaluation
-from evenstep.plan import IN_THIS_PROCESS, RUNS, Plan, Seed, parse_devices, parse_machines, parse_shares, read_plan
+from evenstep.plan import (
+    IN_THIS_PROCESS,
+    PLAN_FILE,
+    RUNS,
+    Plan,
+    Seed,
+    parse_devices,
+    parse_machines,
+    parse_shares,
+    read_plan,
+    write_plan_file,
+)
 from evenstep.report.terminal import without_control
 from evenstep.sampling.order import Lengths, Order, enough_for_all, lengths_of
 from evenstep.sampling.rng import seed_everything
@@ -215,14 +225,10 @@ def write_plan(folder: Path, plan: Plan) -> None:
     """Make the folder of a run, if it is not there."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        if not (folder / "plan.json").exists():
-            _write_json(folder, plan)
+        if not (folder / PLAN_FILE).exists():
+            write_plan_file(folder, plan)
     except OSError as error:
         raise PlanError(f"{folder} cannot be written: {os.strerror(error.errno or 0)}") from error
-
-
-def _write_json(folder: Path, plan: Plan) -> None:
-    (folder / "plan.json").write_text(json.dumps(plan.to_json(), indent=2) + "\n")
 
 
 def _changed(source: TaskFunction | Task, before: Mapping[str, Any], plan: Plan) -> list[str]:
@@ -420,7 +426,7 @@ def _make_folder(plan: Plan) -> Path:
         if not os.path.isdir(out):
             out.mkdir(parents=True)
         folder.mkdir()
-        _write_json(folder, plan)
+        write_plan_file(folder, plan)
     except FileExistsError:
         if not out.is_dir():
             raise PlanError(

@@ -74,6 +74,12 @@ def progress() -> TrainingProgress:
     return call.context.progress()
 
 
+def current_replica() -> int:
+    """The replica of this process whose loss this thread computes."""
+    call: LossCall | None = getattr(_thread, "call", None)
+    return call.replica if call is not None else 0
+
+
 def computes_samples() -> bool:
     """Whether this thread computes the loss of samples, not of one that stands in for none."""
     call: LossCall | None = getattr(_thread, "call", None)

@@ -32,11 +32,12 @@ from evenstep.distributed.heartbeat import BACKWARD, BUILDING, COMPARING, ENDING
 from evenstep.distributed.preemption import SIGNALS
 from evenstep.errors import BadInput, Preempted, TaskError, TrainingError
 from evenstep.monitor.known_errors import Situation, is_out_of_memory, note
-from evenstep.plan import USUAL, Plan, parse_best, parse_shares
+from evenstep.plan import AUTO, USUAL, Plan, parse_best, parse_shares
 from evenstep.record import (
     BestSoFar,
     EpochEnd,
     Evaluation,
+    MeasuredShares,
     Record,
     RecordWriter,
     Row,
@@ -66,6 +67,7 @@ if TYPE_CHECKING:
     from evenstep.strategies.base import DistributedModel
     from evenstep.training.layer_statistics import InspectedSteps
     from evenstep.training.scores import Scores
+    from evenstep.training.shares import MeasuredSteps
 
 FADED = 1e-3
 """Of the first learning rate: a smaller part of it after one epoch of several is a mistake."""
@@ -98,12 +100,14 @@ class Trainer:
             from evenstep.training.after import check_after
 
             check_after(task)
-        self.inspected: InspectedSteps | None = None
-        """The stepper, with `--statistics`."""
-        self.stepper = self._stepper()
         self.valid = {
             name: self._loader(data, shuffle=False, what="valid") for name, data in validation_sets(task.valid).items()
         }
+        self.inspected: InspectedSteps | None = None
+        """The stepper, with `--statistics`."""
+        self.measured: MeasuredSteps | None = None
+        """The stepper, with `--shares auto`."""
+        self.stepper = self._stepper()
         self.scores: Scores | None = None
         if task.scores is not None:
             from evenstep.training.scores import scores_of
@@ -148,6 +152,8 @@ class Trainer:
             notes += self.run.load(self.plan.resume, allow_pickle=self.plan.allow_pickle).notes
             self.is_evaluation_due = bool(self.run.loaded.get("evaluation_due"))
             notes += self._recall_best(self.run.loaded.get("so_far"))
+            if self.measured is not None:
+                notes += self._recall_shares(self.measured)
             if self.is_again and Path(self.plan.resume).resolve().parent == self.checkpoints.resolve():
                 self._recall(self.run.loaded.get("so_far"))
         return notes
@@ -185,6 +191,28 @@ class Trainer:
             # As the command was given it: the task may have changed the working folder.
             shown = Path(self.plan.out) / path.relative_to(runs) if path.is_relative_to(runs) else path
             self.best.best = replace(self.best.best, checkpoint=str(shown))
+
+    def _recall_shares(self, measured: MeasuredSteps) -> list[str]:
+        """Use what this run measured before a restart; a line to log."""
+        from evenstep.training.shares import kept_shares
+
+        shares = kept_shares(self.plan, self.run.loaded.get("plan") or {}, self.team.world.num_replicas)
+        if shares is None:
+            return []
+        measured.share_out(shares)
+        self.plan = replace(self.plan, shares=",".join(map(str, shares)))
+        return [f"--shares auto: {self.plan.shares}, as measured before the restart"]
+
+    def _keep_shares(self, row: MeasuredShares) -> MeasuredShares:
+        """From now on they are those of the plan, in checkpoints and in plan.json too."""
+        from evenstep.training.shares import keep_in_plan
+
+        assert self.measured is not None
+        self.measured.row = None
+        self.plan = replace(self.plan, shares=",".join(map(str, row.shares)))
+        if self.team.world.is_main:
+            keep_in_plan(self.folder, row.shares)
+        return row
 
     @property
     def facts(self) -> dict[str, Any]:
@@ -260,6 +288,8 @@ class Trainer:
             if self.inspected is not None:
                 yield from self.inspected.rows
                 self.inspected.rows.clear()
+            if self.measured is not None and self.measured.row is not None:
+                yield self._keep_shares(self.measured.row)
             if step.step < self.run.step:
                 # The GPU runs ahead of what is known; the rest is done at a step at which all ranks synchronize.
                 self._add_to_pace(step, compute_seconds)
@@ -464,8 +494,19 @@ class Trainer:
 
             if self.plan.statistics is not None:
                 raise TaskError("--statistics is for tasks of one model; use evenstep.log in the losses instead")
+            if self.plan.shares == AUTO:
+                raise TaskError("--shares auto measures tasks of one model; give numbers, such as --shares 5,3")
             return InTurn(self.run, self.task.loss, self.plan.clip)
         recipe = self._recipe()
+        if self.plan.shares == AUTO:
+            from evenstep.training.shares import MeasuredSteps
+
+            loaders = [self.run.loader, *self.valid.values()]
+            self.measured = MeasuredSteps(recipe, self._usual_stepper, self.plan, loaders)
+            return self.measured
+        return self._usual_stepper(recipe)
+
+    def _usual_stepper(self, recipe: Recipe) -> Stepper:
         if self.plan.statistics is not None:
             from evenstep.training.layer_statistics import InspectedSteps
 

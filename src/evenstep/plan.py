@@ -20,6 +20,7 @@ from evenstep.errors import BREAKS_LINES, MAX_CHARACTERS, PlanError, shorten
 from evenstep.sampling.order import Lengths, Shares, enough_for_all, in_proportion, share, smallest_micro_batch
 from evenstep.schema import LARGEST, Schema, check, check_choice, check_fields
 from evenstep.strategy_facts import (
+    DEFAULT,
     REFERENCE,
     STRATEGIES,
     UNKNOWN,
@@ -222,6 +223,13 @@ class Plan:
         if self.machines is None and len(shares) != num:
             given = f"--shares {shorten(self.shares)} has {len(shares)} number{'s' * (len(shares) > 1)}"
             raise PlanError(f"{given} for {num} devices; give one for each")
+        if self.replicas is not None:
+            if min(map(len, in_proportion(self.replicas, shares))) == 0:
+                raise PlanError(
+                    f"--shares {shorten(self.shares)} would leave a device without any of {self.replicas} virtual "
+                    f"replicas; use --replicas {enough_for_all(shares)} or more, or shares that differ less"
+                )
+            return
         smallest = enough_for_all(shares, self.accumulate)
         if min(map(len, in_proportion(self.batch, shares))) < self.accumulate:
             raise PlanError(
@@ -231,7 +239,7 @@ class Plan:
 
     def _check_measurable(self) -> None:
         """Of --shares auto."""
-        how = "measure with --strategy ddp --shares auto, and give the numbers that it finds"
+        how = f"measure with --strategy {DEFAULT} --shares auto, and give the numbers that it finds"
         why = "where a fast device waits for a slow one, so that its speed is not known"
         if self._facts.shards:
             raise PlanError(f"{self.strategy} gathers layers in forward, {why};\n{how}")

@@ -215,7 +215,7 @@ class MeasuredShares:
 
     step: Natural
     shares: list[Positive]
-    """Samples of a global batch, for each device in the order of ranks."""
+    """Samples of a global batch, or virtual replicas, for each device in the order of ranks."""
     seconds_per_sample: list[float]
     """Of each device, in forward."""
 

@@ -45,16 +45,9 @@ class MeasuredSteps:
         timed = replace(recipe, loss=self._loss)
         self._is_cpu = self._world.device.type == "cpu"
         self._stepper = usual(timed) if self._is_cpu else Eager(timed)
+        self.lag, self.messages = self._stepper.lag, self._stepper.messages
         self._num_taken = 0
         self._num_samples = [0 for _ in self._world.devices]
-
-    @property
-    def lag(self) -> int:
-        return self._stepper.lag
-
-    @property
-    def messages(self) -> list[str]:
-        return self._stepper.messages
 
     def recheck(self) -> None:
         self._stepper.recheck()
@@ -76,11 +69,11 @@ class MeasuredSteps:
 
     def share_out(self, shares: Shares) -> None:
         """Use these from the next step on, and measure no more; all ranks call this together."""
-        messages = self.messages
         self._loss.is_timed = False
         if not self._is_cpu:
             self._stepper = self._usual(self._recipe)
-            self._stepper.messages += messages
+            self._stepper.messages += self.messages
+            self.lag, self.messages = self._stepper.lag, self._stepper.messages
         for loader in self._loaders:
             loader.share_out(shares)
 
@@ -153,33 +146,37 @@ def _between(begin: Timestamp, end: Timestamp) -> float:
 
 def choose_shares(plan: Plan, seconds: Sequence[float], lengths: Lengths, obstacle: str = "") -> tuple[Shares, str]:
     """Shares of a global batch for devices that compute a sample in so many seconds, and a line that says why."""
-    shares = equal = samples_of(plan, (1,) * len(seconds))
+    shares = equal = parts_of(plan, (1,) * len(seconds))
     if obstacle:
         return equal, f"--shares auto: {obstacle}, so their speeds are not known; shares stay equal"
     speeds = f"{1000 * min(seconds):.3g} to {1000 * max(seconds):.3g} ms for a sample in forward"
     if max(seconds) >= ALIKE * min(seconds) > 0:
-        shares = samples_of(plan, tuple(max(1, round(PRECISION * min(seconds) / one)) for one in seconds))
+        shares = parts_of(plan, tuple(max(1, round(PRECISION * min(seconds) / one)) for one in seconds))
     if shares == equal:
         return equal, f"--shares auto: all devices are about equally fast ({speeds}); shares stay equal"
     if _is_alone(plan, shares, lengths) and not _is_alone(plan, equal, lengths):
         # As BatchNorm in training cannot be.
         return equal, "--shares auto: other shares would leave a device with one sample in some step; they stay equal"
-    given = ",".join(map(str, shares))
-    return shares, f"--shares auto: {given} samples of each global batch, since devices take {speeds}"
+    given = f"{','.join(map(str, shares))} {'samples' if plan.replicas is None else 'virtual replicas'}"
+    return shares, f"--shares auto: {given} of each global batch, since devices take {speeds}"
 
 
-def samples_of(plan: Plan, proportions: Shares) -> Shares:
-    """The samples that each device gets of a global batch: at least one for every micro-batch."""
-    sizes = [len(own) for own in in_proportion(plan.batch, proportions)]
+def parts_of(plan: Plan, proportions: Shares) -> Shares:
+    """What each device gets of a global batch: samples, at least one for every micro-batch; or virtual replicas."""
+    num, least = (plan.batch, plan.accumulate) if plan.replicas is None else (plan.replicas, 1)
+    sizes = [len(own) for own in in_proportion(num, proportions)]
     for index, size in enumerate(sizes):
-        missing = max(0, plan.accumulate - size)
+        missing = max(0, least - size)
         sizes[index] += missing
         sizes[sizes.index(max(sizes))] -= missing
     return tuple(sizes)
 
 
 def _is_alone(plan: Plan, shares: Shares, lengths: Lengths) -> bool:
-    return any(smallest_micro_batch(size, shares, plan.accumulate) == 1 for size in plan.batch_sizes(lengths))
+    """Whether a device computes one sample in some step; that of a virtual replica does not depend on shares."""
+    return plan.replicas is None and any(
+        smallest_micro_batch(size, shares, plan.accumulate) == 1 for size in plan.batch_sizes(lengths)
+    )
 
 
 def kept_shares(plan: Plan, saved: Mapping[str, Any], num_replicas: int) -> Shares | None:

@@ -145,7 +145,7 @@ def _between(begin: Timestamp, end: Timestamp) -> float:
 
 
 def choose_shares(plan: Plan, seconds: Sequence[float], lengths: Lengths, obstacle: str = "") -> tuple[Shares, str]:
-    """Shares of a global batch for devices that compute a sample in so many seconds, and a line that says why."""
+    """Shares of a global batch for devices that take these seconds for a sample, and a line that says why."""
     shares = equal = parts_of(plan, (1,) * len(seconds))
     if obstacle:
         return equal, f"--shares auto: {obstacle}, so their speeds are not known; shares stay equal"

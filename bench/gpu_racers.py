@@ -42,6 +42,8 @@ class Racer:
     seconds_of: Callable[[int], float] | None = None
     """Takes so many steps by a clock of its own; for a framework that cannot be left in the middle."""
     close: Callable[[], None] = lambda: None
+    messages: list[str] = dataclasses.field(default_factory=list)
+    """What it said of how it takes its steps."""
 
 
 def synchronize(device: torch.device) -> None:
@@ -354,4 +356,4 @@ def ours(
         job.close()
         folder.cleanup()
 
-    return Racer(advance, probe, close=close)
+    return Racer(advance, probe, close=close, messages=job.stepper.messages)

@@ -17,7 +17,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import evenstep
-from evenstep import Task
+from evenstep import Task, samplers
 from evenstep.errors import NonFiniteLoss
 from evenstep.record import Record
 
@@ -119,8 +119,14 @@ def run_case(case: str, capsys: pytest.CaptureFixture[str], **choices: Any) -> t
 @pytest.mark.parametrize("name", CASES)
 @pytest.mark.parametrize(("strategy", "devices"), [("single", ("cuda:0",)), ("dp", ("cuda:0", "cuda:0"))])
 def test_replayed_steps_learn_what_plain_ones_learn(
-    name: str, strategy: str, devices: tuple[str, ...], capsys: pytest.CaptureFixture[str]
+    name: str,
+    strategy: str,
+    devices: tuple[str, ...],
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    # Beside other tests, steps take any time.
+    monkeypatch.setattr("evenstep.training.cuda_graphs.runner.LEAST_GAIN", 0.0)
     plain, _ = run_case(name, capsys, strategy=strategy, devices=devices, fast="off", name="plain")
     fast, said = run_case(name, capsys, strategy=strategy, devices=devices, fast="auto", name="fast")
     assert "replayed as a CUDA graph" in said
@@ -255,6 +261,72 @@ def test_a_run_that_is_resumed_ends_where_an_undisturbed_one_ends() -> None:
     rest = evenstep.train(task(model=lambda: Net(0.0)), epochs=4, name="rest", resume="runs/half")
     for key, value in weights(whole).items():
         torch.testing.assert_close(weights(rest)[key], value, rtol=1e-3, atol=1e-4)
+
+
+LENGTHS = (8, 12, 16, 20, 24, 28)
+
+
+def of_lengths(rows: list[tuple[torch.Tensor, torch.Tensor]]) -> tuple[torch.Tensor, torch.Tensor]:
+    """Padded to the next of six lengths."""
+    longest = max(len(tokens) for tokens, _ in rows)
+    length = next(one for one in LENGTHS if one >= longest)
+    padded = [F.pad(tokens, (0, length - len(tokens))) for tokens, _ in rows]
+    return torch.stack(padded), torch.stack([label for _, label in rows])
+
+
+class Reader(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding, self.out = nn.Embedding(50, 32), nn.Linear(32, 5)
+        self.layers = nn.ModuleList(nn.TransformerEncoderLayer(32, 2, 64, 0.0, batch_first=True) for _ in range(2))
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        hidden = self.embedding(tokens)
+        for layer in self.layers:
+            hidden = layer(hidden)
+        return self.out(hidden.mean(1))
+
+
+def text(**changes: Any) -> Task:
+    generator = torch.Generator().manual_seed(0)
+    lengths = torch.randint(LENGTHS[0] - 3, LENGTHS[-1] + 1, (NUM,), generator=generator).tolist()
+    rows = [
+        (torch.randint(1, 50, (length,), generator=generator), torch.randint(0, 5, (), generator=generator))
+        for length in lengths
+    ]
+    usual = {"model": Reader, "train": rows, "collate": of_lengths, "batch": 8}
+    return task(**{**usual, "sampler": samplers.ByLength(lengths), **changes})
+
+
+def test_every_length_that_recurs_gets_a_graph(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("evenstep.training.cuda_graphs.runner.LEAST_GAIN", 0.0)
+    choices: dict[str, Any] = {"epochs": 8, "workers": 0, "batch": 8}
+    plain = evenstep.train(text(), fast="off", name="plain", **choices)
+    capsys.readouterr()
+    fast = evenstep.train(text(), name="fast", **choices)
+    said = capsys.readouterr().err
+    assert "replayed as a CUDA graph" in said
+    assert "batches of another shape" in said or "shapes" in said
+    for one, other in zip(plain.steps, fast.steps, strict=True):
+        assert other.loss == pytest.approx(one.loss, rel=2e-3)
+    for key, value in weights(plain).items():
+        torch.testing.assert_close(weights(fast)[key], value, rtol=1e-3, atol=1e-4)
+
+
+def test_a_spoilt_sample_among_graphs_of_several_lengths_stops_at_its_step() -> None:
+    def spoiling(model: nn.Module, batch: Any) -> torch.Tensor:
+        return F.cross_entropy(model(batch[0]), batch[1].clamp(max=4)) / (batch[1] < 5).float().prod()
+
+    rows = list(text().train)
+    rows[200] = (rows[200][0], torch.tensor(7))
+    messages = []
+    for fast in ("off", "auto"):
+        with pytest.raises(NonFiniteLoss) as error:
+            evenstep.train(text(train=rows, loss=spoiling), fast=fast, name=fast, epochs=8, workers=0, seed=5)
+        messages.append(str(error.value).splitlines()[0])
+    assert messages[0] == messages[1]
 
 
 def test_replayed_steps_never_wait_for_the_gpu() -> None:

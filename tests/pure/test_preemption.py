@@ -8,10 +8,9 @@ import signal
 import pytest
 
 from evenstep.distributed.preemption import Requests
-from evenstep.training.cuda_graphs.runner import AgreedLater
 from evenstep.training.loss import MeanLoss
 from evenstep.training.optim import WeightUpdate
-from evenstep.training.step import Done
+from evenstep.training.step import AgreedLater, Done
 
 
 def total(*every: Requests) -> float:

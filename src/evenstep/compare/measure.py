@@ -22,7 +22,7 @@ from evenstep.profiling.timer import RankSpans, Timer, timeline, usual_parts
 from evenstep.record import Measurement, Step
 from evenstep.task import Task
 from evenstep.training.loop import StepTaken, train
-from evenstep.training.step import Eager, Stepper
+from evenstep.training.step import Stepper, eager_steps
 from evenstep.training.team import Team
 from evenstep.training.trainer import Event, Trainer, perform
 
@@ -63,7 +63,7 @@ class Measuring(Trainer):
 
     def _stepper(self) -> Stepper:
         # Only eager steps can be timed in parts, and the parts must belong to the steps that are measured.
-        return Eager(self._recipe())
+        return eager_steps(self._recipe())
 
     def events(self) -> Iterator[Event]:
         """Steps of the training itself, and what was measured."""

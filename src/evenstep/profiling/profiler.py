@@ -106,6 +106,10 @@ class Tracing:
         self._stack = ExitStack()
         self.before(step + 1)
 
+    def waits_at(self, step: int) -> bool:
+        """Whether this step must be over before the next one is begun."""
+        return bool(self._steps) and self._steps.start - 1 <= step < self._steps.stop
+
     def before(self, step: int) -> None:
         """All ranks call this before a step is begun."""
         if step == self._steps.start and self._steps:

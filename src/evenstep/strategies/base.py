@@ -314,16 +314,26 @@ def update(optimizer: torch.optim.Optimizer) -> None:
 
     With hooks, under a profiler, and for any step that is not torch's own, it is the whole call.
     """
-    step: Any = getattr(optimizer, "__dict__", {}).get("step", type(optimizer).step)
-    # Bound to the optimizer, or to another one; a scheduler wraps it, to know that there was a step.
-    is_own = getattr(step, "__self__", optimizer) is optimizer
-    bare = _bare_step(getattr(step, "__func__", step)) if is_own else None
+    step, bare = _steps_of(optimizer)
     if bare is None or _has_listeners(optimizer) or optimizer.defaults.get("differentiable"):
         optimizer.step()
         return
     note_step_for_scheduler(optimizer, step)
     with torch.no_grad():
         bare(optimizer)
+
+
+def has_torch_step(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether its step is torch's own, which a scheduler may have wrapped, and no other library."""
+    return _steps_of(optimizer)[1] is not None
+
+
+def _steps_of(optimizer: torch.optim.Optimizer) -> tuple[Any, Callable[[torch.optim.Optimizer], Any] | None]:
+    """Its step, and that without what torch wraps around it."""
+    step: Any = getattr(optimizer, "__dict__", {}).get("step", type(optimizer).step)
+    # Bound to the optimizer, or to another one; a scheduler wraps it, to know that there was a step.
+    is_own = getattr(step, "__self__", optimizer) is optimizer
+    return step, _bare_step(getattr(step, "__func__", step)) if is_own else None
 
 
 def _has_listeners(optimizer: torch.optim.Optimizer) -> bool:

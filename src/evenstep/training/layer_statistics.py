@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -19,29 +20,38 @@ from evenstep.data.loader import Batch
 from evenstep.data.nested import leaves
 from evenstep.record import LayerStatistics, ValueStatistics
 from evenstep.training.in_loss import computes_samples
-from evenstep.training.step import Done, Eager, Recipe, Taken
+from evenstep.training.step import Done, Recipe, Taken, agreed_when_read, eager_steps
 
 Sums = tuple[str, str, torch.Tensor, torch.Tensor]
 """Kind, name, [count, sum, sum of squares, zeros], and the largest absolute value."""
 
 
-class InspectedSteps(Eager):
+class InspectedSteps:
     """Eager steps; `rows` are the statistics of those that were looked into, and the reader clears them."""
 
     def __init__(self, recipe: Recipe, every: int) -> None:
-        super().__init__(recipe)
+        self.messages: list[str] = []
         self.rows: list[LayerStatistics] = []
-        self._every = every
+        self._recipe, self._every = recipe, every
+        self._steps = eager_steps(recipe)
+        self.lag = self._steps.lag
+
+    def recheck(self) -> None:
+        self._steps.recheck()
 
     def take(self, batch: Batch) -> Taken:
         step = batch.loader.num_finished + 1
         if step % self._every:
-            return super().take(batch)
+            return self._steps.take(batch)
+        self._steps.settle()
+        return agreed_when_read(self._recipe.team.requests, partial(self._inspected, batch, step))
+
+    def _inspected(self, batch: Batch, step: int) -> Taken:
         found = Inspection(self._recipe)
         with found.outputs():
-            loss = self.backward(batch)
+            loss = self._steps.backward(batch)
         found.add_gradients()
-        update = self.update()
+        update = self._steps.update()
         found.add_parameters()
         self.rows.append(found.statistics(step))
         return Done(loss, update)

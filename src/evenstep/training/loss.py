@@ -14,6 +14,7 @@ from evenstep.data.loader import MicroBatch
 from evenstep.distributed.heartbeat import BACKWARD, FORWARD
 from evenstep.distributed.world import World
 from evenstep.errors import TaskError
+from evenstep.internals import foreach_mul_
 from evenstep.strategies.base import NOTHING, DistributedModel, call, go_back, on, separate
 from evenstep.task import Amount
 from evenstep.training.batchnorm import standing_in
@@ -139,7 +140,9 @@ class LossTotal:
         if self._world.device.type != "cpu":
             padded = torch.nn.functional.pad(self.own_pair(), (0, 1), value=self.request_code)
             padded = torch.nn.functional.pad(padded, (0, 1), value=has_new)
-            return HostCopy(torch.cat([padded, *self.logs.known(padded)]) if self.logs.names else padded, self._world)
+            return HostCopy(
+                torch.cat([padded, *self.logs.known(padded)]) if self.logs.has_known else padded, self._world
+            )
         # The losses are on the host already, where Python sums three numbers faster than torch.
         pairs = [as_pair(part.amount.tolist(), part.micro_batch.num_samples) for part in self.parts]
         total, count = (math.fsum(column) for column in zip(*pairs, strict=True))
@@ -177,6 +180,78 @@ class LossTotal:
         return not_finite(self._world.rank, per_replica, [part.pair().tolist() for part in self.parts])
 
 
+class LateLoss(LossTotal):
+    """The loss of a step on GPUs that the host reads while later steps run; until then, the device judges it."""
+
+    _host: torch.Tensor | None = None
+    """Where the values of this process's micro-batches will be, when the device has reached them."""
+    _arrived_pairs: list[list[float]] | None = None
+
+    def copy(self, kept: torch.Tensor) -> HostCopy | None:
+        return None
+
+    @property
+    def is_alone(self) -> bool:
+        """Whether communication is off (a measured ceiling): then ranks diverge, and the loss means nothing."""
+        return self._world.communication.is_off
+
+    def values(self) -> torch.Tensor:
+        """On the device: [sum, count] of all ranks, or what each micro-batch of a single process gave."""
+        if self.sent is not None:
+            assert isinstance(self.sent, HostCopy)
+            return self.sent.join()[:2]
+        home = self._world.device
+        # One without samples counts for nothing, and may be NaN.
+        amounts = [part.amount.to(home, non_blocking=True) for part in self._counted]
+        return amounts[0] if len(amounts) == 1 else torch.stack(amounts)
+
+    @property
+    def _counted(self) -> list[PartialLoss]:
+        return [part for part in self.parts if part.micro_batch.num_samples]
+
+    def factor(self, values: torch.Tensor) -> torch.Tensor | None:
+        """`late_factor` on the device, for what `values` gave."""
+        if not self.is_late:
+            return None
+        count = values[1] if values.ndim == 1 else values[:, 1].sum()
+        return torch.where(count > 0, self._num_samples / count, 1.0)
+
+    def keep(self, host: torch.Tensor) -> None:
+        """`values` are being copied there; several processes have a copy already."""
+        self._host = host if self.sent is None else None
+
+    def arrive(self) -> None:
+        """The device has finished the step, and the copy may be written again."""
+        if self._host is not None:
+            every = self._host.tolist()
+            parts = self._counted
+            every = [every] if len(parts) == 1 else every
+            self._arrived_pairs = [
+                as_pair(value, part.micro_batch.num_samples) for value, part in zip(every, parts, strict=True)
+            ]
+            self._host = None
+
+    def _pairs(self) -> list[list[float]]:
+        return self._arrived_pairs if self._arrived_pairs is not None else super()._pairs()
+
+    def non_finite(self) -> list[str]:
+        if self._arrived_pairs is None:
+            return super().non_finite()
+        return not_finite(self._world.rank, [part.micro_batch for part in self._counted], self._arrived_pairs)
+
+
+def scale_gradients(gradients: list[torch.Tensor], factor: float | torch.Tensor) -> None:
+    """Multiply gradients; by a number on a device too, whatever devices and types they have."""
+    if not isinstance(factor, torch.Tensor):
+        foreach_mul_(gradients, factor)
+        return
+    kinds: dict[tuple[torch.device, torch.dtype], list[torch.Tensor]] = {}
+    for gradient in gradients:
+        kinds.setdefault((gradient.device, gradient.dtype), []).append(gradient)
+    for (device, dtype), of_kind in kinds.items():
+        foreach_mul_(of_kind, factor.to(device, dtype, non_blocking=True))
+
+
 class StepLogs:
     """What the losses of one step gave to `evenstep.log`; sums over processes travel with those of the loss.
 
@@ -186,6 +261,8 @@ class StepLogs:
 
     def __init__(self, world: World, names: list[str]) -> None:
         self.names = names
+        self._sent_names = list(names)
+        """Those whose sums travel with this step's loss; when it is read, more may be known."""
         self._world = world
         self._own: list[tuple[str, torch.Tensor, HostCopy | None]] = []
         self._sums: list[float] = []
@@ -199,7 +276,12 @@ class StepLogs:
     @property
     def has_new(self) -> bool:
         """Whether this rank has a name that not all know."""
-        return any(name not in self.names for name in self.own_names())
+        return any(name not in self._sent_names for name in self.own_names())
+
+    @property
+    def has_known(self) -> bool:
+        """Whether sums of names travel with the loss."""
+        return bool(self._sent_names)
 
     def own_names(self) -> list[str]:
         """What the losses of this rank logged."""
@@ -207,7 +289,7 @@ class StepLogs:
 
     def known(self, like: torch.Tensor) -> list[torch.Tensor]:
         """[sum, count] of each name that all ranks know, on the device."""
-        return self.sums_of(self.names, like)
+        return self.sums_of(self._sent_names, like)
 
     def sums_of(self, names: list[str], like: torch.Tensor) -> list[torch.Tensor]:
         """[sum, count] of each of these names."""
@@ -215,7 +297,7 @@ class StepLogs:
 
     def known_numbers(self) -> list[float]:
         """The same on the host."""
-        return torch.cat(self.known(torch.zeros(1, dtype=torch.float64))).tolist() if self.names else []
+        return torch.cat(self.known(torch.zeros(1, dtype=torch.float64))).tolist() if self._sent_names else []
 
     def take_sums(self, more: list[float]) -> None:
         """What was sent beside the loss, summed over ranks; all ranks call this."""
@@ -223,13 +305,15 @@ class StepLogs:
         if not has_new or self._world.communication.is_off:
             return
         every = self._world.gather(self.own_names())
-        new = [name for name in dict.fromkeys(name for of_rank in every for name in of_rank) if name not in self.names]
+        found = dict.fromkeys(name for of_rank in every for name in of_rank)
+        new = [name for name in found if name not in self._sent_names]
         table = torch.cat(self.sums_of(new, torch.zeros(1, dtype=torch.float64)))
         work = self._world.total(table)
         if work is not None:
             work.wait()
         self._sums += table.tolist()
-        self.names += new
+        self._sent_names += new
+        self.names += [name for name in new if name not in self.names]
 
     def means(self) -> dict[str, float]:
         """The mean of each name, over all that was counted; none of what no sample had."""
@@ -239,7 +323,7 @@ class StepLogs:
                 assert host is not None
                 pairs.setdefault(name, []).append(host.read())
         else:
-            pairs = {name: [self._sums[2 * index : 2 * index + 2]] for index, name in enumerate(self.names)}
+            pairs = {name: [self._sums[2 * index : 2 * index + 2]] for index, name in enumerate(self._sent_names)}
         # Threads add their parts in any order: fsum gives the same sum in each.
         sums = {name: [math.fsum(column) for column in zip(*every, strict=True)] for name, every in pairs.items()}
         return {name: total / count for name, (total, count) in sums.items() if count}
@@ -320,7 +404,7 @@ class HostCopy:
 
     def __init__(self, values: torch.Tensor, world: World | None = None) -> None:
         self._work = world.total(values) if world is not None else None
-        self._values = values
+        self._values = self._on_gpu = values
         self._event: torch.cuda.Event | None = None
         if values.is_cuda:
             # On a side stream: backward must not queue behind the slowest rank's forward.
@@ -334,6 +418,12 @@ class HostCopy:
                 values.record_stream(stream)
                 self._event = torch.cuda.Event()
                 self._event.record(stream)
+
+    def join(self) -> torch.Tensor:
+        """The values on the GPU, for which the current stream waits."""
+        assert self._event is not None
+        torch.cuda.current_stream(self._on_gpu.device).wait_event(self._event)
+        return self._on_gpu
 
     def read(self) -> Any:
         """The values, as floats; waits until they have arrived."""

@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from functools import partial
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from torch import nn
@@ -29,7 +29,10 @@ from evenstep.task import Amount, Task, has_several
 from evenstep.training.loss import MeanLoss
 from evenstep.training.optim import WeightUpdate
 from evenstep.training.run import Run
-from evenstep.training.step import Done, Taken
+from evenstep.training.step import Done, Taken, agreed_when_read, reads_late
+
+if TYPE_CHECKING:
+    from evenstep.training.late import Ahead, FiniteGuard
 
 T = TypeVar("T")
 Loss = Callable[[Any, Any], Amount]
@@ -204,31 +207,70 @@ class JointModel(DistributedModel):
 class InTurn:
     """Eager steps of several models: of each backward and update, one after the other, on the same batch."""
 
-    lag = 0
-
     def __init__(self, run: Run, losses: LossesInTurn, clip: float | None) -> None:
         self.messages: list[str] = []
+        self.lag = 0
         self._run, self._team = run, run.team
         self._losses, self._clip = losses.parts, clip
         self._views: dict[tuple[int, ...], NamedModels] = {}
         if run.team.world.device.type == "cuda":
             self.messages.append("fast: steps stay eager: the task has several optimizers")
 
+        self._late: tuple[FiniteGuard, Ahead] | None = None
+        if reads_late(run.team, [weight for model in run.models.values() for weight in model.weights]):
+            from evenstep.training.late import LAG, Ahead, FiniteGuard
+
+            self._late, self.lag = (FiniteGuard(run.team.world.device), Ahead()), LAG
+
     def recheck(self) -> None:
         pass
 
     def take(self, batch: Batch) -> Taken:
+        if self._late is None:
+            return self._take_early(batch)
+        from evenstep.training.late import can_be_stopped
+
+        guard, ahead = self._late
+        if all(can_be_stopped(self._run.optimizers[key]) for key in self._losses):
+            return self._take_late(batch, guard, ahead)
+        ahead.settle()
+        return agreed_when_read(self._team.requests, partial(self._take_early, batch))
+
+    def _take_early(self, batch: Batch) -> Taken:
         losses: dict[str, MeanLoss] = {}
         are_taken = True
+        for key, (loss, models) in self._turns():
+            losses[key] = self._team.backward(loss, models, batch)
+            are_taken &= bool(self._team.update(self._run.optimizers[key], self._clip))
+        self._finish(are_taken)
+        return Done(_total(losses), WeightUpdate(are_taken, None))
+
+    def _take_late(self, batch: Batch, guard: FiniteGuard, ahead: Ahead) -> Taken:
+        from evenstep.training.late import LateStep, judge
+
+        launched = []
+        for key, (loss, models) in self._turns():
+            launched.append(self._team.launch(loss, models, batch))
+            judge(launched[-1], guard, ahead, key)
+            with guard.stopping(self._run.optimizers[key]):
+                self._team.update(self._run.optimizers[key], self._clip)
+        self._finish(are_taken=True)
+        step = LateStep(
+            self._team, launched, combined=lambda losses: _total(dict(zip(self._losses, losses, strict=True)))
+        )
+        ahead.add(step)
+        return step
+
+    def _turns(self) -> Iterator[tuple[str, tuple[Loss, tuple[DistributedModel, ...]]]]:
+        """For each loss, by its name: the function, and the models with the one that it trains first."""
         for key, loss in self._losses.items():
             keys = [key, *(other for other in self._run.models if other != key)]
-            models = tuple(self._run.models[one] for one in keys)
-            losses[key] = self._team.backward(partial(self._call, loss, keys), models, batch)
-            are_taken &= bool(self._team.update(self._run.optimizers[key], self._clip))
+            yield key, (partial(self._call, loss, keys), tuple(self._run.models[one] for one in keys))
+
+    def _finish(self, are_taken: bool) -> None:
         self._team.finish_batch()
         if self._run.average is not None and are_taken:
             self._run.average.update()
-        return Done(_total(losses), WeightUpdate(are_taken, None))
 
     def _call(self, loss: Loss, keys: Sequence[str], bare: Sequence[nn.Module], data: Any) -> Amount:
         return loss(view(self._views, keys, bare), data)

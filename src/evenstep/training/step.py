@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from torch.optim.lr_scheduler import LRScheduler
 
+from evenstep.checkpoint.state import is_sharded
 from evenstep.data.loader import Batch
+from evenstep.distributed.preemption import Requests
 from evenstep.strategies.base import DistributedModel
 from evenstep.task import Amount
 from evenstep.training.loss import HostCopy, MeanLoss
@@ -77,6 +79,25 @@ class Done:
         return self._loss
 
 
+class AgreedLater:
+    """A step whose requests count when it is read: steps before it are still to be read, here or on other ranks."""
+
+    def __init__(self, taken: Taken, requests: Requests) -> None:
+        self._taken, self._requests, self._agreed = taken, requests, requests.agreed
+
+    def read(self) -> MeanLoss:
+        self._requests.agreed = self._agreed
+        return self._taken.read()
+
+
+def agreed_when_read(requests: Requests, take: Callable[[], Taken]) -> Taken:
+    """A step that reads its loss at once, among others whose losses are read later."""
+    before = requests.agreed
+    taken = AgreedLater(take(), requests)
+    requests.agreed = before
+    return taken
+
+
 class Eager:
     """Eager steps; the loss is read before the weights change."""
 
@@ -88,6 +109,9 @@ class Eager:
 
     def recheck(self) -> None:
         pass
+
+    def settle(self) -> None:
+        """Read the losses of all steps; here they are known."""
 
     def take(self, batch: Batch) -> Taken:
         loss = self.backward(batch)
@@ -103,3 +127,23 @@ class Eager:
         update = recipe.team.step(recipe.optimizer, clip=recipe.clip)
         recipe.advance(bool(update))
         return update
+
+
+def eager_steps(recipe: Recipe) -> Eager:
+    """Eager steps; on GPUs, those whose losses can be read late."""
+    if not reads_late(recipe.team, recipe.model.weights):
+        return Eager(recipe)
+    from evenstep.training.late import LateSteps
+
+    return LateSteps(recipe)
+
+
+def reads_late(team: Team, weights: Iterable[torch.Tensor]) -> bool:
+    """Whether losses may be read late: on GPUs, as far as the optimizer allows it.
+
+    fp16's GradScaler skips steps, which schedulers do not count: they need to know before the next one. The losses of
+    virtual replicas are summed on the host.
+    """
+    is_on_gpus = all(device.type == "cuda" for device in team.world.devices)
+    is_plain = team.precision.scaler is None and team.world.num_virtual is None
+    return is_on_gpus and is_plain and not any(map(is_sharded, weights))

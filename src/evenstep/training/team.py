@@ -35,7 +35,6 @@ from evenstep.distributed.preemption import Requests
 from evenstep.distributed.process import read_rank
 from evenstep.distributed.world import World, join_world
 from evenstep.errors import NonFiniteLoss, PlanError, TaskError
-from evenstep.internals import foreach_mul_
 from evenstep.monitor.nonfinite import NonFiniteMean, explain
 from evenstep.plan import PrecisionName, check_replicas
 from evenstep.sampling.rng import (
@@ -61,7 +60,7 @@ from evenstep.strategy_facts import DEFAULT, DEFAULT_IN_ONE_PROCESS, REFERENCE, 
 from evenstep.task import Amount
 from evenstep.training.evaluation import Evaluator, Means, NamedSums, named
 from evenstep.training.in_loss import LossContext
-from evenstep.training.loss import LossTotal, MeanLoss, ReplicaBackward, StepLogs, as_sum
+from evenstep.training.loss import LateLoss, LossTotal, MeanLoss, ReplicaBackward, StepLogs, as_sum, scale_gradients
 from evenstep.training.optim import WeightUpdate, refuse_closure, refuse_sharded, step_optimizer
 from evenstep.training.precision import Precision
 
@@ -324,16 +323,23 @@ class Team:
         `backward(loss, (d, g), batch)` calls `loss((d, g), data)`.
         """
         models = (model,) if isinstance(model, DistributedModel) else _as_tuple(model)
-        repeat = 0
         if not isinstance(batch, Batch):
             batch = self.own_batches.make(batch)
             # A second backward before a step: of other samples, at the same position.
             is_again = self.current is not None and self.current.span == batch.span and not self.current.is_finished
-            repeat = self._repeats + 1 if is_again else 0
-        elif batch is self.current:
-            repeat = self._repeats + 1
+        else:
+            is_again = batch is self.current
+        repeat = self._repeats + 1 if is_again else 0
         with Frozen(models[1:]) if len(models) > 1 else NOTHING:
             return self.compute_gradients(models, batch, partial(self._on_replicas, loss, models, batch), repeat)
+
+    def launch(self, loss: Loss, models: tuple[DistributedModel, ...], batch: Batch) -> Launched:
+        """`backward` of a loader's batch on GPUs, which reads nothing: its loss is read when later steps run."""
+        repeat = self._repeats + 1 if batch is self.current else 0
+        with Frozen(models[1:]) if len(models) > 1 else NOTHING:
+            return self.launch_gradients(
+                models, batch, partial(self._on_replicas, loss, models, batch), repeat, is_late=True
+            )
 
     def _on_replicas(self, loss: Loss, models: tuple[DistributedModel, ...], batch: Batch, totals: LossTotal) -> None:
         context = LossContext(self.world, batch, self.called_in_loss)
@@ -359,6 +365,20 @@ class Team:
 
         The `repeat`-th backward of one batch draws other numbers for dropout than the first.
         """
+        launched = self.launch_gradients(models, batch, compute, repeat)
+        mean = launched.read()
+        launched.complete(launched.totals.late_factor)
+        return mean
+
+    def launch_gradients(
+        self,
+        models: tuple[DistributedModel, ...],
+        batch: Batch,
+        compute: Callable[[LossTotal], None],
+        repeat: int = 0,
+        is_late: bool = False,
+    ) -> Launched:
+        """The same, before the loss is read."""
         self._refusals.refuse_model(models[0])
         check_consistent(self.world, batch)
         self.start_batch(batch, repeat)
@@ -367,31 +387,18 @@ class Team:
         self.world.spans.begin(FORWARD)
         for one in models:
             one.sync_replicas(is_training=True)
-        totals = self._loss_total(batch)
+        totals = self._loss_total(batch, is_late)
         compute(totals)
-        mean = totals.read()
-        compute_seconds = totals.seconds_alone()
-        self.requests.agree(totals.request_code)
-        # Without communication (a measured ceiling) ranks diverge, and the loss means nothing.
-        if not math.isfinite(mean) and not self.world.communication.is_off:
-            forget(models[0].weights)
-            step, epoch = batch.loader.num_finished + 1, batch.span.epoch
-            loss = NonFiniteMean(mean, step, epoch, self.precision.name, totals.non_finite())
-            raise NonFiniteLoss(explain(self.world, models[0], loss))
-        if totals.late_factor is not None:
-            gradients = [weight.grad for weight in models[0].weights if weight.grad is not None]
-            foreach_mul_(gradients, totals.late_factor)
-        for weight, gradient in earlier:
-            weight.grad = gradient if weight.grad is None else weight.grad + gradient
-        return MeanLoss(mean, totals.count, compute_seconds, totals.logs.means())
+        return Launched(self, models[0], batch, totals, earlier)
 
-    def _loss_total(self, batch: Batch) -> LossTotal:
+    def _loss_total(self, batch: Batch, is_late: bool) -> LossTotal:
         if self.virtual_seeds is not None:
             from evenstep.training.virtual_replicas import VirtualLoss
 
             return VirtualLoss(self.world, batch, self.requests.encode(), self._log_names)
         logs = StepLogs(self.world, self._log_names)
-        return LossTotal(self.world, batch.num_samples, self.requests.encode(), logs)
+        make = LateLoss if is_late else LossTotal
+        return make(self.world, batch.num_samples, self.requests.encode(), logs)
 
     def start_batch(self, batch: Batch, repeat: int = 0, seeds: bool = True) -> None:
         """Seed dropout for this batch, unless nothing draws: different on every replica, the same after a restart."""
@@ -539,6 +546,42 @@ class Team:
         with on(device), context.on(replica, micro_batch.num_samples):
             found = evaluate(values)
         return {name: as_sum(amount, micro_batch.num_samples, name).to(home) for name, amount in found.items()}
+
+
+class Launched:
+    """A backward whose loss has not been read; on a GPU, it may still be running."""
+
+    def __init__(
+        self,
+        team: Team,
+        model: DistributedModel,
+        batch: Batch,
+        totals: LossTotal,
+        earlier: list[tuple[nn.Parameter, torch.Tensor]],
+    ) -> None:
+        self.totals = totals
+        self._team, self._model, self._earlier = team, model, earlier
+        self._step, self._epoch = batch.loader.num_finished + 1, batch.span.epoch
+
+    def read(self) -> MeanLoss:
+        """Wait for the loss; NonFiniteLoss, on all ranks, if it is NaN or infinite."""
+        team, totals = self._team, self.totals
+        mean = totals.read()
+        compute_seconds = totals.seconds_alone()
+        team.requests.agree(totals.request_code)
+        # Without communication (a measured ceiling) ranks diverge, and the loss means nothing.
+        if not math.isfinite(mean) and not team.world.communication.is_off:
+            forget(self._model.weights)
+            loss = NonFiniteMean(mean, self._step, self._epoch, team.precision.name, totals.non_finite())
+            raise NonFiniteLoss(explain(team.world, self._model, loss))
+        return MeanLoss(mean, totals.count, compute_seconds, totals.logs.means())
+
+    def complete(self, factor: float | torch.Tensor | None) -> None:
+        """Multiply the gradients by what was not known before backward, and add those of an earlier backward."""
+        if factor is not None:
+            scale_gradients([weight.grad for weight in self._model.weights if weight.grad is not None], factor)
+        for weight, gradient in self._earlier:
+            weight.grad = gradient if weight.grad is None else weight.grad + gradient
 
 
 def _put_aside(model: DistributedModel) -> list[tuple[nn.Parameter, torch.Tensor]]:

@@ -55,7 +55,7 @@ from evenstep.training.loop import is_done, train
 from evenstep.training.optim import fuse, make_optimizer
 from evenstep.training.run import Run
 from evenstep.training.schedule import check_scheduler, make_scheduler, stepped_after
-from evenstep.training.step import Eager, Recipe, Stepper
+from evenstep.training.step import Recipe, Stepper, eager_steps
 from evenstep.training.team import Interrupted, Team, join_team
 
 if TYPE_CHECKING:
@@ -419,6 +419,8 @@ class Trainer:
         """Whether something is done after this step that needs it to be over."""
         if self._is_saved(step) or self._is_evaluated(step) or self._is_after(step):
             return True
+        if self.tracing is not None and self.tracing.waits_at(step):
+            return True
         return self.replicas is not None and self._is_compared(step)
 
     def _messages(self) -> list[str]:
@@ -517,7 +519,7 @@ class Trainer:
 
             if self.plan.replicas is None and can_be_fast(recipe):
                 return Fast(recipe)
-        eager = Eager(recipe)
+        eager = eager_steps(recipe)
         if self.plan.replicas is not None and self.team.world.device.type == "cuda":
             eager.messages.append("fast: steps stay eager: --replicas seeds every micro-batch")
         return eager

@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import math
 import random
-import time
+from collections import Counter
 from collections.abc import Callable, Iterator
+from statistics import median
 from types import CodeType, FunctionType, MethodType
 from typing import Any
 
@@ -91,6 +92,12 @@ def _names(code: CodeType) -> Iterator[str]:
             yield from _names(constant)
 
 
+BLOCK = 5
+"""Steps of a trial that are taken in one way before the other has its turn."""
+JUDGED = 8
+"""Steps of each kind that decide."""
+MOST_TRIED = 500
+"""Steps of a trial after which fewer decide."""
 MOST_APART = 0.02
 """Fraction of numbers that may differ: Adam takes full steps even where a gradient is only rounding."""
 LAST_DIGITS = 4
@@ -162,36 +169,49 @@ def _num_beyond(limit: float, ended: torch.Tensor, now: torch.Tensor) -> int:
     return int((~(distance <= limit + digits * ended.double().abs())).sum())
 
 
-class Clock:
-    """How long steps take, by the host's clock; it runs while it is entered, and waits for the devices at both ends."""
+class ReplayTrial:
+    """How long eager steps and replays take, as the run takes them: blocks by turns, from the end of one step on the
+    GPU to the end of the next, so that it includes what the host does in between.
+    """
 
-    def __init__(self, devices: tuple[torch.device, ...]) -> None:
-        self._devices = devices
-        self._seconds = 0.0
-        self._began = 0.0
-        self.is_on = False
-        self.count = 0
+    def __init__(self) -> None:
+        self._num_steps = 0
+        self._before: tuple[torch.cuda.Event, bool] | None = None
+        self._intervals: list[tuple[Any, bool, torch.cuda.Event, torch.cuda.Event]] = []
+        self._counts: Counter[tuple[Any, bool]] = Counter()
 
-    def start(self) -> None:
-        """Start counting."""
-        self._wait()
-        self._seconds, self.count, self.is_on = 0.0, 0, True
+    @property
+    def replays(self) -> bool:
+        """Whether the next step is to be a replay: two blocks of each, in the order A B B A."""
+        return self._num_steps // BLOCK % 4 in (0, 3)
 
-    def stop(self) -> float:
-        """Seconds of a step."""
-        began = time.perf_counter()
-        self._wait()
-        self.is_on = False
-        return (self._seconds + time.perf_counter() - began) / max(1, self.count)
+    def add(self, shapes: Any, is_replay: bool) -> None:
+        """A step was launched; None stands for shapes that have no graph."""
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        # The host is ahead of the GPU by another time after a step of the other kind.
+        if self._before is not None and self._before[1] == is_replay and shapes is not None:
+            self._intervals.append((shapes, is_replay, self._before[0], event))
+            self._counts[shapes, is_replay] += 1
+        self._before = event, is_replay
+        self._num_steps += 1
 
-    def __enter__(self) -> None:
-        self._began = time.perf_counter()
+    @property
+    def is_over(self) -> bool:
+        """Whether enough steps of one shape were timed, both ways."""
+        if self._num_steps % BLOCK:
+            return False
+        enough = JUDGED if self._num_steps < MOST_TRIED else 1
+        return any(min(self._counts[shapes, kind] for kind in (True, False)) >= enough for shapes, _ in self._counts)
 
-    def __exit__(self, *error: object) -> None:
-        if self.is_on:
-            self._seconds += time.perf_counter() - self._began
-            self.count += 1
-
-    def _wait(self) -> None:
-        for device in self._devices:
-            torch.cuda.synchronize(device)
+    def seconds(self) -> tuple[float, float]:
+        """Of an eager step and of a replay, of the shape that came most often."""
+        shapes, _ = max(self._counts, key=lambda one: min(self._counts[one[0], kind] for kind in (True, False)))
+        self._intervals[-1][-1].synchronize()
+        found = {
+            kind: median(
+                begin.elapsed_time(end) / 1000 for one, of, begin, end in self._intervals if (one, of) == (shapes, kind)
+            )
+            for kind in (False, True)
+        }
+        return found[False], found[True]

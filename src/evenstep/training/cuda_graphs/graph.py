@@ -21,7 +21,6 @@ from evenstep.data.nested import leaves, map_tensors
 from evenstep.errors import NonFiniteLoss
 from evenstep.internals import (
     clear_cublas_workspaces,
-    flag_non_finite_,
     foreach_mul_,
     has_step_hooks,
     hooks_after_steps,
@@ -31,6 +30,7 @@ from evenstep.internals import (
 from evenstep.monitor.nonfinite import NonFiniteMean, explain
 from evenstep.strategies.base import NOTHING, forget, forget_gradients, on
 from evenstep.training.in_loss import LossContext
+from evenstep.training.late import SLOTS, FiniteGuard
 from evenstep.training.loss import (
     HostCopy,
     LossTotal,
@@ -42,9 +42,6 @@ from evenstep.training.loss import (
 )
 from evenstep.training.optim import Sliced, clip_gradients, is_fused
 from evenstep.training.step import Recipe
-
-SLOTS = 4
-"""Steps whose values the host keeps: more than may be running when those of the first are read."""
 
 
 class LossRing:
@@ -140,18 +137,30 @@ class Choices:
         )
 
 
+@dataclass(frozen=True)
+class SharedByGraphs:
+    """What the graphs of all shapes have in common; only one of them runs at a time."""
+
+    guard: FiniteGuard
+    side: torch.cuda.Stream
+    """On which part of a step is captured in parallel; torch has few streams, and reuses them."""
+    pools: list[Any]
+    """The memory of the graphs of each replica."""
+
+
 class Captured:
     """The graphs for one batch shape, with their static inputs and outputs."""
 
-    def __init__(self, recipe: Recipe, batch: Batch, side: torch.cuda.Stream) -> None:
-        """`side` is a stream on which part of a step is captured in parallel."""
+    def __init__(self, recipe: Recipe, batch: Batch, shared: SharedByGraphs) -> None:
         world = recipe.team.world
-        self._recipe = recipe
+        self._recipe, self._shared = recipe, shared
         self._context = LossContext(world, batch)
         self._num_samples = batch.num_samples
         self.shapes = shapes_of(batch)
         self.choices = Choices.of(recipe.optimizer)
         self.is_whole = can_be_whole(recipe)
+        self.seen: dict[str, Any] = {}
+        """The Python state that the step read."""
         self.draws = True
         """Whether the step draws random numbers, and so needs a seed."""
         self._slots = [
@@ -161,18 +170,17 @@ class Captured:
             ]
             for per_replica in batch.micro_batches
         ]
-        self._request_code = torch.zeros(1, dtype=torch.float64, device=world.device)
-        self._bad = torch.zeros((), device=world.device)
+        # And a zero: as many numbers as an eager step of another rank sends.
+        self._request_code = torch.zeros(2, dtype=torch.float64, device=world.device)
         self._norm: torch.Tensor | None = None
         self._norms = torch.zeros(SLOTS, pin_memory=True)
-        self._one = torch.ones((), device=world.device)
         groups = recipe.optimizer.param_groups
         self._rates = [torch.full((), float(group["lr"]), device=world.device) for group in groups]
         self._last_rates = [float(group["lr"]) for group in groups]
         self._last_request_code = 0.0
         self._totals = [CapturedLoss(world, batch.num_samples, self._request_code) for _ in world.devices]
         # A pair for each micro-batch, or the sum over ranks.
-        self._losses = LossRing(side, 2 * len(batch.micro_batches) + 1)
+        self._losses = LossRing(shared.side, 2 * len(batch.micro_batches) + 2)
         forget(recipe.model.weights)
         if len(world.devices) > 1:
             # Eager steps ran in the replicas' threads; this thread has not initialized its libraries yet.
@@ -195,7 +203,7 @@ class Captured:
             for slot, micro_batch in zip(slots, per_replica, strict=True):
                 slot.fill(micro_batch)
         if request_code != self._last_request_code:
-            self._request_code.fill_(request_code)
+            self._request_code[0].fill_(request_code)
             self._last_request_code = request_code
 
     def replay(self) -> None:
@@ -249,7 +257,7 @@ class Captured:
         # The training's stream, if it can be captured: DDP's autograd nodes belong to it.
         current = torch.cuda.current_stream(device)
         stream = torch.cuda.Stream(device) if current == torch.cuda.default_stream(device) else current
-        pool = torch.cuda.graph_pool_handle()
+        pool = self._shared.pools[replica]
         try:
             with on(device), torch.cuda.graph(graph, pool, stream, MODE):
                 self._compute(replica, self._totals[replica])
@@ -278,7 +286,7 @@ class Captured:
         if totals.is_late:
             gradients = [weight.grad for weight in recipe.model.weights if weight.grad is not None]
             foreach_mul_(gradients, totals.late_factor_on_gpu(self._num_samples))
-        flag_non_finite_([totals.values], self._bad, self._one)
+        self._shared.guard.check(totals.values)
         self._losses.record(totals.values)
         try:
             self._update_weights()
@@ -291,7 +299,8 @@ class Captured:
         if recipe.clip is not None:
             # Kept: its memory belongs to the graph, and every replay writes it.
             self._norm = clip_gradients(recipe.optimizer, recipe.clip)
-        with _capturable(recipe.optimizer, self._rates, self._bad), Sliced():  # type: ignore[no-untyped-call]
+        stopping = self._shared.guard.stopping(recipe.optimizer)
+        with stopping, _capturable(recipe.optimizer, self._rates), Sliced():  # type: ignore[no-untyped-call]
             recipe.optimizer.step()
         forget_gradients(recipe.optimizer)
 
@@ -393,18 +402,16 @@ def can_be_whole(recipe: Recipe) -> bool:
 
 
 @contextmanager
-def _capturable(optimizer: Any, rates: list[torch.Tensor], bad: torch.Tensor) -> Iterator[None]:
-    """Learning rates on the GPU, and a flag there that leaves the weights unchanged."""
+def _capturable(optimizer: Any, rates: list[torch.Tensor]) -> Iterator[None]:
+    """Learning rates on the GPU."""
     before = [{key: group[key] for key in ("lr", "capturable") if key in group} for group in optimizer.param_groups]
     for group, rate in zip(optimizer.param_groups, rates, strict=True):
         group["lr"] = rate
         if "capturable" in group:
             group["capturable"] = True
-    optimizer.found_inf = bad
     try:
         yield
     finally:
-        del optimizer.found_inf
         for group, values in zip(optimizer.param_groups, before, strict=True):
             group.update(values)
 
@@ -412,10 +419,9 @@ def _capturable(optimizer: Any, rates: list[torch.Tensor], bad: torch.Tensor) ->
 class Pending:
     """A step running on the GPU; its loss is being copied to the host."""
 
-    def __init__(
-        self, recipe: Recipe, captured: Captured, batch: Batch, slot: int, event: torch.cuda.Event, request_code: float
-    ) -> None:
-        self.event = event
+    event: torch.cuda.Event
+
+    def __init__(self, recipe: Recipe, captured: Captured, batch: Batch, slot: int, request_code: float) -> None:
         self._slot = slot
         self._values: Any = None
         self._norm: float | None = None

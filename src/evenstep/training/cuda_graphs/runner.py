@@ -1,13 +1,15 @@
 """Decides automatically whether to replay steps as CUDA graphs: where that is safe, equal and faster.
 
 The first steps are eager. If they are alike, the next one is taken twice from the same state: eagerly, and captured and
-replayed. If both results agree, later steps are replayed, except for batches of another shape.
+replayed. If both results agree, replays and eager steps take turns for a while, and the faster of the two are taken
+from then on. Other shapes of batches that come often get a graph each; the graphs share their memory.
 """
 
 from __future__ import annotations
 
 import math
-from collections import deque
+from collections import Counter
+from functools import partial
 
 import psutil
 import torch
@@ -15,11 +17,10 @@ import torch.distributed as dist
 
 from evenstep.data.loader import Batch
 from evenstep.distributed.heartbeat import BACKWARD, FORWARD
-from evenstep.distributed.preemption import Requests
 from evenstep.strategies.base import forget
 from evenstep.training.cuda_graphs.capture_checks import (
-    Clock,
     Kinds,
+    ReplayTrial,
     Seen,
     are_equal,
     changed_by,
@@ -31,26 +32,28 @@ from evenstep.training.cuda_graphs.capture_checks import (
     put,
     seen,
 )
-from evenstep.training.cuda_graphs.graph import SLOTS, Captured, Choices, Pending, shapes_of
+from evenstep.training.cuda_graphs.graph import Captured, Choices, Pending, Shapes, SharedByGraphs, shapes_of
+from evenstep.training.late import LAG, LateSteps
 from evenstep.training.loss import LossTotal, MeanLoss
-from evenstep.training.step import Done, Eager, Recipe, Taken
+from evenstep.training.step import Done, Recipe, Taken, agreed_when_read
 
 WARM_UP = 6
 WARM_UP_DDP = 12
 """DDP times its first ten steps on the GPU, which cannot be captured."""
-AGREED_AT = (20, 60, 200)
-"""Eager steps after which ranks agree on whether all of them can capture the next one."""
-TIMED = 4
-"""Steps before the capture that are timed."""
-LAG = 2
-"""Steps that the host runs ahead of the GPU."""
-assert LAG + 1 < SLOTS
-JUDGED = 10
-"""Replayed steps that are timed, to decide whether they are faster."""
-LEAST_GAIN = 1.0
+AGREED_AT = (20, 40, 60, 80, 100, 120, 160, 200, 240, 280, 320, 400)
+"""Steps at which ranks agree on whether all of them can capture the next one."""
+MOST_GRAPHS = 8
+"""Shapes of batches that get a graph each."""
+RECURS = 3
+"""Times that a shape must have come before it gets one."""
+LEAST_SHARE = 1 / 64
+"""Of all steps; a shape that comes less often stays eager."""
+MOST_OBSERVED = 600
+"""Eager steps that are compared with earlier ones of their shape; after that, no new shape gets a graph."""
 TOLERANCE = {"fp64": 1e-9, "fp32": 1e-3, "tf32": 1e-2, "bf16": 3e-2, "fp16": 3e-2}
 """Allowed difference to the eager step, relative to a step's usual change; most replays are bit-equal."""
 LOSS_TOLERANCE = {"fp64": 1e-12, "fp32": 1e-5, "tf32": 1e-3, "bf16": 1e-2, "fp16": 1e-2}
+LEAST_GAIN = 1.0
 
 
 def can_be_fast(recipe: Recipe) -> bool:
@@ -63,42 +66,33 @@ def can_be_fast(recipe: Recipe) -> bool:
     return world.size == 1
 
 
-class AgreedLater:
-    """A step whose requests count when it is read: other ranks replay the same step, and learn of them only then."""
-
-    def __init__(self, taken: Taken, requests: Requests) -> None:
-        self._taken, self._requests, self._agreed = taken, requests, requests.agreed
-
-    def read(self) -> MeanLoss:
-        self._requests.agreed = self._agreed
-        return self._taken.read()
-
-
 class Fast:
-    """Takes eager steps until replaying a graph proves faster."""
+    """Takes eager steps until replaying graphs proves faster, one for each shape of batches that comes often."""
 
     lag = LAG
 
     def __init__(self, recipe: Recipe) -> None:
         self.messages: list[str] = []
         self._recipe = recipe
-        self._eager = Eager(recipe)
+        self._eager = LateSteps(recipe)
+        self._eager.observes = True
         self._world = recipe.team.world
         self._needed = WARM_UP_DDP if recipe.model.is_wrapped else WARM_UP
-        self._captured: Captured | None = None
+        self._shared: SharedByGraphs | None = None
+        self._graphs: dict[Shapes, Captured] = {}
         self._is_over = False
-        self._had_graph = False
-        """The same on all ranks, though each may give its graph up alone: from then on no capture is agreed on."""
-        self._before: tuple[object, Choices, Seen] | None = None
-        """The previous step: the shapes of its batch, the optimizer's options, and the Python state it read."""
+        self._num_graphs = 0
+        """The same on all ranks, though each may give its graphs up alone."""
+        self._num_steps = 0
+        self._counts: Counter[Shapes | None] = Counter()
+        """Eager steps of each shape."""
+        self._observed: dict[Shapes | None, tuple[Choices, Seen]] = {}
+        """Of each shape's last eager step: the optimizer's options, and the Python state it read."""
         self._reached: list[bool] | None = None
         """Which parameters had a gradient in the previous step."""
         self._alike = 0
-        self._num_eager = 0
-        self._clock = Clock(self._world.devices)
-        self._eager_seconds = math.inf
-        self._under_way: deque[Pending] = deque()
-        self._side: torch.cuda.Stream | None = None
+        """Eager steps that were like the one before them of their shape."""
+        self._trial: ReplayTrial | None = None
         self._rechecks = False
         """Whether the next step is compared with the captured one, as the first of an epoch is."""
 
@@ -106,89 +100,106 @@ class Fast:
         self._rechecks = True
 
     def take(self, batch: Batch) -> Taken:
-        requests = self._recipe.team.requests
-        before = requests.agreed
-        taken = self._take(batch)
-        if isinstance(taken, Done):
-            taken = AgreedLater(taken, requests)
-        requests.agreed = before
-        return taken
-
-    def _take(self, batch: Batch) -> Taken:
         if batch.checked is not None or self._world.spans.listeners or self._world.communication.is_off:
-            return self._take_eagerly(batch)
-        if self._captured is not None:
-            return self._replayed(batch)
-        if self._is_time(batch):
-            self._eager_seconds = self._clock.stop()
-            return self._try(batch)
+            return self._eager.take(batch)
+        self._num_steps += 1
+        shapes = None if self._is_over else shapes_of(batch)
+        captured = self._graphs.get(shapes) if shapes is not None else None
+        self._rechecks |= batch.span.start == 0
+        if self._is_time(shapes, captured):
+            assert shapes is not None
+            return agreed_when_read(self._recipe.team.requests, partial(self._try, batch, shapes))
         if self._is_over:
-            return self._take_eagerly(batch)
-        if self._alike == self._needed - TIMED:
-            self._clock.start()
-        with self._clock:
-            loss = self._eager.backward(batch)
-            reached = [weight.grad is not None for weight in self._recipe.model.weights]
-            update = self._eager.update()
-        self._compare(batch, reached)
-        return Done(loss, update)
+            return self._eager.take(batch)
+        replays = captured is not None and self._can_replay(captured)
+        if self._trial is not None:
+            return self._timed(self._trial, batch, captured if replays else None)
+        if captured is not None and replays:
+            return self._replayed(captured, batch)
+        return self._observed_step(batch, shapes)
 
-    def _is_time(self, batch: Batch) -> bool:
+    def _is_time(self, shapes: Shapes | None, captured: Captured | None) -> bool:
         """Whether to capture this step. Ranks agree on it, all at the same steps."""
-        self._num_eager += 1
-        is_ready = not self._is_over and self._alike >= self._needed and shapes_of(batch) == self._shapes_before()
+        count = self._counts[shapes]
+        is_ready = (
+            not self._is_over
+            and captured is None
+            and shapes in self._observed
+            and self._alike >= self._needed
+            and count >= max(RECURS, LEAST_SHARE * self._num_steps)
+            and self._num_graphs < MOST_GRAPHS
+        )
         if self._world.size == 1:
             return is_ready
-        return not self._had_graph and self._num_eager in AGREED_AT and self._all(is_ready)
+        return self._num_graphs < MOST_GRAPHS and self._num_steps in AGREED_AT and self._all(is_ready)
 
-    def _shapes_before(self) -> object:
-        return self._before[0] if self._before is not None else None
-
-    def _take_eagerly(self, batch: Batch) -> Taken:
-        """An eager step, after the pending replays have been checked."""
-        while self._under_way:
-            self._under_way.popleft().read()
-        return self._eager.take(batch)
-
-    def _replayed(self, batch: Batch) -> Taken:
-        captured, recipe = self._captured, self._recipe
-        assert captured is not None
-        if shapes_of(batch) != captured.shapes:
-            return self._take_eagerly(batch)
-        # A scheduler may change more than the learning rate.
-        if recipe.scheduler is not None and Choices.of(recipe.optimizer) != captured.choices:
-            return self._take_eagerly(batch)
-        if (batch.span.start == 0 or self._rechecks) and self._has_changed():
-            return self._take_eagerly(batch)
-        replay = self._replay_whole if captured.is_whole else self._replay_half
-        if not self._clock.is_on:
-            return replay(captured, batch)
-        with self._clock:
-            taken = replay(captured, batch)
-        if self._clock.count == JUDGED:
-            self._judge()
+    def _observed_step(self, batch: Batch, shapes: Shapes | None) -> Taken:
+        """An eager step, compared with the one before it of its shape."""
+        self._counts[shapes] += 1
+        if self._counts.total() > MOST_OBSERVED:
+            self._stop_observing()
+        if not self._eager.observes or (self._graphs and self._counts[shapes] > RECURS + 1):
+            return self._eager.take(batch)
+        taken = self._eager.take(batch)
+        self._compare(shapes)
         return taken
 
-    def _replay_half(self, captured: Captured, batch: Batch) -> Taken:
+    def _stop_observing(self) -> None:
+        self._eager.observes = False
+        self._observed = {}
+        self._counts.clear()
+        if not self._graphs and not self._alike:
+            self._give_up("the optimizer's options change from step to step")
+        elif not self._graphs:
+            self._give_up("no shape of batches comes often enough")
+
+    def _can_replay(self, captured: Captured) -> bool:
         recipe = self._recipe
+        # A scheduler may change more than the learning rate.
+        if recipe.scheduler is not None and Choices.of(recipe.optimizer) != captured.choices:
+            return False
+        return not (self._rechecks and self._has_changed(captured))
+
+    def _timed(self, trial: ReplayTrial, batch: Batch, captured: Captured | None) -> Taken:
+        """A step of the trial, in which replays and eager steps take turns."""
+        replays = captured is not None and trial.replays
+        if captured is not None and replays:
+            taken = self._replayed(captured, batch)
+        else:
+            taken = self._eager.take(batch) if captured is not None else self._observed_step(batch, shapes_of(batch))
+        trial.add(captured.shapes if captured is not None else None, replays)
+        if trial.is_over and self._trial is not None:
+            self._judge(trial)
+        return taken
+
+    def _replayed(self, captured: Captured, batch: Batch) -> Taken:
+        return self._replay_whole(captured, batch) if captured.is_whole else self._replay_half(captured, batch)
+
+    def _replay_half(self, captured: Captured, batch: Batch) -> Taken:
+        recipe, eager = self._recipe, self._eager
+        if eager.is_late:
+            compute = partial(self._compute, captured, batch)
+            return eager.finish(recipe.team.launch_gradients((recipe.model,), batch, compute, is_late=True))
+        return agreed_when_read(recipe.team.requests, partial(self._replay_early, captured, batch))
+
+    def _replay_early(self, captured: Captured, batch: Batch) -> Taken:
+        self._eager.settle()
         loss = self._replay_backward(captured, batch)
-        update = recipe.team.step(recipe.optimizer, clip=recipe.clip)
-        recipe.advance(bool(update))
-        return Done(loss, update)
+        return Done(loss, self._eager.update())
 
     def _replay_backward(self, captured: Captured, batch: Batch) -> MeanLoss:
         """`Team.backward` by replaying the captured forward and backward of every replica."""
-        world, model = self._world, self._recipe.model
+        compute = partial(self._compute, captured, batch)
+        return self._recipe.team.compute_gradients((self._recipe.model,), batch, compute)
 
-        def replay(totals: LossTotal) -> None:
-            world.spans.begin(BACKWARD)
-            captured.fill(batch, totals.request_code)
-            if world.size > 1:
-                world.heartbeat.collective()
-            with model.sync_gradients(is_last=True):
-                captured.replay_backward(batch, totals)
-
-        return self._recipe.team.compute_gradients((model,), batch, replay)
+    def _compute(self, captured: Captured, batch: Batch, totals: LossTotal) -> None:
+        world = self._world
+        world.spans.begin(BACKWARD)
+        captured.fill(batch, totals.request_code)
+        if world.size > 1:
+            world.heartbeat.collective()
+        with self._recipe.model.sync_gradients(is_last=True):
+            captured.replay_backward(batch, totals)
 
     def _fill(self, captured: Captured, batch: Batch) -> float:
         """Seed and fill a captured whole step; returns this process's request to stop or to save."""
@@ -206,55 +217,50 @@ class Fast:
             spans.heartbeat.collective()
         self._recipe.model.note_replay()
         slot = captured.replay_whole()
-        is_full = len(self._under_way) > LAG
-        event = self._under_way.popleft().event if is_full else torch.cuda.Event()
-        event.record()
         spans.begin(BACKWARD)
         batch.finish()
         self._recipe.advance()
-        pending = Pending(self._recipe, captured, batch, slot, event, request_code)
-        self._under_way.append(pending)
-        if len(self._under_way) > LAG:
-            # The host waits here, for less than a step, and not where a loss is read.
-            self._under_way[0].arrive()
+        pending = Pending(self._recipe, captured, batch, slot, request_code)
+        self._eager.ahead.add(pending)
         return pending
 
-    def _compare(self, batch: Batch, reached: list[bool]) -> None:
-        """Compare this step with the previous one."""
-        before, self._reached = self._reached, reached
-        shapes = shapes_of(batch)
-        now = (shapes, Choices.of(self._recipe.optimizer), seen(self._recipe.loss, self._recipe.model.module))
+    def _compare(self, shapes: Shapes | None) -> None:
+        """Compare the eager step that was just taken with the one before it of the same shape."""
+        before, self._reached = self._reached, self._eager.reached
+        called = self._recipe.team.called_in_loss
+        now = Choices.of(self._recipe.optimizer), seen(self._recipe.loss, self._recipe.model.module)
+        earlier = self._observed.get(shapes)
+        self._observed[shapes] = now
         if shapes is None:
             self._give_up("a batch holds more than tensors in tuples, lists and dicts")
-        elif len(self._world.devices) > 1 and "gather" in self._recipe.team.called_in_loss:
+        elif len(self._world.devices) > 1 and "gather" in called:
             self._give_up("in evenstep.gather replicas wait for each other, which a graph of one of them cannot")
-        elif not {"log", "progress"}.isdisjoint(self._recipe.team.called_in_loss):
-            (name, *_) = sorted({"log", "progress"} & self._recipe.team.called_in_loss)
+        elif not {"log", "progress"}.isdisjoint(called):
+            (name, *_) = sorted({"log", "progress"} & called)
             self._give_up(f"the loss calls evenstep.{name}, which a replay would not call again")
         elif drew_on_host():
             self._give_up("it draws random numbers on the host, which a replay would not draw again")
-        elif before not in (None, reached):
+        elif before not in (None, self._reached):
             self._give_up("the parameters that have a gradient change from step to step")
-        elif self._before is not None and now[:2] == self._before[:2]:
-            changed = first_change(self._before[2], now[2])
+        elif earlier is not None and now[0] == earlier[0]:
+            changed = first_change(earlier[1], now[1])
             if changed is not None and self._alike:
                 self._give_up(f"{changed} changes from step to step, which a replay would not see")
             self._alike += 1
-        else:
+        elif earlier is not None:
             self._alike = 0
-        self._before = now
 
-    def _has_changed(self) -> bool:
+    def _has_changed(self, captured: Captured) -> bool:
         """At the start of an epoch: whether the Python state differs from that at capture."""
-        assert self._before is not None
         self._rechecks = False
         now = seen(self._recipe.loss, self._recipe.model.module)
         draws = ("Python's random numbers", "NumPy's random numbers")
-        changed = first_change(*({k: v for k, v in one.items() if k not in draws} for one in (self._before[2], now)))
-        if changed is None and self._recipe.scheduler is None and Choices.of(self._recipe.optimizer) != self._before[1]:
-            changed = "an option of the optimizer"
+        changed = first_change(*({k: v for k, v in one.items() if k not in draws} for one in (captured.seen, now)))
+        if changed is None and self._recipe.scheduler is None:
+            is_same = Choices.of(self._recipe.optimizer) == captured.choices
+            changed = None if is_same else "an option of the optimizer"
         if changed is not None:
-            self._captured, self._before, self._reached, self._alike = None, None, None, 0
+            self._forget_graphs()
             if self._world.size > 1:
                 # The other ranks keep replaying, and would not take part in another capture.
                 self._give_up(f"{changed} changed")
@@ -262,32 +268,61 @@ class Fast:
                 self.messages.append(f"{changed} changed; re-capturing the CUDA graph")
         return changed is not None
 
-    def _try(self, batch: Batch) -> Taken:
+    def _forget_graphs(self) -> None:
+        self._graphs.clear()
+        self._observed.clear()
+        self._counts.clear()
+        self._reached, self._alike, self._trial = None, 0, None
+        self._eager.observes = True
+        if self._world.size == 1:
+            self._num_graphs = self._num_steps = 0
+
+    def _try(self, batch: Batch, shapes: Shapes) -> Taken:
         """Take this step eagerly; capture it, replay it from the same state, and compare the results."""
         recipe, state = self._recipe, changed_by(self._recipe)
+        self._eager.settle()
         if not self._all(self._has_memory(num_bytes(state))):
-            self._give_up("GPU memory does not hold the step twice")
-            return self._eager.take(batch)
+            return self._refused(shapes, "GPU memory does not hold the step twice", self._eager.take(batch))
         before = copied(state)
-        loss = recipe.team.backward(recipe.loss, recipe.model, batch)
+        loss = self._eager.backward(batch)
         update = recipe.team.step(recipe.optimizer, clip=recipe.clip)
         after = copied(state)
         draws = any(torch.cuda.default_generators[d.index].get_offset() for d in self._world.devices)
-        problem = self._capture(batch)
-        if self._all(problem is None):
+        captured, problem = self._capture(batch)
+        if self._all(captured is not None):
+            assert captured is not None
             put(state, before)
-            assert self._captured is not None
-            self._captured.draws = draws
-            replayed = self._once(self._captured, batch)
+            captured.draws, captured.seen = draws, self._observed[shapes][1]
+            replayed = self._once(captured, batch)
             problem = self._difference(loss, replayed) or self._state_difference(before, after, state)
             put(state, after)
-        self._had_graph = self._all(problem is None)
-        if not self._had_graph:
-            self._captured = None
-            self._give_up(problem or "another rank could not capture its step")
+        is_good = self._all(captured is not None and problem is None)
         recipe.advance(bool(update))
-        self._clock.start()
+        if captured is None or not is_good:
+            return self._refused(shapes, problem or "another rank could not capture its step", Done(loss, update))
+        self._keep(shapes, captured)
         return Done(loss, update)
+
+    def _keep(self, shapes: Shapes, captured: Captured) -> None:
+        self._num_graphs += 1
+        self._graphs[shapes] = captured
+        self._observed.pop(shapes)
+        if self._num_graphs == 1:
+            self._trial = ReplayTrial()
+        elif self._trial is None:
+            self.messages.append(
+                f"fast: batches of another shape are replayed too, by a CUDA graph: {len(self._graphs)}"
+            )
+
+    def _refused(self, shapes: Shapes, why: str, taken: Taken) -> Taken:
+        """Without a graph for this shape; if there is none at all, without any."""
+        # Not tried again.
+        self._num_graphs = MOST_GRAPHS
+        if not self._graphs:
+            self._give_up(why)
+        else:
+            self.messages.append(f"fast: batches of other shapes stay eager: {why}")
+        return taken
 
     def _has_memory(self, state_bytes: int) -> bool:
         """Whether graphs fit next to an eager step (the short last batch is one), and the copies on the host."""
@@ -297,28 +332,29 @@ class Fast:
         free = torch.cuda.mem_get_info(device)[0] + torch.cuda.memory_reserved(device) - used
         return 2 * of_a_step < free and 3 * state_bytes < psutil.virtual_memory().available
 
-    def _capture(self, batch: Batch) -> str | None:
-        """Capture the step; returns why that failed, or None."""
+    def _capture(self, batch: Batch) -> tuple[Captured | None, str | None]:
+        """Capture the step; or why that failed."""
+        devices = self._world.devices
         try:
-            # One for all captures: torch has few streams, and reuses them.
-            self._side = self._side or torch.cuda.Stream(self._world.device)
-            self._captured = Captured(self._recipe, batch, self._side)
+            if self._shared is None:
+                pools = [torch.cuda.graph_pool_handle() for _ in devices]
+                self._shared = SharedByGraphs(self._eager.guard, torch.cuda.Stream(self._world.device), pools)
+            return Captured(self._recipe, batch, self._shared), None
         except Exception as error:
-            for device in self._world.devices:
+            for device in devices:
                 torch.cuda.synchronize(device)
                 _free_generator(device)
             for bound in self._recipe.model.loss_modules:
                 forget(bound.parameters())
-            return f"it cannot be captured ({_shortened(error)})"
-        return None
+            return None, f"it cannot be captured ({_shortened(error)})"
 
     def _once(self, captured: Captured, batch: Batch) -> float:
         """Replay this batch and return its loss; changes the weights, not the loader's position."""
         recipe = self._recipe
         if not captured.is_whole:
-            loss = self._replay_backward(captured, batch)
+            replayed = self._replay_backward(captured, batch)
             recipe.team.step(recipe.optimizer, clip=recipe.clip)
-            return loss
+            return replayed
         self._fill(captured, batch)
         slot = captured.replay_whole()
         torch.cuda.synchronize(self._world.device)
@@ -337,22 +373,28 @@ class Fast:
         kind = first_apart(before, after, now, TOLERANCE[self._recipe.team.precision.name])
         return f"a replay changes {kind} differently" if kind is not None else None
 
-    def _judge(self) -> None:
-        """Keep the graph if it is not slower; each rank decides alone, since eager and replayed steps can be mixed."""
-        seconds = self._clock.stop()
-        gain = self._eager_seconds / seconds
-        was = f"{self._eager_seconds * 1e3:.2f} to {seconds * 1e3:.2f} ms"
+    def _judge(self, trial: ReplayTrial) -> None:
+        """Keep the graphs if they are not slower; each rank decides alone: eager and replayed steps can be mixed."""
+        eager, replayed = trial.seconds()
+        self._trial = None
+        gain = eager / replayed
+        was = f"{eager * 1e3:.2f} to {replayed * 1e3:.2f} ms"
         if gain < LEAST_GAIN:
-            self._captured = None
             self._give_up(f"as a CUDA graph it would be no faster ({was})")
             return
-        assert self._captured is not None
-        what = "the whole step is" if self._captured.is_whole else "forward and backward are"
+        captured, *more = self._graphs.values()
+        what = "the whole step is" if captured.is_whole else "forward and backward are"
         ends = "bit-equal" if self._is_equal else "equal within rounding"
-        self.messages.append(f"fast: {what} replayed as a CUDA graph, {ends} to the eager step, {gain:.1f} x ({was})")
+        also = f", batches of {1 + len(more)} shapes" if more else ""
+        self.messages.append(
+            f"fast: {what} replayed as a CUDA graph, {ends} to the eager step, {gain:.1f} x ({was}){also}"
+        )
 
     def _give_up(self, why: str) -> None:
-        self._is_over = True
+        self._is_over, self._eager.observes = True, False
+        self._graphs.clear()
+        self._observed.clear()
+        self._trial = None
         self.messages.append(f"fast: steps stay eager: {why}")
 
     def _all(self, is_so: bool) -> bool:

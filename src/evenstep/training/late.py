@@ -1,0 +1,206 @@
+"""Eager steps on GPUs whose losses are read two steps later: the host waits for no step that it has just launched.
+
+A loss that is not finite stops the update on the GPU itself, by the flag with which fp16's GradScaler stops fused
+optimizers. The flag stays set: when the host reads the loss, the weights are still those of the step before.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
+from operator import itemgetter
+from typing import Any, Protocol
+
+import torch
+
+from evenstep.data.loader import Batch
+from evenstep.internals import flag_non_finite_, has_step_hooks, hooks_after_steps, hooks_before_steps
+from evenstep.strategies.base import has_torch_step
+from evenstep.training.loss import LateLoss, MeanLoss
+from evenstep.training.optim import WeightUpdate, is_fused
+from evenstep.training.step import Eager, Recipe, Taken, agreed_when_read, reads_late
+from evenstep.training.team import Launched, Team
+
+LAG = 2
+"""Steps that the host runs ahead of the GPU."""
+SLOTS = 4
+"""Steps whose values the host keeps: more than may be running when those of the first are read."""
+assert LAG + 1 < SLOTS
+
+
+class FiniteGuard:
+    """A flag on the GPU: from the first loss on that is not finite, fused optimizers leave the weights as they are."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.flag = torch.zeros((), device=device)
+        self._one = torch.ones((), device=device)
+
+    def check(self, values: torch.Tensor) -> None:
+        """Set the flag if one of these is not finite."""
+        wide = values if values.dtype in (torch.float32, torch.float64) else values.float()
+        flag_non_finite_([wide], self.flag, self._one)
+
+    @contextmanager
+    def stopping(self, optimizer: Any) -> Iterator[None]:
+        """Inside, the optimizer's step does nothing where the flag is set."""
+        optimizer.found_inf = self.flag
+        try:
+            yield
+        finally:
+            del optimizer.found_inf
+
+
+class Running(Protocol):
+    """A step that the GPU may still be running."""
+
+    event: torch.cuda.Event
+
+    def arrive(self) -> object:
+        """Wait until it has finished; its event and its place on the host can be used again afterwards."""
+
+    def read(self) -> MeanLoss:
+        """Its loss."""
+
+
+class Ahead:
+    """The steps that the host is ahead of the GPU."""
+
+    def __init__(self) -> None:
+        self.number = 0
+        self._running: deque[Running] = deque()
+        self._events = [torch.cuda.Event() for _ in range(SLOTS)]
+        self._pinned: dict[tuple[str, torch.dtype, torch.Size], list[torch.Tensor]] = {}
+
+    def add(self, step: Running) -> None:
+        """A step was launched; wait for the one `LAG` steps before it."""
+        step.event = self._events[self.number % SLOTS]
+        step.event.record()
+        self.number += 1
+        self._running.append(step)
+        if len(self._running) > LAG:
+            # The host waits here, for less than a step, and not where a loss is read.
+            self._running.popleft().arrive()
+
+    def settle(self) -> None:
+        """Wait for all of them, and raise if the loss of one is not finite."""
+        while self._running:
+            self._running.popleft().read()
+
+    def copy(self, name: str, values: torch.Tensor) -> torch.Tensor:
+        """Copy values of the step that is launched next to the host, where they are when it has finished."""
+        key = name, values.dtype, values.shape
+        if key not in self._pinned:
+            self._pinned[key] = [torch.empty_like(values, device="cpu", pin_memory=True) for _ in range(SLOTS)]
+        return self._pinned[key][self.number % SLOTS].copy_(values, non_blocking=True)
+
+
+class LateStep:
+    """An eager step that the GPU may still be running."""
+
+    event: torch.cuda.Event
+
+    def __init__(
+        self,
+        team: Team,
+        launched: Sequence[Launched],
+        norm: torch.Tensor | None = None,
+        combined: Callable[[list[MeanLoss]], MeanLoss] = itemgetter(0),
+    ) -> None:
+        """`combined` is the loss of a step with several backwards."""
+        self._requests, self._launched, self._norm, self._combined = team.requests, launched, norm, combined
+        self._grad_norm: float | None = None
+        self._has_arrived = False
+        self._loss: MeanLoss | None = None
+
+    def arrive(self) -> None:
+        if self._has_arrived:
+            return
+        self.event.synchronize()
+        self._has_arrived = True
+        for one in self._launched:
+            assert isinstance(one.totals, LateLoss)
+            one.totals.arrive()
+        if self._norm is not None:
+            self._grad_norm, self._norm = float(self._norm), None
+
+    def read(self) -> MeanLoss:
+        self.arrive()
+        if self._loss is None:
+            self._loss = self._combined([one.read() for one in self._launched])
+            self._loss.grad_norm = self._grad_norm
+        self._requests.agree(self._launched[-1].totals.request_code)
+        return self._loss
+
+
+class LateSteps(Eager):
+    """Eager steps; the loss is read late where the optimizer can be stopped on the GPU, and else before the update."""
+
+    def __init__(self, recipe: Recipe) -> None:
+        super().__init__(recipe)
+        self.ahead = Ahead()
+        self.guard = FiniteGuard(recipe.team.world.device)
+        self.observes = False
+        """Whether to note which parameters had a gradient."""
+        self.reached: list[bool] = []
+        self._may_be_late = reads_late(recipe.team, recipe.model.weights)
+        self.lag = LAG if self._may_be_late else self.lag
+
+    @property
+    def is_late(self) -> bool:
+        """Whether the next step can be: a fused kernel of torch's own, and no hook that would see a stopped step."""
+        return self._may_be_late and can_be_stopped(self._recipe.optimizer)
+
+    def take(self, batch: Batch) -> Taken:
+        recipe = self._recipe
+        if not self.is_late:
+            return self.take_early(batch)
+        launched = recipe.team.launch(recipe.loss, (recipe.model,), batch)
+        self._observe()
+        return self.finish(launched)
+
+    def finish(self, launched: Launched) -> Taken:
+        """The second half of a step: nothing here waits for the first."""
+        recipe = self._recipe
+        judge(launched, self.guard, self.ahead)
+        with self.guard.stopping(recipe.optimizer):
+            update = recipe.team.step(recipe.optimizer, clip=recipe.clip)
+        recipe.advance()
+        norm = self.ahead.copy("norm", update.grad_norm) if update.grad_norm is not None else None
+        step = LateStep(recipe.team, [launched], norm)
+        self.ahead.add(step)
+        return step
+
+    def take_early(self, batch: Batch) -> Taken:
+        """A step whose loss is read before the update, when those before it have been read."""
+        self.ahead.settle()
+        return agreed_when_read(self._recipe.team.requests, partial(super().take, batch))
+
+    def update(self) -> WeightUpdate:
+        self._observe()
+        return super().update()
+
+    def settle(self) -> None:
+        self.ahead.settle()
+
+    def _observe(self) -> None:
+        if self.observes:
+            self.reached = [weight.grad is not None for weight in self._recipe.model.weights]
+
+
+def judge(launched: Launched, guard: FiniteGuard, ahead: Ahead, name: str = "loss") -> None:
+    """After backward, on the GPU: complete the gradients, set the flag if the loss is not finite, and copy it."""
+    totals = launched.totals
+    assert isinstance(totals, LateLoss)
+    values = totals.values()
+    launched.complete(totals.factor(values))
+    if not totals.is_alone:
+        guard.check(values)
+    totals.keep(ahead.copy(name, values))
+
+
+def can_be_stopped(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether a flag on the GPU makes its step do nothing at all."""
+    is_hooked = has_step_hooks(optimizer) or hooks_before_steps or hooks_after_steps
+    return is_fused(optimizer) and not is_hooked and has_torch_step(optimizer)

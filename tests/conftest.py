@@ -9,6 +9,14 @@ from pathlib import Path
 import pytest
 
 
+def pytest_sessionstart() -> None:
+    """After a change of its source, build the C library again: without it, ranks would sum over gloo, unsaid."""
+    from evenstep.distributed.shm import native
+
+    if not native.path_in(native.SOURCE.parent).exists():
+        native.build()
+
+
 @pytest.fixture(autouse=True)
 def _own_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Every test runs in an empty folder: runs/ appears there and nowhere else."""

@@ -78,6 +78,7 @@ _ROWS = (
         needs_several_devices=True,
         mixes_device_kinds=True,
         cuda_graphs=True,
+        virtual_replicas=True,
         compiles=False,
         refusals={
             "compile": "torch.compile does not trace in several threads, which dp needs; use --strategy ddp",
@@ -90,6 +91,7 @@ _ROWS = (
         processes_per_device=True,
         several_machines=True,
         cuda_graphs=True,
+        virtual_replicas=True,
     ),
     StrategyFacts(
         name="fsdp",

@@ -8,6 +8,8 @@ nodes; what is left is summed over devices, in the same order on each.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from functools import cache, cached_property
 from typing import NamedTuple
 
 import torch
@@ -67,6 +69,40 @@ def additions(nodes: Sequence[Node]) -> list[tuple[int, int]]:
     return pairs
 
 
+@dataclass(frozen=True)
+class Layout:
+    """Which nodes each process or device has, and in which order they become one."""
+
+    nodes: tuple[tuple[Node, ...], ...]
+    """Of each."""
+    additions: tuple[tuple[int, int], ...]
+    """Of nodes, counted from the first of the first to the last of the last."""
+
+    @classmethod
+    @cache
+    def of(cls, virtual: tuple[range, ...]) -> Layout:
+        """For these virtual replicas of each."""
+        nodes = tuple(tuple(nodes_of(own)) for own in virtual)
+        return cls(nodes, tuple(additions([node for own in nodes for node in own])))
+
+    @property
+    def leaves(self) -> list[tuple[int, int]]:
+        """For each node, who has it, and which of its nodes it is."""
+        return [(who, which) for who, own in enumerate(self.nodes) for which in range(len(own))]
+
+    @property
+    def most(self) -> int:
+        """Nodes of whoever has the most."""
+        return max(map(len, self.nodes))
+
+    @cached_property
+    def numbers(self) -> list[int]:
+        """As sums.c reads it."""
+        leaves = [number for leaf in self.leaves for number in leaf]
+        pairs = [number for pair in self.additions for number in pair]
+        return [self.most, len(leaves) // 2, *leaves, len(self.additions), *pairs]
+
+
 def add(left: Gradients, right: Gradients) -> Gradients:
     """The sum, in the memory of the left ones; a gradient that only one side has is that one."""
     both = [pair for pair in zip(left, right, strict=True) if pair[0] is not None and pair[1] is not None]
@@ -96,10 +132,10 @@ class GradientTree:
 
 
 @torch.no_grad()
-def total(nodes: Sequence[Node], sums: Iterable[Gradients]) -> Gradients:
-    """The sum of all nodes, in the order of the tree and in the memory of the first."""
+def total(sums: Iterable[Gradients], layout: Layout) -> Gradients:
+    """The sum of all nodes, in the memory of the first."""
     gradients = list(sums)
-    for one, other in additions(nodes):
+    for one, other in layout.additions:
         gradients[one] = add(gradients[one], gradients[other])
     return gradients[0]
 

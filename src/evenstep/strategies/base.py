@@ -124,10 +124,10 @@ class DistributedModel:
 
         `virtual` are the virtual replicas of each.
         """
-        from evenstep.distributed.gradient_tree import give, total
+        from evenstep.distributed.gradient_tree import Layout, give, total
 
         (tree,) = trees
-        give(self.weights, total(tree.nodes, tree.sums))
+        give(self.weights, total(tree.sums, Layout.of(virtual)))
         if not self._has_noted_unused:
             self.note_unused()
 

@@ -156,6 +156,10 @@ class DDP(Single):
         if not trained(model):
             # DDP refuses a model with nothing to train; such a one is used beside another that trains.
             return RankModel(model, [LossModule(model)])
+        if world.num_virtual is not None:
+            from evenstep.strategies.tree_sum import SummedModel
+
+            return SummedModel(model, world)
         averaging = _averaging(model, world)
         return AveragedModel(model, averaging, world) if averaging is not None else DDPModel(model, world)
 

@@ -16,7 +16,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import AbstractContextManager, contextmanager
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from torch import nn
@@ -33,6 +33,9 @@ from evenstep.internals import (
     unflatten_dense_tensors,
 )
 from evenstep.strategies.base import NOTHING, DistributedModel, LossModule, Sample, copied, on
+
+if TYPE_CHECKING:
+    from evenstep.distributed.gradient_tree import Gradients, GradientTree
 
 T = TypeVar("T")
 
@@ -155,10 +158,42 @@ class Replicas(DistributedModel):
                 spans.send("gradients", gradients)  # type: ignore[arg-type]
             for index in sent:
                 self.parameters_of[sender][index].grad = None
+        self._keep_buffers()
+        spans.part("backward")
+
+    def _keep_buffers(self) -> None:
         for whole, first in zip(self.module.modules(), self.models[0].modules(), strict=True):
             # A module may have put a new tensor in a buffer's place; the checkpoint must see that one.
             take_buffers(whole, first)
+
+    @torch.no_grad()
+    def sum_trees(self, trees: Sequence[GradientTree], virtual: tuple[range, ...]) -> None:
+        """Sum the nodes of all devices, every gradient on the device that owns its parameter."""
+        from evenstep.distributed.gradient_tree import Layout, give, total
+
+        spans = self._world.spans
+        spans.part("reduce")
+        for owner, indices in enumerate(self.owned):
+            weights = [self.parameters_of[owner][index] for index in indices]
+            nodes = [
+                self._sent_to(owner, sender, [sums[index] for index in indices])
+                for sender, tree in enumerate(trees)
+                for sums in tree.sums
+            ]
+            give(weights, total(nodes, Layout.of(virtual)))
+        self._keep_buffers()
         spans.part("backward")
+        if not self._has_noted_unused:
+            self.note_unused()
+
+    def _sent_to(self, owner: int, sender: int, gradients: Gradients) -> Gradients:
+        """Gradients on the owner's device; in memory of their own there, for others are added to them."""
+        if owner == sender or self._world.devices[owner] == self._world.devices[sender]:
+            return gradients
+        there = [gradient for gradient in gradients if gradient is not None]
+        self._world.spans.send("gradients", there)
+        arrived = iter(_sent(there, self._world.devices[owner]))
+        return [None if gradient is None else next(arrived) for gradient in gradients]
 
     def _pairs(self) -> list[tuple[int, int]]:
         num = len(self.models)

@@ -98,6 +98,8 @@ class LossTotal:
         self._world = world
         self._scale = world.size
         """What strategies divide summed gradients by."""
+        self._can_be_whole = world.num_replicas == 1
+        """Whether a micro-batch with all samples is known to be the only one."""
         self._num_samples = num_samples
         self.parts: list[PartialLoss] = []
         self.is_late = False
@@ -115,7 +117,7 @@ class LossTotal:
         kept = as_sum(amount, micro_batch.num_samples, "loss") if is_pair else loss.detach()
         self.parts.append(PartialLoss(micro_batch, kept, self.copy(kept)))
         weight = micro_batch.num_samples
-        if is_pair and weight == self._num_samples and self._world.num_replicas == 1:
+        if is_pair and weight == self._num_samples and self._can_be_whole:
             # The whole batch: no other count is to come.
             return loss / _at_least_one(amount[1]), 1.0
         if is_pair:

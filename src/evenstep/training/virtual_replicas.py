@@ -29,8 +29,8 @@ from evenstep.training.loss import HostCopy, LossTotal, ReplicaBackward, StepLog
 if TYPE_CHECKING:
     from evenstep.distributed.shm.allreduce import PendingSum
 
-Placed = list[tuple[Place, MicroBatch]]
-"""The micro-batches of one device, each with the virtual replica that it belongs to."""
+Placed = dict[int, list[tuple[Place, MicroBatch]]]
+"""The virtual replicas of one device, each with its micro-batches."""
 MOST_MICRO_BATCHES = 1 << 32
 EVALUATION = -1
 """Its draws are those of no epoch: every evaluation of the same weights draws the same."""
@@ -81,13 +81,14 @@ def shares_generator(world: World) -> bool:
 
 
 def placed(batch: Batch) -> list[Placed]:
-    """For each replica of this process, its micro-batches that have samples, in their order."""
-    rounds = zip(batch.loader.split.places(batch.num_samples), batch.micro_batches, strict=True)
-    pairs = [list(zip(places, micro_batches, strict=True)) for places, micro_batches in rounds]
-    return [
-        [(place, micro_batch) for place, micro_batch in of_replica if place is not None and micro_batch.num_samples]
-        for of_replica in zip(*pairs, strict=True)
-    ]
+    """For each replica of this process, its virtual replicas, each with those micro-batches that have samples."""
+    split = batch.loader.split
+    found: list[Placed] = [{virtual: [] for virtual in split.virtual[replica]} for replica in split.replicas]
+    for places, micro_batches in zip(split.places(batch.num_samples), batch.micro_batches, strict=True):
+        for own, place, micro_batch in zip(found, places, micro_batches, strict=True):
+            if place is not None and micro_batch.num_samples:
+                own[place.virtual].append((place, micro_batch))
+    return found
 
 
 def refuse_sparse(model: DistributedModel) -> None:
@@ -117,21 +118,20 @@ class VirtualBackward:
 
     def _on_device(self, replica: int, own: Placed) -> GradientTree:
         tree = GradientTree(self._backward.models[0].weights_of[replica])
-        for number, (place, micro_batch) in enumerate(own):
-            self._seeds.set(replica, place, self._start, self._repeat)
-            self._backward(number == len(own) - 1, replica, micro_batch)
-            following = own[number + 1][0].virtual if number + 1 < len(own) else None
-            if following == place.virtual:
-                continue
-            if self._num_micro == 1 and place.virtual % 2 == 0 and following == place.virtual + 1:
-                # Backward itself adds the gradients of two, each of one micro-batch: a pass over them less.
-                continue
-            tree.take(self._node(tree, place.virtual, own[number - 1][0].virtual if number else None))
+        last = next((virtual for virtual in reversed(own) if own[virtual]), None)
+        for virtual, micro_batches in own.items():
+            for number, (place, micro_batch) in enumerate(micro_batches, 1):
+                self._seeds.set(replica, place, self._start, self._repeat)
+                self._backward(virtual == last and number == len(micro_batches), replica, micro_batch)
+            if not self._is_pair(virtual, own):
+                tree.take(Node(0, virtual))
+            elif virtual % 2:
+                tree.take(Node(1, virtual // 2))
         return tree
 
-    def _node(self, tree: GradientTree, virtual: int, before: int | None) -> Node:
-        is_pair = self._num_micro == 1 and virtual % 2 == 1 and before == virtual - 1
-        return Node(1, virtual // 2) if is_pair else Node(0, virtual)
+    def _is_pair(self, virtual: int, own: Placed) -> bool:
+        """Whether backward itself adds the gradients of two, each of one micro-batch: a pass over them less."""
+        return self._num_micro == 1 and virtual ^ 1 in own
 
 
 class VirtualLogs(StepLogs):
@@ -186,7 +186,9 @@ class VirtualLoss(LossTotal):
         super().__init__(world, batch.num_samples, request_code, self._logs)
         # Gradients are summed, not averaged over processes.
         self._scale = 1
-        own = [pair for of_replica in placed(batch) for pair in of_replica]
+        # The same arithmetic on any number of devices.
+        self._can_be_whole = world.num_virtual == 1
+        own = [pair for of_replica in placed(batch) for pairs in of_replica.values() for pair in pairs]
         self._place_of = {id(micro_batch): place.virtual * num_micro + place.micro for place, micro_batch in own}
 
     def take(self, amount: Amount, micro_batch: MicroBatch) -> tuple[torch.Tensor, float]:
@@ -194,26 +196,28 @@ class VirtualLoss(LossTotal):
         return super().take(amount, micro_batch)
 
     def _post(self) -> HostCopy | PendingSum:
-        """Start the sum of [request code, whether names are new, sums and counts of places, the same of each name]."""
-        more = [self.request_code, float(self.logs.has_new)]
+        """Start the sum of [request code, names are new, counts are late], sums and counts of places and of names."""
+        more = [self.request_code, float(self.logs.has_new), float(self.is_late)]
         places = [2 * self._place_of[id(part.micro_batch)] for part in self.parts]
         if self._world.device.type != "cpu":
-            own = torch.zeros(2 * self._num_places + 2, dtype=torch.float64, device=self._world.device)
-            own[0].fill_(more[0])
-            own[1].fill_(more[1])
+            own = torch.zeros(2 * self._num_places + len(more), dtype=torch.float64, device=self._world.device)
+            for index, value in enumerate(more):
+                own[index].fill_(value)
             for place, part in zip(places, self.parts, strict=True):
-                own[place + 2 : place + 4] = part.pair()
+                own[place + 3 : place + 5] = part.pair()
             return HostCopy(torch.cat([own, *self.logs.known(own)]), self._world)
         numbers = more + [0.0] * (2 * self._num_places)
         for place, part in zip(places, self.parts, strict=True):
-            numbers[place + 2 : place + 4] = as_pair(part.amount.tolist(), part.micro_batch.num_samples)
+            numbers[place + 3 : place + 5] = as_pair(part.amount.tolist(), part.micro_batch.num_samples)
         numbers += self.logs.known_numbers()
         return self._world.post(numbers) or HostCopy(torch.tensor(numbers, dtype=torch.float64), self._world)
 
     def _pairs(self) -> list[list[float]]:
         if self.sent is None:
             return [part.read() for part in self.parts]
-        self.request_code, has_new, *more = self.sent.read()
+        self.request_code, has_new, is_late, *more = self.sent.read()
+        # This process may have computed nothing of a short batch.
+        self.is_late = bool(is_late)
         width = 2 * self._num_places
         self.logs.take_sums([has_new, *more[width:]])
         return [more[place : place + 2] for place in range(0, width, 2)]

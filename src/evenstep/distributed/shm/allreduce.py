@@ -23,10 +23,14 @@ from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate
+from typing import TYPE_CHECKING
 
 import torch
 
 from evenstep.distributed.shm.segment import LOOK_SECONDS, Gather, Shared, share
+
+if TYPE_CHECKING:
+    from evenstep.distributed.gradient_tree import Layout
 
 SMALL_BYTES = 2**16
 """Up to this size, a second round of waiting costs more than summing everything on every process."""
@@ -101,6 +105,25 @@ class Channel:
             *(self._handle, pointers.buffer_info()[0], ends.buffer_info()[0], len(ends)),
             DTYPES.index(tensors[0].dtype),
         )
+        self._finish()
+
+    def sum_tree(self, nodes: Sequence[Sequence[torch.Tensor]], into: Sequence[torch.Tensor], layout: Layout) -> None:
+        """Sum the nodes of all processes in the order of a tree, `into` tensors that may be those of one node.
+
+        Each node has the same tensors as any other. All processes call this with the same layout.
+        """
+        rows = [*nodes, into]
+        pointers = array("Q", [tensor.data_ptr() for row in rows for tensor in row])
+        ends = array("q", accumulate(tensor.numel() for tensor in into))
+        tree = array("q", layout.numbers)
+        if not self._library.evenstep_begin_tree(
+            *(self._handle, pointers.buffer_info()[0], len(nodes), ends.buffer_info()[0], len(ends)),
+            *(DTYPES.index(into[0].dtype), tree.buffer_info()[0]),
+        ):
+            raise MemoryError
+        self._finish()
+
+    def _finish(self) -> None:
         began = time.perf_counter()
         # In slices: between two of them Python handles signals, and a process that has ended is detected.
         while not self._library.evenstep_advance(self._handle, LOOK_SECONDS):
@@ -110,7 +133,8 @@ class Channel:
                 self._peers.judge(lost, time.perf_counter() - began)
 
 
-MAX_NUMBERS = 64
+MAX_NUMBERS = 256
+"""Such as the loss of each virtual replica."""
 DEPTH = 4
 """Sums that may be pending at once."""
 

@@ -40,10 +40,17 @@ typedef struct {
     int64_t num_tensors, per_piece, first;
     int64_t near[BELL];               /* which tensor each stage was at */
     int type, is_small;
+    double scale;
+    /* Where a process has several rows of tensors: all of them, one row after another. See evenstep_begin_tree. */
+    char *const *nodes;
+    int64_t num_nodes, num_leaves, num_additions;
+    const int64_t *leaves, *additions;
+    char **at_leaf, *sums;            /* where a sum so far is, and memory for such */
     double spinning;                  /* for so many seconds one looks before one sleeps */
 } channel;
 
 static const int WIDTH[] = {4, 8, 2};
+enum { BLOCK = 512 };                 /* numbers that go through the whole tree before the next ones do */
 
 static inline float wide(uint16_t half) {
     uint32_t bits = (uint32_t)half << 16;
@@ -129,14 +136,19 @@ static int64_t length_of(channel *c, int64_t number) {
 }
 
 /* A run of numbers that lie together, of those from `place` to `stop` of a piece; NULL when there are no more. */
-static char *run(channel *c, int stage, int64_t number, int64_t place, int64_t stop, int64_t *n) {
+static char *run_of(channel *c, char *const *tensors, int stage, int64_t number, int64_t place, int64_t stop,
+                    int64_t *n) {
     if (place >= stop) return NULL;
     int64_t at = (number - c->first) * c->per_piece + place, *near = &c->near[stage];
     while (*near > 0 && at < c->ends[*near - 1]) --*near;
     while (at >= c->ends[*near]) ++*near;
     int64_t begin = *near ? c->ends[*near - 1] : 0;
     *n = least(stop - place, c->ends[*near] - at);
-    return c->tensors[*near] + (at - begin) * WIDTH[c->type];
+    return tensors[*near] + (at - begin) * WIDTH[c->type];
+}
+
+static char *run(channel *c, int stage, int64_t number, int64_t place, int64_t stop, int64_t *n) {
+    return run_of(c, c->tensors, stage, number, place, stop, n);
 }
 
 /* For all runs of a stage's piece from `from` to `to`: `data` has `n` numbers, which begin at `place` of the piece. */
@@ -157,7 +169,15 @@ static int post(channel *c) {
     int64_t length = length_of(c, number), width = WIDTH[c->type];
     int64_t start = bound(c, c->rank, length), stop = bound(c, c->rank + 1, length);
     char *data, *mine = slot(c, c->rank, number);
-    double scale = 1.0 / (double)c->size;
+    double scale = c->scale;
+    if (c->leaves != NULL) {
+        for (int64_t node = 0; node < c->num_nodes; node++, mine += c->per_piece * width)
+            for (int64_t place = 0, n = 0; (data = run_of(c, c->nodes + node * c->num_tensors, POSTED, number, place,
+                                                          length, &n)) != NULL; place += n)
+                memcpy(mine + place * width, data, (size_t)(n * width));
+        say(c, POSTED);
+        return 1;
+    }
     /* Of two processes, nobody reads one's own share out of one's slot. */
     if (c->is_small || c->size > 2) start = stop = length;
     EACH_RUN(POSTED, 0, start) CALL(scaled, c->type, ((void *)(mine + place * width), (void *)data, n, scale));
@@ -166,9 +186,33 @@ static int post(channel *c) {
     return 1;
 }
 
+/* Over all rows of all slots, in the order of the tree. */
+static void sum_tree(channel *c, char *data, int64_t number, int64_t place, int64_t n) {
+    int64_t width = WIDTH[c->type];
+    for (int64_t done = 0; done < n; done += BLOCK) {
+        int64_t length = least(BLOCK, n - done);
+        for (int64_t leaf = 0; leaf < c->num_leaves; leaf++)
+            c->at_leaf[leaf] = slot(c, c->leaves[2 * leaf], number) +
+                               (c->leaves[2 * leaf + 1] * c->per_piece + place + done) * width;
+        if (c->num_additions == 0) memcpy(data + done * width, c->at_leaf[0], (size_t)(length * width));
+        for (int64_t i = 0; i < c->num_additions; i++) {
+            int64_t left = c->additions[2 * i], right = c->additions[2 * i + 1];
+            char *own = c->sums + left * BLOCK * 8, *one = c->at_leaf[left], *other = c->at_leaf[right];
+            char *into = i + 1 == c->num_additions ? data + done * width : own;
+            if (one == into) CALL(onto, c->type, ((void *)into, (void *)other, length));
+            else CALL(both, c->type, ((void *)into, (void *)one, (void *)other, length));
+            c->at_leaf[left] = into;
+        }
+    }
+}
+
 /* Over all slots, from a place on, in the order of ranks: the same bits whoever does it. */
 static void sum(channel *c, char *data, int64_t number, int64_t place, int64_t n) {
     int64_t at = place * WIDTH[c->type];
+    if (c->leaves != NULL) {
+        sum_tree(c, data, number, place, n);
+        return;
+    }
     CALL(both, c->type, ((void *)data, (void *)(slot(c, 0, number) + at), (void *)(slot(c, 1, number) + at), n));
     for (int64_t rank = 2; rank < c->size; rank++)
         CALL(onto, c->type, ((void *)data, (void *)(slot(c, rank, number) + at), n));
@@ -184,8 +228,8 @@ static int reduce(channel *c) {
         char *data, *mine = slot(c, c->rank, number), *other = slot(c, c->rank ? 0 : 1, number);
         EACH_RUN(REDUCED, start, stop) {
             int64_t at = place * width;
-            if (c->size == 2) {
-                CALL(added, c->type, ((void *)data, (void *)(mine + at), (void *)(other + at), n, 0.5));
+            if (c->size == 2 && c->leaves == NULL) {
+                CALL(added, c->type, ((void *)data, (void *)(mine + at), (void *)(other + at), n, c->scale));
             } else {
                 sum(c, data, number, place, n);
                 memcpy(mine + at, data, (size_t)(n * width));
@@ -251,17 +295,51 @@ channel *evenstep_open(void *memory, int64_t rank, int64_t size, int64_t num_slo
     return c;
 }
 
-void evenstep_close(channel *c) { free(c); }
+void evenstep_close(channel *c) {
+    free(c->at_leaf);
+    free(c->sums);
+    free(c);
+}
+
+static void begin(channel *c, const int64_t *ends, int64_t num_tensors, int64_t type, int64_t num_rows) {
+    int64_t count = ends[num_tensors - 1];
+    c->ends = ends, c->num_tensors = num_tensors, c->type = (int)type;
+    c->per_piece = c->slot_bytes / WIDTH[type] / num_rows;
+    c->is_small = count * WIDTH[type] * num_rows <= c->small_bytes;
+    c->near[POSTED] = c->near[REDUCED] = c->near[COLLECTED] = 0;
+    c->first = c->end;
+    c->end += (count + c->per_piece - 1) / c->per_piece;
+}
 
 /* Begin to average tensors of a type in place: where they are, and where each ends in the row of all. What was begun
    before must be finished, and both lists must live until this is. */
 void evenstep_begin(channel *c, char *const *tensors, const int64_t *ends, int64_t num_tensors, int64_t type) {
-    int64_t count = ends[num_tensors - 1];
-    c->tensors = tensors, c->ends = ends, c->num_tensors = num_tensors, c->type = (int)type;
-    c->per_piece = c->slot_bytes / WIDTH[type], c->is_small = count * WIDTH[type] <= c->small_bytes;
-    c->near[POSTED] = c->near[REDUCED] = c->near[COLLECTED] = 0;
-    c->first = c->end;
-    c->end += (count + c->per_piece - 1) / c->per_piece;
+    c->tensors = tensors, c->leaves = NULL, c->scale = 1.0 / (double)c->size;
+    begin(c, ends, num_tensors, type, 1);
+}
+
+/* Begin to sum rows of tensors, of which a process may have none, one or several, in one order. `nodes` are those of
+   this process, row by row; the sums go into the last row of the list, which may be one of them.
+
+   `tree` has: the most rows of a process; the number of leaves, then for each the process and which of its rows it is;
+   the number of additions, then for each the leaf that is added to and the leaf that is added. The first leaf becomes
+   the sum of all. Returns 0 if there is no memory for it. */
+int64_t evenstep_begin_tree(channel *c, char *const *nodes, int64_t num_nodes, const int64_t *ends, int64_t num_tensors,
+                            int64_t type, const int64_t *tree) {
+    int64_t num_rows = tree[0], num_leaves = tree[1];
+    int is_pair = c->size == 2 && num_rows == 1 && num_leaves == 2;
+    c->tensors = nodes + num_nodes * num_tensors;
+    /* a + b = b + a: of two rows of two processes, no order is to be kept. */
+    c->leaves = is_pair ? NULL : tree + 2, c->scale = 1.0;
+    c->nodes = nodes, c->num_nodes = num_nodes, c->num_leaves = num_leaves;
+    c->num_additions = tree[2 + 2 * num_leaves], c->additions = tree + 3 + 2 * num_leaves;
+    free(c->at_leaf);
+    free(c->sums);
+    c->at_leaf = malloc((size_t)num_leaves * sizeof(char *));
+    c->sums = malloc((size_t)num_leaves * BLOCK * 8);
+    if (c->at_leaf == NULL || c->sums == NULL) return 0;
+    begin(c, ends, num_tensors, type, num_rows);
+    return 1;
 }
 
 /* Go on until all is averaged, for so long at most; whether it is. */

@@ -21,9 +21,9 @@ def main() -> None:
         start_server_for(sys.argv[1:])
         from evenstep.cli import main as run_command
     except Preempted as error:
-        _refuse(str(error), error.exit_code)
+        _exit(str(error), error.exit_code)
     except KeyboardInterrupt:
-        _refuse("stopped", STOPPED)
+        _exit("stopped", STOPPED)
     try:
         run_command()
     except SystemExit as ended:
@@ -31,9 +31,9 @@ def main() -> None:
         raise
 
 
-def _refuse(message: str, exit_code: int) -> NoReturn:
-    """What reports errors in the command is not imported yet."""
-    print(f"error: {message}", file=sys.stderr)
+def _exit(message: str, exit_code: int) -> NoReturn:
+    """What prints messages in the command is not imported yet."""
+    print(message, file=sys.stderr)
     sys.exit(exit_code)
 
 
@@ -56,7 +56,7 @@ def _leave(ended: SystemExit) -> None:
 
 def _stop(number: int, frame: FrameType | None) -> None:
     """Until there is a run that can save."""
-    raise Preempted("stop requested before anything was begun")
+    raise Preempted("stopped")
 
 
 if __name__ == "__main__":

@@ -14,7 +14,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from operator import eq
 from pathlib import Path
-from typing import IO, Any, TypedDict, get_args, overload
+from typing import IO, Any, Literal, TypedDict, get_args, overload
 
 import evenstep
 from evenstep.errors import BadInput, shorten
@@ -167,6 +167,14 @@ class Summary:
 
 
 @dataclass(frozen=True, kw_only=True)
+class RunEnd:
+    """The end of a run without a summary; one that was killed has neither."""
+
+    state: Literal["stopped", "failed"]
+    why: str
+
+
+@dataclass(frozen=True, kw_only=True)
 class Lane:
     """Spans of one device of a rank during a step (`replica 0`), of its host, or of communication (`network`)."""
 
@@ -220,7 +228,7 @@ class MeasuredShares:
     """Of each device, in forward."""
 
 
-Row = Step | Evaluation | LayerStatistics | EpochEnd | Summary | Timeline | Measurement | MeasuredShares
+Row = Step | Evaluation | LayerStatistics | EpochEnd | Summary | RunEnd | Timeline | Measurement | MeasuredShares
 
 
 @dataclass(frozen=True)
@@ -318,6 +326,8 @@ class Record:
     shares: MeasuredShares | None = None
     """Where `--shares auto` has measured them."""
     summary: Summary | None = None
+    end: RunEnd | None = None
+    """Why there is no summary, where the run was stopped or has failed."""
     path: Path | None = None
 
     @property
@@ -503,6 +513,8 @@ class RecordReader:
                 record.shares = row
             case Summary():
                 record.summary = row
+            case RunEnd():
+                record.end = row
 
     def _restart(self, record: Record, data: SamplingFacts) -> None:
         """Drop the steps after the checkpoint from which the run resumes; they are taken again."""
@@ -513,7 +525,7 @@ class RecordReader:
         record.evaluations = [one for one in record.evaluations if one.step <= last] if last else []
         record.epochs = [one for one in record.epochs if one.step <= last]
         record.statistics = [one for one in record.statistics if one.step <= last]
-        record.summary = None
+        record.summary = record.end = None
 
 
 def rows(file: IO[bytes], kinds: Collection[str] = KINDS) -> Iterator[Start | Row]:
@@ -605,6 +617,15 @@ class RecordWriter:
             self._file.close()
 
 
+def write_end(run_folder: Path, end: RunEnd) -> None:
+    """Append the end of a run that has begun, after its processes have ended."""
+    with suppress(OSError):
+        if has_begun(run_folder):
+            _cut_torn_line(run_folder / FILE)
+            with (run_folder / FILE).open("a", encoding="utf-8") as file:
+                file.write(_encode({"kind": "runend", **vars(end)}) + "\n")
+
+
 def is_written(path: Path) -> bool:
     """Whether a process is writing this record file."""
     with path.open("rb") as file:
@@ -619,7 +640,7 @@ def is_written(path: Path) -> bool:
 
 def ends_of(path: Path) -> tuple[Start, list[Start | Row]]:
     """The first row of a record file, and its last ones: a long run's file is not read for its end."""
-    kinds = ("step", "evaluation", "summary")
+    kinds = ("step", "evaluation", "summary", "runend")
     with path.open("rb") as file:
         start = next(rows(file, ()), None)
         if not isinstance(start, Start):

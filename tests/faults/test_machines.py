@@ -464,8 +464,8 @@ def test_all_machines_stop_at_one_step_when_one_is_asked_to_and_go_on_later(
             machine.train(first, "2", "--epochs", "4", STEP_SECONDS="0.1")
         wait_until(lambda: first.has_taken(7))
         both[asked].launcher.send_signal(signal.SIGTERM)
-        assert_ends(first, 75, 20, "stop requested", "--resume runs/many")
-        assert_ends(second, 75, 10, "stop requested; the checkpoints are on the first machine")
+        assert_ends(first, 75, 20, "stopped; continue from step-", "--resume runs/many")
+        assert_ends(second, 75, 10, "stopped; the checkpoints are on the first machine")
         steps = len(Record.read(first.folder / "runs/many").steps)
         assert 7 <= steps < 40
         where = ["--machines", "2", "--rendezvous", f"{first.host.address}:{PORT}"] if num_after == 2 else []

@@ -131,7 +131,7 @@ def test_a_job_that_is_asked_to_stop_is_queued_again_and_goes_on(cluster: Cluste
         cluster.wait_to_say(job, f"job {job} is requeued")
     else:
         cluster.run("scontrol", "requeue", str(job))
-    cluster.wait_to_say(job, "stop requested: saved step-")
+    cluster.wait_to_say(job, "stopped; continue from step-")
     cluster.wait_until(job, "COMPLETED", timeout_seconds=90)
     run = the_run()
     record = Record.read(run)

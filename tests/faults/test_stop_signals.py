@@ -45,8 +45,7 @@ def test_asked_to_stop_all_ranks_save_one_step_and_the_rest_is_exact(undisturbed
     last = saved_step()
     assert 7 <= last < 22
     assert steps() == list(range(1, last + 1))
-    assert ended.report[0].startswith(f"stop requested: saved step-{last:08d}")
-    assert "--resume runs/one" in "\n".join(ended.report)
+    assert ended.err.splitlines()[-1] == f"stopped; continue from step-{last:08d} with --resume runs/one"
     resumed = train(*READ_BY_WORKERS, "--resume", "runs/one", task="of_samples", name="two")
     assert resumed.code == 0, resumed.err
     assert steps("two") == list(range(last + 1, 23))
@@ -84,7 +83,7 @@ def test_interrupted_in_the_middle_of_a_save_it_has_the_checkpoint_before(
     assert ended.code == 130
     assert "Traceback" not in ended.err
     assert saved_step() == 3
-    assert f"continue from step-{saved_step():08d} with --resume runs/one" in ended.err
+    assert ended.err.splitlines()[-1] == f"stopped; continue from step-{saved_step():08d} with --resume runs/one"
     resumed = train("--resume", "runs/one", name="two")
     assert resumed.code == 0, resumed.err
     assert weights("two") == undisturbed()
@@ -106,11 +105,8 @@ main()
 """
 
 
-@pytest.mark.parametrize(
-    ("number", "code", "words"),
-    [(signal.SIGTERM, 75, "stop requested before anything was begun"), (signal.SIGINT, 130, "stopped")],
-)
-def test_asked_to_stop_while_the_command_is_imported_it_says_so_in_one_line(number: int, code: int, words: str) -> None:
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 75), (signal.SIGINT, 130)])
+def test_asked_to_stop_while_the_command_is_imported_it_says_so_in_one_line(number: int, code: int) -> None:
     command = [sys.executable, "-c", INTERRUPTED_IMPORT, str(int(number))]
     done = subprocess.run(command, capture_output=True, text=True, timeout=100)
-    assert (done.returncode, done.stderr) == (code, f"error: {words}\n")
+    assert (done.returncode, done.stderr) == (code, "stopped\n")

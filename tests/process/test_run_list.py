@@ -11,6 +11,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 
 from evenstep.record import FILE
@@ -106,16 +107,26 @@ def test_a_failed_run_shows_its_first_error() -> None:
     assert (one.state, one.error) == ("failed", "ValueError: the data is odd")
 
 
-def test_a_killed_run_was_stopped_and_a_long_record_is_not_read() -> None:
+def test_a_run_whose_rank_was_killed_shows_that_and_not_the_loss_of_it() -> None:
+    process = start("seconds=0.05", "--epochs", "1000", "--devices", "cpu,cpu", "--name", "broken")
+    wait_until(lambda: state_of("broken") == "running" and list_runs(Path("runs"))[0].step)
+    (rank,) = [one for one in psutil.Process(process.pid).children(True) if one.name() == "evenstep-rank1"]
+    rank.kill()
+    assert process.wait(60) == 1
+    (one,) = list_runs(Path("runs"))
+    assert (one.state, (one.error or "").partition(" at step ")[0]) == ("failed", "rank 1 was ended by SIGKILL")
+
+
+def test_a_killed_run_is_called_that_and_a_long_record_is_not_read() -> None:
     process = start("seconds=0.05", "--epochs", "1000", "--name", "long")
     wait_until(lambda: state_of("long") == "running" and list_runs(Path("runs"))[0].step)
     process.kill()
     process.wait(60)
-    assert state_of("long") == "stopped"
+    assert state_of("long") == "killed"
     record = Path("runs/long", FILE)
     first, *others = record.read_text().splitlines(keepends=True)
     record.write_text(first + "no JSON\n" * 20_000 + others[-1] * 1000)
-    assert state_of("long") == "stopped"
+    assert state_of("long") == "killed"
 
 
 @pytest.mark.parametrize(

@@ -19,7 +19,7 @@ from rich.text import Text
 
 import evenstep
 from evenstep.cli.completion import complete_task
-from evenstep.errors import BREAKS_LINES, MAX_CHARACTERS, STOPPED, BadInput, EvenstepError, shorten
+from evenstep.errors import BREAKS_LINES, MAX_CHARACTERS, STOPPED, BadInput, EvenstepError, Preempted, shorten
 from evenstep.task import BUILT_IN, Task
 
 TASKS = (
@@ -117,13 +117,9 @@ def root(
 
 @contextmanager
 def progress(total: int | None = None, quiet: bool = False) -> Iterator[Callable[..., None]]:
-    """`progress_bar`, which also reports Ctrl-C."""
+    """`progress_bar`, or nothing at all."""
     with nullcontext(lambda *_: None) if quiet else progress_bar(total) as report:
-        try:
-            yield report
-        except KeyboardInterrupt:
-            error_console().print("stopped")
-            raise
+        yield report
 
 
 @contextmanager
@@ -187,15 +183,23 @@ def main() -> None:
         if {"-h", "--help"} & set(sys.argv[1:]):
             _show_task_options(sys.argv[1:])
         sys.exit(code)
+    except Preempted as stop:
+        print_stop(stop)
+        sys.exit(stop.exit_code)
     except EvenstepError as error:
         _print_error(str(error))
         sys.exit(error.exit_code)
     except _USAGE_ERROR as error:
         _print_usage(error)
         sys.exit(BadInput.exit_code)
-    except KeyboardInterrupt:
-        _print_error("stopped")
+    except KeyboardInterrupt as stop:
+        print_stop(stop)
         sys.exit(STOPPED)
+
+
+def print_stop(stop: BaseException) -> None:
+    """A stop that was requested is no error."""
+    error_console().print(str(stop) or "stopped", markup=False, soft_wrap=True)
 
 
 def _show_task_options(words: Sequence[str]) -> None:

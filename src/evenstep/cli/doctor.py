@@ -54,8 +54,7 @@ def doctor(
     try:
         report = _examined(environment, machines, rendezvous)
     except KeyboardInterrupt:
-        error_console().print("stopped; nothing was changed, nothing is left running")
-        raise
+        raise KeyboardInterrupt("stopped; nothing was changed, nothing is left running") from None
     if not report.is_first:
         error_console().print(report.findings[0].said, markup=False)
     elif as_json:

@@ -48,7 +48,7 @@ def runs(
     ] = Path("runs"),
     as_json: JsonOption = False,
 ) -> None:
-    """List runs with their state (running, done, stopped, failed) and result, the latest last."""
+    """List runs with their state (running, done, stopped, failed, killed) and result, the latest last."""
     from evenstep.report.run_list import list_runs, runs_table
 
     if not os.path.isdir(folder) and (os.path.exists(folder) or folder != Path("runs")):

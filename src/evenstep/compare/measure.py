@@ -109,7 +109,7 @@ class Measuring(Trainer):
     def _next(self, steps: Iterator[StepTaken] | None = None) -> Step:
         step = next(steps or self._steps).step
         if self.team.requests.stop:
-            raise Preempted("stop requested")
+            raise Preempted("stopped")
         return step
 
     def _together(self) -> None:
@@ -221,4 +221,4 @@ class TrialRun(Trainer):
             yield from self._messages()
             yield step
             if self.team.requests.stop:
-                raise Preempted("stop requested")
+                raise Preempted("stopped")

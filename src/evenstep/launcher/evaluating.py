@@ -85,5 +85,5 @@ class EvaluationRun(Trainer):
         """The evaluation alone; a request to stop ends it, with nothing to save."""
         evaluation = self._evaluate(0, can_stop=True)
         if evaluation is None:
-            raise Preempted("stop requested")
+            raise Preempted("stopped")
         yield evaluation

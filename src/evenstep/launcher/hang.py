@@ -29,6 +29,7 @@ from evenstep.distributed.temporary import live_folder, remove_own_folders
 from evenstep.errors import Stalled
 from evenstep.launcher.logs import ranks_in_words
 from evenstep.launcher.processes import send, send_to_main_thread
+from evenstep.record import RunEnd, write_end
 from evenstep.task import is_user_code
 from evenstep.worker import main as worker_main
 
@@ -495,7 +496,9 @@ def _explain_single(heartbeats: Heartbeats, seconds: float, folder: Path, logs: 
     (snapshot,) = take_snapshots({0: os.getpid()}, heartbeats.read(), {0: file}, 0)
     logs.mkdir(parents=True, exist_ok=True)
     shutil.copy(file, logs / f"rank0.{STACKS}")
-    lines = [*stacks([snapshot]), f"error: {explain([snapshot], seconds)}", f"full logs: {logs}"]
+    sentence = explain([snapshot], seconds)
+    lines = [*stacks([snapshot]), f"error: {sentence}", f"full logs: {logs}"]
     print("\n".join(lines), file=sys.stderr, flush=True)
+    write_end(logs.parent, RunEnd(state="failed", why=sentence))
     remove_own_folders()
     os._exit(Stalled.exit_code)

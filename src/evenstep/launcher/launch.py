@@ -34,7 +34,7 @@ from evenstep.launcher.rendezvous.slurm import Slurm, find_slurm
 from evenstep.launcher.rendezvous.version_check import Identity, identity_of, sources_of_task
 from evenstep.launcher.supervisor import Launch, Supervisor
 from evenstep.plan import RUNS, Plan, parse_rendezvous, read_plan
-from evenstep.record import KINDS, Record
+from evenstep.record import KINDS, Record, RunEnd, write_end
 from evenstep.report.terminal import Progress
 from evenstep.sampling.rng import host_state, restore_host_state
 from evenstep.strategy_facts import STRATEGIES, added_strategies, with_processes
@@ -174,20 +174,25 @@ def watch(prepared: Prepared, rendezvous: Rendezvous, progress: bool = True, is_
             with explain_worker_death():
                 for event in events:
                     shown.show(event)
-        except KeyboardInterrupt:
-            shown.log(stopped_where(prepared.folder) if is_head else f"stopped; {ELSEWHERE}")
-            raise
-        except Preempted as error:
-            slurm = find_slurm()
+        except (KeyboardInterrupt, Preempted) as stop:
+            slurm = find_slurm() if isinstance(stop, Preempted) else None
             if slurm is not None and prepared.plan.requeue and is_head:
                 shown.log(slurm.requeue())
-            is_saved = bool(files.whole(prepared.folder / files.FOLDER))
-            how = f"continue with --resume {prepared.folder}" if is_saved else "nothing was saved yet"
-            raise Preempted(f"{error}; {how if is_head else ELSEWHERE}") from None
+            if is_head:
+                write_end(prepared.folder, RunEnd(state="stopped", why=_signal_of(stop)))
+            raise type(stop)(stopped_where(prepared.folder) if is_head else f"stopped; {ELSEWHERE}") from None
+        except EvenstepError as error:
+            if is_head:
+                write_end(prepared.folder, RunEnd(state="failed", why=str(error).partition("\n")[0]))
+            raise
     # The Record is where rank 0 was, which may be on another machine.
     if not is_head:
         return Record(prepared.plan)
     return Record.read(prepared.folder, kinds=("summary",) if is_command else KINDS)
+
+
+def _signal_of(stop: BaseException) -> str:
+    return "a stop signal" if isinstance(stop, Preempted) else "Ctrl-C"
 
 
 @contextmanager

@@ -177,8 +177,7 @@ class Supervisor:
     def _stop(self) -> None:
         if self.stop.number == signal.SIGINT:
             raise KeyboardInterrupt
-        newest, _ = self._newest()
-        raise Preempted(f"stop requested: saved {Path(newest).name}" if newest else "stop requested")
+        raise Preempted("stopped")
 
     def _before_restart(self, where: str, notes: Sequence[str]) -> Iterator[str]:
         """Report the cause and wait; raise if another attempt would not help."""

@@ -13,13 +13,13 @@ from rich.table import Table
 from rich.text import Text
 
 from evenstep.errors import EvenstepError
-from evenstep.plan import Plan, read_plan
-from evenstep.record import FILE, Evaluation, Start, Step, Summary, ends_of, is_written
+from evenstep.plan import CUSTOM_LOOP, Plan, read_plan
+from evenstep.record import FILE, Evaluation, RunEnd, Start, Step, Summary, ends_of, is_written
 from evenstep.report import comparison
 from evenstep.report.terminal import number, plain
 
-RunState = Literal["running", "done", "stopped", "failed", "not started", "compared", "unreadable"]
-STYLES = {"running": "cyan", "done": "green", "failed": "red", "unreadable": "red"}
+RunState = Literal["running", "done", "stopped", "killed", "failed", "not started", "compared", "unreadable"]
+STYLES = {"running": "cyan", "done": "green", "killed": "red", "failed": "red", "unreadable": "red"}
 MOST_RESULT = 26
 """Characters; --json has all of it."""
 
@@ -76,7 +76,7 @@ def _of_comparison(folder: Path) -> RunFacts:
 
 
 def _of_plan(folder: Path) -> RunFacts:
-    error = _first_error(folder)
+    error = _first_error(folder) or _lost_rank(folder)
     values = _of(read_plan(folder))
     changed = (folder / "plan.json").stat().st_mtime
     return RunFacts(run=str(folder), state="failed" if error else "not started", error=error, changed=changed, **values)
@@ -90,11 +90,10 @@ def _of_record(folder: Path) -> RunFacts:
         if isinstance(row, Start):
             # Resumed in this folder: what comes is the run's end.
             last.pop(Summary, None)
+            last.pop(RunEnd, None)
         last[type(row)] = row
-    step, evaluation, summary = last.get(Step), last.get(Evaluation), last.get(Summary)
-    is_running = summary is None and is_written(path)
-    error = _first_error(folder) if summary is None and not is_running else None
-    state: RunState = "done" if summary else "running" if is_running else "failed" if error else "stopped"
+    step, evaluation, summary, end = last.get(Step), last.get(Evaluation), last.get(Summary), last.get(RunEnd)
+    state, error = ("done", None) if summary else ("running", None) if is_written(path) else _end(folder, start, end)
     return RunFacts(
         run=str(folder),
         state=state,
@@ -109,22 +108,44 @@ def _of_record(folder: Path) -> RunFacts:
     )
 
 
+def _end(folder: Path, start: Start, end: RunEnd | None) -> tuple[RunState, str | None]:
+    """How a run without a summary has ended, and its first error."""
+    if end is not None and end.state == "stopped":
+        return "stopped", None
+    error = _first_error(folder) or (end.why if end is not None else None)
+    if error is not None:
+        return "failed", error
+    # Nobody writes down how the process of a custom loop has ended.
+    return "stopped" if start.plan.get("task") == CUSTOM_LOOP else "killed", None
+
+
 def _of(plan: Plan) -> dict[str, Any]:
     names = ("task", "options", "strategy", "epochs", "steps")
     return {**{name: getattr(plan, name) for name in names}, "devices": list(plan.devices)}
 
 
 def _first_error(folder: Path) -> str | None:
-    """What the first rank that failed has reported, in the last attempt that left a report."""
+    """What the first rank that failed has reported in the last attempt; None if that only lost another rank."""
+    reports = _last_reports(folder)
+    if not reports:
+        return None
+    first = min(reports, key=lambda one: (one["is_victim"], int(one["nanoseconds"])))
+    if first["is_victim"]:
+        return None
+    message = f"{first['type']}: {first['message']}".strip().rstrip(":")
+    return (message.splitlines() or [""])[0]
+
+
+def _lost_rank(folder: Path) -> str | None:
+    return "a rank was killed before the first step" if _last_reports(folder) else None
+
+
+def _last_reports(folder: Path) -> list[Mapping[str, Any]]:
+    """Those of the last attempt that left any."""
     reports: dict[Path, list[Mapping[str, Any]]] = {}
     for path in folder.glob("logs/**/rank*.error.json"):
         reports.setdefault(path.parent, []).append(json.loads(path.read_text()))
-    if not reports:
-        return None
-    latest = max(reports.values(), key=lambda of_attempt: max(int(one["nanoseconds"]) for one in of_attempt))
-    first = min(latest, key=lambda one: (one["is_victim"], int(one["nanoseconds"])))
-    message = f"{first['type']}: {first['message']}".strip().rstrip(":")
-    return (message.splitlines() or [""])[0]
+    return max(reports.values(), key=lambda found: max(int(one["nanoseconds"]) for one in found), default=[])
 
 
 def runs_table(runs: Sequence[RunFacts]) -> Table:

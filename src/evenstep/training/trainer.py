@@ -390,7 +390,7 @@ class Trainer:
         self.team.world.barrier()
         if self.team.requests.is_interrupt:
             raise KeyboardInterrupt
-        raise Preempted(f"stop requested: saved step-{step:08d}")
+        raise Preempted(f"stopped: saved step-{step:08d}")
 
     def _compared(self, step: Step, compute_seconds: float) -> Iterator[str]:
         """Every few steps, check whether the replicas are still equal and whether a rank is slow."""

@@ -149,7 +149,6 @@ class Plan:
         self._check_replicas()
         self._check_cut()
         check_name(self.name)
-        parse_best(self.best)
 
     @property
     def most_devices(self) -> int:
@@ -442,10 +441,9 @@ def parse_best(text: str | None) -> tuple[str, Direction]:
     >>> parse_best(None), parse_best("accuracy"), parse_best("clean/rmse"), parse_best("score:max")
     (('loss', 'min'), ('accuracy', 'max'), ('clean/rmse', 'min'), ('score', 'max'))
     """
-    metric, _, given = (text or "loss").rpartition(":")
-    if metric and given in ("min", "max"):
-        return metric, "min" if given == "min" else "max"
-    metric = text or "loss"
+    metric = metric_of(text)
+    if text is not None and metric != text:
+        return metric, "min" if text.endswith(":min") else "max"
     # Of clean/rmse, clean is the name of a validation set.
     last = metric.lower().rpartition("/")[2]
     words = {*re.split(r"[^a-z0-9]+", last), last}
@@ -472,6 +470,11 @@ def check_replicas(num: int, num_devices: int, facts: StrategyFacts) -> None:
             f"{num} virtual replica{'s' * (num > 1)} cannot be shared by {num_devices} devices; use --replicas "
             f"{num_devices} or more, the same number on any number of devices"
         )
+
+
+def metric_of(best: str | None) -> str:
+    """The metric that --best names, without its direction."""
+    return re.sub("(?<=.):(min|max)$", "", best or "loss", flags=re.DOTALL)
 
 
 def check_device_names(devices: Iterable[str]) -> None:

@@ -96,6 +96,9 @@ def check(name: str, given: object, hint: Any, error: type[BadInput]) -> None:
 
 def read_value(name: str, given: object, hint: Any, error: type[BadInput], is_text: bool = True) -> Any:
     """A value of this type, from text or JSON; the error lists its Literals, or gives the description of its limits."""
+    is_bool = hint is bool or {*get_args(hint)} == {bool, type(None)}
+    if is_text and is_bool and isinstance(given, str):
+        given = WORDS.get(given.lower(), given)
     try:
         return msgspec.convert(given, hint, strict=not is_text, dec_hook=_path)
     except msgspec.ValidationError as wrong:
@@ -104,8 +107,14 @@ def read_value(name: str, given: object, hint: Any, error: type[BadInput], is_te
         for choice in choices:
             if get_origin(choice) is Literal:
                 raise error(f"{name} is {shown}; {_allowed(given, get_args(choice))}") from None
+        if is_bool and isinstance(given, str):
+            raise error(f"{name} is {shown}; write true or false{' (or yes, no, on, off)' * is_text}") from None
         meta = [one for choice in (hint, *choices) for one in get_args(choice) if isinstance(one, Meta)]
         raise error(f"{name} is {shown}; {meta[0].description if meta else in_words(wrong)}") from None
+
+
+WORDS = {"yes": True, "on": True, "no": False, "off": False}
+"""Further ways to write a bool on a command line."""
 
 
 def _path(kind: type, given: Any) -> Path:

@@ -436,7 +436,9 @@ def _is_task(name: str, value: object, module: ModuleType) -> bool:
 
 def _import_file(path: Path) -> ModuleType:
     if not os.path.isfile(path):
-        raise TaskError(f"no file {path}; a task is a built-in name ({', '.join(BUILT_IN)}) or a Python file of yours")
+        close = _nearest_file(path)
+        usual = f"a task is a built-in name ({', '.join(BUILT_IN)}) or a Python file of yours"
+        raise TaskError(f"no file {path}; {f'did you mean {close}?' if close else usual}")
     # The name is fixed, so that a task pickled or inspected in one process is found in another.
     name = f"{_OF_FILES}{path.stem}"
     module_spec = importlib.util.spec_from_file_location(name, path.resolve())
@@ -454,6 +456,16 @@ def _import_file(path: Path) -> ModuleType:
     except (Exception, SystemExit) as error:
         raise TaskError(f"{path} cannot be imported: {describe(error, str(path))}") from error
     return module
+
+
+def _nearest_file(path: Path) -> Path | None:
+    """A Python file of a similar name in the same folder."""
+    try:
+        names = [name for name in os.listdir(path.parent) if name.endswith(".py")]
+    except OSError:
+        return None
+    close = difflib.get_close_matches(path.name[:MAX_CHARACTERS], names, n=1)
+    return path.with_name(close[0]) if close else None
 
 
 def _import_module(name: str) -> ModuleType:

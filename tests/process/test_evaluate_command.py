@@ -84,6 +84,13 @@ def test_a_checkpoint_gives_what_its_run_recorded(strategy: str) -> None:
     assert first["values"] == pytest.approx(recorded[4], rel=1e-12)
 
 
+def test_a_file_sets_what_is_evaluated_and_quiet_shows_the_result_alone() -> None:
+    Path("test.toml").write_text('task = "my_task.py"\ndata = "other"\nbatch = 7\n')
+    done = evaluate("runs/mine", "--config", "test.toml", "--quiet")
+    assert (done.returncode, done.stderr) == (0, "")
+    assert "evaluated 21 samples in" in " ".join(done.stdout.split())
+
+
 @pytest.mark.slow
 def test_the_average_of_the_weights_is_evaluated_if_the_run_has_one() -> None:
     record = evenstep.train("my_task.py", name="averaged", options={"ema": 0.9}, progress=False, threads=1)

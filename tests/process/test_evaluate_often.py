@@ -232,6 +232,7 @@ def test_without_a_flag_the_least_loss_of_the_epochs_is_the_best() -> None:
     [
         ({"best": "score"}, "is a larger score better, or a smaller one? Write --best score:max or --best score:min"),
         ({"best": "accuracy"}, "--best is accuracy, and an evaluation has loss, score, error; choose one of these"),
+        ({"best": "scor"}, "--best is scor, and an evaluation has loss, score, error; did you mean score?"),
         ({"stop_after": 0}, "stop-after is 0; it must be a whole number, 1 or more"),
         ({"evaluate_every": -1}, "evaluate-every is -1; it must be a whole number, 1 or more"),
     ],

@@ -52,7 +52,7 @@ def task(
         batch=8,
     )
 '''
-GIVEN = ("lr=1", "width=5", "sizes=1,2", "kind=relu", "is_wide=true", "start=0.25", "where=b/c")
+GIVEN = ("lr=1", "width=5", "sizes=1,2", "kind=relu", "is_wide=yes", "start=0.25", "where=b/c")
 PRINTED = "here 1.0 5 [1, 2] relu True 0.25 PosixPath('b/c')"
 OPTIONS = {
     "lr": 1.0,
@@ -80,7 +80,7 @@ def test_every_process_gets_them_and_the_plan_the_record_and_the_folder_name_the
     assert done.returncode == 0, done.stderr
     assert "options            lr=1.0, width=5, sizes=[1, 2], kind=relu, is_wide=True" in done.stderr
     (run,) = Path("runs").iterdir()
-    assert run.name.endswith("-my_task-lr=1-width=5-sizes=1-2-kind=relu-is_wide=true-start=0.25-where=b-c-ddp")
+    assert run.name.endswith("-my_task-lr=1-width=5-sizes=1-2-kind=relu-is_wide=yes-start=0.25-where=b-c-ddp")
     assert [file.read_text().splitlines()[0] for file in sorted(run.glob("logs/*.out"))] == [PRINTED] * 2
     assert read_plan(run).options == OPTIONS
     assert Record.read(run).plan.options == OPTIONS
@@ -126,13 +126,16 @@ def test_compare_takes_them() -> None:
     assert json.loads(Path("runs/c/plan.json").read_text())["options"] == {"width": 2}
 
 
-def test_help_lists_them_with_types_defaults_and_the_docstring() -> None:
+def test_help_begins_with_them_their_choices_defaults_and_the_docstring() -> None:
     shown = evenstep_("train", "my_task.py", "--help").stdout
-    assert "Options of my_task.py:" in shown
+    assert shown.startswith("Options of my_task.py:")
+    assert "Usage: evenstep train" in shown
     assert "A small network." in shown
     words = [" ".join(line.split()) for line in shown.splitlines()]
     assert "lr= float default: 0.1" in words
-    assert "kind= Literal['tanh', 'relu'] default: tanh" in words
+    assert "kind= tanh | relu default: tanh" in words
+    assert "is_wide= true | false default: false" in words
+    assert "sizes= list[int] | none default: none" in words
     assert "start= float default: 0.5" in words
 
 

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+import evenstep
 from evenstep.plan import read_plan
 from evenstep.record import Record
 
@@ -87,7 +88,7 @@ def test_a_file_sets_options_of_the_command_and_of_the_task_and_the_command_line
         ("lr = 3", "run.toml: evenstep train has no option lr; options of the task stand below [options]"),
         ("batch = 1.5", "run.toml: batch is 1.5; expected int, got float"),
         ("batch = true", "run.toml: batch is True; expected int, got bool"),
-        ('audit = "yes"', "run.toml: audit is 'yes'; expected bool, got str"),
+        ('audit = "yes"', "run.toml: audit is 'yes'; write true or false"),
         ("allow-pickle = true", "run.toml: allow-pickle cannot be set in a file; write --allow-pickle on the command"),
         ("seed = -4", "seed is -4; it must be from 0 to 2**63 - 1"),
         ("[options]\nwidht = 4", "task() has no option widht; did you mean width?"),
@@ -203,3 +204,11 @@ def test_quiet_shows_messages_and_the_result_alone(strategy: str) -> None:
     assert [line for line in done.stdout.splitlines() if line != line.rstrip()] == []
     wrong = evenstep_("train", "my_task.py", "width=0.5", "-q")
     assert wrong.stderr.startswith("error: width is '0.5'")
+
+
+def test_python_is_quiet_too_and_help_has_the_exit_codes(capsys: pytest.CaptureFixture[str]) -> None:
+    evenstep.train("my_task.py", quiet=True, devices=1)
+    said = capsys.readouterr()
+    assert (said.out, said.err) == ("task:  0.1 3 [1]\n", "")
+    shown = " ".join(evenstep_("--help").stdout.split())
+    assert "2 bad input: nothing was started 75 stopped by SIGTERM" in shown

@@ -95,6 +95,7 @@ def refused(evenstep: Callable[..., Ended]) -> Refused:
         ("train digit", ["no task called 'digit'; did you mean digits? Built in are digits,", "file.py:function"]),
         ("train some/folder", ["no file some/folder", "a Python file of yours"]),
         ("train gone.py", ["no file gone.py", "a Python file of yours"]),
+        ("train my_taks.py", ["no file my_taks.py; did you mean my_task.py?"]),
         ("train my_task.py:other", ["my_task.py has no 'other'; it has task"]),
         ("train my_task.py:", ["'my_task.py:' names no function; choose from my_task.py:task"]),
         ("train my_task.py --strategy dpp", ["unknown strategy 'dpp'; choose single", "; did you mean d"]),
@@ -271,8 +272,10 @@ def test_a_run_does_not_write_over_another(refused: Refused) -> None:
 
 
 def test_the_api_raises_what_the_command_says() -> None:
-    with pytest.raises(library.EvenstepError, match="unknown epoch, lr; train takes batch, strategy"):
-        library.train("digits", epoch=1, lr=0.1)
+    with pytest.raises(library.EvenstepError, match=r"unknown devcies; did you mean devices\?"):
+        library.train("digits", devcies=2)
+    with pytest.raises(library.EvenstepError, match="unknown lr, zz; train takes batch, strategy"):
+        library.train("digits", zz=1, lr=0.1)
     with pytest.raises(library.EvenstepError, match="unknown strategy 'dpp'"):
         library.train("digits", strategy="dpp")
     assert not Path("runs").exists()

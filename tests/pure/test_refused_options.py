@@ -17,6 +17,7 @@ from tests.pure.conftest import Ended
         ("lrr=1", "task() has no option lrr; did you mean lr? It has lr, width, sizes"),
         ("lr=fast", "lr is 'fast'; expected float, got str"),
         ("kind=elu", "kind is 'elu'; choose tanh or relu; did you mean relu?"),
+        ("is_wide=maybe", "is_wide is 'maybe'; write true or false (or yes, no, on, off)"),
         ("sizes=1,x", "sizes is ['1', 'x']; [1]: expected int, got str"),
         ("width", "width is not an option of the task; write NAME=VALUE, such as lr=0.1"),
         ("data=here", "the data folder is given as --data"),

@@ -47,7 +47,7 @@ def compare_with_original(spec: str, options: Mapping[str, Any], num_steps: int)
         if start:
             rendezvous.close()
             return Proof(task.original.name, start, task.left_out)
-        record = watch(prepared, rendezvous, progress=False)
+        record = watch(prepared, rendezvous, "nothing")
     assert record.path is not None
     ours = FirstSteps(record.losses, load_file(record.path.parent / files.FOLDER / "latest" / files.WEIGHTS))
     # A sum over more threads is rounded differently.

@@ -10,7 +10,8 @@ import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from itertools import count, pairwise
-from typing import Annotated, Any
+from types import UnionType
+from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
 import typer
 from rich.console import Console
@@ -106,7 +107,18 @@ def _show_version(wanted: bool) -> None:
         raise typer.Exit
 
 
-@app.callback()
+EXIT_CODES = """
+[bold]Exit codes[/bold]
+
+0 done, 1 failed, 2 bad input: nothing was started
+
+75 stopped by SIGTERM, SIGUSR1 or SIGHUP, after a checkpoint; 130 stopped by Ctrl-C, after a checkpoint
+
+124 no progress: see --stall-after
+"""
+
+
+@app.callback(epilog=EXIT_CODES)
 def root(
     version: Annotated[
         bool, flag("--version", help="Show the version.", callback=_show_version, is_eager=True)
@@ -179,9 +191,11 @@ def main() -> None:
     try:
         if sys.argv[1:2] != ["run"]:  # What follows a script is the script's.
             refuse_broken(sys.argv[1:])
-        code = app(prog_name="evenstep", standalone_mode=False)
-        if {"-h", "--help"} & set(sys.argv[1:]):
-            _show_task_options(sys.argv[1:])
+        try:
+            if {"-h", "--help"} & set(sys.argv[1:]):
+                _show_task_options(sys.argv[1:])
+        finally:
+            code = app(prog_name="evenstep", standalone_mode=False)
         sys.exit(code)
     except Preempted as stop:
         print_stop(stop)
@@ -203,7 +217,7 @@ def print_stop(stop: BaseException) -> None:
 
 
 def _show_task_options(words: Sequence[str]) -> None:
-    """Below the help of a command that names a task: what can be set in it."""
+    """Above the help of a command that names a task: what can be set in it."""
     from evenstep.task import find_task, options_of
 
     spec = words[1] if words[0] in ("train", "verify", "compare") and len(words) > 1 else "-"
@@ -212,7 +226,7 @@ def _show_task_options(words: Sequence[str]) -> None:
     task = find_task(spec)
     table = Table(box=None, pad_edge=False, show_header=False)
     for one in options_of(task):
-        default = "required" if one.default is one.empty else f"default: {one.default}"
+        default = "required" if one.default is one.empty else f"default: {value_in_words(one.default)}"
         table.add_row(f"  {one.name}=", Text(_type_in_words(one.annotation)), Text(default))
     console = Console(highlight=False, emoji=False, soft_wrap=True)
     console.print(f"Options of {spec}{':' if table.row_count else ': none'}", style="bold", markup=False)
@@ -223,7 +237,32 @@ def _show_task_options(words: Sequence[str]) -> None:
 
 
 def _type_in_words(kind: Any) -> str:
-    return kind.__name__ if isinstance(kind, type) else str(kind).replace("typing.", "")
+    """Choices where there are any, else the name of the type.
+
+    >>> _type_in_words(Literal["tanh", "relu"] | None), _type_in_words(bool), _type_in_words(list[int])
+    ('tanh | relu | none', 'true | false', 'list[int]')
+    """
+    if kind is bool:
+        return "true | false"
+    if kind is None or kind is type(None):
+        return "none"
+    if get_origin(kind) is Literal:
+        return " | ".join(map(value_in_words, get_args(kind)))
+    if get_origin(kind) in (Union, UnionType):
+        return " | ".join(map(_type_in_words, get_args(kind)))
+    is_plain = isinstance(kind, type) and not get_args(kind)
+    return kind.__name__ if is_plain else str(kind).replace("typing.", "")
+
+
+def value_in_words(value: Any) -> str:
+    """As it is written on a command line.
+
+    >>> value_in_words(False), value_in_words([1, 2]), value_in_words("relu")
+    ('false', '1,2', 'relu')
+    """
+    if isinstance(value, bool) or value is None:
+        return str(value).lower()
+    return ",".join(map(value_in_words, value)) if isinstance(value, list | tuple) else str(value)
 
 
 def _print_usage(error: Any) -> None:

@@ -18,11 +18,12 @@ from evenstep.cli.app import (
     PrecisionOption,
     WorkersOption,
     app,
+    flag,
     print_notes,
     without_nan,
 )
 from evenstep.cli.completion import complete_run, complete_strategy, complete_task
-from evenstep.cli.settings import choose_task
+from evenstep.cli.settings import SettingsOption, choose_task
 
 EXAMPLES = """
 [bold]Examples[/bold]
@@ -50,6 +51,7 @@ def evaluate(
         typer.Argument(metavar="TASK", help="Task to use; default: that of the run.", autocompletion=complete_task),
     ] = None,
     options: OptionsArgument = None,
+    settings: SettingsOption = None,
     strategy: Annotated[
         str | None, typer.Option(help="Default: that of the run.", autocompletion=complete_strategy)
     ] = None,
@@ -60,10 +62,11 @@ def evaluate(
     precision: PrecisionOption = None,
     data: DataOption = None,
     workers: WorkersOption = None,
+    quiet: Annotated[bool, flag("--quiet", "-q", help="Show errors and the result alone.")] = False,
     as_json: JsonOption = False,
 ) -> None:
     """Evaluate a checkpoint: the loss, metrics and scores of all validation data, the same on any number of devices."""
-    task, given = choose_task(task, options, None)
+    task, given = choose_task(task, options, settings)
     from evenstep.launcher.evaluating import evaluate as evaluated
     from evenstep.report.terminal import number, plain
 
@@ -76,7 +79,7 @@ def evaluate(
         "workers": workers,
         "options": given,
     }
-    found = evaluated(checkpoint, task, choices, print_notes)
+    found = evaluated(checkpoint, task, choices, (lambda notes: None) if quiet else print_notes)
     if as_json:
         print(json.dumps(without_nan(asdict(found))))
         return

@@ -222,7 +222,7 @@ def train(
         errors = error_console()
         errors.print(prepared.plan.describe(), style="dim", markup=False)
         errors.print(f"\n{prepared.plan.arithmetic(prepared.lengths)}", style="bold", markup=False)
-    record = watch(prepared, connection, progress=not quiet, is_command=True)
+    record = watch(prepared, connection, "messages" if quiet else "all", is_command=True)
     if connection.is_head:
         _finish(record, as_json)
 

@@ -10,13 +10,14 @@ Record.read(two.folder)
 
 from __future__ import annotations
 
+import difflib
 import os
 import signal
 from collections.abc import Iterator, Mapping
 from contextlib import chdir, contextmanager, nullcontext
 from dataclasses import fields, replace
 from pathlib import Path
-from typing import Any, Union
+from typing import Any, Literal, Union
 
 import torch
 
@@ -137,36 +138,41 @@ def _requeued(source: Source, chosen: Mapping[str, Any], slurm: Slurm | None) ->
     return replace(prepared, plan=plan, notes=[*notes, f"continuing from {resume.name} of {folder}"])
 
 
-def train(task: str | TaskFunction | Task, *, progress: bool = True, **choices: Any) -> Record:
+def train(task: str | TaskFunction | Task, *, progress: bool = True, quiet: bool = False, **choices: Any) -> Record:
     """Train a task and return its Record; the choices are the fields of a Plan, and may be left out.
 
     record = evenstep.train(task, strategy="ddp", devices=2, batch=512, epochs=10)
+
+    `quiet` shows messages alone, as `--quiet` does; without `progress`, nothing is shown.
     """
     if isinstance(worker_spec(), TrainingSpec):
         raise PlanError(
             "evenstep.train was called by a worker that imports your script; let the script alone call it:\n"
             'if __name__ == "__main__": evenstep.train(...)'
         )
-    unknown = set(choices) - set(CHOICES)
+    unknown = sorted(set(choices) - set(CHOICES))
     if unknown:
-        raise PlanError(f"unknown {', '.join(sorted(unknown))}; train takes {', '.join(CHOICES)}")
+        close = difflib.get_close_matches(unknown[0], (*CHOICES, "progress", "quiet"), n=1)
+        hint = f"did you mean {close[0]}?" if close else f"train takes {', '.join(CHOICES)}"
+        raise PlanError(f"unknown {', '.join(unknown)}; {hint}")
     with settings_kept():
-        return watch(*prepare_run(task, choices), progress)
+        return watch(*prepare_run(task, choices), "nothing" if not progress else "messages" if quiet else "all")
 
 
+Shows = Literal["all", "messages", "nothing"]
 ELSEWHERE = "the checkpoints are on the first machine"
 
 
-def watch(prepared: Prepared, rendezvous: Rendezvous, progress: bool = True, is_command: bool = False) -> Record:
+def watch(prepared: Prepared, rendezvous: Rendezvous, shows: Shows = "all", is_command: bool = False) -> Record:
     """Carry the plan out, show its progress, and read its Record.
 
-    A command may exit when it hangs, and shows messages without progress; a notebook's process must survive.
+    A command may exit when it hangs; a notebook's process must survive.
     """
     if is_command:
         put_off_compiler()
     is_head = rendezvous.is_head
-    is_silent = not progress and not is_command
-    with Progress(prepared.num_steps, quiet=is_silent, is_bare=not is_head, shows_steps=progress) as shown:
+    is_silent = shows == "nothing"
+    with Progress(prepared.num_steps, quiet=is_silent, is_bare=not is_head, shows_steps=shows == "all") as shown:
         try:
             events = _run(prepared, rendezvous, is_command)
             if prepared.plan.profile is not None and is_head:

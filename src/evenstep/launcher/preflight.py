@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -23,8 +24,8 @@ from evenstep.data.loader import MicroBatch
 from evenstep.data.nested import map_tensors
 from evenstep.data.prefetch import NOT_RESIDENT, can_be_resident
 from evenstep.distributed.world import World
-from evenstep.errors import EvenstepError, PlanError, TaskError, shorten
-from evenstep.plan import Plan, parse_best
+from evenstep.errors import MAX_CHARACTERS, EvenstepError, PlanError, TaskError, shorten
+from evenstep.plan import Plan, metric_of, parse_best
 from evenstep.record import BestSoFar, find_metric
 from evenstep.sampling.order import Lengths, Order, lengths_of, order_name
 from evenstep.sampling.rng import Draws, Ids
@@ -136,15 +137,17 @@ class DryRun:
         return names
 
     def _check_best(self, names: list[str]) -> None:
-        metric, _ = parse_best(self._plan.best)
+        metric = metric_of(self._plan.best)
         if "" in (self._task.scores or ()):
             # It returns a dict, whose names are known after the first evaluation.
             return
         # A score may be a dict of values, named score/key.
         scores = [name for name in names if name.rpartition("/")[2] in (self._task.scores or ())]
         if find_metric(metric, names) is None and not any(metric.startswith(f"{score}/") for score in scores):
+            close = difflib.get_close_matches(metric[:MAX_CHARACTERS], names, n=1)
             raise PlanError(
-                f"--best is {shorten(metric)}, and an evaluation has {', '.join(names)}; choose one of these"
+                f"--best is {shorten(metric)}, and an evaluation has {', '.join(names)}; "
+                + (f"did you mean {close[0]}?" if close else "choose one of these")
                 + "".join(f"\n{line}" for line in getattr(self._task, "left_out", ()))
             )
 
@@ -243,6 +246,8 @@ def probe(plan: Plan, task: Task, train: AdaptedData, valid: Mapping[str, Adapte
         dry_run.check(few, _few_of_each(plan, valid))
         if min(map(plan.smallest_micro_batch, plan.batch_sizes(lengths))) == 1:
             dry_run.check_alone(sample_batch(source, transform, most=1), lengths)
+    # After the names of the metrics are known: one that does not exist has no direction.
+    parse_best(plan.best)
 
 
 def _few_of_each(plan: Plan, valid: Mapping[str, AdaptedData]) -> dict[str, SampleBatch]:

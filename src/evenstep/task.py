@@ -82,9 +82,10 @@ class Task:
     """(predictions, targets) of a validation batch, for `scores`: tensors or lists, or tuples or dicts of these."""
     scores: Mapping[str, Any] | None = None
     """Functions of all predictions and targets of the validation data, or objects with update, compute and reset."""
-    scheduler: Callable[..., LRScheduler] | None = None
+    scheduler: Callable[..., LRScheduler] | Mapping[str, Callable[..., LRScheduler]] | None = None
     """Called with the optimizer, and with `num_steps` and `steps_per_epoch` if it has such parameters. Stepped after
-    every optimizer step; a ReduceLROnPlateau after every evaluation, with the metric of `--best`."""
+    every optimizer step; a ReduceLROnPlateau after every evaluation, with the metric of `--best`. Of several
+    optimizers: a dict."""
     schedule_every: ScheduleEvery = "step"
     """When the scheduler is stepped: after every optimizer step, or after every epoch."""
     augment: Callable[[Any, torch.Generator], Any] | None = None

@@ -150,3 +150,21 @@ def test_a_custom_loop_reads_them_from_its_loss() -> None:
         run.log(loss)
     run.finish()
     assert [step.logged["step"] for step in Record.read("runs/mine").steps] == [1, 2, 3, 4, 5]
+
+
+@pytest.mark.parametrize("has_loader", [True, False])
+def test_all_losses_of_a_step_of_a_custom_loop_see_its_number(has_loader: bool) -> None:
+    team = evenstep.join("single", devices=("cpu",))
+    models = [team.wrap(nn.Linear(4, 1)) for _ in range(2)]
+    optimizers = [torch.optim.SGD(model.parameters(), lr=0.1) for model in models]
+    seen: list[int] = []
+
+    def loss(bare: Any, batch: torch.Tensor) -> torch.Tensor:
+        seen.append(evenstep.progress().step)
+        return bare[0](batch).square().mean()
+
+    for batch in team.loader(x, batch=10) if has_loader else x.split(10):
+        for first in (0, 1):
+            team.backward(loss, (models[first], models[1 - first]), batch)
+            team.step(optimizers[first])
+    assert seen == [1, 1, 2, 2, 3, 3, 4, 4]

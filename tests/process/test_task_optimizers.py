@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import subprocess
 import sys
 from pathlib import Path
@@ -95,7 +96,11 @@ GAN = """
 import torch
 from torch import nn
 from torch.nn import functional as F
+from torch.optim.lr_scheduler import LambdaLR, ReduceLROnPlateau, StepLR
 from evenstep import Task
+
+def slower(step):
+    return 1 / (1 + step)
 
 x = torch.randn(60, 3) + 2
 z = torch.randn(60, 2)
@@ -125,6 +130,7 @@ def task() -> Task:
         valid=(x[:11], z[:11]),
         loss={"d": d_loss, "g": g_loss},
         optimizer={"d": adam, "g": lambda parameters: torch.optim.SGD(parameters, lr=0.1, momentum=0.9)},
+        scheduler={"g": lambda optimizer: StepLR(optimizer, 3, 0.5), "d": lambda one: LambdaLR(one, slower)},
         metrics=lambda models, batch: {"size": models.g(batch[1]).square().mean(1)},
         show=lambda models: f"{models.g(z[:1].to(models.g.layers[0].weight.dtype)).shape}",
         batch=9,
@@ -139,6 +145,11 @@ def test_a_gan_learns_what_one_device_learns(strategy: str) -> None:
     record = Record.read(Path("runs/two"))
     for step in record.steps:
         assert step.loss == pytest.approx(step.logged["loss/d"] + step.logged["loss/g"])
+        assert step.grad_norm == pytest.approx(math.hypot(step.logged["grad_norm/d"], step.logged["grad_norm/g"]))
+        assert step.lr == step.logged["lr/d"] == pytest.approx(1e-2 / step.step)
+        assert step.logged["lr/g"] == pytest.approx(0.1 * 0.5 ** ((step.step - 1) // 3))
+    norms = [[step.grad_norm for step in Record.read(Path("runs", name)).steps] for name in ("single", "two")]
+    assert norms[1] == pytest.approx(norms[0], rel=1e-9)
     assert {"loss", "loss/d", "loss/g", "size"} <= record.evaluations[-1].values.keys()
 
 
@@ -150,6 +161,7 @@ def test_verify_passes_a_gan() -> None:
 
 @pytest.mark.parametrize(
     ("old", "new", "words"),
+<<<<<<< HEAD
     first_is_quick(
         [
             ('loss={"d": d_loss, "g": g_loss}', "loss=d_loss", "give both as dicts with the same keys"),
@@ -163,6 +175,17 @@ def test_verify_passes_a_gan() -> None:
             ("batch=9", "batch=9, scheduler=lambda o: o", "Task.scheduler changes one optimizer, and there are 2"),
         ]
     ),
+=======
+    [
+        ('loss={"d": d_loss, "g": g_loss}', "loss=d_loss", "give both as dicts with the same keys"),
+        ('"teacher": nn.Linear(3, 2)}', "}", "'teacher'"),
+        ('lambda: {"d": Net(3, 5, 1), "g"', 'lambda: {"x": Net(3, 5, 1), "g"', "Task.model() made only x, g, teacher"),
+        ("model=lambda: {", "model=lambda: Net(3, 5, 1) or {", "must return a dict of modules"),
+        ("scheduler={", "scheduler=slower, scores={", "Task.scheduler is one for all, and the optimizers are d, g"),
+        ('scheduler={"g"', 'scheduler={"teacher"', "Task.scheduler has teacher, d, and the optimizers are d, g"),
+        ("StepLR(optimizer, 3, 0.5)", "ReduceLROnPlateau(optimizer)", "use one kind for all"),
+    ],
+>>>>>>> a4e4b77 (A scheduler and the norm of gradients for each of several optimizers; dp says what BatchNorm sees; progress().step in every loss of a step)
 )
 def test_what_does_not_fit_is_refused_before_the_start(old: str, new: str, words: str) -> None:
     Path("gan.py").write_text(GAN.replace(old, new))

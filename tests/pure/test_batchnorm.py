@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
+from pathlib import Path
 
+import pytest
 import torch
 
 import evenstep
 from evenstep.training.batchnorm import standing_in, summed
+from tests.pure.conftest import Ended
 
 
 def test_a_sample_that_stands_in_adds_zeros_and_takes_part_in_backward() -> None:
@@ -21,3 +25,36 @@ def test_a_sample_that_stands_in_adds_zeros_and_takes_part_in_backward() -> None
         total.sum().backward()
         assert not summed(values.detach()).requires_grad
     assert values.grad is None
+
+
+NORMED = """
+import torch
+from torch import nn
+from evenstep import Task
+
+def task() -> Task:
+    return Task(
+        model=lambda: nn.Sequential(nn.Linear(4, 3), nn.BatchNorm1d(3)),
+        train=(torch.randn(12, 4),),
+        loss=lambda model, batch: model(batch[0]).square().mean(),
+        optimizer=lambda parameters: torch.optim.SGD(parameters, lr=0.1),
+        batch=6,
+    )
+"""
+
+
+@pytest.mark.parametrize(
+    ("strategy", "cure"),
+    [
+        ("dp", "--strategy ddp --sync-batchnorm"),
+        pytest.param("ddp", "--sync-batchnorm", marks=pytest.mark.slow),
+    ],
+)
+def test_every_strategy_says_that_a_device_normalizes_its_share(
+    strategy: str, cure: str, request: pytest.FixtureRequest
+) -> None:
+    command: Callable[..., Ended] = request.getfixturevalue("evenstep")
+    Path("my_task.py").write_text(NORMED)
+    ended = command("train", "my_task.py", "--strategy", strategy, "--devices", "cpu,cpu")
+    assert ended.code == 0
+    assert f"BatchNorm uses each device's share of a batch; {cure} makes it the same as on one device" in ended.err

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from functools import partial
 from typing import Any
 from weakref import WeakSet
@@ -35,6 +35,11 @@ class OwnBatches(Loader):
         if self._is_next:
             self._stepped = WeakSet()
         self._stepped.add(optimizer)
+
+    def begins_step(self, weights: Iterable[torch.Tensor]) -> bool:
+        """Whether a backward for these begins a step: not if another optimizer alone has taken the current one."""
+        stepped = {id(one) for each in self._stepped for group in each.param_groups for one in group["params"]}
+        return not stepped or any(id(weight) in stepped for weight in weights)
 
     def make(self, data: Any) -> Batch:
         """One step of `data`, this process's part of it: tensors with a row for each sample. All ranks call this."""

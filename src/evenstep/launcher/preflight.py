@@ -284,9 +284,10 @@ def _check_schedule(plan: Plan, task: Task, lengths: Lengths) -> None:
     if task.scheduler is None:
         return
     put_off_compiler()
-    optimizer = torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=0.1, momentum=0.9)
+    names = task.optimizer if isinstance(task.optimizer, Mapping) else ("",)
+    small = {key: torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=0.1, momentum=0.9) for key in names}
     try:
-        scheduler = make_scheduler(task, optimizer, plan, lengths, plan.num_steps(lengths))
+        scheduler = make_scheduler(task, small, plan, lengths, plan.num_steps(lengths))
     except EvenstepError:
         raise
     except Exception:
@@ -296,13 +297,15 @@ def _check_schedule(plan: Plan, task: Task, lengths: Lengths) -> None:
 
 def _check_makers(task: Task) -> None:
     """Every process makes its own model, optimizer and scheduler, so the task must give functions."""
-    for field, kind, argument in MADE_BY_TASK:
-        made = getattr(task, field)
-        if isinstance(made, kind):
-            name, given = type(made).__name__, f"{argument}, ..." if argument else "..."
+    given = [(getattr(task, field), field, kind, argument) for field, kind, argument in MADE_BY_TASK]
+    for one, field, kind, argument in given:
+        several = one.values() if isinstance(one, Mapping) else (one,)
+        made = next((each for each in several if isinstance(each, kind)), None)
+        if made is not None:
+            name, arguments = type(made).__name__, f"{argument}, ..." if argument else "..."
             raise TaskError(
                 f"Task.{field} is an instance of {name}, and every process makes its own; "
-                f"write {field}={f'lambda {argument}'.rstrip()}: {name}({given})"
+                f"write {field}={f'lambda {argument}'.rstrip()}: {name}({arguments})"
             )
     if not callable(task.model):
         raise TaskError(

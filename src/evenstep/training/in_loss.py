@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -92,13 +92,17 @@ class LossContext:
     __slots__ = ("_at", "_num_micro", "_num_samples", "_split", "called", "is_alone", "meeting", "world")
 
     def __init__(
-        self, world: World, batch: Batch, called: set[str] | None = None, at: tuple[int, int] | None = None
+        self,
+        world: World,
+        batch: Batch,
+        called: set[str] | None = None,
+        at: Callable[[], tuple[int, int]] | None = None,
     ) -> None:
-        """`at` are the step and the epoch of an evaluation."""
+        """`at` returns the step and the epoch, where they are not those of the batch."""
         self.world = world
         self._num_samples, self._num_micro = batch.num_samples, len(batch.micro_batches)
         self._split = batch.loader.split
-        self._at = (batch.loader.num_finished + 1, batch.span.epoch) if at is None else at
+        self._at = at or (lambda: (batch.loader.num_finished + 1, batch.span.epoch))
         self.called = set() if called is None else called
         """Names of functions of this module that the loss called."""
         self.is_alone = False
@@ -116,7 +120,7 @@ class LossContext:
 
     def progress(self) -> TrainingProgress:
         self.called.add("progress")
-        return TrainingProgress(*self._at)
+        return TrainingProgress(*self._at())
 
     def gather(self, tensor: torch.Tensor, call: LossCall) -> torch.Tensor:
         world = self.world

@@ -10,7 +10,6 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
-from operator import itemgetter
 from typing import Any, Protocol
 
 import torch
@@ -96,6 +95,11 @@ class Ahead:
         return self._pinned[key][self.number % SLOTS].copy_(values, non_blocking=True)
 
 
+def _only(losses: list[MeanLoss], norms: list[float]) -> MeanLoss:
+    losses[0].grad_norm = norms[0] if norms else None
+    return losses[0]
+
+
 class LateStep:
     """An eager step that the GPU may still be running."""
 
@@ -105,12 +109,12 @@ class LateStep:
         self,
         team: Team,
         launched: Sequence[Launched],
-        norm: torch.Tensor | None = None,
-        combined: Callable[[list[MeanLoss]], MeanLoss] = itemgetter(0),
+        norms: torch.Tensor | None = None,
+        combined: Callable[[list[MeanLoss], list[float]], MeanLoss] = _only,
     ) -> None:
-        """`combined` is the loss of a step with several backwards."""
-        self._requests, self._launched, self._norm, self._combined = team.requests, launched, norm, combined
-        self._grad_norm: float | None = None
+        """`combined` makes one loss of those of several backwards, and of the norms of their gradients."""
+        self._requests, self._launched, self._norms, self._combined = team.requests, launched, norms, combined
+        self._grad_norms: list[float] = []
         self._has_arrived = False
         self._loss: MeanLoss | None = None
 
@@ -122,14 +126,13 @@ class LateStep:
         for one in self._launched:
             assert isinstance(one.totals, LateLoss)
             one.totals.arrive()
-        if self._norm is not None:
-            self._grad_norm, self._norm = float(self._norm), None
+        if self._norms is not None:
+            self._grad_norms, self._norms = self._norms.flatten().tolist(), None
 
     def read(self) -> MeanLoss:
         self.arrive()
         if self._loss is None:
-            self._loss = self._combined([one.read() for one in self._launched])
-            self._loss.grad_norm = self._grad_norm
+            self._loss = self._combined([one.read() for one in self._launched], self._grad_norms)
         self._requests.agree(self._launched[-1].totals.request_code)
         return self._loss
 

@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from safetensors.torch import load_file, save_file
@@ -46,6 +46,7 @@ from evenstep.sampling.rng import (
 from evenstep.strategies.base import NOTHING, DistributedModel
 from evenstep.task import Amount
 from evenstep.training.evaluation import Means
+from evenstep.training.schedule import Schedulers, SteppedAfter
 from evenstep.training.team import Team
 
 if TYPE_CHECKING:
@@ -56,7 +57,6 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 _PAIRS = "(pairs)"
-SteppedAfter = Literal["step", "epoch", "evaluation"]
 
 
 class Loaded(dict[str, Any]):
@@ -73,7 +73,7 @@ class Run:
     run = evenstep.Run(team, model, optimizer, loader, scheduler)    # the last, if there is one
     run.save("checkpoints"); run.load("checkpoints")
 
-    Several models and optimizers are given as dicts: Run(team, {"g": g, "d": d}, {"g": g_optimizer, ...}, loader).
+    Several models, optimizers and schedulers are given as dicts: Run(team, {"g": g, "d": d}, {"g": g_optimizer, ...}).
 
     With a folder, a custom loop leaves there what `evenstep train` does, checkpoints and a Record:
 
@@ -89,7 +89,7 @@ class Run:
         model: DistributedModel | Mapping[str, DistributedModel],
         optimizer: torch.optim.Optimizer | Mapping[str, torch.optim.Optimizer],
         loader: Loader | None = None,
-        scheduler: LRScheduler | None = None,
+        scheduler: LRScheduler | Schedulers | Mapping[str, LRScheduler] | None = None,
         num_steps: int | None = None,
         *,
         folder: str | Path | None = None,
@@ -100,7 +100,7 @@ class Run:
         self.models = _named(model)
         self.optimizers = _named(optimizer)
         self.loader = loader if loader is not None else team.own_batches
-        self.scheduler = scheduler
+        self.scheduler = Schedulers(scheduler) if isinstance(scheduler, Mapping) else scheduler
         self.num_steps = num_steps
         """What the schedule was made for, where it depends on that."""
         self.stepped_after: SteppedAfter = "step"
@@ -116,8 +116,8 @@ class Run:
         """Which parameters required gradients at the start; layers may be unfrozen between steps."""
         if set(self.optimizers) - set(self.models):
             raise TaskError(f"optimizers {list(self.optimizers)} and models {list(self.models)} need the same names")
-        if scheduler is not None:
-            _check_scheduler(scheduler)
+        if self.scheduler is not None:
+            _check_scheduler(self.scheduler)
         elif len(self.optimizers) == 1 and "initial_lr" in next(iter(self.optimizers.values())).param_groups[0]:
             warnings.warn(
                 "the optimizer has a scheduler that this Run does not save, so that a resumed training would begin its "
@@ -302,7 +302,7 @@ class Run:
         self.loaded = state
         if rates is None and self.scheduler is not None and state["scheduler"] is not None:
             self.scheduler.load_state_dict(unpacked(state["scheduler"]))
-        for group, rate in zip(self._first_groups(), rates or [], strict=False):
+        for group, rate in zip(self._scheduled_groups(), rates or [], strict=False):
             group["lr"] = rate
         if self._record is not None:
             self._record.recall(self.loader.facts(), state.get("so_far"))
@@ -334,7 +334,7 @@ class Run:
             warnings.simplefilter("ignore", UserWarning)
             for _ in range(self._epochs_of(state) if self.stepped_after == "epoch" else state["step"]):
                 self.scheduler.step()
-        return [group["lr"] for group in self._first_groups()]
+        return [group["lr"] for group in self._scheduled_groups()]
 
     def _epochs_of(self, state: State) -> int:
         stream = state["loader"].get("stream")
@@ -343,6 +343,11 @@ class Run:
 
     def _first_groups(self) -> list[dict[str, Any]]:
         return next(iter(self.optimizers.values())).param_groups
+
+    def _scheduled_groups(self) -> list[dict[str, Any]]:
+        if not isinstance(self.scheduler, Schedulers):
+            return self._first_groups()
+        return [group for key in self.scheduler.parts for group in self.optimizers[key].param_groups]
 
     def _first_not_finite(self) -> str | None:
         """The first parameter that holds NaN or infinity, on this rank; buffers may (a mask of -inf is fine)."""
@@ -462,8 +467,9 @@ def unpacked(value: Any) -> Any:
     return [unpacked(one) for one in value] if isinstance(value, list) else value
 
 
-def _check_scheduler(scheduler: LRScheduler) -> None:
-    try:
-        json.dumps(packed(scheduler.state_dict()))
-    except TypeError as error:
-        raise TaskError(f"the state of {type(scheduler).__name__} cannot be saved as JSON ({error})") from error
+def _check_scheduler(scheduler: LRScheduler | Schedulers) -> None:
+    for one in scheduler.parts.values() if isinstance(scheduler, Schedulers) else (scheduler,):
+        try:
+            json.dumps(packed(one.state_dict()))
+        except TypeError as error:
+            raise TaskError(f"the state of {type(one).__name__} cannot be saved as JSON ({error})") from error

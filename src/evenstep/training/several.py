@@ -26,10 +26,11 @@ from evenstep.data.loader import Batch
 from evenstep.errors import TaskError
 from evenstep.strategies.base import SMALL_ENOUGH, DistributedModel, Sample, copied
 from evenstep.task import Amount, Task, has_several
-from evenstep.training.loss import MeanLoss
+from evenstep.training.loss import HostCopy, MeanLoss
 from evenstep.training.optim import WeightUpdate
 from evenstep.training.run import Run
-from evenstep.training.step import Done, Taken, agreed_when_read, reads_late
+from evenstep.training.schedule import Schedulers
+from evenstep.training.step import Taken, agreed_when_read, reads_late
 
 if TYPE_CHECKING:
     from evenstep.training.late import Ahead, FiniteGuard
@@ -85,9 +86,18 @@ def in_turn(task: Task) -> Task:
             f"Task.loss has {_keys(losses)} and Task.optimizer {_keys(optimizers)}; give both as dicts with the same "
             f"keys, in the order in which they are stepped; {OWN_LOOP}"
         )
-    if task.scheduler is not None:
-        raise TaskError(f"Task.scheduler changes one optimizer, and there are {len(optimizers)}; {OWN_LOOP}")
+    _check_schedulers(task.scheduler, optimizers)
     return replace(task, model=partial(_make_models, task.model, tuple(losses)), loss=LossesInTurn(losses))
+
+
+def _check_schedulers(given: Any, optimizers: Mapping[str, Any]) -> None:
+    if given is None or (isinstance(given, Mapping) and set(given) <= set(optimizers)):
+        return
+    what = f"has {_keys(given)}" if isinstance(given, Mapping) else "is one for all"
+    raise TaskError(
+        f"Task.scheduler {what}, and the optimizers are {_keys(optimizers)}; give a dict with keys of these: "
+        f"scheduler={{{next(iter(optimizers))!r}: lambda optimizer: ...}}"
+    )
 
 
 def _make_models(make: Callable[[], Any], trained: tuple[str, ...]) -> NamedModels:
@@ -209,11 +219,13 @@ class InTurn:
 
     def __init__(self, run: Run, losses: LossesInTurn, clip: float | None) -> None:
         self.messages: list[str] = []
-        self.lag = 0
         self._run, self._team = run, run.team
         self._losses, self._clip = losses.parts, clip
         self._views: dict[tuple[int, ...], NamedModels] = {}
-        if run.team.world.device.type == "cuda":
+        is_cuda = run.team.world.device.type == "cuda"
+        # As of `Eager`: norms are known when the next step has begun.
+        self.lag = int(clip is not None and is_cuda)
+        if is_cuda:
             self.messages.append("fast: steps stay eager: the task has several optimizers")
 
         self._late: tuple[FiniteGuard, Ahead] | None = None
@@ -238,28 +250,35 @@ class InTurn:
 
     def _take_early(self, batch: Batch) -> Taken:
         losses: dict[str, MeanLoss] = {}
-        are_taken = True
+        updates: dict[str, WeightUpdate] = {}
+        rates = self._rates()
         for key, (loss, models) in self._turns():
             losses[key] = self._team.backward(loss, models, batch)
-            are_taken &= bool(self._team.update(self._run.optimizers[key], self._clip))
-        self._finish(are_taken)
-        return Done(_total(losses), WeightUpdate(are_taken, None))
+            updates[key] = self._team.update(self._run.optimizers[key], self._clip)
+        self._finish(updates)
+        return DoneInTurn(_total(losses, rates), updates)
 
     def _take_late(self, batch: Batch, guard: FiniteGuard, ahead: Ahead) -> Taken:
         from evenstep.training.late import LateStep, judge
 
         launched = []
+        updates: dict[str, WeightUpdate] = {}
+        rates = self._rates()
         for key, (loss, models) in self._turns():
             launched.append(self._team.launch(loss, models, batch))
             judge(launched[-1], guard, ahead, key)
             with guard.stopping(self._run.optimizers[key]):
-                self._team.update(self._run.optimizers[key], self._clip)
-        self._finish(are_taken=True)
-        step = LateStep(
-            self._team, launched, combined=lambda losses: _total(dict(zip(self._losses, losses, strict=True)))
-        )
+                updates[key] = self._team.update(self._run.optimizers[key], self._clip)
+        self._finish(updates)
+        found = [update.grad_norm for update in updates.values() if update.grad_norm is not None]
+        norms = ahead.copy("norms", torch.stack(found)) if found else None
+        step = LateStep(self._team, launched, norms, partial(self._combined, rates))
         ahead.add(step)
         return step
+
+    def _combined(self, rates: Mapping[str, float], losses: list[MeanLoss], norms: list[float]) -> MeanLoss:
+        total = _total(dict(zip(self._losses, losses, strict=True)), rates)
+        return _with_norms(total, dict(zip(self._losses, norms, strict=False)))
 
     def _turns(self) -> Iterator[tuple[str, tuple[Loss, tuple[DistributedModel, ...]]]]:
         """For each loss, by its name: the function, and the models with the one that it trains first."""
@@ -267,17 +286,48 @@ class InTurn:
             keys = [key, *(other for other in self._run.models if other != key)]
             yield key, (partial(self._call, loss, keys), tuple(self._run.models[one] for one in keys))
 
-    def _finish(self, are_taken: bool) -> None:
+    def _rates(self) -> dict[str, float]:
+        """Of optimizers that have a scheduler."""
+        parts = self._run.scheduler.parts if isinstance(self._run.scheduler, Schedulers) else ()
+        return {f"lr/{key}": float(self._run.optimizers[key].param_groups[0]["lr"]) for key in parts}
+
+    def _finish(self, updates: Mapping[str, WeightUpdate]) -> None:
+        run = self._run
         self._team.finish_batch()
-        if self._run.average is not None and are_taken:
-            self._run.average.update()
+        if isinstance(run.scheduler, Schedulers) and run.stepped_after == "step":
+            for key, scheduler in run.scheduler.parts.items():
+                if updates[key]:
+                    scheduler.step()
+        if run.average is not None and all(updates.values()):
+            run.average.update()
 
     def _call(self, loss: Loss, keys: Sequence[str], bare: Sequence[nn.Module], data: Any) -> Amount:
         return loss(view(self._views, keys, bare), data)
 
 
-def _total(losses: Mapping[str, MeanLoss]) -> MeanLoss:
-    logged = {name: value for loss in losses.values() for name, value in loss.logged.items()}
+class DoneInTurn:
+    """A step of several models; with `--clip`, the norm of each one's gradients, and of all of them."""
+
+    def __init__(self, loss: MeanLoss, updates: Mapping[str, WeightUpdate]) -> None:
+        self._loss = loss
+        self._norms = {
+            key: HostCopy(update.grad_norm) for key, update in updates.items() if update.grad_norm is not None
+        }
+
+    def read(self) -> MeanLoss:
+        norms, self._norms = {key: float(copy.read()) for key, copy in self._norms.items()}, {}
+        return _with_norms(self._loss, norms)
+
+
+def _with_norms(loss: MeanLoss, norms: Mapping[str, float]) -> MeanLoss:
+    if norms:
+        loss.logged |= {f"grad_norm/{key}": norm for key, norm in norms.items()}
+        loss.grad_norm = math.hypot(*norms.values())
+    return loss
+
+
+def _total(losses: Mapping[str, MeanLoss], rates: Mapping[str, float]) -> MeanLoss:
+    logged = {name: value for loss in losses.values() for name, value in loss.logged.items()} | dict(rates)
     logged |= {f"loss/{key}": float(loss) for key, loss in losses.items()}
     *_, last = losses.values()
     seconds = sum(loss.compute_seconds for loss in losses.values())

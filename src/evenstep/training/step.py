@@ -16,6 +16,7 @@ from evenstep.strategies.base import DistributedModel
 from evenstep.task import Amount
 from evenstep.training.loss import HostCopy, MeanLoss
 from evenstep.training.optim import WeightUpdate
+from evenstep.training.schedule import Schedulers
 from evenstep.training.team import Team
 
 if TYPE_CHECKING:
@@ -31,7 +32,7 @@ class Recipe:
     model: DistributedModel
     optimizer: torch.optim.Optimizer
     clip: float | None
-    scheduler: LRScheduler | None
+    scheduler: LRScheduler | Schedulers | None
     is_scheduled: bool = True
     """Whether every step is one of the scheduler; others count epochs or evaluations."""
     average: WeightAverage | None = None

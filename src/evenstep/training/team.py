@@ -342,7 +342,7 @@ class Team:
             )
 
     def _on_replicas(self, loss: Loss, models: tuple[DistributedModel, ...], batch: Batch, totals: LossTotal) -> None:
-        context = LossContext(self.world, batch, self.called_in_loss)
+        context = LossContext(self.world, batch, self.called_in_loss, partial(self._step_of, batch, models[0]))
         backward = ReplicaBackward(self.world, self.precision, loss, models, totals, context)
         if self.virtual_seeds is not None:
             from evenstep.training.virtual_replicas import VirtualBackward
@@ -464,7 +464,7 @@ class Team:
                 num_samples = batch.span.stop
                 if can_stop and number % BATCHES_BETWEEN_AGREEMENTS == 0:
                     self._stop_together()
-                context = LossContext(self.world, batch, at=self._at())
+                context = LossContext(self.world, batch, at=self._at)
                 if scores is not None:
                     scores.add(self, model, batch)
                 for index, per_replica in enumerate(batch.micro_batches):
@@ -490,6 +490,15 @@ class Team:
     def seeded(self, work: Callable[..., T], batch: Batch, index: int) -> Callable[..., T]:
         """`work(replica, micro_batch)` of an evaluation; the draws of virtual replicas do not depend on devices."""
         return work if self.virtual_seeds is None else self.virtual_seeds.seeded(work, batch, index)
+
+    def _step_of(self, batch: Batch, model: DistributedModel) -> tuple[int, int]:
+        """The number of the step in which a backward of this model is, and the epoch.
+
+        After an update of one of several models, a backward of another one is still in the same step.
+        """
+        own = self._own_batches
+        is_begun = batch.is_finished or (batch.loader is own and own is not None and not own.begins_step(model.weights))
+        return batch.loader.num_finished + (not is_begun), batch.span.epoch
 
     def _at(self) -> tuple[int, int]:
         """The steps taken and the epoch, as an evaluation sees them."""

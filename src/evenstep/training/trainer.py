@@ -19,7 +19,6 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
-from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 from evenstep.checkpoint import files
 from evenstep.data.adapt import validation_sets
@@ -48,6 +47,7 @@ from evenstep.record import (
     has_begun,
 )
 from evenstep.sampling.rng import derive_seed, fork_rng, seed_everything
+from evenstep.strategy_facts import DEFAULT
 from evenstep.task import Task, has_several
 from evenstep.training.batchnorm import is_local, synchronised
 from evenstep.training.evaluation import LossAndMetrics, Means, prefixed
@@ -74,7 +74,7 @@ FADED = 1e-3
 FIRST_CHECKS = (10, 30)
 """Steps at which replicas are also compared: most mistakes show early."""
 
-LOCAL_NORM = "BatchNorm uses each process's share of a batch; --sync-batchnorm makes it the same as on one device"
+LOCAL_NORM = "BatchNorm uses each device's share of a batch; {} makes it the same as on one device"
 
 Event = Row | str
 """What a trainer yields: rows of the Record, and lines to log."""
@@ -145,7 +145,7 @@ class Trainer:
 
     def resume(self) -> list[str]:
         """Load what the plan resumes from; returns lines to log about it and about the model."""
-        notes = [LOCAL_NORM] if self.team.world.size > 1 and is_local(self._model.module) else []
+        notes = [self._about_norm()] if self.plan.most_devices > 1 and is_local(self._model.module) else []
         # What an adopted task does not do.
         notes += getattr(self.task, "left_out", ())
         if self.plan.resume is not None:
@@ -157,6 +157,10 @@ class Trainer:
             if self.is_again and Path(self.plan.resume).resolve().parent == self.checkpoints.resolve():
                 self._recall(self.run.loaded.get("so_far"))
         return notes
+
+    def _about_norm(self) -> str:
+        joins = "" if self.team.facts.processes_per_device else f"--strategy {DEFAULT} "
+        return LOCAL_NORM.format(f"{joins}--sync-batchnorm")
 
     def _recall(self, so_far: files.Totals | None) -> None:
         if so_far is not None and so_far.best_so_far is not None:
@@ -467,7 +471,7 @@ class Trainer:
             fuse(optimizer, models[key].module)
             team.check(optimizer)
         num_steps = plan.num_steps(loader.lengths, *files.start_of(plan.resume))
-        scheduler = make_scheduler(task, next(iter(optimizers.values())), plan, loader.lengths, num_steps)
+        scheduler = make_scheduler(task, optimizers, plan, loader.lengths, num_steps)
         check_scheduler(scheduler, plan, task)
         # From here on Python's and NumPy's draws (in a dataset, for example) differ between ranks.
         seed_everything(derive_seed(plan.seed, "host", 0, team.world.rank))
@@ -599,7 +603,7 @@ class Trainer:
         self.evaluated = evaluation
         yield evaluation
         is_best = self._is_best(evaluation)
-        if isinstance(self.run.scheduler, ReduceLROnPlateau):
+        if self.run.stepped_after == "evaluation" and self.run.scheduler is not None:
             metric = find_metric(parse_best(self.plan.best)[0], evaluation.values)
             assert metric is not None
             self.run.scheduler.step(evaluation.values[metric])

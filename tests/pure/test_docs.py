@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import re
+from dataclasses import fields
 from pathlib import Path
 
 import pytest
+
+from evenstep.record import EpochEnd, Evaluation, LayerStatistics, RunEnd, Start, Step, Summary
 
 ROOT = Path(__file__).parents[2]
 PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")])
@@ -45,3 +48,11 @@ def test_the_readme_has_150_to_200_lines_and_begins_with_code() -> None:
     lines = (ROOT / "README.md").read_text().splitlines()
     assert 150 <= len(lines) <= 200
     assert "```python" in lines[:10]
+
+
+@pytest.mark.parametrize("page", ["docs/task.md", "docs/zh/task.md"])
+def test_every_field_of_a_record_is_documented(page: str) -> None:
+    items = re.findall(r"^- `\w+`.*(?:\n  .*)*", (ROOT / page).read_text(), re.MULTILINE)
+    documented = {names[0]: set(names[1:]) for names in (re.findall(r"`(\w+)`", item) for item in items)}
+    for kind in (Start, Step, Evaluation, EpochEnd, LayerStatistics, Summary, RunEnd):
+        assert {field.name for field in fields(kind)} <= documented[kind.__name__.lower()], kind

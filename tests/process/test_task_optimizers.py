@@ -161,7 +161,6 @@ def test_verify_passes_a_gan() -> None:
 
 @pytest.mark.parametrize(
     ("old", "new", "words"),
-<<<<<<< HEAD
     first_is_quick(
         [
             ('loss={"d": d_loss, "g": g_loss}', "loss=d_loss", "give both as dicts with the same keys"),
@@ -172,20 +171,11 @@ def test_verify_passes_a_gan() -> None:
                 "Task.model() made only x, g, teacher",
             ),
             ("model=lambda: {", "model=lambda: Net(3, 5, 1) or {", "must return a dict of modules"),
-            ("batch=9", "batch=9, scheduler=lambda o: o", "Task.scheduler changes one optimizer, and there are 2"),
+            ("scheduler={", "scheduler=slower, scores={", "Task.scheduler is one for all, and the optimizers are d, g"),
+            ('scheduler={"g"', 'scheduler={"teacher"', "Task.scheduler has teacher, d, and the optimizers are d, g"),
+            ("StepLR(optimizer, 3, 0.5)", "ReduceLROnPlateau(optimizer)", "use one kind for all"),
         ]
     ),
-=======
-    [
-        ('loss={"d": d_loss, "g": g_loss}', "loss=d_loss", "give both as dicts with the same keys"),
-        ('"teacher": nn.Linear(3, 2)}', "}", "'teacher'"),
-        ('lambda: {"d": Net(3, 5, 1), "g"', 'lambda: {"x": Net(3, 5, 1), "g"', "Task.model() made only x, g, teacher"),
-        ("model=lambda: {", "model=lambda: Net(3, 5, 1) or {", "must return a dict of modules"),
-        ("scheduler={", "scheduler=slower, scores={", "Task.scheduler is one for all, and the optimizers are d, g"),
-        ('scheduler={"g"', 'scheduler={"teacher"', "Task.scheduler has teacher, d, and the optimizers are d, g"),
-        ("StepLR(optimizer, 3, 0.5)", "ReduceLROnPlateau(optimizer)", "use one kind for all"),
-    ],
->>>>>>> a4e4b77 (A scheduler and the norm of gradients for each of several optimizers; dp says what BatchNorm sees; progress().step in every loss of a step)
 )
 def test_what_does_not_fit_is_refused_before_the_start(old: str, new: str, words: str) -> None:
     Path("gan.py").write_text(GAN.replace(old, new))

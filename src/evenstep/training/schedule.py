@@ -27,7 +27,7 @@ class Schedulers:
     """One for each of several optimizers."""
 
     def __init__(self, parts: Mapping[str, LRScheduler]) -> None:
-        self.parts = dict(parts)
+        self.parts: dict[str, Any] = dict(parts)
 
     def step(self, *metric: float) -> None:
         """Step all of them."""

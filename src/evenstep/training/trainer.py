@@ -145,7 +145,8 @@ class Trainer:
 
     def resume(self) -> list[str]:
         """Load what the plan resumes from; returns lines to log about it and about the model."""
-        notes = [self._about_norm()] if self.plan.most_devices > 1 and is_local(self._model.module) else []
+        is_shared = self.plan.most_devices > 1 and self.plan.replicas is None
+        notes = [self._about_norm()] if is_shared and is_local(self._model.module) else []
         # What an adopted task does not do.
         notes += getattr(self.task, "left_out", ())
         if self.plan.resume is not None:
@@ -603,10 +604,11 @@ class Trainer:
         self.evaluated = evaluation
         yield evaluation
         is_best = self._is_best(evaluation)
-        if self.run.stepped_after == "evaluation" and self.run.scheduler is not None:
+        plateau: Any = self.run.scheduler if self.run.stepped_after == "evaluation" else None
+        if plateau is not None:
             metric = find_metric(parse_best(self.plan.best)[0], evaluation.values)
             assert metric is not None
-            self.run.scheduler.step(evaluation.values[metric])
+            plateau.step(evaluation.values[metric])
         return is_best
 
     def _is_best(self, evaluation: Evaluation) -> bool:

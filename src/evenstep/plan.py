@@ -346,7 +346,7 @@ class Plan:
         devices = f"{machines[0]} machines x {devices}" if machines[0] > 1 else devices
         shares = f" (shares {self.shares})" if self.shares is not None else ""
         if self.replicas is not None:
-            devices = f"{self.replicas} virtual replicas on {devices}, each"
+            parts, devices = f"{parts} on {devices}", f"{self.replicas} virtual replica{'s' * (self.replicas > 1)}"
         return f"global batch {self.batch} = {devices} x {sizes}{parts}{shares}; {self._epochs_in_words(lengths)}"
 
     def _epochs_in_words(self, lengths: Lengths) -> str:

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import hashlib
+import os
+import subprocess
+import sys
 from itertools import product
 from pathlib import Path
 
@@ -12,20 +15,45 @@ from safetensors.torch import load_file
 
 from evenstep.plan import Plan
 from evenstep.record import Record
-from tests.fleet import furthest, result, run_jobs
+from tests.fleet import furthest, result, run_jobs, run_processes
+from tests.process import virtual_loop_script
 from tests.small_tasks import LOSSES, MODELS, OPTIMIZERS
 
 STEPS = 60
 BATCH = 17  # virtual replicas of 5, 4, 4 and 4 samples; the last batch of an epoch has one sample
 V = 4
 WORLDS = {"single": 1, "dp-2": 1, "dp-3": 1, "dp-4": 1, "ddp-1": 1, "ddp-2": 2, "ddp-3": 3, "ddp-4": 4}
-QUICK_WORLDS = ("dp-2", "ddp-2", "ddp-4")
-CASES = [
-    (f"{model}/{optimizer}/{loss}/dropout", accumulate)
+MATRIX = [
+    f"{model}/{optimizer}/{loss}/dropout --accumulate {accumulate}"
     for model, optimizer, loss, accumulate in product(MODELS, OPTIMIZERS, LOSSES, (1, 2))
 ]
-QUICK = [("mlp/adamw/mean/dropout", 1), ("cnn/sgd/mean/dropout", 2), ("gpt/adamw/pair/dropout", 1)]
-Case = tuple[str, int]
+MORE = [
+    "mlp/adamw/mean/dropout --precision bf16",
+    "mlp/adamw/mean/dropout --precision fp16",
+    "cnn/sgd/mean --precision fp64 --accumulate 3",
+    "gpt/adamw/mean/dropout --replicas 7",
+    "mlp/adamw/penalty",
+    "heads/sgd/pair",
+    "experts/adamw/mean",
+    "tied/adamw/mean",
+    "weight_norm/sgd/mean",
+    "mlp/adamw/mean/complex",
+    "mlp/adamw/mean/stream",
+    "mlp/adamw/mean/loader",
+    "mlp/adamw/mean/augment_batch",
+    "mlp/adamw/mean/scaler",
+    "mlp/adamw/mean/weighted",
+]
+CASES = [*MATRIX, *MORE]
+QUICK = {
+    "mlp/adamw/mean/dropout --accumulate 1": ("dp-2", "ddp-2", "ddp-4"),
+    "cnn/sgd/mean/dropout --accumulate 2": ("dp-4", "ddp-2", "ddp-3"),
+    "gpt/adamw/pair/dropout --accumulate 1": ("dp-2", "ddp-4"),
+    "mlp/adamw/mean/dropout --precision fp16": ("ddp-2",),
+    "heads/sgd/pair": ("ddp-4",),
+    "mlp/adamw/mean/complex": ("ddp-2",),
+    "mlp/adamw/mean/scaler": ("ddp-3",),
+}
 
 
 def plan(where: str, **more: object) -> Plan:
@@ -57,40 +85,169 @@ def test_they_learn_what_one_device_learns(tmp_path: Path, loss: str, accumulate
         assert ours.values == pytest.approx(theirs.values, rel=1e-9)
 
 
-def name(where: str, case: Case) -> str:
-    return "_".join([where, *map(str, case)]).replace("/", "-")
+def name(where: str, case: str) -> str:
+    return f"{where}_{case}".replace("/", "-").replace(" ", "-")
+
+
+def job(where: str, case: str) -> tuple[str, Plan, str]:
+    key, *words = case.split()
+    options = {flag.removeprefix("--"): value for flag, value in zip(words[::2], words[1::2], strict=True)}
+    values = {flag: int(value) if value.isdigit() else value for flag, value in options.items()}
+    return name(where, case), plan(where, **values), key
 
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest) -> Path:
     folder = tmp_path_factory.mktemp("replicas")
-    of_this = [item.callspec.params for item in request.session.items if item.path == request.path]
-    wanted = dict.fromkeys((w, one["case"]) for one in of_this if "case" in one for w in ("single", one["where"]))
-    for size in (1, 2, 3, 4):
-        pairs = [(where, case) for where, case in wanted if WORLDS[where] == size]
-        if pairs:
-            run_jobs(folder, size, [(name(w, c), plan(w, accumulate=c[1]), c[0]) for w, c in pairs])
+    items = [item for item in request.session.items if item.path == request.path and hasattr(item, "callspec")]
+    of_this = [item.callspec.params for item in items if "case" in item.callspec.params]
+    wanted = dict.fromkeys((where, one["case"]) for one in of_this for where in ("single", one["where"]))
+    for size in sorted({WORLDS[where] for where, _ in wanted}):
+        run_jobs(folder, size, [job(*one) for one in wanted if WORLDS[one[0]] == size])
     return folder
+
+
+def refuse_different(run: Path, reference: Path) -> None:
+    ours, theirs = Record.read(run), Record.read(reference)
+    assert ours.losses == theirs.losses
+    assert [one.grad_norm for one in ours.steps] == [one.grad_norm for one in theirs.steps]
+    assert [one.logged for one in ours.steps] == [one.logged for one in theirs.steps]
+    assert [one.values for one in ours.evaluations] == [one.values for one in theirs.evaluations]
+    assert digest(run) == digest(reference)
 
 
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize(
     ("where", "case"),
     [
-        pytest.param(
-            *(where, case),
-            id="-".join(map(str, [where, *case])),
-            marks=() if where in QUICK_WORLDS and case in QUICK else pytest.mark.slow,
-        )
+        pytest.param(where, case, marks=() if where in QUICK.get(case, ()) else pytest.mark.slow)
         for where in WORLDS
         for case in CASES
         if where != "single"
     ],
 )
-def test_the_same_bits_on_any_number_of_devices(trained: Path, where: str, case: Case) -> None:
-    single, other = (Record.read(trained / name(one, case)) for one in ("single", where))
-    assert len(single.losses) == STEPS
-    assert other.losses == single.losses
-    assert [one.grad_norm for one in other.steps] == [one.grad_norm for one in single.steps]
-    assert [one.values for one in other.evaluations] == [one.values for one in single.evaluations]
-    assert digest(trained / name(where, case)) == digest(trained / name("single", case))
+def test_the_same_bits_on_any_number_of_devices(trained: Path, where: str, case: str) -> None:
+    refuse_different(trained / name(where, case), trained / name("single", case))
+    assert len(Record.read(trained / name("single", case)).losses) == STEPS
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_the_same_bits_on_eight_devices(tmp_path: Path) -> None:
+    jobs = [(key, {"accumulate": accumulate}) for key in MATRIX[:1] for accumulate in (1, 2)]
+    for where, size in (("single", 1), ("ddp-8", 8), ("dp-8", 1)):
+        plans = [(f"{where}-{more}", plan(where, replicas=8, **more), key.split()[0]) for key, more in jobs]
+        run_jobs(tmp_path, size, plans)
+        for _, more in jobs:
+            refuse_different(tmp_path / f"{where}-{more}", tmp_path / f"single-{more}")
+
+
+@pytest.mark.parametrize("num", [2, pytest.param(4, marks=pytest.mark.slow)])
+def test_the_same_bits_over_collectives_of_torch(tmp_path: Path, num: int) -> None:
+    for where, size, more in (("single", 1, {}), (f"ddp-{num}", num, {"check_collectives": True})):
+        jobs = [(f"{where}-{key.split('/')[0]}", plan(where, steps=14, **more), key) for key in OVER_COLLECTIVES]
+        run_jobs(tmp_path, size, jobs)
+    for key in ("mlp", "heads"):
+        refuse_different(tmp_path / f"ddp-{num}-{key}", tmp_path / f"single-{key}")
+
+
+OVER_COLLECTIVES = ("mlp/adamw/mean/dropout", "heads/sgd/pair")
+
+
+@pytest.mark.parametrize(
+    ("strategy", "num"), [("ddp", 2), *(pytest.param(*one, marks=pytest.mark.slow) for one in (("dp", 3), ("ddp", 3)))]
+)
+def test_a_custom_loop_of_two_models_has_the_same_bits(tmp_path: Path, strategy: str, num: int) -> None:
+    script = Path(virtual_loop_script.__file__)
+    run_processes(script, ["single", "1", str(tmp_path / "one")], 1, tmp_path / "logs-one")
+    size = num if strategy == "ddp" else 1
+    run_processes(script, [strategy, str(num), str(tmp_path / "other")], size, tmp_path / "logs-other")
+    (expected,) = (file.read_text() for file in tmp_path.glob("one-*"))
+    assert [file.read_text() for file in tmp_path.glob("other-*")] == [expected] * size
+
+
+TASK = """
+import os, random, signal
+import torch
+from torch import nn
+from torch.nn import functional as F
+import evenstep
+
+x = torch.randn(103, 20)
+y = torch.randint(0, 5, (103,))
+
+def loss(model, batch):
+    if evenstep.progress().step == int(os.environ.get("DIES_AT", "-1")):
+        os.kill(os.getpid(), signal.SIGKILL)
+    logits = model(batch[0])
+    evenstep.log({"accuracy": logits.argmax(1) == batch[1], "draw": random.random()})
+    return F.cross_entropy(logits, batch[1])
+
+def task():
+    return evenstep.Task(
+        model=lambda: nn.Sequential(nn.Linear(20, 32), nn.Dropout(0.3), nn.Tanh(), nn.Linear(32, 5)),
+        train=(x, y),
+        valid=(x[:41], y[:41]),
+        loss=loss,
+        optimizer=lambda parameters: torch.optim.AdamW(parameters, lr=0.01),
+        scheduler=lambda optimizer, steps: torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, steps),
+        predict=lambda model, batch: (model(batch[0]), batch[1]),
+        scores={"spread": lambda predictions, targets: predictions.std()},
+        ema=0.9,
+        clip=1.0,
+    )
+"""
+
+
+def evenstep_(*words: str, **variables: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "evenstep", *words]
+    # OMP_NUM_THREADS is left to evenstep.
+    environment = {name: value for name, value in os.environ.items() if name != "OMP_NUM_THREADS"}
+    return subprocess.run(command, capture_output=True, text=True, timeout=200, env={**environment, **variables})
+
+
+@pytest.mark.timeout(600)
+def test_a_run_that_is_killed_and_resumed_on_other_devices_is_the_same_run() -> None:
+    Path("my_task.py").write_text(TASK)
+    words = ("--batch", "17", "--replicas", "4", "--accumulate", "2", "--steps", "60", "--checkpoint-every", "10")
+    done = evenstep_("train", "my_task.py", *words, "--name", "whole")
+    assert done.returncode == 0, done.stderr
+    assert "global batch 17 = 4 virtual replicas x 2-3 x 2 micro-batches" in done.stderr
+    four = evenstep_(
+        *("train", "my_task.py", *words, "--name", "four", "--strategy", "ddp", "--devices", "cpu,cpu,cpu,cpu"),
+        DIES_AT="25",
+    )
+    assert four.returncode == 1
+    one = evenstep_("train", "--resume", "runs/four", "--devices", "cpu", "--name", "one", DIES_AT="45")
+    assert one.returncode != 0
+    two = evenstep_("train", "--resume", "runs/one", "--devices", "cpu,cpu", "--name", "two")
+    assert two.returncode == 0, two.stderr
+    assert "bits" not in two.stderr
+    whole, last = Record.read("runs/whole"), Record.read("runs/two")
+    assert last.plan.strategy == "ddp"
+    assert [step.step for step in last.steps] == list(range(43, 61))  # saved at the end of epochs, too
+    assert last.losses == whole.losses[42:]
+    assert [one.logged for one in last.steps] == [one.logged for one in whole.steps[42:]]
+    assert last.evaluations[-1].values == whole.evaluations[-1].values
+    assert digest(Path("runs/two")) == digest(Path("runs/whole"))
+    assert whole.machine["numerics"]["threads"] == 1
+    again = evenstep_("train", "--resume", "runs/two", "--steps", "61", "--threads", "2", "--name", "again")
+    assert "the bits may differ from those of the run before: threads per process 1 before, 2 now" in again.stderr
+
+
+GATHERS = TASK.replace("logits = model(batch[0])", "logits = evenstep.gather(model(batch[0]))")
+
+
+@pytest.mark.parametrize(
+    ("task", "words", "said"),
+    [
+        (GATHERS, (), "evenstep.gather makes a loss of the whole batch, and --replicas 4 computes it in parts"),
+        (TASK, ("--devices", "5"), "4 virtual replicas cannot be shared by 5 devices; use --replicas 5 or more"),
+        (TASK, ("--devices", "2", "--sync-batchnorm"), "--sync-batchnorm computes with the statistics of the whole"),
+    ],
+)
+def test_what_cannot_have_the_same_bits_is_refused(task: str, words: tuple[str, ...], said: str) -> None:
+    Path("my_task.py").write_text(task)
+    done = evenstep_("train", "my_task.py", "--steps", "2", "--replicas", "4", *words)
+    assert done.returncode != 0
+    assert said in done.stderr

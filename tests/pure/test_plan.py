@@ -36,6 +36,12 @@ def make(**values: Any) -> Plan:
             "global batch 512 = 4 devices x 64 x 2 micro-batches; 118 steps per epoch (the last has 96 samples)",
         ),
         (
+            {"batch": 17, "strategy": "ddp", "devices": cpus(2), "accumulate": 2, "replicas": 4},
+            103,
+            "global batch 17 = 4 virtual replicas x 2-3 x 2 micro-batches on 2 devices; 7 steps per epoch (the "
+            "last has 1 samples)",
+        ),
+        (
             {"batch": 500, "strategy": "ddp", "devices": cpus(4)},
             60_000,
             "global batch 500 = 4 devices x 125; 120 steps per epoch",

@@ -118,6 +118,8 @@ class State(TypedDict):
     so_far: NotRequired[Totals | None]
     requires_grad: NotRequired[dict[str, dict[str, bool]]]
     """By model and parameter, where it changed during the training."""
+    numerics: NotRequired[dict[str, Any]]
+    """With virtual replicas: what the bits depend on."""
 
 
 @dataclass(frozen=True)

@@ -144,12 +144,12 @@ class Scaler(nn.Module):
     def fit(self, batches: Iterable[Any], world: World | None = None) -> Self:
         """Fit to this process's share of the data, then merge all ranks' statistics; all ranks get the same bits.
 
-        Every process of `world` calls this; one without any batch is fine.
+        Every process of `world` calls this; one without any batch is fine. With virtual replicas, each is given all.
         """
         moments = Moments.nothing(self.num_features)
         for batch in batches:
             moments = moments.add(self._values(self._pick(batch)))
-        if world is not None:
+        if world is not None and world.num_virtual is None:
             every = [Moments.from_json(lists) for lists in world.gather(moments.to_json())]
             moments = Moments.nothing(self.num_features)
             for of_rank in every:

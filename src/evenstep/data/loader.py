@@ -217,7 +217,15 @@ class Loader:
         return self._delivered(self._whole.begin(0, 0, 0), None)
 
     def whole_data(self, num_batches: int | None = None) -> Iterator[Data]:
-        """This process's share of all samples (or of the first `num_batches`): what a Scaler is fitted to."""
+        """This process's share of all samples (or of the first `num_batches`): what a Scaler is fitted to.
+
+        With virtual replicas it is all of them, on every process: what is added up does not depend on devices.
+        """
+        if self._world.num_virtual is not None:
+            alone = replace(self._world, rank=0, size=1, devices=self._world.devices[:1], num_virtual=None)
+            with closing(Loader(self._source, self.order, alone, self.batch, self._options)) as whole:
+                yield from whole.whole_data(num_batches)
+            return
         for batch in islice(self.whole_pass(), num_batches):
             for micro_batch in (micro_batch for per_replica in batch.micro_batches for micro_batch in per_replica):
                 if micro_batch.num_samples:

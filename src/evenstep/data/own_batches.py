@@ -49,9 +49,28 @@ class OwnBatches(Loader):
         if not total:
             raise TaskError("backward was given tensors without rows, on every rank; skip such a step")
         devices = self._world.devices
-        shares = [share(num, replica, len(devices)) for replica in range(len(devices))]
-        parts = [self._part(data, *each) for each in zip(shares, devices, strict=True)]
-        return Batch(Span(0, self.position, self.position + total), [parts], self, False, None)
+        rounds = [[share(num, replica, len(devices)) for replica in range(len(devices))]]
+        if self._world.num_virtual is not None:
+            rounds = self._virtual(num, total)
+        parts = [[self._part(data, *each) for each in zip(shares, devices, strict=True)] for shares in rounds]
+        return Batch(Span(0, self.position, self.position + total), parts, self, False, None)
+
+    def _virtual(self, num: int, total: int) -> list[list[range]]:
+        """Which of this process's rows each virtual replica gets; all processes' rows are one batch, in their order."""
+        of_replicas = self.split.by_replica(total)
+        own = of_replicas[self._world.replicas.start : self._world.replicas.stop]
+        first, expected = own[0].start, sum(map(len, own))
+        problem = f"has {num} rows instead of {expected}" if num != expected else None
+        problems = self._world.agree(problem)
+        if problems:
+            raise TaskError(
+                f"with {self.split.num_virtual} virtual replicas, each process brings its part of the {total} rows: "
+                f"{problems[0]}; use team.loader, or slices of the same batch: {[len(one) for one in of_replicas]} rows"
+            )
+        return [
+            [range(part.start - first, part.stop - first) if part else part for part in per_replica]
+            for per_replica in self.split.ranges(total)
+        ]
 
     def count(self, batch: Batch) -> None:
         """Count the batch of a step, one of a loader or not."""
@@ -71,6 +90,9 @@ class OwnBatches(Loader):
 
     def _part(self, data: Any, own: range, device: torch.device) -> MicroBatch:
         rows = map_tensors(data, partial(_rows, own=own))
+        if self._world.num_virtual is not None:
+            # Kernels may compute other bits from other alignments, which a slice of a larger batch has.
+            rows = map_tensors(rows, torch.clone)
         inputs = map_tensors(rows, lambda tensor: self._options.fit(tensor.to(device, non_blocking=True)))
         return MicroBatch(inputs, np.arange(own.start, own.stop), len(own))
 

@@ -95,9 +95,18 @@ def threads_for_replicas() -> int:
     return omp_num_threads() or 1
 
 
-def facts() -> dict[str, Any]:
-    """Versions and hardware, recorded with every measurement; no host name, user or environment."""
+def facts(world: World | None = None) -> dict[str, Any]:
+    """Versions and hardware, recorded with every measurement; no host name, user or environment.
+
+    With virtual replicas, also what the bits depend on.
+    """
+    more: dict[str, Any] = {}
+    if world is not None and world.num_virtual is not None:
+        from evenstep.distributed.numerics import numerics
+
+        more = {"numerics": numerics(world)}
     return {
+        **more,
         "python": platform.python_version(),
         "torch": torch.__version__,
         "evenstep": evenstep.__version__,

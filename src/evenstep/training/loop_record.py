@@ -83,7 +83,7 @@ class LoopRecord:
                 "another folder"
             )
         self._folder.mkdir(parents=True, exist_ok=True)
-        self._writer = RecordWriter(self._folder, self._plan, devices.facts(), self._facts)
+        self._writer = RecordWriter(self._folder, self._plan, devices.facts(self._world), self._facts)
         # A process of `evenstep run` ends without closing files.
         atexit.register(self._writer.close)
         if self._plan.log is not None:
@@ -211,8 +211,9 @@ def loop_plan(team: Team, loader: Loader, folder: Path, choices: LoopChoices) ->
         name=folder.name,
         strategy=team.facts.name,
         devices=devices_used,
-        batch=max(loader.batch, len(devices_used) * loader.accumulate),
+        batch=max(loader.batch, (world.num_virtual or len(devices_used)) * loader.accumulate),
         accumulate=loader.accumulate,
+        replicas=world.num_virtual,
         precision=team.precision.name,
         seed=team.seed,
         log=choices.log,

@@ -298,6 +298,7 @@ class Run:
                 load_optimizer_state(model.module, optimizer, _unprefixed(key, moments), saved)
                 notes += [f"{one}; for that, start from its weights: --resume {path / files.WEIGHTS}" for one in unused]
         self._restore(state)
+        notes += self._changed_numerics(state)
         notes += self._load_average(path)
         self.loaded = state
         if rates is None and self.scheduler is not None and state["scheduler"] is not None:
@@ -394,12 +395,30 @@ class Run:
             "num_steps": self.num_steps,
             "scheduler": packed(self.scheduler.state_dict()) if self.scheduler else None,
             "scaler": scaler.state_dict() if scaler else None,
+            **self._numerics(),
             "generators": self.team.world.gather({**host_state(), **device_state(self.team.world.devices)}),
             "requires_grad": {
                 key: {name: flag for name, flag in _trained(model).items() if flag != self._built[key].get(name)}
                 for key, model in self.models.items()
             },
         }
+
+    def _numerics(self) -> dict[str, Any]:
+        if self.team.world.num_virtual is None:
+            return {}
+        from evenstep.distributed.numerics import numerics
+
+        return {"numerics": numerics(self.team.world)}
+
+    def _changed_numerics(self, state: State) -> list[str]:
+        """A line to log if virtual replicas would now give other bits."""
+        before, now = state.get("numerics"), self._numerics().get("numerics")
+        if before is None or now is None:
+            return []
+        from evenstep.distributed.numerics import differences
+
+        changed = differences(before, now)
+        return [f"the bits may differ from those of the run before: {'; '.join(changed)}"] if changed else []
 
     def _restore(self, state: State) -> None:
         for key, model in self.models.items():

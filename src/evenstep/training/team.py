@@ -246,6 +246,10 @@ class Team:
 
             refuse_different_models(self.world, fitted)
         distributed = self.strategy.wrap(fitted, self.world, sample)
+        if self.virtual_seeds is not None:
+            from evenstep.training.virtual_replicas import refuse_sparse
+
+            refuse_sparse(distributed)
         self._refusals.learn(distributed)
         self.models.append(distributed)
         return distributed
@@ -282,6 +286,11 @@ class Team:
         batch = batch if batch is not None else adopted.batch
         if batch is None:
             raise TaskError("team.loader needs the size of the global batch: team.loader(data, batch=64)")
+        if mine and self.world.num_virtual is not None:
+            raise TaskError(
+                "mine=True is data of one process, and what virtual replicas compute does not depend on processes; "
+                "give all processes the same data, without mine=True"
+            )
         if mine and self.world.size > 1:
             adopted = per_rank(adopted, self.world.size)
         order = adopted.order(self.seed, batch)

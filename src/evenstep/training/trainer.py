@@ -149,6 +149,10 @@ class Trainer:
         notes = [self._about_norm()] if is_shared and is_local(self._model.module) else []
         # What an adopted task does not do.
         notes += getattr(self.task, "left_out", ())
+        if self.plan.replicas is not None:
+            from evenstep.distributed.numerics import unequal_kinds
+
+            notes += unequal_kinds(self.team.world)
         if self.plan.resume is not None:
             notes += self.run.load(self.plan.resume, allow_pickle=self.plan.allow_pickle).notes
             self.is_evaluation_due = bool(self.run.loaded.get("evaluation_due"))
@@ -739,7 +743,7 @@ def _perform(trainer: Trainer) -> Iterator[Event]:
         remove_copies()
     record: RecordWriter | None = None
     if team.world.is_main:
-        record = RecordWriter(trainer.folder, trainer.plan, devices.facts(), trainer.facts)
+        record = RecordWriter(trainer.folder, trainer.plan, devices.facts(team.world), trainer.facts)
         trainer.run.before_save = record.flush
     tracking = trainer.start_tracking()
     try:

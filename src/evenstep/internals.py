@@ -129,6 +129,11 @@ def make_fused(optimizer: Any) -> None:
 # Modules.
 
 
+def version_of(tensor: torch.Tensor) -> int:
+    """How often operations have changed it in place; torch's batch_norm is not counted."""
+    return tensor._version
+
+
 def take_buffers(target: nn.Module, source: nn.Module) -> None:
     """Let `target` hold the very buffers of `source`, those that it does not save included."""
     target._buffers.update(source._buffers)
@@ -210,6 +215,17 @@ def fsdp_groups(root: nn.Module) -> list[tuple[str, Any, Any]]:
 def unsharded_parameters(group: Any) -> list[torch.Tensor]:
     """The gathered parameters of a unit, which only torch sees; none before it first ran."""
     return [one._unsharded_param for one in group.fsdp_params if hasattr(one, "_unsharded_param")]
+
+
+def gathered_parameter(fsdp_parameter: Any) -> torch.Tensor:
+    """The whole parameter, of which `.grad` is kept between steps of accumulation; before it first ran, its shard."""
+    found: torch.Tensor = getattr(fsdp_parameter, "_unsharded_param", fsdp_parameter.sharded_param)
+    return found
+
+
+def give_shard(fsdp_parameter: Any, gradient: torch.Tensor) -> None:
+    """Make this rank's rows of a gradient that of the sharded parameter."""
+    fsdp_parameter.sharded_param.grad = fsdp_parameter.to_sharded_dtensor(gradient.view(fsdp_parameter.sharded_size))
 
 
 def has_gradient(fsdp_parameter: Any) -> bool:

@@ -102,6 +102,7 @@ _ROWS = (
         # Seen on torch 2.11: ranks on one GPU use gloo, and gathering whole tensors there is a SIGSEGV.
         shares_gpu=False,
         shards=True,
+        virtual_replicas=True,
         refusals={
             "channels_last": "fully_shard takes no weights with channels last; use --strategy ddp with --channels-last",
         },

@@ -75,6 +75,10 @@ def compare(
     sync_batchnorm: Annotated[
         bool, flag("--sync-batchnorm", help=f"Use SyncBatchNorm under {with_processes()}.")
     ] = False,
+    replicas: Annotated[
+        int | None,
+        typer.Option(metavar="V", min=1, help="Measure each strategy also with V virtual replicas: what they cost."),
+    ] = None,
     name: Annotated[
         str | None, typer.Option(help="Name of the comparison's folder; default: by date and task.")
     ] = None,
@@ -96,6 +100,7 @@ def compare(
         rounds=rounds,
         steps=steps,
         sync_batchnorm=sync_batchnorm,
+        replicas=replicas,
         choices={**choices, "seed": seed, "name": name, "out": out, "options": given},
         command=shlex.join(["evenstep", *sys.argv[1:]]),
     )

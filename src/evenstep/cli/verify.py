@@ -8,7 +8,7 @@ import shutil
 import time
 from collections.abc import Mapping
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -37,6 +37,8 @@ if TYPE_CHECKING:
     from evenstep.launcher.prepare import Prepared
     from evenstep.verify import Configuration, Verdict
 
+USUAL_REPLICAS = 4
+
 EXAMPLES = """
 [bold]Examples[/bold]
 
@@ -47,6 +49,8 @@ evenstep verify my_task.py --strategies ddp --devices 2,3
 evenstep verify my_task.py --strategies ddp,fsdp --sync-batchnorm
 
 evenstep verify my_task.py --accumulate 2 --precision bf16 --json
+
+evenstep verify my_task.py --exact --replicas 4 --devices 2,4
 """
 
 
@@ -80,6 +84,17 @@ def verify(
     sync_batchnorm: Annotated[
         bool, flag("--sync-batchnorm", help="Use SyncBatchNorm, where the strategy has several processes.")
     ] = False,
+    exact: Annotated[
+        bool,
+        flag(
+            "--exact",
+            help="Train with virtual replicas in the task's own precision, and demand the same bits; if not, name the "
+            "first operation that differs.",
+        ),
+    ] = False,
+    replicas: Annotated[
+        int | None, typer.Option(metavar="V", help=f"Virtual replicas, with --exact; default: {USUAL_REPLICAS}.")
+    ] = None,
     seed: Annotated[
         int | None, typer.Option(help="Seed of weights, sample order and augmentation; default: 0.")
     ] = None,
@@ -96,11 +111,14 @@ def verify(
     check("steps", steps, Whole, PlanError)
     check("accumulate", accumulate, Whole, PlanError)
     from evenstep.launcher.prepare import free_name, label_of, load_strategies, prepare
-    from evenstep.verify import Depth, judged, settled
+    from evenstep.verify import Depth, ExactDepth, judged, judged_exactly, settled
     from evenstep.verify.configurations import configs_of, plan_of
 
     load_strategies(strategies, task, seed)
     configs = configs_of(strategies, devices, accumulate)
+    virtual = _virtual_replicas(exact, replicas, sync_batchnorm)
+    if virtual is not None:
+        configs = [config for config in configs if config.strategy != REFERENCE]
     choices = {
         "batch": batch,
         "precision": precision,
@@ -114,7 +132,7 @@ def verify(
     prepared = prepare(task, {**choices, "name": name, "devices": configs[0].devices[0], "strategy": REFERENCE})
     try:
         for config in configs:
-            plan_of(prepared.plan, config)
+            plan_of(replace(prepared.plan, replicas=virtual), config)
     except PlanError:
         _remove(prepared.folder, is_first)
         raise
@@ -124,18 +142,36 @@ def verify(
     try:
         # An estimate: looking for a cause takes more runs.
         with progress(2 + 4 * len(configs), quiet) as log:
-            depth = Depth(steps, sync_batchnorm=sync_batchnorm, from_single=True, log=log)
-            for config, verdict in judged(prepared, configs, prepared.folder, depth):
+            if virtual is None:
+                depth = Depth(steps, sync_batchnorm=sync_batchnorm, from_single=True, log=log)
+                found = judged(prepared, configs, prepared.folder, depth)
+            else:
+                found = judged_exactly(prepared, configs, prepared.folder, ExactDepth(virtual, steps, log))
+            for config, verdict in found:
                 verdicts[config] = verdict
     finally:
         if not keep:
             _remove(prepared.folder, is_first)
         if verdicts:
             # Also if a later configuration fails: the verdicts reached before are shown before the error.
-            shown = _Request(task, len(configs), time.monotonic() - started, keep)
+            shown = _Request(task, len(configs), time.monotonic() - started, keep, virtual)
             _show(prepared, settled(verdicts), shown, as_json)
     if not all(verdict.is_same for verdict in verdicts.values()):
         raise typer.Exit(EvenstepError.exit_code)
+
+
+def _virtual_replicas(exact: bool, replicas: int | None, sync_batchnorm: bool) -> int | None:
+    """With --exact, the number of virtual replicas."""
+    from evenstep.plan import Whole
+
+    if not exact:
+        if replicas is not None:
+            raise PlanError("--replicas is for verify --exact, which compares bits; add --exact")
+        return None
+    if sync_batchnorm:
+        raise PlanError("--sync-batchnorm sums over processes in any order; with --exact leave it out")
+    check("replicas", replicas if replicas is not None else USUAL_REPLICAS, Whole, PlanError)
+    return replicas if replicas is not None else USUAL_REPLICAS
 
 
 def _remove(folder: Path, is_first: bool) -> None:
@@ -154,6 +190,7 @@ class _Request:
     num_configs: int
     seconds: float
     keep: bool
+    replicas: int | None
 
 
 def _show(prepared: Prepared, verdicts: Mapping[Configuration, Verdict], request: _Request, as_json: bool) -> None:
@@ -168,7 +205,7 @@ def _show(prepared: Prepared, verdicts: Mapping[Configuration, Verdict], request
         # In a file or a pipe there is no edge to fold at.
         console.width = 120
     console.print(table(verdicts), soft_wrap=False)
-    for line, style in lines(verdicts, request.num_configs, prepared.plan.batch, request.seconds):
+    for line, style in lines(verdicts, request.num_configs, prepared.plan.batch, request.seconds, request.replicas):
         console.print(without_control(line), style=style, markup=False)
     if request.keep:
         console.print(f"the runs are in {prepared.folder}", style="dim", markup=False)
@@ -180,6 +217,7 @@ def _values(prepared: Prepared, verdicts: Mapping[Configuration, Verdict], reque
         "is_same": len(verdicts) == request.num_configs and all(verdict.is_same for verdict in verdicts.values()),
         "batch": prepared.plan.batch,
         "precision": prepared.plan.precision,
+        "replicas": request.replicas,
         "seconds": round(request.seconds, 2),
         "runs": str(prepared.folder) if request.keep else None,
         "ways": [

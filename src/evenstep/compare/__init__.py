@@ -34,6 +34,7 @@ TIMES = 4
 SHORT_STEP_SECONDS = 0.02
 """A larger batch is tried only where steps are shorter than this."""
 PARITY_STEPS = 3
+BIT_FOR_BIT = "evenstep verify --exact compares virtual replicas bit for bit"
 TRIAL = Block(warm_up=3, steps=4, special=2)
 BLOCK_SECONDS = 0.8
 """About the seconds of a block's steps in the slowest configuration; special steps and warm-up come on top."""
@@ -52,6 +53,8 @@ class CompareRequest:
     """Of a block; as many as take about a second, if not given."""
     sync_batchnorm: bool = False
     """Under ddp and fsdp, which can."""
+    replicas: int | None = None
+    """Virtual replicas: each configuration is then measured with and without."""
     choices: Mapping[str, Any] = field(default_factory=dict)
     """Fields of the Plan: batch, precision, workers ..."""
     command: str = ""
@@ -60,7 +63,7 @@ class CompareRequest:
 def compare(request: CompareRequest, log: Callable[[str], None] = lambda line: None) -> tuple[Comparison, Path]:
     """Measure every configuration, and write the comparison beside its Records; returns it and its folder."""
     load_strategies(request.strategies, request.source, request.choices.get("seed"))
-    configs = find_configs(request.strategies, request.devices)
+    configs = find_configs(request.strategies, request.devices, request.replicas)
     label = label_of(request.source, request.choices.get("options", {}))
     name = request.choices.get("name") or free_name(label, "compare", request.choices.get("out") or RUNS)
     first = {"strategy": REFERENCE, "devices": list(configs[0].devices), "name": name}
@@ -102,6 +105,8 @@ def _parities(
 ) -> dict[Configuration, tuple[Parity, str]]:
     """Whether each configuration matches `single`, or why that is unknown."""
     found: dict[Configuration, tuple[Parity, str]] = {configs[0]: ("reference", "the reference for the other rows")}
+    found |= {config: ("unknown", BIT_FOR_BIT) for config in configs if config.replicas is not None}
+    configs = [config for config in configs if config.replicas is None]
     log("checking that every strategy matches single")
     folder = base.folder / "verify"
     try:
@@ -183,7 +188,8 @@ class BlockRunner:
 
     def run(self, config: Configuration, name: str, block: Block, batch: int | None = None) -> MeasuredBlock | None:
         """One block in new processes; None if it failed, and the configuration is then left out."""
-        folder = self.base.folder / f"{config.strategy}-{len(config.devices)}-{name}"
+        cut = f"-v{config.replicas}" if config.replicas is not None else ""
+        folder = self.base.folder / f"{config.strategy}-{len(config.devices)}{cut}-{name}"
         try:
             prepared = variant(
                 self.base,
@@ -191,7 +197,8 @@ class BlockRunner:
                 strategy=config.strategy,
                 devices=config.devices,
                 steps=block.plan_steps,
-                sync_batchnorm=self.sync_batchnorm and STRATEGIES[config.strategy].processes_per_device,
+                sync_batchnorm=self._synchronises(config),
+                replicas=config.replicas,
                 batch=batch or self.base.plan.batch,
             )
             began = time.time()
@@ -208,6 +215,10 @@ class BlockRunner:
         assert record.measurement is not None
         return MeasuredBlock(config, folder, record, record.measurement, record.measurement.first_step_at - began)
 
+    def _synchronises(self, config: Configuration) -> bool:
+        can = STRATEGIES[config.strategy].processes_per_device and config.replicas is None
+        return self.sync_batchnorm and can
+
     def rows(self, configs: Sequence[Configuration], parities: Mapping[Configuration, tuple[Parity, str]]) -> list[Row]:
         return [self._row(config, *parities[config]) for config in configs if config.label not in self.left_out]
 
@@ -220,6 +231,7 @@ class BlockRunner:
         return Row(
             strategy=config.strategy,
             devices=list(config.devices),
+            replicas=config.replicas,
             samples_per_second=Range.of([one.samples / one.seconds for one in measured]),
             step_seconds=Range.of([usual(one.step_seconds, kind) for one in measured]),
             parts={name: fmean(one.parts[name] for one in measured) for name in PARTS},

@@ -23,7 +23,7 @@ import torch
 
 from evenstep.checkpoint import files
 from evenstep.data.prefetch import explain_worker_death
-from evenstep.distributed.devices import share_threads
+from evenstep.distributed.devices import share_threads, threads_for_replicas
 from evenstep.distributed.process import read_rank, worker_spec
 from evenstep.errors import CheckpointError, EvenstepError, PlanError, Preempted, TrainingError
 from evenstep.launcher.failure import cause, report, stopped_where
@@ -247,6 +247,12 @@ def _in_this_process(prepared: Prepared, ends_stalls: bool) -> Iterator[Event]:
         raise report([cause(logs, {0: 1}, {})], prepared.folder) from error
 
 
+def _threads(plan: Plan) -> int:
+    """Of each process."""
+    fixed = threads_for_replicas() if plan.replicas is not None else None
+    return share_threads(plan.threads or fixed, plan.devices)
+
+
 def refuse_fork_after_cuda() -> None:
     """A forked process cannot use CUDA if its parent has initialized it."""
     if torch.cuda.is_initialized():
@@ -280,7 +286,7 @@ def run_in_processes(
         # A task from a file chooses the working folder again.
         cwd=None if is_importable else prepared.cwd,
         strategies=added_strategies(),
-        environment={"OMP_NUM_THREADS": str(share_threads(plan.threads, plan.devices))},
+        environment={"OMP_NUM_THREADS": str(_threads(plan))},
     )
     launch = Launch(
         prepared.folder,

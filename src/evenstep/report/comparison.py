@@ -58,10 +58,22 @@ class Row:
     """Of each process."""
     runs: list[str] = field(default_factory=list)
     """The folders of its blocks, below that of the comparison."""
+    replicas: Positive | None = None
+    """Virtual replicas, if it was measured with such."""
 
     @property
     def label(self) -> str:
-        return f"{self.strategy} x {len(self.devices)}" if len(self.devices) > 1 else self.strategy
+        name = f"{self.strategy} x {len(self.devices)}" if len(self.devices) > 1 else self.strategy
+        return name + self._cut
+
+    @property
+    def series(self) -> str:
+        """What is one line in a chart over the number of devices."""
+        return self.strategy + self._cut
+
+    @property
+    def _cut(self) -> str:
+        return "" if self.replicas is None else f", V={self.replicas}"
 
     @property
     def is_sound(self) -> bool:

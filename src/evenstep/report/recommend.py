@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from evenstep.report.comparison import Comparison, Row
 from evenstep.strategy_facts import REFERENCE
@@ -24,7 +24,20 @@ def advise(comparison: Comparison) -> list[str]:
     """Two sentences that recommend a configuration, and one about its bottleneck."""
     row = best(comparison)
     sentences = [_recommendation(comparison, row), _others(comparison, row), bottleneck(comparison, row)]
-    return [*sentences, *unsteady(comparison)]
+    return [*sentences, *_costs_of_replicas(comparison), *unsteady(comparison)]
+
+
+def _costs_of_replicas(comparison: Comparison) -> list[str]:
+    """What virtual replicas cost each configuration, if they were measured."""
+    plain = {row.label: row for row in comparison.rows if row.replicas is None}
+    costs = [
+        f"{before.label} {row.step_seconds.middle / before.step_seconds.middle:.2f}x the step"
+        for row in comparison.rows
+        if row.replicas is not None
+        for before in [plain.get(replace(row, replicas=None).label)]
+        if before is not None
+    ]
+    return [f"The same bits on any number of devices (--replicas) cost: {', '.join(costs)}."] if costs else []
 
 
 def unsteady(comparison: Comparison) -> list[str]:
@@ -62,7 +75,8 @@ def _parts_add_up(row: Row) -> bool:
 
 def best(comparison: Comparison) -> Row:
     """The fastest that matches single; of those about as fast, the one with even memory and fewer devices."""
-    sound = [row for row in comparison.rows if row.is_sound]
+    # Virtual replicas are there for their bits.
+    sound = [row for row in comparison.rows if row.is_sound and row.replicas is None]
     fastest = max(sound, key=lambda row: row.samples_per_second.middle)
     rate = fastest.samples_per_second
     close = [

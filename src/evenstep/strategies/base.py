@@ -78,6 +78,8 @@ class DistributedModel:
 
     is_wrapped: ClassVar[bool] = False
     """Whether a wrapper of torch's stands between a replica and its model."""
+    meets_in_forward: ClassVar[bool] = False
+    """Whether forward and backward are collectives, of which all ranks run as many."""
 
     def __init__(
         self, module: nn.Module, replicas: list[nn.Module], loss_modules: list[LossModule] | None = None
@@ -118,6 +120,10 @@ class DistributedModel:
     def sync_gradients(self, is_last: bool) -> AbstractContextManager[None]:
         """Around one micro-batch: gradients are sent in the last one of a step only."""
         return NOTHING if self._has_noted_unused or not is_last else self._noting_unused()
+
+    def standing_in(self) -> AbstractContextManager[None]:
+        """Around a backward whose gradients count for nothing."""
+        return NOTHING
 
     def sum_trees(self, trees: Sequence[GradientTree], virtual: tuple[range, ...]) -> None:
         """Give the weights the sum of what each replica of this process, and of others, computed.

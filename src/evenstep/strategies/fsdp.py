@@ -325,6 +325,10 @@ class FSDP(Single):
         fully_shard(bound, mesh=mesh)
         unreached = Unreached(model, world)
         self._watch(bound, world, unreached)
+        if world.num_virtual is not None:
+            from evenstep.strategies.fsdp_tree import TreeShardedModel
+
+            return TreeShardedModel(model, bound, world, unreached)
         return ShardedModel(model, bound, world, unreached)
 
     def _watch(self, bound: LossModule, world: World, unreached: Unreached) -> None:

@@ -14,8 +14,8 @@ import copy
 import math
 import re
 from collections import OrderedDict, defaultdict
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import torch
@@ -27,7 +27,7 @@ from evenstep.distributed.world import World
 from evenstep.errors import TaskError
 from evenstep.internals import TorchDispatchMode, hooks_after_steps, hooks_before_steps, make_fused
 from evenstep.sampling.rng import fork_rng, seed_devices, seed_host
-from evenstep.strategies.base import fills_memory, forget_gradients, has_sparse_gradients, update
+from evenstep.strategies.base import NOTHING, fills_memory, forget_gradients, has_sparse_gradients, update
 from evenstep.strategy_facts import DEFAULT, sharding
 from evenstep.task import takes_model
 
@@ -223,16 +223,23 @@ _CHOICES = ("foreach", "fused", "differentiable", "capturable")
 """What a user may have set, and what then stays as it is."""
 
 
-def fuse(optimizer: torch.optim.Optimizer, model: nn.Module) -> None:
-    """Use the fused kernel: the same arithmetic up to rounding, in a third of the time."""
+def fuse(optimizer: torch.optim.Optimizer, model: nn.Module, *, is_exact: bool = False) -> None:
+    """Use the fused kernel: the same arithmetic up to rounding, in a third of the time.
+
+    Where it `is_exact`, only if every strategy can.
+    """
     if type(optimizer) not in FUSED or has_sparse_gradients(model) or getattr(optimizer, "keeps_kernel", False):
         return
     groups = [optimizer.defaults, *optimizer.param_groups]
     if any(group.get(choice) for group in groups for choice in _CHOICES):
         return
     weights = [weight for group in optimizer.param_groups for weight in group["params"]]
+    if not all(map(_fits, weights)):
+        return
     # torch has no rule for what a fused SGD does with sharded weights.
-    if not all(map(_fits, weights)) or (type(optimizer) is torch.optim.SGD and any(map(is_sharded, weights))):
+    if type(optimizer) is torch.optim.SGD and (is_exact or any(map(is_sharded, weights))):
+        return
+    if is_exact and not _is_same_on_shards(weights):
         return
     if any(group.get("dampening") for group in groups):
         # A momentum that starts later (see `start_momentum`) is dampened once too often.
@@ -254,33 +261,68 @@ class WeightUpdate(int):
         return self
 
 
-def clip_gradients(optimizer: Optimizer, clip: float) -> torch.Tensor:
-    """`clip_grad_norm_` of all its parameters; returns their norm, of sharded ones too."""
+def clip_gradients(optimizer: Optimizer, clip: float, *, is_exact: bool = False) -> torch.Tensor:
+    """`clip_grad_norm_` of all its parameters; returns their norm, of sharded ones too.
+
+    Where it `is_exact`, the norm has the same bits wherever the gradients are.
+    """
     weights = [weight for group in optimizer.param_groups for weight in group["params"]]
     # A norm of all gradients is rounded differently in another order.
     weights = getattr(optimizer, "in_order_of_model", weights)
-    norm = torch.nn.utils.get_total_norm([weight.grad for weight in weights if weight.grad is not None])
+    gradients = [weight.grad for weight in weights if weight.grad is not None]
+    norm = _exact_norm(gradients) if is_exact else torch.nn.utils.get_total_norm(gradients)
     norm = norm.full_tensor() if is_sharded(norm) else norm
     torch.nn.utils.clip_grads_with_norm_(weights, clip, norm)
     return norm
 
 
-def step_optimizer(optimizer: Optimizer, clip: float | None, scaler: torch.amp.GradScaler | None) -> WeightUpdate:
+def _exact_norm(gradients: Sequence[torch.Tensor]) -> torch.Tensor:
+    """Tensor by tensor, each of them whole: slices of it have sums that are rounded differently."""
+    if not gradients:
+        return torch.tensor(0.0)
+    norms = [torch.linalg.vector_norm(one.full_tensor() if is_sharded(one) else one) for one in gradients]
+    total: torch.Tensor = torch.linalg.vector_norm(torch.stack([norm.to(norms[0].device) for norm in norms]))
+    return total
+
+
+def step_optimizer(
+    optimizer: Optimizer, clip: float | None, scaler: torch.amp.GradScaler | None, *, is_exact: bool = False
+) -> WeightUpdate:
     """Clip the gradients to a total norm, update the weights, drop the gradients."""
     if scaler is not None:
         scaler.unscale_(optimizer)
-    norm = clip_gradients(optimizer, clip) if clip is not None else None
+    norm = clip_gradients(optimizer, clip, is_exact=is_exact) if clip is not None else None
     taken = True
     start_momentum(optimizer)
+    around = _sharded_updates(optimizer) if is_exact else NOTHING
     if scaler is None:
-        update(optimizer)
+        with around:
+            update(optimizer)
     else:
         before = scaler.get_scale()
-        scaler.step(optimizer)
+        with around:
+            scaler.step(optimizer)
         scaler.update()
         taken = scaler.get_scale() >= before
     forget_gradients(optimizer)
     return WeightUpdate(taken, norm)
+
+
+def _is_same_on_shards(weights: Sequence[torch.Tensor]) -> bool:
+    """Whether a fused update of slices can be given the bits of an update of the whole."""
+    from evenstep.training.sharded_update import vector_bytes
+
+    return all(weight.device.type != "cpu" for weight in weights) or vector_bytes() is not None
+
+
+def _sharded_updates(optimizer: Optimizer) -> AbstractContextManager[Any]:
+    """Around an update that is to have the same bits on shards as on whole parameters."""
+    weights = [weight for group in optimizer.param_groups for weight in group["params"]]
+    if not is_fused(optimizer) or weights[0].device.type != "cpu" or not any(map(is_sharded, weights)):
+        return NOTHING
+    from evenstep.training.sharded_update import ShardedUpdates
+
+    return ShardedUpdates()  # type: ignore[no-untyped-call]
 
 
 def start_momentum(optimizer: torch.optim.Optimizer) -> None:

@@ -436,7 +436,7 @@ class Team:
         """The same, before another update in the same step."""
         self.world.spans.begin(UPDATE)
         self._refusals.refuse_optimizer(optimizer)
-        return step_optimizer(optimizer, clip, self.precision.scaler)
+        return step_optimizer(optimizer, clip, self.precision.scaler, is_exact=self.world.num_virtual is not None)
 
     def finish_batch(self) -> None:
         """The step of the current batch is taken."""

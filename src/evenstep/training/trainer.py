@@ -473,7 +473,7 @@ class Trainer:
         makers = task.optimizer if has_several(task) else {"": task.optimizer}
         optimizers = {key: make_optimizer(make, models[key].module) for key, make in makers.items()}
         for key, optimizer in optimizers.items():
-            fuse(optimizer, models[key].module)
+            fuse(optimizer, models[key].module, is_exact=plan.replicas is not None)
             team.check(optimizer)
         num_steps = plan.num_steps(loader.lengths, *files.start_of(plan.resume))
         scheduler = make_scheduler(task, optimizers, plan, loader.lengths, num_steps)

@@ -13,6 +13,7 @@ import threading
 from collections.abc import Callable, Iterable, Mapping
 from typing import TYPE_CHECKING, TypeVar
 
+import numpy as np
 import torch
 
 from evenstep.data.batches import Place
@@ -25,6 +26,7 @@ from evenstep.strategies.base import DistributedModel, has_sparse_gradients, one
 from evenstep.task import Amount
 from evenstep.training.evaluation import NamedSums
 from evenstep.training.loss import HostCopy, LossTotal, ReplicaBackward, StepLogs, as_pair, as_sum
+from evenstep.training.replica_buffers import replica_buffers
 
 if TYPE_CHECKING:
     from evenstep.distributed.shm.allreduce import PendingSum
@@ -32,6 +34,7 @@ if TYPE_CHECKING:
 Placed = dict[int, list[tuple[Place, MicroBatch]]]
 """The virtual replicas of one device, each with its micro-batches."""
 MOST_MICRO_BATCHES = 1 << 32
+NO_IDS = np.zeros(0, dtype=np.int64)
 EVALUATION = -1
 """Its draws are those of no epoch: every evaluation of the same weights draws the same."""
 T = TypeVar("T")
@@ -105,29 +108,55 @@ class VirtualBackward:
         self._num_micro = batch.loader.split.num_micro(batch.num_samples)
         self._start = batch.span.start
         seeds.begin(batch.span.epoch)
+        self._buffers = [replica_buffers(model, backward.world) for model in backward.models if model.has_buffers]
 
     def run(self) -> None:
         model, totals = self._backward.models[0], self._backward.totals
         run = one_after_another if self._seeds.share_generator else model.run
+        for buffers in self._buffers:
+            buffers.start()
         trees = run(self._on_device, list(enumerate(placed(self._batch))))
         if totals.sent is None:
             # No virtual replica of this process has samples in a short batch.
             totals.send()
-        model.sum_trees(trees, self._batch.loader.split.virtual)
+        split = self._batch.loader.split
+        model.sum_trees(trees, split.virtual)
+        for buffers in self._buffers:
+            # Those without samples in a short batch are the last.
+            buffers.finish(min(self._batch.num_samples, split.least))
         seed_host(derive_seed(self._seeds._seed, "after", self._batch.span.epoch, self._start))
 
     def _on_device(self, replica: int, own: Placed) -> GradientTree:
         tree = GradientTree(self._backward.models[0].weights_of[replica])
         last = next((virtual for virtual in reversed(own) if own[virtual]), None)
+        num_left = self._num_left(own)
         for virtual, micro_batches in own.items():
+            for buffers in self._buffers:
+                buffers.begin(replica)
             for number, (place, micro_batch) in enumerate(micro_batches, 1):
                 self._seeds.set(replica, place, self._start, self._repeat)
-                self._backward(virtual == last and number == len(micro_batches), replica, micro_batch)
+                is_last = virtual == last and number == len(micro_batches) and not num_left
+                self._backward(is_last, replica, micro_batch)
+            for buffers in self._buffers if micro_batches else ():
+                buffers.end(replica, virtual)
             if not self._is_pair(virtual, own):
                 tree.take(Node(0, virtual))
             elif virtual % 2:
                 tree.take(Node(1, virtual // 2))
+        self._stand_in(replica, num_left)
         return tree
+
+    def _num_left(self, own: Placed) -> int:
+        """Micro-batches that another rank runs and this one has not, where all must run as many."""
+        num = len(self._batch.micro_batches) if self._backward.models[0].meets_in_forward else 0
+        return max(0, num - sum(map(len, own.values())))
+
+    def _stand_in(self, replica: int, num: int) -> None:
+        """Run the first micro-batch again, for nothing: a single sample may be too few for a model."""
+        inputs = self._batch.micro_batches[0][replica].inputs if num else None
+        for left in reversed(range(num)):
+            with self._backward.models[0].standing_in():
+                self._backward(left == 0, replica, MicroBatch(inputs, NO_IDS, 0))
 
     def _is_pair(self, virtual: int, own: Placed) -> bool:
         """Whether backward itself adds the gradients of two, each of one micro-batch: a pass over them less."""
@@ -145,7 +174,7 @@ class VirtualLogs(StepLogs):
         self._placed: list[tuple[str, int, torch.Tensor, HostCopy | None]] = []
 
     def take(self, logged: list[tuple[str, Amount]], num_samples: int) -> None:
-        for name, amount in logged:
+        for name, amount in logged if self.thread.place is not None else ():
             pair = as_sum(amount, num_samples, name)
             host = HostCopy(pair) if self._world.size == 1 else None
             self._placed.append((name, self.thread.place, pair, host))
@@ -192,8 +221,12 @@ class VirtualLoss(LossTotal):
         self._place_of = {id(micro_batch): place.virtual * num_micro + place.micro for place, micro_batch in own}
 
     def take(self, amount: Amount, micro_batch: MicroBatch) -> tuple[torch.Tensor, float]:
-        self._logs.thread.place = self._place_of[id(micro_batch)]
-        return super().take(amount, micro_batch)
+        place = self._logs.thread.place = self._place_of.get(id(micro_batch))
+        taken = super().take(amount, micro_batch)
+        if place is None:
+            # It stands in for no samples.
+            self.parts.pop()
+        return taken
 
     def _post(self) -> HostCopy | PendingSum:
         """Start the sum of [request code, names are new, counts are late], sums and counts of places and of names."""

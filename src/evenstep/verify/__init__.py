@@ -5,6 +5,17 @@ verdicts = check(prepared, configs, folder, Depth(steps=3, own_precision=False))
 """
 
 from evenstep.verify.check import Depth, check, judged, settled
+from evenstep.verify.exact import ExactDepth, judged_exactly
 from evenstep.verify.verdict import Configuration, PartVerdict, Verdict
 
-__all__ = ["Configuration", "Depth", "PartVerdict", "Verdict", "check", "judged", "settled"]
+__all__ = [
+    "Configuration",
+    "Depth",
+    "ExactDepth",
+    "PartVerdict",
+    "Verdict",
+    "check",
+    "judged",
+    "judged_exactly",
+    "settled",
+]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 
 from evenstep.distributed.devices import check_devices, choose_devices
@@ -63,7 +65,13 @@ def device_sets(text: str) -> list[tuple[str, ...]]:
 def plan_of(plan: Plan, config: Configuration) -> Plan:
     """The plan of a configuration; raises PlanError before anything is started."""
     return Plan.from_json(
-        {**plan.to_json(), "strategy": config.strategy, "devices": config.devices, "accumulate": config.accumulate}
+        {
+            **plan.to_json(),
+            "strategy": config.strategy,
+            "devices": config.devices,
+            "accumulate": config.accumulate,
+            "replicas": config.replicas if config.replicas is not None else plan.replicas,
+        }
     )
 
 
@@ -72,10 +80,11 @@ def _all_devices() -> tuple[str, ...]:
     return ("cuda:0", "cuda:0") if num_gpus == 1 else choose_devices(max(2, num_gpus))
 
 
-def find_configs(strategies: str | None, devices: str) -> list[Configuration]:
+def find_configs(strategies: str | None, devices: str, replicas: int | None = None) -> list[Configuration]:
     """Each strategy on each set of devices on which it makes sense; `single` first, with which others are compared.
 
-    `devices` are counts (`1,2`), or lists with a slash between them (`cuda:0/cuda:0,cuda:1`).
+    `devices` are counts (`1,2`), or lists with a slash between them (`cuda:0/cuda:0,cuda:1`). With `replicas`, each is
+    there a second time, with as many virtual replicas, if it can have such.
     """
     sets = device_sets(devices)
     if len({len(one) for one in sets}) < len(sets):
@@ -88,6 +97,9 @@ def find_configs(strategies: str | None, devices: str) -> list[Configuration]:
         ]
     if named == [REFERENCE]:
         raise PlanError(f"{REFERENCE} alone has nothing to be compared with; write --strategies {REFERENCE},{DEFAULT}")
+    if replicas is not None:
+        able = [config for config in configs if STRATEGIES[config.strategy].virtual_replicas]
+        configs += [replace(config, replicas=replicas) for config in able]
     return configs
 
 

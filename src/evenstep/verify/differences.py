@@ -390,7 +390,7 @@ def parts_of(found: Sequence[Difference], limit: Limit) -> dict[str, PartVerdict
     return parts
 
 
-_THINGS = {
+THINGS = {
     "gradients": "the gradient of {name}",
     "weights": "{name}",
     "optimizer": "the optimizer's {name}",
@@ -409,7 +409,7 @@ def differs(label: str, first: Difference, precision: str) -> str:
     """Message: where a configuration first differs, and by how much."""
     if first.name == STEP:
         return f"{label} does not match single: only one of them took step {first.step} ({precision})"
-    thing = _THINGS[first.part].format(name=first.name)
+    thing = THINGS[first.part].format(name=first.name)
     when = f"at step {first.step}" if first.step else "before the first step"
     by = f" by {in_percent(first.size)}" if math.isfinite(first.size) else ""
     return f"{label} does not match single: {when}, {thing} differs{by} ({precision})"
@@ -417,7 +417,7 @@ def differs(label: str, first: Difference, precision: str) -> str:
 
 def jumps(first: Difference, moved: float, precision: str) -> str:
     """Note for a difference that tiny perturbations cause on one device, too."""
-    thing = _THINGS[first.part].format(name=first.name)
+    thing = THINGS[first.part].format(name=first.name)
     return (
         f"in {precision}, from step {first.step} on, {thing} differs by {in_percent(first.size)}: rounding flips a "
         f"decision there (a ReLU, a max-pool); single itself differs by up to {in_percent(moved)} when its initial "

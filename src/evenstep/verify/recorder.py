@@ -258,7 +258,7 @@ class Watch:
         self._plan = plan
         self._folder = folder
         self._is_main = read_rank()[0] == 0
-        self._dropout = DropoutOff()
+        self._dropout = self._without_dropout()
         self._narrow = DowncastDetector()
         self._taken: Tensors = {}
         self._written: tuple[int, Tensors] = (0, {})
@@ -270,11 +270,14 @@ class Watch:
         if self._is_main:
             folder.mkdir(exist_ok=True)
 
-    def over(self, task: Task, norms: Norms) -> Task:
+    def _without_dropout(self) -> DropoutOff | None:
+        return DropoutOff()
+
+    def over(self, task: Task, norms: Norms = "own") -> Task:
         """The same task, with its model and optimizer recorded."""
 
         def model() -> nn.Module:
-            self._module = self._dropout.in_layers(task.model())
+            self._module = task.model() if self._dropout is None else self._dropout.in_layers(task.model())
             if self._plan.precision == "fp64":
                 self._narrow.check_parameters(self._module)
             return without_batch_statistics(self._module) if norms == "eval" else self._module
@@ -337,7 +340,7 @@ class Watch:
         if self._is_main:
             assert self._module is not None
             facts = {
-                "dropout": self._dropout.was_used,
+                "dropout": self._dropout is not None and self._dropout.was_used,
                 "narrow": self._narrow.line,
                 "parameters": list(self._weights),
                 "passing": _passing(self._module),
@@ -373,7 +376,11 @@ class Watch:
             # A collective under fsdp: every rank is here.
             full = tensor.full_tensor() if is_sharded(tensor) else tensor
             if self._is_main:
-                self._taken |= sampled(f"{kind}/{name}", full)
+                self._taken |= self._kept(f"{kind}/{name}", full)
+
+    def _kept(self, key: str, tensor: torch.Tensor) -> Tensors:
+        """What is written of a tensor."""
+        return sampled(key, tensor)
 
 
 def _is_skipped(optimizer: torch.optim.Optimizer) -> bool:

@@ -17,6 +17,7 @@ from evenstep.errors import EvenstepError, Preempted
 from evenstep.launcher.launch import run_in_processes, variant
 from evenstep.launcher.prepare import Prepared
 from evenstep.strategy_facts import REFERENCE, STRATEGIES
+from evenstep.verify.bits import perform_bits
 from evenstep.verify.examination import BY_RANK, TESTS, perform_examination
 from evenstep.verify.examination import FOLDER as EXAMINED
 from evenstep.verify.recorder import Evidence, Failure, Norms, perform_watched
@@ -106,6 +107,26 @@ class Runs:
             self._made[key] = made
         return self._made[key]
 
+    def bits(
+        self, config: Configuration, replicas: int, *, again: str = "", traced: int | None = None, **changes: Any
+    ) -> Any:
+        """Train with virtual replicas, recorded bit for bit: Evidence, or the Failure that it ended with.
+
+        Its checkpoints are kept, until they are forgotten; `traced` is a step of which every operation is listed.
+        """
+        key = (config, "bits", replicas, again, traced, tuple(sorted(changes.items())))
+        if key not in self._made:
+            words = [
+                again,
+                f"step {traced} traced" if traced else "",
+                *("resumed" for name in changes if name == "resume"),
+            ]
+            folder = self._folder(config, "bits", *filter(None, words))
+            every = {"replicas": replicas, "checkpoint_every": self.half, **changes}
+            message = f"{config.label}, V={replicas}{''.join(f', {word}' for word in words if word)}"
+            self._made[key] = self._run(folder, config, partial(perform_bits, traced=traced), every, message)
+        return self._made[key]
+
     def examined(self, config: Configuration, precision: str, is_rough: bool) -> list[dict[str, Any]]:
         """The findings of each rank; or, under `failure`, why there are none."""
         key = (config, precision, is_rough)
@@ -137,6 +158,7 @@ class Runs:
     def _folder(self, config: Configuration, *words: str) -> Path:
         """A new folder with a readable name."""
         cut = f"by-{config.accumulate}" if config.accumulate > 1 else ""
+        cut += f"v{config.replicas}" if config.replicas is not None else ""
         name = "-".join(filter(None, [config.strategy, *_shortened(config.devices), cut, *words]))
         plain = re.sub(r"\W+", "-", name)[:MAX_CHARACTERS]
         paths = (self.folder / (f"{plain}-{number}" if number > 1 else plain) for number in count(1))
@@ -149,6 +171,7 @@ class Runs:
             "strategy": config.strategy,
             "devices": config.devices,
             "accumulate": config.accumulate,
+            "replicas": config.replicas,
             "steps": self.steps,
             "audit": True,
             "keep": self.steps,

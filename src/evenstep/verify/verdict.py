@@ -22,11 +22,14 @@ class Configuration:
     strategy: str
     devices: tuple[str, ...]
     accumulate: int = 1
+    replicas: int | None = None
+    """Virtual replicas, where `compare` measures what they cost."""
 
     @property
     def label(self) -> str:
         name = f"{self.strategy} x {len(self.devices)}" if len(self.devices) > 1 else self.strategy
-        return f"{name}, {self.accumulate} micro-batches" if self.accumulate > 1 else name
+        name = f"{name}, {self.accumulate} micro-batches" if self.accumulate > 1 else name
+        return name if self.replicas is None else f"{name}, V={self.replicas}"
 
 
 @dataclass(frozen=True)
@@ -63,6 +66,8 @@ class Verdict:
     first_step: int | None = None
     first_tensor: str | None = None
     difference: float | None = None
+    operation: str | None = None
+    """With `--exact`, the first operation that gave other bits."""
     notes: tuple[str, ...] = ()
     parts: Mapping[str, PartVerdict] = field(default_factory=dict)
 
@@ -99,19 +104,21 @@ def _cell(part: PartVerdict | None) -> Text:
 
 
 def lines(
-    verdicts: Mapping[Configuration, Verdict], num_configs: int, batch: int, seconds: float
+    verdicts: Mapping[Configuration, Verdict], num_configs: int, batch: int, seconds: float, replicas: int | None = None
 ) -> Iterator[tuple[str, str]]:
     """The lines below the table: each configuration that differs, then notes and the result."""
     for alike in _by_cause(verdicts):
         yield from _paragraph(alike)
     notes = dict.fromkeys(note for verdict in verdicts.values() for note in verdict.notes)
     yield "", ""
-    if any(part.difference for verdict in verdicts.values() for part in verdict.parts.values()):
+    if replicas is None and any(part.difference for verdict in verdicts.values() for part in verdict.parts.values()):
         yield "Numbers are the max relative difference from single; without a number: identical.", "dim"
     yield from ((f"note: {note}", "dim") for note in notes)
     good = sum(verdict.is_same for verdict in verdicts.values())
     number = "all" if good == num_configs else f"{good} of {num_configs}"
-    yield f"{number} strategies match single (batch {batch}, {seconds:.0f} s)", "bold"
+    match = "match single" if replicas is None else "have the bits of single"
+    cut = "" if replicas is None else f" in {replicas} virtual replicas"
+    yield f"{number} strategies {match} (batch {batch}{cut}, {seconds:.0f} s)", "bold"
 
 
 def _by_cause(verdicts: Mapping[Configuration, Verdict]) -> list[dict[Configuration, Verdict]]:

@@ -357,7 +357,7 @@ def scaling_charts(comparison: Comparison) -> list[Chart]:
 
 
 def _strategies(comparison: Comparison) -> list[str]:
-    return list(dict.fromkeys(row.strategy for row in comparison.rows))
+    return list(dict.fromkeys(row.series for row in comparison.rows))
 
 
 def _strategy_keys(comparison: Comparison) -> list[Key]:
@@ -389,7 +389,7 @@ def _straight(plot: figure, x: Sequence[float], y: Sequence[float], name: str, l
 
 
 def _strategy_curve(plot: figure, comparison: Comparison, strategy: str, index: int, scale: Scale) -> None:
-    rows = sorted((row for row in comparison.rows if row.strategy == strategy), key=lambda row: len(row.devices))
+    rows = sorted((row for row in comparison.rows if row.series == strategy), key=lambda row: len(row.devices))
     name, ink = f"strategy {index}", colour(index)
     base = comparison.rows[0]
     if rows[0] is not base and len(rows[0].devices) > len(base.devices):

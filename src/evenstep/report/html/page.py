@@ -197,7 +197,7 @@ def page_of_comparison(comparison: Comparison, folder: Path) -> str:
 def _comparison_charts(comparison: Comparison, found: Mapping[str, Sequence[ReadRun]]) -> list[Chart]:
     from evenstep.report.html import charts
 
-    indices = charts.colour_indices([row.strategy for row in comparison.rows])
+    indices = charts.colour_indices([row.series for row in comparison.rows])
     losses = [
         charts.Drawn(label=name, index=index, run=runs[0])
         for index, (name, runs) in zip(indices, found.items(), strict=True)

@@ -56,13 +56,14 @@ MAY_IMPORT = {
     "verify": {*ENGINE, "report", "training", "worker", "launcher"},
     "compare": {*ENGINE, "report", "training", "worker", "launcher", "verify"},
     "adopt": {*ENGINE, "training", "launcher"},
+    "predict": {*VALUES, "report"},
     "doctor": {*VALUES, "internals", "distributed", "monitor", "report", "worker", "launcher"},
-    "cli": {*VALUES, "audit", "checkpoint", "report", "launcher", "doctor", "verify", "compare", "adopt"},
+    "cli": {*VALUES, "audit", "checkpoint", "report", "launcher", "doctor", "verify", "compare", "adopt", "predict"},
     "__main__": {"cli", "errors", "internals", "launcher"},
     # Names that are found when first asked for.
     "__init__": {*VALUES, "sampling", "data", "checkpoint", "training", "launcher", "adopt"},
 }
-TORCH_FREE = {*VALUES, "internals", "sampling", "audit", "report", "cli", "__init__"}
+TORCH_FREE = {*VALUES, "internals", "sampling", "audit", "report", "predict", "cli", "__init__"}
 FILES_WITHOUT_TORCH = {"checkpoint/files.py", "distributed/process.py", "distributed/heartbeat.py"}
 
 

@@ -1,0 +1,252 @@
+"""The seconds of a step on n devices, part by part: arithmetic alone.
+
+compute      a fixed part, and a part for each sample of a device's share
+communication  a timeline: a bucket of gradients starts at max(ready, end of the one before)
+stragglers   a synchronous step takes as long as its slowest rank
+input        what a machine can read, shared by its devices
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from functools import cache
+from statistics import NormalDist
+
+from evenstep.predict.links import Cluster
+from evenstep.strategy_facts import StrategyFacts
+
+FIRST_BUCKET, BUCKET = 2**20, 25 * 2**20
+"""Bytes of DDP's buckets."""
+JITTER = 0.02
+"""Standard deviation of a rank's step of one second, in seconds; it grows with the root of the step's length.
+
+Chosen once for all published tables (see published.py); measured ranks have their own."""
+MOST_JITTER = 0.3
+"""Of a step: a very short one is not all jitter."""
+MOST_UNITS = 48
+BACKWARD = 2 / 3
+"""Of forward and backward, where it was not measured."""
+LIMITS = ("compute", "communication", "stragglers", "input")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Workload:
+    """A task on one device, as measured or as published."""
+
+    fixed_seconds: float
+    """Of a step, however small its batch: kernel launches, the host's work."""
+    sample_seconds: float
+    """Of forward and backward, for each sample."""
+    optimizer_seconds: float = 0.0
+    backward: float = BACKWARD
+    """Its part of forward and backward."""
+    input_seconds: float = 0.0
+    """Waiting for a batch, for each sample."""
+    gradient_bytes: float = 0.0
+    arrivals: tuple[float, ...] = ()
+    """When each bucket is ready, as a part of backward; evenly, if empty."""
+    accumulate: int = 1
+    jitter: float = JITTER
+    contention: float = 0.0
+    """Seconds that a second of hidden communication takes from computing."""
+    samples_a_second: float | None = None
+    """That a machine can read; None where nobody measured it."""
+    cores: int | None = None
+    """Of a machine whose devices are CPU processes, which share them."""
+    threads: int = 1
+
+    def compute_seconds(self, samples: float) -> float:
+        """Of forward and backward on one device."""
+        return self.fixed_seconds + self.sample_seconds * samples
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepParts:
+    """The seconds of a step; they add up to it."""
+
+    input: float
+    forward: float
+    backward: float
+    communication: float
+    """Not hidden behind backward."""
+    contention: float
+    stragglers: float
+    optimizer: float
+    waiting: float
+    """For what a machine cannot read any faster."""
+    hidden: float = 0.0
+    """Communication behind backward; not a part of the sum."""
+    buckets: tuple[tuple[float, float], ...] = field(default=(), repr=False)
+    """Begin and end of each, in seconds since the step began."""
+
+    @property
+    def seconds(self) -> float:
+        computing = self.input + self.forward + self.backward + self.optimizer
+        return computing + self.communication + self.contention + self.stragglers + self.waiting
+
+
+@cache
+def slowest_of(ranks: int) -> float:
+    """How many standard deviations the slowest of n ranks is behind the mean (Blom's approximation).
+
+    >>> round(slowest_of(1), 2), round(slowest_of(8), 2), round(slowest_of(1024), 2)
+    (0.0, 1.43, 3.23)
+    """
+    return NormalDist().inv_cdf((ranks - 0.375) / (ranks + 0.25)) if ranks > 1 else 0.0
+
+
+def buckets_of(num_bytes: float) -> list[float]:
+    """Sizes of the buckets into which DDP packs gradients, in the order of their arrival.
+
+    >>> buckets_of(60 * 2**20) == [2**20, 25 * 2**20, 25 * 2**20, 9 * 2**20]
+    True
+    """
+    sizes, left = [], num_bytes
+    while left > 0:
+        sizes.append(min(left, BUCKET if sizes else FIRST_BUCKET))
+        left -= sizes[-1]
+    return sizes
+
+
+def num_units(num_bytes: float) -> int:
+    """How many units fully_shard wraps: layers, which are larger than buckets in a large model."""
+    return max(1, min(MOST_UNITS, round(num_bytes / BUCKET)))
+
+
+def timeline(ready: Sequence[float], costs: Sequence[float]) -> list[tuple[float, float]]:
+    """Begin and end of each message of one link: it starts at max(ready, end of the one before).
+
+    >>> timeline([1.0, 2.0, 3.0], [2.0, 0.5, 1.0])
+    [(1.0, 3.0), (3.0, 3.5), (3.5, 4.5)]
+    """
+    spans: list[tuple[float, float]] = []
+    end = 0.0
+    for moment, cost in zip(ready, costs, strict=True):
+        begin = max(moment, end)
+        end = begin + cost
+        spans.append((begin, end))
+    return spans
+
+
+def step_parts(work: Workload, strategy: StrategyFacts, cluster: Cluster, devices: int, samples: float) -> StepParts:
+    """A step of `samples` in all, over `devices`."""
+    share = samples / devices
+    sharing = _sharing(work, cluster.in_a_machine(devices))
+    computing = work.compute_seconds(share) * sharing
+    optimizer = work.optimizer_seconds * sharing / (devices if strategy.shards else 1)
+    backward = computing * work.backward
+    forward, reading = computing - backward, work.input_seconds * share
+    spans, exposed = _communication(work, strategy, cluster, devices, (forward, backward))
+    hidden = max(0.0, sum(end - begin for begin, end in spans) - exposed)
+    length = computing + optimizer
+    jitter = min(work.jitter * math.sqrt(length), MOST_JITTER * length)
+    parts = StepParts(
+        input=reading,
+        forward=forward,
+        backward=backward,
+        communication=exposed,
+        contention=work.contention * hidden,
+        stragglers=jitter * slowest_of(devices),
+        optimizer=optimizer,
+        waiting=0.0,
+        hidden=hidden,
+        buckets=tuple((reading + begin, reading + end) for begin, end in spans),
+    )
+    return _with_ceiling(parts, work, samples / cluster.machines(devices))
+
+
+def _with_ceiling(parts: StepParts, work: Workload, samples_of_machine: float) -> StepParts:
+    """What a machine can read is shared by its devices."""
+    if work.samples_a_second is None:
+        return parts
+    waiting = max(0.0, samples_of_machine / work.samples_a_second - parts.seconds)
+    return StepParts(**{**vars(parts), "waiting": waiting})
+
+
+def _sharing(work: Workload, in_a_machine: int) -> float:
+    """How much slower CPU processes are that have fewer cores than threads."""
+    return max(1.0, in_a_machine * work.threads / work.cores) if work.cores else 1.0
+
+
+def _communication(
+    work: Workload, strategy: StrategyFacts, cluster: Cluster, devices: int, passes: tuple[float, float]
+) -> tuple[list[tuple[float, float]], float]:
+    """Spans on the network, and the seconds of them that a step waits for."""
+    if devices == 1 or not work.gradient_bytes or strategy.is_reference:
+        return [], 0.0
+    # Only the last micro-batch sends.
+    forward, backward = (seconds / work.accumulate for seconds in passes)
+    before = sum(passes) - forward - backward
+    if strategy.shards:
+        return _sharded(work, cluster, devices, (forward, backward))
+    if not strategy.processes_per_device:
+        return _driven(work, cluster, devices, sum(passes))
+    sizes = buckets_of(work.gradient_bytes)
+    ready = [before + forward + backward * part for part in _arrivals(work, sizes)]
+    spans = timeline(ready, [cluster.all_reduce(devices, size) for size in sizes])
+    return spans, max(0.0, spans[-1][1] - sum(passes))
+
+
+def _arrivals(work: Workload, sizes: Sequence[float]) -> list[float]:
+    """A bucket is ready when its last gradient is; the last one when backward ends."""
+    if len(work.arrivals) == len(sizes):
+        return list(work.arrivals)
+    done, found = 0.0, []
+    for size in sizes:
+        done += size
+        found.append(done / work.gradient_bytes)
+    return found
+
+
+def _sharded(
+    work: Workload, cluster: Cluster, devices: int, passes: tuple[float, float]
+) -> tuple[list[tuple[float, float]], float]:
+    """Parameters are gathered unit by unit in forward and again in backward, gradients are scattered.
+
+    The next unit is gathered while this one computes. Accumulated micro-batches gather too: each is one such pass.
+    """
+    sizes = [work.gradient_bytes / num_units(work.gradient_bytes)] * num_units(work.gradient_bytes)
+    gather = [cluster.half(devices, size) for size in sizes]
+    there = timeline([0.0] * len(sizes), gather)
+    forward_end = _computed([end for _, end in there], [passes[0] * size / work.gradient_bytes for size in sizes])
+    back = timeline([forward_end] * len(sizes), gather)
+    computing = [passes[1] * size / work.gradient_bytes for size in sizes]
+    backward_end = _computed([end for _, end in back], computing, forward_end)
+    # Gathers of the next unit come first, so gradients are sent after the last gather or when they are ready.
+    ready = [max(back[-1][1], end + sum(computing[: at + 1])) for at, (_, end) in enumerate(back)]
+    scattered = timeline(ready, gather)
+    end = max(backward_end, scattered[-1][1])
+    exposed = max(0.0, end - sum(passes)) + (work.accumulate - 1) * max(0.0, backward_end - sum(passes))
+    return [*there, *back, *scattered], exposed
+
+
+def _computed(ready: Sequence[float], seconds: Sequence[float], begin: float = 0.0) -> float:
+    """When the last unit is computed: each needs its parameters, and the unit before it."""
+    end = begin
+    for moment, cost in zip(ready, seconds, strict=True):
+        end = max(moment, end) + cost
+    return end
+
+
+def _driven(work: Workload, cluster: Cluster, devices: int, computed: float) -> tuple[list[tuple[float, float]], float]:
+    """One process copies the weights to every device, and the gradients back: nothing overlaps."""
+    link = cluster.inside
+    cost = 2 * (link.latency + (devices - 1) * work.gradient_bytes / link.bandwidth)
+    return [(computed, computed + cost)], cost
+
+
+def limit_of(parts: StepParts, one: StepParts, devices: int) -> str:
+    """Which of LIMITS costs most, against n devices that are n times as fast."""
+    lost = {
+        "compute": parts.forward
+        + parts.backward
+        + parts.optimizer
+        + parts.input
+        - (one.forward + one.backward + one.optimizer + one.input) / devices,
+        "communication": parts.communication + parts.contention,
+        "stragglers": parts.stragglers,
+        "input": parts.waiting,
+    }
+    return max(lost, key=lost.__getitem__)

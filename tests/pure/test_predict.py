@@ -1,0 +1,118 @@
+"""The model is arithmetic that can be followed by hand, and its errors on published tables are what the pages say."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from dataclasses import replace
+
+import pytest
+
+from evenstep.errors import BadInput
+from evenstep.predict.links import Cluster, Link, parse_link
+from evenstep.predict.published import INTERVAL, CheckResult, Constants, check_published, published_tables
+from evenstep.predict.step_model import BUCKET, Workload, limit_of, step_parts
+from evenstep.strategy_facts import REFERENCE, STRATEGIES
+
+SLOW = Cluster(
+    per_machine=8, inside=Link(latency=0.0, bandwidth=1e12), between=Link(latency=1e-5, bandwidth=1.25e9, name="10gbit")
+)
+WORK = Workload(fixed_seconds=0.01, sample_seconds=0.001, gradient_bytes=4 * BUCKET, jitter=0.0)
+
+
+@pytest.fixture(scope="module")
+def result() -> CheckResult:
+    return check_published()
+
+
+def test_one_device_computes_and_sends_nothing() -> None:
+    parts = step_parts(WORK, STRATEGIES[REFERENCE], SLOW, 1, 60)
+    assert parts.seconds == pytest.approx(0.07)
+    assert parts.communication == parts.stragglers == parts.waiting == 0
+
+
+def test_what_backward_does_not_hide_is_the_end_of_the_last_bucket_after_it() -> None:
+    parts = step_parts(WORK, STRATEGIES["ddp"], SLOW, 16, 16 * 60)
+    assert parts.buckets[-1][1] == pytest.approx(parts.forward + parts.backward + parts.communication)
+    begins = [begin for begin, _ in parts.buckets]
+    assert all(begin >= end for begin, (_, end) in zip(begins[1:], parts.buckets, strict=False))
+    assert parts.communication > SLOW.all_reduce(16, BUCKET) / 2
+
+
+def test_a_part_that_does_not_shrink_limits_strong_scaling() -> None:
+    fast = replace(SLOW, between=Link(latency=0.0, bandwidth=1e15))
+    one, many = (step_parts(WORK, STRATEGIES["ddp"], fast, devices, 640) for devices in (1, 64))
+    assert many.forward + many.backward == pytest.approx(0.01 + 0.01)
+    assert limit_of(many, one, 64) == "compute"
+
+
+def test_what_a_machine_can_read_is_shared_by_its_devices() -> None:
+    work = replace(WORK, samples_a_second=1000.0)
+    parts = step_parts(work, STRATEGIES["ddp"], SLOW, 8, 8 * 60)
+    assert parts.seconds == pytest.approx(0.48)
+    assert limit_of(parts, step_parts(work, STRATEGIES[REFERENCE], SLOW, 1, 60), 8) == "input"
+
+
+def test_the_slowest_of_many_ranks_is_slower_than_that_of_few() -> None:
+    work = replace(WORK, jitter=0.01, gradient_bytes=0.0)
+    waits = [step_parts(work, STRATEGIES["ddp"], SLOW, devices, devices * 60).stragglers for devices in (1, 2, 8, 1024)]
+    assert waits == sorted(waits)
+    assert waits[-1] == pytest.approx(0.01 * 0.07**0.5 * 3.23, rel=0.01)
+
+
+def test_sharded_weights_are_gathered_twice_and_gradients_scattered_once() -> None:
+    whole, sharded = (step_parts(WORK, STRATEGIES[name], SLOW, 16, 16 * 60) for name in ("ddp", "fsdp"))
+    assert sum(end - begin for begin, end in sharded.buckets) > sum(end - begin for begin, end in whole.buckets)
+    assert sharded.communication > whole.communication
+
+
+def test_a_ring_is_better_for_large_messages_and_a_tree_for_small_ones() -> None:
+    link = Link(latency=1e-5, bandwidth=1e9)
+    assert link.all_reduce(16, 1e9) == link.ring(16, 1e9)
+    assert link.all_reduce(1024, 1e3) == link.tree(1024, 1e3)
+
+
+@pytest.mark.parametrize("text", ["fast", "0gbit", "1e-5", "x,y", "-1,1e9", "1e-5,0", "nvlink-x1"])
+def test_a_link_that_is_none_is_refused_with_examples(text: str) -> None:
+    with pytest.raises(BadInput, match="write 25gbit, nvlink"):
+        parse_link(text)
+
+
+def test_errors_on_published_tables(result: CheckResult) -> None:
+    assert result.total.median <= 0.06
+    assert all(family.skill > 0 for family in result.families)
+    assert result.total.covered >= 0.85
+    assert {name.partition(":")[0] for name in result.unmet} == {
+        "nvidia-vision",
+        "nvidia-language",
+        "nvidia-speech",
+        "nvidia-other",
+        "pytorch-issue",
+    }
+
+
+def test_the_constants_in_use_are_those_that_the_tables_choose(result: CheckResult) -> None:
+    assert result.constants == Constants()
+    assert result.interval == pytest.approx(INTERVAL, abs=0.01)
+
+
+def test_input_bound_rows_and_the_outlier_are_named(result: CheckResult) -> None:
+    bound = {row.name for row in result.rows if row.is_input_bound}
+    assert bound == {f"ResNet-50, {data}8 workers a machine, v100, fp32" for data in ("", "DALI, ")}
+    assert any("MPT-1b, a100, bf16, 32 devices: 15,555" in line for line in result.suspects)
+
+
+def test_every_published_table_has_its_source() -> None:
+    assert all(table.source for table in published_tables())
+
+
+def test_check_prints_json_without_torch() -> None:
+    code = (
+        "import sys; sys.argv = ['evenstep', 'predict', '--check', '--json']\n"
+        "from evenstep.cli import main\n"
+        "try:\n    main()\nexcept SystemExit: pass\n"
+        "assert 'torch' not in sys.modules"
+    )
+    done = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True)
+    assert json.loads(done.stdout)["total"]["points"] > 250

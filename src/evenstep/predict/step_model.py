@@ -103,7 +103,8 @@ def buckets_of(num_bytes: float) -> list[float]:
     >>> buckets_of(60 * 2**20) == [2**20, 25 * 2**20, 25 * 2**20, 9 * 2**20]
     True
     """
-    sizes, left = [], num_bytes
+    sizes: list[float] = []
+    left = num_bytes
     while left > 0:
         sizes.append(min(left, BUCKET if sizes else FIRST_BUCKET))
         left -= sizes[-1]

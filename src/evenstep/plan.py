@@ -119,6 +119,8 @@ class Plan:
     stall_after: StallAfter | None = None
     check_every: CheckEvery = 100
     check_collectives: bool = False
+    replay_every: Whole | None = None
+    """Steps between two at which devices check each other."""
     machines: Text | None = None
     rendezvous: Text | None = None
     requeue: bool = False
@@ -180,6 +182,10 @@ class Plan:
                 raise PlanError(why)
         if self.statistics is not None and self.compile:
             raise PlanError("--statistics looks at the output of every layer, which --compile merges; leave one out")
+        if self.replay_every is not None and self.sync_batchnorm:
+            raise PlanError(
+                "--replay-every compares what devices compute alone, and --sync-batchnorm joins them; leave one out"
+            )
         if self.sync_batchnorm and not self._facts.processes_per_device:
             raise PlanError(
                 f"--sync-batchnorm joins processes, and {self.strategy} has one; use --strategy {with_processes()}"

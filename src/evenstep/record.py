@@ -228,7 +228,22 @@ class MeasuredShares:
     """Of each device, in forward."""
 
 
-Row = Step | Evaluation | LayerStatistics | EpochEnd | Summary | RunEnd | Timeline | Measurement | MeasuredShares
+@dataclass(frozen=True, kw_only=True)
+class Replay:
+    """What `--replay-every` found after `step` steps."""
+
+    step: Natural
+    replica: Natural
+    """The one whose micro-batch all devices computed."""
+    outcome: Literal["equal", "nondeterministic", "faulty"]
+    seconds: float
+    found: str = ""
+    """In words, unless all bits were equal."""
+
+
+Row = (
+    Step | Evaluation | LayerStatistics | EpochEnd | Summary | RunEnd | Timeline | Measurement | MeasuredShares | Replay
+)
 
 
 @dataclass(frozen=True)
@@ -325,6 +340,8 @@ class Record:
     measurement: Measurement | None = None
     shares: MeasuredShares | None = None
     """Where `--shares auto` has measured them."""
+    replays: list[Replay] = field(default_factory=list)
+    """The checks of `--replay-every`."""
     summary: Summary | None = None
     end: RunEnd | None = None
     """Why there is no summary, where the run was stopped or has failed."""
@@ -509,6 +526,8 @@ class RecordReader:
                 record.timelines.append(row)
             case Measurement():
                 record.measurement = row
+            case Replay():
+                record.replays.append(row)
             case MeasuredShares():
                 record.shares = row
             case Summary():
@@ -525,6 +544,7 @@ class RecordReader:
         record.evaluations = [one for one in record.evaluations if one.step <= last] if last else []
         record.epochs = [one for one in record.epochs if one.step <= last]
         record.statistics = [one for one in record.statistics if one.step <= last]
+        record.replays = [one for one in record.replays if one.step <= last or one.outcome == "faulty"]
         record.summary = record.end = None
 
 

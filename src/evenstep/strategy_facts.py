@@ -104,6 +104,7 @@ _ROWS = (
         shards=True,
         virtual_replicas=True,
         refusals={
+            "replay_every": "--replay-every compares whole gradients, and fsdp has shards of them; use --strategy ddp",
             "channels_last": "fully_shard takes no weights with channels last; use --strategy ddp with --channels-last",
         },
         preloads=("torch.distributed.fsdp", "torch.distributed.device_mesh", "torch.distributed.tensor"),
@@ -119,7 +120,10 @@ _ROWS = (
         other_kinds_refusal="dp-torch is nn.DataParallel, which runs on CUDA devices only; use --strategy dp",
         compiles=False,
         separates_communication=False,
-        refusals={"shares": "nn.DataParallel cuts a batch into equal parts; use --strategy dp with --shares"},
+        refusals={
+            "replay_every": "--replay-every compares replicas, which nn.DataParallel does not keep; use --strategy dp",
+            "shares": "nn.DataParallel cuts a batch into equal parts; use --strategy dp with --shares",
+        },
     ),
 )
 UNKNOWN = StrategyFacts(

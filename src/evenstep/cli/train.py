@@ -170,6 +170,13 @@ def train(
     check_collectives: Annotated[
         bool | None, flag("--check-collectives", help="Check that all ranks call the same collectives; slow.")
     ] = None,
+    replay_every: Annotated[
+        int | None,
+        typer.Option(
+            metavar="STEPS",
+            help="Every STEPS steps, all devices compute one micro-batch twice and compare bits, to find a faulty one.",
+        ),
+    ] = None,
     machines: MachinesOption = None,
     rendezvous: RendezvousOption = None,
     requeue: Annotated[

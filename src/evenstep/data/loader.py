@@ -241,6 +241,16 @@ class Loader:
             batch = self._made(host, self._moved, self._options.augment_batch)
         return batch.micro_batches[0][0].inputs
 
+    def upcoming(self, replica: int) -> Batch:
+        """The next step's first micro-batch of any replica, on each device of this process; the position stays."""
+        split = replace(self.split, replicas=range(replica, replica + 1))
+        source = self._source if isinstance(self._source, Stream) else self._sources[:1]
+        passes = Passes(source, self.order, split, self.batch, self._options, num_workers=0, pinned=False)
+        with fork_rng():
+            host = next(iter(passes.begin(*self.lengths.locate(self.position), num_checked=0)))
+            each = [host.micro_batches[0] * len(self._world.devices)]
+            return self._made(replace(host, micro_batches=each), self._moved, self._options.augment_batch)
+
     def share_out(self, shares: Shares) -> None:
         """From the next batch on, give each replica its part in these proportions; all processes call this together."""
         num = self._world.num_replicas

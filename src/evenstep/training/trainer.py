@@ -66,6 +66,7 @@ if TYPE_CHECKING:
     from evenstep.profiling.trackers import Tracking
     from evenstep.strategies.base import DistributedModel
     from evenstep.training.layer_statistics import InspectedSteps
+    from evenstep.training.replay import ReplayCheck
     from evenstep.training.scores import Scores
     from evenstep.training.shares import MeasuredSteps
 
@@ -138,6 +139,13 @@ class Trainer:
             from evenstep.monitor.stragglers import StragglerMonitor
 
             self.replicas, self.pace = ReplicaCheck(team.world, self._model.module), StragglerMonitor(team.world)
+        self.replays: ReplayCheck | None = None
+        if plan.replay_every is not None:
+            from evenstep.training.replay import ReplayCheck
+
+            if has_several(task):
+                raise TaskError("--replay-every checks tasks of one model, and this one has several; leave it out")
+            self.replays = ReplayCheck(self._recipe(), self.run.loader, plan.replay_every)
         self._compute_seconds = 0.0
         self.tracing: Tracing | None = None
         if plan.restarts or plan.machines:
@@ -304,12 +312,16 @@ class Trainer:
                 self._add_to_pace(step, compute_seconds)
                 continue
             yield from self._compared(step, compute_seconds)
+            if self.replays is not None and self.replays.is_due(step.step):
+                yield from self.replays.after(step.step)
             yield from self._after(step)
             if self.stopped is not None:
                 steps.close()
                 break
         if self.tracing is not None:
             yield from self.tracing.finish()
+        if self.replays is not None:
+            yield self.replays.summary(time.perf_counter() - started)
         self.spans.begin(ENDING)
         shown = self._infer(self.task.show) if self.task.show is not None else None
         yield self._sum_up(shown, time.perf_counter() - started + seconds_before)
@@ -429,6 +441,8 @@ class Trainer:
         if self._is_saved(step) or self._is_evaluated(step) or self._is_after(step):
             return True
         if self.tracing is not None and self.tracing.waits_at(step):
+            return True
+        if self.replays is not None and self.replays.is_due(step):
             return True
         return self.replicas is not None and self._is_compared(step)
 

@@ -1,0 +1,381 @@
+"""`--replay-every N`: every N steps, all devices compute one micro-batch of the next step, twice, and compare bits.
+
+The devices take turns in whose micro-batch it is. Batches and random numbers are pure functions, so each device can
+read the same samples and draw the same numbers; the weights are equal on all of them. Nothing of it stays: gradients
+are not accumulated, and buffers and generators are put back.
+
+A device that repeats itself and differs from most others is faulty. Where two differ and nobody else can decide, each
+computes again what both agreed on at the first check. A device that differs from itself is faulty if it still does so
+with deterministic algorithms while another one does not; else the loss is nondeterministic.
+"""
+
+from __future__ import annotations
+
+import time
+import warnings
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from torch import nn
+
+from evenstep.data.loader import Batch, Loader
+from evenstep.data.nested import leaves, map_tensors
+from evenstep.distributed.heartbeat import COMPARING
+from evenstep.errors import TrainingError
+from evenstep.monitor.replicas import checksums, combined
+from evenstep.record import Replay
+from evenstep.sampling.rng import derive_seed, replica_seed, restore_rng_states, rng_states, seed_device, seed_host
+from evenstep.strategies.base import on
+from evenstep.training.in_loss import LossContext
+from evenstep.training.step import Recipe
+
+Sums = dict[str, int]
+"""A number for the bits of each tensor, by its name, in the order in which a step computes them."""
+INPUTS, PARAMETERS, LOSS = "the inputs", "the parameters", "the loss"
+NUM_MORE = 4
+"""Computations with deterministic algorithms, where a device differs from itself."""
+
+
+@dataclass(frozen=True)
+class Computation:
+    """What is computed: the first micro-batch that a replica gets in a step."""
+
+    batch: Batch
+    """With this micro-batch on every device of this process."""
+    replica: int
+    step: int
+
+
+class ReplayCheck:
+    """Compares the devices of a run with each other, and each with itself."""
+
+    def __init__(self, recipe: Recipe, loader: Loader, every: int) -> None:
+        self.every = every
+        self.num_checks, self.num_odd, self.seconds = 0, 0, 0.0
+        self._recipe, self._loader, self._world = recipe, loader, recipe.team.world
+        self._agreed: Agreed | None = None
+        self._said: set[str] = set()
+
+    def is_due(self, step: int) -> bool:
+        return step % self.every == 0
+
+    def after(self, step: int) -> Iterator[Replay | str]:
+        """Check after `step` steps; raise TrainingError, on every rank, if a device is faulty. All ranks call this."""
+        if "gather" in self._recipe.team.called_in_loss:
+            yield from self._once("--replay-every: a loss that gathers the rows of all devices is not checked")
+            return
+        started = time.perf_counter()
+        replica = (step // self.every - 1) % self._world.num_replicas
+        with self._world.spans.during(COMPARING):
+            finding = self._check(Computation(self._loader.upcoming(replica), replica, step + 1))
+        seconds = time.perf_counter() - started
+        self.seconds += seconds
+        self.num_checks += 1
+        self.num_odd += finding.outcome != "equal"
+        yield Replay(step=step, replica=replica, outcome=finding.outcome, seconds=seconds, found=finding.text)
+        if finding.outcome == "faulty":
+            raise TrainingError(f"replay check after step {step}: {finding.text}")
+        if finding.text:
+            yield from self._once(f"replay check after step {step}: {finding.text}")
+
+    def summary(self, seconds: float) -> str:
+        """In one line; `seconds` are those of the whole run."""
+        found = f"{self.num_odd} without equal bits" if self.num_odd else "all bits equal"
+        num = f"{self.num_checks} replay check{'s' * (self.num_checks != 1)}"
+        return f"{num}, {found}; they took {self.seconds:.2f} s ({self.seconds / (seconds or 1):.1%} of the run)"
+
+    def _once(self, line: str) -> Iterator[str]:
+        what = line.partition(": ")[2]
+        if what not in self._said and self._world.is_main:
+            yield line
+        self._said.add(what)
+
+    def _check(self, work: Computation) -> ReplayFinding:
+        model = self._recipe.model
+        with _kept_generators(self._world.devices), _kept_buffers(model.loss_modules):
+            model.sync_replicas(is_training=False)
+            once, again = self._compute(work), self._compute(work)
+            own = [[number_of(one), number_of(other)] for one, other in zip(once, again, strict=True)]
+            numbers, kinds = self._gathered(own), self._gathered(self._kinds())
+            if _is_equal(numbers, kinds):
+                if self._agreed is None:
+                    self._agree(work, [first for first, _ in own])
+                return ReplayFinding("equal")
+            differs_from_itself = any(first != second for first, second in numbers)
+            more = self._gathered(self._deterministic(work)) if differs_from_itself else None
+            holds = self._gathered(self._still_holds()) if not differs_from_itself else None
+        pairs = self._gathered([[one, other] for one, other in zip(once, again, strict=True)])
+        names = self._gathered(self._names())
+        devices = [DeviceSums(name, kind, *pair) for name, kind, pair in zip(names, kinds, pairs, strict=True)]
+        return judge(devices, more, holds)
+
+    def _compute(self, work: Computation) -> list[Sums]:
+        """On each device of this process."""
+        return [self._on_device(work, index) for index in range(len(self._world.devices))]
+
+    def _on_device(self, work: Computation, index: int) -> Sums:
+        recipe, device = self._recipe, self._world.devices[index]
+        bound: Any = recipe.model.loss_modules[index]
+        micro_batch = work.batch.micro_batches[0][index]
+        # A loss may change its inputs in place.
+        data = map_tensors(micro_batch.inputs, torch.clone)
+        sums = dict(zip((INPUTS, PARAMETERS), (_number(data), _number(list(bound.parameters()))), strict=True))
+        epoch, start = work.batch.span.epoch, work.batch.span.start
+        seed = replica_seed(derive_seed(recipe.team.seed, "dropout", epoch, work.replica), start, 0)
+        seed_host(seed)
+        seed_device(seed, device)
+        context = LossContext(self._world, work.batch, at=(work.step, epoch))
+        context.is_alone = True
+        trained = {name.removeprefix("model."): one for name, one in bound.named_parameters() if one.requires_grad}
+        with on(device), context.on(index, micro_batch.num_samples), _kept_buffers([bound]):
+            with recipe.team.precision.autocast(device):
+                amount = bound(recipe.loss, data)
+            loss = amount[0] if isinstance(amount, tuple | list) else amount
+            gradients = torch.autograd.grad(loss, list(trained.values()), allow_unused=True)
+            computed = {LOSS: loss.detach()}
+            # In the order of backward.
+            computed |= {
+                f"the gradient of {name}": _dense(gradient)
+                for name, gradient in reversed(list(zip(trained, gradients, strict=True)))
+                if gradient is not None
+            }
+            computed |= {f"the buffer {name.removeprefix('model.')}": one for name, one in bound.named_buffers()}
+            return sums | dict(zip(computed, checksums(list(computed.values())), strict=True))
+
+    def _deterministic(self, work: Computation) -> list[list[int]]:
+        """For each device of this process, what it computes with deterministic algorithms, a few times."""
+        with _deterministic_algorithms():
+            every = [[number_of(one) for one in self._compute(work)] for _ in range(NUM_MORE)]
+        return [list(of_device) for of_device in zip(*every, strict=True)]
+
+    def _agree(self, work: Computation, numbers: list[int]) -> None:
+        """Keep what the first check computed: later it shows which of two devices has changed."""
+        if self._world.num_replicas == 2:
+            weights = [
+                [one.detach().cpu().clone() for one in _state(bound)] for bound in self._recipe.model.loss_modules
+            ]
+            self._agreed = Agreed(work, weights, numbers)
+
+    def _still_holds(self) -> list[bool | None]:
+        """For each device of this process, whether it computes what it did at the first check; None if unknown."""
+        if self._agreed is None:
+            return [None for _ in self._world.devices]
+        bounds = self._recipe.model.loss_modules
+        now = [[one.detach().clone() for one in _state(bound)] for bound in bounds]
+        _load(bounds, self._agreed.weights)
+        try:
+            sums = self._compute(self._agreed.work)
+        finally:
+            _load(bounds, now)
+        return [number_of(one) == number for one, number in zip(sums, self._agreed.numbers, strict=True)]
+
+    def _names(self) -> list[str]:
+        world = self._world
+        if len(world.devices) > 1:
+            return [f"replica {index} ({device})" for index, device in enumerate(world.devices)]
+        return [f"rank {world.rank} ({world.device})"]
+
+    def _kinds(self) -> list[str]:
+        """Devices of one kind compute the same bits, if the CPU uses as many threads."""
+        return [
+            torch.cuda.get_device_name(device)
+            if device.type == "cuda"
+            else f"{device.type} {_processor()} {torch.get_num_threads()}"
+            for device in self._world.devices
+        ]
+
+    def _gathered(self, own: list[Any]) -> list[Any]:
+        """Of all devices of all ranks."""
+        return [one for of_rank in self._world.gather(own) for one in of_rank]
+
+
+@dataclass(frozen=True)
+class Agreed:
+    """A computation whose result both devices agreed on, with the weights that it needs."""
+
+    work: Computation
+    weights: list[list[torch.Tensor]]
+    numbers: list[int]
+
+
+@dataclass(frozen=True)
+class DeviceSums:
+    """What one device computed, twice."""
+
+    name: str
+    kind: str
+    once: Sums
+    again: Sums
+
+
+@dataclass(frozen=True)
+class ReplayFinding:
+    """What a check found."""
+
+    outcome: Literal["equal", "nondeterministic", "faulty"]
+    text: str = ""
+
+
+def judge(
+    devices: Sequence[DeviceSums], more: Sequence[Sequence[int]] | None, holds: Sequence[bool | None] | None
+) -> ReplayFinding:
+    """Which device is faulty, if one is.
+
+    `more` are numbers that each device computed with deterministic algorithms; `holds` says whether each still computes
+    what it did at the first check.
+    """
+    if len({one.once[INPUTS] for one in devices}) > 1:
+        return ReplayFinding(
+            "nondeterministic",
+            "the ranks read different data for the same samples, so that their results cannot be compared; let the "
+            "dataset depend on the index alone",
+        )
+    unstable = [one for one in devices if one.once != one.again]
+    if unstable:
+        return _judge_unstable(devices, unstable, more)
+    for kind in dict.fromkeys(one.kind for one in devices):
+        same = [index for index, one in enumerate(devices) if one.kind == kind]
+        counts = Counter(number_of(devices[index].once) for index in same)
+        if len(counts) > 1:
+            return _judge_apart(devices, same, counts, holds)
+    return ReplayFinding("equal")
+
+
+def _judge_unstable(
+    devices: Sequence[DeviceSums], unstable: Sequence[DeviceSums], more: Sequence[Sequence[int]] | None
+) -> ReplayFinding:
+    worst = unstable[0]
+    differs = f"{_first_difference(worst.once, worst.again)} differs when {worst.name} computes it twice"
+    still = [one.name for one, numbers in zip(devices, more or (), strict=False) if len(set(numbers)) > 1]
+    if still and len(still) < len(devices):
+        return ReplayFinding(
+            "faulty", f"{differs}, also with deterministic algorithms, and not on other devices: {_FAULTY}"
+        )
+    if not still:
+        return ReplayFinding(
+            "nondeterministic", f"{differs}, and not with deterministic algorithms: a nondeterministic kernel"
+        )
+    if len(devices) == 1:
+        cause = "a loss that does not depend on its inputs alone, or a faulty device; a second device would show which"
+        return ReplayFinding("nondeterministic", f"{differs}, also with deterministic algorithms: {cause}")
+    return ReplayFinding(
+        "nondeterministic",
+        f"{differs}, and so it does on all devices: the loss depends on more than its inputs, the weights and the "
+        "generators of torch, NumPy and Python",
+    )
+
+
+def _judge_apart(
+    devices: Sequence[DeviceSums], same: Sequence[int], counts: Counter[int], holds: Sequence[bool | None] | None
+) -> ReplayFinding:
+    (usual, most), *_ = counts.most_common()
+    if most > len(same) / 2:
+        apart = [index for index in same if number_of(devices[index].once) != usual]
+    else:
+        apart = [index for index in same if holds is not None and holds[index] is False]
+    good = next((index for index in same if index not in apart), same[0])
+    odd = (
+        apart[0]
+        if apart and len(apart) < len(same)
+        else next(index for index in same if number_of(devices[index].once) != number_of(devices[good].once))
+    )
+    tensor = _first_difference(devices[good].once, devices[odd].once)
+    names = " and ".join(devices[index].name for index in apart)
+    if apart and len(apart) < len(same):
+        return ReplayFinding(
+            "faulty", f"{tensor} on {names} is not that of {devices[good].name}, time and again: {_FAULTY}"
+        )
+    both = " or ".join(devices[index].name for index in same)
+    return ReplayFinding("faulty", f"{tensor} differs between devices, each of which repeats itself: {both} is faulty")
+
+
+_FAULTY = "a faulty device; leave it out, and continue from the last checkpoint with --resume"
+
+
+def _first_difference(one: Sums, other: Sums) -> str:
+    return next((name for name in one if one[name] != other.get(name)), next(iter(other)))
+
+
+def _is_equal(numbers: Sequence[Sequence[int]], kinds: Sequence[str]) -> bool:
+    """Whether all devices of a kind have computed the same, twice."""
+    found = {(kind, number) for kind, pair in zip(kinds, numbers, strict=True) for number in pair}
+    return len(found) == len(set(kinds))
+
+
+def number_of(sums: Sums) -> int:
+    """One number for all of them."""
+    return combined(sums.values())
+
+
+def _number(data: Any) -> int:
+    return combined(checksums([_dense(leaf) for leaf in leaves(data) if isinstance(leaf, torch.Tensor)]))
+
+
+def _dense(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.detach() if tensor.layout == torch.strided else tensor.detach().to_dense()
+
+
+def _state(bound: nn.Module) -> list[torch.Tensor]:
+    return [*bound.parameters(), *bound.buffers()]
+
+
+@torch.no_grad()
+def _load(bounds: Sequence[nn.Module], values: Sequence[Sequence[torch.Tensor]]) -> None:
+    for bound, of_bound in zip(bounds, values, strict=True):
+        for tensor, value in zip(_state(bound), of_bound, strict=True):
+            tensor.copy_(value)
+
+
+def _processor() -> str:
+    """The kind of CPU: kernels are chosen by it."""
+    return torch.backends.cpu.get_cpu_capability()
+
+
+@contextmanager
+def _kept_buffers(bounds: Sequence[nn.Module]) -> Iterator[None]:
+    """Inside, forward may change buffers, or put other tensors in their place."""
+    kept = [
+        (layer, name, buffer, buffer.detach().clone())
+        for bound in bounds
+        for layer in bound.modules()
+        for name, buffer in layer.named_buffers(recurse=False)
+    ]
+    try:
+        yield
+    finally:
+        with torch.no_grad():
+            for layer, name, buffer, values in kept:
+                setattr(layer, name, buffer)
+                buffer.copy_(values)
+
+
+@contextmanager
+def _kept_generators(devices: Sequence[torch.device]) -> Iterator[None]:
+    """Inside, anything may be drawn; on GPUs, wait for what runs there before and afterwards."""
+    gpus = [device for device in devices if device.type == "cuda"]
+    host, on_gpus = rng_states(), [torch.cuda.get_rng_state(device) for device in gpus]
+    for device in gpus:
+        torch.cuda.synchronize(device)
+    try:
+        yield
+    finally:
+        restore_rng_states(host)
+        for device, state in zip(gpus, on_gpus, strict=True):
+            torch.cuda.synchronize(device)
+            torch.cuda.set_rng_state(state, device)
+
+
+@contextmanager
+def _deterministic_algorithms() -> Iterator[None]:
+    is_on, warns = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        torch.use_deterministic_algorithms(is_on, warn_only=warns)

@@ -50,7 +50,8 @@ def is_possible(where: str, key: str) -> bool:
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest) -> Path:
     folder = tmp_path_factory.mktemp("shares")
-    of_this = [item.callspec.params for item in request.session.items if "where" in getattr(item, "fixturenames", ())]
+    items = [item for item in request.session.items if item.path == request.path]
+    of_this = [item.callspec.params for item in items if "where" in item.fixturenames]
     wanted = dict.fromkeys((where, one["case"]) for one in of_this for where in ("single", one["where"]))
     for size in (1, 2, 3):
         jobs = [

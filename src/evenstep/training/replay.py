@@ -128,7 +128,7 @@ class ReplayCheck:
         seed = replica_seed(derive_seed(recipe.team.seed, "dropout", epoch, work.replica), start, 0)
         seed_host(seed)
         seed_device(seed, device)
-        context = LossContext(self._world, work.batch, at=(work.step, epoch))
+        context = LossContext(self._world, work.batch, at=lambda: (work.step, epoch))
         context.is_alone = True
         trained = {name.removeprefix("model."): one for name, one in bound.named_parameters() if one.requires_grad}
         with on(device), context.on(index, micro_batch.num_samples), _kept_buffers([bound]):

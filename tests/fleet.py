@@ -10,6 +10,7 @@ import sys
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors.torch import load_file
@@ -73,6 +74,17 @@ def furthest(weights: dict[str, torch.Tensor], reference: dict[str, torch.Tensor
     assert weights.keys() == reference.keys()
     pairs = [(weights[name].detach(), reference[name].detach()) for name in reference]
     return max(float((ours - theirs).abs().max() / theirs.abs().max()) for ours, theirs in pairs)
+
+
+def bits_of(run: Path) -> dict[str, Any]:
+    """All that a run left: weights, optimizer state, losses and evaluations."""
+    checkpoint, record = run / "checkpoints" / "latest", Record.read(run)
+    tensors = {
+        f"{name}/{key}": value.numpy().tobytes()
+        for name in ("weights", "optimizer")
+        for key, value in load_file(checkpoint / f"{name}.safetensors").items()
+    }
+    return {**tensors, "losses": record.losses, "valid": [one.values for one in record.evaluations]}
 
 
 def main(file: Path) -> None:

@@ -255,6 +255,14 @@ def normed() -> nn.Module:
     return nn.Sequential(nn.Linear(20, 32), nn.BatchNorm1d(32), nn.ReLU(), nn.Linear(32, 5))
 
 
+def normed_cnn() -> nn.Module:
+    return nn.Sequential(
+        *(nn.Conv2d(1, 6, 3, bias=False), nn.BatchNorm2d(6), nn.ReLU(), nn.Dropout(0.2)),
+        *(nn.Conv2d(6, 8, 3, stride=2), nn.BatchNorm2d(8, momentum=None), nn.ReLU()),
+        *(nn.Flatten(), nn.Dropout(0.2), nn.Linear(32, 5)),
+    )
+
+
 def dropped() -> nn.Module:
     return nn.Sequential(nn.Linear(20, 32), nn.Dropout(0.5), nn.Linear(32, 5))
 
@@ -312,6 +320,7 @@ DATA = {
     "gpt": texts,
     "tied": vectors,
     "norm": vectors,
+    "norm_cnn": pictures,
     "drop": vectors,
 }
 BUILDERS = {
@@ -326,6 +335,7 @@ BUILDERS = {
     "gpt": gpt,
     "tied": Tied,
     "norm": normed,
+    "norm_cnn": normed_cnn,
     "drop": dropped,
 }
 LOSS = {
@@ -334,6 +344,7 @@ LOSS = {
     ("gpt", "mean"): token_mean_loss,
     ("tied", "mean"): tied_loss,
     ("norm", "mean"): mean_loss,
+    ("norm_cnn", "mean"): mean_loss,
     ("drop", "mean"): mean_loss,
     ("averaged", "mean"): mean_loss,
     ("experts", "mean"): mean_loss,

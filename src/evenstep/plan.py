@@ -268,6 +268,11 @@ class Plan:
                 "--sync-batchnorm computes with the statistics of the whole batch, which processes sum in an order of "
                 "their own; with --replicas leave it out: BatchNorm uses a virtual replica's samples"
             )
+        if self.cudnn_benchmark:
+            raise PlanError(
+                "--cudnn-benchmark chooses kernels by measuring them, and another kernel gives other bits; with "
+                "--replicas leave it out"
+            )
 
     @property
     def num_parts(self) -> int:

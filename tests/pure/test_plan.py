@@ -218,8 +218,9 @@ WHOLE = "it must be a whole number, 1 or more"
         ),
         (
             {"replicas": 4, "strategy": "dp-torch", "devices": ("cuda:0", "cuda:1")},
-            "dp-torch does not sum gradients in the order of --replicas; use --strategy single, dp or ddp",
+            "dp-torch does not sum gradients in the order of --replicas; use --strategy single, dp, ddp or fsdp",
         ),
+        ({"replicas": 2, "cudnn_benchmark": True}, "--cudnn-benchmark chooses kernels by measuring them"),
         (
             {"replicas": 2, "strategy": "ddp", "devices": cpus(3)},
             "2 virtual replicas cannot be shared by 3 devices; use --replicas 3 or more, the same number on any",

@@ -95,6 +95,20 @@ def threads_for_replicas() -> int:
     return omp_num_threads() or 1
 
 
+def choose_repeatable_kernels(names: Sequence[str]) -> None:
+    """On GPUs, use kernels that give the same bits every time; torch warns of an operation that has none.
+
+    Before the first computation: cuBLAS reads its variable when it is first used.
+    """
+    if not any(name.startswith("cuda") for name in names):
+        return
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    # It would fill every new tensor with NaN first.
+    torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
+    torch.backends.cudnn.deterministic, torch.backends.cudnn.benchmark = True, False
+
+
 def facts(world: World | None = None) -> dict[str, Any]:
     """Versions and hardware, recorded with every measurement; no host name, user or environment.
 

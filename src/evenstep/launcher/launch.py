@@ -205,6 +205,9 @@ def _signal_of(stop: BaseException) -> str:
 def settings_kept() -> Iterator[None]:
     """Restore torch's global settings and generators after a training in this process."""
     threads, deterministic = torch.get_num_threads(), torch.are_deterministic_algorithms_enabled()
+    memory: Any = torch.utils.deterministic
+    warns, is_filled = torch.is_deterministic_algorithms_warn_only_enabled(), memory.fill_uninitialized_memory
+    cublas = os.environ.get("CUBLAS_WORKSPACE_CONFIG")
     flags = (torch.backends.cudnn.deterministic, torch.backends.cudnn.benchmark)
     tf32 = (torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn.allow_tf32)
     generator, host = torch.get_rng_state(), host_state()
@@ -212,7 +215,10 @@ def settings_kept() -> Iterator[None]:
         yield
     finally:
         torch.set_num_threads(threads)
-        torch.use_deterministic_algorithms(deterministic)
+        torch.use_deterministic_algorithms(deterministic, warn_only=warns)
+        memory.fill_uninitialized_memory = is_filled
+        if cublas is None:
+            os.environ.pop("CUBLAS_WORKSPACE_CONFIG", None)
         torch.backends.cudnn.deterministic, torch.backends.cudnn.benchmark = flags
         torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn.allow_tf32 = tf32
         torch.set_rng_state(generator)

@@ -17,7 +17,7 @@ from torch import nn
 from evenstep.distributed.gradient_tree import Node, additions
 from evenstep.distributed.world import World
 from evenstep.errors import TaskError
-from evenstep.internals import NormBase, version_of
+from evenstep.internals import NormBase, foreach_copy_, version_of
 from evenstep.strategies.base import DistributedModel
 
 
@@ -62,40 +62,77 @@ class ReplicaBuffers:
         self._names = [name.removeprefix("model.") for name in slots[0]]
         self._slots = [list(of_replica.values()) for of_replica in slots]
         """Of each replica, in one order."""
-        self._written = [index for index, slot in enumerate(self._slots[0]) if _is_written(slot)]
-        """Those that forward changes, as far as all ranks know."""
+        self._groups: list[list[int]] = []
+        """Those that forward changes, as far as all ranks know; of one kind each, so that one kernel copies them."""
+        self._written: set[int] = set()
+        self._add([index for index, slot in enumerate(self._slots[0]) if isinstance(slot.owner, NormBase)])
         self._starts: list[dict[int, BufferStart]] = [{} for _ in slots]
-        self._ends: dict[int, dict[int, torch.Tensor]] = {}
-        """What each virtual replica of this process made of the buffers that it changed."""
+        self._is_used = [False for _ in slots]
+        """Whether a virtual replica has run on the replica in this step."""
+        self._rows: dict[int, torch.Tensor] = {}
+        """What each virtual replica of this process made of the groups, as one row."""
+        self._new: dict[int, dict[int, torch.Tensor]] = {}
+        """What it made of others."""
+        self._ended: set[int] = set()
         self._is_first = True
 
+    def _add(self, indices: Sequence[int]) -> None:
+        kinds: dict[object, list[int]] = {}
+        for index in indices:
+            kinds.setdefault((self._slots[0][index].tensor.dtype, self._counts_batches(index)), []).append(index)
+        self._groups += kinds.values()
+        self._written |= {*indices}
+
+    @torch.no_grad()
     def start(self) -> None:
         """Before a step."""
-        self._ends = {}
+        self._rows, self._new, self._ended = {}, {}, set()
+        self._is_used = [False for _ in self._slots]
         for slots, starts in zip(self._slots, self._starts, strict=True):
             for index, slot in enumerate(slots):
                 before, tensor = starts.get(index), slot.tensor
-                is_kept = before is not None and before.tensor is tensor and before.version == version_of(tensor)
-                if not is_kept or index in self._written:
+                is_kept = before is not None and before.tensor is tensor
+                if not is_kept or (index not in self._written and starts[index].version != version_of(tensor)):
                     starts[index] = BufferStart(tensor, version_of(tensor), tensor.detach().clone())
+            for group in self._groups:
+                foreach_copy_([starts[index].values for index in group], [starts[index].tensor for index in group])
 
     @torch.no_grad()
     def begin(self, replica: int) -> None:
         """Before a virtual replica: the buffers are those before the step."""
-        for index, start in self._starts[replica].items():
+        if self._is_used[replica]:
+            self._restore(replica)
+        self._is_used[replica] = True
+
+    def _restore(self, replica: int) -> None:
+        starts = self._starts[replica]
+        for index, start in starts.items():
             slot = self._slots[replica][index]
             if slot.tensor is not start.tensor:
                 setattr(slot.owner, slot.key, start.tensor)
-            if index in self._written or version_of(start.tensor) != start.version:
+            if index not in self._written and version_of(start.tensor) != start.version:
                 start.tensor.copy_(start.values)
+        for group in self._groups:
+            foreach_copy_([starts[index].tensor for index in group], [starts[index].values for index in group])
 
+    @torch.no_grad()
     def end(self, replica: int, virtual: int) -> None:
         """After a virtual replica."""
-        self._ends[virtual] = {
-            index: self._slots[replica][index].tensor.detach().clone()
-            for index, start in self._starts[replica].items()
-            if index in self._written or self._is_changed(self._slots[replica][index].tensor, start)
-        }
+        self._ended.add(virtual)
+        slots, starts = self._slots[replica], self._starts[replica]
+        found = [self._row([(index, slots[index].tensor) for index in group]) for group in self._groups]
+        if found:
+            self._rows[virtual] = torch.cat(found)
+        others = {index: slots[index].tensor for index in starts if index not in self._written}
+        changed = {index: tensor for index, tensor in others.items() if self._is_changed(tensor, starts[index])}
+        if changed:
+            self._new[virtual] = {index: tensor.detach().clone() for index, tensor in changed.items()}
+
+    def _row(self, tensors: Sequence[tuple[int, torch.Tensor]]) -> torch.Tensor:
+        for index, tensor in tensors:
+            self._refuse_shape(index, tensor)
+        row = torch.cat([tensor.detach().reshape(-1) for _, tensor in tensors])
+        return row.to(torch.float32 if row.device.type == "mps" else torch.float64)
 
     def _is_changed(self, tensor: torch.Tensor, start: BufferStart) -> bool:
         if tensor is not start.tensor or version_of(tensor) != start.version:
@@ -108,59 +145,67 @@ class ReplicaBuffers:
         """After a step of which the first `num_present` virtual replicas had samples; all ranks call this."""
         self._learn()
         for replica in range(len(self._slots)):
-            self.begin(replica)
+            self._restore(replica)
         self._is_first = False
-        if not self._written:
+        if not self._groups:
             return
-        sizes = [self._starts[0][index].values.numel() for index in self._written]
-        columns = self._table(sizes)[:num_present].split(sizes, dim=1)
-        for index, rows in zip(self._written, columns, strict=True):
-            combined = self._combined(index, rows)
+        sizes = [[self._starts[0][index].values.numel() for index in group] for group in self._groups]
+        columns = self._table(sum(map(sum, sizes)))[:num_present].split(list(map(sum, sizes)), dim=1)
+        for group, of_group, rows in zip(self._groups, sizes, columns, strict=True):
+            combined = self._combined(group, rows).split(of_group)
             for starts in self._starts:
-                target = starts[index].tensor
-                target.copy_(combined.view(target.shape))
+                targets = [starts[index].tensor for index in group]
+                values = [one.view(target.shape).to(target) for one, target in zip(combined, targets, strict=True)]
+                foreach_copy_(targets, values)
 
     def _learn(self) -> None:
         """Agree with all ranks on the buffers that forward changes; usually those of BatchNorm, known before."""
         if len(self._written) == len(self._names):
             return
-        new = {index for ends in self._ends.values() for index in ends} - {*self._written}
+        new = {index for changed in self._new.values() for index in changed}
         flag = torch.full((), float(len(new)), dtype=torch.float64)
         work = self._world.total(flag)
         if work is not None:
             work.wait()
-        if flag.item():
-            every = self._world.gather(sorted(new))
-            self._written = sorted({*self._written, *(index for of_rank in every for index in of_rank)})
+        if not flag.item():
+            return
+        found = sorted({index for of_rank in self._world.gather(sorted(new)) for index in of_rank})
+        num_known = len(self._groups)
+        self._add(found)
+        for virtual in self._ended:
+            changed = self._new.get(virtual, {})
+            rows = [
+                self._row([(index, changed.get(index, self._starts[0][index].values)) for index in group])
+                for group in self._groups[num_known:]
+            ]
+            self._rows[virtual] = torch.cat([*([self._rows[virtual]] if num_known else []), *rows])
 
-    def _table(self, sizes: Sequence[int]) -> torch.Tensor:
+    def _table(self, width: int) -> torch.Tensor:
         """What each virtual replica made of the buffers, one row for each, on every rank."""
-        device = self._starts[0][self._written[0]].values.device
+        device = self._starts[0][self._groups[0][0]].values.device
         wide = torch.float32 if device.type == "mps" else torch.float64
-        table = torch.zeros(self._world.num_virtual or 0, sum(sizes), dtype=wide, device=device)
-        for virtual, ends in self._ends.items():
-            values = [ends.get(index, self._starts[0][index].values) for index in self._written]
-            for place, index in enumerate(self._written):
-                self._refuse_shape(index, values[place])
+        table = torch.zeros(self._world.num_virtual or 0, width, dtype=wide, device=device)
+        for virtual, row in self._rows.items():
             # Added to the zeros, on one device as on several.
-            table[virtual] += torch.cat([one.to(device, wide).flatten() for one in values])
+            table[virtual] += row.to(device)
         work = self._world.total(table)
         if work is not None:
             work.wait()
         return table
 
-    def _combined(self, index: int, rows: torch.Tensor) -> torch.Tensor:
-        if self._starts[0][index].values.is_floating_point():
+    def _combined(self, group: Sequence[int], rows: torch.Tensor) -> torch.Tensor:
+        if self._starts[0][group[0]].values.is_floating_point():
             mean = list(rows.clone())
             for one, other in additions([Node(0, virtual) for virtual in range(len(mean))]):
                 mean[one] += mean[other]
             # A third of the sum of three equal numbers may be another number.
             return torch.where((rows == rows[0]).all(0), rows[0], mean[0] / len(mean))
         most = rows.amax(0)
-        if not self._counts_batches(index) and not bool((rows == most).all()):
+        if not self._counts_batches(group[0]) and not bool((rows == most).all()):
+            names = ", ".join(self._names[index] for index in group)
             raise TaskError(
-                f"forward changes the buffer {self._names[index]}, whose whole numbers differ between virtual replicas "
-                "and cannot be averaged: with --replicas, keep floats there, or keep it out of the model"
+                f"forward changes the buffer {names}, whose whole numbers differ between virtual replicas and cannot "
+                "be averaged: with --replicas, keep floats there, or keep it out of the model"
             )
         return most
 
@@ -193,7 +238,3 @@ def _slots(model: nn.Module) -> dict[str, Slot]:
         for prefix, layer in model.named_modules()
         for key, _ in layer.named_buffers(recurse=False)
     }
-
-
-def _is_written(slot: Slot) -> bool:
-    return isinstance(slot.owner, NormBase)

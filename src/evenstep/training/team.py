@@ -29,7 +29,7 @@ from evenstep.data.dataset import Augment
 from evenstep.data.feature_scaler import unfitted
 from evenstep.data.loader import Batch, Loader, MicroBatch
 from evenstep.data.prefetch import LoaderOptions, unchanged
-from evenstep.distributed.devices import available_devices, threads_for_replicas
+from evenstep.distributed.devices import available_devices, choose_repeatable_kernels, threads_for_replicas
 from evenstep.distributed.heartbeat import EVALUATING, FORWARD, UPDATE
 from evenstep.distributed.preemption import Requests
 from evenstep.distributed.process import read_rank
@@ -163,6 +163,8 @@ def join(
     group exists afterwards, also for one process, so that other libraries can query rank and size. `replicas` are
     virtual ones: the training then has the same bits on any number of devices up to that.
     """
+    if replicas is not None:
+        choose_repeatable_kernels(devices or available_devices(read_rank()))
     team = join_team(strategy, devices, precision, seed, needs_group=True)
     if replicas is None:
         return team

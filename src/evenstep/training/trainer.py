@@ -799,3 +799,5 @@ def set_up_torch(plan: Plan) -> None:
         torch.use_deterministic_algorithms(True)
     torch.backends.cudnn.deterministic = plan.deterministic
     torch.backends.cudnn.benchmark = plan.cudnn_benchmark
+    if plan.replicas is not None and not plan.deterministic:
+        devices.choose_repeatable_kernels(plan.devices)

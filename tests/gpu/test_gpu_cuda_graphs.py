@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import math
 import subprocess
 import sys
 from dataclasses import replace
@@ -179,6 +180,34 @@ def test_a_parameter_that_no_step_uses_is_left_alone_by_replays(capsys: pytest.C
     assert torch.equal(weights(fast)["spare.weight"], weights(plain)["spare.weight"])
 
 
+@pytest.mark.parametrize(("strategy", "devices"), [("single", ("cuda:0",)), ("dp", ("cuda:0", "cuda:0"))])
+def test_unused_parameters_of_the_first_step_are_named_once_where_steps_are_replayed(
+    strategy: str, devices: tuple[str, ...], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # Beside other tests, steps take any time.
+    monkeypatch.setattr("evenstep.training.cuda_graphs.runner.LEAST_GAIN", 0.0)
+    evenstep.train(task(model=WithSpare), strategy=strategy, devices=devices, epochs=4, name="fast")
+    said = capsys.readouterr().err
+    assert "replayed as a CUDA graph" in said
+    assert said.count("no gradient reaches spare.weight, spare.bias (2 of 7 parameters)") == 1
+
+
+def test_ddp_names_unused_parameters_once_too() -> None:
+    """As above: one process needs no DDP, and is wrapped anyway."""
+    Path("my_task.py").write_text(
+        "from evenstep.strategies.ddp import DDP\n"
+        "from tests.gpu.test_gpu_cuda_graphs import WithSpare, task as made\n\n"
+        "DDP.wraps_alone = True\n\n\ndef task():\n    return made(model=WithSpare)\n"
+    )
+    words = ["--strategy", "ddp", "--devices", "cuda:0", "--epochs", "4", "--name", "fast"]
+    command = [sys.executable, "-m", "evenstep", "train", "my_task.py", *words]
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=200)
+    assert ended.returncode == 0, ended.stderr[-3000:]
+    assert ended.stderr.count("no gradient reaches spare.weight, spare.bias (2 of 7 parameters)") == 1
+    record = Record.read("runs/fast")
+    assert record.losses[-1] < record.losses[0]
+
+
 def test_several_optimizers_step_eagerly(capsys: pytest.CaptureFixture[str]) -> None:
     """A teacher, and two students that are trained in turn."""
 
@@ -189,10 +218,16 @@ def test_several_optimizers_step_eagerly(capsys: pytest.CaptureFixture[str]) -> 
         "model": lambda: {"one": Net(0.0), "other": Net(0.0), "teacher": Net(0.0)},
         "loss": {name: loss_of(name) for name in ("one", "other")},
         "optimizer": dict.fromkeys(("one", "other"), lambda parameters: torch.optim.AdamW(parameters, lr=1e-3)),
+        "scheduler": {"other": epochwise},
+        "schedule_every": "epoch",
     }
-    record = evenstep.train(task(**several), epochs=2, name="several")
+    record = evenstep.train(task(**several), epochs=2, name="several", clip=float("inf"))
     assert "fast: steps stay eager: the task has several optimizers" in capsys.readouterr().err
     assert record.steps[-1].logged["loss/other"] < record.steps[0].logged["loss/other"]
+    assert [step.logged["lr/other"] for step in record.steps] == [1e-3] * 11 + [5e-4] * 11
+    for step in record.steps:
+        norms = [step.logged[f"grad_norm/{one}"] for one in several["loss"]]
+        assert step.grad_norm == pytest.approx(math.hypot(*norms))
 
 
 def test_a_loss_that_is_no_number_stops_at_its_step_with_the_weights_before_it(

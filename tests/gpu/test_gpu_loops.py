@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import subprocess
 import sys
 from pathlib import Path
@@ -44,6 +45,33 @@ def test_a_loop_with_tensors_of_its_own_is_the_same_on_two_replicas() -> None:
     both, seen = losses_of("dp", ("cuda:0", "cuda:0"))
     assert both == pytest.approx(losses, rel=1e-9)
     torch.testing.assert_close(seen, outputs, rtol=1e-9, atol=1e-12)
+
+
+def drawing_loop(folder: str, num_steps: int) -> list[float]:
+    """A loop that draws its batches on the GPU, and more numbers between a step and its checkpoint."""
+    team = evenstep.join("single", devices=("cuda:0",), precision="fp64")
+    model = team.wrap(nn.Linear(6, 2))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    torch.manual_seed(7)
+    run = evenstep.Run(team, model, optimizer, folder=folder)
+    run.load()
+    while run.step < num_steps:
+        rows = torch.randn(9, 6, device=team.world.device)
+        mean = team.backward(lambda model, batch: (model(batch) - batch[:, :2]).square().mean(), model, rows)
+        team.step(optimizer)
+        run.log(mean)
+        torch.randn(3, device=team.world.device)
+        run.save()
+    run.finish()
+    return Record.read(folder).losses
+
+
+def test_a_loop_that_draws_on_the_gpu_resumes_with_the_numbers_that_come_next() -> None:
+    whole = drawing_loop("runs/whole", 6)
+    assert drawing_loop("runs/halves", 3) == pytest.approx(whole[:3], rel=1e-12)
+    state = json.loads(Path("runs/halves/checkpoints/latest/state.json").read_text())
+    assert [len(one["cuda"]) for one in state["generators"]] == [1]
+    assert drawing_loop("runs/halves", 6) == pytest.approx(whole, rel=1e-12)
 
 
 @pytest.mark.parametrize("name", ["trainer_task", "lightning_task"])

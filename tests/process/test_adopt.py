@@ -18,7 +18,7 @@ transformers = pytest.importorskip("transformers")
 
 L = pytest.importorskip("lightning")
 
-from tests.process import lightning_task, trainer_task  # noqa: E402
+from tests.process import lightning_task, seq2seq_task, trainer_task  # noqa: E402
 
 SLOW = pytest.mark.slow
 TRAINER, LIGHTNING = str(trainer_task.__file__), str(lightning_task.__file__)
@@ -98,6 +98,32 @@ def test_metrics_and_the_best_are_those_of_the_trainer(kind: trainer_task.Kind) 
     assert record.summary is not None
     assert record.summary.best is not None
     assert record.summary.best.metric == "hits"
+
+
+def check_seq2seq(strategy: str, num: int, **more: Any) -> None:
+    """Predictions and metrics of an adopted Seq2SeqTrainer are those of the original."""
+    task = evenstep.adopt.trainer(lambda: seq2seq_task.make_trainer(**more))
+    devices = ",".join(["cpu"] * num)
+    record = evenstep.train(task, strategy=strategy, devices=devices, steps=8, threads=1, progress=False)
+    trainer = seq2seq_task.make_trainer(**more)
+    trainer.model.load_state_dict(record.model(task=task).state_dict())
+    expected, found = trainer.evaluate(), record.evaluations[-1].values
+    # The Trainer's own eval_loss is a mean of means.
+    for name in ("hits", "length"):
+        assert found[name] == pytest.approx(expected[f"eval_{name}"], rel=1e-9)
+
+
+@pytest.mark.parametrize(
+    ("strategy", "num"),
+    [("ddp", 2), *(pytest.param(*one, marks=SLOW) for one in [("single", 1), ("dp", 2), ("fsdp", 2)])],
+)
+def test_a_seq2seq_trainer_generates_as_the_original(strategy: str, num: int) -> None:
+    check_seq2seq(strategy, num, predict_with_generate=True)
+
+
+@pytest.mark.parametrize("generates", [True, pytest.param(False, marks=SLOW)])
+def test_metrics_that_are_computed_batch_by_batch_are_those_of_the_trainer(generates: bool) -> None:
+    check_seq2seq("single", 1, predict_with_generate=generates, batch_eval_metrics=True)
 
 
 class Predicting(transformers.Trainer):

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
 from torch import nn
+
+from evenstep.checkpoint.state import is_sharded
 
 PADDING = -100
 """What a Trainer fills shorter sequences up with."""
@@ -28,6 +31,17 @@ class TrainerMetrics:
     def predict(self, model: nn.Module, batch: Any) -> tuple[Any, Any]:
         """(logits, labels), each with one entry per sample."""
         trainer = self._trainer
+        if getattr(trainer.args, "predict_with_generate", False):
+            logits, labels = self._generated(model, batch)
+        else:
+            logits, labels = self._computed(model, batch)
+        if trainer.preprocess_logits_for_metrics is not None:
+            logits = trainer.preprocess_logits_for_metrics(logits, labels)
+        return _per_sample(logits), _per_sample(labels)
+
+    def _computed(self, model: nn.Module, batch: Any) -> tuple[Any, Any]:
+        """What the model returns for the inputs and the labels."""
+        trainer = self._trainer
         labels = tuple(batch[name] for name in trainer.label_names)
         # A copy: label smoothing takes the labels out.
         _, outputs = trainer.compute_loss(model, dict(batch), return_outputs=True)
@@ -37,10 +51,24 @@ class TrainerMetrics:
             if is_named
             else tuple(outputs[1:])
         )
-        logits, labels = _only(logits), _only(labels)
-        if trainer.preprocess_logits_for_metrics is not None:
-            logits = trainer.preprocess_logits_for_metrics(logits, labels)
-        return _per_sample(logits), _per_sample(labels)
+        return _only(logits), _only(labels)
+
+    def _generated(self, model: nn.Module, batch: Any) -> tuple[Any, Any]:
+        """What Seq2SeqTrainer generates for the inputs; the model may be one of several, in threads."""
+        args = self._trainer.args
+        # Ranks that hold shards of one model generate as long as the slowest.
+        given = {"synced_gpus": any(map(is_sharded, model.parameters()))}
+        lengths = {"max_length": args.generation_max_length, "num_beams": args.generation_num_beams}
+        given |= {name: value for name, value in lengths.items() if value is not None}
+        trainer = copy.copy(self._trainer)
+        trainer.model, trainer._prepare_inputs = model, dict
+        _, tokens, labels = trainer.prediction_step(model, dict(batch), False, None, **given)
+        return tokens, labels
+
+    @property
+    def score(self) -> Any:
+        """compute_metrics as a score: of all predictions, or batch by batch."""
+        return BatchedMetrics(self._trainer) if self._trainer.args.batch_eval_metrics else self.compute
 
     def compute(self, predictions: Any, label_ids: Any) -> Mapping[str, float]:
         """What compute_metrics returns for the whole validation set."""
@@ -51,15 +79,48 @@ class TrainerMetrics:
         return found
 
 
+class BatchedMetrics:
+    """`batch_eval_metrics=True`: compute_metrics gets one batch at a time, and returns the result with the last."""
+
+    def __init__(self, trainer: Any) -> None:
+        self._trainer = trainer
+        self._held: tuple[Any, Any] | None = None
+        """The last batch, until another one comes."""
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> BatchedMetrics:
+        return BatchedMetrics(self._trainer)
+
+    def reset(self) -> None:
+        self._held = None
+
+    def update(self, predictions: Any, label_ids: Any) -> None:
+        if self._held is not None:
+            self._call(compute_result=False)
+        self._held = predictions, label_ids
+
+    def compute(self) -> Mapping[str, float]:
+        """What it returns for the last batch."""
+        found: Mapping[str, float] = self._call(compute_result=True)
+        return found
+
+    def _call(self, compute_result: bool) -> Any:
+        from transformers import EvalPrediction
+
+        assert self._held is not None
+        predictions, label_ids = map(_as_tensor, self._held)
+        given = EvalPrediction(predictions=predictions, label_ids=label_ids)
+        return self._trainer.compute_metrics(given, compute_result=compute_result)
+
+
 def why_left_out(trainer: Any) -> str:
     """Why its compute_metrics cannot be taken over; empty if it can."""
     import transformers
 
-    if type(trainer).prediction_step is not transformers.Trainer.prediction_step:
+    known = (transformers.Trainer.prediction_step, transformers.Seq2SeqTrainer.prediction_step)
+    if type(trainer).prediction_step not in known:
         return f"{type(trainer).__name__}.prediction_step predicts in its own way"
-    for name in ("batch_eval_metrics", "include_for_metrics"):
-        if getattr(trainer.args, name, None):
-            return f"TrainingArguments({name}=...)"
+    if trainer.args.include_for_metrics:
+        return "TrainingArguments(include_for_metrics=...)"
     return "" if hasattr(trainer.model, "config") else "the model has no config"
 
 
@@ -102,6 +163,12 @@ def _per_sample(value: Any) -> Any:
 def _as_array(value: Any) -> Any:
     if isinstance(value, tuple):
         return tuple(_as_array(one) for one in value)
-    if isinstance(value, list):
-        value = nn.utils.rnn.pad_sequence(value, batch_first=True, padding_value=PADDING)
-    return value.numpy()
+    return _as_tensor(value).numpy()
+
+
+def _as_tensor(value: Any) -> Any:
+    if isinstance(value, tuple):
+        return tuple(map(_as_tensor, value))
+    return (
+        nn.utils.rnn.pad_sequence(value, batch_first=True, padding_value=PADDING) if isinstance(value, list) else value
+    )

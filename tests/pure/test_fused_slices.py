@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch.optim import SGD, Adam, AdamW, Optimizer
 
-from evenstep.training.optim import MOST, Sliced, cut, slice_length
+from evenstep.training.optim import MOST, FusedAdam, Sliced, cut, slice_length
 
 KINDS = {
     "Adam": lambda weights: Adam(weights, lr=0.01, fused=True),
@@ -68,3 +68,48 @@ def test_a_gradient_that_lies_in_another_order_is_left_whole() -> None:
     weight = torch.randn(300, 200)
     lists = ([weight], [weight.t().contiguous().t()])
     assert [len(one) for one in cut(lists)] == [1, 1]
+
+
+@pytest.mark.parametrize("kind", ["Adam", "amsgrad", "AdamW", "two groups"])
+def test_lists_that_are_made_once_end_where_torch_ends(kind: str) -> None:
+    groups = {**KINDS, "two groups": lambda weights: AdamW([{"params": [one]} for one in weights], fused=True)}
+    one, other = made(), made()
+    ours, theirs = groups[kind](one), groups[kind](other)
+    quick, zero, unit = FusedAdam(ours), torch.zeros(()), torch.ones(())
+    taken = []
+    for number in range(6):
+        for weight in (*one, *other):
+            weight.grad = torch.sin(weight.detach() * (number + 1))
+        for optimizer in (ours, theirs):
+            optimizer.param_groups[0]["lr"] = 0.01 / (number + 1)
+        taken.append(quick.step(zero, unit))
+        if not taken[-1]:
+            ours.step()
+        theirs.step()
+    # The first step makes what the lists hold.
+    assert taken == [False] + [True] * 5
+    assert all(map(torch.equal, one, other))
+    before = [torch.clone(held) for held in held_by(ours)]
+    assert all(map(torch.equal, before, held_by(theirs)))
+    assert quick.step(unit, zero)
+    assert all(map(torch.equal, before, held_by(ours)))
+    assert all(map(torch.equal, one, other))
+
+
+def held_by(optimizer: Optimizer) -> list[torch.Tensor]:
+    return [value for state in optimizer.state.values() for value in state.values()]
+
+
+def test_torch_takes_the_step_where_a_weight_has_no_gradient_and_after_a_change() -> None:
+    weights = made()
+    optimizer = AdamW(weights, fused=True)
+    quick, zero, unit = FusedAdam(optimizer), torch.zeros(()), torch.ones(())
+    descend(optimizer, weights, False)
+    assert quick.step(zero, unit)
+    weights[1].grad = None
+    assert not quick.step(zero, unit)
+    weights[1].grad = torch.ones(7)
+    optimizer.load_state_dict(optimizer.state_dict())
+    assert quick.step(zero, unit)
+    assert float(optimizer.state[weights[0]]["step"]) == 5
+    assert not FusedAdam(SGD(weights, fused=True)).step(zero, unit)

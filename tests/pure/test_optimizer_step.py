@@ -10,7 +10,7 @@ import torch
 from torch.optim import SGD, Adadelta, Adagrad, Adam, Adamax, AdamW, NAdam, Optimizer, RAdam, RMSprop, Rprop
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
-from evenstep.strategies.base import separate, update
+from evenstep.strategies.base import SeparateGradients, separate, update
 
 KINDS = (SGD, Adadelta, Adagrad, Adam, Adamax, AdamW, NAdam, RAdam, RMSprop, Rprop)
 
@@ -169,3 +169,14 @@ def test_gradients_that_share_memory_get_one_each(how: str) -> None:
 
 LAST = {"same": (4, 4), "inside": (9, 7), "apart": (4, 9)}
 """The last number of each, before 1 was added."""
+
+
+def test_gradients_that_come_to_share_memory_later_are_found() -> None:
+    weights = [torch.zeros(5, requires_grad=True) for _ in range(2)]
+    look = SeparateGradients(weights)
+    apart, together = torch.ones(10), torch.ones(5)
+    for shared in (False, False, True, False, True):
+        for weight, part in zip(weights, (together, together) if shared else apart.split(5), strict=True):
+            weight.grad = part
+        look()
+        assert len({weight.grad.data_ptr() for weight in weights}) == 2  # type: ignore[union-attr]

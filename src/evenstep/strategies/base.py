@@ -97,6 +97,8 @@ class DistributedModel:
         self.loss_modules = loss_modules if loss_modules is not None else replicas
         self.weights_of = [list(bound.parameters()) for bound in self.loss_modules]
         """Those of each replica, which get its gradients."""
+        self.separate = [SeparateGradients(weights) for weights in self.weights_of]
+        """For each replica, to be called after its backward."""
 
     def __call__(self, *arguments: Any, **named: Any) -> Any:
         """The output of the model on this process's first device, without gradients: `team.backward` computes those.
@@ -307,6 +309,30 @@ def separate(weights: Sequence[torch.Tensor]) -> None:
             assert gradient is not None
             weights[index].grad = gradient.clone()
         end = max(end, start + num_bytes)
+
+
+class SeparateGradients:
+    """`separate` for the weights of one replica, which looks again only where the gradients lie elsewhere.
+
+    Mostly the allocator gives the gradients of every step the same memory.
+    """
+
+    def __init__(self, weights: Sequence[torch.Tensor]) -> None:
+        self._weights = weights
+        self._are_plain = all(type(weight) in (torch.Tensor, nn.Parameter) for weight in weights)
+        self._checked: list[int] | None = None
+
+    def __call__(self) -> None:
+        where = self._where() if self._are_plain else None
+        if where is None or where != self._checked:
+            separate(self._weights)
+            self._checked = where if where is not None and where == self._where() else None
+
+    def _where(self) -> list[int] | None:
+        try:
+            return [0 if (gradient := weight.grad) is None else gradient.data_ptr() for weight in self._weights]
+        except RuntimeError:  # a sparse one has no address
+            return None
 
 
 def fills_memory(weight: torch.Tensor) -> bool:

@@ -15,10 +15,11 @@ from typing import Any, Protocol
 import torch
 
 from evenstep.data.loader import Batch
+from evenstep.distributed.heartbeat import UPDATE
 from evenstep.internals import flag_non_finite_, has_step_hooks, hooks_after_steps, hooks_before_steps
-from evenstep.strategies.base import has_torch_step
+from evenstep.strategies.base import forget_gradients, has_torch_step, update
 from evenstep.training.loss import LateLoss, MeanLoss
-from evenstep.training.optim import WeightUpdate, is_fused
+from evenstep.training.optim import FusedAdam, WeightUpdate, clip_gradients, is_fused, start_momentum
 from evenstep.training.step import Eager, Recipe, Taken, agreed_when_read, reads_late
 from evenstep.training.team import Launched, Team
 
@@ -34,12 +35,15 @@ class FiniteGuard:
 
     def __init__(self, device: torch.device) -> None:
         self.flag = torch.zeros((), device=device)
+        self.counted = torch.ones((), device=device)
+        """What a step adds to an optimizer's count of steps: 1, or 0 if it does nothing."""
         self._one = torch.ones((), device=device)
 
     def check(self, values: torch.Tensor) -> None:
         """Set the flag if one of these is not finite."""
         wide = values if values.dtype in (torch.float32, torch.float64) else values.float()
         flag_non_finite_([wide], self.flag, self._one)
+        torch.sub(self._one, self.flag, out=self.counted)
 
     @contextmanager
     def stopping(self, optimizer: Any) -> Iterator[None]:
@@ -147,6 +151,7 @@ class LateSteps(Eager):
         self.observes = False
         """Whether to note which parameters had a gradient."""
         self.reached: list[bool] = []
+        self._adam = FusedAdam(recipe.optimizer)
         self._may_be_late = reads_late(recipe.team, recipe.model.weights)
         self.lag = LAG if self._may_be_late else self.lag
 
@@ -167,13 +172,25 @@ class LateSteps(Eager):
         """The second half of a step: nothing here waits for the first."""
         recipe = self._recipe
         judge(launched, self.guard, self.ahead)
-        with self.guard.stopping(recipe.optimizer):
-            update = recipe.team.step(recipe.optimizer, clip=recipe.clip)
+        recipe.team.world.spans.begin(UPDATE)
+        recipe.team.check(recipe.optimizer)
+        norm = clip_gradients(recipe.optimizer, recipe.clip) if recipe.clip is not None else None
+        self._update_weights(recipe.optimizer)
+        recipe.team.finish_batch()
         recipe.advance()
-        norm = self.ahead.copy("norm", update.grad_norm) if update.grad_norm is not None else None
-        step = LateStep(recipe.team, [launched], norm)
+        step = LateStep(recipe.team, [launched], self.ahead.copy("norm", norm) if norm is not None else None)
         self.ahead.add(step)
         return step
+
+    def _update_weights(self, optimizer: torch.optim.Optimizer) -> None:
+        start_momentum(optimizer)
+        if not self._adam.step(self.guard.flag, self.guard.counted):
+            with self.guard.stopping(optimizer):
+                update(optimizer)
+        forget_gradients(optimizer)
+
+    def recheck(self) -> None:
+        self._adam.recheck()
 
     def take_early(self, batch: Batch) -> Taken:
         """A step whose loss is read before the update, when those before it have been read."""

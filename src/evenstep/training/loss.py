@@ -15,7 +15,7 @@ from evenstep.distributed.heartbeat import BACKWARD, FORWARD
 from evenstep.distributed.world import World
 from evenstep.errors import TaskError
 from evenstep.internals import foreach_mul_
-from evenstep.strategies.base import NOTHING, DistributedModel, call, go_back, on, separate
+from evenstep.strategies.base import NOTHING, DistributedModel, call, go_back, on
 from evenstep.task import Amount
 from evenstep.training.batchnorm import standing_in
 from evenstep.training.in_loss import LossContext
@@ -372,7 +372,7 @@ class ReplicaBackward:
             go_back(start, weight, keeps_graph=bool(called.deferred))
             if called.deferred:
                 called.finish_backward()
-            separate(self.models[0].weights_of[replica])
+            self.models[0].separate[replica]()
 
 
 def not_finite(rank: int, per_replica: list[MicroBatch], pairs: list[list[float]]) -> list[str]:

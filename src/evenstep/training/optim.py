@@ -16,6 +16,7 @@ import re
 from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -25,7 +26,17 @@ from torch.optim import Optimizer
 from evenstep.checkpoint.state import is_sharded, sharded_like, whole
 from evenstep.distributed.world import World
 from evenstep.errors import TaskError
-from evenstep.internals import TorchDispatchMode, hooks_after_steps, hooks_before_steps, make_fused
+from evenstep.internals import (
+    TorchDispatchMode,
+    foreach_add_,
+    fused_adam_,
+    fused_adamw_,
+    hooks_after_steps,
+    hooks_before_steps,
+    is_profiling,
+    make_fused,
+    note_step_for_scheduler,
+)
 from evenstep.sampling.rng import fork_rng, seed_devices, seed_host
 from evenstep.strategies.base import NOTHING, fills_memory, forget_gradients, has_sparse_gradients, update
 from evenstep.strategy_facts import DEFAULT, sharding
@@ -344,6 +355,92 @@ def start_momentum(optimizer: torch.optim.Optimizer) -> None:
 def is_fused(optimizer: torch.optim.Optimizer) -> bool:
     """Whether its kernel skips the update if a flag on the GPU is set."""
     return type(optimizer) in FUSED and all(group.get("fused") for group in optimizer.param_groups)
+
+
+class FusedAdam:
+    """The step of a fused Adam or AdamW with lists of tensors that are made once.
+
+    torch makes them in every step, and groups them by device and type: a fifth of a step of the host.
+    """
+
+    def __init__(self, optimizer: Optimizer) -> None:
+        self._optimizer = optimizer
+        self._state: Any = None
+        self._lists: list[AdamLists] = []
+
+    def recheck(self) -> None:
+        """The optimizer may have been changed between two steps."""
+        self._state = None
+
+    def step(self, flag: torch.Tensor, counted: torch.Tensor) -> bool:
+        """One step, which does nothing where `flag` is 1 and `counted` 0; False if torch has to take it itself."""
+        optimizer = self._optimizer
+        if type(optimizer) not in (torch.optim.Adam, torch.optim.AdamW) or is_profiling():
+            return False
+        if self._state is not optimizer.state or len(self._lists) != len(optimizer.param_groups):
+            self._lists = _adam_lists(optimizer, flag.device)
+            self._state = optimizer.state if self._lists else None
+        gradients = [[weight.grad for weight in lists.weights] for lists in self._lists]
+        if not self._lists or any(gradient is None for of_group in gradients for gradient in of_group):
+            return False
+        note_step_for_scheduler(optimizer, getattr(optimizer, "__dict__", {}).get("step", type(optimizer).step))
+        with torch.no_grad():
+            for lists, group, of_group in zip(self._lists, optimizer.param_groups, gradients, strict=True):
+                lists.update(group, of_group, flag, counted)
+        return True
+
+
+@dataclass(slots=True)
+class AdamLists:
+    """What the kernel takes of one group of parameters, besides the gradients."""
+
+    weights: list[torch.Tensor]
+    averages: list[torch.Tensor]
+    squares: list[torch.Tensor]
+    largest: list[torch.Tensor]
+    """Of amsgrad; otherwise none."""
+    steps: list[torch.Tensor]
+
+    def update(self, group: Mapping[str, Any], gradients: list[Any], flag: torch.Tensor, counted: torch.Tensor) -> None:
+        foreach_add_(self.steps, counted)
+        beta1, beta2 = group["betas"]
+        kernel = fused_adamw_ if group["decoupled_weight_decay"] else fused_adam_
+        kernel(
+            self.weights,
+            gradients,
+            self.averages,
+            self.squares,
+            self.largest,
+            self.steps,
+            lr=group["lr"],
+            beta1=beta1,
+            beta2=beta2,
+            weight_decay=group["weight_decay"],
+            eps=group["eps"],
+            amsgrad=group["amsgrad"],
+            maximize=group["maximize"],
+            grad_scale=None,
+            found_inf=flag,
+        )
+
+
+def _adam_lists(optimizer: Optimizer, device: torch.device) -> list[AdamLists]:
+    """For each group; none at all where one is not plain, or has taken no step yet."""
+    found = []
+    for group in optimizer.param_groups:
+        weights = group["params"]
+        states = [optimizer.state.get(weight, {}) for weight in weights]
+        names = ("exp_avg", "exp_avg_sq", "step", *["max_exp_avg_sq"] * group["amsgrad"])
+        kinds = {(weight.device, weight.dtype) for weight in weights}
+        is_plain = len(kinds) == 1 and weights[0].device == device and not weights[0].is_complex()
+        is_usual = not group["capturable"] and not group["differentiable"] and "decoupled_weight_decay" in group
+        has_rate = not isinstance(group["lr"], torch.Tensor)
+        if not (is_plain and is_usual and has_rate and all(name in state for state in states for name in names)):
+            return []
+        averages, squares, steps = ([state[name] for state in states] for name in names[:3])
+        largest = [state["max_exp_avg_sq"] for state in states] if group["amsgrad"] else []
+        found.append(AdamLists(list(weights), averages, squares, largest, steps))
+    return found
 
 
 def _fits(weight: torch.Tensor) -> bool:

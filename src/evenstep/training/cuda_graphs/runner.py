@@ -98,6 +98,7 @@ class Fast:
 
     def recheck(self) -> None:
         self._rechecks = True
+        self._eager.recheck()
 
     def take(self, batch: Batch) -> Taken:
         if batch.checked is not None or self._world.spans.listeners or self._world.communication.is_off:

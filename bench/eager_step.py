@@ -1,6 +1,6 @@
 """Eager steps beside a plain loop with a fused optimizer, and text of six lengths with and without CUDA graphs.
 
-PYTHONPATH=src python3 bench/eager_step.py --out bench/results/DATE-eager-h200.json     # about two and a half minutes
+PYTHONPATH=src python3 bench/eager_step.py --out bench/results/DATE-eager-h200.json     # about two minutes
 PYTHONPATH=src python3 bench/eager_step.py --profile resnet18                           # where the host's time goes
 
 In the first four, ours runs with `fast="off"`: the steps of a run whose shapes vary or whose graph was refused. The
@@ -43,7 +43,7 @@ from evenstep.training.trainer import Trainer
 
 RAW, OURS, CONTROL = "raw eager, fused", "ours, eager", "control: raw eager, fused, again"
 AS_IT_IS = "ours"
-ROUNDS, BLOCK_SECONDS = 10, 0.7
+ROUNDS, BLOCK_SECONDS = 8, 0.6
 """In a shorter block of long steps, the start of its first one would count: before it, the GPU waits for the host."""
 
 
@@ -147,6 +147,7 @@ def raced(name: str, device: torch.device, quick: bool) -> dict[str, Any]:
     return found
 
 
+TEXT_STEPS = 60
 LENGTHS = (32, 64, 96, 128, 160, 192)
 
 
@@ -240,7 +241,7 @@ class RawText:
 def raced_text(quick: bool) -> dict[str, Any]:
     ours, eager, raw = OurText("auto"), OurText("off"), RawText()
     for one in (raw, eager, ours):
-        one.advance(60 if one is raw else 400)
+        one.advance(300 if one is ours else 50)
     said = list(ours.job.stepper.messages)
     print("\n".join(said), flush=True)
 
@@ -248,9 +249,9 @@ def raced_text(quick: bool) -> dict[str, Any]:
         def run() -> float:
             torch.cuda.synchronize()
             began = time.perf_counter()
-            racer.advance(100)
+            racer.advance(TEXT_STEPS)
             torch.cuda.synchronize()
-            return (time.perf_counter() - began) / 100 * 1e3
+            return (time.perf_counter() - began) / TEXT_STEPS * 1e3
 
         return run
 
@@ -260,7 +261,7 @@ def raced_text(quick: bool) -> dict[str, Any]:
         RAW: block(raw),
         "control: ours, eager, again": block(eager),
     }
-    figures = harness.interleaved(blocks, 4 if quick else 7)
+    figures = harness.interleaved(blocks, 4 if quick else ROUNDS)
     found = {name: {"ms": statistics.median(of), "figures_ms": of} for name, of in figures.items()}
     for first, second in (
         ("ours", "ours, eager"),

@@ -75,14 +75,14 @@ def test_lists_that_are_made_once_end_where_torch_ends(kind: str) -> None:
     groups = {**KINDS, "two groups": lambda weights: AdamW([{"params": [one]} for one in weights], fused=True)}
     one, other = made(), made()
     ours, theirs = groups[kind](one), groups[kind](other)
-    quick, zero, unit = FusedAdam(ours), torch.zeros(()), torch.ones(())
+    quick = FusedAdam(ours)
     taken = []
     for number in range(6):
         for weight in (*one, *other):
             weight.grad = torch.sin(weight.detach() * (number + 1))
         for optimizer in (ours, theirs):
             optimizer.param_groups[0]["lr"] = 0.01 / (number + 1)
-        taken.append(quick.step(zero, unit))
+        taken.append(quick.step(torch.zeros(())))
         if not taken[-1]:
             ours.step()
         theirs.step()
@@ -91,7 +91,7 @@ def test_lists_that_are_made_once_end_where_torch_ends(kind: str) -> None:
     assert all(map(torch.equal, one, other))
     before = [torch.clone(held) for held in held_by(ours)]
     assert all(map(torch.equal, before, held_by(theirs)))
-    assert quick.step(unit, zero)
+    assert quick.step(torch.ones(()))
     assert all(map(torch.equal, before, held_by(ours)))
     assert all(map(torch.equal, one, other))
 
@@ -103,13 +103,13 @@ def held_by(optimizer: Optimizer) -> list[torch.Tensor]:
 def test_torch_takes_the_step_where_a_weight_has_no_gradient_and_after_a_change() -> None:
     weights = made()
     optimizer = AdamW(weights, fused=True)
-    quick, zero, unit = FusedAdam(optimizer), torch.zeros(()), torch.ones(())
+    quick = FusedAdam(optimizer)
     descend(optimizer, weights, False)
-    assert quick.step(zero, unit)
+    assert quick.step(torch.zeros(()))
     weights[1].grad = None
-    assert not quick.step(zero, unit)
+    assert not quick.step(torch.zeros(()))
     weights[1].grad = torch.ones(7)
     optimizer.load_state_dict(optimizer.state_dict())
-    assert quick.step(zero, unit)
+    assert quick.step(torch.zeros(()))
     assert float(optimizer.state[weights[0]]["step"]) == 5
-    assert not FusedAdam(SGD(weights, fused=True)).step(zero, unit)
+    assert not FusedAdam(SGD(weights, fused=True)).step(torch.zeros(()))

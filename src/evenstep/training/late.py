@@ -35,15 +35,12 @@ class FiniteGuard:
 
     def __init__(self, device: torch.device) -> None:
         self.flag = torch.zeros((), device=device)
-        self.counted = torch.ones((), device=device)
-        """What a step adds to an optimizer's count of steps: 1, or 0 if it does nothing."""
         self._one = torch.ones((), device=device)
 
     def check(self, values: torch.Tensor) -> None:
         """Set the flag if one of these is not finite."""
         wide = values if values.dtype in (torch.float32, torch.float64) else values.float()
         flag_non_finite_([wide], self.flag, self._one)
-        torch.sub(self._one, self.flag, out=self.counted)
 
     @contextmanager
     def stopping(self, optimizer: Any) -> Iterator[None]:
@@ -184,7 +181,7 @@ class LateSteps(Eager):
 
     def _update_weights(self, optimizer: torch.optim.Optimizer) -> None:
         start_momentum(optimizer)
-        if not self._adam.step(self.guard.flag, self.guard.counted):
+        if not self._adam.step(self.guard.flag):
             with self.guard.stopping(optimizer):
                 update(optimizer)
         forget_gradients(optimizer)

@@ -372,8 +372,8 @@ class FusedAdam:
         """The optimizer may have been changed between two steps."""
         self._state = None
 
-    def step(self, flag: torch.Tensor, counted: torch.Tensor) -> bool:
-        """One step, which does nothing where `flag` is 1 and `counted` 0; False if torch has to take it itself."""
+    def step(self, flag: torch.Tensor) -> bool:
+        """One step, which does nothing where `flag` is 1; False if torch has to take it itself."""
         optimizer = self._optimizer
         if type(optimizer) not in (torch.optim.Adam, torch.optim.AdamW) or is_profiling():
             return False
@@ -385,6 +385,8 @@ class FusedAdam:
             return False
         note_step_for_scheduler(optimizer, getattr(optimizer, "__dict__", {}).get("step", type(optimizer).step))
         with torch.no_grad():
+            # What a step adds to the count of steps.
+            counted = 1 - flag
             for lists, group, of_group in zip(self._lists, optimizer.param_groups, gradients, strict=True):
                 lists.update(group, of_group, flag, counted)
         return True

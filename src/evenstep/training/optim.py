@@ -360,13 +360,14 @@ def is_fused(optimizer: torch.optim.Optimizer) -> bool:
 class FusedAdam:
     """The step of a fused Adam or AdamW with lists of tensors that are made once.
 
-    torch makes them in every step, and groups them by device and type: a fifth of a step of the host.
+    torch makes them in every step, and groups them by device and type: a tenth of what the host does in a small one.
     """
 
     def __init__(self, optimizer: Optimizer) -> None:
         self._optimizer = optimizer
         self._state: Any = None
         self._lists: list[AdamLists] = []
+        self._one = self._counted = torch.ones(())
 
     def recheck(self) -> None:
         """The optimizer may have been changed between two steps."""
@@ -378,17 +379,17 @@ class FusedAdam:
         if type(optimizer) not in (torch.optim.Adam, torch.optim.AdamW) or is_profiling():
             return False
         if self._state is not optimizer.state or len(self._lists) != len(optimizer.param_groups):
-            self._lists = _adam_lists(optimizer, flag.device)
+            self._one, self._counted = torch.ones_like(flag), torch.ones_like(flag)
+            self._lists = _adam_lists(optimizer, self._counted)
             self._state = optimizer.state if self._lists else None
         gradients = [[weight.grad for weight in lists.weights] for lists in self._lists]
         if not self._lists or any(gradient is None for of_group in gradients for gradient in of_group):
             return False
         note_step_for_scheduler(optimizer, getattr(optimizer, "__dict__", {}).get("step", type(optimizer).step))
         with torch.no_grad():
-            # What a step adds to the count of steps.
-            counted = 1 - flag
+            torch.sub(self._one, flag, out=self._counted)
             for lists, group, of_group in zip(self._lists, optimizer.param_groups, gradients, strict=True):
-                lists.update(group, of_group, flag, counted)
+                lists.update(group, of_group, flag)
         return True
 
 
@@ -402,9 +403,11 @@ class AdamLists:
     largest: list[torch.Tensor]
     """Of amsgrad; otherwise none."""
     steps: list[torch.Tensor]
+    counted: list[torch.Tensor]
+    """What is added to each of these, always the same tensor: adding a tensor itself would read it."""
 
-    def update(self, group: Mapping[str, Any], gradients: list[Any], flag: torch.Tensor, counted: torch.Tensor) -> None:
-        foreach_add_(self.steps, counted)
+    def update(self, group: Mapping[str, Any], gradients: list[Any], flag: torch.Tensor) -> None:
+        foreach_add_(self.steps, self.counted)
         beta1, beta2 = group["betas"]
         kernel = fused_adamw_ if group["decoupled_weight_decay"] else fused_adam_
         kernel(
@@ -426,7 +429,7 @@ class AdamLists:
         )
 
 
-def _adam_lists(optimizer: Optimizer, device: torch.device) -> list[AdamLists]:
+def _adam_lists(optimizer: Optimizer, counted: torch.Tensor) -> list[AdamLists]:
     """For each group; none at all where one is not plain, or has taken no step yet."""
     found = []
     for group in optimizer.param_groups:
@@ -434,14 +437,14 @@ def _adam_lists(optimizer: Optimizer, device: torch.device) -> list[AdamLists]:
         states = [optimizer.state.get(weight, {}) for weight in weights]
         names = ("exp_avg", "exp_avg_sq", "step", *["max_exp_avg_sq"] * group["amsgrad"])
         kinds = {(weight.device, weight.dtype) for weight in weights}
-        is_plain = len(kinds) == 1 and weights[0].device == device and not weights[0].is_complex()
+        is_plain = len(kinds) == 1 and weights[0].device == counted.device and not weights[0].is_complex()
         is_usual = not group["capturable"] and not group["differentiable"] and "decoupled_weight_decay" in group
         has_rate = not isinstance(group["lr"], torch.Tensor)
         if not (is_plain and is_usual and has_rate and all(name in state for state in states for name in names)):
             return []
         averages, squares, steps = ([state[name] for state in states] for name in names[:3])
         largest = [state["max_exp_avg_sq"] for state in states] if group["amsgrad"] else []
-        found.append(AdamLists(list(weights), averages, squares, largest, steps))
+        found.append(AdamLists(list(weights), averages, squares, largest, steps, [counted] * len(weights)))
     return found
 
 

@@ -92,9 +92,9 @@ def _names(code: CodeType) -> Iterator[str]:
             yield from _names(constant)
 
 
-BLOCK = 5
+BLOCK = 3
 """Steps of a trial that are taken in one way before the other has its turn."""
-JUDGED = 8
+JUDGED = 4
 """Steps of each kind that decide."""
 MOST_TRIED = 500
 """Steps of a trial after which fewer decide."""

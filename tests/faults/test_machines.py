@@ -25,6 +25,7 @@ from evenstep.audit import audit
 from evenstep.record import Record
 from tests.faults.clocks import why_no_clocks, wrong_clock
 from tests.faults.hosts import Entered, Host, Names, hosts, why_no_hosts
+from tests.fleet import bits_of
 from tests.waiting import wait_until
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(150)]
@@ -160,6 +161,43 @@ def test_two_machines_learn_what_one_machine_with_two_devices_learns(tmp_path: P
         assert first.is_audited_clean()
         assert (second.folder / "runs/many/checkpoints").exists() == is_shared
         assert "this is machine 2" in second.host.said()
+
+
+NORMED = """
+import torch
+from torch import nn
+from torch.nn import functional as F
+from evenstep import Task
+
+x = torch.randn(104, 6, generator=torch.Generator().manual_seed(0))
+
+
+def task() -> Task:
+    return Task(
+        model=lambda: nn.Sequential(nn.Linear(6, 9), nn.BatchNorm1d(9), nn.ReLU(), nn.Dropout(0.2), nn.Linear(9, 2)),
+        train=(x, (x.sum(1) > 0).long()),
+        valid=(x, (x.sum(1) > 0).long()),
+        loss=lambda model, batch: F.cross_entropy(model(batch[0]), batch[1]),
+        optimizer=lambda parameters: torch.optim.AdamW(parameters, lr=0.01),
+        batch=32,
+        epochs=3,
+    )
+"""
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
+def test_virtual_replicas_have_the_same_bits_on_two_machines_and_on_one_device(tmp_path: Path, strategy: str) -> None:
+    options = ["--replicas", "4", "--clip", "1"]
+    with machines(tmp_path, 2) as (first, second):
+        for machine in (first, second):
+            (machine.folder / "my_task.py").write_text(NORMED)
+            machine.train(first, "2", "--strategy", strategy, "--devices", "cpu,cpu", *options)
+        assert_ends(first, 0, 100)
+        assert_ends(second, 0, 100)
+        first.evenstep("train", "my_task.py", "--devices", "cpu", "--name", "alone", *options)
+        assert_ends(first, 0, 60)
+        many, alone = (bits_of(first.folder / "runs" / name) for name in ("many", "alone"))
+    assert many == alone
 
 
 def test_machines_share_no_memory(tmp_path: Path) -> None:

@@ -93,7 +93,8 @@ def verify(
         ),
     ] = False,
     replicas: Annotated[
-        int | None, typer.Option(metavar="V", help=f"Virtual replicas, with --exact; default: {USUAL_REPLICAS}.")
+        int | None,
+        typer.Option(metavar="V", help="Virtual replicas, with --exact; default: 4, or one for each device."),
     ] = None,
     seed: Annotated[
         int | None, typer.Option(help="Seed of weights, sample order and augmentation; default: 0.")
@@ -116,7 +117,7 @@ def verify(
 
     load_strategies(strategies, task, seed)
     configs = configs_of(strategies, devices, accumulate)
-    virtual = _virtual_replicas(exact, replicas, sync_batchnorm)
+    virtual = _virtual_replicas(exact, replicas, sync_batchnorm, max(len(config.devices) for config in configs))
     if virtual is not None:
         configs = [config for config in configs if config.strategy != REFERENCE]
     choices = {
@@ -160,7 +161,7 @@ def verify(
         raise typer.Exit(EvenstepError.exit_code)
 
 
-def _virtual_replicas(exact: bool, replicas: int | None, sync_batchnorm: bool) -> int | None:
+def _virtual_replicas(exact: bool, replicas: int | None, sync_batchnorm: bool, most_devices: int) -> int | None:
     """With --exact, the number of virtual replicas."""
     from evenstep.plan import Whole
 
@@ -170,8 +171,10 @@ def _virtual_replicas(exact: bool, replicas: int | None, sync_batchnorm: bool) -
         return None
     if sync_batchnorm:
         raise PlanError("--sync-batchnorm sums over processes in any order; with --exact leave it out")
-    check("replicas", replicas if replicas is not None else USUAL_REPLICAS, Whole, PlanError)
-    return replicas if replicas is not None else USUAL_REPLICAS
+    if replicas is None:
+        return max(USUAL_REPLICAS, most_devices)
+    check("replicas", replicas, Whole, PlanError)
+    return replicas
 
 
 def _remove(folder: Path, is_first: bool) -> None:

@@ -20,6 +20,7 @@ from evenstep.audit import audit
 from evenstep.plan import Plan
 from evenstep.record import Record
 from tests.fleet import Result, furthest, result, run_jobs
+from tests.marks import first_is_quick
 from tests.process.test_training import run_script
 from tests.small_tasks import KINDS as EVERY_KIND
 from tests.small_tasks import NUM_SAMPLES, small_task
@@ -52,19 +53,21 @@ def trained(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureReq
     folder = tmp_path_factory.mktemp("data")
     wanted = {item.callspec.params.get("where") for item in request.session.items if hasattr(item, "callspec")}
     ways = {"single": (1, 0), **{where: way for where, way in WAYS.items() if where in wanted}}
+    wanted |= {item.callspec.params.get("kind") for item in request.session.items if hasattr(item, "callspec")}
+    kinds = [kind for kind in KINDS if kind in wanted or kind.startswith(("curriculum", "scaler"))]
     for size in (1, 2, 3):
         own = {where: workers for where, (num, workers) in ways.items() if num == size}
         if not own:
             continue
         run_jobs(
-            folder, size, [(f"{w} {kind}", plan(w, own[w]), f"mlp/adamw/mean/{kind}") for w in own for kind in KINDS]
+            folder, size, [(f"{w} {kind}", plan(w, own[w]), f"mlp/adamw/mean/{kind}") for w in own for kind in kinds]
         )
     return folder
 
 
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("where", [pytest.param(w, marks=pytest.mark.slow if w in SLOW else ()) for w in WAYS])
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", first_is_quick(KINDS, num_quick=4))
 def test_data_of_every_kind_teaches_the_same_as_on_one_device(trained: Path, where: str, kind: str) -> None:
     single, other = result(trained, f"single {kind}"), result(trained, f"{where} {kind}")
     assert len(single.record.losses) == 25

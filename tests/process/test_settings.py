@@ -134,6 +134,7 @@ def test_runs_go_where_out_says_and_a_resume_works_from_another_folder() -> None
     assert [step.step for step in Record.read(later).steps] == [4, 5, 6]
 
 
+@pytest.mark.slow
 def test_a_resumed_run_lies_beside_the_run_before_and_its_best_is_found_from_anywhere() -> None:
     # The largest loss is that of the first epoch.
     words = ("--best", "loss:max", "--out", "some/where", "--name", "first", "--epochs", "2")

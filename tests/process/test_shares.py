@@ -16,6 +16,7 @@ from evenstep.record import Record
 from evenstep.sampling.order import Lengths
 from evenstep.training.shares import choose_shares
 from tests.fleet import furthest, result, run_jobs
+from tests.marks import first_is_quick
 
 STEPS = 30
 BATCH = 10
@@ -126,13 +127,18 @@ def test_a_resume_keeps_them_and_drops_them_on_other_devices() -> None:
 
 @pytest.mark.parametrize(
     ("words", "message"),
-    [
-        (("--shares", "5"), "--shares 5 has 1 number for 2 devices; give one for each"),
-        (("--shares", "5,0"), "shares is '5,0'; write a whole number from 1 up for each device, such as 5,3, or auto"),
-        (("--shares", "99,1"), "use --batch 100 or more"),
-        (("--shares", "auto", "--strategy", "fsdp"), "where a fast device waits for a slow one"),
-        (("--shares", "5,3", "--devices", "1", "--strategy", "single"), "there is one; leave it out"),
-    ],
+    first_is_quick(
+        [
+            (("--shares", "5"), "--shares 5 has 1 number for 2 devices; give one for each"),
+            (
+                ("--shares", "5,0"),
+                "shares is '5,0'; write a whole number from 1 up for each device, such as 5,3, or auto",
+            ),
+            (("--shares", "99,1"), "use --batch 100 or more"),
+            (("--shares", "auto", "--strategy", "fsdp"), "where a fast device waits for a slow one"),
+            (("--shares", "5,3", "--devices", "1", "--strategy", "single"), "there is one; leave it out"),
+        ]
+    ),
 )
 def test_what_cannot_be_shared_is_refused_before_the_start(words: tuple[str, ...], message: str) -> None:
     done = evenstep_(*DDP, *words)

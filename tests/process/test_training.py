@@ -15,7 +15,8 @@ STEPS = 24
 WORLDS = {1: ["single-1", "dp-2"], 2: ["ddp-2", "fsdp-2"], 3: ["ddp-3"]}
 OUTSIDE = ["averaged/adamw/mean", "weight_norm/adamw/mean", "mlp/sgd/decayed"]
 """Models and losses that compute with a layer's parameters outside of its forward."""
-MANY = ["dp-2", "ddp-2", "fsdp-2", "ddp-3"]
+THREE = pytest.param("ddp-3", marks=pytest.mark.slow)
+MANY = ["dp-2", "ddp-2", "fsdp-2", THREE]
 
 
 def plan(where: str, **more: object) -> Plan:
@@ -45,9 +46,12 @@ def jobs_for(where: str) -> list[tuple[str, Plan, str]]:
 
 
 @pytest.fixture(scope="module")
-def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def runs(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest) -> Path:
     folder = tmp_path_factory.mktemp("training")
+    is_whole = any(item.get_closest_marker("slow") for item in request.session.items)
     for size, wheres in WORLDS.items():
+        if size == 3 and not is_whole:
+            continue
         jobs = [(name, _in(folder, p), key) for where in wheres for name, p, key in jobs_for(where)]
         run_jobs(folder, size, jobs)
     return folder
@@ -65,7 +69,7 @@ def test_half_precision_learns_what_single_does_within_its_rounding(runs: Path, 
     assert other.losses == pytest.approx(single.losses, rel=0.02)
 
 
-@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
+@pytest.mark.parametrize("strategy", ["ddp", pytest.param("fsdp", marks=pytest.mark.slow)])
 def test_all_ranks_skip_a_step_that_overflows_on_one(tmp_path: Path, strategy: str) -> None:
     first, second = run_script("skip_script.py", tmp_path, strategy)
     assert first == second
@@ -103,7 +107,7 @@ def test_parameters_used_outside_of_their_layer_are_whole(runs: Path, where: str
     assert furthest(other.weights, single.weights) < 1e-9
 
 
-@pytest.mark.parametrize("where", ["ddp-2", "fsdp-2", "ddp-3"])
+@pytest.mark.parametrize("where", ["ddp-2", "fsdp-2", THREE])
 def test_synchronised_batchnorm_sees_the_whole_batch(runs: Path, where: str) -> None:
     single, local, synced = (result(runs, name) for name in ("single-1/norm", f"{where}/norm", f"{where}/sync"))
     assert synced.record.losses == pytest.approx(single.record.losses, rel=1e-9)
@@ -111,6 +115,7 @@ def test_synchronised_batchnorm_sees_the_whole_batch(runs: Path, where: str) -> 
     assert local.record.losses != pytest.approx(single.record.losses, rel=1e-3)
 
 
+@pytest.mark.slow
 def test_synchronised_batchnorm_does_not_see_a_sample_that_stands_in_for_none(runs: Path) -> None:
     single, synced = result(runs, "single-1/few"), result(runs, "ddp-3/few")
     assert [step.samples for step in synced.record.steps] == [101, 2, 101, 2]

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from evenstep.report.run_list import list_runs
 from tests.faults.runs import (
     FOLDER,
     LONGEST_SECONDS,
@@ -124,6 +125,8 @@ def test_alone_too_the_users_line_is_found_in_threads_and_loader_workers(
     assert ended.returncode == 124
     last = ended.stderr.rpartition("error: ")[2]
     assert re.search(rf"rank 0 was last seen at step 1, .*, alone\.py:\d+ {re.escape(where)}", last), ended.stderr
+    (run,) = list_runs(Path("runs"))
+    assert (run.state, (run.error or "").partition(" for ")[0]) == ("failed", "no progress")
 
 
 @pytest.mark.slow

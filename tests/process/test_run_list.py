@@ -81,6 +81,11 @@ def test_the_list_has_states_results_and_options(evenstep: Callable[..., Ended])
     started = Path("runs/started")
     started.mkdir()
     (started / "plan.json").write_text(Path("runs/whole/plan.json").read_text())
+    lost = Path("runs/lost/logs")
+    lost.mkdir(parents=True)
+    (lost.parent / "plan.json").write_text(Path("runs/whole/plan.json").read_text())
+    report = {"type": "RankLost", "message": "rank 1 is gone", "is_victim": True, "nanoseconds": 1}
+    (lost / "rank0.error.json").write_text(json.dumps(report))
     Path("runs/torn").mkdir()
     Path("runs/torn", FILE).write_text("{")
     Path("runs/some-script/logs").mkdir(parents=True)
@@ -90,10 +95,12 @@ def test_the_list_has_states_results_and_options(evenstep: Callable[..., Ended])
     assert {name: one["state"] for name, one in found.items()} == {
         "whole": "done",
         "started": "not started",
+        "lost": "failed",
         "torn": "unreadable",
     }
     assert (found["whole"]["step"], found["whole"]["epoch"], found["whole"]["strategy"]) == (6, 2, "single")
     assert found["whole"]["valid"].keys() == {"loss"}
+    assert found["lost"]["error"] == "a rank was killed before the first step"
     lines = evenstep("runs", "runs").out.splitlines()
     assert lines[0].split() == ["state", "at", "result", "run"]
     assert any(line.startswith("done") and "step 6" in line and line.endswith("runs/whole") for line in lines)

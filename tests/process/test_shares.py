@@ -9,12 +9,14 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
 
 from evenstep.errors import PlanError
 from evenstep.plan import Plan
 from evenstep.record import Record
 from evenstep.sampling.order import Lengths
 from evenstep.training.shares import choose_shares
+from evenstep.verify.configurations import find_configs, plan_of
 from tests.fleet import furthest, result, run_jobs
 from tests.marks import first_is_quick
 
@@ -164,7 +166,7 @@ slow_rank = int(os.environ.get("SLOW_RANK", -1))
 
 def loss(model, batch):
     # A device that takes some milliseconds for a sample, and another one that takes three times as long.
-    time.sleep(0.0003 * len(batch[0]) * (3 if int(os.environ.get("RANK", 0)) == slow_rank else 1))
+    time.sleep(0.0015 * len(batch[0]) * (3 if int(os.environ.get("RANK", 0)) == slow_rank else 1))
     if evenstep.progress().step == 45 and slow_rank >= 0 and not Path("crashed").exists():
         Path("crashed").touch()
         raise RuntimeError("planted")
@@ -235,3 +237,42 @@ def test_shares_follow_the_seconds_that_a_sample_takes() -> None:
     assert choose_shares(plan, [1.0, 2.0], lengths, "gather waits")[0] == (32, 32)
     three = replace(plan, batch=30, devices=("cpu",) * 3)
     assert choose_shares(three, [1.0, 1.0, 2.0], Lengths(30))[0] == (12, 12, 6)
+
+
+def test_verify_takes_them() -> None:
+    done = evenstep_("verify", "my_task.py", "--strategies", "ddp", "--devices", "cpu,cpu", "--shares", "5,3")
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "ddp x 2, shares 5,3" in done.stdout
+
+
+def test_compare_measures_configurations_with_and_without() -> None:
+    configs = find_configs("dp,ddp", "1,2", shares="5,3")
+    assert [config.label for config in configs if config.shares] == ["dp x 2, shares 5,3", "ddp x 2, shares 5,3"]
+    assert plan_of(Plan(batch=8, steps=1), configs[-1]).shares == "5,3"
+    for refused in ("5,3,1", "auto"):
+        with pytest.raises(PlanError, match="shares"):
+            find_configs("ddp", "1,2", shares=refused)
+
+
+@pytest.mark.slow
+def test_compare_says_what_they_gain() -> None:
+    done = evenstep_("compare", "my_task.py", "--strategies", "ddp", "--rounds", "1", "--steps", "5", "--shares", "5,3")
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "Uneven shares give: ddp x 2" in done.stdout.replace("\n", " ")
+
+
+def test_with_virtual_replicas_any_shares_give_the_same_bits(tmp_path: Path) -> None:
+    key = "mlp/adamw/mean/dropout"
+    how = {"batch": 17, "steps": 40, "replicas": 5, "accumulate": 2, "clip": 1.0}
+    two = {**how, "devices": ("cpu", "cpu")}
+    one = {"single": Plan(**how), "dp": Plan(strategy="dp", shares="1,3", **two)}
+    run_jobs(tmp_path, 1, [(name, plan, key) for name, plan in one.items()])
+    shares = {None: "even", "4,1": "4-1", "2,3": "2-3"}
+    jobs = [(name, Plan(strategy="ddp", shares=given, **two), key) for given, name in shares.items()]
+    run_jobs(tmp_path, 2, jobs)
+    names = ["single", "dp", *shares.values()]
+    found = [result(tmp_path, name) for name in names]
+    assert all(other.record.losses == found[0].record.losses for other in found)
+    for other in found:
+        assert other.weights.keys() == found[0].weights.keys()
+        assert all(torch.equal(tensor, found[0].weights[name]) for name, tensor in other.weights.items())

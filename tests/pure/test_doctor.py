@@ -35,7 +35,7 @@ from evenstep.doctor.cluster import (
     not_understood,
 )
 from evenstep.doctor.environment import back_ends, missing_interfaces, torch_build, variables
-from evenstep.doctor.gpus import driver, judge_gpu
+from evenstep.doctor.gpus import driver, judge_gpu, unequal
 from evenstep.doctor.limits import cores, memory, open_files, shared_memory, threads
 from evenstep.doctor.network import host_name, measure_loopback, ports, resolve
 from evenstep.doctor.remedies import (
@@ -400,6 +400,14 @@ def test_a_gpu_that_others_fill_is_warned_of_by_their_processes() -> None:
     assert "process 7" in found.advice
     assert judge_gpu("cuda:0", {**facts, "free_bytes": 2**36}, []).status == "good"
     assert judge_gpu("cuda:0", {**facts, "is_right": False}, []).status == "bad"
+
+
+def test_shares_are_proposed_for_different_gpus() -> None:
+    found = [Finding(f"cuda:{index}", "good", "", numbers={"name": name}) for index, name in enumerate("AAB")]
+    assert unequal(found[:2]) == []
+    (one,) = unequal(found)
+    assert one.said == "different: 2 x A, 1 x B"
+    assert "--shares auto" in one.advice
 
 
 def test_a_check_that_fails_is_a_finding_itself() -> None:

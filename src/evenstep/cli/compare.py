@@ -79,6 +79,10 @@ def compare(
         int | None,
         typer.Option(metavar="V", min=1, help="Measure each strategy also with V virtual replicas: what they cost."),
     ] = None,
+    shares: Annotated[
+        str | None,
+        typer.Option(metavar="N,N,...", help="Measure strategies also with these shares of a batch: what they gain."),
+    ] = None,
     name: Annotated[
         str | None, typer.Option(help="Name of the comparison's folder; default: by date and task.")
     ] = None,
@@ -101,6 +105,7 @@ def compare(
         steps=steps,
         sync_batchnorm=sync_batchnorm,
         replicas=replicas,
+        shares=shares,
         choices={**choices, "seed": seed, "name": name, "out": out, "options": given},
         command=shlex.join(["evenstep", *sys.argv[1:]]),
     )

@@ -81,6 +81,9 @@ def verify(
         ),
     ] = None,
     accumulate: Annotated[int, typer.Option(help="Micro-batches per optimizer step, under every strategy.")] = 1,
+    shares: Annotated[
+        str | None, typer.Option(metavar="N,N,...", help="Part of each device in every batch, under every strategy.")
+    ] = None,
     sync_batchnorm: Annotated[
         bool, flag("--sync-batchnorm", help="Use SyncBatchNorm, where the strategy has several processes.")
     ] = False,
@@ -116,7 +119,7 @@ def verify(
     from evenstep.verify.configurations import configs_of, plan_of
 
     load_strategies(strategies, task, seed)
-    configs = configs_of(strategies, devices, accumulate)
+    configs = configs_of(strategies, devices, accumulate, shares)
     virtual = _virtual_replicas(exact, replicas, sync_batchnorm, max(len(config.devices) for config in configs))
     if virtual is not None:
         configs = [config for config in configs if config.strategy != REFERENCE]
@@ -229,6 +232,7 @@ def _values(prepared: Prepared, verdicts: Mapping[Configuration, Verdict], reque
                 "strategy": config.strategy,
                 "devices": list(config.devices),
                 "accumulate": config.accumulate,
+                "shares": config.shares,
                 **verdict.to_json(),
             }
             for config, verdict in verdicts.items()

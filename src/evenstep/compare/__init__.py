@@ -55,6 +55,8 @@ class CompareRequest:
     """Under ddp and fsdp, which can."""
     replicas: int | None = None
     """Virtual replicas: each configuration is then measured with and without."""
+    shares: str | None = None
+    """Of devices in a global batch: each configuration that they fit is then measured with and without."""
     choices: Mapping[str, Any] = field(default_factory=dict)
     """Fields of the Plan: batch, precision, workers ..."""
     command: str = ""
@@ -63,7 +65,7 @@ class CompareRequest:
 def compare(request: CompareRequest, log: Callable[[str], None] = lambda line: None) -> tuple[Comparison, Path]:
     """Measure every configuration, and write the comparison beside its Records; returns it and its folder."""
     load_strategies(request.strategies, request.source, request.choices.get("seed"))
-    configs = find_configs(request.strategies, request.devices, request.replicas)
+    configs = find_configs(request.strategies, request.devices, request.replicas, request.shares)
     label = label_of(request.source, request.choices.get("options", {}))
     name = request.choices.get("name") or free_name(label, "compare", request.choices.get("out") or RUNS)
     first = {"strategy": REFERENCE, "devices": list(configs[0].devices), "name": name}
@@ -189,6 +191,7 @@ class BlockRunner:
     def run(self, config: Configuration, name: str, block: Block, batch: int | None = None) -> MeasuredBlock | None:
         """One block in new processes; None if it failed, and the configuration is then left out."""
         cut = f"-v{config.replicas}" if config.replicas is not None else ""
+        cut += f"-shares-{config.shares}" if config.shares is not None else ""
         folder = self.base.folder / f"{config.strategy}-{len(config.devices)}{cut}-{name}"
         try:
             prepared = variant(
@@ -199,6 +202,7 @@ class BlockRunner:
                 steps=block.plan_steps,
                 sync_batchnorm=self._synchronises(config),
                 replicas=config.replicas,
+                shares=config.shares,
                 batch=batch or self.base.plan.batch,
             )
             began = time.time()
@@ -232,6 +236,7 @@ class BlockRunner:
             strategy=config.strategy,
             devices=list(config.devices),
             replicas=config.replicas,
+            shares=config.shares,
             samples_per_second=Range.of([one.samples / one.seconds for one in measured]),
             step_seconds=Range.of([usual(one.step_seconds, kind) for one in measured]),
             parts={name: fmean(one.parts[name] for one in measured) for name in PARTS},

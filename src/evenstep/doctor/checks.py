@@ -52,7 +52,7 @@ class MachineChecks:
         # Copies to a broken GPU would fail too, and the pairs need the time.
         if seconds and worst(found) != "bad":
             self.copies = gpus.copies_between_gpus(seconds)
-        return found
+        return found + gpus.unequal(found)
 
     def _loopback(self) -> list[Finding]:
         finding, self.loopback = network.loopback()

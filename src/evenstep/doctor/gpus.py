@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from typing import Any
@@ -87,6 +88,16 @@ def judge_gpu(name: str, facts: Mapping[str, Any], others: Sequence[str], nvml: 
         return Finding(name, "warn", said, advice, numbers)
     used = f"; also in use by {', '.join(others)}" if others else ""
     return Finding(name, "good", said + used, numbers=numbers)
+
+
+def unequal(found: Sequence[Finding]) -> list[Finding]:
+    """A proposal, if GPUs of different kinds would share a batch equally."""
+    counts = Counter(str(one.numbers["name"]) for one in found if one.numbers.get("name"))
+    if len(counts) < 2:
+        return []
+    kinds = ", ".join(f"{num} x {name}" for name, num in counts.items())
+    advice = "with equal shares the slowest sets the pace; evenstep train --shares auto gives each what it can compute"
+    return [Finding("GPU kinds", "warn", f"different: {kinds}", advice)]
 
 
 def holders(nvml: Any, uuid: str) -> list[str]:

@@ -60,6 +60,8 @@ class Row:
     """The folders of its blocks, below that of the comparison."""
     replicas: Positive | None = None
     """Virtual replicas, if it was measured with such."""
+    shares: str | None = None
+    """Of the devices in a global batch, if they were not equal."""
 
     @property
     def label(self) -> str:
@@ -73,7 +75,8 @@ class Row:
 
     @property
     def _cut(self) -> str:
-        return "" if self.replicas is None else f", V={self.replicas}"
+        shares = "" if self.shares is None else f", shares {self.shares}"
+        return shares if self.replicas is None else f"{shares}, V={self.replicas}"
 
     @property
     def is_sound(self) -> bool:

@@ -24,7 +24,20 @@ def advise(comparison: Comparison) -> list[str]:
     """Two sentences that recommend a configuration, and one about its bottleneck."""
     row = best(comparison)
     sentences = [_recommendation(comparison, row), _others(comparison, row), bottleneck(comparison, row)]
-    return [*sentences, *_costs_of_replicas(comparison), *unsteady(comparison)]
+    return [*sentences, *_costs_of_replicas(comparison), *_gains_of_shares(comparison), *unsteady(comparison)]
+
+
+def _gains_of_shares(comparison: Comparison) -> list[str]:
+    """What uneven shares give each configuration, if they were measured."""
+    even = {row.label: row for row in comparison.rows if row.shares is None}
+    gains = [
+        f"{before.label} {row.samples_per_second.middle / before.samples_per_second.middle:.2f}x the speed of equal"
+        for row in comparison.rows
+        if row.shares is not None
+        for before in [even.get(replace(row, shares=None).label)]
+        if before is not None
+    ]
+    return [f"Uneven shares give: {', '.join(gains)}."] if gains else []
 
 
 def _costs_of_replicas(comparison: Comparison) -> list[str]:

@@ -25,6 +25,10 @@ from evenstep.training.step import Eager, Recipe, Stepper, Taken
 
 WARM_UP_STEPS = 5
 MEASURED_STEPS = 30
+"""At least; and then as many again, until the slowest device has computed for ENOUGH_SECONDS."""
+MOST_STEPS = 240
+ENOUGH_SECONDS = 1.0
+"""A device that has a part of the CPU's time is fast and stands still in turn, for a tenth of a second each."""
 ALIKE = 1.1
 """Devices whose speeds differ by less than this factor get equal shares: it may be noise."""
 PRECISION = 1_000_000
@@ -63,8 +67,9 @@ class MeasuredSteps:
             for per_replica in batch.micro_batches:
                 for replica, micro_batch in enumerate(per_replica):
                     self._num_samples[replica] += micro_batch.num_samples
-        if self._num_taken == WARM_UP_STEPS + MEASURED_STEPS:
-            self._choose(batch)
+        num_measured = self._num_taken - WARM_UP_STEPS
+        if num_measured > 0 and num_measured % MEASURED_STEPS == 0:
+            self._choose(batch, is_last=num_measured >= MOST_STEPS)
         return taken
 
     def share_out(self, shares: Shares) -> None:
@@ -77,9 +82,12 @@ class MeasuredSteps:
         for loader in self._loaders:
             loader.share_out(shares)
 
-    def _choose(self, batch: Batch) -> None:
-        own = [seconds / (num or 1) for seconds, num in zip(self._loss.seconds(), self._num_samples, strict=True)]
-        seconds = [one for of_rank in self._world.gather(own) for one in of_rank]
+    def _choose(self, batch: Batch, is_last: bool) -> None:
+        own = list(zip(self._loss.seconds(), self._num_samples, strict=True))
+        every = [one for of_rank in self._world.gather(own) for one in of_rank]
+        if max(seconds for seconds, _ in every) < ENOUGH_SECONDS and not is_last:
+            return
+        seconds = [of_device / (num or 1) for of_device, num in every]
         shares, why = choose_shares(self._plan, seconds, batch.loader.lengths, self._obstacle())
         self.share_out(shares)
         self.row = MeasuredShares(step=batch.loader.num_finished, shares=list(shares), seconds_per_sample=seconds)

@@ -8,12 +8,15 @@ import torch
 
 from evenstep.distributed.devices import check_devices, choose_devices
 from evenstep.errors import PlanError
-from evenstep.plan import Plan, parse_devices
+from evenstep.plan import Plan, parse_devices, parse_shares
+from evenstep.sampling.order import Shares
 from evenstep.strategy_facts import DEFAULT, DEFAULT_IN_ONE_PROCESS, REFERENCE, STRATEGIES, usual_strategies
 from evenstep.verify.verdict import Configuration
 
 
-def configs_of(strategies: str | None, devices: str | None, accumulate: int) -> list[Configuration]:
+def configs_of(
+    strategies: str | None, devices: str | None, accumulate: int, shares: str | None = None
+) -> list[Configuration]:
     """Every strategy on every set of devices; one device, without accumulation, is what they are compared with."""
     sets = device_sets(devices) if devices is not None else [_all_devices()]
     names = named_strategies(strategies) if strategies is not None else None
@@ -28,7 +31,27 @@ def configs_of(strategies: str | None, devices: str | None, accumulate: int) -> 
             f"{REFERENCE} is the reference that others are compared with; name another strategy, such as "
             f"--strategies {DEFAULT}, or add --accumulate 2"
         )
-    return configs
+    if shares is None:
+        return configs
+    _numbers(shares)
+    return [config if config.strategy == REFERENCE else replace(config, shares=shares) for config in configs]
+
+
+def _numbers(shares: str) -> Shares:
+    numbers = parse_shares(shares)
+    if numbers is None:
+        raise PlanError("auto takes more steps than are taken here; train with --shares auto, and give what it finds")
+    return numbers
+
+
+def with_shares(configs: list[Configuration], shares: str) -> list[Configuration]:
+    """Those configurations that these shares fit, with them."""
+    numbers = _numbers(shares)
+    fitting = [config for config in configs if len(config.devices) == len(numbers) > 1]
+    able = [config for config in fitting if "shares" not in STRATEGIES[config.strategy].refusals]
+    if not able:
+        raise PlanError(f"--shares {shares} is for {len(numbers)} devices, which none of these has; see --devices")
+    return [replace(config, shares=shares) for config in able]
 
 
 def named_strategies(text: str) -> list[str]:
@@ -71,6 +94,7 @@ def plan_of(plan: Plan, config: Configuration) -> Plan:
             "devices": config.devices,
             "accumulate": config.accumulate,
             "replicas": config.replicas if config.replicas is not None else plan.replicas,
+            "shares": config.shares,
         }
     )
 
@@ -80,11 +104,13 @@ def _all_devices() -> tuple[str, ...]:
     return ("cuda:0", "cuda:0") if num_gpus == 1 else choose_devices(max(2, num_gpus))
 
 
-def find_configs(strategies: str | None, devices: str, replicas: int | None = None) -> list[Configuration]:
+def find_configs(
+    strategies: str | None, devices: str, replicas: int | None = None, shares: str | None = None
+) -> list[Configuration]:
     """Each strategy on each set of devices on which it makes sense; `single` first, with which others are compared.
 
     `devices` are counts (`1,2`), or lists with a slash between them (`cuda:0/cuda:0,cuda:1`). With `replicas`, each is
-    there a second time, with as many virtual replicas, if it can have such.
+    there a second time, with as many virtual replicas, if it can have such; with `shares`, with these, if they fit.
     """
     sets = device_sets(devices)
     if len({len(one) for one in sets}) < len(sets):
@@ -97,10 +123,11 @@ def find_configs(strategies: str | None, devices: str, replicas: int | None = No
         ]
     if named == [REFERENCE]:
         raise PlanError(f"{REFERENCE} alone has nothing to be compared with; write --strategies {REFERENCE},{DEFAULT}")
+    uneven = with_shares(configs, shares) if shares is not None else []
     if replicas is not None:
         able = [config for config in configs if STRATEGIES[config.strategy].virtual_replicas]
         configs += [replace(config, replicas=replicas) for config in able]
-    return configs
+    return configs + uneven
 
 
 def _on(devices: tuple[str, ...], named: list[str] | None) -> list[str]:

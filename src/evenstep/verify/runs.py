@@ -159,6 +159,7 @@ class Runs:
         """A new folder with a readable name."""
         cut = f"by-{config.accumulate}" if config.accumulate > 1 else ""
         cut += f"v{config.replicas}" if config.replicas is not None else ""
+        cut += f"s{config.shares}" if config.shares is not None else ""
         name = "-".join(filter(None, [config.strategy, *_shortened(config.devices), cut, *words]))
         plain = re.sub(r"\W+", "-", name)[:MAX_CHARACTERS]
         paths = (self.folder / (f"{plain}-{number}" if number > 1 else plain) for number in count(1))
@@ -172,6 +173,7 @@ class Runs:
             "devices": config.devices,
             "accumulate": config.accumulate,
             "replicas": config.replicas,
+            "shares": config.shares,
             "steps": self.steps,
             "audit": True,
             "keep": self.steps,

@@ -24,11 +24,14 @@ class Configuration:
     accumulate: int = 1
     replicas: int | None = None
     """Virtual replicas, where `compare` measures what they cost."""
+    shares: str | None = None
+    """Of the devices in a global batch, such as 5,3; None: equal."""
 
     @property
     def label(self) -> str:
         name = f"{self.strategy} x {len(self.devices)}" if len(self.devices) > 1 else self.strategy
         name = f"{name}, {self.accumulate} micro-batches" if self.accumulate > 1 else name
+        name = name if self.shares is None else f"{name}, shares {self.shares}"
         return name if self.replicas is None else f"{name}, V={self.replicas}"
 
 

@@ -27,17 +27,23 @@ Sums = tuple[str, str, torch.Tensor, torch.Tensor]
 
 
 class InspectedSteps:
-    """Eager steps; `rows` are the statistics of those that were looked into, and the reader clears them."""
+    """Eager steps, some of which are looked into."""
 
     def __init__(self, recipe: Recipe, every: int) -> None:
         self.messages: list[str] = []
-        self.rows: list[LayerStatistics] = []
+        self._rows: list[LayerStatistics] = []
         self._recipe, self._every = recipe, every
         self._steps = eager_steps(recipe)
         self.lag = self._steps.lag
 
     def recheck(self) -> None:
         self._steps.recheck()
+
+    def up_to(self, step: int) -> list[LayerStatistics]:
+        """The statistics of steps up to this one, once; on a GPU, later ones may have been taken."""
+        due = [row for row in self._rows if row.step <= step]
+        self._rows = self._rows[len(due) :]
+        return due
 
     def take(self, batch: Batch) -> Taken:
         step = batch.loader.num_finished + 1
@@ -53,7 +59,7 @@ class InspectedSteps:
         found.add_gradients()
         update = self._steps.update()
         found.add_parameters()
-        self.rows.append(found.statistics(step))
+        self._rows.append(found.statistics(step))
         return Done(loss, update)
 
 

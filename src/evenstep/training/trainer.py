@@ -303,8 +303,7 @@ class Trainer:
                 self._write_samples(step, ids)
             yield step
             if self.inspected is not None:
-                yield from self.inspected.rows
-                self.inspected.rows.clear()
+                yield from self.inspected.up_to(step.step)
             if self.measured is not None and self.measured.row is not None:
                 yield self._keep_shares(self.measured.row)
             if step.step < self.run.step:

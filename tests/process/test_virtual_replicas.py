@@ -180,8 +180,10 @@ def loss(model, batch):
     if evenstep.progress().step == int(os.environ.get("DIES_AT", "-1")):
         os.kill(os.getpid(), signal.SIGKILL)
     logits = model(batch[0])
-    evenstep.log({"accuracy": logits.argmax(1) == batch[1], "draw": random.random()})
-    return F.cross_entropy(logits, batch[1])
+    # From a later step on, the loss draws from Python's generator.
+    factor = 1.0 + 0.1 * random.random() if evenstep.progress().step > 15 else 1.0
+    evenstep.log({"accuracy": logits.argmax(1) == batch[1], "factor": factor})
+    return F.cross_entropy(logits, batch[1]) * factor
 
 def task():
     return evenstep.Task(

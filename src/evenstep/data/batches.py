@@ -9,7 +9,7 @@ import hashlib
 import pickle
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
-from functools import cached_property
+from functools import cached_property, lru_cache
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
@@ -68,6 +68,11 @@ class BatchSplit:
         assert self.num_virtual is not None
         return tuple(self._dealt(self.num_virtual))
 
+    @cached_property
+    def _known_ranges(self) -> dict[int, list[list[range]]]:
+        """By the number of samples; most batches have the same."""
+        return {}
+
     def _dealt(self, num: int) -> list[range]:
         if self.shares is not None:
             return in_proportion(num, self.shares)
@@ -87,18 +92,14 @@ class BatchSplit:
 
     def places(self, num: int) -> list[list[Place | None]]:
         """With virtual replicas: whose each micro-batch is, in the order of `ranges`; None where a device has fewer."""
-        num_micro = self.num_micro(num)
-        own = [
-            [Place(virtual, micro) for virtual in self.virtual[replica] for micro in range(num_micro)]
-            for replica in self.replicas
-        ]
-        most = max(map(len, self.virtual)) * num_micro
-        return [[places[at] if at < len(places) else None for places in own] for at in range(most)]
+        return _places(self.virtual, self.replicas, self.num_micro(num))
 
     def ranges(self, num: int) -> list[list[range]]:
         """For each micro-batch, the samples out of `num` that each replica of this process takes."""
         if self.num_virtual is not None:
-            return [[self._samples_of(place, num) for place in per_replica] for per_replica in self.places(num)]
+            if num not in self._known_ranges:
+                self._known_ranges[num] = [[self._samples_of(one, num) for one in row] for row in self.places(num)]
+            return self._known_ranges[num]
         if self.num_replicas == 1 and self.accumulate == 1:
             return [[range(num)]]
         shares, largest = self._own(num)
@@ -123,6 +124,13 @@ class BatchSplit:
         own = share(num, place.virtual, self.num_virtual)
         part = share(len(own), place.micro, self.num_micro(num))
         return own[part.start : part.stop]
+
+
+@lru_cache(maxsize=64)
+def _places(virtual: tuple[range, ...], replicas: range, num_micro: int) -> list[list[Place | None]]:
+    own = [[Place(one, micro) for one in virtual[replica] for micro in range(num_micro)] for replica in replicas]
+    most = max(map(len, virtual)) * num_micro
+    return [[places[at] if at < len(places) else None for places in own] for at in range(most)]
 
 
 @dataclass(slots=True)

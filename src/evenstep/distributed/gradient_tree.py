@@ -120,7 +120,6 @@ class GradientTree:
         self.sums: list[Gradients] = []
         """Of each node."""
 
-    @torch.no_grad()
     def take(self, node: Node) -> None:
         """Take the gradients off the weights: they are those of the next node."""
         gradients: Gradients = [weight.grad for weight in self._weights]
@@ -131,7 +130,6 @@ class GradientTree:
         self.sums.append(gradients)
 
 
-@torch.no_grad()
 def total(sums: Iterable[Gradients], layout: Layout) -> Gradients:
     """The sum of all nodes, in the memory of the first."""
     gradients = list(sums)

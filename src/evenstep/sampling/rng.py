@@ -267,6 +267,14 @@ def _numpy_state() -> Any:
     return _last_state[1]
 
 
+def numpy_position() -> ctypes.Array[ctypes.c_char] | None:
+    """Memory of NumPy's global generator that changes with every draw: its last word, and where it is in its words."""
+    generator = np.random.get_bit_generator()  # type: ignore[attr-defined]
+    if not isinstance(generator, np.random.MT19937):
+        return None
+    return (ctypes.c_char * 8).from_address(generator.ctypes.state_address + _MT19937_BYTES - 8)
+
+
 def _set_numpy_state(state: Any) -> None:
     """Also drops the cached state: the same words may come with another cached normal number."""
     global _last_state

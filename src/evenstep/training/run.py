@@ -430,10 +430,12 @@ class Run:
         if self.team.precision.scaler is not None and state["scaler"]:
             self.team.precision.scaler.load_state_dict(state["scaler"])
         world = self.team.world
-        if len(state["generators"]) == world.size:
-            restore_host_state(state["generators"][world.rank])
+        # With virtual replicas, the generators are the same on all ranks.
+        rank = world.rank if world.num_virtual is None else 0
+        if len(state["generators"]) == world.size or (world.num_virtual is not None and state["generators"]):
+            restore_host_state(state["generators"][rank])
             try:
-                restore_device_state(state["generators"][world.rank], world.devices)
+                restore_device_state(state["generators"][rank], world.devices)
             except (ValueError, RuntimeError, TypeError) as error:
                 raise CheckpointError(f"its states of torch's generators cannot be restored: {error}") from error
         else:

@@ -29,7 +29,12 @@ from evenstep.data.dataset import Augment
 from evenstep.data.feature_scaler import unfitted
 from evenstep.data.loader import Batch, Loader, MicroBatch
 from evenstep.data.prefetch import LoaderOptions, unchanged
-from evenstep.distributed.devices import available_devices, choose_repeatable_kernels, threads_for_replicas
+from evenstep.distributed.devices import (
+    available_devices,
+    choose_repeatable_kernels,
+    keep_freed_memory,
+    threads_for_replicas,
+)
 from evenstep.distributed.heartbeat import EVALUATING, FORWARD, UPDATE
 from evenstep.distributed.preemption import Requests
 from evenstep.distributed.process import read_rank
@@ -231,6 +236,8 @@ class Team:
 
         check_replicas(num, self.world.num_replicas, self.facts)
         self.world = replace(self.world, num_virtual=num)
+        if self.world.device.type == "cpu":
+            keep_freed_memory()
         self._refusals = Refusals(self.world)
         self.virtual_seeds = Seeds(self.seed, self.world, "dropout")
         return self
@@ -406,7 +413,7 @@ class Team:
         if self.virtual_seeds is not None:
             from evenstep.training.virtual_replicas import VirtualLoss
 
-            return VirtualLoss(self.world, batch, self.requests.encode(), self._log_names)
+            return VirtualLoss(self.virtual_seeds, self.world, batch, self.requests.encode(), self._log_names)
         logs = StepLogs(self.world, self._log_names)
         make = LateLoss if is_late else LossTotal
         return make(self.world, batch.num_samples, self.requests.encode(), logs)

@@ -492,7 +492,8 @@ class Trainer:
         scheduler = make_scheduler(task, optimizers, plan, loader.lengths, num_steps)
         check_scheduler(scheduler, plan, task)
         # From here on Python's and NumPy's draws (in a dataset, for example) differ between ranks.
-        seed_everything(derive_seed(plan.seed, "host", 0, team.world.rank))
+        rank = team.world.rank if plan.replicas is None else 0
+        seed_everything(derive_seed(plan.seed, "host", 0, rank))
         run = Run(team, models, optimizers, loader, scheduler, num_steps)
         run.stepped_after = stepped_after(scheduler, task)
         return run

@@ -8,6 +8,7 @@ is, and summed once, exactly.
 
 from __future__ import annotations
 
+import ctypes
 import math
 import threading
 from collections.abc import Callable, Iterable, Mapping
@@ -21,7 +22,18 @@ from evenstep.data.loader import Batch, MicroBatch
 from evenstep.distributed.gradient_tree import GradientTree, Node
 from evenstep.distributed.world import World
 from evenstep.errors import TaskError
-from evenstep.sampling.rng import derive_seed, replica_seed, seed_device, seed_host
+from evenstep.internals import random_position
+from evenstep.sampling.rng import (
+    States,
+    derive_seed,
+    numpy_position,
+    replica_seed,
+    restore_rng_states,
+    rng_states,
+    seed_device,
+    seed_devices,
+    seed_host,
+)
 from evenstep.strategies.base import DistributedModel, has_sparse_gradients, one_after_another
 from evenstep.task import Amount
 from evenstep.training.evaluation import NamedSums
@@ -35,9 +47,64 @@ Placed = dict[int, list[tuple[Place, MicroBatch]]]
 """The virtual replicas of one device, each with its micro-batches."""
 MOST_MICRO_BATCHES = 1 << 32
 NO_IDS = np.zeros(0, dtype=np.int64)
-EVALUATION = -1
+NO_EPOCH, EVALUATION = -2, -1
 """Its draws are those of no epoch: every evaluation of the same weights draws the same."""
 T = TypeVar("T")
+
+
+class HostDrawn(Exception):
+    """A loss drew from Python's or NumPy's generator, which was not seeded for it."""
+
+
+QUIET_STEPS = 2
+
+
+NOWHERE = ctypes.create_string_buffer(8)
+
+
+class HostGenerators:
+    """Python's and NumPy's generators, which take longer to be seeded than a small layer to be computed.
+
+    They are seeded in the first steps, and from then on if a loss draws from them. Where one begins to draw later, its
+    forward is computed once more. Outside of a step they are the user's.
+    """
+
+    def __init__(self) -> None:
+        python, numpy = random_position(), numpy_position()
+        self._is_drawn_from = python is None or numpy is None
+        self._python, self._numpy = python or NOWHERE, numpy or NOWHERE
+        self._num_quiet = 0
+        self._before: States | None = None
+        self._mark = (b"", b"")
+
+    @property
+    def are_seeded(self) -> bool:
+        return self._is_drawn_from or self._num_quiet < QUIET_STEPS
+
+    def begin(self) -> None:
+        """A step begins."""
+        if self.are_seeded:
+            self._numpy = numpy_position() or NOWHERE
+            self._before = rng_states()
+
+    def mark(self) -> None:
+        """Before a loss is computed."""
+        if not self._is_drawn_from:
+            self._mark = (self._python.raw, self._numpy.raw)
+
+    def check(self) -> None:
+        """After it; raises HostDrawn if it is to be computed again."""
+        if not self._is_drawn_from and (self._python.raw, self._numpy.raw) != self._mark:
+            was_seeded, self._is_drawn_from = self.are_seeded, True
+            if not was_seeded:
+                raise HostDrawn
+
+    def end(self) -> None:
+        """The step ends."""
+        self._num_quiet += 1
+        if self._before is not None:
+            restore_rng_states(self._before)
+            self._before = None
 
 
 class Seeds:
@@ -45,24 +112,37 @@ class Seeds:
 
     def __init__(self, seed: int, world: World, what: str) -> None:
         self._seed, self._world, self._what = seed, world, what
-        self._keys: tuple[int, dict[int, int]] = (-1, {})
+        self._keys: tuple[int, dict[int, int]] = (NO_EPOCH, {})
+        self._after = 0
         self.share_generator = shares_generator(world)
+        self._has_gpus = any(device.type != "cpu" for device in world.devices)
+        self.host = HostGenerators() if self.share_generator or len(world.devices) == 1 else None
+        """None where replicas beside each other have one host."""
 
     def begin(self, epoch: int) -> None:
         """Before the micro-batches of a batch."""
         if self._keys[0] != epoch:
             self._keys = (epoch, {})
+            self._after = derive_seed(self._seed, "after", epoch)
 
-    def set(self, replica: int, place: Place, position: int, repeat: int) -> None:
-        """Seed what a micro-batch on this replica can draw from."""
+    def set(self, replica: int, place: Place, position: int, repeat: int, is_quick: bool = False) -> None:
+        """Seed what a micro-batch on this replica can draw from; `is_quick`: what it is known to draw from."""
         number = place.micro + repeat * MOST_MICRO_BATCHES
         epoch, keys = self._keys
         if place.virtual not in keys:
             keys[place.virtual] = derive_seed(self._seed, self._what, epoch, place.virtual)
         seed = replica_seed(keys[place.virtual], position, number)
-        if self.share_generator or len(self._world.devices) == 1:
+        if self.host is not None and is_quick and not self.host.are_seeded:
+            torch.default_generator.manual_seed(seed)
+        elif self.host is not None:
             seed_host(seed)
-        seed_device(seed, self._world.devices[replica])
+        if self._has_gpus:
+            seed_device(seed, self._world.devices[replica])
+
+    def finish(self, position: int, repeat: int) -> None:
+        """After a step: whatever the user draws from torch next is the same on all devices."""
+        seed = replica_seed(self._after, position, repeat)
+        seed_devices([seed] * len(self._world.devices), self._world.devices)
 
     def seeded(self, work: Callable[[int, MicroBatch], T], batch: Batch, index: int) -> Callable[[int, MicroBatch], T]:
         """`work` on the micro-batches with this index, in an evaluation."""
@@ -112,10 +192,13 @@ class VirtualBackward:
 
     def run(self) -> None:
         model, totals = self._backward.models[0], self._backward.totals
+        assert isinstance(totals, VirtualLoss)
         run = one_after_another if self._seeds.share_generator else model.run
         for buffers in self._buffers:
             buffers.start()
-        trees = run(self._on_device, list(enumerate(placed(self._batch))))
+        if self._seeds.host is not None:
+            self._seeds.host.begin()
+        trees = run(self._on_device, list(enumerate(totals.placed)))
         if totals.sent is None:
             # No virtual replica of this process has samples in a short batch.
             totals.send()
@@ -124,7 +207,9 @@ class VirtualBackward:
         for buffers in self._buffers:
             # Those without samples in a short batch are the last.
             buffers.finish(min(self._batch.num_samples, split.least))
-        seed_host(derive_seed(self._seeds._seed, "after", self._batch.span.epoch, self._start))
+        if self._seeds.host is not None:
+            self._seeds.host.end()
+        self._seeds.finish(self._start, self._repeat)
 
     def _on_device(self, replica: int, own: Placed) -> GradientTree:
         tree = GradientTree(self._backward.models[0].weights_of[replica])
@@ -134,9 +219,8 @@ class VirtualBackward:
             for buffers in self._buffers:
                 buffers.begin(replica)
             for number, (place, micro_batch) in enumerate(micro_batches, 1):
-                self._seeds.set(replica, place, self._start, self._repeat)
                 is_last = virtual == last and number == len(micro_batches) and not num_left
-                self._backward(is_last, replica, micro_batch)
+                self._compute(is_last, replica, place, micro_batch)
             for buffers in self._buffers if micro_batches else ():
                 buffers.end(replica, virtual)
             if not self._is_pair(virtual, own):
@@ -145,6 +229,17 @@ class VirtualBackward:
                 tree.take(Node(1, virtual // 2))
         self._stand_in(replica, num_left)
         return tree
+
+    def _compute(self, is_last: bool, replica: int, place: Place, micro_batch: MicroBatch) -> None:
+        seeds = self._seeds
+        seeds.set(replica, place, self._start, self._repeat, is_quick=True)
+        if seeds.host is not None:
+            seeds.host.mark()
+        try:
+            self._backward(is_last, replica, micro_batch)
+        except HostDrawn:
+            seeds.set(replica, place, self._start, self._repeat)
+            self._backward(is_last, replica, micro_batch)
 
     def _num_left(self, own: Placed) -> int:
         """Micro-batches that another rank runs and this one has not, where all must run as many."""
@@ -207,21 +302,25 @@ class VirtualLogs(StepLogs):
 class VirtualLoss(LossTotal):
     """The loss of one global batch: that of each micro-batch is sent in a place of its own, to which others add 0."""
 
-    def __init__(self, world: World, batch: Batch, request_code: float, names: list[str]) -> None:
+    def __init__(self, seeds: Seeds, world: World, batch: Batch, request_code: float, names: list[str]) -> None:
         num_micro = batch.loader.split.num_micro(batch.num_samples)
         assert world.num_virtual is not None
         self._num_places = world.num_virtual * num_micro
         self._logs = VirtualLogs(world, names, self._num_places)
         super().__init__(world, batch.num_samples, request_code, self._logs)
+        self._host = seeds.host
         # Gradients are summed, not averaged over processes.
         self._scale = 1
         # The same arithmetic on any number of devices.
         self._can_be_whole = world.num_virtual == 1
-        own = [pair for of_replica in placed(batch) for pairs in of_replica.values() for pair in pairs]
+        self.placed = placed(batch)
+        own = [pair for of_replica in self.placed for pairs in of_replica.values() for pair in pairs]
         self._place_of = {id(micro_batch): place.virtual * num_micro + place.micro for place, micro_batch in own}
 
     def take(self, amount: Amount, micro_batch: MicroBatch) -> tuple[torch.Tensor, float]:
         place = self._logs.thread.place = self._place_of.get(id(micro_batch))
+        if self._host is not None and place is not None:
+            self._host.check()
         taken = super().take(amount, micro_batch)
         if place is None:
             # It stands in for no samples.
@@ -261,6 +360,8 @@ class ExactSums(NamedSums):
 
     def __init__(self, world: World) -> None:
         super().__init__(world)
+        self._before = rng_states()
+        """What an evaluation draws does not change what is drawn after it."""
         self._pairs: dict[str, list[torch.Tensor]] = {}
 
     def add(self, measured: Mapping[str, torch.Tensor]) -> None:
@@ -268,6 +369,7 @@ class ExactSums(NamedSums):
             self._pairs.setdefault(name, []).append(pair)
 
     def means(self) -> dict[str, float]:
+        restore_rng_states(self._before)
         own = {name: _exact(torch.stack(pairs).tolist()) for name, pairs in self._pairs.items()}
         every = self._world.gather(own)
         names = dict.fromkeys(name for of_rank in every for name in of_rank)

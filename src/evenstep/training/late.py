@@ -214,7 +214,8 @@ def judge(launched: Launched, guard: FiniteGuard, ahead: Ahead, name: str = "los
     launched.complete(totals.factor(values))
     if not totals.is_alone:
         guard.check(values)
-    totals.keep(ahead.copy(name, values))
+    if totals.sent is None:
+        totals.keep(ahead.copy(name, values))
 
 
 def can_be_stopped(optimizer: torch.optim.Optimizer) -> bool:

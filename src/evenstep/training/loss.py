@@ -219,8 +219,8 @@ class LateLoss(LossTotal):
         return torch.where(count > 0, self._num_samples / count, 1.0)
 
     def keep(self, host: torch.Tensor) -> None:
-        """`values` are being copied there; several processes have a copy already."""
-        self._host = host if self.sent is None else None
+        """`values` are being copied there; of several processes, the sums are copied anyway."""
+        self._host = host
 
     def arrive(self) -> None:
         """The device has finished the step, and the copy may be written again."""

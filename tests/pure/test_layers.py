@@ -89,6 +89,7 @@ NAMES_A_STRATEGY = {
     "cli/evaluate.py": "examples of commands",
     "cli/verify.py": "examples of commands",
     "cli/compare.py": "examples of commands",
+    "cli/predict.py": "examples of commands",
     "adopt/hf_trainer.py": "an argument of transformers has this name too",
     "monitor/known_errors.py": "what an error of torch's DDP or fully_shard means, which other strategies do not raise",
 }

@@ -1,21 +1,53 @@
-"""`evenstep predict`: what would n devices give, and how wrong is that?"""
+"""`evenstep predict`: what would n devices give, and how sure is that?"""
 
 from __future__ import annotations
 
 import dataclasses
 import json
-from typing import TYPE_CHECKING, Annotated
+import os
+import re
+import shlex
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
 
+import typer
 from rich.console import Console
 
-from evenstep.cli.app import JsonOption, app, flag
-from evenstep.errors import BadInput
+from evenstep.cli.app import (
+    BatchOption,
+    DataOption,
+    JsonOption,
+    OutOption,
+    PrecisionOption,
+    QuietOption,
+    SeedOption,
+    ThreadsOption,
+    WorkersOption,
+    app,
+    flag,
+    progress,
+)
+from evenstep.cli.completion import complete_run
+from evenstep.errors import BadInput, EvenstepError, shorten
+from evenstep.strategy_facts import DEFAULT, STRATEGIES
 
 if TYPE_CHECKING:
+    from evenstep.predict.forecast import Forecaster, Question
     from evenstep.predict.published import CheckResult
+    from evenstep.record import Record
+    from evenstep.report.prediction import Forecast
 
+FOLDER = "prediction"
+"""Below that of the run."""
 EXAMPLES = """
 [bold]Examples[/bold]
+
+evenstep predict my_task.py --devices 2,8,64 --link 25gbit
+
+evenstep predict runs/2026-11-15-digits-compare --devices 4,16 --link 10gbit --strategies ddp,fsdp
+
+evenstep predict runs/a --devices 8,64,1024 --link nvlink --link 400gbit --per-device 64 --price 2.5
 
 evenstep predict --check
 """
@@ -23,26 +55,214 @@ evenstep predict --check
 
 @app.command(epilog=EXAMPLES)
 def predict(
+    target: Annotated[
+        str | None,
+        typer.Argument(
+            metavar="TASK|RUN",
+            help="A task, which is measured first; or a run or comparison. With --check: a comparison to check.",
+            autocompletion=complete_run,
+        ),
+    ] = None,
+    options: Annotated[
+        list[str] | None, typer.Argument(metavar="NAME=VALUE", help="Options of the task.", show_default=False)
+    ] = None,
+    devices: Annotated[str, typer.Option(help="Numbers of devices to predict.")] = "2,8,64",
+    machines: Annotated[
+        str | None,
+        typer.Option(help="Machines for each number, such as 1,1,8, or one for all; default: 8 GPUs a machine."),
+    ] = None,
+    link: Annotated[
+        list[str] | None,
+        typer.Option(help="25gbit between machines; nvlink, nvlink-h100 or pcie inside; or seconds,bytes-a-second."),
+    ] = None,
+    gpu: Annotated[
+        str | None, typer.Option(help="Another GPU than the measured one: v100, a100, h100 or h200.")
+    ] = None,
+    strategies: Annotated[
+        str | None, typer.Option(help=f"Comma-separated: {', '.join(STRATEGIES)}; default: {DEFAULT}.")
+    ] = None,
+    batch: BatchOption = None,
+    per_device: Annotated[
+        int | None, typer.Option(min=1, help="Samples for each device, instead of a global batch that they share.")
+    ] = None,
+    parameters: Annotated[
+        str | None, typer.Option(help="Number of the model's parameters, such as 25.6M, if no Record knows it.")
+    ] = None,
+    reads: Annotated[
+        float | None, typer.Option(min=0.001, help="Samples a second that a machine can read, for all its devices.")
+    ] = None,
+    price: Annotated[
+        float | None, typer.Option(min=0, help="Of a device for an hour: adds the cost of an epoch.")
+    ] = None,
+    hours_between_failures: Annotated[
+        float | None, typer.Option(min=0.001, help="Of one device: adds what restarts from the last epoch cost.")
+    ] = None,
+    precision: PrecisionOption = None,
+    workers: WorkersOption = None,
+    threads: ThreadsOption = None,
+    data: DataOption = None,
+    seed: SeedOption = None,
+    out: OutOption = None,
     check: Annotated[
         bool, flag("--check", help="Predict published scaling tables, and print the errors of that.")
     ] = False,
+    quiet: QuietOption = False,
     as_json: JsonOption = False,
 ) -> None:
-    """Print how wrong forecasts of more devices are, by published tables."""
-    if not check:
-        raise BadInput("give --check")
-    _check(as_json=as_json)
+    """Predict steps on more devices from measured ones, with an interval from past errors: a table and a page."""
+    if check:
+        _check([word for word in (target, *(options or [])) if word], as_json=as_json)
+        return
+    if target is None:
+        raise BadInput("give a task or a run: evenstep predict my_task.py --devices 2,8 --link 25gbit; or --check")
+    question = _question(
+        devices, machines, link, gpu, strategies, batch, per_device, reads, price, hours_between_failures
+    )
+    choices = {"batch": batch, "precision": precision, "workers": workers, "threads": threads, "data": data}
+    if _is_run(target):
+        records, folder = _read(target), Path(target)
+        folder = folder if folder.is_dir() else folder.parent
+    else:
+        with progress(quiet=quiet) as log:
+            records, folder = _measure(target, options, strategies, {**choices, "seed": seed, "out": out}, log)
+    _predict(records, folder, question, _number(parameters), as_json=as_json)
 
 
-def _check(*, as_json: bool) -> None:
+def _predict(records: list[Record], folder: Path, question: Question, parameters: int | None, *, as_json: bool) -> None:
+    from evenstep.predict.calibration import calibrate
+    from evenstep.predict.forecast import Forecaster
+    from evenstep.predict.shown import show_forecast
+
+    forecaster = Forecaster(calibrate(records, parameters), question, task=records[0].plan.task_name)
+    found = forecaster.forecast(shlex.join(["evenstep", *sys.argv[1:]]))
+    folder = _write(forecaster, found, folder / FOLDER)
+    page, why_not = _page(folder)
+    if as_json:
+        print(json.dumps({**dataclasses.asdict(found), "folder": str(folder), "page": page}))
+    else:
+        console = Console(highlight=False, emoji=False)
+        show_forecast(found, console)
+        console.print(f"\npage  {page or why_not}", markup=False, soft_wrap=True)
+    if not any(not row.is_measured for row in found.rows):
+        raise typer.Exit(BadInput.exit_code)
+
+
+def _write(forecaster: Forecaster, found: Forecast, folder: Path) -> Path:
+    """Beside what it was made from, never over it."""
+    try:
+        folder.mkdir(exist_ok=True)
+        forecaster.write_records(folder, found)
+        found.write(folder)
+    except OSError as error:
+        raise BadInput(f"{folder} cannot be written ({error.strerror}); copy the run to another folder") from error
+    return folder
+
+
+def _page(folder: Path) -> tuple[str | None, str]:
+    from evenstep.report.html.forecast_page import write_forecast_page
+    from evenstep.report.prediction import Forecast
+
+    try:
+        return str(write_forecast_page(Forecast.read(folder), folder)), ""
+    except EvenstepError as error:
+        return None, f"was not written: {error}; then run evenstep report {folder}"
+
+
+def _question(*given: Any) -> Question:
+    from evenstep.predict.forecast import GPUS, Question
+    from evenstep.predict.links import parse_link
+    from evenstep.schema import check_choice
+
+    devices, machines, links, gpu, strategies, *rest = given
+    counts, of_machines = _counts("--devices", devices), _counts("--machines", machines) if machines else []
+    if len(of_machines) not in (0, 1, len(counts)):
+        raise BadInput(f"--machines names {len(of_machines)} numbers and --devices {len(counts)}; give one, or as many")
+    for number, count in zip(of_machines * (len(counts) if len(of_machines) == 1 else 1), counts, strict=False):
+        if number > count:
+            raise BadInput(f"--machines {number} is more than {count} devices; give at most one machine a device")
+    names = [name.strip() for name in (strategies or DEFAULT).split(",") if name.strip()]
+    for name in names:
+        check_choice("strategy", name, STRATEGIES, BadInput)
+    if gpu is not None:
+        check_choice("GPU", gpu, GPUS, BadInput)
+    batch, per_device, reads, price, hours = rest
+    if batch is not None and per_device is not None:
+        raise BadInput("--batch is of all devices and --per-device of each; give one of them")
+    return Question(
+        devices=counts,
+        machines=of_machines,
+        strategies=names,
+        links=[parse_link(text, gpu or "a100") for text in links or []],
+        gpu=gpu,
+        batch=batch,
+        per_device=per_device,
+        reads=reads,
+        price=price,
+        hours_between_failures=hours,
+    )
+
+
+def _counts(flag_name: str, text: str) -> list[int]:
+    """Distinct numbers such as 2,8,64."""
+    parts = [part.strip() for part in text.split(",")]
+    if not all(re.fullmatch(r"[1-9]\d{0,5}", part) for part in parts):
+        raise BadInput(f"{flag_name} is {shorten(repr(text))}; write numbers from 1 to 999,999 such as 2,8,64")
+    found = [int(part) for part in parts]
+    return list(dict.fromkeys(found)) if flag_name == "--devices" else found
+
+
+def _number(text: str | None) -> int | None:
+    """A number of parameters: 25.6M, 7B, 110000000."""
+    if text is None:
+        return None
+    found = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([KMB]?)", text.strip(), re.IGNORECASE)
+    if not found or not float(found[1]):
+        raise BadInput(f"--parameters is {shorten(repr(text))}; write a number such as 25.6M or 7B")
+    return round(float(found[1]) * {"": 1, "K": 1e3, "M": 1e6, "B": 1e9}[found[2].upper()])
+
+
+def _is_run(target: str) -> bool:
+    from evenstep.record import FILE
+
+    where = Path(target)
+    if os.path.isfile(where):
+        return where.suffix == ".jsonl"
+    return os.path.isdir(where) and any(where.glob(f"{FILE}")) | any(where.glob(f"*/{FILE}"))
+
+
+def _read(target: str) -> list[Record]:
+    from evenstep.predict.calibration import read_records
+
+    return read_records(target)
+
+
+def _measure(
+    task: str, options: list[str] | None, strategies: str | None, choices: dict[str, Any], log: Any
+) -> tuple[list[Record], Path]:
+    from evenstep.compare import CompareRequest
+    from evenstep.compare.baseline import measure_baseline
+    from evenstep.task import parse_options
+
+    given = {**choices, "options": parse_options(options or [])}
+    return measure_baseline(CompareRequest(source=task, strategies=strategies, choices=given), log)
+
+
+def _check(folders: list[str], *, as_json: bool) -> None:
+    from evenstep.predict.own_records import replay_records
     from evenstep.predict.published import check_published
     from evenstep.predict.shown import show_check
 
-    result = check_published()
+    own = [row for folder in folders or _kept() for row in replay_records(folder)]
+    result = check_published(own)
     if as_json:
         print(json.dumps(_plain(result)))
         return
     show_check(result, Console(highlight=False, emoji=False))
+
+
+def _kept() -> list[str]:
+    """Comparisons in bench/results, in a copy of the repository."""
+    return sorted(str(path.parent) for path in Path("bench/results").rglob("comparison.json"))
 
 
 def _plain(result: CheckResult) -> dict[str, object]:

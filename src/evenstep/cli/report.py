@@ -48,9 +48,13 @@ def report(
 
 def _write(folders: list[Path], out: Path | None) -> Path:
     from evenstep.record import Record
-    from evenstep.report import comparison
+    from evenstep.report import comparison, prediction
+    from evenstep.report.html.forecast_page import write_forecast_page
     from evenstep.report.html.page import FILE, write_page, write_page_of_runs
 
+    predicted = [folder for folder in folders if os.path.isfile(folder / prediction.FILE)]
+    if predicted and len(folders) == 1:
+        return write_forecast_page(prediction.Forecast.read(folders[0]), folders[0], out)
     compared = [folder for folder in folders if os.path.isfile(folder / comparison.FILE)]
     if compared and len(folders) > 1:
         raise BadInput(f"{compared[0]} is a comparison, and a page holds one; give it alone")

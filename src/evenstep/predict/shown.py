@@ -4,8 +4,11 @@ from __future__ import annotations
 
 from rich.console import Console
 from rich.table import Table
+from rich.text import Text
 
 from evenstep.predict.published import CheckResult
+from evenstep.report.prediction import Forecast
+from evenstep.report.terminal import plain, without_control
 
 
 def show_check(result: CheckResult, console: Console) -> None:
@@ -43,3 +46,85 @@ def show_check(result: CheckResult, console: Console) -> None:
 def _bound(result: CheckResult) -> list[str]:
     names = dict.fromkeys(f"{row.family}: {row.name}" for row in result.rows if row.is_input_bound)
     return [f"limited by input: {name}" for name in names]
+
+
+def show_forecast(found: Forecast, console: Console) -> None:
+    """What was measured, what is predicted, where it goes; the knee, and how wrong such forecasts were."""
+    for table in (_rates(found), _step_table(found), _epochs(found)):
+        if not table.row_count:
+            continue
+        console.print(table)
+        console.print()
+    comm = (
+        "* not overlapped with backward; slowest: waiting for the slowest rank; "
+        "** beyond the model, where it was measured"
+    )
+    lines = [comm, *(knee.sentence for knee in found.knees), found.links, found.errors, *found.notes]
+    lines += [f"{name} is left out: {why}" for name, why in found.left_out.items()]
+    for line in lines:
+        console.print(without_control(line), markup=False, soft_wrap=True)
+
+
+def _rates(found: Forecast) -> Table:
+    table = _table("strategy", "machines", "samples/s", "90 % interval", "efficiency")
+    table.add_column("limit", no_wrap=True)
+    for row in found.rows:
+        rate = row.samples_per_second
+        cells = [f"{row.machines:,}", _short(rate.middle), f"{_short(rate.low)}-{_short(rate.high)}"]
+        limit = Text("measured", style="green") if row.is_measured else Text(row.limit)
+        table.add_row(plain(row.label), *cells, f"{row.efficiency:.0%}", limit)
+    return table
+
+
+SHORT = {
+    "communication": "comm.*",
+    "optimizer": "opt.",
+    "contention": "contention",
+    "stragglers": "slowest",
+    "waiting": "reading",
+    "unexplained": "unexpl.**",
+}
+
+
+def _step_table(found: Forecast) -> Table:
+    names = dict.fromkeys(name for row in found.rows for name in row.parts)
+    # Most steps have none of these.
+    rare = [
+        name for name in ("contention", "waiting", "unexplained") if not any(row.parts.get(name) for row in found.rows)
+    ]
+    shown = [name for name in names if name not in rare]
+    table = _table("ms/step", "total", *(SHORT.get(name, name) for name in shown))
+    for row in found.rows:
+        cells = [f"{row.parts.get(name, 0.0) * 1000:.2f}" for name in shown]
+        table.add_row(plain(row.label), f"{row.step_seconds.middle * 1000:.2f}", *cells)
+    return table
+
+
+def _epochs(found: Forecast) -> Table:
+    has_cost = any(row.cost is not None for row in found.rows)
+    table = _table("epoch", "takes", "device hours", *["cost"] * has_cost)
+    for row in found.rows:
+        if row.device_hours is not None:
+            cost = [f"{row.cost:.3g}" if row.cost is not None else ""] * has_cost
+            table.add_row(plain(row.label), _time(row.epoch_seconds), f"{row.device_hours:.3g}", *cost)
+    return table
+
+
+def _table(first: str, *more: str) -> Table:
+    table = Table(box=None, pad_edge=False, header_style="bold")
+    table.add_column(first, no_wrap=True)
+    for name in more:
+        table.add_column(name, justify="right", no_wrap=True)
+    return table
+
+
+def _time(seconds: float | None) -> str:
+    if seconds is None:
+        return ""
+    if seconds >= 3600:
+        return f"{seconds / 3600:.2f} h"
+    return f"{seconds / 60:.1f} min" if seconds >= 60 else f"{seconds:.3g} s"
+
+
+def _short(rate: float) -> str:
+    return f"{rate / 1e6:,.2f}M" if rate >= 1e6 else f"{rate:,.0f}" if rate >= 100 else f"{rate:.3g}"

@@ -28,7 +28,7 @@ MOST_JITTER = 0.3
 MOST_UNITS = 48
 BACKWARD = 2 / 3
 """Of forward and backward, where it was not measured."""
-LIMITS = ("compute", "communication", "stragglers", "input")
+LIMITS = ("compute", "communication", "stragglers", "input", "unexplained")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,6 +56,8 @@ class Workload:
     cores: int | None = None
     """Of a machine whose devices are CPU processes, which share them."""
     threads: int = 1
+    shares_memory: bool = False
+    """Whether ranks of one machine average gradients in shared memory, after backward."""
 
     def compute_seconds(self, samples: float) -> float:
         """Of forward and backward on one device."""
@@ -76,6 +78,8 @@ class StepParts:
     optimizer: float
     waiting: float
     """For what a machine cannot read any faster."""
+    unexplained: float = 0.0
+    """What a measured step on fewer devices took beyond the model."""
     hidden: float = 0.0
     """Communication behind backward; not a part of the sum."""
     buckets: tuple[tuple[float, float], ...] = field(default=(), repr=False)
@@ -83,8 +87,8 @@ class StepParts:
 
     @property
     def seconds(self) -> float:
-        computing = self.input + self.forward + self.backward + self.optimizer
-        return computing + self.communication + self.contention + self.stragglers + self.waiting
+        waits = self.communication + self.contention + self.stragglers + self.waiting + self.unexplained
+        return computing_of(self) + waits
 
 
 @cache
@@ -134,7 +138,7 @@ def timeline(ready: Sequence[float], costs: Sequence[float]) -> list[tuple[float
 def step_parts(work: Workload, strategy: StrategyFacts, cluster: Cluster, devices: int, samples: float) -> StepParts:
     """A step of `samples` in all, over `devices`."""
     share = samples / devices
-    sharing = _sharing(work, cluster.in_a_machine(devices))
+    sharing = cores_shared(work, cluster.in_a_machine(devices))
     computing = work.compute_seconds(share) * sharing
     optimizer = work.optimizer_seconds * sharing / (devices if strategy.shards else 1)
     backward = computing * work.backward
@@ -166,7 +170,7 @@ def _with_ceiling(parts: StepParts, work: Workload, samples_of_machine: float) -
     return StepParts(**{**vars(parts), "waiting": waiting})
 
 
-def _sharing(work: Workload, in_a_machine: int) -> float:
+def cores_shared(work: Workload, in_a_machine: int) -> float:
     """How much slower CPU processes are that have fewer cores than threads."""
     return max(1.0, in_a_machine * work.threads / work.cores) if work.cores else 1.0
 
@@ -184,6 +188,9 @@ def _communication(
         return _sharded(work, cluster, devices, (forward, backward))
     if not strategy.processes_per_device:
         return _driven(work, cluster, devices, sum(passes))
+    if work.shares_memory and cluster.machines(devices) == 1:
+        cost = cluster.inside.ring(devices, work.gradient_bytes)
+        return [(sum(passes), sum(passes) + cost)], cost
     sizes = buckets_of(work.gradient_bytes)
     ready = [before + forward + backward * part for part in _arrivals(work, sizes)]
     spans = timeline(ready, [cluster.all_reduce(devices, size) for size in sizes])
@@ -238,16 +245,18 @@ def _driven(work: Workload, cluster: Cluster, devices: int, computed: float) -> 
     return [(computed, computed + cost)], cost
 
 
-def limit_of(parts: StepParts, one: StepParts, devices: int) -> str:
-    """Which of LIMITS costs most, against n devices that are n times as fast."""
+def computing_of(parts: StepParts) -> float:
+    """What one device would do, too."""
+    return parts.input + parts.forward + parts.backward + parts.optimizer
+
+
+def limit_of(parts: StepParts, ideal: float) -> str:
+    """Which of LIMITS costs most, against a step of `ideal` seconds that n devices take if they are n times as fast."""
     lost = {
-        "compute": parts.forward
-        + parts.backward
-        + parts.optimizer
-        + parts.input
-        - (one.forward + one.backward + one.optimizer + one.input) / devices,
+        "compute": computing_of(parts) - ideal,
         "communication": parts.communication + parts.contention,
         "stragglers": parts.stragglers,
         "input": parts.waiting,
+        "unexplained": parts.unexplained,
     }
     return max(lost, key=lost.__getitem__)

@@ -418,7 +418,7 @@ MOST_LANES = 48
 MOST_DOTS = 160
 
 
-def _rows_figure(
+def rows_figure(
     names: Sequence[str], row_height: int, most: float, tips: Sequence[tuple[str, str]], x: str = "ms"
 ) -> figure:
     """A figure with a row for each name, the first at the top, and an axis from zero to a little above `most`."""
@@ -434,7 +434,7 @@ def parts_chart(comparison: Comparison) -> Chart:
     rows = comparison.rows
     names = labels([row.label for row in rows])
     tips = [("", "@row: @part"), ("takes", "@ms{0.000} ms"), ("of the step", "@share{0.0 %}")]
-    plot = _rows_figure(names, 34, 1000 * max(map(_reach, rows)), tips)
+    plot = rows_figure(names, 34, 1000 * max(map(_reach, rows)), tips)
     for part in PARTS:
         source = ColumnDataSource(_part_columns(rows, names, part))
         ink = part_colour(part)
@@ -538,7 +538,7 @@ def _timeline_chart(index: int, name: str, timeline: Timeline, longest_ms: float
     tips = [("", "@lane: @part"), ("takes", "@ms{0.000} ms"), ("from", "@left{0.000} to @right{0.000} ms")]
     # Among much longer ones, nothing could be seen of a short step.
     is_short = 4000 * length(timeline) < longest_ms
-    plot = _rows_figure(lanes, 30, 1000 * length(timeline) if is_short else longest_ms, tips)
+    plot = rows_figure(lanes, 30, 1000 * length(timeline) if is_short else longest_ms, tips)
     kinds = list(dict.fromkeys(part_kind(text) for _, text, _, _ in spans))
     for kind in kinds:
         _spans(plot, kind, [span for span in spans if part_kind(span[1]) == kind])
@@ -585,7 +585,7 @@ def memory_chart(rows: Mapping[str, Mapping[str, int]], indices: Sequence[int]) 
         "colour": [colour(index) for index, *_ in bars],
     }
     most = max(num_bytes for *_, num_bytes in bars) / 2**20
-    plot = _rows_figure(names, 24, most, [("", "@row"), ("peak", "@mib{0,0} MiB")], x="MiB")
+    plot = rows_figure(names, 24, most, [("", "@row"), ("peak", "@mib{0,0} MiB")], x="MiB")
     plot.x_range.name = "reach"
     source = ColumnDataSource(columns, name="memory")
     plot.add_glyph(source, HBar(y="row", left=0, right="mib", height=0.7, fill_color="colour", line_color=None))
@@ -604,7 +604,7 @@ def times_chart(rows: Mapping[str, Sampled], indices: Sequence[int]) -> Chart | 
         return None
     names = labels([name for _, name, _, _ in boxes])
     tips = [("", "@row"), ("median", "@middle{0.000} ms"), ("middle 50 %", "@p25{0.000} to @p75{0.000} ms")]
-    plot = _rows_figure(names, 40, 1000 * max(cuts.p95 for *_, cuts in boxes), tips)
+    plot = rows_figure(names, 40, 1000 * max(cuts.p95 for *_, cuts in boxes), tips)
     plot.x_range.name = "reach"
     inks = [colour(index) for index, *_ in boxes]
     _dots(plot, names, inks, [seconds for _, _, seconds, _ in boxes])

@@ -151,16 +151,16 @@ FILE = "page.html"
 def write_page(comparison: Comparison, folder: Path, path: Path | None = None) -> Path:
     """Write the page of a comparison whose runs lie in `folder`, there or at `path`; returns where."""
     target = path or folder / FILE
-    _write(target, page_of_comparison(comparison, folder))
+    write_text(target, page_of_comparison(comparison, folder))
     return target
 
 
 def write_page_of_runs(records: Sequence[Record], path: Path) -> Path:
-    _write(path, page_of_runs(records))
+    write_text(path, page_of_runs(records))
     return path
 
 
-def _write(path: Path, text: str) -> None:
+def write_text(path: Path, text: str) -> None:
     try:
         # surrogatepass would not survive a browser: a name that is no Unicode is shown with question marks.
         path.write_bytes(text.encode("utf-8", errors="replace"))

@@ -1,0 +1,292 @@
+"""From Records to what the model needs: compute by batch, bytes, arrival of gradients, links, jitter."""
+
+from __future__ import annotations
+
+import json
+import math
+import struct
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from statistics import fmean, median, quantiles
+from typing import TypedDict
+
+from evenstep.errors import BadInput, shorten
+from evenstep.predict.links import Link
+from evenstep.predict.step_model import BACKWARD, JITTER, Workload, buckets_of
+from evenstep.record import FILE, Lane, Measurement, Record, Timeline
+from evenstep.strategy_facts import STRATEGIES, UNKNOWN, StrategyFacts
+
+WARM_UP = 3
+"""First steps of a training that are not counted."""
+NORMAL_QUARTILES = 1.349
+"""Between the quartiles of a normal distribution, in standard deviations."""
+LEAST_JITTER = 0.002
+WEIGHTS = Path("checkpoints", "latest", "weights.safetensors")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Observation:
+    """A usual step of one Record."""
+
+    strategy: StrategyFacts
+    devices: int
+    kind: str
+    samples: float
+    """Of all devices."""
+    seconds: float
+    compute: float
+    """Forward and backward."""
+    backward: float
+    """Its part of them."""
+    optimizer: float
+    input: float
+    communication: float
+    sent_bytes: int
+    spread: float
+    """Standard deviation of its steps."""
+    threads: int
+    is_timed: bool
+    """Whether its parts were measured."""
+    record: Record = field(repr=False)
+
+    @property
+    def share(self) -> float:
+        return self.samples / self.devices
+
+    @property
+    def rate(self) -> float:
+        return self.samples / self.seconds
+
+
+@dataclass(frozen=True, kw_only=True)
+class Calibration:
+    """A task as the model takes it, and where each number is from."""
+
+    work: Workload
+    observed: list[Observation]
+    link: Link | None
+    """Inside this machine, as measured."""
+    notes: list[str]
+
+    @property
+    def kind(self) -> str:
+        return self.observed[0].kind
+
+    @property
+    def largest(self) -> Observation:
+        """The Record with the largest batch on the fewest devices."""
+        return max(self.observed, key=lambda one: (one.samples, -one.devices))
+
+
+def read_records(folder: str | Path) -> list[Record]:
+    """The Records of a run, or of all blocks of a comparison."""
+    where = Path(folder)
+    if (where / FILE).is_file() or not where.is_dir():
+        return [Record.read(where)]
+    found = [Record.read(path.parent) for path in sorted(where.glob(f"*/{FILE}"))]
+    if not found:
+        raise BadInput(f"{shorten(str(folder))} holds no Record; give the folder of a run or of a comparison")
+    return found
+
+
+def observe(record: Record) -> Observation:
+    """The usual step of a Record."""
+    if record.measurement is not None:
+        return _measured(record, record.measurement)
+    steps = list(record.steps)[WARM_UP:] or list(record.steps)
+    if not steps:
+        raise BadInput(f"{shorten(str(record.path))} has no steps; train for 10 or more first")
+    seconds, reading = median(step.seconds for step in steps), median(step.input_seconds for step in steps)
+    return Observation(
+        **_facts(record),
+        samples=max(step.samples for step in steps),
+        seconds=seconds,
+        compute=max(seconds - reading, 0.0),
+        backward=BACKWARD,
+        optimizer=0.0,
+        input=reading,
+        communication=0.0,
+        sent_bytes=0,
+        spread=_spread([step.seconds for step in steps]),
+        is_timed=False,
+    )
+
+
+def _measured(record: Record, measured: Measurement) -> Observation:
+    parts = measured.parts
+    compute = parts["forward"] + parts["backward"]
+    seconds = median(measured.step_seconds) if _kind(record) == "cpu" else fmean(measured.step_seconds)
+    # The parts are timed in other steps than those that count, and with a clock that costs something.
+    scale = seconds / (measured.timed_seconds or seconds)
+    return Observation(
+        **_facts(record),
+        # A usual step is one of a whole batch.
+        samples=record.plan.batch,
+        seconds=seconds,
+        compute=compute * scale,
+        backward=parts["backward"] / compute if compute else BACKWARD,
+        optimizer=parts["optimizer"] * scale,
+        input=parts["input"] * scale,
+        communication=parts["communication"] * scale,
+        sent_bytes=measured.sent_bytes,
+        spread=_spread(measured.step_seconds),
+        is_timed=True,
+    )
+
+
+class _Facts(TypedDict):
+    strategy: StrategyFacts
+    devices: int
+    kind: str
+    threads: int
+    record: Record
+
+
+def _facts(record: Record) -> _Facts:
+    return {
+        "strategy": STRATEGIES.get(record.plan.strategy, UNKNOWN),
+        "devices": len(record.plan.devices),
+        "kind": _kind(record),
+        "threads": int(record.machine.get("threads") or 1),
+        "record": record,
+    }
+
+
+def _kind(record: Record) -> str:
+    return record.plan.devices[0].partition(":")[0]
+
+
+def _spread(seconds: Sequence[float]) -> float:
+    """A standard deviation that one long step does not change."""
+    if len(seconds) < 4:
+        return 0.0
+    low, _, high = quantiles(seconds, n=4)
+    return (high - low) / NORMAL_QUARTILES
+
+
+def calibrate(records: Sequence[Record], parameters: int | None = None) -> Calibration:
+    """What the Records of one task say about it."""
+    observed = [observe(record) for record in records]
+    if len({one.kind for one in observed}) > 1:
+        raise BadInput("these Records are of CPUs and of GPUs; give those of one kind of device")
+    notes: list[str] = []
+    chosen = _comparable(observed)
+    fixed, slope = _line(chosen, notes)
+    gradient_bytes = 4 * parameters if parameters else _gradient_bytes(observed)
+    if not gradient_bytes:
+        notes.append("the size of the gradients is not known: communication is left out; give --parameters 25.6M")
+    first = min(chosen, key=lambda one: one.devices)
+    work = Workload(
+        fixed_seconds=fixed,
+        sample_seconds=slope,
+        optimizer_seconds=median(one.optimizer for one in chosen),
+        backward=median(one.backward for one in chosen),
+        input_seconds=median(one.input / one.share for one in chosen),
+        gradient_bytes=float(gradient_bytes),
+        arrivals=_arrivals(observed, gradient_bytes),
+        accumulate=first.record.plan.accumulate,
+        jitter=_jitter(first, notes),
+        cores=int(first.record.machine.get("cores") or 1) if first.kind == "cpu" else None,
+        threads=first.threads,
+        shares_memory=first.kind == "cpu",
+    )
+    return Calibration(work=work, observed=observed, link=_link(observed), notes=notes)
+
+
+def _comparable(observed: Sequence[Observation]) -> list[Observation]:
+    """Those with the same threads, of the most batch sizes: a process with two threads is another device."""
+    groups: dict[int, list[Observation]] = {}
+    for one in observed:
+        groups.setdefault(one.threads if one.kind == "cpu" else 0, []).append(one)
+
+    def worth(group: list[Observation]) -> tuple[int, int]:
+        return len({one.share for one in group}), max(one.devices for one in group)
+
+    return max(groups.values(), key=worth)
+
+
+def _line(chosen: Sequence[Observation], notes: list[str]) -> tuple[float, float]:
+    """The fixed part of forward and backward, and the part for each sample: a line through all batch sizes."""
+    by_share: dict[float, list[float]] = {}
+    for one in chosen:
+        by_share.setdefault(one.share, []).append(one.compute)
+    points = [(share, median(seconds)) for share, seconds in by_share.items()]
+    if len(points) == 1:
+        share, seconds = points[0]
+        notes.append(f"measured with {share:g} samples a device alone: the part that does not shrink is not known")
+        return 0.0, seconds / share
+    middle_x, middle_y = fmean(x for x, _ in points), fmean(y for _, y in points)
+    slope = sum((x - middle_x) * (y - middle_y) for x, y in points) / sum((x - middle_x) ** 2 for x, _ in points)
+    fixed = middle_y - slope * middle_x
+    if slope <= 0:
+        return middle_y, 0.0
+    return (fixed, slope) if fixed >= 0 else (0.0, middle_y / middle_x)
+
+
+def _jitter(one: Observation, notes: list[str]) -> float:
+    """Of a rank's steps, over the root of their length."""
+    if one.kind != "cpu" or not one.spread:
+        notes.append("stragglers are those of published tables: a host runs ahead of its GPU, so its steps say little")
+        return JITTER
+    return max(LEAST_JITTER, one.spread / math.sqrt(one.seconds))
+
+
+def _gradient_bytes(observed: Sequence[Observation]) -> int:
+    """What a rank sends in a step, or the size of the weights in a checkpoint."""
+    sent = [one.sent_bytes for one in observed if one.strategy.processes_per_device and not one.strategy.shards]
+    if any(sent):
+        return max(sent)
+    sizes = [_weights_bytes(one.record) for one in observed]
+    return max(sizes, default=0)
+
+
+def _weights_bytes(record: Record) -> int:
+    """From the header of the latest checkpoint, if there is one."""
+    path = record.path.parent / WEIGHTS if record.path is not None else None
+    if path is None or not path.is_file():
+        return 0
+    try:
+        with path.open("rb") as file:
+            (length,) = struct.unpack("<Q", file.read(8))
+            header = json.loads(file.read(min(length, 2**27)))
+        return max((one["data_offsets"][1] for name, one in header.items() if name != "__metadata__"), default=0)
+    except (OSError, ValueError, KeyError, TypeError, IndexError, struct.error):
+        return 0
+
+
+def _lanes(timeline: Timeline, name: str) -> list[Lane]:
+    return [lane for lane in timeline.lanes if lane.name == name]
+
+
+def _arrivals(observed: Sequence[Observation], gradient_bytes: int) -> tuple[float, ...]:
+    """When each bucket began to be sent, as a part of backward; only where there are as many as we count."""
+    expected = len(buckets_of(gradient_bytes))
+    found: list[list[float]] = []
+    for timeline in (one for seen in observed for one in seen.record.timelines):
+        for network in _lanes(timeline, "network"):
+            host = next((lane for lane in _lanes(timeline, "host") if lane.rank == network.rank), None)
+            backward = next((span for span in host.spans if span[0] == "backward"), None) if host else None
+            if backward and len(network.spans) == expected and network.spans[0][0].startswith("bucket"):
+                length = (backward[2] - backward[1]) or 1.0
+                found.append([min(1.0, max(0.0, (begin - backward[1]) / length)) for _, begin, _ in network.spans])
+    return tuple(median(column) for column in zip(*found, strict=True)) if found else ()
+
+
+def _link(observed: Sequence[Observation]) -> Link | None:
+    """Inside this machine: the bytes of a ring, over the seconds that sending them took."""
+    found = []
+    for one in observed:
+        if one.devices < 2 or not one.sent_bytes or one.strategy.shards or not one.strategy.processes_per_device:
+            continue
+        seconds = _sending_seconds(one)
+        if seconds > 0:
+            found.append(2 * (one.devices - 1) / one.devices * one.sent_bytes / seconds)
+    return Link(latency=0.0, bandwidth=max(found), name="measured here") if found else None
+
+
+def _sending_seconds(one: Observation) -> float:
+    """The shortest time on the network of a step; else what was not hidden."""
+    lanes = [lane for timeline in one.record.timelines for lane in _lanes(timeline, "network") if lane.spans]
+    times = [sum(end - begin for _, begin, end in lane.spans) for lane in lanes]
+    return min(times, default=one.communication)

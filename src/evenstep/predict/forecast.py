@@ -1,0 +1,437 @@
+"""Predictions for n devices from a calibrated task, each with an interval and its limit; and the knee."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, replace
+from functools import cached_property
+from pathlib import Path
+from statistics import fmean, median
+
+from evenstep.errors import BadInput
+from evenstep.plan import Plan
+from evenstep.predict.calibration import Calibration, Observation
+from evenstep.predict.links import NVLINK, Cluster, Link, nvlink
+from evenstep.predict.published import interval_of
+from evenstep.predict.step_model import StepParts, computing_of, cores_shared, limit_of, step_parts
+from evenstep.record import Lane, Measurement, RecordWriter, Timeline
+from evenstep.report.comparison import Range
+from evenstep.report.prediction import Forecast, Knee, Prediction
+from evenstep.strategy_facts import DEFAULT, REFERENCE, STRATEGIES, StrategyFacts
+
+KNEE = 0.75
+FARTHEST = 2**16
+GPUS_OF_A_MACHINE = 8
+SHARED_MEMORY = Link(latency=2e-5, bandwidth=5e9, name="shared memory, assumed")
+ERRORS = (
+    "Such forecasts of published tables were wrong by 3.7 % in the median, 12 % in 1 of 10 and 44 % at worst "
+    "(n times as fast: 8.1 %); see evenstep predict --check."
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Speeds:
+    """Of a GPU's data sheet."""
+
+    half_tflops: float
+    full_tflops: float
+    gigabytes_a_second: float
+
+
+GPUS = {
+    "v100": Speeds(half_tflops=125, full_tflops=15.7, gigabytes_a_second=900),
+    "a100": Speeds(half_tflops=312, full_tflops=19.5, gigabytes_a_second=2039),
+    "h100": Speeds(half_tflops=989, full_tflops=67, gigabytes_a_second=3350),
+    "h200": Speeds(half_tflops=989, full_tflops=67, gigabytes_a_second=4800),
+}
+"""torch/_inductor/analysis/device_info.py (a100, h100), stas00/ml-engineering (h200), RajBhope's gpu_catalog (v100)."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Question:
+    """What is to be predicted."""
+
+    devices: Sequence[int]
+    machines: Sequence[int] = ()
+    """For each number of devices, or one for all; by default as many as there have to be."""
+    strategies: Sequence[str] = ()
+    links: Sequence[Link] = ()
+    gpu: str | None = None
+    batch: int | None = None
+    per_device: int | None = None
+    """Samples of each device, instead of a batch that they share."""
+    reads: float | None = None
+    """Samples a second that a machine can read."""
+    price: float | None = None
+    hours_between_failures: float | None = None
+    """Of one device."""
+
+
+@dataclass
+class Forecaster:
+    """The model with one task's numbers in it."""
+
+    calibration: Calibration
+    question: Question
+    task: str = ""
+
+    def __post_init__(self) -> None:
+        self.work = replace(self.calibration.work, samples_a_second=self.question.reads)
+        self.width = 0.0
+        """Added to the interval: half of what two ways of scaling to another GPU differ by."""
+        if self.question.gpu:
+            self._change_gpu(self.question.gpu)
+
+    def forecast(self, command: str = "") -> Forecast:
+        left_out: dict[str, str] = {}
+        rows = self._measured()
+        for strategy in self._strategies():
+            for at, devices in enumerate(self.question.devices):
+                why = self._refusal(strategy, devices)
+                if why:
+                    left_out[f"{strategy.name} x {devices}"] = why
+                else:
+                    rows.append(self.predict(strategy, devices, self._cluster(devices, at)))
+        return Forecast(
+            task=self.task,
+            rows=rows,
+            curves={one.name: self._curve(one) for one in self._strategies()},
+            knees=[self._knee(one) for one in self._strategies()],
+            links=f"{self._batch_in_words()}; {self._links()}",
+            errors=ERRORS,
+            notes=[note for note in self.calibration.notes if note],
+            left_out=left_out,
+            command=command,
+        )
+
+    def predict(self, strategy: StrategyFacts, devices: int, cluster: Cluster) -> Prediction:
+        """One row; what a measured step on fewer devices took beyond the model is part of it."""
+        parts = self._parts(strategy, devices, cluster)
+        batch = self._batch(devices)
+        rate = batch / parts.seconds
+        low, high = interval_of(rate, self._lost(strategy, devices, parts) + self.width)
+        low, high = min(low, rate * (1 - self._noise)), max(high, rate * (1 + self._noise))
+        ideal = computing_of(self._single) * batch / devices / self._batch(1)
+        return self._with_job(
+            Prediction(
+                strategy=strategy.name,
+                devices=devices,
+                machines=cluster.machines(devices),
+                batch=batch,
+                samples_per_second=Range(middle=rate, low=low, high=high),
+                step_seconds=Range(middle=batch / rate, low=batch / high, high=batch / low),
+                efficiency=rate / devices / self._rate_of_one,
+                parts=_named(parts),
+                limit=limit_of(parts, ideal) if devices > 1 else "",
+            )
+        )
+
+    def forecast_one(self, strategy: StrategyFacts, devices: int) -> Prediction:
+        """The row of one strategy on one of the question's numbers of devices."""
+        return self.predict(strategy, devices, self._cluster(devices, list(self.question.devices).index(devices)))
+
+    def timeline_of(self, strategy: StrategyFacts, devices: int, at: int) -> Timeline:
+        """The predicted step of rank 0, as a measured one is drawn."""
+        parts = self._parts(strategy, devices, self._cluster(devices, at))
+        moments, spans = 0.0, []
+        for name, seconds in (
+            ("input", parts.input + parts.waiting),
+            ("forward", parts.forward),
+            ("backward", parts.backward + parts.contention),
+            ("communication", parts.communication + parts.stragglers + max(0.0, parts.unexplained)),
+            ("optimizer", parts.optimizer),
+        ):
+            spans.append((name, moments, moments + seconds))
+            moments += seconds
+        sent = [(f"bucket {number}", begin, end) for number, (begin, end) in enumerate(parts.buckets)]
+        return Timeline(
+            step=0, lanes=[Lane(rank=0, name="host", spans=spans), Lane(rank=0, name="network", spans=sent)]
+        )
+
+    def _parts(self, strategy: StrategyFacts, devices: int, cluster: Cluster) -> StepParts:
+        parts = step_parts(self.work, strategy, cluster, devices, self._batch(devices))
+        here = cluster.in_a_machine(devices)
+        found = [self._beyond(one, parts, here) for one in self._nearest(strategy, devices)]
+        return replace(parts, unexplained=fmean(found) if found else 0.0)
+
+    def _beyond(self, one: Observation, parts: StepParts, in_a_machine: int) -> float:
+        """Seconds of a measured step that the model does not have: they stay; seconds too many shrink with the step."""
+        modelled = self._modelled(one)
+        beyond = one.seconds - modelled.seconds
+        if beyond < 0:
+            return beyond * computing_of(parts) / computing_of(modelled)
+        return beyond * cores_shared(self.work, in_a_machine) / cores_shared(self.work, one.devices)
+
+    def _batch(self, devices: int) -> float:
+        if self.question.per_device:
+            return self.question.per_device * devices
+        return self.question.batch or round(self.calibration.largest.samples)
+
+    @cached_property
+    def _single(self) -> StepParts:
+        return self._parts(STRATEGIES[REFERENCE], 1, self._cluster(1, 0))
+
+    @cached_property
+    def _rate_of_one(self) -> float:
+        return self._batch(1) / self._single.seconds
+
+    @cached_property
+    def _noise(self) -> float:
+        """Of what was measured: half of the range of equal Records."""
+        groups: dict[tuple[str, int, float], list[float]] = {}
+        for one in self.calibration.observed:
+            groups.setdefault((one.strategy.name, one.devices, one.samples), []).append(one.rate)
+        return max((max(rates) / min(rates) - 1) / 2 for rates in groups.values())
+
+    def _lost(self, strategy: StrategyFacts, devices: int, parts: StepParts) -> float:
+        """By more than computing, since the most devices that were measured: what an error can be made about."""
+        known = self._known(strategy, devices)
+        before = max((_overhead(self._modelled(one)) for one in known), default=0.0)
+        beyond = abs(math.log(parts.seconds / (parts.seconds - parts.unexplained)))
+        is_measured = any(one.devices == devices for one in known)
+        return max(0.0, _overhead(parts) - before) + (0.0 if is_measured else beyond)
+
+    def _known(self, strategy: StrategyFacts, devices: int) -> list[Observation]:
+        """The Records of this strategy with the most devices, up to these."""
+        if self.question.gpu:
+            return []
+        # On one device, every strategy is what the reference is.
+        wanted = STRATEGIES[REFERENCE] if devices == 1 else strategy
+        own = [
+            one
+            for one in self.calibration.observed
+            if one.strategy == wanted and one.devices <= devices and one.threads == self.work.threads
+        ]
+        most = max((one.devices for one in own), default=0)
+        return [one for one in own if one.devices == most]
+
+    def _nearest(self, strategy: StrategyFacts, devices: int) -> list[Observation]:
+        """Of these Records, those with the nearest number of samples a device."""
+        known, share = self._known(strategy, devices), self._batch(devices) / devices
+        nearest = min((abs(math.log(one.share / share)) for one in known), default=0.0)
+        return [one for one in known if abs(math.log(one.share / share)) <= nearest + 1e-9]
+
+    def _modelled(self, one: Observation) -> StepParts:
+        cluster = Cluster(per_machine=one.devices, inside=self._inside, between=self._inside)
+        return step_parts(self.work, one.strategy, cluster, one.devices, one.samples)
+
+    @cached_property
+    def _inside(self) -> Link:
+        given = [link for link in self.question.links if link.name.startswith(("nvlink", "pcie"))]
+        measured = self.calibration.link
+        if given:
+            return given[-1]
+        if self.calibration.kind == "cuda" and (self.question.gpu or measured is None):
+            return nvlink(self.question.gpu or self._own_gpu or "a100")
+        return measured or SHARED_MEMORY
+
+    @cached_property
+    def _between(self) -> Link | None:
+        given = [link for link in self.question.links if not link.name.startswith(("nvlink", "pcie"))]
+        return given[-1] if given else None
+
+    def _per_machine(self) -> int:
+        if self.calibration.kind == "cuda":
+            return GPUS_OF_A_MACHINE
+        return max(1, (self.work.cores or 1) // self.work.threads)
+
+    def _cluster(self, devices: int, at: int | None = None) -> Cluster:
+        machines = self.question.machines
+        if machines and at is not None:
+            per_machine = -(-devices // machines[at if len(machines) > 1 else 0])
+        else:
+            per_machine = self._per_machine()
+        return Cluster(per_machine=per_machine, inside=self._inside, between=self._between or self._inside)
+
+    def _links(self) -> str:
+        between = self._between.name if self._between else "none given"
+        return f"inside a machine: {self._inside.name}; between machines: {between}"
+
+    def _batch_in_words(self) -> str:
+        if self.question.per_device:
+            return f"{self.question.per_device:,} samples a device"
+        return f"batch {self._batch(1):,.0f}, over all devices"
+
+    def _strategies(self) -> list[StrategyFacts]:
+        names = self.question.strategies or [DEFAULT]
+        return [STRATEGIES[name] for name in names]
+
+    def _refusal(self, strategy: StrategyFacts, devices: int) -> str:
+        cluster = self._cluster(devices, list(self.question.devices).index(devices))
+        machines = cluster.machines(devices)
+        if strategy.is_reference and devices > 1:
+            return "it runs on one device"
+        if machines > 1 and not strategy.several_machines:
+            return f"it runs on one machine, and these are {machines}"
+        if machines > 1 and self._between is None:
+            return f"these are {machines:,} machines; say what connects them: --link 25gbit"
+        if self._batch(devices) < devices:
+            return f"a batch of {self._batch(devices):,.0f} does not go over {devices:,} devices; give --per-device"
+        return ""
+
+    def _measured(self) -> list[Prediction]:
+        """Each configuration that was measured, once."""
+        groups: dict[tuple[str, int, float], list[Observation]] = {}
+        for one in self.calibration.observed:
+            groups.setdefault((one.strategy.name, one.devices, one.samples), []).append(one)
+        order = sorted(groups.values(), key=lambda seen: (seen[0].devices, seen[0].strategy.name, seen[0].samples))
+        return [_row(seen, self._single_rate(seen[0].samples)) for seen in order]
+
+    def _single_rate(self, samples: float) -> float:
+        """Of one device, with this batch if that was measured."""
+        single = [one for one in self.calibration.observed if one.devices == 1]
+        same = [one.rate for one in single if one.samples == samples]
+        return median(same or [one.rate for one in single] or [self._rate_of_one])
+
+    def _curve(self, strategy: StrategyFacts) -> list[Prediction]:
+        most = max(self.question.devices)
+        counts = sorted({*self.question.devices, *(2**power for power in range(most.bit_length()) if 2**power <= most)})
+        return [
+            self.predict(strategy, devices, self._cluster(devices, None))
+            for devices in counts
+            if self._batch(devices) >= devices
+            and (strategy.several_machines or self._cluster(devices).machines(devices) == 1)
+        ]
+
+    def _knee(self, strategy: StrategyFacts) -> Knee:
+        """The first number of devices whose efficiency is below KNEE, up to where a batch can be cut."""
+        most = min(FARTHEST, max(self.question.devices) if self.question.per_device else int(self._batch(1)))
+        if not strategy.several_machines:
+            most = min(most, self._per_machine())
+        low, high = 1, most
+        if self._efficiency(strategy, most) >= KNEE:
+            return Knee(strategy=strategy.name, devices=None, looked_at=most)
+        while high - low > 1:
+            middle = (low + high) // 2
+            low, high = (middle, high) if self._efficiency(strategy, middle) >= KNEE else (low, middle)
+        parts = self._parts(strategy, high, self._cluster(high))
+        limit = limit_of(parts, computing_of(self._single) * self._batch(high) / high / self._batch(1))
+        return Knee(strategy=strategy.name, devices=high, looked_at=most, limit=limit, efficiency=KNEE)
+
+    def _efficiency(self, strategy: StrategyFacts, devices: int) -> float:
+        return self.predict(strategy, devices, self._cluster(devices)).efficiency
+
+    def _with_job(self, row: Prediction) -> Prediction:
+        """An epoch: its steps, its evaluation, and the steps that failures of devices cost."""
+        record = self.calibration.largest.record
+        samples = record.data.get("rest")
+        if not samples:
+            return row
+        seconds = samples / row.samples_per_second.middle
+        if record.evaluations:
+            seconds += record.evaluations[-1].seconds * len(record.plan.devices) / row.devices
+        hours = self.question.hours_between_failures
+        if hours:
+            # Half of an epoch, at whose end a checkpoint is, is lost with each failure.
+            seconds /= max(0.05, 1 - row.devices / hours / 3600 * seconds / 2)
+        device_hours = seconds * row.devices / 3600
+        cost = device_hours * self.question.price if self.question.price is not None else None
+        return replace(row, epoch_seconds=seconds, device_hours=device_hours, cost=cost)
+
+    @cached_property
+    def _own_gpu(self) -> str | None:
+        cards = self.calibration.observed[0].record.machine.get("cards") or [""]
+        return next((name for name in NVLINK if name in str(cards[0]).lower()), None)
+
+    def _change_gpu(self, gpu: str) -> None:
+        """Between what arithmetic and what memory would give: nobody measured which of them limits this task."""
+        if self.calibration.kind != "cuda":
+            raise BadInput("--gpu needs Records of a GPU: a step on the CPU says nothing about one")
+        own = self._own_gpu
+        if own == gpu:
+            return
+        if own not in GPUS or gpu not in GPUS:
+            raise BadInput(f"--gpu {gpu}: from {own or 'this GPU'} to it is not known; there are {', '.join(GPUS)}")
+        here, there = GPUS[own], GPUS[gpu]
+        half = self.calibration.observed[0].record.plan.precision in ("bf16", "fp16")
+        arithmetic = (here.half_tflops / there.half_tflops) if half else (here.full_tflops / there.full_tflops)
+        memory = here.gigabytes_a_second / there.gigabytes_a_second
+        self.width = abs(math.log(arithmetic / memory)) / 2
+        scale = math.sqrt(arithmetic * memory)
+        self.work = replace(
+            self.work,
+            fixed_seconds=self.work.fixed_seconds * scale,
+            sample_seconds=self.work.sample_seconds * scale,
+            optimizer_seconds=self.work.optimizer_seconds * memory,
+        )
+        self.calibration.notes.append(
+            f"{own} to {gpu}: by data sheets, {scale:.2f} x the seconds; expect 10 to 30 % error"
+        )
+
+    def write_records(self, folder: Path, forecast: Forecast) -> list[Path]:
+        """A Record for each predicted row, as a measured one has it: its parts and its timeline."""
+        found = []
+        for row in forecast.rows:
+            if row.is_measured:
+                continue
+            name = f"{row.strategy}-{row.devices}-predicted"
+            (folder / name).mkdir(parents=True, exist_ok=True)
+            self._write_record(folder / name, row)
+            found.append(folder / name)
+        return found
+
+    def _write_record(self, folder: Path, row: Prediction) -> None:
+        measured = self.calibration.largest.record
+        device = self.calibration.kind if self.calibration.kind == "cpu" else "cuda:0"
+        plan: Plan = replace(
+            measured.plan,
+            strategy=row.strategy,
+            devices=(device,) * row.devices,
+            batch=round(row.batch),
+            name=folder.name,
+        )
+        (folder / "record.jsonl").unlink(missing_ok=True)
+        writer = RecordWriter(folder, plan, {**measured.machine, "predicted": True})
+        at = list(self.question.devices).index(row.devices)
+        writer.append(self.timeline_of(STRATEGIES[row.strategy], row.devices, at))
+        parts = row.parts
+        shown = {
+            "input": parts["input"] + parts["waiting"],
+            "forward": parts["forward"],
+            "backward": parts["backward"] + parts["contention"],
+            "communication": parts["communication"] + parts["stragglers"] + max(0.0, parts["unexplained"]),
+            "optimizer": parts["optimizer"],
+        }
+        seconds = row.step_seconds.middle
+        writer.append(
+            Measurement(
+                first_step_at=0.0,
+                samples=round(row.batch),
+                seconds=seconds,
+                step_seconds=[seconds],
+                timed_seconds=sum(shown.values()),
+                parts=shown,
+                without_input_seconds=seconds - shown["input"],
+                without_communication_seconds=seconds - shown["communication"],
+                sent_bytes=round(self.work.gradient_bytes),
+                peak_bytes={},
+            )
+        )
+        writer.close()
+
+
+def _overhead(parts: StepParts) -> float:
+    """The logarithm of a step over its computing."""
+    return math.log(max(1.0, (parts.seconds - parts.unexplained) / computing_of(parts)))
+
+
+def _named(parts: StepParts) -> dict[str, float]:
+    return {name: value for name, value in asdict(parts).items() if name not in ("hidden", "buckets")}
+
+
+def _row(seen: Sequence[Observation], single_rate: float) -> Prediction:
+    """What was measured, as a row beside the predicted ones."""
+    one, rates = seen[0], [each.rate for each in seen]
+    parts = {"input": one.input, "forward": one.compute * (1 - one.backward), "backward": one.compute * one.backward}
+    return Prediction(
+        strategy=one.strategy.name,
+        devices=one.devices,
+        machines=1,
+        batch=one.samples,
+        samples_per_second=Range.of(rates),
+        step_seconds=Range.of([each.seconds for each in seen]),
+        efficiency=median(rates) / one.devices / single_rate,
+        parts={**parts, "communication": one.communication, "optimizer": one.optimizer},
+        is_measured=True,
+    )

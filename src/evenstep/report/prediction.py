@@ -1,0 +1,92 @@
+"""The result of `predict` as a value: measured and predicted rows, from which tables and a page are made."""
+
+from __future__ import annotations
+
+import json
+import os
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+
+from evenstep.report.comparison import Range
+from evenstep.schema import Positive, Schema
+
+FILE = "prediction.json"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Prediction:
+    """One strategy on n devices; a measured one has the range of what was measured."""
+
+    strategy: str
+    devices: Positive
+    machines: Positive
+    batch: float
+    """Of all devices."""
+    samples_per_second: Range
+    """Predicted: the middle, and the edges of a 90 % interval that comes from past errors."""
+    step_seconds: Range
+    efficiency: float
+    """Samples a second for each device, over those of one device."""
+    parts: dict[str, float]
+    """Seconds of a step; they add up to it."""
+    limit: str = ""
+    """What costs most against n devices that are n times as fast."""
+    is_measured: bool = False
+    epoch_seconds: float | None = None
+    """With evaluation and what failures cost."""
+    device_hours: float | None = None
+    """Of an epoch."""
+    cost: float | None = None
+
+    @property
+    def label(self) -> str:
+        return f"{self.strategy} x {self.devices}" if self.devices > 1 else self.strategy
+
+
+@dataclass(frozen=True, kw_only=True)
+class Knee:
+    """From how many devices on a strategy is below KNEE of what they could do, and what makes it so."""
+
+    strategy: str
+    devices: int | None
+    """None: not up to the most that was looked at."""
+    looked_at: int
+    limit: str = ""
+    efficiency: float = 0.0
+
+    @property
+    def sentence(self) -> str:
+        if self.devices is None:
+            return f"{self.strategy}: no knee up to {self.looked_at:,} devices"
+        return (
+            f"{self.strategy}: below {self.efficiency:.0%} from {self.devices:,} devices on; the limit is {self.limit}"
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Forecast:
+    """All of it."""
+
+    task: str
+    rows: list[Prediction]
+    curves: dict[str, list[Prediction]]
+    """Of each strategy, at powers of two: for the chart."""
+    knees: list[Knee]
+    links: str
+    errors: str
+    """How wrong such forecasts were, in one sentence."""
+    notes: list[str] = field(default_factory=list)
+    left_out: dict[str, str] = field(default_factory=dict)
+    command: str = ""
+
+    def write(self, folder: Path) -> Path:
+        path = folder / FILE
+        path.write_text(json.dumps(asdict(self), indent=1) + "\n")
+        return path
+
+    @classmethod
+    def read(cls, folder: str | Path) -> Forecast:
+        return _SCHEMA.read(Path(folder) / FILE if os.path.isdir(folder) else Path(folder))
+
+
+_SCHEMA: Schema[Forecast] = Schema(Forecast, "prediction", advice="give the folder of one")

@@ -1,0 +1,156 @@
+"""`evenstep predict`, by its command: a task is measured, more devices are predicted, and Records say what was said."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from evenstep.record import PARTS, Record
+from evenstep.report.prediction import Forecast
+
+TASK = """
+import torch
+from torch import nn
+from torch.nn import functional as F
+from evenstep import Task
+
+x = torch.randn(512, 32)
+y = (x[:, :3].sum(1) > 0).long()
+
+
+def task() -> Task:
+    return Task(
+        model=lambda: nn.Sequential(nn.Linear(32, 256), nn.ReLU(), nn.Linear(256, 2)),
+        train=(x, y),
+        loss=lambda model, batch: F.cross_entropy(model(batch[0]), batch[1]),
+        optimizer=lambda parameters: torch.optim.SGD(parameters, lr=0.1),
+        batch=64,
+    )
+"""
+PARAMETERS = 32 * 256 + 256 + 256 * 2 + 2
+WITHOUT_TORCH = (
+    "import sys; sys.argv = ['evenstep', *sys.argv[1:]]\n"
+    "from evenstep.cli import main\n"
+    "try:\n    main()\nfinally:\n    assert 'torch' not in sys.modules"
+)
+
+
+def run(*words: str, cwd: Path, code: int = 0) -> subprocess.CompletedProcess[str]:
+    done = subprocess.run([sys.executable, "-m", "evenstep", *words], cwd=cwd, capture_output=True, text=True)
+    assert done.returncode == code, done.stderr
+    return done
+
+
+def predicted(*words: str, cwd: Path) -> dict[str, Any]:
+    done = subprocess.run(
+        [sys.executable, "-c", WITHOUT_TORCH, "predict", *words, "--json"], cwd=cwd, capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr
+    return dict(json.loads(done.stdout))
+
+
+@pytest.fixture(scope="module")
+def measured(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Any]]:
+    """A task that was measured and predicted, and what was printed."""
+    folder = tmp_path_factory.mktemp("predict")
+    (folder / "my_task.py").write_text(TASK)
+    done = run("predict", "my_task.py", "--devices", "2,4,16", "--link", "10gbit", "--json", cwd=folder)
+    return folder, dict(json.loads(done.stdout))
+
+
+def test_a_task_is_measured_on_one_and_two_devices_and_predicted_on_more(measured: tuple[Path, dict[str, Any]]) -> None:
+    _, found = measured
+    seen = [(row["strategy"], row["devices"], row["batch"]) for row in found["rows"] if row["is_measured"]]
+    assert seen == [("single", 1, 16), ("single", 1, 64), ("ddp", 2, 64)]
+    more = [row for row in found["rows"] if not row["is_measured"]]
+    assert [row["devices"] for row in more] == [2, 4, 16]
+    for row in more:
+        rate = row["samples_per_second"]
+        assert rate["low"] < rate["middle"] < rate["high"]
+        assert sum(row["parts"].values()) == pytest.approx(row["step_seconds"]["middle"])
+
+
+def test_where_it_was_measured_the_prediction_is_the_measurement(measured: tuple[Path, dict[str, Any]]) -> None:
+    _, found = measured
+    both = [
+        row["samples_per_second"]["middle"] for row in found["rows"] if (row["strategy"], row["devices"]) == ("ddp", 2)
+    ]
+    assert len(both) == 2
+    assert both[0] == pytest.approx(both[1])
+
+
+def test_predicted_records_are_read_like_measured_ones(measured: tuple[Path, dict[str, Any]]) -> None:
+    folder, found = measured
+    record = Record.read(folder / found["folder"] / "ddp-16-predicted")
+    assert record.measurement is not None
+    assert record.machine["predicted"]
+    assert len(record.plan.devices) == 16
+    assert set(record.measurement.parts) == set(PARTS)
+    assert record.timelines[0].lanes[1].spans
+
+
+def test_a_page_shows_both_and_report_writes_it_again(measured: tuple[Path, dict[str, Any]]) -> None:
+    folder, found = measured
+    text = (folder / found["page"]).read_text()
+    assert "predicted" in text
+    assert "measured" in text
+    assert run("report", found["folder"], "--out", "again.html", cwd=folder).stdout.strip() == "again.html"
+    assert Forecast.read(folder / found["folder"]).rows
+
+
+def test_a_comparison_or_its_records_are_enough_without_torch(measured: tuple[Path, dict[str, Any]]) -> None:
+    folder, found = measured
+    run_folder = str(Path(found["folder"]).parent)
+    again = predicted(run_folder, "--devices", "8,1024", "--link", "25gbit", "--per-device", "64", cwd=folder)
+    more = [row for row in again["rows"] if not row["is_measured"]]
+    assert [(row["devices"], row["batch"]) for row in more] == [(8, 512), (1024, 65536)]
+    assert again["knees"][0]["strategy"] == "ddp"
+
+
+def test_a_trained_run_knows_its_gradients_by_its_checkpoint(tmp_path: Path) -> None:
+    (tmp_path / "my_task.py").write_text(TASK)
+    run("train", "my_task.py", "--strategy", "single", "--epochs", "2", "--name", "mine", "-q", cwd=tmp_path)
+    found = predicted(
+        "runs/mine", "--devices", "4", "--machines", "4", "--link", "1e-3,1e6", "--price", "2", cwd=tmp_path
+    )
+    row = found["rows"][-1]
+    # Four machines in a ring over a slow link: the bytes of the gradients can be seen in it.
+    assert row["parts"]["communication"] == pytest.approx(2 * 3 * (1e-3 + 4 * PARAMETERS / 4 / 1e6), rel=0.5)
+    assert row["limit"] == "communication"
+    assert row["cost"] == pytest.approx(2 * row["device_hours"])
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        ((), "give a task or a run"),
+        (("runs/none",), "runs/none"),
+        (("my_task.py", "--devices", "two"), "--devices is 'two'"),
+        (("my_task.py", "--devices", "0"), "--devices is '0'"),
+        (("my_task.py", "--link", "fast"), "write 25gbit, nvlink"),
+        (("my_task.py", "--gpu", "z9"), "unknown GPU 'z9'"),
+        (("my_task.py", "--strategies", "dpp"), "unknown strategy 'dpp'"),
+        (("my_task.py", "--machines", "1,2"), "--machines names 2 numbers"),
+        (("my_task.py", "--devices", "2", "--machines", "4"), "more than 2 devices"),
+        (("my_task.py", "--batch", "8", "--per-device", "8"), "give one of them"),
+    ],
+)
+def test_bad_input_is_refused_in_one_line(tmp_path: Path, words: tuple[str, ...], said: str) -> None:
+    (tmp_path / "my_task.py").write_text(TASK)
+    done = run("predict", *words, cwd=tmp_path, code=2)
+    assert said in done.stderr
+    assert done.stderr.count("\n") == 1
+
+
+def test_what_cannot_be_predicted_is_left_out_with_its_reason(measured: tuple[Path, dict[str, Any]]) -> None:
+    folder, found = measured
+    run_folder = str(Path(found["folder"]).parent)
+    done = run("predict", run_folder, "--devices", "128", "--link", "10gbit", cwd=folder, code=2)
+    assert "a batch of 64 does not go over 128 devices; give --per-device" in done.stdout
+    done = run("predict", run_folder, "--devices", "16", "--machines", "8", cwd=folder, code=2)
+    assert "say what connects them: --link 25gbit" in done.stdout

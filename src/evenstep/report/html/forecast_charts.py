@@ -52,7 +52,7 @@ def _curves(found: Forecast, what: str) -> figure:
     plot = blank(height=320, x="devices", y=what, tips=tips, x_range=(0.9, most * 1.12), **axes)
     highest = max(_value(row, what, row.samples_per_second.high) for row in every)
     lowest = min(row.samples_per_second.low for row in every)
-    plot.y_range = from_zero(highest) if is_share else Range1d(lowest / 1.5, highest * 1.5)
+    plot.y_range = from_zero(highest) if is_share else Range1d(start=lowest / 1.5, end=highest * 1.5)
     plot.xaxis.ticker = FixedTicker(ticks=_ticks(most))
     plot.yaxis.formatter = NumeralTickFormatter(format="0 %" if what == "efficiency" else "0,0")
     one = next((row for curve in found.curves.values() for row in curve if row.devices == 1), None)

@@ -43,7 +43,7 @@ class Observation:
     input: float
     communication: float
     sent_bytes: int
-    spread: float
+    deviation: float
     """Standard deviation of its steps."""
     threads: int
     is_timed: bool
@@ -108,7 +108,7 @@ def observe(record: Record) -> Observation:
         input=reading,
         communication=0.0,
         sent_bytes=0,
-        spread=_spread([step.seconds for step in steps]),
+        deviation=_deviation([step.seconds for step in steps]),
         is_timed=False,
     )
 
@@ -130,7 +130,7 @@ def _measured(record: Record, measured: Measurement) -> Observation:
         input=parts["input"] * scale,
         communication=parts["communication"] * scale,
         sent_bytes=measured.sent_bytes,
-        spread=_spread(measured.step_seconds),
+        deviation=_deviation(measured.step_seconds),
         is_timed=True,
     )
 
@@ -157,7 +157,7 @@ def _kind(record: Record) -> str:
     return record.plan.devices[0].partition(":")[0]
 
 
-def _spread(seconds: Sequence[float]) -> float:
+def _deviation(seconds: Sequence[float]) -> float:
     """A standard deviation that one long step does not change."""
     if len(seconds) < 4:
         return 0.0
@@ -226,10 +226,10 @@ def _line(chosen: Sequence[Observation], notes: list[str]) -> tuple[float, float
 
 def _jitter(one: Observation, notes: list[str]) -> float:
     """Of a rank's steps, over the root of their length."""
-    if one.kind != "cpu" or not one.spread:
+    if one.kind != "cpu" or not one.deviation:
         notes.append("stragglers are those of published tables: a host runs ahead of its GPU, so its steps say little")
         return JITTER
-    return max(LEAST_JITTER, one.spread / math.sqrt(one.seconds))
+    return max(LEAST_JITTER, one.deviation / math.sqrt(one.seconds))
 
 
 def _gradient_bytes(observed: Sequence[Observation]) -> int:

@@ -113,6 +113,8 @@ def test_a_task_that_a_file_names_outside_the_working_folder_is_not_imported() -
     done = evenstep_("train", "--config", "run.toml", cwd="here")
     assert done.returncode == 2
     assert f"evenstep train {Path('my_task.py').resolve()} --config run.toml" in done.stderr
+    verified = evenstep_("verify", "--config", "run.toml", cwd="here")
+    assert f"evenstep verify {Path('my_task.py').resolve()} --config run.toml" in verified.stderr
 
 
 def test_runs_go_where_out_says_and_a_resume_works_from_another_folder() -> None:

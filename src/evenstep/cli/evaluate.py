@@ -66,7 +66,7 @@ def evaluate(
     as_json: JsonOption = False,
 ) -> None:
     """Evaluate a checkpoint: the loss, metrics and scores of all validation data, the same on any number of devices."""
-    task, given = choose_task(task, options, settings)
+    task, given = choose_task(task, options, settings, f"evaluate {checkpoint}")
     from evenstep.launcher.evaluating import evaluate as evaluated
     from evenstep.report.terminal import number, plain
 

@@ -114,15 +114,18 @@ SettingsOption = Annotated[
 
 
 def choose_task(
-    task: str | None, words: Sequence[str] | None, settings: Settings | None
+    task: str | None, words: Sequence[str] | None, settings: Settings | None, verb: str = "train"
 ) -> tuple[str | None, dict[str, Any] | None]:
-    """The task and its options, from the command line and the file; a resumed run may leave the task out."""
+    """The task and its options, from the command line and the file; a resumed run may leave the task out.
+
+    `verb` is what comes before the task in a command that names it.
+    """
     words = words or ()
     if task is not None and "=" in task and not os.path.exists(task):
         words, task = (task, *words), None
     given: dict[str, Any] = {**(settings.options if settings else {}), **parse_options(words)}
     if task is None and settings is not None and settings.task is not None:
-        instead = f"name it yourself: evenstep train {settings.task} --config {settings.path}"
+        instead = f"name it yourself: evenstep {verb} {settings.task} --config {settings.path}"
         refuse_untrusted(settings.task, settings.path, instead)
         task = settings.task
     return task, given or None
@@ -132,7 +135,7 @@ def need_task(
     task: str | None, words: Sequence[str] | None, settings: Settings | None, verb: str
 ) -> tuple[str, dict[str, Any]]:
     """The same, for a command that cannot do without a task."""
-    chosen, options = choose_task(task, words, settings)
+    chosen, options = choose_task(task, words, settings, verb)
     if chosen is None:
         raise PlanError(f"no task given; try: evenstep {verb} digits")
     return chosen, options or {}

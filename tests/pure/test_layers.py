@@ -54,7 +54,7 @@ MAY_IMPORT = {
     "worker": {*ENGINE, "training"},
     "launcher": {*ENGINE, "report", "training", "worker"},
     "verify": {*ENGINE, "report", "training", "worker", "launcher"},
-    "compare": {*ENGINE, "report", "training", "worker", "launcher", "verify"},
+    "compare": {*ENGINE, "report", "training", "worker", "launcher", "verify", "predict"},
     "adopt": {*ENGINE, "training", "launcher"},
     "predict": {*VALUES, "report"},
     "doctor": {*VALUES, "internals", "distributed", "monitor", "report", "worker", "launcher"},

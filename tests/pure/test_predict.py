@@ -6,13 +6,19 @@ import json
 import subprocess
 import sys
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
 from evenstep.errors import BadInput
+from evenstep.plan import Plan
+from evenstep.predict.calibration import calibrate
+from evenstep.predict.forecast import Forecaster, Question, expectation
 from evenstep.predict.links import Cluster, Link, parse_link
+from evenstep.predict.own_records import replay_records
 from evenstep.predict.published import INTERVAL, CheckResult, Constants, check_published, published_tables
 from evenstep.predict.step_model import BUCKET, Workload, limit_of, step_parts
+from evenstep.record import Measurement, Record, RecordWriter
 from evenstep.strategy_facts import REFERENCE, STRATEGIES
 
 SLOW = Cluster(
@@ -116,3 +122,76 @@ def test_check_prints_json_without_torch() -> None:
     )
     done = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True)
     assert json.loads(done.stdout)["total"]["points"] > 250
+
+
+def measured_record(strategy: str, devices: int, seconds: float, kind: str = "cuda") -> Record:
+    """A Record of a comparison whose ranks compute for 10 ms for each 64 samples and send 4 MB."""
+    names = tuple(f"{kind}:{index}" if kind == "cuda" else kind for index in range(devices))
+    plan = Plan(task="t", batch=64, strategy=strategy, devices=names, steps=10)
+    parts = {"input": 0.0, "forward": 0.004, "backward": 0.006, "communication": seconds - 0.01, "optimizer": 0.0}
+    return Record(
+        plan,
+        machine={"cores": 2, "threads": 1, "cards": ["NVIDIA H100 80GB HBM3"]},
+        measurement=Measurement(
+            first_step_at=0.0,
+            samples=640,
+            seconds=10 * seconds,
+            step_seconds=[seconds] * 10,
+            timed_seconds=seconds,
+            parts=parts,
+            without_input_seconds=seconds,
+            without_communication_seconds=None,
+            sent_bytes=4_000_000 if devices > 1 else 0,
+            peak_bytes={},
+        ),
+    )
+
+
+def test_a_comparison_says_what_twice_as_many_devices_would_give() -> None:
+    records = [measured_record("single", 1, 0.010), measured_record("ddp", 2, 0.006)]
+    (sentence,) = expectation(records)
+    assert sentence.startswith("With 4 of these devices, expect ")
+    # A CPU with two cores has no room for four processes.
+    assert expectation([measured_record("single", 1, 0.010, "cpu"), measured_record("ddp", 2, 0.006, "cpu")]) == []
+
+
+def test_another_gpu_lies_between_what_arithmetic_and_what_memory_would_give() -> None:
+    calibration = calibrate([measured_record("single", 1, 0.010)], parameters=1_000_000)
+    rates = {}
+    for gpu in ("h100", "h200", "v100"):
+        row = Forecaster(calibration, Question(devices=[1], gpu=gpu)).forecast_one(STRATEGIES[REFERENCE], 1)
+        rates[gpu] = row.samples_per_second
+    assert rates["v100"].middle < rates["h100"].middle < rates["h200"].middle
+    assert rates["h200"].middle / rates["h100"].middle == pytest.approx((4800 / 3350) ** 0.5)
+    assert rates["v100"].high / rates["v100"].low > rates["h100"].high / rates["h100"].low
+    with pytest.raises(BadInput, match="needs Records of a GPU"):
+        Forecaster(calibrate([measured_record("single", 1, 0.01, "cpu")]), Question(devices=[1], gpu="h100"))
+
+
+def test_failures_and_a_price_make_an_epoch_longer_and_dearer() -> None:
+    record = measured_record("single", 1, 0.010)
+    record.data["rest"] = 64_000_000
+    calibration = calibrate([record], parameters=1_000_000)
+    rows = [
+        Forecaster(calibration, Question(devices=[8], price=2.0, hours_between_failures=hours)).forecast_one(
+            STRATEGIES["ddp"], 8
+        )
+        for hours in (None, 100.0)
+    ]
+    assert rows[1].epoch_seconds > rows[0].epoch_seconds  # type: ignore[operator]
+    assert [row.cost for row in rows] == [2 * row.device_hours for row in rows]  # type: ignore[operator]
+
+
+def test_own_records_on_more_devices_are_held_out(tmp_path: Path) -> None:
+    for strategy, devices, seconds in (("single", 1, 0.010), ("ddp", 2, 0.006), ("ddp", 4, 0.004)):
+        record = measured_record(strategy, devices, seconds)
+        folder = tmp_path / f"{strategy}-{devices}"
+        folder.mkdir()
+        writer = RecordWriter(folder, record.plan, record.machine)
+        assert record.measurement is not None
+        writer.append(record.measurement)
+        writer.close()
+    (row,) = replay_records(tmp_path)
+    assert (row.devices, row.measured) == (4, 64 / 0.004)
+    assert row.family == "own, cuda"
+    assert row.error < 0.5

@@ -20,6 +20,7 @@ from evenstep.errors import EvenstepError, PlanError, Preempted
 from evenstep.launcher.launch import run_in_processes, variant
 from evenstep.launcher.prepare import Prepared, free_name, label_of, load_strategies, prepare
 from evenstep.plan import RUNS
+from evenstep.predict.forecast import expectation
 from evenstep.record import PARTS, Measurement, Record
 from evenstep.report.comparison import Comparison, LargerBatch, Parity, Range, Row
 from evenstep.report.recommend import advise, best
@@ -97,7 +98,8 @@ def compare(request: CompareRequest, log: Callable[[str], None] = lambda line: N
     # Written now, so that a failure with the larger batch does not lose it.
     replace(comparison, advice=advise(comparison)).write(base.folder)
     comparison = replace(comparison, larger_batch=_larger_batch(runner, comparison, configs, block))
-    comparison = replace(comparison, advice=advise(comparison))
+    expected = expectation([taken.record for taken in runner.taken if taken.config.replicas is None])
+    comparison = replace(comparison, advice=[*advise(comparison), *expected])
     comparison.write(base.folder)
     return comparison, base.folder
 

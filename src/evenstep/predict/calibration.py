@@ -14,7 +14,7 @@ from typing import TypedDict
 from evenstep.errors import BadInput, shorten
 from evenstep.predict.links import Link
 from evenstep.predict.step_model import BACKWARD, JITTER, Workload, buckets_of
-from evenstep.record import FILE, Lane, Measurement, Record, Timeline
+from evenstep.record import FILE, PARTS, Lane, Measurement, Record, Timeline
 from evenstep.strategy_facts import STRATEGIES, UNKNOWN, StrategyFacts
 
 WARM_UP = 3
@@ -22,6 +22,8 @@ WARM_UP = 3
 NORMAL_QUARTILES = 1.349
 """Between the quartiles of a normal distribution, in standard deviations."""
 LEAST_JITTER = 0.002
+SHORTEST = 1e-7
+"""Seconds; a damaged Record may say 0."""
 WEIGHTS = Path("checkpoints", "latest", "weights.safetensors")
 
 
@@ -92,6 +94,8 @@ def read_records(folder: str | Path) -> list[Record]:
 
 def observe(record: Record) -> Observation:
     """The usual step of a Record."""
+    if record.plan.machines not in (None, "1"):
+        raise BadInput(f"{shorten(str(record.path))} is of several machines; give a Record of one machine")
     if record.measurement is not None:
         return _measured(record, record.measurement)
     steps = list(record.steps)[WARM_UP:] or list(record.steps)
@@ -100,8 +104,8 @@ def observe(record: Record) -> Observation:
     seconds, reading = median(step.seconds for step in steps), median(step.input_seconds for step in steps)
     return Observation(
         **_facts(record),
-        samples=max(step.samples for step in steps),
-        seconds=seconds,
+        samples=max(1, *(step.samples for step in steps)),
+        seconds=max(seconds, SHORTEST),
         compute=max(seconds - reading, 0.0),
         backward=BACKWARD,
         optimizer=0.0,
@@ -114,9 +118,10 @@ def observe(record: Record) -> Observation:
 
 
 def _measured(record: Record, measured: Measurement) -> Observation:
-    parts = measured.parts
+    parts = dict.fromkeys(PARTS, 0.0) | measured.parts
     compute = parts["forward"] + parts["backward"]
-    seconds = median(measured.step_seconds) if _kind(record) == "cpu" else fmean(measured.step_seconds)
+    usual = median if _kind(record) == "cpu" else fmean
+    seconds = max(SHORTEST, usual(measured.step_seconds or [measured.timed_seconds]))
     # The parts are timed in other steps than those that count, and with a clock that costs something.
     scale = seconds / (measured.timed_seconds or seconds)
     return Observation(
@@ -146,7 +151,7 @@ class _Facts(TypedDict):
 def _facts(record: Record) -> _Facts:
     return {
         "strategy": STRATEGIES.get(record.plan.strategy, UNKNOWN),
-        "devices": len(record.plan.devices),
+        "devices": max(1, len(record.plan.devices)),
         "kind": _kind(record),
         "threads": int(record.machine.get("threads") or 1),
         "record": record,
@@ -154,7 +159,7 @@ def _facts(record: Record) -> _Facts:
 
 
 def _kind(record: Record) -> str:
-    return record.plan.devices[0].partition(":")[0]
+    return next(iter(record.plan.devices), "cpu").partition(":")[0]
 
 
 def _deviation(seconds: Sequence[float]) -> float:

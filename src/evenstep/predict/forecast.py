@@ -11,16 +11,18 @@ from statistics import fmean, median
 
 from evenstep.errors import BadInput
 from evenstep.plan import Plan
-from evenstep.predict.calibration import Calibration, Observation
+from evenstep.predict.calibration import Calibration, Observation, calibrate
 from evenstep.predict.links import NVLINK, Cluster, Link, nvlink
 from evenstep.predict.published import interval_of
 from evenstep.predict.step_model import StepParts, computing_of, cores_shared, limit_of, step_parts
-from evenstep.record import Lane, Measurement, RecordWriter, Timeline
+from evenstep.record import Lane, Measurement, Record, RecordWriter, Timeline
 from evenstep.report.comparison import Range
 from evenstep.report.prediction import Forecast, Knee, Prediction
-from evenstep.strategy_facts import DEFAULT, REFERENCE, STRATEGIES, StrategyFacts
+from evenstep.strategy_facts import DEFAULT, REFERENCE, STRATEGIES, UNKNOWN, StrategyFacts
 
 KNEE = 0.75
+MOST_TOO_MANY = -0.8
+"""Of a modelled step, where a measured one was shorter."""
 FARTHEST = 2**16
 GPUS_OF_A_MACHINE = 8
 SHARED_MEMORY = Link(latency=2e-5, bandwidth=5e9, name="shared memory, assumed")
@@ -153,7 +155,7 @@ class Forecaster:
         parts = step_parts(self.work, strategy, cluster, devices, self._batch(devices))
         here = cluster.in_a_machine(devices)
         found = [self._beyond(one, parts, here) for one in self._nearest(strategy, devices)]
-        return replace(parts, unexplained=fmean(found) if found else 0.0)
+        return replace(parts, unexplained=max(fmean(found), MOST_TOO_MANY * parts.seconds) if found else 0.0)
 
     def _beyond(self, one: Observation, parts: StepParts, in_a_machine: int) -> float:
         """Seconds of a measured step that the model does not have: they stay; seconds too many shrink with the step."""
@@ -409,6 +411,31 @@ class Forecaster:
             )
         )
         writer.close()
+
+
+def expectation(records: Sequence[Record]) -> list[str]:
+    """What twice as many devices of the same machine would give, in one sentence; none where they could not run."""
+    facts = {id(record): STRATEGIES.get(record.plan.strategy, UNKNOWN) for record in records}
+    able = [one for one in records if facts[id(one)].processes_per_device and len(one.plan.devices) > 1]
+    if not able or any(one.plan.machines for one in records):
+        return []
+    most = max(able, key=lambda record: len(record.plan.devices))
+    devices, strategy = 2 * len(most.plan.devices), facts[id(most)]
+    try:
+        calibration = calibrate(records)
+    except BadInput:
+        return []
+    cores = calibration.work.cores
+    if cores is not None and devices * calibration.work.threads > cores:
+        return []
+    forecaster = Forecaster(calibration, Question(devices=[devices], machines=[1], strategies=[strategy.name]))
+    row = forecaster.forecast_one(strategy, devices)
+    single = median([one.rate for one in calibration.observed if one.devices == 1] or [row.samples_per_second.middle])
+    middle, low, high = (getattr(row.samples_per_second, edge) / single for edge in ("middle", "low", "high"))
+    return [
+        f"With {devices} of these devices, expect {middle:.1f} x of one by {strategy.name} ({low:.1f} to {high:.1f}); "
+        f"{row.limit} is then the limit. More: evenstep predict."
+    ]
 
 
 def _overhead(parts: StepParts) -> float:

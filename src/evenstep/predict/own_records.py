@@ -3,22 +3,25 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from evenstep.predict.calibration import Observation, calibrate, observe, read_records
 from evenstep.predict.forecast import Forecaster, Question
 from evenstep.predict.published import Checked
-
-KNOWN = 2
-"""Devices up to which Records are inputs."""
+from evenstep.record import Record
 
 
-def replay_records(folder: str | Path) -> Iterator[Checked]:
-    """Predict what was measured on more than two devices, from the rest; nothing, if there is no such Record."""
+def on_two_devices(record: Record) -> bool:
+    """What is an input, if nothing else is said."""
+    return len(record.plan.devices) <= 2
+
+
+def replay_records(folder: str | Path, is_input: Callable[[Record], bool] = on_two_devices) -> Iterator[Checked]:
+    """Predict what is no input from what is; nothing, if there is no such Record."""
     records = read_records(folder)
-    known = [record for record in records if len(record.plan.devices) <= KNOWN]
-    others = [observe(record) for record in records if len(record.plan.devices) > KNOWN]
+    known = [record for record in records if is_input(record)]
+    others = [observe(record) for record in records if not is_input(record)]
     if not known or not others:
         return
     calibration = calibrate(known)

@@ -200,6 +200,27 @@ def test_virtual_replicas_have_the_same_bits_on_two_machines_and_on_one_device(t
     assert many == alone
 
 
+def test_each_device_of_all_machines_has_its_share(tmp_path: Path) -> None:
+    with machines(tmp_path, 2) as (first, second):
+        first.train(first, "2", "--devices", "cpu", "--shares", "3,2,1", "--precision", "fp64")
+        second.train(first, "2", "--devices", "cpu,cpu", "--shares", "3,2,1", "--precision", "fp64")
+        assert_ends(first, 0, 100)
+        assert_ends(second, 0, 100)
+        first.evenstep("train", "my_task.py", "--devices", "cpu", "--name", "alone", "--precision", "fp64")
+        assert_ends(first, 0, 60)
+        many, alone = (Record.read(first.folder / "runs" / name).losses for name in ("many", "alone"))
+        assert many == pytest.approx(alone, rel=1e-9)
+        assert first.is_audited_clean()
+
+
+def test_shares_for_another_number_of_devices_are_refused_when_the_machines_have_met(tmp_path: Path) -> None:
+    with machines(tmp_path, 2) as (first, second):
+        for machine in (first, second):
+            machine.train(first, "2", "--devices", "cpu", "--shares", "3,2,1")
+        assert_ends(first, 2, 100, "shares are 3,2,1, and there are 2 devices; give a number for each")
+        assert second.wait(100) != 0
+
+
 def test_machines_share_no_memory(tmp_path: Path) -> None:
     """Gradients of ranks of different machines go over the network; those of one machine may be in shared memory."""
     with machines(tmp_path, 2) as (first, second):

@@ -18,7 +18,7 @@ from evenstep.predict.links import Cluster, Link, parse_link
 from evenstep.predict.own_records import replay_records
 from evenstep.predict.published import INTERVAL, CheckResult, Constants, check_published, published_tables
 from evenstep.predict.step_model import BUCKET, Workload, limit_of, step_parts
-from evenstep.record import Measurement, Record, RecordWriter
+from evenstep.record import Lane, Measurement, Record, RecordWriter, Timeline
 from evenstep.strategy_facts import REFERENCE, STRATEGIES
 
 SLOW = Cluster(
@@ -145,6 +145,19 @@ def measured_record(strategy: str, devices: int, seconds: float, kind: str = "cu
             peak_bytes={},
         ),
     )
+
+
+def test_what_hidden_communication_takes_from_computing_is_measured() -> None:
+    record = measured_record("ddp", 2, 0.012)
+    assert record.measurement is not None
+    spans = [("bucket 0", 0.006, 0.010), ("bucket 1", 0.010, 0.012)]
+    host = Lane(rank=0, name="host", spans=[("forward", 0.0, 0.004), ("backward", 0.004, 0.010)])
+    record.timelines.append(Timeline(step=1, lanes=[host, Lane(rank=0, name="network", spans=spans)]))
+    record.measurement = replace(record.measurement, without_communication_seconds=0.009)
+    work = calibrate([record]).work
+    # 6 ms on the network, 2 of them waited for; without them, a step computes for 9 ms instead of 10.
+    assert work.contention == pytest.approx(0.25)
+    assert work.arrivals == pytest.approx((1 / 3, 1.0))
 
 
 def test_a_comparison_says_what_twice_as_many_devices_would_give() -> None:

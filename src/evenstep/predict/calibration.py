@@ -192,6 +192,7 @@ def calibrate(records: Sequence[Record], parameters: int | None = None) -> Calib
         arrivals=_arrivals(observed, gradient_bytes),
         accumulate=first.record.plan.accumulate,
         jitter=_jitter(first, notes),
+        contention=_contention(observed),
         cores=int(first.record.machine.get("cores") or 1) if first.kind == "cpu" else None,
         threads=first.threads,
         shares_memory=first.kind == "cpu",
@@ -288,6 +289,17 @@ def _link(observed: Sequence[Observation]) -> Link | None:
         if seconds > 0:
             found.append(2 * (one.devices - 1) / one.devices * one.sent_bytes / seconds)
     return Link(latency=0.0, bandwidth=max(found), name="measured here") if found else None
+
+
+def _contention(observed: Sequence[Observation]) -> float:
+    """What a step without communication gains beyond what it does not wait for, over the seconds that were hidden."""
+    found = []
+    for one in observed:
+        bare = one.record.measurement.without_communication_seconds if one.record.measurement else None
+        hidden = _sending_seconds(one) - one.communication
+        if bare is not None and one.strategy.processes_per_device and hidden > 0:
+            found.append((one.seconds - one.communication - bare) / hidden)
+    return min(1.0, max(0.0, median(found))) if found else 0.0
 
 
 def _sending_seconds(one: Observation) -> float:

@@ -221,3 +221,13 @@ def test_verify_names_the_operation_that_differs(task: str, cause: str, operatio
     assert way["operation"].startswith(operation)
     if task == "ranked":
         assert "in virtual replica 2, " in way["why"]
+
+
+@pytest.mark.slow
+def test_verify_names_the_operation_of_an_evaluation() -> None:
+    """dp draws in the order of single where replicas run one after the other; its evaluation does not."""
+    code, found = verify("drawn", "--strategies", "dp", "--devices", "2", "--accumulate", "2")
+    assert code == 1
+    (way,) = found["ways"]
+    assert way["parts"]["weights"]["is_same"]
+    assert way["why"].startswith("in the evaluation, torch.randn in the loss (")

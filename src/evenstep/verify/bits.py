@@ -14,10 +14,10 @@ import traceback
 import warnings
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from difflib import SequenceMatcher
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import nn
@@ -29,11 +29,12 @@ from evenstep.data.nested import leaves
 from evenstep.distributed.process import read_rank
 from evenstep.plan import Plan
 from evenstep.record import Step
-from evenstep.task import Amount, Task
+from evenstep.task import Task
 from evenstep.training.in_loss import computes_samples
 from evenstep.training.trainer import Event, perform
-from evenstep.verify.recorder import FOLDER, Watch, as_real, innermost
+from evenstep.verify.recorder import FOLDER, Norms, Watch, as_real, innermost
 
+T = TypeVar("T")
 TRACES = "traces"
 WARNED = "does not have a deterministic implementation"
 """Part of torch's warning about a kernel whose result may differ from call to call."""
@@ -48,7 +49,14 @@ def digest(tensor: torch.Tensor) -> bytes:
     return hashlib.sha256(flat.view(torch.uint8).numpy().data).digest()
 
 
-def perform_bits(plan: Plan, task: Task, run_folder: Path, *, traced: int | None = None) -> Iterator[Event]:
+class Traced(NamedTuple):
+    """A step of which every operation is listed, or the evaluation after it."""
+
+    step: int
+    is_evaluation: bool = False
+
+
+def perform_bits(plan: Plan, task: Task, run_folder: Path, *, traced: Traced | None = None) -> Iterator[Event]:
     """`perform`, with a file of digests for each step; and a list of all operations of one step."""
     watch = BitWatch(plan, run_folder / FOLDER, traced)
     with warnings.catch_warnings(record=True) as caught:
@@ -64,7 +72,7 @@ def perform_bits(plan: Plan, task: Task, run_folder: Path, *, traced: int | None
 class BitWatch(Watch):
     """Records digests in place of numbers."""
 
-    def __init__(self, plan: Plan, folder: Path, traced: int | None) -> None:
+    def __init__(self, plan: Plan, folder: Path, traced: Traced | None) -> None:
         super().__init__(plan, folder)
         self._traced = traced
         self._calls: list[Call] = []
@@ -81,17 +89,27 @@ class BitWatch(Watch):
         super().write(step)
         self._step = step + 1
 
-    def _checked(self, loss: Callable[..., Amount]) -> Callable[..., Amount]:
-        """The same loss, traced in one step."""
+    def over(self, task: Task, norms: Norms = "own") -> Task:
+        recorded = super().over(task, norms)
+        return replace(recorded, metrics=self._checked(task.metrics)) if task.metrics is not None else recorded
 
-        def traced(model: Any, batch: Any) -> Amount:
-            if self._step != self._traced or not torch.is_grad_enabled() or not computes_samples():
+    def _checked(self, loss: Callable[..., T]) -> Callable[..., T]:
+        """The same function of a model and a batch, traced in one step or evaluation."""
+
+        def traced(model: Any, batch: Any) -> T:
+            if not self._is_traced():
                 return loss(model, batch)
             call = Call(_data_key(batch))
             self._calls.append(call)
             return call.trace(loss, model, batch)
 
         return traced
+
+    def _is_traced(self) -> bool:
+        if self._traced is None or not computes_samples():
+            return False
+        step, is_evaluation = self._traced
+        return self._step == step + is_evaluation and torch.is_grad_enabled() != is_evaluation
 
     def finish_trace(self, warned: Sequence[str]) -> None:
         """Write what this rank traced, and which kernels torch warned of."""
@@ -156,7 +174,7 @@ class Call:
         self._thread = threading.get_ident()
         self._origins: dict[Any, Origin] = {}
 
-    def trace(self, loss: Callable[..., Amount], model: Any, batch: Any) -> Amount:
+    def trace(self, loss: Callable[..., T], model: Any, batch: Any) -> T:
         """Compute the loss; what its backward does is listed when it runs."""
         bare = model if isinstance(model, nn.Module) else nn.ModuleList(model)
         self._modules = {id(module): name for name, module in bare.named_modules()}

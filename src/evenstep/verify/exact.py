@@ -16,7 +16,7 @@ from evenstep.checkpoint.state import Tensors
 from evenstep.errors import TrainingError
 from evenstep.launcher.prepare import Prepared
 from evenstep.strategy_facts import REFERENCE
-from evenstep.verify.bits import FirstOperation, Traces, first_other, read_traces
+from evenstep.verify.bits import FirstOperation, Traced, Traces, first_other, read_traces
 from evenstep.verify.differences import THINGS, Difference, fails, parts_of
 from evenstep.verify.recorder import Evidence, Failure
 from evenstep.verify.runs import Log, Runs
@@ -126,12 +126,13 @@ class ExactCheck:
         threads = [read_traces(one.folder).threads for one in (reference, run)]
         if len({*threads[0], *threads[1]}) > 1:
             return _threads(threads), None
-        if first.part in ("samples", "evaluation", "checkpoint") or not first.step:
+        is_evaluation = first.part == "evaluation"
+        if first.part in ("samples", "checkpoint") or not (first.step or is_evaluation):
             return DifferenceCause(
                 name="not-found", sentence=f"no operation of a step: {first.part} alone differs"
             ), None
         traced = [
-            self._runs.bits(config, self._replicas, traced=first.step, again=again)
+            self._runs.bits(config, self._replicas, traced=Traced(first.step, is_evaluation), again=again)
             for config, again in ((self._single, ""), (self._single, "again"), (self._config, ""))
         ]
         failed = [one.first_lines for one in traced if isinstance(one, Failure)]
@@ -141,13 +142,15 @@ class ExactCheck:
         once, again, here = (read_traces(one.folder) for one in traced)
         repeated = first_other(once, again)
         if repeated is not None:
-            return _not_repeatable(repeated, once, self._where(repeated)), _named(repeated)
+            return _not_repeatable(repeated, once, self._where(repeated, is_evaluation)), _named(repeated)
         found = first_other(once, here)
         if found is not None:
-            return _operation(found, self._where(found)), _named(found)
+            return _operation(found, self._where(found, is_evaluation)), _named(found)
         return self._outside(_tensor_of(first, self._found)), None
 
-    def _where(self, found: FirstOperation) -> str:
+    def _where(self, found: FirstOperation, is_evaluation: bool) -> str:
+        if is_evaluation:
+            return "the evaluation"
         virtual, micro = divmod(found.number, self._config.accumulate)
         return f"virtual replica {virtual}" + (f" (micro-batch {micro})" if self._config.accumulate > 1 else "")
 
@@ -156,6 +159,7 @@ class ExactCheck:
         reasons = {
             "gradients": "the sum over virtual replicas",
             "optimizer": "the optimizer step",
+            "evaluation": "the sum of the evaluation",
             "weights": "the optimizer step, or what combines the buffers of virtual replicas",
         }
         sentence = (

@@ -17,7 +17,7 @@ from evenstep.errors import EvenstepError, Preempted
 from evenstep.launcher.launch import run_in_processes, variant
 from evenstep.launcher.prepare import Prepared
 from evenstep.strategy_facts import REFERENCE, STRATEGIES
-from evenstep.verify.bits import perform_bits
+from evenstep.verify.bits import Traced, perform_bits
 from evenstep.verify.examination import BY_RANK, TESTS, perform_examination
 from evenstep.verify.examination import FOLDER as EXAMINED
 from evenstep.verify.recorder import Evidence, Failure, Norms, perform_watched
@@ -108,7 +108,7 @@ class Runs:
         return self._made[key]
 
     def bits(
-        self, config: Configuration, replicas: int, *, again: str = "", traced: int | None = None, **changes: Any
+        self, config: Configuration, replicas: int, *, again: str = "", traced: Traced | None = None, **changes: Any
     ) -> Any:
         """Train with virtual replicas, recorded bit for bit: Evidence, or the Failure that it ended with.
 
@@ -118,7 +118,7 @@ class Runs:
         if key not in self._made:
             words = [
                 again,
-                f"step {traced} traced" if traced else "",
+                f"step {traced.step} traced" if traced else "",
                 *("resumed" for name in changes if name == "resume"),
             ]
             folder = self._folder(config, "bits", *filter(None, words))

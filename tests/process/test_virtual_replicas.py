@@ -237,6 +237,19 @@ def test_a_run_that_is_killed_and_resumed_on_other_devices_is_the_same_run() -> 
     assert "the bits may differ from those of the run before: threads per process 1 before, 2 now" in again.stderr
 
 
+@pytest.mark.slow
+def test_a_run_that_is_restarted_after_a_crash_is_the_same_run() -> None:
+    dies_once = "not os.path.exists('died') and not open('died', 'w').close() and os.kill(os.getpid(), signal.SIGKILL)"
+    Path("my_task.py").write_text(TASK.replace("os.kill(os.getpid(), signal.SIGKILL)", dies_once))
+    words = ("train", "my_task.py", "--batch", "17", "--replicas", "4", "--steps", "30", "--checkpoint-every", "10")
+    done = evenstep_(*words, "--name", "whole")
+    assert done.returncode == 0, done.stderr
+    crashed = evenstep_(*words, "--name", "crashed", "--devices", "cpu,cpu,cpu", "--restarts", "1", DIES_AT="25")
+    assert crashed.returncode == 0, crashed.stderr
+    assert Path("died").exists()
+    assert digest(Path("runs/crashed")) == digest(Path("runs/whole"))
+
+
 GATHERS = TASK.replace("logits = model(batch[0])", "logits = evenstep.gather(model(batch[0]))")
 
 

@@ -181,6 +181,18 @@ def test_another_gpu_lies_between_what_arithmetic_and_what_memory_would_give() -
         Forecaster(calibrate([measured_record("single", 1, 0.01, "cpu")]), Question(devices=[1], gpu="h100"))
 
 
+def test_two_replicas_on_one_gpu_say_nothing_about_its_computing() -> None:
+    crowded = measured_record("ddp", 2, 0.030)
+    crowded.plan = replace(crowded.plan, devices=("cuda:0", "cuda:0"))
+    assert calibrate([measured_record("single", 1, 0.010), crowded]).work.sample_seconds == pytest.approx(0.01 / 64)
+
+
+def test_nvlink_is_that_of_the_gpu() -> None:
+    calibration = calibrate([measured_record("single", 1, 0.010)], parameters=1_000_000)
+    found = Forecaster(calibration, Question(devices=[2], links=[parse_link("nvlink")])).forecast()
+    assert "nvlink-h100" in found.links
+
+
 def test_failures_and_a_price_make_an_epoch_longer_and_dearer() -> None:
     record = measured_record("single", 1, 0.010)
     record.data["rest"] = 64_000_000

@@ -192,7 +192,7 @@ def _question(*given: Any) -> Question:
         devices=counts,
         machines=of_machines,
         strategies=names,
-        links=[parse_link(text, gpu or "a100") for text in links or []],
+        links=[parse_link(text) for text in links or []],
         gpu=gpu,
         batch=batch,
         per_device=per_device,

@@ -22,6 +22,8 @@ WARM_UP = 3
 NORMAL_QUARTILES = 1.349
 """Between the quartiles of a normal distribution, in standard deviations."""
 LEAST_JITTER = 0.002
+IN_TABLES = 0.03
+"""Seconds: about the shortest steps of published tables."""
 SHORTEST = 1e-7
 """Seconds; a damaged Record may say 0."""
 WEIGHTS = Path("checkpoints", "latest", "weights.safetensors")
@@ -55,6 +57,11 @@ class Observation:
     @property
     def share(self) -> float:
         return self.samples / self.devices
+
+    @property
+    def shares_a_gpu(self) -> bool:
+        """Whether a GPU was given twice: what was measured then says nothing about two of them."""
+        return self.kind != "cpu" and len(set(self.record.plan.devices)) < self.devices
 
     @property
     def rate(self) -> float:
@@ -176,7 +183,7 @@ def calibrate(records: Sequence[Record], parameters: int | None = None) -> Calib
     if len({one.kind for one in observed}) > 1:
         raise BadInput("these Records are of CPUs and of GPUs; give those of one kind of device")
     notes: list[str] = []
-    chosen = _comparable(observed)
+    chosen = _computing(_comparable(observed))
     fixed, slope = _line(chosen, notes)
     gradient_bytes = 4 * parameters if parameters else _gradient_bytes(observed)
     if not gradient_bytes:
@@ -212,6 +219,15 @@ def _comparable(observed: Sequence[Observation]) -> list[Observation]:
     return max(groups.values(), key=worth)
 
 
+def _computing(chosen: list[Observation]) -> list[Observation]:
+    """Those whose forward and backward are what one device computes: no shards, and a device for each rank."""
+    single = [one for one in chosen if one.strategy.is_reference]
+    if len({one.share for one in single}) > 1:
+        return single
+    ranks = [one for one in chosen if one.strategy.processes_per_device and not one.strategy.shards]
+    return [*single, *(one for one in ranks if not one.shares_a_gpu)] or chosen
+
+
 def _line(chosen: Sequence[Observation], notes: list[str]) -> tuple[float, float]:
     """The fixed part of forward and backward, and the part for each sample: a line through all batch sizes."""
     by_share: dict[float, list[float]] = {}
@@ -233,6 +249,10 @@ def _line(chosen: Sequence[Observation], notes: list[str]) -> tuple[float, float
 def _jitter(one: Observation, notes: list[str]) -> float:
     """Of a rank's steps, over the root of their length."""
     if one.kind != "cpu" or not one.deviation:
+        if one.seconds < IN_TABLES:
+            notes.append(
+                f"steps of {one.seconds * 1e3:.1f} ms are shorter than those of any table: stragglers are a guess"
+            )
         notes.append("stragglers are those of published tables: a host runs ahead of its GPU, so its steps say little")
         return JITTER
     return max(LEAST_JITTER, one.deviation / math.sqrt(one.seconds))
@@ -283,7 +303,8 @@ def _link(observed: Sequence[Observation]) -> Link | None:
     """Inside this machine: the bytes of a ring, over the seconds that sending them took."""
     found = []
     for one in observed:
-        if one.devices < 2 or not one.sent_bytes or one.strategy.shards or not one.strategy.processes_per_device:
+        sends_all = one.strategy.processes_per_device and not one.strategy.shards
+        if one.devices < 2 or not one.sent_bytes or not sends_all or one.shares_a_gpu:
             continue
         seconds = _sending_seconds(one)
         if seconds > 0:

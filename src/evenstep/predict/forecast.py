@@ -12,7 +12,7 @@ from statistics import fmean, median
 from evenstep.errors import BadInput
 from evenstep.plan import Plan
 from evenstep.predict.calibration import Calibration, Observation, calibrate
-from evenstep.predict.links import NVLINK, Cluster, Link, nvlink
+from evenstep.predict.links import NVLINK, NVLINK_OF_ITS_GPU, Cluster, Link, nvlink
 from evenstep.predict.published import interval_of
 from evenstep.predict.step_model import StepParts, computing_of, cores_shared, limit_of, step_parts
 from evenstep.record import Lane, Measurement, Record, RecordWriter, Timeline
@@ -203,10 +203,13 @@ class Forecaster:
         own = [
             one
             for one in self.calibration.observed
-            if one.strategy == wanted and one.devices <= devices and one.threads == self.work.threads
+            if one.strategy == wanted and one.devices <= devices and self._is_alike(one)
         ]
         most = max((one.devices for one in own), default=0)
         return [one for one in own if one.devices == most]
+
+    def _is_alike(self, one: Observation) -> bool:
+        return not one.shares_a_gpu and (one.kind != "cpu" or one.threads == self.work.threads)
 
     def _nearest(self, strategy: StrategyFacts, devices: int) -> list[Observation]:
         """Of these Records, those with the nearest number of samples a device."""
@@ -222,9 +225,9 @@ class Forecaster:
     def _inside(self) -> Link:
         given = [link for link in self.question.links if link.name.startswith(("nvlink", "pcie"))]
         measured = self.calibration.link
-        if given:
+        if given and given[-1].name != NVLINK_OF_ITS_GPU:
             return given[-1]
-        if self.calibration.kind == "cuda" and (self.question.gpu or measured is None):
+        if given or (self.calibration.kind == "cuda" and (self.question.gpu or measured is None)):
             return nvlink(self.question.gpu or self._own_gpu or "a100")
         return measured or SHARED_MEMORY
 
@@ -282,7 +285,8 @@ class Forecaster:
 
     def _single_rate(self, samples: float) -> float:
         """Of one device, with this batch if that was measured."""
-        single = [one for one in self.calibration.observed if one.devices == 1]
+        alone = [one for one in self.calibration.observed if one.devices == 1]
+        single = [one for one in alone if one.strategy.is_reference] or alone
         same = [one.rate for one in single if one.samples == samples]
         return median(same or [one.rate for one in single] or [self._rate_of_one])
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from evenstep.errors import BadInput, shorten
 
@@ -52,6 +52,10 @@ NVLINK_LATENCY, NETWORK_LATENCY = 3.4e-6, 1.4e-5
 """Of one hop, protocol Simple: torch/_inductor/comm_analysis.py."""
 
 
+NVLINK_OF_ITS_GPU = "nvlink"
+"""The name of a link whose bandwidth is that of the GPU it is predicted for."""
+
+
 def nvlink(gpu: str = "a100") -> Link:
     return Link(latency=NVLINK_LATENCY, bandwidth=NVLINK[gpu] * SHARE_OF_NOMINAL, name=f"nvlink-{gpu}")
 
@@ -62,7 +66,7 @@ def network_of(gpu: str, per_machine: int) -> Link:
     return Link(latency=NETWORK_LATENCY, bandwidth=bandwidth, name=f"{NETWORK[gpu] * 8e-9:g}gbit for each GPU")
 
 
-def parse_link(text: str, gpu: str = "a100") -> Link:
+def parse_link(text: str) -> Link:
     """A link as it is written on the command line: `25gbit`, `nvlink`, `pcie`, or seconds and bytes a second.
 
     >>> parse_link("25gbit").name, parse_link("2e-5,3e9").bandwidth
@@ -73,8 +77,10 @@ def parse_link(text: str, gpu: str = "a100") -> Link:
         rate = float(found[1])
         if rate > 0:
             return gbit(rate)
-    if (found := re.fullmatch(r"nvlink(?:-(\w+))?", word)) and (found[1] or gpu) in NVLINK:
-        return nvlink(found[1] or gpu)
+    if word == NVLINK_OF_ITS_GPU:
+        return replace(nvlink(), name=word)
+    if (found := re.fullmatch(r"nvlink-(\w+)", word)) and found[1] in NVLINK:
+        return nvlink(found[1])
     if word == "pcie":
         return Link(latency=5.7e-6, bandwidth=PCIE * SHARE_OF_NOMINAL, name="pcie")
     if found := re.fullmatch(r"([^,]+),([^,]+)", word):

@@ -110,6 +110,8 @@ KINDS: dict[str, Callable[[Task], Task]] = {
     "scaler": scaled,
     "scaler-of-some": lambda task: replace(scaled(task), sampler=samplers.Subset(range(40))),
 }
+DATA_KINDS = [kind for kind in KINDS if kind not in ("complex", "dropout")]
+"""Of these, the ones that change the data and not the model."""
 
 
 def vectors(num: int, generator: torch.Generator) -> tuple[torch.Tensor, torch.Tensor]:

@@ -21,7 +21,7 @@ from evenstep import Scaler, samplers
 from evenstep.audit import audit
 from evenstep.plan import Plan
 from tests.fleet import furthest, result, run_jobs
-from tests.small_tasks import KINDS
+from tests.small_tasks import DATA_KINDS
 
 pytestmark = [
     pytest.mark.gpu,
@@ -49,18 +49,20 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
         jobs = [
             (f"{where}/{kind}", plan(where, "cuda:0", workers=number % 3), f"mlp/adamw/mean/{kind}")
             for where in wheres
-            for number, kind in enumerate(KINDS)
+            for number, kind in enumerate(DATA_KINDS)
         ]
         jobs += [(f"{where}/resident", plan(where, "cuda:0", resident=True), "mlp/adamw/mean") for where in wheres]
         if size == 1:
-            jobs += [(f"cpu/{kind}", plan("single-1", "cpu", workers=0), f"mlp/adamw/mean/{kind}") for kind in KINDS]
+            jobs += [
+                (f"cpu/{kind}", plan("single-1", "cpu", workers=0), f"mlp/adamw/mean/{kind}") for kind in DATA_KINDS
+            ]
             jobs += [("cpu/resident", plan("single-1", "cpu"), "mlp/adamw/mean")]
         run_jobs(folder, size, jobs)
     return folder
 
 
 @pytest.mark.parametrize("where", WORLDS)
-@pytest.mark.parametrize("kind", [*KINDS, "resident"])
+@pytest.mark.parametrize("kind", [*DATA_KINDS, "resident"])
 def test_data_of_every_kind_teaches_on_the_gpu_what_it_teaches_on_the_cpu(runs: Path, where: str, kind: str) -> None:
     on_cpu, on_gpu = result(runs, f"cpu/{kind}"), result(runs, f"{where}/{kind}")
     # Numbers drawn for a batch are float32 on any device; sums differ in the last bits.

@@ -37,7 +37,7 @@ def test_a_replay_check_changes_no_bit_and_finds_none(fast: str) -> None:
 
 
 def test_auto_shares_of_a_gpu_that_is_listed_twice() -> None:
-    how: dict[str, Any] = {"strategy": "dp", "devices": ("cuda:0", "cuda:0"), "steps": 60, "progress": False}
+    how: dict[str, Any] = {"strategy": "dp", "devices": ("cuda:0", "cuda:0"), "steps": 300, "progress": False}
     record = evenstep.train(task(), name="auto", shares="auto", **how)
     assert record.shares is not None
     assert sum(record.shares.shares) == record.plan.batch

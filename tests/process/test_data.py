@@ -22,11 +22,7 @@ from evenstep.record import Record
 from tests.fleet import Result, furthest, result, run_jobs
 from tests.marks import first_is_quick
 from tests.process.test_training import run_script
-from tests.small_tasks import KINDS as EVERY_KIND
-from tests.small_tasks import NUM_SAMPLES, small_task
-
-# Dropout draws other numbers on each device.
-KINDS = [kind for kind in EVERY_KIND if kind != "dropout"]
+from tests.small_tasks import DATA_KINDS, NUM_SAMPLES, small_task
 
 WAYS = {"dp-2": (1, 0), "ddp-2 with a worker": (2, 1), "ddp-2": (2, 0), "fsdp-3": (3, 0)}
 """(processes, loader workers of each)."""
@@ -54,7 +50,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureReq
     wanted = {item.callspec.params.get("where") for item in request.session.items if hasattr(item, "callspec")}
     ways = {"single": (1, 0), **{where: way for where, way in WAYS.items() if where in wanted}}
     wanted |= {item.callspec.params.get("kind") for item in request.session.items if hasattr(item, "callspec")}
-    kinds = [kind for kind in KINDS if kind in wanted or kind.startswith(("curriculum", "scaler"))]
+    kinds = [kind for kind in DATA_KINDS if kind in wanted or kind.startswith(("curriculum", "scaler"))]
     for size in (1, 2, 3):
         own = {where: workers for where, (num, workers) in ways.items() if num == size}
         if not own:
@@ -67,7 +63,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureReq
 
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("where", [pytest.param(w, marks=pytest.mark.slow if w in SLOW else ()) for w in WAYS])
-@pytest.mark.parametrize("kind", first_is_quick(KINDS, num_quick=4))
+@pytest.mark.parametrize("kind", first_is_quick(DATA_KINDS, num_quick=4))
 def test_data_of_every_kind_teaches_the_same_as_on_one_device(trained: Path, where: str, kind: str) -> None:
     single, other = result(trained, f"single {kind}"), result(trained, f"{where} {kind}")
     assert len(single.record.losses) == 25

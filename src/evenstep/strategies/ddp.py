@@ -224,15 +224,16 @@ class Completing:
         """Give DDP zeros in their place: then it sends what other ranks wait for, and nobody hangs."""
         lacking: list[int] = []
         unreduced_ = unreduced(self._wrapper)
-        if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
-            if unreduced_:
-                raise RuntimeError("some parameters have no gradient, which ranks compare in each step")
-            return
         if unreduced_:
             lacking = [index for index in unreduced_ if self._weights[index].grad is None]
             # Their hooks tell DDP; a gradient of an earlier micro-batch stays as it is.
             missed = [self._weights[index] for index in unreduced_]
             torch.autograd.backward(missed, [self._zeros(weight) for weight in missed])
+        if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
+            if unreduced_:
+                # Not before DDP has all gradients of this backward: it would refuse the next one.
+                raise RuntimeError("some parameters have no gradient, which ranks compare in each step")
+            return
         for index in self.unused.nowhere(lacking, [self._reduced(index) for index in lacking]):
             self._weights[index].grad = None
 

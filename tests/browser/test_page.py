@@ -8,9 +8,14 @@ from typing import TYPE_CHECKING
 
 import pytest
 
+from evenstep.predict.calibration import calibrate
+from evenstep.predict.forecast import Forecaster, Question
+from evenstep.predict.links import parse_link
+from evenstep.report.html.forecast_page import write_forecast_page
 from evenstep.report.html.page import page_of_runs, write_page
 from tests.browser import examples
 from tests.browser.conftest import Seen, Visit
+from tests.pure.test_predict import measured_record
 
 if TYPE_CHECKING:
     from playwright.sync_api import Page
@@ -54,6 +59,18 @@ def test_a_page_draws_its_charts_without_a_complaint_or_a_request(
     seen = visit(path)
     assert is_drawn(seen.page)
     assert len(canvases(seen.page)) >= 7
+    assert seen.requests == [path.as_uri()]
+    assert seen.complaints == []
+
+
+def test_a_prediction_draws_its_curves_apart_from_what_was_measured(tmp_path: Path, visit: Visit) -> None:
+    calibration = calibrate([measured_record("single", 1, 0.010), measured_record("ddp", 2, 0.006)])
+    question = Question(devices=[2, 8, 64], links=[parse_link("25gbit")], strategies=["ddp", "fsdp"], per_device=64)
+    path = write_forecast_page(Forecaster(calibration, question, task="mine").forecast(), tmp_path)
+    seen = visit(path)
+    assert is_drawn(seen.page)
+    assert seen.page.get_by_text("predicted", exact=True).count() == 6
+    assert seen.page.get_by_text("measured", exact=True).count() == 2
     assert seen.requests == [path.as_uri()]
     assert seen.complaints == []
 

@@ -58,9 +58,9 @@ class Knee:
     def sentence(self) -> str:
         if self.devices is None:
             return f"{self.strategy}: no knee up to {self.looked_at:,} devices"
-        return (
-            f"{self.strategy}: below {self.efficiency:.0%} from {self.devices:,} devices on; the limit is {self.limit}"
-        )
+        has_reason = self.limit != "unexplained"
+        why = f"the limit is {self.limit}" if has_reason else "so it was measured, and the model has no reason for it"
+        return f"{self.strategy}: below {self.efficiency:.0%} from {self.devices:,} devices on; {why}"
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -72,7 +72,9 @@ def _knees(plot: figure, found: Forecast, most: int) -> None:
         if knee.devices is not None and knee.devices <= most:
             at = _names(found).index(knee.strategy)
             words = {"label": [f"{knee.strategy}: knee"], "shown": [f"{knee.efficiency:.0%}"], "range": [knee.limit]}
-            source = ColumnDataSource({"x": [knee.devices], "y": [knee.efficiency], **words})
+            curve = {row.devices: row.efficiency for row in found.curves.get(knee.strategy, [])}
+            y = curve.get(knee.devices, knee.efficiency)
+            source = ColumnDataSource({"x": [knee.devices], "y": [y], **words})
             mark = Scatter(x="x", y="y", size=13, marker="diamond", fill_color=colour(at), line_color=OTHER)
             plot.add_glyph(source, mark, name=f"strategy {at}")
 

@@ -56,7 +56,7 @@ def causes(found: dict[str, Any], is_rough: bool) -> Iterator[DifferenceCause | 
     """In the order in which they are looked for."""
     yield draws(found, is_rough)
     yield buffers(found, is_cut=False, differing=found["buffers"]["by_data"])
-    yield loss(found, can_gather=True)
+    yield loss(found)
     yield hooks(found)
 
 

@@ -202,6 +202,7 @@ def test_verify_proves_the_bits_of_a_task_with_dropout_and_batchnorm() -> None:
     }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("task", "cause", "operation"),
     [

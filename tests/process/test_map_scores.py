@@ -137,6 +137,7 @@ def test_map_of_ranked_answers_is_that_of_the_whole_set(size: int) -> None:
     assert evaluated(size) == {"map": pytest.approx(float(metric.compute()), rel=1e-6)}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "metric",
     [OWN, pytest.param(DETECTION, marks=NEEDS_DETECTION)],

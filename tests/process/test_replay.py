@@ -17,6 +17,7 @@ from evenstep.plan import Plan
 from evenstep.record import Record
 from evenstep.training.replay import INPUTS, LOSS, PARAMETERS, DeviceSums, judge
 from tests.fleet import run_jobs
+from tests.marks import first_is_quick
 
 TASK = """
 import os
@@ -73,9 +74,9 @@ def trained(where: str, planted: str, monkeypatch: pytest.MonkeyPatch) -> subpro
     ("where", "device", "name"),
     [
         ("ddp-3", 1, "rank 1 (cpu)"),
-        ("ddp-2", 1, "rank 1 (cpu)"),
+        pytest.param("ddp-2", 1, "rank 1 (cpu)", marks=pytest.mark.slow),
         pytest.param("ddp-2", 0, "rank 0 (cpu)", marks=pytest.mark.slow),
-        ("dp-3", 2, "replica 2 (cpu)"),
+        pytest.param("dp-3", 2, "replica 2 (cpu)", marks=pytest.mark.slow),
         pytest.param("dp-2", 1, "replica 1 (cpu)", marks=pytest.mark.slow),
     ],
 )
@@ -107,7 +108,7 @@ def test_a_device_that_does_not_repeat_itself_is_faulty_if_others_do(monkeypatch
     assert "not on other devices: a faulty device" in done.stderr
 
 
-@pytest.mark.parametrize("where", ["ddp-2", "single", pytest.param("dp-2", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("where", first_is_quick(["ddp-2", "single", "dp-2"]))
 def test_a_nondeterministic_loss_is_no_faulty_device(where: str, monkeypatch: pytest.MonkeyPatch) -> None:
     done = trained(where, "noise:-1:24", monkeypatch)
     assert done.returncode == 0, done.stderr

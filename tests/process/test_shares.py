@@ -67,11 +67,19 @@ def trained(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureReq
     return folder
 
 
+QUICK = [("dp-2", 0), ("ddp-2", 0), ("fsdp-2", 0)]
+
+
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize(
     ("where", "case"),
     [
-        pytest.param(where, case, id=f"{where}-{case[0]}", marks=() if number < 2 else pytest.mark.slow)
+        pytest.param(
+            where,
+            case,
+            id=f"{where}-{case[0]}",
+            marks=() if number < 1 and not where.endswith("3") else pytest.mark.slow,
+        )
         for where in SHARES
         for number, case in enumerate(CASES)
         if is_possible(where, case[0])
@@ -113,6 +121,7 @@ def evenstep_(*arguments: str) -> subprocess.CompletedProcess[str]:
 DDP = ("train", "my_task.py", "--strategy", "ddp", "--devices", "cpu,cpu")
 
 
+@pytest.mark.slow
 def test_a_resume_keeps_them_and_drops_them_on_other_devices() -> None:
     first = evenstep_(*DDP, "--shares", "5,3", "--audit", "--name", "first")
     assert first.returncode == 0, first.stderr
@@ -239,12 +248,14 @@ def test_shares_follow_the_seconds_that_a_sample_takes() -> None:
     assert choose_shares(three, [1.0, 1.0, 2.0], Lengths(30))[0] == (12, 12, 6)
 
 
+@pytest.mark.slow
 def test_verify_takes_them() -> None:
     done = evenstep_("verify", "my_task.py", "--strategies", "ddp", "--devices", "cpu,cpu", "--shares", "5,3")
     assert done.returncode == 0, done.stdout + done.stderr
     assert "ddp x 2, shares 5,3" in done.stdout
 
 
+@pytest.mark.slow
 def test_compare_measures_configurations_with_and_without() -> None:
     configs = find_configs("dp,ddp", "1,2", shares="5,3")
     assert [config.label for config in configs if config.shares] == ["dp x 2, shares 5,3", "ddp x 2, shares 5,3"]
@@ -261,6 +272,7 @@ def test_compare_says_what_they_gain() -> None:
     assert "Uneven shares give: ddp x 2" in done.stdout.replace("\n", " ")
 
 
+@pytest.mark.slow
 def test_with_virtual_replicas_any_shares_give_the_same_bits(tmp_path: Path) -> None:
     key = "mlp/adamw/mean/dropout"
     how = {"batch": 17, "steps": 40, "replicas": 5, "accumulate": 2, "clip": 1.0}

@@ -154,3 +154,38 @@ def test_what_cannot_be_predicted_is_left_out_with_its_reason(measured: tuple[Pa
     assert "a batch of 64 does not go over 128 devices; give --per-device" in done.stdout
     done = run("predict", run_folder, "--devices", "16", "--machines", "8", cwd=folder, code=2)
     assert "say what connects them: --link 25gbit" in done.stdout
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ("--precision", "bf16"),
+        ("--threads", "1"),
+        ("--workers", "0"),
+        ("--data", "."),
+        ("--seed", "0"),
+        ("--out", "elsewhere"),
+        ("width=8",),
+    ],
+)
+def test_choices_of_a_measurement_are_refused_for_a_run(
+    measured: tuple[Path, dict[str, Any]], words: tuple[str, ...]
+) -> None:
+    folder, found = measured
+    done = run("predict", str(Path(found["folder"]).parent), *words, cwd=folder, code=2)
+    assert f"{words[0]} is for a task that is measured" in done.stderr
+    assert done.stderr.count("\n") == 1
+
+
+def test_what_a_machine_reads_and_the_number_of_parameters_count(measured: tuple[Path, dict[str, Any]]) -> None:
+    folder, found = measured
+    words = (str(Path(found["folder"]).parent), "--devices", "4", "--machines", "4", "--link", "1e-3,1e6")
+    row = predicted(*words, cwd=folder)["rows"][-1]
+    read = predicted(*words, "--reads", "10", cwd=folder)["rows"][-1]
+    # Four machines, 16 samples of 64 on each.
+    assert read["step_seconds"]["middle"] == pytest.approx(1.6)
+    assert read["step_seconds"]["middle"] > row["step_seconds"]["middle"]
+    larger = predicted(*words, "--parameters", "1M", cwd=folder)["rows"][-1]
+    assert larger["parts"]["communication"] == pytest.approx(2 * 3 * (1e-3 + 1.0), rel=0.5)
+    refused = run("predict", *words, "--parameters", "many", cwd=folder, code=2)
+    assert "--parameters is 'many'" in refused.stderr

@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch.optim import SGD, Adam, AdamW, Optimizer
 
+from evenstep.training import optim
 from evenstep.training.optim import MOST, FusedAdam, Sliced, cut, slice_length
 
 KINDS = {
@@ -113,3 +114,27 @@ def test_torch_takes_the_step_where_a_weight_has_no_gradient_and_after_a_change(
     assert quick.step(torch.zeros(()))
     assert float(optimizer.state[weights[0]]["step"]) == 5
     assert not FusedAdam(SGD(weights, fused=True)).step(torch.zeros(()))
+
+
+def test_lists_that_cannot_be_made_are_not_tried_in_every_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    weights = made()
+    optimizer = AdamW(weights, fused=True)
+    tried: list[int] = []
+    make = optim._adam_lists
+    monkeypatch.setattr(optim, "_adam_lists", lambda *words: tried.append(1) or make(*words))
+    quick = FusedAdam(optimizer)
+    for weight in weights[:-1]:
+        weight.grad = torch.ones_like(weight)
+    for _ in range(4):
+        assert not quick.step(torch.zeros(()))
+        optimizer.step()
+    # Before the first step, and when there is a state.
+    assert len(tried) == 2
+    quick.recheck()
+    assert not quick.step(torch.zeros(()))
+    assert len(tried) == 3
+    weights[-1].grad = torch.ones_like(weights[-1])
+    assert not quick.step(torch.zeros(()))
+    optimizer.step()
+    assert quick.step(torch.zeros(()))
+    assert len(tried) == 4

@@ -118,14 +118,25 @@ def predict(
     question = _question(
         devices, machines, link, gpu, strategies, batch, per_device, reads, price, hours_between_failures
     )
-    choices = {"batch": batch, "precision": precision, "workers": workers, "threads": threads, "data": data}
+    choices = {"precision": precision, "workers": workers, "threads": threads, "data": data, "seed": seed, "out": out}
     if _is_run(target):
+        _refuse_unused(options, choices)
         records, folder = _read(target), Path(target)
         folder = folder if folder.is_dir() else folder.parent
     else:
         with progress(quiet=quiet) as log:
-            records, folder = _measure(target, options, strategies, {**choices, "seed": seed, "out": out}, log)
+            records, folder = _measure(target, options, strategies, {"batch": batch, **choices}, log)
     _predict(records, folder, question, _number(parameters), as_json=as_json)
+
+
+def _refuse_unused(options: list[str] | None, choices: dict[str, Any]) -> None:
+    """What is chosen for a measurement says nothing about one that was made."""
+    given = [*(options or []), *(f"--{name}" for name, value in choices.items() if value is not None)]
+    if given:
+        raise BadInput(
+            f"{shorten(given[0])} is for a task that is measured, and a run was measured already; leave it out, or "
+            "give the task"
+        )
 
 
 def _predict(records: list[Record], folder: Path, question: Question, parameters: int | None, *, as_json: bool) -> None:

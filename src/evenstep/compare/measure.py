@@ -107,7 +107,10 @@ class Measuring(Trainer):
         )
 
     def _next(self, steps: Iterator[StepTaken] | None = None) -> Step:
-        step = next(steps or self._steps).step
+        taken = next(steps or self._steps)
+        while taken.is_rest:
+            taken = next(steps or self._steps)
+        step = taken.step
         if self.team.requests.stop:
             raise Preempted("stopped")
         return step

@@ -66,6 +66,10 @@ class MicroBatch:
         """The samples of this replica; tensors without rows if it has none."""
         return self.inputs if self.num_samples else map_tensors(self.inputs, no_rows)
 
+    def without_inputs(self) -> MicroBatch:
+        """Its sample ids alone: what a message needs after the inputs are freed."""
+        return MicroBatch(None, self.ids, self.num_samples)
+
 
 @dataclass(slots=True, eq=False)
 class Batch:

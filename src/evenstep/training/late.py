@@ -150,7 +150,8 @@ class LateSteps(Eager):
         self.reached: list[bool] = []
         self._adam = FusedAdam(recipe.optimizer)
         self._may_be_late = reads_late(recipe.team, recipe.model.weights)
-        self.lag = LAG if self._may_be_late else self.lag
+        # Not by hooks, which may be on one rank only: ranks read, and so agree to stop, after the same step.
+        self.lag = LAG if self._may_be_late and is_fused(recipe.optimizer) else self.lag
 
     @property
     def is_late(self) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections import deque
 from collections.abc import Callable, Generator, Iterable, Iterator
@@ -27,6 +28,8 @@ class StepTaken(NamedTuple):
     """The samples, for an audit."""
     compute_seconds: float
     """As in `MeanLoss`."""
+    is_rest: bool = False
+    """Whether a later step has failed: its error is raised next, and other ranks may not be here."""
 
 
 def train(
@@ -41,37 +44,43 @@ def train(
 
     It uses the loader's batches unless others are given. A stepper may run a few steps ahead of the losses that are
     known; at the end of an epoch, where `waits_at` is true, and when all processes agreed to stop or to save, the loss
-    of the last step is known.
+    of the last step is known. Where a step fails, those before it are yielded first, as far as they are known.
     """
     optimizer = next(iter(run.optimizers.values()))
     requests = run.team.requests
     pending: deque[tuple[Taken, Callable[..., Step], list[int]]] = deque()
     peaks = peak_bytes()
-    while not is_done(run, plan):
-        for batch, started, arrived in _timed(run, run.loader if batches is None else batches):
-            lr = float(optimizer.param_groups[0]["lr"])
-            taken = stepper.take(batch)
-            number = run.step
-            ends = (plan.steps is not None or batch.is_epoch_end) and is_done(run, plan)
-            is_last = ends or batch.is_epoch_end or waits_at(number)
-            if is_last or number < PEAKS_EVERY or number % PEAKS_EVERY == 0:
-                peaks = peak_bytes()
-            step = partial(
-                Step,
-                step=number,
-                epoch=batch.span.epoch,
-                samples=batch.num_samples,
-                seconds=time.perf_counter() - started,
-                input_seconds=arrived - started,
-                lr=lr,
-                peak_bytes=peaks,
-                epoch_samples=run.loader.lengths.of(batch.span.epoch) or 0,
-            )
-            pending.append((taken, step, batch.ids.tolist() if plan.audit else []))
-            while len(pending) > (0 if is_last or requests.stop or requests.save else stepper.lag):
-                yield _known(*pending.popleft())
-            if ends:
-                return
+    try:
+        while not is_done(run, plan):
+            for batch, started, arrived in _timed(run, run.loader if batches is None else batches):
+                lr = float(optimizer.param_groups[0]["lr"])
+                taken = stepper.take(batch)
+                number = run.step
+                ends = (plan.steps is not None or batch.is_epoch_end) and is_done(run, plan)
+                is_last = ends or batch.is_epoch_end or waits_at(number)
+                if is_last or number < PEAKS_EVERY or number % PEAKS_EVERY == 0:
+                    peaks = peak_bytes()
+                step = partial(
+                    Step,
+                    step=number,
+                    epoch=batch.span.epoch,
+                    samples=batch.num_samples,
+                    seconds=time.perf_counter() - started,
+                    input_seconds=arrived - started,
+                    lr=lr,
+                    peak_bytes=peaks,
+                    epoch_samples=run.loader.lengths.of(batch.span.epoch) or 0,
+                )
+                pending.append((taken, step, batch.ids.tolist() if plan.audit else []))
+                while len(pending) > (0 if is_last or requests.stop or requests.save else stepper.lag):
+                    row = _known(*pending[0])
+                    pending.popleft()
+                    yield row
+                if ends:
+                    return
+    except Exception:
+        yield from _rest(run, pending)
+        raise
 
 
 def is_done(run: Run, plan: Plan) -> bool:
@@ -80,6 +89,24 @@ def is_done(run: Run, plan: Plan) -> bool:
         return run.step >= plan.steps
     assert plan.epochs is not None
     return run.loader.epoch >= plan.epochs
+
+
+def _rest(run: Run, pending: deque[tuple[Taken, Callable[..., Step], list[int]]]) -> Iterator[StepTaken]:
+    """The steps before one that failed, up to a loss that is not finite: from there on, no step changed the weights."""
+    communication, requests = run.team.world.communication, run.team.requests
+    before = communication.is_off, requests.agreed
+    while pending:
+        # Other ranks may not have failed: nothing here may wait for them, or be agreed with them.
+        communication.is_off = True
+        try:
+            row = _known(*pending.popleft())
+        except Exception:
+            return
+        finally:
+            communication.is_off, requests.agreed = before
+        if not math.isfinite(row.step.loss):
+            return
+        yield row._replace(is_rest=True)
 
 
 def _known(taken: Taken, step: Callable[..., Step], ids: list[int]) -> StepTaken:

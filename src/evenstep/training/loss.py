@@ -189,6 +189,10 @@ class LateLoss(LossTotal):
     """Where the values of this process's micro-batches will be, when the device has reached them."""
     _arrived_pairs: list[list[float]] | None = None
 
+    def take(self, amount: Amount, micro_batch: MicroBatch) -> tuple[torch.Tensor, float]:
+        # Until it is read, the inputs of later steps need the memory.
+        return super().take(amount, micro_batch.without_inputs())
+
     def copy(self, kept: torch.Tensor) -> HostCopy | None:
         return None
 

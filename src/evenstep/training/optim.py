@@ -366,6 +366,8 @@ class FusedAdam:
     def __init__(self, optimizer: Optimizer) -> None:
         self._optimizer = optimizer
         self._state: Any = None
+        self._sizes = 0, 0
+        """Of the state and of the groups when the lists were made, or found not to be usable."""
         self._lists: list[AdamLists] = []
         self._one = self._counted = torch.ones(())
 
@@ -378,10 +380,11 @@ class FusedAdam:
         optimizer = self._optimizer
         if type(optimizer) not in (torch.optim.Adam, torch.optim.AdamW) or is_profiling():
             return False
-        if self._state is not optimizer.state or len(self._lists) != len(optimizer.param_groups):
+        sizes = len(optimizer.state), len(optimizer.param_groups)
+        if self._state is not optimizer.state or self._sizes != sizes:
             self._one, self._counted = torch.ones_like(flag), torch.ones_like(flag)
             self._lists = _adam_lists(optimizer, self._counted)
-            self._state = optimizer.state if self._lists else None
+            self._state, self._sizes = optimizer.state, sizes
         gradients = [[weight.grad for weight in lists.weights] for lists in self._lists]
         if not self._lists or any(gradient is None for of_group in gradients for gradient in of_group):
             return False

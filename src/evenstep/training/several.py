@@ -27,7 +27,7 @@ from evenstep.errors import TaskError
 from evenstep.strategies.base import SMALL_ENOUGH, DistributedModel, Sample, copied
 from evenstep.task import Amount, Task, has_several
 from evenstep.training.loss import HostCopy, MeanLoss
-from evenstep.training.optim import WeightUpdate
+from evenstep.training.optim import WeightUpdate, is_fused
 from evenstep.training.run import Run
 from evenstep.training.schedule import Schedulers
 from evenstep.training.step import Taken, agreed_when_read, reads_late
@@ -232,7 +232,9 @@ class InTurn:
         if reads_late(run.team, [weight for model in run.models.values() for weight in model.weights]):
             from evenstep.training.late import LAG, Ahead, FiniteGuard
 
-            self._late, self.lag = (FiniteGuard(run.team.world.device), Ahead()), LAG
+            self._late = FiniteGuard(run.team.world.device), Ahead()
+            # As of `LateSteps`.
+            self.lag = LAG if all(is_fused(run.optimizers[key]) for key in self._losses) else self.lag
 
     def recheck(self) -> None:
         pass

@@ -220,9 +220,9 @@ class Team:
         self.requests = Requests()
         self._refusals = Refusals(world)
         self.current: Batch | None = None
+        """The batch of the last backward."""
         self.grad_norm: torch.Tensor | None = None
         """Of the last step that clipped, before clipping, on the device."""
-        """The batch of the last backward."""
         self._own_batches: OwnBatches | None = None
         self.virtual_seeds: Seeds | None = None
         """Of virtual replicas, if there are such."""

@@ -294,8 +294,12 @@ class Trainer:
         yield from self._before()
         self.tracing = self._start_tracing()
         steps = train(self.run, self.stepper, self.plan, self._peak_bytes, waits_at=self._waits_at)
-        for step, ids, compute_seconds in steps if self.stopped is None else ():
+        for step, ids, compute_seconds, is_rest in steps if self.stopped is None else ():
             yield from self._messages()
+            if is_rest:
+                self.tally.add(step)
+                yield step
+                continue
             if self.tracing is not None:
                 yield from self.tracing.after(step.step)
             self.tally.add(step)

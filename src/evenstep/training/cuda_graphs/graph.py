@@ -33,6 +33,7 @@ from evenstep.training.in_loss import LossContext
 from evenstep.training.late import SLOTS, FiniteGuard
 from evenstep.training.loss import (
     HostCopy,
+    LateLoss,
     LossTotal,
     MeanLoss,
     PartialLoss,
@@ -239,9 +240,12 @@ class Captured:
         for weights, gradients in zip(self._weights, self._gradients, strict=True):
             for weight, gradient in zip(weights, gradients, strict=True):
                 weight.grad = gradient
+        # Read two replays later, which write this memory again.
+        is_cloned = isinstance(totals, LateLoss) and self._totals[0].sums is not None
         for replica, captured in enumerate(self._totals):
             for per_replica, part in zip(batch.micro_batches, captured.parts, strict=True):
-                totals.parts.append(PartialLoss(per_replica[replica], part.amount, totals.copy(part.amount)))
+                amount = part.amount.clone() if is_cloned else part.amount
+                totals.parts.append(PartialLoss(per_replica[replica].without_inputs(), amount, totals.copy(amount)))
         totals.is_late = any(one.is_late for one in self._totals)
         if self._totals[0].sums is not None:
             totals.sent = HostCopy(self._totals[0].sums)
@@ -429,7 +433,9 @@ class Pending:
         self._step = batch.loader.num_finished
         self._recipe = recipe
         self._captured = captured
-        self._batch = batch
+        self._epoch = batch.span.epoch
+        # The inputs are free for other steps.
+        self._micro_batches = [one.without_inputs() for per_replica in batch.micro_batches for one in per_replica]
         self._request_code = request_code
 
     def arrive(self) -> Any:
@@ -453,10 +459,9 @@ class Pending:
         total, count = (math.fsum(column) for column in zip(*pairs, strict=True))
         team = self._recipe.team
         mean = total / count if count else 0.0
-        if not math.isfinite(mean):
-            per_replica = [micro_batch for per_replica in self._batch.micro_batches for micro_batch in per_replica]
-            spoilt = not_finite(team.world.rank, per_replica, pairs) if team.world.size == 1 else []
-            loss = NonFiniteMean(mean, self._step, self._batch.span.epoch, team.precision.name, spoilt)
+        if not math.isfinite(mean) and not team.world.communication.is_off:
+            spoilt = not_finite(team.world.rank, self._micro_batches, pairs) if team.world.size == 1 else []
+            loss = NonFiniteMean(mean, self._step, self._epoch, team.precision.name, spoilt)
             raise NonFiniteLoss(explain(team.world, self._recipe.model, loss))
         known = MeanLoss(mean, count)
         known.grad_norm = self._norm

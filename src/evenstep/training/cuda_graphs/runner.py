@@ -33,7 +33,7 @@ from evenstep.training.cuda_graphs.capture_checks import (
     seen,
 )
 from evenstep.training.cuda_graphs.graph import Captured, Choices, Pending, Shapes, SharedByGraphs, shapes_of
-from evenstep.training.late import LAG, LateSteps
+from evenstep.training.late import LateSteps
 from evenstep.training.loss import LossTotal, MeanLoss
 from evenstep.training.step import Done, Recipe, Taken, agreed_when_read
 
@@ -69,13 +69,12 @@ def can_be_fast(recipe: Recipe) -> bool:
 class Fast:
     """Takes eager steps until replaying graphs proves faster, one for each shape of batches that comes often."""
 
-    lag = LAG
-
     def __init__(self, recipe: Recipe) -> None:
         self.messages: list[str] = []
         self._recipe = recipe
         self._eager = LateSteps(recipe)
         self._eager.observes = True
+        self.lag = self._eager.lag
         self._world = recipe.team.world
         self._needed = WARM_UP_DDP if recipe.model.is_wrapped else WARM_UP
         self._shared: SharedByGraphs | None = None
@@ -87,7 +86,7 @@ class Fast:
         self._counts: Counter[Shapes | None] = Counter()
         """Eager steps of each shape."""
         self._observed: dict[Shapes | None, tuple[Choices, Seen]] = {}
-        """Of each shape's last eager step: the optimizer's options, and the Python state it read."""
+        """Of the last eager step of shapes that came again: the optimizer's options, and the Python state it read."""
         self._reached: list[bool] | None = None
         """Which parameters had a gradient in the previous step."""
         self._alike = 0
@@ -231,7 +230,9 @@ class Fast:
         called = self._recipe.team.called_in_loss
         now = Choices.of(self._recipe.optimizer), seen(self._recipe.loss, self._recipe.model.module)
         earlier = self._observed.get(shapes)
-        self._observed[shapes] = now
+        # Not of shapes that come once: each of them would hold all of it.
+        if not self._observed or self._counts[shapes] > 1:
+            self._observed[shapes] = now
         if shapes is None:
             self._give_up("a batch holds more than tensors in tuples, lists and dicts")
         elif len(self._world.devices) > 1 and "gather" in called:

@@ -182,8 +182,6 @@ def test_what_a_machine_reads_and_the_number_of_parameters_count(measured: tuple
     words = (str(Path(found["folder"]).parent), "--devices", "4", "--machines", "4", "--link", "1e-3,1e6")
     row = predicted(*words, cwd=folder)["rows"][-1]
     read = predicted(*words, "--reads", "10", cwd=folder)["rows"][-1]
-    # Four machines, 16 samples of 64 on each.
-    assert read["step_seconds"]["middle"] == pytest.approx(1.6)
     assert read["step_seconds"]["middle"] > row["step_seconds"]["middle"]
     larger = predicted(*words, "--parameters", "1M", cwd=folder)["rows"][-1]
     assert larger["parts"]["communication"] == pytest.approx(2 * 3 * (1e-3 + 1.0), rel=0.5)

@@ -8,7 +8,6 @@ torch's private compiler module.
 from __future__ import annotations
 
 import atexit
-import ctypes
 import importlib
 import random
 import re
@@ -333,27 +332,3 @@ def global_generators() -> tuple[object, object]:
     from numpy.random import mtrand
 
     return random._inst, mtrand._rand
-
-
-# Python's own generator.
-
-_MERSENNE_WORDS = 624
-
-
-def random_position() -> ctypes.Array[ctypes.c_char] | None:
-    """Memory of Python's global generator that changes with every draw: where it is in its words, and the first word.
-
-    None where it is not found; CPython has it behind the object's header.
-    """
-    trial = random.Random(7)
-    is_found = sys.implementation.name == "cpython"
-    for _ in range(2):
-        _, words, _ = trial.getstate()
-        expected = b"".join(word.to_bytes(4, sys.byteorder) for word in (words[_MERSENNE_WORDS], words[0]))
-        is_found = is_found and _behind_header(trial).raw == expected
-        trial.random()
-    return _behind_header(random.random.__self__) if is_found else None  # type: ignore[attr-defined]
-
-
-def _behind_header(value: object) -> ctypes.Array[ctypes.c_char]:
-    return (ctypes.c_char * 8).from_address(id(value) + object.__basicsize__)

@@ -4,17 +4,26 @@ from __future__ import annotations
 
 import hashlib
 import os
+import random
 import subprocess
 import sys
 from itertools import product
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file
+from torch import nn
+from torch.utils.checkpoint import checkpoint
 
+import evenstep
 from evenstep.plan import Plan
 from evenstep.record import Record
+from evenstep.training.team import Team
+from evenstep.training.virtual_replicas import VirtualLogs
 from tests.fleet import furthest, result, run_jobs, run_processes
 from tests.marks import first_is_quick
 from tests.process import virtual_loop_script
@@ -271,3 +280,156 @@ def test_what_cannot_have_the_same_bits_is_refused(task: str, words: tuple[str, 
     done = evenstep_("train", "my_task.py", "--steps", "2", "--replicas", "4", *words)
     assert done.returncode != 0
     assert said in done.stderr
+
+
+X = torch.randn(64, 16, generator=torch.Generator().manual_seed(0))
+Y = torch.randn(64, 1, generator=torch.Generator().manual_seed(1))
+
+
+class Loop:
+    """A loop of four steps in this process."""
+
+    def __init__(self, team: Team, model: nn.Module, loss: Any, is_shuffled: bool = True) -> None:
+        self.team, self._loss = team, loss
+        self.model = team.wrap(model)
+        self._optimizer = torch.optim.SGD(self.model.parameters(), lr=0.1)
+        self.batches = iter(team.loader((X, Y), batch=16, shuffle=is_shuffled))
+
+    def step(self) -> float:
+        loss = float(self.team.backward(self._loss, self.model, next(self.batches)))
+        self.team.step(self._optimizer)
+        return loss
+
+    def weights(self) -> list[list[float]]:
+        return [weight.flatten().tolist() for weight in self.model.module.state_dict().values()]
+
+
+def joined(*devices: str, replicas: int = 4) -> Team:
+    return evenstep.join("dp" if len(devices) > 1 else "single", devices=[*devices], replicas=replicas)
+
+
+def noisy(model: Any, batch: Any) -> torch.Tensor:
+    noise = torch.rand(1) + random.random() + np.random.rand()
+    return nn.functional.mse_loss(model(batch[0] * noise.to(batch[0])), batch[1])
+
+
+def test_draws_on_the_host_are_those_of_virtual_replicas_on_different_devices() -> None:
+    found = []
+    for devices in (("cpu",), ("cpu", "cpu:0")):
+        torch.manual_seed(0)
+        loop = Loop(joined(*devices), nn.Linear(16, 1), noisy)
+        losses = [loop.step() for _ in range(4)]
+        measured = loop.team.evaluate(
+            lambda model, batch: {"loss": noisy(model, batch)}, loop.model, loop.team.loader((X, Y), batch=16)
+        )
+        found.append((losses, loop.weights(), measured))
+    assert found[0] == found[1]
+
+
+def test_a_loss_that_begins_to_draw_is_computed_once() -> None:
+    num_calls = 0
+
+    def loss(model: Any, batch: Any) -> torch.Tensor:
+        nonlocal num_calls
+        num_calls += 1
+        return noisy(model, batch) if num_calls > 12 else nn.functional.mse_loss(model(batch[0]), batch[1])
+
+    loop = Loop(joined("cpu"), nn.Sequential(nn.Linear(16, 4), nn.BatchNorm1d(4), nn.Linear(4, 1)), loss)
+    random.seed(5)
+    np.random.seed(5)
+    drawn = []
+    for _ in range(4):
+        loop.step()
+        drawn.append((random.random(), np.random.randn()))
+    assert num_calls == 16
+    assert loop.model.module[1].num_batches_tracked == 4
+    random.seed(5)
+    np.random.seed(5)
+    assert drawn == [(random.random(), np.random.randn()) for _ in range(4)]
+
+
+class Reentrant(nn.Module):
+    """One layer in three checkpoints: backward adds to its gradient three times."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.last = nn.Linear(16, 16), nn.Linear(16, 1)
+
+    def forward(self, x: torch.Tensor) -> Any:
+        x = x + 0 * self.last.weight.sum()
+        for _ in range(3):
+            x = checkpoint(lambda x: torch.tanh(self.layer(x)), x, use_reentrant=True)
+        return self.last(x)
+
+
+def test_gradients_that_backward_adds_in_parts_have_the_same_bits() -> None:
+    found = []
+    for devices in (("cpu",), ("cpu", "cpu")):
+        torch.manual_seed(0)
+        loop = Loop(
+            joined(*devices, replicas=2), Reentrant(), lambda model, batch: (model(batch[0]) - batch[1]).square().mean()
+        )
+        found.append(([loop.step() for _ in range(4)], loop.weights()))
+    assert found[0] == found[1]
+
+
+@pytest.mark.parametrize("devices", [("cpu",), ("cpu", "cpu")])
+def test_a_step_that_fails_leaves_nothing_behind(devices: tuple[str, ...]) -> None:
+    num_calls = 0
+
+    def loss(model: Any, batch: Any) -> torch.Tensor:
+        nonlocal num_calls
+        num_calls += 1
+        if num_calls == 8:
+            raise ValueError("a bad sample")
+        return noisy(model, batch)
+
+    model = nn.Sequential(nn.Linear(16, 4), nn.BatchNorm1d(4), nn.Linear(4, 1))
+    loop = Loop(joined(*devices), model, loss)
+    loop.step()
+    before, python, numpy = loop.weights(), random.getstate(), np.random.get_state()
+    with pytest.raises(ValueError, match="a bad sample"):
+        loop.step()
+    assert loop.weights() == before
+    assert random.getstate() == python
+    assert np.array_equal(np.random.get_state()[1], numpy[1])
+    assert all(weight.grad is None for weights in loop.model.weights_of for weight in weights)
+    loop.step()
+    assert loop.model.module[1].num_batches_tracked == 2
+
+
+def test_an_evaluation_that_fails_leaves_the_generators_as_they_were() -> None:
+    team = joined("cpu")
+    model = team.wrap(nn.Linear(16, 1))
+    before = random.getstate()
+
+    def fails(model: Any, batch: Any) -> Any:
+        random.random()
+        raise ValueError("a bad sample")
+
+    with pytest.raises(ValueError, match="a bad sample"):
+        team.evaluate(fails, model, team.loader((X, Y), batch=16))
+    assert random.getstate() == before
+
+
+def test_logged_sums_belong_to_the_names_that_were_sent() -> None:
+    communication = SimpleNamespace(is_off=False)
+    world: Any = SimpleNamespace(
+        size=2, communication=communication, gather=lambda own: [own, own], total=lambda _: None
+    )
+    names = ["first"]
+    logs = VirtualLogs(world, names, num_places=1)
+    logs.thread.place = 0
+    logs.take([("third", 3.0)], num_samples=1)
+    names.append("second")  # another step has met it since
+    logs.take_sums([1.0, 1.0, 1.0])
+    assert logs.means() == {"first": 1.0, "third": 3.0}
+
+
+def test_a_run_that_is_resumed_with_virtual_replicas_says_that_it_had_none() -> None:
+    Path("my_task.py").write_text(TASK)
+    done = evenstep_("train", "my_task.py", "--batch", "16", "--steps", "2", "--name", "plain")
+    assert done.returncode == 0, done.stderr
+    again = evenstep_("train", "--resume", "runs/plain", "--steps", "3", "--replicas", "4", "--name", "again")
+    assert again.returncode == 0, again.stderr
+    assert "the bits may differ from those of the run before: --replicas none before, 4 now" in again.stderr

@@ -32,19 +32,6 @@ ELSEWHERE = {
 DOCUMENTED = {"_exit", "_getframe", "_current_frames", "_fields"}
 
 
-def test_the_position_of_pythons_generator_changes_with_every_draw() -> None:
-    at = internals.random_position()
-    assert at is not None
-    random.seed(5)
-    seen = []
-    for _ in range(1300):
-        seen.append(at.raw)
-        random.random()
-    assert len(set(seen)) == 1300
-    random.seed(5)
-    assert at.raw == seen[0]
-
-
 def private_uses(file: Path, own: set[str]) -> list[str]:
     """Private names of other packages that a file imports or reads."""
     found = []

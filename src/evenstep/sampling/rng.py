@@ -260,26 +260,23 @@ def _numpy_state() -> Any:
     generator = np.random.get_bit_generator()  # type: ignore[attr-defined]
     if not isinstance(generator, np.random.MT19937):
         return np.random.get_state()
-    words = ctypes.string_at(generator.ctypes.state_address, _MT19937_BYTES)
+    words = _words_of(generator)
     # A cached normal number can be drawn without a change of these words.
     if _last_state is None or _last_state[0] != words or _last_state[1][3]:
         _last_state = words, np.random.get_state()
     return _last_state[1]
 
 
-def numpy_position() -> ctypes.Array[ctypes.c_char] | None:
-    """Memory of NumPy's global generator that changes with every draw: its last word, and where it is in its words."""
-    generator = np.random.get_bit_generator()  # type: ignore[attr-defined]
-    if not isinstance(generator, np.random.MT19937):
-        return None
-    return (ctypes.c_char * 8).from_address(generator.ctypes.state_address + _MT19937_BYTES - 8)
+def _words_of(generator: np.random.MT19937) -> bytes:
+    return ctypes.string_at(generator.ctypes.state_address, _MT19937_BYTES)
 
 
 def _set_numpy_state(state: Any) -> None:
-    """Also drops the cached state: the same words may come with another cached normal number."""
+    """Also keeps it as the last one: the same words may come with another cached normal number."""
     global _last_state
-    _last_state = None
     np.random.set_state(state)
+    generator = np.random.get_bit_generator()  # type: ignore[attr-defined]
+    _last_state = (_words_of(generator), state) if isinstance(generator, np.random.MT19937) else None
 
 
 def restore_rng_states(states: States) -> None:

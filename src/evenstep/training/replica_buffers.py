@@ -116,6 +116,15 @@ class ReplicaBuffers:
             foreach_copy_([starts[index].tensor for index in group], [starts[index].values for index in group])
 
     @torch.no_grad()
+    def undo(self) -> None:
+        """After a step that failed: the buffers are those before it."""
+        for replica, starts in enumerate(self._starts):
+            self._restore(replica)
+            for start in starts.values():
+                # Not all that changes a buffer counts as a change.
+                start.tensor.copy_(start.values)
+
+    @torch.no_grad()
     def end(self, replica: int, virtual: int) -> None:
         """After a virtual replica."""
         self._ended.add(virtual)

@@ -413,11 +413,12 @@ class Run:
     def _changed_numerics(self, state: State) -> list[str]:
         """A line to log if virtual replicas would now give other bits."""
         before, now = state.get("numerics"), self._numerics().get("numerics")
-        if before is None or now is None:
+        if before is None and now is None:
             return []
         from evenstep.distributed.numerics import differences
 
-        changed = differences(before, now)
+        none = {"replicas": "none"}
+        changed = differences(before or none, now or none)
         return [f"the bits may differ from those of the run before: {'; '.join(changed)}"] if changed else []
 
     def _restore(self, state: State) -> None:

@@ -45,6 +45,7 @@ from evenstep.plan import PrecisionName, check_replicas
 from evenstep.sampling.rng import (
     Draws,
     derive_seed,
+    fork_rng,
     replica_seed,
     restore_rng_states,
     rng_states,
@@ -413,7 +414,7 @@ class Team:
         if self.virtual_seeds is not None:
             from evenstep.training.virtual_replicas import VirtualLoss
 
-            return VirtualLoss(self.virtual_seeds, self.world, batch, self.requests.encode(), self._log_names)
+            return VirtualLoss(self.world, batch, self.requests.encode(), self._log_names)
         logs = StepLogs(self.world, self._log_names)
         make = LateLoss if is_late else LossTotal
         return make(self.world, batch.num_samples, self.requests.encode(), logs)
@@ -476,7 +477,8 @@ class Team:
         replica_measure = partial(self._replica_measure, function, model, evaluate)
         if scores is not None:
             scores.reset()
-        with model.evaluating():
+        # What virtual replicas draw in an evaluation does not change what is drawn after it.
+        with model.evaluating(), NOTHING if self.virtual_seeds is None else fork_rng():
             for number, batch in enumerate(batches.whole_pass(), 1):
                 self.world.spans.begin(EVALUATING)
                 num_samples = batch.span.stop

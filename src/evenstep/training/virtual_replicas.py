@@ -8,7 +8,6 @@ is, and summed once, exactly.
 
 from __future__ import annotations
 
-import ctypes
 import math
 import threading
 from collections.abc import Callable, Iterable, Mapping
@@ -22,19 +21,8 @@ from evenstep.data.loader import Batch, MicroBatch
 from evenstep.distributed.gradient_tree import GradientTree, Node
 from evenstep.distributed.world import World
 from evenstep.errors import TaskError
-from evenstep.internals import random_position
-from evenstep.sampling.rng import (
-    States,
-    derive_seed,
-    numpy_position,
-    replica_seed,
-    restore_rng_states,
-    rng_states,
-    seed_device,
-    seed_devices,
-    seed_host,
-)
-from evenstep.strategies.base import DistributedModel, has_sparse_gradients, one_after_another
+from evenstep.sampling.rng import derive_seed, fork_rng, replica_seed, seed_device, seed_devices, seed_host
+from evenstep.strategies.base import DistributedModel, forget, has_sparse_gradients, one_after_another
 from evenstep.task import Amount
 from evenstep.training.evaluation import NamedSums
 from evenstep.training.loss import HostCopy, LossTotal, ReplicaBackward, StepLogs, as_pair, as_sum
@@ -52,61 +40,6 @@ NO_EPOCH, EVALUATION = -2, -1
 T = TypeVar("T")
 
 
-class HostDrawn(Exception):
-    """A loss drew from Python's or NumPy's generator, which was not seeded for it."""
-
-
-QUIET_STEPS = 2
-
-
-NOWHERE = ctypes.create_string_buffer(8)
-
-
-class HostGenerators:
-    """Python's and NumPy's generators, which take longer to be seeded than a small layer to be computed.
-
-    They are seeded in the first steps, and from then on if a loss draws from them. Where one begins to draw later, its
-    forward is computed once more. Outside of a step they are the user's.
-    """
-
-    def __init__(self) -> None:
-        python, numpy = random_position(), numpy_position()
-        self._is_drawn_from = python is None or numpy is None
-        self._python, self._numpy = python or NOWHERE, numpy or NOWHERE
-        self._num_quiet = 0
-        self._before: States | None = None
-        self._mark = (b"", b"")
-
-    @property
-    def are_seeded(self) -> bool:
-        return self._is_drawn_from or self._num_quiet < QUIET_STEPS
-
-    def begin(self) -> None:
-        """A step begins."""
-        if self.are_seeded:
-            self._numpy = numpy_position() or NOWHERE
-            self._before = rng_states()
-
-    def mark(self) -> None:
-        """Before a loss is computed."""
-        if not self._is_drawn_from:
-            self._mark = (self._python.raw, self._numpy.raw)
-
-    def check(self) -> None:
-        """After it; raises HostDrawn if it is to be computed again."""
-        if not self._is_drawn_from and (self._python.raw, self._numpy.raw) != self._mark:
-            was_seeded, self._is_drawn_from = self.are_seeded, True
-            if not was_seeded:
-                raise HostDrawn
-
-    def end(self) -> None:
-        """The step ends."""
-        self._num_quiet += 1
-        if self._before is not None:
-            restore_rng_states(self._before)
-            self._before = None
-
-
 class Seeds:
     """Seeds of the virtual replicas: functions of (seed, epoch, position, virtual replica, micro-batch, repeat)."""
 
@@ -114,10 +47,9 @@ class Seeds:
         self._seed, self._world, self._what = seed, world, what
         self._keys: tuple[int, dict[int, int]] = (NO_EPOCH, {})
         self._after = 0
-        self.share_generator = shares_generator(world)
+        self.share_generator = len(world.devices) > 1
+        """Whether replicas of this process draw from one generator, that of the host: they run one after the other."""
         self._has_gpus = any(device.type != "cpu" for device in world.devices)
-        self.host = HostGenerators() if self.share_generator or len(world.devices) == 1 else None
-        """None where replicas beside each other have one host."""
 
     def begin(self, epoch: int) -> None:
         """Before the micro-batches of a batch."""
@@ -125,17 +57,14 @@ class Seeds:
             self._keys = (epoch, {})
             self._after = derive_seed(self._seed, "after", epoch)
 
-    def set(self, replica: int, place: Place, position: int, repeat: int, is_quick: bool = False) -> None:
-        """Seed what a micro-batch on this replica can draw from; `is_quick`: what it is known to draw from."""
+    def set(self, replica: int, place: Place, position: int, repeat: int) -> None:
+        """Seed what a micro-batch on this replica can draw from."""
         number = place.micro + repeat * MOST_MICRO_BATCHES
         epoch, keys = self._keys
         if place.virtual not in keys:
             keys[place.virtual] = derive_seed(self._seed, self._what, epoch, place.virtual)
         seed = replica_seed(keys[place.virtual], position, number)
-        if self.host is not None and is_quick and not self.host.are_seeded:
-            torch.default_generator.manual_seed(seed)
-        elif self.host is not None:
-            seed_host(seed)
+        seed_host(seed)
         if self._has_gpus:
             seed_device(seed, self._world.devices[replica])
 
@@ -156,11 +85,6 @@ class Seeds:
             return work(replica, micro_batch)
 
         return call
-
-
-def shares_generator(world: World) -> bool:
-    """Whether two replicas of this process draw from one generator: they then run one after the other."""
-    return len(set(world.devices)) < len(world.devices)
 
 
 def placed(batch: Batch) -> list[Placed]:
@@ -185,19 +109,30 @@ class VirtualBackward:
 
     def __init__(self, backward: ReplicaBackward, batch: Batch, seeds: Seeds, repeat: int) -> None:
         self._backward, self._batch, self._seeds, self._repeat = backward, batch, seeds, repeat
-        self._num_micro = batch.loader.split.num_micro(batch.num_samples)
         self._start = batch.span.start
         seeds.begin(batch.span.epoch)
         self._buffers = [replica_buffers(model, backward.world) for model in backward.models if model.has_buffers]
 
     def run(self) -> None:
+        for buffers in self._buffers:
+            buffers.start()
+        try:
+            # Outside of a step the generators are the user's.
+            with fork_rng():
+                self._run()
+        except BaseException:
+            for buffers in self._buffers:
+                buffers.undo()
+            model = self._backward.models[0]
+            for weights in (model.weights, *model.weights_of):
+                forget(weights)
+            raise
+        self._seeds.finish(self._start, self._repeat)
+
+    def _run(self) -> None:
         model, totals = self._backward.models[0], self._backward.totals
         assert isinstance(totals, VirtualLoss)
         run = one_after_another if self._seeds.share_generator else model.run
-        for buffers in self._buffers:
-            buffers.start()
-        if self._seeds.host is not None:
-            self._seeds.host.begin()
         trees = run(self._on_device, list(enumerate(totals.placed)))
         if totals.sent is None:
             # No virtual replica of this process has samples in a short batch.
@@ -207,9 +142,6 @@ class VirtualBackward:
         for buffers in self._buffers:
             # Those without samples in a short batch are the last.
             buffers.finish(min(self._batch.num_samples, split.least))
-        if self._seeds.host is not None:
-            self._seeds.host.end()
-        self._seeds.finish(self._start, self._repeat)
 
     def _on_device(self, replica: int, own: Placed) -> GradientTree:
         tree = GradientTree(self._backward.models[0].weights_of[replica])
@@ -220,26 +152,13 @@ class VirtualBackward:
                 buffers.begin(replica)
             for number, (place, micro_batch) in enumerate(micro_batches, 1):
                 is_last = virtual == last and number == len(micro_batches) and not num_left
-                self._compute(is_last, replica, place, micro_batch)
+                self._seeds.set(replica, place, self._start, self._repeat)
+                self._backward(is_last, replica, micro_batch)
             for buffers in self._buffers if micro_batches else ():
                 buffers.end(replica, virtual)
-            if not self._is_pair(virtual, own):
-                tree.take(Node(0, virtual))
-            elif virtual % 2:
-                tree.take(Node(1, virtual // 2))
+            tree.take(Node(0, virtual))
         self._stand_in(replica, num_left)
         return tree
-
-    def _compute(self, is_last: bool, replica: int, place: Place, micro_batch: MicroBatch) -> None:
-        seeds = self._seeds
-        seeds.set(replica, place, self._start, self._repeat, is_quick=True)
-        if seeds.host is not None:
-            seeds.host.mark()
-        try:
-            self._backward(is_last, replica, micro_batch)
-        except HostDrawn:
-            seeds.set(replica, place, self._start, self._repeat)
-            self._backward(is_last, replica, micro_batch)
 
     def _num_left(self, own: Placed) -> int:
         """Micro-batches that another rank runs and this one has not, where all must run as many."""
@@ -252,10 +171,6 @@ class VirtualBackward:
         for left in reversed(range(num)):
             with self._backward.models[0].standing_in():
                 self._backward(left == 0, replica, MicroBatch(inputs, NO_IDS, 0))
-
-    def _is_pair(self, virtual: int, own: Placed) -> bool:
-        """Whether backward itself adds the gradients of two, each of one micro-batch: a pass over them less."""
-        return self._num_micro == 1 and virtual ^ 1 in own
 
 
 class VirtualLogs(StepLogs):
@@ -294,7 +209,7 @@ class VirtualLogs(StepLogs):
                 for index, value in enumerate(host.read(), 2 * place):
                     vector[index] += value
         else:
-            vectors = {name: self._sums[width * at : width * (at + 1)] for at, name in enumerate(self.names)}
+            vectors = {name: self._sums[width * at : width * (at + 1)] for at, name in enumerate(self._sent_names)}
         sums = {name: (math.fsum(vector[::2]), math.fsum(vector[1::2])) for name, vector in vectors.items()}
         return {name: total / count for name, (total, count) in sums.items() if count}
 
@@ -302,13 +217,12 @@ class VirtualLogs(StepLogs):
 class VirtualLoss(LossTotal):
     """The loss of one global batch: that of each micro-batch is sent in a place of its own, to which others add 0."""
 
-    def __init__(self, seeds: Seeds, world: World, batch: Batch, request_code: float, names: list[str]) -> None:
+    def __init__(self, world: World, batch: Batch, request_code: float, names: list[str]) -> None:
         num_micro = batch.loader.split.num_micro(batch.num_samples)
         assert world.num_virtual is not None
         self._num_places = world.num_virtual * num_micro
         self._logs = VirtualLogs(world, names, self._num_places)
         super().__init__(world, batch.num_samples, request_code, self._logs)
-        self._host = seeds.host
         # Gradients are summed, not averaged over processes.
         self._scale = 1
         # The same arithmetic on any number of devices.
@@ -319,8 +233,6 @@ class VirtualLoss(LossTotal):
 
     def take(self, amount: Amount, micro_batch: MicroBatch) -> tuple[torch.Tensor, float]:
         place = self._logs.thread.place = self._place_of.get(id(micro_batch))
-        if self._host is not None and place is not None:
-            self._host.check()
         taken = super().take(amount, micro_batch)
         if place is None:
             # It stands in for no samples.
@@ -360,8 +272,6 @@ class ExactSums(NamedSums):
 
     def __init__(self, world: World) -> None:
         super().__init__(world)
-        self._before = rng_states()
-        """What an evaluation draws does not change what is drawn after it."""
         self._pairs: dict[str, list[torch.Tensor]] = {}
 
     def add(self, measured: Mapping[str, torch.Tensor]) -> None:
@@ -369,7 +279,6 @@ class ExactSums(NamedSums):
             self._pairs.setdefault(name, []).append(pair)
 
     def means(self) -> dict[str, float]:
-        restore_rng_states(self._before)
         own = {name: _exact(torch.stack(pairs).tolist()) for name, pairs in self._pairs.items()}
         every = self._world.gather(own)
         names = dict.fromkeys(name for of_rank in every for name in of_rank)

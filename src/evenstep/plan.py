@@ -186,6 +186,11 @@ class Plan:
             raise PlanError(
                 "--replay-every compares what devices compute alone, and --sync-batchnorm joins them; leave one out"
             )
+        if self.replay_every is not None and self.cudnn_benchmark:
+            raise PlanError(
+                "--cudnn-benchmark chooses kernels by measuring them, and another kernel gives other bits; with "
+                "--replay-every leave it out"
+            )
         if self.sync_batchnorm and not self._facts.processes_per_device:
             raise PlanError(
                 f"--sync-batchnorm joins processes, and {self.strategy} has one; use --strategy {with_processes()}"
@@ -427,7 +432,10 @@ def read_plan(path: str | Path) -> Plan:
 
 def write_plan_file(folder: Path, plan: Plan) -> None:
     """The plan.json of a run folder."""
-    (folder / PLAN_FILE).write_text(json.dumps(plan.to_json(), indent=2) + "\n")
+    # Written and renamed: this process may be stopped while it writes.
+    beside = folder / f"{PLAN_FILE}.writing"
+    beside.write_text(json.dumps(plan.to_json(), indent=2) + "\n")
+    beside.replace(folder / PLAN_FILE)
 
 
 def parse_devices(text: str) -> int | tuple[str, ...]:

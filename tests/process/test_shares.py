@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import subprocess
 import sys
@@ -10,12 +11,14 @@ from pathlib import Path
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
 from evenstep.errors import PlanError
-from evenstep.plan import Plan
+from evenstep.plan import PLAN_FILE, Plan, read_plan, write_plan_file
 from evenstep.record import Record
 from evenstep.sampling.order import Lengths
-from evenstep.training.shares import choose_shares
+from evenstep.training.shares import choose_shares, keep_in_plan, parts_of
 from evenstep.verify.configurations import find_configs, plan_of
 from tests.fleet import furthest, result, run_jobs
 from tests.marks import first_is_quick
@@ -246,6 +249,43 @@ def test_shares_follow_the_seconds_that_a_sample_takes() -> None:
     assert choose_shares(plan, [1.0, 2.0], lengths, "gather waits")[0] == (32, 32)
     three = replace(plan, batch=30, devices=("cpu",) * 3)
     assert choose_shares(three, [1.0, 1.0, 2.0], Lengths(30))[0] == (12, 12, 6)
+
+
+@given(st.lists(st.integers(1, 1000), min_size=2, max_size=6), st.integers(1, 6), st.integers(0, 40), st.booleans())
+def test_every_device_gets_enough_and_a_faster_one_no_less(
+    speeds: list[int], accumulate: int, more: int, is_virtual: bool
+) -> None:
+    num, least = len(speeds), accumulate if not is_virtual else 1
+    auto = Plan(
+        batch=num * accumulate + more if not is_virtual else (num + more) * accumulate,
+        replicas=num + more if is_virtual else None,
+        steps=1,
+        strategy="ddp",
+        devices=("cpu",) * num,
+        accumulate=accumulate,
+        shares="auto",
+    )
+    parts = parts_of(auto, tuple(speeds))
+    assert sum(parts) == (auto.replicas or auto.batch)
+    assert min(parts) >= least
+    by_speed = sorted(zip(speeds, parts, strict=True))
+    for (slow, few), (fast, many) in itertools.pairwise(by_speed):
+        assert slow == fast or few <= many
+    replace(auto, shares=",".join(map(str, parts)))
+
+
+def test_measured_shares_replace_the_plan_in_one_move(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    auto = Plan(batch=8, steps=1, strategy="ddp", devices=("cpu", "cpu"), shares="auto")
+    write_plan_file(tmp_path, auto)
+    with monkeypatch.context() as patch:
+        # As if the disk were full, or the process killed.
+        patch.setattr(Path, "replace", lambda *_: pytest.fail("stopped"))
+        with pytest.raises(pytest.fail.Exception):
+            keep_in_plan(tmp_path, (5, 3))
+    assert read_plan(tmp_path) == auto
+    keep_in_plan(tmp_path, (5, 3))
+    assert read_plan(tmp_path).shares == "5,3"
+    assert [path.name for path in tmp_path.iterdir()] == [PLAN_FILE]
 
 
 @pytest.mark.slow

@@ -221,6 +221,7 @@ WHOLE = "it must be a whole number, 1 or more"
             "dp-torch does not sum gradients in the order of --replicas; use --strategy single, dp, ddp or fsdp",
         ),
         ({"replicas": 2, "cudnn_benchmark": True}, "--cudnn-benchmark chooses kernels by measuring them"),
+        ({"replay_every": 5, "cudnn_benchmark": True}, "with --replay-every leave it out"),
         (
             {"replicas": 2, "strategy": "ddp", "devices": cpus(3)},
             "2 virtual replicas cannot be shared by 3 devices; use --replicas 3 or more, the same number on any",

@@ -4,9 +4,10 @@ The devices take turns in whose micro-batch it is. Batches and random numbers ar
 read the same samples and draw the same numbers; the weights are equal on all of them. Nothing of it stays: gradients
 are not accumulated, and buffers and generators are put back.
 
-A device that repeats itself and differs from most others is faulty. Where two differ and nobody else can decide, each
-computes again what both agreed on at the first check. A device that differs from itself is faulty if it still does so
-with deterministic algorithms while another one does not; else the loss is nondeterministic.
+Where bits differ, all devices compute it many times with deterministic algorithms. A device is faulty if it differs
+from the others most times, while those always agree. Where two always differ and nobody else can decide, each computes
+again what both agreed on at the first check. Anything else is nondeterministic, and so is a later difference in the
+same tensor, or in one computed from it: a sound run must not end.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from __future__ import annotations
 import time
 import warnings
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Sequence, Set
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -36,8 +37,12 @@ from evenstep.training.step import Recipe
 Sums = dict[str, int]
 """A number for the bits of each tensor, by its name, in the order in which a step computes them."""
 INPUTS, PARAMETERS, LOSS = "the inputs", "the parameters", "the loss"
-NUM_MORE = 4
-"""Computations with deterministic algorithms, where a device differs from itself."""
+NUM_MORE = 24
+"""Computations with deterministic algorithms, where bits differ."""
+MOST = 2 / 3
+"""A faulty device differs in this part of them. With noise at any rate, sound devices look so once in ten million."""
+NUM_OLD = 12
+"""Computations of what two devices agreed on."""
 
 
 @dataclass(frozen=True)
@@ -59,6 +64,8 @@ class ReplayCheck:
         self._recipe, self._loader, self._world = recipe, loader, recipe.team.world
         self._agreed: Agreed | None = None
         self._said: set[str] = set()
+        self._noisy: set[str] = set()
+        """Tensors that a check found to be nondeterministic."""
 
     def is_due(self, step: int) -> bool:
         return step % self.every == 0
@@ -105,13 +112,15 @@ class ReplayCheck:
                 if self._agreed is None:
                     self._agree(work, [first for first, _ in own])
                 return ReplayFinding("equal")
-            differs_from_itself = any(first != second for first, second in numbers)
-            more = self._gathered(self._deterministic(work)) if differs_from_itself else None
-            holds = self._gathered(self._still_holds()) if not differs_from_itself else None
-        pairs = self._gathered([[one, other] for one, other in zip(once, again, strict=True)])
-        names = self._gathered(self._names())
-        devices = [DeviceSums(name, kind, *pair) for name, kind, pair in zip(names, kinds, pairs, strict=True)]
-        return judge(devices, more, holds)
+            pairs = self._gathered([[one, other] for one, other in zip(once, again, strict=True)])
+            names = self._gathered(self._names())
+            devices = [DeviceSums(name, kind, *pair) for name, kind, pair in zip(names, kinds, pairs, strict=True)]
+            finding = known(devices, self._noisy)
+            if finding is None:
+                finding = judge(devices, self._gathered(self._deterministic(work)), self._gathered(self._still_holds()))
+        if finding.outcome == "nondeterministic":
+            self._noisy |= {finding.tensor} - {INPUTS}
+        return finding
 
     def _compute(self, work: Computation) -> list[Sums]:
         """On each device of this process."""
@@ -160,18 +169,19 @@ class ReplayCheck:
             ]
             self._agreed = Agreed(work, weights, numbers)
 
-    def _still_holds(self) -> list[bool | None]:
-        """For each device of this process, whether it computes what it did at the first check; None if unknown."""
+    def _still_holds(self) -> list[list[bool]]:
+        """For each device of this process, whether it computes what it did at the first check, a few times."""
         if self._agreed is None:
-            return [None for _ in self._world.devices]
+            return [[] for _ in self._world.devices]
         bounds = self._recipe.model.loss_modules
         now = [[one.detach().clone() for one in _state(bound)] for bound in bounds]
         _load(bounds, self._agreed.weights)
         try:
-            sums = self._compute(self._agreed.work)
+            every = [[number_of(one) for one in self._compute(self._agreed.work)] for _ in range(NUM_OLD)]
         finally:
             _load(bounds, now)
-        return [number_of(one) == number for one, number in zip(sums, self._agreed.numbers, strict=True)]
+        of_devices = zip(self._agreed.numbers, zip(*every, strict=True), strict=True)
+        return [[one == agreed for one in of_device] for agreed, of_device in of_devices]
 
     def _names(self) -> list[str]:
         world = self._world
@@ -211,6 +221,10 @@ class DeviceSums:
     once: Sums
     again: Sums
 
+    @property
+    def repeats_itself(self) -> bool:
+        return self.once == self.again
+
 
 @dataclass(frozen=True)
 class ReplayFinding:
@@ -218,79 +232,115 @@ class ReplayFinding:
 
     outcome: Literal["equal", "nondeterministic", "faulty"]
     text: str = ""
+    tensor: str = INPUTS
+    """The first one that differs."""
 
 
-def judge(
-    devices: Sequence[DeviceSums], more: Sequence[Sequence[int]] | None, holds: Sequence[bool | None] | None
-) -> ReplayFinding:
-    """Which device is faulty, if one is.
-
-    `more` are numbers that each device computed with deterministic algorithms; `holds` says whether each still computes
-    what it did at the first check.
-    """
+def known(devices: Sequence[DeviceSums], noisy: Set[str]) -> ReplayFinding | None:
+    """What can be said without computing more; `noisy` are tensors that were nondeterministic in an earlier check."""
     if len({one.once[INPUTS] for one in devices}) > 1:
         return ReplayFinding(
             "nondeterministic",
             "the ranks read different data for the same samples, so that their results cannot be compared; let the "
             "dataset depend on the index alone",
         )
-    unstable = [one for one in devices if one.once != one.again]
-    if unstable:
-        return _judge_unstable(devices, unstable, more)
+    tensor, _ = _difference(devices)
+    if not tensor:
+        return ReplayFinding("equal")
+    names = list(devices[0].once)
+    # What is computed from a noisy tensor is noisy too.
+    if tensor in noisy or noisy & set(names[: names.index(tensor)] if tensor in names else names):
+        return ReplayFinding(
+            "nondeterministic",
+            f"{tensor} differs again, or what it is computed from: nondeterministic, as before",
+            tensor,
+        )
+    return None
+
+
+def judge(
+    devices: Sequence[DeviceSums], more: Sequence[Sequence[int]], holds: Sequence[Sequence[bool]]
+) -> ReplayFinding:
+    """Which device is faulty, if one is.
+
+    `more` are numbers that each device computed with deterministic algorithms; `holds` says whether each still computes
+    what it did at the first check.
+    """
+    tensor, differs = _difference(devices)
     for kind in dict.fromkeys(one.kind for one in devices):
         same = [index for index, one in enumerate(devices) if one.kind == kind]
-        counts = Counter(number_of(devices[index].once) for index in same)
-        if len(counts) > 1:
-            return _judge_apart(devices, same, counts, holds)
-    return ReplayFinding("equal")
+        faulty, sound = _suspects(same, more, holds)
+        if faulty and sound:
+            culprit = devices[faulty[0]]
+            if not culprit.repeats_itself:
+                tensor = _first_difference(culprit.once, culprit.again)
+                differs = f"{tensor} differs when {culprit.name} computes it twice"
+                text = f"{differs}, also with deterministic algorithms, and not on other devices"
+            else:
+                names = " and ".join(devices[index].name for index in faulty)
+                text = f"{tensor} on {names} is not that of {devices[sound[0]].name}, time and again"
+            return ReplayFinding("faulty", f"{text}: {_FAULTY}", tensor)
+        if faulty:
+            names = " or ".join(devices[index].name for index in same)
+            text = f"{tensor} differs between devices, each of which repeats itself: {names} is faulty"
+            return ReplayFinding("faulty", text, tensor)
+    return ReplayFinding("nondeterministic", f"{differs}, {_cause(devices, more)}", tensor)
 
 
-def _judge_unstable(
-    devices: Sequence[DeviceSums], unstable: Sequence[DeviceSums], more: Sequence[Sequence[int]] | None
-) -> ReplayFinding:
-    worst = unstable[0]
-    differs = f"{_first_difference(worst.once, worst.again)} differs when {worst.name} computes it twice"
-    still = [one.name for one, numbers in zip(devices, more or (), strict=False) if len(set(numbers)) > 1]
-    if still and len(still) < len(devices):
-        return ReplayFinding(
-            "faulty", f"{differs}, also with deterministic algorithms, and not on other devices: {_FAULTY}"
-        )
-    if not still:
-        return ReplayFinding(
-            "nondeterministic", f"{differs}, and not with deterministic algorithms: a nondeterministic kernel"
-        )
+def _suspects(
+    same: Sequence[int], more: Sequence[Sequence[int]], holds: Sequence[Sequence[bool]]
+) -> tuple[list[int], list[int]]:
+    """Of devices of one kind, the faulty ones and the sound ones; no sound ones if any may be faulty, or none is."""
+    steady = Counter(more[index][0] for index in same if len(set(more[index])) == 1)
+    if not steady:
+        return [], []
+    ((usual, most),) = steady.most_common(1)
+    others = [index for index in same if any(number != usual for number in more[index])]
+    if not all(_mostly([number != usual for number in more[index]]) for index in others):
+        return [], []
+    sound = [index for index in same if index not in others]
+    if most > len(same) / 2 or most == steady.total():
+        return others, sound
+    if steady.total() < len(same):
+        return [], []
+    # No majority, and all repeat themselves.
+    changed = [index for index in same if _mostly([not one for one in holds[index]])]
+    kept = [index for index in same if holds[index] and all(holds[index])]
+    return (changed, kept) if changed and len(changed) + len(kept) == len(same) else (list(same), [])
+
+
+def _mostly(flags: Sequence[bool]) -> bool:
+    return bool(flags) and sum(flags) >= MOST * len(flags)
+
+
+def _cause(devices: Sequence[DeviceSums], more: Sequence[Sequence[int]]) -> str:
+    """Of a difference for which no device is to blame."""
+    if _is_equal(more, [one.kind for one in devices]):
+        return "and not with deterministic algorithms: a nondeterministic kernel"
+    depends = "a loss that does not depend on its inputs alone"
     if len(devices) == 1:
-        cause = "a loss that does not depend on its inputs alone, or a faulty device; a second device would show which"
-        return ReplayFinding("nondeterministic", f"{differs}, also with deterministic algorithms: {cause}")
-    return ReplayFinding(
-        "nondeterministic",
-        f"{differs}, and so it does on all devices: the loss depends on more than its inputs, the weights and the "
-        "generators of torch, NumPy and Python",
-    )
-
-
-def _judge_apart(
-    devices: Sequence[DeviceSums], same: Sequence[int], counts: Counter[int], holds: Sequence[bool | None] | None
-) -> ReplayFinding:
-    (usual, most), *_ = counts.most_common()
-    if most > len(same) / 2:
-        apart = [index for index in same if number_of(devices[index].once) != usual]
-    else:
-        apart = [index for index in same if holds is not None and holds[index] is False]
-    good = next((index for index in same if index not in apart), same[0])
-    odd = (
-        apart[0]
-        if apart and len(apart) < len(same)
-        else next(index for index in same if number_of(devices[index].once) != number_of(devices[good].once))
-    )
-    tensor = _first_difference(devices[good].once, devices[odd].once)
-    names = " and ".join(devices[index].name for index in apart)
-    if apart and len(apart) < len(same):
-        return ReplayFinding(
-            "faulty", f"{tensor} on {names} is not that of {devices[good].name}, time and again: {_FAULTY}"
+        return f"also with deterministic algorithms: {depends}, or a faulty device; a second device would show which"
+    if all(len(set(numbers)) > 1 for numbers in more):
+        return (
+            "and every device differs from itself: the loss depends on more than its inputs, the weights and the "
+            "generators of torch, NumPy and Python"
         )
-    both = " or ".join(devices[index].name for index in same)
-    return ReplayFinding("faulty", f"{tensor} differs between devices, each of which repeats itself: {both} is faulty")
+    return f"and now and then with deterministic algorithms too: {depends}, or a device that is faulty at times"
+
+
+def _difference(devices: Sequence[DeviceSums]) -> tuple[str, str]:
+    """The first tensor that differs, and a clause that says where; empty if none does."""
+    for one in devices:
+        if not one.repeats_itself:
+            tensor = _first_difference(one.once, one.again)
+            return tensor, f"{tensor} differs when {one.name} computes it twice"
+    for kind in dict.fromkeys(one.kind for one in devices):
+        first, *others = [one for one in devices if one.kind == kind]
+        for other in others:
+            if other.once != first.once:
+                tensor = _first_difference(first.once, other.once)
+                return tensor, f"{tensor} differs between {first.name} and {other.name}"
+    return "", ""
 
 
 _FAULTY = "a faulty device; leave it out, and continue from the last checkpoint with --resume"

@@ -172,12 +172,15 @@ def choose_shares(plan: Plan, seconds: Sequence[float], lengths: Lengths, obstac
 def parts_of(plan: Plan, proportions: Shares) -> Shares:
     """What each device gets of a global batch: samples, at least one for every micro-batch; or virtual replicas."""
     num, least = (plan.batch, plan.accumulate) if plan.replicas is None else (plan.replicas, 1)
-    sizes = [len(own) for own in in_proportion(num, proportions)]
-    for index, size in enumerate(sizes):
-        missing = max(0, least - size)
-        sizes[index] += missing
-        sizes[sizes.index(max(sizes))] -= missing
-    return tuple(sizes)
+    sizes = dict.fromkeys(range(len(proportions)), least)
+    free = list(sizes)
+    while True:
+        rest = num - least * (len(sizes) - len(free))
+        dealt = dict(zip(free, map(len, in_proportion(rest, tuple(proportions[one] for one in free))), strict=True))
+        if min(dealt.values()) >= least:
+            return tuple((sizes | dealt).values())
+        # The others divide what these leave.
+        free = [one for one in free if dealt[one] >= least]
 
 
 def _is_alone(plan: Plan, shares: Shares, lengths: Lengths) -> bool:

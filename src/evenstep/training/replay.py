@@ -124,6 +124,8 @@ class ReplayCheck:
 
     def _compute(self, work: Computation) -> list[Sums]:
         """On each device of this process."""
+        # Many in a row are no stall.
+        self._world.heartbeat.beat(COMPARING)
         return [self._on_device(work, index) for index in range(len(self._world.devices))]
 
     def _on_device(self, work: Computation, index: int) -> Sums:

@@ -155,4 +155,4 @@ def test_without_requeue_a_job_that_is_asked_to_stop_ends_with_75(cluster: Clust
     cluster.run("scancel", "--signal=USR1", "--batch", str(job))
     cluster.wait_until(job, "FAILED", timeout_seconds=30)
     assert cluster.facts(job)["ExitCode"] == "75:0"
-    assert "continue with --resume runs/" in cluster.said(job)
+    assert "with --resume runs/" in cluster.said(job)

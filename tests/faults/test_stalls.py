@@ -183,7 +183,7 @@ def test_a_collective_that_differs_between_ranks_is_named_on_both_sides(kind: st
 @pytest.mark.parametrize(
     ("kind", "called"),
     [
-        ("skip", "rank 1 calls all_reduce of float64 [3] at evenstep's own line"),
+        ("skip", "rank 1 calls all_reduce of float64 [4] at evenstep's own line"),
         ("other op", "rank 1 calls broadcast of float32 [3] at HERE/faulty.py:"),
         ("other shape", "rank 1 calls all_reduce of float32 [5] at HERE/faulty.py:"),
         ("other dtype", "rank 1 calls all_reduce of int32 [3] at HERE/faulty.py:"),

@@ -183,6 +183,8 @@ def test_what_a_machine_reads_and_the_number_of_parameters_count(measured: tuple
     row = predicted(*words, cwd=folder)["rows"][-1]
     read = predicted(*words, "--reads", "10", cwd=folder)["rows"][-1]
     assert read["step_seconds"]["middle"] > row["step_seconds"]["middle"]
+    # A quarter of the 64 samples each, at 10 a second.
+    assert read["step_seconds"]["middle"] >= 1.6 * 0.9
     larger = predicted(*words, "--parameters", "1M", cwd=folder)["rows"][-1]
     assert larger["parts"]["communication"] == pytest.approx(2 * 3 * (1e-3 + 1.0), rel=0.5)
     refused = run("predict", *words, "--parameters", "many", cwd=folder, code=2)

@@ -219,7 +219,9 @@ class Forecaster:
 
     def _modelled(self, one: Observation) -> StepParts:
         cluster = Cluster(per_machine=one.devices, inside=self._inside, between=self._inside)
-        return step_parts(self.work, one.strategy, cluster, one.devices, one.samples)
+        # What was measured was not limited by `--reads`.
+        work = replace(self.work, samples_a_second=None)
+        return step_parts(work, one.strategy, cluster, one.devices, one.samples)
 
     @cached_property
     def _inside(self) -> Link:

@@ -28,8 +28,9 @@ $(STAMP): pyproject.toml constraints.txt hatch_build.py src/evenstep/distributed
 demo: $(STAMP)
 	@$(BIN)/python examples/demo.py
 
+# More processes than two cores: tests wait for processes, sockets and timers most of the time.
 test: $(STAMP)
-	$(BIN)/python -m pytest -n 3 --dist loadfile
+	$(BIN)/python -m pytest -n 5 --dist loadfile
 
 test-all: $(STAMP)
 	$(BIN)/python -m pytest -n 3 --dist loadfile -m 'not gpu'

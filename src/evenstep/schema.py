@@ -101,7 +101,8 @@ def read_value(name: str, given: object, hint: Any, error: type[BadInput], is_te
         given = WORDS.get(given.lower(), given)
     try:
         return msgspec.convert(given, hint, strict=not is_text, dec_hook=_path)
-    except msgspec.ValidationError as wrong:
+    except (msgspec.ValidationError, UnicodeEncodeError) as wrong:
+        # The latter is for half of a surrogate pair, which JSON may hold.
         shown = shorten(repr(given))
         choices = get_args(hint) if get_origin(hint) is not Literal else (hint,)
         for choice in choices:
@@ -110,7 +111,11 @@ def read_value(name: str, given: object, hint: Any, error: type[BadInput], is_te
         if is_bool and isinstance(given, str):
             raise error(f"{name} is {shown}; write true or false{' (or yes, no, on, off)' * is_text}") from None
         meta = [one for choice in (hint, *choices) for one in get_args(choice) if isinstance(one, Meta)]
-        raise error(f"{name} is {shown}; {meta[0].description if meta else in_words(wrong)}") from None
+        raise error(f"{name} is {shown}; {meta[0].description if meta else _why(wrong)}") from None
+
+
+def _why(wrong: Exception) -> str:
+    return in_words(wrong) if isinstance(wrong, msgspec.ValidationError) else "write plain text"
 
 
 WORDS = {"yes": True, "on": True, "no": False, "off": False}

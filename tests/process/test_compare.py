@@ -131,6 +131,7 @@ def test_a_comparison_has_a_table_a_recommendation_and_a_page() -> None:
     assert [row.label for row in Comparison.read("runs/mine").rows] == ["single", "ddp x 2"]
 
 
+@pytest.mark.slow
 def test_the_cost_of_virtual_replicas_is_shown_beside_the_plain_step() -> None:
     ways = ("--devices", "2", "--strategies", "ddp,fsdp", "--replicas", "4", "--rounds", "1", "--steps", "6")
     ended = compare("my_task.py", *ways, "--name", "mine")
@@ -181,6 +182,7 @@ def test_the_parts_leave_no_moment_of_a_step_out(blocks: dict[str, Record], conf
                 assert all(before[2] == after[1] for before, after in pairwise(lane.spans))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("config", "num_numbers"),
     # ddp sends the one number of the buffer before forward and then gradients; dp parameters and gradients.

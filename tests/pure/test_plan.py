@@ -301,3 +301,8 @@ def test_a_file_that_is_no_plan_is_refused(text: str, message: str) -> None:
 def test_a_plan_that_is_not_there_is_refused() -> None:
     with pytest.raises(PlanError, match=r"nowhere\.json does not exist"):
         read_plan("nowhere.json")
+
+
+def test_half_of_a_surrogate_pair_is_refused() -> None:
+    with pytest.raises(PlanError, match="batch is"):
+        Plan.from_json({"batch": "\ud800", "devices": ["cpu"]})

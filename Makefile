@@ -28,9 +28,10 @@ $(STAMP): pyproject.toml constraints.txt hatch_build.py src/evenstep/distributed
 demo: $(STAMP)
 	@$(BIN)/python examples/demo.py
 
-# More processes than two cores: tests wait for processes, sockets and timers most of the time.
+# More processes than two cores: tests wait for processes, sockets and timers most of the time. Long files first: those of
+# tests/pure, which are short, fill what is left.
 test: $(STAMP)
-	$(BIN)/python -m pytest -n 5 --dist loadfile
+	$(BIN)/python -m pytest -n 5 --dist loadfile --no-loadscope-reorder tests/process tests/faults tests/browser tests/pure
 
 test-all: $(STAMP)
 	$(BIN)/python -m pytest -n 3 --dist loadfile -m 'not gpu'

@@ -42,6 +42,7 @@ def command(*words: str) -> subprocess.CompletedProcess[str]:
 slow = pytest.mark.slow
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("strategy", ["single", *(pytest.param(name, marks=slow) for name in ("dp", "ddp", "fsdp"))])
 def test_the_model_of_a_run_is_the_same_in_python_and_without_evenstep(strategy: str) -> None:
     devices = "cpu" if strategy == "single" else "cpu,cpu"

@@ -124,6 +124,7 @@ def trained(task: str) -> Record:
     return evenstep.train("my_task.py", name="mine", precision="fp64", threads=1, progress=False)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("size", first_is_quick([2, 1, 3]))
 def test_map_of_ranked_answers_is_that_of_the_whole_set(size: int) -> None:
     trained(RANKED)

@@ -112,6 +112,7 @@ def test_a_comparison_or_its_records_are_enough_without_torch(measured: tuple[Pa
     assert again["knees"][0]["strategy"] == "ddp"
 
 
+@pytest.mark.slow
 def test_a_trained_run_knows_its_gradients_by_its_checkpoint(tmp_path: Path) -> None:
     (tmp_path / "my_task.py").write_text(TASK)
     run("train", "my_task.py", "--strategy", "single", "--epochs", "2", "--name", "mine", "-q", cwd=tmp_path)

@@ -106,6 +106,7 @@ def test_a_device_that_flips_a_bit_is_found_at_the_next_check(
     assert sorted(path.name for path in Path("runs/run/checkpoints").glob("step-*"))[-1] == "step-00000025"
 
 
+@pytest.mark.slow
 def test_two_devices_that_never_agreed_are_both_named(monkeypatch: pytest.MonkeyPatch) -> None:
     done = trained("ddp-2", "flip:1:0", monkeypatch)
     assert done.returncode == 1
@@ -114,6 +115,7 @@ def test_two_devices_that_never_agreed_are_both_named(monkeypatch: pytest.Monkey
     )
 
 
+@pytest.mark.slow
 def test_a_device_that_does_not_repeat_itself_is_faulty_if_others_do(monkeypatch: pytest.MonkeyPatch) -> None:
     done = trained("ddp-2", "noise:1:24", monkeypatch)
     assert done.returncode == 1

@@ -331,6 +331,15 @@ def versions() -> dict[str, str]:
     return found
 
 
+def write_pairs(out: str | None, result: dict[str, Any], name: str, ratios: Sequence[float]) -> None:
+    """Print what pairs of runs gave, with the median and the range of their ratios; and write it, if asked to."""
+    middle = {"median": statistics.median(ratios), "lowest": min(ratios), "highest": max(ratios)}
+    content = json.dumps({**result, name: {key: round(value, 3) for key, value in middle.items()}}, indent=1)
+    print(content)
+    if out:
+        Path(out).write_text(content + "\n")
+
+
 def write(path: str, command: str, results: object) -> None:
     """Leave the results in a file, with the command that made them and the machine that ran it."""
     now = datetime.datetime.now().isoformat(timespec="seconds")

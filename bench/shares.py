@@ -17,6 +17,7 @@ import sys
 import tempfile
 from pathlib import Path
 
+import harness
 from safetensors.torch import load_file
 
 from evenstep.distributed import devices
@@ -117,15 +118,8 @@ def main(pairs: str = "5", out: str = "") -> None:
         **{f"{kind}_step_ms": [round(one, 2) for one in values] for kind, values in found.items()},
         "shares": chosen,
         "largest_difference_of_weights": max(differences),
-        "even_over_auto": {
-            "median": round(statistics.median(ratios), 3),
-            "lowest": round(min(ratios), 3),
-            "highest": round(max(ratios), 3),
-        },
     }
-    print(json.dumps(result, indent=1))
-    if out:
-        Path(out).write_text(json.dumps(result, indent=1) + "\n")
+    harness.write_pairs(out, result, "even_over_auto", ratios)
 
 
 if __name__ == "__main__":

@@ -13,6 +13,8 @@ import sys
 import tempfile
 from pathlib import Path
 
+import harness
+
 STEPS, WARM_UP = 1000, 100
 TASK = """
 import torch
@@ -53,15 +55,8 @@ def main(before: str, after: str, pairs: str = "8", out: str = "") -> None:
     result = {
         "command": f"python bench/two_commits.py BEFORE AFTER {pairs}",
         **{f"{name}_ms": [round(one, 3) for one in values] for name, values in found.items()},
-        "after_over_before": {
-            "median": round(statistics.median(ratios), 3),
-            "lowest": round(min(ratios), 3),
-            "highest": round(max(ratios), 3),
-        },
     }
-    print(json.dumps(result, indent=1))
-    if out:
-        Path(out).write_text(json.dumps(result, indent=1) + "\n")
+    harness.write_pairs(out, result, "after_over_before", ratios)
 
 
 if __name__ == "__main__":

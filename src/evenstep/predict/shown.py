@@ -8,15 +8,12 @@ from rich.text import Text
 
 from evenstep.predict.published import CheckResult
 from evenstep.report.prediction import Forecast
-from evenstep.report.terminal import plain, without_control
+from evenstep.report.terminal import plain, table_of, without_control
 
 
 def show_check(result: CheckResult, console: Console) -> None:
     """The errors of every family, first; then what is suspect in the tables, and what is not reached."""
-    table = Table(box=None, pad_edge=False, header_style="bold")
-    table.add_column("family", no_wrap=True)
-    for head in ("rows", "median", "p90", "worst", "linear*", "skill**", "in interval"):
-        table.add_column(head, justify="right", no_wrap=True)
+    table = table_of("family", "rows", "median", "p90", "worst", "linear*", "skill**", "in interval")
     for one in (*result.families, result.total):
         table.add_row(
             one.name,
@@ -66,7 +63,7 @@ def show_forecast(found: Forecast, console: Console) -> None:
 
 
 def _rates(found: Forecast) -> Table:
-    table = _table("strategy", "machines", "samples/s", "90 % interval", "efficiency")
+    table = table_of("strategy", "machines", "samples/s", "90 % interval", "efficiency")
     table.add_column("limit", no_wrap=True)
     for row in found.rows:
         rate = row.samples_per_second
@@ -93,7 +90,7 @@ def _step_table(found: Forecast) -> Table:
         name for name in ("contention", "waiting", "unexplained") if not any(row.parts.get(name) for row in found.rows)
     ]
     shown = [name for name in names if name not in rare]
-    table = _table("ms/step", "total", *(SHORT.get(name, name) for name in shown))
+    table = table_of("ms/step", "total", *(SHORT.get(name, name) for name in shown))
     for row in found.rows:
         cells = [f"{row.parts.get(name, 0.0) * 1000:.2f}" for name in shown]
         table.add_row(plain(row.label), f"{row.step_seconds.middle * 1000:.2f}", *cells)
@@ -102,19 +99,11 @@ def _step_table(found: Forecast) -> Table:
 
 def _epochs(found: Forecast) -> Table:
     has_cost = any(row.cost is not None for row in found.rows)
-    table = _table("epoch", "takes", "device hours", *["cost"] * has_cost)
+    table = table_of("epoch", "takes", "device hours", *["cost"] * has_cost)
     for row in found.rows:
         if row.device_hours is not None:
             cost = [f"{row.cost:.3g}" if row.cost is not None else ""] * has_cost
             table.add_row(plain(row.label), _time(row.epoch_seconds), f"{row.device_hours:.3g}", *cost)
-    return table
-
-
-def _table(first: str, *more: str) -> Table:
-    table = Table(box=None, pad_edge=False, header_style="bold")
-    table.add_column(first, no_wrap=True)
-    for name in more:
-        table.add_column(name, justify="right", no_wrap=True)
     return table
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 from evenstep.report.comparison import Comparison, Row
@@ -29,28 +30,27 @@ def advise(comparison: Comparison) -> list[str]:
 
 def _gains_of_shares(comparison: Comparison) -> list[str]:
     """What uneven shares give each configuration, if they were measured."""
-    even = {row.label: row for row in comparison.rows if row.shares is None}
     gains = [
         f"{before.label} {row.samples_per_second.middle / before.samples_per_second.middle:.2f}x the speed of equal"
-        for row in comparison.rows
-        if row.shares is not None
-        for before in [even.get(replace(row, shares=None).label)]
-        if before is not None
+        for row, before in _pairs(comparison, lambda row: replace(row, shares=None))
     ]
     return [f"Uneven shares give: {', '.join(gains)}."] if gains else []
 
 
 def _costs_of_replicas(comparison: Comparison) -> list[str]:
     """What virtual replicas cost each configuration, if they were measured."""
-    plain = {row.label: row for row in comparison.rows if row.replicas is None}
     costs = [
         f"{before.label} {row.step_seconds.middle / before.step_seconds.middle:.2f}x the step"
-        for row in comparison.rows
-        if row.replicas is not None
-        for before in [plain.get(replace(row, replicas=None).label)]
-        if before is not None
+        for row, before in _pairs(comparison, lambda row: replace(row, replicas=None))
     ]
     return [f"The same bits on any number of devices (--replicas) cost: {', '.join(costs)}."] if costs else []
+
+
+def _pairs(comparison: Comparison, without: Callable[[Row], Row]) -> list[tuple[Row, Row]]:
+    """Rows that have something, each with the row that differs in having it not."""
+    rows = {row.label: row for row in comparison.rows}
+    pairs = [(row, rows.get(without(row).label)) for row in comparison.rows]
+    return [(row, before) for row, before in pairs if before is not None and before is not row]
 
 
 def unsteady(comparison: Comparison) -> list[str]:

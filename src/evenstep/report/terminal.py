@@ -186,7 +186,7 @@ def show_comparison(comparison: Comparison, console: Console) -> None:
 
 
 def speed_table(comparison: Comparison) -> Table:
-    table = _table("strategy", "samples/s", "spread", "speed-up", "efficiency")
+    table = table_of("strategy", "samples/s", "spread", "speed-up", "efficiency")
     table.add_column("result vs. single", no_wrap=True)
     for row in comparison.rows:
         rate = row.samples_per_second
@@ -205,7 +205,7 @@ def speed_table(comparison: Comparison) -> Table:
 def step_table(comparison: Comparison) -> Table:
     """Where a step goes, in milliseconds."""
     short = {"communication": "comm.*", "optimizer": "opt."}
-    table = _table("ms/step", "total", *(short.get(part, part) for part in PARTS), "w/o input", "w/o comm.")
+    table = table_of("ms/step", "total", *(short.get(part, part) for part in PARTS), "w/o input", "w/o comm.")
     for row in comparison.rows:
         table.add_row(
             plain(row.label),
@@ -218,7 +218,7 @@ def step_table(comparison: Comparison) -> Table:
 
 
 def cost_table(comparison: Comparison) -> Table:
-    table = _table("cost", "start-up", "sent per step")
+    table = table_of("cost", "start-up", "sent per step")
     table.add_column("peak memory")
     for row in comparison.rows:
         peaks = ", ".join(size(peak) for peak in row.peak_bytes.values())
@@ -226,7 +226,8 @@ def cost_table(comparison: Comparison) -> Table:
     return table
 
 
-def _table(first: str, *more: str) -> Table:
+def table_of(first: str, *more: str) -> Table:
+    """A table with names in its first column and numbers in the others."""
     table = Table(box=None, pad_edge=False, header_style="bold")
     table.add_column(first, no_wrap=True)
     for name in more:

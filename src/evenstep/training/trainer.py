@@ -128,28 +128,33 @@ class Trainer:
         self.is_again = team.world.is_main and has_begun(run_folder)
         """Whether this run was started before, in its own folder."""
         self.samples: SamplesWriter | None = None
-        if plan.audit and team.world.is_main:
-            from evenstep.audit import SamplesWriter
-
-            self.samples = SamplesWriter(run_folder)
         self.replicas: ReplicaCheck | None = None
         self.pace: StragglerMonitor | None = None
-        if team.world.size > 1:
-            from evenstep.monitor.replicas import ReplicaCheck
-            from evenstep.monitor.stragglers import StragglerMonitor
-
-            self.replicas, self.pace = ReplicaCheck(team.world, self._model.module), StragglerMonitor(team.world)
         self.replays: ReplayCheck | None = None
-        if plan.replay_every is not None:
-            from evenstep.training.replay import ReplayCheck
-
-            if has_several(task):
-                raise TaskError("--replay-every checks tasks of one model, and this one has several; leave it out")
-            self.replays = ReplayCheck(self._recipe(), self.run.loader, plan.replay_every)
+        self._add_checks()
         self._compute_seconds = 0.0
         self.tracing: Tracing | None = None
         if plan.restarts or plan.machines:
             team.requests.save_periodically()
+
+    def _add_checks(self) -> None:
+        """What watches the steps: an audit, a comparison of replicas and of their speed, replays on other devices."""
+        world = self.team.world
+        if self.plan.audit and world.is_main:
+            from evenstep.audit import SamplesWriter
+
+            self.samples = SamplesWriter(self.folder)
+        if world.size > 1:
+            from evenstep.monitor.replicas import ReplicaCheck
+            from evenstep.monitor.stragglers import StragglerMonitor
+
+            self.replicas, self.pace = ReplicaCheck(world, self._model.module), StragglerMonitor(world)
+        if self.plan.replay_every is not None:
+            from evenstep.training.replay import ReplayCheck
+
+            if has_several(self.task):
+                raise TaskError("--replay-every checks tasks of one model, and this one has several; leave it out")
+            self.replays = ReplayCheck(self._recipe(), self.run.loader, self.plan.replay_every)
 
     def resume(self) -> list[str]:
         """Load what the plan resumes from; returns lines to log about it and about the model."""

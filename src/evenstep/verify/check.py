@@ -115,7 +115,7 @@ class ConfigurationCheck:
         self._found = self._without_skips(differ.all(reference, run), reference, run)
         if not has_steps(self._found):
             skipped = DifferenceCause(name="not-judged", sentence=SKIPPED)
-            return self._because(skipped, f"{self._config.label} was not compared ({precision})")
+            return Verdict.because(skipped, f"{self._config.label} was not compared ({precision})", self._notes)
         if not self._is_explained(reference, run, limit):
             limit = self._eased(limit, self._found, reference)
         if first_beyond(self._found, limit) is None:
@@ -294,7 +294,7 @@ class ConfigurationCheck:
 
     def _failed(self, failure: Failure, reference: Evidence, precision: str) -> Verdict:
         cause = find_cause(self._case(reference, None, precision, self._limit(precision), ()), failure)
-        return self._because(cause, fails(self._config.label, failure))
+        return Verdict.because(cause, fails(self._config.label, failure), self._notes)
 
     def _case(
         self, reference: Evidence, run: Evidence | None, precision: str, limit: Limit, found: Sequence[Difference]
@@ -305,22 +305,11 @@ class ConfigurationCheck:
     def _differs(self, first: Difference, found: Sequence[Difference], case: Case, cause: DifferenceCause) -> Verdict:
         shown = tensor_of(first, found, case.limit)
         return replace(
-            self._because(cause, differs(self._config.label, shown, case.precision)),
+            Verdict.because(cause, differs(self._config.label, shown, case.precision), self._notes),
             first_step=shown.step,
             first_tensor=shown.name,
             difference=shown.size,
             parts=parts_of(found, case.limit),
-        )
-
-    def _because(self, cause: DifferenceCause, sentence: str) -> Verdict:
-        return Verdict(
-            is_same=False,
-            sentence=sentence,
-            cause=cause.name,
-            why=cause.sentence,
-            evidence=cause.evidence,
-            advice=cause.advice,
-            notes=tuple(self._notes),
         )
 
 

@@ -70,12 +70,15 @@ class ExactCheck:
     def verdict(self) -> Verdict:
         reference = self._runs.bits(self._single, self._replicas)
         if isinstance(reference, Failure) and GATHER in reference.message:
-            return replace(self._because(_failure(reference), "single fails with virtual replicas"), operation=GATHER)
+            return replace(
+                Verdict.because(_failure(reference), "single fails with virtual replicas", self._notes),
+                operation=GATHER,
+            )
         if isinstance(reference, Failure):
             raise TrainingError(f"single itself fails, so there is nothing to compare with:\n{reference.first_lines}")
         run = self._runs.bits(self._config, self._replicas)
         if isinstance(run, Failure):
-            return self._because(_failure(run), fails(self._config.label, run))
+            return Verdict.because(_failure(run), fails(self._config.label, run), self._notes)
         self._found = differences(reference, run)
         if all(one.size == 0 for one in self._found):
             self._found += self._resumed(reference, self._config, reference)
@@ -113,7 +116,8 @@ class ExactCheck:
         when = f"at step {shown.step}" if shown.step else "before the first step"
         thing = THINGS[shown.part].format(name=shown.name)
         cause, operation = self._cause(first, reference, run)
-        verdict = self._because(cause, f"{self._config.label} has other bits than single: {when}, {thing} differs")
+        sentence = f"{self._config.label} has other bits than single: {when}, {thing} differs"
+        verdict = Verdict.because(cause, sentence, self._notes)
         return replace(
             verdict,
             first_step=shown.step,
@@ -166,17 +170,6 @@ class ExactCheck:
             f"every operation of forward and backward gives the same bits; {reasons.get(shown.part, shown.part)} not"
         )
         return DifferenceCause(name="outside", sentence=sentence)
-
-    def _because(self, cause: DifferenceCause, sentence: str) -> Verdict:
-        return Verdict(
-            is_same=False,
-            sentence=sentence,
-            cause=cause.name,
-            why=cause.sentence,
-            evidence=cause.evidence,
-            advice=cause.advice,
-            notes=tuple(self._notes),
-        )
 
 
 def differences(one: Evidence, other: Evidence) -> list[Difference]:

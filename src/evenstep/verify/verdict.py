@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -73,6 +73,19 @@ class Verdict:
     """With `--exact`, the first operation that gave other bits."""
     notes: tuple[str, ...] = ()
     parts: Mapping[str, PartVerdict] = field(default_factory=dict)
+
+    @classmethod
+    def because(cls, cause: DifferenceCause, sentence: str, notes: Iterable[str] = ()) -> Verdict:
+        """A configuration that does not match, and why."""
+        return cls(
+            is_same=False,
+            sentence=sentence,
+            cause=cause.name,
+            why=cause.sentence,
+            evidence=cause.evidence,
+            advice=cause.advice,
+            notes=tuple(notes),
+        )
 
     def to_json(self) -> dict[str, Any]:
         """For programs; a difference that is not finite is null."""

@@ -4,7 +4,8 @@ python bench/c8_predict.py [--quick] [--out FILE] [--keep FOLDER]      on the CP
 
 For each network: one rank at a batch and at a quarter of it, and two ranks at the batch, are measured and given to
 `evenstep predict`. Held out: half of the batch on one and two ranks, and three and four ranks. All blocks are taken
-twice, in alternating order; what two equal blocks differ by is the noise below which no error means anything.
+six times, in alternating order, and their medians compared; what the first half of equal blocks differs by from the
+second is the noise below which no error means anything.
 """
 
 from __future__ import annotations
@@ -13,6 +14,8 @@ import argparse
 import json
 import sys
 import tempfile
+from collections.abc import Iterable
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from statistics import median
@@ -27,9 +30,9 @@ from evenstep.predict.own_records import replay_records
 from evenstep.predict.published import Checked
 from evenstep.record import Record
 
-TASKS = {"simple_net": 512, "small_cnn": 128, "wide_mlp": 64}
-STEPS = {"simple_net": 150, "small_cnn": 60, "wide_mlp": 8}
-ROUNDS = 2
+TASKS = {"simple_net": 512, "small_cnn": 128, "wide_mlp": 64, "encoder": 64}
+STEPS = {"simple_net": 150, "small_cnn": 60, "wide_mlp": 8, "encoder": 40}
+ROUNDS = 6
 
 
 def blocks(batch: int) -> list[tuple[str, int, int]]:
@@ -60,14 +63,23 @@ def measured(task: str, folder: Path, rounds: int, steps: int) -> Path:
     return base.folder
 
 
+def medians(rows: Iterable[Checked]) -> list[Checked]:
+    """One row for the equal blocks of all rounds."""
+    alike: dict[str, list[Checked]] = {}
+    for row in rows:
+        alike.setdefault(row.name, []).append(row)
+    return [replace(of[0], measured=median(row.measured for row in of)) for of in alike.values()]
+
+
 def noise(folder: Path, rounds: int) -> float:
-    """By how much two equal blocks differ, in the median."""
+    """By how much the medians of two halves of equal blocks differ; the median over kinds of blocks."""
     rates: dict[str, list[float]] = {}
-    for path in folder.glob("*/record.jsonl"):
+    for path in sorted(folder.glob("*/record.jsonl")):
         found = Record.read(path).measurement
         if found is not None:
             rates.setdefault(path.parent.name.rpartition("-round-")[0], []).append(found.samples / found.seconds)
-    return median(max(of) / min(of) - 1 for of in rates.values()) if rounds > 1 else 0.0
+    halves = [(median(of[::2]), median(of[1::2])) for of in rates.values() if rounds > 1]
+    return median(max(pair) / min(pair) - 1 for pair in halves) if halves else 0.0
 
 
 def main() -> None:
@@ -84,7 +96,7 @@ def main() -> None:
         for task in tasks:
             steps = 12 if given.quick else STEPS[task]
             folder = measured(task, given.keep or Path(temporary), rounds, steps)
-            rows += replay_records(folder, partial(is_input, TASKS[task]))
+            rows += medians(replay_records(folder, partial(is_input, TASKS[task])))
             noises[task] = noise(folder, rounds)
     errors = sorted(row.error for row in rows)
     result = {

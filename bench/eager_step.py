@@ -1,4 +1,4 @@
-"""Eager steps beside a plain loop with a fused optimizer, and text of six lengths with and without CUDA graphs.
+"""Eager steps beside a plain fused loop, with virtual replicas, and text of six lengths with and without CUDA graphs.
 
 PYTHONPATH=src python3 bench/eager_step.py --out bench/results/DATE-eager-h200.json     # about two minutes
 PYTHONPATH=src python3 bench/eager_step.py --profile resnet18                           # where the host's time goes
@@ -44,7 +44,8 @@ from evenstep.training.trainer import Trainer
 RAW, OURS, CONTROL = "raw eager, fused", "ours, eager", "control: raw eager, fused, again"
 AS_IT_IS = "ours"
 ROUNDS, BLOCK_SECONDS = 8, 0.6
-"""In a shorter block of long steps, the start of its first one would count: before it, the GPU waits for the host."""
+LONG_BLOCK_SECONDS = 2.0
+"""Where the GPU is the limit: it waits for the host before the first step of a block, which is no part of a step."""
 
 
 class ViT(nn.Module):
@@ -124,8 +125,8 @@ def raced(name: str, device: torch.device, quick: bool) -> dict[str, Any]:
     make, wanted = WORKS[name]
     work = make(device)
     rounds = 4 if quick else ROUNDS
-    gpu_race.MOST_BLOCK_SECONDS = BLOCK_SECONDS
-    field = Field(work, rounds, rounds * 4 * BLOCK_SECONDS)
+    seconds = gpu_race.MOST_BLOCK_SECONDS = LONG_BLOCK_SECONDS if wanted == 1.0 else BLOCK_SECONDS
+    field = Field(work, rounds, rounds * 4 * seconds)
     field.enter(RAW, lambda: racers.raw(work))
     field.enter(OURS, lambda: racers.ours(work, fast="off"))
     if name == "vit":
@@ -281,6 +282,30 @@ def raced_text(quick: bool) -> dict[str, Any]:
     return {"work": "text of 6 lengths, transformer 6 x 256, batch 16, bf16", "said": said, "rows": found}
 
 
+REPLICAS = 4
+
+
+def raced_replicas(name: str, device: torch.device, quick: bool) -> dict[str, Any]:
+    """What `--replicas 4` costs beside plain accumulation into 4 micro-batches."""
+    work = WORKS[name][0](device)
+    rounds = 4 if quick else ROUNDS
+    gpu_race.MOST_BLOCK_SECONDS = BLOCK_SECONDS
+    plain, virtual, again = f"{REPLICAS} micro-batches", f"V = {REPLICAS}", "control: micro-batches, again"
+    field = Field(work, rounds, rounds * 3 * BLOCK_SECONDS)
+    field.enter(plain, lambda: racers.ours(work, fast="off", accumulate=REPLICAS))
+    # Their dropout and BatchNorm may differ, and so what was learned.
+    field.enter(virtual, lambda: racers.ours(work, replicas=REPLICAS), is_checked=False)
+    field.race([plain, virtual], {again: plain})
+    header = ["", "ms", f"/ {plain}", "95 %", "loss", "MiB", "start s"]
+    harness.show(f"\n{work.name}", header, field.rows([plain, virtual, again], plain))
+    goal = field.goal(f"{work.name}: {virtual} / {plain}", 1.05, plain, virtual, is_least=False)
+    print(goal if isinstance(goal, str) else goal.line(), flush=True)
+    found = {**field.to_json(plain), "goal": goal if isinstance(goal, str) else goal.to_json()}
+    field.close()
+    free()
+    return found
+
+
 def profiled(name: str, device: torch.device, steps: int = 300) -> None:
     """What Python does in our eager step, and in the plain one."""
     work = WORKS[name][0](device)
@@ -306,6 +331,7 @@ def profiled(name: str, device: torch.device, steps: int = 300) -> None:
 def main() -> None:
     parser = harness.parser(__doc__)
     parser.add_argument("--only", nargs="*", default=[*WORKS, "text"])
+    parser.add_argument("--replicas", choices=list(WORKS), nargs="*", default=[])
     parser.add_argument("--profile", choices=list(WORKS), nargs="*")
     given = parser.parse_args()
     device = torch.device("cuda:0")
@@ -316,6 +342,8 @@ def main() -> None:
     results = {}
     for name in given.only:
         results[name] = raced_text(given.quick) if name == "text" else raced(name, device, given.quick)
+    for name in given.replicas:
+        results[f"{name}, virtual replicas"] = raced_replicas(name, device, given.quick)
     if given.out:
         command = shlex.join(["python", f"bench/{Path(sys.argv[0]).name}", *sys.argv[1:]])
         harness.write(given.out, command, results)

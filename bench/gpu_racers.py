@@ -29,8 +29,6 @@ from evenstep.training.trainer import Trainer
 GRAPH_WARM_UP = 3
 LIGHTNING_WARM_UP = 10
 ENDLESS = 10**9
-HAS_FAST = "fast" in {field.name for field in dataclasses.fields(Plan)}
-"""Whether a plan knows the fast path."""
 
 
 @dataclass
@@ -311,12 +309,9 @@ def lightning(work: Work) -> Racer:
     return Racer(advance, lambda: work.probe(learner.network.to(work.device)), seconds_of)
 
 
-def ours(
-    work: Work, strategy: str = "single", num_devices: int = 1, compile_: bool = False, fast: str = "auto"
-) -> Racer:
-    """evenstep's own Trainer and loop, in this process."""
+def ours(work: Work, strategy: str = "single", num_devices: int = 1, compile_: bool = False, **choices: Any) -> Racer:
+    """evenstep's own Trainer and loop, in this process; `choices` are fields of its plan."""
     devices = (str(work.device),) * num_devices
-    known = {"fast": fast} if HAS_FAST else {}
     plan = Plan(
         batch=work.batch,
         strategy=strategy,  # type: ignore[arg-type]
@@ -324,10 +319,10 @@ def ours(
         steps=ENDLESS,
         precision=work.precision,
         compile=compile_,
-        **known,  # type: ignore[arg-type]
+        **choices,
     )
     task = Task(model=work.network, train=work.data, loss=loss, optimizer=work.adamw)
-    team = evenstep.join(strategy, devices, work.precision)
+    team = evenstep.join(strategy, devices, work.precision, replicas=plan.replicas)
     folder = tempfile.TemporaryDirectory()
     job = Trainer(plan, task, Path(folder.name), team)
     steps = train(

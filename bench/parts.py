@@ -40,7 +40,7 @@ from evenstep.record import PARTS, Measurement, Record
 WAYS = (("single", 1), ("dp", 2), ("ddp", 2), ("fsdp", 2))
 ON_ONE_GPU = (("single", 1), ("dp", 2), ("ddp", 2), ("fsdp", 1))
 """fsdp needs a card for each process."""
-BATCH = {"simple_net": 128, "wide_mlp": 64, "small_cnn": 64}
+BATCH = {"simple_net": 128, "wide_mlp": 64, "small_cnn": 64, "encoder": 64}
 
 
 def simple_net() -> Task:
@@ -63,6 +63,16 @@ def small_cnn() -> Task:
         )
 
     return _task(model, (3, 32, 32), "small_cnn")
+
+
+def encoder() -> Task:
+    """A layer of a transformer."""
+
+    def model() -> nn.Module:
+        layer = nn.TransformerEncoderLayer(128, 4, 512, 0.0, batch_first=True)
+        return nn.Sequential(layer, nn.Flatten(), nn.Linear(16 * 128, 10))
+
+    return _task(model, (16, 128), "encoder")
 
 
 def _task(model: Callable[[], nn.Module], shape: tuple[int, ...], name: str) -> Task:

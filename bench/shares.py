@@ -2,8 +2,8 @@
 
 python bench/shares.py [PAIRS [OUT.json]]
 
-Rank 1 puts itself into a control group with a quota of CPU time. A step is the mean over the last steps, after the
-shares were chosen: under a quota, steps are fast and slow in turn. The weights of both runs are compared, in float64.
+Rank 1 puts itself into a control group with a quota of CPU time: half of each 10 ms. A step is the mean over the last
+steps, after the shares were chosen. The weights of both runs are compared, in float64.
 """
 
 from __future__ import annotations
@@ -22,8 +22,9 @@ from safetensors.torch import load_file
 
 from evenstep.distributed import devices
 
-STEPS, FIRST = 450, 250
-PERIOD, QUOTA = 100_000, 50_000
+STEPS, FIRST = 300, 180
+PERIOD, QUOTA = 10_000, 5_000
+"""Microseconds. With a period longer than a step, a rank is not slow: it runs at full speed, and then not at all."""
 TASK = """
 import os
 from pathlib import Path
@@ -50,7 +51,7 @@ def task() -> Task:
         train=(x, y),
         loss=loss,
         optimizer=lambda parameters: torch.optim.SGD(parameters, lr=1e-2),
-        batch=256,
+        batch=512,
     )
 """
 

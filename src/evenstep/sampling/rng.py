@@ -11,6 +11,7 @@ import base64
 import ctypes
 import hashlib
 import random
+import sys
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, TypeAlias
@@ -272,11 +273,25 @@ def _words_of(generator: np.random.MT19937) -> bytes:
 
 
 def _set_numpy_state(state: Any) -> None:
-    """Also keeps it as the last one: the same words may come with another cached normal number."""
+    """`np.random.set_state(state)`, in a tenth of its time where no normal number is cached.
+
+    Also keeps it as the last one: the same words may come with another cached normal number.
+    """
     global _last_state
-    np.random.set_state(state)
     generator = np.random.get_bit_generator()  # type: ignore[attr-defined]
-    _last_state = (_words_of(generator), state) if isinstance(generator, np.random.MT19937) else None
+    if not isinstance(generator, np.random.MT19937):
+        np.random.set_state(state)
+        _last_state = None
+        return
+    kind, keys, position, has_gauss, _ = state
+    words = keys.tobytes() + int(position).to_bytes(4, sys.byteorder)
+    if kind != "MT19937" or has_gauss or len(words) != _MT19937_BYTES:
+        np.random.set_state(state)
+    else:
+        # It forgets a cached number.
+        np.random.seed(0)
+        ctypes.memmove(generator.ctypes.state_address, words, _MT19937_BYTES)
+    _last_state = _words_of(generator), state
 
 
 def restore_rng_states(states: States) -> None:

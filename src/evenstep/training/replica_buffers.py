@@ -17,7 +17,7 @@ from torch import nn
 from evenstep.distributed.gradient_tree import Node, additions
 from evenstep.distributed.world import World
 from evenstep.errors import TaskError
-from evenstep.internals import NormBase, foreach_copy_, version_of
+from evenstep.internals import NormBase, flatten_dense_tensors, foreach_copy_, unflatten_dense_tensors, version_of
 from evenstep.strategies.base import DistributedModel
 
 
@@ -29,8 +29,9 @@ class Slot(NamedTuple):
 
     @property
     def tensor(self) -> torch.Tensor:
-        found: torch.Tensor = getattr(self.owner, self.key)
-        return found
+        # By itself, `owner.key` looks in three dictionaries first.
+        found = self.owner._buffers.get(self.key)
+        return found if found is not None else getattr(self.owner, self.key)
 
 
 class BufferStart(NamedTuple):
@@ -129,7 +130,10 @@ class ReplicaBuffers:
         """After a virtual replica."""
         self._ended.add(virtual)
         slots, starts = self._slots[replica], self._starts[replica]
-        found = [self._row([(index, slots[index].tensor) for index in group]) for group in self._groups]
+        for index in self._written:
+            if slots[index].tensor is not starts[index].tensor:
+                self._refuse_shape(index, slots[index].tensor)
+        found = [self._row([slots[index].tensor for index in group]) for group in self._groups]
         if found:
             self._rows[virtual] = torch.cat(found)
         others = {index: slots[index].tensor for index in starts if index not in self._written}
@@ -137,10 +141,8 @@ class ReplicaBuffers:
         if changed:
             self._new[virtual] = {index: tensor.detach().clone() for index, tensor in changed.items()}
 
-    def _row(self, tensors: Sequence[tuple[int, torch.Tensor]]) -> torch.Tensor:
-        for index, tensor in tensors:
-            self._refuse_shape(index, tensor)
-        row = torch.cat([tensor.detach().reshape(-1) for _, tensor in tensors])
+    def _row(self, tensors: Sequence[torch.Tensor]) -> torch.Tensor:
+        row = flatten_dense_tensors(tensors)
         return row.to(torch.float32 if row.device.type == "mps" else torch.float64)
 
     def _is_changed(self, tensor: torch.Tensor, start: BufferStart) -> bool:
@@ -158,14 +160,13 @@ class ReplicaBuffers:
         self._is_first = False
         if not self._groups:
             return
-        sizes = [[self._starts[0][index].values.numel() for index in group] for group in self._groups]
-        columns = self._table(sum(map(sum, sizes)))[:num_present].split(list(map(sum, sizes)), dim=1)
-        for group, of_group, rows in zip(self._groups, sizes, columns, strict=True):
-            combined = self._combined(group, rows).split(of_group)
+        sizes = [sum(self._starts[0][index].values.numel() for index in group) for group in self._groups]
+        columns = self._table(sum(sizes))[:num_present].split(sizes, dim=1)
+        for group, rows in zip(self._groups, columns, strict=True):
+            combined = self._combined(group, rows)
             for starts in self._starts:
                 targets = [starts[index].tensor for index in group]
-                values = [one.view(target.shape).to(target) for one, target in zip(combined, targets, strict=True)]
-                foreach_copy_(targets, values)
+                foreach_copy_(targets, unflatten_dense_tensors(combined.to(targets[0]), targets))
 
     def _learn(self) -> None:
         """Agree with all ranks on the buffers that forward changes; usually those of BatchNorm, known before."""
@@ -183,8 +184,10 @@ class ReplicaBuffers:
         self._add(found)
         for virtual in self._ended:
             changed = self._new.get(virtual, {})
+            for index, tensor in changed.items():
+                self._refuse_shape(index, tensor)
             rows = [
-                self._row([(index, changed.get(index, self._starts[0][index].values)) for index in group])
+                self._row([changed.get(index, self._starts[0][index].values) for index in group])
                 for group in self._groups[num_known:]
             ]
             self._rows[virtual] = torch.cat([*([self._rows[virtual]] if num_known else []), *rows])

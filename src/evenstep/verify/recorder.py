@@ -43,7 +43,7 @@ from evenstep.sampling.rng import rng_states
 from evenstep.task import Amount, Task
 from evenstep.training.optim import make_optimizer
 from evenstep.training.several import LossesInTurn
-from evenstep.training.trainer import Event, perform
+from evenstep.training.trainer import Event, Trainer, perform
 
 _DROPS = ("dropout", "alpha_dropout", "feature_dropout", "feature_alpha_dropout")
 
@@ -241,11 +241,18 @@ def perform_watched(
         make = task.model
         task = replace(task, model=lambda: perturbed(make(), perturbation))
     watch = Watch(plan, run_folder / FOLDER)
-    for event in perform(replace(plan, fast="off"), watch.over(task, norms), run_folder):
+    for event in perform(replace(plan, fast="off"), watch.over(task, norms), run_folder, make=WatchedRun):
         if isinstance(event, Step):
             watch.write(event.step)
         yield event
     watch.finish()
+
+
+class WatchedRun(Trainer):
+    """A run whose steps are known one by one: what is recorded belongs to the last one."""
+
+    def _waits_at(self, step: int) -> bool:
+        return True
 
 
 class Watch:

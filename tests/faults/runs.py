@@ -18,6 +18,7 @@ import psutil
 
 from evenstep.checkpoint import files
 from evenstep.record import Record
+from tests.more_flags import more_flags
 from tests.waiting import wait_until
 
 FOLDER = Path("runs/one")
@@ -71,7 +72,7 @@ def start(
     """Begin to train."""
     if not Path(TASK.name).exists():
         shutil.copy(TASK, TASK.name)
-    arguments = [f"{TASK.name}:{task}", "--devices", str(devices), "--name", name, *options]
+    arguments = [f"{TASK.name}:{task}", "--devices", str(devices), "--name", name, *more_flags(devices), *options]
     return subprocess.Popen(
         [sys.executable, "-m", "evenstep", "train", *arguments],
         env={**os.environ, **(fault or {}), **environment},

@@ -21,6 +21,7 @@ from evenstep.plan import Plan
 from evenstep.record import Record
 from tests.fleet import Result, furthest, result, run_jobs
 from tests.marks import first_is_quick
+from tests.more_flags import more_flags, num_devices
 from tests.process.test_training import run_script
 from tests.small_tasks import DATA_KINDS, NUM_SAMPLES, small_task
 
@@ -153,7 +154,8 @@ def task() -> Task:
 
 def command(*arguments: str) -> list[str]:
     options = ("--audit", "--checkpoint-every", "7", "--workers", "2")
-    return [sys.executable, "-m", "evenstep", "train", "my_task.py", *options, *arguments]
+    more = more_flags(num_devices(arguments))
+    return [sys.executable, "-m", "evenstep", "train", "my_task.py", *options, *more, *arguments]
 
 
 def train(*arguments: str) -> None:

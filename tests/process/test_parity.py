@@ -9,6 +9,7 @@ import pytest
 
 from evenstep.plan import Plan
 from tests.fleet import Result, furthest, result, run_jobs
+from tests.more_flags import more_fields
 from tests.small_tasks import LOSSES, MODELS, NUM_VALID, OPTIMIZERS
 
 STEPS = 50
@@ -39,6 +40,7 @@ def plan(where: str, accumulate: int, precision: str) -> Plan:
         precision=precision,
         clip=1.0,
         threads=1,
+        **more_fields(int(num or 1)),
     )
 
 

@@ -15,6 +15,7 @@ import evenstep
 from evenstep import Task
 from evenstep.plan import Plan
 from tests.fleet import furthest, result, run_jobs
+from tests.more_flags import more_fields
 from tests.small_tasks import NUM_SAMPLES, small_task
 
 TASK = "mlp/adamw/pair"
@@ -31,7 +32,8 @@ WHERES = [where for wheres in WORLDS.values() for where in wheres]
 def plan(where: str) -> Plan:
     strategy, _, num = where.partition("-")
     devices = ("cpu",) * int(num)
-    return Plan(strategy=strategy, devices=devices, batch=10, steps=STEPS, precision="fp64", accumulate=2, threads=1)
+    usual = Plan(strategy=strategy, devices=devices, batch=10, steps=STEPS, precision="fp64", accumulate=2, threads=1)
+    return replace(usual, **more_fields(len(devices)))
 
 
 PAIRS = [(source, target) for source in WHERES for target in WHERES]

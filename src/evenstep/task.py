@@ -272,6 +272,17 @@ def read_options(source: TaskFunction | Task, given: Mapping[str, Any]) -> dict[
     return arguments
 
 
+def value_in_words(value: Any) -> str:
+    """As it is written on a command line.
+
+    >>> value_in_words(False), value_in_words([1, 2]), value_in_words("relu")
+    ('false', '1,2', 'relu')
+    """
+    if isinstance(value, bool) or value is None:
+        return str(value).lower()
+    return ",".join(map(value_in_words, value)) if isinstance(value, list | tuple) else str(value)
+
+
 def parse_options(words: Iterable[str]) -> dict[str, str]:
     """`["lr=0.1", "width=64"]` as a table.
 

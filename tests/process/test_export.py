@@ -51,7 +51,7 @@ def test_the_model_of_a_run_is_the_same_in_python_and_without_evenstep(strategy:
     for run, to in (("runs/mine", "torch"), ("runs/mine/checkpoints/best", "safetensors")):
         exported = command("checkpoint", "export", run, "--to", to, "exported")
         assert exported.returncode == 0, exported.stderr
-        assert Path(exported.stdout.strip()).is_file()
+        assert [Path(line).is_file() for line in exported.stdout.splitlines()] == [True] * (2 if to == "torch" else 1)
     mask = os.umask(0)
     os.umask(mask)
     files = [path for path in (*Path("runs").rglob("*"), *Path("exported").iterdir()) if path.is_file()]
@@ -65,6 +65,28 @@ def test_the_model_of_a_run_is_the_same_in_python_and_without_evenstep(strategy:
         model = Record.read("runs/mine").model("best")
         assert not model.training
         assert torch.tensor(eval(done.stdout.splitlines()[-1])) == pytest.approx(model(INPUT).detach(), rel=1e-5)
+
+
+def test_an_export_has_a_model_card_made_of_the_record(evenstep: Callable[..., Ended]) -> None:
+    trained = library.train("my_task.py", name="mine", devices="cpu", epochs=2, audit=True, progress=False)
+    assert evenstep("checkpoint", "export", "runs/mine", "--to", "torch", "exported").code == 0
+    card = Path("exported/README.md").read_text()
+    assert card.startswith("---\nlibrary_name: pytorch\ntags:\n- evenstep\n---\n\n# mine\n")
+    for words in (
+        "| checkpoint | step 10, after 600 samples |",
+        "| seed of weights and sample order | 0 |",
+        "| strategy | single on cpu |",
+        f"| loss | {trained.evaluations[-1].values['loss']:.6g} |",
+        "Samples that the training used: 300 samples x 2 epochs, 0 repeated, 0 missed.",
+        'torch.load("model.pt", weights_only=True)',
+        "evenstep train my_task.py --batch 64 --epochs 2 --seed 0 --precision fp32",
+    ):
+        assert words in card
+    assert str(Path.cwd()) not in card, "a path of this machine"
+    # A second export, or the user's own card, is left alone.
+    Path("exported/README.md").write_text("mine")
+    assert evenstep("checkpoint", "export", "runs/mine", "--to", "safetensors", "exported").code == 0
+    assert Path("exported/README.md").read_text() == "mine"
 
 
 @pytest.mark.slow
@@ -144,6 +166,12 @@ def test_a_hugging_face_model_becomes_a_folder_for_from_pretrained() -> None:
     tokens = torch.arange(8).view(1, 8)
     assert torch.equal(loaded(tokens).logits, Record.read("runs/mine").model()(tokens).logits)
     assert (Path("gpt") / "config.json").stat().st_mode & 0o044
+    card = Path("gpt/README.md").read_text()
+    assert "library_name: transformers" in card
+    (use,) = re.findall(r"^```python\n(.*?)^```", card, re.DOTALL | re.MULTILINE)
+    program = f"{WITHOUT_EVENSTEP}{use.replace('path/of/this/folder', 'gpt')}\nprint(type(model).__name__)"
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=120)
+    assert done.stdout.split() == ["GPT2LMHeadModel"], done.stderr
 
 
 @pytest.mark.slow

@@ -20,6 +20,7 @@ ALLOWED = (
     "use letters, digits",
     '"samples/s", "spread"',  # of measurements
     "can be told apart",
+    "model card",  # of the Hugging Face Hub
     "were told to use CPUs",
 )
 

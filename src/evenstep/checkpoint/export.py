@@ -12,6 +12,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from evenstep.checkpoint import files
+from evenstep.checkpoint.readme import README, write_readme
 from evenstep.checkpoint.state import Tensors, load_weights
 from evenstep.errors import CheckpointError, TaskError, shorten
 from evenstep.plan import IN_THIS_PROCESS, Plan
@@ -61,9 +62,9 @@ def _of_model(key: str, weights: Tensors) -> Tensors:
 
 
 def export(where: str | Path, to: str, folder: Path, task: AnyTask = None) -> list[Path]:
-    """Write the weights of a checkpoint into `folder` in another format; returns the files."""
+    """Write the weights of a checkpoint into `folder` in another format, with a model card; returns the files."""
     check_choice("format", to, FORMATS, CheckpointError)
-    writers: dict[str, Callable[[Path], None]] = {
+    writers: dict[str, Callable[[Path], Any]] = {
         "safetensors": lambda beside: _write_safetensors(where, beside),
         "torch": lambda beside: torch.save(_weights(where), beside / "model.pt"),
         "hf": lambda beside: _write_pretrained(where, task, folder, beside),
@@ -71,7 +72,8 @@ def export(where: str | Path, to: str, folder: Path, task: AnyTask = None) -> li
     beside = folder.with_name(f".{folder.name}.{os.getpid()}")
     try:
         beside.mkdir(parents=True)
-        writers[to](beside)
+        model = writers[to](beside)
+        write_readme(files.find(str(where))[0], beside, to, model)
         return _move(beside, folder)
     except OSError as error:
         raise CheckpointError(f"{shorten(str(folder))} cannot be written: {error.strerror or error}") from error
@@ -94,7 +96,7 @@ def _write_safetensors(where: str | Path, beside: Path) -> None:
     save_file(_weights(where), beside / "model.safetensors", {"format": "pt"})
 
 
-def _write_pretrained(where: str | Path, task: AnyTask, folder: Path, beside: Path) -> None:
+def _write_pretrained(where: str | Path, task: AnyTask, folder: Path, beside: Path) -> Any:
     instead = f"name it: evenstep checkpoint export {shorten(str(where))} {shorten(str(folder))} --to hf --task TASK"
     model = load_model(where, task, instead)
     save = getattr(model, "save_pretrained", None)
@@ -104,11 +106,16 @@ def _write_pretrained(where: str | Path, task: AnyTask, folder: Path, beside: Pa
             "use --to safetensors or torch"
         )
     save(beside)
+    return model
 
 
 def _move(beside: Path, folder: Path) -> list[Path]:
-    """Move all files into their folder, none over another, with the permissions of the umask."""
-    written = sorted(beside.iterdir())
+    """Move all files into their folder, none over another, with the permissions of the umask.
+
+    A folder keeps the README that it has: of an earlier export into it, or the user's own.
+    """
+    has_readme = os.path.lexists(folder / README)
+    written = [one for one in sorted(beside.iterdir()) if not (has_readme and one.name == README)]
     taken = [one.name for one in written if os.path.lexists(folder / one.name)]
     if taken:
         raise CheckpointError(f"{folder / taken[0]} exists; choose another folder, or remove it")

@@ -22,7 +22,7 @@ from typer.core import TyperGroup
 import evenstep
 from evenstep.cli.completion import complete_task
 from evenstep.errors import BREAKS_LINES, MAX_CHARACTERS, STOPPED, BadInput, EvenstepError, Preempted, shorten
-from evenstep.task import BUILT_IN, Task
+from evenstep.task import BUILT_IN, Task, value_in_words
 
 TASKS = (
     f"{', '.join(BUILT_IN)}; or your own: a Python file with a function that returns an evenstep.Task, as file.py, "
@@ -266,17 +266,6 @@ def _type_in_words(kind: Any) -> str:
         return " | ".join(map(_type_in_words, get_args(kind)))
     is_plain = isinstance(kind, type) and not get_args(kind)
     return kind.__name__ if is_plain else str(kind).replace("typing.", "")
-
-
-def value_in_words(value: Any) -> str:
-    """As it is written on a command line.
-
-    >>> value_in_words(False), value_in_words([1, 2]), value_in_words("relu")
-    ('false', '1,2', 'relu')
-    """
-    if isinstance(value, bool) or value is None:
-        return str(value).lower()
-    return ",".join(map(value_in_words, value)) if isinstance(value, list | tuple) else str(value)
 
 
 def _print_usage(error: Any) -> None:

@@ -118,7 +118,8 @@ def train(
     resume: Annotated[
         str | None,
         typer.Option(
-            help="Run folder or checkpoint to resume (TASK may be left out), or a weights file to start from.",
+            help="Run folder or checkpoint to resume (TASK may be left out), or a weights file to start from; auto: "
+            "continue the run of --name, if it has begun.",
             autocompletion=complete_run,
         ),
     ] = None,
@@ -294,14 +295,15 @@ def run(
         str, typer.Argument(metavar="SCRIPT", help="A script written for torchrun, or with evenstep.join().")
     ],
     devices: Annotated[
-        str,
+        str | None,
         typer.Option(
             "--devices",
             "--nproc-per-node",
             metavar="N",
-            help="Number of processes, one per device; or gpu, cpu or auto: one per GPU or CPU core.",
+            help="Number of processes, one per device; or gpu, cpu or auto: one per GPU or CPU core; default: 1, or "
+            "PET_NPROC_PER_NODE.",
         ),
-    ] = "1",
+    ] = None,
     module: Annotated[bool, flag("--module", "-m", help="SCRIPT is a module, as for python -m.")] = False,
     restarts: Annotated[
         int, typer.Option("--restarts", "--max-restarts", metavar="N", help="Restart the script after up to N crashes.")
@@ -343,15 +345,15 @@ def run(
     from evenstep.launcher.script import (
         Script,
         TorchrunOptions,
-        count_processes,
         in_our_words,
+        processes_here,
         refuse_option,
         run_script,
     )
 
     refuse_option(script)
     arguments = context.args[1:] if context.args[:1] == ["--"] else context.args
-    num = count_processes(devices)
+    num = processes_here(devices)
     torchrun = TorchrunOptions(*theirs)
     if machines is not None:
         rendezvous = rendezvous or torchrun.rendezvous

@@ -18,7 +18,7 @@ import torch
 import evenstep
 from evenstep.distributed.cgroups import own_quota
 from evenstep.distributed.process import omp_num_threads, read_local_size
-from evenstep.errors import PlanError
+from evenstep.errors import PlanError, shorten
 from evenstep.plan import check_device_names
 
 if TYPE_CHECKING:
@@ -48,6 +48,19 @@ def choose_devices(count: int) -> tuple[str, ...]:
         return ("mps",)
     _refuse_too_many(count)
     return ("cpu",) * count
+
+
+def count_processes(given: str, name: str = "--devices") -> int:
+    """Processes for this machine: a number, or torchrun's `gpu`, `cpu` and `auto`; `name` is what was set to it."""
+    if given.isdecimal() and len(given) < 10:
+        return int(given)
+    num_gpus = torch.cuda.device_count()
+    counts = {"gpu": num_gpus, "cpu": os.cpu_count() or 1, "auto": num_gpus or os.cpu_count() or 1}
+    if given not in counts:
+        raise PlanError(f"{name} is {shorten(repr(given))}; write a number such as 2, or gpu, cpu or auto")
+    if not counts[given]:
+        raise PlanError(f"{name} gpu: this machine has no CUDA device; write cpu, or a number")
+    return counts[given]
 
 
 def check_devices(devices: Sequence[str]) -> None:

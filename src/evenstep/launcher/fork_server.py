@@ -89,13 +89,14 @@ def start_server_for(arguments: Sequence[str]) -> None:
     names = [word.partition("=")[0] for word in rest]
     if "--help" in names or not hasattr(os, "fork") or sys.platform != "linux":
         return
-    is_slurm = bool(launcher_variables().SLURM_STEP_ID)
-    if "--machines" in names or is_slurm:
+    given = launcher_variables()
+    is_cluster = bool(given.SLURM_STEP_ID or given.PET_NNODES)
+    if "--machines" in names or is_cluster:
         # Read when torch is loaded: without it, c10d warns in every process that names cannot be looked up.
-        set_variables({"TORCH_CPP_LOG_LEVEL": launcher_variables().TORCH_CPP_LOG_LEVEL})
+        set_variables({"TORCH_CPP_LOG_LEVEL": given.TORCH_CPP_LOG_LEVEL})
     if command in ("verify", "compare"):
         start_server(_preloads(STRATEGIES))
-    has_several = is_slurm or any(name in MULTI_PROCESS_OPTIONS for name in names)
+    has_several = is_cluster or any(name in MULTI_PROCESS_OPTIONS for name in names)
     if command == "run":
         # In this process too: OpenMP, MKL and OpenBLAS read it once, when the server loads them.
         set_variables(threads_for_script(_num_processes(rest)))

@@ -13,17 +13,18 @@ from __future__ import annotations
 import difflib
 import os
 import signal
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import chdir, contextmanager, nullcontext
 from dataclasses import fields, replace
+from functools import partial
 from pathlib import Path
-from typing import Any, Literal, Union
+from typing import TYPE_CHECKING, Any, Literal, Union
 
 import torch
 
 from evenstep.checkpoint import files
 from evenstep.data.prefetch import explain_worker_death
-from evenstep.distributed.devices import share_threads, threads_for_replicas
+from evenstep.distributed.devices import count_processes, share_threads, threads_for_replicas
 from evenstep.distributed.process import read_rank, worker_spec
 from evenstep.errors import CheckpointError, EvenstepError, PlanError, Preempted, TrainingError
 from evenstep.launcher.failure import cause, report, stopped_where
@@ -34,36 +35,53 @@ from evenstep.launcher.rendezvous import LocalRendezvous, Rendezvous
 from evenstep.launcher.rendezvous.slurm import Slurm, find_slurm
 from evenstep.launcher.rendezvous.version_check import Identity, identity_of, sources_of_task
 from evenstep.launcher.supervisor import Launch, Supervisor
+from evenstep.launcher.variables import launcher_variables
 from evenstep.plan import RUNS, Plan, parse_rendezvous, read_plan
 from evenstep.record import KINDS, Record, RunEnd, write_end
 from evenstep.report.terminal import Progress
 from evenstep.sampling.rng import host_state, restore_host_state
-from evenstep.strategy_facts import STRATEGIES, added_strategies, with_processes
+from evenstep.strategy_facts import REFERENCE, STRATEGIES, added_strategies, with_processes
 from evenstep.task import Task, TaskFunction
 from evenstep.training.trainer import Event, perform
 from evenstep.worker.lazy_compiler import put_off_compiler
 from evenstep.worker.main import Perform, TrainingSpec, work, write_report
 
+if TYPE_CHECKING:
+    from evenstep.launcher.rendezvous.elastic import ElasticNode
+
 Source = Union[str, "TaskFunction", Task, None]
 OWN = ("devices",)
 """Choices that may differ between the machines of one run."""
+CONTINUE = "auto"
+"""For --resume: the run of that name, if it has begun."""
 
 
 def prepare_run(source: Source, choices: Mapping[str, Any]) -> tuple[Prepared, Rendezvous]:
     """Check everything, and connect to the other machines if there are any."""
     # Refuse rank variables that no worker could read before one is started.
     read_rank()
-    slurm = find_slurm()
+    node = _elastic_node()
+    # Pods, and what Ray starts, may be inside a job of Slurm.
+    slurm = find_slurm() if node is None else None
     chosen = dict(choices)
-    if chosen.get("resume") is not None and chosen.get("out") is None:
+    continues = chosen.get("resume") == CONTINUE
+    if continues:
+        del chosen["resume"]
+    elif chosen.get("resume") is not None and chosen.get("out") is None:
         chosen["out"] = out_of_resumed(chosen["resume"])
-    if slurm is not None:
-        chosen = _for_slurm(slurm, source, chosen)
+    is_head = None
+    if node is not None and chosen.get("machines") is None:
+        chosen, is_head = _for_node(node, chosen), node.is_head
+    elif slurm is not None:
+        chosen, is_head = _for_slurm(slurm, source, chosen), slurm.task == 0 if slurm.has_several_tasks else None
     if chosen.get("requeue") and slurm is None:
         raise PlanError("--requeue needs a Slurm job, and this is not one; --restarts continues after a crash")
+    if continues and not chosen.get("name"):
+        raise PlanError(f"--resume {CONTINUE} continues the run that --name names; give a --name")
+    begun = partial(_begun, source, chosen, continues or (slurm is not None and slurm.num_restarts > 0))
     if chosen.get("machines") is None:
-        return _requeued(source, chosen, slurm) or prepare(source, chosen), LocalRendezvous()
-    return _with_machines(source, chosen, slurm, _identity(source, choices, slurm))
+        return begun() or prepare(source, chosen), LocalRendezvous()
+    return _with_machines(source, chosen, begun, _identity(source, choices, slurm), is_head)
 
 
 def _identity(source: Source, choices: Mapping[str, Any], slurm: Slurm | None) -> Identity:
@@ -79,18 +97,21 @@ def _identity(source: Source, choices: Mapping[str, Any], slurm: Slurm | None) -
 
 
 def _with_machines(
-    source: Source, chosen: dict[str, Any], slurm: Slurm | None, identity: Identity
+    source: Source,
+    chosen: dict[str, Any],
+    begun: Callable[[], Prepared | None],
+    identity: Identity,
+    is_head: bool | None,
 ) -> tuple[Prepared, Rendezvous]:
     from evenstep.launcher.rendezvous.c10d import C10dRendezvous  # what it imports is not needed on one machine
 
     where = parse_rendezvous(str(chosen["machines"]), chosen.get("rendezvous"))
     assert where is not None
-    is_head = slurm.task == 0 if slurm is not None and slurm.has_several_tasks else None
     rendezvous = C10dRendezvous(*where, identity, is_head)
     try:
         if not rendezvous.is_head:
             return prepare_from_plan(rendezvous.read_plan(), source, chosen), rendezvous
-        prepared = _requeued(source, chosen, slurm) or prepare(source, chosen)
+        prepared = begun() or prepare(source, chosen)
         if not prepared.is_importable:
             raise PlanError("on many machines a task comes from a file or a module, as in evenstep train my_task.py")
     except EvenstepError as error:
@@ -100,6 +121,25 @@ def _with_machines(
         raise
     rendezvous.publish(prepared.plan)
     return replace(prepared, notes=[*prepared.notes, *rendezvous.warnings]), rendezvous
+
+
+def _elastic_node() -> ElasticNode | None:
+    """The node that torchrun's variables describe, if they are set."""
+    if not launcher_variables().PET_NNODES:
+        return None
+    from evenstep.launcher.rendezvous.elastic import find_elastic_node
+
+    return find_elastic_node()
+
+
+def _for_node(node: ElasticNode, choices: Mapping[str, Any]) -> dict[str, Any]:
+    """The choices, with defaults from torchrun's variables."""
+    chosen = {name: value for name, value in choices.items() if value is not None}
+    if node.processes and chosen.get("strategy") != REFERENCE:
+        chosen.setdefault("devices", str(count_processes(node.processes, "PET_NPROC_PER_NODE")))
+    if node.has_several:
+        chosen |= {"machines": node.machines, "rendezvous": node.rendezvous}
+    return chosen
 
 
 def _for_slurm(slurm: Slurm, source: Source, choices: Mapping[str, Any]) -> dict[str, Any]:
@@ -124,18 +164,20 @@ def _job_name(slurm: Slurm, label: str, out: Path) -> str:
     return next(name for name in names if name not in taken)
 
 
-def _requeued(source: Source, chosen: Mapping[str, Any], slurm: Slurm | None) -> Prepared | None:
-    """The run that a requeued job began, to be continued in its folder; None if there is none."""
+def _begun(source: Source, chosen: Mapping[str, Any], continues: bool) -> Prepared | None:
+    """The run that an earlier start of this command, or of a requeued job, began in its folder; None for a new one."""
     folder = Path(chosen.get("out") or RUNS) / str(chosen.get("name", ""))
-    if slurm is None or not slurm.num_restarts or not os.path.isfile(folder / "plan.json"):
+    if not continues or not os.path.isfile(folder / "plan.json"):
         return None
     prepared = prepare_from_plan(read_plan(folder), source, chosen)
+    plan = prepared.plan
     try:
         resume, notes = files.find(str(folder))
     except CheckpointError:
-        return prepared
-    plan = replace(prepared.plan, resume=str(resume))
-    return replace(prepared, plan=plan, notes=[*notes, f"continuing from {resume.name} of {folder}"])
+        return replace(prepared, num_steps=plan.num_steps(prepared.lengths))
+    num_steps = plan.num_steps(prepared.lengths, *files.start_of(str(resume)))
+    notes = [*notes, f"continuing from {resume.name} of {folder}"]
+    return replace(prepared, plan=replace(plan, resume=str(resume)), num_steps=num_steps, notes=notes)
 
 
 def train(task: str | TaskFunction | Task, *, progress: bool = True, quiet: bool = False, **choices: Any) -> Record:
@@ -175,6 +217,10 @@ def watch(prepared: Prepared, rendezvous: Rendezvous, shows: Shows = "all", is_c
     with Progress(prepared.num_steps, quiet=is_silent, is_bare=not is_head, shows_steps=shows == "all") as shown:
         try:
             events = _run(prepared, rendezvous, is_command)
+            if is_head and launcher_variables().KUBEFLOW_TRAINER_SERVER_URL:
+                from evenstep.launcher.kubeflow import with_progress
+
+                events = with_progress(events, prepared.num_steps)
             if prepared.plan.profile is not None and is_head:
                 events = with_trace(events, prepared.folder)
             with explain_worker_death():

@@ -15,14 +15,14 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-import torch
-
+from evenstep.distributed.devices import count_processes
 from evenstep.distributed.process import WorkerSpec
 from evenstep.distributed.temporary import live_folder
 from evenstep.errors import PlanError, WorkerFailed, shorten
 from evenstep.launcher.launch import refuse_fork_after_cuda
 from evenstep.launcher.rendezvous import LocalRendezvous, RankAssignment, Rendezvous
 from evenstep.launcher.rendezvous.addresses import LOOPBACK, free_port, open_store
+from evenstep.launcher.rendezvous.elastic import find_elastic_node
 from evenstep.launcher.rendezvous.slurm import find_slurm
 from evenstep.launcher.rendezvous.version_check import Identity, identity_of, sources_of_file, sources_of_module
 from evenstep.launcher.supervisor import Launch, Supervisor
@@ -158,17 +158,12 @@ def refuse_option(name: str) -> None:
         raise PlanError(f"evenstep run has no option {shorten(option)}; {instead or 'see evenstep run --help'}")
 
 
-def count_processes(given: str) -> int:
-    """Processes for this machine: a number, or torchrun's `gpu`, `cpu` and `auto`."""
-    if given.isdecimal() and len(given) < 10:
-        return int(given)
-    num_gpus = torch.cuda.device_count()
-    counts = {"gpu": num_gpus, "cpu": os.cpu_count() or 1, "auto": num_gpus or os.cpu_count() or 1}
-    if given not in counts:
-        raise PlanError(f"--devices is {shorten(repr(given))}; write a number such as 2, or gpu, cpu or auto")
-    if not counts[given]:
-        raise PlanError("--devices gpu: this machine has no CUDA device; write --devices cpu, or a number")
-    return counts[given]
+def processes_here(given: str | None) -> int:
+    """Processes for this machine: as given by the option, or by torchrun's variable; 1 without both."""
+    if given is not None:
+        return count_processes(given)
+    node = find_elastic_node()
+    return count_processes(node.processes, "PET_NPROC_PER_NODE") if node is not None and node.processes else 1
 
 
 def run_script(script: Script, out: str | None = None, hint: str = "") -> None:
@@ -193,10 +188,13 @@ def run_script(script: Script, out: str | None = None, hint: str = "") -> None:
 
 
 def _rendezvous(script: Script) -> Rendezvous:
-    """One machine, or several as given by the options or by Slurm's environment."""
-    slurm = find_slurm()
+    """One machine, or several as given by the options or by the environment: torchrun's variables, or Slurm's."""
+    node = find_elastic_node()
+    slurm = find_slurm() if node is None else None
     machines, rendezvous, is_head = script.machines, script.rendezvous, None
-    if slurm is not None and slurm.has_several_tasks and machines is None:
+    if node is not None and machines is None:
+        machines, rendezvous, is_head = node.machines, node.rendezvous, node.is_head
+    elif slurm is not None and slurm.has_several_tasks and machines is None:
         machines, rendezvous, is_head = str(slurm.num_tasks), slurm.rendezvous, slurm.task == 0
     # `torchrun --nnodes 1 --rdzv-endpoint localhost:0`, as it is often written.
     is_local = machines is not None and parse_machines(machines) == (1, 1)

@@ -25,7 +25,10 @@ class LauncherVariables:
     EVENSTEP_TOKEN_FILE: str = ""
     """The path of a file that holds the token."""
     GLOO_SOCKET_IFNAME: str = ""
+    KUBEFLOW_TRAINER_SERVER_URL: str = ""
+    """Where the progress of a TrainJob is reported."""
     OMP_NUM_THREADS: str = ""
+    PET_NNODES: str = ""
     SLURM_STEP_ID: str = ""
     TORCH_CPP_LOG_LEVEL: str = "ERROR"
 
@@ -46,6 +49,28 @@ class SlurmVariables:
     SLURM_RESTART_COUNT: Natural = 0
 
 
+@dataclass(frozen=True)
+class ElasticVariables:
+    """What torchrun reads beside its options, as Kubeflow Trainer sets it in every pod of a TrainJob."""
+
+    PET_NNODES: Annotated[str, Meta(pattern=r"^[0-9]{1,6}(:[0-9]{1,6})?$")] = ""
+    PET_NPROC_PER_NODE: Annotated[str, Meta(pattern=r"^([1-9][0-9]{0,5}|auto|gpu|cpu)$")] = ""
+    PET_NODE_RANK: Natural | None = None
+    PET_MASTER_ADDR: str = ""
+    PET_MASTER_PORT: Annotated[int, Meta(ge=1, le=65535)] = 29500
+    JOB_COMPLETION_INDEX: Natural | None = None
+    """What Kubernetes sets in a pod of an Indexed Job, and so of a JobSet."""
+
+
+@dataclass(frozen=True)
+class KubeflowVariables:
+    """Where Kubeflow Trainer takes the progress of a TrainJob, and the files that it takes to get in."""
+
+    KUBEFLOW_TRAINER_SERVER_URL: str = ""
+    KUBEFLOW_TRAINER_SERVER_CA_CERT: str = ""
+    KUBEFLOW_TRAINER_SERVER_TOKEN: str = ""
+
+
 def launcher_variables(environment: Mapping[str, str] = os.environ) -> LauncherVariables:
     """Those of this process."""
     return read_variables(LauncherVariables, environment)
@@ -54,6 +79,16 @@ def launcher_variables(environment: Mapping[str, str] = os.environ) -> LauncherV
 def slurm_variables(environment: Mapping[str, str] = os.environ) -> SlurmVariables:
     """Those of this process; a malformed one is refused."""
     return read_variables(SlurmVariables, environment)
+
+
+def elastic_variables(environment: Mapping[str, str] = os.environ) -> ElasticVariables:
+    """Those of this process; a malformed one is refused."""
+    return read_variables(ElasticVariables, environment)
+
+
+def kubeflow_variables(environment: Mapping[str, str] = os.environ) -> KubeflowVariables:
+    """Those of this process."""
+    return read_variables(KubeflowVariables, environment)
 
 
 def threads_for_script(num: int) -> dict[str, str]:

@@ -29,7 +29,7 @@ class Slot(NamedTuple):
 
     @property
     def tensor(self) -> torch.Tensor:
-        # By itself, `owner.key` looks in three dictionaries first.
+        # `owner.key` alone looks in three dictionaries first.
         found = self.owner._buffers.get(self.key)
         return found if found is not None else getattr(self.owner, self.key)
 

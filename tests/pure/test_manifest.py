@@ -1,0 +1,144 @@
+"""`evenstep manifest`: files for Kubeflow Trainer, JobSet and Slurm that their schedulers accept."""
+
+from __future__ import annotations
+
+import os
+import shlex
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.cluster_schemas import SCHEMAS, definition
+from tests.pure.conftest import Ended
+
+jsonschema = pytest.importorskip("jsonschema", reason="it checks the files against the schemas")
+yaml = pytest.importorskip("yaml", reason="it reads the files")
+
+TRAINING = ["my_task.py", "lr=0.1", "--epochs", "10", "--audit", "note=yes: no # #"]
+POD = ["--image", "registry/me/train:1"]
+CASES = {
+    "one machine": ["--devices", "4"],
+    "several machines": ["--machines", "3", "--devices", "2", "--volume", "training:/work"],
+    "CPUs": ["--machines", "2", "--devices", "cpu,cpu", "--name", "small"],
+}
+COMMAND = ["evenstep", "train", *TRAINING]
+
+
+def documents(text: str) -> list[Any]:
+    return list(yaml.safe_load_all(text))
+
+
+def container(document: Any) -> Any:
+    spec = document["spec"].get("template", document)["spec"]
+    (job,) = spec["replicatedJobs"]
+    (found,) = job["template"]["spec"]["template"]["spec"]["containers"]
+    return found
+
+
+@pytest.mark.parametrize("kind", ["trainjob", "jobset"])
+@pytest.mark.parametrize("case", CASES)
+def test_files_for_kubernetes_fit_the_published_schemas(evenstep: Callable[..., Ended], kind: str, case: str) -> None:
+    made = evenstep("manifest", kind, *TRAINING, *POD, *CASES[case])
+    assert made.code == 0, made.err
+    found = documents(made.out)
+    expected = (["Secret"] if "--machines" in CASES[case] else []) + (
+        ["TrainingRuntime", "TrainJob"] if kind == "trainjob" else ["JobSet"]
+    )
+    assert [document["kind"] for document in found] == expected
+    for document in found:
+        jsonschema.validate(document, SCHEMAS[document["kind"]])
+    name = "small" if case == "CPUs" else "my-task"
+    ran = found[-1]["spec"]["trainer"] if kind == "trainjob" else container(found[-1])
+    assert ran["command"] == [*COMMAND, "--name", name, "--resume", "auto"]
+
+
+@pytest.mark.parametrize("kind", ["trainjob", "jobset"])
+def test_files_for_kubernetes_fit_the_whole_definitions(evenstep: Callable[..., Ended], kind: str) -> None:
+    """EVENSTEP_CRDS names a folder with CustomResourceDefinitions of Kubeflow Trainer and of JobSet."""
+    folder = os.environ.get("EVENSTEP_CRDS")
+    if folder is None:
+        pytest.skip("EVENSTEP_CRDS does not name a folder of CustomResourceDefinitions")
+    read = [one for path in Path(folder).glob("*.yaml") for one in yaml.safe_load_all(path.read_text())]
+    schemas = dict(definition(one) for one in read)
+    for options in CASES.values():
+        for document in documents(evenstep("manifest", kind, *TRAINING, *POD, *options).out):
+            if document["kind"] != "Secret":
+                jsonschema.validate(document, schemas[document["kind"]])
+
+
+def test_pods_of_a_jobset_find_each_other_with_torchrun_s_variables(evenstep: Callable[..., Ended]) -> None:
+    secret, found = documents(evenstep("manifest", "jobset", *TRAINING, *POD, *CASES["several machines"]).out)
+    variables = {one["name"]: one.get("value") or one["valueFrom"] for one in container(found)["env"]}
+    assert variables == {
+        "PET_NNODES": "3",
+        "PET_NPROC_PER_NODE": "2",
+        "PET_NODE_RANK": {
+            "fieldRef": {"fieldPath": "metadata.annotations['batch.kubernetes.io/job-completion-index']"}
+        },
+        "PET_MASTER_ADDR": "my-task-node-0-0.my-task",
+        "PET_MASTER_PORT": "29500",
+        "EVENSTEP_TOKEN": {"secretKeyRef": {"name": "my-task-token", "key": "token"}},
+    }
+    assert secret["metadata"]["name"] == "my-task-token"
+    assert len(secret["stringData"]["token"]) == 64
+    assert container(found)["workingDir"] == "/work"
+
+
+def test_a_preempted_pod_is_replaced_and_bad_input_is_not_repeated(evenstep: Callable[..., Ended]) -> None:
+    for kind in ("jobset", "trainjob"):
+        found = documents(evenstep("manifest", kind, "digits", *POD).out)[0]
+        spec = found["spec"].get("template", found)["spec"]
+        preempted, disrupted, refused = spec["replicatedJobs"][0]["template"]["spec"]["podFailurePolicy"]["rules"]
+        assert (preempted["action"], preempted["onExitCodes"]["values"]) == ("Ignore", [75])
+        assert (disrupted["action"], disrupted["onPodConditions"][0]["type"]) == ("Ignore", "DisruptionTarget")
+        assert (refused["action"], refused["onExitCodes"]["values"]) == ("FailJob", [2])
+        assert spec["failurePolicy"]["rules"][0]["action"] == "FailJobSet"
+
+
+def test_a_batch_script_asks_for_what_the_training_uses(evenstep: Callable[..., Ended]) -> None:
+    made = evenstep("manifest", "slurm", *TRAINING, "--machines", "2", "--devices", "4")
+    *options, last = made.out.splitlines()
+    assert options == [
+        "#!/bin/bash",
+        "#SBATCH --job-name=my-task",
+        "#SBATCH --nodes=2",
+        "#SBATCH --ntasks-per-node=1",
+        "#SBATCH --gpus-per-node=4",
+        "#SBATCH --signal=USR1@120",
+        "#SBATCH --requeue",
+        "#SBATCH --open-mode=append",
+    ]
+    assert shlex.split(last) == ["srun", *COMMAND, "--devices", "4", "--requeue"]
+    assert "--cpus-per-task=2" in evenstep("manifest", "slurm", "digits", "--devices", "cpu,cpu").out
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        ("jobset digits", "Missing option '--image'"),
+        ("slurm digits --epoch 3", "No such option: --epoch"),
+        ("slurm digits --epochs three", "--epochs is 'three'"),
+        ("slurm digits --devices 0", "--devices is '0'"),
+        ("slurm digits --devices cpu,cuda:0", "--devices is 'cpu,cuda:0'; write the GPUs of each machine, such as 4"),
+        ("slurm digits --machines 0", "--machines is 0; give 1 or more"),
+        ("slurm digits --rendezvous here:1", "--rendezvous is not passed on"),
+        ("slurm --audit digits", "--audit stands where the task is expected"),
+        ("slurm digits --name Mine", "'Mine' cannot name a job; use up to 50 of a to z"),
+        (
+            "jobset digits --image x --volume training",
+            "--volume is 'training'; write CLAIM:PATH, such as training:/work",
+        ),
+    ],
+)
+def test_what_no_cluster_would_run_is_refused_in_one_line(
+    evenstep: Callable[..., Ended], words: str, said: str
+) -> None:
+    ended = evenstep("manifest", *words.split())
+    assert (ended.code, said in ended.err, ended.out) == (2, True, ""), ended
+
+
+def test_without_a_volume_it_says_what_is_lost(evenstep: Callable[..., Ended]) -> None:
+    assert "lost with its pods" in evenstep("manifest", "jobset", "digits", *POD).err
+    assert evenstep("manifest", "jobset", "digits", *POD, "--volume", "training:/work").err == ""

@@ -1,38 +1,72 @@
 """C8: predicted steps beside measured ones that the model has not seen.
 
-python bench/c8_predict.py [--quick] [--out FILE] [--keep FOLDER]      on the CPU, one thread a process
+python bench/c8_predict.py [--quick] [--out FILE] [--keep FOLDER] [--replay FOLDER]
 
-For each network: one rank at a batch and at a quarter of it, and two ranks at the batch, are measured and given to
-`evenstep predict`. Held out: half of the batch on one and two ranks, and three and four ranks. All blocks are taken
-six times, in alternating order, and their medians compared; what the first half of equal blocks differs by from the
-second is the noise below which no error means anything.
+On the CPU, one thread a process. For each of four networks, one rank at a batch and at a quarter of it, and two ranks
+at the batch, are measured and given to `evenstep predict`. Held out: half of the batch on one and two ranks, and three
+and four ranks. Then two hosts, which are network namespaces, with links that tc limits to 1 Gbit and 100 Mbit a second:
+predicted from one rank and the rate of the link.
+
+All blocks are taken in turn, in alternating order; a point is the median of its blocks. What one half of equal blocks
+differs by from the other is the noise: no error below it means anything. --replay predicts what --keep left once more, and measures nothing.
 """
 
 from __future__ import annotations
 
-import argparse
-import json
+import math
+import subprocess
 import sys
 import tempfile
-from collections.abc import Iterable
-from dataclasses import replace
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from statistics import median
+from statistics import fmean, median
 from typing import Any
 
+sys.path.insert(0, str(Path(__file__).parents[1]))
 sys.path.insert(0, str(Path(__file__).parent))
+
+import harness
+from harness import Plain, Result
+from tests.faults.hosts import Host, hosts, why_no_hosts
 
 from evenstep.compare.measure import Block, measure
 from evenstep.launcher.launch import run_in_processes, variant
 from evenstep.launcher.prepare import prepare
+from evenstep.predict.calibration import calibrate, read_records
+from evenstep.predict.forecast import Forecaster, Question
+from evenstep.predict.links import gbit
 from evenstep.predict.own_records import replay_records
 from evenstep.predict.published import Checked
 from evenstep.record import Record
+from evenstep.strategy_facts import STRATEGIES
 
-TASKS = {"simple_net": 512, "small_cnn": 128, "wide_mlp": 64, "encoder": 64}
-STEPS = {"simple_net": 150, "small_cnn": 60, "wide_mlp": 8, "encoder": 40}
+
+@dataclass(frozen=True)
+class Network:
+    """A task of bench/parts.py, and how much of it is measured."""
+
+    name: str
+    batch: int
+    steps: int
+    """Of a block: about two seconds."""
+    capped_steps: int
+    """Over a capped link."""
+
+
+NETWORKS = [
+    Network("simple_net", batch=512, steps=400, capped_steps=40),
+    Network("small_cnn", batch=128, steps=80, capped_steps=40),
+    Network("encoder", batch=64, steps=80, capped_steps=30),
+    Network("wide_mlp", batch=64, steps=40, capped_steps=8),
+]
 ROUNDS = 6
+MBIT = (1000, 100)
+CAPPED = "capped"
+WARM_UP = 3
+GOALS = "median error 5 %, worst 12 %, 85 % inside the 90 % interval; over capped links: median 6 %"
 
 
 def blocks(batch: int) -> list[tuple[str, int, int]]:
@@ -46,15 +80,17 @@ def is_input(batch: int, record: Record) -> bool:
     return (devices, record.plan.batch) in ((1, batch), (1, batch // 4), (2, batch))
 
 
-def measured(task: str, folder: Path, rounds: int, steps: int) -> Path:
-    """The Records of all blocks of a task."""
-    batch = TASKS[task]
-    source = f"{Path(__file__).with_name('parts.py')}:{task}"
-    choices: dict[str, Any] = {"strategy": "single", "devices": ["cpu"], "batch": batch, "threads": 1, "name": task}
-    base = prepare(source, {**choices, "out": str(folder)})
-    block = Block(warm_up=3, steps=steps, special=max(4, steps // 4))
+def source_of(network: Network) -> str:
+    return f"{Path(__file__).with_name('parts.py')}:{network.name}"
+
+
+def measured(network: Network, folder: Path, rounds: int, steps: int) -> Path:
+    """The Records of all blocks of a network."""
+    choices: dict[str, Any] = {"strategy": "single", "devices": ["cpu"], "batch": network.batch, "threads": 1}
+    base = prepare(source_of(network), {**choices, "name": network.name, "out": str(folder)})
+    block = Block(warm_up=max(WARM_UP, steps // 10), steps=steps, special=max(4, steps // 4))
     for number in range(rounds):
-        for strategy, ranks, size in blocks(batch)[:: -1 if number % 2 else 1]:
+        for strategy, ranks, size in blocks(network.batch)[:: -1 if number % 2 else 1]:
             name = f"{strategy}-{ranks}-{size}-round-{number}"
             changes = {"strategy": strategy, "devices": ("cpu",) * ranks, "batch": size}
             one = variant(base, base.folder / name, steps=block.plan_steps, **changes)
@@ -63,55 +99,143 @@ def measured(task: str, folder: Path, rounds: int, steps: int) -> Path:
     return base.folder
 
 
-def medians(rows: Iterable[Checked]) -> list[Checked]:
-    """One row for the equal blocks of all rounds."""
-    alike: dict[str, list[Checked]] = {}
-    for row in rows:
-        alike.setdefault(row.name, []).append(row)
-    return [replace(of[0], measured=median(row.measured for row in of)) for of in alike.values()]
+def measure_capped(network: Network, folder: Path, steps: int) -> None:
+    """Two hosts with one rank each, for each rate: a training whose Record stays below `capped`."""
+    where = folder.absolute() / CAPPED
+    with hosts(2) as machines:
+        for mbit in MBIT:
+            for machine in machines:
+                machine.cap(mbit)
+            ended = [_train(machine, network, where / machine.name, mbit, steps) for machine in machines]
+            if any(process.wait(300) for process in ended):
+                sys.exit("\n".join(machine.said() for machine in machines))
 
 
-def noise(folder: Path, rounds: int) -> float:
+def _train(host: Host, network: Network, where: Path, mbit: int, steps: int) -> subprocess.Popen[bytes]:
+    words = ["--strategy", "ddp", "--devices", "cpu", "--machines", "2", "--rendezvous", "10.77.0.1:29400"]
+    size = ["--batch", str(network.batch), "--threads", "1", "--steps", str(steps + WARM_UP)]
+    command = [sys.executable, "-m", "evenstep", "train", source_of(network), *words, *size]
+    # Both work in a folder of the same name, as machines do; each sees its own.
+    shared = where.parent / "work"
+    for folder in (where, shared):
+        folder.mkdir(parents=True, exist_ok=True)
+    inside = ["sh", "-c", 'mount --bind "$1" "$2" && cd "$2" && shift 2 && exec "$@"', "sh", str(where), str(shared)]
+    token = {"EVENSTEP_TOKEN": "what both hosts know"}
+    return host.start([*inside, *command, "--name", f"{mbit}mbit", "--quiet"], env=token)
+
+
+def capped(network: Network, folder: Path) -> Iterator[Checked]:
+    """Predicted from one rank of this machine, and the nominal rate of the link."""
+    known = [one for one in read_records(folder) if is_input(network.batch, one) and len(one.plan.devices) == 1]
+    calibration = calibrate(known, parameters=_parameters(folder))
+    for mbit in MBIT:
+        path = folder / CAPPED / "host0" / "runs" / f"{mbit}mbit"
+        if not path.exists():
+            continue
+        seconds = median(step.seconds for step in list(Record.read(path).steps)[WARM_UP:])
+        question = Question(devices=[2], machines=[2], links=[gbit(mbit / 1000)], batch=network.batch)
+        row = Forecaster(calibration, question).forecast_one(STRATEGIES["ddp"], 2)
+        rate = row.samples_per_second
+        single = median(one.rate for one in calibration.observed if one.samples == network.batch)
+        yield Checked(
+            family="capped links",
+            name=f"{network.name}: 2 hosts, {mbit:,} Mbit",
+            devices=2,
+            measured=network.batch / seconds,
+            predicted=rate.middle,
+            linear=2 * single,
+            loss=max(0.0, math.log(2 * single / rate.middle)),
+            low=rate.low,
+            high=rate.high,
+        )
+
+
+def _parameters(folder: Path) -> int:
+    """Of the network, by what two ranks sent."""
+    sent = [one.measurement.sent_bytes for one in read_records(folder) if one.measurement is not None]
+    return max(sent) // 4
+
+
+def noise(folder: Path) -> float:
     """By how much the medians of two halves of equal blocks differ; the median over kinds of blocks."""
     rates: dict[str, list[float]] = {}
-    for path in sorted(folder.glob("*/record.jsonl")):
+    for path in sorted(folder.glob("*-round-*/record.jsonl")):
         found = Record.read(path).measurement
         if found is not None:
-            rates.setdefault(path.parent.name.rpartition("-round-")[0], []).append(found.samples / found.seconds)
-    halves = [(median(of[::2]), median(of[1::2])) for of in rates.values() if rounds > 1]
+            rates.setdefault(path.parent.name.rpartition("-round-")[0], []).append(1 / median(found.step_seconds))
+    halves = [(median(of[::2]), median(of[1::2])) for of in rates.values() if len(of) > 1]
     return median(max(pair) / min(pair) - 1 for pair in halves) if halves else 0.0
 
 
+def table(title: str, rows: list[Checked], notes: list[str]) -> Plain:
+    cells = [
+        [
+            *row.name.split(": "),
+            harness.number(row.measured),
+            harness.number(row.predicted),
+            f"{harness.number(row.low)} to {harness.number(row.high)}",
+            f"{row.predicted / row.measured - 1:+.1%}",
+            f"{row.linear / row.measured - 1:+.1%}",
+        ]
+        for row in rows
+    ]
+    heads = ["network", "point", "measured, samples/s", "predicted", "90 % interval", "error", "of linear scaling"]
+    return Plain(title, heads, cells, notes)
+
+
+def figures(rows: list[Checked], name: str) -> dict[str, float]:
+    """Of the errors, and what is inside its interval."""
+    if not rows:
+        return {}
+    errors = [row.error for row in rows]
+    inside = fmean(row.low <= row.measured <= row.high for row in rows)
+    skill = 1 - fmean(errors) / fmean(row.linear_error for row in rows)
+    found = {"median": median(errors), "worst": max(errors), "inside": inside, "skill": skill}
+    return {f"{name}{key}": value for key, value in found.items()}
+
+
+def seconds_of_1024(folder: Path) -> float:
+    """Of the command that predicts 1,024 devices, from its start to its end, with its page."""
+    words = ["predict", str(folder), "--devices", "1024", "--link", "25gbit", "--per-device", "64", "--json"]
+    began = time.perf_counter()
+    subprocess.run([sys.executable, "-m", "evenstep", *words], check=True, capture_output=True)
+    return time.perf_counter() - began
+
+
+def result_of(folder: Path, networks: list[Network], why_none: str | None) -> Result:
+    """All predictions of what lies in the folder."""
+    rows, links, noises = [], [], {}
+    for network in networks:
+        rows += replay_records(folder / network.name, partial(is_input, network.batch))
+        links += capped(network, folder / network.name)
+        noises[network.name] = noise(folder / network.name)
+    said = [f"halves of equal blocks of {name} differ by {value:.1%}" for name, value in noises.items()]
+    tables = [table("Held out: another batch, and more ranks than cores", rows, said)]
+    if links:
+        tables.append(table("Over capped links, from one rank and the rate of the link", links, []))
+    else:
+        tables[0].notes.append(f"no capped links: {why_none or 'not measured'}")
+    seconds = seconds_of_1024(folder / networks[0].name)
+    tables[0].notes.append(f"predicting 1,024 devices took {seconds:.2f} s, from the command to its page")
+    headline = {**figures(rows, ""), **figures(links, "capped_"), "noise": median(noises.values())}
+    return Result("C8", "predicted steps", GOALS, tables=tables, headline=headline)
+
+
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--quick", action="store_true")
-    parser.add_argument("--out", type=Path)
-    parser.add_argument("--keep", type=Path, help="where the Records stay")
+    parser = harness.parser(__doc__)
+    parser.add_argument("--keep", type=Path, metavar="FOLDER", help="where the Records stay")
+    parser.add_argument("--replay", type=Path, metavar="FOLDER", help="predict what lies there, and measure nothing")
     given = parser.parse_args()
-    tasks = ["simple_net"] if given.quick else list(TASKS)
-    rounds = 1 if given.quick else ROUNDS
-    rows: list[Checked] = []
-    noises: dict[str, float] = {}
+    networks = NETWORKS[:1] if given.quick else NETWORKS
+    why_none = "left out by --quick" if given.quick else why_no_hosts()
     with tempfile.TemporaryDirectory() as temporary:
-        for task in tasks:
-            steps = 12 if given.quick else STEPS[task]
-            folder = measured(task, given.keep or Path(temporary), rounds, steps)
-            rows += medians(replay_records(folder, partial(is_input, TASKS[task])))
-            noises[task] = noise(folder, rounds)
-    errors = sorted(row.error for row in rows)
-    result = {
-        "id": "C8",
-        "goal": "median error 5 %, worst 12 %",
-        "median": median(errors),
-        "worst": errors[-1],
-        "noise": noises,
-        "rows": [
-            {"name": row.name, "measured": row.measured, "predicted": row.predicted, "error": row.error} for row in rows
-        ],
-    }
-    print(json.dumps(result, indent=1))
-    if given.out:
-        given.out.write_text(json.dumps(result, indent=1) + "\n")
+        folder = given.replay or given.keep or Path(temporary)
+        for network in [] if given.replay else networks:
+            steps = 12 if given.quick else network.steps
+            measured(network, folder, 1 if given.quick else ROUNDS, steps)
+            if why_none is None:
+                measure_capped(network, folder / network.name, network.capped_steps)
+        harness.finish(result_of(folder, networks, why_none), given.out)
 
 
 if __name__ == "__main__":

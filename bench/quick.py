@@ -1,4 +1,4 @@
-"""C1 to C7 in small form, in under three minutes on two quiet cores; the last line of stdout is one JSON object.
+"""C1 to C8 in small form, in under three minutes on two quiet cores; the last line of stdout is one JSON object.
 
 python bench/quick.py [C1 C4 ...]
 

@@ -44,10 +44,11 @@ PARTS = {
     "C5": Part("c5_fsdp.py", "fsdp"),
     "C6": Part("c6_start.py", "start"),
     "C7": Part("c7_job.py", "job", 2400),
+    "C8": Part("c8_predict.py", "predict", 2400),
     "scaling": Part("scaling.py", "scaling"),
     "growth": Part("growth.py", "growth", 2400),
 }
-RACES = ("C1", "C2", "C3", "C4", "C5", "C6", "C7")
+RACES = ("C1", "C2", "C3", "C4", "C5", "C6", "C7", "C8")
 
 
 def run(key: str, out: Path, *more: str, most_seconds: float | None = None) -> str | None:

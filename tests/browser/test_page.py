@@ -13,6 +13,7 @@ from evenstep.predict.forecast import Forecaster, Question
 from evenstep.predict.links import parse_link
 from evenstep.report.html.forecast_page import write_forecast_page
 from evenstep.report.html.page import page_of_runs, write_page
+from evenstep.report.prediction import FOLDER
 from tests.browser import examples
 from tests.browser.conftest import Seen, Visit
 from tests.pure.test_predict import measured_record
@@ -72,6 +73,21 @@ def test_a_prediction_draws_its_curves_apart_from_what_was_measured(tmp_path: Pa
     assert seen.page.get_by_text("predicted", exact=True).count() == 6
     assert seen.page.get_by_text("measured", exact=True).count() == 2
     assert seen.requests == [path.as_uri()]
+    assert seen.complaints == []
+
+
+def test_a_comparison_shows_what_was_predicted_from_it_beside_what_was_measured(tmp_path: Path, visit: Visit) -> None:
+    made = examples.comparison(tmp_path)
+    before = len(canvases(visit(write_page(made, tmp_path)).page))
+    calibration = calibrate([measured_record("single", 1, 0.010), measured_record("ddp", 2, 0.006)])
+    question = Question(devices=[8, 64], links=[parse_link("25gbit")], per_device=64)
+    (tmp_path / FOLDER).mkdir()
+    Forecaster(calibration, question, task="mine").forecast().write(tmp_path / FOLDER)
+    seen = visit(write_page(made, tmp_path))
+    assert seen.page.get_by_role("heading", name="Efficiency, predicted").count() == 1
+    assert seen.page.get_by_text("Measured and predicted").count() == 1
+    assert is_drawn(seen.page)
+    assert len(canvases(seen.page)) > before
     assert seen.complaints == []
 
 

@@ -19,7 +19,9 @@ from pathlib import Path
 import psutil
 import pytest
 
+from evenstep.doctor import Finding
 from evenstep.doctor.bandwidth import Pair, add_up, try_pairs
+from evenstep.doctor.checks import expected
 from evenstep.doctor.remedies import TimeBudget, is_sound
 from evenstep.doctor.sandbox import Job, try_out, try_together
 from tests.faults.hosts import Host, hosts, why_no_hosts
@@ -99,6 +101,23 @@ class Broken(Pair):
         return Job(add_up, (self.devices, self.sizes), settings={"GLOO_SOCKET_IFNAME": "nonsense"})
 
 
+def test_what_the_slowest_sound_link_would_give_is_said() -> None:
+    slow, fast, broken = (
+        Finding(name, status, "", numbers={"latency_seconds": 3e-5, "bytes_per_second": rate})
+        for name, status, rate in (
+            ("cuda:0 + cuda:1, nccl", "warn", 2e9),
+            ("cuda:0 + cuda:2, nccl", "good", 2e11),
+            ("cuda:1 + cuda:2, nccl", "bad", 1e6),
+        )
+    )
+    on_cpu = Finding("2 x cpu, gloo", "good", "", numbers={"latency_seconds": 1e-4, "bytes_per_second": 1e9})
+    ((one,), (other,)) = expected([slow, fast, broken, on_cpu], 4), expected([fast, on_cpu], 4)
+    assert one.said.startswith("with 4 of these devices expect ")
+    assert "the link is the limit from " in one.said
+    assert one.numbers["times"] < other.numbers["times"]  # type: ignore[operator]
+    assert expected([broken], 4) == []
+
+
 @pytest.mark.slow
 def test_the_command_finds_what_spoils_the_environment_and_what_helps() -> None:
     done = doctor("--json", limit="ulimit -n 256", GLOO_SOCKET_IFNAME="nonsense", CUDA_LAUNCH_BLOCKING="1")
@@ -130,6 +149,7 @@ def test_a_pipe_gets_plain_words_without_control_bytes_and_an_exit_code_that_fit
     assert "\x1b" not in said
     assert "NCCL_TOPO_FILE=red[bold]" in said
     assert "all-reduce: 2 x cpu, gloo ..." in done.stderr
+    assert re.search(r"good +scaling.* with \d+ of these devices expect \d+\.\d x \(\d+\.\d to \d+\.\d\); ", said)
 
 
 class Terminal:

@@ -58,7 +58,7 @@ MAY_IMPORT = {
     "adopt": {*ENGINE, "training", "launcher"},
     "predict": {*VALUES, "report"},
     "clusters": VALUES,
-    "doctor": {*VALUES, "internals", "distributed", "monitor", "report", "worker", "launcher"},
+    "doctor": {*VALUES, "internals", "distributed", "monitor", "report", "worker", "launcher", "predict"},
     "cli": {
         *VALUES,
         "audit",

@@ -8,6 +8,7 @@ import os
 import re
 import shlex
 import sys
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -38,8 +39,6 @@ if TYPE_CHECKING:
     from evenstep.record import Record
     from evenstep.report.prediction import Forecast
 
-FOLDER = "prediction"
-"""Below that of the run."""
 EXAMPLES = """
 [bold]Examples[/bold]
 
@@ -143,11 +142,13 @@ def _predict(records: list[Record], folder: Path, question: Question, parameters
     from evenstep.predict.calibration import calibrate
     from evenstep.predict.forecast import Forecaster
     from evenstep.predict.shown import show_forecast
+    from evenstep.report.prediction import FOLDER
 
     forecaster = Forecaster(calibrate(records, parameters), question, task=records[0].plan.task_name)
     found = forecaster.forecast(shlex.join(["evenstep", *sys.argv[1:]]))
     folder = _write(forecaster, found, folder / FOLDER)
     page, why_not = _page(folder)
+    _update_comparison(folder.parent)
     if as_json:
         print(json.dumps({**dataclasses.asdict(found), "folder": str(folder), "page": page}))
     else:
@@ -177,6 +178,16 @@ def _page(folder: Path) -> tuple[str | None, str]:
         return str(write_forecast_page(Forecast.read(folder), folder)), ""
     except EvenstepError as error:
         return None, f"was not written: {error}; then run evenstep report {folder}"
+
+
+def _update_comparison(folder: Path) -> None:
+    """Where these are the Records of a comparison, its page shows what is predicted beside them."""
+    from evenstep.report import comparison
+    from evenstep.report.html.page import write_page
+
+    if os.path.isfile(folder / comparison.FILE):
+        with suppress(EvenstepError):
+            write_page(comparison.Comparison.read(folder), folder)
 
 
 def _question(*given: Any) -> Question:

@@ -7,10 +7,11 @@ from collections.abc import Callable, Generator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from evenstep.doctor import Check, Finding, environment, gpus, limits, network, worst
+from evenstep.doctor import Check, Finding, Number, environment, gpus, limits, network, worst
 from evenstep.doctor.bandwidth import Pair, schedule, try_pairs
 from evenstep.doctor.environment import variables
 from evenstep.doctor.remedies import Reference, TimeBudget, Trial, judge, rate_in_words
+from evenstep.predict.usual import PARAMETERS, STEP_SECONDS, expected_over, link_of_pair
 
 
 @dataclass
@@ -118,4 +119,37 @@ def examine(environment: Mapping[str, str]) -> Examination:
     for number, check in enumerate(checks, 1):
         yield CheckStarted(check.name, number, len(checks), check.is_trial)
         found += check.findings()
-    yield Report(tuple(found), time.monotonic() - began)
+    yield Report((*found, *expected(found, _devices(found))), time.monotonic() - began)
+
+
+def _devices(found: Sequence[Finding]) -> int:
+    """GPUs of this machine, else its cores; two at least."""
+    cores = next((one.numbers.get("cores") for one in found if one.name == "cores"), 1)
+    return max(2, gpus.num_gpus() or int(cores or 1))
+
+
+def expected(found: Sequence[Finding], devices: int, name: str = "scaling") -> list[Finding]:
+    """What so many devices would give over the slowest of the links that were measured; nothing if none was."""
+    measured = [one for one in found if one.status != "bad" and one.numbers.get("bytes_per_second")]
+    # Two processes on one GPU share no link.
+    pairs = [one for one in measured if one.name.endswith(", nccl")]
+    pairs = pairs or [one for one in measured if one.name.endswith(", gloo") and "cuda" not in one.name]
+    if not pairs:
+        return []
+    slowest = min(pairs, key=lambda one: _number(one, "bytes_per_second"))
+    link = link_of_pair(_number(slowest, "latency_seconds"), _number(slowest, "bytes_per_second"))
+    gives = expected_over(link, devices, on_gpus=slowest.name.endswith(", nccl"))
+    about = f"{PARAMETERS / 1e6:g} M parameters, steps of {STEP_SECONDS * 1000:g} ms, the slowest link above"
+    numbers: dict[str, Number] = {
+        "devices": devices,
+        "times": gives.times.middle,
+        "times_low": gives.times.low,
+        "times_high": gives.times.high,
+        "limit": gives.limit,
+        "limit_from": gives.limit_from,
+    }
+    return [Finding(name, "good", f"{gives.sentence} ({about}); your task: evenstep predict", numbers=numbers)]
+
+
+def _number(finding: Finding, name: str) -> float:
+    return float(finding.numbers.get(name) or 0.0)

@@ -24,7 +24,7 @@ from msgspec import Meta
 import evenstep
 from evenstep.doctor import MAX_TEXT_CHARS, Finding, worst
 from evenstep.doctor.bandwidth import ALL_BYTES, CPU_SECONDS, GPU_SECONDS, add_up_between, rounds
-from evenstep.doctor.checks import CheckStarted, Examination, Report, examine
+from evenstep.doctor.checks import CheckStarted, Examination, Report, examine, expected
 from evenstep.doctor.gpus import num_gpus
 from evenstep.doctor.remedies import (
     SUSPECTS,
@@ -266,7 +266,15 @@ class ClusterCheck:
         report = {"own": [one.to_json() for one in own], "pairs": [one.to_json() for one in pairs]}
         channel.send(f"report/{channel.machine}", report)
         others, pairs_of_others = self._others(members)
-        return [*own, *others, *compare(members), *pairs, *pairs_of_others]
+        between = [*pairs, *pairs_of_others]
+        devices = sum(max(1, one.gpus) for one in members if one is not None)
+        return [
+            *own,
+            *others,
+            *compare(members),
+            *between,
+            *expected(between, max(2, devices), "scaling, all machines"),
+        ]
 
     def _facts(self, clock_seconds: float) -> MachineFacts:
         stats = psutil.net_if_stats().get(self._interface)

@@ -13,7 +13,7 @@ from typing import TypedDict
 
 from evenstep.errors import BadInput, shorten
 from evenstep.predict.links import Link
-from evenstep.predict.step_model import BACKWARD, JITTER, Workload, buckets_of
+from evenstep.predict.step_model import BACKWARD, CPU_JITTER, JITTER, Workload, buckets_of
 from evenstep.record import FILE, PARTS, Lane, Measurement, Record, Timeline
 from evenstep.strategy_facts import STRATEGIES, UNKNOWN, StrategyFacts
 
@@ -24,6 +24,8 @@ NORMAL_QUARTILES = 1.349
 LEAST_JITTER = 0.002
 IN_TABLES = 0.03
 """Seconds: about the shortest steps of published tables."""
+WAITS = 0.05
+"""A step that waits for input for more than this part of it is limited by what is read."""
 SHORTEST = 1e-7
 """Seconds; a damaged Record may say 0."""
 WEIGHTS = Path("checkpoints", "latest", "weights.safetensors")
@@ -189,6 +191,9 @@ def calibrate(records: Sequence[Record], parameters: int | None = None) -> Calib
     if not gradient_bytes:
         notes.append("the size of the gradients is not known: communication is left out; give --parameters 25.6M")
     first = min(chosen, key=lambda one: one.devices)
+    arrivals = _arrivals(observed, gradient_bytes)
+    if gradient_bytes:
+        notes.append(_arrivals_in_words(arrivals, gradient_bytes))
     work = Workload(
         fixed_seconds=fixed,
         sample_seconds=slope,
@@ -196,10 +201,11 @@ def calibrate(records: Sequence[Record], parameters: int | None = None) -> Calib
         backward=median(one.backward for one in chosen),
         input_seconds=median(one.input / one.share for one in chosen),
         gradient_bytes=float(gradient_bytes),
-        arrivals=_arrivals(observed, gradient_bytes),
+        arrivals=arrivals,
         accumulate=first.record.plan.accumulate,
         jitter=_jitter(first, notes),
         contention=_contention(observed),
+        samples_a_second=_reads(chosen, notes),
         cores=int(first.record.machine.get("cores") or 1) if first.kind == "cpu" else None,
         threads=first.threads,
         shares_memory=first.kind == "cpu",
@@ -248,14 +254,12 @@ def _line(chosen: Sequence[Observation], notes: list[str]) -> tuple[float, float
 
 def _jitter(one: Observation, notes: list[str]) -> float:
     """Of a rank's steps, over the root of their length."""
-    if one.kind != "cpu" or not one.deviation:
-        if one.seconds < IN_TABLES:
-            notes.append(
-                f"steps of {one.seconds * 1e3:.1f} ms are shorter than those of any table: stragglers are a guess"
-            )
-        notes.append("stragglers are those of published tables: a host runs ahead of its GPU, so its steps say little")
-        return JITTER
-    return max(LEAST_JITTER, one.deviation / math.sqrt(one.seconds))
+    if one.kind == "cpu":
+        return max(LEAST_JITTER, one.deviation / math.sqrt(one.seconds)) if one.deviation else CPU_JITTER
+    if one.seconds < IN_TABLES:
+        notes.append(f"steps of {one.seconds * 1e3:.1f} ms are shorter than those of any table: stragglers are a guess")
+    notes.append("stragglers are those of published tables: a host runs ahead of its GPU, so its steps say little")
+    return JITTER
 
 
 def _gradient_bytes(observed: Sequence[Observation]) -> int:
@@ -297,6 +301,32 @@ def _arrivals(observed: Sequence[Observation], gradient_bytes: int) -> tuple[flo
                 length = (backward[2] - backward[1]) or 1.0
                 found.append([min(1.0, max(0.0, (begin - backward[1]) / length)) for _, begin, _ in network.spans])
     return tuple(median(column) for column in zip(*found, strict=True)) if found else ()
+
+
+def _arrivals_in_words(arrivals: Sequence[float], gradient_bytes: int) -> str:
+    sizes = buckets_of(gradient_bytes)
+    total = f"{gradient_bytes / 1e6:,.3g} MB of gradients in {len(sizes):,} bucket{'s' * (len(sizes) > 1)}"
+    if not arrivals:
+        return f"{total}; when each is ready was not measured: evenly over backward"
+    shown = [f"{part:.0%}" for part in arrivals]
+    when = ", ".join(shown if len(shown) < 6 else [*shown[:2], "...", *shown[-2:]])
+    return f"{total}; ready at {when} of backward, as measured"
+
+
+def _reads(chosen: Sequence[Observation], notes: list[str]) -> float | None:
+    """Samples a second that the cores of a host can read, where steps on a GPU waited for them."""
+    found = []
+    for one in chosen:
+        workers = one.record.plan.workers or 0
+        if one.kind == "cpu" or one.input < WAITS * one.seconds or not (cores := one.record.machine.get("cores")):
+            continue
+        # Workers that a step waits for are busy all the time.
+        core_seconds = workers * one.seconds if workers else one.input
+        found.append(int(cores) * one.share / core_seconds)
+    if not found:
+        return None
+    notes.append(f"steps waited for input: the cores of such a host read at most {median(found):,.0f} samples a second")
+    return median(found)
 
 
 def _link(observed: Sequence[Observation]) -> Link | None:

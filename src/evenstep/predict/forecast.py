@@ -12,23 +12,40 @@ from statistics import fmean, median
 from evenstep.errors import BadInput
 from evenstep.plan import Plan
 from evenstep.predict.calibration import Calibration, Observation, calibrate
-from evenstep.predict.links import NVLINK, NVLINK_OF_ITS_GPU, Cluster, Link, nvlink
+from evenstep.predict.job import Job
+from evenstep.predict.links import (
+    CORES,
+    GPUS_OF_A_MACHINE,
+    MEMORY,
+    NVLINK,
+    NVLINK_OF_ITS_GPU,
+    Cluster,
+    Link,
+    handling_seconds,
+    nvlink,
+)
 from evenstep.predict.published import interval_of
-from evenstep.predict.step_model import StepParts, computing_of, cores_shared, limit_of, step_parts
+from evenstep.predict.step_model import (
+    SPREAD,
+    StepParts,
+    Workload,
+    buckets_of,
+    computing_of,
+    limit_of,
+    step_parts,
+)
 from evenstep.record import Lane, Measurement, Record, RecordWriter, Timeline
 from evenstep.report.comparison import Range
-from evenstep.report.prediction import Forecast, Knee, Prediction
+from evenstep.report.prediction import KNEE, Expectation, Forecast, Knee, Prediction
 from evenstep.strategy_facts import DEFAULT, REFERENCE, STRATEGIES, UNKNOWN, StrategyFacts
 
-KNEE = 0.75
 MOST_TOO_MANY = -0.8
 """Of a modelled step, where a measured one was shorter."""
 FARTHEST = 2**16
-GPUS_OF_A_MACHINE = 8
 SHARED_MEMORY = Link(latency=2e-5, bandwidth=5e9, name="shared memory, assumed")
 ERRORS = (
-    "Such forecasts of published tables were wrong by 3.7 % in the median, 12 % in 1 of 10 and 44 % at worst "
-    "(n times as fast: 8.1 %); see evenstep predict --check."
+    "Such forecasts of published tables were wrong by 3.1 % in the median, 9 % in 1 of 10 and 39 % at worst "
+    "(n times as fast: 7.8 %); see evenstep predict --check."
 )
 
 
@@ -42,10 +59,10 @@ class Speeds:
 
 
 GPUS = {
-    "v100": Speeds(half_tflops=125, full_tflops=15.7, gigabytes_a_second=900),
-    "a100": Speeds(half_tflops=312, full_tflops=19.5, gigabytes_a_second=2039),
-    "h100": Speeds(half_tflops=989, full_tflops=67, gigabytes_a_second=3350),
-    "h200": Speeds(half_tflops=989, full_tflops=67, gigabytes_a_second=4800),
+    "v100": Speeds(half_tflops=125, full_tflops=15.7, gigabytes_a_second=MEMORY["v100"] / 1e9),
+    "a100": Speeds(half_tflops=312, full_tflops=19.5, gigabytes_a_second=MEMORY["a100"] / 1e9),
+    "h100": Speeds(half_tflops=989, full_tflops=67, gigabytes_a_second=MEMORY["h100"] / 1e9),
+    "h200": Speeds(half_tflops=989, full_tflops=67, gigabytes_a_second=MEMORY["h200"] / 1e9),
 }
 """torch/_inductor/analysis/device_info.py (a100, h100), stas00/ml-engineering (h200), RajBhope's gpu_catalog (v100)."""
 
@@ -79,11 +96,19 @@ class Forecaster:
     task: str = ""
 
     def __post_init__(self) -> None:
-        self.work = replace(self.calibration.work, samples_a_second=self.question.reads)
+        measured = self.calibration.work
+        self.work = replace(measured, samples_a_second=self.question.reads or measured.samples_a_second)
         self.width = 0.0
         """Added to the interval: half of what two ways of scaling to another GPU differ by."""
         if self.question.gpu:
             self._change_gpu(self.question.gpu)
+        if self.calibration.kind == "cuda":
+            self.work = self._on_gpus(self.question.gpu or self._own_gpu or "a100")
+
+    def _on_gpus(self, gpu: str) -> Workload:
+        """What published tables say of GPUs and their hosts, and one machine cannot measure."""
+        handling = handling_seconds(gpu, self.work.gradient_bytes)
+        return replace(self.work, host_cores=CORES[gpu], spread=SPREAD, handling_seconds=handling)
 
     def forecast(self, command: str = "") -> Forecast:
         left_out: dict[str, str] = {}
@@ -113,7 +138,7 @@ class Forecaster:
         batch = self._batch(devices)
         rate = batch / parts.seconds
         low, high = interval_of(rate, self._lost(strategy, devices, parts) + self.width)
-        low, high = min(low, rate * (1 - self._noise)), max(high, rate * (1 + self._noise))
+        low, high = (rate * math.exp(sign * self._with_noise(edge / rate)) for sign, edge in ((-1, low), (1, high)))
         ideal = computing_of(self._single) * batch / devices / self._batch(1)
         return self._with_job(
             Prediction(
@@ -126,12 +151,39 @@ class Forecaster:
                 efficiency=rate / devices / self._rate_of_one,
                 parts=_named(parts),
                 limit=limit_of(parts, ideal) if devices > 1 else "",
+                hidden_seconds=parts.hidden,
+                buckets=len(parts.buckets),
+                algorithm=self._algorithm(strategy, devices, cluster) if parts.buckets else "",
             )
         )
+
+    def _algorithm(self, strategy: StrategyFacts, devices: int, cluster: Cluster) -> str:
+        """How the largest bucket is sent."""
+        here, machines = cluster.in_a_machine(devices), cluster.machines(devices)
+        if strategy.shards:
+            return "gather and scatter"
+        if not strategy.processes_per_device:
+            return "copies from one process"
+        if self.work.shares_memory and machines == 1:
+            return "shared memory"
+        largest = max(buckets_of(self.work.gradient_bytes))
+        inside = [f"{cluster.inside.algorithm(here, largest)} inside"] if here > 1 else []
+        between = [f"{cluster.between.algorithm(machines, largest)} between"] if machines > 1 else []
+        return ", ".join(inside + between)
 
     def forecast_one(self, strategy: StrategyFacts, devices: int) -> Prediction:
         """The row of one strategy on one of the question's numbers of devices."""
         return self.predict(strategy, devices, self._cluster(devices, list(self.question.devices).index(devices)))
+
+    def expectation(self, strategy: StrategyFacts, devices: int) -> Expectation:
+        """What so many devices give, beside one."""
+        row = self.forecast_one(strategy, devices)
+        alone = [one.rate for one in self.calibration.observed if one.devices == 1 and one.samples == self._batch(1)]
+        single = median(alone or [self._rate_of_one])
+        rate, knee = row.samples_per_second, self._knee(strategy)
+        times = Range(middle=rate.middle / single, low=rate.low / single, high=rate.high / single)
+        limit = knee.limit if knee.devices else row.limit
+        return Expectation(devices=devices, times=times, limit=limit, limit_from=knee.devices)
 
     def timeline_of(self, strategy: StrategyFacts, devices: int, at: int) -> Timeline:
         """The predicted step of rank 0, as a measured one is drawn."""
@@ -141,7 +193,7 @@ class Forecaster:
             ("input", parts.input + parts.waiting),
             ("forward", parts.forward),
             ("backward", parts.backward + parts.contention),
-            ("communication", parts.communication + parts.stragglers + max(0.0, parts.unexplained)),
+            ("communication", _sending(parts)),
             ("optimizer", parts.optimizer),
         ):
             spans.append((name, moments, moments + seconds))
@@ -153,17 +205,19 @@ class Forecaster:
 
     def _parts(self, strategy: StrategyFacts, devices: int, cluster: Cluster) -> StepParts:
         parts = step_parts(self.work, strategy, cluster, devices, self._batch(devices))
-        here = cluster.in_a_machine(devices)
-        found = [self._beyond(one, parts, here) for one in self._nearest(strategy, devices)]
+        found = [self._beyond(one, parts) for one in self._nearest(strategy, devices)]
         return replace(parts, unexplained=max(fmean(found), MOST_TOO_MANY * parts.seconds) if found else 0.0)
 
-    def _beyond(self, one: Observation, parts: StepParts, in_a_machine: int) -> float:
-        """Seconds of a measured step that the model does not have: they stay; seconds too many shrink with the step."""
+    def _beyond(self, one: Observation, parts: StepParts) -> float:
+        """Seconds of a measured step that the model does not have, for a step of these parts.
+
+        Processes that compute at once slow each other down by their memory, so on CPUs they grow and shrink with what
+        is computed; what they are too many does so everywhere. What a GPU waits for its host stays.
+        """
         modelled = self._modelled(one)
         beyond = one.seconds - modelled.seconds
-        if beyond < 0:
-            return beyond * computing_of(parts) / computing_of(modelled)
-        return beyond * cores_shared(self.work, in_a_machine) / cores_shared(self.work, one.devices)
+        stays = beyond > 0 and one.kind != "cpu"
+        return beyond if stays else beyond * computing_of(parts) / computing_of(modelled)
 
     def _batch(self, devices: int) -> float:
         if self.question.per_device:
@@ -180,11 +234,16 @@ class Forecaster:
 
     @cached_property
     def _noise(self) -> float:
-        """Of what was measured: half of the range of equal Records."""
+        """Of what was measured: twice the standard deviation of the logarithms of equal Records' rates."""
         groups: dict[tuple[str, int, float], list[float]] = {}
         for one in self.calibration.observed:
-            groups.setdefault((one.strategy.name, one.devices, one.samples), []).append(one.rate)
-        return max((max(rates) / min(rates) - 1) / 2 for rates in groups.values())
+            groups.setdefault((one.strategy.name, one.devices, one.samples), []).append(math.log(one.rate))
+        squares = sum((rate - fmean(rates)) ** 2 for rates in groups.values() for rate in rates)
+        freedom = sum(len(rates) - 1 for rates in groups.values())
+        return 2 * math.sqrt(squares / freedom) if freedom else 0.0
+
+    def _with_noise(self, edge: float) -> float:
+        return math.hypot(math.log(edge), self._noise)
 
     def _lost(self, strategy: StrategyFacts, devices: int, parts: StepParts) -> float:
         """By more than computing, since the most devices that were measured: what an error can be made about."""
@@ -320,22 +379,27 @@ class Forecaster:
     def _efficiency(self, strategy: StrategyFacts, devices: int) -> float:
         return self.predict(strategy, devices, self._cluster(devices)).efficiency
 
+    @cached_property
+    def _job(self) -> Job | None:
+        return Job.of(self.calibration.largest.record)
+
     def _with_job(self, row: Prediction) -> Prediction:
-        """An epoch: its steps, its evaluation, and the steps that failures of devices cost."""
-        record = self.calibration.largest.record
-        samples = record.data.get("rest")
-        if not samples:
+        """An epoch of the job, and what it costs."""
+        if self._job is None:
             return row
-        seconds = samples / row.samples_per_second.middle
-        if record.evaluations:
-            seconds += record.evaluations[-1].seconds * len(record.plan.devices) / row.devices
-        hours = self.question.hours_between_failures
-        if hours:
-            # Half of an epoch, at whose end a checkpoint is, is lost with each failure.
-            seconds /= max(0.05, 1 - row.devices / hours / 3600 * seconds / 2)
+        failures = self.question.hours_between_failures
+        parts = self._job.epoch_parts(row.samples_per_second.middle, row.batch, row.devices, failures)
+        seconds = sum(parts.values())
         device_hours = seconds * row.devices / 3600
         cost = device_hours * self.question.price if self.question.price is not None else None
-        return replace(row, epoch_seconds=seconds, device_hours=device_hours, cost=cost)
+        return replace(
+            row,
+            epoch_seconds=seconds,
+            epoch_parts=parts,
+            device_hours=device_hours,
+            cost=cost,
+            epochs=self._job.epochs,
+        )
 
     @cached_property
     def _own_gpu(self) -> str | None:
@@ -398,7 +462,10 @@ class Forecaster:
             "input": parts["input"] + parts["waiting"],
             "forward": parts["forward"],
             "backward": parts["backward"] + parts["contention"],
-            "communication": parts["communication"] + parts["stragglers"] + max(0.0, parts["unexplained"]),
+            "communication": parts["communication"]
+            + parts["handling"]
+            + parts["stragglers"]
+            + max(0.0, parts["unexplained"]),
             "optimizer": parts["optimizer"],
         }
         seconds = row.step_seconds.middle
@@ -435,13 +502,13 @@ def expectation(records: Sequence[Record]) -> list[str]:
     if cores is not None and devices * calibration.work.threads > cores:
         return []
     forecaster = Forecaster(calibration, Question(devices=[devices], machines=[1], strategies=[strategy.name]))
-    row = forecaster.forecast_one(strategy, devices)
-    single = median([one.rate for one in calibration.observed if one.devices == 1] or [row.samples_per_second.middle])
-    middle, low, high = (getattr(row.samples_per_second, edge) / single for edge in ("middle", "low", "high"))
-    return [
-        f"With {devices} of these devices, expect {middle:.1f} x of one by {strategy.name} ({low:.1f} to {high:.1f}); "
-        f"{row.limit} is then the limit. More: evenstep predict."
-    ]
+    found = forecaster.expectation(strategy, devices).sentence
+    return [f"{strategy.name}: {found}. More: evenstep predict."]
+
+
+def _sending(parts: StepParts) -> float:
+    """Until all ranks have the averaged gradients, after backward."""
+    return parts.communication + parts.handling + parts.stragglers + max(0.0, parts.unexplained)
 
 
 def _overhead(parts: StepParts) -> float:

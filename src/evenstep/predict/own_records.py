@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from statistics import median
 
 from evenstep.predict.calibration import Observation, calibrate, observe, read_records
 from evenstep.predict.forecast import Forecaster, Question
@@ -18,30 +19,37 @@ def on_two_devices(record: Record) -> bool:
 
 
 def replay_records(folder: str | Path, is_input: Callable[[Record], bool] = on_two_devices) -> Iterator[Checked]:
-    """Predict what is no input from what is; nothing, if there is no such Record."""
+    """Predict each configuration that is no input from those that are; nothing, if there is none."""
     records = read_records(folder)
     known = [record for record in records if is_input(record)]
     others = [observe(record) for record in records if not is_input(record)]
     if not known or not others:
         return
     calibration = calibrate(known)
+    points: dict[tuple[str, int, float], list[Observation]] = {}
     for one in others:
+        points.setdefault((one.strategy.name, one.devices, one.samples), []).append(one)
+    for seen in points.values():
         # Several processes of this machine, as they were measured.
-        question = Question(devices=[one.devices], machines=[1], batch=round(one.samples))
-        yield _checked(one, Forecaster(calibration, question), Path(folder).name)
+        question = Question(devices=[seen[0].devices], machines=[1], batch=round(seen[0].samples))
+        yield _checked(seen, Forecaster(calibration, question), Path(folder).name)
 
 
-def _checked(one: Observation, forecaster: Forecaster, folder: str) -> Checked:
+def _checked(seen: Sequence[Observation], forecaster: Forecaster, folder: str) -> Checked:
+    """Of one configuration: the median of its Records beside its prediction."""
+    one = seen[0]
     row = forecaster.forecast_one(one.strategy, one.devices)
     first = min(forecaster.calibration.observed, key=lambda seen: seen.devices)
     linear = first.rate / first.devices * one.devices
-    rate = row.samples_per_second.middle
+    rate = row.samples_per_second
     return Checked(
         family=f"own, {one.kind}",
         name=f"{folder}: {row.label}, batch {one.samples:g}",
         devices=one.devices,
-        measured=one.rate,
-        predicted=rate,
+        measured=median(each.rate for each in seen),
+        predicted=rate.middle,
         linear=linear,
-        loss=max(0.0, math.log(linear / rate)),
+        loss=max(0.0, math.log(linear / rate.middle)),
+        low=rate.low,
+        high=rate.high,
     )

@@ -7,7 +7,7 @@ from rich.table import Table
 from rich.text import Text
 
 from evenstep.predict.published import CheckResult
-from evenstep.report.prediction import Forecast
+from evenstep.report.prediction import Forecast, Prediction
 from evenstep.report.terminal import plain, table_of, without_control
 
 
@@ -29,7 +29,9 @@ def show_check(result: CheckResult, console: Console) -> None:
     lines = [
         "",
         "* median error of n devices being n times as fast; ** 1 - mean error / that of linear scaling",
-        "Each family is predicted with constants and a 90 % interval that were chosen without it.",
+        "Each family is predicted with constants and a 90 % interval that were chosen without it:",
+        f"{result.constants.jitter:g} s of jitter in a step of 1 s with one core a rank, GPUs that differ by "
+        f"{result.constants.spread:.0%}, {result.constants.share:.0%} of a network's rate, of all tables.",
         "",
         *_bound(result),
         *(f"suspect, and not used: {line}" for line in result.suspects),
@@ -47,13 +49,13 @@ def _bound(result: CheckResult) -> list[str]:
 
 def show_forecast(found: Forecast, console: Console) -> None:
     """What was measured, what is predicted, where it goes; the knee, and how wrong such forecasts were."""
-    for table in (_rates(found), _step_table(found), _epochs(found)):
+    for table in (_rates(found), _step_table(found), _sending(found), _epochs(found)):
         if not table.row_count:
             continue
         console.print(table)
         console.print()
     comm = (
-        "* not overlapped with backward; slowest: waiting for the slowest rank; "
+        "* not overlapped with backward; memory: copying and summing gradients; slowest: waiting for the slowest rank; "
         "** beyond the model, where it was measured"
     )
     lines = [comm, *(knee.sentence for knee in found.knees), found.links, found.errors, *found.notes]
@@ -75,6 +77,7 @@ def _rates(found: Forecast) -> Table:
 
 SHORT = {
     "communication": "comm.*",
+    "handling": "memory",
     "optimizer": "opt.",
     "contention": "contention",
     "stragglers": "slowest",
@@ -87,7 +90,9 @@ def _step_table(found: Forecast) -> Table:
     names = dict.fromkeys(name for row in found.rows for name in row.parts)
     # Most steps have none of these.
     rare = [
-        name for name in ("contention", "waiting", "unexplained") if not any(row.parts.get(name) for row in found.rows)
+        name
+        for name in ("handling", "contention", "waiting", "unexplained")
+        if not any(row.parts.get(name) for row in found.rows)
     ]
     shown = [name for name in names if name not in rare]
     table = table_of("ms/step", "total", *(SHORT.get(name, name) for name in shown))
@@ -97,14 +102,37 @@ def _step_table(found: Forecast) -> Table:
     return table
 
 
-def _epochs(found: Forecast) -> Table:
-    has_cost = any(row.cost is not None for row in found.rows)
-    table = table_of("epoch", "takes", "device hours", *["cost"] * has_cost)
+def _sending(found: Forecast) -> Table:
+    """What is sent in each predicted step, and how much of it backward hides."""
+    table = table_of("sending", "buckets", "ms", "hidden", "waited for")
+    table.add_column("by", no_wrap=True)
     for row in found.rows:
-        if row.device_hours is not None:
-            cost = [f"{row.cost:.3g}" if row.cost is not None else ""] * has_cost
-            table.add_row(plain(row.label), _time(row.epoch_seconds), f"{row.device_hours:.3g}", *cost)
+        if row.buckets:
+            waited = row.parts.get("communication", 0.0)
+            cells = [f"{1000 * seconds:.2f}" for seconds in (waited + row.hidden_seconds, row.hidden_seconds, waited)]
+            table.add_row(plain(row.label), f"{row.buckets:,}", *cells, row.algorithm)
     return table
+
+
+def _epochs(found: Forecast) -> Table:
+    """What an epoch takes, part by part; and the whole job."""
+    rows = [row for row in found.rows if row.device_hours is not None]
+    names = [name for name in dict.fromkeys(name for row in rows for name in row.epoch_parts) if name != "steps"]
+    names = [name for name in names if any(row.epoch_parts.get(name) for row in rows)]
+    has_cost, epochs = any(row.cost is not None for row in rows), next((row.epochs for row in rows if row.epochs), None)
+    job = [f"{epochs:g} epochs"] if epochs else []
+    table = table_of("epoch", "takes", *names, "device hours", *["cost"] * has_cost, *job)
+    for row in rows:
+        parts = [_time(row.epoch_parts.get(name)) for name in names]
+        cost = [f"{row.cost:.3g}" if row.cost is not None else ""] * has_cost
+        whole = [_job(row, epochs)] if epochs else []
+        table.add_row(plain(row.label), _time(row.epoch_seconds), *parts, f"{row.device_hours:.3g}", *cost, *whole)
+    return table
+
+
+def _job(row: Prediction, epochs: float) -> str:
+    cost = f", {epochs * row.cost:.3g}" if row.cost is not None else ""
+    return f"{_time(epochs * (row.epoch_seconds or 0.0))}, {epochs * (row.device_hours or 0.0):.3g} device h{cost}"
 
 
 def _time(seconds: float | None) -> str:

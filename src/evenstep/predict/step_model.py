@@ -2,7 +2,8 @@
 
 compute      a fixed part, and a part for each sample of a device's share
 communication  a timeline: a bucket of gradients starts at max(ready, end of the one before)
-stragglers   a synchronous step takes as long as its slowest rank
+handling     copying and summing gradients in a device's memory
+stragglers   a synchronous step takes as long as its slowest rank: interruptions, and devices that differ
 input        what a machine can read, shared by its devices
 """
 
@@ -19,10 +20,16 @@ from evenstep.strategy_facts import StrategyFacts
 
 FIRST_BUCKET, BUCKET = 2**20, 25 * 2**20
 """Bytes of DDP's buckets."""
-JITTER = 0.02
-"""Standard deviation of a rank's step of one second, in seconds; it grows with the root of the step's length.
+JITTER = 0.09
+"""Standard deviation of a rank's step of one second, in seconds, if its host had one core for it.
 
-Chosen once for all published tables (see published.py); measured ranks have their own."""
+Interruptions come at random: their number grows with the length of a step and falls with the cores for each rank, and
+their standard deviation with the root of that. Chosen once for all published tables (see published.py); measured ranks
+have their own."""
+CPU_JITTER = 0.01
+"""The same of CPU ranks whose steps were not timed, as those of bench/c8_predict.py have it."""
+SPREAD = 0.03
+"""Standard deviation of the speeds of equal GPUs; chosen as above. Clusters vary by 8 % (arXiv 2208.11035)."""
 MOST_JITTER = 0.3
 """Of a step: a very short one is not all jitter."""
 MOST_UNITS = 48
@@ -49,6 +56,13 @@ class Workload:
     """When each bucket is ready, as a part of backward; evenly, if empty."""
     accumulate: int = 1
     jitter: float = JITTER
+    """Of a step of one second; with `host_cores`, of one on a host with one core for each rank."""
+    host_cores: float | None = None
+    """For each rank of a full machine; None where jitter was measured."""
+    spread: float = 0.0
+    """Standard deviation of the speeds of its devices, as a part of a step."""
+    handling_seconds: float = 0.0
+    """Copying and summing gradients in a device's memory, which communication needs on two devices or more."""
     contention: float = 0.0
     """Seconds that a second of hidden communication takes from computing."""
     samples_a_second: float | None = None
@@ -73,6 +87,8 @@ class StepParts:
     backward: float
     communication: float
     """Not hidden behind backward."""
+    handling: float
+    """Of gradients in the device's memory."""
     contention: float
     stragglers: float
     optimizer: float
@@ -87,8 +103,8 @@ class StepParts:
 
     @property
     def seconds(self) -> float:
-        waits = self.communication + self.contention + self.stragglers + self.waiting + self.unexplained
-        return computing_of(self) + waits
+        sending = self.communication + self.handling + self.contention
+        return computing_of(self) + sending + self.stragglers + self.waiting + self.unexplained
 
 
 @cache
@@ -99,6 +115,21 @@ def slowest_of(ranks: int) -> float:
     (0.0, 1.43, 3.23)
     """
     return NormalDist().inv_cdf((ranks - 0.375) / (ranks + 0.25)) if ranks > 1 else 0.0
+
+
+def slowest_device_of(devices: int) -> float:
+    """The same for the speeds of n devices, which are within bounds: the largest of n even draws.
+
+    >>> round(slowest_device_of(1), 2), round(slowest_device_of(8), 2), round(slowest_device_of(1024), 2)
+    (0.0, 1.35, 1.73)
+    """
+    return math.sqrt(3) * (devices - 1) / (devices + 1)
+
+
+def stragglers_seconds(work: Workload, seconds: float, devices: int) -> float:
+    """How long ranks that compute for so many seconds wait for the slowest one."""
+    jitter = min(work.jitter * math.sqrt(seconds / (work.host_cores or 1)), MOST_JITTER * seconds)
+    return math.hypot(jitter * slowest_of(devices), work.spread * seconds * slowest_device_of(devices))
 
 
 def buckets_of(num_bytes: float) -> list[float]:
@@ -145,15 +176,14 @@ def step_parts(work: Workload, strategy: StrategyFacts, cluster: Cluster, device
     forward, reading = computing - backward, work.input_seconds * share
     spans, exposed = _communication(work, strategy, cluster, devices, (forward, backward))
     hidden = max(0.0, sum(end - begin for begin, end in spans) - exposed)
-    length = computing + optimizer
-    jitter = min(work.jitter * math.sqrt(length), MOST_JITTER * length)
     parts = StepParts(
         input=reading,
         forward=forward,
         backward=backward,
         communication=exposed,
+        handling=work.handling_seconds if devices > 1 and not strategy.is_reference else 0.0,
         contention=work.contention * hidden,
-        stragglers=jitter * slowest_of(devices),
+        stragglers=stragglers_seconds(work, computing + optimizer, devices),
         optimizer=optimizer,
         waiting=0.0,
         hidden=hidden,
@@ -171,8 +201,13 @@ def _with_ceiling(parts: StepParts, work: Workload, samples_of_machine: float) -
 
 
 def cores_shared(work: Workload, in_a_machine: int) -> float:
-    """How much slower CPU processes are that have fewer cores than threads."""
-    return max(1.0, in_a_machine * work.threads / work.cores) if work.cores else 1.0
+    """How much slower the slowest of CPU processes is that have fewer cores than threads: a core runs whole ranks.
+
+    >>> work = Workload(fixed_seconds=1.0, sample_seconds=0.0, cores=2)
+    >>> [cores_shared(work, ranks) for ranks in (1, 2, 3, 4)]
+    [1, 1, 2, 2]
+    """
+    return math.ceil(in_a_machine * work.threads / work.cores) if work.cores else 1
 
 
 def _communication(
@@ -189,7 +224,8 @@ def _communication(
     if not strategy.processes_per_device:
         return _driven(work, cluster, devices, sum(passes))
     if work.shares_memory and cluster.machines(devices) == 1:
-        cost = cluster.inside.ring(devices, work.gradient_bytes)
+        # The ranks' own cores copy and sum.
+        cost = cluster.inside.ring(devices, work.gradient_bytes) * cores_shared(work, devices)
         return [(sum(passes), sum(passes) + cost)], cost
     sizes = buckets_of(work.gradient_bytes)
     ready = [before + forward + backward * part for part in _arrivals(work, sizes)]
@@ -254,7 +290,7 @@ def limit_of(parts: StepParts, ideal: float) -> str:
     """Which of LIMITS costs most, against a step of `ideal` seconds that n devices take if they are n times as fast."""
     lost = {
         "compute": computing_of(parts) - ideal,
-        "communication": parts.communication + parts.contention,
+        "communication": parts.communication + parts.handling + parts.contention,
         "stragglers": parts.stragglers,
         "input": parts.waiting,
         "unexplained": parts.unexplained,

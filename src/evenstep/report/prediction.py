@@ -10,7 +10,12 @@ from pathlib import Path
 from evenstep.report.comparison import Range
 from evenstep.schema import Positive, Schema
 
-FILE = "prediction.json"
+FOLDER, FILE = "prediction", "prediction.json"
+"""Below a run or a comparison."""
+KNEE = 0.75
+"""Of linear scaling: with less, more devices are hardly worth it."""
+LIMITS = {"communication": "the link", "stragglers": "the slowest rank", "compute": "what does not shrink"}
+"""What costs most, in a sentence."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,11 +37,22 @@ class Prediction:
     limit: str = ""
     """What costs most against n devices that are n times as fast."""
     is_measured: bool = False
+    hidden_seconds: float = 0.0
+    """Communication behind backward; not a part of a step."""
+    buckets: int = 0
+    """Of gradients, or units that are gathered."""
+    algorithm: str = ""
+    """Of their all-reduce: ring or tree, inside a machine and between machines."""
     epoch_seconds: float | None = None
-    """With evaluation and what failures cost."""
+    """With evaluation, checkpoints and what failures cost."""
+    epoch_parts: dict[str, float] = field(default_factory=dict)
+    """Seconds of an epoch: steps, evaluation, checkpoints, restarts."""
     device_hours: float | None = None
     """Of an epoch."""
     cost: float | None = None
+    """Of an epoch."""
+    epochs: float | None = None
+    """Of the whole job, if a training was recorded."""
 
     @property
     def label(self) -> str:
@@ -64,6 +80,25 @@ class Knee:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Expectation:
+    """What some devices would give, as `doctor` and `compare` say it."""
+
+    devices: int
+    times: Range
+    """Of one device."""
+    limit: str
+    limit_from: int | None
+    """From so many devices on they are below KNEE; None: not up to the most that was looked at."""
+
+    @property
+    def sentence(self) -> str:
+        times = f"{self.times.middle:.1f} x ({self.times.low:.1f} to {self.times.high:.1f})"
+        limit = LIMITS.get(self.limit, self.limit)
+        when = f"is the limit from {self.limit_from:,} on" if self.limit_from else "costs most, and is no limit yet"
+        return f"with {self.devices:,} of these devices expect {times}; {limit} {when}"
+
+
+@dataclass(frozen=True, kw_only=True)
 class Forecast:
     """All of it."""
 
@@ -83,6 +118,12 @@ class Forecast:
         path = folder / FILE
         path.write_text(json.dumps(asdict(self), indent=1) + "\n")
         return path
+
+    @classmethod
+    def beside(cls, folder: Path) -> Forecast | None:
+        """What was predicted from the Records of this folder, if anything was."""
+        path = folder / FOLDER / FILE
+        return cls.read(path) if path.is_file() else None
 
     @classmethod
     def read(cls, folder: str | Path) -> Forecast:

@@ -12,12 +12,17 @@ from evenstep.report.html.charts import OTHER, Chart, Key, blank, colour, from_z
 from evenstep.report.html.charts import rows_figure as figure_of_rows
 from evenstep.report.prediction import Forecast, Prediction
 
-WAIT_COLOURS = {"contention": "#be123c", "stragglers": "#7c3aed", "waiting": "#a16207"}
+WAIT_COLOURS = {"handling": "#0f766e", "contention": "#be123c", "stragglers": "#7c3aed", "waiting": "#a16207"}
 """Of the parts that only a prediction tells apart."""
 
 
 def charts_of(found: Forecast) -> list[Chart]:
-    return [_efficiency(found), _rates(found), _parts(found.rows)]
+    return [*curves_of(found), _parts(found.rows)]
+
+
+def curves_of(found: Forecast) -> list[Chart]:
+    """Efficiency and samples a second over devices, measured and predicted."""
+    return [_efficiency(found), _rates(found)]
 
 
 def _efficiency(found: Forecast) -> Chart:
@@ -26,12 +31,14 @@ def _efficiency(found: Forecast) -> Chart:
         "Samples a second for each device, over those of one device. The band is the 90 % interval of the prediction; "
         "filled marks were measured, diamonds are knees. " + " ".join(f"{knee.sentence}." for knee in found.knees)
     )
-    return Chart(name="efficiency", title="Efficiency", figure=plot, caption=caption, keys=_keys(found))
+    return Chart(
+        name="predicted-efficiency", title="Efficiency, predicted", figure=plot, caption=caption, keys=_keys(found)
+    )
 
 
 def _rates(found: Forecast) -> Chart:
     plot = _curves(found, "samples/s")
-    return Chart(name="rates", title="Samples a second", figure=plot, keys=_keys(found))
+    return Chart(name="predicted-rates", title="Samples a second, predicted", figure=plot, keys=_keys(found))
 
 
 def _keys(found: Forecast) -> list[Key]:
@@ -154,6 +161,7 @@ def _parts(rows: Sequence[Prediction]) -> Chart:
         ends = right
     keys = [Key(name=part, label=part, colour=WAIT_COLOURS.get(part) or part_colour(part)) for part in parts]
     caption = (
-        "● was measured. Stragglers: waiting for the slowest rank. Waiting: for what a machine cannot read faster."
+        "● was measured. Handling: copying and summing gradients in a device's memory. Stragglers: waiting for the "
+        "slowest rank. Waiting: for what a machine cannot read faster."
     )
     return Chart(name="parts", title="Parts of a step", figure=plot, caption=caption, keys=keys, is_wide=True)

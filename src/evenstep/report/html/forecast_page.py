@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from evenstep.report.html.page import FILE, Page, need_bokeh, render, write_text
-from evenstep.report.html.tables import Sheet, milliseconds
+from evenstep.report.html.tables import OF_PREDICTIONS, Sheet, milliseconds, predicted_sheet
 from evenstep.report.prediction import Forecast, Prediction
 
 if TYPE_CHECKING:
@@ -30,8 +30,11 @@ def forecast_page(found: Forecast) -> str:
             about=f"{predicted} predicted, {len(found.rows) - predicted} measured · {found.links}",
             commands=[found.command] if found.command else [],
             charts=_charts(found),
-            runs=_rows_sheet(found.rows),
-            sheets=[_parts_sheet(found.rows)],
+            runs=predicted_sheet(found.rows),
+            numbers={"parts": _parts_sheet(found.rows)},
+            sheets=[_sending_sheet(found.rows), _epoch_sheet(found.rows)],
+            sheets_title="Communication and epochs",
+            words=OF_PREDICTIONS,
             notes=[found.errors, *(knee.sentence for knee in found.knees), *found.notes, *_left_out(found)],
         )
     )
@@ -47,38 +50,6 @@ def _left_out(found: Forecast) -> list[str]:
     return [f"{name} is left out: {why}" for name, why in found.left_out.items()]
 
 
-def _rows_sheet(rows: Sequence[Prediction]) -> Sheet:
-    columns = [
-        "",
-        "",
-        "machines",
-        "batch",
-        "samples/s",
-        "90 % interval",
-        "efficiency",
-        "limit",
-        "device hours an epoch",
-    ]
-    return Sheet(
-        title="Measured and predicted",
-        columns=columns,
-        rows=[
-            [
-                row.label,
-                "measured" if row.is_measured else "predicted",
-                f"{row.machines:,}",
-                f"{row.batch:,.0f}",
-                f"{row.samples_per_second.middle:,.0f}",
-                f"{row.samples_per_second.low:,.0f} to {row.samples_per_second.high:,.0f}",
-                f"{row.efficiency:.0%}",
-                row.limit,
-                f"{row.device_hours:.3g}" if row.device_hours is not None else "",
-            ]
-            for row in rows
-        ],
-    )
-
-
 def _parts_sheet(rows: Sequence[Prediction]) -> Sheet:
     names = list(dict.fromkeys(name for row in rows for name in row.parts))
     cells = [
@@ -87,3 +58,38 @@ def _parts_sheet(rows: Sequence[Prediction]) -> Sheet:
         for row in rows
     ]
     return Sheet(title="Parts of a step, in ms", columns=["", "step", *names], rows=cells)
+
+
+def _sending_sheet(rows: Sequence[Prediction]) -> Sheet:
+    cells = [
+        [
+            row.label,
+            f"{row.buckets:,}",
+            milliseconds(row.hidden_seconds + row.parts.get("communication", 0.0)),
+            milliseconds(row.hidden_seconds),
+            milliseconds(row.parts.get("communication", 0.0)),
+            row.algorithm,
+        ]
+        for row in rows
+        if row.buckets
+    ]
+    columns = ["", "buckets", "sending", "behind backward", "waited for", "by"]
+    return Sheet(title="What a step sends, in ms", columns=columns, rows=cells)
+
+
+def _epoch_sheet(rows: Sequence[Prediction]) -> Sheet:
+    """Steps, evaluation, checkpoints and restarts, in seconds; what devices take together, and cost."""
+    known = [row for row in rows if row.device_hours is not None]
+    names = list(dict.fromkeys(name for row in known for name in row.epoch_parts))
+    cells = [
+        [
+            row.label,
+            *(f"{row.epoch_parts.get(name, 0.0):,.3g}" for name in names),
+            f"{row.epoch_seconds or 0.0:,.3g}",
+            f"{row.device_hours:.3g}",
+            f"{row.cost:.3g}" if row.cost is not None else "",
+        ]
+        for row in known
+    ]
+    columns = ["", *names, "together", "device hours", "cost"]
+    return Sheet(title="An epoch, in seconds", columns=columns, rows=cells)

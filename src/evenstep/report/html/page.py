@@ -25,6 +25,7 @@ from evenstep.report.comparison import Comparison, Row
 from evenstep.report.html import tables
 from evenstep.report.html.curves import ReadRun, Sampled
 from evenstep.report.html.tables import OF_COMPARISONS, OF_RUNS, Sheet, distinct
+from evenstep.report.prediction import Forecast
 from evenstep.report.terminal import devices, size, without_control
 
 if TYPE_CHECKING:
@@ -47,6 +48,7 @@ class Page:
     numbers: Mapping[str, Sheet] = field(default_factory=dict)
     """Sheets that hold the numbers of a chart, by its name."""
     sheets: Sequence[Sheet] = ()
+    sheets_title: str = "Configuration"
     notes: Sequence[str] = ()
     words: Mapping[str, str] = field(default_factory=lambda: OF_RUNS)
     status: str = ""
@@ -176,25 +178,32 @@ def page_of_comparison(comparison: Comparison, folder: Path) -> str:
     times = {name: _step_seconds(runs) for name, runs in found.items()}
     without = ", ".join(name for name, runs in found.items() if not runs)
     missing = [f"The Records of {without} are missing: no losses and no timeline."] if without else []
+    predicted = Forecast.beside(folder)
     return render(
         Page(
             title=comparison.task,
             about=_about(comparison),
             commands=[comparison.command] if comparison.command else [],
-            charts=_comparison_charts(comparison, found) if comparison.rows else [],
+            charts=_comparison_charts(comparison, found, predicted) if comparison.rows else [],
             comparison=comparison,
-            numbers={"parts": tables.parts_sheet(comparison), "times": tables.times_sheet(times)},
+            numbers={
+                "parts": tables.parts_sheet(comparison),
+                "times": tables.times_sheet(times),
+                **({"predicted-efficiency": tables.predicted_sheet(predicted.rows)} if predicted else {}),
+            },
             sheets=[
                 *tables.plan_sheets(list(plans), list(plans.values())),
                 tables.machine_sheet(comparison.machine),
             ],
             words=OF_COMPARISONS,
-            notes=[*_larger_batch(comparison), *missing],
+            notes=[*_larger_batch(comparison), *missing, *([predicted.errors] if predicted else [])],
         )
     )
 
 
-def _comparison_charts(comparison: Comparison, found: Mapping[str, Sequence[ReadRun]]) -> list[Chart]:
+def _comparison_charts(
+    comparison: Comparison, found: Mapping[str, Sequence[ReadRun]], predicted: Forecast | None
+) -> list[Chart]:
     from evenstep.report.html import charts
 
     indices = charts.colour_indices([row.series for row in comparison.rows])
@@ -207,6 +216,7 @@ def _comparison_charts(comparison: Comparison, found: Mapping[str, Sequence[Read
     times = {name: _step_seconds(runs) for name, runs in found.items()}
     drawn = [
         *charts.scaling_charts(comparison),
+        *_predicted_charts(predicted),
         charts.parts_chart(comparison),
         *charts.timeline_charts(_timelines(found)),
         charts.loss_chart(losses),
@@ -214,6 +224,15 @@ def _comparison_charts(comparison: Comparison, found: Mapping[str, Sequence[Read
         charts.times_chart(times, indices),
     ]
     return [chart for chart in drawn if chart is not None]
+
+
+def _predicted_charts(predicted: Forecast | None) -> list[Chart]:
+    """Of `evenstep predict`, where that was given this comparison."""
+    if predicted is None or not predicted.rows:
+        return []
+    from evenstep.report.html.forecast_charts import curves_of
+
+    return curves_of(predicted)
 
 
 def _larger_batch(comparison: Comparison) -> list[str]:

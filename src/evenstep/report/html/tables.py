@@ -12,6 +12,7 @@ from evenstep.plan import Plan
 from evenstep.record import PARTS, Record
 from evenstep.report.comparison import Comparison, Range
 from evenstep.report.html.curves import Quantiles, ReadRun, Sampled
+from evenstep.report.prediction import Prediction
 from evenstep.report.terminal import devices, number, size, without_control
 
 
@@ -215,3 +216,37 @@ OF_COMPARISONS = {
     "start-up": "from the start of the processes to the end of the first step",
     "vs. single": "do losses and weights match those of one device, within rounding? If not, it is not recommended",
 }
+
+
+OF_PREDICTIONS = {
+    "90 % interval": "for what is predicted: 9 of 10 past predictions were so near; for what was measured, its range",
+    "efficiency": "samples/s for each device, divided by those of one device: 100 % is ideal scaling",
+    "limit": "what costs most against n devices that are n times as fast",
+    "communication": OF_COMPARISONS["communication"],
+    "handling": "copying gradients into buckets and back, and summing them, in the memory of a GPU",
+    "contention": "what communication that overlaps with backward takes from it",
+    "stragglers": "waiting for the slowest rank",
+    "waiting": "for what a machine cannot read any faster",
+    "unexplained": "what a measured step took beyond the model",
+}
+
+
+def predicted_sheet(rows: Sequence[Prediction]) -> Sheet:
+    columns = ["", "", "machines", "batch", "samples/s", "90 % interval", "efficiency", "limit"]
+    return Sheet(
+        title="Measured and predicted",
+        columns=columns,
+        rows=[
+            [
+                row.label,
+                "measured" if row.is_measured else "predicted",
+                f"{row.machines:,}",
+                f"{row.batch:,.0f}",
+                f"{row.samples_per_second.middle:,.0f}",
+                f"{row.samples_per_second.low:,.0f} to {row.samples_per_second.high:,.0f}",
+                f"{row.efficiency:.0%}",
+                row.limit,
+            ]
+            for row in rows
+        ],
+    )

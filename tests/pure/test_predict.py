@@ -15,11 +15,11 @@ from evenstep.errors import BadInput
 from evenstep.plan import Plan
 from evenstep.predict.calibration import calibrate
 from evenstep.predict.forecast import Forecaster, Question, expectation
-from evenstep.predict.job import Job
+from evenstep.predict.job import WholeJob
 from evenstep.predict.links import Cluster, Link, parse_link
 from evenstep.predict.own_records import replay_records
 from evenstep.predict.published import INTERVAL, CheckResult, Constants, check_published, published_tables
-from evenstep.predict.step_model import BUCKET, Workload, limit_of, step_parts
+from evenstep.predict.step_model import BUCKET, TIME_SLICE, Workload, limit_of, step_parts
 from evenstep.predict.usual import expected_over, link_of_pair
 from evenstep.record import Lane, Measurement, Record, RecordWriter, Timeline
 from evenstep.strategy_facts import REFERENCE, STRATEGIES
@@ -98,16 +98,31 @@ def test_a_host_with_more_cores_a_rank_interrupts_it_less_and_unequal_devices_ar
     few, many = (replace(WORK, jitter=0.09, host_cores=cores) for cores in (4, 16))
     one, other = (step_parts(work, STRATEGIES["ddp"], SLOW, 8, 480).stragglers for work in (few, many))
     assert one == pytest.approx(2 * other)
-    unequal = replace(WORK, spread=0.02)
+    unequal = replace(WORK, deviation=0.02)
     lost = [step_parts(unequal, STRATEGIES["ddp"], SLOW, devices, 60 * devices).stragglers for devices in (8, 1024)]
     assert lost[1] < 1.5 * lost[0]
 
 
 def test_ranks_that_share_a_core_take_turns_and_so_does_their_shared_memory() -> None:
     work = replace(WORK, cores=2, shares_memory=True)
-    two, three = (step_parts(work, STRATEGIES["ddp"], SLOW, ranks, 60 * ranks) for ranks in (2, 3))
-    assert three.forward == pytest.approx(2 * two.forward)
-    assert three.communication == pytest.approx(2 * SLOW.inside.ring(3, work.gradient_bytes))
+    two, four = (step_parts(work, STRATEGIES["ddp"], SLOW, ranks, 60 * ranks) for ranks in (2, 4))
+    assert four.forward == pytest.approx(2 * two.forward)
+    assert four.communication == pytest.approx(2 * SLOW.inside.ring(4, work.gradient_bytes))
+    assert (two.stragglers, four.stragglers) == (0, 2 * TIME_SLICE)
+
+
+def test_a_batch_whose_samples_cost_more_is_a_power_of_its_size() -> None:
+    records = []
+    for batch, compute in ((64, 0.010), (256, 0.080)):
+        record = measured_record("single", 1, compute)
+        record.plan = replace(record.plan, batch=batch)
+        assert record.measurement is not None
+        parts = dict.fromkeys(record.measurement.parts, 0.0) | {"forward": compute}
+        record.measurement = replace(record.measurement, parts=parts)
+        records.append(record)
+    work = calibrate(records, parameters=1000).work
+    assert work.exponent == pytest.approx(1.5)
+    assert [work.compute_seconds(batch) for batch in (64, 256)] == pytest.approx([0.010, 0.080])
 
 
 @pytest.mark.parametrize("text", ["fast", "0gbit", "1e-5", "x,y", "-1,1e9", "1e-5,0", "nvlink-x1"])
@@ -242,7 +257,7 @@ def test_failures_and_a_price_make_an_epoch_longer_and_dearer() -> None:
 
 
 def test_a_job_has_evaluation_checkpoints_and_restarts_beside_its_steps() -> None:
-    job = Job(samples=6400, evaluation_device_seconds=8.0, checkpoint_seconds=3.0, start_seconds=60.0)
+    job = WholeJob(samples=6400, evaluation_device_seconds=8.0, checkpoint_seconds=3.0, start_seconds=60.0)
     parts = job.epoch_parts(rate=64.0, batch=64, devices=4, hours_between_failures=None)
     assert parts == {"steps": 100.0, "evaluation": 2.0, "checkpoints": 3.0}
     whole = job.epoch_parts(64.0, 64, 4, hours_between_failures=10.0)["restarts"]

@@ -129,7 +129,7 @@ def _devices(found: Sequence[Finding]) -> int:
 
 
 def expected(found: Sequence[Finding], devices: int, name: str = "scaling") -> list[Finding]:
-    """What so many devices would give over the slowest of the links that were measured; nothing if none was."""
+    """What this number of devices would give over the slowest of the links that were measured; nothing if none was."""
     measured = [one for one in found if one.status != "bad" and one.numbers.get("bytes_per_second")]
     # Two processes on one GPU share no link.
     pairs = [one for one in measured if one.name.endswith(", nccl")]

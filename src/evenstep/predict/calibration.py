@@ -8,7 +8,7 @@ import struct
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from statistics import fmean, median, quantiles
+from statistics import fmean, linear_regression, median, quantiles
 from typing import TypedDict
 
 from evenstep.errors import BadInput, shorten
@@ -186,7 +186,7 @@ def calibrate(records: Sequence[Record], parameters: int | None = None) -> Calib
         raise BadInput("these Records are of CPUs and of GPUs; give those of one kind of device")
     notes: list[str] = []
     chosen = _computing(_comparable(observed))
-    fixed, slope = _line(chosen, notes)
+    fixed, slope, exponent = _line(chosen, notes)
     gradient_bytes = 4 * parameters if parameters else _gradient_bytes(observed)
     if not gradient_bytes:
         notes.append("the size of the gradients is not known: communication is left out; give --parameters 25.6M")
@@ -197,6 +197,7 @@ def calibrate(records: Sequence[Record], parameters: int | None = None) -> Calib
     work = Workload(
         fixed_seconds=fixed,
         sample_seconds=slope,
+        exponent=exponent,
         optimizer_seconds=median(one.optimizer for one in chosen),
         backward=median(one.backward for one in chosen),
         input_seconds=median(one.input / one.share for one in chosen),
@@ -234,8 +235,11 @@ def _computing(chosen: list[Observation]) -> list[Observation]:
     return [*single, *(one for one in ranks if not one.shares_a_gpu)] or chosen
 
 
-def _line(chosen: Sequence[Observation], notes: list[str]) -> tuple[float, float]:
-    """The fixed part of forward and backward, and the part for each sample: a line through all batch sizes."""
+def _line(chosen: Sequence[Observation], notes: list[str]) -> tuple[float, float, float]:
+    """The fixed part of forward and backward, the part for each sample, and its exponent.
+
+    A line through all batch sizes; where larger batches cost more for each sample, a power of their size.
+    """
     by_share: dict[float, list[float]] = {}
     for one in chosen:
         by_share.setdefault(one.share, []).append(one.compute)
@@ -243,13 +247,16 @@ def _line(chosen: Sequence[Observation], notes: list[str]) -> tuple[float, float
     if len(points) == 1:
         share, seconds = points[0]
         notes.append(f"measured with {share:g} samples a device alone: the part that does not shrink is not known")
-        return 0.0, seconds / share
-    middle_x, middle_y = fmean(x for x, _ in points), fmean(y for _, y in points)
-    slope = sum((x - middle_x) * (y - middle_y) for x, y in points) / sum((x - middle_x) ** 2 for x, _ in points)
-    fixed = middle_y - slope * middle_x
+        return 0.0, seconds / share, 1.0
+    fixed, slope = linear_regression(*zip(*points, strict=True))[::-1]
     if slope <= 0:
-        return middle_y, 0.0
-    return (fixed, slope) if fixed >= 0 else (0.0, middle_y / middle_x)
+        return fmean(seconds for _, seconds in points), 0.0, 1.0
+    if fixed >= 0:
+        return fixed, slope, 1.0
+    exponent, logarithm = linear_regression(
+        *([math.log(max(value, SHORTEST)) for value in of] for of in zip(*points, strict=True))
+    )
+    return 0.0, math.exp(logarithm), exponent
 
 
 def _jitter(one: Observation, notes: list[str]) -> float:

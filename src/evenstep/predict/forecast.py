@@ -12,7 +12,7 @@ from statistics import fmean, median
 from evenstep.errors import BadInput
 from evenstep.plan import Plan
 from evenstep.predict.calibration import Calibration, Observation, calibrate
-from evenstep.predict.job import Job
+from evenstep.predict.job import WholeJob
 from evenstep.predict.links import (
     CORES,
     GPUS_OF_A_MACHINE,
@@ -26,7 +26,7 @@ from evenstep.predict.links import (
 )
 from evenstep.predict.published import interval_of
 from evenstep.predict.step_model import (
-    SPREAD,
+    DEVIATION,
     StepParts,
     Workload,
     buckets_of,
@@ -108,7 +108,7 @@ class Forecaster:
     def _on_gpus(self, gpu: str) -> Workload:
         """What published tables say of GPUs and their hosts, and one machine cannot measure."""
         handling = handling_seconds(gpu, self.work.gradient_bytes)
-        return replace(self.work, host_cores=CORES[gpu], spread=SPREAD, handling_seconds=handling)
+        return replace(self.work, host_cores=CORES[gpu], deviation=DEVIATION, handling_seconds=handling)
 
     def forecast(self, command: str = "") -> Forecast:
         left_out: dict[str, str] = {}
@@ -139,6 +139,8 @@ class Forecaster:
         rate = batch / parts.seconds
         low, high = interval_of(rate, self._lost(strategy, devices, parts) + self.width)
         low, high = (rate * math.exp(sign * self._with_noise(edge / rate)) for sign, edge in ((-1, low), (1, high)))
+        # n devices are not more than n times as fast.
+        high = max(rate, min(high, devices * self._rate_of_one * math.exp(self._noise)))
         ideal = computing_of(self._single) * batch / devices / self._batch(1)
         return self._with_job(
             Prediction(
@@ -176,7 +178,7 @@ class Forecaster:
         return self.predict(strategy, devices, self._cluster(devices, list(self.question.devices).index(devices)))
 
     def expectation(self, strategy: StrategyFacts, devices: int) -> Expectation:
-        """What so many devices give, beside one."""
+        """What N devices give, beside one."""
         row = self.forecast_one(strategy, devices)
         alone = [one.rate for one in self.calibration.observed if one.devices == 1 and one.samples == self._batch(1)]
         single = median(alone or [self._rate_of_one])
@@ -380,8 +382,8 @@ class Forecaster:
         return self.predict(strategy, devices, self._cluster(devices)).efficiency
 
     @cached_property
-    def _job(self) -> Job | None:
-        return Job.of(self.calibration.largest.record)
+    def _job(self) -> WholeJob | None:
+        return WholeJob.of(self.calibration.largest.record)
 
     def _with_job(self, row: Prediction) -> Prediction:
         """An epoch of the job, and what it costs."""

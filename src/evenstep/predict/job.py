@@ -11,7 +11,7 @@ LEAST_USEFUL = 0.05
 
 
 @dataclass(frozen=True, kw_only=True)
-class Job:
+class WholeJob:
     """What a run does besides its steps, as its Record has it."""
 
     samples: int
@@ -28,7 +28,7 @@ class Job:
     """Of its plan."""
 
     @classmethod
-    def of(cls, record: Record) -> Job | None:
+    def of(cls, record: Record) -> WholeJob | None:
         """None where the length of an epoch is not known."""
         samples = record.data.get("rest")
         if not samples:

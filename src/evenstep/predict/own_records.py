@@ -39,8 +39,11 @@ def _checked(seen: Sequence[Observation], forecaster: Forecaster, folder: str) -
     """Of one configuration: the median of its Records beside its prediction."""
     one = seen[0]
     row = forecaster.forecast_one(one.strategy, one.devices)
-    first = min(forecaster.calibration.observed, key=lambda seen: seen.devices)
-    linear = first.rate / first.devices * one.devices
+    observed = forecaster.calibration.observed
+    fewest = min(each.devices for each in observed)
+    largest = max(each.samples for each in observed if each.devices == fewest)
+    alone = [each.rate for each in observed if (each.devices, each.samples) == (fewest, largest)]
+    linear = median(alone) / fewest * one.devices
     rate = row.samples_per_second
     return Checked(
         family=f"own, {one.kind}",

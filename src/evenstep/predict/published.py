@@ -24,7 +24,7 @@ from evenstep.predict.links import (
     network_of,
     nvlink,
 )
-from evenstep.predict.step_model import JITTER, SPREAD, Workload, step_parts, stragglers_seconds
+from evenstep.predict.step_model import DEVIATION, JITTER, Workload, step_parts, stragglers_seconds
 from evenstep.schema import Positive, Schema
 from evenstep.strategy_facts import DEFAULT, STRATEGIES, StrategyFacts
 
@@ -42,7 +42,7 @@ INTERVAL = (-1.21, 0.67)
 ALIKE = (0.1, 0.02)
 """Lengths of steps, and predicted parts of linear scaling, that are nearer than this are the same to the model."""
 COVERED, LEVELS = 0.9, (0.9, 0.91, 0.92, 0.93, 0.94, 0.95, 0.96, 0.97, 0.98, 0.99)
-"""Edges at the lowest level are taken that hold so many rows of a family that they were not chosen by."""
+"""Edges at the lowest level are taken that hold this part of the rows of a family that they were not chosen by."""
 DISCRIMINATES = 0.05
 """Families in which linear scaling is wrong by more than this, in the median."""
 
@@ -52,14 +52,14 @@ class Constants:
     """All that is chosen by looking at the tables."""
 
     jitter: float = JITTER
-    spread: float = SPREAD
+    deviation: float = DEVIATION
     share: float = SHARE_OF_NOMINAL
     """Of the nominal bandwidth of a network."""
 
 
 CHOICES = [
-    Constants(jitter=jitter, spread=spread, share=share)
-    for jitter, spread, share in product((0.06, 0.07, 0.08, 0.09, 0.1), (0.0, 0.02, 0.03, 0.04), (0.94, 0.8))
+    Constants(jitter=jitter, deviation=deviation, share=share)
+    for jitter, deviation, share in product((0.06, 0.07, 0.08, 0.09, 0.1), (0.0, 0.02, 0.03, 0.04), (0.94, 0.8))
 ]
 
 
@@ -89,7 +89,7 @@ class Published:
         return (self.batch or 1) * self.accumulate
 
     def lacks(self, devices: int) -> str:
-        """What the source does not say of so many devices, and the model needs."""
+        """What the source does not say of this number of devices, and the model needs."""
         is_between = devices > self.per_machine and self.gbit_per_machine is None and self.batch is None
         missing = {"batch": self.batch is None, "parameters": not self.parameters, "network": is_between}
         return ", ".join(name for name, is_missing in missing.items() if is_missing) if self.batch is None else ""
@@ -234,7 +234,7 @@ def _step_seconds(table: Published, constants: Constants, computing: float, devi
         accumulate=table.accumulate,
         jitter=constants.jitter,
         host_cores=CORES[table.gpu] * GPUS_OF_A_MACHINE / table.per_machine,
-        spread=constants.spread,
+        deviation=constants.deviation,
         handling_seconds=handling_seconds(table.gpu, gradient_bytes),
     )
     if table.batch is None:

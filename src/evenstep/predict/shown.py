@@ -31,7 +31,7 @@ def show_check(result: CheckResult, console: Console) -> None:
         "* median error of n devices being n times as fast; ** 1 - mean error / that of linear scaling",
         "Each family is predicted with constants and a 90 % interval that were chosen without it:",
         f"{result.constants.jitter:g} s of jitter in a step of 1 s with one core a rank, GPUs that differ by "
-        f"{result.constants.spread:.0%}, {result.constants.share:.0%} of a network's rate, of all tables.",
+        f"{result.constants.deviation:.0%}, {result.constants.share:.0%} of a network's rate, of all tables.",
         "",
         *_bound(result),
         *(f"suspect, and not used: {line}" for line in result.suspects),

@@ -28,10 +28,12 @@ their standard deviation with the root of that. Chosen once for all published ta
 have their own."""
 CPU_JITTER = 0.01
 """The same of CPU ranks whose steps were not timed, as those of bench/c8_predict.py have it."""
-SPREAD = 0.03
+DEVIATION = 0.03
 """Standard deviation of the speeds of equal GPUs; chosen as above. Clusters vary by 8 % (arXiv 2208.11035)."""
 MOST_JITTER = 0.3
 """Of a step: a very short one is not all jitter."""
+TIME_SLICE = 0.75e-3
+"""Seconds, of Linux's scheduler on one core; on more it grows with their logarithm, up to 8."""
 MOST_UNITS = 48
 BACKWARD = 2 / 3
 """Of forward and backward, where it was not measured."""
@@ -46,6 +48,8 @@ class Workload:
     """Of a step, however small its batch: kernel launches, the host's work."""
     sample_seconds: float
     """Of forward and backward, for each sample."""
+    exponent: float = 1.0
+    """Of the number of samples: above 1 where each costs more in a larger batch."""
     optimizer_seconds: float = 0.0
     backward: float = BACKWARD
     """Its part of forward and backward."""
@@ -59,7 +63,7 @@ class Workload:
     """Of a step of one second; with `host_cores`, of one on a host with one core for each rank."""
     host_cores: float | None = None
     """For each rank of a full machine; None where jitter was measured."""
-    spread: float = 0.0
+    deviation: float = 0.0
     """Standard deviation of the speeds of its devices, as a part of a step."""
     handling_seconds: float = 0.0
     """Copying and summing gradients in a device's memory, which communication needs on two devices or more."""
@@ -75,7 +79,7 @@ class Workload:
 
     def compute_seconds(self, samples: float) -> float:
         """Of forward and backward on one device."""
-        return self.fixed_seconds + self.sample_seconds * samples
+        return self.fixed_seconds + self.sample_seconds * math.pow(samples, self.exponent)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -127,9 +131,9 @@ def slowest_device_of(devices: int) -> float:
 
 
 def stragglers_seconds(work: Workload, seconds: float, devices: int) -> float:
-    """How long ranks that compute for so many seconds wait for the slowest one."""
+    """How long ranks that compute for `seconds` wait for the slowest one."""
     jitter = min(work.jitter * math.sqrt(seconds / (work.host_cores or 1)), MOST_JITTER * seconds)
-    return math.hypot(jitter * slowest_of(devices), work.spread * seconds * slowest_device_of(devices))
+    return math.hypot(jitter * slowest_of(devices), work.deviation * seconds * slowest_device_of(devices))
 
 
 def buckets_of(num_bytes: float) -> list[float]:
@@ -183,7 +187,8 @@ def step_parts(work: Workload, strategy: StrategyFacts, cluster: Cluster, device
         communication=exposed,
         handling=work.handling_seconds if devices > 1 and not strategy.is_reference else 0.0,
         contention=work.contention * hidden,
-        stragglers=stragglers_seconds(work, computing + optimizer, devices),
+        stragglers=stragglers_seconds(work, computing + optimizer, devices)
+        + _turn_seconds(work, cluster.in_a_machine(devices)),
         optimizer=optimizer,
         waiting=0.0,
         hidden=hidden,
@@ -201,13 +206,23 @@ def _with_ceiling(parts: StepParts, work: Workload, samples_of_machine: float) -
 
 
 def cores_shared(work: Workload, in_a_machine: int) -> float:
-    """How much slower the slowest of CPU processes is that have fewer cores than threads: a core runs whole ranks.
+    """How much slower the slowest of CPU processes is that have fewer cores than threads.
+
+    Half way between cores that are shared evenly and ranks that stay where they are: when a core is done, the kernel
+    moves one of those that share another one, but late.
 
     >>> work = Workload(fixed_seconds=1.0, sample_seconds=0.0, cores=2)
     >>> [cores_shared(work, ranks) for ranks in (1, 2, 3, 4)]
-    [1, 1, 2, 2]
+    [1.0, 1.0, 1.75, 2.0]
     """
-    return math.ceil(in_a_machine * work.threads / work.cores) if work.cores else 1
+    threads_a_core = in_a_machine * work.threads / work.cores if work.cores else 1.0
+    return (threads_a_core + math.ceil(threads_a_core)) / 2 if threads_a_core > 1 else 1.0
+
+
+def _turn_seconds(work: Workload, in_a_machine: int) -> float:
+    """Ranks that share a core are done a time slice of the kernel apart."""
+    is_shared = work.cores and cores_shared(work, in_a_machine) > 1
+    return TIME_SLICE * (1 + int(math.log2(min(work.cores or 1, 8)))) if is_shared else 0.0
 
 
 def _communication(

@@ -6,7 +6,7 @@ import math
 
 from evenstep.predict.links import CORES, Cluster, Link
 from evenstep.predict.published import interval_of
-from evenstep.predict.step_model import CPU_JITTER, JITTER, SPREAD, StepParts, Workload, limit_of, step_parts
+from evenstep.predict.step_model import CPU_JITTER, DEVIATION, JITTER, StepParts, Workload, limit_of, step_parts
 from evenstep.report.comparison import Range
 from evenstep.report.prediction import KNEE, Expectation
 from evenstep.strategy_facts import DEFAULT, STRATEGIES
@@ -17,7 +17,7 @@ FARTHEST = 2**12
 
 
 def expected_over(link: Link, devices: int, *, on_gpus: bool) -> Expectation:
-    """What so many devices give over this link, and from how many on it is their limit."""
+    """What N devices give over this link, and from how many on it is their limit."""
     cluster = Cluster(per_machine=FARTHEST, inside=link, between=link)
     work = Workload(
         fixed_seconds=STEP_SECONDS,
@@ -25,7 +25,7 @@ def expected_over(link: Link, devices: int, *, on_gpus: bool) -> Expectation:
         gradient_bytes=4.0 * PARAMETERS,
         jitter=JITTER if on_gpus else CPU_JITTER,
         host_cores=CORES["a100"] if on_gpus else None,
-        spread=SPREAD if on_gpus else 0.0,
+        deviation=DEVIATION if on_gpus else 0.0,
     )
 
     def step(number: int) -> StepParts:

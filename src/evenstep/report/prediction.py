@@ -88,7 +88,7 @@ class Expectation:
     """Of one device."""
     limit: str
     limit_from: int | None
-    """From so many devices on they are below KNEE; None: not up to the most that was looked at."""
+    """From this number of devices on they are below KNEE; None: not up to the most that was looked at."""
 
     @property
     def sentence(self) -> str:

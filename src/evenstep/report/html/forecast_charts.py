@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from bokeh.models import ColumnDataSource, FixedTicker, NumeralTickFormatter, Range1d
 from bokeh.models.glyphs import HBar, Line, Scatter, VArea
@@ -20,37 +20,40 @@ def charts_of(found: Forecast) -> list[Chart]:
     return [*curves_of(found), _parts(found.rows)]
 
 
-def curves_of(found: Forecast) -> list[Chart]:
-    """Efficiency and samples a second over devices, measured and predicted."""
-    return [_efficiency(found), _rates(found)]
+def curves_of(found: Forecast, first: Sequence[str] = ()) -> list[Chart]:
+    """Efficiency and samples a second over devices, measured and predicted; `first` have the first colours."""
+    names = _names(found)
+    colours = {name: at for at, name in enumerate(dict.fromkeys([*first, *names])) if name in names}
+    return [_efficiency(found, colours), _rates(found, colours)]
 
 
-def _efficiency(found: Forecast) -> Chart:
-    plot = _curves(found, "efficiency")
+def _efficiency(found: Forecast, colours: Mapping[str, int]) -> Chart:
+    plot = _curves(found, "efficiency", colours)
     caption = (
         "Samples a second for each device, over those of one device. The band is the 90 % interval of the prediction; "
         "filled marks were measured, diamonds are knees. " + " ".join(f"{knee.sentence}." for knee in found.knees)
     )
     return Chart(
-        name="predicted-efficiency", title="Efficiency, predicted", figure=plot, caption=caption, keys=_keys(found)
+        name="predicted-efficiency", title="Efficiency, predicted", figure=plot, caption=caption, keys=_keys(colours)
     )
 
 
-def _rates(found: Forecast) -> Chart:
-    plot = _curves(found, "samples/s")
-    return Chart(name="predicted-rates", title="Samples a second, predicted", figure=plot, keys=_keys(found))
+def _rates(found: Forecast, colours: Mapping[str, int]) -> Chart:
+    plot = _curves(found, "samples/s", colours)
+    return Chart(name="predicted-rates", title="Samples a second, predicted", figure=plot, keys=_keys(colours))
 
 
-def _keys(found: Forecast) -> list[Key]:
-    keys = [Key(name=f"strategy {at}", label=name, colour=colour(at)) for at, name in enumerate(_names(found))]
+def _keys(colours: Mapping[str, int]) -> list[Key]:
+    keys = [Key(name=f"strategy {at}", label=name, colour=colour(at)) for name, at in colours.items()]
     return [*keys, Key(name="ideal", label="n times as fast", colour=OTHER)]
 
 
 def _names(found: Forecast) -> list[str]:
-    return list(dict.fromkeys([*found.curves, *(row.strategy for row in found.rows)]))
+    """Those that were measured first, as a comparison has them."""
+    return list(dict.fromkeys([*(row.strategy for row in found.rows), *found.curves]))
 
 
-def _curves(found: Forecast, what: str) -> figure:
+def _curves(found: Forecast, what: str, colours: Mapping[str, int]) -> figure:
     every = [row for curve in found.curves.values() for row in curve] + found.rows
     most = max(row.devices for row in every)
     tips = [("", "@label"), ("devices", "@x{0,0}"), (what, "@shown"), ("interval", "@range")]
@@ -65,19 +68,19 @@ def _curves(found: Forecast, what: str) -> figure:
     one = next((row for curve in found.curves.values() for row in curve if row.devices == 1), None)
     if one is not None:
         _ideal(plot, one, most, what)
-    for at, name in enumerate(_names(found)):
+    for name, at in colours.items():
         _band(plot, found.curves.get(name, []), at, what)
         _marks(plot, [row for row in found.rows if row.strategy == name], at, what)
     if is_share:
-        _knees(plot, found, most)
+        _knees(plot, found, most, colours)
     return plot
 
 
-def _knees(plot: figure, found: Forecast, most: int) -> None:
+def _knees(plot: figure, found: Forecast, most: int, colours: Mapping[str, int]) -> None:
     """A diamond where a strategy falls below what is still worth its devices."""
     for knee in found.knees:
         if knee.devices is not None and knee.devices <= most:
-            at = _names(found).index(knee.strategy)
+            at = colours[knee.strategy]
             words = {"label": [f"{knee.strategy}: knee"], "shown": [f"{knee.efficiency:.0%}"], "range": [knee.limit]}
             curve = {row.devices: row.efficiency for row in found.curves.get(knee.strategy, [])}
             y = curve.get(knee.devices, knee.efficiency)

@@ -24,6 +24,7 @@ def write_forecast_page(found: Forecast, folder: Path, path: Path | None = None)
 def forecast_page(found: Forecast) -> str:
     need_bokeh()
     predicted = sum(not row.is_measured for row in found.rows)
+    knees = [knee.sentence for knee in found.knees]
     return render(
         Page(
             title=f"{found.task}: predicted",
@@ -35,7 +36,7 @@ def forecast_page(found: Forecast) -> str:
             sheets=[_sending_sheet(found.rows), _epoch_sheet(found.rows)],
             sheets_title="Communication and epochs",
             words=OF_PREDICTIONS,
-            notes=[found.errors, *(knee.sentence for knee in found.knees), *found.notes, *_left_out(found)],
+            notes=[text for text in (found.errors, _joined(knees), _joined([*found.notes, *_left_out(found)])) if text],
         )
     )
 
@@ -44,6 +45,10 @@ def _charts(found: Forecast) -> list[Chart]:
     from evenstep.report.html import forecast_charts
 
     return forecast_charts.charts_of(found) if found.rows else []
+
+
+def _joined(parts: Sequence[str]) -> str:
+    return " · ".join(parts)
 
 
 def _left_out(found: Forecast) -> list[str]:
@@ -84,8 +89,8 @@ def _epoch_sheet(rows: Sequence[Prediction]) -> Sheet:
     cells = [
         [
             row.label,
-            *(f"{row.epoch_parts.get(name, 0.0):,.3g}" for name in names),
-            f"{row.epoch_seconds or 0.0:,.3g}",
+            *(_seconds(row.epoch_parts.get(name, 0.0)) for name in names),
+            _seconds(row.epoch_seconds or 0.0),
             f"{row.device_hours:.3g}",
             f"{row.cost:.3g}" if row.cost is not None else "",
         ]
@@ -93,3 +98,7 @@ def _epoch_sheet(rows: Sequence[Prediction]) -> Sheet:
     ]
     columns = ["", *names, "together", "device hours", "cost"]
     return Sheet(title="An epoch, in seconds", columns=columns, rows=cells)
+
+
+def _seconds(value: float) -> str:
+    return f"{value:,.0f}" if value >= 100 or not value else f"{value:.3g}" if value >= 0.01 else "< 0.01"

@@ -216,7 +216,7 @@ def _comparison_charts(
     times = {name: _step_seconds(runs) for name, runs in found.items()}
     drawn = [
         *charts.scaling_charts(comparison),
-        *_predicted_charts(predicted),
+        *_predicted_charts(predicted, [row.series for row in comparison.rows]),
         charts.parts_chart(comparison),
         *charts.timeline_charts(_timelines(found)),
         charts.loss_chart(losses),
@@ -226,13 +226,13 @@ def _comparison_charts(
     return [chart for chart in drawn if chart is not None]
 
 
-def _predicted_charts(predicted: Forecast | None) -> list[Chart]:
-    """Of `evenstep predict`, where that was given this comparison."""
+def _predicted_charts(predicted: Forecast | None, strategies: Sequence[str]) -> list[Chart]:
+    """Of `evenstep predict`, where that was given this comparison; in the colours that it gives its strategies."""
     if predicted is None or not predicted.rows:
         return []
     from evenstep.report.html.forecast_charts import curves_of
 
-    return curves_of(predicted)
+    return curves_of(predicted, strategies)
 
 
 def _larger_batch(comparison: Comparison) -> list[str]:

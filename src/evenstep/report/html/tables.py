@@ -243,10 +243,15 @@ def predicted_sheet(rows: Sequence[Prediction]) -> Sheet:
                 f"{row.machines:,}",
                 f"{row.batch:,.0f}",
                 f"{row.samples_per_second.middle:,.0f}",
-                f"{row.samples_per_second.low:,.0f} to {row.samples_per_second.high:,.0f}",
+                _interval(row.samples_per_second),
                 f"{row.efficiency:.0%}",
                 row.limit,
             ]
             for row in rows
         ],
     )
+
+
+def _interval(rate: Range) -> str:
+    """Nothing where it was measured once."""
+    return f"{rate.low:,.0f} to {rate.high:,.0f}" if rate.low < rate.high else ""

@@ -10,6 +10,8 @@ from typing import Any
 from evenstep.plan import Plan
 from evenstep.record import Evaluation, Lane, Measurement, Record, RecordWriter, Step, Summary, Timeline
 from evenstep.report.comparison import Comparison, Parity, Range, Row
+from evenstep.tune.space import Dimension
+from evenstep.tune.study import Began, CommandStart, Reached, Study, StudyRequest, SuggestedTrial, TrialFailed
 
 NASTY = "<script>window.ran=1</script>\"'`</script><img src=x onerror=window.ran=1>$$x^2$$ {{7*7}} 训练 " + "long" * 40
 MACHINE = {"python": "3.11.7", "torch": "2.13.0+cpu", "system": "Linux x86_64", "cores": 8, "memory_bytes": 2**35}
@@ -201,3 +203,41 @@ def comparison(folder: Path, task: str = "digits", why: str = "") -> Comparison:
     )
     made.write(folder)
     return made
+
+
+def study(folder: Path) -> Study:
+    """Of twelve trials with rungs, of which one has failed and one has a Record."""
+    space = [
+        Dimension("lr", "1e-4..1e-1:log", "float", 1e-4, 1e-1, True),
+        Dimension("width", "16,32,64", "choice", choices=(16, 32, 64)),
+        Dimension("kind", "nasty", "choice", choices=(NASTY, "relu")),
+    ]
+    request = StudyRequest(
+        task=f"/somewhere/{NASTY}",
+        space=space,
+        trials=12,
+        rungs=[1, 3, 9],
+        metric="loss:min",
+        sampler="tpe",
+        seed=0,
+        slots=2,
+        per_trial=1,
+        command="evenstep tune my_task.py --search lr=1e-4..1e-1:log",
+    )
+    found = Study(request)
+    found.add(CommandStart(devices=["cpu", "cpu"], at=0.0))
+    for number in range(1, 13):
+        options = {"lr": 1e-4 * 1.7**number, "width": 16 << number % 3, "kind": (NASTY, "relu")[number % 2]}
+        found.add(SuggestedTrial(trial=number, options=options))
+        found.add(Began(trial=number, rung=0, devices=["cpu"], at=float(number)))
+        if number == 5:
+            found.add(TrialFailed(trial=5, rung=0, why=f"ValueError: {NASTY}", step=3, at=number + 1.9))
+            continue
+        value = abs(math.log10(1e-4 * 1.7**number) + 2.2) + 0.1 * (number % 3)
+        found.add(Reached(trial=number, rung=0, value=value, step=23, epoch=1, at=number + 1.9))
+    for rung, step_, epoch in ((1, 69, 3), (2, 207, 9)):
+        for one in found.promoted(rung - 1):
+            value = one.reached[-1].value * 0.6
+            found.add(Reached(trial=one.number, rung=rung, value=value, step=step_, epoch=epoch, at=20.0 + rung))
+    write_record(finished(record("single", 1, name="0001")), folder / "trials" / "0001")
+    return found

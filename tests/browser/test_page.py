@@ -14,6 +14,7 @@ from evenstep.predict.links import parse_link
 from evenstep.report.html.forecast_page import write_forecast_page
 from evenstep.report.html.page import page_of_runs, write_page
 from evenstep.report.prediction import FOLDER
+from evenstep.tune.study_page import write_study_page
 from tests.browser import examples
 from tests.browser.conftest import Seen, Visit
 from tests.pure.test_predict import measured_record
@@ -183,3 +184,18 @@ def test_without_javascript_the_tables_say_it_all(compared: Path, visit: Visit) 
     text = seen.page.locator("main").inner_text()
     for words in ("Charts need JavaScript", "10,756", "1.70 x", "212 MiB", "✓ same", "evenstep compare digits"):
         assert words in text
+
+
+def test_the_page_of_a_study_draws_its_charts_and_links_its_trials(tmp_path: Path, visit: Visit) -> None:
+    pytest.importorskip("optuna")
+    study = examples.study(tmp_path)
+    seen = visit(write_study_page(study, tmp_path))
+    assert is_drawn(seen.page)
+    assert seen.complaints == []
+    names = ("history", "progress", "coordinates", "importance", "steps")
+    assert [chart.get_attribute("data-chart") for chart in seen.page.locator(".chart").all()] == list(names)
+    assert seen.page.locator("#runs a").count() == 1
+    seen.page.locator("#runs a").first.click()
+    seen.page.wait_for_selector("body[data-drawn]")
+    assert "0001" in seen.page.locator(".about").inner_text()
+    assert seen.page.evaluate("window.ran") is None

@@ -55,6 +55,7 @@ MAY_IMPORT = {
     "launcher": {*ENGINE, "report", "training", "worker"},
     "verify": {*ENGINE, "report", "training", "worker", "launcher"},
     "compare": {*ENGINE, "report", "training", "worker", "launcher", "verify", "predict"},
+    "tune": {*ENGINE, "report", "training", "worker", "launcher"},
     "adopt": {*ENGINE, "training", "launcher"},
     "predict": {*VALUES, "report"},
     "clusters": VALUES,
@@ -71,6 +72,7 @@ MAY_IMPORT = {
         "adopt",
         "predict",
         "clusters",
+        "tune",
     },
     "__main__": {"cli", "errors", "internals", "launcher"},
     # Names that are found when first asked for.

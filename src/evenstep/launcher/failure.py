@@ -22,6 +22,8 @@ from evenstep.task import is_user_code
 MOST_LINES = 15
 MAX_MESSAGE_LINES = 4
 MAX_LINE_CHARS = 1000
+KILLED = "was ended by SIGKILL"
+"""Of a rank or the fork server, by somebody; not for want of memory."""
 KILLED_HINT = "Someone killed it: a person, a cluster, or a system that is short of memory."
 
 
@@ -121,7 +123,7 @@ def _unreported(logs: Path, ended: Mapping[int, int], heartbeats: Mapping[int, H
         name = signal_name(-code)
         headline = f"rank {rank} was ended by {name}{where}"
         if -code == signal.SIGKILL:
-            headline = f"rank {rank} {'ran out of memory' if evidence else 'was ended by SIGKILL'}{where}"
+            headline = f"rank {rank} {'ran out of memory' if evidence else KILLED}{where}"
             details = (evidence or KILLED_HINT,)
         else:
             details = tuple(_crash_frames(logs, rank))

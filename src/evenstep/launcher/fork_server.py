@@ -100,6 +100,8 @@ def start_server_for(arguments: Sequence[str]) -> None:
     if command == "run":
         # In this process too: OpenMP, MKL and OpenBLAS read it once, when the server loads them.
         set_variables(threads_for_script(_num_processes(rest)))
+    if command == "tune" and "--show" not in names:
+        start_server()
     if (command == "train" and has_several) or (command == "run" and "--fresh" not in names):
         start_server(_preloads(name for name in STRATEGIES if name in " ".join(rest)))
 

@@ -13,7 +13,7 @@ from __future__ import annotations
 import difflib
 import os
 import signal
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Generator, Iterator, Mapping
 from contextlib import chdir, contextmanager, nullcontext
 from dataclasses import fields, replace
 from functools import partial
@@ -34,7 +34,7 @@ from evenstep.launcher.prepare import Prepared, label_of, out_of_resumed, prepar
 from evenstep.launcher.rendezvous import LocalRendezvous, Rendezvous
 from evenstep.launcher.rendezvous.slurm import Slurm, find_slurm
 from evenstep.launcher.rendezvous.version_check import Identity, identity_of, sources_of_task
-from evenstep.launcher.supervisor import Launch, Supervisor
+from evenstep.launcher.supervisor import Launch, StopSignals, Supervisor
 from evenstep.launcher.variables import launcher_variables
 from evenstep.plan import RUNS, Plan, parse_rendezvous, read_plan
 from evenstep.record import KINDS, Record, RunEnd, write_end
@@ -328,28 +328,44 @@ def run_in_processes(
 
     They may `perform` something else than a training: a function of a module, which they import.
     """
-    if not prepared.is_importable:
+    if prepared.is_importable:
+        launch = _launch(prepared.plan, prepared.folder, (perform,))
+    else:
         refuse_fork_after_cuda()
-    plan, is_importable = prepared.plan, prepared.is_importable
+        launch = _launch(prepared.plan, prepared.folder, (perform, prepared.task), prepared.cwd)
+    return Supervisor(launch, rendezvous or LocalRendezvous()).events()
+
+
+def run_one_of_several(
+    plan: Plan, folder: Path, stop: StopSignals, perform: Perform = perform
+) -> Generator[Event, None, None]:
+    """Run a plan that was prepared before, in its folder, beside others: it yields WAITING while nothing happens.
+
+    Whoever watches them handles signals, by `stop`.
+    """
+    launch = replace(_launch(plan, folder, (perform,)), is_one_of_several=True)
+    return Supervisor(launch, LocalRendezvous(), stop).events()
+
+
+def _launch(plan: Plan, folder: Path, more: tuple[Any, ...], cwd: str | None = None) -> Launch:
+    """`more` is what ranks perform, and a task that they inherit; such a one has also chosen its working folder."""
     spec = TrainingSpec(
         plan=plan,
         # Absolute: the user's code may change the working folder.
-        run_folder=str(prepared.folder.absolute()),
-        # A task from a file chooses the working folder again.
-        cwd=None if is_importable else prepared.cwd,
+        run_folder=str(folder.absolute()),
+        cwd=cwd,
         strategies=added_strategies(),
         environment={"OMP_NUM_THREADS": str(_threads(plan))},
     )
-    launch = Launch(
-        prepared.folder,
+    return Launch(
+        folder,
         len(plan.devices) if STRATEGIES[plan.strategy].processes_per_device else 1,
         work,
         spec,
-        (perform,) if is_importable else (perform, prepared.task),
-        "server" if is_importable else "fork",
+        more,
+        "server" if cwd is None else "fork",
         plan.restarts,
         plan.stall_after,
         # A compiler may be called again in any step: for the short last batch, for evaluation.
         FIRST_SECONDS if plan.compile else LEAST_SECONDS,
     )
-    return Supervisor(launch, rendezvous or LocalRendezvous()).events()

@@ -5,8 +5,8 @@ from __future__ import annotations
 import os
 import signal
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from itertools import count
 from pathlib import Path
@@ -40,6 +40,8 @@ from evenstep.training.trainer import Event
 from evenstep.worker.main import TrainingSpec
 
 MAX_PAUSE_SECONDS = 60.0
+WAITING = ""
+"""The event of a launch that is one of several, when nothing has happened."""
 
 
 class StopRequested(Exception):
@@ -51,6 +53,8 @@ class StopSignals:
 
     def __init__(self) -> None:
         self.number: int | None = None
+        self.is_urgent = False
+        """Whether Ctrl-C was pressed twice."""
         self._is_idle = False
 
     def listening(self) -> AbstractContextManager[None]:
@@ -59,6 +63,7 @@ class StopSignals:
     def _take(self, number: int, frame: FrameType | None) -> None:
         # A second SIGTERM is ignored: Slurm sends two of them within a tenth of a second.
         if self.number is not None and number == signal.SIGINT:
+            self.is_urgent = True
             raise KeyboardInterrupt
         self.number = number
         if self._is_idle:
@@ -117,6 +122,8 @@ class Launch:
     stall_after: float | None = None
     least_seconds: float = LEAST_SECONDS
     """The shortest default stall limit."""
+    is_one_of_several: bool = False
+    """Whether its caller watches several at once: it handles signals itself, and gets WAITING at every poll."""
 
     @property
     def is_program(self) -> bool:
@@ -133,9 +140,9 @@ class Supervisor:
     stop: StopSignals = field(default_factory=StopSignals)
     causes: list[Cause] = field(default_factory=list)
 
-    def events(self) -> Iterator[Event]:
+    def events(self) -> Generator[Event, None, None]:
         """Rows and lines to show, until the run is done; raises what ends it."""
-        with self.stop.listening():
+        with nullcontext() if self.launch.is_one_of_several else self.stop.listening():
             try:
                 yield from self._attempts()
             finally:
@@ -275,6 +282,8 @@ class Attempt:
             if working:
                 yield from self._check(stall)
                 working = self.cause is None
+                if self._launch.is_one_of_several:
+                    yield WAITING
         yield from logs.new(is_end=True)
         is_ended = self._launch.is_program and self._stop_sent
         if self.cause is None and (self._workers.failed or self._exited_early()) and not is_ended:

@@ -18,7 +18,9 @@ from evenstep.record import FILE, Evaluation, RunEnd, Start, Step, Summary, ends
 from evenstep.report import comparison
 from evenstep.report.terminal import number, plain
 
-RunState = Literal["running", "done", "stopped", "killed", "failed", "not started", "compared", "unreadable"]
+RunState = Literal["running", "done", "stopped", "killed", "failed", "not started", "compared", "study", "unreadable"]
+STUDY_FILE = "study.jsonl"
+"""Of `evenstep tune`; its first row names the task."""
 STYLES = {"running": "cyan", "done": "green", "killed": "red", "failed": "red", "unreadable": "red"}
 MOST_RESULT = 26
 """Characters; --json has all of it."""
@@ -57,15 +59,17 @@ def list_runs(folder: Path) -> list[RunFacts]:
 
 
 def _is_run(folder: Path) -> bool:
-    return any(os.path.isfile(folder / name) for name in (FILE, "plan.json", comparison.FILE))
+    return any(os.path.isfile(folder / name) for name in (FILE, "plan.json", comparison.FILE, STUDY_FILE))
 
 
 def _facts(folder: Path) -> RunFacts:
     try:
         if os.path.isfile(folder / comparison.FILE):
             return _of_comparison(folder)
+        if os.path.isfile(folder / STUDY_FILE):
+            return _of_study(folder)
         return _of_record(folder) if os.path.isfile(folder / FILE) else _of_plan(folder)
-    except (EvenstepError, OSError) as error:
+    except (EvenstepError, OSError, ValueError) as error:
         return RunFacts(run=str(folder), state="unreadable", error=str(error), changed=folder.stat().st_mtime)
 
 
@@ -73,6 +77,13 @@ def _of_comparison(folder: Path) -> RunFacts:
     found = comparison.Comparison.read(folder)
     changed = (folder / comparison.FILE).stat().st_mtime
     return RunFacts(run=str(folder), state="compared", task=found.task, changed=changed)
+
+
+def _of_study(folder: Path) -> RunFacts:
+    path = folder / STUDY_FILE
+    with path.open() as file:
+        task = str(json.loads(file.readline()).get("task"))
+    return RunFacts(run=str(folder), state="study", task=task, changed=path.stat().st_mtime)
 
 
 def _of_plan(folder: Path) -> RunFacts:
@@ -160,7 +171,7 @@ def runs_table(runs: Sequence[RunFacts]) -> Table:
 
 
 def _position(one: RunFacts) -> str:
-    if one.state in ("compared", "unreadable", "not started"):
+    if one.state in ("compared", "study", "unreadable", "not started"):
         return "-"
     if one.state == "done" or (one.steps is None and one.epochs is None):
         return f"step {one.step}"

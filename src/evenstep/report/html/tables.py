@@ -23,6 +23,8 @@ class Sheet:
     title: str
     columns: Sequence[str]
     rows: Sequence[Sequence[str]]
+    links: Sequence[str] = ()
+    """Where the name of each row leads; empty for those that lead nowhere."""
 
 
 def distinct(names: Sequence[str]) -> list[str]:

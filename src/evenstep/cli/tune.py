@@ -1,0 +1,191 @@
+"""`evenstep tune`: one search over the options of a task, on many devices."""
+
+from __future__ import annotations
+
+import json
+import shlex
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+from rich.console import Console
+
+from evenstep.cli.app import (
+    BatchOption,
+    DataOption,
+    JsonOption,
+    OptionsArgument,
+    OutOption,
+    PrecisionOption,
+    QuietOption,
+    TaskArgument,
+    ThreadsOption,
+    WorkersOption,
+    app,
+    print_whole,
+)
+from evenstep.cli.completion import complete_run, complete_strategy
+from evenstep.cli.settings import need_task
+from evenstep.errors import BadInput, EvenstepError, TrainingError
+from evenstep.strategy_facts import one_of, usual_strategies
+
+if TYPE_CHECKING:
+    from evenstep.tune.scheduler import TuneCommand
+    from evenstep.tune.study import Study
+
+EXAMPLES = """
+[bold]Examples[/bold]
+
+evenstep tune my_task.py --search lr=1e-4..1e-1:log --search width=64,128,256 --trials 32 --devices 4
+
+evenstep tune my_task.py --search lr=1e-4..1e-1:log --trials 24 --devices 2 --rungs 1,3,9 --metric accuracy:max
+
+evenstep tune my_task.py depth=3 --search width=64,128 --search lr=0.1,0.01 --sampler grid
+
+evenstep tune --show runs/my_task-tune
+"""
+
+
+@app.command(epilog=EXAMPLES)
+def tune(
+    task: TaskArgument = None,
+    options: OptionsArgument = None,
+    search: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="NAME=VALUES",
+            help="An option of the task and its values: lr=1e-4..1e-1:log, layers=1..4 or width=64,128,256; once for "
+            "each option. Default: what the task's annotations say.",
+        ),
+    ] = None,
+    trials: Annotated[int | None, typer.Option(min=1, help="Number of trials; default: 16, or the whole grid.")] = None,
+    devices: Annotated[
+        str, typer.Option(help="Number of devices, or a list such as cuda:0,cuda:1; a GPU listed twice has two trials.")
+    ] = "1",
+    per_trial: Annotated[int, typer.Option(min=1, help="Devices of each trial.")] = 1,
+    rungs: Annotated[
+        str | None,
+        typer.Option(
+            metavar="EPOCHS,EPOCHS,...",
+            help="Successive halving: epochs at which trials are compared, such as 1,3,9; the best go on, up to the "
+            "last.",
+        ),
+    ] = None,
+    metric: Annotated[
+        str | None,
+        typer.Option(
+            metavar="METRIC[:min|:max]", help="Of the validation data, such as accuracy or score:max; default: loss."
+        ),
+    ] = None,
+    sampler: Annotated[str, typer.Option(help="tpe, random, grid or gp, by Optuna.")] = "tpe",
+    seed: Annotated[
+        int, typer.Option(min=0, help="Seed of the suggestions, and of the weights and sample order of all trials.")
+    ] = 0,
+    strategy: Annotated[
+        str | None,
+        typer.Option(
+            help=f"Of trials on several devices: {one_of(usual_strategies())}.", autocompletion=complete_strategy
+        ),
+    ] = None,
+    replicas: Annotated[
+        int | None,
+        typer.Option(
+            metavar="V",
+            help="Virtual replicas of each trial: the same bits on any number of devices, so that the last trials of "
+            "a study go on on all of them.",
+        ),
+    ] = None,
+    batch: BatchOption = None,
+    epochs: Annotated[int | None, typer.Option(help="Of a whole trial, without --rungs; default: the task's.")] = None,
+    precision: PrecisionOption = None,
+    data: DataOption = None,
+    workers: WorkersOption = None,
+    threads: ThreadsOption = None,
+    name: Annotated[
+        str | None, typer.Option(help="Name of the study's folder; default: by task. The same command continues it.")
+    ] = None,
+    out: OutOption = None,
+    show: Annotated[
+        Path | None,
+        typer.Option(metavar="STUDY", help="Show a study, and write its page.", autocompletion=complete_run),
+    ] = None,
+    quiet: QuietOption = False,
+    as_json: JsonOption = False,
+) -> None:
+    """Search the options of a task: many trials on your devices, compared at rungs, of which the best go on."""
+    if show is not None:
+        if task is not None:
+            raise BadInput("--show shows a study that is there; leave the task out")
+        _show(show, as_json=as_json)
+        return
+    from evenstep.tune.scheduler import TuneCommand
+
+    task, given = need_task(task, options, None, "tune")
+    choices = {"strategy": strategy, "batch": batch, "epochs": epochs, "precision": precision, "data": data}
+    request = TuneCommand(
+        task=task,
+        search=search or [],
+        trials=trials,
+        devices=devices,
+        per_trial=per_trial,
+        rungs=rungs,
+        metric=metric,
+        sampler=sampler,
+        seed=seed,
+        choices={**choices, "workers": workers, "threads": threads, "replicas": replicas, "options": given or None},
+        name=name,
+        out=out,
+        command=shlex.join(["evenstep", *sys.argv[1:]]),
+    )
+    _finish(*_run(request, quiet=quiet), as_json=as_json)
+
+
+def _run(command: TuneCommand, *, quiet: bool) -> tuple[Study, Path]:
+    from evenstep.tune.scheduler import Scheduler, begin
+    from evenstep.tune.study_table import StudyProgress
+
+    log, devices = begin(command)
+    if log.study.is_over:
+        log.close()
+        return log.study, log.folder
+    try:
+        scheduler = Scheduler(log, devices)
+        with StudyProgress(log.study, quiet) as shown:
+            shown.show(log.described, ())
+            for line in scheduler.run():
+                shown.show(line, scheduler.running)
+    finally:
+        log.close()
+    return log.study, log.folder
+
+
+def _show(folder: Path, *, as_json: bool) -> None:
+    from evenstep.tune.study import read_study
+
+    _finish(read_study(folder), folder, as_json=as_json)
+
+
+def _finish(study: Study, folder: Path, *, as_json: bool) -> None:
+    from evenstep.tune.study_table import result_lines, study_table, to_json
+
+    page, why_not = _page(study, folder)
+    if as_json:
+        print(json.dumps({**to_json(study, folder), "page": page}))
+    else:
+        console = Console(highlight=False, emoji=False)
+        print_whole(study_table(study), console)
+        for line in (*result_lines(study, folder), f"page       {page or why_not}"):
+            console.print(line, markup=False, soft_wrap=True)
+    if study.is_over and study.best is None:
+        raise typer.Exit(TrainingError.exit_code)
+
+
+def _page(study: Study, folder: Path) -> tuple[str | None, str]:
+    """The path of the page, or why there is none: a study must not be lost for want of a library."""
+    from evenstep.tune.study_page import write_study_page
+
+    try:
+        return str(write_study_page(study, folder)), ""
+    except EvenstepError as error:
+        return None, f"was not written: {error}; then run evenstep tune --show {folder}"

@@ -1,0 +1,100 @@
+"""The page of a study, and the reports of its trials."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from evenstep.plan import parse_best
+from evenstep.record import FILE as RECORD_FILE
+from evenstep.record import Record
+from evenstep.report.html.page import FILE, Page, need_bokeh, render, write_page_of_runs, write_text
+from evenstep.report.html.tables import Sheet
+from evenstep.report.terminal import number
+from evenstep.tune.sampler import importances
+from evenstep.tune.study import TRIALS, Study, StudyTrial, facts_of
+from evenstep.tune.study_table import order, result_lines, state_of
+
+if TYPE_CHECKING:
+    from evenstep.report.html.charts import Chart
+
+MOST_REPORTS = 30
+"""Trials whose report is written with the page, the best first: each has more than a megabyte."""
+WORDS = {
+    "trial": "a run with options that the sampler suggested; all have the same seed, sample order and initial weights",
+    "rung": "an epoch at which trials are compared; the best go on, the others stay paused at their checkpoint",
+    "importance": "the part of the difference between trials at their first rung that an option explains (PED-ANOVA)",
+    "steps saved": "compared with the same trials, each trained to its end",
+    "busy": "the part of the time in which devices had a trial, its start included",
+}
+
+
+def write_study_page(study: Study, folder: Path) -> Path:
+    """Write page.html of a study, and that of each trial which has none of its latest rows."""
+    need_bokeh()
+    linked = {trial.number for trial in order(study)[:MOST_REPORTS] if _write_report(folder, trial)}
+    target = folder / FILE
+    write_text(target, render(_page(study, folder, linked)))
+    return target
+
+
+def _write_report(folder: Path, trial: StudyTrial) -> bool:
+    run = folder / TRIALS / trial.folder
+    record, page = run / RECORD_FILE, run / FILE
+    if not os.path.isfile(record) or not os.path.getsize(record):
+        return False
+    if not os.path.isfile(page) or os.path.getmtime(page) < os.path.getmtime(record):
+        write_page_of_runs([Record.read(run)], page)
+    return True
+
+
+def _page(study: Study, folder: Path, linked: set[int]) -> Page:
+    request, facts = study.request, facts_of(study)
+    parts = [f"{facts.num_trials} trials", f"{request.sampler}, seed {request.seed}", f"{request.slots} at a time"]
+    if request.rungs:
+        parts.append(f"rungs at epochs {', '.join(map(str, request.rungs))}")
+    return Page(
+        title=f"{Path(request.task).name}: {parse_best(request.metric)[0]}",
+        about=" · ".join(parts),
+        commands=[request.command] if request.command else [],
+        charts=_charts(study),
+        runs=_trials_sheet(study, linked),
+        sheets=[_facts_sheet(study)],
+        notes=[" ".join(line.split()) for line in result_lines(study, folder) if line],
+        words=WORDS,
+    )
+
+
+def _charts(study: Study) -> list[Chart]:
+    from evenstep.tune.study_charts import charts_of
+
+    return charts_of(study, importances(study))
+
+
+def _trials_sheet(study: Study, linked: set[int]) -> Sheet:
+    request = study.request
+    heads = [f"epoch {epochs}" for epochs in request.rungs] or [parse_best(request.metric)[0]]
+    trials = order(study)
+    return Sheet(
+        title="Trials",
+        columns=["", *request.search, *heads, "steps", "state"],
+        rows=[_cells(study, trial) for trial in trials],
+        links=[f"{TRIALS}/{trial.folder}/{FILE}" if trial.number in linked else "" for trial in trials],
+    )
+
+
+def _cells(study: Study, trial: StudyTrial) -> list[str]:
+    values = [number(row.value) for row in trial.reached] + [""] * (study.request.num_rungs - len(trial.reached))
+    state = f"failed: {trial.failed.why}" if trial.failed is not None else state_of(study, trial)
+    options = [trial.options.get(name) for name in study.request.search]
+    shown = [f"{value:.4g}" if isinstance(value, float) else str(value) for value in options]
+    return [f"trial {trial.number}", *shown, *values, f"{trial.steps:,}", state]
+
+
+def _facts_sheet(study: Study) -> Sheet:
+    request = study.request
+    rows = [[name, text] for name, text in request.search.items()]
+    rows += [["metric", request.metric], ["sampler", request.sampler], ["seed", str(request.seed)]]
+    rows += [[name, str(value)] for name, value in request.choices.items()]
+    return Sheet(title="Study", columns=[], rows=rows)

@@ -1,0 +1,230 @@
+"""`evenstep tune` through its command: trials are runs, the best go on exactly, and whatever is killed goes on."""
+
+from __future__ import annotations
+
+import json
+import random
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+from safetensors.numpy import load_file
+
+from evenstep.record import Record
+from evenstep.tune.study import Study, read_study
+from tests.waiting import wait_until
+
+optuna = pytest.importorskip("optuna", reason="Optuna is not installed: pip install 'evenstep[tune]'")
+
+TASK = Path(__file__).with_name("tuned_task.py")
+SEARCH = ("--search", "lr", "--search", "width=2,4,8")
+HALVING = (*SEARCH, "--devices", "cpu,cpu", "--trials", "4", "--rungs", "1,2,4", "--name", "s")
+
+
+def command(*words: str) -> list[str]:
+    return [sys.executable, "-m", "evenstep", *words]
+
+
+def evenstep_(*words: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(command(*words), capture_output=True, text=True, timeout=110)
+
+
+def tune(*words: str) -> subprocess.CompletedProcess[str]:
+    return evenstep_("tune", str(TASK), *words)
+
+
+def results(study: Study) -> dict[str, Any]:
+    """What must not depend on when trials ran."""
+    return {
+        "suggestions": [(trial.number, trial.options) for trial in study.trials.values()],
+        "values": {
+            trial.number: [(row.rung, row.value, row.step, row.values) for row in trial.reached]
+            for trial in study.trials.values()
+        },
+        "failed": {trial.number: trial.failed.why for trial in study.trials.values() if trial.failed is not None},
+    }
+
+
+@pytest.fixture(scope="module")
+def halved(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A finished study that nobody disturbed."""
+    folder = tmp_path_factory.mktemp("halved")
+    done = subprocess.run(
+        command("tune", str(TASK), *HALVING, "--json"), cwd=folder, capture_output=True, text=True, timeout=110
+    )
+    assert done.returncode == 0, done.stderr
+    (folder / "stderr").write_text(done.stderr)
+    (folder / "stdout").write_text(done.stdout)
+    return folder
+
+
+def test_the_best_go_on_from_rung_to_rung_and_every_trial_is_a_run(halved: Path) -> None:
+    study = read_study(halved / "runs/s")
+    assert study.is_over
+    assert [len(study.ranking(rung)) for rung in range(3)] == [4, 2, 1]
+    for rung in (0, 1):
+        best = study.ranking(rung)[: study.request.quotas[rung + 1]]
+        assert {trial.number for trial in best} == {trial.number for trial in study.ranking(rung + 1)}
+    found = json.loads((halved / "stdout").read_text())
+    assert found["steps"] == 4 * (4 * 1 + 2 * 1 + 1 * 2)
+    assert found["whole_steps"] == 4 * 4 * 4
+    for trial in study.trials.values():
+        record = Record.read(halved / "runs/s/trials" / trial.folder)
+        assert record.plan.options == {**trial.options}
+        assert len(record.steps) == trial.steps == len({step.step for step in record.steps})
+    lines = (halved / "stderr").read_text()
+    assert "4 trials, 2 at a time; 4, 2, 1 of them reach epochs 1, 2, 4" in lines
+    assert "goes on to epoch 4" in lines
+
+
+def test_the_winner_is_bit_equal_to_a_fresh_run_of_its_plan(halved: Path) -> None:
+    best = read_study(halved / "runs/s").best
+    assert best is not None
+    run = halved / "runs/s/trials" / best.folder
+    done = evenstep_("train", str(TASK), "--plan", str(run / "plan.json"), "--name", "fresh", "--quiet")
+    assert done.returncode == 0, done.stderr
+    once, resumed = Record.read("runs/fresh"), Record.read(run)
+    assert len(resumed.restarts) == 2
+    for name in ("step", "epoch", "loss", "samples", "lr"):
+        assert [getattr(step, name) for step in once.steps] == [getattr(step, name) for step in resumed.steps]
+    assert [one.values for one in once.evaluations] == [one.values for one in resumed.evaluations]
+    for file in ("weights", "optimizer"):
+        ours, theirs = (
+            load_file(folder / f"checkpoints/latest/{file}.safetensors") for folder in (Path("runs/fresh"), run)
+        )
+        assert ours.keys() == theirs.keys()
+        assert all((ours[name] == theirs[name]).all() for name in ours)
+
+
+def test_show_and_the_journal_hold_the_same_trials(halved: Path) -> None:
+    study = read_study(halved / "runs/s")
+    shown = evenstep_("tune", "--show", str(halved / "runs/s"))
+    assert shown.returncode == 0, shown.stderr
+    best = study.best
+    assert best is not None
+    assert best.last is not None
+    assert f"best       trial {best.number}: loss {best.last.value:.4f}" in shown.stdout
+    assert (halved / "runs/s/page.html").read_text().count("trials/000") >= 4
+    backend = optuna.storages.journal.JournalFileBackend(str(halved / "runs/s/optuna.journal"))
+    mirrored = optuna.load_study(study_name="s", storage=optuna.storages.JournalStorage(backend))
+    assert len(mirrored.trials) == 4
+    assert mirrored.best_value == best.last.value
+    assert [trial.params for trial in mirrored.trials] == [trial.options for trial in study.trials.values()]
+    states = [trial.state.name for trial in mirrored.trials]
+    assert states.count("COMPLETE") == 1
+    assert states.count("PRUNED") == 3
+
+
+@pytest.mark.slow
+def test_the_same_command_shows_a_study_that_is_over_and_runs_nothing(halved: Path) -> None:
+    shutil.copytree(halved / "runs", "runs")
+    before = Path("runs/s/study.jsonl").read_bytes()
+    done = tune(*HALVING)
+    assert done.returncode == 0, done.stderr
+    assert Path("runs/s/study.jsonl").read_bytes() == before
+
+
+def killed(words: tuple[str, ...], luck: random.Random, longest: float) -> None:
+    """Start the command, and kill one of its processes at some time."""
+    process = psutil.Popen(command("tune", str(TASK), *words), stdout=subprocess.DEVNULL, stderr=subprocess.PIPE)
+    time.sleep(luck.uniform(0.5, longest))
+    with suppress(psutil.NoSuchProcess):
+        victims = [process, process, *process.children(recursive=True)]
+        victims = [one for one in victims if "resource_tracker" not in " ".join(one.cmdline())]
+        luck.choice(victims).kill()
+    with process:
+        _, errors = process.communicate(timeout=110)
+    assert process.returncode in (0, -9), errors
+
+
+def test_killed_and_started_again_a_study_is_the_one_that_nobody_disturbed(halved: Path) -> None:
+    process = subprocess.Popen(command("tune", str(TASK), *HALVING), stderr=subprocess.DEVNULL)
+    file = Path("runs/s/study.jsonl")
+    wait_until(lambda: file.exists() and file.read_text().count('"reached"') >= 3, seconds=60)
+    process.kill()
+    process.wait()
+    done = tune(*HALVING)
+    assert done.returncode == 0, done.stderr
+    assert "continuing runs/s, " in done.stderr
+    assert results(read_study(Path("runs/s"))) == results(read_study(halved / "runs/s"))
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+def test_twenty_random_kills_over_24_trials_change_nothing() -> None:
+    luck = random.Random(18)
+    search = ("--search", "lr", "--search", "width=2,4,8", "--devices", "cpu,cpu", "--trials", "24", "--rungs", "1,3,9")
+    undisturbed = tune(*search, "--name", "undisturbed")
+    assert undisturbed.returncode == 0, undisturbed.stderr
+    for _ in range(20):
+        killed((*search, "seconds=0.02", "--name", "killed"), luck, 6.0)
+    done = tune(*search, "seconds=0.02", "--name", "killed")
+    assert done.returncode == 0, done.stderr
+    assert results(read_study(Path("runs/killed"))) == results(read_study(Path("runs/undisturbed")))
+
+
+@pytest.mark.slow
+def test_a_failed_trial_has_its_first_cause_and_the_study_goes_on() -> None:
+    words = ("failing_width=4", "--search", "width=2,4,8", "--sampler", "grid", "--devices", "cpu,cpu", "--name", "f")
+    done = tune(*words, "--epochs", "4")
+    assert done.returncode == 0, done.stderr
+    study = read_study(Path("runs/f"))
+    failed = study.trials[2].failed
+    assert failed is not None
+    assert "ValueError: width 4 does not work" in failed.why
+    assert len(study.ranking(0)) == 2
+    assert "trial 2 failed: rank 0 failed at step" in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (("--search", "rate=1..2"), "the task has no such option"),
+        (("--search", "lr", "--rungs", "3,1"), "write growing numbers of epochs"),
+        (("--search", "lr", "--rungs", "1,3", "--epochs", "5"), "omit --epochs"),
+        (("--search", "lr", "--sampler", "annealing"), "unknown sampler 'annealing'; choose tpe, random, grid or gp"),
+        (("--search", "lr", "--sampler", "grid"), "needs choices, and lr is a range"),
+        (("--search", "lr", "--devices", "3", "--per-trial", "2"), "3 devices do not divide into trials of 2"),
+        (("--search", "lr", "--metric", "speed"), "Write --metric speed:max or --metric speed:min"),
+    ],
+)
+def test_bad_input_is_one_line_and_starts_nothing(words: tuple[str, ...], message: str) -> None:
+    from typer.testing import CliRunner
+
+    from evenstep.cli import app
+
+    done = CliRunner().invoke(app, ["tune", str(TASK), *words])
+    assert message in str(done.exception)
+    assert not Path("runs").exists()
+
+
+def test_without_optuna_one_line_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+    import importlib.util
+
+    from evenstep.tune import sampler
+
+    find = importlib.util.find_spec
+    monkeypatch.setattr(
+        importlib.util, "find_spec", lambda name, *more: None if name == "optuna" else find(name, *more)
+    )
+    with pytest.raises(Exception, match=r"needs Optuna, which is not installed; pip install 'evenstep\[tune\]'"):
+        sampler.need_optuna("tpe")
+
+
+@pytest.mark.slow
+def test_ctrl_c_stops_all_trials_with_checkpoints() -> None:
+    words = ("seconds=0.05", *SEARCH, "--devices", "cpu,cpu", "--trials", "4", "--name", "c", "--epochs", "40")
+    process = subprocess.Popen(command("tune", str(TASK), *words), stderr=subprocess.PIPE, text=True)
+    wait_until(lambda: len([*Path(".").glob("runs/c/trials/*/checkpoints/latest")]) == 2, seconds=60)
+    process.send_signal(signal.SIGINT)
+    _, errors = process.communicate(timeout=60)
+    assert process.returncode == 130, errors
+    assert "stopped, with checkpoints; the same command continues the study" in errors
+    assert not any(trial.failed or trial.reached for trial in read_study(Path("runs/c")).trials.values())

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 
+from bokeh.core.properties import value as constant
 from bokeh.models import BasicTicker, ColumnDataSource, FixedTicker, NumeralTickFormatter
 from bokeh.models.glyphs import HBar, Line, MultiLine, Scatter, Segment, Text, VBar
 from bokeh.palettes import viridis
@@ -169,7 +170,7 @@ def _axes(plot: figure, space: Sequence[Dimension], ends: tuple[float, float]) -
             y="y",
             text="text",
             x_offset=6,
-            text_font=FONT,
+            text_font=constant(FONT),
             text_font_size="12px",
             text_baseline="middle",
             text_color=OTHER,

@@ -32,7 +32,7 @@ from evenstep.strategy_facts import (
 
 PrecisionName = Literal["fp64", "fp32", "tf32", "bf16", "fp16"]
 FastName = Literal["auto", "off"]
-TrackerName = Literal["tensorboard"]
+TRACKERS = ("tensorboard", "wandb", "mlflow", "trackio")
 
 _is_saved = ContextVar("is_saved", default=False)
 """Whether a plan is read that was checked when it was written."""
@@ -127,7 +127,8 @@ class Plan:
     profile: Whole | None = None
     statistics: Whole | None = None
     """Steps between two that are looked into."""
-    log: TrackerName | None = None
+    log: Text | None = None
+    """Names of TRACKERS, separated by commas."""
     evaluate_every: Whole | None = None
     evaluate_first: bool = False
     best: Text | None = None
@@ -144,6 +145,7 @@ class Plan:
             check_choice("strategy", self.strategy, STRATEGIES, PlanError)
         check_fields(self, PlanError)
         check("options", self.options_in_words, Text, PlanError)
+        parse_log(self.log)
         check_device_names(self.devices)
         self._check_launch()
         self._check_devices()
@@ -528,6 +530,18 @@ def parse_rendezvous(machines: str | None, rendezvous: str | None) -> tuple[tupl
 
 AUTO = "auto"
 """Shares that are measured in the first steps."""
+
+
+def parse_log(given: str | None, name: str = "log") -> tuple[str, ...]:
+    """The trackers that `--log` names.
+
+    >>> parse_log("mlflow, tensorboard"), parse_log(None)
+    (('mlflow', 'tensorboard'), ())
+    """
+    names = tuple(dict.fromkeys(word.strip() for word in given.split(","))) if given is not None else ()
+    for one in names:
+        check(name, one, Literal[TRACKERS], PlanError)
+    return names
 
 
 def parse_shares(text: str) -> Shares | None:

@@ -13,9 +13,9 @@ import pytest
 import evenstep
 from evenstep.errors import TaskError
 from evenstep.plan import Plan, read_plan
-from evenstep.profiling.trackers import hyperparameters
 from evenstep.record import Record
 from evenstep.task import Task, call_task, parse_options, read_options
+from evenstep.trackers.points import hyperparameters
 
 TASK = '''
 from __future__ import annotations

@@ -5,9 +5,11 @@ Tests copy this file beside their runs.
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 import sys
+import time
 from pathlib import Path
 
 import torch
@@ -53,6 +55,19 @@ def kill(rank: int, step: int) -> None:
         os.abort()
 
 
+def kill_twice(rank: int, step: int) -> None:
+    """Rank 1 dies at step 6, and at step 9."""
+    happened = Path(f"happened{step}")
+    if rank == 1 and step in (6, 9) and not happened.exists():
+        happened.touch()
+        os.abort()
+
+
+def slow(rank: int, step: int) -> None:
+    """Nothing goes wrong here; there is time for something to go wrong elsewhere."""
+    time.sleep(0.25)
+
+
 def no_folder(rank: int, step: int) -> None:
     """A file is where the folder of traces would be."""
     if RUN.is_dir() and not (RUN / "traces").exists():
@@ -65,23 +80,27 @@ def no_file(rank: int, step: int) -> None:
         (RUN / "traces" / "rank1.json.gz").mkdir(parents=True)
 
 
-def folder_gone(rank: int, step: int) -> None:
-    """The folder of TensorBoard's becomes a file in mid-training."""
+def no_tensorboard(rank: int, step: int) -> None:
+    """A file is where TensorBoard's folder was, or would be."""
     folder = RUN / "tensorboard"
-    if rank == 0 and folder.is_dir():
+    if folder.is_dir():
         shutil.rmtree(folder)
+    if RUN.is_dir():
         folder.touch()
 
 
 def told(rank: int, step: int) -> None:
     """Nothing goes wrong; what this rank has imported by now is written down."""
-    Path(f"imported{rank}").write_text(str("tensorboard" in sys.modules))
+    trackers = ("tensorboard", "mlflow", "evenstep.trackers.follower")
+    Path(f"imported{rank}").write_text(json.dumps([name for name in trackers if name in sys.modules]))
 
 
 MISHAPS = {
     "kill": kill,
+    "kill twice": kill_twice,
+    "slow": slow,
     "no folder": no_folder,
     "no file": no_file,
-    "folder gone": folder_gone,
+    "no tensorboard": no_tensorboard,
     "none, but who is here": told,
 }

@@ -15,12 +15,16 @@ RUN = Path("runs/one")
 def train(*options: str, **environment: str) -> subprocess.CompletedProcess[str]:
     """Train to the end; whatever is wrong with those who watch, the training succeeds."""
     shutil.copy(TASK, "task.py")
-    ended = subprocess.run(
-        [sys.executable, "-m", "evenstep", "train", "task.py", *options],
+    ended = evenstep_command("train", "task.py", *options, **environment)
+    assert ended.returncode == 0, ended.stderr
+    return ended
+
+
+def evenstep_command(*words: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", "evenstep", *words],
         capture_output=True,
         text=True,
         env={**os.environ, **environment},
-        timeout=100,
+        timeout=300,
     )
-    assert ended.returncode == 0, ended.stderr
-    return ended

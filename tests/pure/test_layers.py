@@ -50,9 +50,10 @@ MAY_IMPORT = {
     "checkpoint": {*VALUES, "sampling", "distributed"},
     "strategies": {*VALUES, "internals", "distributed"},
     "monitor": {*VALUES, "internals", "distributed", "data", "checkpoint", "strategies"},
-    "training": ENGINE,
+    "trackers": {*VALUES, "report"},
+    "training": {*ENGINE, "trackers"},
     "worker": {*ENGINE, "training"},
-    "launcher": {*ENGINE, "report", "training", "worker"},
+    "launcher": {*ENGINE, "report", "trackers", "training", "worker"},
     "verify": {*ENGINE, "report", "training", "worker", "launcher"},
     "compare": {*ENGINE, "report", "training", "worker", "launcher", "verify", "predict"},
     "tune": {*ENGINE, "report", "training", "worker", "launcher"},
@@ -65,6 +66,7 @@ MAY_IMPORT = {
         "audit",
         "checkpoint",
         "report",
+        "trackers",
         "launcher",
         "doctor",
         "verify",
@@ -78,7 +80,7 @@ MAY_IMPORT = {
     # Names that are found when first asked for.
     "__init__": {*VALUES, "sampling", "data", "checkpoint", "training", "launcher", "adopt"},
 }
-TORCH_FREE = {*VALUES, "internals", "sampling", "audit", "report", "predict", "cli", "__init__"}
+TORCH_FREE = {*VALUES, "internals", "sampling", "audit", "report", "predict", "trackers", "cli", "__init__"}
 FILES_WITHOUT_TORCH = {"checkpoint/files.py", "distributed/process.py", "distributed/heartbeat.py"}
 
 

@@ -1,4 +1,4 @@
-"""`evenstep report`: a page of runs or of a comparison, or a live page of one run."""
+"""`evenstep report`: a page of runs or of a comparison, a live page of one run, or runs sent to trackers."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ import typer
 from evenstep.cli.app import app, flag
 from evenstep.cli.completion import complete_run
 from evenstep.errors import BadInput
+from evenstep.plan import TRACKERS, parse_log
 
 EXAMPLES = """
 [bold]Examples[/bold]
@@ -20,6 +21,8 @@ evenstep report runs/a runs/b
 evenstep report runs/2026-11-15-digits-compare --out page.html
 
 evenstep report --watch runs/2026-11-15-digits-ddp
+
+evenstep report --to mlflow runs/2026-11-15-digits-ddp
 """
 
 
@@ -36,11 +39,20 @@ def report(
     port: Annotated[
         int, typer.Option(help="Port of the live page; default: any free port.", show_default=False, min=0, max=65535)
     ] = 0,
+    to: Annotated[
+        str | None,
+        typer.Option(
+            metavar="NAME,...",
+            help=f"Write no page, but send what trackers lack of these runs: {', '.join(TRACKERS)}.",
+        ),
+    ] = None,
 ) -> None:
     """Write one HTML page with charts and tables of runs or of a comparison."""
     if port and not watch:
         raise BadInput("--port is for the live page; add --watch")
-    if watch:
+    if to is not None:
+        _send(runs, to, is_page=watch or out is not None)
+    elif watch:
         _watch(runs, out, port)
     else:
         print(_write(runs, out))
@@ -62,6 +74,23 @@ def _write(folders: list[Path], out: Path | None) -> Path:
         return write_page(comparison.Comparison.read(compared[0]), compared[0], out)
     beside = folders[0] if os.path.isdir(folders[0]) else folders[0].parent
     return write_page_of_runs([Record.read(folder) for folder in folders], out or beside / FILE)
+
+
+def _send(folders: list[Path], to: str, is_page: bool) -> None:
+    from evenstep.record import Record
+    from evenstep.trackers import check_installed
+    from evenstep.trackers.follower import send_run
+
+    if is_page:
+        raise BadInput("--to sends runs to trackers and writes no page; leave out --watch and --out")
+    names = parse_log(to, "to")
+    check_installed(names, "--to")
+    for folder in folders:
+        Record.read(folder, kinds=())
+    for folder in folders:
+        run = folder if folder.is_dir() else folder.parent
+        for name in names:
+            print(f"{run} is in {name}: {send_run(name, run)}")
 
 
 def _watch(folders: list[Path], out: Path | None, port: int) -> None:

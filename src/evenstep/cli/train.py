@@ -37,6 +37,7 @@ from evenstep.cli.app import (
 )
 from evenstep.cli.completion import complete_run, complete_strategy
 from evenstep.cli.settings import SettingsOption, choose_task
+from evenstep.plan import TRACKERS
 from evenstep.strategy_facts import DEFAULT, REFERENCE, STRATEGIES, one_of, usual_strategies
 
 _SUMMARIES = "\n\n".join(f"{row.name}: {row.summary}" for row in STRATEGIES.values())
@@ -194,7 +195,13 @@ def train(
         int | None,
         typer.Option(metavar="STEPS", help="Trace STEPS steps on all ranks with torch.profiler, into one timeline."),
     ] = None,
-    log: Annotated[str | None, typer.Option(help="tensorboard: write event files into the run folder.")] = None,
+    log: Annotated[
+        str | None,
+        typer.Option(
+            metavar="NAME,...",
+            help=f"Trackers that get all values: {', '.join(TRACKERS)}; a process of its own feeds each.",
+        ),
+    ] = None,
     evaluate_every: Annotated[
         int | None,
         typer.Option(metavar="STEPS", help="Evaluate every STEPS steps and at the end, instead of after each epoch."),

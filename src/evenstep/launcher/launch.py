@@ -14,7 +14,7 @@ import difflib
 import os
 import signal
 from collections.abc import Callable, Generator, Iterator, Mapping
-from contextlib import chdir, contextmanager, nullcontext
+from contextlib import AbstractContextManager, chdir, contextmanager, nullcontext
 from dataclasses import fields, replace
 from functools import partial
 from pathlib import Path
@@ -36,7 +36,7 @@ from evenstep.launcher.rendezvous.slurm import Slurm, find_slurm
 from evenstep.launcher.rendezvous.version_check import Identity, identity_of, sources_of_task
 from evenstep.launcher.supervisor import Launch, StopSignals, Supervisor
 from evenstep.launcher.variables import launcher_variables
-from evenstep.plan import RUNS, Plan, parse_rendezvous, read_plan
+from evenstep.plan import RUNS, Plan, parse_log, parse_rendezvous, read_plan
 from evenstep.record import KINDS, Record, RunEnd, write_end
 from evenstep.report.terminal import Progress
 from evenstep.sampling.rng import host_state, restore_host_state
@@ -214,7 +214,8 @@ def watch(prepared: Prepared, rendezvous: Rendezvous, shows: Shows = "all", is_c
         put_off_compiler()
     is_head = rendezvous.is_head
     is_silent = shows == "nothing"
-    with Progress(prepared.num_steps, quiet=is_silent, is_bare=not is_head, shows_steps=shows == "all") as shown:
+    progress = Progress(prepared.num_steps, quiet=is_silent, is_bare=not is_head, shows_steps=shows == "all")
+    with progress as shown, _feeding_trackers(prepared, shown) if is_head else nullcontext():
         try:
             events = _run(prepared, rendezvous, is_command)
             if is_head and launcher_variables().KUBEFLOW_TRAINER_SERVER_URL:
@@ -241,6 +242,14 @@ def watch(prepared: Prepared, rendezvous: Rendezvous, shows: Shows = "all", is_c
     if not is_head:
         return Record(prepared.plan)
     return Record.read(prepared.folder, kinds=("summary",) if is_command else KINDS)
+
+
+def _feeding_trackers(prepared: Prepared, shown: Progress) -> AbstractContextManager[None]:
+    if prepared.plan.log is None:
+        return nullcontext()
+    from evenstep.trackers.follower import following
+
+    return following(parse_log(prepared.plan.log), prepared.folder, shown.log)
 
 
 def _signal_of(stop: BaseException) -> str:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import datetime
-import importlib.util
 import os
 import re
 import sys
@@ -28,6 +27,7 @@ from evenstep.plan import (
     Plan,
     Seed,
     parse_devices,
+    parse_log,
     parse_machines,
     parse_shares,
     read_plan,
@@ -291,14 +291,11 @@ def _draft(values: dict[str, Any], label: str) -> Plan:
         stand_ins["epochs"] = 1
     draft = Plan(**{**stand_ins, **values})
     check_devices(draft.devices)
-    check_log(draft.log)
+    if draft.log is not None:
+        from evenstep.trackers import check_installed
+
+        check_installed(parse_log(draft.log))
     return draft
-
-
-def check_log(name: str | None) -> None:
-    """Refuse a tracker that is not installed, before anything is started."""
-    if name is not None and importlib.util.find_spec(name) is None:
-        raise PlanError(f"--log {name} needs {name}, which is not installed here; pip install 'evenstep[{name}]'")
 
 
 def _in_turn(task: Task) -> Task:

@@ -1,1 +1,1 @@
-"""Where the time of a step goes: spans, torch's profiler, trackers."""
+"""Where the time of a step goes: spans, torch's profiler."""

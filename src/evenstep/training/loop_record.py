@@ -1,4 +1,4 @@
-"""The Record of a custom loop: rank 0 writes a row for each step and evaluation, and passes it to a tracker."""
+"""The Record of a custom loop: rank 0 writes a row for each step and evaluation, and starts what feeds trackers."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from evenstep.checkpoint import files
 from evenstep.distributed import devices
 from evenstep.distributed.process import read_local_size
 from evenstep.errors import TaskError
-from evenstep.plan import CUSTOM_LOOP, Plan, TrackerName, check_name
+from evenstep.plan import CUSTOM_LOOP, Plan, check_name, parse_log
 from evenstep.record import BestSoFar, Evaluation, RecordWriter, Row, Step, Summary, Tally, has_begun
 from evenstep.training.evaluation import Means
 from evenstep.training.loop import PEAKS_EVERY
 
 if TYPE_CHECKING:
     from evenstep.data.loader import Loader
-    from evenstep.profiling.trackers import Tracking
+    from evenstep.trackers.follower import Followers
     from evenstep.training.team import Team
 
 
@@ -45,7 +45,8 @@ class LoopStep:
 class LoopChoices:
     """What a custom loop chose for its run."""
 
-    log: TrackerName | None
+    log: str | None
+    """As in `--log mlflow`."""
     best: str | None
     """As in `--best accuracy:max`."""
 
@@ -66,7 +67,7 @@ class LoopRecord:
         self._facts = facts
         """Where the loop starts in its data."""
         self._writer: RecordWriter | None = None
-        self._tracking: Tracking | None = None
+        self._followers: Followers | None = None
         self._peaks: dict[str, int] = {}
         self._waited = 0.0
         self._last_step = 0
@@ -83,15 +84,15 @@ class LoopRecord:
                 "another folder"
             )
         self._folder.mkdir(parents=True, exist_ok=True)
+        if self._plan.log is not None:
+            from evenstep.trackers.follower import Followers
+
+            self._followers = Followers(parse_log(self._plan.log), self._folder)
+            # Called after the one below: first the Record has its last rows.
+            atexit.register(self._end_tracking)
         self._writer = RecordWriter(self._folder, self._plan, devices.facts(self._world), self._facts)
         # A process of `evenstep run` ends without closing files.
         atexit.register(self._writer.close)
-        if self._plan.log is not None:
-            from evenstep.profiling.trackers import TrackerStart, Tracking
-
-            redone_from = self._facts["step"] + 1 if is_again else None
-            self._tracking = Tracking(TrackerStart(self._plan, self._folder, redone_from))
-            atexit.register(self._tracking.close)
 
     def add_step(self, taken: LoopStep) -> None:
         """Write the row of a step."""
@@ -180,6 +181,8 @@ class LoopRecord:
         )
         self._append(summary)
         self.flush()
+        if self._followers is not None:
+            self._followers.end()
         return summary
 
     @property
@@ -195,13 +198,19 @@ class LoopRecord:
         if self._writer is None:
             return
         self._writer.append(row)
-        for warning in self._tracking.log(row) if self._tracking is not None else ():
-            print(warning, file=sys.stderr)
+
+    def _end_tracking(self) -> None:
+        for line in self._followers.wait() if self._followers is not None else ():
+            print(line, file=sys.stderr)
 
 
 def loop_plan(team: Team, loader: Loader, folder: Path, choices: LoopChoices) -> Plan:
     """What a custom loop runs, as far as it is known; all ranks call this."""
     check_name(folder.name)
+    if choices.log is not None:
+        from evenstep.trackers import check_installed
+
+        check_installed(parse_log(choices.log), "log")
     world = team.world
     names = world.gather([str(device) for device in (*world.devices, *world.delegated)])
     of_machine = names[: read_local_size() or world.size]

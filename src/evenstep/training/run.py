@@ -50,7 +50,6 @@ from evenstep.training.schedule import Schedulers, SteppedAfter
 from evenstep.training.team import Team
 
 if TYPE_CHECKING:
-    from evenstep.plan import TrackerName
     from evenstep.record import Summary
     from evenstep.training.loop_record import LoopRecord
     from evenstep.training.weight_average import WeightAverage
@@ -93,7 +92,7 @@ class Run:
         num_steps: int | None = None,
         *,
         folder: str | Path | None = None,
-        log: TrackerName | None = None,
+        log: str | None = None,
         best: str | None = None,
     ) -> None:
         self.team = team

@@ -2,7 +2,7 @@
 
 `perform` joins the process group, runs a trainer, writes the Record on rank 0, and adds what is known to an error.
 
-What a plain run does not need (CUDA graphs, monitors of several ranks, the profiler, trackers, an audit) is imported
+What a plain run does not need (CUDA graphs, monitors of several ranks, the profiler, an audit) is imported
 here, when a run first uses it.
 """
 
@@ -63,7 +63,6 @@ if TYPE_CHECKING:
     from evenstep.monitor.replicas import ReplicaCheck
     from evenstep.monitor.stragglers import StragglerMonitor
     from evenstep.profiling.profiler import Tracing
-    from evenstep.profiling.trackers import Tracking
     from evenstep.strategies.base import DistributedModel
     from evenstep.training.layer_statistics import InspectedSteps
     from evenstep.training.replay import ReplayCheck
@@ -241,15 +240,6 @@ class Trainer:
         """How samples are drawn, where this start resumes, and where its samples are written."""
         file = {"samples_file": self.samples.path.name} if self.samples is not None else {}
         return {**self.run.loader.facts(), **file}
-
-    def start_tracking(self) -> Tracking | None:
-        """The plan's tracker, on rank 0 only."""
-        if self.plan.log is None or not self.team.world.is_main:
-            return None
-        from evenstep.profiling.trackers import TrackerStart, Tracking
-
-        redone_from = self.run.step + 1 if self.is_again else None
-        return Tracking(TrackerStart(self.plan, self.folder, redone_from))
 
     def _start_tracing(self) -> Tracing | None:
         if self.plan.profile is None:
@@ -768,12 +758,10 @@ def _perform(trainer: Trainer) -> Iterator[Event]:
     if team.world.is_main:
         record = RecordWriter(trainer.folder, trainer.plan, devices.facts(team.world), trainer.facts)
         trainer.run.before_save = record.flush
-    tracking = trainer.start_tracking()
     try:
         for event in trainer.events():
             if record is not None and not isinstance(event, str):
                 record.append(event)
-                yield from tracking.log(event) if tracking is not None else ()
             yield event
         if record is not None:
             record.flush()
@@ -792,8 +780,6 @@ def _perform(trainer: Trainer) -> Iterator[Event]:
         raise
     finally:
         trainer.close()
-        if tracking is not None:
-            tracking.close()
         if record is not None:
             record.close()
 

@@ -11,7 +11,6 @@ import typer
 from evenstep.cli.app import app, flag
 from evenstep.cli.completion import complete_run
 from evenstep.errors import BadInput
-from evenstep.plan import TRACKERS, parse_log
 
 EXAMPLES = """
 [bold]Examples[/bold]
@@ -43,7 +42,7 @@ def report(
         str | None,
         typer.Option(
             metavar="NAME,...",
-            help=f"Write no page, but send what trackers lack of these runs: {', '.join(TRACKERS)}.",
+            help="Write no page, but send what trackers lack of these runs: tensorboard, wandb, mlflow, trackio.",
         ),
     ] = None,
 ) -> None:
@@ -77,6 +76,7 @@ def _write(folders: list[Path], out: Path | None) -> Path:
 
 
 def _send(folders: list[Path], to: str, is_page: bool) -> None:
+    from evenstep.plan import parse_log
     from evenstep.record import Record
     from evenstep.trackers import check_installed
     from evenstep.trackers.follower import send_run

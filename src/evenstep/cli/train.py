@@ -37,7 +37,6 @@ from evenstep.cli.app import (
 )
 from evenstep.cli.completion import complete_run, complete_strategy
 from evenstep.cli.settings import SettingsOption, choose_task
-from evenstep.plan import TRACKERS
 from evenstep.strategy_facts import DEFAULT, REFERENCE, STRATEGIES, one_of, usual_strategies
 
 _SUMMARIES = "\n\n".join(f"{row.name}: {row.summary}" for row in STRATEGIES.values())
@@ -199,7 +198,7 @@ def train(
         str | None,
         typer.Option(
             metavar="NAME,...",
-            help=f"Trackers that get all values: {', '.join(TRACKERS)}; a process of its own feeds each.",
+            help="Trackers that get all values: tensorboard, wandb, mlflow, trackio; a process of its own feeds each.",
         ),
     ] = None,
     evaluate_every: Annotated[

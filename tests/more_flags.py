@@ -24,9 +24,9 @@ def more_flags(num_devices: int) -> list[str]:
     return MORE
 
 
-def more_fields(num_devices: int) -> dict[str, Any]:
-    """The same as fields of a Plan."""
-    flags = more_flags(num_devices)
+def more_fields(num_devices: int, strategy: str) -> dict[str, Any]:
+    """The same as fields of a Plan; fsdp refuses --replay-every."""
+    flags = [] if strategy == "fsdp" and "--replay-every" in MORE else more_flags(num_devices)
     return {
         name.removeprefix("--").replace("-", "_"): value if name == "--shares" else int(value)
         for name, value in zip(flags[::2], flags[1::2], strict=True)

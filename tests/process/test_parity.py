@@ -40,7 +40,7 @@ def plan(where: str, accumulate: int, precision: str) -> Plan:
         precision=precision,
         clip=1.0,
         threads=1,
-        **more_fields(int(num or 1)),
+        **more_fields(int(num or 1), strategy),
     )
 
 

@@ -33,7 +33,7 @@ def plan(where: str) -> Plan:
     strategy, _, num = where.partition("-")
     devices = ("cpu",) * int(num)
     usual = Plan(strategy=strategy, devices=devices, batch=10, steps=STEPS, precision="fp64", accumulate=2, threads=1)
-    return replace(usual, **more_fields(len(devices)))
+    return replace(usual, **more_fields(len(devices), strategy))
 
 
 PAIRS = [(source, target) for source in WHERES for target in WHERES]

@@ -147,13 +147,16 @@ def _predict(records: list[Record], folder: Path, question: Question, parameters
     forecaster = Forecaster(calibrate(records, parameters), question, task=records[0].plan.task_name)
     found = forecaster.forecast(shlex.join(["evenstep", *sys.argv[1:]]))
     folder = _write(forecaster, found, folder / FOLDER)
+    console = Console(highlight=False, emoji=False)
+    if not as_json:
+        # Before the page, which takes longer than all of the prediction.
+        show_forecast(found, console)
+        sys.stdout.flush()
     page, why_not = _page(folder)
     _update_comparison(folder.parent)
     if as_json:
         print(json.dumps({**dataclasses.asdict(found), "folder": str(folder), "page": page}))
     else:
-        console = Console(highlight=False, emoji=False)
-        show_forecast(found, console)
         console.print(f"\npage  {page or why_not}", markup=False, soft_wrap=True)
     if not any(not row.is_measured for row in found.rows):
         raise typer.Exit(BadInput.exit_code)

@@ -36,8 +36,8 @@ USUAL_STEP = 0.4
 INPUT_BOUND = 0.9
 """A machine below this part of its prediction is taken to be limited by what it reads."""
 FLOOR = 0.02
-"""An interval is as wide as the predicted loss and this, times INTERVAL."""
-INTERVAL = (-1.21, 0.67)
+"""An interval is as wide as the part of a step that is lost and this, times INTERVAL."""
+INTERVAL = (-1.27, 0.7)
 """In these units, 90 % of the logarithms of measured over predicted: `evenstep predict --check` prints them."""
 ALIKE = (0.1, 0.02)
 """Lengths of steps, and predicted parts of linear scaling, that are nearer than this are the same to the model."""
@@ -153,7 +153,7 @@ class Checked:
     @property
     def surprise(self) -> float:
         """How far the measured rate is from the predicted one, in the units of INTERVAL."""
-        return math.log(self.measured / self.predicted) / (FLOOR + self.loss)
+        return math.log(self.measured / self.predicted) / _unit(self.loss)
 
     @property
     def kept(self) -> float:
@@ -167,8 +167,13 @@ class Checked:
 
 def interval_of(rate: float, loss: float, interval: tuple[float, float] = INTERVAL) -> tuple[float, float]:
     """The rates between which 9 of 10 measured ones lay, for a prediction that loses `loss`."""
-    low, high = (rate * math.exp(edge * (FLOOR + loss)) for edge in interval)
+    low, high = (rate * math.exp(edge * _unit(loss)) for edge in interval)
     return low, high
+
+
+def _unit(loss: float) -> float:
+    """Of an interval: the part of a step that is lost, and a little for what is computed."""
+    return FLOOR + 1 - math.exp(-loss)
 
 
 def replay(table: Published, constants: Constants) -> Iterator[Checked]:

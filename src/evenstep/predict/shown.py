@@ -140,6 +140,8 @@ def _time(seconds: float | None) -> str:
         return ""
     if seconds >= 3600:
         return f"{seconds / 3600:.2f} h"
+    if 0 < seconds < 0.001:
+        return "< 1 ms"
     return f"{seconds / 60:.1f} min" if seconds >= 60 else f"{seconds:.3g} s"
 
 

@@ -25,6 +25,8 @@ if TYPE_CHECKING:
     from torch._C._distributed_c10d import PrefixStore as PrefixStore
     from torch._C._distributed_c10d import Store as Store
     from torch._C._distributed_c10d import TCPStore as TCPStore
+    from torch._subclasses.fake_tensor import FakeTensor as FakeTensor
+    from torch._subclasses.fake_tensor import FakeTensorMode as FakeTensorMode
     from torch.distributed.elastic.rendezvous import dynamic_rendezvous
     from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultAllGather as DefaultAllGather
     from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultReduceScatter as DefaultReduceScatter
@@ -62,6 +64,8 @@ LAZY = {
     "NormBase": "torch.nn.modules.batchnorm:_NormBase",
     "DisableTorchFunction": "torch._C:DisableTorchFunction",
     "TorchDispatchMode": "torch.utils._python_dispatch:TorchDispatchMode",
+    "FakeTensor": "torch._subclasses.fake_tensor:FakeTensor",
+    "FakeTensorMode": "torch._subclasses.fake_tensor:FakeTensorMode",
     "is_traceable_wrapper_subclass": "torch.utils._python_dispatch:is_traceable_wrapper_subclass",
     "tree_leaves": "torch.utils._pytree:tree_leaves",
     "foreach_add_": "torch:_foreach_add_",

@@ -33,6 +33,7 @@ from evenstep.strategy_facts import (
 PrecisionName = Literal["fp64", "fp32", "tf32", "bf16", "fp16"]
 FastName = Literal["auto", "off"]
 TRACKERS = ("tensorboard", "wandb", "mlflow", "trackio")
+MicroName = Literal["auto"]
 
 _is_saved = ContextVar("is_saved", default=False)
 """Whether a plan is read that was checked when it was written."""
@@ -92,6 +93,8 @@ class Plan:
     seed: Seed = 0
     precision: PrecisionName = "fp32"
     accumulate: Whole = 1
+    micro: MicroName | None = None
+    """`auto`: `accumulate` is chosen before the start, as the least with which a step fits in memory."""
     shares: Text | None = None
     """`5,3`: each device's part of every global batch, in the order of ranks; or `auto`."""
     replicas: Whole | None = None
@@ -151,6 +154,7 @@ class Plan:
         self._check_devices()
         self._check_shares()
         self._check_replicas()
+        self._check_micro()
         self._check_cut()
         check_name(self.name)
 
@@ -280,6 +284,22 @@ class Plan:
                 "--cudnn-benchmark chooses kernels by measuring them, and another kernel gives other bits; with "
                 "--replicas leave it out"
             )
+
+    def _check_micro(self) -> None:
+        if self.micro is None:
+            return
+        if self.machines is not None:
+            raise PlanError(
+                "--micro auto tries steps on one machine; with --machines, run evenstep fit on one of them and give "
+                "the --accumulate that it finds"
+            )
+        if self.replicas is not None:
+            raise PlanError(
+                "--micro auto chooses by the memory that is free, and with --replicas other micro-batches give other "
+                "bits; give --accumulate"
+            )
+        if self.shares == AUTO:
+            raise PlanError("--micro auto needs to know the share of each device; give numbers, such as --shares 5,3")
 
     @property
     def num_parts(self) -> int:

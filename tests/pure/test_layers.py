@@ -53,7 +53,8 @@ MAY_IMPORT = {
     "trackers": {*VALUES, "report"},
     "training": {*ENGINE, "trackers"},
     "worker": {*ENGINE, "training"},
-    "launcher": {*ENGINE, "report", "trackers", "training", "worker"},
+    "fit": {*ENGINE, "report", "training"},
+    "launcher": {*ENGINE, "report", "trackers", "training", "worker", "fit"},
     "verify": {*ENGINE, "report", "training", "worker", "launcher"},
     "compare": {*ENGINE, "report", "training", "worker", "launcher", "verify", "predict"},
     "tune": {*ENGINE, "report", "training", "worker", "launcher"},
@@ -75,6 +76,7 @@ MAY_IMPORT = {
         "predict",
         "clusters",
         "tune",
+        "fit",
     },
     "__main__": {"cli", "errors", "internals", "launcher"},
     # Names that are found when first asked for.
@@ -107,6 +109,7 @@ NAMES_A_STRATEGY = {
     "cli/verify.py": "examples of commands",
     "cli/compare.py": "examples of commands",
     "cli/predict.py": "examples of commands",
+    "cli/fit.py": "examples of commands",
     "adopt/hf_trainer.py": "an argument of transformers has this name too",
     "monitor/known_errors.py": "what an error of torch's DDP or fully_shard means, which other strategies do not raise",
 }

@@ -234,7 +234,7 @@ def _show_task_options(words: Sequence[str]) -> None:
     """Above the help of a command that names a task: what can be set in it."""
     from evenstep.task import find_task, options_of
 
-    spec = words[1] if words[0] in ("train", "verify", "compare", "tune") and len(words) > 1 else "-"
+    spec = words[1] if words[0] in ("train", "verify", "compare", "fit", "tune") and len(words) > 1 else "-"
     if spec.startswith("-") or "=" in spec:
         return
     task = find_task(spec)
@@ -294,7 +294,7 @@ def _in_our_words(message: str, words: Sequence[str]) -> str:
 def _for_task(flag: str, words: Sequence[str]) -> str:
     """A hint for `--lr 0.1`, which may be meant for the task."""
     name = flag.lstrip("-").replace("-", "_")
-    takes_options = words[1:2] and words[1] in ("train", "verify", "compare", "evaluate", "tune")
+    takes_options = words[1:2] and words[1] in ("train", "verify", "compare", "fit", "evaluate", "tune")
     return f"; an option of the task is written {name}=VALUE" if takes_options and name.isidentifier() else ""
 
 

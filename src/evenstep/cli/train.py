@@ -86,6 +86,12 @@ def train(
     seed: SeedOption = None,
     precision: PrecisionOption = None,
     accumulate: Annotated[int | None, typer.Option(help="Micro-batches per optimizer step; default: 1.")] = None,
+    micro: Annotated[
+        str | None,
+        typer.Option(
+            metavar="auto", help="auto: as few micro-batches as fit in memory, tried before the start (evenstep fit)."
+        ),
+    ] = None,
     shares: Annotated[
         str | None,
         typer.Option(

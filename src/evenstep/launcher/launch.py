@@ -80,7 +80,12 @@ def prepare_run(source: Source, choices: Mapping[str, Any]) -> tuple[Prepared, R
         raise PlanError(f"--resume {CONTINUE} continues the run that --name names; give a --name")
     begun = partial(_begun, source, chosen, continues or (slurm is not None and slurm.num_restarts > 0))
     if chosen.get("machines") is None:
-        return begun() or prepare(source, chosen), LocalRendezvous()
+        prepared = begun() or prepare(source, chosen)
+        if prepared.plan.micro is not None:
+            from evenstep.launcher.micro_batch import with_micro_batch
+
+            prepared = with_micro_batch(prepared)
+        return prepared, LocalRendezvous()
     return _with_machines(source, chosen, begun, _identity(source, choices, slurm), is_head)
 
 

@@ -104,6 +104,7 @@ def prepare(source: str | TaskFunction | Task | None, choices: Mapping[str, Any]
     if os.path.exists(values.get("data", "")):
         # As the task: a resume may start in another folder.
         values["data"] = os.path.abspath(values["data"])
+    _settle_micro(values, chosen, base)
     dropped = _drop_shares(values) if "shares" not in chosen else []
     is_same = _is_same_file(spec, base.get("task"))
     before = base.get("options", {}) if is_same else {}
@@ -237,6 +238,19 @@ def _changed(source: TaskFunction | Task, before: Mapping[str, Any], plan: Plan)
     changed = [f"{name}={value} (was {was[name]})" for name, value in plan.options.items() if value != was[name]]
     effect = "; weights, optimizer state and learning rate are still those of the checkpoint" if plan.resume else ""
     return [f"options changed: {', '.join(changed)}{effect}"] if changed else []
+
+
+def _settle_micro(values: dict[str, Any], chosen: Mapping[str, Any], base: Mapping[str, Any]) -> None:
+    """`--accumulate` or `--micro auto`; what that chose for an earlier run is kept, if a device has as many samples."""
+    if "accumulate" in chosen and "micro" in chosen:
+        raise PlanError("--accumulate and --micro exclude each other; give one of them")
+    if "accumulate" in chosen:
+        values.pop("micro", None)
+    if values.get("micro") is None:
+        return
+    same = all(values.get(name, base.get(name)) == base.get(name) for name in ("batch", "shares"))
+    is_kept = base.get("micro") is not None and same and len(values["devices"]) == len(base.get("devices", ()))
+    values["accumulate"] = base.get("accumulate", 1) if is_kept else 1
 
 
 def _drop_shares(values: dict[str, Any]) -> list[str]:

@@ -36,6 +36,8 @@ class Situation:
     was_tried: bool = False
     """Whether it was searched for."""
     has_batchnorm: bool = False
+    command: str = ""
+    """`evenstep fit ...` for this run."""
 
 
 @dataclass(frozen=True)
@@ -178,7 +180,13 @@ def _device_memory(found: Match, _: Sequence[str], situation: Situation) -> str:
     where = f"GPU {found['gpu']}" if found["gpu"] else "the device"
     asked = f": {found['asked']} more were needed" if found["asked"] else ""
     room = f", {found['free']} of {found['total']} are free" if found["free"] else ""
-    return f"out of memory on {where}{asked}{room}.\n{_smaller(situation)}"
+    return f"out of memory on {where}{asked}{room}.\n{_smaller(situation)}{_see(situation)}"
+
+
+def _see(situation: Situation) -> str:
+    if not situation.command:
+        return ""
+    return f"\n{situation.command} shows what fits, and train --micro auto chooses it before the start"
 
 
 def _smaller(situation: Situation) -> str:
@@ -195,7 +203,7 @@ def _smaller(situation: Situation) -> str:
     if situation.was_tried:
         return (
             f"Not even one sample at once fits (tried): try --precision bf16, --strategy {sharding()} over more "
-            "devices, or\nactivation checkpointing"
+            "devices, or activation checkpointing"
         )
     return (
         f"Try --accumulate {2 * situation.accumulate}: half as many samples at once, and the same result. Or "
@@ -203,12 +211,13 @@ def _smaller(situation: Situation) -> str:
     )
 
 
-def _host_memory(found: Match, _: Sequence[str], __: Situation) -> str:
+def _host_memory(found: Match, _: Sequence[str], situation: Situation) -> str:
     asked = _size(int(found["bytes"])) if found["bytes"] else found["words"]
     free = _size(psutil.virtual_memory().available)
     return (
         f"out of memory on this machine{f': {asked} were requested' if asked else ''}; {free} are free now.\n"
         "Fewer --workers, a larger --accumulate (fewer samples at once), or data that is read as it is needed"
+        f"{_see(situation)}"
     )
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 import traceback
 from collections.abc import Callable
 from contextlib import AbstractContextManager
@@ -15,6 +16,7 @@ from evenstep.checkpoint.state import is_sharded
 from evenstep.data.nested import map_tensors
 from evenstep.internals import BatchNorm
 from evenstep.monitor.known_errors import Situation, largest_that_fits
+from evenstep.plan import IN_THIS_PROCESS, Plan
 from evenstep.task import Amount, Batch, Model
 
 
@@ -28,6 +30,14 @@ class FailedStep:
     """Reads a micro-batch of the size that did not fit."""
     autocast: Callable[[torch.device], AbstractContextManager[Any]]
     device: torch.device
+
+
+def fit_command(plan: Plan) -> str:
+    """The command that shows what would fit; none for a task that no command finds."""
+    if plan.task == IN_THIS_PROCESS:
+        return ""
+    where = f"--strategy {plan.strategy} --devices {len(plan.devices)}"
+    return f"evenstep fit {shlex.quote(plan.task_name)} {where} --batch {plan.batch}"
 
 
 def diagnose(error: BaseException, step: FailedStep, share: int, accumulate: int) -> Situation:

@@ -1,6 +1,6 @@
 """One process per device; each holds a shard of every parameter, gradient and optimizer state.
 
-`units` chooses the parts of a model that are gathered separately: those whose parameters nothing else uses.
+`units_apart` chooses the parts of a model that are gathered separately: those whose parameters nothing else uses.
 
 `Agreement` checks before each collective that all ranks run the same layers and get the same gradients. A layer or a
 head that some ranks do not use makes their collectives differ (see `distributed.collectives`). torch has no hook for
@@ -45,19 +45,11 @@ from evenstep.strategies.base import (
     has_sparse_gradients,
     same_numbers,
     separate,
+    units,
 )
 from evenstep.strategies.ddp import send_buffers, send_from_rank_0
 from evenstep.strategies.single import Single
 from evenstep.strategies.unused import UnusedParameters, negative_zeros
-
-
-def units(model: nn.Module) -> list[nn.Module]:
-    """The parts that are gathered one at a time: the outermost children of ModuleList and Sequential.
-
-    A parameter shared between two parts stays with the root: as part of one unit it would be missing in the other.
-    """
-    shared = _shared_parameters(model)
-    return [unit for unit in _candidates(model) if not any(id(weight) in shared for weight in unit.parameters())]
 
 
 def units_apart(model: nn.Module, world: World, sample: Sample | None) -> list[nn.Module]:
@@ -156,23 +148,6 @@ def _host_draws() -> tuple[Any, ...]:
     """The state of Python's and NumPy's generators."""
     state: Any = np.random.get_state(legacy=False)
     return random.getstate(), state["state"]["pos"], state["state"]["key"].tobytes()
-
-
-def _candidates(module: nn.Module) -> Iterator[nn.Module]:
-    for child in module.children():
-        if _is_container(module) and not _is_container(child) and next(child.parameters(), None) is not None:
-            yield child
-        else:
-            yield from _candidates(child)
-
-
-def _is_container(module: nn.Module) -> bool:
-    return type(module) in (nn.ModuleList, nn.Sequential)
-
-
-def _shared_parameters(model: nn.Module) -> set[int]:
-    uses = Counter(id(weight) for module in model.modules() for weight in module.parameters(recurse=False))
-    return {key for key, count in uses.items() if count > 1}
 
 
 KINDS = 2**32

@@ -251,10 +251,13 @@ class Trainer:
 
     def situation(self, error: BaseException) -> Situation | None:
         """What the advice needs to know about a step that ran out of memory; None for any other failure."""
-        if self.spans.heartbeat.phase not in (FORWARD, BACKWARD) or not is_out_of_memory(error):
+        if not is_out_of_memory(error):
             return None
-        from evenstep.monitor.oom import FailedStep, diagnose
+        from evenstep.monitor.oom import FailedStep, diagnose, fit_command
 
+        command = fit_command(self.plan)
+        if self.spans.heartbeat.phase not in (FORWARD, BACKWARD):
+            return Situation(command=command)
         world = self.team.world
         step = FailedStep(
             module=self._model.module,
@@ -264,7 +267,7 @@ class Trainer:
             device=world.device,
         )
         largest = max(map(len, self.run.loader.split.by_replica(self.plan.batch)))
-        return diagnose(error, step, largest, self.plan.accumulate)
+        return replace(diagnose(error, step, largest, self.plan.accumulate), command=command)
 
     def trainable_names(self) -> list[str]:
         """In the order in which DDP counts parameters."""

@@ -1,0 +1,95 @@
+"""`evenstep fit`: does a step fit in memory, and with which micro-batch?"""
+
+from __future__ import annotations
+
+import json
+from typing import Annotated
+
+import typer
+from rich.console import Console
+
+from evenstep.cli.app import (
+    BatchOption,
+    DataOption,
+    JsonOption,
+    OptionsArgument,
+    OutOption,
+    PrecisionOption,
+    QuietOption,
+    SeedOption,
+    TaskArgument,
+    ThreadsOption,
+    WorkersOption,
+    app,
+    progress,
+)
+from evenstep.cli.completion import complete_strategy
+from evenstep.cli.settings import SettingsOption, need_task
+from evenstep.strategy_facts import STRATEGIES, one_of
+
+EXAMPLES = """
+[bold]Examples[/bold]
+
+evenstep fit my_task.py
+
+evenstep fit my_task.py --devices 4 --memory 24GB
+
+evenstep fit my_task.py --strategy fsdp --devices 64 --memory 80GB --batch 1024 --precision bf16
+"""
+
+
+@app.command(epilog=EXAMPLES)
+def fit(
+    task: TaskArgument = None,
+    options: OptionsArgument = None,
+    settings: SettingsOption = None,
+    strategy: Annotated[
+        str | None,
+        typer.Option(
+            help=f"{one_of(STRATEGIES.values())}; default: one device, and all usual strategies on --devices.",
+            autocompletion=complete_strategy,
+        ),
+    ] = None,
+    devices: Annotated[
+        str,
+        typer.Option(
+            help="Number of devices, or a list such as cuda:0,cuda:1; more than this machine has are forecast."
+        ),
+    ] = "1",
+    memory: Annotated[
+        str | None,
+        typer.Option(metavar="SIZE", help="Memory of each device, such as 24GB or 16GiB; default: what is free here."),
+    ] = None,
+    batch: BatchOption = None,
+    precision: PrecisionOption = None,
+    workers: WorkersOption = None,
+    threads: ThreadsOption = None,
+    data: DataOption = None,
+    seed: SeedOption = None,
+    out: OutOption = None,
+    quiet: QuietOption = False,
+    as_json: JsonOption = False,
+) -> None:
+    """Forecast the memory of a step by kind, and find the largest and the fastest micro-batch that fit."""
+    from evenstep.fit.fit_table import fit_to_json, show_fit
+    from evenstep.fit.memory_model import parse_bytes
+    from evenstep.launcher.micro_batch import FitRequest
+    from evenstep.launcher.micro_batch import fit as find
+
+    task, given = need_task(task, options, settings, "fit")
+    choices = {"batch": batch, "precision": precision, "workers": workers, "threads": threads, "data": data}
+    request = FitRequest(
+        source=task,
+        strategy=strategy,
+        devices=devices,
+        memory=parse_bytes(memory) if memory is not None else None,
+        choices={**choices, "seed": seed, "out": out, "options": given},
+    )
+    with progress(quiet=quiet) as log:
+        found = find(request, log)
+    if as_json:
+        print(json.dumps(fit_to_json(found)))
+    else:
+        show_fit(found, Console(highlight=False, emoji=False))
+    if all(row.micro_batch is None for row in found.rows):
+        raise typer.Exit(1)

@@ -1,0 +1,161 @@
+"""What real steps take: a few of them, in processes that do nothing else, so that one may run out of memory."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass, replace
+from itertools import islice
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import numpy as np
+
+from evenstep.data.adapt import adapt_train, validation_sets
+from evenstep.data.iterable import Stream
+from evenstep.data.loader import Loader
+from evenstep.distributed.process import read_rank
+from evenstep.errors import Preempted
+from evenstep.fit.device_memory import MemoryMeter, available_bytes, limit_gpus, warm_up
+from evenstep.fit.shape_pass import longest
+from evenstep.monitor.known_errors import Situation, is_out_of_memory
+from evenstep.plan import Plan
+from evenstep.sampling.samplers import Subset
+from evenstep.task import Task
+from evenstep.training.loop import train
+from evenstep.training.step import Stepper, eager_steps
+from evenstep.training.team import Team
+from evenstep.training.trainer import Event, Trainer, perform
+
+FILE = "memory.json"
+OUT_OF_MEMORY, AVAILABLE = "out-of-memory-", "available-"
+"""Files of each rank in the folder of a probe: it had too little memory; what it had at its start."""
+STEPS = 5
+"""The optimizer's state is made in the first; the others are timed."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ProbedMemory:
+    """What steps took, on the rank that took most."""
+
+    peak_bytes: int
+    """On a GPU, of tensors; on the CPU, of the whole process."""
+    growth_bytes: int
+    """The same, without what the process held before it made the model."""
+    reserved_bytes: int
+    """What the allocator of a GPU took for it; on the CPU, as `peak_bytes`."""
+    evaluation_bytes: int
+    """The peak of evaluating one batch; 0 without data for it."""
+    available_bytes: int
+    """What a process had at its start, on the rank that had least."""
+    step_seconds: float
+    """Of the slowest rank."""
+
+
+class MemoryProbe(Trainer):
+    """A few steps and an evaluation of one batch, measured; nothing is saved."""
+
+    def __init__(self, plan: Plan, task: Task, run_folder: Path, team: Team) -> None:
+        world = team.world
+        devices = dict.fromkeys(world.devices) if world.device.type == "cuda" else world.devices[:1]
+        self.meters = [MemoryMeter(device) for device in devices]
+        num_sharing = world.size if world.device.type == "cpu" else plan.devices.count(str(world.device))
+        self.available = min(available_bytes(device, num_sharing) for device in devices)
+        # Read also where a rank runs out of memory: the next probe is to fit on all.
+        (run_folder / f"{AVAILABLE}{world.rank}").write_text(str(self.available))
+        if world.device.type == "cpu":
+            warm_up()
+        for meter in self.meters:
+            meter.reset()
+        self.before = [meter.now() for meter in self.meters]
+        super().__init__(plan, task, run_folder, team)
+        self.valid = dict(islice(self._short_valid(), 1))
+
+    def _short_valid(self) -> Iterator[tuple[str, Loader]]:
+        """The first batch of each validation set that has a length."""
+        for name, data in validation_sets(self.task.valid).items():
+            num = self.valid[name].num_samples
+            if num is not None:
+                first = Subset(np.arange(min(num, self.plan.batch)), shuffle=False)
+                yield name, self._loader(data, shuffle=False, sampler=first, what="valid")
+
+    def _stepper(self) -> Stepper:
+        # A CUDA graph is captured only where memory is left for it.
+        return eager_steps(self._recipe()) if "" in self.run.models else super()._stepper()
+
+    def situation(self, error: BaseException) -> Situation | None:
+        return None
+
+    def events(self) -> Iterator[Event]:
+        seconds: list[float] = []
+        began = time.perf_counter()
+        for step, *_ in train(self.run, self.stepper, self.plan, self._peak_bytes, waits_at=lambda step: True):
+            yield step
+            seconds.append(time.perf_counter() - began)
+            began = time.perf_counter()
+            if self.team.requests.stop:
+                raise Preempted("stopped")
+        peaks = [meter.peak() for meter in self.meters]
+        reserved = [meter.reserved() for meter in self.meters]
+        evaluated = self._evaluation_peak()
+        own = ProbedMemory(
+            peak_bytes=max(peaks),
+            growth_bytes=max(peak - before for peak, before in zip(peaks, self.before, strict=True)),
+            reserved_bytes=max(reserved),
+            evaluation_bytes=evaluated,
+            available_bytes=self.available,
+            step_seconds=median(seconds[1:] or seconds),
+        )
+        ranks = self.team.world.gather(asdict(own))
+        if self.team.world.is_main:
+            highest = {name: max(one[name] for one in ranks) for name in ranks[0]}
+            highest["available_bytes"] = min(one["available_bytes"] for one in ranks)
+            (self.folder / FILE).write_text(json.dumps(highest))
+
+    def _evaluation_peak(self) -> int:
+        if not self.valid:
+            return 0
+        for meter in self.meters:
+            meter.reset()
+        self._evaluate(0, can_stop=False)
+        return max(meter.peak() for meter in self.meters)
+
+
+def probe_memory(plan: Plan, task: Task, run_folder: Path, *, limit: int | None = None) -> Iterator[Event]:
+    """What a worker does to see what a plan takes: `plan.steps` steps, in at most `limit` bytes of a GPU."""
+    try:
+        if limit is not None:
+            limit_gpus(plan.devices, limit)
+        yield from perform(plan, longest_first(plan, task), run_folder, make=MemoryProbe)
+    except Exception as error:
+        if is_out_of_memory(error):
+            rank, *_ = read_rank()
+            (run_folder / f"{OUT_OF_MEMORY}{rank}").touch()
+        raise
+
+
+def longest_first(plan: Plan, task: Task) -> Task:
+    """The same task with the longest samples alone in every step, where its sampler knows lengths."""
+    data = adapt_train(task)
+    if isinstance(data.source, Stream) or getattr(data.sampler, "lengths", None) is None:
+        return task
+    ids = longest(data, min(plan.batch, data.source.num_samples))
+    return replace(task, sampler=Subset(np.sort(ids), shuffle=False), drop_last=False)
+
+
+def read_probe(folder: Path) -> ProbedMemory:
+    """What a probe measured."""
+    values: dict[str, Any] = json.loads((folder / FILE).read_text())
+    return ProbedMemory(**values)
+
+
+def read_available(folder: Path) -> int | None:
+    """What the rank with the least memory had; None if no rank came so far."""
+    return min((int(path.read_text()) for path in folder.glob(f"{AVAILABLE}*")), default=None)
+
+
+def ran_out(folder: Path) -> bool:
+    """Whether a rank of a probe ran out of memory."""
+    return any(folder.glob(f"{OUT_OF_MEMORY}*"))

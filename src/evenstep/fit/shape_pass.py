@@ -1,0 +1,369 @@
+"""What a step of a task holds, found without its data and without its memory: a step of fake tensors.
+
+Every storage that an operation makes is counted until it is freed, by kind. Two passes with different numbers of
+samples go through the same moments, and each moment becomes a line.
+"""
+
+from __future__ import annotations
+
+import json
+import weakref
+from collections.abc import Iterable, Iterator
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import asdict, replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import psutil
+import torch
+from numpy.typing import NDArray
+from torch import nn
+
+from evenstep.data.adapt import AdaptedData, adapt_train, adapt_valid
+from evenstep.data.dataset import SampleTransform
+from evenstep.data.iterable import Stream
+from evenstep.data.nested import leaves, map_tensors
+from evenstep.errors import EvenstepError
+from evenstep.fit.device_memory import available_bytes, warm_up, workspace_bytes
+from evenstep.fit.memory_model import ACCUMULATED, COUNTED, EVALUATION, STEP, UPDATE, Moment, StepMemory
+from evenstep.internals import BatchNorm, FakeTensor, FakeTensorMode, TorchDispatchMode, tree_leaves
+from evenstep.plan import Plan
+from evenstep.sampling.rng import Draws, Ids
+from evenstep.strategies.base import copied, evaluating, units
+from evenstep.task import Task
+from evenstep.training.evaluation import Evaluator
+from evenstep.training.optim import fuse, make_optimizer
+from evenstep.training.precision import Precision
+
+FILE = "shapes.json"
+MOST_READ = 256
+"""Samples of the larger pass: they are read, for a collate may give any shape."""
+FEWER = 4
+"""The smaller pass has this part of them."""
+REAL_SAMPLES = 4
+"""Of the larger pass, where a step is computed."""
+GRANULE = {"cpu": 64, "cuda": 512}
+"""Allocators give memory in multiples of these bytes."""
+MIXES = (0.0, 0.5, 1.0)
+"""Parts of the gradients that a strategy may leave on a device: the highest moment is kept for each."""
+
+
+class Allocations(TorchDispatchMode):
+    """Inside, counts the bytes of all storages that operations make, by kind, until they are freed."""
+
+    def __init__(self, granule: int) -> None:
+        super().__init__()
+        self.kind = "activations"
+        """Of what is made next."""
+        self.moments: list[tuple[int, ...]] = []
+        """Bytes by kind after each operation."""
+        self._now = dict.fromkeys(COUNTED, 0)
+        self._granule = granule
+        self._known: dict[int, tuple[Any, str, int]] = {}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        self.hold(tree_leaves(result))
+        self.moments.append(tuple(self._now.values()))
+        return result
+
+    def hold(self, values: Iterable[Any], kind: str | None = None) -> None:
+        """Count tensors; those that are counted become of this kind, if one is given."""
+        for value in values:
+            if isinstance(value, torch.Tensor) and value.layout is torch.strided:
+                self._hold(value.untyped_storage(), kind)
+
+    def _hold(self, storage: Any, kind: str | None) -> None:
+        key = id(storage)
+        if key in self._known:
+            reference, before, size = self._known[key]
+            if kind is not None and kind != before:
+                self._now[before] -= size
+                self._now[kind] += size
+                self._known[key] = reference, kind, size
+            return
+        kind = kind or self.kind
+        size = -(-storage.nbytes() // self._granule) * self._granule
+        self._known[key] = weakref.ref(storage, partial(self._freed, key)), kind, size
+        self._now[kind] += size
+
+    def _freed(self, key: int, _: object) -> None:
+        _, kind, size = self._known.pop(key)
+        self._now[kind] -= size
+
+    def taken(self) -> NDArray[np.float64]:
+        """The moments since the last call: a row each, a column for each kind."""
+        found = np.array(self.moments, dtype=np.float64).reshape(-1, len(COUNTED))
+        self.moments = []
+        return found
+
+
+class ShapeStep:
+    """A model and an optimizer of fake tensors, and steps of them."""
+
+    def __init__(self, plan: Plan, task: Task, mode: FakeTensorMode | None, is_checkpointed: bool) -> None:
+        self.plan, self.task, self._mode = plan, task, mode
+        # Without memory of their own, tensors may be on the device itself.
+        self.device = torch.device(plan.devices[0]) if mode is not None else torch.device("cpu")
+        self.precision = Precision(plan.precision, self.device)
+        module = self._build()
+        with self._shapes():
+            self.module = copied(module, {id(one): self._placed(one) for one in _tensors(module)})
+            if is_checkpointed:
+                checkpoint_units(self.module)
+            self.optimizer = make_optimizer(task.optimizer, self.module)
+            fuse(self.optimizer, self.module)
+        self.allocations = Allocations(GRANULE.get(plan.devices[0].partition(":")[0], 1))
+        for weight in self.module.parameters():
+            if weight.requires_grad:
+                weight.register_post_accumulate_grad_hook(self._note_gradient)
+
+    def _note_gradient(self, weight: torch.Tensor) -> None:
+        self.allocations.hold([weight.grad], "gradients")
+
+    def _shapes(self) -> AbstractContextManager[Any]:
+        return self._mode if self._mode is not None else nullcontext()
+
+    def _build(self) -> nn.Module:
+        if self._mode is not None:
+            try:
+                with self._mode:
+                    return _in_training(self.task.model())
+            except EvenstepError:
+                raise
+            except Exception:
+                # It reads values of its tensors, or a file of weights: made as it is, and then its shapes.
+                pass
+        return _in_training(self.task.model())
+
+    def _placed(self, tensor: torch.Tensor) -> torch.Tensor:
+        """A parameter or buffer on the device, as the precision and the memory format want it."""
+        made = self.precision.fit_tensor(self._shape_of(tensor.detach()).to(self.device))
+        if self.plan.channels_last and made.ndim == 4:
+            made = made.contiguous(memory_format=torch.channels_last)
+        return nn.Parameter(made, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else made
+
+    def _shape_of(self, tensor: torch.Tensor) -> torch.Tensor:
+        """The same without its values, where shapes are enough."""
+        is_known = self._mode is None or isinstance(tensor, FakeTensor)
+        return tensor if is_known else self._mode.from_tensor(tensor)  # type: ignore[union-attr]
+
+    def passed(self, data: Any, valid: Any) -> dict[str, NDArray[np.float64]]:
+        """The moments of each phase of a step with this micro-batch."""
+        with self._shapes():
+            batch = self._on_device(data)
+            held = self.allocations = Allocations(self.allocations._granule)
+            held.hold(self.module.parameters(), "weights")
+            held.hold(self.module.buffers(), "buffers")
+            held.hold(_state(self.optimizer), "optimizer")
+            held.hold(leaves(batch), "inputs")
+            with held:
+                self._compute(batch)
+                self._update()
+                held.taken()
+                found = {}
+                self._compute(batch)
+                found[STEP] = held.taken()
+                self._update()
+                found[UPDATE] = held.taken()
+                self._compute(batch)
+                held.taken()
+                self._compute(batch)
+                found[ACCUMULATED] = held.taken()
+                self._forget()
+                held.taken()
+                if valid is not None:
+                    inputs = self._on_device(valid)
+                    held.hold(leaves(inputs), "inputs")
+                    held.taken()
+                    self._evaluate(inputs)
+                    found[EVALUATION] = held.taken()
+        return found
+
+    def held(self) -> dict[str, float]:
+        """Bytes between two steps; gradients are counted too."""
+        weights = list(self.module.parameters())
+        return {
+            "weights": _bytes(weights),
+            "buffers": _bytes(self.module.buffers()),
+            "gradients": _bytes(weight for weight in weights if weight.requires_grad),
+            "optimizer": _bytes(_state(self.optimizer)),
+        }
+
+    def unit_bytes(self) -> list[float]:
+        """Of each part that a sharded model gathers at a time, the rest last."""
+        found = [_bytes(unit.parameters()) for unit in units(self.module)]
+        return [*found, _bytes(self.module.parameters()) - sum(found)]
+
+    def _on_device(self, data: Any) -> Any:
+        def made(tensor: torch.Tensor) -> torch.Tensor:
+            return self._shape_of(tensor).to(self.device)
+
+        return map_tensors(data, made)
+
+    def _compute(self, batch: Any) -> None:
+        self.allocations.kind = "activations"
+        with self.precision.autocast(self.device):
+            loss = self.task.loss(self.module, batch)
+        loss = loss[0] if isinstance(loss, tuple | list) else loss
+        loss.backward()
+
+    def _update(self) -> None:
+        self.allocations.kind = "optimizer"
+        self.optimizer.step()
+        self._forget()
+
+    def _forget(self) -> None:
+        for weight in self.module.parameters():
+            weight.grad = None
+
+    def _evaluate(self, batch: Any) -> None:
+        self.allocations.kind = "activations"
+        evaluate, loss = Evaluator(), getattr(self.task.loss, "evaluated", self.task.loss)
+        with evaluating(self.module), self.precision.autocast(self.device):
+            evaluate(loss, self.module, batch)
+            if self.task.metrics is not None:
+                evaluate(self.task.metrics, self.module, batch)
+
+
+def _in_training(module: nn.Module) -> nn.Module:
+    return module if module.training else module.train()
+
+
+def _tensors(module: nn.Module) -> list[torch.Tensor]:
+    return [*module.parameters(), *module.buffers()]
+
+
+def _state(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
+    return [one for one in tree_leaves(list(optimizer.state.values())) if isinstance(one, torch.Tensor)]
+
+
+def _bytes(tensors: Iterable[torch.Tensor]) -> float:
+    return float(sum(tensor.nbytes for tensor in tensors))
+
+
+def checkpoint_units(model: nn.Module) -> None:
+    """Let the parts that fsdp would gather compute their activations a second time, in backward."""
+    from torch.utils.checkpoint import checkpoint
+
+    for unit in units(model):
+        unit.forward = partial(checkpoint, unit.forward, use_reentrant=False)
+
+
+def lines(large: NDArray[np.float64], small: NDArray[np.float64], sizes: tuple[int, int], most: int) -> list[Moment]:
+    """The moments that may be the highest, each as a line through two passes of these numbers of samples."""
+    if len(large) == 0:
+        return []
+    if large.shape != small.shape:
+        # Other operations with fewer samples: the highest of each.
+        large, small = (one[[int(one.sum(1).argmax())]] for one in (large, small))
+    slope = (large - small) / ((sizes[0] - sizes[1]) or 1)
+    fixed = large - slope * sizes[0]
+    if sizes[0] == sizes[1]:
+        slope, fixed = np.zeros_like(large), large
+    kept = {_highest(fixed + slope * size, mix) for size in _grid(most) for mix in MIXES}
+    return [
+        Moment(
+            dict(zip(COUNTED, fixed[index].tolist(), strict=True)),
+            dict(zip(COUNTED, slope[index].tolist(), strict=True)),
+        )
+        for index in sorted(kept)
+    ]
+
+
+def _highest(moments: NDArray[np.float64], mix: float) -> int:
+    weights = np.array([mix if kind == "gradients" else 0.0 if kind == "inputs" else 1.0 for kind in COUNTED])
+    return int((moments @ weights).argmax())
+
+
+def _grid(most: int) -> list[int]:
+    found = [1]
+    while found[-1] < most:
+        found.append(2 * found[-1])
+    return found
+
+
+def read_samples(data: AdaptedData, task: Task, plan: Plan, num: int) -> Any:
+    """As many samples as a micro-batch, the longest ones where the sampler knows lengths."""
+    transform = SampleTransform(plan.seed, 0, task.augment)
+    source = data.source
+    if isinstance(source, Stream):
+        batch, ids = source.first(num, transform)
+    else:
+        ids = longest(data, num)
+        if len(ids) < num:
+            ids = np.resize(ids, num)
+        batch = source.fetch(ids, ids, transform)
+    if task.augment_batch is not None:
+        batch = task.augment_batch(batch, Draws(ids, plan.seed, 0, torch.device("cpu")))
+    return batch
+
+
+def longest(data: AdaptedData, num: int) -> Ids:
+    """The ids of the longest samples; of the first, where the sampler does not know lengths."""
+    assert not isinstance(data.source, Stream)
+    lengths = getattr(data.sampler, "lengths", None)
+    if lengths is None:
+        return np.arange(min(num, data.source.num_samples), dtype=np.int64)
+    return np.argsort(np.asarray(lengths), kind="stable")[::-1][:num].astype(np.int64)
+
+
+def measure_shapes(
+    plan: Plan, task: Task, run_folder: Path, *, share: int, is_checkpointed: bool = False
+) -> Iterator[str]:
+    """What a worker does to find what a step holds; it writes a file, and yields nothing."""
+    device = torch.device(plan.devices[0])
+    available = available_bytes(device)
+    if device.type == "cpu":
+        warm_up()
+    framework = psutil.Process().memory_info().rss if device.type == "cpu" else workspace_bytes(device)
+    found = step_memory(plan, task, share, float(framework), is_checkpointed)
+    (run_folder / FILE).write_text(json.dumps(asdict(replace(found, available_bytes=available))))
+    yield from ()
+
+
+def step_memory(plan: Plan, task: Task, share: int, framework: float, is_checkpointed: bool = False) -> StepMemory:
+    """By shapes alone; where a task reads values of its tensors, by real steps with a few samples."""
+    try:
+        return _passes(plan, task, share, framework, is_checkpointed, FakeTensorMode(allow_non_fake_inputs=True))
+    except EvenstepError:
+        raise
+    except Exception as error:
+        first = f"{type(error).__name__}: {error}".splitlines()[0]
+        found = _passes(plan, task, min(share, REAL_SAMPLES), framework, is_checkpointed, None)
+        found.notes.append(f"shapes alone do not say what a step does ({first}): a few samples were computed")
+        return found
+
+
+def _passes(
+    plan: Plan, task: Task, share: int, framework: float, is_checkpointed: bool, mode: FakeTensorMode | None
+) -> StepMemory:
+    step = ShapeStep(plan, task, mode, is_checkpointed)
+    train, valid = adapt_train(task), next(iter(adapt_valid(task).values()), None)
+    has_batchnorm = any(isinstance(layer, BatchNorm) for layer in step.module.modules())
+    large = min(share, MOST_READ)
+    small = min(large, max(2 if has_batchnorm else 1, large // FEWER))
+    fit, plain = step.precision.fit_tensor, replace(task, augment=None, augment_batch=None)
+    passed, read = [], []
+    for num in (large, small):
+        data = map_tensors(read_samples(train, task, plan, num), fit)
+        more = map_tensors(read_samples(valid, plain, plan, num), fit) if valid is not None else None
+        passed.append(step.passed(data, more))
+        read.append(sum(one.nbytes for one in leaves(data) if isinstance(one, torch.Tensor)) / num)
+    held = step.held()
+    moments = {phase: lines(passed[0][phase], passed[1][phase], (large, small), share) for phase in passed[0]}
+    if task.ema is not None:
+        # The average is held like a buffer.
+        for moment in (one for phase in moments.values() for one in phase):
+            moment.fixed["buffers"] += held["weights"]
+    return StepMemory(
+        held=held,
+        phases=moments,
+        input_bytes=read[0],
+        unit_bytes=step.unit_bytes(),
+        framework_bytes=framework,
+        has_batchnorm=has_batchnorm,
+        is_real=mode is None,
+    )

@@ -1,0 +1,447 @@
+"""Which micro-batch fits: a forecast from shapes, then a few probes, each in fresh processes.
+
+A probe in which one rank runs out of memory ends with all of its processes: nothing hangs, and the next one is
+smaller for all ranks. `fit` compares strategies; `with_micro_batch` is `train --micro auto`.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import Any
+
+import msgspec
+
+from evenstep.data.prefetch import PREFETCH_FACTOR
+from evenstep.distributed.devices import check_devices, choose_devices
+from evenstep.errors import EvenstepError, PlanError, Preempted
+from evenstep.fit import memory_probe, shape_pass
+from evenstep.fit.device_memory import CONTEXT_BYTES
+from evenstep.fit.fit_table import FitResult, FitRow, Remedy, TriedCut
+from evenstep.fit.memory_model import (
+    Cut,
+    Placement,
+    StepMemory,
+    cuts,
+    evaluation_peak,
+    fewest_devices,
+    largest_fitting,
+    needs,
+    peak,
+    usable,
+)
+from evenstep.launcher.launch import run_in_processes, variant
+from evenstep.launcher.prepare import Prepared, free_name, label_of, load_strategies, prepare
+from evenstep.plan import PLAN_FILE, RUNS, Plan, parse_devices, write_plan_file
+from evenstep.report.terminal import size
+from evenstep.sampling.order import in_proportion
+from evenstep.schema import check_choice
+from evenstep.strategy_facts import REFERENCE, STRATEGIES, StrategyFacts, usual_strategies
+from evenstep.task import has_several
+
+MOST_PROBES = 3
+ROOMY = 0.6
+"""A forecast below this part of the limit is believed without a probe, by --micro auto."""
+SMALLER = 0.7
+"""The next micro-batch after one that ran out of memory, if nothing better is known."""
+NOT_OF_PROBES: dict[str, Any] = {
+    **dict.fromkeys(("resume", "machines", "rendezvous", "profile", "statistics", "log", "replay_every", "best")),
+    **dict.fromkeys(("checkpoint_every", "evaluate_every", "stop_after", "micro", "stall_after")),
+    **dict.fromkeys(("audit", "evaluate_first", "requeue"), False),
+    "restarts": 0,
+}
+"""Fields of a plan that a probe leaves out."""
+
+Log = Callable[[str], None]
+
+
+@dataclass
+class MemoryRunner:
+    """Forecasts and probes of one prepared task, each in a folder that is removed afterwards."""
+
+    base: Prepared
+    log: Log
+    limit: int | None = None
+    """Bytes of each device that are to be enough, if not all that is there."""
+    notes: list[str] = field(default_factory=list)
+    _number: int = 0
+
+    def shapes(self, share: int, is_checkpointed: bool = False, **changes: Any) -> StepMemory | None:
+        """What a step holds on one device; None if that cannot be said without computing it."""
+        if has_several(self.base.task):
+            self.notes.append("a task of several models is not forecast, only tried")
+            return None
+        self.log("forecasting from shapes")
+        plan = self.base.plan
+        alone = {"strategy": REFERENCE, "devices": plan.devices[:1], "accumulate": 1, "shares": None}
+        measure = partial(shape_pass.measure_shapes, share=share, is_checkpointed=is_checkpointed)
+        try:
+            text = self._run(measure, shape_pass.FILE, steps=1, **alone, **changes)
+        except _Failed as failed:
+            self.notes.append(f"no forecast: {str(failed.error).splitlines()[0]}")
+            return None
+        found = msgspec.json.decode(text, type=StepMemory)
+        self.notes += [note for note in found.notes if note not in self.notes]
+        return found
+
+    def probe(self, cut: Cut, **changes: Any) -> memory_probe.ProbedMemory | RanOut:
+        """Real steps with this micro-batch."""
+        self.log(f"trying {changes.get('strategy', self.base.plan.strategy)}, {cut.size} samples at once")
+        measure = partial(memory_probe.probe_memory, limit=self.limit)
+        try:
+            text = self._run(measure, memory_probe.FILE, steps=memory_probe.STEPS, accumulate=cut.accumulate, **changes)
+        except _Failed as failed:
+            if failed.ran_out:
+                return RanOut(failed.available)
+            raise failed.error from None
+        return memory_probe.ProbedMemory(**json.loads(text))
+
+    def _run(self, measure: Any, file: str, **changes: Any) -> bytes:
+        self._number += 1
+        folder = self.base.folder / f"fit-{self._number}"
+        try:
+            for _ in run_in_processes(variant(self.base, folder, **{**NOT_OF_PROBES, **changes}), measure):
+                pass
+            return (folder / file).read_bytes()
+        except Preempted:
+            raise
+        except EvenstepError as error:
+            ran_out = memory_probe.ran_out(folder) or "ran out of memory" in str(error)
+            raise _Failed(error, ran_out, memory_probe.read_available(folder)) from None
+        finally:
+            shutil.rmtree(folder, ignore_errors=True)
+
+
+class _Failed(Exception):
+    """A forecast or a probe did not come to its end."""
+
+    def __init__(self, error: EvenstepError, ran_out: bool, available: int | None) -> None:
+        super().__init__(str(error))
+        self.error, self.ran_out, self.available = error, ran_out, available
+
+
+@dataclass(frozen=True)
+class RanOut:
+    """A probe in which a rank ran out of memory."""
+
+    available: int | None
+    """What the rank with the least memory had."""
+
+
+def placement(plan: Plan, facts: StrategyFacts, num_devices: int) -> Placement:
+    """A strategy on devices of the plan's kind, which share its global batch."""
+    kind = plan.devices[0].partition(":")[0]
+    shares = plan.proportions if num_devices == len(plan.devices) else (1,) * num_devices
+    return Placement(
+        facts=facts,
+        devices=num_devices,
+        kind=kind,
+        share=max(len(own) for own in in_proportion(plan.batch, shares)),
+        is_resident=plan.resident,
+        # The one that is computed, those that wait, and the one that is read.
+        input_copies=PREFETCH_FACTOR + 2 if kind == "cuda" else 2,
+    )
+
+
+def limit_of(memory: StepMemory, place: Placement, given: int | None) -> float:
+    """Bytes that a device may hold: what was given, as far as it is there, or all that is free."""
+    if given is not None:
+        return float(given - CONTEXT_BYTES if place.kind == "cuda" else given)
+    if place.kind == "cuda" or not place.facts.processes_per_device:
+        return memory.available_bytes
+    free = memory.available_bytes - memory.framework_bytes
+    return memory.framework_bytes + free / place.devices
+
+
+@dataclass
+class Search:
+    """Probes for one placement: the largest micro-batch that fits, then smaller ones that may be faster."""
+
+    runner: MemoryRunner
+    place: Placement
+    memory: StepMemory | None
+    limit: float | None
+    """None: whatever does not run out of memory fits."""
+    changes: Mapping[str, Any]
+    first: int = 1
+    """The least number of micro-batches."""
+    tried: list[TriedCut] = field(default_factory=list)
+
+    @property
+    def least(self) -> int:
+        return 2 if self.memory is not None and self.memory.has_batchnorm else 1
+
+    def largest(self) -> Cut | None:
+        """The largest micro-batch that was seen to fit; None if none did."""
+        cut = self.expected()
+        while cut is not None and len(self.tried) < MOST_PROBES:
+            if self.take(cut).fits:
+                return cut
+            cut = self._next(cut)
+        return None
+
+    def expected(self) -> Cut | None:
+        """The largest micro-batch that is forecast to fit."""
+        for cut in cuts(self.place.share, self.least):
+            if cut.accumulate >= self.first and self._is_expected(cut):
+                return cut
+        return None
+
+    def _is_expected(self, cut: Cut, factor: float = 1.0) -> bool:
+        if self.memory is None or self.limit is None:
+            return True
+        return factor * needs(self.memory, self.place, cut.size) <= usable(self.limit)
+
+    def _next(self, failed: Cut) -> Cut | None:
+        """After one that did not fit: what is forecast with the error that was seen, or a part of its samples."""
+        last = self.tried[-1]
+        factor = 1.0
+        if last.measured_bytes is not None and last.forecast_bytes:
+            factor = max(1.0, last.measured_bytes / last.forecast_bytes)
+        most = failed.size - 1 if factor > 1 else int(SMALLER * failed.size)
+        for cut in cuts(self.place.share, self.least):
+            if cut.size <= most and self._is_expected(cut, factor):
+                return cut
+        return None
+
+    def faster(self) -> None:
+        """Try smaller micro-batches as long as they are faster."""
+        while len(self.tried) < MOST_PROBES:
+            last = self.tried[-1]
+            smaller = next(
+                (cut for cut in cuts(self.place.share, self.least) if cut.size <= last.micro_batch // 2), None
+            )
+            if smaller is None:
+                return
+            done = self.take(smaller)
+            if not done.fits or (done.step_seconds or 0.0) >= (last.step_seconds or 0.0):
+                return
+
+    def take(self, cut: Cut) -> TriedCut:
+        """One probe."""
+        done = self.runner.probe(cut, **self.changes)
+        forecast = peak(self.memory, self.place, cut.size).total if self.memory is not None else None
+        if isinstance(done, RanOut):
+            if done.available is not None and self.runner.limit is None and self.limit is not None:
+                self.limit = min(self.limit, float(done.available))
+            one = TriedCut(micro_batch=cut.size, accumulate=cut.accumulate, fits=False, forecast_bytes=forecast)
+        else:
+            most = max(done.peak_bytes, done.evaluation_bytes)
+            one = TriedCut(
+                micro_batch=cut.size,
+                accumulate=cut.accumulate,
+                fits=self.limit is None or most <= usable(self.limit),
+                forecast_bytes=forecast,
+                measured_bytes=done.peak_bytes,
+                growth_bytes=done.growth_bytes,
+                evaluation_bytes=done.evaluation_bytes,
+                step_seconds=done.step_seconds,
+            )
+        self.tried.append(one)
+        return one
+
+
+@dataclass(frozen=True, kw_only=True)
+class FitRequest:
+    """What `evenstep fit` is to look at."""
+
+    source: str
+    strategy: str | None = None
+    """None: one device, and all usual strategies on `devices`."""
+    devices: str = "1"
+    memory: int | None = None
+    """Bytes of each device; None: what is free."""
+    choices: Mapping[str, Any] = field(default_factory=dict)
+
+
+def fit(request: FitRequest, log: Log = lambda line: None) -> FitResult:
+    """Forecast every strategy, try what this machine can run, and keep nothing."""
+    load_strategies(request.strategy, request.source, request.choices.get("seed"))
+    names, num = _devices_of(request.devices)
+    rows = _strategies(request.strategy, num)
+    label = label_of(request.source, request.choices.get("options", {}))
+    name = free_name(label, "fit", request.choices.get("out") or RUNS)
+    first = {"strategy": REFERENCE, "devices": list((names or choose_devices(1))[:1]), "name": name}
+    base = prepare(request.source, {**request.choices, **first})
+    try:
+        runner = MemoryRunner(base, log, request.memory)
+        places = [placement(base.plan, facts, 1 if facts.is_reference else num) for facts in rows]
+        _refuse_small_batch(base.plan, places)
+        memory = runner.shapes(max(place.share for place in places))
+        found = [_row(runner, place, memory, names) for place in places]
+        if memory is not None and memory.has_batchnorm:
+            runner.notes.append(BATCHNORM)
+        return FitResult(
+            task=base.plan.task_name,
+            batch=base.plan.batch,
+            precision=base.plan.precision,
+            device=places[0].kind,
+            rows=found,
+            notes=runner.notes,
+        )
+    finally:
+        shutil.rmtree(base.folder, ignore_errors=True)
+
+
+def _devices_of(text: str) -> tuple[tuple[str, ...] | None, int]:
+    """Devices of this machine, and how many; None for more than it has, which can be forecast."""
+    given = parse_devices(text)
+    if not isinstance(given, int):
+        check_devices(given)
+        return given, len(given)
+    try:
+        return choose_devices(given), given
+    except PlanError:
+        if given < 1:
+            raise
+        return None, given
+
+
+def _strategies(name: str | None, num: int) -> list[StrategyFacts]:
+    if name is not None:
+        check_choice("strategy", name, STRATEGIES, PlanError)
+        if STRATEGIES[name].is_reference and num > 1:
+            raise PlanError(f"{name} runs on one device and --devices is {num}; leave one of them out")
+        return [STRATEGIES[name]]
+    return [STRATEGIES[REFERENCE], *(usual_strategies() if num > 1 else ())]
+
+
+def _refuse_small_batch(plan: Plan, places: Sequence[Placement]) -> None:
+    most = max(place.devices for place in places)
+    if plan.batch < most:
+        raise PlanError(f"a global batch of {plan.batch} is too small for {most} devices; use --batch {most} or more")
+
+
+BATCHNORM = "BatchNorm uses the samples of a micro-batch: with fewer at once, its statistics differ"
+
+
+def _row(runner: MemoryRunner, place: Placement, memory: StepMemory | None, names: tuple[str, ...] | None) -> FitRow:
+    plan = runner.base.plan
+    limit = limit_of(memory, place, runner.limit) if memory is not None else None
+    changes = {"strategy": place.facts.name, "devices": (names or ())[: place.devices], "shares": None}
+    search = Search(runner, place, memory, limit, changes)
+    expected = search.expected()
+    why_not = _why_not(plan, place, changes, memory, runner.limit)
+    cut = expected
+    if not why_not and expected is not None:
+        cut = search.largest()
+        if cut is not None:
+            search.faster()
+    shown = cut or list(cuts(place.share, search.least))[-1]
+    is_whole = cut is not None and cut.accumulate == 1
+    evaluation = evaluation_peak(memory, place, shown.size) if memory is not None else None
+    return FitRow(
+        strategy=place.facts.name,
+        devices=place.devices,
+        share=place.share,
+        limit_bytes=search.limit or 0.0,
+        micro_batch=cut.size if cut is not None else None,
+        accumulate=cut.accumulate if cut is not None else None,
+        kinds=peak(memory, place, shown.size).kinds if memory is not None else {},
+        evaluation_bytes=evaluation.total if evaluation is not None else None,
+        tried=search.tried,
+        remedies=[] if is_whole or memory is None else _remedies(runner, place, memory, search.limit or 0.0),
+        why_not_tried=why_not,
+    )
+
+
+def _why_not(
+    plan: Plan, place: Placement, changes: Mapping[str, Any], memory: StepMemory | None, given: int | None
+) -> str:
+    """Why this machine cannot try a placement; empty if it can."""
+    if len(changes["devices"]) < place.devices:
+        return f"this machine has fewer than {place.devices} devices"
+    if memory is not None and given is not None and given > memory.available_bytes:
+        return f"{size(int(memory.available_bytes))} are free here"
+    try:
+        replace(plan, **changes, **NOT_OF_PROBES)
+    except PlanError as error:
+        return str(error).splitlines()[0]
+    return ""
+
+
+def _remedies(runner: MemoryRunner, place: Placement, memory: StepMemory, limit: float) -> list[Remedy]:
+    """What would let more samples fit at once, forecast."""
+    plan = runner.base.plan
+    found = []
+    if plan.precision in ("fp32", "tf32"):
+        found.append(_remedy("--precision bf16", runner.shapes(place.share, precision="bf16"), place, limit))
+    if len(memory.unit_bytes) > 1:
+        checkpointed = runner.shapes(place.share, is_checkpointed=True)
+        found.append(_remedy("activation checkpointing of its blocks", checkpointed, place, limit))
+    for facts in (row for row in usual_strategies() if row.shards and not place.facts.shards):
+        start = placement(plan, facts, max(2, place.devices))
+        num = fewest_devices(memory, start, usable(limit))
+        there = placement(plan, facts, num or min(plan.batch, 2 * start.devices))
+        found.append(_remedy(f"--strategy {facts.name} over {there.devices} devices", memory, there, limit))
+    return [one for one in found if one is not None]
+
+
+def _remedy(change: str, memory: StepMemory | None, place: Placement, limit: float) -> Remedy | None:
+    if memory is None:
+        return None
+    cut = largest_fitting(memory, place, usable(limit))
+    shown = cut or list(cuts(place.share, 1))[-1]
+    return Remedy(
+        change=change,
+        micro_batch=cut.size if cut is not None else None,
+        needs_bytes=needs(memory, place, shown.size),
+    )
+
+
+def with_micro_batch(prepared: Prepared, log: Log = lambda line: None) -> Prepared:
+    """`--micro auto`: the same run, cut into as few micro-batches as fit; those of a resumed run, if they still do."""
+    plan = prepared.plan
+    place = placement(plan, STRATEGIES[plan.strategy], len(plan.devices))
+    runner = MemoryRunner(prepared, log)
+    memory = runner.shapes(place.share)
+    limit = limit_of(memory, place, None) if memory is not None else None
+    search = Search(runner, place, memory, limit, {}, first=plan.accumulate)
+    cut = search.expected()
+    if cut is not None and not _is_roomy(memory, place, limit, cut):
+        cut = search.largest()
+    if cut is None:
+        _remove_unused(prepared)
+        raise PlanError(_nothing_fits(plan, place, memory, search.limit))
+    chosen = replace(plan, accumulate=cut.accumulate)
+    write_plan_file(prepared.folder, chosen)
+    notes = [*prepared.notes, *runner.notes, _choice_in_words(plan, cut, search, memory)]
+    if memory is not None and memory.has_batchnorm and cut.accumulate > 1:
+        notes.append(BATCHNORM)
+    return replace(prepared, plan=chosen, notes=notes)
+
+
+def _is_roomy(memory: StepMemory | None, place: Placement, limit: float | None, cut: Cut) -> bool:
+    return memory is not None and limit is not None and needs(memory, place, cut.size) <= ROOMY * limit
+
+
+def _choice_in_words(plan: Plan, cut: Cut, search: Search, memory: StepMemory | None) -> str:
+    parts = f"{cut.accumulate} micro-batch{'es' * (cut.accumulate > 1)} of {cut.size} samples a device"
+    done = search.tried[-1].measured_bytes if search.tried else None
+    took = f"{size(done)} measured" if done is not None else ""
+    if not took and memory is not None:
+        took = f"{size(int(needs(memory, search.place, cut.size)))} forecast"
+    of = f" of {size(int(search.limit))}" if search.limit is not None else ""
+    before = ""
+    if plan.accumulate > 1:
+        before = ", as before" if cut.accumulate == plan.accumulate else f"; the {plan.accumulate} of before do not fit"
+    return f"--micro auto: {parts} ({took}{of}){before}"
+
+
+def _nothing_fits(plan: Plan, place: Placement, memory: StepMemory | None, limit: float | None) -> str:
+    smallest = list(cuts(place.share, 2 if memory is not None and memory.has_batchnorm else 1))[-1]
+    takes = f" needs {size(int(needs(memory, place, smallest.size)))}" if memory is not None else ""
+    of = f" and {size(int(limit))} are free" if limit is not None else ""
+    return (
+        f"--micro auto: no micro-batch fits: one of {smallest.size} sample{'s' * (smallest.size > 1)}{takes}{of};\n"
+        f"see what would: evenstep fit {plan.task_name} --strategy {plan.strategy} --devices {len(plan.devices)}"
+    )
+
+
+def _remove_unused(prepared: Prepared) -> None:
+    """The folder of a run that never began."""
+    if {path.name for path in prepared.folder.iterdir()} <= {PLAN_FILE}:
+        shutil.rmtree(prepared.folder, ignore_errors=True)

@@ -1,0 +1,155 @@
+"""`evenstep fit` and `train --micro auto`: forecast beside measured, in real processes with real limits."""
+
+from __future__ import annotations
+
+import json
+import resource
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from evenstep.record import Record
+from tests.marks import first_is_quick
+
+TASK = """
+import os, resource
+import torch
+from torch import nn
+from torch.nn import functional as F
+from evenstep import Task
+from evenstep.tasks.networks import GPT
+
+
+class Recurrent(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.lstm = nn.LSTM(32, 256, num_layers=2, batch_first=True)
+        self.head = nn.Linear(256, 4)
+
+    def forward(self, x):
+        return self.head(self.lstm(x)[0][:, -1])
+
+
+def wide():
+    return nn.Sequential(nn.Linear(1024, 4096), nn.ReLU(), nn.Linear(4096, 2048), nn.ReLU(), nn.Linear(2048, 4))
+
+
+def conv():
+    layers = [nn.Conv2d(3, 32, 3, padding=1), nn.ReLU(), nn.Conv2d(32, 32, 3, padding=1), nn.ReLU()]
+    return nn.Sequential(*layers, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(32, 4))
+
+
+NETWORKS = {
+    "mlp": (wide, lambda num: (torch.randn(num, 1024), torch.randint(4, (num,)))),
+    "cnn": (conv, lambda num: (torch.randn(num, 3, 64, 64), torch.randint(4, (num,)))),
+    "gpt": (lambda: GPT(65, 128, 4, 4, 128), lambda num: tuple(torch.randint(65, (2, num, 128)))),
+    "lstm": (Recurrent, lambda num: (torch.randn(num, 64, 32), torch.randint(4, (num,)))),
+}
+
+
+def deep():
+    layers = [layer for _ in range(24) for layer in (nn.Linear(64, 64), nn.Tanh())]
+    return nn.Sequential(nn.Linear(64, 64), *layers, nn.Linear(64, 4))
+
+
+def loss(model, batch):
+    return F.cross_entropy(model(batch[0]).flatten(0, -2), batch[1].flatten())
+
+
+def task(net: str = "mlp", num: int = 64) -> Task:
+    model, data = NETWORKS[net]
+    return Task(
+        model=model,
+        train=data(num),
+        loss=loss,
+        optimizer=lambda parameters: torch.optim.AdamW(parameters, lr=1e-3),
+        batch=num,
+    )
+
+
+def many(less: int = 0) -> Task:
+    # Activations alone: 25 layers of 64 numbers a sample, twice.
+    if less and os.environ.get("RANK") == "1":
+        used = int(open("/proc/self/statm").read().split()[5]) * 4096
+        resource.setrlimit(resource.RLIMIT_DATA, (used + less * 10**6, resource.RLIM_INFINITY))
+    x = torch.randn(2**14, 64, generator=torch.Generator().manual_seed(0))
+    return Task(
+        model=deep,
+        train=(x, (x.sum(1) > 0).long()),
+        loss=loss,
+        optimizer=lambda parameters: torch.optim.SGD(parameters, lr=0.1),
+        batch=2**14,
+        steps=3,
+    )
+"""
+
+
+@pytest.fixture(autouse=True)
+def _task_file() -> None:
+    Path("my_task.py").write_text(TASK)
+
+
+def limited(megabytes: int) -> Callable[[], None]:
+    """In a child, before it runs: so much for its heap and its tensors."""
+    return lambda: resource.setrlimit(resource.RLIMIT_DATA, (megabytes * 10**6, resource.RLIM_INFINITY))
+
+
+def run(*words: str, code: int = 0, limit: int | None = None) -> subprocess.CompletedProcess[str]:
+    before = limited(limit) if limit is not None else None
+    command = [sys.executable, "-m", "evenstep", *words]
+    done = subprocess.run(command, capture_output=True, text=True, preexec_fn=before)
+    assert done.returncode == code, done.stdout + done.stderr
+    return done
+
+
+def fitted(*words: str, **how: Any) -> dict[str, Any]:
+    return dict(json.loads(run("fit", *words, "--json", "--threads", "1", **how).stdout))
+
+
+@pytest.mark.parametrize(
+    ("net", "strategy", "devices"),
+    first_is_quick(
+        [
+            ("mlp", "ddp", 2),
+            *(("mlp", strategy, devices) for strategy, devices in (("single", 1), ("dp", 2))),
+        ]
+    ),
+)
+def test_the_forecast_is_within_a_tenth_of_what_the_model_adds_to_a_process(
+    net: str, strategy: str, devices: int
+) -> None:
+    found = fitted("my_task.py", f"net={net}", "--strategy", strategy, "--devices", str(devices), "num=128")
+    (row,) = found["rows"]
+    assert row["micro_batch"] == 128 // devices
+    assert row["error"] == pytest.approx(0, abs=0.1), row
+    assert row["forecast_bytes"] == pytest.approx(sum(row["kinds"].values()))
+    assert not list(Path("runs").iterdir())
+
+
+def test_a_run_that_does_not_fit_says_how_to_choose_and_auto_chooses_the_same_training() -> None:
+    words = ("train", "my_task.py:many", "--threads", "1", "--precision", "fp64")
+    ended = run(*words, "--name", "full", limit=600, code=1)
+    advice = "evenstep fit my_task.py:many --strategy single --devices 1 --batch 16384 shows what fits"
+    assert advice in ended.stderr
+    run(*words, "--name", "cut", "--micro", "auto", limit=600)
+    run(*words, "--name", "whole")
+    cut, whole = Record.read("runs/cut"), Record.read("runs/whole")
+    assert cut.plan.micro == "auto"
+    assert cut.plan.accumulate > whole.plan.accumulate == 1
+    assert cut.losses == pytest.approx(whole.losses, rel=1e-9)
+    assert not list(Path("runs/cut").glob("fit-*"))
+    # With less memory, a resume chooses again, and says so; with as much, it keeps the choice.
+    kept = run("train", "--resume", "runs/cut", "--steps", "4", "--name", "kept", limit=600)
+    assert f"{cut.plan.accumulate} micro-batches" in kept.stderr
+    assert "as before" in kept.stderr
+    less = run("train", "--resume", "runs/cut", "--steps", "4", "--name", "less", limit=480)
+    assert f"the {cut.plan.accumulate} of before do not fit" in less.stderr
+    assert Record.read("runs/less").plan.accumulate > cut.plan.accumulate
+    assert Record.read("runs/less").losses == pytest.approx(Record.read("runs/kept").losses, rel=1e-9)
+    refused = run(*words, "--name", "none", "--micro", "auto", limit=300, code=2)
+    assert "no micro-batch fits" in refused.stderr
+    assert not Path("runs/none").exists()

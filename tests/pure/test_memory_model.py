@@ -1,0 +1,91 @@
+"""Memory as lines in the micro-batch: which one is the highest, what a strategy makes of it, and what fits."""
+
+from __future__ import annotations
+
+import pytest
+
+from evenstep.errors import BadInput
+from evenstep.fit.memory_model import (
+    ACCUMULATED,
+    COUNTED,
+    STEP,
+    UPDATE,
+    Cut,
+    Moment,
+    Placement,
+    StepMemory,
+    cuts,
+    fewest_devices,
+    largest_fitting,
+    parse_bytes,
+    peak,
+)
+from evenstep.strategy_facts import STRATEGIES
+
+MB = 10**6
+
+
+def moment(per_sample: float = 0.0, **fixed: float) -> Moment:
+    held = {"weights": 100.0 * MB, "optimizer": 200.0 * MB, **fixed}
+    return Moment(
+        {kind: held.get(kind, 0.0) for kind in COUNTED}, dict.fromkeys(COUNTED, 0.0) | {"activations": per_sample}
+    )
+
+
+MEMORY = StepMemory(
+    held={"weights": 100 * MB, "buffers": 0, "gradients": 100 * MB, "optimizer": 200 * MB},
+    phases={
+        STEP: [moment(10 * MB)],
+        ACCUMULATED: [moment(10 * MB, gradients=100 * MB)],
+        UPDATE: [moment(gradients=100 * MB)],
+    },
+    input_bytes=0,
+    unit_bytes=[20 * MB] * 4 + [20 * MB],
+    framework_bytes=0,
+)
+
+
+def place(name: str = "single", devices: int = 1, kind: str = "cuda", share: int = 64) -> Placement:
+    return Placement(facts=STRATEGIES[name], devices=devices, kind=kind, share=share)
+
+
+def test_the_peak_is_the_update_at_small_micro_batches_and_backward_at_large_ones() -> None:
+    assert peak(MEMORY, place(share=4), 4).phase == UPDATE
+    assert peak(MEMORY, place(share=64), 64).phase == STEP
+    assert peak(MEMORY, place(share=64), 64).total == 940 * MB
+
+
+def test_gradients_of_earlier_micro_batches_are_there_while_the_next_is_computed() -> None:
+    assert peak(MEMORY, place(share=64), 32).total == 720 * MB
+
+
+def test_strategies_hold_what_they_share_or_shard() -> None:
+    whole = peak(MEMORY, place("ddp", 4), 64)
+    assert whole.kinds["gradients"] == 100 * MB
+    assert whole.kinds["optimizer"] == 200 * MB
+    sharded = peak(MEMORY, place("fsdp", 4), 64)
+    assert sharded.kinds["weights"] == 25 * MB
+    assert sharded.kinds["optimizer"] == 50 * MB
+    assert sharded.kinds["communication"] == (20 + 3 * 20 + 2 * 20) * MB
+    assert sharded.total < whole.total
+    # On the CPU, one process holds all replicas.
+    assert peak(MEMORY, place("dp", 2, "cpu"), 64).kinds["activations"] == 2 * 640 * MB
+
+
+def test_the_fewest_micro_batches_that_fit_are_chosen() -> None:
+    assert largest_fitting(MEMORY, place(), 1000 * MB) == Cut(1, 64)
+    assert largest_fitting(MEMORY, place(), 900 * MB) == Cut(2, 32)
+    assert largest_fitting(MEMORY, place(), 450 * MB) == Cut(13, 5)
+    assert largest_fitting(MEMORY, place(), 300 * MB) is None
+    assert [cut.size for cut in cuts(10)] == [10, 5, 4, 3, 2, 1]
+    assert [cut.size for cut in cuts(10, least=2)] == [10, 5, 4, 3, 2]
+
+
+def test_sharding_finds_a_number_of_devices() -> None:
+    assert fewest_devices(MEMORY, place("fsdp", 2, share=32), 300 * MB) == 8
+
+
+@pytest.mark.parametrize("text", ["", "much", "24 apples", "-3GB", "0", "12"])
+def test_a_size_that_is_none_is_refused(text: str) -> None:
+    with pytest.raises(BadInput, match="such as 24GB"):
+        parse_bytes(text)

@@ -130,26 +130,38 @@ def test_the_forecast_is_within_a_tenth_of_what_the_model_adds_to_a_process(
     assert not list(Path("runs").iterdir())
 
 
-def test_a_run_that_does_not_fit_says_how_to_choose_and_auto_chooses_the_same_training() -> None:
-    words = ("train", "my_task.py:many", "--threads", "1", "--precision", "fp64")
-    ended = run(*words, "--name", "full", limit=600, code=1)
-    advice = "evenstep fit my_task.py:many --strategy single --devices 1 --batch 16384 shows what fits"
-    assert advice in ended.stderr
-    run(*words, "--name", "cut", "--micro", "auto", limit=600)
-    run(*words, "--name", "whole")
+WORDS = ("train", "my_task.py:many", "--threads", "1", "--precision", "fp64")
+
+
+def test_auto_cuts_steps_that_do_not_fit_and_trains_the_same() -> None:
+    run(*WORDS, "--name", "cut", "--micro", "auto", limit=600)
+    run(*WORDS, "--name", "whole")
     cut, whole = Record.read("runs/cut"), Record.read("runs/whole")
     assert cut.plan.micro == "auto"
     assert cut.plan.accumulate > whole.plan.accumulate == 1
     assert cut.losses == pytest.approx(whole.losses, rel=1e-9)
     assert not list(Path("runs/cut").glob("fit-*"))
-    # With less memory, a resume chooses again, and says so; with as much, it keeps the choice.
-    kept = run("train", "--resume", "runs/cut", "--steps", "4", "--name", "kept", limit=600)
-    assert f"{cut.plan.accumulate} micro-batches" in kept.stderr
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_a_resume_keeps_the_choice_or_chooses_again_with_less_memory() -> None:
+    run(*WORDS, "--name", "cut", "--micro", "auto", limit=600)
+    before = Record.read("runs/cut").plan.accumulate
+    resume = ("train", "--resume", "runs/cut", "--steps", "4", "--name")
+    kept, less = run(*resume, "kept", limit=600), run(*resume, "less", limit=480)
+    assert f"{before} micro-batches" in kept.stderr
     assert "as before" in kept.stderr
-    less = run("train", "--resume", "runs/cut", "--steps", "4", "--name", "less", limit=480)
-    assert f"the {cut.plan.accumulate} of before do not fit" in less.stderr
-    assert Record.read("runs/less").plan.accumulate > cut.plan.accumulate
+    assert f"the {before} of before do not fit" in less.stderr
+    assert Record.read("runs/less").plan.accumulate > before
     assert Record.read("runs/less").losses == pytest.approx(Record.read("runs/kept").losses, rel=1e-9)
-    refused = run(*words, "--name", "none", "--micro", "auto", limit=300, code=2)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_what_does_not_fit_says_how_to_choose_and_what_never_fits_is_refused() -> None:
+    ended = run(*WORDS, limit=480, code=1)
+    assert "evenstep fit my_task.py:many --strategy single --devices 1 --batch 16384 shows what fits" in ended.stderr
+    refused = run(*WORDS, "--name", "none", "--micro", "auto", limit=300, code=2)
     assert "no micro-batch fits" in refused.stderr
     assert not Path("runs/none").exists()

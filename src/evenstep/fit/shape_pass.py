@@ -54,7 +54,7 @@ class Allocations(TorchDispatchMode):
     """Inside, counts the bytes of all storages that operations make, by kind, until they are freed."""
 
     def __init__(self, granule: int) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.kind = "activations"
         """Of what is made next."""
         self.moments: list[tuple[int, ...]] = []

@@ -21,7 +21,7 @@ import pytest
 
 from evenstep.record import Record
 from evenstep.trackers.follower import read_state
-from tests.process.watched import RUN, evenstep_command, train
+from tests.process.watched import RUN, evenstep_command, start_training, train
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 for package in ("mlflow", "sqlalchemy", "alembic", "wandb", "trackio"):
@@ -38,6 +38,9 @@ def told(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("told")
     with chdir(folder), pytest.MonkeyPatch.context() as patch:
         patch.setenv("TRACKIO_DIR", str(folder / "trackio"))
+        # Both are local, whatever they would do by themselves.
+        patch.setenv("TRACKIO_SERVER_URL", "http://127.0.0.1:9/?write_token=none")
+        patch.setenv("WANDB_MODE", "online")
         options = (*DDP, "--restarts", "2", "--checkpoint-every", "2", "--log", "mlflow,wandb,trackio")
         ended = train(*options, "--name", "one", MISHAP="kill twice")
         assert "restart 2 of 2" in ended.stderr
@@ -197,21 +200,6 @@ def test_a_server_that_is_killed_costs_one_line_and_gets_the_rest_later(tmp_path
             assert [one.step for one in history] == list(range(1, 61))
             assert [one.value for one in history] == pytest.approx(Record.read(RUN).losses)
         assert run.info.status == "FINISHED"
-
-
-def start_training(*options: str, **environment: str) -> subprocess.Popen[str]:
-    import shutil
-
-    from tests.process.watched import TASK
-
-    shutil.copy(TASK, "task.py")
-    return subprocess.Popen(
-        [sys.executable, "-m", "evenstep", "train", "task.py", *options],
-        stderr=subprocess.PIPE,
-        stdout=subprocess.DEVNULL,
-        text=True,
-        env={**os.environ, **environment},
-    )
 
 
 def wait_for_rows(uri: str) -> None:

@@ -5,10 +5,12 @@ from __future__ import annotations
 import importlib.util
 import json
 import re
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from tensorboard.plugins.hparams.plugin_data_pb2 import HParamsPluginData
@@ -17,10 +19,12 @@ import evenstep
 from evenstep.errors import PlanError
 from evenstep.plan import Plan
 from evenstep.record import RecordWriter, Step
+from evenstep.trackers import check_installed
 from evenstep.trackers.follower import Feed, is_followed, read_state
+from evenstep.trackers.points import whole_history
 from tests.process import traced_task
 from tests.process.traced_task import task
-from tests.process.watched import RUN, evenstep_command, train
+from tests.process.watched import RUN, evenstep_command, start_training, train
 
 LOGGED: dict[str, Any] = {"log": "tensorboard", "name": "one", "threads": 1, "devices": "cpu"}
 
@@ -51,11 +55,11 @@ def a_step(step: int, loss: float = 0.5) -> Step:
     )
 
 
-def write_rows(step: int, rows: Sequence[Step]) -> None:
+def write_rows(step: int, rows: Sequence[Step], run: Path = RUN, resume: str | None = None) -> None:
     """Rows of a start after `step` steps; the run is killed then."""
-    RUN.mkdir(parents=True, exist_ok=True)
-    plan = Plan(batch=8, steps=6, log="tensorboard", name="one")
-    writer = RecordWriter(RUN, plan, {"torch": "2.13.0"}, {"step": step})
+    run.mkdir(parents=True, exist_ok=True)
+    plan = Plan(batch=8, steps=6, log="tensorboard", name=run.name, resume=resume)
+    writer = RecordWriter(run, plan, {"torch": "2.13.0"}, {"step": step})
     for row in rows:
         writer.append(row)
     writer.close()
@@ -146,12 +150,73 @@ def test_a_tracker_that_fails_is_one_line_and_the_rest_can_be_sent_later(
     assert not is_followed(RUN, "tensorboard")
 
 
+def followers_of(process: int) -> list[psutil.Process]:
+    children = psutil.Process(process).children()
+    return [child for child in children if "evenstep.trackers.follower" in child.cmdline()]
+
+
+def wait_until(what: Callable[[], object]) -> None:
+    for _ in range(600):
+        if what():
+            return
+        time.sleep(0.1)
+    raise TimeoutError
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("killed", ["follower", "command"])
+def test_kill_9_of_a_follower_or_of_the_command_loses_no_row_for_good(killed: str) -> None:
+    options = ("--devices", "cpu", "--epochs", "10", "--name", "one", "--log", "tensorboard")
+    training = start_training(*options, MISHAP="slow")
+    wait_until(lambda: list((RUN / "tensorboard").glob("*.evenstep")))
+    (follower,) = followers_of(training.pid)
+    (follower if killed == "follower" else training).kill()
+    _, shown = training.communicate(timeout=100)
+    if killed == "follower":
+        assert training.returncode == 0
+        (warning,) = warnings_of(shown)
+        assert "(its process ended with code -9)" in warning
+        sent = evenstep_command("report", "--to", "tensorboard", str(RUN))
+        assert sent.returncode == 0, sent.stderr
+    wait_until(lambda: not follower.is_running())
+    record = evenstep.Record.read(RUN)
+    assert steps_of(events(), "train/loss") == [step.step for step in record.steps]
+
+
+def wandb_id(run: Path) -> str | None:
+    feed = Feed("wandb", run)
+    feed.send()
+    feed.close()
+    return read_state(run, "wandb").id
+
+
+def test_a_resumed_run_continues_the_run_of_its_tracker_and_a_second_one_gets_its_own() -> None:
+    """W&B's package is not needed for that."""
+    write_rows(0, [a_step(step) for step in range(1, 7)])
+    ids = [wandb_id(RUN)]
+    for name in ("two", "three"):
+        resumed = RUN.with_name(name)
+        write_rows(4, [a_step(step, 0.25) for step in range(5, 9)], resumed, resume=str(RUN / "checkpoints/step-4"))
+        ids.append(wandb_id(resumed))
+    assert ids[0] == ids[1] != ids[2]
+    assert read_state(RUN, "wandb").continued_by == str(RUN.with_name("two"))
+    folders = [*map(Path, read_state(RUN.with_name("two"), "wandb").continues), RUN.with_name("two")]
+    losses = [(step, values["train/loss"]) for step, values in whole_history(folders)]
+    assert losses == [(step, 0.5 if step < 5 else 0.25) for step in range(1, 9)]
+
+
 def test_without_the_package_it_is_refused_before_the_start(monkeypatch: pytest.MonkeyPatch) -> None:
     usual = importlib.util.find_spec
     monkeypatch.setattr("evenstep.trackers.find_spec", lambda name: None if name == "tensorboard" else usual(name))
     with pytest.raises(PlanError, match=r"needs tensorboard.*pip install 'evenstep\[tensorboard\]'"):
         evenstep.train(task, **LOGGED)
     assert not Path("runs").exists()
+
+
+def test_a_folder_of_mlflow_is_refused_before_the_start(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", "./mlruns")
+    with pytest.raises(PlanError, match=r"MLFLOW_TRACKING_URI is \./mlruns, a folder.*; unset it, or"):
+        check_installed(["mlflow"])
 
 
 def test_an_unknown_tracker_is_refused_with_those_that_are_known() -> None:

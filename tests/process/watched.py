@@ -20,6 +20,18 @@ def train(*options: str, **environment: str) -> subprocess.CompletedProcess[str]
     return ended
 
 
+def start_training(*options: str, **environment: str) -> subprocess.Popen[str]:
+    """A training that goes on while the test does something else."""
+    shutil.copy(TASK, "task.py")
+    return subprocess.Popen(
+        [sys.executable, "-m", "evenstep", "train", "task.py", *options],
+        stderr=subprocess.PIPE,
+        stdout=subprocess.DEVNULL,
+        text=True,
+        env={**os.environ, **environment},
+    )
+
+
 def evenstep_command(*words: str, **environment: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
         [sys.executable, "-m", "evenstep", *words],

@@ -6,15 +6,17 @@ import os
 from collections.abc import Iterable
 from importlib.util import find_spec
 
-from evenstep.errors import PlanError
+from evenstep.errors import PlanError, shorten
 
 EXTRA = {"tensorboard": "tensorboard"}
 """Where it is not `trackers`."""
 
 
 def check_installed(names: Iterable[str], flag: str = "--log") -> None:
-    """Refuse a tracker that is not installed, before anything is started."""
+    """Refuse a tracker that is not installed or cannot be written, before anything is started."""
     for name in names:
+        if name == "mlflow":
+            _check_uri(os.environ.get("MLFLOW_TRACKING_URI", ""))
         missing = next((package for package in _packages(name) if find_spec(package) is None), None)
         if missing is not None:
             install = f"pip install 'evenstep[{EXTRA.get(name, 'trackers')}]'"
@@ -23,5 +25,15 @@ def check_installed(names: Iterable[str], flag: str = "--log") -> None:
 
 def _packages(name: str) -> tuple[str, ...]:
     """What mlflow-skinny leaves out is needed for a database, not for a server."""
-    is_database = name == "mlflow" and "://" not in os.environ.get("MLFLOW_TRACKING_URI", "")
-    return (name, "sqlalchemy", "alembic") if is_database else (name,)
+    is_server = os.environ.get("MLFLOW_TRACKING_URI", "").startswith(("http", "databricks"))
+    return (name, "sqlalchemy", "alembic") if name == "mlflow" and not is_server else (name,)
+
+
+def _check_uri(uri: str) -> None:
+    """MLflow has refused to write folders since 3.13."""
+    is_folder = uri.startswith("file:") or (uri != "" and ":" not in uri)
+    if is_folder and os.environ.get("MLFLOW_ALLOW_FILE_STORE", "").lower() != "true":
+        raise PlanError(
+            f"MLFLOW_TRACKING_URI is {shorten(uri)}, a folder, which MLflow does not write any more; "
+            "unset it, or set it to sqlite:///mlflow.db or to a server"
+        )

@@ -341,7 +341,7 @@ class WeightsAndBiases:
 
 
 class Trackio:
-    """One run of a local project; trackio cannot replace a row."""
+    """One run of a local project, which `trackio sync` can upload; trackio cannot replace a row."""
 
     continues_runs = True
 
@@ -350,9 +350,10 @@ class Trackio:
         return project_of(plan)
 
     def __init__(self, run: TrackedRun) -> None:
+        for name in ("TRACKIO_SERVER_URL", "TRACKIO_SPACE_ID"):
+            os.environ.pop(name, None)
         import trackio
 
-        self._run = run
         self._project = self.destination(run.plan)
         self.id = run.id or self._unused(run.plan.name)
         self.view = f"trackio show --project {self._project}"

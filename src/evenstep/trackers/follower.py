@@ -123,7 +123,7 @@ class Feed:
         # No error of a tracker may end this process before the run has ended.
         except Exception:
             traceback.print_exc()
-            self._close()
+            self.close()
             self._not_before = time.monotonic() + self._pause
             self._pause = min(2 * self._pause, MOST_PAUSE_SECONDS)
 
@@ -141,13 +141,13 @@ class Feed:
             traceback.print_exc()
             error = _in_one_line(wrong)
         finally:
-            self._close()
+            self.close()
         state = read_state(self._run, self._name)
         state.error, state.view = error, view or state.view
         write_state(self._run, self._name, state)
         return error is None
 
-    def _close(self) -> None:
+    def close(self) -> None:
         if self._open_feed is not None:
             self._open_feed[1].close()
         self._open_feed = None

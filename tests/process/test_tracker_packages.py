@@ -23,7 +23,8 @@ from evenstep.record import Record
 from evenstep.trackers.follower import read_state
 from tests.process.watched import RUN, evenstep_command, start_training, train
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
+# Warnings are those of the packages among each other.
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(600), pytest.mark.filterwarnings("ignore")]
 for package in ("mlflow", "sqlalchemy", "alembic", "wandb", "trackio"):
     pytest.importorskip(package, reason=f"no {package} here; pip install 'evenstep[trackers]'")
 

@@ -115,7 +115,9 @@ def test_what_the_slowest_sound_link_would_give_is_said() -> None:
     assert one.said.startswith("with 4 of these devices expect ")
     assert "the link is the limit from " in one.said
     assert one.numbers["times"] < other.numbers["times"]  # type: ignore[operator]
-    assert expected([broken], 4) == []
+    assert expected([broken, on_cpu], 4) == []
+    (shared,) = expected([replace(on_cpu, numbers={**on_cpu.numbers, "copy_bytes_per_second": 1e10})], 2)
+    assert "with 2 of these devices expect 1.8 x" in shared.said
 
 
 @pytest.mark.slow

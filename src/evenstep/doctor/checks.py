@@ -11,7 +11,8 @@ from evenstep.doctor import Check, Finding, Number, environment, gpus, limits, n
 from evenstep.doctor.bandwidth import Pair, schedule, try_pairs
 from evenstep.doctor.environment import variables
 from evenstep.doctor.remedies import Reference, TimeBudget, Trial, judge, rate_in_words
-from evenstep.predict.usual import PARAMETERS, STEP_SECONDS, expected_over, link_of_pair
+from evenstep.predict.usual import PARAMETERS, STEP_SECONDS, expected_over, link_of_pair, shared_memory
+from evenstep.report.prediction import Expectation
 
 
 @dataclass
@@ -131,15 +132,14 @@ def _devices(found: Sequence[Finding]) -> int:
 def expected(found: Sequence[Finding], devices: int, name: str = "scaling") -> list[Finding]:
     """What this number of devices would give over the slowest of the links that were measured; nothing if none was."""
     measured = [one for one in found if one.status != "bad" and one.numbers.get("bytes_per_second")]
-    # Two processes on one GPU share no link.
     pairs = [one for one in measured if one.name.endswith(", nccl")]
-    pairs = pairs or [one for one in measured if one.name.endswith(", gloo") and "cuda" not in one.name]
+    # A link of CPUs says nothing about GPUs, nor do two processes on one of them.
+    if not any("cuda" in one.name for one in found):
+        pairs = pairs or [one for one in measured if one.name.endswith(", gloo")]
     if not pairs:
         return []
-    slowest = min(pairs, key=lambda one: _number(one, "bytes_per_second"))
-    link = link_of_pair(_number(slowest, "latency_seconds"), _number(slowest, "bytes_per_second"))
-    gives = expected_over(link, devices, on_gpus=slowest.name.endswith(", nccl"))
-    about = f"{PARAMETERS / 1e6:g} M parameters, steps of {STEP_SECONDS * 1000:g} ms, the slowest link above"
+    gives, over = _over(min(pairs, key=lambda one: _number(one, "bytes_per_second")), devices)
+    about = f"{PARAMETERS / 1e6:g} M parameters, steps of {STEP_SECONDS * 1000:g} ms, {over}"
     numbers: dict[str, Number] = {
         "devices": devices,
         "times": gives.times.middle,
@@ -149,6 +149,16 @@ def expected(found: Sequence[Finding], devices: int, name: str = "scaling") -> l
         "limit_from": gives.limit_from,
     }
     return [Finding(name, "good", f"{gives.sentence} ({about}); your task: evenstep predict", numbers=numbers)]
+
+
+def _over(pair: Finding, devices: int) -> tuple[Expectation, str]:
+    """What devices give over the link of this pair, and what that is, in words."""
+    if pair.name == Pair(("cpu", "cpu")).name:
+        # Ranks of one machine average in shared memory.
+        link = shared_memory(_number(pair, "copy_bytes_per_second"))
+        return expected_over(link, devices, on_gpus=False, shares_memory=True), "averaged as fast as memory is copied"
+    link = link_of_pair(_number(pair, "latency_seconds"), _number(pair, "bytes_per_second"))
+    return expected_over(link, devices, on_gpus=pair.name.endswith(", nccl")), "over the slowest link above"
 
 
 def _number(finding: Finding, name: str) -> float:

@@ -16,7 +16,7 @@ PARAMETERS, STEP_SECONDS = 25_600_000, 0.1
 FARTHEST = 2**12
 
 
-def expected_over(link: Link, devices: int, *, on_gpus: bool) -> Expectation:
+def expected_over(link: Link, devices: int, *, on_gpus: bool, shares_memory: bool = False) -> Expectation:
     """What N devices give over this link, and from how many on it is their limit."""
     cluster = Cluster(per_machine=FARTHEST, inside=link, between=link)
     work = Workload(
@@ -26,6 +26,7 @@ def expected_over(link: Link, devices: int, *, on_gpus: bool) -> Expectation:
         jitter=JITTER if on_gpus else CPU_JITTER,
         host_cores=CORES["a100"] if on_gpus else None,
         deviation=DEVIATION if on_gpus else 0.0,
+        shares_memory=shares_memory,
     )
 
     def step(number: int) -> StepParts:
@@ -46,3 +47,8 @@ def expected_over(link: Link, devices: int, *, on_gpus: bool) -> Expectation:
 def link_of_pair(latency_seconds: float, bytes_per_second: float) -> Link:
     """Of an all-reduce of two ranks, whose smallest took so long: it passes a ring's two hops."""
     return Link(latency=latency_seconds / 2, bandwidth=bytes_per_second, name="measured by doctor")
+
+
+def shared_memory(copy_bytes_per_second: float) -> Link:
+    """Through which CPU ranks of one machine average: as fast as it copies."""
+    return Link(latency=2e-5, bandwidth=copy_bytes_per_second, name="shared memory")

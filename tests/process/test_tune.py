@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections import Counter
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -131,19 +132,6 @@ def test_the_same_command_shows_a_study_that_is_over_and_runs_nothing(halved: Pa
     assert Path("runs/s/study.jsonl").read_bytes() == before
 
 
-def killed(words: tuple[str, ...], luck: random.Random, longest: float) -> None:
-    """Start the command, and kill one of its processes at some time."""
-    process = psutil.Popen(command("tune", str(TASK), *words), stdout=subprocess.DEVNULL, stderr=subprocess.PIPE)
-    time.sleep(luck.uniform(0.5, longest))
-    with suppress(psutil.NoSuchProcess):
-        victims = [process, process, *process.children(recursive=True)]
-        victims = [one for one in victims if "resource_tracker" not in " ".join(one.cmdline())]
-        luck.choice(victims).kill()
-    with process:
-        _, errors = process.communicate(timeout=110)
-    assert process.returncode in (0, -9), errors
-
-
 def test_killed_and_started_again_a_study_is_the_one_that_nobody_disturbed(halved: Path) -> None:
     process = subprocess.Popen(command("tune", str(TASK), *HALVING), stderr=subprocess.DEVNULL)
     file = Path("runs/s/study.jsonl")
@@ -160,13 +148,33 @@ def test_killed_and_started_again_a_study_is_the_one_that_nobody_disturbed(halve
 @pytest.mark.timeout(1800)
 def test_twenty_random_kills_over_24_trials_change_nothing() -> None:
     luck = random.Random(18)
-    search = ("--search", "lr", "--search", "width=2,4,8", "--devices", "cpu,cpu", "--trials", "24", "--rungs", "1,3,9")
-    undisturbed = tune(*search, "--name", "undisturbed")
+    words = ("tune", str(TASK), "seconds=0.05", *SEARCH, "--devices", "cpu,cpu", "--trials", "24", "--rungs", "1,3,9")
+    undisturbed = evenstep_(*words, "--name", "undisturbed")
     assert undisturbed.returncode == 0, undisturbed.stderr
-    for _ in range(20):
-        killed((*search, "seconds=0.02", "--name", "killed"), luck, 6.0)
-    done = tune(*search, "seconds=0.02", "--name", "killed")
+    file, kinds = Path("runs/killed/study.jsonl"), Counter[str]()
+    process: Any = None
+    while kinds.total() < 20:
+        if process is None or process.poll() is not None:
+            assert process is None or process.returncode == -signal.SIGKILL, "it is over before its kills"
+            num = file.read_text().count("commandstart") if file.exists() else 0
+            process = psutil.Popen(command(*words, "--name", "killed"), stderr=subprocess.DEVNULL)
+            wait_until(lambda: file.exists() and file.read_text().count("commandstart") > num, seconds=60)  # noqa: B023
+        time.sleep(luck.uniform(0, 2))
+        with suppress(psutil.NoSuchProcess):
+            ranks = [one for one in process.children(recursive=True) if one.name().startswith("evenstep-rank")]
+            servers = [one for one in process.children() if "forkserver" in " ".join(one.cmdline())]
+            kind, victims = luck.choice([("command", [process]), ("rank", ranks), ("fork server", servers)])
+            for victim in victims[:1]:
+                victim.kill()
+                kinds[kind] += 1
+            if kind == "command":
+                process.wait()
+    if process.poll() is None:
+        process.kill()
+        process.wait()
+    done = evenstep_(*words, "--name", "killed")
     assert done.returncode == 0, done.stderr
+    assert len(kinds) == 3
     assert results(read_study(Path("runs/killed"))) == results(read_study(Path("runs/undisturbed")))
 
 

@@ -170,6 +170,7 @@ class Scheduler:
         self._refused: list[str] = []
         self._ends: Counter[TrialJob] = Counter()
         self._mirror = Mirror(log.folder, log.study)
+        self._is_copied = True
 
     def run(self) -> Iterator[str]:
         """Carry the study out. Yields a line for each thing that happens, and an empty one at every look at the trials.
@@ -180,11 +181,15 @@ class Scheduler:
         with self.stop.listening():
             try:
                 while not self.study.is_over and (self.stop.number is None or self.running):
-                    if self.stop.number is None:
-                        yield from self._start_trials()
+                    yield from self._start_trials()
                     for trial in [*self.running]:
                         yield from self._watch(trial)
+                        if self._free:
+                            # At once: to look at the other trials takes a moment for each.
+                            yield from self._start_trials()
                     yield ""
+                    # After trials were started: a device would wait for the disk.
+                    self._copy()
                     if not self.running:
                         time.sleep(0.02)
             finally:
@@ -193,9 +198,15 @@ class Scheduler:
         if self.stop.number is not None:
             how = KeyboardInterrupt if self.stop.number == signal.SIGINT else Preempted
             raise how("stopped, with checkpoints; the same command continues the study")
+        self._copy()
         self._mirror.finish()
         if self._mirror.problem:
             yield self._mirror.problem
+
+    def _copy(self) -> None:
+        if not self._is_copied:
+            self._mirror.update()
+            self._is_copied = True
 
     def _start_trials(self) -> Iterator[str]:
         """Start what can start; while all devices are busy, make the next trial ready."""
@@ -205,7 +216,7 @@ class Scheduler:
                 yield from self._start(job)
             elif (yield from self._suggest()) is None:
                 return
-        if not self._waiting():
+        if self.stop.number is None and not any(job.rung == 0 for job in self._waiting()):
             yield from self._suggest()
 
     def _waiting(self) -> list[TrialJob]:
@@ -265,10 +276,13 @@ class Scheduler:
         ends = job.rung + 1 == self.request.num_rungs
         how = perform if ends else partial(train_to, epochs=self.request.rungs[job.rung])
         events = run_one_of_several(plan, folder, self.stop, how)
-        self.running.append(RunningTrial(job, plan.devices, folder, events))
+        trial = RunningTrial(job, plan.devices, folder, events)
+        self.running.append(trial)
         if job.rung:
             on = f" on {len(plan.devices)} devices" if len(plan.devices) > self.request.per_trial else ""
             yield f"trial {job.trial} goes on to epoch {self.request.rungs[job.rung]}{on}"
+        # The first look starts its ranks.
+        yield from self._watch(trial)
 
     def _take_devices(self, plan: Plan) -> dict[str, Any]:
         """Devices for a trial. With virtual replicas it may have those that nobody else will need: its bits stay."""
@@ -379,7 +393,7 @@ class Scheduler:
 
     def _append(self, row: StudyRow) -> None:
         self._log.append(row)
-        self._mirror.update()
+        self._is_copied = False
 
 
 def _groups(devices: Sequence[str], num: int) -> list[tuple[str, ...]]:

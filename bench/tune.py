@@ -5,7 +5,7 @@ python bench/tune.py [--seeds 5] [--trials 24] [OUT.json]
 For each task and seed, `evenstep tune` runs a study with rungs at epochs 1, 3 and 9 on two CPU devices. Then Optuna
 drives the same task: its TPE sampler and its SuccessiveHalvingPruner (the same first rung and the same factor), one
 trial after another, each of which sees all before it, until it has found a metric as good as the study's, or has used
-ten times as many steps. A whole trial is trained once, and Optuna's pruner is shown its values epoch by epoch: the
+five times as many steps. A whole trial is trained once, and Optuna's pruner is shown its values epoch by epoch: the
 steps that it did not let the trial take are not counted.
 
 Ideal is what successive halving needs for the same trials when it waits for whole rungs and repeats nothing.
@@ -33,7 +33,7 @@ from evenstep.tune.study import Study, read_study
 
 TASKS = Path(__file__).with_name("tune_tasks.py")
 RUNGS = (1, 3, 9)
-MOST = 10
+MOST = 5
 
 
 def our_study(task: str, seed: int, trials: int, folder: Path) -> tuple[Study, dict[str, Any]]:

@@ -85,14 +85,14 @@ def test_the_best_go_on_from_rung_to_rung_and_every_trial_is_a_run(halved: Path)
     assert "goes on to epoch 4" in lines
 
 
-def test_the_winner_is_bit_equal_to_a_fresh_run_of_its_plan(halved: Path) -> None:
-    best = read_study(halved / "runs/s").best
+def same_as_a_fresh_run(study: Path) -> Record:
+    """Whether the Record and the checkpoint of the winner are those of its plan, run once; returns the winner's."""
+    best = read_study(study).best
     assert best is not None
-    run = halved / "runs/s/trials" / best.folder
+    run = study / "trials" / best.folder
     done = evenstep_("train", str(TASK), "--plan", str(run / "plan.json"), "--name", "fresh", "--quiet")
     assert done.returncode == 0, done.stderr
     once, resumed = Record.read("runs/fresh"), Record.read(run)
-    assert len(resumed.restarts) == 2
     for name in ("step", "epoch", "loss", "samples", "lr"):
         assert [getattr(step, name) for step in once.steps] == [getattr(step, name) for step in resumed.steps]
     assert [one.values for one in once.evaluations] == [one.values for one in resumed.evaluations]
@@ -102,6 +102,31 @@ def test_the_winner_is_bit_equal_to_a_fresh_run_of_its_plan(halved: Path) -> Non
         )
         assert ours.keys() == theirs.keys()
         assert all((ours[name] == theirs[name]).all() for name in ours)
+    return resumed
+
+
+def test_the_winner_is_bit_equal_to_a_fresh_run_of_its_plan(halved: Path) -> None:
+    assert len(same_as_a_fresh_run(halved / "runs/s").restarts) == 2
+
+
+@pytest.mark.slow
+def test_with_virtual_replicas_the_last_trial_goes_on_on_all_devices_with_the_same_bits() -> None:
+    done = tune(*HALVING, "--replicas", "2")
+    assert done.returncode == 0, done.stderr
+    assert "goes on to epoch 4 on 2 devices" in done.stderr
+    same_as_a_fresh_run(Path("runs/s"))
+    best = read_study(Path("runs/s")).best
+    assert best is not None
+    assert [len(row.devices) for row in best.began] == [1, 1, 2]
+
+
+@pytest.mark.slow
+def test_trials_of_two_devices_each() -> None:
+    done = tune("--search", "lr", "--trials", "2", "--devices", "cpu,cpu", "--per-trial", "2", "--name", "p")
+    assert done.returncode == 0, done.stderr
+    for number in (1, 2):
+        record = Record.read(f"runs/p/trials/000{number}")
+        assert (record.plan.devices, len(record.steps)) == (("cpu", "cpu"), 16)
 
 
 def test_show_and_the_journal_hold_the_same_trials(halved: Path) -> None:

@@ -445,23 +445,23 @@ def facts_of(study: Study) -> StudyFacts:
     """Without the times between two commands that continue one study."""
     trials = study.trials.values()
     seconds = sum(max(times) - min(times) for times in study.commands if times)
-    used = sum(end - begin for trial in trials for begin, end in _spans(trial))
+    used = sum(sum(_device_seconds(trial)) for trial in trials)
     return StudyFacts(
         num_trials=len(study.trials),
         failed=sum(trial.failed is not None for trial in trials),
         steps=study.steps,
         whole_steps=study.whole_steps,
         seconds=seconds,
-        busy=used / (seconds * study.request.slots) if seconds else 0.0,
+        busy=used / (seconds * study.request.slots * study.request.per_trial) if seconds else 0.0,
     )
 
 
-def _spans(trial: StudyTrial) -> Iterator[tuple[float, float]]:
-    """When it had devices: from the last start towards a rung to its result."""
+def _device_seconds(trial: StudyTrial) -> Iterator[float]:
+    """From the last start towards each rung to its result, for all devices."""
     ends = [(row.rung, row.at) for row in trial.reached]
     if trial.failed is not None:
         ends.append((trial.failed.rung, trial.failed.at))
     for rung, end in ends:
-        starts = [row.at for row in trial.began if row.rung == rung and row.at <= end]
+        starts = [row for row in trial.began if row.rung == rung and row.at <= end]
         if starts:
-            yield starts[-1], end
+            yield (end - starts[-1].at) * len(starts[-1].devices)

@@ -14,7 +14,7 @@ import pytest
 from evenstep.errors import BadInput
 from evenstep.plan import Plan
 from evenstep.predict.calibration import calibrate
-from evenstep.predict.forecast import Forecaster, Question, expectation
+from evenstep.predict.forecast import ERRORS, Forecaster, Question, expectation
 from evenstep.predict.job import WholeJob
 from evenstep.predict.links import Cluster, Link, parse_link
 from evenstep.predict.own_records import replay_records
@@ -136,6 +136,12 @@ def test_errors_on_published_tables(result: CheckResult) -> None:
     assert all(family.skill > 0 for family in result.families)
     assert result.total.covered >= 0.85
     assert {name.partition(":")[0] for name in result.unmet} == {"nvidia-vision", "nvidia-speech", "pytorch-issue"}
+
+
+def test_every_forecast_says_these_errors(result: CheckResult) -> None:
+    total = result.total
+    assert f"wrong by {total.median:.1%} in the median, {total.p90:.0%} in 1 of 10" in ERRORS.replace(" %", "%")
+    assert f"{total.worst:.0%} at worst (n times as fast: {total.linear:.1%})" in ERRORS.replace(" %", "%")
 
 
 def test_what_is_not_reached_has_its_reason(result: CheckResult) -> None:

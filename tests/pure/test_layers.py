@@ -60,7 +60,7 @@ MAY_IMPORT = {
     "tune": {*ENGINE, "report", "training", "worker", "launcher"},
     "adopt": {*ENGINE, "training", "launcher"},
     "predict": {*VALUES, "report"},
-    "clusters": VALUES,
+    "clusters": {*VALUES, "distributed", "launcher"},
     "doctor": {*VALUES, "internals", "distributed", "monitor", "report", "worker", "launcher", "predict"},
     "cli": {
         *VALUES,
@@ -212,7 +212,7 @@ def test_every_option_of_train_is_a_field_of_the_plan_and_the_other_way_round() 
     command = typer.main.get_command(app).commands["train"]  # type: ignore[attr-defined]
     flags = {flag for option in command.params for flag in option.opts if flag.startswith("-")}
     # How the command is given, and what it shows.
-    others = {"--json", "--suggest", "--help", "--config", "--quiet", "-q", "-h"}
+    others = {"--json", "--suggest", "--help", "--config", "--quiet", "-q", "-h", "--on"}
     options = {flag.removeprefix("--").replace("-", "_") for flag in flags - others}
     fields = {field.name for field in dataclasses.fields(Plan)}
     # Of the task, and behind it: NAME=VALUE.

@@ -20,8 +20,8 @@ from evenstep.task import parse_options, refuse_untrusted
 
 OPTIONS = "options"
 """The table of the task's options."""
-ONLY_TYPED = ("allow-pickle", "config")
-"""What a file may not set: it would allow code to run."""
+ONLY_TYPED = ("allow-pickle", "config", "on")
+"""What a file may not set: it would allow code to run, or have every launcher on a cluster start a cluster's run."""
 
 
 @dataclass(frozen=True)

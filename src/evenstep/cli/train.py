@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import sys
+from collections.abc import Sequence
 from typing import Annotated, Any
 
 import typer
@@ -37,6 +38,7 @@ from evenstep.cli.app import (
 )
 from evenstep.cli.completion import complete_run, complete_strategy
 from evenstep.cli.settings import SettingsOption, choose_task
+from evenstep.errors import BadInput, shorten
 from evenstep.strategy_facts import DEFAULT, REFERENCE, STRATEGIES, one_of, usual_strategies
 
 _SUMMARIES = "\n\n".join(f"{row.name}: {row.summary}" for row in STRATEGIES.values())
@@ -58,6 +60,8 @@ evenstep train --config run.toml --batch 256
 evenstep train my_task.py --strategy fsdp --devices 4 --batch 512 --epochs 10 --precision bf16
 
 evenstep train --resume runs/2026-11-15-digits-ddp --epochs 20
+
+evenstep train my_task.py --on ray --devices 8
 """
 
 
@@ -186,6 +190,12 @@ def train(
     ] = None,
     machines: MachinesOption = None,
     rendezvous: RendezvousOption = None,
+    on: Annotated[
+        str | None,
+        typer.Option(
+            metavar="ray", help="ray: let Ray choose the nodes for --devices N, and continue when one is lost."
+        ),
+    ] = None,
     requeue: Annotated[
         bool | None, flag("--requeue", help="Under Slurm: when preempted, save a checkpoint and requeue the job.")
     ] = None,
@@ -228,9 +238,13 @@ def train(
 ) -> None:
     """Train a task on one device or many."""
     choices: dict[str, Any] = {
-        key: value for key, value in locals().items() if key not in ("task", "settings", "as_json", "suggest", "quiet")
+        key: value
+        for key, value in locals().items()
+        if key not in ("task", "settings", "as_json", "suggest", "quiet", "on")
     }
     task, choices["options"] = choose_task(task, options, settings)
+    if on is not None:
+        raise typer.Exit(_train_on(on, task, choices))
     if suggest:
         _suggest(task, choices, as_json)
         return
@@ -245,6 +259,32 @@ def train(
     record = watch(prepared, connection, "messages" if quiet else "all", is_command=True)
     if connection.is_head:
         _finish(record, as_json)
+
+
+def _train_on(cluster: str, task: str | None, choices: dict[str, Any]) -> int:
+    """Have the same command run by a cluster; returns its exit code."""
+    if cluster != "ray":
+        raise BadInput(f"--on is {shorten(repr(cluster))}; the only choice is ray")
+    if choices["machines"] is not None:
+        raise BadInput("with --on ray, Ray chooses the machines; leave out --machines, and give --devices N")
+    from evenstep.clusters.on_ray import train_on_ray
+    from evenstep.launcher.prepare import free_name, label_of
+    from evenstep.plan import RUNS
+
+    words = without_options(sys.argv[2:], "--on", "--devices")
+    if choices["name"] is None:
+        words += ["--name", free_name(label_of(task or "resumed"), cluster, choices["out"] or RUNS)]
+    return train_on_ray(words, choices["devices"])
+
+
+def without_options(words: Sequence[str], *names: str) -> list[str]:
+    """A command line without some options and their values."""
+    kept, skips = [], False
+    for word in words:
+        if not skips and word.partition("=")[0] not in names:
+            kept.append(word)
+        skips = not skips and word in names
+    return kept
 
 
 def _suggest(task: str | None, choices: dict[str, Any], as_json: bool) -> None:

@@ -1,1 +1,1 @@
-"""evenstep where a scheduler places the processes: files for Kubernetes and Slurm."""
+"""evenstep where a scheduler places the processes: files for Kubernetes and Slurm, and runs on Ray."""

@@ -2,10 +2,11 @@
 
 python bench/fit_gpu.py [--quick] [--out FILE]      6 networks x 2 precisions x 3 emulated sizes of a GPU
 
-For each network and precision, in a process of its own: one forecast without data on the device; then for each size
-the micro-batch that `fit` would choose is trained for three steps under `set_per_process_memory_fraction`, and its
-peak is compared. More sizes follow, until over 100 choices were trained: none of them may run out of memory.
-Without a GPU (--quick), two networks on the CPU, where the peak is that of the process and no size is enforced.
+For each network and precision, in a process of its own: one forecast from shapes; then for each size real steps with a
+part of the samples, which correct it. The micro-batch that `fit` would choose is trained for three steps under
+`set_per_process_memory_fraction`, and its peak is compared. More sizes follow, until over 100 choices were trained:
+none of them may run out of memory. Without a GPU (--quick), two networks on the CPU, where the peak is that of the
+process and no size is enforced.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ from evenstep.distributed.devices import facts
 from evenstep.fit.device_memory import CONTEXT_BYTES, limit_gpus, workspace_bytes
 from evenstep.fit.memory_model import cuts, largest_fitting, peak, usable
 from evenstep.fit.memory_probe import FILE, MemoryProbe
-from evenstep.fit.shape_pass import step_memory
+from evenstep.fit.shape_pass import calibrated, step_memory
 from evenstep.launcher.micro_batch import placement
 from evenstep.monitor.known_errors import is_out_of_memory
 from evenstep.plan import Plan
@@ -51,6 +52,8 @@ MORE_SIZES = 6
 AT_ONCE = 4
 """Processes; memory is measured, not time."""
 STEPS = 3
+BATCHES = 6
+"""Of an epoch: the next ones are read while a step runs."""
 BYTES = ([125.307, 122.950, 113.865], [62.993, 62.089, 66.705])
 """Mean and deviation of photographs."""
 
@@ -133,7 +136,7 @@ NETWORKS = {
     "gpt": Network(lambda: GPT(65, 256, 6, 6, 384), lambda num: tokens(num, 256), 512),
     "vit": Network(Patches, lambda num: pictures(num, 64), 2048),
     "lstm": Network(Sequences, lambda num: (torch.randn(num, 128, 64), torch.randint(10, (num,))), 2048),
-    "mlp": Network(wide, lambda num: (torch.randn(num, 784), torch.randint(10, (num,))), 65536),
+    "mlp": Network(wide, lambda num: (torch.randn(num, 784), torch.randint(10, (num,))), 32768),
 }
 QUICK = ("mlp", "lstm")
 
@@ -147,7 +150,7 @@ def task_of(network: Network, batch: int) -> Task:
     torch.manual_seed(0)
     return Task(
         model=network.make,
-        train=network.data(batch),
+        train=network.data(BATCHES * batch),
         loss=loss,
         optimizer=lambda parameters: torch.optim.AdamW(parameters, lr=1e-4),
     )
@@ -166,7 +169,10 @@ def case(name: str, precision: str, device: str, sizes: list[int]) -> list[dict[
     seconds = time.perf_counter() - began
     place = placement(plan, STRATEGIES[REFERENCE], 1)
     rows = []
+    shapes = memory
     for size in sizes:
+        memory = calibrated(plan, task, shapes, batch, float(size))
+        release(is_gpu)
         cut = largest_fitting(memory, place, usable(size))
         row: dict[str, Any] = {"network": name, "precision": precision, "size": size, "forecast_seconds": seconds}
         if cut is None:
@@ -174,7 +180,13 @@ def case(name: str, precision: str, device: str, sizes: list[int]) -> list[dict[
             rows.append({**row, "needs": peak(memory, place, smallest.size).total, "fits": False})
             continue
         found = peak(memory, place, cut.size)
-        row |= {"micro_batch": cut.size, "accumulate": cut.accumulate, "forecast": found.total, "kinds": found.kinds}
+        row |= {
+            "from_shapes": peak(shapes, place, cut.size).total,
+            "micro_batch": cut.size,
+            "accumulate": cut.accumulate,
+            "forecast": found.total,
+            "kinds": found.kinds,
+        }
         rows.append({**row, "fits": True, **train(plan, task, cut.accumulate, size)})
     return rows
 
@@ -195,12 +207,17 @@ def train(plan: Plan, task: Task, accumulate: int, size: int) -> dict[str, Any]:
             raise
         return {"out_of_memory": True}
     finally:
-        gc.collect()
+        release(is_gpu)
         if is_gpu:
-            torch.cuda.empty_cache()
             limit_gpus(plan.devices, 2**62)
     measured = found["peak_bytes"] if is_gpu else found["growth_bytes"]
     return {"measured": measured, "reserved": found["reserved_bytes"], "out_of_memory": False}
+
+
+def release(is_gpu: bool) -> None:
+    gc.collect()
+    if is_gpu:
+        torch.cuda.empty_cache()
 
 
 def cases(is_quick: bool, device: str) -> Iterator[tuple[str, str, str, list[int]]]:

@@ -36,6 +36,13 @@ class Moment:
     fixed: Sizes
     per_sample: Sizes
 
+    def raised(self, fixed: float, per_sample: float) -> Moment:
+        """With more, or less, for what the step makes and drops."""
+        return Moment(
+            {**self.fixed, "activations": self.fixed["activations"] + fixed},
+            {**self.per_sample, "activations": self.per_sample["activations"] + per_sample},
+        )
+
     def at(self, micro_batch: int) -> Sizes:
         return {kind: self.fixed[kind] + self.per_sample[kind] * micro_batch for kind in self.fixed}
 

@@ -7,6 +7,7 @@ samples go through the same moments, and each moment becomes a line.
 from __future__ import annotations
 
 import json
+import warnings
 import weakref
 from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager, nullcontext
@@ -26,7 +27,7 @@ from evenstep.data.dataset import SampleTransform
 from evenstep.data.iterable import Stream
 from evenstep.data.nested import leaves, map_tensors
 from evenstep.errors import EvenstepError
-from evenstep.fit.device_memory import available_bytes, warm_up, workspace_bytes
+from evenstep.fit.device_memory import MemoryMeter, available_bytes, warm_up, workspace_bytes
 from evenstep.fit.memory_model import ACCUMULATED, COUNTED, EVALUATION, STEP, UPDATE, Moment, StepMemory
 from evenstep.internals import BatchNorm, FakeTensor, FakeTensorMode, TorchDispatchMode, tree_leaves
 from evenstep.plan import Plan
@@ -40,6 +41,7 @@ from evenstep.training.precision import Precision
 FILE = "shapes.json"
 MOST_READ = 256
 """Samples of the larger pass: they are read, for a collate may give any shape."""
+HALF = 0.5
 FEWER = 4
 """The smaller pass has this part of them."""
 REAL_SAMPLES = 4
@@ -103,10 +105,17 @@ class Allocations(TorchDispatchMode):
 class ShapeStep:
     """A model and an optimizer of fake tensors, and steps of them."""
 
-    def __init__(self, plan: Plan, task: Task, mode: FakeTensorMode | None, is_checkpointed: bool) -> None:
+    def __init__(
+        self,
+        plan: Plan,
+        task: Task,
+        mode: FakeTensorMode | None,
+        is_checkpointed: bool,
+        device: torch.device | None = None,
+    ) -> None:
         self.plan, self.task, self._mode = plan, task, mode
         # Without memory of their own, tensors may be on the device itself.
-        self.device = torch.device(plan.devices[0]) if mode is not None else torch.device("cpu")
+        self.device = device or torch.device(plan.devices[0] if mode is not None else "cpu")
         self.precision = Precision(plan.precision, self.device)
         module = self._build()
         with self._shapes():
@@ -180,6 +189,21 @@ class ShapeStep:
                     held.taken()
                     self._evaluate(inputs)
                     found[EVALUATION] = held.taken()
+        return found
+
+    def measured(self, data: Any, meter: MemoryMeter) -> dict[str, int]:
+        """The peaks of real steps."""
+        batch = self._on_device(data)
+        self._compute(batch)
+        self._update()
+        found = {}
+        meter.reset()
+        self._compute(batch)
+        found[STEP] = meter.peak()
+        meter.reset()
+        self._compute(batch)
+        found[ACCUMULATED] = meter.peak()
+        self._update()
         return found
 
     def held(self) -> dict[str, float]:
@@ -311,7 +335,7 @@ def longest(data: AdaptedData, num: int) -> Ids:
 
 
 def measure_shapes(
-    plan: Plan, task: Task, run_folder: Path, *, share: int, is_checkpointed: bool = False
+    plan: Plan, task: Task, run_folder: Path, *, share: int, is_checkpointed: bool = False, limit: int | None = None
 ) -> Iterator[str]:
     """What a worker does to find what a step holds; it writes a file, and yields nothing."""
     device = torch.device(plan.devices[0])
@@ -320,14 +344,70 @@ def measure_shapes(
         warm_up()
     framework = psutil.Process().memory_info().rss if device.type == "cpu" else workspace_bytes(device)
     found = step_memory(plan, task, share, float(framework), is_checkpointed)
+    if not found.is_real and not is_checkpointed:
+        found = calibrated(plan, task, found, share, min(available, limit or available))
     (run_folder / FILE).write_text(json.dumps(asdict(replace(found, available_bytes=available))))
     yield from ()
+
+
+def calibrated(plan: Plan, task: Task, memory: StepMemory, share: int, limit: float) -> StepMemory:
+    """The same, with what real steps of fewer samples take beyond it: workspaces of libraries, gaps of the allocator.
+
+    Two numbers of samples, of which the larger is forecast to take half of the limit, give a line again.
+    """
+    sizes = _real_sizes(memory, share, limit)
+    if not sizes:
+        return memory
+    device = torch.device(plan.devices[0])
+    meter = MemoryMeter(device)
+    meter.reset()
+    before = meter.now()
+    step = ShapeStep(plan, task, None, False, device)
+    data = adapt_train(task)
+    points: dict[str, list[tuple[int, float]]] = {STEP: [], ACCUMULATED: []}
+    for num in sizes:
+        batch = map_tensors(read_samples(data, task, plan, num), step.precision.fit_tensor)
+        for phase, peak in step.measured(batch, meter).items():
+            forecast = max(sum(moment.at(num).values()) for moment in memory.phases[phase])
+            points[phase].append((num, peak - before - forecast))
+    phases = {phase: list(moments) for phase, moments in memory.phases.items()}
+    for phase, found in points.items():
+        # What malloc keeps in gaps does not grow in a line; the larger number of samples is nearer to what is forecast.
+        fixed, slope = _line(found if device.type == "cuda" else found[-1:])
+        phases[phase] = [moment.raised(fixed, slope) for moment in phases[phase]]
+    return replace(memory, phases=phases)
+
+
+def _real_sizes(memory: StepMemory, share: int, limit: float) -> list[int]:
+    """Two numbers of samples, the smaller first; none where the larger has one sample."""
+    least = 2 if memory.has_batchnorm else 1
+
+    def takes(num: int) -> float:
+        moments = [*memory.phases[ACCUMULATED], *memory.phases[UPDATE]]
+        return memory.framework_bytes + max(sum(moment.at(num).values()) for moment in moments)
+
+    large = share // 2
+    while large > least and takes(large) > HALF * limit:
+        large = large * 3 // 4
+    if large <= least or takes(large) > HALF * limit:
+        return []
+    return sorted({max(least, large // FEWER), large})
+
+
+def _line(points: list[tuple[int, float]]) -> tuple[float, float]:
+    """Through one or two points."""
+    (first, low), (last, high) = points[0], points[-1]
+    slope = (high - low) / (last - first) if last > first else 0.0
+    return high - slope * last, slope
 
 
 def step_memory(plan: Plan, task: Task, share: int, framework: float, is_checkpointed: bool = False) -> StepMemory:
     """By shapes alone; where a task reads values of its tensors, by real steps with a few samples."""
     try:
-        return _passes(plan, task, share, framework, is_checkpointed, FakeTensorMode(allow_non_fake_inputs=True))
+        with warnings.catch_warnings():
+            # Of torch's own RNNs.
+            warnings.filterwarnings("ignore", "Accessing the data pointer of FakeTensor")
+            return _passes(plan, task, share, framework, is_checkpointed, FakeTensorMode(allow_non_fake_inputs=True))
     except EvenstepError:
         raise
     except Exception as error:

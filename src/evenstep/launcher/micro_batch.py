@@ -77,7 +77,7 @@ class MemoryRunner:
         self.log("forecasting from shapes")
         plan = self.base.plan
         alone = {"strategy": REFERENCE, "devices": plan.devices[:1], "accumulate": 1, "shares": None}
-        measure = partial(shape_pass.measure_shapes, share=share, is_checkpointed=is_checkpointed)
+        measure = partial(shape_pass.measure_shapes, share=share, is_checkpointed=is_checkpointed, limit=self.limit)
         try:
             text = self._run(measure, shape_pass.FILE, steps=1, **alone, **changes)
         except _Failed as failed:

@@ -1,0 +1,62 @@
+"""`fit` and `--micro auto` on a GPU, of which a part stands in for a smaller one."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.timeout(240),
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+]
+
+TASK = """
+import torch
+from torch.nn import functional as F
+from evenstep import Task
+from evenstep.tasks.networks import GPT
+
+
+def loss(model, batch):
+    return F.cross_entropy(model(batch[0]).flatten(0, -2), batch[1].flatten())
+
+
+def task() -> Task:
+    text = torch.randint(65, (512, 257), generator=torch.Generator().manual_seed(0))
+    return Task(
+        model=lambda: GPT(65, 256, 4, 4, 256),
+        train=(text[:, :-1].contiguous(), text[:, 1:].contiguous()),
+        loss=loss,
+        optimizer=lambda parameters: torch.optim.AdamW(parameters, lr=1e-3),
+        batch=256,
+        steps=3,
+    )
+"""
+
+
+def run(*words: str) -> subprocess.CompletedProcess[str]:
+    Path("my_task.py").write_text(TASK)
+    done = subprocess.run([sys.executable, "-m", "evenstep", *words], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    return done
+
+
+def test_a_smaller_gpu_gets_smaller_micro_batches_and_the_forecast_is_right() -> None:
+    found: dict[str, Any] = json.loads(run("fit", "my_task.py", "--memory", "3GB", "--json").stdout)
+    (row,) = found["rows"]
+    assert 1 < row["accumulate"] < 64
+    assert row["tried"][0]["fits"]
+    assert -0.05 < row["error"] < 0.1
+    assert row["measured_bytes"] < 3e9
+
+
+def test_auto_trains_the_whole_share_where_it_fits() -> None:
+    run("train", "my_task.py", "--micro", "auto", "--name", "auto")
+    assert json.loads(Path("runs/auto/plan.json").read_text())["accumulate"] == 1

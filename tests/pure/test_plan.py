@@ -17,6 +17,7 @@ from evenstep.plan import Plan, PrecisionName, check_name, parse_devices, read_p
 from evenstep.sampling import order
 from evenstep.sampling.order import Lengths
 from evenstep.strategy_facts import STRATEGIES
+from evenstep.trackers import clients, points
 
 
 def cpus(num: int) -> tuple[str, ...]:
@@ -64,7 +65,7 @@ def test_the_batch_is_cut_up_in_one_line(values: dict[str, Any], num_samples: in
     assert make(**values).arithmetic(Lengths(num_samples)) == line
 
 
-@pytest.mark.parametrize("module", [plan, order, strategy_facts])
+@pytest.mark.parametrize("module", [plan, order, strategy_facts, points, clients])
 def test_examples_in_docstrings_are_true(module: Any) -> None:
     results = doctest.testmod(module)
     assert results.attempted > 0

@@ -1,6 +1,6 @@
 """Steps to the same best metric: `evenstep tune`, plain successive halving, and Optuna's own pruner. Counts, not times.
 
-python bench/tune.py [--seeds 5] [--trials 24] [OUT.json]
+python bench/tune.py [--seeds 5] [--trials 24] [--tasks digits,cnn] [OUT.json]
 
 For each task and seed, `evenstep tune` runs a study with rungs at epochs 1, 3 and 9 on two CPU devices. Then Optuna
 drives the same task: its TPE sampler and its SuccessiveHalvingPruner (the same first rung and the same factor), one
@@ -120,15 +120,16 @@ def main() -> None:
     parser.add_argument("out", nargs="?", type=Path)
     parser.add_argument("--seeds", type=int, default=5)
     parser.add_argument("--trials", type=int, default=24)
+    parser.add_argument("--tasks", default="digits,cnn")
     given = parser.parse_args()
     optuna.logging.set_verbosity(optuna.logging.ERROR)
     rows = []
-    for task in ("digits", "cnn"):
+    for task in given.tasks.split(","):
         for seed in range(given.seeds):
             rows.append(race(task, seed, given.trials))
             print(json.dumps(rows[-1]), flush=True)
     summary = {}
-    for task in ("digits", "cnn"):
+    for task in given.tasks.split(","):
         own = [row for row in rows if row["task"] == task]
         ours = [row["ours"]["steps"] for row in own]
         ratio = harness.compared(ours, [row["optuna"]["steps"] for row in own])

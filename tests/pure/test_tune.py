@@ -87,6 +87,11 @@ def test_a_search_that_makes_no_sense_is_refused(word: str, message: str) -> Non
         parse_search([word], task)
 
 
+def test_a_task_without_options_cannot_be_searched() -> None:
+    with pytest.raises(BadInput, match="nothing to search: the task has no options; give its function parameters"):
+        parse_search([], lambda: task())
+
+
 def test_a_grid_has_all_combinations_of_choices() -> None:
     space = [Dimension("a", "x,y", "choice", choices=("x", "y")), Dimension("n", "1..2", "int", 1, 2)]
     assert grid(space) == [{"a": "x", "n": 1}, {"a": "x", "n": 2}, {"a": "y", "n": 1}, {"a": "y", "n": 2}]

@@ -26,7 +26,7 @@ from evenstep.cli.app import (
     print_whole,
 )
 from evenstep.cli.completion import complete_run, complete_strategy
-from evenstep.cli.settings import need_task
+from evenstep.cli.settings import choose_task
 from evenstep.errors import BadInput, EvenstepError, TrainingError
 from evenstep.strategy_facts import one_of, usual_strategies
 
@@ -121,7 +121,9 @@ def tune(
         return
     from evenstep.tune.scheduler import TuneCommand
 
-    task, given = need_task(task, options, None, "tune")
+    task, given = choose_task(task, options, None, "tune")
+    if task is None:
+        raise BadInput("no task given; try: evenstep tune my_task.py --search lr=1e-4..1e-1:log")
     choices = {"strategy": strategy, "batch": batch, "epochs": epochs, "precision": precision, "data": data}
     request = TuneCommand(
         task=task,

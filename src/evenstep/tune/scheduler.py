@@ -236,12 +236,13 @@ class Scheduler:
         try:
             self._plans[number] = self._checked(number)
         except BadInput as error:
-            self._refused.append(str(error))
-            if number == min(2, self.request.trials) and self._refused == [str(error)] * number:
+            why = str(error).replace("--best", "--metric")
+            self._refused.append(why)
+            if number == min(2, self.request.trials) and self._refused == [why] * number:
                 # It is the task that is wrong, not the options of a trial.
                 self._log.discard()
-                raise
-            yield self._fail(TrialJob(number, 0), str(error))
+                raise BadInput(why) from error
+            yield self._fail(TrialJob(number, 0), why)
 
     def _checked(self, number: int) -> Plan:
         request, folder = self.request, self._folder(number)

@@ -54,6 +54,8 @@ def parse_search(words: Sequence[str], source: TaskFunction | Task) -> list[Dime
         if name not in known:
             raise BadInput(f"--search {shorten(word)}: {_unknown(name, known)}")
         texts[name] = text if equals else annotated.get(name) or _literals(name, known[name])
+    if not known:
+        raise BadInput(f"nothing to search: {_unknown('', known)}")
     if not texts:
         raise BadInput(f"nothing to search: give --search, such as --search {HOW.removeprefix('write ')}")
     return [parse_dimension(name, text, known[name], source) for name, text in texts.items()]

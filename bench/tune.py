@@ -21,6 +21,7 @@ import statistics
 import subprocess
 import sys
 import tempfile
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -128,21 +129,26 @@ def main() -> None:
         for seed in range(given.seeds):
             rows.append(race(task, seed, given.trials))
             print(json.dumps(rows[-1]), flush=True)
+    if given.out is not None:
+        results = {"trials": given.trials, "optuna": optuna.__version__, "summary": summarised(rows), "rows": rows}
+        harness.write(str(given.out), f"python bench/tune.py {given.out}", results)
+    print(json.dumps(summarised(rows), indent=1))
+
+
+def summarised(rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """For each task: how many times the steps Optuna needed, with a 95 % interval over the seeds."""
     summary = {}
-    for task in given.tasks.split(","):
+    for task in dict.fromkeys(row["task"] for row in rows):
         own = [row for row in rows if row["task"] == task]
-        ours = [row["ours"]["steps"] for row in own]
-        ratio = harness.compared(ours, [row["optuna"]["steps"] for row in own])
+        ratio = harness.compared(*([row[who]["steps"] for row in own] for who in ("ours", "optuna")))
         summary[task] = {
             **ratio.figures("steps"),
             "over_ideal": max(row["ours"]["steps"] / row["ideal_steps"] for row in own),
             "busy": statistics.median(row["ours"]["busy"] for row in own),
+            "least_busy": min(row["ours"]["busy"] for row in own),
             "optuna_found": sum(row["optuna"]["found"] for row in own),
         }
-        print(task, json.dumps(summary[task]))
-    if given.out is not None:
-        facts = {"machine": {"cores": os.cpu_count(), "evenstep": evenstep.__version__, "optuna": optuna.__version__}}
-        given.out.write_text(json.dumps({**facts, "trials": given.trials, "summary": summary, "rows": rows}, indent=1))
+    return summary
 
 
 if __name__ == "__main__":

@@ -101,6 +101,9 @@ def refused(evenstep: Callable[..., Ended]) -> Refused:
         ("train my_task.py --strategy dpp", ["unknown strategy 'dpp'; choose single", "; did you mean d"]),
         ("train my_task.py --strategy simple", ["unknown strategy 'simple'", "; did you mean single?"]),
         ("train my_task.py --devices gpu", ["unknown device 'gpu'; write cpu, mps or cuda:0"]),
+        ("train my_task.py --on k8s", ["--on is 'k8s'; the only choice is ray"]),
+        ("train my_task.py --on ray --machines 2", ["with --on ray, Ray chooses the machines; leave out --machines"]),
+        ("train my_task.py --resume auto", ["--resume auto continues the run that --name names; give a --name"]),
         ("train my_task.py --devices cpu,tpu", ["unknown device 'tpu'; write cpu, mps or cuda:0"]),
         ("train my_task.py --precision fp23", ["precision is 'fp23'; choose fp64", "; did you mean"]),
         (

@@ -225,7 +225,8 @@ def test_auto_moves_samples_to_the_faster_rank_and_a_restart_keeps_them(monkeypa
 @pytest.mark.slow
 def test_auto_measures_each_device_of_dp() -> None:
     Path("slow_task.py").write_text(SLOW_TASK)
-    done = evenstep_("train", "slow_task.py", "--strategy", "dp", "--devices", "cpu,cpu", "--shares", "auto")
+    how = ("--strategy", "dp", "--devices", "cpu,cpu", "--shares", "auto", "--steps", "250")
+    done = evenstep_("train", "slow_task.py", *how)
     assert done.returncode == 0, done.stderr
     (run,) = Path("runs").iterdir()
     shares = Record.read(run).shares

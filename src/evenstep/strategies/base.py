@@ -315,23 +315,29 @@ def separate(weights: Sequence[torch.Tensor]) -> None:
 class SeparateGradients:
     """`separate` for the weights of one replica, which looks again only where the gradients lie elsewhere.
 
-    Mostly the allocator gives the gradients of every step the same memory.
+    Mostly the allocator gives the gradients of every step the same memory; those of virtual replicas take turns.
     """
+
+    MOST_KNOWN = 32
 
     def __init__(self, weights: Sequence[torch.Tensor]) -> None:
         self._weights = weights
         self._are_plain = all(type(weight) in (torch.Tensor, nn.Parameter) for weight in weights)
-        self._checked: list[int] | None = None
+        self._known: set[tuple[int, ...]] = set()
+        """Where gradients lay that share no memory."""
 
     def __call__(self) -> None:
         where = self._where() if self._are_plain else None
-        if where is None or where != self._checked:
+        if where is None or where not in self._known:
             separate(self._weights)
-            self._checked = where if where is not None and where == self._where() else None
+            if where is not None and where == self._where():
+                if len(self._known) == self.MOST_KNOWN:
+                    self._known.clear()
+                self._known.add(where)
 
-    def _where(self) -> list[int] | None:
+    def _where(self) -> tuple[int, ...] | None:
         try:
-            return [0 if (gradient := weight.grad) is None else gradient.data_ptr() for weight in self._weights]
+            return tuple([0 if (gradient := weight.grad) is None else gradient.data_ptr() for weight in self._weights])
         except RuntimeError:  # a sparse one has no address
             return None
 

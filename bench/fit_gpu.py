@@ -49,7 +49,7 @@ GB = 10**9
 SIZES = (2 * GB, 4 * GB, 8 * GB)
 """Of the emulated GPUs, for the allocator: what CUDA itself takes is on top."""
 MORE_SIZES = 6
-AT_ONCE = 4
+AT_ONCE = 6
 """Processes; memory is measured, not time."""
 STEPS = 3
 BATCHES = 6
@@ -135,7 +135,7 @@ NETWORKS = {
     "unet": Network(Segments, lambda num: pictures(num, 64), 2048),
     "gpt": Network(lambda: GPT(65, 256, 6, 6, 384), lambda num: tokens(num, 256), 512),
     "vit": Network(Patches, lambda num: pictures(num, 64), 2048),
-    "lstm": Network(Sequences, lambda num: (torch.randn(num, 128, 64), torch.randint(10, (num,))), 2048),
+    "lstm": Network(Sequences, lambda num: (torch.randn(num, 32, 64), torch.randint(10, (num,))), 8192),
     "mlp": Network(wide, lambda num: (torch.randn(num, 784), torch.randint(10, (num,))), 32768),
 }
 QUICK = ("mlp", "lstm")
@@ -180,6 +180,8 @@ def case(name: str, precision: str, device: str, sizes: list[int]) -> list[dict[
             rows.append({**row, "needs": peak(memory, place, smallest.size).total, "fits": False})
             continue
         found = peak(memory, place, cut.size)
+        # What cuBLAS keeps is there before the model is.
+        found.kinds["framework"] = 0.0
         row |= {
             "from_shapes": peak(shapes, place, cut.size).total,
             "micro_batch": cut.size,
@@ -210,8 +212,7 @@ def train(plan: Plan, task: Task, accumulate: int, size: int) -> dict[str, Any]:
         release(is_gpu)
         if is_gpu:
             limit_gpus(plan.devices, 2**62)
-    measured = found["peak_bytes"] if is_gpu else found["growth_bytes"]
-    return {"measured": measured, "reserved": found["reserved_bytes"], "out_of_memory": False}
+    return {"measured": found["growth_bytes"], "reserved": found["reserved_bytes"], "out_of_memory": False}
 
 
 def release(is_gpu: bool) -> None:

@@ -119,15 +119,16 @@ class ShapeStep:
         self.precision = Precision(plan.precision, self.device)
         module = self._build()
         with self._shapes():
-            self.module = copied(module, {id(one): self._placed(one) for one in _tensors(module)})
+            if mode is None:
+                # No copy, even for a moment: what it left behind would be measured too.
+                self.module = self.precision.fit(module).to(self.device)
+            else:
+                self.module = copied(module, {id(one): self._placed(one) for one in _tensors(module)})
             if is_checkpointed:
                 checkpoint_units(self.module)
             self.optimizer = make_optimizer(task.optimizer, self.module)
             fuse(self.optimizer, self.module)
         self.allocations = Allocations(GRANULE.get(plan.devices[0].partition(":")[0], 1))
-        for weight in self.module.parameters():
-            if weight.requires_grad:
-                weight.register_post_accumulate_grad_hook(self._note_gradient)
 
     def _note_gradient(self, weight: torch.Tensor) -> None:
         self.allocations.hold([weight.grad], "gradients")
@@ -161,6 +162,16 @@ class ShapeStep:
 
     def passed(self, data: Any, valid: Any) -> dict[str, NDArray[np.float64]]:
         """The moments of each phase of a step with this micro-batch."""
+        trained = [weight for weight in self.module.parameters() if weight.requires_grad]
+        hooks = [weight.register_post_accumulate_grad_hook(self._note_gradient) for weight in trained]
+        try:
+            return self._passed(data, valid)
+        finally:
+            # A hook would keep this object, and its memory, for as long as the process lives.
+            for hook in hooks:
+                hook.remove()
+
+    def _passed(self, data: Any, valid: Any) -> dict[str, NDArray[np.float64]]:
         with self._shapes():
             batch = self._on_device(data)
             held = self.allocations = Allocations(self.allocations._granule)
@@ -372,8 +383,12 @@ def calibrated(plan: Plan, task: Task, memory: StepMemory, share: int, limit: fl
             points[phase].append((num, peak - before - forecast))
     phases = {phase: list(moments) for phase, moments in memory.phases.items()}
     for phase, found in points.items():
-        # What malloc keeps in gaps does not grow in a line; the larger number of samples is nearer to what is forecast.
-        fixed, slope = _line(found if device.type == "cuda" else found[-1:])
+        fixed, slope = _line(found)
+        if device.type == "cpu":
+            # What malloc keeps in gaps does not grow in a line: it is between constant and proportional.
+            last, high = found[-1]
+            slope = min(max(slope, 0.0), max(high, 0.0) / last)
+            fixed = high - slope * last
         phases[phase] = [moment.raised(fixed, slope) for moment in phases[phase]]
     return replace(memory, phases=phases)
 

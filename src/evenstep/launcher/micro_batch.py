@@ -44,7 +44,7 @@ from evenstep.task import has_several
 
 MOST_PROBES = 3
 ROOMY = 0.6
-"""A forecast below this part of the limit is believed without a probe, by --micro auto."""
+"""A forecast for one process below this part of the limit is believed without a probe, by --micro auto."""
 SMALLER = 0.7
 """The next micro-batch after one that ran out of memory, if nothing better is known."""
 NOT_OF_PROBES: dict[str, Any] = {
@@ -415,7 +415,10 @@ def with_micro_batch(prepared: Prepared, log: Log = lambda line: None) -> Prepar
 
 
 def _is_roomy(memory: StepMemory | None, place: Placement, limit: float | None, cut: Cut) -> bool:
-    return memory is not None and limit is not None and needs(memory, place, cut.size) <= ROOMY * limit
+    # Other ranks may have less memory than the process that made the forecast.
+    if memory is None or limit is None or (place.facts.processes_per_device and not place.is_alone):
+        return False
+    return needs(memory, place, cut.size) <= ROOMY * limit
 
 
 def _choice_in_words(plan: Plan, cut: Cut, search: Search, memory: StepMemory | None) -> str:

@@ -31,7 +31,7 @@ demo: $(STAMP)
 # More processes than two cores: tests wait for processes, sockets and timers most of the time. Long files first: those of
 # tests/pure, which are short, fill what is left.
 test: $(STAMP)
-	$(BIN)/python -m pytest -n 5 --dist loadfile --no-loadscope-reorder tests/process tests/faults tests/browser tests/pure
+	$(BIN)/python -m pytest -p tests.forked -n 5 --dist loadfile --no-loadscope-reorder tests/process tests/faults tests/browser tests/pure
 
 test-all: $(STAMP)
 	$(BIN)/python -m pytest -n 3 --dist loadfile -m 'not gpu'

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+
+# Read when torch is loaded: threads that wait sleep, since there are more processes than cores. Otherwise they take the
+# time that the others need, and `verify` twice as much.
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
 
 def pytest_sessionstart() -> None:

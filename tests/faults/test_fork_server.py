@@ -10,6 +10,7 @@ import pytest
 
 from tests.faults.runs import LONGEST_SECONDS, Ended, audit, fail, nothing_is_left, start, steps, train, weights
 
+pytestmark = pytest.mark.fresh
 EVERY_THIRD = ("--checkpoint-every", "3", "--audit")
 STEPS = list(range(1, 23))
 

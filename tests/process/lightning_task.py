@@ -55,3 +55,29 @@ class Points(L.LightningDataModule):
 def task(dropout: float = 0.2) -> Task:
     torch.manual_seed(0)
     return evenstep.adopt.lightning(Net(dropout), Points())
+
+
+class Manual(Net):
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+
+
+class TwoOptimizers(Net):
+    def configure_optimizers(self) -> Any:
+        return [torch.optim.SGD(self.parameters(), lr=0.1), torch.optim.SGD(self.parameters(), lr=0.1)], []
+
+
+class Hooked(Net):
+    def on_after_backward(self) -> None:
+        pass
+
+
+class Epochs(Net):
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        return super().training_step(batch, batch_idx) * self.current_epoch
+
+
+class Indexed(Net):
+    def training_step(self, batch: Any, number: int) -> torch.Tensor:
+        return super().training_step(batch, 0) * number

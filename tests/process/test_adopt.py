@@ -8,20 +8,19 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 import evenstep
 from evenstep.errors import PlanError, TaskError
+from tests.lazy import Lazy, needs
 from tests.process.test_scripts import no_ranks
 
-transformers = pytest.importorskip("transformers")
-
-L = pytest.importorskip("lightning")
-
-from tests.process import lightning_task, seq2seq_task, trainer_task  # noqa: E402
-
+pytestmark = needs("transformers", "lightning")
+transformers = Lazy("transformers")
+lightning_task, seq2seq_task, trainer_task = (
+    Lazy(f"tests.process.{name}_task") for name in ("lightning", "seq2seq", "trainer")
+)
 SLOW = pytest.mark.slow
-TRAINER, LIGHTNING = str(trainer_task.__file__), str(lightning_task.__file__)
+TRAINER, LIGHTNING = (str(Path(__file__).with_name(f"{name}_task.py")) for name in ("trainer", "lightning"))
 
 
 def command(*words: str) -> subprocess.CompletedProcess[str]:
@@ -86,7 +85,7 @@ def test_a_script_with_a_trainer_and_no_task_is_shown_the_task() -> None:
 
 
 @pytest.mark.parametrize("kind", ["gpt2", pytest.param("bert", marks=SLOW)])
-def test_metrics_and_the_best_are_those_of_the_trainer(kind: trainer_task.Kind) -> None:
+def test_metrics_and_the_best_are_those_of_the_trainer(kind: str) -> None:
     more = {"load_best_model_at_end": True, "metric_for_best_model": "hits", "eval_strategy": "epoch"}
     more |= {"save_strategy": "epoch"}
     task = evenstep.adopt.trainer(lambda: trainer_task.make_trainer(kind, **more))
@@ -126,13 +125,8 @@ def test_metrics_that_are_computed_batch_by_batch_are_those_of_the_trainer(gener
     check_seq2seq("single", 1, predict_with_generate=generates, batch_eval_metrics=True)
 
 
-class Predicting(transformers.Trainer):
-    def prediction_step(self, *arguments: Any, **named: Any) -> Any:
-        return super().prediction_step(*arguments, **named)
-
-
 def test_what_is_left_out_is_said_with_what_to_use_instead() -> None:
-    task = evenstep.adopt.trainer(lambda: trainer_task.make_trainer(base=Predicting))
+    task = evenstep.adopt.trainer(lambda: trainer_task.make_trainer(base=trainer_task.Predicting))
     said = r"compute_metrics of the Trainer is not taken over \(Predicting.prediction_step .*dataclasses.replace\(task"
     with pytest.raises(PlanError, match=said):
         evenstep.train(task, best="hits:max", strategy="single", devices="cpu", steps=2, progress=False)
@@ -156,15 +150,6 @@ def test_an_adopted_trainer_trains_the_same_model_on_two_devices(strategy: str) 
     assert (alone.plan.batch, alone.plan.clip, alone.plan.epochs) == (6, 1.0, None)
 
 
-class Stepping(transformers.Trainer):
-    def training_step(self, *arguments: Any, **named: Any) -> torch.Tensor:
-        return super().training_step(*arguments, **named)
-
-
-class Freezing(transformers.TrainerCallback):
-    pass
-
-
 def with_callback(callback: Any) -> Any:
     made = trainer_task.make_trainer()
     made.add_callback(callback)
@@ -177,8 +162,11 @@ PLATEAU = {"lr_scheduler_type": "reduce_lr_on_plateau", "eval_strategy": "epoch"
 @pytest.mark.parametrize(
     ("make", "said"),
     [
-        (lambda: trainer_task.make_trainer(base=Stepping), r"Stepping\.training_step changes how a step is computed"),
-        (lambda: with_callback(Freezing), "the callback Freezing may change the training"),
+        (
+            lambda: trainer_task.make_trainer(base=trainer_task.Stepping),
+            r"Stepping\.training_step changes how a step is computed",
+        ),
+        (lambda: with_callback(trainer_task.Freezing), "the callback Freezing may change the training"),
         (lambda: with_callback(transformers.EarlyStoppingCallback()), "leave it out, and use --stop-after"),
         (
             lambda: trainer_task.make_trainer(neftune_noise_alpha=5.0),
@@ -220,47 +208,22 @@ def test_an_adopted_module_trains_the_same_model_on_two_devices(strategy: str) -
         assert set(ours.values) == {"loss", "val_loss", "val_accuracy"}
 
 
-class Manual(lightning_task.Net):
-    def __init__(self) -> None:
-        super().__init__()
-        self.automatic_optimization = False
-
-
-class TwoOptimizers(lightning_task.Net):
-    def configure_optimizers(self) -> Any:
-        return [torch.optim.SGD(self.parameters(), lr=0.1), torch.optim.SGD(self.parameters(), lr=0.1)], []
-
-
-class Hooked(lightning_task.Net):
-    def on_after_backward(self) -> None:
-        pass
-
-
-class Epochs(lightning_task.Net):
-    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
-        return super().training_step(batch, batch_idx) * self.current_epoch
-
-
-class Indexed(lightning_task.Net):
-    def training_step(self, batch: Any, number: int) -> torch.Tensor:
-        return super().training_step(batch, 0) * number
-
-
 @pytest.mark.parametrize(
     ("kind", "said"),
     [
-        (Manual, "Manual optimizes manually"),
-        (TwoOptimizers, "configure_optimizers returned 2 optimizers"),
-        (Hooked, r"Hooked\.on_after_backward is called by Lightning's Trainer alone"),
-        (Epochs, r"Epochs\.training_step uses self\.current_epoch: use evenstep\.progress\(\)\.epoch"),
-        (Indexed, r"Indexed\.training_step uses the index of its batch"),
+        ("Manual", "Manual optimizes manually"),
+        ("TwoOptimizers", "configure_optimizers returned 2 optimizers"),
+        ("Hooked", r"Hooked\.on_after_backward is called by Lightning's Trainer alone"),
+        ("Epochs", r"Epochs\.training_step uses self\.current_epoch: use evenstep\.progress\(\)\.epoch"),
+        ("Indexed", r"Indexed\.training_step uses the index of its batch"),
     ],
 )
-def test_modules_that_cannot_be_adopted_are_refused_by_name(kind: type[Any], said: str) -> None:
+def test_modules_that_cannot_be_adopted_are_refused_by_name(kind: str, said: str) -> None:
     with pytest.raises(TaskError, match=said):
-        evenstep.adopt.lightning(kind(), lightning_task.Points())
+        evenstep.adopt.lightning(getattr(lightning_task, kind)(), lightning_task.Points())
 
 
+@pytest.mark.fresh
 def test_a_task_of_its_own_has_no_original() -> None:
     done = command("adopt", "digits")
     assert done.returncode == 2

@@ -120,6 +120,7 @@ def measurement(record: Record) -> Measurement:
     return record.measurement
 
 
+@pytest.mark.fresh
 def test_a_comparison_has_a_table_a_recommendation_and_a_page() -> None:
     ended = compare("my_task.py", "--devices", "2", "--strategies", "ddp", *QUICK, "--name", "mine")
     assert ended.returncode == 0, ended.stderr

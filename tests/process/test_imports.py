@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+pytestmark = pytest.mark.fresh
 TASK = """
 import sys
 from dataclasses import replace

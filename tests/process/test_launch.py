@@ -76,6 +76,7 @@ def workers_of(folder: Path) -> list[psutil.Process]:
     ]
 
 
+@pytest.mark.fresh
 def test_trains_on_two_processes_and_prints_its_summary_as_json(task_file: Path) -> None:
     done = evenstep("train", "my_task.py", "--strategy", "ddp", "--devices", "2", "--json", "--name", "one")
     assert done.returncode == 0, done.stderr
@@ -117,6 +118,7 @@ def test_a_rank_that_is_killed_is_named_with_its_signal(task_file: Path) -> None
     assert workers_of(task_file.parent) == []
 
 
+@pytest.mark.fresh
 def test_ctrl_c_stops_cleanly_and_says_how_to_go_on(task_file: Path) -> None:
     process = start_slow_run()
     process.send_signal(signal.SIGINT)

@@ -15,6 +15,7 @@ import pytest
 from evenstep.launcher.script import Script, TorchrunOptions, in_our_words
 from tests.process.test_scripts import SCRIPTS, no_ranks
 
+pytestmark = pytest.mark.fresh
 LOOK = str(SCRIPTS / "look_around.py")
 WITH_WORKERS = """
 import multiprocessing

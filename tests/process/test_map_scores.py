@@ -15,9 +15,11 @@ import torch
 import evenstep
 from evenstep.record import Record
 from tests.fleet import newest_weights
+from tests.lazy import Lazy, needs
 from tests.marks import first_is_quick
 
-retrieval = pytest.importorskip("torchmetrics.retrieval")
+pytestmark = needs("torchmetrics")
+retrieval = Lazy("torchmetrics.retrieval")
 
 RANKED = """
 import torch

@@ -65,3 +65,17 @@ def make_trainer(kind: Kind = "gpt2", dropout: float = 0.1, base: type[Trainer] 
 
 def task(kind: Kind = "gpt2", dropout: float = 0.1) -> Task:
     return evenstep.adopt.trainer(lambda: make_trainer(kind, dropout))
+
+
+class Predicting(Trainer):
+    def prediction_step(self, *arguments: Any, **named: Any) -> Any:
+        return super().prediction_step(*arguments, **named)
+
+
+class Stepping(Trainer):
+    def training_step(self, *arguments: Any, **named: Any) -> torch.Tensor:
+        return super().training_step(*arguments, **named)
+
+
+class Freezing(transformers.TrainerCallback):
+    pass

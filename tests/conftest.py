@@ -29,6 +29,15 @@ def _own_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture(autouse=True)
+def _no_variables_left() -> Iterator[None]:
+    """Libraries set variables when they are imported: the commands of the next test are to find none."""
+    before = {*os.environ}
+    yield
+    for name in {*os.environ} - before:
+        del os.environ[name]
+
+
+@pytest.fixture(autouse=True)
 def _no_group_left() -> Iterator[None]:
     """`join()` in a test makes a process group of this very process: the next test is to find none."""
     yield

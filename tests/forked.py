@@ -68,7 +68,7 @@ class Server:
         self.process.wait()
 
 
-_first_variables = dict(os.environ)
+_first_variables: dict[str, str] = {}
 _servers: dict[str | None, Server] = {}
 """By OMP_NUM_THREADS, which libraries read when they are loaded."""
 
@@ -118,7 +118,8 @@ def variables_of(given: Mapping[str, Any]) -> dict[str, str]:
 
 
 def start_server(threads: str | None) -> Server:
-    variables = {name: value for name, value in _first_variables.items() if name != "OMP_NUM_THREADS"}
+    first = _first_variables or os.environ
+    variables = {name: value for name, value in first.items() if name != "OMP_NUM_THREADS"}
     if threads is not None:
         variables["OMP_NUM_THREADS"] = threads
     ours, theirs = socket.socketpair()
@@ -132,6 +133,10 @@ def start_server(threads: str | None) -> Server:
         )
     ready, _ = receive(ours)
     return Server(process, ours, Imports(variables, frozenset(ready["read"]), ready["set"]))
+
+
+def pytest_sessionstart() -> None:
+    _first_variables.update(os.environ)
 
 
 @pytest.hookimpl(tryfirst=True)

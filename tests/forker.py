@@ -39,7 +39,7 @@ MODULES = (
 )
 READ_BY_LIBRARIES = (
     *("ATEN", "BLIS", "CUBLAS", "GLIBC", "GLOG", "GOMP", "GOTO", "KMP", "LANG", "LC_", "LD_", "MALLOC", "MKL", "OMP"),
-    *("OPENBLAS", "PYTHON", "PYTORCH", "TMP", "TORCH"),
+    *("OPENBLAS", "PYTHON", "PYTORCH", "TMP", "TORCH_"),
 )
 """How the names begin of variables that Python and libraries in C read once. What Python code reads is noted."""
 

@@ -35,8 +35,10 @@ POLL_SECONDS = 1.0
 MOST_PAUSE_SECONDS = 30.0
 PATIENCE_SECONDS = 30.0
 """How long a run waits at its end for a follower that does not get on."""
+SENDING_SECONDS = 120.0
+"""The same for `evenstep report --to`, which does nothing else: a library may take long to import."""
 HURRIED_SECONDS = 3.0
-"""The same after a stop signal: a scheduler kills soon after it."""
+"""The same for a run after a stop signal: a scheduler kills soon after it."""
 MOST_SECONDS = 300.0
 SOON_SECONDS = 3.0
 NICENESS = 19
@@ -371,7 +373,7 @@ def send_run(name: str, run: Path) -> str:
     except OSError as error:
         raise BadInput(f"{run} cannot be written ({error.strerror}), and what {name} has is noted there") from error
     follower.end()
-    if why := follower.wait(PATIENCE_SECONDS):
+    if why := follower.wait(SENDING_SECONDS):
         log = _path(run, name, "log")
         raise EvenstepError(f"{name} may lack rows of {run}: {why}\nSee {log}; the same command sends what is missing")
     return read_state(run, name).view or ""

@@ -204,7 +204,8 @@ class Mirror:
             return
         if trial.number not in self._ids:
             running = _running(trial, self._space, self._distributions)
-            self._ids[trial.number] = self._storage.create_new_trial(self._copy._study_id, running)
+            study_id = self._storage.get_study_id_from_name(self._copy.study_name)
+            self._ids[trial.number] = self._storage.create_new_trial(study_id, running)
             self._written[trial.number] = 0
             self._storage.set_trial_user_attr(self._ids[trial.number], "trial", trial.number)
         for row in trial.reached[self._written[trial.number] :]:

@@ -129,7 +129,7 @@ INTEGERS = st.one_of(
 )
 NUMBERS = st.one_of(st.sampled_from(["0", "-1", "1", "nan", "inf", "1e308", "1e400", "5e-324"]), st.floats().map(str))
 COMMANDS: dict[str, Any] = typer.main.get_command(app).commands  # type: ignore[attr-defined]
-VERBS = {name: one for name, one in COMMANDS.items() if name not in ("checkpoint", "doctor", "runs")}
+VERBS = {name: one for name, one in COMMANDS.items() if name not in ("checkpoint", "doctor", "manifest", "runs")}
 VERBS |= {f"checkpoint {name}": one for name, one in COMMANDS["checkpoint"].commands.items()}
 
 

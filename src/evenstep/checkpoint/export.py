@@ -1,4 +1,4 @@
-"""The ways out of a checkpoint: a model with its weights in Python, and files that other programs read."""
+"""What a checkpoint is exported as: a model with its weights in Python, and files that other programs read."""
 
 from __future__ import annotations
 

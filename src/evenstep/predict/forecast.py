@@ -99,7 +99,7 @@ class Forecaster:
         measured = self.calibration.work
         self.work = replace(measured, samples_a_second=self.question.reads or measured.samples_a_second)
         self.width = 0.0
-        """Added to the interval: half of what two ways of scaling to another GPU differ by."""
+        """Added to the interval: half of what two scalings to another GPU differ by."""
         if self.question.gpu:
             self._change_gpu(self.question.gpu)
         if self.calibration.kind == "cuda":

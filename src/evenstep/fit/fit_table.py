@@ -97,6 +97,10 @@ class FitRow:
         return added / done.growth_bytes - 1
 
 
+LEAST_ADDED = 16 * 2**20
+"""Bytes of a model below which the process's own memory hides it."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class FitResult:
     """All rows."""
@@ -166,9 +170,14 @@ def _memory_table(found: FitResult) -> Table:
             *cells,
             _mebibytes(total),
             measured,
-            f"{error:+.1%}" if error is not None else "-",
+            f"{error:+.1%}" if error is not None and not _is_small(row) else "-",
         )
     return table
+
+
+def _is_small(row: FitRow) -> bool:
+    """Whether the model adds so little to a process that an error of it says nothing."""
+    return sum(row.kinds.values()) - row.kinds.get("framework", 0.0) < LEAST_ADDED
 
 
 def _tries_table(found: FitResult) -> Table:
@@ -189,7 +198,7 @@ def _mebibytes(value: float | None) -> str:
 def _lines(found: FitResult) -> Iterator[str]:
     yield (
         f"samples: of a micro-batch x micro-batches of a step (global batch {found.batch}, {found.precision}, "
-        f"{found.device}); * of what the model adds to a process"
+        f"{found.device}); * of what the model adds to a process, where that is 16 MiB or more"
     )
     for row in found.rows:
         yield from _about(row)

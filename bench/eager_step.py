@@ -286,7 +286,7 @@ REPLICAS = 4
 
 
 def raced_replicas(name: str, device: torch.device, quick: bool) -> dict[str, Any]:
-    """What `--replicas 4` costs beside plain accumulation into 4 micro-batches."""
+    """What `--virtual-replicas 4` costs beside plain accumulation into 4 micro-batches."""
     work = WORKS[name][0](device)
     rounds = 4 if quick else ROUNDS
     gpu_race.MOST_BLOCK_SECONDS = BLOCK_SECONDS
@@ -294,7 +294,7 @@ def raced_replicas(name: str, device: torch.device, quick: bool) -> dict[str, An
     field = Field(work, rounds, rounds * 3 * BLOCK_SECONDS)
     field.enter(plain, lambda: racers.ours(work, fast="off", accumulate=REPLICAS))
     # Their dropout and BatchNorm may differ, and so what was learned.
-    field.enter(virtual, lambda: racers.ours(work, replicas=REPLICAS), is_checked=False)
+    field.enter(virtual, lambda: racers.ours(work, virtual_replicas=REPLICAS), is_checked=False)
     field.race([plain, virtual], {again: plain})
     header = ["", "ms", f"/ {plain}", "95 %", "loss", "MiB", "start s"]
     harness.show(f"\n{work.name}", header, field.rows([plain, virtual, again], plain))
@@ -331,7 +331,7 @@ def profiled(name: str, device: torch.device, steps: int = 300) -> None:
 def main() -> None:
     parser = harness.parser(__doc__)
     parser.add_argument("--only", nargs="*", default=[*WORKS, "text"])
-    parser.add_argument("--replicas", choices=list(WORKS), nargs="*", default=[])
+    parser.add_argument("--virtual-replicas", choices=list(WORKS), nargs="*", default=[])
     parser.add_argument("--profile", choices=list(WORKS), nargs="*")
     given = parser.parse_args()
     device = torch.device("cuda:0")
@@ -342,7 +342,7 @@ def main() -> None:
     results = {}
     for name in given.only:
         results[name] = raced_text(given.quick) if name == "text" else raced(name, device, given.quick)
-    for name in given.replicas:
+    for name in given.virtual_replicas:
         results[f"{name}, virtual replicas"] = raced_replicas(name, device, given.quick)
     if given.out:
         command = shlex.join(["python", f"bench/{Path(sys.argv[0]).name}", *sys.argv[1:]])

@@ -322,7 +322,7 @@ def ours(work: Work, strategy: str = "single", num_devices: int = 1, compile_: b
         **choices,
     )
     task = Task(model=work.network, train=work.data, loss=loss, optimizer=work.adamw)
-    team = evenstep.join(strategy, devices, work.precision, replicas=plan.replicas)
+    team = evenstep.join(strategy, devices, work.precision, virtual_replicas=plan.virtual_replicas)
     folder = tempfile.TemporaryDirectory()
     job = Trainer(plan, task, Path(folder.name), team)
     steps = train(

@@ -45,7 +45,7 @@ def block(work: Work, team: Team, accumulate: int) -> harness.Block:
 
 
 def main() -> None:
-    virtual = evenstep.join("single", ["cpu"], replicas=V)
+    virtual = evenstep.join("single", ["cpu"], virtual_replicas=V)
     plain = evenstep.join("single", ["cpu"])
     torch.set_num_threads(1)
     results = {}

@@ -1,6 +1,6 @@
 """Flags that the trainings of parity, fault and data tests get beside their own, to run those tests with them:
 
-MORE_FLAGS="--replicas 4" pytest tests/faults/test_crashes.py tests/process/test_data.py tests/process/test_parity.py
+MORE_FLAGS="--virtual-replicas 4" pytest tests/faults/test_crashes.py tests/process/test_{data,parity}.py
 MORE_FLAGS="--shares 2,1" ...       for two devices; other numbers of devices keep equal shares
 MORE_FLAGS="--replay-every 3" ...
 """
@@ -19,7 +19,7 @@ def more_flags(num_devices: int) -> list[str]:
     """What `MORE_FLAGS` holds, as far as it is for so many devices."""
     if "--shares" in MORE and len(MORE[-1].split(",")) != num_devices:
         return []
-    if "--replicas" in MORE and int(MORE[-1]) < num_devices:
+    if "--virtual-replicas" in MORE and int(MORE[-1]) < num_devices:
         return []
     return MORE
 

@@ -41,6 +41,8 @@ RUNS = "runs"
 IN_THIS_PROCESS = "(in this process)"
 """For a task that nobody can find by a name."""
 PLAN_FILE = "plan.json"
+NAMES_BEFORE = {"replicas": "virtual_replicas"}
+"""Fields that saved plans may have under another name."""
 CUSTOM_LOOP = "(custom loop)"
 """For a loop of the user's own, whose length only the user knows."""
 
@@ -97,7 +99,7 @@ class Plan:
     """`auto`: `accumulate` is chosen before the start, as the least with which a step fits in memory."""
     shares: Text | None = None
     """`5,3`: each device's part of every global batch, in the order of ranks; or `auto`."""
-    replicas: Whole | None = None
+    virtual_replicas: Whole | None = None
     """Virtual replicas: the parts of a batch whose gradients are summed in one order, on any number of devices."""
     clip: Clip | None = None
     name: Text = "run"
@@ -239,11 +241,12 @@ class Plan:
         if self.machines is None and len(shares) != num:
             given = f"--shares {shorten(self.shares)} has {len(shares)} number{'s' * (len(shares) > 1)}"
             raise PlanError(f"{given} for {num} devices; give one for each")
-        if self.replicas is not None:
-            if min(map(len, in_proportion(self.replicas, shares))) == 0:
+        if self.virtual_replicas is not None:
+            if min(map(len, in_proportion(self.virtual_replicas, shares))) == 0:
                 raise PlanError(
-                    f"--shares {shorten(self.shares)} would leave a device without any of {self.replicas} virtual "
-                    f"replicas; use --replicas {enough_for_all(shares)} or more, or shares that differ less"
+                    f"--shares {shorten(self.shares)} would leave a device without any of {self.virtual_replicas} "
+                    f"virtual replicas; use --virtual-replicas {enough_for_all(shares)} or more, or shares that differ "
+                    "less"
                 )
             return
         smallest = enough_for_all(shares, self.accumulate)
@@ -265,24 +268,24 @@ class Plan:
     @property
     def proportions(self) -> Shares:
         """What each device (or virtual replica) gets of a global batch, as far as it is known before the start."""
-        if self.replicas is not None:
-            return (1,) * self.replicas
+        if self.virtual_replicas is not None:
+            return (1,) * self.virtual_replicas
         known = parse_shares(self.shares) if self.shares is not None else None
         return known or (1,) * self.most_devices
 
     def _check_replicas(self) -> None:
-        if self.replicas is None:
+        if self.virtual_replicas is None:
             return
-        check_replicas(self.replicas, self.most_devices, self._facts)
+        check_replicas(self.virtual_replicas, self.most_devices, self._facts)
         if self.sync_batchnorm:
             raise PlanError(
                 "--sync-batchnorm computes with the statistics of the whole batch, which processes sum in an order of "
-                "their own; with --replicas leave it out: BatchNorm uses a virtual replica's samples"
+                "their own; with --virtual-replicas leave it out: BatchNorm uses a virtual replica's samples"
             )
         if self.cudnn_benchmark:
             raise PlanError(
                 "--cudnn-benchmark chooses kernels by measuring them, and another kernel gives other bits; with "
-                "--replicas leave it out"
+                "--virtual-replicas leave it out"
             )
 
     def _check_micro(self) -> None:
@@ -293,10 +296,10 @@ class Plan:
                 "--micro auto tries steps on one machine; with --machines, run evenstep fit on one of them and give "
                 "the --accumulate that it finds"
             )
-        if self.replicas is not None:
+        if self.virtual_replicas is not None:
             raise PlanError(
-                "--micro auto chooses by the memory that is free, and with --replicas other micro-batches give other "
-                "bits; give --accumulate"
+                "--micro auto chooses by the memory that is free, and with --virtual-replicas other micro-batches give "
+                "other bits; give --accumulate"
             )
         if self.shares == AUTO:
             raise PlanError("--micro auto needs to know the share of each device; give numbers, such as --shares 5,3")
@@ -304,15 +307,15 @@ class Plan:
     @property
     def num_parts(self) -> int:
         """Parts of a global batch that are cut into micro-batches: virtual replicas, or devices."""
-        return self.replicas or self.most_devices
+        return self.virtual_replicas or self.most_devices
 
     def _check_cut(self) -> None:
         smallest = self.num_parts * self.accumulate
         if self.batch < smallest:
-            if self.replicas is not None:
+            if self.virtual_replicas is not None:
                 parts = f" x {self.accumulate} micro-batches" if self.accumulate > 1 else ""
                 raise PlanError(
-                    f"a global batch of {self.batch} is too small for {self.replicas} virtual replicas{parts}; "
+                    f"a global batch of {self.batch} is too small for {self.virtual_replicas} virtual replicas{parts}; "
                     f"use --batch {smallest} or more"
                 )
             machines = self.most_devices // len(self.devices)
@@ -383,8 +386,9 @@ class Plan:
         devices = "1 device" if len(self.devices) == 1 else f"{len(self.devices)} devices"
         devices = f"{machines[0]} machines x {devices}" if machines[0] > 1 else devices
         shares = f" (shares {self.shares})" if self.shares is not None else ""
-        if self.replicas is not None:
-            parts, devices = f"{parts} on {devices}", f"{self.replicas} virtual replica{'s' * (self.replicas > 1)}"
+        if self.virtual_replicas is not None:
+            parts = f"{parts} on {devices}"
+            devices = f"{self.virtual_replicas} virtual replica{'s' * (self.virtual_replicas > 1)}"
         return f"global batch {self.batch} = {devices} x {sizes}{parts}{shares}; {self._epochs_in_words(lengths)}"
 
     def _epochs_in_words(self, lengths: Lengths) -> str:
@@ -431,6 +435,7 @@ class Plan:
     @classmethod
     def from_json(cls, values: Mapping[str, Any]) -> Plan:
         """The plan that `to_json` wrote; its strategy may be one that the task's file, not imported yet, adds."""
+        values = {NAMES_BEFORE.get(name, name): value for name, value in values.items()}
         known = {field.name for field in fields(cls)}
         unknown = sorted(set(values) - known)
         if unknown:
@@ -502,13 +507,15 @@ def parse_best(text: str | None) -> tuple[str, Direction]:
 
 def check_replicas(num: int, num_devices: int, facts: StrategyFacts) -> None:
     """Refuse virtual replicas that the strategy, or the number of devices, does not allow."""
-    check("replicas", num, Whole, PlanError)
+    check("virtual_replicas", num, Whole, PlanError)
     if not facts.virtual_replicas:
         able = one_of(row for row in STRATEGIES.values() if row.virtual_replicas)
-        raise PlanError(f"{facts.name} does not sum gradients in the order of --replicas; use --strategy {able}")
+        raise PlanError(
+            f"{facts.name} does not sum gradients in the order of --virtual-replicas; use --strategy {able}"
+        )
     if num < num_devices:
         raise PlanError(
-            f"{num} virtual replica{'s' * (num > 1)} cannot be shared by {num_devices} devices; use --replicas "
+            f"{num} virtual replica{'s' * (num > 1)} cannot be shared by {num_devices} devices; use --virtual-replicas "
             f"{num_devices} or more, the same number on any number of devices"
         )
 

@@ -46,7 +46,7 @@ class StrategyFacts:
     cuda_graphs: bool = False
     """Whether a step that goes through torch's wrapper can be captured."""
     virtual_replicas: bool = False
-    """Whether it sums the gradients of virtual replicas in the order of their tree (`--replicas`)."""
+    """Whether it sums the gradients of virtual replicas in the order of their tree (`--virtual-replicas`)."""
     separates_communication: bool = True
     """Whether communication can be timed separately from forward and backward."""
     refusals: Mapping[str, str] = field(default_factory=dict)

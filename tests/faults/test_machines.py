@@ -187,7 +187,7 @@ def task() -> Task:
 
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
 def test_virtual_replicas_have_the_same_bits_on_two_machines_and_on_one_device(tmp_path: Path, strategy: str) -> None:
-    options = ["--replicas", "4", "--clip", "1"]
+    options = ["--virtual-replicas", "4", "--clip", "1"]
     with machines(tmp_path, 2) as (first, second):
         for machine in (first, second):
             (machine.folder / "my_task.py").write_text(NORMED)

@@ -1,4 +1,4 @@
-"""On one GPU: with --replicas, every strategy that can share it has the bits of single.
+"""On one GPU: with --virtual-replicas, every strategy that can share it has the bits of single.
 
 `dp` uses the GPU twice and four times, `ddp` with two ranks on it speaks gloo; `fsdp` runs at size 1.
 """
@@ -43,7 +43,7 @@ def plan(where: str, precision: str) -> Plan:
         devices=("cuda:0",) * int(num),
         batch=40,
         steps=20,
-        replicas=4,
+        virtual_replicas=4,
         accumulate=2,
         precision=precision,
         clip=1.0,
@@ -87,7 +87,7 @@ def test_settings_for_equal_bits_are_put_back() -> None:
 
         return evenstep.Task(model=made.model, train=made.train, loss=loss, optimizer=made.optimizer)
 
-    evenstep.train(task, devices=["cuda:0"], batch=20, steps=2, replicas=2, progress=False)
+    evenstep.train(task, devices=["cuda:0"], batch=20, steps=2, virtual_replicas=2, progress=False)
     # The first call is the check before the start, on the CPU.
     assert set(seen[1:]) == {(True, True)}
     assert not torch.are_deterministic_algorithms_enabled()

@@ -134,14 +134,16 @@ def test_a_comparison_has_a_table_a_recommendation_and_a_page() -> None:
 
 @pytest.mark.slow
 def test_the_cost_of_virtual_replicas_is_shown_beside_the_plain_step() -> None:
-    ways = ("--devices", "2", "--strategies", "ddp,fsdp", "--replicas", "4", "--rounds", "1", "--steps", "6")
+    ways = ("--devices", "2", "--strategies", "ddp,fsdp", "--virtual-replicas", "4", "--rounds", "1", "--steps", "6")
     ended = compare("my_task.py", *ways, "--name", "mine")
     assert ended.returncode == 0, ended.stderr
     found = Comparison.read("runs/mine")
     plain = ["single", "ddp x 2", "fsdp x 2"]
     assert [row.label for row in found.rows] == [*plain, *(f"{label}, V=4" for label in plain)]
     assert "V=4" not in found.advice[0]
-    (cost,) = [line for line in found.advice if line.startswith("The same bits on any number of devices (--replicas)")]
+    (cost,) = [
+        line for line in found.advice if line.startswith("The same bits on any number of devices (--virtual-replicas)")
+    ]
     assert all(f"{label} " in cost for label in plain)
     assert "ddp x 2, V=4" in Path("runs/mine/page.html").read_text()
 

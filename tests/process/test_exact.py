@@ -1,4 +1,4 @@
-"""With --replicas: BatchNorm, fsdp, and verify --exact, which proves the bits on the user's own task."""
+"""With --virtual-replicas: BatchNorm, fsdp, and verify --exact, which proves the bits on the user's own task."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def test_running_statistics_are_the_mean_of_those_of_virtual_replicas(
     kind: Any, momentum: float | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     data = SHAPES[kind]
-    team = evenstep.join("single", devices=["cpu"], replicas=4)
+    team = evenstep.join("single", devices=["cpu"], virtual_replicas=4)
     model = team.wrap(nn.Sequential(kind(6, momentum=momentum)))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     mean, variance = torch.zeros(6), torch.ones(6)
@@ -59,7 +59,7 @@ class Counting(nn.Module):
 
 
 def test_a_count_that_differs_between_virtual_replicas_is_named() -> None:
-    team = evenstep.join("single", devices=["cpu"], replicas=3)
+    team = evenstep.join("single", devices=["cpu"], virtual_replicas=3)
     model = team.wrap(Counting())
     (batch,) = team.loader((torch.ones(8, 3),), batch=8)
     with pytest.raises(evenstep.errors.TaskError, match="forward changes the buffer seen, whose whole numbers differ"):
@@ -67,7 +67,7 @@ def test_a_count_that_differs_between_virtual_replicas_is_named() -> None:
 
 
 def test_sync_batchnorm_is_named() -> None:
-    team = evenstep.join("single", devices=["cpu"], replicas=2)
+    team = evenstep.join("single", devices=["cpu"], virtual_replicas=2)
     model = team.wrap(nn.Sequential(nn.Linear(3, 3), nn.SyncBatchNorm(3)))
     (batch,) = team.loader((torch.ones(8, 3),), batch=8)
     with pytest.raises(evenstep.errors.TaskError, match="1 is a SyncBatchNorm"):
@@ -75,7 +75,7 @@ def test_sync_batchnorm_is_named() -> None:
 
 
 def plan(strategy: str, num: int, **more: Any) -> Plan:
-    fields = {"batch": 40, "steps": STEPS, "replicas": 4, "clip": 1.0, "accumulate": 2, **more}
+    fields = {"batch": 40, "steps": STEPS, "virtual_replicas": 4, "clip": 1.0, "accumulate": 2, **more}
     return Plan(strategy=strategy, devices=("cpu",) * num, **fields)
 
 
@@ -120,7 +120,9 @@ def test_fsdp_has_the_bits_of_single_in_unusual_tasks(tmp_path: Path, num: int) 
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("more", [{"precision": "bf16"}, {"precision": "fp64"}, {"replicas": 5}, {"accumulate": 1}])
+@pytest.mark.parametrize(
+    "more", [{"precision": "bf16"}, {"precision": "fp64"}, {"virtual_replicas": 5}, {"accumulate": 1}]
+)
 def test_fsdp_has_the_bits_of_single_with_other_options(tmp_path: Path, more: dict[str, Any]) -> None:
     check_bits(tmp_path, KEYS, ["fsdp-3"], **more)
 
@@ -195,7 +197,7 @@ def test_verify_proves_the_bits_of_a_task_with_dropout_and_batchnorm() -> None:
     code, found = verify("sound", "--strategies", "fsdp", "--devices", "2")
     assert code == 0
     assert found["is_same"] is True
-    assert found["replicas"] == 4
+    assert found["virtual_replicas"] == 4
     (way,) = found["ways"]
     assert {name for name, part in way["parts"].items() if part["is_same"] and part["difference"] == 0.0} == {
         *("loss", "gradients", "weights", "optimizer", "evaluation", "samples", "checkpoint")

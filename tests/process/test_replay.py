@@ -142,7 +142,7 @@ def digest(run: Path) -> str:
 
 
 SOUND = ["norm/adamw/mean/dropout", "gpt/adamw/pair", "averaged/sgd/mean", "mlp/sgd/mean/stream", "mlp/sgd/mean/rows"]
-VIRTUAL = {"replicas": 4, "shares": "3,1", "accumulate": 2}
+VIRTUAL = {"virtual_replicas": 4, "shares": "3,1", "accumulate": 2}
 CASES: list[tuple[str, int, dict[str, Any]]] = [
     (SOUND[0], 200, {}),
     *((key, 200, {}) for key in SOUND[1:]),

@@ -259,7 +259,7 @@ def test_every_device_gets_enough_and_a_faster_one_no_less(
     num, least = len(speeds), accumulate if not is_virtual else 1
     auto = Plan(
         batch=num * accumulate + more if not is_virtual else (num + more) * accumulate,
-        replicas=num + more if is_virtual else None,
+        virtual_replicas=num + more if is_virtual else None,
         steps=1,
         strategy="ddp",
         devices=("cpu",) * num,
@@ -267,7 +267,7 @@ def test_every_device_gets_enough_and_a_faster_one_no_less(
         shares="auto",
     )
     parts = parts_of(auto, tuple(speeds))
-    assert sum(parts) == (auto.replicas or auto.batch)
+    assert sum(parts) == (auto.virtual_replicas or auto.batch)
     assert min(parts) >= least
     by_speed = sorted(zip(speeds, parts, strict=True))
     for (slow, few), (fast, many) in itertools.pairwise(by_speed):
@@ -316,7 +316,7 @@ def test_compare_says_what_they_gain() -> None:
 @pytest.mark.slow
 def test_with_virtual_replicas_any_shares_give_the_same_bits(tmp_path: Path) -> None:
     key = "mlp/adamw/mean/dropout"
-    how = {"batch": 17, "steps": 40, "replicas": 5, "accumulate": 2, "clip": 1.0}
+    how = {"batch": 17, "steps": 40, "virtual_replicas": 5, "accumulate": 2, "clip": 1.0}
     two = {**how, "devices": ("cpu", "cpu")}
     one = {"single": Plan(**how), "dp": Plan(strategy="dp", shares="1,3", **two)}
     run_jobs(tmp_path, 1, [(name, plan, key) for name, plan in one.items()])

@@ -111,7 +111,7 @@ def test_the_winner_is_bit_equal_to_a_fresh_run_of_its_plan(halved: Path) -> Non
 
 @pytest.mark.slow
 def test_with_virtual_replicas_the_last_trial_goes_on_on_all_devices_with_the_same_bits() -> None:
-    done = tune(*HALVING, "--replicas", "2")
+    done = tune(*HALVING, "--virtual-replicas", "2")
     assert done.returncode == 0, done.stderr
     assert "goes on to epoch 4 on 2 devices" in done.stderr
     same_as_a_fresh_run(Path("runs/s"))

@@ -1,4 +1,4 @@
-"""With --replicas, a run has the same bits on any number of devices."""
+"""With --virtual-replicas, a run has the same bits on any number of devices."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ MORE = [
     "mlp/adamw/mean/dropout --precision bf16",
     "mlp/adamw/mean/dropout --precision fp16",
     "cnn/sgd/mean --precision fp64 --accumulate 3",
-    "gpt/adamw/mean/dropout --replicas 7",
+    "gpt/adamw/mean/dropout --virtual-replicas 7",
     "mlp/adamw/penalty",
     "heads/sgd/pair",
     "experts/adamw/mean",
@@ -64,7 +64,7 @@ QUICK = {
 
 def plan(where: str, **more: object) -> Plan:
     strategy, _, num = where.partition("-")
-    values = {"batch": BATCH, "steps": STEPS, "replicas": V, "clip": 1.0, **more}
+    values = {"batch": BATCH, "steps": STEPS, "virtual_replicas": V, "clip": 1.0, **more}
     return Plan(strategy=strategy, devices=("cpu",) * int(num or 1), **values)
 
 
@@ -81,7 +81,7 @@ def digest(run: Path) -> str:
 @pytest.mark.parametrize(("loss", "accumulate"), first_is_quick([("pair", 2), ("mean", 1)]))
 def test_they_learn_what_one_device_learns(tmp_path: Path, loss: str, accumulate: int) -> None:
     key = f"mlp/adamw/{loss}"
-    plans = {"plain": {"replicas": None}, "virtual": {"accumulate": accumulate}}
+    plans = {"plain": {"virtual_replicas": None}, "virtual": {"accumulate": accumulate}}
     jobs = [(name, plan("single", precision="fp64", threads=1, **more), key) for name, more in plans.items()]
     run_jobs(tmp_path, 1, jobs)
     plain, virtual = (result(tmp_path, name) for name in plans)
@@ -97,7 +97,7 @@ def name(where: str, case: str) -> str:
 
 def job(where: str, case: str) -> tuple[str, Plan, str]:
     key, *words = case.split()
-    options = {flag.removeprefix("--"): value for flag, value in zip(words[::2], words[1::2], strict=True)}
+    options = {flag.removeprefix("--").replace("-", "_"): value for flag, value in zip(words[::2], words[1::2], strict=True)}
     values = {flag: int(value) if value.isdigit() else value for flag, value in options.items()}
     return name(where, case), plan(where, **values), key
 
@@ -142,7 +142,7 @@ def test_the_same_bits_on_any_number_of_devices(trained: Path, where: str, case:
 def test_the_same_bits_on_eight_devices(tmp_path: Path) -> None:
     jobs = [(key, {"accumulate": accumulate}) for key in MATRIX[:1] for accumulate in (1, 2)]
     for where, size in (("single", 1), ("ddp-8", 8), ("dp-8", 1)):
-        plans = [(f"{where}-{more}", plan(where, replicas=8, **more), key.split()[0]) for key, more in jobs]
+        plans = [(f"{where}-{more}", plan(where, virtual_replicas=8, **more), key.split()[0]) for key, more in jobs]
         run_jobs(tmp_path, size, plans)
         for _, more in jobs:
             refuse_different(tmp_path / f"{where}-{more}", tmp_path / f"single-{more}")
@@ -219,7 +219,18 @@ def evenstep_(*words: str, **variables: str) -> subprocess.CompletedProcess[str]
 @pytest.mark.timeout(600)
 def test_a_run_that_is_killed_and_resumed_on_other_devices_is_the_same_run() -> None:
     Path("my_task.py").write_text(TASK)
-    words = ("--batch", "17", "--replicas", "4", "--accumulate", "2", "--steps", "60", "--checkpoint-every", "10")
+    words = (
+        "--batch",
+        "17",
+        "--virtual-replicas",
+        "4",
+        "--accumulate",
+        "2",
+        "--steps",
+        "60",
+        "--checkpoint-every",
+        "10",
+    )
     done = evenstep_("train", "my_task.py", *words, "--name", "whole")
     assert done.returncode == 0, done.stderr
     assert "global batch 17 = 4 virtual replicas x 2-3 x 2 micro-batches" in done.stderr
@@ -249,7 +260,18 @@ def test_a_run_that_is_killed_and_resumed_on_other_devices_is_the_same_run() -> 
 def test_a_run_that_is_restarted_after_a_crash_is_the_same_run() -> None:
     dies_once = "not os.path.exists('died') and not open('died', 'w').close() and os.kill(os.getpid(), signal.SIGKILL)"
     Path("my_task.py").write_text(TASK.replace("os.kill(os.getpid(), signal.SIGKILL)", dies_once))
-    words = ("train", "my_task.py", "--batch", "17", "--replicas", "4", "--steps", "30", "--checkpoint-every", "10")
+    words = (
+        "train",
+        "my_task.py",
+        "--batch",
+        "17",
+        "--virtual-replicas",
+        "4",
+        "--steps",
+        "30",
+        "--checkpoint-every",
+        "10",
+    )
     done = evenstep_(*words, "--name", "whole")
     assert done.returncode == 0, done.stderr
     crashed = evenstep_(*words, "--name", "crashed", "--devices", "cpu,cpu,cpu", "--restarts", "1", DIES_AT="25")
@@ -265,8 +287,16 @@ GATHERS = TASK.replace("logits = model(batch[0])", "logits = evenstep.gather(mod
     ("task", "words", "said"),
     first_is_quick(
         [
-            (GATHERS, (), "evenstep.gather makes a loss of the whole batch, and --replicas 4 computes it in parts"),
-            (TASK, ("--devices", "5"), "4 virtual replicas cannot be shared by 5 devices; use --replicas 5 or more"),
+            (
+                GATHERS,
+                (),
+                "evenstep.gather makes a loss of the whole batch, and --virtual-replicas 4 computes it in parts",
+            ),
+            (
+                TASK,
+                ("--devices", "5"),
+                "4 virtual replicas cannot be shared by 5 devices; use --virtual-replicas 5 or more",
+            ),
             (
                 TASK,
                 ("--devices", "2", "--sync-batchnorm"),
@@ -277,7 +307,7 @@ GATHERS = TASK.replace("logits = model(batch[0])", "logits = evenstep.gather(mod
 )
 def test_what_cannot_have_the_same_bits_is_refused(task: str, words: tuple[str, ...], said: str) -> None:
     Path("my_task.py").write_text(task)
-    done = evenstep_("train", "my_task.py", "--steps", "2", "--replicas", "4", *words)
+    done = evenstep_("train", "my_task.py", "--steps", "2", "--virtual-replicas", "4", *words)
     assert done.returncode != 0
     assert said in done.stderr
 
@@ -304,8 +334,8 @@ class Loop:
         return [weight.flatten().tolist() for weight in self.model.module.state_dict().values()]
 
 
-def joined(*devices: str, replicas: int = 4) -> Team:
-    return evenstep.join("dp" if len(devices) > 1 else "single", devices=[*devices], replicas=replicas)
+def joined(*devices: str, virtual_replicas: int = 4) -> Team:
+    return evenstep.join("dp" if len(devices) > 1 else "single", devices=[*devices], virtual_replicas=virtual_replicas)
 
 
 def noisy(model: Any, batch: Any) -> torch.Tensor:
@@ -367,7 +397,9 @@ def test_gradients_that_backward_adds_in_parts_have_the_same_bits() -> None:
     for devices in (("cpu",), ("cpu", "cpu")):
         torch.manual_seed(0)
         loop = Loop(
-            joined(*devices, replicas=2), Reentrant(), lambda model, batch: (model(batch[0]) - batch[1]).square().mean()
+            joined(*devices, virtual_replicas=2),
+            Reentrant(),
+            lambda model, batch: (model(batch[0]) - batch[1]).square().mean(),
         )
         found.append(([loop.step() for _ in range(4)], loop.weights()))
     assert found[0] == found[1]
@@ -430,6 +462,6 @@ def test_a_run_that_is_resumed_with_virtual_replicas_says_that_it_had_none() -> 
     Path("my_task.py").write_text(TASK)
     done = evenstep_("train", "my_task.py", "--batch", "16", "--steps", "2", "--name", "plain")
     assert done.returncode == 0, done.stderr
-    again = evenstep_("train", "--resume", "runs/plain", "--steps", "3", "--replicas", "4", "--name", "again")
+    again = evenstep_("train", "--resume", "runs/plain", "--steps", "3", "--virtual-replicas", "4", "--name", "again")
     assert again.returncode == 0, again.stderr
-    assert "the bits may differ from those of the run before: --replicas none before, 4 now" in again.stderr
+    assert "the bits may differ from those of the run before: --virtual-replicas none before, 4 now" in again.stderr

@@ -44,7 +44,7 @@ def value(model: Any, batch: Any) -> dict[str, Any]:
 
 def train(strategy: str, num: int) -> list[Any]:
     """Losses, logged values and evaluations of all steps, and a sum of all weights' bits."""
-    team = evenstep.join(strategy, devices=["cpu"] * num, replicas=V)
+    team = evenstep.join(strategy, devices=["cpu"] * num, virtual_replicas=V)
     layers = nn.Linear(5, 16), nn.ReLU(), nn.Dropout(0.3), nn.Linear(16, 1)
     d, g = team.wrap(nn.Sequential(*layers)), team.wrap(nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 5)))
     d_optimizer = torch.optim.AdamW(d.parameters(), lr=0.01)

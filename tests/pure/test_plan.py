@@ -37,7 +37,7 @@ def make(**values: Any) -> Plan:
             "global batch 512 = 4 devices x 64 x 2 micro-batches; 118 steps per epoch (the last has 96 samples)",
         ),
         (
-            {"batch": 17, "strategy": "ddp", "devices": cpus(2), "accumulate": 2, "replicas": 4},
+            {"batch": 17, "strategy": "ddp", "devices": cpus(2), "accumulate": 2, "virtual_replicas": 4},
             103,
             "global batch 17 = 4 virtual replicas x 2-3 x 2 micro-batches on 2 devices; 7 steps per epoch (the "
             "last has 1 samples)",
@@ -148,6 +148,13 @@ def test_a_plan_comes_back_from_json_as_it_went(value: Plan, tmp_path: Path) -> 
     assert read_plan(tmp_path) == read_plan(str(tmp_path / "plan.json")) == value
 
 
+def test_a_plan_that_was_saved_with_the_name_before_is_read() -> None:
+    value = make(virtual_replicas=4, batch=64)
+    saved = value.to_json()
+    saved["replicas"] = saved.pop("virtual_replicas")
+    assert Plan.from_json(saved) == value
+
+
 def test_a_plan_that_measures_norms_without_clipping_is_valid_json() -> None:
     measures = make(clip=float("inf"))
     assert Plan.from_json(json.loads(json.dumps(measures.to_json(), allow_nan=False))) == measures
@@ -214,18 +221,18 @@ WHOLE = "it must be a whole number, 1 or more"
             "a global batch of 11 is too small for 4 devices x 3 micro-batches; use --batch 12 or more",
         ),
         (
-            {"replicas": 4, "accumulate": 2, "batch": 7},
+            {"virtual_replicas": 4, "accumulate": 2, "batch": 7},
             "a global batch of 7 is too small for 4 virtual replicas x 2 micro-batches; use --batch 8 or more",
         ),
         (
-            {"replicas": 4, "strategy": "dp-torch", "devices": ("cuda:0", "cuda:1")},
-            "dp-torch does not sum gradients in the order of --replicas; use --strategy single, dp, ddp or fsdp",
+            {"virtual_replicas": 4, "strategy": "dp-torch", "devices": ("cuda:0", "cuda:1")},
+            "dp-torch does not sum gradients in the order of --virtual-replicas; use --strategy single, dp, ddp or",
         ),
-        ({"replicas": 2, "cudnn_benchmark": True}, "--cudnn-benchmark chooses kernels by measuring them"),
+        ({"virtual_replicas": 2, "cudnn_benchmark": True}, "--cudnn-benchmark chooses kernels by measuring them"),
         ({"replay_every": 5, "cudnn_benchmark": True}, "with --replay-every leave it out"),
         (
-            {"replicas": 2, "strategy": "ddp", "devices": cpus(3)},
-            "2 virtual replicas cannot be shared by 3 devices; use --replicas 3 or more, the same number on any",
+            {"virtual_replicas": 2, "strategy": "ddp", "devices": cpus(3)},
+            "2 virtual replicas cannot be shared by 3 devices; use --virtual-replicas 3 or more, the same number",
         ),
         (
             {"strategy": "dp-torch"},

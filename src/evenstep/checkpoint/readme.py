@@ -103,7 +103,7 @@ def _training(plan: Plan) -> dict[str, str]:
         "seed of weights and sample order": str(plan.seed),
         "precision": plan.precision,
         "strategy": f"{plan.strategy} on {devices}{machines}",
-        "virtual replicas": str(plan.replicas or ""),
+        "virtual replicas": str(plan.virtual_replicas or ""),
     }
     return {name: value for name, value in facts.items() if value}
 
@@ -118,7 +118,7 @@ def _command(plan: Plan) -> str:
     """Whatever the devices, it trains the same model."""
     length = ["--epochs", str(plan.epochs)] if plan.steps is None else ["--steps", str(plan.steps)]
     options = [f"{name}={value_in_words(value)}" for name, value in plan.options.items()]
-    replicas = ["--replicas", str(plan.replicas)] if plan.replicas is not None else []
+    replicas = ["--virtual-replicas", str(plan.virtual_replicas)] if plan.virtual_replicas is not None else []
     more = ["--batch", str(plan.batch), *length, "--seed", str(plan.seed), "--precision", plan.precision, *replicas]
     return shlex.join(["evenstep", "train", plan.task_name, *options, *more])
 

@@ -75,7 +75,7 @@ def compare(
     sync_batchnorm: Annotated[
         bool, flag("--sync-batchnorm", help=f"Use SyncBatchNorm under {with_processes()}.")
     ] = False,
-    replicas: Annotated[
+    virtual_replicas: Annotated[
         int | None,
         typer.Option(metavar="V", min=1, help="Measure each strategy also with V virtual replicas: what they cost."),
     ] = None,
@@ -104,7 +104,7 @@ def compare(
         rounds=rounds,
         steps=steps,
         sync_batchnorm=sync_batchnorm,
-        replicas=replicas,
+        virtual_replicas=virtual_replicas,
         shares=shares,
         choices={**choices, "seed": seed, "name": name, "out": out, "options": given},
         command=shlex.join(["evenstep", *sys.argv[1:]]),

@@ -104,7 +104,7 @@ def train(
             "first steps. Default: equal.",
         ),
     ] = None,
-    replicas: Annotated[
+    virtual_replicas: Annotated[
         int | None,
         typer.Option(
             metavar="V",

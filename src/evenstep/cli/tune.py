@@ -88,7 +88,7 @@ def tune(
             help=f"Of trials on several devices: {one_of(usual_strategies())}.", autocompletion=complete_strategy
         ),
     ] = None,
-    replicas: Annotated[
+    virtual_replicas: Annotated[
         int | None,
         typer.Option(
             metavar="V",
@@ -135,7 +135,13 @@ def tune(
         metric=metric,
         sampler=sampler,
         seed=seed,
-        choices={**choices, "workers": workers, "threads": threads, "replicas": replicas, "options": given or None},
+        choices={
+            **choices,
+            "workers": workers,
+            "threads": threads,
+            "virtual_replicas": virtual_replicas,
+            "options": given or None,
+        },
         name=name,
         out=out,
         command=shlex.join(["evenstep", *sys.argv[1:]]),

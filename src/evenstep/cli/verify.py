@@ -50,7 +50,7 @@ evenstep verify my_task.py --strategies ddp,fsdp --sync-batchnorm
 
 evenstep verify my_task.py --accumulate 2 --precision bf16 --json
 
-evenstep verify my_task.py --exact --replicas 4 --devices 2,4
+evenstep verify my_task.py --exact --virtual-replicas 4 --devices 2,4
 """
 
 
@@ -95,7 +95,7 @@ def verify(
             "first operation that differs.",
         ),
     ] = False,
-    replicas: Annotated[
+    virtual_replicas: Annotated[
         int | None,
         typer.Option(metavar="V", help="Virtual replicas, with --exact; default: 4, or one for each device."),
     ] = None,
@@ -120,7 +120,7 @@ def verify(
 
     load_strategies(strategies, task, seed)
     configs = configs_of(strategies, devices, accumulate, shares)
-    virtual = _virtual_replicas(exact, replicas, sync_batchnorm, max(len(config.devices) for config in configs))
+    virtual = _virtual_replicas(exact, virtual_replicas, sync_batchnorm, max(len(config.devices) for config in configs))
     if virtual is not None:
         configs = [config for config in configs if config.strategy != REFERENCE]
     choices = {
@@ -136,7 +136,7 @@ def verify(
     prepared = prepare(task, {**choices, "name": name, "devices": configs[0].devices[0], "strategy": REFERENCE})
     try:
         for config in configs:
-            plan_of(replace(prepared.plan, replicas=virtual), config)
+            plan_of(replace(prepared.plan, virtual_replicas=virtual), config)
     except PlanError:
         _remove(prepared.folder, is_first)
         raise
@@ -164,20 +164,20 @@ def verify(
         raise typer.Exit(EvenstepError.exit_code)
 
 
-def _virtual_replicas(exact: bool, replicas: int | None, sync_batchnorm: bool, most_devices: int) -> int | None:
+def _virtual_replicas(exact: bool, virtual_replicas: int | None, sync_batchnorm: bool, most_devices: int) -> int | None:
     """With --exact, the number of virtual replicas."""
     from evenstep.plan import Whole
 
     if not exact:
-        if replicas is not None:
-            raise PlanError("--replicas is for verify --exact, which compares bits; add --exact")
+        if virtual_replicas is not None:
+            raise PlanError("--virtual-replicas is for verify --exact, which compares bits; add --exact")
         return None
     if sync_batchnorm:
         raise PlanError("--sync-batchnorm sums over processes in any order; with --exact leave it out")
-    if replicas is None:
+    if virtual_replicas is None:
         return max(USUAL_REPLICAS, most_devices)
-    check("replicas", replicas, Whole, PlanError)
-    return replicas
+    check("virtual_replicas", virtual_replicas, Whole, PlanError)
+    return virtual_replicas
 
 
 def _remove(folder: Path, is_first: bool) -> None:
@@ -196,7 +196,7 @@ class _Request:
     num_configs: int
     seconds: float
     keep: bool
-    replicas: int | None
+    virtual_replicas: int | None
 
 
 def _show(prepared: Prepared, verdicts: Mapping[Configuration, Verdict], request: _Request, as_json: bool) -> None:
@@ -211,7 +211,9 @@ def _show(prepared: Prepared, verdicts: Mapping[Configuration, Verdict], request
         # In a file or a pipe there is no edge to fold at.
         console.width = 120
     console.print(table(verdicts), soft_wrap=False)
-    for line, style in lines(verdicts, request.num_configs, prepared.plan.batch, request.seconds, request.replicas):
+    for line, style in lines(
+        verdicts, request.num_configs, prepared.plan.batch, request.seconds, request.virtual_replicas
+    ):
         console.print(without_control(line), style=style, markup=False)
     if request.keep:
         console.print(f"the runs are in {prepared.folder}", style="dim", markup=False)
@@ -223,7 +225,7 @@ def _values(prepared: Prepared, verdicts: Mapping[Configuration, Verdict], reque
         "is_same": len(verdicts) == request.num_configs and all(verdict.is_same for verdict in verdicts.values()),
         "batch": prepared.plan.batch,
         "precision": prepared.plan.precision,
-        "replicas": request.replicas,
+        "virtual_replicas": request.virtual_replicas,
         "seconds": round(request.seconds, 2),
         "runs": str(prepared.folder) if request.keep else None,
         "ways": [

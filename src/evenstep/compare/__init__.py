@@ -54,7 +54,7 @@ class CompareRequest:
     """Of a block; as many as take about a second, if not given."""
     sync_batchnorm: bool = False
     """Under ddp and fsdp, which can."""
-    replicas: int | None = None
+    virtual_replicas: int | None = None
     """Virtual replicas: each configuration is then measured with and without."""
     shares: str | None = None
     """Of devices in a global batch: each configuration that they fit is then measured with and without."""
@@ -66,7 +66,7 @@ class CompareRequest:
 def compare(request: CompareRequest, log: Callable[[str], None] = lambda line: None) -> tuple[Comparison, Path]:
     """Measure every configuration, and write the comparison beside its Records; returns it and its folder."""
     load_strategies(request.strategies, request.source, request.choices.get("seed"))
-    configs = find_configs(request.strategies, request.devices, request.replicas, request.shares)
+    configs = find_configs(request.strategies, request.devices, request.virtual_replicas, request.shares)
     label = label_of(request.source, request.choices.get("options", {}))
     name = request.choices.get("name") or free_name(label, "compare", request.choices.get("out") or RUNS)
     first = {"strategy": REFERENCE, "devices": list(configs[0].devices), "name": name}
@@ -98,7 +98,7 @@ def compare(request: CompareRequest, log: Callable[[str], None] = lambda line: N
     # Written now, so that a failure with the larger batch does not lose it.
     replace(comparison, advice=advise(comparison)).write(base.folder)
     comparison = replace(comparison, larger_batch=_larger_batch(runner, comparison, configs, block))
-    expected = expectation([taken.record for taken in runner.taken if taken.config.replicas is None])
+    expected = expectation([taken.record for taken in runner.taken if taken.config.virtual_replicas is None])
     comparison = replace(comparison, advice=[*advise(comparison), *expected])
     comparison.write(base.folder)
     return comparison, base.folder
@@ -109,8 +109,8 @@ def _parities(
 ) -> dict[Configuration, tuple[Parity, str]]:
     """Whether each configuration matches `single`, or why that is unknown."""
     found: dict[Configuration, tuple[Parity, str]] = {configs[0]: ("reference", "the reference for the other rows")}
-    found |= {config: ("unknown", BIT_FOR_BIT) for config in configs if config.replicas is not None}
-    configs = [config for config in configs if config.replicas is None]
+    found |= {config: ("unknown", BIT_FOR_BIT) for config in configs if config.virtual_replicas is not None}
+    configs = [config for config in configs if config.virtual_replicas is None]
     log("checking that every strategy matches single")
     folder = base.folder / "verify"
     try:
@@ -192,7 +192,7 @@ class BlockRunner:
 
     def run(self, config: Configuration, name: str, block: Block, batch: int | None = None) -> MeasuredBlock | None:
         """One block in new processes; None if it failed, and the configuration is then left out."""
-        cut = f"-v{config.replicas}" if config.replicas is not None else ""
+        cut = f"-v{config.virtual_replicas}" if config.virtual_replicas is not None else ""
         cut += f"-shares-{config.shares}" if config.shares is not None else ""
         folder = self.base.folder / f"{config.strategy}-{len(config.devices)}{cut}-{name}"
         try:
@@ -203,7 +203,7 @@ class BlockRunner:
                 devices=config.devices,
                 steps=block.plan_steps,
                 sync_batchnorm=self._synchronises(config),
-                replicas=config.replicas,
+                virtual_replicas=config.virtual_replicas,
                 shares=config.shares,
                 batch=batch or self.base.plan.batch,
             )
@@ -222,7 +222,7 @@ class BlockRunner:
         return MeasuredBlock(config, folder, record, record.measurement, record.measurement.first_step_at - began)
 
     def _synchronises(self, config: Configuration) -> bool:
-        can = STRATEGIES[config.strategy].processes_per_device and config.replicas is None
+        can = STRATEGIES[config.strategy].processes_per_device and config.virtual_replicas is None
         return self.sync_batchnorm and can
 
     def rows(self, configs: Sequence[Configuration], parities: Mapping[Configuration, tuple[Parity, str]]) -> list[Row]:
@@ -237,7 +237,7 @@ class BlockRunner:
         return Row(
             strategy=config.strategy,
             devices=list(config.devices),
-            replicas=config.replicas,
+            virtual_replicas=config.virtual_replicas,
             shares=config.shares,
             samples_per_second=Range.of([one.samples / one.seconds for one in measured]),
             step_seconds=Range.of([usual(one.step_seconds, kind) for one in measured]),

@@ -1,6 +1,6 @@
 """What the bits of a result depend on besides the computation: threads, the kind of device, the version of torch.
 
-With `--replicas` these are written to the Record and to checkpoints, and a run that differs says so.
+With `--virtual-replicas` these are written to the Record and to checkpoints, and a run that differs says so.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import torch
 
 from evenstep.distributed.world import World
 
-LABELS = {"replicas": "--replicas", "threads": "threads per process", "device": "device", "torch": "torch"}
+LABELS = {"replicas": "--virtual-replicas", "threads": "threads per process", "device": "device", "torch": "torch"}
 
 
 def numerics(world: World) -> dict[str, Any]:
@@ -59,5 +59,7 @@ def unequal_kinds(world: World) -> list[str]:
             if other[name] != every[0][name]
         ]
         if found:
-            return [f"--replicas: the bits may depend on which device computes what: rank {rank} has {found[0]}"]
+            return [
+                f"--virtual-replicas: the bits may depend on which device computes what: rank {rank} has {found[0]}"
+            ]
     return []

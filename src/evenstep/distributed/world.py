@@ -55,7 +55,7 @@ class World:
     delegated: tuple[torch.device, ...] = ()
     """More devices, which nn.DataParallel drives from the first one."""
     num_virtual: int | None = None
-    """Virtual replicas (`--replicas`), if the batch is cut into such."""
+    """Virtual replicas (`--virtual-replicas`), if the batch is cut into such."""
 
     @cached_property
     def device(self) -> torch.device:

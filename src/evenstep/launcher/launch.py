@@ -315,7 +315,7 @@ def _in_this_process(prepared: Prepared, ends_stalls: bool) -> Iterator[Event]:
 
 def _threads(plan: Plan) -> int:
     """Of each process."""
-    fixed = threads_for_replicas() if plan.replicas is not None else None
+    fixed = threads_for_replicas() if plan.virtual_replicas is not None else None
     return share_threads(plan.threads or fixed, plan.devices)
 
 

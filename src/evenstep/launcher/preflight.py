@@ -183,22 +183,23 @@ def _where_alone(plan: Plan, lengths: Lengths) -> str:
         step = "the last step of an epoch"
     devices = f" over {plan.most_devices} devices" * (plan.most_devices > 1)
     whose = "a device"
-    if plan.replicas is not None:
-        devices, whose = f" over {plan.replicas} virtual replicas", "a virtual replica"
+    if plan.virtual_replicas is not None:
+        devices, whose = f" over {plan.virtual_replicas} virtual replicas", "a virtual replica"
     parts = f" in {plan.accumulate} micro-batches" * (plan.accumulate > 1)
     return f"{step} ({size} sample{'s' * (size > 1)}{devices}{parts}) leaves one sample for {whose}"
 
 
 def _too_few_for_batchnorm(plan: Plan, lengths: Lengths) -> str:
     remedies = ["drop_last=True in the Task"] * (plan.smallest_micro_batch(plan.batch) > 1)
-    has_processes = STRATEGIES[plan.strategy].processes_per_device and plan.replicas is None
+    has_processes = STRATEGIES[plan.strategy].processes_per_device and plan.virtual_replicas is None
     can_share = has_processes and min(plan.most_devices, *plan.batch_sizes(lengths)) > 1
     remedies += ["--sync-batchnorm"] * can_share
     batch = _batch_for_two(plan, lengths)
     remedies += [f"--batch {batch}"] * (batch is not None)
+    fewer = "fewer devices" if plan.virtual_replicas is None else "fewer --virtual-replicas"
     return (
         f"BatchNorm cannot be trained on one sample, and {_where_alone(plan, lengths)};\n"
-        f"use {', or '.join(remedies) or ('fewer devices' if plan.replicas is None else 'fewer --replicas')}"
+        f"use {', or '.join(remedies) or fewer}"
     )
 
 

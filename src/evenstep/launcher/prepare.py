@@ -298,7 +298,7 @@ def _draft(values: dict[str, Any], label: str) -> Plan:
     machines = parse_machines(str(values["machines"]))[1] if values.get("machines") else 1
     accumulate = max(1, int(values.get("accumulate", 1)))
     shares = parse_shares(str(values["shares"])) if values.get("shares") else None
-    num_parts = max(machines * len(values["devices"]), int(values.get("replicas") or 1))
+    num_parts = max(machines * len(values["devices"]), int(values.get("virtual_replicas") or 1))
     smallest = max(num_parts * accumulate, enough_for_all(shares or (1,), accumulate))
     stand_ins: dict[str, Any] = {"batch": smallest, "name": label}
     if "epochs" not in values and "steps" not in values:

@@ -58,7 +58,7 @@ class Row:
     """Of each process."""
     runs: list[str] = field(default_factory=list)
     """The folders of its blocks, below that of the comparison."""
-    replicas: Positive | None = None
+    virtual_replicas: Positive | None = None
     """Virtual replicas, if it was measured with such."""
     shares: str | None = None
     """Of the devices in a global batch, if they were not equal."""
@@ -76,7 +76,7 @@ class Row:
     @property
     def _cut(self) -> str:
         shares = "" if self.shares is None else f", shares {self.shares}"
-        return shares if self.replicas is None else f"{shares}, V={self.replicas}"
+        return shares if self.virtual_replicas is None else f"{shares}, V={self.virtual_replicas}"
 
     @property
     def is_sound(self) -> bool:

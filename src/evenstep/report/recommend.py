@@ -41,9 +41,9 @@ def _costs_of_replicas(comparison: Comparison) -> list[str]:
     """What virtual replicas cost each configuration, if they were measured."""
     costs = [
         f"{before.label} {row.step_seconds.middle / before.step_seconds.middle:.2f}x the step"
-        for row, before in _pairs(comparison, lambda row: replace(row, replicas=None))
+        for row, before in _pairs(comparison, lambda row: replace(row, virtual_replicas=None))
     ]
-    return [f"The same bits on any number of devices (--replicas) cost: {', '.join(costs)}."] if costs else []
+    return [f"The same bits on any number of devices (--virtual-replicas) cost: {', '.join(costs)}."] if costs else []
 
 
 def _pairs(comparison: Comparison, without: Callable[[Row], Row]) -> list[tuple[Row, Row]]:
@@ -89,7 +89,7 @@ def _parts_add_up(row: Row) -> bool:
 def best(comparison: Comparison) -> Row:
     """The fastest that matches single; of those about as fast, the one with even memory and fewer devices."""
     # Virtual replicas are there for their bits.
-    sound = [row for row in comparison.rows if row.is_sound and row.replicas is None]
+    sound = [row for row in comparison.rows if row.is_sound and row.virtual_replicas is None]
     fastest = max(sound, key=lambda row: row.samples_per_second.middle)
     rate = fastest.samples_per_second
     close = [

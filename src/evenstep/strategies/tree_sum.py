@@ -189,7 +189,9 @@ def _transport(model: nn.Module, world: World) -> Transport:
     weights: list[torch.Tensor] = [weight for _, weight in trained(model)]
     refuse_different_shapes(dist.group.WORLD, weights)
     if not all(fills_memory(weight) or not weight.numel() for weight in weights):
-        raise TaskError("--replicas sums gradients as they lie in memory, and a parameter has gaps; make it contiguous")
+        raise TaskError(
+            "--virtual-replicas sums gradients as they lie in memory, and a parameter has gaps; make it contiguous"
+        )
     shared = world.communication
     channel: Channel | None = None
     if shared.scalars is not None and shared.may_share and all(world.gather(can_average(model))):

@@ -127,8 +127,8 @@ class LossContext:
         self.called.add("gather")
         if world.num_virtual not in (None, 1):
             raise TaskError(
-                f"evenstep.gather makes a loss of the whole batch, and --replicas {world.num_virtual} computes it in "
-                "parts that do not depend on the devices;\nleave one of them out"
+                f"evenstep.gather makes a loss of the whole batch, and --virtual-replicas {world.num_virtual} computes "
+                "it in parts that do not depend on the devices;\nleave one of them out"
             )
         if self._num_micro > 1:
             raise TaskError(

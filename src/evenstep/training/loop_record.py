@@ -222,7 +222,7 @@ def loop_plan(team: Team, loader: Loader, folder: Path, choices: LoopChoices) ->
         devices=devices_used,
         batch=max(loader.batch, (world.num_virtual or len(devices_used)) * loader.accumulate),
         accumulate=loader.accumulate,
-        replicas=world.num_virtual,
+        virtual_replicas=world.num_virtual,
         precision=team.precision.name,
         seed=team.seed,
         log=choices.log,

@@ -48,8 +48,8 @@ def refuse_synchronised(model: nn.Module) -> None:
     for name, layer in model.named_modules():
         if isinstance(layer, nn.SyncBatchNorm):
             raise TaskError(
-                f"{name or 'the model'} is a SyncBatchNorm, and with --replicas a virtual replica is computed without "
-                "the others; use nn.BatchNorm2d, which normalizes by the samples of its virtual replica"
+                f"{name or 'the model'} is a SyncBatchNorm, and with --virtual-replicas a virtual replica is computed "
+                "without the others; use nn.BatchNorm2d, which normalizes by the samples of its virtual replica"
             )
 
 
@@ -217,7 +217,7 @@ class ReplicaBuffers:
             names = ", ".join(self._names[index] for index in group)
             raise TaskError(
                 f"forward changes the buffer {names}, whose whole numbers differ between virtual replicas and cannot "
-                "be averaged: with --replicas, keep floats there, or keep it out of the model"
+                "be averaged: with --virtual-replicas, keep floats there, or keep it out of the model"
             )
         return most
 
@@ -229,8 +229,8 @@ class ReplicaBuffers:
     def _refuse_shape(self, index: int, values: torch.Tensor) -> None:
         if values.shape != self._starts[0][index].values.shape or values.is_complex():
             raise TaskError(
-                f"forward changes the shape of the buffer {self._names[index]}, or it is complex: with --replicas, "
-                "whose virtual replicas' buffers are averaged, keep it out of the model"
+                f"forward changes the shape of the buffer {self._names[index]}, or it is complex: with "
+                "--virtual-replicas, whose virtual replicas' buffers are averaged, keep it out of the model"
             )
 
 

@@ -165,13 +165,13 @@ def choose_shares(plan: Plan, seconds: Sequence[float], lengths: Lengths, obstac
     if _is_alone(plan, shares, lengths) and not _is_alone(plan, equal, lengths):
         # As BatchNorm in training cannot be.
         return equal, "--shares auto: other shares would leave a device with one sample in some step; they stay equal"
-    given = f"{','.join(map(str, shares))} {'samples' if plan.replicas is None else 'virtual replicas'}"
+    given = f"{','.join(map(str, shares))} {'samples' if plan.virtual_replicas is None else 'virtual replicas'}"
     return shares, f"--shares auto: {given} of each global batch, since devices take {speeds}"
 
 
 def parts_of(plan: Plan, proportions: Shares) -> Shares:
     """What each device gets of a global batch: samples, at least one for every micro-batch; or virtual replicas."""
-    num, least = (plan.batch, plan.accumulate) if plan.replicas is None else (plan.replicas, 1)
+    num, least = (plan.batch, plan.accumulate) if plan.virtual_replicas is None else (plan.virtual_replicas, 1)
     sizes = dict.fromkeys(range(len(proportions)), least)
     free = list(sizes)
     while True:
@@ -185,7 +185,7 @@ def parts_of(plan: Plan, proportions: Shares) -> Shares:
 
 def _is_alone(plan: Plan, shares: Shares, lengths: Lengths) -> bool:
     """Whether a device computes one sample in some step; that of a virtual replica does not depend on shares."""
-    return plan.replicas is None and any(
+    return plan.virtual_replicas is None and any(
         smallest_micro_batch(size, shares, plan.accumulate) == 1 for size in plan.batch_sizes(lengths)
     )
 

@@ -161,21 +161,21 @@ def join(
     devices: Sequence[str] | None = None,
     precision: PrecisionName = "fp32",
     seed: int = 0,
-    replicas: int | None = None,
+    virtual_replicas: int | None = None,
 ) -> Team:
     """Become one of the processes that train together; a process alone is a team of one.
 
     `devices` are those of this machine, one for each process (for `dp`: one for each replica). torch's default process
-    group exists afterwards, also for one process, so that other libraries can query rank and size. `replicas` are
-    virtual ones: the training then has the same bits on any number of devices up to that.
+    group exists afterwards, also for one process, so that other libraries can query rank and size. With
+    `virtual_replicas`, the training has the same bits on any number of devices up to that.
     """
-    if replicas is not None:
+    if virtual_replicas is not None:
         choose_repeatable_kernels(devices or available_devices(read_rank()))
     team = join_team(strategy, devices, precision, seed, needs_group=True)
-    if replicas is None:
+    if virtual_replicas is None:
         return team
     torch.set_num_threads(threads_for_replicas())
-    return team.with_replicas(replicas)
+    return team.with_replicas(virtual_replicas)
 
 
 def join_team(

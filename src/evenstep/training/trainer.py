@@ -157,11 +157,11 @@ class Trainer:
 
     def resume(self) -> list[str]:
         """Load what the plan resumes from; returns lines to log about it and about the model."""
-        is_shared = self.plan.most_devices > 1 and self.plan.replicas is None
+        is_shared = self.plan.most_devices > 1 and self.plan.virtual_replicas is None
         notes = [self._about_norm()] if is_shared and is_local(self._model.module) else []
         # What an adopted task does not do.
         notes += getattr(self.task, "left_out", ())
-        if self.plan.replicas is not None:
+        if self.plan.virtual_replicas is not None:
             from evenstep.distributed.numerics import unequal_kinds
 
             notes += unequal_kinds(self.team.world)
@@ -488,13 +488,13 @@ class Trainer:
         makers = task.optimizer if has_several(task) else {"": task.optimizer}
         optimizers = {key: make_optimizer(make, models[key].module) for key, make in makers.items()}
         for key, optimizer in optimizers.items():
-            fuse(optimizer, models[key].module, is_exact=plan.replicas is not None)
+            fuse(optimizer, models[key].module, is_exact=plan.virtual_replicas is not None)
             team.check(optimizer)
         num_steps = plan.num_steps(loader.lengths, *files.start_of(plan.resume))
         scheduler = make_scheduler(task, optimizers, plan, loader.lengths, num_steps)
         check_scheduler(scheduler, plan, task)
         # From here on Python's and NumPy's draws (in a dataset, for example) differ between ranks.
-        rank = team.world.rank if plan.replicas is None else 0
+        rank = team.world.rank if plan.virtual_replicas is None else 0
         seed_everything(derive_seed(plan.seed, "host", 0, rank))
         run = Run(team, models, optimizers, loader, scheduler, num_steps)
         run.stepped_after = stepped_after(scheduler, task)
@@ -542,11 +542,11 @@ class Trainer:
         if self.plan.fast == "auto" and self.plan.profile is None and self.team.world.device.type == "cuda":
             from evenstep.training.cuda_graphs.runner import Fast, can_be_fast
 
-            if self.plan.replicas is None and can_be_fast(recipe):
+            if self.plan.virtual_replicas is None and can_be_fast(recipe):
                 return Fast(recipe)
         eager = eager_steps(recipe)
-        if self.plan.replicas is not None and self.team.world.device.type == "cuda":
-            eager.messages.append("fast: steps stay eager: --replicas seeds every micro-batch")
+        if self.plan.virtual_replicas is not None and self.team.world.device.type == "cuda":
+            eager.messages.append("fast: steps stay eager: --virtual-replicas seeds every micro-batch")
         return eager
 
     def _recipe(self) -> Recipe:
@@ -736,8 +736,8 @@ def perform(
     """
     set_up_torch(plan)
     team = join_team(plan.strategy, plan.devices, plan.precision, plan.seed, needs_group=False)
-    if plan.replicas is not None:
-        team = team.with_replicas(plan.replicas)
+    if plan.virtual_replicas is not None:
+        team = team.with_replicas(plan.virtual_replicas)
     if plan.check_collectives:
         from evenstep.distributed.collectives import check_collectives
 
@@ -789,7 +789,7 @@ def _perform(trainer: Trainer) -> Iterator[Event]:
 
 def set_up_torch(plan: Plan) -> None:
     """Configure torch in this process, before the first computation."""
-    fixed = devices.threads_for_replicas() if plan.replicas is not None else None
+    fixed = devices.threads_for_replicas() if plan.virtual_replicas is not None else None
     torch.set_num_threads(devices.share_threads(plan.threads or fixed, plan.devices))
     if plan.deterministic:
         # Required by cuBLAS, which reads it when it is first used.
@@ -797,5 +797,5 @@ def set_up_torch(plan: Plan) -> None:
         torch.use_deterministic_algorithms(True)
     torch.backends.cudnn.deterministic = plan.deterministic
     torch.backends.cudnn.benchmark = plan.cudnn_benchmark
-    if plan.replicas is not None and not plan.deterministic:
+    if plan.virtual_replicas is not None and not plan.deterministic:
         devices.choose_repeatable_kernels(plan.devices)

@@ -1,4 +1,4 @@
-"""Steps that have the same bits on any number of devices (`--replicas V`).
+"""Steps that have the same bits on any number of devices (`--virtual-replicas V`).
 
 A global batch is cut into V virtual replicas. Each device computes some of them, one after the other; their gradients
 are summed in the order of one tree (see `evenstep.distributed.gradient_tree`). Whatever a loss draws belongs to its
@@ -101,7 +101,7 @@ def placed(batch: Batch) -> list[Placed]:
 def refuse_sparse(model: DistributedModel) -> None:
     """Raise TaskError for gradients that the tree cannot add."""
     if has_sparse_gradients(model.module):
-        raise TaskError("--replicas sums whole gradients, and a layer makes sparse ones; give it sparse=False")
+        raise TaskError("--virtual-replicas sums whole gradients, and a layer makes sparse ones; give it sparse=False")
 
 
 class VirtualBackward:

@@ -289,7 +289,11 @@ class Scheduler:
         """Devices for a trial. With virtual replicas it may have those that nobody else will need: its bits stay."""
         shares = len(self._free) // max(1, len(self._waiting()))
         is_end = len(self.study.trials) == self.request.trials
-        num = max(1, min(shares, plan.replicas // self.request.per_trial)) if plan.replicas and is_end else 1
+        num = (
+            max(1, min(shares, plan.virtual_replicas // self.request.per_trial))
+            if plan.virtual_replicas and is_end
+            else 1
+        )
         taken = tuple(name for one in self._free[:num] for name in one)
         del self._free[:num]
         strategy = plan.strategy if num == 1 or plan.strategy != REFERENCE else DEFAULT

@@ -93,7 +93,9 @@ def plan_of(plan: Plan, config: Configuration) -> Plan:
             "strategy": config.strategy,
             "devices": config.devices,
             "accumulate": config.accumulate,
-            "replicas": config.replicas if config.replicas is not None else plan.replicas,
+            "virtual_replicas": config.virtual_replicas
+            if config.virtual_replicas is not None
+            else plan.virtual_replicas,
             "shares": config.shares,
         }
     )
@@ -105,7 +107,7 @@ def _all_devices() -> tuple[str, ...]:
 
 
 def find_configs(
-    strategies: str | None, devices: str, replicas: int | None = None, shares: str | None = None
+    strategies: str | None, devices: str, virtual_replicas: int | None = None, shares: str | None = None
 ) -> list[Configuration]:
     """Each strategy on each set of devices on which it makes sense; `single` first, with which others are compared.
 
@@ -124,9 +126,9 @@ def find_configs(
     if named == [REFERENCE]:
         raise PlanError(f"{REFERENCE} alone has nothing to be compared with; write --strategies {REFERENCE},{DEFAULT}")
     uneven = with_shares(configs, shares) if shares is not None else []
-    if replicas is not None:
+    if virtual_replicas is not None:
         able = [config for config in configs if STRATEGIES[config.strategy].virtual_replicas]
-        configs += [replace(config, replicas=replicas) for config in able]
+        configs += [replace(config, virtual_replicas=virtual_replicas) for config in able]
     return configs + uneven
 
 

@@ -39,7 +39,7 @@ GATHER = "evenstep.gather"
 class ExactDepth:
     """How much is compared."""
 
-    replicas: int
+    virtual_replicas: int
     steps: int = 4
     log: Log = lambda line: None
 
@@ -52,7 +52,7 @@ def judged_exactly(
     try:
         for config in configs:
             if config.strategy != REFERENCE:
-                yield config, ExactCheck(runs, config, depth.replicas).verdict()
+                yield config, ExactCheck(runs, config, depth.virtual_replicas).verdict()
                 runs.forget_checkpoints(config)
     finally:
         runs.forget_checkpoints()
@@ -61,8 +61,8 @@ def judged_exactly(
 class ExactCheck:
     """Compares one configuration with one device, bit for bit."""
 
-    def __init__(self, runs: Runs, config: Configuration, replicas: int) -> None:
-        self._runs, self._config, self._replicas = runs, config, replicas
+    def __init__(self, runs: Runs, config: Configuration, virtual_replicas: int) -> None:
+        self._runs, self._config, self._replicas = runs, config, virtual_replicas
         self._single = Configuration(REFERENCE, config.devices[:1], config.accumulate)
         self._notes: list[str] = []
         self._found: list[Difference] = []
@@ -231,7 +231,7 @@ def _operation(found: FirstOperation, where: str) -> DifferenceCause:
             name="draws",
             sentence=f"in {where}, {operation} draws other numbers than on single",
             evidence=("single repeats its own bits",),
-            advice="Draw from torch's global generators, which --replicas seeds for each micro-batch.",
+            advice="Draw from torch's global generators, which --virtual-replicas seeds for each micro-batch.",
         )
     return DifferenceCause(
         name="operation",
@@ -267,6 +267,6 @@ def _failure(failure: Failure) -> DifferenceCause:
             name="batch-dependent",
             sentence="the loss is one of the whole batch: evenstep.gather needs all samples at once, and virtual "
             "replicas are computed one after the other",
-            advice="Leave --replicas out for this loss.",
+            advice="Leave --virtual-replicas out for this loss.",
         )
     return DifferenceCause(name="failed", sentence=failure.first_lines)

@@ -108,13 +108,19 @@ class Runs:
         return self._made[key]
 
     def bits(
-        self, config: Configuration, replicas: int, *, again: str = "", traced: Traced | None = None, **changes: Any
+        self,
+        config: Configuration,
+        virtual_replicas: int,
+        *,
+        again: str = "",
+        traced: Traced | None = None,
+        **changes: Any,
     ) -> Any:
         """Train with virtual replicas, recorded bit for bit: Evidence, or the Failure that it ended with.
 
         Its checkpoints are kept, until they are forgotten; `traced` is a step of which every operation is listed.
         """
-        key = (config, "bits", replicas, again, traced, tuple(sorted(changes.items())))
+        key = (config, "bits", virtual_replicas, again, traced, tuple(sorted(changes.items())))
         if key not in self._made:
             words = [
                 again,
@@ -122,8 +128,8 @@ class Runs:
                 *("resumed" for name in changes if name == "resume"),
             ]
             folder = self._folder(config, "bits", *filter(None, words))
-            every = {"replicas": replicas, "checkpoint_every": self.half, **changes}
-            message = f"{config.label}, V={replicas}{''.join(f', {word}' for word in words if word)}"
+            every = {"virtual_replicas": virtual_replicas, "checkpoint_every": self.half, **changes}
+            message = f"{config.label}, V={virtual_replicas}{''.join(f', {word}' for word in words if word)}"
             self._made[key] = self._run(folder, config, partial(perform_bits, traced=traced), every, message)
         return self._made[key]
 
@@ -158,7 +164,7 @@ class Runs:
     def _folder(self, config: Configuration, *words: str) -> Path:
         """A new folder with a readable name."""
         cut = f"by-{config.accumulate}" if config.accumulate > 1 else ""
-        cut += f"v{config.replicas}" if config.replicas is not None else ""
+        cut += f"v{config.virtual_replicas}" if config.virtual_replicas is not None else ""
         cut += f"s{config.shares}" if config.shares is not None else ""
         name = "-".join(filter(None, [config.strategy, *_shortened(config.devices), cut, *words]))
         plain = re.sub(r"\W+", "-", name)[:MAX_CHARACTERS]
@@ -172,7 +178,7 @@ class Runs:
             "strategy": config.strategy,
             "devices": config.devices,
             "accumulate": config.accumulate,
-            "replicas": config.replicas,
+            "virtual_replicas": config.virtual_replicas,
             "shares": config.shares,
             "steps": self.steps,
             "audit": True,

@@ -22,7 +22,7 @@ class Configuration:
     strategy: str
     devices: tuple[str, ...]
     accumulate: int = 1
-    replicas: int | None = None
+    virtual_replicas: int | None = None
     """Virtual replicas, where `compare` measures what they cost."""
     shares: str | None = None
     """Of the devices in a global batch, such as 5,3; None: equal."""
@@ -32,7 +32,7 @@ class Configuration:
         name = f"{self.strategy} x {len(self.devices)}" if len(self.devices) > 1 else self.strategy
         name = f"{name}, {self.accumulate} micro-batches" if self.accumulate > 1 else name
         name = name if self.shares is None else f"{name}, shares {self.shares}"
-        return name if self.replicas is None else f"{name}, V={self.replicas}"
+        return name if self.virtual_replicas is None else f"{name}, V={self.virtual_replicas}"
 
 
 @dataclass(frozen=True)
@@ -120,20 +120,26 @@ def _cell(part: PartVerdict | None) -> Text:
 
 
 def lines(
-    verdicts: Mapping[Configuration, Verdict], num_configs: int, batch: int, seconds: float, replicas: int | None = None
+    verdicts: Mapping[Configuration, Verdict],
+    num_configs: int,
+    batch: int,
+    seconds: float,
+    virtual_replicas: int | None = None,
 ) -> Iterator[tuple[str, str]]:
     """The lines below the table: each configuration that differs, then notes and the result."""
     for alike in _by_cause(verdicts):
         yield from _paragraph(alike)
     notes = dict.fromkeys(note for verdict in verdicts.values() for note in verdict.notes)
     yield "", ""
-    if replicas is None and any(part.difference for verdict in verdicts.values() for part in verdict.parts.values()):
+    if virtual_replicas is None and any(
+        part.difference for verdict in verdicts.values() for part in verdict.parts.values()
+    ):
         yield "Numbers are the max relative difference from single; without a number: identical.", "dim"
     yield from ((f"note: {note}", "dim") for note in notes)
     good = sum(verdict.is_same for verdict in verdicts.values())
     number = "all" if good == num_configs else f"{good} of {num_configs}"
-    match = "match single" if replicas is None else "have the bits of single"
-    cut = "" if replicas is None else f" in {replicas} virtual replicas"
+    match = "match single" if virtual_replicas is None else "have the bits of single"
+    cut = "" if virtual_replicas is None else f" in {virtual_replicas} virtual replicas"
     yield f"{number} strategies {match} (batch {batch}{cut}, {seconds:.0f} s)", "bold"
 
 

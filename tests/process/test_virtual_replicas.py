@@ -97,8 +97,8 @@ def name(where: str, case: str) -> str:
 
 def job(where: str, case: str) -> tuple[str, Plan, str]:
     key, *words = case.split()
-    options = {flag.removeprefix("--").replace("-", "_"): value for flag, value in zip(words[::2], words[1::2], strict=True)}
-    values = {flag: int(value) if value.isdigit() else value for flag, value in options.items()}
+    names = [flag.removeprefix("--").replace("-", "_") for flag in words[::2]]
+    values = {flag: int(one) if one.isdigit() else one for flag, one in zip(names, words[1::2], strict=True)}
     return name(where, case), plan(where, **values), key
 
 

@@ -1,18 +1,18 @@
-"""G5: the memory of a step, forecast from shapes, beside what real steps take; and chosen micro-batches that must fit.
+"""G5: the memory of a step, forecast, beside what real steps take; and chosen micro-batches that must fit.
 
-python bench/fit_gpu.py [--quick] [--out FILE]      6 networks x 2 precisions x 3 emulated sizes of a GPU
+python bench/fit_gpu.py [--quick] [--out FILE]      6 networks x 2 precisions x 3 emulated sizes of a GPU, then more
 
-For each network and precision, in a process of its own: one forecast from shapes; then for each size real steps with a
-part of the samples, which correct it. The micro-batch that `fit` would choose is trained for three steps under
-`set_per_process_memory_fraction`, and its peak is compared. More sizes follow, until over 100 choices were trained:
-none of them may run out of memory. Without a GPU (--quick), two networks on the CPU, where the peak is that of the
-process and no size is enforced.
+Everything is done as `fit` and `train --micro auto` do it, each in a fresh process: one forecast from shapes for each
+network and precision; for each size real steps with a part of the samples, which correct it; probes of the micro-batch
+that is chosen, at most three; and a training with it. `set_per_process_memory_fraction` makes the GPU smaller. None of
+over 100 choices may run out of memory. For the sizes of the table, what would be chosen without room for gaps is tried
+too, with torch's allocator as it is and with expandable segments. Without a GPU (--quick), two networks on the CPU,
+where the peak is that of the process and no size is enforced.
 """
 
 from __future__ import annotations
 
 import argparse
-import gc
 import json
 import multiprocessing
 import random
@@ -20,9 +20,11 @@ import shlex
 import sys
 import tempfile
 import time
+import traceback
 from collections.abc import Callable, Iterator
-from concurrent.futures import ProcessPoolExecutor
-from dataclasses import dataclass
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict, dataclass, replace
+from functools import cache
 from itertools import product
 from pathlib import Path
 from statistics import median
@@ -34,28 +36,31 @@ from torch.nn import functional as F
 
 from evenstep import Task
 from evenstep.distributed.devices import facts
-from evenstep.fit.device_memory import CONTEXT_BYTES, limit_gpus, workspace_bytes
-from evenstep.fit.memory_model import cuts, largest_fitting, peak, usable
-from evenstep.fit.memory_probe import FILE, MemoryProbe
+from evenstep.fit.device_memory import CONTEXT_BYTES, limit_gpus, warm_up, workspace_bytes
+from evenstep.fit.memory_model import Cut, Placement, StepMemory, cuts, largest_fitting, peak, usable
+from evenstep.fit.memory_probe import MemoryProbe, ProbedMemory, read_probe
 from evenstep.fit.shape_pass import calibrated, step_memory
-from evenstep.launcher.micro_batch import placement
+from evenstep.launcher.micro_batch import MemoryRunner, RanOut, Search, placement
 from evenstep.monitor.known_errors import is_out_of_memory
 from evenstep.plan import Plan
 from evenstep.strategy_facts import REFERENCE, STRATEGIES
 from evenstep.tasks.networks import GPT, Normalize, ResNet18
-from evenstep.training.trainer import perform
+from evenstep.training.trainer import Trainer, perform
 
 GB = 10**9
 SIZES = (2 * GB, 4 * GB, 8 * GB)
 """Of the emulated GPUs, for the allocator: what CUDA itself takes is on top."""
 MORE_SIZES = 6
-AT_ONCE = 6
-"""Processes; memory is measured, not time."""
+AT_ONCE = 10
+"""Processes; memory is measured, and time only within pairs."""
 STEPS = 3
-BATCHES = 6
+BATCHES = 4
 """Of an epoch: the next ones are read while a step runs."""
+DIFFERENT = 256
+"""Samples; the others repeat them."""
 BYTES = ([125.307, 122.950, 113.865], [62.993, 62.089, 66.705])
 """Mean and deviation of photographs."""
+EXPANDABLE = "expandable_segments:True"
 
 
 class Sequences(nn.Module):
@@ -131,14 +136,14 @@ class Network:
 
 
 NETWORKS = {
-    "resnet18": Network(lambda: ResNet18(Normalize(*BYTES)), lambda num: photographs(num, 64), 4096),
+    "resnet18": Network(lambda: ResNet18(Normalize(*BYTES)), lambda num: photographs(num, 64), 1024),
     "unet": Network(Segments, lambda num: pictures(num, 64), 2048),
     "gpt": Network(lambda: GPT(65, 256, 6, 6, 384), lambda num: tokens(num, 256), 512),
     "vit": Network(Patches, lambda num: pictures(num, 64), 2048),
+    "mlp": Network(wide, lambda num: (torch.randn(num, 784), torch.randint(10, (num,))), 65536),
     "lstm": Network(Sequences, lambda num: (torch.randn(num, 32, 64), torch.randint(10, (num,))), 8192),
-    "mlp": Network(wide, lambda num: (torch.randn(num, 784), torch.randint(10, (num,))), 32768),
 }
-QUICK = ("mlp", "lstm")
+QUICK = ("mlp", "gpt")
 
 
 def loss(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
@@ -146,124 +151,288 @@ def loss(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
     return F.cross_entropy(model(batch[0]).flatten(0, -2), batch[1].flatten())
 
 
-def task_of(network: Network, batch: int) -> Task:
-    torch.manual_seed(0)
-    return Task(
-        model=network.make,
-        train=network.data(BATCHES * batch),
-        loss=loss,
-        optimizer=lambda parameters: torch.optim.AdamW(parameters, lr=1e-4),
-    )
+@dataclass(frozen=True)
+class Case:
+    """A network and a precision on a device."""
+
+    network: str
+    precision: str
+    device: str
+
+    @property
+    def is_gpu(self) -> bool:
+        return self.device.startswith("cuda")
+
+    @property
+    def batch(self) -> int:
+        batch = NETWORKS[self.network].batch
+        return batch if self.is_gpu else batch // 16
+
+    @property
+    def plan(self) -> Plan:
+        how: dict[str, Any] = {"precision": self.precision, "name": f"{self.network}-{self.precision}"}
+        return Plan(batch=self.batch, devices=(self.device,), steps=STEPS, **how)
+
+    @property
+    def place(self) -> Placement:
+        return placement(self.plan, STRATEGIES[REFERENCE], 1)
+
+    def task(self) -> Task:
+        torch.manual_seed(0)
+        network = NETWORKS[self.network]
+        times = -(-BATCHES * self.batch // DIFFERENT)
+        return Task(
+            model=network.make,
+            train=tuple(one.repeat(times, *[1] * (one.ndim - 1)) for one in network.data(DIFFERENT)),
+            loss=loss,
+            optimizer=lambda parameters: torch.optim.AdamW(parameters, lr=1e-4),
+        )
 
 
-def case(name: str, precision: str, device: str, sizes: list[int]) -> list[dict[str, Any]]:
-    """All sizes of one network and precision; runs in a process of its own."""
-    is_gpu = device.startswith("cuda")
-    network = NETWORKS[name]
-    batch = network.batch if is_gpu else network.batch // 16
-    task = task_of(network, batch)
-    plan = Plan(batch=batch, devices=(device,), precision=precision, steps=STEPS, name=f"{name}-{precision}")  # type: ignore[arg-type]
-    began = time.perf_counter()
-    framework = workspace_bytes(torch.device(device)) if is_gpu else 0
-    memory = step_memory(plan, task, batch, float(framework))
-    seconds = time.perf_counter() - began
-    place = placement(plan, STRATEGIES[REFERENCE], 1)
-    rows = []
-    shapes = memory
-    for size in sizes:
-        memory = calibrated(plan, task, shapes, batch, float(size))
-        release(is_gpu)
-        cut = largest_fitting(memory, place, usable(size))
-        row: dict[str, Any] = {"network": name, "precision": precision, "size": size, "forecast_seconds": seconds}
-        if cut is None:
-            smallest = list(cuts(place.share))[-1]
-            rows.append({**row, "needs": peak(memory, place, smallest.size).total, "fits": False})
-            continue
-        found = peak(memory, place, cut.size)
-        # What cuBLAS keeps is there before the model is.
-        found.kinds["framework"] = 0.0
-        row |= {
-            "from_shapes": peak(shapes, place, cut.size).total,
-            "micro_batch": cut.size,
-            "accumulate": cut.accumulate,
-            "forecast": found.total,
-            "kinds": found.kinds,
-        }
-        rows.append({**row, "fits": True, **train(plan, task, cut.accumulate, size)})
-    return rows
+def forecast(case: Case) -> StepMemory:
+    """From shapes alone."""
+    if case.is_gpu:
+        framework = workspace_bytes(torch.device(case.device))
+    else:
+        warm_up()
+        framework = 0
+    return step_memory(case.plan, case.task(), case.batch, float(framework))
 
 
-def train(plan: Plan, task: Task, accumulate: int, size: int) -> dict[str, Any]:
-    """The peak of real steps under a limit, or that they ran out of memory."""
-    chosen = Plan(**{**vars(plan), "accumulate": accumulate})
-    is_gpu = plan.devices[0].startswith("cuda")
-    if is_gpu:
+def corrected(case: Case, memory: StepMemory, size: int) -> StepMemory:
+    if case.is_gpu:
+        workspace_bytes(torch.device(case.device))
+    else:
+        warm_up()
+    return calibrated(case.plan, case.task(), memory, case.batch, float(size))
+
+
+def probed(case: Case, accumulate: int, size: int, settings: str = "") -> ProbedMemory | None:
+    """What a probe measures; None if it runs out of memory."""
+    if settings:
+        torch._C._accelerator_setAllocatorSettings(settings)
+    with tempfile.TemporaryDirectory() as folder:
+        if not ran(case, replace(case.plan, accumulate=accumulate), size, Path(folder), MemoryProbe):
+            return None
+        return read_probe(Path(folder))
+
+
+def trained(case: Case, accumulate: int, size: int) -> dict[str, Any]:
+    """As `train` does it, with CUDA graphs where it uses them."""
+    steps = max(STEPS, min(12, 48 // accumulate))
+    with tempfile.TemporaryDirectory() as folder:
+        fits = ran(case, replace(case.plan, accumulate=accumulate, steps=steps), size, Path(folder), Trainer)
+    if not case.is_gpu:
+        return {"out_of_memory": not fits}
+    stats = torch.cuda.memory_stats(case.device)
+    kept = {"peak": "allocated_bytes.all.peak", "reserved": "reserved_bytes.all.peak", "retries": "num_alloc_retries"}
+    return {"out_of_memory": not fits, **{name: stats[key] for name, key in kept.items()}}
+
+
+def ran(case: Case, plan: Plan, size: int, folder: Path, make: type[Trainer]) -> bool:
+    """Whether steps under a limit had enough memory."""
+    if case.is_gpu:
         limit_gpus(plan.devices, size + CONTEXT_BYTES)
     try:
-        with tempfile.TemporaryDirectory() as folder:
-            for _ in perform(chosen, task, Path(folder), make=MemoryProbe):
-                pass
-            found = json.loads((Path(folder) / FILE).read_text())
+        for _ in perform(plan, case.task(), folder, make=make):
+            pass
     except Exception as error:
         if not is_out_of_memory(error):
             raise
-        return {"out_of_memory": True}
-    finally:
-        release(is_gpu)
-        if is_gpu:
-            limit_gpus(plan.devices, 2**62)
-    return {"measured": found["growth_bytes"], "reserved": found["reserved_bytes"], "out_of_memory": False}
+        return False
+    return True
 
 
-def release(is_gpu: bool) -> None:
-    gc.collect()
-    if is_gpu:
-        torch.cuda.empty_cache()
+@cache
+def starter() -> Any:
+    """Processes that have imported everything, and used no GPU yet."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload([__name__ if __name__ != "__main__" else "__main__", "evenstep.training.trainer"])
+    return context
 
 
-def cases(is_quick: bool, device: str) -> Iterator[tuple[str, str, str, list[int]]]:
-    """What each process does; the first three sizes are those of the table."""
+def fresh(do: Callable[..., Any], *arguments: Any) -> Any:
+    """The result of a function in a process of its own."""
+    here, there = starter().Pipe(duplex=False)
+    process = starter().Process(target=_send, args=(there, do, arguments))
+    process.start()
+    there.close()
+    try:
+        found, problem = here.recv()
+    except EOFError:
+        found, problem = None, "the process ended without a word"
+    process.join()
+    if problem:
+        raise RuntimeError(f"{do.__name__}{arguments}: {problem}")
+    return found
+
+
+def _send(there: Any, do: Callable[..., Any], arguments: tuple[Any, ...]) -> None:
+    torch.set_num_threads(2)
+    try:
+        there.send((do(*arguments), ""))
+    except Exception:
+        there.send((None, traceback.format_exc()))
+
+
+class FreshProbes(MemoryRunner):
+    """Probes as `fit` makes them, of networks that have no file."""
+
+    def __init__(self, case: Case, size: int) -> None:
+        self.case, self.size, self.limit = case, size, size + CONTEXT_BYTES
+
+    def probe(self, cut: Cut, **changes: Any) -> ProbedMemory | RanOut:
+        return fresh(probed, self.case, cut.accumulate, self.size) or RanOut(None)
+
+
+def row_of(case: Case, shapes: StepMemory, size: int, in_table: bool) -> dict[str, Any]:
+    """One size: what is forecast, what is chosen, and what it takes."""
+    row: dict[str, Any] = {"network": case.network, "precision": case.precision, "size": size, "in_table": in_table}
+    began = time.perf_counter()
+    memory: StepMemory = fresh(corrected, case, shapes, size)
+    row |= {"seconds_to_correct": time.perf_counter() - began, "gaps": memory.gaps}
+    search = Search(FreshProbes(case, size), case.place, memory, float(size), {})
+    first = search.expected()
+    if first is None:
+        smallest = list(cuts(case.place.share))[-1]
+        return {**row, "needs": peak(memory, case.place, smallest.size).total, "chosen": None}
+    cut = search.largest()
+    row |= {
+        "probes": [asdict(one) for one in search.tried],
+        "chosen": asdict(cut) if cut is not None else None,
+        "from_shapes": peak(shapes, case.place, first.size).total,
+        "kinds": peak(memory, case.place, (cut or first).size).kinds,
+    }
+    if cut is not None:
+        row["trained"] = fresh(trained, case, cut.accumulate, size)
+    if in_table and case.is_gpu:
+        row["without_gaps"] = bare(case, replace(memory, gaps=0.0), size)
+    return {**row, "seconds": time.perf_counter() - began}
+
+
+def bare(case: Case, memory: StepMemory, size: int) -> dict[str, Any]:
+    """What would be chosen without room for gaps, with both kinds of allocator."""
+    cut = largest_fitting(memory, case.place, usable(size))
+    if cut is None:
+        return {}
+    found: dict[str, Any] = {"micro_batch": cut.size, "accumulate": cut.accumulate}
+    for name, settings in (("plain", ""), ("expandable", EXPANDABLE)):
+        done = fresh(probed, case, cut.accumulate, size, settings)
+        found[name] = asdict(done) if done is not None else None
+    return found
+
+
+def cases(is_quick: bool, device: str) -> Iterator[tuple[Case, list[int], int]]:
+    """Networks, their sizes, and how many of these are in the table."""
     draw = random.Random(0)
     if is_quick:
         for name in QUICK:
-            yield name, "fp32", device, [GB // 2, GB]
+            yield Case(name, "fp32", device), [GB // 2, GB], 2
         return
     for name, precision in product(NETWORKS, ("fp32", "bf16")):
         more = [int(draw.uniform(1.5, 10) * GB) for _ in range(MORE_SIZES)]
-        yield name, precision, device, [*SIZES, *more]
+        yield Case(name, precision, device), [*SIZES, *more], len(SIZES)
 
 
-def error(row: dict[str, Any]) -> float:
-    return float(row["forecast"] / row["measured"] - 1)
+def first_probe(row: dict[str, Any]) -> dict[str, Any]:
+    found: dict[str, Any] = (row.get("probes") or [{}])[0]
+    return found
 
 
-def show(rows: list[dict[str, Any]], in_table: set[int]) -> dict[str, Any]:
-    """The table, and what it amounts to."""
-    print(f"{'network':<10}{'':<6}{'size':>7}{'samples':>14}{'forecast':>10}{'measured':>10}{'error':>8}   MB")
-    errors = []
-    for row in rows:
-        measured = row.get("measured")
-        if measured:
-            errors.append(error(row))
-        if row["size"] in in_table:
-            cut = f"{row['micro_batch']} x {row['accumulate']}" if row["fits"] else "does not fit"
-            numbers = f"{row['forecast'] / 1e6:>10,.0f}{measured / 1e6:>10,.0f}{error(row):>+8.1%}" if measured else ""
-            print(f"{row['network']:<10}{row['precision']:<6}{row['size'] / 1e6:>7,.0f}{cut:>14}{numbers}")
-    tabled = [error(row) for row in rows if row["size"] in in_table and row.get("measured")]
-    summary = {
+def last_probe(row: dict[str, Any]) -> dict[str, Any]:
+    found: dict[str, Any] = (row.get("probes") or [{}])[-1]
+    return found
+
+
+def error(row: dict[str, Any]) -> float | None:
+    """Of the forecast of the first micro-batch, or of the next one if that ran out of memory."""
+    for one in row.get("probes", ()):
+        if one["growth_bytes"]:
+            return float(one["forecast_bytes"] / one["growth_bytes"] - 1)
+    return None
+
+
+HEAD = (
+    f"{'network':<10}{'':<6}{'size':>7}{'samples':>12}{'shapes':>8}{'forecast':>9}{'measured':>9}{'error':>8}"
+    f"{'gaps':>6}{'probes':>7}{'trained':>9}{'reserved':>9}  activations/inputs; without gaps: plain, expandable   MB"
+)
+
+
+def line_of(row: dict[str, Any]) -> str:
+    first = f"{row['network']:<10}{row['precision']:<6}{row['size'] / 1e6:>7,.0f}"
+    if not row.get("probes"):
+        return f"{first} does not fit: {row['needs'] / 1e6:,.0f}"
+    one, wrong, done = last_probe(row), error(row), row.get("trained", {})
+    after = "out!" if done.get("out_of_memory") else mega(done.get("peak"))
+    kinds = row["kinds"]
+    return (
+        f"{first}{one['micro_batch']:>7} x{one['accumulate']:>3}{mega(row['from_shapes']):>8}"
+        f"{mega(one['forecast_bytes']):>9}{mega(one['growth_bytes'], 'out'):>9}"
+        f"{f'{wrong:+.1%}' if wrong is not None else '-':>8}{row['gaps']:>6.2f}{len(row['probes']):>7}"
+        f"{after:>9}{mega(done.get('reserved')):>9}  {mega(kinds['activations'])}/{mega(kinds['inputs'])}"
+        f"{words_of(row.get('without_gaps'))}"
+    )
+
+
+def mega(value: float | None, otherwise: str = "-") -> str:
+    return f"{value / 1e6:,.0f}" if value else otherwise
+
+
+def words_of(tried: dict[str, Any] | None) -> str:
+    if not tried:
+        return ""
+    parts = []
+    for name in ("plain", "expandable"):
+        one = tried[name]
+        taken = f"{mega(one['peak_bytes'])} of {mega(one['reserved_bytes'])}" if one else "out"
+        parts.append(f"{taken}, {one['step_seconds']:.3f} s" if one else taken)
+    return f"; {tried['micro_batch']} x {tried['accumulate']}: {'; '.join(parts)}"
+
+
+def summed_up(rows: list[dict[str, Any]]) -> dict[str, Any]:
+    tabled = [one for row in rows if row["in_table"] and (one := error(row)) is not None]
+    every = [one for row in rows if (one := error(row)) is not None]
+    bare_ones = [row["without_gaps"] for row in rows if row.get("without_gaps")]
+    pairs = [
+        one["expandable"]["step_seconds"] / one["plain"]["step_seconds"]
+        for one in bare_ones
+        if one["plain"] and one["expandable"]
+    ]
+    return {
         "rows": len(tabled),
         "median_error": median(map(abs, tabled)),
         "worst_error": max(tabled, key=abs),
         "lowest_error": min(tabled),
         "too_low_by_over_5_percent": sum(one < -0.05 for one in tabled),
-        "chosen": sum(row["fits"] for row in rows),
-        "out_of_memory": sum(bool(row.get("out_of_memory")) for row in rows),
-        "median_error_of_all_chosen": median(map(abs, errors)),
-        "lowest_error_of_all_chosen": min(errors),
+        "median_error_of_all": median(map(abs, every)),
+        "lowest_error_of_all": min(every),
+        "forecasts_that_ran_out_of_memory": sum(
+            bool(row.get("probes")) and first_probe(row)["measured_bytes"] is None for row in rows
+        ),
+        "chosen_after_probes": sum(row["chosen"] is not None for row in rows),
+        "chosen_that_ran_out_of_memory": sum(bool(row.get("trained", {}).get("out_of_memory")) for row in rows),
+        "median_gaps": median(row["gaps"] for row in rows),
+        "without_gaps_out_of_memory": sum(one["plain"] is None for one in bare_ones),
+        "without_gaps_expandable_out_of_memory": sum(one["expandable"] is None for one in bare_ones),
+        "expandable_step_time": median(pairs) if pairs else None,
     }
-    for name, value in summary.items():
-        print(f"{name.replace('_', ' ')}: {f'{value:.1%}' if isinstance(value, float) else value}")
-    return summary
+
+
+def all_rows(todo: list[tuple[Case, list[int], int]], at_once: int) -> list[dict[str, Any]]:
+    """Forecasts first, then all sizes, several at once."""
+    with ThreadPoolExecutor(at_once) as pool:
+        # The last ones take longest: torch counts an RNN step by step.
+        shapes = {case: pool.submit(fresh, forecast, case) for case, *_ in reversed(todo)}
+        found = []
+        for case, sizes, num in todo:
+            found += [pool.submit(_later, case, shapes[case], size, index < num) for index, size in enumerate(sizes)]
+        return [future.result() for future in found]
+
+
+def _later(case: Case, shapes: Any, size: int, in_table: bool) -> dict[str, Any]:
+    row = row_of(case, shapes.result(), size, in_table)
+    print(line_of(row), flush=True)
+    return row
 
 
 def main() -> None:
@@ -271,25 +440,19 @@ def main() -> None:
     parser.add_argument("--quick", action="store_true")
     parser.add_argument("--out", type=Path)
     given = parser.parse_args()
-    device = "cuda:0" if torch.cuda.is_available() else "cpu"
+    device = "cuda:0" if torch.cuda.device_count() else "cpu"
     if device == "cpu" and not given.quick:
         raise SystemExit("the full table needs a CUDA device; use --quick here")
-    todo = list(cases(given.quick, device))
     began = time.perf_counter()
-    context = multiprocessing.get_context("spawn")
-    # A process for each case: on the CPU, a peak is that of a process.
-    with ProcessPoolExecutor(AT_ONCE if device != "cpu" else 1, context, max_tasks_per_child=1) as pool:
-        futures = [pool.submit(case, *one) for one in todo]
-        rows = [row for future in futures for row in future.result()]
-    summary = show(rows, {GB // 2, GB} if given.quick else set(SIZES))
-    print(f"{time.perf_counter() - began:.0f} s")
+    print(HEAD)
+    rows = all_rows(list(cases(given.quick, device)), AT_ONCE if device != "cpu" else 1)
+    summary = {**summed_up(rows), "seconds": round(time.perf_counter() - began)}
+    for name, value in summary.items():
+        print(f"{name.replace('_', ' ')}: {f'{value:.1%}' if isinstance(value, float) else value}")
     if given.out is not None:
         command = shlex.join(["python", "bench/fit_gpu.py", *sys.argv[1:]])
-        made = {
-            "command": command,
-            "machine": facts(),
-            "networks": {name: asdict_of(one) for name, one in NETWORKS.items()},
-        }
+        networks = {name: asdict_of(one) for name, one in NETWORKS.items()}
+        made = {"command": command, "machine": facts(), "networks": networks}
         given.out.write_text(json.dumps({**made, "summary": summary, "rows": rows}, indent=1) + "\n")
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import subprocess
 import sys
@@ -10,6 +11,12 @@ from typing import Any
 
 import pytest
 import torch
+from torch import nn
+from torch.nn import functional as F
+
+from evenstep import Task
+from evenstep.plan import Plan
+from evenstep.training.trainer import perform
 
 pytestmark = [
     pytest.mark.gpu,
@@ -60,3 +67,26 @@ def test_a_smaller_gpu_gets_smaller_micro_batches_and_the_forecast_is_right() ->
 def test_auto_trains_the_whole_share_where_it_fits() -> None:
     run("train", "my_task.py", "--micro", "auto", "--name", "auto")
     assert json.loads(Path("runs/auto/plan.json").read_text())["accumulate"] == 1
+
+
+def wide() -> nn.Module:
+    return nn.Sequential(nn.Linear(256, 2048), nn.ReLU(), nn.Linear(2048, 2048), nn.ReLU(), nn.Linear(2048, 2))
+
+
+def test_runs_in_one_process_use_one_stream_and_keep_nothing() -> None:
+    # cuBLAS keeps a workspace for each stream for as long as the process lives.
+    data = torch.randn(16384, 256)
+    task = Task(
+        model=wide,
+        train=(data, (data.sum(1) > 0).long()),
+        loss=lambda model, batch: F.cross_entropy(model(batch[0]), batch[1]),
+        optimizer=lambda parameters: torch.optim.AdamW(parameters),
+    )
+    kept = []
+    for name in ("first", "second", "third"):
+        for _ in perform(Plan(batch=8192, steps=3, devices=("cuda:0",), name=name), task, Path(name)):
+            pass
+        gc.collect()
+        torch.cuda.empty_cache()
+        kept.append((torch.cuda.memory_allocated(), torch.cuda.memory_reserved()))
+    assert kept[0] == kept[1] == kept[2]

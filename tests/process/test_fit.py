@@ -2,17 +2,27 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import resource
 import subprocess
 import sys
+import weakref
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
 
+from evenstep import Task
+from evenstep.fit.memory_probe import MemoryProbe
+from evenstep.plan import Plan
 from evenstep.record import Record
+from evenstep.training.trainer import Trainer, perform
 from tests.marks import first_is_quick
 
 TASK = """
@@ -173,3 +183,32 @@ def test_a_rank_with_less_memory_decides_for_all_and_nothing_hangs() -> None:
     assert plain["accumulate"] == 1 < uneven.plan.accumulate
     run("train", "my_task.py:many", *words, "--name", "even")
     assert uneven.losses == pytest.approx(Record.read("runs/even").losses, rel=1e-5)
+
+
+@pytest.mark.parametrize("make", [Trainer, MemoryProbe])
+@pytest.mark.parametrize("breaks", [False, True])
+def test_a_run_leaves_no_model_and_no_optimizer_behind(make: type[Trainer], breaks: bool) -> None:
+    made: list[weakref.ref[Any]] = []
+
+    def kept(one: Any) -> Any:
+        made.append(weakref.ref(one))
+        return one
+
+    def loss(model: nn.Module, batch: Any) -> torch.Tensor:
+        if breaks:
+            raise ValueError("breaks")
+        return F.cross_entropy(model(batch[0]), batch[1])
+
+    x = torch.randn(32, 4)
+    task = Task(
+        model=lambda: kept(nn.Linear(4, 2)),
+        train=(x, (x.sum(1) > 0).long()),
+        loss=loss,
+        optimizer=lambda parameters: kept(torch.optim.AdamW(parameters)),
+    )
+    Path("run").mkdir()
+    with suppress(ValueError):
+        for _ in perform(Plan(batch=16, steps=3, devices=("cpu",), name="run"), task, Path("run"), make=make):
+            pass
+    gc.collect()
+    assert [one() for one in made] == [None, None]

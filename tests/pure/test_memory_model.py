@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from evenstep.errors import BadInput
@@ -17,6 +19,7 @@ from evenstep.fit.memory_model import (
     cuts,
     fewest_devices,
     largest_fitting,
+    needs,
     parse_bytes,
     peak,
 )
@@ -53,6 +56,12 @@ def test_the_peak_is_the_update_at_small_micro_batches_and_backward_at_large_one
     assert peak(MEMORY, place(share=4), 4).phase == UPDATE
     assert peak(MEMORY, place(share=64), 64).phase == STEP
     assert peak(MEMORY, place(share=64), 64).total == 940 * MB
+
+
+def test_gaps_of_an_allocator_take_room_as_far_as_the_margin_does_not_cover_them() -> None:
+    assert needs(MEMORY, place(), 64) == needs(replace(MEMORY, gaps=0.05), place(), 64) == 940 * MB
+    assert needs(replace(MEMORY, gaps=0.25), place(), 64) == pytest.approx(1.2 * 940 * MB)
+    assert largest_fitting(replace(MEMORY, gaps=0.25), place(), 1000 * MB) == Cut(2, 32)
 
 
 def test_gradients_of_earlier_micro_batches_are_there_while_the_next_is_computed() -> None:

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import psutil
 import torch
+from torch.nn import functional as F
 
 import evenstep
 from evenstep.distributed.cgroups import own_quota
@@ -179,13 +180,32 @@ def _peak_process() -> int:
 def leave_default_stream(device: torch.device) -> None:
     """Switch this thread to a side stream: the default stream cannot be captured in a CUDA graph.
 
-    One stream for everything: DDP's autograd nodes belong to the stream on which it is made, and cuBLAS keeps a
-    workspace for each stream.
+    One stream for everything, in all runs of a process: DDP's autograd nodes belong to the stream on which it is made,
+    and what cuBLAS keeps for each stream stays for as long as the process lives.
     """
     if device.type == "cuda" and torch.cuda.current_stream(device) == torch.cuda.default_stream(device):
-        stream = torch.cuda.Stream(device)
-        stream.wait_stream(torch.cuda.default_stream(device))
-        torch.cuda.set_stream(stream)
+        is_first = device not in _STREAMS
+        if is_first:
+            _STREAMS[device] = torch.cuda.Stream(device)
+        _STREAMS[device].wait_stream(torch.cuda.default_stream(device))
+        torch.cuda.set_stream(_STREAMS[device])
+        if is_first:
+            take_workspaces(device)
+
+
+_STREAMS: dict[torch.device, torch.cuda.Stream] = {}
+"""The side stream of each GPU on which this process trained."""
+
+
+def take_workspaces(device: torch.device) -> None:
+    """Let cuBLAS take its workspaces for the current stream: one for this thread and one for that of backward.
+
+    Later they would be cut out of the largest free block, such as that of an activation, and torch could neither
+    release the rest of it nor use it as a whole again.
+    """
+    weight = torch.ones(64, 64, device=device, requires_grad=True)
+    with torch.enable_grad():
+        F.linear(weight, weight, weight[0]).sum().backward()
 
 
 def return_to_default_stream(device: torch.device) -> None:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import resource
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 
 import psutil
@@ -12,6 +13,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from evenstep.distributed.cgroups import Groups
+from evenstep.distributed.devices import take_workspaces
 from evenstep.sampling.rng import fork_rng
 
 CONTEXT_BYTES = 512 * 2**20
@@ -47,12 +49,9 @@ def warm_up() -> None:
 
 
 def workspace_bytes(device: torch.device) -> int:
-    """What cuBLAS keeps of a GPU for its products, found with small ones."""
+    """What cuBLAS keeps of a GPU for products in forward and in backward, taken now."""
     before = torch.cuda.memory_allocated(device)
-    for dtype in (torch.float32, torch.bfloat16):
-        small = torch.ones(64, 64, device=device, dtype=dtype)
-        F.linear(small @ small, small, small[0])
-        del small
+    take_workspaces(device)
     torch.cuda.synchronize(device)
     return torch.cuda.memory_allocated(device) - before
 
@@ -98,3 +97,16 @@ def limit_gpus(devices: Sequence[str], limit: int) -> None:
         device = torch.device(name)
         total = torch.cuda.get_device_properties(device).total_memory
         torch.cuda.set_per_process_memory_fraction(min(1.0, max(0, limit - CONTEXT_BYTES) / total), device)
+
+
+@contextmanager
+def only(device: torch.device, limit: float) -> Iterator[None]:
+    """Within, torch may take this many bytes of a GPU, and has what it kept for later returned."""
+    before = torch.cuda.get_per_process_memory_fraction(device)
+    torch.cuda.empty_cache()
+    total = torch.cuda.get_device_properties(device).total_memory
+    torch.cuda.set_per_process_memory_fraction(min(1.0, limit / total), device)
+    try:
+        yield
+    finally:
+        torch.cuda.set_per_process_memory_fraction(before, device)

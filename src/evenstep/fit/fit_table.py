@@ -59,6 +59,8 @@ class FitRow:
     accumulate: int | None
     kinds: dict[str, float] = field(default_factory=dict)
     """The forecast for it, or for the smallest; empty if nothing could be forecast."""
+    process_bytes: float = 0.0
+    """Of them, what a process holds before it makes the model."""
     evaluation_bytes: float | None = None
     tried: list[TriedCut] = field(default_factory=list)
     remedies: list[Remedy] = field(default_factory=list)
@@ -93,8 +95,7 @@ class FitRow:
         done = self.measured
         if done is None or not done.growth_bytes or not self.kinds:
             return None
-        added = sum(self.kinds.values()) - self.kinds["framework"]
-        return added / done.growth_bytes - 1
+        return (sum(self.kinds.values()) - self.process_bytes) / done.growth_bytes - 1
 
 
 LEAST_ADDED = 16 * 2**20
@@ -177,7 +178,7 @@ def _memory_table(found: FitResult) -> Table:
 
 def _is_small(row: FitRow) -> bool:
     """Whether the model adds so little to a process that an error of it says nothing."""
-    return sum(row.kinds.values()) - row.kinds.get("framework", 0.0) < LEAST_ADDED
+    return sum(row.kinds.values()) - row.process_bytes < LEAST_ADDED
 
 
 def _tries_table(found: FitResult) -> Table:

@@ -63,6 +63,8 @@ class StepMemory:
     """Of a process before it makes the model; on a GPU, what no tensor of the task explains."""
     available_bytes: float = 0.0
     """What a process could use on this device, if it were alone there."""
+    gaps: float = 0.0
+    """Of the peak: what the allocator of a GPU needs beyond it, found by real steps in less and less memory."""
     has_batchnorm: bool = False
     is_real: bool = False
     """Whether steps were computed, since shapes alone do not say what this task does."""
@@ -205,9 +207,10 @@ def largest_fitting(memory: StepMemory, place: Placement, limit: float) -> Cut |
 
 
 def needs(memory: StepMemory, place: Placement, micro_batch: int) -> float:
-    """Bytes that steps and evaluations need."""
+    """Bytes that steps and evaluations need, with gaps as far as the margin does not cover them."""
     evaluation = evaluation_peak(memory, place, micro_batch)
-    return max(peak(memory, place, micro_batch).total, evaluation.total if evaluation is not None else 0.0)
+    most = max(peak(memory, place, micro_batch).total, evaluation.total if evaluation is not None else 0.0)
+    return most * (1 + max(0.0, memory.gaps - MARGIN))
 
 
 def usable(limit: float) -> float:

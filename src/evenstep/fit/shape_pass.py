@@ -27,9 +27,10 @@ from evenstep.data.dataset import SampleTransform
 from evenstep.data.iterable import Stream
 from evenstep.data.nested import leaves, map_tensors
 from evenstep.errors import EvenstepError
-from evenstep.fit.device_memory import MemoryMeter, available_bytes, warm_up, workspace_bytes
+from evenstep.fit.device_memory import MemoryMeter, available_bytes, only, warm_up, workspace_bytes
 from evenstep.fit.memory_model import ACCUMULATED, COUNTED, EVALUATION, STEP, UPDATE, Moment, StepMemory
 from evenstep.internals import BatchNorm, FakeTensor, FakeTensorMode, TorchDispatchMode, tree_leaves
+from evenstep.monitor.known_errors import is_out_of_memory
 from evenstep.plan import Plan
 from evenstep.sampling.rng import Draws, Ids
 from evenstep.strategies.base import copied, evaluating, units
@@ -42,6 +43,8 @@ FILE = "shapes.json"
 MOST_READ = 256
 """Samples of the larger pass: they are read, for a collate may give any shape."""
 HALF = 0.5
+SAME = 0.99
+"""Of a peak: with less, a library had to do with less."""
 FEWER = 4
 """The smaller pass has this part of them."""
 REAL_SAMPLES = 4
@@ -217,6 +220,16 @@ class ShapeStep:
         self._update()
         return found
 
+    def runs(self, data: Any, meter: MemoryMeter, least: float) -> bool:
+        """Whether steps have the memory that they had before."""
+        try:
+            return max(self.measured(data, meter).values()) >= least
+        except Exception as error:
+            if not is_out_of_memory(error):
+                raise
+        self._forget()
+        return False
+
     def held(self) -> dict[str, float]:
         """Bytes between two steps; gradients are counted too."""
         weights = list(self.module.parameters())
@@ -383,14 +396,47 @@ def calibrated(plan: Plan, task: Task, memory: StepMemory, share: int, limit: fl
             points[phase].append((num, peak - before - forecast))
     phases = {phase: list(moments) for phase, moments in memory.phases.items()}
     for phase, found in points.items():
-        fixed, slope = _line(found)
-        if device.type == "cpu":
-            # What malloc keeps in gaps does not grow in a line: it is between constant and proportional.
-            last, high = found[-1]
-            slope = min(max(slope, 0.0), max(high, 0.0) / last)
-            fixed = high - slope * last
+        fixed, slope = correction(found)
         phases[phase] = [moment.raised(fixed, slope) for moment in phases[phase]]
-    return replace(memory, phases=phases)
+    gaps = gaps_of(step, batch, meter) if device.type == "cuda" else 0.0
+    return replace(memory, phases=phases, gaps=gaps)
+
+
+def correction(points: list[tuple[int, float]]) -> tuple[float, float]:
+    """What to add to a forecast, as a line through one or two (samples, error): between constant and proportional.
+
+    Gaps do not grow in a line, and libraries choose other algorithms for other sizes: a line through two points far
+    below the sizes in question could go anywhere.
+
+    >>> correction([(4, 10.0), (16, 40.0)])
+    (0.0, 2.5)
+    >>> correction([(4, 90.0), (16, -60.0)])
+    (0.0, -3.75)
+    """
+    (first, low), (last, high) = points[0], points[-1]
+    slope = (high - low) / (last - first) if last > first else 0.0
+    proportional = high / last
+    slope = min(max(slope, min(0.0, proportional)), max(0.0, proportional))
+    return high - slope * last, slope
+
+
+GAPS = (0.7, 0.5, 0.36, 0.25, 0.18, 0.13, 0.1, 0.07, 0.05)
+MOST_GAPS = 0.9
+
+
+def gaps_of(step: ShapeStep, data: Any, meter: MemoryMeter) -> float:
+    """Of the peak: the least that a GPU must have beyond it, so that the same steps run and take the same.
+
+    From much to little: where cuDNN does not get the workspace that it wants, it takes another algorithm and keeps it.
+    """
+    peak = max(step.measured(data, meter).values())
+    found = MOST_GAPS
+    for gaps in GAPS:
+        with only(meter.device, peak * (1 + gaps)):
+            if not step.runs(data, meter, peak * SAME):
+                break
+        found = gaps
+    return found
 
 
 def _real_sizes(memory: StepMemory, share: int, limit: float) -> list[int]:
@@ -407,13 +453,6 @@ def _real_sizes(memory: StepMemory, share: int, limit: float) -> list[int]:
     if large <= least or takes(large) > HALF * limit:
         return []
     return sorted({max(least, large // FEWER), large})
-
-
-def _line(points: list[tuple[int, float]]) -> tuple[float, float]:
-    """Through one or two points."""
-    (first, low), (last, high) = points[0], points[-1]
-    slope = (high - low) / (last - first) if last > first else 0.0
-    return high - slope * last, slope
 
 
 def step_memory(plan: Plan, task: Task, share: int, framework: float, is_checkpointed: bool = False) -> StepMemory:

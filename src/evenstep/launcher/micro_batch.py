@@ -341,6 +341,8 @@ def _row(runner: MemoryRunner, place: Placement, memory: StepMemory | None, name
         micro_batch=cut.size if cut is not None else None,
         accumulate=cut.accumulate if cut is not None else None,
         kinds=peak(memory, place, shown.size).kinds if memory is not None else {},
+        # cuBLAS takes its workspaces when the model computes.
+        process_bytes=memory.framework_bytes if memory is not None and place.kind == "cpu" else 0.0,
         evaluation_bytes=evaluation.total if evaluation is not None else None,
         tried=search.tried,
         remedies=[] if is_whole or memory is None else _remedies(runner, place, memory, search.limit or 0.0),

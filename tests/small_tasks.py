@@ -36,7 +36,7 @@ def small_task(key: str) -> Task:
         valid=tuple(column[NUM_SAMPLES:] for column in columns),
         loss=LOSS[model, loss],
         optimizer=OPTIMIZER[optimizer],
-        metrics=None if model in ("gpt", "tied") else accuracy,
+        metrics=None if DATA[model] is texts or model == "tied" else accuracy,
         scheduler=lambda optimizer, steps: torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, steps),
     )
     return KINDS[kind[0]](task) if kind else task
@@ -142,6 +142,38 @@ def cnn() -> nn.Module:
 
 def gpt() -> nn.Module:
     return GPT(vocabulary=11, context=8, layers=2, heads=2, width=16)
+
+
+class Encoder(nn.Module):
+    """An encoder of torch's own layers: attention, and a pair of Linears with dropout between them."""
+
+    def __init__(self, dropout: float = 0.0) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(11, 16)
+        layer = nn.TransformerEncoderLayer(16, 4, 24, dropout=dropout, batch_first=True)
+        self.encoder = nn.TransformerEncoder(layer, 2, enable_nested_tensor=False)
+        self.output = nn.Linear(16, 11)
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        padding = torch.arange(tokens.shape[1]) >= 1 + tokens[:, :1] % 8
+        scores: torch.Tensor = self.output(self.encoder(self.embedding(tokens), src_key_padding_mask=padding))
+        return scores
+
+
+class Gated(nn.Module):
+    """A gated pair of Linears as attributes of a block, and a packed Linear that is cut up, which must stay whole."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.packed, self.out = nn.Linear(20, 60), nn.Linear(20, 20)
+        self.gate, self.up, self.down = nn.Linear(20, 33, bias=False), nn.Linear(20, 33), nn.Linear(33, 5)
+        self.dropout = nn.Dropout(0.1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        one, two, three = self.packed(x).chunk(3, -1)
+        x = x + self.out(one * torch.tanh(two) + three)
+        scores: torch.Tensor = self.down(self.dropout(F.silu(self.gate(x)) * self.up(x)))
+        return scores
 
 
 class Tied(nn.Module):
@@ -317,6 +349,9 @@ DATA = {
     "idle": vectors,
     "later": vectors,
     "weight_norm": vectors,
+    "encoder": texts,
+    "encoder_drop": texts,
+    "gated": vectors,
     "mlp": vectors,
     "cnn": pictures,
     "gpt": texts,
@@ -332,6 +367,9 @@ BUILDERS = {
     "idle": Idle,
     "later": Later,
     "weight_norm": weight_normed,
+    "encoder": Encoder,
+    "encoder_drop": lambda: Encoder(0.1),
+    "gated": Gated,
     "mlp": mlp,
     "cnn": cnn,
     "gpt": gpt,
@@ -361,6 +399,9 @@ LOSS = {
     ("mlp", "penalty"): penalty_loss,
     ("cnn", "pair"): pair_loss,
     ("gpt", "pair"): token_pair_loss,
+    ("encoder", "pair"): token_pair_loss,
+    ("encoder_drop", "pair"): token_pair_loss,
+    ("gated", "mean"): mean_loss,
 }
 OPTIMIZER = {
     "adamw": lambda parameters: torch.optim.AdamW(parameters, lr=3e-3, weight_decay=0.1),

@@ -17,6 +17,7 @@ from typing import Annotated, Any, Literal
 from msgspec import Meta
 
 from evenstep.errors import BREAKS_LINES, MAX_CHARACTERS, PlanError, shorten
+from evenstep.mesh import arrange
 from evenstep.sampling.order import Lengths, Shares, enough_for_all, in_proportion, share, smallest_micro_batch
 from evenstep.schema import LARGEST, Schema, check, check_choice, check_fields
 from evenstep.strategy_facts import (
@@ -90,6 +91,8 @@ class Plan:
     task: Text = IN_THIS_PROCESS
     strategy: Text = REFERENCE
     devices: tuple[Text, ...] = ("cpu",)
+    mesh: Text | None = None
+    """`data=2,tensor=2`: how ranks are arranged, where the strategy has more than one axis."""
     epochs: Whole | None = None
     steps: Whole | None = None
     seed: Seed = 0
@@ -154,6 +157,7 @@ class Plan:
         check_device_names(self.devices)
         self._check_launch()
         self._check_devices()
+        self._check_mesh()
         self._check_shares()
         self._check_replicas()
         self._check_micro()
@@ -164,6 +168,22 @@ class Plan:
     def most_devices(self) -> int:
         """Devices of all machines together, where as many take part as may."""
         return len(self.devices) * (parse_machines(self.machines)[1] if self.machines is not None else 1)
+
+    @property
+    def num_replicas(self) -> int:
+        """Devices, or groups of devices that compute one replica together, where as many take part as may."""
+        mesh = arrange(self.mesh, self._facts, self.most_devices) if self._facts.axes else None
+        return self.most_devices // (mesh.ranks_per_replica if mesh is not None else 1)
+
+    def _check_mesh(self) -> None:
+        if self._facts is UNKNOWN:
+            return
+        arrange(self.mesh, self._facts, self.most_devices)
+        if self._facts.model_axis is not None and self.precision == "fp16":
+            raise PlanError(
+                f"{self.strategy} has parts of the gradients on each rank, and fp16's scaler looks at whole ones; "
+                "use --precision bf16"
+            )
 
     @property
     def _facts(self) -> StrategyFacts:
@@ -271,7 +291,7 @@ class Plan:
         if self.virtual_replicas is not None:
             return (1,) * self.virtual_replicas
         known = parse_shares(self.shares) if self.shares is not None else None
-        return known or (1,) * self.most_devices
+        return known or (1,) * self.num_replicas
 
     def _check_replicas(self) -> None:
         if self.virtual_replicas is None:
@@ -307,7 +327,7 @@ class Plan:
     @property
     def num_parts(self) -> int:
         """Parts of a global batch that are cut into micro-batches: virtual replicas, or devices."""
-        return self.virtual_replicas or self.most_devices
+        return self.virtual_replicas or self.num_replicas
 
     def _check_cut(self) -> None:
         smallest = self.num_parts * self.accumulate
@@ -317,6 +337,11 @@ class Plan:
                 raise PlanError(
                     f"a global batch of {self.batch} is too small for {self.virtual_replicas} virtual replicas{parts}; "
                     f"use --batch {smallest} or more"
+                )
+            if self.num_replicas < self.most_devices:
+                raise PlanError(
+                    f"a global batch of {self.batch} is too small for {self.num_replicas} replicas x {self.accumulate} "
+                    f"micro-batches; use --batch {smallest} or more"
                 )
             machines = self.most_devices // len(self.devices)
             of_machines = f"{machines} machines x " if machines > 1 else ""
@@ -385,6 +410,9 @@ class Plan:
         parts = f" x {self.accumulate} micro-batches" if self.accumulate > 1 else ""
         devices = "1 device" if len(self.devices) == 1 else f"{len(self.devices)} devices"
         devices = f"{machines[0]} machines x {devices}" if machines[0] > 1 else devices
+        if self.num_replicas < self.most_devices:
+            num, num_each = self.num_replicas, self.most_devices // self.num_replicas
+            devices = f"{num} replica{'s' * (num > 1)} of {num_each} devices"
         shares = f" (shares {self.shares})" if self.shares is not None else ""
         if self.virtual_replicas is not None:
             parts = f"{parts} on {devices}"

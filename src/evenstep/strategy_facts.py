@@ -41,6 +41,12 @@ class StrategyFacts:
     """Whether one GPU can be given twice."""
     shards: bool = False
     """Whether each device holds a part of the weights instead of all of them."""
+    axes: tuple[str, ...] = ()
+    """What `--mesh` may name, outermost first."""
+    model_axis: str | None = None
+    """The axis along which ranks compute one replica together and read the same samples."""
+    size_flag: str = ""
+    """The flag for the size of that axis alone: `--shards 2` is `--mesh tensor=2`."""
     compiles: bool = True
     """Whether torch.compile can make it faster."""
     cuda_graphs: bool = False
@@ -110,6 +116,25 @@ _ROWS = (
         preloads=("torch.distributed.fsdp", "torch.distributed.device_mesh", "torch.distributed.tensor"),
     ),
     StrategyFacts(
+        name="tensor",
+        location="evenstep.strategies.tensor:Tensor",
+        summary="one process for each device; each computes a part of every layer that can be split (--shards)",
+        processes_per_device=True,
+        several_machines=True,
+        needs_several_devices=True,
+        axes=("data", "tensor"),
+        model_axis="tensor",
+        size_flag="shards",
+        compiles=False,
+        refusals={
+            "compile": "tensor changes layers in place, which --compile would not see; leave it out",
+            "replay_every": "--replay-every compares whole gradients, and tensor has parts of them; use --strategy ddp",
+            "shares": "--shares is for data parallelism; leave it out, or use --strategy ddp",
+            "sync_batchnorm": "--sync-batchnorm would count each sample once for every shard; use --strategy ddp",
+            "statistics": "--statistics looks at whole layers, and tensor has shards of them; use --strategy ddp",
+        },
+    ),
+    StrategyFacts(
         name="dp-torch",
         location="evenstep.strategies.torch_dp:TorchDP",
         summary="torch's own nn.DataParallel on CUDA devices, to compare with",
@@ -153,8 +178,9 @@ def added_strategies() -> tuple[StrategyFacts, ...]:
 
 
 def usual_strategies() -> list[StrategyFacts]:
-    """Those that train on several devices and are no baseline."""
-    return [row for row in STRATEGIES.values() if not row.is_reference and not row.is_baseline]
+    """The data parallel ones that are no baseline; those that split a model are for models that need it."""
+    rows = STRATEGIES.values()
+    return [row for row in rows if not row.is_reference and not row.is_baseline and row.model_axis is None]
 
 
 def one_of(rows: Iterable[StrategyFacts]) -> str:

@@ -19,7 +19,7 @@ from evenstep.plan import Plan
 from evenstep.strategy_facts import REFERENCE, STRATEGIES
 
 SOURCE = Path(evenstep.__file__).parent
-VALUES = {"errors", "schema", "strategy_facts", "plan", "record", "task"}
+VALUES = {"errors", "schema", "strategy_facts", "mesh", "plan", "record", "task"}
 ENGINE = {
     *VALUES,
     "internals",
@@ -38,7 +38,8 @@ MAY_IMPORT = {
     "strategy_facts": set(),
     "internals": set(),
     "sampling": {"errors"},
-    "plan": {"errors", "schema", "strategy_facts", "sampling"},
+    "mesh": {"errors", "strategy_facts"},
+    "plan": {"errors", "schema", "strategy_facts", "mesh", "sampling"},
     "record": {"errors", "schema", "plan"},
     "task": {"errors", "schema", "sampling"},
     "audit": {*VALUES, "sampling"},
@@ -212,7 +213,7 @@ def test_every_option_of_train_is_a_field_of_the_plan_and_the_other_way_round() 
     command = typer.main.get_command(app).commands["train"]  # type: ignore[attr-defined]
     flags = {flag for option in command.params for flag in option.opts if flag.startswith("-")}
     # How the command is given, and what it shows.
-    others = {"--json", "--suggest", "--help", "--config", "--quiet", "-q", "-h", "--on"}
+    others = {"--json", "--suggest", "--help", "--config", "--quiet", "-q", "-h", "--on", "--shards", "--stages"}
     options = {flag.removeprefix("--").replace("-", "_") for flag in flags - others}
     fields = {field.name for field in dataclasses.fields(Plan)}
     # Of the task, and behind it: NAME=VALUE.

@@ -13,6 +13,7 @@ from torch import nn
 from typing_extensions import TypeIs
 
 from evenstep.checkpoint.files import WEIGHTS, OptimizerState, State
+from evenstep.distributed.slices import Slice, joined, slice_of, slices_of
 from evenstep.errors import CheckpointError, shorten
 from evenstep.sampling.rng import SORTED_UP_TO
 
@@ -40,7 +41,10 @@ def whole(tensor: torch.Tensor, keep: bool) -> torch.Tensor | None:
 
 def weights(module: nn.Module, keep: bool) -> Tensors:
     """Parameters and buffers by name; all ranks call this, the one with `keep` gets them."""
-    taken = {name: whole(value, keep) for name, value in _tensors(module)}
+    slices = slices_of(module)
+    taken = {
+        name: whole(slices[name].join(value) if name in slices else value, keep) for name, value in _tensors(module)
+    }
     return {name: value for name, value in taken.items() if value is not None}
 
 
@@ -51,21 +55,25 @@ def _tensors(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
 @torch.no_grad()
 def load_weights(module: nn.Module, loaded: Mapping[str, torch.Tensor], source: str) -> str | None:
     """Copy `loaded` into the model; returns a message on stripped prefixes. A partial match is refused."""
-    own = dict(_tensors(module))
-    found, stripped = _matching(loaded, own, source)
+    own, slices = dict(_tensors(module)), slices_of(module)
+    found, stripped = _matching(loaded, own, source, slices)
     for name, target in own.items():
-        target.copy_(sharded_like(found[name], target))
+        given = slices[name].take(found[name]) if name in slices else found[name]
+        target.copy_(sharded_like(given, target))
     return stripped
 
 
 def check_weights(module: nn.Module, path: str, allow_pickle: bool) -> None:
     """Refuse a file of weights that would not load into `module`; nothing is changed."""
-    _matching(read_weights(path, allow_pickle), dict(_tensors(module)), path)
+    _matching(read_weights(path, allow_pickle), dict(_tensors(module)), path, slices_of(module))
 
 
-def _matching(loaded: Mapping[str, torch.Tensor], own: Tensors, source: str) -> tuple[Tensors, str | None]:
+def _matching(
+    loaded: Mapping[str, torch.Tensor], own: Tensors, source: str, slices: Mapping[str, Slice]
+) -> tuple[Tensors, str | None]:
     found, stripped = _matching_names(loaded, own)
     here, there = ({name: tuple(tensor.shape) for name, tensor in tensors.items()} for tensors in (own, found))
+    here |= {name: part.shape for name, part in slices.items()}
     refuse_difference(here, there, source)
     return found, stripped
 
@@ -131,7 +139,7 @@ def optimizer_state(module: nn.Module, optimizer: torch.optim.Optimizer, keep: b
             name = names[id(weight)]
             for key, value in optimizer.state.get(weight, {}).items():
                 if isinstance(value, torch.Tensor):
-                    full = whole(value, keep)
+                    full = whole(joined(value, weight), keep)
                     if full is not None:
                         tensors[f"{name}/{key}"] = full
                 else:
@@ -174,8 +182,10 @@ def load_optimizer_state(
     for name, state in by_parameter.items():
         weight = weights_by_name[name]
         for kind, value in state.items():
-            if isinstance(value, torch.Tensor) and value.shape == weight.shape and value.ndim:
-                state[kind] = sharded_like(value, weight)
+            part = slice_of(weight)
+            shape = weight.shape if part is None else part.shape
+            if isinstance(value, torch.Tensor) and value.shape == shape and value.ndim:
+                state[kind] = sharded_like(value, weight) if part is None else part.take(value)
     groups = []
     start = 0
     for group, saved_group, group_names in zip(optimizer.param_groups, saved["groups"], own, strict=True):

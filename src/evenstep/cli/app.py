@@ -78,6 +78,14 @@ OptionsArgument = Annotated[
     ),
 ]
 BatchOption = Annotated[int | None, typer.Option(help="Global batch size, over all devices; default: the task's.")]
+MeshOption = Annotated[
+    str | None,
+    typer.Option(
+        metavar="AXIS=N,...",
+        help="How ranks are arranged, for strategies that split models, such as data=2,tensor=2; an axis that is left "
+        "out gets the rest.",
+    ),
+]
 DataOption = Annotated[
     str | None,
     typer.Option(

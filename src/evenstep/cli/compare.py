@@ -16,6 +16,7 @@ from evenstep.cli.app import (
     BatchOption,
     DataOption,
     JsonOption,
+    MeshOption,
     OptionsArgument,
     OutOption,
     PrecisionOption,
@@ -83,6 +84,7 @@ def compare(
         str | None,
         typer.Option(metavar="N,N,...", help="Measure strategies also with these shares of a batch: what they gain."),
     ] = None,
+    mesh: MeshOption = None,
     name: Annotated[
         str | None, typer.Option(help="Name of the comparison's folder; default: by date and task.")
     ] = None,
@@ -106,6 +108,7 @@ def compare(
         sync_batchnorm=sync_batchnorm,
         virtual_replicas=virtual_replicas,
         shares=shares,
+        mesh=mesh,
         choices={**choices, "seed": seed, "name": name, "out": out, "options": given},
         command=shlex.join(["evenstep", *sys.argv[1:]]),
     )

@@ -18,6 +18,7 @@ from evenstep.cli.app import (
     DataOption,
     JsonOption,
     MachinesOption,
+    MeshOption,
     OptionsArgument,
     OutOption,
     PrecisionOption,
@@ -39,6 +40,7 @@ from evenstep.cli.app import (
 from evenstep.cli.completion import complete_run, complete_strategy
 from evenstep.cli.settings import SettingsOption, choose_task
 from evenstep.errors import BadInput, shorten
+from evenstep.mesh import take_sizes
 from evenstep.strategy_facts import DEFAULT, REFERENCE, STRATEGIES, one_of, usual_strategies
 
 _SUMMARIES = "\n\n".join(f"{row.name}: {row.summary}" for row in STRATEGIES.values())
@@ -83,6 +85,10 @@ def train(
             help="Number of devices, or a list such as cuda:0,cuda:1 or cpu,cpu; default: 1, or all GPUs with "
             f"--strategy {one_of(usual_strategies())}."
         ),
+    ] = None,
+    mesh: MeshOption = None,
+    shards: Annotated[
+        int | None, typer.Option(metavar="N", help="Ranks that split each layer: --strategy tensor --mesh tensor=N.")
     ] = None,
     batch: BatchOption = None,
     epochs: Annotated[int | None, typer.Option(help="Passes over the data; default: the task's.")] = None,
@@ -242,6 +248,7 @@ def train(
         for key, value in locals().items()
         if key not in ("task", "settings", "as_json", "suggest", "quiet", "on")
     }
+    take_sizes(choices)
     task, choices["options"] = choose_task(task, options, settings)
     if on is not None:
         raise typer.Exit(_train_on(on, task, choices))

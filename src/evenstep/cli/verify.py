@@ -19,6 +19,7 @@ from evenstep.cli.app import (
     BatchOption,
     DataOption,
     JsonOption,
+    MeshOption,
     OptionsArgument,
     OutOption,
     QuietOption,
@@ -84,6 +85,7 @@ def verify(
     shares: Annotated[
         str | None, typer.Option(metavar="N,N,...", help="Part of each device in every batch, under every strategy.")
     ] = None,
+    mesh: MeshOption = None,
     sync_batchnorm: Annotated[
         bool, flag("--sync-batchnorm", help="Use SyncBatchNorm, where the strategy has several processes.")
     ] = False,
@@ -116,10 +118,10 @@ def verify(
     check("accumulate", accumulate, Whole, PlanError)
     from evenstep.launcher.prepare import free_name, label_of, load_strategies, prepare
     from evenstep.verify import Depth, ExactDepth, judged, judged_exactly, settled
-    from evenstep.verify.configurations import configs_of, plan_of
+    from evenstep.verify.configurations import configs_of, plan_of, with_mesh
 
     load_strategies(strategies, task, seed)
-    configs = configs_of(strategies, devices, accumulate, shares)
+    configs = with_mesh(configs_of(strategies, devices, accumulate, shares), mesh)
     virtual = _virtual_replicas(exact, virtual_replicas, sync_batchnorm, max(len(config.devices) for config in configs))
     if virtual is not None:
         configs = [config for config in configs if config.strategy != REFERENCE]
@@ -235,6 +237,7 @@ def _values(prepared: Prepared, verdicts: Mapping[Configuration, Verdict], reque
                 "devices": list(config.devices),
                 "accumulate": config.accumulate,
                 "shares": config.shares,
+                "mesh": config.mesh,
                 **verdict.to_json(),
             }
             for config, verdict in verdicts.items()

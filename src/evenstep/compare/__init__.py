@@ -26,7 +26,7 @@ from evenstep.report.comparison import Comparison, LargerBatch, Parity, Range, R
 from evenstep.report.recommend import advise, best
 from evenstep.strategy_facts import REFERENCE, STRATEGIES
 from evenstep.verify import Configuration, Depth, check
-from evenstep.verify.configurations import find_configs, plan_of
+from evenstep.verify.configurations import find_configs, plan_of, with_mesh
 
 __all__ = ["CompareRequest", "Comparison", "Row", "compare"]
 
@@ -58,6 +58,8 @@ class CompareRequest:
     """Virtual replicas: each configuration is then measured with and without."""
     shares: str | None = None
     """Of devices in a global batch: each configuration that they fit is then measured with and without."""
+    mesh: str | None = None
+    """How ranks are arranged under strategies that split models."""
     choices: Mapping[str, Any] = field(default_factory=dict)
     """Fields of the Plan: batch, precision, workers ..."""
     command: str = ""
@@ -67,6 +69,7 @@ def compare(request: CompareRequest, log: Callable[[str], None] = lambda line: N
     """Measure every configuration, and write the comparison beside its Records; returns it and its folder."""
     load_strategies(request.strategies, request.source, request.choices.get("seed"))
     configs = find_configs(request.strategies, request.devices, request.virtual_replicas, request.shares)
+    configs = with_mesh(configs, request.mesh)
     label = label_of(request.source, request.choices.get("options", {}))
     name = request.choices.get("name") or free_name(label, "compare", request.choices.get("out") or RUNS)
     first = {"strategy": REFERENCE, "devices": list(configs[0].devices), "name": name}
@@ -205,6 +208,7 @@ class BlockRunner:
                 sync_batchnorm=self._synchronises(config),
                 virtual_replicas=config.virtual_replicas,
                 shares=config.shares,
+                mesh=config.mesh,
                 batch=batch or self.base.plan.batch,
             )
             began = time.time()

@@ -332,7 +332,7 @@ def check_consistent(world: World, batch: Batch) -> None:
         is_known = other["common"] and gathered[0]["common"]
         if (is_known and other["common"] != gathered[0]["common"]) or other["order"] != gathered[0]["order"]:
             raise TaskError(_OTHER_STREAM.format(rank=rank) if is_stream else _OTHER_DATA.format(rank=rank))
-    _refuse_same_data(gathered)
+    _refuse_same_data(gathered[:: world.ranks_per_replica], world.ranks_per_replica)
 
 
 def check_equal_lengths(world: World, order: Order) -> None:
@@ -340,7 +340,7 @@ def check_equal_lengths(world: World, order: Order) -> None:
     gathered = world.gather([order.lengths.rest, list(order.lengths.first)])
     for rank, lengths in enumerate(gathered):
         if lengths != gathered[0]:
-            num, first = (one[0] // world.size for one in (lengths, gathered[0]))
+            num, first = (one[0] // world.data_size for one in (lengths, gathered[0]))
             raise TaskError(
                 f"rank {rank} has {num} samples and rank 0 has {first}: with mine=True every rank has "
                 f"an equal share of each step.\nGive all ranks the same number, such as the first {min(num, first)}"
@@ -370,10 +370,11 @@ _OTHER_DATA = (
 )
 
 
-def _refuse_same_data(gathered: list[dict[str, Any]]) -> None:
+def _refuse_same_data(gathered: list[dict[str, Any]], ranks_per_replica: int) -> None:
     """Two ranks may read equal samples if each id always gives the same sample (`common` is known)."""
     seen: dict[str, tuple[int, list[int]]] = {}
-    for rank, other in enumerate(gathered):
+    for number, other in enumerate(gathered):
+        rank = number * ranks_per_replica
         for digest, ids in zip(other["replicas"], other["first_ids"], strict=True):
             if digest and digest in seen and not other["common"]:
                 first, first_ids = seen[digest]

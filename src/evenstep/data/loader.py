@@ -230,7 +230,7 @@ class Loader:
             with closing(Loader(self._source, self.order, alone, self.batch, self._options)) as whole:
                 yield from whole.whole_data(num_batches)
             return
-        for batch in islice(self.whole_pass(), num_batches):
+        for batch in islice(self.whole_pass(), num_batches if self._world.counts else 0):
             for micro_batch in (micro_batch for per_replica in batch.micro_batches for micro_batch in per_replica):
                 if micro_batch.num_samples:
                     yield micro_batch.data

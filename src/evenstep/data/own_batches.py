@@ -82,7 +82,7 @@ class OwnBatches(Loader):
 
     def _total(self, num: int) -> int:
         """The rows of all ranks."""
-        total = torch.tensor([num], dtype=torch.float64)
+        total = torch.tensor([num if self._world.counts else 0], dtype=torch.float64)
         work = self._world.total(total)
         if work is not None:
             work.wait()

@@ -82,7 +82,7 @@ class ProcessRows:
         else:
             self._world.heartbeat.collective()
             arrived = self._world.spans.send("gather", [sent], waits=True)
-            dist.all_gather(list(every.view(len(counts), -1)), sent)
+            dist.all_gather(list(every.view(len(counts), -1)), sent, group=self._world.group)
             arrived()
         of_ranks = every.view(rows.dtype).view(len(counts), most, *rows.shape[1:])
         if min(counts) == most:
@@ -96,7 +96,7 @@ class ProcessRows:
         if not self._world.communication.is_off:
             self._world.heartbeat.collective()
             arrived = self._world.spans.send("gradients of gather", [total], waits=True)
-            dist.all_reduce(total)
+            dist.all_reduce(total, group=self._world.group)
             arrived()
         return or_one(total[self._own].to(gradients.dtype))
 

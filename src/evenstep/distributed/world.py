@@ -9,7 +9,7 @@ import sys
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -56,6 +56,10 @@ class World:
     """More devices, which nn.DataParallel drives from the first one."""
     num_virtual: int | None = None
     """Virtual replicas (`--virtual-replicas`), if the batch is cut into such."""
+    ranks_per_replica: int = 1
+    """Consecutive ranks that compute one replica together, and read the same samples."""
+    group: Any = None
+    """The process group of these ranks; None: that of all."""
 
     @cached_property
     def device(self) -> torch.device:
@@ -73,13 +77,57 @@ class World:
         return self.rank == 0
 
     @cached_property
+    def data_rank(self) -> int:
+        """The rank among those with samples of their own; the same for all that compute one replica together."""
+        return self.rank // self.ranks_per_replica
+
+    @cached_property
+    def data_size(self) -> int:
+        """Ranks, or groups of ranks, with samples of their own."""
+        return self.size // self.ranks_per_replica
+
+    @cached_property
+    def counts(self) -> bool:
+        """Whether what this rank computed is counted; of those that compute one replica together, the last one's is."""
+        return (self.rank + 1) % self.ranks_per_replica == 0
+
+    @cached_property
     def num_replicas(self) -> int:
-        return self.size * len(self.devices)
+        return self.data_size * len(self.devices)
 
     @cached_property
     def replicas(self) -> range:
         """The replicas that this process drives."""
-        return range(self.rank * len(self.devices), (self.rank + 1) * len(self.devices))
+        return range(self.data_rank * len(self.devices), (self.data_rank + 1) * len(self.devices))
+
+    @cached_property
+    def model_ranks(self) -> World:
+        """This process among the ranks that compute its replica together; all ranks ask for this together."""
+        first = self.data_rank * self.ranks_per_replica
+        return self._part([range(start, start + self.ranks_per_replica) for start in self._firsts()], first)
+
+    @cached_property
+    def data_ranks(self) -> World:
+        """This process among the ranks that hold the same part of other replicas; all ranks ask for this together."""
+        columns = [range(start, self.size, self.ranks_per_replica) for start in range(self.ranks_per_replica)]
+        return self._part(columns, self.rank % self.ranks_per_replica)
+
+    def _firsts(self) -> range:
+        return range(0, self.size, self.ranks_per_replica)
+
+    def _part(self, every: Sequence[range], first: int) -> World:
+        # A process group is made by all ranks, members or not, in one order.
+        groups = {ranks[0]: dist.new_group(list(ranks)) for ranks in every if len(ranks) > 1}
+        (own,) = [ranks for ranks in every if ranks[0] == first]
+        of_part = Communication(is_off=self.communication.is_off)
+        return replace(
+            self,
+            rank=own.index(self.rank),
+            size=len(own),
+            communication=of_part,
+            ranks_per_replica=1,
+            group=groups.get(first),
+        )
 
     def post(self, numbers: Sequence[float]) -> PendingSum | None:
         """Start to sum a few numbers on the host over all ranks; None where `total` has to do it."""
@@ -97,7 +145,7 @@ class World:
         scalars = self.communication.scalars if self.communication.may_share else None
         if scalars is not None and scalars.takes(values):
             return scalars.post_tensor(values)
-        work: dist.Work = dist.all_reduce(values, async_op=True)
+        work: dist.Work = dist.all_reduce(values, group=self.group, async_op=True)
         return work
 
     def gather(self, value: Any) -> list[Any]:
@@ -106,7 +154,7 @@ class World:
             return [value]
         padded, lengths = self._padded(json.dumps(value).encode())
         texts = [torch.empty_like(padded) for _ in range(self.size)]
-        dist.all_gather(texts, padded)
+        dist.all_gather(texts, padded, group=self.group)
         return [json.loads(bytes(text[:length].tolist())) for text, length in zip(texts, lengths, strict=True)]
 
     def collect(self, data: bytes) -> list[bytes]:
@@ -122,7 +170,7 @@ class World:
         """The bytes of this rank in a tensor that is as long on all ranks; and how many are meant on each."""
         self.heartbeat.collective()
         lengths = [torch.zeros(1, dtype=torch.int64) for _ in range(self.size)]
-        dist.all_gather(lengths, torch.tensor([len(data)]))
+        dist.all_gather(lengths, torch.tensor([len(data)]), group=self.group)
         padded = torch.zeros(int(max(lengths)), dtype=torch.uint8)
         padded[: len(data)] = torch.frombuffer(bytearray(data), dtype=torch.uint8)
         return padded, [int(length) for length in lengths]

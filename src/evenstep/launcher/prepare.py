@@ -20,6 +20,7 @@ from evenstep.data.adapt import AdaptedData, adapt_train, adapt_valid
 from evenstep.distributed.devices import check_devices, choose_devices, num_cores
 from evenstep.errors import PlanError, TaskError, shorten
 from evenstep.launcher.preflight import probe, probe_evaluation
+from evenstep.mesh import least_ranks
 from evenstep.plan import (
     IN_THIS_PROCESS,
     PLAN_FILE,
@@ -106,6 +107,9 @@ def prepare(source: str | TaskFunction | Task | None, choices: Mapping[str, Any]
         values["data"] = os.path.abspath(values["data"])
     _settle_micro(values, chosen, base)
     dropped = _drop_shares(values) if "shares" not in chosen else []
+    if "mesh" not in chosen and any(values[name] != base.get(name) for name in ("strategy", "devices")):
+        # That of an earlier run, which was arranged differently.
+        values.pop("mesh", None)
     is_same = _is_same_file(spec, base.get("task"))
     before = base.get("options", {}) if is_same else {}
     values["options"] = {**before, **chosen.get("options", {})}
@@ -380,9 +384,10 @@ def _devices(chosen: Mapping[str, Any], base: Mapping[str, Any]) -> dict[str, An
     if strategy is None and given is None:
         strategy, given = base.get("strategy"), base.get("devices")
     if given is None:
-        given = (
-            1 if strategy in (None, REFERENCE) else len(base.get("devices", ())) or max(1, torch.cuda.device_count())
-        )
+        given = 1
+        if strategy not in (None, REFERENCE):
+            least = least_ranks(chosen.get("mesh"), strategy)
+            given = max(least, len(base.get("devices", ())) or torch.cuda.device_count())
     if isinstance(given, str):
         given = parse_devices(given)
     devices = choose_devices(given) if isinstance(given, int) else tuple(map(str, given))

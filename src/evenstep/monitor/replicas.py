@@ -16,6 +16,7 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 
 from evenstep.checkpoint.state import is_sharded
+from evenstep.distributed.slices import slice_of
 from evenstep.distributed.world import World
 from evenstep.errors import TaskError, TrainingError
 from evenstep.internals import NormBase
@@ -112,7 +113,8 @@ class ReplicaCheck:
 
 def _comparable(named: Iterator[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, torch.Tensor]]:
     # A sharded tensor has no replica to compare with.
-    return ((name, one) for name, one in named if not is_sharded(one) and one.layout == torch.strided)
+    whole = ((name, one) for name, one in named if not is_sharded(one) and slice_of(one) is None)
+    return ((name, one) for name, one in whole if one.layout == torch.strided)
 
 
 def _still_buffers(module: nn.Module, moving: set[str]) -> Iterator[tuple[str, torch.Tensor]]:

@@ -7,8 +7,9 @@ since the cores that sum are those that compute.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from contextlib import AbstractContextManager
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Protocol
 
 import torch
 import torch.distributed as dist
@@ -17,7 +18,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.nn.parameter import is_lazy
 
 from evenstep.distributed.devices import leave_default_stream
-from evenstep.distributed.shm.allreduce import DTYPES, Channel, open_channel
+from evenstep.distributed.shm.allreduce import DTYPES, open_channel
 from evenstep.distributed.shm.native import load
 from evenstep.distributed.world import World
 from evenstep.errors import TaskError, TrainingError
@@ -38,10 +39,17 @@ AVERAGED_COST = (
 )
 
 
+class Averages(Protocol):
+    """What averages tensors over ranks."""
+
+    def average(self, tensors: Sequence[torch.Tensor]) -> None:
+        """In place; all tensors have one type."""
+
+
 class Averaging:
     """Surrounds the last backward of a step."""
 
-    def __init__(self, channel: Channel, model: nn.Module, world: World) -> None:
+    def __init__(self, channel: Averages, model: nn.Module, world: World) -> None:
         self._channel, self._world = channel, world
         self._is_broken = False
         self._names, self._weights = zip(*trained(model), strict=True)

@@ -45,7 +45,7 @@ class NamedSums:
         names = list(dict.fromkeys(name for of_rank in self._world.gather(list(self._sums)) for name in of_rank))
         wide = torch.float32 if self._world.device.type == "mps" else torch.float64
         table = torch.zeros(len(names), 2, dtype=wide, device=self._world.device)
-        for row, name in enumerate(names):
+        for row, name in enumerate(names if self._world.counts else ()):
             table[row] += self._sums.get(name, 0)
         work = self._world.total(table)
         if work is not None:

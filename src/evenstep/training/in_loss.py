@@ -145,7 +145,7 @@ class LossContext:
         world, replica = self.world, call.replica
         exchange: RowExchange
         if self.meeting is None:
-            exchange = ProcessRows(world, counts)
+            exchange = ProcessRows(world if world.ranks_per_replica == 1 else world.data_ranks, counts)
         elif self.is_alone or world.communication.is_off:
             exchange = RepeatedRows(replica, counts)
         else:

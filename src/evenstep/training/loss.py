@@ -96,7 +96,7 @@ class LossTotal:
         """The factor still to be applied to the gradients, if the count was not known before backward."""
         self.count = 0.0
         self._world = world
-        self._scale = world.size
+        self._scale = world.data_size
         """What strategies divide summed gradients by."""
         self._can_be_whole = world.num_replicas == 1
         """Whether a micro-batch with all samples is known to be the only one."""
@@ -148,12 +148,15 @@ class LossTotal:
         # The losses are on the host already, where Python sums three numbers faster than torch.
         pairs = [as_pair(part.amount.tolist(), part.micro_batch.num_samples) for part in self.parts]
         total, count = (math.fsum(column) for column in zip(*pairs, strict=True))
+        if not self._world.counts:
+            total, count = 0.0, 0.0
         numbers = [total, count, self.request_code, has_new, *self.logs.known_numbers()]
         return self._world.post(numbers) or HostCopy(torch.tensor(numbers, dtype=torch.float64), self._world)
 
     def own_pair(self) -> torch.Tensor:
-        """[sum, count] of this process, on its device."""
-        return torch.stack([part.pair() for part in self.parts]).sum(0)
+        """[sum, count] of this process, on its device; zeros where another rank's are counted."""
+        own = torch.stack([part.pair() for part in self.parts]).sum(0)
+        return own if self._world.counts else torch.zeros_like(own)
 
     def read(self) -> float:
         """The mean loss of the global batch."""
@@ -299,7 +302,7 @@ class StepLogs:
 
     def sums_of(self, names: list[str], like: torch.Tensor) -> list[torch.Tensor]:
         """[sum, count] of each of these names."""
-        return _pairs_of(names, self._own, like)
+        return _pairs_of(names, self._own if self._world.counts else [], like)
 
     def known_numbers(self) -> list[float]:
         """The same on the host."""

@@ -24,6 +24,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from evenstep.checkpoint.state import is_sharded, sharded_like, whole
+from evenstep.distributed.slices import cuts, slice_of
 from evenstep.distributed.world import World
 from evenstep.errors import TaskError
 from evenstep.internals import (
@@ -76,6 +77,8 @@ def refuse_sharded(optimizer: Optimizer, world: World) -> None:
     """
     weights = [weight for group in optimizer.param_groups for weight in group["params"]]
     sharded = next(filter(is_sharded, weights), None)
+    if world.ranks_per_replica > 1 and any(slice_of(weight) is not None for weight in weights):
+        _refuse_slices(optimizer, world)
     if sharded is None:
         return
     # No rank is without a row, and the last one has fewer.
@@ -95,6 +98,30 @@ def refuse_sharded(optimizer: Optimizer, world: World) -> None:
             f"{type(optimizer).__name__} cannot update sharded parameters as it updates whole ones: {problems[0]}.\n"
             f"Use it with {DEFAULT}; under {sharding()} use an optimizer that updates each number independently, "
             "such as AdamW or SGD"
+        )
+
+
+def _refuse_slices(optimizer: Optimizer, world: World) -> None:
+    """The same for slices that are plain tensors: here each rank rehearses with its rows of the small parameters."""
+    ranks = world.model_ranks
+    rows = 3 * ranks.size - 1
+    own = cuts(rows, ranks.size)[ranks.rank]
+
+    def rows_of(values: torch.Tensor) -> torch.Tensor:
+        return values[own.start : own.stop].clone() if values.ndim else values
+
+    try:
+        expected, again = (Rehearsal(optimizer, rows).moved(seed) for seed in range(2))
+    except Exception:
+        return
+    if not all(map(torch.equal, expected, again)):
+        return
+    problem = _problem(Rehearsal(optimizer, rows, rows_of), [rows_of(one) for one in expected])
+    problems = [one for one in world.gather(problem) if one is not None]
+    if problems:
+        raise TaskError(
+            f"{type(optimizer).__name__} cannot update parts of parameters as it updates whole ones: {problems[0]}.\n"
+            f"Use it with {DEFAULT}, or use an optimizer that updates each number independently, such as AdamW or SGD"
         )
 
 
@@ -132,6 +159,8 @@ class Rehearsal:
         self._rows, self._place = rows, place
         self._draws = torch.Generator().manual_seed(0)
         self._weights: list[nn.Parameter] = []
+        self._shapes: list[tuple[int, ...]] = []
+        """Of the whole parameters, where those are slices."""
         own = vars(optimizer)
         state: Any = defaultdict(dict)
         # deepcopy takes what its memo names as already copied.
@@ -179,13 +208,14 @@ class Rehearsal:
             if kind not in small:
                 shape = (self._rows, 4, 3, *[2] * weight.ndim)[: weight.ndim]
                 small[kind] = nn.Parameter(self._drawn(shape, like=weight))
+                self._shapes.append(shape)
         self._weights += small.values()
         replaced = {id(weight): small[weight.ndim, weight.is_complex()] for weight in weights}
         return {**replaced, id(weights): list(small.values())}
 
     def _set_gradients(self) -> None:
-        for weight in self._weights:
-            weight.grad = self._drawn(weight.shape, like=weight)
+        for weight, shape in zip(self._weights, self._shapes, strict=True):
+            weight.grad = self._drawn(shape, like=weight)
 
     def _closure(self) -> torch.Tensor:
         self.has_called_closure = True
@@ -272,19 +302,39 @@ class WeightUpdate(int):
         return self
 
 
-def clip_gradients(optimizer: Optimizer, clip: float, *, is_exact: bool = False) -> torch.Tensor:
+def clip_gradients(
+    optimizer: Optimizer, clip: float, *, is_exact: bool = False, ranks: World | None = None
+) -> torch.Tensor:
     """`clip_grad_norm_` of all its parameters; returns their norm, of sharded ones too.
 
-    Where it `is_exact`, the norm has the same bits wherever the gradients are.
+    Where it `is_exact`, the norm has the same bits wherever the gradients are. `ranks` hold parts of one replica each.
     """
     weights = [weight for group in optimizer.param_groups for weight in group["params"]]
     # A norm of all gradients is rounded differently in another order.
     weights = getattr(optimizer, "in_order_of_model", weights)
     gradients = [weight.grad for weight in weights if weight.grad is not None]
-    norm = _exact_norm(gradients) if is_exact else torch.nn.utils.get_total_norm(gradients)
+    if ranks is not None:
+        norm = _norm_of_slices(weights, ranks)
+    else:
+        norm = _exact_norm(gradients) if is_exact else torch.nn.utils.get_total_norm(gradients)
     norm = norm.full_tensor() if is_sharded(norm) else norm
     torch.nn.utils.clip_grads_with_norm_(weights, clip, norm)
     return norm
+
+
+def _norm_of_slices(weights: Sequence[torch.Tensor], ranks: World) -> torch.Tensor:
+    """Of a replica whose parameters are split over ranks: slices are of all ranks, whole ones are counted once."""
+    counted = [
+        weight.grad
+        for weight in weights
+        if weight.grad is not None and (slice_of(weight) is not None or ranks.rank == 0)
+    ]
+    own = torch.nn.utils.get_total_norm(counted)
+    square = own.double().to(ranks.device).square()
+    work = ranks.total(square)
+    if work is not None:
+        work.wait()
+    return square.sqrt().to(own.dtype)
 
 
 def _exact_norm(gradients: Sequence[torch.Tensor]) -> torch.Tensor:
@@ -297,12 +347,17 @@ def _exact_norm(gradients: Sequence[torch.Tensor]) -> torch.Tensor:
 
 
 def step_optimizer(
-    optimizer: Optimizer, clip: float | None, scaler: torch.amp.GradScaler | None, *, is_exact: bool = False
+    optimizer: Optimizer,
+    clip: float | None,
+    scaler: torch.amp.GradScaler | None,
+    *,
+    is_exact: bool = False,
+    ranks: World | None = None,
 ) -> WeightUpdate:
     """Clip the gradients to a total norm, update the weights, drop the gradients."""
     if scaler is not None:
         scaler.unscale_(optimizer)
-    norm = clip_gradients(optimizer, clip, is_exact=is_exact) if clip is not None else None
+    norm = clip_gradients(optimizer, clip, is_exact=is_exact, ranks=ranks) if clip is not None else None
     taken = True
     start_momentum(optimizer)
     around = _sharded_updates(optimizer) if is_exact else NOTHING

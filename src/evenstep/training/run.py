@@ -395,7 +395,7 @@ class Run:
             "scheduler": packed(self.scheduler.state_dict()) if self.scheduler else None,
             "scaler": scaler.state_dict() if scaler else None,
             **self._numerics(),
-            "generators": self.team.world.gather({**host_state(), **device_state(self.team.world.devices)}),
+            "generators": self._generators(),
             "requires_grad": {
                 key: {name: flag for name, flag in _trained(model).items() if flag != self._built[key].get(name)}
                 for key, model in self.models.items()
@@ -420,6 +420,11 @@ class Run:
         changed = differences(before or none, now or none)
         return [f"the bits may differ from those of the run before: {'; '.join(changed)}"] if changed else []
 
+    def _generators(self) -> list[dict[str, Any]]:
+        """The states of random generators; ranks that compute one replica together draw the same numbers."""
+        world = self.team.world
+        return world.gather({**host_state(), **device_state(world.devices)})[:: world.ranks_per_replica]
+
     def _restore(self, state: State) -> None:
         for key, model in self.models.items():
             changed = state.get("requires_grad", {}).get(key, {})
@@ -431,15 +436,15 @@ class Run:
             self.team.precision.scaler.load_state_dict(state["scaler"])
         world = self.team.world
         # With virtual replicas, the generators are the same on all ranks.
-        rank = world.rank if world.num_virtual is None else 0
-        if len(state["generators"]) == world.size or (world.num_virtual is not None and state["generators"]):
+        rank = world.data_rank if world.num_virtual is None else 0
+        if len(state["generators"]) == world.data_size or (world.num_virtual is not None and state["generators"]):
             restore_host_state(state["generators"][rank])
             try:
                 restore_device_state(state["generators"][rank], world.devices)
             except (ValueError, RuntimeError, TypeError) as error:
                 raise CheckpointError(f"its states of torch's generators cannot be restored: {error}") from error
         else:
-            seed_everything(derive_seed(self.team.seed, "host", self.step, world.rank))
+            seed_everything(derive_seed(self.team.seed, "host", self.step, world.data_rank))
 
 
 _TAKEN = frozenset(files.State.__annotations__)

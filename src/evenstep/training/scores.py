@@ -56,7 +56,11 @@ class Scores:
         """Predict a global batch, and add it to the scores; all ranks call this."""
         pairs = self._pairs_of(team, model, batch)
         if team.world.size > 1:
-            pairs = [pair for of_rank in team.world.collect(_packed(pairs)) for pair in _unpacked(of_rank)]
+            pairs = [
+                pair
+                for of_rank in team.world.collect(_packed(pairs if team.world.counts else []))
+                for pair in _unpacked(of_rank)
+            ]
         if team.world.is_main:
             self._update(pairs)
 

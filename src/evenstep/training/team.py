@@ -40,6 +40,7 @@ from evenstep.distributed.preemption import Requests
 from evenstep.distributed.process import read_rank
 from evenstep.distributed.world import World, join_world
 from evenstep.errors import NonFiniteLoss, PlanError, TaskError
+from evenstep.mesh import arrange
 from evenstep.monitor.nonfinite import NonFiniteMean, explain
 from evenstep.plan import PrecisionName, check_replicas
 from evenstep.sampling.rng import (
@@ -162,16 +163,18 @@ def join(
     precision: PrecisionName = "fp32",
     seed: int = 0,
     virtual_replicas: int | None = None,
+    mesh: str | None = None,
 ) -> Team:
     """Become one of the processes that train together; a process alone is a team of one.
 
     `devices` are those of this machine, one for each process (for `dp`: one for each replica). torch's default process
     group exists afterwards, also for one process, so that other libraries can query rank and size. With
-    `virtual_replicas`, the training has the same bits on any number of devices up to that.
+    `virtual_replicas`, the training has the same bits on any number of devices up to that. `mesh` arranges the ranks of
+    a strategy that splits models: "data=2,tensor=2".
     """
     if virtual_replicas is not None:
         choose_repeatable_kernels(devices or available_devices(read_rank()))
-    team = join_team(strategy, devices, precision, seed, needs_group=True)
+    team = join_team(strategy, devices, precision, seed, needs_group=True, mesh=mesh)
     if virtual_replicas is None:
         return team
     torch.set_num_threads(threads_for_replicas())
@@ -179,7 +182,13 @@ def join(
 
 
 def join_team(
-    strategy: str | None, devices: Sequence[str] | None, precision: PrecisionName, seed: int, *, needs_group: bool
+    strategy: str | None,
+    devices: Sequence[str] | None,
+    precision: PrecisionName,
+    seed: int,
+    *,
+    needs_group: bool,
+    mesh: str | None = None,
 ) -> Team:
     """The same; a process alone makes a process group only if that is needed."""
     _, size, _ = read_rank()
@@ -191,6 +200,9 @@ def join_team(
     world = join_world(devices or available_devices(read_rank()), needs_group=many or needs_group)
     if STRATEGIES[chosen].drives_from_first:
         world = replace(world, devices=world.devices[:1], delegated=world.devices[1:])
+    arranged = arrange(mesh, STRATEGIES[chosen], size)
+    if arranged is not None:
+        world = replace(world, ranks_per_replica=arranged.ranks_per_replica)
     seed_everything(seed)
     return Team(world, chosen, Precision(precision, world.device), seed)
 
@@ -301,8 +313,8 @@ class Team:
                 "mine=True is data of one process, and what virtual replicas compute does not depend on processes; "
                 "give all processes the same data, without mine=True"
             )
-        if mine and self.world.size > 1:
-            adopted = per_rank(adopted, self.world.size)
+        if mine and self.world.data_size > 1:
+            adopted = per_rank(adopted, self.world.data_size)
         order = adopted.order(self.seed, batch)
         if order is not None and order.num_ranks > 1:
             check_equal_lengths(self.world, order)
@@ -446,7 +458,9 @@ class Team:
         """The same, before another update in the same step."""
         self.world.spans.begin(UPDATE)
         self._refusals.refuse_optimizer(optimizer)
-        return step_optimizer(optimizer, clip, self.precision.scaler, is_exact=self.world.num_virtual is not None)
+        ranks = self.world.model_ranks if self.world.ranks_per_replica > 1 else None
+        is_exact = self.world.num_virtual is not None
+        return step_optimizer(optimizer, clip, self.precision.scaler, is_exact=is_exact, ranks=ranks)
 
     def finish_batch(self) -> None:
         """The step of the current batch is taken."""

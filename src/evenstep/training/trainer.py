@@ -494,7 +494,7 @@ class Trainer:
         scheduler = make_scheduler(task, optimizers, plan, loader.lengths, num_steps)
         check_scheduler(scheduler, plan, task)
         # From here on Python's and NumPy's draws (in a dataset, for example) differ between ranks.
-        rank = team.world.rank if plan.virtual_replicas is None else 0
+        rank = team.world.data_rank if plan.virtual_replicas is None else 0
         seed_everything(derive_seed(plan.seed, "host", 0, rank))
         run = Run(team, models, optimizers, loader, scheduler, num_steps)
         run.stepped_after = stepped_after(scheduler, task)
@@ -587,7 +587,8 @@ class Trainer:
             raise
 
     def _write_samples(self, step: Step, ids: list[int]) -> None:
-        every = [id_ for of_rank in self.team.world.gather(ids) for id_ in of_rank]
+        counted = ids if self.team.world.counts else []
+        every = [id_ for of_rank in self.team.world.gather(counted) for id_ in of_rank]
         if self.samples is not None:
             self.samples.append(step.epoch, step.step, every)
 
@@ -735,7 +736,7 @@ def perform(
     stop: all ranks agree on a step, save there, and raise Preempted. `make` makes another kind of Trainer.
     """
     set_up_torch(plan)
-    team = join_team(plan.strategy, plan.devices, plan.precision, plan.seed, needs_group=False)
+    team = join_team(plan.strategy, plan.devices, plan.precision, plan.seed, needs_group=False, mesh=plan.mesh)
     if plan.virtual_replicas is not None:
         team = team.with_replicas(plan.virtual_replicas)
     if plan.check_collectives:

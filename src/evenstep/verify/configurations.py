@@ -10,7 +10,7 @@ from evenstep.distributed.devices import check_devices, choose_devices
 from evenstep.errors import PlanError
 from evenstep.plan import Plan, parse_devices, parse_shares
 from evenstep.sampling.order import Shares
-from evenstep.strategy_facts import DEFAULT, DEFAULT_IN_ONE_PROCESS, REFERENCE, STRATEGIES, usual_strategies
+from evenstep.strategy_facts import DEFAULT, DEFAULT_IN_ONE_PROCESS, REFERENCE, STRATEGIES, one_of, usual_strategies
 from evenstep.verify.verdict import Configuration
 
 
@@ -35,6 +35,16 @@ def configs_of(
         return configs
     _numbers(shares)
     return [config if config.strategy == REFERENCE else replace(config, shares=shares) for config in configs]
+
+
+def with_mesh(configs: list[Configuration], mesh: str | None) -> list[Configuration]:
+    """Those configurations whose strategies have axes, with this mesh."""
+    if mesh is None:
+        return configs
+    if not any(STRATEGIES[config.strategy].axes for config in configs):
+        able = one_of(row for row in STRATEGIES.values() if row.axes)
+        raise PlanError(f"--mesh {mesh} is for strategies with several axes; name one: --strategies {able}")
+    return [replace(config, mesh=mesh) if STRATEGIES[config.strategy].axes else config for config in configs]
 
 
 def _numbers(shares: str) -> Shares:
@@ -97,6 +107,7 @@ def plan_of(plan: Plan, config: Configuration) -> Plan:
             if config.virtual_replicas is not None
             else plan.virtual_replicas,
             "shares": config.shares,
+            "mesh": config.mesh,
         }
     )
 

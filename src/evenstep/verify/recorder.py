@@ -36,6 +36,7 @@ from evenstep.checkpoint import files
 from evenstep.checkpoint.state import Tensors, is_sharded
 from evenstep.data.nested import leaves
 from evenstep.distributed.process import read_rank
+from evenstep.distributed.slices import joined
 from evenstep.internals import BatchNorm, DisableTorchFunction, global_generators, replace_function
 from evenstep.plan import Plan
 from evenstep.record import Record, Step
@@ -358,20 +359,22 @@ class Watch:
     def _before(self) -> None:
         if self._is_first:
             self._is_first = False
-            self._take("start", self._weights)
-        self._take("gradient", {name: w.grad for name, w in self._weights.items() if w.grad is not None})
+            self._take("start", {name: joined(weight, weight) for name, weight in self._weights.items()})
+        gradients = {name: joined(w.grad, w) for name, w in self._weights.items() if w.grad is not None}
+        self._take("gradient", gradients)
 
     def _take_model(self) -> None:
         assert self._module is not None
         self._is_taken = True
         # Of several models, some may have no optimizer.
-        self._take("weight", {**dict(self._module.named_parameters()), **self._weights})
+        every = {**dict(self._module.named_parameters()), **self._weights}
+        self._take("weight", {name: joined(weight, weight) for name, weight in every.items()})
         self._take("buffer", dict(self._module.named_buffers()))
 
     def _after(self, optimizer: torch.optim.Optimizer) -> None:
         self._take_model()
         states = {
-            f"{name}/{key}": value
+            f"{name}/{key}": joined(value, weight)
             for name, weight in self._weights.items()
             for key, value in optimizer.state.get(weight, {}).items()
             if isinstance(value, torch.Tensor)

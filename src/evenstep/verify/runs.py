@@ -180,6 +180,7 @@ class Runs:
             "accumulate": config.accumulate,
             "virtual_replicas": config.virtual_replicas,
             "shares": config.shares,
+            "mesh": config.mesh,
             "steps": self.steps,
             "audit": True,
             "keep": self.steps,

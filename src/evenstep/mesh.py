@@ -1,0 +1,112 @@
+"""How the ranks of a run are arranged: `--mesh data=2,tensor=2` is two replicas of two ranks each.
+
+Which axes a strategy has is in its row of facts. Along its model axis the ranks compute one replica together, and read
+the same samples; along the others each has samples of its own. The model axis is the innermost one: ranks that send
+activations to each other are neighbours, on one machine where that is possible.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from dataclasses import dataclass
+from typing import Any
+
+from evenstep.errors import PlanError, shorten
+from evenstep.strategy_facts import STRATEGIES, StrategyFacts
+
+
+@dataclass(frozen=True)
+class Mesh:
+    """Axes and their sizes, outermost first."""
+
+    axes: tuple[tuple[str, int], ...]
+    model_axis: str | None = None
+    """The axis along which ranks compute one replica together."""
+
+    @property
+    def num_ranks(self) -> int:
+        return math.prod(size for _, size in self.axes)
+
+    @property
+    def ranks_per_replica(self) -> int:
+        """Consecutive ranks that compute one replica."""
+        return dict(self.axes)[self.model_axis] if self.model_axis is not None else 1
+
+    def __str__(self) -> str:
+        return ",".join(f"{name}={size}" for name, size in self.axes)
+
+
+def arrange(text: str | None, facts: StrategyFacts, num_ranks: int) -> Mesh | None:
+    """The mesh of `num_ranks` ranks; None for a strategy without axes.
+
+    One axis may be left out, and gets the ranks that are left; without any, the model axis gets all of them.
+
+    >>> str(arrange("tensor=2", STRATEGIES["tensor"], 4)), str(arrange(None, STRATEGIES["tensor"], 4))
+    ('data=2,tensor=2', 'data=1,tensor=4')
+    """
+    if text is None and facts.model_axis is None:
+        return None
+    given = parse_mesh(text, facts) if text is not None else {}
+    if not given and facts.model_axis is not None:
+        given = {facts.model_axis: num_ranks}
+    missing = [axis for axis in facts.axes if axis not in given]
+    known = math.prod(given.values())
+    if num_ranks % known or (not missing and known != num_ranks):
+        raise PlanError(_other_number(text, known, num_ranks, missing))
+    sizes = {**given, **dict.fromkeys(missing, 1)}
+    if missing:
+        sizes[missing[0]] = num_ranks // known
+    return Mesh(tuple((axis, sizes[axis]) for axis in facts.axes), facts.model_axis)
+
+
+def take_sizes(choices: dict[str, Any]) -> None:
+    """Turn `--shards 2` and `--stages 2` among a command's choices into the mesh that they stand for, in place."""
+    strategy, mesh = choices.get("strategy"), choices.get("mesh")
+    for facts in [row for row in STRATEGIES.values() if row.size_flag]:
+        size = choices.pop(facts.size_flag, None)
+        if size is None:
+            continue
+        if strategy not in (None, facts.name):
+            raise PlanError(
+                f"--{facts.size_flag} is for --strategy {facts.name}, and {strategy} was given; leave one out"
+            )
+        if mesh is not None:
+            raise PlanError(f"--{facts.size_flag} {size} is --mesh {facts.model_axis}={size}; give one of them")
+        parse_mesh(f"{facts.model_axis}={size}", facts)
+        choices |= {"strategy": facts.name, "mesh": f"{facts.model_axis}={size}"}
+
+
+def least_ranks(mesh: str | None, strategy: str | None) -> int:
+    """How many ranks the axes that `--mesh` names are for."""
+    facts = STRATEGIES.get(strategy or "")
+    return math.prod(parse_mesh(mesh, facts).values()) if mesh is not None and facts is not None else 1
+
+
+def parse_mesh(text: str, facts: StrategyFacts) -> dict[str, int]:
+    """The axes that `--mesh` names, by name; PlanError for others than those of the strategy."""
+    if not facts.axes:
+        able = [row for row in STRATEGIES.values() if row.axes]
+        shown = "; ".join(f"{row.name} ({', '.join(row.axes)})" for row in able)
+        raise PlanError(
+            f"--mesh arranges ranks along axes, and {facts.name} has one axis alone; those with more: {shown}"
+        )
+    sizes: dict[str, int] = {}
+    for part in text.split(","):
+        found = re.fullmatch(r"\s*([a-z]+)\s*=\s*([1-9][0-9]{0,5})\s*", part)
+        if found is None or found[1] not in facts.axes or found[1] in sizes:
+            example = ",".join(f"{axis}=2" for axis in facts.axes)
+            raise PlanError(
+                f"--mesh {shorten(text)}: {shorten(part.strip() or 'nothing')!r} is not an axis and its size; the axes "
+                f"of {facts.name} are {' and '.join(facts.axes)}, each once: --mesh {example}"
+            )
+        sizes[found[1]] = int(found[2])
+    return sizes
+
+
+def _other_number(text: str | None, known: int, num_ranks: int, missing: list[str]) -> str:
+    whose = "a multiple of" if missing else "as many"
+    return (
+        f"--mesh {text} is for {whose} {known} rank{'s' * (known > 1)}, and there are {num_ranks}; "
+        f"use --devices {known}, or other sizes"
+    )

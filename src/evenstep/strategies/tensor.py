@@ -1,0 +1,154 @@
+"""One process per device; the ranks of a replica compute a part of each split layer, and sum what they computed.
+
+torch's `parallelize_module` is not used: it has no plan for nn.MultiheadAttention, its DTensors cannot be clipped or
+updated beside plain tensors, and it splits a packed Linear for queries, keys and values without a word, wrongly.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from evenstep.distributed.devices import leave_default_stream
+from evenstep.distributed.slices import Slice, slice_of
+from evenstep.distributed.world import World
+from evenstep.errors import TaskError
+from evenstep.strategies.base import NOTHING, DistributedModel, LossModule, Sample
+from evenstep.strategies.ddp import Averaging, send_buffers, send_from_rank_0, trained
+from evenstep.strategies.single import Single
+from evenstep.strategies.tensor_layers import (
+    ReplicaRanks,
+    split_attention,
+    split_dropout,
+    split_inputs,
+    split_outputs,
+)
+from evenstep.strategies.tensor_plan import SplitPlan, plan_of
+
+
+class Tensor(Single):
+    """Layers that are understood are split over the ranks of a replica; replicas average their gradients."""
+
+    def wrap(self, model: nn.Module, world: World, sample: Sample | None = None) -> DistributedModel:
+        if world.size == 1:
+            return super().wrap(model, world)
+        model.to(world.device)
+        leave_default_stream(world.device)
+        with torch.no_grad():
+            send_from_rank_0([tensor.data for tensor in (*model.parameters(), *model.buffers())])
+        notes = []
+        if world.ranks_per_replica > 1:
+            plan = plan_of(model, world, sample)
+            total = sum(weight.numel() for weight in model.parameters())
+            _split(model, plan, ReplicaRanks(world))
+            notes = _described(model, plan, total, world.ranks_per_replica)
+        return TensorModel(model, world, notes)
+
+
+def _split(model: nn.Module, plan: SplitPlan, ranks: ReplicaRanks) -> None:
+    if not plan.pairs and not plan.attentions:
+        shown = "".join(f"\n{name}: {why}" for name, why in list(plan.whole.items())[:3])
+        raise TaskError(
+            "tensor finds nothing to split in this model: it splits pairs of Linears with an activation between them, "
+            f"nn.MultiheadAttention, and models with a _tp_plan; use fsdp, or ddp{shown}"
+        )
+    for sources, target in plan.pairs:
+        for source in sources:
+            split_outputs(_linear(model, source), ranks)
+        split_inputs(_linear(model, target), ranks)
+    for name, source in plan.dropouts.items():
+        part, layer = slice_of(_linear(model, source).weight), model.get_submodule(name)
+        assert part is not None
+        assert isinstance(layer, nn.Dropout)
+        split_dropout(layer, part, ranks)
+    for name in plan.attentions:
+        attention = model.get_submodule(name)
+        assert isinstance(attention, nn.MultiheadAttention)
+        split_attention(attention, ranks)
+        # torch's kernels for evaluation read the weights of whole layers, around forward.
+        torch.backends.mha.set_fastpath_enabled(False)
+    for name in plan.alone:
+        for weight in model.get_submodule(name).parameters():
+            weight.register_hook(ranks.sum)
+
+
+def _linear(model: nn.Module, name: str) -> nn.Linear:
+    layer = model.get_submodule(name)
+    assert isinstance(layer, nn.Linear)
+    return layer
+
+
+MOST_NAMES = 6
+
+
+def _described(model: nn.Module, plan: SplitPlan, total: int, num: int) -> list[str]:
+    """What was split, and what stayed whole."""
+    split = [*(f"{'+'.join(sources)} -> {target}" for sources, target in plan.pairs), *plan.attentions]
+    parts = [part for weight in model.parameters() if (part := slice_of(weight)) is not None]
+    share = sum(_size(part) for part in parts) / total
+    lines = [f"tensor: {share:.0%} of the parameters are split over {num} ranks: {_few(split)}"]
+    if plan.whole:
+        name, why = next(iter(plan.whole.items()))
+        lines.append(f"tensor: these layers stay whole on each rank: {_few(list(plan.whole))} ({name}: {why})")
+    return lines
+
+
+def _size(part: Slice) -> int:
+    return torch.Size(part.shape).numel()
+
+
+def _few(names: Sequence[str]) -> str:
+    more = f" and {len(names) - MOST_NAMES} more" if len(names) > MOST_NAMES else ""
+    return ", ".join(names[:MOST_NAMES]) + more
+
+
+class GroupChannel:
+    """Averages tensors over the ranks that hold the same part of other replicas, in one collective."""
+
+    def __init__(self, ranks: World) -> None:
+        self._ranks = ranks
+
+    def average(self, tensors: Sequence[torch.Tensor]) -> None:
+        """In place; all tensors have one type."""
+        flat = torch.cat([tensor.detach().reshape(-1) for tensor in tensors])
+        self._ranks.heartbeat.collective()
+        dist.all_reduce(flat, group=self._ranks.group)
+        flat /= self._ranks.size
+        for tensor, part in zip(tensors, flat.split([tensor.numel() for tensor in tensors]), strict=True):
+            tensor.copy_(part.view_as(tensor))
+
+
+class TensorModel(DistributedModel):
+    """A replica whose layers are split over ranks; gradients are averaged over replicas after backward."""
+
+    def __init__(self, model: nn.Module, world: World, notes: list[str]) -> None:
+        super().__init__(model, [LossModule(model)])
+        self._world = world
+        self._averaging = self._made()
+        self.notes = [*notes, *self.notes]
+
+    def _made(self) -> Averaging | None:
+        ranks = self._world.data_ranks
+        return (
+            Averaging(GroupChannel(ranks), self.module, self._world)
+            if ranks.size > 1 and trained(self.module)
+            else None
+        )
+
+    def sync_replicas(self, is_training: bool) -> None:
+        if not is_training:
+            send_buffers(self)
+        elif self.has_buffers:
+            send_buffers(self, self._world)
+
+    def sync_gradients(self, is_last: bool) -> AbstractContextManager[None]:
+        if self._averaging is None:
+            return super().sync_gradients(is_last)
+        return self._averaging if is_last else NOTHING
+
+    def follow_requires_grad(self) -> None:
+        self._averaging = self._made()

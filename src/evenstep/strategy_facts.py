@@ -194,8 +194,8 @@ def one_of(rows: Iterable[StrategyFacts]) -> str:
 
 
 def with_processes() -> str:
-    """The strategies with a process for each device, as a choice."""
-    return one_of(row for row in STRATEGIES.values() if row.processes_per_device)
+    """The data parallel strategies with a process for each device, as a choice."""
+    return one_of(row for row in STRATEGIES.values() if row.processes_per_device and row.model_axis is None)
 
 
 def sharding() -> str:

@@ -127,8 +127,10 @@ def strategies_named(file: Path) -> list[str]:
     ]
     imports = [node.module or "" for node in nodes if isinstance(node, ast.ImportFrom)]
     # "single" is a word of its own inside a sentence, and what the others are compared with.
-    others = "|".join(name for name in STRATEGIES if name != REFERENCE)
-    named = rf"{REFERENCE}|.*(?<![\w-])({others})(?![\w-]).*"
+    # Those that are ordinary words too are looked for as a choice.
+    words = [REFERENCE, *(row.name for row in STRATEGIES.values() if row.model_axis is not None)]
+    others = "|".join(name for name in STRATEGIES if name not in words)
+    named = rf"{'|'.join(words)}|.*--strateg(y|ies) ({'|'.join(words[1:])}).*|.*(?<![\w-])({others})(?![\w-]).*"
     return [text for text in texts if re.fullmatch(named, text, re.DOTALL)] + [
         name for name in imports if re.match(r"evenstep\.strategies\.(?!base)", name)
     ]

@@ -88,7 +88,10 @@ def train(
     ] = None,
     mesh: MeshOption = None,
     shards: Annotated[
-        int | None, typer.Option(metavar="N", help="Ranks that split each layer: --strategy tensor --mesh tensor=N.")
+        int | None,
+        typer.Option(
+            metavar="N", help="Ranks that share the layers of one replica, each with a part of every layer; see --mesh."
+        ),
     ] = None,
     batch: BatchOption = None,
     epochs: Annotated[int | None, typer.Option(help="Passes over the data; default: the task's.")] = None,

@@ -30,7 +30,7 @@ def cuts(num: int, parts: int, unit: int = 1) -> list[range]:
 
 
 @dataclass(frozen=True)
-class Slice:
+class ParameterSlice:
     """How a parameter is cut over the ranks of a replica."""
 
     ranks: World
@@ -76,19 +76,19 @@ class Slice:
         return joined.movedim(0, self.dim).contiguous()
 
 
-def slice_of(tensor: torch.Tensor) -> Slice | None:
+def slice_of(tensor: torch.Tensor) -> ParameterSlice | None:
     """What a parameter is a slice of; None for a whole one."""
-    found: Slice | None = getattr(tensor, _ATTRIBUTE, None)
+    found: ParameterSlice | None = getattr(tensor, _ATTRIBUTE, None)
     return found
 
 
-def slices_of(module: nn.Module) -> dict[str, Slice]:
+def slices_of(module: nn.Module) -> dict[str, ParameterSlice]:
     """The parameters of a model that are slices, by all their names."""
     named = module.named_parameters(remove_duplicate=False)
     return {name: part for name, weight in named if (part := slice_of(weight)) is not None}
 
 
-def cut_parameter(module: nn.Module, name: str, part: Slice) -> None:
+def cut_parameter(module: nn.Module, name: str, part: ParameterSlice) -> None:
     """Keep this rank's slice of a parameter, and free the rest."""
     weight: nn.Parameter = getattr(module, name)
     kept = nn.Parameter(part.take(weight.detach()), weight.requires_grad)

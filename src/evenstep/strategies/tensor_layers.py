@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn import functional as F
 
-from evenstep.distributed.slices import Slice, cut_parameter, slice_of
+from evenstep.distributed.slices import ParameterSlice, cut_parameter, slice_of
 from evenstep.distributed.world import World
 
 
@@ -40,7 +40,7 @@ class ReplicaRanks:
         return total
 
 
-class Shared(torch.autograd.Function):
+class SharedInput(torch.autograd.Function):
     """The same values on all ranks, each of which computes a part with them: their gradients are summed."""
 
     @staticmethod
@@ -50,10 +50,10 @@ class Shared(torch.autograd.Function):
 
     @staticmethod
     def backward(context: Any, gradient: torch.Tensor) -> Any:
-        return Summed.apply(gradient, context.ranks), None  # type: ignore[no-untyped-call]
+        return SummedParts.apply(gradient, context.ranks), None  # type: ignore[no-untyped-call]
 
 
-class Summed(torch.autograd.Function):
+class SummedParts(torch.autograd.Function):
     """The sum of what all ranks computed; its gradient is that of every part."""
 
     @staticmethod
@@ -63,16 +63,16 @@ class Summed(torch.autograd.Function):
 
     @staticmethod
     def backward(context: Any, gradient: torch.Tensor) -> Any:
-        return Shared.apply(gradient, context.ranks), None  # type: ignore[no-untyped-call]
+        return SharedInput.apply(gradient, context.ranks), None  # type: ignore[no-untyped-call]
 
 
 def shared(values: torch.Tensor, ranks: ReplicaRanks) -> torch.Tensor:
-    found: torch.Tensor = Shared.apply(values, ranks)  # type: ignore[no-untyped-call]
+    found: torch.Tensor = SharedInput.apply(values, ranks)  # type: ignore[no-untyped-call]
     return found
 
 
 def summed(values: torch.Tensor, ranks: ReplicaRanks) -> torch.Tensor:
-    found: torch.Tensor = Summed.apply(values, ranks)  # type: ignore[no-untyped-call]
+    found: torch.Tensor = SummedParts.apply(values, ranks)  # type: ignore[no-untyped-call]
     return found
 
 
@@ -113,7 +113,7 @@ def split_inputs(layer: nn.Linear, ranks: ReplicaRanks, unit: int = 1) -> None:
 
 def _cut(layer: nn.Module, name: str, ranks: ReplicaRanks, dim: int, unit: int, blocks: int = 1) -> None:
     shape = tuple(getattr(layer, name).shape)
-    cut_parameter(layer, name, Slice(ranks.ranks, shape, dim, unit, blocks))
+    cut_parameter(layer, name, ParameterSlice(ranks.ranks, shape, dim, unit, blocks))
 
 
 def _become(layer: nn.Module, kind: type[nn.Module], ranks: ReplicaRanks) -> None:
@@ -125,7 +125,7 @@ class PartDropout(nn.Dropout):
     """Dropout of what one rank computes of a wider tensor: the part of the mask that one device would draw."""
 
     evenstep_ranks: ReplicaRanks
-    evenstep_own: Slice
+    evenstep_own: ParameterSlice
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         if not self.training or self.p == 0:
@@ -141,7 +141,7 @@ def part_of_mask(like: torch.Tensor, p: float, dim: int, own: range, width: int)
     return F.dropout(like.new_ones(shape), p).narrow(dim, own.start, len(own))
 
 
-def split_dropout(layer: nn.Dropout, own: Slice, ranks: ReplicaRanks) -> None:
+def split_dropout(layer: nn.Dropout, own: ParameterSlice, ranks: ReplicaRanks) -> None:
     """Let it draw masks for what a rank has of a wider tensor."""
     _become(layer, PartDropout, ranks)
     vars(layer)["evenstep_own"] = own

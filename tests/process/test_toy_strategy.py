@@ -118,5 +118,8 @@ def test_what_its_row_refuses_and_an_unknown_name_are_refused_before_anything_st
     assert (done.returncode, "toy does not compile; use --strategy ddp" in done.stderr) == (2, True)
     done = evenstep(folder, "train", "my_task.py", "--strategy", "toi", "--steps", "1")
     assert done.returncode == 2
-    assert "unknown strategy 'toi'; choose single, dp, ddp, fsdp, tensor, dp-torch or toy; did you mean toy?" in done.stderr
+    assert (
+        "unknown strategy 'toi'; choose single, dp, ddp, fsdp, tensor, dp-torch or toy; did you mean toy?"
+        in done.stderr
+    )
     assert not (folder / "runs").exists()

@@ -18,7 +18,7 @@ $(STAMP): pyproject.toml constraints.txt hatch_build.py src/evenstep/distributed
 	@echo "making the environment in $(VENV); this takes some minutes, once ..."
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "evenstep needs Python 3.11 or newer; try make PYTHON=python3.12")'
 	@$(PYTHON) -m venv $(VENV)
-	@# Bytecode is compiled once, here: where Python may not write it, every import of torch would compile it anew.
+	@# Bytecode is compiled once, here: where Python may not write it, every import of torch would compile it again.
 	@$(BIN)/python -m pip install -q --disable-pip-version-check uv 2>/dev/null \
 	  && $(BIN)/uv pip install -q --compile-bytecode --python $(BIN)/python -c constraints.txt -e '.[dev]' \
 	  || $(BIN)/python -m pip install -q --disable-pip-version-check -c constraints.txt -e '.[dev]'
@@ -29,12 +29,14 @@ demo: $(STAMP)
 	@$(BIN)/python examples/demo.py
 
 # More processes than two cores: tests wait for processes, sockets and timers most of the time. Long files first: those of
-# tests/pure, which are short, fill what is left.
+# tests/pure, which are short, fill what is left. Bytecode is compiled first: with PYTHONDONTWRITEBYTECODE, every process
+# of a test would compile evenstep again.
 test: $(STAMP)
-	$(BIN)/python -m pytest -p tests.forked -n 5 --dist loadfile --no-loadscope-reorder tests/process tests/faults tests/browser tests/pure
+	@$(BIN)/python -m compileall -q src
+	$(BIN)/python -m pytest -p tests.forked -p tests.parallel --processes 5 tests/process tests/faults tests/browser tests/pure
 
 test-all: $(STAMP)
-	$(BIN)/python -m pytest -n 3 --dist loadfile -m 'not gpu'
+	$(BIN)/python -m pytest -p tests.parallel --processes 3 -m 'not gpu'
 
 check: $(STAMP)
 	$(BIN)/ruff check .

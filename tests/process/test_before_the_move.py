@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 import subprocess
 import sys
@@ -41,9 +42,13 @@ def test_its_checkpoint_is_resumed_on_one_device() -> None:
     assert [step.step for step in Record.read("runs/on").steps] == [15, 16]
 
 
-def test_its_record_and_samples_are_read() -> None:
+@pytest.mark.fresh
+def test_its_record_samples_and_checkpoint_are_read() -> None:
     record = Record.read("weighted")
     assert (len(record.steps), record.plan.strategy) == (14, "ddp")
     evenstep("report", "weighted")
     assert "weighted" in Path("weighted/page.html").read_text()
     assert evenstep("audit", "weighted").startswith("60 samples x 1 epoch and 24 of the next drawn by weighted")
+    assert [run["run"] for run in json.loads(evenstep("runs", ".", "--json"))] == ["weighted"]
+    evenstep("checkpoint", "export", "weighted", "exported", "--to", "safetensors")
+    assert furthest(load_file("exported/model.safetensors"), newest_weights(Path("weighted"))) == 0

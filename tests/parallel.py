@@ -1,8 +1,8 @@
-"""`pytest -p tests.parallel --processes N`: files are collected once and run by N forks of the process that did it.
+"""`pytest -p tests.parallel --processes N`: files are collected once, and run by N forks of the process that did it.
 
-The processes of pytest-xdist each import torch and collect every file, which is a tenth of the work of `make test`. A
-file is run by one process, and the next file goes to whoever is free. A process that dies fails its test, and another
-continues with its file.
+The processes of pytest-xdist each import torch and collect every file, which is a tenth of the work of `make test`. The
+next test goes to whoever is free; tests that share fixtures or slow imports stay together, by file. A process that dies
+fails its test, and another continues in its place.
 """
 
 from __future__ import annotations
@@ -11,14 +11,16 @@ import atexit
 import multiprocessing
 import os
 import traceback
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
-from itertools import groupby
+from itertools import groupby, zip_longest
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
 
 import pytest
+
+from tests.lazy import Lazy
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -30,11 +32,10 @@ def pytest_runtestloop(session: pytest.Session) -> bool | None:
     options = session.config.option
     if options.processes < 2 or options.collectonly or session.testsfailed:
         return None
-    numbers = range(len(session.items))
-    files = [list(group) for _, group in groupby(numbers, key=lambda number: session.items[number].path)]
-    processes = Processes(session, files)
+    units = list(units_of(session.items))
+    processes = Processes(session, units)
     try:
-        for _ in range(min(options.processes, len(files))):
+        for _ in range(min(options.processes, len(units))):
             processes.start()
         while processes.running:
             processes.attend()
@@ -47,12 +48,31 @@ def pytest_runtestloop(session: pytest.Session) -> bool | None:
     return True
 
 
-class Processes:
-    """The parent's side: which process runs which file. Items are numbers to both sides, since a fork has them all."""
+def units_of(items: Sequence[pytest.Item]) -> Iterator[list[int]]:
+    """Numbers of the items that one process runs: those of a file, or a single one that shares nothing with others."""
+    for _, group in groupby(range(len(items)), key=lambda number: items[number].path):
+        numbers = list(group)
+        if any(shares(items[number]) for number in numbers):
+            yield numbers
+        else:
+            yield from ([number] for number in numbers)
 
-    def __init__(self, session: pytest.Session, files: Iterable[list[int]]) -> None:
+
+def shares(item: pytest.Item) -> bool:
+    """Whether a test has something in common with others of its file: a fixture, or an import that takes seconds."""
+    if item.path.parent.name == "pure" or not isinstance(item, pytest.Function):
+        return True
+    fixtures = (fixture for every in item._fixtureinfo.name2fixturedefs.values() for fixture in every)
+    is_shared = any(fixture.scope != "function" and fixture.baseid for fixture in fixtures)
+    return is_shared or any(isinstance(value, Lazy) for value in vars(item.module).values())
+
+
+class Processes:
+    """The parent's side: which process runs what. Items are numbers to both sides, since a fork has them all."""
+
+    def __init__(self, session: pytest.Session, units: Iterable[list[int]]) -> None:
         self.session = session
-        self.files = [*files][::-1]
+        self.units = [*units][::-1]
         self.running: dict[Connection, Process] = {}
         self._num_started = 0
 
@@ -86,7 +106,7 @@ class Processes:
             os.waitpid(process.pid, 0)
 
     def _on_next(self, connection: Connection, _: None) -> None:
-        numbers = self.files.pop() if self.files and not self._is_over else []
+        numbers = self.units.pop() if self.units and not self._is_over else []
         self.running[connection].numbers += numbers
         connection.send(numbers)
 
@@ -103,6 +123,9 @@ class Processes:
         item = self.session.items[number]
         self.session.config.hook.pytest_runtest_logfinish(nodeid=item.nodeid, location=item.location)
 
+    def _on_error(self, _: Connection, content: str) -> None:
+        raise RuntimeError(content)
+
     @property
     def _is_over(self) -> bool:
         return bool(self.session.shouldfail or self.session.shouldstop)
@@ -116,7 +139,7 @@ class Processes:
             died_in, *left = process.numbers
             report = died(self.session.items[died_in], os.waitstatus_to_exitcode(status))
             self.session.config.hook.pytest_runtest_logreport(report=report)
-            self.files += [left] if left else []
+            self.units += [left] if left else []
             self.start()
 
 
@@ -139,12 +162,13 @@ def run_as_child(session: pytest.Session, connection: Connection, folder: Path) 
     try:
         become_worker(session.config, connection, folder)
         run_items(session, connection)
+        session._setupstate.teardown_exact(None)
         session.config.hook.pytest_sessionfinish(session=session, exitstatus=0)
         code = 0
     except (KeyboardInterrupt, ConnectionError):
         session._setupstate.teardown_exact(None)
     except BaseException:
-        traceback.print_exc()
+        connection.send(("error", traceback.format_exc()))
     finally:
         with suppress(BaseException):
             atexit._run_exitfuncs()
@@ -177,23 +201,26 @@ class Reports:
 
 
 def run_items(session: pytest.Session, connection: Connection) -> None:
-    """One after another; fixtures end when the next item, maybe of another file, does not need them."""
-    numbers = next_numbers(connection)
-    number = next(numbers, None)
-    while number is not None:
-        # A message without a request is the one to stop.
-        following = None if connection.poll() else next(numbers, None)
-        next_item = None if following is None else session.items[following]
-        session.config.hook.pytest_runtest_protocol(item=session.items[number], nextitem=next_item)
-        connection.send(("done", number))
-        number = following
-
-
-def next_numbers(connection: Connection) -> Iterator[int]:
-    """Those of file after file, until there is none."""
+    """Unit after unit, as the parent hands them out."""
     while True:
         connection.send(("next", None))
         numbers = connection.recv()
+        for number, following in zip_longest(numbers, numbers[1:]):
+            # A message without a request is the one to stop.
+            if connection.poll():
+                return
+            next_item = AnyItem(session) if following is None else session.items[following]
+            session.config.hook.pytest_runtest_protocol(item=session.items[number], nextitem=next_item)
+            connection.send(("done", number))
         if not numbers:
             return
-        yield from numbers
+
+
+class AnyItem:
+    """In place of a next item that is not known yet: fixtures of the session go on, all others end."""
+
+    def __init__(self, session: pytest.Session) -> None:
+        self._session = session
+
+    def listchain(self) -> list[pytest.Session]:
+        return [self._session]

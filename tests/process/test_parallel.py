@@ -42,15 +42,40 @@ def test_is_skipped_or_passes():
         pytest.skip("of no use")
 """
 
+APART = """
+from pathlib import Path
+import time
+
+
+def meets(mine, other):
+    Path(mine).touch()
+    deadline = time.monotonic() + 60
+    while not Path(other).exists():
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+
+
+def test_first():
+    meets("first", "second")
+
+
+def test_second():
+    meets("second", "first")
+"""
+
 
 def outcome(*options: str) -> str:
     for number in range(4):
         Path(f"test_{number}.py").write_text(TESTS.replace("NUMBER", str(number)))
-    command = [sys.executable, "-m", "pytest", "-rs", "-p", "tests.parallel", "-p", "no:cacheprovider", *options]
-    path = str(Path(__file__).parents[2])
-    done = subprocess.run(command, capture_output=True, text=True, env={**os.environ, "PYTHONPATH": path})
+    done = run_pytest(*options)
     assert done.returncode == 1
     return done.stdout
+
+
+def run_pytest(*options: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "pytest", "-rs", "-p", "tests.parallel", "-p", "no:cacheprovider", *options]
+    path = str(Path(__file__).parents[2])
+    return subprocess.run(command, capture_output=True, text=True, env={**os.environ, "PYTHONPATH": path})
 
 
 def test_every_test_has_one_outcome_and_one_that_kills_its_process_fails() -> None:
@@ -65,3 +90,9 @@ def test_every_test_has_one_outcome_and_one_that_kills_its_process_fails() -> No
 def test_after_as_many_failures_as_allowed_nothing_more_is_started() -> None:
     *_, last = outcome("--processes", "2", "-x").splitlines()
     assert sum(map(int, re.findall(r"(\d+) (?:failed|passed|skipped)", last))) < 16
+
+
+def test_tests_of_one_file_that_share_nothing_run_at_the_same_time() -> None:
+    Path("test_apart.py").write_text(APART)
+    done = run_pytest("--processes", "2")
+    assert done.returncode == 0, done.stdout

@@ -7,15 +7,19 @@ torch's private compiler module.
 
 from __future__ import annotations
 
+import _random
 import atexit
+import ctypes
 import importlib
 import random
 import re
 import sys
 import threading
 import weakref
+from array import array
 from collections.abc import Callable
 from contextlib import suppress
+from functools import cache
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -336,3 +340,45 @@ def global_generators() -> tuple[object, object]:
     from numpy.random import mtrand
 
     return random._inst, mtrand._rand
+
+
+def seed_python(seed: int) -> None:
+    """`random.seed(seed)`, without what it does for other types than int."""
+    python: Any = random._inst
+    _random.Random.seed(python, seed)
+    python.gauss_next = None
+
+
+_PYTHON_BYTES = 625 * 4
+"""The index of the next word of its state, and the words."""
+
+
+@cache
+def _python_words() -> int | None:
+    """The address of the state of the generator behind `random`, if it lies where CPython has it."""
+    python = random._inst
+    address = id(python) + object.__basicsize__
+    if type(python).__basicsize__ < object.__basicsize__ + _PYTHON_BYTES:
+        return None
+    index, *words = array("I", ctypes.string_at(address, _PYTHON_BYTES))
+    return address if python.getstate()[1] == (*words, index) else None
+
+
+def python_state() -> Any:
+    """What `set_python_state` takes: in a hundredth of the time of `random.getstate`, which makes 625 ints."""
+    address = _python_words()
+    if address is None:
+        return random.getstate()
+    python: Any = random._inst
+    return ctypes.string_at(address, _PYTHON_BYTES), python.gauss_next
+
+
+def set_python_state(state: Any) -> None:
+    """Restore the generator behind `random`."""
+    address = _python_words()
+    if address is None:
+        random.setstate(state)
+        return
+    python: Any = random._inst
+    words, python.gauss_next = state
+    ctypes.memmove(address, words, _PYTHON_BYTES)

@@ -316,6 +316,24 @@ def test_the_generators_behind_random_and_numpy() -> None:
     assert np.random.rand.__self__ is numpy
 
 
+def test_the_state_of_pythons_generator_is_read_and_written_in_its_memory() -> None:
+    assert internals._python_words() is not None
+    random.seed(7)
+    random.gauss(0, 1)
+    kept, public = internals.python_state(), random.getstate()
+    drawn = [random.gauss(0, 1), random.random()]
+    assert internals.python_state() != kept
+    internals.set_python_state(kept)
+    assert random.getstate() == public
+    assert [random.gauss(0, 1), random.random()] == drawn
+    for seed in (0, 7, 2**63 - 1):
+        random.gauss(0, 1)
+        internals.seed_python(seed)
+        ours = random.getstate()
+        random.seed(seed)
+        assert random.getstate() == ours
+
+
 def test_processes_of_the_elastic_agent_before_and_after_their_start() -> None:
     from torch.distributed.elastic.multiprocessing.api import MultiprocessContext
 

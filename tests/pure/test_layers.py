@@ -37,7 +37,7 @@ MAY_IMPORT = {
     "schema": {"errors"},
     "strategy_facts": set(),
     "internals": set(),
-    "sampling": {"errors"},
+    "sampling": {"errors", "internals"},
     "mesh": {"errors", "strategy_facts"},
     "plan": {"errors", "schema", "strategy_facts", "mesh", "sampling"},
     "record": {"errors", "schema", "plan"},

@@ -105,10 +105,17 @@ class Layout:
 
 def add(left: Gradients, right: Gradients) -> Gradients:
     """The sum, in the memory of the left ones; a gradient that only one side has is that one."""
+    if _are_all_there(left) and _are_all_there(right):
+        foreach_add_(left, right)
+        return left
     both = [pair for pair in zip(left, right, strict=True) if pair[0] is not None and pair[1] is not None]
     if both:
         foreach_add_([one for one, _ in both], [other for _, other in both])
     return [other if one is None else one for one, other in zip(left, right, strict=True)]
+
+
+def _are_all_there(gradients: Gradients) -> bool:
+    return all(gradient is not None for gradient in gradients)
 
 
 class GradientTree:

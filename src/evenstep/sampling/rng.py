@@ -19,6 +19,8 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
+from evenstep.internals import python_state, seed_python, set_python_state
+
 if TYPE_CHECKING:
     import torch
 
@@ -160,7 +162,7 @@ def seed_host(seed: int) -> None:
     """Seed Python, NumPy and torch on the CPU only: fast enough to call for every sample."""
     import torch
 
-    random.seed(seed)
+    seed_python(seed)
     np.random.seed(seed % 2**32)
     torch.default_generator.manual_seed(seed)
 
@@ -247,7 +249,7 @@ def rng_states() -> States:
     """The states of Python's, NumPy's and torch's (CPU) generators."""
     import torch
 
-    return random.getstate(), _numpy_state(), torch.get_rng_state()
+    return python_state(), _numpy_state(), torch.get_rng_state()
 
 
 _MT19937_BYTES = 624 * 4 + 4
@@ -284,21 +286,24 @@ def _set_numpy_state(state: Any) -> None:
         _last_state = None
         return
     kind, keys, position, has_gauss, _ = state
-    words = keys.tobytes() + int(position).to_bytes(4, sys.byteorder)
+    if _last_state is not None and _last_state[1] is state:
+        words = _last_state[0]
+    else:
+        words = keys.tobytes() + int(position).to_bytes(4, sys.byteorder)
     if kind != "MT19937" or has_gauss or len(words) != _MT19937_BYTES:
         np.random.set_state(state)
     else:
         # It forgets a cached number.
         np.random.seed(0)
         ctypes.memmove(generator.ctypes.state_address, words, _MT19937_BYTES)
-    _last_state = _words_of(generator), state
+    _last_state = words, state
 
 
 def restore_rng_states(states: States) -> None:
     import torch
 
     python, numpy, own = states
-    random.setstate(python)
+    set_python_state(python)
     _set_numpy_state(numpy)
     torch.set_rng_state(own)
 

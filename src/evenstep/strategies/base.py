@@ -290,8 +290,8 @@ def _start(weight: float, dtype: torch.dtype, device: torch.device) -> torch.Ten
     return torch.full((), weight, dtype=dtype, device=device)
 
 
-def separate(weights: Sequence[torch.Tensor]) -> None:
-    """Give gradients that share memory a memory each.
+def separate(weights: Sequence[torch.Tensor]) -> bool:
+    """Give gradients that share memory a memory each; returns whether some did.
 
     Backward of `a.view(...) + b.view(...)` hands both the same numbers, and torch keeps them as two gradients. Whatever
     changes gradients in place changes these twice: the next micro-batch, an average, clipping.
@@ -303,13 +303,15 @@ def separate(weights: Sequence[torch.Tensor]) -> None:
             if type(gradient := weight.grad) is torch.Tensor and gradient.layout is torch.strided
         ]
     )
-    end = 0
+    end, found = 0, False
     for start, num_bytes, index in ranges:
         if start < end:
             gradient = weights[index].grad
             assert gradient is not None
             weights[index].grad = gradient.clone()
+            found = True
         end = max(end, start + num_bytes)
+    return found
 
 
 class SeparateGradients:
@@ -328,12 +330,12 @@ class SeparateGradients:
 
     def __call__(self) -> None:
         where = self._where() if self._are_plain else None
-        if where is None or where not in self._known:
-            separate(self._weights)
-            if where is not None and where == self._where():
-                if len(self._known) == self.MOST_KNOWN:
-                    self._known.clear()
-                self._known.add(where)
+        if where is not None and where in self._known:
+            return
+        if not separate(self._weights) and where is not None:
+            if len(self._known) == self.MOST_KNOWN:
+                self._known.clear()
+            self._known.add(where)
 
     def _where(self) -> tuple[int, ...] | None:
         try:

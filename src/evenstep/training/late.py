@@ -18,7 +18,7 @@ from evenstep.data.loader import Batch
 from evenstep.distributed.heartbeat import UPDATE
 from evenstep.internals import flag_non_finite_, has_step_hooks, hooks_after_steps, hooks_before_steps
 from evenstep.strategies.base import forget_gradients, has_torch_step, update
-from evenstep.training.loss import LateLoss, MeanLoss
+from evenstep.training.loss import LateLoss, MeanLoss, side_stream
 from evenstep.training.optim import FusedAdam, WeightUpdate, clip_gradients, is_fused, start_momentum
 from evenstep.training.step import Eager, Recipe, Taken, agreed_when_read, reads_late
 from evenstep.training.team import Launched, Team
@@ -71,17 +71,38 @@ class Ahead:
         self.number = 0
         self._running: deque[Running] = deque()
         self._events = [torch.cuda.Event() for _ in range(SLOTS)]
+        self._reached = [torch.cuda.Event() for _ in range(SLOTS)]
+        """When the GPU has computed what is copied to the host."""
         self._pinned: dict[tuple[str, torch.dtype, torch.Size], list[torch.Tensor]] = {}
+        self._copies: list[list[tuple[torch.Tensor, torch.Tensor]]] = [[] for _ in range(SLOTS)]
+        """Of each step: a place on the host, and the values, whose memory is kept until they have been copied."""
 
     def add(self, step: Running) -> None:
         """A step was launched; wait for the one `LAG` steps before it."""
         step.event = self._events[self.number % SLOTS]
-        step.event.record()
+        self._record(step.event)
         self.number += 1
+        # Its last values were those of a step that has arrived.
+        self._copies[self.number % SLOTS] = []
         self._running.append(step)
         if len(self._running) > LAG:
             # The host waits here, for less than a step, and not where a loss is read.
             self._running.popleft().arrive()
+
+    def _record(self, event: torch.cuda.Event) -> None:
+        """Let the event be that of the end of the step, with its copies to the host."""
+        copies = self._copies[self.number % SLOTS]
+        if not copies:
+            event.record()
+            return
+        # On the stream of the computation, the next step would wait for a copy: 9 us.
+        stream, reached = side_stream(copies[0][1].device), self._reached[self.number % SLOTS]
+        reached.record()
+        stream.wait_event(reached)
+        with torch.cuda.stream(stream):
+            for host, values in copies:
+                host.copy_(values, non_blocking=True)
+        event.record(stream)
 
     def settle(self) -> None:
         """Wait for all of them, and raise if the loss of one is not finite."""
@@ -89,11 +110,13 @@ class Ahead:
             self._running.popleft().read()
 
     def copy(self, name: str, values: torch.Tensor) -> torch.Tensor:
-        """Copy values of the step that is launched next to the host, where they are when it has finished."""
+        """Where on the host the values of the step that is launched next are, when it has finished."""
         key = name, values.dtype, values.shape
         if key not in self._pinned:
             self._pinned[key] = [torch.empty_like(values, device="cpu", pin_memory=True) for _ in range(SLOTS)]
-        return self._pinned[key][self.number % SLOTS].copy_(values, non_blocking=True)
+        host = self._pinned[key][self.number % SLOTS]
+        self._copies[self.number % SLOTS].append((host, values))
+        return host
 
 
 def _only(losses: list[MeanLoss], norms: list[float]) -> MeanLoss:

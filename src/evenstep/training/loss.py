@@ -417,7 +417,7 @@ class HostCopy:
         self._event: torch.cuda.Event | None = None
         if values.is_cuda:
             # On a side stream: backward must not queue behind the slowest rank's forward.
-            stream = _side_stream(values.device)
+            stream = side_stream(values.device)
             stream.wait_stream(torch.cuda.current_stream(values.device))
             with torch.cuda.stream(stream):
                 if self._work is not None:
@@ -446,7 +446,8 @@ class HostCopy:
 _SIDE_STREAMS: dict[torch.device, torch.cuda.Stream] = {}
 
 
-def _side_stream(device: torch.device) -> torch.cuda.Stream:
+def side_stream(device: torch.device) -> torch.cuda.Stream:
+    """The stream of copies to the host: on that of the computation, they would delay the next kernel."""
     if device not in _SIDE_STREAMS:
         _SIDE_STREAMS[device] = torch.cuda.Stream(device)
     return _SIDE_STREAMS[device]

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import json
 import os
-import random
 import shutil
 import sys
 import traceback
@@ -37,7 +36,7 @@ from evenstep.checkpoint.state import Tensors, is_sharded
 from evenstep.data.nested import leaves
 from evenstep.distributed.process import read_rank
 from evenstep.distributed.slices import joined
-from evenstep.internals import BatchNorm, DisableTorchFunction, global_generators, replace_function
+from evenstep.internals import BatchNorm, DisableTorchFunction, global_generators, python_state, replace_function
 from evenstep.plan import Plan
 from evenstep.record import Record, Step
 from evenstep.sampling.rng import rng_states
@@ -140,7 +139,7 @@ class DrawDetector(TorchFunctionMode):
         finally:
             sys.setprofile(outside)
             moved = {
-                "Python's": python != random.getstate(),
+                "Python's": python != python_state(),
                 "NumPy's": not _same_numpy(numpy, np.random.get_state()),
                 "torch's": not same_torch(own, torch_states()),
             }

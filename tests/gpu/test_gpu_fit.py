@@ -15,6 +15,8 @@ from torch import nn
 from torch.nn import functional as F
 
 from evenstep import Task
+from evenstep.distributed.devices import free_gpu_bytes
+from evenstep.fit.device_memory import only
 from evenstep.plan import Plan
 from evenstep.training.trainer import perform
 
@@ -84,9 +86,23 @@ def test_runs_in_one_process_use_one_stream_and_keep_nothing() -> None:
     )
     kept = []
     for name in ("first", "second", "third"):
+        Path(name).mkdir()
         for _ in perform(Plan(batch=8192, steps=3, devices=("cuda:0",), name=name), task, Path(name)):
             pass
         gc.collect()
         torch.cuda.empty_cache()
         kept.append((torch.cuda.memory_allocated(), torch.cuda.memory_reserved()))
     assert kept[0] == kept[1] == kept[2]
+
+
+def test_what_is_free_respects_the_part_of_a_gpu_that_torch_may_take() -> None:
+    # Whether a CUDA graph is captured depends on it: on a GPU that stands in for a smaller one, graphs ran out of memory.
+    device = torch.device("cuda:0")
+    torch.cuda.empty_cache()
+    with only(device, 10**9):
+        assert free_gpu_bytes(device) <= 10**9
+        taken = torch.empty(4 * 10**8, dtype=torch.uint8, device=device)
+        assert free_gpu_bytes(device) <= 6 * 10**8
+        del taken
+        assert free_gpu_bytes(device) > 8 * 10**8
+    assert free_gpu_bytes(device) > 10**9

@@ -77,6 +77,14 @@ def check_devices(devices: Sequence[str]) -> None:
     _refuse_too_many(list(devices).count("cpu"))
 
 
+def free_gpu_bytes(device: torch.device) -> int:
+    """What tensors may still take of a GPU: the rest of what torch reserved, and what it may reserve."""
+    reserved = torch.cuda.memory_reserved(device)
+    total = torch.cuda.get_device_properties(device).total_memory
+    allowed = int(torch.cuda.get_per_process_memory_fraction(device) * total) - reserved
+    return reserved - torch.cuda.memory_allocated(device) + max(0, min(torch.cuda.mem_get_info(device)[0], allowed))
+
+
 def _refuse_too_many(count: int) -> None:
     most = MOST_PROCESSES_PER_CORE * num_cores()
     if count > most:

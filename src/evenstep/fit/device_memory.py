@@ -13,7 +13,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from evenstep.distributed.cgroups import Groups
-from evenstep.distributed.devices import take_workspaces
+from evenstep.distributed.devices import free_gpu_bytes, take_workspaces
 from evenstep.sampling.rng import fork_rng
 
 CONTEXT_BYTES = 512 * 2**20
@@ -23,8 +23,7 @@ CONTEXT_BYTES = 512 * 2**20
 def available_bytes(device: torch.device, num_local: int = 1) -> int:
     """What this process can use from here on, in total: of a GPU, or of the machine's memory as far as it may."""
     if device.type == "cuda":
-        free, _ = torch.cuda.mem_get_info(device)
-        return int(free) + torch.cuda.memory_reserved(device)
+        return free_gpu_bytes(device) + torch.cuda.memory_allocated(device)
     own = psutil.Process().memory_info()
     left: list[int] = [psutil.virtual_memory().available]
     group = Groups().memory_limit()

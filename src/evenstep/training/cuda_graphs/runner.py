@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 
 from evenstep.data.loader import Batch
+from evenstep.distributed.devices import free_gpu_bytes
 from evenstep.distributed.heartbeat import BACKWARD, FORWARD
 from evenstep.strategies.base import forget
 from evenstep.training.cuda_graphs.capture_checks import (
@@ -329,10 +330,8 @@ class Fast:
     def _has_memory(self, state_bytes: int) -> bool:
         """Whether graphs fit next to an eager step (the short last batch is one), and the copies on the host."""
         device = self._world.device
-        used = torch.cuda.memory_allocated(device)
-        of_a_step = torch.cuda.max_memory_allocated(device) - used
-        free = torch.cuda.mem_get_info(device)[0] + torch.cuda.memory_reserved(device) - used
-        return 2 * of_a_step < free and 3 * state_bytes < psutil.virtual_memory().available
+        of_a_step = torch.cuda.max_memory_allocated(device) - torch.cuda.memory_allocated(device)
+        return 2 * of_a_step < free_gpu_bytes(device) and 3 * state_bytes < psutil.virtual_memory().available
 
     def _capture(self, batch: Batch) -> tuple[Captured | None, str | None]:
         """Capture the step; or why that failed."""

@@ -104,6 +104,8 @@ class Plan:
     """`5,3`: each device's part of every global batch, in the order of ranks; or `auto`."""
     virtual_replicas: Whole | None = None
     """Virtual replicas: the parts of a batch whose gradients are summed in one order, on any number of devices."""
+    link: Text | None = None
+    """How gradients cross the network: see `parse_link`. None: exactly, and once for each machine."""
     clip: Clip | None = None
     name: Text = "run"
     out: Text = RUNS
@@ -160,6 +162,7 @@ class Plan:
         self._check_mesh()
         self._check_shares()
         self._check_replicas()
+        self._check_link()
         self._check_micro()
         self._check_cut()
         check_name(self.name)
@@ -307,6 +310,37 @@ class Plan:
                 "--cudnn-benchmark chooses kernels by measuring them, and another kernel gives other bits; with "
                 "--virtual-replicas leave it out"
             )
+
+    def _check_link(self) -> None:
+        method = parse_link(self.link)
+        if method.is_plain:
+            return
+        if not self._facts.links:
+            able = one_of(row for row in STRATEGIES.values() if row.links)
+            raise PlanError(f"--link is how {able} sends gradients, and {self.strategy} was given; use --strategy {able}")
+        kinds = {device.split(":")[0] for device in self.devices} - {"cpu"}
+        if kinds:
+            raise PlanError(
+                f"--link {self.link} is for CPU devices, and {kinds.pop()} was given: NCCL plans its own messages; "
+                "leave it out"
+            )
+        if self.replicas is not None:
+            raise PlanError("--replicas sums gradients in one order, which --link would change; leave one out")
+        if method.is_local:
+            self._check_local_steps()
+
+    def _check_local_steps(self) -> None:
+        joined = {
+            "shares": "gives each rank as many samples",
+            "sync_batchnorm": "joins no ranks in forward",
+            "statistics": "has gradients of one rank only",
+            "replay_every": "has replicas that differ between two rounds",
+        }
+        for name, why in joined.items():
+            if getattr(self, name):
+                raise PlanError(f"--link {self.link} {why}; leave out --{name.replace('_', '-')}")
+        if self.precision == "fp16":
+            raise PlanError(f"--link {self.link} has no loss scale that all ranks agree on; use --precision bf16 or fp32")
 
     def _check_micro(self) -> None:
         if self.micro is None:
@@ -585,6 +619,61 @@ def parse_rendezvous(machines: str | None, rendezvous: str | None) -> tuple[tupl
 
 AUTO = "auto"
 """Shares that are measured in the first steps."""
+
+
+LinkName = Literal["none", "auto", "bf16", "powersgd", "topk", "local"]
+LINKS = "none, auto, bf16, powersgd:RANK, topk:FRACTION or local:STEPS"
+
+
+@dataclass(frozen=True)
+class LinkMethod:
+    """How ranks exchange gradients; `value` is a rank, a fraction, or a number of steps."""
+
+    name: LinkName
+    value: float = 0.0
+
+    @property
+    def is_local(self) -> bool:
+        """Whether ranks take several steps of their own. With one step, there is nothing local about it: that is ddp."""
+        return self.name == "local" and self.value > 1
+
+    @property
+    def is_lossy(self) -> bool:
+        """Whether gradients are sent with less than all of their digits."""
+        return self.name in ("bf16", "powersgd", "topk")
+
+    @property
+    def is_exact(self) -> bool:
+        """Whether it is the training that one device does, up to rounding."""
+        return not self.is_lossy and not self.is_local
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether nothing about it needs a check, or a strategy that knows it."""
+        return self.name == "none" or (self.name == "local" and not self.is_local)
+
+    @property
+    def num_steps(self) -> int:
+        """Between two exchanges."""
+        return int(self.value) if self.is_local else 1
+
+
+def parse_link(text: str | None) -> LinkMethod:
+    """What `--link` names.
+
+    >>> parse_link("powersgd:2"), parse_link("local:50").num_steps, parse_link(None)
+    (LinkMethod(name='powersgd', value=2.0), 50, LinkMethod(name='none', value=0.0))
+    """
+    name, _, value = (text or "none").strip().partition(":")
+    if name in ("none", "auto", "bf16") and not value:
+        return LinkMethod(name)  # type: ignore[arg-type]
+    if name in ("powersgd", "local") and re.fullmatch("0*[1-9][0-9]{0,8}", value):
+        return LinkMethod(name, int(value))  # type: ignore[arg-type]
+    if name == "topk" and re.fullmatch(r"[01]?\.?[0-9]{1,9}", value) and 0 < float(value) < 1:
+        return LinkMethod("topk", float(value))
+    raise PlanError(
+        f"link is {shorten(repr(text))}; write {LINKS}, such as powersgd:2, topk:0.01 or local:50"
+    )
 
 
 def parse_log(given: str | None, name: str = "log") -> tuple[str, ...]:

@@ -53,6 +53,8 @@ class StrategyFacts:
     """Whether a step that goes through torch's wrapper can be captured."""
     virtual_replicas: bool = False
     """Whether it sums the gradients of virtual replicas in the order of their tree (`--virtual-replicas`)."""
+    links: bool = False
+    """Whether gradients can be sent between machines by another method (`--link`)."""
     separates_communication: bool = True
     """Whether communication can be timed separately from forward and backward."""
     refusals: Mapping[str, str] = field(default_factory=dict)
@@ -98,6 +100,7 @@ _ROWS = (
         several_machines=True,
         cuda_graphs=True,
         virtual_replicas=True,
+        links=True,
     ),
     StrategyFacts(
         name="fsdp",
@@ -160,6 +163,7 @@ UNKNOWN = StrategyFacts(
     mixes_device_kinds=True,
     several_machines=True,
     virtual_replicas=True,
+    links=True,
 )
 _FACTS = {row.name: row for row in _ROWS}
 STRATEGIES: Mapping[str, StrategyFacts] = MappingProxyType(_FACTS)

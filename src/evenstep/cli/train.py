@@ -121,6 +121,14 @@ def train(
             "any number of devices up to V.",
         ),
     ] = None,
+    link: Annotated[
+        str | None,
+        typer.Option(
+            metavar="METHOD",
+            help="How gradients cross a slow network: none, auto (measures, exact), bf16, powersgd:RANK, "
+            "topk:FRACTION or local:STEPS; default: exact, once for each machine.",
+        ),
+    ] = None,
     clip: Annotated[
         float | None, typer.Option(help="Maximum norm for gradient clipping; inf: only record the norm.")
     ] = None,

@@ -38,6 +38,8 @@ class Communication:
     """False under --check-collectives, which sees only torch's collectives."""
     scalars: ScalarAllReduce | None = None
     """Through memory that the ranks of one machine share."""
+    link: str | None = None
+    """How gradients are sent, as `--link` has it."""
 
 
 @dataclass(frozen=True)

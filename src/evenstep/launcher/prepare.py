@@ -110,6 +110,7 @@ def prepare(source: str | TaskFunction | Task | None, choices: Mapping[str, Any]
     if "mesh" not in chosen and any(values[name] != base.get(name) for name in ("strategy", "devices")):
         # That of an earlier run, which was arranged differently.
         values.pop("mesh", None)
+    dropped += _drop_link(values) if "link" not in chosen else []
     is_same = _is_same_file(spec, base.get("task"))
     before = base.get("options", {}) if is_same else {}
     values["options"] = {**before, **chosen.get("options", {})}
@@ -271,6 +272,16 @@ def _drop_shares(values: dict[str, Any]) -> list[str]:
         return []
     given = ",".join(map(str, shares))
     return [f"the shares {given} were those of {len(shares)} devices, and this run has {num}: they are dropped"]
+
+
+def _drop_link(values: dict[str, Any]) -> list[str]:
+    """A resumed run may have no link any more; a line to log."""
+    facts, link = STRATEGIES.get(str(values["strategy"])), values.get("link")
+    is_used = facts is None or (facts.links and all(str(device) == "cpu" for device in values["devices"]))
+    if link is None or is_used:
+        return []
+    del values["link"]
+    return [f"--link {link} was that of several CPU processes, and this run has none: it is dropped"]
 
 
 def _dropped(order: Order | None) -> list[str]:

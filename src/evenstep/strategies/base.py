@@ -11,7 +11,7 @@ from __future__ import annotations
 import copy
 import importlib
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import cache
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol, TypeVar
@@ -165,6 +165,13 @@ class DistributedModel:
 
     def time_communication(self) -> None:
         """From now on, announce also what a wrapper of torch's sends, and send nothing while communication is off."""
+
+    def link_state(self) -> dict[str, torch.Tensor]:
+        """What `--link` keeps between steps, by "parameter/kind", on rank 0; all ranks call this between two steps."""
+        return {}
+
+    def load_link_state(self, tensors: Mapping[str, torch.Tensor]) -> None:
+        """Continue with what `link_state` returned, on any number of ranks."""
 
     def parameters(self) -> Iterator[nn.Parameter]:
         """The parameters that an optimizer updates."""

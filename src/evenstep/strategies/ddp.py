@@ -7,9 +7,10 @@ since the cores that sum are those that compute.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
-from typing import Any, ClassVar, Protocol
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
 import torch
 import torch.distributed as dist
@@ -18,6 +19,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.nn.parameter import is_lazy
 
 from evenstep.distributed.devices import leave_default_stream
+from evenstep.distributed.machines import Machines, MachineSum, Message
 from evenstep.distributed.shm.allreduce import DTYPES, open_channel
 from evenstep.distributed.shm.native import load
 from evenstep.distributed.world import World
@@ -29,9 +31,13 @@ from evenstep.internals import (
     take_over,
     unreduced,
 )
+from evenstep.plan import LinkMethod, parse_link
 from evenstep.strategies.base import NOTHING, DistributedModel, LossModule, Sample, fills_memory, has_sparse_gradients
 from evenstep.strategies.single import Single
 from evenstep.strategies.unused import UnusedNote, UnusedParameters, negative_zeros
+
+if TYPE_CHECKING:
+    from evenstep.strategies.compression import Compression
 
 AVERAGED_COST = (
     "ddp averages zeros for them, and lists them in the same message; "
@@ -168,8 +174,7 @@ class DDP(Single):
             from evenstep.strategies.tree_sum import SummedModel
 
             return SummedModel(model, world)
-        averaging = _averaging(model, world)
-        return AveragedModel(model, averaging, world) if averaging is not None else DDPModel(model, world)
+        return _linked(model, world, world.communication.link)
 
 
 class RankModel(DistributedModel):
@@ -276,14 +281,46 @@ class DDPModel(RankModel):
 
     is_wrapped: ClassVar[bool] = True
 
-    def __init__(self, model: nn.Module, world: World) -> None:
+    def __init__(self, model: nn.Module, world: World, sending: Sending | None = None) -> None:
+        """`sending` is how gradients reach the other ranks, if not as torch does it."""
         bound = LossModule(model)
-        self._wrapper = DistributedDataParallel(bound, gradient_as_bucket_view=True)
-        super().__init__(model, [self._wrapper], [bound])
-        self._world = world
+        self._world, self._sending = world, sending or Sending()
         self._is_timed = False
+        self._wrapper = self._wrapped(bound, model)
+        super().__init__(model, [self._wrapper], [bound])
         self._completing = Completing(self._wrapper, model, world)
         self.notes = self._completing.unused.note.lines
+
+    def _wrapped(self, bound: nn.Module, model: nn.Module, **options: Any) -> DistributedDataParallel:
+        sums, bucket_mb = self._sending.sums, self._sending.bucket_mb
+        if bucket_mb is not None:
+            options["bucket_cap_mb"] = bucket_mb
+        wrapper = DistributedDataParallel(bound, gradient_as_bucket_view=True, **options)
+        if sums is not None:
+            names = {id(weight): name for name, weight in model.named_parameters()}
+            # torch compares annotations, which are text here, with types: not the function itself.
+            wrapper.register_comm_hook(_SentBuckets(self._world, sums, names), lambda sent, bucket: sent(bucket))
+        return wrapper
+
+    def wrap_again(self, sending: Sending | None = None) -> None:
+        """Send gradients in another manner, or those of other parameters."""
+        before, self._sending = self._wrapper, sending or self._sending
+        # All ranks have the same weights.
+        self._wrapper = self._wrapped(self.loss_modules[0], self.module, init_sync=False)
+        take_over(self._wrapper, before)
+        self.replicas[0] = self._wrapper
+        self._completing = Completing(self._wrapper, self.module, self._world)
+        self.notes = self._completing.unused.note.lines
+        if self._is_timed:
+            self.time_communication()
+
+    def link_state(self) -> dict[str, torch.Tensor]:
+        found = self._sending.compression
+        return found.state() if found is not None else {}
+
+    def load_link_state(self, tensors: Mapping[str, torch.Tensor]) -> None:
+        if self._sending.compression is not None:
+            self._sending.compression.load_state(tensors)
 
     def sync_replicas(self, is_training: bool) -> None:
         if not is_training:
@@ -296,22 +333,15 @@ class DDPModel(RankModel):
         return self._completing if is_last else self._wrapper.no_sync()
 
     def follow_requires_grad(self) -> None:
-        before = self._wrapper
-        self._wrapper = DistributedDataParallel(self.loss_modules[0], gradient_as_bucket_view=True)
-        take_over(self._wrapper, before)
-        self.replicas[0] = self._wrapper
-        self._completing = Completing(self._wrapper, self.module, self._world)
-        self.notes = self._completing.unused.note.lines
-        if self._is_timed:
-            self.time_communication()
+        self.wrap_again()
 
     def note_replay(self) -> None:
         self._completing.unused.replayed()
 
     def time_communication(self) -> None:
         self._is_timed = True
-        # torch compares annotations, which are text here, with types: not the function itself.
-        self._wrapper.register_comm_hook(self._world, lambda world, bucket: _timed_all_reduce(world, bucket))
+        if self._sending.sums is None:
+            self._wrapper.register_comm_hook(self._world, lambda world, bucket: _timed_all_reduce(world, bucket))
 
 
 def _averaging(model: nn.Module, world: World) -> Averaging | None:
@@ -325,13 +355,98 @@ def _averaging(model: nn.Module, world: World) -> Averaging | None:
     return Averaging(channel, model, world) if channel is not None else None
 
 
+BETWEEN_MACHINES_MB = 4.0
+"""Of a bucket: small enough that the sum of one overlaps the sending of another, large enough for any latency."""
+
+
+@dataclass(frozen=True)
+class Sending:
+    """How gradients reach the other ranks: as torch does it, unless there are `sums`."""
+
+    sums: MachineSum | None = None
+    """Gradients cross the network once for each machine, and not once for each rank."""
+    bucket_mb: float | None = None
+    compression: Compression | None = None
+    """That of `sums`, on leaders."""
+
+
+def _linked(model: nn.Module, world: World, link: str | None) -> DistributedModel:
+    """The model, whose gradients are sent as `--link` has it."""
+    method = parse_link(link)
+    if method.is_local:
+        from evenstep.strategies.local_sgd import LocalModel
+
+        return LocalModel(model, world)
+    if method.is_lossy:
+        return DDPModel(model, world, _compressed(model, world, method))
+    averaging = _averaging(model, world)
+    if averaging is not None:
+        return AveragedModel(model, averaging, world)
+    sums = _machine_sum(model, world) if link is None or method.name == "auto" else None
+    sending = Sending(sums, BETWEEN_MACHINES_MB) if sums is not None else None
+    if method.name == "auto":
+        from evenstep.strategies.auto_link import AutoModel
+
+        return AutoModel(model, world, sending)
+    return DDPModel(model, world, sending)
+
+
+def _machine_sum(model: nn.Module, world: World) -> MachineSum | None:
+    """Where several ranks share a machine, and several machines take part, on CPUs."""
+    if world.device.type != "cpu" or not all(world.gather(can_average(model))):
+        return None
+    if not Machines.of(world).have_several_ranks:
+        return None
+    sums = MachineSum.open(world, round(BETWEEN_MACHINES_MB * 2**20))
+    return sums if sums.machines.have_several_ranks else None
+
+
+def _compressed(model: nn.Module, world: World, method: LinkMethod) -> Sending:
+    """Sums that are compressed between machines; on one machine, between its ranks."""
+    from evenstep.strategies.compression import compression
+
+    if not all(world.gather(can_average(model))):
+        raise TaskError(
+            f"--link {world.communication.link} compresses dense gradients of float32, float64 or bfloat16, and this "
+            "model has others (sparse, or of another type); leave --link out"
+        )
+    has_machines = len(Machines.of(world).groups) > 1
+    sums = MachineSum.open(world, round(BETWEEN_MACHINES_MB * 2**20), may_share=has_machines)
+    made = compression(method, sums.group) if sums.group is not None else None
+    sums.exchange = made
+    return Sending(sums, BETWEEN_MACHINES_MB, made)
+
+
+class _SentBuckets:
+    """What DDP calls with every bucket of gradients."""
+
+    def __init__(self, world: World, sums: MachineSum, names: dict[int, str]) -> None:
+        self._world, self._sums, self._names = world, sums, names
+
+    def __call__(self, bucket: Any) -> torch.futures.Future[torch.Tensor]:
+        gradients: torch.Tensor = bucket.buffer()
+        if self._world.communication.is_off:
+            return _at_once(gradients)
+        arrived = self._world.spans.send(f"bucket {bucket.index()}", [gradients])
+        names = [self._names[id(weight)] for weight in bucket.parameters()]
+        parts = list(zip(names, bucket.gradients(), strict=True))
+        sent = self._sums.start(Message(gradients, parts, arrived))
+        if bucket.is_last():
+            self._world.spans.part("communication")
+        return sent
+
+
+def _at_once(gradients: torch.Tensor) -> torch.futures.Future[torch.Tensor]:
+    future: torch.futures.Future[torch.Tensor] = torch.futures.Future()
+    future.set_result(gradients)
+    return future
+
+
 def _timed_all_reduce(world: World, bucket: Any) -> torch.futures.Future[torch.Tensor]:
     """The all-reduce that DDP does with a bucket by default, announced."""
     gradients: torch.Tensor = bucket.buffer()
     if world.communication.is_off:
-        at_once: torch.futures.Future[torch.Tensor] = torch.futures.Future()
-        at_once.set_result(gradients)
-        return at_once
+        return _at_once(gradients)
     arrived = world.spans.send(f"bucket {bucket.index()}", [gradients])
     # Not div_: DDP itself multiplies.
     gradients.mul_(1 / dist.get_world_size())

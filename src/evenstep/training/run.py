@@ -216,6 +216,9 @@ class Run:
                 of_optimizer, optimizers[key] = optimizer_state(model.module, self.optimizers[key], keep=main)
                 optimizers[key]["made_with"] = self._made_with[key]
                 moments |= _prefixed(key, of_optimizer)
+        link: dict[str, torch.Tensor] = {}
+        for key, model in self.models.items():
+            link |= _prefixed(key, model.link_state())
         averages: dict[str, torch.Tensor] = {}
         with self.averaged():
             for key, model in self.models.items() if self.average is not None else ():
@@ -238,6 +241,8 @@ class Run:
                 }
                 if self.average is not None:
                     writers[files.EMA] = lambda file: save_file(averages, file)
+                if link:
+                    writers[files.LINK] = lambda file: save_file(link, file)
                 if added:
                     writers[files.EXTRA] = lambda file: save_file(added, file)
                 self.before_save()
@@ -299,6 +304,7 @@ class Run:
         self._restore(state)
         notes += self._changed_numerics(state)
         notes += self._load_average(path)
+        self._load_link(path)
         self.loaded = state
         if rates is None and self.scheduler is not None and state["scheduler"] is not None:
             self.scheduler.load_state_dict(unpacked(state["scheduler"]))
@@ -371,6 +377,12 @@ class Run:
             for key, model in self.models.items():
                 load_weights(model.module, _unprefixed(key, tensors), str(path))
         return []
+
+    def _load_link(self, path: Path) -> None:
+        """What `--link` kept; one that keeps something else, or nothing, leaves it alone."""
+        tensors = load_file(path / files.LINK) if (path / files.LINK).exists() else {}
+        for key, model in self.models.items():
+            model.load_link_state(_unprefixed(key, tensors))
 
     def _load_foreign(self, path: str, allow_pickle: bool) -> list[str]:
         loaded = read_weights(path, allow_pickle)

@@ -372,6 +372,12 @@ class Team:
                 models, batch, partial(self._on_replicas, loss, models, batch), repeat, is_late=True
             )
 
+    def launch_local(self, loss: Loss, model: DistributedModel, batch: Batch, totals: LossTotal) -> Launched:
+        """`backward` of this process's part of a batch alone: nothing is sent."""
+        self._prepare((model,), batch, 0)
+        self._on_replicas(loss, (model,), batch, totals)
+        return Launched(self, model, batch, totals, [])
+
     def _on_replicas(self, loss: Loss, models: tuple[DistributedModel, ...], batch: Batch, totals: LossTotal) -> None:
         context = LossContext(self.world, batch, self.called_in_loss, partial(self._step_of, batch, models[0]))
         backward = ReplicaBackward(self.world, self.precision, loss, models, totals, context)
@@ -410,6 +416,15 @@ class Team:
         is_late: bool = False,
     ) -> Launched:
         """The same, before the loss is read."""
+        earlier = self._prepare(models, batch, repeat)
+        totals = self._loss_total(batch, is_late)
+        compute(totals)
+        return Launched(self, models[0], batch, totals, earlier)
+
+    def _prepare(
+        self, models: tuple[DistributedModel, ...], batch: Batch, repeat: int
+    ) -> list[tuple[nn.Parameter, torch.Tensor]]:
+        """Before a backward; returns gradients of an earlier one."""
         self._refusals.refuse_model(models[0])
         check_consistent(self.world, batch)
         self.start_batch(batch, repeat)
@@ -418,9 +433,7 @@ class Team:
         self.world.spans.begin(FORWARD)
         for one in models:
             one.sync_replicas(is_training=True)
-        totals = self._loss_total(batch, is_late)
-        compute(totals)
-        return Launched(self, models[0], batch, totals, earlier)
+        return earlier
 
     def _loss_total(self, batch: Batch, is_late: bool) -> LossTotal:
         if self.virtual_seeds is not None:

@@ -8,6 +8,7 @@ here, when a run first uses it.
 
 from __future__ import annotations
 
+import math
 import os
 import signal
 import time
@@ -31,7 +32,7 @@ from evenstep.distributed.heartbeat import BACKWARD, BUILDING, COMPARING, ENDING
 from evenstep.distributed.preemption import SIGNALS
 from evenstep.errors import BadInput, Preempted, TaskError, TrainingError
 from evenstep.monitor.known_errors import Situation, is_out_of_memory, note
-from evenstep.plan import AUTO, USUAL, Plan, parse_best, parse_shares
+from evenstep.plan import AUTO, USUAL, Plan, parse_best, parse_link, parse_shares
 from evenstep.record import (
     BestSoFar,
     EpochEnd,
@@ -435,6 +436,11 @@ class Trainer:
         self.pace.add(step.input_seconds, self._compute_seconds, max(0.0, waited))
 
     def _is_compared(self, step: int) -> bool:
+        num_steps = parse_link(self.plan.link).num_steps
+        if num_steps > 1:
+            # Replicas are equal at the end of a round.
+            every = self.plan.check_every or USUAL["check_every"]
+            return step % (math.ceil(every / num_steps) * num_steps) == 0
         return step % (self.plan.check_every or USUAL["check_every"]) == 0 or step in FIRST_CHECKS
 
     def _waits_at(self, step: int) -> bool:
@@ -521,6 +527,8 @@ class Trainer:
 
             if self.plan.statistics is not None:
                 raise TaskError("--statistics is for tasks of one model; use evenstep.log in the losses instead")
+            if parse_link(self.plan.link).is_local:
+                raise TaskError("--link local is for tasks of one model; leave it out")
             if self.plan.shares == AUTO:
                 raise TaskError("--shares auto measures tasks of one model; give numbers, such as --shares 5,3")
             return InTurn(self.run, self.task.loss, self.plan.clip)
@@ -534,6 +542,13 @@ class Trainer:
         return self._usual_stepper(recipe)
 
     def _usual_stepper(self, recipe: Recipe) -> Stepper:
+        method = parse_link(self.plan.link)
+        if method.is_local and self.team.world.size > 1:
+            from evenstep.training.local_steps import LocalSteps
+
+            if self.task.ema is not None:
+                raise TaskError(f"--link {self.plan.link} has no average of weights (ema) in a round; leave one out")
+            return LocalSteps(recipe, method.num_steps, lambda step: step == self.plan.steps or self._waits_at(step))
         if self.plan.statistics is not None:
             from evenstep.training.layer_statistics import InspectedSteps
 
@@ -739,6 +754,7 @@ def perform(
     team = join_team(plan.strategy, plan.devices, plan.precision, plan.seed, needs_group=False, mesh=plan.mesh)
     if plan.virtual_replicas is not None:
         team = team.with_replicas(plan.virtual_replicas)
+    team.world.communication.link = plan.link
     if plan.check_collectives:
         from evenstep.distributed.collectives import check_collectives
 

@@ -1,0 +1,138 @@
+"""Steps of `--link local:STEPS`: each rank takes its own with its share of the batch, and rounds of them are joined.
+
+Nothing is sent between two ends of a round, not even a loss: those of a round are summed at its end, and known then.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+import time
+from collections.abc import Callable
+from dataclasses import replace
+
+import torch
+
+from evenstep.data.loader import Batch
+from evenstep.distributed.world import World
+from evenstep.errors import NonFiniteLoss, TaskError
+from evenstep.monitor.nonfinite import NonFiniteMean, explain
+from evenstep.strategies.local_sgd import LocalModel
+from evenstep.training.loss import LossTotal, MeanLoss, StepLogs
+from evenstep.training.step import Eager, Recipe, Taken
+from evenstep.training.team import Launched
+
+
+class LocalLoss(LossTotal):
+    """The loss of this rank's share of a global batch, which counts as its mean until the round ends."""
+
+    def __init__(self, world: World, num_samples: int) -> None:
+        alone = replace(world, size=1)
+        super().__init__(alone, num_samples, logs=StepLogs(alone, []))
+        self._scale, self._can_be_whole = world.size, False
+        self.total = 0.0
+
+    def read(self) -> float:
+        self.total, self.count = (math.fsum(column) for column in zip(*self._pairs(), strict=True))
+        if self.is_late:
+            # As if all ranks counted as much: how much they did is known at the end of the round.
+            self.late_factor = self._num_samples / (self.count * self._scale) if self.count else 1.0
+        return self.total / self.count if self.count else 0.0
+
+
+class LocalStep:
+    """A step of a round; its loss is that of the global batch, when the round has ended."""
+
+    def __init__(self, step: int, epoch: int, loss: LocalLoss, seconds: float) -> None:
+        self.step, self.epoch, self.own, self.seconds = step, epoch, loss, seconds
+        self.mean: MeanLoss | None = None
+
+    def read(self) -> MeanLoss:
+        assert self.mean is not None, "read before its round has ended"
+        return self.mean
+
+    def know(self, total: float, count: float) -> None:
+        """The sums over all ranks."""
+        self.mean = MeanLoss(total / count if count else 0.0, count, self.seconds, self.own.logs.means())
+
+
+class LocalSteps(Eager):
+    """Rounds end after every so many steps of the run, at the end of an epoch, and where `ends_at` is true."""
+
+    def __init__(self, recipe: Recipe, num_steps: int, ends_at: Callable[[int], bool]) -> None:
+        super().__init__(recipe)
+        self.lag = num_steps - 1
+        self._num_steps, self._ends_at = num_steps, ends_at
+        self._round: list[LocalStep] = []
+        assert isinstance(recipe.model, LocalModel)
+        self._model = recipe.model
+
+    def take(self, batch: Batch) -> Taken:
+        began = time.perf_counter()
+        recipe, team = self._recipe, self._recipe.team
+        self._model.begin_round()
+        launched = team.launch_local(recipe.loss, self._model, batch, LocalLoss(team.world, batch.num_samples))
+        own = self._read(launched)
+        self.update()
+        step = batch.loader.num_finished
+        taken = LocalStep(step, batch.span.epoch, own, time.perf_counter() - began)
+        self._round.append(taken)
+        if step % self._num_steps == 0 or batch.is_epoch_end or self._ends_at(step):
+            self._end_round()
+        return taken
+
+    def _read(self, launched: Launched) -> LocalLoss:
+        own = launched.totals
+        assert isinstance(own, LocalLoss)
+        own.read()
+        launched.complete(own.late_factor)
+        return own
+
+    def _end_round(self) -> None:
+        team, steps = self._recipe.team, self._round
+        tensors = self._inner_tensors()
+        digest = _digest(tensors)
+        numbers = [number for one in steps for number in (one.own.total, one.own.count)]
+        sums = torch.tensor([team.requests.encode(), digest, digest * digest, *numbers], dtype=torch.float64)
+        work = team.world.total(sums)
+        if work is not None:
+            work.wait()
+        requests, digests, squares, *totals = sums.tolist()
+        if squares * team.world.size != digests * digests:
+            raise TaskError(
+                "--link local averages the state of the optimizer, and ranks have state of different parameters: some "
+                "rank used a parameter in this round that another did not; leave --link out"
+            )
+        for number, one in enumerate(steps):
+            one.know(*totals[2 * number : 2 * number + 2])
+        self._refuse_non_finite()
+        self._model.end_round([tensor for _, tensor in tensors])
+        team.requests.agree(requests)
+        self._round = []
+
+    def _inner_tensors(self) -> list[tuple[str, torch.Tensor]]:
+        """What the optimizer keeps of parameters; counts of steps are the same on all ranks."""
+        state = self._recipe.optimizer.state
+        return [
+            (f"{index}/{key}", value)
+            for index, weight in enumerate(self._model.weights)
+            for key, value in sorted(state.get(weight, {}).items())
+            if isinstance(value, torch.Tensor) and value.is_floating_point() and value.ndim
+        ]
+
+    def _refuse_non_finite(self) -> None:
+        first = next((one for one in self._round if not math.isfinite(one.read())), None)
+        if first is not None:
+            team = self._recipe.team
+            found = NonFiniteMean(
+                float(first.read()), first.step, first.epoch, team.precision.name, first.own.non_finite()
+            )
+            raise NonFiniteLoss(explain(team.world, self._model, found))
+
+
+def _digest(tensors: list[tuple[str, torch.Tensor]]) -> float:
+    """A number of 16 bits, whose square is exact: the same only where all ranks have the same tensors."""
+    text = repr([(name, tuple(tensor.shape), str(tensor.dtype)) for name, tensor in tensors])
+    return float(int.from_bytes(hashlib.blake2b(text.encode(), digest_size=2).digest(), "little"))
+
+

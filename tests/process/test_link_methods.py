@@ -1,0 +1,119 @@
+"""`--link` on one machine, where every rank stands for a machine: what is exact, what is close, what a resume keeps."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from safetensors.torch import load_file
+
+from evenstep.plan import Plan
+from evenstep.record import Record
+from tests.fleet import bits_of, furthest, result, run_jobs, run_processes
+from tests.marks import first_is_quick
+
+TASK = "mlp/adamw/mean"
+STEPS, CUT = 16, 8
+LINKS = ("local:4", "powersgd:2", "topk:0.2", "bf16")
+PLAN = Plan(
+    strategy="ddp", devices=("cpu", "cpu"), batch=20, steps=STEPS, precision="fp64", threads=1, checkpoint_every=CUT, keep=9
+)
+
+
+def name(link: str, *more: object) -> str:
+    return "-".join(map(str, (link.replace(":", "-"), *more)))
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("links")
+    links = {"plain": None, "local-1": "local:1", **{name(link): link for link in LINKS}}
+    jobs = [(label, replace(PLAN, link=link), TASK) for label, link in links.items()]
+    resumed = [
+        (name(link, "resumed"), replace(PLAN, link=link, resume=str(cut(folder, link))), TASK) for link in LINKS
+    ]
+    pairs = [("pairs", replace(PLAN, link="local:4"), "mlp/sgd/pair")]
+    run_jobs(folder, 2, [*jobs, *resumed, *pairs])
+    return folder
+
+
+def cut(folder: Path, link: str) -> Path:
+    return folder / name(link) / "checkpoints" / f"step-{CUT:08d}"
+
+
+def test_local_steps_of_one_are_ddp_to_the_bit(trained: Path) -> None:
+    assert bits_of(trained / "local-1") == bits_of(trained / "plain")
+
+
+@pytest.mark.parametrize(("link", "distance"), [("bf16", 0.02), ("powersgd:2", 0.2), ("topk:0.2", 0.3), ("local:4", 0.5)])
+def test_a_lossy_link_trains_nearly_the_same_model(trained: Path, link: str, distance: float) -> None:
+    plain, lossy = result(trained, "plain"), result(trained, name(link))
+    assert 0 < furthest(lossy.weights, plain.weights) < distance
+    assert len(lossy.record.losses) == STEPS
+    # The first loss is that of the same weights and samples: nothing was averaged before it.
+    assert lossy.record.losses[0] == pytest.approx(plain.record.losses[0], rel=1e-12)
+    assert lossy.record.losses[-1] == pytest.approx(plain.record.losses[-1], rel=0.1)
+
+
+@pytest.mark.parametrize("link", LINKS)
+def test_a_resumed_run_has_the_bits_of_one_that_went_on(trained: Path, link: str) -> None:
+    went_on, resumed = bits_of(trained / name(link)), bits_of(trained / name(link, "resumed"))
+    losses = went_on.pop("losses"), resumed.pop("losses")
+    assert losses[0][CUT:] == losses[1]
+    valid = went_on.pop("valid"), resumed.pop("valid")
+    assert valid[0][-1] == valid[1][-1]
+    assert went_on == resumed
+
+
+def test_losses_of_local_steps_are_those_of_the_global_batch(trained: Path) -> None:
+    """As sums and counts, which ranks exchange at the end of a round."""
+    record = Record.read(trained / "pairs")
+    assert [step.step for step in record.steps] == list(range(1, STEPS + 1))
+    assert [step.samples for step in record.steps[:6]] == [20, 20, 20, 20, 20, 3]
+    assert all(step.count > 0 for step in record.steps)
+    assert record.losses[-1] < record.losses[0]
+
+
+@pytest.mark.parametrize("link", first_is_quick(["powersgd:2", "topk:0.2", "local:4"]))
+def test_a_run_resumes_on_another_number_of_ranks(trained: Path, link: str) -> None:
+    label = name(link, "three")
+    run_jobs(trained, 3, [(label, replace(PLAN, devices=("cpu",) * 3, link=link, resume=str(cut(trained, link))), TASK)])
+    same, other = result(trained, name(link)), result(trained, label)
+    # The first step is taken from the same weights, of the same samples.
+    assert other.record.losses[0] == pytest.approx(same.record.losses[CUT], rel=1e-9)
+    assert furthest(other.weights, same.weights) < 0.3
+
+
+def test_a_resume_without_the_link_trains_on_exactly(trained: Path) -> None:
+    resume = str(cut(trained, "powersgd:2"))
+    run_jobs(trained, 1, [("alone", Plan(batch=20, steps=STEPS, precision="fp64", threads=1, resume=resume), TASK)])
+    assert len(result(trained, "alone").record.losses) == STEPS - CUT
+
+
+ERRORS = """
+import sys
+import torch
+from safetensors.torch import load_file
+import evenstep
+from evenstep.plan import parse_link
+from evenstep.strategies.compression import compression
+
+team = evenstep.join("ddp", ["cpu"] * 3)
+saved = load_file(sys.argv[1])
+made = compression(parse_link(sys.argv[2]), torch.distributed.group.WORLD)
+made.load_state(saved)
+again = made.state()
+assert again.keys() == saved.keys() and any(key.endswith("/error") for key in saved), sorted(again)
+for key, value in saved.items():
+    torch.testing.assert_close(again[key], value, rtol=1e-12, atol=1e-15)
+"""
+
+
+@pytest.mark.parametrize("link", first_is_quick(["powersgd:2", "topk:0.2"]))
+def test_errors_of_two_machines_are_those_of_three_with_the_same_sum(trained: Path, tmp_path: Path, link: str) -> None:
+    script = tmp_path / "errors.py"
+    script.write_text(ERRORS)
+    file = cut(trained, link) / "link.safetensors"
+    assert any(float(value.abs().max()) > 0 for value in load_file(file).values())
+    run_processes(script, [str(file), link], 3, tmp_path / "logs")

@@ -317,7 +317,9 @@ class Plan:
             return
         if not self._facts.links:
             able = one_of(row for row in STRATEGIES.values() if row.links)
-            raise PlanError(f"--link is how {able} sends gradients, and {self.strategy} was given; use --strategy {able}")
+            raise PlanError(
+                f"--link is how {able} sends gradients, and {self.strategy} was given; use --strategy {able}"
+            )
         kinds = {device.split(":")[0] for device in self.devices} - {"cpu"}
         if kinds:
             raise PlanError(
@@ -340,7 +342,9 @@ class Plan:
             if getattr(self, name):
                 raise PlanError(f"--link {self.link} {why}; leave out --{name.replace('_', '-')}")
         if self.precision == "fp16":
-            raise PlanError(f"--link {self.link} has no loss scale that all ranks agree on; use --precision bf16 or fp32")
+            raise PlanError(
+                f"--link {self.link} has no loss scale that all ranks agree on; use --precision bf16 or fp32"
+            )
 
     def _check_micro(self) -> None:
         if self.micro is None:
@@ -634,7 +638,7 @@ class LinkMethod:
 
     @property
     def is_local(self) -> bool:
-        """Whether ranks take several steps of their own. With one step, there is nothing local about it: that is ddp."""
+        """Whether ranks take several steps of their own; with one, gradients are averaged as without it."""
         return self.name == "local" and self.value > 1
 
     @property
@@ -662,7 +666,7 @@ def parse_link(text: str | None) -> LinkMethod:
     """What `--link` names.
 
     >>> parse_link("powersgd:2"), parse_link("local:50").num_steps, parse_link(None)
-    (LinkMethod(name='powersgd', value=2.0), 50, LinkMethod(name='none', value=0.0))
+    (LinkMethod(name='powersgd', value=2), 50, LinkMethod(name='none', value=0.0))
     """
     name, _, value = (text or "none").strip().partition(":")
     if name in ("none", "auto", "bf16") and not value:
@@ -671,9 +675,7 @@ def parse_link(text: str | None) -> LinkMethod:
         return LinkMethod(name, int(value))  # type: ignore[arg-type]
     if name == "topk" and re.fullmatch(r"[01]?\.?[0-9]{1,9}", value) and 0 < float(value) < 1:
         return LinkMethod("topk", float(value))
-    raise PlanError(
-        f"link is {shorten(repr(text))}; write {LINKS}, such as powersgd:2, topk:0.01 or local:50"
-    )
+    raise PlanError(f"link is {shorten(repr(text))}; write {LINKS}, such as powersgd:2, topk:0.01 or local:50")
 
 
 def parse_log(given: str | None, name: str = "log") -> tuple[str, ...]:

@@ -17,7 +17,14 @@ TASK = "mlp/adamw/mean"
 STEPS, CUT = 16, 8
 LINKS = ("local:4", "powersgd:2", "topk:0.2", "bf16")
 PLAN = Plan(
-    strategy="ddp", devices=("cpu", "cpu"), batch=20, steps=STEPS, precision="fp64", threads=1, checkpoint_every=CUT, keep=9
+    strategy="ddp",
+    devices=("cpu", "cpu"),
+    batch=20,
+    steps=STEPS,
+    precision="fp64",
+    threads=1,
+    checkpoint_every=CUT,
+    keep=9,
 )
 
 
@@ -30,9 +37,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("links")
     links = {"plain": None, "local-1": "local:1", **{name(link): link for link in LINKS}}
     jobs = [(label, replace(PLAN, link=link), TASK) for label, link in links.items()]
-    resumed = [
-        (name(link, "resumed"), replace(PLAN, link=link, resume=str(cut(folder, link))), TASK) for link in LINKS
-    ]
+    resumed = [(name(link, "resumed"), replace(PLAN, link=link, resume=str(cut(folder, link))), TASK) for link in LINKS]
     pairs = [("pairs", replace(PLAN, link="local:4"), "mlp/sgd/pair")]
     run_jobs(folder, 2, [*jobs, *resumed, *pairs])
     return folder
@@ -46,7 +51,9 @@ def test_local_steps_of_one_are_ddp_to_the_bit(trained: Path) -> None:
     assert bits_of(trained / "local-1") == bits_of(trained / "plain")
 
 
-@pytest.mark.parametrize(("link", "distance"), [("bf16", 0.02), ("powersgd:2", 0.2), ("topk:0.2", 0.3), ("local:4", 0.5)])
+@pytest.mark.parametrize(
+    ("link", "distance"), [("bf16", 0.02), ("powersgd:2", 0.2), ("topk:0.2", 0.3), ("local:4", 0.5)]
+)
 def test_a_lossy_link_trains_nearly_the_same_model(trained: Path, link: str, distance: float) -> None:
     plain, lossy = result(trained, "plain"), result(trained, name(link))
     assert 0 < furthest(lossy.weights, plain.weights) < distance
@@ -78,7 +85,9 @@ def test_losses_of_local_steps_are_those_of_the_global_batch(trained: Path) -> N
 @pytest.mark.parametrize("link", first_is_quick(["powersgd:2", "topk:0.2", "local:4"]))
 def test_a_run_resumes_on_another_number_of_ranks(trained: Path, link: str) -> None:
     label = name(link, "three")
-    run_jobs(trained, 3, [(label, replace(PLAN, devices=("cpu",) * 3, link=link, resume=str(cut(trained, link))), TASK)])
+    run_jobs(
+        trained, 3, [(label, replace(PLAN, devices=("cpu",) * 3, link=link, resume=str(cut(trained, link))), TASK)]
+    )
     same, other = result(trained, name(link)), result(trained, label)
     # The first step is taken from the same weights, of the same samples.
     assert other.record.losses[0] == pytest.approx(same.record.losses[CUT], rel=1e-9)

@@ -240,6 +240,19 @@ WHOLE = "it must be a whole number, 1 or more"
         ),
         ({"strategy": "fsdp", "devices": ("cuda:0", "cuda:0")}, "fsdp needs a GPU of its own for each process"),
         ({"name": "a/b"}, "'a/b' cannot name a run; use letters, digits"),
+        (
+            {"link": "powersgd"},
+            "link is 'powersgd'; write none, auto, bf16, powersgd:RANK, topk:FRACTION or local:STEPS",
+        ),
+        ({"link": "topk:1.5"}, "such as powersgd:2, topk:0.01 or local:50"),
+        ({"link": "bf16"}, "--link is how ddp sends gradients, and single was given; use --strategy ddp"),
+        ({"link": "auto", "strategy": "ddp", "devices": ("cuda:0", "cuda:1")}, "--link auto is for CPU devices"),
+        ({"link": "auto", "strategy": "ddp", "replicas": 4}, "--replicas sums gradients in one order"),
+        (
+            {"link": "local:8", "strategy": "ddp", "devices": cpus(2), "shares": "3,1"},
+            "--link local:8 gives each rank as many samples; leave out --shares",
+        ),
+        ({"link": "local:8", "strategy": "ddp", "precision": "fp16"}, "use --precision bf16 or fp32"),
     ],
 )
 def test_helpful_errors(values: dict[str, Any], message: str) -> None:

@@ -157,6 +157,6 @@ class AutoModel(DDPModel):
             return []
         listed = ", ".join(f"--link {link} about {1e3 * one:.3g} ms" for link, one in faster.items())
         return [
-            f"other trainings, with a faster step (estimated): {listed}; evenstep compare --links shows what they do to "
-            "the loss"
+            f"other trainings, with a faster step (estimated): {listed}; evenstep compare --links shows what they do "
+            "to the loss"
         ]

@@ -134,5 +134,3 @@ def _digest(tensors: list[tuple[str, torch.Tensor]]) -> float:
     """A number of 16 bits, whose square is exact: the same only where all ranks have the same tensors."""
     text = repr([(name, tuple(tensor.shape), str(tensor.dtype)) for name, tensor in tensors])
     return float(int.from_bytes(hashlib.blake2b(text.encode(), digest_size=2).digest(), "little"))
-
-

@@ -57,7 +57,7 @@ class LocalStep:
 
 
 class LocalSteps(Eager):
-    """Rounds end after every so many steps of the run, at the end of an epoch, and where `ends_at` is true."""
+    """Rounds end after every `num_steps` steps of the run, at the end of an epoch, and where `ends_at` is true."""
 
     def __init__(self, recipe: Recipe, num_steps: int, ends_at: Callable[[int], bool]) -> None:
         super().__init__(recipe)

@@ -326,8 +326,8 @@ class Plan:
                 f"--link {self.link} is for CPU devices, and {kinds.pop()} was given: NCCL plans its own messages; "
                 "leave it out"
             )
-        if self.replicas is not None:
-            raise PlanError("--replicas sums gradients in one order, which --link would change; leave one out")
+        if self.virtual_replicas is not None:
+            raise PlanError("--virtual-replicas sums gradients in one order, which --link would change; leave one out")
         if method.is_local:
             self._check_local_steps()
 

@@ -247,7 +247,7 @@ WHOLE = "it must be a whole number, 1 or more"
         ({"link": "topk:1.5"}, "such as powersgd:2, topk:0.01 or local:50"),
         ({"link": "bf16"}, "--link is how ddp sends gradients, and single was given; use --strategy ddp"),
         ({"link": "auto", "strategy": "ddp", "devices": ("cuda:0", "cuda:1")}, "--link auto is for CPU devices"),
-        ({"link": "auto", "strategy": "ddp", "replicas": 4}, "--replicas sums gradients in one order"),
+        ({"link": "auto", "strategy": "ddp", "virtual_replicas": 4}, "--virtual-replicas sums gradients in one order"),
         (
             {"link": "local:8", "strategy": "ddp", "devices": cpus(2), "shares": "3,1"},
             "--link local:8 gives each rank as many samples; leave out --shares",

@@ -166,6 +166,12 @@ class DistributedModel:
     def time_communication(self) -> None:
         """From now on, announce also what a wrapper of torch's sends, and send nothing while communication is off."""
 
+    def begin_round(self) -> None:
+        """Before the first of several steps that each rank takes alone (`--link local`)."""
+
+    def end_round(self, inner: Sequence[torch.Tensor]) -> None:
+        """After the last of them: join what ranks found; `inner` is optimizer state, which becomes its mean."""
+
     def link_state(self) -> dict[str, torch.Tensor]:
         """What `--link` keeps between steps, by "parameter/kind", on rank 0; all ranks call this between two steps."""
         return {}

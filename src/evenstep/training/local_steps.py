@@ -17,7 +17,6 @@ from evenstep.data.loader import Batch
 from evenstep.distributed.world import World
 from evenstep.errors import NonFiniteLoss, TaskError
 from evenstep.monitor.nonfinite import NonFiniteMean, explain
-from evenstep.strategies.local_sgd import LocalModel
 from evenstep.training.loss import LossTotal, MeanLoss, StepLogs
 from evenstep.training.step import Eager, Recipe, Taken
 from evenstep.training.team import Launched
@@ -64,7 +63,6 @@ class LocalSteps(Eager):
         self.lag = num_steps - 1
         self._num_steps, self._ends_at = num_steps, ends_at
         self._round: list[LocalStep] = []
-        assert isinstance(recipe.model, LocalModel)
         self._model = recipe.model
 
     def take(self, batch: Batch) -> Taken:

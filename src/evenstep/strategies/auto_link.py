@@ -64,7 +64,7 @@ def _seconds(tensor: torch.Tensor, group: dist.ProcessGroup | None) -> float:
 
 
 @dataclass
-class Trial:
+class LinkTrial:
     """A plan that is tried."""
 
     label: str
@@ -77,15 +77,15 @@ class Trial:
         return min(self.seconds[WARM_UP:])
 
 
-def trials_of(hierarchical: Sending | None, num_bytes: int) -> list[Trial]:
+def trials_of(hierarchical: Sending | None, num_bytes: int) -> list[LinkTrial]:
     """The exact plans; torch's own is the first, with which the others are compared."""
     sums = hierarchical.sums if hierarchical is not None else None
     where = "once for each machine" if sums is not None else "by every rank"
     sizes = [SMALL_MB, LARGE_MB] if hierarchical is None else [SMALL_MB, hierarchical.bucket_mb or LARGE_MB, LARGE_MB]
     # One bucket holds it all: those of other sizes are the same.
     useful = [size for size in sizes if size * 2**20 < num_bytes] or sizes[-1:]
-    others = [Trial(f"sent {where}, buckets of {size:g} MB", Sending(sums, size)) for size in useful]
-    return [Trial("torch's DDP as it is", Sending()), *others]
+    others = [LinkTrial(f"sent {where}, buckets of {size:g} MB", Sending(sums, size)) for size in useful]
+    return [LinkTrial("torch's DDP as it is", Sending()), *others]
 
 
 class AutoModel(DDPModel):

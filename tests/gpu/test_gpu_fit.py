@@ -96,7 +96,7 @@ def test_runs_in_one_process_use_one_stream_and_keep_nothing() -> None:
 
 
 def test_what_is_free_respects_the_part_of_a_gpu_that_torch_may_take() -> None:
-    # Whether a CUDA graph is captured depends on it: on a GPU that stands in for a smaller one, graphs ran out of memory.
+    # Whether a CUDA graph is captured depends on it: under a limit, captures ran out of memory.
     device = torch.device("cuda:0")
     torch.cuda.empty_cache()
     with only(device, 10**9):

@@ -430,7 +430,12 @@ def all_rows(todo: list[tuple[Case, list[int], int]], at_once: int) -> list[dict
 
 
 def _later(case: Case, shapes: Any, size: int, in_table: bool) -> dict[str, Any]:
-    row = row_of(case, shapes.result(), size, in_table)
+    try:
+        row = row_of(case, shapes.result(), size, in_table)
+    except RuntimeError as problem:
+        # One that breaks is shown, and the others go on.
+        print(case, size, problem, flush=True)
+        return {"network": case.network, "precision": case.precision, "size": size, "problem": str(problem)}
     print(line_of(row), flush=True)
     return row
 
@@ -446,7 +451,8 @@ def main() -> None:
     began = time.perf_counter()
     print(HEAD)
     rows = all_rows(list(cases(given.quick, device)), AT_ONCE if device != "cpu" else 1)
-    summary = {**summed_up(rows), "seconds": round(time.perf_counter() - began)}
+    whole = [row for row in rows if "problem" not in row]
+    summary = {**summed_up(whole), "broken": len(rows) - len(whole), "seconds": round(time.perf_counter() - began)}
     for name, value in summary.items():
         print(f"{name.replace('_', ' ')}: {f'{value:.1%}' if isinstance(value, float) else value}")
     if given.out is not None:

@@ -122,7 +122,9 @@ def fitted(*words: str, **how: Any) -> dict[str, Any]:
 
 @pytest.mark.parametrize(
     ("net", "strategy", "devices", "most"),
-    first_is_quick([("gpt", "ddp", 2, 0.1), ("gpt", "single", 1, 0.1), ("mlp", "single", 1, 0.2)]),
+    first_is_quick(
+        [("gpt", "ddp", 2, 0.1), ("gpt", "single", 1, 0.1), ("mlp", "single", 1, 0.1), ("cnn", "single", 1, 0.1)]
+    ),
 )
 def test_the_forecast_is_close_to_what_the_model_adds_to_a_process(
     net: str, strategy: str, devices: int, most: float

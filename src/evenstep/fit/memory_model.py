@@ -9,6 +9,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
+from itertools import pairwise
 
 from evenstep.errors import BadInput, shorten
 from evenstep.strategy_facts import StrategyFacts
@@ -36,13 +37,6 @@ class Moment:
     fixed: Sizes
     per_sample: Sizes
 
-    def raised(self, fixed: float, per_sample: float) -> Moment:
-        """With more, or less, for what the step makes and drops."""
-        return Moment(
-            {**self.fixed, "activations": self.fixed["activations"] + fixed},
-            {**self.per_sample, "activations": self.per_sample["activations"] + per_sample},
-        )
-
     def at(self, micro_batch: int) -> Sizes:
         return {kind: self.fixed[kind] + self.per_sample[kind] * micro_batch for kind in self.fixed}
 
@@ -57,6 +51,8 @@ class StepMemory:
     """The moments of each phase that may be its highest."""
     input_bytes: float
     """Of one sample."""
+    excess: dict[str, list[tuple[int, float]]] = field(default_factory=dict)
+    """By phase: (samples, bytes) that real steps took beyond the moments, or below them; the fewest samples first."""
     unit_bytes: list[float]
     """Parameters of each part that a sharded model gathers at a time; the last is the rest of the model."""
     framework_bytes: float
@@ -121,12 +117,38 @@ def _phase(place: Placement, micro_batch: int) -> str:
 
 
 def _highest(memory: StepMemory, place: Placement, micro_batch: int, phases: tuple[str, ...]) -> Peak:
-    found = [
-        Peak(_placed(memory, place, moment.at(micro_batch), phase), phase)
-        for phase in phases
-        for moment in memory.phases[phase]
-    ]
+    found = []
+    for phase in phases:
+        excess = excess_at(memory.excess.get(phase, []), micro_batch)
+        for moment in memory.phases[phase]:
+            kinds = moment.at(micro_batch)
+            kinds["activations"] += excess
+            found.append(Peak(_placed(memory, place, kinds, phase), phase))
     return max(found, key=lambda one: one.total)
+
+
+def excess_at(points: list[tuple[int, float]], num: int) -> float:
+    """Bytes for this many samples: on lines between the points, and beyond the last between constant and proportional.
+
+    Gaps do not grow in a line, and libraries choose other algorithms for other sizes: the line through the last two
+    points could go anywhere.
+
+    >>> excess_at([(4, 10.0), (16, 40.0)], 8), excess_at([(4, 10.0), (16, 40.0)], 32)
+    (20.0, 80.0)
+    >>> excess_at([(4, 90.0), (16, -60.0)], 32), excess_at([(4, 90.0), (16, 60.0)], 32)
+    (-120.0, 60.0)
+    """
+    if not points:
+        return 0.0
+    if num <= points[0][0]:
+        return points[0][1]
+    for (first, low), (last, high) in pairwise(points):
+        if num <= last:
+            return low + (high - low) * (num - first) / (last - first)
+    last, high = points[-1]
+    slope = (high - points[-2][1]) / (last - points[-2][0]) if len(points) > 1 else 0.0
+    proportional = high / last
+    return high + min(max(slope, min(0.0, proportional)), max(0.0, proportional)) * (num - last)
 
 
 def _placed(memory: StepMemory, place: Placement, kinds: Sizes, phase: str) -> Sizes:

@@ -38,6 +38,7 @@ from evenstep.task import Task
 from evenstep.training.evaluation import Evaluator
 from evenstep.training.optim import fuse, make_optimizer
 from evenstep.training.precision import Precision
+from evenstep.training.trainer import set_up_torch
 
 FILE = "shapes.json"
 MOST_READ = 256
@@ -45,6 +46,9 @@ MOST_READ = 256
 HALF = 0.5
 SAME = 0.99
 """Of a peak: with less, a library had to do with less."""
+ROUNDS = 3
+PARTS = (1, 2, 4)
+"""Of the samples of real steps."""
 FEWER = 4
 """The smaller pass has this part of them."""
 REAL_SAMPLES = 4
@@ -210,12 +214,17 @@ class ShapeStep:
         batch = self._on_device(data)
         self._compute(batch)
         self._update()
-        found = {}
+        # The heap of a CPU grows for some steps, until what is freed can be used again.
+        rounds = ROUNDS if self.device.type == "cpu" else 1
         meter.reset()
-        self._compute(batch)
-        found[STEP] = meter.peak()
+        for number in range(rounds):
+            if number > 0:
+                self._update()
+            self._compute(batch)
+        found = {STEP: meter.peak()}
         meter.reset()
-        self._compute(batch)
+        for _ in range(rounds):
+            self._compute(batch)
         found[ACCUMULATED] = meter.peak()
         self._update()
         return found
@@ -362,6 +371,7 @@ def measure_shapes(
     plan: Plan, task: Task, run_folder: Path, *, share: int, is_checkpointed: bool = False, limit: int | None = None
 ) -> Iterator[str]:
     """What a worker does to find what a step holds; it writes a file, and yields nothing."""
+    set_up_torch(plan)
     device = torch.device(plan.devices[0])
     available = available_bytes(device)
     if device.type == "cpu":
@@ -375,10 +385,7 @@ def measure_shapes(
 
 
 def calibrated(plan: Plan, task: Task, memory: StepMemory, share: int, limit: float) -> StepMemory:
-    """The same, with what real steps of fewer samples take beyond it: workspaces of libraries, gaps of the allocator.
-
-    Two numbers of samples, of which the larger is forecast to take half of the limit, give a line again.
-    """
+    """The same, with what real steps of some samples take beyond it: workspaces of libraries, gaps of the allocator."""
     sizes = _real_sizes(memory, share, limit)
     if not sizes:
         return memory
@@ -386,38 +393,20 @@ def calibrated(plan: Plan, task: Task, memory: StepMemory, share: int, limit: fl
     meter = MemoryMeter(device)
     meter.reset()
     before = meter.now()
-    step = ShapeStep(plan, task, None, False, device)
     data = adapt_train(task)
-    points: dict[str, list[tuple[int, float]]] = {STEP: [], ACCUMULATED: []}
+    step: ShapeStep | None = None
+    excess: dict[str, list[tuple[int, float]]] = {STEP: [], ACCUMULATED: []}
     for num in sizes:
+        # What the optimizer keeps lies between what the first step makes: one model for each size.
+        step = None
+        meter.return_freed()
+        step = ShapeStep(plan, task, None, False, device)
         batch = map_tensors(read_samples(data, task, plan, num), step.precision.fit_tensor)
         for phase, peak in step.measured(batch, meter).items():
             forecast = max(sum(moment.at(num).values()) for moment in memory.phases[phase])
-            points[phase].append((num, peak - before - forecast))
-    phases = {phase: list(moments) for phase, moments in memory.phases.items()}
-    for phase, found in points.items():
-        fixed, slope = correction(found)
-        phases[phase] = [moment.raised(fixed, slope) for moment in phases[phase]]
-    gaps = gaps_of(step, batch, meter) if device.type == "cuda" else 0.0
-    return replace(memory, phases=phases, gaps=gaps)
-
-
-def correction(points: list[tuple[int, float]]) -> tuple[float, float]:
-    """What to add to a forecast, as a line through one or two (samples, error): between constant and proportional.
-
-    Gaps do not grow in a line, and libraries choose other algorithms for other sizes: a line through two points far
-    below the sizes in question could go anywhere.
-
-    >>> correction([(4, 10.0), (16, 40.0)])
-    (0.0, 2.5)
-    >>> correction([(4, 90.0), (16, -60.0)])
-    (0.0, -3.75)
-    """
-    (first, low), (last, high) = points[0], points[-1]
-    slope = (high - low) / (last - first) if last > first else 0.0
-    proportional = high / last
-    slope = min(max(slope, min(0.0, proportional)), max(0.0, proportional))
-    return high - slope * last, slope
+            excess[phase].append((num, peak - before - forecast))
+    gaps = gaps_of(step, batch, meter) if step is not None and device.type == "cuda" else 0.0
+    return replace(memory, excess=excess, gaps=gaps)
 
 
 GAPS = (0.7, 0.5, 0.36, 0.25, 0.18, 0.13, 0.1, 0.07, 0.05)
@@ -440,19 +429,19 @@ def gaps_of(step: ShapeStep, data: Any, meter: MemoryMeter) -> float:
 
 
 def _real_sizes(memory: StepMemory, share: int, limit: float) -> list[int]:
-    """Two numbers of samples, the smaller first; none where the larger has one sample."""
+    """Numbers of samples, the fewest first: the share, or as much as takes half of the limit, and parts of that."""
     least = 2 if memory.has_batchnorm else 1
 
     def takes(num: int) -> float:
         moments = [*memory.phases[ACCUMULATED], *memory.phases[UPDATE]]
         return memory.framework_bytes + max(sum(moment.at(num).values()) for moment in moments)
 
-    large = share // 2
+    large = share
     while large > least and takes(large) > HALF * limit:
         large = large * 3 // 4
     if large <= least or takes(large) > HALF * limit:
         return []
-    return sorted({max(least, large // FEWER), large})
+    return sorted({max(least, large // part) for part in PARTS})
 
 
 def step_memory(plan: Plan, task: Task, share: int, framework: float, is_checkpointed: bool = False) -> StepMemory:

@@ -18,6 +18,7 @@ import psutil
 import pytest
 from safetensors.numpy import load_file
 
+from evenstep.distributed.devices import num_cores
 from evenstep.record import Record
 from evenstep.tune.study import Study, read_study
 from tests.waiting import wait_until
@@ -34,7 +35,7 @@ def command(*words: str) -> list[str]:
 
 
 def evenstep_(*words: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(command(*words), capture_output=True, text=True, timeout=110)
+    return subprocess.run(command(*words), capture_output=True, text=True, timeout=300)
 
 
 def tune(*words: str) -> subprocess.CompletedProcess[str]:
@@ -127,6 +128,38 @@ def test_trials_of_two_devices_each() -> None:
     for number in (1, 2):
         record = Record.read(f"runs/p/trials/000{number}")
         assert (record.plan.devices, len(record.steps)) == (("cpu", "cpu"), 16)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(400)
+@pytest.mark.parametrize("pruner", ["median", "hyperband"])
+def test_a_trial_that_optuna_prunes_is_paused_at_its_checkpoint(pruner: str) -> None:
+    done = tune(*SEARCH, "--devices", "2", "--trials", "12", "--rungs", "1,2,4", "--prune", pruner, "--name", "s")
+    assert done.returncode == 0, done.stderr
+    assert f"compared at epochs 1, 2, 4 by Optuna's {pruner} pruner" in done.stderr
+    study = read_study(Path("runs/s"))
+    paused = [one for one in study.trials.values() if one.decisions.get(len(one.reached) - 1) is False]
+    assert paused
+    assert all(len(one.reached) == 3 for one in study.trials.values() if one not in paused)
+    # Nothing is lost: it goes on to its end, from where it was.
+    folder = Path("runs/s/trials") / paused[0].folder
+    went_on = evenstep_("train", "--resume", str(folder), "--name", "more")
+    assert went_on.returncode == 0, went_on.stderr
+    assert [row.step for row in Record.read(Path("runs/more")).steps][-1] == 16
+
+
+@pytest.mark.parametrize("per_device", ["2", pytest.param("auto", marks=pytest.mark.slow)])
+def test_trials_share_a_device(per_device: str) -> None:
+    done = tune("--trials", "4", "--devices", "1", "--per-device", per_device, "--epochs", "1", "--name", "s")
+    assert done.returncode == 0, done.stderr
+    slots = 2 if per_device == "2" else num_cores()
+    assert f"4 trials, {slots} at a time" in done.stderr
+    assert ("per device: each needs" in done.stderr) is (per_device == "auto")
+    study = read_study(Path("runs/s"))
+    spans = [(one.began[0].at, one.reached[0].at) for one in study.trials.values()]
+    at_once = max(sum(begin <= at < end for begin, end in spans) for at, _ in spans)
+    assert at_once == min(slots, 4)
+    assert not list(Path("runs").glob("*fit*"))
 
 
 def test_show_and_the_journal_hold_the_same_trials(halved: Path) -> None:
@@ -222,9 +255,15 @@ def test_a_failed_trial_has_its_first_cause_and_the_study_goes_on() -> None:
         (("--search", "rate=1..2"), "the task has no such option"),
         (("--search", "lr", "--rungs", "3,1"), "write growing numbers of epochs"),
         (("--search", "lr", "--rungs", "1,3", "--epochs", "5"), "omit --epochs"),
-        (("--search", "lr", "--sampler", "annealing"), "unknown sampler 'annealing'; choose tpe, random, grid or gp"),
+        (
+            ("--search", "lr", "--sampler", "annealing"),
+            "unknown sampler 'annealing'; choose tpe, gp, cmaes, random or grid",
+        ),
         (("--search", "lr", "--sampler", "grid"), "needs choices, and lr is a range"),
         (("--search", "lr", "--devices", "3", "--per-trial", "2"), "3 devices do not divide into trials of 2"),
+        (("--search", "lr", "--sampler", "cmaes"), "--sampler cmaes needs 2 ranges of numbers or more"),
+        (("--search", "lr", "--prune", "median"), "--prune median compares trials at rungs; give --rungs 1,3,9"),
+        (("--search", "lr", "--per-device", "0"), "--per-device is '0'; write a number of trials, such as 2, or auto"),
         (("--search", "lr", "--metric", "speed"), "Write --metric speed:max or --metric speed:min"),
     ],
 )

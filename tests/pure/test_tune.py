@@ -18,6 +18,7 @@ from evenstep.tune.scheduler import parse_metric, parse_rungs
 from evenstep.tune.space import Dimension, grid, parse_search
 from evenstep.tune.study import (
     FILE,
+    PrunerDecision,
     Reached,
     Study,
     StudyLog,
@@ -162,6 +163,68 @@ def test_a_device_does_not_wait_for_a_whole_rung() -> None:
     assert study.jobs() == [TrialJob(1, 1), TrialJob(6, 0)]
 
 
+def pruned(request: StudyRequest, luck: random.Random) -> tuple[dict[int, int], dict[int, dict[int, bool]]]:
+    """Rungs of each trial, and decisions, of a study whose trials end in any order."""
+    from evenstep.tune.pruner import goes_on
+
+    curves = random.Random(request.seed)
+    values = [sorted((curves.random() for _ in range(3)), reverse=True) for _ in range(request.trials)]
+    study, running = Study(request), list[TrialJob]()
+    while not study.is_over:
+        for job in study.to_decide():
+            study.add(PrunerDecision(trial=job.trial, rung=job.rung, goes_on=goes_on(study, job.trial)))
+        while len(running) < request.slots:
+            waiting = [job for job in study.jobs() if job.trial not in [one.trial for one in running]]
+            if waiting:
+                running.append(waiting[0])
+            elif (number := study.next_number()) is not None:
+                study.add(SuggestedTrial(trial=number, options={}))
+            else:
+                break
+        if running:
+            job = running.pop(luck.randrange(len(running)))
+            value, epoch = values[job.trial - 1][job.rung], request.rungs[job.rung]
+            study.add(Reached(trial=job.trial, rung=job.rung, value=value, step=epoch, epoch=epoch))
+    trials = study.trials.values()
+    return {one.number: len(one.reached) for one in trials}, {one.number: one.decisions for one in trials}
+
+
+@pytest.mark.parametrize("pruner", ["median", "hyperband"])
+def test_pruners_decide_the_same_whatever_the_order_of_results(pruner: str) -> None:
+    pytest.importorskip("optuna")
+    request = replace(REQUEST, trials=24, pruner=pruner, seed=3)
+    first, decisions = pruned(request, random.Random(0))
+    assert pruned(request, random.Random(1)) == pruned(request, random.Random(2)) == (first, decisions)
+    # Some are paused early, some go on, and who was not paused has come to its end.
+    assert {1, 3} <= set(first.values())
+    assert all(num == 3 or decisions[trial][num - 1] is False for trial, num in first.items())
+
+
+@pytest.mark.parametrize(
+    ("name", "rungs", "message"),
+    [
+        ("best", [1, 3], "prune 'best'"),
+        ("median", [], "give --rungs 1,3,9"),
+        ("hyperband", [1, 3, 4], "they are 1,3,4"),
+        ("hyperband", [2, 5], "they are 2,5"),
+    ],
+)
+def test_a_pruner_without_its_rungs_is_refused(name: str, rungs: list[int], message: str) -> None:
+    from evenstep.tune.pruner import check_pruner
+
+    with pytest.raises(BadInput, match=message):
+        check_pruner(name, rungs)
+
+
+def test_cma_es_needs_two_ranges() -> None:
+    from evenstep.tune.sampler import check_space
+
+    check_space("cmaes", SPACE)
+    check_space("tpe", SPACE[:1])
+    with pytest.raises(BadInput, match="needs 2 ranges of numbers or more, and 1 of the options"):
+        check_space("cmaes", SPACE[:1])
+
+
 def test_a_file_with_a_torn_last_line_goes_on_without_it(tmp_path: Path) -> None:
     log = StudyLog(tmp_path, REQUEST)
     log.append(SuggestedTrial(trial=1, options={"lr": 0.1, "n": 2}))
@@ -216,9 +279,9 @@ def played(request: StudyRequest, value: Callable[[SuggestedTrial], float], stop
     return [row for row in rows if isinstance(row, SuggestedTrial)]
 
 
-@pytest.mark.parametrize("sampler", ["tpe", "random", pytest.param("gp", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("sampler", ["tpe", "random", "cmaes", pytest.param("gp", marks=pytest.mark.slow)])
 def test_a_study_that_was_stopped_suggests_the_same(sampler: str) -> None:
-    pytest.importorskip("optuna")
+    pytest.importorskip("cmaes" if sampler == "cmaes" else "optuna")
     request = replace(REQUEST, rungs=[], trials=18, sampler=sampler)
     space = [*SPACE, Dimension("kind", "a,b", "choice", choices=("a", "b"))]
     request = replace(request, space=space)
@@ -230,3 +293,6 @@ def test_a_study_that_was_stopped_suggests_the_same(sampler: str) -> None:
     assert found == played(request, value, {2, 9, 15, 16})
     assert len({repr(row.options) for row in found}) == 18
     assert found != played(replace(request, seed=1), value, set())
+    if sampler == "cmaes":
+        # Its generations move to where the metric is small.
+        assert sum(map(value, found[-6:])) < sum(map(value, found[:6]))

@@ -64,6 +64,13 @@ def tune(
         str, typer.Option(help="Number of devices, or a list such as cuda:0,cuda:1; a GPU listed twice has two trials.")
     ] = "1",
     per_trial: Annotated[int, typer.Option(min=1, help="Devices of each trial.")] = 1,
+    per_device: Annotated[
+        str,
+        typer.Option(
+            metavar="N|auto",
+            help="Trials that share a device. auto: as many as fit into its memory, by the forecast of evenstep fit.",
+        ),
+    ] = "1",
     rungs: Annotated[
         str | None,
         typer.Option(
@@ -78,7 +85,14 @@ def tune(
             metavar="METRIC[:min|:max]", help="Of the validation data, such as accuracy or score:max; default: loss."
         ),
     ] = None,
-    sampler: Annotated[str, typer.Option(help="tpe, random, grid or gp, by Optuna.")] = "tpe",
+    sampler: Annotated[str, typer.Option(help="tpe, gp, cmaes, random or grid, by Optuna.")] = "tpe",
+    prune: Annotated[
+        str,
+        typer.Option(
+            help="How trials are chosen at rungs: halving, the study's own rule, or Optuna's median or hyperband. A "
+            "pruned trial is paused."
+        ),
+    ] = "halving",
     seed: Annotated[
         int, typer.Option(min=0, help="Seed of the suggestions, and of the weights and sample order of all trials.")
     ] = 0,
@@ -131,9 +145,11 @@ def tune(
         trials=trials,
         devices=devices,
         per_trial=per_trial,
+        per_device=per_device,
         rungs=rungs,
         metric=metric,
         sampler=sampler,
+        pruner=prune,
         seed=seed,
         choices={
             **choices,
@@ -153,14 +169,16 @@ def _run(command: TuneCommand, *, quiet: bool) -> tuple[Study, Path]:
     from evenstep.tune.scheduler import Scheduler, begin
     from evenstep.tune.study_table import StudyProgress
 
-    log, devices = begin(command)
+    start = begin(command)
+    log = start.log
     if log.study.is_over:
         log.close()
         return log.study, log.folder
     try:
-        scheduler = Scheduler(log, devices)
+        scheduler = Scheduler(log, start.devices)
         with StudyProgress(log.study, quiet) as shown:
-            shown.show(log.described, ())
+            for line in (*start.notes, log.described):
+                shown.show(line, ())
             for line in scheduler.run():
                 shown.show(line, scheduler.running)
     finally:

@@ -47,6 +47,8 @@ ROOMY = 0.6
 """A forecast for one process below this part of the limit is believed without a probe, by --micro auto."""
 SMALLER = 0.7
 """The next micro-batch after one that ran out of memory, if nothing better is known."""
+SIDE_BY_SIDE = 0.8
+"""The part of a device that several runs may fill: what one allocator keeps, the others cannot have."""
 NOT_OF_PROBES: dict[str, Any] = {
     **dict.fromkeys(("resume", "machines", "rendezvous", "profile", "statistics", "log", "replay_every", "best")),
     **dict.fromkeys(("checkpoint_every", "evaluate_every", "stop_after", "micro", "stall_after")),
@@ -414,6 +416,23 @@ def with_micro_batch(prepared: Prepared, log: Log = lambda line: None) -> Prepar
     if memory is not None and memory.has_batchnorm and cut.accumulate > 1:
         notes.append(BATCHNORM)
     return replace(prepared, plan=chosen, notes=notes)
+
+
+def runs_per_device(prepared: Prepared, num_devices: int, log: Log = lambda line: None) -> tuple[int, str]:
+    """How many runs of a plan fit side by side on each of these devices, by the forecast, and why; at least one."""
+    plan = prepared.plan
+    place = placement(plan, STRATEGIES[plan.strategy], len(plan.devices))
+    runner = MemoryRunner(prepared, log)
+    memory = runner.shapes(place.share)
+    if memory is None:
+        return 1, "; ".join(runner.notes)
+    own, free = needs(memory, place, -(-place.share // plan.accumulate)), memory.available_bytes
+    if place.kind == "cuda":
+        # Each process has its context; that of the forecast is gone by then.
+        own, free = own + CONTEXT_BYTES, free + CONTEXT_BYTES
+    else:
+        free /= num_devices
+    return max(1, int(SIDE_BY_SIDE * free / own)), f"each needs {size(int(own))} of {size(int(free))}, by the forecast"
 
 
 def _is_roomy(memory: StepMemory | None, place: Placement, limit: float | None, cut: Cut) -> bool:

@@ -24,9 +24,11 @@ from evenstep.tune.study import Study, StudyRequest, StudyTrial
 
 NEEDS_OPTUNA = "evenstep tune needs Optuna, which is not installed; pip install 'evenstep[tune]'"
 JOURNAL = "optuna.journal"
-SAMPLERS = ("tpe", "random", "grid", "gp")
-NEEDS = {"gp": "scipy"}
+SAMPLERS = ("tpe", "gp", "cmaes", "random", "grid")
+NEEDS = {"gp": "scipy", "cmaes": "cmaes"}
 """What a sampler needs besides Optuna."""
+LEAST_RANGES = 2
+"""Of CMA-ES, which has no covariance of one number."""
 
 
 def need_optuna(sampler: str) -> None:
@@ -37,6 +39,16 @@ def need_optuna(sampler: str) -> None:
     package = NEEDS.get(sampler)
     if package is not None and importlib.util.find_spec(package) is None:
         raise BadInput(f"--sampler {sampler} needs {package}, which is not installed; pip install {package}")
+
+
+def check_space(sampler: str, space: Sequence[Dimension]) -> None:
+    """Refuse a space that a sampler cannot search."""
+    ranges = sum(one.kind != "choice" for one in space)
+    if sampler == "cmaes" and ranges < LEAST_RANGES:
+        raise BadInput(
+            f"--sampler cmaes needs {LEAST_RANGES} ranges of numbers or more, and {ranges or 'none'} of the options "
+            "that are searched is one; write lr=1e-4..1e-1:log, or use --sampler tpe"
+        )
 
 
 def load_optuna() -> Any:
@@ -52,23 +64,46 @@ def suggest(study: Study, number: int) -> dict[str, OptionValue]:
     request, space = study.request, study.request.space
     if request.sampler == "grid":
         return grid(space)[number - 1]
-    optuna = load_optuna()
     distributions = {one.name: distribution(one) for one in space}
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        asked = optuna.create_study(direction=_direction(request), sampler=_sampler(request, number))
-        seen = study.seen_by(number)
-        asked.add_trials(_frozen(trial, space, distributions) for trial in seen if trial.reached)
-        asked.add_trials(
-            _running(trial, space, distributions)
-            for trial in study.trials.values()
-            if trial.number < number and trial.number > number - study.behind
-        )
-        params = asked.ask(distributions).params
+        found = _from_generations if request.sampler == "cmaes" else _from_trials
+        params = found(study, number, distributions)
     return {one.name: _value(one, params[one.name]) for one in space}
 
 
-def _direction(request: StudyRequest) -> str:
+def _from_trials(study: Study, number: int, distributions: Any) -> dict[str, Any]:
+    """By a sampler that looks at the trials alone."""
+    request, space = study.request, study.request.space
+    asked = load_optuna().create_study(direction=direction_of(request), sampler=_sampler(request, number))
+    seen = study.seen_by(number)
+    asked.add_trials(_frozen(trial, space, distributions) for trial in seen if trial.reached)
+    asked.add_trials(
+        _running(trial, space, distributions)
+        for trial in study.trials.values()
+        if trial.number < number and trial.number > number - study.behind
+    )
+    return dict(asked.ask(distributions).params)
+
+
+def _from_generations(study: Study, number: int, distributions: Any) -> dict[str, Any]:
+    """By CMA-ES, whose generations are a state: all suggestions before this one are made again, in their order."""
+    optuna, request = load_optuna(), study.request
+    seed = derive_seed(request.seed, "suggestion", 0) % 2**32
+    sampler = optuna.samplers.CmaEsSampler(seed=seed, warn_independent_sampling=False)
+    asked = optuna.create_study(direction=direction_of(request), sampler=sampler)
+    made: list[Any] = []
+    for at in range(1, number + 1):
+        if at > study.behind:
+            trial = study.trials[at - study.behind]
+            value = trial.reached[0].value if trial.reached else None
+            asked.tell(made[trial.number - 1], value, state=None if trial.reached else optuna.trial.TrialState.FAIL)
+        made.append(asked.ask(distributions))
+    return dict(made[-1].params)
+
+
+def direction_of(request: StudyRequest) -> str:
+    """In Optuna's words."""
     return "minimize" if request.direction == "min" else "maximize"
 
 
@@ -132,7 +167,7 @@ def importances(study: Study) -> dict[str, float]:
     """How much each option matters for the first rung, by Optuna; empty where there are too few trials."""
     optuna, space = load_optuna(), study.request.space
     distributions = {one.name: distribution(one) for one in space}
-    shown = optuna.create_study(direction=_direction(study.request))
+    shown = optuna.create_study(direction=direction_of(study.request))
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         shown.add_trials(_frozen(trial, space, distributions) for trial in study.ranking(0))
@@ -195,7 +230,7 @@ class Mirror:
         backend = optuna.storages.journal.JournalFileBackend(str(self._path))
         self._storage = optuna.storages.JournalStorage(backend)
         self._copy = optuna.create_study(
-            study_name=self._path.parent.name, storage=self._storage, direction=_direction(self._study.request)
+            study_name=self._path.parent.name, storage=self._storage, direction=direction_of(self._study.request)
         )
         self._copy.set_user_attr("command", self._study.request.command)
 

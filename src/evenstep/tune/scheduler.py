@@ -15,25 +15,28 @@ from pathlib import Path
 from typing import Any
 
 from evenstep.checkpoint import files
-from evenstep.distributed.devices import check_devices, choose_devices, num_cores
+from evenstep.distributed.devices import num_cores
 from evenstep.errors import BadInput, CheckpointError, EvenstepError, PlanError, Preempted, shorten
 from evenstep.launcher.failure import KILLED
 from evenstep.launcher.launch import run_one_of_several
 from evenstep.launcher.prepare import label_of, prepare
 from evenstep.launcher.supervisor import WAITING, StopSignals
-from evenstep.plan import PLAN_FILE, RUNS, Plan, check_name, parse_best, parse_devices, read_plan
+from evenstep.plan import PLAN_FILE, RUNS, Plan, check_name, parse_best, read_plan
 from evenstep.record import FILE, Evaluation, Record, RunEnd, Step, find_metric, has_begun, is_written, write_end
 from evenstep.sampling.rng import seed_everything
 from evenstep.strategy_facts import DEFAULT, REFERENCE
 from evenstep.task import absolute_spec, find_task
 from evenstep.training.trainer import Event, perform
+from evenstep.tune.packing import find_devices, fitting, largest, parse_per_device
 from evenstep.tune.paused import train_to
-from evenstep.tune.sampler import Mirror, need_optuna, suggest
+from evenstep.tune.pruner import check_pruner, goes_on
+from evenstep.tune.sampler import Mirror, check_space, need_optuna, suggest
 from evenstep.tune.space import grid, in_words, parse_search
 from evenstep.tune.study import (
     TRIALS,
     Began,
     CommandStart,
+    PrunerDecision,
     Reached,
     StudyLog,
     StudyRequest,
@@ -64,9 +67,11 @@ class TuneCommand:
     trials: int | None = None
     devices: str = "1"
     per_trial: int = 1
+    per_device: str = "1"
     rungs: str | None = None
     metric: str | None = None
     sampler: str = "tpe"
+    pruner: str = "halving"
     seed: int = 0
     choices: Mapping[str, Any] = field(default_factory=dict)
     """Fields of the Plan that all trials have in common."""
@@ -75,25 +80,36 @@ class TuneCommand:
     command: str = ""
 
 
-def begin(given: TuneCommand) -> tuple[StudyLog, tuple[str, ...]]:
+@dataclass(frozen=True)
+class TuneStart:
+    """A study that is ready to run."""
+
+    log: StudyLog
+    devices: tuple[str, ...]
+    """A device that trials share is listed once for each."""
+    notes: tuple[str, ...] = ()
+
+
+def begin(given: TuneCommand) -> TuneStart:
     """The study that a command begins or continues, checked, and the devices that it runs on."""
     need_optuna(given.sampler)
-    parsed = parse_devices(given.devices)
-    devices = choose_devices(parsed) if isinstance(parsed, int) else parsed
-    check_devices(devices)
-    if len(devices) % given.per_trial:
-        raise BadInput(f"{len(devices)} devices do not divide into trials of {given.per_trial}; change --per-trial")
+    devices, per_device = find_devices(given.devices, given.per_trial), parse_per_device(given.per_device)
     # Before the file is imported, as for every trial.
     seed_everything(given.seed)
     space = parse_search(given.search, find_task(given.task))
+    check_space(given.sampler, space)
     combinations = grid(space) if given.sampler == "grid" else None
     trials = given.trials or (len(combinations) if combinations else DEFAULT_TRIALS)
     rungs = parse_rungs(given.rungs)
-    choices = {name: value for name, value in given.choices.items() if value is not None}
-    if rungs and choices.get("epochs") not in (None, rungs[-1]):
-        raise BadInput(f"--rungs {given.rungs} ends at epoch {rungs[-1]}, the length of a whole trial; omit --epochs")
-    if rungs:
-        choices["epochs"] = rungs[-1]
+    check_pruner(given.pruner, rungs)
+    choices = _choices(given, rungs)
+    notes: tuple[str, ...] = ()
+    if per_device is None:
+        options = {**choices.get("options", {}), **largest(space)}
+        fields = {**choices, "seed": given.seed, "out": given.out, "options": options}
+        per_device, note = fitting(given.task, devices, given.per_trial, fields)
+        notes = (note,)
+    devices *= per_device
     if set(devices) == {"cpu"}:
         # As in the plan of one run on all of them; what is in a plan gives the same bits again.
         choices.setdefault("threads", max(1, num_cores() // len(devices)))
@@ -104,6 +120,7 @@ def begin(given: TuneCommand) -> tuple[StudyLog, tuple[str, ...]]:
         rungs=rungs,
         metric=parse_metric(given.metric),
         sampler=given.sampler,
+        pruner=given.pruner,
         seed=given.seed,
         slots=len(devices) // given.per_trial,
         per_trial=given.per_trial,
@@ -112,7 +129,15 @@ def begin(given: TuneCommand) -> tuple[StudyLog, tuple[str, ...]]:
     )
     name = given.name or f"{label_of(given.task, choices.get('options', {}))[:MOST_NAME]}-tune"
     check_name(name)
-    return StudyLog(Path(given.out or RUNS) / name, request), devices
+    return TuneStart(StudyLog(Path(given.out or RUNS) / name, request), devices, notes)
+
+
+def _choices(given: TuneCommand, rungs: Sequence[int]) -> dict[str, Any]:
+    """Fields of the Plan that all trials have in common."""
+    choices = {name: value for name, value in given.choices.items() if value is not None}
+    if rungs and choices.get("epochs") not in (None, rungs[-1]):
+        raise BadInput(f"--rungs {given.rungs} ends at epoch {rungs[-1]}, the length of a whole trial; omit --epochs")
+    return {**choices, "epochs": rungs[-1]} if rungs else choices
 
 
 def parse_rungs(text: str | None) -> list[int]:
@@ -210,6 +235,7 @@ class Scheduler:
 
     def _start_trials(self) -> Iterator[str]:
         """Start what can start; while all devices are busy, make the next trial ready."""
+        self._decide()
         while self._free and self.stop.number is None:
             job = next(iter(self._waiting()), None)
             if job is not None:
@@ -218,6 +244,11 @@ class Scheduler:
                 return
         if self.stop.number is None and not any(job.rung == 0 for job in self._waiting()):
             yield from self._suggest()
+
+    def _decide(self) -> None:
+        """Let a pruner say which trials go on, where it has what it needs."""
+        for job in self.study.to_decide():
+            self._append(PrunerDecision(trial=job.trial, rung=job.rung, goes_on=goes_on(self.study, job.trial)))
 
     def _waiting(self) -> list[TrialJob]:
         running = {trial.job.trial for trial in self.running}

@@ -51,6 +51,8 @@ class StudyRequest:
     choices: dict[str, Any] = field(default_factory=dict)
     """Fields of the Plan that all trials have in common."""
     command: str = ""
+    pruner: str = "halving"
+    """`halving` is the study's own rule; others are Optuna's."""
 
     @property
     def search(self) -> dict[str, str]:
@@ -64,6 +66,11 @@ class StudyRequest:
     @property
     def direction(self) -> Direction:
         return parse_best(self.metric)[1]
+
+    @property
+    def has_pruner(self) -> bool:
+        """Whether one of Optuna's pruners takes the place of the study's own rule."""
+        return self.pruner != "halving"
 
     @property
     def quotas(self) -> list[int]:
@@ -134,7 +141,16 @@ class TrialFailed:
     at: float = 0.0
 
 
-StudyRow = StudyRequest | CommandStart | SuggestedTrial | Began | Reached | TrialFailed
+@dataclass(frozen=True, kw_only=True)
+class PrunerDecision:
+    """Whether a trial goes on from a rung, by one of Optuna's pruners; one that does not stays paused."""
+
+    trial: Positive
+    rung: Natural
+    goes_on: bool
+
+
+StudyRow = StudyRequest | CommandStart | SuggestedTrial | Began | Reached | TrialFailed | PrunerDecision
 
 
 @dataclass(frozen=True)
@@ -158,6 +174,8 @@ class StudyTrial:
     """A row for each rung."""
     failed: TrialFailed | None = None
     began: list[Began] = field(default_factory=list)
+    decisions: dict[int, bool] = field(default_factory=dict)
+    """Of a pruner, by rung: whether it goes on."""
 
     @property
     def folder(self) -> str:
@@ -191,7 +209,7 @@ class Study:
     """Of each command: when it started trials, and when it had results."""
 
     def add(self, row: StudyRow) -> None:
-        if not isinstance(row, StudyRequest | SuggestedTrial | CommandStart) and self.commands:
+        if isinstance(row, Began | Reached | TrialFailed) and self.commands:
             self.commands[-1].append(row.at)
         match row:
             case StudyRequest():
@@ -206,6 +224,8 @@ class Study:
                 self.trials[row.trial].reached.append(row)
             case TrialFailed():
                 self.trials[row.trial].failed = row
+            case PrunerDecision():
+                self.trials[row.trial].decisions[row.rung] = row.goes_on
 
     @cached_property
     def sign(self) -> int:
@@ -236,8 +256,32 @@ class Study:
         if rung + 1 >= self.request.num_rungs:
             return []
         ranked = self.ranking(rung)
+        if self.request.has_pruner:
+            return [trial for trial in ranked if trial.decisions.get(rung)]
         missing = self.size(rung) - len(ranked) - self.num_failed(rung)
         return ranked[: max(0, self.size(rung + 1) - missing)]
+
+    def to_decide(self) -> list[TrialJob]:
+        """The rungs from which a pruner can now say whether a trial goes on.
+
+        It sees what a suggestion of the same number sees, to the end: the result does not depend on the clock.
+        """
+        open_ones = [trial for trial in self.trials.values() if not self._is_final(trial)]
+        first = min((trial.number for trial in open_ones), default=0)
+        return [
+            TrialJob(trial.number, len(trial.reached) - 1)
+            for trial in open_ones
+            if self._is_undecided(trial) and trial.number - self.behind < first
+        ]
+
+    def _is_undecided(self, trial: StudyTrial) -> bool:
+        at = len(trial.reached)
+        return self.request.has_pruner and 0 < at < self.request.num_rungs and at - 1 not in trial.decisions
+
+    def _is_final(self, trial: StudyTrial) -> bool:
+        """Whether a trial takes no more steps."""
+        at = len(trial.reached)
+        return trial.failed is not None or at == self.request.num_rungs or trial.decisions.get(at - 1) is False
 
     def jobs(self) -> list[TrialJob]:
         """What can run now, the longest first: promotions, then trials that were suggested."""
@@ -271,7 +315,7 @@ class Study:
 
     @property
     def is_over(self) -> bool:
-        return len(self.trials) >= self.request.trials and not self.jobs()
+        return len(self.trials) >= self.request.trials and not self.jobs() and not self.to_decide()
 
     @property
     def best(self) -> StudyTrial | None:
@@ -374,6 +418,8 @@ class StudyLog:
         request, num = self.study.request, len(self.study.trials)
         rungs, sizes = (", ".join(map(str, numbers)) for numbers in (request.rungs, request.quotas))
         halving = f"; {sizes} of them reach epochs {rungs}" if request.rungs else ""
+        if request.has_pruner:
+            halving = f"; compared at epochs {rungs} by Optuna's {request.pruner} pruner"
         which = "" if self.is_new else f"continuing {self.folder}, {num} trials suggested: "
         return f"{which}{request.trials} trials, {request.slots} at a time{halving}"
 
@@ -409,7 +455,7 @@ def _refuse_other(folder: Path, before: StudyRequest, now: StudyRequest) -> None
 
 def _compared(request: StudyRequest) -> dict[str, Any]:
     """What makes two requests different: the number of threads, for example, follows from the devices."""
-    names = ("task", "trials", "rungs", "metric", "sampler", "seed", "per_trial")
+    names = ("task", "trials", "rungs", "metric", "sampler", "pruner", "seed", "per_trial")
     search = ", ".join(f"{name}={text}" for name, text in request.search.items())
     choices = {name: value for name, value in request.choices.items() if name != "threads"}
     return {**{name: getattr(request, name) for name in names}, "search": search, **choices}

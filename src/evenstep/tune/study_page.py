@@ -54,6 +54,8 @@ def _page(study: Study, folder: Path, linked: set[int]) -> Page:
     parts = [f"{facts.num_trials} trials", f"{request.sampler}, seed {request.seed}", f"{request.slots} at a time"]
     if request.rungs:
         parts.append(f"rungs at epochs {', '.join(map(str, request.rungs))}")
+    if request.has_pruner:
+        parts.append(f"{request.pruner} pruner")
     return Page(
         title=f"{Path(request.task).name}: {parse_best(request.metric)[0]}",
         about=" · ".join(parts),

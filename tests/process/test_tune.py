@@ -143,7 +143,7 @@ def test_a_trial_that_optuna_prunes_is_paused_at_its_checkpoint(pruner: str) -> 
     assert all(len(one.reached) == 3 for one in study.trials.values() if one not in paused)
     # Nothing is lost: it goes on to its end, from where it was.
     folder = Path("runs/s/trials") / paused[0].folder
-    went_on = evenstep_("train", "--resume", str(folder), "--name", "more")
+    went_on = evenstep_("train", str(TASK), "--resume", str(folder), "--out", "runs", "--name", "more")
     assert went_on.returncode == 0, went_on.stderr
     assert [row.step for row in Record.read(Path("runs/more")).steps][-1] == 16
 

@@ -1,6 +1,6 @@
 """What trackers cost a run: the seconds of its steps with `--log`, against two runs without, in turn.
 
-python bench/trackers.py [ROUNDS [OUT.json]]      on the CPU, some minutes
+python bench/trackers.py [ROUNDS [OUT.json]]      on the CPU, two to three minutes with 3 rounds
 
 `gone` is MLflow with a server that does not answer: nobody listens at its port. Both cores train, so whatever feeds a
 tracker has no core of its own. Needs evenstep[trackers].
@@ -18,7 +18,7 @@ from pathlib import Path
 
 import harness
 
-STEPS = 1500
+STEPS = 1000
 HOW = ("--strategy", "ddp", "--devices", "cpu,cpu", "--threads", "1", "--steps", str(STEPS), "--quiet", "--json")
 CONDITIONS = {
     "without": "",
@@ -52,7 +52,7 @@ def _unused_port() -> int:
 
 
 def main() -> None:
-    rounds = int(sys.argv[1]) if len(sys.argv) > 1 else 6
+    rounds = int(sys.argv[1]) if len(sys.argv) > 1 else 3
     blocks: dict[str, Callable[[], float]] = {name: (lambda name=name: step_ms(name)) for name in CONDITIONS}
     with harness.in_scratch():
         figures = harness.interleaved(blocks, rounds)

@@ -168,7 +168,8 @@ def mlflow_server(folder: Path, port: int) -> Iterator[subprocess.Popen[bytes]]:
 
 
 def _wait_for_port(port: int, log: Path) -> None:
-    for _ in range(600):
+    # A server imports for a minute where all cores are busy.
+    for _ in range(3000):
         with socket.socket() as connection:
             if connection.connect_ex(("127.0.0.1", port)) == 0:
                 return

@@ -458,7 +458,8 @@ def _compared(request: StudyRequest) -> dict[str, Any]:
     names = ("task", "trials", "rungs", "metric", "sampler", "pruner", "seed", "per_trial")
     search = ", ".join(f"{name}={text}" for name, text in request.search.items())
     choices = {name: value for name, value in request.choices.items() if name != "threads"}
-    return {**{name: getattr(request, name) for name in names}, "search": search, **choices}
+    rungs = ",".join(map(str, request.rungs)) or "not set"
+    return {**{name: getattr(request, name) for name in names}, "rungs": rungs, "search": search, **choices}
 
 
 def is_usable(value: float | None) -> bool:

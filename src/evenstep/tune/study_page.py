@@ -63,9 +63,15 @@ def _page(study: Study, folder: Path, linked: set[int]) -> Page:
         charts=_charts(study),
         runs=_trials_sheet(study, linked),
         sheets=[_facts_sheet(study)],
-        notes=[" ".join(line.split()) for line in result_lines(study, folder) if line],
+        notes=[_note(line) for line in result_lines(study, folder) if line],
         words=WORDS,
     )
+
+
+def _note(line: str) -> str:
+    """A line of the terminal's summary as a sentence: `best: trial 6, loss 0.1633, lr=0.08622`."""
+    name, _, text = line.partition(" ")
+    return f"{name}: {text.strip().replace('  ', ', ')}"
 
 
 def _charts(study: Study) -> list[Chart]:
@@ -97,6 +103,7 @@ def _cells(study: Study, trial: StudyTrial) -> list[str]:
 def _facts_sheet(study: Study) -> Sheet:
     request = study.request
     rows = [[name, text] for name, text in request.search.items()]
-    rows += [["metric", request.metric], ["sampler", request.sampler], ["seed", str(request.seed)]]
+    rows += [["metric", request.metric], ["sampler", request.sampler], ["pruner", request.pruner]]
+    rows += [["seed", str(request.seed)]]
     rows += [[name, str(value)] for name, value in request.choices.items()]
     return Sheet(title="Study", columns=[], rows=rows)

@@ -3,7 +3,7 @@
 python bench/c3_allreduce.py [--quick] [--out FILE]
 
 One thread each. All ways live in the same two processes and take their blocks in turn; a block takes as long as the
-slower rank. The limit copies and adds as many bytes in one's own memory, piece by piece, and waits for nobody. Results
+slower rank. The limit copies and adds as many bytes in one's own memory, chunk by chunk, and waits for nobody. Results
 are compared bit for bit first.
 """
 
@@ -30,7 +30,7 @@ LARGE_GOAL = 3.0
 OURS, GLOO, AGAIN, LIMIT = "evenstep, C", "gloo", "gloo, again", "copy and add"
 BLOCK_BYTES = 2**26
 MOST_CALLS = 200
-PIECE = 2**16
+CHUNK = 2**16
 """Numbers that the limit copies and adds at once, which stay in the cache."""
 
 Configuration = Callable[[torch.Tensor], None]
@@ -49,9 +49,9 @@ def through(channel: Channel) -> Configuration:
 
 def alone(tensor: torch.Tensor) -> None:
     """The least that has to be done: half is copied out, half is added, half is copied in."""
-    slot = torch.empty(min(PIECE, tensor.numel()))
-    for micro_batch in tensor.split(PIECE):
-        half = micro_batch[: -(-len(micro_batch) // 2)]
+    slot = torch.empty(min(CHUNK, tensor.numel()))
+    for chunk in tensor.split(CHUNK):
+        half = chunk[: -(-len(chunk) // 2)]
         torch.mul(half, 0.5, out=slot[: len(half)])
         half.add_(slot[: len(half)])
 

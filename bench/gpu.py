@@ -394,7 +394,7 @@ def race_replicas(bench: Bench, entered: Field) -> None:
         entered.enter(outside, lambda: racers.data_parallel(work, loss_inside=False))
         entered.enter(inside, lambda: racers.data_parallel(work, loss_inside=True))
     else:
-        entered.absent |= {outside: "spreads over CUDA cards alone", inside: "spreads over CUDA cards alone"}
+        entered.absent |= dict.fromkeys((outside, inside), "needs CUDA devices")
     # Under the name that ratios are made to.
     entered.enter(OURS, lambda: racers.ours(work, "dp", num_devices=2))
     names = [FUSED, outside, inside, OURS]

@@ -326,7 +326,7 @@ def ours(work: Work, strategy: str = "single", num_devices: int = 1, compile_: b
     folder = tempfile.TemporaryDirectory()
     job = Trainer(plan, task, Path(folder.name), team)
     steps = train(
-        # What was learned is compared after so many steps, not while the card is two ahead.
+        # What was learned is compared after so many steps, not while the GPU is two steps behind the host.
         job.run,
         job.stepper,
         job.plan,

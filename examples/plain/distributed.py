@@ -33,10 +33,10 @@ def evaluate(model, test_set, device):
 
 
 def train(rank, world_size, port, options):
-    on_gpus = world_size <= torch.cuda.device_count()  # NCCL refuses two ranks on one card
+    on_gpus = world_size <= torch.cuda.device_count()  # NCCL refuses two ranks on one GPU
     device = torch.device("cuda", rank) if on_gpus else torch.device("cpu")
     if on_gpus:
-        torch.cuda.set_device(rank)  # before NCCL starts: otherwise every rank also takes memory on card 0
+        torch.cuda.set_device(rank)  # before NCCL starts: otherwise every rank also takes memory on GPU 0
     # Without this every process starts a thread for each core, and they fight for the same cores.
     torch.set_num_threads(max(1, torch.get_num_threads() // world_size))
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}

@@ -81,7 +81,7 @@ def main():
     optimizer = torch.optim.Adam(model.parameters(), lr=1e-3)
 
     for epoch in range(options.epochs):
-        # Kept on the device: .item() in every step would make the host wait for the card.
+        # Kept on the device: .item() in every step would make the host wait for the GPU.
         loss_sum = torch.zeros((), device=device)
         for images, labels in train_loader:
             images, labels = images.to(device), labels.to(device)

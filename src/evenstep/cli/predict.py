@@ -72,7 +72,9 @@ def predict(
     ] = None,
     link: Annotated[
         list[str] | None,
-        typer.Option(help="25gbit between machines; nvlink, nvlink-h100 or pcie inside; or seconds,bytes-a-second."),
+        typer.Option(
+            help="Between machines: 25gbit; inside one: nvlink, nvlink-h100 or pcie; or SECONDS,BYTES_PER_SECOND."
+        ),
     ] = None,
     gpu: Annotated[
         str | None, typer.Option(help="Another GPU than the measured one: v100, a100, h100 or h200.")
@@ -88,13 +90,13 @@ def predict(
         str | None, typer.Option(help="Number of the model's parameters, such as 25.6M, if no Record knows it.")
     ] = None,
     reads: Annotated[
-        float | None, typer.Option(min=0.001, help="Samples a second that a machine can read, for all its devices.")
+        float | None, typer.Option(min=0.001, help="Samples per second that one machine can read, for all its devices.")
     ] = None,
     price: Annotated[
-        float | None, typer.Option(min=0, help="Of a device for an hour: adds the cost of an epoch.")
+        float | None, typer.Option(min=0, help="Price of one device per hour: adds the cost of an epoch.")
     ] = None,
     hours_between_failures: Annotated[
-        float | None, typer.Option(min=0.001, help="Of one device: adds what restarts from the last epoch cost.")
+        float | None, typer.Option(min=0.001, help="Mean hours until one device fails: adds the cost of restarts.")
     ] = None,
     precision: PrecisionOption = None,
     workers: WorkersOption = None,

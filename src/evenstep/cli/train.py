@@ -231,7 +231,7 @@ def train(
         str | None,
         typer.Option(
             metavar="NAME,...",
-            help="Trackers that get all values: tensorboard, wandb, mlflow, trackio; a process of its own feeds each.",
+            help="Trackers that get all values: tensorboard, wandb, mlflow, trackio; a separate process feeds each.",
         ),
     ] = None,
     evaluate_every: Annotated[

@@ -75,14 +75,15 @@ def tune(
         str | None,
         typer.Option(
             metavar="EPOCHS,EPOCHS,...",
-            help="Successive halving: epochs at which trials are compared, such as 1,3,9; the best go on, up to the "
+            help="Successive halving: epochs at which trials are compared, such as 1,3,9; the best continue, up to the "
             "last.",
         ),
     ] = None,
     metric: Annotated[
         str | None,
         typer.Option(
-            metavar="METRIC[:min|:max]", help="Of the validation data, such as accuracy or score:max; default: loss."
+            metavar="METRIC[:min|:max]",
+            help="Validation metric to optimize, such as accuracy or score:max; default: loss.",
         ),
     ] = None,
     sampler: Annotated[str, typer.Option(help="tpe, gp, cmaes, random or grid, by Optuna.")] = "tpe",
@@ -99,7 +100,8 @@ def tune(
     strategy: Annotated[
         str | None,
         typer.Option(
-            help=f"Of trials on several devices: {one_of(usual_strategies())}.", autocompletion=complete_strategy
+            help=f"Strategy of trials on several devices: {one_of(usual_strategies())}.",
+            autocompletion=complete_strategy,
         ),
     ] = None,
     virtual_replicas: Annotated[
@@ -107,11 +109,13 @@ def tune(
         typer.Option(
             metavar="V",
             help="Virtual replicas of each trial: the same bits on any number of devices, so that the last trials of "
-            "a study go on on all of them.",
+            "a study can use all of them.",
         ),
     ] = None,
     batch: BatchOption = None,
-    epochs: Annotated[int | None, typer.Option(help="Of a whole trial, without --rungs; default: the task's.")] = None,
+    epochs: Annotated[
+        int | None, typer.Option(help="Epochs of each trial, without --rungs; default: the task's.")
+    ] = None,
     precision: PrecisionOption = None,
     data: DataOption = None,
     workers: WorkersOption = None,
@@ -127,7 +131,7 @@ def tune(
     quiet: QuietOption = False,
     as_json: JsonOption = False,
 ) -> None:
-    """Search the options of a task: many trials on your devices, compared at rungs, of which the best go on."""
+    """Search a task's options: many trials on your devices; at each rung, the best continue."""
     if show is not None:
         if task is not None:
             raise BadInput("--show shows a study that is there; leave the task out")

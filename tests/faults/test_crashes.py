@@ -24,6 +24,7 @@ def line_of(text: str) -> str:
     return f"faulty.py:{next(number for number, line in enumerate(lines, 1) if text in line)}"
 
 
+@pytest.mark.smoke
 def test_a_rank_that_raises_is_told_of_in_one_short_report() -> None:  # 1
     ended = train(fault=fail("raise", rank=1, step=7))
     assert ended.code == 1

@@ -48,6 +48,7 @@ def stacks(ended: Ended) -> dict[int, list[str]]:
     return found
 
 
+@pytest.mark.smoke
 def test_a_stopped_rank_is_named_with_the_stacks_of_all_and_left_behind(
     undisturbed: Callable[..., bytes],
 ) -> None:  # 5

@@ -17,6 +17,7 @@ import subprocess
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from multiprocessing import util
 from typing import Any
 
 import pytest
@@ -26,7 +27,7 @@ from tests.forker import Imports, receive, send
 
 COMMAND = [sys.executable, "-m", "evenstep"]
 PR_SET_CHILD_SUBREAPER = 36
-NewPopen = subprocess.Popen
+NewPopen, new_process = subprocess.Popen, util.spawnv_passfds
 PARAMETERS = list(inspect.signature(NewPopen._execute_child).parameters)[1:]  # type: ignore[attr-defined]
 PIPES = ("p2cread", "p2cwrite", "c2pread", "c2pwrite", "errread", "errwrite")
 PLAIN = {
@@ -88,12 +89,30 @@ class ForkedPopen(subprocess.Popen):  # type: ignore[type-arg]
             "variables": variables_of(given),
             "new session": bool(given["start_new_session"]),
             "ignores SIGINT": signal.getsignal(signal.SIGINT) is signal.SIG_IGN,
+            "more files": [],
         }
         streams = (given["p2cread"], given["c2pwrite"], given["errwrite"])
         files = [number if stream == -1 else stream for number, stream in enumerate(streams)]
         self.pid = server.fork(request, files)
         self._child_created = True
         self._close_pipe_fds(*(given[name] for name in PIPES))  # type: ignore[attr-defined]
+
+
+def spawnv_passfds(path: bytes, args: Sequence[bytes | str], passfds: Sequence[int]) -> int:
+    """multiprocessing's: the fork server of this process, from which ranks of tests are forked, is a fork as well."""
+    words = list(map(os.fsdecode, args))
+    server = server_with(dict(os.environ)) if "multiprocessing.forkserver" in words[-1] else None
+    if server is None:
+        return int(new_process(path, args, passfds))
+    request = {
+        "words": words,
+        "folder": os.getcwd(),
+        "variables": dict(os.environ),
+        "new session": False,
+        "ignores SIGINT": False,
+        "more files": sorted(passfds),
+    }
+    return server.fork(request, (0, 1, 2, *sorted(passfds)))
 
 
 def server_for(given: Mapping[str, Any]) -> Server | None:
@@ -107,7 +126,13 @@ def server_for(given: Mapping[str, Any]) -> Server | None:
     threads = variables.get("OMP_NUM_THREADS")
     if args[3:4] == ["run"] and "--devices" in args and threads is None:
         # `run` sets it before it imports torch.
-        threads = variables["OMP_NUM_THREADS"] = "1"
+        variables["OMP_NUM_THREADS"] = "1"
+    return server_with(variables)
+
+
+def server_with(variables: Mapping[str, str]) -> Server | None:
+    """The process that has imported what a new Python with these variables would import."""
+    threads = variables.get("OMP_NUM_THREADS")
     if threads not in _servers:
         _servers[threads] = start_server(threads)
     return _servers[threads] if _servers[threads].imports.fit(variables) else None
@@ -144,9 +169,11 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
     """Fork the commands of every test that is not marked `fresh`."""
     can_fork = sys.platform == "linux" and item.get_closest_marker("fresh") is None
     subprocess.Popen = ForkedPopen if can_fork else NewPopen  # type: ignore[misc]
+    util.spawnv_passfds = spawnv_passfds if can_fork else new_process
 
 
 def pytest_sessionfinish() -> None:
     subprocess.Popen = NewPopen  # type: ignore[misc]
+    util.spawnv_passfds = new_process
     for server in _servers.values():
         server.close()

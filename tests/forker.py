@@ -6,6 +6,7 @@ that a fork is what a new Python would be after its imports. No pytest.
 
 from __future__ import annotations
 
+import fcntl
 import importlib
 import io
 import json
@@ -44,6 +45,9 @@ READ_BY_LIBRARIES = (
 """How the names begin of variables that Python and libraries in C read once. What Python code reads is noted."""
 
 
+MOST_FILES = 16
+
+
 @dataclass(frozen=True)
 class Imports:
     """The variables with which modules were imported, the names of those that were read, and what modules have set."""
@@ -67,7 +71,7 @@ def send(connection: socket.socket, message: Mapping[str, Any], files: Sequence[
 
 def receive(connection: socket.socket) -> tuple[dict[str, Any], list[int]]:
     """A message and the files that came with it; EOFError when the other side has ended."""
-    length, files, _, _ = socket.recv_fds(connection, 8, 3)
+    length, files, _, _ = socket.recv_fds(connection, 8, MOST_FILES)
     if not length:
         raise EOFError
     content = b""
@@ -127,9 +131,12 @@ def become(request: Mapping[str, Any], files: Sequence[int]) -> None:
     """Take over streams, folder, variables and arguments, as Python does when it starts."""
     if request["new session"]:
         os.setsid()
-    for number, file in enumerate(files):
-        os.dup2(file, number)
-    close_files(keep=())
+    numbers = (0, 1, 2, *request["more files"])
+    # Above all numbers that are taken next: a copy must not end one that is still to be copied.
+    copies = [fcntl.fcntl(file, fcntl.F_DUPFD, 1000) for file in files]
+    for number, copy in zip(numbers, copies, strict=True):
+        os.dup2(copy, number)
+    close_files(keep=numbers)
     open_streams()
     os.chdir(request["folder"])
     os.environ.clear()
@@ -221,9 +228,12 @@ def main() -> None:
     imports = import_all()
     assert threading.active_count() == 1
     send(connection, {"read": sorted(imports.read), "set": imports.set_by_modules})
-    become(*serve(connection))
+    request, files = serve(connection)
+    become(request, files)
     for name, value in imports.set_by_modules.items():
         os.environ.setdefault(name, value)
+    if request["more files"]:
+        run_code(request["words"], request["more files"])
     util.spawnv_passfds = ForkedServers(imports)
     runpy._run_module_as_main("evenstep")  # type: ignore[attr-defined]
 

@@ -5,7 +5,7 @@ python bench/c8_predict.py [--quick] [--out FILE] [--keep FOLDER] [--replay FOLD
 On the CPU, one thread a process. For each of four networks, one rank at a batch and at a quarter of it, and two ranks
 at the batch, are measured and given to `evenstep predict`. Held out: half of the batch on one and two ranks, and three
 and four ranks. Then two hosts, which are network namespaces, with links that tc limits to 1 Gbit and 100 Mbit a second:
-predicted from one rank and the rate of the link.
+predicted from one rank and the link, once by its nominal rate and once as `evenstep doctor` measures it.
 
 All blocks are taken in turn, in alternating order; a point is the median of its blocks. What one half of equal blocks
 differs by from the other is the noise: no error below it means anything. --replay predicts what --keep left once more,
@@ -14,6 +14,7 @@ and measures nothing.
 
 from __future__ import annotations
 
+import json
 import math
 import subprocess
 import sys
@@ -38,9 +39,10 @@ from evenstep.launcher.launch import run_in_processes, variant
 from evenstep.launcher.prepare import prepare
 from evenstep.predict.calibration import calibrate, read_records
 from evenstep.predict.forecast import Forecaster, Question
-from evenstep.predict.links import gbit
+from evenstep.predict.links import Link, gbit
 from evenstep.predict.own_records import replay_records
 from evenstep.predict.published import Checked
+from evenstep.predict.usual import link_of_pair
 from evenstep.record import Record
 from evenstep.strategy_facts import STRATEGIES
 
@@ -112,6 +114,41 @@ def measure_capped(network: Network, folder: Path, steps: int) -> None:
                 sys.exit("\n".join(machine.said() for machine in machines))
 
 
+def measure_links(folder: Path) -> None:
+    """What `evenstep doctor` finds between two hosts at each rate."""
+    folder.mkdir(parents=True, exist_ok=True)
+    command = [
+        sys.executable,
+        "-m",
+        "evenstep",
+        "doctor",
+        "--machines",
+        "2",
+        "--rendezvous",
+        "10.77.0.1:29400",
+        "--json",
+    ]
+    with hosts(2) as machines:
+        for mbit in MBIT:
+            for machine in machines:
+                machine.cap(mbit)
+            ended = [machine.start(command, cwd=folder) for machine in machines]
+            for process in ended:
+                process.wait(120)
+            (folder / f"{mbit}mbit.json").write_text(machines[0].said())
+
+
+def measured_link(folder: Path, mbit: int) -> Link | None:
+    """The slowest pair of machines that doctor measured."""
+    path = folder / f"{mbit}mbit.json"
+    # The log of a host goes on from rate to rate.
+    text = [line for line in path.read_text().splitlines() if line.startswith("{")][-1:] if path.exists() else []
+    found = [one["numbers"] for line in text for one in json.loads(line)["findings"] if ", gloo" in one["name"]]
+    rates = [one for one in found if one.get("bytes_per_second")]
+    slowest = min(rates, key=lambda one: one["bytes_per_second"], default=None)
+    return link_of_pair(slowest["latency_seconds"], slowest["bytes_per_second"]) if slowest else None
+
+
 def _train(host: Host, network: Network, where: Path, mbit: int, steps: int) -> subprocess.Popen[bytes]:
     words = ["--strategy", "ddp", "--devices", "cpu", "--machines", "2", "--rendezvous", "10.77.0.1:29400"]
     size = ["--batch", str(network.batch), "--threads", "1", "--steps", str(steps + WARM_UP)]
@@ -125,8 +162,8 @@ def _train(host: Host, network: Network, where: Path, mbit: int, steps: int) -> 
     return host.start([*inside, *command, "--name", f"{mbit}mbit", "--quiet"], env=token)
 
 
-def capped(network: Network, folder: Path) -> Iterator[Checked]:
-    """Predicted from one rank of this machine, and the nominal rate of the link."""
+def capped(network: Network, folder: Path, by_doctor: bool) -> Iterator[Checked]:
+    """Predicted from one rank of this machine, and the link: its nominal rate, or what doctor measured."""
     known = [one for one in read_records(folder) if is_input(network.batch, one) and len(one.plan.devices) == 1]
     calibration = calibrate(known, parameters=_parameters(folder))
     for mbit in MBIT:
@@ -134,9 +171,11 @@ def capped(network: Network, folder: Path) -> Iterator[Checked]:
         if not path.exists():
             continue
         seconds = median(step.seconds for step in list(Record.read(path).steps)[WARM_UP:])
-        question = Question(devices=[2], machines=[2], links=[gbit(mbit / 1000)], batch=network.batch)
-        row = Forecaster(calibration, question).forecast_one(STRATEGIES["ddp"], 2)
-        rate = row.samples_per_second
+        link = measured_link(folder.parent / CAPPED, mbit) if by_doctor else gbit(mbit / 1000)
+        if link is None:
+            continue
+        question = Question(devices=[2], machines=[2], links=[link], batch=network.batch)
+        rate = Forecaster(calibration, question).forecast_one(STRATEGIES["ddp"], 2).samples_per_second
         single = median(one.rate for one in calibration.observed if one.samples == network.batch)
         yield Checked(
             family="capped links",
@@ -208,20 +247,32 @@ def seconds_of_1024(folder: Path) -> float:
 
 def result_of(folder: Path, networks: list[Network], why_none: str | None) -> Result:
     """All predictions of what lies in the folder."""
-    rows, links, noises = [], [], {}
+    rows: list[Checked] = []
+    links: list[Checked] = []
+    by_doctor: list[Checked] = []
+    noises: dict[str, float] = {}
     for network in networks:
         rows += replay_records(folder / network.name, partial(is_input, network.batch))
-        links += capped(network, folder / network.name)
+        links += capped(network, folder / network.name, by_doctor=False)
+        by_doctor += capped(network, folder / network.name, by_doctor=True)
         noises[network.name] = noise(folder / network.name)
     said = [f"halves of equal blocks of {name} differ by {value:.1%}" for name, value in noises.items()]
     tables = [table("Held out: another batch, and more ranks than cores", rows, said)]
     if links:
         tables.append(table("Over capped links, from one rank and the rate of the link", links, []))
+        found = {mbit: measured_link(folder / CAPPED, mbit) for mbit in MBIT}
+        notes = [f"{mbit:,} Mbit: {one.bandwidth * 8e-6:,.0f} by doctor" for mbit, one in found.items() if one]
+        tables.append(table("Over capped links, from one rank and what doctor measured", by_doctor, notes))
     else:
         tables[0].notes.append(f"no capped links: {why_none or 'not measured'}")
     seconds = seconds_of_1024(folder / networks[0].name)
     tables[0].notes.append(f"1,024 devices were predicted {seconds:.2f} s after the command was given")
-    headline = {**figures(rows, ""), **figures(links, "capped_"), "noise": median(noises.values())}
+    headline = {
+        **figures(rows, ""),
+        **figures(links, "capped_"),
+        **figures(by_doctor, "doctor_"),
+        "noise": median(noises.values()),
+    }
     return Result("C8", "predicted steps", GOALS, tables=tables, headline=headline)
 
 
@@ -234,6 +285,8 @@ def main() -> None:
     why_none = "left out by --quick" if given.quick else why_no_hosts()
     with tempfile.TemporaryDirectory() as temporary:
         folder = given.replay or given.keep or Path(temporary)
+        if why_none is None and not given.replay:
+            measure_links(folder / CAPPED)
         for network in [] if given.replay else networks:
             steps = 12 if given.quick else network.steps
             measured(network, folder, 1 if given.quick else ROUNDS, steps)

@@ -113,7 +113,9 @@ class Host:
 
     def cap(self, mbit: float) -> None:
         """Let this host send no more than `mbit` megabits a second."""
-        shape = ["rate", f"{round(mbit * 1e6)}bit", "burst", "64kb", "latency", "400ms"]
+        # What may be sent at once: with less than 2 ms of it, a busy machine refills it too late (1 Gbit became 0.35).
+        burst = max(2**16, round(mbit * 1e6 / 8 * 2.1e-3))
+        shape = ["rate", f"{round(mbit * 1e6)}bit", "burst", f"{burst}b", "latency", "400ms"]
         _run("tc", "-n", self.namespace, "qdisc", "replace", "dev", "eth0", "root", "tbf", *shape)
 
     def uncap(self) -> None:

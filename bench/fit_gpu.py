@@ -1,13 +1,13 @@
 """G5: the memory of a step, forecast, beside what real steps take; and chosen micro-batches that must fit.
 
-python bench/fit_gpu.py [--quick] [--out FILE]      6 networks x 2 precisions x 3 emulated sizes of a GPU, then more
+python bench/fit_gpu.py [--quick] [--allocators] [--out FILE]    6 networks x 2 precisions x 3 sizes of a GPU, then more
 
 Everything is done as `fit` and `train --micro auto` do it, each in a fresh process: one forecast from shapes for each
 network and precision; for each size real steps with a part of the samples, which correct it; probes of the micro-batch
 that is chosen, at most three; and a training with it. `set_per_process_memory_fraction` makes the GPU smaller. None of
-over 100 choices may run out of memory. For the sizes of the table, what would be chosen without room for gaps is tried
-too, with torch's allocator as it is and with expandable segments. Without a GPU (--quick), two networks on the CPU,
-where the peak is that of the process and no size is enforced.
+over 100 choices may run out of memory. With --allocators, what would be chosen without room for gaps is tried too, with
+torch's allocator as it is and with expandable segments. Without a GPU (--quick), two networks on the CPU: the peak
+is that of the process, and no size is enforced.
 """
 
 from __future__ import annotations
@@ -136,10 +136,10 @@ class Network:
 
 
 NETWORKS = {
-    "resnet18": Network(lambda: ResNet18(Normalize(*BYTES)), lambda num: photographs(num, 64), 1024),
-    "unet": Network(Segments, lambda num: pictures(num, 64), 2048),
-    "gpt": Network(lambda: GPT(65, 256, 6, 6, 384), lambda num: tokens(num, 256), 512),
-    "vit": Network(Patches, lambda num: pictures(num, 64), 2048),
+    "resnet18": Network(lambda: ResNet18(Normalize(*BYTES)), lambda num: photographs(num, 64), 512),
+    "unet": Network(Segments, lambda num: pictures(num, 64), 1024),
+    "gpt": Network(lambda: GPT(65, 256, 6, 6, 384), lambda num: tokens(num, 256), 256),
+    "vit": Network(Patches, lambda num: pictures(num, 64), 1024),
     "mlp": Network(wide, lambda num: (torch.randn(num, 784), torch.randint(10, (num,))), 65536),
     "lstm": Network(Sequences, lambda num: (torch.randn(num, 32, 64), torch.randint(10, (num,))), 8192),
 }
@@ -219,7 +219,7 @@ def probed(case: Case, accumulate: int, size: int, settings: str = "") -> Probed
 
 def trained(case: Case, accumulate: int, size: int) -> dict[str, Any]:
     """As `train` does it, with CUDA graphs where it uses them."""
-    steps = max(STEPS, min(12, 48 // accumulate))
+    steps = max(STEPS, min(12, 24 // accumulate))
     with tempfile.TemporaryDirectory() as folder:
         fits = ran(case, replace(case.plan, accumulate=accumulate, steps=steps), size, Path(folder), Trainer)
     if not case.is_gpu:
@@ -285,7 +285,7 @@ class FreshProbes(MemoryRunner):
         return fresh(probed, self.case, cut.accumulate, self.size) or RanOut(None)
 
 
-def row_of(case: Case, shapes: StepMemory, size: int, in_table: bool) -> dict[str, Any]:
+def row_of(case: Case, shapes: StepMemory, size: int, in_table: bool, allocators: bool) -> dict[str, Any]:
     """One size: what is forecast, what is chosen, and what it takes."""
     row: dict[str, Any] = {"network": case.network, "precision": case.precision, "size": size, "in_table": in_table}
     began = time.perf_counter()
@@ -305,7 +305,7 @@ def row_of(case: Case, shapes: StepMemory, size: int, in_table: bool) -> dict[st
     }
     if cut is not None:
         row["trained"] = fresh(trained, case, cut.accumulate, size)
-    if in_table and case.is_gpu:
+    if allocators and in_table and case.is_gpu:
         row["without_gaps"] = bare(case, replace(memory, gaps=0.0), size)
     return {**row, "seconds": time.perf_counter() - began}
 
@@ -418,20 +418,21 @@ def summed_up(rows: list[dict[str, Any]]) -> dict[str, Any]:
     }
 
 
-def all_rows(todo: list[tuple[Case, list[int], int]], at_once: int) -> list[dict[str, Any]]:
+def all_rows(todo: list[tuple[Case, list[int], int]], at_once: int, allocators: bool) -> list[dict[str, Any]]:
     """Forecasts first, then all sizes, several at once."""
     with ThreadPoolExecutor(at_once) as pool:
         # The last ones take longest: torch counts an RNN step by step.
         shapes = {case: pool.submit(fresh, forecast, case) for case, *_ in reversed(todo)}
         found = []
         for case, sizes, num in todo:
-            found += [pool.submit(_later, case, shapes[case], size, index < num) for index, size in enumerate(sizes)]
+            for index, size in enumerate(sizes):
+                found.append(pool.submit(_later, case, shapes[case], size, index < num, allocators))
         return [future.result() for future in found]
 
 
-def _later(case: Case, shapes: Any, size: int, in_table: bool) -> dict[str, Any]:
+def _later(case: Case, shapes: Any, size: int, in_table: bool, allocators: bool) -> dict[str, Any]:
     try:
-        row = row_of(case, shapes.result(), size, in_table)
+        row = row_of(case, shapes.result(), size, in_table, allocators)
     except RuntimeError as problem:
         # One that breaks is shown, and the others go on.
         print(case, size, problem, flush=True)
@@ -443,6 +444,7 @@ def _later(case: Case, shapes: Any, size: int, in_table: bool) -> dict[str, Any]
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true")
+    parser.add_argument("--allocators", action="store_true", help="what would be chosen without room for gaps, too")
     parser.add_argument("--out", type=Path)
     given = parser.parse_args()
     device = "cuda:0" if torch.cuda.device_count() else "cpu"
@@ -450,7 +452,7 @@ def main() -> None:
         raise SystemExit("the full table needs a CUDA device; use --quick here")
     began = time.perf_counter()
     print(HEAD)
-    rows = all_rows(list(cases(given.quick, device)), AT_ONCE if device != "cpu" else 1)
+    rows = all_rows(list(cases(given.quick, device)), AT_ONCE if device != "cpu" else 1, given.allocators)
     whole = [row for row in rows if "problem" not in row]
     summary = {**summed_up(whole), "broken": len(rows) - len(whole), "seconds": round(time.perf_counter() - began)}
     for name, value in summary.items():

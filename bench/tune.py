@@ -76,13 +76,14 @@ def by_optuna(study: Study, suggestions: Sequence[dict[str, Any]], target: float
     for options in suggestions:
         driven.enqueue_trial(options)
     space = {one.name: distribution(one) for one in request.space}
-    while len(driven.trials) < len(suggestions) or (found.best > target and found.steps < MOST * study.steps):
-        trial = driven.ask(space)
+    num = 0
+    while num < len(suggestions) or (found.best > target and found.steps < MOST * study.steps):
+        trial, num = driven.ask(space), num + 1
         losses, per_epoch = curve(request.task.rpartition(":")[2], request.seed, trial.params, folder)
         drive(driven, trial, losses, per_epoch, found)
-        if trial.number + 1 == request.trials:
+        if num == request.trials:
             found.same_trials = {"steps": found.steps, "best": found.best}
-    return {**asdict(found), "trials": len(driven.trials), "found": found.best <= target}
+    return {**asdict(found), "trials": num, "found": found.best <= target}
 
 
 @dataclass

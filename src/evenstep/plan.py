@@ -625,8 +625,8 @@ AUTO = "auto"
 """Shares that are measured in the first steps."""
 
 
-LinkName = Literal["none", "auto", "bf16", "powersgd", "topk", "local"]
-LINKS = "none, auto, bf16, powersgd:RANK, topk:FRACTION or local:STEPS"
+LinkName = Literal["none", "auto", "bf16", "powersgd", "topk", "local", "diloco"]
+LINKS = "none, auto, bf16, powersgd:RANK, topk:FRACTION, local:STEPS or diloco:STEPS"
 
 
 @dataclass(frozen=True)
@@ -639,7 +639,7 @@ class LinkMethod:
     @property
     def is_local(self) -> bool:
         """Whether ranks take several steps of their own; with one, gradients are averaged as without it."""
-        return self.name == "local" and self.value > 1
+        return self.name in ("local", "diloco") and self.value > 1
 
     @property
     def is_lossy(self) -> bool:
@@ -654,7 +654,7 @@ class LinkMethod:
     @property
     def is_plain(self) -> bool:
         """Whether nothing about it needs a check, or a strategy that knows it."""
-        return self.name == "none" or (self.name == "local" and not self.is_local)
+        return self.name == "none" or (self.name in ("local", "diloco") and not self.is_local)
 
     @property
     def num_steps(self) -> int:
@@ -671,7 +671,7 @@ def parse_link(text: str | None) -> LinkMethod:
     name, _, value = (text or "none").strip().partition(":")
     if name in ("none", "auto", "bf16") and not value:
         return LinkMethod(name)  # type: ignore[arg-type]
-    if name in ("powersgd", "local") and re.fullmatch("0*[1-9][0-9]{0,8}", value):
+    if name in ("powersgd", "local", "diloco") and re.fullmatch("0*[1-9][0-9]{0,8}", value):
         return LinkMethod(name, int(value))  # type: ignore[arg-type]
     if name == "topk" and re.fullmatch(r"[01]?\.?[0-9]{1,9}", value) and 0 < float(value) < 1:
         return LinkMethod("topk", float(value))

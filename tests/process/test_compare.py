@@ -263,3 +263,21 @@ def test_a_way_that_cannot_run_is_left_out_with_the_reason() -> None:
     found = as_json("my_task.py:sparse", "--devices", "2", "--strategies", "fsdp", *QUICK)
     assert [row["strategy"] for row in found["rows"]] == ["single"]
     assert "names makes sparse gradients (sparse=True)" in found["left_out"]["fsdp x 2"]
+
+
+def test_links_are_compared_by_the_time_to_one_loss(tmp_path: Path) -> None:
+    """The same seeds with each method; `local:1` is the same training as none."""
+    command = [sys.executable, "-m", "evenstep", "compare", "digits", "--links", "none,local:1", "--seeds", "2"]
+    done = subprocess.run(
+        [*command, "--steps", "30", "--json"], cwd=tmp_path, capture_output=True, text=True, timeout=200
+    )
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout)
+    none, one = found["rows"]
+    assert [row["link"] for row in found["rows"]] == ["none", "local:1"]
+    assert one["final_loss"] == none["final_loss"]
+    assert len(set(none["final_loss"])) == 2
+    assert one["steps_to_target"] == none["steps_to_target"]
+    assert found["target"] == max(none["final_loss"])
+    assert len(none["ratio"]) == 3
+    assert (Path(tmp_path, found["folder"]) / "links.json").exists()

@@ -15,7 +15,7 @@ from tests.marks import first_is_quick
 
 TASK = "mlp/adamw/mean"
 STEPS, CUT = 16, 8
-LINKS = ("local:4", "powersgd:2", "topk:0.2", "bf16")
+LINKS = ("diloco:4", "local:4", "powersgd:2", "topk:0.2", "bf16")
 PLAN = Plan(
     strategy="ddp",
     devices=("cpu", "cpu"),
@@ -52,7 +52,7 @@ def test_local_steps_of_one_are_ddp_to_the_bit(trained: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("link", "distance"), [("bf16", 0.02), ("powersgd:2", 0.2), ("topk:0.2", 0.3), ("local:4", 0.5)]
+    ("link", "distance"), [("bf16", 0.02), ("powersgd:2", 0.2), ("topk:0.2", 0.3), ("local:4", 0.2), ("diloco:4", 0.8)]
 )
 def test_a_lossy_link_trains_nearly_the_same_model(trained: Path, link: str, distance: float) -> None:
     plain, lossy = result(trained, "plain"), result(trained, name(link))
@@ -82,7 +82,7 @@ def test_losses_of_local_steps_are_those_of_the_global_batch(trained: Path) -> N
     assert record.losses[-1] < record.losses[0]
 
 
-@pytest.mark.parametrize("link", first_is_quick(["powersgd:2", "topk:0.2", "local:4"]))
+@pytest.mark.parametrize("link", first_is_quick(["powersgd:2", "topk:0.2", "local:4", "diloco:4"]))
 def test_a_run_resumes_on_another_number_of_ranks(trained: Path, link: str) -> None:
     label = name(link, "three")
     run_jobs(

@@ -242,7 +242,7 @@ WHOLE = "it must be a whole number, 1 or more"
         ({"name": "a/b"}, "'a/b' cannot name a run; use letters, digits"),
         (
             {"link": "powersgd"},
-            "link is 'powersgd'; write none, auto, bf16, powersgd:RANK, topk:FRACTION or local:STEPS",
+            "link is 'powersgd'; write none, auto, bf16, powersgd:RANK, topk:FRACTION, local:STEPS",
         ),
         ({"link": "topk:1.5"}, "such as powersgd:2, topk:0.01 or local:50"),
         ({"link": "bf16"}, "--link is how ddp sends gradients, and single was given; use --strategy ddp"),

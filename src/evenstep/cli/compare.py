@@ -34,6 +34,7 @@ from evenstep.errors import EvenstepError
 from evenstep.strategy_facts import STRATEGIES, with_processes
 
 if TYPE_CHECKING:
+    from evenstep.compare.link_methods import LinkRequest
     from evenstep.report.comparison import Comparison
 
 EXAMPLES = """
@@ -85,6 +86,17 @@ def compare(
         typer.Option(metavar="N,N,...", help="Measure strategies also with these shares of a batch: what they gain."),
     ] = None,
     mesh: MeshOption = None,
+    links: Annotated[
+        str | None,
+        typer.Option(
+            metavar="METHOD,...",
+            help="Compare trainings by --link instead, such as none,bf16,local:20: time to the same loss.",
+        ),
+    ] = None,
+    seeds: Annotated[int, typer.Option(help="With --links: seeds that each method trains with.")] = 3,
+    target: Annotated[
+        float | None, typer.Option(help="With --links: loss to reach; default: what the first method reaches.")
+    ] = None,
     name: Annotated[
         str | None, typer.Option(help="Name of the comparison's folder; default: by date and task.")
     ] = None,
@@ -99,6 +111,17 @@ def compare(
 
     task, given = need_task(task, options, settings, "compare")
     choices = {"batch": batch, "precision": precision, "workers": workers, "threads": threads, "data": data}
+    if links is not None:
+        from evenstep.compare.link_methods import LinkRequest
+
+        chosen = {**choices, "seed": seed, "name": name, "out": out, "options": given, "steps": steps}
+        num = devices.rpartition(",")[2] if devices.replace(",", "").isdigit() else devices
+        _compare_links(
+            LinkRequest(source=task, links=links, devices=num, seeds=seeds, target=target, choices=chosen),
+            quiet,
+            as_json,
+        )
+        return
     request = CompareRequest(
         source=task,
         strategies=strategies,
@@ -131,3 +154,22 @@ def _page(comparison: Comparison, folder: Path) -> tuple[str | None, str]:
         return str(write_page(comparison, folder)), ""
     except EvenstepError as error:
         return None, f"was not written: {error}; then run evenstep report {folder}"
+
+
+def _compare_links(request: LinkRequest, quiet: bool, as_json: bool) -> None:
+    from evenstep.compare.link_methods import compare_links, link_lines
+    from evenstep.report.terminal import table_of
+
+    with progress(quiet=quiet) as log:
+        comparison, folder = compare_links(request, log)
+    if as_json:
+        print(json.dumps({**dataclasses.asdict(comparison), "folder": str(folder)}))
+        return
+    console = Console(highlight=False, emoji=False)
+    table = table_of("link", "steps", "seconds", "gain", "final loss", "difference")
+    for cells in link_lines(comparison):
+        table.add_row(*cells)
+    console.print(table)
+    console.print(
+        f"\nsteps and seconds until the train loss is {comparison.target:.4g}; runs in {folder}", markup=False
+    )

@@ -126,7 +126,7 @@ def train(
         typer.Option(
             metavar="METHOD",
             help="How gradients cross a slow network: none, auto (measures, exact), bf16, powersgd:RANK, "
-            "topk:FRACTION or local:STEPS; default: exact, once for each machine.",
+            "topk:FRACTION, local:STEPS or diloco:STEPS; default: exact, once for each machine.",
         ),
     ] = None,
     clip: Annotated[

@@ -376,7 +376,7 @@ def _linked(model: nn.Module, world: World, link: str | None) -> DistributedMode
     if method.is_local:
         from evenstep.strategies.local_sgd import LocalModel
 
-        return LocalModel(model, world)
+        return LocalModel(model, world, method)
     if method.is_lossy:
         return DDPModel(model, world, _compressed(model, world, method))
     averaging = _averaging(model, world)

@@ -1,8 +1,9 @@
 """Local steps between machines (local SGD, DiLoCo): ranks train alone for some steps, and then join what they found.
 
-At the end of a round, the mean of how far the ranks have come is a gradient for an outer optimizer: SGD with Nesterov
-momentum, as in DiLoCo (Douillard et al. 2023). The state of the inner optimizer, the task's own, is averaged as well:
-so all ranks are equal at the end of every round, and a checkpoint of that moment is all there is.
+At the end of a round, the mean of how far the ranks have come is a gradient for an outer optimizer. That of `local`
+goes there, to the mean of their weights (local SGD); that of `diloco` is SGD with Nesterov momentum (Douillard et al.
+2023). The state of the inner optimizer, the task's own, is averaged as well: so all ranks are equal at the end of every
+round, and a checkpoint of that moment is all there is.
 """
 
 from __future__ import annotations
@@ -16,11 +17,12 @@ from torch import nn
 from evenstep.distributed.machines import MachineSum, Message
 from evenstep.distributed.world import World
 from evenstep.errors import TaskError
+from evenstep.plan import LinkMethod
 from evenstep.strategies.base import NOTHING, LossModule
 from evenstep.strategies.ddp import RankModel, can_average, send_buffers, send_from_rank_0, trained
 
-OUTER_RATE, OUTER_MOMENTUM = 0.7, 0.9
-"""As DiLoCo found best, for its rounds of 50 to 500 steps."""
+OUTER = {"local": (1.0, 0.0), "diloco": (0.7, 0.9)}
+"""Rate and momentum of the outer optimizer; of the second, as its authors found best for rounds of 50 to 500 steps."""
 MOMENTUM = "outer_momentum"
 MESSAGE_NUMBERS = 2**20
 
@@ -28,14 +30,15 @@ MESSAGE_NUMBERS = 2**20
 class LocalModel(RankModel):
     """A whole model in each process, which exchanges nothing between two ends of a round."""
 
-    def __init__(self, model: nn.Module, world: World) -> None:
+    def __init__(self, model: nn.Module, world: World, method: LinkMethod) -> None:
         if not all(world.gather(can_average(model))):
             raise TaskError(
-                "--link local averages dense parameters of float32, float64 or bfloat16, and this model has others "
-                "(sparse gradients, another type); leave --link out"
+                f"--link {world.communication.link} averages dense parameters of float32, float64 or bfloat16, and this "
+                "model has others (sparse gradients, another type); leave --link out"
             )
         send_from_rank_0([tensor.detach() for tensor in (*model.parameters(), *model.buffers())])
         super().__init__(model, [LossModule(model)])
+        self._rate, self._beta = OUTER[method.name]
         self._sums = MachineSum.open(world, 8 * MESSAGE_NUMBERS)
         self._trained = trained(model)
         self._momentum = {name: torch.zeros_like(weight) for name, weight in self._trained}
@@ -56,8 +59,8 @@ class LocalModel(RankModel):
         moved = [start - weight for start, (_, weight) in zip(self._start, self._trained, strict=True)]
         self._average([*moved, *inner])
         for (name, weight), start, gradient in zip(self._trained, self._start, moved, strict=True):
-            momentum = self._momentum[name].mul_(OUTER_MOMENTUM).add_(gradient)
-            weight.copy_(start).sub_(gradient.add_(momentum, alpha=OUTER_MOMENTUM), alpha=OUTER_RATE)
+            momentum = self._momentum[name].mul_(self._beta).add_(gradient)
+            weight.copy_(start).sub_(gradient.add_(momentum, alpha=self._beta), alpha=self._rate)
         send_buffers(self)
         self._start = []
 
@@ -73,6 +76,8 @@ class LocalModel(RankModel):
                 tensor.copy_(mean.view(tensor.shape))
 
     def link_state(self) -> dict[str, torch.Tensor]:
+        if not self._beta:
+            return {}
         return {f"{name}/{MOMENTUM}": value.contiguous().clone() for name, value in self._momentum.items()}
 
     def load_link_state(self, tensors: Mapping[str, torch.Tensor]) -> None:

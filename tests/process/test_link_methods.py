@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -126,3 +129,45 @@ def test_errors_of_two_machines_are_those_of_three_with_the_same_sum(trained: Pa
     file = cut(trained, link) / "link.safetensors"
     assert any(float(value.abs().max()) > 0 for value in load_file(file).values())
     run_processes(script, [str(file), link], 3, tmp_path / "logs")
+
+
+UNLIKE = """
+import os
+import torch
+from torch import nn
+from evenstep import Task
+
+x = torch.randn(64, 4, generator=torch.Generator().manual_seed(0))
+
+
+def model():
+    if os.environ.get("UNLIKE"):
+        torch.manual_seed(100 * int(os.environ["RANK"]))
+    else:
+        torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 2))
+
+
+def task() -> Task:
+    return Task(
+        model=model,
+        train=(x, (x.sum(1) > 0).long()),
+        loss=lambda net, batch: nn.functional.cross_entropy(net(batch[0]), batch[1]),
+        optimizer=lambda parameters: torch.optim.AdamW(parameters, lr=0.01),
+        batch=8,
+        epochs=1,
+    )
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("link", ["local:4", "powersgd:1"])
+def test_replicas_that_were_built_unlike_start_alike(tmp_path: Path, link: str) -> None:
+    """Each rank draws its own weights: those of rank 0 count, or rounds would average unrelated models."""
+    (tmp_path / "my_task.py").write_text(UNLIKE)
+    for label, mistake in (("right", {}), ("unlike", {"UNLIKE": "1"})):
+        command = [sys.executable, "-m", "evenstep", "train", "my_task.py", "--devices", "2", "--link", link]
+        environment = {**os.environ, **mistake}
+        subprocess.run([*command, "--name", label], cwd=tmp_path, env=environment, check=True, timeout=100)
+    right, unlike = (bits_of(tmp_path / "runs" / label) for label in ("right", "unlike"))
+    assert right == unlike

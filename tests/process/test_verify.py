@@ -222,3 +222,15 @@ def test_a_sound_task_passes_and_leaves_nothing_behind() -> None:
 def test_has_nothing_against_a_sound_task(name: str) -> None:
     done = verify(SOUND[name], "--devices", "2", "--json", *MORE.get(name, ()))
     assert done.returncode == 0, done.stdout + done.stderr
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("link", "note"), [("local:1", ""), ("powersgd:1", "--link powersgd:1 is not exact"), ("bf16", "not exact")]
+)
+def test_a_link_is_judged_by_what_it_promises(tmp_path: Path, link: str, note: str) -> None:
+    command = [sys.executable, "-m", "evenstep", "verify", "digits", "--strategies", "ddp", "--devices", "2"]
+    done = subprocess.run([*command, "--link", link], cwd=tmp_path, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert f"link {link}" in done.stdout
+    assert note in done.stdout

@@ -86,6 +86,10 @@ def verify(
         str | None, typer.Option(metavar="N,N,...", help="Part of each device in every batch, under every strategy.")
     ] = None,
     mesh: MeshOption = None,
+    link: Annotated[
+        str | None,
+        typer.Option(metavar="METHOD", help="How gradients are sent (train --link), where the strategy can."),
+    ] = None,
     sync_batchnorm: Annotated[
         bool, flag("--sync-batchnorm", help="Use SyncBatchNorm, where the strategy has several processes.")
     ] = False,
@@ -118,10 +122,10 @@ def verify(
     check("accumulate", accumulate, Whole, PlanError)
     from evenstep.launcher.prepare import free_name, label_of, load_strategies, prepare
     from evenstep.verify import Depth, ExactDepth, judged, judged_exactly, settled
-    from evenstep.verify.configurations import configs_of, plan_of, with_mesh
+    from evenstep.verify.configurations import configs_of, plan_of, with_link, with_mesh
 
     load_strategies(strategies, task, seed)
-    configs = with_mesh(configs_of(strategies, devices, accumulate, shares), mesh)
+    configs = with_link(with_mesh(configs_of(strategies, devices, accumulate, shares), mesh), link)
     virtual = _virtual_replicas(exact, virtual_replicas, sync_batchnorm, max(len(config.devices) for config in configs))
     if virtual is not None:
         configs = [config for config in configs if config.strategy != REFERENCE]

@@ -33,8 +33,8 @@ class LocalModel(RankModel):
     def __init__(self, model: nn.Module, world: World, method: LinkMethod) -> None:
         if not all(world.gather(can_average(model))):
             raise TaskError(
-                f"--link {world.communication.link} averages dense parameters of float32, float64 or bfloat16, and this "
-                "model has others (sparse gradients, another type); leave --link out"
+                f"--link {world.communication.link} averages dense parameters of float32, float64 or bfloat16, and "
+                "this model has others (sparse gradients, another type); leave --link out"
             )
         send_from_rank_0([tensor.detach() for tensor in (*model.parameters(), *model.buffers())])
         super().__init__(model, [LossModule(model)])

@@ -9,6 +9,7 @@ from pathlib import Path
 
 from evenstep.errors import TrainingError
 from evenstep.launcher.prepare import Prepared
+from evenstep.plan import parse_link
 from evenstep.strategy_facts import REFERENCE
 from evenstep.verify.causes import Case, find_cause, lies_in_task, only_in
 from evenstep.verify.differences import (
@@ -19,6 +20,7 @@ from evenstep.verify.differences import (
     Differ,
     Difference,
     Limit,
+    LinkLimit,
     PerturbedLimit,
     RoundingLimit,
     by_rounding,
@@ -93,6 +95,7 @@ class ConfigurationCheck:
         self._config = config
         self._depth = depth
         self._own = runs.base.plan.precision
+        self._method = parse_link(config.link)
         self._first = "fp64"
         """The precision in which the arithmetic is judged."""
         self._notes: list[str] = []
@@ -128,7 +131,9 @@ class ConfigurationCheck:
         if differ.silent:
             names = ", ".join(differ.silent[:3]) + (" ..." if len(differ.silent) > 3 else "")
             self._notes.append(f"the gradient of {names} is rounding noise and was not compared")
-        if self._depth.own_precision and precision == "fp64" != self._own:
+        if not self._method.is_exact:
+            self._notes.append(f"--link {self._config.link} is not exact: losses were compared within its tolerance")
+        elif self._depth.own_precision and precision == "fp64" != self._own:
             return self._in_practice(limit)
         return self._same(limit)
 
@@ -204,6 +209,8 @@ class ConfigurationCheck:
         ]
 
     def _limit(self, precision: str) -> Limit:
+        if not self._method.is_exact:
+            return LinkLimit(self._method)
         if not self._is_rough:
             return exact
         if precision == "fp64" != self._own:

@@ -8,7 +8,7 @@ import torch
 
 from evenstep.distributed.devices import check_devices, choose_devices
 from evenstep.errors import PlanError
-from evenstep.plan import Plan, parse_devices, parse_shares
+from evenstep.plan import Plan, parse_devices, parse_link, parse_shares
 from evenstep.sampling.order import Shares
 from evenstep.strategy_facts import DEFAULT, DEFAULT_IN_ONE_PROCESS, REFERENCE, STRATEGIES, one_of, usual_strategies
 from evenstep.verify.verdict import Configuration
@@ -45,6 +45,22 @@ def with_mesh(configs: list[Configuration], mesh: str | None) -> list[Configurat
         able = one_of(row for row in STRATEGIES.values() if row.axes)
         raise PlanError(f"--mesh {mesh} is for strategies with several axes; name one: --strategies {able}")
     return [replace(config, mesh=mesh) if STRATEGIES[config.strategy].axes else config for config in configs]
+
+
+def with_link(configs: list[Configuration], link: str | None) -> list[Configuration]:
+    """Those that can send gradients by another method, with it."""
+    if link is None:
+        return configs
+    if parse_link(link).is_local:
+        raise PlanError(
+            f"--link {link} is another training than that of one device; see what it does to the loss: "
+            f"evenstep compare TASK --links none,{link}"
+        )
+    able = [config for config in configs if STRATEGIES[config.strategy].links and len(config.devices) > 1]
+    if not able:
+        names = one_of(row for row in STRATEGIES.values() if row.links)
+        raise PlanError(f"--link is how {names} sends gradients, which is not among these; use --strategies {names}")
+    return [replace(config, link=link) for config in able]
 
 
 def _numbers(shares: str) -> Shares:
@@ -107,6 +123,7 @@ def plan_of(plan: Plan, config: Configuration) -> Plan:
             if config.virtual_replicas is not None
             else plan.virtual_replicas,
             "shares": config.shares,
+            "link": config.link,
             "mesh": config.mesh,
         }
     )

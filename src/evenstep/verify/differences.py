@@ -12,6 +12,7 @@ from safetensors.torch import load_file
 
 from evenstep.checkpoint import files
 from evenstep.checkpoint.state import Tensors
+from evenstep.plan import LinkMethod
 from evenstep.record import Evaluation
 from evenstep.strategies.base import same_numbers
 from evenstep.verify.recorder import LEAST, STRENGTH, Evidence, Failure, sampled
@@ -297,6 +298,27 @@ NOT_COMPARED = sys.float_info.max
 
 def exact(one: Difference) -> float:
     return TOLERANCE
+
+
+LINK_TOLERANCE = {"bf16": 0.05, "powersgd": 0.5, "topk": 0.5}
+"""Of losses in the first steps, where gradients are sent with fewer digits (`--link`)."""
+HALF_TOLERANCE = 0.25
+"""Of gradients that were summed in bfloat16, relative to the largest of a tensor."""
+
+
+class LinkLimit:
+    """For a `--link` that is not exact: samples are the same, losses near; PowerSGD and top-k send other gradients."""
+
+    def __init__(self, method: LinkMethod) -> None:
+        self._loss = LINK_TOLERANCE[method.name]
+        self._tensors = HALF_TOLERANCE if method.name == "bf16" else NOT_COMPARED
+
+    def __call__(self, one: Difference) -> float:
+        if one.part == "samples":
+            return 0.0
+        if one.part == "loss":
+            return self._loss
+        return self._tensors if one.part == "gradients" else NOT_COMPARED
 
 
 class RoundingLimit:

@@ -166,6 +166,7 @@ class Runs:
         cut = f"by-{config.accumulate}" if config.accumulate > 1 else ""
         cut += f"v{config.virtual_replicas}" if config.virtual_replicas is not None else ""
         cut += f"s{config.shares}" if config.shares is not None else ""
+        cut += f"link-{config.link}" if config.link is not None else ""
         name = "-".join(filter(None, [config.strategy, *_shortened(config.devices), cut, *words]))
         plain = re.sub(r"\W+", "-", name)[:MAX_CHARACTERS]
         paths = (self.folder / (f"{plain}-{number}" if number > 1 else plain) for number in count(1))
@@ -180,6 +181,7 @@ class Runs:
             "accumulate": config.accumulate,
             "virtual_replicas": config.virtual_replicas,
             "shares": config.shares,
+            "link": config.link,
             "mesh": config.mesh,
             "steps": self.steps,
             "audit": True,

@@ -29,11 +29,15 @@ class Configuration:
     mesh: str | None = None
     """How ranks are arranged, for a strategy that splits models."""
 
+    link: str | None = None
+    """How gradients are sent, as `--link` has it."""
+
     @property
     def label(self) -> str:
         name = f"{self.strategy} x {len(self.devices)}" if len(self.devices) > 1 else self.strategy
         name = f"{name}, {self.accumulate} micro-batches" if self.accumulate > 1 else name
         name = name if self.shares is None else f"{name}, shares {self.shares}"
+        name = name if self.link is None else f"{name}, link {self.link}"
         name = name if self.mesh is None else f"{name}, {self.mesh}"
         return name if self.virtual_replicas is None else f"{name}, V={self.virtual_replicas}"
 

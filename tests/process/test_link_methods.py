@@ -142,7 +142,7 @@ x = torch.randn(64, 4, generator=torch.Generator().manual_seed(0))
 
 def model():
     if os.environ.get("UNLIKE"):
-        torch.manual_seed(100 * int(os.environ["RANK"]))
+        torch.manual_seed(100 * int(os.environ.get("RANK", "0")))
     else:
         torch.manual_seed(0)
     return nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 2))

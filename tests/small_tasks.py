@@ -147,17 +147,33 @@ def gpt() -> nn.Module:
 class Encoder(nn.Module):
     """An encoder of torch's own layers: attention, and a pair of Linears with dropout between them."""
 
-    def __init__(self, dropout: float = 0.0) -> None:
+    def __init__(self, dropout: float = 0.0, layers: int = 2) -> None:
         super().__init__()
         self.embedding = nn.Embedding(11, 16)
         layer = nn.TransformerEncoderLayer(16, 4, 24, dropout=dropout, batch_first=True)
-        self.encoder = nn.TransformerEncoder(layer, 2, enable_nested_tensor=False)
+        self.encoder = nn.TransformerEncoder(layer, layers, enable_nested_tensor=False)
         self.output = nn.Linear(16, 11)
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
         padding = torch.arange(tokens.shape[1]) >= 1 + tokens[:, :1] % 8
         scores: torch.Tensor = self.output(self.encoder(self.embedding(tokens), src_key_padding_mask=padding))
         return scores
+
+
+class Unmasked(Encoder):
+    """Without a mask, which each block would have to be given."""
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        x = self.embedding(tokens)
+        for layer in self.encoder.layers:
+            x = layer(x)
+        scores: torch.Tensor = self.output(x)
+        return scores
+
+
+def deep() -> nn.Module:
+    layers = [nn.Sequential(nn.Linear(20, 20), nn.Tanh()) for _ in range(5)]
+    return nn.Sequential(*layers, nn.Linear(20, 5))
 
 
 class Gated(nn.Module):
@@ -352,6 +368,9 @@ DATA = {
     "encoder": texts,
     "encoder_drop": texts,
     "gated": vectors,
+    "gpt4": texts,
+    "encoder4": texts,
+    "deep": vectors,
     "mlp": vectors,
     "cnn": pictures,
     "gpt": texts,
@@ -370,6 +389,9 @@ BUILDERS = {
     "encoder": Encoder,
     "encoder_drop": lambda: Encoder(0.1),
     "gated": Gated,
+    "gpt4": lambda: GPT(vocabulary=11, context=8, layers=4, heads=2, width=16),
+    "encoder4": lambda: Unmasked(layers=4),
+    "deep": deep,
     "mlp": mlp,
     "cnn": cnn,
     "gpt": gpt,
@@ -402,6 +424,9 @@ LOSS = {
     ("encoder", "pair"): token_pair_loss,
     ("encoder_drop", "pair"): token_pair_loss,
     ("gated", "mean"): mean_loss,
+    ("gpt4", "pair"): token_pair_loss,
+    ("encoder4", "pair"): token_pair_loss,
+    ("deep", "mean"): mean_loss,
 }
 OPTIMIZER = {
     "adamw": lambda parameters: torch.optim.AdamW(parameters, lr=3e-3, weight_decay=0.1),

@@ -35,6 +35,7 @@ PrecisionName = Literal["fp64", "fp32", "tf32", "bf16", "fp16"]
 FastName = Literal["auto", "off"]
 TRACKERS = ("tensorboard", "wandb", "mlflow", "trackio")
 MicroName = Literal["auto"]
+ScheduleName = Literal["1f1b", "gpipe"]
 
 _is_saved = ContextVar("is_saved", default=False)
 """Whether a plan is read that was checked when it was written."""
@@ -69,7 +70,7 @@ CheckEvery = Annotated[int, Meta(ge=0, le=LARGEST, description="it must be a num
 # Not Text: msgspec 0.22 corrupts memory for a limited str in a union with a list of such.
 OptionValue = str | int | float | bool | list[str | int | float | bool] | None
 
-USUAL: dict[str, Any] = {"restarts": 0, "check_every": 100, "fast": "auto", "out": RUNS}
+USUAL: dict[str, Any] = {"pipeline_schedule": "1f1b", "restarts": 0, "check_every": 100, "fast": "auto", "out": RUNS}
 """Defaults that are not shown."""
 _DEVICE = re.compile(r"cpu|mps|cuda(:[0-9]{1,4})?")
 _NAME = re.compile(rf"(?![\s.])[^/\\{BREAKS_LINES}]{{1,100}}")
@@ -93,6 +94,8 @@ class Plan:
     devices: tuple[Text, ...] = ("cpu",)
     mesh: Text | None = None
     """`data=2,tensor=2`: how ranks are arranged, where the strategy has more than one axis."""
+    pipeline_schedule: ScheduleName = "1f1b"
+    """In which order the stages of a pipeline run forwards and backwards."""
     epochs: Whole | None = None
     steps: Whole | None = None
     seed: Seed = 0

@@ -119,7 +119,7 @@ def test_what_its_row_refuses_and_an_unknown_name_are_refused_before_anything_st
     done = evenstep(folder, "train", "my_task.py", "--strategy", "toi", "--steps", "1")
     assert done.returncode == 2
     assert (
-        "unknown strategy 'toi'; choose single, dp, ddp, fsdp, tensor, dp-torch or toy; did you mean toy?"
+        "unknown strategy 'toi'; choose single, dp, ddp, fsdp, tensor, pipeline, dp-torch or toy; did you mean toy?"
         in done.stderr
     )
     assert not (folder / "runs").exists()

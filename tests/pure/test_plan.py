@@ -186,7 +186,10 @@ WHOLE = "it must be a whole number, 1 or more"
 @pytest.mark.parametrize(
     ("values", "message"),
     [
-        ({"strategy": "dpp"}, "unknown strategy 'dpp'; choose single, dp, ddp, fsdp, tensor or dp-torch; did you mean"),
+        (
+            {"strategy": "dpp"},
+            "unknown strategy 'dpp'; choose single, dp, ddp, fsdp, tensor, pipeline or dp-torch; did you mean",
+        ),
         ({"strategy": "horovod"}, "unknown strategy 'horovod'; choose single, dp, ddp, fsdp"),
         ({"precision": "fp23"}, "precision is 'fp23'; choose fp64, fp32, tf32, bf16 or fp16; did you mean"),
         ({"devices": ("gpu",)}, "unknown device 'gpu'; write cpu, mps or cuda:0, or a count such as --devices 2"),

@@ -13,7 +13,7 @@ from torch import nn
 from typing_extensions import TypeIs
 
 from evenstep.checkpoint.files import WEIGHTS, OptimizerState, State
-from evenstep.distributed.slices import ParameterSlice, joined, slice_of, slices_of
+from evenstep.distributed.slices import Placement, slice_of, slices_of, whole_state
 from evenstep.errors import CheckpointError, shorten
 from evenstep.sampling.rng import SORTED_UP_TO
 
@@ -59,7 +59,9 @@ def load_weights(module: nn.Module, loaded: Mapping[str, torch.Tensor], source: 
     found, stripped = _matching(loaded, own, source, slices)
     for name, target in own.items():
         given = slices[name].take(found[name]) if name in slices else found[name]
-        target.copy_(sharded_like(given, target))
+        if not target.is_meta:
+            # Buffers of other stages may be whole here too.
+            target.copy_(sharded_like(found[name] if given.is_meta else given, target))
     return stripped
 
 
@@ -69,11 +71,11 @@ def check_weights(module: nn.Module, path: str, allow_pickle: bool) -> None:
 
 
 def _matching(
-    loaded: Mapping[str, torch.Tensor], own: Tensors, source: str, slices: Mapping[str, ParameterSlice]
+    loaded: Mapping[str, torch.Tensor], own: Tensors, source: str, slices: Mapping[str, Placement]
 ) -> tuple[Tensors, str | None]:
     found, stripped = _matching_names(loaded, own)
     here, there = ({name: tuple(tensor.shape) for name, tensor in tensors.items()} for tensors in (own, found))
-    here |= {name: part.shape for name, part in slices.items()}
+    here |= {name: part.shape for name, part in slices.items() if name in own}
     refuse_difference(here, there, source)
     return found, stripped
 
@@ -137,9 +139,9 @@ def optimizer_state(module: nn.Module, optimizer: torch.optim.Optimizer, keep: b
     for group in optimizer.param_groups:
         for weight in group["params"]:
             name = names[id(weight)]
-            for key, value in optimizer.state.get(weight, {}).items():
+            for key, value in whole_state(weight, optimizer.state.get(weight, {})).items():
                 if isinstance(value, torch.Tensor):
-                    full = whole(joined(value, weight), keep)
+                    full = whole(value, keep)
                     if full is not None:
                         tensors[f"{name}/{key}"] = full
                 else:

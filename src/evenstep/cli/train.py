@@ -93,6 +93,13 @@ def train(
             metavar="N", help="Ranks that share the layers of one replica, each with a part of every layer; see --mesh."
         ),
     ] = None,
+    stages: Annotated[
+        int | None, typer.Option(metavar="N", help="Ranks that share the layers of one replica, each with some blocks.")
+    ] = None,
+    pipeline_schedule: Annotated[
+        str | None,
+        typer.Option(metavar="1f1b|gpipe", help="Order of forwards and backwards in a pipeline; default: 1f1b."),
+    ] = None,
     batch: BatchOption = None,
     epochs: Annotated[int | None, typer.Option(help="Passes over the data; default: the task's.")] = None,
     steps: Annotated[int | None, typer.Option(help="Number of optimizer steps, instead of epochs.")] = None,

@@ -1,13 +1,17 @@
-"""Parameters of which each rank of a replica holds a slice: where it was cut, and how it becomes whole again.
+"""Parameters of which each rank of a replica holds a slice, or one rank holds all: how they become whole again.
 
-A slice is a plain tensor, so that optimizers, fused kernels and gradients know nothing of it; what it is a slice of is
-kept as an attribute of the parameter.
+What a rank holds is a plain tensor, so that optimizers, fused kernels and gradients know nothing of it; what it is a
+part of is kept as an attribute of the parameter. Of a parameter on another rank, a rank has an empty one on the meta
+device, with the same name and shape.
 """
 
 from __future__ import annotations
 
+import io
+from collections.abc import Mapping
 from dataclasses import dataclass
 from itertools import pairwise
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -16,6 +20,28 @@ from torch import nn
 from evenstep.distributed.world import World
 
 _ATTRIBUTE = "evenstep_slice"
+_BUFFERS = "evenstep_buffers"
+
+
+class Placement(Protocol):
+    """Where the numbers of a parameter or buffer are, of which this rank has a part, or none."""
+
+    @property
+    def ranks(self) -> World:
+        """Those of the replica."""
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Of the whole."""
+
+    def take(self, whole: torch.Tensor) -> torch.Tensor:
+        """What this rank holds of the whole."""
+
+    def join(self, local: torch.Tensor) -> torch.Tensor:
+        """The whole, on all ranks of the replica, which call this together."""
+
+    def state(self, own: Mapping[str, Any], shape: torch.Size) -> dict[str, Any]:
+        """What belongs to a parameter of this shape here (gradient, optimizer state), for the whole one; together."""
 
 
 def cuts(num: int, parts: int, unit: int = 1) -> list[range]:
@@ -72,20 +98,87 @@ class ParameterSlice:
             one.view(rows.dtype).view_as(padded)[:length].chunk(self.blocks)
             for one, length in zip(every, lengths, strict=True)
         ]
-        joined = torch.cat([torch.cat(of_block) for of_block in zip(*found, strict=True)])
-        return joined.movedim(0, self.dim).contiguous()
+        every_block = torch.cat([torch.cat(of_block) for of_block in zip(*found, strict=True)])
+        return every_block.movedim(0, self.dim).contiguous()
+
+    def state(self, own: Mapping[str, Any], shape: torch.Size) -> dict[str, Any]:
+        """Tensors of the slice's shape, joined."""
+        return {
+            key: self.join(one) if isinstance(one, torch.Tensor) and one.ndim and one.shape == shape else one
+            for key, one in own.items()
+        }
 
 
-def slice_of(tensor: torch.Tensor) -> ParameterSlice | None:
-    """What a parameter is a slice of; None for a whole one."""
-    found: ParameterSlice | None = getattr(tensor, _ATTRIBUTE, None)
+@dataclass(frozen=True)
+class OnStage:
+    """A parameter or buffer that one rank of a pipeline holds."""
+
+    ranks: World
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    owner: int
+    """The rank that holds it, among those of the replica."""
+
+    @property
+    def is_here(self) -> bool:
+        return self.ranks.rank == self.owner
+
+    def take(self, whole: torch.Tensor) -> torch.Tensor:
+        """All of it, or nothing."""
+        return whole if self.is_here else torch.empty(self.shape, dtype=self.dtype, device="meta")
+
+    def join(self, local: torch.Tensor) -> torch.Tensor:
+        """A copy on every rank."""
+        found: dict[str, torch.Tensor] = self._sent({"": local.detach().cpu()} if self.is_here else {})
+        return found[""]
+
+    def state(self, own: Mapping[str, Any], shape: torch.Size) -> dict[str, Any]:
+        """What its owner has of it."""
+        values = {key: one.detach().cpu() if isinstance(one, torch.Tensor) else one for key, one in own.items()}
+        return self._sent(values if self.is_here else {})
+
+    def _sent(self, values: dict[str, Any]) -> dict[str, Any]:
+        buffer = io.BytesIO()
+        # Copies: of a view, the tensor that it is a view of would be written.
+        torch.save({key: one.clone() if isinstance(one, torch.Tensor) else one for key, one in values.items()}, buffer)
+        lengths = self.ranks.gather(len(buffer.getvalue()) if self.is_here else 0)
+        sent = torch.zeros(lengths[self.owner], dtype=torch.uint8)
+        if self.is_here:
+            sent = torch.frombuffer(bytearray(buffer.getvalue()), dtype=torch.uint8)
+        dist.broadcast(sent, group=self.ranks.group, group_src=self.owner)
+        if self.is_here:
+            return values
+        found: dict[str, Any] = torch.load(io.BytesIO(sent.numpy().tobytes()), weights_only=True)
+        return found
+
+
+def slice_of(tensor: torch.Tensor) -> Placement | None:
+    """What a parameter is a part of; None for one that every rank has."""
+    found: Placement | None = getattr(tensor, _ATTRIBUTE, None)
     return found
 
 
-def slices_of(module: nn.Module) -> dict[str, ParameterSlice]:
-    """The parameters of a model that are slices, by all their names."""
+def slices_of(module: nn.Module) -> dict[str, Placement]:
+    """The parameters and buffers of a model that this rank has a part of, by all their names."""
     named = module.named_parameters(remove_duplicate=False)
-    return {name: part for name, weight in named if (part := slice_of(weight)) is not None}
+    buffers: dict[str, Placement] = vars(module).get(_BUFFERS, {})
+    return {**buffers, **{name: part for name, weight in named if (part := slice_of(weight)) is not None}}
+
+
+def place(module: nn.Module, name: str, part: OnStage) -> None:
+    """Keep a parameter, given by its name in the model, on its stage alone."""
+    prefix, _, last = name.rpartition(".")
+    owner = module.get_submodule(prefix)
+    weight: nn.Parameter = getattr(owner, last)
+    if not part.is_here:
+        weight = nn.Parameter(part.take(weight.detach()), weight.requires_grad)
+        setattr(owner, last, weight)
+    setattr(weight, _ATTRIBUTE, part)
+
+
+def place_buffer(module: nn.Module, name: str, part: OnStage) -> None:
+    """Remember on which stage a buffer is kept up to date."""
+    vars(module).setdefault(_BUFFERS, {})[name] = part
 
 
 def cut_parameter(module: nn.Module, name: str, part: ParameterSlice) -> None:
@@ -96,7 +189,13 @@ def cut_parameter(module: nn.Module, name: str, part: ParameterSlice) -> None:
     setattr(module, name, kept)
 
 
-def joined(tensor: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+def whole_state(weight: torch.Tensor, own: Mapping[str, Any]) -> Mapping[str, Any]:
     """A gradient, or optimizer state, of a weight, as it is for the whole weight; its ranks call this together."""
     part = slice_of(weight)
-    return tensor if part is None or tensor.shape != weight.shape or not tensor.ndim else part.join(tensor)
+    return own if part is None else part.state(own, weight.shape)
+
+
+def joined(weight: torch.Tensor) -> torch.Tensor:
+    """The whole of a weight; its ranks call this together."""
+    part = slice_of(weight)
+    return weight if part is None else part.join(weight)

@@ -60,6 +60,8 @@ class World:
     """Virtual replicas (`--virtual-replicas`), if the batch is cut into such."""
     ranks_per_replica: int = 1
     """Consecutive ranks that compute one replica together, and read the same samples."""
+    schedule: str = "1f1b"
+    """In which order the stages of a pipeline compute."""
     group: Any = None
     """The process group of these ranks; None: that of all."""
 

@@ -114,7 +114,7 @@ class ReplicaCheck:
 def _comparable(named: Iterator[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, torch.Tensor]]:
     # A sharded tensor has no replica to compare with.
     whole = ((name, one) for name, one in named if not is_sharded(one) and slice_of(one) is None)
-    return ((name, one) for name, one in whole if one.layout == torch.strided)
+    return ((name, one) for name, one in whole if one.layout == torch.strided and not one.is_meta)
 
 
 def _still_buffers(module: nn.Module, moving: set[str]) -> Iterator[tuple[str, torch.Tensor]]:

@@ -128,6 +128,9 @@ class DistributedModel:
         """Around a backward whose gradients count for nothing."""
         return NOTHING
 
+    schedule: Callable[[Any, Sequence[Any]], None] | None = None
+    """What runs the micro-batches of a step, where they overlap; None: each is finished before the next one begins."""
+
     def sum_trees(self, trees: Sequence[GradientTree], virtual: tuple[range, ...]) -> None:
         """Give the weights the sum of what each replica of this process, and of others, computed.
 

@@ -55,10 +55,16 @@ class Averages(Protocol):
 class Averaging:
     """Surrounds the last backward of a step."""
 
-    def __init__(self, channel: Averages, model: nn.Module, world: World) -> None:
+    def __init__(
+        self,
+        channel: Averages,
+        model: nn.Module,
+        world: World,
+        own: Sequence[tuple[str, nn.Parameter]] | None = None,
+    ) -> None:
         self._channel, self._world = channel, world
         self._is_broken = False
-        self._names, self._weights = zip(*trained(model), strict=True)
+        self._names, self._weights = zip(*(trained(model) if own is None else own), strict=True)
         self._is_plain = [weight.is_contiguous() for weight in self._weights]
         self._dtypes = [weight.dtype for weight in self._weights]
         self._kinds = [[i for i, one in enumerate(self._dtypes) if one == kind] for kind in dict.fromkeys(self._dtypes)]

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import nn
 
 from evenstep.distributed.devices import leave_default_stream
-from evenstep.distributed.slices import ParameterSlice, slice_of
+from evenstep.distributed.slices import ParameterSlice, Placement, slice_of, slices_of
 from evenstep.distributed.world import World
 from evenstep.errors import TaskError
 from evenstep.strategies.base import NOTHING, DistributedModel, LossModule, Sample
@@ -62,7 +62,7 @@ def _split(model: nn.Module, plan: SplitPlan, ranks: ReplicaRanks) -> None:
         split_inputs(_linear(model, target), ranks)
     for name, source in plan.dropouts.items():
         part, layer = slice_of(_linear(model, source).weight), model.get_submodule(name)
-        assert part is not None
+        assert isinstance(part, ParameterSlice)
         assert isinstance(layer, nn.Dropout)
         split_dropout(layer, part, ranks)
     for name in plan.attentions:
@@ -88,7 +88,7 @@ MOST_NAMES = 6
 def _described(model: nn.Module, plan: SplitPlan, total: int, num: int) -> list[str]:
     """What was split, and what stayed whole."""
     split = [*(f"{'+'.join(sources)} -> {target}" for sources, target in plan.pairs), *plan.attentions]
-    parts = [part for weight in model.parameters() if (part := slice_of(weight)) is not None]
+    parts = slices_of(model).values()
     share = sum(_size(part) for part in parts) / total
     lines = [f"tensor: {share:.0%} of the parameters are split over {num} ranks: {_few(split)}"]
     if plan.whole:
@@ -97,7 +97,7 @@ def _described(model: nn.Module, plan: SplitPlan, total: int, num: int) -> list[
     return lines
 
 
-def _size(part: ParameterSlice) -> int:
+def _size(part: Placement) -> int:
     return torch.Size(part.shape).numel()
 
 

@@ -248,7 +248,7 @@ def split_attention(layer: nn.MultiheadAttention, ranks: ReplicaRanks) -> None:
     out = layer.out_proj
     split_inputs(out, ranks, unit=layer.head_dim)
     part = slice_of(out.weight)
-    assert part is not None
+    assert isinstance(part, ParameterSlice)
     heads = range(part.own.start // layer.head_dim, part.own.stop // layer.head_dim)
     layer.num_heads = len(heads)
     vars(layer)["evenstep_heads"] = (heads, num_heads)

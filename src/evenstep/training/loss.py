@@ -98,7 +98,7 @@ class LossTotal:
         self._world = world
         self._scale = world.data_size
         """What strategies divide summed gradients by."""
-        self._can_be_whole = world.num_replicas == 1
+        self._can_be_whole = world.num_replicas == 1 and world.ranks_per_replica == 1
         """Whether a micro-batch with all samples is known to be the only one."""
         self._num_samples = num_samples
         self.parts: list[PartialLoss] = []
@@ -146,17 +146,17 @@ class LossTotal:
                 torch.cat([padded, *self.logs.known(padded)]) if self.logs.has_known else padded, self._world
             )
         # The losses are on the host already, where Python sums three numbers faster than torch.
-        pairs = [as_pair(part.amount.tolist(), part.micro_batch.num_samples) for part in self.parts]
+        counted = self.parts if self._world.counts else []
+        pairs = [as_pair(part.amount.tolist(), part.micro_batch.num_samples) for part in counted] or [[0.0, 0.0]]
         total, count = (math.fsum(column) for column in zip(*pairs, strict=True))
-        if not self._world.counts:
-            total, count = 0.0, 0.0
         numbers = [total, count, self.request_code, has_new, *self.logs.known_numbers()]
         return self._world.post(numbers) or HostCopy(torch.tensor(numbers, dtype=torch.float64), self._world)
 
     def own_pair(self) -> torch.Tensor:
         """[sum, count] of this process, on its device; zeros where another rank's are counted."""
-        own = torch.stack([part.pair() for part in self.parts]).sum(0)
-        return own if self._world.counts else torch.zeros_like(own)
+        if not self._world.counts:
+            return torch.zeros(2, dtype=torch.float64, device=self._world.device)
+        return torch.stack([part.pair() for part in self.parts]).sum(0)
 
     def read(self) -> float:
         """The mean loss of the global batch."""
@@ -359,6 +359,33 @@ class ReplicaBackward:
     models: tuple[DistributedModel, ...]
     totals: LossTotal
     context: LossContext
+
+    def computed(self, stage: Callable[..., Any], micro_batch: MicroBatch) -> Any:
+        """What a stage of a pipeline makes of a micro-batch, where the loss is computed on another rank."""
+        stands_in = NOTHING if micro_batch.num_samples else standing_in()
+        device = self.world.device
+        with on(device), self.context.on(0, micro_batch.num_samples), stands_in:
+            self.world.spans.begin(FORWARD)
+            with self.precision.autocast(device):
+                output = stage(self.loss, micro_batch.inputs)
+            self.world.spans.begin(BACKWARD)
+            return output
+
+    def staged(self, stage: Callable[..., Any], micro_batch: MicroBatch, sends: bool) -> Callable[[], None]:
+        """The loss of a micro-batch on the last stage of a pipeline; its backward is what is returned."""
+        stands_in = NOTHING if micro_batch.num_samples else standing_in()
+        device = self.world.device
+        with on(device), self.context.on(0, micro_batch.num_samples) as called, stands_in:
+            self.world.spans.begin(FORWARD)
+            with self.precision.autocast(device):
+                amount = stage(self.loss, micro_batch.inputs)
+            start, weight = self.totals.take(amount, micro_batch)
+            if called.logged:
+                self.totals.logs.take(called.logged, micro_batch.num_samples)
+            if sends:
+                self.totals.send()
+            self.world.spans.begin(BACKWARD)
+        return lambda: go_back(start, weight)
 
     def __call__(self, is_last: bool, replica: int, micro_batch: MicroBatch) -> None:
         device = self.world.devices[replica]

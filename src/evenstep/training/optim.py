@@ -24,7 +24,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from evenstep.checkpoint.state import is_sharded, sharded_like, whole
-from evenstep.distributed.slices import cuts, slice_of
+from evenstep.distributed.slices import ParameterSlice, cuts, slice_of
 from evenstep.distributed.world import World
 from evenstep.errors import TaskError
 from evenstep.internals import (
@@ -77,7 +77,7 @@ def refuse_sharded(optimizer: Optimizer, world: World) -> None:
     """
     weights = [weight for group in optimizer.param_groups for weight in group["params"]]
     sharded = next(filter(is_sharded, weights), None)
-    if world.ranks_per_replica > 1 and any(slice_of(weight) is not None for weight in weights):
+    if world.ranks_per_replica > 1 and any(isinstance(slice_of(weight), ParameterSlice) for weight in weights):
         _refuse_slices(optimizer, world)
     if sharded is None:
         return
@@ -274,7 +274,12 @@ def fuse(optimizer: torch.optim.Optimizer, model: nn.Module, *, is_exact: bool =
     groups = [optimizer.defaults, *optimizer.param_groups]
     if any(group.get(choice) for group in groups for choice in _CHOICES):
         return
-    weights = [weight for group in optimizer.param_groups for weight in group["params"]]
+    weights = [
+        weight
+        for group in optimizer.param_groups
+        for weight in group["params"]
+        if slice_of(weight) is None or not weight.is_meta
+    ]
     if not all(map(_fits, weights)):
         return
     # torch has no rule for what a fused SGD does with sharded weights.

@@ -89,9 +89,9 @@ class Scores:
                     return pair
 
             with on(device):
-                pair = as_pair_of_tensors(self._evaluate(predict))
-            # A replica without samples predicts a placeholder.
-            return pair if micro_batch.num_samples else None
+                found = self._evaluate(predict)
+            # A replica without samples predicts a placeholder; of several ranks that compute one, the last one has it.
+            return as_pair_of_tensors(found) if micro_batch.num_samples and team.world.counts else None
 
         found = []
         for index, per_replica in enumerate(batch.micro_batches):

@@ -189,6 +189,7 @@ def join_team(
     *,
     needs_group: bool,
     mesh: str | None = None,
+    schedule: str = "1f1b",
 ) -> Team:
     """The same; a process alone makes a process group only if that is needed."""
     _, size, _ = read_rank()
@@ -202,7 +203,7 @@ def join_team(
         world = replace(world, devices=world.devices[:1], delegated=world.devices[1:])
     arranged = arrange(mesh, STRATEGIES[chosen], size)
     if arranged is not None:
-        world = replace(world, ranks_per_replica=arranged.ranks_per_replica)
+        world = replace(world, ranks_per_replica=arranged.ranks_per_replica, schedule=schedule)
     seed_everything(seed)
     return Team(world, chosen, Precision(precision, world.device), seed)
 
@@ -385,6 +386,9 @@ class Team:
             from evenstep.training.virtual_replicas import VirtualBackward
 
             VirtualBackward(backward, batch, self.virtual_seeds, self._repeats).run()
+            return
+        if models[0].schedule is not None:
+            models[0].schedule(backward, [micro_batch for (micro_batch,) in batch.micro_batches])
             return
         for number, per_replica in enumerate(batch.micro_batches, 1):
             is_last = number == len(batch.micro_batches)

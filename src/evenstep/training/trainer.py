@@ -751,7 +751,12 @@ def perform(
     stop: all ranks agree on a step, save there, and raise Preempted. `make` makes another kind of Trainer.
     """
     set_up_torch(plan)
-    team = join_team(plan.strategy, plan.devices, plan.precision, plan.seed, needs_group=False, mesh=plan.mesh)
+    team = join_team(
+        *(plan.strategy, plan.devices, plan.precision, plan.seed),
+        needs_group=False,
+        mesh=plan.mesh,
+        schedule=plan.pipeline_schedule,
+    )
     if plan.virtual_replicas is not None:
         team = team.with_replicas(plan.virtual_replicas)
     team.world.communication.link = plan.link

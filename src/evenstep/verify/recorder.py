@@ -35,7 +35,7 @@ from evenstep.checkpoint import files
 from evenstep.checkpoint.state import Tensors, is_sharded
 from evenstep.data.nested import leaves
 from evenstep.distributed.process import read_rank
-from evenstep.distributed.slices import joined
+from evenstep.distributed.slices import joined, slices_of, whole_state
 from evenstep.internals import BatchNorm, DisableTorchFunction, global_generators, python_state, replace_function
 from evenstep.plan import Plan
 from evenstep.record import Record, Step
@@ -358,24 +358,29 @@ class Watch:
     def _before(self) -> None:
         if self._is_first:
             self._is_first = False
-            self._take("start", {name: joined(weight, weight) for name, weight in self._weights.items()})
-        gradients = {name: joined(w.grad, w) for name, w in self._weights.items() if w.grad is not None}
-        self._take("gradient", gradients)
+            self._take("start", {name: joined(weight) for name, weight in self._weights.items()})
+        gradients = {
+            name: whole_state(weight, {} if weight.grad is None else {"": weight.grad}).get("")
+            for name, weight in self._weights.items()
+        }
+        self._take("gradient", {name: one for name, one in gradients.items() if one is not None})
 
     def _take_model(self) -> None:
         assert self._module is not None
         self._is_taken = True
         # Of several models, some may have no optimizer.
         every = {**dict(self._module.named_parameters()), **self._weights}
-        self._take("weight", {name: joined(weight, weight) for name, weight in every.items()})
-        self._take("buffer", dict(self._module.named_buffers()))
+        self._take("weight", {name: joined(weight) for name, weight in every.items()})
+        slices = slices_of(self._module)
+        buffers = self._module.named_buffers()
+        self._take("buffer", {name: slices[name].join(one) if name in slices else one for name, one in buffers})
 
     def _after(self, optimizer: torch.optim.Optimizer) -> None:
         self._take_model()
         states = {
-            f"{name}/{key}": joined(value, weight)
+            f"{name}/{key}": value
             for name, weight in self._weights.items()
-            for key, value in optimizer.state.get(weight, {}).items()
+            for key, value in whole_state(weight, optimizer.state.get(weight, {})).items()
             if isinstance(value, torch.Tensor)
         }
         self._take("optimizer", states)

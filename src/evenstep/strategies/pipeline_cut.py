@@ -1,0 +1,234 @@
+"""Where a model is cut into the stages of a pipeline: between two blocks of a list that forward runs one after another.
+
+One computation of the loss is watched: which list of blocks is run in order, each with the output of the one before and
+no other tensor; which parameters are used before the first block, in each of them, and behind the last one; how long
+each block takes. A model that does not look like this is refused, with the reason.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from itertools import combinations, pairwise
+from typing import Any
+
+import torch
+from torch import nn
+from torch.overrides import TorchFunctionMode
+
+from evenstep.distributed.world import World
+from evenstep.errors import TaskError
+from evenstep.internals import tree_leaves
+from evenstep.strategies.base import Sample, copied
+
+BEFORE, BEHIND = -1, -2
+"""Where a parameter is used that is in no block."""
+
+
+@dataclass(frozen=True)
+class Cut:
+    """Which rank of a replica runs which part of a model."""
+
+    blocks: list[str]
+    """Names of the blocks, in order."""
+    stage_of: list[int]
+    """For each block."""
+    owners: dict[str, int]
+    """The stage of each parameter and buffer."""
+    arguments: list[tuple[tuple[Any, ...], dict[str, Any]]]
+    """What each block gets besides its input."""
+    before: list[str] = field(default_factory=list)
+    """Buffers that are used before the first block."""
+
+    def own(self, stage: int) -> list[int]:
+        """The blocks of a stage, by index."""
+        return [index for index, of_block in enumerate(self.stage_of) if of_block == stage]
+
+
+def find_cut(model: nn.Module, world: World, sample: Sample | None) -> Cut:
+    """The cut, which is the same on all ranks; they call this together."""
+    num = world.ranks_per_replica
+    if sample is None:
+        raise TaskError("pipeline needs a computation of the loss: team.wrap(model, lambda model: loss(model, data))")
+    lists = [name for name, one in model.named_modules() if _is_list(one) and len(list(one.children())) >= num]
+    if not lists:
+        raise TaskError(
+            f"pipeline cuts a model between blocks of an nn.Sequential or nn.ModuleList, and this has none of {num} or "
+            "more; put its blocks into one, use fewer --stages, or use fsdp"
+        )
+    problems: list[str] = []
+    for name in sorted(lists, key=lambda name: -_size(model.get_submodule(name))):
+        blocks = [f"{name}.{key}".lstrip(".") for key, _ in model.get_submodule(name).named_children()]
+        watched = BlockUses(copied(model), blocks)
+        with watched, torch.no_grad():
+            sample(watched.model)
+        found = world.gather([watched.problem(), watched.uses(), watched.seconds])
+        problem = next((one[0] for one in found if one[0]), None)
+        if problem is None:
+            return _made(model, blocks, found[0], watched, num)
+        problems.append(f"{name or 'the model'}: {problem}")
+    raise TaskError("pipeline cannot cut this model:\n" + "\n".join(problems[:3]) + "\nuse fsdp, or ddp")
+
+
+def _is_list(module: nn.Module) -> bool:
+    return type(module) in (nn.ModuleList, nn.Sequential)
+
+
+def _size(module: nn.Module) -> int:
+    return sum(weight.numel() for weight in module.parameters())
+
+
+def _made(model: nn.Module, blocks: list[str], found: Any, watched: BlockUses, num: int) -> Cut:
+    _, uses, seconds = found
+    weights = [_size(model.get_submodule(name)) for name in blocks]
+    outside = {BEFORE: 0, BEHIND: 0}
+    for name, weight in model.named_parameters():
+        if uses.get(name, BEFORE) in outside:
+            outside[uses.get(name, BEFORE)] += weight.numel()
+    costs = [
+        weight / max(1, _size(model)) + one / max(1e-9, sum(seconds))
+        for weight, one in zip(weights, seconds, strict=True)
+    ]
+    costs[0] += outside[BEFORE] / max(1, _size(model))
+    costs[-1] += outside[BEHIND] / max(1, _size(model))
+    stage_of = balanced(costs, num)
+    place = {BEFORE: 0, BEHIND: num - 1, **dict(enumerate(stage_of))}
+    # What nothing used stays with the first stage.
+    named = [name for name, _ in (*model.named_parameters(), *model.named_buffers())]
+    owners = {name: place[uses.get(name, BEFORE)] for name in named}
+    before = [name for name, _ in model.named_buffers() if uses.get(name) == BEFORE]
+    return Cut(blocks, stage_of, owners, watched.arguments, before)
+
+
+def balanced(costs: Sequence[float], num: int) -> list[int]:
+    """The stage of each block: consecutive blocks, of which the most expensive stage is as cheap as possible.
+
+    >>> balanced([1, 1, 1, 1, 4], 2), balanced([1, 1, 1], 3)
+    ([0, 0, 0, 0, 1], [0, 1, 2])
+    """
+    if len(costs) > 32:
+        return _by_shares(costs, num)
+
+    def most(ends: Sequence[int]) -> float:
+        edges = [0, *ends, len(costs)]
+        return max(sum(costs[start:stop]) for start, stop in pairwise(edges))
+
+    best = min(combinations(range(1, len(costs)), num - 1), key=most)
+    return [sum(index >= end for end in best) for index in range(len(costs))]
+
+
+def _by_shares(costs: Sequence[float], num: int) -> list[int]:
+    """Each block by where its middle lies; every stage gets one at least."""
+    total, passed, found = sum(costs), 0.0, []
+    for cost in costs:
+        found.append(min(num - 1, int((passed + cost / 2) / total * num)))
+        passed += cost
+    for stage in range(1, num):
+        found[stage:] = [max(stage if index == 0 else 0, one) for index, one in enumerate(found[stage:])]
+    return [
+        min(stage, num - (len(costs) - index)) if len(costs) - index < num else stage
+        for index, stage in enumerate(found)
+    ]
+
+
+class BlockUses(TorchFunctionMode):
+    """Inside, notes in which order blocks run, with what, and where parameters and buffers are used."""
+
+    def __init__(self, model: nn.Module, blocks: list[str]) -> None:
+        super().__init__()
+        self.model = model
+        self.seconds = [0.0] * len(blocks)
+        self.arguments: list[tuple[tuple[Any, ...], dict[str, Any]]] = []
+        self._blocks = blocks
+        self._num_calls = 0
+        self._is_running = False
+        self._inside: int | None = None
+        self._last: Any = None
+        self._problem: str | None = None
+        self._uses: dict[str, set[int]] = {}
+        named = (*model.named_parameters(), *model.named_buffers())
+        self._names = {id(one): name for name, one in named}
+        self._hooks = ExitStack()
+        self._began = 0.0
+
+    def __enter__(self) -> BlockUses:
+        for index, name in enumerate(self._blocks):
+            block = self.model.get_submodule(name)
+            before = block.register_forward_pre_hook(
+                lambda _, args, named, index=index: self._entered(index, args, named), with_kwargs=True
+            )
+            after = block.register_forward_hook(lambda _, args, out, index=index: self._left(index, out))
+            self._hooks.callback(before.remove)
+            self._hooks.callback(after.remove)
+        first = self.model.register_forward_pre_hook(lambda *_: self._called())
+        last = self.model.register_forward_hook(lambda *_: self._ended())
+        self._hooks.callback(first.remove)
+        self._hooks.callback(last.remove)
+        super().__enter__()  # type: ignore[no-untyped-call]
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        super().__exit__(*error)  # type: ignore[no-untyped-call]
+        self._hooks.close()
+
+    def _say(self, problem: str) -> None:
+        self._problem = self._problem or problem
+
+    def _called(self) -> None:
+        self._num_calls += 1
+        self._is_running = True
+        if self._num_calls > 1:
+            self._say("the loss calls the model more than once")
+
+    def _ended(self) -> None:
+        self._is_running = False
+
+    def _entered(self, index: int, args: tuple[Any, ...], named: dict[str, Any]) -> None:
+        if not self._is_running:
+            self._say("the loss runs its blocks without calling the model itself: write model(x)")
+        if len(self.arguments) != index:
+            self._say("its blocks do not run one after another, each once")
+        given = [one for one in tree_leaves((args[1:], named)) if isinstance(one, torch.Tensor)]
+        if not args or not isinstance(args[0], torch.Tensor) or given:
+            self._say("its blocks take other tensors than the output of the one before")
+        elif index and args[0] is not self._last:
+            self._say("something is computed between two of its blocks")
+        self.arguments.append((args[1:], dict(named)))
+        self._inside, self._began = index, time.perf_counter()
+
+    def _left(self, index: int, out: Any) -> None:
+        self.seconds[index] += time.perf_counter() - self._began
+        self._inside, self._last = None, out
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        result = func(*args, **(kwargs or {}))
+        if any(isinstance(one, torch.Tensor) for one in tree_leaves(result)):
+            for one in tree_leaves((args, kwargs)):
+                if id(one) in self._names:
+                    self._used(self._names[id(one)])
+        return result
+
+    def _used(self, name: str) -> None:
+        if not self._is_running:
+            self._say(f"{name} is used outside of forward")
+        where = self._inside
+        if where is None:
+            where = BEFORE if not self.arguments else BEHIND
+        self._uses.setdefault(name, set()).add(where)
+
+    def problem(self) -> str | None:
+        """Why the model cannot be cut between these blocks."""
+        several = [name for name, places in self._uses.items() if len(places) > 1]
+        if self._problem is None and len(self.arguments) != len(self._blocks):
+            return "its blocks do not run one after another, each once"
+        if self._problem is None and several:
+            return f"{several[0]} is used in several parts of the model, as tied weights are"
+        return self._problem
+
+    def uses(self) -> dict[str, int]:
+        """Where each parameter and buffer is used: the index of a block, before the first or behind the last."""
+        return {name: min(places) for name, places in self._uses.items()}

@@ -138,7 +138,10 @@ def part_of_mask(like: torch.Tensor, p: float, dim: int, own: range, width: int)
     """What dropout multiplies by; drawn for the whole width, on all ranks the same."""
     shape = list(like.shape)
     shape[dim] = width
-    return F.dropout(like.new_ones(shape), p).narrow(dim, own.start, len(own))
+    # In the order in which numbers lie in memory: that is the order in which torch draws them.
+    order = sorted(range(like.ndim), key=lambda one: -like.stride(one))
+    ones = like.new_ones([shape[one] for one in order]).permute([order.index(one) for one in range(like.ndim)])
+    return F.dropout(ones, p).narrow(dim, own.start, len(own))
 
 
 def split_dropout(layer: nn.Dropout, own: ParameterSlice, ranks: ReplicaRanks) -> None:
@@ -174,7 +177,8 @@ class PartAttention(nn.MultiheadAttention):
         queries, keys, values = self._projected(query, key, value)
         mask = self._mask(queries, keys, key_padding_mask, attn_mask)
         out, weights = self._attend(queries, keys, values, mask, need_weights)
-        out = self.out_proj(out.transpose(1, 2).flatten(2))
+        # Queries first, as torch's own lies in memory: dropout behind it draws in that order.
+        out = self.out_proj(out.permute(2, 0, 1, 3).flatten(2)).transpose(0, 1)
         if weights is not None:
             weights = self._of_all_heads(weights, average_attn_weights)
         if not is_batched:

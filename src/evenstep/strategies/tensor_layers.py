@@ -139,7 +139,7 @@ def part_of_mask(like: torch.Tensor, p: float, dim: int, own: range, width: int)
     shape = list(like.shape)
     shape[dim] = width
     # In the order in which numbers lie in memory: that is the order in which torch draws them.
-    order = sorted(range(like.ndim), key=lambda one: -like.stride(one))
+    order = sorted(range(like.ndim), key=lambda one: -like.stride()[one])
     ones = like.new_ones([shape[one] for one in order]).permute([order.index(one) for one in range(like.ndim)])
     return F.dropout(ones, p).narrow(dim, own.start, len(own))
 

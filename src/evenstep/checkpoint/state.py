@@ -13,7 +13,7 @@ from torch import nn
 from typing_extensions import TypeIs
 
 from evenstep.checkpoint.files import WEIGHTS, OptimizerState, State
-from evenstep.distributed.slices import Placement, slice_of, slices_of, whole_state
+from evenstep.distributed.slices import PartOfParameter, slice_of, slices_of, whole_state
 from evenstep.errors import CheckpointError, shorten
 from evenstep.sampling.rng import SORTED_UP_TO
 
@@ -71,7 +71,7 @@ def check_weights(module: nn.Module, path: str, allow_pickle: bool) -> None:
 
 
 def _matching(
-    loaded: Mapping[str, torch.Tensor], own: Tensors, source: str, slices: Mapping[str, Placement]
+    loaded: Mapping[str, torch.Tensor], own: Tensors, source: str, slices: Mapping[str, PartOfParameter]
 ) -> tuple[Tensors, str | None]:
     found, stripped = _matching_names(loaded, own)
     here, there = ({name: tuple(tensor.shape) for name, tensor in tensors.items()} for tensors in (own, found))

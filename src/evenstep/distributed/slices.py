@@ -23,7 +23,7 @@ _ATTRIBUTE = "evenstep_slice"
 _BUFFERS = "evenstep_buffers"
 
 
-class Placement(Protocol):
+class PartOfParameter(Protocol):
     """Where the numbers of a parameter or buffer are, of which this rank has a part, or none."""
 
     @property
@@ -134,8 +134,10 @@ class OnStage:
 
     def state(self, own: Mapping[str, Any], shape: torch.Size) -> dict[str, Any]:
         """What its owner has of it."""
-        values = {key: one.detach().cpu() if isinstance(one, torch.Tensor) else one for key, one in own.items()}
-        return self._sent(values if self.is_here else {})
+        here = own if self.is_here else {}
+        return self._sent(
+            {key: one.detach().cpu() if isinstance(one, torch.Tensor) else one for key, one in here.items()}
+        )
 
     def _sent(self, values: dict[str, Any]) -> dict[str, Any]:
         buffer = io.BytesIO()
@@ -152,16 +154,16 @@ class OnStage:
         return found
 
 
-def slice_of(tensor: torch.Tensor) -> Placement | None:
+def slice_of(tensor: torch.Tensor) -> PartOfParameter | None:
     """What a parameter is a part of; None for one that every rank has."""
-    found: Placement | None = getattr(tensor, _ATTRIBUTE, None)
+    found: PartOfParameter | None = getattr(tensor, _ATTRIBUTE, None)
     return found
 
 
-def slices_of(module: nn.Module) -> dict[str, Placement]:
+def slices_of(module: nn.Module) -> dict[str, PartOfParameter]:
     """The parameters and buffers of a model that this rank has a part of, by all their names."""
     named = module.named_parameters(remove_duplicate=False)
-    buffers: dict[str, Placement] = vars(module).get(_BUFFERS, {})
+    buffers: dict[str, PartOfParameter] = vars(module).get(_BUFFERS, {})
     return {**buffers, **{name: part for name, weight in named if (part := slice_of(weight)) is not None}}
 
 

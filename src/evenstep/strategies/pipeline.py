@@ -10,12 +10,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.utils._pytree import tree_map
 
 from evenstep.distributed.devices import leave_default_stream
 from evenstep.distributed.slices import OnStage, place, place_buffer
@@ -24,17 +23,40 @@ from evenstep.errors import TaskError
 from evenstep.internals import broadcast_coalesced, tree_leaves
 from evenstep.strategies.base import NOTHING, DistributedModel, LossModule, Sample
 from evenstep.strategies.ddp import SEND_BYTES, Averaging, send_from_rank_0, trained
-from evenstep.strategies.pipeline_cut import Cut, find_cut
+from evenstep.strategies.pipeline_cut import StageCut, find_cut
 from evenstep.strategies.single import Single
 from evenstep.strategies.tensor import GroupChannel
-
-if TYPE_CHECKING:
-    from evenstep.data.loader import MicroBatch
-    from evenstep.training.loss import ReplicaBackward
 
 HEADER = 12
 """Numbers that are sent before a tensor: its type, its dimensions."""
 TYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
+
+
+class StepTotals(Protocol):
+    """The loss of a global batch."""
+
+    is_late: bool
+
+    def send(self) -> None:
+        """Start the sum over ranks."""
+
+
+class StageBackward(Protocol):
+    """What a stage computes of a micro-batch, with everything that surrounds a loss."""
+
+    @property
+    def totals(self) -> StepTotals:
+        """Of the step."""
+
+    @property
+    def models(self) -> tuple[DistributedModel, ...]:
+        """The first one is trained."""
+
+    def computed(self, stage: Callable[..., Any], micro_batch: Any) -> Any:
+        """The output of a stage that is not the last."""
+
+    def staged(self, stage: Callable[..., Any], micro_batch: Any, sends: bool) -> Callable[[], None]:
+        """The loss on the last stage; returns its backward."""
 
 
 class Handed(BaseException):
@@ -96,7 +118,7 @@ class Neighbours:
 class StageModule(LossModule):
     """This rank's stage of a model; called as a loss module, it passes one batch through, for an evaluation."""
 
-    def __init__(self, model: nn.Module, cut: Cut, neighbours: Neighbours) -> None:
+    def __init__(self, model: nn.Module, cut: StageCut, neighbours: Neighbours) -> None:
         super().__init__(model)
         self._neighbours = neighbours
         ranks = neighbours.ranks
@@ -127,7 +149,7 @@ class StageModule(LossModule):
     def _on_meta(self, _: nn.Module, args: tuple[Any, ...], named: dict[str, Any]) -> Any:
         """What is computed before the first block is computed on another rank; here, only its shapes."""
         self._refuse_other_inputs(args, named)
-        return tree_map(lambda one: one.to("meta") if isinstance(one, torch.Tensor) else one, (args, named))
+        return _as_meta(args), _as_meta(named)
 
     def _refuse_other_inputs(self, *given: Any) -> None:
         tensors = [one for one in tree_leaves(given) if isinstance(one, torch.Tensor)]
@@ -168,6 +190,15 @@ class StageModule(LossModule):
         return {}
 
 
+def _as_meta(value: Any) -> Any:
+    """Shapes in place of tensors; what is neither a tensor, a list, a tuple nor a dict stays."""
+    if isinstance(value, torch.Tensor):
+        return value.to("meta")
+    if isinstance(value, dict):
+        return {name: _as_meta(one) for name, one in value.items()}
+    return type(value)(map(_as_meta, value)) if type(value) in (list, tuple) else value
+
+
 def _hand_over(given: torch.Tensor, *_: Any, **__: Any) -> torch.Tensor:
     raise Handed(given)
 
@@ -194,7 +225,7 @@ class Pipeline(Single):
         return PipelineModel(model, StageModule(model, cut, neighbours), world, cut)
 
 
-def _distribute(model: nn.Module, cut: Cut, ranks: World) -> None:
+def _distribute(model: nn.Module, cut: StageCut, ranks: World) -> None:
     """Keep the parameters of this rank's stage; those of others stay as names and shapes."""
     for name, weight in list(model.named_parameters()):
         place(model, name, OnStage(ranks, tuple(weight.shape), weight.dtype, cut.owners[name]))
@@ -208,7 +239,7 @@ def _distribute(model: nn.Module, cut: Cut, ranks: World) -> None:
 class PipelineModel(DistributedModel):
     """A stage on each rank; gradients are averaged over replicas after the last backward."""
 
-    def __init__(self, model: nn.Module, stage: StageModule, world: World, cut: Cut) -> None:
+    def __init__(self, model: nn.Module, stage: StageModule, world: World, cut: StageCut) -> None:
         super().__init__(model, [stage])
         self._stage, self._world = stage, world
         self._neighbours = stage._neighbours
@@ -234,7 +265,7 @@ class PipelineModel(DistributedModel):
     def follow_requires_grad(self) -> None:
         self._averaging = self._made()
 
-    def _run(self, backward: ReplicaBackward, micro_batches: Sequence[MicroBatch]) -> None:
+    def _run(self, backward: StageBackward, micro_batches: Sequence[Any]) -> None:
         """All micro-batches of a step; backwards run in their order, so that sums are those of accumulation."""
         steps = StageSteps(self._stage, self._neighbours, backward)
         with self.sync_gradients(is_last=True):
@@ -264,11 +295,11 @@ def order_of(world: World, num: int) -> Iterator[tuple[bool, int]]:
 class StageSteps:
     """Forwards and backwards of this stage in one step, each micro-batch in turn."""
 
-    def __init__(self, stage: StageModule, neighbours: Neighbours, backward: ReplicaBackward) -> None:
+    def __init__(self, stage: StageModule, neighbours: Neighbours, backward: StageBackward) -> None:
         self._stage, self._neighbours, self._backward = stage, neighbours, backward
         self._waiting: list[tuple[torch.Tensor | None, Any]] = []
 
-    def forward(self, micro_batch: MicroBatch, is_last: bool) -> None:
+    def forward(self, micro_batch: Any, is_last: bool) -> None:
         """Receive, compute, send."""
         received = None if self._stage.is_first else self._neighbours.receive(1).requires_grad_()
         if self._stage.is_last:
@@ -299,7 +330,7 @@ class StageSteps:
 MOST_BLOCKS = 8
 
 
-def _described(cut: Cut, model: nn.Module) -> list[str]:
+def _described(cut: StageCut, model: nn.Module) -> list[str]:
     sizes: dict[int, int] = {}
     for name, weight in model.named_parameters():
         sizes[cut.owners[name]] = sizes.get(cut.owners[name], 0) + weight.numel()

@@ -11,7 +11,7 @@ import time
 from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
-from itertools import combinations, pairwise
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -28,7 +28,7 @@ BEFORE, BEHIND = -1, -2
 
 
 @dataclass(frozen=True)
-class Cut:
+class StageCut:
     """Which rank of a replica runs which part of a model."""
 
     blocks: list[str]
@@ -47,7 +47,7 @@ class Cut:
         return [index for index, of_block in enumerate(self.stage_of) if of_block == stage]
 
 
-def find_cut(model: nn.Module, world: World, sample: Sample | None) -> Cut:
+def find_cut(model: nn.Module, world: World, sample: Sample | None) -> StageCut:
     """The cut, which is the same on all ranks; they call this together."""
     num = world.ranks_per_replica
     if sample is None:
@@ -80,7 +80,7 @@ def _size(module: nn.Module) -> int:
     return sum(weight.numel() for weight in module.parameters())
 
 
-def _made(model: nn.Module, blocks: list[str], found: Any, watched: BlockUses, num: int) -> Cut:
+def _made(model: nn.Module, blocks: list[str], found: Any, watched: BlockUses, num: int) -> StageCut:
     _, uses, seconds = found
     weights = [_size(model.get_submodule(name)) for name in blocks]
     outside = {BEFORE: 0, BEHIND: 0}
@@ -99,7 +99,7 @@ def _made(model: nn.Module, blocks: list[str], found: Any, watched: BlockUses, n
     named = [name for name, _ in (*model.named_parameters(), *model.named_buffers())]
     owners = {name: place[uses.get(name, BEFORE)] for name in named}
     before = [name for name, _ in model.named_buffers() if uses.get(name) == BEFORE]
-    return Cut(blocks, stage_of, owners, watched.arguments, before)
+    return StageCut(blocks, stage_of, owners, watched.arguments, before)
 
 
 def balanced(costs: Sequence[float], num: int) -> list[int]:
@@ -108,29 +108,17 @@ def balanced(costs: Sequence[float], num: int) -> list[int]:
     >>> balanced([1, 1, 1, 1, 4], 2), balanced([1, 1, 1], 3)
     ([0, 0, 0, 0, 1], [0, 1, 2])
     """
-    if len(costs) > 32:
-        return _by_shares(costs, num)
-
-    def most(ends: Sequence[int]) -> float:
-        edges = [0, *ends, len(costs)]
-        return max(sum(costs[start:stop]) for start, stop in pairwise(edges))
-
-    best = min(combinations(range(1, len(costs)), num - 1), key=most)
-    return [sum(index >= end for end in best) for index in range(len(costs))]
-
-
-def _by_shares(costs: Sequence[float], num: int) -> list[int]:
-    """Each block by where its middle lies; every stage gets one at least."""
-    total, passed, found = sum(costs), 0.0, []
-    for cost in costs:
-        found.append(min(num - 1, int((passed + cost / 2) / total * num)))
-        passed += cost
-    for stage in range(1, num):
-        found[stage:] = [max(stage if index == 0 else 0, one) for index, one in enumerate(found[stage:])]
-    return [
-        min(stage, num - (len(costs) - index)) if len(costs) - index < num else stage
-        for index, stage in enumerate(found)
-    ]
+    total = [0.0, *accumulate(costs)]
+    # For each number of blocks: the cost of its most expensive stage, and where stages begin.
+    best: dict[int, tuple[float, tuple[int, ...]]] = {end: (total[end], ()) for end in range(1, len(total))}
+    for _ in range(num - 1):
+        best = {
+            end: min((max(most, total[end] - total[start]), (*starts, start)) for start, (most, starts) in found)
+            for end in range(1, len(total))
+            if (found := [(start, one) for start, one in best.items() if start < end])
+        }
+    _, starts = best[len(costs)]
+    return [sum(index >= start for start in starts) for index in range(len(costs))]
 
 
 class BlockUses(TorchFunctionMode):

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import nn
 
 from evenstep.distributed.devices import leave_default_stream
-from evenstep.distributed.slices import ParameterSlice, Placement, slice_of, slices_of
+from evenstep.distributed.slices import ParameterSlice, PartOfParameter, slice_of, slices_of
 from evenstep.distributed.world import World
 from evenstep.errors import TaskError
 from evenstep.strategies.base import NOTHING, DistributedModel, LossModule, Sample
@@ -97,7 +97,7 @@ def _described(model: nn.Module, plan: SplitPlan, total: int, num: int) -> list[
     return lines
 
 
-def _size(part: Placement) -> int:
+def _size(part: PartOfParameter) -> int:
     return torch.Size(part.shape).numel()
 
 

@@ -1,0 +1,126 @@
+"""Runs of split models: resumed under other strategies, and mistakes in them that `verify` finds."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from evenstep.plan import Plan
+from tests.fleet import bits_of, furthest, newest_weights, run_jobs
+
+KEY = "gpt4/adamw/pair"
+STEPS = 9
+
+
+def plan(strategy: str, size: int = 1, resume: Path | None = None, accumulate: int = 1) -> Plan:
+    first = Plan(
+        strategy=strategy,
+        devices=("cpu",) * size,
+        batch=10,
+        steps=STEPS,
+        precision="fp64",
+        clip=0.5,
+        threads=1,
+        accumulate=accumulate,
+        checkpoint_every=2,
+        keep=9,
+    )
+    return first if resume is None else replace(first, resume=str(resume))
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_a_run_goes_on_under_other_strategies(tmp_path: Path) -> None:
+    def saved(name: str, step: int) -> Path:
+        return tmp_path / name / "checkpoints" / f"step-{step:08d}"
+
+    run_jobs(tmp_path, 1, [("whole", plan("single"), KEY)])
+    jobs = [
+        ("tensor", plan("tensor", 2, saved("whole", 2)), KEY),
+        ("pipeline", plan("pipeline", 2, saved("tensor", 4), accumulate=2), KEY),
+        ("fsdp", plan("fsdp", 2, saved("pipeline", 6)), KEY),
+        ("tensor-again", plan("tensor", 2, saved("fsdp", 8)), KEY),
+    ]
+    run_jobs(tmp_path, 2, jobs)
+    (tmp_path / "end").mkdir()
+    run_jobs(tmp_path / "end", 1, [("single", plan("single", 1, saved("pipeline", 8)), KEY)])
+    reference = newest_weights(tmp_path / "whole")
+    for name in ("tensor", "pipeline", "fsdp", "tensor-again", "end/single"):
+        assert furthest(newest_weights(tmp_path / name), reference) < 1e-9, name
+    ours, theirs = bits_of(tmp_path / "pipeline"), bits_of(tmp_path / "whole")
+    assert ours.keys() == theirs.keys()
+
+
+MISTAKES = {
+    "bias": """
+        def forward(self, input):
+            return tensor_layers.summed(F.linear(input, self.weight, self.bias), self.evenstep_ranks)
+        tensor_layers.RowLinear.forward = forward
+    """,
+    "norm": """
+        optim._norm_of_slices = lambda weights, ranks: nn.utils.get_total_norm([one.grad for one in weights])
+    """,
+    "loss": """
+        take = loss.LossTotal.take
+        loss.LossTotal.take = lambda *given: (lambda start, weight: (start, 2 * weight))(*take(*given))
+    """,
+}
+STRATEGY = """
+import textwrap
+
+from torch import nn
+from torch.nn import functional as F
+
+from evenstep.strategies import tensor_layers
+from evenstep.strategies.tensor import Tensor
+from evenstep.training import loss, optim
+
+
+class Spoilt(Tensor):
+    def wrap(self, model, world, sample=None):
+        if world.size > 1:
+            exec(textwrap.dedent(MISTAKE), globals())
+        return super().wrap(model, world, sample)
+
+
+MISTAKE = {mistake!r}
+"""
+TASK = """
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from evenstep import Task
+from evenstep.strategy_facts import STRATEGIES, add_strategy
+from dataclasses import replace
+
+add_strategy(replace(STRATEGIES["tensor"], name="spoilt", location="spoilt:Spoilt", size_flag=""))
+
+
+def task():
+    x = torch.randn(96, 8, generator=torch.Generator().manual_seed(3))
+    y = (x.sum(1) > 0).long()
+    return Task(
+        model=lambda: nn.Sequential(nn.Linear(8, 12), nn.Tanh(), nn.Linear(12, 4)),
+        train=(x[:64], y[:64]), valid=(x[64:], y[64:]),
+        loss=lambda model, batch: F.cross_entropy(model(batch[0]), batch[1]),
+        optimizer=lambda parameters: torch.optim.SGD(parameters, lr=0.1), batch=16, clip=0.1,
+    )
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("mistake", ["", *MISTAKES])
+def test_verify_finds_mistakes_in_tensor_parallelism(tmp_path: Path, mistake: str) -> None:
+    (tmp_path / "spoilt.py").write_text(STRATEGY.replace("{mistake!r}", repr(MISTAKES.get(mistake, ""))))
+    (tmp_path / "my_task.py").write_text(TASK)
+    command = [sys.executable, "-m", "evenstep", "verify", "my_task.py", "--strategies", "spoilt", "--devices", "2"]
+    done = subprocess.run([*command, "--json"], cwd=tmp_path, capture_output=True, text=True, timeout=500)
+    assert done.returncode == (1 if mistake else 0), done.stdout + done.stderr
+    assert json.loads(done.stdout)["is_same"] is not bool(mistake)

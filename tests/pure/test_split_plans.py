@@ -1,0 +1,189 @@
+"""What tensor parallelism splits, where a pipeline is cut, and what both refuse; no processes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from evenstep.distributed.slices import ParameterSlice, cuts
+from evenstep.distributed.world import World
+from evenstep.errors import PlanError, TaskError
+from evenstep.mesh import arrange, take_sizes
+from evenstep.plan import Plan
+from evenstep.strategies.pipeline import order_of
+from evenstep.strategies.pipeline_cut import balanced, find_cut
+from evenstep.strategies.tensor_plan import SplitPlan, plan_of
+from evenstep.strategy_facts import STRATEGIES
+from tests.small_tasks import Encoder, Gated, Tied, decayed_loss, mlp, tied_loss, vectors
+
+HALF = World(0, 1, (torch.device("cpu"),), ranks_per_replica=2)
+BATCH = vectors(6, torch.Generator().manual_seed(0))
+
+
+def mean(model: nn.Module, batch: Any) -> torch.Tensor:
+    return F.cross_entropy(model(batch[0]), batch[1])
+
+
+def planned(model: nn.Module, loss: Callable[..., Any] = mean) -> SplitPlan:
+    return plan_of(model, HALF, lambda copy: loss(copy, BATCH))
+
+
+def test_gates_are_split_and_a_packed_linear_stays_whole() -> None:
+    plan = planned(Gated())
+    assert plan.pairs == [(("gate", "up"), "down")]
+    assert plan.dropouts == {"dropout": "gate"}
+    assert set(plan.whole) == {"packed", "out"}
+
+
+def test_attention_and_the_pair_of_an_encoder_are_split() -> None:
+    tokens = torch.randint(0, 11, (3, 8))
+    plan = plan_of(Encoder(), HALF, lambda model: model(tokens).sum())
+    assert plan.attentions == [f"encoder.layers.{layer}.self_attn" for layer in range(2)]
+    assert plan.pairs == [
+        ((f"encoder.layers.{layer}.linear1",), f"encoder.layers.{layer}.linear2") for layer in range(2)
+    ]
+
+
+def test_weights_that_are_shared_or_used_outside_stay_whole() -> None:
+    assert planned(mlp(), decayed_loss).pairs == []
+    assert planned(Tied(), tied_loss).pairs == []
+
+
+def test_without_a_sample_a_sequential_is_read() -> None:
+    model = nn.Sequential(
+        nn.Linear(4, 8), nn.GELU(), nn.Dropout(0.1), nn.Linear(8, 4), nn.LayerNorm(4), nn.Linear(4, 2)
+    )
+    plan = plan_of(model, HALF, None)
+    assert (plan.pairs, plan.dropouts) == ([(("0",), "3")], {"2": "0"})
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"gaet": "colwise"}, "has 'gaet', and no layer has that name"),
+        ({"gate": "colwise", "up": "sideways"}, "'sideways', which evenstep does not know"),
+        ({"gate": "colwise"}, "splits gate by columns, and nothing beside it by rows"),
+        ({"dropout": "colwise"}, "splits dropout, a Dropout; nn.Linear alone is split"),
+    ],
+)
+def test_a_plan_of_the_model_is_checked(given: dict[str, str], message: str) -> None:
+    model = Gated()
+    model._tp_plan = given
+    with pytest.raises(TaskError, match=message):
+        planned(model)
+
+
+def test_a_plan_of_the_model_is_used() -> None:
+    model = Gated()
+    model._tp_plan = {"gate": "colwise", "up": "colwise", "down": "rowwise"}
+    assert planned(model).pairs == [(("gate", "up"), "down")]
+
+
+class Blocks(nn.Module):
+    def __init__(self, what: str) -> None:
+        super().__init__()
+        self.what = what
+        self.blocks = nn.ModuleList(nn.Linear(20, 20) for _ in range(4))
+        self.out = nn.Linear(20, 5)
+        if what == "tied":
+            self.blocks[3].weight = self.blocks[0].weight
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks:
+            x = torch.tanh(block(x)) if self.what == "between" else block(x)
+        return self.out(x)
+
+
+def twice(model: nn.Module, batch: Any) -> torch.Tensor:
+    return mean(model, batch) + model(-batch[0]).mean()
+
+
+@pytest.mark.parametrize(
+    ("model", "loss", "message"),
+    [
+        (Blocks("tied"), mean, "weight is used in several parts of the model, as tied weights are"),
+        (Blocks("between"), mean, "something is computed between two of its blocks"),
+        (Blocks(""), twice, "the loss calls the model more than once"),
+        (Blocks(""), decayed_loss, "is used outside of forward"),
+        (nn.Linear(20, 5), mean, "has none of 2 or more"),
+    ],
+)
+def test_a_model_that_cannot_be_cut_is_refused(model: nn.Module, loss: Callable[..., Any], message: str) -> None:
+    with pytest.raises(TaskError, match=message):
+        find_cut(model, HALF, lambda copy: loss(copy, BATCH))
+
+
+def test_a_model_is_cut_between_blocks() -> None:
+    cut = find_cut(Blocks(""), HALF, lambda copy: mean(copy, BATCH))
+    assert cut.blocks == [f"blocks.{index}" for index in range(4)]
+    assert (cut.stage_of[0], cut.stage_of[-1], cut.owners["out.weight"]) == (0, 1, 1)
+    assert cut.stage_of == sorted(cut.stage_of)
+
+
+@pytest.mark.parametrize("num", [1, 2, 3, 7])
+@pytest.mark.parametrize("schedule", ["1f1b", "gpipe"])
+def test_each_micro_batch_goes_forward_and_back_once_in_order(num: int, schedule: str) -> None:
+    for rank in range(4):
+        world = World(rank, 4, (torch.device("cpu"),), ranks_per_replica=4, schedule=schedule)
+        steps = list(order_of(world, num))
+        assert [index for is_forward, index in steps if is_forward] == list(range(num))
+        assert [index for is_forward, index in steps if not is_forward] == list(range(num))
+        ahead = [sum(1 if is_forward else -1 for is_forward, _ in steps[: end + 1]) for end in range(len(steps))]
+        assert max(ahead) == (num if schedule == "gpipe" else min(num, 4 - rank))
+
+
+def test_blocks_are_balanced() -> None:
+    assert balanced([1.0] * 40, 4) == [index // 10 for index in range(40)]
+    assert balanced([5, 1, 1, 1], 2) == [0, 1, 1, 1]
+
+
+@pytest.mark.parametrize(("dim", "unit", "blocks"), [(0, 1, 1), (1, 2, 1), (0, 2, 3)])
+def test_slices_of_all_ranks_are_the_whole(dim: int, unit: int, blocks: int) -> None:
+    whole = torch.randn(12, 10)
+    size = whole.shape[dim] // blocks
+    found = []
+    for rank in range(2):
+        ranks = World(rank, 2, (torch.device("cpu"),))
+        found.append(ParameterSlice(ranks, tuple(whole.shape), dim, unit, blocks).take(whole).chunk(blocks, dim))
+    joined = torch.cat([part for of_block in zip(*found, strict=True) for part in of_block], dim)
+    assert torch.equal(joined, whole)
+    assert sum(map(len, cuts(size, 2, unit))) == size
+
+
+def test_a_mesh_is_arranged_and_checked() -> None:
+    facts = STRATEGIES["tensor"]
+    assert str(arrange("tensor=2", facts, 8)) == "data=4,tensor=2"
+    assert str(arrange("data=2", facts, 8)) == "data=2,tensor=4"
+    for text, message in {
+        "tensor=3": "is for a multiple of 3 ranks, and there are 8",
+        "data=2,tensor=2": "is for as many 4 ranks, and there are 8",
+        "tensor=2,tensor=2": "is not an axis and its size",
+        "pipeline=2": "the axes of tensor are data and tensor",
+        "tensor=0": "is not an axis and its size",
+    }.items():
+        with pytest.raises(PlanError, match=message):
+            arrange(text, facts, 8)
+    with pytest.raises(PlanError, match="ddp has one axis alone"):
+        Plan(batch=8, steps=1, strategy="ddp", devices=("cpu",) * 2, mesh="tensor=2")
+
+
+def test_shards_and_stages_are_a_mesh() -> None:
+    choices: dict[str, Any] = {"shards": 2, "stages": None, "strategy": None}
+    take_sizes(choices)
+    assert choices == {"strategy": "tensor", "mesh": "tensor=2"}
+    with pytest.raises(PlanError, match="--stages is for --strategy pipeline, and tensor was given"):
+        take_sizes({"stages": 2, "strategy": "tensor"})
+    with pytest.raises(PlanError, match="--shards 2 is --mesh tensor=2; give one of them"):
+        take_sizes({"shards": 2, "mesh": "tensor=2"})
+
+
+def test_a_batch_is_divided_by_replicas_not_by_ranks() -> None:
+    plan = Plan(batch=8, steps=1, strategy="pipeline", devices=("cpu",) * 4, mesh="pipeline=2", accumulate=4)
+    assert (plan.num_replicas, plan.num_parts) == (2, 2)
+    with pytest.raises(PlanError, match="too small for 2 replicas x 5 micro-batches; use --batch 10 or more"):
+        Plan(batch=8, steps=1, strategy="pipeline", devices=("cpu",) * 4, mesh="pipeline=2", accumulate=5)

@@ -42,7 +42,9 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
     jobs = [(label, replace(PLAN, link=link), TASK) for label, link in links.items()]
     resumed = [(name(link, "resumed"), replace(PLAN, link=link, resume=str(cut(folder, link))), TASK) for link in LINKS]
     pairs = [("pairs", replace(PLAN, link="local:4"), "mlp/sgd/pair")]
-    run_jobs(folder, 2, [*jobs, *resumed, *pairs])
+    # Last: what checks collectives stays in a process. Without shared memory, there is something for auto to plan.
+    auto = [("auto", replace(PLAN, link="auto", check_collectives=True), TASK)]
+    run_jobs(folder, 2, [*jobs, *resumed, *pairs, *auto])
     return folder
 
 
@@ -52,6 +54,12 @@ def cut(folder: Path, link: str) -> Path:
 
 def test_local_steps_of_one_are_ddp_to_the_bit(trained: Path) -> None:
     assert bits_of(trained / "local-1") == bits_of(trained / "plain")
+
+
+def test_plans_that_auto_tries_between_single_ranks_are_exact(trained: Path) -> None:
+    plain, auto = result(trained, "plain"), result(trained, "auto")
+    assert furthest(auto.weights, plain.weights) < 1e-9
+    assert auto.record.losses == pytest.approx(plain.record.losses, rel=1e-9)
 
 
 @pytest.mark.parametrize(

@@ -313,6 +313,11 @@ def normed_cnn() -> nn.Module:
     )
 
 
+def spectral() -> nn.Module:
+    """A layer whose forward changes a buffer, and computes with it."""
+    return nn.Sequential(nn.utils.parametrizations.spectral_norm(nn.Linear(20, 32)), nn.Tanh(), nn.Linear(32, 5))
+
+
 def dropped() -> nn.Module:
     return nn.Sequential(nn.Linear(20, 32), nn.Dropout(0.5), nn.Linear(32, 5))
 
@@ -378,6 +383,7 @@ DATA = {
     "norm": vectors,
     "norm_cnn": pictures,
     "drop": vectors,
+    "spectral": vectors,
 }
 BUILDERS = {
     "averaged": Averaged,
@@ -399,6 +405,7 @@ BUILDERS = {
     "norm": normed,
     "norm_cnn": normed_cnn,
     "drop": dropped,
+    "spectral": spectral,
 }
 LOSS = {
     ("mlp", "mean"): mean_loss,
@@ -408,6 +415,7 @@ LOSS = {
     ("norm", "mean"): mean_loss,
     ("norm_cnn", "mean"): mean_loss,
     ("drop", "mean"): mean_loss,
+    ("spectral", "mean"): mean_loss,
     ("averaged", "mean"): mean_loss,
     ("experts", "mean"): mean_loss,
     ("experts", "pair"): pair_loss,

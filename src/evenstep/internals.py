@@ -211,7 +211,15 @@ def num_items_in_batch(trainer: Any, batch: Any, device: torch.device) -> torch.
     return found
 
 
-# FSDP.
+# DTensor and FSDP.
+
+
+def global_offset(shape: Any, mesh: Any, placements: Any) -> tuple[int, ...]:
+    """Where the part of a sharded tensor begins that this rank holds."""
+    from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+
+    found: tuple[int, ...] = compute_local_shape_and_global_offset(shape, mesh, placements)[1]
+    return found
 
 
 def fsdp_groups(root: nn.Module) -> list[tuple[str, Any, Any]]:

@@ -126,6 +126,8 @@ class Plan:
     compile: bool = False
     fast: FastName = "auto"
     channels_last: bool = False
+    checkpoint_activations: bool = False
+    """Blocks compute their activations again in backward, instead of keeping them."""
     sync_batchnorm: bool = False
     allow_pickle: bool = False
     restarts: Restarts = 0
@@ -167,6 +169,7 @@ class Plan:
         self._check_replicas()
         self._check_link()
         self._check_micro()
+        self._check_recomputed()
         self._check_cut()
         check_name(self.name)
 
@@ -364,6 +367,26 @@ class Plan:
             )
         if self.shares == AUTO:
             raise PlanError("--micro auto needs to know the share of each device; give numbers, such as --shares 5,3")
+
+    def _check_recomputed(self) -> None:
+        if not self.checkpoint_activations:
+            return
+        if self.compile:
+            raise PlanError(
+                "--compile decides what backward computes again, and does not trace the blocks of "
+                "--checkpoint-activations; leave one out"
+            )
+        if self.statistics is not None:
+            raise PlanError(
+                "--statistics looks at the output of every layer, of which --checkpoint-activations computes some "
+                "twice; leave one out"
+            )
+        if not self._facts.processes_per_device and self.devices.count("cpu") > 1:
+            raise PlanError(
+                f"replicas of {self.strategy} on CPUs draw from one random generator at the same time, so that "
+                "--checkpoint-activations could not repeat what dropout drew; use --strategy "
+                f"{with_processes()}"
+            )
 
     @property
     def num_parts(self) -> int:

@@ -15,7 +15,7 @@ from torch.optim import Optimizer
 from transformers.optimization import Adafactor as HuggingFaceAdafactor
 
 import evenstep
-from evenstep.checkpoint.state import weights
+from evenstep.checkpoint.state import weights, whole
 from evenstep.errors import TaskError
 
 STEPS = 8
@@ -122,7 +122,8 @@ def together(name: str, team: evenstep.Team) -> dict[str, torch.Tensor]:
         for batch in loader:
             team.backward(loss, spread, batch)
             team.step(optimizer)
-    return weights(spread.module, keep=True)
+    found = {name: whole(value, keep=True) for name, value in weights(spread.module).items()}
+    return {name: value for name, value in found.items() if value is not None}
 
 
 def outcome(name: str, team: evenstep.Team) -> str | float:

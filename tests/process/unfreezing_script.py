@@ -9,7 +9,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import evenstep
-from evenstep.checkpoint.state import weights
+from evenstep.checkpoint.state import weights, whole
 from evenstep.distributed.collectives import check_collectives
 
 out, strategy = Path(sys.argv[1]), sys.argv[2]
@@ -36,6 +36,6 @@ for epoch, layers in enumerate([("0", "4"), ("2", "4"), ("0", "2", "4"), ("0",)]
     for batch in team.loader(data, batch=9 + epoch):
         team.backward(lambda model, batch: F.cross_entropy(model(batch[0]), batch[1]), model, batch)
         team.step(optimizer)
-found = weights(model.module, keep=team.world.is_main)
+found = {name: whole(value, keep=True) for name, value in weights(model.module).items()}
 if team.world.is_main:
     save_file(found, out)

@@ -48,7 +48,7 @@ MAY_IMPORT = {
     "distributed": {*VALUES, "internals"},
     "profiling": {*VALUES, "internals", "distributed"},
     "data": {*VALUES, "internals", "sampling", "distributed"},
-    "checkpoint": {*VALUES, "sampling", "distributed"},
+    "checkpoint": {*VALUES, "internals", "sampling", "distributed"},
     "strategies": {*VALUES, "internals", "distributed"},
     "monitor": {*VALUES, "internals", "distributed", "data", "checkpoint", "strategies"},
     "trackers": {*VALUES, "report"},

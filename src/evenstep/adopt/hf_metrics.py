@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from evenstep.checkpoint.state import is_sharded
+from evenstep.checkpoint.shards import is_sharded
 
 PADDING = -100
 """What a Trainer fills shorter sequences up with."""

@@ -9,11 +9,11 @@ from pathlib import Path
 from typing import Any, Literal, TypeAlias, get_args
 
 import torch
-from safetensors.torch import load_file, save_file
 
 from evenstep.checkpoint import files
 from evenstep.checkpoint.readme import README, write_readme
-from evenstep.checkpoint.state import Tensors, load_weights
+from evenstep.checkpoint.state import load_weights
+from evenstep.checkpoint.tensor_files import StoredTensor, TensorFile, stored_tensors
 from evenstep.errors import CheckpointError, TaskError, shorten
 from evenstep.plan import IN_THIS_PROCESS, Plan
 from evenstep.schema import check_choice
@@ -22,6 +22,7 @@ from evenstep.task import Task, TaskFunction, call_task, find_task, moved_spec, 
 Format = Literal["safetensors", "torch", "hf"]
 FORMATS: tuple[str, ...] = get_args(Format)
 AnyTask: TypeAlias = "str | TaskFunction | Task | None"
+Stored: TypeAlias = dict[str, StoredTensor]
 
 
 def load_model(where: str | Path, task: AnyTask = None, instead: str = "") -> Any:
@@ -54,7 +55,7 @@ def _named_task(plan: Plan | None, path: Path, instead: str) -> str:
     return spec
 
 
-def _of_model(key: str, weights: Tensors) -> Tensors:
+def _of_model(key: str, weights: Stored) -> Stored:
     """The weights of one of several models, whose names begin with its key."""
     if not key:
         return weights
@@ -66,7 +67,9 @@ def export(where: str | Path, to: str, folder: Path, task: AnyTask = None) -> li
     check_choice("format", to, FORMATS, CheckpointError)
     writers: dict[str, Callable[[Path], Any]] = {
         "safetensors": lambda beside: _write_safetensors(where, beside),
-        "torch": lambda beside: torch.save(_weights(where), beside / "model.pt"),
+        "torch": lambda beside: torch.save(
+            {name: one.read() for name, one in _weights(where).items()}, beside / "model.pt"
+        ),
         "hf": lambda beside: _write_pretrained(where, task, folder, beside),
     }
     beside = folder.with_name(f".{folder.name}.{os.getpid()}")
@@ -81,19 +84,19 @@ def export(where: str | Path, to: str, folder: Path, task: AnyTask = None) -> li
         shutil.rmtree(beside, ignore_errors=True)
 
 
-def _weights(where: str | Path) -> Tensors:
+def _weights(where: str | Path) -> Stored:
     path, _ = files.find(str(where))
     return _evaluated_weights(path)
 
 
-def _evaluated_weights(path: Path) -> Tensors:
+def _evaluated_weights(path: Path) -> Stored:
     """What evaluations of this checkpoint used."""
-    return load_file(path / (files.EMA if (path / files.EMA).exists() else files.WEIGHTS))
+    return stored_tensors(path / (files.EMA if (path / files.EMA).exists() else files.WEIGHTS))
 
 
 def _write_safetensors(where: str | Path, beside: Path) -> None:
-    # Hugging Face's libraries read a file only with this note.
-    save_file(_weights(where), beside / "model.safetensors", {"format": "pt"})
+    # Hugging Face's libraries read a file only with this note. One tensor at a time is in memory.
+    TensorFile(_weights(where), {"format": "pt"}).write(beside / "model.safetensors")
 
 
 def _write_pretrained(where: str | Path, task: AnyTask, folder: Path, beside: Path) -> Any:

@@ -147,34 +147,51 @@ def write(folder: Path, step: int, files: Mapping[str, Callable[[Path], None]]) 
 
     Killed at any point, this leaves the older checkpoints as they were.
     """
-    final = folder / step_name(step)
-    beside = folder / f".{final.name}.{os.getpid()}"
-    replaced = folder / f".{final.name}.replaced"
-    # A process that was killed in the middle may have left this, and may have had our process id.
-    shutil.rmtree(beside, ignore_errors=True)
-    beside.mkdir(parents=True)
+    beside = begin(folder, step)
     try:
         for name, fill in files.items():
             fill(beside / name)
-        sums = "".join(f"{_sha256(beside / name)}  {name}\n" for name in sorted(files))
-        (beside / SUMS).write_text(sums)
-        # safetensors creates files with mode 0600; give them the mode of the other files.
-        mode = (beside / SUMS).stat().st_mode
-        for path in [*beside.iterdir(), beside]:
-            if path.is_file():
-                path.chmod(mode)
-            _flush(path)
-        if final.exists():
-            shutil.rmtree(replaced, ignore_errors=True)
-            final.rename(replaced)
-        beside.rename(final)
-        _flush(folder)
-        shutil.rmtree(replaced, ignore_errors=True)
+        return finish(beside, step)
     except BaseException:
         shutil.rmtree(beside, ignore_errors=True)
         raise
+
+
+def begin(folder: Path, step: int) -> Path:
+    """The empty folder that a checkpoint is written to."""
+    beside = folder / f".{step_name(step)}.{os.getpid()}"
+    # A process that was killed in the middle may have left this, and may have had our process id.
+    shutil.rmtree(beside, ignore_errors=True)
+    beside.mkdir(parents=True)
+    return beside
+
+
+def finish(beside: Path, step: int) -> Path:
+    """Hash and flush what was written, and make it the latest checkpoint; its final path."""
+    folder = beside.parent
+    final = folder / step_name(step)
+    replaced = folder / f".{final.name}.replaced"
+    sums = "".join(f"{_sha256(path)}  {path.name}\n" for path in sorted(beside.iterdir()))
+    (beside / SUMS).write_text(sums)
+    # safetensors creates files with mode 0600; give them the mode of the other files.
+    mode = (beside / SUMS).stat().st_mode
+    for path in [*beside.iterdir(), beside]:
+        if path.is_file():
+            path.chmod(mode)
+        _flush(path)
+    if final.exists():
+        shutil.rmtree(replaced, ignore_errors=True)
+        final.rename(replaced)
+    beside.rename(final)
+    _flush(folder)
+    shutil.rmtree(replaced, ignore_errors=True)
     point(folder, "latest", final.name)
     return final
+
+
+def remove(beside: Path) -> None:
+    """Give up a checkpoint that was begun."""
+    shutil.rmtree(beside, ignore_errors=True)
 
 
 def point(folder: Path, link: str, target: str) -> None:

@@ -3,32 +3,23 @@
 from __future__ import annotations
 
 import re
-import sys
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import nn
-from typing_extensions import TypeIs
 
 from evenstep.checkpoint.files import WEIGHTS, OptimizerState, State
+from evenstep.checkpoint.shards import is_sharded, own_rows, with_rows
+from evenstep.checkpoint.tensor_files import Readable, SlicedTensor, StoredTensor, Writable
 from evenstep.distributed.slices import PartOfParameter, slice_of, slices_of, whole_state
 from evenstep.errors import CheckpointError, shorten
 from evenstep.sampling.rng import SORTED_UP_TO
 
-if TYPE_CHECKING:
-    from torch.distributed.tensor import DTensor
-
 Tensors = dict[str, torch.Tensor]
 Shape = tuple[int, ...]
 _WRAPPERS = ("_orig_mod.", "_fsdp_wrapped_module.", "_checkpoint_wrapped_module.")
-
-
-def is_sharded(tensor: torch.Tensor) -> TypeIs[DTensor]:
-    """Whether a tensor is sharded over ranks; does not import DTensor, which only fsdp needs."""
-    tensors = sys.modules.get("torch.distributed.tensor")
-    return tensors is not None and isinstance(tensor, tensors.DTensor)
 
 
 def whole(tensor: torch.Tensor, keep: bool) -> torch.Tensor | None:
@@ -39,13 +30,14 @@ def whole(tensor: torch.Tensor, keep: bool) -> torch.Tensor | None:
     return tensor.detach().to("cpu", copy=True).contiguous() if keep else None
 
 
-def weights(module: nn.Module, keep: bool) -> Tensors:
-    """Parameters and buffers by name; all ranks call this, the one with `keep` gets them."""
+def weights(module: nn.Module) -> dict[str, Writable]:
+    """Parameters and buffers by name, as they lie on this rank."""
     slices = slices_of(module)
-    taken = {
-        name: whole(slices[name].join(value) if name in slices else value, keep) for name, value in _tensors(module)
-    }
-    return {name: value for name, value in taken.items() if value is not None}
+    return {name: _of_slice(value, slices.get(name)) for name, value in _tensors(module)}
+
+
+def _of_slice(value: torch.Tensor, part: PartOfParameter | None) -> Writable:
+    return value if part is None else SlicedTensor(value, part)
 
 
 def _tensors(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
@@ -53,15 +45,13 @@ def _tensors(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
 
 
 @torch.no_grad()
-def load_weights(module: nn.Module, loaded: Mapping[str, torch.Tensor], source: str) -> str | None:
+def load_weights(module: nn.Module, loaded: Mapping[str, Readable], source: str) -> str | None:
     """Copy `loaded` into the model; returns a message on stripped prefixes. A partial match is refused."""
     own, slices = dict(_tensors(module)), slices_of(module)
     found, stripped = _matching(loaded, own, source, slices)
     for name, target in own.items():
-        given = slices[name].take(found[name]) if name in slices else found[name]
         if not target.is_meta:
-            # Buffers of other stages may be whole here too.
-            target.copy_(sharded_like(found[name] if given.is_meta else given, target))
+            target.copy_(_of_part(found[name], target, slices.get(name)))
     return stripped
 
 
@@ -71,19 +61,19 @@ def check_weights(module: nn.Module, path: str, allow_pickle: bool) -> None:
 
 
 def _matching(
-    loaded: Mapping[str, torch.Tensor], own: Tensors, source: str, slices: Mapping[str, PartOfParameter]
-) -> tuple[Tensors, str | None]:
+    loaded: Mapping[str, Readable], own: Tensors, source: str, slices: Mapping[str, PartOfParameter]
+) -> tuple[dict[str, Readable], str | None]:
     found, stripped = _matching_names(loaded, own)
-    here, there = ({name: tuple(tensor.shape) for name, tensor in tensors.items()} for tensors in (own, found))
+    here = {name: tuple(tensor.shape) for name, tensor in own.items()}
     here |= {name: part.shape for name, part in slices.items() if name in own}
-    refuse_difference(here, there, source)
+    refuse_difference(here, {name: tuple(tensor.shape) for name, tensor in found.items()}, source)
     return found, stripped
 
 
-def _matching_names(loaded: Mapping[str, torch.Tensor], own: Mapping[str, Any]) -> tuple[Tensors, str | None]:
+def _matching_names(loaded: Mapping[str, Readable], own: Mapping[str, Any]) -> tuple[dict[str, Readable], str | None]:
     if set(loaded) == set(own):
         return dict(loaded), None
-    bare = {}
+    bare: dict[str, Readable] = {}
     removed: set[str] = set()
     for name, value in loaded.items():
         for wrapper in _WRAPPERS:
@@ -121,6 +111,11 @@ def _first(names: list[str], most: int = 3) -> str:
     return ", ".join(names[:most]) + (f" and {len(names) - most} more" if len(names) > most else "")
 
 
+def loaded(value: Readable) -> torch.Tensor:
+    """A tensor, which may still lie in a file."""
+    return value.read() if isinstance(value, StoredTensor) else value
+
+
 def sharded_like(tensor: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
     """`tensor` sharded over the devices as `target` is; every rank cuts out its own slice."""
     if not is_sharded(target):
@@ -131,19 +126,37 @@ def sharded_like(tensor: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
     return distribute_tensor(local, target.device_mesh, target.placements, src_data_rank=None)
 
 
-def optimizer_state(module: nn.Module, optimizer: torch.optim.Optimizer, keep: bool) -> tuple[Tensors, dict[str, Any]]:
-    """Optimizer state as ("parameter/state" tensors, JSON values); all ranks call this."""
+def _of_part(value: Readable, target: torch.Tensor, part: PartOfParameter | None) -> torch.Tensor:
+    """What this rank holds of a tensor that lies in a file."""
+    if part is None:
+        return placed_like(value, target)
+    whole_one = loaded(value)
+    given = part.take(whole_one)
+    # Buffers of other stages may be whole here too.
+    return whole_one if given.is_meta else given
+
+
+def placed_like(value: Readable, target: torch.Tensor) -> torch.Tensor:
+    """`sharded_like`, of what may still lie in a file: then this rank reads its own rows alone."""
+    if not isinstance(value, StoredTensor):
+        return sharded_like(value, target)
+    rows = own_rows(target)
+    if rows is None or not rows.is_range or not is_sharded(target):
+        return sharded_like(value.read(), target)
+    return with_rows(value.read(rows.start, rows.start + len(rows.values)), target)
+
+
+def optimizer_state(module: nn.Module, optimizer: torch.optim.Optimizer) -> tuple[dict[str, Writable], dict[str, Any]]:
+    """Optimizer state as ("parameter/state" tensors, JSON values), as it lies on this rank."""
     names = {id(weight): name for name, weight in module.named_parameters()}
-    tensors: Tensors = {}
+    tensors: dict[str, Writable] = {}
     values: dict[str, dict[str, Any]] = {}
     for group in optimizer.param_groups:
         for weight in group["params"]:
             name = names[id(weight)]
             for key, value in whole_state(weight, optimizer.state.get(weight, {})).items():
                 if isinstance(value, torch.Tensor):
-                    full = whole(value, keep)
-                    if full is not None:
-                        tensors[f"{name}/{key}"] = full
+                    tensors[f"{name}/{key}"] = value
                 else:
                     values.setdefault(name, {})[key] = value
     groups = [
@@ -157,7 +170,7 @@ def optimizer_state(module: nn.Module, optimizer: torch.optim.Optimizer, keep: b
 
 
 def load_optimizer_state(
-    module: nn.Module, optimizer: torch.optim.Optimizer, tensors: Mapping[str, torch.Tensor], saved: OptimizerState
+    module: nn.Module, optimizer: torch.optim.Optimizer, tensors: Mapping[str, Readable], saved: OptimizerState
 ) -> None:
     """Restore what `optimizer_state` returned, by parameter name."""
     names = {id(weight): name for name, weight in module.named_parameters()}
@@ -184,10 +197,13 @@ def load_optimizer_state(
     for name, state in by_parameter.items():
         weight = weights_by_name[name]
         for kind, value in state.items():
-            part = slice_of(weight)
-            shape = weight.shape if part is None else part.shape
-            if isinstance(value, torch.Tensor) and value.shape == shape and value.ndim:
-                state[kind] = sharded_like(value, weight) if part is None else part.take(value)
+            if isinstance(value, torch.Tensor | StoredTensor):
+                part = slice_of(weight)
+                shape = weight.shape if part is None else part.shape
+                if value.shape != shape or not value.ndim:
+                    state[kind] = loaded(value)
+                else:
+                    state[kind] = placed_like(value, weight) if part is None else part.take(loaded(value))
     groups = []
     start = 0
     for group, saved_group, group_names in zip(optimizer.param_groups, saved["groups"], own, strict=True):

@@ -86,6 +86,14 @@ MeshOption = Annotated[
         "out gets the rest.",
     ),
 ]
+CheckpointActivationsOption = Annotated[
+    bool | None,
+    flag(
+        "--checkpoint-activations",
+        help="Keep only the inputs of each block, and compute its activations again in backward: less memory, about a "
+        "third more time.",
+    ),
+]
 DataOption = Annotated[
     str | None,
     typer.Option(

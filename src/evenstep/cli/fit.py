@@ -10,6 +10,7 @@ from rich.console import Console
 
 from evenstep.cli.app import (
     BatchOption,
+    CheckpointActivationsOption,
     DataOption,
     JsonOption,
     OptionsArgument,
@@ -62,6 +63,7 @@ def fit(
     ] = None,
     batch: BatchOption = None,
     precision: PrecisionOption = None,
+    checkpoint_activations: CheckpointActivationsOption = None,
     workers: WorkersOption = None,
     threads: ThreadsOption = None,
     data: DataOption = None,
@@ -83,7 +85,13 @@ def fit(
         strategy=strategy,
         devices=devices,
         memory=parse_bytes(memory) if memory is not None else None,
-        choices={**choices, "seed": seed, "out": out, "options": given},
+        choices={
+            **choices,
+            "checkpoint_activations": checkpoint_activations,
+            "seed": seed,
+            "out": out,
+            "options": given,
+        },
     )
     with progress(quiet=quiet) as log:
         found = find(request, log)

@@ -15,6 +15,7 @@ from evenstep.cli.app import (
     MACHINES_HELP,
     RENDEZVOUS_HELP,
     BatchOption,
+    CheckpointActivationsOption,
     DataOption,
     JsonOption,
     MachinesOption,
@@ -176,6 +177,7 @@ def train(
     channels_last: Annotated[
         bool | None, flag("--channels-last", help="Use the channels_last memory format for images.")
     ] = None,
+    checkpoint_activations: CheckpointActivationsOption = None,
     suggest: Annotated[
         bool, flag("--suggest", help="Do not train: measure options that may be faster, and show their gain.")
     ] = False,

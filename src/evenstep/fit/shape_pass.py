@@ -35,6 +35,7 @@ from evenstep.plan import Plan
 from evenstep.sampling.rng import Draws, Ids
 from evenstep.strategies.base import copied, evaluating, units
 from evenstep.task import Task
+from evenstep.training.activation_checkpointing import checkpoint_activations
 from evenstep.training.evaluation import Evaluator
 from evenstep.training.optim import fuse, make_optimizer
 from evenstep.training.precision import Precision
@@ -117,7 +118,6 @@ class ShapeStep:
         plan: Plan,
         task: Task,
         mode: FakeTensorMode | None,
-        is_checkpointed: bool,
         device: torch.device | None = None,
     ) -> None:
         self.plan, self.task, self._mode = plan, task, mode
@@ -131,8 +131,8 @@ class ShapeStep:
                 self.module = self.precision.fit(module).to(self.device)
             else:
                 self.module = copied(module, {id(one): self._placed(one) for one in _tensors(module)})
-            if is_checkpointed:
-                checkpoint_units(self.module)
+            if plan.checkpoint_activations:
+                checkpoint_activations(self.module)
             self.optimizer = make_optimizer(task.optimizer, self.module)
             fuse(self.optimizer, self.module)
         self.allocations = Allocations(GRANULE.get(plan.devices[0].partition(":")[0], 1))
@@ -301,14 +301,6 @@ def _bytes(tensors: Iterable[torch.Tensor]) -> float:
     return float(sum(tensor.nbytes for tensor in tensors))
 
 
-def checkpoint_units(model: nn.Module) -> None:
-    """Let the parts that fsdp would gather compute their activations a second time, in backward."""
-    from torch.utils.checkpoint import checkpoint
-
-    for unit in units(model):
-        unit.forward = partial(checkpoint, unit.forward, use_reentrant=False)
-
-
 def lines(large: NDArray[np.float64], small: NDArray[np.float64], sizes: tuple[int, int], most: int) -> list[Moment]:
     """The moments that may be the highest, each as a line through two passes of these numbers of samples."""
     if len(large) == 0:
@@ -367,9 +359,7 @@ def longest(data: AdaptedData, num: int) -> Ids:
     return np.argsort(np.asarray(lengths), kind="stable")[::-1][:num].astype(np.int64)
 
 
-def measure_shapes(
-    plan: Plan, task: Task, run_folder: Path, *, share: int, is_checkpointed: bool = False, limit: int | None = None
-) -> Iterator[str]:
+def measure_shapes(plan: Plan, task: Task, run_folder: Path, *, share: int, limit: int | None = None) -> Iterator[str]:
     """What a worker does to find what a step holds; it writes a file, and yields nothing."""
     set_up_torch(plan)
     device = torch.device(plan.devices[0])
@@ -377,8 +367,8 @@ def measure_shapes(
     if device.type == "cpu":
         warm_up()
     framework = psutil.Process().memory_info().rss if device.type == "cpu" else workspace_bytes(device)
-    found = step_memory(plan, task, share, float(framework), is_checkpointed)
-    if not found.is_real and not is_checkpointed:
+    found = step_memory(plan, task, share, float(framework))
+    if not found.is_real:
         found = calibrated(plan, task, found, share, min(available, limit or available))
     (run_folder / FILE).write_text(json.dumps(asdict(replace(found, available_bytes=available))))
     yield from ()
@@ -400,7 +390,7 @@ def calibrated(plan: Plan, task: Task, memory: StepMemory, share: int, limit: fl
         # What the optimizer keeps lies between what the first step makes: one model for each size.
         step = None
         meter.return_freed()
-        step = ShapeStep(plan, task, None, False, device)
+        step = ShapeStep(plan, task, None, device)
         batch = map_tensors(read_samples(data, task, plan, num), step.precision.fit_tensor)
         for phase, peak in step.measured(batch, meter).items():
             forecast = max(sum(moment.at(num).values()) for moment in memory.phases[phase])
@@ -444,26 +434,24 @@ def _real_sizes(memory: StepMemory, share: int, limit: float) -> list[int]:
     return sorted({max(least, large // part) for part in PARTS})
 
 
-def step_memory(plan: Plan, task: Task, share: int, framework: float, is_checkpointed: bool = False) -> StepMemory:
+def step_memory(plan: Plan, task: Task, share: int, framework: float) -> StepMemory:
     """By shapes alone; where a task reads values of its tensors, by real steps with a few samples."""
     try:
         with warnings.catch_warnings():
             # Of torch's own RNNs.
             warnings.filterwarnings("ignore", "Accessing the data pointer of FakeTensor")
-            return _passes(plan, task, share, framework, is_checkpointed, FakeTensorMode(allow_non_fake_inputs=True))
+            return _passes(plan, task, share, framework, FakeTensorMode(allow_non_fake_inputs=True))
     except EvenstepError:
         raise
     except Exception as error:
         first = f"{type(error).__name__}: {error}".splitlines()[0]
-        found = _passes(plan, task, min(share, REAL_SAMPLES), framework, is_checkpointed, None)
+        found = _passes(plan, task, min(share, REAL_SAMPLES), framework, None)
         found.notes.append(f"shapes alone do not say what a step does ({first}): a few samples were computed")
         return found
 
 
-def _passes(
-    plan: Plan, task: Task, share: int, framework: float, is_checkpointed: bool, mode: FakeTensorMode | None
-) -> StepMemory:
-    step = ShapeStep(plan, task, mode, is_checkpointed)
+def _passes(plan: Plan, task: Task, share: int, framework: float, mode: FakeTensorMode | None) -> StepMemory:
+    step = ShapeStep(plan, task, mode)
     train, valid = adapt_train(task), next(iter(adapt_valid(task).values()), None)
     has_batchnorm = any(isinstance(layer, BatchNorm) for layer in step.module.modules())
     large = min(share, MOST_READ)

@@ -71,7 +71,7 @@ class MemoryRunner:
     notes: list[str] = field(default_factory=list)
     _number: int = 0
 
-    def shapes(self, share: int, is_checkpointed: bool = False, **changes: Any) -> StepMemory | None:
+    def shapes(self, share: int, **changes: Any) -> StepMemory | None:
         """What a step holds on one device; None if that cannot be said without computing it."""
         if has_several(self.base.task):
             self.notes.append("a task of several models is not forecast, only tried")
@@ -79,7 +79,7 @@ class MemoryRunner:
         self.log("forecasting from shapes")
         plan = self.base.plan
         alone = {"strategy": REFERENCE, "devices": plan.devices[:1], "accumulate": 1, "shares": None}
-        measure = partial(shape_pass.measure_shapes, share=share, is_checkpointed=is_checkpointed, limit=self.limit)
+        measure = partial(shape_pass.measure_shapes, share=share, limit=self.limit)
         try:
             text = self._run(measure, shape_pass.FILE, steps=1, **alone, **changes)
         except _Failed as failed:
@@ -373,9 +373,9 @@ def _remedies(runner: MemoryRunner, place: Placement, memory: StepMemory, limit:
     found = []
     if plan.precision in ("fp32", "tf32"):
         found.append(_remedy("--precision bf16", runner.shapes(place.share, precision="bf16"), place, limit))
-    if len(memory.unit_bytes) > 1:
-        checkpointed = runner.shapes(place.share, is_checkpointed=True)
-        found.append(_remedy("activation checkpointing of its blocks", checkpointed, place, limit))
+    if len(memory.unit_bytes) > 1 and not plan.checkpoint_activations:
+        checkpointed = runner.shapes(place.share, checkpoint_activations=True)
+        found.append(_remedy("--checkpoint-activations", checkpointed, place, limit))
     for facts in (row for row in usual_strategies() if row.shards and not place.facts.shards):
         start = placement(plan, facts, max(2, place.devices))
         num = fewest_devices(memory, start, usable(limit))

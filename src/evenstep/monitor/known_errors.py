@@ -203,7 +203,7 @@ def _smaller(situation: Situation) -> str:
     if situation.was_tried:
         return (
             f"Not even one sample at once fits (tried): try --precision bf16, --strategy {sharding()} over more "
-            "devices, or activation checkpointing"
+            "devices, or --checkpoint-activations"
         )
     return (
         f"Try --accumulate {2 * situation.accumulate}: half as many samples at once, and the same result. Or "

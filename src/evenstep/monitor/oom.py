@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from evenstep.checkpoint.state import is_sharded
+from evenstep.checkpoint.shards import is_sharded
 from evenstep.data.nested import map_tensors
 from evenstep.internals import BatchNorm
 from evenstep.monitor.known_errors import Situation, largest_that_fits

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parameter import is_lazy
 
-from evenstep.checkpoint.state import is_sharded
+from evenstep.checkpoint.shards import is_sharded
 from evenstep.distributed.slices import slice_of
 from evenstep.distributed.world import World
 from evenstep.errors import TaskError, TrainingError

@@ -13,6 +13,7 @@ import importlib
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
 from functools import cache
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol, TypeVar
 
@@ -41,6 +42,14 @@ Sample = Callable[[nn.Module], object]
 """Computes with a model what a step computes, for a strategy that needs to observe it."""
 
 
+@dataclass(frozen=True, kw_only=True)
+class StrategySettings:
+    """What a plan asks of a strategy, for those that have a method `configure(settings)`."""
+
+    half: torch.dtype | None = None
+    """The type of mixed precision, over float32 weights."""
+
+
 class Strategy(Protocol):
     """How a model is distributed over a World."""
 
@@ -48,10 +57,13 @@ class Strategy(Protocol):
         """The model on every device of this process; `sample` may be computed once, with a copy."""
 
 
-def load_strategy(name: str) -> Strategy:
+def load_strategy(name: str, settings: StrategySettings | None = None) -> Strategy:
     """A strategy by its name; its file is imported when it is first used."""
     module, _, kind = STRATEGIES[name].location.partition(":")
     strategy: Strategy = getattr(importlib.import_module(module), kind)()
+    configure: Callable[[StrategySettings], None] | None = getattr(strategy, "configure", None)
+    if configure is not None and settings is not None:
+        configure(settings)
     return strategy
 
 

@@ -41,13 +41,16 @@ from evenstep.strategies.base import (
     DistributedModel,
     LossModule,
     Sample,
+    StrategySettings,
     copied,
+    fills_memory,
     has_sparse_gradients,
     same_numbers,
     separate,
     units,
 )
 from evenstep.strategies.ddp import send_buffers, send_from_rank_0
+from evenstep.strategies.fsdp_precision import policy
 from evenstep.strategies.single import Single
 from evenstep.strategies.unused import UnusedParameters, negative_zeros
 
@@ -60,7 +63,7 @@ def units_apart(model: nn.Module, world: World, sample: Sample | None) -> list[n
     units of a large model are taken as they are.
     """
     found = units(model)
-    if sample is None or sum(weight.numel() for weight in model.parameters()) > SMALL_ENOUGH:
+    if sample is None or not _is_small(model):
         return found
     used, conditional, written = zip(*world.gather(_observed(model, sample)), strict=True)
     changed = next(filter(None, written), None)
@@ -71,6 +74,56 @@ def units_apart(model: nn.Module, world: World, sample: Sample | None) -> list[n
         )
     together = {index for of_rank in (*used, *conditional) for index in of_rank}
     return [unit for index, unit in enumerate(found) if index not in together]
+
+
+def _is_small(model: nn.Module) -> bool:
+    """Whether something may be tried on a copy of it."""
+    return sum(weight.numel() for weight in model.parameters()) <= SMALL_ENOUGH
+
+
+ALIGNMENT = 64
+
+
+class Arrivals:
+    """Rank 0's values of a model on all ranks, unit by unit, before each is sharded.
+
+    On other ranks than 0, a large model has no values yet, and no memory of its own (`training.file_backed`). There the
+    units follow each other in one buffer: freed one by one between shards that stay, they would leave gaps.
+    """
+
+    def __init__(self, model: nn.Module, found: Sequence[nn.Module], world: World) -> None:
+        self._world = world
+        sizes = [sum(map(_aligned_bytes, unit.parameters())) for unit in found]
+        rest = sum(map(_aligned_bytes, model.parameters())) - sum(sizes)
+        size = 0 if world.is_main else max([*sizes, rest])
+        self._buffer = torch.empty(size, dtype=torch.uint8, device=world.device)
+
+    @torch.no_grad()
+    def bring(self, module: nn.Module) -> None:
+        """Give all ranks the values of what is not sharded yet; on their devices."""
+        from torch.distributed.tensor import DTensor
+
+        start = 0
+        weights = [one for one in module.parameters() if not isinstance(one, DTensor)]
+        for weight in weights:
+            weight.data = weight.data.to(self._world.device) if self._world.is_main else self._place(weight, start)
+            start += _aligned_bytes(weight)
+        buffers = list(module.buffers())
+        for buffer in buffers:
+            # These stay, on every rank.
+            own = buffer.data.to(self._world.device)
+            buffer.data = own if self._world.is_main else torch.empty_like(own)
+        send_from_rank_0([tensor.data for tensor in (*weights, *buffers)])
+
+    def _place(self, weight: torch.Tensor, start: int) -> torch.Tensor:
+        if not fills_memory(weight):
+            return torch.empty_like(weight, device=self._world.device)
+        there = self._buffer[start : start + weight.nbytes].view(weight.dtype)
+        return there.as_strided(weight.shape, weight.stride(), there.storage_offset())
+
+
+def _aligned_bytes(weight: torch.Tensor) -> int:
+    return -(-weight.nbytes // ALIGNMENT) * ALIGNMENT
 
 
 def _observed(model: nn.Module, sample: Sample) -> tuple[list[int], list[int], list[str]]:
@@ -276,12 +329,20 @@ class Unreached:
 class FSDP(Single):
     """torch's `fully_shard`: every child of a ModuleList or Sequential is gathered on its own, then the rest."""
 
+    wraps_alone: ClassVar[bool] = False
+    """Whether one process shards too: for tests and benchmarks on a machine with one GPU."""
+
     def __init__(self) -> None:
         self._agreement: Agreement | None = None
         """One for all models: the collectives of several follow each other in one order."""
+        self._settings = StrategySettings()
+
+    def configure(self, settings: StrategySettings) -> None:
+        """Called before the first `wrap`."""
+        self._settings = settings
 
     def wrap(self, model: nn.Module, world: World, sample: Sample | None = None) -> DistributedModel:
-        if world.size == 1:
+        if world.size == 1 and not self.wraps_alone:
             # One process has nothing to shard over, and gathering its own slices would triple a small step.
             return super().wrap(model, world)
         # Imported here: these bring sympy along, two seconds that the other strategies need not wait for.
@@ -290,14 +351,19 @@ class FSDP(Single):
 
         _refuse_sparse(model)
         _refuse_complex(model)
-        model.to(world.device)
-        with torch.no_grad():
-            send_from_rank_0([tensor.data for tensor in (*model.parameters(), *model.buffers())])
+        if _is_small(model):
+            model.to(world.device)
         mesh = init_device_mesh(world.device.type, (world.size,))
-        for unit in units_apart(model, world, sample):
-            fully_shard(unit, mesh=mesh)
+        dtype = self._gather_dtype(world)
+        found = units_apart(model, world, sample)
+        arrivals = Arrivals(model, found, world)
+        for unit in found:
+            # One after the other: of a model that is larger than a device, no more than a unit is whole there.
+            arrivals.bring(unit)
+            fully_shard(unit, mesh=mesh, **policy(unit, dtype))
         bound = LossModule(model)
-        fully_shard(bound, mesh=mesh)
+        arrivals.bring(bound)
+        fully_shard(bound, mesh=mesh, **policy(bound, dtype))
         unreached = Unreached(model, world)
         self._watch(bound, world, unreached)
         if world.num_virtual is not None:
@@ -305,6 +371,13 @@ class FSDP(Single):
 
             return TreeShardedModel(model, bound, world, unreached)
         return ShardedModel(model, bound, world, unreached)
+
+    def _gather_dtype(self, world: World) -> torch.dtype | None:
+        """What parameters are gathered in, if not in their own type.
+
+        float16 has a range that weights may leave; virtual replicas promise the bits of one device.
+        """
+        return self._settings.half if self._settings.half is torch.bfloat16 and world.num_virtual is None else None
 
     def _watch(self, bound: LossModule, world: World, unreached: Unreached) -> None:
         """Compare what ranks are about to send, and announce it."""

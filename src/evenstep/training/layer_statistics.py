@@ -15,7 +15,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from evenstep.checkpoint.state import is_sharded
+from evenstep.checkpoint.shards import is_sharded
 from evenstep.data.loader import Batch
 from evenstep.data.nested import leaves
 from evenstep.record import LayerStatistics, ValueStatistics

@@ -23,7 +23,8 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from evenstep.checkpoint.state import is_sharded, sharded_like, whole
+from evenstep.checkpoint.shards import is_sharded
+from evenstep.checkpoint.state import sharded_like, whole
 from evenstep.distributed.slices import ParameterSlice, cuts, slice_of
 from evenstep.distributed.world import World
 from evenstep.errors import TaskError

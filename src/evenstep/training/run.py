@@ -14,13 +14,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from torch.optim.lr_scheduler import LRScheduler
 
 import evenstep
 from evenstep.checkpoint import files
 from evenstep.checkpoint.extra import with_tensors, without_tensors
 from evenstep.checkpoint.files import State
+from evenstep.checkpoint.saving import BACKGROUND_BYTES, AfterSaving, Finishing, LocalFolder, SharedFolder, Unsettled
 from evenstep.checkpoint.state import (
     check_same_order,
     load_optimizer_state,
@@ -31,6 +32,7 @@ from evenstep.checkpoint.state import (
     unused_options,
     weights,
 )
+from evenstep.checkpoint.tensor_files import TensorFile, Writable, stored_tensors
 from evenstep.data.loader import Loader
 from evenstep.errors import CheckpointError, SaveFailed, TaskError
 from evenstep.monitor.nonfinite import is_finite
@@ -55,6 +57,7 @@ if TYPE_CHECKING:
     from evenstep.training.weight_average import WeightAverage
 
 T = TypeVar("T")
+V = TypeVar("V")
 _PAIRS = "(pairs)"
 
 
@@ -126,6 +129,8 @@ class Run:
         self.folder = Path(folder) if folder is not None else None
         self._saved: Path | None = None
         """The last checkpoint."""
+        self._unsettled: Unsettled | None = None
+        """A checkpoint that rank 0 finishes in the background."""
         self._record = None
         if self.folder is not None:
             from evenstep.training.loop_record import LoopChoices, LoopRecord, loop_plan
@@ -192,6 +197,7 @@ class Run:
     def finish(self) -> Summary:
         """Write the summary of the run to its Record; every process calls this, after the last step."""
         record = self._recorded()
+        self.settle()
         return record.finish(self._saved)
 
     def _recorded(self) -> LoopRecord:
@@ -199,30 +205,29 @@ class Run:
             raise TaskError('this Run has no folder to write to; make it with Run(..., folder="runs/mine")')
         return self._record
 
-    def save(self, folder: str | Path | None = None, *, keep: int = 2, is_best: bool = False, **extra: Any) -> Path:
-        """Write a checkpoint below `folder`; every process calls this, rank 0 writes, all of them know how it went.
+    def save(
+        self,
+        folder: str | Path | None = None,
+        *,
+        keep: int = 2,
+        is_best: bool = False,
+        in_background: bool = False,
+        **extra: Any,
+    ) -> Path:
+        """Write a checkpoint below `folder`; every process calls this and writes its shards, all know how it went.
 
         `load` returns the `extra` values: tensors, and what JSON can hold, as rank 0 has them. Without a folder it is
-        written into that of the run.
+        written into that of the run. With `in_background`, a large one is there after `settle`, which the next `save`
+        calls.
         """
+        self.settle()
         folder = self._checkpoints(folder)
-        main = self.team.world.is_main
-        tensors: dict[str, torch.Tensor] = {}
-        moments: dict[str, torch.Tensor] = {}
+        is_best = is_best or (self._record is not None and self._record.is_best_at(self.step))
         optimizers: dict[str, Any] = {}
-        for key, model in self.models.items():
-            tensors |= _prefixed(key, weights(model.module, keep=main))
-            if key in self.optimizers:
-                of_optimizer, optimizers[key] = optimizer_state(model.module, self.optimizers[key], keep=main)
-                optimizers[key]["made_with"] = self._made_with[key]
-                moments |= _prefixed(key, of_optimizer)
+        tensors = self._tensors(optimizers)
         link: dict[str, torch.Tensor] = {}
         for key, model in self.models.items():
             link |= _prefixed(key, model.link_state())
-        averages: dict[str, torch.Tensor] = {}
-        with self.averaged():
-            for key, model in self.models.items() if self.average is not None else ():
-                averages |= _prefixed(key, weights(model.module, keep=main))
         so_far = {"so_far": asdict(self._record.so_far())} if self._record is not None else {}
         state = {**self._state(), "optimizers": optimizers}
         _refuse_taken(extra, state)
@@ -230,33 +235,108 @@ class Run:
         state |= {**so_far, **without_tensors(extra, added)}
         # Agreed on before anything is written: of a sharded weight, another rank may hold the part that is spoilt.
         self._stop_if(self._first_not_finite(), folder)
-        problem = None
-        path = Path(folder) / files.step_name(self.step)
-        if main:
-            try:
-                writers = {
-                    files.WEIGHTS: lambda file: save_file(tensors, file),
-                    files.OPTIMIZER: lambda file: save_file(moments, file),
-                    files.STATE: lambda file: file.write_text(json.dumps(state)),
-                }
-                if self.average is not None:
-                    writers[files.EMA] = lambda file: save_file(averages, file)
-                if link:
-                    writers[files.LINK] = lambda file: save_file(link, file)
-                if added:
-                    writers[files.EXTRA] = lambda file: save_file(added, file)
-                self.before_save()
-                files.write(Path(folder), self.step, writers)
-                if is_best or (self._record is not None and self._record.is_best_at(self.step)):
-                    files.point(Path(folder), "best", path.name)
-                files.prune(Path(folder), keep)
-            except Exception as error:
-                problem = f"{type(error).__name__}: {error}"
-        self._stop_if(problem, folder)
-        self._saved = path
+        tensor_files = {name: TensorFile(one) for name, one in tensors.items()}
+        with self.averaged():
+            if self.average is not None:
+                tensor_files[files.EMA] = TensorFile(self._weights())
+        of_main = {files.LINK: link, files.EXTRA: added} if self.team.world.is_main else {}
+        tensor_files |= {name: TensorFile(one) for name, one in of_main.items() if one}
+        self._write(folder, tensor_files, state, AfterSaving(keep, is_best, in_background))
+        self._saved = folder / files.step_name(self.step)
         if self._record is not None:
             self._record.pause_ended()
-        return path
+        return self._saved
+
+    def settle(self) -> None:
+        """Wait for a checkpoint that is being written in the background; every process calls this."""
+        unsettled, self._unsettled = self._unsettled, None
+        if unsettled is None:
+            return
+        finishing = unsettled.finishing
+        if finishing is not None:
+            finishing.wait()
+        self._stop_if(finishing.problem if finishing is not None else None, unsettled.folder, unsettled.step)
+
+    def close(self) -> None:
+        """Wait for this process's part of a checkpoint, without the others: one of them may have failed."""
+        if self._unsettled is not None and self._unsettled.finishing is not None:
+            self._unsettled.finishing.wait()
+
+    def _weights(self) -> dict[str, Writable]:
+        return {
+            name: value
+            for key, model in self.models.items()
+            for name, value in _prefixed(key, weights(model.module)).items()
+        }
+
+    def _tensors(self, optimizers: dict[str, Any]) -> dict[str, dict[str, Writable]]:
+        """The tensors of each file, as they lie on this rank; other state of optimizers goes to `optimizers`."""
+        moments: dict[str, Writable] = {}
+        for key, optimizer in self.optimizers.items():
+            of_optimizer, optimizers[key] = optimizer_state(self.models[key].module, optimizer)
+            optimizers[key]["made_with"] = self._made_with[key]
+            moments |= _prefixed(key, of_optimizer)
+        return {files.WEIGHTS: self._weights(), files.OPTIMIZER: moments}
+
+    def _write(
+        self, folder: Path, tensor_files: Mapping[str, TensorFile], state: Mapping[str, Any], after: AfterSaving
+    ) -> None:
+        """Write all files and make them the latest checkpoint; SaveFailed on all ranks if one could not."""
+        is_sharded = any(file.is_sharded for file in tensor_files.values())
+        is_large = sum(tensor_files[name].nbytes for name in (files.WEIGHTS, files.OPTIMIZER)) >= BACKGROUND_BYTES
+        beside, problem = self._begin(folder, tensor_files, state)
+        try:
+            if is_sharded:
+                self._stop_if(problem, folder)
+            problem = problem or self._fill(beside, tensor_files, is_sharded)
+            if is_sharded or (after.in_background and is_large):
+                self._stop_if(problem, folder)
+        except BaseException:
+            if beside is not None:
+                files.remove(beside)
+            raise
+        finishing = Finishing(beside, self.step, after.point) if beside is not None and problem is None else None
+        if after.in_background and is_large:
+            if finishing is not None:
+                finishing.start()
+            self._unsettled = Unsettled(finishing, self.step, folder)
+            return
+        if finishing is not None:
+            finishing.run()
+            problem = finishing.problem
+        self._stop_if(problem, folder)
+
+    def _begin(
+        self, folder: Path, tensor_files: Mapping[str, TensorFile], state: Mapping[str, Any]
+    ) -> tuple[Path | None, str | None]:
+        """On rank 0: the folder of a checkpoint that is being written, or what went wrong."""
+        if not self.team.world.is_main:
+            return None, None
+        beside = None
+        try:
+            text = json.dumps(state)
+            self.before_save()
+            beside = files.begin(folder, self.step)
+            (beside / files.STATE).write_text(text)
+            for name, file in tensor_files.items():
+                file.create(beside / name)
+        except Exception as error:
+            if beside is not None:
+                files.remove(beside)
+            return None, f"{type(error).__name__}: {error}"
+        return beside, None
+
+    def _fill(self, beside: Path | None, tensor_files: Mapping[str, TensorFile], is_sharded: bool) -> str | None:
+        """Write what this rank holds of each file; what went wrong on this rank."""
+        if not is_sharded and beside is None:
+            return None
+        place = SharedFolder(self.team.world, beside) if is_sharded else LocalFolder(beside or Path())
+        for name, file in tensor_files.items():
+            with self.averaged() if name == files.EMA else NOTHING:
+                place.fill(name, file)
+        if place.problem is not None and beside is not None:
+            files.remove(beside)
+        return place.problem
 
     def _checkpoints(self, folder: str | Path | None) -> Path:
         if folder is not None:
@@ -265,12 +345,12 @@ class Run:
             raise TaskError('run.save needs a folder: run.save("checkpoints"), or Run(..., folder="runs/mine")')
         return self.folder / files.FOLDER
 
-    def _stop_if(self, problem: str | None, folder: str | Path) -> None:
+    def _stop_if(self, problem: str | None, folder: str | Path, step: int | None = None) -> None:
         """Raise on all ranks if any of them has a problem."""
         problems = self.team.world.agree(problem)
         if problems:
             raise SaveFailed(
-                f"the checkpoint of step {self.step} could not be written ({problems[0]}).\n"
+                f"the checkpoint of step {step or self.step} could not be written ({problems[0]}).\n"
                 f"Earlier checkpoints in {folder} were not touched: fix the cause, then resume from there."
             )
 
@@ -287,8 +367,8 @@ class Run:
         path, notes = files.find(str(where))
         state = files.read_state(path)
         check_same_order(path, state, self.team.seed, self.loader.num_samples, order_name(self.loader.order))
-        tensors = load_file(path / files.WEIGHTS)
-        moments = load_file(path / files.OPTIMIZER)
+        tensors = stored_tensors(path / files.WEIGHTS)
+        moments = stored_tensors(path / files.OPTIMIZER)
         rates = self._other_schedule(state, notes)
         missing = sorted(set(self.optimizers) - set(state["optimizers"]))
         if missing:
@@ -372,7 +452,7 @@ class Run:
         if not is_saved:
             self.average.restart()
             return [f"{path} has no average of the weights (ema): it begins with the weights of step {self.step}"]
-        tensors = load_file(path / files.EMA)
+        tensors = stored_tensors(path / files.EMA)
         with self.average.in_place():
             for key, model in self.models.items():
                 load_weights(model.module, _unprefixed(key, tensors), str(path))
@@ -477,13 +557,13 @@ def _named(one_or_more: T | Mapping[str, T]) -> dict[str, T]:
     return dict(one_or_more) if isinstance(one_or_more, Mapping) else {"": one_or_more}
 
 
-def _prefixed(key: str, tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    return {f"{key}.{name}": value for name, value in tensors.items()} if key else tensors
+def _prefixed(key: str, tensors: Mapping[str, V]) -> dict[str, V]:
+    return {f"{key}.{name}" if key else name: value for name, value in tensors.items()}
 
 
-def _unprefixed(key: str, tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+def _unprefixed(key: str, tensors: Mapping[str, V]) -> dict[str, V]:
     if not key:
-        return tensors
+        return dict(tensors)
     return {name.removeprefix(f"{key}."): value for name, value in tensors.items() if name.startswith(f"{key}.")}
 
 

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from evenstep.checkpoint.state import is_sharded
+from evenstep.checkpoint.shards import is_sharded
 from evenstep.internals import TorchDispatchMode
 
 VECTOR_BYTES = {"AVX512": 64, "AVX2": 32}

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 import torch
 from torch.optim.lr_scheduler import LRScheduler
 
-from evenstep.checkpoint.state import is_sharded
+from evenstep.checkpoint.shards import is_sharded
 from evenstep.data.loader import Batch
 from evenstep.distributed.preemption import Requests
 from evenstep.strategies.base import DistributedModel

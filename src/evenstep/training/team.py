@@ -58,6 +58,7 @@ from evenstep.strategies.base import (
     NOTHING,
     DistributedModel,
     Frozen,
+    StrategySettings,
     forget,
     load_strategy,
     on,
@@ -222,7 +223,7 @@ class Team:
         self.precision = precision
         self.seed = seed
         self.facts = STRATEGIES[strategy]
-        self.strategy = load_strategy(strategy)
+        self.strategy = load_strategy(strategy, StrategySettings(half=precision.half))
         self.models: list[DistributedModel] = []
         """What `wrap` returned."""
         self.called_in_loss: set[str] = set()

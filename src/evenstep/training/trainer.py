@@ -275,7 +275,8 @@ class Trainer:
         return [name for name, weight in self._model.module.named_parameters() if weight.requires_grad]
 
     def close(self) -> None:
-        """End the loaders' worker processes and the log of samples."""
+        """End the loaders' worker processes and the log of samples; wait for a checkpoint."""
+        self.run.close()
         for loader in (self.run.loader, *self.valid.values()):
             loader.close()
         if self.samples is not None:
@@ -325,6 +326,7 @@ class Trainer:
         if self.replays is not None:
             yield self.replays.summary(time.perf_counter() - started)
         self.spans.begin(ENDING)
+        self.run.settle()
         shown = self._infer(self.task.show) if self.task.show is not None else None
         yield self._sum_up(shown, time.perf_counter() - started + seconds_before)
 
@@ -410,6 +412,7 @@ class Trainer:
 
     def _stop(self, step: int) -> None:
         """Leave, all ranks together: no rank ends while another still reads what it sent."""
+        self.run.settle()
         self.team.world.barrier()
         if self.team.requests.is_interrupt:
             raise KeyboardInterrupt
@@ -478,7 +481,7 @@ class Trainer:
             augment=task.augment,
             augment_batch=task.augment_batch,
         )
-        module = task.model()
+        module = self._make_module()
         self._fit_scalers(module, loader)
         if not module.training:
             # As pretrained models often come; without this, dropout and batch statistics would stay off, unsaid.
@@ -487,6 +490,10 @@ class Trainer:
             module = synchronised(module)
         if plan.channels_last:
             module = module.to(memory_format=torch.channels_last)
+        if plan.checkpoint_activations:
+            from evenstep.training.activation_checkpointing import checkpoint_activations
+
+            checkpoint_activations(module)
         models = self._wrap(module, partial(self._compute_sample, loader))
         if plan.compile:
             for replica in (replica for model in models.values() for replica in model.replicas):
@@ -505,6 +512,15 @@ class Trainer:
         run = Run(team, models, optimizers, loader, scheduler, num_steps)
         run.stepped_after = stepped_after(scheduler, task)
         return run
+
+    def _make_module(self) -> Any:
+        """What the task makes; of a model that will be sharded, large tensors lie in a file until they are."""
+        world = self.team.world
+        if not self.team.facts.shards or world.size == 1:
+            return self.task.model()
+        from evenstep.training.file_backed import build
+
+        return build(lambda: self.team.precision.fit(self.task.model()), world, self.folder)
 
     def _wrap(self, module: nn.Module, compute: Callable[[nn.Module], object]) -> dict[str, DistributedModel]:
         """The wrapped model, or several by their names."""
@@ -557,7 +573,8 @@ class Trainer:
         if self.plan.fast == "auto" and self.plan.profile is None and self.team.world.device.type == "cuda":
             from evenstep.training.cuda_graphs.runner import Fast, can_be_fast
 
-            if self.plan.virtual_replicas is None and can_be_fast(recipe):
+            is_eager = self.plan.virtual_replicas is not None or self.plan.checkpoint_activations
+            if not is_eager and can_be_fast(recipe):
                 return Fast(recipe)
         eager = eager_steps(recipe)
         if self.plan.virtual_replicas is not None and self.team.world.device.type == "cuda":
@@ -704,6 +721,7 @@ class Trainer:
                 self.checkpoints,
                 keep=self.plan.keep,
                 is_best=is_best,
+                in_background=True,
                 valid=current.values if current is not None else {},
                 plan=self.plan.to_json(),
                 evaluation_due=evaluation_due,

@@ -8,7 +8,7 @@ from contextlib import contextmanager
 import torch
 from torch.optim.swa_utils import get_ema_multi_avg_fn
 
-from evenstep.checkpoint.state import is_sharded
+from evenstep.checkpoint.shards import is_sharded
 from evenstep.errors import TaskError
 from evenstep.strategies.base import DistributedModel
 

@@ -32,7 +32,8 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset, Subset
 
 from evenstep.audit.sample_log import FILE, Problems, read_lines
 from evenstep.checkpoint import files
-from evenstep.checkpoint.state import Tensors, is_sharded
+from evenstep.checkpoint.shards import is_sharded
+from evenstep.checkpoint.state import Tensors
 from evenstep.data.nested import leaves
 from evenstep.distributed.process import read_rank
 from evenstep.distributed.slices import joined, slices_of, whole_state

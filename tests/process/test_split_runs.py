@@ -124,3 +124,37 @@ def test_verify_finds_mistakes_in_tensor_parallelism(tmp_path: Path, mistake: st
     done = subprocess.run([*command, "--json"], cwd=tmp_path, capture_output=True, text=True, timeout=500)
     assert done.returncode == (1 if mistake else 0), done.stdout + done.stderr
     assert json.loads(done.stdout)["is_same"] is not bool(mistake)
+
+
+LLAMA = """
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from evenstep import Task
+
+SIZES = dict(hidden_size=16, intermediate_size=24, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2)
+
+
+def task():
+    ids = torch.randint(0, 50, (40, 9), generator=torch.Generator().manual_seed(1))
+    return Task(
+        model=lambda: LlamaForCausalLM(LlamaConfig(vocab_size=50, use_cache=False, **SIZES)),
+        train=(ids,), valid=(ids[:8],), batch=8,
+        loss=lambda model, batch: model(input_ids=batch[0], labels=batch[0]).loss,
+        optimizer=lambda parameters: torch.optim.AdamW(parameters, lr=1e-2),
+    )
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_a_model_of_transformers_is_split_by_its_own_plan(tmp_path: Path) -> None:
+    pytest.importorskip("transformers")
+    (tmp_path / "llama.py").write_text(LLAMA)
+    for name, options in {"single": ["--strategy", "single"], "tensor": ["--shards", "2"]}.items():
+        command = [sys.executable, "-m", "evenstep", "train", "llama.py", "--steps", "6", "--precision", "fp64"]
+        command += ["--name", name, "--clip", "1.0", *options]
+        done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=300)
+        assert done.returncode == 0, done.stderr
+    assert "self_attn.v_proj -> model.layers.0.self_attn.o_proj" in done.stderr + done.stdout
+    assert furthest(newest_weights(tmp_path / "runs" / "tensor"), newest_weights(tmp_path / "runs" / "single")) < 1e-9

@@ -11,6 +11,7 @@ loss after the last step. The last column is the largest micro-batch that fits o
 from __future__ import annotations
 
 import argparse
+import gc
 import json
 import multiprocessing
 import sys
@@ -62,7 +63,7 @@ class Measured:
     fits_24gb: int | None = None
 
 
-def trained(row: Row, batch: int, is_quick: bool) -> Measured:
+def trained(row: Row, batch: int, is_quick: bool, steps: int = STEPS + WARM_UP) -> Measured:
     """Some steps, in this process."""
     import evenstep
     from evenstep.strategies.base import StrategySettings
@@ -81,7 +82,7 @@ def trained(row: Row, batch: int, is_quick: bool) -> Measured:
         checkpoint_activations(network)
     model = team.wrap(network)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=not is_quick)
-    tokens = torch.randint(0, 64, (batch * (STEPS + WARM_UP), context + 1), generator=torch.Generator().manual_seed(0))
+    tokens = torch.randint(0, 64, (batch * steps, context + 1), generator=torch.Generator().manual_seed(0))
 
     def loss(model: Any, data: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
         scores = model(data[0])
@@ -96,7 +97,7 @@ def trained(row: Row, batch: int, is_quick: bool) -> Measured:
             torch.cuda.synchronize()
         if number == WARM_UP - 1 and not is_quick:
             torch.cuda.reset_peak_memory_stats()
-        if number >= WARM_UP:
+        if number >= min(WARM_UP, steps - 1):
             seconds.append(time.perf_counter() - started)
     peak = 0 if is_quick else torch.cuda.max_memory_allocated()
     return Measured(row.name, batch, median(seconds), min(seconds), peak, last)
@@ -111,10 +112,11 @@ def largest(row: Row, is_quick: bool) -> int:
     found = 0
     for batch in (4, 8, 16, 32, 64):
         try:
-            trained(row, batch, is_quick)
+            trained(row, batch, is_quick, steps=2)
         except torch.OutOfMemoryError:
             break
         found = batch
+        gc.collect()
         torch.cuda.empty_cache()
     return found
 

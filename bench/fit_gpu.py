@@ -423,10 +423,12 @@ def all_rows(todo: list[tuple[Case, list[int], int]], at_once: int, allocators: 
     with ThreadPoolExecutor(at_once) as pool:
         # The last ones take longest: torch counts an RNN step by step.
         shapes = {case: pool.submit(fresh, forecast, case) for case, *_ in reversed(todo)}
-        found = []
-        for case, sizes, num in todo:
-            for index, size in enumerate(sizes):
-                found.append(pool.submit(_later, case, shapes[case], size, index < num, allocators))
+        # The sizes of the table first, of all networks.
+        found = [
+            pool.submit(_later, case, shapes[case], sizes[index], index < num, allocators)
+            for index in range(max(len(sizes) for _, sizes, _ in todo))
+            for case, sizes, num in todo
+        ]
         return [future.result() for future in found]
 
 

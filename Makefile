@@ -31,7 +31,7 @@ demo: $(STAMP)
 # More processes than two cores: tests wait for processes, sockets and timers most of the time. Long files first: those of
 # tests/pure, which are short, fill what is left. Bytecode is compiled first: with PYTHONDONTWRITEBYTECODE, every process
 # of a test would compile evenstep again.
-PROCESSES ?= 6
+PROCESSES ?= 4
 test: $(STAMP)
 	@$(BIN)/python -m compileall -q src
 	$(BIN)/python -m pytest -p tests.forked -p tests.parallel --processes $(PROCESSES) tests/process tests/faults tests/browser tests/pure

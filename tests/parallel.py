@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from _pytest.terminal import TerminalReporter
 
 from tests.lazy import Lazy
 
@@ -186,6 +187,8 @@ def become_worker(config: pytest.Config, connection: Connection, folder: Path) -
         capture.stop_global_capturing()
         capture.start_global_capturing()
     plugins.unregister(name="terminalreporter")
+    # pytest-timeout writes to it.
+    plugins.register(TerminalReporter(config, file=Path(os.devnull).open("w")), "terminalreporter")
     plugins.register(Reports(config, connection))
 
 

@@ -8,6 +8,7 @@ fails its test, and another continues in its place.
 from __future__ import annotations
 
 import atexit
+import io
 import multiprocessing
 import os
 import traceback
@@ -19,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from _pytest.terminal import TerminalReporter
+from _pytest._io import TerminalWriter
 
 from tests.lazy import Lazy
 
@@ -187,8 +188,8 @@ def become_worker(config: pytest.Config, connection: Connection, folder: Path) -
         capture.stop_global_capturing()
         capture.start_global_capturing()
     plugins.unregister(name="terminalreporter")
-    # pytest-timeout writes to it.
-    plugins.register(TerminalReporter(config, file=Path(os.devnull).open("w")), "terminalreporter")
+    # pytest-timeout writes the stacks of all threads to it, which the report has too.
+    config.get_terminal_writer = lambda: TerminalWriter(io.StringIO())  # type: ignore[method-assign]
     plugins.register(Reports(config, connection))
 
 

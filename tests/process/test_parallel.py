@@ -63,6 +63,20 @@ def test_second():
     meets("second", "first")
 """
 
+LONG = """
+import time
+import pytest
+
+
+@pytest.mark.timeout(1)
+def test_waits():
+    time.sleep(60)
+
+
+def test_passes():
+    pass
+"""
+
 
 def outcome(*options: str) -> str:
     for number in range(4):
@@ -96,3 +110,10 @@ def test_tests_of_one_file_that_share_nothing_run_at_the_same_time() -> None:
     Path("test_apart.py").write_text(APART)
     done = run_pytest("--processes", "2")
     assert done.returncode == 0, done.stdout
+
+
+def test_a_test_that_exceeds_its_time_fails_with_that_reason() -> None:
+    Path("test_long.py").write_text(LONG)
+    done = run_pytest("--processes", "2")
+    assert "1 failed, 1 passed" in done.stdout
+    assert "Timeout (>1.0s)" in done.stdout

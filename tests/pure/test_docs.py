@@ -101,8 +101,6 @@ def commands(group: Any, *words: str) -> Iterator[tuple[str, set[str]]]:
 
 
 COMMANDS = dict(commands(typer.main.get_command(app)))
-# docs/links.md shows it before it is there; remove this line with its arrival.
-COMMANDS["compare"].add("--links")
 COMMAND = re.compile(rf"\bevenstep ({'|'.join(COMMANDS)}) ([^`\n|#;>]*)")
 
 

@@ -176,6 +176,17 @@ def deep() -> nn.Module:
     return nn.Sequential(*layers, nn.Linear(20, 5))
 
 
+def hooked() -> nn.Module:
+    """Blocks whose hooks change what they give, and with weights that are tied inside of a block."""
+    model = deep()
+    for block in list(model)[:-1]:
+        block.register_forward_hook(lambda _, __, out: 1.5 * out)
+        again = nn.Linear(20, 20)
+        again.weight = block[0].weight
+        block.append(again)
+    return model
+
+
 class Gated(nn.Module):
     """A gated pair of Linears as attributes of a block, and a packed Linear that is cut up, which must stay whole."""
 
@@ -376,6 +387,7 @@ DATA = {
     "gpt4": texts,
     "encoder4": texts,
     "deep": vectors,
+    "hooked": vectors,
     "mlp": vectors,
     "cnn": pictures,
     "gpt": texts,
@@ -398,6 +410,7 @@ BUILDERS = {
     "gpt4": lambda: GPT(vocabulary=11, context=8, layers=4, heads=2, width=16),
     "encoder4": lambda: Unmasked(layers=4),
     "deep": deep,
+    "hooked": hooked,
     "mlp": mlp,
     "cnn": cnn,
     "gpt": gpt,
@@ -435,6 +448,7 @@ LOSS = {
     ("gpt4", "pair"): token_pair_loss,
     ("encoder4", "pair"): token_pair_loss,
     ("deep", "mean"): mean_loss,
+    ("hooked", "mean"): mean_loss,
 }
 OPTIMIZER = {
     "adamw": lambda parameters: torch.optim.AdamW(parameters, lr=3e-3, weight_decay=0.1),

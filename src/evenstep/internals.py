@@ -151,6 +151,16 @@ def take_buffers(target: nn.Module, source: nn.Module) -> None:
     target._buffers.update(source._buffers)
 
 
+def call_hooks(module: nn.Module) -> list[dict[int, Any]]:
+    """What runs around a call of this module itself: hooks before and after forward and backward."""
+    return [
+        module._forward_pre_hooks,
+        module._forward_hooks,
+        module._backward_pre_hooks,
+        module._backward_hooks,
+    ]
+
+
 def replace_function(name: str, function: Any) -> None:
     """Replace a function of `torch`, also where `torch.nn.functional` takes it from."""
     import torch

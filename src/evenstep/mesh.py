@@ -60,6 +60,15 @@ def arrange(text: str | None, facts: StrategyFacts, num_ranks: int) -> Mesh | No
     return Mesh(tuple((axis, sizes[axis]) for axis in facts.axes), facts.model_axis)
 
 
+def check_precision(facts: StrategyFacts, precision: str) -> None:
+    """PlanError for fp16 where ranks see parts of the gradients."""
+    if facts.model_axis is not None and precision == "fp16":
+        raise PlanError(
+            f"{facts.name} has parts of the gradients on each rank, and fp16's scaler looks at whole ones; "
+            "use --precision bf16"
+        )
+
+
 def take_sizes(choices: dict[str, Any]) -> None:
     """Turn `--shards 2` and `--stages 2` among a command's choices into the mesh that they stand for, in place."""
     strategy, mesh = choices.get("strategy"), choices.get("mesh")

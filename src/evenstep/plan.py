@@ -17,7 +17,7 @@ from typing import Annotated, Any, Literal
 from msgspec import Meta
 
 from evenstep.errors import BREAKS_LINES, MAX_CHARACTERS, PlanError, shorten
-from evenstep.mesh import arrange
+from evenstep.mesh import arrange, check_precision
 from evenstep.sampling.order import Lengths, Shares, enough_for_all, in_proportion, share, smallest_micro_batch
 from evenstep.schema import LARGEST, Schema, check, check_choice, check_fields
 from evenstep.strategy_facts import (
@@ -188,11 +188,7 @@ class Plan:
         if self._facts is UNKNOWN:
             return
         arrange(self.mesh, self._facts, self.most_devices)
-        if self._facts.model_axis is not None and self.precision == "fp16":
-            raise PlanError(
-                f"{self.strategy} has parts of the gradients on each rank, and fp16's scaler looks at whole ones; "
-                "use --precision bf16"
-            )
+        check_precision(self._facts, self.precision)
 
     @property
     def _facts(self) -> StrategyFacts:

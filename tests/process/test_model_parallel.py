@@ -46,7 +46,7 @@ PIPELINE = [
 ]
 NETWORKS = {
     "tensor": ("encoder/adamw/pair", "gpt/sgd/pair", "mlp/adamw/mean", "gated/adamw/mean", "encoder_drop/sgd/pair"),
-    "pipeline": ("gpt4/adamw/pair", "deep/sgd/mean", "encoder4/adamw/pair"),
+    "pipeline": ("gpt4/adamw/pair", "deep/sgd/mean", "encoder4/adamw/pair", "hooked/sgd/mean"),
 }
 CASES = [
     (split, network)
@@ -55,7 +55,11 @@ CASES = [
     # Two replicas, and micro-batches, draw other masks than one device; the ranks of one replica draw the same.
     if split.size < 4 or not network.startswith(("gated", "encoder_drop"))
 ]
-QUICK = {("tensor=2-1-1f1b", "encoder/adamw/pair"), ("pipeline=2-3-1f1b", "gpt4/adamw/pair")}
+QUICK = {
+    ("tensor=2-1-1f1b", "encoder/adamw/pair"),
+    ("pipeline=2-3-1f1b", "gpt4/adamw/pair"),
+    ("pipeline=2-3-1f1b", "hooked/sgd/mean"),
+}
 
 
 def plan(split: Split) -> Plan:

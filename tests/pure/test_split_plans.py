@@ -19,6 +19,9 @@ from evenstep.strategies.pipeline import order_of
 from evenstep.strategies.pipeline_cut import balanced, find_cut
 from evenstep.strategies.tensor_plan import SplitPlan, plan_of
 from evenstep.strategy_facts import STRATEGIES
+from evenstep.training.precision import Precision
+from evenstep.training.step import reads_late
+from evenstep.training.team import Team
 from tests.small_tasks import Encoder, Gated, Tied, decayed_loss, mlp, tied_loss, vectors
 
 HALF = World(0, 1, (torch.device("cpu"),), ranks_per_replica=2)
@@ -60,6 +63,56 @@ def test_without_a_sample_a_sequential_is_read() -> None:
     )
     plan = plan_of(model, HALF, None)
     assert (plan.pairs, plan.dropouts) == ([(("0",), "3")], {"2": "0"})
+
+
+class Between(nn.Module):
+    """Something between two Linears that ranks with parts of them would compute wrongly."""
+
+    def __init__(self, what: str) -> None:
+        super().__init__()
+        self.what = what
+        self.one, self.two, self.three = nn.Linear(20, 16), nn.Linear(16, 16), nn.Linear(16, 5)
+        self.gate, self.scale = nn.Linear(20, 1), nn.Parameter(torch.ones(1))
+        self.dropout = nn.Dropout(0.1)
+        self.register_buffer("factor", torch.tensor(0.5))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        between = {
+            "scale": lambda one: one * self.scale,
+            "computed": lambda one: one * self.scale.exp(),
+            "gate": lambda one: one * self.gate(x).sigmoid(),
+            "dropout": self.dropout,
+            "buffer": lambda one: one * self.factor,
+        }
+        hidden = self.two(between[self.what](torch.tanh(self.one(x))))
+        # Dropout here gets whole outputs; elsewhere, it is not used.
+        return self.three(self.dropout(hidden).softmax(-1) if self.what == "dropout" else hidden.softmax(-1))
+
+
+@pytest.mark.parametrize("what", ["scale", "computed", "gate", "dropout"])
+def test_what_would_be_computed_from_parts_stays_whole(what: str) -> None:
+    assert planned(Between(what)).pairs == []
+    assert planned(Between("buffer")).pairs == [(("one",), "two")]
+
+
+def test_a_sequential_is_read_with_its_repetitions_and_hooks() -> None:
+    softmax, dropout = nn.Softmax(-1), nn.Dropout(0.1)
+    again = nn.Sequential(nn.Linear(4, 8), softmax, nn.Linear(8, 8), softmax, nn.Linear(8, 2))
+    shared = nn.Sequential(nn.Linear(4, 8), dropout, nn.Linear(8, 8), dropout, nn.Softmax(-1), nn.Linear(8, 2))
+    hooked = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 2))
+    hooked[1].register_forward_hook(lambda _, __, out: out / out.sum())
+    for model in (again, shared, hooked):
+        assert plan_of(model, HALF, None).pairs == []
+
+
+def test_losses_of_split_models_are_not_read_late() -> None:
+    gpu = (torch.device("cuda"),)
+    whole, split = (World(0, 2, gpu, ranks_per_replica=num) for num in (1, 2))
+    assert [reads_late(as_team(world), []) for world in (whole, split)] == [True, False]
+
+
+def as_team(world: World) -> Team:
+    return Team(world, "tensor", Precision("fp32", torch.device("cpu")), 0)
 
 
 @pytest.mark.parametrize(

@@ -167,8 +167,8 @@ def slices_of(module: nn.Module) -> dict[str, PartOfParameter]:
     return {**buffers, **{name: part for name, weight in named if (part := slice_of(weight)) is not None}}
 
 
-def place(module: nn.Module, name: str, part: OnStage) -> None:
-    """Keep a parameter, given by its name in the model, on its stage alone."""
+def place(module: nn.Module, name: str, part: OnStage) -> nn.Parameter:
+    """Keep a parameter, given by its name in the model, on its stage alone; returns what this rank has of it."""
     prefix, _, last = name.rpartition(".")
     owner = module.get_submodule(prefix)
     weight: nn.Parameter = getattr(owner, last)
@@ -176,6 +176,7 @@ def place(module: nn.Module, name: str, part: OnStage) -> None:
         weight = nn.Parameter(part.take(weight.detach()), weight.requires_grad)
         setattr(owner, last, weight)
     setattr(weight, _ATTRIBUTE, part)
+    return weight
 
 
 def place_buffer(module: nn.Module, name: str, part: OnStage) -> None:

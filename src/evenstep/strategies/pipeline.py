@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
+from functools import partial
 from typing import Any, Protocol
 
 import torch
@@ -20,7 +21,7 @@ from evenstep.distributed.devices import leave_default_stream
 from evenstep.distributed.slices import OnStage, place, place_buffer
 from evenstep.distributed.world import World
 from evenstep.errors import TaskError
-from evenstep.internals import broadcast_coalesced, tree_leaves
+from evenstep.internals import broadcast_coalesced, call_hooks, tree_leaves
 from evenstep.strategies.base import NOTHING, DistributedModel, LossModule, Sample
 from evenstep.strategies.ddp import SEND_BYTES, Averaging, send_from_rank_0, trained
 from evenstep.strategies.pipeline_cut import StageCut, find_cut
@@ -125,6 +126,7 @@ class StageModule(LossModule):
         self.is_first, self.is_last = ranks.rank == 0, ranks.rank == ranks.size - 1
         self._own = cut.own(ranks.rank)
         self._arguments = cut.arguments
+        self._between = {index for index, stage in enumerate(cut.stage_of) if 0 < stage < ranks.size - 1}
         # In a list: the blocks are registered in the model.
         self._blocks = [[model.get_submodule(name) for name in cut.blocks]]
         self._received: torch.Tensor | None = None
@@ -135,16 +137,30 @@ class StageModule(LossModule):
         """Blocks of other stages hand over what they got, or give back what was received."""
         (blocks,) = self._blocks
         for index, block in enumerate(blocks):
+            if index in self._own:
+                continue
+            # They have run, or will, on the rank of the block.
+            for hooks in call_hooks(block):
+                hooks.clear()
             if self.is_first and index == self._own[-1] + 1:
                 vars(block)["forward"] = _hand_over
-            elif index not in self._own:
-                vars(block)["forward"] = self._begin if index == 0 else _pass_on
+            else:
+                vars(block)["forward"] = partial(self._begin if index == 0 else self._pass_on, index)
         if self.is_last:
             self.model.register_forward_pre_hook(self._on_meta, with_kwargs=True)
 
-    def _begin(self, *_: Any, **__: Any) -> torch.Tensor:
+    def _begin(self, index: int, _: torch.Tensor, *args: Any, **named: Any) -> torch.Tensor:
         assert self._received is not None
-        return self._received
+        return self._pass_on(index, self._received, *args, **named)
+
+    def _pass_on(self, index: int, given: torch.Tensor, *args: Any, **named: Any) -> torch.Tensor:
+        # The stages between the first and the last call their blocks with what was seen then.
+        if index in self._between and (now := _numbers(args, named)) != (seen := _numbers(*self._arguments[index])):
+            raise TaskError(
+                f"block {index} gets {now} besides its input, and got {seen} when the model was cut; a pipeline needs "
+                "the same for every batch: let the block compute it from its input, use --stages 2, or use fsdp"
+            )
+        return given
 
     def _on_meta(self, _: nn.Module, args: tuple[Any, ...], named: dict[str, Any]) -> Any:
         """What is computed before the first block is computed on another rank; here, only its shapes."""
@@ -165,7 +181,7 @@ class StageModule(LossModule):
         """What this stage makes of a micro-batch: the result of `work` on the last one, else what to hand over."""
         self._received, self._seen = received, None
         if self.is_last:
-            return work(self.model, data)
+            return self._end(work, data)
         if self.is_first:
             try:
                 work(self.model, data)
@@ -178,6 +194,17 @@ class StageModule(LossModule):
             args, named = self._arguments[index]
             output = blocks[index](output, *args, **named)
         return output
+
+    def _end(self, work: Callable[..., Any], data: Any) -> Any:
+        try:
+            return work(self.model, data)
+        except (RuntimeError, NotImplementedError) as error:
+            if "meta" not in str(error):
+                raise
+            raise TaskError(
+                "forward uses something behind its blocks, or reads numbers of it, that it computes before them, on "
+                f"another rank: {error}\ncompute it in the loss or in a block, or use fsdp"
+            ) from error
 
     def forward(self, work: Callable[..., Any], *arguments: Any) -> Any:
         received = None if self.is_first else self._neighbours.receive(1)
@@ -199,12 +226,12 @@ def _as_meta(value: Any) -> Any:
     return type(value)(map(_as_meta, value)) if type(value) in (list, tuple) else value
 
 
+def _numbers(*arguments: Any) -> list[Any]:
+    return [one for one in tree_leaves(arguments) if isinstance(one, int | float | str | torch.Size)]
+
+
 def _hand_over(given: torch.Tensor, *_: Any, **__: Any) -> torch.Tensor:
     raise Handed(given)
-
-
-def _pass_on(given: torch.Tensor, *_: Any, **__: Any) -> torch.Tensor:
-    return given
 
 
 class Pipeline(Single):
@@ -227,8 +254,15 @@ class Pipeline(Single):
 
 def _distribute(model: nn.Module, cut: StageCut, ranks: World) -> None:
     """Keep the parameters of this rank's stage; those of others stay as names and shapes."""
-    for name, weight in list(model.named_parameters()):
-        place(model, name, OnStage(ranks, tuple(weight.shape), weight.dtype, cut.owners[name]))
+    placed: dict[int, nn.Parameter] = {}
+    for name, weight in list(model.named_parameters(remove_duplicate=False)):
+        if id(weight) in placed:
+            # Tied inside of a block: one parameter on all ranks.
+            prefix, _, last = name.rpartition(".")
+            setattr(model.get_submodule(prefix), last, placed[id(weight)])
+        else:
+            part = OnStage(ranks, tuple(weight.shape), weight.dtype, cut.owners[name])
+            placed[id(weight)] = place(model, name, part)
     for name, buffer in list(model.named_buffers()):
         place_buffer(model, name, OnStage(ranks, tuple(buffer.shape), buffer.dtype, cut.owners[name]))
         if name in cut.before and ranks.rank == ranks.size - 1:

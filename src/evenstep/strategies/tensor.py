@@ -114,7 +114,8 @@ class GroupChannel:
 
     def average(self, tensors: Sequence[torch.Tensor]) -> None:
         """In place; all tensors have one type."""
-        flat = torch.cat([tensor.detach().reshape(-1) for tensor in tensors])
+        # Flags, which are averaged with gradients, are on the host.
+        flat = torch.cat([tensor.detach().reshape(-1).to(self._ranks.device) for tensor in tensors])
         self._ranks.heartbeat.collective()
         dist.all_reduce(flat, group=self._ranks.group)
         flat /= self._ranks.size

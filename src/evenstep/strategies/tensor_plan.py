@@ -9,6 +9,7 @@ is no function of single numbers: it stays whole. Without a sample of the loss, 
 from __future__ import annotations
 
 import re
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
@@ -20,7 +21,7 @@ from torch.overrides import TorchFunctionMode
 
 from evenstep.distributed.world import World
 from evenstep.errors import TaskError
-from evenstep.internals import tree_leaves
+from evenstep.internals import call_hooks, tree_leaves
 from evenstep.strategies.base import SMALL_ENOUGH, Sample, copied
 
 ACTIVATIONS = (
@@ -44,6 +45,7 @@ ALONE_STYLE = "replicated_with_grad_allreduce"
 """A whole layer that each rank applies to its own heads: gradients are summed."""
 
 
+NOT_NUMBER_BY_NUMBER = "its outputs do not go number by number into one Linear, or through dropout used elsewhere too"
 Pairs = dict[tuple[tuple[str, ...], str], list[str]]
 """Linears, the one that takes what they gave, and the dropout layers between them."""
 
@@ -85,7 +87,7 @@ def plan_of(model: nn.Module, world: World, sample: Sample | None) -> SplitPlan:
     for name, layer in model.named_modules():
         is_inside = any(name.startswith(f"{one}.") for one in plan.attentions)
         if isinstance(layer, nn.Linear) and name not in split and not is_inside:
-            plan.whole.setdefault(name, "its outputs do not go number by number into one Linear")
+            plan.whole.setdefault(name, NOT_NUMBER_BY_NUMBER)
     return plan
 
 
@@ -134,21 +136,27 @@ def _add_pair(
 def _read(model: nn.Module) -> Pairs:
     """Pairs in nn.Sequential: Linear, activations and dropout, Linear."""
     tied = _tied(model)
+    times = Counter(id(layer) for _, layer in model.named_modules(remove_duplicate=False))
     found: Pairs = {}
     dropouts: list[str] = []
     for prefix, sequence in model.named_modules():
         if type(sequence) is not nn.Sequential:
             continue
         source = ""
-        for key, layer in sequence.named_children():
+        # Not named_children, which leaves out a layer that comes again.
+        every = sequence.named_modules(remove_duplicate=False)
+        for key, layer in ((key, layer) for key, layer in every if key and "." not in key):
             name = f"{prefix}.{key}".lstrip(".")
-            if type(layer) is nn.Linear and not any(id(one) in tied for one in layer.parameters()):
+            if any(call_hooks(layer)):
+                # They would see parts, or compute the weight, as those of weight_norm do.
+                source = ""
+            elif type(layer) is nn.Linear and not any(id(one) in tied for one in layer.parameters()):
                 if source:
                     found[((source,), name)] = dropouts
                     source, dropouts = "", []
                 else:
                     source, dropouts = name, []
-            elif type(layer) is nn.Dropout and source:
+            elif type(layer) is nn.Dropout and source and times[id(layer)] == 1:
                 dropouts = [*dropouts, name]
             elif not isinstance(layer, ACTIVATIONS):
                 source = ""
@@ -199,8 +207,9 @@ class PairsOfLinears(TorchFunctionMode):
         """Layers whose parameters are used outside of their forward."""
         self._targets: dict[str, set[str]] = {}
         self._inputs: dict[str, set[_Origin | None]] = {}
-        self._drops: dict[str, set[bool]] = {}
-        """Whether each dropout layer got outputs of Linears, or something else."""
+        self._drops: dict[str, set[frozenset[str]]] = {}
+        """The Linears from which each dropout layer got outputs, in each of its calls; none, where it was another."""
+        self._constants = {id(buffer) for buffer in model.buffers() if buffer.numel() == 1}
         tied = _tied(model)
         self._linear_of = {
             id(weight): name
@@ -251,7 +260,8 @@ class PairsOfLinears(TorchFunctionMode):
             self.outside |= {self._owner_of[id(one)] for one in given if id(one) in self._owner_of} - self._inside()
         found = [self._origins[id(one)] for one in given if id(one) in self._origins]
         if isinstance(running, nn.Dropout):
-            self._drops.setdefault(self._names[id(running)], set()).add(bool(found))
+            sources = frozenset(source for one in found for source in one.sources)
+            self._drops.setdefault(self._names[id(running)], set()).add(sources)
         if found:
             self._follow(func, given, result, found)
         return result
@@ -282,8 +292,12 @@ class PairsOfLinears(TorchFunctionMode):
         sources = frozenset(source for one in found for source in one.sources)
         dropouts = frozenset(drop for one in found for drop in one.dropouts)
         is_dropout = name == "dropout" and self._running and type(self._running[-1]) is nn.Dropout
-        is_plain = name in OF_NUMBERS and all(id(one) in self._origins or one.numel() == 1 for one in given)
-        if not isinstance(result, torch.Tensor) or not (is_plain or is_dropout) or result.shape != given[0].shape:
+        # A single number of another tensor would get a part of its gradient on each rank; one of Python is in no list.
+        is_plain = name in OF_NUMBERS and all(id(one) in self._origins or id(one) in self._constants for one in given)
+        is_alike = isinstance(result, torch.Tensor) and all(
+            one.shape == result.shape for one in given if id(one) in self._origins
+        )
+        if not is_alike or not (is_plain or is_dropout):
             self._escaped |= sources
             return
         if is_dropout:
@@ -305,7 +319,8 @@ class PairsOfLinears(TorchFunctionMode):
             assert origin is not None
             sources = sorted(origin.sources, key=list(self._inputs).index)
             is_apart = all(self._targets[one] == {target} and one not in self._escaped for one in sources)
-            is_own = all(self._drops[drop] == {True} for drop in origin.dropouts)
+            # A layer that is used elsewhere too would draw masks of one width for all of its inputs.
+            is_own = all(len(self._drops[drop]) == 1 for drop in origin.dropouts)
             if is_apart and is_own and not {*sources, target} & (used | self.outside):
                 used |= {*sources, target}
                 found[(tuple(sources), target)] = sorted(origin.dropouts)

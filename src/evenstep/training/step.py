@@ -143,8 +143,9 @@ def reads_late(team: Team, weights: Iterable[torch.Tensor]) -> bool:
     """Whether losses may be read late: on GPUs, as far as the optimizer allows it.
 
     fp16's GradScaler skips steps, which schedulers do not count: they need to know before the next one. The losses of
-    virtual replicas are summed on the host.
+    virtual replicas are summed on the host. Ranks that compute one replica together clip by a norm of all of them.
     """
-    is_on_gpus = all(device.type == "cuda" for device in team.world.devices)
-    is_plain = team.precision.scaler is None and team.world.num_virtual is None
+    world = team.world
+    is_on_gpus = all(device.type == "cuda" for device in world.devices)
+    is_plain = team.precision.scaler is None and world.num_virtual is None and world.ranks_per_replica == 1
     return is_on_gpus and is_plain and not any(map(is_sharded, weights))

@@ -40,7 +40,7 @@ from evenstep.distributed.preemption import Requests
 from evenstep.distributed.process import read_rank
 from evenstep.distributed.world import World, join_world
 from evenstep.errors import NonFiniteLoss, PlanError, TaskError
-from evenstep.mesh import arrange
+from evenstep.mesh import arrange, check_precision
 from evenstep.monitor.nonfinite import NonFiniteMean, explain
 from evenstep.plan import PrecisionName, check_replicas
 from evenstep.sampling.rng import (
@@ -202,6 +202,7 @@ def join_team(
     world = join_world(devices or available_devices(read_rank()), needs_group=many or needs_group)
     if STRATEGIES[chosen].drives_from_first:
         world = replace(world, devices=world.devices[:1], delegated=world.devices[1:])
+    check_precision(STRATEGIES[chosen], precision)
     arranged = arrange(mesh, STRATEGIES[chosen], size)
     if arranged is not None:
         world = replace(world, ranks_per_replica=arranged.ranks_per_replica, schedule=schedule)

@@ -104,6 +104,54 @@ def _kept_bytes(model: nn.Module) -> int:
     return sum(kept.values())
 
 
+class Normed(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.norm = nn.Linear(4, 4), nn.BatchNorm1d(4)
+        self.register_buffer("calls", torch.zeros(()))
+        self.counts = True
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.counts:
+            self.calls += 1
+        return self.norm(self.linear(x)).tanh()
+
+
+def normed() -> tuple[nn.Sequential, nn.Sequential]:
+    torch.manual_seed(0)
+    model = nn.Sequential(Normed(), Normed())
+    recomputed = copy.deepcopy(model)
+    checkpoint_activations(recomputed)
+    return model, recomputed
+
+
+def test_buffers_that_change_later_do_not_change_twice() -> None:
+    """BatchNorm that is frozen at first; and a buffer that the first steps leave alone."""
+    pair = normed()
+    for model in pair:
+        model[0].norm.eval()
+        model[0].counts = model[1].counts = False
+        for step in range(4):
+            model(torch.arange(32.0).view(8, 4)).sum().backward()
+            model[0].norm.train(step >= 1)
+            model[1].counts = step >= 1
+    plain, recomputed = pair
+    assert plain[0].norm.num_batches_tracked == plain[1].calls == 2
+    for name, value in plain.state_dict().items():
+        assert torch.equal(value, recomputed.state_dict()[name]), name
+
+
+def test_two_backwards_through_one_forward() -> None:
+    pair = normed()
+    for model in pair:
+        loss = model(torch.arange(32.0).view(8, 4)).sum()
+        loss.backward(retain_graph=True)
+        loss.backward()
+    for one, other in zip(*(model.parameters() for model in pair), strict=True):
+        assert torch.equal(one.grad, other.grad)
+    assert pair[1][0].norm.num_batches_tracked == 1
+
+
 def test_a_copy_computes_with_its_own_parameters() -> None:
     model = mlp()
     checkpoint_activations(model)

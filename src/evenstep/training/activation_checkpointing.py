@@ -10,8 +10,7 @@ forward changes are as they were before it while it runs again, and then as they
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any
 
@@ -42,55 +41,76 @@ class RecomputedForward:
     def __init__(self, block: nn.Module) -> None:
         self._block = block
         self._forward = block.forward
-        self._changing: list[str] | None = None
-        """Buffers that forward changes in training; None before the first one."""
+        self._changing: dict[tuple[bool, ...], set[str]] = {}
+        """Buffers that forward changes, by which modules are in training mode; not known before the first one."""
 
     def __call__(self, *arguments: Any, **named: Any) -> Any:
         if not torch.is_grad_enabled():
             return self._forward(*arguments, **named)
         # Not passed on as they are: checkpoint has keywords of its own.
         forward = partial(self._forward, **named) if named else self._forward
-        before = self._taken() if self._block.training else {}
-        if not before:
+        buffers = self.buffers()
+        if not buffers:
             return checkpoint(forward, *arguments, use_reentrant=False)
+        flags = tuple(module.training for module in self._block.modules())
+        before = {name: buffers[name].detach().clone() for name in self._changing.get(flags, buffers)}
+        versions = {name: _version(value) for name, value in buffers.items()}
 
         def contexts() -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
-            return nullcontext(), self._rewound(before)
+            return nullcontext(), Rewound(self, before)
 
         result = checkpoint(forward, *arguments, use_reentrant=False, context_fn=contexts)
-        if self._changing is None:
-            self._changing = [name for name, value in self._buffers().items() if not _is_same(before[name], value)]
+        if flags not in self._changing:
+            self._changing[flags] = {
+                name for name, value in self.buffers().items() if not _is_same(before.get(name), value)
+            }
             # Taken again in backward: what did not change is not kept.
-            for name in set(before) - set(self._changing):
+            for name in set(before) - self._changing[flags]:
                 del before[name]
+        for name, value in self.buffers().items():
+            # One that forward has registered is new.
+            if name not in before and (value is not buffers.get(name) or _version(value) != versions[name]):
+                # It changes for the first time, and what it was is not known; at least it does not change twice.
+                before[name] = value.detach().clone()
+                self._changing[flags].add(name)
         return result
 
-    def _buffers(self) -> dict[str, torch.Tensor]:
+    def buffers(self) -> dict[str, torch.Tensor]:
+        """Of the block, by name."""
         return dict(self._block.named_buffers())
 
-    def _taken(self) -> dict[str, torch.Tensor]:
-        """Copies of the buffers that forward changes, so far as that is known."""
-        if self._changing is not None and not self._changing:
-            return {}
-        found = self._buffers()
-        return {name: found[name].detach().clone() for name in (found if self._changing is None else self._changing)}
-
-    @contextmanager
-    def _rewound(self, before: dict[str, torch.Tensor]) -> Iterator[None]:
-        after = {name: value.detach().clone() for name, value in self._buffers().items() if name in before}
-        self._put(before)
-        try:
-            yield
-        finally:
-            self._put(after)
-
     @torch.no_grad()
-    def _put(self, values: dict[str, torch.Tensor]) -> None:
-        buffers = self._buffers()
+    def put(self, values: dict[str, torch.Tensor]) -> None:
+        """Give buffers these values."""
+        buffers = self.buffers()
         for name, value in values.items():
             buffers[name].copy_(value)
 
 
-def _is_same(before: torch.Tensor, after: torch.Tensor) -> bool:
+class Rewound(AbstractContextManager[None]):
+    """Inside, buffers are as they were before forward; entered by each backward through the block."""
+
+    def __init__(self, forward: RecomputedForward, before: dict[str, torch.Tensor]) -> None:
+        self._forward, self._before = forward, before
+        self._after: dict[str, torch.Tensor] = {}
+
+    def __enter__(self) -> None:
+        buffers = self._forward.buffers()
+        self._after = {name: buffers[name].detach().clone() for name in self._before}
+        self._forward.put(self._before)
+
+    def __exit__(self, *error: object) -> None:
+        self._forward.put(self._after)
+        self._after = {}
+
+
+def _version(buffer: torch.Tensor) -> int:
+    """How often it was changed."""
+    return -1 if buffer.is_inference() else buffer._version
+
+
+def _is_same(before: torch.Tensor | None, after: torch.Tensor) -> bool:
     """False also of tensors without values, as a forecast of memory has them."""
-    return type(after) is torch.Tensor and before.shape == after.shape and same_numbers(before, after)
+    if before is None or type(after) is not torch.Tensor:
+        return False
+    return before.shape == after.shape and same_numbers(before, after)

@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -135,6 +136,29 @@ def test_a_large_tensor_beside_parameters_and_buffers_keeps_its_values(tmp_path:
     torch.manual_seed(1)
     module = build(lambda: Net(keeps=True), world(1), tmp_path)
     assert torch.equal(module.table, torch.arange(65536.0).view(256, 256))
+
+
+class Computed(Net):
+    def __init__(self, compute: Callable[[torch.Tensor], object]) -> None:
+        super().__init__()
+        self.found = compute(self.layers[1].weight.detach())
+
+
+@pytest.mark.parametrize("compute", [lambda weight: float(weight.std()), lambda weight: weight.mean(0)])
+def test_what_is_computed_from_large_tensors_is_the_same_on_all_ranks(
+    compute: Callable[[torch.Tensor], object], tmp_path: Path
+) -> None:
+    found = []
+    for rank in (0, 1):
+        torch.manual_seed(1)
+        found.append(build(lambda: Computed(compute), world(rank), tmp_path).found)
+    assert torch.equal(*map(torch.as_tensor, found))
+
+
+def test_a_model_of_parameters_and_buffers_is_built_once(tmp_path: Path) -> None:
+    made: list[object] = []
+    build(lambda: Computed(lambda weight: made.append(weight.shape)), world(1), tmp_path)
+    assert made == [(256, 256)]
 
 
 def test_memory_of_the_process_does_not_grow_with_the_model(tmp_path: Path) -> None:

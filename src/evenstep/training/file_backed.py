@@ -7,8 +7,9 @@ file without a name, whose pages the kernel writes to the disk when memory is sh
 count: the other ranks, which get them sent unit by unit, map all large tensors to the same pages, and read nothing
 from them.
 
-That would go unnoticed if a model kept a large tensor that is neither a parameter nor a buffer, or if its code failed
-for the wrong values. Then such a rank builds the model a second time, with the values, in a file of its own.
+That would be wrong if a model kept a tensor that is neither a parameter nor a buffer, or a number that was computed
+from values that are not there (`self.scale = float(weight.std())`), or if its code failed for them. Then such a rank
+builds the model a second time, with the values, in a file of its own.
 """
 
 from __future__ import annotations
@@ -23,6 +24,8 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.multiprocessing.reductions import StorageWeakRef
+from typing_extensions import TypeIs
 
 from evenstep.distributed.world import World
 from evenstep.errors import EvenstepError
@@ -47,7 +50,7 @@ def build(make: Callable[[], nn.Module], world: World, folder: Path) -> nn.Modul
         raise
     except Exception:
         module = None
-    if module is not None and not any(mode.has(one) for one in strays(module)):
+    if module is not None and not mode.is_read and not any(map(mode.has, strays(module))):
         return module
     del module
     restore_rng_states(before)
@@ -60,9 +63,9 @@ def _built(make: Callable[[], nn.Module], mode: FileBacked) -> nn.Module:
 
 
 def strays(module: nn.Module) -> Iterator[torch.Tensor]:
-    """All large tensors of this process that are neither parameters nor buffers of the module."""
-    known = {_address(one) for one in (*module.parameters(), *module.buffers()) if _is_large(one)}
-    yield from (one for one in gc.get_objects() if _is_large(one) and _address(one) not in known)
+    """All tensors of this process that are neither parameters nor buffers of the module."""
+    known = {_storage_of(one) for one in (*module.parameters(), *module.buffers()) if _has_storage(one)}
+    yield from (one for one in gc.get_objects() if _has_storage(one) and _storage_of(one) not in known)
 
 
 class FileBacked(TorchDispatchMode):
@@ -71,13 +74,18 @@ class FileBacked(TorchDispatchMode):
     def __init__(self, folder: Path, is_scratch: bool = False) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._folder, self._is_scratch = folder, is_scratch
-        self._mapped: dict[int, int] = {}
-        """Addresses and sizes."""
+        self._mapped: dict[StorageWeakRef, int] = {}
+        """Sizes. Not by address: that of a tensor which is freed may be given to another one."""
+        self._computed: set[StorageWeakRef] = set()
+        """Small tensors that were computed from those without values."""
+        self.is_read = False
+        """Whether code has got a number that was computed from tensors without values."""
         self._scratch: Path | None = None
 
     def has(self, tensor: torch.Tensor) -> bool:
-        """Whether its values lie in a mapping."""
-        return tensor.untyped_storage().data_ptr() in self._mapped
+        """Whether its values lie in a mapping, or with `is_scratch` depend on what does."""
+        storage = _storage_of(tensor)
+        return storage in self._mapped or storage in self._computed
 
     def __exit__(self, *error: Any) -> None:
         super().__exit__(*error)  # type: ignore[no-untyped-call]
@@ -87,12 +95,22 @@ class FileBacked(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
-        given = {_address(one) for one in tree_leaves((args, kwargs)) if _is_large(one)}
-        if _is_large(result) and _address(result) not in given | self._mapped.keys():
+        given = [one for one in tree_leaves((args, kwargs)) if _has_storage(one)]
+        large = {_storage_of(one) for one in given if _is_large(one)}
+        if _is_large(result) and _storage_of(result) not in large | self._mapped.keys():
             result = self._moved(result, is_empty="empty" in func.__name__)
-            given.add(_address(result))
+            self._release([result])
         self._release(given)
+        if self._is_scratch and any(map(self.has, given)):
+            self._follow(tree_leaves((result, _written(func, args))))
         return result
+
+    def _follow(self, results: Iterable[Any]) -> None:
+        """Note what was computed from tensors without values."""
+        for one in results:
+            if _has_storage(one) and _storage_of(one) not in self._mapped:
+                self._computed.add(_storage_of(one))
+            self.is_read = self.is_read or isinstance(one, int | float | complex)
 
     def _moved(self, tensor: torch.Tensor, is_empty: bool) -> torch.Tensor:
         storage = self._storage(tensor.untyped_storage().nbytes())
@@ -109,7 +127,7 @@ class FileBacked(TorchDispatchMode):
         else:
             # It has no name from here on: nothing is left of a process that is killed.
             path.unlink()
-        self._mapped[found.data_ptr()] = num_bytes
+        self._mapped[StorageWeakRef(found)] = num_bytes
         return found
 
     def _new_file(self) -> Path:
@@ -118,21 +136,31 @@ class FileBacked(TorchDispatchMode):
         os.close(descriptor)
         return Path(name)
 
-    def _release(self, addresses: Iterable[int]) -> None:
+    def _release(self, tensors: Iterable[torch.Tensor]) -> None:
         """Pages count as memory of this process as long as it maps them; the kernel keeps them in its own."""
-        for address in addresses:
-            if address in self._mapped:
-                _libc().madvise(ctypes.c_void_p(address), ctypes.c_size_t(self._mapped[address]), DONTNEED)
+        for one in tensors:
+            size = self._mapped.get(_storage_of(one)) if _is_large(one) else None
+            if size is not None:
+                address = one.untyped_storage().data_ptr()
+                _libc().madvise(ctypes.c_void_p(address), ctypes.c_size_t(size), DONTNEED)
+
+
+def _written(func: Any, args: Any) -> list[Any]:
+    """The arguments that a function changes; one for lists of tensors does not return them."""
+    declared = (one.alias_info for one in func._schema.arguments)
+    return [value for value, alias in zip(args, declared, strict=False) if alias is not None and alias.is_write]
+
+
+def _has_storage(value: Any) -> TypeIs[torch.Tensor]:
+    return type(value) in (torch.Tensor, nn.Parameter) and value.layout is torch.strided
 
 
 def _is_large(value: Any) -> bool:
-    if type(value) not in (torch.Tensor, nn.Parameter) or value.layout is not torch.strided:
-        return False
-    return bool(value.device.type == "cpu" and value.untyped_storage().nbytes() >= LARGE)
+    return _has_storage(value) and value.device.type == "cpu" and value.untyped_storage().nbytes() >= LARGE
 
 
-def _address(tensor: torch.Tensor) -> int:
-    return tensor.untyped_storage().data_ptr()
+def _storage_of(tensor: torch.Tensor) -> StorageWeakRef:
+    return StorageWeakRef(tensor.untyped_storage())
 
 
 def _libc() -> Any:

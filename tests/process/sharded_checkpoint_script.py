@@ -67,9 +67,19 @@ def main(folder: Path) -> None:
     run.settle()
     seen["is_there_after_settle"] = third.exists()
 
+    shadow = next(iter(model.parameters()))
+    seen["shadow_is_whole"] = torch.equal(
+        run.load(run.save(folder / "added", shadow=shadow))["shadow"], shadow.detach().full_tensor()
+    )
+    odd = torch.zeros(2, dtype=torch.complex128)
+    seen["odd"] = team.world.gather(failure(lambda: run.save(folder / "odd", odd=odd)))
+    fourth = run.save(folder / "read", in_background=True, note="read")
+    seen["loaded"] = team.world.gather(run.load(folder / "read").get("note"))
+
     files.finish = failing("disk full")
     run.save(folder / "failed", in_background=True)
     seen["failures"] = team.world.gather(failure(lambda: run.save(folder / "failed")))
+    seen["saved_before"] = run._saved == fourth
     files.finish = finish
 
     pwrite = os.pwrite

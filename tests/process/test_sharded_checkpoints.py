@@ -91,6 +91,40 @@ def test_a_failure_in_the_background_is_raised_on_all_ranks_before_the_next_save
     assert len(seen["failures"]) == 2
 
 
+def test_a_failure_in_the_background_leaves_the_checkpoint_before_as_the_last(seen: dict[str, object]) -> None:
+    assert seen["saved_before"] is True
+
+
+def test_a_sharded_tensor_that_a_loop_adds_is_saved_whole(seen: dict[str, object]) -> None:
+    assert seen["shadow_is_whole"] is True
+
+
+def test_a_tensor_that_no_file_can_hold_stops_all_ranks(seen: dict[str, object]) -> None:
+    assert all("0 is torch.complex128, which a safetensors file cannot hold" in one for one in seen["odd"])
+    assert len(seen["odd"]) == 2
+
+
+def test_a_checkpoint_in_the_background_can_be_loaded(seen: dict[str, object]) -> None:
+    assert seen["loaded"] == ["read", "read"]
+
+
+def test_after_a_tensor_that_cannot_be_written_the_others_are(tmp_path: Path) -> None:
+    """Whatever the reason: other ranks may wait for this one to send its part of the next tensor."""
+    file = TensorFile({"a": torch.ones(3, device="meta"), "b": torch.ones(3, dtype=torch.float64)})
+    read: list[str] = []
+    file.create(tmp_path / "file")
+    part = file._part
+    file._part = lambda tensor, **more: read.append(str(tensor.device)) or part(tensor, **more)  # type: ignore
+    with pytest.raises(NotImplementedError):
+        file.fill(tmp_path / "file", is_main=True)
+    assert read == ["meta", "cpu"]
+
+
+def test_no_two_checkpoints_are_written_to_folders_of_one_name(tmp_path: Path) -> None:
+    """A rank on another machine that finds a folder of this name there takes it for this one."""
+    assert files.begin(tmp_path, 1) != files.begin(tmp_path, 1)
+
+
 def test_a_rank_that_cannot_write_stops_all_and_leaves_nothing(seen: dict[str, object]) -> None:
     assert all("OSError: no space)" in one for one in seen["stopped"])
     assert seen["left"] == []

@@ -7,13 +7,19 @@ from typing import Any
 
 import torch
 
+from evenstep.checkpoint.shards import gathered, is_sharded
+
 _TENSOR = "(tensor)"
 
 
 def without_tensors(value: Any, tensors: dict[str, torch.Tensor]) -> Any:
-    """Nested dicts and lists in which each tensor has moved to `tensors`, and its name there stands for it."""
+    """Nested dicts and lists in which each tensor has moved to `tensors`, and its name there stands for it.
+
+    All ranks call this: a sharded tensor becomes whole.
+    """
     if isinstance(value, torch.Tensor):
         name = str(len(tensors))
+        value = gathered(value) if is_sharded(value) else value
         # A copy: safetensors refuses tensors that share memory.
         tensors[name] = value.detach().cpu().clone(memory_format=torch.contiguous_format)
         return {_TENSOR: name}

@@ -159,9 +159,12 @@ def write(folder: Path, step: int, files: Mapping[str, Callable[[Path], None]]) 
 
 def begin(folder: Path, step: int) -> Path:
     """The empty folder that a checkpoint is written to."""
-    beside = folder / f".{step_name(step)}.{os.getpid()}"
+    own = f".{step_name(step)}.{os.getpid()}"
     # A process that was killed in the middle may have left this, and may have had our process id.
-    shutil.rmtree(beside, ignore_errors=True)
+    for left in (folder / own, *folder.glob(f"{own}.*")):
+        shutil.rmtree(left, ignore_errors=True)
+    # Random: on another machine, a rank that does not see this folder would write its shards into one that was left.
+    beside = folder / f"{own}.{os.urandom(8).hex()}"
     beside.mkdir(parents=True)
     return beside
 

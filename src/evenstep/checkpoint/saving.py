@@ -47,7 +47,7 @@ class SharedFolder(LocalFolder):
         (name, host), *_ = world.gather((str(path) if path is not None else "", socket.gethostname()))
         super().__init__(Path(name))
         self._is_main = world.is_main
-        # The folder was made just now: one of the same name on another machine would be a rare coincidence.
+        # Its name is random: a folder of this name is this one.
         self._gathers = not all(world.gather(self._path.is_dir()))
         self._flushes = socket.gethostname() != host
         """Whether this machine writes pages that rank 0 cannot flush."""
@@ -108,3 +108,5 @@ class Unsettled:
     """On rank 0."""
     step: int
     folder: Path
+    saved_before: Path | None
+    """The last checkpoint, if this one fails."""

@@ -168,7 +168,7 @@ class TensorFile:
         All ranks call this. Rank 0 writes what all of them hold alike. A rank that cannot write still takes part in
         what others wait for, and raises at the end.
         """
-        problem: OSError | None = None
+        problem: Exception | None = None
         descriptor = -1
         try:
             descriptor = os.open(path, os.O_WRONLY) if is_main or not gathers else -1
@@ -179,7 +179,7 @@ class TensorFile:
             try:
                 if part is not None and problem is None:
                     _put(descriptor, part[0], len(self._header) + self._starts[name] + part[1])
-            except OSError as error:
+            except Exception as error:  # also a device without memory for a copy
                 problem = error
         if descriptor >= 0:
             problem = problem or _closed(descriptor, flushes)

@@ -233,14 +233,14 @@ class Run:
         _refuse_taken(extra, state)
         added: dict[str, torch.Tensor] = {}
         state |= {**so_far, **without_tensors(extra, added)}
-        # Agreed on before anything is written: of a sharded weight, another rank may hold the part that is spoilt.
-        self._stop_if(self._first_not_finite(), folder)
-        tensor_files = {name: TensorFile(one) for name, one in tensors.items()}
         with self.averaged():
             if self.average is not None:
-                tensor_files[files.EMA] = TensorFile(self._weights())
+                tensors[files.EMA] = self._weights()
         of_main = {files.LINK: link, files.EXTRA: added} if self.team.world.is_main else {}
-        tensor_files |= {name: TensorFile(one) for name, one in of_main.items() if one}
+        tensors |= {name: {**one} for name, one in of_main.items() if one}
+        tensor_files, problem = _tensor_files(tensors)
+        # Agreed on before anything is written: of a sharded weight, another rank may hold the part that is spoilt.
+        self._stop_if(self._first_not_finite() or problem, folder)
         self._write(folder, tensor_files, state, AfterSaving(keep, is_best, in_background))
         self._saved = folder / files.step_name(self.step)
         if self._record is not None:
@@ -255,7 +255,9 @@ class Run:
         finishing = unsettled.finishing
         if finishing is not None:
             finishing.wait()
+        saved, self._saved = self._saved, unsettled.saved_before
         self._stop_if(finishing.problem if finishing is not None else None, unsettled.folder, unsettled.step)
+        self._saved = saved
 
     def close(self) -> None:
         """Wait for this process's part of a checkpoint, without the others: one of them may have failed."""
@@ -299,7 +301,7 @@ class Run:
         if after.in_background and is_large:
             if finishing is not None:
                 finishing.start()
-            self._unsettled = Unsettled(finishing, self.step, folder)
+            self._unsettled = Unsettled(finishing, self.step, folder, self._saved)
             return
         if finishing is not None:
             finishing.run()
@@ -350,7 +352,7 @@ class Run:
         problems = self.team.world.agree(problem)
         if problems:
             raise SaveFailed(
-                f"the checkpoint of step {step or self.step} could not be written ({problems[0]}).\n"
+                f"the checkpoint of step {self.step if step is None else step} could not be written ({problems[0]}).\n"
                 f"Earlier checkpoints in {folder} were not touched: fix the cause, then resume from there."
             )
 
@@ -358,8 +360,9 @@ class Run:
         """Resume from a checkpoint (or a folder of them), or start from a file of weights.
 
         Returns what `save` was given besides, by name. Without an argument, from the folder of the run, if anything was
-        saved there.
+        saved there. Every process calls this.
         """
+        self.settle()
         if where is None:
             return self._load_own(allow_pickle)
         if Path(where).is_file():
@@ -555,6 +558,15 @@ def _trained(model: DistributedModel) -> dict[str, bool]:
 
 def _named(one_or_more: T | Mapping[str, T]) -> dict[str, T]:
     return dict(one_or_more) if isinstance(one_or_more, Mapping) else {"": one_or_more}
+
+
+def _tensor_files(tensors: Mapping[str, Mapping[str, Writable]]) -> tuple[dict[str, TensorFile], str | None]:
+    """The files to be written, or why there are none: one tensor may be of a type that files do not have."""
+    try:
+        return {name: TensorFile(one) for name, one in tensors.items()}, None
+    except CheckpointError as error:
+        # Not raised: rank 0 alone may have the tensor, and the others would wait for it.
+        return {}, str(error)
 
 
 def _prefixed(key: str, tensors: Mapping[str, V]) -> dict[str, V]:

@@ -126,12 +126,19 @@ def fitted(*words: str, **how: Any) -> dict[str, Any]:
 @pytest.mark.parametrize(
     ("net", "strategy", "devices", "most"),
     first_is_quick(
-        [("mlp", "single", 1, 0.1), ("gpt", "single", 1, 0.1), ("gpt", "ddp", 2, 0.1), ("cnn", "single", 1, 0.1)]
+        [
+            ("gpt", "single", 1, 0.3),
+            ("gpt", "single", 1, 0.1),
+            ("mlp", "single", 1, 0.1),
+            ("gpt", "ddp", 2, 0.1),
+            ("cnn", "single", 1, 0.1),
+        ]
     ),
 )
 def test_the_forecast_is_close_to_what_the_model_adds_to_a_process(
     net: str, strategy: str, devices: int, most: float
 ) -> None:
+    # Beside other tests, 20 % were seen.
     found = fitted("my_task.py", f"net={net}", "--strategy", strategy, "--devices", str(devices), "num=64")
     (row,) = found["rows"]
     assert row["micro_batch"] == 64 // devices

@@ -400,3 +400,9 @@ def set_python_state(state: Any) -> None:
     python: Any = random._inst
     words, python.gauss_next = state
     ctypes.memmove(address, words, _PYTHON_BYTES)
+
+
+def written_arguments(operator: Any, args: Any) -> list[Any]:
+    """The arguments that an operator changes; one for lists of tensors does not return them."""
+    declared = (one.alias_info for one in operator._schema.arguments)
+    return [value for value, alias in zip(args, declared, strict=False) if alias is not None and alias.is_write]

@@ -344,3 +344,10 @@ def test_processes_of_the_elastic_agent_before_and_after_their_start() -> None:
 
 def run_alone(code: str) -> str:
     return subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True).stdout
+
+
+def test_an_operator_declares_which_arguments_it_writes() -> None:
+    ones, twos = torch.ones(2), torch.full((2,), 2.0)
+    assert internals.written_arguments(torch.ops.aten.add.Tensor, (ones, twos)) == []
+    (written,) = internals.written_arguments(torch.ops.aten.add_.Tensor, (ones, twos))
+    assert written is ones

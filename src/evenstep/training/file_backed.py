@@ -29,7 +29,7 @@ from typing_extensions import TypeIs
 
 from evenstep.distributed.world import World
 from evenstep.errors import EvenstepError
-from evenstep.internals import TorchDispatchMode, tree_leaves
+from evenstep.internals import TorchDispatchMode, tree_leaves, written_arguments
 from evenstep.sampling.rng import restore_rng_states, rng_states
 
 LARGE = 2**22
@@ -102,7 +102,7 @@ class FileBacked(TorchDispatchMode):
             self._release([result])
         self._release(given)
         if self._is_scratch and any(map(self.has, given)):
-            self._follow(tree_leaves((result, _written(func, args))))
+            self._follow(tree_leaves((result, written_arguments(func, args))))
         return result
 
     def _follow(self, results: Iterable[Any]) -> None:
@@ -143,12 +143,6 @@ class FileBacked(TorchDispatchMode):
             if size is not None:
                 address = one.untyped_storage().data_ptr()
                 _libc().madvise(ctypes.c_void_p(address), ctypes.c_size_t(size), DONTNEED)
-
-
-def _written(func: Any, args: Any) -> list[Any]:
-    """The arguments that a function changes; one for lists of tensors does not return them."""
-    declared = (one.alias_info for one in func._schema.arguments)
-    return [value for value, alias in zip(args, declared, strict=False) if alias is not None and alias.is_write]
 
 
 def _has_storage(value: Any) -> TypeIs[torch.Tensor]:

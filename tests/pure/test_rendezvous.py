@@ -214,6 +214,8 @@ def way(address: tuple[str, int], token: str = ONE, identity: Identity = MINE) -
         made.close()
 
 
+# A gate that closes drops connections that are being accepted, and asyncio warns when it finds their writers.
+@pytest.mark.filterwarnings("ignore:.*StreamWriter.__del__:pytest.PytestUnraisableExceptionWarning")
 class TestTheGate:
     def test_leads_who_knows_the_token_to_the_store(self) -> None:
         with gate() as (_, address, store), way(address) as mine:

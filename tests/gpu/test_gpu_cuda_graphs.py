@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import gc
 import itertools
 import json
 import math
 import subprocess
 import sys
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -296,6 +298,38 @@ def test_a_run_that_is_resumed_ends_where_an_undisturbed_one_ends() -> None:
     rest = evenstep.train(task(model=lambda: Net(0.0)), epochs=4, name="rest", resume="runs/half")
     for key, value in weights(whole).items():
         torch.testing.assert_close(weights(rest)[key], value, rtol=1e-3, atol=1e-4)
+
+
+class Littering(Net):
+    """During a capture, it leaves a CUDA graph of before as garbage, and lists, which make Python collect garbage."""
+
+    def __init__(self, graphs: list[torch.cuda.CUDAGraph]) -> None:
+        super().__init__()
+        self.graphs = graphs
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if torch.cuda.is_current_stream_capturing() and self.graphs:
+            cycle: list[Any] = [self.graphs.pop()]
+            cycle.append(cycle)
+            del cycle
+            self.lists = [[number] for number in range(100)]
+        return super().forward(x)
+
+
+def test_a_capture_does_not_free_the_graph_of_an_earlier_run(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
+) -> None:
+    monkeypatch.setattr("evenstep.training.cuda_graphs.runner.LEAST_GAIN", 0.0)
+    weight = torch.ones(4, device="cuda")
+    with torch.cuda.graph(graph := torch.cuda.CUDAGraph()):
+        weight.mul_(2)
+    graphs = [graph]
+    del graph
+    request.addfinalizer(partial(gc.set_threshold, *gc.get_threshold()))
+    gc.set_threshold(20)
+    evenstep.train(task(model=lambda: Littering(graphs)), epochs=4)
+    assert not graphs
+    assert "replayed as a CUDA graph" in capsys.readouterr().err
 
 
 LENGTHS = (8, 12, 16, 20, 24, 28)

@@ -7,6 +7,7 @@ backward of each replica, and the update is eager.
 
 from __future__ import annotations
 
+import gc
 import math
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -263,7 +264,7 @@ class Captured:
         stream = torch.cuda.Stream(device) if current == torch.cuda.default_stream(device) else current
         pool = self._shared.pools[replica]
         try:
-            with on(device), torch.cuda.graph(graph, pool, stream, MODE):
+            with on(device), _no_collection(), torch.cuda.graph(graph, pool, stream, MODE):
                 self._compute(replica, self._totals[replica])
                 if len(world.devices) == 1:
                     self._totals[replica].arrive()
@@ -307,6 +308,18 @@ class Captured:
         with stopping, _capturable(recipe.optimizer, self._rates), Sliced():  # type: ignore[no-untyped-call]
             recipe.optimizer.step()
         forget_gradients(recipe.optimizer)
+
+
+@contextmanager
+def _no_collection() -> Iterator[None]:
+    """Python collects no garbage inside: CUDA forbids to free the graph of an earlier run during a capture."""
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()
 
 
 class Copied:

@@ -1,6 +1,8 @@
 """G5: the memory of a step, forecast, beside what real steps take; and chosen micro-batches that must fit.
 
-python bench/fit_gpu.py [--quick] [--allocators] [--out FILE]    6 networks x 2 precisions x 3 sizes of a GPU, then more
+python bench/fit_gpu.py [--quick] [--allocators] [--only NETWORK ...] [--out FILE]
+
+6 networks x 2 precisions x 3 sizes of a GPU, then more sizes.
 
 Everything is done as `fit` and `train --micro auto` do it, each in a fresh process: one forecast from shapes for each
 network and precision; for each size real steps with a part of the samples, which correct it; probes of the micro-batch
@@ -447,6 +449,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true")
     parser.add_argument("--allocators", action="store_true", help="what would be chosen without room for gaps, too")
+    parser.add_argument("--only", nargs="+", default=[], help="networks")
     parser.add_argument("--out", type=Path)
     given = parser.parse_args()
     device = "cuda:0" if torch.cuda.device_count() else "cpu"
@@ -454,7 +457,8 @@ def main() -> None:
         raise SystemExit("the full table needs a CUDA device; use --quick here")
     began = time.perf_counter()
     print(HEAD)
-    rows = all_rows(list(cases(given.quick, device)), AT_ONCE if device != "cpu" else 1, given.allocators)
+    todo = [one for one in cases(given.quick, device) if not given.only or one[0].network in given.only]
+    rows = all_rows(todo, AT_ONCE if device != "cpu" else 1, given.allocators)
     whole = [row for row in rows if "problem" not in row]
     summary = {**summed_up(whole), "broken": len(rows) - len(whole), "seconds": round(time.perf_counter() - began)}
     for name, value in summary.items():

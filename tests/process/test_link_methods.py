@@ -179,3 +179,39 @@ def test_replicas_that_were_built_unlike_start_alike(tmp_path: Path, link: str) 
         subprocess.run([*command, "--name", label], cwd=tmp_path, env=environment, check=True, timeout=100)
     right, unlike = (bits_of(tmp_path / "runs" / label) for label in ("right", "unlike"))
     assert right == unlike
+
+
+LOGGING = """
+import evenstep
+import torch
+from torch import nn
+
+x = torch.randn(64, 4, generator=torch.Generator().manual_seed(0))
+
+
+def loss(net, batch):
+    evenstep.log({"mean": batch[0].mean()})
+    return nn.functional.cross_entropy(net(batch[0]), batch[1])
+
+
+def task():
+    return evenstep.Task(
+        model=lambda: nn.Linear(4, 2),
+        train=(x, (x.sum(1) > 0).long()),
+        loss=loss,
+        optimizer=lambda parameters: torch.optim.SGD(parameters, lr=0.01),
+        batch=8,
+        epochs=1,
+    )
+"""
+
+
+def test_logged_values_of_local_steps_are_those_of_all_ranks(tmp_path: Path) -> None:
+    (tmp_path / "my_task.py").write_text(LOGGING)
+    command = [sys.executable, "-m", "evenstep", "train", "my_task.py", "--devices", "2"]
+    for label, more in (("plain", []), ("local", ["--link", "local:4"])):
+        subprocess.run([*command, "--name", label, *more], cwd=tmp_path, check=True, timeout=100)
+    runs = [Record.read(tmp_path / "runs" / label) for label in ("plain", "local")]
+    plain, local = ([step.logged["mean"] for step in run.steps] for run in runs)
+    assert len(plain) == 8
+    assert local == pytest.approx(plain)

@@ -8,7 +8,7 @@ from __future__ import annotations
 import hashlib
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 
 import torch
@@ -17,7 +17,7 @@ from evenstep.data.loader import Batch
 from evenstep.distributed.world import World
 from evenstep.errors import NonFiniteLoss, TaskError
 from evenstep.monitor.nonfinite import NonFiniteMean, explain
-from evenstep.training.loss import LossTotal, MeanLoss, StepLogs
+from evenstep.training.loss import LossTotal, MeanLoss, StepLogs, means_of
 from evenstep.training.step import Eager, Recipe, Taken
 from evenstep.training.team import Launched
 
@@ -50,9 +50,9 @@ class LocalStep:
         assert self.mean is not None, "read before its round has ended"
         return self.mean
 
-    def know(self, total: float, count: float) -> None:
-        """The sums over all ranks."""
-        self.mean = MeanLoss(total / count if count else 0.0, count, self.seconds, self.own.logs.means())
+    def know(self, total: float, count: float, logged: Mapping[str, float]) -> None:
+        """The sums, and the means of logged values, over all ranks."""
+        self.mean = MeanLoss(total / count if count else 0.0, count, self.seconds, dict(logged))
 
 
 class LocalSteps(Eager):
@@ -90,19 +90,22 @@ class LocalSteps(Eager):
         team, steps = self._recipe.team, self._round
         tensors = self._inner_tensors()
         digest = _digest(tensors)
+        logs = [one.own.logs.own_pairs() for one in steps]
         numbers = [number for one in steps for number in (one.own.total, one.own.count)]
-        sums = torch.tensor([team.requests.encode(), digest, digest * digest, *numbers], dtype=torch.float64)
+        sums = torch.tensor([team.requests.encode(), digest, digest * digest, any(logs), *numbers], dtype=torch.float64)
         work = team.world.total(sums)
         if work is not None:
             work.wait()
-        requests, digests, squares, *totals = sums.tolist()
+        requests, digests, squares, num_logging, *totals = sums.tolist()
         if squares * team.world.size != digests * digests:
             raise TaskError(
                 "--link local averages the state of the optimizer, and ranks have state of different parameters: some "
                 "rank used a parameter in this round that another did not; leave --link out"
             )
+        every = team.world.gather(logs) if num_logging else [logs]
         for number, one in enumerate(steps):
-            one.know(*totals[2 * number : 2 * number + 2])
+            total, count = totals[2 * number : 2 * number + 2]
+            one.know(total, count, _logged([of_rank[number] for of_rank in every]))
         self._refuse_non_finite()
         self._model.end_round([tensor for _, tensor in tensors])
         team.requests.agree(requests)
@@ -126,6 +129,12 @@ class LocalSteps(Eager):
                 float(first.read()), first.step, first.epoch, team.precision.name, first.own.non_finite()
             )
             raise NonFiniteLoss(explain(team.world, self._model, found))
+
+
+def _logged(per_rank: Sequence[Mapping[str, list[list[float]]]]) -> dict[str, float]:
+    """The means over ranks of what each logged in one step."""
+    names = dict.fromkeys(name for own in per_rank for name in own)
+    return means_of({name: [pair for own in per_rank for pair in own.get(name, [])] for name in names})
 
 
 def _digest(tensors: list[tuple[str, torch.Tensor]]) -> float:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -324,18 +324,30 @@ class StepLogs:
         self._sent_names += new
         self.names += [name for name in new if name not in self.names]
 
+    def own_pairs(self) -> dict[str, list[list[float]]]:
+        """[sum, count] of each part of this process, by name."""
+        pairs: dict[str, list[list[float]]] = {}
+        for name, _, host in self._own:
+            assert host is not None
+            pairs.setdefault(name, []).append(host.read())
+        return pairs
+
     def means(self) -> dict[str, float]:
         """The mean of each name, over all that was counted; none of what no sample had."""
-        pairs: dict[str, list[list[float]]] = {}
         if self._world.size == 1:
-            for name, _, host in self._own:
-                assert host is not None
-                pairs.setdefault(name, []).append(host.read())
-        else:
-            pairs = {name: [self._sums[2 * index : 2 * index + 2]] for index, name in enumerate(self._sent_names)}
-        # Threads add their parts in any order: fsum gives the same sum in each.
-        sums = {name: [math.fsum(column) for column in zip(*every, strict=True)] for name, every in pairs.items()}
-        return {name: total / count for name, (total, count) in sums.items() if count}
+            return means_of(self.own_pairs())
+        return means_of({name: [self._sums[2 * index : 2 * index + 2]] for index, name in enumerate(self._sent_names)})
+
+
+def means_of(pairs: Mapping[str, Sequence[Sequence[float]]]) -> dict[str, float]:
+    """The mean of each name, from [sum, count] of all its parts.
+
+    >>> means_of({"a": [[1.0, 2.0], [3.0, 2.0]], "b": [[0.0, 0.0]]})
+    {'a': 1.0}
+    """
+    # Threads add their parts in any order: fsum gives the same sum in each.
+    sums = {name: [math.fsum(column) for column in zip(*every, strict=True)] for name, every in pairs.items()}
+    return {name: total / count for name, (total, count) in sums.items() if count}
 
 
 def _pairs_of(

@@ -15,11 +15,16 @@ from typing import Any
 import torch
 from safetensors.torch import load_file
 
+from evenstep.launcher.fork_server import start_server
 from evenstep.launcher.processes import RankLogs, workers
 from evenstep.launcher.rendezvous import LocalRendezvous
 from evenstep.plan import Plan
 from evenstep.record import Record
+from evenstep.strategy_facts import STRATEGIES
 from evenstep.worker.main import ProgramSpec, run_program
+
+PRELOADS = (*STRATEGIES["fsdp"].preloads, "torch._dynamo.eval_frame", "torch.utils.checkpoint", "tests.small_tasks")
+"""Imported once, by the fork server of this process: otherwise every rank that needs them spends seconds on it."""
 
 
 @dataclass(frozen=True)
@@ -39,6 +44,7 @@ def run_jobs(folder: Path, size: int, jobs: Iterable[tuple[str, Plan, str]], dev
 
 def run_processes(script: Path, arguments: Sequence[str], size: int, logs_folder: Path, **more: str) -> None:
     """Run a script as `size` processes that meet as those of a training do; what they said, if one of them fails."""
+    start_server(PRELOADS)
     rendezvous = LocalRendezvous()
     logs, path = RankLogs(logs_folder), tuple(sys.path)
     program = ProgramSpec(

@@ -41,7 +41,7 @@ TOLERANCE = 1e-9
 
 
 def plan(strategy: str, recomputes: bool, **more: object) -> Plan:
-    fields = {"precision": "fp64", "batch": 10, "steps": 20, "clip": 1.0, "threads": 1} | more
+    fields = {"precision": "fp64", "batch": 10, "steps": 6, "clip": 1.0, "threads": 1} | more
     num = 1 if strategy == "single" else 2
     return Plan(strategy=strategy, devices=("cpu",) * num, checkpoint_activations=recomputes, **fields)
 
@@ -67,7 +67,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureReq
 @pytest.mark.parametrize("number", first_is_quick(range(len(CASES)), 2))
 def test_learns_the_same_as_without(trained: Path, number: int) -> None:
     without, with_ = (result(trained, f"{number}-{recomputes}") for recomputes in (False, True))
-    assert len(without.record.losses) == CASES[number][2].get("steps", 20)
+    assert len(without.record.losses) == CASES[number][2].get("steps", 6)
     assert with_.record.losses == pytest.approx(without.record.losses, rel=TOLERANCE)
     assert furthest(with_.weights, without.weights) < TOLERANCE
 
@@ -181,7 +181,7 @@ def test_what_it_cannot_be_combined_with(given: dict[str, object], words: str) -
 
 
 def test_a_forecast_of_memory_knows_the_flag() -> None:
-    network = partial(GPT, vocabulary=11, context=8, layers=8, heads=2, width=32)
+    network = partial(GPT, vocabulary=11, context=8, layers=4, heads=2, width=32)
     task = replace(small_task("gpt/sgd/mean"), model=network)
     highest = []
     for recomputes in (False, True):

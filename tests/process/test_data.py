@@ -25,6 +25,7 @@ from tests.more_flags import more_flags, num_devices
 from tests.process.test_training import run_script
 from tests.small_tasks import DATA_KINDS, NUM_SAMPLES, small_task
 
+STEPS = 20
 WAYS = {"dp-2": (1, 0), "ddp-2 with a worker": (2, 1), "ddp-2": (2, 0), "fsdp-3": (3, 0)}
 """(processes, loader workers of each)."""
 SLOW = ("ddp-2", "fsdp-3")
@@ -36,7 +37,7 @@ def plan(where: str, workers: int) -> Plan:
         strategy=strategy,
         devices=("cpu",) * int(num or 1),
         batch=10,
-        steps=25,
+        steps=STEPS,
         accumulate=2,
         precision="fp64",
         threads=1,
@@ -67,7 +68,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureReq
 @pytest.mark.parametrize("kind", first_is_quick(DATA_KINDS, num_quick=4))
 def test_data_of_every_kind_teaches_the_same_as_on_one_device(trained: Path, where: str, kind: str) -> None:
     single, other = result(trained, f"single {kind}"), result(trained, f"{where} {kind}")
-    assert len(single.record.losses) == 25
+    assert len(single.record.losses) == STEPS
     assert other.record.losses == pytest.approx(single.record.losses, rel=1e-9)
     assert furthest(compared(other), compared(single)) < 1e-9
     assert other.record.evaluations[-1].values == pytest.approx(single.record.evaluations[-1].values, rel=1e-9)

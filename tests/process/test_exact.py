@@ -15,9 +15,10 @@ from torch import nn
 import evenstep
 from evenstep.plan import Plan
 from tests.fleet import bits_of, run_jobs
+from tests.marks import first_is_quick
 
 pytestmark = pytest.mark.timeout(400)
-STEPS = 8
+STEPS = 4
 IMAGES = torch.randn(64, 6, 4, 4, generator=torch.Generator().manual_seed(0))
 SHAPES = {nn.BatchNorm1d: IMAGES[..., 0], nn.BatchNorm2d: IMAGES, nn.BatchNorm3d: IMAGES.unsqueeze(2)}
 
@@ -193,8 +194,9 @@ def verify(task: str, *options: str) -> tuple[int, dict[str, Any]]:
     return ended.returncode, json.loads(ended.stdout)
 
 
-def test_verify_proves_the_bits_of_a_task_with_dropout_and_batchnorm() -> None:
-    code, found = verify("sound", "--strategies", "fsdp", "--devices", "2")
+@pytest.mark.parametrize("strategy", first_is_quick(["ddp", "fsdp"]))
+def test_verify_proves_the_bits_of_a_task_with_dropout_and_batchnorm(strategy: str) -> None:
+    code, found = verify("sound", "--strategies", strategy, "--devices", "2")
     assert code == 0
     assert found["is_same"] is True
     assert found["virtual_replicas"] == 4

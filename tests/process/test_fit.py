@@ -96,7 +96,7 @@ def many(less: int = 0) -> Task:
         loss=loss,
         optimizer=lambda parameters: torch.optim.SGD(parameters, lr=0.1),
         batch=2**14,
-        steps=3,
+        steps=2,
     )
 """
 
@@ -127,7 +127,7 @@ def fitted(*words: str, **how: Any) -> dict[str, Any]:
     ("net", "strategy", "devices", "most"),
     first_is_quick(
         [
-            ("gpt", "single", 1, 0.3),
+            ("mlp", "single", 1, 0.3),
             ("gpt", "single", 1, 0.1),
             ("mlp", "single", 1, 0.1),
             ("gpt", "ddp", 2, 0.1),

@@ -86,8 +86,8 @@ def trained(where: str, planted: str, monkeypatch: pytest.MonkeyPatch) -> subpro
 @pytest.mark.parametrize(
     ("where", "device", "name"),
     [
-        ("ddp-3", 1, "rank 1 (cpu)"),
-        pytest.param("ddp-2", 1, "rank 1 (cpu)", marks=pytest.mark.slow),
+        ("ddp-2", 1, "rank 1 (cpu)"),
+        pytest.param("ddp-3", 1, "rank 1 (cpu)", marks=pytest.mark.slow),
         pytest.param("ddp-2", 0, "rank 0 (cpu)", marks=pytest.mark.slow),
         pytest.param("dp-3", 2, "replica 2 (cpu)", marks=pytest.mark.slow),
         pytest.param("dp-2", 1, "replica 1 (cpu)", marks=pytest.mark.slow),
@@ -123,7 +123,7 @@ def test_a_device_that_does_not_repeat_itself_is_faulty_if_others_do(monkeypatch
     assert "not on other devices: a faulty device" in done.stderr
 
 
-@pytest.mark.parametrize("where", first_is_quick(["ddp-2", "single", "dp-2"]))
+@pytest.mark.parametrize("where", first_is_quick(["dp-2", "ddp-2", "single"]))
 def test_a_nondeterministic_loss_is_no_faulty_device(where: str, monkeypatch: pytest.MonkeyPatch) -> None:
     done = trained(where, "noise:-1:24", monkeypatch)
     assert done.returncode == 0, done.stderr
@@ -144,8 +144,8 @@ def digest(run: Path) -> str:
 SOUND = ["norm/adamw/mean/dropout", "gpt/adamw/pair", "averaged/sgd/mean", "mlp/sgd/mean/stream", "mlp/sgd/mean/rows"]
 VIRTUAL = {"virtual_replicas": 4, "shares": "3,1", "accumulate": 2}
 CASES: list[tuple[str, int, dict[str, Any]]] = [
-    (SOUND[0], 200, {}),
-    *((key, 200, {}) for key in SOUND[1:]),
+    (SOUND[0], 30, {}),
+    *((key, 200, {}) for key in SOUND),
     ("mlp/adamw/mean/dropout", 60, VIRTUAL),
     ("cnn/adamw/mean", 60, {"accumulate": 2, "precision": "bf16", "shares": "3,1"}),
     (SOUND[0], 10_000, {}),
@@ -262,7 +262,7 @@ def simulated(draw: random.Random, rates: Rates, deterministic: Rates, noisy: se
 @pytest.mark.parametrize("is_cured", [False, True])
 def test_sound_devices_with_noise_are_never_accused(num: int, is_cured: bool) -> None:
     draw = random.Random(num)
-    for _ in range(10_000):
+    for _ in range(3_000):
         rate = draw.choice([0.001, 0.01, 0.1, 0.3, 0.5, 0.9])
         found = simulated(draw, [rate] * num, [0.0 if is_cured else rate] * num, set())
         assert found.outcome != "faulty", (rate, found.text)
@@ -307,9 +307,10 @@ def task() -> Task:
 """
 
 
-def test_a_loss_that_differs_now_and_then_ends_no_run() -> None:
+@pytest.mark.parametrize("strategy", first_is_quick(["dp", "ddp"]))
+def test_a_loss_that_differs_now_and_then_ends_no_run(strategy: str) -> None:
     Path("noisy_task.py").write_text(NOISY)
-    how = ["--strategy", "ddp", "--devices", "cpu,cpu", "--replay-every", "1", "--name", "run"]
+    how = ["--strategy", strategy, "--devices", "cpu,cpu", "--replay-every", "1", "--name", "run"]
     command = [sys.executable, "-m", "evenstep", "train", "noisy_task.py", *how]
     done = subprocess.run(command, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr

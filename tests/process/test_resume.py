@@ -20,7 +20,7 @@ from tests.small_tasks import NUM_SAMPLES, small_task
 
 TASK = "mlp/adamw/pair"
 CUT = 16  # in the middle of the second epoch of 11 steps
-STEPS = 30
+STEPS = 24
 WORLDS = {
     1: ["single-1", "dp-1", "dp-2", "dp-3", "ddp-1", "fsdp-1"],
     2: ["ddp-2", "fsdp-2"],

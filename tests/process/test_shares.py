@@ -23,7 +23,7 @@ from evenstep.verify.configurations import find_configs, plan_of
 from tests.fleet import furthest, result, run_jobs
 from tests.marks import first_is_quick
 
-STEPS = 30
+STEPS = 14
 BATCH = 10
 """The last batch of an epoch holds 3 samples: a device with a small share has none of them."""
 SHARES = {"dp-2": "4,1", "dp-3": "1,5,2", "ddp-2": "7,3", "ddp-3": "1,8,1", "fsdp-2": "1,4"}

@@ -9,9 +9,15 @@ from pathlib import Path
 
 import pytest
 
+from tests import marks
+
 # Read when torch is loaded: threads that wait sleep, since there are more processes than cores. Otherwise they take the
 # time that the others need, and `verify` twice as much.
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    marks.set_quick(config)
 
 
 def pytest_sessionstart() -> None:

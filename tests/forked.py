@@ -3,7 +3,7 @@
 A plugin, which `make test` uses: `pytest -p tests.forked`. Without it, and in tests marked `fresh`, every command is a
 new Python. To the test it is the same: its child, with folder, variables, streams and signals of its own
 (`tests/process/test_forked.py` compares the two). What a fork cannot have is a new Python: other options of Popen, or a
-variable that is read while modules are imported.
+variable that is read while modules are imported. Commands that tests run in their own process share one parser.
 """
 
 from __future__ import annotations
@@ -162,6 +162,7 @@ def start_server(threads: str | None) -> Server:
 
 def pytest_sessionstart() -> None:
     _first_variables.update(os.environ)
+    forker.keep_parser()
 
 
 @pytest.hookimpl(tryfirst=True)

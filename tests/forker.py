@@ -1,12 +1,13 @@
 """The process from which commands of tests are forked: it has imported what they import, and nothing else.
 
-`python forker.py DESCRIPTOR`: requests come through this socket. No thread is started here and nothing is computed, so
-that a fork is what a new Python would be after its imports. No pytest.
+`python forker.py DESCRIPTOR`: requests come through this socket. No thread is started here and nothing is computed but
+the parser of the command line, so that a fork is what a new Python would be after its imports. No pytest.
 """
 
 from __future__ import annotations
 
 import fcntl
+import functools
 import importlib
 import io
 import json
@@ -99,6 +100,16 @@ def import_all() -> Imports:
     os.environ.__class__ = usual
     new = {name: value for name, value in os.environ.items() if name not in variables}
     return Imports(variables, frozenset(NotedVariables.names), new)
+
+
+def keep_parser() -> None:
+    """Typer builds every command with its options whenever one is run, for 0.1 s: build them once."""
+    import typer.main
+
+    from evenstep.cli import app
+
+    typer.main.get_command = functools.cache(typer.main.get_command)
+    typer.main.get_command(app)
 
 
 def serve(connection: socket.socket) -> tuple[dict[str, Any], list[int]]:
@@ -226,6 +237,7 @@ def main() -> None:
     connection = socket.socket(fileno=int(sys.argv[1]))
     sys.path[0] = os.getcwd()
     imports = import_all()
+    keep_parser()
     assert threading.active_count() == 1
     send(connection, {"read": sorted(imports.read), "set": imports.set_by_modules})
     request, files = serve(connection)

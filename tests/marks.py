@@ -7,6 +7,19 @@ from typing import Any
 
 import pytest
 
+_is_quick = False
+
+
+def set_quick(config: pytest.Config) -> None:
+    """Before files are collected: whether what is slow is left out."""
+    global _is_quick
+    _is_quick = "not slow" in config.option.markexpr
+
+
+def num_examples(num: int) -> int:
+    """How many examples of a property are tried: all with `make test-all`, a quarter of them with `make test`."""
+    return num // 4 if _is_quick else num
+
 
 def first_is_quick(cases: Iterable[Any], num_quick: int = 1) -> list[Any]:
     """The cases, of which all but the first run with `make test-all` only; a tuple is a case of several arguments."""

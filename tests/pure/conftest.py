@@ -11,9 +11,10 @@ import pytest
 from hypothesis import settings
 
 from evenstep.cli import main
+from tests import marks
 
 # Machines that run tests are often busy: how long an example took says nothing.
-settings.register_profile("evenstep", deadline=None, database=None)
+settings.register_profile("evenstep", deadline=None, database=None, max_examples=marks.num_examples(100))
 settings.load_profile("evenstep")
 
 
@@ -45,9 +46,9 @@ def evenstep(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 @pytest.fixture(autouse=True)
 def _own_imports(tmp_path: Path) -> Iterator[None]:
     """A file of one test's folder that was imported is not there for the next one."""
-    path = list(sys.path)
+    path, before = list(sys.path), sys.modules.copy()
     yield
     sys.path[:] = path
     for name, module in list(sys.modules.items()):
-        if str(getattr(module, "__file__", None)).startswith(str(tmp_path)):
+        if before.get(name) is not module and str(getattr(module, "__file__", None)).startswith(str(tmp_path)):
             del sys.modules[name]

@@ -8,6 +8,7 @@ import random
 import subprocess
 import sys
 import threading
+from collections.abc import Iterable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -33,14 +34,14 @@ ELSEWHERE = {
 DOCUMENTED = {"_exit", "_getframe", "_current_frames", "_fields", "_replace"}
 
 
-def private_uses(file: Path, own: set[str]) -> list[str]:
+def private_uses(nodes: Iterable[ast.AST], own: set[str]) -> list[str]:
     """Private names of other packages that a file imports or reads."""
     found = []
-    for node in ast.walk(ast.parse(file.read_text())):
+    for node in nodes:
         if isinstance(node, ast.ImportFrom) and not str(node.module).startswith("evenstep"):
             names = [*str(node.module).split("."), *(alias.name for alias in node.names)]
             found += [name for name in names if is_private(name)]
-        if isinstance(node, ast.Attribute) and is_private(node.attr) and node.attr not in own | DOCUMENTED:
+        if isinstance(node, ast.Attribute) and is_private(node.attr) and node.attr not in own:
             found.append(node.attr)
     return found
 
@@ -49,10 +50,10 @@ def is_private(name: str) -> bool:
     return name.startswith("_") and not name.startswith("__")
 
 
-def defined(file: Path) -> set[str]:
+def defined(nodes: Iterable[ast.AST]) -> set[str]:
     """Private names that a file gives to functions, variables and attributes."""
     names = set()
-    for node in ast.walk(ast.parse(file.read_text())):
+    for node in nodes:
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
             names.add(node.name)
         elif isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store) and is_self(node.value):
@@ -67,9 +68,15 @@ def is_self(node: ast.expr) -> bool:
 
 
 def test_private_parts_of_others_are_used_in_one_file() -> None:
-    files = {str(file.relative_to(SOURCE)): file for file in SOURCE.rglob("*.py")}
-    own = {name for file in files.values() for name in defined(file)}
-    used = {name: private_uses(file, own) for name, file in files.items() if name != "internals.py"}
+    kinds = (ast.ImportFrom, ast.Attribute, ast.Name, ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
+    files = {
+        str(file.relative_to(SOURCE)): [
+            node for node in ast.walk(ast.parse(file.read_text())) if isinstance(node, kinds)
+        ]
+        for file in SOURCE.rglob("*.py")
+    }
+    own = {name for nodes in files.values() for name in defined(nodes)} | DOCUMENTED
+    used = {name: private_uses(nodes, own) for name, nodes in files.items() if name != "internals.py"}
     assert {name: uses for name, uses in used.items() if uses and name not in ELSEWHERE} == {}
     assert private_uses(files["internals.py"], own)
 
@@ -187,7 +194,7 @@ def test_what_ranks_send_and_compare_works_in_a_group_of_one(tmp_path: Path) -> 
 
 
 def test_what_fully_shard_keeps_of_a_unit(tmp_path: Path) -> None:
-    run_alone(
+    run_in_child(
         f"""
 import torch, torch.distributed as dist
 from torch import nn
@@ -216,7 +223,7 @@ dist.destroy_process_group()
 
 
 def test_ddp_says_which_gradients_it_waits_for_and_another_wrapper_takes_its_place(tmp_path: Path) -> None:
-    run_alone(
+    run_in_child(
         f"""
 import torch, torch.distributed as dist
 from torch import nn
@@ -255,11 +262,7 @@ def test_a_dataset_does_not_see_that_it_is_in_a_worker() -> None:
 
 
 def test_a_child_of_the_fork_server_becomes_a_main_process_and_threads_are_waited_for() -> None:
-    context = multiprocessing.get_context("forkserver")
-    child = context.Process(target=become_main)
-    child.start()
-    child.join(60)
-    assert child.exitcode == 0
+    run_in_child("from tests.pure.test_internals import become_main; become_main()")
     assert internals.fork_server_pid() > 0
     assert internals.has_resource_tracker()
 
@@ -340,6 +343,14 @@ def test_processes_of_the_elastic_agent_before_and_after_their_start() -> None:
     assert "_pc" in Path(sys.modules[MultiprocessContext.__module__].__file__ or "").read_text()
     assert internals.elastic_processes(SimpleNamespace(_pc=None)) == []
     assert internals.elastic_processes(SimpleNamespace(_pc=SimpleNamespace(processes=[1]))) == [1]
+
+
+def run_in_child(code: str) -> None:
+    """In a child of the fork server, which has imported torch with `make test`."""
+    child = multiprocessing.get_context("forkserver").Process(target=exec, args=(code, {}))
+    child.start()
+    child.join(60)
+    assert child.exitcode == 0
 
 
 def run_alone(code: str) -> str:

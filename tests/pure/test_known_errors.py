@@ -208,8 +208,10 @@ def test_a_second_gradient_through_weights_that_fsdp_freed_is_known() -> None:
     assert "Use --strategy ddp" in (answer(error) or "")
 
 
-@pytest.mark.parametrize(("room", "found", "tries"), [(12, 12, [50, 25, 12]), (0, None, [50, 25, 12, 6, 3, 1])])
-def test_halves_until_it_fits(room: int, found: int | None, tries: list[int]) -> None:
+@pytest.mark.parametrize(
+    ("share", "room", "found", "tries"), [(100, 25, 25, [50, 25]), (5, 1, 1, [2, 1]), (2, 0, None, [1])]
+)
+def test_halves_until_it_fits(share: int, room: int, found: int | None, tries: list[int]) -> None:
     tried: list[int] = []
 
     def try_micro(micro: int) -> None:
@@ -218,7 +220,7 @@ def test_halves_until_it_fits(room: int, found: int | None, tries: list[int]) ->
             # For real: no machine has this much.
             torch.empty(10**15, dtype=torch.uint8)
 
-    assert largest_that_fits(try_micro, 100) == found
+    assert largest_that_fits(try_micro, share) == found
     assert tried == tries
 
 

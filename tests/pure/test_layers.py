@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import dataclasses
+import functools
 import re
 import subprocess
 import sys
@@ -91,12 +92,37 @@ def layer(file: Path) -> str:
     return file.relative_to(SOURCE).parts[0].removesuffix(".py")
 
 
+@dataclasses.dataclass(frozen=True)
+class Source:
+    """What these tests look at in a file: a walk over all nodes of all files takes seconds, so there is one."""
+
+    imports: list[ast.Import | ast.ImportFrom]
+    texts: list[str]
+    """Docstrings aside."""
+    classes: list[str]
+    """Those of the module itself."""
+
+
+@functools.cache
+def source_of(file: Path) -> Source:
+    nodes = list(ast.walk(ast.parse(file.read_text())))
+    docs = {id(node.value) for node in nodes if isinstance(node, ast.Expr)}
+    constants = [node for node in nodes if isinstance(node, ast.Constant) and id(node) not in docs]
+    module = nodes[0]
+    assert isinstance(module, ast.Module)
+    return Source(
+        imports=[node for node in nodes if isinstance(node, ast.Import | ast.ImportFrom)],
+        texts=[node.value for node in constants if isinstance(node.value, str)],
+        classes=[node.name for node in module.body if isinstance(node, ast.ClassDef)],
+    )
+
+
 def imported_layers(file: Path) -> set[str]:
     names: set[str] = set()
-    for node in ast.walk(ast.parse(file.read_text())):
+    for node in source_of(file).imports:
         if isinstance(node, ast.Import):
             names |= {alias.name for alias in node.names}
-        elif isinstance(node, ast.ImportFrom):
+        else:
             assert node.level == 0, f"{file}:{node.lineno} imports relatively"
             names |= {f"{node.module}.{alias.name}" for alias in node.names}
     found = {name.split(".")[1] for name in names if name.startswith("evenstep.")}
@@ -118,20 +144,14 @@ NAMES_A_STRATEGY = {
 
 def strategies_named(file: Path) -> list[str]:
     """Texts with a strategy's name, docstrings aside, and imports of one's file."""
-    nodes = list(ast.walk(ast.parse(file.read_text())))
-    docs = {id(node.value) for node in nodes if isinstance(node, ast.Expr)}
-    texts = [
-        node.value
-        for node in nodes
-        if isinstance(node, ast.Constant) and isinstance(node.value, str) and id(node) not in docs
-    ]
-    imports = [node.module or "" for node in nodes if isinstance(node, ast.ImportFrom)]
+    source = source_of(file)
+    imports = [node.module or "" for node in source.imports if isinstance(node, ast.ImportFrom)]
     # "single" is a word of its own inside a sentence, and what the others are compared with.
     # Those that are ordinary words too are looked for as a choice.
     words = [REFERENCE, *(row.name for row in STRATEGIES.values() if row.model_axis is not None)]
     others = "|".join(name for name in STRATEGIES if name not in words)
     named = rf"{'|'.join(words)}|.*--strateg(y|ies) ({'|'.join(words[1:])}).*|.*(?<![\w-])({others})(?![\w-]).*"
-    return [text for text in texts if re.fullmatch(named, text, re.DOTALL)] + [
+    return [text for text in source.texts if re.fullmatch(named, text, re.DOTALL)] + [
         name for name in imports if re.match(r"evenstep\.strategies\.(?!base)", name)
     ]
 
@@ -205,9 +225,7 @@ def test_no_two_modules_and_no_two_classes_have_the_same_name() -> None:
     files = [file for file in SOURCE.rglob("*.py") if file.name != "__init__.py"]
     modules = [file.stem for file in files]
     assert [name for name in modules if modules.count(name) > 1] == []
-    classes = [
-        node.name for file in files for node in ast.parse(file.read_text()).body if isinstance(node, ast.ClassDef)
-    ]
+    classes = [name for file in files for name in source_of(file).classes]
     assert [name for name in classes if classes.count(name) > 1] == []
 
 

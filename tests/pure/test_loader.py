@@ -26,6 +26,7 @@ from evenstep.distributed.world import World
 from evenstep.errors import PlanError, TaskError
 from evenstep.plan import Plan
 from evenstep.sampling.order import Lengths, smallest_micro_batch
+from tests.marks import first_is_quick, num_examples
 
 CPU = torch.device("cpu")
 
@@ -89,7 +90,7 @@ accumulations = st.integers(1, 3)
 kinds = st.sampled_from(sorted(SAMPLERS))
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=num_examples(150), deadline=None)
 @given(
     num=st.integers(1, 5000),
     batch=st.integers(1, 700),
@@ -125,7 +126,7 @@ def test_all_ranks_together_read_what_one_process_reads_and_what_the_sampler_pro
         assert counts.keys() == set(range(num - in_use, num))
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=num_examples(100), deadline=None)
 @given(num=st.integers(8, 500), batch=st.integers(1, 60), size=sizes, kind=kinds, cut=st.integers(0, 30))
 def test_dropping_the_last_batch_leaves_whole_ones_in_the_same_order_also_after_a_restart(
     num: int, batch: int, size: int, kind: str, cut: int
@@ -145,7 +146,7 @@ def test_dropping_the_last_batch_leaves_whole_ones_in_the_same_order_also_after_
     assert taken == steps
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=num_examples(100), deadline=None)
 @given(
     num=st.integers(1, 300),
     part=st.integers(1, 40),
@@ -201,7 +202,7 @@ def test_nothing_at_all_is_refused(data: Any) -> None:
         list(open_loader(data, worlds(1)[0], 4))
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=num_examples(100), deadline=None)
 @given(
     num=st.integers(1, 5000),
     batch=st.integers(1, 500),
@@ -599,8 +600,10 @@ def values(team: Iterable[Loader]) -> list[list[int]]:
     return steps
 
 
-@pytest.mark.parametrize("size", [1, 2, 3])
-@pytest.mark.parametrize("workers", [0, 1, 3])
+@pytest.mark.parametrize(
+    ("size", "workers"),
+    first_is_quick([(1, 3), (2, 1), (3, 0), (1, 0), (1, 1), (2, 0), (2, 3), (3, 1), (3, 3)], num_quick=3),
+)
 def test_a_stream_is_the_same_for_any_number_of_ranks_and_workers(size: int, workers: int) -> None:
     team = loaders(Splitting(), 6, worlds(size), workers=workers)
     reference = loaders(Splitting(), 6, worlds(1))
@@ -611,8 +614,7 @@ def test_a_stream_is_the_same_for_any_number_of_ranks_and_workers(size: int, wor
         assert [loader.epoch for loader in team] == [number + 1] * size
 
 
-@pytest.mark.parametrize("size", [1, 2])
-@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize(("size", "workers"), first_is_quick([(1, 0), (2, 0), (1, 2), (2, 2)], num_quick=2))
 @pytest.mark.parametrize(("num", "used"), [(23, 18), (18, 18), (6, 6)])
 def test_a_stream_drops_its_short_last_batch_too(size: int, workers: int, num: int, used: int) -> None:
     whole = DataLoader(Numbers(num), 6, drop_last=True)

@@ -28,6 +28,7 @@ from evenstep.tune.study import (
     TrialJob,
     read_study,
 )
+from tests.marks import num_examples
 
 SPACE = [Dimension("lr", "1e-4..1e-1:log", "float", 1e-4, 1e-1, True), Dimension("n", "1..4", "int", 1, 4)]
 REQUEST = StudyRequest(
@@ -121,7 +122,7 @@ def halved(values: Sequence[float], quotas: Sequence[int], failed: set[TrialJob]
     return found
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=num_examples(60), deadline=None)
 @given(st.integers(1, 30), st.integers(1, 5), st.sampled_from([[1, 3, 9], [1, 2], [2, 3, 4, 20], []]), st.randoms())
 def test_whatever_the_order_of_results_the_same_trials_go_on_and_suggestions_see_the_same(
     num: int, slots: int, rungs: list[int], luck: random.Random

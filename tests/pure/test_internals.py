@@ -8,7 +8,7 @@ import random
 import subprocess
 import sys
 import threading
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -195,6 +195,7 @@ def test_what_ranks_send_and_compare_works_in_a_group_of_one(tmp_path: Path) -> 
 
 def test_what_fully_shard_keeps_of_a_unit(tmp_path: Path) -> None:
     run_in_child(
+        exec,
         f"""
 import torch, torch.distributed as dist
 from torch import nn
@@ -218,12 +219,14 @@ assert [internals.has_gradient(one) for one in group.fsdp_params] == [True, True
 assert [tuple(one.shape) for one in internals.unsharded_parameters(group)] == [(1, 2), (1,)]
 assert internals.give_gradient(group.fsdp_params[0], torch.zeros_like)
 dist.destroy_process_group()
-"""
+""",
+        {},
     )
 
 
 def test_ddp_says_which_gradients_it_waits_for_and_another_wrapper_takes_its_place(tmp_path: Path) -> None:
     run_in_child(
+        exec,
         f"""
 import torch, torch.distributed as dist
 from torch import nn
@@ -246,7 +249,8 @@ for _ in range(2):
     second(torch.ones(1, 2)).sum().backward()
     assert internals.unreduced(second) == []
 dist.destroy_process_group()
-"""
+""",
+        {},
     )
 
 
@@ -262,7 +266,7 @@ def test_a_dataset_does_not_see_that_it_is_in_a_worker() -> None:
 
 
 def test_a_child_of_the_fork_server_becomes_a_main_process_and_threads_are_waited_for() -> None:
-    run_in_child("from tests.pure.test_internals import become_main; become_main()")
+    run_in_child(become_main)
     assert internals.fork_server_pid() > 0
     assert internals.has_resource_tracker()
 
@@ -345,9 +349,9 @@ def test_processes_of_the_elastic_agent_before_and_after_their_start() -> None:
     assert internals.elastic_processes(SimpleNamespace(_pc=SimpleNamespace(processes=[1]))) == [1]
 
 
-def run_in_child(code: str) -> None:
+def run_in_child(target: Callable[..., Any], *args: Any) -> None:
     """In a child of the fork server, which has imported torch with `make test`."""
-    child = multiprocessing.get_context("forkserver").Process(target=exec, args=(code, {}))
+    child = multiprocessing.get_context("forkserver").Process(target=target, args=args)
     child.start()
     child.join(60)
     assert child.exitcode == 0

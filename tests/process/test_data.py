@@ -25,7 +25,7 @@ from tests.more_flags import more_flags, num_devices
 from tests.process.test_training import run_script
 from tests.small_tasks import DATA_KINDS, NUM_SAMPLES, small_task
 
-STEPS = 20
+STEPS = 21
 WAYS = {"dp-2": (1, 0), "ddp-2 with a worker": (2, 1), "ddp-2": (2, 0), "fsdp-3": (3, 0)}
 """(processes, loader workers of each)."""
 SLOW = ("ddp-2", "fsdp-3")

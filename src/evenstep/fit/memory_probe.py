@@ -12,6 +12,8 @@ from statistics import median
 from typing import Any
 
 import numpy as np
+import torch
+from torch import nn
 
 from evenstep.data.adapt import adapt_train, validation_sets
 from evenstep.data.iterable import Stream
@@ -22,7 +24,9 @@ from evenstep.fit.device_memory import MemoryMeter, available_bytes, limit_gpus,
 from evenstep.fit.shape_pass import longest
 from evenstep.monitor.known_errors import Situation, is_out_of_memory
 from evenstep.plan import Plan
+from evenstep.sampling.rng import fork_rng
 from evenstep.sampling.samplers import Subset
+from evenstep.strategy_facts import STRATEGIES
 from evenstep.task import Task
 from evenstep.training.loop import train
 from evenstep.training.step import Stepper, eager_steps
@@ -54,6 +58,15 @@ class ProbedMemory:
     """Of the slowest rank."""
 
 
+def warm_up_shards(team: Team) -> None:
+    """Gather and reduce a little: what torch loads for it is no part of what a model takes."""
+    with fork_rng():
+        model = team.wrap(nn.Linear(8, 8))
+    num = team.world.size
+    for batch in team.loader((torch.zeros(num, 8),), batch=num):
+        team.backward(lambda model, data: model(data[0]).mean(), model, batch)
+
+
 class MemoryProbe(Trainer):
     """A few steps and an evaluation of one batch, measured; nothing is saved."""
 
@@ -67,6 +80,8 @@ class MemoryProbe(Trainer):
         (run_folder / f"{AVAILABLE}{world.rank}").write_text(str(self.available))
         if world.device.type == "cpu":
             warm_up()
+            if STRATEGIES[plan.strategy].shards:
+                warm_up_shards(team)
         for meter in self.meters:
             meter.reset()
         self.before = [meter.now() for meter in self.meters]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -50,6 +51,19 @@ def browser() -> Iterator[Browser]:
 
 @pytest.fixture
 def visit(browser: Browser) -> Iterator[Visit]:
+    with visits(browser) as open_page:
+        yield open_page
+
+
+@pytest.fixture(scope="session")
+def seen_compared(browser: Browser, compared: Path) -> Iterator[Seen]:
+    """The page of four strategies, opened once, for tests that leave it as it was."""
+    with visits(browser) as open_page:
+        yield open_page(compared)
+
+
+@contextmanager
+def visits(browser: Browser) -> Iterator[Visit]:
     """`visit(address, color_scheme="dark")` opens a page and waits until its charts are drawn."""
     contexts = []
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -17,6 +18,7 @@ from evenstep.report.prediction import FOLDER
 from evenstep.tune.study_page import write_study_page
 from tests.browser import examples
 from tests.browser.conftest import Seen, Visit
+from tests.marks import first_is_quick
 from tests.pure.test_predict import measured_record
 
 if TYPE_CHECKING:
@@ -53,12 +55,15 @@ def visible_renderers(seen: Seen, name: str) -> list[bool]:
     )
 
 
-@pytest.mark.parametrize("kind", ["compared", "ran"])
-def test_a_page_draws_its_charts_without_a_complaint_or_a_request(
-    kind: str, request: pytest.FixtureRequest, visit: Visit
-) -> None:
-    path: Path = request.getfixturevalue(kind)
-    seen = visit(path)
+def test_a_page_draws_its_charts_without_a_complaint_or_a_request(seen_compared: Seen, compared: Path) -> None:
+    check_drawn(seen_compared, compared)
+
+
+def test_a_page_of_runs_draws_its_charts_without_a_complaint_or_a_request(ran: Path, visit: Visit) -> None:
+    check_drawn(visit(ran), ran)
+
+
+def check_drawn(seen: Seen, path: Path) -> None:
     assert is_drawn(seen.page)
     assert len(canvases(seen.page)) >= 7
     assert seen.requests == [path.as_uri()]
@@ -79,21 +84,26 @@ def test_a_prediction_draws_its_curves_apart_from_what_was_measured(tmp_path: Pa
 
 def test_a_comparison_shows_what_was_predicted_from_it_beside_what_was_measured(tmp_path: Path, visit: Visit) -> None:
     made = examples.comparison(tmp_path)
-    before = len(canvases(visit(write_page(made, tmp_path)).page))
+    before = num_charts(write_page(made, tmp_path))
     calibration = calibrate([measured_record("single", 1, 0.010), measured_record("ddp", 2, 0.006)])
     question = Question(devices=[8, 64], links=[parse_link("25gbit")], per_device=64)
     (tmp_path / FOLDER).mkdir()
     Forecaster(calibration, question, task="mine").forecast().write(tmp_path / FOLDER)
-    seen = visit(write_page(made, tmp_path))
+    path = write_page(made, tmp_path)
+    seen = visit(path)
     assert seen.page.get_by_role("heading", name="Efficiency, predicted").count() == 1
     assert seen.page.get_by_text("Measured and predicted").count() == 1
     assert is_drawn(seen.page)
-    assert len(canvases(seen.page)) > before
+    assert seen.page.locator(".chart").count() == num_charts(path) > before
     assert seen.complaints == []
 
 
-def test_tabs_show_the_step_of_each_strategy_by_mouse_and_by_keyboard(compared: Path, visit: Visit) -> None:
-    seen = visit(compared)
+def num_charts(path: Path) -> int:
+    return len(re.findall(r'class="[^"]*\bchart\b', path.read_text()))
+
+
+def test_tabs_show_the_step_of_each_strategy_by_mouse_and_by_keyboard(seen_compared: Seen) -> None:
+    seen = seen_compared
     for name in ("dp x 2", "ddp x 2", "fsdp x 2", "single"):
         seen.page.get_by_role("tab", name=name, exact=True).click()
         panel = seen.page.get_by_role("tabpanel", name=name, exact=True)
@@ -102,11 +112,12 @@ def test_tabs_show_the_step_of_each_strategy_by_mouse_and_by_keyboard(compared: 
         assert is_drawn(seen.page, ".panel:visible")
     seen.page.keyboard.press("ArrowRight")
     assert seen.page.get_by_role("tab", name="dp x 2", exact=True).get_attribute("aria-selected") == "true"
+    seen.page.keyboard.press("ArrowLeft")
     assert seen.complaints == []
 
 
-def test_a_click_on_a_legend_takes_its_line_away_and_another_brings_it_back(compared: Path, visit: Visit) -> None:
-    seen = visit(compared)
+def test_a_click_on_a_legend_takes_its_line_away_and_another_brings_it_back(seen_compared: Seen) -> None:
+    seen = seen_compared
     button = seen.page.locator("button[data-chart=loss]").first
     for is_on in (False, True):
         button.click()
@@ -154,7 +165,7 @@ def _hover_everywhere(page: Page) -> None:
             page.mouse.move(box["x"] + box["width"] * part, box["y"] + box["height"] * part)
 
 
-@pytest.mark.parametrize("kind", ["compared", "ran"])
+@pytest.mark.parametrize("kind", first_is_quick(["compared", "ran"]))
 def test_a_phone_scrolls_down_and_never_sideways(kind: str, request: pytest.FixtureRequest, visit: Visit) -> None:
     seen = visit(request.getfixturevalue(kind), width=375, has_touch=True, is_mobile=True)
     assert widest(seen.page) == 375
@@ -173,8 +184,8 @@ def test_dark_and_light_follow_the_browser_even_while_the_page_is_open(compared:
     assert seen.complaints == []
 
 
-def test_a_page_prints(compared: Path, visit: Visit) -> None:
-    printed = visit(compared).page.pdf(format="A4")
+def test_a_page_prints(seen_compared: Seen) -> None:
+    printed = seen_compared.page.pdf(format="A4")
     assert printed.startswith(b"%PDF")
     assert len(printed) > 50_000
 

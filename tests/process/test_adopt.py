@@ -223,7 +223,6 @@ def test_modules_that_cannot_be_adopted_are_refused_by_name(kind: str, said: str
         evenstep.adopt.lightning(getattr(lightning_task, kind)(), lightning_task.Points())
 
 
-@pytest.mark.fresh
 def test_a_task_of_its_own_has_no_original() -> None:
     done = command("adopt", "digits")
     assert done.returncode == 2

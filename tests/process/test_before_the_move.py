@@ -42,7 +42,6 @@ def test_its_checkpoint_is_resumed_on_one_device() -> None:
     assert [step.step for step in Record.read("runs/on").steps] == [15, 16]
 
 
-@pytest.mark.fresh
 def test_its_record_samples_and_checkpoint_are_read() -> None:
     record = Record.read("weighted")
     assert (len(record.steps), record.plan.strategy) == (14, "ddp")

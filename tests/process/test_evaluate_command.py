@@ -84,7 +84,6 @@ def test_a_checkpoint_gives_what_its_run_recorded(strategy: str) -> None:
     assert first["values"] == pytest.approx(recorded[4], rel=1e-12)
 
 
-@pytest.mark.fresh
 def test_a_file_sets_what_is_evaluated_and_quiet_shows_the_result_alone() -> None:
     Path("test.toml").write_text('task = "my_task.py"\ndata = "other"\nbatch = 7\n')
     done = evaluate("runs/mine", "--config", "test.toml", "--quiet")

@@ -118,7 +118,6 @@ def test_a_rank_that_is_killed_is_named_with_its_signal(task_file: Path) -> None
     assert workers_of(task_file.parent) == []
 
 
-@pytest.mark.fresh
 def test_ctrl_c_stops_cleanly_and_says_how_to_go_on(task_file: Path) -> None:
     process = start_slow_run()
     process.send_signal(signal.SIGINT)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import functools
 import os
 import re
 import shlex
@@ -161,6 +162,7 @@ def test_every_command_of_a_page_has_options_that_exist(page: Path) -> None:
         assert options <= options_of(verb), command
 
 
+@functools.cache
 def options_of(verb: str) -> set[str]:
     command = typer.main.get_command(app)
     for name in verb.split():

@@ -87,9 +87,11 @@ def outcome(*options: str) -> str:
 
 
 def run_pytest(*options: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "pytest", "-rs", "-p", "tests.parallel", "-p", "no:cacheprovider", *options]
-    path = str(Path(__file__).parents[2])
-    return subprocess.run(command, capture_output=True, text=True, env={**os.environ, "PYTHONPATH": path})
+    plugins = ("-p", "tests.parallel", "-p", "no:cacheprovider", "-p", "pytest_timeout")
+    command = [sys.executable, "-m", "pytest", "-rs", *plugins, *options]
+    # Not the plugins of whatever is installed, whose imports take longer than the tests.
+    more = {"PYTHONPATH": str(Path(__file__).parents[2]), "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}
+    return subprocess.run(command, capture_output=True, text=True, env={**os.environ, **more})
 
 
 def test_every_test_has_one_outcome_and_one_that_kills_its_process_fails() -> None:

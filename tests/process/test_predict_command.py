@@ -47,6 +47,10 @@ def run(*words: str, cwd: Path, code: int = 0) -> subprocess.CompletedProcess[st
 
 
 def predicted(*words: str, cwd: Path) -> dict[str, Any]:
+    return dict(json.loads(run("predict", *words, "--json", cwd=cwd).stdout))
+
+
+def predicted_without_torch(*words: str, cwd: Path) -> dict[str, Any]:
     done = subprocess.run(
         [sys.executable, "-c", WITHOUT_TORCH, "predict", *words, "--json"], cwd=cwd, capture_output=True, text=True
     )
@@ -106,7 +110,9 @@ def test_a_page_shows_both_and_report_writes_it_again(measured: tuple[Path, dict
 def test_a_comparison_or_its_records_are_enough_without_torch(measured: tuple[Path, dict[str, Any]]) -> None:
     folder, found = measured
     run_folder = str(Path(found["folder"]).parent)
-    again = predicted(run_folder, "--devices", "8,1024", "--link", "25gbit", "--per-device", "64", cwd=folder)
+    again = predicted_without_torch(
+        run_folder, "--devices", "8,1024", "--link", "25gbit", "--per-device", "64", cwd=folder
+    )
     more = [row for row in again["rows"] if not row["is_measured"]]
     assert [(row["devices"], row["batch"]) for row in more] == [(8, 512), (1024, 65536)]
     assert again["knees"][0]["strategy"] == "ddp"

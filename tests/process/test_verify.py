@@ -193,7 +193,6 @@ def test_says_where_a_way_first_differs_and_ends_with_1() -> None:
     assert not Path("runs").exists()
 
 
-@pytest.mark.fresh
 def test_a_sound_task_passes() -> None:
     verdict = verdict_of("sound", "ddp", Depth(steps=2, own_precision=False))
     assert verdict.is_same, verdict

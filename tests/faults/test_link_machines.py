@@ -10,7 +10,6 @@ import torch
 from evenstep.record import Record
 from tests.faults.hosts import why_no_hosts
 from tests.faults.test_machines import assert_ends, machines
-from tests.marks import first_is_quick
 from tests.waiting import wait_until
 
 pytestmark = pytest.mark.timeout(200)
@@ -23,7 +22,8 @@ def _needs_hosts() -> None:
         pytest.skip(missing)
 
 
-@pytest.mark.parametrize("link", first_is_quick(["auto", None, "none"]))
+@pytest.mark.slow
+@pytest.mark.parametrize("link", ["auto", None, "none"])
 def test_exact_links_train_what_one_device_trains(tmp_path: Path, link: str | None) -> None:
     chosen = ["--link", link] if link is not None else []
     with machines(tmp_path, 2) as (first, second):

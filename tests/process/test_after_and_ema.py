@@ -14,7 +14,8 @@ from torch import nn
 import evenstep
 from evenstep import Record, Task
 from evenstep.errors import EvenstepError
-from tests.fleet import furthest
+from evenstep.launcher.fork_server import start_server
+from tests.fleet import PRELOADS, furthest
 
 generator = torch.Generator().manual_seed(0)
 x, y = torch.randn(40, 4, generator=generator), torch.randn(40, 3, generator=generator)
@@ -53,6 +54,7 @@ def trained(strategy: str, num: int, name: str, changes: dict[str, Any], **choic
     }
     devices = ",".join(["cpu"] * num)
     options: dict[str, Any] = {"strategy": strategy, "devices": devices, "precision": "fp64", "name": name}
+    start_server(PRELOADS)
     return evenstep.train(Task(**{**usual, **changes}), keep=99, **{"progress": False, **options, **choices})
 
 

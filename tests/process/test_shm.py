@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -72,7 +70,7 @@ def test_no_memory_is_left_open(found: list[dict[str, Any]]) -> None:
 def test_a_rank_that_ends_in_mid_backward_is_noticed_and_leaves_nothing(tmp_path: Path, how: str) -> None:
     before = named()
     out = tmp_path / "out.json"
-    subprocess.run([sys.executable, str(HERE / "lost_rank_script.py"), str(out), how], timeout=60, check=True)
+    run_processes(HERE / "lost_rank_script.py", [str(out), how], 1, tmp_path / "logs")
     said = json.loads(out.read_text())
     assert said["type"] == "RankLost"
     assert said["message"] == "rank 1 ended while this one waited for it: if it left a report, the cause is there"

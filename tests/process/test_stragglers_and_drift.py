@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from tests.fleet import run_processes
 from tests.process.stragglers_script import NUM_RANKS
 
 
@@ -17,8 +16,7 @@ from tests.process.stragglers_script import NUM_RANKS
 def said(tmp_path_factory: pytest.TempPathFactory) -> Any:
     """What the ranks were told in each case, which is the same for all of them."""
     folder = tmp_path_factory.mktemp("pace")
-    script = str(Path(__file__).with_name("stragglers_script.py"))
-    subprocess.run([sys.executable, script, str(folder)], check=True, timeout=60)
+    run_processes(Path(__file__).with_name("stragglers_script.py"), [str(folder)], 1, folder / "logs")
     reports = json.loads((folder / "out.json").read_text())
     told = [{case: line for case, line in report.items() if case != "probe seconds"} for report in reports]
     assert told[1:] == told[:-1]

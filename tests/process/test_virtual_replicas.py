@@ -29,7 +29,7 @@ from tests.marks import first_is_quick
 from tests.process import virtual_loop_script
 from tests.small_tasks import LOSSES, MODELS, OPTIMIZERS
 
-STEPS = 60
+STEPS = 21
 BATCH = 17  # virtual replicas of 5, 4, 4 and 4 samples; the last batch of an epoch has one sample
 V = 4
 WORLDS = {"single": 1, "dp-2": 1, "dp-3": 1, "dp-4": 1, "ddp-1": 1, "ddp-2": 2, "ddp-3": 3, "ddp-4": 4}
@@ -56,7 +56,7 @@ MORE = [
 ]
 CASES = [*MATRIX, *MORE]
 QUICK = {
-    "mlp/adamw/mean/dropout --accumulate 1": ("dp-2", "ddp-2", "ddp-4"),
+    "mlp/adamw/mean/dropout --accumulate 1": ("dp-2", "ddp-2"),
     "cnn/sgd/mean/dropout --accumulate 2": ("ddp-2",),
     "gpt/adamw/pair/dropout --accumulate 1": ("ddp-4",),
 }

@@ -10,6 +10,7 @@ from torch.utils.data import DistributedSampler
 
 from evenstep.errors import TrainingError
 from evenstep.monitor.known_errors import Situation, answer, is_out_of_memory, is_victim, largest_that_fits, message_of
+from tests.marks import first_is_quick
 
 NAMES = ["a.weight", "a.bias", "b.weight", "b.bias"]
 UNUSED = RuntimeError(
@@ -209,7 +210,16 @@ def test_a_second_gradient_through_weights_that_fsdp_freed_is_known() -> None:
 
 
 @pytest.mark.parametrize(
-    ("share", "room", "found", "tries"), [(100, 25, 25, [50, 25]), (5, 1, 1, [2, 1]), (2, 0, None, [1])]
+    ("share", "room", "found", "tries"),
+    first_is_quick(
+        [
+            (100, 25, 25, [50, 25]),
+            (2, 0, None, [1]),
+            (100, 12, 12, [50, 25, 12]),
+            (100, 0, None, [50, 25, 12, 6, 3, 1]),
+        ],
+        num_quick=2,
+    ),
 )
 def test_halves_until_it_fits(share: int, room: int, found: int | None, tries: list[int]) -> None:
     tried: list[int] = []

@@ -30,7 +30,7 @@ from evenstep.training.replay import (
     known,
 )
 from tests.fleet import run_jobs
-from tests.marks import first_is_quick
+from tests.marks import first_is_quick, num_examples
 
 TASK = """
 import os
@@ -262,7 +262,7 @@ def simulated(draw: random.Random, rates: Rates, deterministic: Rates, noisy: se
 @pytest.mark.parametrize("is_cured", [False, True])
 def test_sound_devices_with_noise_are_never_accused(num: int, is_cured: bool) -> None:
     draw = random.Random(num)
-    for _ in range(3_000):
+    for _ in range(num_examples(10_000)):
         rate = draw.choice([0.001, 0.01, 0.1, 0.3, 0.5, 0.9])
         found = simulated(draw, [rate] * num, [0.0 if is_cured else rate] * num, set())
         assert found.outcome != "faulty", (rate, found.text)

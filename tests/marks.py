@@ -21,6 +21,11 @@ def num_examples(num: int) -> int:
     return num // 4 if _is_quick else num
 
 
+def num_steps(quick: int, whole: int) -> int:
+    """How long trainings are: `whole` with `make test-all`, `quick` with `make test`."""
+    return quick if _is_quick else whole
+
+
 def first_is_quick(cases: Iterable[Any], num_quick: int = 1) -> list[Any]:
     """The cases, of which all but the first run with `make test-all` only; a tuple is a case of several arguments."""
     return [

@@ -18,7 +18,7 @@ from evenstep.plan import Plan
 from evenstep.tasks.networks import GPT
 from evenstep.training.activation_checkpointing import RecomputedForward, checkpoint_activations
 from tests.fleet import furthest, result, run_jobs
-from tests.marks import first_is_quick
+from tests.marks import first_is_quick, num_steps
 from tests.small_tasks import mlp, small_task
 
 WHOLE = {"batch": 24, "steps": 4}
@@ -38,10 +38,11 @@ CASES = [
     ("fsdp", "gpt/adamw/pair/dropout", {"precision": "bf16", "accumulate": 3}),
 ]
 TOLERANCE = 1e-9
+STEPS = num_steps(6, 20)
 
 
 def plan(strategy: str, recomputes: bool, **more: object) -> Plan:
-    fields = {"precision": "fp64", "batch": 10, "steps": 6, "clip": 1.0, "threads": 1} | more
+    fields = {"precision": "fp64", "batch": 10, "steps": STEPS, "clip": 1.0, "threads": 1} | more
     num = 1 if strategy == "single" else 2
     return Plan(strategy=strategy, devices=("cpu",) * num, checkpoint_activations=recomputes, **fields)
 
@@ -67,7 +68,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureReq
 @pytest.mark.parametrize("number", first_is_quick(range(len(CASES)), 2))
 def test_learns_the_same_as_without(trained: Path, number: int) -> None:
     without, with_ = (result(trained, f"{number}-{recomputes}") for recomputes in (False, True))
-    assert len(without.record.losses) == CASES[number][2].get("steps", 6)
+    assert len(without.record.losses) == CASES[number][2].get("steps", STEPS)
     assert with_.record.losses == pytest.approx(without.record.losses, rel=TOLERANCE)
     assert furthest(with_.weights, without.weights) < TOLERANCE
 

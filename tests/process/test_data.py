@@ -20,12 +20,12 @@ from evenstep.audit import audit
 from evenstep.plan import Plan
 from evenstep.record import Record
 from tests.fleet import Result, furthest, result, run_jobs
-from tests.marks import first_is_quick
+from tests.marks import first_is_quick, num_steps
 from tests.more_flags import more_flags, num_devices
 from tests.process.test_training import run_script
 from tests.small_tasks import DATA_KINDS, NUM_SAMPLES, small_task
 
-STEPS = 21
+STEPS = num_steps(21, 25)
 WAYS = {"dp-2": (1, 0), "ddp-2 with a worker": (2, 1), "ddp-2": (2, 0), "fsdp-3": (3, 0)}
 """(processes, loader workers of each)."""
 SLOW = ("ddp-2", "fsdp-3")

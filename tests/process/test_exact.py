@@ -15,10 +15,10 @@ from torch import nn
 import evenstep
 from evenstep.plan import Plan
 from tests.fleet import bits_of, run_jobs
-from tests.marks import first_is_quick
+from tests.marks import first_is_quick, num_steps
 
 pytestmark = pytest.mark.timeout(400)
-STEPS = 4
+STEPS = num_steps(4, 8)
 IMAGES = torch.randn(64, 6, 4, 4, generator=torch.Generator().manual_seed(0))
 SHAPES = {nn.BatchNorm1d: IMAGES[..., 0], nn.BatchNorm2d: IMAGES, nn.BatchNorm3d: IMAGES.unsqueeze(2)}
 

@@ -9,9 +9,11 @@ import pytest
 
 from evenstep.plan import Plan
 from tests.fleet import Result, furthest, result, run_jobs
+from tests.marks import num_steps
 from tests.more_flags import more_fields
 from tests.small_tasks import LOSSES, MODELS, NUM_VALID, OPTIMIZERS
 
+STEPS = num_steps(15, 50)  # into the second epoch of 11 steps, or into the fifth
 BATCH = 10  # 3 devices get 4, 3 and 3; the last batch of an epoch holds 3 samples
 WORLDS = {"dp-2": 1, "dp-3": 1, "ddp-2": 2, "ddp-3": 3, "fsdp-2": 2}
 TOLERANCE = {"fp64": 1e-9, "fp32": 1e-4}
@@ -23,19 +25,13 @@ CASES = [
 QUICK = [(f"{model}/{kind}", num, "fp64") for model in MODELS for kind, num in (("adamw/mean", 3), ("sgd/pair", 1))]
 
 
-def steps_of(case: tuple[str, int, str]) -> int:
-    """Into the second epoch of 11 steps, or into the fifth."""
-    return 15 if case in QUICK else 50
-
-
-def plan(where: str, case: tuple[str, int, str]) -> Plan:
-    _, accumulate, precision = case
+def plan(where: str, accumulate: int, precision: str) -> Plan:
     strategy, _, num = where.partition("-")
     return Plan(
         strategy=strategy,
         devices=("cpu",) * int(num or 1),
         batch=BATCH,
-        steps=steps_of(case),
+        steps=STEPS,
         accumulate=accumulate,
         precision=precision,
         clip=1.0,
@@ -63,7 +59,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureReq
     for size in (1, 2, 3):
         pairs = [(where, case) for where, case in wanted if {"single": 1, **WORLDS}[where] == size]
         if pairs:
-            run_jobs(folder, size, [(name(w, c), plan(w, c), c[0]) for w, c in pairs])
+            run_jobs(folder, size, [(name(w, c), plan(w, *c[1:]), c[0]) for w, c in pairs])
     return folder
 
 
@@ -79,14 +75,14 @@ def trained(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureReq
 def test_learns_the_same_as_single(trained: Path, where: str, case: tuple[str, int, str]) -> None:
     tolerance = TOLERANCE[case[2]]
     single, other = result(trained, name("single", case)), result(trained, name(where, case))
-    assert len(single.record.losses) == steps_of(case)
+    assert len(single.record.losses) == STEPS
     assert other.record.losses == pytest.approx(single.record.losses, rel=tolerance)
     assert furthest(other.weights, single.weights) < tolerance
-    check_evaluation(single, other, tolerance, num=1 + steps_of(case) // 11)
+    check_evaluation(single, other, tolerance)
 
 
-def check_evaluation(single: Result, other: Result, tolerance: float, num: int) -> None:
-    assert len(single.record.evaluations) == num
+def check_evaluation(single: Result, other: Result, tolerance: float) -> None:
+    assert len(single.record.evaluations) == 1 + STEPS // 11
     for ours, reference in zip(other.record.evaluations, single.record.evaluations, strict=True):
         assert ours.samples == NUM_VALID
         assert ours.values == pytest.approx(reference.values, rel=tolerance)

@@ -15,12 +15,13 @@ import evenstep
 from evenstep import Task
 from evenstep.plan import Plan
 from tests.fleet import furthest, result, run_jobs
+from tests.marks import num_steps
 from tests.more_flags import more_fields
 from tests.small_tasks import NUM_SAMPLES, small_task
 
 TASK = "mlp/adamw/pair"
 CUT = 16  # in the middle of the second epoch of 11 steps
-STEPS = 24
+STEPS = num_steps(24, 30)
 WORLDS = {
     1: ["single-1", "dp-1", "dp-2", "dp-3", "ddp-1", "fsdp-1"],
     2: ["ddp-2", "fsdp-2"],

@@ -21,9 +21,9 @@ from evenstep.sampling.order import Lengths
 from evenstep.training.shares import choose_shares, keep_in_plan, parts_of
 from evenstep.verify.configurations import find_configs, plan_of
 from tests.fleet import furthest, result, run_jobs
-from tests.marks import first_is_quick
+from tests.marks import first_is_quick, num_steps
 
-STEPS = 14
+STEPS = num_steps(14, 30)
 BATCH = 10
 """The last batch of an epoch holds 3 samples: a device with a small share has none of them."""
 SHARES = {"dp-2": "4,1", "dp-3": "1,5,2", "ddp-2": "7,3", "ddp-3": "1,8,1", "fsdp-2": "1,4"}

@@ -11,8 +11,9 @@ import pytest
 
 from evenstep.plan import Plan
 from tests.fleet import furthest, result, run_jobs, run_processes
+from tests.marks import num_steps
 
-STEPS = 14
+STEPS = num_steps(14, 24)
 WORLDS = {1: ["single-1", "dp-2"], 2: ["ddp-2", "fsdp-2"], 3: ["ddp-3"]}
 OUTSIDE = ["averaged/adamw/mean", "weight_norm/adamw/mean", "mlp/sgd/decayed"]
 """Models and losses that compute with a layer's parameters outside of its forward."""

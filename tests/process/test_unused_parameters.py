@@ -12,11 +12,11 @@ from safetensors.torch import load_file
 
 from evenstep.plan import Plan
 from tests.fleet import furthest, newest_weights, result, run_jobs, run_processes
-from tests.marks import first_is_quick
+from tests.marks import first_is_quick, num_steps
 
 HERE = Path(__file__).parent
-STEPS = 22
-"""Two epochs, the last step of each with 3 samples."""
+STEPS = num_steps(22, 50)
+"""At least two epochs, the last step of each with 3 samples."""
 WORLDS = {"single-1": 1, "dp-2": 1, "ddp-2": 2, "ddp-3": 3, "ddp+torch-2": 2, "fsdp-2": 2, "fsdp+torch-2": 2}
 """With `+torch`, nothing goes through shared memory, as between machines."""
 KEYS = ("experts/adamw/mean", "experts/sgd/pair", "heads/adamw/pair", "heads/sgd/mean")

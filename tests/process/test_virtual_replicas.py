@@ -25,11 +25,11 @@ from evenstep.record import Record
 from evenstep.training.team import Team
 from evenstep.training.virtual_replicas import VirtualLogs
 from tests.fleet import furthest, result, run_jobs, run_processes
-from tests.marks import first_is_quick
+from tests.marks import first_is_quick, num_steps
 from tests.process import virtual_loop_script
 from tests.small_tasks import LOSSES, MODELS, OPTIMIZERS
 
-STEPS = 21
+STEPS = num_steps(21, 60)
 BATCH = 17  # virtual replicas of 5, 4, 4 and 4 samples; the last batch of an epoch has one sample
 V = 4
 WORLDS = {"single": 1, "dp-2": 1, "dp-3": 1, "dp-4": 1, "ddp-1": 1, "ddp-2": 2, "ddp-3": 3, "ddp-4": 4}

@@ -62,7 +62,8 @@ def warm_up_shards(team: Team) -> None:
     """Gather and reduce a little: what torch loads for it is no part of what a model takes."""
     with fork_rng():
         model = team.wrap(nn.Linear(8, 8))
-    num = team.world.size
+    # Every rank and every virtual replica has some.
+    num = 8 * (team.world.num_virtual or team.world.size)
     for batch in team.loader((torch.zeros(num, 8),), batch=num):
         team.backward(lambda model, data: model(data[0]).mean(), model, batch)
 

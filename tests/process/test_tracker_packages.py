@@ -184,29 +184,31 @@ def test_a_server_that_is_killed_costs_one_line_and_gets_the_rest_later(tmp_path
         port = free.getsockname()[1]
     uri = f"http://127.0.0.1:{port}"
     with mlflow_server(tmp_path, port):
-        options = ("--devices", "cpu", "--epochs", "15", "--name", "one", "--log", "mlflow")
-        training = start_training(*options, MISHAP="slow", MLFLOW_TRACKING_URI=uri)
+        options = ("--devices", "cpu", "--name", "one", "--log", "mlflow")
+        training = start_training(*options, MISHAP="hold", MLFLOW_TRACKING_URI=uri)
         wait_for_rows(uri)
+    Path("go").touch()
     _, shown = training.communicate(timeout=100)
     assert training.returncode == 0, shown
     (warning,) = [line for line in shown.splitlines() if "warning" in line]
     assert "mlflow may lack rows of this run" in warning
     assert warning.endswith("send them with evenstep report --to mlflow runs/one")
-    assert len(Record.read(RUN).steps) == 60
+    assert len(Record.read(RUN).steps) == 12
     with mlflow_server(tmp_path, port):
         for _ in range(2):
             sent = evenstep_command("report", "--to", "mlflow", str(RUN), MLFLOW_TRACKING_URI=uri)
             assert sent.returncode == 0, sent.stderr
             client, run = mlflow_run(uri, RUN)
             history = client.get_metric_history(run.info.run_id, "train/loss")
-            assert [one.step for one in history] == list(range(1, 61))
+            assert [one.step for one in history] == list(range(1, 13))
             assert [one.value for one in history] == pytest.approx(Record.read(RUN).losses)
         assert run.info.status == "FINISHED"
 
 
 def wait_for_rows(uri: str) -> None:
     """Until the server has some of a run, and not all."""
-    for _ in range(600):
+    # What sends them gets hardly anything of a core that others use.
+    for _ in range(3000):
         run_id = read_state(RUN, "mlflow").id if (RUN / "trackers").is_dir() else None
         if run_id is not None and mlflow_run(uri, RUN)[1].data.metrics.get("train/loss") is not None:
             return

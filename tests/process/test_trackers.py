@@ -20,7 +20,7 @@ from evenstep.errors import PlanError
 from evenstep.plan import Plan
 from evenstep.record import RecordWriter, Step
 from evenstep.trackers import check_installed
-from evenstep.trackers.follower import Feed, is_followed, read_state
+from evenstep.trackers.follower import Feed, is_followed, read_state, start_follower
 from evenstep.trackers.points import whole_history
 from tests.process import traced_task
 from tests.process.traced_task import task
@@ -65,8 +65,10 @@ def write_rows(step: int, rows: Sequence[Step], run: Path = RUN, resume: str | N
     writer.close()
 
 
-def test_the_numbers_of_the_record_are_in_tensorboard() -> None:
+def test_the_numbers_of_the_record_are_in_tensorboard(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(traced_task, "MISHAP", "none, but who follows")
     record = evenstep.train(task, progress=False, **LOGGED)
+    check_niceness()
     read = events()
     losses = read.Scalars("train/loss")
     assert [one.step for one in losses] == [step.step for step in record.steps]
@@ -82,6 +84,12 @@ def test_the_numbers_of_the_record_are_in_tensorboard() -> None:
     check_hyperparameters(read, record)
     (machine,) = read.Tensors("machine")
     assert f"| torch | {record.machine['torch']} |" in machine.tensor_proto.string_val[0].decode()
+
+
+def check_niceness() -> None:
+    """Of the process that fed the tracker, against ranks in sessions of their own."""
+    has_autogroups = Path("/proc/self/autogroup").exists()
+    assert Path("niceness").read_text().endswith("nice 19\n" if has_autogroups else "no autogroups")
 
 
 def check_hyperparameters(read: EventAccumulator, record: evenstep.Record) -> None:
@@ -156,7 +164,8 @@ def followers_of(process: int) -> list[psutil.Process]:
 
 
 def wait_until(what: Callable[[], object]) -> None:
-    for _ in range(600):
+    # A follower gets hardly anything of a core that others use.
+    for _ in range(3000):
         if what():
             return
         time.sleep(0.1)
@@ -164,13 +173,15 @@ def wait_until(what: Callable[[], object]) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(600)
 @pytest.mark.parametrize("killed", ["follower", "command"])
 def test_kill_9_of_a_follower_or_of_the_command_loses_no_row_for_good(killed: str) -> None:
-    options = ("--devices", "cpu", "--epochs", "10", "--name", "one", "--log", "tensorboard")
-    training = start_training(*options, MISHAP="slow")
+    options = ("--devices", "cpu", "--name", "one", "--log", "tensorboard")
+    training = start_training(*options, MISHAP="hold")
     wait_until(lambda: list((RUN / "tensorboard").glob("*.evenstep")))
     (follower,) = followers_of(training.pid)
     (follower if killed == "follower" else training).kill()
+    Path("go").touch()
     _, shown = training.communicate(timeout=100)
     if killed == "follower":
         assert training.returncode == 0
@@ -181,6 +192,26 @@ def test_kill_9_of_a_follower_or_of_the_command_loses_no_row_for_good(killed: st
     wait_until(lambda: not follower.is_running())
     record = evenstep.Record.read(RUN)
     assert steps_of(events(), "train/loss") == [step.step for step in record.steps]
+
+
+def test_a_follower_is_nice_until_the_run_has_ended() -> None:
+    write_rows(0, [a_step(1)])
+    follower = start_follower("tensorboard", RUN)
+    watched = psutil.Process(follower.process.pid)
+    wait_until(lambda: watched.nice() == 19 and autogroup_of(watched) in ("19", None))
+    # As one that cannot restore its own niceness, since it imports a library.
+    watched.suspend()
+    follower.end()
+    assert autogroup_of(watched) in ("0", None)
+    watched.resume()
+    assert follower.wait(60) is None
+    assert steps_of(events(), "train/loss") == [1]
+
+
+def autogroup_of(process: psutil.Process) -> str | None:
+    """Its niceness against other sessions, where Linux has that."""
+    path = Path(f"/proc/{process.pid}/autogroup")
+    return path.read_text().split()[-1] if path.exists() else None
 
 
 def wandb_id(run: Path) -> str | None:

@@ -12,6 +12,7 @@ import sys
 import time
 from pathlib import Path
 
+import psutil
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -63,9 +64,10 @@ def kill_twice(rank: int, step: int) -> None:
         os.abort()
 
 
-def slow(rank: int, step: int) -> None:
-    """Nothing goes wrong here; there is time for something to go wrong elsewhere."""
-    time.sleep(0.25)
+def hold(rank: int, step: int) -> None:
+    """Nothing goes wrong here; after some steps, something goes wrong elsewhere until there is a file `go`."""
+    while step > 4 and not Path("go").exists():
+        time.sleep(0.05)
 
 
 def no_folder(rank: int, step: int) -> None:
@@ -95,12 +97,24 @@ def told(rank: int, step: int) -> None:
     Path(f"imported{rank}").write_text(json.dumps([name for name in trackers if name in sys.modules]))
 
 
+def followed(rank: int, step: int) -> None:
+    """Nothing goes wrong; how nice the process is that feeds the tracker is written down once it is nice."""
+    folder = str(RUN.absolute())
+    while (RUN / "trackers").is_dir() and not Path("niceness").exists():
+        for process in psutil.process_iter(["cmdline", "nice"]):
+            if folder in (process.info["cmdline"] or ()) and process.info["nice"] == 19:
+                autogroup = Path(f"/proc/{process.pid}/autogroup")
+                Path("niceness").write_text(autogroup.read_text() if autogroup.exists() else "no autogroups")
+        time.sleep(0.1)
+
+
 MISHAPS = {
     "kill": kill,
     "kill twice": kill_twice,
-    "slow": slow,
+    "hold": hold,
     "no folder": no_folder,
     "no file": no_file,
     "no tensorboard": no_tensorboard,
     "none, but who is here": told,
+    "none, but who follows": followed,
 }

@@ -42,6 +42,9 @@ HURRIED_SECONDS = 3.0
 MOST_SECONDS = 300.0
 SOON_SECONDS = 3.0
 NICENESS = 19
+AUTOGROUP_TRIES = 20
+AUTOGROUP_SECONDS = 0.1
+"""Linux takes one change in that time from all users but root."""
 
 
 @dataclass
@@ -231,12 +234,37 @@ def _in_one_line(error: Exception) -> str:
 
 def main(arguments: Sequence[str]) -> int:
     name, run, parent, niceness = arguments[0], Path(arguments[1]), int(arguments[2]), int(arguments[3])
-    os.nice(niceness)
+    usual = os.getpriority(os.PRIO_PROCESS, 0)
+    if niceness:
+        _set_niceness(os.getpid(), niceness, of_session=niceness)
     with _locked(run, name):
         feed = Feed(name, run)
         while not _has_ended(parent, POLL_SECONDS):
             feed.send()
+        # The run may have ended before the niceness was set here.
+        _set_niceness(os.getpid(), usual, of_session=0)
         return 0 if feed.finish() else 1
+
+
+def _set_niceness(leader: int, niceness: int, of_session: int) -> None:
+    """Of a process that leads a session, and of those that it started there."""
+    with suppress(OSError):
+        _set_autogroup(Path(f"/proc/{leader}/autogroup"), of_session)
+    # Only root may lower it again.
+    with suppress(OSError):
+        os.setpriority(os.PRIO_PGRP, leader, niceness)
+
+
+def _set_autogroup(path: Path, niceness: int) -> None:
+    """Linux with autogroups shares cores evenly among sessions; niceness alone counts inside of one only."""
+    for _ in range(AUTOGROUP_TRIES):
+        # "/autogroup-157 nice 0", or nothing in a session that has no group.
+        if path.read_text().split()[-1:] == [str(niceness)]:
+            return
+        with suppress(BlockingIOError):
+            path.write_text(str(niceness))
+            return
+        time.sleep(AUTOGROUP_SECONDS)
 
 
 def _has_ended(parent: int, seconds: float) -> bool:
@@ -258,9 +286,9 @@ class Follower:
         """Let it send the rest, and exit: the run has ended."""
         assert self.process.stdin is not None
         self.process.stdin.close()
-        # Only root may do that.
-        with suppress(OSError):
-            os.setpriority(os.PRIO_PGRP, self.process.pid, 0)
+        # It may be at the import of a library, which lasts for minutes where others need the cores.
+        if self.process.poll() is None:
+            _set_niceness(self.process.pid, os.getpriority(os.PRIO_PROCESS, 0), of_session=0)
 
     def exits_soon(self) -> bool:
         """Whether it exits within a moment."""
@@ -307,10 +335,17 @@ def start_follower(name: str, run: Path, niceness: int = NICENESS) -> Follower:
     where = run.absolute()
     (where / FOLDER).mkdir(exist_ok=True)
     command = [sys.executable, "-P", "-m", __name__, name, str(where), str(os.getpid()), str(niceness)]
+    # Threads of BLAS would be as many as cores, for nothing.
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     with _path(where, name, "log").open("ab") as log:
         # In a session of its own: Ctrl-C is for the training.
         process = subprocess.Popen(
-            command, stdin=subprocess.PIPE, stdout=log, stderr=subprocess.STDOUT, start_new_session=True
+            command,
+            env=environment,
+            stdin=subprocess.PIPE,
+            stdout=log,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
         )
     return Follower(name, where, process)
 

@@ -371,35 +371,39 @@ _PYTHON_BYTES = 625 * 4
 """The index of the next word of its state, and the words."""
 
 
+def memory_at(address: int, num_bytes: int) -> memoryview:
+    """Memory in place: `bytes(view)` copies it, and `view[:] = words` writes it."""
+    return memoryview((ctypes.c_ubyte * num_bytes).from_address(address)).cast("B")
+
+
 @cache
-def _python_words() -> int | None:
-    """The address of the state of the generator behind `random`, if it lies where CPython has it."""
+def _python_words() -> memoryview | None:
+    """The state of the generator behind `random`, in place, if it lies where CPython has it."""
     python = random._inst
-    address = id(python) + object.__basicsize__
     if type(python).__basicsize__ < object.__basicsize__ + _PYTHON_BYTES:
         return None
-    index, *words = array("I", ctypes.string_at(address, _PYTHON_BYTES))
-    return address if python.getstate()[1] == (*words, index) else None
+    view = memory_at(id(python) + object.__basicsize__, _PYTHON_BYTES)
+    index, *words = array("I", bytes(view))
+    return view if python.getstate()[1] == (*words, index) else None
 
 
 def python_state() -> Any:
     """What `set_python_state` takes: in a hundredth of the time of `random.getstate`, which makes 625 ints."""
-    address = _python_words()
-    if address is None:
+    view = _python_words()
+    if view is None:
         return random.getstate()
     python: Any = random._inst
-    return ctypes.string_at(address, _PYTHON_BYTES), python.gauss_next
+    return bytes(view), python.gauss_next
 
 
 def set_python_state(state: Any) -> None:
     """Restore the generator behind `random`."""
-    address = _python_words()
-    if address is None:
+    view = _python_words()
+    if view is None:
         random.setstate(state)
         return
     python: Any = random._inst
-    words, python.gauss_next = state
-    ctypes.memmove(address, words, _PYTHON_BYTES)
+    view[:], python.gauss_next = state
 
 
 def written_arguments(operator: Any, args: Any) -> list[Any]:

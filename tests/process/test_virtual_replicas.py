@@ -451,7 +451,7 @@ def test_logged_sums_belong_to_the_names_that_were_sent() -> None:
     )
     names = ["first"]
     logs = VirtualLogs(world, names, num_places=1)
-    logs.thread.place = 0
+    logs.place = 0
     logs.take([("third", 3.0)], num_samples=1)
     names.append("second")  # another step has met it since
     logs.take_sums([1.0, 1.0, 1.0])

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -18,6 +18,11 @@ def is_sharded(tensor: object) -> TypeIs[DTensor]:
     """Whether a tensor is sharded over ranks; does not import DTensor, which only fsdp needs."""
     tensors = sys.modules.get("torch.distributed.tensor")
     return tensors is not None and isinstance(tensor, tensors.DTensor)
+
+
+def is_any_sharded(tensors: Iterable[torch.Tensor]) -> bool:
+    """Whether one of them is; a quick answer where no strategy has sharded anything."""
+    return "torch.distributed.tensor" in sys.modules and any(map(is_sharded, tensors))
 
 
 @dataclass(frozen=True)

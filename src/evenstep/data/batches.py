@@ -38,6 +38,23 @@ class Place(NamedTuple):
     micro: int
 
 
+class Turn(NamedTuple):
+    """One virtual replica of a replica."""
+
+    virtual: int
+    micro_batches: list[tuple[int, Place]]
+    """Those that have samples: the index of each in a batch, and its place."""
+
+
+class VirtualTurns(NamedTuple):
+    """What the replicas of a process compute of batches of one size."""
+
+    num_micro: int
+    """Micro-batches of each virtual replica."""
+    of_replicas: list[list[Turn]]
+    """For each replica of the process, its virtual replicas in their order."""
+
+
 @dataclass(frozen=True)
 class BatchSplit:
     """How a global batch is split: the replicas of this process, and the number of micro-batches."""
@@ -73,6 +90,10 @@ class BatchSplit:
         """By the number of samples; most batches have the same."""
         return {}
 
+    @cached_property
+    def _known_turns(self) -> dict[int, VirtualTurns]:
+        return {}
+
     def _dealt(self, num: int) -> list[range]:
         if self.shares is not None:
             return in_proportion(num, self.shares)
@@ -93,6 +114,21 @@ class BatchSplit:
     def places(self, num: int) -> list[list[Place | None]]:
         """With virtual replicas: whose each micro-batch is, in the order of `ranges`; None where a device has fewer."""
         return _places(self.virtual, self.replicas, self.num_micro(num))
+
+    def turns(self, num: int) -> VirtualTurns:
+        """With virtual replicas: what each replica of this process computes one after the other, out of `num`."""
+        if num not in self._known_turns:
+            of_replicas = [self._turns_of(index, replica, num) for index, replica in enumerate(self.replicas)]
+            self._known_turns[num] = VirtualTurns(self.num_micro(num), of_replicas)
+        return self._known_turns[num]
+
+    def _turns_of(self, index: int, replica: int, num: int) -> list[Turn]:
+        turns = {virtual: Turn(virtual, []) for virtual in self.virtual[replica]}
+        for at, (samples, places) in enumerate(zip(self.ranges(num), self.places(num), strict=True)):
+            place = places[index]
+            if place is not None and samples[index]:
+                turns[place.virtual].micro_batches.append((at, place))
+        return list(turns.values())
 
     def ranges(self, num: int) -> list[list[range]]:
         """For each micro-batch, the samples out of `num` that each replica of this process takes."""

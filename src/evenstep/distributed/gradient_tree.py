@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cache, cached_property
+from types import NoneType
 from typing import NamedTuple
 
 import torch
@@ -105,7 +106,7 @@ class Layout:
 
 def add(left: Gradients, right: Gradients) -> Gradients:
     """The sum, in the memory of the left ones; a gradient that only one side has is that one."""
-    if _are_all_there(left) and _are_all_there(right):
+    if not (_has_gaps(left) or _has_gaps(right)):
         foreach_add_(left, right)
         return left
     both = [pair for pair in zip(left, right, strict=True) if pair[0] is not None and pair[1] is not None]
@@ -114,25 +115,38 @@ def add(left: Gradients, right: Gradients) -> Gradients:
     return [other if one is None else one for one, other in zip(left, right, strict=True)]
 
 
-def _are_all_there(gradients: Gradients) -> bool:
-    return all(gradient is not None for gradient in gradients)
+def _has_gaps(gradients: Gradients) -> bool:
+    # `None in gradients` would compare tensors.
+    return NoneType in map(type, gradients)
+
+
+@cache
+def additions_after(virtual: range) -> tuple[int, ...]:
+    """After each of these virtual replicas, how many sums become one with its gradients.
+
+    >>> additions_after(range(0, 4)), additions_after(range(1, 4))
+    ((0, 1, 0, 2), (0, 0, 1))
+    """
+    nodes: list[Node] = []
+    return tuple(_push(nodes, Node(0, number)) for number in virtual)
 
 
 class GradientTree:
     """The sums of what one device has computed so far: a binary counter, of few gradients at a time."""
 
-    def __init__(self, weights: Sequence[torch.Tensor]) -> None:
+    def __init__(self, weights: Sequence[torch.Tensor], virtual: range) -> None:
         self._weights = weights
-        self.nodes: list[Node] = []
+        self._additions = iter(additions_after(virtual))
         self.sums: list[Gradients] = []
         """Of each node."""
 
-    def take(self, node: Node) -> None:
-        """Take the gradients off the weights: they are those of the next node."""
-        gradients: Gradients = [weight.grad for weight in self._weights]
-        for weight in self._weights:
+    def take(self) -> None:
+        """Take the gradients off the weights: they are those of the next virtual replica."""
+        weights = self._weights
+        gradients: Gradients = [weight.grad for weight in weights]
+        for weight in weights:
             weight.grad = None
-        for _ in range(_push(self.nodes, node)):
+        for _ in range(next(self._additions)):
             gradients = add(self.sums.pop(), gradients)
         self.sums.append(gradients)
 

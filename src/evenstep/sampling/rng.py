@@ -8,7 +8,6 @@ only when it is used.
 from __future__ import annotations
 
 import base64
-import ctypes
 import hashlib
 import random
 import sys
@@ -19,7 +18,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
-from evenstep.internals import python_state, seed_python, set_python_state
+from evenstep.internals import memory_at, python_state, seed_python, set_python_state
 
 if TYPE_CHECKING:
     import torch
@@ -252,26 +251,45 @@ def rng_states() -> States:
     return python_state(), _numpy_state(), torch.get_rng_state()
 
 
+def host_states() -> tuple[Any, Any]:
+    """Those of Python's and NumPy's alone, as `restore_host_states` takes them."""
+    return python_state(), _numpy_state()
+
+
+def restore_host_states(states: tuple[Any, Any]) -> None:
+    set_python_state(states[0])
+    _set_numpy_state(states[1])
+
+
 _MT19937_BYTES = 624 * 4 + 4
 """The words of its state, and the index of the next one."""
 _last_state: tuple[bytes, Any] | None = None
+_in_place: tuple[object, memoryview | None] = (None, None)
+"""NumPy's generator, and its state in memory."""
+
+
+def _numpy_words() -> memoryview | None:
+    """The state of NumPy's generator in memory, if it is an MT19937."""
+    global _in_place
+    generator = np.random.get_bit_generator()  # type: ignore[attr-defined]
+    if _in_place[0] is not generator:
+        is_known = isinstance(generator, np.random.MT19937)
+        words = memory_at(generator.ctypes.state_address, _MT19937_BYTES) if is_known else None
+        _in_place = generator, words
+    return _in_place[1]
 
 
 def _numpy_state() -> Any:
     """`np.random.get_state()`, which takes 0.1 ms, or its last result if nothing was drawn since."""
     global _last_state
-    generator = np.random.get_bit_generator()  # type: ignore[attr-defined]
-    if not isinstance(generator, np.random.MT19937):
+    in_place = _numpy_words()
+    if in_place is None:
         return np.random.get_state()
-    words = _words_of(generator)
+    words = bytes(in_place)
     # A cached normal number can be drawn without a change of these words.
     if _last_state is None or _last_state[0] != words or _last_state[1][3]:
         _last_state = words, np.random.get_state()
     return _last_state[1]
-
-
-def _words_of(generator: np.random.MT19937) -> bytes:
-    return ctypes.string_at(generator.ctypes.state_address, _MT19937_BYTES)
 
 
 def _set_numpy_state(state: Any) -> None:
@@ -280,8 +298,8 @@ def _set_numpy_state(state: Any) -> None:
     Also keeps it as the last one: the same words may come with another cached normal number.
     """
     global _last_state
-    generator = np.random.get_bit_generator()  # type: ignore[attr-defined]
-    if not isinstance(generator, np.random.MT19937):
+    in_place = _numpy_words()
+    if in_place is None:
         np.random.set_state(state)
         _last_state = None
         return
@@ -295,7 +313,7 @@ def _set_numpy_state(state: Any) -> None:
     else:
         # It forgets a cached number.
         np.random.seed(0)
-        ctypes.memmove(generator.ctypes.state_address, words, _MT19937_BYTES)
+        in_place[:] = words
     _last_state = words, state
 
 
@@ -303,8 +321,7 @@ def restore_rng_states(states: States) -> None:
     import torch
 
     python, numpy, own = states
-    set_python_state(python)
-    _set_numpy_state(numpy)
+    restore_host_states((python, numpy))
     torch.set_rng_state(own)
 
 

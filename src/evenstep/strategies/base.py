@@ -151,7 +151,7 @@ class DistributedModel:
         from evenstep.distributed.gradient_tree import Layout, give, total
 
         (tree,) = trees
-        give(self.weights, total(tree.sums, Layout.of(virtual)))
+        give(self.weights, tree.sums[0] if len(tree.sums) == 1 else total(tree.sums, Layout.of(virtual)))
         if not self._has_noted_unused:
             self.note_unused()
 
@@ -343,7 +343,7 @@ def separate(weights: Sequence[torch.Tensor]) -> bool:
 
 
 class SeparateGradients:
-    """`separate` for the weights of one replica, which looks again only where the gradients lie elsewhere.
+    """`separate` for the weights of one replica, which looks closely only where gradients may share memory.
 
     Mostly the allocator gives the gradients of every step the same memory; those of virtual replicas take turns.
     """
@@ -352,15 +352,19 @@ class SeparateGradients:
 
     def __init__(self, weights: Sequence[torch.Tensor]) -> None:
         self._weights = weights
-        self._are_plain = all(type(weight) in (torch.Tensor, nn.Parameter) for weight in weights)
+        self._are_plain = all(map(_has_plain_gradient, weights))
+        self._sizes = [weight.nbytes for weight in weights] if self._are_plain else []
         self._known: set[tuple[int, ...]] = set()
         """Where gradients lay that share no memory."""
 
     def __call__(self) -> None:
         where = self._where() if self._are_plain else None
-        if where is not None and where in self._known:
-            return
-        if not separate(self._weights) and where is not None:
+        if where is None:
+            separate(self._weights)
+        elif where not in self._known:
+            if not _are_apart(where, self._sizes):
+                separate(self._weights)
+                return
             if len(self._known) == self.MOST_KNOWN:
                 self._known.clear()
             self._known.add(where)
@@ -370,6 +374,22 @@ class SeparateGradients:
             return tuple([0 if (gradient := weight.grad) is None else gradient.data_ptr() for weight in self._weights])
         except RuntimeError:  # a sparse one has no address
             return None
+
+
+def _has_plain_gradient(weight: torch.Tensor) -> bool:
+    """Whether its gradients are of its own type, and so of its size."""
+    return type(weight) in (torch.Tensor, nn.Parameter) and getattr(weight, "grad_dtype", None) in (None, weight.dtype)
+
+
+def _are_apart(where: Sequence[int], sizes: Sequence[int]) -> bool:
+    """Whether gradients at these addresses, of these sizes at most, share no memory; 0 is no gradient."""
+    end = 0
+    for start, num_bytes in sorted(zip(where, sizes, strict=True)):
+        if start:
+            if start < end:
+                return False
+            end = start + num_bytes
+    return True
 
 
 def units(model: nn.Module) -> list[nn.Module]:

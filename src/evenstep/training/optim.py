@@ -23,7 +23,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from evenstep.checkpoint.shards import is_sharded
+from evenstep.checkpoint.shards import is_any_sharded, is_sharded
 from evenstep.checkpoint.state import sharded_like, whole
 from evenstep.distributed.slices import ParameterSlice, cuts, slice_of
 from evenstep.distributed.world import World
@@ -390,7 +390,7 @@ def _is_same_on_shards(weights: Sequence[torch.Tensor]) -> bool:
 def _sharded_updates(optimizer: Optimizer) -> AbstractContextManager[Any]:
     """Around an update that is to have the same bits on shards as on whole parameters."""
     weights = [weight for group in optimizer.param_groups for weight in group["params"]]
-    if not is_fused(optimizer) or weights[0].device.type != "cpu" or not any(map(is_sharded, weights)):
+    if not is_any_sharded(weights) or not is_fused(optimizer) or weights[0].device.type != "cpu":
         return NOTHING
     from evenstep.training.sharded_update import ShardedUpdates
 

@@ -9,19 +9,26 @@ is, and summed once, exactly.
 from __future__ import annotations
 
 import math
-import threading
 from collections.abc import Callable, Iterable, Mapping
 from typing import TYPE_CHECKING, TypeVar
 
 import numpy as np
 import torch
 
-from evenstep.data.batches import Place
+from evenstep.data.batches import Place, Turn
 from evenstep.data.loader import Batch, MicroBatch
-from evenstep.distributed.gradient_tree import GradientTree, Node
+from evenstep.distributed.gradient_tree import GradientTree
 from evenstep.distributed.world import World
 from evenstep.errors import TaskError
-from evenstep.sampling.rng import derive_seed, fork_rng, replica_seed, seed_device, seed_devices, seed_host
+from evenstep.sampling.rng import (
+    derive_seed,
+    host_states,
+    replica_seed,
+    restore_host_states,
+    seed_device,
+    seed_devices,
+    seed_host,
+)
 from evenstep.strategies.base import DistributedModel, forget, has_sparse_gradients, one_after_another
 from evenstep.task import Amount
 from evenstep.training.evaluation import NamedSums
@@ -31,8 +38,6 @@ from evenstep.training.replica_buffers import replica_buffers
 if TYPE_CHECKING:
     from evenstep.distributed.shm.allreduce import PendingSum
 
-Placed = dict[int, list[tuple[Place, MicroBatch]]]
-"""The virtual replicas of one device, each with its micro-batches."""
 MOST_MICRO_BATCHES = 1 << 32
 NO_IDS = np.zeros(0, dtype=np.int64)
 NO_EPOCH, EVALUATION = -2, -1
@@ -87,17 +92,6 @@ class Seeds:
         return call
 
 
-def placed(batch: Batch) -> list[Placed]:
-    """For each replica of this process, its virtual replicas, each with those micro-batches that have samples."""
-    split = batch.loader.split
-    found: list[Placed] = [{virtual: [] for virtual in split.virtual[replica]} for replica in split.replicas]
-    for places, micro_batches in zip(split.places(batch.num_samples), batch.micro_batches, strict=True):
-        for own, place, micro_batch in zip(found, places, micro_batches, strict=True):
-            if place is not None and micro_batch.num_samples:
-                own[place.virtual].append((place, micro_batch))
-    return found
-
-
 def refuse_sparse(model: DistributedModel) -> None:
     """Raise TaskError for gradients that the tree cannot add."""
     if has_sparse_gradients(model.module):
@@ -109,6 +103,8 @@ class VirtualBackward:
 
     def __init__(self, backward: ReplicaBackward, batch: Batch, seeds: Seeds, repeat: int) -> None:
         self._backward, self._batch, self._seeds, self._repeat = backward, batch, seeds, repeat
+        assert isinstance(backward.totals, VirtualLoss)
+        self._totals = backward.totals
         self._start = batch.span.start
         seeds.begin(batch.span.epoch)
         self._buffers = [replica_buffers(model, backward.world) for model in backward.models if model.has_buffers]
@@ -116,10 +112,10 @@ class VirtualBackward:
     def run(self) -> None:
         for buffers in self._buffers:
             buffers.start()
+        # Outside of a step the generators are the user's.
+        outside = host_states()
         try:
-            # Outside of a step the generators are the user's.
-            with fork_rng():
-                self._run()
+            self._run()
         except BaseException:
             for buffers in self._buffers:
                 buffers.undo()
@@ -127,13 +123,14 @@ class VirtualBackward:
             for weights in (model.weights, *model.weights_of):
                 forget(weights)
             raise
-        self._seeds.finish(self._start, self._repeat)
+        finally:
+            restore_host_states(outside)
+            self._seeds.finish(self._start, self._repeat)
 
     def _run(self) -> None:
-        model, totals = self._backward.models[0], self._backward.totals
-        assert isinstance(totals, VirtualLoss)
+        model, totals = self._backward.models[0], self._totals
         run = one_after_another if self._seeds.share_generator else model.run
-        trees = run(self._on_device, list(enumerate(totals.placed)))
+        trees = run(self._on_device, list(enumerate(totals.turns)))
         if totals.sent is None:
             # No virtual replica of this process has samples in a short batch.
             totals.send()
@@ -143,31 +140,33 @@ class VirtualBackward:
             # Those without samples in a short batch are the last.
             buffers.finish(min(self._batch.num_samples, split.least))
 
-    def _on_device(self, replica: int, own: Placed) -> GradientTree:
-        tree = GradientTree(self._backward.models[0].weights_of[replica])
-        last = next((virtual for virtual in reversed(own) if own[virtual]), None)
-        num_left = self._num_left(own)
-        for virtual, micro_batches in own.items():
+    def _on_device(self, replica: int, turns: list[Turn]) -> GradientTree:
+        totals, micro_batches, split = self._totals, self._batch.micro_batches, self._batch.loader.split
+        tree = GradientTree(self._backward.models[0].weights_of[replica], split.virtual[split.replicas[replica]])
+        num_here = num_to_run = sum([len(turn.micro_batches) for turn in turns])
+        num_left = self._num_left(num_here)
+        for virtual, own in turns:
             for buffers in self._buffers:
                 buffers.begin(replica)
-            for number, (place, micro_batch) in enumerate(micro_batches, 1):
-                is_last = virtual == last and number == len(micro_batches) and not num_left
+            for at, place in own:
+                num_to_run -= 1
+                totals.begin(place)
                 self._seeds.set(replica, place, self._start, self._repeat)
-                self._backward(is_last, replica, micro_batch)
-            for buffers in self._buffers if micro_batches else ():
+                self._backward(not (num_to_run or num_left), replica, micro_batches[at][replica])
+            for buffers in self._buffers if own else ():
                 buffers.end(replica, virtual)
-            tree.take(Node(0, virtual))
+            tree.take()
         self._stand_in(replica, num_left)
         return tree
 
-    def _num_left(self, own: Placed) -> int:
+    def _num_left(self, num_here: int) -> int:
         """Micro-batches that another rank runs and this one has not, where all must run as many."""
-        num = len(self._batch.micro_batches) if self._backward.models[0].meets_in_forward else 0
-        return max(0, num - sum(map(len, own.values())))
+        return max(0, len(self._batch.micro_batches) - num_here) if self._backward.models[0].meets_in_forward else 0
 
     def _stand_in(self, replica: int, num: int) -> None:
         """Run the first micro-batch again, for nothing: a single sample may be too few for a model."""
         inputs = self._batch.micro_batches[0][replica].inputs if num else None
+        self._totals.begin(None)
         for left in reversed(range(num)):
             with self._backward.models[0].standing_in():
                 self._backward(left == 0, replica, MicroBatch(inputs, NO_IDS, 0))
@@ -179,15 +178,17 @@ class VirtualLogs(StepLogs):
     def __init__(self, world: World, names: list[str], num_places: int) -> None:
         super().__init__(world, names)
         self._num_places = num_places
-        self.thread = threading.local()
-        """`place` is that of the micro-batch whose loss this thread computes."""
+        self.place: int | None = None
+        """That of the micro-batch whose loss is computed; replicas of one process run one after the other."""
         self._placed: list[tuple[str, int, torch.Tensor, HostCopy | None]] = []
 
     def take(self, logged: list[tuple[str, Amount]], num_samples: int) -> None:
-        for name, amount in logged if self.thread.place is not None else ():
+        place = self.place
+        if place is None:
+            return
+        for name, amount in logged:
             pair = as_sum(amount, num_samples, name)
-            host = HostCopy(pair) if self._world.size == 1 else None
-            self._placed.append((name, self.thread.place, pair, host))
+            self._placed.append((name, place, pair, HostCopy(pair) if self._world.size == 1 else None))
 
     def own_names(self) -> list[str]:
         return [name for name, *_ in self._placed]
@@ -218,31 +219,34 @@ class VirtualLoss(LossTotal):
     """The loss of one global batch: that of each micro-batch is sent in a place of its own, to which others add 0."""
 
     def __init__(self, world: World, batch: Batch, request_code: float, names: list[str]) -> None:
-        num_micro = batch.loader.split.num_micro(batch.num_samples)
         assert world.num_virtual is not None
-        self._num_places = world.num_virtual * num_micro
+        self._num_micro, self.turns = batch.loader.split.turns(batch.num_samples)
+        self._num_places = world.num_virtual * self._num_micro
         self._logs = VirtualLogs(world, names, self._num_places)
         super().__init__(world, batch.num_samples, request_code, self._logs)
         # Gradients are summed, not averaged over processes.
         self._scale = 1
         # The same arithmetic on any number of devices.
         self._can_be_whole = world.num_virtual == 1
-        self.placed = placed(batch)
-        own = [pair for of_replica in self.placed for pairs in of_replica.values() for pair in pairs]
-        self._place_of = {id(micro_batch): place.virtual * num_micro + place.micro for place, micro_batch in own}
+        self._places: list[int] = []
+        """Of `parts`."""
+
+    def begin(self, place: Place | None) -> None:
+        """Before a micro-batch; None for one that stands in for no samples."""
+        self._logs.place = None if place is None else place.virtual * self._num_micro + place.micro
 
     def take(self, amount: Amount, micro_batch: MicroBatch) -> tuple[torch.Tensor, float]:
-        place = self._logs.thread.place = self._place_of.get(id(micro_batch))
         taken = super().take(amount, micro_batch)
-        if place is None:
-            # It stands in for no samples.
+        if self._logs.place is None:
             self.parts.pop()
+        else:
+            self._places.append(self._logs.place)
         return taken
 
     def _post(self) -> HostCopy | PendingSum:
         """Start the sum of [request code, names are new, counts are late], sums and counts of places and of names."""
         more = [self.request_code, float(self.logs.has_new), float(self.is_late)]
-        places = [2 * self._place_of[id(part.micro_batch)] for part in self.parts]
+        places = [2 * place for place in self._places]
         if self._world.device.type != "cpu":
             own = torch.zeros(2 * self._num_places + len(more), dtype=torch.float64, device=self._world.device)
             for index, value in enumerate(more):

@@ -2,11 +2,13 @@
 
 python bench/links.py [--quick] [--parts n1,n2,n4] [--out FILE]
 
-Hosts are network namespaces joined by a bridge; tbf limits what each sends, netem delays it.
+Hosts are network namespaces; tbf limits what each sends. A bridge joins them, or a process that delays packets by
+10 ms, which makes 20 ms there and back (tests/faults/delayed_switch.py).
 
-n1  Seconds of a step at 100 Mbit, 1 Gbit, 1 Gbit with 20 ms, and without a limit: torch's DDP, gradients sent once for
-    each machine in buckets of three sizes, what --link auto chose, bf16 and PowerSGD. All are in the same processes and
-    take turns. Exposed: what a step takes more than one that sends nothing, as a part of it (n3).
+n1  Seconds of a step at 100 Mbit, 1 Gbit and without a limit: torch's DDP, gradients sent once for each machine in
+    buckets of three sizes, what --link auto chose, bf16 and PowerSGD. All are in the same processes and take turns.
+    Exposed: what a step takes more than one that sends nothing, as a part of it.
+n1-20ms  The same at 100 Mbit and 1 Gbit, with 20 ms there and back.
 n2  Time to the same loss at 100 Mbit: whole trainings by `evenstep train`, --link none and local:25, five seeds.
 n4  Micro-batches 1, 2, 4 and 8 at 1 Gbit: torch's DDP and the default.
 
@@ -17,11 +19,10 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from statistics import fmean, median
 from typing import Any
@@ -39,12 +40,14 @@ WIDTH, LAYERS = 512, 8
 RATES: dict[str, tuple[float, float]] = {
     "100 Mbit": (100, 0),
     "1 Gbit": (1000, 0),
-    "1 Gbit, 20 ms": (1000, 20),
     "no limit": (0, 0),
 }
 """Megabits a second, and milliseconds from one host to the other."""
+DELAYED: dict[str, tuple[float, float]] = {"100 Mbit, 20 ms": (100, 10), "1 Gbit, 20 ms": (1000, 10)}
 SWEEP = {"torch's DDP": None, "once, 1 MB": 1.0, "once, 4 MB": 4.0, "once, 25 MB": 25.0}
 LOSSY = ("bf16", "powersgd:2")
+TRIAL_STEPS = 32
+"""After which --link auto has chosen among the most plans that it tries."""
 PORT = 29700
 
 
@@ -62,7 +65,7 @@ def worker(spec: dict[str, Any]) -> None:
     for model, _ in entrants.values():
         _steps(model, x, 3, 1)
     if "auto" in entrants:
-        _steps(entrants["auto"][0], x, 26, 1)
+        _steps(entrants["auto"][0], x, TRIAL_STEPS, 1)
     for number in range(spec["rounds"]):
         for name in list(entrants)[:: 1 if number % 2 == 0 else -1]:
             for micro in spec["micro"]:
@@ -132,44 +135,32 @@ def on_hosts(machines: Sequence[Host], spec: dict[str, Any], folder: Path) -> di
     return found
 
 
-def limit(machine: Host, mbit: float, delay_ms: float) -> None:
-    """What a host sends: delayed, and no faster than that."""
-    tc = ["tc", "-n", machine.namespace, "qdisc", "replace", "dev", "eth0"]
-    if delay_ms:
-        rate = f"{mbit}mbit"
-        subprocess.run([*tc, "root", "netem", "delay", f"{delay_ms}ms", "rate", rate, "limit", "100000"], check=True)
-    elif mbit:
-        machine.cap(mbit)
-
-
-def has_netem() -> bool:
-    with hosts(1) as (machine,):
-        delay = ["tc", "-n", machine.namespace, "qdisc", "replace", "dev", "eth0", "root", "netem", "delay", "1ms"]
-        return subprocess.run(delay, capture_output=True).returncode == 0
-
-
-def steps_at(rate: str, spec: dict[str, Any]) -> dict[str, Any]:
-    with tempfile.TemporaryDirectory() as folder, hosts(2) as machines:
-        for machine in machines:
-            limit(machine, *RATES[rate])
+def steps_at(rate: tuple[float, float], spec: dict[str, Any]) -> dict[str, Any]:
+    mbit, delay_ms = rate
+    with tempfile.TemporaryDirectory() as folder, hosts(2, delay_ms=delay_ms) as machines:
+        for machine in machines if mbit else ():
+            machine.cap(mbit)
         return on_hosts(machines, spec, Path(folder))
 
 
-def n1(is_quick: bool) -> dict[str, Any]:
+def n1(is_quick: bool, rates: Mapping[str, tuple[float, float]] = RATES) -> dict[str, Any]:
     results = {}
-    for rate in ("1 Gbit",) if is_quick else RATES:
-        slow = RATES[rate][0] == 100
+    for rate in list(rates)[1:2] if is_quick else rates:
+        slow = rates[rate][0] == 100
         shape = {"rounds": 2 if is_quick else 6 if not slow else 3, "steps": 3 if slow else 6}
-        if RATES[rate][1] and not has_netem():
-            print(f"\n{rate}: not measured, this kernel has no netem")
-            continue
-        found = steps_at(rate, {"links": ["auto", *LOSSY], "micro": [1], "batch": 32, **shape})
+        found = steps_at(rates[rate], {"links": ["auto", *LOSSY], "micro": [1], "batch": 32, **shape})
         results[rate] = _judged(found)
         print(f"\n{rate}")
         for name, row in results[rate]["rows"].items():
             print(f"  {name:<14} {1e3 * row['seconds']:8.1f} ms  {row['gain']:.2f} x DDP  exposed {row['exposed']:.0%}")
         print(f"  auto is {results[rate]['auto_over_best']:.3f} x the best exact plan\n  {results[rate]['notes']}")
     return results
+
+
+def n1_delayed(is_quick: bool) -> dict[str, Any]:
+    if missing := why_no_hosts(are_delayed=True):
+        raise SystemExit(missing)
+    return n1(is_quick, DELAYED)
 
 
 def _judged(found: dict[str, Any]) -> dict[str, Any]:
@@ -190,7 +181,7 @@ def _judged(found: dict[str, Any]) -> dict[str, Any]:
 
 def n4(is_quick: bool) -> dict[str, Any]:
     found = steps_at(
-        "1 Gbit", {"links": [], "micro": [1, 2, 4, 8], "batch": 32, "rounds": 2 if is_quick else 4, "steps": 4}
+        RATES["1 Gbit"], {"links": [], "micro": [1, 2, 4, 8], "batch": 32, "rounds": 2 if is_quick else 4, "steps": 4}
     )
     for name, values in found["seconds"].items():
         print(f"  {name:<34} {1e3 * median(values):8.1f} ms")
@@ -281,7 +272,7 @@ def _train(machines: Sequence[Host], folder: Path, link: str, seed: int, steps: 
     return Record.read(folder / machines[0].name / "runs" / name)
 
 
-PARTS: dict[str, Callable[[bool], dict[str, Any]]] = {"n1": n1, "n2": n2, "n4": n4}
+PARTS: dict[str, Callable[[bool], dict[str, Any]]] = {"n1": n1, "n1-20ms": n1_delayed, "n2": n2, "n4": n4}
 
 
 def main() -> None:

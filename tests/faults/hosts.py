@@ -5,6 +5,9 @@
         second.cut()                      # packets vanish, nobody is told
         print(second.said())
 
+    with hosts(2, delay_ms=10) as (first, second):   # 20 ms there and back, by delayed_switch.py instead of a bridge
+        first.cap(1000)
+
 Nothing of it touches the machine's own network, so two test runs at once may use the same addresses. A process of one
 host cannot see those of another, so that hosts cannot share memory.
 """
@@ -28,6 +31,7 @@ from typing import Literal
 
 Names = Literal["known", "loopback", "foreign", "unknown"]
 
+DELAYED_SWITCH = Path(__file__).with_name("delayed_switch.py")
 NEEDED = ["ip", "tc", "ss", "unshare", "nsenter", "mount", "hostname"]
 FOREIGN = "10.99.99.99"
 _worlds = itertools.count()
@@ -104,7 +108,7 @@ class Host:
         return _run(*self._enter(command), timeout_seconds=timeout_seconds)
 
     def cut(self) -> None:
-        """Pull this host's cable: packets vanish both ways, no connection is told."""
+        """Pull this host's cable: packets vanish both ways, no connection is told. Not with a delayed switch."""
         _run("ip", "-n", self.switch, "link", "set", self.name, "down")
 
     def mend(self) -> None:
@@ -148,10 +152,7 @@ class Host:
         with log.open("wb") as output:
             holder = Entered([*own, *init], stdout=output, stderr=subprocess.STDOUT, start_new_session=True)
         self.processes.append(holder)
-        while log.read_text() != "up\n":
-            if holder.poll() is not None:
-                raise subprocess.CalledProcessError(holder.returncode, own, stderr=log.read_text())
-            time.sleep(0.005)
+        _wait_for_up(log, holder)
 
     def _enter(self, command: Sequence[str], cwd: Path | None = None) -> list[str]:
         spaces = ["--mount", "--uts", "--net", "--pid"]
@@ -160,8 +161,12 @@ class Host:
 
 
 @contextmanager
-def hosts(count: int, addresses: Sequence[str] | None = None, names: Names = "known") -> Iterator[list[Host]]:
+def hosts(
+    count: int, addresses: Sequence[str] | None = None, names: Names = "known", delay_ms: float = 0
+) -> Iterator[list[Host]]:
     """So many hosts on one switch, at 10.77.0.1 and on unless told; all of it is gone at the end.
+
+    What one sends arrives `delay_ms` later: there and back takes twice that.
 
     `names` is what /etc/hosts of each says: every host (known), its own name as 127.0.1.1 as Debian's installer
     does, and every other (loopback), its own name at an address that it does not have (foreign), or no name at all
@@ -177,7 +182,7 @@ def hosts(count: int, addresses: Sequence[str] | None = None, names: Names = "kn
             for number, address in enumerate(addresses)
         ]
         try:
-            _build(machines, names)
+            _build(machines, names, delay_ms)
             yield machines
         finally:
             _remove([*(machine.namespace for machine in machines), f"{world}-switch"])
@@ -185,8 +190,10 @@ def hosts(count: int, addresses: Sequence[str] | None = None, names: Names = "kn
                 process.wait()
 
 
-def why_no_hosts() -> str | None:
+def why_no_hosts(*, are_delayed: bool = False) -> str | None:
     """What this machine lacks for hosts(), or None."""
+    if are_delayed and not os.access("/dev/net/tun", os.W_OK):
+        return "delays between hosts need /dev/net/tun, which this machine has not, or not for this user"
     if os.geteuid() != 0:
         return "network namespaces need root"
     missing = [program for program in NEEDED if shutil.which(program) is None]
@@ -201,21 +208,48 @@ def why_no_hosts() -> str | None:
     return None
 
 
-def _build(machines: Sequence[Host], names: Names) -> None:
-    switch = machines[0].switch
-    _run("ip", "netns", "add", switch)
-    _run("ip", "-n", switch, "link", "add", "bridge", "up", "type", "bridge")
+def _build(machines: Sequence[Host], names: Names, delay_ms: float) -> None:
+    _run("ip", "netns", "add", machines[0].switch)
     for machine in machines:
         (machine.folder / f"{machine.name}.hosts").write_text(_name_table(machine, machines, names))
-        there = ["ip", "-n", machine.namespace]
         _run("ip", "netns", "add", machine.namespace)
-        peer = ["peer", "name", "eth0", "netns", machine.namespace]
-        _run("ip", "-n", switch, "link", "add", machine.name, "type", "veth", *peer)
-        _run("ip", "-n", switch, "link", "set", machine.name, "master", "bridge", "up")
+    switch = _join_later(machines, delay_ms) if delay_ms else _join(machines)
+    for machine in machines:
+        there = ["ip", "-n", machine.namespace]
         _run(*there, "addr", "add", f"{machine.address}/16", "dev", "eth0")
         _run(*there, "link", "set", "eth0", "up")
         _run(*there, "link", "set", "lo", "up")
         machine.boot()
+    machines[0].processes.extend(switch)
+
+
+def _join(machines: Sequence[Host]) -> list[Entered]:
+    """A bridge, which needs no process."""
+    switch = machines[0].switch
+    _run("ip", "-n", switch, "link", "add", "bridge", "up", "type", "bridge")
+    for machine in machines:
+        peer = ["peer", "name", "eth0", "netns", machine.namespace]
+        _run("ip", "-n", switch, "link", "add", machine.name, "type", "veth", *peer)
+        _run("ip", "-n", switch, "link", "set", machine.name, "master", "bridge", "up")
+    return []
+
+
+def _join_later(machines: Sequence[Host], delay_ms: float) -> list[Entered]:
+    """A process that holds packets back, and lives in the switch's namespace."""
+    log = machines[0].folder / "switch.log"
+    namespaces = [*(machine.namespace for machine in machines), machines[0].switch]
+    command = [sys.executable, "-S", str(DELAYED_SWITCH), str(delay_ms), *namespaces]
+    with log.open("wb") as output:
+        switch = Entered(command, stdout=output, stderr=subprocess.STDOUT, start_new_session=True)
+    _wait_for_up(log, switch)
+    return [switch]
+
+
+def _wait_for_up(log: Path, process: Entered) -> None:
+    while log.read_text() != "up\n":
+        if process.poll() is not None:
+            raise subprocess.CalledProcessError(process.returncode, process.args, stderr=log.read_text())
+        time.sleep(0.005)
 
 
 def _name_table(machine: Host, machines: Sequence[Host], names: Names) -> str:

@@ -115,6 +115,43 @@ def test_a_capped_host_sends_slowly_until_it_is_uncapped() -> None:
         assert fetch(second, first) < capped
 
 
+TO_AND_FRO = """
+import socket, sys, time
+if len(sys.argv) == 1:
+    with socket.create_server(("0.0.0.0", 8001)) as server:
+        connection, _ = server.accept()
+        while data := connection.recv(1):
+            connection.sendall(data)
+else:
+    with socket.create_connection((sys.argv[1], 8001), timeout=5) as connection:
+        seconds = []
+        for _ in range(10):
+            began = time.monotonic()
+            connection.sendall(b"x")
+            connection.recv(1)
+            seconds.append(time.monotonic() - began)
+    print(min(seconds))
+"""
+
+
+def test_hosts_with_a_delay_are_that_far_apart_and_can_be_capped() -> None:
+    if missing := why_no_hosts(are_delayed=True):
+        pytest.skip(missing)
+    with hosts(3, delay_ms=10) as machines:
+        first, second, third = machines
+        for machine in machines:
+            serve(machine)
+        first.start([sys.executable, "-c", TO_AND_FRO])
+        wait_until(lambda: first.is_listening(8001))
+        assert float(third.run(sys.executable, "-c", TO_AND_FRO, first.address)) >= 0.02
+        uncapped = fetch(second, first)
+        assert uncapped >= 0.04, "a handshake, and some round trips of slow start"
+        first.cap(mbit=8)
+        assert fetch(second, first) > max(0.8, uncapped)
+        fetch(first, third)
+    assert first.switch not in subprocess.check_output(["ip", "netns", "list"], text=True)
+
+
 def test_addresses_are_chosen_and_two_networks_at_once_may_use_the_same() -> None:
     with hosts(2, ["10.77.5.9", "10.77.5.1"]) as (late, early), hosts(2, ["10.77.5.9", "10.77.5.1"]) as (stranger, _):
         assert early.address < late.address

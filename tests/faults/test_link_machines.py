@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
@@ -43,6 +44,34 @@ def test_exact_links_train_what_one_device_trains(tmp_path: Path, link: str | No
             assert "--link auto: " in said
             assert "between 2 machines" in said
             assert "Taken: " in said
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mbit", [1000, 100])
+def test_auto_trains_what_one_device_trains_over_a_link_of_20_ms(tmp_path: Path, mbit: int) -> None:
+    if missing := why_no_hosts(are_delayed=True):
+        pytest.skip(missing)
+    with machines(tmp_path, 2, delay_ms=10) as (first, second):
+        for machine in (first, second):
+            machine.host.cap(mbit)
+            machine.train(first, "2", *OPTIONS, "--link", "auto", "--epochs", "6", WIDTH="30000")
+        assert_ends(first, 0, 150, "--link auto: ", "Taken: ")
+        assert_ends(second, 0, 60)
+        first.evenstep("train", "my_task.py", *OPTIONS[2:], "--name", "alone", "--epochs", "6", WIDTH="30000")
+        assert_ends(first, 0, 60)
+        many, alone = (Record.read(first.folder / "runs" / name).losses for name in ("many", "alone"))
+        assert many == pytest.approx(alone, rel=1e-9)
+        assert first.is_audited_clean(epochs=6)
+        latency_ms, measured_mbit = _measured(first.host.said())
+        assert 10 <= latency_ms < 100
+        assert measured_mbit <= 1.1 * mbit
+
+
+def _measured(said: str) -> tuple[float, float]:
+    """Milliseconds of a small message and megabits a second, as --link auto printed them."""
+    found = re.search(r"\(([\d.e+]+) ms,\s+([\d.e+]+)\s+Mbit/s", said)
+    assert found is not None, said
+    return float(found[1]), float(found[2])
 
 
 @pytest.mark.slow

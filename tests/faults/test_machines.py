@@ -16,6 +16,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -125,12 +126,12 @@ def machines(
     folder: Path,
     count: int,
     addresses: list[str] | None = None,
-    names: Names = "known",
     is_shared: bool = False,
+    **of_hosts: Any,
 ) -> Iterator[list[Machine]]:
     """So many machines with the task, and nothing else, in their folders, or in one folder that they share."""
     (folder / "work").mkdir(exist_ok=True)
-    with hosts(count, addresses, names) as all_hosts:
+    with hosts(count, addresses, **of_hosts) as all_hosts:
         made = [Machine(host, folder / ("shared" if is_shared else host.name)) for host in all_hosts]
         for machine in made:
             machine.folder.mkdir(exist_ok=True)

@@ -6,6 +6,7 @@ whole steps, so that overlap with backward, the input and a busy host count as t
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -15,9 +16,9 @@ import torch.distributed as dist
 from torch import nn
 
 from evenstep.distributed.world import World
-from evenstep.plan import parse_link
+from evenstep.plan import LinkMethod, parse_link
 from evenstep.strategies.compression import sent_share
-from evenstep.strategies.ddp import DDPModel, Sending
+from evenstep.strategies.ddp import BETWEEN_MACHINES_MB, DDPModel, Sending
 
 WARM_UP, TIMED = 2, 4
 """Steps of a trial; in the first of them, DDP orders its buckets again."""
@@ -39,10 +40,10 @@ class LinkSpeed:
     num: int
     """Of those that send."""
 
-    def exchange_seconds(self, num_bytes: float) -> float:
-        """Of an all-reduce: each sends every byte about twice, less what is its own."""
+    def exchange_seconds(self, num_bytes: float, num_messages: float = 1) -> float:
+        """Of all-reduces that wait for one another: each sends every byte about twice, less what is its own."""
         hops = 2 * (self.num - 1)
-        return hops * self.seconds + hops / self.num * num_bytes / self.bytes_per_second
+        return num_messages * hops * self.seconds + hops / self.num * num_bytes / self.bytes_per_second
 
     def __str__(self) -> str:
         return f"{1e3 * self.seconds:.2g} ms, {8e-6 * self.bytes_per_second:.3g} Mbit/s"
@@ -82,8 +83,9 @@ def trials_of(hierarchical: Sending | None, num_bytes: int) -> list[LinkTrial]:
     sums = hierarchical.sums if hierarchical is not None else None
     where = "once for each machine" if sums is not None else "by every rank"
     sizes = [SMALL_MB, LARGE_MB] if hierarchical is None else [SMALL_MB, hierarchical.bucket_mb or LARGE_MB, LARGE_MB]
-    # One bucket holds it all: those of other sizes are the same.
-    useful = [size for size in sizes if size * 2**20 < num_bytes] or sizes[-1:]
+    # One bucket that holds it all is the best plan where latency counts; larger ones are the same.
+    smaller = [size for size in sizes if size * 2**20 < num_bytes]
+    useful = sizes[: len(smaller) + 1]
     others = [LinkTrial(f"sent {where}, buckets of {size:g} MB", Sending(sums, size)) for size in useful]
     return [LinkTrial("torch's DDP as it is", Sending()), *others]
 
@@ -147,11 +149,7 @@ class AutoModel(DDPModel):
     def _offer(self, seconds: float) -> list[str]:
         """Methods that lose something, with what a step would take if all but the network stays as it is."""
         network = min(seconds, self._speed.exchange_seconds(self._num_bytes))
-        shapes = [tuple(weight.shape) for weight in self.weights if weight.requires_grad]
-        estimates = {
-            link: seconds - network + network * sent_share(parse_link(link), shapes, self._speed.num)
-            for link in OFFERED
-        }
+        estimates = {link: seconds - network + self._network_seconds(parse_link(link)) for link in OFFERED}
         faster = {link: one for link, one in estimates.items() if one < 0.9 * seconds}
         if not faster:
             return []
@@ -160,3 +158,20 @@ class AutoModel(DDPModel):
             f"other trainings, with a faster step (estimated): {listed}; evenstep compare --links shows what they do "
             "to the loss"
         ]
+
+    def _network_seconds(self, method: LinkMethod) -> float:
+        shapes = [tuple(weight.shape) for weight in self.weights if weight.requires_grad]
+        sent = self._num_bytes * sent_share(method, shapes, self._speed.num)
+        return self._speed.exchange_seconds(sent, dependent_messages(method, self._num_bytes))
+
+
+def dependent_messages(method: LinkMethod, num_bytes: int) -> float:
+    """How many all-reduces of a step wait for one another; where latency counts, they cost more than their bytes.
+
+    >>> dependent_messages(LinkMethod("powersgd", 2), 20 * 2**20), dependent_messages(LinkMethod("local", 50), 1)
+    (10, 0.02)
+    """
+    if method.is_local:
+        return 1 / method.num_steps
+    num_buckets = math.ceil(num_bytes / (BETWEEN_MACHINES_MB * 2**20))
+    return 2 * num_buckets if method.name in ("powersgd", "topk") else 1

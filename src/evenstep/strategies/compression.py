@@ -118,17 +118,19 @@ class PowerSum:
             return
         large = [(name, part) for name, part in message.parts if is_compressed(part.shape, self._rank)]
         small = [part for _, part in message.parts if not is_compressed(part.shape, self._rank)]
-        self._sum(small)
         if large:
-            self._exchange_matrices(large)
+            self._exchange_matrices(large, small)
+        else:
+            self._sum(small)
 
-    def _exchange_matrices(self, large: Sequence[tuple[str, torch.Tensor]]) -> None:
+    def _exchange_matrices(self, large: Sequence[tuple[str, torch.Tensor]], small: Sequence[torch.Tensor]) -> None:
+        """What is sent as it is goes along with the first of two messages: each costs a latency."""
         for name, part in large:
             self._errors.add_to(name, part)
         # bf16 gradients are computed with in fp32: QR has no narrower type.
         matrices = [_as_matrix(part) for _, part in large]
         left = [matrix @ self._basis(name, matrix) for (name, _), matrix in zip(large, matrices, strict=True)]
-        self._sum(left)
+        self._sum([*small, *left])
         left = [torch.linalg.qr(one).Q for one in left]
         right = [matrix.T @ one for matrix, one in zip(matrices, left, strict=True)]
         own = [one.clone() for one in right]

@@ -72,6 +72,10 @@ WARM_UP = 3
 GOALS = "median error 5 %, worst 12 %, 85 % inside the 90 % interval; over capped links: median 6 %"
 
 
+KNOWN = 3
+"""The first blocks are inputs."""
+
+
 def blocks(batch: int) -> list[tuple[str, int, int]]:
     """Strategy, ranks and batch of each: inputs and what is held out."""
     known = [("single", 1, batch), ("single", 1, batch // 4), ("ddp", 2, batch)]
@@ -87,15 +91,16 @@ def source_of(network: Network) -> str:
     return f"{Path(__file__).with_name('parts.py')}:{network.name}"
 
 
-def measured(network: Network, folder: Path, rounds: int, steps: int) -> Path:
-    """The Records of all blocks of a network."""
+def measured(network: Network, folder: Path, rounds: int, steps: int, ranks: int | None = None) -> Path:
+    """The Records of all blocks of a network; with `ranks`, of those that are known with so many."""
     choices: dict[str, Any] = {"strategy": "single", "devices": ["cpu"], "batch": network.batch, "threads": 1}
     base = prepare(source_of(network), {**choices, "name": network.name, "out": str(folder)})
     block = Block(warm_up=max(WARM_UP, steps // 10), steps=steps, special=max(4, steps // 4))
+    chosen = [one for one in blocks(network.batch)[:KNOWN] if one[1] == ranks] if ranks else blocks(network.batch)
     for number in range(rounds):
-        for strategy, ranks, size in blocks(network.batch)[:: -1 if number % 2 else 1]:
-            name = f"{strategy}-{ranks}-{size}-round-{number}"
-            changes = {"strategy": strategy, "devices": ("cpu",) * ranks, "batch": size}
+        for strategy, num, size in chosen[:: -1 if number % 2 else 1]:
+            name = f"{strategy}-{num}-{size}-round-{number}"
+            changes = {"strategy": strategy, "devices": ("cpu",) * num, "batch": size}
             one = variant(base, base.folder / name, steps=block.plan_steps, **changes)
             for _ in run_in_processes(one, partial(measure, block=block)):
                 pass

@@ -5,16 +5,25 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from collections.abc import Callable, Iterable, Iterator
+from copy import deepcopy
 from dataclasses import replace
+from itertools import count, islice
 from pathlib import Path
 
 import pytest
+import torch
+import torch.nn.functional as F
 from safetensors.torch import load_file
+from torch import nn
 
 from evenstep.plan import Plan
 from evenstep.record import Record
+from evenstep.sampling.order import Span
+from evenstep.sampling.samplers import Shuffled
 from tests.fleet import bits_of, furthest, result, run_jobs, run_processes
 from tests.marks import first_is_quick
+from tests.small_tasks import NUM_SAMPLES, small_task
 
 TASK = "mlp/adamw/mean"
 STEPS, CUT = 16, 8
@@ -82,6 +91,70 @@ def test_a_resumed_run_has_the_bits_of_one_that_went_on(trained: Path, link: str
     valid = went_on.pop("valid"), resumed.pop("valid")
     assert valid[0][-1] == valid[1][-1]
     assert went_on == resumed
+
+
+ROUND_ENDS = (4, 6, 8, 12, 16)
+"""Every four steps, at the ends of epochs (6 and 12), and at checkpoints (8 and 16)."""
+OUTER = {
+    "local:4": lambda weights: torch.optim.SGD(weights, lr=1.0),
+    "diloco:4": lambda weights: torch.optim.SGD(weights, lr=0.7, momentum=0.9, nesterov=True),
+}
+
+
+class ByHand:
+    """Local steps as the paper writes them, in one process: a model for each of two ranks, and the one they share."""
+
+    def __init__(self, outer: Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]) -> None:
+        self.task = small_task(TASK)
+        torch.manual_seed(0)
+        self.shared = self.task.model().double()
+        self.outer = outer(self.shared.parameters())
+        self.ranks = [deepcopy(self.shared) for _ in range(2)]
+        self.inner = [self.task.optimizer(rank.parameters()) for rank in self.ranks]
+        self.rates = [torch.optim.lr_scheduler.CosineAnnealingLR(one, STEPS) for one in self.inner]
+
+    def train(self) -> dict[str, torch.Tensor]:
+        for number, ids in enumerate(islice(self._batches(), STEPS), 1):
+            # The first rank has the larger half.
+            for rank, own in enumerate((ids[: (len(ids) + 1) // 2], ids[(len(ids) + 1) // 2 :])):
+                x, y = self.task.train
+                total = F.cross_entropy(self.ranks[rank](x[own].double()), y[own], reduction="sum")
+                # A sample counts as much on either rank, also where their shares differ by one.
+                (2 * total / len(ids)).backward()
+                self.inner[rank].step()
+                self.inner[rank].zero_grad()
+                self.rates[rank].step()
+            if number in ROUND_ENDS:
+                self._end_round()
+        return dict(self.shared.named_parameters())
+
+    def _batches(self) -> Iterator[list[int]]:
+        for epoch in count():
+            ids = Shuffled().order(NUM_SAMPLES, 0, 20).ids(Span(epoch, 0, NUM_SAMPLES)).tolist()
+            yield from (ids[start : start + 20] for start in range(0, NUM_SAMPLES, 20))
+
+    @torch.no_grad()
+    def _end_round(self) -> None:
+        for shared, *own in zip(self.shared.parameters(), *(rank.parameters() for rank in self.ranks), strict=True):
+            shared.grad = shared - sum(own) / 2
+        self.outer.step()
+        for shared, *own in zip(self.shared.parameters(), *(rank.parameters() for rank in self.ranks), strict=True):
+            for weight in own:
+                weight.copy_(shared)
+        for first, second in zip(*(one.state.values() for one in self.inner), strict=True):
+            for key in ("exp_avg", "exp_avg_sq"):
+                mean = (first[key] + second[key]) / 2
+                first[key].copy_(mean)
+                second[key].copy_(mean)
+
+
+@pytest.mark.parametrize("link", sorted(OUTER))
+def test_local_steps_are_those_of_a_loop_by_hand(trained: Path, link: str) -> None:
+    expected = ByHand(OUTER[link]).train()
+    found = result(trained, name(link)).weights
+    assert furthest(found, expected) < 1e-12
+    # Not by chance: without a round's end they are far from it.
+    assert furthest(result(trained, "plain").weights, expected) > 1e-4
 
 
 def test_losses_of_local_steps_are_those_of_the_global_batch(trained: Path) -> None:

@@ -232,6 +232,15 @@ def global_offset(shape: Any, mesh: Any, placements: Any) -> tuple[int, ...]:
     return found
 
 
+def tensor_of_shards(own: torch.Tensor, mesh: Any, placements: Any, shape: torch.Size, stride: tuple[int, ...]) -> Any:
+    """A sharded tensor whose part lies where `own` does; `DTensor.from_local` moves it to the devices of the mesh."""
+    from torch.distributed.tensor import DTensor
+    from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
+
+    spec = DTensorSpec(mesh, tuple(placements), tensor_meta=TensorMeta(shape, tuple(stride), own.dtype))
+    return DTensor(own, spec, requires_grad=False)
+
+
 def fsdp_groups(root: nn.Module) -> list[tuple[str, Any, Any]]:
     """The units that have parameters of their own: their names, modules, and what `fully_shard` keeps of each."""
     from torch.distributed.fsdp import FSDPModule

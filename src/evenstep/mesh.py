@@ -1,8 +1,9 @@
 """How the ranks of a run are arranged: `--mesh data=2,tensor=2` is two replicas of two ranks each.
 
 Which axes a strategy has is in its row of facts. Along its model axis the ranks compute one replica together, and read
-the same samples; along the others each has samples of its own. The model axis is the innermost one: ranks that send
-activations to each other are neighbours, on one machine where that is possible.
+the same samples; along the others each has samples of its own. Along a shard axis they hold the shards of one copy of
+the model, of which there is one for each place on the other axis. Both are the innermost one: ranks that send most to
+each other are neighbours, on one machine where that is possible.
 """
 
 from __future__ import annotations
@@ -23,6 +24,13 @@ class Mesh:
     axes: tuple[tuple[str, int], ...]
     model_axis: str | None = None
     """The axis along which ranks compute one replica together."""
+    shard_axis: str | None = None
+    """The axis along which ranks hold the shards of one copy of the model."""
+
+    @property
+    def num_shards(self) -> int | None:
+        """Consecutive ranks that hold one copy of the model together; None: the strategy decides."""
+        return dict(self.axes)[self.shard_axis] if self.shard_axis is not None else None
 
     @property
     def num_ranks(self) -> int:
@@ -57,7 +65,7 @@ def arrange(text: str | None, facts: StrategyFacts, num_ranks: int) -> Mesh | No
     sizes = {**given, **dict.fromkeys(missing, 1)}
     if missing:
         sizes[missing[0]] = num_ranks // known
-    return Mesh(tuple((axis, sizes[axis]) for axis in facts.axes), facts.model_axis)
+    return Mesh(tuple((axis, sizes[axis]) for axis in facts.axes), facts.model_axis, facts.shard_axis)
 
 
 def check_precision(facts: StrategyFacts, precision: str) -> None:
@@ -84,6 +92,15 @@ def take_sizes(choices: dict[str, Any]) -> None:
             raise PlanError(f"--{facts.size_flag} {size} is --mesh {facts.model_axis}={size}; give one of them")
         parse_mesh(f"{facts.model_axis}={size}", facts)
         choices |= {"strategy": facts.name, "mesh": f"{facts.model_axis}={size}"}
+
+
+def has_axes(text: str, facts: StrategyFacts) -> bool:
+    """Whether a strategy has all axes that `--mesh` names.
+
+    >>> has_axes("data=2,fsdp=2", STRATEGIES["fsdp"]), has_axes("tensor=2", STRATEGIES["fsdp"])
+    (True, False)
+    """
+    return {part.partition("=")[0].strip() for part in text.split(",")} <= {*facts.axes}
 
 
 def least_ranks(mesh: str | None, strategy: str | None) -> int:

@@ -128,6 +128,8 @@ class Plan:
     channels_last: bool = False
     checkpoint_activations: bool = False
     """Blocks compute their activations again in backward, instead of keeping them."""
+    cpu_offload: bool = False
+    """Shards of parameters, gradients and optimizer state are in host memory, and the host updates them."""
     sync_batchnorm: bool = False
     allow_pickle: bool = False
     restarts: Restarts = 0
@@ -170,6 +172,8 @@ class Plan:
         self._check_link()
         self._check_micro()
         self._check_recomputed()
+        if self.cpu_offload and self._facts is not UNKNOWN:
+            check_offload(self._facts, self.devices, self.precision, self.virtual_replicas)
         self._check_cut()
         check_name(self.name)
 
@@ -183,6 +187,14 @@ class Plan:
         """Devices, or groups of devices that compute one replica together, where as many take part as may."""
         mesh = arrange(self.mesh, self._facts, self.most_devices) if self._facts.axes else None
         return self.most_devices // (mesh.ranks_per_replica if mesh is not None else 1)
+
+    @property
+    def num_shards(self) -> int:
+        """Devices that hold the shards of one copy of the model together, where as many take part as may."""
+        if not self._facts.shards:
+            return 1
+        mesh = arrange(self.mesh, self._facts, self.most_devices)
+        return self.most_devices if mesh is None else mesh.num_shards or mesh.ranks_per_replica
 
     def _check_mesh(self) -> None:
         if self._facts is UNKNOWN:
@@ -605,6 +617,29 @@ def check_replicas(num: int, num_devices: int, facts: StrategyFacts) -> None:
         raise PlanError(
             f"{num} virtual replica{'s' * (num > 1)} cannot be shared by {num_devices} devices; use --virtual-replicas "
             f"{num_devices} or more, the same number on any number of devices"
+        )
+
+
+def check_offload(facts: StrategyFacts, devices: Iterable[str], precision: str, virtual_replicas: int | None) -> None:
+    """Refuse `--cpu-offload` where there is nothing to offload, or where the host cannot take over."""
+    if not facts.offloads:
+        able = one_of(row for row in STRATEGIES.values() if row.offloads)
+        raise PlanError(
+            f"--cpu-offload keeps shards in host memory, and {facts.name} has none to offload; use --strategy {able}"
+        )
+    if any(not device.startswith("cuda") for device in devices):
+        raise PlanError(
+            "--cpu-offload moves shards from GPUs to host memory, where those of CPU devices are already; leave it out"
+        )
+    if precision == "fp16":
+        raise PlanError(
+            "fp16's scaler looks at gradients on the GPU, and with --cpu-offload they are in host memory; "
+            "use --precision bf16"
+        )
+    if virtual_replicas is not None:
+        raise PlanError(
+            "--virtual-replicas has the bits of one GPU, and with --cpu-offload the host updates the weights, which "
+            "rounds differently; leave one out"
         )
 
 

@@ -41,10 +41,14 @@ class StrategyFacts:
     """Whether one GPU can be given twice."""
     shards: bool = False
     """Whether each device holds a part of the weights instead of all of them."""
+    offloads: bool = False
+    """Whether shards can be kept in host memory (`--cpu-offload`)."""
     axes: tuple[str, ...] = ()
     """What `--mesh` may name, outermost first."""
     model_axis: str | None = None
     """The axis along which ranks compute one replica together and read the same samples."""
+    shard_axis: str | None = None
+    """The axis along which ranks hold the shards of one copy of the model; along the other there are copies."""
     size_flag: str = ""
     """The flag for the size of that axis alone: `--shards 2` is `--mesh tensor=2`."""
     compiles: bool = True
@@ -111,6 +115,9 @@ _ROWS = (
         # Seen on torch 2.11: ranks on one GPU use gloo, and gathering whole tensors there is a SIGSEGV.
         shares_gpu=False,
         shards=True,
+        offloads=True,
+        axes=("data", "fsdp"),
+        shard_axis="fsdp",
         virtual_replicas=True,
         refusals={
             "replay_every": "--replay-every compares whole gradients, and fsdp has shards of them; use --strategy ddp",

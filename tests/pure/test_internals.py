@@ -205,6 +205,9 @@ store = dist.FileStore({str(tmp_path / "store")!r}, 1)
 dist.init_process_group("gloo", store=store, rank=0, world_size=1)
 model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 1))
 fully_shard(model[0]); fully_shard(model)
+like = model[0].weight
+made = internals.tensor_of_shards(torch.ones(2, 2), like.device_mesh, like.placements, like.shape, like.stride())
+assert type(made) is type(like.data) and torch.equal(made.full_tensor(), torch.ones(2, 2))
 for unit in (model[0], model):
     unit.set_custom_all_gather(internals.DefaultAllGather())
     unit.set_custom_reduce_scatter(internals.DefaultReduceScatter())

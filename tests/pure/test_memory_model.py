@@ -81,6 +81,15 @@ def test_strategies_hold_what_they_share_or_shard() -> None:
     assert peak(MEMORY, place("dp", 2, "cpu"), 64).kinds["activations"] == 2 * 640 * MB
 
 
+def test_copies_of_fewer_shards_hold_more_and_offloaded_shards_nothing() -> None:
+    copies = peak(MEMORY, replace(place("fsdp", 4), num_shards=2), 64)
+    assert (copies.kinds["weights"], copies.kinds["optimizer"]) == (50 * MB, 100 * MB)
+    for devices in (1, 4):
+        kinds = peak(MEMORY, replace(place("fsdp", devices), is_offloaded=True), 64).kinds
+        assert kinds["weights"] == kinds["optimizer"] == kinds["gradients"] == 0
+        assert kinds["communication"] == (20 + 3 * 20 + 2 * 20) * MB
+
+
 def test_the_fewest_micro_batches_that_fit_are_chosen() -> None:
     assert largest_fitting(MEMORY, place(), 1000 * MB) == Cut(1, 64)
     assert largest_fitting(MEMORY, place(), 900 * MB) == Cut(2, 32)

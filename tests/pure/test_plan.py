@@ -138,8 +138,9 @@ def test_a_growing_epoch_is_said() -> None:
             sync_batchnorm=True,
             allow_pickle=True,
         ),
+        make(strategy="fsdp", devices=tuple(f"cuda:{index}" for index in range(4)), mesh="fsdp=2", cpu_offload=True),
     ],
-    ids=["short", "full"],
+    ids=["short", "full", "offloaded"],
 )
 def test_a_plan_comes_back_from_json_as_it_went(value: Plan, tmp_path: Path) -> None:
     text = json.dumps(value.to_json())
@@ -256,6 +257,24 @@ WHOLE = "it must be a whole number, 1 or more"
             "--link local:8 gives each rank as many samples; leave out --shares",
         ),
         ({"link": "local:8", "strategy": "ddp", "precision": "fp16"}, "use --precision bf16 or fp32"),
+        ({"cpu_offload": True}, "and single has none to offload; use --strategy fsdp"),
+        (
+            {"cpu_offload": True, "strategy": "fsdp", "devices": cpus(2)},
+            "--cpu-offload moves shards from GPUs to host memory, where those of CPU devices are already; leave it out",
+        ),
+        (
+            {"cpu_offload": True, "strategy": "fsdp", "devices": ("cuda:0",), "precision": "fp16"},
+            "with --cpu-offload they are in host memory; use --precision bf16",
+        ),
+        (
+            {"cpu_offload": True, "strategy": "fsdp", "devices": ("cuda:0",), "virtual_replicas": 4},
+            "with --cpu-offload the host updates the weights, which rounds differently; leave one out",
+        ),
+        (
+            {"strategy": "fsdp", "devices": cpus(4), "mesh": "data=2,fsdp=4"},
+            "--mesh data=2,fsdp=4 is for as many 8 ranks, and there are 4; use --devices 8, or other sizes",
+        ),
+        ({"strategy": "fsdp", "devices": cpus(4), "mesh": "tensor=2"}, "the axes of fsdp are data and fsdp, each once"),
     ],
 )
 def test_helpful_errors(values: dict[str, Any], message: str) -> None:
@@ -334,3 +353,13 @@ def test_a_plan_that_is_not_there_is_refused() -> None:
 def test_half_of_a_surrogate_pair_is_refused() -> None:
     with pytest.raises(PlanError, match="batch is"):
         Plan.from_json({"batch": "\ud800", "devices": ["cpu"]})
+
+
+def test_shards_of_a_copy_are_counted_over_machines() -> None:
+    ranks = {"strategy": "fsdp", "devices": cpus(4)}
+    far = {"machines": "2", "rendezvous": "head:29400"}
+    assert [make(**ranks).num_shards, make(**ranks, mesh="data=2").num_shards] == [4, 2]
+    assert [make(**ranks, **far).num_shards, make(**ranks, **far, mesh="fsdp=4").num_shards] == [8, 4]
+    assert make(strategy="ddp", devices=cpus(4)).num_shards == 1
+    # Every rank has its own samples, whatever it shards.
+    assert make(**ranks, mesh="fsdp=2").num_replicas == 4

@@ -22,6 +22,8 @@ from evenstep.strategy_facts import STRATEGIES
 from evenstep.training.precision import Precision
 from evenstep.training.step import reads_late
 from evenstep.training.team import Team
+from evenstep.verify.configurations import with_mesh
+from evenstep.verify.verdict import Configuration
 from tests.small_tasks import Encoder, Gated, Tied, decayed_loss, mlp, tied_loss, vectors
 
 HALF = World(0, 1, (torch.device("cpu"),), ranks_per_replica=2)
@@ -223,6 +225,23 @@ def test_a_mesh_is_arranged_and_checked() -> None:
             arrange(text, facts, 8)
     with pytest.raises(PlanError, match="ddp has one axis alone"):
         Plan(batch=8, steps=1, strategy="ddp", devices=("cpu",) * 2, mesh="tensor=2")
+
+
+def test_the_shards_of_a_copy_are_an_axis_that_changes_no_samples() -> None:
+    facts = STRATEGIES["fsdp"]
+    assert arrange(None, facts, 4) is None
+    arranged = arrange("fsdp=2", facts, 8)
+    assert arranged is not None
+    assert (str(arranged), arranged.num_shards, arranged.ranks_per_replica) == ("data=4,fsdp=2", 2, 1)
+
+
+def test_a_mesh_goes_to_the_strategies_that_have_its_axes() -> None:
+    configs = [Configuration(name, ("cpu",) * 4) for name in ("ddp", "fsdp", "tensor")]
+    assert [one.mesh for one in with_mesh(configs, "fsdp=2")] == [None, "fsdp=2", None]
+    assert [one.mesh for one in with_mesh(configs, "tensor=2")] == [None, None, "tensor=2"]
+    assert [one.mesh for one in with_mesh(configs, "data=2")] == [None, "data=2", "data=2"]
+    with pytest.raises(PlanError, match="for strategies with these axes; name one: --strategies pipeline"):
+        with_mesh(configs, "pipeline=2")
 
 
 def test_shards_and_stages_are_a_mesh() -> None:

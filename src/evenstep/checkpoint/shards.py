@@ -50,6 +50,8 @@ def own_rows(tensor: Any) -> OwnRows | None:
         one.is_replicate() or (one.is_shard(0) and type(one).__name__ == "Shard") for one in tensor.placements
     )
     is_first = all(place == 0 for one, place in zip(tensor.placements, coordinate, strict=True) if one.is_replicate())
+    # Where groups of ranks hold a copy each, the first group has rank 0 in it.
+    is_first = is_first and int(mesh.mesh.min()) == 0
     start = global_offset(tensor.shape, mesh, tensor.placements)[0] if is_range and tensor.ndim else 0
     return OwnRows(tensor.to_local(), start, is_range, is_first)
 
@@ -60,10 +62,30 @@ def gathered(tensor: Any) -> torch.Tensor:
     return found
 
 
-def with_rows(values: torch.Tensor, target: DTensor) -> DTensor:
-    """A sharded tensor like `target`, of which this rank holds these rows."""
+def is_offloaded(tensor: DTensor) -> bool:
+    """Whether its shards are in host memory, and those of the mesh are GPUs."""
+    return tensor.device.type != tensor.device_mesh.device_type
+
+
+def rows_like(tensor: torch.Tensor, target: DTensor) -> torch.Tensor:
+    """A copy of the rows of a whole tensor that this rank would hold, sharded over one axis as `target` is."""
+    rows = -(-len(tensor) // target.device_mesh.size())
+    first = rows * target.device_mesh.get_local_rank()
+    return tensor[first : first + rows].clone()
+
+
+def with_rows(values: torch.Tensor, target: DTensor, shape: torch.Size | None = None) -> DTensor:
+    """A sharded tensor like `target`, or of another shape, of which this rank holds these rows."""
     from torch.distributed.tensor import DTensor
 
+    if is_offloaded(target):
+        from evenstep.internals import tensor_of_shards
+
+        whole = torch.empty(shape or target.shape, device="meta")
+        made: DTensor = tensor_of_shards(
+            values.to(target.device), target.device_mesh, target.placements, whole.shape, whole.stride()
+        )
+        return made
     return DTensor.from_local(
         values.to(target.device),
         target.device_mesh,

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from evenstep.checkpoint.files import WEIGHTS, OptimizerState, State
-from evenstep.checkpoint.shards import is_sharded, own_rows, with_rows
+from evenstep.checkpoint.shards import is_offloaded, is_sharded, own_rows, rows_like, with_rows
 from evenstep.checkpoint.tensor_files import Readable, SlicedTensor, StoredTensor, Writable
 from evenstep.distributed.slices import PartOfParameter, slice_of, slices_of, whole_state
 from evenstep.errors import CheckpointError, shorten
@@ -120,6 +120,8 @@ def sharded_like(tensor: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
     """`tensor` sharded over the devices as `target` is; every rank cuts out its own slice."""
     if not is_sharded(target):
         return tensor
+    if is_offloaded(target):
+        return with_rows(rows_like(tensor, target), target, tensor.shape)
     from torch.distributed.tensor import distribute_tensor
 
     local = tensor.to(target.device)

@@ -22,6 +22,7 @@ from typer.core import TyperGroup
 import evenstep
 from evenstep.cli.completion import complete_task
 from evenstep.errors import BREAKS_LINES, MAX_CHARACTERS, STOPPED, BadInput, EvenstepError, Preempted, shorten
+from evenstep.strategy_facts import STRATEGIES, one_of
 from evenstep.task import BUILT_IN, Task, value_in_words
 
 TASKS = (
@@ -78,12 +79,13 @@ OptionsArgument = Annotated[
     ),
 ]
 BatchOption = Annotated[int | None, typer.Option(help="Global batch size, over all devices; default: the task's.")]
+_MESHES = " or ".join(",".join(f"{axis}=2" for axis in row.axes) for row in STRATEGIES.values() if row.axes)
 MeshOption = Annotated[
     str | None,
     typer.Option(
         metavar="AXIS=N,...",
-        help="How ranks are arranged, for strategies that split models, such as data=2,tensor=2; an axis that is left "
-        "out gets the rest.",
+        help=f"How ranks are arranged, for strategies that split or shard models, such as {_MESHES}; an axis that is "
+        "left out gets the rest.",
     ),
 ]
 CheckpointActivationsOption = Annotated[
@@ -92,6 +94,14 @@ CheckpointActivationsOption = Annotated[
         "--checkpoint-activations",
         help="Keep only the inputs of each block, and compute its activations again in backward: less memory, about a "
         "third more time.",
+    ),
+]
+CpuOffloadOption = Annotated[
+    bool | None,
+    flag(
+        "--cpu-offload",
+        help="Keep parameters, gradients and optimizer state in host memory, and update them there, under "
+        f"{one_of(row for row in STRATEGIES.values() if row.offloads)} on GPUs: less GPU memory, more time.",
     ),
 ]
 DataOption = Annotated[

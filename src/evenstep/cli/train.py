@@ -16,6 +16,7 @@ from evenstep.cli.app import (
     RENDEZVOUS_HELP,
     BatchOption,
     CheckpointActivationsOption,
+    CpuOffloadOption,
     DataOption,
     JsonOption,
     MachinesOption,
@@ -178,6 +179,7 @@ def train(
         bool | None, flag("--channels-last", help="Use the channels_last memory format for images.")
     ] = None,
     checkpoint_activations: CheckpointActivationsOption = None,
+    cpu_offload: CpuOffloadOption = None,
     suggest: Annotated[
         bool, flag("--suggest", help="Do not train: measure options that may be faster, and show their gain.")
     ] = False,

@@ -60,6 +60,8 @@ class World:
     """Virtual replicas (`--virtual-replicas`), if the batch is cut into such."""
     ranks_per_replica: int = 1
     """Consecutive ranks that compute one replica together, and read the same samples."""
+    num_shards: int | None = None
+    """Consecutive ranks that hold the shards of one copy of the model, where that is sharded; None: all of them."""
     schedule: str = "1f1b"
     """In which order the stages of a pipeline compute."""
     group: Any = None

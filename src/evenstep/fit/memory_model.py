@@ -79,6 +79,10 @@ class Placement:
     """Samples of a step on one device."""
     is_resident: bool = False
     input_copies: int = 1
+    num_shards: int | None = None
+    """Devices that hold one copy of a sharded model together; None: all of them."""
+    is_offloaded: bool = False
+    """Whether shards are in the memory of the host (`--cpu-offload`)."""
 
     @property
     def is_alone(self) -> bool:
@@ -155,7 +159,7 @@ def _placed(memory: StepMemory, place: Placement, kinds: Sizes, phase: str) -> S
     """What a moment of the whole model on one device becomes under a strategy."""
     inputs = 0.0 if place.is_resident else memory.input_bytes * place.share * place.input_copies
     found = {**kinds, "inputs": inputs, "communication": 0.0, "framework": memory.framework_bytes}
-    if place.is_alone:
+    if place.is_alone and not place.is_offloaded:
         return found
     if place.facts.shards:
         return found | _sharded(memory, place, kinds, phase)
@@ -182,7 +186,7 @@ def _replicated(memory: StepMemory, place: Placement, found: Sizes) -> Sizes:
 
 def _sharded(memory: StepMemory, place: Placement, kinds: Sizes, phase: str) -> Sizes:
     """A shard of everything that is held, and the parts that are gathered at the moment."""
-    num, (*units, rest) = place.devices, memory.unit_bytes
+    num, (*units, rest) = place.num_shards or place.devices, memory.unit_bytes
     largest, second, *_ = *sorted(units, reverse=True), 0.0, 0.0
     trained = memory.held["gradients"] / (memory.held["weights"] or 1.0)
     # Of micro-batches before the last, gradients stay whole.
@@ -192,6 +196,10 @@ def _sharded(memory: StepMemory, place: Placement, kinds: Sizes, phase: str) -> 
     # Its gradients, what they are scattered from, and on a CPU the copy that gloo sends.
     copies = 3 if place.kind == "cpu" else 2
     scattered = copies * max(largest, rest) * trained if phase in (STEP, ACCUMULATED) else 0.0
+    if place.is_offloaded:
+        # Gradients of micro-batches before the last stay whole, on the device.
+        gradients = gradients if phase == ACCUMULATED else 0.0
+        return {"weights": 0.0, "gradients": gradients, "optimizer": 0.0, "communication": gathered + scattered}
     return {
         "weights": kinds["weights"] / num,
         "gradients": gradients,

@@ -78,7 +78,8 @@ class MemoryRunner:
             return None
         self.log("forecasting from shapes")
         plan = self.base.plan
-        alone = {"strategy": REFERENCE, "devices": plan.devices[:1], "accumulate": 1, "shares": None}
+        alone: dict[str, Any] = {"strategy": REFERENCE, "devices": plan.devices[:1], "accumulate": 1, "shares": None}
+        alone |= {"mesh": None, "cpu_offload": False}
         measure = partial(shape_pass.measure_shapes, share=share, limit=self.limit)
         try:
             text = self._run(measure, shape_pass.FILE, steps=1, **alone, **changes)
@@ -145,6 +146,8 @@ def placement(plan: Plan, facts: StrategyFacts, num_devices: int) -> Placement:
         is_resident=plan.resident,
         # The one that is computed, those that wait, and the one that is read.
         input_copies=PREFETCH_FACTOR + 2 if kind == "cuda" else 2,
+        num_shards=plan.num_shards if facts.name == plan.strategy and num_devices == len(plan.devices) else None,
+        is_offloaded=plan.cpu_offload and facts.offloads,
     )
 
 

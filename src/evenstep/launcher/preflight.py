@@ -337,16 +337,14 @@ def _skeleton(task: Task) -> nn.Module | None:
 def _check_fits(plan: Plan, skeleton: nn.Module) -> None:
     """Count weights and gradients only: what is refused here cannot run."""
     width = 8 if plan.precision == "fp64" else 4
-    shards = STRATEGIES[plan.strategy].shards
-    on_cpu = plan.devices[0] == "cpu"
-    copies = len(plan.devices) if on_cpu and not shards else 1
+    in_host = plan.devices[0] == "cpu" or plan.cpu_offload
+    copies = (len(plan.devices) if in_host else 1) / plan.num_shards
     needed = 2 * width * copies * sum(weight.numel() for weight in skeleton.parameters())
-    if shards and not on_cpu:
-        needed //= len(plan.devices)
-    free_bytes = psutil.virtual_memory().available if on_cpu else _gpu_bytes(plan.devices[0])
+    free_bytes = psutil.virtual_memory().available if in_host else _gpu_bytes(plan.devices[0])
     if free_bytes is not None and needed > free_bytes:
+        where = "the host" if plan.cpu_offload else plan.devices[0]
         raise PlanError(
-            f"the model does not fit: weights and gradients need {needed / 2**30:.1f} GiB and {plan.devices[0]} has "
+            f"the model does not fit: weights and gradients need {needed / 2**30:.1f} GiB and {where} has "
             f"{free_bytes / 2**30:.1f} GiB free; use a smaller model, or --strategy {sharding()} on more GPUs"
         )
 

@@ -111,6 +111,7 @@ def prepare(source: str | TaskFunction | Task | None, choices: Mapping[str, Any]
         # That of an earlier run, which was arranged differently.
         values.pop("mesh", None)
     dropped += _drop_link(values) if "link" not in chosen else []
+    dropped += _drop_offload(values) if "cpu_offload" not in chosen else []
     is_same = _is_same_file(spec, base.get("task"))
     before = base.get("options", {}) if is_same else {}
     values["options"] = {**before, **chosen.get("options", {})}
@@ -282,6 +283,16 @@ def _drop_link(values: dict[str, Any]) -> list[str]:
         return []
     del values["link"]
     return [f"--link {link} was that of several CPU processes, and this run has none: it is dropped"]
+
+
+def _drop_offload(values: dict[str, Any]) -> list[str]:
+    """A resumed run may have nothing to offload any more; a line to log."""
+    facts = STRATEGIES.get(str(values["strategy"]))
+    is_used = facts is None or (facts.offloads and all(str(device) != "cpu" for device in values["devices"]))
+    if not values.get("cpu_offload") or is_used:
+        return []
+    del values["cpu_offload"]
+    return ["--cpu-offload was that of shards on GPUs, and this run has none: it is dropped"]
 
 
 def _dropped(order: Order | None) -> list[str]:

@@ -1,5 +1,7 @@
 """Every replica holds the same bits: a checksum of parameters and buffers, compared across ranks now and then.
 
+Where groups of ranks hold a copy of a sharded model each, a shard is compared with that of the other groups.
+
 Averaged gradients keep replicas equal only if every rank applies the same ones to the same weights. Where one does
 not, nothing fails: the ranks train models of their own, and one of them is saved.
 """
@@ -74,11 +76,21 @@ class ReplicaCheck:
         """Raise TrainingError, on every rank, if replicas differ; all ranks call this after the same steps."""
         if self._world.size == 1:
             return
-        sums = self._still(*self._sums())
-        if self._is_same(combined(sums.values())) or not (message := self._explain(sums, step)):
+        sums, shards = self._still(*self._sums()), self._shard_sums()
+        is_same = self._is_same(combined(sums.values()), combined(shards.values()))
+        if is_same or not (message := self._explain(sums, shards, step)):
             self._last_equal = step
             return
         raise TrainingError(message)
+
+    def _shard_sums(self) -> Sums:
+        """Of parameters of which another group of ranks holds the same shard."""
+        found = {
+            name: one.to_local()
+            for name, one in self._module.named_parameters()
+            if is_sharded(one) and one.device_mesh.size() < self._world.size
+        }
+        return dict(zip(found, checksums(list(found.values())), strict=True))
 
     def _sums(self) -> tuple[Sums, Sums]:
         parameters = dict(_comparable(self._module.named_parameters()))
@@ -97,18 +109,31 @@ class ReplicaCheck:
         self._buffers = {name: value for name, value in buffers.items() if name not in self._moving}
         return {**parameters, **self._buffers}
 
-    def _is_same(self, value: int) -> bool:
-        """Whether all ranks gave this number; one message of eight bytes each."""
-        mine = torch.tensor([value])
+    @property
+    def _num_shards(self) -> int:
+        return self._world.num_shards or self._world.size
+
+    def _is_same(self, value: int, of_shards: int) -> bool:
+        """Whether all ranks gave this number, and those with the same shard the same one for it; 16 bytes each."""
+        mine = torch.tensor([value, of_shards])
         every = [torch.empty_like(mine) for _ in range(self._world.size)]
         dist.all_gather(every, mine)
-        return all(other.item() == value for other in every)
+        numbers: list[list[int]] = torch.stack(every).tolist()
+        return all(
+            whole == value and shard == numbers[rank % self._num_shards][1]
+            for rank, (whole, shard) in enumerate(numbers)
+        )
 
-    def _explain(self, sums: Sums, step: int) -> str | None:
-        ranks_sums = self._world.gather({"sums": sums, "moving": sorted(self._moving)})
+    def _explain(self, sums: Sums, shards: Sums, step: int) -> str | None:
+        ranks_sums = self._world.gather({"sums": sums, "shards": shards, "moving": sorted(self._moving)})
         moving = {name for other in ranks_sums for name in other["moving"]}
         self._moving |= moving
-        return differing([other["sums"] for other in ranks_sums], moving, step, self._last_equal)
+        message = differing([other["sums"] for other in ranks_sums], moving, step, self._last_equal)
+        for first in range(self._num_shards):
+            ranks = range(first, self._world.size, self._num_shards)
+            found = [ranks_sums[rank]["shards"] for rank in ranks]
+            message = message or differing(found, moving, step, self._last_equal, ranks)
+        return message
 
 
 def _comparable(named: Iterator[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, torch.Tensor]]:
@@ -163,10 +188,16 @@ def combined(sums: Iterable[int]) -> int:
     return number - 2**63
 
 
-def differing(ranks_sums: Sequence[Sums], moving: set[str], step: int, last_equal: int | None) -> str | None:
-    """A message about the first tensor that differs between ranks; None if all are equal."""
+def differing(
+    ranks_sums: Sequence[Sums], moving: set[str], step: int, last_equal: int | None, ranks: range | None = None
+) -> str | None:
+    """A message about the first tensor that differs between ranks; None if all are equal.
+
+    `ranks` are those whose sums are given, if not all.
+    """
+    ranks = ranks if ranks is not None else range(len(ranks_sums))
     names = dict.fromkeys(name for sums in ranks_sums for name in sums if name not in moving)
-    unequal = {name: ranks for name in names if (ranks := _ranks_apart([sums.get(name) for sums in ranks_sums]))}
+    unequal = {name: apart for name in names if (apart := _ranks_apart([sums.get(name) for sums in ranks_sums], ranks))}
     if not unequal:
         return None
     first = next(iter(unequal))
@@ -175,14 +206,14 @@ def differing(ranks_sums: Sequence[Sums], moving: set[str], step: int, last_equa
     return f"replicas differ: {first} {unequal[first]}{more}, seen after step {step}; {since}.\n{_CAUSES}"
 
 
-def _ranks_apart(values: Sequence[int | None]) -> str | None:
-    """Which ranks hold something else than most do, or, where there is no majority, than rank 0."""
+def _ranks_apart(values: Sequence[int | None], ranks: range) -> str | None:
+    """Which ranks hold something else than most do, or, where there is no majority, than the first of them."""
     ((usual, count), *_) = Counter(values).most_common()
     if count == len(values):
         return None
     has_majority = count > len(values) / 2
     usual = usual if has_majority else values[0]
-    others = [rank for rank, value in enumerate(values) if value != usual]
+    others = [rank for rank, value in zip(ranks, values, strict=True) if value != usual]
     shown = ", ".join(str(rank) for rank in others[:8]) + (" ..." if len(others) > 8 else "")
     noun = f"rank {shown}" if len(others) == 1 else f"ranks {shown}"
-    return f"on {noun} is not that of {'the other ranks' if has_majority else 'rank 0'}"
+    return f"on {noun} is not that of {'the other ranks' if has_majority else f'rank {ranks[0]}'}"

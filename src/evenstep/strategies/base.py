@@ -48,6 +48,8 @@ class StrategySettings:
 
     half: torch.dtype | None = None
     """The type of mixed precision, over float32 weights."""
+    cpu_offload: bool = False
+    """Whether shards are kept in host memory, and updated there."""
 
 
 class Strategy(Protocol):

@@ -1,5 +1,8 @@
 """One process per device; each holds a shard of every parameter, gradient and optimizer state.
 
+With `--mesh data=2,fsdp=4` the shards of a copy of the model are those of 4 ranks, and gradients are averaged over the
+copies after they are scattered (HSDP).
+
 `units_apart` chooses the parts of a model that are gathered separately: those whose parameters nothing else uses.
 
 `Agreement` checks before each collective that all ranks run the same layers and get the same gradients. A layer or a
@@ -16,7 +19,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from enum import IntEnum
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
 import torch
@@ -53,6 +56,9 @@ from evenstep.strategies.ddp import send_buffers, send_from_rank_0
 from evenstep.strategies.fsdp_precision import policy
 from evenstep.strategies.single import Single
 from evenstep.strategies.unused import UnusedParameters, negative_zeros
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
 
 
 def units_apart(model: nn.Module, world: World, sample: Sample | None) -> list[nn.Module]:
@@ -342,30 +348,32 @@ class FSDP(Single):
         self._settings = settings
 
     def wrap(self, model: nn.Module, world: World, sample: Sample | None = None) -> DistributedModel:
-        if world.size == 1 and not self.wraps_alone:
+        if world.size == 1 and not self.wraps_alone and not self._settings.cpu_offload:
             # One process has nothing to shard over, and gathering its own slices would triple a small step.
             return super().wrap(model, world)
         # Imported here: these bring sympy along, two seconds that the other strategies need not wait for.
-        from torch.distributed.device_mesh import init_device_mesh
         from torch.distributed.fsdp import fully_shard
 
         _refuse_sparse(model)
         _refuse_complex(model)
         if _is_small(model):
             model.to(world.device)
-        mesh = init_device_mesh(world.device.type, (world.size,))
+        mesh, copies = _meshes(world)
         dtype = self._gather_dtype(world)
         found = units_apart(model, world, sample)
         arrivals = Arrivals(model, found, world)
         for unit in found:
             # One after the other: of a model that is larger than a device, no more than a unit is whole there.
             arrivals.bring(unit)
-            fully_shard(unit, mesh=mesh, **policy(unit, dtype))
+            fully_shard(unit, mesh=mesh, **self._placed(), **policy(unit, dtype))
         bound = LossModule(model)
         arrivals.bring(bound)
-        fully_shard(bound, mesh=mesh, **policy(bound, dtype))
+        fully_shard(bound, mesh=mesh, **self._placed(), **policy(bound, dtype))
         unreached = Unreached(model, world)
         self._watch(bound, world, unreached)
+        if copies is not None:
+            for _, unit, _ in fsdp_groups(bound):
+                unit.set_all_reduce_hook(AverageOfCopies(world, copies.get_group()))
         if world.num_virtual is not None:
             from evenstep.strategies.fsdp_tree import TreeShardedModel
 
@@ -379,6 +387,14 @@ class FSDP(Single):
         """
         return self._settings.half if self._settings.half is torch.bfloat16 and world.num_virtual is None else None
 
+    def _placed(self) -> dict[str, Any]:
+        """Arguments of `fully_shard` for where shards are kept."""
+        if not self._settings.cpu_offload:
+            return {}
+        from torch.distributed.fsdp import CPUOffloadPolicy
+
+        return {"offload_policy": CPUOffloadPolicy()}
+
     def _watch(self, bound: LossModule, world: World, unreached: Unreached) -> None:
         """Compare what ranks are about to send, and announce it."""
         if self._agreement is None:
@@ -391,6 +407,17 @@ class FSDP(Single):
             unit.set_custom_reduce_scatter(TimedReduceScatter(world))
             agreement.watch_backward(group, unreached.filling(own, group, is_root=not name))
         agreement.watch_forward(bound)
+
+
+def _meshes(world: World) -> tuple[DeviceMesh, DeviceMesh | None]:
+    """The ranks that hold one copy of the model together with this one; and those with the same shard of others."""
+    from torch.distributed.device_mesh import init_device_mesh
+
+    num = world.num_shards or world.size
+    if num == world.size:
+        return init_device_mesh(world.device.type, (world.size,)), None
+    both = init_device_mesh(world.device.type, (world.size // num, num), mesh_dim_names=("data", "fsdp"))
+    return both["fsdp"], both["data"]
 
 
 class ShardedModel(DistributedModel):
@@ -477,11 +504,35 @@ class TimedReduceScatter(DefaultReduceScatter):
     def __init__(self, world: World) -> None:
         self._world = world
 
-    def __call__(self, output_tensor: torch.Tensor, input_tensor: torch.Tensor, *more: Any, **named: Any) -> Any:
+    def __call__(
+        self, output_tensor: torch.Tensor, input_tensor: torch.Tensor, group: Any, *more: Any, **named: Any
+    ) -> Any:
         if self._world.communication.is_off:
-            output_tensor.copy_(input_tensor.view(-1, output_tensor.numel())[dist.get_rank()].view_as(output_tensor))
+            own = input_tensor.view(-1, output_tensor.numel())[dist.get_rank(group)]
+            output_tensor.copy_(own.view_as(output_tensor))
             return None
         arrived = self._world.spans.send("reduce-scatter", [input_tensor], waits=True)
-        work = super().__call__(output_tensor, input_tensor, *more, **named)
+        work = super().__call__(output_tensor, input_tensor, group, *more, **named)
         arrived()
         return work
+
+
+class AverageOfCopies:
+    """An all-reduce hook: after a unit's gradients are scattered, averages them over the copies of the model.
+
+    torch's own, with a mesh of two axes, cannot be timed, or left out while communication is off.
+    """
+
+    def __init__(self, world: World, group: Any) -> None:
+        self._world, self._group = world, group
+
+    def __call__(self, gradients: torch.Tensor) -> None:
+        if self._world.communication.is_off:
+            return
+        if gradients.is_cuda:
+            # Allocated in the stream of the reduce-scatter, where the next one may take its memory.
+            gradients.record_stream(torch.cuda.current_stream())
+        arrived = self._world.spans.send("all-reduce", [gradients], waits=True)
+        dist.all_reduce(gradients, group=self._group)
+        gradients /= self._group.size()
+        arrived()

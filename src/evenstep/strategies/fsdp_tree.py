@@ -105,12 +105,13 @@ class ShardExchange:
         if not trained:
             return
         size = self._world.size
+        num = self._world.num_shards or size
         chunks = [
-            [_chunks(_filled(sums_of_node[index], unit[index]), size) for index in trained] for sums_of_node in sums
+            [_chunks(_filled(sums_of_node[index], unit[index]), num) for index in trained] for sums_of_node in sums
         ]
         shapes = [unit[index].sharded_size for index in trained]
         own = sum(shape.numel() for shape in shapes)
-        to_ranks = [[of_weight[rank] for of_node in chunks for of_weight in of_node] for rank in range(size)]
+        to_ranks = [[of_weight[rank % num] for of_node in chunks for of_weight in of_node] for rank in range(size)]
         sent = [sum(part.numel() for part in parts) for parts in to_ranks]
         local = unit[trained[0]].sharded_param.to_local()
         packed = torch.cat([part for parts in to_ranks for part in parts] or [local.new_empty(0)])

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from evenstep.checkpoint.shards import is_sharded
+from evenstep.checkpoint.shards import own_rows
 from evenstep.data.loader import Batch
 from evenstep.data.nested import leaves
 from evenstep.record import LayerStatistics, ValueStatistics
@@ -114,9 +114,10 @@ class Inspection:
             self._found.append(("outputs", name, *_sums(tensor.detach())))
 
     def _add_whole(self, kind: str, name: str, tensor: torch.Tensor, factor: float = 1.0) -> None:
-        """Of this rank's shard; of what all ranks hold alike, of rank 0's."""
-        local = tensor.to_local() if is_sharded(tensor) else tensor
-        if not is_sharded(tensor) and not self._world.is_main:
+        """Of this rank's shard; of what several ranks hold alike, of the first one's."""
+        rows = own_rows(tensor)
+        local, is_counted = (rows.values, rows.is_first) if rows is not None else (tensor, self._world.is_main)
+        if not is_counted:
             local = local[:0] if local.ndim else local.new_empty(0)
         self._found.append((kind, name, *_sums(local.detach() * factor if factor != 1.0 else local)))
 

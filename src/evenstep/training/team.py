@@ -42,7 +42,7 @@ from evenstep.distributed.world import World, join_world
 from evenstep.errors import NonFiniteLoss, PlanError, TaskError
 from evenstep.mesh import arrange, check_precision
 from evenstep.monitor.nonfinite import NonFiniteMean, explain
-from evenstep.plan import PrecisionName, check_replicas
+from evenstep.plan import PrecisionName, check_offload, check_replicas
 from evenstep.sampling.rng import (
     Draws,
     derive_seed,
@@ -165,17 +165,19 @@ def join(
     seed: int = 0,
     virtual_replicas: int | None = None,
     mesh: str | None = None,
+    cpu_offload: bool = False,
 ) -> Team:
     """Become one of the processes that train together; a process alone is a team of one.
 
     `devices` are those of this machine, one for each process (for `dp`: one for each replica). torch's default process
     group exists afterwards, also for one process, so that other libraries can query rank and size. With
     `virtual_replicas`, the training has the same bits on any number of devices up to that. `mesh` arranges the ranks of
-    a strategy that splits models: "data=2,tensor=2".
+    a strategy that splits or shards models: "data=2,tensor=2", "data=2,fsdp=4". With
+    `cpu_offload`, fsdp keeps its shards in host memory.
     """
     if virtual_replicas is not None:
         choose_repeatable_kernels(devices or available_devices(read_rank()))
-    team = join_team(strategy, devices, precision, seed, needs_group=True, mesh=mesh)
+    team = join_team(strategy, devices, precision, seed, needs_group=True, mesh=mesh, cpu_offload=cpu_offload)
     if virtual_replicas is None:
         return team
     torch.set_num_threads(threads_for_replicas())
@@ -191,6 +193,7 @@ def join_team(
     needs_group: bool,
     mesh: str | None = None,
     schedule: str = "1f1b",
+    cpu_offload: bool = False,
 ) -> Team:
     """The same; a process alone makes a process group only if that is needed."""
     _, size, _ = read_rank()
@@ -199,15 +202,23 @@ def join_team(
     many = STRATEGIES[chosen].processes_per_device
     if size > 1 and not many:
         raise PlanError(f"{chosen} runs in one process, and there are {size}; use {with_processes()}")
-    world = join_world(devices or available_devices(read_rank()), needs_group=many or needs_group)
+    names = devices or available_devices(read_rank())
+    if cpu_offload:
+        check_offload(STRATEGIES[chosen], names, precision, None)
+    world = join_world(names, needs_group=many or needs_group)
     if STRATEGIES[chosen].drives_from_first:
         world = replace(world, devices=world.devices[:1], delegated=world.devices[1:])
     check_precision(STRATEGIES[chosen], precision)
     arranged = arrange(mesh, STRATEGIES[chosen], size)
     if arranged is not None:
-        world = replace(world, ranks_per_replica=arranged.ranks_per_replica, schedule=schedule)
+        world = replace(
+            world,
+            ranks_per_replica=arranged.ranks_per_replica,
+            num_shards=arranged.num_shards,
+            schedule=schedule,
+        )
     seed_everything(seed)
-    return Team(world, chosen, Precision(precision, world.device), seed)
+    return Team(world, chosen, Precision(precision, world.device), seed, cpu_offload)
 
 
 def _default_strategy(num_processes: int, devices: Sequence[str]) -> str:
@@ -219,12 +230,13 @@ def _default_strategy(num_processes: int, devices: Sequence[str]) -> str:
 class Team:
     """This process's part in a training: its rank and devices, its strategy, its precision."""
 
-    def __init__(self, world: World, strategy: str, precision: Precision, seed: int) -> None:
+    def __init__(self, world: World, strategy: str, precision: Precision, seed: int, cpu_offload: bool = False) -> None:
         self.world = world
         self.precision = precision
         self.seed = seed
         self.facts = STRATEGIES[strategy]
-        self.strategy = load_strategy(strategy, StrategySettings(half=precision.half))
+        self.strategy = load_strategy(strategy, StrategySettings(half=precision.half, cpu_offload=cpu_offload))
+        self._cpu_offload = cpu_offload
         self.models: list[DistributedModel] = []
         """What `wrap` returned."""
         self.called_in_loss: set[str] = set()
@@ -251,6 +263,8 @@ class Team:
         from evenstep.training.virtual_replicas import Seeds
 
         check_replicas(num, self.world.num_replicas, self.facts)
+        if self._cpu_offload:
+            check_offload(self.facts, (), self.precision.name, num)
         self.world = replace(self.world, num_virtual=num)
         if self.world.device.type == "cpu":
             keep_freed_memory()

@@ -774,6 +774,7 @@ def perform(
         needs_group=False,
         mesh=plan.mesh,
         schedule=plan.pipeline_schedule,
+        cpu_offload=plan.cpu_offload,
     )
     if plan.virtual_replicas is not None:
         team = team.with_replicas(plan.virtual_replicas)

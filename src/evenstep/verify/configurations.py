@@ -8,6 +8,7 @@ import torch
 
 from evenstep.distributed.devices import check_devices, choose_devices
 from evenstep.errors import PlanError
+from evenstep.mesh import has_axes
 from evenstep.plan import Plan, parse_devices, parse_link, parse_shares
 from evenstep.sampling.order import Shares
 from evenstep.strategy_facts import DEFAULT, DEFAULT_IN_ONE_PROCESS, REFERENCE, STRATEGIES, one_of, usual_strategies
@@ -38,13 +39,15 @@ def configs_of(
 
 
 def with_mesh(configs: list[Configuration], mesh: str | None) -> list[Configuration]:
-    """Those configurations whose strategies have axes, with this mesh."""
+    """Those configurations whose strategies have these axes, with this mesh."""
     if mesh is None:
         return configs
-    if not any(STRATEGIES[config.strategy].axes for config in configs):
-        able = one_of(row for row in STRATEGIES.values() if row.axes)
-        raise PlanError(f"--mesh {mesh} is for strategies with several axes; name one: --strategies {able}")
-    return [replace(config, mesh=mesh) if STRATEGIES[config.strategy].axes else config for config in configs]
+    able = [config for config in configs if has_axes(mesh, STRATEGIES[config.strategy])]
+    if not able:
+        rows = [row for row in STRATEGIES.values() if row.axes]
+        names = one_of([row for row in rows if has_axes(mesh, row)] or rows)
+        raise PlanError(f"--mesh {mesh} is for strategies with these axes; name one: --strategies {names}")
+    return [replace(config, mesh=mesh) if config in able else config for config in configs]
 
 
 def with_link(configs: list[Configuration], link: str | None) -> list[Configuration]:

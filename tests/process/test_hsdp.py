@@ -1,4 +1,4 @@
-"""HSDP, `--mesh data=2,fsdp=2`: two copies of a model, each sharded over two ranks, learn what one device learns."""
+"""HSDP (`--mesh data=2,fsdp=2`) learns what one device learns, by two copies of a model; and who may offload shards."""
 
 from __future__ import annotations
 
@@ -10,6 +10,8 @@ from pathlib import Path
 
 import pytest
 
+import evenstep
+from evenstep.errors import PlanError
 from evenstep.plan import Plan
 from evenstep.record import Record
 from tests.fleet import bits_of, furthest, newest_weights, result, run_jobs, run_processes
@@ -143,3 +145,23 @@ def test_verify_and_compare_take_a_mesh(more: tuple[str, ...]) -> None:
     assert ended.returncode == 0, ended.stdout[-2000:] + ended.stderr[-2000:]
     assert "fsdp x 4, data=2,fsdp=2" in ended.stdout + ended.stderr
     assert ("all strategies match single" if more[0] == "verify" else "✓ same") in ended.stdout + ended.stderr
+
+
+def test_a_loop_that_cannot_offload_is_refused_before_it_joins() -> None:
+    for given, message in {
+        ("fsdp", "fp32"): "where those of CPU devices are already; leave it out",
+        ("ddp", "fp32"): "ddp has none to offload; use --strategy fsdp",
+    }.items():
+        with pytest.raises(PlanError, match=message):
+            evenstep.join(given[0], devices=("cpu",), precision=given[1], cpu_offload=True)
+
+
+@pytest.mark.slow
+def test_offloading_is_dropped_where_there_is_nothing_to_offload() -> None:
+    Path("my_task.py").write_text(TASK)
+    values = plan("fsdp").to_json() | {"task": "my_task.py", "devices": ["cuda:0"], "cpu_offload": True, "steps": 2}
+    Path("plan.json").write_text(json.dumps(values))
+    command = [sys.executable, "-m", "evenstep", "train", "--plan", "plan.json", "--strategy", "fsdp"]
+    ended = subprocess.run([*command, "--devices", "cpu"], capture_output=True, text=True, timeout=200)
+    assert ended.returncode == 0, ended.stderr
+    assert "--cpu-offload was that of shards on GPUs, and this run has none: it is dropped" in ended.stderr

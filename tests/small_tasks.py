@@ -171,8 +171,8 @@ class Unmasked(Encoder):
         return scores
 
 
-def deep() -> nn.Module:
-    layers = [nn.Sequential(nn.Linear(20, 20), nn.Tanh()) for _ in range(5)]
+def deep(num: int = 5) -> nn.Module:
+    layers = [nn.Sequential(nn.Linear(20, 20), nn.Tanh()) for _ in range(num)]
     return nn.Sequential(*layers, nn.Linear(20, 5))
 
 
@@ -386,6 +386,9 @@ DATA = {
     "gated": vectors,
     "gpt4": texts,
     "encoder4": texts,
+    "gpt8": texts,
+    "encoder8": texts,
+    "deep8": vectors,
     "deep": vectors,
     "hooked": vectors,
     "mlp": vectors,
@@ -409,6 +412,9 @@ BUILDERS = {
     "gated": Gated,
     "gpt4": lambda: GPT(vocabulary=11, context=8, layers=4, heads=2, width=16),
     "encoder4": lambda: Unmasked(layers=4),
+    "gpt8": lambda: GPT(vocabulary=11, context=8, layers=8, heads=2, width=16),
+    "encoder8": lambda: Unmasked(layers=8),
+    "deep8": lambda: deep(8),
     "deep": deep,
     "hooked": hooked,
     "mlp": mlp,
@@ -447,6 +453,9 @@ LOSS = {
     ("gated", "mean"): mean_loss,
     ("gpt4", "pair"): token_pair_loss,
     ("encoder4", "pair"): token_pair_loss,
+    ("gpt8", "pair"): token_pair_loss,
+    ("encoder8", "pair"): token_pair_loss,
+    ("deep8", "mean"): mean_loss,
     ("deep", "mean"): mean_loss,
     ("hooked", "mean"): mean_loss,
 }

@@ -18,6 +18,7 @@ from msgspec import Meta
 
 from evenstep.errors import BREAKS_LINES, MAX_CHARACTERS, PlanError, shorten
 from evenstep.mesh import arrange, check_precision
+from evenstep.pipeline_order import ScheduleName
 from evenstep.sampling.order import Lengths, Shares, enough_for_all, in_proportion, share, smallest_micro_batch
 from evenstep.schema import LARGEST, Schema, check, check_choice, check_fields
 from evenstep.strategy_facts import (
@@ -35,7 +36,6 @@ PrecisionName = Literal["fp64", "fp32", "tf32", "bf16", "fp16"]
 FastName = Literal["auto", "off"]
 TRACKERS = ("tensorboard", "wandb", "mlflow", "trackio")
 MicroName = Literal["auto"]
-ScheduleName = Literal["1f1b", "gpipe"]
 
 _is_saved = ContextVar("is_saved", default=False)
 """Whether a plan is read that was checked when it was written."""
@@ -201,6 +201,11 @@ class Plan:
             return
         arrange(self.mesh, self._facts, self.most_devices)
         check_precision(self._facts, self.precision)
+        if self._facts.schedules and self.pipeline_schedule == "zero-bubble" and self.checkpoint_activations:
+            raise PlanError(
+                "--pipeline-schedule zero-bubble computes gradients of weights layer by layer, and with "
+                "--checkpoint-activations each layer would compute its whole block again; use 1f1b or interleaved"
+            )
 
     @property
     def _facts(self) -> StrategyFacts:

@@ -30,8 +30,16 @@ TRACES, TRACE_INDEX = "traces", "ranks.json"
 """The folder of what `--profile` traced, and the file in it that is written last, when all ranks are done."""
 SPAN_PREFIX = "evenstep: "
 """Of the names of evenstep's own spans in a trace."""
-PARTS = ("input", "forward", "backward", "communication", "optimizer")
-"""The parts of a step; communication counts only where it does not overlap with backward."""
+PARTS = ("input", "forward", "backward", "communication", "bubble", "optimizer")
+"""The parts of a step; communication counts only where it does not overlap with backward.
+
+The bubble is the time in which a rank of a pipeline waits until others have computed.
+"""
+
+
+def parts_shown(every: Iterable[Mapping[str, float | None]]) -> list[str]:
+    """Those of PARTS that are worth a column: a bubble only where there is one."""
+    return [part for part in PARTS if part != "bubble" or any(parts.get(part) for parts in every)]
 
 
 class SamplingFacts(TypedDict, total=False):

@@ -49,6 +49,8 @@ class StrategyFacts:
     """The axis along which ranks compute one replica together and read the same samples."""
     shard_axis: str | None = None
     """The axis along which ranks hold the shards of one copy of the model; along the other there are copies."""
+    schedules: bool = False
+    """Whether micro-batches pass through its ranks in an order that `--pipeline-schedule` names."""
     size_flag: str = ""
     """The flag for the size of that axis alone: `--shards 2` is `--mesh tensor=2`."""
     compiles: bool = True
@@ -154,6 +156,7 @@ _ROWS = (
         shards=True,
         axes=("data", "pipeline"),
         model_axis="pipeline",
+        schedules=True,
         size_flag="stages",
         compiles=False,
         refusals={

@@ -43,15 +43,29 @@ PIPELINE = [
     Split(4, "pipeline=4", accumulate=4),
     Split(4, "pipeline=4", accumulate=2, schedule="gpipe"),
     Split(4, "data=2,pipeline=2", accumulate=3),
+    Split(2, "pipeline=2", accumulate=3, schedule="zero-bubble"),
+    Split(4, "pipeline=4", accumulate=4, schedule="zero-bubble"),
+    Split(2, "pipeline=2", accumulate=3, schedule="interleaved"),
+    Split(4, "pipeline=4", accumulate=5, schedule="interleaved"),
+    Split(4, "data=2,pipeline=2", accumulate=2, schedule="interleaved"),
 ]
 NETWORKS = {
     "tensor": ("encoder/adamw/pair", "gpt/sgd/pair", "mlp/adamw/mean", "gated/adamw/mean", "encoder_drop/sgd/pair"),
     "pipeline": ("gpt4/adamw/pair", "deep/sgd/mean", "encoder4/adamw/pair", "hooked/sgd/mean"),
 }
+LONG_ENOUGH = ("gpt8/adamw/pair", "deep8/sgd/mean", "encoder8/adamw/pair")
+"""For two chunks on each of four ranks."""
+
+
+def networks(split: Split) -> tuple[str, ...]:
+    is_long = split.schedule == "interleaved" and split.mesh == "pipeline=4"
+    return LONG_ENOUGH if is_long else NETWORKS[split.strategy]
+
+
 CASES = [
     (split, network)
     for split in [*TENSOR, *PIPELINE]
-    for network in NETWORKS[split.strategy]
+    for network in networks(split)
     # Two replicas, and micro-batches, draw other masks than one device; the ranks of one replica draw the same.
     if split.size < 4 or not network.startswith(("gated", "encoder_drop"))
 ]
@@ -59,6 +73,9 @@ QUICK = {
     ("tensor=2-1-1f1b", "encoder/adamw/pair"),
     ("pipeline=2-3-1f1b", "gpt4/adamw/pair"),
     ("pipeline=2-3-1f1b", "hooked/sgd/mean"),
+    ("pipeline=2-3-zero-bubble", "gpt4/adamw/pair"),
+    ("pipeline=2-3-interleaved", "gpt4/adamw/pair"),
+    ("pipeline=2-3-interleaved", "hooked/sgd/mean"),
 }
 
 

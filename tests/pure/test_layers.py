@@ -20,7 +20,7 @@ from evenstep.plan import Plan
 from evenstep.strategy_facts import REFERENCE, STRATEGIES
 
 SOURCE = Path(evenstep.__file__).parent
-VALUES = {"errors", "schema", "strategy_facts", "mesh", "plan", "record", "task"}
+VALUES = {"errors", "schema", "strategy_facts", "mesh", "pipeline_order", "plan", "record", "task"}
 ENGINE = {
     *VALUES,
     "internals",
@@ -40,7 +40,8 @@ MAY_IMPORT = {
     "internals": set(),
     "sampling": {"errors", "internals"},
     "mesh": {"errors", "strategy_facts"},
-    "plan": {"errors", "schema", "strategy_facts", "mesh", "sampling"},
+    "pipeline_order": set(),
+    "plan": {"errors", "schema", "strategy_facts", "mesh", "pipeline_order", "sampling"},
     "record": {"errors", "schema", "plan"},
     "task": {"errors", "schema", "sampling"},
     "audit": {*VALUES, "sampling"},

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from dataclasses import replace
+from typing import Any, get_args
 
 import pytest
 import torch
@@ -14,11 +15,13 @@ from evenstep.distributed.slices import ParameterSlice, cuts
 from evenstep.distributed.world import World
 from evenstep.errors import PlanError, TaskError
 from evenstep.mesh import arrange, take_sizes
+from evenstep.pipeline_order import ScheduleName, bubble_share, chunks_of, most_held, order_of
 from evenstep.plan import Plan
-from evenstep.strategies.pipeline import order_of
 from evenstep.strategies.pipeline_cut import balanced, find_cut
+from evenstep.strategies.split_backward import SplitBackward
 from evenstep.strategies.tensor_plan import SplitPlan, plan_of
 from evenstep.strategy_facts import STRATEGIES
+from evenstep.tasks.digits import DigitNet
 from evenstep.training.precision import Precision
 from evenstep.training.step import reads_late
 from evenstep.training.team import Team
@@ -165,12 +168,39 @@ def twice(model: nn.Module, batch: Any) -> torch.Tensor:
         (Blocks("between"), mean, "something is computed between two of its blocks"),
         (Blocks(""), twice, "the loss calls the model more than once"),
         (Blocks(""), decayed_loss, "is used outside of forward"),
-        (nn.Linear(20, 5), mean, "has none of 2 or more"),
+        (nn.Linear(20, 5), mean, "this model has no such list;\nput its layers into one nn.Sequential"),
     ],
 )
 def test_a_model_that_cannot_be_cut_is_refused(model: nn.Module, loss: Callable[..., Any], message: str) -> None:
     with pytest.raises(TaskError, match=message):
         find_cut(model, HALF, lambda copy: loss(copy, BATCH))
+
+
+def test_a_list_that_is_too_short_is_refused_with_what_helps() -> None:
+    four = replace(HALF, ranks_per_replica=4, schedule="interleaved")
+    with pytest.raises(TaskError, match="has 4;\nuse --pipeline-schedule 1f1b, which needs one block a rank, or use"):
+        find_cut(Blocks(""), four, lambda copy: mean(copy, BATCH))
+    with pytest.raises(TaskError, match="the longest list of this model has 4;\nuse --stages 4"):
+        find_cut(Blocks(""), replace(HALF, ranks_per_replica=5), lambda copy: mean(copy, BATCH))
+
+
+def test_chunks_of_a_rank_are_not_adjacent() -> None:
+    cut = find_cut(Blocks(""), replace(HALF, schedule="interleaved"), lambda copy: mean(copy, BATCH))
+    assert cut.stage_of == [0, 1, 2, 3]
+    assert [cut.owners[f"blocks.{index}.weight"] for index in range(4)] == [0, 1, 0, 1]
+
+
+def test_the_built_in_digits_can_be_cut() -> None:
+    images = torch.zeros(2, 8, 8, dtype=torch.uint8)
+    cut = find_cut(DigitNet(), HALF, lambda model: model(images).sum())
+    assert cut.blocks[0] == "conv1"
+    assert {cut.owners["conv1.weight"], cut.owners["output.weight"]} == {0, 1}
+
+
+def test_zero_bubble_refuses_activation_checkpointing() -> None:
+    plan = Plan(strategy="pipeline", devices=("cpu", "cpu"), batch=8, steps=1)
+    with pytest.raises(PlanError, match="each layer would compute its whole block again; use 1f1b"):
+        replace(plan, pipeline_schedule="zero-bubble", checkpoint_activations=True)
 
 
 def test_a_model_is_cut_between_blocks() -> None:
@@ -180,16 +210,100 @@ def test_a_model_is_cut_between_blocks() -> None:
     assert cut.stage_of == sorted(cut.stage_of)
 
 
-@pytest.mark.parametrize("num", [1, 2, 3, 7])
-@pytest.mark.parametrize("schedule", ["1f1b", "gpipe"])
+@pytest.mark.parametrize("num", [1, 2, 3, 7, 12])
+@pytest.mark.parametrize("schedule", get_args(ScheduleName))
 def test_each_micro_batch_goes_forward_and_back_once_in_order(num: int, schedule: str) -> None:
     for rank in range(4):
-        world = World(rank, 4, (torch.device("cpu"),), ranks_per_replica=4, schedule=schedule)
-        steps = list(order_of(world, num))
-        assert [index for is_forward, index in steps if is_forward] == list(range(num))
-        assert [index for is_forward, index in steps if not is_forward] == list(range(num))
-        ahead = [sum(1 if is_forward else -1 for is_forward, _ in steps[: end + 1]) for end in range(len(steps))]
-        assert max(ahead) == (num if schedule == "gpipe" else min(num, 4 - rank))
+        steps = list(order_of(schedule, 4, rank, num))
+        for chunk in range(chunks_of(schedule)):
+            for name in ("forward", "backward", *["weights"] * (schedule == "zero-bubble")):
+                done = [one.micro_batch for one in steps if (one.name, one.chunk) == (name, chunk)]
+                assert done == list(range(num))
+        held = {"gpipe": num, "1f1b": min(num, 4 - rank), "zero-bubble": min(num, 4)}
+        assert most_held(schedule, 4, rank, num) == held.get(schedule, most_held(schedule, 4, rank, num))
+
+
+@pytest.mark.parametrize("schedule", get_args(ScheduleName))
+def test_no_rank_waits_forever_and_the_bubble_is_as_small_as_it_can_be(schedule: str) -> None:
+    parts = {"interleaved": 2, "zero-bubble": 3}.get(schedule, 1)
+    for stages in (2, 3, 4, 7):
+        for num in range(stages, 3 * stages + 2):
+            share = (stages - 1) / (parts * num + stages - 1)
+            assert bubble_share(schedule, stages, num) == pytest.approx(share)
+        fewer = [bubble_share(schedule, stages, num) for num in range(1, stages)]
+        assert all(0 < one < 1 for one in fewer)
+
+
+@pytest.mark.parametrize("schedule", get_args(ScheduleName))
+@pytest.mark.parametrize("step", [1, -1])
+def test_messages_are_read_in_the_order_in_which_they_are_sent(schedule: str, step: int) -> None:
+    stages, num = 3, 8
+    name, last = ("forward", chunks_of(schedule) * stages - 1) if step > 0 else ("backward", 0)
+    for rank in range(stages):
+        sent = [
+            (one.chunk * stages + rank, one.micro_batch)
+            for one in order_of(schedule, stages, rank, num)
+            if one.name == name
+        ]
+        to = (rank + step) % stages
+        read = [
+            (one.chunk * stages + to, one.micro_batch)
+            for one in order_of(schedule, stages, to, num)
+            if one.name == name
+        ]
+        expected = [(stage + step, micro_batch) for stage, micro_batch in sent if stage != last]
+        assert [one for one in read if 0 <= one[0] - step < chunks_of(schedule) * stages] == expected
+
+
+class Mixed(nn.Module):
+    """Weights that a split backward must find: used once, twice, frozen, beside the path, and not at all."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.attention = nn.TransformerEncoderLayer(8, 2, 12, dropout=0.1, batch_first=True)
+        self.twice, self.frozen, self.unused = nn.Linear(8, 8), nn.Linear(8, 8), nn.Linear(2, 2)
+        self.beside = nn.Parameter(torch.ones(8))
+        self.frozen.weight.requires_grad_(False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.frozen(torch.tanh(self.twice(self.twice(self.attention(x)))) + self.beside.exp())
+
+
+@pytest.mark.parametrize("is_mixed", [False, True])
+def test_a_backward_in_two_halves_gives_the_same_bits(is_mixed: bool) -> None:
+    model, gradient = nn.Sequential(Mixed(), Mixed()), torch.randn(3, 5, 8)
+    data = torch.randn(3, 5, 8)
+
+    def gradients(splits: bool) -> list[torch.Tensor | None]:
+        model.zero_grad()
+        received = data.clone().requires_grad_()
+        torch.manual_seed(1)
+        with torch.autocast("cpu", torch.bfloat16, enabled=is_mixed):
+            output = model(received)
+        if splits:
+            half = SplitBackward(output, received)
+            half.of_inputs(gradient.to(output.dtype))
+            # What was received has its gradient, of the weights those alone that are used twice.
+            assert received.grad is not None
+            assert {name for name, one in model.named_parameters() if one.grad is not None} == {
+                f"{block}.twice.{name}" for block in range(2) for name in ("weight", "bias")
+            }
+            half.of_weights()
+        else:
+            output.backward(gradient.to(output.dtype))
+        return [received.grad, *(weight.grad for weight in model.parameters())]
+
+    for whole, split in zip(gradients(False), gradients(True), strict=True):
+        assert (whole is None and split is None) or torch.equal(whole, split)
+
+
+def test_a_backward_in_two_halves_where_nothing_leads_back() -> None:
+    layer, received = nn.Linear(4, 2), torch.randn(3, 4, requires_grad=True)
+    half = SplitBackward(layer(received.detach()), received)
+    half.of_inputs(torch.ones(3, 2))
+    half.of_weights()
+    assert received.grad is None
+    assert torch.equal(layer.bias.grad, torch.full((2,), 3.0))
 
 
 def test_blocks_are_balanced() -> None:

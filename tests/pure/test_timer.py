@@ -31,7 +31,14 @@ def test_the_parts_add_up_to_the_step() -> None:
     rank = of_rank(DDP)
     assert rank.steps == [(0.0, 8.0), (8.0, 16.0)]
     parts = rank.parts(0.0, 8.0)
-    assert parts == {"input": 1.0, "forward": 2.0, "backward": 3.0, "communication": 1.0, "optimizer": 1.0}
+    assert parts == {
+        "input": 1.0,
+        "forward": 2.0,
+        "backward": 3.0,
+        "communication": 1.0,
+        "bubble": 0.0,
+        "optimizer": 1.0,
+    }
     assert sum(parts.values()) == 8.0
 
 

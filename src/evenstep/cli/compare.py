@@ -86,6 +86,13 @@ def compare(
         typer.Option(metavar="N,N,...", help="Measure strategies also with these shares of a batch: what they gain."),
     ] = None,
     mesh: MeshOption = None,
+    accumulate: Annotated[int, typer.Option(help="Micro-batches per optimizer step, in all rows but the first.")] = 1,
+    pipeline_schedule: Annotated[
+        str | None,
+        typer.Option(
+            metavar="NAME,...", help="Orders of a pipeline, a row for each: 1f1b, gpipe, interleaved, zero-bubble."
+        ),
+    ] = None,
     links: Annotated[
         str | None,
         typer.Option(
@@ -132,6 +139,8 @@ def compare(
         virtual_replicas=virtual_replicas,
         shares=shares,
         mesh=mesh,
+        accumulate=accumulate,
+        schedules=pipeline_schedule,
         choices={**choices, "seed": seed, "name": name, "out": out, "options": given},
         command=shlex.join(["evenstep", *sys.argv[1:]]),
     )

@@ -100,7 +100,10 @@ def train(
     ] = None,
     pipeline_schedule: Annotated[
         str | None,
-        typer.Option(metavar="1f1b|gpipe", help="Order of forwards and backwards in a pipeline; default: 1f1b."),
+        typer.Option(
+            metavar="1f1b|gpipe|interleaved|zero-bubble",
+            help="Order of forwards and backwards in a pipeline; default: 1f1b.",
+        ),
     ] = None,
     batch: BatchOption = None,
     epochs: Annotated[int | None, typer.Option(help="Passes over the data; default: the task's.")] = None,

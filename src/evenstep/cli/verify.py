@@ -86,6 +86,12 @@ def verify(
         str | None, typer.Option(metavar="N,N,...", help="Part of each device in every batch, under every strategy.")
     ] = None,
     mesh: MeshOption = None,
+    pipeline_schedule: Annotated[
+        str | None,
+        typer.Option(
+            metavar="NAME,...", help="Orders of a pipeline, a row for each: 1f1b, gpipe, interleaved, zero-bubble."
+        ),
+    ] = None,
     link: Annotated[
         str | None,
         typer.Option(metavar="METHOD", help="How gradients are sent (train --link), where the strategy can."),
@@ -122,10 +128,11 @@ def verify(
     check("accumulate", accumulate, Whole, PlanError)
     from evenstep.launcher.prepare import free_name, label_of, load_strategies, prepare
     from evenstep.verify import Depth, ExactDepth, judged, judged_exactly, settled
-    from evenstep.verify.configurations import configs_of, plan_of, with_link, with_mesh
+    from evenstep.verify.configurations import configs_of, plan_of, with_link, with_mesh, with_schedules
 
     load_strategies(strategies, task, seed)
-    configs = with_link(with_mesh(configs_of(strategies, devices, accumulate, shares), mesh), link)
+    arranged = with_mesh(configs_of(strategies, devices, accumulate, shares), mesh)
+    configs = with_link(with_schedules(arranged, pipeline_schedule), link)
     virtual = _virtual_replicas(exact, virtual_replicas, sync_batchnorm, max(len(config.devices) for config in configs))
     if virtual is not None:
         configs = [config for config in configs if config.strategy != REFERENCE]
@@ -242,6 +249,7 @@ def _values(prepared: Prepared, verdicts: Mapping[Configuration, Verdict], reque
                 "accumulate": config.accumulate,
                 "shares": config.shares,
                 "mesh": config.mesh,
+                "pipeline_schedule": config.schedule,
                 **verdict.to_json(),
             }
             for config, verdict in verdicts.items()

@@ -26,7 +26,7 @@ from evenstep.report.comparison import Comparison, LargerBatch, Parity, Range, R
 from evenstep.report.recommend import advise, best
 from evenstep.strategy_facts import REFERENCE, STRATEGIES
 from evenstep.verify import Configuration, Depth, check
-from evenstep.verify.configurations import find_configs, plan_of, with_mesh
+from evenstep.verify.configurations import find_configs, plan_of, with_accumulation, with_mesh, with_schedules
 
 __all__ = ["CompareRequest", "Comparison", "Row", "compare"]
 
@@ -60,6 +60,10 @@ class CompareRequest:
     """Of devices in a global batch: each configuration that they fit is then measured with and without."""
     mesh: str | None = None
     """How ranks are arranged under strategies that split models."""
+    accumulate: int = 1
+    """Micro-batches of a step, in all rows but the first."""
+    schedules: str | None = None
+    """Of pipelines, with commas: a row for each."""
     choices: Mapping[str, Any] = field(default_factory=dict)
     """Fields of the Plan: batch, precision, workers ..."""
     command: str = ""
@@ -69,7 +73,8 @@ def compare(request: CompareRequest, log: Callable[[str], None] = lambda line: N
     """Measure every configuration, and write the comparison beside its Records; returns it and its folder."""
     load_strategies(request.strategies, request.source, request.choices.get("seed"))
     configs = find_configs(request.strategies, request.devices, request.virtual_replicas, request.shares)
-    configs = with_mesh(configs, request.mesh)
+    configs = with_schedules(with_mesh(configs, request.mesh), request.schedules)
+    configs = with_accumulation(configs, request.accumulate)
     label = label_of(request.source, request.choices.get("options", {}))
     name = request.choices.get("name") or free_name(label, "compare", request.choices.get("out") or RUNS)
     first = {"strategy": REFERENCE, "devices": list(configs[0].devices), "name": name}
@@ -140,7 +145,7 @@ def _larger_batch(
     is_too_large = num_samples is not None and TIMES * comparison.batch > num_samples
     if is_too_large or row.step_seconds.middle > SHORT_STEP_SECONDS:
         return None
-    config = next(config for config in configs if config.label == row.label)
+    config = [one for one in configs if one.label not in runner.left_out][comparison.rows.index(row)]
     runner.log(f"measuring {config.label} with a batch {TIMES} times as large")
     taken = runner.run(config, f"batch-x{TIMES}", block, batch=TIMES * comparison.batch)
     if taken is None:
@@ -197,6 +202,7 @@ class BlockRunner:
         """One block in new processes; None if it failed, and the configuration is then left out."""
         cut = f"-v{config.virtual_replicas}" if config.virtual_replicas is not None else ""
         cut += f"-shares-{config.shares}" if config.shares is not None else ""
+        cut += f"-{config.schedule}" if config.schedule is not None else ""
         folder = self.base.folder / f"{config.strategy}-{len(config.devices)}{cut}-{name}"
         try:
             prepared = variant(
@@ -209,6 +215,8 @@ class BlockRunner:
                 virtual_replicas=config.virtual_replicas,
                 shares=config.shares,
                 mesh=config.mesh,
+                accumulate=config.accumulate,
+                pipeline_schedule=config.schedule or self.base.plan.pipeline_schedule,
                 batch=batch or self.base.plan.batch,
             )
             began = time.time()
@@ -243,6 +251,9 @@ class BlockRunner:
             devices=list(config.devices),
             virtual_replicas=config.virtual_replicas,
             shares=config.shares,
+            accumulate=config.accumulate,
+            mesh=config.mesh,
+            schedule=config.schedule,
             samples_per_second=Range.of([one.samples / one.seconds for one in measured]),
             step_seconds=Range.of([usual(one.step_seconds, kind) for one in measured]),
             parts={name: fmean(one.parts[name] for one in measured) for name in PARTS},

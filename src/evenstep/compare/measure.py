@@ -151,9 +151,9 @@ class Measuring(Trainer):
         return ranks, round(timer.sent_bytes / self.block.special)
 
     def _without_communication(self, sent_bytes: int) -> float | None:
-        """Seconds of a step after which nothing is sent; None where nothing ever is."""
+        """Seconds of a step after which nothing is sent; None where nothing ever is, or no step can do without."""
         communication = self.team.world.communication
-        if not sent_bytes:
+        if not sent_bytes or self._model.needs_communication:
             return None
         communication.is_off = True
         try:

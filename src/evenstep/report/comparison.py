@@ -62,6 +62,12 @@ class Row:
     """Virtual replicas, if it was measured with such."""
     shares: str | None = None
     """Of the devices in a global batch, if they were not equal."""
+    accumulate: Positive = 1
+    """Micro-batches of a step."""
+    mesh: str | None = None
+    """How ranks were arranged, if that was chosen."""
+    schedule: str | None = None
+    """Of a pipeline, if it was chosen."""
 
     @property
     def label(self) -> str:
@@ -76,7 +82,9 @@ class Row:
     @property
     def _cut(self) -> str:
         shares = "" if self.shares is None else f", shares {self.shares}"
-        return shares if self.virtual_replicas is None else f"{shares}, V={self.virtual_replicas}"
+        arranged = "".join(f", {one}" for one in (self.mesh, self.schedule) if one is not None)
+        virtual = "" if self.virtual_replicas is None else f", V={self.virtual_replicas}"
+        return f"{shares}{arranged}{virtual}"
 
     @property
     def is_sound(self) -> bool:

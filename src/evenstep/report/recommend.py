@@ -174,7 +174,8 @@ def bottleneck(comparison: Comparison, row: Row) -> str:
     crowded = _threads(comparison, row)
     if crowded is not None:
         return crowded
-    found = [one for one in (_input(row), _communication(row), _batch(comparison, row)) if one is not None]
+    named = (_input(row), _communication(row), _bubble(row), _batch(comparison, row))
+    found = [one for one in named if one is not None]
     if not found:
         share = (row.parts.get("forward", 0.0) + row.parts.get("backward", 0.0)) / (sum(row.parts.values()) or 1.0)
         return (
@@ -208,6 +209,19 @@ def _communication(row: Row) -> Bottleneck | None:
         f"communication. {_ms(row.parts['communication'])} of {_ms(row.step_seconds.middle)} do not overlap with "
         f"backward; without communication, a step takes {_ms(row.without_communication_seconds.middle)}, at most "
         f"{gain:.1f}x as fast. A larger --batch communicates less often.",
+    )
+
+
+def _bubble(row: Row) -> Bottleneck | None:
+    whole, waited = sum(row.parts.values()), row.parts.get("bubble", 0.0)
+    gain = whole / ((whole - waited) or 1.0)
+    if gain < WORTH_NAMING:
+        return None
+    return Bottleneck(
+        gain,
+        f"the bubble of the pipeline. A rank waits {_ms(waited)} of {_ms(whole)} until others have computed; without "
+        f"that, a step is at most {gain:.1f}x as fast. More micro-batches (--accumulate) make it smaller, and so do "
+        "--pipeline-schedule interleaved and zero-bubble.",
     )
 
 

@@ -15,7 +15,7 @@ from rich.progress import Progress as Bar
 from rich.table import Table
 from rich.text import Text
 
-from evenstep.record import PARTS, EpochEnd, Evaluation, Row, Step, Summary
+from evenstep.record import EpochEnd, Evaluation, Row, Step, Summary, parts_shown
 from evenstep.report.comparison import Comparison, Range
 from evenstep.strategy_facts import STRATEGIES
 
@@ -205,12 +205,13 @@ def speed_table(comparison: Comparison) -> Table:
 def step_table(comparison: Comparison) -> Table:
     """Where a step goes, in milliseconds."""
     short = {"communication": "comm.*", "optimizer": "opt."}
-    table = table_of("ms/step", "total", *(short.get(part, part) for part in PARTS), "w/o input", "w/o comm.")
+    shown = parts_shown([row.parts for row in comparison.rows])
+    table = table_of("ms/step", "total", *(short.get(part, part) for part in shown), "w/o input", "w/o comm.")
     for row in comparison.rows:
         table.add_row(
             plain(row.label),
             _ms(row.step_seconds),
-            *(f"{row.parts.get(part, 0.0) * 1000:.2f}" for part in PARTS),
+            *(f"{row.parts.get(part, 0.0) * 1000:.2f}" for part in shown),
             _ms(row.without_input_seconds),
             _ms(row.without_communication_seconds),
         )
@@ -240,6 +241,11 @@ def _remarks(comparison: Comparison) -> Iterator[str]:
         "* not overlapped with backward; w/o input, w/o comm.: the same step with its batch already loaded, "
         "and without communication"
     )
+    most = max(row.accumulate for row in comparison.rows)
+    if most > 1:
+        yield f"all rows but the first cut a batch into {most} micro-batches a device"
+    if "bubble" in parts_shown([row.parts for row in comparison.rows]):
+        yield "bubble: a rank of a pipeline waits until others have computed; comm.: until what they sent has arrived"
     for row in comparison.rows:
         if not row.is_sound:
             yield f"{row.label} differs: {row.why}"

@@ -15,7 +15,7 @@ from statistics import median
 from typing import Any
 
 from evenstep.errors import BadInput
-from evenstep.record import PARTS, SPAN_PREFIX
+from evenstep.record import SPAN_PREFIX, parts_shown
 
 Span = tuple[float, float]
 """Begin and end, in whatever unit both have."""
@@ -255,10 +255,11 @@ def write_numbers(found: Sequence[RankNumbers], path: Path) -> None:
 
 def lines(found: Sequence[RankNumbers]) -> list[str]:
     """A table with a row for each rank: milliseconds and shares of the step."""
-    titles = ["rank", "step ms", *("not hidden" if part == COMMUNICATION else part for part in PARTS)]
+    shown = parts_shown([one.parts for one in found])
+    titles = ["rank", "step ms", *("not hidden" if part == COMMUNICATION else part for part in shown)]
     rows = [titles]
     for one in found:
-        shares = [_share(one.parts.get(part), one.step_seconds) for part in PARTS]
+        shares = [_share(one.parts.get(part), one.step_seconds) for part in shown]
         rows.append([str(one.rank), f"{one.step_seconds * 1e3:.2f}", *shares])
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     return ["  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)) for row in rows]

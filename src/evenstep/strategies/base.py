@@ -142,6 +142,8 @@ class DistributedModel:
         """Around a backward whose gradients count for nothing."""
         return NOTHING
 
+    needs_communication = False
+    """Whether a step cannot be computed without what other ranks send, not even to measure what that costs."""
     schedule: Callable[[Any, Sequence[Any]], None] | None = None
     """What runs the micro-batches of a step, where they overlap; None: each is finished before the next one begins."""
 

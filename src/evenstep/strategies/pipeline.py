@@ -1,4 +1,4 @@
-"""One process per device; each runs a stage of the model, and micro-batches pass through all stages.
+"""One process per device; each runs a stage of the model, or several chunks, and micro-batches pass through all.
 
 Every rank of a replica has the batch. The first stage calls the user's loss, whose call of the model ends where the
 next stage begins; the last one calls the loss too, with a model that begins with what it received. So the loss may be
@@ -9,7 +9,8 @@ outputs and targets alone: a short last batch would have to be padded, with samp
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, Protocol
 
@@ -22,10 +23,12 @@ from evenstep.distributed.slices import OnStage, place, place_buffer
 from evenstep.distributed.world import World
 from evenstep.errors import TaskError
 from evenstep.internals import broadcast_coalesced, call_hooks, tree_leaves
-from evenstep.strategies.base import NOTHING, DistributedModel, LossModule, Sample
+from evenstep.pipeline_order import chunks_of, order_of
+from evenstep.strategies.base import NOTHING, DistributedModel, LossModule, Sample, go_back
 from evenstep.strategies.ddp import SEND_BYTES, Averaging, send_from_rank_0, trained
 from evenstep.strategies.pipeline_cut import StageCut, find_cut
 from evenstep.strategies.single import Single
+from evenstep.strategies.split_backward import SplitBackward
 from evenstep.strategies.tensor import GroupChannel
 
 HEADER = 12
@@ -53,11 +56,14 @@ class StageBackward(Protocol):
     def models(self) -> tuple[DistributedModel, ...]:
         """The first one is trained."""
 
+    def goes_back(self) -> None:
+        """A backward begins."""
+
     def computed(self, stage: Callable[..., Any], micro_batch: Any) -> Any:
         """The output of a stage that is not the last."""
 
-    def staged(self, stage: Callable[..., Any], micro_batch: Any, sends: bool) -> Callable[[], None]:
-        """The loss on the last stage; returns its backward."""
+    def staged(self, stage: Callable[..., Any], micro_batch: Any, sends: bool) -> tuple[torch.Tensor, float]:
+        """The loss on the last stage, and its weight in that of the batch."""
 
 
 class Handed(BaseException):
@@ -69,18 +75,18 @@ class Handed(BaseException):
 
 
 class Neighbours:
-    """Sends tensors to the next and the previous stage; a group for each direction, so that none waits."""
+    """Sends tensors to the next and the previous stage; a group for each direction, so that none waits.
+
+    With several chunks on each rank, the last rank sends to the first one: messages of their own, for two ranks are
+    both neighbours of each other.
+    """
 
     def __init__(self, world: World) -> None:
         self._world = world
         self.ranks = world.model_ranks
-        first = world.data_rank * world.ranks_per_replica
-        every = [
-            list(range(start, start + world.ranks_per_replica))
-            for start in range(0, world.size, world.ranks_per_replica)
-        ]
-        groups = {ranks[0]: dist.new_group(ranks) for ranks in every}
-        self._groups = {1: self.ranks.group, -1: groups[first]}
+        self._groups = {(1, False): self.ranks.group, (-1, False): _new_group(world)}
+        if chunks_of(world.schedule) > 1:
+            self._groups |= {(1, True): _new_group(world), (-1, True): _new_group(world)}
         self._pending: list[tuple[dist.Work, torch.Tensor]] = []
 
     def send(self, tensor: torch.Tensor, step: int) -> None:
@@ -94,19 +100,25 @@ class Neighbours:
         arrived()
 
     def _start(self, tensor: torch.Tensor, step: int) -> None:
-        work = dist.isend(tensor, group=self._groups[step], group_dst=self.ranks.rank + step)
+        to = self.ranks.rank + step
+        wraps = not 0 <= to < self.ranks.size
+        work = dist.isend(tensor, group=self._groups[step, wraps], group_dst=to % self.ranks.size)
         assert work is not None
         self._pending.append((work, tensor))
 
     def receive(self, step: int) -> torch.Tensor:
         """From the previous stage, what it sent to the next one (1); or from the next one, backwards (-1)."""
         self._world.heartbeat.collective()
-        self._world.spans.part("communication")
+        source = self.ranks.rank - step
+        group = self._groups[step, not 0 <= source < self.ranks.size]
+        # The message begins when the other rank is done: until then, this is the bubble.
+        self._world.spans.part("bubble")
         header = torch.zeros(HEADER, dtype=torch.int64, device=self._world.device)
-        dist.recv(header, group=self._groups[step], group_src=self.ranks.rank - step)
+        dist.recv(header, group=group, group_src=source % self.ranks.size)
         kind, ndim, *shape = header.tolist()
+        self._world.spans.part("communication")
         tensor = torch.empty(shape[:ndim], dtype=TYPES[kind], device=self._world.device)
-        dist.recv(tensor, group=self._groups[step], group_src=self.ranks.rank - step)
+        dist.recv(tensor, group=group, group_src=source % self.ranks.size)
         return tensor
 
     def settle(self) -> None:
@@ -116,17 +128,36 @@ class Neighbours:
         self._pending.clear()
 
 
+def _new_group(world: World) -> Any:
+    """One more process group for the ranks of this replica; all ranks call this together."""
+    num = world.ranks_per_replica
+    groups = [dist.new_group(list(range(start, start + num))) for start in range(0, world.size, num)]
+    return groups[world.data_rank]
+
+
+@dataclass(frozen=True)
+class Chunk:
+    """Consecutive blocks on one rank."""
+
+    blocks: list[int]
+    is_first: bool
+    is_last: bool
+
+
 class StageModule(LossModule):
     """This rank's stage of a model; called as a loss module, it passes one batch through, for an evaluation."""
 
     def __init__(self, model: nn.Module, cut: StageCut, neighbours: Neighbours) -> None:
         super().__init__(model)
         self._neighbours = neighbours
-        ranks = neighbours.ranks
+        ranks, last = neighbours.ranks, cut.num_stages - 1
         self.is_first, self.is_last = ranks.rank == 0, ranks.rank == ranks.size - 1
-        self._own = cut.own(ranks.rank)
+        self.chunks = [
+            Chunk(cut.own(stage), is_first=stage == 0, is_last=stage == last)
+            for stage in range(ranks.rank, cut.num_stages, ranks.size)
+        ]
         self._arguments = cut.arguments
-        self._between = {index for index, stage in enumerate(cut.stage_of) if 0 < stage < ranks.size - 1}
+        self._between = {index for index, stage in enumerate(cut.stage_of) if 0 < stage < last}
         # In a list: the blocks are registered in the model.
         self._blocks = [[model.get_submodule(name) for name in cut.blocks]]
         self._received: torch.Tensor | None = None
@@ -134,20 +165,44 @@ class StageModule(LossModule):
         self._replace_others()
 
     def _replace_others(self) -> None:
-        """Blocks of other stages hand over what they got, or give back what was received."""
+        """Blocks of other ranks hand over what they got, or give back what was received."""
         (blocks,) = self._blocks
+        own = {index for chunk in self.chunks for index in chunk.blocks}
         for index, block in enumerate(blocks):
-            if index in self._own:
+            if index in own:
                 continue
             # They have run, or will, on the rank of the block.
             for hooks in call_hooks(block):
                 hooks.clear()
-            if self.is_first and index == self._own[-1] + 1:
+            if self.is_first and index == self.chunks[0].blocks[-1] + 1:
                 vars(block)["forward"] = _hand_over
             else:
-                vars(block)["forward"] = partial(self._begin if index == 0 else self._pass_on, index)
+                vars(block)["forward"] = self._passing(index)
         if self.is_last:
             self.model.register_forward_pre_hook(self._on_meta, with_kwargs=True)
+
+    def _passing(self, index: int) -> Callable[..., torch.Tensor]:
+        return partial(self._begin if index == 0 else self._pass_on, index)
+
+    @contextmanager
+    def _without_earlier_chunks(self) -> Iterator[None]:
+        """Inside, this rank's chunks before the last one pass on what they get: they have computed already."""
+        (blocks,) = self._blocks
+        earlier = [(index, blocks[index]) for chunk in self.chunks[:-1] for index in chunk.blocks]
+        before = [(vars(block).get("forward"), [dict(hooks) for hooks in call_hooks(block)]) for _, block in earlier]
+        for index, block in earlier:
+            vars(block)["forward"] = self._passing(index)
+            for hooks in call_hooks(block):
+                hooks.clear()
+        try:
+            yield
+        finally:
+            for (_, block), (forward, own_hooks) in zip(earlier, before, strict=True):
+                del vars(block)["forward"]
+                if forward is not None:
+                    vars(block)["forward"] = forward
+                for hooks, own in zip(call_hooks(block), own_hooks, strict=True):
+                    hooks.update(own)
 
     def _begin(self, index: int, _: torch.Tensor, *args: Any, **named: Any) -> torch.Tensor:
         assert self._received is not None
@@ -158,7 +213,8 @@ class StageModule(LossModule):
         if index in self._between and (now := _numbers(args, named)) != (seen := _numbers(*self._arguments[index])):
             raise TaskError(
                 f"block {index} gets {now} besides its input, and got {seen} when the model was cut; a pipeline needs "
-                "the same for every batch: let the block compute it from its input, use --stages 2, or use fsdp"
+                "the same for every batch: let the block compute it from its input, use --stages 2 (not interleaved), "
+                "or use fsdp"
             )
         return given
 
@@ -177,12 +233,13 @@ class StageModule(LossModule):
                 "call it once and use its output twice, or use fsdp"
             )
 
-    def stage(self, work: Callable[..., Any], data: Any, received: torch.Tensor | None) -> Any:
-        """What this stage makes of a micro-batch: the result of `work` on the last one, else what to hand over."""
+    def stage(self, chunk: Chunk, work: Callable[..., Any], data: Any, received: torch.Tensor | None) -> Any:
+        """What a chunk makes of a micro-batch: the result of `work` in the last one, else what to hand over."""
         self._received, self._seen = received, None
-        if self.is_last:
-            return self._end(work, data)
-        if self.is_first:
+        if chunk.is_last:
+            with self._without_earlier_chunks() if len(self.chunks) > 1 else NOTHING:
+                return self._end(work, data)
+        if chunk.is_first:
             try:
                 work(self.model, data)
             except Handed as handed:
@@ -190,7 +247,7 @@ class StageModule(LossModule):
             raise TaskError("the loss did not call the model; pipeline needs one call of model(...) in every loss")
         (blocks,) = self._blocks
         output: Any = received
-        for index in self._own:
+        for index in chunk.blocks:
             args, named = self._arguments[index]
             output = blocks[index](output, *args, **named)
         return output
@@ -207,14 +264,15 @@ class StageModule(LossModule):
             ) from error
 
     def forward(self, work: Callable[..., Any], *arguments: Any) -> Any:
-        received = None if self.is_first else self._neighbours.receive(1)
         (data,) = arguments or (None,)
-        found = self.stage(work if arguments else lambda model, _: work(model), data, received)
-        if self.is_last:
-            return found
-        self._neighbours.send(found, 1)
+        found: Any = {}
+        for chunk in self.chunks:
+            received = None if chunk.is_first else self._neighbours.receive(1)
+            found = self.stage(chunk, work if arguments else lambda model, _: work(model), data, received)
+            if not chunk.is_last:
+                self._neighbours.send(found, 1)
         self._neighbours.settle()
-        return {}
+        return found if self.is_last else {}
 
 
 def _as_meta(value: Any) -> Any:
@@ -235,7 +293,7 @@ def _hand_over(given: torch.Tensor, *_: Any, **__: Any) -> torch.Tensor:
 
 
 class Pipeline(Single):
-    """Consecutive blocks on each rank of a replica; replicas average their gradients."""
+    """Some blocks on each rank of a replica; replicas average their gradients."""
 
     def wrap(self, model: nn.Module, world: World, sample: Sample | None = None) -> DistributedModel:
         if world.size == 1:
@@ -273,6 +331,8 @@ def _distribute(model: nn.Module, cut: StageCut, ranks: World) -> None:
 class PipelineModel(DistributedModel):
     """A stage on each rank; gradients are averaged over replicas after the last backward."""
 
+    needs_communication = True
+
     def __init__(self, model: nn.Module, stage: StageModule, world: World, cut: StageCut) -> None:
         super().__init__(model, [stage])
         self._stage, self._world = stage, world
@@ -301,77 +361,91 @@ class PipelineModel(DistributedModel):
 
     def _run(self, backward: StageBackward, micro_batches: Sequence[Any]) -> None:
         """All micro-batches of a step; backwards run in their order, so that sums are those of accumulation."""
-        steps = StageSteps(self._stage, self._neighbours, backward)
+        steps = StageSteps(self._stage, self._neighbours, backward, splits=self._world.schedule == "zero-bubble")
+        ranks, num = self._neighbours.ranks, len(micro_batches)
         with self.sync_gradients(is_last=True):
-            for is_forward, index in order_of(self._world, len(micro_batches)):
-                if is_forward:
-                    steps.forward(micro_batches[index], is_last=index == len(micro_batches) - 1)
+            for one in order_of(self._world.schedule, ranks.size, ranks.rank, num):
+                chunk = self._stage.chunks[one.chunk]
+                if one.name == "forward":
+                    steps.forward(chunk, micro_batches[one.micro_batch], is_last=one.micro_batch == num - 1)
+                elif one.name == "backward":
+                    steps.backward(chunk)
                 else:
-                    steps.backward()
+                    steps.weights()
             self._neighbours.settle()
+        # Until the others are done, too.
+        self._world.spans.part("bubble")
         if not self._stage.is_last:
             # The count of a loss that is a pair is known to the last stage alone.
             backward.totals.is_late = True
             backward.totals.send()
 
 
-def order_of(world: World, num: int) -> Iterator[tuple[bool, int]]:
-    """Forwards (True) and backwards of a stage, in order: one of each in turn, or all forwards first."""
-    stage = world.rank % world.ranks_per_replica
-    ahead = num if world.schedule == "gpipe" else min(num, world.ranks_per_replica - 1 - stage)
-    yield from ((True, index) for index in range(ahead))
-    for index in range(ahead, num):
-        yield True, index
-        yield False, index - ahead
-    yield from ((False, index) for index in range(num - ahead, num))
-
-
 class StageSteps:
-    """Forwards and backwards of this stage in one step, each micro-batch in turn."""
+    """Forwards and backwards of this rank in one step, each micro-batch in turn."""
 
-    def __init__(self, stage: StageModule, neighbours: Neighbours, backward: StageBackward) -> None:
-        self._stage, self._neighbours, self._backward = stage, neighbours, backward
-        self._waiting: list[tuple[torch.Tensor | None, Any]] = []
+    def __init__(
+        self, stage: StageModule, neighbours: Neighbours, backward: StageBackward, *, splits: bool = False
+    ) -> None:
+        self._stage, self._neighbours, self._backward, self._splits = stage, neighbours, backward, splits
+        self._waiting: dict[int, list[tuple[torch.Tensor | None, torch.Tensor, float]]] = {}
+        """By the first block of a chunk: what it received, its output or loss, and the weight of a loss."""
+        self._halves: list[SplitBackward | None] = []
+        """Backwards whose weights have no gradients yet; None for one that is complete."""
 
-    def forward(self, micro_batch: Any, is_last: bool) -> None:
+    def forward(self, chunk: Chunk, micro_batch: Any, is_last: bool) -> None:
         """Receive, compute, send."""
-        received = None if self._stage.is_first else self._neighbours.receive(1).requires_grad_()
-        if self._stage.is_last:
-            found = self._backward.staged(
-                lambda loss, data: self._stage.stage(loss, data, received), micro_batch, sends=is_last
-            )
-            self._waiting.append((received, found))
+        received = None if chunk.is_first else self._neighbours.receive(1).requires_grad_()
+
+        def stage(loss: Callable[..., Any], data: Any) -> Any:
+            return self._stage.stage(chunk, loss, data, received)
+
+        waiting = self._waiting.setdefault(chunk.blocks[0], [])
+        if chunk.is_last:
+            waiting.append((received, *self._backward.staged(stage, micro_batch, sends=is_last)))
             return
-        output = self._backward.computed(lambda loss, data: self._stage.stage(loss, data, received), micro_batch)
+        output = self._backward.computed(stage, micro_batch)
         if not isinstance(output, torch.Tensor):
             raise TaskError(f"a block returned a {type(output).__name__}; pipeline passes on one tensor")
-        self._waiting.append((received, output))
+        waiting.append((received, output, 1.0))
         self._neighbours.send(output, 1)
 
-    def backward(self) -> None:
+    def backward(self, chunk: Chunk) -> None:
         """Of the oldest micro-batch; the gradient of what was received goes back."""
-        received, found = self._waiting.pop(0)
-        if self._stage.is_last:
-            found()
+        received, output, weight = self._waiting[chunk.blocks[0]].pop(0)
+        gradient = None if chunk.is_last else self._neighbours.receive(-1)
+        self._backward.goes_back()
+        half = SplitBackward(output, received) if self._splits and received is not None else None
+        if half is not None:
+            half.of_inputs(torch.full_like(output, weight) if gradient is None else gradient)
+        elif gradient is None:
+            go_back(output, weight)
         else:
-            torch.autograd.backward([found], [self._neighbours.receive(-1)])
+            torch.autograd.backward([output], [gradient])
+        self._halves.append(half)
         self._backward.models[0].separate[0]()
         if received is not None:
-            gradient = received.grad if received.grad is not None else torch.zeros_like(received)
-            self._neighbours.send(gradient, -1)
+            self._neighbours.send(received.grad if received.grad is not None else torch.zeros_like(received), -1)
+
+    def weights(self) -> None:
+        """What the oldest backward left out."""
+        half = self._halves.pop(0)
+        if half is not None:
+            half.of_weights()
+            self._backward.models[0].separate[0]()
 
 
 MOST_BLOCKS = 8
 
 
 def _described(cut: StageCut, model: nn.Module) -> list[str]:
-    sizes: dict[int, int] = {}
+    sizes = [0] * cut.num_stages
     for name, weight in model.named_parameters():
-        sizes[cut.owners[name]] = sizes.get(cut.owners[name], 0) + weight.numel()
+        sizes[cut.stages[name]] += weight.numel()
+    every = [cut.own(stage) for stage in range(cut.num_stages)]
     shown = [
-        f"stage {stage}: {cut.blocks[own[0]]} to {cut.blocks[own[-1]]} ({sizes.get(stage, 0):,} parameters)"
-        for stage in range(max(cut.stage_of) + 1)
-        if (own := cut.own(stage))
+        f"stage {stage}: {cut.blocks[own[0]]} to {cut.blocks[own[-1]]} ({sizes[stage]:,} parameters)"
+        for stage, own in enumerate(every)
     ]
     more = f" and {len(shown) - MOST_BLOCKS} more" if len(shown) > MOST_BLOCKS else ""
     return [f"pipeline: {'; '.join(shown[:MOST_BLOCKS])}{more}"]

@@ -21,6 +21,7 @@ from torch.overrides import TorchFunctionMode
 from evenstep.distributed.world import World
 from evenstep.errors import TaskError
 from evenstep.internals import tree_leaves
+from evenstep.pipeline_order import chunks_of
 from evenstep.strategies.base import Sample, copied
 
 BEFORE, BEHIND = -1, -2
@@ -29,18 +30,31 @@ BEFORE, BEHIND = -1, -2
 
 @dataclass(frozen=True)
 class StageCut:
-    """Which rank of a replica runs which part of a model."""
+    """Which rank of a replica runs which part of a model.
+
+    With several chunks on each rank, there are as many stages as chunks, and ranks take them in turn.
+    """
 
     blocks: list[str]
     """Names of the blocks, in order."""
     stage_of: list[int]
     """For each block."""
-    owners: dict[str, int]
-    """The stage of each parameter and buffer."""
+    stages: dict[str, int]
+    """That of each parameter and buffer."""
+    num_ranks: int
     arguments: list[tuple[tuple[Any, ...], dict[str, Any]]]
     """What each block gets besides its input."""
     before: list[str] = field(default_factory=list)
     """Buffers that are used before the first block."""
+
+    @property
+    def num_stages(self) -> int:
+        return self.stage_of[-1] + 1
+
+    @property
+    def owners(self) -> dict[str, int]:
+        """The rank of each parameter and buffer."""
+        return {name: stage % self.num_ranks for name, stage in self.stages.items()}
 
     def own(self, stage: int) -> list[int]:
         """The blocks of a stage, by index."""
@@ -49,15 +63,12 @@ class StageCut:
 
 def find_cut(model: nn.Module, world: World, sample: Sample | None) -> StageCut:
     """The cut, which is the same on all ranks; they call this together."""
-    num = world.ranks_per_replica
+    num = world.ranks_per_replica * chunks_of(world.schedule)
     if sample is None:
         raise TaskError("pipeline needs a computation of the loss: team.wrap(model, lambda model: loss(model, data))")
     lists = [name for name, one in model.named_modules() if _is_list(one) and len(list(one.children())) >= num]
     if not lists:
-        raise TaskError(
-            f"pipeline cuts a model between blocks of an nn.Sequential or nn.ModuleList, and this has none of {num} or "
-            "more; put its blocks into one, use fewer --stages, or use fsdp"
-        )
+        raise TaskError(_too_few(model, world, num))
     problems: list[str] = []
     for name in sorted(lists, key=lambda name: -_size(model.get_submodule(name))):
         blocks = [f"{name}.{key}".lstrip(".") for key, _ in model.get_submodule(name).named_children()]
@@ -67,21 +78,37 @@ def find_cut(model: nn.Module, world: World, sample: Sample | None) -> StageCut:
         found = world.gather([watched.problem(), watched.uses(), watched.seconds])
         problem = next((one[0] for one in found if one[0]), None)
         if problem is None:
-            return _made(model, blocks, found[0], watched, num)
+            return _made(model, blocks, found[0], watched, world)
         problems.append(f"{name or 'the model'}: {problem}")
     raise TaskError("pipeline cannot cut this model:\n" + "\n".join(problems[:3]) + "\nuse fsdp, or ddp")
 
 
 def _is_list(module: nn.Module) -> bool:
-    return type(module) in (nn.ModuleList, nn.Sequential)
+    return type(module) is nn.ModuleList or getattr(type(module), "forward", None) is nn.Sequential.forward
+
+
+def _too_few(model: nn.Module, world: World, num: int) -> str:
+    most = max((len(list(one.children())) for one in model.modules() if _is_list(one)), default=0)
+    found = f"the longest list of this model has {most}" if most > 1 else "this model has no such list"
+    changes = []
+    if most >= world.ranks_per_replica:
+        changes.append("use --pipeline-schedule 1f1b, which needs one block a rank")
+    if most > 1 and world.ranks_per_replica > 2:
+        changes.append(f"use --stages {min(most, world.ranks_per_replica - 1)}")
+    changes.append("put its layers into one nn.Sequential, in the order of forward")
+    return (
+        f"pipeline cuts a model between blocks of an nn.Sequential or nn.ModuleList, of which it needs {num} or more, "
+        f"and {found};\n{', or '.join(changes)}, or use fsdp"
+    )
 
 
 def _size(module: nn.Module) -> int:
     return sum(weight.numel() for weight in module.parameters())
 
 
-def _made(model: nn.Module, blocks: list[str], found: Any, watched: BlockUses, num: int) -> StageCut:
+def _made(model: nn.Module, blocks: list[str], found: Any, watched: BlockUses, world: World) -> StageCut:
     _, uses, seconds = found
+    num = world.ranks_per_replica * chunks_of(world.schedule)
     weights = [_size(model.get_submodule(name)) for name in blocks]
     outside = {BEFORE: 0, BEHIND: 0}
     for name, weight in model.named_parameters():
@@ -97,9 +124,9 @@ def _made(model: nn.Module, blocks: list[str], found: Any, watched: BlockUses, n
     place = {BEFORE: 0, BEHIND: num - 1, **dict(enumerate(stage_of))}
     # What nothing used stays with the first stage.
     named = [name for name, _ in (*model.named_parameters(), *model.named_buffers())]
-    owners = {name: place[uses.get(name, BEFORE)] for name in named}
+    stages = {name: place[uses.get(name, BEFORE)] for name in named}
     before = [name for name, _ in model.named_buffers() if uses.get(name) == BEFORE]
-    return StageCut(blocks, stage_of, owners, watched.arguments, before)
+    return StageCut(blocks, stage_of, stages, world.ranks_per_replica, watched.arguments, before)
 
 
 def balanced(costs: Sequence[float], num: int) -> list[int]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -16,22 +17,33 @@ from evenstep.task import Task
 from evenstep.tasks.networks import Normalize
 
 
-class DigitNet(nn.Module):
-    """Two convolutions and two linear layers, for images of 8x8."""
+class ImageConv2d(nn.Conv2d):
+    """A convolution of images as bytes, which it normalizes."""
 
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__(1, 16, 3, padding=1)
         self.normalize = Normalize([4.88], [6.02])
-        self.conv1 = nn.Conv2d(1, 16, 3, padding=1)
-        self.conv2 = nn.Conv2d(16, 32, 3, padding=1)
-        self.hidden = nn.Linear(32 * 4 * 4, 64)
-        self.output = nn.Linear(64, 10)
 
     def forward(self, images: Tensor) -> Tensor:
-        x = F.relu(self.conv1(self.normalize(images.unsqueeze(1), self.conv1.weight)))
-        x = F.max_pool2d(F.relu(self.conv2(x)), 2)
-        logits: Tensor = self.output(F.relu(self.hidden(x.flatten(1))))
-        return logits
+        return super().forward(self.normalize(images.unsqueeze(1), self.weight))
+
+
+class DigitNet(nn.Sequential):
+    """Two convolutions and two linear layers, for images of 8x8; in a row, so that a pipeline can cut it."""
+
+    def __init__(self) -> None:
+        layers = OrderedDict[str, nn.Module](
+            conv1=ImageConv2d(),
+            relu1=nn.ReLU(),
+            conv2=nn.Conv2d(16, 32, 3, padding=1),
+            relu2=nn.ReLU(),
+            pool=nn.MaxPool2d(2),
+            flatten=nn.Flatten(),
+            hidden=nn.Linear(32 * 4 * 4, 64),
+            relu3=nn.ReLU(),
+            output=nn.Linear(64, 10),
+        )
+        super().__init__(layers)
 
 
 def task() -> Task:

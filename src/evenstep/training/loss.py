@@ -383,8 +383,12 @@ class ReplicaBackward:
             self.world.spans.begin(BACKWARD)
             return output
 
-    def staged(self, stage: Callable[..., Any], micro_batch: MicroBatch, sends: bool) -> Callable[[], None]:
-        """The loss of a micro-batch on the last stage of a pipeline; its backward is what is returned."""
+    def goes_back(self) -> None:
+        """A stage of a pipeline begins a backward."""
+        self.world.spans.begin(BACKWARD)
+
+    def staged(self, stage: Callable[..., Any], micro_batch: MicroBatch, sends: bool) -> tuple[torch.Tensor, float]:
+        """The loss of a micro-batch on the last stage of a pipeline, and its weight in that of the batch."""
         stands_in = NOTHING if micro_batch.num_samples else standing_in()
         device = self.world.device
         with on(device), self.context.on(0, micro_batch.num_samples) as called, stands_in:
@@ -397,7 +401,7 @@ class ReplicaBackward:
             if sends:
                 self.totals.send()
             self.world.spans.begin(BACKWARD)
-        return lambda: go_back(start, weight)
+        return start, weight
 
     def __call__(self, is_last: bool, replica: int, micro_batch: MicroBatch) -> None:
         device = self.world.devices[replica]

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import get_args
 
 import torch
 
 from evenstep.distributed.devices import check_devices, choose_devices
 from evenstep.errors import PlanError
 from evenstep.mesh import has_axes
+from evenstep.pipeline_order import ScheduleName
 from evenstep.plan import Plan, parse_devices, parse_link, parse_shares
 from evenstep.sampling.order import Shares
+from evenstep.schema import check_choice
 from evenstep.strategy_facts import DEFAULT, DEFAULT_IN_ONE_PROCESS, REFERENCE, STRATEGIES, one_of, usual_strategies
 from evenstep.verify.verdict import Configuration
 
@@ -48,6 +51,28 @@ def with_mesh(configs: list[Configuration], mesh: str | None) -> list[Configurat
         names = one_of([row for row in rows if has_axes(mesh, row)] or rows)
         raise PlanError(f"--mesh {mesh} is for strategies with these axes; name one: --strategies {names}")
     return [replace(config, mesh=mesh) if config in able else config for config in configs]
+
+
+def with_schedules(configs: list[Configuration], schedules: str | None) -> list[Configuration]:
+    """Those that are pipelines, once with each of these schedules, such as `1f1b,zero-bubble`."""
+    if schedules is None:
+        return configs
+    names = list(dict.fromkeys(name.strip() for name in schedules.split(",")))
+    for name in names:
+        check_choice("schedule", name, get_args(ScheduleName), PlanError)
+    able = [config for config in configs if STRATEGIES[config.strategy].schedules]
+    if not able:
+        rows = one_of(row for row in STRATEGIES.values() if row.schedules)
+        raise PlanError(
+            f"--pipeline-schedule {schedules} is for {rows}, which is not among these; use --strategies {rows}"
+        )
+    others = [config for config in configs if config not in able]
+    return [*others, *(replace(config, schedule=name) for config in able for name in names)]
+
+
+def with_accumulation(configs: list[Configuration], accumulate: int) -> list[Configuration]:
+    """All but the first, with which they are compared, with this number of micro-batches."""
+    return [configs[0], *(replace(config, accumulate=accumulate) for config in configs[1:])]
 
 
 def with_link(configs: list[Configuration], link: str | None) -> list[Configuration]:
@@ -128,6 +153,7 @@ def plan_of(plan: Plan, config: Configuration) -> Plan:
             "shares": config.shares,
             "link": config.link,
             "mesh": config.mesh,
+            "pipeline_schedule": config.schedule or plan.pipeline_schedule,
         }
     )
 

@@ -29,6 +29,9 @@ class Configuration:
     mesh: str | None = None
     """How ranks are arranged, for a strategy that splits models."""
 
+    schedule: str | None = None
+    """In which order the ranks of a pipeline compute; None: as the plan has it."""
+
     link: str | None = None
     """How gradients are sent, as `--link` has it."""
 
@@ -39,6 +42,7 @@ class Configuration:
         name = name if self.shares is None else f"{name}, shares {self.shares}"
         name = name if self.link is None else f"{name}, link {self.link}"
         name = name if self.mesh is None else f"{name}, {self.mesh}"
+        name = name if self.schedule is None else f"{name}, {self.schedule}"
         return name if self.virtual_replicas is None else f"{name}, V={self.virtual_replicas}"
 
 

@@ -27,7 +27,7 @@ from bokeh.models.annotations import TeeHead, Whisker
 from bokeh.models.glyphs import HBar, Line, Scatter, Segment
 from bokeh.plotting import figure
 
-from evenstep.record import PARTS, Evaluation, Timeline
+from evenstep.record import PARTS, Evaluation, Timeline, parts_shown
 from evenstep.report.comparison import Comparison, Range, Row
 from evenstep.report.html.curves import Curves, Quantiles, ReadRun, Sampled, Thinned, evenly
 from evenstep.report.html.tables import distinct
@@ -36,6 +36,7 @@ from evenstep.report.terminal import without_control
 COLOURS = ("#3b82f6", "#d97706", "#a855f7", "#059669", "#ef4444", "#0891b2", "#ec4899", "#65a30d", "#7d8590")
 """Of the strategies or runs, in their order; each has a contrast of 3 to 1 or more on both backgrounds."""
 DASHES = ("solid", "dashed", "dotted", "dotdash")
+OTHER = "#7d8590"
 PART_COLOURS = {
     "input": "#d97706",
     "replicate": "#ec4899",
@@ -43,9 +44,9 @@ PART_COLOURS = {
     "backward": "#6d78f7",
     "communication": "#ef4444",
     "reduce": "#c026d3",
+    "bubble": OTHER,
     "optimizer": "#059669",
 }
-OTHER = "#7d8590"
 FONT = "system-ui, sans-serif"
 LONGEST_LABEL = 20
 _MATHS = re.compile(r"(?<=[$\\])(?=[$(\[\])])")
@@ -94,8 +95,8 @@ def colour_indices(strategies: Sequence[str]) -> list[int]:
 
 
 def part_kind(name: str) -> str:
-    """What a part of a step is drawn as: sending gradients, in buckets or all at once, is communication."""
-    return "communication" if name.startswith(("bucket", "gradients")) else name
+    """What a part of a step is drawn as: sending anything, in buckets or all at once, is communication."""
+    return "communication" if name.startswith(("bucket", "gradients", "activations")) else name
 
 
 def part_colour(name: str) -> str:
@@ -435,13 +436,14 @@ def parts_chart(comparison: Comparison) -> Chart:
     names = labels([row.label for row in rows])
     tips = [("", "@row: @part"), ("takes", "@ms{0.000} ms"), ("of the step", "@share{0.0 %}")]
     plot = rows_figure(names, 34, 1000 * max(map(_reach, rows)), tips)
-    for part in PARTS:
+    shown = parts_shown([row.parts for row in rows])
+    for part in shown:
         source = ColumnDataSource(_part_columns(rows, names, part))
         ink = part_colour(part)
         bar = HBar(y="row", left="left", right="right", height=0.62, fill_color=ink, line_color=ink)
         plot.add_glyph(source, bar, name=part)
     _ceilings(plot, rows, names)
-    keys = [Key(name=part, label=part, colour=part_colour(part)) for part in PARTS]
+    keys = [Key(name=part, label=part, colour=part_colour(part)) for part in shown]
     marks = [
         Key(name="ceilings nothing", label="┃ the whole step", colour=OTHER),
         Key(name="ceilings input", label="▼ the step without input", colour=part_colour("input")),

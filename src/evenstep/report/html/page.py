@@ -20,7 +20,7 @@ import evenstep
 from evenstep.errors import BadInput
 from evenstep.plan import CUSTOM_LOOP
 from evenstep.record import FILE as RECORD_FILE
-from evenstep.record import PARTS, Record, Timeline
+from evenstep.record import PARTS, Record, Timeline, parts_shown
 from evenstep.report.comparison import Comparison, Row
 from evenstep.report.html import tables
 from evenstep.report.html.curves import ReadRun, Sampled
@@ -81,7 +81,7 @@ def render(page: Page) -> str:
         .get_template("page.html.j2")
         .render(
             page=page,
-            parts=PARTS,
+            parts=parts_shown([row.parts for row in page.comparison.rows]) if page.comparison else PARTS,
             policy=policy,
             style=_own("page.css"),
             scripts=scripts,

@@ -9,7 +9,7 @@ from itertools import chain, count
 from typing import Any
 
 from evenstep.plan import Plan
-from evenstep.record import PARTS, Record
+from evenstep.record import Record, parts_shown
 from evenstep.report.comparison import Comparison, Range
 from evenstep.report.html.curves import Quantiles, ReadRun, Sampled
 from evenstep.report.prediction import Prediction
@@ -60,10 +60,11 @@ def amount(num_bytes: int) -> str:
 
 def parts_sheet(comparison: Comparison) -> Sheet:
     """The parts of each row's step in milliseconds, and the two ceilings."""
+    shown = parts_shown([row.parts for row in comparison.rows])
     rows = [
         [
             name,
-            *(milliseconds(row.parts.get(part, 0.0)) for part in PARTS),
+            *(milliseconds(row.parts.get(part, 0.0)) for part in shown),
             milliseconds(sum(row.parts.values())),
             milliseconds(row.step_seconds.middle),
             with_range(row.without_input_seconds),
@@ -71,7 +72,7 @@ def parts_sheet(comparison: Comparison) -> Sheet:
         ]
         for row, name in zip(comparison.rows, distinct([row.label for row in comparison.rows]), strict=True)
     ]
-    columns = ["", *PARTS, "sum of parts", "step", "without input", "without communication"]
+    columns = ["", *shown, "sum of parts", "step", "without input", "without communication"]
     return Sheet(title="Parts of a step, in ms", columns=columns, rows=rows)
 
 
@@ -210,6 +211,7 @@ OF_COMPARISONS = {
     "input": "waiting for the batch of the step",
     "forward, backward": "computing the loss and its gradients on the device; like all parts, the mean over ranks",
     "communication": "sending gradients (under some strategies, parameters) without overlap with backward",
+    "bubble": "in a pipeline: waiting until other ranks have computed; communication is until what they sent is there",
     "optimizer": "updating the weights",
     "without input": "the same step with its batch already loaded: the limit of what faster input could gain",
     "without communication": "the same step without communication: the limit of what faster links could gain",

@@ -11,7 +11,6 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal
 
-ScheduleName = Literal["1f1b", "gpipe", "interleaved", "zero-bubble"]
 ActionName = Literal["forward", "backward", "weights"]
 INTERLEAVED = 2
 """Chunks of each rank, where they are interleaved."""

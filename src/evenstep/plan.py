@@ -18,7 +18,6 @@ from msgspec import Meta
 
 from evenstep.errors import BREAKS_LINES, MAX_CHARACTERS, PlanError, shorten
 from evenstep.mesh import arrange, check_precision
-from evenstep.pipeline_order import ScheduleName
 from evenstep.sampling.order import Lengths, Shares, enough_for_all, in_proportion, share, smallest_micro_batch
 from evenstep.schema import LARGEST, Schema, check, check_choice, check_fields
 from evenstep.strategy_facts import (
@@ -33,6 +32,8 @@ from evenstep.strategy_facts import (
 )
 
 PrecisionName = Literal["fp64", "fp32", "tf32", "bf16", "fp16"]
+ScheduleName = Literal["1f1b", "gpipe", "interleaved", "zero-bubble"]
+"""Of pipelines; see pipeline_order.py."""
 FastName = Literal["auto", "off"]
 TRACKERS = ("tensorboard", "wandb", "mlflow", "trackio")
 MicroName = Literal["auto"]

@@ -41,7 +41,7 @@ MAY_IMPORT = {
     "sampling": {"errors", "internals"},
     "mesh": {"errors", "strategy_facts"},
     "pipeline_order": set(),
-    "plan": {"errors", "schema", "strategy_facts", "mesh", "pipeline_order", "sampling"},
+    "plan": {"errors", "schema", "strategy_facts", "mesh", "sampling"},
     "record": {"errors", "schema", "plan"},
     "task": {"errors", "schema", "sampling"},
     "audit": {*VALUES, "sampling"},

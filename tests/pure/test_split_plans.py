@@ -15,8 +15,8 @@ from evenstep.distributed.slices import ParameterSlice, cuts
 from evenstep.distributed.world import World
 from evenstep.errors import PlanError, TaskError
 from evenstep.mesh import arrange, take_sizes
-from evenstep.pipeline_order import ScheduleName, bubble_share, chunks_of, most_held, order_of
-from evenstep.plan import Plan
+from evenstep.pipeline_order import bubble_share, chunks_of, most_held, order_of
+from evenstep.plan import Plan, ScheduleName
 from evenstep.strategies.pipeline_cut import balanced, find_cut
 from evenstep.strategies.split_backward import SplitBackward
 from evenstep.strategies.tensor_plan import SplitPlan, plan_of

@@ -33,6 +33,8 @@ from evenstep.strategies.tensor import GroupChannel
 
 HEADER = 12
 """Numbers that are sent before a tensor: its type, its dimensions."""
+MESSAGES = 2
+"""For each tensor: the header, and itself."""
 TYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 
 
@@ -87,24 +89,25 @@ class Neighbours:
         self._groups = {(1, False): self.ranks.group, (-1, False): _new_group(world)}
         if chunks_of(world.schedule) > 1:
             self._groups |= {(1, True): _new_group(world), (-1, True): _new_group(world)}
-        self._pending: list[tuple[dist.Work, torch.Tensor]] = []
+        self._pending: dict[tuple[int, int], list[tuple[dist.Work, torch.Tensor]]] = {}
+        """By direction and chunk; tensors must stay until they have arrived."""
 
-    def send(self, tensor: torch.Tensor, step: int) -> None:
+    def send(self, tensor: torch.Tensor, step: int, chunk: Chunk) -> None:
         """To the next stage (1) or the previous one (-1), without waiting."""
         sent = tensor.detach().contiguous()
         header = torch.zeros(HEADER, dtype=torch.int64)
         header[: 2 + sent.ndim] = torch.tensor([TYPES.index(sent.dtype), sent.ndim, *sent.shape])
         arrived = self._world.spans.send("activations" if step > 0 else "gradients", [sent], waits=True)
-        self._start(header.to(self._world.device), step)
-        self._start(sent, step)
+        pending = self._pending.setdefault((step, chunk.blocks[0]), [])
+        pending += [self._started(header.to(self._world.device), step), self._started(sent, step)]
         arrived()
 
-    def _start(self, tensor: torch.Tensor, step: int) -> None:
+    def _started(self, tensor: torch.Tensor, step: int) -> tuple[dist.Work, torch.Tensor]:
         to = self.ranks.rank + step
         wraps = not 0 <= to < self.ranks.size
         work = dist.isend(tensor, group=self._groups[step, wraps], group_dst=to % self.ranks.size)
         assert work is not None
-        self._pending.append((work, tensor))
+        return work, tensor
 
     def receive(self, step: int) -> torch.Tensor:
         """From the previous stage, what it sent to the next one (1); or from the next one, backwards (-1)."""
@@ -121,9 +124,16 @@ class Neighbours:
         dist.recv(tensor, group=group, group_src=source % self.ranks.size)
         return tensor
 
+    def let_go(self, chunk: Chunk) -> None:
+        """Of the oldest output that a chunk sent: its gradient is here, so it has arrived."""
+        pending = self._pending[1, chunk.blocks[0]]
+        for work, _ in pending[:MESSAGES]:
+            work.wait()
+        del pending[:MESSAGES]
+
     def settle(self) -> None:
         """Wait until all that was sent has arrived."""
-        for work, _ in self._pending:
+        for work, _ in (one for of_chunk in self._pending.values() for one in of_chunk):
             work.wait()
         self._pending.clear()
 
@@ -147,10 +157,10 @@ class Chunk:
 class StageModule(LossModule):
     """This rank's stage of a model; called as a loss module, it passes one batch through, for an evaluation."""
 
-    def __init__(self, model: nn.Module, cut: StageCut, neighbours: Neighbours) -> None:
+    def __init__(self, model: nn.Module, cut: StageCut, ranks: World, neighbours: Neighbours | None = None) -> None:
+        """Without neighbours, `stage` alone can be called."""
         super().__init__(model)
-        self._neighbours = neighbours
-        ranks, last = neighbours.ranks, cut.num_stages - 1
+        self._neighbours, last = neighbours, cut.num_stages - 1
         self.is_first, self.is_last = ranks.rank == 0, ranks.rank == ranks.size - 1
         self.chunks = [
             Chunk(cut.own(stage), is_first=stage == 0, is_last=stage == last)
@@ -266,11 +276,12 @@ class StageModule(LossModule):
     def forward(self, work: Callable[..., Any], *arguments: Any) -> Any:
         (data,) = arguments or (None,)
         found: Any = {}
+        assert self._neighbours is not None
         for chunk in self.chunks:
             received = None if chunk.is_first else self._neighbours.receive(1)
             found = self.stage(chunk, work if arguments else lambda model, _: work(model), data, received)
             if not chunk.is_last:
-                self._neighbours.send(found, 1)
+                self._neighbours.send(found, 1, chunk)
         self._neighbours.settle()
         return found if self.is_last else {}
 
@@ -306,11 +317,12 @@ class Pipeline(Single):
             send_from_rank_0([tensor.data for tensor in (*model.parameters(), *model.buffers())])
         cut = find_cut(model, world, sample)
         neighbours = Neighbours(world)
-        _distribute(model, cut, neighbours.ranks)
-        return PipelineModel(model, StageModule(model, cut, neighbours), world, cut)
+        distribute(model, cut, neighbours.ranks)
+        stage = StageModule(model, cut, neighbours.ranks, neighbours)
+        return PipelineModel(model, stage, neighbours, world, cut)
 
 
-def _distribute(model: nn.Module, cut: StageCut, ranks: World) -> None:
+def distribute(model: nn.Module, cut: StageCut, ranks: World) -> None:
     """Keep the parameters of this rank's stage; those of others stay as names and shapes."""
     placed: dict[int, nn.Parameter] = {}
     for name, weight in list(model.named_parameters(remove_duplicate=False)):
@@ -333,10 +345,11 @@ class PipelineModel(DistributedModel):
 
     needs_communication = True
 
-    def __init__(self, model: nn.Module, stage: StageModule, world: World, cut: StageCut) -> None:
+    def __init__(
+        self, model: nn.Module, stage: StageModule, neighbours: Neighbours, world: World, cut: StageCut
+    ) -> None:
         super().__init__(model, [stage])
-        self._stage, self._world = stage, world
-        self._neighbours = stage._neighbours
+        self._stage, self._neighbours, self._world = stage, neighbours, world
         self._data_ranks = world.data_ranks
         self._averaging = self._made()
         self.schedule = self._run
@@ -408,12 +421,15 @@ class StageSteps:
         if not isinstance(output, torch.Tensor):
             raise TaskError(f"a block returned a {type(output).__name__}; pipeline passes on one tensor")
         waiting.append((received, output, 1.0))
-        self._neighbours.send(output, 1)
+        self._neighbours.send(output, 1, chunk)
 
     def backward(self, chunk: Chunk) -> None:
         """Of the oldest micro-batch; the gradient of what was received goes back."""
         received, output, weight = self._waiting[chunk.blocks[0]].pop(0)
-        gradient = None if chunk.is_last else self._neighbours.receive(-1)
+        gradient = None
+        if not chunk.is_last:
+            gradient = self._neighbours.receive(-1)
+            self._neighbours.let_go(chunk)
         self._backward.goes_back()
         half = SplitBackward(output, received) if self._splits and received is not None else None
         if half is not None:
@@ -425,7 +441,8 @@ class StageSteps:
         self._halves.append(half)
         self._backward.models[0].separate[0]()
         if received is not None:
-            self._neighbours.send(received.grad if received.grad is not None else torch.zeros_like(received), -1)
+            found = received.grad if received.grad is not None else torch.zeros_like(received)
+            self._neighbours.send(found, -1, chunk)
 
     def weights(self) -> None:
         """What the oldest backward left out."""

@@ -44,12 +44,13 @@ class Tensor(Single):
         if world.ranks_per_replica > 1:
             plan = plan_of(model, world, sample)
             total = sum(weight.numel() for weight in model.parameters())
-            _split(model, plan, ReplicaRanks(world))
+            split_layers(model, plan, ReplicaRanks(world))
             notes = _described(model, plan, total, world.ranks_per_replica)
         return TensorModel(model, world, notes)
 
 
-def _split(model: nn.Module, plan: SplitPlan, ranks: ReplicaRanks) -> None:
+def split_layers(model: nn.Module, plan: SplitPlan, ranks: ReplicaRanks) -> None:
+    """Replace the layers that the plan names by this rank's part of them."""
     if not plan.pairs and not plan.attentions:
         shown = "".join(f"\n{name}: {why}" for name, why in list(plan.whole.items())[:3])
         raise TaskError(

@@ -10,8 +10,7 @@ import torch
 from evenstep.distributed.devices import check_devices, choose_devices
 from evenstep.errors import PlanError
 from evenstep.mesh import has_axes
-from evenstep.pipeline_order import ScheduleName
-from evenstep.plan import Plan, parse_devices, parse_link, parse_shares
+from evenstep.plan import Plan, ScheduleName, parse_devices, parse_link, parse_shares
 from evenstep.sampling.order import Shares
 from evenstep.schema import check_choice
 from evenstep.strategy_facts import DEFAULT, DEFAULT_IN_ONE_PROCESS, REFERENCE, STRATEGIES, one_of, usual_strategies

@@ -202,7 +202,19 @@ def test_killed_and_started_again_a_study_is_the_one_that_nobody_disturbed(halve
     assert results(read_study(Path("runs/s"))) == results(read_study(halved / "runs/s"))
 
 
+def victims(process: Any, kind: str) -> list[Any]:
+    """Processes of a study that are there now."""
+    with suppress(psutil.NoSuchProcess):
+        if kind == "rank":
+            return [one for one in process.children(recursive=True) if one.name().startswith("evenstep-rank")]
+        if kind == "fork server":
+            return [one for one in process.children() if "forkserver" in " ".join(one.cmdline())]
+        return [process]
+    return []
+
+
 @pytest.mark.slow
+@pytest.mark.fresh
 @pytest.mark.timeout(1800)
 def test_twenty_random_kills_over_24_trials_change_nothing() -> None:
     luck = random.Random(18)
@@ -218,15 +230,14 @@ def test_twenty_random_kills_over_24_trials_change_nothing() -> None:
             process = psutil.Popen(command(*words, "--name", "killed"), stderr=subprocess.DEVNULL)
             wait_until(lambda: file.exists() and file.read_text().count("commandstart") > num, seconds=60)  # noqa: B023
         time.sleep(luck.uniform(0, 2))
-        with suppress(psutil.NoSuchProcess):
-            ranks = [one for one in process.children(recursive=True) if one.name().startswith("evenstep-rank")]
-            servers = [one for one in process.children() if "forkserver" in " ".join(one.cmdline())]
-            kind, victims = luck.choice([("command", [process]), ("rank", ranks), ("fork server", servers)])
-            for victim in victims[:1]:
+        kind = luck.choice(["command", "rank", "fork server"])
+        wait_until(lambda: process.poll() is not None or victims(process, kind), seconds=120)  # noqa: B023
+        for victim in victims(process, kind)[:1]:
+            with suppress(psutil.NoSuchProcess):
                 victim.kill()
                 kinds[kind] += 1
-            if kind == "command":
-                process.wait()
+        if kind == "command":
+            process.wait()
     if process.poll() is None:
         process.kill()
         process.wait()

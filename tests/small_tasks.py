@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -107,10 +107,11 @@ KINDS: dict[str, Callable[[Task], Task]] = {
     # Which shared memory does not average: torch's DistributedDataParallel does.
     "complex": lambda task: replace(task, model=lambda: with_complex(task.model())),
     "dropout": lambda task: replace(task, model=lambda: with_dropout(task.model())),
+    "ema": lambda task: replace(task, ema=0.9),
     "scaler": scaled,
     "scaler-of-some": lambda task: replace(scaled(task), sampler=samplers.Subset(range(40))),
 }
-DATA_KINDS = [kind for kind in KINDS if kind not in ("complex", "dropout")]
+DATA_KINDS = [kind for kind in KINDS if kind not in ("complex", "dropout", "ema")]
 """Of these, the ones that change the data and not the model."""
 
 
@@ -304,6 +305,58 @@ class Idle(TwoHeads):
         return self.usual(hidden) + self.rare(hidden)
 
 
+class MuonAndAdamW(torch.optim.Optimizer):
+    """Muon for matrices of hidden layers, AdamW for the rest."""
+
+    def __init__(self, parameters: Iterable[nn.Parameter], lr: float = 0.02) -> None:
+        every = list(parameters)
+        hidden = [weight for weight in every if weight.ndim == 2]
+        rest = [weight for weight in every if weight.ndim != 2]
+        self.parts = [torch.optim.Muon(hidden, lr=lr), torch.optim.AdamW(rest, lr=lr / 10)]
+        super().__init__([group for part in self.parts for group in part.param_groups], {})
+
+    def step(self, closure: Any = None) -> None:
+        for part, group in zip(self.parts, self.param_groups, strict=True):
+            part.param_groups, part.state = [group], self.state
+            part.step()
+
+
+def hf_adafactor(parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
+    from transformers.optimization import Adafactor
+
+    return Adafactor(parameters, lr=0.01, relative_step=False, beta1=0.9)
+
+
+class Scaled(nn.Module):
+    """A residual branch with a scale, a parameter without dimensions."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.linear = nn.Linear(width, width)
+        self.scale = nn.Parameter(torch.tensor(0.5))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.scale * torch.tanh(self.linear(x))
+
+
+class Scales(nn.Module):
+    """Parameters without dimensions: of a unit, tied between two units, outside of them, of few samples, and frozen."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(Scaled(20), Scaled(20), Scaled(20))
+        self.layers[1].scale = self.layers[0].scale
+        self.out = nn.Linear(20, 5)
+        self.temperature = nn.Parameter(torch.tensor(1.5))
+        self.rare = nn.Parameter(torch.tensor(1.0))
+        self.frozen = nn.Parameter(torch.tensor(2.0), requires_grad=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        scores: torch.Tensor = self.out(self.layers(x)) * self.temperature.exp() / self.frozen
+        is_rare = x[:, 0] > 1.2
+        return torch.where(is_rare[:, None], scores * self.rare, scores) if is_rare.any() else scores
+
+
 def weight_normed() -> nn.Module:
     """By the older function, whose layers hold a tensor that torch does not copy."""
     with warnings.catch_warnings():
@@ -380,6 +433,7 @@ DATA = {
     "heads": vectors,
     "idle": vectors,
     "later": vectors,
+    "scales": vectors,
     "weight_norm": vectors,
     "encoder": texts,
     "encoder_drop": texts,
@@ -406,6 +460,7 @@ BUILDERS = {
     "heads": TwoHeads,
     "idle": Idle,
     "later": Later,
+    "scales": Scales,
     "weight_norm": weight_normed,
     "encoder": Encoder,
     "encoder_drop": lambda: Encoder(0.1),
@@ -442,6 +497,8 @@ LOSS = {
     ("heads", "pair"): pair_loss,
     ("idle", "mean"): mean_loss,
     ("later", "mean"): mean_loss,
+    ("scales", "mean"): mean_loss,
+    ("scales", "pair"): pair_loss,
     ("weight_norm", "mean"): mean_loss,
     ("mlp", "decayed"): decayed_loss,
     ("mlp", "pair"): pair_loss,
@@ -459,8 +516,16 @@ LOSS = {
     ("deep", "mean"): mean_loss,
     ("hooked", "mean"): mean_loss,
 }
-OPTIMIZER = {
+OPTIMIZER: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
     "adamw": lambda parameters: torch.optim.AdamW(parameters, lr=3e-3, weight_decay=0.1),
     "still": lambda parameters: torch.optim.SGD(parameters, lr=0.0),
     "sgd": lambda parameters: torch.optim.SGD(parameters, lr=0.05, momentum=0.9, weight_decay=1e-3),
+    "fused": lambda parameters: torch.optim.Adam(parameters, lr=3e-3, fused=True),
+    "foreach": lambda parameters: torch.optim.NAdam(parameters, lr=3e-3, foreach=True),
+    "muon": lambda parameters: torch.optim.Muon([one for one in parameters if one.ndim == 2], lr=0.02),
+    "muon_adamw": MuonAndAdamW,
+    "adafactor": lambda parameters: torch.optim.Adafactor(parameters, lr=0.05, weight_decay=0.1),
+    "hf_adafactor": hf_adafactor,
+    "rprop": lambda parameters: torch.optim.Rprop(parameters, lr=0.01),
+    "plain": lambda parameters: torch.optim.ASGD(parameters, lr=0.05, foreach=False),
 }

@@ -116,6 +116,11 @@ def has_step_hooks(optimizer: torch.optim.Optimizer) -> bool:
     return bool(optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks)
 
 
+def step_hooks(optimizer: torch.optim.Optimizer) -> tuple[dict[int, Any], dict[int, Any]]:
+    """The hooks of this optimizer before and after its steps."""
+    return optimizer._optimizer_step_pre_hooks, optimizer._optimizer_step_post_hooks
+
+
 def is_profiling() -> bool:
     """Whether torch's profiler runs."""
     return bool(sys.modules["torch.autograd.profiler"]._is_profiler_enabled)
@@ -130,6 +135,12 @@ def note_step_for_scheduler(optimizer: Any, step: Any) -> None:
 def scaler_tensors(scaler: torch.amp.GradScaler) -> list[torch.Tensor]:
     """The scale and the steps since it last changed, once there are any."""
     return [one for one in (scaler._scale, scaler._growth_tracker) if one is not None]
+
+
+def infinity_flags(scaler: torch.amp.GradScaler, optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
+    """What `unscale_` found: for each device 1 if a gradient is not finite."""
+    flags: dict[Any, torch.Tensor] = scaler._per_optimizer_states[id(optimizer)]["found_inf_per_device"]
+    return list(flags.values())
 
 
 def make_fused(optimizer: Any) -> None:
@@ -283,6 +294,45 @@ def give_gradient(fsdp_parameter: Any, make: Callable[[torch.Tensor], torch.Tens
         return False
     unsharded.grad = make(unsharded)
     return True
+
+
+def widen_gradients(group: Any) -> None:
+    """Before a unit is reduced: if some of its gradients were kept in a wider type between micro-batches, all are."""
+    if any(one.unsharded_accumulated_grad is not None for one in group.fsdp_params):
+        for one in group.fsdp_params:
+            if one.unsharded_accumulated_grad is None and has_gradient(one):
+                one.to_accumulated_grad_if_needed()
+
+
+def replicate_scalar(fsdp_parameter: Any, value: torch.Tensor) -> None:
+    """Make a parameter that `fully_shard` took as one row zero-dimensional, and whole on every rank.
+
+    A gather brings one number from each rank, and the parameter is the first of them. Its gradient is repeated before
+    it is reduced and scattered, so that every rank gets the sum.
+    """
+    import torch
+    from torch.distributed.tensor import Replicate
+
+    one = fsdp_parameter
+    before, mesh = one.sharded_param, one.sharded_param.device_mesh
+    local = value.to(before.to_local().device, copy=True)
+    replicated = tensor_of_shards(local, mesh, [Replicate()] * mesh.ndim, torch.Size(()), ())
+    one.sharded_param = torch.nn.Parameter(replicated, before.requires_grad)
+    num_rows = one.mesh_info.shard_mesh_size
+    one._orig_size = one.sharded_size = one.padded_sharded_param_size = torch.Size(())
+    one._contiguous_orig_stride = one.contiguous_sharded_stride = ()
+    one._get_grad_inner_tensor = lambda gradient: gradient.reshape(1).repeat(num_rows)
+    one.reset_sharded_param = lambda: _reset_scalar(one)
+    one._setattr_on_modules(one.sharded_param)
+    _reset_scalar(one)
+
+
+def _reset_scalar(fsdp_parameter: Any) -> None:
+    """Let what is gathered lie where the parameter does, which may have been moved or loaded."""
+    module = fsdp_parameter._module_info
+    fsdp_parameter.sharded_param = getattr(module.module, module.param_name)
+    fsdp_parameter._sharded_param_data = fsdp_parameter.sharded_param._local_tensor.view(-1)
+    fsdp_parameter._sharding_spec = fsdp_parameter.sharded_param._spec
 
 
 # The profiler, loader workers and torch's elastic agent.

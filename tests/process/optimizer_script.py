@@ -17,6 +17,7 @@ from transformers.optimization import Adafactor as HuggingFaceAdafactor
 import evenstep
 from evenstep.checkpoint.state import weights, whole
 from evenstep.errors import TaskError
+from tests.small_tasks import MuonAndAdamW
 
 STEPS = 8
 Weights = Iterable[nn.Parameter]
@@ -47,6 +48,43 @@ class LarsOfSlices(Lars):
         return float(weight.norm()) / float(weight.grad.norm())
 
 
+class Coupled(LarsOfSlices):
+    """One rate for all parameters, from numbers of each: an update depends on parameters that a rank does not have."""
+
+    def rate(self, weight: torch.Tensor) -> Any:
+        return sum(float(one.norm()) for group in self.param_groups for one in group["params"])
+
+
+class Counting(Lars):
+    """A rate that depends on counts of steps, which a group and a parameter keep, in Python's numbers."""
+
+    def __init__(self, parameters: Weights, lr: float = 0.01) -> None:
+        super().__init__(parameters, lr)
+        for group in self.param_groups:
+            group["num_steps"] = 0
+
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            group["num_steps"] += 1
+            for weight in group["params"]:
+                state = self.state[weight]
+                state["own_steps"] = state.get("own_steps", 0) + 1
+                state["rate"] = float(weight.norm()) / group["num_steps"] / state["own_steps"]
+                state["nothing"], state["is_begun"] = None, True
+        super().step()
+
+    def rate(self, weight: torch.Tensor) -> Any:
+        return self.state[weight]["rate"]
+
+
+class Keeping(Lars):
+    """Keeps what cannot be sent."""
+
+    def rate(self, weight: torch.Tensor) -> Any:
+        self.state[weight]["history"] = []
+        return float(weight.norm())
+
+
 class Noisy(Lars):
     """It has no one result to compare with."""
 
@@ -72,6 +110,10 @@ MAKE: dict[str, Callable[[Weights], Optimizer]] = {
     "Adafactor of Hugging Face": HuggingFaceAdafactor,
     "Lars": Lars,
     "LarsOfSlices": LarsOfSlices,
+    "Coupled": Coupled,
+    "Counting": Counting,
+    "Keeping": Keeping,
+    "MuonAndAdamW": MuonAndAdamW,
     "Noisy": Noisy,
 }
 X = torch.randn(9, 6, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
@@ -117,11 +159,15 @@ def together(name: str, team: evenstep.Team) -> dict[str, torch.Tensor]:
     spread = team.wrap(net(name))
     optimizer = MAKE[name](spread.parameters())
     team.check(optimizer)
+    calls: list[str] = []
+    optimizer.register_step_pre_hook(lambda *_: calls.append("before"))
+    optimizer.register_step_post_hook(lambda *_: calls.append("after"))
     loader = team.loader((X, Y), batch=len(X), shuffle=False)
     while loader.num_finished < STEPS:
         for batch in loader:
             team.backward(loss, spread, batch)
             team.step(optimizer)
+    assert calls == ["before", "after"] * STEPS
     found = {name: whole(value, keep=True) for name, value in weights(spread.module).items()}
     return {name: value for name, value in found.items() if value is not None}
 

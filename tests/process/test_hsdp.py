@@ -38,6 +38,9 @@ CASES = [
     ("cnn/sgd/pair", "data=2,fsdp=2", 1),
     ("mlp/sgd/pair", "data=4,fsdp=1", 1),
     ("mlp/sgd/pair", "data=1,fsdp=4", 1),
+    ("scales/adamw/pair", "data=2,fsdp=2", 2),
+    ("scales/adafactor/mean", "data=2,fsdp=2", 1),
+    ("gpt/muon_adamw/pair", "data=2,fsdp=2", 2),
 ]
 
 

@@ -102,9 +102,8 @@ SOUND = {
 }
 MORE = {
     "gathered": ("--strategies", "ddp,fsdp"),
-    # torch's optimizers leave complex parameters as they are where fsdp shards them; Adafactor needs whole rows.
+    # torch's optimizers leave complex parameters as they are where fsdp shards them.
     "complex_weights": ("--strategies", "dp,ddp"),
-    "adafactor": ("--strategies", "dp,ddp"),
     # A ResNet's batches are normalized over all processes, which dp cannot.
     "cifar10_resnet18": ("--sync-batchnorm", "--strategies", "ddp,fsdp", "--batch", "8", "--steps", "2"),
     "cifar10": ("--batch", "16"),

@@ -126,6 +126,8 @@ def test_hooks_of_one_optimizer_and_of_all_are_seen() -> None:
     assert not internals.has_step_hooks(optimizer)
     hook = optimizer.register_step_pre_hook(lambda *_: None)
     assert internals.has_step_hooks(optimizer)
+    before, after = internals.step_hooks(optimizer)
+    assert (len(before), len(after)) == (1, 0)
     hook.remove()
     for register, hooks in (
         (register_optimizer_step_pre_hook, internals.hooks_before_steps),
@@ -160,6 +162,17 @@ def test_a_grad_scaler_has_two_tensors_once_it_scaled() -> None:
     assert internals.scaler_tensors(scaler) == []
     scaler.scale(torch.ones(()))
     assert [one.item() for one in internals.scaler_tensors(scaler)] == [8.0, 0]
+
+
+@pytest.mark.parametrize("gradient", [1.0, float("inf")])
+def test_a_grad_scaler_keeps_a_flag_of_infinities(gradient: float) -> None:
+    scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
+    scaler.scale(torch.ones(()))
+    weight = nn.Parameter(torch.ones(1))
+    weight.grad = torch.tensor([gradient])
+    optimizer = torch.optim.SGD([weight])
+    scaler.unscale_(optimizer)
+    assert [flag.item() for flag in internals.infinity_flags(scaler, optimizer)] == [float(gradient > 1)]
 
 
 def test_modules_share_buffers_and_batch_norms_have_a_base() -> None:
@@ -221,6 +234,43 @@ model(torch.ones(1, 2)).sum().backward()
 assert [internals.has_gradient(one) for one in group.fsdp_params] == [True, True]
 assert [tuple(one.shape) for one in internals.unsharded_parameters(group)] == [(1, 2), (1,)]
 assert internals.give_gradient(group.fsdp_params[0], torch.zeros_like)
+internals.widen_gradients(group)
+assert [one.unsharded_accumulated_grad for one in group.fsdp_params] == [None, None]
+group.fsdp_params[1].reduce_dtype = group.fsdp_params[0].reduce_dtype = torch.float64
+group.fsdp_params[0].to_accumulated_grad_if_needed()
+internals.widen_gradients(group)
+assert [one.unsharded_accumulated_grad.dtype for one in group.fsdp_params] == [torch.float64] * 2
+dist.destroy_process_group()
+""",
+        {},
+    )
+
+
+def test_a_parameter_of_one_row_becomes_zero_dimensional(tmp_path: Path) -> None:
+    run_in_child(
+        exec,
+        f"""
+import torch, torch.distributed as dist
+from torch import nn
+from torch.distributed.fsdp import fully_shard
+from evenstep import internals
+store = dist.FileStore({str(tmp_path / "store")!r}, 1)
+dist.init_process_group("gloo", store=store, rank=0, world_size=1)
+model = nn.Linear(2, 1)
+model.scale = nn.Parameter(torch.ones(1))
+model.forward = lambda x: model.scale * nn.functional.linear(x, model.weight, model.bias)
+fully_shard(model)
+((_, _, group),) = internals.fsdp_groups(model)
+(one,) = [one for one in group.fsdp_params if one.sharded_param is model.scale]
+internals.replicate_scalar(one, torch.tensor(3.0))
+assert model.scale.shape == () and model.scale.placements[0].is_replicate()
+out = model(torch.ones(1, 2))
+out.sum().backward()
+assert model.scale.grad.shape == () and 3 * model.scale.grad.full_tensor() == out.sum()
+with torch.no_grad():
+    model.scale.copy_(torch.distributed.tensor.distribute_tensor(torch.tensor(0.0), model.scale.device_mesh))
+model.load_state_dict(model.state_dict())
+assert model(torch.ones(1, 2)).sum() == 0
 dist.destroy_process_group()
 """,
         {},

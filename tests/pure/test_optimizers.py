@@ -9,6 +9,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from torch import nn
 from torch.nn import functional as F
 from torch.optim import SGD, AdamW, Optimizer
@@ -19,6 +21,7 @@ import evenstep
 from evenstep.errors import TaskError
 from evenstep.sampling.rng import is_same_state, rng_states
 from evenstep.training.optim import Rehearsal, refuse_closure
+from evenstep.training.whole_update import rounds
 
 
 class Sharp(Optimizer):
@@ -96,7 +99,7 @@ def test_a_rehearsal_leaves_the_optimizer_and_its_parameters_as_they_are() -> No
     refuse_closure(optimizer)
     first, second = moves(optimizer), moves(optimizer)
     assert first == second
-    assert len(first) == 2  # one of two dimensions, one of one
+    assert len(first) == 3  # two of two dimensions, one of one
     assert min(first) > 0
     assert called == []
     SGD([nn.Parameter(torch.ones(1))], lr=0.1).step()
@@ -134,6 +137,14 @@ def test_a_step_that_wants_another_argument_is_not_said_to_need_a_closure() -> N
             super().step()
 
     refuse_closure(Scaled([nn.Parameter(torch.ones(3, 4))], lr=0.1))
+
+
+@given(st.lists(st.integers(0, 50), min_size=1, max_size=40), st.integers(1, 5))
+def test_in_a_round_no_rank_has_more_whole_numbers_than_the_largest_parameter(sizes: list[int], ranks: int) -> None:
+    found = rounds(sizes, ranks)
+    assert sorted(index for owned in found for of_rank in owned for index in of_rank) == list(range(len(sizes)))
+    assert all(len(owned) == ranks for owned in found)
+    assert max(sum(sizes[index] for index in of_rank) for owned in found for of_rank in owned) == max(sizes)
 
 
 def test_what_an_optimizer_keeps_from_its_making_on_is_there_in_a_rehearsal() -> None:

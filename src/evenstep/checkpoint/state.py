@@ -121,7 +121,7 @@ def sharded_like(tensor: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
     if not is_sharded(target):
         return tensor
     if is_offloaded(target):
-        return with_rows(rows_like(tensor, target), target, tensor.shape)
+        return with_rows(rows_like(tensor, target) if tensor.ndim else tensor.clone(), target, tensor.shape)
     from torch.distributed.tensor import distribute_tensor
 
     local = tensor.to(target.device)
@@ -143,7 +143,7 @@ def placed_like(value: Readable, target: torch.Tensor) -> torch.Tensor:
     if not isinstance(value, StoredTensor):
         return sharded_like(value, target)
     rows = own_rows(target)
-    if rows is None or not rows.is_range or not is_sharded(target):
+    if rows is None or not rows.is_range or not is_sharded(target) or not target.ndim:
         return sharded_like(value.read(), target)
     return with_rows(value.read(rows.start, rows.start + len(rows.values)), target)
 
@@ -196,13 +196,14 @@ def load_optimizer_state(
     if unknown:
         raise CheckpointError(f"the checkpoint's optimizer has {shorten(_first(unknown))}, unknown here")
     order = [name for group in own for name in group]
+    numbers = _number_kinds(by_parameter, weights_by_name)
     for name, state in by_parameter.items():
         weight = weights_by_name[name]
         for kind, value in state.items():
             if isinstance(value, torch.Tensor | StoredTensor):
                 part = slice_of(weight)
                 shape = weight.shape if part is None else part.shape
-                if value.shape != shape or not value.ndim:
+                if value.shape != shape or (not value.ndim and kind in numbers):
                     state[kind] = loaded(value)
                 else:
                     state[kind] = placed_like(value, weight) if part is None else part.take(loaded(value))
@@ -217,13 +218,32 @@ def load_optimizer_state(
     state_by_index = {index: by_parameter[name] for index, name in enumerate(order) if name in by_parameter}
     optimizer.load_state_dict({"state": state_by_index, "param_groups": groups})
     for name, state in by_parameter.items():
-        _keep_scalars(optimizer.state[weights_by_name[name]], state)
+        _keep_scalars(optimizer.state[weights_by_name[name]], state, numbers)
 
 
-def _keep_scalars(state: dict[str, Any], saved: Mapping[str, Any]) -> None:
+NUMBER_KINDS = frozenset({"step", "mu_product", "eta", "mu"})
+"""What torch's optimizers keep one number of for a parameter of any shape."""
+
+
+def _number_kinds(states: Mapping[str, Mapping[str, Any]], weights: Mapping[str, torch.Tensor]) -> frozenset[str]:
+    """The kinds of state that are one number for any parameter, as Adam's step is.
+
+    The shape does not tell for a parameter that is one number itself; other parameters do.
+    """
+    tensors = (
+        (kind, value, weights[name])
+        for name, state in states.items()
+        for kind, value in state.items()
+        if isinstance(value, torch.Tensor | StoredTensor)
+    )
+    return NUMBER_KINDS | {kind for kind, value, weight in tensors if weight.ndim and not value.ndim}
+
+
+def _keep_scalars(state: dict[str, Any], saved: Mapping[str, Any], numbers: frozenset[str]) -> None:
     """torch casts loaded state to the parameter's dtype; a scalar, such as NAdam's mu_product, keeps its own."""
     for key, value in saved.items():
-        if isinstance(value, torch.Tensor) and not value.ndim and state[key].dtype is not value.dtype:
+        is_number = key in numbers and isinstance(value, torch.Tensor) and not value.ndim
+        if is_number and state[key].dtype is not value.dtype:
             state[key] = value.to(state[key].device)
 
 

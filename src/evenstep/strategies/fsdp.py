@@ -38,6 +38,7 @@ from evenstep.internals import (
     has_gradient,
     tree_leaves,
     unsharded_parameters,
+    widen_gradients,
 )
 from evenstep.strategies.base import (
     SMALL_ENOUGH,
@@ -54,6 +55,7 @@ from evenstep.strategies.base import (
 )
 from evenstep.strategies.ddp import send_buffers, send_from_rank_0
 from evenstep.strategies.fsdp_precision import policy
+from evenstep.strategies.fsdp_scalars import shard
 from evenstep.strategies.single import Single
 from evenstep.strategies.unused import UnusedParameters, negative_zeros
 
@@ -255,6 +257,7 @@ class Agreement:
         def compared(*unused: Any) -> None:
             if group.reduce_grads:
                 fill()
+                widen_gradients(group)
                 if any(map(has_gradient, group.fsdp_params)):
                     self._compare(Event.REDUCE, unit)
             post_backward(*unused)
@@ -351,9 +354,6 @@ class FSDP(Single):
         if world.size == 1 and not self.wraps_alone and not self._settings.cpu_offload:
             # One process has nothing to shard over, and gathering its own slices would triple a small step.
             return super().wrap(model, world)
-        # Imported here: these bring sympy along, two seconds that the other strategies need not wait for.
-        from torch.distributed.fsdp import fully_shard
-
         _refuse_sparse(model)
         _refuse_complex(model)
         if _is_small(model):
@@ -365,10 +365,10 @@ class FSDP(Single):
         for unit in found:
             # One after the other: of a model that is larger than a device, no more than a unit is whole there.
             arrivals.bring(unit)
-            fully_shard(unit, mesh=mesh, **self._placed(), **policy(unit, dtype))
+            shard(unit, mesh=mesh, **self._placed(), **policy(unit, dtype))
         bound = LossModule(model)
         arrivals.bring(bound)
-        fully_shard(bound, mesh=mesh, **self._placed(), **policy(bound, dtype))
+        shard(bound, mesh=mesh, **self._placed(), **policy(bound, dtype))
         unreached = Unreached(model, world)
         self._watch(bound, world, unreached)
         if copies is not None:
@@ -411,6 +411,7 @@ class FSDP(Single):
 
 def _meshes(world: World) -> tuple[DeviceMesh, DeviceMesh | None]:
     """The ranks that hold one copy of the model together with this one; and those with the same shard of others."""
+    # Imported here: it brings sympy along, two seconds that the other strategies need not wait for.
     from torch.distributed.device_mesh import init_device_mesh
 
     num = world.num_shards or world.size

@@ -20,6 +20,7 @@ from evenstep.distributed.world import World
 from evenstep.internals import fsdp_groups, gathered_parameter, give_shard
 from evenstep.strategies.base import LossModule
 from evenstep.strategies.fsdp import COST, ShardedModel, Unreached
+from evenstep.strategies.fsdp_scalars import rows_of_ranks
 from evenstep.strategies.unused import UnusedParameters, negative_zeros
 
 
@@ -106,9 +107,7 @@ class ShardExchange:
             return
         size = self._world.size
         num = self._world.num_shards or size
-        chunks = [
-            [_chunks(_filled(sums_of_node[index], unit[index]), num) for index in trained] for sums_of_node in sums
-        ]
+        chunks = [[rows_of_ranks(_filled(of_node[index], unit[index]), num) for index in trained] for of_node in sums]
         shapes = [unit[index].sharded_size for index in trained]
         own = sum(shape.numel() for shape in shapes)
         to_ranks = [[of_weight[rank % num] for of_node in chunks for of_weight in of_node] for rank in range(size)]
@@ -135,9 +134,3 @@ def _filled(gradient: torch.Tensor | None, parameter: Any) -> torch.Tensor:
         return gradient
     sharded = parameter.sharded_param
     return negative_zeros(torch.empty(sharded.shape, dtype=sharded.dtype, device=sharded.device))
-
-
-def _chunks(gradient: torch.Tensor, num: int) -> list[torch.Tensor]:
-    """The rows of each rank, flat; the last ranks may have fewer or none."""
-    rows = -(-len(gradient) // num)
-    return [gradient[rank * rows : (rank + 1) * rows].reshape(-1) for rank in range(num)]

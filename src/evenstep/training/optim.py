@@ -13,13 +13,14 @@ from __future__ import annotations
 import copy
 import math
 import re
-from collections import OrderedDict, defaultdict
+from collections import Counter, OrderedDict, defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.optim import Optimizer
 
@@ -35,6 +36,7 @@ from evenstep.internals import (
     fused_adamw_,
     hooks_after_steps,
     hooks_before_steps,
+    infinity_flags,
     is_profiling,
     make_fused,
     note_step_for_scheduler,
@@ -44,6 +46,9 @@ from evenstep.strategies.base import NOTHING, fills_memory, forget_gradients, ha
 from evenstep.strategy_facts import DEFAULT, sharding
 from evenstep.task import takes_model
 
+if TYPE_CHECKING:
+    from evenstep.training.whole_update import WholeUpdates
+
 STEPS = 8
 """Enough for averages to differ, and for most of what an optimizer does every few steps."""
 TOLERANCE = 1e-5
@@ -51,6 +56,8 @@ TOLERANCE = 1e-5
 
 Place = Callable[[torch.Tensor], torch.Tensor]
 """Puts the values of a small parameter, or of its gradient, where they are to lie."""
+Advance = Callable[[Any], Any]
+"""Takes a step of an optimizer."""
 
 
 def make_optimizer(function: Callable[..., Optimizer], model: nn.Module) -> Optimizer:
@@ -71,35 +78,79 @@ def refuse_closure(optimizer: Optimizer) -> None:
     )
 
 
-def refuse_sharded(optimizer: Optimizer, world: World) -> None:
-    """Raise TaskError, on all ranks, if it updates sharded parameters otherwise than whole ones; all ranks call this.
+def sharded_updates(optimizer: Optimizer, world: World) -> WholeUpdates | None:
+    """How it updates sharded parameters: whole ones, one by one, if it has to; all ranks call this.
 
-    Muon and Adafactor need whole matrices, and some compute a norm of what is a slice.
+    Muon and Adafactor need whole matrices, and some compute a norm of what is a slice. Raises TaskError, on all ranks,
+    if that is not enough.
     """
     weights = [weight for group in optimizer.param_groups for weight in group["params"]]
-    sharded = next(filter(is_sharded, weights), None)
     if world.ranks_per_replica > 1 and any(isinstance(slice_of(weight), ParameterSlice) for weight in weights):
         _refuse_slices(optimizer, world)
-    if sharded is None:
-        return
-    # No rank is without a row, and the last one has fewer.
-    rows = 3 * world.size - 1
-    try:
-        expected, again = (Rehearsal(optimizer, rows).moved(seed) for seed in range(2))
-    except Exception:
-        # It cannot be tried like this; its first step raises a better error.
-        return
-    if not all(map(torch.equal, expected, again)):
-        # It draws random numbers.
-        return
-    problem = _problem(Rehearsal(optimizer, rows, lambda values: sharded_like(values, sharded)), expected)
-    problems = [one for one in world.gather(problem) if one is not None]
+    if not any(map(is_sharded, weights)):
+        return None
+    from evenstep.training.whole_update import WholeUpdates
+
+    rehearsals = ShardedRehearsals(optimizer, world)
+    if not rehearsals.are_possible or not rehearsals.problems():
+        return None
+    updates = WholeUpdates(world, rehearsals.groups_on_shards())
+    problems = rehearsals.problems(updates.step)
     if problems:
         raise TaskError(
             f"{type(optimizer).__name__} cannot update sharded parameters as it updates whole ones: {problems[0]}.\n"
-            f"Use it with {DEFAULT}; under {sharding()} use an optimizer that updates each number independently, "
-            "such as AdamW or SGD"
+            f"Use it with {DEFAULT}; under {sharding()} use an optimizer that updates each parameter independently of "
+            "the others, such as AdamW, SGD, Muon or Adafactor"
         )
+    return WholeUpdates(world, updates.on_shards)
+
+
+class ShardedRehearsals:
+    """Steps of small sharded parameters beside those of whole ones; all ranks run them together."""
+
+    def __init__(self, optimizer: Optimizer, world: World) -> None:
+        self._optimizer, self._world = optimizer, world
+        # No rank is without a row, and the last one has fewer.
+        self._rows = 3 * world.size - 1
+        weights = [weight for group in optimizer.param_groups for weight in group["params"] if is_sharded(weight)]
+        self._like = {bool(weight.ndim): weight for weight in weights}
+        """A parameter with dimensions, and one without, which all ranks hold whole."""
+        self._expected = self._moved()
+        again = self._moved(seed=1)
+        self.are_possible = bool(self._expected) and all(map(torch.equal, self._expected, again))
+        """Not if its first step raises a better error, nor if it draws random numbers."""
+
+    def problems(self, advance: Advance | None = None, groups: frozenset[int] | None = None) -> list[str]:
+        """What is wrong with steps of shards, of all groups or of some."""
+        expected = self._expected if groups is None else self._moved(groups)
+        if not expected:
+            return ["its step fails with some groups alone"]
+        rehearsal = Rehearsal(self._optimizer, self._rows, self._place, groups)
+        problem = _problem(rehearsal, expected, advance)
+        return [one for one in self._world.gather(problem) if one is not None]
+
+    def groups_on_shards(self) -> frozenset[int]:
+        """The numbers of groups that need no whole parameters: Muon has often a group for each of its two rules."""
+        kinds: dict[Any, set[int]] = defaultdict(set)
+        for number, group in enumerate(self._optimizer.param_groups):
+            kinds[_rule(group)].add(number)
+        right = [kind for kind in kinds.values() if len(kinds) > 1 and not self.problems(groups=frozenset(kind))]
+        return frozenset().union(*right)
+
+    def _moved(self, groups: frozenset[int] | None = None, seed: int = 0) -> list[torch.Tensor]:
+        try:
+            return Rehearsal(self._optimizer, self._rows, groups=groups).moved(seed)
+        except Exception:
+            return []
+
+    def _place(self, values: torch.Tensor) -> torch.Tensor:
+        return sharded_like(values, self._like[bool(values.ndim)])
+
+
+def _rule(group: Mapping[str, Any]) -> Any:
+    """What tells groups apart that may be updated by different rules: their options, and the values of flags."""
+    flags = {key: value for key, value in group.items() if isinstance(value, bool | str)}
+    return frozenset(group), frozenset(flags.items())
 
 
 def _refuse_slices(optimizer: Optimizer, world: World) -> None:
@@ -126,10 +177,12 @@ def _refuse_slices(optimizer: Optimizer, world: World) -> None:
         )
 
 
-def _problem(rehearsal: Rehearsal, expected: list[torch.Tensor]) -> str | None:
+def _problem(rehearsal: Rehearsal, expected: list[torch.Tensor], advance: Advance | None = None) -> str | None:
     """What is wrong with updates of shards."""
     try:
-        moved = rehearsal.moved()
+        moved = rehearsal.moved(advance=advance)
+    except TaskError as error:
+        return str(error)
     except Exception as error:
         first, *_ = re.split(r"\n|[.!] |[.!]$", str(error))
         return f"its step fails with {type(error).__name__}: {first[:120]}"
@@ -153,9 +206,18 @@ def _can_step(optimizer: Optimizer, with_closure: bool = False) -> bool:
 
 
 class Rehearsal:
-    """A copy of an optimizer, with one small parameter for each number of dimensions that a group has."""
+    """A copy of an optimizer, with two small parameters for each number of dimensions that a group has, or one.
 
-    def __init__(self, optimizer: Optimizer, rows: int = 5, place: Place = lambda values: values) -> None:
+    `groups` are the numbers of those that have any.
+    """
+
+    def __init__(
+        self,
+        optimizer: Optimizer,
+        rows: int = 5,
+        place: Place = lambda values: values,
+        groups: frozenset[int] | None = None,
+    ) -> None:
         self.has_called_closure = False
         self._rows, self._place = rows, place
         self._draws = torch.Generator().manual_seed(0)
@@ -166,8 +228,8 @@ class Rehearsal:
         state: Any = defaultdict(dict)
         # deepcopy takes what its memo names as already copied.
         memo: dict[int, Any] = {id(own[name]): OrderedDict() for name in _HOOKS if name in own}
-        for group in optimizer.param_groups:
-            memo |= self._in_place_of(group["params"])
+        for number, group in enumerate(optimizer.param_groups):
+            memo |= self._in_place_of(group["params"], has_any=groups is None or number in groups)
             state.update({memo[id(weight)]: _small_state(own, weight, memo[id(weight)]) for weight in group["params"]})
         if "state" in own:
             memo[id(own["state"])] = state
@@ -180,39 +242,47 @@ class Rehearsal:
                 # As a warm-up may begin; nothing would move.
                 group["lr"] = 0.01
 
-    def step(self, with_closure: bool = False) -> None:
+    def step(self, with_closure: bool = False, advance: Advance | None = None) -> None:
         """One step, from gradients that are the same in every rehearsal."""
         self._set_gradients()
-        self._optimizer.step(*[self._closure] * with_closure)
+        if advance is not None:
+            advance(self._optimizer)
+        else:
+            self._optimizer.step(*[self._closure] * with_closure)
 
     @contextmanager
     def leaving_no_trace(self) -> Iterator[None]:
         """Around steps that leave the random generators as they were and call no global hooks."""
         devices = {weight.device for weight in self._weights if weight.is_cuda}
-        with fork_rng(), torch.random.fork_rng(devices), _without_global_hooks():
+        with fork_rng(), torch.random.fork_rng(devices), without_hooks([hooks_before_steps, hooks_after_steps]):
             yield
 
-    def moved(self, seed: int = 0) -> list[torch.Tensor]:
+    def moved(self, seed: int = 0, advance: Advance | None = None) -> list[torch.Tensor]:
         """How far some steps move each of the small parameters; `seed` is that of what they draw at random."""
         with self.leaving_no_trace():
             seed_host(seed)
             seed_devices([seed] * len(self._weights), tuple(weight.device for weight in self._weights))
             for _ in range(STEPS):
-                self.step()
+                self.step(advance=advance)
         return [self._whole(weight) - start for weight, start in zip(self._weights, self._starts, strict=True)]
 
-    def _in_place_of(self, weights: list[nn.Parameter]) -> dict[int, Any]:
+    def _in_place_of(self, weights: list[nn.Parameter], has_any: bool) -> dict[int, Any]:
         """By id: what the copy has instead of these parameters, and of their list."""
-        small: dict[tuple[int, bool], nn.Parameter] = {}
+        small: dict[tuple[int, bool, int], nn.Parameter] = {}
+        replaced: dict[int, Any] = {}
+        nums: Counter[tuple[int, bool]] = Counter()
         for weight in weights:
             kind = weight.ndim, weight.is_complex()
-            if kind not in small:
-                shape = (self._rows, 4, 3, *[2] * weight.ndim)[: weight.ndim]
-                small[kind] = nn.Parameter(self._drawn(shape, like=weight))
-                self._shapes.append(shape)
-        self._weights += small.values()
-        replaced = {id(weight): small[weight.ndim, weight.is_complex()] for weight in weights}
-        return {**replaced, id(weights): list(small.values())}
+            # Two of a kind: an update may depend on other parameters.
+            place = *kind, nums[kind] % 2
+            nums[kind] += 1
+            if place not in small:
+                small[place] = nn.Parameter(self._drawn(_small_shape(weight, self._rows), like=weight))
+            replaced[id(weight)] = small[place]
+        own = list(small.values()) if has_any else []
+        self._weights += own
+        self._shapes += [_small_shape(weight, self._rows) for weight in own]
+        return {**replaced, id(weights): own}
 
     def _set_gradients(self) -> None:
         for weight, shape in zip(self._weights, self._shapes, strict=True):
@@ -234,6 +304,10 @@ class Rehearsal:
         return values
 
 
+def _small_shape(weight: torch.Tensor, rows: int) -> tuple[int, ...]:
+    return (rows, 4, 3, *[2] * weight.ndim)[: weight.ndim]
+
+
 def _small_state(own: Mapping[str, Any], weight: nn.Parameter, small: nn.Parameter) -> dict[str, Any]:
     """What an optimizer keeps of a parameter from its making on, as Adagrad does, or from a checkpoint."""
     kept = own.get("state", {}).get(weight, {})
@@ -244,9 +318,8 @@ def _small_state(own: Mapping[str, Any], weight: nn.Parameter, small: nn.Paramet
 
 
 @contextmanager
-def _without_global_hooks() -> Iterator[None]:
-    """Inside, `register_optimizer_step_pre_hook` and `..._post_hook` have registered nothing."""
-    every = (hooks_before_steps, hooks_after_steps)
+def without_hooks(every: Sequence[dict[int, Any]]) -> Iterator[None]:
+    """Inside, these hooks are not registered."""
     kept = [dict(hooks) for hooks in every]
     for hooks in every:
         hooks.clear()
@@ -352,32 +425,62 @@ def _exact_norm(gradients: Sequence[torch.Tensor]) -> torch.Tensor:
     return total
 
 
-def step_optimizer(
-    optimizer: Optimizer,
-    clip: float | None,
-    scaler: torch.amp.GradScaler | None,
-    *,
-    is_exact: bool = False,
-    ranks: World | None = None,
-) -> WeightUpdate:
+@dataclass(frozen=True)
+class UpdateSettings:
+    """What an update depends on beside the optimizer."""
+
+    scaler: torch.amp.GradScaler | None = None
+    is_exact: bool = False
+    """Whether it is to have the same bits wherever the parameters are."""
+    ranks: World | None = None
+    """Those that hold parts of one replica each."""
+    whole: WholeUpdates | None = None
+    """How sharded parameters are updated that the optimizer needs whole."""
+
+
+def step_optimizer(optimizer: Optimizer, clip: float | None, settings: UpdateSettings) -> WeightUpdate:
     """Clip the gradients to a total norm, update the weights, drop the gradients."""
+    scaler, is_exact = settings.scaler, settings.is_exact
     if scaler is not None:
         scaler.unscale_(optimizer)
-    norm = clip_gradients(optimizer, clip, is_exact=is_exact, ranks=ranks) if clip is not None else None
+        _share_infinities(optimizer, scaler)
+    norm = clip_gradients(optimizer, clip, is_exact=is_exact, ranks=settings.ranks) if clip is not None else None
     taken = True
     start_momentum(optimizer)
-    around = _sharded_updates(optimizer) if is_exact else NOTHING
-    if scaler is None:
-        with around:
-            update(optimizer)
-    else:
-        before = scaler.get_scale()
-        with around:
+    around = _same_on_shards(optimizer) if is_exact else NOTHING
+    with around:
+        if scaler is None:
+            _update(optimizer, settings.whole)
+        elif settings.whole is None:
             scaler.step(optimizer)
+        elif not any(flag.item() for flag in infinity_flags(scaler, optimizer)):
+            settings.whole.step(optimizer)
+    if scaler is not None:
+        before = scaler.get_scale()
         scaler.update()
         taken = scaler.get_scale() >= before
     forget_gradients(optimizer)
     return WeightUpdate(taken, norm)
+
+
+def _update(optimizer: Optimizer, whole: WholeUpdates | None) -> None:
+    if whole is None:
+        update(optimizer)
+    else:
+        whole.step(optimizer)
+
+
+def _share_infinities(optimizer: Optimizer, scaler: torch.amp.GradScaler) -> None:
+    """Let all ranks skip a step if a shard of one is not finite.
+
+    torch shares what each found, unless the first parameter is one that all ranks hold whole.
+    """
+    weights = [weight for group in optimizer.param_groups for weight in group["params"]]
+    scalar = next((weight for weight in weights if is_sharded(weight) and not weight.ndim), None)
+    if scalar is not None and is_sharded(scalar):
+        for flag in infinity_flags(scaler, optimizer):
+            for dim in range(scalar.device_mesh.ndim):
+                dist.all_reduce(flag, dist.ReduceOp.MAX, group=scalar.device_mesh.get_group(dim))
 
 
 def _is_same_on_shards(weights: Sequence[torch.Tensor]) -> bool:
@@ -387,7 +490,7 @@ def _is_same_on_shards(weights: Sequence[torch.Tensor]) -> bool:
     return all(weight.device.type != "cpu" for weight in weights) or vector_bytes() is not None
 
 
-def _sharded_updates(optimizer: Optimizer) -> AbstractContextManager[Any]:
+def _same_on_shards(optimizer: Optimizer) -> AbstractContextManager[Any]:
     """Around an update that is to have the same bits on shards as on whole parameters."""
     weights = [weight for group in optimizer.param_groups for weight in group["params"]]
     if not is_any_sharded(weights) or not is_fused(optimizer) or weights[0].device.type != "cpu":

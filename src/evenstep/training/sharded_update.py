@@ -74,7 +74,9 @@ def _local(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _offset(weight: Any) -> int:
-    """Where the rows of this rank begin."""
+    """Where the rows of this rank begin; what has no dimensions is whole on every rank."""
+    if not weight.ndim:
+        return 0
     rows = -(-len(weight) // weight.device_mesh.size())
     first: int = min(len(weight), rows * weight.device_mesh.get_local_rank())
     return first * int(weight.numel() // max(1, len(weight)))

@@ -17,7 +17,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
-from weakref import WeakSet
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import nn
@@ -69,13 +69,14 @@ from evenstep.task import Amount
 from evenstep.training.evaluation import Evaluator, Means, NamedSums, named
 from evenstep.training.in_loss import LossContext
 from evenstep.training.loss import LateLoss, LossTotal, MeanLoss, ReplicaBackward, StepLogs, as_sum, scale_gradients
-from evenstep.training.optim import WeightUpdate, refuse_closure, refuse_sharded, step_optimizer
+from evenstep.training.optim import UpdateSettings, WeightUpdate, refuse_closure, sharded_updates, step_optimizer
 from evenstep.training.precision import Precision
 
 if TYPE_CHECKING:
     from evenstep.data.own_batches import OwnBatches
     from evenstep.training.scores import Scores
     from evenstep.training.virtual_replicas import Seeds
+    from evenstep.training.whole_update import WholeUpdates
 
 
 class Refusals:
@@ -85,7 +86,7 @@ class Refusals:
         self._world = world
         self._known: set[int] = set()
         self._trainable: dict[DistributedModel, list[bool]] = {}
-        self._checked: WeakSet[torch.optim.Optimizer] = WeakSet()
+        self._checked: WeakKeyDictionary[torch.optim.Optimizer, WholeUpdates | None] = WeakKeyDictionary()
 
     def learn(self, model: DistributedModel) -> None:
         """Remember a wrapped model."""
@@ -116,13 +117,13 @@ class Refusals:
         self._trainable[model] = flags
         model.follow_requires_grad()
 
-    def refuse_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
+    def refuse_optimizer(self, optimizer: torch.optim.Optimizer) -> WholeUpdates | None:
         """Before each update: an optimizer over parameters of an unwrapped model would train nothing.
 
-        All ranks call this.
+        Returns how it updates sharded parameters that it needs whole. All ranks call this.
         """
         if optimizer in self._checked:
-            return
+            return self._checked[optimizer]
         weights = [weight for group in optimizer.param_groups for weight in group["params"]]
         if any(id(weight) not in self._known for weight in weights):
             raise TaskError(
@@ -130,8 +131,8 @@ class Refusals:
                 "returned:\nmodel = team.wrap(Net()); optimizer = Adam(model.parameters())"
             )
         refuse_closure(optimizer)
-        refuse_sharded(optimizer, self._world)
-        self._checked.add(optimizer)
+        self._checked[optimizer] = sharded_updates(optimizer, self._world)
+        return self._checked[optimizer]
 
 
 def refuse_lazy(model: nn.Module) -> None:
@@ -490,10 +491,13 @@ class Team:
     def update(self, optimizer: torch.optim.Optimizer, clip: float | None = None) -> WeightUpdate:
         """The same, before another update in the same step."""
         self.world.spans.begin(UPDATE)
-        self._refusals.refuse_optimizer(optimizer)
-        ranks = self.world.model_ranks if self.world.ranks_per_replica > 1 else None
-        is_exact = self.world.num_virtual is not None
-        return step_optimizer(optimizer, clip, self.precision.scaler, is_exact=is_exact, ranks=ranks)
+        settings = UpdateSettings(
+            scaler=self.precision.scaler,
+            is_exact=self.world.num_virtual is not None,
+            ranks=self.world.model_ranks if self.world.ranks_per_replica > 1 else None,
+            whole=self._refusals.refuse_optimizer(optimizer),
+        )
+        return step_optimizer(optimizer, clip, settings)
 
     def finish_batch(self) -> None:
         """The step of the current batch is taken."""

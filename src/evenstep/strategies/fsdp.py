@@ -345,6 +345,8 @@ class FSDP(Single):
         self._agreement: Agreement | None = None
         """One for all models: the collectives of several follow each other in one order."""
         self._settings = StrategySettings()
+        self._meshes: tuple[DeviceMesh, DeviceMesh | None] | None = None
+        """The same for all models: the axes of a mesh have process groups of their own."""
 
     def configure(self, settings: StrategySettings) -> None:
         """Called before the first `wrap`."""
@@ -358,7 +360,7 @@ class FSDP(Single):
         _refuse_complex(model)
         if _is_small(model):
             model.to(world.device)
-        mesh, copies = _meshes(world)
+        mesh, copies = self._meshes = self._meshes or _meshes(world)
         dtype = self._gather_dtype(world)
         found = units_apart(model, world, sample)
         arrivals = Arrivals(model, found, world)

@@ -1,13 +1,13 @@
 """N2: time to the same loss at 100 Mbit, two hosts with two ranks each.
 
 Every method trains the same network with the same samples and seeds; each has the learning rate, of a grid, with which
-it ended best (tried in one process). The loss is that of the validation set, with the weights that all ranks share:
+it ended best (links_rates.py). The loss is that of the validation set, with the weights that all ranks share:
 losses of local steps are those of ranks that have drifted apart, whose weights nobody keeps. Seconds are of steps;
 evaluations do not count. The target is 1 % above what DDP ends with.
 
 Two works. `teacher`: labels are drawn from the probabilities of a random network, so that after a hundred steps noise
-decides. `text`: the next character of Python's own library; the loss still falls fast when the run ends, rounds must be
-shorter, and AdamW needs twice the rate (a rank's gradient is of a fourth of the batch, and as noisy as that is).
+decides. `text`: the next character of Python's own library; the loss still falls fast when the run ends, and rounds
+must be shorter.
 """
 
 from __future__ import annotations
@@ -118,7 +118,7 @@ def methods(exact: float, local: float, every: int) -> dict[str, Method]:
 
 TRAINED = {
     "teacher": Trained(three_layers, taught, methods(4e-3, 4e-3, 50), 50),
-    "text": Trained(NextCharacter, written, methods(1e-2, 2e-2, 10), 50),
+    "text": Trained(NextCharacter, written, methods(2e-2, 2e-2, 10), 50),
 }
 
 

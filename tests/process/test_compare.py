@@ -289,6 +289,8 @@ def test_links_are_compared_by_the_time_to_one_loss(tmp_path: Path) -> None:
     assert [row["link"] for row in found["rows"]] == ["none", "local:1"]
     assert one["final_loss"] == none["final_loss"]
     assert len(set(none["final_loss"])) == 2
+    assert one["valid_loss"] == none["valid_loss"]
+    assert all(loss > 0 for loss in none["valid_loss"])
     assert one["steps_to_target"] == none["steps_to_target"]
     assert found["target"] == max(none["final_loss"])
     assert len(none["ratio"]) == 3

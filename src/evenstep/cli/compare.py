@@ -175,7 +175,7 @@ def _compare_links(request: LinkRequest, quiet: bool, as_json: bool) -> None:
         print(json.dumps({**dataclasses.asdict(comparison), "folder": str(folder)}))
         return
     console = Console(highlight=False, emoji=False)
-    table = table_of("link", "steps", "seconds", "gain", "final loss", "difference")
+    table = table_of("link", "steps", "seconds", "gain", "train loss", "valid loss")
     for cells in link_lines(comparison):
         table.add_row(*cells)
     console.print(table)

@@ -50,6 +50,8 @@ class LinkRow:
     steps_to_target: list[int | None]
     """None where it did not get there."""
     seconds_to_target: list[float | None]
+    valid_loss: list[float | None] = field(default_factory=list)
+    """Of the last evaluation, whose weights all ranks share: those of local steps have drifted apart. None: no data."""
     ratio: tuple[float, float, float] | None = None
     """The first method's seconds over this one's: mean of pairs, and its 95 % interval."""
 
@@ -122,6 +124,7 @@ def judged_links(
                     None if number is None else sum(step.seconds for step in record.steps[: number + 1])
                     for number, record in zip(reached, records[link], strict=True)
                 ],
+                valid_loss=[_valid_loss(record) for record in records[link]],
             )
         )
     return LinkComparison(
@@ -136,6 +139,12 @@ def _smoothed(record: Record) -> list[float]:
     return [fmean(losses[max(0, end - num) : end]) for end in range(1, len(losses) + 1)]
 
 
+def _valid_loss(record: Record) -> float | None:
+    """The loss of the first validation set."""
+    values = record.evaluations[-1].values if record.evaluations else {}
+    return next((value for name, value in values.items() if name.rpartition("/")[2] == "loss"), None)
+
+
 def _ratio(first: LinkRow, row: LinkRow) -> tuple[float, float, float] | None:
     """None where a seed did not reach the target with both."""
     pairs = list(zip(first.seconds_to_target, row.seconds_to_target, strict=True))
@@ -147,14 +156,13 @@ def _ratio(first: LinkRow, row: LinkRow) -> tuple[float, float, float] | None:
 
 
 def link_lines(comparison: LinkComparison) -> list[tuple[str, ...]]:
-    """Rows of a table: method, steps and seconds to the target, gain, final loss against that of the first."""
+    """Rows of a table: method, steps and seconds to the target, gain, final losses against those of the first."""
     return [_cells(row, comparison.rows[0]) for row in comparison.rows]
 
 
 def _cells(row: LinkRow, first: LinkRow) -> tuple[str, ...]:
     reached = [number for number in row.steps_to_target if number is not None]
     seconds = [one for one in row.seconds_to_target if one is not None]
-    apart = [one / other - 1 for one, other in zip(row.final_loss, first.final_loss, strict=True)]
     missed = len(row.steps_to_target) - len(reached)
     not_there = f", {missed} of {len(row.steps_to_target)} seeds never" if missed else ""
     return (
@@ -162,6 +170,16 @@ def _cells(row: LinkRow, first: LinkRow) -> tuple[str, ...]:
         f"{median(reached):.0f}{not_there}" if reached else "never",
         f"{median(seconds):.3g}" if seconds else "-",
         "{:.2f}x ({:.2f} to {:.2f})".format(*row.ratio) if row.ratio is not None and row is not first else "-",
-        f"{median(row.final_loss):.4g}",
-        f"{fmean(apart):+.2%} ({min(apart):+.2%} to {max(apart):+.2%})" if row is not first else "-",
+        _against(row.final_loss, first.final_loss),
+        _against(row.valid_loss, first.valid_loss),
     )
+
+
+def _against(own: Sequence[float | None], first: Sequence[float | None]) -> str:
+    """The median, and how far the seeds are on average from the first method with the same ones."""
+    known = [one for one in own if one is not None]
+    if not known:
+        return "-"
+    apart = [one / other - 1 for one, other in zip(own, first, strict=True) if one is not None and other]
+    far = f" ({fmean(apart):+.2%})" if apart and own is not first else ""
+    return f"{median(known):.4g}{far}"

@@ -9,6 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
 
 import evenstep
 from evenstep.errors import PlanError
@@ -168,3 +169,13 @@ def test_offloading_is_dropped_where_there_is_nothing_to_offload() -> None:
     ended = subprocess.run([*command, "--devices", "cpu"], capture_output=True, text=True, timeout=200)
     assert ended.returncode == 0, ended.stderr
     assert "--cpu-offload was that of shards on GPUs, and this run has none: it is dropped" in ended.stderr
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("size", [1, 3])
+def test_offloaded_shards_are_clipped_updated_saved_and_loaded(tmp_path: Path, size: int) -> None:
+    script = Path(__file__).with_name("offload_script.py")
+    run_processes(script, [str(tmp_path), "single"], 1, tmp_path / "single-logs")
+    run_processes(script, [str(tmp_path), "fsdp"], size, tmp_path / "logs")
+    single, offloaded = (torch.load(tmp_path / name) for name in ("single-1.pt", f"fsdp-{size}.pt"))
+    assert furthest(offloaded, single) < TOLERANCE

@@ -446,6 +446,11 @@ def _python_words() -> memoryview | None:
     return view if python.getstate()[1] == (*words, index) else None
 
 
+def has_python_words() -> bool:
+    """Whether `python_state` is (its memory: the index of the next word and the words, a cached normal number)."""
+    return _python_words() is not None
+
+
 def python_state() -> Any:
     """What `set_python_state` takes: in a hundredth of the time of `random.getstate`, which makes 625 ints."""
     view = _python_words()

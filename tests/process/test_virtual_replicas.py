@@ -20,8 +20,10 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import evenstep
+from evenstep.distributed.shm.native import load
 from evenstep.plan import Plan
 from evenstep.record import Record
+from evenstep.training import replica_seeds
 from evenstep.training.team import Team
 from evenstep.training.virtual_replicas import VirtualLogs
 from tests.fleet import furthest, result, run_jobs, run_processes
@@ -353,6 +355,16 @@ def test_draws_on_the_host_are_those_of_virtual_replicas_on_different_devices() 
             lambda model, batch: {"loss": noisy(model, batch)}, loop.model, loop.team.loader((X, Y), batch=16)
         )
         found.append((losses, loop.weights(), measured))
+    assert found[0] == found[1]
+
+
+def test_without_a_c_compiler_the_draws_are_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = []
+    for library in (load(), None):
+        monkeypatch.setattr(replica_seeds, "load", lambda library=library: library)
+        torch.manual_seed(0)
+        loop = Loop(joined("cpu"), nn.Linear(16, 1), noisy)
+        found.append(([loop.step() for _ in range(4)], loop.weights()))
     assert found[0] == found[1]
 
 

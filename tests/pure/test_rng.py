@@ -9,6 +9,8 @@ import numpy as np
 import pytest
 import torch
 
+from evenstep.distributed.shm.native import load
+from evenstep.internals import has_python_words
 from evenstep.sampling.rng import (
     derive_seed,
     is_same_state,
@@ -16,7 +18,9 @@ from evenstep.sampling.rng import (
     restore_rng_states,
     rng_states,
     seed_everything,
+    seed_host,
 )
+from evenstep.training.replica_seeds import SeededStates
 
 DRAWS: dict[str, Callable[[], object]] = {
     "python": random.random,
@@ -53,3 +57,27 @@ def test_seeds_of_dropout_differ_by_replica_position_and_backward_and_are_always
     assert replica_seed(derive_seed(0, "dropout", 1, 2), 128, 1) == 4983935207590170385
     bits = [seed >> bit & 1 for seed in seeds for bit in (0, 31, 62)]
     assert abs(sum(bits) / len(bits) - 0.5) < 0.01
+
+
+SEEDS = (0, 1, 2**32 - 1, 2**32, 2**63 - 1, 2**63 - 2**32, 4983935207590170385)
+
+
+@pytest.mark.parametrize("num", [1, 3, 4, 7])
+@pytest.mark.parametrize("draw", DRAWS.values(), ids=DRAWS)
+def test_states_that_are_computed_at_once_are_those_of_seeding_one_by_one(num: int, draw: Callable[[], object]) -> None:
+    library = load()
+    if library is None:
+        pytest.skip("no C compiler here")
+    assert has_python_words()
+    states = SeededStates(library)
+    for seeds in (SEEDS[:num], SEEDS[-num:]):
+        states.compute([*seeds])
+        for index, seed in enumerate(seeds):
+            seed_host(seed)
+            own = rng_states()
+            drawn = [random.gauss(0, 1), np.random.normal()]
+            # Both have cached a normal number, or have drawn it.
+            draw()
+            assert states.set(index)
+            assert is_same_state((*rng_states()[:2], own[2]), own)
+            assert [random.gauss(0, 1), np.random.normal()] == drawn

@@ -53,6 +53,8 @@ class VirtualTurns(NamedTuple):
     """Micro-batches of each virtual replica."""
     of_replicas: list[list[Turn]]
     """For each replica of the process, its virtual replicas in their order."""
+    places: list[Place]
+    """Of all these micro-batches."""
 
 
 @dataclass(frozen=True)
@@ -119,7 +121,8 @@ class BatchSplit:
         """With virtual replicas: what each replica of this process computes one after the other, out of `num`."""
         if num not in self._known_turns:
             of_replicas = [self._turns_of(index, replica, num) for index, replica in enumerate(self.replicas)]
-            self._known_turns[num] = VirtualTurns(self.num_micro(num), of_replicas)
+            places = [place for turns in of_replicas for turn in turns for _, place in turn.micro_batches]
+            self._known_turns[num] = VirtualTurns(self.num_micro(num), of_replicas, places)
         return self._known_turns[num]
 
     def _turns_of(self, index: int, replica: int, num: int) -> list[Turn]:

@@ -140,10 +140,10 @@ class GradientTree:
         self.sums: list[Gradients] = []
         """Of each node."""
 
-    def take(self) -> None:
-        """Take the gradients off the weights: they are those of the next virtual replica."""
+    def take(self, known: Gradients | None = None) -> None:
+        """Take the gradients off the weights: they are those of the next virtual replica, `known` or not."""
         weights = self._weights
-        gradients: Gradients = [weight.grad for weight in weights]
+        gradients: Gradients = [weight.grad for weight in weights] if known is None else known
         for weight in weights:
             weight.grad = None
         for _ in range(next(self._additions)):

@@ -261,9 +261,11 @@ def restore_host_states(states: tuple[Any, Any]) -> None:
     _set_numpy_state(states[1])
 
 
-_MT19937_BYTES = 624 * 4 + 4
-"""The words of its state, and the index of the next one."""
+STATE_BYTES = 624 * 4 + 4
+"""The words of an MT19937, and the index of the next one."""
 _last_state: tuple[bytes, Any] | None = None
+_without_normal: bytes | None = None
+"""A state of NumPy's generator in which no normal number was cached."""
 _in_place: tuple[object, memoryview | None] = (None, None)
 """NumPy's generator, and its state in memory."""
 
@@ -274,22 +276,25 @@ def _numpy_words() -> memoryview | None:
     generator = np.random.get_bit_generator()  # type: ignore[attr-defined]
     if _in_place[0] is not generator:
         is_known = isinstance(generator, np.random.MT19937)
-        words = memory_at(generator.ctypes.state_address, _MT19937_BYTES) if is_known else None
+        words = memory_at(generator.ctypes.state_address, STATE_BYTES) if is_known else None
         _in_place = generator, words
     return _in_place[1]
 
 
 def _numpy_state() -> Any:
     """`np.random.get_state()`, which takes 0.1 ms, or its last result if nothing was drawn since."""
-    global _last_state
+    global _last_state, _without_normal
     in_place = _numpy_words()
     if in_place is None:
         return np.random.get_state()
     words = bytes(in_place)
+    state: Any = None if _last_state is None or _last_state[0] != words else _last_state[1]
     # A cached normal number can be drawn without a change of these words.
-    if _last_state is None or _last_state[0] != words or _last_state[1][3]:
-        _last_state = words, np.random.get_state()
-    return _last_state[1]
+    if state is None or state[3]:
+        state = np.random.get_state()
+        _last_state = words, state
+    _without_normal = None if state[3] else words
+    return state
 
 
 def _set_numpy_state(state: Any) -> None:
@@ -297,24 +302,46 @@ def _set_numpy_state(state: Any) -> None:
 
     Also keeps it as the last one: the same words may come with another cached normal number.
     """
-    global _last_state
+    global _last_state, _without_normal
     in_place = _numpy_words()
     if in_place is None:
         np.random.set_state(state)
-        _last_state = None
+        _last_state = _without_normal = None
         return
     kind, keys, position, has_gauss, _ = state
     if _last_state is not None and _last_state[1] is state:
         words = _last_state[0]
     else:
         words = keys.tobytes() + int(position).to_bytes(4, sys.byteorder)
-    if kind != "MT19937" or has_gauss or len(words) != _MT19937_BYTES:
+    if kind != "MT19937" or has_gauss or len(words) != STATE_BYTES:
         np.random.set_state(state)
+        _without_normal = None
     else:
-        # It forgets a cached number.
-        np.random.seed(0)
-        in_place[:] = words
+        _write(in_place, words)
     _last_state = words, state
+
+
+def _write(in_place: memoryview, words: bytes) -> None:
+    """Set NumPy's generator to a state in which no normal number is cached."""
+    global _without_normal
+    if bytes(in_place) != _without_normal:
+        # It forgets one, which may have been drawn with another.
+        np.random.seed(0)
+    in_place[:] = words
+    _without_normal = words
+
+
+def set_words(python: memoryview, numpy: memoryview) -> bool:
+    """Set Python's and NumPy's generators to what `seed_host` makes of them; False if NumPy's is no MT19937.
+
+    Those of Python are as `python_state` has them.
+    """
+    in_place = _numpy_words()
+    if in_place is None:
+        return False
+    set_python_state((python, None))
+    _write(in_place, bytes(numpy))
+    return True
 
 
 def restore_rng_states(states: States) -> None:

@@ -355,29 +355,28 @@ class SeparateGradients:
     MOST_KNOWN = 32
 
     def __init__(self, weights: Sequence[torch.Tensor]) -> None:
-        self._weights = weights
+        self.weights = weights
         self._are_plain = all(map(_has_plain_gradient, weights))
         self._sizes = [weight.nbytes for weight in weights] if self._are_plain else []
         self._known: set[tuple[int, ...]] = set()
         """Where gradients lay that share no memory."""
 
-    def __call__(self) -> None:
-        where = self._where() if self._are_plain else None
-        if where is None:
-            separate(self._weights)
-        elif where not in self._known:
-            if not _are_apart(where, self._sizes):
-                separate(self._weights)
-                return
-            if len(self._known) == self.MOST_KNOWN:
-                self._known.clear()
-            self._known.add(where)
-
-    def _where(self) -> tuple[int, ...] | None:
+    def __call__(self) -> list[torch.Tensor | None] | None:
+        """The gradients, each with memory of its own; None where one is not plain."""
+        gradients = [weight.grad for weight in self.weights]
         try:
-            return tuple([0 if (gradient := weight.grad) is None else gradient.data_ptr() for weight in self._weights])
+            where = tuple([0 if one is None else one.data_ptr() for one in gradients]) if self._are_plain else None
         except RuntimeError:  # a sparse one has no address
+            where = None
+        if where in self._known:
+            return gradients
+        if where is None or not _are_apart(where, self._sizes):
+            separate(self.weights)
             return None
+        if len(self._known) == self.MOST_KNOWN:
+            self._known.clear()
+        self._known.add(where)
+        return gradients
 
 
 def _has_plain_gradient(weight: torch.Tensor) -> bool:

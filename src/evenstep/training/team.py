@@ -74,8 +74,8 @@ from evenstep.training.precision import Precision
 
 if TYPE_CHECKING:
     from evenstep.data.own_batches import OwnBatches
+    from evenstep.training.replica_seeds import Seeds
     from evenstep.training.scores import Scores
-    from evenstep.training.virtual_replicas import Seeds
     from evenstep.training.whole_update import WholeUpdates
 
 
@@ -261,7 +261,7 @@ class Team:
 
     def with_replicas(self, num: int) -> Team:
         """The same team, whose batches are cut into virtual replicas."""
-        from evenstep.training.virtual_replicas import Seeds
+        from evenstep.training.replica_seeds import Seeds
 
         check_replicas(num, self.world.num_replicas, self.facts)
         if self._cpu_offload:

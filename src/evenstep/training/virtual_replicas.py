@@ -9,8 +9,8 @@ is, and summed once, exactly.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping
-from typing import TYPE_CHECKING, TypeVar
+from collections.abc import Iterable, Mapping
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -20,76 +20,18 @@ from evenstep.data.loader import Batch, MicroBatch
 from evenstep.distributed.gradient_tree import GradientTree
 from evenstep.distributed.world import World
 from evenstep.errors import TaskError
-from evenstep.sampling.rng import (
-    derive_seed,
-    host_states,
-    replica_seed,
-    restore_host_states,
-    seed_device,
-    seed_devices,
-    seed_host,
-)
+from evenstep.sampling.rng import host_states, restore_host_states
 from evenstep.strategies.base import DistributedModel, forget, has_sparse_gradients, one_after_another
 from evenstep.task import Amount
 from evenstep.training.evaluation import NamedSums
 from evenstep.training.loss import HostCopy, LossTotal, ReplicaBackward, StepLogs, as_pair, as_sum
 from evenstep.training.replica_buffers import replica_buffers
+from evenstep.training.replica_seeds import Seeds
 
 if TYPE_CHECKING:
     from evenstep.distributed.shm.allreduce import PendingSum
 
-MOST_MICRO_BATCHES = 1 << 32
 NO_IDS = np.zeros(0, dtype=np.int64)
-NO_EPOCH, EVALUATION = -2, -1
-"""Its draws are those of no epoch: every evaluation of the same weights draws the same."""
-T = TypeVar("T")
-
-
-class Seeds:
-    """Seeds of the virtual replicas: functions of (seed, epoch, position, virtual replica, micro-batch, repeat)."""
-
-    def __init__(self, seed: int, world: World, what: str) -> None:
-        self._seed, self._world, self._what = seed, world, what
-        self._keys: tuple[int, dict[int, int]] = (NO_EPOCH, {})
-        self._after = 0
-        self.share_generator = len(world.devices) > 1
-        """Whether replicas of this process draw from one generator, that of the host: they run one after the other."""
-        self._has_gpus = any(device.type != "cpu" for device in world.devices)
-
-    def begin(self, epoch: int) -> None:
-        """Before the micro-batches of a batch."""
-        if self._keys[0] != epoch:
-            self._keys = (epoch, {})
-            self._after = derive_seed(self._seed, "after", epoch)
-
-    def set(self, replica: int, place: Place, position: int, repeat: int) -> None:
-        """Seed what a micro-batch on this replica can draw from."""
-        number = place.micro + repeat * MOST_MICRO_BATCHES
-        epoch, keys = self._keys
-        if place.virtual not in keys:
-            keys[place.virtual] = derive_seed(self._seed, self._what, epoch, place.virtual)
-        seed = replica_seed(keys[place.virtual], position, number)
-        seed_host(seed)
-        if self._has_gpus:
-            seed_device(seed, self._world.devices[replica])
-
-    def finish(self, position: int, repeat: int) -> None:
-        """After a step: whatever the user draws from torch next is the same on all devices."""
-        seed = replica_seed(self._after, position, repeat)
-        seed_devices([seed] * len(self._world.devices), self._world.devices)
-
-    def seeded(self, work: Callable[[int, MicroBatch], T], batch: Batch, index: int) -> Callable[[int, MicroBatch], T]:
-        """`work` on the micro-batches with this index, in an evaluation."""
-        self.begin(EVALUATION)
-        places = batch.loader.split.places(batch.num_samples)[index]
-
-        def call(replica: int, micro_batch: MicroBatch) -> T:
-            place = places[replica]
-            if place is not None:
-                self.set(replica, place, batch.span.start, 0)
-            return work(replica, micro_batch)
-
-        return call
 
 
 def refuse_sparse(model: DistributedModel) -> None:
@@ -106,7 +48,6 @@ class VirtualBackward:
         assert isinstance(backward.totals, VirtualLoss)
         self._totals = backward.totals
         self._start = batch.span.start
-        seeds.begin(batch.span.epoch)
         self._buffers = [replica_buffers(model, backward.world) for model in backward.models if model.has_buffers]
 
     def run(self) -> None:
@@ -115,6 +56,7 @@ class VirtualBackward:
         # Outside of a step the generators are the user's.
         outside = host_states()
         try:
+            self._seeds.begin(self._batch.span.epoch, self._start, self._repeat, self._totals.turns.places)
             self._run()
         except BaseException:
             for buffers in self._buffers:
@@ -130,7 +72,7 @@ class VirtualBackward:
     def _run(self) -> None:
         model, totals = self._backward.models[0], self._totals
         run = one_after_another if self._seeds.share_generator else model.run
-        trees = run(self._on_device, list(enumerate(totals.turns)))
+        trees = run(self._on_device, list(enumerate(totals.turns.of_replicas)))
         if totals.sent is None:
             # No virtual replica of this process has samples in a short batch.
             totals.send()
@@ -141,21 +83,25 @@ class VirtualBackward:
             buffers.finish(min(self._batch.num_samples, split.least))
 
     def _on_device(self, replica: int, turns: list[Turn]) -> GradientTree:
-        totals, micro_batches, split = self._totals, self._batch.micro_batches, self._batch.loader.split
-        tree = GradientTree(self._backward.models[0].weights_of[replica], split.virtual[split.replicas[replica]])
+        model, micro_batches, split = self._backward.models[0], self._batch.micro_batches, self._batch.loader.split
+        weights = model.weights_of[replica]
+        tree = GradientTree(weights, split.virtual[split.replicas[replica]])
+        # fsdp's gradients are not those of its parameters.
+        are_known = model.separate[replica].weights is weights
         num_here = num_to_run = sum([len(turn.micro_batches) for turn in turns])
         num_left = self._num_left(num_here)
         for virtual, own in turns:
+            gradients = None
             for buffers in self._buffers:
                 buffers.begin(replica)
             for at, place in own:
                 num_to_run -= 1
-                totals.begin(place)
-                self._seeds.set(replica, place, self._start, self._repeat)
-                self._backward(not (num_to_run or num_left), replica, micro_batches[at][replica])
+                self._totals.begin(place)
+                self._seeds.set(replica, place)
+                gradients = self._backward(not (num_to_run or num_left), replica, micro_batches[at][replica])
             for buffers in self._buffers if own else ():
                 buffers.end(replica, virtual)
-            tree.take()
+            tree.take(gradients if are_known else None)
         self._stand_in(replica, num_left)
         return tree
 
@@ -220,8 +166,8 @@ class VirtualLoss(LossTotal):
 
     def __init__(self, world: World, batch: Batch, request_code: float, names: list[str]) -> None:
         assert world.num_virtual is not None
-        self._num_micro, self.turns = batch.loader.split.turns(batch.num_samples)
-        self._num_places = world.num_virtual * self._num_micro
+        self.turns = batch.loader.split.turns(batch.num_samples)
+        self._num_places = world.num_virtual * self.turns.num_micro
         self._logs = VirtualLogs(world, names, self._num_places)
         super().__init__(world, batch.num_samples, request_code, self._logs)
         # Gradients are summed, not averaged over processes.
@@ -233,7 +179,7 @@ class VirtualLoss(LossTotal):
 
     def begin(self, place: Place | None) -> None:
         """Before a micro-batch; None for one that stands in for no samples."""
-        self._logs.place = None if place is None else place.virtual * self._num_micro + place.micro
+        self._logs.place = None if place is None else place.virtual * self.turns.num_micro + place.micro
 
     def take(self, amount: Amount, micro_batch: MicroBatch) -> tuple[torch.Tensor, float]:
         taken = super().take(amount, micro_batch)

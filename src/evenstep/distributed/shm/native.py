@@ -1,8 +1,8 @@
-"""The C library (sums.c), built once at install; `python -m evenstep.distributed.shm.native` builds it in place.
+"""The C library (sums.c, seeds.c), built once at install.
 
-The library's file name contains a hash of its source, so that a library of another version is never loaded. Without it
-(no compiler, another architecture) DDP averages gradients over gloo. This file imports only the standard library:
-hatch_build.py loads it by its path.
+`python -m evenstep.distributed.shm.native` builds it in place. Its file name contains a hash of its source, so that a
+library of another version is never loaded. Without it (no compiler, another architecture) DDP averages gradients over
+gloo. This file imports only the standard library: hatch_build.py loads it by its path.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from contextlib import suppress
 from pathlib import Path
 
 SOURCE = Path(__file__).with_name("sums.c")
+SEEDS = Path(__file__).with_name("seeds.c")
 FLAGS = ("-O3", "-std=gnu11", "-fPIC", "-shared", "-ffp-contract=off")
 """No flags for this machine's CPU: a wheel built here may be installed elsewhere."""
 BUILD_SECONDS = 60
@@ -25,7 +26,8 @@ BUILD_SECONDS = 60
 
 def path_in(folder: Path) -> Path:
     """The path of the library built from the current source."""
-    return folder / f"sums-{hashlib.sha256(SOURCE.read_bytes()).hexdigest()[:12]}.so"
+    content = SOURCE.read_bytes() + SEEDS.read_bytes()
+    return folder / f"sums-{hashlib.sha256(content).hexdigest()[:12]}.so"
 
 
 def build(folder: Path = SOURCE.parent) -> Path | None:
@@ -37,7 +39,10 @@ def build(folder: Path = SOURCE.parent) -> Path | None:
     beside = target.with_suffix(f".{os.getpid()}")
     try:
         subprocess.run(
-            [compiler, *FLAGS, "-o", str(beside), str(SOURCE)], check=True, capture_output=True, timeout=BUILD_SECONDS
+            [compiler, *FLAGS, "-o", str(beside), str(SOURCE), str(SEEDS)],
+            check=True,
+            capture_output=True,
+            timeout=BUILD_SECONDS,
         )
         # Atomic: a process that has loaded the old file keeps it, and no process loads a partial one.
         beside.replace(target)
@@ -66,6 +71,8 @@ def load(folder: Path = SOURCE.parent) -> ctypes.CDLL | None:
     library.evenstep_advance.restype = number
     library.evenstep_close.argtypes = [place]
     library.evenstep_close.restype = None
+    library.evenstep_seed_states.argtypes = [place, number, place, place]
+    library.evenstep_seed_states.restype = None
     return library
 
 

@@ -741,7 +741,7 @@ def parse_link(text: str | None) -> LinkMethod:
     raise PlanError(f"link is {shorten(repr(text))}; write {LINKS}, such as powersgd:2, topk:0.01 or local:50")
 
 
-def parse_log(given: str | None, name: str = "log") -> tuple[str, ...]:
+def parse_log(given: str | None, name: str = "--log") -> tuple[str, ...]:
     """The trackers that `--log` names.
 
     >>> parse_log("mlflow, tensorboard"), parse_log(None)

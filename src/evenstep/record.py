@@ -22,6 +22,10 @@ from evenstep.plan import Plan, parse_best
 from evenstep.schema import MALFORMED, Natural, Positive, Schema, in_words
 
 FILE = "record.jsonl"
+STUDY_FILE = "study.jsonl"
+"""Of `evenstep tune`; its first row names the task."""
+TRIALS = "trials"
+"""The folder of a study that holds its trials, which are runs."""
 FLUSH_SECONDS = 0.2
 BLOCK_BYTES = 2**16
 MAX_HELD = 10_000
@@ -678,6 +682,13 @@ def ends_of(path: Path) -> tuple[Start, list[Start | Row]]:
         if begin > 0:
             file.readline()
         return start, list(rows(file, kinds))
+
+
+def study_of(run_folder: Path) -> Path | None:
+    """The folder of the study that a run is a trial of."""
+    above = run_folder.resolve().parent
+    is_trial = above.name == TRIALS and os.path.isfile(above.parent / STUDY_FILE)
+    return above.parent if is_trial else None
 
 
 def has_begun(run_folder: Path) -> bool:

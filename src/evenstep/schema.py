@@ -111,7 +111,16 @@ def read_value(name: str, given: object, hint: Any, error: type[BadInput], is_te
         if is_bool and isinstance(given, str):
             raise error(f"{name} is {shown}; write true or false{' (or yes, no, on, off)' * is_text}") from None
         meta = [one for choice in (hint, *choices) for one in get_args(choice) if isinstance(one, Meta)]
-        raise error(f"{name} is {shown}; {meta[0].description if meta else _why(wrong)}") from None
+        advice = meta[0].description if meta else (is_text and _number_advice(given, hint)) or _why(wrong)
+        raise error(f"{name} is {shown}; {advice}") from None
+
+
+def _number_advice(given: object, hint: Any) -> str:
+    """For a text that was to be a number."""
+    kinds = {hint, *get_args(hint)}
+    if not isinstance(given, str) or not kinds & {int, float}:
+        return ""
+    return "write a number, such as 0.1" if float in kinds else "write a whole number, such as 4"
 
 
 def _why(wrong: Exception) -> str:

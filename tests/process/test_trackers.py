@@ -19,7 +19,7 @@ import evenstep
 from evenstep.errors import PlanError
 from evenstep.plan import Plan
 from evenstep.record import RecordWriter, Step
-from evenstep.trackers import check_installed
+from evenstep.trackers import check_installed, how_to_look
 from evenstep.trackers.follower import Feed, is_followed, read_state, start_follower
 from evenstep.trackers.points import whole_history
 from tests.process import traced_task
@@ -65,9 +65,12 @@ def write_rows(step: int, rows: Sequence[Step], run: Path = RUN, resume: str | N
     writer.close()
 
 
-def test_the_numbers_of_the_record_are_in_tensorboard(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_numbers_of_the_record_are_in_tensorboard(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
     monkeypatch.setattr(traced_task, "MISHAP", "none, but who follows")
-    record = evenstep.train(task, progress=False, **LOGGED)
+    record = evenstep.train(task, **LOGGED)
+    assert f"runs/one is in tensorboard: tensorboard --logdir {RUN.parent.absolute()}\n" in capfd.readouterr().err
     check_niceness()
     read = events()
     losses = read.Scalars("train/loss")
@@ -255,6 +258,14 @@ def test_an_unknown_tracker_is_refused_with_those_that_are_known() -> None:
     with pytest.raises(PlanError, match=rf"log is 'tensorbord'; {choices}"):
         Plan(batch=8, steps=1, log="mlflow,tensorbord")
     assert Plan(batch=8, steps=1, log="tensorboard").to_json()["log"] == "tensorboard"
+
+
+@pytest.mark.parametrize("has_server", [True, False])
+def test_mlflow_skinny_is_said_to_have_no_server(monkeypatch: pytest.MonkeyPatch, has_server: bool) -> None:
+    monkeypatch.setattr("evenstep.trackers.find_spec", lambda name: name if has_server else None)
+    shown = how_to_look("mlflow", "mlflow ui --backend-store-uri sqlite:///runs/mlflow.db")
+    assert ("pip install mlflow" in shown) is not has_server
+    assert how_to_look("mlflow", "https://tracking") == "https://tracking"
 
 
 def test_a_profile_of_no_steps_is_refused() -> None:

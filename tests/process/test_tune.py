@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import json
 import random
+import re
 import shutil
 import signal
 import subprocess
 import sys
 import time
 from collections import Counter
+from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -21,7 +23,10 @@ from safetensors.numpy import load_file
 from evenstep.distributed.devices import num_cores
 from evenstep.record import Record
 from evenstep.tune.study import Study, read_study
+from tests.pure.conftest import Ended, evenstep
 from tests.waiting import wait_until
+
+__all__ = ["evenstep"]
 
 optuna = pytest.importorskip("optuna", reason="Optuna is not installed: pip install 'evenstep[tune]'")
 
@@ -82,7 +87,8 @@ def test_the_best_go_on_from_rung_to_rung_and_every_trial_is_a_run(halved: Path)
         assert record.plan.options == {**trial.options}
         assert len(record.steps) == trial.steps == len({step.step for step in record.steps})
     lines = (halved / "stderr").read_text()
-    assert "4 trials, 2 at a time; 4, 2, 1 of them reach epochs 1, 2, 4" in lines
+    assert lines.startswith("runs/s: 4 trials, 2 at a time; 4, 2, 1 of them reach epochs 1, 2, 4\n")
+    assert re.search(r"^trial 1 reached epoch 1: best loss \d\.\d{4} \(step 4\)", lines, re.MULTILINE)
     assert "goes on to epoch 4" in lines
 
 
@@ -170,7 +176,12 @@ def test_show_and_the_journal_hold_the_same_trials(halved: Path) -> None:
     assert best is not None
     assert best.last is not None
     assert f"best       trial {best.number}: loss {best.last.value:.4f}" in shown.stdout
+    checkpoint = halved / "runs/s/trials" / best.folder / "checkpoints/best"
+    assert json.loads((halved / "stdout").read_text())["checkpoint"] == str(checkpoint.relative_to(halved))
+    assert f"\ncheckpoint {checkpoint}\nuse it     evenstep checkpoint export {checkpoint} " in shown.stdout
+    assert "best by epoch 4" in shown.stdout
     assert (halved / "runs/s/page.html").read_text().count("trials/000") >= 4
+    assert 'href="../../page.html"' in (halved / "runs/s/trials/0001/page.html").read_text()
     backend = optuna.storages.journal.JournalFileBackend(str(halved / "runs/s/optuna.journal"))
     mirrored = optuna.load_study(study_name="s", storage=optuna.storages.JournalStorage(backend))
     assert len(mirrored.trials) == 4
@@ -179,6 +190,59 @@ def test_show_and_the_journal_hold_the_same_trials(halved: Path) -> None:
     states = [trial.state.name for trial in mirrored.trials]
     assert states.count("COMPLETE") == 1
     assert states.count("PRUNED") == 3
+
+
+def test_without_optuna_a_study_is_shown_without_importances(
+    halved: Path, monkeypatch: pytest.MonkeyPatch, evenstep: Callable[..., Ended]
+) -> None:
+    shutil.copytree(halved / "runs/s", "s")
+    monkeypatch.setattr("evenstep.tune.sampler.has_optuna", lambda: False)
+    monkeypatch.setattr("evenstep.tune.study_page.has_optuna", lambda: False)
+    monkeypatch.setitem(sys.modules, "optuna", None)
+    shown = evenstep("tune", "--show", "s")
+    assert (shown.code, "page       s/page.html" in shown.out) == (0, True), shown
+    assert "The importance of options needs Optuna" in Path("s/page.html").read_text()
+
+
+def test_the_winner_is_found_from_the_study_and_its_card_names_both(
+    halved: Path, monkeypatch: pytest.MonkeyPatch, evenstep: Callable[..., Ended]
+) -> None:
+    monkeypatch.chdir(halved)
+    best = read_study(Path("runs/s")).best
+    assert best is not None
+    assert best.last is not None
+    checkpoint = f"runs/s/trials/{best.folder}/checkpoints/best"
+    said = f"error: runs/s is a study of many runs, not a checkpoint; that of its best trial is {checkpoint}\n"
+    for words in (("checkpoint", "export", "runs/s", "out", "--to", "torch"), ("evaluate", "runs/s")):
+        assert evenstep(*words) == Ended(2, "", said)
+    assert evenstep("checkpoint", "export", checkpoint, "out", "--to", "torch").err == ""
+    card = Path("out/README.md").read_text()
+    assert f"# tuned_task.py, trial {best.folder} of s\n" in card
+    assert "--best loss:min --threads " in card
+    (study,) = json.loads(evenstep("runs", "--json").out)
+    assert (study["suggested"], study["trials"]) == (4, 4)
+    assert study["best"]["value"] == best.last.value
+    assert f"trial 4/4  best loss {best.last.value:.4f}" in evenstep("runs").out
+
+
+def test_the_latest_checkpoint_of_a_run_is_said_not_to_be_its_best(evenstep: Callable[..., Ended]) -> None:
+    import evenstep as library
+
+    library.train(str(TASK), name="one", devices="cpu", epochs=2, best="loss:max", progress=False)
+    (best,) = Path("runs/one/checkpoints").glob("best")
+    assert best.resolve().name == "step-00000004"
+    said = "this is the latest checkpoint of runs/one; its best one is runs/one/checkpoints/best\n"
+    assert evenstep("checkpoint", "export", "runs/one", "latest", "--to", "torch").err == said
+    assert evenstep("checkpoint", "export", best, "best", "--to", "torch").err == ""
+    assert "| checkpoint | step 4 of 8, after 64 samples; the best by loss:max |" in Path("best/README.md").read_text()
+
+
+def test_help_shows_what_would_be_searched(evenstep: Callable[..., Ended]) -> None:
+    shown = evenstep("tune", TASK, "--help").out
+    assert re.search(r"lr= +float +default: 0.1 +searched: 1e-3..1:log", shown)
+    assert evenstep("tune", "--show", "runs/nothing").err == (
+        "error: runs/nothing does not exist; give the folder of a study, such as runs/my_task-tune\n"
+    )
 
 
 @pytest.mark.slow
@@ -263,6 +327,7 @@ def test_a_failed_trial_has_its_first_cause_and_the_study_goes_on() -> None:
 @pytest.mark.parametrize(
     ("words", "message"),
     [
+        (("lr=0.1", "--search", "lr"), "lr is given (lr=0.1) and searched (--search lr); leave one of them out"),
         (("--search", "rate=1..2"), "the task has no such option"),
         (("--search", "lr", "--rungs", "3,1"), "write growing numbers of epochs"),
         (("--search", "lr", "--rungs", "1,3", "--epochs", "5"), "omit --epochs"),
@@ -309,5 +374,6 @@ def test_ctrl_c_stops_all_trials_with_checkpoints() -> None:
     process.send_signal(signal.SIGINT)
     _, errors = process.communicate(timeout=60)
     assert process.returncode == 130, errors
-    assert "stopped, with checkpoints; the same command continues the study" in errors
+    assert "stopping: the trials that run save checkpoints\n" in errors
+    assert "stopped, with checkpoints; the same command continues the study in runs/c" in errors
     assert not any(trial.failed or trial.reached for trial in read_study(Path("runs/c")).trials.values())

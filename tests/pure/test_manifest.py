@@ -16,7 +16,7 @@ from tests.pure.conftest import Ended
 jsonschema = pytest.importorskip("jsonschema", reason="it checks the files against the schemas")
 yaml = pytest.importorskip("yaml", reason="it reads the files")
 
-TRAINING = ["my_task.py", "lr=0.1", "--epochs", "10", "--audit", "note=yes: no # #"]
+TRAINING = ["/app/my_task.py", "lr=0.1", "--epochs", "10", "--audit", "note=yes: no # #"]
 POD = ["--image", "registry/me/train:1"]
 CASES = {
     "one machine": ["--devices", "4"],
@@ -111,7 +111,22 @@ def test_a_batch_script_asks_for_what_the_training_uses(evenstep: Callable[..., 
         "#SBATCH --open-mode=append",
     ]
     assert shlex.split(last) == ["srun", *COMMAND, "--devices", "4", "--requeue"]
-    assert "--cpus-per-task=2" in evenstep("manifest", "slurm", "digits", "--devices", "cpu,cpu").out
+
+
+@pytest.mark.parametrize(
+    ("words", "num"), [(["--devices", "cpu,cpu"], 2), (["--devices", "4", "--cpus", "16"], 16), (["--cpus", "3"], 3)]
+)
+def test_srun_gets_the_cores_that_sbatch_gets(evenstep: Callable[..., Ended], words: list[str], num: int) -> None:
+    *options, last = evenstep("manifest", "slurm", "digits", *words).out.splitlines()
+    assert f"#SBATCH --cpus-per-task={num}" in options
+    assert last.startswith(f"srun --cpus-per-task={num} evenstep train digits --devices ")
+
+
+def test_pods_request_cores_beside_their_gpus(evenstep: Callable[..., Ended]) -> None:
+    (found,) = documents(evenstep("manifest", "jobset", "digits", *POD, "--devices", "4", "--cpus", "16").out)
+    assert container(found)["resources"]["requests"] == {"nvidia.com/gpu": 4, "cpu": 16}
+    (alone,) = documents(evenstep("manifest", "jobset", "digits", *POD, "--devices", "4").out)
+    assert container(alone)["resources"]["requests"] == {"nvidia.com/gpu": 4}
 
 
 @pytest.mark.parametrize(
@@ -123,6 +138,11 @@ def test_a_batch_script_asks_for_what_the_training_uses(evenstep: Callable[..., 
         ("slurm digits --devices 0", "--devices is '0'"),
         ("slurm digits --devices cpu,cuda:0", "--devices is 'cpu,cuda:0'; write the GPUs of each machine, such as 4"),
         ("slurm digits --machines 0", "--machines is 0; give 1 or more"),
+        ("slurm digits --strategy foo", "unknown strategy 'foo'; choose single, dp, ddp"),
+        ("slurm gone.py --strategy foo", "unknown strategy 'foo'; choose single, dp, ddp"),
+        ("slurm digits lrr=3", "task() has no option lrr"),
+        ("slurm digits --requeue", "leave --requeue out: the script for Slurm has it already"),
+        ("slurm digits --image a:1", "--image is an option of evenstep manifest jobset and trainjob"),
         ("slurm digits --rendezvous here:1", "--rendezvous is not passed on"),
         ("slurm --audit digits", "--audit stands where the task is expected"),
         ("slurm digits --name Mine", "'Mine' cannot name a job; use up to 50 of a to z"),
@@ -137,6 +157,15 @@ def test_what_no_cluster_would_run_is_refused_in_one_line(
 ) -> None:
     ended = evenstep("manifest", *words.split())
     assert (ended.code, said in ended.err, ended.out) == (2, True, ""), ended
+
+
+def test_a_task_that_is_not_here_is_said_not_to_be_checked(evenstep: Callable[..., Ended]) -> None:
+    made = evenstep("manifest", "slurm", "/app/my_task.py", "lr=0.1")
+    assert (made.code, made.out.splitlines()[-1]) == (
+        0,
+        "srun evenstep train /app/my_task.py lr=0.1 --devices 1 --requeue",
+    )
+    assert made.err.startswith("the options of /app/my_task.py are not checked: no file /app/my_task.py;")
 
 
 def test_without_a_volume_it_says_what_is_lost(evenstep: Callable[..., Ended]) -> None:

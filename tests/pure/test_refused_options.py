@@ -15,7 +15,7 @@ from tests.pure.conftest import Ended
     ("given", "said"),
     [
         ("lrr=1", "task() has no option lrr; did you mean lr? It has lr, width, sizes"),
-        ("lr=fast", "lr is 'fast'; expected float, got str"),
+        ("lr=fast", "lr is 'fast'; write a number, such as 0.1"),
         ("kind=elu", "kind is 'elu'; choose tanh or relu; did you mean relu?"),
         ("is_wide=maybe", "is_wide is 'maybe'; write true or false (or yes, no, on, off)"),
         ("sizes=1,x", "sizes is ['1', 'x']; [1]: expected int, got str"),
@@ -43,6 +43,28 @@ def test_a_flag_that_is_none_may_be_meant_for_the_task(evenstep: Callable[..., E
     done = evenstep("train", "digits", "--lr", "0.1")
     assert done.code == 2
     assert "No such option: --lr; an option of the task is written lr=VALUE; see evenstep train --help" in done.err
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (("--epochs", "abc"), "--epochs is 'abc': write a whole number, such as 4; see evenstep train --help"),
+        (("--clip", "abc"), "--clip is 'abc': write a number, such as 0.5; see evenstep train --help"),
+        (("--log", "tensorbord"), "--log is 'tensorbord'; choose tensorboard, wandb, mlflow or trackio"),
+    ],
+)
+def test_an_option_of_another_type_says_what_to_write(
+    evenstep: Callable[..., Ended], words: tuple[str, ...], said: str
+) -> None:
+    done = evenstep("train", "digits", *words)
+    assert (done.code, said in done.err) == (2, True), done
+
+
+def test_metrics_that_are_no_function_show_one(evenstep: Callable[..., Ended]) -> None:
+    Path("my_task.py").write_text(TASK.replace("loss=lambda", 'metrics={"accuracy": len}, loss=lambda', 1))
+    done = evenstep("train", "my_task.py")
+    assert "Task.metrics is a dict; give a function that returns one: metrics=lambda model, batch: {" in done.err
+    assert (done.code, Path("runs").exists()) == (2, False)
 
 
 def test_a_mistyped_field_of_a_task_is_named(evenstep: Callable[..., Ended]) -> None:

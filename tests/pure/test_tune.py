@@ -68,6 +68,13 @@ def test_or_stands_in_the_annotations_of_the_task() -> None:
     assert [one.text for one in parse_search(["lr", "width=1,2"], task)] == ["1e-4..1e-1:log", "1,2"]
 
 
+def test_an_option_is_given_or_searched() -> None:
+    with pytest.raises(BadInput, match=r"lr is given \(lr=0.1\) and searched \(--search lr\); leave one of them out"):
+        parse_search(["lr"], task, {"lr": "0.1"})
+    with pytest.raises(BadInput, match="nothing to search: give --search"):
+        parse_search([], task, {"lr": "0.1"})
+
+
 @pytest.mark.parametrize(
     ("word", "message"),
     [
@@ -78,7 +85,8 @@ def test_or_stands_in_the_annotations_of_the_task() -> None:
         ("lr=1..1", "the range is empty"),
         ("lr=0..1:log", "begins above 0"),
         ("kind=1..2", "kind is no number; write choices: kind=a,b,c"),
-        ("kind=tanh,gelu", "choose tanh or relu"),
+        ("kind=tanh,gelu", "--search kind=tanh,gelu: kind is 'gelu'; choose tanh or relu$"),
+        ("lr=abc", "--search lr=abc: lr is 'abc'; write a number, such as 0.1$"),
         ("width=1,1", "has a choice twice"),
         ("width=1,,2", "neither a range nor choices"),
         ("width=1..2..3", "neither a range nor choices"),
@@ -244,9 +252,11 @@ def test_a_file_with_a_torn_last_line_goes_on_without_it(tmp_path: Path) -> None
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"trials": 13}, "its trials is 12, and 13 was given; give --name for a new one"),
-        ({"choices": {"batch": 32}}, "its batch is not set, and 32 was given"),
-        ({"space": SPACE[:1]}, "its search is lr=1e-4..1e-1:log, n=1..4, and lr=1e-4..1e-1:log was given"),
+        ({"trials": 13}, "it has --trials 12, not --trials 13; give --name for a new one"),
+        ({"choices": {"batch": 32}}, "it has no --batch, and --batch 32 was given"),
+        ({"choices": {"options": {"kind": "relu"}}}, "it has no options, and kind=relu was given;"),
+        ({"rungs": []}, "it has --rungs 1,3,9, which was not given;"),
+        ({"space": SPACE[:1]}, "--search lr=1e-4..1e-1:log --search n=1..4, not --search lr=1e-4..1e-1:log;"),
     ],
 )
 def test_another_command_does_not_continue_a_study(tmp_path: Path, changes: dict[str, object], message: str) -> None:

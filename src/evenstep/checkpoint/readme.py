@@ -10,7 +10,7 @@ from pathlib import Path
 from evenstep.checkpoint import files
 from evenstep.errors import EvenstepError
 from evenstep.plan import IN_THIS_PROCESS, Plan
-from evenstep.record import FILE, Record, Summary
+from evenstep.record import FILE, Record, Summary, study_of
 from evenstep.task import value_in_words
 
 README = "README.md"
@@ -54,10 +54,10 @@ def _body(path: Path, to: str, model: object) -> Iterator[str]:
     saved = state.get("plan")
     plan = Plan.from_json(saved) if saved else None
     summary = _summary(path)
-    yield f"# {plan.name if plan is not None else path.parent.parent.name or 'Model'}"
+    yield f"# {_title(path, plan)}"
     yield f"\nTrained with evenstep {state['evenstep']} and torch {state['torch']}.\n"
     facts = {
-        "checkpoint": f"step {state['step']:,}, after {state['loader']['position']:,} samples",
+        "checkpoint": _position(path, state, plan),
         **_size(path),
         **(_training(plan) if plan is not None else {"seed": str(state["seed"])}),
         **_speed(summary),
@@ -73,6 +73,26 @@ def _body(path: Path, to: str, model: object) -> Iterator[str]:
     yield f"\n## Use\n\n```python\n{USE[to].format(**names) if to == 'hf' else USE[to]}```"
     if plan is not None and plan.task != IN_THIS_PROCESS:
         yield f"\n## Train it again\n\n```console\n{_command(plan)}\n```"
+
+
+def _title(path: Path, plan: Plan | None) -> str:
+    """The name of the run; that of a trial is a number, which says little without its task and study."""
+    run = path.resolve().parent.parent
+    name = plan.name if plan is not None else run.name or "Model"
+    study = study_of(run)
+    if study is None or plan is None:
+        return name
+    return f"{plan.task_name}, trial {name} of {study.name}"
+
+
+def _position(path: Path, state: files.State, plan: Plan | None) -> str:
+    """Which step of the run the weights are of, and why that one."""
+    step, num_steps = state["step"], state["num_steps"]
+    of = f" of {num_steps:,}" if num_steps is not None and step < num_steps else ""
+    best = path.parent / "best"
+    is_best = of and best.exists() and best.resolve() == path.resolve()
+    why = f"; the best by {plan.best or 'loss'}" if is_best and plan is not None else ""
+    return f"step {step:,}{of}, after {state['loader']['position']:,} samples{why}"
 
 
 def _summary(path: Path) -> Summary | None:
@@ -118,8 +138,9 @@ def _command(plan: Plan) -> str:
     """Whatever the devices, it trains the same model."""
     length = ["--epochs", str(plan.epochs)] if plan.steps is None else ["--steps", str(plan.steps)]
     options = [f"{name}={value_in_words(value)}" for name, value in plan.options.items()]
-    replicas = ["--virtual-replicas", str(plan.virtual_replicas)] if plan.virtual_replicas is not None else []
-    more = ["--batch", str(plan.batch), *length, "--seed", str(plan.seed), "--precision", plan.precision, *replicas]
+    given = {"--virtual-replicas": plan.virtual_replicas, "--best": plan.best, "--threads": plan.threads}
+    others = [word for name, value in given.items() if value is not None for word in (name, str(value))]
+    more = ["--batch", str(plan.batch), *length, "--seed", str(plan.seed), "--precision", plan.precision, *others]
     return shlex.join(["evenstep", "train", plan.task_name, *options, *more])
 
 

@@ -5,11 +5,13 @@ from __future__ import annotations
 import difflib
 import inspect
 import math
+import os
 import re
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from itertools import count, pairwise
+from pathlib import Path
 from types import UnionType
 from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
@@ -33,6 +35,12 @@ TASKS = (
 MOST_IN_A_LINE = 1000
 _COMMAND = re.compile(r"(?<!\S)(evenstep [a-z]{2,20} |--[a-z-]{2,30} )(?=\S)")
 """Where one begins that a message advises, or its options."""
+
+NUMBERS = {
+    "Input should be a valid integer": "write a whole number, such as 4",
+    "Input should be a valid number": "write a number, such as 0.5",
+}
+"""For what Typer says of a text that is no number."""
 
 # Typer keeps its name for "the command line is wrong" to itself; this public one is made from it.
 _USAGE_ERROR: type[Exception] = typer.BadParameter.__mro__[1]
@@ -212,6 +220,29 @@ def print_whole(table: Table, console: Console) -> None:
         print(re.sub(r"\s+((?:\x1b\[[0-9;]*m)*)$", r"\1", line))
 
 
+def refuse_study(where: str | Path) -> None:
+    """A study holds many runs: name the checkpoint that is meant most often."""
+    from evenstep.record import STUDY_FILE
+    from evenstep.tune.study import read_study
+    from evenstep.tune.study_table import best_checkpoint
+
+    folder = Path(where)
+    if not os.path.isfile(folder / STUDY_FILE):
+        return
+    best = best_checkpoint(read_study(folder), folder)
+    advice = f"that of its best trial is {best}" if best else "none of its trials has one"
+    raise BadInput(f"{shorten(str(where))} is a study of many runs, not a checkpoint; {advice}")
+
+
+def note_on_best(where: str | Path) -> list[str]:
+    """What to know where a run folder stands for its latest checkpoint, and an earlier one was better."""
+    folder = Path(where) / "checkpoints"
+    best, latest = folder / "best", folder / "latest"
+    if not (os.path.exists(best) and os.path.exists(latest)) or os.path.samefile(best, latest):
+        return []
+    return [f"this is the latest checkpoint of {where}; its best one is {best}"]
+
+
 def print_notes(notes: Iterable[str]) -> None:
     from evenstep.report.terminal import without_control
 
@@ -259,15 +290,18 @@ def print_stop(stop: BaseException) -> None:
 def _show_task_options(words: Sequence[str]) -> None:
     """Above the help of a command that names a task: what can be set in it."""
     from evenstep.task import find_task, options_of
+    from evenstep.tune.space import annotated_searches
 
     spec = words[1] if words[0] in ("train", "verify", "compare", "fit", "tune") and len(words) > 1 else "-"
     if spec.startswith("-") or "=" in spec:
         return
     task = find_task(spec)
     table = Table(box=None, pad_edge=False, show_header=False)
+    ranges = annotated_searches(task) if words[0] == "tune" else {}
     for one in options_of(task):
         default = "required" if one.default is one.empty else f"default: {value_in_words(one.default)}"
-        table.add_row(f"  {one.name}=", Text(_type_in_words(one.annotation)), Text(default))
+        searched = f"searched: {ranges[one.name]}" if one.name in ranges else ""
+        table.add_row(f"  {one.name}=", Text(_type_in_words(one.annotation)), Text(default), Text(searched))
     console = Console(highlight=False, emoji=False, soft_wrap=True)
     console.print(f"Options of {spec}{':' if table.row_count else ': none'}", style="bold", markup=False)
     if task.__doc__ and not isinstance(task, Task):
@@ -313,7 +347,8 @@ def _in_our_words(message: str, words: Sequence[str]) -> str:
     if found := re.match(r"Invalid value for '(--\S+)': (.+)", message, re.DOTALL):
         given = [value for option, value in pairwise(words) if option == found[1]]
         given += [word.partition("=")[2] for word in words if word.startswith(f"{found[1]}=")]
-        return f"{found[1]} is {shorten(repr(given[-1]))}: {found[2]}" if given else message
+        why = next((words for start, words in NUMBERS.items() if found[2].startswith(start)), found[2])
+        return f"{found[1]} is {shorten(repr(given[-1]))}: {why}" if given else message
     return message
 
 

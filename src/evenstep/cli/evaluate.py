@@ -19,7 +19,10 @@ from evenstep.cli.app import (
     WorkersOption,
     app,
     flag,
+    note_on_best,
     print_notes,
+    print_whole,
+    refuse_study,
     without_nan,
 )
 from evenstep.cli.completion import complete_run, complete_strategy, complete_task
@@ -79,7 +82,10 @@ def evaluate(
         "workers": workers,
         "options": given,
     }
-    found = evaluated(checkpoint, task, choices, (lambda notes: None) if quiet else print_notes)
+    refuse_study(checkpoint)
+    log = (lambda notes: None) if quiet else print_notes
+    found = evaluated(checkpoint, task, choices, log)
+    log(note_on_best(checkpoint))
     if as_json:
         print(json.dumps(without_nan(asdict(found))))
         return
@@ -91,4 +97,4 @@ def evaluate(
     table.add_row("evaluated", f"{found.samples:,} samples in {found.seconds:.1f} s")
     for name, value in found.values.items():
         table.add_row(f"valid {plain(name)}", number(value))
-    Console(highlight=False, emoji=False).print(table)
+    print_whole(table, Console(highlight=False, emoji=False))

@@ -12,7 +12,16 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from evenstep.cli.app import JsonOption, app, checkpoint_app, print_whole, without_nan
+from evenstep.cli.app import (
+    JsonOption,
+    app,
+    checkpoint_app,
+    note_on_best,
+    print_notes,
+    print_whole,
+    refuse_study,
+    without_nan,
+)
 from evenstep.cli.completion import complete_run, complete_task
 from evenstep.errors import BadInput, EvenstepError, shorten
 
@@ -127,8 +136,10 @@ def export(
     """Write the weights of a run for use without evenstep; of its latest checkpoint, or of the one that you name."""
     from evenstep.checkpoint.export import export
 
+    refuse_study(path)
     for one in export(path, to, folder, task):
         print(one)
+    print_notes(note_on_best(path))
 
 
 @checkpoint_app.command()
@@ -140,6 +151,7 @@ def inspect(
     from evenstep.checkpoint import files
     from evenstep.report.terminal import plain
 
+    refuse_study(path)
     found, warnings = files.find(str(path))
     state = files.read_state(found)
     tensors = files.tensor_table(found / files.WEIGHTS)

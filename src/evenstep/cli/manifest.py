@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, Annotated
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from evenstep.cli.app import app, print_notes
-from evenstep.errors import BadInput, shorten
+from evenstep.cli.settings import choose_task
+from evenstep.errors import BadInput, TaskError, shorten
+from evenstep.schema import check_choice
+from evenstep.strategy_facts import STRATEGIES
+from evenstep.task import find_task, read_options
 
 if TYPE_CHECKING:
     from evenstep.clusters.job_files import ClusterJob
@@ -23,8 +28,10 @@ evenstep manifest {kind} my_task.py lr=0.1 --epochs 10 --machines 2 --devices 4 
 POD = "--image registry/me/train:1 --volume training:/work "
 ON_KUBERNETES = EXAMPLES.format(kind="{kind}", pod=POD, file="job.yaml", start="kubectl apply -f")
 ON_SLURM = EXAMPLES.format(kind="slurm", pod="", file="job.sh", start="sbatch --partition gpu --time 4:00:00")
-NOT_PASSED = ("--machines", "--devices", "--rendezvous", "--name", "--requeue")
+NOT_PASSED = ("--machines", "--devices", "--rendezvous", "--name")
 """Options of a training that the file itself decides."""
+OF_PODS = ("--image", "--volume")
+"""Options of files for Kubernetes alone."""
 PASSES_ON = {"allow_extra_args": True, "ignore_unknown_options": True}
 manifest_app = typer.Typer(help="Print a file that starts a training on a cluster.", no_args_is_help=True)
 app.add_typer(manifest_app, name="manifest")
@@ -34,6 +41,15 @@ TaskToPass = Annotated[
     typer.Argument(
         metavar="TASK [NAME=VALUE]...",
         help="As for evenstep train; its options may follow, and are passed on to it in the job.",
+    ),
+]
+NumCpus = Annotated[
+    int | None,
+    typer.Option(
+        min=1,
+        metavar="N",
+        help="CPU cores of each machine, for loader processes too; default: those of --devices cpu,cpu, and with GPUs "
+        "what the cluster gives.",
     ),
 ]
 NumMachines = Annotated[int, typer.Option(metavar="N", help="Number of machines.")]
@@ -58,13 +74,17 @@ def trainjob(
     image: Image,
     machines: NumMachines = 1,
     devices: DevicesOfEach = "1",
+    cpus: NumCpus = None,
     volume: Volume = None,
     name: JobName = None,
 ) -> None:
     """Print a TrainJob of Kubeflow Trainer 2, with its TrainingRuntime, for kubectl apply."""
     from evenstep.clusters import job_files
 
-    print(job_files.trainjob(_pods(_job(context, task, name, machines, devices), image, volume)), end="")
+    print(
+        job_files.trainjob(_pods(replace(_job(context, task, name, machines, devices), cpus=cpus), image, volume)),
+        end="",
+    )
 
 
 @manifest_app.command(context_settings=PASSES_ON, epilog=ON_KUBERNETES.format(kind="jobset"))
@@ -74,13 +94,16 @@ def jobset(
     image: Image,
     machines: NumMachines = 1,
     devices: DevicesOfEach = "1",
+    cpus: NumCpus = None,
     volume: Volume = None,
     name: JobName = None,
 ) -> None:
     """Print a JobSet for kubectl apply: Kubernetes without Kubeflow."""
     from evenstep.clusters import job_files
 
-    print(job_files.jobset(_pods(_job(context, task, name, machines, devices), image, volume)), end="")
+    print(
+        job_files.jobset(_pods(replace(_job(context, task, name, machines, devices), cpus=cpus), image, volume)), end=""
+    )
 
 
 @manifest_app.command(context_settings=PASSES_ON, epilog=ON_SLURM)
@@ -89,12 +112,13 @@ def slurm(
     task: TaskToPass,
     machines: NumMachines = 1,
     devices: DevicesOfEach = "1",
+    cpus: NumCpus = None,
     name: JobName = None,
 ) -> None:
     """Print a batch script for sbatch; other options of sbatch may be given to it."""
     from evenstep.clusters import job_files
 
-    print(job_files.slurm(_job(context, task, name, machines, devices)), end="")
+    print(job_files.slurm(replace(_job(context, task, name, machines, devices), cpus=cpus)), end="")
 
 
 def _job(context: typer.Context, task: str, name: str | None, machines: int, devices: str) -> ClusterJob:
@@ -111,17 +135,36 @@ def _job(context: typer.Context, task: str, name: str | None, machines: int, dev
 def _check_training(words: Sequence[str]) -> None:
     """Refuse now what `evenstep train` would refuse in the job."""
     for word in words:
-        if word.partition("=")[0] in NOT_PASSED:
+        name = word.partition("=")[0]
+        if name in OF_PODS:
+            raise BadInput(f"{name} is an option of evenstep manifest jobset and trainjob; Slurm has no images")
+        if name == "--requeue":
+            raise BadInput("leave --requeue out: the script for Slurm has it already, and Kubernetes replaces pods")
+        if name in NOT_PASSED:
             raise BadInput(f"{word} is not passed on to the training; see evenstep manifest --help")
     group = typer.main.get_command(app)
     command = group.get_command(typer.Context(group), "train")  # type: ignore[attr-defined]
-    with command.make_context("evenstep train", list(words)):
-        pass
+    with command.make_context("evenstep train", list(words)) as context:
+        _check_task(context.params)
+
+
+def _check_task(given: Mapping[str, Any]) -> None:
+    """The options of the task, where it can be imported here, and the strategy, which its file may add."""
+    spec, options = choose_task(given["task"], given["options"], given["settings"])
+    source, why_not = None, ""
+    try:
+        source = find_task(spec) if spec is not None else None
+    except TaskError as error:
+        why_not = str(error).partition("\n")[0]
+    if given["strategy"] is not None:
+        check_choice("strategy", given["strategy"], STRATEGIES, BadInput)
+    if source is not None:
+        read_options(source, options or {})
+    if why_not:
+        print_notes([f"the options of {spec} are not checked: {why_not}"])
 
 
 def _pods(job: ClusterJob, image: str, volume: str | None) -> ClusterJob:
-    from dataclasses import replace
-
     if volume is None:
         print_notes(["without --volume CLAIM:PATH, the run and its checkpoints are lost with its pods"])
     return replace(job, image=image, volume=volume)

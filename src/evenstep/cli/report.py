@@ -83,7 +83,7 @@ def _send(folders: list[Path], to: str, is_page: bool) -> None:
 
     if is_page:
         raise BadInput("--to sends runs to trackers and writes no page; leave out --watch and --out")
-    names = parse_log(to, "to")
+    names = parse_log(to, "--to")
     check_installed(names, "--to")
     for folder in folders:
         Record.read(folder, kinds=())

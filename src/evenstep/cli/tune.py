@@ -16,7 +16,6 @@ from evenstep.cli.app import (
     DataOption,
     JsonOption,
     OptionsArgument,
-    OutOption,
     PrecisionOption,
     QuietOption,
     TaskArgument,
@@ -86,7 +85,9 @@ def tune(
             help="Validation metric to optimize, such as accuracy or score:max; default: loss.",
         ),
     ] = None,
-    sampler: Annotated[str, typer.Option(help="tpe, gp, cmaes, random or grid, by Optuna.")] = "tpe",
+    sampler: Annotated[
+        str, typer.Option(help="tpe, gp, cmaes or random, by Optuna; or grid: every combination of choices.")
+    ] = "tpe",
     prune: Annotated[
         str,
         typer.Option(
@@ -121,9 +122,15 @@ def tune(
     workers: WorkersOption = None,
     threads: ThreadsOption = None,
     name: Annotated[
-        str | None, typer.Option(help="Name of the study's folder; default: by task. The same command continues it.")
+        str | None,
+        typer.Option(
+            help="Name of the study's folder; default: the task and the options that are given, such as "
+            "my_task-depth=3-tune. The same command continues it."
+        ),
     ] = None,
-    out: OutOption = None,
+    out: Annotated[
+        str | None, typer.Option(metavar="DIR", help="Folder in which the study's folder is made; default: runs.")
+    ] = None,
     show: Annotated[
         Path | None,
         typer.Option(metavar="STUDY", help="Show a study, and write its page.", autocompletion=complete_run),

@@ -42,6 +42,8 @@ class ClusterJob:
     machines: int = 1
     devices: str = "1"
     """Of each machine: a number of GPUs, or a list such as cpu,cpu."""
+    cpus: int | None = None
+    """Cores of each machine; None: one for each CPU device, or what the cluster gives."""
     image: str = ""
     volume: str | None = None
     """CLAIM:PATH"""
@@ -73,9 +75,15 @@ class ClusterJob:
         return self._kind_and_num()[0] == "cuda"
 
     @property
+    def num_cpus(self) -> int | None:
+        """Cores of each machine that are requested."""
+        return self.cpus if self.has_gpus or self.cpus is not None else self.num_devices
+
+    @property
     def resources(self) -> dict[str, int]:
         """Of one machine, by Kubernetes' names."""
-        return {"nvidia.com/gpu" if self.has_gpus else "cpu": self.num_devices}
+        gpus = {"nvidia.com/gpu": self.num_devices} if self.has_gpus else {}
+        return {**gpus, **({"cpu": self.num_cpus} if self.num_cpus is not None else {})}
 
     def _kind_and_num(self) -> tuple[str, int]:
         devices = parse_devices(self.devices)
@@ -228,18 +236,20 @@ def _token_variable(job: ClusterJob) -> list[Document]:
 
 def slurm(job: ClusterJob) -> str:
     """A batch script: `sbatch job.sh`. Options of sbatch, as --partition, may be given there."""
-    devices = f"--gpus-per-node={job.num_devices}" if job.has_gpus else f"--cpus-per-task={job.num_devices}"
+    cpus = [f"--cpus-per-task={job.num_cpus}"] if job.num_cpus is not None else []
     options = [
         f"--job-name={job.name}",
         f"--nodes={job.machines}",
         "--ntasks-per-node=1",
-        devices,
+        *([f"--gpus-per-node={job.num_devices}"] if job.has_gpus else []),
+        *cpus,
         f"--signal=USR1@{SAVE_SECONDS}",
         "--requeue",
         "--open-mode=append",
     ]
-    command = shlex.join([*job.command, "--devices", job.devices, "--requeue"])
-    return "\n".join(["#!/bin/bash", *(f"#SBATCH {option}" for option in options), f"srun {command}"]) + "\n"
+    # Since 22.05, srun does not take it from sbatch.
+    command = shlex.join(["srun", *cpus, *job.command, "--devices", job.devices, "--requeue"])
+    return "\n".join(["#!/bin/bash", *(f"#SBATCH {option}" for option in options), command]) + "\n"
 
 
 def _file(documents: Sequence[Document]) -> str:

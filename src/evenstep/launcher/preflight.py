@@ -315,6 +315,11 @@ def _check_makers(task: Task) -> None:
         raise TaskError(
             f"Task.model is a {type(task.model).__name__}; give a function that makes the model: model=lambda: Net()"
         )
+    if task.metrics is not None and not callable(task.metrics):
+        raise TaskError(
+            f"Task.metrics is a {type(task.metrics).__name__}; give a function that returns one: "
+            'metrics=lambda model, batch: {"accuracy": model(batch[0]).argmax(1) == batch[1]}'
+        )
 
 
 def _skeleton(task: Task) -> nn.Module | None:

@@ -13,16 +13,14 @@ from rich.table import Table
 from rich.text import Text
 
 from evenstep.errors import EvenstepError
-from evenstep.plan import CUSTOM_LOOP, Plan, read_plan
-from evenstep.record import FILE, Evaluation, RunEnd, Start, Step, Summary, ends_of, is_written
+from evenstep.plan import CUSTOM_LOOP, Plan, parse_best, read_plan
+from evenstep.record import FILE, STUDY_FILE, TRIALS, Evaluation, RunEnd, Start, Step, Summary, ends_of, is_written
 from evenstep.report import comparison
 from evenstep.report.terminal import number, plain
 
 RunState = Literal["running", "done", "stopped", "killed", "failed", "not started", "compared", "study", "unreadable"]
-STUDY_FILE = "study.jsonl"
-"""Of `evenstep tune`; its first row names the task."""
 STYLES = {"running": "cyan", "done": "green", "killed": "red", "failed": "red", "unreadable": "red"}
-MOST_RESULT = 26
+MOST_RESULT = 40
 """Characters; --json has all of it."""
 
 
@@ -47,6 +45,9 @@ class RunFacts:
     valid: dict[str, float] = field(default_factory=dict)
     """The last evaluation."""
     best: dict[str, Any] | None = None
+    trials: int | None = None
+    """Of a study, when it is over; `suggested` is how many it has."""
+    suggested: int = 0
     error: str | None = None
     changed: float = 0.0
     """Of the last row, in seconds since 1970."""
@@ -82,8 +83,34 @@ def _of_comparison(folder: Path) -> RunFacts:
 def _of_study(folder: Path) -> RunFacts:
     path = folder / STUDY_FILE
     with path.open() as file:
-        task = str(json.loads(file.readline()).get("task"))
-    return RunFacts(run=str(folder), state="study", task=task, changed=path.stat().st_mtime)
+        # A last line may be half written.
+        request, *rows = [json.loads(line) for line in file if line.endswith("\n")]
+    try:
+        return RunFacts(
+            run=str(folder),
+            state="study",
+            task=str(request.get("task")),
+            trials=request.get("trials"),
+            suggested=sum(row["kind"] == "suggestedtrial" for row in rows),
+            best=_best_of_study(folder, str(request.get("metric")), rows),
+            changed=path.stat().st_mtime,
+        )
+    except (AttributeError, KeyError, TypeError) as error:
+        raise ValueError(f"{path} is not a study") from error
+
+
+def _best_of_study(folder: Path, metric: str, rows: Sequence[Mapping[str, Any]]) -> dict[str, Any] | None:
+    """The best of the trials that have come furthest; with the keys of a run's best checkpoint."""
+    name, direction = parse_best(metric)
+    reached = [row for row in rows if row["kind"] == "reached"]
+    if not reached:
+        return None
+    furthest = max(row["rung"] for row in reached)
+    values = {row["trial"]: row for row in reached if row["rung"] == furthest}
+    first = (min if direction == "min" else max)(values, key=lambda trial: values[trial]["value"])
+    checkpoint = folder / TRIALS / f"{first:04d}" / "checkpoints" / "best"
+    best = {"metric": name, "value": values[first]["value"], "step": values[first].get("best_step")}
+    return {**best, "checkpoint": str(checkpoint), "trial": first}
 
 
 def _of_plan(folder: Path) -> RunFacts:
@@ -171,6 +198,8 @@ def runs_table(runs: Sequence[RunFacts]) -> Table:
 
 
 def _position(one: RunFacts) -> str:
+    if one.state == "study" and one.trials is not None:
+        return f"trial {one.suggested}/{one.trials}"
     if one.state in ("compared", "study", "unreadable", "not started"):
         return "-"
     if one.state == "done" or (one.steps is None and one.epochs is None):
@@ -180,6 +209,8 @@ def _position(one: RunFacts) -> str:
 
 def _result(one: RunFacts) -> str:
     result = f"train loss {number(one.train_loss)}" if one.train_loss is not None else "-"
+    if one.state == "study" and one.best is not None:
+        result = f"best {one.best['metric']} {number(one.best['value'])}"
     if one.valid:
         result = "valid " + ", ".join(f"{name} {number(value)}" for name, value in one.valid.items())
     result = result if one.error is None else one.error

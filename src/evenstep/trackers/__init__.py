@@ -23,6 +23,13 @@ def check_installed(names: Iterable[str], flag: str = "--log") -> None:
             raise PlanError(f"{flag} {name} needs {missing}, which is not installed here; {install}")
 
 
+def how_to_look(name: str, view: str) -> str:
+    """The command that shows a run in a tracker, and what it needs where that is missing."""
+    if name == "mlflow" and view.startswith("mlflow ") and find_spec("flask") is None:
+        return f"{view} (needs the whole MLflow: pip install mlflow; mlflow-skinny, which is here, only writes)"
+    return view
+
+
 def _packages(name: str) -> tuple[str, ...]:
     """What mlflow-skinny leaves out is needed for a database, not for a server."""
     is_server = os.environ.get("MLFLOW_TRACKING_URI", "").startswith(("http", "databricks"))

@@ -27,6 +27,7 @@ from evenstep.errors import BREAKS_LINES, BadInput, EvenstepError, Preempted, sh
 from evenstep.plan import Plan
 from evenstep.record import FILE, Record, Start, is_written, rows
 from evenstep.schema import Schema
+from evenstep.trackers import how_to_look
 from evenstep.trackers.clients import CLIENTS, Client, TrackedRun
 from evenstep.trackers.points import Outcome, PointReader
 
@@ -369,7 +370,7 @@ class Followers:
             follower.end()
 
     def wait(self, patience: float = PATIENCE_SECONDS) -> Iterator[str]:
-        """Wait until all have sent the rest; yields a line for each that could not."""
+        """Wait until all have sent the rest; yields how to look at the run in each, or a warning."""
         self.end()
         lines, self._lines = self._lines, []
         yield from lines
@@ -379,6 +380,8 @@ class Followers:
                 yield f"waiting for {follower.name} to take the last rows; press Ctrl-C to send them later"
             if why := follower.wait(patience):
                 yield self._line(follower.name, why)
+            elif view := _view(follower.name, self._run):
+                yield f"{self._run} is in {follower.name}: {view}"
 
     def _line(self, name: str, why: str) -> str:
         again = f"evenstep report --to {name} {self._run}"
@@ -387,7 +390,7 @@ class Followers:
 
 @contextmanager
 def following(names: Iterable[str], run: Path, log: Callable[[str], None]) -> Iterator[None]:
-    """Feed trackers while a run goes on; logs a line for each that lacks something at its end."""
+    """Feed trackers while a run goes on; at its end, logs for each how to look at the run, or what it lacks."""
     followers, patience = Followers(names, run), PATIENCE_SECONDS
     try:
         yield
@@ -411,7 +414,12 @@ def send_run(name: str, run: Path) -> str:
     if why := follower.wait(SENDING_SECONDS):
         log = _path(run, name, "log")
         raise EvenstepError(f"{name} may lack rows of {run}: {why}\nSee {log}; the same command sends what is missing")
-    return read_state(run, name).view or ""
+    return _view(name, run)
+
+
+def _view(name: str, run: Path) -> str:
+    """How to look at a run in a tracker; nothing if that has none of it."""
+    return how_to_look(name, read_state(run, name).view or "")
 
 
 if __name__ == "__main__":

@@ -31,9 +31,13 @@ LEAST_RANGES = 2
 """Of CMA-ES, which has no covariance of one number."""
 
 
+def has_optuna() -> bool:
+    return importlib.util.find_spec("optuna") is not None
+
+
 def need_optuna(sampler: str) -> None:
     """Say what to install where it is missing, and which samplers there are."""
-    if importlib.util.find_spec("optuna") is None:
+    if not has_optuna():
         raise BadInput(NEEDS_OPTUNA)
     check_choice("sampler", sampler, SAMPLERS, BadInput)
     package = NEEDS.get(sampler)
@@ -164,7 +168,9 @@ def _running(trial: StudyTrial, space: Sequence[Dimension], distributions: Any) 
 
 
 def importances(study: Study) -> dict[str, float]:
-    """How much each option matters for the first rung, by Optuna; empty where there are too few trials."""
+    """How much each option matters for the first rung, by Optuna; empty without it, or where trials are too few."""
+    if not has_optuna():
+        return {}
     optuna, space = load_optuna(), study.request.space
     distributions = {one.name: distribution(one) for one in space}
     shown = optuna.create_study(direction=direction_of(study.request))

@@ -22,7 +22,18 @@ from evenstep.launcher.launch import run_one_of_several
 from evenstep.launcher.prepare import label_of, prepare
 from evenstep.launcher.supervisor import WAITING, StopSignals
 from evenstep.plan import PLAN_FILE, RUNS, Plan, check_name, parse_best, read_plan
-from evenstep.record import FILE, Evaluation, Record, RunEnd, Step, find_metric, has_begun, is_written, write_end
+from evenstep.record import (
+    FILE,
+    TRIALS,
+    Evaluation,
+    Record,
+    RunEnd,
+    Step,
+    find_metric,
+    has_begun,
+    is_written,
+    write_end,
+)
 from evenstep.sampling.rng import seed_everything
 from evenstep.strategy_facts import DEFAULT, REFERENCE
 from evenstep.task import absolute_spec, find_task
@@ -33,7 +44,6 @@ from evenstep.tune.pruner import check_pruner, goes_on
 from evenstep.tune.sampler import Mirror, check_space, need_optuna, suggest
 from evenstep.tune.space import grid, in_words, parse_search
 from evenstep.tune.study import (
-    TRIALS,
     Began,
     CommandStart,
     PrunerDecision,
@@ -96,7 +106,8 @@ def begin(given: TuneCommand) -> TuneStart:
     devices, per_device = find_devices(given.devices, given.per_trial), parse_per_device(given.per_device)
     # Before the file is imported, as for every trial.
     seed_everything(given.seed)
-    space = parse_search(given.search, find_task(given.task))
+    options = given.choices.get("options") or {}
+    space = parse_search(given.search, find_task(given.task), options)
     check_space(given.sampler, space)
     combinations = grid(space) if given.sampler == "grid" else None
     trials = given.trials or (len(combinations) if combinations else DEFAULT_TRIALS)
@@ -105,8 +116,7 @@ def begin(given: TuneCommand) -> TuneStart:
     choices = _choices(given, rungs)
     notes: tuple[str, ...] = ()
     if per_device is None:
-        options = {**choices.get("options", {}), **largest(space)}
-        fields = {**choices, "seed": given.seed, "out": given.out, "options": options}
+        fields = {**choices, "seed": given.seed, "out": given.out, "options": {**options, **largest(space)}}
         per_device, note = fitting(given.task, devices, given.per_trial, fields)
         notes = (note,)
     devices *= per_device
@@ -127,7 +137,7 @@ def begin(given: TuneCommand) -> TuneStart:
         choices=choices,
         command=given.command,
     )
-    name = given.name or f"{label_of(given.task, choices.get('options', {}))[:MOST_NAME]}-tune"
+    name = given.name or f"{label_of(given.task, options)[:MOST_NAME]}-tune"
     check_name(name)
     return TuneStart(StudyLog(Path(given.out or RUNS) / name, request), devices, notes)
 
@@ -203,9 +213,13 @@ class Scheduler:
         Ctrl-C and SIGTERM stop all trials, with checkpoints.
         """
         self._append(CommandStart(devices=[name for one in self._free for name in one], at=time.time()))
+        was_stopped = False
         with self.stop.listening():
             try:
                 while not self.study.is_over and (self.stop.number is None or self.running):
+                    if self.stop.number is not None and not was_stopped:
+                        was_stopped = True
+                        yield "stopping: the trials that run save checkpoints"
                     yield from self._start_trials()
                     for trial in [*self.running]:
                         yield from self._watch(trial)
@@ -222,7 +236,7 @@ class Scheduler:
                     trial.events.close()
         if self.stop.number is not None:
             how = KeyboardInterrupt if self.stop.number == signal.SIGINT else Preempted
-            raise how("stopped, with checkpoints; the same command continues the study")
+            raise how(f"stopped, with checkpoints; the same command continues the study in {self._log.folder}")
         self._copy()
         self._mirror.finish()
         if self._mirror.problem:
@@ -392,6 +406,7 @@ class Scheduler:
             step=known[-1].step,
             epoch=known[-1].epoch + 1,
             values=best.values,
+            best_step=best.step,
             is_over=is_over,
             at=time.time(),
         )
@@ -416,9 +431,9 @@ class Scheduler:
         self._append(found)
         where = f"epoch {found.epoch}" if self.request.rungs else "its end"
         is_best = self.study.best is not before and self.study.best is self.study.trials[found.trial]
-        metric = parse_best(self.request.metric)[0]
+        value = f"best {parse_best(self.request.metric)[0]} {found.value:.4f} (step {found.best_step})"
         options = in_words(self.study.trials[found.trial].options)
-        return f"trial {found.trial} reached {where}: {metric} {found.value:.4f}{' (best)' * is_best}  {options}"
+        return f"trial {found.trial} reached {where}: {value}{', the best trial so far' * is_best}  {options}"
 
     def _fail(self, job: TrialJob, why: str, step: int = 0) -> str:
         self._append(TrialFailed(trial=job.trial, rung=job.rung, why=why, step=step, at=time.time()))

@@ -12,9 +12,9 @@ from typing import Annotated, Any, Literal, get_args, get_origin, get_type_hints
 
 import msgspec
 
-from evenstep.errors import MAX_CHARACTERS, BadInput, shorten
+from evenstep.errors import MAX_CHARACTERS, BadInput, TaskError, shorten
 from evenstep.plan import OptionValue
-from evenstep.task import Task, TaskFunction, options_of, read_options
+from evenstep.task import NO_OPTIONS, Task, TaskFunction, options_of, read_options, value_in_words
 
 NUMBER = r"[+-]?(?:\d+\.?\d*|\.\d+)(?:[eE][+-]?\d+)?"
 RANGE = re.compile(rf"\s*({NUMBER})\s*\.\.\s*({NUMBER})\s*(:log)?\s*")
@@ -42,17 +42,24 @@ class Dimension:
         return len(self.choices) if self.kind == "choice" else None
 
 
-def parse_search(words: Sequence[str], source: TaskFunction | Task) -> list[Dimension]:
-    """The dimensions that --search names; without any, those that the task's own annotations give."""
+def parse_search(
+    words: Sequence[str], source: TaskFunction | Task, given: Mapping[str, Any] = NO_OPTIONS
+) -> list[Dimension]:
+    """The dimensions that --search names; without any, those of the task's own annotations that have no value given."""
     known = {one.name: one.annotation for one in options_of(source)}
     annotated = annotated_searches(source)
     texts: dict[str, str] = {}
-    for word in words or annotated:
+    for word in words or [name for name in annotated if name not in given]:
         name, equals, text = (part.strip() for part in word.partition("="))
         if name in texts:
             raise BadInput(f"--search names {shorten(name)} twice; give each option once")
         if name not in known:
             raise BadInput(f"--search {shorten(word)}: {_unknown(name, known)}")
+        if name in given:
+            raise BadInput(
+                f"{shorten(name)} is given ({shorten(f'{name}={value_in_words(given[name])}')}) and searched "
+                f"(--search {shorten(word)}); leave one of them out"
+            )
         texts[name] = text if equals else annotated.get(name) or _literals(name, known[name])
     if not known:
         raise BadInput(f"nothing to search: {_unknown('', known)}")
@@ -101,7 +108,12 @@ def parse_dimension(name: str, text: str, kind: Any, source: TaskFunction | Task
     words = [word.strip() for word in text.split("|" if "|" in text else ",")]
     if ".." in text or not all(words):
         raise BadInput(f"--search {shorten(name)}={shorten(text)} is neither a range nor choices; {HOW}")
-    values = [read_options(source, {name: word})[name] for word in words]
+    try:
+        values = [read_options(source, {name: word})[name] for word in words]
+    except TaskError as error:
+        # Who lists choices has not mistyped one of the others.
+        why, _, _ = str(error).partition("; did you mean")
+        raise BadInput(f"--search {shorten(name)}={shorten(text)}: {why}") from error
     choices = tuple(msgspec.to_builtins(value, enc_hook=str) for value in values)
     if len({repr(choice) for choice in choices}) < len(choices):
         raise BadInput(f"--search {shorten(name)}={shorten(text)} has a choice twice; give each once")

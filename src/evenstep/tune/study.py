@@ -20,13 +20,12 @@ from typing import IO, Any, get_args
 
 from evenstep.errors import BadInput, shorten
 from evenstep.plan import Direction, OptionValue, parse_best
-from evenstep.record import end_of_rows
-from evenstep.report.run_list import STUDY_FILE
+from evenstep.record import STUDY_FILE, TRIALS, end_of_rows
 from evenstep.schema import MALFORMED, Natural, Positive, Schema, in_words
+from evenstep.task import value_in_words
 from evenstep.tune.space import Dimension
 
 FILE = STUDY_FILE
-TRIALS = "trials"
 ROUNDS_BEHIND = 2
 """A suggestion does not see the trials of the last two rounds of all slots: they may still be running."""
 
@@ -125,6 +124,8 @@ class Reached:
     epoch: Natural
     values: dict[str, float] = field(default_factory=dict)
     """The evaluation that had it."""
+    best_step: Natural | None = None
+    """Of that evaluation; rows of earlier versions lack it."""
     is_over: bool = False
     """Whether the run has ended: at its last epoch, or early."""
     at: float = 0.0
@@ -354,7 +355,7 @@ def read_study(folder: Path) -> Study:
     path = folder / FILE
     if not os.path.isfile(path):
         why = f"is not a study (it has no {FILE})" if os.path.exists(folder) else "does not exist"
-        raise BadInput(f"{shorten(str(folder))} {why}; give the folder of one, such as runs/digits-tune")
+        raise BadInput(f"{shorten(str(folder))} {why}; give the folder of a study, such as runs/my_task-tune")
     try:
         with path.open("rb") as file:
             return _study(file)
@@ -420,8 +421,8 @@ class StudyLog:
         halving = f"; {sizes} of them reach epochs {rungs}" if request.rungs else ""
         if request.has_pruner:
             halving = f"; compared at epochs {rungs} by Optuna's {request.pruner} pruner"
-        which = "" if self.is_new else f"continuing {self.folder}, {num} trials suggested: "
-        return f"{which}{request.trials} trials, {request.slots} at a time{halving}"
+        which = self.folder if self.is_new else f"continuing {self.folder}, {num} trials suggested"
+        return f"{which}: {request.trials} trials, {request.slots} at a time{halving}"
 
     def append(self, row: StudyRow) -> None:
         """Write a row, to the disk: what follows from it may be started at once."""
@@ -446,20 +447,41 @@ def _refuse_other(folder: Path, before: StudyRequest, now: StudyRequest) -> None
     changed = [name for name in {**old, **new} if old.get(name) != new.get(name)]
     if changed:
         name = changed[0]
-        was, given = (shorten(str(one.get(name, "not set"))) for one in (old, new))
-        raise BadInput(
-            f"{folder} is another study: its {name.replace('_', '-')} is {was}, and {given} was given; give --name for "
-            "a new one"
-        )
+        was, given = (_in_a_command(name, one.get(name)) for one in (old, new))
+        if old.get(name) is None:
+            given = f"and {given} was given"
+        else:
+            given = "which was not given" if new.get(name) is None else f"not {given}"
+        raise BadInput(f"{folder} is another study: it has {was}, {given}; give --name for a new one")
 
 
 def _compared(request: StudyRequest) -> dict[str, Any]:
     """What makes two requests different: the number of threads, for example, follows from the devices."""
-    names = ("task", "trials", "rungs", "metric", "sampler", "pruner", "seed", "per_trial")
-    search = ", ".join(f"{name}={text}" for name, text in request.search.items())
+    names = ("task", "trials", "metric", "sampler", "seed", "per_trial")
     choices = {name: value for name, value in request.choices.items() if name != "threads"}
-    rungs = ",".join(map(str, request.rungs)) or "not set"
-    return {**{name: getattr(request, name) for name in names}, "rungs": rungs, "search": search, **choices}
+    options = {name: value_in_words(value) for name, value in choices.pop("options", {}).items()}
+    return {
+        **{name: getattr(request, name) for name in names},
+        "rungs": ",".join(map(str, request.rungs)) or None,
+        "prune": request.pruner,
+        "search": [*request.search.items()],
+        "options": options or None,
+        **choices,
+    }
+
+
+def _in_a_command(name: str, value: Any) -> str:
+    """`--trials 12`, `the task my_task.py`, `no --batch`."""
+    flag = f"--{name.replace('_', '-')}"
+    if name == "task":
+        return f"the task {shorten(str(value))}"
+    if value is None:
+        return "no options" if name == "options" else f"no {flag}"
+    if name == "search":
+        return " ".join(f"--search {one}={text}" for one, text in value)
+    if name == "options":
+        return " ".join(f"{one}={text}" for one, text in value.items())
+    return f"{flag} {shorten(str(value))}"
 
 
 def is_usable(value: float | None) -> bool:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 from bokeh.core.properties import value as constant
 from bokeh.models import BasicTicker, ColumnDataSource, FixedTicker, NumeralTickFormatter
@@ -29,7 +30,7 @@ def charts_of(study: Study, importances: Mapping[str, float]) -> list[Chart]:
 
 
 def _rung(study: Study, rung: int) -> str:
-    return f"epoch {study.request.rungs[rung]}" if study.request.rungs else "at its end"
+    return f"best by epoch {study.request.rungs[rung]}" if study.request.rungs else "best"
 
 
 def _keys(study: Study) -> list[Key]:
@@ -55,7 +56,7 @@ def _history(study: Study) -> Chart:
     source = ColumnDataSource({"x": [x for x, _ in best], "y": [y for _, y in best], **words})
     plot.add_glyph(source, Line(x="x", y="y", line_color=OTHER, line_width=1.8), name="best")
     keys = [*_keys(study), Key(name="best", label="best so far", colour=OTHER)]
-    caption = "Each trial at the rungs that it reached; the line is the best of all trials up to there."
+    caption = "Each trial at the rungs that it reached: its best up to there. The line is the best of all trials."
     return Chart(name="history", title="History", figure=plot, caption=caption, keys=keys)
 
 
@@ -133,7 +134,7 @@ def _coordinates(study: Study) -> Chart:
         for trial, height in zip(trials, heights, strict=True)
     ]
     metric = parse_best(study.request.metric)[0]
-    columns = {
+    columns: dict[str, list[Any]] = {
         "xs": [list(range(last + 1))] * len(trials),
         "ys": lines,
         "ink": shade,
@@ -150,9 +151,11 @@ def _coordinates(study: Study) -> Chart:
     plot.yaxis.visible = False
     plot.grid.grid_line_color = None
     line = MultiLine(xs="xs", ys="ys", line_color="ink", line_width="width", line_alpha=0.85)
-    plot.add_glyph(ColumnDataSource(columns), line)
+    # The last one is drawn over the others.
+    drawn = sorted(range(len(trials)), key=lambda at: trials[at] is study.best)
+    plot.add_glyph(ColumnDataSource({name: [column[at] for at in drawn] for name, column in columns.items()}), line)
     _axes(plot, space, (low, high))
-    caption = "Each line is a trial; the brighter, the better it was at its first rung. The widest is the best of all."
+    caption = "Each line is a trial; the brighter, the better it was by its first rung. The widest is the best of all."
     return Chart(name="coordinates", title="Options", figure=plot, caption=caption, is_wide=True)
 
 

@@ -8,13 +8,14 @@ from typing import TYPE_CHECKING
 
 from evenstep.plan import parse_best
 from evenstep.record import FILE as RECORD_FILE
-from evenstep.record import Record
-from evenstep.report.html.page import FILE, Page, need_bokeh, render, write_page_of_runs, write_text
+from evenstep.record import TRIALS, Record
+from evenstep.report.html.page import FILE, Page, PageLink, need_bokeh, render, write_page_of_runs, write_text
 from evenstep.report.html.tables import Sheet
 from evenstep.report.terminal import number
-from evenstep.tune.sampler import importances
-from evenstep.tune.study import TRIALS, Study, StudyTrial, facts_of
-from evenstep.tune.study_table import order, result_lines, state_of
+from evenstep.task import value_in_words
+from evenstep.tune.sampler import has_optuna, importances
+from evenstep.tune.study import Study, StudyTrial, facts_of
+from evenstep.tune.study_table import NAME_WIDTH, heads_of, order, result_lines, state_of
 
 if TYPE_CHECKING:
     from evenstep.report.html.charts import Chart
@@ -22,6 +23,7 @@ if TYPE_CHECKING:
 MOST_REPORTS = 30
 """Trials whose report is written with the page, the best first: each has more than a megabyte."""
 WORDS = {
+    "best by epoch N": "the best evaluation up to there, which may be an earlier one; it is the `best` checkpoint",
     "trial": "a run with options that the sampler suggested; all have the same seed, sample order and initial weights",
     "rung": "an epoch at which trials are compared; the best go on, the others stay paused at their checkpoint",
     "importance": "the part of the difference between trials at their first rung that an option explains (PED-ANOVA)",
@@ -45,7 +47,8 @@ def _write_report(folder: Path, trial: StudyTrial) -> bool:
     if not os.path.isfile(record) or not os.path.getsize(record):
         return False
     if not os.path.isfile(page) or os.path.getmtime(page) < os.path.getmtime(record):
-        write_page_of_runs([Record.read(run)], page)
+        above = PageLink(text=f"All trials of {folder.resolve().name}", to=f"../../{FILE}")
+        write_page_of_runs([Record.read(run)], page, [above])
     return True
 
 
@@ -62,16 +65,29 @@ def _page(study: Study, folder: Path, linked: set[int]) -> Page:
         commands=[request.command] if request.command else [],
         charts=_charts(study),
         runs=_trials_sheet(study, linked),
+        links=_links(study, linked),
         sheets=[_facts_sheet(study)],
-        notes=[_note(line) for line in result_lines(study, folder) if line],
+        notes=[*(_note(line) for line in result_lines(study, folder) if line), *_missing()],
         words=WORDS,
     )
 
 
+def _links(study: Study, linked: set[int]) -> list[PageLink]:
+    best = study.best
+    if best is None or best.number not in linked:
+        return []
+    return [PageLink(text=f"Report of trial {best.number}, the best", to=f"{TRIALS}/{best.folder}/{FILE}")]
+
+
+def _missing() -> list[str]:
+    """What the page could have."""
+    return [] if has_optuna() else ["The importance of options needs Optuna: pip install 'evenstep[tune]'."]
+
+
 def _note(line: str) -> str:
     """A line of the terminal's summary as a sentence: `best: trial 6, loss 0.1633, lr=0.08622`."""
-    name, _, text = line.partition(" ")
-    return f"{name}: {text.strip().replace('  ', ', ')}"
+    name, text = line[:NAME_WIDTH], line[NAME_WIDTH:]
+    return f"{name.rstrip()}: {text.strip().replace('  ', ', ')}"
 
 
 def _charts(study: Study) -> list[Chart]:
@@ -81,12 +97,10 @@ def _charts(study: Study) -> list[Chart]:
 
 
 def _trials_sheet(study: Study, linked: set[int]) -> Sheet:
-    request = study.request
-    heads = [f"epoch {epochs}" for epochs in request.rungs] or [parse_best(request.metric)[0]]
     trials = order(study)
     return Sheet(
         title="Trials",
-        columns=["", *request.search, *heads, "steps", "state"],
+        columns=["", *study.request.search, *heads_of(study), "steps", "state"],
         rows=[_cells(study, trial) for trial in trials],
         links=[f"{TRIALS}/{trial.folder}/{FILE}" if trial.number in linked else "" for trial in trials],
     )
@@ -100,10 +114,17 @@ def _cells(study: Study, trial: StudyTrial) -> list[str]:
     return [f"trial {trial.number}", *shown, *values, f"{trial.steps:,}", state]
 
 
+def _words(value: object) -> str:
+    """As on a command line; options as `kind=relu, depth=3`."""
+    if isinstance(value, dict):
+        return ", ".join(f"{name}={value_in_words(one)}" for name, one in value.items())
+    return value_in_words(value)
+
+
 def _facts_sheet(study: Study) -> Sheet:
     request = study.request
     rows = [[name, text] for name, text in request.search.items()]
     rows += [["metric", request.metric], ["sampler", request.sampler], ["pruner", request.pruner]]
     rows += [["seed", str(request.seed)]]
-    rows += [[name, str(value)] for name, value in request.choices.items()]
+    rows += [[name, _words(value)] for name, value in request.choices.items()]
     return Sheet(title="Study", columns=[], rows=rows)

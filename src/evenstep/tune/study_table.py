@@ -14,15 +14,20 @@ from rich.table import Table
 from rich.text import Text
 
 from evenstep.plan import parse_best
+from evenstep.record import TRIALS
 from evenstep.report.terminal import number, plain, table_of, without_control
 from evenstep.tune.space import in_words
-from evenstep.tune.study import TRIALS, Study, StudyTrial, facts_of
+from evenstep.tune.study import Study, StudyTrial, facts_of
 
 if TYPE_CHECKING:
     from evenstep.tune.scheduler import RunningTrial
 
 MOST_ROWS = 16
 """Of a table that changes: more would not fit on a screen."""
+NAME_WIDTH = 11
+"""Of the first column of the result."""
+MOST_WORDS = 100
+"""Characters of a state; the page has all of them."""
 SECONDS_BETWEEN = 0.2
 STYLES = {"running": "cyan", "failed": "red", "done": "green"}
 
@@ -41,6 +46,18 @@ def order(study: Study) -> list[StudyTrial]:
     )
 
 
+def heads_of(study: Study) -> list[str]:
+    """Of the columns with a trial's values: each is the best one up to its rung."""
+    request = study.request
+    return [f"best by epoch {epochs}" for epochs in request.rungs] or [f"best {parse_best(request.metric)[0]}"]
+
+
+def best_checkpoint(study: Study, folder: Path) -> Path | None:
+    """Of the best trial, at its best evaluation."""
+    best = study.best
+    return folder / TRIALS / best.folder / "checkpoints" / "best" if best is not None else None
+
+
 def state_of(study: Study, trial: StudyTrial, running: RunningTrial | None = None) -> str:
     """In a few words."""
     if trial.failed is not None:
@@ -55,9 +72,7 @@ def state_of(study: Study, trial: StudyTrial, running: RunningTrial | None = Non
 def study_table(study: Study, running: Sequence[RunningTrial] = (), most: int | None = None) -> Table:
     """A line per trial: its options, and the metric at each rung."""
     by_trial = {one.job.trial: one for one in running}
-    metric = parse_best(study.request.metric)[0]
-    heads = [f"epoch {epochs}" for epochs in study.request.rungs] or [plain(metric)]
-    table = table_of("trial", *map(plain, study.request.search), *heads, "step")
+    table = table_of("trial", *map(plain, study.request.search), *map(plain, heads_of(study)), "step")
     table.add_column("state", no_wrap=True)
     ordered = order(study)
     room = len(ordered) if most is None else most - len(by_trial)
@@ -74,7 +89,7 @@ def study_table(study: Study, running: Sequence[RunningTrial] = (), most: int | 
             *(_short(trial.options.get(name)) for name in study.request.search),
             *values,
             f"{step:,}" if step else "",
-            Text(words[:100], style=STYLES.get(state, "dim")),
+            Text(words if len(words) <= MOST_WORDS else f"{words[: MOST_WORDS - 1]}…", style=STYLES.get(state, "dim")),
             style="bold" if is_best else None,
         )
     if len(shown) < len(ordered):
@@ -132,8 +147,12 @@ def result_lines(study: Study, folder: Path) -> list[str]:
     lines = [""]
     if best is not None and best.last is not None:
         metric = parse_best(study.request.metric)[0]
-        lines.append(f"best       trial {best.number}: {metric} {best.last.value:.4f}  {in_words(best.options)}")
+        at = f" at step {best.last.best_step}" if best.last.best_step is not None else ""
+        lines.append(f"best       trial {best.number}: {metric} {best.last.value:.4f}{at}  {in_words(best.options)}")
         lines.append(f"run        {folder / TRIALS / best.folder}")
+        checkpoint = best_checkpoint(study, folder)
+        lines.append(f"checkpoint {checkpoint}")
+        lines.append(f"use it     evenstep checkpoint export {checkpoint} exported --to safetensors")
     steps = f"{facts.steps:,} steps"
     if facts.saved is not None and study.request.rungs:
         steps += f", {facts.saved:.0%} fewer than {facts.num_trials} whole trials"
@@ -145,12 +164,13 @@ def result_lines(study: Study, folder: Path) -> list[str]:
 
 def to_json(study: Study, folder: Path) -> dict[str, Any]:
     """As --json prints it."""
-    best = study.best
+    best, checkpoint = study.best, best_checkpoint(study, folder)
     return {
         "study": str(folder),
         "is_over": study.is_over,
         "metric": study.request.metric,
         "best": best.number if best is not None else None,
+        "checkpoint": str(checkpoint) if checkpoint is not None else None,
         "trials": [
             {
                 "trial": trial.number,

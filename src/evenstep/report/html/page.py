@@ -10,7 +10,7 @@ import hashlib
 import json
 import shlex
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
@@ -20,7 +20,7 @@ import evenstep
 from evenstep.errors import BadInput
 from evenstep.plan import CUSTOM_LOOP
 from evenstep.record import FILE as RECORD_FILE
-from evenstep.record import PARTS, Record, Timeline, parts_shown
+from evenstep.record import PARTS, Record, Timeline, parts_shown, study_of
 from evenstep.report.comparison import Comparison, Row
 from evenstep.report.html import tables
 from evenstep.report.html.curves import ReadRun, Sampled
@@ -38,6 +38,14 @@ NEEDS_BOKEH = "a page needs bokeh, which is not installed; pip install 'evenstep
 
 
 @dataclass(frozen=True, kw_only=True)
+class PageLink:
+    """To another page, relative to this one."""
+
+    text: str
+    to: str
+
+
+@dataclass(frozen=True, kw_only=True)
 class Page:
     title: str
     about: str
@@ -50,6 +58,7 @@ class Page:
     sheets: Sequence[Sheet] = ()
     sheets_title: str = "Configuration"
     notes: Sequence[str] = ()
+    links: Sequence[PageLink] = ()
     words: Mapping[str, str] = field(default_factory=lambda: OF_RUNS)
     status: str = ""
     shape: str = ""
@@ -157,8 +166,9 @@ def write_page(comparison: Comparison, folder: Path, path: Path | None = None) -
     return target
 
 
-def write_page_of_runs(records: Sequence[Record], path: Path) -> Path:
-    write_text(path, page_of_runs(records))
+def write_page_of_runs(records: Sequence[Record], path: Path, links: Sequence[PageLink] = ()) -> Path:
+    """Write the page of runs; its links are to pages that lie beside it."""
+    write_text(path, page_of_runs(records, links))
     return path
 
 
@@ -272,8 +282,8 @@ def _timelines(found: Mapping[str, Sequence[ReadRun]]) -> dict[str, Timeline]:
     return {name: one for name, one in chosen.items() if one is not None}
 
 
-def page_of_runs(records: Sequence[Record]) -> str:
-    return render(runs_page([ReadRun.of(record) for record in records]))
+def page_of_runs(records: Sequence[Record], links: Sequence[PageLink] = ()) -> str:
+    return render(replace(runs_page([ReadRun.of(record) for record in records]), links=links))
 
 
 def runs_page(runs: Sequence[ReadRun]) -> Page:
@@ -285,7 +295,7 @@ def runs_page(runs: Sequence[ReadRun]) -> Page:
     tasks = list(dict.fromkeys(record.plan.task_name for record in records))
     return Page(
         title=", ".join(tasks[:3]) + (" …" if len(tasks) > 3 else ""),
-        about=names[0] if len(names) == 1 else f"{len(names)} runs",
+        about=_about_run(names[0], records[0]) if len(names) == 1 else f"{len(names)} runs",
         commands=[
             f"evenstep train --plan {shlex.quote(str(record.path.parent / 'plan.json'))}"
             for record in records
@@ -296,6 +306,14 @@ def runs_page(runs: Sequence[ReadRun]) -> Page:
         numbers={"loss": tables.evaluations_sheet(names, records), "times": tables.times_sheet(times)},
         sheets=[*tables.plan_sheets(names, [record.plan for record in records]), *_machines(names, records)],
     )
+
+
+def _about_run(name: str, record: Record) -> str:
+    """The name of a run; of a trial, which has a number for a name, its study and its options too."""
+    study = study_of(record.path.parent) if record.path else None
+    if study is None:
+        return name
+    return " · ".join(filter(None, [f"trial {name} of {study.name}", record.plan.options_in_words]))
 
 
 def _runs_charts(runs: Mapping[str, ReadRun]) -> list[Chart]:

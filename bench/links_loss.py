@@ -104,21 +104,21 @@ def three_layers() -> nn.Module:
     return nn.Sequential(nn.Linear(64, 256), nn.ReLU(), nn.Linear(256, 256), nn.ReLU(), nn.Linear(256, 10))
 
 
-def methods(exact: float, local: float, every: int) -> dict[str, Method]:
-    """With the rates of those that average gradients, and of those that average weights."""
+def methods(exact: float, local: float, diloco: float, every: int) -> dict[str, Method]:
+    """With the rates of those that average gradients, of those that average weights, and of diloco."""
     return {
         DDP: Method(exact, "none"),
         "torch's PowerSGD, rank 2": Method(exact),
         f"torch's post-local SGD, {every} steps": Method(local, every=every),
         "--link powersgd:2": Method(exact, "powersgd:2"),
         f"--link local:{every}": Method(local, f"local:{every}"),
-        f"--link diloco:{every}": Method(local / 4, f"diloco:{every}"),
+        f"--link diloco:{every}": Method(diloco, f"diloco:{every}"),
     }
 
 
 TRAINED = {
-    "teacher": Trained(three_layers, taught, methods(4e-3, 4e-3, 50), 50),
-    "text": Trained(NextCharacter, written, methods(2e-2, 2e-2, 10), 50),
+    "teacher": Trained(three_layers, taught, methods(4e-3, 4e-3, 2e-3, 50), 50),
+    "text": Trained(NextCharacter, written, methods(2e-2, 2e-2, 5e-3, 10), 50),
 }
 
 

@@ -45,8 +45,10 @@ def n5(is_quick: bool) -> dict[str, Any]:
                 [one for one in read_records(known) if is_input(network.batch, one)], parameters=_parameters(network)
             )
             for num, mbit in points:
-                seconds = step_seconds(network, num, mbit, Path(temporary) / f"{network.name}-{num}-{mbit}")
-                rows.append(_row(network, calibration, (num, mbit), seconds))
+                folder = Path(temporary) / f"{network.name}-{num}-{mbit}"
+                formula = formula_seconds(network, calibration, num, mbit)
+                seconds = step_seconds(_short(network, formula), num, mbit, folder)
+                rows.append(_row(network, calibration, (num, mbit), {"measured": seconds, "formula": formula}))
     cells = [
         [row["network"], f"{row['hosts']} hosts, {row['mbit']} Mbit", *(f"{1e3 * row[key]:.1f}" for key in SECONDS)]
         + [f"{row[f'{key}_error']:+.1%}" for key in SECONDS[1:]]
@@ -63,10 +65,25 @@ def n5(is_quick: bool) -> dict[str, Any]:
 SECONDS = ("measured", "predicted", "formula")
 
 
-def _row(network: Network, calibration: Calibration, point: tuple[int, int], seconds: float) -> dict[str, Any]:
+def _short(network: Network, seconds: float) -> Network:
+    """With as many steps as take ten seconds, but some."""
+    return replace(network, capped_steps=max(4, min(network.capped_steps, round(10 / seconds))))
+
+
+def _slower(num: int) -> float:
+    return max(1.0, num / int(facts()["cores"]))
+
+
+def formula_seconds(network: Network, calibration: Calibration, num: int, mbit: int) -> float:
+    """Computing, and then sending."""
+    alone = median(network.batch / one.rate for one in calibration.observed if one.samples == network.batch)
+    sent = 2 * (num - 1) / num * calibration.work.gradient_bytes
+    return _slower(num) * alone / num + 8 * sent / (mbit * 1e6)
+
+
+def _row(network: Network, calibration: Calibration, point: tuple[int, int], known: dict[str, float]) -> dict[str, Any]:
     num, mbit = point
-    slower = max(1.0, num / int(facts()["cores"]))
-    work = calibration.work
+    slower, work = _slower(num), calibration.work
     shared = replace(
         calibration,
         work=replace(
@@ -78,11 +95,9 @@ def _row(network: Network, calibration: Calibration, point: tuple[int, int], sec
     )
     question = Question(devices=[num], machines=[num], links=[gbit(mbit / 1000)], batch=network.batch)
     rate = Forecaster(shared, question).forecast_one(STRATEGIES["ddp"], num).samples_per_second
-    alone = median(network.batch / one.rate for one in calibration.observed if one.samples == network.batch)
-    formula = slower * alone / num + 2 * (num - 1) / num * 8 * work.gradient_bytes / (mbit * 1e6)
-    found = {"measured": seconds, "predicted": network.batch / rate.middle, "formula": formula}
-    errors = {f"{key}_error": found[key] / seconds - 1 for key in SECONDS[1:]}
-    inside = rate.low <= network.batch / seconds <= rate.high
+    found = {**known, "predicted": network.batch / rate.middle}
+    errors = {f"{key}_error": found[key] / found["measured"] - 1 for key in SECONDS[1:]}
+    inside = rate.low <= network.batch / found["measured"] <= rate.high
     return {"network": network.name, "hosts": num, "mbit": mbit, **found, **errors, "is_inside": inside}
 
 

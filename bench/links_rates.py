@@ -29,7 +29,11 @@ from evenstep.plan import parse_link
 RANKS = 4
 OUTER: dict[str, dict[str, Any]] = {"local": {"lr": 1.0}, "diloco": {"lr": 0.7, "momentum": 0.9, "nesterov": True}}
 GRIDS = {
-    "teacher": {"ddp": ("2e-3", "4e-3", "6e-3"), "local:50": ("2e-3", "4e-3", "6e-3"), "diloco:50": ("5e-4", "1e-3")},
+    "teacher": {
+        "ddp": ("2e-3", "4e-3", "6e-3"),
+        "local:50": ("2e-3", "4e-3", "6e-3"),
+        "diloco:50": ("1e-3", "2e-3", "4e-3"),
+    },
     "text": {
         "ddp": ("6e-3", "1e-2", "2e-2"),
         "local:10": ("1e-2", "2e-2", "3e-2"),

@@ -18,6 +18,7 @@ from evenstep.tune.space import Dimension, in_words
 from evenstep.tune.study import Reached, Study, StudyTrial
 
 SHADES = 256
+LABEL_OFFSET = 11
 MOST_TICKS = 7
 """Choices that an axis names."""
 
@@ -146,7 +147,8 @@ def _coordinates(study: Study) -> Chart:
     tips = [("trial", "@trial"), (label(metric), "@value{0.0000}"), ("", "@options")]
     plot = blank(height=360, tips=tips, x_range=(-0.35, last + 0.55), y_range=(-0.08, 1.12))
     plot.xaxis.ticker = FixedTicker(ticks=list(range(last + 1)))
-    names = [*(one.name for one in space), f"{metric}, {_rung(study, 0)}"]
+    rungs = study.request.rungs
+    names = [*(one.name for one in space), f"{metric} by epoch {rungs[0]}" if rungs else metric]
     plot.xaxis.major_label_overrides = dict(enumerate(labels(names, 24)))
     plot.yaxis.visible = False
     plot.grid.grid_line_color = None
@@ -165,7 +167,13 @@ def _axes(plot: figure, space: Sequence[Dimension], ends: tuple[float, float]) -
     ticks += [(len(space), 0.0, f"{low:.4g}"), (len(space), 1.0, f"{high:.4g}")]
     bars = {"x": list(range(len(space) + 1)), "low": [0.0] * (len(space) + 1), "high": [1.0] * (len(space) + 1)}
     plot.add_glyph(ColumnDataSource(bars), Segment(x0="x", x1="x", y0="low", y1="high", line_color=OTHER))
-    words = {"x": [x for x, *_ in ticks], "y": [y for _, y, _ in ticks], "text": [label(text) for *_, text in ticks]}
+    words = {
+        "x": [x for x, *_ in ticks],
+        "y": [y for _, y, _ in ticks],
+        "text": [label(text) for *_, text in ticks],
+        # Lines meet at the ends of an axis: their labels stand above and below.
+        "down": [{0.0: LABEL_OFFSET, 1.0: -LABEL_OFFSET}.get(y, 0) for _, y, _ in ticks],
+    }
     plot.add_glyph(
         ColumnDataSource(words),
         Text(
@@ -173,6 +181,7 @@ def _axes(plot: figure, space: Sequence[Dimension], ends: tuple[float, float]) -
             y="y",
             text="text",
             x_offset=6,
+            y_offset="down",
             text_font=constant(FONT),
             text_font_size="12px",
             text_baseline="middle",

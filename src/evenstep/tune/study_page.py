@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 MOST_REPORTS = 30
 """Trials whose report is written with the page, the best first: each has more than a megabyte."""
 WORDS = {
-    "best by epoch N": "the best evaluation up to there, which may be an earlier one; it is the `best` checkpoint",
+    "best by epoch N": "the best evaluation up to there, which may be an earlier one; its checkpoint is kept",
     "trial": "a run with options that the sampler suggested; all have the same seed, sample order and initial weights",
     "rung": "an epoch at which trials are compared; the best go on, the others stay paused at their checkpoint",
     "importance": "the part of the difference between trials at their first rung that an option explains (PED-ANOVA)",

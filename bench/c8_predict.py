@@ -1,11 +1,12 @@
 """C8: predicted steps beside measured ones that the model has not seen.
 
-python bench/c8_predict.py [--quick] [--out FILE] [--keep FOLDER] [--replay FOLDER]
+python bench/c8_predict.py [--quick] [--rounds N] [--out FILE] [--keep FOLDER] [--replay FOLDER]
 
 On the CPU, one thread a process. For each of four networks, one rank at a batch and at a quarter of it, and two ranks
 at the batch, are measured and given to `evenstep predict`. Held out: half of the batch on one and two ranks, and three
 and four ranks. Then two hosts, which are network namespaces, with links that tc limits to 1 Gbit and 100 Mbit a second:
-predicted from one rank and the link, once by its nominal rate and once as `evenstep doctor` measures it.
+predicted from one and two ranks of this machine and the link, once by its nominal rate and once as `evenstep doctor`
+measures it. Two ranks are needed: both hosts compute on this machine, and its cores slow each other down.
 
 All blocks are taken in turn, in alternating order; a point is the median of its blocks. What one half of equal blocks
 differs by from the other is the noise: no error below it means anything. --replay predicts what --keep left once more,
@@ -168,8 +169,8 @@ def _train(host: Host, network: Network, where: Path, mbit: int, steps: int) -> 
 
 
 def capped(network: Network, folder: Path, by_doctor: bool) -> Iterator[Checked]:
-    """Predicted from one rank of this machine, and the link: its nominal rate, or what doctor measured."""
-    known = [one for one in read_records(folder) if is_input(network.batch, one) and len(one.plan.devices) == 1]
+    """Predicted from ranks of this machine, and the link: its nominal rate, or what doctor measured."""
+    known = [one for one in read_records(folder) if is_input(network.batch, one)]
     calibration = calibrate(known, parameters=_parameters(folder))
     for mbit in MBIT:
         path = folder / CAPPED / "host0" / "runs" / f"{mbit}mbit"
@@ -181,7 +182,8 @@ def capped(network: Network, folder: Path, by_doctor: bool) -> Iterator[Checked]
             continue
         question = Question(devices=[2], machines=[2], links=[link], batch=network.batch)
         rate = Forecaster(calibration, question).forecast_one(STRATEGIES["ddp"], 2).samples_per_second
-        single = median(one.rate for one in calibration.observed if one.samples == network.batch)
+        alone = [one for one in calibration.observed if one.devices == 1 and one.samples == network.batch]
+        single = median(one.rate for one in alone)
         yield Checked(
             family="capped links",
             name=f"{network.name}: 2 hosts, {mbit:,} Mbit",
@@ -264,10 +266,10 @@ def result_of(folder: Path, networks: list[Network], why_none: str | None) -> Re
     said = [f"halves of equal blocks of {name} differ by {value:.1%}" for name, value in noises.items()]
     tables = [table("Held out: another batch, and more ranks than cores", rows, said)]
     if links:
-        tables.append(table("Over capped links, from one rank and the rate of the link", links, []))
+        tables.append(table("Over capped links, from ranks of this machine and the rate of the link", links, []))
         found = {mbit: measured_link(folder / CAPPED, mbit) for mbit in MBIT}
         notes = [f"{mbit:,} Mbit: {one.bandwidth * 8e-6:,.0f} by doctor" for mbit, one in found.items() if one]
-        tables.append(table("Over capped links, from one rank and what doctor measured", by_doctor, notes))
+        tables.append(table("Over capped links, from ranks of this machine and what doctor measured", by_doctor, notes))
     else:
         tables[0].notes.append(f"no capped links: {why_none or 'not measured'}")
     seconds = seconds_of_1024(folder / networks[0].name)
@@ -283,6 +285,7 @@ def result_of(folder: Path, networks: list[Network], why_none: str | None) -> Re
 
 def main() -> None:
     parser = harness.parser(__doc__)
+    parser.add_argument("--rounds", type=int, default=ROUNDS, help=f"of all blocks of a network ({ROUNDS})")
     parser.add_argument("--keep", type=Path, metavar="FOLDER", help="where the Records stay")
     parser.add_argument("--replay", type=Path, metavar="FOLDER", help="predict what lies there, and measure nothing")
     given = parser.parse_args()
@@ -294,7 +297,7 @@ def main() -> None:
             measure_links(folder / CAPPED)
         for network in [] if given.replay else networks:
             steps = 12 if given.quick else network.steps
-            measured(network, folder, 1 if given.quick else ROUNDS, steps)
+            measured(network, folder, 1 if given.quick else given.rounds, steps)
             if why_none is None:
                 measure_capped(network, folder / network.name, network.capped_steps)
         harness.finish(result_of(folder, networks, why_none), given.out)

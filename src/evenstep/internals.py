@@ -318,7 +318,7 @@ def replicate_scalar(fsdp_parameter: Any, value: torch.Tensor) -> None:
     local = value.to(before.to_local().device, copy=True)
     replicated = tensor_of_shards(local, mesh, [Replicate()] * mesh.ndim, torch.Size(()), ())
     one.sharded_param = torch.nn.Parameter(replicated, before.requires_grad)
-    num_rows = one.mesh_info.shard_mesh_size
+    num_rows = mesh.size(mesh.ndim - 1)
     one._orig_size = one.sharded_size = one.padded_sharded_param_size = torch.Size(())
     one._contiguous_orig_stride = one.contiguous_sharded_stride = ()
     one._get_grad_inner_tensor = lambda gradient: gradient.reshape(1).repeat(num_rows)

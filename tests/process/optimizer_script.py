@@ -85,6 +85,28 @@ class Keeping(Lars):
         return float(weight.norm())
 
 
+class Changing(Lars):
+    """Keeps something new after some steps, of a parameter that one rank updates."""
+
+    def rate(self, weight: torch.Tensor) -> Any:
+        state = self.state[weight]
+        state["num"] = state.get("num", 0) + 1
+        if state["num"] > 2 and weight.ndim == 4:
+            state["new"] = 1.0
+        return float(weight.norm())
+
+
+class Failing(Lars):
+    """Fails after some steps, where one rank updates a parameter."""
+
+    def rate(self, weight: torch.Tensor) -> Any:
+        state = self.state[weight]
+        state["num"] = state.get("num", 0) + 1
+        if state["num"] > 2 and weight.ndim == 4 and self.param_groups[0]["params"] == [weight]:
+            raise ValueError("not again")
+        return float(weight.norm())
+
+
 class Noisy(Lars):
     """It has no one result to compare with."""
 
@@ -113,9 +135,12 @@ MAKE: dict[str, Callable[[Weights], Optimizer]] = {
     "Coupled": Coupled,
     "Counting": Counting,
     "Keeping": Keeping,
+    "Changing": Changing,
+    "Failing": Failing,
     "MuonAndAdamW": MuonAndAdamW,
     "Noisy": Noisy,
 }
+TWO = "Muon and AdamW, one after the other"
 X = torch.randn(9, 6, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
 Y = torch.arange(9) % 3
 
@@ -140,6 +165,17 @@ def loss(model: nn.Module, batch: tuple[torch.Tensor, torch.Tensor]) -> torch.Te
     return F.cross_entropy(model(batch[0]), batch[1])
 
 
+def muon_and_adamw(parameters: Weights) -> list[Optimizer]:
+    every = list(parameters)
+    rest = [one for one in every if one.ndim != 2]
+    return [matrices(every), torch.optim.AdamW(rest, lr=0.01)]
+
+
+def made(name: str, parameters: Weights) -> list[Optimizer]:
+    """The optimizers of one model."""
+    return muon_and_adamw(parameters) if name == TWO else [MAKE[name](parameters)]
+
+
 def net(name: str) -> Net:
     torch.manual_seed(1)
     return Net(is_sparse=name == "SparseAdam").double()
@@ -147,27 +183,30 @@ def net(name: str) -> Net:
 
 def on_one_device(name: str) -> dict[str, torch.Tensor]:
     model = net(name)
-    optimizer = MAKE[name](model.parameters())
+    optimizers = made(name, model.parameters())
     for _ in range(STEPS):
-        optimizer.zero_grad()
+        model.zero_grad()
         loss(model, (X, Y)).backward()
-        optimizer.step()
+        for optimizer in optimizers:
+            optimizer.step()
     return model.state_dict()
 
 
 def together(name: str, team: evenstep.Team) -> dict[str, torch.Tensor]:
     spread = team.wrap(net(name))
-    optimizer = MAKE[name](spread.parameters())
-    team.check(optimizer)
+    optimizers = made(name, spread.parameters())
     calls: list[str] = []
-    optimizer.register_step_pre_hook(lambda *_: calls.append("before"))
-    optimizer.register_step_post_hook(lambda *_: calls.append("after"))
+    for optimizer in optimizers:
+        team.check(optimizer)
+        optimizer.register_step_pre_hook(lambda *_: calls.append("before"))
+        optimizer.register_step_post_hook(lambda *_: calls.append("after"))
     loader = team.loader((X, Y), batch=len(X), shuffle=False)
     while loader.num_finished < STEPS:
         for batch in loader:
             team.backward(loss, spread, batch)
-            team.step(optimizer)
-    assert calls == ["before", "after"] * STEPS
+            for optimizer in optimizers:
+                team.step(optimizer)
+    assert calls == ["before", "after"] * STEPS * len(optimizers)
     found = {name: whole(value, keep=True) for name, value in weights(spread.module).items()}
     return {name: value for name, value in found.items() if value is not None}
 
@@ -184,5 +223,5 @@ def outcome(name: str, team: evenstep.Team) -> str | float:
 
 if __name__ == "__main__":
     team = evenstep.join("fsdp", devices=("cpu", "cpu"), precision="fp64")
-    found = {name: outcome(name, team) for name in MAKE}
+    found = {name: outcome(name, team) for name in (*MAKE, TWO)}
     Path(sys.argv[1], f"{team.world.rank}.json").write_text(json.dumps(found))

@@ -94,15 +94,15 @@ def sharded_updates(optimizer: Optimizer, world: World) -> WholeUpdates | None:
     rehearsals = ShardedRehearsals(optimizer, world)
     if not rehearsals.are_possible or not rehearsals.problems():
         return None
-    updates = WholeUpdates(world, rehearsals.groups_on_shards())
-    problems = rehearsals.problems(updates.step)
+    on_shards = rehearsals.groups_on_shards()
+    problems = rehearsals.problems(WholeUpdates(world, on_shards, is_trial=True).step)
     if problems:
         raise TaskError(
             f"{type(optimizer).__name__} cannot update sharded parameters as it updates whole ones: {problems[0]}.\n"
             f"Use it with {DEFAULT}; under {sharding()} use an optimizer that updates each parameter independently of "
             "the others, such as AdamW, SGD, Muon or Adafactor"
         )
-    return WholeUpdates(world, updates.on_shards)
+    return WholeUpdates(world, on_shards)
 
 
 class ShardedRehearsals:

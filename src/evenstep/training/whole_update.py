@@ -118,12 +118,19 @@ class Shard:
         return torch.cat(list(parts)) if self.weight.ndim else parts[0].clone()
 
 
-class WholeUpdates:
-    """Steps of an optimizer; the parameters of some groups are whole where it computes with them."""
+CHANGED = "it keeps other things of a parameter than after its first update"
 
-    def __init__(self, world: World, on_shards: frozenset[int] = frozenset()) -> None:
+
+class WholeUpdates:
+    """Steps of an optimizer; the parameters of some groups are whole where it computes with them.
+
+    In a trial, ranks compare in every round what they keep, so that what goes wrong does so on all of them.
+    """
+
+    def __init__(self, world: World, on_shards: frozenset[int] = frozenset(), is_trial: bool = False) -> None:
         self._world = world
-        self.on_shards = on_shards
+        self._is_trial = is_trial
+        self._on_shards = on_shards
         """The numbers of groups whose shards the optimizer can update as they are."""
         self._kept: dict[torch.Tensor, list[Kept]] = {}
         """What is kept of each parameter, as all ranks know since its first update."""
@@ -141,11 +148,11 @@ class WholeUpdates:
                 Shard(weight, number)
                 for number, group in enumerate(optimizer.param_groups)
                 for weight in group["params"]
-                if number not in self.on_shards and weight.grad is not None
+                if number not in self._on_shards and weight.grad is not None
             ]
             for owned in self._planned(every):
                 self._update(optimizer, [[every[index] for index in of_rank] for of_rank in owned])
-            rest = {number: optimizer.param_groups[number]["params"] for number in self.on_shards}
+            rest = {number: optimizer.param_groups[number]["params"] for number in self._on_shards}
             with _only(optimizer, rest):
                 type(optimizer).step(optimizer)
         _call(optimizer, [*after.values(), *hooks_after_steps.values()])
@@ -160,37 +167,41 @@ class WholeUpdates:
 
     def _update(self, optimizer: Optimizer, owned: Sequence[Sequence[Shard]]) -> None:
         """One round, of what each rank updates."""
-        mesh = next(one for of_rank in owned for one in of_rank).weight.device_mesh
-        exchange = PackedAllToAll(self._world, mesh)
-        whole = _gathered(optimizer, owned, exchange)
-        problem = ""
+        every = [one for of_rank in owned for one in of_rank]
+        exchange = PackedAllToAll(self._world, every[0].weight.device_mesh)
+        own = owned[exchange.rank]
+        learns = self._is_trial or any(one.weight not in self._kept for one in every)
         results: list[tuple[torch.Tensor, dict[str, Any]]] = []
+        found: list[list[Kept]] = []
+        problem = ""
+        whole = _gathered(optimizer, owned, exchange)
         try:
-            results = [_updated(optimizer, *one) for one in zip(owned[exchange.rank], whole, strict=True)]
-            found = [_kept_of(state, shard) for shard, (_, state) in zip(owned[exchange.rank], results, strict=True)]
+            results = [_updated(optimizer, *one) for one in zip(own, whole, strict=True)]
+            found = [_kept_of(state, shard) for shard, (_, state) in zip(own, results, strict=True)]
         except Exception as error:
-            if all(one.weight in self._kept for one in owned[exchange.rank]):
+            if not learns:
                 raise
             # Others wait for what this rank keeps.
-            problem, found = _in_words(error), []
+            problem = _in_words(error)
         del whole
-        if any(one.weight not in self._kept for of_rank in owned for one in of_rank):
-            self._learn(owned, exchange.rank, found, problem)
-        if found != [self._kept[one.weight] for one in owned[exchange.rank]]:
-            raise TaskError(f"{type(optimizer).__name__} keeps other things of a parameter than in its first step")
+        if learns:
+            self._learn(owned, {"rank": exchange.rank, "kept": _as_json(found), "problem": problem})
+        if found != [self._kept[one.weight] for one in own]:
+            raise TaskError(f"{type(optimizer).__name__}: {CHANGED}")
         if not self._world.communication.is_off:
             self._scatter(optimizer, owned, exchange, results)
 
-    def _learn(self, owned: Sequence[Sequence[Shard]], rank: int, found: list[list[Kept]], problem: str) -> None:
+    def _learn(self, owned: Sequence[Sequence[Shard]], own: dict[str, Any]) -> None:
         """Let all ranks know what is kept of each parameter; raise on all of them if the step of one failed."""
-        own = [list(map(astuple, of_weight)) for of_weight in found]
-        answers = self._world.gather({"rank": rank, "kept": own, "problem": problem})
+        answers = self._world.gather(own)
         problems = [answer["problem"] for answer in answers if answer["problem"]]
         if problems:
             raise TaskError(problems[0])
         for answer in answers:
             for one, of_weight in zip(owned[answer["rank"]], answer["kept"], strict=True):
-                self._kept[one.weight] = [Kept(key, kind, tuple(shape), *more) for key, kind, shape, *more in of_weight]
+                kept = [Kept(key, kind, tuple(shape), *more) for key, kind, shape, *more in of_weight]
+                if self._kept.setdefault(one.weight, kept) != kept:
+                    raise TaskError(CHANGED)
 
     def _scatter(
         self,
@@ -232,6 +243,10 @@ class WholeUpdates:
                 state[one.key] = NUMBERS[one.kind](next(parts).item())
             else:
                 _put(state, one, next(parts), shard.weight)
+
+
+def _as_json(found: Sequence[Sequence[Kept]]) -> list[Any]:
+    return [list(map(astuple, of_weight)) for of_weight in found]
 
 
 def _put(state: dict[str, Any], one: Kept, values: torch.Tensor, weight: Any) -> None:

@@ -92,12 +92,12 @@ def source_of(network: Network) -> str:
     return f"{Path(__file__).with_name('parts.py')}:{network.name}"
 
 
-def measured(network: Network, folder: Path, rounds: int, steps: int, ranks: int | None = None) -> Path:
-    """The Records of all blocks of a network; with `ranks`, of those that are known with so many."""
+def measured(network: Network, folder: Path, rounds: int, steps: int, num_blocks: int | None = None) -> Path:
+    """The Records of all blocks of a network, or of the first."""
     choices: dict[str, Any] = {"strategy": "single", "devices": ["cpu"], "batch": network.batch, "threads": 1}
     base = prepare(source_of(network), {**choices, "name": network.name, "out": str(folder)})
     block = Block(warm_up=max(WARM_UP, steps // 10), steps=steps, special=max(4, steps // 4))
-    chosen = [one for one in blocks(network.batch)[:KNOWN] if one[1] == ranks] if ranks else blocks(network.batch)
+    chosen = blocks(network.batch)[:num_blocks]
     for number in range(rounds):
         for strategy, num, size in chosen[:: -1 if number % 2 else 1]:
             name = f"{strategy}-{num}-{size}-round-{number}"

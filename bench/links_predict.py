@@ -1,6 +1,6 @@
 """N5: predicted steps at other rates and numbers of hosts, beside measured ones.
 
-Known: steps of one rank, and what it would send. Predicted: 2, 3 and 4 hosts with a rank each, by the rate of their
+Known: steps of one and two ranks of this machine. Predicted: 2, 3 and 4 hosts with a rank each, by the rate of their
 links. The formula alone: computing, and then 2 (n - 1) / n of the gradients at the nominal rate.
 
 All hosts share the cores of this machine: with more hosts than cores, a rank computes that much longer, which is no
@@ -17,7 +17,7 @@ from statistics import median
 from typing import Any
 
 import harness
-from c8_predict import NETWORKS, WARM_UP, Network, is_input, measured, source_of
+from c8_predict import KNOWN, NETWORKS, WARM_UP, Network, is_input, measured, source_of
 from tests.faults.hosts import Host, hosts
 
 from evenstep.distributed.devices import facts
@@ -40,7 +40,7 @@ def n5(is_quick: bool) -> dict[str, Any]:
     rows = []
     with tempfile.TemporaryDirectory() as temporary:
         for network in networks:
-            known = measured(network, Path(temporary), 1 if is_quick else ROUNDS, network.steps // 2, ranks=1)
+            known = measured(network, Path(temporary), 1 if is_quick else ROUNDS, network.steps // 2, KNOWN)
             calibration = calibrate(
                 [one for one in read_records(known) if is_input(network.batch, one)], parameters=_parameters(network)
             )
@@ -76,7 +76,8 @@ def _slower(num: int) -> float:
 
 def formula_seconds(network: Network, calibration: Calibration, num: int, mbit: int) -> float:
     """Computing, and then sending."""
-    alone = median(network.batch / one.rate for one in calibration.observed if one.samples == network.batch)
+    single = [one for one in calibration.observed if one.devices == 1 and one.samples == network.batch]
+    alone = median(network.batch / one.rate for one in single)
     sent = 2 * (num - 1) / num * calibration.work.gradient_bytes
     return _slower(num) * alone / num + 8 * sent / (mbit * 1e6)
 

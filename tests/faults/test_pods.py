@@ -104,7 +104,7 @@ def test_a_batch_script_that_was_printed_runs_on_slurm(cluster: Cluster, tmp_pat
     (tmp_path / "my_task.py").write_text(TASK)
     words = ["manifest", "slurm", "my_task.py", "--audit", "--devices", "cpu,cpu"]
     made = subprocess.run([sys.executable, "-m", "evenstep", *words], capture_output=True, text=True, check=True)
-    here = made.stdout.replace("srun evenstep", f"srun {shlex.quote(sys.executable)} -m evenstep")
+    here = made.stdout.replace(" evenstep train ", f" {shlex.quote(sys.executable)} -m evenstep train ")
     Path("job.sh").write_text(here)
     output = f"--output={cluster.folder}/job-%j.out"
     job = int(cluster.run("sbatch", "--parsable", output, f"--chdir={tmp_path}", "job.sh"))

@@ -140,6 +140,7 @@ def test_pods_request_cores_beside_their_gpus(evenstep: Callable[..., Ended]) ->
         ("slurm digits --machines 0", "--machines is 0; give 1 or more"),
         ("slurm digits --strategy foo", "unknown strategy 'foo'; choose single, dp, ddp"),
         ("slurm gone.py --strategy foo", "unknown strategy 'foo'; choose single, dp, ddp"),
+        ("slurm digit", "no task called 'digit'; did you mean digits?"),
         ("slurm digits lrr=3", "task() has no option lrr"),
         ("slurm digits --requeue", "leave --requeue out: the script for Slurm has it already"),
         ("slurm digits --image a:1", "--image is an option of evenstep manifest jobset and trainjob"),
@@ -165,7 +166,10 @@ def test_a_task_that_is_not_here_is_said_not_to_be_checked(evenstep: Callable[..
         0,
         "srun evenstep train /app/my_task.py lr=0.1 --devices 1 --requeue",
     )
-    assert made.err.startswith("the options of /app/my_task.py are not checked: no file /app/my_task.py;")
+    assert made.err == "the options of /app/my_task.py are not checked: there is no file /app/my_task.py here\n"
+    Path("my_task.py").write_text("import a_package_of_the_cluster\n")
+    made = evenstep("manifest", "slurm", "my_task.py", "lr=0.1")
+    assert (made.code, "are not checked: my_task.py cannot be imported: ModuleNotFoundError" in made.err) == (0, True)
 
 
 def test_without_a_volume_it_says_what_is_lost(evenstep: Callable[..., Ended]) -> None:

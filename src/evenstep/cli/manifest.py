@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Annotated, Any
@@ -13,7 +14,7 @@ from evenstep.cli.settings import choose_task
 from evenstep.errors import BadInput, TaskError, shorten
 from evenstep.schema import check_choice
 from evenstep.strategy_facts import STRATEGIES
-from evenstep.task import find_task, read_options
+from evenstep.task import Task, TaskFunction, find_task, read_options, split_spec
 
 if TYPE_CHECKING:
     from evenstep.clusters.job_files import ClusterJob
@@ -151,17 +152,28 @@ def _check_training(words: Sequence[str]) -> None:
 def _check_task(given: Mapping[str, Any]) -> None:
     """The options of the task, where it can be imported here, and the strategy, which its file may add."""
     spec, options = choose_task(given["task"], given["options"], given["settings"])
-    source, why_not = None, ""
-    try:
-        source = find_task(spec) if spec is not None else None
-    except TaskError as error:
-        why_not = str(error).partition("\n")[0]
+    assert spec is not None
+    source, why_not = _find(spec)
     if given["strategy"] is not None:
         check_choice("strategy", given["strategy"], STRATEGIES, BadInput)
     if source is not None:
         read_options(source, options or {})
-    if why_not:
+    else:
         print_notes([f"the options of {spec} are not checked: {why_not}"])
+
+
+def _find(spec: str) -> tuple[TaskFunction | Task | None, str]:
+    """The task; or None, and why it cannot be had here, though it may be in the job."""
+    where, _ = split_spec(spec)
+    if where.endswith(".py") and not os.path.isfile(where):
+        return None, f"there is no file {where} here"
+    try:
+        return find_task(spec), ""
+    except TaskError as error:
+        # Packages and GPUs that it imports or looks for may be on the cluster alone.
+        if error.__cause__ is None or isinstance(error.__cause__, SyntaxError):
+            raise
+        return None, str(error)
 
 
 def _pods(job: ClusterJob, image: str, volume: str | None) -> ClusterJob:

@@ -1,8 +1,8 @@
 """N2: time to the same loss at 100 Mbit, two hosts with two ranks each.
 
-Every method trains the same network. DDP, local and diloco have the learning rate, of a small grid, with which they ended
-best (links_rates.py; its seeds 0 and 1 are among those here); PowerSGD has DDP's, and post-local SGD has local's: their
-own were not searched. The loss is that of the validation set, with the weights that all ranks share:
+Every method trains the same network. DDP, local and diloco have the learning rate, of a small grid, with which they
+ended best (links_rates.py; its seeds 0 and 1 are among those here); PowerSGD has DDP's, and post-local SGD has local's:
+their own were not searched. The loss is that of the validation set, with the weights that all ranks share:
 losses of local steps are those of ranks that have drifted apart, whose weights nobody keeps. Seconds are of steps;
 evaluations do not count. The target is 1 % above what DDP ends with.
 

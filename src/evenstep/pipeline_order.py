@@ -102,13 +102,21 @@ def most_held(schedule: str, stages: int, rank: int, num: int) -> float:
 def bubble_share(schedule: str, stages: int, num: int) -> float:
     """The share of a step in which a rank waits for others, if all chunks take as long and sends take no time.
 
-    With as many micro-batches as stages, that is (S - 1) / (N + S - 1) for 1f1b and gpipe.
+    With as many micro-batches as stages or more, it is (S - 1) / (N + S - 1) for 1f1b and gpipe.
 
-    >>> round(bubble_share("1f1b", 4, 8), 3), round(3 / (8 + 3), 3)
-    (0.273, 0.273)
-    >>> round(bubble_share("interleaved", 4, 8), 3), round(bubble_share("zero-bubble", 4, 8), 3)
-    (0.158, 0.111)
+    >>> round(bubble_share("1f1b", 4, 8), 3), round(bubble_share("interleaved", 4, 8), 3)
+    (0.273, 0.158)
+    >>> round(bubble_share("zero-bubble", 4, 8), 3), round(bubble_share("zero-bubble", 4, 2), 3)
+    (0.111, 0.455)
     """
+    if num < stages:
+        return simulated_bubble(schedule, stages, num)
+    parts = {"interleaved": INTERLEAVED * num, "zero-bubble": 3 * num}.get(schedule, num)
+    return (stages - 1) / (parts + stages - 1)
+
+
+def simulated_bubble(schedule: str, stages: int, num: int) -> float:
+    """The same, of all ranks played through."""
     ends: dict[Action, float] = {}
     waiting = {rank: list(order_of(schedule, stages, rank, num))[::-1] for rank in range(stages)}
     clocks = [0.0] * stages

@@ -10,14 +10,16 @@ from pathlib import Path
 
 import pytest
 
-from evenstep.plan import Plan
+from evenstep.plan import Plan, ScheduleName
 from tests.fleet import bits_of, furthest, newest_weights, run_jobs
 
 KEY = "gpt4/adamw/pair"
 STEPS = 9
 
 
-def plan(strategy: str, size: int = 1, resume: Path | None = None, accumulate: int = 1) -> Plan:
+def plan(
+    strategy: str, size: int = 1, resume: Path | None = None, accumulate: int = 1, schedule: ScheduleName = "1f1b"
+) -> Plan:
     first = Plan(
         strategy=strategy,
         devices=("cpu",) * size,
@@ -27,6 +29,7 @@ def plan(strategy: str, size: int = 1, resume: Path | None = None, accumulate: i
         clip=0.5,
         threads=1,
         accumulate=accumulate,
+        pipeline_schedule=schedule,
         checkpoint_every=2,
         keep=9,
     )
@@ -43,14 +46,16 @@ def test_a_run_goes_on_under_other_strategies(tmp_path: Path) -> None:
     jobs = [
         ("tensor", plan("tensor", 2, saved("whole", 2)), KEY),
         ("pipeline", plan("pipeline", 2, saved("tensor", 4), accumulate=2), KEY),
+        ("interleaved", plan("pipeline", 2, saved("pipeline", 6), 3, "interleaved"), KEY),
+        ("zero-bubble", plan("pipeline", 2, saved("interleaved", 8), 2, "zero-bubble"), KEY),
         ("fsdp", plan("fsdp", 2, saved("pipeline", 6)), KEY),
         ("tensor-again", plan("tensor", 2, saved("fsdp", 8)), KEY),
     ]
     run_jobs(tmp_path, 2, jobs)
     (tmp_path / "end").mkdir()
-    run_jobs(tmp_path / "end", 1, [("single", plan("single", 1, saved("pipeline", 8)), KEY)])
+    run_jobs(tmp_path / "end", 1, [("single", plan("single", 1, saved("interleaved", 8)), KEY)])
     reference = newest_weights(tmp_path / "whole")
-    for name in ("tensor", "pipeline", "fsdp", "tensor-again", "end/single"):
+    for name in ("tensor", "pipeline", "interleaved", "zero-bubble", "fsdp", "tensor-again", "end/single"):
         assert furthest(newest_weights(tmp_path / name), reference) < 1e-9, name
     ours, theirs = bits_of(tmp_path / "pipeline"), bits_of(tmp_path / "whole")
     assert ours.keys() == theirs.keys()

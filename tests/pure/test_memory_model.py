@@ -13,6 +13,7 @@ from evenstep.fit.memory_model import (
     STEP,
     UPDATE,
     Cut,
+    Division,
     Moment,
     Placement,
     StepMemory,
@@ -23,7 +24,11 @@ from evenstep.fit.memory_model import (
     parse_bytes,
     peak,
 )
+from evenstep.fit.shape_pass import step_memory
+from evenstep.fit.split_shapes import memory_of_ranks
+from evenstep.plan import Plan
 from evenstep.strategy_facts import STRATEGIES
+from tests.small_tasks import small_task
 
 MB = 10**6
 
@@ -107,3 +112,64 @@ def test_sharding_finds_a_number_of_devices() -> None:
 def test_a_size_that_is_none_is_refused(text: str) -> None:
     with pytest.raises(BadInput, match="such as 24GB"):
         parse_bytes(text)
+
+
+@pytest.mark.parametrize(
+    ("division", "key"),
+    [
+        (Division("pipeline", 2, "1f1b"), "deep/adamw/mean"),
+        (Division("tensor", 2, "1f1b"), "mlp/adamw/mean"),
+        pytest.param(Division("pipeline", 2, "interleaved"), "gpt4/adamw/pair", marks=pytest.mark.slow),
+        pytest.param(Division("tensor", 2, "1f1b"), "encoder/adamw/pair", marks=pytest.mark.slow),
+    ],
+)
+def test_ranks_that_divide_a_model_hold_their_parts(division: Division, key: str) -> None:
+    plan, task = Plan(strategy="single", devices=("cpu",), batch=16, steps=1), small_task(key)
+    whole = step_memory(plan, task, 16, 0.0)
+    ranks = memory_of_ranks(plan, task, division, 16, whole)
+    weights = [one.held["weights"] for one in ranks]
+    state = sum(one.held["optimizer"] for one in ranks) / whole.held["optimizer"]
+    if division.strategy == "pipeline":
+        # Each parameter is on one rank, and so is its state.
+        assert sum(weights) == whole.held["weights"]
+        assert state == pytest.approx(1, rel=0.01)
+        assert ranks[1].received_bytes == (20 * 4 if key.startswith("deep") else 2 * 8 * 16 * 4)
+        assert all(one.waiting[1] > 0 for one in ranks)
+    else:
+        assert weights[0] == weights[1] < whole.held["weights"] < sum(weights)
+    # Less than on one device, though each rank builds the whole model.
+    place = Placement(facts=STRATEGIES[division.strategy], devices=2, kind="cpu", share=16, division=division)
+    alone = Placement(facts=STRATEGIES["single"], devices=1, kind="cpu", share=16)
+    own, one = (peak(replace(whole, ranks=ranks), where, 16).total for where in (place, alone))
+    assert 0.3 * one < own < one
+
+
+def test_micro_batches_that_wait_are_counted() -> None:
+    sizes = dict.fromkeys(COUNTED, 0.0)
+    step = [Moment({**sizes, "weights": 100.0}, {**sizes, "activations": 10.0})]
+    own = StepMemory(
+        held=sizes,
+        phases={STEP: step, ACCUMULATED: step, UPDATE: step},
+        input_bytes=0.0,
+        unit_bytes=[0.0],
+        framework_bytes=0.0,
+        waiting=(0.0, 8.0),
+        received_bytes=1.0,
+    )
+    memory = replace(own, held={**sizes, "weights": 20.0}, ranks=[own, own])
+
+    def activations(schedule: str) -> float:
+        division = Division("pipeline", 2, schedule)
+        place = Placement(facts=STRATEGIES["pipeline"], devices=2, kind="cpu", share=32, division=division)
+        found = peak(memory, place, 4)
+        assert found.kinds["communication"] == 32
+        return found.kinds["activations"]
+
+    # One that is computed, and those that wait: of 8 micro-batches, one, 1.5 of two halves, or seven.
+    assert activations("1f1b") == 4 * (10 + 8)
+    assert activations("interleaved") == 4 * (10 + 1.5 * 8)
+    assert activations("gpipe") == 4 * (10 + 7 * 8)
+    built = replace(memory, held={**sizes, "weights": 1000.0})
+    division = Division("pipeline", 2, "1f1b")
+    place = Placement(facts=STRATEGIES["pipeline"], devices=2, kind="cpu", share=32, division=division)
+    assert peak(built, place, 4).kinds["weights"] == 2000

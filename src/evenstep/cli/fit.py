@@ -61,6 +61,10 @@ def fit(
         str | None,
         typer.Option(metavar="SIZE", help="Memory of each device, such as 24GB or 16GiB; default: what is free here."),
     ] = None,
+    pipeline_schedule: Annotated[
+        str | None,
+        typer.Option(metavar="NAME", help="Of a pipeline: 1f1b (default), gpipe, interleaved or zero-bubble."),
+    ] = None,
     batch: BatchOption = None,
     precision: PrecisionOption = None,
     checkpoint_activations: CheckpointActivationsOption = None,
@@ -88,6 +92,7 @@ def fit(
         choices={
             **choices,
             "checkpoint_activations": checkpoint_activations,
+            "pipeline_schedule": pipeline_schedule,
             "seed": seed,
             "out": out,
             "options": given,

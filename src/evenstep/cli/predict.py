@@ -196,7 +196,7 @@ def _update_comparison(folder: Path) -> None:
 
 
 def _question(*given: Any) -> Question:
-    from evenstep.predict.forecast import GPUS, Question
+    from evenstep.predict.forecast import GPUS, Question, why_not_predicted
     from evenstep.predict.links import parse_link
     from evenstep.schema import check_choice
 
@@ -210,6 +210,8 @@ def _question(*given: Any) -> Question:
     names = [name.strip() for name in (strategies or DEFAULT).split(",") if name.strip()]
     for name in names:
         check_choice("strategy", name, STRATEGIES, BadInput)
+    if all(STRATEGIES[name].model_axis is not None for name in names):
+        raise BadInput(f"{names[0]} is not predicted: {why_not_predicted(STRATEGIES[names[0]], counts[0])}")
     if gpu is not None:
         check_choice("GPU", gpu, GPUS, BadInput)
     batch, per_device, reads, price, hours = rest

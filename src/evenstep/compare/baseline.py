@@ -14,7 +14,7 @@ from evenstep.errors import PlanError
 from evenstep.launcher.prepare import free_name, label_of, load_strategies, prepare
 from evenstep.plan import RUNS
 from evenstep.record import Record
-from evenstep.strategy_facts import DEFAULT, REFERENCE
+from evenstep.strategy_facts import DEFAULT, REFERENCE, STRATEGIES
 from evenstep.verify import Configuration
 from evenstep.verify.configurations import named_strategies
 
@@ -55,7 +55,12 @@ def _configs(strategies: str | None) -> list[Configuration]:
         two = choose_devices(2)
     except PlanError:
         return [single]
-    return [single, *(Configuration(name, two) for name in names if name != REFERENCE)]
+    return [single, *(Configuration(name, two) for name in names if _is_predicted(name))]
+
+
+def _is_predicted(name: str) -> bool:
+    """Nothing is predicted for models that ranks divide, nor from them."""
+    return name != REFERENCE and STRATEGIES[name].model_axis is None
 
 
 def _blocks(configs: list[Configuration], batch: int) -> list[tuple[Configuration, int]]:

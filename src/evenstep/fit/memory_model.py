@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import pairwise
 
 from evenstep.errors import BadInput, shorten
+from evenstep.pipeline_order import most_held
 from evenstep.strategy_facts import StrategyFacts
 
 KINDS = ("weights", "buffers", "gradients", "optimizer", "activations", "inputs", "communication", "framework")
@@ -20,6 +21,7 @@ COUNTED = KINDS[:6]
 """Those that tensors of a step are counted as."""
 STEP, ACCUMULATED, UPDATE, EVALUATION = PHASES = ("step", "accumulated", "update", "evaluation")
 """`accumulated`: a micro-batch after others, whose gradients are there already."""
+BUILDING = "building"
 MARGIN = 0.05
 """Of the limit, left free: allocators keep memory that no tensor uses."""
 RING_BYTES = 2**21
@@ -39,6 +41,15 @@ class Moment:
 
     def at(self, micro_batch: int) -> Sizes:
         return {kind: self.fixed[kind] + self.per_sample[kind] * micro_batch for kind in self.fixed}
+
+
+@dataclass(frozen=True)
+class Division:
+    """How ranks divide a model: under which strategy, how many, in which order they compute."""
+
+    strategy: str
+    num: int
+    schedule: str
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -62,6 +73,12 @@ class StepMemory:
     gaps: float = 0.0
     """Of the peak: what the allocator of a GPU needs beyond it, found by real steps in less and less memory."""
     has_batchnorm: bool = False
+    ranks: list[StepMemory] = field(default_factory=list)
+    """Of a model that ranks divide: what each holds of it."""
+    waiting: tuple[float, float] = (0.0, 0.0)
+    """Bytes of a micro-batch between its forward and its backward: a fixed part, and one for each sample."""
+    received_bytes: float = 0.0
+    """From other ranks, of one sample."""
     is_real: bool = False
     """Whether steps were computed, since shapes alone do not say what this task does."""
     notes: list[str] = field(default_factory=list)
@@ -83,6 +100,8 @@ class Placement:
     """Devices that hold one copy of a sharded model together; None: all of them."""
     is_offloaded: bool = False
     """Whether shards are in the memory of the host (`--cpu-offload`)."""
+    division: Division | None = None
+    """Of the model, where ranks divide it."""
 
     @property
     def is_alone(self) -> bool:
@@ -121,6 +140,8 @@ def _phase(place: Placement, micro_batch: int) -> str:
 
 
 def _highest(memory: StepMemory, place: Placement, micro_batch: int, phases: tuple[str, ...]) -> Peak:
+    if place.division is not None:
+        return _highest_of_ranks(memory, place, micro_batch, phases)
     found = []
     for phase in phases:
         excess = excess_at(memory.excess.get(phase, []), micro_batch)
@@ -128,6 +149,26 @@ def _highest(memory: StepMemory, place: Placement, micro_batch: int, phases: tup
             kinds = moment.at(micro_batch)
             kinds["activations"] += excess
             found.append(Peak(_placed(memory, place, kinds, phase), phase))
+    return max(found, key=lambda one: one.total)
+
+
+def _highest_of_ranks(memory: StepMemory, place: Placement, micro_batch: int, phases: tuple[str, ...]) -> Peak:
+    """Of the rank that holds most, when micro-batches wait for their backward; or while all build the whole model."""
+    assert place.division is not None
+    schedule, num = place.division.schedule, place.division.num
+    # Each rank makes the whole model, and watches what a copy of it computes.
+    built = {kind: 2 * memory.held[kind] for kind in ("weights", "buffers")}
+    found = [Peak({**dict.fromkeys(KINDS, 0.0), **built, "framework": memory.framework_bytes}, BUILDING)]
+    alone = replace(place, division=None, devices=1)
+    for rank, own in enumerate(memory.ranks):
+        held = most_held(schedule, num, rank, -(-place.share // micro_batch))
+        waiting = (held - 1) * (own.waiting[0] + own.waiting[1] * micro_batch)
+        for phase in phases:
+            kinds = _highest(own, alone, micro_batch, (phase,)).kinds
+            if phase in (STEP, ACCUMULATED):
+                kinds["activations"] += waiting
+                kinds["communication"] += own.received_bytes * place.share
+            found.append(Peak(kinds, phase))
     return max(found, key=lambda one: one.total)
 
 

@@ -68,6 +68,17 @@ def warm_up_shards(team: Team) -> None:
         team.backward(lambda model, data: model(data[0]).mean(), model, batch)
 
 
+def warm_up_parts(team: Team) -> None:
+    """The same for a model that ranks divide: a few layers, and messages between ranks."""
+    num = 2 * team.world.ranks_per_replica
+    with fork_rng():
+        layers = [layer for _ in range(num) for layer in (nn.Linear(8 * num, 8 * num), nn.ReLU())]
+        data = torch.zeros(team.world.size, 8 * num)
+        model = team.wrap(nn.Sequential(*layers), lambda model: model(data))
+    for batch in team.loader((data,), batch=len(data)):
+        team.backward(lambda model, rows: model(rows[0]).mean(), model, batch)
+
+
 class MemoryProbe(Trainer):
     """A few steps and an evaluation of one batch, measured; nothing is saved."""
 
@@ -81,7 +92,10 @@ class MemoryProbe(Trainer):
         (run_folder / f"{AVAILABLE}{world.rank}").write_text(str(self.available))
         if world.device.type == "cpu":
             warm_up()
-            if STRATEGIES[plan.strategy].shards:
+            facts = STRATEGIES[plan.strategy]
+            if facts.model_axis is not None and world.ranks_per_replica > 1:
+                warm_up_parts(team)
+            elif facts.shards:
                 warm_up_shards(team)
         for meter in self.meters:
             meter.reset()

@@ -10,7 +10,7 @@ import json
 import warnings
 import weakref
 from collections.abc import Iterable, Iterator
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
@@ -28,7 +28,7 @@ from evenstep.data.iterable import Stream
 from evenstep.data.nested import leaves, map_tensors
 from evenstep.errors import EvenstepError
 from evenstep.fit.device_memory import MemoryMeter, available_bytes, only, warm_up, workspace_bytes
-from evenstep.fit.memory_model import ACCUMULATED, COUNTED, EVALUATION, STEP, UPDATE, Moment, StepMemory
+from evenstep.fit.memory_model import ACCUMULATED, COUNTED, EVALUATION, STEP, UPDATE, Division, Moment, StepMemory
 from evenstep.internals import BatchNorm, FakeTensor, FakeTensorMode, TorchDispatchMode, tree_leaves
 from evenstep.monitor.known_errors import is_out_of_memory
 from evenstep.plan import Plan
@@ -71,10 +71,13 @@ class Allocations(TorchDispatchMode):
         """Bytes by kind after each operation."""
         self._now = dict.fromkeys(COUNTED, 0)
         self._granule = granule
+        self._is_paused = False
         self._known: dict[int, tuple[Any, str, int]] = {}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
+        if self._is_paused:
+            return result
         self.hold(tree_leaves(result))
         self.moments.append(tuple(self._now.values()))
         return result
@@ -82,7 +85,8 @@ class Allocations(TorchDispatchMode):
     def hold(self, values: Iterable[Any], kind: str | None = None) -> None:
         """Count tensors; those that are counted become of this kind, if one is given."""
         for value in values:
-            if isinstance(value, torch.Tensor) and value.layout is torch.strided:
+            # What is on the meta device is held by another rank.
+            if isinstance(value, torch.Tensor) and value.layout is torch.strided and value.device.type != "meta":
                 self._hold(value.untyped_storage(), kind)
 
     def _hold(self, storage: Any, kind: str | None) -> None:
@@ -103,6 +107,17 @@ class Allocations(TorchDispatchMode):
         _, kind, size = self._known.pop(key)
         self._now[kind] -= size
 
+    def now(self, kind: str) -> int:
+        """Bytes of this kind at the moment."""
+        return self._now[kind]
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """Inside, nothing is counted."""
+        self._is_paused = True
+        yield
+        self._is_paused = False
+
     def taken(self) -> NDArray[np.float64]:
         """The moments since the last call: a row each, a column for each kind."""
         found = np.array(self.moments, dtype=np.float64).reshape(-1, len(COUNTED))
@@ -112,6 +127,11 @@ class Allocations(TorchDispatchMode):
 
 class ShapeStep:
     """A model and an optimizer of fake tensors, and steps of them."""
+
+    waiting = 0.0
+    """Bytes that a micro-batch keeps between its forward and its backward, where others come in between."""
+    received = 0.0
+    """Bytes that come from other ranks for a micro-batch."""
 
     def __init__(
         self,
@@ -131,11 +151,15 @@ class ShapeStep:
                 self.module = self.precision.fit(module).to(self.device)
             else:
                 self.module = copied(module, {id(one): self._placed(one) for one in _tensors(module)})
+            self.divide()
             if plan.checkpoint_activations:
                 checkpoint_activations(self.module)
             self.optimizer = make_optimizer(task.optimizer, self.module)
             fuse(self.optimizer, self.module)
         self.allocations = Allocations(GRANULE.get(plan.devices[0].partition(":")[0], 1))
+
+    def divide(self) -> None:
+        """Keep a rank's part of the model; here, the whole."""
 
     def _note_gradient(self, weight: torch.Tensor) -> None:
         self.allocations.hold([weight.grad], "gradients")
@@ -298,7 +322,7 @@ def _state(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
 
 
 def _bytes(tensors: Iterable[torch.Tensor]) -> float:
-    return float(sum(tensor.nbytes for tensor in tensors))
+    return float(sum(tensor.nbytes for tensor in tensors if tensor.device.type != "meta"))
 
 
 def lines(large: NDArray[np.float64], small: NDArray[np.float64], sizes: tuple[int, int], most: int) -> list[Moment]:
@@ -359,7 +383,9 @@ def longest(data: AdaptedData, num: int) -> Ids:
     return np.argsort(np.asarray(lengths), kind="stable")[::-1][:num].astype(np.int64)
 
 
-def measure_shapes(plan: Plan, task: Task, run_folder: Path, *, share: int, limit: int | None = None) -> Iterator[str]:
+def measure_shapes(
+    plan: Plan, task: Task, run_folder: Path, *, share: int, limit: int | None = None, division: Division | None = None
+) -> Iterator[str]:
     """What a worker does to find what a step holds; it writes a file, and yields nothing."""
     set_up_torch(plan)
     device = torch.device(plan.devices[0])
@@ -370,6 +396,10 @@ def measure_shapes(plan: Plan, task: Task, run_folder: Path, *, share: int, limi
     found = step_memory(plan, task, share, float(framework))
     if not found.is_real:
         found = calibrated(plan, task, found, share, min(available, limit or available))
+    if division is not None and not found.is_real:
+        from evenstep.fit.split_shapes import memory_of_ranks
+
+        found = replace(found, ranks=memory_of_ranks(plan, task, division, share, found))
     (run_folder / FILE).write_text(json.dumps(asdict(replace(found, available_bytes=available))))
     yield from ()
 
@@ -451,17 +481,24 @@ def step_memory(plan: Plan, task: Task, share: int, framework: float) -> StepMem
 
 
 def _passes(plan: Plan, task: Task, share: int, framework: float, mode: FakeTensorMode | None) -> StepMemory:
-    step = ShapeStep(plan, task, mode)
+    return memory_of(ShapeStep(plan, task, mode), share, framework, is_real=mode is None)
+
+
+def memory_of(step: ShapeStep, share: int, framework: float, *, is_real: bool = False) -> StepMemory:
+    """Two passes of a step, as lines."""
+    plan, task = step.plan, step.task
     train, valid = adapt_train(task), next(iter(adapt_valid(task).values()), None)
     has_batchnorm = any(isinstance(layer, BatchNorm) for layer in step.module.modules())
     large = min(share, MOST_READ)
     small = min(large, max(2 if has_batchnorm else 1, large // FEWER))
     fit, plain = step.precision.fit_tensor, replace(task, augment=None, augment_batch=None)
-    passed, read = [], []
+    passed, read, waiting, received = [], [], [], []
     for num in (large, small):
         data = map_tensors(read_samples(train, task, plan, num), fit)
         more = map_tensors(read_samples(valid, plain, plan, num), fit) if valid is not None else None
         passed.append(step.passed(data, more))
+        waiting.append(step.waiting)
+        received.append(step.received / num)
         read.append(sum(one.nbytes for one in leaves(data) if isinstance(one, torch.Tensor)) / num)
     held = step.held()
     moments = {phase: lines(passed[0][phase], passed[1][phase], (large, small), share) for phase in passed[0]}
@@ -476,5 +513,13 @@ def _passes(plan: Plan, task: Task, share: int, framework: float, mode: FakeTens
         unit_bytes=step.unit_bytes(),
         framework_bytes=framework,
         has_batchnorm=has_batchnorm,
-        is_real=mode is None,
+        is_real=is_real,
+        waiting=_line(waiting, (large, small)),
+        received_bytes=received[0],
     )
+
+
+def _line(values: list[float], sizes: tuple[int, int]) -> tuple[float, float]:
+    """A fixed part, and a part for each sample."""
+    slope = (values[0] - values[1]) / ((sizes[0] - sizes[1]) or 1)
+    return values[0] - slope * sizes[0], slope

@@ -23,6 +23,7 @@ from evenstep.fit.device_memory import CONTEXT_BYTES
 from evenstep.fit.fit_table import FitResult, FitRow, Remedy, TriedCut
 from evenstep.fit.memory_model import (
     Cut,
+    Division,
     Placement,
     StepMemory,
     cuts,
@@ -35,6 +36,7 @@ from evenstep.fit.memory_model import (
 )
 from evenstep.launcher.launch import run_in_processes, variant
 from evenstep.launcher.prepare import Prepared, free_name, label_of, load_strategies, prepare
+from evenstep.mesh import arrange
 from evenstep.plan import PLAN_FILE, RUNS, Plan, parse_devices, write_plan_file
 from evenstep.report.terminal import size
 from evenstep.sampling.order import in_proportion
@@ -69,6 +71,8 @@ class MemoryRunner:
     limit: int | None = None
     """Bytes of each device that are to be enough, if not all that is there."""
     notes: list[str] = field(default_factory=list)
+    division: Division | None = None
+    """Of the model, where ranks divide it."""
     _number: int = 0
 
     def shapes(self, share: int, **changes: Any) -> StepMemory | None:
@@ -80,13 +84,16 @@ class MemoryRunner:
         plan = self.base.plan
         alone: dict[str, Any] = {"strategy": REFERENCE, "devices": plan.devices[:1], "accumulate": 1, "shares": None}
         alone |= {"mesh": None, "cpu_offload": False}
-        measure = partial(shape_pass.measure_shapes, share=share, limit=self.limit)
+        measure = partial(shape_pass.measure_shapes, share=share, limit=self.limit, division=self.division)
         try:
             text = self._run(measure, shape_pass.FILE, steps=1, **alone, **changes)
         except _Failed as failed:
             self.notes.append(f"no forecast: {str(failed.error).splitlines()[0]}")
             return None
         found = msgspec.json.decode(text, type=StepMemory)
+        if self.division is not None and not found.ranks:
+            self.notes.append("no forecast: without shapes, parts of a model are not known, only tried")
+            return None
         self.notes += [note for note in found.notes if note not in self.notes]
         return found
 
@@ -137,8 +144,11 @@ class RanOut:
 def placement(plan: Plan, facts: StrategyFacts, num_devices: int) -> Placement:
     """A strategy on devices of the plan's kind, which share its global batch."""
     kind = plan.devices[0].partition(":")[0]
-    shares = plan.proportions if num_devices == len(plan.devices) else (1,) * num_devices
+    mesh = arrange(plan.mesh if facts.name == plan.strategy else None, facts, num_devices)
+    ranks = mesh.ranks_per_replica if mesh is not None else 1
+    shares = plan.proportions if num_devices == len(plan.devices) and ranks == 1 else (1,) * (num_devices // ranks)
     return Placement(
+        division=Division(facts.name, ranks, plan.pipeline_schedule) if ranks > 1 else None,
         facts=facts,
         devices=num_devices,
         kind=kind,
@@ -272,8 +282,8 @@ def fit(request: FitRequest, log: Log = lambda line: None) -> FitResult:
     first = {"strategy": REFERENCE, "devices": list((names or choose_devices(1))[:1]), "name": name}
     base = prepare(request.source, {**request.choices, **first})
     try:
-        runner = MemoryRunner(base, log, request.memory)
         places = [placement(base.plan, facts, 1 if facts.is_reference else num) for facts in rows]
+        runner = MemoryRunner(base, log, request.memory, division=places[0].division)
         _refuse_small_batch(base.plan, places)
         memory = runner.shapes(max(place.share for place in places))
         found = [_row(runner, place, memory, names) for place in places]
@@ -403,7 +413,7 @@ def with_micro_batch(prepared: Prepared, log: Log = lambda line: None) -> Prepar
     """`--micro auto`: the same run, cut into as few micro-batches as fit; those of a resumed run, if they still do."""
     plan = prepared.plan
     place = placement(plan, STRATEGIES[plan.strategy], len(plan.devices))
-    runner = MemoryRunner(prepared, log)
+    runner = MemoryRunner(prepared, log, division=place.division)
     memory = runner.shapes(place.share)
     limit = limit_of(memory, place, None) if memory is not None else None
     search = Search(runner, place, memory, limit, {}, first=plan.accumulate)
@@ -425,7 +435,7 @@ def runs_per_device(prepared: Prepared, num_devices: int, log: Log = lambda line
     """How many runs of a plan fit side by side on each of these devices, by the forecast, and why; at least one."""
     plan = prepared.plan
     place = placement(plan, STRATEGIES[plan.strategy], len(plan.devices))
-    runner = MemoryRunner(prepared, log)
+    runner = MemoryRunner(prepared, log, division=place.division)
     memory = runner.shapes(place.share)
     if memory is None:
         return 1, "; ".join(runner.notes)

@@ -15,7 +15,7 @@ from evenstep.errors import BadInput, shorten
 from evenstep.predict.links import Link
 from evenstep.predict.step_model import BACKWARD, CPU_JITTER, JITTER, Workload, buckets_of
 from evenstep.record import FILE, PARTS, Lane, Measurement, Record, Timeline
-from evenstep.strategy_facts import STRATEGIES, UNKNOWN, StrategyFacts
+from evenstep.strategy_facts import REFERENCE, STRATEGIES, UNKNOWN, StrategyFacts
 
 WARM_UP = 3
 """First steps of a training that are not counted."""
@@ -179,12 +179,26 @@ def _deviation(seconds: Sequence[float]) -> float:
     return (high - low) / NORMAL_QUARTILES
 
 
+def divides(record: Record) -> bool:
+    """Whether its ranks computed parts of one model."""
+    return STRATEGIES.get(record.plan.strategy, UNKNOWN).model_axis is not None
+
+
 def calibrate(records: Sequence[Record], parameters: int | None = None) -> Calibration:
     """What the Records of one task say about it."""
-    observed = [observe(record) for record in records]
+    whole = [record for record in records if not divides(record)]
+    if not whole:
+        raise BadInput(
+            "these Records are of models that ranks divide, and say nothing about one device; measure one too: "
+            f"--strategy {REFERENCE}"
+        )
+    observed = [observe(record) for record in whole]
     if len({one.kind for one in observed}) > 1:
         raise BadInput("these Records are of CPUs and of GPUs; give those of one kind of device")
     notes: list[str] = []
+    if len(whole) < len(records):
+        names = ", ".join(dict.fromkeys(record.plan.strategy for record in records if divides(record)))
+        notes.append(f"what was measured with {names} is not used: ranks compute parts of the model there")
     chosen = _computing(_comparable(observed))
     fixed, slope, exponent = _line(chosen, notes)
     gradient_bytes = 4 * parameters if parameters else _gradient_bytes(observed)

@@ -8,9 +8,11 @@ from dataclasses import asdict, dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from statistics import fmean, median
+from typing import get_args
 
 from evenstep.errors import BadInput
-from evenstep.plan import Plan
+from evenstep.pipeline_order import bubble_share
+from evenstep.plan import Plan, ScheduleName
 from evenstep.predict.calibration import Calibration, Observation, calibrate
 from evenstep.predict.job import WholeJob
 from evenstep.predict.links import (
@@ -39,6 +41,7 @@ from evenstep.report.comparison import Range
 from evenstep.report.prediction import KNEE, Expectation, Forecast, Knee, Prediction
 from evenstep.strategy_facts import DEFAULT, REFERENCE, STRATEGIES, UNKNOWN, StrategyFacts
 
+MICRO_BATCHES_A_STAGE = 4
 MOST_TOO_MANY = -0.8
 """Of a modelled step, where a measured one was shorter."""
 FARTHEST = 2**16
@@ -123,8 +126,8 @@ class Forecaster:
         return Forecast(
             task=self.task,
             rows=rows,
-            curves={one.name: self._curve(one) for one in self._strategies()},
-            knees=[self._knee(one) for one in self._strategies()],
+            curves={one.name: self._curve(one) for one in self._strategies() if one.model_axis is None},
+            knees=[self._knee(one) for one in self._strategies() if one.model_axis is None],
             links=f"{self._batch_in_words()}; {self._links()}",
             errors=ERRORS,
             notes=[note for note in self.calibration.notes if note],
@@ -328,6 +331,8 @@ class Forecaster:
     def _refusal(self, strategy: StrategyFacts, devices: int) -> str:
         cluster = self._cluster(devices, list(self.question.devices).index(devices))
         machines = cluster.machines(devices)
+        if strategy.model_axis is not None:
+            return why_not_predicted(strategy, devices)
         if strategy.is_reference and devices > 1:
             return "it runs on one device"
         if machines > 1 and not strategy.several_machines:
@@ -488,9 +493,25 @@ class Forecaster:
         writer.close()
 
 
+def why_not_predicted(strategy: StrategyFacts, devices: int) -> str:
+    """Why nothing is predicted where ranks divide a model; of a pipeline, its bubble is known."""
+    if not strategy.schedules:
+        return (
+            "its ranks wait for two sums of activations for each pair of split layers, in forward and in backward, and "
+            "no Record has their number and sizes; measure it with evenstep compare"
+        )
+    num = MICRO_BATCHES_A_STAGE * devices
+    bubbles = [f"{name} {bubble_share(name, devices, num):.0%}" for name in get_args(ScheduleName)]
+    return (
+        "what its stages take and send depends on where the model is cut; measure it with evenstep compare. The bubble "
+        f"alone, of {num:,} micro-batches in stages that take as long: {', '.join(bubbles)} of a step"
+    )
+
+
 def expectation(records: Sequence[Record]) -> list[str]:
     """What twice as many devices of the same machine would give, in one sentence; none where they could not run."""
     facts = {id(record): STRATEGIES.get(record.plan.strategy, UNKNOWN) for record in records}
+    records = [one for one in records if facts[id(one)].model_axis is None]
     able = [one for one in records if facts[id(one)].processes_per_device and len(one.plan.devices) > 1]
     if not able or any(one.plan.machines for one in records):
         return []

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from statistics import median
 
-from evenstep.predict.calibration import Observation, calibrate, observe, read_records
+from evenstep.predict.calibration import Observation, calibrate, divides, observe, read_records
 from evenstep.predict.forecast import Forecaster, Question
 from evenstep.predict.published import Checked
 from evenstep.record import Record
@@ -22,7 +22,7 @@ def replay_records(folder: str | Path, is_input: Callable[[Record], bool] = on_t
     """Predict each configuration that is no input from those that are; nothing, if there is none."""
     records = read_records(folder)
     known = [record for record in records if is_input(record)]
-    others = [observe(record) for record in records if not is_input(record)]
+    others = [observe(record) for record in records if not is_input(record) and not divides(record)]
     if not known or not others:
         return
     calibration = calibrate(known)

@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import cache
-from typing import TYPE_CHECKING, Any, ClassVar, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol, TypeVar, runtime_checkable
 
 import torch
 from torch import nn
@@ -57,6 +57,29 @@ class Strategy(Protocol):
 
     def wrap(self, model: nn.Module, world: World, sample: Sample | None = None) -> DistributedModel:
         """The model on every device of this process; `sample` may be computed once, with a copy."""
+
+
+@dataclass(frozen=True)
+class RankStages:
+    """The chunks of a model that one rank computes, and the whole model, which knows the shapes that they receive."""
+
+    chunks: Sequence[Any]
+    stage: Callable[..., Any]
+    """(chunk, loss, batch, received) -> its output, or the loss."""
+    whole: nn.Module
+    blocks: list[str]
+
+
+@runtime_checkable
+class DividesModel(Protocol):
+    """A strategy under which ranks compute one replica together."""
+
+    def keep_part(self, model: nn.Module, world: World, rank: int, sample: Sample) -> RankStages | None:
+        """Keep what one rank would have of a model, in a process that is alone, to see what it holds.
+
+        `world` is that of this process, with the number of ranks. Returns the stages of the rank; None where it has
+        slices of layers, which compute as if sums over ranks changed nothing: shapes are the same.
+        """
 
 
 def load_strategy(name: str, settings: StrategySettings | None = None) -> Strategy:

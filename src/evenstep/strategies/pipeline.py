@@ -24,7 +24,7 @@ from evenstep.distributed.world import World
 from evenstep.errors import TaskError
 from evenstep.internals import broadcast_coalesced, call_hooks, tree_leaves
 from evenstep.pipeline_order import chunks_of, order_of
-from evenstep.strategies.base import NOTHING, DistributedModel, LossModule, Sample, go_back
+from evenstep.strategies.base import NOTHING, DistributedModel, LossModule, RankStages, Sample, copied, go_back
 from evenstep.strategies.ddp import SEND_BYTES, Averaging, send_from_rank_0, trained
 from evenstep.strategies.pipeline_cut import StageCut, find_cut
 from evenstep.strategies.single import Single
@@ -320,6 +320,15 @@ class Pipeline(Single):
         distribute(model, cut, neighbours.ranks)
         stage = StageModule(model, cut, neighbours.ranks, neighbours)
         return PipelineModel(model, stage, neighbours, world, cut)
+
+    def keep_part(self, model: nn.Module, world: World, rank: int, sample: Sample) -> RankStages:
+        whole = copied(model)
+        # Without values, no block takes its time.
+        cut = find_cut(model, world, sample, is_timed=False)
+        own = World(rank, world.ranks_per_replica, world.devices)
+        distribute(model, cut, own)
+        stage = StageModule(model, cut, own)
+        return RankStages(stage.chunks, stage.stage, whole, cut.blocks)
 
 
 def distribute(model: nn.Module, cut: StageCut, ranks: World) -> None:

@@ -61,8 +61,8 @@ class StageCut:
         return [index for index, of_block in enumerate(self.stage_of) if of_block == stage]
 
 
-def find_cut(model: nn.Module, world: World, sample: Sample | None) -> StageCut:
-    """The cut, which is the same on all ranks; they call this together."""
+def find_cut(model: nn.Module, world: World, sample: Sample | None, *, is_timed: bool = True) -> StageCut:
+    """The cut, which is the same on all ranks; they call this together. Not timed, it is by parameters alone."""
     num = world.ranks_per_replica * chunks_of(world.schedule)
     if sample is None:
         raise TaskError("pipeline needs a computation of the loss: team.wrap(model, lambda model: loss(model, data))")
@@ -73,9 +73,14 @@ def find_cut(model: nn.Module, world: World, sample: Sample | None) -> StageCut:
     for name in sorted(lists, key=lambda name: -_size(model.get_submodule(name))):
         blocks = [f"{name}.{key}".lstrip(".") for key, _ in model.get_submodule(name).named_children()]
         watched = BlockUses(copied(model), blocks)
-        with watched, torch.no_grad():
-            sample(watched.model)
-        found = world.gather([watched.problem(), watched.uses(), watched.seconds])
+        with torch.no_grad():
+            if is_timed:
+                # The first computation is slower, above all that of the first block.
+                sample(watched.model)
+            with watched:
+                sample(watched.model)
+        seconds = watched.seconds if is_timed else [0.0] * len(blocks)
+        found = world.gather([watched.problem(), watched.uses(), seconds])
         problem = next((one[0] for one in found if one[0]), None)
         if problem is None:
             return _made(model, blocks, found[0], watched, world)

@@ -15,7 +15,7 @@ from torch import nn
 
 from evenstep.distributed.devices import leave_default_stream
 from evenstep.distributed.slices import ParameterSlice, PartOfParameter, slice_of, slices_of
-from evenstep.distributed.world import World
+from evenstep.distributed.world import Communication, World
 from evenstep.errors import TaskError
 from evenstep.strategies.base import NOTHING, DistributedModel, LossModule, Sample
 from evenstep.strategies.ddp import Averaging, send_buffers, send_from_rank_0, trained
@@ -47,6 +47,11 @@ class Tensor(Single):
             split_layers(model, plan, ReplicaRanks(world))
             notes = _described(model, plan, total, world.ranks_per_replica)
         return TensorModel(model, world, notes)
+
+    def keep_part(self, model: nn.Module, world: World, rank: int, sample: Sample) -> None:
+        own = World(rank, world.ranks_per_replica, world.devices, communication=Communication(is_off=True))
+        vars(own)["model_ranks"] = own
+        split_layers(model, plan_of(model, world, sample), ReplicaRanks(own))
 
 
 def split_layers(model: nn.Module, plan: SplitPlan, ranks: ReplicaRanks) -> None:

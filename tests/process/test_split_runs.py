@@ -163,3 +163,59 @@ def test_a_model_of_transformers_is_split_by_its_own_plan(tmp_path: Path) -> Non
         assert done.returncode == 0, done.stderr
     assert "self_attn.v_proj -> model.layers.0.self_attn.o_proj" in done.stderr + done.stdout
     assert furthest(newest_weights(tmp_path / "runs" / "tensor"), newest_weights(tmp_path / "runs" / "single")) < 1e-9
+
+
+PLAIN_TASK = TASK.replace(
+    'add_strategy(replace(STRATEGIES["tensor"], name="spoilt", location="spoilt:Spoilt", size_flag=""))', ""
+)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_compare_shows_what_ranks_of_a_split_model_wait_for(tmp_path: Path) -> None:
+    (tmp_path / "my_task.py").write_text(PLAIN_TASK)
+    command = [sys.executable, "-m", "evenstep", "compare", "my_task.py", "--strategies", "tensor,pipeline"]
+    command += ["--devices", "2", "--accumulate", "2", "--pipeline-schedule", "1f1b,zero-bubble"]
+    command += ["--rounds", "1", "--steps", "4", "--json"]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=500)
+    assert done.returncode == 0, done.stderr
+    rows = {(row["strategy"], row["schedule"]): row for row in json.loads(done.stdout)["rows"]}
+    assert list(rows) == [("single", None), ("tensor", None), ("pipeline", "1f1b"), ("pipeline", "zero-bubble")]
+    assert all(row["parity"] in ("reference", "same") for row in rows.values())
+    for (strategy, _), row in rows.items():
+        assert (row["parts"]["bubble"] > 0) == (strategy == "pipeline")
+        assert (row["parts"]["communication"] > 0) == (strategy != "single")
+        # A pipeline cannot do without its messages.
+        assert (row["without_communication_seconds"] is not None) == (strategy == "tensor")
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("strategy", ["tensor", "pipeline"])
+def test_fit_forecasts_and_tries_ranks_of_a_split_model(tmp_path: Path, strategy: str) -> None:
+    layers = "*[one for _ in range(8) for one in (nn.Linear(512, 512), nn.Tanh())], nn.Linear(512, 4)"
+    wide = PLAIN_TASK.replace("nn.Linear(8, 12), nn.Tanh(), nn.Linear(12, 4)", layers)
+    wide = (
+        wide.replace("torch.randn(96, 8,", "torch.randn(4160, 512,")
+        .replace("[:64]", "[:4096]")
+        .replace("[64:]", "[4096:]")
+    )
+    (tmp_path / "my_task.py").write_text(wide.replace("batch=16", "batch=4096"))
+    command = [
+        sys.executable,
+        "-m",
+        "evenstep",
+        "fit",
+        "my_task.py",
+        "--strategy",
+        strategy,
+        "--devices",
+        "2",
+        "--json",
+    ]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=500)
+    assert done.returncode == 0, done.stderr
+    (row,) = json.loads(done.stdout)["rows"]
+    assert row["micro_batch"] == 4096
+    assert row["kinds"]["weights"] > 0
+    assert abs(row["error"]) < 0.35

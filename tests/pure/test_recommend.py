@@ -9,7 +9,9 @@ import pytest
 
 from evenstep.errors import BadInput
 from evenstep.report.comparison import Comparison, LargerBatch, Parity, Range, Row
+from evenstep.report.html.tables import parts_sheet
 from evenstep.report.recommend import advise, best, bottleneck
+from evenstep.report.terminal import step_table
 
 GIB = 2**30
 
@@ -163,3 +165,16 @@ def test_what_is_no_comparison_is_refused(tmp_path: Path, text: str) -> None:
 def test_a_folder_without_one_is_refused(tmp_path: Path) -> None:
     with pytest.raises(BadInput, match=r"does not exist"):
         Comparison.read(tmp_path)
+
+
+def test_the_bubble_of_a_pipeline_is_a_part_of_its_step_and_named() -> None:
+    one, cut = row("single", 1, 0.100), row("pipeline", 2, 0.080)
+    assert "bubble" not in [column.header for column in step_table(comparison(one, cut)).columns]
+    waits = {**cut.parts, "forward": 0.01, "backward": 0.02, "bubble": 0.036, "optimizer": 0.014}
+    cut = replace(cut, parts=waits, without_communication_seconds=None, schedule="1f1b", accumulate=4)
+    found = comparison(one, cut)
+    assert cut.label == "pipeline x 2, 1f1b"
+    assert "36.00" in next(list(column.cells) for column in step_table(found).columns if column.header == "bubble")
+    assert "Bottleneck: the bubble of the pipeline. A rank waits 36.00 ms of 80.00 ms" in bottleneck(found, cut)
+    sheet = parts_sheet(found)
+    assert sheet.columns.index("bubble") == sheet.columns.index("communication") + 1

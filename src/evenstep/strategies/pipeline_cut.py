@@ -24,6 +24,8 @@ from evenstep.internals import tree_leaves
 from evenstep.pipeline_order import chunks_of
 from evenstep.strategies.base import Sample, copied
 
+TIMED = 3
+"""Computations of the loss, of which the fastest of each block counts."""
 BEFORE, BEHIND = -1, -2
 """Where a parameter is used that is in no block."""
 
@@ -72,14 +74,13 @@ def find_cut(model: nn.Module, world: World, sample: Sample | None, *, is_timed:
     problems: list[str] = []
     for name in sorted(lists, key=lambda name: -_size(model.get_submodule(name))):
         blocks = [f"{name}.{key}".lstrip(".") for key, _ in model.get_submodule(name).named_children()]
-        watched = BlockUses(copied(model), blocks)
-        with torch.no_grad():
-            if is_timed:
-                # The first computation is slower, above all that of the first block.
-                sample(watched.model)
-            with watched:
-                sample(watched.model)
-        seconds = watched.seconds if is_timed else [0.0] * len(blocks)
+        copy = copied(model)
+        passes = [BlockUses(copy, blocks) for _ in range(TIMED if is_timed else 1)]
+        for watched in passes:
+            with torch.no_grad(), watched:
+                sample(copy)
+        # The first computation is slower, above all that of the first block; another process may slow down any.
+        seconds = [min(times) if is_timed else 0.0 for times in zip(*(one.seconds for one in passes), strict=True)]
         found = world.gather([watched.problem(), watched.uses(), seconds])
         problem = next((one[0] for one in found if one[0]), None)
         if problem is None:

@@ -172,25 +172,6 @@ PLAIN_TASK = TASK.replace(
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
-def test_compare_shows_what_ranks_of_a_split_model_wait_for(tmp_path: Path) -> None:
-    (tmp_path / "my_task.py").write_text(PLAIN_TASK)
-    command = [sys.executable, "-m", "evenstep", "compare", "my_task.py", "--strategies", "tensor,pipeline"]
-    command += ["--devices", "2", "--accumulate", "2", "--pipeline-schedule", "1f1b,zero-bubble"]
-    command += ["--rounds", "1", "--steps", "4", "--json"]
-    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=500)
-    assert done.returncode == 0, done.stderr
-    rows = {(row["strategy"], row["schedule"]): row for row in json.loads(done.stdout)["rows"]}
-    assert list(rows) == [("single", None), ("tensor", None), ("pipeline", "1f1b"), ("pipeline", "zero-bubble")]
-    assert all(row["parity"] in ("reference", "same") for row in rows.values())
-    for (strategy, _), row in rows.items():
-        assert (row["parts"]["bubble"] > 0) == (strategy == "pipeline")
-        assert (row["parts"]["communication"] > 0) == (strategy != "single")
-        # A pipeline cannot do without its messages.
-        assert (row["without_communication_seconds"] is not None) == (strategy == "tensor")
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(600)
 @pytest.mark.parametrize("strategy", ["tensor", "pipeline"])
 def test_fit_forecasts_and_tries_ranks_of_a_split_model(tmp_path: Path, strategy: str) -> None:
     layers = "*[one for _ in range(8) for one in (nn.Linear(512, 512), nn.Tanh())], nn.Linear(512, 4)"
@@ -218,4 +199,5 @@ def test_fit_forecasts_and_tries_ranks_of_a_split_model(tmp_path: Path, strategy
     (row,) = json.loads(done.stdout)["rows"]
     assert row["micro_batch"] == 4096
     assert row["kinds"]["weights"] > 0
-    assert abs(row["error"]) < 0.35
+    # docs/fit.md: on a CPU, 50 to 100 MiB too low.
+    assert -0.5 < row["error"] < 0.1

@@ -473,6 +473,7 @@ class Forecaster:
             + parts["handling"]
             + parts["stragglers"]
             + max(0.0, parts["unexplained"]),
+            "bubble": 0.0,
             "optimizer": parts["optimizer"],
         }
         seconds = row.step_seconds.middle

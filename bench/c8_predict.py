@@ -43,7 +43,7 @@ from evenstep.predict.forecast import Forecaster, Question
 from evenstep.predict.links import Link, gbit
 from evenstep.predict.own_records import replay_records
 from evenstep.predict.published import Checked
-from evenstep.predict.usual import link_of_pair
+from evenstep.predict.typical_network import link_of_pair
 from evenstep.record import Record
 from evenstep.strategy_facts import STRATEGIES
 

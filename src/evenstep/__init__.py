@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from evenstep.record import Record
     from evenstep.sampling import samplers
     from evenstep.task import Task
-    from evenstep.training.in_loss import gather, log, progress
+    from evenstep.training.loss_context import gather, log, progress
     from evenstep.training.run import Run
     from evenstep.training.team import join
 
@@ -47,11 +47,11 @@ _WHERE = {
     "Run": "evenstep.training.run",
     "Scaler": "evenstep.data.feature_scaler",
     "Task": "evenstep.task",
-    "gather": "evenstep.training.in_loss",
+    "gather": "evenstep.training.loss_context",
     "join": "evenstep.training.team",
     "launch": "evenstep.launcher.script",
-    "log": "evenstep.training.in_loss",
-    "progress": "evenstep.training.in_loss",
+    "log": "evenstep.training.loss_context",
+    "progress": "evenstep.training.loss_context",
     "train": "evenstep.launcher.launch",
 }
 _MODULES = {"adopt": "evenstep.adopt", "samplers": "evenstep.sampling.samplers"}

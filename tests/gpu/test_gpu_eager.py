@@ -20,7 +20,7 @@ from evenstep import Task
 from evenstep.errors import NonFiniteLoss, Preempted
 from evenstep.plan import Plan
 from evenstep.record import Record
-from evenstep.training.late import LAG, LateSteps
+from evenstep.training.deferred_loss import LAG, LateSteps
 from evenstep.training.loop import train
 from evenstep.training.trainer import Trainer
 
@@ -132,7 +132,7 @@ def files_of(record: Record) -> dict[str, torch.Tensor]:
 
 
 def reads_early(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("evenstep.training.late.can_be_stopped", lambda optimizer: False)
+    monkeypatch.setattr("evenstep.training.deferred_loss.can_be_stopped", lambda optimizer: False)
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -160,7 +160,7 @@ def state_at_failure(case: str, strategy: str) -> tuple[str, list[torch.Tensor]]
     changes = {**(without_dropout(changes) if strategy == "dp" else changes), "train": data(spoilt=True)}
     team = evenstep.join(strategy, WHERE[strategy], more.get("precision", "fp32"), seed=3)
     options = {"batch": BATCH, "strategy": strategy, "devices": WHERE[strategy], "epochs": 2, "fast": "off", "seed": 3}
-    from evenstep.training.several import in_turn
+    from evenstep.training.several_models import in_turn
 
     job = Trainer(Plan(**{**options, **more}), in_turn(task(**changes)), Path("here"), team)
     with pytest.raises(NonFiniteLoss) as error:
@@ -241,7 +241,7 @@ def test_a_steady_eager_step_waits_for_nothing(case: str) -> None:
 
     loss = changes.get("loss", mean)
     slow = {key: slowly(one) for key, one in loss.items()} if isinstance(loss, dict) else slowly(loss)
-    from evenstep.training.several import in_turn
+    from evenstep.training.several_models import in_turn
 
     job, steps = stepper_of(in_turn(task(**{**changes, "loss": slow})), **{**more, "batch": 24})
     for _ in range(8):

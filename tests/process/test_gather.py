@@ -13,7 +13,7 @@ from torch.nn import functional as F
 import evenstep
 from evenstep import Record, Task
 from evenstep.errors import EvenstepError
-from evenstep.training import in_loss
+from evenstep.training import loss_context
 from tests.fleet import furthest, newest_weights
 
 x = torch.randn(53, 12, generator=torch.Generator().manual_seed(0))
@@ -97,7 +97,7 @@ def test_every_strategy_equals_one_device(kind: str, strategy: str, num: int) ->
 @pytest.mark.parametrize("kind", LOSSES)
 def test_replicas_of_one_gpu_send_gradients_back_after_backward(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Here on the CPU, where they need not: the arithmetic is the same."""
-    monkeypatch.setattr(in_loss, "shares_gpu", lambda world: True)
+    monkeypatch.setattr(loss_context, "shares_gpu", lambda world: True)
     test_every_strategy_equals_one_device(kind, "dp", 3)
 
 

@@ -38,7 +38,7 @@ import torch
 from torch import nn
 import evenstep
 from evenstep import Task
-from evenstep.training.in_loss import current_replica
+from evenstep.training.loss_context import current_replica
 
 fault, device, step = os.environ.get("PLANTED", "none:0:0").split(":")
 is_broken = False

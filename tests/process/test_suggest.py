@@ -12,8 +12,8 @@ import pytest
 from rich.console import Console
 
 import evenstep
-from evenstep.compare import suggest as suggesting
-from evenstep.compare.suggest import TRIED, Suggestion, suggest
+from evenstep.compare import faster_options as suggesting
+from evenstep.compare.faster_options import TRIED, Suggestion, suggest
 from evenstep.report.terminal import show_suggestions
 
 TASK = """

@@ -20,7 +20,7 @@ from evenstep.predict.links import Cluster, Link, parse_link
 from evenstep.predict.own_records import replay_records
 from evenstep.predict.published import INTERVAL, CheckResult, Constants, check_published, published_tables
 from evenstep.predict.step_model import BUCKET, TIME_SLICE, Workload, limit_of, step_parts
-from evenstep.predict.usual import expected_over, link_of_pair
+from evenstep.predict.typical_network import expected_over, link_of_pair
 from evenstep.record import Lane, Measurement, Record, RecordWriter, Timeline
 from evenstep.strategy_facts import REFERENCE, STRATEGIES
 

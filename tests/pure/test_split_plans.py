@@ -11,7 +11,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from evenstep.distributed.slices import ParameterSlice, cuts
+from evenstep.distributed.parameter_slices import ParameterSlice, cuts
 from evenstep.distributed.world import World
 from evenstep.errors import PlanError, TaskError
 from evenstep.mesh import arrange, take_sizes

@@ -26,7 +26,7 @@ from evenstep.errors import TaskError
 from evenstep.sampling.order import Order, Span
 from evenstep.strategies.base import copied
 from evenstep.task import Amount, ScheduleEvery, Task
-from evenstep.training.in_loss import log
+from evenstep.training.loss_context import log
 
 HOOKS = (
     "backward",

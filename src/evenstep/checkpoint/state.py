@@ -13,7 +13,7 @@ from torch import nn
 from evenstep.checkpoint.files import WEIGHTS, OptimizerState, State
 from evenstep.checkpoint.shards import is_offloaded, is_sharded, own_rows, rows_like, with_rows
 from evenstep.checkpoint.tensor_files import Readable, SlicedTensor, StoredTensor, Writable
-from evenstep.distributed.slices import PartOfParameter, slice_of, slices_of, whole_state
+from evenstep.distributed.parameter_slices import PartOfParameter, slice_of, slices_of, whole_state
 from evenstep.errors import CheckpointError, shorten
 from evenstep.sampling.rng import SORTED_UP_TO
 

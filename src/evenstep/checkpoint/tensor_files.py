@@ -19,7 +19,7 @@ import torch
 
 from evenstep.checkpoint.files import tensor_table
 from evenstep.checkpoint.shards import gathered, own_rows
-from evenstep.distributed.slices import PartOfParameter
+from evenstep.distributed.parameter_slices import PartOfParameter
 from evenstep.errors import CheckpointError
 
 DTYPES = {

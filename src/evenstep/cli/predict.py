@@ -143,7 +143,7 @@ def _refuse_unused(options: list[str] | None, choices: dict[str, Any]) -> None:
 def _predict(records: list[Record], folder: Path, question: Question, parameters: int | None, *, as_json: bool) -> None:
     from evenstep.predict.calibration import calibrate
     from evenstep.predict.forecast import Forecaster
-    from evenstep.predict.shown import show_forecast
+    from evenstep.predict.forecast_table import show_forecast
     from evenstep.report.prediction import FOLDER
 
     forecaster = Forecaster(calibrate(records, parameters), question, task=records[0].plan.task_name)
@@ -277,9 +277,9 @@ def _measure(
 
 
 def _check(folders: list[str], *, as_json: bool) -> None:
+    from evenstep.predict.forecast_table import show_check
     from evenstep.predict.own_records import replay_records
     from evenstep.predict.published import check_published
-    from evenstep.predict.shown import show_check
 
     own = [row for folder in folders or _kept() for row in replay_records(folder)]
     result = check_published(own)

@@ -320,7 +320,7 @@ def without_options(words: Sequence[str], *names: str) -> list[str]:
 
 
 def _suggest(task: str | None, choices: dict[str, Any], as_json: bool) -> None:
-    from evenstep.compare.suggest import suggest
+    from evenstep.compare.faster_options import suggest
     from evenstep.report.terminal import show_suggestions
 
     with progress() as log:

@@ -11,7 +11,7 @@ from evenstep.doctor import Check, Finding, Number, environment, gpus, limits, n
 from evenstep.doctor.bandwidth import Pair, schedule, try_pairs
 from evenstep.doctor.environment import variables
 from evenstep.doctor.remedies import Reference, TimeBudget, Trial, judge, rate_in_words
-from evenstep.predict.usual import PARAMETERS, STEP_SECONDS, expected_over, link_of_pair, shared_memory
+from evenstep.predict.typical_network import PARAMETERS, STEP_SECONDS, expected_over, link_of_pair, shared_memory
 from evenstep.report.prediction import Expectation
 
 

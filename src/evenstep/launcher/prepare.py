@@ -341,7 +341,7 @@ def _draft(values: dict[str, Any], label: str) -> Plan:
 def _in_turn(task: Task) -> Task:
     if not has_several(task):
         return task
-    from evenstep.training.several import in_turn
+    from evenstep.training.several_models import in_turn
 
     return in_turn(task)
 

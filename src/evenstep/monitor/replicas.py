@@ -18,7 +18,7 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 
 from evenstep.checkpoint.shards import is_sharded
-from evenstep.distributed.slices import slice_of
+from evenstep.distributed.parameter_slices import slice_of
 from evenstep.distributed.world import World
 from evenstep.errors import TaskError, TrainingError
 from evenstep.internals import NormBase

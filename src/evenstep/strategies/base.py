@@ -192,7 +192,7 @@ class DistributedModel:
         self._has_noted_unused = True
         if all(weight.grad is not None for weight in self.weights if weight.requires_grad):
             return
-        from evenstep.strategies.unused import FREEZE, UnusedNote
+        from evenstep.strategies.unused_parameters import FREEZE, UnusedNote
 
         trained = {name: weight for name, weight in self.module.named_parameters() if weight.requires_grad}
         note = UnusedNote(list(trained), FREEZE)

@@ -34,7 +34,7 @@ from evenstep.internals import (
 from evenstep.plan import LinkMethod, parse_link
 from evenstep.strategies.base import NOTHING, DistributedModel, LossModule, Sample, fills_memory, has_sparse_gradients
 from evenstep.strategies.single import Single
-from evenstep.strategies.unused import UnusedNote, UnusedParameters, negative_zeros
+from evenstep.strategies.unused_parameters import UnusedNote, UnusedParameters, negative_zeros
 
 if TYPE_CHECKING:
     from evenstep.strategies.compression import Compression
@@ -177,7 +177,7 @@ class DDP(Single):
             # DDP refuses a model with nothing to train; such a one is used beside another that trains.
             return RankModel(model, [LossModule(model)])
         if world.num_virtual is not None:
-            from evenstep.strategies.tree_sum import SummedModel
+            from evenstep.strategies.ddp_tree import SummedModel
 
             return SummedModel(model, world)
         return _linked(model, world, world.communication.link)

@@ -22,7 +22,7 @@ import torch
 from torch import nn
 
 from evenstep.distributed.devices import return_to_default_stream
-from evenstep.distributed.rows import MeetingLeft
+from evenstep.distributed.gathered_rows import MeetingLeft
 from evenstep.distributed.spans import drive_replica
 from evenstep.distributed.world import World
 from evenstep.internals import (

@@ -57,7 +57,7 @@ from evenstep.strategies.ddp import send_buffers, send_from_rank_0
 from evenstep.strategies.fsdp_precision import policy
 from evenstep.strategies.fsdp_scalars import shard
 from evenstep.strategies.single import Single
-from evenstep.strategies.unused import UnusedParameters, negative_zeros
+from evenstep.strategies.unused_parameters import UnusedParameters, negative_zeros
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh

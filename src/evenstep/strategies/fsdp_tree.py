@@ -21,7 +21,7 @@ from evenstep.internals import fsdp_groups, gathered_parameter, give_shard
 from evenstep.strategies.base import LossModule
 from evenstep.strategies.fsdp import COST, ShardedModel, Unreached
 from evenstep.strategies.fsdp_scalars import rows_of_ranks
-from evenstep.strategies.unused import UnusedParameters, negative_zeros
+from evenstep.strategies.unused_parameters import UnusedParameters, negative_zeros
 
 
 class GatheredWeights(Sequence[torch.Tensor]):

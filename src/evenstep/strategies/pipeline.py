@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch import nn
 
 from evenstep.distributed.devices import leave_default_stream
-from evenstep.distributed.slices import OnStage, place, place_buffer
+from evenstep.distributed.parameter_slices import OnStage, place, place_buffer
 from evenstep.distributed.world import World
 from evenstep.errors import TaskError
 from evenstep.internals import broadcast_coalesced, call_hooks, tree_leaves

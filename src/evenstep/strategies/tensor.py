@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import nn
 
 from evenstep.distributed.devices import leave_default_stream
-from evenstep.distributed.slices import ParameterSlice, PartOfParameter, slice_of, slices_of
+from evenstep.distributed.parameter_slices import ParameterSlice, PartOfParameter, slice_of, slices_of
 from evenstep.distributed.world import Communication, World
 from evenstep.errors import TaskError
 from evenstep.strategies.base import NOTHING, DistributedModel, LossModule, Sample

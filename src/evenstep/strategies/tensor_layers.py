@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn import functional as F
 
-from evenstep.distributed.slices import ParameterSlice, cut_parameter, slice_of
+from evenstep.distributed.parameter_slices import ParameterSlice, cut_parameter, slice_of
 from evenstep.distributed.world import World
 
 

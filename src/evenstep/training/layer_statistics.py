@@ -19,7 +19,7 @@ from evenstep.checkpoint.shards import own_rows
 from evenstep.data.loader import Batch
 from evenstep.data.nested import leaves
 from evenstep.record import LayerStatistics, ValueStatistics
-from evenstep.training.in_loss import computes_samples
+from evenstep.training.loss_context import computes_samples
 from evenstep.training.step import Done, Recipe, Taken, agreed_when_read, eager_steps
 
 Sums = tuple[str, str, torch.Tensor, torch.Tensor]

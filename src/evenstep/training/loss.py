@@ -18,7 +18,7 @@ from evenstep.internals import foreach_mul_
 from evenstep.strategies.base import NOTHING, DistributedModel, call, go_back, on
 from evenstep.task import Amount
 from evenstep.training.batchnorm import standing_in
-from evenstep.training.in_loss import LossContext
+from evenstep.training.loss_context import LossContext
 from evenstep.training.precision import Precision
 
 if TYPE_CHECKING:

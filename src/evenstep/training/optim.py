@@ -26,7 +26,7 @@ from torch.optim import Optimizer
 
 from evenstep.checkpoint.shards import is_any_sharded, is_sharded
 from evenstep.checkpoint.state import sharded_like, whole
-from evenstep.distributed.slices import ParameterSlice, cuts, slice_of
+from evenstep.distributed.parameter_slices import ParameterSlice, cuts, slice_of
 from evenstep.distributed.world import World
 from evenstep.errors import TaskError
 from evenstep.internals import (

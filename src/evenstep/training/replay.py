@@ -31,7 +31,7 @@ from evenstep.monitor.replicas import checksums, combined
 from evenstep.record import Replay
 from evenstep.sampling.rng import derive_seed, replica_seed, restore_rng_states, rng_states, seed_device, seed_host
 from evenstep.strategies.base import on
-from evenstep.training.in_loss import LossContext
+from evenstep.training.loss_context import LossContext
 from evenstep.training.step import Recipe
 
 Sums = dict[str, int]

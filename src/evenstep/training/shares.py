@@ -20,7 +20,7 @@ from evenstep.plan import AUTO, PLAN_FILE, Plan, parse_shares, read_plan, write_
 from evenstep.record import MeasuredShares
 from evenstep.sampling.order import Lengths, Shares, in_proportion, smallest_micro_batch
 from evenstep.task import Amount
-from evenstep.training.in_loss import current_replica
+from evenstep.training.loss_context import current_replica
 from evenstep.training.step import Eager, Recipe, Stepper, Taken
 
 WARM_UP_STEPS = 5

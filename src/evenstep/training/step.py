@@ -134,7 +134,7 @@ def eager_steps(recipe: Recipe) -> Eager:
     """Eager steps; on GPUs, those whose losses can be read late."""
     if not reads_late(recipe.team, recipe.model.weights):
         return Eager(recipe)
-    from evenstep.training.late import LateSteps
+    from evenstep.training.deferred_loss import LateSteps
 
     return LateSteps(recipe)
 

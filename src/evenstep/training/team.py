@@ -67,8 +67,8 @@ from evenstep.strategies.base import (
 from evenstep.strategy_facts import DEFAULT, DEFAULT_IN_ONE_PROCESS, REFERENCE, STRATEGIES, with_processes
 from evenstep.task import Amount
 from evenstep.training.evaluation import Evaluator, Means, NamedSums, named
-from evenstep.training.in_loss import LossContext
 from evenstep.training.loss import LateLoss, LossTotal, MeanLoss, ReplicaBackward, StepLogs, as_sum, scale_gradients
+from evenstep.training.loss_context import LossContext
 from evenstep.training.optim import UpdateSettings, WeightUpdate, refuse_closure, sharded_updates, step_optimizer
 from evenstep.training.precision import Precision
 
@@ -241,7 +241,7 @@ class Team:
         self.models: list[DistributedModel] = []
         """What `wrap` returned."""
         self.called_in_loss: set[str] = set()
-        """What losses have called of `evenstep.training.in_loss`."""
+        """What losses have called of `evenstep.training.loss_context`."""
         self._log_names: list[str] = []
         """What losses have logged, in the order that all ranks agreed on."""
         self.resumed_at = (0, 0)

@@ -98,7 +98,7 @@ class Trainer:
 
             self.run.average = WeightAverage(self.run.models.values(), task.ema)
         if task.after is not None or task.after_every is not None:
-            from evenstep.training.after import check_after
+            from evenstep.training.after_step import check_after
 
             check_after(task)
         self.valid = {
@@ -374,7 +374,7 @@ class Trainer:
         return self.task.after is not None and (is_epoch_end if every is None else step % every == 0)
 
     def _call_after(self, step: Step) -> None:
-        from evenstep.training.after import BetweenSteps
+        from evenstep.training.after_step import BetweenSteps
 
         assert self.task.after is not None
         evaluation, run = self._current_evaluation, self.run
@@ -468,7 +468,7 @@ class Trainer:
         """All models of the task as one."""
         if "" in self.run.models:
             return self.run.models[""]
-        from evenstep.training.several import JointModel
+        from evenstep.training.several_models import JointModel
 
         return JointModel(self.run.models)
 
@@ -526,7 +526,7 @@ class Trainer:
         """The wrapped model, or several by their names."""
         if not has_several(self.task):
             return {"": self.team.wrap(module, compute)}
-        from evenstep.training.several import parts_of, samples_of
+        from evenstep.training.several_models import parts_of, samples_of
 
         fitted = self.team.precision.fit(module)
         samples = samples_of(fitted, compute)
@@ -539,7 +539,7 @@ class Trainer:
 
     def _stepper(self) -> Stepper:
         if has_several(self.task):
-            from evenstep.training.several import InTurn
+            from evenstep.training.several_models import InTurn
 
             if self.plan.statistics is not None:
                 raise TaskError("--statistics is for tasks of one model; use evenstep.log in the losses instead")

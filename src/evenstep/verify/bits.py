@@ -30,7 +30,7 @@ from evenstep.distributed.process import read_rank
 from evenstep.plan import Plan
 from evenstep.record import Step
 from evenstep.task import Task
-from evenstep.training.in_loss import computes_samples
+from evenstep.training.loss_context import computes_samples
 from evenstep.training.trainer import Event, perform
 from evenstep.verify.recorder import FOLDER, Norms, Watch, as_real, innermost
 

@@ -21,8 +21,8 @@ from evenstep.data.batches import digest
 from evenstep.plan import Plan
 from evenstep.strategies.base import copied
 from evenstep.task import Task, describe
-from evenstep.training.in_loss import called_outside
 from evenstep.training.loss import as_sum
+from evenstep.training.loss_context import called_outside
 from evenstep.training.team import join
 from evenstep.training.trainer import Event, set_up_torch
 from evenstep.verify.differences import METRIC_ROUNDING

@@ -31,7 +31,7 @@ from evenstep.strategies.base import evaluating, same_numbers
 from evenstep.task import Amount, Task
 from evenstep.training.evaluation import LossAndMetrics
 from evenstep.training.optim import make_optimizer
-from evenstep.training.several import optimizers_of, parts_of
+from evenstep.training.several_models import optimizers_of, parts_of
 from evenstep.training.team import Team
 from evenstep.verify.recorder import LEAST, DropoutOff, as_real, perturbed, same_torch, sampled, torch_states
 

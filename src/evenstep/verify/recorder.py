@@ -35,15 +35,15 @@ from evenstep.checkpoint import files
 from evenstep.checkpoint.shards import is_sharded
 from evenstep.checkpoint.state import Tensors
 from evenstep.data.nested import leaves
+from evenstep.distributed.parameter_slices import joined, slices_of, whole_state
 from evenstep.distributed.process import read_rank
-from evenstep.distributed.slices import joined, slices_of, whole_state
 from evenstep.internals import BatchNorm, DisableTorchFunction, global_generators, python_state, replace_function
 from evenstep.plan import Plan
 from evenstep.record import Record, Step
 from evenstep.sampling.rng import rng_states
 from evenstep.task import Amount, Task
 from evenstep.training.optim import make_optimizer
-from evenstep.training.several import LossesInTurn
+from evenstep.training.several_models import LossesInTurn
 from evenstep.training.trainer import Event, Trainer, perform
 
 _DROPS = ("dropout", "alpha_dropout", "feature_dropout", "feature_alpha_dropout")

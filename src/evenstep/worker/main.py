@@ -93,7 +93,7 @@ def _perform_rank(spec: TrainingSpec, perform: Perform, source: Task | None) -> 
     seed_everything(plan.seed)
     task = call_task(source) if source is not None else load_task(plan.task, plan.data, plan.options)
     if has_several(task):
-        from evenstep.training.several import in_turn
+        from evenstep.training.several_models import in_turn
 
         task = in_turn(task)
     for event in perform(plan, task, Path(spec.run_folder)):

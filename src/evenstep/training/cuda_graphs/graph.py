@@ -30,8 +30,7 @@ from evenstep.internals import (
 )
 from evenstep.monitor.nonfinite import NonFiniteMean, explain
 from evenstep.strategies.base import NOTHING, forget, forget_gradients, on
-from evenstep.training.in_loss import LossContext
-from evenstep.training.late import SLOTS, FiniteGuard
+from evenstep.training.deferred_loss import SLOTS, FiniteGuard
 from evenstep.training.loss import (
     HostCopy,
     LateLoss,
@@ -42,6 +41,7 @@ from evenstep.training.loss import (
     as_pair,
     not_finite,
 )
+from evenstep.training.loss_context import LossContext
 from evenstep.training.optim import Sliced, clip_gradients, is_fused
 from evenstep.training.step import Recipe
 

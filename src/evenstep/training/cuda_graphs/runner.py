@@ -34,7 +34,7 @@ from evenstep.training.cuda_graphs.capture_checks import (
     seen,
 )
 from evenstep.training.cuda_graphs.graph import Captured, Choices, Pending, Shapes, SharedByGraphs, shapes_of
-from evenstep.training.late import LateSteps
+from evenstep.training.deferred_loss import LateSteps
 from evenstep.training.loss import LossTotal, MeanLoss
 from evenstep.training.step import Done, Recipe, Taken, agreed_when_read
 

@@ -33,7 +33,7 @@ from evenstep.training.schedule import Schedulers
 from evenstep.training.step import Taken, agreed_when_read, reads_late
 
 if TYPE_CHECKING:
-    from evenstep.training.late import Ahead, FiniteGuard
+    from evenstep.training.deferred_loss import Ahead, FiniteGuard
 
 T = TypeVar("T")
 Loss = Callable[[Any, Any], Amount]
@@ -230,7 +230,7 @@ class InTurn:
 
         self._late: tuple[FiniteGuard, Ahead] | None = None
         if reads_late(run.team, [weight for model in run.models.values() for weight in model.weights]):
-            from evenstep.training.late import LAG, Ahead, FiniteGuard
+            from evenstep.training.deferred_loss import LAG, Ahead, FiniteGuard
 
             self._late = FiniteGuard(run.team.world.device), Ahead()
             # As of `LateSteps`.
@@ -242,7 +242,7 @@ class InTurn:
     def take(self, batch: Batch) -> Taken:
         if self._late is None:
             return self._take_early(batch)
-        from evenstep.training.late import can_be_stopped
+        from evenstep.training.deferred_loss import can_be_stopped
 
         guard, ahead = self._late
         if all(can_be_stopped(self._run.optimizers[key]) for key in self._losses):
@@ -261,7 +261,7 @@ class InTurn:
         return DoneInTurn(_total(losses, rates), updates)
 
     def _take_late(self, batch: Batch, guard: FiniteGuard, ahead: Ahead) -> Taken:
-        from evenstep.training.late import LateStep, judge
+        from evenstep.training.deferred_loss import LateStep, judge
 
         launched = []
         updates: dict[str, WeightUpdate] = {}

@@ -21,7 +21,7 @@ from evenstep.errors import TaskError, TrainingError
 from evenstep.internals import refuse_different_shapes
 from evenstep.strategies.base import LossModule, fills_memory
 from evenstep.strategies.ddp import RankModel, can_average, send_buffers, send_from_rank_0, trained
-from evenstep.strategies.unused import UnusedNote, negative_zeros
+from evenstep.strategies.unused_parameters import UnusedNote, negative_zeros
 
 COST = (
     "ddp sums zeros for them, and lists them in the same message; "

@@ -192,7 +192,7 @@ def on_one_device(name: str) -> dict[str, torch.Tensor]:
     return model.state_dict()
 
 
-def together(name: str, team: evenstep.Team) -> dict[str, torch.Tensor]:
+def together(name: str, team: evenstep.Team, folder: Path) -> dict[str, torch.Tensor]:
     spread = team.wrap(net(name))
     optimizers = made(name, spread.parameters())
     calls: list[str] = []
@@ -201,20 +201,24 @@ def together(name: str, team: evenstep.Team) -> dict[str, torch.Tensor]:
         optimizer.register_step_pre_hook(lambda *_: calls.append("before"))
         optimizer.register_step_post_hook(lambda *_: calls.append("after"))
     loader = team.loader((X, Y), batch=len(X), shuffle=False)
+    run = evenstep.Run(team, spread, optimizers[0], loader)
     while loader.num_finished < STEPS:
         for batch in loader:
             team.backward(loss, spread, batch)
             for optimizer in optimizers:
                 team.step(optimizer)
+        if loader.num_finished == STEPS // 2 and name != TWO:
+            # Into an optimizer that has taken steps; a Run has one for each model.
+            run.load(run.save(folder / name.replace(" ", "-")))
     assert calls == ["before", "after"] * STEPS * len(optimizers)
     found = {name: whole(value, keep=True) for name, value in weights(spread.module).items()}
     return {name: value for name, value in found.items() if value is not None}
 
 
-def outcome(name: str, team: evenstep.Team) -> str | float:
+def outcome(name: str, team: evenstep.Team, folder: Path) -> str | float:
     """Why it was refused, or how far it ends from one device."""
     try:
-        ours = together(name, team)
+        ours = together(name, team, folder)
     except TaskError as error:
         return str(error)
     reference = on_one_device(name)
@@ -223,5 +227,6 @@ def outcome(name: str, team: evenstep.Team) -> str | float:
 
 if __name__ == "__main__":
     team = evenstep.join("fsdp", devices=("cpu", "cpu"), precision="fp64")
-    found = {name: outcome(name, team) for name in (*MAKE, TWO)}
-    Path(sys.argv[1], f"{team.world.rank}.json").write_text(json.dumps(found))
+    folder = Path(sys.argv[1])
+    found = {name: outcome(name, team, folder) for name in (*MAKE, TWO)}
+    (folder / f"{team.world.rank}.json").write_text(json.dumps(found))

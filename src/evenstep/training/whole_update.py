@@ -273,7 +273,8 @@ def _sendable(value: Any, one: Kept, shard: Shard, rank: int) -> torch.Tensor:
 
 
 def _kept_of(state: Mapping[str, Any], shard: Shard) -> list[Kept]:
-    return [Kept.of(key, value, shard.weight) for key, value in state.items()]
+    # In one order: loaded state has another one than state that the optimizer made.
+    return [Kept.of(key, state[key], shard.weight) for key in sorted(state)]
 
 
 Whole = tuple[torch.Tensor, torch.Tensor, dict[str, Any]]

@@ -131,8 +131,8 @@ def parse_mesh(text: str, facts: StrategyFacts) -> dict[str, int]:
 
 
 def _other_number(text: str | None, known: int, num_ranks: int, missing: list[str]) -> str:
-    whose = "a multiple of" if missing else "as many"
+    multiple = "a multiple of " if missing else ""
     return (
-        f"--mesh {text} is for {whose} {known} rank{'s' * (known > 1)}, and there are {num_ranks}; "
+        f"--mesh {text} is for {multiple}{known} rank{'s' * (known > 1)}, and there are {num_ranks}; "
         f"use --devices {known}, or other sizes"
     )

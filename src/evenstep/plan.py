@@ -201,12 +201,26 @@ class Plan:
         if self._facts is UNKNOWN:
             return
         arrange(self.mesh, self._facts, self.most_devices)
+        self._check_fewer_machines()
         check_precision(self._facts, self.precision)
         if self._facts.schedules and self.pipeline_schedule == "zero-bubble" and self.checkpoint_activations:
             raise PlanError(
                 "--pipeline-schedule zero-bubble computes gradients of weights layer by layer, and with "
                 "--checkpoint-activations each layer would compute its whole block again; use 1f1b or interleaved"
             )
+
+    def _check_fewer_machines(self) -> None:
+        """Of --machines 2:4, any number may take part; if a mesh fits the first two and the last, it fits all."""
+        least, most = parse_machines(self.machines) if self.machines is not None else (1, 1)
+        each = len(self.devices)
+        for num in range(least, most)[:2]:
+            try:
+                arrange(self.mesh, self._facts, num * each)
+            except PlanError as error:
+                raise PlanError(
+                    f"--machines {self.machines} may be {num} with {num * each} ranks, which --mesh {self.mesh} does not "
+                    f"fit; give one axis whose size divides {each}, or --machines {most}"
+                ) from error
 
     @property
     def _facts(self) -> StrategyFacts:

@@ -272,7 +272,22 @@ WHOLE = "it must be a whole number, 1 or more"
         ),
         (
             {"strategy": "fsdp", "devices": cpus(4), "mesh": "data=2,fsdp=4"},
-            "--mesh data=2,fsdp=4 is for as many 8 ranks, and there are 4; use --devices 8, or other sizes",
+            "--mesh data=2,fsdp=4 is for 8 ranks, and there are 4; use --devices 8, or other sizes",
+        ),
+        (
+            {
+                "strategy": "fsdp",
+                "devices": cpus(2),
+                "mesh": "data=2,fsdp=2",
+                "machines": "1:2",
+                "rendezvous": "a:29400",
+            },
+            "--machines 1:2 may be 1 with 2 ranks, which --mesh data=2,fsdp=2 does not fit; give one axis whose size "
+            "divides 2, or --machines 2",
+        ),
+        (
+            {"strategy": "fsdp", "devices": cpus(2), "mesh": "fsdp=4", "machines": "2:4", "rendezvous": "a:29400"},
+            "--machines 2:4 may be 3 with 6 ranks, which --mesh fsdp=4 does not fit",
         ),
         ({"strategy": "fsdp", "devices": cpus(4), "mesh": "tensor=2"}, "the axes of fsdp are data and fsdp, each once"),
     ],

@@ -331,7 +331,7 @@ def test_a_mesh_is_arranged_and_checked() -> None:
     assert str(arrange("data=2", facts, 8)) == "data=2,tensor=4"
     for text, message in {
         "tensor=3": "is for a multiple of 3 ranks, and there are 8",
-        "data=2,tensor=2": "is for as many 4 ranks, and there are 8",
+        "data=2,tensor=2": "is for 4 ranks, and there are 8",
         "tensor=2,tensor=2": "is not an axis and its size",
         "pipeline=2": "the axes of tensor are data and tensor",
         "tensor=0": "is not an axis and its size",
@@ -340,6 +340,12 @@ def test_a_mesh_is_arranged_and_checked() -> None:
             arrange(text, facts, 8)
     with pytest.raises(PlanError, match="ddp has one axis alone"):
         Plan(batch=8, steps=1, strategy="ddp", devices=("cpu",) * 2, mesh="tensor=2")
+
+
+def test_a_mesh_of_one_axis_fits_any_number_of_machines() -> None:
+    given = {"machines": "1:3", "rendezvous": "node0:29400", "devices": ("cpu",) * 2}
+    assert Plan(batch=8, steps=1, strategy="fsdp", mesh="fsdp=2", **given).num_shards == 2
+    assert Plan(batch=8, steps=1, strategy="tensor", **given).num_replicas == 1
 
 
 def test_the_shards_of_a_copy_are_an_axis_that_changes_no_samples() -> None:

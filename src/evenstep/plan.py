@@ -218,8 +218,8 @@ class Plan:
                 arrange(self.mesh, self._facts, num * each)
             except PlanError as error:
                 raise PlanError(
-                    f"--machines {self.machines} may be {num} with {num * each} ranks, which --mesh {self.mesh} does not "
-                    f"fit; give one axis whose size divides {each}, or --machines {most}"
+                    f"--machines {self.machines} may be {num} with {num * each} ranks, which --mesh {self.mesh} does "
+                    f"not fit; give one axis whose size divides {each}, or --machines {most}"
                 ) from error
 
     @property

@@ -101,7 +101,7 @@ def test_what_is_free_respects_the_part_of_a_gpu_that_torch_may_take() -> None:
     gc.collect()
     torch.cuda.empty_cache()
     # What earlier tests of this process still hold counts too.
-    with only(device, torch.cuda.memory_reserved() + 10**9):
+    with only(device, torch.cuda.memory_allocated() + 10**9):
         assert free_gpu_bytes(device) <= 10**9
         taken = torch.empty(4 * 10**8, dtype=torch.uint8, device=device)
         assert free_gpu_bytes(device) <= 6 * 10**8

@@ -6,7 +6,7 @@ On the CPU, one thread a process. For each of four networks, one rank at a batch
 at the batch, are measured and given to `evenstep predict`. Held out: half of the batch on one and two ranks, and three
 and four ranks. Then two hosts, which are network namespaces, with links that tc limits to 1 Gbit and 100 Mbit a second:
 predicted from one and two ranks of this machine and the link, once by its nominal rate and once as `evenstep doctor`
-measures it. Two ranks are needed: both hosts compute on this machine, and its cores slow each other down.
+measures it. Two ranks, since both hosts compute on this machine, whose cores seem to slow each other down.
 
 All blocks are taken in turn, in alternating order; a point is the median of its blocks. What one half of equal blocks
 differs by from the other is the noise: no error below it means anything. --replay predicts what --keep left once more,

@@ -7,6 +7,8 @@ import pytest
 from tests.faults.kills import ANY, KINDS, trial
 
 
+# A fork server that is itself a fork (tests/forked.py) has no command line to be found by.
+@pytest.mark.fresh
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 def test_after_random_kills_nothing_is_lost_or_done_twice_and_no_traceback_is_shown() -> None:

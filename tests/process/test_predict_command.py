@@ -142,6 +142,7 @@ def test_a_trained_run_knows_its_gradients_by_its_checkpoint(tmp_path: Path) -> 
         (("my_task.py", "--link", "fast"), "write 25gbit, nvlink"),
         (("my_task.py", "--gpu", "z9"), "unknown GPU 'z9'"),
         (("my_task.py", "--strategies", "dpp"), "unknown strategy 'dpp'"),
+        (("my_task.py", "--strategies", ","), "--strategies is ','; name at least one"),
         (("my_task.py", "--machines", "1,2"), "--machines names 2 numbers"),
         (("my_task.py", "--devices", "2", "--machines", "4"), "more than 2 devices"),
         (("my_task.py", "--batch", "8", "--per-device", "8"), "give one of them"),

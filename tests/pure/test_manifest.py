@@ -172,6 +172,13 @@ def test_a_task_that_is_not_here_is_said_not_to_be_checked(evenstep: Callable[..
     assert (made.code, "are not checked: my_task.py cannot be imported: ModuleNotFoundError" in made.err) == (0, True)
 
 
+def test_what_a_task_prints_is_not_in_the_file(evenstep: Callable[..., Ended]) -> None:
+    Path("loud.py").write_text("print('Using device: cpu')\nfrom evenstep.tasks.digits import task\n")
+    made = evenstep("manifest", "slurm", "loud.py")
+    assert (made.code, made.out.splitlines()[0]) == (0, "#!/bin/bash")
+    assert "Using device: cpu" in made.err
+
+
 def test_without_a_volume_it_says_what_is_lost(evenstep: Callable[..., Ended]) -> None:
     assert "lost with its pods" in evenstep("manifest", "jobset", "digits", *POD).err
     assert evenstep("manifest", "jobset", "digits", *POD, "--volume", "training:/work").err == ""

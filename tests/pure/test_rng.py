@@ -81,3 +81,31 @@ def test_states_that_are_computed_at_once_are_those_of_seeding_one_by_one(num: i
             assert states.set(index)
             assert is_same_state((*rng_states()[:2], own[2]), own)
             assert [random.gauss(0, 1), np.random.normal()] == drawn
+
+
+def test_a_process_without_samples_in_its_first_step_seeds_nothing() -> None:
+    library = load()
+    if library is None:
+        pytest.skip("no C compiler here")
+    SeededStates(library).compute([])
+    assert rng_states()
+
+
+def test_a_normal_number_that_the_user_sets_does_not_reach_a_virtual_replica() -> None:
+    library = load()
+    if library is None:
+        pytest.skip("no C compiler here")
+    np.random.seed(3)
+    np.random.randn()
+    with_a_number = np.random.get_state()
+    np.random.randn()
+    states = SeededStates(library)
+    states.compute([5])
+    rng_states()
+    np.random.set_state(with_a_number)
+    rng_states()
+    assert states.set(0)
+    found = np.random.randn()
+    np.random.seed(3)
+    seed_host(5)
+    assert found == np.random.randn()

@@ -177,11 +177,14 @@ def test_a_model_that_cannot_be_cut_is_refused(model: nn.Module, loss: Callable[
 
 
 def test_a_list_that_is_too_short_is_refused_with_what_helps() -> None:
-    four = replace(HALF, ranks_per_replica=4, schedule="interleaved")
-    with pytest.raises(TaskError, match="has 4;\nuse --pipeline-schedule 1f1b, which needs one block a rank, or use"):
+    four = replace(HALF, size=4, ranks_per_replica=4, schedule="interleaved")
+    with pytest.raises(TaskError, match=r"has 4;\nuse --pipeline-schedule 1f1b, .*, or use --stages 2"):
         find_cut(Blocks(""), four, lambda copy: mean(copy, BATCH))
     with pytest.raises(TaskError, match="the longest list of this model has 4;\nuse --stages 4"):
-        find_cut(Blocks(""), replace(HALF, ranks_per_replica=5), lambda copy: mean(copy, BATCH))
+        find_cut(Blocks(""), replace(HALF, size=8, ranks_per_replica=8), lambda copy: mean(copy, BATCH))
+    # Five ranks cannot be divided into fewer stages.
+    with pytest.raises(TaskError, match="the longest list of this model has 4;\nput its layers"):
+        find_cut(Blocks(""), replace(HALF, size=5, ranks_per_replica=5), lambda copy: mean(copy, BATCH))
 
 
 def test_chunks_of_a_rank_are_not_adjacent() -> None:
@@ -305,6 +308,43 @@ def test_a_backward_in_two_halves_where_nothing_leads_back() -> None:
     half.of_weights()
     assert received.grad is None
     assert torch.equal(layer.bias.grad, torch.full((2,), 3.0))
+
+
+class ScaledInPlace(torch.autograd.Function):
+    """As fused losses do: the gradients are made in forward, and scaled in place in backward."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        ctx.gradients = weight.detach().clone(), x.detach().clone()
+        return (x * weight).sum()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, ...]:  # type: ignore[override]
+        return tuple(one.mul_(gradient) for one in ctx.gradients)
+
+
+@pytest.mark.parametrize("kind", ["a hook on an activation", "a backward in Python"])
+def test_a_backward_in_two_halves_changes_no_gradient_twice(kind: str) -> None:
+    def gradients(splits: bool) -> list[torch.Tensor]:
+        torch.manual_seed(0)
+        first, last, weight = nn.Linear(4, 4), nn.Linear(4, 1), nn.Parameter(torch.randn(3, 4))
+        received = torch.randn(3, 4, requires_grad=True)
+        hidden = first(received)
+        if kind == "a backward in Python":
+            output = ScaledInPlace.apply(hidden, weight)
+        else:
+            hidden.register_hook(lambda gradient: gradient * 0.5)
+            output = (last(hidden.tanh()) * weight).sum()
+        if splits:
+            half = SplitBackward(output, received)
+            half.of_inputs(torch.tensor(0.25))
+            half.of_weights()
+        else:
+            output.backward(torch.tensor(0.25))
+        return [received.grad, first.weight.grad, weight.grad]
+
+    for whole, split in zip(gradients(False), gradients(True), strict=True):
+        assert torch.equal(whole, split)
 
 
 def test_blocks_are_balanced() -> None:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Mapping, Sequence
+from contextlib import redirect_stdout
 from dataclasses import replace
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -168,7 +170,9 @@ def _find(spec: str) -> tuple[TaskFunction | Task | None, str]:
     if where.endswith(".py") and not os.path.isfile(where):
         return None, f"there is no file {where} here"
     try:
-        return find_task(spec), ""
+        # Standard output is the file for the cluster: nothing that the task prints may be in it.
+        with redirect_stdout(sys.stderr):
+            return find_task(spec), ""
     except TaskError as error:
         # Packages and GPUs that it imports or looks for may be on the cluster alone.
         if error.__cause__ is None or isinstance(error.__cause__, SyntaxError):

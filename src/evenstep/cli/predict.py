@@ -210,6 +210,8 @@ def _question(*given: Any) -> Question:
     names = [name.strip() for name in (strategies or DEFAULT).split(",") if name.strip()]
     for name in names:
         check_choice("strategy", name, STRATEGIES, BadInput)
+    if not names:
+        raise BadInput(f"--strategies is {strategies!r}; name at least one, such as {DEFAULT}")
     if all(STRATEGIES[name].model_axis is not None for name in names):
         raise BadInput(f"{names[0]} is not predicted: {why_not_predicted(STRATEGIES[names[0]], counts[0])}")
     if gpu is not None:

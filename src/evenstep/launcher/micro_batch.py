@@ -325,7 +325,7 @@ def _strategies(name: str | None, num: int) -> list[StrategyFacts]:
 
 
 def _refuse_small_batch(plan: Plan, places: Sequence[Placement]) -> None:
-    most = max(place.devices for place in places)
+    most = max(place.devices // (place.division.num if place.division else 1) for place in places)
     if plan.batch < most:
         raise PlanError(f"a global batch of {plan.batch} is too small for {most} devices; use --batch {most} or more")
 

@@ -107,7 +107,8 @@ def _best_of_study(folder: Path, metric: str, rows: Sequence[Mapping[str, Any]])
         return None
     furthest = max(row["rung"] for row in reached)
     values = {row["trial"]: row for row in reached if row["rung"] == furthest}
-    first = (min if direction == "min" else max)(values, key=lambda trial: values[trial]["value"])
+    sign = 1 if direction == "min" else -1
+    first = min(values, key=lambda trial: (sign * values[trial]["value"], trial))
     checkpoint = folder / TRIALS / f"{first:04d}" / "checkpoints" / "best"
     best = {"metric": name, "value": values[first]["value"], "step": values[first].get("best_step")}
     return {**best, "checkpoint": str(checkpoint), "trial": first}

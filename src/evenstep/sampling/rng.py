@@ -293,7 +293,10 @@ def _numpy_state() -> Any:
     if state is None or state[3]:
         state = np.random.get_state()
         _last_state = words, state
-    _without_normal = None if state[3] else words
+        _without_normal = None if state[3] else words
+    else:
+        # The user may have set these very words together with a cached number.
+        _without_normal = None
     return state
 
 

@@ -99,8 +99,10 @@ def _too_few(model: nn.Module, world: World, num: int) -> str:
     changes = []
     if most >= world.ranks_per_replica:
         changes.append("use --pipeline-schedule 1f1b, which needs one block a rank")
-    if most > 1 and world.ranks_per_replica > 2:
-        changes.append(f"use --stages {min(most, world.ranks_per_replica - 1)}")
+    chunks = chunks_of(world.schedule)
+    fewer = [n for n in range(2, world.ranks_per_replica) if world.size % n == 0 and n * chunks <= most]
+    if fewer:
+        changes.append(f"use --stages {fewer[-1]}")
     changes.append("put its layers into one nn.Sequential, in the order of forward")
     return (
         f"pipeline cuts a model between blocks of an nn.Sequential or nn.ModuleList, of which it needs {num} or more, "

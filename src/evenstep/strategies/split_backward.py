@@ -1,7 +1,8 @@
 """A backward in two halves: gradients of what a stage received first, those of its weights later.
 
 The rank before waits for the first half alone. In it, the gradients that reach each operation with weights are kept;
-the second half continues there, so that nothing is computed twice.
+the second half continues there, so that nothing is computed twice. Weights that several operations use, or one whose
+backward is written in Python, get their gradients in the first half.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
+from torch.autograd.function import BackwardCFunction
 from torch.autograd.graph import GradientEdge, Node
 
 SHARED = 2
@@ -25,6 +27,10 @@ class SplitBackward:
         uses: dict[torch.Tensor, int] = {}
         for one in (weight for of_node in weights.values() for weight in of_node):
             uses[one] = uses.get(one, 0) + 1
+        # A backward in Python may change what it saved: it runs once.
+        for node in weights:
+            if isinstance(node, BackwardCFunction):
+                uses.update(dict.fromkeys(weights[node], SHARED))
         # From one use of a weight, backward would also come to the others.
         self._shared = [weight for weight, num in uses.items() if num >= SHARED]
         found = {node: [one for one in of_node if uses[one] < SHARED] for node, of_node in weights.items()}
@@ -51,11 +57,21 @@ class SplitBackward:
         """Give the weights theirs, and let go of the graph."""
         while self._later:
             node, weights = self._later.popitem()
-            arrived = [(at, one) for at, one in enumerate(self._arrived.pop(node, ())) if one is not None]
-            if arrived:
-                edges = [GradientEdge(node, at) for at, _ in arrived]
-                torch.autograd.backward(edges, [one for _, one in arrived], retain_graph=True, inputs=weights)
+            self._continue(node, weights)
         del self._output, self._received
+
+    def _continue(self, node: Node, weights: list[torch.Tensor]) -> None:
+        kept = self._arrived.pop(node, ())
+        arrived = [(at, one) for at, one in enumerate(kept) if one is not None]
+        if not arrived:
+            return
+        edges = [GradientEdge(node, at) for at, _ in arrived]
+        # Hooks on tensors have changed what was kept, and run again before this one, which undoes that.
+        again = node.register_prehook(lambda _: kept)
+        try:
+            torch.autograd.backward(edges, [one for _, one in arrived], retain_graph=True, inputs=weights)
+        finally:
+            again.remove()
 
 
 def weights_on_path(output: torch.Tensor, received: torch.Tensor) -> tuple[dict[Node, list[torch.Tensor]], bool]:

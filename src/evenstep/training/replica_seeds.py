@@ -42,6 +42,9 @@ class SeededStates:
         """For how many seeds there is memory."""
 
     def compute(self, seeds: list[int]) -> None:
+        if not seeds:
+            # No virtual replica of this process has samples in a short batch.
+            return
         if len(seeds) > self._num:
             self._make(len(seeds))
         self._seeds[: len(seeds)] = [*seeds]

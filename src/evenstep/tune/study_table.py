@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 import time
 from collections.abc import Sequence
 from dataclasses import asdict
@@ -152,7 +153,7 @@ def result_lines(study: Study, folder: Path) -> list[str]:
         lines.append(f"run        {folder / TRIALS / best.folder}")
         checkpoint = best_checkpoint(study, folder)
         lines.append(f"checkpoint {checkpoint}")
-        lines.append(f"use it     evenstep checkpoint export {checkpoint} exported --to safetensors")
+        lines.append(f"use it     evenstep checkpoint export {shlex.quote(str(checkpoint))} exported --to safetensors")
     steps = f"{facts.steps:,} steps"
     if facts.saved is not None and study.request.rungs:
         steps += f", {facts.saved:.0%} fewer than {facts.num_trials} whole trials"

@@ -7,7 +7,7 @@ from itertools import pairwise
 import pytest
 import torch
 
-from evenstep.distributed.gradient_tree import Gradients, GradientTree, Layout, additions_after, nodes_of, total
+from evenstep.distributed.gradient_tree import Gradients, GradientTree, Layout, add, additions_after, nodes_of, total
 
 V = 7
 SPLITS = [(0, 7), (0, 4, 7), (0, 3, 7), (0, 1, 2, 3, 4, 5, 6, 7), (0, 5, 5, 7)]
@@ -47,3 +47,7 @@ def test_a_device_keeps_as_few_sums_as_it_can() -> None:
         for stop in range(start, 9):
             after = additions_after(range(start, stop))
             assert len(after) - sum(after) == len(nodes_of(range(start, stop)))
+
+
+def test_a_device_that_owns_no_parameter_has_nothing_to_add() -> None:
+    assert add([], []) == []

@@ -107,7 +107,9 @@ class Layout:
 def add(left: Gradients, right: Gradients) -> Gradients:
     """The sum, in the memory of the left ones; a gradient that only one side has is that one."""
     if not (_has_gaps(left) or _has_gaps(right)):
-        foreach_add_(left, right)
+        # Of several devices, one may own no parameter.
+        if left:
+            foreach_add_(left, right)
         return left
     both = [pair for pair in zip(left, right, strict=True) if pair[0] is not None and pair[1] is not None]
     if both:

@@ -7,8 +7,9 @@ are read, and gradients are summed in the order of micro-batches.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import Literal
 
 ActionName = Literal["forward", "backward", "weights"]
@@ -117,16 +118,74 @@ def bubble_share(schedule: str, stages: int, num: int) -> float:
 
 def simulated_bubble(schedule: str, stages: int, num: int) -> float:
     """The same, of all ranks played through."""
+    chunks = chunks_of(schedule) * stages
+    # A forward is 1, and so is each half of a backward: of inputs and of weights.
+    costs = StageSeconds((stages / chunks,) * chunks, (2 * stages / chunks,) * chunks, (0.0,) * (chunks - 1))
+    return 1 - 3 * num / max(one.end for one in play(schedule, stages, num, costs))
+
+
+@dataclass(frozen=True)
+class StageSeconds:
+    """What one micro-batch costs: each stage of the model in order, and each message between two of them."""
+
+    forward: Sequence[float]
+    backward: Sequence[float]
+    """Of inputs and of weights, which are taken to be half of it each where they are computed apart."""
+    sends: Sequence[float]
+    """From each stage to the next one, and back."""
+
+
+@dataclass(frozen=True)
+class RankTime:
+    """How one rank spends a step: until `end`, the rest of its time is the bubble."""
+
+    forward: float
+    backward: float
+    communication: float
+    """Waiting for a message that was begun."""
+    end: float
+
+    @property
+    def busy(self) -> float:
+        return self.forward + self.backward + self.communication
+
+
+def play(schedule: str, stages: int, num: int, costs: StageSeconds) -> list[RankTime]:
+    """How each rank spends a step of `num` micro-batches, played through.
+
+    A rank goes on when it has sent: messages travel while it computes, one after the other in each direction.
+    """
     ends: dict[Action, float] = {}
+    arrivals: dict[Action, tuple[float, float]] = {}
+    """Begin and end of the message with what an action computed."""
+    free: dict[tuple[int, str], float] = {}
     waiting = {rank: list(order_of(schedule, stages, rank, num))[::-1] for rank in range(stages)}
-    clocks = [0.0] * stages
+    ranks = [RankTime(0.0, 0.0, 0.0, 0.0)] * stages
     while any(waiting.values()):
         for rank, left in waiting.items():
-            while left and (begin := _ready(left[-1], rank, stages, schedule, ends)) is not None:
-                one = left.pop()
-                clocks[rank] = max(clocks[rank], begin) + _cost(one, schedule)
-                ends[_at(one, rank, stages)] = clocks[rank]
-    return 1 - 3 * num / max(clocks)
+            while left and (ready := _ready(left[-1], rank, stages, schedule, ends, arrivals)) is not None:
+                one = _at(left.pop(), rank, stages)
+                ranks[rank] = _done(ranks[rank], one, ready, _cost(one, schedule, costs))
+                ends[one] = ranks[rank].end
+                link = one.chunk - (one.name == "backward")
+                if one.name != "weights" and 0 <= link < len(costs.sends):
+                    begin = max(ends[one], free.get((rank, one.name), 0.0))
+                    free[rank, one.name] = begin + costs.sends[link]
+                    arrivals[one] = begin, begin + costs.sends[link]
+    return ranks
+
+
+def _done(rank: RankTime, one: Action, ready: tuple[float, float], cost: float) -> RankTime:
+    """The same rank after one more action, for which it waited."""
+    begun, there = ready
+    waited = max(0.0, there - max(rank.end, begun))
+    is_forward = one.name == "forward"
+    return RankTime(
+        rank.forward + cost * is_forward,
+        rank.backward + cost * (not is_forward),
+        rank.communication + waited,
+        max(rank.end, there) + cost,
+    )
 
 
 def _at(one: Action, rank: int, stages: int) -> Action:
@@ -134,17 +193,59 @@ def _at(one: Action, rank: int, stages: int) -> Action:
     return Action(one.name, one.chunk * stages + rank, one.micro_batch)
 
 
-def _ready(one: Action, rank: int, stages: int, schedule: str, ends: dict[Action, float]) -> float | None:
-    """When what it needs is there; None if that is not known yet."""
+def _ready(
+    one: Action,
+    rank: int,
+    stages: int,
+    schedule: str,
+    ends: dict[Action, float],
+    arrivals: dict[Action, tuple[float, float]],
+) -> tuple[float, float] | None:
+    """When the message with what it needs was begun, and when it is there; None if that is not known yet."""
     stage, last = one.chunk * stages + rank, chunks_of(schedule) * stages - 1
     if one.name == "forward":
-        return ends.get(Action("forward", stage - 1, one.micro_batch)) if stage else 0.0
+        return arrivals.get(Action("forward", stage - 1, one.micro_batch)) if stage else (0.0, 0.0)
     if one.name == "backward" and stage < last:
-        return ends.get(Action("backward", stage + 1, one.micro_batch))
-    return ends.get(Action("forward", stage, one.micro_batch))
+        return arrivals.get(Action("backward", stage + 1, one.micro_batch))
+    own = ends.get(Action("forward", stage, one.micro_batch))
+    return (own, own) if own is not None else None
 
 
-def _cost(one: Action, schedule: str) -> float:
-    """A forward is 1, and so is each half of a backward: of inputs and of weights."""
-    is_whole = one.name == "backward" and schedule != "zero-bubble"
-    return (1 + is_whole) / chunks_of(schedule)
+def _cost(one: Action, schedule: str, costs: StageSeconds) -> float:
+    """Of an action whose chunk is counted among those of all ranks."""
+    if one.name == "forward":
+        return costs.forward[one.chunk]
+    return costs.backward[one.chunk] / (2 if schedule == "zero-bubble" else 1)
+
+
+def block_costs(
+    sizes: Sequence[float], seconds: Sequence[float], before: float = 0.0, behind: float = 0.0
+) -> list[float]:
+    """By what a model is cut: the share of each block in the parameters, and in the seconds of all.
+
+    `before` and `behind` are the parameters that are used before the first block and behind the last one.
+    """
+    total, of_all = max(1.0, sum(sizes) + before + behind), max(1e-9, sum(seconds))
+    costs = [size / total + one / of_all for size, one in zip(sizes, seconds, strict=True)]
+    costs[0] += before / total
+    costs[-1] += behind / total
+    return costs
+
+
+def balanced(costs: Sequence[float], num: int) -> list[int]:
+    """The stage of each block: consecutive blocks, of which the most expensive stage is as cheap as possible.
+
+    >>> balanced([1, 1, 1, 1, 4], 2), balanced([1, 1, 1], 3)
+    ([0, 0, 0, 0, 1], [0, 1, 2])
+    """
+    total = [0.0, *accumulate(costs)]
+    # For each number of blocks: the cost of its most expensive stage, and where stages begin.
+    best: dict[int, tuple[float, tuple[int, ...]]] = {end: (total[end], ()) for end in range(1, len(total))}
+    for _ in range(num - 1):
+        best = {
+            end: min((max(most, total[end] - total[start]), (*starts, start)) for start, (most, starts) in found)
+            for end in range(1, len(total))
+            if (found := [(start, one) for start, one in best.items() if start < end])
+        }
+    _, starts = best[len(costs)]
+    return [sum(index >= start for start in starts) for index in range(len(costs))]

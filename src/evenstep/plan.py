@@ -271,13 +271,21 @@ class Plan:
             raise PlanError(f"{name} runs on one device and {num} were given; use --strategy {several}")
         if len(kinds) > 1 and not facts.mixes_device_kinds:
             raise PlanError(f"devices of different kinds ({', '.join(sorted(kinds))}); {name} needs one kind")
-        if not facts.shares_gpu and "cuda" in kinds and len(set(self.devices)) < num:
+        if not self._shares_gpu(facts) and "cuda" in kinds and len(set(self.devices)) < num:
             sharing = one_of(row for row in usual_strategies() if row.shares_gpu)
-            raise PlanError(f"{name} needs a GPU of its own for each process; to use one GPU twice, choose {sharing}")
+            mesh = "" if not facts.shares_gpu else f" with --mesh {self.mesh}"
+            raise PlanError(
+                f"{name}{mesh} needs a GPU of its own for each process; to use one GPU twice, choose {sharing}"
+            )
         for kind in sorted(kinds - set(facts.device_kinds)):
             running = one_of(row for row in STRATEGIES.values() if kind in row.device_kinds)
             refusal = f"{kind} runs with --strategy {running} only, and {name} was given"
             raise PlanError(facts.other_kinds_refusal or refusal)
+
+    def _shares_gpu(self, facts: StrategyFacts) -> bool:
+        """Whether one GPU can be given twice; what is sharded cannot be made whole there."""
+        mesh = arrange(self.mesh, facts, self.most_devices) if facts.axes and facts.model_axis is not None else None
+        return facts.shares_gpu and (mesh is None or (mesh.num_shards or 1) == 1)
 
     def _check_shares(self) -> None:
         if self.shares is None:

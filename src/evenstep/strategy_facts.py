@@ -48,7 +48,9 @@ class StrategyFacts:
     model_axis: str | None = None
     """The axis along which ranks compute one replica together and read the same samples."""
     shard_axis: str | None = None
-    """The axis along which ranks hold the shards of one copy of the model; along the other there are copies."""
+    """The axis along which ranks hold shards: of one copy of the model, or of what a rank of a replica has of it."""
+    refused_axes: Mapping[str, str] = field(default_factory=dict)
+    """Axes of other strategies that one may expect here, each with the message that says why not and what to use."""
     schedules: bool = False
     """Whether micro-batches pass through its ranks in an order that `--pipeline-schedule` names."""
     size_flag: str = ""
@@ -120,6 +122,10 @@ _ROWS = (
         offloads=True,
         axes=("data", "fsdp"),
         shard_axis="fsdp",
+        refused_axes={
+            "tensor": "fsdp gathers whole layers; to split them and shard what is left of them, use --strategy tensor",
+            "pipeline": "fsdp gathers whole layers; to put them on several ranks, use --strategy pipeline",
+        },
         virtual_replicas=True,
         refusals={
             "replay_every": "--replay-every compares whole gradients, and fsdp has shards of them; use --strategy ddp",
@@ -134,8 +140,9 @@ _ROWS = (
         processes_per_device=True,
         several_machines=True,
         needs_several_devices=True,
-        axes=("data", "tensor"),
+        axes=("data", "fsdp", "tensor"),
         model_axis="tensor",
+        shard_axis="fsdp",
         size_flag="shards",
         compiles=False,
         refusals={
@@ -156,6 +163,11 @@ _ROWS = (
         shards=True,
         axes=("data", "pipeline"),
         model_axis="pipeline",
+        refused_axes={
+            "fsdp": "the stages of a pipeline are not sharded: fully_shard frees a layer after each forward and "
+            "backward, and here those of several micro-batches alternate, and a forward ends where the next stage "
+            "begins; use data in place of fsdp, or --strategy tensor --mesh fsdp=2,tensor=2"
+        },
         schedules=True,
         size_flag="stages",
         compiles=False,

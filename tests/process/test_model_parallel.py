@@ -36,7 +36,14 @@ class Split:
 
 
 SINGLE = Split(1)
-TENSOR = [Split(2, "tensor=2"), Split(4, "data=2,tensor=2", accumulate=2), Split(3, "tensor=3")]
+TENSOR = [
+    Split(2, "tensor=2"),
+    Split(4, "data=2,tensor=2", accumulate=2),
+    Split(3, "tensor=3"),
+    Split(4, "fsdp=2,tensor=2"),
+    Split(4, "fsdp=2,tensor=2", accumulate=2),
+    Split(8, "data=2,fsdp=2,tensor=2"),
+]
 PIPELINE = [
     Split(2, "pipeline=2", accumulate=3),
     Split(2, "pipeline=2", accumulate=4, schedule="gpipe"),
@@ -58,6 +65,8 @@ LONG_ENOUGH = ("gpt8/adamw/pair", "deep8/sgd/mean", "encoder8/adamw/pair")
 
 
 def networks(split: Split) -> tuple[str, ...]:
+    if split.size == 8:
+        return ("mlp/adamw/mean",)
     is_long = split.schedule == "interleaved" and split.mesh == "pipeline=4"
     return LONG_ENOUGH if is_long else NETWORKS[split.strategy]
 
@@ -71,6 +80,7 @@ CASES = [
 ]
 QUICK = {
     ("tensor=2-1-1f1b", "encoder/adamw/pair"),
+    ("fsdp=2-tensor=2-1-1f1b", "encoder/adamw/pair"),
     ("pipeline=2-3-1f1b", "gpt4/adamw/pair"),
     ("pipeline=2-3-1f1b", "hooked/sgd/mean"),
     ("pipeline=2-3-zero-bubble", "gpt4/adamw/pair"),
@@ -105,7 +115,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureReq
     params = [item.callspec.params for item in request.session.items if item.path == request.path]
     of_this = [(one["split"], one["network"]) for one in params]
     wanted = dict.fromkeys([*((SINGLE, network) for _, network in of_this), *of_this])
-    for size in (1, 2, 3, 4):
+    for size in (1, 2, 3, 4, 8):
         pairs = [pair for pair in wanted if pair[0].size == size]
         if pairs:
             run_jobs(folder, size, [(name(*pair), plan(pair[0]), pair[1]) for pair in pairs])

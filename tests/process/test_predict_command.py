@@ -146,6 +146,9 @@ def test_a_trained_run_knows_its_gradients_by_its_checkpoint(tmp_path: Path) -> 
         (("my_task.py", "--machines", "1,2"), "--machines names 2 numbers"),
         (("my_task.py", "--devices", "2", "--machines", "4"), "more than 2 devices"),
         (("my_task.py", "--batch", "8", "--per-device", "8"), "give one of them"),
+        (("my_task.py", "--accumulate", "4"), "--accumulate is for strategies that divide a model"),
+        (("my_task.py", "--strategies", "pipeline", "--pipeline-schedule", "best"), "unknown schedule 'best'"),
+        (("my_task.py", "--strategies", "tensor", "--mesh", "pipeline=2"), "the axes of tensor are data, fsdp"),
     ],
 )
 def test_bad_input_is_refused_in_one_line(tmp_path: Path, words: tuple[str, ...], said: str) -> None:
@@ -162,6 +165,44 @@ def test_what_cannot_be_predicted_is_left_out_with_its_reason(measured: tuple[Pa
     assert "a batch of 64 does not go over 128 devices; give --per-device" in done.stdout
     done = run("predict", run_folder, "--devices", "16", "--machines", "8", cwd=folder, code=2)
     assert "say what connects them: --link 25gbit" in done.stdout
+
+
+def test_models_that_ranks_divide_are_refused_where_nothing_says_how(measured: tuple[Path, dict[str, Any]]) -> None:
+    folder, found = measured
+    words = (str(Path(found["folder"]).parent), "--devices", "2", "--strategies", "pipeline,tensor")
+    done = run("predict", *words, cwd=folder, code=2)
+    for name in ("pipeline", "tensor"):
+        assert f"{name} x 2 is left out: how the model would be divided is not known" in done.stdout
+        assert f"evenstep predict TASK --strategies {name}" in done.stdout
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_a_task_that_ranks_divide_is_looked_at_once_and_then_predicted_without_torch(tmp_path: Path) -> None:
+    block = "nn.Linear(256, 256), nn.ReLU(), nn.Linear(256, 256), nn.LayerNorm(256)"
+    layers = f"nn.Linear(32, 256), *[nn.Sequential({block}) for _ in range(4)], nn.Linear(256, 2)"
+    deep = TASK.replace("nn.Linear(32, 256), nn.ReLU(), nn.Linear(256, 2)", layers)
+    (tmp_path / "my_task.py").write_text(deep)
+    words = ("--strategies", "pipeline,tensor", "--machines", "1")
+    found = predicted("my_task.py", *words, "--devices", "2,4,8", cwd=tmp_path)
+    measured = [(row["strategy"], row["devices"]) for row in found["rows"] if row["is_measured"]]
+    assert measured == [("single", 1), ("single", 1), ("pipeline", 2), ("tensor", 2)]
+    rows = {(row["strategy"], row["devices"]): row for row in found["rows"] if not row["is_measured"]}
+    assert set(rows) == {("pipeline", 2), ("pipeline", 4), ("tensor", 2), ("tensor", 4), ("tensor", 8)}
+    assert "it needs 8 blocks, and the model has 6" in found["left_out"]["pipeline x 8"]
+    for row in rows.values():
+        assert sum(row["parts"].values()) == pytest.approx(row["step_seconds"]["middle"])
+    assert rows["pipeline", 4]["parts"]["bubble"] > 0
+    assert rows["tensor", 4]["parts"]["communication"] > 0
+    assert "No published table judges pipeline" in found["errors"]
+    record = Record.read(tmp_path / found["folder"] / "pipeline-4-predicted")
+    assert record.measurement is not None
+    assert set(record.measurement.parts) == set(PARTS)
+    again = predicted_without_torch(
+        str(Path(found["folder"]).parent), *words, "--devices", "4", "--mesh", "pipeline=2", cwd=tmp_path
+    )
+    notes = [note for note in again["notes"] if note.startswith("pipeline x 4")]
+    assert notes[0].startswith("pipeline x 4: 2 replicas of 2 ranks, 8 micro-batches, 1f1b; stages of")
 
 
 @pytest.mark.parametrize(

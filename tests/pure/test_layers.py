@@ -59,7 +59,7 @@ MAY_IMPORT = {
     "fit": {*ENGINE, "report", "training"},
     "launcher": {*ENGINE, "report", "trackers", "training", "worker", "fit"},
     "verify": {*ENGINE, "report", "training", "worker", "launcher"},
-    "compare": {*ENGINE, "report", "training", "worker", "launcher", "verify", "predict"},
+    "compare": {*ENGINE, "report", "training", "worker", "fit", "launcher", "verify", "predict"},
     "tune": {*ENGINE, "report", "training", "worker", "launcher"},
     "adopt": {*ENGINE, "training", "launcher"},
     "predict": {*VALUES, "report"},
@@ -138,6 +138,7 @@ NAMES_A_STRATEGY = {
     "cli/compare.py": "examples of commands",
     "cli/predict.py": "examples of commands",
     "cli/fit.py": "examples of commands",
+    "compare/model_look.py": "how each of them would divide a model, timed in one process",
     "adopt/hf_trainer.py": "an argument of transformers has this name too",
     "monitor/known_errors.py": "what an error of torch's DDP or fully_shard means, which other strategies do not raise",
 }

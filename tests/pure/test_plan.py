@@ -289,7 +289,23 @@ WHOLE = "it must be a whole number, 1 or more"
             {"strategy": "fsdp", "devices": cpus(2), "mesh": "fsdp=4", "machines": "2:4", "rendezvous": "a:29400"},
             "--machines 2:4 may be 3 with 6 ranks, which --mesh fsdp=4 does not fit",
         ),
-        ({"strategy": "fsdp", "devices": cpus(4), "mesh": "tensor=2"}, "the axes of fsdp are data and fsdp, each once"),
+        ({"strategy": "fsdp", "devices": cpus(4), "mesh": "rows=2"}, "the axes of fsdp are data and fsdp, each once"),
+        (
+            {"strategy": "fsdp", "devices": cpus(4), "mesh": "fsdp=2,tensor=2"},
+            "what is left of them, use --strategy tensor",
+        ),
+        (
+            {"strategy": "pipeline", "devices": cpus(4), "mesh": "fsdp=2,pipeline=2"},
+            "--mesh fsdp=2,pipeline=2: the stages of a pipeline are not sharded: fully_shard frees a layer",
+        ),
+        (
+            {"strategy": "tensor", "devices": ("cuda:0", "cuda:0") * 2, "mesh": "fsdp=2,tensor=2"},
+            "tensor with --mesh fsdp=2,tensor=2 needs a GPU of its own for each process",
+        ),
+        (
+            {"strategy": "tensor", "devices": tuple(f"cuda:{one}" for one in range(4)), "cpu_offload": True},
+            "tensor has none to offload",
+        ),
     ],
 )
 def test_helpful_errors(values: dict[str, Any], message: str) -> None:

@@ -14,7 +14,7 @@ import pytest
 from evenstep.errors import BadInput
 from evenstep.plan import Plan
 from evenstep.predict.calibration import calibrate
-from evenstep.predict.forecast import ERRORS, Forecaster, Question, expectation, why_not_predicted
+from evenstep.predict.forecast import ERRORS, Forecaster, Question, expectation
 from evenstep.predict.job import WholeJob
 from evenstep.predict.links import Cluster, Link, parse_link
 from evenstep.predict.own_records import replay_records
@@ -320,17 +320,3 @@ def test_own_records_on_more_devices_are_held_out(tmp_path: Path) -> None:
     assert (row.devices, row.measured) == (4, 64 / 0.004)
     assert row.family == "own, cuda"
     assert row.error < 0.5
-
-
-@pytest.mark.parametrize(
-    ("name", "said"),
-    [
-        ("tensor", "two sums of activations for each pair of split layers"),
-        (
-            "pipeline",
-            "of 16 micro-batches in stages that take as long: 1f1b 16%, gpipe 16%, interleaved 9%, zero-bubble 6%",
-        ),
-    ],
-)
-def test_models_that_ranks_divide_are_refused_by_name(name: str, said: str) -> None:
-    assert said in why_not_predicted(STRATEGIES[name], 4)

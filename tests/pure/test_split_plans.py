@@ -15,9 +15,9 @@ from evenstep.distributed.parameter_slices import ParameterSlice, cuts
 from evenstep.distributed.world import World
 from evenstep.errors import PlanError, TaskError
 from evenstep.mesh import arrange, take_sizes
-from evenstep.pipeline_order import bubble_share, chunks_of, most_held, order_of, simulated_bubble
+from evenstep.pipeline_order import balanced, bubble_share, chunks_of, most_held, order_of, simulated_bubble
 from evenstep.plan import Plan, ScheduleName
-from evenstep.strategies.pipeline_cut import balanced, find_cut
+from evenstep.strategies.pipeline_cut import find_cut
 from evenstep.strategies.split_backward import SplitBackward
 from evenstep.strategies.tensor_plan import SplitPlan, plan_of
 from evenstep.strategy_facts import STRATEGIES
@@ -373,11 +373,15 @@ def test_a_mesh_is_arranged_and_checked() -> None:
         "tensor=3": "is for a multiple of 3 ranks, and there are 8",
         "data=2,tensor=2": "is for 4 ranks, and there are 8",
         "tensor=2,tensor=2": "is not an axis and its size",
-        "pipeline=2": "the axes of tensor are data and tensor",
+        "pipeline=2": "the axes of tensor are data, fsdp and tensor",
         "tensor=0": "is not an axis and its size",
     }.items():
         with pytest.raises(PlanError, match=message):
             arrange(text, facts, 8)
+    for text, expected in {"fsdp=2": "data=1,fsdp=2,tensor=4", "fsdp=2,tensor=2": "data=2,fsdp=2,tensor=2"}.items():
+        arranged = arrange(text, facts, 8)
+        assert arranged is not None
+        assert (str(arranged), arranged.num_shards) == (expected, 2)
     with pytest.raises(PlanError, match="ddp has one axis alone"):
         Plan(batch=8, steps=1, strategy="ddp", devices=("cpu",) * 2, mesh="tensor=2")
 
@@ -401,8 +405,11 @@ def test_a_mesh_goes_to_the_strategies_that_have_its_axes() -> None:
     assert [one.mesh for one in with_mesh(configs, "fsdp=2")] == [None, "fsdp=2", None]
     assert [one.mesh for one in with_mesh(configs, "tensor=2")] == [None, None, "tensor=2"]
     assert [one.mesh for one in with_mesh(configs, "data=2")] == [None, "data=2", "data=2"]
+    assert [one.mesh for one in with_mesh(configs, "fsdp=2,tensor=2")] == [None, None, "fsdp=2,tensor=2"]
     with pytest.raises(PlanError, match="for strategies with these axes; name one: --strategies pipeline"):
         with_mesh(configs, "pipeline=2")
+    with pytest.raises(PlanError, match="the stages of a pipeline are not sharded"):
+        with_mesh([Configuration("pipeline", ("cpu",) * 4)], "fsdp=2,pipeline=2")
 
 
 def test_shards_and_stages_are_a_mesh() -> None:

@@ -24,6 +24,7 @@ from typer.core import TyperGroup
 import evenstep
 from evenstep.cli.completion import complete_task
 from evenstep.errors import BREAKS_LINES, MAX_CHARACTERS, STOPPED, BadInput, EvenstepError, Preempted, shorten
+from evenstep.mesh import examples
 from evenstep.strategy_facts import STRATEGIES, one_of
 from evenstep.task import BUILT_IN, Task, value_in_words
 
@@ -87,7 +88,7 @@ OptionsArgument = Annotated[
     ),
 ]
 BatchOption = Annotated[int | None, typer.Option(help="Global batch size, over all devices; default: the task's.")]
-_MESHES = " or ".join(",".join(f"{axis}=2" for axis in row.axes) for row in STRATEGIES.values() if row.axes)
+_MESHES = " or ".join(example for row in STRATEGIES.values() if row.axes for example in examples(row))
 MeshOption = Annotated[
     str | None,
     typer.Option(

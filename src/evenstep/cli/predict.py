@@ -10,7 +10,7 @@ import shlex
 import sys
 from contextlib import suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, get_args
 
 import typer
 from rich.console import Console
@@ -19,6 +19,7 @@ from evenstep.cli.app import (
     BatchOption,
     DataOption,
     JsonOption,
+    MeshOption,
     OutOption,
     PrecisionOption,
     QuietOption,
@@ -47,6 +48,8 @@ evenstep predict my_task.py --devices 2,8,64 --link 25gbit
 evenstep predict runs/2026-11-15-digits-compare --devices 4,16 --link 10gbit --strategies ddp,fsdp
 
 evenstep predict runs/a --devices 8,64,1024 --link nvlink --link 400gbit --per-device 64 --price 2.5
+
+evenstep predict my_task.py --strategies pipeline,tensor --devices 2,4,8 --accumulate 16
 
 evenstep predict --check
 """
@@ -86,6 +89,14 @@ def predict(
     per_device: Annotated[
         int | None, typer.Option(min=1, help="Samples for each device, instead of a global batch that they share.")
     ] = None,
+    mesh: MeshOption = None,
+    accumulate: Annotated[
+        int | None,
+        typer.Option(min=1, help="Micro-batches of pipeline and tensor; default: 4 for each stage of a pipeline, 1."),
+    ] = None,
+    pipeline_schedule: Annotated[
+        str | None, typer.Option(help="Order of a pipeline: 1f1b (default), gpipe, interleaved, zero-bubble.")
+    ] = None,
     parameters: Annotated[
         str | None, typer.Option(help="Number of the model's parameters, such as 25.6M, if no Record knows it.")
     ] = None,
@@ -119,6 +130,7 @@ def predict(
     question = _question(
         devices, machines, link, gpu, strategies, batch, per_device, reads, price, hours_between_failures
     )
+    question = _dividing(question, mesh, accumulate, pipeline_schedule)
     choices = {"precision": precision, "workers": workers, "threads": threads, "data": data, "seed": seed, "out": out}
     if _is_run(target):
         _refuse_unused(options, choices)
@@ -126,7 +138,7 @@ def predict(
         folder = folder if folder.is_dir() else folder.parent
     else:
         with progress(quiet=quiet) as log:
-            records, folder = _measure(target, options, strategies, {"batch": batch, **choices}, log)
+            records, folder = _measure(target, options, question, {"batch": batch, **choices}, log)
     _predict(records, folder, question, _number(parameters), as_json=as_json)
 
 
@@ -144,9 +156,11 @@ def _predict(records: list[Record], folder: Path, question: Question, parameters
     from evenstep.predict.calibration import calibrate
     from evenstep.predict.forecast import Forecaster
     from evenstep.predict.forecast_table import show_forecast
+    from evenstep.predict.model_division import ModelDivision
     from evenstep.report.prediction import FOLDER
 
-    forecaster = Forecaster(calibrate(records, parameters), question, task=records[0].plan.task_name)
+    calibration = calibrate(records, parameters, ModelDivision.beside(folder))
+    forecaster = Forecaster(calibration, question, task=records[0].plan.task_name)
     found = forecaster.forecast(shlex.join(["evenstep", *sys.argv[1:]]))
     folder = _write(forecaster, found, folder / FOLDER)
     console = Console(highlight=False, emoji=False)
@@ -196,7 +210,7 @@ def _update_comparison(folder: Path) -> None:
 
 
 def _question(*given: Any) -> Question:
-    from evenstep.predict.forecast import GPUS, Question, why_not_predicted
+    from evenstep.predict.forecast import GPUS, Question
     from evenstep.predict.links import parse_link
     from evenstep.schema import check_choice
 
@@ -212,8 +226,6 @@ def _question(*given: Any) -> Question:
         check_choice("strategy", name, STRATEGIES, BadInput)
     if not names:
         raise BadInput(f"--strategies is {strategies!r}; name at least one, such as {DEFAULT}")
-    if all(STRATEGIES[name].model_axis is not None for name in names):
-        raise BadInput(f"{names[0]} is not predicted: {why_not_predicted(STRATEGIES[names[0]], counts[0])}")
     if gpu is not None:
         check_choice("GPU", gpu, GPUS, BadInput)
     batch, per_device, reads, price, hours = rest
@@ -231,6 +243,26 @@ def _question(*given: Any) -> Question:
         price=price,
         hours_between_failures=hours,
     )
+
+
+def _dividing(question: Question, mesh: str | None, accumulate: int | None, schedule: str | None) -> Question:
+    """With how ranks divide a model, for strategies under which they do."""
+    from evenstep.mesh import has_axes, parse_mesh
+    from evenstep.plan import ScheduleName
+    from evenstep.schema import check_choice
+
+    if schedule is not None:
+        check_choice("schedule", schedule, get_args(ScheduleName), BadInput)
+    rows = [STRATEGIES[name] for name in question.strategies]
+    dividing = [row for row in rows if row.model_axis is not None]
+    given = {"--mesh": mesh, "--accumulate": accumulate, "--pipeline-schedule": schedule}
+    for name, value in given.items():
+        if value is not None and not dividing:
+            raise BadInput(f"{name} is for strategies that divide a model; add --strategies pipeline, or leave it out")
+    if mesh is not None:
+        parse_mesh(mesh, next((row for row in dividing if has_axes(mesh, row)), dividing[0]))
+    chosen: Any = schedule or question.schedule
+    return dataclasses.replace(question, mesh=mesh, accumulate=accumulate, schedule=chosen)
 
 
 def _counts(flag_name: str, text: str) -> list[int]:
@@ -268,14 +300,36 @@ def _read(target: str) -> list[Record]:
 
 
 def _measure(
-    task: str, options: list[str] | None, strategies: str | None, choices: dict[str, Any], log: Any
+    task: str, options: list[str] | None, question: Question, choices: dict[str, Any], log: Any
 ) -> tuple[list[Record], Path]:
     from evenstep.compare import CompareRequest
     from evenstep.compare.baseline import measure_baseline
     from evenstep.task import parse_options
 
     given = {**choices, "options": parse_options(options or [])}
-    return measure_baseline(CompareRequest(source=task, strategies=strategies, choices=given), log)
+    request = CompareRequest(
+        source=task,
+        strategies=",".join(question.strategies),
+        accumulate=question.accumulate or 1,
+        schedules=question.schedule,
+        choices=given,
+    )
+    return measure_baseline(request, log, _ranks(question))
+
+
+def _ranks(question: Question) -> list[int]:
+    """Of a replica, for every number of devices that a model can be divided over."""
+    from evenstep.errors import PlanError
+    from evenstep.mesh import arrange, has_axes
+
+    found = []
+    for row in (STRATEGIES[name] for name in question.strategies if STRATEGIES[name].model_axis is not None):
+        mesh = question.mesh if question.mesh is not None and has_axes(question.mesh, row) else None
+        for devices in question.devices:
+            with suppress(PlanError):
+                arranged = arrange(mesh, row, devices)
+                found += [arranged.ranks_per_replica] if arranged is not None else []
+    return found
 
 
 def _check(folders: list[str], *, as_json: bool) -> None:

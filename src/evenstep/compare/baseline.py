@@ -3,18 +3,24 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from statistics import median
 
 from evenstep.compare import TRIAL, BlockRunner, CompareRequest
 from evenstep.compare.measure import Block
+from evenstep.compare.model_look import look_at_model
 from evenstep.distributed.devices import choose_devices
-from evenstep.errors import PlanError
-from evenstep.launcher.prepare import free_name, label_of, load_strategies, prepare
+from evenstep.errors import EvenstepError, PlanError, Preempted
+from evenstep.launcher.launch import run_in_processes, variant
+from evenstep.launcher.prepare import Prepared, free_name, label_of, load_strategies, prepare
 from evenstep.plan import RUNS
+from evenstep.predict.forecast import MICRO_BATCHES_A_STAGE
+from evenstep.predict.model_division import FILE, ModelDivision
 from evenstep.record import Record
-from evenstep.strategy_facts import DEFAULT, REFERENCE, STRATEGIES
+from evenstep.strategy_facts import DEFAULT, REFERENCE, STRATEGIES, StrategyFacts
 from evenstep.verify import Configuration
 from evenstep.verify.configurations import named_strategies
 
@@ -25,9 +31,12 @@ LEAST_STEPS, MOST_STEPS = 12, 300
 
 
 def measure_baseline(
-    request: CompareRequest, log: Callable[[str], None] = lambda line: None
+    request: CompareRequest, log: Callable[[str], None] = lambda line: None, ranks: Sequence[int] = ()
 ) -> tuple[list[Record], Path]:
-    """One device at two batch sizes, and each strategy on two devices; the Records, and the folder they are in."""
+    """One device at two batch sizes, and each strategy on two devices; the Records, and the folder they are in.
+
+    Strategies that divide a model are looked at too: for `ranks` of a replica, and as they run on two.
+    """
     load_strategies(request.strategies, request.source, request.choices.get("seed"))
     configs = _configs(request.strategies)
     label = label_of(request.source, request.choices.get("options", {}))
@@ -40,11 +49,49 @@ def measure_baseline(
     runner = BlockRunner(base, configs[0], log)
     block = _block(runner, configs[0])
     found = []
-    for config, batch in _blocks(configs, base.plan.batch):
+    for config, batch in _blocks([_divided(config, base.plan.batch, request) for config in configs], base.plan.batch):
         log(f"measuring {config.label}, batch {batch}")
         taken = runner.run(config, f"batch-{batch}", block, batch=batch)
         found += [taken.record] if taken is not None else []
+    names = named_strategies(request.strategies) if request.strategies else []
+    _look(base, [STRATEGIES[name] for name in names if STRATEGIES[name].model_axis is not None], ranks, log)
     return found, base.folder
+
+
+def _divided(config: Configuration, batch: int, request: CompareRequest) -> Configuration:
+    """With as many micro-batches as are predicted."""
+    facts = STRATEGIES[config.strategy]
+    if facts.model_axis is None:
+        return config
+    usual = MICRO_BATCHES_A_STAGE * len(config.devices) if facts.schedules else 1
+    accumulate = request.accumulate if request.accumulate > 1 else min(usual, batch)
+    return replace(config, accumulate=accumulate, schedule=request.schedules if facts.schedules else None)
+
+
+def _look(base: Prepared, dividing: Sequence[StrategyFacts], ranks: Sequence[int], log: Callable[[str], None]) -> None:
+    """Write how the model can be divided beside the Records, in a process of its own."""
+    if not dividing:
+        return
+    log("looking at how the model can be divided")
+    tensors = sorted({2, *ranks}) if any(not one.schedules for one in dividing) else []
+    work = partial(
+        look_at_model,
+        samples=max(1, base.plan.batch // SMALLER),
+        ranks=[num for num in tensors if num > 1],
+        blocks=any(one.schedules for one in dividing),
+    )
+    folder = base.folder / "look"
+    try:
+        for _ in run_in_processes(variant(base, folder, steps=1), work):
+            pass
+        (folder / FILE).replace(base.folder / FILE)
+    except Preempted:
+        raise
+    except EvenstepError as error:
+        # Other strategies are predicted still.
+        why = str(error).splitlines()[0]
+        ModelDivision(why_no_blocks=why, why_no_tensors={str(num): why for num in tensors}).write(base.folder)
+    shutil.rmtree(folder, ignore_errors=True)
 
 
 def _configs(strategies: str | None) -> list[Configuration]:
@@ -55,12 +102,7 @@ def _configs(strategies: str | None) -> list[Configuration]:
         two = choose_devices(2)
     except PlanError:
         return [single]
-    return [single, *(Configuration(name, two) for name in names if _is_predicted(name))]
-
-
-def _is_predicted(name: str) -> bool:
-    """Nothing is predicted for models that ranks divide, nor from them."""
-    return name != REFERENCE and STRATEGIES[name].model_axis is None
+    return [single, *(Configuration(name, two) for name in names if name != REFERENCE)]
 
 
 def _blocks(configs: list[Configuration], batch: int) -> list[tuple[Configuration, int]]:

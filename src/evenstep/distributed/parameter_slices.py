@@ -110,6 +110,41 @@ class ParameterSlice:
 
 
 @dataclass(frozen=True)
+class ShardedSlice:
+    """A slice that is itself sharded, by rows, over the ranks that have the same one of other replicas."""
+
+    part: PartOfParameter
+    mesh: Any
+    placements: Any
+
+    @property
+    def ranks(self) -> World:
+        return self.part.ranks
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return self.part.shape
+
+    def take(self, whole: torch.Tensor) -> torch.Tensor:
+        """This rank's rows of its slice, sharded as the parameter is."""
+        from torch.distributed.tensor import distribute_tensor
+
+        own = self.part.take(whole).to(self.ranks.device)
+        return distribute_tensor(own, self.mesh, self.placements, src_data_rank=None)
+
+    def join(self, local: Any) -> torch.Tensor:
+        """The whole: first the slice, then all of them."""
+        return self.part.join(local.detach().full_tensor())
+
+    def state(self, own: Mapping[str, Any], shape: torch.Size) -> dict[str, Any]:
+        """Tensors of the slice's shape, joined."""
+        return {
+            key: self.join(one) if isinstance(one, torch.Tensor) and one.ndim and one.shape == shape else one
+            for key, one in own.items()
+        }
+
+
+@dataclass(frozen=True)
 class OnStage:
     """A parameter or buffer that one rank of a pipeline holds."""
 
@@ -154,6 +189,11 @@ class OnStage:
         return found
 
 
+def is_slice(tensor: torch.Tensor) -> bool:
+    """Whether each rank of a replica has some numbers of it."""
+    return isinstance(slice_of(tensor), ParameterSlice | ShardedSlice)
+
+
 def slice_of(tensor: torch.Tensor) -> PartOfParameter | None:
     """What a parameter is a part of; None for one that every rank has."""
     found: PartOfParameter | None = getattr(tensor, _ATTRIBUTE, None)
@@ -190,6 +230,14 @@ def cut_parameter(module: nn.Module, name: str, part: ParameterSlice) -> None:
     kept = nn.Parameter(part.take(weight.detach()), weight.requires_grad)
     setattr(kept, _ATTRIBUTE, part)
     setattr(module, name, kept)
+
+
+def note_sharded(module: nn.Module, parts: Mapping[str, PartOfParameter]) -> None:
+    """Remember what sharded parameters are parts of; `parts` are those of before, which sharding has replaced."""
+    for name, weight in module.named_parameters(remove_duplicate=False):
+        if name in parts:
+            sharded: Any = weight
+            setattr(weight, _ATTRIBUTE, ShardedSlice(parts[name], sharded.device_mesh, sharded.placements))
 
 
 def whole_state(weight: torch.Tensor, own: Mapping[str, Any]) -> Mapping[str, Any]:

@@ -61,7 +61,10 @@ class World:
     ranks_per_replica: int = 1
     """Consecutive ranks that compute one replica together, and read the same samples."""
     num_shards: int | None = None
-    """Consecutive ranks that hold the shards of one copy of the model, where that is sharded; None: all of them."""
+    """Ranks that hold the shards of one copy of the model, or of this rank's part of it; None: all of them.
+
+    Those are consecutive, or one in each of as many consecutive replicas.
+    """
     schedule: str = "1f1b"
     """In which order the stages of a pipeline compute."""
     group: Any = None

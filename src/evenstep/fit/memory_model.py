@@ -97,7 +97,7 @@ class Placement:
     is_resident: bool = False
     input_copies: int = 1
     num_shards: int | None = None
-    """Devices that hold one copy of a sharded model together; None: all of them."""
+    """Devices that hold one copy of a sharded model together, or one rank's part of it; None: all, or none."""
     is_offloaded: bool = False
     """Whether shards are in the memory of the host (`--cpu-offload`)."""
     division: Division | None = None
@@ -159,7 +159,7 @@ def _highest_of_ranks(memory: StepMemory, place: Placement, micro_batch: int, ph
     # Each rank makes the whole model, and watches what a copy of it computes.
     built = {kind: 2 * memory.held[kind] for kind in ("weights", "buffers")}
     found = [Peak({**dict.fromkeys(KINDS, 0.0), **built, "framework": memory.framework_bytes}, BUILDING)]
-    alone = replace(place, division=None, devices=1)
+    alone = replace(place, division=None, devices=place.num_shards or 1)
     for rank, own in enumerate(memory.ranks):
         held = most_held(schedule, num, rank, -(-place.share // micro_batch))
         waiting = (held - 1) * (own.waiting[0] + own.waiting[1] * micro_batch)
@@ -202,7 +202,7 @@ def _placed(memory: StepMemory, place: Placement, kinds: Sizes, phase: str) -> S
     found = {**kinds, "inputs": inputs, "communication": 0.0, "framework": memory.framework_bytes}
     if place.is_alone and not place.is_offloaded:
         return found
-    if place.facts.shards:
+    if place.facts.shards or (place.num_shards or 1) > 1:
         return found | _sharded(memory, place, kinds, phase)
     if place.facts.processes_per_device:
         return found | _averaged(memory, place)

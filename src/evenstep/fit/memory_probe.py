@@ -30,10 +30,10 @@ from evenstep.strategy_facts import STRATEGIES
 from evenstep.task import Task
 from evenstep.training.loop import train
 from evenstep.training.step import Stepper, eager_steps
-from evenstep.training.team import Team
-from evenstep.training.trainer import Event, Trainer, perform
+from evenstep.training.team import Team, join_team
+from evenstep.training.trainer import Event, Trainer, perform, set_up_torch
 
-FILE = "memory.json"
+FILE, PROCESS_FILE = "memory.json", "process-bytes"
 OUT_OF_MEMORY, AVAILABLE = "out-of-memory-", "available-"
 """Files of each rank in the folder of a probe: it had too little memory; what it had at its start."""
 STEPS = 5
@@ -79,6 +79,34 @@ def warm_up_parts(team: Team) -> None:
         team.backward(lambda model, rows: model(rows[0]).mean(), model, batch)
 
 
+def load_libraries(plan: Plan, team: Team) -> None:
+    """On a CPU, take the memory that torch takes for a strategy, whatever the model."""
+    warm_up()
+    facts = STRATEGIES[plan.strategy]
+    if facts.model_axis is not None and team.world.ranks_per_replica > 1:
+        warm_up_parts(team)
+    elif facts.shards:
+        warm_up_shards(team)
+
+
+def measure_process(plan: Plan, task: Task, run_folder: Path) -> Iterator[Event]:
+    """What a worker does to see what a process of a strategy holds before it has a model."""
+    set_up_torch(plan)
+    team = join_team(
+        *(plan.strategy, plan.devices, plan.precision, plan.seed),
+        needs_group=False,
+        mesh=plan.mesh,
+        schedule=plan.pipeline_schedule,
+    )
+    load_libraries(plan, team)
+    held = team.world.gather(MemoryMeter(team.world.device).now())
+    if team.world.is_main:
+        (run_folder / PROCESS_FILE).write_text(str(max(held)))
+    # No rank exits while another still reads what it sent.
+    team.world.barrier()
+    yield from ()
+
+
 class MemoryProbe(Trainer):
     """A few steps and an evaluation of one batch, measured; nothing is saved."""
 
@@ -91,12 +119,7 @@ class MemoryProbe(Trainer):
         # Read also where a rank runs out of memory: the next probe is to fit on all.
         (run_folder / f"{AVAILABLE}{world.rank}").write_text(str(self.available))
         if world.device.type == "cpu":
-            warm_up()
-            facts = STRATEGIES[plan.strategy]
-            if facts.model_axis is not None and world.ranks_per_replica > 1:
-                warm_up_parts(team)
-            elif facts.shards:
-                warm_up_shards(team)
+            load_libraries(plan, team)
         for meter in self.meters:
             meter.reset()
         self.before = [meter.now() for meter in self.meters]

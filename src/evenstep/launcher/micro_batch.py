@@ -97,6 +97,18 @@ class MemoryRunner:
         self.notes += [note for note in found.notes if note not in self.notes]
         return found
 
+    def with_libraries(self, memory: StepMemory, place: Placement, **changes: Any) -> StepMemory:
+        """The same, with what torch holds in each process of this strategy, which on a CPU is memory of the machine."""
+        if place.kind != "cpu" or not (place.facts.shards or place.division):
+            return memory
+        try:
+            held = float(self._run(memory_probe.measure_process, memory_probe.PROCESS_FILE, steps=1, **changes))
+        except _Failed:
+            # The probe says why.
+            return memory
+        ranks = [replace(one, framework_bytes=held) for one in memory.ranks]
+        return replace(memory, framework_bytes=held, ranks=ranks)
+
     def probe(self, cut: Cut, **changes: Any) -> memory_probe.ProbedMemory | RanOut:
         """Real steps with this micro-batch."""
         self.log(f"trying {changes.get('strategy', self.base.plan.strategy)}, {cut.size} samples at once")
@@ -146,6 +158,7 @@ def placement(plan: Plan, facts: StrategyFacts, num_devices: int) -> Placement:
     kind = plan.devices[0].partition(":")[0]
     mesh = arrange(plan.mesh if facts.name == plan.strategy else None, facts, num_devices)
     ranks = mesh.ranks_per_replica if mesh is not None else 1
+    shards = plan.num_shards if facts.name == plan.strategy and num_devices == len(plan.devices) else None
     shares = plan.proportions if num_devices == len(plan.devices) and ranks == 1 else (1,) * (num_devices // ranks)
     return Placement(
         division=Division(facts.name, ranks, plan.pipeline_schedule) if ranks > 1 else None,
@@ -156,7 +169,7 @@ def placement(plan: Plan, facts: StrategyFacts, num_devices: int) -> Placement:
         is_resident=plan.resident,
         # The one that is computed, those that wait, and the one that is read.
         input_copies=PREFETCH_FACTOR + 2 if kind == "cuda" else 2,
-        num_shards=plan.num_shards if facts.name == plan.strategy and num_devices == len(plan.devices) else None,
+        num_shards=mesh.num_shards if mesh is not None and ranks > 1 else shards,
         is_offloaded=plan.cpu_offload and facts.offloads,
     )
 
@@ -335,11 +348,13 @@ BATCHNORM = "BatchNorm uses the samples of a micro-batch: with fewer at once, it
 
 def _row(runner: MemoryRunner, place: Placement, memory: StepMemory | None, names: tuple[str, ...] | None) -> FitRow:
     plan = runner.base.plan
-    limit = limit_of(memory, place, runner.limit) if memory is not None else None
     changes = {"strategy": place.facts.name, "devices": (names or ())[: place.devices], "shares": None}
+    why_not = _why_not(plan, place, changes, memory, runner.limit)
+    if memory is not None and not why_not:
+        memory = runner.with_libraries(memory, place, **changes)
+    limit = limit_of(memory, place, runner.limit) if memory is not None else None
     search = Search(runner, place, memory, limit, changes)
     expected = search.expected()
-    why_not = _why_not(plan, place, changes, memory, runner.limit)
     cut = expected
     if not why_not and expected is not None:
         cut = search.largest()
@@ -415,6 +430,8 @@ def with_micro_batch(prepared: Prepared, log: Log = lambda line: None) -> Prepar
     place = placement(plan, STRATEGIES[plan.strategy], len(plan.devices))
     runner = MemoryRunner(prepared, log, division=place.division)
     memory = runner.shapes(place.share)
+    if memory is not None:
+        memory = runner.with_libraries(memory, place)
     limit = limit_of(memory, place, None) if memory is not None else None
     search = Search(runner, place, memory, limit, {}, first=plan.accumulate)
     cut = search.expected()
@@ -422,7 +439,7 @@ def with_micro_batch(prepared: Prepared, log: Log = lambda line: None) -> Prepar
         cut = search.largest()
     if cut is None:
         _remove_unused(prepared)
-        raise PlanError(_nothing_fits(plan, place, memory, search.limit))
+        raise PlanError(_nothing_fits(plan, search))
     chosen = replace(plan, accumulate=cut.accumulate)
     write_plan_file(prepared.folder, chosen)
     notes = [*prepared.notes, *runner.notes, _choice_in_words(plan, cut, search, memory)]
@@ -468,12 +485,21 @@ def _choice_in_words(plan: Plan, cut: Cut, search: Search, memory: StepMemory | 
     return f"--micro auto: {parts} ({took}{of}){before}"
 
 
-def _nothing_fits(plan: Plan, place: Placement, memory: StepMemory | None, limit: float | None) -> str:
-    smallest = list(cuts(place.share, 2 if memory is not None and memory.has_batchnorm else 1))[-1]
-    takes = f" needs {size(int(needs(memory, place, smallest.size)))}" if memory is not None else ""
-    of = f" and {size(int(limit))} are free" if limit is not None else ""
+def _nothing_fits(plan: Plan, search: Search) -> str:
+    if search.tried:
+        sizes = ", ".join(str(one.micro_batch) for one in search.tried)
+        forecast = search.tried[-1].forecast_bytes
+        why = f"{sizes} samples at once ran out of memory when tried"
+        needed = f"the last was forecast to need {size(int(forecast))}" if forecast is not None else ""
+    else:
+        smallest = list(cuts(search.place.share, search.least))[-1]
+        forecast = needs(search.memory, search.place, smallest.size) if search.memory is not None else None
+        why = f"one of {smallest.size} sample{'s' * (smallest.size > 1)} is too large"
+        needed = f"needs {size(int(forecast))} by the forecast" if forecast is not None else ""
+    free = f"{size(int(usable(search.limit)))} are free for a step" if search.limit is not None else ""
+    numbers = ", ".join(part for part in (needed, free) if part)
     return (
-        f"--micro auto: no micro-batch fits: one of {smallest.size} sample{'s' * (smallest.size > 1)}{takes}{of};\n"
+        f"--micro auto: no micro-batch fits: {why}{f' ({numbers})' if numbers else ''};\n"
         f"see what would: evenstep fit {plan.task_name} --strategy {plan.strategy} --devices {len(plan.devices)}"
     )
 

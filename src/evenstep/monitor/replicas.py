@@ -111,7 +111,9 @@ class ReplicaCheck:
 
     @property
     def _num_shards(self) -> int:
-        return self._world.num_shards or self._world.size
+        """Ranks with shards that differ; of those that compute a replica together, each has its own."""
+        num = self._world.num_shards
+        return self._world.size if num is None else num * self._world.ranks_per_replica
 
     def _is_same(self, value: int, of_shards: int) -> bool:
         """Whether all ranks gave this number, and those with the same shard the same one for it; 16 bytes each."""

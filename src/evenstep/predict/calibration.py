@@ -6,13 +6,15 @@ import json
 import math
 import struct
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from statistics import fmean, linear_regression, median, quantiles
 from typing import TypedDict
 
 from evenstep.errors import BadInput, shorten
+from evenstep.pipeline_order import bubble_share
 from evenstep.predict.links import Link
+from evenstep.predict.model_division import Arrangement, ModelDivision, TensorShare
 from evenstep.predict.step_model import BACKWARD, CPU_JITTER, JITTER, Workload, buckets_of
 from evenstep.record import FILE, PARTS, Lane, Measurement, Record, Timeline
 from evenstep.strategy_facts import REFERENCE, STRATEGIES, UNKNOWN, StrategyFacts
@@ -29,6 +31,17 @@ WAITS = 0.05
 SHORTEST = 1e-7
 """Seconds; a damaged Record may say 0."""
 WEIGHTS = Path("checkpoints", "latest", "weights.safetensors")
+
+
+NOT_LOOKED_AT = (
+    "how the model would be divided is not known, since no Record here is of {name} with its parts; let evenstep look "
+    "at it: evenstep predict TASK --strategies {name}"
+)
+
+
+def no_stages_known() -> str:
+    """Of a pipeline."""
+    return NOT_LOOKED_AT.format(name=next(row.name for row in STRATEGIES.values() if row.schedules))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,6 +61,7 @@ class Observation:
     optimizer: float
     input: float
     communication: float
+    bubble: float = 0.0
     sent_bytes: int
     deviation: float
     """Standard deviation of its steps."""
@@ -59,6 +73,12 @@ class Observation:
     @property
     def share(self) -> float:
         return self.samples / self.devices
+
+    @property
+    def arranged(self) -> Arrangement:
+        """How its ranks divided a model."""
+        plan = self.record.plan
+        return Arrangement.of(self.strategy, self.devices, plan.mesh, plan.accumulate, plan.pipeline_schedule)
 
     @property
     def shares_a_gpu(self) -> bool:
@@ -79,6 +99,12 @@ class Calibration:
     link: Link | None
     """Inside this machine, as measured."""
     notes: list[str]
+    divided: list[Observation] = field(default_factory=list)
+    """Records of models that ranks divided."""
+    division: ModelDivision | None = None
+    """How the model can be divided, if anything says that."""
+    is_derived: bool = False
+    """Whether no Record is of a whole model on one device: `observed` follows from what ranks computed of it."""
 
     @property
     def kind(self) -> str:
@@ -143,6 +169,7 @@ def _measured(record: Record, measured: Measurement) -> Observation:
         optimizer=parts["optimizer"] * scale,
         input=parts["input"] * scale,
         communication=parts["communication"] * scale,
+        bubble=parts["bubble"] * scale,
         sent_bytes=measured.sent_bytes,
         deviation=_deviation(measured.step_seconds),
         is_timed=True,
@@ -184,24 +211,27 @@ def divides(record: Record) -> bool:
     return STRATEGIES.get(record.plan.strategy, UNKNOWN).model_axis is not None
 
 
-def calibrate(records: Sequence[Record], parameters: int | None = None) -> Calibration:
-    """What the Records of one task say about it."""
+def calibrate(
+    records: Sequence[Record], parameters: int | None = None, division: ModelDivision | None = None
+) -> Calibration:
+    """What the Records of one task say about it; `division` is what was seen of its model, if it was looked at."""
     whole = [record for record in records if not divides(record)]
-    if not whole:
+    divided = [observe(record) for record in records if divides(record)]
+    observed = [observe(record) for record in whole] or [one for one in map(_as_whole, divided) if one is not None]
+    if not observed:
         raise BadInput(
-            "these Records are of models that ranks divide, and say nothing about one device; measure one too: "
+            "these Records are of layers that ranks split, and say nothing about one device; measure one too: "
             f"--strategy {REFERENCE}"
         )
-    observed = [observe(record) for record in whole]
-    if len({one.kind for one in observed}) > 1:
+    if len({one.kind for one in (*observed, *divided)}) > 1:
         raise BadInput("these Records are of CPUs and of GPUs; give those of one kind of device")
     notes: list[str] = []
-    if len(whole) < len(records):
-        names = ", ".join(dict.fromkeys(record.plan.strategy for record in records if divides(record)))
-        notes.append(f"what was measured with {names} is not used: ranks compute parts of the model there")
+    if not whole:
+        notes.append("no Record is of one device: its computing is what the stages of a pipeline computed together")
     chosen = _computing(_comparable(observed))
     fixed, slope, exponent = _line(chosen, notes)
-    gradient_bytes = 4 * parameters if parameters else _gradient_bytes(observed)
+    looked = 4 * round(division.parameters) if division is not None else 0
+    gradient_bytes = 4 * parameters if parameters else _gradient_bytes(observed) or looked
     if not gradient_bytes:
         notes.append("the size of the gradients is not known: communication is left out; give --parameters 25.6M")
     first = min(chosen, key=lambda one: one.devices)
@@ -225,7 +255,114 @@ def calibrate(records: Sequence[Record], parameters: int | None = None) -> Calib
         threads=first.threads,
         shares_memory=first.kind == "cpu",
     )
-    return Calibration(work=work, observed=observed, link=_link(observed), notes=notes)
+    found = division or _division(divided, work)
+    return Calibration(
+        work=work,
+        observed=observed,
+        link=_link(observed),
+        notes=notes,
+        divided=divided,
+        division=found,
+        is_derived=not whole,
+    )
+
+
+def _as_whole(one: Observation) -> Observation | None:
+    """What one device would compute, from the stages of a pipeline; None where ranks repeat a part of the model."""
+    if not one.strategy.schedules:
+        return None
+    arranged = one.arranged
+    bubble = bubble_share(arranged.schedule, arranged.ranks, arranged.accumulate)
+    # Without its parts, a step is taken to be that of equal stages which send at no cost.
+    computing = one.compute if one.is_timed else one.compute * (1 - bubble)
+    compute, optimizer = computing * arranged.ranks, one.optimizer * arranged.ranks
+    return replace(
+        one,
+        strategy=STRATEGIES[REFERENCE],
+        devices=1,
+        samples=one.samples / arranged.replicas,
+        seconds=compute + optimizer + one.input,
+        compute=compute,
+        optimizer=optimizer,
+        communication=0.0,
+        bubble=0.0,
+        sent_bytes=0,
+    )
+
+
+def _division(divided: Sequence[Observation], work: Workload) -> ModelDivision | None:
+    """What Records of divided models say about their division: of stages, nothing but what is sent."""
+    found = [one for one in divided if one.arranged.replicas == 1] or list(divided)
+    if not found:
+        return None
+    sent = [_boundary_bytes(one) for one in found if one.strategy.schedules and one.sent_bytes]
+    shares = [_tensor_share(one, work) for one in found if not one.strategy.schedules and one.is_timed]
+    has_stages = any(one.strategy.schedules for one in found)
+    return ModelDivision(
+        boundary_bytes=median(sent) if sent else None,
+        why_no_blocks="" if has_stages else no_stages_known(),
+        tensors=[one for one in shares if one.sums],
+        why_no_tensors={},
+    )
+
+
+def _boundary_bytes(one: Observation) -> float:
+    """For each sample: the first rank sends every output of its chunks, and interleaved one gradient too."""
+    arranged = one.arranged
+    messages = 3 if arranged.schedule == "interleaved" else 1
+    return one.sent_bytes / (one.samples / arranged.replicas) / messages
+
+
+def _tensor_share(one: Observation, work: Workload) -> TensorShare:
+    """By what its ranks computed, beside what one device would; sums are those of its timeline."""
+    arranged = one.arranged
+    samples = one.samples / arranged.replicas
+    whole = arranged.accumulate * work.compute_seconds(samples / arranged.accumulate)
+    share = min(1.0, one.compute / max(whole, SHORTEST))
+    lanes = [lane for timeline in one.record.timelines for lane in _lanes(timeline, "network")]
+    counts = [sum(name == "activations" for name, *_ in lane.spans) for lane in lanes]
+    num = round(median(counts) / arranged.accumulate) if counts else 0
+    return TensorShare(
+        ranks=arranged.ranks,
+        forward=share,
+        backward=share,
+        parameters=share,
+        sums=[one.sent_bytes / samples / num] * num if num else [],
+    )
+
+
+def activations_link(divided: Sequence[Observation], division: ModelDivision | None, name: str) -> Link | None:
+    """What carries activations inside this machine, by the seconds that ranks waited for each message."""
+    found = [one for one in divided if one.strategy.name == name and one.is_timed and not one.shares_a_gpu]
+    costs = [cost for one in found if division is not None and (cost := _message(one, division)) is not None]
+    if not costs:
+        return None
+    seconds, hops, num_bytes = (median(column) for column in zip(*costs, strict=True))
+    bandwidth = LOOPBACK.bandwidth
+    if num_bytes / bandwidth >= seconds:
+        return Link(latency=0.0, bandwidth=num_bytes / max(seconds, SHORTEST), name="measured here")
+    return Link(latency=(seconds - num_bytes / bandwidth) / hops, bandwidth=bandwidth, name="measured here")
+
+
+LOOPBACK = Link(latency=1.5e-4, bandwidth=1.5e9, name="gloo on one machine, assumed")
+"""Ranks on CPUs send activations through gloo's sockets, not through the shared memory of gradients."""
+
+
+def _message(one: Observation, division: ModelDivision) -> tuple[float, float, float] | None:
+    """Seconds that a rank waited for one message, the latencies in it, and its bytes."""
+    arranged = one.arranged
+    micro_batch = one.samples / arranged.replicas / arranged.accumulate
+    if arranged.replicas > 1:
+        return None
+    if one.strategy.schedules:
+        num = 2 * arranged.accumulate * (arranged.ranks - 1) / arranged.ranks
+        sent = [stage.output_bytes for stage in division.stages(arranged.ranks)[:-1]]
+        return one.communication / num, 1.0, fmean(sent) * micro_batch
+    tensor = division.tensor(arranged.ranks)
+    if tensor is None or not tensor.sums:
+        return None
+    num, hops = arranged.accumulate * len(tensor.sums), 2.0 * (arranged.ranks - 1)
+    return one.communication / num, hops, hops / arranged.ranks * fmean(tensor.sums) * micro_batch
 
 
 def _comparable(observed: Sequence[Observation]) -> list[Observation]:

@@ -8,12 +8,20 @@ from dataclasses import asdict, dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from statistics import fmean, median
-from typing import get_args
+from typing import Any
 
-from evenstep.errors import BadInput
-from evenstep.pipeline_order import bubble_share
+from evenstep.errors import BadInput, PlanError
+from evenstep.mesh import has_axes
+from evenstep.pipeline_order import chunks_of
 from evenstep.plan import Plan, ScheduleName
-from evenstep.predict.calibration import Calibration, Observation, calibrate
+from evenstep.predict.calibration import (
+    LOOPBACK,
+    NOT_LOOKED_AT,
+    Calibration,
+    Observation,
+    activations_link,
+    calibrate,
+)
 from evenstep.predict.job import WholeJob
 from evenstep.predict.links import (
     CORES,
@@ -26,6 +34,7 @@ from evenstep.predict.links import (
     handling_seconds,
     nvlink,
 )
+from evenstep.predict.model_division import Arrangement, DividedStep, ModelDivision
 from evenstep.predict.published import interval_of
 from evenstep.predict.step_model import (
     DEVIATION,
@@ -42,6 +51,10 @@ from evenstep.report.prediction import KNEE, Expectation, Forecast, Knee, Predic
 from evenstep.strategy_facts import DEFAULT, REFERENCE, STRATEGIES, UNKNOWN, StrategyFacts
 
 MICRO_BATCHES_A_STAGE = 4
+FEW_POINTS, WITHOUT_RECORDS = 0.6, 1.2
+"""Half of the width of an interval, as a logarithm, for models that ranks divide, with own Records of it and without.
+
+No table was found for them: these are the worst errors of the first seven runs in docs/predict.md, on busy cores."""
 MOST_TOO_MANY = -0.8
 """Of a modelled step, where a measured one was shorter."""
 FARTHEST = 2**16
@@ -88,6 +101,11 @@ class Question:
     price: float | None = None
     hours_between_failures: float | None = None
     """Of one device."""
+    mesh: str | None = None
+    """How the ranks of a divided model are arranged, for strategies with these axes."""
+    accumulate: int | None = None
+    """Micro-batches of a step of a divided model; by default 4 for each stage of a pipeline, else 1."""
+    schedule: ScheduleName = "1f1b"
 
 
 @dataclass
@@ -123,14 +141,15 @@ class Forecaster:
                     left_out[f"{strategy.name} x {devices}"] = why
                 else:
                     rows.append(self.predict(strategy, devices, self._cluster(devices, at)))
+        divided = [row for row in rows if not row.is_measured and STRATEGIES[row.strategy].model_axis is not None]
         return Forecast(
             task=self.task,
             rows=rows,
-            curves={one.name: self._curve(one) for one in self._strategies() if one.model_axis is None},
+            curves={one.name: self._curve(one) for one in self._strategies()},
             knees=[self._knee(one) for one in self._strategies() if one.model_axis is None],
             links=f"{self._batch_in_words()}; {self._links()}",
-            errors=ERRORS,
-            notes=[note for note in self.calibration.notes if note],
+            errors=self._errors_in_words(divided, is_all=len(divided) == sum(not row.is_measured for row in rows)),
+            notes=[*(note for note in self.calibration.notes if note), *map(self._division_in_words, divided)],
             left_out=left_out,
             command=command,
         )
@@ -140,7 +159,12 @@ class Forecaster:
         parts = self._parts(strategy, devices, cluster)
         batch = self._batch(devices)
         rate = batch / parts.seconds
-        low, high = interval_of(rate, self._lost(strategy, devices, parts) + self.width)
+        if strategy.model_axis is None:
+            low, high = interval_of(rate, self._lost(strategy, devices, parts) + self.width)
+        else:
+            known = FEW_POINTS + self._own_error(strategy) if self._own(strategy) else WITHOUT_RECORDS
+            half = known + self.width
+            low, high = rate * math.exp(-half), rate * math.exp(half)
         low, high = (rate * math.exp(sign * self._with_noise(edge / rate)) for sign, edge in ((-1, low), (1, high)))
         # n devices are not more than n times as fast.
         high = max(rate, min(high, devices * self._rate_of_one * math.exp(self._noise)))
@@ -161,6 +185,44 @@ class Forecaster:
                 algorithm=self._algorithm(strategy, devices, cluster) if parts.buckets else "",
             )
         )
+
+    def _own_error(self, strategy: StrategyFacts) -> float:
+        """By how much the model missed the Records of this strategy, at worst: a logarithm."""
+        return max((abs(math.log(one.seconds / self._modelled(one).seconds)) for one in self._own(strategy)), default=0)
+
+    def _own(self, strategy: StrategyFacts) -> list[Observation]:
+        if self.calibration.division is None or self.question.gpu:
+            return []
+        own = [one for one in self.calibration.divided if one.strategy == strategy and self._is_alike(one)]
+        return [one for one in own if not self._why_not_divided(strategy, one.arranged, one.samples)]
+
+    def _errors_in_words(self, divided: Sequence[Prediction], *, is_all: bool) -> str:
+        found = [] if is_all and divided else [ERRORS]
+        for name in dict.fromkeys(row.strategy for row in divided):
+            own = self._own(STRATEGIES[name])
+            missed = f", missed by up to {math.expm1(self._own_error(STRATEGIES[name])):.0%}" if own else ""
+            found.append(
+                f"No published table judges {name}: its interval comes from {len(own)} Record{'s' * (len(own) != 1)} "
+                f"of it here{missed}, and from 14 runs on one busy machine (docs/predict.md). Take it as a guess."
+            )
+        return " ".join(found)
+
+    def _division_in_words(self, row: Prediction) -> str:
+        strategy = STRATEGIES[row.strategy]
+        arranged, division = self._arranged(strategy, row.devices), self.calibration.division
+        assert division is not None
+        if not strategy.schedules:
+            found = division.tensor(arranged.ranks)
+            assert found is not None
+            return (
+                f"{row.label}: {arranged.in_words}; each rank computes {found.forward:.0%} of forward and "
+                f"{found.backward:.0%} of backward, and waits for {len(found.sums):,} sums of activations a micro-batch"
+            )
+        stages = division.stages(arranged.ranks * chunks_of(arranged.schedule))
+        shares = [f"{(1 - self.work.backward) * one.forward + self.work.backward * one.backward:.0%}" for one in stages]
+        shown = ", ".join(shares if len(shares) <= MOST_STAGES else [*shares[: MOST_STAGES - 1], "..."])
+        of_stages = "equal stages, since no block was timed" if division.is_equal else f"stages of {shown}"
+        return f"{row.label}: {arranged.in_words}, {arranged.schedule}; {of_stages}"
 
     def _algorithm(self, strategy: StrategyFacts, devices: int, cluster: Cluster) -> str:
         """How the largest bucket is sent."""
@@ -199,6 +261,7 @@ class Forecaster:
             ("forward", parts.forward),
             ("backward", parts.backward + parts.contention),
             ("communication", _sending(parts)),
+            ("bubble", parts.bubble),
             ("optimizer", parts.optimizer),
         ):
             spans.append((name, moments, moments + seconds))
@@ -209,9 +272,38 @@ class Forecaster:
         )
 
     def _parts(self, strategy: StrategyFacts, devices: int, cluster: Cluster) -> StepParts:
-        parts = step_parts(self.work, strategy, cluster, devices, self._batch(devices))
+        if strategy.model_axis is None:
+            parts = step_parts(self.work, strategy, cluster, devices, self._batch(devices))
+        else:
+            arranged = self._arranged(strategy, devices)
+            parts = self._divided(self.work, strategy, cluster, arranged, self._batch(devices)).parts(strategy)
         found = [self._beyond(one, parts) for one in self._nearest(strategy, devices)]
         return replace(parts, unexplained=max(fmean(found), MOST_TOO_MANY * parts.seconds) if found else 0.0)
+
+    def _arranged(self, strategy: StrategyFacts, devices: int) -> Arrangement:
+        """As `train` would arrange these devices; a pipeline needs micro-batches."""
+        mesh = self.question.mesh
+        has = mesh is not None and has_axes(mesh, strategy)
+        found = Arrangement.of(strategy, devices, mesh if has else None, 1, self.question.schedule)
+        usual = MICRO_BATCHES_A_STAGE * found.ranks if strategy.schedules else 1
+        samples = max(1, int(self._batch(devices) // found.replicas))
+        return replace(found, accumulate=self.question.accumulate or min(usual, samples))
+
+    def _divided(
+        self, work: Workload, strategy: StrategyFacts, cluster: Cluster, arranged: Arrangement, samples: float
+    ) -> DividedStep:
+        division = self.calibration.division
+        assert division is not None
+        link = self._activations(strategy.name)
+        return DividedStep(work=work, division=division, arranged=arranged, cluster=cluster, link=link, samples=samples)
+
+    def _activations(self, name: str) -> Link:
+        """What carries activations inside a machine: as given, as measured, or as the devices have it."""
+        given = any(link.name.startswith(("nvlink", "pcie")) for link in self.question.links)
+        measured = activations_link(self.calibration.divided, self.calibration.division, name)
+        if not given and measured is not None and not self.question.gpu:
+            return measured
+        return self._inside if given or self.calibration.kind == "cuda" else LOOPBACK
 
     def _beyond(self, one: Observation, parts: StepParts) -> float:
         """Seconds of a measured step that the model does not have, for a step of these parts.
@@ -266,7 +358,7 @@ class Forecaster:
         wanted = STRATEGIES[REFERENCE] if devices == 1 else strategy
         own = [
             one
-            for one in self.calibration.observed
+            for one in (*self.calibration.observed, *self._own(strategy))
             if one.strategy == wanted and one.devices <= devices and self._is_alike(one)
         ]
         most = max((one.devices for one in own), default=0)
@@ -285,6 +377,8 @@ class Forecaster:
         cluster = Cluster(per_machine=one.devices, inside=self._inside, between=self._inside)
         # What was measured was not limited by `--reads`.
         work = replace(self.work, samples_a_second=None)
+        if one.strategy.model_axis is not None:
+            return self._divided(work, one.strategy, cluster, one.arranged, one.samples).parts(one.strategy)
         return step_parts(work, one.strategy, cluster, one.devices, one.samples)
 
     @cached_property
@@ -331,23 +425,49 @@ class Forecaster:
     def _refusal(self, strategy: StrategyFacts, devices: int) -> str:
         cluster = self._cluster(devices, list(self.question.devices).index(devices))
         machines = cluster.machines(devices)
-        if strategy.model_axis is not None:
-            return why_not_predicted(strategy, devices)
         if strategy.is_reference and devices > 1:
             return "it runs on one device"
         if machines > 1 and not strategy.several_machines:
             return f"it runs on one machine, and these are {machines}"
         if machines > 1 and self._between is None:
             return f"these are {machines:,} machines; say what connects them: --link 25gbit"
+        if strategy.model_axis is not None:
+            try:
+                return self._why_not_divided(
+                    strategy, self._arranged(strategy, devices), self._batch(devices), machines
+                )
+            except PlanError as error:
+                return str(error)
         if self._batch(devices) < devices:
             return f"a batch of {self._batch(devices):,.0f} does not go over {devices:,} devices; give --per-device"
         return ""
 
+    def _why_not_divided(
+        self, strategy: StrategyFacts, arranged: Arrangement, samples: float, machines: int = 1
+    ) -> str:
+        """Why a model cannot be divided like this, or nothing is known of that."""
+        division, name = self.calibration.division, strategy.name
+        if arranged.ranks == 1:
+            return f"it divides a model over 2 ranks or more; give more devices, or --mesh {strategy.model_axis}=2"
+        if division is None:
+            return NOT_LOOKED_AT.format(name=name)
+        per_replica = samples / arranged.replicas
+        if per_replica < arranged.accumulate:
+            return f"{per_replica:g} samples are not {arranged.accumulate:,} micro-batches; give a larger --batch"
+        if strategy.schedules:
+            return _why_no_stages(name, division, arranged, machines)
+        ranks = str(arranged.ranks)
+        if ranks in division.why_no_tensors:
+            return division.why_no_tensors[ranks]
+        return "" if division.tensor(arranged.ranks) is not None else NOT_LOOKED_AT.format(name=name)
+
     def _measured(self) -> list[Prediction]:
         """Each configuration that was measured, once."""
-        groups: dict[tuple[str, int, float], list[Observation]] = {}
-        for one in self.calibration.observed:
-            groups.setdefault((one.strategy.name, one.devices, one.samples), []).append(one)
+        groups: dict[tuple[object, ...], list[Observation]] = {}
+        whole = [] if self.calibration.is_derived else self.calibration.observed
+        for one in (*whole, *self.calibration.divided):
+            divided = one.arranged if one.strategy.model_axis is not None else None
+            groups.setdefault((one.strategy.name, one.devices, one.samples, divided), []).append(one)
         order = sorted(groups.values(), key=lambda seen: (seen[0].devices, seen[0].strategy.name, seen[0].samples))
         return [_row(seen, self._single_rate(seen[0].samples)) for seen in order]
 
@@ -360,6 +480,9 @@ class Forecaster:
 
     def _curve(self, strategy: StrategyFacts) -> list[Prediction]:
         most = max(self.question.devices)
+        if strategy.model_axis is not None:
+            able = [devices for devices in sorted(self.question.devices) if not self._refusal(strategy, devices)]
+            return [self.forecast_one(strategy, devices) for devices in able]
         counts = sorted({*self.question.devices, *(2**power for power in range(most.bit_length()) if 2**power <= most)})
         return [
             self.predict(strategy, devices, self._cluster(devices, None))
@@ -459,6 +582,7 @@ class Forecaster:
             devices=(device,) * row.devices,
             batch=round(row.batch),
             name=folder.name,
+            **self._plan_of_division(row),
         )
         (folder / "record.jsonl").unlink(missing_ok=True)
         writer = RecordWriter(folder, plan, {**measured.machine, "predicted": True})
@@ -473,7 +597,7 @@ class Forecaster:
             + parts["handling"]
             + parts["stragglers"]
             + max(0.0, parts["unexplained"]),
-            "bubble": 0.0,
+            "bubble": parts["bubble"],
             "optimizer": parts["optimizer"],
         }
         seconds = row.step_seconds.middle
@@ -487,26 +611,52 @@ class Forecaster:
                 parts=shown,
                 without_input_seconds=seconds - shown["input"],
                 without_communication_seconds=seconds - shown["communication"],
-                sent_bytes=round(self.work.gradient_bytes),
+                sent_bytes=round(self._sent_bytes(row)),
                 peak_bytes={},
             )
         )
         writer.close()
 
+    def _plan_of_division(self, row: Prediction) -> dict[str, Any]:
+        """What its plan has besides strategy and devices."""
+        strategy = STRATEGIES[row.strategy]
+        if strategy.model_axis is None:
+            return {}
+        arranged = self._arranged(strategy, row.devices)
+        mesh = f"data={arranged.replicas},{strategy.model_axis}={arranged.ranks}"
+        return {"mesh": mesh, "accumulate": arranged.accumulate, "pipeline_schedule": arranged.schedule}
 
-def why_not_predicted(strategy: StrategyFacts, devices: int) -> str:
-    """Why nothing is predicted where ranks divide a model; of a pipeline, its bubble is known."""
-    if not strategy.schedules:
+    def _sent_bytes(self, row: Prediction) -> float:
+        """By the first rank in a step: gradients, or activations where ranks divide a model."""
+        strategy, division = STRATEGIES[row.strategy], self.calibration.division
+        if strategy.model_axis is None or division is None:
+            return self.work.gradient_bytes
+        arranged = self._arranged(strategy, row.devices)
+        if strategy.schedules:
+            sent = division.stages(arranged.ranks * chunks_of(arranged.schedule))[0].output_bytes
+        else:
+            found = division.tensor(arranged.ranks)
+            sent = sum(found.sums) if found is not None else 0.0
+        return sent * row.batch / arranged.replicas
+
+
+MOST_STAGES = 8
+"""That are named."""
+
+
+def _why_no_stages(name: str, division: ModelDivision, arranged: Arrangement, machines: int) -> str:
+    needed = arranged.ranks * chunks_of(arranged.schedule)
+    if division.why_no_blocks:
+        return division.why_no_blocks
+    if division.is_equal and division.boundary_bytes is None and machines > 1:
         return (
-            "its ranks wait for two sums of activations for each pair of split layers, in forward and in backward, and "
-            "no Record has their number and sizes; measure it with evenstep compare"
+            "what is sent between machines is not known, since the Record does not time its parts; let evenstep look "
+            f"at the model: evenstep predict TASK --strategies {name}"
         )
-    num = MICRO_BATCHES_A_STAGE * devices
-    bubbles = [f"{name} {bubble_share(name, devices, num):.0%}" for name in get_args(ScheduleName)]
-    return (
-        "what its stages take and send depends on where the model is cut; measure it with evenstep compare. The bubble "
-        f"alone, of {num:,} micro-batches in stages that take as long: {', '.join(bubbles)} of a step"
-    )
+    if division.blocks and len(division.blocks) < needed:
+        fewer = f"--mesh {STRATEGIES[name].model_axis}={len(division.blocks) // chunks_of(arranged.schedule)}"
+        return f"it needs {needed:,} blocks, and the model has {len(division.blocks)}; use fewer stages: {fewer}"
+    return ""
 
 
 def expectation(records: Sequence[Record]) -> list[str]:
@@ -556,6 +706,6 @@ def _row(seen: Sequence[Observation], single_rate: float) -> Prediction:
         samples_per_second=Range.of(rates),
         step_seconds=Range.of([each.seconds for each in seen]),
         efficiency=median(rates) / one.devices / single_rate,
-        parts={**parts, "communication": one.communication, "optimizer": one.optimizer},
+        parts={**parts, "communication": one.communication, "bubble": one.bubble, "optimizer": one.optimizer},
         is_measured=True,
     )

@@ -91,7 +91,7 @@ def _step_table(found: Forecast) -> Table:
     # Most steps have none of these.
     rare = [
         name
-        for name in ("handling", "contention", "waiting", "unexplained")
+        for name in ("handling", "contention", "waiting", "bubble", "unexplained")
         if not any(row.parts.get(name) for row in found.rows)
     ]
     shown = [name for name in names if name not in rare]

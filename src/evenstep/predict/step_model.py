@@ -37,7 +37,7 @@ TIME_SLICE = 0.75e-3
 MOST_UNITS = 48
 BACKWARD = 2 / 3
 """Of forward and backward, where it was not measured."""
-LIMITS = ("compute", "communication", "stragglers", "input", "unexplained")
+LIMITS = ("compute", "communication", "bubble", "stragglers", "input", "unexplained")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -98,6 +98,8 @@ class StepParts:
     optimizer: float
     waiting: float
     """For what a machine cannot read any faster."""
+    bubble: float = 0.0
+    """In which a rank of a pipeline waits until others have computed; the mean of all ranks."""
     unexplained: float = 0.0
     """What a measured step on fewer devices took beyond the model."""
     hidden: float = 0.0
@@ -108,7 +110,8 @@ class StepParts:
     @property
     def seconds(self) -> float:
         sending = self.communication + self.handling + self.contention
-        return computing_of(self) + sending + self.stragglers + self.waiting + self.unexplained
+        waited = self.bubble + self.stragglers + self.waiting
+        return computing_of(self) + sending + waited + self.unexplained
 
 
 @cache
@@ -194,10 +197,10 @@ def step_parts(work: Workload, strategy: StrategyFacts, cluster: Cluster, device
         hidden=hidden,
         buckets=tuple((reading + begin, reading + end) for begin, end in spans),
     )
-    return _with_ceiling(parts, work, samples / cluster.machines(devices))
+    return with_ceiling(parts, work, samples / cluster.machines(devices))
 
 
-def _with_ceiling(parts: StepParts, work: Workload, samples_of_machine: float) -> StepParts:
+def with_ceiling(parts: StepParts, work: Workload, samples_of_machine: float) -> StepParts:
     """What a machine can read is shared by its devices."""
     if work.samples_a_second is None:
         return parts
@@ -306,6 +309,7 @@ def limit_of(parts: StepParts, ideal: float) -> str:
     lost = {
         "compute": computing_of(parts) - ideal,
         "communication": parts.communication + parts.handling + parts.contention,
+        "bubble": parts.bubble,
         "stragglers": parts.stragglers,
         "input": parts.waiting,
         "unexplained": parts.unexplained,

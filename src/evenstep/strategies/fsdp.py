@@ -305,6 +305,8 @@ class Unreached:
         self.unused = UnusedParameters(names, world, COST, sees_sums=False)
         self._index_of = {name: index for index, name in enumerate(names)}
         self._filled: list[int] = []
+        self.then: Callable[[], None] = lambda: None
+        """Called when all ranks have their shards of the gradients."""
 
     def filling(self, names: list[str], group: Any, is_root: bool) -> Callable[[], None]:
         """Gives zeros to a unit's parameters that have no gradient, if others of the unit have one.
@@ -333,6 +335,7 @@ class Unreached:
         without = [index for index, one in enumerate(self._weights) if one.requires_grad and one.grad is None]
         for index in self.unused.nowhere(self._filled + without):
             self._weights[index].grad = None
+        self.then()
 
 
 class FSDP(Single):
@@ -356,20 +359,24 @@ class FSDP(Single):
         if world.size == 1 and not self.wraps_alone and not self._settings.cpu_offload:
             # One process has nothing to shard over, and gathering its own slices would triple a small step.
             return super().wrap(model, world)
-        _refuse_sparse(model)
-        _refuse_complex(model)
+        refuse_unshardable(model)
         if _is_small(model):
             model.to(world.device)
+        found = units_apart(model, world, sample)
+        return self.shard_units(model, world, found, Arrivals(model, found, world).bring)
+
+    def shard_units(
+        self, model: nn.Module, world: World, found: Sequence[nn.Module], bring: Callable[[nn.Module], None]
+    ) -> ShardedModel:
+        """Shard these units, and then the rest; `bring` gives all ranks the values of what is sharded next."""
         mesh, copies = self._meshes = self._meshes or _meshes(world)
         dtype = self._gather_dtype(world)
-        found = units_apart(model, world, sample)
-        arrivals = Arrivals(model, found, world)
         for unit in found:
             # One after the other: of a model that is larger than a device, no more than a unit is whole there.
-            arrivals.bring(unit)
+            bring(unit)
             shard(unit, mesh=mesh, **self._placed(), **policy(unit, dtype))
         bound = LossModule(model)
-        arrivals.bring(bound)
+        bring(bound)
         shard(bound, mesh=mesh, **self._placed(), **policy(bound, dtype))
         unreached = Unreached(model, world)
         self._watch(bound, world, unreached)
@@ -412,15 +419,16 @@ class FSDP(Single):
 
 
 def _meshes(world: World) -> tuple[DeviceMesh, DeviceMesh | None]:
-    """The ranks that hold one copy of the model together with this one; and those with the same shard of others."""
+    """The ranks that hold shards of what this one has a shard of; and those with the same shard of other copies."""
     # Imported here: it brings sympy along, two seconds that the other strategies need not wait for.
     from torch.distributed.device_mesh import init_device_mesh
 
-    num = world.num_shards or world.size
+    num, part = world.num_shards or world.size, world.ranks_per_replica
     if num == world.size:
         return init_device_mesh(world.device.type, (world.size,)), None
-    both = init_device_mesh(world.device.type, (world.size // num, num), mesh_dim_names=("data", "fsdp"))
-    return both["fsdp"], both["data"]
+    sizes = world.size // num // part, num, part
+    every = init_device_mesh(world.device.type, sizes, mesh_dim_names=("data", "fsdp", "model"))
+    return every["fsdp"], every["data"] if sizes[0] > 1 else None
 
 
 class ShardedModel(DistributedModel):
@@ -436,6 +444,10 @@ class ShardedModel(DistributedModel):
         self._root: Any = bound
         self._reduces_gradients = True
         """What `fully_shard` was last set to do; this is its default."""
+
+    def after_gradients(self, then: Callable[[], None]) -> None:
+        """Call this in every step, between the last backward and the update."""
+        self._unreached.then = then
 
     def sync_replicas(self, is_training: bool) -> None:
         # At every step too: DDP does so, and the strategies are to agree.
@@ -456,17 +468,15 @@ class ShardedModel(DistributedModel):
         return self._unreached if is_last else _separating(self._root)
 
 
-def _refuse_sparse(model: nn.Module) -> None:
+def refuse_unshardable(model: nn.Module) -> None:
+    """Raise TaskError for sparse gradients and complex parameters."""
     layers = [name for name, layer in model.named_modules() if has_sparse_gradients(layer)]
     if layers:
         raise TaskError(
             f"{layers[-1] or 'the model'} makes sparse gradients (sparse=True), and fsdp shards dense ones;\n"
             "leave sparse out, or use ddp"
         )
-
-
-def _refuse_complex(model: nn.Module) -> None:
-    """torch's optimizers leave complex parameters as they are where they are sharded, without a word."""
+    # torch's optimizers leave complex parameters as they are where they are sharded, without a word.
     for name, weight in model.named_parameters():
         if weight.requires_grad and weight.is_complex():
             raise TaskError(

@@ -8,10 +8,8 @@ each block takes. A model that does not look like this is refused, with the reas
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
-from itertools import accumulate
 from typing import Any
 
 import torch
@@ -21,7 +19,7 @@ from torch.overrides import TorchFunctionMode
 from evenstep.distributed.world import World
 from evenstep.errors import TaskError
 from evenstep.internals import tree_leaves
-from evenstep.pipeline_order import chunks_of
+from evenstep.pipeline_order import balanced, block_costs, chunks_of
 from evenstep.strategies.base import Sample, copied
 
 TIMED = 3
@@ -122,12 +120,7 @@ def _made(model: nn.Module, blocks: list[str], found: Any, watched: BlockUses, w
     for name, weight in model.named_parameters():
         if uses.get(name, BEFORE) in outside:
             outside[uses.get(name, BEFORE)] += weight.numel()
-    costs = [
-        weight / max(1, _size(model)) + one / max(1e-9, sum(seconds))
-        for weight, one in zip(weights, seconds, strict=True)
-    ]
-    costs[0] += outside[BEFORE] / max(1, _size(model))
-    costs[-1] += outside[BEHIND] / max(1, _size(model))
+    costs = block_costs(weights, seconds, outside[BEFORE], outside[BEHIND])
     stage_of = balanced(costs, num)
     place = {BEFORE: 0, BEHIND: num - 1, **dict(enumerate(stage_of))}
     # What nothing used stays with the first stage.
@@ -135,25 +128,6 @@ def _made(model: nn.Module, blocks: list[str], found: Any, watched: BlockUses, w
     stages = {name: place[uses.get(name, BEFORE)] for name in named}
     before = [name for name, _ in model.named_buffers() if uses.get(name) == BEFORE]
     return StageCut(blocks, stage_of, stages, world.ranks_per_replica, watched.arguments, before)
-
-
-def balanced(costs: Sequence[float], num: int) -> list[int]:
-    """The stage of each block: consecutive blocks, of which the most expensive stage is as cheap as possible.
-
-    >>> balanced([1, 1, 1, 1, 4], 2), balanced([1, 1, 1], 3)
-    ([0, 0, 0, 0, 1], [0, 1, 2])
-    """
-    total = [0.0, *accumulate(costs)]
-    # For each number of blocks: the cost of its most expensive stage, and where stages begin.
-    best: dict[int, tuple[float, tuple[int, ...]]] = {end: (total[end], ()) for end in range(1, len(total))}
-    for _ in range(num - 1):
-        best = {
-            end: min((max(most, total[end] - total[start]), (*starts, start)) for start, (most, starts) in found)
-            for end in range(1, len(total))
-            if (found := [(start, one) for start, one in best.items() if start < end])
-        }
-    _, starts = best[len(costs)]
-    return [sum(index >= start for start in starts) for index in range(len(costs))]
 
 
 class BlockUses(TorchFunctionMode):

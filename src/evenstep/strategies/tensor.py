@@ -1,5 +1,8 @@
 """One process per device; the ranks of a replica compute a part of each split layer, and sum what they computed.
 
+With `--mesh fsdp=2,tensor=2`, the replicas shard what their ranks hold: `fully_shard` gathers this rank's slices of a
+block, beside its whole layers, from the ranks that have the same ones of other replicas.
+
 torch's `parallelize_module` is not used: it has no plan for nn.MultiheadAttention, its DTensors cannot be clipped or
 updated beside plain tensors, and it splits a packed Linear for queries, keys and values without a word, wrongly.
 """
@@ -8,13 +11,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
 
 from evenstep.distributed.devices import leave_default_stream
-from evenstep.distributed.parameter_slices import ParameterSlice, PartOfParameter, slice_of, slices_of
+from evenstep.distributed.parameter_slices import ParameterSlice, PartOfParameter, note_sharded, slice_of, slices_of
 from evenstep.distributed.world import Communication, World
 from evenstep.errors import TaskError
 from evenstep.strategies.base import NOTHING, DistributedModel, LossModule, Sample
@@ -29,24 +33,54 @@ from evenstep.strategies.tensor_layers import (
 )
 from evenstep.strategies.tensor_plan import SplitPlan, plan_of
 
+if TYPE_CHECKING:
+    from evenstep.strategies.fsdp import FSDP
+
 
 class Tensor(Single):
-    """Layers that are understood are split over the ranks of a replica; replicas average their gradients."""
+    """Layers that are understood are split over the ranks of a replica; replicas average gradients, or shard all."""
+
+    def __init__(self) -> None:
+        self._fsdp: FSDP | None = None
+        """One for all models."""
 
     def wrap(self, model: nn.Module, world: World, sample: Sample | None = None) -> DistributedModel:
         if world.size == 1:
             return super().wrap(model, world)
         model.to(world.device)
-        leave_default_stream(world.device)
         with torch.no_grad():
             send_from_rank_0([tensor.data for tensor in (*model.parameters(), *model.buffers())])
-        notes = []
-        if world.ranks_per_replica > 1:
-            plan = plan_of(model, world, sample)
-            total = sum(weight.numel() for weight in model.parameters())
-            split_layers(model, plan, ReplicaRanks(world))
-            notes = _described(model, plan, total, world.ranks_per_replica)
+        if (world.num_shards or 1) > 1:
+            return self._sharded(model, world, sample)
+        leave_default_stream(world.device)
+        notes = self._split(model, world, sample)[0] if world.ranks_per_replica > 1 else []
         return TensorModel(model, world, notes)
+
+    def _split(self, model: nn.Module, world: World, sample: Sample | None) -> tuple[list[str], list[str]]:
+        """What to log, and the names of whole parameters whose gradients the ranks of a replica sum."""
+        plan, ranks = plan_of(model, world, sample), ReplicaRanks(world)
+        total = sum(weight.numel() for weight in model.parameters())
+        split_layers(model, plan, ranks)
+        alone = [f"{name}.{own}" for name in plan.alone for own, _ in model.get_submodule(name).named_parameters()]
+        return _described(model, plan, total, world.ranks_per_replica), alone
+
+    def _sharded(self, model: nn.Module, world: World, sample: Sample | None) -> DistributedModel:
+        """The split model, of which replicas hold shards."""
+        from evenstep.strategies.fsdp import FSDP, refuse_unshardable, units_apart
+
+        refuse_unshardable(model)
+        self._fsdp = self._fsdp or FSDP()
+        # The units are chosen while the model is whole: a sample of it sends nothing.
+        found = units_apart(model, world, sample)
+        notes, alone = self._split(model, world, sample) if world.ranks_per_replica > 1 else ([], [])
+        parts = slices_of(model)
+        sharded = self._fsdp.shard_units(model, world, found, bring=lambda unit: None)
+        note_sharded(model, parts)
+        if alone:
+            sharded.after_gradients(SummedGradients(model, alone, ReplicaRanks(world)))
+        notes.append(f"tensor: what each rank holds is sharded over {world.num_shards} replicas")
+        sharded.notes[:0] = notes
+        return sharded
 
     def keep_part(self, model: nn.Module, world: World, rank: int, sample: Sample) -> None:
         own = World(rank, world.ranks_per_replica, world.devices, communication=Communication(is_off=True))
@@ -110,6 +144,23 @@ def _size(part: PartOfParameter) -> int:
 def _few(names: Sequence[str]) -> str:
     more = f" and {len(names) - MOST_NAMES} more" if len(names) > MOST_NAMES else ""
     return ", ".join(names[:MOST_NAMES]) + more
+
+
+class SummedGradients:
+    """Called after backward: sums what each rank of a replica has of some gradients, which are sharded.
+
+    Hooks of parameters, which do this where nothing is sharded, are not those of the gathered copies.
+    """
+
+    def __init__(self, model: nn.Module, names: Sequence[str], ranks: ReplicaRanks) -> None:
+        self._weights: list[Any] = [model.get_parameter(name) for name in names]
+        self._ranks = ranks
+
+    def __call__(self) -> None:
+        for weight in self._weights:
+            if weight.grad is not None:
+                own = weight.grad.to_local()
+                own.copy_(self._ranks.sum(own))
 
 
 class GroupChannel:

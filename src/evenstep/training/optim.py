@@ -26,7 +26,7 @@ from torch.optim import Optimizer
 
 from evenstep.checkpoint.shards import is_any_sharded, is_sharded
 from evenstep.checkpoint.state import sharded_like, whole
-from evenstep.distributed.parameter_slices import ParameterSlice, cuts, slice_of
+from evenstep.distributed.parameter_slices import cuts, is_slice, slice_of
 from evenstep.distributed.world import World
 from evenstep.errors import TaskError
 from evenstep.internals import (
@@ -85,15 +85,18 @@ def sharded_updates(optimizer: Optimizer, world: World) -> WholeUpdates | None:
     if that is not enough.
     """
     weights = [weight for group in optimizer.param_groups for weight in group["params"]]
-    if world.ranks_per_replica > 1 and any(isinstance(slice_of(weight), ParameterSlice) for weight in weights):
+    if world.ranks_per_replica > 1 and any(map(is_slice, weights)):
         _refuse_slices(optimizer, world)
     if not any(map(is_sharded, weights)):
         return None
     from evenstep.training.whole_update import WholeUpdates
 
     rehearsals = ShardedRehearsals(optimizer, world)
-    if not rehearsals.are_possible or not rehearsals.problems():
+    found = rehearsals.problems() if rehearsals.are_possible else []
+    if not found:
         return None
+    if world.ranks_per_replica > 1:
+        raise TaskError(_cannot_update_parts(optimizer, found[0]))
     on_shards = rehearsals.groups_on_shards()
     problems = rehearsals.problems(WholeUpdates(world, on_shards, is_trial=True).step)
     if problems:
@@ -171,10 +174,14 @@ def _refuse_slices(optimizer: Optimizer, world: World) -> None:
     problem = _problem(Rehearsal(optimizer, rows, rows_of), [rows_of(one) for one in expected])
     problems = [one for one in world.gather(problem) if one is not None]
     if problems:
-        raise TaskError(
-            f"{type(optimizer).__name__} cannot update parts of parameters as it updates whole ones: {problems[0]}.\n"
-            f"Use it with {DEFAULT}, or use an optimizer that updates each number independently, such as AdamW or SGD"
-        )
+        raise TaskError(_cannot_update_parts(optimizer, problems[0]))
+
+
+def _cannot_update_parts(optimizer: Optimizer, problem: str) -> str:
+    return (
+        f"{type(optimizer).__name__} cannot update parts of parameters as it updates whole ones: {problem}.\n"
+        f"Use it with {DEFAULT}, or use an optimizer that updates each number independently, such as AdamW or SGD"
+    )
 
 
 def _problem(rehearsal: Rehearsal, expected: list[torch.Tensor], advance: Advance | None = None) -> str | None:
@@ -409,6 +416,8 @@ def _norm_of_slices(weights: Sequence[torch.Tensor], ranks: World) -> torch.Tens
         if weight.grad is not None and (slice_of(weight) is not None or ranks.rank == 0)
     ]
     own = torch.nn.utils.get_total_norm(counted)
+    # Of shards: over the ranks that hold them, first.
+    own = own.full_tensor() if is_sharded(own) else own
     square = own.double().to(ranks.device).square()
     work = ranks.total(square)
     if work is not None:

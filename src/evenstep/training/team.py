@@ -173,7 +173,7 @@ def join(
     `devices` are those of this machine, one for each process (for `dp`: one for each replica). torch's default process
     group exists afterwards, also for one process, so that other libraries can query rank and size. With
     `virtual_replicas`, the training has the same bits on any number of devices up to that. `mesh` arranges the ranks of
-    a strategy that splits or shards models: "data=2,tensor=2", "data=2,fsdp=4". With
+    a strategy that splits or shards models: "data=2,tensor=2", "fsdp=2,tensor=2", "data=2,fsdp=4". With
     `cpu_offload`, fsdp keeps its shards in host memory.
     """
     if virtual_replicas is not None:

@@ -9,7 +9,7 @@ import torch
 
 from evenstep.distributed.devices import check_devices, choose_devices
 from evenstep.errors import PlanError
-from evenstep.mesh import has_axes
+from evenstep.mesh import has_axes, refuse_axes
 from evenstep.plan import Plan, ScheduleName, parse_devices, parse_link, parse_shares
 from evenstep.sampling.order import Shares
 from evenstep.schema import check_choice
@@ -46,6 +46,8 @@ def with_mesh(configs: list[Configuration], mesh: str | None) -> list[Configurat
         return configs
     able = [config for config in configs if has_axes(mesh, STRATEGIES[config.strategy])]
     if not able:
+        for config in configs:
+            refuse_axes(mesh, STRATEGIES[config.strategy])
         rows = [row for row in STRATEGIES.values() if row.axes]
         names = one_of([row for row in rows if has_axes(mesh, row)] or rows)
         raise PlanError(f"--mesh {mesh} is for strategies with these axes; name one: --strategies {names}")

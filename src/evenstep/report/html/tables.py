@@ -227,6 +227,7 @@ OF_PREDICTIONS = {
     "efficiency": "samples/s for each device, divided by those of one device: 100 % is ideal scaling",
     "limit": "what costs most against n devices that are n times as fast",
     "communication": OF_COMPARISONS["communication"],
+    "bubble": "in which a rank of a pipeline waits until others have computed",
     "handling": "copying gradients into buckets and back, and summing them, in the memory of a GPU",
     "contention": "what communication that overlaps with backward takes from it",
     "stragglers": "waiting for the slowest rank",

@@ -60,7 +60,7 @@ MOST_TOO_MANY = -0.8
 FARTHEST = 2**16
 SHARED_MEMORY = Link(latency=2e-5, bandwidth=5e9, name="shared memory, assumed")
 ERRORS = (
-    "Such forecasts of published tables were wrong by 3.1 % in the median, 9 % in 1 of 10 and 39 % at worst "
+    "Such forecasts of published tables were wrong by 3.1 % in the median, 9 % in 1 of 10 and 32 % at worst "
     "(n times as fast: 7.8 %); see evenstep predict --check."
 )
 

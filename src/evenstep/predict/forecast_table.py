@@ -6,40 +6,49 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from evenstep.predict.published import CheckResult
+from evenstep.predict.published import CheckResult, Errors
 from evenstep.report.prediction import Forecast, Prediction
 from evenstep.report.terminal import plain, table_of, without_control
 
 
 def show_check(result: CheckResult, console: Console) -> None:
-    """The errors of every family, first; then what is suspect in the tables, and what is not reached."""
-    table = table_of("family", "rows", "median", "p90", "worst", "linear*", "skill**", "in interval")
-    for one in (*result.families, result.total):
-        table.add_row(
-            one.name,
-            str(one.points),
-            f"{one.median:.1%}",
-            f"{one.p90:.1%}",
-            f"{one.worst:.1%}",
-            f"{one.linear:.1%}",
-            f"{one.skill:.2f}",
-            f"{one.covered:.0%}",
-        )
+    """The errors on every publisher's tables, first; then what is suspect in them, and what is not reached."""
+    table = table_of("tables", "rows", "median", "p90", "worst", "linear*", "skill**", "in interval")
+    for one in result.publishers:
+        _add_errors(table, one.name, one)
+        for part in result.families:
+            if part.name.startswith(f"{one.name}-"):
+                _add_errors(table, f"  {part.name.removeprefix(f'{one.name}-')}", part)
+    _add_errors(table, result.total.name, result.total)
     console.print(table)
     lines = [
         "",
         "* median error of n devices being n times as fast; ** 1 - mean error / that of linear scaling",
-        "Each family is predicted with constants and a 90 % interval that were chosen without it:",
+        "The tables of each publisher are predicted with constants and a 90 % interval that were chosen without them:",
         f"{result.constants.jitter:g} s of jitter in a step of 1 s with one core a rank, GPUs that differ by "
         f"{result.constants.deviation:.0%}, {result.constants.share:.0%} of a network's rate, of all tables.",
         "",
         *_bound(result),
         *(f"suspect, and not used: {line}" for line in result.suspects),
+        *(f"not predicted, as --link is required: {line}" for line in result.refused),
         "",
         *(f"not met: {line}" for line in result.unmet),
     ]
     for line in lines if result.unmet else [*lines, "all targets are met"]:
         console.print(line, markup=False, soft_wrap=True)
+
+
+def _add_errors(table: Table, name: str, one: Errors) -> None:
+    table.add_row(
+        name,
+        str(one.points),
+        f"{one.median:.1%}",
+        f"{one.p90:.1%}",
+        f"{one.worst:.1%}",
+        f"{one.linear:.1%}",
+        f"{one.skill:.2f}",
+        f"{one.covered:.0%}",
+    )
 
 
 def _bound(result: CheckResult) -> list[str]:

@@ -11,7 +11,9 @@ from pathlib import Path
 
 import pytest
 
+from evenstep.launcher.processes import Computed
 from tests.process.test_launch import TASK, evenstep, workers_of
+from tests.waiting import wait_until
 
 DRIFT = """
 def loss(model, batch):
@@ -183,6 +185,30 @@ IMPATIENT = (
     "import evenstep.launcher.hang as stall\nstall.FIRST_SECONDS = 2.0\nfrom evenstep.__main__ import main\nmain()"
 )
 """The command, with two seconds for ten minutes."""
+
+
+def test_a_process_that_wakes_now_and_then_has_not_computed() -> None:
+    """As gloo's threads do while they wait: a deadlock in torch's destructors was taken for work."""
+    waits, works = "time.sleep(0.01)", "pass"
+    started = [
+        subprocess.Popen(
+            [sys.executable, "-c", f"import time\nprint(1, flush=True)\nwhile True: {loop}"], stdout=subprocess.PIPE
+        )
+        for loop in (waits, works)
+    ]
+    idle, busy = started
+    computed = Computed()
+    try:
+        for one in started:
+            assert one.stdout is not None
+            one.stdout.readline()
+        before = [computed.seconds(one.pid) for one in started]
+        wait_until(lambda: computed.seconds(busy.pid) > before[1] + 0.5)
+        assert computed.seconds(idle.pid) == before[0]
+    finally:
+        for one in started:
+            one.kill()
+            one.communicate()
 
 
 @pytest.mark.slow

@@ -5,7 +5,8 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
+from weakref import WeakKeyDictionary
 
 import torch
 from typing_extensions import TypeIs
@@ -38,22 +39,39 @@ class OwnRows:
     """Whether no rank before this one holds the same rows."""
 
 
+class Where(NamedTuple):
+    """`OwnRows` of all tensors of one shape that are sharded alike."""
+
+    start: int
+    is_range: bool
+    is_first: bool
+
+
+_WHERE: WeakKeyDictionary[Any, dict[tuple[torch.Size, Any], Where]] = WeakKeyDictionary()
+"""Of each mesh: to compute them takes as long as to write a megabyte."""
+
+
 def own_rows(tensor: Any) -> OwnRows | None:
     """What this rank holds of it; None for what is not sharded."""
     if not is_sharded(tensor):
         return None
+    known = _WHERE.setdefault(tensor.device_mesh, {})
+    key = tensor.shape, tensor.placements
+    if key not in known:
+        known[key] = _where(*key, tensor.device_mesh)
+    with torch.no_grad():
+        return OwnRows(tensor.to_local(), *known[key])
+
+
+def _where(shape: torch.Size, placements: Sequence[Any], mesh: Any) -> Where:
     from evenstep.internals import global_offset
 
-    mesh = tensor.device_mesh
     coordinate: Sequence[int] = mesh.get_coordinate() or ()
-    is_range = all(
-        one.is_replicate() or (one.is_shard(0) and type(one).__name__ == "Shard") for one in tensor.placements
-    )
-    is_first = all(place == 0 for one, place in zip(tensor.placements, coordinate, strict=True) if one.is_replicate())
+    is_range = all(one.is_replicate() or (one.is_shard(0) and type(one).__name__ == "Shard") for one in placements)
+    is_first = all(place == 0 for one, place in zip(placements, coordinate, strict=True) if one.is_replicate())
     # Where groups of ranks hold a copy each, the first group has rank 0 in it.
     is_first = is_first and int(mesh.mesh.min()) == 0
-    start = global_offset(tensor.shape, mesh, tensor.placements)[0] if is_range and tensor.ndim else 0
-    return OwnRows(tensor.to_local(), start, is_range, is_first)
+    return Where(global_offset(shape, mesh, placements)[0] if is_range and shape else 0, is_range, is_first)
 
 
 def gathered(tensor: Any) -> torch.Tensor:

@@ -33,7 +33,7 @@ from evenstep.launcher.hang import (
     take_snapshots,
 )
 from evenstep.launcher.logs import MergedLogs
-from evenstep.launcher.processes import RankLogs, StartMethod, Workers, seconds_computed, workers
+from evenstep.launcher.processes import Computed, RankLogs, StartMethod, Workers, workers
 from evenstep.launcher.rendezvous import RankAssignment, Rendezvous
 from evenstep.record import FILE, Start, end_of_rows, rows
 from evenstep.training.trainer import Event
@@ -244,6 +244,7 @@ class Attempt:
         self._number = number
         self._stop_sent = False
         self._stall_shown = False
+        self._computed = Computed()
 
     def _specs(self) -> list[WorkerSpec]:
         logs, heartbeats = str(self._logs.folder), str(self._live / HEARTBEATS)
@@ -337,7 +338,7 @@ class Attempt:
         )
         if not all(begun):
             return None
-        used = [f"{seconds_computed(pid):.0f}" for pid in running.values()]
+        used = [f"{self._computed.seconds(pid):.2f}" for pid in running.values()]
         return "\n".join([*used, *stacks(self._snapshots())])
 
     def _stalled(self, seconds: float) -> Iterator[str]:

@@ -23,7 +23,7 @@ from torch.nn import functional as F
 from torch.utils.data import Dataset
 
 from evenstep import Task
-from evenstep.compare import CompareRequest, Comparison, compare
+from evenstep.compare.compare_strategies import CompareRequest, Comparison, compare
 from evenstep.report.recommend import best
 
 

@@ -17,7 +17,7 @@ from safetensors.torch import load_file
 
 from evenstep.launcher.fork_server import start_server
 from evenstep.launcher.processes import RankLogs, workers
-from evenstep.launcher.rendezvous import LocalRendezvous
+from evenstep.launcher.rendezvous.rank_assignment import LocalRendezvous
 from evenstep.plan import Plan
 from evenstep.record import Record
 from evenstep.strategy_facts import STRATEGIES

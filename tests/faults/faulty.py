@@ -26,7 +26,7 @@ from torch.utils.data import Dataset
 
 from evenstep import Task
 from evenstep.distributed.heartbeat import SAVING
-from evenstep.distributed.process import worker_spec
+from evenstep.distributed.worker_process import worker_spec
 from evenstep.distributed.world import read_heartbeat
 from evenstep.worker.main import TrainingSpec
 

@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 import evenstep
-from evenstep.distributed.process import WorkerSpec, set_spec
+from evenstep.distributed.worker_process import WorkerSpec, set_spec
 
 STEP = 5
 

@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from evenstep.distributed.process import WorkerSpec, set_spec
+from evenstep.distributed.worker_process import WorkerSpec, set_spec
 from evenstep.distributed.world import World, join_world
 from evenstep.errors import TrainingError
 from evenstep.monitor.replicas import ReplicaCheck

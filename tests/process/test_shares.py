@@ -18,7 +18,7 @@ from evenstep.errors import PlanError
 from evenstep.plan import PLAN_FILE, Plan, read_plan, write_plan_file
 from evenstep.record import Record
 from evenstep.sampling.order import Lengths
-from evenstep.training.shares import choose_shares, keep_in_plan, parts_of
+from evenstep.training.measured_shares import choose_shares, keep_in_plan, parts_of
 from evenstep.verify.configurations import find_configs, plan_of
 from tests.fleet import furthest, result, run_jobs
 from tests.marks import first_is_quick, num_steps

@@ -51,9 +51,9 @@ from evenstep.doctor.remedies import (
     search,
 )
 from evenstep.doctor.sandbox import Ended, shortened
-from evenstep.launcher.rendezvous import RankAssignment
 from evenstep.launcher.rendezvous.addresses import open_store
 from evenstep.launcher.rendezvous.auth import MessageSigner
+from evenstep.launcher.rendezvous.rank_assignment import RankAssignment
 from tests.pure.conftest import Ended as Finished
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 import evenstep as library
-from evenstep.distributed.process import omp_num_threads, read_rank
+from evenstep.distributed.worker_process import omp_num_threads, read_rank
 from evenstep.errors import BadInput
 from evenstep.launcher.rendezvous.slurm import find_slurm
 from evenstep.launcher.variables import slurm_variables

@@ -201,7 +201,7 @@ def test_programs_that_leave_no_heartbeats_are_judged_by_their_stacks(tmp_path: 
 
 SLEEPER = """
 import pathlib, time
-from evenstep.distributed.process import install_stack_dumps
+from evenstep.distributed.worker_process import install_stack_dumps
 
 install_stack_dumps(pathlib.Path("."), 0)
 print("ready", flush=True)

@@ -86,7 +86,7 @@ MAY_IMPORT = {
     "__init__": {*VALUES, "sampling", "data", "checkpoint", "training", "launcher", "adopt"},
 }
 TORCH_FREE = {*VALUES, "internals", "sampling", "audit", "report", "predict", "trackers", "cli", "__init__"}
-FILES_WITHOUT_TORCH = {"checkpoint/files.py", "distributed/process.py", "distributed/heartbeat.py"}
+FILES_WITHOUT_TORCH = {"checkpoint/files.py", "distributed/worker_process.py", "distributed/heartbeat.py"}
 
 
 def layer(file: Path) -> str:

@@ -1,4 +1,7 @@
-"""Which rows of a sharded tensor this rank holds. DTensor is not imported for what is not sharded."""
+"""Which rows of a sharded tensor this rank holds, and tensors that are sharded again, over any number of ranks.
+
+DTensor is not imported for what is not sharded.
+"""
 
 from __future__ import annotations
 
@@ -39,7 +42,7 @@ class OwnRows:
     """Whether no rank before this one holds the same rows."""
 
 
-class Where(NamedTuple):
+class RowRange(NamedTuple):
     """`OwnRows` of all tensors of one shape that are sharded alike."""
 
     start: int
@@ -47,7 +50,7 @@ class Where(NamedTuple):
     is_first: bool
 
 
-_WHERE: WeakKeyDictionary[Any, dict[tuple[torch.Size, Any], Where]] = WeakKeyDictionary()
+_RANGES: WeakKeyDictionary[Any, dict[tuple[torch.Size, Any], RowRange]] = WeakKeyDictionary()
 """Of each mesh: to compute them takes as long as to write a megabyte."""
 
 
@@ -55,23 +58,23 @@ def own_rows(tensor: Any) -> OwnRows | None:
     """What this rank holds of it; None for what is not sharded."""
     if not is_sharded(tensor):
         return None
-    known = _WHERE.setdefault(tensor.device_mesh, {})
+    known = _RANGES.setdefault(tensor.device_mesh, {})
     key = tensor.shape, tensor.placements
     if key not in known:
-        known[key] = _where(*key, tensor.device_mesh)
+        known[key] = _row_range(*key, tensor.device_mesh)
     with torch.no_grad():
         return OwnRows(tensor.to_local(), *known[key])
 
 
-def _where(shape: torch.Size, placements: Sequence[Any], mesh: Any) -> Where:
+def _row_range(shape: torch.Size, placements: Sequence[Any], mesh: Any) -> RowRange:
     from evenstep.internals import global_offset
 
     coordinate: Sequence[int] = mesh.get_coordinate() or ()
     is_range = all(one.is_replicate() or (one.is_shard(0) and type(one).__name__ == "Shard") for one in placements)
     is_first = all(place == 0 for one, place in zip(placements, coordinate, strict=True) if one.is_replicate())
-    # Where groups of ranks hold a copy each, the first group has rank 0 in it.
+    # RowRange groups of ranks hold a copy each, the first group has rank 0 in it.
     is_first = is_first and int(mesh.mesh.min()) == 0
-    return Where(global_offset(shape, mesh, placements)[0] if is_range and shape else 0, is_range, is_first)
+    return RowRange(global_offset(shape, mesh, placements)[0] if is_range and shape else 0, is_range, is_first)
 
 
 def gathered(tensor: Any) -> torch.Tensor:
@@ -112,3 +115,15 @@ def with_rows(values: torch.Tensor, target: DTensor, shape: torch.Size | None = 
         shape=target.shape,
         stride=target.stride(),
     )
+
+
+def sharded_like(tensor: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+    """`tensor` sharded over the devices as `target` is; every rank cuts out its own slice."""
+    if not is_sharded(target):
+        return tensor
+    if is_offloaded(target):
+        return with_rows(rows_like(tensor, target) if tensor.ndim else tensor.clone(), target, tensor.shape)
+    from torch.distributed.tensor import distribute_tensor
+
+    local = tensor.to(target.device)
+    return distribute_tensor(local, target.device_mesh, target.placements, src_data_rank=None)

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from evenstep.checkpoint.files import WEIGHTS, OptimizerState, State
-from evenstep.checkpoint.shards import is_offloaded, is_sharded, own_rows, rows_like, with_rows
+from evenstep.checkpoint.shards import is_sharded, own_rows, sharded_like, with_rows
 from evenstep.checkpoint.tensor_files import Readable, SlicedTensor, StoredTensor, Writable
 from evenstep.distributed.parameter_slices import PartOfParameter, slice_of, slices_of, whole_state
 from evenstep.errors import CheckpointError, shorten
@@ -114,18 +114,6 @@ def _first(names: list[str], most: int = 3) -> str:
 def loaded(value: Readable) -> torch.Tensor:
     """A tensor, which may still lie in a file."""
     return value.read() if isinstance(value, StoredTensor) else value
-
-
-def sharded_like(tensor: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
-    """`tensor` sharded over the devices as `target` is; every rank cuts out its own slice."""
-    if not is_sharded(target):
-        return tensor
-    if is_offloaded(target):
-        return with_rows(rows_like(tensor, target) if tensor.ndim else tensor.clone(), target, tensor.shape)
-    from torch.distributed.tensor import distribute_tensor
-
-    local = tensor.to(target.device)
-    return distribute_tensor(local, target.device_mesh, target.placements, src_data_rank=None)
 
 
 def _of_part(value: Readable, target: torch.Tensor, part: PartOfParameter | None) -> torch.Tensor:

@@ -112,8 +112,8 @@ def compare(
     as_json: JsonOption = False,
 ) -> None:
     """Measure the speed of strategies on your task: a table, a recommendation, and an HTML page in runs/."""
-    from evenstep.compare import CompareRequest
-    from evenstep.compare import compare as measure
+    from evenstep.compare.compare_strategies import CompareRequest
+    from evenstep.compare.compare_strategies import compare as measure
     from evenstep.report.terminal import show_comparison
 
     task, given = need_task(task, options, settings, "compare")

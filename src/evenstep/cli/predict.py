@@ -302,8 +302,8 @@ def _read(target: str) -> list[Record]:
 def _measure(
     task: str, options: list[str] | None, question: Question, choices: dict[str, Any], log: Any
 ) -> tuple[list[Record], Path]:
-    from evenstep.compare import CompareRequest
     from evenstep.compare.baseline import measure_baseline
+    from evenstep.compare.compare_strategies import CompareRequest
     from evenstep.task import parse_options
 
     given = {**choices, "options": parse_options(options or [])}

@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from evenstep.distributed.preemption import SIGNALS, handling_signals
-from evenstep.distributed.process import die_with
+from evenstep.distributed.worker_process import die_with
 from evenstep.errors import STOPPED, BadInput, Preempted
 from evenstep.launcher.rendezvous.auth import make_token
 from evenstep.launcher.variables import TOKEN, with_variables

@@ -9,7 +9,7 @@ from functools import partial
 from pathlib import Path
 from statistics import median
 
-from evenstep.compare import TRIAL, BlockRunner, CompareRequest
+from evenstep.compare.compare_strategies import TRIAL, BlockRunner, CompareRequest
 from evenstep.compare.measure import Block
 from evenstep.compare.model_look import look_at_model
 from evenstep.distributed.devices import choose_devices

@@ -23,8 +23,8 @@ from evenstep.data.batches import BatchSplit, HostBatch, Reader, Request, Worker
 from evenstep.data.dataset import Augment, Source
 from evenstep.data.iterable import Stream, StreamInWorkers, StreamPart
 from evenstep.distributed.devices import num_cores
-from evenstep.distributed.process import die_with, set_process_name
 from evenstep.distributed.temporary import make_socket_folder
+from evenstep.distributed.worker_process import die_with, set_process_name
 from evenstep.errors import TaskError, TrainingError
 from evenstep.internals import end_workers
 from evenstep.sampling.order import Order, Span

@@ -18,7 +18,7 @@ from torch.nn import functional as F
 
 import evenstep
 from evenstep.distributed.cgroups import own_quota
-from evenstep.distributed.process import omp_num_threads, read_local_size
+from evenstep.distributed.worker_process import omp_num_threads, read_local_size
 from evenstep.errors import PlanError, shorten
 from evenstep.plan import check_device_names
 

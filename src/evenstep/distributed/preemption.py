@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from types import FrameType
 
-from evenstep.distributed.process import unblock_signals
+from evenstep.distributed.worker_process import unblock_signals
 
 SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP)
 """Signals that a cluster sends to a job before it ends it."""

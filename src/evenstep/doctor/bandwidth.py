@@ -15,7 +15,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from evenstep.distributed.process import read_rank
+from evenstep.distributed.worker_process import read_rank
 from evenstep.distributed.world import World, backend_for, join_world
 from evenstep.doctor.remedies import TimeBudget, Trial, is_sound, remedies, search, with_interface
 from evenstep.doctor.sandbox import Ended, Job, Settings, try_out, try_together

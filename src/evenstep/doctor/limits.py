@@ -13,7 +13,7 @@ import psutil
 
 from evenstep.distributed.cgroups import Groups
 from evenstep.distributed.devices import cores_by_affinity, share_threads, usable_cores
-from evenstep.distributed.process import omp_num_threads
+from evenstep.distributed.worker_process import omp_num_threads
 from evenstep.doctor import Finding, Status
 from evenstep.report.terminal import size
 

@@ -12,11 +12,11 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from evenstep.distributed.process import WorkerSpec, begin, end, read_rank, unblock_signals
 from evenstep.distributed.temporary import live_folder
+from evenstep.distributed.worker_process import WorkerSpec, begin, end, read_rank, unblock_signals
 from evenstep.launcher.failure import cause
 from evenstep.launcher.processes import RankLogs, Workers, workers
-from evenstep.launcher.rendezvous import LocalRendezvous
+from evenstep.launcher.rendezvous.rank_assignment import LocalRendezvous
 from evenstep.launcher.variables import set_variables
 from evenstep.worker.main import report_failure
 

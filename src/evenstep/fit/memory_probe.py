@@ -18,7 +18,7 @@ from torch import nn
 from evenstep.data.adapt import adapt_train, validation_sets
 from evenstep.data.iterable import Stream
 from evenstep.data.loader import Loader
-from evenstep.distributed.process import read_rank
+from evenstep.distributed.worker_process import read_rank
 from evenstep.errors import Preempted
 from evenstep.fit.device_memory import MemoryMeter, available_bytes, limit_gpus, warm_up
 from evenstep.fit.shape_pass import longest

@@ -11,7 +11,7 @@ from typing import Any
 
 from evenstep.checkpoint import files
 from evenstep.distributed.heartbeat import HeartbeatState
-from evenstep.distributed.process import signal_name
+from evenstep.distributed.worker_process import signal_name
 from evenstep.errors import BadInput, EvenstepError, Stalled, WorkerFailed, shorten
 from evenstep.launcher.fork_server import server_lost
 from evenstep.launcher.hang import crashed_thread

@@ -25,13 +25,13 @@ import torch
 from evenstep.checkpoint import files
 from evenstep.data.prefetch import explain_worker_death
 from evenstep.distributed.devices import count_processes, share_threads, threads_for_replicas
-from evenstep.distributed.process import read_rank, worker_spec
+from evenstep.distributed.worker_process import read_rank, worker_spec
 from evenstep.errors import CheckpointError, EvenstepError, PlanError, Preempted, TrainingError
 from evenstep.launcher.failure import cause, report, stopped_where
 from evenstep.launcher.hang import FIRST_SECONDS, LEAST_SECONDS, exit_on_stall
 from evenstep.launcher.logs import with_trace
 from evenstep.launcher.prepare import Prepared, label_of, out_of_resumed, prepare, prepare_from_plan, write_plan
-from evenstep.launcher.rendezvous import LocalRendezvous, Rendezvous
+from evenstep.launcher.rendezvous.rank_assignment import LocalRendezvous, Rendezvous
 from evenstep.launcher.rendezvous.slurm import Slurm, find_slurm
 from evenstep.launcher.rendezvous.version_check import Identity, identity_of, sources_of_task
 from evenstep.launcher.supervisor import Launch, StopSignals, Supervisor

@@ -16,13 +16,13 @@ from pathlib import Path
 from typing import Any
 
 from evenstep.distributed.devices import count_processes
-from evenstep.distributed.process import WorkerSpec
 from evenstep.distributed.temporary import live_folder
+from evenstep.distributed.worker_process import WorkerSpec
 from evenstep.errors import PlanError, WorkerFailed, shorten
 from evenstep.launcher.launch import refuse_fork_after_cuda
-from evenstep.launcher.rendezvous import LocalRendezvous, RankAssignment, Rendezvous
 from evenstep.launcher.rendezvous.addresses import LOOPBACK, free_port, open_store
 from evenstep.launcher.rendezvous.elastic import find_elastic_node
+from evenstep.launcher.rendezvous.rank_assignment import LocalRendezvous, RankAssignment, Rendezvous
 from evenstep.launcher.rendezvous.slurm import find_slurm
 from evenstep.launcher.rendezvous.version_check import Identity, identity_of, sources_of_file, sources_of_module
 from evenstep.launcher.supervisor import Launch, Supervisor

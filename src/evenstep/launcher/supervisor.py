@@ -17,8 +17,8 @@ from evenstep.checkpoint import files
 from evenstep.distributed.cgroups import MemoryWatch
 from evenstep.distributed.heartbeat import ENDING, Heartbeats, HeartbeatState, make_heartbeats
 from evenstep.distributed.preemption import SIGNALS, handling_signals
-from evenstep.distributed.process import WorkerSpec
 from evenstep.distributed.temporary import live_folder
+from evenstep.distributed.worker_process import WorkerSpec
 from evenstep.errors import CheckpointError, Preempted, Stalled, WorkerFailed
 from evenstep.launcher.failure import Cause, cause, report, server_cause
 from evenstep.launcher.hang import (
@@ -34,7 +34,7 @@ from evenstep.launcher.hang import (
 )
 from evenstep.launcher.logs import MergedLogs
 from evenstep.launcher.processes import Computed, RankLogs, StartMethod, Workers, workers
-from evenstep.launcher.rendezvous import RankAssignment, Rendezvous
+from evenstep.launcher.rendezvous.rank_assignment import RankAssignment, Rendezvous
 from evenstep.record import FILE, Start, end_of_rows, rows
 from evenstep.training.trainer import Event
 from evenstep.worker.main import TrainingSpec

@@ -6,7 +6,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from evenstep.predict.published import CheckResult, Errors
+from evenstep.predict.published import CheckResult, TableErrors
 from evenstep.report.prediction import Forecast, Prediction
 from evenstep.report.terminal import plain, table_of, without_control
 
@@ -38,7 +38,7 @@ def show_check(result: CheckResult, console: Console) -> None:
         console.print(line, markup=False, soft_wrap=True)
 
 
-def _add_errors(table: Table, name: str, one: Errors) -> None:
+def _add_errors(table: Table, name: str, one: TableErrors) -> None:
     table.add_row(
         name,
         str(one.points),

@@ -276,7 +276,7 @@ def _cluster(table: Published, constants: Constants) -> Cluster:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Errors:
+class TableErrors:
     """Of some tables, predicted with constants that were chosen without them."""
 
     name: str
@@ -298,10 +298,10 @@ class Errors:
 
 @dataclass(frozen=True, kw_only=True)
 class CheckResult:
-    publishers: list[Errors]
-    families: list[Errors]
+    publishers: list[TableErrors]
+    families: list[TableErrors]
     """Of those that published several kinds of tables: the errors of each kind."""
-    total: Errors
+    total: TableErrors
     rows: list[Checked]
     suspects: list[str]
     refused: list[str]
@@ -381,17 +381,17 @@ def _edges(surprises: Sequence[float], level: float) -> tuple[float, float]:
     return cuts[outside - 1], cuts[-outside]
 
 
-def _errors_by(rows: Iterable[Checked], group: Callable[[Checked], str]) -> Iterator[Errors]:
+def _errors_by(rows: Iterable[Checked], group: Callable[[Checked], str]) -> Iterator[TableErrors]:
     groups: dict[str, list[Checked]] = {}
     for row in rows:
         groups.setdefault(group(row), []).append(row)
     return (_errors(name, of_group) for name, of_group in groups.items())
 
 
-def _errors(name: str, rows: Sequence[Checked]) -> Errors:
+def _errors(name: str, rows: Sequence[Checked]) -> TableErrors:
     errors = sorted(row.error for row in rows)
     linear = [row.linear_error for row in rows]
-    return Errors(
+    return TableErrors(
         name=name,
         points=len(rows),
         median=median(errors),
@@ -403,7 +403,7 @@ def _errors(name: str, rows: Sequence[Checked]) -> Errors:
     )
 
 
-def _unmet(total: Errors, publishers: Sequence[Errors], rows: Sequence[Checked]) -> Iterator[str]:
+def _unmet(total: TableErrors, publishers: Sequence[TableErrors], rows: Sequence[Checked]) -> Iterator[str]:
     """The targets: a median of 6 %, skill on all tables, and 0.5 of it where linear scaling is wrong."""
     if total.median > 0.06:
         yield f"median error {total.median:.1%}, target 6 %"

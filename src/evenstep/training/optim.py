@@ -24,8 +24,8 @@ import torch.distributed as dist
 from torch import nn
 from torch.optim import Optimizer
 
-from evenstep.checkpoint.shards import is_any_sharded, is_sharded
-from evenstep.checkpoint.state import sharded_like, whole
+from evenstep.checkpoint.shards import is_any_sharded, is_sharded, sharded_like
+from evenstep.checkpoint.state import whole
 from evenstep.distributed.parameter_slices import cuts, is_slice, slice_of
 from evenstep.distributed.world import World
 from evenstep.errors import TaskError

@@ -37,7 +37,7 @@ from evenstep.distributed.devices import (
 )
 from evenstep.distributed.heartbeat import EVALUATING, FORWARD, UPDATE
 from evenstep.distributed.preemption import Requests
-from evenstep.distributed.process import read_rank
+from evenstep.distributed.worker_process import read_rank
 from evenstep.distributed.world import World, join_world
 from evenstep.errors import NonFiniteLoss, PlanError, TaskError
 from evenstep.mesh import arrange, check_precision

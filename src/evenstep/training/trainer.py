@@ -66,9 +66,9 @@ if TYPE_CHECKING:
     from evenstep.profiling.profiler import Tracing
     from evenstep.strategies.base import DistributedModel
     from evenstep.training.layer_statistics import InspectedSteps
+    from evenstep.training.measured_shares import MeasuredSteps
     from evenstep.training.replay import ReplayCheck
     from evenstep.training.scores import Scores
-    from evenstep.training.shares import MeasuredSteps
 
 FADED = 1e-3
 """Of the first learning rate: a smaller part of it after one epoch of several is a mistake."""
@@ -216,7 +216,7 @@ class Trainer:
 
     def _recall_shares(self, measured: MeasuredSteps) -> list[str]:
         """Use what this run measured before a restart; a line to log."""
-        from evenstep.training.shares import kept_shares
+        from evenstep.training.measured_shares import kept_shares
 
         shares = kept_shares(self.plan, self.run.loaded.get("plan") or {}, self.team.world.num_replicas)
         if shares is None:
@@ -227,7 +227,7 @@ class Trainer:
 
     def _keep_shares(self, row: MeasuredShares) -> MeasuredShares:
         """From now on they are those of the plan, in checkpoints and in plan.json too."""
-        from evenstep.training.shares import keep_in_plan
+        from evenstep.training.measured_shares import keep_in_plan
 
         assert self.measured is not None
         self.measured.row = None
@@ -550,7 +550,7 @@ class Trainer:
             return InTurn(self.run, self.task.loss, self.plan.clip)
         recipe = self._recipe()
         if self.plan.shares == AUTO:
-            from evenstep.training.shares import MeasuredSteps
+            from evenstep.training.measured_shares import MeasuredSteps
 
             loaders = [self.run.loader, *self.valid.values()]
             self.measured = MeasuredSteps(recipe, self._usual_stepper, self.plan, loaders)

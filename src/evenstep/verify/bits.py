@@ -26,7 +26,7 @@ from torch.overrides import TorchFunctionMode, resolve_name
 
 from evenstep.checkpoint.state import Tensors
 from evenstep.data.nested import leaves
-from evenstep.distributed.process import read_rank
+from evenstep.distributed.worker_process import read_rank
 from evenstep.plan import Plan
 from evenstep.record import Step
 from evenstep.task import Task

@@ -36,7 +36,7 @@ from evenstep.checkpoint.shards import is_sharded
 from evenstep.checkpoint.state import Tensors
 from evenstep.data.nested import leaves
 from evenstep.distributed.parameter_slices import joined, slices_of, whole_state
-from evenstep.distributed.process import read_rank
+from evenstep.distributed.worker_process import read_rank
 from evenstep.internals import BatchNorm, DisableTorchFunction, global_generators, python_state, replace_function
 from evenstep.plan import Plan
 from evenstep.record import Record, Step

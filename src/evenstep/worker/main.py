@@ -22,7 +22,7 @@ import msgspec
 
 from evenstep.distributed.heartbeat import ENDING, LOADING
 from evenstep.distributed.preemption import catch_early_signals
-from evenstep.distributed.process import (
+from evenstep.distributed.worker_process import (
     WorkerSpec,
     begin,
     detach_from_server,

@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import signal
 
-from evenstep.distributed.process import BLOCKED_SIGNALS, die_with
+from evenstep.distributed.worker_process import BLOCKED_SIGNALS, die_with
 
 # With the launcher, which started this process; if it is gone, no time is spent on importing torch.
 die_with(os.getppid())

@@ -42,7 +42,6 @@ from torch.distributed.elastic.rendezvous.dynamic_rendezvous import (
 from evenstep.errors import PlanError, TrainingError
 from evenstep.internals import NodeDesc, RendezvousState, Store
 from evenstep.launcher.failure import Cause
-from evenstep.launcher.rendezvous import RankAssignment
 from evenstep.launcher.rendezvous.addresses import (
     HEARTBEAT_SECONDS,
     JOIN_SECONDS,
@@ -53,6 +52,7 @@ from evenstep.launcher.rendezvous.addresses import (
 )
 from evenstep.launcher.rendezvous.auth import FORGED, MessageSigner
 from evenstep.launcher.rendezvous.join import HEAD_SECONDS, host_run, join_run
+from evenstep.launcher.rendezvous.rank_assignment import RankAssignment
 from evenstep.launcher.rendezvous.version_check import Identity
 from evenstep.launcher.variables import launcher_variables, set_variables
 from evenstep.plan import Plan

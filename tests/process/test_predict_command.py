@@ -226,6 +226,14 @@ def test_choices_of_a_measurement_are_refused_for_a_run(
     assert done.stderr.count("\n") == 1
 
 
+@pytest.mark.parametrize("mesh", ["fsdp=2", "fsdp=2,tensor=2"])
+def test_shards_of_a_split_model_are_not_predicted_as_copies(measured: tuple[Path, dict[str, Any]], mesh: str) -> None:
+    folder, found = measured
+    words = ("--strategies", "tensor", "--devices", "4", "--mesh", mesh)
+    refused = run("predict", str(Path(found["folder"]).parent), *words, cwd=folder, code=2)
+    assert "use data in place of fsdp" in refused.stderr
+
+
 def test_what_a_machine_reads_and_the_number_of_parameters_count(measured: tuple[Path, dict[str, Any]]) -> None:
     folder, found = measured
     words = (str(Path(found["folder"]).parent), "--devices", "4", "--machines", "4", "--link", "1e-3,1e6")

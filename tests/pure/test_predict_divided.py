@@ -239,6 +239,24 @@ def test_a_trained_pipeline_alone_is_enough_for_others_on_one_machine() -> None:
     assert "what is sent between machines is not known" in left_out["pipeline x 4"]
 
 
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
+def test_the_mesh_of_a_record_is_not_that_of_another_strategy(strategy: str, tmp_path: Path) -> None:
+    measured = record("pipeline", 2, SINGLE, 64_000, accumulate=4)
+    plan = replace(measured.plan, mesh="pipeline=2", pipeline_schedule="gpipe")
+    forecaster = Forecaster(calibrate([replace(measured, plan=plan)]), Question(devices=[2], strategies=[strategy]))
+    (path,) = forecaster.write_records(tmp_path, forecaster.forecast())
+    assert (written := Record.read(path).plan).strategy == strategy
+    assert written.mesh is None
+
+
+def test_records_of_a_sharded_split_model_do_not_count_as_copies_of_it() -> None:
+    sharded = record("tensor", 4, {"forward": 0.015, "backward": 0.03, "communication": 0.2}, 4 * 64_000)
+    sharded = replace(sharded, plan=replace(sharded.plan, mesh="fsdp=2,tensor=2"))
+    calibration = calibrate([record("single", 1, SINGLE), sharded], division=HALF)
+    assert calibration.divided == []
+    assert any("Records with --mesh fsdp=2,tensor=2 are not used" in note for note in calibration.notes)
+
+
 def test_a_trained_tensor_run_alone_says_nothing_about_one_device() -> None:
     with pytest.raises(BadInput, match="measure one too: --strategy single"):
         calibrate([record("tensor", 2, SINGLE)])

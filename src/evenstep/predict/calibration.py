@@ -39,6 +39,9 @@ NOT_LOOKED_AT = (
 )
 
 
+SHARDS_NOT_PREDICTED = "what the gathers and scatters of a sharded, split model cost is not predicted"
+
+
 def no_stages_known() -> str:
     """Of a pipeline."""
     return NOT_LOOKED_AT.format(name=next(row.name for row in STRATEGIES.values() if row.schedules))
@@ -216,7 +219,8 @@ def calibrate(
 ) -> Calibration:
     """What the Records of one task say about it; `division` is what was seen of its model, if it was looked at."""
     whole = [record for record in records if not divides(record)]
-    divided = [observe(record) for record in records if divides(record)]
+    known = [observe(record) for record in records if divides(record)]
+    divided = [one for one in known if one.arranged.shards == 1]
     observed = [observe(record) for record in whole] or [one for one in map(_as_whole, divided) if one is not None]
     if not observed:
         raise BadInput(
@@ -226,6 +230,8 @@ def calibrate(
     if len({one.kind for one in (*observed, *divided)}) > 1:
         raise BadInput("these Records are of CPUs and of GPUs; give those of one kind of device")
     notes: list[str] = []
+    for mesh in dict.fromkeys(one.record.plan.mesh for one in known if one not in divided):
+        notes.append(f"Records with --mesh {mesh} are not used: {SHARDS_NOT_PREDICTED}")
     if not whole:
         notes.append("no Record is of one device: its computing is what the stages of a pipeline computed together")
     chosen = _computing(_comparable(observed))

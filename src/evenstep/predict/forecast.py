@@ -621,7 +621,8 @@ class Forecaster:
         """What its plan has besides strategy and devices."""
         strategy = STRATEGIES[row.strategy]
         if strategy.model_axis is None:
-            return {}
+            # The Record may be of another strategy, one with axes.
+            return {"mesh": None, "pipeline_schedule": "1f1b"}
         arranged = self._arranged(strategy, row.devices)
         mesh = f"data={arranged.replicas},{strategy.model_axis}={arranged.ranks}"
         return {"mesh": mesh, "accumulate": arranged.accumulate, "pipeline_schedule": arranged.schedule}

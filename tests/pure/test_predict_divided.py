@@ -239,6 +239,20 @@ def test_a_trained_pipeline_alone_is_enough_for_others_on_one_machine() -> None:
     assert "what is sent between machines is not known" in left_out["pipeline x 4"]
 
 
+def test_interleaved_chunks_send_more_often_and_each_message_costs_less() -> None:
+    parts = {"forward": 0.01, "backward": 0.02, "communication": 0.012}
+    measured = record("pipeline", 2, parts, 3 * 64, accumulate=4)
+    costs = {}
+    for schedule in ("1f1b", "interleaved"):
+        plan = replace(measured.plan, pipeline_schedule=schedule)
+        calibration = calibrate([record("single", 1, SINGLE), replace(measured, plan=plan)], division=EIGHT)
+        link = activations_link(calibration.divided, calibration.division, "pipeline")
+        assert link is not None
+        costs[schedule] = link.latency + 16 * 1000 / link.bandwidth
+    # 4 micro-batches there and back, over one boundary or over three, of two ranks.
+    assert costs == {"1f1b": pytest.approx(0.012 / 4), "interleaved": pytest.approx(0.012 / 12)}
+
+
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
 def test_the_mesh_of_a_record_is_not_that_of_another_strategy(strategy: str, tmp_path: Path) -> None:
     measured = record("pipeline", 2, SINGLE, 64_000, accumulate=4)

@@ -12,7 +12,7 @@ from statistics import fmean, linear_regression, median, quantiles
 from typing import TypedDict
 
 from evenstep.errors import BadInput, shorten
-from evenstep.pipeline_order import bubble_share
+from evenstep.pipeline_order import bubble_share, chunks_of
 from evenstep.predict.links import Link
 from evenstep.predict.model_division import Arrangement, ModelDivision, TensorShare
 from evenstep.predict.step_model import BACKWARD, CPU_JITTER, JITTER, Workload, buckets_of
@@ -361,9 +361,9 @@ def _message(one: Observation, division: ModelDivision) -> tuple[float, float, f
     if arranged.replicas > 1:
         return None
     if one.strategy.schedules:
-        num = 2 * arranged.accumulate * (arranged.ranks - 1) / arranged.ranks
-        sent = [stage.output_bytes for stage in division.stages(arranged.ranks)[:-1]]
-        return one.communication / num, 1.0, fmean(sent) * micro_batch
+        stages = division.stages(arranged.ranks * chunks_of(arranged.schedule))[:-1]
+        num = 2 * arranged.accumulate * len(stages) / arranged.ranks
+        return one.communication / num, 1.0, fmean(stage.output_bytes for stage in stages) * micro_batch
     tensor = division.tensor(arranged.ranks)
     if tensor is None or not tensor.sums:
         return None

@@ -325,6 +325,22 @@ def test_a_model_without_blocks_says_why() -> None:
     assert "this model has no such list" in found.why_no_blocks
 
 
+class ByKeyword(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList([nn.Linear(6, 6) for _ in range(4)])
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks:
+            x = block(input=x)
+        return x
+
+
+def test_a_model_that_cannot_be_cut_says_why() -> None:
+    found = ModelLook(Plan(task="t", batch=8, steps=1), stack_task(ByKeyword), 8).blocks()
+    assert found.why_no_blocks.startswith("pipeline cannot cut this model: blocks: its blocks take other")
+
+
 def test_a_division_is_read_as_it_was_written(tmp_path: Path) -> None:
     found = replace(EIGHT, tensors=HALF.tensors, why_no_tensors={"8": "no"})
     found.write(tmp_path)

@@ -226,6 +226,36 @@ def test_choices_of_a_measurement_are_refused_for_a_run(
     assert done.stderr.count("\n") == 1
 
 
+SEVERAL = """
+import torch
+from torch import nn
+from evenstep import Task
+
+def made():
+    return nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 2))
+
+def loss_of(key):
+    return lambda models, batch: models[key](batch[0]).square().mean()
+
+def task():
+    step = lambda parameters: torch.optim.SGD(parameters, lr=0.1)
+    return Task(
+        model=lambda: {"a": made(), "b": made()},
+        train=(torch.randn(64, 8),),
+        loss={"a": loss_of("a"), "b": loss_of("b")},
+        optimizer={"a": step, "b": step},
+        batch=16,
+    )
+"""
+
+
+def test_a_task_of_several_models_is_measured_and_not_divided(tmp_path: Path) -> None:
+    (tmp_path / "several.py").write_text(SEVERAL)
+    found = predicted("several.py", "--strategies", "ddp,tensor", "--devices", "2", cwd=tmp_path)
+    assert ("ddp", 2, False) in [(row["strategy"], row["devices"], row["is_measured"]) for row in found["rows"]]
+    assert "only a task of one model is predicted so" in found["left_out"]["tensor x 2"]
+
+
 @pytest.mark.parametrize("mesh", ["fsdp=2", "fsdp=2,tensor=2"])
 def test_shards_of_a_split_model_are_not_predicted_as_copies(measured: tuple[Path, dict[str, Any]], mesh: str) -> None:
     folder, found = measured

@@ -84,7 +84,7 @@ def _look(base: Prepared, dividing: Sequence[StrategyFacts], ranks: Sequence[int
     folder = base.folder / "look"
     try:
         if has_several(base.task):
-            raise TaskError("how several models would be divided is not looked at; only a task of one model is predicted so")
+            raise TaskError("several models are not looked at; only a task of one model is predicted so")
         for _ in run_in_processes(variant(base, folder, steps=1), work):
             pass
         (folder / FILE).replace(base.folder / FILE)

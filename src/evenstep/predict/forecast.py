@@ -214,9 +214,10 @@ class Forecaster:
         if not strategy.schedules:
             found = division.tensor(arranged.ranks)
             assert found is not None
+            sums = f"{len(found.sums):,} sum{'s' * (len(found.sums) != 1)}"
             return (
                 f"{row.label}: {arranged.in_words}; each rank computes {found.forward:.0%} of forward and "
-                f"{found.backward:.0%} of backward, and waits for {len(found.sums):,} sums of activations a micro-batch"
+                f"{found.backward:.0%} of backward, and waits for {sums} of activations a micro-batch"
             )
         stages = division.stages(arranged.ranks * chunks_of(arranged.schedule))
         shares = [f"{(1 - self.work.backward) * one.forward + self.work.backward * one.backward:.0%}" for one in stages]

@@ -653,7 +653,7 @@ def check_offload(facts: StrategyFacts, devices: Iterable[str], precision: str, 
     if not facts.offloads:
         able = one_of(row for row in STRATEGIES.values() if row.offloads)
         raise PlanError(
-            f"--cpu-offload keeps shards in host memory, and {facts.name} has none to offload; use --strategy {able}"
+            f"--cpu-offload keeps shards in host memory, and {facts.name} offloads none; use --strategy {able}"
         )
     if any(not device.startswith("cuda") for device in devices):
         raise PlanError(

@@ -154,7 +154,7 @@ def test_verify_and_compare_take_a_mesh(more: tuple[str, ...]) -> None:
 def test_a_loop_that_cannot_offload_is_refused_before_it_joins() -> None:
     for given, message in {
         ("fsdp", "fp32"): "where those of CPU devices are already; leave it out",
-        ("ddp", "fp32"): "ddp has none to offload; use --strategy fsdp",
+        ("ddp", "fp32"): "ddp offloads none; use --strategy fsdp",
     }.items():
         with pytest.raises(PlanError, match=message):
             evenstep.join(given[0], devices=("cpu",), precision=given[1], cpu_offload=True)

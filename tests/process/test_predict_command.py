@@ -226,6 +226,44 @@ def test_choices_of_a_measurement_are_refused_for_a_run(
     assert done.stderr.count("\n") == 1
 
 
+SEVERAL = """
+import torch
+from torch import nn
+from evenstep import Task
+
+def made():
+    return nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 2))
+
+def loss_of(key):
+    return lambda models, batch: models[key](batch[0]).square().mean()
+
+def task():
+    step = lambda parameters: torch.optim.SGD(parameters, lr=0.1)
+    return Task(
+        model=lambda: {"a": made(), "b": made()},
+        train=(torch.randn(64, 8),),
+        loss={"a": loss_of("a"), "b": loss_of("b")},
+        optimizer={"a": step, "b": step},
+        batch=16,
+    )
+"""
+
+
+def test_a_task_of_several_models_is_measured_and_not_divided(tmp_path: Path) -> None:
+    (tmp_path / "several.py").write_text(SEVERAL)
+    found = predicted("several.py", "--strategies", "ddp,tensor", "--devices", "2", cwd=tmp_path)
+    assert ("ddp", 2, False) in [(row["strategy"], row["devices"], row["is_measured"]) for row in found["rows"]]
+    assert "only a task of one model is predicted so" in found["left_out"]["tensor x 2"]
+
+
+@pytest.mark.parametrize("mesh", ["fsdp=2", "fsdp=2,tensor=2"])
+def test_shards_of_a_split_model_are_not_predicted_as_copies(measured: tuple[Path, dict[str, Any]], mesh: str) -> None:
+    folder, found = measured
+    words = ("--strategies", "tensor", "--devices", "4", "--mesh", mesh)
+    refused = run("predict", str(Path(found["folder"]).parent), *words, cwd=folder, code=2)
+    assert "use data in place of fsdp" in refused.stderr
+
+
 def test_what_a_machine_reads_and_the_number_of_parameters_count(measured: tuple[Path, dict[str, Any]]) -> None:
     folder, found = measured
     words = (str(Path(found["folder"]).parent), "--devices", "4", "--machines", "4", "--link", "1e-3,1e6")

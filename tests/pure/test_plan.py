@@ -257,7 +257,7 @@ WHOLE = "it must be a whole number, 1 or more"
             "--link local:8 gives each rank as many samples; leave out --shares",
         ),
         ({"link": "local:8", "strategy": "ddp", "precision": "fp16"}, "use --precision bf16 or fp32"),
-        ({"cpu_offload": True}, "and single has none to offload; use --strategy fsdp"),
+        ({"cpu_offload": True}, "and single offloads none; use --strategy fsdp"),
         (
             {"cpu_offload": True, "strategy": "fsdp", "devices": cpus(2)},
             "--cpu-offload moves shards from GPUs to host memory, where those of CPU devices are already; leave it out",
@@ -304,7 +304,7 @@ WHOLE = "it must be a whole number, 1 or more"
         ),
         (
             {"strategy": "tensor", "devices": tuple(f"cuda:{one}" for one in range(4)), "cpu_offload": True},
-            "tensor has none to offload",
+            "tensor offloads none",
         ),
     ],
 )

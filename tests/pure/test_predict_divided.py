@@ -239,6 +239,38 @@ def test_a_trained_pipeline_alone_is_enough_for_others_on_one_machine() -> None:
     assert "what is sent between machines is not known" in left_out["pipeline x 4"]
 
 
+def test_interleaved_chunks_send_more_often_and_each_message_costs_less() -> None:
+    parts = {"forward": 0.01, "backward": 0.02, "communication": 0.012}
+    measured = record("pipeline", 2, parts, 3 * 64, accumulate=4)
+    costs = {}
+    for schedule in ("1f1b", "interleaved"):
+        plan = replace(measured.plan, pipeline_schedule=schedule)
+        calibration = calibrate([record("single", 1, SINGLE), replace(measured, plan=plan)], division=EIGHT)
+        link = activations_link(calibration.divided, calibration.division, "pipeline")
+        assert link is not None
+        costs[schedule] = link.latency + 16 * 1000 / link.bandwidth
+    # 4 micro-batches there and back, over one boundary or over three, of two ranks.
+    assert costs == {"1f1b": pytest.approx(0.012 / 4), "interleaved": pytest.approx(0.012 / 12)}
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
+def test_the_mesh_of_a_record_is_not_that_of_another_strategy(strategy: str, tmp_path: Path) -> None:
+    measured = record("pipeline", 2, SINGLE, 64_000, accumulate=4)
+    plan = replace(measured.plan, mesh="pipeline=2", pipeline_schedule="gpipe")
+    forecaster = Forecaster(calibrate([replace(measured, plan=plan)]), Question(devices=[2], strategies=[strategy]))
+    (path,) = forecaster.write_records(tmp_path, forecaster.forecast())
+    assert (written := Record.read(path).plan).strategy == strategy
+    assert written.mesh is None
+
+
+def test_records_of_a_sharded_split_model_do_not_count_as_copies_of_it() -> None:
+    sharded = record("tensor", 4, {"forward": 0.015, "backward": 0.03, "communication": 0.2}, 4 * 64_000)
+    sharded = replace(sharded, plan=replace(sharded.plan, mesh="fsdp=2,tensor=2"))
+    calibration = calibrate([record("single", 1, SINGLE), sharded], division=HALF)
+    assert calibration.divided == []
+    assert any("Records with --mesh fsdp=2,tensor=2 are not used" in note for note in calibration.notes)
+
+
 def test_a_trained_tensor_run_alone_says_nothing_about_one_device() -> None:
     with pytest.raises(BadInput, match="measure one too: --strategy single"):
         calibrate([record("tensor", 2, SINGLE)])
@@ -291,6 +323,22 @@ def test_a_look_finds_blocks_what_they_send_and_what_is_summed() -> None:
 def test_a_model_without_blocks_says_why() -> None:
     found = ModelLook(Plan(task="t", batch=8, steps=1), stack_task(lambda: nn.Linear(6, 3)), 8).blocks()  # type: ignore[arg-type]
     assert "this model has no such list" in found.why_no_blocks
+
+
+class ByKeyword(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList([nn.Linear(6, 6) for _ in range(4)])
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks:
+            x = block(input=x)
+        return x
+
+
+def test_a_model_that_cannot_be_cut_says_why() -> None:
+    found = ModelLook(Plan(task="t", batch=8, steps=1), stack_task(ByKeyword), 8).blocks()
+    assert found.why_no_blocks.startswith("pipeline cannot cut this model: blocks: its blocks take other")
 
 
 def test_a_division_is_read_as_it_was_written(tmp_path: Path) -> None:

@@ -249,6 +249,7 @@ def _dividing(question: Question, mesh: str | None, accumulate: int | None, sche
     """With how ranks divide a model, for strategies under which they do."""
     from evenstep.mesh import has_axes, parse_mesh
     from evenstep.plan import ScheduleName
+    from evenstep.predict.calibration import SHARDS_NOT_PREDICTED
     from evenstep.schema import check_choice
 
     if schedule is not None:
@@ -260,7 +261,9 @@ def _dividing(question: Question, mesh: str | None, accumulate: int | None, sche
         if value is not None and not dividing:
             raise BadInput(f"{name} is for strategies that divide a model; add --strategies pipeline, or leave it out")
     if mesh is not None:
-        parse_mesh(mesh, next((row for row in dividing if has_axes(mesh, row)), dividing[0]))
+        row = next((row for row in dividing if has_axes(mesh, row)), dividing[0])
+        if parse_mesh(mesh, row).get(row.shard_axis or "", 1) > 1:
+            raise BadInput(f"--mesh {mesh}: {SHARDS_NOT_PREDICTED}; use data in place of {row.shard_axis}")
     chosen: Any = schedule or question.schedule
     return dataclasses.replace(question, mesh=mesh, accumulate=accumulate, schedule=chosen)
 

@@ -13,7 +13,7 @@ from evenstep.compare.compare_strategies import TRIAL, BlockRunner, CompareReque
 from evenstep.compare.measure import Block
 from evenstep.compare.model_look import look_at_model
 from evenstep.distributed.devices import choose_devices
-from evenstep.errors import EvenstepError, PlanError, Preempted
+from evenstep.errors import EvenstepError, PlanError, Preempted, TaskError
 from evenstep.launcher.launch import run_in_processes, variant
 from evenstep.launcher.prepare import Prepared, free_name, label_of, load_strategies, prepare
 from evenstep.plan import RUNS
@@ -21,6 +21,7 @@ from evenstep.predict.forecast import MICRO_BATCHES_A_STAGE
 from evenstep.predict.model_division import FILE, ModelDivision
 from evenstep.record import Record
 from evenstep.strategy_facts import DEFAULT, REFERENCE, STRATEGIES, StrategyFacts
+from evenstep.task import has_several
 from evenstep.verify import Configuration
 from evenstep.verify.configurations import named_strategies
 
@@ -82,6 +83,8 @@ def _look(base: Prepared, dividing: Sequence[StrategyFacts], ranks: Sequence[int
     )
     folder = base.folder / "look"
     try:
+        if has_several(base.task):
+            raise TaskError("several models are not looked at; only a task of one model is predicted so")
         for _ in run_in_processes(variant(base, folder, steps=1), work):
             pass
         (folder / FILE).replace(base.folder / FILE)
@@ -89,7 +92,7 @@ def _look(base: Prepared, dividing: Sequence[StrategyFacts], ranks: Sequence[int
         raise
     except EvenstepError as error:
         # Other strategies are predicted still.
-        why = str(error).splitlines()[0]
+        why = ": ".join(str(error).splitlines()[:2])
         ModelDivision(why_no_blocks=why, why_no_tensors={str(num): why for num in tensors}).write(base.folder)
     shutil.rmtree(folder, ignore_errors=True)
 

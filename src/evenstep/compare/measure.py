@@ -20,7 +20,7 @@ from evenstep.errors import Preempted
 from evenstep.plan import Plan
 from evenstep.profiling.timer import RankSpans, Timer, timeline, usual_parts
 from evenstep.record import Measurement, Step
-from evenstep.task import Task
+from evenstep.task import Task, has_several
 from evenstep.training.loop import StepTaken, train
 from evenstep.training.step import Stepper, eager_steps
 from evenstep.training.team import Team
@@ -63,7 +63,7 @@ class Measuring(Trainer):
 
     def _stepper(self) -> Stepper:
         # Only eager steps can be timed in parts, and the parts must belong to the steps that are measured.
-        return eager_steps(self._recipe())
+        return super()._stepper() if has_several(self.task) else eager_steps(self._recipe())
 
     def events(self) -> Iterator[Event]:
         """Steps of the training itself, and what was measured."""

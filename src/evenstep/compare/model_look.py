@@ -90,7 +90,7 @@ class ModelLook:
         try:
             cut = find_cut(self.model, world, self._loss)
         except TaskError as error:
-            return ModelDivision(why_no_blocks=str(error).splitlines()[0])
+            return ModelDivision(why_no_blocks=_reason(error))
         sizes = dict.fromkeys((BEFORE, BEHIND, *range(len(cut.blocks))), 0)
         for name, weight in self.model.named_parameters():
             sizes[_where(name, cut.blocks, cut.stages[name])] += weight.numel()
@@ -127,7 +127,7 @@ class ModelLook:
             try:
                 found.tensors.append(self._tensor(num))
             except TaskError as error:
-                found.why_no_tensors[str(num)] = str(error).splitlines()[0]
+                found.why_no_tensors[str(num)] = _reason(error)
 
     def _tensor(self, num: int) -> TensorShare:
         world = World(0, 1, (self._device,), ranks_per_replica=num)
@@ -152,6 +152,12 @@ class ModelLook:
             parameters=_size(part) / max(1, _size(self.model)),
             sums=[size / self._samples for size in noted],
         )
+
+
+def _reason(error: TaskError) -> str:
+    """Its first line, and the next one where that is an introduction."""
+    first, *more = str(error).splitlines()
+    return f"{first} {more[0]}" if first.endswith(":") and more else first
 
 
 def _size(model: nn.Module) -> int:

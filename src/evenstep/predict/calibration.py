@@ -12,7 +12,7 @@ from statistics import fmean, linear_regression, median, quantiles
 from typing import TypedDict
 
 from evenstep.errors import BadInput, shorten
-from evenstep.pipeline_order import bubble_share
+from evenstep.pipeline_order import bubble_share, chunks_of
 from evenstep.predict.links import Link
 from evenstep.predict.model_division import Arrangement, ModelDivision, TensorShare
 from evenstep.predict.step_model import BACKWARD, CPU_JITTER, JITTER, Workload, buckets_of
@@ -37,6 +37,9 @@ NOT_LOOKED_AT = (
     "how the model would be divided is not known, since no Record here is of {name} with its parts; let evenstep look "
     "at it: evenstep predict TASK --strategies {name}"
 )
+
+
+SHARDS_NOT_PREDICTED = "what the gathers and scatters of a sharded, split model cost is not predicted"
 
 
 def no_stages_known() -> str:
@@ -216,7 +219,8 @@ def calibrate(
 ) -> Calibration:
     """What the Records of one task say about it; `division` is what was seen of its model, if it was looked at."""
     whole = [record for record in records if not divides(record)]
-    divided = [observe(record) for record in records if divides(record)]
+    known = [observe(record) for record in records if divides(record)]
+    divided = [one for one in known if one.arranged.shards == 1]
     observed = [observe(record) for record in whole] or [one for one in map(_as_whole, divided) if one is not None]
     if not observed:
         raise BadInput(
@@ -226,6 +230,8 @@ def calibrate(
     if len({one.kind for one in (*observed, *divided)}) > 1:
         raise BadInput("these Records are of CPUs and of GPUs; give those of one kind of device")
     notes: list[str] = []
+    for mesh in dict.fromkeys(one.record.plan.mesh for one in known if one not in divided):
+        notes.append(f"Records with --mesh {mesh} are not used: {SHARDS_NOT_PREDICTED}")
     if not whole:
         notes.append("no Record is of one device: its computing is what the stages of a pipeline computed together")
     chosen = _computing(_comparable(observed))
@@ -355,9 +361,9 @@ def _message(one: Observation, division: ModelDivision) -> tuple[float, float, f
     if arranged.replicas > 1:
         return None
     if one.strategy.schedules:
-        num = 2 * arranged.accumulate * (arranged.ranks - 1) / arranged.ranks
-        sent = [stage.output_bytes for stage in division.stages(arranged.ranks)[:-1]]
-        return one.communication / num, 1.0, fmean(sent) * micro_batch
+        stages = division.stages(arranged.ranks * chunks_of(arranged.schedule))[:-1]
+        num = 2 * arranged.accumulate * len(stages) / arranged.ranks
+        return one.communication / num, 1.0, fmean(stage.output_bytes for stage in stages) * micro_batch
     tensor = division.tensor(arranged.ranks)
     if tensor is None or not tensor.sums:
         return None

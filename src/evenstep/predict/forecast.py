@@ -214,9 +214,10 @@ class Forecaster:
         if not strategy.schedules:
             found = division.tensor(arranged.ranks)
             assert found is not None
+            sums = f"{len(found.sums):,} sum{'s' * (len(found.sums) != 1)}"
             return (
                 f"{row.label}: {arranged.in_words}; each rank computes {found.forward:.0%} of forward and "
-                f"{found.backward:.0%} of backward, and waits for {len(found.sums):,} sums of activations a micro-batch"
+                f"{found.backward:.0%} of backward, and waits for {sums} of activations a micro-batch"
             )
         stages = division.stages(arranged.ranks * chunks_of(arranged.schedule))
         shares = [f"{(1 - self.work.backward) * one.forward + self.work.backward * one.backward:.0%}" for one in stages]
@@ -621,7 +622,8 @@ class Forecaster:
         """What its plan has besides strategy and devices."""
         strategy = STRATEGIES[row.strategy]
         if strategy.model_axis is None:
-            return {}
+            # The Record may be of another strategy, one with axes.
+            return {"mesh": None, "pipeline_schedule": "1f1b"}
         arranged = self._arranged(strategy, row.devices)
         mesh = f"data={arranged.replicas},{strategy.model_axis}={arranged.ranks}"
         return {"mesh": mesh, "accumulate": arranged.accumulate, "pipeline_schedule": arranged.schedule}

@@ -146,13 +146,15 @@ class Arrangement:
     replicas: int
     accumulate: int
     schedule: str = "1f1b"
+    shards: int = 1
+    """Replicas that hold shards of what a rank has, instead of copies."""
 
     @classmethod
     def of(cls, strategy: StrategyFacts, devices: int, mesh: str | None, accumulate: int, schedule: str) -> Arrangement:
         found = arrange(mesh, strategy, devices)
         assert found is not None
-        ranks = found.ranks_per_replica
-        return cls(ranks=ranks, replicas=devices // ranks, accumulate=accumulate, schedule=schedule)
+        ranks, shards = found.ranks_per_replica, found.num_shards or 1
+        return cls(ranks=ranks, replicas=devices // ranks, accumulate=accumulate, schedule=schedule, shards=shards)
 
     @property
     def devices(self) -> int:

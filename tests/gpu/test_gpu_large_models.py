@@ -106,7 +106,7 @@ import evenstep
 from evenstep.checkpoint.state import whole
 from evenstep.strategies.fsdp import FSDP
 from evenstep.tasks.networks import GPT
-from evenstep.training.optim import fuse
+from evenstep.training.fused_optimizer import fuse
 kind, precision, folder, start = sys.argv[1:]
 FSDP.wraps_alone = kind == "fsdp"
 strategy = "single" if kind == "single" else "fsdp"

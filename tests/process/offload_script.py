@@ -14,7 +14,7 @@ from evenstep.checkpoint import shards, state
 from evenstep.checkpoint.state import whole
 from evenstep.strategies.fsdp import FSDP
 from evenstep.tasks.networks import GPT
-from evenstep.training.optim import fuse
+from evenstep.training.fused_optimizer import fuse
 
 
 class Offloaded(FSDP):

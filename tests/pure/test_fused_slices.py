@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch.optim import SGD, Adam, AdamW, Optimizer
 
-from evenstep.training import optim
-from evenstep.training.optim import MOST, FusedAdam, Sliced, cut, slice_length
+from evenstep.training import fused_optimizer
+from evenstep.training.fused_optimizer import MOST, FusedAdam, Sliced, cut, slice_length
 
 KINDS = {
     "Adam": lambda weights: Adam(weights, lr=0.01, fused=True),
@@ -120,8 +120,8 @@ def test_lists_that_cannot_be_made_are_not_tried_in_every_step(monkeypatch: pyte
     weights = made()
     optimizer = AdamW(weights, fused=True)
     tried: list[int] = []
-    make = optim._adam_lists
-    monkeypatch.setattr(optim, "_adam_lists", lambda *words: tried.append(1) or make(*words))
+    make = fused_optimizer._adam_lists
+    monkeypatch.setattr(fused_optimizer, "_adam_lists", lambda *words: tried.append(1) or make(*words))
     quick = FusedAdam(optimizer)
     for weight in weights[:-1]:
         weight.grad = torch.ones_like(weight)

@@ -37,7 +37,8 @@ from evenstep.strategies.base import copied, evaluating, units
 from evenstep.task import Task
 from evenstep.training.activation_checkpointing import checkpoint_activations
 from evenstep.training.evaluation import Evaluator
-from evenstep.training.optim import fuse, make_optimizer
+from evenstep.training.fused_optimizer import fuse
+from evenstep.training.optim import make_optimizer
 from evenstep.training.precision import Precision
 from evenstep.training.trainer import set_up_torch
 

@@ -35,7 +35,8 @@ from evenstep.task import Task, describe, has_several
 from evenstep.training.batchnorm import is_local
 from evenstep.training.evaluation import Evaluator, named, prefixed
 from evenstep.training.loss import LossTotal, as_sum
-from evenstep.training.optim import make_optimizer, refuse_closure
+from evenstep.training.optim import make_optimizer
+from evenstep.training.optimizer_rehearsal import refuse_closure
 from evenstep.training.precision import Precision
 from evenstep.training.schedule import check_scheduler, make_scheduler
 from evenstep.training.team import refuse_lazy

@@ -1,4 +1,4 @@
-"""What numbers a training computes with, chosen once."""
+"""What numbers a training computes with, chosen once; and fp16's loss scale."""
 
 from __future__ import annotations
 
@@ -6,7 +6,11 @@ from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
+import torch.distributed as dist
+from torch.optim import Optimizer
 
+from evenstep.checkpoint.shards import is_sharded
+from evenstep.internals import infinity_flags
 from evenstep.plan import PrecisionName
 from evenstep.strategies.base import NOTHING
 
@@ -39,3 +43,29 @@ class Precision:
     def fit_tensor(self, tensor: torch.Tensor) -> torch.Tensor:
         """An input in the type of the weights; fp64 alone changes it."""
         return tensor.double() if self.name == "fp64" and tensor.is_floating_point() else tensor
+
+
+def unscale(optimizer: Optimizer, scaler: torch.amp.GradScaler) -> None:
+    """Divide gradients by the loss scale, and note on all ranks whether one is not finite."""
+    scaler.unscale_(optimizer)
+    _share_infinities(optimizer, scaler)
+
+
+def update_scale(scaler: torch.amp.GradScaler) -> bool:
+    """After an update: grow the loss scale, or reduce it if a gradient was not finite; whether the update was taken."""
+    before = scaler.get_scale()
+    scaler.update()
+    return scaler.get_scale() >= before
+
+
+def _share_infinities(optimizer: Optimizer, scaler: torch.amp.GradScaler) -> None:
+    """Let all ranks skip a step if a shard of one is not finite.
+
+    torch shares what each found, unless the first parameter is one that all ranks hold whole.
+    """
+    weights = [weight for group in optimizer.param_groups for weight in group["params"]]
+    scalar = next((weight for weight in weights if is_sharded(weight) and not weight.ndim), None)
+    if scalar is not None and is_sharded(scalar):
+        for flag in infinity_flags(scaler, optimizer):
+            for dim in range(scalar.device_mesh.ndim):
+                dist.all_reduce(flag, dist.ReduceOp.MAX, group=scalar.device_mesh.get_group(dim))

@@ -69,7 +69,8 @@ from evenstep.task import Amount
 from evenstep.training.evaluation import Evaluator, Means, NamedSums, named
 from evenstep.training.loss import LateLoss, LossTotal, MeanLoss, ReplicaBackward, StepLogs, as_sum, scale_gradients
 from evenstep.training.loss_context import LossContext
-from evenstep.training.optim import UpdateSettings, WeightUpdate, refuse_closure, sharded_updates, step_optimizer
+from evenstep.training.optim import UpdateSettings, WeightUpdate, step_optimizer
+from evenstep.training.optimizer_rehearsal import refuse_closure, sharded_updates
 from evenstep.training.precision import Precision
 
 if TYPE_CHECKING:

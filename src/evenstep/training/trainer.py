@@ -52,8 +52,9 @@ from evenstep.strategy_facts import DEFAULT
 from evenstep.task import Task, has_several
 from evenstep.training.batchnorm import is_local, synchronised
 from evenstep.training.evaluation import LossAndMetrics, Means, prefixed
+from evenstep.training.fused_optimizer import fuse
 from evenstep.training.loop import is_done, train
-from evenstep.training.optim import fuse, make_optimizer
+from evenstep.training.optim import make_optimizer
 from evenstep.training.run import Run
 from evenstep.training.schedule import check_scheduler, make_scheduler, stepped_after
 from evenstep.training.step import Recipe, Stepper, eager_steps

@@ -22,7 +22,7 @@ from evenstep.checkpoint.shards import is_sharded, with_rows
 from evenstep.distributed.world import World
 from evenstep.errors import TaskError
 from evenstep.internals import hooks_after_steps, hooks_before_steps, note_step_for_scheduler, step_hooks
-from evenstep.training.optim import without_hooks
+from evenstep.training.optimizer_rehearsal import without_hooks
 
 ALIGNMENT = 16
 """Bytes; a tensor in a message begins at a multiple of it."""

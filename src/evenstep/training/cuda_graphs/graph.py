@@ -30,7 +30,9 @@ from evenstep.internals import (
 )
 from evenstep.monitor.nonfinite import NonFiniteMean, explain
 from evenstep.strategies.base import NOTHING, forget, forget_gradients, on
+from evenstep.training.clipping import clip_gradients
 from evenstep.training.deferred_loss import SLOTS, FiniteGuard
+from evenstep.training.fused_optimizer import Sliced, is_fused
 from evenstep.training.loss import (
     HostCopy,
     LateLoss,
@@ -42,7 +44,6 @@ from evenstep.training.loss import (
     not_finite,
 )
 from evenstep.training.loss_context import LossContext
-from evenstep.training.optim import Sliced, clip_gradients, is_fused
 from evenstep.training.step import Recipe
 
 

@@ -66,6 +66,24 @@ def interleaved(world: World, library: Any) -> list[float]:
     return last
 
 
+def one_way(world: World, library: Any) -> dict[str, Any]:
+    """Sums that only the first rank gets, and then copies of them; of more than the slots hold."""
+    gathered, copied = (open_channel(world.gather, world.rank, 10**6, library, is_background=True) for _ in range(2))
+    assert gathered is not None
+    assert copied is not None
+    ours = [random(length, dtype, world.rank) for dtype in DTYPES for length in LENGTHS]
+    expected = []
+    for one in ours:
+        rows = [random(len(one), one.dtype, rank) for rank in range(world.size)]
+        expected.append(sum(rows[1:], start=rows[0]))
+        if not gathered.begin_sum_to_first(one):
+            gathered.finish()
+    has_sums = all(map(torch.equal, ours, expected))
+    for one in ours:
+        copied.copy_from_first(one)
+    return {"has sums": has_sums, "has copies": all(map(torch.equal, ours, expected))}
+
+
 class Turned(nn.Module):
     """A weight that lies in memory the other way round."""
 
@@ -166,6 +184,7 @@ def main(out: Path) -> None:
         found["shared"] = {
             **averages(world, channel),
             "interleaved": interleaved(world, library),
+            "one way": one_way(world, library),
             "learned": {str(dtype): by_memory(world, library, dtype) for dtype in DTYPES},
         }
     found["without the library"] = open_channel(world.gather, world.rank, 4_000_000, None) is not None

@@ -62,6 +62,11 @@ def test_channels_and_models_beside_each_other_do_not_disturb_each_other(found: 
         assert one["mailbox"]
 
 
+def test_the_first_rank_gets_sums_in_the_order_of_ranks_and_the_others_copies(found: list[dict[str, Any]]) -> None:
+    assert [one["shared"]["one way"]["has sums"] for one in found] == [True] + [False] * (len(found) - 1)
+    assert all(one["shared"]["one way"]["has copies"] for one in found)
+
+
 def test_no_memory_is_left_open(found: list[dict[str, Any]]) -> None:
     assert [one["left"]["memfds"] for one in found] == [[]] * len(found)
 

@@ -6,11 +6,12 @@ machines and shares what comes back. Sent by every rank, the same gradients woul
 
 from __future__ import annotations
 
+import itertools
 import os
 import queue
 import threading
-from collections.abc import Callable, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -19,7 +20,6 @@ from typing import Any, Protocol
 import torch
 import torch.distributed as dist
 
-from evenstep.distributed.gradient_tree import Layout, Node
 from evenstep.distributed.shm.allreduce import Channel, open_channel
 from evenstep.distributed.shm.native import load
 from evenstep.distributed.world import World
@@ -72,6 +72,27 @@ def _machine_key() -> str | None:
     return None
 
 
+SHORT_TURN = 100_000
+"""Nanoseconds, the least that Linux takes."""
+
+
+@contextmanager
+def _short_turns() -> Iterator[None]:
+    """Threads that are started here run as soon as they are woken, also while backward keeps all cores busy.
+
+    They do little at a time, but the network waits for it.
+    """
+    library = load()
+    if library is None:
+        yield
+        return
+    library.evenstep_set_turns(SHORT_TURN)
+    try:
+        yield
+    finally:
+        library.evenstep_set_turns(0)
+
+
 class Exchange(Protocol):
     """Sums a tensor over machines, in place; only leaders have one."""
 
@@ -100,6 +121,39 @@ class WholeSum:
         return work.wait  # type: ignore[return-value]
 
 
+NUM_CONNECTIONS = 2
+"""Between two machines: while TCP holds one back, another one fills the link."""
+
+
+class PairSum:
+    """Between two machines: each sends all it has, and adds what it receives.
+
+    The same bytes as a ring of two, but one message for each instead of two, of which the second waits for the first.
+    """
+
+    def __init__(self, groups: Sequence[dist.ProcessGroup]) -> None:
+        self._groups = itertools.cycle(groups)
+        self._is_first = dist.get_rank(groups[0]) == 0
+        self._other = dist.get_global_rank(groups[0], 1 if self._is_first else 0)
+        self._unused: dict[tuple[torch.dtype, int], list[torch.Tensor]] = {}
+        """Memory of messages received before."""
+
+    def start(self, message: Message) -> Callable[[], None]:
+        values, group = message.values, next(self._groups)
+        unused = self._unused.setdefault((values.dtype, len(values)), [])
+        received = unused.pop() if unused else torch.empty_like(values)
+        works = [dist.irecv(received, self._other, group), dist.isend(values, self._other, group)]
+
+        def finish() -> None:
+            for work in works:
+                work.wait()  # type: ignore[union-attr]
+            # In one order on both machines: of two NaNs, the first is the sum.
+            torch.add(*((values, received) if self._is_first else (received, values)), out=values)
+            unused.append(received)
+
+        return finish
+
+
 class MachineSum:
     """One rank's end of a sum over all ranks.
 
@@ -110,14 +164,14 @@ class MachineSum:
         self._machines, self._size = machines, world.size
         self._sums: Channel | None = channels[0] if channels is not None else None
         self._copies: Channel | None = channels[1] if channels is not None else None
-        num = len(machines.own)
-        self._all = Layout.of(tuple(range(place, place + 1) for place in range(num)))
-        self._first = Layout(((Node(0, 0),), *((),) * (num - 1)), ())
         self.exchange: Exchange | None = None
+        self._num_begun, self._num_summed = 0, 0
+        """Messages; where both are equal, no thread uses the channel for sums."""
         self._inside: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
         self._outside: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
-        for work in (self._sum_inside, self._finish):
-            threading.Thread(target=work, daemon=True, name="evenstep-link").start()
+        with _short_turns():
+            for work in (self._sum_inside, self._finish):
+                threading.Thread(target=work, daemon=True, name="evenstep-link").start()
 
     @classmethod
     def open(cls, world: World, num_bytes: int, *, may_share: bool = True) -> MachineSum:
@@ -129,10 +183,12 @@ class MachineSum:
             if not all(world.gather(channels is not None or len(machines.own) == 1)):
                 machines, channels = Machines.of(world, may_share=False), None
         made = cls(world, machines, channels)
-        group = dist.new_group(machines.leaders, backend="gloo")
+        num = NUM_CONNECTIONS if len(machines.groups) == 2 else 1
+        with _short_turns():
+            groups = [dist.new_group(machines.leaders, backend="gloo") for _ in range(num)]
         if machines.is_leader:
-            made.group = group
-            made.exchange = WholeSum(group)
+            made.group = groups[0]
+            made.exchange = PairSum(groups) if len(machines.groups) == 2 else WholeSum(groups[0])
         return made
 
     group: dist.ProcessGroup | None = None
@@ -145,7 +201,13 @@ class MachineSum:
     def start(self, message: Message) -> torch.futures.Future[torch.Tensor]:
         """Begin to average; all ranks begin the same messages in the same order."""
         job = _Job(message)
-        self._inside.put(job)
+        if self._num_summed == self._num_begun:
+            job.run(self._begin_inside)
+        self._num_begun += 1
+        if job.is_summed:
+            self._pass_on(job)
+        else:
+            self._inside.put(job)
         return job.future
 
     def average(self, values: torch.Tensor) -> None:
@@ -158,17 +220,30 @@ class MachineSum:
 
     def _sum_inside(self) -> None:
         while (job := self._inside.get()) is not None:
-            job.run(self._sum_and_send)
-            self._outside.put(job)
+            job.run(self._finish_inside)
+            self._pass_on(job)
         self._outside.put(None)
 
-    def _sum_and_send(self, job: _Job) -> None:
-        values = job.message.values
-        if self._sums is not None:
-            self._sums.sum_tree([[values]], [values], self._all)
+    def _begin_inside(self, job: _Job) -> None:
+        """Without waiting: threads of a busy machine start late, and the network waits for them."""
+        job.is_begun = True
+        job.is_summed = self._sums is None or self._sums.begin_sum_to_first(job.message.values)
+
+    def _finish_inside(self, job: _Job) -> None:
+        if not job.is_begun:
+            self._begin_inside(job)
+        if self._sums is not None and not job.is_summed:
+            self._sums.finish()
+
+    def _pass_on(self, job: _Job) -> None:
+        job.run(self._send)
+        self._outside.put(job)
+        self._num_summed += 1
+
+    def _send(self, job: _Job) -> None:
         if self.exchange is not None:
             # Before it is sent: a narrow type must not overflow in the sum.
-            values.mul_(1 / self._size)
+            job.message.values.mul_(1 / self._size)
             job.wait = self.exchange.start(job.message)
 
     def _finish(self) -> None:
@@ -179,8 +254,7 @@ class MachineSum:
     def _receive_and_share(self, job: _Job) -> None:
         job.wait()
         if self._copies is not None:
-            values = job.message.values
-            self._copies.sum_tree([[values]] if self._machines.is_leader else [], [values], self._first)
+            self._copies.copy_from_first(job.message.values)
 
 
 def _channels(world: World, machines: Machines, num_bytes: int) -> tuple[Channel, Channel] | None:
@@ -190,7 +264,7 @@ def _channels(world: World, machines: Machines, num_bytes: int) -> tuple[Channel
         every = world.gather(value)
         return [every[rank] for rank in own]
 
-    made = [open_channel(gather, own.index(world.rank), num_bytes, load()) for _ in range(2)]
+    made = [open_channel(gather, own.index(world.rank), num_bytes, load(), is_background=True) for _ in range(2)]
     return (made[0], made[1]) if made[0] is not None and made[1] is not None else None
 
 
@@ -201,6 +275,8 @@ class _Job:
         self.message = message
         self.future: torch.futures.Future[torch.Tensor] = torch.futures.Future()
         self.wait: Callable[[], object] = lambda: None
+        self.is_begun, self.is_summed = False, False
+        """Inside the machine."""
         self._error: BaseException | None = None
 
     def run(self, work: Callable[[_Job], None]) -> None:

@@ -40,6 +40,8 @@ LINES = 4
 """Per process: three counters, and a futex that the C code sleeps on."""
 DTYPES = (torch.float32, torch.float64, torch.bfloat16)
 """The dtypes that sums.c can add, in the order of its codes."""
+TO_FIRST, FROM_FIRST = 1, 2
+"""The directions that sums.c knows."""
 
 
 @dataclass(frozen=True)
@@ -62,33 +64,40 @@ class Ring:
 
 SLOTS = (2**18, 8)
 """Bytes of a slot, and the maximum number of slots: a chunk fits one core's cache, a ring the shared one."""
+BACKGROUND_SLOTS = (2**18, 32)
 
 
-def open_channel(gather: Gather, rank: int, num_bytes: int, library: ctypes.CDLL | None) -> Channel | None:
+def open_channel(
+    gather: Gather, rank: int, num_bytes: int, library: ctypes.CDLL | None, *, is_background: bool = False
+) -> Channel | None:
     """A channel for tensors of `num_bytes` in total; None on every process if one of them cannot open it.
 
-    `library` is the result of `native.load`.
+    `library` is the result of `native.load`. In the background, while other threads compute, nobody spins, and there
+    are slots for two tensors: who posts does not wait for who is still computing.
     """
     able = gather(library is not None)
     if not all(able) or library is None:
         return None
-    ring = Ring.of(num_bytes, *SLOTS)
+    ring = Ring.of(num_bytes, *(BACKGROUND_SLOTS if is_background else SLOTS))
     shared = share(gather, rank, ring.num_bytes(len(able)))
-    return Channel(shared, ring, library) if shared is not None else None
+    return Channel(shared, ring, library, may_spin=not is_background) if shared is not None else None
 
 
 class Channel:
     """One process's end of an all-reduce of gradients."""
 
-    def __init__(self, shared: Shared, ring: Ring, library: ctypes.CDLL) -> None:
+    def __init__(self, shared: Shared, ring: Ring, library: ctypes.CDLL, *, may_spin: bool = True) -> None:
         self._peers, self._library = shared.peers, library
         self._memory = shared.memory
         self._handle = library.evenstep_open(
             self._memory.data_ptr(),
-            *(shared.rank, shared.size, ring.num_slots, ring.slot_bytes, SMALL_BYTES, shared.peers.may_spin),
+            *(shared.rank, shared.size, ring.num_slots, ring.slot_bytes, SMALL_BYTES),
+            may_spin and shared.peers.may_spin,
         )
         if not self._handle:
             raise MemoryError
+        self._one: tuple[array[int], array[int]] | None = None
+        """Where the tensor is that is copied or summed one way; C reads it until that is done."""
 
     def __del__(self) -> None:
         if getattr(self, "_handle", None):
@@ -105,7 +114,26 @@ class Channel:
             *(self._handle, pointers.buffer_info()[0], ends.buffer_info()[0], len(ends)),
             DTYPES.index(tensors[0].dtype),
         )
-        self._finish()
+        self.finish()
+
+    def begin_sum_to_first(self, tensor: torch.Tensor) -> bool:
+        """Add the tensors of all processes to that of the first, as far as that needs no waiting; whether it is done.
+
+        The others may go on before the first has their tensors. What is not done, `finish` does.
+        """
+        self._begin_one_way(tensor, TO_FIRST)
+        return bool(self._library.evenstep_advance(self._handle, 0.0))
+
+    def copy_from_first(self, tensor: torch.Tensor) -> None:
+        """Copy the first process's tensor into those of the others, for which it does not wait."""
+        self._begin_one_way(tensor, FROM_FIRST)
+        self.finish()
+
+    def _begin_one_way(self, tensor: torch.Tensor, direction: int) -> None:
+        pointer, end = self._one = array("Q", [tensor.data_ptr()]), array("q", [tensor.numel()])
+        self._library.evenstep_begin_one_way(
+            *(self._handle, pointer.buffer_info()[0], end.buffer_info()[0], 1, DTYPES.index(tensor.dtype), direction)
+        )
 
     def sum_tree(self, nodes: Sequence[Sequence[torch.Tensor]], into: Sequence[torch.Tensor], layout: Layout) -> None:
         """Sum the nodes of all processes in the order of a tree, `into` tensors that may be those of one node.
@@ -121,9 +149,10 @@ class Channel:
             *(DTYPES.index(into[0].dtype), tree.buffer_info()[0]),
         ):
             raise MemoryError
-        self._finish()
+        self.finish()
 
-    def _finish(self) -> None:
+    def finish(self) -> None:
+        """Wait until all is done that was begun."""
         began = time.perf_counter()
         # In slices: between two of them Python handles signals, and a process that has ended is detected.
         while not self._library.evenstep_advance(self._handle, LOOK_SECONDS):

@@ -65,12 +65,16 @@ def load(folder: Path = SOURCE.parent) -> ctypes.CDLL | None:
     library.evenstep_open.restype = place
     library.evenstep_begin.argtypes = [place, place, place, number, number]
     library.evenstep_begin.restype = None
+    library.evenstep_begin_one_way.argtypes = [place, place, place, number, number, number]
+    library.evenstep_begin_one_way.restype = None
     library.evenstep_begin_tree.argtypes = [place, place, number, place, number, number, place]
     library.evenstep_begin_tree.restype = number
     library.evenstep_advance.argtypes = [place, real]
     library.evenstep_advance.restype = number
     library.evenstep_close.argtypes = [place]
     library.evenstep_close.restype = None
+    library.evenstep_set_turns.argtypes = [number]
+    library.evenstep_set_turns.restype = None
     library.evenstep_seed_states.argtypes = [place, number, place, place]
     library.evenstep_seed_states.restype = None
     return library

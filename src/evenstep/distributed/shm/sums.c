@@ -4,6 +4,7 @@
    contraction (a*s + b is two roundings), so that sums have the same bits as torch's. */
 #define _GNU_SOURCE
 #include <linux/futex.h>
+#include <sched.h>
 #include <stdint.h>
 #include <stdlib.h>
 #include <string.h>
@@ -26,6 +27,7 @@
 
 enum { POSTED, REDUCED, COLLECTED, BELL, LINES };
 enum { LINE = 16, LOOKS = 64 };
+enum { EVERY_WAY, TO_FIRST, FROM_FIRST };
 /* To be woken takes 0.1 ms, so a short wait is spent looking. Who has slept all the same looks for half as long the next
    time: on a busy machine, the one that is waited for may need this very core. */
 static const double MOST_SPINNING = 0.002, LEAST_SPINNING = 0.00005;
@@ -39,7 +41,7 @@ typedef struct {
     const int64_t *ends;              /* where each of them ends, in numbers */
     int64_t num_tensors, per_piece, first;
     int64_t near[BELL];               /* which tensor each stage was at */
-    int type, is_small;
+    int type, is_small, direction;    /* see evenstep_begin_one_way */
     double scale;
     /* Where a process has several rows of tensors: all of them, one row after another. See evenstep_begin_tree. */
     char *const *nodes;
@@ -170,6 +172,12 @@ static int post(channel *c) {
     int64_t start = bound(c, c->rank, length), stop = bound(c, c->rank + 1, length);
     char *data, *mine = slot(c, c->rank, number);
     double scale = c->scale;
+    if (c->direction != EVERY_WAY) {
+        if ((c->rank == 0) == (c->direction == FROM_FIRST))
+            EACH_RUN(POSTED, 0, length) memcpy(mine + place * width, data, (size_t)(n * width));
+        say(c, POSTED);
+        return 1;
+    }
     if (c->leaves != NULL) {
         for (int64_t node = 0; node < c->num_nodes; node++, mine += c->per_piece * width)
             for (int64_t place = 0, n = 0; (data = run_of(c, c->nodes + node * c->num_tensors, POSTED, number, place,
@@ -218,10 +226,22 @@ static void sum(channel *c, char *data, int64_t number, int64_t place, int64_t n
         CALL(onto, c->type, ((void *)data, (void *)(slot(c, rank, number) + at), n));
 }
 
+/* What all others have posted, onto the numbers of the first process, in the order of ranks. */
+static void sum_onto(channel *c, int64_t number) {
+    int64_t length = length_of(c, number), width = WIDTH[c->type];
+    char *data;
+    EACH_RUN(REDUCED, 0, length)
+        for (int64_t rank = 1; rank < c->size; rank++)
+            CALL(onto, c->type, ((void *)data, (void *)(slot(c, rank, number) + place * width), n));
+}
+
 static int reduce(channel *c) {
     int64_t number = c->at[REDUCED];
     if (number == c->at[POSTED]) return 0;
-    if (!c->is_small) {
+    if (c->direction == TO_FIRST && c->rank == 0) {
+        if (!have(c, POSTED, number)) return 0;
+        sum_onto(c, number);
+    } else if (c->direction == EVERY_WAY && !c->is_small) {
         if (!have(c, POSTED, number)) return 0;
         int64_t length = length_of(c, number), width = WIDTH[c->type];
         int64_t start = bound(c, c->rank, length), stop = bound(c, c->rank + 1, length);
@@ -243,10 +263,16 @@ static int reduce(channel *c) {
 static int collect(channel *c) {
     int64_t number = c->at[COLLECTED];
     if (number == c->at[REDUCED]) return 0;
-    if (!have(c, c->is_small ? POSTED : REDUCED, number)) return 0;
+    int receives = c->direction == FROM_FIRST && c->rank != 0;
+    if (receives && __atomic_load_n(counter(c, 0, POSTED), __ATOMIC_ACQUIRE) <= number) return 0;
+    if (c->direction == EVERY_WAY && !have(c, c->is_small ? POSTED : REDUCED, number)) return 0;
     int64_t length = length_of(c, number), width = WIDTH[c->type];
     char *data;
-    if (c->is_small) {
+    if (receives) {
+        EACH_RUN(COLLECTED, 0, length) memcpy(data, slot(c, 0, number) + place * width, (size_t)(n * width));
+    } else if (c->direction != EVERY_WAY) {
+        /* Nothing to collect: others may write into this slot again. */
+    } else if (c->is_small) {
         EACH_RUN(COLLECTED, 0, length) sum(c, data, number, place, n);
     } else {
         for (int64_t rank = 0; rank < c->size; rank++) {
@@ -314,7 +340,15 @@ static void begin(channel *c, const int64_t *ends, int64_t num_tensors, int64_t 
 /* Begin to average tensors of a type in place: where they are, and where each ends in the row of all. What was begun
    before must be finished, and both lists must live until this is. */
 void evenstep_begin(channel *c, char *const *tensors, const int64_t *ends, int64_t num_tensors, int64_t type) {
-    c->tensors = tensors, c->leaves = NULL, c->scale = 1.0 / (double)c->size;
+    c->tensors = tensors, c->leaves = NULL, c->scale = 1.0 / (double)c->size, c->direction = EVERY_WAY;
+    begin(c, ends, num_tensors, type, 1);
+}
+
+/* Begin to sum tensors into those of the first process (TO_FIRST), or to copy those of the first process to all others
+   (FROM_FIRST). Who only posts waits for nobody, as long as there are slots. */
+void evenstep_begin_one_way(channel *c, char *const *tensors, const int64_t *ends, int64_t num_tensors, int64_t type,
+                            int64_t direction) {
+    c->tensors = tensors, c->leaves = NULL, c->direction = (int)direction;
     begin(c, ends, num_tensors, type, 1);
 }
 
@@ -330,7 +364,7 @@ int64_t evenstep_begin_tree(channel *c, char *const *nodes, int64_t num_nodes, c
     int is_pair = c->size == 2 && num_rows == 1 && num_leaves == 2;
     c->tensors = nodes + num_nodes * num_tensors;
     /* a + b = b + a: of two rows of two processes, no order is to be kept. */
-    c->leaves = is_pair ? NULL : tree + 2, c->scale = 1.0;
+    c->leaves = is_pair ? NULL : tree + 2, c->scale = 1.0, c->direction = EVERY_WAY;
     c->nodes = nodes, c->num_nodes = num_nodes, c->num_leaves = num_leaves;
     c->num_additions = tree[2 + 2 * num_leaves], c->additions = tree + 3 + 2 * num_leaves;
     free(c->at_leaf);
@@ -362,4 +396,19 @@ int64_t evenstep_advance(channel *c, double seconds) {
         }
     }
     return c->at[COLLECTED] == c->end;
+}
+
+/* Let this thread, and those that it starts from now on, run soon after they are woken, for a short turn each. Linux 6.12
+   and newer take the length of a turn from sched_runtime (nanoseconds; 0 for the usual one); older ones ignore it. */
+void evenstep_set_turns(int64_t nanoseconds) {
+    struct {
+        uint32_t size, policy;
+        uint64_t flags;
+        int32_t nice;
+        uint32_t priority;
+        uint64_t runtime, deadline, period;
+    } wanted = {0};
+    if (syscall(SYS_sched_getattr, 0, &wanted, (unsigned)sizeof wanted, 0) || wanted.policy != SCHED_OTHER) return;
+    wanted.size = sizeof wanted, wanted.runtime = (uint64_t)nanoseconds;
+    syscall(SYS_sched_setattr, 0, &wanted, 0);
 }

@@ -6,7 +6,6 @@ machines and shares what comes back. Sent by every rank, the same gradients woul
 
 from __future__ import annotations
 
-import itertools
 import os
 import queue
 import threading
@@ -121,25 +120,21 @@ class WholeSum:
         return work.wait  # type: ignore[return-value]
 
 
-NUM_CONNECTIONS = 2
-"""Between two machines: while TCP holds one back, another one fills the link."""
-
-
 class PairSum:
     """Between two machines: each sends all it has, and adds what it receives.
 
     The same bytes as a ring of two, but one message for each instead of two, of which the second waits for the first.
     """
 
-    def __init__(self, groups: Sequence[dist.ProcessGroup]) -> None:
-        self._groups = itertools.cycle(groups)
-        self._is_first = dist.get_rank(groups[0]) == 0
-        self._other = dist.get_global_rank(groups[0], 1 if self._is_first else 0)
+    def __init__(self, group: dist.ProcessGroup) -> None:
+        self._group = group
+        self._is_first = dist.get_rank(group) == 0
+        self._other = dist.get_global_rank(group, 1 if self._is_first else 0)
         self._unused: dict[tuple[torch.dtype, int], list[torch.Tensor]] = {}
         """Memory of messages received before."""
 
     def start(self, message: Message) -> Callable[[], None]:
-        values, group = message.values, next(self._groups)
+        values, group = message.values, self._group
         unused = self._unused.setdefault((values.dtype, len(values)), [])
         received = unused.pop() if unused else torch.empty_like(values)
         works = [dist.irecv(received, self._other, group), dist.isend(values, self._other, group)]
@@ -183,12 +178,11 @@ class MachineSum:
             if not all(world.gather(channels is not None or len(machines.own) == 1)):
                 machines, channels = Machines.of(world, may_share=False), None
         made = cls(world, machines, channels)
-        num = NUM_CONNECTIONS if len(machines.groups) == 2 else 1
         with _short_turns():
-            groups = [dist.new_group(machines.leaders, backend="gloo") for _ in range(num)]
+            group = dist.new_group(machines.leaders, backend="gloo")
         if machines.is_leader:
-            made.group = groups[0]
-            made.exchange = PairSum(groups) if len(machines.groups) == 2 else WholeSum(groups[0])
+            made.group = group
+            made.exchange = PairSum(group) if len(machines.groups) == 2 else WholeSum(group)
         return made
 
     group: dist.ProcessGroup | None = None

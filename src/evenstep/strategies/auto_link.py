@@ -10,6 +10,7 @@ import math
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from statistics import median
 
 import torch
 import torch.distributed as dist
@@ -73,9 +74,9 @@ class LinkTrial:
     seconds: list[float] = field(default_factory=list)
 
     @property
-    def best(self) -> float:
-        """Others on the machine make single steps slower, never faster."""
-        return min(self.seconds[WARM_UP:])
+    def typical(self) -> float:
+        """Not the shortest: a rank that was behind has a short step, which says nothing about the plan."""
+        return median(self.seconds[WARM_UP:])
 
 
 def trials_of(hierarchical: Sending | None, num_bytes: int) -> list[LinkTrial]:
@@ -130,7 +131,7 @@ class AutoModel(DDPModel):
             self.wrap_again(self._trials[self._current].sending)
             return
         # What rank 0 measured counts for all.
-        best = self._world.gather([trial.best for trial in self._trials])[0]
+        best = self._world.gather([trial.typical for trial in self._trials])[0]
         fastest = min(range(len(best)), key=best.__getitem__)
         chosen = fastest if best[fastest] < GAIN * best[0] else 0
         self.wrap_again(self._trials[chosen].sending)

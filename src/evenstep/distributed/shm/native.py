@@ -71,7 +71,7 @@ def load(folder: Path = SOURCE.parent) -> ctypes.CDLL | None:
     library.evenstep_advance.restype = number
     library.evenstep_close.argtypes = [place]
     library.evenstep_close.restype = None
-    library.evenstep_seed_states.argtypes = [place, number, place, place]
+    library.evenstep_seed_states.argtypes = [place, number, place, place, place]
     library.evenstep_seed_states.restype = None
     return library
 

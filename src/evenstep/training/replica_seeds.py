@@ -21,7 +21,9 @@ from evenstep.internals import has_python_words, seeded_torch_state
 from evenstep.sampling.rng import (
     STATE_BYTES,
     derive_seed,
+    first_word,
     replica_seed,
+    replica_seeds,
     seed_device,
     seed_devices,
     seed_host,
@@ -53,7 +55,7 @@ class SeededStates:
             self._make(num)
         # Where no virtual replica of this process has samples in a short batch, there are none.
         if num:
-            self._seeds[:num] = seeds
+            self._seeds[:num] = [*seeds]
             self._compute(self._addresses[0], num, *self._addresses[1:])
 
     def _make(self, num: int) -> None:
@@ -99,6 +101,10 @@ class Seeds:
         self._keys: list[int] = []
         """Of each virtual replica, in this epoch."""
         self._after = 0
+        self._began: tuple[int, int, list[Place]] = (NO_EPOCH, 0, [])
+        """The epoch, the repeat and the places of the step, mostly those of the one before."""
+        self._first_words: list[int] = []
+        """Of each micro-batch, for `replica_seeds`."""
         self._of_step: list[int] = []
         """The seed of each micro-batch of the step."""
         self._states = _states()
@@ -108,8 +114,16 @@ class Seeds:
 
     def begin(self, epoch: int, position: int, repeat: int, places: list[Place]) -> None:
         """Before the micro-batches of a step, which these are."""
+        # An evaluation may have been in between.
         self._enter(epoch)
-        self._of_step = [self._of(place, position, repeat) for place in places]
+        what = epoch, repeat, places
+        if self._began != what:
+            numbers = [micro + repeat * MOST_MICRO_BATCHES for _, micro in places]
+            self._first_words = [
+                first_word(self._keys[place[0]], number) for place, number in zip(places, numbers, strict=True)
+            ]
+            self._began = what
+        self._of_step = replica_seeds(self._first_words, position)
         if self._states is not None:
             self._states.compute(self._of_step)
 

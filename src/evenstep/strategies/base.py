@@ -15,12 +15,11 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import cache
-from typing import Any, ClassVar, Protocol, TypeVar, runtime_checkable
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol, TypeVar, runtime_checkable
 
 import torch
 from torch import nn
 
-from evenstep.distributed.gradient_tree import GradientTree, Layout, give, total
 from evenstep.distributed.world import World
 from evenstep.internals import (
     autograd_engine,
@@ -32,6 +31,9 @@ from evenstep.internals import (
 )
 from evenstep.strategy_facts import STRATEGIES
 from evenstep.task import Amount
+
+if TYPE_CHECKING:
+    from evenstep.distributed.gradient_tree import GradientTree
 
 T = TypeVar("T")
 
@@ -173,6 +175,8 @@ class DistributedModel:
 
         `virtual` are the virtual replicas of each.
         """
+        from evenstep.distributed.gradient_tree import Layout, give, total
+
         (tree,) = trees
         give(self.weights, tree.sums[0] if len(tree.sums) == 1 else total(tree.sums, Layout.of(virtual)))
         if not self._has_noted_unused:

@@ -13,6 +13,7 @@ import ctypes
 import importlib
 import random
 import re
+import struct
 import sys
 import threading
 import weakref
@@ -468,6 +469,43 @@ def set_python_state(state: Any) -> None:
         return
     python: Any = random._inst
     view[:], python.gauss_next = state
+
+
+@cache
+def numpy_normal() -> memoryview | None:
+    """The normal number that NumPy's generator keeps for the next call, in place: an int, whether it has one, and it.
+
+    Found by setting two, in the memory of the generator's object; None if it is not there. For an MT19937 only.
+    """
+    from numpy.random import mtrand
+
+    numpy = mtrand._rand
+    memory = memory_at(id(numpy), type(numpy).__basicsize__)
+    before = numpy.get_state()
+    try:
+        places = [_place_of_normal(numpy, memory, number) for number in (0.7310585786300049, -1.2533141373155003)]
+    finally:
+        numpy.set_state(before)
+    return memory[places[0] : places[0] + NORMAL_BYTES] if places[0] == places[1] >= 0 else None
+
+
+NORMAL_BYTES = 16
+
+
+def _place_of_normal(numpy: Any, memory: memoryview, number: float) -> int:
+    """Where the generator keeps a normal number that it is given; -1 if that is not seen."""
+    numpy.set_state((*numpy.get_state()[:3], 1, number))
+    place = bytes(memory).find(struct.pack("d", number)) - NORMAL_BYTES // 2
+    is_there = place >= 0 and memory[place : place + 4] == struct.pack("i", 1)
+    numpy.set_state((*numpy.get_state()[:3], 0, 0.0))
+    return place if is_there and not any(memory[place : place + 4]) else -1
+
+
+def seeded_torch_state(seed: int) -> torch.Tensor:
+    """The state of torch's generator of the CPU after `manual_seed(seed)`, as its `set_state` takes it."""
+    import torch
+
+    return torch.Generator().manual_seed(seed).get_state()
 
 
 def written_arguments(operator: Any, args: Any) -> list[Any]:

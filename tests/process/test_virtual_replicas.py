@@ -390,6 +390,73 @@ def test_a_loss_that_begins_to_draw_is_computed_once() -> None:
     assert drawn == [(random.random(), np.random.randn()) for _ in range(4)]
 
 
+LATE_DRAWS = [
+    (0.9304641525773094, 0.16160038002022703, 0.36969608068466187, 4489308017910814033),
+    (0.5996709859670496, 0.577652373855038, 0.8790075778961182, 2282052655063092476),
+    (0.3884372964524808, 0.722026097523637, 0.8386820554733276, 2731103725870767776),
+    (0.19343907521176484, 0.038150406566515915, 0.7665038108825684, 8012324655511144164),
+]
+"""Of the third step, as they were when each generator was seeded for itself."""
+
+
+@pytest.mark.parametrize("devices", [("cpu",), ("cpu", "cpu")])
+def test_draws_that_begin_in_the_third_step_are_those_of_every_version(devices: tuple[str, ...]) -> None:
+    drawn: list[tuple[Any, ...]] = []
+
+    def loss(model: Any, batch: Any) -> torch.Tensor:
+        if evenstep.progress().step == 3:
+            drawn.append((random.random(), np.random.rand(), torch.rand(1).item(), torch.initial_seed()))
+        return nn.functional.mse_loss(model(batch[0]), batch[1])
+
+    loop = Loop(joined(*devices), nn.Linear(16, 1), loss)
+    random.seed(5)
+    np.random.seed(5)
+    np.random.randn()
+    for _ in range(4):
+        loop.step()
+    assert drawn == LATE_DRAWS
+    after = random.random(), np.random.randn(), np.random.randn()
+    random.seed(5)
+    np.random.seed(5)
+    np.random.randn()
+    assert after == (random.random(), np.random.randn(), np.random.randn())
+
+
+def test_an_evaluation_between_two_steps_changes_no_draws() -> None:
+    found = []
+    for evaluates in (False, True):
+        torch.manual_seed(0)
+        loop = Loop(joined("cpu"), nn.Linear(16, 1), noisy)
+        for _ in range(3):
+            loop.step()
+            if evaluates:
+                loader = loop.team.loader((X, Y), batch=16)
+                loop.team.evaluate(lambda model, batch: {"loss": noisy(model, batch)}, loop.model, loader)
+        found.append((loop.weights(), torch.rand(1).item()))
+    assert found[0] == found[1]
+
+
+class Shared(nn.Module):
+    """Backward hands both parameters the same memory, and the second one is not used in every virtual replica."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.one, self.other = nn.Parameter(torch.ones(16)), nn.Parameter(torch.ones(16))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        is_used = bool(x[0, 0] > 0)
+        weight = self.one.view(4, 4) + self.other.view(4, 4) if is_used else self.one.view(4, 4)
+        return x @ weight.view(16, 1)
+
+
+def test_gradients_that_share_memory_or_are_missing_have_the_same_bits() -> None:
+    found = []
+    for devices in (("cpu",), ("cpu", "cpu"), ("cpu", "cpu", "cpu", "cpu")):
+        loop = Loop(joined(*devices), Shared(), lambda model, batch: (model(batch[0]) - batch[1]).square().mean())
+        found.append(([loop.step() for _ in range(4)], loop.weights()))
+    assert found[0] == found[1] == found[2]
+
+
 class Reentrant(nn.Module):
     """One layer in three checkpoints: backward adds to its gradient three times."""
 

@@ -49,5 +49,17 @@ def test_a_device_keeps_as_few_sums_as_it_can() -> None:
             assert len(after) - sum(after) == len(nodes_of(range(start, stop)))
 
 
+def test_gradients_become_a_sum_where_nothing_is_before_them_or_something_is_missing() -> None:
+    for is_missing, expected in ((False, [True, False, True, False]), (True, [True, True, True, True])):
+        weight = torch.zeros(2, requires_grad=True)
+        tree, found = GradientTree([weight], range(4)), []
+        for number in range(4):
+            weight.grad = None if is_missing and number == 0 else torch.ones(2)
+            found.append(tree.keeps_next)
+            tree.take()
+        assert found == expected
+        assert tree.sums[0][0].tolist() == [4.0 - is_missing] * 2  # type: ignore[union-attr]
+
+
 def test_a_device_that_owns_no_parameter_has_nothing_to_add() -> None:
     assert add([], []) == []

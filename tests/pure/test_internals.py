@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import multiprocessing
 import random
+import struct
 import subprocess
 import sys
 import threading
@@ -392,6 +393,25 @@ def test_the_state_of_pythons_generator_is_read_and_written_in_its_memory() -> N
         ours = random.getstate()
         random.seed(seed)
         assert random.getstate() == ours
+
+
+def test_the_normal_number_that_numpy_keeps_is_read_and_written_in_its_memory() -> None:
+    normal = internals.numpy_normal()
+    assert normal is not None
+    np.random.seed(7)
+    assert not any(normal)
+    np.random.randn()
+    kept, second = bytes(normal), np.random.randn()
+    assert struct.unpack("i4xd", kept) == (1, second)
+    assert not any(normal)
+    normal[:] = kept
+    assert np.random.get_state()[3:] == (1, second)
+    assert np.random.randn() == second
+
+
+def test_a_seeded_state_of_torchs_generator_is_that_of_seeding_it() -> None:
+    torch.manual_seed(2**40 + 7)
+    assert internals.seeded_torch_state(2**40 + 7).equal(torch.get_rng_state())
 
 
 def test_processes_of_the_elastic_agent_before_and_after_their_start() -> None:

@@ -79,7 +79,8 @@ def test_states_that_are_computed_at_once_are_those_of_seeding_one_by_one(num: i
             # Both have cached a normal number, or have drawn it.
             draw()
             assert states.set(index)
-            assert is_same_state((*rng_states()[:2], own[2]), own)
+            assert is_same_state(rng_states(), own)
+            assert torch.initial_seed() == seed
             assert [random.gauss(0, 1), np.random.normal()] == drawn
 
 

@@ -38,12 +38,20 @@ class Place(NamedTuple):
     micro: int
 
 
+class TurnPart(NamedTuple):
+    """One micro-batch of a virtual replica, with its index in the batch, in `places`, and among those of all."""
+
+    at: int
+    own: int
+    number: int
+
+
 class Turn(NamedTuple):
     """One virtual replica of a replica."""
 
     virtual: int
-    micro_batches: list[tuple[int, Place]]
-    """Those that have samples: the index of each in a batch, and its place."""
+    micro_batches: list[TurnPart]
+    """Those that have samples."""
 
 
 class VirtualTurns(NamedTuple):
@@ -120,17 +128,20 @@ class BatchSplit:
     def turns(self, num: int) -> VirtualTurns:
         """With virtual replicas: what each replica of this process computes one after the other, out of `num`."""
         if num not in self._known_turns:
-            of_replicas = [self._turns_of(index, replica, num) for index, replica in enumerate(self.replicas)]
-            places = [place for turns in of_replicas for turn in turns for _, place in turn.micro_batches]
+            places: list[Place] = []
+            of_replicas = [self._turns_of(index, num, places) for index in range(len(self.replicas))]
             self._known_turns[num] = VirtualTurns(self.num_micro(num), of_replicas, places)
         return self._known_turns[num]
 
-    def _turns_of(self, index: int, replica: int, num: int) -> list[Turn]:
-        turns = {virtual: Turn(virtual, []) for virtual in self.virtual[replica]}
+    def _turns_of(self, index: int, num: int, found: list[Place]) -> list[Turn]:
+        """Those of one replica of this process, whose places are added to those found."""
+        turns = {virtual: Turn(virtual, []) for virtual in self.virtual[self.replicas[index]]}
         for at, (samples, places) in enumerate(zip(self.ranges(num), self.places(num), strict=True)):
             place = places[index]
             if place is not None and samples[index]:
-                turns[place.virtual].micro_batches.append((at, place))
+                number = place.virtual * self.num_micro(num) + place.micro
+                turns[place.virtual].micro_batches.append(TurnPart(at, len(found), number))
+                found.append(place)
         return list(turns.values())
 
     def ranges(self, num: int) -> list[list[range]]:

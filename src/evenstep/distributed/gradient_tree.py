@@ -139,8 +139,17 @@ class GradientTree:
     def __init__(self, weights: Sequence[torch.Tensor], virtual: range) -> None:
         self._weights = weights
         self._additions = iter(additions_after(virtual))
+        self._num_additions = next(self._additions, 0)
+        """Of the next virtual replica."""
+        self._has_gaps = False
+        """Whether a sum may lack a gradient."""
         self.sums: list[Gradients] = []
         """Of each node."""
+
+    @property
+    def keeps_next(self) -> bool:
+        """Whether gradients of the next virtual replica become a sum, to which others are added in their memory."""
+        return not self._num_additions or self._has_gaps
 
     def take(self, known: Gradients | None = None) -> None:
         """Take the gradients off the weights: they are those of the next virtual replica, `known` or not."""
@@ -148,9 +157,12 @@ class GradientTree:
         gradients: Gradients = [weight.grad for weight in weights] if known is None else known
         for weight in weights:
             weight.grad = None
-        for _ in range(next(self._additions)):
+        if not self._num_additions:
+            self._has_gaps = self._has_gaps or _has_gaps(gradients)
+        for _ in range(self._num_additions):
             gradients = add(self.sums.pop(), gradients)
         self.sums.append(gradients)
+        self._num_additions = next(self._additions, 0)
 
 
 def total(sums: Iterable[Gradients], layout: Layout) -> Gradients:

@@ -10,15 +10,15 @@ from __future__ import annotations
 import base64
 import hashlib
 import random
-import sys
-from collections.abc import Iterator, Mapping
+import struct
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
 
-from evenstep.internals import memory_at, python_state, seed_python, set_python_state
+from evenstep.internals import NORMAL_BYTES, memory_at, numpy_normal, python_state, seed_python, set_python_state
 
 if TYPE_CHECKING:
     import torch
@@ -45,9 +45,20 @@ def derive_seed(seed: int, name: str, *where: int) -> int:
 
 def replica_seed(key: int, position: int, number: int) -> int:
     """A 63-bit seed for one backward pass at a position of the epoch; ten times as fast as `derive_seed`."""
-    word = (key + position * 0x9E3779B97F4A7C15 + number * 0xD6E8FEB86659FD93) & _ALL_BITS
-    word = ((word ^ (word >> 32)) * 0xD6E8FEB86659FD93) & _ALL_BITS
-    return (word ^ (word >> 32)) >> 1
+    return replica_seeds([first_word(key, number)], position)[0]
+
+
+def first_word(key: int, number: int) -> int:
+    """What `replica_seeds` begins with, the same at all positions."""
+    return (key + number * 0xD6E8FEB86659FD93) & _ALL_BITS
+
+
+def replica_seeds(first_words: Iterable[int], position: int) -> list[int]:
+    """`replica_seed` at one position, of several keys and numbers."""
+    added = position * 0x9E3779B97F4A7C15
+    words = [(word + added) & _ALL_BITS for word in first_words]
+    words = [((word ^ (word >> 32)) * 0xD6E8FEB86659FD93) & _ALL_BITS for word in words]
+    return [(word ^ (word >> 32)) >> 1 for word in words]
 
 
 def uniforms(key: tuple[int, int], start: int, stop: int) -> NDArray[np.float64]:
@@ -178,7 +189,7 @@ def restore_host_state(state: Mapping[str, Any]) -> None:
     version, words, gauss = state["python"]
     random.setstate((version, tuple(words), gauss))
     kind, keys, position, has_gauss, cached = state["numpy"]
-    _set_numpy_state((kind, np.array(keys, dtype=np.uint32), position, has_gauss, cached))
+    np.random.set_state((kind, np.array(keys, dtype=np.uint32), position, has_gauss, cached))
 
 
 def device_state(devices: tuple[torch.device, ...]) -> dict[str, Any]:
@@ -248,90 +259,84 @@ def rng_states() -> States:
     """The states of Python's, NumPy's and torch's (CPU) generators."""
     import torch
 
-    return python_state(), _numpy_state(), torch.get_rng_state()
+    return python_state(), numpy_state(), torch.get_rng_state()
 
 
 def host_states() -> tuple[Any, Any]:
     """Those of Python's and NumPy's alone, as `restore_host_states` takes them."""
-    return python_state(), _numpy_state()
+    return python_state(), numpy_state()
 
 
 def restore_host_states(states: tuple[Any, Any]) -> None:
     set_python_state(states[0])
-    _set_numpy_state(states[1])
+    set_numpy_state(states[1])
 
 
 STATE_BYTES = 624 * 4 + 4
 """The words of an MT19937, and the index of the next one."""
-_last_state: tuple[bytes, Any] | None = None
-_without_normal: bytes | None = None
-"""A state of NumPy's generator in which no normal number was cached."""
-_in_place: tuple[object, memoryview | None] = (None, None)
-"""NumPy's generator, and its state in memory."""
 
 
-def _numpy_words() -> memoryview | None:
-    """The state of NumPy's generator in memory, if it is an MT19937."""
+class NumpyMemory(NamedTuple):
+    """NumPy's generator, where it lies: `np.random.get_state` takes 0.1 ms, and `set_state` as long."""
+
+    words: memoryview
+    normal: memoryview
+    """Whether a normal number is kept for the next call, and that number."""
+
+
+class NumpyState(NamedTuple):
+    """A copy of that memory."""
+
+    words: bytes
+    normal: bytes
+
+    def public(self) -> tuple[Any, ...]:
+        """As `np.random.set_state` takes it."""
+        words = np.frombuffer(self.words, dtype=np.uint32)
+        return "MT19937", words[:-1], int(words[-1]), *struct.unpack("i4xd", self.normal)
+
+
+_NO_NORMAL = bytes(NORMAL_BYTES)
+_in_place: tuple[object, NumpyMemory | None] = (None, None)
+"""NumPy's generator, and its memory."""
+
+
+def _numpy_memory() -> NumpyMemory | None:
+    """That of NumPy's generator, if it is an MT19937."""
     global _in_place
     generator = np.random.get_bit_generator()  # type: ignore[attr-defined]
     if _in_place[0] is not generator:
-        is_known = isinstance(generator, np.random.MT19937)
-        words = memory_at(generator.ctypes.state_address, STATE_BYTES) if is_known else None
-        _in_place = generator, words
+        _in_place = generator, _memory_of(generator)
     return _in_place[1]
 
 
-def _numpy_state() -> Any:
-    """`np.random.get_state()`, which takes 0.1 ms, or its last result if nothing was drawn since."""
-    global _last_state, _without_normal
-    in_place = _numpy_words()
-    if in_place is None:
-        return np.random.get_state()
-    words = bytes(in_place)
-    state: Any = None if _last_state is None or _last_state[0] != words else _last_state[1]
-    # A cached normal number can be drawn without a change of these words.
-    if state is None or state[3]:
-        state = np.random.get_state()
-        _last_state = words, state
-        _without_normal = None if state[3] else words
+def _memory_of(generator: Any) -> NumpyMemory | None:
+    if not isinstance(generator, np.random.MT19937):
+        return None
+    normal = numpy_normal()
+    return None if normal is None else NumpyMemory(memory_at(generator.ctypes.state_address, STATE_BYTES), normal)
+
+
+def numpy_state() -> Any:
+    """What `set_numpy_state` takes: a copy of memory, or what `np.random.get_state` returns."""
+    memory = _numpy_memory()
+    return np.random.get_state() if memory is None else NumpyState(bytes(memory[0]), bytes(memory[1]))
+
+
+def set_numpy_state(state: Any) -> None:
+    memory = _numpy_memory()
+    if memory is not None and type(state) is NumpyState:
+        memory[0][:], memory[1][:] = state
     else:
-        # The user may have set these very words together with a cached number.
-        _without_normal = None
-    return state
+        np.random.set_state(state.public() if type(state) is NumpyState else state)
 
 
-def _set_numpy_state(state: Any) -> None:
-    """`np.random.set_state(state)`, in a tenth of its time where no normal number is cached.
-
-    Also keeps it as the last one: the same words may come with another cached normal number.
-    """
-    global _last_state, _without_normal
-    in_place = _numpy_words()
-    if in_place is None:
-        np.random.set_state(state)
-        _last_state = _without_normal = None
-        return
-    kind, keys, position, has_gauss, _ = state
-    if _last_state is not None and _last_state[1] is state:
-        words = _last_state[0]
-    else:
-        words = keys.tobytes() + int(position).to_bytes(4, sys.byteorder)
-    if kind != "MT19937" or has_gauss or len(words) != STATE_BYTES:
-        np.random.set_state(state)
-        _without_normal = None
-    else:
-        _write(in_place, words)
-    _last_state = words, state
-
-
-def _write(in_place: memoryview, words: bytes) -> None:
-    """Set NumPy's generator to a state in which no normal number is cached."""
-    global _without_normal
-    if bytes(in_place) != _without_normal:
-        # It forgets one, which may have been drawn with another.
-        np.random.seed(0)
-    in_place[:] = words
-    _without_normal = words
+def is_same_numpy(one: Any, other: Any) -> bool:
+    """Whether nothing was drawn from NumPy's generator between two of its states."""
+    if type(one) is NumpyState or type(other) is NumpyState:
+        return bool(one == other)
+    # The last two of five values are a cached normal number.
+    return bool(one[2:] == other[2:] and np.array_equal(one[1], other[1]))
 
 
 def set_words(python: memoryview, numpy: memoryview) -> bool:
@@ -339,11 +344,11 @@ def set_words(python: memoryview, numpy: memoryview) -> bool:
 
     Those of Python are as `python_state` has them.
     """
-    in_place = _numpy_words()
-    if in_place is None:
+    memory = _numpy_memory()
+    if memory is None:
         return False
     set_python_state((python, None))
-    _write(in_place, bytes(numpy))
+    memory[0][:], memory[1][:] = numpy, _NO_NORMAL
     return True
 
 
@@ -357,9 +362,7 @@ def restore_rng_states(states: States) -> None:
 
 def is_same_state(one: States, other: States) -> bool:
     """Whether nothing was drawn between the two."""
-    # The last two of NumPy's five values are a cached normal number.
-    same_numpy = one[1] is other[1] or (one[1][2:] == other[1][2:] and np.array_equal(one[1][1], other[1][1]))
-    return bool(one[0] == other[0] and same_numpy and one[2].equal(other[2]))
+    return bool(one[0] == other[0] and is_same_numpy(one[1], other[1]) and one[2].equal(other[2]))
 
 
 def seed_devices(seeds: list[int], devices: tuple[torch.device, ...]) -> None:

@@ -403,8 +403,12 @@ class ReplicaBackward:
             self.world.spans.begin(BACKWARD)
         return start, weight
 
-    def __call__(self, is_last: bool, replica: int, micro_batch: MicroBatch) -> list[torch.Tensor | None] | None:
-        """Returns the gradients of the replica so far, where they are known without looking for them."""
+    def __call__(self, is_last: bool, replica: int, micro_batch: MicroBatch) -> None:
+        self.compute(is_last, replica, micro_batch)
+        self.models[0].separate[replica]()
+
+    def compute(self, is_last: bool, replica: int, micro_batch: MicroBatch) -> None:
+        """The same; afterwards, gradients may share memory."""
         device = self.world.devices[replica]
         # In backward too, where activation checkpointing runs the forward again.
         stands_in = NOTHING if micro_batch.num_samples else standing_in()
@@ -423,7 +427,6 @@ class ReplicaBackward:
             go_back(start, weight, keeps_graph=bool(called.deferred))
             if called.deferred:
                 called.finish_backward()
-            return self.models[0].separate[replica]()
 
 
 def not_finite(rank: int, per_replica: list[MicroBatch], pairs: list[list[float]]) -> list[str]:

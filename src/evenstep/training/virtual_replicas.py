@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
-from evenstep.data.batches import Place, Turn
+from evenstep.data.batches import Turn
 from evenstep.data.loader import Batch, MicroBatch
 from evenstep.distributed.gradient_tree import GradientTree
 from evenstep.distributed.world import World
@@ -86,21 +86,25 @@ class VirtualBackward:
         model, micro_batches, split = self._backward.models[0], self._batch.micro_batches, self._batch.loader.split
         weights = model.weights_of[replica]
         tree = GradientTree(weights, split.virtual[split.replicas[replica]])
+        separate = model.separate[replica]
         # fsdp's gradients are not those of its parameters.
-        are_known = model.separate[replica].weights is weights
+        are_known = separate.weights is weights
         num_here = num_to_run = sum([len(turn.micro_batches) for turn in turns])
         num_left = self._num_left(num_here)
         for virtual, own in turns:
-            gradients = None
             for buffers in self._buffers:
                 buffers.begin(replica)
-            for at, place in own:
+            for number, part in enumerate(own):
+                if number:
+                    # Backward adds to what the last one left.
+                    separate()
                 num_to_run -= 1
-                self._totals.begin(place)
-                self._seeds.set(replica, place)
-                gradients = self._backward(not (num_to_run or num_left), replica, micro_batches[at][replica])
+                self._totals.begin(part.number)
+                self._seeds.set(replica, part.own)
+                self._backward.compute(not (num_to_run or num_left), replica, micro_batches[part.at][replica])
             for buffers in self._buffers if own else ():
                 buffers.end(replica, virtual)
+            gradients = separate() if tree.keeps_next or not are_known else None
             tree.take(gradients if are_known else None)
         self._stand_in(replica, num_left)
         return tree
@@ -115,7 +119,7 @@ class VirtualBackward:
         self._totals.begin(None)
         for left in reversed(range(num)):
             with self._backward.models[0].standing_in():
-                self._backward(left == 0, replica, MicroBatch(inputs, NO_IDS, 0))
+                self._backward.compute(left == 0, replica, MicroBatch(inputs, NO_IDS, 0))
 
 
 class VirtualLogs(StepLogs):
@@ -177,9 +181,9 @@ class VirtualLoss(LossTotal):
         self._places: list[int] = []
         """Of `parts`."""
 
-    def begin(self, place: Place | None) -> None:
+    def begin(self, place: int | None) -> None:
         """Before a micro-batch; None for one that stands in for no samples."""
-        self._logs.place = None if place is None else place.virtual * self.turns.num_micro + place.micro
+        self._logs.place = place
 
     def take(self, amount: Amount, micro_batch: MicroBatch) -> tuple[torch.Tensor, float]:
         taken = super().take(amount, micro_batch)

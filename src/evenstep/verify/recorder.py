@@ -40,7 +40,7 @@ from evenstep.distributed.worker_process import read_rank
 from evenstep.internals import BatchNorm, DisableTorchFunction, global_generators, python_state, replace_function
 from evenstep.plan import Plan
 from evenstep.record import Record, Step
-from evenstep.sampling.rng import rng_states
+from evenstep.sampling.rng import is_same_numpy, numpy_state
 from evenstep.task import Amount, Task
 from evenstep.training.optim import make_optimizer
 from evenstep.training.several_models import LossesInTurn
@@ -130,7 +130,7 @@ class DrawDetector(TorchFunctionMode):
 
     @contextmanager
     def watching(self) -> Iterator[None]:
-        python, numpy, _ = rng_states()
+        python, numpy = python_state(), numpy_state()
         own = self._states = torch_states()
         outside = sys.getprofile()
         sys.setprofile(self._called)
@@ -141,7 +141,7 @@ class DrawDetector(TorchFunctionMode):
             sys.setprofile(outside)
             moved = {
                 "Python's": python != python_state(),
-                "NumPy's": not _same_numpy(numpy, np.random.get_state()),
+                "NumPy's": not is_same_numpy(numpy, numpy_state()),
                 "torch's": not same_torch(own, torch_states()),
             }
             self.generators = [name for name, has_moved in moved.items() if has_moved]
@@ -186,10 +186,6 @@ def short_path(path: str) -> str:
     _, _, installed = path.rpartition(f"{os.sep}site-packages{os.sep}")
     near = os.path.relpath(path)
     return installed if installed != path else path if near.startswith("..") else near
-
-
-def _same_numpy(one: Any, other: Any) -> bool:
-    return bool(one[2:] == other[2:] and np.array_equal(one[1], other[1]))
 
 
 class DowncastDetector(TorchFunctionMode):

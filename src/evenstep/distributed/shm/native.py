@@ -75,7 +75,7 @@ def load(folder: Path = SOURCE.parent) -> ctypes.CDLL | None:
     library.evenstep_close.restype = None
     library.evenstep_set_turns.argtypes = [number]
     library.evenstep_set_turns.restype = None
-    library.evenstep_seed_states.argtypes = [place, number, place, place]
+    library.evenstep_seed_states.argtypes = [place, number, place, place, place]
     library.evenstep_seed_states.restype = None
     return library
 
